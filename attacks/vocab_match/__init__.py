@@ -1,0 +1,183 @@
+"""Vocabulary matching: recover a prompt from hidden states by matching candidate states (paper, sections 4 to 6)."""
+
+import time
+from collections.abc import Sequence
+
+import torch
+
+from attacks.vocab_match.drive import Search, drive
+from attacks.vocab_match.epsilon import (
+    Threshold,
+    auto_threshold,
+    calibrated_threshold,
+    measure,
+    parse_epsilon,
+)
+from attacks.vocab_match.rank import SHORTLIST, LazyModel, Proposer, check_proposal
+from attacks.vocab_match.search import speculative, stepwise
+from attacks.vocab_match.task import Task
+from hiddenlab.core import Observation, Progress, Public, Recovery, silent
+from hiddenlab.errors import InputError
+from hiddenlab.match import Matcher, choose_matcher
+from hiddenlab.observation import check_observation
+from hiddenlab.propose.probe import Probe
+from hiddenlab.propose.store import probe_for
+from hiddenlab.slice import Slice
+from hiddenlab.slice.load import parse_dtype
+
+SEARCHES = {"speculative": speculative, "greedy": stepwise}
+
+
+class VocabMatch:
+    """Recover tokens by running candidates through the open weights and matching their states.
+
+    Knows: the model's weights, the released states, the channel. Does not know: tokens, permutations, noise.
+
+    Args:
+        search: ``speculative`` (a probe's guess verified in one pass) or ``greedy`` (the paper's algorithms).
+        proposal: ``probe+lm``, ``probe``, ``lm`` or ``vocab``: the order in which candidates are tried.
+        distance: ``auto``, ``l1``, ``l2``, ``sorted-l1`` or ``sorted-l2``.
+        epsilon: ``auto``, ``calibrated`` or a number (an absolute distance, as in the paper).
+        budget: candidates for one position at most; None searches the whole vocabulary.
+        batch: prompts attacked at once. seed: of calibration. progress: where progress is reported.
+    """
+
+    def __init__(
+        self,
+        search: str = "speculative",
+        proposal: str = "probe+lm",
+        distance: str = "auto",
+        epsilon: str = "auto",
+        budget: int | None = None,
+        batch: int = 8,
+        seed: int = 0,
+        progress: Progress = silent,
+    ) -> None:
+        if search not in SEARCHES:
+            raise InputError(f"unknown search {search!r}; known are {', '.join(SEARCHES)}")
+        check_proposal(proposal)
+        parse_epsilon(epsilon)
+        if budget is not None and budget < 1:
+            raise InputError(f"the budget must be at least 1 candidate, not {budget}")
+        if batch < 1:
+            raise InputError(f"the batch must be at least 1 prompt, not {batch}")
+        self.search, self.proposal, self.distance, self.epsilon = search, proposal, distance, epsilon
+        self.budget, self.batch, self.seed, self.progress = budget, batch, seed, progress
+        self._prepared: tuple[Public, Slice, Matcher, Proposer, Threshold] | None = None
+        self._model: tuple[Slice, LazyModel] | None = None
+
+    def setup(
+        self, observation: Observation, slice: Slice, generator: torch.Generator
+    ) -> dict[str, float]:
+        """Train or load the probe and measure epsilon, for all observations of one channel.
+
+        Returns:
+            ``probe_seconds`` (0 where cached) and ``epsilon_relative`` (fraction of a row's norm), with
+            ``epsilon_floor`` and ``epsilon_gap``, between which it was put.
+        """
+        check_observation(observation, slice)
+        public = observation.public
+        matcher = choose_matcher(self.distance, public)
+        proposer, seconds = self._proposer(slice, public)
+        threshold = self._threshold(slice, public, matcher)
+        self._prepared = (public, slice, matcher, proposer, threshold)
+        return {
+            "probe_seconds": seconds,
+            "epsilon_relative": threshold.relative,
+            "epsilon_floor": threshold.floor,
+            "epsilon_gap": threshold.gap,
+        }
+
+    def _proposer(self, slice: Slice, public: Public) -> tuple[Proposer, float]:
+        probe: Probe | None = None
+        seconds = 0.0
+        if "probe" in self.proposal:
+            probe, seconds = probe_for(slice, public, progress=self.progress)
+        model = None
+        if "lm" in self.proposal:
+            if self._model is None or self._model[0] is not slice:
+                self._model = (slice, LazyModel(slice))
+            model = self._model[1]
+        return Proposer(slice.vocab_size, probe, model), seconds
+
+    def _threshold(self, slice: Slice, public: Public, matcher: Matcher) -> Threshold:
+        number = parse_epsilon(self.epsilon)
+        if number is not None:
+            return Threshold(float("nan"), float("nan"), float("nan"), absolute=number)
+        self.progress("measuring epsilon", 0, 1)
+        sample = measure(slice, public, matcher, self.seed)
+        self.progress("measuring epsilon", 1, 1)
+        if self.epsilon == "calibrated":
+            return calibrated_threshold(sample, self.seed)
+        coarser = max(torch.finfo(slice.dtype).eps, torch.finfo(parse_dtype(public.provider_dtype)).eps)
+        return auto_threshold(sample, coarser)
+
+    def recover(self, observation: Observation, slice: Slice, generator: torch.Generator) -> Recovery:
+        """Recover one prompt; see ``recover_batch``."""
+        return self.recover_batch([observation], slice, generator)[0]
+
+    def recover_batch(
+        self, observations: Sequence[Observation], slice: Slice, generator: torch.Generator
+    ) -> list[Recovery]:
+        """Recover prompts of one channel together; every answer is the same as alone, up to rounding.
+
+        Raises:
+            InputError: an observation does not fit the slice.
+        """
+        out: list[Recovery] = []
+        for start in range(0, len(observations), self.batch):
+            out += self._recover_group(observations[start : start + self.batch], slice, generator)
+        return out
+
+    def _recover_group(
+        self, observations: Sequence[Observation], slice: Slice, generator: torch.Generator
+    ) -> list[Recovery]:
+        for observation in observations:
+            check_observation(observation, slice)
+            if self._prepared is None or self._prepared[:2] != (observation.public, slice):
+                self.setup(observation, slice, generator)
+        started = time.perf_counter()
+        with torch.inference_mode():
+            tasks = self._tasks(observations, slice)
+            searches: list[Search] = [SEARCHES[self.search](task) for task in tasks]
+            spent = time.perf_counter() - started
+            results = drive(searches, slice, self.progress, share=spent)
+        recoveries = []
+        for task, (_, cost) in zip(tasks, results, strict=True):
+            reason = "complete"
+            if task.exhausted:
+                reason = "budget exhausted" if self.budget else "vocabulary exhausted"
+            recoveries.append(
+                Recovery(
+                    tuple(task.found), cost.evaluated, cost.calls, cost.seconds, reason,
+                    epsilon=float(task.limits.median()),
+                )  # fmt: skip
+            )
+        return recoveries
+
+    def _tasks(self, observations: Sequence[Observation], slice: Slice) -> list[Task]:
+        assert self._prepared is not None
+        public, _, matcher, proposer, threshold = self._prepared
+        states = [o.states.to(slice.device).float() for o in observations]
+        scores = ids = [None] * len(states)
+        if proposer.probe is not None and self.search == "speculative":
+            counts = [len(s) for s in states]
+            top, tokens = proposer.probe.shortlist(torch.cat(states), SHORTLIST)
+            scores, ids = top.split(counts), tokens.split(counts)  # type: ignore[assignment]
+        tasks = []
+        for raw, score, shortlist in zip(states, scores, ids, strict=True):
+            rows = matcher.prepare(raw)
+            tasks.append(
+                Task(
+                    slice, matcher, proposer, raw, rows, threshold.limits(matcher, rows),
+                    slice.prefix(offset=public.prefix_tokens), not public.rows_permuted, self.budget,
+                    shortlist, score,
+                )  # fmt: skip
+            )
+        return tasks
+
+    def __repr__(self) -> str:
+        return (
+            f"VocabMatch({self.search}, {self.proposal}; knows the weights, the released states and the channel, "
+            "not tokens, permutations or noise)"
+        )

@@ -1,0 +1,160 @@
+"""When a distance counts as a match, measured by the attacker on sequences of his own.
+
+Thresholds are relative to the norm of the observed row, and kept apart for the two groups of rows (attention
+sinks have norms, and absolute errors, many times larger).
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from hiddenlab.channel import Channel
+from hiddenlab.core import Public
+from hiddenlab.errors import InputError
+from hiddenlab.match import Matcher
+from hiddenlab.propose.corpus import Corpus
+from hiddenlab.propose.probe import whitened_table, whitening
+from hiddenlab.slice import Request, Slice
+
+NEAR_TOKENS = 8  # hard negatives a position: tokens with nearby embeddings
+WINDOWS = 48
+
+
+@dataclass(frozen=True)
+class Threshold:
+    """A relative threshold and how it came about.
+
+    Attributes:
+        relative: fraction of the row's norm. floor: largest relative distance of a right candidate (99.9 % where
+            floor and gap overlap). gap: smallest relative distance of a wrong one. absolute: used instead where
+            the user gave a number.
+    """
+
+    relative: float
+    floor: float
+    gap: float
+    absolute: float | None = None
+
+    @property
+    def separable(self) -> bool:
+        """Right and wrong candidates never overlapped in the measurement."""
+        return self.floor < self.gap
+
+    def limits(self, matcher: Matcher, rows: Float[Tensor, "rows d"]) -> Float[Tensor, " rows"]:
+        """The distance within which each row counts as matched, in the matcher's norm."""
+        if self.absolute is not None:
+            return torch.full((len(rows),), self.absolute, device=rows.device)
+        return self.relative * matcher.norms(rows)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Relative distances of right and wrong candidates at positions of the attacker's own sequences."""
+
+    right: Float[Tensor, " n"]
+    wrong: Float[Tensor, "n c"]
+
+
+def measure(slice: Slice, public: Public, matcher: Matcher, seed: int) -> Sample:
+    """Run own windows through the channel as the provider would, and match them as the attacker will.
+
+    The windows are released by the channel (another pass shape, dtype or quantization, noise …) and evaluated
+    by the slice with hard negatives beside every right token.
+    """
+    corpus = Corpus(slice, seed + 1)
+    windows = [corpus.window()[:32] for _ in range(WINDOWS)]
+    channel = Channel.parse([spec for spec in public.channel])
+    generator = torch.Generator().manual_seed(seed)
+    released = channel.release_batch(slice, [w.tolist() for w in windows], generator)
+    mean, matrix = whitening(slice.embedding)
+    table = whitened_table(slice.embedding, mean, matrix)
+    right, wrong = [], []
+    for window, (observation, secret) in zip(windows, released, strict=True):
+        window = window.to(slice.device)
+        states = observation.states.to(slice.device)
+        if secret.row_order is not None:
+            states = states[torch.tensor(secret.row_order, device=slice.device).argsort()]
+        near = (table[window] @ table.T).topk(NEAR_TOKENS + 1, dim=1).indices[:, 1:]
+        attach = torch.arange(len(window), device=slice.device).repeat_interleave(NEAR_TOKENS)
+        prefix = slice.prefix(offset=public.prefix_tokens)
+        answer = slice.run([Request(prefix, window, leaves=near.flatten(), attach=attach)], keep=False)[0]
+        observed = matcher.prepare(states)
+        norms = matcher.norms(observed)
+        right.append(matcher.pairs(candidates=matcher.prepare(answer.chain), observed=observed) / norms)
+        distances = matcher.pairs(candidates=matcher.prepare(answer.leaves), observed=observed[attach])
+        wrong.append((distances / norms[attach]).view(-1, NEAR_TOKENS))
+    return Sample(torch.cat(right), torch.cat(wrong))
+
+
+def auto_threshold(sample: Sample, resolution: float) -> Threshold:
+    """The geometric middle between the noise floor and the gap to the nearest wrong candidate.
+
+    Where they overlap (noise, coarse quantization) no threshold is right; then the one with the fewest errors of
+    both kinds is taken.
+
+    Args:
+        resolution: relative rounding error of one operation in the coarser dtype of both sides.
+    """
+    nearest = sample.wrong.amin(1)
+    floor, gap = float(sample.right.max()), float(nearest.min())
+    if floor < gap:
+        # A floor measured on few windows is no bound (and is zero where both sides happened to run passes of one
+        # shape): leave it room, but stay below half the gap.
+        middle = math.sqrt(max(floor, resolution) * gap)
+        return Threshold(min(max(middle, 4 * floor), max(gap / 2, floor)), floor, gap)
+    grid = torch.cat([sample.right, nearest]).sort().values
+    missed = (sample.right[None] > grid[:, None]).float().mean(1)
+    false = (nearest[None] <= grid[:, None]).float().mean(1)
+    return Threshold(float(grid[(missed + false).argmin()]), floor, gap)
+
+
+def calibrated_threshold(sample: Sample, seed: int) -> Threshold:
+    """The paper's ternary search (section 4.4): the threshold with the most right tokens on a training set.
+
+    A position is right where the first candidate within the threshold, tried in a random order, is the right one,
+    or where none is within it and the right one is nearest.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    n, c = sample.wrong.shape
+    place = torch.randint(0, c + 1, (n,), generator=generator).to(sample.wrong.device)
+    before = torch.arange(c, device=place.device)[None] < place[:, None]
+    first_wrong = sample.wrong.masked_fill(~before, float("inf")).amin(1)
+    nearest = sample.wrong.amin(1)
+
+    def score(log_eps: float) -> float:
+        eps = math.exp(log_eps)
+        accepted = sample.right <= eps
+        right = torch.where(accepted, first_wrong > eps, (sample.right < nearest) & (nearest > eps))
+        return float(right.float().mean())
+
+    low = math.log(max(float(sample.right.min()), 1e-12))
+    high = math.log(float(sample.wrong.max()) + 1e-12)
+    for _ in range(40):
+        a, b = low + (high - low) / 3, high - (high - low) / 3
+        # On a plateau the larger threshold costs fewer candidates, but the middle is safer: shrink both ends.
+        left, right = score(a), score(b)
+        if left <= right:
+            low = a
+        if right <= left:
+            high = b
+    return Threshold(math.exp((low + high) / 2), float(sample.right.max()), float(nearest.min()))
+
+
+def parse_epsilon(text: str) -> float | None:
+    """The number of a numeric epsilon, None for ``auto`` and ``calibrated``.
+
+    Raises:
+        InputError: anything else, or a number that is not positive.
+    """
+    if text in ("auto", "calibrated"):
+        return None
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not value > 0 or math.isinf(value):
+        raise InputError(f"epsilon {text!r} is neither auto, calibrated nor a positive number")
+    return value

@@ -1,0 +1,106 @@
+"""In which order candidates are tried: probe, language model, both, or the plain vocabulary."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from attacks.vocab_match.drive import Ask, Search
+from hiddenlab.errors import InputError
+from hiddenlab.propose.probe import Probe, fast_dtype
+from hiddenlab.slice import Answer, Prefix, Request, Slice, load_slice
+from hiddenlab.slice.load import load_config
+
+PROPOSALS = ("probe+lm", "probe", "lm", "vocab")
+SHORTLIST = 32
+# Weight of the language model's log-probability beside the probe's (eval/LOG.md); the sorted-state probe is
+# weaker, so the language model counts for more.
+LM_WEIGHT, LM_WEIGHT_SORTED = 0.3, 0.6
+
+
+class LazyModel:
+    """The proposing language model, all layers and the head, loaded when a search first asks for it.
+
+    Attributes:
+        layers: how many layers it has, known without loading it.
+    """
+
+    def __init__(self, slice: Slice) -> None:
+        self._of = slice
+        self.layers = int(load_config(slice.ref).num_hidden_layers)
+
+    @cached_property
+    def slice(self) -> Slice:
+        """Loaded in the fastest dtype at hand: it only orders candidates, so its last digits do not matter."""
+        device = self._of.device
+        dtype = str(fast_dtype(device)).removeprefix("torch.")
+        return load_slice(self._of.ref.path, stream="logits", dtype=dtype, device=str(device))
+
+
+@dataclass(frozen=True)
+class Proposer:
+    """The engines behind a proposal name; either may be absent."""
+
+    vocab_size: int
+    probe: Probe | None
+    lm: LazyModel | None
+
+    @property
+    def weight(self) -> float:
+        """Weight of the language model's log-probabilities."""
+        if self.probe is None:
+            return 1.0
+        return LM_WEIGHT_SORTED if self.probe.settings.sorted_states else LM_WEIGHT
+
+    def order(
+        self, rows: Float[Tensor, "rows d"], next_token: Float[Tensor, " v"] | None
+    ) -> Int[Tensor, " v"]:
+        """The whole vocabulary, best candidate for any of the rows first."""
+        scores = torch.zeros(self.vocab_size, device=rows.device)
+        if self.probe is not None:
+            scores = self.probe.log_probs(rows).amax(0)
+        if next_token is not None:
+            scores = scores + self.weight * next_token.to(scores.device)
+        if self.probe is None and next_token is None:
+            return torch.arange(self.vocab_size, device=rows.device)
+        return scores.argsort(descending=True)
+
+
+class LanguageModel:
+    """One prompt's view of the proposing language model: its prefix follows the recovered tokens."""
+
+    def __init__(self, model: LazyModel) -> None:
+        self.model = model
+        self._prefix: Prefix | None = None
+        self._next: Tensor | None = None
+
+    def cost(self, tokens: list[int], slice_layers: int) -> float:
+        """What ``next_token`` costs, in candidates of a slice with so many layers."""
+        held = self._prefix.length if self._prefix is not None else 0
+        return (len(tokens) - held) * self.model.layers / slice_layers
+
+    def next_token(self, tokens: list[int]) -> Search:
+        """Log-probabilities ``[v]`` of the token after ``tokens``; None for the first token."""
+        lm = self.model.slice
+        self._prefix = self._prefix or lm.prefix()
+        missing = tokens[self._prefix.length :]
+        if missing:
+            answer: Answer = yield Ask(lm, Request(self._prefix, torch.tensor(missing, device=lm.device)))
+            self._prefix.keep(answer, chain=len(missing))
+            self._next = answer.chain[-1].float().log_softmax(-1)
+        return self._next
+
+    def along(self, guess: list[int]) -> Search:
+        """Log-probabilities ``[len(guess) - 1, v]`` of the second and later tokens of a guess."""
+        lm = self.model.slice
+        tokens = torch.tensor(guess[:-1], device=lm.device)
+        answer: Answer = yield Ask(lm, Request(lm.prefix(), tokens))
+        return answer.chain.float().log_softmax(-1)
+
+
+def check_proposal(name: str) -> None:
+    """Raises InputError for an unknown proposal name."""
+    if name not in PROPOSALS:
+        raise InputError(f"unknown proposal {name!r}; known are {', '.join(PROPOSALS)}")

@@ -1,0 +1,174 @@
+"""The searches: greedy (the paper's), step by step with a probe, and speculative tree verification (ours)."""
+
+import torch
+from torch import Tensor
+
+from attacks.vocab_match.drive import Ask, Search
+from attacks.vocab_match.task import Task, Tried, find_next
+from hiddenlab.core import TokenRecovery
+from hiddenlab.slice import Answer, Request
+
+SURE = 0.98  # alternatives are tried beside a guess until this much of the probe's probability is covered
+MAX_LEAVES = 4  # alternatives beside one guess in one pass
+WRONG_IN_CHAIN = 4.0  # a chain ends where this many of its guesses are expected to be wrong
+STEPWISE_BELOW = 0.5  # mean confidence of the guesses below which a chain is not worth verifying
+MODEL_ABOVE = 0.05  # share of guesses expected to be wrong above which the language model is asked to rerank
+
+
+def stepwise(task: Task) -> Search:
+    """One position after the other, candidates in proposal order (Algorithms 1, 4, 5, 6)."""
+    while len(task.found) < len(task.rows):
+        yield from find_next(task)
+
+
+def speculative(task: Task) -> Search:
+    """Verify a whole guess in one pass, with alternatives at its weak places in the same pass (DESIGN.md).
+
+    Each round runs the guessed remainder as a chain and, where the guess is unsure, alternatives as leaves. The
+    longest matching run is committed. At the first miss the leaves had the exact context, so a match among them
+    is committed too. Further right the context is slightly wrong; there the nearest of guess and leaves becomes
+    the next round's guess, so that several misses are mended by one pass. Only where leaves fail is a
+    position searched by itself.
+    """
+    if task.shortlist is None or not task.ordered or _confidence(task).mean() < STEPWISE_BELOW:
+        yield from stepwise(task)
+        return
+    guess = yield from _Guess.start(task)
+    while len(task.found) < len(task.rows):
+        start = len(task.found)
+        tried = Tried()
+        if guess.needs_search(start):
+            tried.add(guess.refuted_tokens(), guess.refuted_distances()[:, None])
+            yield from find_next(task, tried)
+            continue
+        end = guess.chain_end(start)
+        leaves, attach = guess.leaves(start, end)
+        chain = guess.best[start:end]
+        answer: Answer = yield Ask(task.slice, Request(task.prefix, chain, leaves=leaves, attach=attach))
+        guess.digest(answer, start, end, leaves, attach)
+
+
+def _confidence(task: Task) -> Tensor:
+    assert task.scores is not None
+    return task.scores[:, 0].exp()
+
+
+class _Guess:
+    """The current guess of every position, and what is known against it."""
+
+    def __init__(self, task: Task, order: Tensor, scores: Tensor) -> None:
+        self.task = task
+        self.order, self.scores = order, scores
+        self.best = order[:, 0].clone()
+        confidence = scores.exp().cumsum(1)
+        need = (confidence < SURE).sum(1)  # how many of the shortlist must be tried to be sure
+        self.extra = need.clamp(max=MAX_LEAVES).tolist()
+        self.wrong = (1 - scores[:, 0].exp()).clamp(min=0)
+        self.offset = [1] * len(order)  # next place in the shortlist to try, per position
+        self._refuted: tuple[int, Tensor, Tensor] | None = None
+
+    @classmethod
+    def start(cls, task: Task) -> Search:
+        """The probe's guess, reranked by the language model where many guesses are expected to be wrong."""
+        assert task.shortlist is not None and task.scores is not None
+        order, scores = task.shortlist, task.scores
+        unsure = float((1 - _confidence(task)).mean())
+        if task.model is not None and len(order) > 1 and unsure > MODEL_ABOVE:
+            along = yield from task.model.along(order[:, 0].tolist())
+            mixed = scores.clone()
+            mixed[1:] += task.proposer.weight * along.gather(1, order[1:].to(along.device)).to(scores.device)
+            mixed = mixed.log_softmax(1)
+            scores, place = mixed.sort(dim=1, descending=True)
+            order = order.gather(1, place)
+        return cls(task, order, scores)
+
+    def needs_search(self, position: int) -> bool:
+        return self._refuted is not None and self._refuted[0] == position
+
+    def refuted_tokens(self) -> Tensor:
+        assert self._refuted is not None
+        return self._refuted[1]
+
+    def refuted_distances(self) -> Tensor:
+        assert self._refuted is not None
+        return self._refuted[2]
+
+    def chain_end(self, start: int) -> int:
+        """Verify up to where too many guesses are expected to be wrong for the rest to mean anything."""
+        expected = self.wrong[start:].cumsum(0)
+        return start + max(1, int((expected <= WRONG_IN_CHAIN).sum()))
+
+    def leaves(self, start: int, end: int) -> tuple[Tensor, Tensor]:
+        """Alternatives for unsure positions and the chain tokens before each."""
+        tokens, attach = [], []
+        for position in range(start, end):
+            first = self.offset[position]
+            part = self.order[position, first : first + self.extra[position]]
+            part = part[part != self.best[position]]
+            self.offset[position] += self.extra[position]
+            tokens.append(part)
+            attach += [position - start] * len(part)
+        return torch.cat(tokens), torch.tensor(attach, dtype=torch.long, device=self.order.device)
+
+    def digest(self, answer: Answer, start: int, end: int, leaves: Tensor, attach: Tensor) -> None:
+        """Commit what matched, remember what was refuted, and mend the guess further right."""
+        task, matcher = self.task, self.task.matcher
+        rows = task.rows[start:end]
+        chain = matcher.pairs(candidates=matcher.prepare(answer.chain), observed=rows)
+        beside = matcher.pairs(candidates=matcher.prepare(answer.leaves), observed=rows[attach])
+        within = chain <= task.limits[start:end]
+        run = int(within.long().cumprod(0).sum())
+        distances = chain.tolist()
+        runner_up = self._runner_up(beside, attach, end - start)
+        for i in range(run):
+            tried = 1 + int((attach == i).sum())
+            margin = None if runner_up[i] is None else runner_up[i] - distances[i]
+            task.accept(TokenRecovery(int(self.best[start + i]), start + i, distances[i], margin, tried, True))
+        miss = start + run
+        self._refuted = None
+        if miss == end:
+            task.prefix.keep(answer, chain=run)
+            return
+        here = (attach == run).nonzero()[:, 0]
+        tokens = torch.cat([self.best[miss : miss + 1], leaves[here]])
+        nearest = torch.cat([chain[run : run + 1], beside[here]])
+        tried = Tried()
+        tried.add(tokens, nearest[:, None])
+        best, matched = tried.best([miss], task.limits)
+        if matched:
+            task.prefix.keep(answer, chain=run, leaf=int(here[int((leaves[here] == best.token).nonzero()[0, 0])]))
+            task.accept(best)
+        else:
+            task.prefix.keep(answer, chain=run)
+            self._refuted = (miss, tokens, nearest)
+        self._mend(chain, beside, start, end, miss, leaves, attach)
+
+    @staticmethod
+    def _runner_up(beside: Tensor, attach: Tensor, n: int) -> list[float | None]:
+        out: list[float | None] = [None] * n
+        for i, distance in zip(attach.tolist(), beside.tolist(), strict=True):
+            current = out[i]
+            out[i] = distance if current is None else min(current, distance)
+        return out
+
+    def _mend(
+        self, chain: Tensor, beside: Tensor, start: int, end: int, miss: int, leaves: Tensor, attach: Tensor
+    ) -> None:
+        """Beyond the miss: take the nearest candidate as guess, and try more where even that is far.
+
+        Far means more than half the distance that wrong candidates typically have.
+        """
+        norms = self.task.matcher.norms(self.task.rows[start:end])
+        typical = (beside / norms[attach]).median() if len(beside) else (chain / norms).median()
+        for position in range(miss + 1, end):
+            i = position - start
+            here = (attach == i).nonzero()[:, 0]
+            nearest = chain[i]
+            if len(here):
+                j = here[beside[here].argmin()]
+                if beside[j] < nearest:
+                    nearest = beside[j]
+                    self.best[position] = leaves[j]
+            near = bool(nearest / norms[i] < 0.5 * typical)
+            self.extra[position] = 0 if near else MAX_LEAVES
+            self.wrong[position] = 0.05 if near else 0.7

@@ -1,0 +1,184 @@
+"""One prompt under attack: what is known, and the step that all searches share."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from attacks.vocab_match.drive import Ask, Search
+from attacks.vocab_match.rank import LanguageModel, Proposer
+from hiddenlab.core import TokenRecovery
+from hiddenlab.match import Matcher
+from hiddenlab.slice import Answer, Prefix, Request, Slice
+
+FIRST_BATCH, LAST_BATCH = 8, 512
+
+
+@dataclass
+class Task:
+    """One observation, prepared for search.
+
+    Attributes:
+        raw: rows as observed (for the probe). rows: rows in the matcher's form. limits: distance within which a
+            row counts as matched. shortlist, scores: best tokens of each row and their log-probabilities.
+        budget: candidates for one position at most, or None.
+    """
+
+    slice: Slice
+    matcher: Matcher
+    proposer: Proposer
+    raw: Float[Tensor, "rows d"]
+    rows: Float[Tensor, "rows d"]
+    limits: Float[Tensor, " rows"]
+    prefix: Prefix
+    ordered: bool
+    budget: int | None = None
+    shortlist: Int[Tensor, "rows k"] | None = None
+    scores: Float[Tensor, "rows k"] | None = None
+    found: list[TokenRecovery] = field(default_factory=list)
+    free: list[int] = field(default_factory=list)
+    exhausted: bool = False
+
+    def __post_init__(self) -> None:
+        self.free = list(range(len(self.rows)))
+        self.model = LanguageModel(self.proposer.lm) if self.proposer.lm is not None else None
+
+    @property
+    def tokens(self) -> list[int]:
+        return [one.token for one in self.found]
+
+    def targets(self) -> list[int]:
+        """Rows that the next token may match: its own, or all free ones where the order is unknown."""
+        return [len(self.found)] if self.ordered else self.free
+
+    def accept(self, one: TokenRecovery) -> None:
+        self.found.append(one)
+        self.free.remove(one.row)
+
+
+@dataclass
+class Tried:
+    """Candidates evaluated at one position, in its exact context."""
+
+    tokens: list[Tensor] = field(default_factory=list)
+    nearest: list[Tensor] = field(default_factory=list)  # distance of each candidate to its nearest target
+    rows: list[Tensor] = field(default_factory=list)  # which target that is
+
+    def add(self, tokens: Tensor, table: Float[Tensor, "c targets"]) -> None:
+        nearest, rows = table.min(dim=1)
+        self.tokens.append(tokens)
+        self.nearest.append(nearest)
+        self.rows.append(rows)
+
+    @property
+    def count(self) -> int:
+        return sum(len(t) for t in self.tokens)
+
+    def best(self, targets: list[int], limits: Tensor) -> tuple[TokenRecovery, bool]:
+        """The nearest candidate, and whether it is within its row's limit."""
+        tokens, nearest, rows = torch.cat(self.tokens), torch.cat(self.nearest), torch.cat(self.rows)
+        two = nearest.topk(min(2, len(nearest)), largest=False)
+        i = int(two.indices[0])
+        row, distance = targets[int(rows[i])], float(two.values[0])
+        matched = distance <= float(limits[row])
+        margin = float(two.values[1]) - distance if len(nearest) > 1 else None
+        return TokenRecovery(int(tokens[i]), row, distance, margin, len(tokens), matched), matched
+
+
+class Candidates:
+    """Candidates of one position in proposal order, each once, to the end of the vocabulary or the budget.
+
+    The cheap shortlist of the target rows comes first; the whole vocabulary is ordered only when that is used up.
+    """
+
+    def __init__(self, task: Task, tried: Tried, targets: list[int]) -> None:
+        self.task, self.targets = task, targets
+        self.left = (task.budget or task.proposer.vocab_size) - tried.count
+        self.size = FIRST_BATCH
+        self._seen = torch.zeros(task.proposer.vocab_size, dtype=torch.bool, device=task.rows.device)
+        for tokens in tried.tokens:
+            self._seen[tokens] = True
+        self.rank(None)
+
+    def rank(self, next_token: Tensor | None) -> None:
+        """(Re)order what is left, with the language model's log-probabilities where they are known."""
+        self._next_token = next_token
+        self._waiting = self._stages()
+        self._order = torch.empty(0, dtype=torch.long, device=self._seen.device)
+        self.size = FIRST_BATCH
+
+    def _stages(self) -> Iterator[Tensor]:
+        task = self.task
+        if not task.found and task.slice.special_ids:
+            yield torch.tensor(task.slice.special_ids, device=self._seen.device)
+        if task.shortlist is not None:
+            yield _merged_shortlist(task, self.targets, self._next_token)
+        yield task.proposer.order(task.raw[self.targets], self._next_token).to(self._seen.device)
+
+    def next_batch(self) -> Int[Tensor, " c"] | None:
+        """The next batch, or None when vocabulary or budget are used up."""
+        while len(self._order) == 0:
+            stage = next(self._waiting, None)
+            if stage is None or self.left <= 0:
+                return None
+            self._order = stage[~self._seen[stage]]
+        batch = self._order[: min(self.size, self.left)]
+        self._order = self._order[len(batch) :]
+        if len(batch) == 0:
+            return None
+        self._seen[batch] = True
+        self.left -= len(batch)
+        self.size = min(2 * self.size, LAST_BATCH)
+        return batch
+
+
+def _merged_shortlist(task: Task, targets: list[int], next_token: Tensor | None) -> Int[Tensor, " m"]:
+    """The shortlists of all target rows as one list, best first, each token at its best score."""
+    assert task.shortlist is not None and task.scores is not None
+    ids, scores = task.shortlist[targets].flatten(), task.scores[targets].flatten()
+    if next_token is not None:
+        scores = scores + task.proposer.weight * next_token.to(scores.device)[ids]
+    ids = ids[scores.argsort(descending=True)]
+    unique, group = ids.unique(return_inverse=True)
+    place = torch.full((len(unique),), len(ids), device=ids.device)
+    place.scatter_reduce_(0, group, torch.arange(len(ids), device=ids.device), "amin")
+    return unique[place.argsort()]
+
+
+def find_next(task: Task, tried: Tried | None = None) -> Search:
+    """Search the next position until a candidate matches; commit it, verified or (exhausted) the nearest.
+
+    This is the inner loop of the paper's Algorithms 1, 4, 5 and 6: the matcher decides between 1 and 5 or 4 and
+    6, the targets between 1 and 4 or 5 and 6. The language model is asked once as much has been spent on
+    candidates as asking it would cost.
+    """
+    tried = tried or Tried()
+    targets = list(task.targets())
+    candidates = Candidates(task, tried, targets)
+    observed = task.rows[targets]
+    empty = torch.empty(0, dtype=torch.long, device=task.rows.device)
+    asked = task.model is None
+    while True:
+        if not asked and task.model is not None:
+            cost = task.model.cost(task.tokens, task.slice.site.layer)
+            if task.shortlist is None or tried.count + FIRST_BATCH > cost:
+                asked = True
+                candidates.rank((yield from task.model.next_token(task.tokens)))
+        batch = candidates.next_batch()
+        if batch is None:
+            break
+        answer: Answer = yield Ask(task.slice, Request(task.prefix, empty, leaves=batch))
+        tried.add(batch, task.matcher.table(candidates=task.matcher.prepare(answer.leaves), observed=observed))
+        # The accepted token is always among the newest batch: an earlier match would have ended the search.
+        best, matched = tried.best(targets, task.limits)
+        if matched:
+            task.prefix.keep(answer, leaf=int((batch == best.token).nonzero()[0, 0]))
+            task.accept(best)
+            return
+    best, _ = tried.best(targets, task.limits)
+    task.exhausted = True
+    answer = yield Ask(task.slice, Request(task.prefix, torch.tensor([best.token], device=task.rows.device)))
+    task.prefix.keep(answer, chain=1)
+    task.accept(best)

@@ -1,0 +1,88 @@
+"""Noise on the input of the model (paper, section 6 and appendix F)."""
+
+import math
+from dataclasses import replace
+from weakref import ReferenceType, ref
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from hiddenlab.channel import Stage
+from hiddenlab.core import Public
+from hiddenlab.errors import InputError
+
+CHUNK_ROWS = 16384  # of the vocabulary at once, so that no second table is held in double precision
+
+
+class Gaussian(Stage):
+    """Adds N(0, sigma²) to every coordinate of the input embeddings (paper, appendix F).
+
+    Args:
+        sigma: standard deviation of the noise, in the units of the embedding module's output.
+
+    Raises:
+        InputError: sigma is not a positive finite number.
+    """
+
+    def __init__(self, sigma: float) -> None:
+        if not (math.isfinite(sigma) and sigma > 0):
+            raise InputError(f"gaussian needs sigma > 0, not {sigma}; for no noise leave the defense out")
+        self.sigma = float(sigma)
+        self.spec = f"gaussian:sigma={self.sigma!r}"
+
+    def inputs(
+        self, embeddings: Float[Tensor, "n d"], table: Float[Tensor, "v d"], generator: torch.Generator
+    ) -> Float[Tensor, "m d"]:
+        # In single precision, so that one seed means one noise for every dtype of the provider.
+        noise = torch.randn(embeddings.shape, generator=generator, device=generator.device)
+        return (embeddings.float() + self.sigma * noise.to(embeddings.device)).to(embeddings.dtype)
+
+    def public(self, public: Public) -> Public:
+        return replace(public, noise_sigma=math.hypot(public.noise_sigma or 0.0, self.sigma))
+
+    def __repr__(self) -> str:
+        return (
+            f"{self.spec}: the attacker sees the states of noised embeddings and knows the model and sigma; "
+            "only the provider knows the noise"
+        )
+
+
+class RandomPrefix(Stage):
+    """Puts one random embedding before the prompt; its own state is not released (paper, appendix F.1).
+
+    Each coordinate is drawn from a Gaussian with its mean and standard deviation over the vocabulary.
+    """
+
+    spec = "random-prefix"
+
+    def __init__(self) -> None:
+        self._moments: tuple[ReferenceType[Tensor], Tensor, Tensor] | None = None
+
+    def inputs(
+        self, embeddings: Float[Tensor, "n d"], table: Float[Tensor, "v d"], generator: torch.Generator
+    ) -> Float[Tensor, "m d"]:
+        mean, deviation = self._of(table)
+        noise = torch.randn(embeddings.shape[1], generator=generator, device=generator.device)
+        row = mean + deviation * noise.to(mean.device)
+        return torch.cat([row[None].to(embeddings), embeddings])
+
+    def public(self, public: Public) -> Public:
+        return replace(public, prefix_tokens=public.prefix_tokens + 1)
+
+    def _of(self, table: Float[Tensor, "v d"]) -> tuple[Float[Tensor, " d"], Float[Tensor, " d"]]:
+        """Mean and standard deviation of each coordinate; kept, as every prompt asks for the same table."""
+        if self._moments is None or self._moments[0]() is not table:
+            parts = [table.detach()[i : i + CHUNK_ROWS] for i in range(0, len(table), CHUNK_ROWS)]
+            mean = torch.stack([part.double().sum(0) for part in parts]).sum(0) / len(table)
+            square = torch.stack([(part.double() - mean).square().sum(0) for part in parts]).sum(0) / len(
+                table
+            )
+            self._moments = (ref(table), mean.float(), square.sqrt().float())
+        return self._moments[1:]
+
+    def __repr__(self) -> str:
+        return (
+            "random-prefix: the attacker sees the tokens' states in order and knows the model; "
+            "only the provider knows the embedding before them"
+        )

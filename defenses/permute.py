@@ -1,0 +1,115 @@
+"""Permutations of released states: rows, coordinates, or both (paper, section 5.2)."""
+
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from hiddenlab.channel import Stage
+from hiddenlab.core import Public
+
+
+class SequencePermutation(Stage):
+    """Shuffles the rows (paper, section 5.2.1)."""
+
+    spec = "seq-perm"
+
+    def states(
+        self, states: Float[Tensor, "rows d"], generator: torch.Generator
+    ) -> tuple[Float[Tensor, "rows d"], tuple[int, ...] | None, dict[str, Any]]:
+        released, order = _shuffle_rows(states, generator)
+        return released, order, {}
+
+    def public(self, public: Public) -> Public:
+        return replace(public, rows_permuted=True)
+
+    def __repr__(self) -> str:
+        return (
+            "seq-perm: the attacker sees every state and knows the model; only the provider knows the order"
+        )
+
+
+class HiddenPermutation(Stage):
+    """Shuffles the coordinates of each row, differently per row or alike for all rows of a prompt.
+
+    ``per-row`` is the paper's setting (section 5.2.2), as in PermLLM; ``shared`` uses one permutation for all
+    rows, as STIP and Centaur do. Either is drawn anew for each prompt, so that seeing several prompts
+    does not help the attacker.
+
+    Args:
+        mode: ``per-row`` or ``shared``.
+    """
+
+    def __init__(self, mode: Literal["per-row", "shared"] = "per-row") -> None:
+        self.mode = mode
+        self.spec = "hidden-perm" if mode == "per-row" else f"hidden-perm:{mode}"
+
+    def states(
+        self, states: Float[Tensor, "rows d"], generator: torch.Generator
+    ) -> tuple[Float[Tensor, "rows d"], tuple[int, ...] | None, dict[str, Any]]:
+        columns = _draw_columns(states, generator, shared=self.mode == "shared")
+        return _shuffle_columns(states, columns), None, {"columns": columns}
+
+    def public(self, public: Public) -> Public:
+        return _with_columns(public, self.mode)
+
+    def __repr__(self) -> str:
+        scope = "each row its own" if self.mode == "per-row" else "one for all rows of a prompt"
+        return (
+            f"{self.spec}: the attacker sees rows in order with shuffled coordinates and knows the model; "
+            f"only the provider knows the permutations ({scope})"
+        )
+
+
+class Factorized2D(Stage):
+    """Shuffles the coordinates of each row by its own permutation, then the rows (paper, section 5.2.3)."""
+
+    spec = "2d-perm"
+
+    def states(
+        self, states: Float[Tensor, "rows d"], generator: torch.Generator
+    ) -> tuple[Float[Tensor, "rows d"], tuple[int, ...] | None, dict[str, Any]]:
+        columns = _draw_columns(states, generator, shared=False)
+        released, order = _shuffle_rows(_shuffle_columns(states, columns), generator)
+        return released, order, {"columns": columns}
+
+    def public(self, public: Public) -> Public:
+        return replace(_with_columns(public, "per-row"), rows_permuted=True)
+
+    def __repr__(self) -> str:
+        return (
+            "2d-perm: the attacker sees rows in unknown order with shuffled coordinates and knows the model; "
+            "only the provider knows the permutations"
+        )
+
+
+def _shuffle_rows(
+    states: Float[Tensor, "rows d"], generator: torch.Generator
+) -> tuple[Float[Tensor, "rows d"], tuple[int, ...]]:
+    order = torch.randperm(len(states), generator=generator, device=generator.device)
+    return states[order.to(states.device)], tuple(order.tolist())
+
+
+def _draw_columns(
+    states: Float[Tensor, "rows d"], generator: torch.Generator, *, shared: bool
+) -> Int[Tensor, "rows d"]:
+    """Row r of the answer says which coordinate of row r is released at each place."""
+    rows, width = states.shape
+    # Sorting uniform numbers gives a uniform permutation up to ties, which double precision makes negligible.
+    keys = torch.rand(
+        1 if shared else rows, width, generator=generator, device=generator.device, dtype=torch.float64
+    )
+    return keys.argsort(dim=1).to(torch.int32).expand(rows, width)
+
+
+def _shuffle_columns(
+    states: Float[Tensor, "rows d"], columns: Int[Tensor, "rows d"]
+) -> Float[Tensor, "rows d"]:
+    return states.gather(1, columns.to(states.device, torch.int64))
+
+
+def _with_columns(public: Public, mode: str) -> Public:
+    """Permutations compose: rows that once had each its own stay that way, whatever follows."""
+    return replace(public, columns_permuted="per-row" if public.columns_permuted == "per-row" else mode)

@@ -1,0 +1,60 @@
+"""The provider runs quantized weights (paper, appendix F) or another dtype than the attacker."""
+
+from dataclasses import replace
+from typing import Any, Literal
+
+from hiddenlab.channel import Stage
+from hiddenlab.core import Public
+
+
+class Int8(Stage):
+    """The provider's weights are quantized to 8 bits (bitsandbytes LLM.int8)."""
+
+    spec = "int8"
+
+    def provider(self, options: dict[str, Any]) -> dict[str, Any]:
+        return {**options, "quantization": "int8"}
+
+    def public(self, public: Public) -> Public:
+        return replace(public, quantization="int8")
+
+    def __repr__(self) -> str:
+        return "int8: the attacker sees the states of the 8-bit model and knows the full-precision weights"
+
+
+class Nf4(Stage):
+    """The provider's weights are quantized to 4 bits (bitsandbytes NF4)."""
+
+    spec = "nf4"
+
+    def provider(self, options: dict[str, Any]) -> dict[str, Any]:
+        return {**options, "quantization": "nf4"}
+
+    def public(self, public: Public) -> Public:
+        return replace(public, quantization="nf4")
+
+    def __repr__(self) -> str:
+        return "nf4: the attacker sees the states of the 4-bit model and knows the full-precision weights"
+
+
+class ProviderDtype(Stage):
+    """The provider runs the model in another dtype; states are released in it.
+
+    Args:
+        dtype: ``float32``, ``bfloat16`` or ``float16``.
+    """
+
+    def __init__(self, dtype: Literal["float32", "bfloat16", "float16"]) -> None:
+        self.dtype = dtype
+        self.spec = f"dtype:{dtype}"
+
+    def provider(self, options: dict[str, Any]) -> dict[str, Any]:
+        return {**options, "dtype": self.dtype}
+
+    def public(self, public: Public) -> Public:
+        return replace(public, provider_dtype=self.dtype)
+
+    def __repr__(self) -> str:
+        return (
+            f"{self.spec}: the attacker sees the states that the provider computed in {self.dtype}, in order"
+        )

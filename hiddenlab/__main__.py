@@ -1,0 +1,6 @@
+"""``python -m hiddenlab``."""
+
+from hiddenlab.cli import main
+
+if __name__ == "__main__":
+    main()

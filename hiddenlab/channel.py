@@ -1,0 +1,325 @@
+"""The channel between provider and attacker: the defenses that hidden states pass before they are released.
+
+A defense is one stage. It may change how the provider loads the model, the input embeddings, or the states,
+and it says what of that is public. Stages of one level apply left to right; levels follow one another as in
+the computation (load, inputs, states), so ``seq-perm`` and ``gaussian`` do the same in either order.
+"""
+
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+from weakref import WeakKeyDictionary
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from hiddenlab import registry
+from hiddenlab.core import Observation, Public, Secret
+from hiddenlab.errors import HiddenlabError, InputError
+from hiddenlab.slice import Request, Slice, load_slice
+
+LOAD_OPTIONS = ("dtype", "quantization")
+
+
+@runtime_checkable
+class Defense(Protocol):
+    """One stage of a channel. Randomness comes from the generator alone, so that a seed repeats a release.
+
+    ``spec`` is the text that builds the same defense again, e.g. ``gaussian:sigma=0.01``.
+    """
+
+    spec: str
+
+    def provider(self, options: dict[str, Any]) -> dict[str, Any]:
+        """Load options of the provider's slice (``dtype``, ``quantization``), changed or as given."""
+        ...
+
+    def inputs(
+        self, embeddings: Float[Tensor, "n d"], table: Float[Tensor, "v d"], generator: torch.Generator
+    ) -> Float[Tensor, "m d"]:
+        """Input embeddings, changed or as given; added rows stand first and count as ``prefix_tokens``."""
+        ...
+
+    def states(
+        self, states: Float[Tensor, "rows d"], generator: torch.Generator
+    ) -> tuple[Float[Tensor, "rows d"], tuple[int, ...] | None, dict[str, Any]]:
+        """Released states; the order of rows where changed (row r was row ``order[r]``); secret details."""
+        ...
+
+    def public(self, public: Public) -> Public:
+        """The public facts with those of this stage added."""
+        ...
+
+
+class Stage:
+    """A defense that does nothing; built-ins override what they change and leave the rest."""
+
+    spec = "identity"
+
+    def provider(self, options: dict[str, Any]) -> dict[str, Any]:
+        return options
+
+    def inputs(
+        self, embeddings: Float[Tensor, "n d"], table: Float[Tensor, "v d"], generator: torch.Generator
+    ) -> Float[Tensor, "m d"]:
+        return embeddings
+
+    def states(
+        self, states: Float[Tensor, "rows d"], generator: torch.Generator
+    ) -> tuple[Float[Tensor, "rows d"], tuple[int, ...] | None, dict[str, Any]]:
+        return states, None, {}
+
+    def public(self, public: Public) -> Public:
+        return public
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """One prompt on its way through: what the provider runs, and the randomness drawn for it."""
+
+    tokens: tuple[int, ...]
+    inputs: Tensor
+    seed: int
+    generator: torch.Generator
+
+
+class Channel:
+    """Defenses applied left to right; the model's owner runs it, the attacker sees what it releases.
+
+    Raises:
+        InputError: two stages contradict each other.
+    """
+
+    def __init__(self, defenses: Sequence[Defense]) -> None:
+        self.defenses = tuple(defenses)
+        self.specs: tuple[str, ...] = tuple(defense.spec for defense in self.defenses)
+        self._changes_inputs = any(_overrides(defense, "inputs") for defense in self.defenses)
+        self._providers: dict[tuple[Any, ...], Slice] = {}
+        self._tables: WeakKeyDictionary[Slice, Tensor] = WeakKeyDictionary()
+        # Load options that contradict each other are refused here, before any model is loaded.
+        self._load_options(dict.fromkeys(LOAD_OPTIONS))
+
+    @classmethod
+    def parse(cls, specs: Sequence[str]) -> "Channel":
+        """The channel of specs such as ``["gaussian:sigma=0.01", "seq-perm"]``; none means identity.
+
+        Raises:
+            UnknownNameError: unknown defense. InputError: unknown, missing or malformed parameter.
+            HiddenlabError: a plugin's class lacks a part of ``Defense``.
+        """
+        return cls([_as_defense(registry.build("defenses", spec)) for spec in specs])
+
+    def provider_slice(self, slice: Slice) -> Slice:
+        """The slice that the provider runs: the given one, or the same layers loaded as the stages ask.
+
+        Raises:
+            InputError: the model cannot be loaded that way.
+        """
+        plain = {"dtype": _name(slice.dtype), "quantization": slice.quantization}
+        options = self._load_options(plain)
+        if options == plain:
+            return slice
+        placed = getattr(slice.model, "hf_device_map", None) or {}
+        options |= {
+            "stream": slice.site.stream,
+            "device": str(slice.device),
+            "revision": slice.ref.revision,
+            "device_map": "auto" if len(set(placed.values())) > 1 else None,
+        }
+        key = (slice.ref.path, slice.site.layer, *options.values())
+        if key not in self._providers:
+            with _quiet_bitsandbytes():
+                loaded = load_slice(slice.ref.path, slice.site.layer, **options)
+            loaded.ref = slice.ref  # it was loaded by path; the name that users gave is what becomes public
+            self._providers[key] = loaded
+        provider = self._providers[key]
+        provider.max_pass_tokens = slice.max_pass_tokens
+        return provider
+
+    def release(
+        self, slice: Slice, tokens: Sequence[int], generator: torch.Generator
+    ) -> tuple[Observation, Secret]:
+        """Release the states of one prompt.
+
+        Raises:
+            InputError: no tokens, or tokens outside the vocabulary.
+        """
+        return self.release_batch(slice, [tokens], generator)[0]
+
+    def release_batch(
+        self, slice: Slice, prompts: Sequence[Sequence[int]], generator: torch.Generator
+    ) -> list[tuple[Observation, Secret]]:
+        """Release several prompts, packed in passes of up to ``slice.max_pass_tokens`` tokens.
+
+        Each prompt draws one seed from the generator and the rest from that seed, so what is drawn for a
+        prompt depends on neither the packing nor the other prompts' lengths.
+
+        Raises:
+            InputError: a prompt has no tokens, or tokens outside the vocabulary.
+        """
+        for tokens in prompts:
+            _check_tokens(tokens, slice)
+        provider = self.provider_slice(slice)
+        public = self._public(slice, provider)
+        released = []
+        for pack in _packs(
+            (self._prepare(provider, p, generator) for p in prompts), provider.max_pass_tokens
+        ):
+            with _quiet_bitsandbytes():
+                answers = provider.run([Request(provider.prefix(), one.inputs) for one in pack], keep=False)
+            released += [
+                self._finish(one, answer.chain, public) for one, answer in zip(pack, answers, strict=True)
+            ]
+        return released
+
+    def _load_options(self, plain: dict[str, Any]) -> dict[str, Any]:
+        options, setters = dict(plain), dict[str, str]()
+        for defense in self.defenses:
+            changed = options | defense.provider(dict(options))
+            if unknown := sorted(set(changed) - set(LOAD_OPTIONS)):
+                raise HiddenlabError(
+                    f"the defense {defense.spec} sets unknown load options: {', '.join(unknown)}"
+                )
+            for name in LOAD_OPTIONS:
+                if changed[name] == options[name]:
+                    continue
+                if name in setters:
+                    both = f"{setters[name]} and {defense.spec}"
+                    raise InputError(f"the defenses {both} both set the provider's {name}; give one")
+                setters[name] = defense.spec
+            options = changed
+        return options
+
+    def _public(self, slice: Slice, provider: Slice) -> Public:
+        public = Public(
+            model=slice.ref.name,
+            signature=provider.signature,
+            site=slice.site,
+            channel=self.specs,
+            provider_dtype=_name(provider.dtype),
+            quantization=provider.quantization,
+        )
+        for defense in self.defenses:
+            public = defense.public(public)
+        return public
+
+    def _prepare(self, provider: Slice, tokens: Sequence[int], generator: torch.Generator) -> _Prepared:
+        seed = int(torch.randint(2**63 - 1, (), generator=generator, device=generator.device))
+        # The prompt's own generator lives on the CPU, so that a seed gives the same secret on every device.
+        own = torch.Generator().manual_seed(seed)
+        inputs = torch.tensor(list(tokens), device=provider.device)
+        if self._changes_inputs:
+            # Token ids are kept where nothing changes them: some architectures need more than the embedding.
+            inputs, table = provider.embed(inputs), self._table(provider)
+            for defense in self.defenses:
+                inputs = defense.inputs(inputs, table, own).to(provider.dtype)
+        return _Prepared(tuple(tokens), inputs, seed, own)
+
+    def _table(self, provider: Slice) -> Tensor:
+        """The embedding of every token as the model's embedding module gives it (some modules scale it)."""
+        probe = torch.arange(min(4, provider.vocab_size), device=provider.device)
+        if torch.equal(provider.embed(probe), provider.embedding[probe]):
+            return provider.embedding
+        if provider not in self._tables:
+            self._tables[provider] = provider.embed(torch.arange(provider.vocab_size))
+        return self._tables[provider]
+
+    def _finish(
+        self, prepared: _Prepared, states: Float[Tensor, "m d"], public: Public
+    ) -> tuple[Observation, Secret]:
+        rows = len(prepared.tokens)
+        if len(states) != rows + public.prefix_tokens:
+            raise HiddenlabError(
+                f"the channel {' | '.join(self.specs)} added {len(states) - rows} input rows, "
+                f"but its public facts say {public.prefix_tokens}"
+            )
+        order: tuple[int, ...] | None = None
+        details: dict[str, Any] = {"seed": prepared.seed}
+        # A copy: the pass's buffer holds the states of the prefix and of other prompts too.
+        states = states[len(states) - rows :].clone()
+        for defense in self.defenses:
+            states, step, drawn = defense.states(states, prepared.generator)
+            _check_stage(defense, states, step, rows)
+            if step is not None:
+                order = step if order is None else tuple(order[r] for r in step)
+                drawn = {**drawn, "row_order": step}
+            if drawn:
+                details[_unused(defense.spec, details)] = drawn
+        return Observation(states.clone().contiguous(), public), Secret(prepared.tokens, order, details)
+
+    def __repr__(self) -> str:
+        stages = (
+            "; ".join(repr(defense) for defense in self.defenses) or "identity: states released as they are"
+        )
+        return f"Channel({stages})"
+
+
+def _packs(prepared: Iterable[_Prepared], limit: int) -> Iterator[list[_Prepared]]:
+    """Group prompts, in order, into passes of at most ``limit`` positions; a longer prompt runs alone."""
+    pack: list[_Prepared] = []
+    for one in prepared:
+        if pack and sum(len(other.inputs) for other in pack) + len(one.inputs) > limit:
+            yield pack
+            pack = []
+        pack.append(one)
+    if pack:
+        yield pack
+
+
+def _as_defense(built: Any) -> Defense:
+    if not isinstance(built, Defense):
+        parts = ("spec", "provider", "inputs", "states", "public")
+        lacking = ", ".join(part for part in parts if not hasattr(built, part))
+        raise HiddenlabError(f"{type(built).__name__} is no defense: it lacks {lacking}")
+    return built
+
+
+def _overrides(defense: Defense, method: str) -> bool:
+    return getattr(type(defense), method, None) is not getattr(Stage, method)
+
+
+@contextmanager
+def _quiet_bitsandbytes() -> Iterator[None]:
+    """Without this LLM.int8 warns at every product of every pass that it casts to float16, as it should."""
+    logger = logging.getLogger("bitsandbytes")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _unused(spec: str, details: dict[str, Any]) -> str:
+    """The key of a stage's secret details: its spec, numbered where the channel holds it more than once."""
+    key, count = spec, 1
+    while key in details:
+        count += 1
+        key = f"{spec}#{count}"
+    return key
+
+
+def _check_tokens(tokens: Sequence[int], slice: Slice) -> None:
+    if not len(tokens):
+        raise InputError("the prompt is empty; give at least one token")
+    if bad := [token for token in tokens if not 0 <= token < slice.vocab_size]:
+        raise InputError(
+            f"token {bad[0]} is outside the vocabulary of {slice.ref.name} (0 to {slice.vocab_size - 1})"
+        )
+
+
+def _check_stage(defense: Defense, states: Tensor, order: tuple[int, ...] | None, rows: int) -> None:
+    """A plugin that loses rows, or reports no permutation, would spoil the scores without a word."""
+    if states.ndim != 2 or len(states) != rows:
+        raise HiddenlabError(f"the defense {defense.spec} released {tuple(states.shape)}, not {rows} rows")
+    if order is not None and sorted(order) != list(range(rows)):
+        raise HiddenlabError(
+            f"the defense {defense.spec} reports a row order that is no permutation of {rows} rows"
+        )

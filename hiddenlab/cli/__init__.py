@@ -1,0 +1,48 @@
+"""The command line, one verb a module. Nothing here imports torch before a verb runs."""
+
+from typing import Any
+
+import typer
+from typer.core import TyperGroup
+
+from hiddenlab.cli import attack, bench, capture, eval, listing, report, rerun
+from hiddenlab.cli.console import stderr
+from hiddenlab.errors import HiddenlabError
+
+USER_ERROR, INTERRUPTED = 2, 130
+
+
+class Verbs(TyperGroup):
+    """Turns what a user can cause into one line on stderr and an exit code."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except HiddenlabError as error:
+            stderr().print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+            raise typer.Exit(USER_ERROR) from None
+        except KeyboardInterrupt:
+            stderr().print("interrupted")
+            raise typer.Exit(INTERRUPTED) from None
+
+
+app = typer.Typer(
+    name="hiddenlab",
+    cls=Verbs,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Attack and defend the hidden states of language models.",
+)
+app.command("attack")(attack.attack)
+app.command("capture")(capture.capture)
+app.command("eval")(eval.eval_)
+app.command("bench")(bench.bench)
+app.command("report")(report.report)
+app.command("rerun")(rerun.rerun)
+app.command("list")(listing.list_)
+
+
+def main() -> None:
+    """The entry point of ``hiddenlab``."""
+    app()

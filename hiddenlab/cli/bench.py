@@ -1,0 +1,91 @@
+"""``hiddenlab bench``: measure, in one process."""
+
+import inspect
+from typing import Annotated, Any
+
+from typer import Argument, Option
+
+from hiddenlab import registry
+from hiddenlab.cli import options as o
+from hiddenlab.cli.console import bars, only_json, print_json, stdout
+from hiddenlab.errors import InputError
+
+
+def bench(
+    name: Annotated[str, Argument(metavar="NAME", help="See 'hiddenlab list benches'.")] = "attack",
+    model: o.ModelOpt = None,
+    layers: Annotated[
+        str | None,
+        Option("--layers", metavar="1,6,11", help="Layers to measure at; default: the bench's own."),
+    ] = None,
+    defense: o.DefenseOpt = None,
+    prompts: o.PromptsOpt = None,
+    limit: o.LimitOpt = None,
+    max_tokens: o.MaxTokensOpt = None,
+    greedy_limit: Annotated[
+        int | None, Option("--greedy-limit", metavar="N", min=0, help="Prompts for the slow baseline.")
+    ] = None,
+    seed: o.SeedOpt = 0,
+    threads: o.ThreadsOpt = None,
+    json: o.JsonOpt = False,
+) -> None:
+    """Measure time, evaluated tokens and memory."""
+    given: dict[str, Any] = {
+        "model": model, "layers": parse_layers(layers), "defense": defense or None, "prompts": prompts,
+        "limit": limit, "max_tokens": max_tokens, "greedy_limit": greedy_limit,
+    }  # fmt: skip
+    function = registry.resolve("benches", name)
+    options = fit(name, function, {key: value for key, value in given.items() if value is not None})
+    if threads is not None:
+        import torch
+
+        torch.set_num_threads(threads)
+    with only_json(json), bars() as progress:
+        always = {"seed": seed, "threads": threads, "json": json, "progress": progress}
+        result: dict[str, Any] = function(**options, **_declared(function, always))
+    if json:
+        print_json(result)
+        return
+    from hiddenlab.cli.show import cell, rows_table
+
+    screen = stdout()
+    screen.print(rows_table(result["rows"], f"bench {name}"))
+    for key, value in result.items():
+        if key != "rows" and not isinstance(value, dict):
+            screen.print(f"{key.replace('_', ' ')}: {cell(value)}", highlight=False, markup=False)
+
+
+def parse_layers(text: str | None) -> list[int] | None:
+    """``1,6,11`` as numbers.
+
+    Raises:
+        InputError: something in it is no positive number.
+    """
+    if text is None:
+        return None
+    try:
+        layers = [int(part) for part in text.split(",")]
+    except ValueError:
+        layers = [0]
+    if min(layers) < 1:
+        raise InputError(f"--layers {text!r} is no list of layers; write for instance --layers 1,6,11")
+    return layers
+
+
+def fit(name: str, function: Any, given: dict[str, Any]) -> dict[str, Any]:
+    """The options given, all of which the function must declare.
+
+    Raises:
+        InputError: it does not declare one of them.
+    """
+    taken = _declared(function, given)
+    if strange := [f"--{key.replace('_', '-')}" for key in given if key not in taken]:
+        raise InputError(f"{name} has no option {', '.join(strange)}")
+    return taken
+
+
+def _declared(function: Any, values: dict[str, Any]) -> dict[str, Any]:
+    parameters = inspect.signature(function).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return values
+    return {key: value for key, value in values.items() if key in parameters}

@@ -1,0 +1,36 @@
+"""``hiddenlab list``: what there is to choose from."""
+
+from typing import Annotated, Literal
+
+from rich.table import Table
+from rich.text import Text
+from typer import Argument
+
+from hiddenlab import registry
+from hiddenlab.cli import options as o
+from hiddenlab.cli.console import print_json, stdout
+
+
+def list_(
+    kind: Annotated[Literal["attacks", "defenses", "experiments", "benches"], Argument(help="What to list.")],
+    json: o.JsonOpt = False,
+) -> None:
+    """List attacks, defenses, experiments or benches, installed plugins included."""
+    found = registry.describe(kind) if kind in registry.BUILTINS else []
+    if json:
+        print_json(
+            {
+                "format": 1,
+                kind: [dict(zip(("name", "summary", "parameters"), one, strict=True)) for one in found],
+            }
+        )
+        return
+    if not found:
+        stdout().print(f"there are no {kind} yet")
+        return
+    table = Table(title=kind)
+    for column in ("name", "what it does", "parameters"):
+        table.add_column(column)
+    for one in found:
+        table.add_row(*(Text(part) for part in one))
+    stdout().print(table)

@@ -1,0 +1,45 @@
+"""Options that several verbs share, each declared once."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from typer import Argument, Option
+
+Stream = Literal["resid", "final_norm"]
+Dtype = Literal["float32", "bfloat16", "float16"]
+
+PromptArg = Annotated[str | None, Argument(metavar="PROMPT", help="The prompt; '-' reads standard input.")]
+PromptsOpt = Annotated[
+    str | None,
+    Option(
+        "--prompts", metavar="SRC", help="File (text, JSON, parquet), 'hf:NAME…', '-' or 'builtin' (default)."
+    ),
+]
+ColumnOpt = Annotated[str | None, Option("--column", metavar="NAME", help="Column that holds the prompts.")]
+LimitOpt = Annotated[int | None, Option("--limit", metavar="N", min=1, help="At most so many prompts.")]
+MaxTokensOpt = Annotated[
+    int | None, Option("--max-tokens", metavar="N", min=1, help="Cut each prompt to N tokens.")
+]
+ModelOpt = Annotated[
+    str | None,
+    Option("--model", metavar="NAME", help="'builtin' (default), a directory, a GGUF file or a hub id."),
+]
+LayerOpt = Annotated[
+    int | None, Option("--layer", metavar="L", help="States after L layers; default: the middle.")
+]
+StreamOpt = Annotated[Stream | None, Option("--stream", help="Which states; default: resid.")]
+DefenseOpt = Annotated[
+    list[str] | None,
+    Option(
+        "--defense", metavar="SPEC", help="May be repeated, applied in order; see 'hiddenlab list defenses'."
+    ),
+]
+SeedOpt = Annotated[int, Option("--seed", metavar="S", help="Seed of everything that is drawn.")]
+DeviceOpt = Annotated[str, Option("--device", help="auto, cpu, cuda, cuda:N.")]
+DeviceMapOpt = Annotated[str | None, Option("--device-map", help="Placement by accelerate, e.g. auto.")]
+DtypeOpt = Annotated[Dtype, Option("--dtype", help="In which the attacker (and the provider) computes.")]
+ThreadsOpt = Annotated[int | None, Option("--threads", metavar="N", min=1, help="CPU threads of torch.")]
+OutOpt = Annotated[Path | None, Option("--out", metavar="DIR", help="The run's directory, a new one.")]
+RunsDirOpt = Annotated[Path, Option("--runs-dir", metavar="DIR", help="Where run directories are made.")]
+NoRecordOpt = Annotated[bool, Option("--no-record", help="Write no run directory.")]
+JsonOpt = Annotated[bool, Option("--json", help="One JSON object on stdout, and nothing else there.")]

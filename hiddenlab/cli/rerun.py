@@ -1,0 +1,92 @@
+"""``hiddenlab rerun``: run a recorded spec again, or continue an interrupted run."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer import Argument, Option
+
+from hiddenlab.cli import options as o
+from hiddenlab.cli.attack import conduct, payload
+from hiddenlab.cli.console import print_json, stderr, stdout
+from hiddenlab.errors import InputError
+from hiddenlab.record import RunRecord, check_new, read_run
+from hiddenlab.summary import Sample
+
+DIFFERENT = 1
+COMPARED = ("status", "recovered_ids", "evaluated_tokens", "forward_calls")
+
+
+def rerun(
+    run: Annotated[Path, Argument(metavar="RUN", help="A run directory.")],
+    resume: Annotated[
+        bool, Option("--resume", help="Continue this run where it stopped, in its directory.")
+    ] = False,
+    out: o.OutOpt = None,
+    runs_dir: Annotated[
+        Path | None, Option("--runs-dir", metavar="DIR", help="Default: where RUN is.")
+    ] = None,
+    no_record: o.NoRecordOpt = False,
+    json: o.JsonOpt = False,
+) -> None:
+    """Run a recorded spec again and compare (exit code 1 if results differ), or resume an interrupted run."""
+    record, samples = read_run(run)
+    if record.verb != "attack":
+        raise InputError(f"{run} is a run of {record.verb!r}; only runs of 'attack' can be run again")
+    if resume:
+        _resume(run, record, samples, json, given=bool(out or runs_dir or no_record))
+        return
+    from hiddenlab.job import AttackSpec
+
+    if out is not None:
+        check_new(out)
+    spec = AttackSpec.from_json(record.spec)
+    again = conduct(spec, out=out, runs_dir=runs_dir or run.resolve().parent, keep=not no_record, json=json)
+    changes = differences(samples, again.samples)
+    if json:
+        print_json({**payload(again), "same": not changes, "compared": len(samples), "differences": changes})
+    else:
+        _say(changes, len(samples))
+    if changes:
+        raise typer.Exit(DIFFERENT)
+
+
+def differences(before: Sequence[Sample], after: Sequence[Sample]) -> list[dict[str, Any]]:
+    """What differs between two runs of one spec, times apart, over the prompts that the first one reached."""
+    found = []
+    second = {sample["index"]: sample for sample in after}
+    for sample in before:
+        other = second.get(sample["index"], {})
+        if what := [name for name in COMPARED if sample.get(name) != other.get(name)]:
+            found.append({"id": sample["id"], "what": what})
+    return found
+
+
+def _resume(run: Path, record: RunRecord, samples: list[Sample], json: bool, *, given: bool) -> None:
+    if given:
+        raise InputError(
+            "--resume continues in the run's own directory; leave out --out, --runs-dir and --no-record"
+        )
+    if record.status == "finished":
+        stderr().print(
+            f"{run} is finished: {len(samples)} prompts; nothing to resume", markup=False, highlight=False
+        )
+        if json:
+            print_json({"format": 1, "spec": record.spec, "summary": record.summary, "samples": samples})
+        return
+    from hiddenlab.job import AttackSpec
+
+    recorder = conduct(AttackSpec.from_json(record.spec), json=json, resume=run)
+    if json:
+        print_json(payload(recorder))
+
+
+def _say(changes: Sequence[dict[str, Any]], compared: int) -> None:
+    screen = stdout()
+    if not changes:
+        screen.print(f"same results: all {compared} recorded prompts came out as before", style="green")
+        return
+    screen.print(f"different results for {len(changes)} of {compared} prompts:", style="red")
+    for change in changes[:10]:
+        screen.print(f"  {change['id']}: {', '.join(change['what'])}", markup=False, highlight=False)

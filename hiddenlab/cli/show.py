@@ -1,0 +1,69 @@
+"""What an attack looks like on a terminal: a coloured line per prompt, a table of figures."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from hiddenlab.report import channel_of, visible
+from hiddenlab.summary import FIGURES, NOT_APPLICABLE, Sample, figure
+
+STYLES = {"exact": "green", "verified": "", "wrong": "bold red", "unverified": "yellow"}
+
+
+def sample_line(sample: Sample) -> Text:
+    """Id, outcome and recovered text: right tokens green, wrong ones red, unverified ones yellow."""
+    line = Text().append(f"{sample['id']} ", style="bold")
+    if sample["status"] == NOT_APPLICABLE:
+        return line.append(f"{NOT_APPLICABLE}: {visible(sample['reason'])}", style="magenta")
+    outcome = {
+        True: "exact",
+        False: f"{figure('token_accuracy', sample['token_accuracy'])} of tokens",
+        None: "no truth",
+    }
+    line.append(f"[{outcome[sample['exact']]}] ", style="dim")
+    for text, status in sample["spans"]:
+        line.append(visible(text), style=STYLES[status])
+    return line
+
+
+def title(spec: Mapping[str, Any]) -> Text:
+    """What was attacked, in a line."""
+    where = f"{spec['model']}, {spec['stream']} at layer {spec['layer']}, channel {channel_of(spec)}"
+    return Text(f"\n{visible(where)}", style="bold")
+
+
+def summary_table(summary: Mapping[str, Any]) -> Table:
+    """The figures of a run."""
+    table = Table()
+    table.add_column("figure")
+    table.add_column("value", justify="right")
+    for name, (label, _) in FIGURES.items():
+        if name == "not_applicable" and not summary.get(name):
+            continue
+        table.add_row(label, figure(name, summary.get(name)))
+    return table
+
+
+def rows_table(rows: Sequence[Mapping[str, Any]], title: str) -> Table:
+    """A table of dictionaries, columns in the order in which they first appear."""
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    table = Table(title=title)
+    for column in columns:
+        numbers = all(isinstance(row.get(column), int | float | None) for row in rows)
+        table.add_column(Text(column.replace("_", " ")), justify="right" if numbers else "left")
+    for row in rows:
+        table.add_row(*(Text(cell(row.get(column))) for column in columns))
+    return table
+
+
+def cell(value: Any) -> str:
+    """A value as a reader wants it: four figures, a dash for what was not measured."""
+    if value is None:
+        return "–"
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, list | tuple):
+        return ", ".join(map(cell, value))
+    return visible(str(value))

@@ -1,0 +1,204 @@
+"""The types that every room shares: what a defense releases, what an attack answers, what stays secret.
+
+Axis names used in shape annotations everywhere: ``n`` prompt tokens, ``rows`` observed rows, ``d`` width of a
+hidden state, ``c`` candidates, ``v`` vocabulary, ``h`` attention heads, ``k`` key/value heads, ``t`` tokens of
+one forward pass.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from hiddenlab.errors import InputError
+
+if TYPE_CHECKING:
+    from hiddenlab.slice import Slice
+
+STREAMS = ("resid", "final_norm", "logits")
+Progress = Callable[[str, int, int], None]  # (what, done, total)
+
+
+def silent(what: str, done: int, total: int) -> None:
+    """The progress callback that shows nothing."""
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where in the model a state was taken.
+
+    ``resid`` at layer l is the state after l decoder layers and before any final norm; ``final_norm`` the state
+    after the last layer and the final norm; ``logits`` the language-model head's output (used by proposals).
+    """
+
+    layer: int
+    stream: str = "resid"
+
+    def __post_init__(self) -> None:
+        if self.stream not in STREAMS:
+            raise InputError(f"unknown stream {self.stream!r}; known are {', '.join(STREAMS)}")
+
+    def __str__(self) -> str:
+        return f"{self.stream} at layer {self.layer}"
+
+
+@dataclass(frozen=True)
+class Public:
+    """What everyone may know of an observation, the attacker included (Kerckhoffs: the scheme is public).
+
+    Attributes:
+        model: name of the model, as the user gave it.
+        signature: a few entries of the embedding table, to notice another model (compared with a tolerance, so
+            that another dtype of the same weights passes).
+        site: where the states were taken.
+        channel: specs of the defenses that the states passed, in order.
+        rows_permuted: the order of the rows was shuffled.
+        columns_permuted: None, ``"per-row"`` or ``"shared"``: coordinates were shuffled.
+        noise_sigma: standard deviation of Gaussian noise on the input embeddings, or None.
+        prefix_tokens: unknown embeddings that stand before the first token; their rows are not released.
+        provider_dtype: dtype in which the provider ran the model.
+        quantization: None, ``"int8"`` or ``"nf4"``: how the provider's weights were quantized.
+        facts: further public facts that a third party's defense adds; JSON values only.
+    """
+
+    model: str
+    signature: tuple[float, ...]
+    site: Site
+    channel: tuple[str, ...] = ()
+    rows_permuted: bool = False
+    columns_permuted: str | None = None
+    noise_sigma: float | None = None
+    prefix_tokens: int = 0
+    provider_dtype: str = "float32"
+    quantization: str | None = None
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Observation:
+    """Hidden states as a defense released them, with every public fact about them.
+
+    Attributes:
+        states: one row a prompt token, in the released order, dtype as released.
+        public: the public facts.
+    """
+
+    states: Float[Tensor, "rows d"]
+    public: Public
+
+    def __post_init__(self) -> None:
+        if self.states.shape[0] == 0:
+            raise InputError("the observation has no rows")
+        if not bool(torch.isfinite(self.states).all()):
+            bad = int((~torch.isfinite(self.states)).any(dim=-1).nonzero()[0, 0])
+            raise InputError(f"the observation holds NaN or infinity (first in row {bad}); nothing can be matched")
+
+    def __repr__(self) -> str:
+        rows, width = self.states.shape
+        channel = " | ".join(self.public.channel) or "identity"
+        return (
+            f"Observation({rows} rows × {width}, {self.public.site} of {self.public.model}, channel {channel}; "
+            f"the attacker knows the states and the channel, not tokens, permutations or noise)"
+        )
+
+
+@dataclass(frozen=True)
+class Secret:
+    """What the attacker must not see; only the defense, the runner and the scorer touch it.
+
+    Attributes:
+        tokens: the prompt's token ids.
+        row_order: released row r is the state of token ``row_order[r]``, or None where rows were not permuted.
+        details: whatever else a defense drew (column permutations, noise …), by defense spec.
+    """
+
+    tokens: tuple[int, ...]
+    row_order: tuple[int, ...] | None = None
+    details: Mapping[str, Any] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        return f"Secret({len(self.tokens)} tokens, not shown)"
+
+
+@dataclass(frozen=True)
+class TokenRecovery:
+    """One recovered token and how sure the attack is of it.
+
+    Attributes:
+        token: the token id.
+        row: the observed row it was matched with.
+        distance: distance of its state to that row, in the matcher's norm.
+        margin: how much farther the nearest other candidate was, or None where none was evaluated.
+        evaluated: candidates evaluated for this position, the accepted one included.
+        verified: the distance is within epsilon.
+    """
+
+    token: int
+    row: int
+    distance: float
+    margin: float | None
+    evaluated: int
+    verified: bool
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """What an attack got back from one observation.
+
+    ``evaluated_tokens`` counts every position run through the slice, verification passes included;
+    ``forward_calls`` the passes this prompt took part in; ``seconds`` this prompt's share of its batch's time.
+    """
+
+    tokens: tuple[TokenRecovery, ...]
+    evaluated_tokens: int
+    forward_calls: int
+    seconds: float
+    stop_reason: str
+    epsilon: float | None = None
+
+    @property
+    def ids(self) -> list[int]:
+        """The recovered token ids, in order."""
+        return [token.token for token in self.tokens]
+
+
+@runtime_checkable
+class Attack(Protocol):
+    """Recovers tokens from an observation. Sees the observation and the model, never a Secret."""
+
+    def recover(self, observation: Observation, slice: "Slice", generator: torch.Generator) -> Recovery:
+        """Recover one prompt; raises NotApplicableError where a stated need is unmet."""
+        ...
+
+
+@runtime_checkable
+class BatchAttack(Protocol):
+    """An attack that is faster on several observations at once."""
+
+    def recover_batch(
+        self, observations: Sequence[Observation], slice: "Slice", generator: torch.Generator
+    ) -> list[Recovery]:
+        """Recover several prompts; same answers as one by one."""
+        ...
+
+
+def public_from_json(data: Mapping[str, Any]) -> Public:
+    """Rebuild the public facts from their JSON form.
+
+    Raises:
+        InputError: a field is missing, unknown or of the wrong type.
+    """
+    known = {f.name for f in fields(Public)}
+    if unknown := sorted(set(data) - known):
+        raise InputError(f"unknown public facts: {', '.join(unknown)}")
+    try:
+        values = dict(data)
+        values["site"] = Site(**values["site"])
+        values["signature"] = tuple(float(x) for x in values["signature"])
+        values["channel"] = tuple(str(x) for x in values.get("channel", ()))
+        return Public(**values)
+    except (KeyError, TypeError, ValueError) as error:
+        raise InputError(f"the public facts are incomplete or malformed ({error})") from None

@@ -1,0 +1,19 @@
+"""The errors a user can cause, all under one base so that the command line prints one clear line."""
+
+from __future__ import annotations
+
+
+class HiddenlabError(Exception):
+    """Base of every error whose message is meant for the user: what is wrong, and what would be right."""
+
+
+class InputError(HiddenlabError):
+    """The request cannot be carried out as given (bad file, option, model, layer …)."""
+
+
+class UnknownNameError(HiddenlabError):
+    """A name that no registry knows; the message carries the nearest known names."""
+
+
+class NotApplicableError(HiddenlabError):
+    """An attack's stated needs are not met by an observation; recorded as such, never as a zero."""

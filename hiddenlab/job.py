@@ -1,0 +1,295 @@
+"""From the options of a run to something that runs: all is checked here, before any record exists."""
+
+import hashlib
+import inspect
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hiddenlab import registry
+from hiddenlab.channel import Channel
+from hiddenlab.core import Attack, Observation, Progress, Public, Secret, silent
+from hiddenlab.errors import HiddenlabError, InputError
+from hiddenlab.observation import check_observation, load_observations
+from hiddenlab.prompts import load_prompts
+from hiddenlab.slice import Slice, load_slice
+from hiddenlab.slice.load import load_config, resolve_model
+
+TRUTH_FORMAT = 1
+
+
+@dataclass(frozen=True)
+class AttackSpec:
+    """Every option of ``hiddenlab attack`` that can change its result; ``rerun`` starts from it.
+
+    ``prompt`` holds the text where it came as an argument or on standard input. None means the default;
+    model, layer and stream are resolved before the spec is recorded.
+    """
+
+    attack: str = "vocab-match"
+    prompt: str | None = None
+    prompts: str | None = None
+    column: str | None = None
+    limit: int | None = None
+    max_tokens: int | None = None
+    observation: str | None = None
+    truth: str | None = None
+    model: str | None = None
+    layer: int | None = None
+    stream: str | None = None
+    defense: tuple[str, ...] = ()
+    search: str | None = None
+    proposal: str | None = None
+    distance: str | None = None
+    epsilon: str | None = None
+    budget: int | None = None
+    batch: int = 8
+    seed: int = 0
+    device: str = "auto"
+    device_map: str | None = None
+    dtype: str = "float32"
+    threads: int | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """All options by name."""
+        return {**asdict(self), "defense": list(self.defense)}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> "AttackSpec":
+        """Rebuild a recorded spec.
+
+        Raises:
+            InputError: it holds options that this version does not have.
+        """
+        if unknown := sorted(set(data) - {f.name for f in fields(cls)}):
+            raise InputError(
+                f"the record's spec has options that this version does not know: {', '.join(unknown)}"
+            )
+        return cls(**{**data, "defense": tuple(data.get("defense") or ())})
+
+
+@dataclass(frozen=True)
+class Case:
+    """One prompt to attack: its truth where that is known, its observation where that came from a file."""
+
+    index: int
+    id: str
+    truth: Secret | None
+    observation: Observation | None = None
+
+
+@dataclass
+class Job:
+    """A checked run: the attacker's slice, the channel, the attack, and what to attack."""
+
+    spec: AttackSpec
+    slice: Slice
+    channel: Channel
+    attack: Attack
+    cases: list[Case]
+    setups: list[Public] = field(default_factory=list)
+
+    @property
+    def inputs_sha256(self) -> str:
+        """A digest of what is attacked, to notice that a file or a data set has changed since."""
+        digest = hashlib.sha256()
+        for case in self.cases:
+            tokens = None if case.truth is None else case.truth.tokens
+            digest.update(json.dumps([case.index, tokens]).encode())
+            if case.observation is not None:
+                digest.update(case.observation.states.cpu().float().numpy().tobytes())
+        return digest.hexdigest()
+
+
+def prepare(spec: AttackSpec, progress: Progress = silent) -> Job:
+    """Check a spec and load what it needs.
+
+    Raises:
+        HiddenlabError: anything in it is unknown, out of range, unreadable or does not fit together.
+    """
+    if spec.threads is not None:
+        torch.set_num_threads(spec.threads)
+    attack = build_attack(spec, progress)
+    observations: list[Observation] = []
+    if spec.observation is None:
+        channel = Channel.parse(spec.defense)
+    else:
+        channel = Channel([])  # the states passed theirs already, which may be known to their provider alone
+        observations = load_observations(Path(spec.observation))
+        spec = _with_public(spec, observations[0].public)
+    sources = [] if observations else _texts(spec)
+    spec = _with_site(spec)
+    progress("loading the model", 0, 1)
+    slice = _load(spec)
+    channel.provider_slice(slice)  # which it keeps; what cannot be loaded should fail now
+    progress("loading the model", 1, 1)
+    cases = _given(observations, spec, slice) if observations else _prompts(sources, spec, slice)
+    return Job(spec, slice, channel, attack, cases)
+
+
+def capture_all(spec: AttackSpec, progress: Progress = silent) -> list[tuple[Observation, Secret]]:
+    """What the channel of a spec releases of each of its prompts, the same as an attack run would see.
+
+    Raises:
+        HiddenlabError: see ``prepare``.
+    """
+    if spec.threads is not None:
+        torch.set_num_threads(spec.threads)
+    channel = Channel.parse(spec.defense)
+    texts = _texts(spec)
+    spec = _with_site(spec)
+    slice = _load(spec)
+    channel.provider_slice(slice)
+    released = []
+    cases = _prompts(texts, spec, slice)
+    for case in cases:
+        released.append(_release(channel, slice, case, spec.seed))
+        progress("prompts", len(released), len(cases))
+    return released
+
+
+def build_attack(spec: AttackSpec, progress: Progress = silent) -> Attack:
+    """The attack with those of the options that it declares.
+
+    Raises:
+        InputError: an option was given that it does not have.
+    """
+    name, _ = registry.parse_spec(spec.attack)
+    parameters = inspect.signature(registry.resolve("attacks", name)).parameters
+    anything = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    named = ("search", "proposal", "distance", "epsilon", "budget")
+    given = {key: getattr(spec, key) for key in named if getattr(spec, key) is not None}
+    if not anything and (strange := [f"--{key}" for key in given if key not in parameters]):
+        raise InputError(
+            f"the attack {name} has no option {', '.join(strange)}; it takes {', '.join(parameters)}"
+        )
+    offered = {"batch": spec.batch, "seed": spec.seed, "progress": progress}
+    taken = {key: value for key, value in offered.items() if anything or key in parameters}
+    attack: Attack = registry.build("attacks", spec.attack, **given, **taken)
+    return attack
+
+
+def generator(seed: int, *what: object) -> torch.Generator:
+    """A generator of its own for each purpose, so that no result depends on what else is run."""
+    digest = hashlib.sha256(json.dumps([seed, *map(str, what)]).encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+
+
+def release(job: Job, case: Case) -> tuple[Observation, Secret | None]:
+    """What the defense shows of one prompt, and what it keeps to itself."""
+    if case.observation is not None:
+        return case.observation, case.truth
+    return _release(job.channel, job.slice, case, job.spec.seed)
+
+
+def _release(channel: Channel, slice: Slice, case: Case, seed: int) -> tuple[Observation, Secret]:
+    assert case.truth is not None
+    return channel.release(slice, case.truth.tokens, generator(seed, "release", case.index))
+
+
+def save_truth(secrets: Sequence[Secret], path: Path) -> None:
+    """Write tokens and row orders as JSON, for scoring an attack on saved observations later.
+
+    Raises:
+        HiddenlabError: the file cannot be written.
+    """
+    rows = [{"tokens": s.tokens, "row_order": s.row_order} for s in secrets]
+    try:
+        path.write_text(json.dumps({"format": TRUTH_FORMAT, "secrets": rows}) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise HiddenlabError(f"cannot write {path}: {error.strerror or error}") from None
+
+
+def load_truth(path: Path) -> list[Secret]:
+    """Read what ``save_truth`` wrote.
+
+    Raises:
+        InputError: the file cannot be read or is no such file.
+    """
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        if data["format"] != TRUTH_FORMAT:
+            raise InputError(f"{path} has format {data['format']}; this version knows {TRUTH_FORMAT}")
+        return [
+            Secret(tuple(int(t) for t in row["tokens"]), row["row_order"] and tuple(row["row_order"]))
+            for row in data["secrets"]
+        ]
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror or error}") from None
+    except (ValueError, KeyError, TypeError):
+        raise InputError(f"{path} is no truth file; 'hiddenlab capture --secret FILE' writes one") from None
+
+
+def _texts(spec: AttackSpec) -> list[tuple[str, str]]:
+    if spec.prompt is None:
+        return [(p.id, p.text) for p in load_prompts(spec.prompts, column=spec.column, limit=spec.limit)]
+    if not spec.prompt.strip():
+        raise InputError("the prompt is empty; give at least one token")
+    return [("p001", spec.prompt)]
+
+
+def _prompts(texts: Sequence[tuple[str, str]], spec: AttackSpec, slice: Slice) -> list[Case]:
+    longest = getattr(slice.model.config, "max_position_embeddings", None)
+    cases = []
+    for index, (id, text) in enumerate(texts):
+        tokens = slice.tokenize(text, spec.max_tokens)
+        if isinstance(longest, int) and len(tokens) > longest:
+            raise InputError(
+                f"prompt {id} has {len(tokens)} tokens, and {spec.model} takes {longest}; use --max-tokens"
+            )
+        cases.append(Case(index, id, Secret(tuple(tokens))))
+    return cases
+
+
+def _given(observations: Sequence[Observation], spec: AttackSpec, slice: Slice) -> list[Case]:
+    for observation in observations:
+        check_observation(observation, slice)
+    truths: Sequence[Secret | None] = [None] * len(observations)
+    if spec.truth is not None:
+        truths = load_truth(Path(spec.truth))
+        lengths = [len(t.tokens) for t in truths if t is not None]
+        if lengths != [len(o.states) for o in observations]:
+            raise InputError(
+                f"{spec.truth} is not the truth of {spec.observation}: the numbers of tokens differ"
+            )
+    cases = [
+        Case(index, f"p{index + 1:03d}", truth, observation)
+        for index, (truth, observation) in enumerate(zip(truths, observations, strict=True))
+    ]
+    return cases[: spec.limit]
+
+
+def _with_public(spec: AttackSpec, public: Public) -> AttackSpec:
+    """Model, layer and stream from the observation, where they were not given, and the channel's specs."""
+    return replace(
+        spec,
+        model=spec.model or public.model,
+        layer=public.site.layer if spec.layer is None else spec.layer,
+        stream=spec.stream or public.site.stream,
+        defense=public.channel,
+    )
+
+
+def _with_site(spec: AttackSpec) -> AttackSpec:
+    """The defaults: the built-in model, its middle layer (the last for what comes after the final norm)."""
+    model, stream, layer = spec.model or "builtin", spec.stream or "resid", spec.layer
+    if layer is None:
+        total = int(getattr(load_config(resolve_model(model)), "num_hidden_layers", 0))
+        layer = max(1, total // 2) if stream == "resid" else total
+    return replace(spec, model=model, stream=stream, layer=layer)
+
+
+def _load(spec: AttackSpec) -> Slice:
+    assert spec.model is not None and spec.stream is not None
+    return load_slice(
+        spec.model,
+        spec.layer,
+        stream=spec.stream,
+        dtype=spec.dtype,
+        device=spec.device,
+        device_map=spec.device_map,
+    )

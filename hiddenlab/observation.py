@@ -1,0 +1,217 @@
+"""Observations as files: one safetensors file, the public facts as JSON in its metadata.
+
+A file holds the states of one or several prompts (``states.0``, ``states.1`` …) and nothing of the secret; it
+loads without the defense that made it. The format: metadata key ``hiddenlab`` with
+``{"format": 1, "observations": [public facts, one a tensor]}``.
+"""
+
+import dataclasses
+import json
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from hiddenlab.core import STREAMS, Observation, Public, public_from_json
+from hiddenlab.errors import InputError
+from hiddenlab.slice import Slice
+from hiddenlab.slice.load import DTYPES, QUANTIZATIONS
+
+FORMAT = 1
+METADATA_KEY = "hiddenlab"
+
+# The signature's entries are rounded to bfloat16 (0.4 %); small ones are compared against the typical size.
+SIGNATURE_RELATIVE = 0.02
+SIGNATURE_ABSOLUTE = 0.01
+
+_CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "model": (lambda x: isinstance(x, str), "a text"),
+    "signature": (lambda x: isinstance(x, list) and all(map(_finite, x)), "a list of numbers"),
+    "site": (lambda x: _is_site(x), f"a layer ≥ 0 and a stream ({', '.join(STREAMS)})"),
+    "channel": (lambda x: isinstance(x, list) and all(isinstance(s, str) for s in x), "a list of texts"),
+    "rows_permuted": (lambda x: isinstance(x, bool), "true or false"),
+    "columns_permuted": (lambda x: x in (None, "per-row", "shared"), "null, per-row or shared"),
+    "noise_sigma": (lambda x: x is None or (_finite(x) and x > 0), "null or a positive number"),
+    "prefix_tokens": (lambda x: _count(x), "a number ≥ 0"),
+    "provider_dtype": (lambda x: isinstance(x, str) and x in DTYPES, f"one of {', '.join(DTYPES)}"),
+    "quantization": (lambda x: x in (None, *QUANTIZATIONS), f"null or one of {', '.join(QUANTIZATIONS)}"),
+    "facts": (lambda x: isinstance(x, dict), "an object"),
+}
+
+
+def save_observation(observation: Observation, path: str | Path) -> None:
+    """Write one observation; see ``save_observations``."""
+    save_observations([observation], path)
+
+
+def load_observation(path: str | Path) -> Observation:
+    """Read a file that holds one observation.
+
+    Raises:
+        InputError: see ``load_observations``; or the file holds several.
+    """
+    found = load_observations(path)
+    if len(found) != 1:
+        raise InputError(f"{path} holds {len(found)} observations where one is wanted; use load_observations")
+    return found[0]
+
+
+def save_observations(observations: Sequence[Observation], path: str | Path) -> None:
+    """Write one safetensors file, atomically: the path holds the whole file or what was there before.
+
+    Raises:
+        InputError: nothing to write, facts that are no JSON, or the file cannot be written.
+    """
+    path = Path(path)
+    if not observations:
+        raise InputError("there are no observations to save")
+    try:
+        facts = [_plain(dataclasses.asdict(observation.public)) for observation in observations]
+        text = json.dumps({"format": FORMAT, "observations": facts}, allow_nan=False, ensure_ascii=False)
+    except (TypeError, ValueError) as error:
+        raise InputError(f"the public facts cannot be written as JSON ({error})") from None
+    # Copies: safetensors refuses tensors that share memory, as the rows of one packed pass may.
+    tensors = {
+        f"states.{i}": o.states.detach().cpu().contiguous().clone() for i, o in enumerate(observations)
+    }
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        save_file(tensors, temporary, metadata={METADATA_KEY: text})
+        os.replace(temporary, path)
+    except (OSError, SafetensorError) as error:
+        raise InputError(f"cannot write {path}: {error}") from None
+    finally:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+
+
+def load_observations(path: str | Path) -> list[Observation]:
+    """Read every observation of a file.
+
+    Raises:
+        InputError: the file is missing, truncated, foreign, of a newer format, or holds NaN or infinity.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise InputError(f"no observation file at {path}")
+    try:
+        with safe_open(path, framework="pt") as file:
+            facts = _public_facts(path, (file.metadata() or {}).get(METADATA_KEY))
+            expected = [f"states.{i}" for i in range(len(facts))]
+            if sorted(file.keys()) != sorted(expected):
+                raise InputError(
+                    f"{path} is damaged: it should hold the tensors states.0 to {expected[-1]} and no more"
+                )
+            tensors = [file.get_tensor(name) for name in expected]
+    except (OSError, SafetensorError) as error:
+        raise InputError(f"{path} is truncated or no observation file ({error})") from None
+    return [
+        _observation(path, i, states, public)
+        for i, (states, public) in enumerate(zip(tensors, facts, strict=True))
+    ]
+
+
+def check_observation(observation: Observation, slice: Slice) -> None:
+    """Refuse an observation that the slice cannot have produced.
+
+    Raises:
+        InputError: another width, another model (by signature), or another layer or stream.
+    """
+    public, width = observation.public, observation.states.shape[1]
+    if width != slice.width:
+        raise InputError(
+            f"the observation is {width} wide (it names the model {public.model}), "
+            f"{slice.ref.name} is {slice.width} wide"
+        )
+    if not same_signature(public.signature, slice.signature):
+        raise InputError(
+            f"the observation comes from other weights (it names the model {public.model}) "
+            f"than those of {slice.ref.name}"
+        )
+    if public.site != slice.site:
+        raise InputError(
+            f"the observation was taken from {public.site}, the slice gives {slice.site}; "
+            f"use --layer {public.site.layer} --stream {public.site.stream}"
+        )
+
+
+def same_signature(one: Sequence[float], other: Sequence[float]) -> bool:
+    """True where every entry agrees within 2 %, or within 1 % of the entries' root mean square."""
+    if len(one) != len(other) or not one:
+        return False
+    slack = SIGNATURE_ABSOLUTE * math.sqrt(sum(x * x for x in other) / len(other))
+    return all(
+        abs(a - b) <= SIGNATURE_RELATIVE * max(abs(a), abs(b)) + slack
+        for a, b in zip(one, other, strict=True)
+    )
+
+
+def _public_facts(path: Path, text: str | None) -> list[Public]:
+    """The public facts in a file's metadata, every field checked before a type is built from it."""
+    if text is None:
+        raise InputError(f"{path} is no observation file: its metadata has no entry {METADATA_KEY!r}")
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError):
+        raise InputError(
+            f"{path} is damaged: the entry {METADATA_KEY!r} of its metadata is no JSON"
+        ) from None
+    version = data.get("format") if isinstance(data, dict) else None
+    if not isinstance(version, int) or isinstance(version, bool) or version < 1:
+        raise InputError(f"{path} is damaged: its metadata names no format version")
+    if version > FORMAT:
+        raise InputError(
+            f"{path} has format {version}, this hiddenlab reads up to {FORMAT}; install a newer one"
+        )
+    entries = data.get("observations")
+    if not isinstance(entries, list) or not entries or not all(isinstance(entry, dict) for entry in entries):
+        raise InputError(f"{path} is damaged: its metadata lists no observations")
+    for i, entry in enumerate(entries):
+        for name, (check, wanted) in _CHECKS.items():
+            if name in entry and not check(entry[name]):
+                raise InputError(f"{path}, observation {i}: {name} should be {wanted}, not {entry[name]!r}")
+    try:
+        return [public_from_json(entry) for entry in entries]
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from None
+
+
+def _observation(path: Path, i: int, states: torch.Tensor, public: Public) -> Observation:
+    if states.ndim != 2 or not states.is_floating_point():
+        shape = f"{str(states.dtype).removeprefix('torch.')} {tuple(states.shape)}"
+        raise InputError(
+            f"{path}, observation {i}: states should be floating-point rows × width, not {shape}"
+        )
+    try:
+        return Observation(states, public)
+    except InputError as error:
+        raise InputError(f"{path}, observation {i}: {error}") from None
+
+
+def _plain(value: Any) -> Any:
+    """Tuples as lists and mappings as dictionaries, so that JSON writes what it will read."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value
+
+
+def _is_site(value: Any) -> bool:
+    if not isinstance(value, dict) or not set(value) <= {"layer", "stream"}:
+        return False
+    return _count(value.get("layer")) and value.get("stream", "resid") in STREAMS
+
+
+def _finite(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0

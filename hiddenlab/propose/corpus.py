@@ -1,0 +1,104 @@
+"""The attacker's own token sequences, to train and calibrate on: no data set is needed, none is downloaded.
+
+Text is the documentation and source of the running Python's standard library (on every machine that runs this),
+cut into windows; random tokens, alone and strewn into text, cover the vocabulary that such text never uses.
+The first few positions behave unlike the rest (attention sinks: huge states at position 0 and at repeats of
+the first token), so short windows and repeats are drawn on purpose.
+"""
+
+import ast
+import random
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from hiddenlab.slice import Slice
+
+MIN_CHARS, MAX_SOURCE_CHARS = 200, 4000
+WINDOW_LENGTHS = (24, 48, 64, 96)
+
+
+def standard_library_texts() -> list[str]:
+    """Docstrings and source openings of the standard library's top-level modules, and its language reference."""
+    import pydoc_data.topics as reference
+
+    texts = [str(text) for text in reference.topics.values()]
+    for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
+        try:
+            source = path.read_text(encoding="utf-8")
+            tree = ast.parse(source)
+        except (OSError, ValueError, SyntaxError):
+            continue
+        texts.append(source[:MAX_SOURCE_CHARS])
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Module):
+                texts.append(ast.get_docstring(node) or "")
+    return [text for text in texts if len(text) >= MIN_CHARS]
+
+
+class Corpus:
+    """An endless, seeded stream of token windows for one vocabulary.
+
+    Args:
+        slice: gives tokenizer and vocabulary; without a tokenizer all windows are random tokens.
+        seed: of every draw.
+    """
+
+    def __init__(self, slice: Slice, seed: int = 0) -> None:
+        self.vocab_size = slice.vocab_size
+        self._random = random.Random(seed)
+        self._torch = torch.Generator().manual_seed(seed)
+        self._documents = self._tokenized(slice) if slice.tokenizer is not None else []
+
+    def _tokenized(self, slice: Slice) -> list[list[int]]:
+        texts = standard_library_texts()
+        self._random.shuffle(texts)
+        documents = slice.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+        self._special = slice.tokenizer("")["input_ids"]
+        return [ids for ids in documents if len(ids) > 8]
+
+    def _uniform(self, n: int) -> Tensor:
+        return torch.randint(0, self.vocab_size, (n,), generator=self._torch)
+
+    def text_window(self, n: int) -> Int[Tensor, " n"]:
+        """Up to n tokens of running text, from a random place, as the tokenizer would start a prompt."""
+        if not self._documents:
+            return self._uniform(n)
+        ids = self._random.choice(self._documents)
+        start = self._random.randrange(max(1, len(ids) - n))
+        return torch.tensor((self._special + ids[start : start + n])[:n])
+
+    def window(self) -> Int[Tensor, " n"]:
+        """One training window: text, text strewn with random tokens, random tokens, or an opening."""
+        draw = self._random.random()
+        if draw < 0.55:
+            return self._opening()
+        n = self._random.choice(WINDOW_LENGTHS)
+        if draw < 0.62:
+            return self._uniform(n)
+        ids = self.text_window(n)
+        if draw < 0.80:
+            strewn = torch.rand(len(ids), generator=self._torch) < 0.35
+            ids = torch.where(strewn, self._uniform(len(ids)), ids)
+        return ids
+
+    def _opening(self) -> Tensor:
+        """One to six tokens, sometimes with the first one repeated."""
+        n = self._random.randint(1, 6)
+        ids = self._uniform(n) if self._random.random() < 0.5 else self.text_window(n)
+        if self._random.random() < 0.2:
+            repeats = self._random.randint(1, len(ids))
+            ids[:repeats] = ids[0]
+        return ids
+
+    def windows(self, tokens: int) -> Iterator[Int[Tensor, " n"]]:
+        """Windows that hold at least ``tokens`` tokens in all."""
+        drawn = 0
+        while drawn < tokens:
+            window = self.window()
+            drawn += len(window)
+            yield window

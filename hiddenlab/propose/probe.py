@@ -1,0 +1,281 @@
+"""The probe: from one observed state straight to a ranking of the vocabulary.
+
+A map from the state to a whitened embedding space, scored by cosine against every token's embedding and trained
+with sampled-softmax cross-entropy on text and random tokens that the attacker ran through the slice itself
+(DESIGN.md; no paper describes it). Linear for states whose coordinates are known, a two-layer network over the
+sorted state where they are permuted. Whitening the embedding table halves the steps that training needs.
+
+States at the first position (and at repeats of the first token) are attention sinks with a norm many times that
+of the others, so rows are sorted by norm into at most two groups, each with its own map.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from hiddenlab.core import Progress, silent
+
+BLOCK = 64  # tokens of the vocabulary whose best is found in one step
+CLIP = 8.0  # features are clipped at this many standard deviations
+SINK_RATIO = 3.0  # two groups of rows are kept apart where their median norms differ by more than this
+
+
+@dataclass(frozen=True)
+class ProbeSettings:
+    """How a probe is trained; part of its cache key.
+
+    Attributes:
+        sorted_states: features are the sorted coordinates (columns permuted).
+        steps, batch, negatives, learning_rate: of the optimisation. hidden: units of the sorted-state network.
+        seed: of batches and initialisation.
+    """
+
+    sorted_states: bool = False
+    steps: int = 400
+    batch: int = 512
+    negatives: int = 4096
+    learning_rate: float = 1e-3
+    hidden: int = 1536
+    ridge: float = 300.0
+    seed: int = 0
+
+
+def whitening(table: Float[Tensor, "v d"]) -> tuple[Float[Tensor, " d"], Float[Tensor, "d d"]]:
+    """Mean and whitening matrix of an embedding table (eigenvalues floored at 1e-4 of the largest)."""
+    table = table.float()
+    mean = table.mean(0)
+    values, vectors = torch.linalg.eigh(torch.cov(table.T))
+    return mean, vectors * values.clamp(min=float(values.max()) * 1e-4).rsqrt()
+
+
+def whitened_table(table: Float[Tensor, "v d"], mean: Tensor, matrix: Tensor) -> Float[Tensor, "v d"]:
+    """Unit-norm rows: the embeddings of all tokens in the probe's space."""
+    return F.normalize((table.float() - mean) @ matrix, dim=1)
+
+
+@dataclass
+class Expert:
+    """The map of one group of rows: standardise, normalise, then linear plus (sorted states) a hidden layer."""
+
+    mean: Float[Tensor, " d"]
+    scale: Float[Tensor, " d"]
+    parameters: dict[str, Tensor] = field(default_factory=dict)
+
+    def features(self, rows: Float[Tensor, "rows d"]) -> Float[Tensor, "rows d"]:
+        standard = ((rows - self.mean) / self.scale).clamp(-CLIP, CLIP)
+        return F.normalize(standard, dim=1) * math.sqrt(rows.shape[1])
+
+    def direction(self, features: Float[Tensor, "rows d"]) -> Float[Tensor, "rows d"]:
+        """Unit vectors in the whitened embedding space."""
+        p = self.parameters
+        out = features @ p["linear"] + p["bias"]
+        if "hidden_in" in p:
+            out = out + F.gelu(features @ p["hidden_in"] + p["hidden_bias"]) @ p["hidden_out"]
+        return F.normalize(out, dim=1)
+
+
+class Probe:
+    """Scores of every token for observed rows.
+
+    Attributes:
+        experts: one map, or two where rows fall into two groups by norm. border: log norm between the groups.
+    """
+
+    def __init__(
+        self, settings: ProbeSettings, experts: Sequence[Expert], border: float, mean: Tensor, matrix: Tensor
+    ) -> None:
+        self.settings = settings
+        self.experts = list(experts)
+        self.border = border
+        self.mean, self.matrix = mean, matrix
+        self._table: Tensor | None = None
+
+    def attach(self, table: Float[Tensor, "v d"], screen: int | None = None) -> "Probe":
+        """Give the probe the model's embedding table to score against.
+
+        Args:
+            screen: width of the random orthogonal projection in which shortlists are first drawn (distances
+                survive it, Johnson and Lindenstrauss), or None to draw them at full width. Worth it where the
+                slice is so shallow that scoring the vocabulary would cost more than running the model.
+        """
+        self._table = whitened_table(table.to(self.mean.device), self.mean, self.matrix)
+        self._screen = None
+        if screen is not None and screen < self._table.shape[1]:
+            generator = torch.Generator().manual_seed(self.settings.seed)
+            square = torch.randn(self._table.shape[1], screen, generator=generator)
+            self._screen = torch.linalg.qr(square).Q.to(self._table.device)
+        narrow = self._table if self._screen is None else self._table @ self._screen
+        # Whole blocks, so that the best of each block is found in one vectorised pass.
+        padding = -len(narrow) % BLOCK
+        self._fast = F.pad(narrow, (0, 0, 0, padding)).to(fast_dtype(narrow.device))
+        return self
+
+    def group(self, rows: Float[Tensor, "rows d"]) -> Bool[Tensor, " rows"]:
+        """True for the rows of the second (large-norm) group."""
+        return rows.float().norm(dim=1).log() > self.border
+
+    def direction(self, rows: Float[Tensor, "rows d"]) -> Float[Tensor, "rows d"]:
+        """Where each row points in the whitened embedding space, scaled by the learned inverse temperature."""
+        rows = self._prepare(rows)
+        out = torch.empty(len(rows), self.mean.shape[0], device=rows.device)
+        sink = self.group(rows)
+        for expert, mask in zip(self.experts, (~sink, sink), strict=False):
+            if bool(mask.any()):
+                unit = expert.direction(expert.features(rows[mask]))
+                out[mask] = unit * expert.parameters["log_scale"].exp()
+        return out
+
+    def _prepare(self, rows: Tensor) -> Tensor:
+        rows = rows.to(self.mean.device).float()
+        return rows.sort(dim=1).values if self.settings.sorted_states else rows
+
+    def log_probs(self, rows: Float[Tensor, "rows d"]) -> Float[Tensor, "rows v"]:
+        """Log-probabilities over the vocabulary, in float32."""
+        assert self._table is not None
+        return (self.direction(rows) @ self._table.T).log_softmax(-1)
+
+    def shortlist(self, rows: Float[Tensor, "rows d"], k: int) -> tuple[Float[Tensor, "rows k"], Int[Tensor, "rows k"]]:
+        """The k best tokens of each row and their log-probabilities among themselves.
+
+        Scored in the fastest dtype at hand: the best blocks of the vocabulary are picked by their maximum, and
+        only those are looked into.
+        """
+        assert self._table is not None
+        vocab = len(self._table)
+        k = min(k, vocab)
+        values, ids = [], []
+        for directions in self.direction(rows).split(512):
+            narrow = directions if self._screen is None else directions @ self._screen
+            scores = (narrow.to(self._fast.dtype) @ self._fast.T).view(len(narrow), -1, BLOCK)
+            best = scores.amax(2).topk(min(k, scores.shape[1]), dim=1).indices
+            inside = torch.take_along_dim(scores, best[:, :, None], 1).flatten(1).float()
+            tokens = (best[:, :, None] * BLOCK + torch.arange(BLOCK, device=best.device)).flatten(1)
+            inside = inside.masked_fill(tokens >= vocab, float("-inf"))
+            top = inside.topk(min(k, inside.shape[1]), dim=1)
+            chosen, found = tokens.gather(1, top.indices), top.values
+            if self._screen is not None:
+                exact = torch.einsum("rd,rkd->rk", directions, self._table[chosen.clamp(max=vocab - 1)])
+                exact = exact.masked_fill(chosen >= vocab, float("-inf"))
+                found, place = exact.sort(dim=1, descending=True)
+                chosen = chosen.gather(1, place)
+            values.append(found.log_softmax(1))
+            ids.append(chosen)
+        return torch.cat(values), torch.cat(ids)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Everything to save, by name."""
+        out = {"border": torch.tensor(self.border), "mean": self.mean, "matrix": self.matrix}
+        for i, expert in enumerate(self.experts):
+            named = {"mean": expert.mean, "scale": expert.scale, **expert.parameters}
+            out |= {f"expert.{i}.{name}": value.contiguous() for name, value in named.items()}
+        return out
+
+    @classmethod
+    def from_tensors(cls, settings: ProbeSettings, tensors: dict[str, Tensor]) -> "Probe":
+        """Rebuild from ``tensors``."""
+        experts: list[Expert] = []
+        while any(name.startswith(f"expert.{len(experts)}.") for name in tensors):
+            start = f"expert.{len(experts)}."
+            own = {name.removeprefix(start): value for name, value in tensors.items() if name.startswith(start)}
+            experts.append(Expert(own.pop("mean"), own.pop("scale"), own))
+        return cls(settings, experts, float(tensors["border"]), tensors["mean"], tensors["matrix"])
+
+
+def fast_dtype(device: torch.device) -> torch.dtype:
+    """bfloat16 where the processor multiplies it natively, else float32."""
+    if device.type == "cuda":
+        return torch.bfloat16
+    supported = getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
+    return torch.bfloat16 if supported() else torch.float32
+
+
+def _norm_border(rows: Float[Tensor, "rows d"]) -> float:
+    """Log norm that splits rows into two groups far apart, or infinity where there is one group.
+
+    One-dimensional two-means on log norms, started at the extremes.
+    """
+    norms = rows.norm(dim=1).log()
+    low, high = norms.min(), norms.max()
+    for _ in range(20):
+        upper = norms > (low + high) / 2
+        if not bool(upper.any()) or bool(upper.all()):
+            return math.inf
+        low, high = norms[~upper].median(), norms[upper].median()
+    enough = min(int(upper.sum()), int((~upper).sum())) >= 64
+    return float((low + high) / 2) if enough and float(high - low) > math.log(SINK_RATIO) else math.inf
+
+
+def train_probe(
+    states: Float[Tensor, "rows d"],
+    tokens: Int[Tensor, " rows"],
+    table: Float[Tensor, "v d"],
+    settings: ProbeSettings,
+    progress: Progress = silent,
+) -> Probe:
+    """Train a probe on the attacker's own states.
+
+    Args:
+        states: one row a training position, unsorted. tokens: the token of each row. table: input embeddings.
+    """
+    device = states.device
+    generator = torch.Generator().manual_seed(settings.seed)
+    mean, matrix = (x.to(device) for x in whitening(table.to(device)))
+    targets = whitened_table(table.to(device), mean, matrix)
+    rows = states.float()
+    if settings.sorted_states:
+        rows = rows.sort(dim=1).values
+    border = _norm_border(rows)
+    sink = rows.norm(dim=1).log() > border
+    masks = [~sink] if not bool(sink.any()) else [~sink, sink]
+    experts = []
+    total = settings.steps * len(masks)
+    for i, mask in enumerate(masks):
+        # The sink group is small and simple: fewer steps do.
+        steps = settings.steps if i == 0 else settings.steps // 2
+        expert = _train_expert(
+            rows[mask], tokens[mask].to(device), targets, settings, steps, generator,
+            lambda done, i=i: progress("training the probe", i * settings.steps + done, total),
+        )  # fmt: skip
+        experts.append(expert)
+    progress("training the probe", total, total)
+    return Probe(settings, experts, border, mean, matrix).attach(table)
+
+
+def _train_expert(
+    rows: Tensor, tokens: Tensor, targets: Tensor, settings: ProbeSettings, steps: int, generator: torch.Generator, tick
+) -> Expert:  # fmt: skip
+    device, d, out = rows.device, rows.shape[1], targets.shape[1]
+    expert = Expert(rows.mean(0), rows.std(0) + 1e-4 * rows.std() + 1e-8)
+    features = expert.features(rows)
+    gram = features.T @ features + settings.ridge * torch.eye(d, device=device)
+    linear = torch.linalg.solve(gram, features.T @ targets[tokens])
+    p = {"linear": linear, "bias": torch.zeros(out, device=device), "log_scale": torch.tensor(3.0, device=device)}
+    if settings.sorted_states:
+        p["hidden_in"] = (torch.randn(d, settings.hidden, generator=generator) / math.sqrt(d)).to(device)
+        p["hidden_bias"] = torch.zeros(settings.hidden, device=device)
+        p["hidden_out"] = torch.zeros(settings.hidden, out, device=device)
+    expert.parameters = {name: value.requires_grad_() for name, value in p.items()}
+    optimizer = torch.optim.AdamW(p.values(), lr=settings.learning_rate, weight_decay=0.01)
+    vocab = len(targets)
+    with torch.enable_grad():
+        for step in range(steps):
+            for group in optimizer.param_groups:
+                group["lr"] = settings.learning_rate * 0.5 * (1 + math.cos(math.pi * step / steps))
+            pick = torch.randint(0, len(tokens), (settings.batch,), generator=generator).to(device)
+            negatives = torch.randint(0, vocab, (min(settings.negatives, vocab),), generator=generator).to(device)
+            classes, place = torch.cat([tokens[pick], negatives]).unique(return_inverse=True)
+            unit = expert.direction(features[pick])
+            logits = unit @ targets[classes].T * p["log_scale"].exp()
+            loss = F.cross_entropy(logits, place[: len(pick)])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            if step % 20 == 0:
+                tick(step)
+    expert.parameters = {name: value.detach() for name, value in p.items()}
+    return expert

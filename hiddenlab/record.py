@@ -1,0 +1,284 @@
+"""Records of runs: a directory with ``record.json`` (what was asked, how it ended) and ``samples.jsonl``.
+
+``record.json`` is written first with status ``started`` and replaced atomically afterwards; ``samples.jsonl``
+grows by one line a prompt. So a run that was killed, or whose disk filled up, stays readable and resumable.
+"""
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, fields
+from datetime import UTC, datetime
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+from hiddenlab.errors import HiddenlabError, InputError
+from hiddenlab.summary import Sample
+
+FORMAT = 1
+RECORD, SAMPLES = "record.json", "samples.jsonl"
+UNFINISHED = ("started", "interrupted", "failed")
+
+
+class RecordError(HiddenlabError):
+    """A record could not be written or read."""
+
+
+@dataclass(kw_only=True)
+class RunRecord:
+    """The content of ``record.json``. What was not measured is None, never zero."""
+
+    format: int = FORMAT
+    verb: str
+    status: str = "started"
+    spec: dict[str, Any]
+    started: str = ""
+    finished: str | None = None
+    command: list[str] = field(default_factory=list)
+    inputs_sha256: str | None = None
+    prompts: int | None = None
+    seeds: dict[str, int] = field(default_factory=dict)
+    setup: dict[str, float | None] = field(default_factory=dict)
+    summary: dict[str, Any] | None = None
+    error: str | None = None
+    resumed: list[str] = field(default_factory=list)
+    code: dict[str, Any] = field(default_factory=dict)
+    packages: dict[str, str | None] = field(default_factory=dict)
+    hardware: dict[str, Any] = field(default_factory=dict)
+    threads: int | None = None
+
+
+class Recorder:
+    """Keeps a run's samples and, unless ``path`` is None, writes them and the record to that directory."""
+
+    def __init__(self, record: RunRecord, path: Path | None, samples: Sequence[Sample] = ()) -> None:
+        self.record = record
+        self.path = path
+        self.samples = list(samples)
+        self._lock = None if path is None else _locked(path)
+
+    @classmethod
+    def create(
+        cls, record: RunRecord, *, out: Path | None = None, runs_dir: Path = Path("runs"), keep: bool = True
+    ) -> "Recorder":
+        """Start a run, in ``out`` or in a new directory of ``runs_dir``; nowhere when ``keep`` is false.
+
+        Raises:
+            InputError: ``out`` exists and is not an empty directory.
+            RecordError: the directory cannot be written.
+        """
+        from hiddenlab.environment import describe_environment
+
+        record.started = _now()
+        if not keep:
+            return cls(record, None)
+        for name, value in describe_environment().items():
+            setattr(record, name, value)
+        if out is not None:
+            check_new(out)
+        try:
+            path = _new_directory(record, runs_dir) if out is None else out
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise RecordError(f"cannot make the run directory: {_reason(error)} ({error.filename})") from None
+        recorder = cls(record, path)
+        recorder._append_bytes(b"")
+        recorder.save()
+        return recorder
+
+    @classmethod
+    def resume(cls, path: Path, inputs_sha256: str) -> "Recorder":
+        """Take up a run that has not finished; a torn last sample is cut off.
+
+        Raises:
+            InputError: there is no record, its samples are damaged, or it was started on other inputs.
+        """
+        record, samples, good = _load(path)
+        if record.inputs_sha256 != inputs_sha256:
+            raise InputError(
+                f"the prompts or observations have changed since {path} was started; run it anew"
+            )
+        recorder = cls(record, path, samples)
+        if (path / SAMPLES).exists():
+            os.truncate(path / SAMPLES, good)
+        record.status, record.finished, record.error = "started", None, None
+        record.resumed.append(_now())
+        recorder.save()
+        return recorder
+
+    def append(self, sample: Sample) -> None:
+        """Record one prompt's outcome at once.
+
+        Raises:
+            RecordError: it cannot be written (a full disk); earlier samples stay as they were.
+        """
+        self._append_bytes((json.dumps(finite(sample), ensure_ascii=False) + "\n").encode())
+        self.samples.append(sample)
+
+    def save(self) -> None:
+        """Replace ``record.json`` atomically."""
+        if self.path is None:
+            return
+        text = json.dumps(finite(asdict(self.record)), ensure_ascii=False, indent=1) + "\n"
+        work = self.path / f".{RECORD}.{os.getpid()}"
+        try:
+            with open(work, "wb", buffering=0) as handle:
+                _write_all(handle, text.encode())
+            os.replace(work, self.path / RECORD)
+        except OSError as error:
+            work.unlink(missing_ok=True)
+            raise self._cannot_write(error) from None
+
+    def close(self, status: str, summary: dict[str, Any] | None = None, error: str | None = None) -> None:
+        """Write how the run ended: ``finished``, ``interrupted`` or ``failed``."""
+        self.record.status, self.record.error, self.record.finished = status, error, _now()
+        self.record.summary = summary
+        try:
+            self.save()
+        finally:
+            if self._lock is not None:
+                os.close(self._lock)
+                self._lock = None
+
+    def _append_bytes(self, data: bytes) -> None:
+        if self.path is None:
+            return
+        try:
+            with open(self.path / SAMPLES, "ab", buffering=0) as handle:
+                before = os.fstat(handle.fileno()).st_size
+                try:
+                    _write_all(handle, data)
+                except BaseException:
+                    os.ftruncate(handle.fileno(), before)
+                    raise
+        except OSError as error:
+            raise self._cannot_write(error) from None
+
+    def _cannot_write(self, error: OSError) -> RecordError:
+        return RecordError(
+            f"cannot write the record in {self.path}: {_reason(error)}; its {len(self.samples)} recorded "
+            f"prompts stay readable, and 'hiddenlab rerun {self.path} --resume' continues it"
+        )
+
+
+def read_run(path: Path) -> tuple[RunRecord, list[Sample]]:
+    """The record and the samples of a run directory, finished or not; a torn last sample is left out.
+
+    Raises:
+        InputError: there is no record, it is damaged, or of a newer format.
+    """
+    record, samples, _ = _load(path)
+    return record, samples
+
+
+def check_new(path: Path) -> None:
+    """Refuse a directory for a new run that exists and holds something.
+
+    Raises:
+        InputError: it does.
+    """
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise InputError(f"{path} exists and is not an empty directory; name a new one for this run")
+
+
+def _load(path: Path) -> tuple[RunRecord, list[Sample], int]:
+    """Record, samples, and how many bytes of ``samples.jsonl`` are whole lines."""
+    try:
+        data = json.loads((path / RECORD).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise InputError(f"{path} is no run directory: it holds no {RECORD}") from None
+    except (OSError, ValueError) as error:
+        raise InputError(f"cannot read {path / RECORD}: {error}") from None
+    if not isinstance(data, dict) or not isinstance(data.get("format"), int):
+        raise InputError(f"{path / RECORD} is not the record of a run")
+    if data["format"] > FORMAT:
+        raise InputError(
+            f"{path / RECORD} has format {data['format']}, and this version knows {FORMAT}; update it"
+        )
+    known = {f.name for f in fields(RunRecord)}
+    if not {"verb", "spec"} <= set(data) <= known or not isinstance(data["spec"], dict):
+        raise InputError(f"{path / RECORD} is not the record of a run")
+    samples, good = _load_samples(path / SAMPLES)
+    return RunRecord(**data), samples, good
+
+
+def _load_samples(path: Path) -> tuple[list[Sample], int]:
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return [], 0
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {_reason(error)}") from None
+    samples: list[Sample] = []
+    good = content.rfind(b"\n") + 1
+    for number, line in enumerate(content[:good].splitlines(), 1):
+        try:
+            samples.append(json.loads(line))
+        except ValueError:
+            raise InputError(
+                f"{path}, line {number} is damaged; cut the file there to resume from it"
+            ) from None
+    return samples, good
+
+
+def _new_directory(record: RunRecord, runs_dir: Path) -> Path:
+    stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
+    digest = hashlib.sha256(json.dumps(record.spec, sort_keys=True).encode()).hexdigest()[:8]
+    runs_dir.mkdir(parents=True, exist_ok=True)
+    for suffix in ("", *(f"-{n}" for n in range(2, 100))):
+        path = runs_dir / f"{stamp}-{record.verb}-{digest}{suffix}"
+        try:
+            path.mkdir()
+            return path
+        except FileExistsError:
+            continue
+    raise RecordError(f"cannot find a free name for a run in {runs_dir}")
+
+
+def _locked(path: Path) -> int | None:
+    """Keep other processes from writing the same run; the lock goes with the process.
+
+    Raises:
+        InputError: another process writes it now.
+    """
+    try:
+        import fcntl
+
+        handle = os.open(path, os.O_RDONLY)
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return handle
+    except BlockingIOError:
+        os.close(handle)
+        raise InputError(
+            f"{path} is being written by another process; wait for it, or stop it first"
+        ) from None
+    except (ImportError, OSError):  # no such locks here
+        return None
+
+
+def _write_all(handle: FileIO, data: bytes) -> None:
+    # An unbuffered write may take only a part (a disk about to fill up), and says so only by its count.
+    while data:
+        data = data[handle.write(data) or 0 :]
+
+
+def finite(value: Any) -> Any:
+    """A JSON value with NaN and infinity as null: JSON has neither."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    return value
+
+
+def _reason(error: OSError) -> str:
+    return error.strerror or str(error)
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")

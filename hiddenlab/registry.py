@@ -1,0 +1,251 @@
+"""Names of attacks, defenses, metrics and benches: built-ins and installed plugins go through the same door.
+
+A spec is ``name``, ``name:key=value,key=value`` or ``name:value`` (the constructor's first parameter).
+Nothing is imported before a name is resolved, so listing names loads no torch.
+"""
+
+import difflib
+import inspect
+import types
+from collections.abc import Callable, Mapping
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
+
+from hiddenlab.errors import HiddenlabError, InputError, UnknownNameError
+
+BUILTINS: dict[str, dict[str, str]] = {
+    "attacks": {
+        "vocab-match": "attacks.vocab_match:VocabMatch",
+    },
+    "defenses": {
+        "identity": "defenses.identity:Identity",
+        "seq-perm": "defenses.permute:SequencePermutation",
+        "hidden-perm": "defenses.permute:HiddenPermutation",
+        "2d-perm": "defenses.permute:Factorized2D",
+        "gaussian": "defenses.noise:Gaussian",
+        "random-prefix": "defenses.noise:RandomPrefix",
+        "int8": "defenses.quantize:Int8",
+        "nf4": "defenses.quantize:Nf4",
+        "dtype": "defenses.quantize:ProviderDtype",
+    },
+    "metrics": {"text": "eval.metrics:score_text"},
+    "benches": {"attack": "eval.bench_attack:bench"},
+}
+PLUGIN_KINDS = ("attacks", "defenses")
+POSITIONAL = ""  # the key under which ``parse_spec`` returns a value without a name
+
+_SINGULAR = {"attacks": "attack", "defenses": "defense", "metrics": "metric", "benches": "bench"}
+_TRUTH = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+
+
+class Description(NamedTuple):
+    """One line of ``hiddenlab list``."""
+
+    name: str
+    summary: str
+    parameters: str
+
+
+def names(kind: str) -> list[str]:
+    """Known names of a kind, built-ins first; imports none of them.
+
+    Raises:
+        HiddenlabError: a plugin claims a name that is taken.
+    """
+    return list(_table(kind))
+
+
+def resolve(kind: str, name: str) -> Callable[..., Any]:
+    """The class or function behind a name.
+
+    Raises:
+        UnknownNameError: nobody registered the name; the message names the nearest ones.
+        HiddenlabError: what stands behind the name cannot be imported, or a plugin claims a taken name.
+    """
+    table = _table(kind)
+    if name not in table:
+        near = difflib.get_close_matches(name, table, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ";"
+        raise UnknownNameError(f"unknown {_SINGULAR[kind]} {name!r}{hint} known: {', '.join(table)}")
+    entry = table[name]
+    try:
+        found = entry.load()
+    except Exception as error:  # a plugin's import may fail in any way; the user is told which plugin it is
+        raise HiddenlabError(
+            f"cannot load the {_SINGULAR[kind]} {name!r} ({entry.value}, from {_origin(entry)}): "
+            f"{type(error).__name__}: {_first_line(error)}"
+        ) from error
+    if not callable(found):
+        raise HiddenlabError(f"the {_SINGULAR[kind]} {name!r} ({entry.value}) is no class or function")
+    return found  # type: ignore[no-any-return]
+
+
+def parse_spec(spec: str) -> tuple[str, dict[str, str]]:
+    """Split a spec into its name and the texts of its parameters; a value without a key gets the key ``""``.
+
+    Raises:
+        InputError: the spec does not read as ``name``, ``name:value`` or ``name:key=value,…``.
+    """
+    name, colon, rest = (part.strip() for part in spec.partition(":"))
+    form = "write NAME, NAME:VALUE or NAME:KEY=VALUE,KEY=VALUE"
+    if not name:
+        raise InputError(f"{spec!r} names nothing; {form}")
+    values: dict[str, str] = {}
+    for position, part in enumerate(rest.split(",") if colon else []):
+        left, equals, right = (piece.strip() for piece in part.partition("="))
+        key, value = (left, right) if equals else (POSITIONAL, left)
+        if not value or (equals and not key):
+            raise InputError(f"{spec!r} has an empty key or value; {form}")
+        if not equals and position:
+            raise InputError(f"in {spec!r} only the first value may stand without a key; {form}")
+        if key in values:
+            raise InputError(f"{spec!r} gives {key} twice")
+        values[key] = value
+    return name, values
+
+
+def build(kind: str, spec: str, **extra: Any) -> Any:
+    """Construct what a spec names; texts are converted by the constructor's annotations.
+
+    Args:
+        kind: attacks or defenses. spec: see ``parse_spec``.
+        extra: further values by parameter name, from the command line's own options. Those that the
+            constructor does not declare are left out, and what the spec itself says goes before them.
+
+    Raises:
+        UnknownNameError: unknown name. InputError: unknown, missing or malformed parameter.
+    """
+    name, texts = parse_spec(spec)
+    factory = resolve(kind, name)
+    what, known = f"{_SINGULAR[kind]} {name}", _parameters(factory)
+    takes = f"it takes {_listing(known)}" if known else "it takes no parameters"
+    if POSITIONAL in texts:
+        value, first = texts.pop(POSITIONAL), next(iter(known), None)
+        if first is None or first in texts:
+            raise InputError(f"the {what} cannot use the value {value!r}; {takes}")
+        texts[first] = value
+    if unknown := [key for key in texts if key not in known]:
+        raise InputError(f"the {what} has no parameter {unknown[0]!r}; {takes}")
+    values = {key: value for key, value in extra.items() if key in known} | texts
+    for key, value in values.items():
+        if isinstance(value, str):
+            try:
+                values[key] = _convert(value, known[key].annotation)
+            except ValueError as error:
+                raise InputError(f"the {what} cannot use {key}={value!r}: {error}; {takes}") from None
+    missing = [key for key, p in known.items() if p.default is p.empty and key not in values]
+    if missing:
+        raise InputError(f"the {what} needs {', '.join(missing)}; {takes}")
+    try:
+        return factory(**values)
+    except (TypeError, ValueError) as error:
+        raise InputError(f"the {what} refuses its parameters ({_first_line(error)}); {takes}") from error
+
+
+def describe(kind: str) -> list[Description]:
+    """Every name, its docstring's first line and its parameters; a broken plugin does not end the list."""
+    lines = []
+    for name in names(kind):
+        try:
+            found = resolve(kind, name)
+        except HiddenlabError as error:
+            lines.append(Description(name, f"not usable: {error}", ""))
+            continue
+        doc = (inspect.getdoc(found) or "").strip().splitlines()
+        lines.append(Description(name, doc[0] if doc else "", _listing(_parameters(found))))
+    return lines
+
+
+def _table(kind: str) -> dict[str, EntryPoint]:
+    """Every known name of a kind with its entry point; built-ins are written as entry points too."""
+    if kind not in BUILTINS:
+        raise UnknownNameError(f"unknown kind {kind!r}; known: {', '.join(BUILTINS)}")
+    table = {name: EntryPoint(name, value, "builtin") for name, value in BUILTINS[kind].items()}
+    for entry in entry_points(group=f"hiddenlab.{kind}") if kind in PLUGIN_KINDS else ():
+        taken = table.get(entry.name)
+        if taken is not None and taken.value != entry.value:
+            raise HiddenlabError(
+                f"{_origin(entry)} registers the {_SINGULAR[kind]} {entry.name!r}, a name that "
+                f"{_origin(taken)} already has; rename it in the plugin, or uninstall the plugin"
+            )
+        table.setdefault(entry.name, entry)
+    return table
+
+
+def _origin(entry: EntryPoint) -> str:
+    if entry.group == "builtin":
+        return "hiddenlab itself"
+    return f"the plugin {entry.dist.name}" if entry.dist is not None else "a plugin"
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), "no reason given")
+
+
+def _parameters(factory: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    """Named parameters of a constructor or function, annotations resolved to types where that is possible."""
+    function = factory.__init__ if inspect.isclass(factory) else factory
+    try:
+        hints: Mapping[str, Any] = get_type_hints(function)
+    except Exception:  # annotations may name what only a type checker imports; they stay texts then
+        hints = {}
+    found = {}
+    for name, parameter in inspect.signature(factory).parameters.items():
+        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            found[name] = parameter.replace(annotation=hints.get(name, parameter.annotation))
+    return found
+
+
+def _listing(known: Mapping[str, inspect.Parameter]) -> str:
+    """Parameters as a user reads them: ``sigma: float``, ``mode: per-row|shared = per-row``."""
+    parts = []
+    for name, parameter in known.items():
+        kind = "" if parameter.annotation is parameter.empty else f": {_kind(parameter.annotation)}"
+        default = "" if parameter.default is parameter.empty else f" = {_shown(parameter.default)}"
+        parts.append(f"{name}{kind}{default}")
+    return ", ".join(parts)
+
+
+def _shown(value: Any) -> str:
+    return "none" if value is None else str(getattr(value, "__name__", value))
+
+
+def _kind(annotation: Any) -> str:
+    if get_origin(annotation) is Literal:
+        return "|".join(str(choice) for choice in get_args(annotation))
+    if get_origin(annotation) in (Union, types.UnionType):
+        return "|".join(_kind(member) for member in get_args(annotation))
+    if annotation is type(None):
+        return "none"
+    return str(getattr(annotation, "__name__", annotation))
+
+
+def _convert(text: str, annotation: Any) -> Any:
+    """The value that a text stands for under an annotation; ValueError says what was expected."""
+    if get_origin(annotation) is Literal:
+        for choice in get_args(annotation):
+            if str(choice) == text:
+                return choice
+        raise ValueError(f"expected one of {', '.join(str(choice) for choice in get_args(annotation))}")
+    if get_origin(annotation) in (Union, types.UnionType):
+        # A plain str takes anything, so it is asked last.
+        for member in sorted(get_args(annotation), key=lambda member: member is str):
+            try:
+                return _convert(text, member)
+            except ValueError:
+                continue
+        raise ValueError(f"expected {_kind(annotation)}")
+    if annotation is type(None) and text.lower() == "none":
+        return None
+    if annotation is bool and text.lower() in _TRUTH:
+        return _TRUTH[text.lower()]
+    if annotation in (str, Any, inspect.Parameter.empty):
+        return text
+    if annotation in (int, float):
+        try:
+            return annotation(text)
+        except ValueError:
+            pass
+    if annotation in (bool, int, float, type(None)):
+        raise ValueError(f"expected {_kind(annotation)}")
+    raise ValueError("it cannot be given as a text")

@@ -1,0 +1,248 @@
+"""The slice: the first l layers of a causal language model, and only those in memory."""
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from hiddenlab.core import Site
+from hiddenlab.errors import InputError
+from hiddenlab.slice.engine import (
+    _ACTIVE,
+    ATTENTION_NAME,
+    Answer,
+    PackedPass,
+    Prefix,
+    Request,
+    packed_attention,
+)
+from hiddenlab.slice.load import (
+    ModelRef,
+    load_config,
+    load_model,
+    parse_dtype,
+    quiet_transformers,
+    resolve_model,
+    truncate_config,
+)
+
+__all__ = ["Answer", "ModelRef", "Prefix", "Request", "Slice", "load_slice"]
+
+SIGNATURE_ENTRIES = 16
+
+
+class Slice:
+    """The first l layers of a causal LM, run through one attention function (see ``engine``).
+
+    Attributes:
+        ref: which model. site: layer and stream of the states it returns. dtype, device: where it computes.
+        evaluated_tokens, forward_calls: counters over the life of the slice; every position run counts.
+    """
+
+    def __init__(
+        self, model: nn.Module, *, ref: ModelRef, site: Site, tokenizer: Any = None, quantization: str | None = None
+    ) -> None:
+        self.model = model
+        self.ref = ref
+        self.site = site
+        self.tokenizer = tokenizer
+        self.quantization = quantization
+        self.max_pass_tokens = 2048
+        self.evaluated_tokens = 0
+        self.forward_calls = 0
+        self._captured: Tensor | None = None
+        self._last_layer = _decoder_layers(model)[-1]
+        if site.stream == "resid":
+            self._last_layer.register_forward_hook(self._capture)
+        self._check_causal()
+
+    def _capture(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        self._captured = output[0] if isinstance(output, tuple) else output
+
+    def _check_causal(self) -> None:
+        """A state that changes with a later token means a bidirectional model, which this attack is not for."""
+        if getattr(self.model.config, "model_type", "") and not _is_causal(self.model):
+            raise InputError(
+                f"{self.ref.name} is an encoder-only (bidirectional) model; the attack needs a causal decoder"
+            )
+
+    @property
+    def embedding(self) -> Float[Tensor, "v d"]:
+        """The input embedding table."""
+        return self.model.get_input_embeddings().weight  # type: ignore[operator,no-any-return]
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.embedding.shape[0])
+
+    @property
+    def width(self) -> int:
+        return int(self.model.config.hidden_size)  # type: ignore[union-attr,arg-type]
+
+    @property
+    def device(self) -> torch.device:
+        return self.embedding.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embedding.dtype
+
+    @cached_property
+    def signature(self) -> tuple[float, ...]:
+        """Embedding entries spread over the table, rounded to bfloat16 (the coarsest dtype in use)."""
+        flat = self.embedding.detach().flatten()
+        index = torch.linspace(0, flat.numel() - 1, SIGNATURE_ENTRIES, dtype=torch.float64).long()
+        return tuple(flat[index.to(flat.device)].bfloat16().float().tolist())
+
+    @property
+    def special_ids(self) -> list[int]:
+        """BOS first, then the other special tokens: what is tried first at the first position."""
+        config, tokenizer = self.model.config, self.tokenizer
+        found = [getattr(config, "bos_token_id", None)]
+        found += list(tokenizer.all_special_ids) if tokenizer is not None else [config.eos_token_id]  # type: ignore[union-attr,list-item]
+        flat = [i for item in found for i in (item if isinstance(item, list) else [item]) if i is not None]
+        return list(dict.fromkeys(i for i in flat if 0 <= i < self.vocab_size))
+
+    def tokenize(self, text: str, max_tokens: int | None = None) -> list[int]:
+        """Token ids of a text with the tokenizer's own special tokens, cut to ``max_tokens``.
+
+        Raises:
+            InputError: the text is empty, gives no tokens, or the model came without a tokenizer.
+        """
+        if self.tokenizer is None:
+            raise InputError(f"{self.ref.name} has no tokenizer; pass token ids instead")
+        ids = list(self.tokenizer(text)["input_ids"])[:max_tokens]
+        if not ids or not text:
+            raise InputError("the prompt is empty; give at least one token")
+        return ids
+
+    def text(self, ids: Sequence[int]) -> str:
+        """The text of token ids, special tokens shown."""
+        if self.tokenizer is None:
+            return " ".join(str(i) for i in ids)
+        return str(self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    def prefix(self, *, offset: int = 0) -> Prefix:
+        """An empty prefix."""
+        return Prefix(self, offset=offset)
+
+    def run(self, requests: Sequence[Request], *, keep: bool = True, grad: bool = False) -> list[Answer]:
+        """One forward pass over several requests, packed on one token axis.
+
+        Args:
+            requests: token chains and leaves after their prefixes; all token ids, or all embeddings.
+            keep: hold the new keys and values, so that answers can be kept as prefix.
+            grad: record gradients (inputs given as embeddings).
+        """
+        packed = PackedPass(requests, keep)
+        inputs = torch.cat([r.inputs for r in requests]).to(self.device)[None]
+        name = "inputs_embeds" if inputs.is_floating_point() else "input_ids"
+        active = _ACTIVE.set(packed)
+        try:
+            with torch.set_grad_enabled(True) if grad else torch.inference_mode():
+                output = self.model(
+                    **{name: inputs}, position_ids=packed.positions().to(self.device), use_cache=False
+                )
+        finally:
+            _ACTIVE.reset(active)
+        states = self._states(output)[0]
+        self.evaluated_tokens += inputs.shape[1]
+        self.forward_calls += 1
+        answers = []
+        for request, start in zip(requests, packed.starts, strict=False):
+            middle, end = start + len(request.chain), start + request.size
+            answers.append(Answer(states[start:middle], states[middle:end], request, packed, start))
+        return answers
+
+    def _states(self, output: Any) -> Tensor:
+        if self.site.stream == "logits":
+            return output.logits  # type: ignore[no-any-return]
+        if self.site.stream == "final_norm":
+            return output.last_hidden_state  # type: ignore[no-any-return]
+        assert self._captured is not None
+        states, self._captured = self._captured, None
+        return states
+
+    def encode(self, tokens: Int[Tensor, " n"] | Float[Tensor, "n d"]) -> Float[Tensor, "n d"]:
+        """States of a prompt (token ids, or input embeddings), in one plain prefill."""
+        return self.run([Request(self.prefix(), tokens)], keep=False)[0].chain
+
+    def embed(self, tokens: Int[Tensor, " n"]) -> Float[Tensor, "n d"]:
+        """Input embeddings of tokens, as the model's own embedding module gives them."""
+        with torch.inference_mode():
+            return self.model.get_input_embeddings()(tokens.to(self.device))  # type: ignore[operator,no-any-return]
+
+    def __repr__(self) -> str:
+        return f"Slice({self.ref.name}, {self.site}, {self.dtype}, {self.device}; weights are public)"
+
+
+def _decoder_layers(model: nn.Module) -> nn.ModuleList:
+    count = model.config.num_hidden_layers  # type: ignore[union-attr]
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == count:
+            return module
+    raise InputError(f"{type(model).__name__} has no list of {count} layers; its architecture is not supported")
+
+
+def _is_causal(model: nn.Module) -> bool:
+    """True where every attention module of the model says that it is causal."""
+    flags = [bool(m.is_causal) for m in model.modules() if isinstance(getattr(m, "is_causal", None), bool)]
+    return bool(flags) and all(flags)
+
+
+def load_slice(
+    name: str = "builtin",
+    layer: int | None = None,
+    *,
+    stream: str = "resid",
+    dtype: str = "float32",
+    device: str = "auto",
+    quantization: str | None = None,
+    device_map: str | None = None,
+    revision: str | None = None,
+) -> Slice:
+    """Load the first ``layer`` layers of a model.
+
+    Args:
+        name: ``builtin``, a local directory, a GGUF file, or a hub id.
+        layer: 1 … number of layers; None means all. ``final_norm`` and ``logits`` need all.
+        stream: which states ``run`` returns (see ``Site``).
+        dtype: float32, bfloat16 or float16. device: ``auto``, ``cpu``, ``cuda`` …
+        quantization: None, ``int8`` or ``nf4`` (bitsandbytes). device_map: accelerate's placement, e.g. ``auto``.
+
+    Raises:
+        InputError: unknown model, dtype or device, a layer out of range, an encoder-only model.
+    """
+    from transformers import AutoTokenizer
+
+    from hiddenlab.slice.device import parse_device
+
+    torch_dtype, torch_device = parse_dtype(dtype), parse_device(device)
+    ref = resolve_model(name, revision)
+    config = load_config(ref)
+    total = getattr(config, "num_hidden_layers", 0)
+    layer = total if layer is None else layer
+    if not 1 <= layer <= total:
+        raise InputError(f"layer {layer} is out of range: {name} has layers 1 to {total}")
+    if stream != "resid" and layer != total:
+        raise InputError(f"the stream {stream} exists only after the last layer, {total}; layer {layer} was asked for")
+    model = load_model(
+        ref, truncate_config(config, layer), head=stream == "logits", dtype=torch_dtype, device=torch_device,
+        quantization=quantization, device_map=device_map, attention=_registered(),
+    )  # fmt: skip
+    try:
+        with quiet_transformers():
+            tokenizer = AutoTokenizer.from_pretrained(ref.path, revision=ref.revision)
+    except (OSError, ValueError, KeyError, TypeError):
+        tokenizer = None
+    return Slice(model, ref=ref, site=Site(layer, stream), tokenizer=tokenizer, quantization=quantization)
+
+
+def _registered() -> str:
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(ATTENTION_NAME, packed_attention)
+    return ATTENTION_NAME

@@ -1,0 +1,292 @@
+"""How tokens run through a model: one attention function, shared prefixes, many prompts packed in one pass.
+
+A pass packs the requests of several prompts on one token axis. Each request holds a *chain* (tokens that follow
+one another) and *leaves* (alternatives, each seeing the prefix, the chain up to its attachment, and itself). A
+plain prefill is a chain without leaves; the branching of vocabulary matching (paper, section 4.2 and appendix A)
+is leaves without a chain; verifying a guess while trying alternatives at its weak places is both at once.
+
+All Hugging Face architectures come through transformers' ``AttentionInterface``: the registered function gets
+queries, keys and values after projection and rotary embedding, and attends to the prefix's keys and values where
+they lie, one GEMM per key/value head with the tokens of a request folded into the query axis. Nothing of the
+prefix is copied or repeated per candidate.
+"""
+
+from collections.abc import Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from hiddenlab.slice import Slice
+
+ATTENTION_NAME = "hiddenlab"
+# Scores of one attention step are held in chunks of at most this many elements, so that memory does not grow
+# with candidates × prefix.
+SCORE_ELEMENTS = 1 << 22
+
+_ACTIVE: ContextVar["PackedPass | None"] = ContextVar("hiddenlab_pass", default=None)
+
+
+class KeyValueStore:
+    """Keys and values of one prefix, per layer, in buffers that grow by doubling.
+
+    Buffers are ``[k heads, capacity, head width]``; views of the first ``length`` positions are handed out.
+    """
+
+    def __init__(self) -> None:
+        self.length = 0
+        self._keys: dict[int, Tensor] = {}
+        self._values: dict[int, Tensor] = {}
+
+    def view(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of the prefix at a layer, not copied."""
+        return self._keys[layer][:, : self.length], self._values[layer][:, : self.length]
+
+    def append(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Write keys and values after the current length; ``length`` itself is moved by the caller."""
+        end = self.length + keys.shape[1]
+        for store, new in ((self._keys, keys), (self._values, values)):
+            buffer = store.get(layer)
+            if buffer is None or buffer.shape[1] < end:
+                capacity = max(end, 64 if buffer is None else 2 * buffer.shape[1])
+                grown = new.new_empty(new.shape[0], capacity, new.shape[2])
+                if buffer is not None:
+                    grown[:, : self.length] = buffer[:, : self.length]
+                store[layer] = buffer = grown
+            buffer[:, self.length : end] = new
+
+
+@dataclass
+class Request:
+    """Tokens to run after one prefix.
+
+    Attributes:
+        prefix: the committed tokens before them.
+        chain: token ids that follow one another, or their embeddings ``[t, d]``.
+        leaves: alternatives; leaf i stands after ``attach[i]`` chain tokens.
+        attach: for each leaf, how many chain tokens precede it; None means 0 for all.
+    """
+
+    prefix: "Prefix"
+    chain: Tensor
+    leaves: Tensor | None = None
+    attach: Tensor | None = None
+    reach: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        steps = torch.arange(len(self.chain), device=self.chain.device)
+        if self.leaves is None or len(self.leaves) == 0:
+            self.leaves = None
+            self.reach = steps
+            return
+        attach = self.attach
+        if attach is None:
+            attach = torch.zeros(len(self.leaves), dtype=torch.long, device=self.leaves.device)
+        self.reach = torch.cat([steps, attach.to(steps.device)])
+
+    @property
+    def size(self) -> int:
+        """Positions this request runs through the model."""
+        return len(self.reach)
+
+    @property
+    def inputs(self) -> Tensor:
+        """Chain and leaves on one axis."""
+        return self.chain if self.leaves is None else torch.cat([self.chain, self.leaves])
+
+
+@dataclass
+class Answer:
+    """States of one request, and what is needed to keep some of its tokens as prefix."""
+
+    chain: Float[Tensor, "t d"]
+    leaves: Float[Tensor, "c d"]
+    request: Request
+    _pass: "PackedPass"
+    _start: int
+
+    def keys_values(self, layer: int, columns: Tensor | slice) -> tuple[Tensor, Tensor]:
+        keys, values = self._pass.kept[layer]
+        end = self._start + self.request.size
+        return keys[:, self._start : end][:, columns], values[:, self._start : end][:, columns]
+
+    def layers(self) -> list[int]:
+        return sorted(self._pass.kept)
+
+
+class PackedPass:
+    """One forward pass over the packed tokens of several requests; the attention function asks it to attend."""
+
+    def __init__(self, requests: Sequence[Request], keep: bool) -> None:
+        self.requests = list(requests)
+        self.keep = keep
+        self.kept: dict[int, tuple[Tensor, Tensor]] = {}
+        self.starts = [0]
+        for request in self.requests:
+            self.starts.append(self.starts[-1] + request.size)
+
+    def positions(self) -> Int[Tensor, "1 t"]:
+        """Position of every packed token within its own prompt."""
+        return torch.cat([r.reach + r.prefix.offset + r.prefix.length for r in self.requests])[None]
+
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int | None, softcap: float | None
+    ) -> Tensor:
+        """Attention of all packed tokens at one layer.
+
+        Args:
+            layer: the module's layer index, under which the prefix's keys and values are stored.
+            q: ``[1, h, t, width]`` queries; k, v: ``[1, k, t, width]`` keys and values of the new tokens only.
+            scaling: factor on the scores. window: sliding window in tokens or None. softcap: tanh cap or None.
+
+        Returns:
+            ``[1, t, h, width]``.
+        """
+        if self.keep:
+            self.kept[layer] = (k[0], v[0])
+        out = q.new_empty(1, q.shape[2], q.shape[1], v.shape[-1])
+        for request, start, end in zip(self.requests, self.starts, self.starts[1:], strict=False):
+            _attend_request(
+                request, layer, q[0, :, start:end], k[0, :, start:end], v[0, :, start:end],
+                out[0, start:end], scaling=scaling, window=window, softcap=softcap,
+            )  # fmt: skip
+        return out
+
+
+def _attend_request(
+    request: Request,
+    layer: int,
+    q: Float[Tensor, "h t width"],
+    k: Float[Tensor, "k t width"],
+    v: Float[Tensor, "k t vwidth"],
+    out: Float[Tensor, "t h vwidth"],
+    *,
+    scaling: float,
+    window: int | None,
+    softcap: float | None,
+) -> None:
+    """Attention of one request's tokens over its prefix, its chain and themselves, written into ``out``."""
+    heads, tokens, width = q.shape
+    kv_heads, groups = k.shape[0], heads // k.shape[0]
+    chain = len(request.chain)
+    prefix = request.prefix.store.length
+    shared_k, shared_v = k[:, :chain], v[:, :chain]
+    if prefix:
+        prefix_k, prefix_v = request.prefix.store.view(layer)
+        if chain:
+            shared_k, shared_v = torch.cat([prefix_k, shared_k], 1), torch.cat([prefix_v, shared_v], 1)
+        else:
+            shared_k, shared_v = prefix_k, prefix_v
+    shared = prefix + chain
+    key_index = torch.arange(shared, device=q.device)
+    step = max(1, SCORE_ELEMENTS // (heads * (shared + 1)))
+    for a in range(0, tokens, step):
+        b = min(a + step, tokens)
+        part = q[:, a:b].reshape(kv_heads, groups * (b - a), width)
+        scores = q.new_empty(kv_heads, groups, b - a, shared + 1, dtype=torch.float32)
+        scores[..., :shared] = (part @ shared_k.transpose(1, 2)).view(kv_heads, groups, b - a, shared)
+        own = part.view(kv_heads, groups, b - a, width) * k[:, None, a:b]
+        scores[..., shared] = own.sum(-1)
+        scores *= scaling
+        if softcap is not None:
+            scores = torch.tanh(scores / softcap) * softcap
+        if chain or (window is not None and shared + 1 > window):
+            place = request.reach[a:b, None] + prefix
+            hidden = key_index[None] >= place
+            if window is not None:
+                hidden = hidden | (place - key_index[None] >= window)
+            scores[..., :shared].masked_fill_(hidden, float("-inf"))
+        weights = scores.softmax(-1).to(v.dtype)
+        mixed = (weights[..., :shared].reshape(kv_heads, groups * (b - a), shared) @ shared_v).view(
+            kv_heads, groups, b - a, -1
+        )
+        mixed = mixed + weights[..., shared:] * v[:, None, a:b]
+        out[a:b] = mixed.permute(2, 0, 1, 3).reshape(b - a, heads, -1)
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    *,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """The function behind ``attn_implementation="hiddenlab"``; works only inside a pass of a Slice."""
+    active = _ACTIVE.get()
+    if active is None:
+        raise RuntimeError("a hiddenlab slice is run through Slice.run, not by calling its model")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    layer = int(module.layer_idx)  # type: ignore[arg-type]
+    return active.attend(layer, query, key, value, scale, sliding_window, softcap), None
+
+
+@dataclass
+class Prefix:
+    """Committed tokens of one prompt and their keys and values.
+
+    ``offset`` is the number of positions before the first token (an unknown prefix embedding takes one).
+    """
+
+    slice: "Slice"
+    tokens: list[int] = field(default_factory=list)
+    store: KeyValueStore = field(default_factory=KeyValueStore)
+    offset: int = 0
+    _branch: Answer | None = None
+
+    @property
+    def length(self) -> int:
+        """Positions held, embeddings without a token included."""
+        return self.store.length
+
+    def extend(self, tokens: Int[Tensor, " t"]) -> Float[Tensor, "t d"]:
+        """Append tokens and return their states."""
+        answer = self.slice.run([Request(self, tokens)])[0]
+        self.keep(answer, chain=len(tokens))
+        return answer.chain
+
+    def branch(self, candidates: Int[Tensor, " c"]) -> Float[Tensor, "c d"]:
+        """States of alternatives for the next position; ``commit`` makes one of them part of the prefix."""
+        empty = candidates[:0]
+        limit = self.slice.max_pass_tokens
+        parts = []
+        for start in range(0, len(candidates), limit):
+            request = Request(self, empty, leaves=candidates[start : start + limit])
+            parts.append(self.slice.run([request], keep=len(candidates) <= limit)[0])
+        self._branch = parts[0] if len(parts) == 1 else None
+        self._candidates = candidates
+        return torch.cat([part.leaves for part in parts])
+
+    def commit(self, i: int) -> None:
+        """Append candidate i of the last ``branch``."""
+        if self._branch is None:
+            self.extend(self._candidates[i : i + 1])
+        else:
+            self.keep(self._branch, leaf=i)
+        self._branch = None
+
+    def keep(self, answer: Answer, *, chain: int = 0, leaf: int | None = None) -> None:
+        """Append the first ``chain`` tokens of an answered request, and then one of its leaves."""
+        request = answer.request
+        columns = list(range(chain))
+        if leaf is not None:
+            columns.append(len(request.chain) + leaf)
+        if not columns:
+            return
+        index: Tensor | slice = torch.tensor(columns, device=request.reach.device)
+        if leaf is None:
+            index = slice(0, chain)
+        for layer in answer.layers():
+            self.store.append(layer, *answer.keys_values(layer, index))
+        self.store.length += len(columns)
+        if not request.inputs.is_floating_point():
+            self.tokens += request.inputs[index].tolist()
+        self._branch = None

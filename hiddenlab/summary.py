@@ -1,0 +1,79 @@
+"""The figures of a run: what they are called, how they follow from its samples, how they are written."""
+
+from collections.abc import Sequence
+from statistics import fmean, median
+from typing import Any
+
+Sample = dict[str, Any]  # one line of samples.jsonl, see ``hiddenlab.run.score``
+NOT_APPLICABLE = "not applicable"  # the status of a prompt whose observation an attack cannot use
+
+# name in the summary -> (label, how it is written)
+FIGURES: dict[str, tuple[str, str]] = {
+    "prompts": ("prompts", "count"),
+    "not_applicable": ("prompts to which the attack does not apply", "count"),
+    "exact": ("exact prompts", "share"),
+    "token_accuracy": ("token accuracy", "share"),
+    "rouge_l": ("ROUGE-L", "score"),
+    "bleu": ("BLEU", "score"),
+    "verified": ("verified tokens", "share"),
+    "evaluated_tokens_per_token": ("evaluated tokens per token", "number"),
+    "forward_calls_per_prompt": ("forward calls per prompt", "number"),
+    "attack_seconds": ("attack, seconds", "number"),
+    "prefill_seconds": ("one prefill, seconds", "number"),
+    "attack_over_prefill": ("attack over prefill", "times"),
+    "setup_seconds": ("setup, seconds", "number"),
+    "probe_seconds": ("probe training, seconds", "number"),
+    "epsilon": ("epsilon (median)", "number"),
+    "peak_memory_mb": ("peak memory, MB", "whole"),
+}
+
+
+def summarise(samples: Sequence[Sample]) -> dict[str, Any]:
+    """Aggregate samples; None where nothing was measured, prompts marked not applicable left out.
+
+    ``exact`` and ``verified`` are shares (of prompts, of tokens), the text scores means over prompts,
+    ``epsilon`` the median of the prompts' thresholds.
+    """
+    done = [s for s in samples if s["status"] != NOT_APPLICABLE]
+    tokens = sum(s["tokens"] for s in done)
+    attack, prefill = _total(done, "seconds"), _total(done, "prefill_seconds")
+    evaluated, calls = _total(done, "evaluated_tokens"), _total(done, "forward_calls")
+    epsilons = [s["epsilon"] for s in done if s.get("epsilon") is not None]
+    return {
+        "prompts": len(samples),
+        "not_applicable": len(samples) - len(done),
+        "tokens": tokens if done else None,
+        **{name: _mean(done, name) for name in ("exact", "token_accuracy", "rouge_l", "bleu")},
+        "verified": sum(s["verified"] * s["tokens"] for s in done) / tokens if tokens else None,
+        "evaluated_tokens_per_token": evaluated / tokens if evaluated is not None and tokens else None,
+        "forward_calls_per_prompt": calls / len(done) if calls is not None else None,
+        "attack_seconds": attack,
+        "prefill_seconds": prefill,
+        "attack_over_prefill": attack / prefill if attack is not None and prefill else None,
+        "epsilon": median(epsilons) if epsilons else None,
+    }
+
+
+def figure(name: str, value: Any) -> str:
+    """A value of a summary as it is shown; a dash where it was not measured."""
+    if value is None:
+        return "–"
+    kind = FIGURES[name][1]
+    if kind == "share":
+        # 99.96 % must not read as 100 %.
+        return "100 %" if value == 1 else f"{min(100 * value, 99.9):.1f} %"
+    if kind == "score":
+        return f"{value:.3f}"
+    if kind == "times":
+        return f"{value:.2f} ×"
+    return f"{value:.0f}" if kind in ("count", "whole") else f"{value:.4g}"
+
+
+def _mean(samples: Sequence[Sample], name: str) -> float | None:
+    values = [float(s[name]) for s in samples if s.get(name) is not None]
+    return fmean(values) if values else None
+
+
+def _total(samples: Sequence[Sample], name: str) -> int | float | None:
+    values = [s[name] for s in samples if s.get(name) is not None]
+    return sum(values) if values and len(values) == len(samples) else None

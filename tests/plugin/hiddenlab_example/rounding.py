@@ -1,0 +1,34 @@
+"""A defense: the provider rounds the states before it releases them."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hiddenlab.channel import Stage
+from hiddenlab.core import Public
+from hiddenlab.errors import InputError
+
+
+class Round(Stage):
+    """Rounds every coordinate of the released states to a number of decimals."""
+
+    def __init__(self, decimals: int) -> None:
+        if decimals < 0:
+            raise InputError(f"round needs decimals ≥ 0, not {decimals}")
+        self.decimals = decimals
+        self.spec = f"round:decimals={decimals}"
+
+    def states(
+        self, states: Tensor, generator: torch.Generator
+    ) -> tuple[Tensor, tuple[int, ...] | None, dict[str, Any]]:
+        return states.round(decimals=self.decimals), None, {}
+
+    def public(self, public: Public) -> Public:
+        return replace(public, facts={**public.facts, "decimals": self.decimals})
+
+    def __repr__(self) -> str:
+        return (
+            f"{self.spec}: the attacker sees states rounded to {self.decimals} decimals and knows the model"
+        )

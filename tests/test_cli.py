@@ -1,0 +1,425 @@
+"""The command line from outside: what it prints, writes, refuses, and how a run is continued."""
+
+import errno
+import json
+import subprocess
+import sys
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from typer.testing import CliRunner, Result
+
+from hiddenlab import record as record_module
+from hiddenlab import registry
+from hiddenlab.cli import app
+from hiddenlab.core import Observation, Recovery, TokenRecovery
+from hiddenlab.errors import NotApplicableError
+from hiddenlab.slice import Slice
+
+Run = Callable[..., Result]
+ROOT = Path(__file__).parents[1]
+PROMPTS = ["hello é", "two\nlines", "<b>bold</b> & more"]
+SUMMARY = {
+    "prompts", "exact", "token_accuracy", "rouge_l", "bleu", "evaluated_tokens_per_token",
+    "forward_calls_per_prompt", "attack_seconds", "prefill_seconds", "attack_over_prefill", "verified",
+    "probe_seconds", "setup_seconds", "peak_memory_mb", "epsilon",
+}  # fmt: skip
+
+
+class Nearest:
+    """Tries the whole vocabulary at each position and takes the nearest state."""
+
+    calls = 0
+    stop_at: int | None = None  # raise KeyboardInterrupt at this call
+    spoil: frozenset[int] = frozenset()
+
+    def __init__(self, epsilon: float = 1e-2, budget: int | None = None) -> None:
+        self.epsilon = epsilon
+        self.budget = budget
+
+    def setup(self, observation: Observation, slice: Slice, generator: torch.Generator) -> dict[str, float]:
+        return {"probe_seconds": 0.25}
+
+    def recover(self, observation: Observation, slice: Slice, generator: torch.Generator) -> Recovery:
+        Nearest.calls += 1
+        if Nearest.calls == Nearest.stop_at:
+            raise KeyboardInterrupt
+        if observation.public.rows_permuted:
+            raise NotApplicableError("nearest needs the rows in order")
+        prefix, tokens = slice.prefix(), []
+        before = slice.evaluated_tokens
+        for row, state in enumerate(observation.states):
+            distances = (prefix.branch(torch.arange(slice.vocab_size)) - state.float()).abs().sum(-1)
+            best = int(distances.argmin())
+            prefix.commit(best)
+            shown = (best + 1) % slice.vocab_size if row in Nearest.spoil else best
+            distance = float(distances[best])
+            tokens.append(
+                TokenRecovery(shown, row, distance, None, slice.vocab_size, distance < self.epsilon)
+            )
+        evaluated = slice.evaluated_tokens - before
+        return Recovery(tuple(tokens), evaluated, len(tokens), 0.5, "done", self.epsilon)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A random llama of 3 layers whose tokens are bytes."""
+    torch.manual_seed(0)
+    path = tmp_path_factory.mktemp("model")
+    vocab = {char: n for n, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(path)  # type: ignore[no-untyped-call]
+    config = LlamaConfig(
+        vocab_size=256, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(path)
+    return str(path)
+
+
+@pytest.fixture(autouse=True)
+def fakes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    module = types.ModuleType("hiddenlab_test_fakes")
+    module.Nearest = Nearest  # type: ignore[attr-defined]
+    module.bench = _bench  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setitem(registry.BUILTINS["attacks"], "nearest", f"{module.__name__}:Nearest")
+    monkeypatch.setitem(registry.BUILTINS["benches"], "fake", f"{module.__name__}:bench")
+    monkeypatch.chdir(tmp_path)
+    Nearest.calls, Nearest.stop_at, Nearest.spoil = 0, None, frozenset()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def _bench(*, layers: list[int], seed: int, progress: Any, limit: int = 3) -> dict[str, Any]:
+    progress("measuring", 1, 1)
+    print("a library speaks")
+    return {"rows": [{"layer": n, "seed": seed, "limit": limit, "ratio": None} for n in layers]}
+
+
+@pytest.fixture
+def run(model: str) -> Run:
+    def _run(*arguments: str, code: int = 0, **options: Any) -> Result:
+        result = CliRunner().invoke(app, list(arguments), **options)
+        assert result.exit_code == code, (result.output, result.exception)
+        return result
+
+    return _run
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> str:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in PROMPTS))
+    return str(path)
+
+
+def refused(result: Result) -> str:
+    """The one line with which a command is refused."""
+    lines = result.stderr.strip().splitlines()
+    assert len(lines) == 1 and lines[0].startswith("error: "), result.stderr
+    return lines[0]
+
+
+def runs(root: Path) -> list[Path]:
+    return sorted((root / "runs").iterdir()) if (root / "runs").exists() else []
+
+
+# attack
+
+
+def test_attack_json_is_one_object(run: Run, model: str, prompts: str, tmp_path: Path) -> None:
+    result = run("attack", "--prompts", prompts, "--model", model, "--attack", "nearest", "--json")
+    data = json.loads(result.stdout)
+    assert data["format"] == 1 and data["spec"]["layer"] == 1 and data["spec"]["stream"] == "resid"
+    assert set(data["summary"]) >= SUMMARY
+    assert data["summary"]["exact"] == data["summary"]["token_accuracy"] == data["summary"]["verified"] == 1.0
+    assert data["summary"]["prompts"] == 3 and data["summary"]["attack_seconds"] == 1.5
+    assert data["summary"]["probe_seconds"] == 0.25 and data["summary"]["epsilon"] == 0.01
+    assert data["summary"]["evaluated_tokens_per_token"] == 256
+    ratio = data["summary"]["attack_seconds"] / data["summary"]["prefill_seconds"]
+    assert data["summary"]["attack_over_prefill"] == pytest.approx(ratio)
+    assert [(s["text"], s["recovered"], s["exact"]) for s in data["samples"]] == [
+        (t, t, True) for t in PROMPTS
+    ]
+    assert ["".join(text for text, _ in s["spans"]) for s in data["samples"]] == PROMPTS
+    (directory,) = runs(tmp_path)
+    kept = json.loads((directory / "record.json").read_text())
+    assert kept["status"] == "finished" and kept["summary"] == data["summary"]
+    assert kept["packages"]["torch"] == torch.__version__ and kept["threads"] == 1
+    assert [json.loads(x) for x in (directory / "samples.jsonl").read_text().splitlines()] == data["samples"]
+
+
+def test_attack_on_a_terminal_marks_wrong_tokens(run: Run, model: str, tmp_path: Path) -> None:
+    Nearest.spoil = frozenset({2})
+    options = ("--model", model, "--attack", "nearest", "--layer", "2", "--no-record")
+    result = run("attack", "abé [red]x[/red]\x1b[31m", *options, env={"COLUMNS": "200"})
+    assert "ab" in result.stdout and "[red]x[/red]␛[31m" in result.stdout
+    assert "95.5 % of tokens" in result.stdout and "\x1b" not in result.stdout
+    assert "token accuracy" in result.stdout and "layer 2" in result.stdout
+    assert not runs(tmp_path)
+
+
+def test_one_prompt_does_not_depend_on_the_others(run: Run, model: str, prompts: str) -> None:
+    options = (
+        "--prompts", prompts, "--model", model, "--attack", "nearest", "--no-record", "--json",
+        "--defense", "gaussian:sigma=0.001",
+    )  # fmt: skip
+    every = json.loads(run("attack", *options, "--batch", "3").stdout)["samples"]
+    first = json.loads(run("attack", *options, "--limit", "1").stdout)["samples"]
+    assert first[0]["per_token"]["distance"] == every[0]["per_token"]["distance"]
+    other = json.loads(run("attack", *options, "--seed", "1", "--limit", "1").stdout)["samples"]
+    assert other[0]["per_token"]["distance"] != every[0]["per_token"]["distance"]
+
+
+def test_not_applicable_is_said_and_not_zero(run: Run, model: str) -> None:
+    options = ("--model", model, "--attack", "nearest", "--no-record", "--defense", "seq-perm")
+    data = json.loads(run("attack", "a prompt", *options, "--json").stdout)
+    assert data["samples"][0]["status"] == "not applicable"
+    assert data["samples"][0]["reason"] == "nearest needs the rows in order"
+    assert data["summary"]["not_applicable"] == 1
+    for name in ("exact", "token_accuracy", "rouge_l", "attack_seconds", "verified", "attack_over_prefill"):
+        assert data["summary"][name] is None
+    assert "not applicable: nearest needs" in run("attack", "a prompt", *options).stdout
+
+
+def test_standard_input_is_kept_in_the_spec(run: Run, model: str) -> None:
+    options = ("--model", model, "--attack", "nearest", "--no-record", "--json", "--max-tokens", "4")
+    data = json.loads(run("attack", "-", *options, input="from stdin\n").stdout)
+    assert data["spec"]["prompt"] == "from stdin" and data["samples"][0]["recovered"] == "from"
+
+
+def test_final_norm_is_after_the_last_layer(run: Run, model: str) -> None:
+    options = ("--model", model, "--attack", "nearest", "--no-record", "--json", "--stream", "final_norm")
+    data = json.loads(run("attack", "normed", *options).stdout)
+    assert data["spec"]["layer"] == 3 and data["summary"]["exact"] == 1.0
+
+
+# capture, then attack
+
+
+def test_capture_and_attack_without_the_secret(run: Run, model: str, prompts: str, tmp_path: Path) -> None:
+    options = (
+        "--prompts",
+        prompts,
+        "--model",
+        model,
+        "--layer",
+        "2",
+        "-o",
+        "o.safetensors",
+        "--secret",
+        "t.json",
+    )
+    assert "3 prompts" in run("capture", *options).stdout
+    attack = ("attack", "--observation", "o.safetensors", "--attack", "nearest", "--no-record", "--json")
+    blind = json.loads(run(*attack).stdout)
+    assert blind["spec"]["layer"] == 2 and blind["spec"]["model"] == model
+    assert [s["recovered"] for s in blind["samples"]] == PROMPTS
+    for name in ("exact", "token_accuracy", "rouge_l", "bleu"):
+        assert blind["summary"][name] is None and blind["samples"][0][name] is None
+    assert blind["summary"]["verified"] == 1.0 and blind["summary"]["prefill_seconds"] > 0
+    scored = json.loads(run(*attack, "--truth", "t.json").stdout)
+    assert scored["summary"]["exact"] == 1.0
+    assert blind["samples"][0]["recovered_ids"] == scored["samples"][0]["recovered_ids"]
+    (tmp_path / "t.json").write_text('{"format": 1, "secrets": [{"tokens": [1], "row_order": null}]}')
+    assert "is not the truth of" in refused(run(*attack, "--truth", "t.json", code=2))
+    assert "layer 2" in refused(run(*attack, "--layer", "1", code=2))
+
+
+def test_capture_is_what_an_attack_would_see(run: Run, model: str) -> None:
+    options = ("some words", "--model", model, "--defense", "gaussian:sigma=0.01", "--seed", "3")
+    run("capture", *options, "-o", "o.safetensors", "--secret", "t.json")
+    common = ("--attack", "nearest", "--no-record", "--json")
+    saved = json.loads(run("attack", "--observation", "o.safetensors", "--truth", "t.json", *common).stdout)
+    direct = json.loads(run("attack", *options, *common).stdout)
+    assert saved["spec"]["defense"] == direct["spec"]["defense"] == ["gaussian:sigma=0.01"]
+    assert saved["samples"][0]["per_token"] == direct["samples"][0]["per_token"]
+
+
+# records: interrupted, resumed, run again, full disk
+
+
+def test_interrupted_run_is_resumed(run: Run, model: str, prompts: str, tmp_path: Path) -> None:
+    options = ("--prompts", prompts, "--model", model, "--attack", "nearest", "--batch", "1")
+    Nearest.stop_at = 2
+    result = run("attack", *options, "--defense", "gaussian:sigma=0.01", code=130)
+    (directory,) = runs(tmp_path)
+    assert f"hiddenlab rerun runs/{directory.name} --resume" in result.stderr
+    assert "1 of 3" in result.stderr and "Traceback" not in result.stderr
+    assert json.loads((directory / "record.json").read_text())["status"] == "interrupted"
+    with open(directory / "samples.jsonl", "a") as handle:
+        handle.write('{"index": 1, "torn')
+    Nearest.stop_at = None
+    run("rerun", str(directory), "--resume")
+    assert Nearest.calls == 4
+    again = [json.loads(line) for line in (directory / "samples.jsonl").read_text().splitlines()]
+    kept = json.loads((directory / "record.json").read_text())
+    assert kept["status"] == "finished" and kept["summary"]["prompts"] == 3 and len(kept["resumed"]) == 1
+    whole = json.loads(run("rerun", str(directory), "--no-record", "--json").stdout)
+    assert whole["same"] is True and whole["compared"] == 3
+    pick = [(s["id"], s["per_token"]["distance"]) for s in again]
+    assert pick == [(s["id"], s["per_token"]["distance"]) for s in whole["samples"]]
+    assert "nothing to resume" in run("rerun", str(directory), "--resume").stderr
+
+
+def test_resume_refuses_changed_prompts(run: Run, model: str, prompts: str, tmp_path: Path) -> None:
+    Nearest.stop_at = 2
+    run("attack", "--prompts", prompts, "--model", model, "--attack", "nearest", "--batch", "1", code=130)
+    Path(prompts).write_text('{"text": "hello é"}\n{"text": "other"}\n')
+    (directory,) = runs(tmp_path)
+    assert "have changed" in refused(run("rerun", str(directory), "--resume", code=2))
+    assert json.loads((directory / "record.json").read_text())["status"] == "interrupted"
+
+
+def test_rerun_says_what_differs(run: Run, model: str, prompts: str, tmp_path: Path) -> None:
+    run("attack", "--prompts", prompts, "--model", model, "--attack", "nearest", "--out", "first")
+    assert "same results" in run("rerun", "first", "--out", "second").stdout
+    assert (tmp_path / "second" / "record.json").exists()
+    Nearest.spoil = frozenset({0})
+    result = run("rerun", "first", "--no-record", code=1)
+    assert "different results for 3 of 3" in result.stdout and "p001: recovered_ids" in result.stdout
+
+
+def test_full_disk(
+    run: Run, model: str, prompts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, written = record_module._write_all, []
+
+    def fills_up(handle: Any, data: bytes) -> None:
+        written.append(data)
+        if sum(b'"index"' in item for item in written) >= 2:
+            write(handle, data[:7])
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(handle, data)
+
+    monkeypatch.setattr(record_module, "_write_all", fills_up)
+    result = run(
+        "attack", "--prompts", prompts, "--model", model, "--attack", "nearest", "--batch", "1", code=2
+    )
+    assert "No space left on device" in refused(result) and "--resume" in result.stderr
+    monkeypatch.setattr(record_module, "_write_all", write)
+    (directory,) = runs(tmp_path)
+    assert sorted(path.name for path in directory.iterdir()) == ["record.json", "samples.jsonl"]
+    _, samples = record_module.read_run(directory)
+    assert [sample["recovered"] for sample in samples] == PROMPTS[:1]
+    run("rerun", str(directory), "--resume")
+    assert len(record_module.read_run(directory)[1]) == 3
+
+
+# what is refused
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("x", "--layer", "4"), "layer 4 is out of range"),
+        (("x", "--layer", "0"), "layer 0 is out of range"),
+        (("x", "--layer", "2", "--stream", "final_norm"), "exists only after the last layer"),
+        (("x", "--defense", "seq-prm"), "did you mean seq-perm"),
+        (("x", "--defense", "gaussian:sgma=1"), "sgma"),
+        (("x", "--attack", "neerest"), "did you mean nearest"),
+        (("x", "--attack", "nearest", "--search", "greedy"), "has no option --search"),
+        (("x", "--attack", "nearest:epsilon=abc"), "epsilon"),
+        (("x", "--device", "gpu"), "unknown device"),
+        (("x", "--prompts", "p.txt"), "not both"),
+        (("x", "--truth", "t.json"), "--truth goes with --observation"),
+        (("x", "--observation", "o.safetensors"), "leave out a PROMPT"),
+        (("--observation", "absent.safetensors"), "no observation file"),
+        (("--prompts", "absent.txt"), "no such file"),
+        (("",), "the prompt is empty"),
+        (("x" * 65,), "65 tokens"),
+        (("x", "--out", "taken"), "not an empty directory"),
+        (("x", "--out", "new", "--no-record"), "give one of them"),
+    ],
+)  # fmt: skip
+def test_wrong_input_leaves_nothing_behind(
+    run: Run, model: str, tmp_path: Path, arguments: tuple[str, ...], said: str
+) -> None:
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "file").touch()
+    default = () if "--attack" in arguments else ("--attack", "nearest")
+    assert said in refused(run("attack", *arguments, "--model", model, *default, code=2))
+    assert not runs(tmp_path) and not (tmp_path / "new").exists()
+
+
+def test_unknown_model(run: Run, tmp_path: Path) -> None:
+    message = refused(run("attack", "x", "--model", "./absent", "--attack", "nearest", code=2))
+    assert "no such directory" in message and not runs(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "arguments", [("attack", "--limit", "0"), ("attack", "--dtype", "int4"), ("nonsense",), ("capture", "x")]
+)
+def test_usage_errors(run: Run, arguments: tuple[str, ...]) -> None:
+    result = run(*arguments, code=2)
+    assert "Traceback" not in result.stderr and not result.stdout
+
+
+def test_capture_into_nowhere(run: Run, model: str) -> None:
+    assert "does not exist" in refused(run("capture", "x", "-o", "no/where.safetensors", code=2))
+    assert "same file" in refused(run("capture", "x", "-o", "a", "--secret", "./a", code=2))
+
+
+def test_rerun_of_what_is_no_run(run: Run, tmp_path: Path) -> None:
+    assert "is no run directory" in refused(run("rerun", str(tmp_path), code=2))
+    (tmp_path / "record.json").write_text('{"format": 99}')
+    assert "format 99" in refused(run("rerun", str(tmp_path), code=2))
+    (tmp_path / "record.json").write_text("[")
+    assert "cannot read" in refused(run("rerun", str(tmp_path), code=2))
+
+
+# the other verbs
+
+
+def test_bench(run: Run) -> None:
+    result = run("bench", "fake", "--layers", "1,6", "--limit", "2", "--seed", "5", "--json")
+    assert json.loads(result.stdout)["rows"][1] == {"layer": 6, "seed": 5, "limit": 2, "ratio": None}
+    assert "a library speaks" in result.stderr
+    assert "layer" in run("bench", "fake", "--layers", "1").stdout
+    assert "no list of layers" in refused(run("bench", "fake", "--layers", "1,x", code=2))
+    message = refused(run("bench", "fake", "--layers", "1", "--greedy-limit", "2", code=2))
+    assert "fake has no option --greedy-limit" in message
+    assert "unknown bench" in refused(run("bench", "none", code=2))
+
+
+def test_list_and_eval(run: Run) -> None:
+    listed = json.loads(run("list", "defenses", "--json").stdout)["defenses"]
+    assert {"seq-perm", "gaussian"} <= {one["name"] for one in listed}
+    assert "nearest" in run("list", "attacks", env={"COLUMNS": "200"}).stdout
+    assert "unknown experiment" in refused(run("eval", "table-1", code=2))
+
+
+@pytest.mark.parametrize("verb", ["attack", "capture", "eval", "bench", "report", "rerun", "list", ""])
+def test_help_loads_no_torch(verb: str) -> None:
+    code = (
+        "import sys\n"
+        "from hiddenlab.cli import app\n"
+        "try:\n"
+        "    app(sys.argv[1:])\n"
+        "except SystemExit as end:\n"
+        "    assert not end.code\n"
+        "print({'torch', 'transformers', 'numpy', 'matplotlib'} & set(sys.modules), file=sys.stderr)"
+    )
+    command = [sys.executable, "-c", code, *([verb] if verb else []), "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stderr.strip() == "set()" and "Usage" in done.stdout
+
+
+def test_help_shows_every_option_of_the_contract(run: Run) -> None:
+    text = run("attack", "--help", env={"COLUMNS": "200", "TERM": "dumb"}).stdout
+    wanted = (
+        "prompts column limit max-tokens observation model layer stream defense search proposal distance "
+        "epsilon budget seed device dtype out no-record json attack threads runs-dir batch device-map truth"
+    )
+    assert [name for name in wanted.split() if f"--{name}" not in text] == []

@@ -1,0 +1,319 @@
+"""Prompts arrive unchanged from every source, and every unusable source is refused in one clear line."""
+
+import io
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hiddenlab.errors import InputError
+from hiddenlab.prompts import Prompt, load_prompts
+
+TEXTS = st.lists(st.text(min_size=1).filter(str.strip), min_size=1, max_size=5)
+Write = Callable[[str, str | bytes], str]
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    def _write(name: str, content: str | bytes) -> str:
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+        return str(path)
+
+    return _write
+
+
+@pytest.fixture
+def parquet(tmp_path: Path) -> Callable[..., str]:
+    def _parquet(table: dict[str, object], name: str = "p.parquet", rows_a_group: int = 100) -> str:
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        pq.write_table(pa.table(table), path, row_group_size=rows_a_group)
+        return str(path)
+
+    return _parquet
+
+
+@pytest.fixture
+def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing outside the test's own folder is written, and nothing is asked of the network."""
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+
+
+def texts(source: str | None, **options: object) -> list[str]:
+    return [prompt.text for prompt in load_prompts(source, **options)]  # type: ignore[arg-type]
+
+
+def refusal(source: str, **options: object) -> str:
+    """The one line with which a source is refused."""
+    with pytest.raises(InputError) as caught:
+        load_prompts(source, **options)  # type: ignore[arg-type]
+    message = str(caught.value)
+    assert message and "\n" not in message
+    assert caught.value.__suppress_context__ or caught.value.__context__ is None
+    return message
+
+
+# The shipped set
+
+
+def test_builtin_is_a_hundred_unique_prompts() -> None:
+    prompts = load_prompts()
+    assert len({p.text for p in prompts}) == len(prompts) == 100
+    assert [p.id for p in prompts] == [f"p{n:03d}" for n in range(1, 101)]
+    assert {p.source for p in prompts} == {"builtin"}
+    assert load_prompts("builtin") == prompts
+
+
+def test_builtin_ids_are_those_in_the_file() -> None:
+    path = Path(sys.modules[load_prompts.__module__].__file__ or "").parent / "data" / "prompts.jsonl"
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    assert [(row["id"], row["text"]) for row in rows] == [(p.id, p.text) for p in load_prompts()]
+    kinds = {row["kind"].partition(":")[0] for row in rows}
+    assert kinds == {"prose", "chat", "code", "list", "data", "language", "odd", "private"}
+
+
+def test_builtin_is_varied() -> None:
+    found = texts(None)
+    assert len({text.split()[0] for text in found}) == 100
+    assert len({text[:40] for text in found}) == 100
+    assert len({char for text in found for char in text}) > 300
+    assert sum("\n" in text for text in found) > 30
+    assert any(text[0].isspace() for text in found) and any(text[-1].isspace() for text in found)
+    for text in found:  # 50 to 200 tokens, roughly: one to five bytes each, by script and style
+        assert 90 <= len(text.encode()) <= 1000
+        assert len(text) >= 35
+        assert "\ufffd" not in text
+
+
+def test_builtin_shares_few_long_phrases() -> None:
+    """No template: hardly any run of five words stands in two prompts."""
+    seen: dict[tuple[str, ...], int] = {}
+    shared = 0
+    for n, text in enumerate(texts(None)):
+        words = text.split()
+        for run in zip(*(words[i:] for i in range(5)), strict=False):
+            shared += seen.setdefault(run, n) != n
+    assert shared <= 3
+
+
+# Every source, unchanged
+
+
+@settings(deadline=None, max_examples=50)
+@given(TEXTS)
+def test_jsonl_round_trip(tmp_path_factory: pytest.TempPathFactory, prompts: list[str]) -> None:
+    path = tmp_path_factory.mktemp("round") / "p.jsonl"
+    path.write_text("".join(json.dumps({"text": t}) + "\n" for t in prompts), encoding="utf-8")
+    assert texts(str(path)) == prompts
+    path.write_text("\n".join(json.dumps(t, ensure_ascii=False) for t in prompts), encoding="utf-8")
+    assert texts(str(path)) == prompts
+
+
+@settings(deadline=None, max_examples=50)
+@given(TEXTS)
+def test_separated_text_round_trip(tmp_path_factory: pytest.TempPathFactory, prompts: list[str]) -> None:
+    prompts = [t.replace("\r", "") for t in prompts]
+    prompts = [t for t in prompts if t.strip() and "---" not in t.split("\n")]
+    if not prompts:
+        return
+    path = tmp_path_factory.mktemp("round") / "p.md"
+    path.write_bytes(("---\n" + "\n---\n".join(prompts) + "\n").encode())
+    assert texts(str(path)) == prompts
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ("one\ntwo\n", ["one", "two"]),
+        ("  one \n\n \t\n\ttwo  ", ["  one ", "\ttwo  "]),
+        ("one\r\ntwo\r\n", ["one", "two"]),
+        ("a\x0cb\u2028c\nd\n", ["a\x0cb\u2028c", "d"]),
+        ("\ufeffmarked\n", ["marked"]),
+        ("a\nb\n---\n\nc\n\n", ["a\nb", "\nc\n"]),
+        ("a\r\nb\r\n---\r\nc\r\n", ["a\r\nb", "c"]),
+        ("---\nonly\none\n---\n", ["only\none"]),
+        (" ---\n--- x\n----\n", [" ---", "--- x", "----"]),
+    ],
+)
+def test_text_files(write: Write, content: str, expected: list[str]) -> None:
+    assert texts(write("p.txt", content)) == expected
+    assert texts(write("p.unknown", content)) == expected
+
+
+def test_standard_input_is_one_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    def feed(content: bytes) -> None:
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
+
+    feed(" a\n---\nb é \n\n".encode())
+    assert load_prompts("-") == [Prompt("p001", " a\n---\nb é \n", "-")]
+    feed(b" \n")
+    assert refusal("-") == "-, the whole input: the prompt is empty"
+    feed(b"\xff")
+    assert "standard input is not UTF-8" in refusal("-")
+
+
+def test_columns(write: Write) -> None:
+    both = write("b.jsonl", '{"prompt": "p", "text": "t"}\n\n{"text": "u", "prompt": "q", "x": 1}\n')
+    assert texts(both) == ["t", "u"]
+    assert texts(both, column="prompt") == ["p", "q"]
+    assert texts(write("p.JSONL", '{"prompt": "p"}\n')) == ["p"]
+
+
+def test_json_list(write: Write) -> None:
+    assert texts(write("s.json", '["a", " b\\n"]')) == ["a", " b\n"]
+    assert texts(write("o.json", '[{"text": "a"}, {"text": "b"}]')) == ["a", "b"]
+
+
+def test_parquet(parquet: Callable[..., str]) -> None:
+    path = parquet({"n": [1, 2], "prompt": ["a ", "é\nb"], "dotted.name": ["x", "y"]})
+    assert texts(path) == ["a ", "é\nb"]
+    assert texts(path, column="dotted.name") == ["x", "y"]
+
+
+def test_limit_reads_no_further(write: Write, parquet: Callable[..., str]) -> None:
+    broken_later = write("p.jsonl", '{"text": "a"}\n{"text": "b"}\n{broken\n')
+    assert texts(broken_later, limit=2) == ["a", "b"]
+    assert texts(parquet({"text": ["a", "b", None]}, rows_a_group=1), limit=2) == ["a", "b"]
+    assert texts(write("p.txt", "a\nb\nc\n"), limit=2) == ["a", "b"]
+    assert texts(write("p.txt", "a\nb\nc\n"), limit=9) == ["a", "b", "c"]
+    assert load_prompts(limit=3) == load_prompts()[:3]
+
+
+@pytest.mark.usefixtures("hub_cache")
+def test_data_set_in_a_local_directory(write: Write, parquet: Callable[..., str], tmp_path: Path) -> None:
+    write("rows/train.jsonl", '{"text": " a\\n", "other": "x"}\n{"text": "b", "other": "y"}\n')
+    write("rows/test.jsonl", '{"text": "c", "other": "z"}\n')
+    where = f"hf:{tmp_path / 'rows'}"
+    assert load_prompts(where)[0] == Prompt("p001", " a\n", where)
+    assert texts(where) == [" a\n", "b"]
+    assert texts(where, limit=1) == [" a\n"]
+    assert texts(f"{where}::test") == ["c"]
+    assert texts(f"{where}:default:test:other") == ["z"]
+    assert texts(f"{where}:::other", column="text") == [" a\n", "b"]
+    parquet({"n": [1], "prompt": ["p"]}, name="arrow/train.parquet")
+    assert texts(f"hf:{tmp_path / 'arrow'}") == ["p"]
+
+
+@pytest.mark.usefixtures("hub_cache")
+def test_unusable_data_sets(write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write("rows/train.jsonl", '{"a": "x", "b": null}\n')
+    where = f"hf:{tmp_path / 'rows'}"
+    assert refusal(where) == f"{where} has no column 'text' or 'prompt'; it has 'a', 'b'"
+    assert "it has 'a', 'b'" in refusal(where, column="text")
+    assert refusal(f"{where}:::b") == f"{where}:::b, row 1: a prompt must be a string, and this is null"
+    assert "Bad split: none" in refusal(f"{where}::none")
+    assert "'none' not found" in refusal(f"{where}:none")
+    assert "is not of the form" in refusal("hf:")
+    assert "is not of the form" in refusal("hf:a:b:c:d:e")
+
+    def unreachable(*args: object, **options: object) -> None:
+        raise ConnectionError("Couldn't reach 'no/such' on the Hub\nand a long story")
+
+    monkeypatch.setattr("datasets.load_dataset", unreachable)
+    assert refusal("hf:no/such").startswith(
+        "cannot load hf:no/such: Couldn't reach 'no/such' on the Hub; is NAME"
+    )
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("p.jsonl", '{"a": "x", "b": 1}\n', "line 1, has no column 'text' or 'prompt'; it has 'a', 'b'"),
+        ("p.jsonl", '{"text": "x"}\n{"a": 1}\n', "line 2, has no column 'text'; it has 'a'"),
+        ("p.jsonl", '{"text": "x"}\n{}\n', "line 2, has no column 'text'; it has none at all"),
+        ("p.jsonl", '{"text": "x"}\n\n{"text": \n', "line 3 is not valid JSON"),
+        ("p.jsonl", "[" * 100_000, "line 1 is not valid JSON"),
+        ("p.jsonl", '{"text": 5}\n', "line 1: a prompt must be a string, and this is of type int"),
+        ("p.jsonl", '{"text": null}\n', "line 1: a prompt must be a string, and this is null"),
+        ("p.jsonl", "[1]\n", "line 1: a prompt must be a string, and this is of type list"),
+        ("p.jsonl", '{"text": "x"}\n"y"\n', "line 2: no column 'text', this is of type str"),
+        ("p.jsonl", '{"text": "x"}\n{"text": " "}\n', "line 2: the prompt is empty"),
+        ("p.jsonl", '{"text": "\\ud800"}\n', "line 1: the prompt holds half a surrogate pair"),
+        (
+            "p.jsonl",
+            b'{"text": "x"}\n{"text": "\xe9"}\n',
+            "line 2 is not UTF-8 text (byte 0xe9 at offset 10)",
+        ),
+        ("p.jsonl", "\n\n", "holds no prompts"),
+        ("p.json", "[]", "holds no prompts"),
+        ("p.json", '{"text": "x"}', "should hold a list of objects or of strings, and it is of type dict"),
+        ("p.json", '["x", 3]', "item 2: a prompt must be a string"),
+        ("p.json", "[,]", "is not valid JSON"),
+        ("p.txt", "", "holds no prompts"),
+        ("p.txt", " \n\n", "holds no prompts"),
+        ("p.txt", "---\n", "holds no prompts"),
+        ("p.txt", "a\n---\n \n---\nb\n", "the prompt at line 3: the prompt is empty"),
+        ("p.txt", "a\n---\n---\nb\n", "the prompt at line 3: the prompt is empty"),
+        ("p.txt", b"caf\xe9\n", "is not UTF-8 text (byte 0xe9 at offset 3)"),
+        ("p.parquet", "not parquet at all", "cannot load"),
+        ("p.parquet", "", "cannot load"),
+    ],
+)
+def test_unusable_files(write: Write, name: str, content: str | bytes, said: str) -> None:
+    path = write(name, content)
+    message = refusal(path)
+    assert path in message and said in message
+
+
+def test_unusable_parquet(parquet: Callable[..., str]) -> None:
+    path = parquet({"a": ["x"], "b": [1]})
+    assert refusal(path) == f"{path} has no column 'text' or 'prompt'; it has 'a', 'b'"
+    assert refusal(path, column="c") == f"{path} has no column 'c'; it has 'a', 'b'"
+    assert "row 1: a prompt must be a string, and this is of type int" in refusal(path, column="b")
+    assert "row 301: a prompt must be a string, and this is null" in refusal(
+        parquet({"text": ["x"] * 300 + [None]})
+    )
+    assert refusal(parquet({"text": pa.array([], pa.string())})).endswith("holds no prompts")
+
+
+def test_missing_files_and_directories(tmp_path: Path) -> None:
+    message = refusal(str(tmp_path / "absent.txt"))
+    assert "no such file" in message and "'builtin'" in message and "hf:NAME" in message
+    assert f"{tmp_path} is a directory" in refusal(str(tmp_path))
+    assert len(refusal("a pasted prompt " * 1000)) < 300
+    assert "no such file" in refusal("null\0byte")
+    assert "no such file" in refusal("")
+
+
+def test_a_file_that_cannot_be_opened(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    def denied(*args: object, **options: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    path = write("p.txt", "a\n")
+    monkeypatch.setattr("builtins.open", denied)
+    assert refusal(path) == f"cannot read {path}: Permission denied"
+
+
+@pytest.mark.parametrize("limit", [0, -3])
+def test_limit_below_one(limit: int) -> None:
+    assert f"limit is {limit}; it must be 1 or more" in refusal("builtin", limit=limit)
+
+
+def test_a_column_where_there_are_none(write: Write) -> None:
+    assert "has no columns" in refusal("builtin", column="text")
+    assert "has no columns" in refusal("-", column="text")
+    assert "has no columns" in refusal(write("p.txt", "a\n"), column="text")
+    assert "item 1: no column 'text'" in refusal(write("p.json", '["a"]'), column="text")
+
+
+def test_nothing_heavy_is_imported() -> None:
+    code = (
+        "import sys; from hiddenlab.prompts import load_prompts; load_prompts();"
+        "print({'torch', 'numpy', 'pyarrow', 'datasets', 'transformers'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"

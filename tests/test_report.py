@@ -1,0 +1,115 @@
+"""Reports of runs made by hand: tables, plots, and prompts that try to break out of the page."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hiddenlab.errors import HiddenlabError, InputError
+from hiddenlab.record import Recorder, RunRecord
+from hiddenlab.report import load_runs, prompts_page, visible, write_report
+from hiddenlab.summary import figure, summarise
+
+
+def sample(index: int, spans: list[tuple[str, str]], **changes: Any) -> dict[str, Any]:
+    statuses = [status for _, status in spans]
+    right = statuses.count("exact") / len(statuses)
+    return {
+        "index": index, "id": f"p{index + 1:03d}", "status": "attacked", "exact": right == 1,
+        "token_accuracy": right, "rouge_l": right, "bleu": right, "tokens": len(spans), "verified": right,
+        "evaluated_tokens": 3 * len(spans), "forward_calls": 2, "seconds": 1.0, "prefill_seconds": 0.4,
+        "epsilon": 0.1, "spans": spans, **changes,
+    }  # fmt: skip
+
+
+def make(
+    path: Path, samples: list[dict[str, Any]], *, layer: int = 1, status: str = "finished", **spec: Any
+) -> Path:
+    full = {"model": "builtin", "layer": layer, "stream": "resid", "defense": [], "seed": 0, **spec}
+    record = RunRecord(verb="attack", spec=full, prompts=3)
+    recorder = Recorder.create(record, out=path)
+    for one in samples:
+        recorder.append(one)
+    recorder.close(status, summarise(samples) if status == "finished" else None)
+    return path
+
+
+GOOD = [("Hello", "exact"), (" world", "exact")]
+BAD = [("<script>", "exact"), ('alert("x")', "wrong"), ("\n", "wrong"), (" & |\x1b\u202e", "unverified")]
+
+
+def test_report_of_several_runs(tmp_path: Path) -> None:
+    paths = [
+        make(tmp_path / f"{name}{layer}", [sample(0, GOOD), sample(1, BAD)], layer=layer, defense=defense)
+        for layer in (1, 6)
+        for name, defense in (("raw", []), ("perm", ["gaussian:sigma=0.01", "seq-perm"]))
+    ]
+    files = write_report(paths, tmp_path / "report")
+    assert sorted(path.name for path in files) == ["cost.png", "prompts.html", "recovery.png", "report.md"]
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in files if path.suffix == ".png")
+    text = (tmp_path / "report" / "report.md").read_text()
+    rows = [line for line in text.splitlines() if re.match(r"\| \d", line)]
+    assert [row.split(" | ")[0] for row in rows] == ["| 1", "| 6", "| 1", "| 6"]
+    assert "gaussian:sigma=0.01 \\| seq-perm" in rows[0] and "identity" in rows[2]
+    assert "| 50.0 % | 62.5 % |" in rows[0] and "2.50 ×" in rows[0] and "| – |" in rows[0]
+    assert {len(re.split(r"(?<!\\)\|", row)) for row in rows} == {15}
+    assert "](recovery.png)" in text and "](cost.png)" in text and "](prompts.html)" in text
+
+
+def test_prompts_cannot_break_out_of_the_page(tmp_path: Path) -> None:
+    html = prompts_page(load_runs([make(tmp_path / "r", [sample(0, BAD)])]))
+    assert "<script" not in html and "&lt;script&gt;" in html
+    assert '<span class="wrong">alert(&quot;x&quot;)</span>' in html
+    assert '<span class="wrong">↵\n</span>' in html
+    assert '<span class="unverified"> &amp; |␛\ufffd</span>' in html
+
+
+def test_runs_are_told_apart_by_what_differs(tmp_path: Path) -> None:
+    paths = [make(tmp_path / s, [sample(0, GOOD)], search=s, seed=1) for s in ("greedy", "speculative")]
+    assert [run.label for run in load_runs(paths)] == [
+        "identity, search greedy",
+        "identity, search speculative",
+    ]
+
+
+def test_unfinished_and_unscored_runs(tmp_path: Path) -> None:
+    unscored = sample(0, [("a", "verified")], exact=None, token_accuracy=None, rouge_l=None, bleu=None)
+    other = {"index": 1, "id": "p002", "status": "not applicable", "reason": "no <rows>", "exact": None}
+    make(tmp_path / "r", [unscored, other], status="interrupted")
+    files = write_report([tmp_path / "r"], tmp_path / "out")
+    text = files[0].read_text()
+    assert "interrupted, 2 of 3 prompts" in text and "| 2 | – | – |" in text
+    page = files[1].read_text()
+    assert "not applicable: no &lt;rows&gt;" in page and "no truth" in page
+
+
+def test_what_cannot_be_reported(tmp_path: Path) -> None:
+    make(tmp_path / "empty", [], status="interrupted")
+    with pytest.raises(InputError, match="holds no samples"):
+        write_report([tmp_path / "empty"], tmp_path / "out")
+    Recorder.create(RunRecord(verb="bench", spec={}), out=tmp_path / "bench").close("finished")
+    with pytest.raises(InputError, match="is a run of 'bench'"):
+        write_report([tmp_path / "bench"], tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    (tmp_path / "file").touch()
+    with pytest.raises(HiddenlabError, match="cannot write the report"):
+        write_report([make(tmp_path / "r", [sample(0, GOOD)])], tmp_path / "file" / "out")
+
+
+def test_figures() -> None:
+    assert (
+        figure("exact", 1.0) == "100 %"
+        and figure("exact", 0.99999) == "99.9 %"
+        and figure("exact", 0) == "0.0 %"
+    )
+    assert figure("exact", None) == "–" and figure("prompts", 100) == "100"
+    assert figure("attack_over_prefill", 3.456) == "3.46 ×" and figure("epsilon", 0.000123456) == "0.0001235"
+
+
+def test_visible_text_holds_no_controls() -> None:
+    shown = visible("".join(map(chr, range(0xA0))) + "\u2028\u202e\u2066é漢")
+    assert all(char.isprintable() for char in shown) and shown.endswith("é漢")
+    assert visible("a\tb\n") == "a⇥b↵"
+    assert json.loads(json.dumps(shown)) == shown
