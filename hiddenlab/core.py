@@ -94,7 +94,9 @@ class Observation:
             raise InputError("the observation has no rows")
         if not bool(torch.isfinite(self.states).all()):
             bad = int((~torch.isfinite(self.states)).any(dim=-1).nonzero()[0, 0])
-            raise InputError(f"the observation holds NaN or infinity (first in row {bad}); nothing can be matched")
+            raise InputError(
+                f"the observation holds NaN or infinity (first in row {bad}); nothing can be matched"
+            )
 
     def __repr__(self) -> str:
         rows, width = self.states.shape

@@ -284,7 +284,8 @@ def _with_site(spec: AttackSpec) -> AttackSpec:
 
 
 def _load(spec: AttackSpec) -> Slice:
-    assert spec.model is not None and spec.stream is not None
+    assert spec.model is not None
+    assert spec.stream is not None
     return load_slice(
         spec.model,
         spec.layer,

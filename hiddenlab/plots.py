@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
+from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -81,21 +82,33 @@ def _bars(axis: Any, panel: Panel, runs: "Sequence[Run]", labels: Sequence[str])
     values = {run.label: run.summary[name] for run in runs if _known(run, name)}
     places = range(len(labels))
     axis.barh(places, [values.get(label, 0) for label in labels], color=COLOURS[0], height=0.6, zorder=3)
+    axis.set_yticks(places, ["\n".join(wrap(label, 34)) for label in labels], fontsize=9)
+    axis.set_ylim(len(labels) - 0.3, -0.7)
+    axis.set_title(title, loc="left", fontsize=11)
+    axis.set_xlabel(f"layer {runs[0].layer}")
+    axis.grid(axis="x", color="#e3e5e8", linewidth=0.8)
+    known = list(values.values())
+    if not share and _wide(known):
+        axis.set_xscale("log")
+        _plain(axis.xaxis)
+        low, high = min(known), max(known)
+        axis.set_xlim(0.5 * low, high * (high / low) ** 0.3)  # room for the figures beside the bars
+    else:
+        axis.set_xlim(0, 1.25 * (1.0 if share else max(known, default=1.0)))
+    if share:
+        axis.set_xticks([0, 0.25, 0.5, 0.75, 1.0])
+        axis.xaxis.set_major_formatter(_percent())
     for place, label in zip(places, labels, strict=True):
         value = values.get(label)
         text = "not measured" if value is None else figure(name, value)
         axis.annotate(
-            text, (value or 0, place), xytext=(4, 0), textcoords="offset points", va="center", fontsize=9
+            text,
+            (value or axis.get_xlim()[0], place),
+            xytext=(4, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=9,
         )
-    axis.set_yticks(places, labels)
-    axis.set_ylim(len(labels) - 0.3, -0.7)
-    axis.set_title(f"{title}, layer {runs[0].layer}", loc="left", fontsize=11)
-    axis.grid(axis="x", color="#e3e5e8", linewidth=0.8)
-    top = 1.0 if share else max(values.values(), default=1.0)
-    axis.set_xlim(0, 1.18 * top)
-    if share:
-        axis.set_xticks([0, 0.25, 0.5, 0.75, 1.0])
-        axis.xaxis.set_major_formatter(_percent())
 
 
 def _known(run: "Run", name: str) -> bool:
@@ -110,12 +123,25 @@ def _percent() -> Any:
 
 def _scale(axis: Any, values: Sequence[float]) -> None:
     """A logarithmic scale where values spread over more than a decade, else one from zero."""
-    from matplotlib.ticker import FuncFormatter, NullFormatter
-
-    if values and min(values) > 0 and max(values) > 10 * min(values):
+    if _wide(values):
         axis.set_yscale("log")
-        axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-        axis.yaxis.set_minor_formatter(NullFormatter())
+        _plain(axis.yaxis)
         axis.set_ylim(0.8 * min(values), 1.25 * max(values))
     else:
         axis.set_ylim(0, 1.12 * max([*values, 1e-9]))
+
+
+def _wide(values: Sequence[float]) -> bool:
+    return bool(values) and min(values) > 0 and max(values) > 10 * min(values)
+
+
+def _plain(ticks: Any) -> None:
+    """Numbers in place of powers of ten."""
+    from matplotlib.ticker import FuncFormatter, NullFormatter
+
+    ticks.set_major_formatter(FuncFormatter(_short))
+    ticks.set_minor_formatter(NullFormatter())
+
+
+def _short(value: float, _: int) -> str:
+    return f"{value / 1e6:g}M" if value >= 1e6 else f"{value / 1e3:g}k" if value >= 1e4 else f"{value:g}"

@@ -171,7 +171,7 @@ def visible(text: str) -> str:
 
 
 def _label(spec: Mapping[str, Any], varying: Sequence[str]) -> str:
-    extras = [f"{name.replace('_', ' ')} {spec.get(name) or 'default'}" for name in varying]
+    extras = [f"{name.replace('_', ' ')} {spec[name]}" for name in varying if spec.get(name) is not None]
     return ", ".join([channel_of(spec), *extras])
 
 

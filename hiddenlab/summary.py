@@ -64,9 +64,9 @@ def figure(name: str, value: Any) -> str:
         return "100 %" if value == 1 else f"{min(100 * value, 99.9):.1f} %"
     if kind == "score":
         return f"{value:.3f}"
-    if kind == "times":
-        return f"{value:.2f} ×"
-    return f"{value:.0f}" if kind in ("count", "whole") else f"{value:.4g}"
+    whole = kind in ("count", "whole") or value >= 1000
+    number = f"{value:,.0f}" if whole else f"{value:.2f}" if kind == "times" else f"{value:.4g}"
+    return f"{number} ×" if kind == "times" else number
 
 
 def _mean(samples: Sequence[Sample], name: str) -> float | None:

@@ -127,7 +127,8 @@ def prompts(tmp_path: Path) -> str:
 def refused(result: Result) -> str:
     """The one line with which a command is refused."""
     lines = result.stderr.strip().splitlines()
-    assert len(lines) == 1 and lines[0].startswith("error: "), result.stderr
+    assert len(lines) == 1, result.stderr
+    assert lines[0].startswith("error: ")
     return lines[0]
 
 
@@ -141,11 +142,15 @@ def runs(root: Path) -> list[Path]:
 def test_attack_json_is_one_object(run: Run, model: str, prompts: str, tmp_path: Path) -> None:
     result = run("attack", "--prompts", prompts, "--model", model, "--attack", "nearest", "--json")
     data = json.loads(result.stdout)
-    assert data["format"] == 1 and data["spec"]["layer"] == 1 and data["spec"]["stream"] == "resid"
+    assert data["format"] == 1
+    assert data["spec"]["layer"] == 1
+    assert data["spec"]["stream"] == "resid"
     assert set(data["summary"]) >= SUMMARY
     assert data["summary"]["exact"] == data["summary"]["token_accuracy"] == data["summary"]["verified"] == 1.0
-    assert data["summary"]["prompts"] == 3 and data["summary"]["attack_seconds"] == 1.5
-    assert data["summary"]["probe_seconds"] == 0.25 and data["summary"]["epsilon"] == 0.01
+    assert data["summary"]["prompts"] == 3
+    assert data["summary"]["attack_seconds"] == 1.5
+    assert data["summary"]["probe_seconds"] == 0.25
+    assert data["summary"]["epsilon"] == 0.01
     assert data["summary"]["evaluated_tokens_per_token"] == 256
     ratio = data["summary"]["attack_seconds"] / data["summary"]["prefill_seconds"]
     assert data["summary"]["attack_over_prefill"] == pytest.approx(ratio)
@@ -155,8 +160,10 @@ def test_attack_json_is_one_object(run: Run, model: str, prompts: str, tmp_path:
     assert ["".join(text for text, _ in s["spans"]) for s in data["samples"]] == PROMPTS
     (directory,) = runs(tmp_path)
     kept = json.loads((directory / "record.json").read_text())
-    assert kept["status"] == "finished" and kept["summary"] == data["summary"]
-    assert kept["packages"]["torch"] == torch.__version__ and kept["threads"] == 1
+    assert kept["status"] == "finished"
+    assert kept["summary"] == data["summary"]
+    assert kept["packages"]["torch"] == torch.__version__
+    assert kept["threads"] == 1
     assert [json.loads(x) for x in (directory / "samples.jsonl").read_text().splitlines()] == data["samples"]
 
 
@@ -164,9 +171,12 @@ def test_attack_on_a_terminal_marks_wrong_tokens(run: Run, model: str, tmp_path:
     Nearest.spoil = frozenset({2})
     options = ("--model", model, "--attack", "nearest", "--layer", "2", "--no-record")
     result = run("attack", "abé [red]x[/red]\x1b[31m", *options, env={"COLUMNS": "200"})
-    assert "ab" in result.stdout and "[red]x[/red]␛[31m" in result.stdout
-    assert "95.5 % of tokens" in result.stdout and "\x1b" not in result.stdout
-    assert "token accuracy" in result.stdout and "layer 2" in result.stdout
+    assert "ab" in result.stdout
+    assert "[red]x[/red]␛[31m" in result.stdout
+    assert "95.5 % of tokens" in result.stdout
+    assert "\x1b" not in result.stdout
+    assert "token accuracy" in result.stdout
+    assert "layer 2" in result.stdout
     assert not runs(tmp_path)
 
 
@@ -196,13 +206,15 @@ def test_not_applicable_is_said_and_not_zero(run: Run, model: str) -> None:
 def test_standard_input_is_kept_in_the_spec(run: Run, model: str) -> None:
     options = ("--model", model, "--attack", "nearest", "--no-record", "--json", "--max-tokens", "4")
     data = json.loads(run("attack", "-", *options, input="from stdin\n").stdout)
-    assert data["spec"]["prompt"] == "from stdin" and data["samples"][0]["recovered"] == "from"
+    assert data["spec"]["prompt"] == "from stdin"
+    assert data["samples"][0]["recovered"] == "from"
 
 
 def test_final_norm_is_after_the_last_layer(run: Run, model: str) -> None:
     options = ("--model", model, "--attack", "nearest", "--no-record", "--json", "--stream", "final_norm")
     data = json.loads(run("attack", "normed", *options).stdout)
-    assert data["spec"]["layer"] == 3 and data["summary"]["exact"] == 1.0
+    assert data["spec"]["layer"] == 3
+    assert data["summary"]["exact"] == 1.0
 
 
 # capture, then attack
@@ -224,11 +236,14 @@ def test_capture_and_attack_without_the_secret(run: Run, model: str, prompts: st
     assert "3 prompts" in run("capture", *options).stdout
     attack = ("attack", "--observation", "o.safetensors", "--attack", "nearest", "--no-record", "--json")
     blind = json.loads(run(*attack).stdout)
-    assert blind["spec"]["layer"] == 2 and blind["spec"]["model"] == model
+    assert blind["spec"]["layer"] == 2
+    assert blind["spec"]["model"] == model
     assert [s["recovered"] for s in blind["samples"]] == PROMPTS
     for name in ("exact", "token_accuracy", "rouge_l", "bleu"):
-        assert blind["summary"][name] is None and blind["samples"][0][name] is None
-    assert blind["summary"]["verified"] == 1.0 and blind["summary"]["prefill_seconds"] > 0
+        assert blind["summary"][name] is None
+        assert blind["samples"][0][name] is None
+    assert blind["summary"]["verified"] == 1.0
+    assert blind["summary"]["prefill_seconds"] > 0
     scored = json.loads(run(*attack, "--truth", "t.json").stdout)
     assert scored["summary"]["exact"] == 1.0
     assert blind["samples"][0]["recovered_ids"] == scored["samples"][0]["recovered_ids"]
@@ -256,7 +271,8 @@ def test_interrupted_run_is_resumed(run: Run, model: str, prompts: str, tmp_path
     result = run("attack", *options, "--defense", "gaussian:sigma=0.01", code=130)
     (directory,) = runs(tmp_path)
     assert f"hiddenlab rerun runs/{directory.name} --resume" in result.stderr
-    assert "1 of 3" in result.stderr and "Traceback" not in result.stderr
+    assert "1 of 3" in result.stderr
+    assert "Traceback" not in result.stderr
     assert json.loads((directory / "record.json").read_text())["status"] == "interrupted"
     with open(directory / "samples.jsonl", "a") as handle:
         handle.write('{"index": 1, "torn')
@@ -265,9 +281,12 @@ def test_interrupted_run_is_resumed(run: Run, model: str, prompts: str, tmp_path
     assert Nearest.calls == 4
     again = [json.loads(line) for line in (directory / "samples.jsonl").read_text().splitlines()]
     kept = json.loads((directory / "record.json").read_text())
-    assert kept["status"] == "finished" and kept["summary"]["prompts"] == 3 and len(kept["resumed"]) == 1
+    assert kept["status"] == "finished"
+    assert kept["summary"]["prompts"] == 3
+    assert len(kept["resumed"]) == 1
     whole = json.loads(run("rerun", str(directory), "--no-record", "--json").stdout)
-    assert whole["same"] is True and whole["compared"] == 3
+    assert whole["same"] is True
+    assert whole["compared"] == 3
     pick = [(s["id"], s["per_token"]["distance"]) for s in again]
     assert pick == [(s["id"], s["per_token"]["distance"]) for s in whole["samples"]]
     assert "nothing to resume" in run("rerun", str(directory), "--resume").stderr
@@ -288,7 +307,8 @@ def test_rerun_says_what_differs(run: Run, model: str, prompts: str, tmp_path: P
     assert (tmp_path / "second" / "record.json").exists()
     Nearest.spoil = frozenset({0})
     result = run("rerun", "first", "--no-record", code=1)
-    assert "different results for 3 of 3" in result.stdout and "p001: recovered_ids" in result.stdout
+    assert "different results for 3 of 3" in result.stdout
+    assert "p001: recovered_ids" in result.stdout
 
 
 def test_full_disk(
@@ -307,7 +327,8 @@ def test_full_disk(
     result = run(
         "attack", "--prompts", prompts, "--model", model, "--attack", "nearest", "--batch", "1", code=2
     )
-    assert "No space left on device" in refused(result) and "--resume" in result.stderr
+    assert "No space left on device" in refused(result)
+    assert "--resume" in result.stderr
     monkeypatch.setattr(record_module, "_write_all", write)
     (directory,) = runs(tmp_path)
     assert sorted(path.name for path in directory.iterdir()) == ["record.json", "samples.jsonl"]
@@ -350,12 +371,14 @@ def test_wrong_input_leaves_nothing_behind(
     (tmp_path / "taken" / "file").touch()
     default = () if "--attack" in arguments else ("--attack", "nearest")
     assert said in refused(run("attack", *arguments, "--model", model, *default, code=2))
-    assert not runs(tmp_path) and not (tmp_path / "new").exists()
+    assert not runs(tmp_path)
+    assert not (tmp_path / "new").exists()
 
 
 def test_unknown_model(run: Run, tmp_path: Path) -> None:
     message = refused(run("attack", "x", "--model", "./absent", "--attack", "nearest", code=2))
-    assert "no such directory" in message and not runs(tmp_path)
+    assert "no such directory" in message
+    assert not runs(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -363,7 +386,8 @@ def test_unknown_model(run: Run, tmp_path: Path) -> None:
 )
 def test_usage_errors(run: Run, arguments: tuple[str, ...]) -> None:
     result = run(*arguments, code=2)
-    assert "Traceback" not in result.stderr and not result.stdout
+    assert "Traceback" not in result.stderr
+    assert not result.stdout
 
 
 def test_capture_into_nowhere(run: Run, model: str) -> None:
@@ -413,7 +437,8 @@ def test_help_loads_no_torch(verb: str) -> None:
     )
     command = [sys.executable, "-c", code, *([verb] if verb else []), "--help"]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
-    assert done.stderr.strip() == "set()" and "Usage" in done.stdout
+    assert done.stderr.strip() == "set()"
+    assert "Usage" in done.stdout
 
 
 def test_help_shows_every_option_of_the_contract(run: Run) -> None:

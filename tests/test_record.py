@@ -36,13 +36,16 @@ def on_disk(path: Path) -> dict[str, Any]:
 def test_the_record_is_written_first_and_replaced_at_the_end(tmp_path: Path) -> None:
     recorder = start(tmp_path / "run")
     first = on_disk(tmp_path / "run")
-    assert first["status"] == "started" and first["summary"] is None and first["finished"] is None
+    assert first["status"] == "started"
+    assert first["summary"] is None
+    assert first["finished"] is None
     assert (tmp_path / "run" / SAMPLES).read_bytes() == b""
     recorder.append(sample(0))
     assert read_run(tmp_path / "run")[1] == [sample(0)]
     recorder.close("finished", {"exact": None, "odd": float("nan")})
     last = on_disk(tmp_path / "run")
-    assert last["status"] == "finished" and last["summary"] == {"exact": None, "odd": None}
+    assert last["status"] == "finished"
+    assert last["summary"] == {"exact": None, "odd": None}
     assert last["started"] == first["started"] <= last["finished"]
     assert sorted(os.listdir(tmp_path / "run")) == sorted([RECORD, SAMPLES])
 
@@ -51,7 +54,7 @@ def test_directories_are_named_by_time_verb_and_hash(tmp_path: Path) -> None:
     records = [RunRecord(verb="attack", spec={"seed": seed}) for seed in (0, 0, 1)]
     paths = [Recorder.create(r, runs_dir=tmp_path / "runs").path for r in records]
     names = [path.name.split("-") for path in paths if path is not None]
-    assert len({path for path in paths}) == 3
+    assert len(set(paths)) == 3
     assert all(name[2] == "attack" and len(name[3]) == 8 for name in names)
     assert names[0][3] == names[1][3] != names[2][3]
 
@@ -61,7 +64,9 @@ def test_nothing_is_written_unless_asked(tmp_path: Path, monkeypatch: pytest.Mon
     recorder = Recorder.create(RunRecord(verb="attack", spec={}), keep=False)
     recorder.append(sample(0))
     recorder.close("finished", {})
-    assert recorder.path is None and recorder.samples == [sample(0)] and not os.listdir(tmp_path)
+    assert recorder.path is None
+    assert recorder.samples == [sample(0)]
+    assert not os.listdir(tmp_path)
 
 
 @pytest.mark.parametrize("torn", ["", '{"index": 1', '{"index": 1}', "\xff"])
@@ -73,7 +78,8 @@ def test_a_torn_last_sample_is_dropped(tmp_path: Path, torn: str) -> None:
         handle.write(torn)
     assert read_run(tmp_path / "run")[1] == [sample(0)]
     again = Recorder.resume(tmp_path / "run", "abc")
-    assert again.samples == [sample(0)] and again.record.status == "started"
+    assert again.samples == [sample(0)]
+    assert again.record.status == "started"
     again.append(sample(1))
     again.close("finished", {})
     assert read_run(tmp_path / "run")[1] == [sample(0), sample(1)]
@@ -114,7 +120,8 @@ def test_a_full_disk_leaves_what_was_recorded(tmp_path: Path, monkeypatch: pytes
         recorder.close("failed")
     assert sorted(os.listdir(tmp_path / "run")) == sorted([RECORD, SAMPLES])
     record, samples = read_run(tmp_path / "run")
-    assert record.status == "started" and samples == [sample(0)]
+    assert record.status == "started"
+    assert samples == [sample(0)]
     assert (tmp_path / "run" / SAMPLES).read_bytes().endswith(b"}\n")
 
 
@@ -149,18 +156,25 @@ def test_summary() -> None:
     found = summarise(
         [sample(0), sample(1, exact=False, token_accuracy=0.5, tokens=30, verified=0.5, epsilon=0.3)]
     )
-    assert found["prompts"] == 2 and found["tokens"] == 40 and found["not_applicable"] == 0
-    assert found["exact"] == 0.5 and found["token_accuracy"] == 0.75
+    assert found["prompts"] == 2
+    assert found["tokens"] == 40
+    assert found["not_applicable"] == 0
+    assert found["exact"] == 0.5
+    assert found["token_accuracy"] == 0.75
     assert found["verified"] == (10 + 15) / 40
-    assert found["evaluated_tokens_per_token"] == 1.0 and found["forward_calls_per_prompt"] == 2
-    assert found["attack_over_prefill"] == 2.0 and found["epsilon"] == pytest.approx(0.2)
+    assert found["evaluated_tokens_per_token"] == 1.0
+    assert found["forward_calls_per_prompt"] == 2
+    assert found["attack_over_prefill"] == 2.0
+    assert found["epsilon"] == pytest.approx(0.2)
 
 
 def test_what_was_not_measured_is_none() -> None:
     unscored = dict.fromkeys(("exact", "token_accuracy", "rouge_l", "bleu"))
     other = {"index": 1, "id": "p001", "status": "not applicable", "exact": None}
     found = summarise([sample(0, **unscored), other])
-    assert found["not_applicable"] == 1 and found["prompts"] == 2 and found["verified"] == 1.0
+    assert found["not_applicable"] == 1
+    assert found["prompts"] == 2
+    assert found["verified"] == 1.0
     assert {found[name] for name in unscored} == {None}
     nothing = summarise([other])
     assert {value for name, value in nothing.items() if name not in ("prompts", "not_applicable")} == {None}
@@ -171,7 +185,9 @@ def test_environment_tells_of_the_machine_and_keeps_secrets(monkeypatch: pytest.
     monkeypatch.setenv("HF_TOKEN", "s3cr3t-token-value")
     found = describe_environment()
     assert set(found) == {"command", "code", "packages", "hardware", "threads"}
-    assert found["hardware"]["cores"] >= 1 and found["packages"]["torch"]
+    assert found["hardware"]["cores"] >= 1
+    assert found["packages"]["torch"]
     text = json.dumps(found)
-    assert "s3cr3t-token-value" not in text and os.uname().nodename not in found["hardware"]["system"]
+    assert "s3cr3t-token-value" not in text
+    assert os.uname().nodename not in found["hardware"]["system"]
     assert peak_memory_mb() > 10

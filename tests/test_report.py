@@ -52,15 +52,21 @@ def test_report_of_several_runs(tmp_path: Path) -> None:
     text = (tmp_path / "report" / "report.md").read_text()
     rows = [line for line in text.splitlines() if re.match(r"\| \d", line)]
     assert [row.split(" | ")[0] for row in rows] == ["| 1", "| 6", "| 1", "| 6"]
-    assert "gaussian:sigma=0.01 \\| seq-perm" in rows[0] and "identity" in rows[2]
-    assert "| 50.0 % | 62.5 % |" in rows[0] and "2.50 ×" in rows[0] and "| – |" in rows[0]
+    assert "gaussian:sigma=0.01 \\| seq-perm" in rows[0]
+    assert "identity" in rows[2]
+    assert "| 50.0 % | 62.5 % |" in rows[0]
+    assert "2.50 ×" in rows[0]
+    assert "| – |" in rows[0]
     assert {len(re.split(r"(?<!\\)\|", row)) for row in rows} == {15}
-    assert "](recovery.png)" in text and "](cost.png)" in text and "](prompts.html)" in text
+    assert "](recovery.png)" in text
+    assert "](cost.png)" in text
+    assert "](prompts.html)" in text
 
 
 def test_prompts_cannot_break_out_of_the_page(tmp_path: Path) -> None:
     html = prompts_page(load_runs([make(tmp_path / "r", [sample(0, BAD)])]))
-    assert "<script" not in html and "&lt;script&gt;" in html
+    assert "<script" not in html
+    assert "&lt;script&gt;" in html
     assert '<span class="wrong">alert(&quot;x&quot;)</span>' in html
     assert '<span class="wrong">↵\n</span>' in html
     assert '<span class="unverified"> &amp; |␛\ufffd</span>' in html
@@ -80,9 +86,11 @@ def test_unfinished_and_unscored_runs(tmp_path: Path) -> None:
     make(tmp_path / "r", [unscored, other], status="interrupted")
     files = write_report([tmp_path / "r"], tmp_path / "out")
     text = files[0].read_text()
-    assert "interrupted, 2 of 3 prompts" in text and "| 2 | – | – |" in text
+    assert "interrupted, 2 of 3 prompts" in text
+    assert "| 2 | – | – |" in text
     page = files[1].read_text()
-    assert "not applicable: no &lt;rows&gt;" in page and "no truth" in page
+    assert "not applicable: no &lt;rows&gt;" in page
+    assert "no truth" in page
 
 
 def test_what_cannot_be_reported(tmp_path: Path) -> None:
@@ -99,17 +107,19 @@ def test_what_cannot_be_reported(tmp_path: Path) -> None:
 
 
 def test_figures() -> None:
-    assert (
-        figure("exact", 1.0) == "100 %"
-        and figure("exact", 0.99999) == "99.9 %"
-        and figure("exact", 0) == "0.0 %"
-    )
-    assert figure("exact", None) == "–" and figure("prompts", 100) == "100"
-    assert figure("attack_over_prefill", 3.456) == "3.46 ×" and figure("epsilon", 0.000123456) == "0.0001235"
+    assert figure("exact", 1.0) == "100 %"
+    assert figure("exact", 0.99999) == "99.9 %"
+    assert figure("exact", 0) == "0.0 %"
+    assert figure("exact", None) == "–"
+    assert figure("prompts", 100) == "100"
+    assert figure("attack_over_prefill", 3.456) == "3.46 ×"
+    assert figure("evaluated_tokens_per_token", 27653.3) == "27,653"
+    assert figure("epsilon", 0.000123456) == "0.0001235"
 
 
 def test_visible_text_holds_no_controls() -> None:
     shown = visible("".join(map(chr, range(0xA0))) + "\u2028\u202e\u2066é漢")
-    assert all(char.isprintable() for char in shown) and shown.endswith("é漢")
+    assert all(char.isprintable() for char in shown)
+    assert shown.endswith("é漢")
     assert visible("a\tb\n") == "a⇥b↵"
     assert json.loads(json.dumps(shown)) == shown

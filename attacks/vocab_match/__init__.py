@@ -25,6 +25,8 @@ from hiddenlab.propose.store import probe_for
 from hiddenlab.slice import Slice
 from hiddenlab.slice.load import parse_dtype
 
+DEEP = 4  # a slice of at least this fraction of all layers makes the language model worth asking
+
 SEARCHES = {"speculative": speculative, "greedy": stepwise}
 
 
@@ -66,9 +68,7 @@ class VocabMatch:
         self._prepared: tuple[Public, Slice, Matcher, Proposer, Threshold] | None = None
         self._model: tuple[Slice, LazyModel] | None = None
 
-    def setup(
-        self, observation: Observation, slice: Slice, generator: torch.Generator
-    ) -> dict[str, float]:
+    def setup(self, observation: Observation, slice: Slice, generator: torch.Generator) -> dict[str, float]:
         """Train or load the probe and measure epsilon, for all observations of one channel.
 
         Returns:
@@ -98,6 +98,9 @@ class VocabMatch:
             if self._model is None or self._model[0] is not slice:
                 self._model = (slice, LazyModel(slice))
             model = self._model[1]
+            if probe is None or model.layers <= DEEP * slice.site.layer:
+                # It will be asked: load it now, so that the time of the attack is the attack's.
+                _ = model.slice
         return Proposer(slice.vocab_size, probe, model), seconds
 
     def _threshold(self, slice: Slice, public: Public, matcher: Matcher) -> Threshold:
@@ -149,9 +152,13 @@ class VocabMatch:
                 reason = "budget exhausted" if self.budget else "vocabulary exhausted"
             recoveries.append(
                 Recovery(
-                    tuple(task.found), cost.evaluated, cost.calls, cost.seconds, reason,
+                    tuple(task.found),
+                    cost.evaluated,
+                    cost.calls,
+                    cost.seconds,
+                    reason,
                     epsilon=float(task.limits.median()),
-                )  # fmt: skip
+                )
             )
         return recoveries
 
@@ -169,10 +176,18 @@ class VocabMatch:
             rows = matcher.prepare(raw)
             tasks.append(
                 Task(
-                    slice, matcher, proposer, raw, rows, threshold.limits(matcher, rows),
-                    slice.prefix(offset=public.prefix_tokens), not public.rows_permuted, self.budget,
-                    shortlist, score,
-                )  # fmt: skip
+                    slice,
+                    matcher,
+                    proposer,
+                    raw,
+                    rows,
+                    threshold.limits(matcher, rows),
+                    slice.prefix(offset=public.prefix_tokens),
+                    not public.rows_permuted,
+                    self.budget,
+                    shortlist,
+                    score,
+                )
             )
         return tasks
 

@@ -64,10 +64,13 @@ def drive(
     while active := [one for one in running if one.ask is not None]:
         started = time.perf_counter()
         engine = active[0].ask.engine  # type: ignore[union-attr]
-        batch, size = [], 0
+        batch: list[_Running] = []
+        size = 0
         for one in active:
             assert one.ask is not None
-            if one.ask.engine is engine and (not batch or size + one.ask.request.size <= engine.max_pass_tokens):
+            if one.ask.engine is engine and (
+                not batch or size + one.ask.request.size <= engine.max_pass_tokens
+            ):
                 batch.append(one)
                 size += one.ask.request.size
         sizes = [one.ask.request.size for one in batch]  # type: ignore[union-attr]

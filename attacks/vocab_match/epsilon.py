@@ -19,8 +19,8 @@ from hiddenlab.propose.corpus import Corpus
 from hiddenlab.propose.probe import whitened_table, whitening
 from hiddenlab.slice import Request, Slice
 
-NEAR_TOKENS = 8  # hard negatives a position: tokens with nearby embeddings
-WINDOWS = 48
+NEAR_TOKENS = 4  # hard negatives a position: tokens with nearby embeddings
+WINDOWS, WINDOWS_PER_PASS = 48, 8
 
 
 @dataclass(frozen=True)
@@ -66,26 +66,31 @@ def measure(slice: Slice, public: Public, matcher: Matcher, seed: int) -> Sample
     """
     corpus = Corpus(slice, seed + 1)
     windows = [corpus.window()[:32] for _ in range(WINDOWS)]
-    channel = Channel.parse([spec for spec in public.channel])
+    channel = Channel.parse(list(public.channel))
     generator = torch.Generator().manual_seed(seed)
     released = channel.release_batch(slice, [w.tolist() for w in windows], generator)
     mean, matrix = whitening(slice.embedding)
     table = whitened_table(slice.embedding, mean, matrix)
-    right, wrong = [], []
+    requests, observed = [], []
     for window, (observation, secret) in zip(windows, released, strict=True):
         window = window.to(slice.device)
         states = observation.states.to(slice.device)
         if secret.row_order is not None:
             states = states[torch.tensor(secret.row_order, device=slice.device).argsort()]
+        observed.append(matcher.prepare(states))
         near = (table[window] @ table.T).topk(NEAR_TOKENS + 1, dim=1).indices[:, 1:]
         attach = torch.arange(len(window), device=slice.device).repeat_interleave(NEAR_TOKENS)
         prefix = slice.prefix(offset=public.prefix_tokens)
-        answer = slice.run([Request(prefix, window, leaves=near.flatten(), attach=attach)], keep=False)[0]
-        observed = matcher.prepare(states)
-        norms = matcher.norms(observed)
-        right.append(matcher.pairs(candidates=matcher.prepare(answer.chain), observed=observed) / norms)
-        distances = matcher.pairs(candidates=matcher.prepare(answer.leaves), observed=observed[attach])
-        wrong.append((distances / norms[attach]).view(-1, NEAR_TOKENS))
+        requests.append(Request(prefix, window, leaves=near.flatten(), attach=attach))
+    right, wrong = [], []
+    for start in range(0, WINDOWS, WINDOWS_PER_PASS):
+        part = slice.run(requests[start : start + WINDOWS_PER_PASS], keep=False)
+        for answer, rows in zip(part, observed[start:], strict=False):
+            norms = matcher.norms(rows)
+            right.append(matcher.pairs(candidates=matcher.prepare(answer.chain), observed=rows) / norms)
+            wide = rows.repeat_interleave(NEAR_TOKENS, dim=0)
+            distances = matcher.pairs(candidates=matcher.prepare(answer.leaves), observed=wide)
+            wrong.append(distances.view(-1, NEAR_TOKENS) / norms[:, None])
     return Sample(torch.cat(right), torch.cat(wrong))
 
 

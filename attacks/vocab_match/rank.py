@@ -17,7 +17,7 @@ PROPOSALS = ("probe+lm", "probe", "lm", "vocab")
 SHORTLIST = 32
 # Weight of the language model's log-probability beside the probe's (eval/LOG.md); the sorted-state probe is
 # weaker, so the language model counts for more.
-LM_WEIGHT, LM_WEIGHT_SORTED = 0.3, 0.6
+LM_WEIGHT, LM_WEIGHT_SORTED = 0.6, 0.7
 
 
 class LazyModel:
@@ -80,6 +80,10 @@ class LanguageModel:
         """What ``next_token`` costs, in candidates of a slice with so many layers."""
         held = self._prefix.length if self._prefix is not None else 0
         return (len(tokens) - held) * self.model.layers / slice_layers
+
+    def cost_of_prefill(self, slice: Slice) -> float:
+        """What one pass over a prompt costs, in passes of the slice over the same prompt."""
+        return self.model.layers / slice.site.layer
 
     def next_token(self, tokens: list[int]) -> Search:
         """Log-probabilities ``[v]`` of the token after ``tokens``; None for the first token."""

@@ -8,11 +8,11 @@ from attacks.vocab_match.task import Task, Tried, find_next
 from hiddenlab.core import TokenRecovery
 from hiddenlab.slice import Answer, Request
 
-SURE = 0.98  # alternatives are tried beside a guess until this much of the probe's probability is covered
+SURE = 0.95  # alternatives are tried beside a guess until this much of the probe's probability is covered
 MAX_LEAVES = 4  # alternatives beside one guess in one pass
-WRONG_IN_CHAIN = 4.0  # a chain ends where this many of its guesses are expected to be wrong
+WRONG_IN_CHAIN = 2.0  # a chain ends where this many of its guesses are expected to be wrong
 STEPWISE_BELOW = 0.5  # mean confidence of the guesses below which a chain is not worth verifying
-MODEL_ABOVE = 0.05  # share of guesses expected to be wrong above which the language model is asked to rerank
+ROUND_COST = 0.25  # prefills that one wrong guess costs: part of a pass over what follows it
 
 
 def stepwise(task: Task) -> Search:
@@ -69,11 +69,12 @@ class _Guess:
 
     @classmethod
     def start(cls, task: Task) -> Search:
-        """The probe's guess, reranked by the language model where many guesses are expected to be wrong."""
+        """The probe's guess, reranked by the language model where that is cheaper than its expected misses."""
         assert task.shortlist is not None and task.scores is not None
         order, scores = task.shortlist, task.scores
-        unsure = float((1 - _confidence(task)).mean())
-        if task.model is not None and len(order) > 1 and unsure > MODEL_ABOVE:
+        misses = float((1 - _confidence(task)).sum())
+        pays = task.model is not None and misses * ROUND_COST > task.model.cost_of_prefill(task.slice)
+        if task.model is not None and len(order) > 1 and pays:
             along = yield from task.model.along(order[:, 0].tolist())
             mixed = scores.clone()
             mixed[1:] += task.proposer.weight * along.gather(1, order[1:].to(along.device)).to(scores.device)
@@ -121,9 +122,11 @@ class _Guess:
         distances = chain.tolist()
         runner_up = self._runner_up(beside, attach, end - start)
         for i in range(run):
-            tried = 1 + int((attach == i).sum())
+            count = 1 + int((attach == i).sum())
             margin = None if runner_up[i] is None else runner_up[i] - distances[i]
-            task.accept(TokenRecovery(int(self.best[start + i]), start + i, distances[i], margin, tried, True))
+            task.accept(
+                TokenRecovery(int(self.best[start + i]), start + i, distances[i], margin, count, True)
+            )
         miss = start + run
         self._refuted = None
         if miss == end:
@@ -136,7 +139,9 @@ class _Guess:
         tried.add(tokens, nearest[:, None])
         best, matched = tried.best([miss], task.limits)
         if matched:
-            task.prefix.keep(answer, chain=run, leaf=int(here[int((leaves[here] == best.token).nonzero()[0, 0])]))
+            task.prefix.keep(
+                answer, chain=run, leaf=int(here[int((leaves[here] == best.token).nonzero()[0, 0])])
+            )
             task.accept(best)
         else:
             task.prefix.keep(answer, chain=run)

@@ -170,7 +170,9 @@ def find_next(task: Task, tried: Tried | None = None) -> Search:
         if batch is None:
             break
         answer: Answer = yield Ask(task.slice, Request(task.prefix, empty, leaves=batch))
-        tried.add(batch, task.matcher.table(candidates=task.matcher.prepare(answer.leaves), observed=observed))
+        tried.add(
+            batch, task.matcher.table(candidates=task.matcher.prepare(answer.leaves), observed=observed)
+        )
         # The accepted token is always among the newest batch: an earlier match would have ended the search.
         best, matched = tried.best(targets, task.limits)
         if matched:

@@ -10,8 +10,9 @@ of the others, so rows are sorted by norm into at most two groups, each with its
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from hiddenlab.core import Progress, silent
 
+HELD_OUT = 512  # rows kept back to set the temperature
 BLOCK = 64  # tokens of the vocabulary whose best is found in one step
 CLIP = 8.0  # features are clipped at this many standard deviations
 SINK_RATIO = 3.0  # two groups of rows are kept apart where their median norms differ by more than this
@@ -36,7 +38,7 @@ class ProbeSettings:
     """
 
     sorted_states: bool = False
-    steps: int = 400
+    steps: int = 500
     batch: int = 512
     negatives: int = 4096
     learning_rate: float = 1e-3
@@ -139,7 +141,9 @@ class Probe:
         assert self._table is not None
         return (self.direction(rows) @ self._table.T).log_softmax(-1)
 
-    def shortlist(self, rows: Float[Tensor, "rows d"], k: int) -> tuple[Float[Tensor, "rows k"], Int[Tensor, "rows k"]]:
+    def shortlist(
+        self, rows: Float[Tensor, "rows d"], k: int
+    ) -> tuple[Float[Tensor, "rows k"], Int[Tensor, "rows k"]]:
         """The k best tokens of each row and their log-probabilities among themselves.
 
         Scored in the fastest dtype at hand: the best blocks of the vocabulary are picked by their maximum, and
@@ -181,7 +185,9 @@ class Probe:
         experts: list[Expert] = []
         while any(name.startswith(f"expert.{len(experts)}.") for name in tensors):
             start = f"expert.{len(experts)}."
-            own = {name.removeprefix(start): value for name, value in tensors.items() if name.startswith(start)}
+            own = {
+                name.removeprefix(start): value for name, value in tensors.items() if name.startswith(start)
+            }
             experts.append(Expert(own.pop("mean"), own.pop("scale"), own))
         return cls(settings, experts, float(tensors["border"]), tensors["mean"], tensors["matrix"])
 
@@ -237,24 +243,45 @@ def train_probe(
     for i, mask in enumerate(masks):
         # The sink group is small and simple: fewer steps do.
         steps = settings.steps if i == 0 else settings.steps // 2
-        expert = _train_expert(
-            rows[mask], tokens[mask].to(device), targets, settings, steps, generator,
-            lambda done, i=i: progress("training the probe", i * settings.steps + done, total),
-        )  # fmt: skip
+        own, labels = rows[mask], tokens[mask.cpu()].to(device)
+        held = torch.randperm(len(own), generator=generator)[: min(HELD_OUT, len(own) // 10)].to(device)
+        kept = torch.ones(len(own), dtype=torch.bool, device=device)
+        kept[held] = False
+        tick = partial(_tick, progress, i * settings.steps, total)
+        expert = _train_expert(own[kept], labels[kept], targets, settings, steps, generator, tick)
+        if len(held):
+            _calibrate(expert, own[held], labels[held], targets)
         experts.append(expert)
     progress("training the probe", total, total)
     return Probe(settings, experts, border, mean, matrix).attach(table)
 
 
+def _tick(progress: Progress, before: int, total: int, done: int) -> None:
+    progress("training the probe", before + done, total)
+
+
+def _calibrate(expert: Expert, rows: Tensor, tokens: Tensor, targets: Tensor) -> None:
+    """Set the temperature on held-out rows: training sees few of the vocabulary's classes and is too unsure."""
+    cosines = expert.direction(expert.features(rows)) @ targets.T
+    scales = expert.parameters["log_scale"].exp() * torch.linspace(0.5, 4.0, 29, device=rows.device)
+    losses = torch.stack([F.cross_entropy(cosines * scale, tokens) for scale in scales])
+    expert.parameters["log_scale"] = scales[losses.argmin()].log()
+
+
 def _train_expert(
-    rows: Tensor, tokens: Tensor, targets: Tensor, settings: ProbeSettings, steps: int, generator: torch.Generator, tick
+    rows: Tensor, tokens: Tensor, targets: Tensor, settings: ProbeSettings, steps: int, generator: torch.Generator,
+    tick: Callable[[int], None],
 ) -> Expert:  # fmt: skip
     device, d, out = rows.device, rows.shape[1], targets.shape[1]
     expert = Expert(rows.mean(0), rows.std(0) + 1e-4 * rows.std() + 1e-8)
     features = expert.features(rows)
     gram = features.T @ features + settings.ridge * torch.eye(d, device=device)
     linear = torch.linalg.solve(gram, features.T @ targets[tokens])
-    p = {"linear": linear, "bias": torch.zeros(out, device=device), "log_scale": torch.tensor(3.0, device=device)}
+    p = {
+        "linear": linear,
+        "bias": torch.zeros(out, device=device),
+        "log_scale": torch.tensor(3.0, device=device),
+    }
     if settings.sorted_states:
         p["hidden_in"] = (torch.randn(d, settings.hidden, generator=generator) / math.sqrt(d)).to(device)
         p["hidden_bias"] = torch.zeros(settings.hidden, device=device)
@@ -267,7 +294,9 @@ def _train_expert(
             for group in optimizer.param_groups:
                 group["lr"] = settings.learning_rate * 0.5 * (1 + math.cos(math.pi * step / steps))
             pick = torch.randint(0, len(tokens), (settings.batch,), generator=generator).to(device)
-            negatives = torch.randint(0, vocab, (min(settings.negatives, vocab),), generator=generator).to(device)
+            negatives = torch.randint(0, vocab, (min(settings.negatives, vocab),), generator=generator).to(
+                device
+            )
             classes, place = torch.cat([tokens[pick], negatives]).unique(return_inverse=True)
             unit = expert.direction(features[pick])
             logits = unit @ targets[classes].T * p["log_scale"].exp()

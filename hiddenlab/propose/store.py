@@ -18,7 +18,7 @@ from hiddenlab.propose.probe import Probe, ProbeSettings, train_probe
 from hiddenlab.slice import Slice
 from hiddenlab.slice.load import cache_dir
 
-FORMAT = 1
+FORMAT = 2
 # Floating-point operations spent on the attacker's own training states: about 45 s on two CPU cores.
 STATE_FLOPS = {"cpu": 9e12, "cuda": 3e15}
 SCREEN_WIDTH = 128
@@ -63,7 +63,10 @@ def collect_states(
     """The attacker's training set: states as the channel releases them, and the token of each row."""
     corpus, pipe = Corpus(slice, seed), Channel.parse(channel)
     generator = torch.Generator().manual_seed(seed)
-    states, labels, pack, done = [], [], [], 0
+    states: list[torch.Tensor] = []
+    labels: list[torch.Tensor] = []
+    pack: list[torch.Tensor] = []
+    done = 0
 
     def flush() -> None:
         for observation, secret in pipe.release_batch(slice, [w.tolist() for w in pack], generator):
@@ -116,6 +119,10 @@ def probe_for(
         probe = train_probe(states.clone(), labels, slice.embedding.detach().clone(), settings, progress)
     path.parent.mkdir(parents=True, exist_ok=True)
     work = path.with_suffix(f".{os.getpid()}.tmp")
-    save_file({name: value.cpu().contiguous() for name, value in probe.tensors().items()}, work, {"hiddenlab": json.dumps(identity)})
+    save_file(
+        {name: value.cpu().contiguous() for name, value in probe.tensors().items()},
+        work,
+        {"hiddenlab": json.dumps(identity)},
+    )
     work.replace(path)
     return probe.attach(slice.embedding, screen_width(slice)), time.perf_counter() - started

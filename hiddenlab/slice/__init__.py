@@ -43,7 +43,13 @@ class Slice:
     """
 
     def __init__(
-        self, model: nn.Module, *, ref: ModelRef, site: Site, tokenizer: Any = None, quantization: str | None = None
+        self,
+        model: nn.Module,
+        *,
+        ref: ModelRef,
+        site: Site,
+        tokenizer: Any = None,
+        quantization: str | None = None,
     ) -> None:
         self.model = model
         self.ref = ref
@@ -123,7 +129,9 @@ class Slice:
         """The text of token ids, special tokens shown."""
         if self.tokenizer is None:
             return " ".join(str(i) for i in ids)
-        return str(self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+        return str(
+            self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        )
 
     def prefix(self, *, offset: int = 0) -> Prefix:
         """An empty prefix."""
@@ -184,7 +192,9 @@ def _decoder_layers(model: nn.Module) -> nn.ModuleList:
     for module in model.modules():
         if isinstance(module, nn.ModuleList) and len(module) == count:
             return module
-    raise InputError(f"{type(model).__name__} has no list of {count} layers; its architecture is not supported")
+    raise InputError(
+        f"{type(model).__name__} has no list of {count} layers; its architecture is not supported"
+    )
 
 
 def _is_causal(model: nn.Module) -> bool:
@@ -228,7 +238,9 @@ def load_slice(
     if not 1 <= layer <= total:
         raise InputError(f"layer {layer} is out of range: {name} has layers 1 to {total}")
     if stream != "resid" and layer != total:
-        raise InputError(f"the stream {stream} exists only after the last layer, {total}; layer {layer} was asked for")
+        raise InputError(
+            f"the stream {stream} exists only after the last layer, {total}; layer {layer} was asked for"
+        )
     model = load_model(
         ref, truncate_config(config, layer), head=stream == "logits", dtype=torch_dtype, device=torch_device,
         quantization=quantization, device_map=device_map, attention=_registered(),

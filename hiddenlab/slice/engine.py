@@ -134,7 +134,14 @@ class PackedPass:
         return torch.cat([r.reach + r.prefix.offset + r.prefix.length for r in self.requests])[None]
 
     def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int | None, softcap: float | None
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scaling: float,
+        window: int | None,
+        softcap: float | None,
     ) -> Tensor:
         """Attention of all packed tokens at one layer.
 

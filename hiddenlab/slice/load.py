@@ -65,7 +65,9 @@ def resolve_model(name: str, revision: str | None = None) -> ModelRef:
     path = Path(name).expanduser()
     if path.is_file():
         if path.suffix != ".gguf":
-            raise InputError(f"{name} is a file but no .gguf; give a model directory, a GGUF file or a hub id")
+            raise InputError(
+                f"{name} is a file but no .gguf; give a model directory, a GGUF file or a hub id"
+            )
         return ModelRef(name, str(_converted(path)))
     if path.is_dir():
         if not (path / "config.json").is_file():
@@ -172,7 +174,9 @@ def quantization_config(kind: str | None) -> Any:
     if kind == "int8":
         return BitsAndBytesConfig(load_in_8bit=True)
     if kind == "nf4":
-        return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
+        return BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32
+        )
     raise InputError(f"unknown quantization {kind!r}; known are {', '.join(QUANTIZATIONS)}")
 
 
@@ -203,7 +207,7 @@ def load_model(
     except (OSError, ValueError) as error:
         raise InputError(f"cannot load the model {ref.name!r}: {str(error).splitlines()[0]}") from None
     if "device_map" not in options:
-        model = model.to(device)
+        model = model.to(device)  # type: ignore[arg-type]
     return model.eval().requires_grad_(False)
 
 

@@ -1,0 +1,153 @@
+"""Tiny random models of every supported architecture, and the plain transformers model as their oracle.
+
+For tests, here and in plugins: nothing is downloaded, a model is some 0.3 MB and loads in milliseconds. Weights
+are drawn larger than an initialised model's, so that attention, windows and caps all show in the states.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+VOCABULARY, WIDTH, LAYERS, HEADS, KV_HEADS, MLP = 300, 64, 4, 4, 2, 96
+WINDOW = 4  # tokens that a sliding window sees: less than any test's prompt
+BOS, EOS = 256, 257  # the byte-level tokenizer's special tokens; 0 to 255 are bytes, 258 … have no text
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCABULARY, "hidden_size": WIDTH, "intermediate_size": MLP, "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS, "max_position_embeddings": 512, "initializer_range": 0.15,
+    "bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": None,
+}  # fmt: skip
+_GROUPED: dict[str, Any] = {"num_key_value_heads": KV_HEADS}
+_ALTERNATE = ["sliding_attention", "full_attention"] * (LAYERS // 2)
+# What each architecture's configuration says beyond the common part.
+SETTINGS: dict[str, dict[str, Any]] = {
+    "llama": _GROUPED,
+    "gemma2": _GROUPED
+    | {
+        "head_dim": 24, "sliding_window": WINDOW, "layer_types": _ALTERNATE, "attn_logit_softcapping": 2.0,
+        "query_pre_attn_scalar": 20,
+    },
+    "gemma3_text": _GROUPED
+    | {
+        "head_dim": 24, "sliding_window": WINDOW, "layer_types": _ALTERNATE, "query_pre_attn_scalar": 20,
+    },
+    "qwen3": _GROUPED | {"head_dim": 24},
+    "qwen3_moe": _GROUPED
+    | {"head_dim": 24, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48},
+    "mistral": _GROUPED | {"sliding_window": WINDOW},
+    "phi3": _GROUPED,
+    "gpt2": {"n_inner": MLP},
+    "gpt_neox": {},
+    "olmo2": _GROUPED,
+    "bert": {},
+}  # fmt: skip
+ARCHITECTURES = tuple(SETTINGS)
+DECODERS = tuple(name for name in ARCHITECTURES if name != "bert")
+
+
+def save_tiny(
+    architecture: str, folder: Path | str, seed: int = 0, *, tokenizer: bool = False, **changes: Any
+) -> str:
+    """Save a tiny random model as a transformers directory, for ``load_slice(path, layer)``.
+
+    Args:
+        architecture: one of ``ARCHITECTURES``. seed: of the weights.
+        tokenizer: save a byte-level tokenizer too (one token a byte, none added).
+        changes: configuration values other than ``SETTINGS``'.
+
+    Returns:
+        The folder's path.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
+
+    from hiddenlab.slice.load import quiet_transformers
+
+    config = AutoConfig.for_model(architecture, **(_COMMON | SETTINGS[architecture] | changes))
+    factory = AutoModelForMaskedLM if architecture == "bert" else AutoModelForCausalLM
+    with torch.random.fork_rng():
+        # Architectures draw in the same order: without its own seed each, their embeddings would be the same.
+        torch.manual_seed(len(ARCHITECTURES) * seed + ARCHITECTURES.index(architecture))
+        model = factory.from_config(config, dtype=torch.float32)
+        _shake(model)
+    with quiet_transformers():
+        model.save_pretrained(folder)
+    if tokenizer:
+        byte_tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+def _shake(model: nn.Module) -> None:
+    """Move biases and norm weights off 0 and 1, where a forgotten one would not show."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter += 0.1 * torch.randn_like(parameter)
+
+
+def byte_tokenizer() -> Any:
+    """A tokenizer that knows the 256 bytes, ``<s>`` and ``</s>``; it reads and writes any text."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    inner = Tokenizer(models.BPE(vocab={sign: i for i, sign in enumerate(alphabet)}, merges=[]))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    inner.add_special_tokens(["<s>", "</s>"])
+    return PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>", eos_token="</s>")
+
+
+class PlainModel:
+    """The oracle: the whole model as transformers runs it, one full forward a call, nothing shared or cached.
+
+    Args:
+        path: a transformers directory. attention: transformers' own implementation.
+    """
+
+    def __init__(self, path: str, attention: str = "eager") -> None:
+        from transformers import AutoModelForCausalLM
+
+        from hiddenlab.slice.load import quiet_transformers
+
+        with quiet_transformers():
+            model = AutoModelForCausalLM.from_pretrained(
+                path, attn_implementation=attention, dtype=torch.float32
+            )
+        self.model = model.eval()
+        self._last: Tensor | None = None
+        layers = next(
+            module
+            for module in self.model.modules()
+            if isinstance(module, nn.ModuleList) and len(module) == self.model.config.num_hidden_layers
+        )
+        layers[-1].register_forward_hook(self._capture)
+
+    def _capture(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        self._last = output[0] if isinstance(output, tuple) else output
+
+    def states(
+        self, tokens: Sequence[int] | Float[Tensor, "n d"], layer: int, stream: str = "resid"
+    ) -> Float[Tensor, "n width"]:
+        """States of a prompt (token ids or input embeddings) after ``layer`` layers; see ``hiddenlab.core.Site``.
+
+        The last entry of transformers' ``hidden_states`` is after the final norm, so the state before it is
+        taken by a hook.
+        """
+        if isinstance(tokens, Tensor):
+            inputs: dict[str, Any] = {"inputs_embeds": tokens[None]}
+        else:
+            inputs = {"input_ids": torch.tensor([list(tokens)])}
+        with torch.no_grad():
+            output = self.model(**inputs, output_hidden_states=True, use_cache=False)
+        if stream == "logits":
+            return output.logits[0]  # type: ignore[no-any-return]
+        if stream == "final_norm":
+            return output.hidden_states[-1][0]  # type: ignore[no-any-return]
+        if layer < self.model.config.num_hidden_layers:
+            return output.hidden_states[layer][0]  # type: ignore[no-any-return]
+        assert self._last is not None
+        return self._last[0]

@@ -1,0 +1,60 @@
+"""One thread (two are slower where other processes are busy), a cache of the tests' own, seeds."""
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hiddenlab.slice import Slice, load_slice
+from hiddenlab.testing import save_tiny
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Nothing that a test trains or converts touches the user's cache."""
+    before = os.environ.get("HIDDENLAB_CACHE")
+    folder = tmp_path_factory.mktemp("cache")
+    os.environ["HIDDENLAB_CACHE"] = str(folder)
+    yield folder
+    if before is None:
+        del os.environ["HIDDENLAB_CACHE"]
+    else:
+        os.environ["HIDDENLAB_CACHE"] = before
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
+    """Path of a tiny model: ``tiny("llama", tokenizer=True)``; each variant is made once a session."""
+    made: dict[str, str] = {}
+
+    def path(architecture: str, seed: int = 0, **options: Any) -> str:
+        key = f"{architecture} {seed} {sorted(options.items())}"
+        if key not in made:
+            made[key] = save_tiny(architecture, tmp_path_factory.mktemp(architecture), seed, **options)
+        return made[key]
+
+    return path
+
+
+@pytest.fixture(scope="session")
+def tiny_slice(tiny: Callable[..., str]) -> Callable[..., Slice]:
+    """A tiny model's slice in float32 on the CPU: ``tiny_slice("llama", 2)``; loaded once a session."""
+    loaded: dict[tuple[str, int | None, str], Slice] = {}
+
+    def load(architecture: str, layer: int | None = None, stream: str = "resid") -> Slice:
+        key = (architecture, layer, stream)
+        if key not in loaded:
+            loaded[key] = load_slice(tiny(architecture), layer, stream=stream, device="cpu")
+        return loaded[key]
+
+    return load
