@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-VOCABULARY, WIDTH, LAYERS, HEADS, KV_HEADS, MLP = 300, 64, 4, 4, 2, 96
+VOCABULARY, WIDTH, LAYERS, HEADS, KV_HEADS, MLP = 300, 64, 4, 4, 2, 128
 WINDOW = 4  # tokens that a sliding window sees: less than any test's prompt
 BOS, EOS = 256, 257  # the byte-level tokenizer's special tokens; 0 to 255 are bytes, 258 … have no text
 
@@ -37,7 +37,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
     "qwen3": _GROUPED | {"head_dim": 24},
     "qwen3_moe": _GROUPED
-    | {"head_dim": 24, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48},
+    | {"head_dim": 24, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
     "mistral": _GROUPED | {"sliding_window": WINDOW},
     "phi3": _GROUPED,
     "gpt2": {"n_inner": MLP},
@@ -85,7 +85,7 @@ def _shake(model: nn.Module) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 1:
-                parameter += 0.1 * torch.randn_like(parameter)
+                parameter.add_(0.1 * torch.randn_like(parameter))
 
 
 def byte_tokenizer() -> Any:

@@ -2,12 +2,15 @@
 
 import os
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from hiddenlab.propose import corpus, store
+from hiddenlab.propose.probe import ProbeSettings
 from hiddenlab.slice import Slice, load_slice
 from hiddenlab.testing import save_tiny
 
@@ -25,6 +28,15 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         del os.environ["HIDDENLAB_CACHE"]
     else:
         os.environ["HIDDENLAB_CACHE"] = before
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _texts_once() -> Iterator[None]:
+    """Reading the standard library takes two seconds; every corpus of the tests shares one reading."""
+    with pytest.MonkeyPatch.context() as patch:
+        read = cache(corpus.standard_library_texts)
+        patch.setattr(corpus, "standard_library_texts", lambda: list(read()))  # a copy: it is shuffled
+        yield
 
 
 @pytest.fixture(autouse=True)
@@ -58,3 +70,12 @@ def tiny_slice(tiny: Callable[..., str]) -> Callable[..., Slice]:
         return loaded[key]
 
     return load
+
+
+@pytest.fixture
+def small_probes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A training allowance for tiny models, in place of the one for real ones."""
+    monkeypatch.setattr(store, "TRAINING_TOKENS", (4000, 4000))
+    monkeypatch.setattr(
+        store, "ProbeSettings", lambda: ProbeSettings(steps=150, batch=128, negatives=300, hidden=64)
+    )

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from itertools import groupby
 
 import torch
 
@@ -72,15 +73,17 @@ class VocabMatch:
         """Train or load the probe and measure epsilon, for all observations of one channel.
 
         Returns:
-            ``probe_seconds`` (0 where cached) and ``epsilon_relative`` (fraction of a row's norm), with
+            ``probe_seconds`` (0 where the probe was cached) and ``epsilon_relative`` (fraction of a row's norm), with
             ``epsilon_floor`` and ``epsilon_gap``, between which it was put.
         """
         check_observation(observation, slice)
         public = observation.public
-        matcher = choose_matcher(self.distance, public)
-        proposer, seconds = self._proposer(slice, public)
-        threshold = self._threshold(slice, public, matcher)
-        self._prepared = (public, slice, matcher, proposer, threshold)
+        seconds = 0.0
+        if self._prepared is None or self._prepared[:2] != (public, slice):
+            matcher = choose_matcher(self.distance, public)
+            proposer, seconds = self._proposer(slice, public)
+            self._prepared = (public, slice, matcher, proposer, self._threshold(slice, public, matcher))
+        threshold = self._prepared[-1]
         return {
             "probe_seconds": seconds,
             "epsilon_relative": threshold.relative,
@@ -128,8 +131,11 @@ class VocabMatch:
             InputError: an observation does not fit the slice.
         """
         out: list[Recovery] = []
-        for start in range(0, len(observations), self.batch):
-            out += self._recover_group(observations[start : start + self.batch], slice, generator)
+        # One setup serves one channel, so neighbours of the same channel are attacked together.
+        for _, same in groupby(observations, key=lambda observation: observation.public):
+            group = list(same)
+            for start in range(0, len(group), self.batch):
+                out += self._recover_group(group[start : start + self.batch], slice, generator)
         return out
 
     def _recover_group(
@@ -137,8 +143,8 @@ class VocabMatch:
     ) -> list[Recovery]:
         for observation in observations:
             check_observation(observation, slice)
-            if self._prepared is None or self._prepared[:2] != (observation.public, slice):
-                self.setup(observation, slice, generator)
+        if self._prepared is None or self._prepared[:2] != (observations[0].public, slice):
+            self.setup(observations[0], slice, generator)
         started = time.perf_counter()
         with torch.inference_mode():
             tasks = self._tasks(observations, slice)

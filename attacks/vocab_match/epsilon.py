@@ -1,7 +1,6 @@
 """When a distance counts as a match, measured by the attacker on sequences of his own.
 
-Thresholds are relative to the norm of the observed row, and kept apart for the two groups of rows (attention
-sinks have norms, and absolute errors, many times larger).
+Thresholds are relative to the norm of the observed row, since the rounding errors of large states are large too.
 """
 
 import math
@@ -16,7 +15,6 @@ from hiddenlab.core import Public
 from hiddenlab.errors import InputError
 from hiddenlab.match import Matcher
 from hiddenlab.propose.corpus import Corpus
-from hiddenlab.propose.probe import whitened_table, whitening
 from hiddenlab.slice import Request, Slice
 
 NEAR_TOKENS = 4  # hard negatives a position: tokens with nearby embeddings
@@ -28,8 +26,7 @@ class Threshold:
     """A relative threshold and how it came about.
 
     Attributes:
-        relative: fraction of the row's norm. floor: largest relative distance of a right candidate (99.9 % where
-            floor and gap overlap). gap: smallest relative distance of a wrong one. absolute: used instead where
+        relative: fraction of the row's norm. floor: largest relative distance of a right candidate. gap: smallest relative distance of a wrong one. absolute: used instead where
             the user gave a number.
     """
 
@@ -69,8 +66,8 @@ def measure(slice: Slice, public: Public, matcher: Matcher, seed: int) -> Sample
     channel = Channel.parse(list(public.channel))
     generator = torch.Generator().manual_seed(seed)
     released = channel.release_batch(slice, [w.tolist() for w in windows], generator)
-    mean, matrix = whitening(slice.embedding)
-    table = whitened_table(slice.embedding, mean, matrix)
+    embedding = slice.embedding.detach()
+    lengths = embedding.float().norm(dim=1)
     requests, observed = [], []
     for window, (observation, secret) in zip(windows, released, strict=True):
         window = window.to(slice.device)
@@ -78,7 +75,9 @@ def measure(slice: Slice, public: Public, matcher: Matcher, seed: int) -> Sample
         if secret.row_order is not None:
             states = states[torch.tensor(secret.row_order, device=slice.device).argsort()]
         observed.append(matcher.prepare(states))
-        near = (table[window] @ table.T).topk(NEAR_TOKENS + 1, dim=1).indices[:, 1:]
+        # Tokens with nearby embeddings (cosine; the window token's own norm does not change the order).
+        cosines = (embedding[window] @ embedding.T).float() / lengths
+        near = cosines.scatter(1, window[:, None], float("-inf")).topk(NEAR_TOKENS, dim=1).indices
         attach = torch.arange(len(window), device=slice.device).repeat_interleave(NEAR_TOKENS)
         prefix = slice.prefix(offset=public.prefix_tokens)
         requests.append(Request(prefix, window, leaves=near.flatten(), attach=attach))

@@ -12,7 +12,7 @@ SURE = 0.95  # alternatives are tried beside a guess until this much of the prob
 MAX_LEAVES = 4  # alternatives beside one guess in one pass
 WRONG_IN_CHAIN = 2.0  # a chain ends where this many of its guesses are expected to be wrong
 STEPWISE_BELOW = 0.5  # mean confidence of the guesses below which a chain is not worth verifying
-ROUND_COST = 0.25  # prefills that one wrong guess costs: part of a pass over what follows it
+ROUND_COST = 1.0  # prefills that one wrong guess costs: part of a pass over what follows it
 
 
 def stepwise(task: Task) -> Search:
@@ -22,7 +22,7 @@ def stepwise(task: Task) -> Search:
 
 
 def speculative(task: Task) -> Search:
-    """Verify a whole guess in one pass, with alternatives at its weak places in the same pass (DESIGN.md).
+    """Verify a whole guess in one pass, with alternatives at its weak places in the same pass (docs/architecture.md).
 
     Each round runs the guessed remainder as a chain and, where the guess is unsure, alternatives as leaves. The
     longest matching run is committed. At the first miss the leaves had the exact context, so a match among them

@@ -2,7 +2,7 @@
 
 A map from the state to a whitened embedding space, scored by cosine against every token's embedding and trained
 with sampled-softmax cross-entropy on text and random tokens that the attacker ran through the slice itself
-(DESIGN.md; no paper describes it). Linear for states whose coordinates are known, a two-layer network over the
+(docs/architecture.md; no paper describes it). Linear for states whose coordinates are known, a two-layer network over the
 sorted state where they are permuted. Whitening the embedding table halves the steps that training needs.
 
 States at the first position (and at repeats of the first token) are attention sinks with a norm many times that
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from hiddenlab.core import Progress, silent
 
+CHUNK = 8192  # rows of the embedding table whitened at once, to hold one table in memory and not three
 HELD_OUT = 512  # rows kept back to set the temperature
 BLOCK = 64  # tokens of the vocabulary whose best is found in one step
 CLIP = 8.0  # features are clipped at this many standard deviations
@@ -57,7 +58,11 @@ def whitening(table: Float[Tensor, "v d"]) -> tuple[Float[Tensor, " d"], Float[T
 
 def whitened_table(table: Float[Tensor, "v d"], mean: Tensor, matrix: Tensor) -> Float[Tensor, "v d"]:
     """Unit-norm rows: the embeddings of all tokens in the probe's space."""
-    return F.normalize((table.float() - mean) @ matrix, dim=1)
+    out = torch.empty(len(table), matrix.shape[1], device=mean.device)
+    for rows, place in zip(table.split(CHUNK), out.split(CHUNK), strict=True):
+        torch.matmul(rows.float() - mean, matrix, out=place)
+        place /= place.norm(dim=1, keepdim=True).clamp(min=1e-12)
+    return out
 
 
 @dataclass

@@ -22,7 +22,7 @@ FORMAT = 2
 # Floating-point operations spent on the attacker's own training states: about 45 s on two CPU cores.
 STATE_FLOPS = {"cpu": 9e12, "cuda": 3e15}
 SCREEN_WIDTH = 128
-TRAINING_TOKENS = (20_000, 80_000)
+TRAINING_TOKENS = (20_000, 100_000)
 
 
 def training_tokens(slice: Slice) -> int:

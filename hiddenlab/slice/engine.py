@@ -20,6 +20,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from hiddenlab.errors import HiddenlabError
+
 if TYPE_CHECKING:
     from hiddenlab.slice import Slice
 
@@ -225,10 +227,15 @@ def packed_attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """The function behind ``attn_implementation="hiddenlab"``; works only inside a pass of a Slice."""
     active = _ACTIVE.get()
+    if s_aux is not None:
+        raise HiddenlabError(
+            "models with learned attention sinks are not supported: their states would be wrong"
+        )
     if active is None:
         raise RuntimeError("a hiddenlab slice is run through Slice.run, not by calling its model")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling

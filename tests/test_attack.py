@@ -1,0 +1,436 @@
+"""Vocabulary matching: exact on every decoder, the same by every way of searching, honest where it cannot know."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from attacks.vocab_match import VocabMatch, search
+from attacks.vocab_match.epsilon import Sample, Threshold, auto_threshold, calibrated_threshold
+from hiddenlab.channel import Channel
+from hiddenlab.core import Observation, Recovery
+from hiddenlab.errors import InputError
+from hiddenlab.match import Matcher
+from hiddenlab.slice import Slice, load_slice
+from hiddenlab.testing import DECODERS, LAYERS, VOCABULARY, WIDTH
+
+TinySlice = Callable[..., Slice]
+TinyPath = Callable[..., str]
+Prompt = list[int]
+
+CHANNELS = ("identity", "seq-perm", "hidden-perm", "hidden-perm:shared", "2d-perm")
+
+
+def seeded(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def random_prompts(*lengths: int, seed: int = 0, below: int = VOCABULARY) -> list[Prompt]:
+    generator = seeded(seed)
+    return [torch.randint(0, below, (n,), generator=generator).tolist() for n in lengths]
+
+
+def release(slice: Slice, prompts: Sequence[Prompt], *specs: str) -> list[Observation]:
+    return [one for one, _ in Channel.parse(specs).release_batch(slice, prompts, seeded(1))]
+
+
+def attack(slice: Slice, prompts: Sequence[Prompt], *specs: str, **options: Any) -> list[Recovery]:
+    options.setdefault("proposal", "vocab")
+    return VocabMatch(**options).recover_batch(release(slice, prompts, *specs), slice, seeded())
+
+
+def assert_exact(recoveries: Sequence[Recovery], prompts: Sequence[Prompt]) -> None:
+    for recovery, prompt in zip(recoveries, prompts, strict=True):
+        assert recovery.ids == prompt
+        assert all(token.verified for token in recovery.tokens)
+        assert sorted(token.row for token in recovery.tokens) == list(range(len(prompt)))
+        assert recovery.stop_reason == "complete"
+
+
+# ---- exact recovery
+
+
+@pytest.mark.parametrize("channel", CHANNELS)
+@pytest.mark.parametrize("architecture", DECODERS)
+def test_random_tokens_are_recovered_exactly(tiny_slice: TinySlice, architecture: str, channel: str) -> None:
+    prompts = random_prompts(12, 1, 7)
+    assert_exact(attack(tiny_slice(architecture, 3), prompts, channel), prompts)
+
+
+@pytest.mark.parametrize(("layer", "stream"), [(1, "resid"), (LAYERS, "resid"), (LAYERS, "final_norm")])
+@pytest.mark.parametrize("channel", ["identity", "2d-perm"])
+def test_first_and_last_layer_and_final_norm(
+    tiny_slice: TinySlice, layer: int, stream: str, channel: str
+) -> None:
+    prompts = random_prompts(12, 5)
+    for architecture in ("gemma2", "qwen3_moe"):
+        assert_exact(attack(tiny_slice(architecture, layer, stream), prompts, channel), prompts)
+
+
+@pytest.mark.parametrize("channel", CHANNELS)
+def test_repeated_tokens(tiny_slice: TinySlice, channel: str) -> None:
+    """Rows may be equal then: any of them is the right one."""
+    prompts = [[5] * 6, [7, 7, 3, 7, 3, 3], [256, 256, 9]]
+    for architecture in ("llama", "gemma2", "gpt2"):
+        assert_exact(attack(tiny_slice(architecture, 2), prompts, channel), prompts)
+
+
+@pytest.mark.parametrize("distance", ["l1", "l2", "sorted-l1", "sorted-l2"])
+def test_every_distance(tiny_slice: TinySlice, distance: str) -> None:
+    prompts = random_prompts(8)
+    permuted = ["2d-perm"] if distance.startswith("sorted") else []
+    for specs in ([], permuted):
+        assert_exact(attack(tiny_slice("llama", 2), prompts, *specs, distance=distance), prompts)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("channel", ["identity", "2d-perm"])
+def test_half_precision_slices(tiny: TinyPath, dtype: str, channel: str) -> None:
+    prompts = random_prompts(10, 3)
+    for architecture in ("llama", "gemma2", "gpt2"):
+        slice = load_slice(tiny(architecture), 2, dtype=dtype, device="cpu")
+        assert_exact(attack(slice, prompts, channel), prompts)
+
+
+@pytest.mark.parametrize("channel", ["identity", "seq-perm", "hidden-perm"])
+def test_released_in_another_dtype(tiny: TinyPath, tiny_slice: TinySlice, channel: str) -> None:
+    prompts = random_prompts(10, 3)
+    assert_exact(attack(tiny_slice("gpt2", 2), prompts, "dtype:bfloat16", channel), prompts)
+    half = load_slice(tiny("gpt2"), 2, dtype="bfloat16", device="cpu")
+    assert_exact(attack(half, prompts, "dtype:float32", channel), prompts)
+
+
+@pytest.mark.parametrize("quantization", ["int8", "nf4"])
+def test_quantized_providers(tiny_slice: TinySlice, quantization: str) -> None:
+    """Attacked with the full-precision weights; nf4 of so small a model is far from them."""
+    prompts = random_prompts(10)
+    (recovery,) = attack(tiny_slice("gpt_neox", 1), prompts, quantization)
+    assert len(recovery.tokens) == 10
+    assert quantization == "nf4" or recovery.ids == prompts[0]
+
+
+# ---- searches and proposals
+
+
+@pytest.fixture(params=[0.0, 2.0], ids=["chain", "stepwise"])
+def forced(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Verify guesses however unsure they are, or never: both must end in the same tokens."""
+    monkeypatch.setattr(search, "STEPWISE_BELOW", request.param)
+    return "chain" if request.param == 0 else "stepwise"
+
+
+@pytest.mark.parametrize("architecture", ["gemma2", "llama"])
+@pytest.mark.parametrize("channel", CHANNELS)
+def test_speculative_is_greedy(
+    tiny_slice: TinySlice, small_probes: None, forced: str, architecture: str, channel: str
+) -> None:
+    """Greedy with the plain vocabulary is the oracle. gemma2's probe is good, llama's mostly wrong."""
+    slice, prompts = tiny_slice(architecture, 2), random_prompts(16, 1, 2, 9)
+    observations = release(slice, prompts, channel)
+    oracle = VocabMatch(search="greedy", proposal="vocab").recover_batch(observations, slice, seeded())
+    assert_exact(oracle, prompts)
+    for proposal in ("probe", "probe+lm"):
+        fast = VocabMatch(proposal=proposal).recover_batch(observations, slice, seeded())
+        assert_exact(fast, prompts)
+        for one, other in zip(fast, oracle, strict=True):
+            assert [t.distance for t in one.tokens] == pytest.approx(
+                [t.distance for t in other.tokens], abs=1e-3
+            )
+
+
+def test_a_good_guess_takes_one_pass(tiny_slice: TinySlice, small_probes: None) -> None:
+    slice, prompts = tiny_slice("gemma2", 2), random_prompts(20, 30)
+    recoveries = attack(slice, prompts, proposal="probe")
+    assert_exact(recoveries, prompts)
+    for recovery, prompt in zip(recoveries, prompts, strict=True):
+        assert recovery.forward_calls <= 3
+        assert recovery.evaluated_tokens <= 3 * len(prompt)
+
+
+@pytest.mark.parametrize("proposal", ["vocab", "lm", "probe", "probe+lm"])
+@pytest.mark.parametrize("channel", ["identity", "2d-perm"])
+def test_greedy_with_every_proposal(
+    tiny_slice: TinySlice, small_probes: None, proposal: str, channel: str
+) -> None:
+    prompts = random_prompts(9, 4)
+    recoveries = attack(tiny_slice("gemma2", 2), prompts, channel, search="greedy", proposal=proposal)
+    assert_exact(recoveries, prompts)
+    if proposal == "probe" and channel == "identity":
+        # The probe's first batch of 8 holds most tokens; without it half the vocabulary would be tried.
+        assert sum(token.evaluated for token in recoveries[0].tokens) <= 15 * 9
+
+
+def test_vocab_is_tried_in_order_special_tokens_first(tiny_slice: TinySlice) -> None:
+    slice = tiny_slice("llama", 2)
+    (recovery,) = attack(slice, [[256, 0, 299]])
+    assert [token.evaluated for token in recovery.tokens] == [2, 8, VOCABULARY]
+
+
+@pytest.mark.parametrize("channel", ["identity", "2d-perm"])
+def test_a_batch_is_one_by_one(tiny_slice: TinySlice, small_probes: None, channel: str) -> None:
+    slice, prompts = tiny_slice("llama", 3), random_prompts(9, 1, 14, 5, 9)
+    observations = release(slice, prompts, channel)
+    for proposal in ("vocab", "probe+lm"):
+        whole = VocabMatch(proposal=proposal, batch=5).recover_batch(observations, slice, seeded())
+        parts = VocabMatch(proposal=proposal, batch=2).recover_batch(observations, slice, seeded())
+        single = [VocabMatch(proposal=proposal).recover(o, slice, seeded()) for o in observations]
+        assert_exact(whole, prompts)
+        for recoveries in (parts, single):
+            for one, other in zip(recoveries, whole, strict=True):
+                assert one.ids == other.ids
+                assert [t.row for t in one.tokens] == [t.row for t in other.tokens]
+                assert [t.evaluated for t in one.tokens] == [t.evaluated for t in other.tokens]
+                assert one.evaluated_tokens == other.evaluated_tokens
+
+
+def test_observations_of_two_channels_are_each_their_own(tiny_slice: TinySlice) -> None:
+    """Attacked in one call, a permuted observation must not spoil a plain one."""
+    slice, prompts = tiny_slice("llama", 2), random_prompts(7, 7)
+    plain, permuted = release(slice, prompts[:1]), release(slice, prompts[1:], "2d-perm")
+    assert_exact(VocabMatch(proposal="vocab").recover_batch(plain + permuted, slice, seeded()), prompts)
+    assert_exact(VocabMatch(proposal="vocab").recover_batch(permuted + plain, slice, seeded()), prompts[::-1])
+
+
+@pytest.mark.parametrize("options", [{"proposal": "vocab"}, {"proposal": "probe+lm"}])
+def test_costs_are_what_the_slice_counted(
+    tiny_slice: TinySlice, small_probes: None, forced: str, options: dict[str, str]
+) -> None:
+    slice, prompts = tiny_slice("gemma2", LAYERS), random_prompts(14, 6)
+    observations = release(slice, prompts)
+    attacker = VocabMatch(**options)
+    attacker.setup(observations[0], slice, seeded())
+    before = slice.evaluated_tokens
+    recoveries = attacker.recover_batch(observations, slice, seeded())
+    assert sum(r.evaluated_tokens for r in recoveries) == slice.evaluated_tokens - before
+    for recovery in recoveries:
+        assert recovery.forward_calls >= 1
+        assert recovery.seconds > 0
+        for token in recovery.tokens:
+            assert 1 <= token.evaluated <= VOCABULARY
+            assert token.margin is None or token.margin > 0
+
+
+# ---- epsilon, budget
+
+
+def test_a_number_is_an_absolute_distance(tiny_slice: TinySlice) -> None:
+    slice, prompts = tiny_slice("llama", 2), random_prompts(6)
+    (right,) = attack(slice, prompts, epsilon="0.5")
+    assert_exact([right], prompts)
+    assert right.epsilon == 0.5
+    # Nothing is so near: all is tried, the nearest is taken and not called verified.
+    tight = attack(slice, prompts, epsilon="1e-12", search="greedy")[0]
+    assert tight.ids == prompts[0]
+    assert not any(token.verified for token in tight.tokens if token.distance > 1e-12)
+    assert all(token.evaluated == VOCABULARY for token in tight.tokens if not token.verified)
+    # Anything is so near: the first candidate is taken.
+    (loose,) = attack(slice, prompts, epsilon="1e9")
+    assert all(token.verified and token.evaluated <= 8 for token in loose.tokens)
+    assert loose.ids != prompts[0]
+
+
+@pytest.mark.parametrize("epsilon", ["auto", "calibrated"])
+@pytest.mark.parametrize("channel", ["identity", "2d-perm", "dtype:bfloat16"])
+def test_measured_thresholds_lie_between_floor_and_gap(
+    tiny_slice: TinySlice, epsilon: str, channel: str
+) -> None:
+    slice, prompts = tiny_slice("gpt2", 2), random_prompts(9, 4)
+    attacker = VocabMatch(proposal="vocab", epsilon=epsilon)
+    observations = release(slice, prompts, channel)
+    measured = attacker.setup(observations[0], slice, seeded())
+    assert measured["epsilon_floor"] < measured["epsilon_relative"] < measured["epsilon_gap"]
+    assert_exact(attacker.recover_batch(observations, slice, seeded()), prompts)
+
+
+def sample(right: Tensor, wrong: Tensor) -> Sample:
+    return Sample(right.float(), wrong.float())
+
+
+def test_thresholds_from_distances() -> None:
+    uniform = torch.rand(2000, generator=seeded())
+    clear = sample(1e-6 * uniform, 0.1 + torch.rand(2000, 4, generator=seeded()))
+    found = auto_threshold(clear, 1e-7)
+    assert 1e-5 < found.relative < 0.05
+    assert found.separable
+    assert 1e-6 < calibrated_threshold(clear, 0).relative < 0.1
+    # An error-free measurement still leaves room for rounding.
+    silent = auto_threshold(sample(torch.zeros(9), torch.ones(9, 4)), 1e-7)
+    assert 1e-5 < silent.relative < 0.5
+    # Where both overlap a little, the threshold lies where they cross.
+    crossing = sample(0.5 * uniform, 0.45 + torch.rand(2000, 4, generator=seeded()))
+    found = auto_threshold(crossing, 1e-7)
+    assert not found.separable
+    assert 0.4 < found.relative < 0.55
+    rows = torch.randn(5, 8)
+    matcher = Matcher(1, sorted=False)
+    assert torch.allclose(found.limits(matcher, rows), found.relative * rows.abs().sum(1))
+    assert Threshold(0.1, 0.0, 1.0, absolute=3.0).limits(matcher, rows).tolist() == [3.0] * 5
+
+
+def test_a_threshold_that_accepts_anything_is_no_threshold() -> None:
+    """Under noise that hides everything, wrong tokens must not be called verified."""
+    right, wrong = 1 + torch.rand(500, generator=seeded()), 0.3 + torch.rand(500, 4, generator=seeded())
+    found = auto_threshold(sample(right, wrong), 1e-7)
+    assert float((wrong.amin(1) <= found.relative).float().mean()) < 0.5
+
+
+@pytest.mark.parametrize("budget", [1, 5, 20])
+@pytest.mark.parametrize("channel", ["identity", "2d-perm"])
+def test_a_budget_bounds_the_candidates_of_a_position(
+    tiny_slice: TinySlice, budget: int, channel: str
+) -> None:
+    slice, prompts = tiny_slice("llama", 2), [[0, 3, 200, 299]]
+    (recovery,) = attack(slice, prompts, channel, budget=budget)
+    assert len(recovery.tokens) == 4
+    assert all(token.evaluated <= budget for token in recovery.tokens)
+    assert recovery.stop_reason == "budget exhausted"
+    assert not recovery.tokens[-1].verified
+    # What a budget does reach is verified.
+    assert [token.verified for token in recovery.tokens][:2] == ([False] * 2 if budget == 1 else [True] * 2)
+    if budget == 1:
+        assert not any(token.verified for token in recovery.tokens)
+    whole = attack(slice, prompts, channel, budget=VOCABULARY)
+    assert_exact(whole, prompts)
+
+
+@pytest.mark.parametrize("budget", [1, 3])
+def test_a_budget_bounds_speculation_too(
+    tiny_slice: TinySlice, small_probes: None, forced: str, budget: int
+) -> None:
+    """llama's probe is often wrong, so that alternatives stand beside most guesses."""
+    (recovery,) = attack(tiny_slice("llama", 2), random_prompts(20), proposal="probe", budget=budget)
+    assert max(token.evaluated for token in recovery.tokens) <= budget
+
+
+# ---- what cannot be explained
+
+
+@pytest.mark.parametrize("channel", CHANNELS)
+def test_noise_is_never_verified(tiny_slice: TinySlice, channel: str) -> None:
+    slice = tiny_slice("gemma2", 3)
+    (real,) = release(slice, random_prompts(5), channel)
+    states = torch.randn(5, WIDTH, generator=seeded()) * real.states.std()
+    (recovery,) = VocabMatch(proposal="vocab").recover_batch([replace(real, states=states)], slice, seeded())
+    assert [token.verified for token in recovery.tokens] == [False] * 5
+    assert all(token.evaluated == VOCABULARY for token in recovery.tokens)
+    assert recovery.stop_reason == "vocabulary exhausted"
+    assert sorted(token.row for token in recovery.tokens) == list(range(5))
+
+
+@pytest.mark.parametrize("proposal", ["vocab", "probe+lm"])
+def test_one_row_of_noise_spoils_only_what_follows(
+    tiny_slice: TinySlice, small_probes: None, proposal: str
+) -> None:
+    slice, prompts = tiny_slice("gemma2", 3), random_prompts(9)
+    (real,) = release(slice, prompts)
+    states = real.states.clone()
+    states[5] = torch.randn(WIDTH, generator=seeded()) * states.std()
+    (recovery,) = VocabMatch(proposal=proposal).recover_batch([replace(real, states=states)], slice, seeded())
+    assert recovery.ids[:5] == prompts[0][:5]
+    assert [token.verified for token in recovery.tokens] == [True] * 5 + [False] * 4
+
+
+@pytest.mark.parametrize(
+    "specs", [("gaussian:sigma=0.3",), ("random-prefix",), ("random-prefix", "seq-perm")]
+)
+@pytest.mark.parametrize("proposal", ["vocab", "probe+lm"])
+def test_noised_inputs_leave_tokens_unverified(
+    tiny_slice: TinySlice, small_probes: None, specs: tuple[str, ...], proposal: str
+) -> None:
+    prompts = random_prompts(8, 3)
+    for recovery, prompt in zip(
+        attack(tiny_slice("llama", 2), prompts, *specs, proposal=proposal), prompts, strict=True
+    ):
+        assert len(recovery.tokens) == len(prompt)
+        assert not all(token.verified for token in recovery.tokens)
+        assert recovery.stop_reason == "vocabulary exhausted"
+
+
+def test_little_noise_does_not_hide_the_tokens(tiny_slice: TinySlice) -> None:
+    prompts = random_prompts(10)
+    assert attack(tiny_slice("gpt2", 1), prompts, "gaussian:sigma=0.001")[0].ids == prompts[0]
+
+
+# ---- models with peculiar embeddings
+
+
+@pytest.fixture(scope="module")
+def peculiar(tiny: TinyPath, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Slice]]:
+    """A llama whose embedding table was changed by hand."""
+
+    def make(change: Callable[[Tensor], Any]) -> Slice:
+        folder: Path = tmp_path_factory.mktemp("peculiar")
+        model = AutoModelForCausalLM.from_pretrained(tiny("llama"))
+        with torch.no_grad():
+            change(model.get_input_embeddings().weight)
+        model.save_pretrained(folder)
+        return load_slice(str(folder), 2, device="cpu")
+
+    yield make
+
+
+@pytest.mark.parametrize("channel", ["identity", "2d-perm"])
+@pytest.mark.parametrize("size", [0, 1])
+def test_tokens_with_one_embedding_do_not_spoil_epsilon(
+    peculiar: Callable[..., Slice], channel: str, size: int
+) -> None:
+    """Padding of the vocabulary: many models hold tokens whose embeddings are all the same, or all zero."""
+    slice = peculiar(lambda table: table[290:].copy_(size * table[290].expand(10, -1)))
+    prompts = random_prompts(100, below=290)
+    assert_exact(attack(slice, prompts, channel), prompts)
+
+
+@pytest.mark.parametrize("specs", [("identity",), ("seq-perm",), ("dtype:bfloat16", "seq-perm")])
+def test_rows_of_very_different_norm(peculiar: Callable[..., Slice], specs: tuple[str, ...]) -> None:
+    """Attention sinks: what is near for the large first row is far for the others beside it."""
+    slice = peculiar(lambda table: table[257].mul_(20_000))
+    prompts = [[257, *random_prompts(16, below=256)[0]]]
+    assert_exact(attack(slice, prompts, *specs), prompts)
+
+
+# ---- wrong input
+
+
+def test_an_observation_of_something_else_is_refused(tiny: TinyPath, tiny_slice: TinySlice) -> None:
+    (observation,) = release(tiny_slice("llama", 2), random_prompts(4))
+    narrow = Observation(observation.states[:, :32].clone(), observation.public)
+    cases: list[tuple[Observation, Slice, str]] = [
+        (narrow, tiny_slice("llama", 2), "32 wide"),
+        (observation, tiny_slice("mistral", 2), "other weights"),
+        (observation, load_slice(tiny("llama", 1), 2), "other weights"),
+        (observation, tiny_slice("llama", 3), "--layer 2"),
+    ]
+    for wrong, slice, match in cases:
+        with pytest.raises(InputError, match=match):
+            VocabMatch(proposal="vocab").recover(wrong, slice, seeded())
+        # A batch is refused whole, wherever the wrong one stands.
+        with pytest.raises(InputError, match=match):
+            VocabMatch(proposal="vocab").setup(wrong, slice, seeded())
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"search": "beam"}, "unknown search 'beam'.*greedy"),
+        ({"proposal": "oracle"}, "unknown proposal 'oracle'.*probe"),
+        ({"epsilon": "tiny"}, "neither auto, calibrated nor a positive number"),
+        ({"epsilon": "-1"}, "positive number"),
+        ({"epsilon": "nan"}, "positive number"),
+        ({"epsilon": "inf"}, "positive number"),
+        ({"budget": 0}, "budget must be at least 1"),
+        ({"batch": 0}, "batch must be at least 1"),
+    ],
+)
+def test_options_are_checked_before_anything_runs(options: dict[str, Any], match: str) -> None:
+    with pytest.raises(InputError, match=match):
+        VocabMatch(**options)
+
+
+def test_an_unknown_distance_is_refused(tiny_slice: TinySlice) -> None:
+    with pytest.raises(InputError, match="unknown distance 'l7'"):
+        attack(tiny_slice("llama", 2), random_prompts(2), distance="l7")

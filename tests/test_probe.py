@@ -1,0 +1,296 @@
+"""The attacker's corpus, what a probe learns from it, and the cache of trained probes."""
+
+import math
+from collections.abc import Callable
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from hiddenlab.channel import Channel
+from hiddenlab.core import Public
+from hiddenlab.propose import store
+from hiddenlab.propose.corpus import MIN_CHARS, WINDOW_LENGTHS, Corpus, standard_library_texts
+from hiddenlab.propose.probe import (
+    Probe,
+    ProbeSettings,
+    train_probe,
+    whitened_table,
+    whitening,
+)
+from hiddenlab.slice import Slice, load_slice
+from hiddenlab.testing import VOCABULARY, WIDTH
+
+TinySlice = Callable[..., Slice]
+TinyPath = Callable[..., str]
+QUICK = ProbeSettings(steps=150, batch=128, negatives=VOCABULARY, hidden=64)
+
+
+# ---- corpus
+
+
+@pytest.fixture(scope="module")
+def spoken(tiny: TinyPath) -> Slice:
+    return load_slice(tiny("gemma2", tokenizer=True), 2, device="cpu")
+
+
+def test_the_standard_library_has_texts_enough() -> None:
+    texts = standard_library_texts()
+    assert len(texts) > 500
+    assert min(map(len, texts)) >= MIN_CHARS
+
+
+def test_windows_are_seeded_valid_and_varied(spoken: Slice) -> None:
+    one, again, other = (
+        [w.tolist() for w in islice(Corpus(spoken, s).windows(10**9), 400)] for s in (0, 0, 1)
+    )
+    assert one == again != other
+    lengths = {len(window) for window in one}
+    assert min(lengths) == 1
+    assert max(lengths) == max(WINDOW_LENGTHS)
+    flat = [token for window in one for token in window]
+    assert min(flat) >= 0
+    assert max(flat) < VOCABULARY
+    # Running text holds bytes only; random tokens cover the rest of the vocabulary.
+    assert set(range(258, VOCABULARY)) <= set(flat)
+    assert sum(token < 256 for token in flat) > 0.7 * len(flat)
+    # Openings, and repeats of the first token, are drawn on purpose: attention sinks sit there.
+    assert sum(len(window) <= 6 for window in one) > 100
+    assert sum(len(window) > 1 and window[0] == window[1] for window in one) > 20
+
+
+def test_text_windows_are_readable_text(spoken: Slice) -> None:
+    corpus = Corpus(spoken)
+    texts = [spoken.text(corpus.text_window(64).tolist()) for _ in range(20)]
+    assert sum(" " in text and text.isascii() for text in texts) > 15
+    assert all(1 <= len(corpus.text_window(n)) <= n for n in (1, 2, 24))
+
+
+def test_windows_hold_as_many_tokens_as_asked(spoken: Slice) -> None:
+    sizes = [len(window) for window in Corpus(spoken).windows(500)]
+    assert sum(sizes) >= 500 > sum(sizes[:-1])
+
+
+def test_without_a_tokenizer_windows_are_random(tiny_slice: TinySlice) -> None:
+    corpus = Corpus(tiny_slice("llama", 2))
+    counts = torch.bincount(torch.cat(list(corpus.windows(20_000))), minlength=VOCABULARY)
+    assert int(counts.min()) > 20
+    assert int(counts.max()) < 300
+
+
+# ---- training
+
+
+def states_of(slice: Slice, tokens: int, seed: int) -> tuple[Tensor, Tensor]:
+    return store.collect_states(slice, [], tokens, seed)
+
+
+def mean_rank(probe: Probe, rows: Tensor, tokens: Tensor) -> float:
+    scores = probe.log_probs(rows)
+    return float((scores > scores.gather(1, tokens[:, None])).sum(1).float().mean())
+
+
+@pytest.mark.parametrize("permuted", [False, True])
+def test_training_brings_the_right_token_forward(tiny_slice: TinySlice, permuted: bool) -> None:
+    slice = tiny_slice("gpt_neox", 1) if permuted else tiny_slice("gemma2", 2)
+    settings = ProbeSettings(permuted, steps=300, batch=256, negatives=VOCABULARY, hidden=256)
+    rows, tokens = states_of(slice, 4000, 0)
+    fresh, right = states_of(slice, 1000, 1)
+    seen: list[tuple[str, int, int]] = []
+    probe = train_probe(rows, tokens, slice.embedding.clone(), settings, lambda *step: seen.append(step))
+    if permuted:
+        fresh = torch.stack([row[torch.randperm(WIDTH)] for row in fresh])
+    rank = mean_rank(probe, fresh, right)
+    assert rank < (60 if permuted else 2)  # by chance it would be 150
+    # Log-probabilities, and progress that ends at its end.
+    assert torch.allclose(probe.log_probs(fresh).exp().sum(1), torch.ones(len(fresh)), atol=1e-4)
+    done = [step for _, step, _ in seen]
+    assert done == sorted(done)
+    assert seen[-1][1] == seen[-1][2]
+
+
+def test_whitening(tiny_slice: TinySlice) -> None:
+    table = tiny_slice("llama", 1).embedding.clone()
+    table[:, 0] *= 50
+    mean, matrix = whitening(table)
+    white = (table - mean) @ matrix
+    assert torch.allclose(torch.cov(white.T), torch.eye(WIDTH), atol=1e-2)
+    assert torch.allclose(whitened_table(table, mean, matrix).norm(dim=1), torch.ones(VOCABULARY))
+
+
+def test_rows_of_very_different_norm_get_their_own_map() -> None:
+    """Attention sinks: the same tokens, hundreds of times larger and turned."""
+    table = torch.randn(VOCABULARY, WIDTH)
+    tokens = torch.randint(0, VOCABULARY, (4000,))
+    turn = torch.linalg.qr(torch.randn(WIDTH, WIDTH)).Q
+    sink = torch.rand(4000) < 0.2
+    rows = table[tokens] + 0.1 * torch.randn(4000, WIDTH)
+    rows[sink] = 300 * rows[sink] @ turn
+    probe = train_probe(rows, tokens, table, QUICK)
+    assert len(probe.experts) == 2
+    assert torch.equal(probe.group(rows), sink)
+    for part in (sink, ~sink):
+        assert mean_rank(probe, rows[part], tokens[part]) < 1
+    one = train_probe(rows[~sink], tokens[~sink], table, QUICK)
+    assert len(one.experts) == 1
+    assert one.border == math.inf
+    assert not bool(one.group(rows[~sink]).any())
+
+
+@pytest.fixture(scope="module")
+def trained(tiny_slice: TinySlice) -> Probe:
+    slice = tiny_slice("gemma2", 2)
+    rows, tokens = states_of(slice, 4000, 0)
+    return train_probe(rows, tokens, slice.embedding.clone(), QUICK)
+
+
+def test_tensors_rebuild_the_probe(trained: Probe, tiny_slice: TinySlice) -> None:
+    slice = tiny_slice("gemma2", 2)
+    rows, _ = states_of(slice, 200, 3)
+    again = Probe.from_tensors(QUICK, trained.tensors()).attach(slice.embedding)
+    assert torch.equal(again.log_probs(rows), trained.log_probs(rows))
+
+
+@pytest.mark.parametrize("k", [1, 8, 32, VOCABULARY, 10 * VOCABULARY])
+def test_shortlists_are_the_best_of_the_vocabulary(trained: Probe, tiny_slice: TinySlice, k: int) -> None:
+    slice = tiny_slice("gemma2", 2)
+    trained.attach(slice.embedding)
+    rows, _ = states_of(slice, 400, 3)
+    scores, ids = trained.shortlist(rows, k)
+    k = min(k, VOCABULARY)
+    assert scores.shape == ids.shape == (len(rows), k)
+    assert torch.equal(scores, scores.sort(dim=1, descending=True).values)
+    assert torch.allclose(scores.exp().sum(1), torch.ones(len(rows)), atol=1e-3)
+    assert all(len(set(row)) == k for row in ids.tolist())
+    assert int(ids.min()) >= 0
+    assert int(ids.max()) < VOCABULARY
+    expected = trained.log_probs(rows).topk(k, dim=1).indices
+    common = sum(len(set(a) & set(b)) for a, b in zip(ids.tolist(), expected.tolist(), strict=True))
+    assert common > 0.97 * expected.numel()  # bfloat16 may swap neighbours at the border
+
+
+def test_a_screen_keeps_the_right_tokens_in_the_shortlist() -> None:
+    """A projection draws the shortlist; what it lets through is scored exactly."""
+    table = torch.randn(4000, 256)
+    mean, matrix = whitening(table)
+    tokens = torch.randint(0, 4000, (500,))
+    rows = table[tokens] + 0.5 * torch.randn(500, 256)
+    probe = train_probe(rows, tokens, table, ProbeSettings(steps=2, batch=64, negatives=64))
+    assert torch.allclose(probe.mean, mean) and torch.allclose(probe.matrix, matrix, atol=1e-4)
+    exact = probe.attach(table).shortlist(rows, 8)
+    screened = probe.attach(table, screen=64).shortlist(rows, 32)
+    found = [set(a) for a in screened[1].tolist()]
+    recall = sum(row[0] in seen for row, seen in zip(exact[1].tolist(), found, strict=True)) / len(rows)
+    assert recall > 0.95
+    agree = exact[1][:, 0] == screened[1][:, 0]
+    assert float(agree.float().mean()) > 0.95
+    # A screen as wide as the space changes nothing.
+    wide = probe.attach(table, screen=256).shortlist(rows, 8)
+    assert torch.equal(wide[1], exact[1])
+
+
+# ---- cache
+
+
+def public_of(slice: Slice, *specs: str) -> Public:
+    channel = Channel.parse(specs)
+    return channel.release(slice, [1, 2, 3], torch.Generator().manual_seed(0))[0].public
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_probes: None) -> Path:
+    monkeypatch.setenv("HIDDENLAB_CACHE", str(tmp_path))
+    return tmp_path / "probes"
+
+
+def test_a_trained_probe_is_kept(cache: Path, tiny_slice: TinySlice) -> None:
+    slice = tiny_slice("gemma2", 2)
+    rows, _ = states_of(slice, 200, 3)
+    heard: list[str] = []
+    first, seconds = store.probe_for(slice, public_of(slice), progress=lambda what, *_: heard.append(what))
+    assert seconds > 0
+    assert len(set(heard)) == 2
+    assert [path.suffix for path in cache.iterdir()] == [".safetensors"]
+    heard.clear()
+    # Mere permutations of rows do not change what a probe has to learn.
+    second, again = store.probe_for(
+        slice, public_of(slice, "seq-perm"), progress=lambda what, *_: heard.append(what)
+    )
+    assert again == 0
+    assert not heard
+    assert torch.equal(first.log_probs(rows), second.log_probs(rows))
+
+
+def test_what_changes_states_needs_a_probe_of_its_own(cache: Path, tiny_slice: TinySlice) -> None:
+    slice = tiny_slice("llama", 2)
+    cases: list[tuple[Slice, tuple[str, ...]]] = [
+        (slice, ()),
+        (slice, ("hidden-perm",)),
+        (slice, ("gaussian:sigma=0.1",)),
+        (slice, ("gaussian:sigma=0.2",)),
+        (slice, ("random-prefix",)),
+        (tiny_slice("llama", 3), ()),
+        (tiny_slice("mistral", 2), ()),
+    ]
+    for own, specs in cases:
+        before = len(list(cache.glob("*"))) if cache.exists() else 0
+        probe, seconds = store.probe_for(own, public_of(own, *specs))
+        assert (seconds > 0, len(list(cache.iterdir()))) == (True, before + 1), specs
+        assert probe.settings.sorted_states == ("hidden-perm" in specs)
+    assert store.probe_for(slice, public_of(slice, "2d-perm"))[1] == 0
+    assert store.probe_for(slice, public_of(slice, "seq-perm", "gaussian:sigma=0.1"))[1] == 0
+
+
+def test_a_finetuned_model_is_another_model(cache: Path, tiny: TinyPath, tmp_path: Path) -> None:
+    """Fine-tuning often leaves the embeddings as they were."""
+    store.probe_for(slice := load_slice(tiny("llama"), 2, device="cpu"), public_of(slice))
+    model = AutoModelForCausalLM.from_pretrained(tiny("llama"))
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight += 0.3 * torch.randn(128, WIDTH)
+    model.save_pretrained(tmp_path / "tuned")
+    tuned = load_slice(str(tmp_path / "tuned"), 2, device="cpu")
+    assert store.probe_for(tuned, public_of(tuned))[1] > 0
+
+
+def test_a_damaged_file_is_trained_again(cache: Path, tiny_slice: TinySlice) -> None:
+    slice = tiny_slice("gemma2", 2)
+    store.probe_for(slice, public_of(slice))
+    (path,) = cache.iterdir()
+    path.write_bytes(path.read_bytes()[:100])
+    assert store.probe_for(slice, public_of(slice))[1] > 0
+    assert store.probe_for(slice, public_of(slice))[1] == 0
+
+
+def test_an_interrupted_training_leaves_nothing(cache: Path, tiny_slice: TinySlice) -> None:
+    slice = tiny_slice("gemma2", 2)
+
+    def stop(what: str, done: int, total: int) -> None:
+        if "training the" in what:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        store.probe_for(slice, public_of(slice), progress=stop)
+    assert not cache.exists() or not list(cache.iterdir())
+
+
+def test_training_states_are_those_of_the_channel(tiny_slice: TinySlice) -> None:
+    """Rows are put back in order, so that each stands beside its token."""
+    slice = tiny_slice("gemma2", 2)
+    plain = store.collect_states(slice, [], 300, 0)
+    shuffled = store.collect_states(slice, ["seq-perm"], 300, 0)
+    assert torch.equal(plain[1], shuffled[1])
+    assert torch.allclose(plain[0], shuffled[0], atol=1e-5)
+    noised = store.collect_states(slice, ["gaussian:sigma=0.1"], 300, 0)
+    assert float((noised[0] - plain[0]).norm() / plain[0].norm()) > 0.01
+
+
+def test_the_training_allowance_depends_on_depth(monkeypatch: pytest.MonkeyPatch, tiny_slice: Any) -> None:
+    monkeypatch.setattr(store, "TRAINING_TOKENS", (10, 10**9))
+    shallow, deep = (store.training_tokens(tiny_slice("llama", layer)) for layer in (1, 4))
+    assert shallow == pytest.approx(4 * deep, rel=0.01)
+    monkeypatch.setattr(store, "TRAINING_TOKENS", (10, 500))
+    assert store.training_tokens(tiny_slice("llama", 1)) == 500
