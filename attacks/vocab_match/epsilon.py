@@ -17,6 +17,7 @@ from hiddenlab.match import Matcher
 from hiddenlab.propose.corpus import Corpus
 from hiddenlab.slice import Request, Slice
 
+FALSE_WEIGHT = 10.0  # a wrong candidate accepted costs more than a right one searched for in vain
 NEAR_TOKENS = 4  # hard negatives a position: tokens with nearby embeddings
 WINDOWS, WINDOWS_PER_PASS = 48, 8
 
@@ -26,7 +27,8 @@ class Threshold:
     """A relative threshold and how it came about.
 
     Attributes:
-        relative: fraction of the row's norm. floor: largest relative distance of a right candidate. gap: smallest relative distance of a wrong one. absolute: used instead where
+        relative: fraction of the row's norm. floor: largest relative distance of a right
+            candidate. gap: smallest relative distance of a wrong one. absolute: used instead where
             the user gave a number.
     """
 
@@ -76,8 +78,12 @@ def measure(slice: Slice, public: Public, matcher: Matcher, seed: int) -> Sample
             states = states[torch.tensor(secret.row_order, device=slice.device).argsort()]
         observed.append(matcher.prepare(states))
         # Tokens with nearby embeddings (cosine; the window token's own norm does not change the order).
-        cosines = (embedding[window] @ embedding.T).float() / lengths
-        near = cosines.scatter(1, window[:, None], float("-inf")).topk(NEAR_TOKENS, dim=1).indices
+        dots = (embedding[window] @ embedding.T).float()
+        both = lengths[window, None].square() + lengths.square()
+        # Not the token itself nor its twins: padded vocabularies hold many tokens with one embedding.
+        twins = both - 2 * dots <= max(1e-4, 4 * torch.finfo(embedding.dtype).eps) * both
+        cosines = (dots / lengths.clamp(min=1e-12)).masked_fill(twins, float("-inf"))
+        near = cosines.topk(NEAR_TOKENS, dim=1).indices
         attach = torch.arange(len(window), device=slice.device).repeat_interleave(NEAR_TOKENS)
         prefix = slice.prefix(offset=public.prefix_tokens)
         requests.append(Request(prefix, window, leaves=near.flatten(), attach=attach))
@@ -97,7 +103,7 @@ def auto_threshold(sample: Sample, resolution: float) -> Threshold:
     """The geometric middle between the noise floor and the gap to the nearest wrong candidate.
 
     Where they overlap (noise, coarse quantization) no threshold is right; then the one with the fewest errors of
-    both kinds is taken.
+    both kinds is taken, wrong acceptances weighing more.
 
     Args:
         resolution: relative rounding error of one operation in the coarser dtype of both sides.
@@ -112,7 +118,7 @@ def auto_threshold(sample: Sample, resolution: float) -> Threshold:
     grid = torch.cat([sample.right, nearest]).sort().values
     missed = (sample.right[None] > grid[:, None]).float().mean(1)
     false = (nearest[None] <= grid[:, None]).float().mean(1)
-    return Threshold(float(grid[(missed + false).argmin()]), floor, gap)
+    return Threshold(float(grid[(missed + FALSE_WEIGHT * false).argmin()]), floor, gap)
 
 
 def calibrated_threshold(sample: Sample, seed: int) -> Threshold:

@@ -36,7 +36,8 @@ class LazyModel:
         """Loaded in the fastest dtype at hand: it only orders candidates, so its last digits do not matter."""
         device = self._of.device
         dtype = str(fast_dtype(device)).removeprefix("torch.")
-        return load_slice(self._of.ref.path, stream="logits", dtype=dtype, device=str(device))
+        ref = self._of.ref
+        return load_slice(ref.path, stream="logits", dtype=dtype, device=str(device), revision=ref.revision)
 
 
 @dataclass(frozen=True)

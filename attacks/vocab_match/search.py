@@ -36,7 +36,7 @@ def speculative(task: Task) -> Search:
     guess = yield from _Guess.start(task)
     while len(task.found) < len(task.rows):
         start = len(task.found)
-        tried = Tried()
+        tried = Tried(task.limits[start : start + 1])
         if guess.needs_search(start):
             tried.add(guess.refuted_tokens(), guess.refuted_distances()[:, None])
             yield from find_next(task, tried)
@@ -104,6 +104,8 @@ class _Guess:
         tokens, attach = [], []
         for position in range(start, end):
             first = self.offset[position]
+            if self.task.budget is not None:
+                self.extra[position] = min(self.extra[position], self.task.budget - 1)
             part = self.order[position, first : first + self.extra[position]]
             part = part[part != self.best[position]]
             self.offset[position] += self.extra[position]
@@ -135,7 +137,7 @@ class _Guess:
         here = (attach == run).nonzero()[:, 0]
         tokens = torch.cat([self.best[miss : miss + 1], leaves[here]])
         nearest = torch.cat([chain[run : run + 1], beside[here]])
-        tried = Tried()
+        tried = Tried(task.limits[miss : miss + 1])
         tried.add(tokens, nearest[:, None])
         best, matched = tried.best([miss], task.limits)
         if matched:

@@ -62,15 +62,20 @@ class Task:
 class Tried:
     """Candidates evaluated at one position, in its exact context."""
 
+    limits: Tensor  # of the targets; nearness is measured in them, since rows' norms may differ by much
     tokens: list[Tensor] = field(default_factory=list)
     nearest: list[Tensor] = field(default_factory=list)  # distance of each candidate to its nearest target
     rows: list[Tensor] = field(default_factory=list)  # which target that is
 
     def add(self, tokens: Tensor, table: Float[Tensor, "c targets"]) -> None:
-        nearest, rows = table.min(dim=1)
+        rows = (table / self._units).argmin(dim=1)
         self.tokens.append(tokens)
-        self.nearest.append(nearest)
+        self.nearest.append(table.gather(1, rows[:, None])[:, 0])
         self.rows.append(rows)
+
+    @property
+    def _units(self) -> Tensor:
+        return self.limits.clamp(min=1e-30)
 
     @property
     def count(self) -> int:
@@ -79,11 +84,11 @@ class Tried:
     def best(self, targets: list[int], limits: Tensor) -> tuple[TokenRecovery, bool]:
         """The nearest candidate, and whether it is within its row's limit."""
         tokens, nearest, rows = torch.cat(self.tokens), torch.cat(self.nearest), torch.cat(self.rows)
-        two = nearest.topk(min(2, len(nearest)), largest=False)
+        two = (nearest / self._units[rows]).topk(min(2, len(nearest)), largest=False)
         i = int(two.indices[0])
-        row, distance = targets[int(rows[i])], float(two.values[0])
+        row, distance = targets[int(rows[i])], float(nearest[i])
         matched = distance <= float(limits[row])
-        margin = float(two.values[1]) - distance if len(nearest) > 1 else None
+        margin = float((two.values[1] - two.values[0]) * limits[row]) if len(nearest) > 1 else None
         return TokenRecovery(int(tokens[i]), row, distance, margin, len(tokens), matched), matched
 
 
@@ -154,8 +159,8 @@ def find_next(task: Task, tried: Tried | None = None) -> Search:
     6, the targets between 1 and 4 or 5 and 6. The language model is asked once as much has been spent on
     candidates as asking it would cost.
     """
-    tried = tried or Tried()
     targets = list(task.targets())
+    tried = tried or Tried(task.limits[targets])
     candidates = Candidates(task, tried, targets)
     observed = task.rows[targets]
     empty = torch.empty(0, dtype=torch.long, device=task.rows.device)

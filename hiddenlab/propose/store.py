@@ -102,6 +102,8 @@ def probe_for(
         "site": asdict(slice.site),
         "width": slice.width,
         "vocabulary": slice.vocab_size,
+        # Fine-tuned models often share their embeddings, hence their signature.
+        "weights": [round(float(p.flatten()[0]), 6) for p in slice.model.parameters()],
         "dtype": str(slice.dtype),
         "channel": channel,
         "tokens": tokens,

@@ -250,6 +250,9 @@ def load_slice(
             tokenizer = AutoTokenizer.from_pretrained(ref.path, revision=ref.revision)
     except (OSError, ValueError, KeyError, TypeError):
         tokenizer = None
+    # Without tokenizer files some architectures get an empty one, which knows nothing but special tokens.
+    if tokenizer is not None and set(tokenizer.get_vocab().values()) <= set(tokenizer.all_special_ids):
+        tokenizer = None
     return Slice(model, ref=ref, site=Site(layer, stream), tokenizer=tokenizer, quantization=quantization)
 
 

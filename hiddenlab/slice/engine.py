@@ -204,7 +204,7 @@ def _attend_request(
         if softcap is not None:
             scores = torch.tanh(scores / softcap) * softcap
         if chain or (window is not None and shared + 1 > window):
-            place = request.reach[a:b, None] + prefix
+            place = request.reach[a:b, None].to(q.device) + prefix
             hidden = key_index[None] >= place
             if window is not None:
                 hidden = hidden | (place - key_index[None] >= window)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 
 from hiddenlab.errors import InputError
@@ -204,7 +205,7 @@ def load_model(
     try:
         with quiet_transformers():
             model = factory.from_pretrained(ref.path, config=config, revision=ref.revision, **options)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise InputError(f"cannot load the model {ref.name!r}: {str(error).splitlines()[0]}") from None
     if "device_map" not in options:
         model = model.to(device)  # type: ignore[arg-type]
