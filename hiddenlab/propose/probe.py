@@ -240,6 +240,7 @@ def train_probe(
     rows = states.float()
     if settings.sorted_states:
         rows = rows.sort(dim=1).values
+    labels = tokens.cpu()
     border = _norm_border(rows)
     sink = rows.norm(dim=1).log() > border
     masks = [~sink] if not bool(sink.any()) else [~sink, sink]
@@ -248,14 +249,17 @@ def train_probe(
     for i, mask in enumerate(masks):
         # The sink group is small and simple: fewer steps do.
         steps = settings.steps if i == 0 else settings.steps // 2
-        own, labels = rows[mask], tokens[mask.cpu()].to(device)
-        held = torch.randperm(len(own), generator=generator)[: min(HELD_OUT, len(own) // 10)].to(device)
-        kept = torch.ones(len(own), dtype=torch.bool, device=device)
-        kept[held] = False
+        # Indices, not copies: the rows are the largest tensor of the training.
+        index = mask.nonzero()[:, 0].cpu()
+        index = index[torch.randperm(len(index), generator=generator)]
+        cut = min(HELD_OUT, len(index) // 10)
+        held, kept = index[:cut], index[cut:]
         tick = partial(_tick, progress, i * settings.steps, total)
-        expert = _train_expert(own[kept], labels[kept], targets, settings, steps, generator, tick)
+        expert = _train_expert(
+            rows[kept.to(device)], labels[kept].to(device), targets, settings, steps, generator, tick
+        )
         if len(held):
-            _calibrate(expert, own[held], labels[held], targets)
+            _calibrate(expert, rows[held.to(device)], labels[held].to(device), targets)
         experts.append(expert)
     progress("training the probe", total, total)
     return Probe(settings, experts, border, mean, matrix).attach(table)

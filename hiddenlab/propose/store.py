@@ -118,7 +118,7 @@ def probe_for(
     started = time.perf_counter()
     states, labels = collect_states(slice, channel, tokens, settings.seed, progress)
     with torch.inference_mode(False):
-        probe = train_probe(states.clone(), labels, slice.embedding.detach().clone(), settings, progress)
+        probe = train_probe(states, labels, slice.embedding.detach().clone(), settings, progress)
     path.parent.mkdir(parents=True, exist_ok=True)
     work = path.with_suffix(f".{os.getpid()}.tmp")
     save_file(
