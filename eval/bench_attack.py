@@ -50,14 +50,15 @@ def bench(
     Returns:
         ``rows``, one a layer, and the settings.
     """
-    rows = []
+    rows: list[dict[str, Any]] = []
+    texts = [prompt.text for prompt in load_prompts(prompts, limit=limit)]
     for layer in layers:
         slice = load_slice(model, layer)
-        tokens = [slice.tokenize(p.text, max_tokens) for p in load_prompts(prompts, limit=limit)]
+        tokens = [slice.tokenize(text, max_tokens) for text in texts]
         rows.append(_row(slice, tokens, list(defense), greedy_limit, seed, progress))
     return {
         "rows": rows,
-        "prompts": limit,
+        "prompts": len(texts),
         "max_tokens": max_tokens,
         "defense": " | ".join(defense) or "identity",
         "threads": torch.get_num_threads(),

@@ -77,10 +77,10 @@ def measure(slice: Slice, public: Public, matcher: Matcher, seed: int) -> Sample
         if secret.row_order is not None:
             states = states[torch.tensor(secret.row_order, device=slice.device).argsort()]
         observed.append(matcher.prepare(states))
-        # Tokens with nearby embeddings (cosine; the window token's own norm does not change the order).
         dots = (embedding[window] @ embedding.T).float()
         both = lengths[window, None].square() + lengths.square()
-        # Not the token itself nor its twins: padded vocabularies hold many tokens with one embedding.
+        # Tokens with nearby embeddings (by cosine), but neither the token itself nor its twins: padded
+        # vocabularies hold many tokens with one embedding.
         twins = both - 2 * dots <= max(1e-4, 4 * torch.finfo(embedding.dtype).eps) * both
         cosines = (dots / lengths.clamp(min=1e-12)).masked_fill(twins, float("-inf"))
         near = cosines.topk(NEAR_TOKENS, dim=1).indices

@@ -3,7 +3,7 @@
 A map from the state to a whitened embedding space, scored by cosine against every token's embedding and trained
 with sampled-softmax cross-entropy on text and random tokens that the attacker ran through the slice itself
 (docs/architecture.md; no paper describes it). Linear for states whose coordinates are known, a two-layer network
-over the sorted state where they are permuted. Whitening the embedding table halves the steps that training needs.
+over the sorted state where they are permuted. Whitening the embedding table makes training faster (eval/LOG.md).
 
 States at the first position (and at repeats of the first token) are attention sinks with a norm many times that
 of the others, so rows are sorted by norm into at most two groups, each with its own map.

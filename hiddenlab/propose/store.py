@@ -19,7 +19,7 @@ from hiddenlab.slice import Slice
 from hiddenlab.slice.load import cache_dir
 
 FORMAT = 2
-# Floating-point operations spent on the attacker's own training states: about 45 s on two CPU cores.
+# Floating-point operations spent on the attacker's own training states: an estimated 45 s on two CPU cores.
 STATE_FLOPS = {"cpu": 9e12, "cuda": 3e15}
 SCREEN_WIDTH = 128
 TRAINING_TOKENS = (20_000, 100_000)
