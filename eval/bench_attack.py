@@ -16,7 +16,7 @@ from hiddenlab.run import time_prefill
 from hiddenlab.slice import Slice, load_slice
 
 DEFAULT_LAYERS = (1, 6, 11)
-BATCH = 8
+BATCH = 32
 
 
 @dataclass(frozen=True)

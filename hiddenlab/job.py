@@ -47,7 +47,7 @@ class AttackSpec:
     distance: str | None = None
     epsilon: str | None = None
     budget: int | None = None
-    batch: int = 8
+    batch: int = 32
     seed: int = 0
     device: str = "auto"
     device_map: str | None = None

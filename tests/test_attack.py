@@ -168,7 +168,7 @@ def test_greedy_with_every_proposal(
 def test_vocab_is_tried_in_order_special_tokens_first(tiny_slice: TinySlice) -> None:
     slice = tiny_slice("llama", 2)
     (recovery,) = attack(slice, [[256, 0, 299]])
-    assert [token.evaluated for token in recovery.tokens] == [2, 8, VOCABULARY]
+    assert [token.evaluated for token in recovery.tokens] == [2, FIRST_BATCH, VOCABULARY]
 
 
 @pytest.mark.parametrize("channel", ["identity", "2d-perm"])

@@ -21,8 +21,9 @@ from hiddenlab.core import Observation, Progress, Public, Recovery, silent
 from hiddenlab.errors import InputError
 from hiddenlab.match import Matcher, choose_matcher
 from hiddenlab.observation import check_observation
+from hiddenlab.propose.openings import Openings
 from hiddenlab.propose.probe import Probe
-from hiddenlab.propose.store import probe_for
+from hiddenlab.propose.store import openings_for, probe_for
 from hiddenlab.slice import Slice
 from hiddenlab.slice.load import parse_dtype
 
@@ -52,7 +53,7 @@ class VocabMatch:
         distance: str = "auto",
         epsilon: str = "auto",
         budget: int | None = None,
-        batch: int = 8,
+        batch: int = 32,
         seed: int = 0,
         progress: Progress = silent,
     ) -> None:
@@ -73,7 +74,7 @@ class VocabMatch:
         """Train or load the probe and measure epsilon, for all observations of one channel.
 
         Returns:
-            ``probe_seconds`` (0 where the probe was cached) and ``epsilon_relative`` (fraction of a row's norm), with
+            ``probe_seconds`` (of the probe and the table of first tokens; 0 where both were cached) and ``epsilon_relative`` (fraction of a row's norm), with
             ``epsilon_floor`` and ``epsilon_gap``, between which it was put.
         """
         check_observation(observation, slice)
@@ -93,9 +94,12 @@ class VocabMatch:
 
     def _proposer(self, slice: Slice, public: Public) -> tuple[Proposer, float]:
         probe: Probe | None = None
+        openings: Openings | None = None
         seconds = 0.0
         if "probe" in self.proposal:
-            probe, seconds = probe_for(slice, public, progress=self.progress)
+            probe, trained = probe_for(slice, public, progress=self.progress)
+            openings, made = openings_for(slice, public, self.progress)
+            seconds = trained + made
         model = None
         if "lm" in self.proposal:
             if self._model is None or self._model[0] is not slice:
@@ -104,7 +108,7 @@ class VocabMatch:
             if probe is None or model.layers <= DEEP * slice.site.layer:
                 # It will be asked: load it now, so that the time of the attack is the attack's.
                 _ = model.slice
-        return Proposer(slice.vocab_size, probe, model), seconds
+        return Proposer(slice.vocab_size, probe, model, openings), seconds
 
     def _threshold(self, slice: Slice, public: Public, matcher: Matcher) -> Threshold:
         number = parse_epsilon(self.epsilon)

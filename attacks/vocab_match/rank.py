@@ -9,15 +9,15 @@ from torch import Tensor
 
 from attacks.vocab_match.drive import Ask, Search
 from hiddenlab.errors import InputError
+from hiddenlab.propose.openings import Openings
 from hiddenlab.propose.probe import Probe, fast_dtype
 from hiddenlab.slice import Answer, Prefix, Request, Slice, load_slice
 from hiddenlab.slice.load import load_config
 
 PROPOSALS = ("probe+lm", "probe", "lm", "vocab")
-SHORTLIST = 32
-# Weight of the language model's log-probability beside the probe's (eval/LOG.md); the sorted-state probe is
-# weaker, so the language model counts for more.
-LM_WEIGHT, LM_WEIGHT_SORTED = 0.6, 0.7
+SHORTLIST = 128
+# Weight of the language model's log-probability beside the probe's (eval/LOG.md).
+LM_WEIGHT = 0.8
 
 
 class LazyModel:
@@ -42,18 +42,17 @@ class LazyModel:
 
 @dataclass(frozen=True)
 class Proposer:
-    """The engines behind a proposal name; either may be absent."""
+    """The engines behind a proposal name; any may be absent."""
 
     vocab_size: int
     probe: Probe | None
     lm: LazyModel | None
+    openings: Openings | None = None
 
     @property
     def weight(self) -> float:
         """Weight of the language model's log-probabilities."""
-        if self.probe is None:
-            return 1.0
-        return LM_WEIGHT_SORTED if self.probe.settings.sorted_states else LM_WEIGHT
+        return 1.0 if self.probe is None else LM_WEIGHT
 
     def order(
         self, rows: Float[Tensor, "rows d"], next_token: Float[Tensor, " v"] | None

@@ -8,9 +8,9 @@ from attacks.vocab_match.task import Task, Tried, find_next
 from hiddenlab.core import TokenRecovery
 from hiddenlab.slice import Answer, Request
 
-SURE = 0.95  # alternatives are tried beside a guess until this much of the probe's probability is covered
-MAX_LEAVES = 4  # alternatives beside one guess in one pass
-WRONG_IN_CHAIN = 2.0  # a chain ends where this many of its guesses are expected to be wrong
+SURE = 0.9  # alternatives are tried beside a guess until this much of the probe's probability is covered
+MAX_LEAVES = 3  # alternatives beside one guess in one pass
+WRONG_IN_CHAIN = 1.5  # a chain ends where this many of its guesses are expected to be wrong
 STEPWISE_BELOW = 0.5  # mean confidence of the guesses below which a chain is not worth verifying
 ROUND_COST = 1.0  # prefills that one wrong guess costs: part of a pass over what follows it
 
@@ -33,13 +33,16 @@ def speculative(task: Task) -> Search:
     if task.shortlist is None or not task.ordered or _confidence(task).mean() < STEPWISE_BELOW:
         yield from stepwise(task)
         return
+    if task.proposer.openings is not None:
+        yield from find_next(task)
+        task.shortlist[0, 0] = task.found[0].token
     guess = yield from _Guess.start(task)
     while len(task.found) < len(task.rows):
         start = len(task.found)
         tried = Tried(task.limits[start : start + 1])
         if guess.needs_search(start):
             tried.add(guess.refuted_tokens(), guess.refuted_distances()[:, None])
-            yield from find_next(task, tried)
+            yield from find_next(task, tried, guess.order[start])
             continue
         end = guess.chain_end(start)
         leaves, attach = guess.leaves(start, end)

@@ -13,7 +13,7 @@ from hiddenlab.core import TokenRecovery
 from hiddenlab.match import Matcher
 from hiddenlab.slice import Answer, Prefix, Request, Slice
 
-FIRST_BATCH, LAST_BATCH = 8, 512
+FIRST_BATCH, LAST_BATCH = 4, 512
 
 
 @dataclass
@@ -98,8 +98,8 @@ class Candidates:
     The cheap shortlist of the target rows comes first; the whole vocabulary is ordered only when that is used up.
     """
 
-    def __init__(self, task: Task, tried: Tried, targets: list[int]) -> None:
-        self.task, self.targets = task, targets
+    def __init__(self, task: Task, tried: Tried, targets: list[int], first: Tensor | None = None) -> None:
+        self.task, self.targets, self.first = task, targets, first
         self.left = (task.budget or task.proposer.vocab_size) - tried.count
         self.size = FIRST_BATCH
         self._seen = torch.zeros(task.proposer.vocab_size, dtype=torch.bool, device=task.rows.device)
@@ -115,11 +115,16 @@ class Candidates:
         self.size = FIRST_BATCH
 
     def _stages(self) -> Iterator[Tensor]:
-        task = self.task
+        task, openings = self.task, self.task.proposer.openings
+        if not task.found and openings is not None:
+            yield openings.nearest(task.raw[self.targets], LAST_BATCH).to(self._seen.device)
         if not task.found and task.slice.special_ids:
             yield torch.tensor(task.slice.special_ids, device=self._seen.device)
-        if task.shortlist is not None:
-            yield _merged_shortlist(task, self.targets, self._next_token)
+        if self._next_token is None:
+            if self.first is not None:
+                yield self.first
+            elif task.shortlist is not None:
+                yield _merged_shortlist(task, self.targets)
         yield task.proposer.order(task.raw[self.targets], self._next_token).to(self._seen.device)
 
     def next_batch(self) -> Int[Tensor, " c"] | None:
@@ -139,12 +144,10 @@ class Candidates:
         return batch
 
 
-def _merged_shortlist(task: Task, targets: list[int], next_token: Tensor | None) -> Int[Tensor, " m"]:
+def _merged_shortlist(task: Task, targets: list[int]) -> Int[Tensor, " m"]:
     """The shortlists of all target rows as one list, best first, each token at its best score."""
     assert task.shortlist is not None and task.scores is not None
     ids, scores = task.shortlist[targets].flatten(), task.scores[targets].flatten()
-    if next_token is not None:
-        scores = scores + task.proposer.weight * next_token.to(scores.device)[ids]
     ids = ids[scores.argsort(descending=True)]
     unique, group = ids.unique(return_inverse=True)
     place = torch.full((len(unique),), len(ids), device=ids.device)
@@ -152,7 +155,7 @@ def _merged_shortlist(task: Task, targets: list[int], next_token: Tensor | None)
     return unique[place.argsort()]
 
 
-def find_next(task: Task, tried: Tried | None = None) -> Search:
+def find_next(task: Task, tried: Tried | None = None, first: Tensor | None = None) -> Search:
     """Search the next position until a candidate matches; commit it, verified or (exhausted) the nearest.
 
     This is the inner loop of the paper's Algorithms 1, 4, 5 and 6: the matcher decides between 1 and 5 or 4 and
@@ -161,7 +164,7 @@ def find_next(task: Task, tried: Tried | None = None) -> Search:
     """
     targets = list(task.targets())
     tried = tried or Tried(task.limits[targets])
-    candidates = Candidates(task, tried, targets)
+    candidates = Candidates(task, tried, targets, first)
     observed = task.rows[targets]
     empty = torch.empty(0, dtype=torch.long, device=task.rows.device)
     asked = task.model is None

@@ -57,7 +57,7 @@ def attack(
     budget: Annotated[
         int | None, Option(metavar="N", min=1, help="Candidates a token at most; default: no cap.")
     ] = None,
-    batch: Annotated[int, Option(metavar="N", min=1, help="Prompts attacked at once.")] = 8,
+    batch: Annotated[int, Option(metavar="N", min=1, help="Prompts attacked at once.")] = 32,
     seed: o.SeedOpt = 0,
     device: o.DeviceOpt = "auto",
     device_map: o.DeviceMapOpt = None,

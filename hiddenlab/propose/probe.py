@@ -282,6 +282,8 @@ def _train_expert(
     tick: Callable[[int], None],
 ) -> Expert:  # fmt: skip
     device, d, out = rows.device, rows.shape[1], targets.shape[1]
+    # Half precision is enough for logits, and their product is most of the work.
+    fast = targets.to(fast_dtype(device))
     expert = Expert(rows.mean(0), rows.std(0) + 1e-4 * rows.std() + 1e-8)
     features = expert.features(rows)
     gram = features.T @ features + settings.ridge * torch.eye(d, device=device)
@@ -308,7 +310,7 @@ def _train_expert(
             )
             classes, place = torch.cat([tokens[pick], negatives]).unique(return_inverse=True)
             unit = expert.direction(features[pick])
-            logits = unit @ targets[classes].T * p["log_scale"].exp()
+            logits = (unit.to(fast.dtype) @ fast[classes].T).float() * p["log_scale"].exp()
             loss = F.cross_entropy(logits, place[: len(pick)])
             optimizer.zero_grad()
             loss.backward()

@@ -1,4 +1,4 @@
-"""Trained probes in the cache, by model, layer, channel and settings, so that the second attack starts at once."""
+"""Probes and opening tables in the cache, by model, layer, channel and settings: the second attack starts at once."""
 
 import hashlib
 import json
@@ -6,6 +6,8 @@ import os
 import time
 from contextlib import suppress
 from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -14,35 +16,52 @@ from safetensors.torch import save_file
 from hiddenlab.channel import Channel
 from hiddenlab.core import Progress, Public, silent
 from hiddenlab.propose.corpus import Corpus
-from hiddenlab.propose.probe import Probe, ProbeSettings, train_probe
+from hiddenlab.propose.openings import Openings
+from hiddenlab.propose.probe import Probe, ProbeSettings, fast_dtype, train_probe
 from hiddenlab.slice import Slice
 from hiddenlab.slice.load import cache_dir
 
-FORMAT = 2
-# Floating-point operations spent on the attacker's own training states: an estimated 45 s on two CPU cores.
-STATE_FLOPS = {"cpu": 9e12, "cuda": 3e15}
+FORMAT = 3
+# Floating-point operations spent on the attacker's own training states: about 50 s on two CPU cores that multiply
+# bfloat16.
+STATE_FLOPS = {"cpu": 10.8e12, "cuda": 3e15}
 SCREEN_WIDTH = 128
 TRAINING_TOKENS = (20_000, 100_000)
 
 
+def _layer_weights(slice: Slice) -> int:
+    return max(1, sum(p.numel() for p in slice.model.parameters()) - slice.embedding.numel())
+
+
+def _affordable_tokens(slice: Slice) -> float:
+    """Positions that the compute allowance runs through the slice."""
+    return STATE_FLOPS.get(slice.device.type, STATE_FLOPS["cpu"]) / (2 * _layer_weights(slice))
+
+
 def training_tokens(slice: Slice) -> int:
     """How many training positions the compute allowance buys at this depth."""
-    weights = sum(p.numel() for p in slice.model.parameters()) - slice.embedding.numel()
-    allowed = STATE_FLOPS.get(slice.device.type, STATE_FLOPS["cpu"]) / (2 * max(weights, 1))
     low, high = TRAINING_TOKENS
-    return int(min(max(allowed, low), high))
+    return int(min(max(_affordable_tokens(slice), low), high))
 
 
 def screen_width(slice: Slice) -> int | None:
     """Width of the shortlist's projection where the vocabulary is dearer than the slice itself, else None."""
-    weights = sum(p.numel() for p in slice.model.parameters()) - slice.embedding.numel()
-    return SCREEN_WIDTH if slice.embedding.numel() > 4 * weights else None
+    return SCREEN_WIDTH if slice.embedding.numel() > 4 * _layer_weights(slice) else None
 
 
-def training_channel(public: Public) -> list[str]:
-    """The stages that change values; mere permutations do not change what a probe must learn."""
+def training_channel(slice: Slice, public: Public) -> list[str]:
+    """The stages that change values; mere permutations do not change what a probe must learn.
+
+    Where the processor is faster in bfloat16, the attacker's own states are made in it: their rounding is far
+    below what a probe can see (eval/LOG.md).
+    """
     channel = Channel.parse(list(public.channel))
-    return [defense.spec for defense in channel.defenses if not _only_permutes(defense)]
+    stages = [defense.spec for defense in channel.defenses if not _only_permutes(defense)]
+    fast = fast_dtype(slice.device)
+    plain = public.provider_dtype == "float32" and public.quantization is None
+    if plain and slice.dtype == torch.float32 and slice.quantization is None and fast != torch.float32:
+        stages.append(f"dtype:{str(fast).removeprefix('torch.')}")
+    return stages
 
 
 def _only_permutes(defense: object) -> bool:
@@ -94,9 +113,50 @@ def probe_for(
     settings = replace(settings or ProbeSettings(), sorted_states=public.columns_permuted is not None)
     if settings.sorted_states:
         settings = replace(settings, steps=600)
-    channel = training_channel(public)
+    channel = training_channel(slice, public)
     tokens = training_tokens(slice)
-    identity = {
+    identity = _identity(slice, channel) | {"tokens": tokens, "settings": asdict(settings)}
+    tensors = _load(identity, slice)
+    seconds = 0.0
+    if tensors is None:
+        started = time.perf_counter()
+        states, labels = collect_states(slice, channel, tokens, settings.seed, progress)
+        with torch.inference_mode(False):
+            probe = train_probe(states, labels, slice.embedding.detach().clone(), settings, progress)
+        tensors = probe.tensors()
+        _save(identity, tensors)
+        seconds = time.perf_counter() - started
+    return Probe.from_tensors(settings, tensors).attach(slice.embedding, screen_width(slice)), seconds
+
+
+def openings_for(slice: Slice, public: Public, progress: Progress = silent) -> tuple[Openings | None, float]:
+    """States of all one-token prompts for a channel, from the cache or made now, and the seconds that took.
+
+    Worth it where columns are permuted, since the probe then says little of the first token. None where they are
+    not, where unknown embeddings stand before the first token, and where the vocabulary is more than the
+    attacker's allowance runs through the slice.
+    """
+    if (
+        public.columns_permuted is None
+        or public.prefix_tokens
+        or _affordable_tokens(slice) < slice.vocab_size
+    ):
+        return None, 0.0
+    channel = training_channel(slice, public)
+    identity = _identity(slice, channel) | {"openings": True}
+    tensors = _load(identity, slice)
+    seconds = 0.0
+    if tensors is None:
+        started = time.perf_counter()
+        tensors = Openings.make(Channel.parse(channel).provider_slice(slice), progress).tensors()
+        _save(identity, tensors)
+        seconds = time.perf_counter() - started
+    return Openings(**tensors), seconds
+
+
+def _identity(slice: Slice, channel: list[str]) -> dict[str, Any]:
+    """What states depend on: with the settings of what is made from them, the key of a file in the cache."""
+    return {
         "format": FORMAT,
         "signature": slice.signature,
         "site": asdict(slice.site),
@@ -106,25 +166,29 @@ def probe_for(
         "weights": [round(float(p.flatten()[0]), 6) for p in slice.model.parameters()],
         "dtype": str(slice.dtype),
         "channel": channel,
-        "tokens": tokens,
-        "settings": asdict(settings),
     }
+
+
+def _path(identity: dict[str, Any]) -> Path:
     key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
-    path = cache_dir() / "probes" / f"{key}.safetensors"
+    return cache_dir() / "probes" / f"{key}.safetensors"
+
+
+def _load(identity: dict[str, Any], slice: Slice) -> dict[str, torch.Tensor] | None:
+    path = _path(identity)
     if path.is_file():
         with suppress(OSError, SafetensorError, KeyError, ValueError), safe_open(path, "pt") as file:
-            tensors = {name: file.get_tensor(name).to(slice.device) for name in file.keys()}  # noqa: SIM118
-            return Probe.from_tensors(settings, tensors).attach(slice.embedding, screen_width(slice)), 0.0
-    started = time.perf_counter()
-    states, labels = collect_states(slice, channel, tokens, settings.seed, progress)
-    with torch.inference_mode(False):
-        probe = train_probe(states, labels, slice.embedding.detach().clone(), settings, progress)
+            return {name: file.get_tensor(name).to(slice.device) for name in file.keys()}  # noqa: SIM118
+    return None
+
+
+def _save(identity: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    path = _path(identity)
     path.parent.mkdir(parents=True, exist_ok=True)
     work = path.with_suffix(f".{os.getpid()}.tmp")
     save_file(
-        {name: value.cpu().contiguous() for name, value in probe.tensors().items()},
+        {name: value.cpu().contiguous() for name, value in tensors.items()},
         work,
         {"hiddenlab": json.dumps(identity)},
     )
     work.replace(path)
-    return probe.attach(slice.embedding, screen_width(slice)), time.perf_counter() - started
