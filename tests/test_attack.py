@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from attacks.vocab_match import VocabMatch, search
 from attacks.vocab_match.epsilon import Sample, Threshold, auto_threshold, calibrated_threshold
+from attacks.vocab_match.task import FIRST_BATCH
 from hiddenlab.channel import Channel
 from hiddenlab.core import Observation, Recovery
 from hiddenlab.errors import InputError

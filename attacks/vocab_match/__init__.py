@@ -21,6 +21,7 @@ from hiddenlab.core import Observation, Progress, Public, Recovery, silent
 from hiddenlab.errors import InputError
 from hiddenlab.match import Matcher, choose_matcher
 from hiddenlab.observation import check_observation
+from hiddenlab.propose.adapt import Adapter
 from hiddenlab.propose.openings import Openings
 from hiddenlab.propose.probe import Probe
 from hiddenlab.propose.store import openings_for, probe_for
@@ -74,8 +75,9 @@ class VocabMatch:
         """Train or load the probe and measure epsilon, for all observations of one channel.
 
         Returns:
-            ``probe_seconds`` (of the probe and the table of first tokens; 0 where both were cached) and ``epsilon_relative`` (fraction of a row's norm), with
-            ``epsilon_floor`` and ``epsilon_gap``, between which it was put.
+            ``probe_seconds`` (of the probe and the table of first tokens; 0 where both were cached) and
+            ``epsilon_relative`` (fraction of a row's norm), with ``epsilon_floor`` and ``epsilon_gap``, between
+            which it was put.
         """
         check_observation(observation, slice)
         public = observation.public
@@ -95,11 +97,13 @@ class VocabMatch:
     def _proposer(self, slice: Slice, public: Public) -> tuple[Proposer, float]:
         probe: Probe | None = None
         openings: Openings | None = None
+        adapter: Adapter | None = None
         seconds = 0.0
         if "probe" in self.proposal:
             probe, trained = probe_for(slice, public, progress=self.progress)
             openings, made = openings_for(slice, public, self.progress)
             seconds = trained + made
+            adapter = Adapter(slice)
         model = None
         if "lm" in self.proposal:
             if self._model is None or self._model[0] is not slice:
@@ -108,7 +112,7 @@ class VocabMatch:
             if probe is None or model.layers <= DEEP * slice.site.layer:
                 # It will be asked: load it now, so that the time of the attack is the attack's.
                 _ = model.slice
-        return Proposer(slice.vocab_size, probe, model, openings), seconds
+        return Proposer(slice.vocab_size, probe, model, openings, adapter), seconds
 
     def _threshold(self, slice: Slice, public: Public, matcher: Matcher) -> Threshold:
         number = parse_epsilon(self.epsilon)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from attacks.vocab_match.drive import Ask, Search
 from hiddenlab.errors import InputError
+from hiddenlab.propose.adapt import Adapter
 from hiddenlab.propose.openings import Openings
 from hiddenlab.propose.probe import Probe, fast_dtype
 from hiddenlab.slice import Answer, Prefix, Request, Slice, load_slice
@@ -48,6 +49,7 @@ class Proposer:
     probe: Probe | None
     lm: LazyModel | None
     openings: Openings | None = None
+    adapter: Adapter | None = None
 
     @property
     def weight(self) -> float:

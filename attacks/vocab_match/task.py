@@ -14,6 +14,8 @@ from hiddenlab.match import Matcher
 from hiddenlab.slice import Answer, Prefix, Request, Slice
 
 FIRST_BATCH, LAST_BATCH = 4, 512
+# Candidates tried at one position before their states are learned from, and again at each doubling up to the last.
+ADAPT_FROM, ADAPT_TO = 256, 4096
 
 
 @dataclass
@@ -114,6 +116,16 @@ class Candidates:
         self._order = torch.empty(0, dtype=torch.long, device=self._seen.device)
         self.size = FIRST_BATCH
 
+    def interleave(self, distances: Float[Tensor, " v"]) -> None:
+        """Take turns between the order so far and the nearest predictions, neither of which is always right."""
+        left = torch.cat([self._order, *self._waiting])
+        left = left[~self._seen[left]]
+        nearest = distances.argsort()
+        nearest = nearest[~self._seen[nearest]]
+        n = min(len(left), len(nearest))
+        mixed = torch.cat([torch.stack([nearest[:n], left[:n]], 1).flatten(), nearest[n:], left[n:]])
+        self._order, self._waiting = first_of_each(mixed, len(self._seen)), iter(())
+
     def _stages(self) -> Iterator[Tensor]:
         task, openings = self.task, self.task.proposer.openings
         if not task.found and openings is not None:
@@ -144,15 +156,20 @@ class Candidates:
         return batch
 
 
+def first_of_each(tokens: Int[Tensor, " n"], vocab: int) -> Int[Tensor, " m"]:
+    """Tokens without their later repeats, in order."""
+    place = torch.full((vocab,), len(tokens), device=tokens.device)
+    steps = torch.arange(len(tokens), device=tokens.device)
+    place.scatter_reduce_(0, tokens, steps, "amin")
+    return tokens[place[tokens] == steps]
+
+
 def _merged_shortlist(task: Task, targets: list[int]) -> Int[Tensor, " m"]:
     """The shortlists of all target rows as one list, best first, each token at its best score."""
     assert task.shortlist is not None and task.scores is not None
     ids, scores = task.shortlist[targets].flatten(), task.scores[targets].flatten()
     ids = ids[scores.argsort(descending=True)]
-    unique, group = ids.unique(return_inverse=True)
-    place = torch.full((len(unique),), len(ids), device=ids.device)
-    place.scatter_reduce_(0, group, torch.arange(len(ids), device=ids.device), "amin")
-    return unique[place.argsort()]
+    return first_of_each(ids, task.proposer.vocab_size)
 
 
 def find_next(task: Task, tried: Tried | None = None, first: Tensor | None = None) -> Search:
@@ -168,6 +185,8 @@ def find_next(task: Task, tried: Tried | None = None, first: Tensor | None = Non
     observed = task.rows[targets]
     empty = torch.empty(0, dtype=torch.long, device=task.rows.device)
     asked = task.model is None
+    states: list[Tensor] = []
+    adapt_at = ADAPT_FROM
     while True:
         if not asked and task.model is not None:
             cost = task.model.cost(task.tokens, task.slice.site.layer)
@@ -178,15 +197,18 @@ def find_next(task: Task, tried: Tried | None = None, first: Tensor | None = Non
         if batch is None:
             break
         answer: Answer = yield Ask(task.slice, Request(task.prefix, empty, leaves=batch))
-        tried.add(
-            batch, task.matcher.table(candidates=task.matcher.prepare(answer.leaves), observed=observed)
-        )
+        states.append(task.matcher.prepare(answer.leaves))
+        tried.add(batch, task.matcher.table(candidates=states[-1], observed=observed))
         # The accepted token is always among the newest batch: an earlier match would have ended the search.
         best, matched = tried.best(targets, task.limits)
         if matched:
             task.prefix.keep(answer, leaf=int((batch == best.token).nonzero()[0, 0]))
             task.accept(best)
             return
+        if task.proposer.adapter is not None and adapt_at <= tried.count <= ADAPT_TO:
+            tokens = torch.cat(tried.tokens[-len(states) :])
+            candidates.interleave(task.proposer.adapter.distances(tokens, torch.cat(states), observed))
+            adapt_at = 2 * tried.count
     best, _ = tried.best(targets, task.limits)
     task.exhausted = True
     answer = yield Ask(task.slice, Request(task.prefix, torch.tensor([best.token], device=task.rows.device)))

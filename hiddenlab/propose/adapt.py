@@ -1,0 +1,96 @@
+"""Learning from candidates that failed: predict the states of all others in the context of one position.
+
+A probe is trained once and knows no context. At a position where it fails, the attacker has already run some
+hundred wrong candidates in the exact context; their states show what this context does to a token. A kernel
+ridge regression from a context-free description of every token (its state after the first layers, behind a fixed
+opening) to its state here predicts the states of the whole vocabulary, and the tokens whose prediction lies
+nearest to the observed row come first. "Nearest" is measured with the covariance of the leave-one-out errors,
+since some directions are predicted well and others not at all. No paper describes this (eval/LOG.md has figures).
+"""
+
+from functools import cached_property
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from hiddenlab.propose.probe import fast_dtype
+from hiddenlab.slice import Slice, load_slice
+
+FEATURE_LAYERS = 2  # deeper descriptions predict no better, and these cost little (eval/LOG.md)
+OPENING = "x = 3\n"
+MAX_FEATURES = 1024  # wider states are projected
+RIDGE, SHRINK, LINEAR, BANDWIDTH, CLIP = 0.3, 0.1, 0.5, 1.0, 6.0
+CHUNK = 8192
+
+
+class Adapter:
+    """Predicts in-context states from those of candidates already tried.
+
+    Args:
+        slice: the slice under attack; its first layers describe the vocabulary, on first use.
+    """
+
+    def __init__(self, slice: Slice) -> None:
+        self._of = slice
+
+    @cached_property
+    def features(self) -> Float[Tensor, "v f"]:
+        """Every token's state after the first layers behind a fixed opening, standardised, in the fastest dtype."""
+        of, layers = self._of, min(FEATURE_LAYERS, self._of.site.layer)
+        shallow = of
+        if (layers, "resid") != (of.site.layer, of.site.stream):
+            dtype = str(of.dtype).removeprefix("torch.")
+            shallow = load_slice(
+                of.ref.path, layers, dtype=dtype, device=str(of.device), revision=of.ref.revision
+            )
+        opening = of.tokenize(OPENING) if of.tokenizer is not None else [1 % of.vocab_size] * 4
+        prefix = shallow.prefix()
+        prefix.extend(torch.tensor(opening, device=shallow.device))
+        states = prefix.branch(torch.arange(of.vocab_size, device=shallow.device)).float()
+        if states.shape[1] > MAX_FEATURES:
+            generator = torch.Generator().manual_seed(0)
+            mix = torch.randn(states.shape[1], MAX_FEATURES, generator=generator).to(states)
+            states = states @ mix
+        states = (states - states.mean(0)) / (states.std(0) + 1e-6)
+        return states.clamp_(-CLIP, CLIP).to(fast_dtype(states.device))
+
+    def distances(
+        self,
+        tokens: Int[Tensor, " n"],
+        states: Float[Tensor, "n d"],
+        observed: Float[Tensor, "rows d"],
+    ) -> Float[Tensor, " v"]:
+        """Squared distance from each token's predicted state to the nearest observed row.
+
+        Args:
+            tokens, states: candidates tried in this context and their states, in the matcher's form.
+            observed: the target rows, in the same form.
+        """
+        known = self.features[tokens]
+        count = len(known)
+        mean = states.mean(0)
+        inverse = torch.linalg.inv(_kernel(known, known) + RIDGE * torch.eye(count, device=known.device))
+        weights = inverse @ (states - mean)
+        errors = (
+            weights / inverse.diagonal()[:, None]
+        )  # what each candidate's own prediction lacks without it
+        covariance = errors.T @ errors / len(errors)
+        covariance.diagonal().add_(SHRINK * covariance.diagonal().mean() + 1e-20)
+        root = torch.linalg.cholesky(covariance)
+        # Whitened once here, not for every token of the vocabulary.
+        weights = torch.linalg.solve_triangular(root, weights.T, upper=False).T.to(known.dtype)
+        targets = torch.linalg.solve_triangular(root, (observed - mean).T, upper=False).T
+        out = []
+        for part in self.features.split(CHUNK):
+            predicted = (_kernel(part, known).to(known.dtype) @ weights).float()
+            out.append(torch.cdist(predicted, targets).square().amin(1))
+        return torch.cat(out)
+
+
+def _kernel(a: Float[Tensor, "m f"], b: Float[Tensor, "n f"]) -> Float[Tensor, "m n"]:
+    """A Gaussian kernel plus a linear one, in units of the number of features."""
+    inner = (a @ b.T).float()
+    half = inner - b.float().square().sum(1) / 2
+    half -= a.float().square().sum(1)[:, None] / 2  # minus half the squared distance
+    return inner.mul_(LINEAR / a.shape[1]).add_(half.div_(BANDWIDTH * a.shape[1]).exp_(), alpha=2)
