@@ -19,7 +19,7 @@ from torch import Tensor
 from hiddenlab import registry
 from hiddenlab.core import Observation, Public, Secret
 from hiddenlab.errors import HiddenlabError, InputError
-from hiddenlab.slice import Request, Slice, load_slice
+from hiddenlab.slice import Request, Slice
 
 LOAD_OPTIONS = ("dtype", "quantization")
 
@@ -122,19 +122,10 @@ class Channel:
         options = self._load_options(plain)
         if options == plain:
             return slice
-        placed = getattr(slice.model, "hf_device_map", None) or {}
-        options |= {
-            "stream": slice.site.stream,
-            "device": str(slice.device),
-            "revision": slice.ref.revision,
-            "device_map": "auto" if len(set(placed.values())) > 1 else None,
-        }
-        key = (slice.ref.path, slice.site.layer, *options.values())
+        key = (slice.ref.path, slice.ref.revision, slice.site, str(slice.device), *options.values())
         if key not in self._providers:
             with _quiet_bitsandbytes():
-                loaded = load_slice(slice.ref.path, slice.site.layer, **options)
-            loaded.ref = slice.ref  # it was loaded by path; the name that users gave is what becomes public
-            self._providers[key] = loaded
+                self._providers[key] = slice.sibling(slice.site.layer, stream=slice.site.stream, **options)
         provider = self._providers[key]
         provider.max_pass_tokens = slice.max_pass_tokens
         return provider

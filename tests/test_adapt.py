@@ -110,6 +110,10 @@ def in_context(slice: Slice, prompt: list[int]) -> Tensor:
     return prefix.branch(torch.arange(slice.vocab_size)).float()
 
 
+def described(slice: Slice) -> Adapter:
+    return Adapter.describe(slice.sibling(adapt.FEATURE_LAYERS, dtype="float32"))
+
+
 def slow_distances(features: Tensor, tokens: Tensor, states: Tensor, observed: Tensor) -> Tensor:
     """The same regression in float64, each leave-one-out error from a regression without that candidate."""
     x, y = features.double(), states.double()
@@ -146,7 +150,7 @@ def slow_distances(features: Tensor, tokens: Tensor, states: Tensor, observed: T
 def test_distances_equal_the_slow_regression(tiny_slice: TinySlice, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adapt, "fast_dtype", lambda device: torch.float32)
     slice = tiny_slice("llama", 2)
-    adapter, states = Adapter(slice), in_context(slice, [3, 200, 41])
+    adapter, states = described(slice), in_context(slice, [3, 200, 41])
     tokens = torch.randperm(VOCABULARY, generator=seeded())[:48]
     observed = states[[250, 251]]
     fast = adapter.distances(tokens, states[tokens], observed)
@@ -158,7 +162,7 @@ def test_distances_equal_the_slow_regression(tiny_slice: TinySlice, monkeypatch:
 def test_failed_candidates_bring_the_right_one_forward(tiny_slice: TinySlice, architecture: str) -> None:
     """Sorted states of random weights hold no more than chance would; eval/LOG.md has them on a real model."""
     slice = tiny_slice(architecture, 3)
-    adapter = Adapter(slice)
+    adapter = described(slice)
     ranks = []
     for seed in range(12):
         order = torch.randperm(VOCABULARY, generator=seeded(seed))
@@ -174,7 +178,7 @@ def test_failed_candidates_bring_the_right_one_forward(tiny_slice: TinySlice, ar
 def test_wide_states_are_projected(tiny_slice: TinySlice, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adapt, "MAX_FEATURES", 16)
     slice = tiny_slice("llama", 3)
-    assert Adapter(slice).features.shape == (VOCABULARY, 16)
+    assert described(slice).features.shape == (VOCABULARY, 16)
 
 
 @pytest.mark.parametrize("channel", ["identity", "seq-perm"])
@@ -195,3 +199,13 @@ def test_the_attack_learns_and_stays_exact(
         assert [r.ids for r in recoveries] == prompts
         evaluated[start] = sum(r.evaluated_tokens for r in recoveries)
     assert evaluated[16] < 0.8 * evaluated[10**6]
+
+
+def test_descriptions_are_kept_for_all_layers_of_a_model(tiny_slice: TinySlice, cache: Path) -> None:
+    made, seconds = store.adapter_for(tiny_slice("llama", 3))
+    assert seconds > 0
+    kept, seconds = store.adapter_for(tiny_slice("llama", 4))
+    assert seconds == 0
+    assert torch.equal(made.features, kept.features)
+    assert torch.isfinite(made.features).all()
+    assert store.adapter_for(tiny_slice("llama", 1))[1] > 0

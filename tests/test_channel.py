@@ -361,7 +361,7 @@ def test_a_sharded_model_gets_a_sharded_provider(slice: Slice, monkeypatch: pyte
         asked.append(options)
         return slice
 
-    monkeypatch.setattr("hiddenlab.channel.load_slice", fake)
+    monkeypatch.setattr("hiddenlab.slice.load_slice", fake)
     for placed in ({"": "cpu"}, {"embed_tokens": "cpu", "layers": "disk"}):
         monkeypatch.setattr(slice.model, "hf_device_map", placed, raising=False)
         Channel.parse(["dtype:bfloat16"]).provider_slice(slice)

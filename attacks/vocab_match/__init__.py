@@ -24,7 +24,7 @@ from hiddenlab.observation import check_observation
 from hiddenlab.propose.adapt import Adapter
 from hiddenlab.propose.openings import Openings
 from hiddenlab.propose.probe import Probe
-from hiddenlab.propose.store import openings_for, probe_for
+from hiddenlab.propose.store import adapter_for, openings_for, probe_for
 from hiddenlab.slice import Slice
 from hiddenlab.slice.load import parse_dtype
 
@@ -75,7 +75,7 @@ class VocabMatch:
         """Train or load the probe and measure epsilon, for all observations of one channel.
 
         Returns:
-            ``probe_seconds`` (of the probe and the table of first tokens; 0 where both were cached) and
+            ``probe_seconds`` (of the probe and the tables beside it; 0 where all were cached) and
             ``epsilon_relative`` (fraction of a row's norm), with ``epsilon_floor`` and ``epsilon_gap``, between
             which it was put.
         """
@@ -102,8 +102,8 @@ class VocabMatch:
         if "probe" in self.proposal:
             probe, trained = probe_for(slice, public, progress=self.progress)
             openings, made = openings_for(slice, public, self.progress)
-            seconds = trained + made
-            adapter = Adapter(slice)
+            adapter, described = adapter_for(slice, self.progress)
+            seconds = trained + made + described
         model = None
         if "lm" in self.proposal:
             if self._model is None or self._model[0] is not slice:

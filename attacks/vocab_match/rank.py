@@ -12,7 +12,7 @@ from hiddenlab.errors import InputError
 from hiddenlab.propose.adapt import Adapter
 from hiddenlab.propose.openings import Openings
 from hiddenlab.propose.probe import Probe, fast_dtype
-from hiddenlab.slice import Answer, Prefix, Request, Slice, load_slice
+from hiddenlab.slice import Answer, Prefix, Request, Slice
 from hiddenlab.slice.load import load_config
 
 PROPOSALS = ("probe+lm", "probe", "lm", "vocab")
@@ -35,10 +35,8 @@ class LazyModel:
     @cached_property
     def slice(self) -> Slice:
         """Loaded in the fastest dtype at hand: it only orders candidates, so its last digits do not matter."""
-        device = self._of.device
-        dtype = str(fast_dtype(device)).removeprefix("torch.")
-        ref = self._of.ref
-        return load_slice(ref.path, stream="logits", dtype=dtype, device=str(device), revision=ref.revision)
+        dtype = str(fast_dtype(self._of.device)).removeprefix("torch.")
+        return self._of.sibling(stream="logits", dtype=dtype)
 
 
 @dataclass(frozen=True)

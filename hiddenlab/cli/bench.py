@@ -46,10 +46,10 @@ def bench(
     if json:
         print_json(result)
         return
-    from hiddenlab.cli.show import cell, rows_table
+    from hiddenlab.cli.show import cell, figures_table
 
     screen = stdout()
-    screen.print(rows_table(result["rows"], f"bench {name}"))
+    screen.print(figures_table(result["rows"], f"bench {name}"))
     for key, value in result.items():
         if key != "rows" and not isinstance(value, dict):
             screen.print(f"{key.replace('_', ' ')}: {cell(value)}", highlight=False, markup=False)

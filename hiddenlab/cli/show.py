@@ -46,6 +46,18 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
     return table
 
 
+def figures_table(rows: Sequence[Mapping[str, Any]], title: str) -> Table:
+    """A table for few rows of many figures, narrow enough for any terminal: a column each, a line a figure."""
+    first, *keys = dict.fromkeys(key for row in rows for key in row)
+    table = Table(title=title)
+    table.add_column(Text(first.replace("_", " ")))
+    for row in rows:
+        table.add_column(Text(cell(row.get(first))), justify="right")
+    for key in keys:
+        table.add_row(Text(key.replace("_", " ")), *(Text(cell(row.get(key))) for row in rows))
+    return table
+
+
 def rows_table(rows: Sequence[Mapping[str, Any]], title: str) -> Table:
     """A table of dictionaries, columns in the order in which they first appear."""
     columns = list(dict.fromkeys(key for row in rows for key in row))

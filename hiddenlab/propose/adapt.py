@@ -8,14 +8,15 @@ nearest to the observed row come first. "Nearest" is measured with the covarianc
 since some directions are predicted well and others not at all. No paper describes this (eval/LOG.md has figures).
 """
 
-from functools import cached_property
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from hiddenlab.core import Progress, silent
 from hiddenlab.propose.probe import fast_dtype
-from hiddenlab.slice import Slice, load_slice
+from hiddenlab.slice import Slice
 
 FEATURE_LAYERS = 2  # deeper descriptions predict no better, and these cost little (eval/LOG.md)
 OPENING = "x = 3\n"
@@ -24,36 +25,38 @@ RIDGE, SHRINK, LINEAR, BANDWIDTH, CLIP = 0.3, 0.1, 0.5, 1.0, 6.0
 CHUNK = 8192
 
 
+@dataclass(frozen=True)
 class Adapter:
     """Predicts in-context states from those of candidates already tried.
 
-    Args:
-        slice: the slice under attack; its first layers describe the vocabulary, on first use.
+    Attributes:
+        features: a context-free description of every token, see ``describe``.
     """
 
-    def __init__(self, slice: Slice) -> None:
-        self._of = slice
+    features: Float[Tensor, "v f"]
 
-    @cached_property
-    def features(self) -> Float[Tensor, "v f"]:
-        """Every token's state after the first layers behind a fixed opening, standardised, in the fastest dtype."""
-        of, layers = self._of, min(FEATURE_LAYERS, self._of.site.layer)
-        shallow = of
-        if (layers, "resid") != (of.site.layer, of.site.stream):
-            dtype = str(of.dtype).removeprefix("torch.")
-            shallow = load_slice(
-                of.ref.path, layers, dtype=dtype, device=str(of.device), revision=of.ref.revision
-            )
-        opening = of.tokenize(OPENING) if of.tokenizer is not None else [1 % of.vocab_size] * 4
+    @classmethod
+    def describe(cls, shallow: Slice, progress: Progress = silent) -> "Adapter":
+        """Describe tokens by their states in a shallow slice, behind a fixed opening; standardised, bounded.
+
+        Args:
+            shallow: the first ``FEATURE_LAYERS`` layers (or fewer) of the model under attack.
+        """
+        opening = shallow.tokenize(OPENING) if shallow.tokenizer is not None else [1 % shallow.vocab_size] * 4
         prefix = shallow.prefix()
         prefix.extend(torch.tensor(opening, device=shallow.device))
-        states = prefix.branch(torch.arange(of.vocab_size, device=shallow.device)).float()
-        if states.shape[1] > MAX_FEATURES:
-            generator = torch.Generator().manual_seed(0)
-            mix = torch.randn(states.shape[1], MAX_FEATURES, generator=generator).to(states)
-            states = states @ mix
-        states = (states - states.mean(0)) / (states.std(0) + 1e-6)
-        return states.clamp_(-CLIP, CLIP).to(fast_dtype(states.device))
+        parts = []
+        for tokens in torch.arange(shallow.vocab_size, device=shallow.device).split(shallow.max_pass_tokens):
+            progress("describing the vocabulary", int(tokens[0]), shallow.vocab_size)
+            states = prefix.branch(tokens).float()
+            if states.shape[1] > MAX_FEATURES:
+                generator = torch.Generator().manual_seed(0)
+                states = states @ torch.randn(states.shape[1], MAX_FEATURES, generator=generator).to(states)
+            parts.append(states)
+        progress("describing the vocabulary", shallow.vocab_size, shallow.vocab_size)
+        features = torch.cat(parts)
+        features = (features - features.mean(0)) / (features.std(0) + 1e-6)
+        return cls(features.clamp_(-CLIP, CLIP).to(fast_dtype(shallow.device)))
 
     def distances(
         self,

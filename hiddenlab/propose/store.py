@@ -14,7 +14,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from hiddenlab.channel import Channel
-from hiddenlab.core import Progress, Public, silent
+from hiddenlab.core import Progress, Public, Site, silent
+from hiddenlab.propose.adapt import FEATURE_LAYERS, Adapter
 from hiddenlab.propose.corpus import Corpus
 from hiddenlab.propose.openings import Openings
 from hiddenlab.propose.probe import Probe, ProbeSettings, fast_dtype, train_probe
@@ -152,6 +153,27 @@ def openings_for(slice: Slice, public: Public, progress: Progress = silent) -> t
         _save(identity, tensors)
         seconds = time.perf_counter() - started
     return Openings(**tensors), seconds
+
+
+def adapter_for(slice: Slice, progress: Progress = silent) -> tuple[Adapter, float]:
+    """Descriptions of the vocabulary to learn from failed candidates with, and the seconds they took (0 if cached).
+
+    They are the same at every layer and for every channel of a model.
+    """
+    layers = min(FEATURE_LAYERS, slice.site.layer)
+    shallow = slice
+    if slice.site != Site(layers) or slice.quantization is not None:
+        shallow = slice.sibling(layers, dtype=str(slice.dtype).removeprefix("torch."))
+    identity = _identity(shallow, []) | {"features": True}
+    tensors = _load(identity, slice)
+    seconds = 0.0
+    if tensors is None:
+        started = time.perf_counter()
+        adapter = Adapter.describe(shallow, progress)
+        tensors = {"features": adapter.features}
+        _save(identity, tensors)
+        seconds = time.perf_counter() - started
+    return Adapter(**tensors), seconds
 
 
 def _identity(slice: Slice, channel: list[str]) -> dict[str, Any]:
