@@ -14,7 +14,7 @@ from attacks.vocab_match.epsilon import (
     measure,
     parse_epsilon,
 )
-from attacks.vocab_match.rank import SHORTLIST, LazyModel, Proposer, check_proposal
+from attacks.vocab_match.rank import SHORTLIST, WIDE_SHORTLIST, LazyModel, Proposer, check_proposal
 from attacks.vocab_match.search import speculative, stepwise
 from attacks.vocab_match.task import Task
 from hiddenlab.core import Observation, Progress, Public, Recovery, silent
@@ -27,8 +27,6 @@ from hiddenlab.propose.probe import Probe
 from hiddenlab.propose.store import adapter_for, openings_for, probe_for
 from hiddenlab.slice import Slice
 from hiddenlab.slice.load import parse_dtype
-
-DEEP = 4  # a slice of at least this fraction of all layers makes the language model worth asking
 
 SEARCHES = {"speculative": speculative, "greedy": stepwise}
 
@@ -109,10 +107,11 @@ class VocabMatch:
             if self._model is None or self._model[0] is not slice:
                 self._model = (slice, LazyModel(slice))
             model = self._model[1]
-            if probe is None or model.layers <= DEEP * slice.site.layer:
-                # It will be asked: load it now, so that the time of the attack is the attack's.
-                _ = model.slice
-        return Proposer(slice.vocab_size, probe, model, openings, adapter), seconds
+        proposer = Proposer(slice.vocab_size, probe, model, openings, adapter)
+        if model is not None and proposer.asks_model(slice.site.layer):
+            # Load it now, so that the time of the attack is the attack's.
+            _ = model.slice
+        return proposer, seconds
 
     def _threshold(self, slice: Slice, public: Public, matcher: Matcher) -> Threshold:
         number = parse_epsilon(self.epsilon)
@@ -183,7 +182,8 @@ class VocabMatch:
         scores = ids = [None] * len(states)
         if proposer.probe is not None and self.search == "speculative":
             counts = [len(s) for s in states]
-            top, tokens = proposer.probe.shortlist(torch.cat(states), SHORTLIST)
+            width = WIDE_SHORTLIST if proposer.asks_model(slice.site.layer) else SHORTLIST
+            top, tokens = proposer.probe.shortlist(torch.cat(states), width)
             scores, ids = top.split(counts), tokens.split(counts)  # type: ignore[assignment]
         tasks = []
         for raw, score, shortlist in zip(states, scores, ids, strict=True):

@@ -16,7 +16,10 @@ from hiddenlab.slice import Answer, Prefix, Request, Slice
 from hiddenlab.slice.load import load_config
 
 PROPOSALS = ("probe+lm", "probe", "lm", "vocab")
-SHORTLIST = 128
+SHORTLIST = 32  # tokens a row that the probe names cheaply
+# The same where the language model is likely to be asked: it then chooses among them.
+WIDE_SHORTLIST = 128
+DEEP = 4  # a slice of at least this fraction of all layers makes the language model worth asking
 # Weight of the language model's log-probability beside the probe's (eval/LOG.md).
 LM_WEIGHT = 0.8
 
@@ -53,6 +56,10 @@ class Proposer:
     def weight(self) -> float:
         """Weight of the language model's log-probabilities."""
         return 1.0 if self.probe is None else LM_WEIGHT
+
+    def asks_model(self, layer: int) -> bool:
+        """The language model is likely to be asked: by itself, or beside a slice that costs about as much."""
+        return self.lm is not None and (self.probe is None or self.lm.layers <= DEEP * layer)
 
     def order(
         self, rows: Float[Tensor, "rows d"], next_token: Float[Tensor, " v"] | None
