@@ -30,11 +30,18 @@ BUILTINS: dict[str, dict[str, str]] = {
     },
     "metrics": {"text": "eval.metrics:score_text"},
     "benches": {"attack": "eval.bench_attack:bench"},
+    "cascade": {"plan": "defenses.cascade.command:plan", "run": "defenses.cascade.command:run"},
 }
 PLUGIN_KINDS = ("attacks", "defenses")
 POSITIONAL = ""  # the key under which ``parse_spec`` returns a value without a name
 
-_SINGULAR = {"attacks": "attack", "defenses": "defense", "metrics": "metric", "benches": "bench"}
+_SINGULAR = {
+    "attacks": "attack",
+    "defenses": "defense",
+    "metrics": "metric",
+    "benches": "bench",
+    "cascade": "cascade command",
+}
 _TRUTH = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 
 

@@ -424,7 +424,29 @@ def test_list_and_eval(run: Run) -> None:
     assert "unknown experiment" in refused(run("eval", "table-1", code=2))
 
 
-@pytest.mark.parametrize("verb", ["attack", "capture", "eval", "bench", "report", "rerun", "list", ""])
+def test_cascade(run: Run, model: str) -> None:
+    numbers = ("--alpha", "3", "--c", "2", "--model", model)
+    planned = json.loads(run("cascade", "plan", "--tokens", "20", *numbers, "--json").stdout)
+    assert planned["plan"]["attn_nodes"] == 9
+    shown = run("cascade", "plan", "--tokens", "20", *numbers, "--rho", "9", env={"COLUMNS": "80"}).stdout
+    assert "██····██····██····██" in shown
+    assert "not secure by Theorem 7.3" in shown
+    out = run("cascade", "run", "hello é", *numbers, "--logsumexp", "--compare", "--threads", "1", "--json")
+    result = json.loads(out.stdout)
+    assert (result["tokens"], result["comp_nodes"]) == (8, 3)
+    assert result["max_difference"] <= 1e-4
+    assert "max difference" in run("cascade", "run", "hello", *numbers, "--compare").stdout
+    assert "alpha must be at least 1" in refused(
+        run("cascade", "plan", "--tokens", "4", "--alpha", "0", "--model", model, code=2)
+    )
+    assert "give a prompt" in refused(run("cascade", "run", *numbers, code=2))
+    assert "either shards by hand" in refused(run("cascade", "run", "abc", *numbers, "--shards", "0", code=2))
+
+
+VERBS = ["attack", "capture", "eval", "bench", "report", "rerun", "list", "cascade", ""]
+
+
+@pytest.mark.parametrize("verb", VERBS)
 def test_help_loads_no_torch(verb: str) -> None:
     code = (
         "import sys\n"

@@ -14,6 +14,8 @@ from hiddenlab.match import Matcher
 from hiddenlab.slice import Answer, Prefix, Request, Slice
 
 FIRST_BATCH, LAST_BATCH = 4, 512
+# Candidates tried at one position before the prompt's own tokens are, and how many of these at most.
+COPY_FROM, MAX_COPIES = 24, 64
 # Candidates tried at one position before their states are learned from, and again at each doubling up to the last.
 ADAPT_FROM, ADAPT_TO = 256, 4096
 
@@ -50,6 +52,10 @@ class Task:
     @property
     def tokens(self) -> list[int]:
         return [one.token for one in self.found]
+
+    def recent(self) -> list[int]:
+        """Distinct tokens found so far, the latest first, at most ``MAX_COPIES``."""
+        return list(dict.fromkeys(reversed(self.tokens)))[:MAX_COPIES]
 
     def targets(self) -> list[int]:
         """Rows that the next token may match: its own, or all free ones where the order is unknown."""
@@ -126,6 +132,11 @@ class Candidates:
         mixed = torch.cat([torch.stack([nearest[:n], left[:n]], 1).flatten(), nearest[n:], left[n:]])
         self._order, self._waiting = first_of_each(mixed, len(self._seen)), iter(())
 
+    def promote(self, tokens: Int[Tensor, " n"]) -> None:
+        """Try some tokens next."""
+        order = torch.cat([tokens, self._order])
+        self._order = first_of_each(order[~self._seen[order]], len(self._seen))
+
     def _stages(self) -> Iterator[Tensor]:
         task, openings = self.task, self.task.proposer.openings
         if not task.found and openings is not None:
@@ -186,7 +197,7 @@ def find_next(task: Task, tried: Tried | None = None, first: Tensor | None = Non
     empty = torch.empty(0, dtype=torch.long, device=task.rows.device)
     asked = task.model is None
     states: list[Tensor] = []
-    adapt_at = ADAPT_FROM
+    adapt_at, copied = ADAPT_FROM, False
     while True:
         if not asked and task.model is not None:
             cost = task.model.cost(task.tokens, task.slice.site.layer)
@@ -205,6 +216,10 @@ def find_next(task: Task, tried: Tried | None = None, first: Tensor | None = Non
             task.prefix.keep(answer, leaf=int((batch == best.token).nonzero()[0, 0]))
             task.accept(best)
             return
+        if task.proposer.probe is not None and not copied and tried.count >= COPY_FROM:
+            # Prompts repeat themselves, also where neither probe nor language model expects it ("no no no no").
+            candidates.promote(torch.tensor(task.recent(), dtype=torch.long, device=task.rows.device))
+            copied = True
         if task.proposer.adapter is not None and adapt_at <= tried.count <= ADAPT_TO:
             tokens = torch.cat(tried.tokens[-len(states) :])
             candidates.interleave(task.proposer.adapter.distances(tokens, torch.cat(states), observed))

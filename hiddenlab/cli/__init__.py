@@ -5,7 +5,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from hiddenlab.cli import attack, bench, capture, eval, listing, report, rerun
+from hiddenlab.cli import attack, bench, capture, cascade, eval, listing, report, rerun
 from hiddenlab.cli.console import stderr
 from hiddenlab.errors import HiddenlabError
 
@@ -41,6 +41,7 @@ app.command("bench")(bench.bench)
 app.command("report")(report.report)
 app.command("rerun")(rerun.rerun)
 app.command("list")(listing.list_)
+app.add_typer(cascade.app, name="cascade")
 
 
 def main() -> None:

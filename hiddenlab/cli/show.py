@@ -70,6 +70,20 @@ def rows_table(rows: Sequence[Mapping[str, Any]], title: str) -> Table:
     return table
 
 
+def holders_picture(holders: Sequence[int], nodes: int, width: int) -> Text:
+    """A line a CompNode and a character a token, full where the node holds it; cut into blocks of the width."""
+    label = len(f"CompNode {nodes - 1} ")
+    step = max(1, width - label)
+    out = Text()
+    for start in range(0, len(holders), step):
+        part = holders[start : start + step]
+        out.append(f"{'token':<{label}}{start}\n", style="dim")
+        for node in range(nodes):
+            marks = "".join("█" if holder == node else "·" for holder in part)
+            out.append(f"{f'CompNode {node}':<{label}}{marks}\n")
+    return out
+
+
 def cell(value: Any) -> str:
     """A value as a reader wants it: four figures, a dash for what was not measured."""
     if value is None:

@@ -23,8 +23,8 @@ from hiddenlab.slice.load import (
     ModelRef,
     load_config,
     load_model,
+    load_tokenizer,
     parse_dtype,
-    quiet_transformers,
     resolve_model,
     truncate_config,
 )
@@ -240,8 +240,6 @@ def load_slice(
     Raises:
         InputError: unknown model, dtype or device, a layer out of range, an encoder-only model.
     """
-    from transformers import AutoTokenizer
-
     from hiddenlab.slice.device import parse_device
 
     torch_dtype, torch_device = parse_dtype(dtype), parse_device(device)
@@ -259,15 +257,9 @@ def load_slice(
         ref, truncate_config(config, layer), head=stream == "logits", dtype=torch_dtype, device=torch_device,
         quantization=quantization, device_map=device_map, attention=_registered(),
     )  # fmt: skip
-    try:
-        with quiet_transformers():
-            tokenizer = AutoTokenizer.from_pretrained(ref.path, revision=ref.revision)
-    except (OSError, ValueError, KeyError, TypeError):
-        tokenizer = None
-    # Without tokenizer files some architectures get an empty one, which knows nothing but special tokens.
-    if tokenizer is not None and set(tokenizer.get_vocab().values()) <= set(tokenizer.all_special_ids):
-        tokenizer = None
-    return Slice(model, ref=ref, site=Site(layer, stream), tokenizer=tokenizer, quantization=quantization)
+    return Slice(
+        model, ref=ref, site=Site(layer, stream), tokenizer=load_tokenizer(ref), quantization=quantization
+    )
 
 
 def _registered() -> str:

@@ -156,6 +156,19 @@ def load_config(ref: ModelRef) -> Any:
     return config.get_text_config(decoder=True)
 
 
+def load_tokenizer(ref: ModelRef) -> Any:
+    """The model's tokenizer, or None where it has none that knows any text."""
+    from transformers import AutoTokenizer
+
+    try:
+        with quiet_transformers():
+            tokenizer = AutoTokenizer.from_pretrained(ref.path, revision=ref.revision)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    # Without tokenizer files some architectures get an empty one, which knows nothing but special tokens.
+    return None if set(tokenizer.get_vocab().values()) <= set(tokenizer.all_special_ids) else tokenizer
+
+
 def truncate_config(config: Any, layers: int) -> Any:
     """Keep only the first ``layers`` layers; per-layer lists are cut along with the count."""
     total = config.num_hidden_layers

@@ -1,0 +1,88 @@
+"""What a Cascade plan costs on the wire: the paper's formulas (section 7.3.1, appendix O) and an exact count."""
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+from defenses.cascade.plan import Plan
+from hiddenlab.errors import InputError
+
+STATISTICS = {"paper": 2, "logsumexp": 1}  # numbers sent back a head and row beside the partial output
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What of a model decides the traffic.
+
+    Attributes:
+        layers, heads, kv_heads, head_dim: of the attention. element_bytes: bytes of a number on the wire.
+    """
+
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    element_bytes: int = 2
+
+    @classmethod
+    def of(cls, config: Any, element_bytes: int = 2) -> "Shape":
+        """The shape of a Hugging Face configuration.
+
+        Raises:
+            InputError: the model has no attention heads.
+        """
+        heads = getattr(config, "num_attention_heads", None)
+        if not heads:
+            raise InputError(f"{getattr(config, 'model_type', 'this model')} has no attention to shard")
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        kv_heads = getattr(config, "num_key_value_heads", None) or heads
+        return cls(config.num_hidden_layers, heads, kv_heads, head_dim, element_bytes)
+
+
+@dataclass(frozen=True)
+class Link:
+    """A link between nodes. bandwidth: bytes a second. latency: seconds, one way."""
+
+    bandwidth: float
+    latency: float
+
+    def __post_init__(self) -> None:
+        if not self.bandwidth > 0 or not self.latency >= 0:
+            raise InputError("a link needs a bandwidth above 0 and a latency of at least 0")
+
+
+def layer_bytes(plan: Plan, shape: Shape, mode: str = "paper") -> int:
+    """Bytes that all nodes send in one layer (Equation 1): βF(2dH + 2dH_KV + sH)N.
+
+    Args:
+        mode: ``paper`` sends row maximum and sum (s = 2) beside each partial output, ``logsumexp`` one number.
+    """
+    h, kv, d = shape.heads, shape.kv_heads, shape.head_dim
+    return plan.beta * shape.element_bytes * (2 * d * h + 2 * d * kv + STATISTICS[mode] * h) * plan.tokens
+
+
+def layer_seconds(plan: Plan, shape: Shape, link: Link, mode: str = "paper") -> float:
+    """Time of one layer's traffic, nodes sending in parallel and waiting for each other (Equation 2).
+
+    The exact count stands in for the formula's maxima, which are for β² nodes; without ``symmetric`` both agree.
+    """
+    by_comp, by_attn = sent(plan, shape, mode)
+    slowest = max(by_comp.values(), default=0) + max(by_attn.values(), default=0)
+    return 2 * link.latency + slowest / link.bandwidth
+
+
+def rounds(plan: Plan) -> int:
+    """Messages of one layer: both directions of every pair of nodes that talk, at most 2αβ² (appendix O)."""
+    return sum(1 + bool(message.answers) for message in plan.messages())
+
+
+def sent(plan: Plan, shape: Shape, mode: str = "paper") -> tuple[Counter[int], Counter[Any]]:
+    """Bytes that each CompNode and each AttnNode sends in one layer, counted message by message."""
+    size, d = shape.element_bytes, shape.head_dim
+    by_comp: Counter[int] = Counter()
+    by_attn: Counter[Any] = Counter()
+    for message in plan.messages():
+        queries, keys = len(message.queries) * shape.heads, 2 * len(message.keys) * shape.kv_heads
+        by_comp[message.comp] += size * d * (queries + keys)
+        by_attn[message.attn] += size * len(message.answers) * shape.heads * (d + STATISTICS[mode])
+    return by_comp, by_attn

@@ -1,0 +1,217 @@
+"""Who holds which tokens in Cascade: index mathematics, no tensors (paper, section 7.1 and appendices M, O, P, Q).
+
+Positions count from 0; the paper counts from 1. ``R_i`` are the positions of CompNode i, ``S_j`` those of query and
+key shard j; AttnNode (j, k) computes the attention of the queries ``S_j`` over the keys ``S_k``.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+from hiddenlab.errors import InputError
+
+Positions = tuple[int, ...]
+
+
+@dataclass(frozen=True, order=True)
+class AttnNode:
+    """An attention node: its query shard and its key shard."""
+
+    queries: int
+    keys: int
+
+
+@dataclass(frozen=True)
+class Message:
+    """What one CompNode and one AttnNode send each other in one layer.
+
+    Attributes:
+        comp, attn: the two nodes. queries, keys: positions whose query rows, and whose key and value rows, the
+            CompNode sends. answers: positions whose partial attention comes back, one entry a row and block.
+    """
+
+    comp: int
+    attn: AttnNode
+    queries: Positions
+    keys: Positions
+    answers: Positions
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A sharding of ``tokens`` positions over CompNodes and AttnNodes.
+
+    Attributes:
+        shards: ``R_i``, the positions of each CompNode. splits: ``S_j``, the positions of each query and key shard.
+        symmetric: AttnNodes (j, k) and (k, j) are one node, which learns nothing that either would not
+            (appendix Q): β(β + 1)/2 in place of β².
+
+    Raises:
+        InputError: shards or splits do not partition the positions.
+    """
+
+    tokens: int
+    shards: tuple[Positions, ...]
+    splits: tuple[Positions, ...]
+    symmetric: bool = False
+
+    def __post_init__(self) -> None:
+        if self.tokens < 1:
+            raise InputError(f"a plan needs at least 1 token, not {self.tokens}")
+        _check_partition(self.tokens, self.shards, "CompNode")
+        _check_partition(self.tokens, self.splits, "query and key shard")
+
+    @classmethod
+    def clustered(
+        cls,
+        tokens: int,
+        c: int,
+        *,
+        alpha: int | None = None,
+        delta: int | None = None,
+        m: int = 1,
+        symmetric: bool = False,
+    ) -> "Plan":
+        """(c, δ)-sharding: clusters of c tokens, dealt to the CompNodes in turn (Definition 7.1), m-split.
+
+        Args:
+            c: tokens of a cluster. alpha: CompNodes, so that δ = α·c. delta: distance from one cluster of a node to
+                its next, so that α = ⌈δ/c⌉; give one of both. m: splits of each shard, see ``split``.
+
+        Raises:
+            InputError: a number below 1, or not exactly one of alpha and delta.
+        """
+        if (alpha is None) == (delta is None):
+            raise InputError("give either alpha (CompNodes) or delta (distance between a node's clusters)")
+        for name, value in (("c", c), ("alpha", alpha), ("delta", delta), ("m", m)):
+            if value is not None and value < 1:
+                raise InputError(f"{name} must be at least 1, not {value}")
+        distance = alpha * c if alpha is not None else delta
+        assert distance is not None
+        nodes = -(-distance // c)
+        shards = tuple(tuple(t for t in range(tokens) if t % distance // c == node) for node in range(nodes))
+        return cls(tokens, shards, split(shards, m), symmetric)
+
+    @classmethod
+    def by_hand(cls, shards: Sequence[Sequence[int]], *, m: int = 1, symmetric: bool = False) -> "Plan":
+        """A plan from positions written by hand, one sequence a CompNode, m-split.
+
+        Raises:
+            InputError: they do not partition the positions from 0 on.
+        """
+        if m < 1:
+            raise InputError(f"m must be at least 1, not {m}")
+        held = tuple(tuple(sorted(shard)) for shard in shards)
+        return cls(sum(map(len, held)), held, split(held, m), symmetric)
+
+    @property
+    def alpha(self) -> int:
+        """CompNodes."""
+        return len(self.shards)
+
+    @property
+    def beta(self) -> int:
+        """Query and key shards."""
+        return len(self.splits)
+
+    @cached_property
+    def attn_nodes(self) -> tuple[AttnNode, ...]:
+        """All attention nodes: β², or β(β + 1)/2 where symmetric."""
+        return tuple(
+            AttnNode(j, k) for j in range(self.beta) for k in range(j if self.symmetric else 0, self.beta)
+        )
+
+    def blocks(self, node: AttnNode) -> tuple[AttnNode, ...]:
+        """The (query shard, key shard) blocks that a node computes."""
+        if self.symmetric and node.queries != node.keys:
+            return node, AttnNode(node.keys, node.queries)
+        return (node,)
+
+    def held_by(self, node: AttnNode) -> Positions:
+        """Positions of which an attention node receives any row: ``S_j ∪ S_k``."""
+        return tuple(sorted({*self.splits[node.queries], *self.splits[node.keys]}))
+
+    def messages(self) -> Iterator[Message]:
+        """What goes between each pair of nodes that talk in a layer (Algorithm 2); pairs without rows are left out."""
+        owner = {position: i for i, shard in enumerate(self.shards) for position in shard}
+        for node in self.attn_nodes:
+            blocks = self.blocks(node)
+            queries = sorted({p for block in blocks for p in self.splits[block.queries]})
+            keys = sorted({p for block in blocks for p in self.splits[block.keys]})
+            answers = [p for block in blocks for p in self.splits[block.queries]]
+            for comp in sorted({owner[p] for p in (*queries, *keys)}):
+                yield Message(
+                    comp,
+                    node,
+                    tuple(p for p in queries if owner[p] == comp),
+                    tuple(p for p in keys if owner[p] == comp),
+                    tuple(p for p in answers if owner[p] == comp),
+                )
+
+    def violations(self, rho: int) -> list[str]:
+        """Where the plan breaks Theorem 7.3's condition: every gap inside a CompNode's shard holds at least ρ tokens.
+
+        Args:
+            rho: the vocab-matching threshold (Definition 7.2): one more than the unknown tokens in a row that an
+                attacker can search.
+        """
+        out = []
+        for i, shard in enumerate(self.shards):
+            for before, after in gaps(shard):
+                missing = after - before - 1
+                if missing < rho:
+                    out.append(
+                        f"CompNode {i} holds tokens {before} and {after}, with a gap of {missing} between them; "
+                        f"at least {rho} are needed"
+                    )
+        return out
+
+
+def split(shards: Sequence[Positions], m: int) -> tuple[Positions, ...]:
+    """m-splitting (appendix M): S_{mi+x} holds every m-th position of sorted R_i, from its x-th on.
+
+    The paper writes a stride of δ over the sorted shard; its worked example has a stride of m = c, taken here.
+    """
+    return tuple(tuple(sorted(shard))[x::m] for shard in shards for x in range(m))
+
+
+def gaps(positions: Positions) -> list[tuple[int, int]]:
+    """Neighbouring held positions with missing ones between them."""
+    return [(a, b) for a, b in pairwise(positions) if b > a + 1]
+
+
+def smallest_gap(positions: Positions) -> int | None:
+    """Tokens missing in the smallest gap between clusters; None where there is no gap."""
+    return min((b - a - 1 for a, b in gaps(positions)), default=None)
+
+
+def recoverable(positions: Positions, rho: int) -> int:
+    """Tokens of the prompt that vocabulary matching gives the holder of unidirectional states at some positions.
+
+    The attack goes from left to right; a held state after g unknown tokens takes up to V^(g+1) forward passes and
+    then gives those tokens too (appendix C), until a step needs an exponent of ρ or more. Theorem 7.3 speaks of
+    gaps between clusters only: the first cluster of the node that holds position 0 is open under every plan.
+    """
+    known = 0
+    for position in positions:
+        if position - known + 1 >= rho:
+            break
+        known = position + 1
+    return known
+
+
+def _check_partition(tokens: int, parts: Sequence[Positions], what: str) -> None:
+    owner: dict[int, int] = {}
+    for i, part in enumerate(parts):
+        if any(b <= a for a, b in pairwise(part)):
+            raise InputError(f"{what} {i} does not hold its tokens in ascending order, each once")
+        for position in part:
+            if not 0 <= position < tokens:
+                raise InputError(f"{what} {i} holds token {position}; there are tokens 0 to {tokens - 1}")
+            if position in owner:
+                raise InputError(f"token {position} is held by {what} {owner[position]} and by {what} {i}")
+            owner[position] = i
+    if missing := sorted(set(range(tokens)) - set(owner)):
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise InputError(f"no {what} holds token {missing[0]}{more}")

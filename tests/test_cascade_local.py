@@ -1,0 +1,165 @@
+"""Cascade in one process gives what the plain model gives, and each node receives what the plan says."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import AutoModel, AutoModelForCausalLM
+
+from defenses.cascade.cost import Shape, layer_bytes
+from defenses.cascade.local import LocalCascade, load_cascade_model
+from defenses.cascade.nodes import Attention, Partial, attention_pass, post_pass
+from defenses.cascade.plan import Plan
+from hiddenlab.errors import InputError
+from hiddenlab.slice.load import quiet_transformers
+from hiddenlab.testing import ARCHITECTURES, VOCABULARY
+
+TinyPath = Callable[..., str]
+
+
+def plain(path: str, tokens: Tensor) -> Tensor:
+    factory = AutoModel if "bert" in path else AutoModelForCausalLM
+    with quiet_transformers():
+        model = factory.from_pretrained(path, attn_implementation="eager", dtype=torch.float32).eval()
+    with torch.no_grad():
+        output = model(input_ids=tokens[None])
+    return (output.logits if hasattr(output, "logits") else output.last_hidden_state)[0]
+
+
+def prompt(n: int, seed: int = 0) -> Tensor:
+    return torch.randint(0, VOCABULARY, (n,), generator=torch.Generator().manual_seed(seed))
+
+
+# ---- the nodes
+
+
+def slow_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, attention: Attention) -> Tensor:
+    """One head and one row after the other, keys and values repeated."""
+    groups = q.shape[0] // k.shape[0]
+    out = torch.zeros(q.shape[0], q.shape[1], v.shape[2], dtype=torch.float64)
+    for head in range(q.shape[0]):
+        for row in range(q.shape[1]):
+            keys = visible[row].nonzero()[:, 0]
+            if not len(keys):
+                continue
+            scores = (k[head // groups, keys].double() @ q[head, row].double()) * attention.scaling
+            if attention.softcap is not None:
+                scores = attention.softcap * torch.tanh(scores / attention.softcap)
+            out[head, row] = scores.softmax(0) @ v[head // groups, keys].double()
+    return out
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(1, 6), st.integers(0, 9), st.integers(1, 4), st.booleans(), st.booleans(), st.integers(0, 999)
+)
+def test_shards_of_keys_merge_to_the_whole(
+    rows: int, keys: int, shards: int, capped: bool, compress: bool, seed: int
+) -> None:
+    """Rows without any visible key give 0, in one shard or in all; empty shards do no harm."""
+    generator = torch.Generator().manual_seed(seed)
+    q, k, v = (torch.randn(h, n, 5, generator=generator) * 3 for h, n in ((4, rows), (2, keys), (2, keys)))
+    attention = Attention(0.4, softcap=2.0 if capped else None)
+    visible = torch.rand(rows, keys, generator=generator) < 0.5
+    owner = torch.randint(0, shards, (keys,), generator=generator)
+    parts: list[Partial] = []
+    for shard in range(shards):
+        mine = owner == shard
+        part = attention_pass(q, k[:, mine], v[:, mine], visible[:, mine], attention)
+        parts.append(part.compressed() if compress else part)
+    merged = post_pass(parts)
+    assert torch.isfinite(merged).all()
+    assert torch.allclose(merged.double(), slow_attention(q, k, v, visible, attention), atol=1e-5)
+
+
+def test_visible_keys() -> None:
+    queries, keys = (1, 4), (0, 1, 3, 4, 5)
+    assert Attention(1.0).visible(queries, keys).tolist() == [
+        [True, True, False, False, False], [True, True, True, True, False],
+    ]  # fmt: skip
+    windowed = Attention(1.0, window=2).visible(queries, keys)
+    assert windowed.tolist() == [[True, True, False, False, False], [False, False, True, True, False]]
+    assert bool(Attention(1.0, causal=False).visible(queries, keys).all())
+
+
+# ---- whole models
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_outputs_equal_the_plain_model(tiny: TinyPath, architecture: str) -> None:
+    path, tokens = tiny(architecture), prompt(19)
+    expected = plain(path, tokens)
+    model = load_cascade_model(path)
+    for alpha, c, m in ((1, 1, 1), (2, 4, 2), (4, 1, 1), (4, 2, 4), (8, 8, 1)):
+        for symmetric in (False, True):
+            made = Plan.clustered(len(tokens), c, alpha=alpha, m=m, symmetric=symmetric)
+            out = LocalCascade(model, compress=symmetric).forward(tokens, made)
+            assert float((out - expected).abs().max()) <= 1e-4, (alpha, c, m, symmetric)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_any_partition_gives_the_same(tiny: TinyPath, data: st.DataObject) -> None:
+    """Also prompts shorter than the number of nodes, and shards without order or reason."""
+    path = tiny("gemma2")
+    n = data.draw(st.integers(1, 14))
+    owners = data.draw(st.lists(st.integers(0, 4), min_size=n, max_size=n))
+    made = Plan.by_hand(
+        [[t for t, owner in enumerate(owners) if owner == i] for i in range(5)],
+        m=data.draw(st.integers(1, 3)),
+        symmetric=data.draw(st.booleans()),
+    )
+    cascade = LocalCascade(load_cascade_model(path), compress=data.draw(st.booleans()))
+    tokens = prompt(n, seed=n)
+    out = cascade.forward(tokens, made)
+    assert float((out - plain(path, tokens)).abs().max()) <= 1e-4
+    for node, layers in cascade.traffic.received.items():
+        assert len(layers) == 4
+        for queries, keys in layers:
+            assert {*queries, *keys} == set(made.held_by(node))
+            if not made.symmetric:
+                assert queries == made.splits[node.queries]
+                assert keys == made.splits[node.keys]
+
+
+@pytest.mark.parametrize("compress", [False, True])
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_what_is_sent_is_equation_1(tiny: TinyPath, compress: bool, symmetric: bool) -> None:
+    model, tokens = load_cascade_model(tiny("llama")), prompt(21)
+    made = Plan.clustered(21, 2, alpha=3, m=2, symmetric=symmetric)
+    cascade = LocalCascade(model, compress=compress)
+    cascade.forward(tokens, made)
+    shape = Shape.of(model.config, element_bytes=1)
+    elements = cascade.traffic.to_attn + cascade.traffic.to_comp
+    assert elements == shape.layers * layer_bytes(made, shape, "logsumexp" if compress else "paper")
+
+
+def test_a_failing_node_fails_the_pass_and_no_other(tiny: TinyPath, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, tokens = load_cascade_model(tiny("llama")), prompt(9)
+    cascade, made = LocalCascade(model), Plan.clustered(9, 1, alpha=3)
+    expected = cascade.forward(tokens, made)
+    run = LocalCascade._run
+
+    def fail(self: LocalCascade, ids: Tensor, comp: object) -> Tensor:
+        if comp.index == 1:  # type: ignore[attr-defined]
+            raise MemoryError("node 1 is full")
+        return run(self, ids, comp)  # type: ignore[arg-type]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalCascade, "_run", fail)
+        with pytest.raises(MemoryError, match="node 1 is full"):
+            cascade.forward(tokens, made)
+    assert torch.equal(cascade.forward(tokens, made), expected)
+
+
+def test_wrong_prompts_are_refused(tiny: TinyPath) -> None:
+    cascade = LocalCascade(load_cascade_model(tiny("llama")))
+    with pytest.raises(InputError, match="plan is for 4 tokens, the prompt has 5"):
+        cascade.forward(prompt(5), Plan.clustered(4, 1, alpha=2))
+    with pytest.raises(InputError, match="context holds 512"):
+        cascade.forward(prompt(513), Plan.clustered(513, 1, alpha=2))
+    with pytest.raises(RuntimeError, match="through its backend"):
+        cascade.model(input_ids=prompt(3)[None])
