@@ -201,11 +201,17 @@ def test_the_attack_learns_and_stays_exact(
     assert evaluated[16] < 0.8 * evaluated[10**6]
 
 
-def test_descriptions_are_kept_for_all_layers_of_a_model(tiny_slice: TinySlice, cache: Path) -> None:
+def test_descriptions_are_kept_for_all_layers_of_a_model(
+    tiny_slice: TinySlice, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made, seconds = store.adapter_for(tiny_slice("llama", 3))
     assert seconds > 0
     kept, seconds = store.adapter_for(tiny_slice("llama", 4))
     assert seconds == 0
+    assert made is not None
+    assert kept is not None
     assert torch.equal(made.features, kept.features)
     assert torch.isfinite(made.features).all()
     assert store.adapter_for(tiny_slice("llama", 1))[1] > 0
+    monkeypatch.setattr(store, "REGRESSION_SPEED", 0.01)
+    assert store.adapter_for(tiny_slice("llama", 4)) == (None, 0.0)

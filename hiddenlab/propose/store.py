@@ -27,6 +27,8 @@ FORMAT = 3
 # bfloat16.
 STATE_FLOPS = {"cpu": 10.8e12, "cuda": 3e15}
 SCREEN_WIDTH = 128
+# Large half-precision products of the regression on failed candidates, against small passes of a slice.
+REGRESSION_SPEED = 4
 TRAINING_TOKENS = (20_000, 100_000)
 
 
@@ -155,11 +157,14 @@ def openings_for(slice: Slice, public: Public, progress: Progress = silent) -> t
     return Openings(**tensors), seconds
 
 
-def adapter_for(slice: Slice, progress: Progress = silent) -> tuple[Adapter, float]:
+def adapter_for(slice: Slice, progress: Progress = silent) -> tuple[Adapter | None, float]:
     """Descriptions of the vocabulary to learn from failed candidates with, and the seconds they took (0 if cached).
 
-    They are the same at every layer and for every channel of a model.
+    They are the same at every layer and for every channel of a model. None where the slice is so shallow that
+    running the vocabulary costs less than predicting it.
     """
+    if REGRESSION_SPEED * _layer_weights(slice) < slice.vocab_size * 2 * slice.width:
+        return None, 0.0
     layers = min(FEATURE_LAYERS, slice.site.layer)
     shallow = slice
     if slice.site != Site(layers) or slice.quantization is not None:
