@@ -103,7 +103,8 @@ class Tried:
 class Candidates:
     """Candidates of one position in proposal order, each once, to the end of the vocabulary or the budget.
 
-    The cheap shortlist of the target rows comes first; the whole vocabulary is ordered only when that is used up.
+    The cheap shortlist of the target rows (or ``first``, where the caller has a better order of it) comes first;
+    the whole vocabulary is ordered only when that is used up, or when the language model was asked.
     """
 
     def __init__(self, task: Task, tried: Tried, targets: list[int], first: Tensor | None = None) -> None:
