@@ -11,9 +11,10 @@ from transformers import AutoModel, AutoModelForCausalLM
 
 from defenses.cascade.cost import Shape, layer_bytes
 from defenses.cascade.local import LocalCascade, load_cascade_model
-from defenses.cascade.nodes import Attention, Partial, attention_pass, post_pass
+from defenses.cascade.nodes import Partial, attention_pass, post_pass
 from defenses.cascade.plan import Plan
 from hiddenlab.errors import InputError
+from hiddenlab.slice.door import Attention
 from hiddenlab.slice.load import quiet_transformers
 from hiddenlab.testing import ARCHITECTURES, VOCABULARY
 

@@ -10,15 +10,15 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from defenses.cascade.nodes import Attention, AttnWorker, CompWorker, Partial, Rows
+from defenses.cascade.nodes import AttnWorker, CompWorker, Partial, Rows
 from defenses.cascade.plan import AttnNode, Plan
-from hiddenlab.errors import HiddenlabError, InputError
+from hiddenlab.errors import InputError
+from hiddenlab.slice.door import Attention, open_door
 from hiddenlab.slice.load import load_config, load_model, resolve_model
 
 ATTENTION_NAME = "hiddenlab-cascade"
@@ -89,36 +89,9 @@ class _Seat:
     meeting: _Meeting
     comp: CompWorker
 
-    def attend(self, queries: Tensor, keys: Tensor, values: Tensor, attention: Attention) -> Tensor:
-        answers = self.meeting.exchange(self.comp, self.comp.rows(queries, keys, values), attention)
-        return self.comp.merge(answers)
-
-
-def cascade_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None = None,
-    *,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    **_: Any,
-) -> tuple[Tensor, None]:
-    """The function behind ``attn_implementation="hiddenlab-cascade"``; masks come from the plan's positions."""
-    seat = _ACTIVE.get()
-    if s_aux is not None:
-        raise HiddenlabError(
-            "models with learned attention sinks are not supported: their outputs would be wrong"
-        )
-    if seat is None:
-        raise RuntimeError("a Cascade model is run through its backend, not by calling it")
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    attention = Attention(scale, bool(getattr(module, "is_causal", True)), sliding_window, softcap)
-    out = seat.attend(query[0], key[0], value[0], attention)
-    return out.transpose(0, 1)[None], None
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, attention: Attention) -> Tensor:
+        answers = self.meeting.exchange(self.comp, self.comp.rows(q[0], k[0], v[0]), attention)
+        return self.comp.merge(answers).transpose(0, 1)[None]
 
 
 class LocalCascade:
@@ -205,9 +178,7 @@ def load_cascade_model(
     Raises:
         InputError: the model is unknown.
     """
-    from transformers import AttentionInterface
-
-    AttentionInterface.register(ATTENTION_NAME, cascade_attention)
+    open_door(ATTENTION_NAME, _ACTIVE, "a Cascade model is run through its backend, not by calling it")
     ref = resolve_model(name)
     config = load_config(ref)
     head = any("CausalLM" in kind or "LMHead" in kind for kind in config.architectures or ())

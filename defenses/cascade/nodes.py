@@ -13,26 +13,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from defenses.cascade.plan import AttnNode, Message, Plan, Positions
-
-
-@dataclass(frozen=True)
-class Attention:
-    """How a layer attends. scaling: of the scores. window: keys at this distance or further are hidden."""
-
-    scaling: float
-    causal: bool = True
-    window: int | None = None
-    softcap: float | None = None
-
-    def visible(self, queries: Positions, keys: Positions) -> Bool[Tensor, "a b"]:
-        """Which keys each query sees, by position in the prompt."""
-        q, k = torch.tensor(queries)[:, None], torch.tensor(keys)[None]
-        seen = torch.ones(len(queries), len(keys), dtype=torch.bool)
-        if self.causal:
-            seen &= k <= q
-        if self.window is not None:
-            seen &= (q - k).abs() < self.window
-        return seen
+from hiddenlab.slice.door import Attention
 
 
 @dataclass(frozen=True)

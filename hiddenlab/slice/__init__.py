@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from hiddenlab.core import Site
 from hiddenlab.errors import InputError
+from hiddenlab.slice.door import open_door
 from hiddenlab.slice.engine import (
     _ACTIVE,
     ATTENTION_NAME,
@@ -17,7 +18,6 @@ from hiddenlab.slice.engine import (
     PackedPass,
     Prefix,
     Request,
-    packed_attention,
 )
 from hiddenlab.slice.load import (
     ModelRef,
@@ -255,15 +255,9 @@ def load_slice(
         )
     model = load_model(
         ref, truncate_config(config, layer), head=stream == "logits", dtype=torch_dtype, device=torch_device,
-        quantization=quantization, device_map=device_map, attention=_registered(),
+        quantization=quantization, device_map=device_map,
+        attention=open_door(ATTENTION_NAME, _ACTIVE, "a hiddenlab slice is run through Slice.run, not by itself"),
     )  # fmt: skip
     return Slice(
         model, ref=ref, site=Site(layer, stream), tokenizer=load_tokenizer(ref), quantization=quantization
     )
-
-
-def _registered() -> str:
-    from transformers import AttentionInterface
-
-    AttentionInterface.register(ATTENTION_NAME, packed_attention)
-    return ATTENTION_NAME

@@ -14,13 +14,13 @@ prefix is copied or repeated per candidate.
 from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 
-from hiddenlab.errors import HiddenlabError
+from hiddenlab.slice.door import Attention
 
 if TYPE_CHECKING:
     from hiddenlab.slice import Slice
@@ -141,16 +141,14 @@ class PackedPass:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        scaling: float,
-        window: int | None,
-        softcap: float | None,
+        attention: Attention,
     ) -> Tensor:
         """Attention of all packed tokens at one layer.
 
         Args:
             layer: the module's layer index, under which the prefix's keys and values are stored.
             q: ``[1, h, t, width]`` queries; k, v: ``[1, k, t, width]`` keys and values of the new tokens only.
-            scaling: factor on the scores. window: sliding window in tokens or None. softcap: tanh cap or None.
+            attention: how the layer attends.
 
         Returns:
             ``[1, t, h, width]``.
@@ -161,7 +159,7 @@ class PackedPass:
         for request, start, end in zip(self.requests, self.starts, self.starts[1:], strict=False):
             _attend_request(
                 request, layer, q[0, :, start:end], k[0, :, start:end], v[0, :, start:end],
-                out[0, start:end], scaling=scaling, window=window, softcap=softcap,
+                out[0, start:end], scaling=attention.scaling, window=attention.window, softcap=attention.softcap,
             )  # fmt: skip
         return out
 
@@ -215,32 +213,6 @@ def _attend_request(
         )
         mixed = mixed + weights[..., shared:] * v[:, None, a:b]
         out[a:b] = mixed.permute(2, 0, 1, 3).reshape(b - a, heads, -1)
-
-
-def packed_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None = None,
-    *,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    **_: Any,
-) -> tuple[Tensor, None]:
-    """The function behind ``attn_implementation="hiddenlab"``; works only inside a pass of a Slice."""
-    active = _ACTIVE.get()
-    if s_aux is not None:
-        raise HiddenlabError(
-            "models with learned attention sinks are not supported: their states would be wrong"
-        )
-    if active is None:
-        raise RuntimeError("a hiddenlab slice is run through Slice.run, not by calling its model")
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    layer = int(module.layer_idx)  # type: ignore[arg-type]
-    return active.attend(layer, query, key, value, scale, sliding_window, softcap), None
 
 
 @dataclass
