@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from attacks.vocab_match import VocabMatch, search
 from attacks.vocab_match.epsilon import Sample, Threshold, auto_threshold, calibrated_threshold
-from attacks.vocab_match.task import FIRST_BATCH
+from attacks.vocab_match.task import FIRST_BATCH, SETTLE_AFTER, Tried
 from hiddenlab.channel import Channel
 from hiddenlab.core import Observation, Recovery
 from hiddenlab.errors import InputError
@@ -248,8 +248,9 @@ def test_measured_thresholds_lie_between_floor_and_gap(
     assert_exact(attacker.recover_batch(observations, slice, seeded()), prompts)
 
 
-def sample(right: Tensor, wrong: Tensor) -> Sample:
-    return Sample(right.float(), wrong.float())
+def sample(right: Tensor, wrong: Tensor, first: int = 0) -> Sample:
+    """The first so many positions are first ones."""
+    return Sample(right.float(), wrong.float(), torch.arange(len(right)) < first)
 
 
 def test_thresholds_from_distances() -> None:
@@ -271,6 +272,22 @@ def test_thresholds_from_distances() -> None:
     matcher = Matcher(1, sorted=False)
     assert torch.allclose(found.limits(matcher, rows), found.relative * rows.abs().sum(1))
     assert Threshold(0.1, 0.0, 1.0, absolute=3.0).limits(matcher, rows).tolist() == [3.0] * 5
+
+
+def test_first_positions_get_a_threshold_of_their_own_where_one_does_not_fit_all() -> None:
+    """Attention sinks: right and wrong are both near there, and one threshold for all would be far too narrow."""
+    sinks = 0.003 + 0.001 * torch.rand(100, generator=seeded()), 0.02 + torch.rand(100, 4, generator=seeded())
+    others = 0.1 * torch.rand(900, generator=seeded()), 0.2 + torch.rand(900, 4, generator=seeded())
+    both = sample(torch.cat([sinks[0], others[0]]), torch.cat([sinks[1], others[1]]), first=100)
+    found = auto_threshold(both, 1e-7)
+    assert found.first is not None
+    assert 0.004 < found.first < 0.02
+    assert 0.1 < found.relative < 0.2
+    rows, matcher = torch.randn(5, 8), Matcher(1, sorted=False)
+    limits = found.limits(matcher, rows) / rows.abs().sum(1)
+    assert torch.allclose(limits, torch.tensor([found.first] + [found.relative] * 4))
+    # Without an order nobody knows which row is the first.
+    assert auto_threshold(both, 1e-7, ordered=False).first is None
 
 
 def test_a_threshold_that_accepts_anything_is_no_threshold() -> None:
@@ -435,3 +452,15 @@ def test_options_are_checked_before_anything_runs(options: dict[str, Any], match
 def test_an_unknown_distance_is_refused(tiny_slice: TinySlice) -> None:
     with pytest.raises(InputError, match="unknown distance 'l7'"):
         attack(tiny_slice("llama", 2), random_prompts(2), distance="l7")
+
+
+def test_one_of_many_candidates_may_stand_out() -> None:
+    """Far nearer than any other after a thousand tries, though outside of its limit."""
+    distances = 10 + torch.rand(SETTLE_AFTER, 1, generator=seeded())
+    tried = Tried(torch.tensor([1.0]))
+    tried.add(torch.arange(SETTLE_AFTER - 1), distances[1:])
+    assert not tried.stands_out()  # nothing does, and too few were tried
+    tried.add(torch.tensor([SETTLE_AFTER]), torch.tensor([[4.0]]))
+    assert tried.stands_out()
+    tried.add(torch.tensor([SETTLE_AFTER + 1]), torch.tensor([[7.0]]))
+    assert not tried.stands_out()

@@ -123,7 +123,7 @@ class VocabMatch:
         if self.epsilon == "calibrated":
             return calibrated_threshold(sample, self.seed)
         coarser = max(torch.finfo(slice.dtype).eps, torch.finfo(parse_dtype(public.provider_dtype)).eps)
-        return auto_threshold(sample, coarser)
+        return auto_threshold(sample, coarser, ordered=not public.rows_permuted)
 
     def recover(self, observation: Observation, slice: Slice, generator: torch.Generator) -> Recovery:
         """Recover one prompt; see ``recover_batch``."""
@@ -201,6 +201,7 @@ class VocabMatch:
                     self.budget,
                     shortlist,
                     score,
+                    overlapping=not (threshold.separable or threshold.absolute),
                 )
             )
         return tasks

@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from hiddenlab.channel import Channel
@@ -29,13 +29,14 @@ class Threshold:
     Attributes:
         relative: fraction of the row's norm. floor: largest relative distance of a right
             candidate. gap: smallest relative distance of a wrong one. absolute: used instead where
-            the user gave a number.
+            the user gave a number. first: in place of ``relative`` at a prompt's first position, where it differs.
     """
 
     relative: float
     floor: float
     gap: float
     absolute: float | None = None
+    first: float | None = None
 
     @property
     def separable(self) -> bool:
@@ -46,15 +47,28 @@ class Threshold:
         """The distance within which each row counts as matched, in the matcher's norm."""
         if self.absolute is not None:
             return torch.full((len(rows),), self.absolute, device=rows.device)
-        return self.relative * matcher.norms(rows)
+        norms = matcher.norms(rows)
+        limits = self.relative * norms
+        if self.first is not None:
+            limits[0] = self.first * norms[0]
+        return limits
 
 
 @dataclass(frozen=True)
 class Sample:
-    """Relative distances of right and wrong candidates at positions of the attacker's own sequences."""
+    """Relative distances of right and wrong candidates at positions of the attacker's own sequences.
+
+    Attributes:
+        first: which of them are the first position of their sequence.
+    """
 
     right: Float[Tensor, " n"]
     wrong: Float[Tensor, "n c"]
+    first: Bool[Tensor, " n"]
+
+    def where(self, which: Bool[Tensor, " n"]) -> "Sample":
+        """Some of the positions."""
+        return Sample(self.right[which], self.wrong[which], self.first[which])
 
 
 def measure(slice: Slice, public: Public, matcher: Matcher, seed: int) -> Sample:
@@ -87,7 +101,7 @@ def measure(slice: Slice, public: Public, matcher: Matcher, seed: int) -> Sample
         attach = torch.arange(len(window), device=slice.device).repeat_interleave(NEAR_TOKENS)
         prefix = slice.prefix(offset=public.prefix_tokens)
         requests.append(Request(prefix, window, leaves=near.flatten(), attach=attach))
-    right, wrong = [], []
+    right, wrong, first = [], [], []
     for start in range(0, WINDOWS, WINDOWS_PER_PASS):
         part = slice.run(requests[start : start + WINDOWS_PER_PASS], keep=False)
         for answer, rows in zip(part, observed[start:], strict=False):
@@ -96,17 +110,32 @@ def measure(slice: Slice, public: Public, matcher: Matcher, seed: int) -> Sample
             wide = rows.repeat_interleave(NEAR_TOKENS, dim=0)
             distances = matcher.pairs(candidates=matcher.prepare(answer.leaves), observed=wide)
             wrong.append(distances.view(-1, NEAR_TOKENS) / norms[:, None])
-    return Sample(torch.cat(right), torch.cat(wrong))
+            first.append(torch.arange(len(rows), device=slice.device) == 0)
+    return Sample(torch.cat(right), torch.cat(wrong), torch.cat(first))
 
 
-def auto_threshold(sample: Sample, resolution: float) -> Threshold:
+def auto_threshold(sample: Sample, resolution: float, *, ordered: bool = True) -> Threshold:
     """The geometric middle between the noise floor and the gap to the nearest wrong candidate.
 
-    Where they overlap (noise, coarse quantization) no threshold is right; then the one with the fewest errors of
-    both kinds is taken, wrong acceptances weighing more.
+    Where they overlap (noise, coarse numbers) no threshold is right for all. First positions then get one of their
+    own: in many models they are attention sinks, whose states are ten times longer than others and nearly the
+    same for every token, so that one threshold would be far too narrow for all other rows.
 
     Args:
         resolution: relative rounding error of one operation in the coarser dtype of both sides.
+        ordered: the first row is known to be the first position.
+    """
+    floor, gap = float(sample.right.max()), float(sample.wrong.min())
+    if floor < gap or not ordered or sample.first.all() or not sample.first.any():
+        return Threshold(_middle(sample, resolution), floor, gap)
+    rest, first = (_middle(sample.where(which), resolution) for which in (~sample.first, sample.first))
+    return Threshold(rest, floor, gap, first=first)
+
+
+def _middle(sample: Sample, resolution: float) -> float:
+    """A threshold between right and wrong; where they overlap the one with the fewest errors of both kinds.
+
+    Wrong acceptances weigh more.
     """
     nearest = sample.wrong.amin(1)
     floor, gap = float(sample.right.max()), float(nearest.min())
@@ -114,11 +143,11 @@ def auto_threshold(sample: Sample, resolution: float) -> Threshold:
         # A floor measured on few windows is no bound (and is zero where both sides happened to run passes of one
         # shape): leave it room, but stay below half the gap.
         middle = math.sqrt(max(floor, resolution) * gap)
-        return Threshold(min(max(middle, 4 * floor), max(gap / 2, floor)), floor, gap)
+        return min(max(middle, 4 * floor), max(gap / 2, floor))
     grid = torch.cat([sample.right, nearest]).sort().values
     missed = (sample.right[None] > grid[:, None]).float().mean(1)
     false = (nearest[None] <= grid[:, None]).float().mean(1)
-    return Threshold(float(grid[(missed + FALSE_WEIGHT * false).argmin()]), floor, gap)
+    return float(grid[(missed + FALSE_WEIGHT * false).argmin()])
 
 
 def calibrated_threshold(sample: Sample, seed: int) -> Threshold:

@@ -16,6 +16,9 @@ from hiddenlab.slice import Answer, Prefix, Request, Slice
 FIRST_BATCH, LAST_BATCH = 4, 512
 # Candidates tried at one position before the prompt's own tokens are, and how many of these at most.
 COPY_FROM, MAX_COPIES = 24, 64
+# Where right and wrong distances overlap: candidates tried at one position before one is taken that is not within
+# its limit, but this many times nearer than any other.
+SETTLE_AFTER, SETTLE_MARGIN = 1024, 2.0
 # Candidates tried at one position before their states are learned from, and again at each doubling up to the last.
 ADAPT_FROM, ADAPT_TO = 256, 4096
 
@@ -28,6 +31,8 @@ class Task:
         raw: rows as observed (for the probe). rows: rows in the matcher's form. limits: distance within which a
             row counts as matched. shortlist, scores: best tokens of each row and their log-probabilities.
         budget: candidates for one position at most, or None.
+        overlapping: right and wrong distances overlapped when the limits were measured, so that a right candidate
+            may lie outside of them.
     """
 
     slice: Slice
@@ -44,6 +49,7 @@ class Task:
     found: list[TokenRecovery] = field(default_factory=list)
     free: list[int] = field(default_factory=list)
     exhausted: bool = False
+    overlapping: bool = False
 
     def __post_init__(self) -> None:
         self.free = list(range(len(self.rows)))
@@ -88,6 +94,14 @@ class Tried:
     @property
     def count(self) -> int:
         return sum(len(t) for t in self.tokens)
+
+    def stands_out(self) -> bool:
+        """One of many candidates is far nearer than any other."""
+        if self.count < SETTLE_AFTER:
+            return False
+        nearest = torch.cat(self.nearest) / self._units[torch.cat(self.rows)]
+        first, second = nearest.topk(2, largest=False).values.tolist()
+        return bool(SETTLE_MARGIN * first <= second)
 
     def best(self, targets: list[int], limits: Tensor) -> tuple[TokenRecovery, bool]:
         """The nearest candidate, and whether it is within its row's limit."""
@@ -185,7 +199,10 @@ def _merged_shortlist(task: Task, targets: list[int]) -> Int[Tensor, " m"]:
 
 
 def find_next(task: Task, tried: Tried | None = None, first: Tensor | None = None) -> Search:
-    """Search the next position until a candidate matches; commit it, verified or (exhausted) the nearest.
+    """Search the next position until a candidate matches; commit it, or else the nearest as unverified.
+
+    Nothing else ends a search but the end of vocabulary or budget and, where limits are known to miss right
+    candidates, one that stands out from more than a thousand others.
 
     This is the inner loop of the paper's Algorithms 1, 4, 5 and 6: the matcher decides between 1 and 5 or 4 and
     6, the targets between 1 and 4 or 5 and 6. The language model is asked once as much has been spent on
@@ -199,7 +216,7 @@ def find_next(task: Task, tried: Tried | None = None, first: Tensor | None = Non
     asked = task.model is None
     states: list[Tensor] = []
     adapt_at, copied = ADAPT_FROM, False
-    while True:
+    while not (task.overlapping and tried.stands_out()):
         if not asked and task.model is not None:
             cost = task.model.cost(task.tokens, task.slice.site.layer)
             if task.shortlist is None or tried.count + FIRST_BATCH > cost:
@@ -207,6 +224,7 @@ def find_next(task: Task, tried: Tried | None = None, first: Tensor | None = Non
                 candidates.rank((yield from task.model.next_token(task.tokens)))
         batch = candidates.next_batch()
         if batch is None:
+            task.exhausted = True
             break
         answer: Answer = yield Ask(task.slice, Request(task.prefix, empty, leaves=batch))
         states.append(task.matcher.prepare(answer.leaves))
@@ -226,7 +244,6 @@ def find_next(task: Task, tried: Tried | None = None, first: Tensor | None = Non
             candidates.interleave(task.proposer.adapter.distances(tokens, torch.cat(states), observed))
             adapt_at = 2 * tried.count
     best, _ = tried.best(targets, task.limits)
-    task.exhausted = True
     answer = yield Ask(task.slice, Request(task.prefix, torch.tensor([best.token], device=task.rows.device)))
     task.prefix.keep(answer, chain=1)
     task.accept(best)
