@@ -464,3 +464,5 @@ def test_one_of_many_candidates_may_stand_out() -> None:
     assert tried.stands_out()
     tried.add(torch.tensor([SETTLE_AFTER + 1]), torch.tensor([[7.0]]))
     assert not tried.stands_out()
+    tried.add(torch.arange(SETTLE_AFTER), distances + 1)  # twice as many: a margin of 1.5 is enough
+    assert tried.stands_out()

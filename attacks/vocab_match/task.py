@@ -17,8 +17,8 @@ FIRST_BATCH, LAST_BATCH = 4, 512
 # Candidates tried at one position before the prompt's own tokens are, and how many of these at most.
 COPY_FROM, MAX_COPIES = 24, 64
 # Where right and wrong distances overlap: candidates tried at one position before one is taken that is not within
-# its limit, but this many times nearer than any other.
-SETTLE_AFTER, SETTLE_MARGIN = 1024, 2.0
+# its limit, but twice as near as any other; the more were tried, the less it has to stand out.
+SETTLE_AFTER = 1024
 # Candidates tried at one position before their states are learned from, and again at each doubling up to the last.
 ADAPT_FROM, ADAPT_TO = 256, 4096
 
@@ -101,7 +101,7 @@ class Tried:
             return False
         nearest = torch.cat(self.nearest) / self._units[torch.cat(self.rows)]
         first, second = nearest.topk(2, largest=False).values.tolist()
-        return bool(SETTLE_MARGIN * first <= second)
+        return bool((1 + SETTLE_AFTER / self.count) * first <= second)
 
     def best(self, targets: list[int], limits: Tensor) -> tuple[TokenRecovery, bool]:
         """The nearest candidate, and whether it is within its row's limit."""
