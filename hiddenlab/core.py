@@ -18,7 +18,8 @@ from hiddenlab.errors import InputError
 if TYPE_CHECKING:
     from hiddenlab.slice import Slice
 
-STREAMS = ("resid", "final_norm", "logits")
+SLICE_STREAMS = ("resid", "final_norm", "logits")
+STREAMS = (*SLICE_STREAMS, "embed", "q", "k", "v", "attn")
 Progress = Callable[[str, int, int], None]  # (what, done, total)
 
 
@@ -32,6 +33,8 @@ class Site:
 
     ``resid`` at layer l is the state after l decoder layers and before any final norm; ``final_norm`` the state
     after the last layer and the final norm; ``logits`` the language-model head's output (used by proposals).
+    What nodes of a distributed scheme see: ``embed`` (layer 0) what enters the first layer; ``q``, ``k`` and ``v``
+    of layer l's attention, all heads side by side, after rotary embedding; ``attn`` partial outputs of it.
     """
 
     layer: int
@@ -61,6 +64,7 @@ class Public:
         prefix_tokens: unknown embeddings that stand before the first token; their rows are not released.
         provider_dtype: dtype in which the provider ran the model.
         quantization: None, ``"int8"`` or ``"nf4"``: how the provider's weights were quantized.
+        positions: positions of the rows in the prompt, ascending, where only some were seen; None is all.
         facts: further public facts that a third party's defense adds; JSON values only.
     """
 
@@ -74,6 +78,7 @@ class Public:
     prefix_tokens: int = 0
     provider_dtype: str = "float32"
     quantization: str | None = None
+    positions: tuple[int, ...] | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -201,6 +206,8 @@ def public_from_json(data: Mapping[str, Any]) -> Public:
         values["site"] = Site(**values["site"])
         values["signature"] = tuple(float(x) for x in values["signature"])
         values["channel"] = tuple(str(x) for x in values.get("channel", ()))
+        if values.get("positions") is not None:
+            values["positions"] = tuple(int(x) for x in values["positions"])
         return Public(**values)
     except (KeyError, TypeError, ValueError) as error:
         raise InputError(f"the public facts are incomplete or malformed ({error})") from None

@@ -11,6 +11,7 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ _CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "prefix_tokens": (lambda x: _count(x), "a number ≥ 0"),
     "provider_dtype": (lambda x: isinstance(x, str) and x in DTYPES, f"one of {', '.join(DTYPES)}"),
     "quantization": (lambda x: x in (None, *QUANTIZATIONS), f"null or one of {', '.join(QUANTIZATIONS)}"),
+    "positions": (lambda x: x is None or _ascending(x), "null or ascending numbers ≥ 0"),
     "facts": (lambda x: isinstance(x, dict), "an object"),
 }
 
@@ -188,6 +190,10 @@ def _observation(path: Path, i: int, states: torch.Tensor, public: Public) -> Ob
         raise InputError(
             f"{path}, observation {i}: states should be floating-point rows × width, not {shape}"
         )
+    if public.positions is not None and len(public.positions) != len(states):
+        raise InputError(
+            f"{path}, observation {i}: {len(states)} rows, but {len(public.positions)} positions"
+        )
     try:
         return Observation(states, public)
     except InputError as error:
@@ -211,6 +217,10 @@ def _is_site(value: Any) -> bool:
 
 def _finite(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _ascending(value: Any) -> bool:
+    return isinstance(value, list) and all(map(_count, value)) and all(a < b for a, b in pairwise(value))
 
 
 def _count(value: Any) -> bool:

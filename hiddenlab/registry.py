@@ -30,7 +30,12 @@ BUILTINS: dict[str, dict[str, str]] = {
     },
     "metrics": {"text": "eval.metrics:score_text"},
     "benches": {"attack": "eval.bench_attack:bench"},
-    "cascade": {"plan": "defenses.cascade.command:plan", "run": "defenses.cascade.command:run"},
+    "cascade": {
+        "plan": "defenses.cascade.command:plan",
+        "run": "defenses.cascade.command:run",
+        "backend": "defenses.cascade.command:Backend",
+        "serve": "defenses.cascade.command:serve",
+    },
 }
 PLUGIN_KINDS = ("attacks", "defenses")
 POSITIONAL = ""  # the key under which ``parse_spec`` returns a value without a name

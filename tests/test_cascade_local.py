@@ -9,10 +9,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import AutoModel, AutoModelForCausalLM
 
+from defenses.cascade.backend import Settings, load_cascade_model
 from defenses.cascade.cost import Shape, layer_bytes
-from defenses.cascade.local import LocalCascade, load_cascade_model
+from defenses.cascade.hosts import CompHost, Pass
+from defenses.cascade.local import LocalCascade
 from defenses.cascade.nodes import Partial, attention_pass, post_pass
 from defenses.cascade.plan import Plan
+from defenses.cascade.seen import Seen
 from hiddenlab.errors import InputError
 from hiddenlab.slice.door import Attention
 from hiddenlab.slice.load import quiet_transformers
@@ -97,7 +100,7 @@ def test_outputs_equal_the_plain_model(tiny: TinyPath, architecture: str) -> Non
     for alpha, c, m in ((1, 1, 1), (2, 4, 2), (4, 1, 1), (4, 2, 4), (8, 8, 1)):
         for symmetric in (False, True):
             made = Plan.clustered(len(tokens), c, alpha=alpha, m=m, symmetric=symmetric)
-            out = LocalCascade(model, compress=symmetric).forward(tokens, made)
+            out = LocalCascade(model, Settings(compress=symmetric)).forward(tokens, made)
             assert float((out - expected).abs().max()) <= 1e-4, (alpha, c, m, symmetric)
 
 
@@ -113,17 +116,37 @@ def test_any_partition_gives_the_same(tiny: TinyPath, data: st.DataObject) -> No
         m=data.draw(st.integers(1, 3)),
         symmetric=data.draw(st.booleans()),
     )
-    cascade = LocalCascade(load_cascade_model(path), compress=data.draw(st.booleans()))
+    settings = Settings(compress=data.draw(st.booleans()), record=True)
+    cascade = LocalCascade(load_cascade_model(path), settings)
     tokens = prompt(n, seed=n)
     out = cascade.forward(tokens, made)
     assert float((out - plain(path, tokens)).abs().max()) <= 1e-4
-    for node, layers in cascade.traffic.received.items():
-        assert len(layers) == 4
-        for queries, keys in layers:
-            assert {*queries, *keys} == set(made.held_by(node))
-            if not made.symmetric:
-                assert queries == made.splits[node.queries]
-                assert keys == made.splits[node.keys]
+    check_seen(cascade.seen(), made)
+
+
+def check_seen(seen: list[Seen], made: Plan, layers: int = 4) -> None:
+    """Every node received the rows of exactly the positions that the plan gives it, in every layer."""
+    nodes = {f"AttnNode ({node.queries}, {node.keys})": node for node in made.attn_nodes}
+    found: dict[tuple[str, str, int], set[int]] = {}
+    for one in seen:
+        for entry in one.entries:
+            held = found.setdefault((one.node, entry.site.stream, entry.site.layer), set())
+            if entry.site.stream != "attn":  # of which a node receives one for each key shard
+                assert not held & set(entry.positions)
+            held |= set(entry.positions)
+    expected: dict[tuple[str, str, int], set[int]] = {}
+    for layer in range(1, layers + 1):
+        for i, shard in enumerate(made.shards):
+            for stream in ("resid", "attn"):
+                expected[f"CompNode {i}", stream, layer] = set(shard)
+        for name, node in nodes.items():
+            blocks = made.blocks(node)
+            queries = {p for block in blocks for p in made.splits[block.queries]}
+            keys = {p for block in blocks for p in made.splits[block.keys]}
+            assert queries | keys == set(made.held_by(node))
+            expected |= {(name, "q", layer): queries, (name, "k", layer): keys, (name, "v", layer): keys}
+    expected |= {(f"CompNode {i}", "embed", 0): set(shard) for i, shard in enumerate(made.shards)}
+    assert found == {key: positions for key, positions in expected.items() if positions}
 
 
 @pytest.mark.parametrize("compress", [False, True])
@@ -131,10 +154,14 @@ def test_any_partition_gives_the_same(tiny: TinyPath, data: st.DataObject) -> No
 def test_what_is_sent_is_equation_1(tiny: TinyPath, compress: bool, symmetric: bool) -> None:
     model, tokens = load_cascade_model(tiny("llama")), prompt(21)
     made = Plan.clustered(21, 2, alpha=3, m=2, symmetric=symmetric)
-    cascade = LocalCascade(model, compress=compress)
+    cascade = LocalCascade(model, Settings(compress=compress))
     cascade.forward(tokens, made)
     shape = Shape.of(model.config, element_bytes=1)
-    elements = cascade.traffic.to_attn + cascade.traffic.to_comp
+    elements = sum(
+        one["elements_in"] + one["elements_out"]
+        for name, one in cascade.counters().items()
+        if name.startswith("Attn")
+    )
     assert elements == shape.layers * layer_bytes(made, shape, "logsumexp" if compress else "paper")
 
 
@@ -142,15 +169,15 @@ def test_a_failing_node_fails_the_pass_and_no_other(tiny: TinyPath, monkeypatch:
     model, tokens = load_cascade_model(tiny("llama")), prompt(9)
     cascade, made = LocalCascade(model), Plan.clustered(9, 1, alpha=3)
     expected = cascade.forward(tokens, made)
-    run = LocalCascade._run
+    run = CompHost.run
 
-    def fail(self: LocalCascade, ids: Tensor, comp: object) -> Tensor:
-        if comp.index == 1:  # type: ignore[attr-defined]
+    def fail(self: CompHost, work: Pass, *rest: object) -> Tensor:
+        if self.index == 1:
             raise MemoryError("node 1 is full")
-        return run(self, ids, comp)  # type: ignore[arg-type]
+        return run(self, work, *rest)  # type: ignore[arg-type]
 
     with monkeypatch.context() as patch:
-        patch.setattr(LocalCascade, "_run", fail)
+        patch.setattr(CompHost, "run", fail)
         with pytest.raises(MemoryError, match="node 1 is full"):
             cascade.forward(tokens, made)
     assert torch.equal(cascade.forward(tokens, made), expected)

@@ -2,12 +2,22 @@
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, replace
+from importlib import import_module
+from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
 
 from defenses.cascade.cost import STATISTICS, Link, Shape, layer_bytes, layer_seconds, rounds
 from defenses.cascade.plan import Plan, gaps, recoverable, smallest_gap
+from hiddenlab.core import Progress, silent
 from hiddenlab.errors import InputError
+
+if TYPE_CHECKING:
+    from defenses.cascade.backend import Cascade
 
 
 def plan(
@@ -87,71 +97,251 @@ def plan(
     }
 
 
+@dataclass(frozen=True)
+class Backend:
+    """Where the nodes are, and how they work; see ``RayCascade``.
+
+    Attributes:
+        kind: ``local`` (threads of this process) or ``ray``. model, dtype, device: of the CompNodes. compress, wire,
+            record: see ``backend.Settings``. bandwidth, latency: of a simulated network, in bytes a second and
+            seconds. The others are those of ``RayCascade``.
+    """
+
+    kind: str = "local"
+    model: str = "builtin"
+    dtype: str = "float32"
+    device: str = "cpu"
+    compress: bool = False
+    wire: str | None = None
+    record: bool = False
+    address: str | None = None
+    transport: str = "tcp"
+    timeout: float = 60.0
+    restarts: int = 0
+    threads: int = 1
+    cpus: float = 1.0
+    gpus: float = 0.0
+    bandwidth: float | None = None
+    latency: float = 0.0
+    strategy: str = "SPREAD"
+    loopback: bool | None = None
+
+    def start(self, alpha: int, m: int, symmetric: bool, progress: Progress = silent) -> "Cascade":
+        """The nodes of α CompNodes and β = mα key shards, up and running.
+
+        Raises:
+            InputError: an option that the backend does not have, or see ``RayCascade``.
+        """
+        from defenses.cascade.backend import Settings, load_cascade_model
+        from defenses.cascade.local import LocalCascade
+        from hiddenlab.slice.load import parse_dtype
+
+        dtype = parse_dtype(self.dtype)
+        wire = None if self.wire is None else parse_dtype(self.wire)
+        settings = Settings(self.compress, wire, self.record)
+        if self.kind == "local":
+            if self.bandwidth is not None or self.address is not None:
+                raise InputError("a network or a cluster's address goes with --backend ray")
+            return LocalCascade(
+                load_cascade_model(self.model, dtype=dtype, device=self.device), settings, name=self.model
+            )
+        if self.kind != "ray":
+            raise InputError(f"unknown backend {self.kind!r}; known are local, ray")
+        link = None if self.bandwidth is None else Link(self.bandwidth, self.latency)
+        return _with_ray("defenses.cascade.cluster").RayCascade(
+            self.model, alpha, m=m, symmetric=symmetric, settings=settings, address=self.address,
+            transport=self.transport, timeout=self.timeout, restarts=self.restarts, threads=self.threads,
+            cpus=self.cpus, gpus=self.gpus, dtype=dtype, device=self.device, strategy=self.strategy,
+            loopback=self.loopback, link=link, progress=progress,
+        )  # fmt: skip
+
+
+def _with_ray(module: str) -> Any:
+    """A module that imports Ray.
+
+    Raises:
+        InputError: Ray is not installed.
+    """
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name not in ("ray", "fastapi", "prometheus_client"):
+            raise
+        raise InputError("Ray is not installed; pip install 'hiddenlab[ray]'") from None
+
+
+def serve(
+    backend: Backend,
+    *,
+    ready: Callable[[], None] = lambda: None,
+    key: str | None = None,
+    body: int = 1 << 20,
+    tokens: int = 4096,
+    running: int = 16,
+    **options: Any,
+) -> None:
+    """Serve a model over HTTP until interrupted; see ``serve.start`` for the options.
+
+    Args:
+        ready: called once requests are answered. key: that requests must show. body, tokens, running: see
+            ``api.Limits``.
+
+    Raises:
+        InputError: see ``serve.start``.
+    """
+    serving = _with_ray("defenses.cascade.serve")
+    limits = _with_ray("defenses.cascade.api").Limits(body, tokens, running)
+    own = serving.start(backend, key=key, limits=limits, **options)
+    try:
+        ready()
+        while True:
+            time.sleep(3600)
+    finally:
+        serving.stop(own)
+
+
 def run(
     prompt: str,
+    backend: Backend,
     alpha: int | None = None,
     c: int = 1,
     delta: int | None = None,
     m: int = 1,
     shards: str | None = None,
     symmetric: bool = False,
-    compress: bool = False,
-    model: str = "builtin",
     compare: bool = False,
     repeats: int = 3,
+    new_tokens: int = 0,
+    sampling: dict[str, Any] | None = None,
+    record: str | None = None,
+    progress: Progress = silent,
 ) -> dict[str, Any]:
-    """One forward pass of a prompt over the nodes of a plan, in one process.
+    """One forward pass of a prompt over the nodes of a plan, or a generation.
 
     Args:
-        compress: send one logsumexp a row. compare: run the plain model as well. repeats: passes that are timed,
-            after one that is not. The other arguments are those of ``plan``.
+        compare: run the plain model as well. repeats: passes that are timed, after one that is not. new_tokens:
+            generate so many, in place of a forward pass. sampling: see ``generate.Sampling``. record: folder for
+            what each node saw. The other arguments are those of ``plan``.
 
     Returns:
-        ``tokens``, ``comp_nodes``, ``attn_nodes``, ``next_token`` (None for a model without a head), ``seconds``
-        (median), ``elements_sent``; and, compared, ``plain_seconds``, ``over_plain`` and ``max_difference``.
+        ``tokens``, ``comp_nodes``, ``attn_nodes``, ``seconds`` (median), ``nodes`` (counters of each node), and for
+        a pass ``next_token`` (None for a model without a head), for a generation ``text``, ``new_tokens`` and
+        ``seconds_per_token``; compared, ``plain_seconds``, ``over_plain`` and ``max_difference`` or
+        ``same_tokens``; recorded, ``seen``.
 
     Raises:
-        InputError: the plan does not exist, the model is unknown, or the prompt is empty or too long.
+        InputError: the plan does not exist, the model is unknown, or the prompt is empty or too long. NodeError: a
+            node died or stalled.
     """
-    import torch
-
-    from defenses.cascade.local import LocalCascade, load_cascade_model
+    from defenses.cascade.seen import save_seen
     from hiddenlab.slice.load import load_tokenizer, resolve_model
 
-    tokenizer = load_tokenizer(resolve_model(model))
+    tokenizer = load_tokenizer(resolve_model(backend.model))
     if tokenizer is None:
-        raise InputError(f"{model} has no tokenizer")
+        raise InputError(f"{backend.model} has no tokenizer")
     ids = torch.tensor(tokenizer(prompt)["input_ids"], dtype=torch.long)
     if not len(ids):
         raise InputError("the prompt is empty; give at least one token")
     made = make_plan(len(ids), alpha, c, delta, m, shards, symmetric)
-    cascade = LocalCascade(load_cascade_model(model), compress=compress)
-    out, seconds = _timed(lambda: cascade.forward(ids, made), repeats)
-    head = cascade.has_head
-    result: dict[str, Any] = {
-        "tokens": len(ids),
-        "comp_nodes": made.alpha,
-        "attn_nodes": len(made.attn_nodes),
-        "next_token": tokenizer.decode(int(out[-1].argmax())) if head else None,
-        "seconds": seconds,
-        "elements_sent": cascade.traffic.to_attn + cascade.traffic.to_comp,
-    }
+    check_new_folder(record)
+    backend = replace(backend, record=record is not None)
+    with backend.start(made.alpha, m, symmetric, progress) as cascade:
+        if new_tokens:
+            result = _generation(cascade, tokenizer, ids, made, new_tokens, sampling or {}, progress)
+        else:
+            result = _pass(cascade, tokenizer, ids, made, 0 if record else repeats)
+        result = {"tokens": len(ids), "comp_nodes": made.alpha, "attn_nodes": len(made.attn_nodes)} | result
+        result["nodes"] = cascade.counters()
+        if record is not None:
+            facts = cascade.facts
+            result["seen"] = save_seen(
+                cascade.seen(), Path(record), model=facts.name, signature=facts.signature, dtype=facts.dtype
+            )
+        head = cascade.facts.head
     if compare:
-        plain = load_cascade_model(model, attention="sdpa")
-        with torch.inference_mode():
-            output, plain_seconds = _timed(lambda: plain(input_ids=ids[None]), repeats)
-        expected = output.logits if head else output.last_hidden_state
-        result |= {
-            "plain_seconds": plain_seconds,
-            "over_plain": seconds / plain_seconds,
-            "max_difference": float((out - expected[0]).abs().max()),
-        }
+        result |= _compared(backend, ids, head, result, repeats)
+    result.pop("output", None)
     return result
 
 
-def _timed(call: Callable[[], Any], repeats: int) -> tuple[Any, float]:
-    """The first result, and the median time of the calls after it."""
-    first, seconds = call(), []
+def _pass(cascade: "Cascade", tokenizer: Any, ids: Tensor, made: Plan, repeats: int) -> dict[str, Any]:
+    out, seconds = timed(lambda: cascade.forward(ids, made), repeats)
+    token = tokenizer.decode(int(out[-1].argmax())) if cascade.facts.head else None
+    return {"next_token": token, "seconds": seconds, "output": out}
+
+
+def _generation(
+    cascade: "Cascade",
+    tokenizer: Any,
+    ids: Tensor,
+    made: Plan,
+    new_tokens: int,
+    sampling: dict[str, Any],
+    progress: Progress,
+) -> dict[str, Any]:
+    from defenses.cascade.generate import Sampling, generate
+
+    stop = [i for i in {tokenizer.eos_token_id} if i is not None]
+    found: list[int] = []
+    started = time.perf_counter()
+    first = 0.0
+    for token in generate(
+        cascade, ids, made, new_tokens=new_tokens, sampling=Sampling(**sampling), stop=stop
+    ):
+        found.append(token)
+        first = first or time.perf_counter() - started
+        progress("generating", len(found), new_tokens)
+    seconds = time.perf_counter() - started
+    return {
+        "text": tokenizer.decode(found, skip_special_tokens=True),
+        "new_tokens": len(found),
+        "seconds": seconds,
+        "seconds_to_first": first,
+        "seconds_per_token": (seconds - first) / (len(found) - 1) if len(found) > 1 else None,
+        "output": found,
+    }
+
+
+def _compared(
+    backend: Backend, ids: Tensor, head: bool, result: dict[str, Any], repeats: int
+) -> dict[str, Any]:
+    """The plain model beside it, in this process."""
+    from defenses.cascade.backend import load_cascade_model
+    from hiddenlab.slice.load import parse_dtype
+
+    plain: Any = load_cascade_model(backend.model, dtype=parse_dtype(backend.dtype), attention="sdpa")
+    with torch.inference_mode():
+        if "new_tokens" in result:
+            count = result["new_tokens"]
+            started = time.perf_counter()
+            tokens = plain.generate(ids[None], max_new_tokens=count, do_sample=False)[0, len(ids) :].tolist()
+            seconds = time.perf_counter() - started
+            same = {"same_tokens": tokens == result["output"]}
+        else:
+            output, seconds = timed(lambda: plain(input_ids=ids[None]), max(1, repeats))
+            expected = output.logits if head else output.last_hidden_state
+            same = {"max_difference": float((result["output"] - expected[0]).abs().max())}
+    return {"plain_seconds": seconds, "over_plain": result["seconds"] / seconds} | same
+
+
+def check_new_folder(folder: str | None) -> None:
+    """Refuse to write among other files.
+
+    Raises:
+        InputError: the folder exists and is not empty, or is a file.
+    """
+    path = Path(folder) if folder is not None else None
+    if path is not None and path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise InputError(f"{folder} is not empty; give a new folder")
+
+
+def timed(call: Callable[[], Any], repeats: int) -> tuple[Any, float]:
+    """The first result, and the median time of the calls after it (of the first where there are none)."""
+    started = time.perf_counter()
+    first = call()
+    if not repeats:
+        return first, time.perf_counter() - started
+    seconds = []
     for _ in range(repeats):
         started = time.perf_counter()
         call()

@@ -4,10 +4,12 @@ Positions count from 0; the paper counts from 1. ``R_i`` are the positions of Co
 key shard j; AttnNode (j, k) computes the attention of the queries ``S_j`` over the keys ``S_k``.
 """
 
-from collections.abc import Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from typing import Any
 
 from hiddenlab.errors import InputError
 
@@ -46,6 +48,8 @@ class Plan:
         shards: ``R_i``, the positions of each CompNode. splits: ``S_j``, the positions of each query and key shard.
         symmetric: AttnNodes (j, k) and (k, j) are one node, which learns nothing that either would not
             (appendix Q): β(β + 1)/2 in place of β².
+        dealt: c and δ of a (c, δ)-sharding. m: into how many splits ``split`` cut each shard; None for splits by
+            hand, with which a plan cannot grow.
 
     Raises:
         InputError: shards or splits do not partition the positions.
@@ -55,6 +59,8 @@ class Plan:
     shards: tuple[Positions, ...]
     splits: tuple[Positions, ...]
     symmetric: bool = False
+    dealt: tuple[int, int] | None = None
+    m: int | None = None
 
     def __post_init__(self) -> None:
         if self.tokens < 1:
@@ -91,7 +97,7 @@ class Plan:
         assert distance is not None
         nodes = -(-distance // c)
         shards = tuple(tuple(t for t in range(tokens) if t % distance // c == node) for node in range(nodes))
-        return cls(tokens, shards, split(shards, m), symmetric)
+        return cls(tokens, shards, split(shards, m), symmetric, (c, distance), m)
 
     @classmethod
     def by_hand(cls, shards: Sequence[Sequence[int]], *, m: int = 1, symmetric: bool = False) -> "Plan":
@@ -103,7 +109,38 @@ class Plan:
         if m < 1:
             raise InputError(f"m must be at least 1, not {m}")
         held = tuple(tuple(sorted(shard)) for shard in shards)
-        return cls(sum(map(len, held)), held, split(held, m), symmetric)
+        return cls(sum(map(len, held)), held, split(held, m), symmetric, None, m)
+
+    def grown(self, tokens: int) -> "Plan":
+        """The plan of a longer sequence that leaves every node what it holds (generation, appendix Q).
+
+        (c, δ)-sharding goes on as it began. With shards by hand each new token goes to the CompNode whose last
+        token is furthest back.
+
+        Raises:
+            InputError: fewer tokens than before, or splits by hand.
+        """
+        if tokens == self.tokens:
+            return self
+        if tokens < self.tokens:
+            raise InputError(f"a plan for {self.tokens} tokens cannot shrink to {tokens}")
+        if self.m is None:
+            raise InputError("a plan with query and key shards by hand cannot grow; give shards and m")
+        shards, splits = [list(x) for x in self.shards], [list(x) for x in self.splits]
+        for t in range(self.tokens, tokens):
+            if self.dealt is not None:
+                i = t % self.dealt[1] // self.dealt[0]
+            else:
+                i = min(range(len(shards)), key=lambda i: shards[i][-1] if shards[i] else -1)
+            splits[self.m * i + len(shards[i]) % self.m].append(t)
+            shards[i].append(t)
+        return Plan(
+            tokens, tuple(map(tuple, shards)), tuple(map(tuple, splits)), self.symmetric, self.dealt, self.m
+        )
+
+    def owner(self, position: int) -> int:
+        """The CompNode that holds a position."""
+        return next(i for i, shard in enumerate(self.shards) if _has(shard, position))
 
     @property
     def alpha(self) -> int:
@@ -132,14 +169,36 @@ class Plan:
         """Positions of which an attention node receives any row: ``S_j ∪ S_k``."""
         return tuple(sorted({*self.splits[node.queries], *self.splits[node.keys]}))
 
-    def messages(self) -> Iterator[Message]:
-        """What goes between each pair of nodes that talk in a layer (Algorithm 2); pairs without rows are left out."""
-        owner = {position: i for i, shard in enumerate(self.shards) for position in shard}
-        for node in self.attn_nodes:
+    def describe(self) -> dict[str, Any]:
+        """The plan as plain data for ``described``; a few numbers where it was dealt."""
+        out: dict[str, Any] = {"tokens": self.tokens, "symmetric": self.symmetric, "m": self.m}
+        if self.dealt is not None:
+            return out | {"dealt": list(self.dealt)}
+        return out | {"shards": [list(s) for s in self.shards], "splits": [list(s) for s in self.splits]}
+
+    @classmethod
+    def described(cls, data: Mapping[str, Any]) -> "Plan":
+        """The inverse of ``describe``."""
+        if dealt := data.get("dealt"):
+            c, delta = dealt
+            return cls.clustered(data["tokens"], c, delta=delta, m=data["m"], symmetric=data["symmetric"])
+        shards, splits = (tuple(tuple(part) for part in data[name]) for name in ("shards", "splits"))
+        return cls(data["tokens"], shards, splits, data["symmetric"], None, data["m"])
+
+    def messages(self, since: int = 0, nodes: Sequence[AttnNode] | None = None) -> Iterator[Message]:
+        """What goes between each pair of nodes that talk in a layer (Algorithm 2); pairs without rows are left out.
+
+        Args:
+            since: first position that is new; the rows of earlier ones were sent before and are kept.
+            nodes: only with these AttnNodes.
+        """
+        new = [new_of(split, since) for split in self.splits]
+        owner = {p: i for i, shard in enumerate(self.shards) for p in new_of(shard, since)}
+        for node in self.attn_nodes if nodes is None else nodes:
             blocks = self.blocks(node)
-            queries = sorted({p for block in blocks for p in self.splits[block.queries]})
-            keys = sorted({p for block in blocks for p in self.splits[block.keys]})
-            answers = [p for block in blocks for p in self.splits[block.queries]]
+            queries = sorted({p for block in blocks for p in new[block.queries]})
+            keys = sorted({p for block in blocks for p in new[block.keys]})
+            answers = [p for block in blocks for p in new[block.queries]]
             for comp in sorted({owner[p] for p in (*queries, *keys)}):
                 yield Message(
                     comp,
@@ -174,6 +233,16 @@ def split(shards: Sequence[Positions], m: int) -> tuple[Positions, ...]:
     The paper writes a stride of δ over the sorted shard; its worked example has a stride of m = c, taken here.
     """
     return tuple(tuple(sorted(shard))[x::m] for shard in shards for x in range(m))
+
+
+def new_of(positions: Positions, since: int) -> Positions:
+    """The positions from ``since`` on, of ascending ones."""
+    return positions[bisect_left(positions, since) :]
+
+
+def _has(positions: Positions, position: int) -> bool:
+    place = bisect_left(positions, position)
+    return place < len(positions) and positions[place] == position
 
 
 def gaps(positions: Positions) -> list[tuple[int, int]]:

@@ -1,13 +1,13 @@
-"""``hiddenlab cascade``: private inference sharded by tokens: plan it, and run it in one process."""
+"""``hiddenlab cascade``: private inference sharded by tokens: plan it, run it, serve it."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from typer import Option
 
 from hiddenlab import registry
 from hiddenlab.cli import options as o
-from hiddenlab.cli.console import only_json, print_json, stdout
+from hiddenlab.cli.console import bars, only_json, print_json, stdout
 from hiddenlab.errors import InputError
 
 app = typer.Typer(no_args_is_help=True, help="Cascade: private inference sharded by tokens.")
@@ -85,6 +85,38 @@ def plan(
         screen.print(line, highlight=False, markup=False)
 
 
+BackendOpt = Annotated[
+    Literal["local", "ray"], Option("--backend", help="Threads of this process, or actors of a Ray cluster.")
+]
+AddressOpt = Annotated[
+    str | None,
+    Option("--address", metavar="HOST:PORT", help="A running Ray cluster; default: one of our own."),
+]
+TransportOpt = Annotated[
+    Literal["tcp", "objects"], Option("--transport", help="From node to node, or through Ray's object store.")
+]
+TimeoutOpt = Annotated[
+    float,
+    Option("--timeout", metavar="S", help="Seconds that a node waits for another before the request fails."),
+]
+RestartsOpt = Annotated[
+    int, Option("--restarts", metavar="N", min=0, help="Lost nodes that may be replaced.")
+]
+CompressOpt = Annotated[
+    bool, Option("--logsumexp", help="Send one logsumexp a row, not row maximum and sum.")
+]
+WireOpt = Annotated[
+    o.Dtype | None, Option("--wire", help="Dtype of numbers on the wire; default: as computed.")
+]
+CpusOpt = Annotated[float, Option("--cpus", metavar="N", help="CPUs that Ray reserves for each node.")]
+GpusOpt = Annotated[float, Option("--gpus", metavar="N", help="GPUs that Ray reserves for each CompNode.")]
+NodeDeviceOpt = Annotated[str, Option("--device", help="Of the CompNodes: cpu, cuda.")]
+StrategyOpt = Annotated[
+    Literal["SPREAD", "STRICT_SPREAD", "PACK"],
+    Option("--placement", help="Of nodes on machines; STRICT_SPREAD puts no two on one."),
+]
+
+
 @app.command("run")
 def run(
     prompt: o.PromptArg = None,
@@ -94,32 +126,133 @@ def run(
     m: SplitOpt = 1,
     shards: ShardsOpt = None,
     symmetric: SymmetricOpt = False,
-    compress: Annotated[
-        bool, Option("--logsumexp", help="Send one logsumexp a row, not row maximum and sum.")
-    ] = False,
+    compress: CompressOpt = False,
+    wire: WireOpt = None,
     model: o.ModelOpt = None,
+    dtype: o.DtypeOpt = "float32",
+    device: NodeDeviceOpt = "cpu",
+    backend: BackendOpt = "local",
+    address: AddressOpt = None,
+    transport: TransportOpt = "tcp",
+    timeout: TimeoutOpt = 60.0,
+    restarts: RestartsOpt = 0,
+    cpus: CpusOpt = 1.0,
+    gpus: GpusOpt = 0.0,
+    placement: StrategyOpt = "SPREAD",
+    bandwidth: Annotated[
+        float | None, Option("--bandwidth", metavar="GBPS", help="Simulate a network: gigabits a second.")
+    ] = None,
+    latency: Annotated[
+        float, Option("--latency", metavar="MS", help="Simulated network: milliseconds, one way.")
+    ] = 0.0,
+    new_tokens: Annotated[
+        int, Option("--new-tokens", metavar="N", min=0, help="Generate so many tokens; 0: one forward pass.")
+    ] = 0,
+    temperature: Annotated[float, Option("--temperature", metavar="T", help="0 is greedy.")] = 0.0,
+    top_k: Annotated[
+        int, Option("--top-k", metavar="K", min=0, help="Only among the K likeliest; 0: all.")
+    ] = 0,
+    top_p: Annotated[
+        float, Option("--top-p", metavar="P", help="Only among those with probability P.")
+    ] = 1.0,
+    seed: o.SeedOpt = 0,
+    record: Annotated[
+        str | None, Option("--record", metavar="DIR", help="Save what each node saw, as observations.")
+    ] = None,
     compare: Annotated[bool, Option("--compare", help="Run the plain model too.")] = False,
-    threads: o.ThreadsOpt = None,
+    threads: Annotated[int, Option("--threads", metavar="N", min=1, help="Of torch, in each process.")] = 1,
     json: o.JsonOpt = False,
 ) -> None:
-    """Run one forward pass over the nodes of a plan, all in this process."""
+    """Run one forward pass, or generate, over the nodes of a plan."""
     from hiddenlab.prompts import load_prompts
 
     if prompt is None:
         raise InputError("give a prompt, or '-' to read it from standard input")
     text = load_prompts("-")[0].text if prompt == "-" else prompt
-    if threads is not None:
-        import torch
+    import torch
 
-        torch.set_num_threads(threads)
-    with only_json(json):
+    torch.set_num_threads(threads)
+    with only_json(json), bars() as progress:
+        nodes = registry.resolve("cascade", "backend")(
+            kind=backend, model=model or "builtin", dtype=dtype, device=device, compress=compress, wire=wire,
+            address=address, transport=transport, timeout=timeout, restarts=restarts, threads=threads, cpus=cpus,
+            gpus=gpus, bandwidth=None if bandwidth is None else bandwidth * 1e9 / 8, latency=latency / 1e3,
+            strategy=placement,
+        )  # fmt: skip
         result: dict[str, Any] = registry.resolve("cascade", "run")(
-            prompt=text, alpha=alpha, c=c, delta=delta, m=m, shards=shards, symmetric=symmetric,
-            compress=compress, model=model or "builtin", compare=compare,
+            prompt=text, backend=nodes, alpha=alpha, c=c, delta=delta, m=m, shards=shards, symmetric=symmetric,
+            compare=compare, new_tokens=new_tokens, record=record, progress=progress,
+            sampling={"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed},
         )  # fmt: skip
     if json:
         print_json(result)
         return
-    from hiddenlab.cli.show import figures_table
+    from hiddenlab.cli.show import figures_table, rows_table
 
-    stdout().print(figures_table([{"figure": "value", **result}], "cascade, in one process"))
+    screen = stdout()
+    per_node = result.pop("nodes")
+    seen = result.pop("seen", None)
+    screen.print(figures_table([{"figure": "value", **result}], f"cascade, {backend}"))
+    for kind in ("CompNode", "AttnNode"):
+        rows = [{"node": name, **counters} for name, counters in per_node.items() if name.startswith(kind)]
+        screen.print(rows_table(rows, f"{kind}s"))
+    if seen is not None:
+        rows = [{"node": name, "positions": len(one["positions"]), "rows": one["rows"], "files": one["files"]}
+                for name, one in seen.items()]  # fmt: skip
+        screen.print(rows_table(rows, f"what each node saw, in {record}"))
+
+
+@app.command("serve")
+def serve(
+    alpha: Annotated[int, Option("--alpha", metavar="N", min=1, help="CompNodes.")] = 2,
+    c: ClusterOpt = 1,
+    m: SplitOpt = 1,
+    symmetric: Annotated[bool, Option("--symmetric/--full", help="β(β + 1)/2 AttnNodes, or all β².")] = True,
+    compress: CompressOpt = True,
+    wire: WireOpt = None,
+    model: o.ModelOpt = None,
+    dtype: o.DtypeOpt = "float32",
+    device: NodeDeviceOpt = "cpu",
+    host: Annotated[str, Option("--host", metavar="ADDRESS", help="Where the server listens.")] = "127.0.0.1",
+    port: Annotated[int, Option("--port", metavar="N", min=1, max=65535)] = 8000,
+    api_key_env: Annotated[
+        str | None,
+        Option(
+            "--api-key-env", metavar="NAME", help="Environment variable with the key that requests must show."
+        ),
+    ] = None,
+    max_body: Annotated[int, Option("--max-body", metavar="BYTES", min=1, help="Of one request.")] = 1 << 20,
+    max_tokens: Annotated[
+        int, Option("--max-tokens", metavar="N", min=2, help="Prompt and answer of one request together.")
+    ] = 4096,
+    max_running: Annotated[int, Option("--max-running", metavar="N", min=1, help="Requests at once.")] = 16,
+    address: AddressOpt = None,
+    transport: TransportOpt = "tcp",
+    timeout: TimeoutOpt = 60.0,
+    restarts: RestartsOpt = 10,
+    cpus: CpusOpt = 1.0,
+    gpus: GpusOpt = 0.0,
+    placement: StrategyOpt = "SPREAD",
+    threads: Annotated[int, Option("--threads", metavar="N", min=1, help="Of torch, in each node.")] = 1,
+) -> None:
+    """Serve a model over Cascade nodes: /v1/completions, /v1/chat/completions, /health, /metrics."""
+    import os
+
+    key = os.environ.get(api_key_env) if api_key_env else None
+    if api_key_env and not key:
+        raise InputError(f"the environment variable {api_key_env} is not set")
+    nodes = registry.resolve("cascade", "backend")(
+        kind="ray", model=model or "builtin", dtype=dtype, device=device, compress=compress, wire=wire,
+        address=address, transport=transport, timeout=timeout, restarts=restarts, threads=threads, cpus=cpus,
+        gpus=gpus, strategy=placement,
+    )  # fmt: skip
+    screen = stdout()
+
+    def ready() -> None:
+        where = f"http://{host}:{port}/v1"
+        screen.print(f"serving {nodes.model} at {where}; Ctrl-C stops", highlight=False, markup=False)
+
+    registry.resolve("cascade", "serve")(
+        backend=nodes, ready=ready, key=key, body=max_body, tokens=max_tokens, running=max_running,
+        alpha=alpha, c=c, m=m, symmetric=symmetric, host=host, port=port,
+    )  # fmt: skip

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from hiddenlab.core import Site
+from hiddenlab.core import SLICE_STREAMS, Site
 from hiddenlab.errors import InputError
 from hiddenlab.slice.door import open_door
 from hiddenlab.slice.engine import (
@@ -29,7 +29,7 @@ from hiddenlab.slice.load import (
     truncate_config,
 )
 
-__all__ = ["Answer", "ModelRef", "Prefix", "Request", "Slice", "load_slice"]
+__all__ = ["Answer", "ModelRef", "Prefix", "Request", "Slice", "decoder_layers", "load_slice", "signature_of"]
 
 SIGNATURE_ENTRIES = 16
 
@@ -60,7 +60,7 @@ class Slice:
         self.evaluated_tokens = 0
         self.forward_calls = 0
         self._captured: Tensor | None = None
-        self._last_layer = _decoder_layers(model)[-1]
+        self._last_layer = decoder_layers(model)[-1]
         if site.stream == "resid":
             self._last_layer.register_forward_hook(self._capture)
         self._check_causal()
@@ -98,10 +98,8 @@ class Slice:
 
     @cached_property
     def signature(self) -> tuple[float, ...]:
-        """Embedding entries spread over the table, rounded to bfloat16 (the coarsest dtype in use)."""
-        flat = self.embedding.detach().flatten()
-        index = torch.linspace(0, flat.numel() - 1, SIGNATURE_ENTRIES, dtype=torch.float64).long()
-        return tuple(flat[index.to(flat.device)].bfloat16().float().tolist())
+        """What tells the model's weights from others."""
+        return signature_of(self.embedding)
 
     @property
     def special_ids(self) -> list[int]:
@@ -201,7 +199,19 @@ class Slice:
         return f"Slice({self.ref.name}, {self.site}, {self.dtype}, {self.device}; weights are public)"
 
 
-def _decoder_layers(model: nn.Module) -> nn.ModuleList:
+def signature_of(embedding: Float[Tensor, "v d"]) -> tuple[float, ...]:
+    """Entries spread over an embedding table, rounded to bfloat16 (the coarsest dtype in use)."""
+    flat = embedding.detach().flatten()
+    index = torch.linspace(0, flat.numel() - 1, SIGNATURE_ENTRIES, dtype=torch.float64).long()
+    return tuple(flat[index.to(flat.device)].bfloat16().float().tolist())
+
+
+def decoder_layers(model: nn.Module) -> nn.ModuleList:
+    """The model's list of layers.
+
+    Raises:
+        InputError: it has none.
+    """
     count = model.config.num_hidden_layers  # type: ignore[union-attr]
     for module in model.modules():
         if isinstance(module, nn.ModuleList) and len(module) == count:
@@ -249,6 +259,8 @@ def load_slice(
     layer = total if layer is None else layer
     if not 1 <= layer <= total:
         raise InputError(f"layer {layer} is out of range: {name} has layers 1 to {total}")
+    if stream not in SLICE_STREAMS:
+        raise InputError(f"unknown stream {stream!r} of a slice; known are {', '.join(SLICE_STREAMS)}")
     if stream != "resid" and layer != total:
         raise InputError(
             f"the stream {stream} exists only after the last layer, {total}; layer {layer} was asked for"

@@ -1,6 +1,6 @@
 """The one way into every Hugging Face model's attention: transformers' ``AttentionInterface``."""
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -21,14 +21,18 @@ class Attention:
     window: int | None = None
     softcap: float | None = None
 
-    def visible(self, queries: Sequence[int], keys: Sequence[int]) -> Bool[Tensor, "a b"]:
-        """Which keys each query sees, by position in the prompt."""
+    def visible(
+        self, queries: Sequence[int], keys: Sequence[int], hidden: Set[int] = frozenset()
+    ) -> Bool[Tensor, "a b"]:
+        """Which keys each query sees, by position in the prompt; ``hidden`` ones (padding) nobody sees."""
         q, k = torch.tensor(queries)[:, None], torch.tensor(keys)[None]
         seen = torch.ones(len(queries), len(keys), dtype=torch.bool)
         if self.causal:
             seen &= k <= q
         if self.window is not None:
             seen &= (q - k).abs() < self.window
+        if hidden:
+            seen &= ~torch.tensor([key in hidden for key in keys])
         return seen
 
 

@@ -1,0 +1,188 @@
+"""What every Cascade backend offers: passes of requests over the nodes of a plan (paper, Algorithm 2)."""
+
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from defenses.cascade.hosts import ATTENTION_NAME, NodeError, Pass, open_cascade_door
+from defenses.cascade.plan import Plan
+from defenses.cascade.seen import Seen
+from hiddenlab.errors import InputError
+from hiddenlab.slice import signature_of
+from hiddenlab.slice.load import load_config, load_model, resolve_model
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How the nodes of a backend work.
+
+    Attributes:
+        compress: AttnNodes send one logsumexp a row in place of the paper's maximum and sum.
+        wire: dtype of numbers on the wire; None sends them as computed. record: nodes keep what they saw.
+    """
+
+    compress: bool = False
+    wire: torch.dtype | None = None
+    record: bool = False
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What a driver knows of the model without holding its weights."""
+
+    name: str
+    head: bool
+    context: int | None
+    vocabulary: int
+    signature: tuple[float, ...]
+    dtype: str
+
+    @classmethod
+    def of(cls, name: str, model: nn.Module) -> "ModelFacts":
+        config: Any = model.config
+        embedding = model.get_input_embeddings().weight  # type: ignore[operator]
+        return cls(
+            name,
+            model.get_output_embeddings() is not None,  # type: ignore[operator]
+            getattr(config, "max_position_embeddings", None),
+            embedding.shape[0],
+            signature_of(embedding),
+            str(embedding.dtype).removeprefix("torch."),
+        )
+
+
+class Cascade(ABC):
+    """A model run by nodes. The driver handles the user's own tokens and the result, and nothing else.
+
+    Attributes:
+        facts: of the model.
+    """
+
+    facts: ModelFacts
+
+    def forward(
+        self,
+        tokens: Int[Tensor, " n"] | Float[Tensor, "n d"],
+        plan: Plan,
+        *,
+        mask: Bool[Tensor, " n"] | None = None,
+    ) -> Float[Tensor, "n width"]:
+        """Logits of a causal LM, or the last hidden states of a model without a head, for every token.
+
+        Args:
+            tokens: ids, or embeddings that the user made himself. mask: False for padding, which no token sees;
+                rows of padding are without meaning.
+
+        Raises:
+            InputError: the plan is for another number of tokens, ids outside of the vocabulary, a prompt longer
+                than the model's context. NodeError: a node died or stalled.
+        """
+        hidden = () if mask is None else tuple((~mask).nonzero()[:, 0].tolist())
+        while True:
+            work = Pass(new_request(), plan, hidden=hidden)
+            try:
+                return self.step(work, tokens)
+            except NodeError as error:
+                if not self.recover(error):
+                    raise
+            finally:
+                self.close(work.request)
+
+    def step(self, work: Pass, tokens: Tensor) -> Float[Tensor, "n width"]:
+        """One pass over new tokens; with ``work.last`` the answer is the last position's row alone.
+
+        Raises:
+            see ``forward``.
+        """
+        self._check(work, tokens)
+        shares = {i: work.inputs(i, tokens) for i in range(work.plan.alpha)}
+        parts = self._run(work, {i: share for i, share in shares.items() if share is not None})
+        if work.last:
+            return next(part for part in parts.values() if len(part))
+        width = next(iter(parts.values()))
+        out = width.new_empty(work.plan.tokens - work.since, width.shape[1])
+        for i, part in parts.items():
+            out[[p - work.since for p in work.plan.shards[i] if p >= work.since]] = part
+        return out
+
+    def _check(self, work: Pass, tokens: Tensor) -> None:
+        expected = work.plan.tokens - work.since
+        if len(tokens) != expected:
+            raise InputError(f"the plan is for {expected} tokens, the prompt has {len(tokens)}")
+        if self.facts.context is not None and work.plan.tokens > self.facts.context:
+            raise InputError(
+                f"the prompt has {work.plan.tokens} tokens; the model's context holds {self.facts.context}"
+            )
+        if not tokens.is_floating_point() and not bool(
+            ((tokens >= 0) & (tokens < self.facts.vocabulary)).all()
+        ):
+            raise InputError(f"a token id is outside of the vocabulary, 0 to {self.facts.vocabulary - 1}")
+
+    @abstractmethod
+    def _run(self, work: Pass, shares: Mapping[int, Tensor]) -> dict[int, Tensor]:
+        """Run a pass on the CompNodes that have new tokens; their outputs."""
+
+    @abstractmethod
+    def close(self, request: str) -> None:
+        """Have every node forget a request."""
+
+    @abstractmethod
+    def counters(self) -> dict[str, dict[str, Any]]:
+        """What each node did since the start, by name."""
+
+    @abstractmethod
+    def seen(self) -> list[Seen]:
+        """What nodes saw, where they record; taken from them."""
+
+    def recover(self, error: NodeError) -> bool:
+        """Replace a lost node where that is allowed; the request can then be run again from its tokens."""
+        return False
+
+    def healthy(self) -> dict[str, str]:
+        """``ok`` or what is wrong, for each node that runs by itself."""
+        return {}
+
+    def shutdown(self) -> None:  # noqa: B027 (nothing to stop is the common case)
+        """Stop the nodes."""
+
+    def __enter__(self) -> "Cascade":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+
+
+def new_request() -> str:
+    """A name that no other request has."""
+    return uuid.uuid4().hex[:12]
+
+
+def comp_name(index: int) -> str:
+    """How a CompNode is called in errors and counters."""
+    return f"CompNode {index}"
+
+
+def load_cascade_model(
+    name: str, *, dtype: torch.dtype = torch.float32, device: str = "cpu", attention: str = ATTENTION_NAME
+) -> nn.Module:
+    """A model for CompNodes: a causal LM with its head, any other model without one.
+
+    Args:
+        attention: one of transformers' own gives the plain model, to compare with.
+
+    Raises:
+        InputError: the model is unknown, or has no attention.
+    """
+    open_cascade_door()
+    ref = resolve_model(name)
+    config = load_config(ref)
+    if not getattr(config, "num_attention_heads", None):
+        raise InputError(f"{name} ({config.model_type}) has no attention to shard")
+    head = any("CausalLM" in kind or "LMHead" in kind for kind in config.architectures or ())
+    return load_model(ref, config, head=head, dtype=dtype, device=torch.device(device), attention=attention)

@@ -1,0 +1,441 @@
+"""Cascade on a Ray cluster. Ray places the nodes, keeps them and calls them; tensors go from node to node.
+
+This is the one file of the project, beside the serving file, that imports Ray.
+"""
+
+import math
+import os
+import secrets
+import threading
+import time
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import psutil
+import ray
+import torch
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from torch import Tensor
+
+from defenses.cascade.backend import Cascade, ModelFacts, Settings, comp_name
+from defenses.cascade.cost import Link
+from defenses.cascade.hosts import Head, NodeError, Pass, attn_name
+from defenses.cascade.nodes import Partial, Rows
+from defenses.cascade.plan import AttnNode, Plan
+from defenses.cascade.remote import RemoteAttn, RemoteComp
+from defenses.cascade.seen import Seen
+from hiddenlab.core import Progress, silent
+from hiddenlab.errors import InputError
+
+TRANSPORTS = ("tcp", "objects")
+LOOPBACK = "127.0.0.1"
+CONCURRENT = 32  # requests at once
+PING_SECONDS = 3.0  # a node that does not answer an empty call for so long is taken to be stalled
+STARTING = 4  # nodes started at once
+NODE_BYTES = 350e6  # memory of a node's process beside weights, measured
+
+
+class _ObjectCarrier:
+    """The paper's form: each message a Ray call, each tensor an object in Ray's store."""
+
+    def __init__(self, index: int, timeout: float) -> None:
+        self.index, self.timeout = index, timeout
+        self.attns: dict[AttnNode, Any] = {}
+        self._pending: dict[tuple[str, int, int, AttnNode], Any] = {}
+
+    def post(self, node: AttnNode, head: Head, rows: Rows) -> None:
+        call = self.attns[node].answer.remote(self.index, head, ray.put(rows.to("cpu")), self.timeout)
+        self._pending[head.request, head.number, head.step, node] = call
+
+    def collect(self, node: AttnNode, head: Head) -> list[Partial]:
+        name, where = attn_name(node), f"in layer {head.layer + 1}"
+        try:
+            return ray.get(
+                self._pending.pop((head.request, head.number, head.step, node)), timeout=self.timeout
+            )
+        except ray.exceptions.RayTaskError as error:
+            cause = error.cause
+            raise (
+                cause if isinstance(cause, NodeError) else NodeError(f"{name} failed {where}: {cause}", name)
+            ) from None
+        except ray.exceptions.GetTimeoutError:
+            raise NodeError(f"{name} did not answer {where} within {self.timeout:g} s", name) from None
+        except ray.exceptions.RayActorError:
+            raise NodeError(f"{name} died {where}", name) from None
+
+
+class _Comp(RemoteComp):
+    """A CompNode as a Ray actor."""
+
+    def __init__(self, index: int, *args: Any, transport: str, timeout: float, **options: Any) -> None:
+        options["host"] = options["host"] or ray.util.get_node_ip_address()
+        super().__init__(index, *args, timeout=timeout, **options)
+        if transport == "objects":
+            self.carrier = _ObjectCarrier(index, timeout)
+
+    def start(self) -> ModelFacts:
+        return self.facts
+
+    def meet(self, addresses: Mapping[AttnNode, Any], handles: Mapping[AttnNode, Any]) -> None:
+        """Connect to AttnNodes: addresses over the wire, or Ray's handles."""
+        if isinstance(self.carrier, _ObjectCarrier):
+            self.carrier.attns.update(handles)
+        else:
+            self.connect({attn_name(node): address for node, address in addresses.items()})
+
+    def memory(self) -> int:
+        return psutil.Process().memory_info().rss
+
+
+class _Attn(RemoteAttn):
+    """An AttnNode as a Ray actor."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        options["host"] = options["host"] or ray.util.get_node_ip_address()
+        super().__init__(*args, **options)
+
+    def start(self) -> tuple[str, int]:
+        return self.hub.address
+
+    def abort(self, request: str) -> None:
+        self.host.close(request)
+
+    def waiting(self, request: str) -> dict[str, Any] | None:
+        return self.host.waiting(request)
+
+    def memory(self) -> int:
+        return psutil.Process().memory_info().rss
+
+
+class RayCascade(Cascade):
+    """A model run by Ray actors: α CompNodes and the AttnNodes of β = mα key shards.
+
+    Args:
+        model: name of the model. alpha, m, symmetric: as in ``Plan``; plans of requests must fit.
+        settings: how the nodes work. address: of a running cluster (``auto`` finds it); None starts one here, and
+            stops it in the end. transport: ``tcp`` from node to node, or ``objects``, the paper's form.
+        timeout: seconds that a node waits for another before the request fails. restarts: how often, over the life
+            of this object, a lost node is replaced. threads: of torch in each node. cpus, gpus: that Ray reserves for
+            each node (only CompNodes take gpus). dtype, device: of the CompNodes.
+        link: simulate a network. strategy: of Ray's placement group; ``STRICT_SPREAD`` puts no two nodes on one
+            machine. loopback: nodes listen on this machine alone; None does so in a cluster of our own.
+            progress: where the start is reported.
+
+    Raises:
+        InputError: the cluster cannot be reached or has too little for all nodes; the model is unknown.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        alpha: int,
+        *,
+        m: int = 1,
+        symmetric: bool = False,
+        settings: Settings | None = None,
+        address: str | None = None,
+        transport: str = "tcp",
+        timeout: float = 60.0,
+        restarts: int = 0,
+        threads: int = 1,
+        cpus: float = 1.0,
+        gpus: float = 0.0,
+        dtype: torch.dtype = torch.float32,
+        device: str = "cpu",
+        link: Link | None = None,
+        strategy: str = "SPREAD",
+        loopback: bool | None = None,
+        progress: Progress = silent,
+    ) -> None:
+        if transport not in TRANSPORTS:
+            raise InputError(f"unknown transport {transport!r}; known are {', '.join(TRANSPORTS)}")
+        if alpha < 1 or m < 1 or timeout <= 0 or restarts < 0 or threads < 1:
+            raise InputError("alpha, m and threads must be at least 1, timeout above 0, restarts at least 0")
+        if transport == "objects" and link is not None:
+            raise InputError("a simulated link needs the transport tcp; Ray's objects take Ray's own way")
+        self.settings, self.timeout, self.transport = settings or Settings(), timeout, transport
+        self.alpha, self.m, self.symmetric = alpha, m, symmetric
+        self.restarts_left, self._times_replaced = restarts, dict[str, int]()
+        nodes = Plan.clustered(alpha, 1, alpha=alpha, m=m, symmetric=symmetric).attn_nodes
+        self._own = connect(address, alpha + len(nodes), (alpha + len(nodes)) * cpus, alpha * gpus)
+        self._lock = threading.Lock()
+        self._group: Any = None
+        self._actors: dict[str, Any] = {}
+        started = time.perf_counter()
+        try:
+            bundles = [{"CPU": cpus} | ({"GPU": gpus} if gpus else {})] * alpha + [{"CPU": cpus}] * len(nodes)
+            self._group = placement_group([b for b in bundles if any(b.values())], strategy=strategy)
+            if not self._group.wait(timeout_seconds=max(timeout, 60.0)):
+                raise InputError(
+                    f"the cluster could not place {len(bundles)} nodes ({strategy}); free resources: "
+                    f"{_free('CPU'):g} CPUs, {_free('GPU'):g} GPUs"
+                )
+            key = secrets.token_bytes(32)
+            # A cluster of our own is this machine: its nodes listen nowhere else.
+            common: dict[str, Any] = {
+                "link": link,
+                "threads": threads,
+                "host": LOOPBACK if self._own else None,
+            }
+            self._make: dict[str, partial[Any]] = {}
+            for i in range(alpha):
+                options = self._options(i, threads, cpus, gpus)
+                self._make[comp_name(i)] = partial(
+                    ray.remote(_Comp).options(**options).remote, i, model, self.settings, key,
+                    transport=transport, timeout=timeout, dtype=dtype, device=device, **common,
+                )  # fmt: skip
+            for place, node in enumerate(nodes):
+                options = self._options(alpha + place, threads, cpus, 0)
+                self._make[attn_name(node)] = partial(
+                    ray.remote(_Attn).options(**options).remote, node, self.settings, key, **common
+                )
+            self._nodes = {attn_name(node): node for node in nodes}
+            answers: dict[str, Any] = {}
+            names = list(self._make)
+            for begin in range(0, len(names), STARTING):
+                # All at once would be no faster: they share the machine's processors while they import.
+                wave = names[begin : begin + STARTING]
+                self._actors |= {name: self._make[name]() for name in wave}
+                calls = {name: self._actors[name].start.remote() for name in wave}
+                answers |= {name: _start_up(name, call) for name, call in calls.items()}
+                progress("starting nodes", len(answers), len(names))
+            self.facts = answers[comp_name(0)]
+            self._addresses = {name: answers[name] for name in self._nodes}
+            ray.get([self._meet(comp_name(i), list(self._nodes)) for i in range(alpha)])
+        except BaseException:
+            self.shutdown()
+            raise
+        self.start_seconds = time.perf_counter() - started
+
+    def _options(self, place: int, threads: int, cpus: float, gpus: float) -> dict[str, Any]:
+        strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=place)
+        return {
+            "num_cpus": cpus, "num_gpus": gpus, "max_concurrency": CONCURRENT, "scheduling_strategy": strategy,
+            "runtime_env": {"env_vars": {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}},
+        }  # fmt: skip
+
+    def _meet(self, comp: str, attns: list[str]) -> Any:
+        addresses = {self._nodes[name]: self._addresses[name] for name in attns}
+        handles = {self._nodes[name]: self._actors[name] for name in attns}
+        return self._actors[comp].meet.remote(addresses, handles)
+
+    def plan(self, tokens: int, c: int = 1) -> Plan:
+        """The (c, δ)-sharding of a prompt over these nodes."""
+        return Plan.clustered(tokens, c, alpha=self.alpha, m=self.m, symmetric=self.symmetric)
+
+    def _check(self, work: Pass, tokens: Tensor) -> None:
+        super()._check(work, tokens)
+        plan = work.plan
+        if plan.alpha > self.alpha or not {attn_name(node) for node in plan.attn_nodes} <= set(self._nodes):
+            raise InputError(
+                f"the plan needs {plan.alpha} CompNodes and {len(plan.attn_nodes)} AttnNodes; running are "
+                f"{self.alpha} and {len(self._nodes)}, with m = {self.m}"
+                f"{', symmetric' if self.symmetric else ''}"
+            )
+
+    def _run(self, work: Pass, shares: Mapping[int, Tensor]) -> dict[int, Tensor]:
+        replaced = dict(self._times_replaced)
+        calls = {self._actors[comp_name(i)].run.remote(work, share): i for i, share in shares.items()}
+        waiting, out = list(calls), {}
+        while waiting:
+            done, waiting = ray.wait(waiting, timeout=self.timeout)
+            try:
+                for call in done:
+                    out[calls[call]] = ray.get(call)
+                if not done and self._all_stuck(work, [calls[call] for call in waiting]):
+                    raise NodeError(f"no node got on for {self.timeout:g} s")
+            except Exception as error:
+                found = self._diagnose(work, _cause(error, calls, done))
+                found.replaced = replaced.get(found.node or "", 0)
+                self._abort(work.request)
+                # Those that only waited come back now; a pass of theirs must not outlive the request.
+                if waiting:
+                    ray.wait(waiting, num_returns=len(waiting), timeout=PING_SECONDS)
+                raise found from None
+        return out
+
+    def _all_stuck(self, work: Pass, comps: list[int]) -> bool:
+        """Nothing of a pass has moved for as long as a node may wait for another; long passes go on."""
+        running = self._ask([comp_name(i) for i in comps], "running", work.request)
+        return any(isinstance(one, NodeError) or (one or 0) > 10 * self.timeout for one in running.values())
+
+    def _ask(self, names: list[str], method: str, *args: Any) -> dict[str, Any]:
+        """Call a method of several nodes; those that are dead or stalled answer with a NodeError."""
+        calls = {name: getattr(self._actors[name], method).remote(*args) for name in names}
+        ray.wait(list(calls.values()), num_returns=len(calls), timeout=PING_SECONDS)
+        out: dict[str, Any] = {}
+        for name, call in calls.items():
+            try:
+                out[name] = ray.get(call, timeout=0)
+            except ray.exceptions.GetTimeoutError:
+                out[name] = NodeError(f"{name} stalled", name)
+            except ray.exceptions.RayActorError:
+                out[name] = NodeError(f"{name} died", name)
+        return out
+
+    def _diagnose(self, work: Pass, error: NodeError) -> NodeError:
+        """Name the node at fault, its shard and the layer. A node that only waited is not it."""
+        layer = (
+            f"in layer {text.split()[0].rstrip(':')}" if (text := str(error).partition("layer ")[2]) else ""
+        )
+        states = self._ask(list(self._nodes), "waiting", work.request)
+        states |= self._ask([comp_name(i) for i in range(self.alpha)], "running", work.request)
+        broken = [state for state in states.values() if isinstance(state, NodeError)]
+        if not broken:
+            missing = [i for name in self._nodes if (state := states[name]) for i in state["missing"]]
+            if missing and (error.node is None or (error.node in self._nodes and states[error.node])):
+                stalled = comp_name(max(set(missing), key=missing.count))
+                broken = [NodeError(f"{stalled} stalled", stalled)]
+        if not broken:
+            return error
+        # A dead node may have taken others with it; the first to be lost was named by whoever missed it.
+        named = next((one for one in broken if one.node == error.node), broken[0])
+        name = named.node or ""
+        held = (
+            work.plan.held_by(self._nodes[name])
+            if name in self._nodes
+            else work.plan.shards[int(name.split()[-1])]
+        )
+        within = f" (waited {self.timeout:g} s)" if "stalled" in str(named) else ""
+        return NodeError(f"{named} {layer}{within}; it holds tokens {_short(held)}".replace("  ", " "), name)
+
+    def recover(self, error: NodeError) -> bool:
+        """Replace a lost node, once for all requests that lost it."""
+        name = error.node
+        if name is None or name not in self._actors:
+            return False
+        with self._lock:
+            if self._times_replaced.get(name, 0) > error.replaced:
+                return True  # another request has done it
+            if self.restarts_left < 1:
+                return False
+            self.restarts_left -= 1
+            ray.kill(self._actors[name], no_restart=True)
+            self._actors[name] = self._make[name]()
+            answer = _start_up(name, self._actors[name].start.remote())
+            if name in self._nodes:
+                self._addresses[name] = answer
+                ray.get([self._meet(comp_name(i), [name]) for i in range(self.alpha)])
+            else:
+                ray.get(self._meet(name, list(self._nodes)))
+            self._times_replaced[name] = self._times_replaced.get(name, 0) + 1
+            return True
+
+    def _abort(self, request: str) -> None:
+        for actor in self._actors.values():
+            actor.abort.remote(request)
+
+    def close(self, request: str) -> None:
+        self._abort(request)
+
+    def counters(self) -> dict[str, dict[str, Any]]:
+        return self._ask(list(self._actors), "counters")
+
+    def memory(self) -> dict[str, int]:
+        """Resident bytes of each node's process."""
+        return self._ask(list(self._actors), "memory")
+
+    def seen(self) -> list[Seen]:
+        return [one for found in self._ask(list(self._actors), "seen").values() for one in found]
+
+    def healthy(self) -> dict[str, str]:
+        """``ok`` or what is wrong, for each node."""
+        states = self._ask(list(self._actors), "memory")
+        return {name: str(one) if isinstance(one, NodeError) else "ok" for name, one in states.items()}
+
+    def shutdown(self) -> None:
+        for actor in self._actors.values():
+            ray.kill(actor, no_restart=True)
+        self._actors = {}
+        if self._group is not None:
+            remove_placement_group(self._group)
+            self._group = None
+        if self._own and ray.is_initialized():
+            ray.shutdown()
+
+
+def _cause(error: Exception, calls: Mapping[Any, int], done: list[Any]) -> NodeError:
+    """What a failed call of a CompNode says."""
+    comp = comp_name(calls[done[0]]) if done else None
+    if isinstance(error, ray.exceptions.RayTaskError):
+        cause = error.cause
+        if isinstance(cause, NodeError):
+            return cause
+        return NodeError(f"{comp} failed: {cause}", comp)
+    if isinstance(error, ray.exceptions.RayActorError):
+        return NodeError(f"{comp} died", comp)
+    return error if isinstance(error, NodeError) else NodeError(f"{comp} failed: {error}", comp)
+
+
+def _start_up(name: str, call: Any) -> Any:
+    """What a node says when it is up.
+
+    Raises:
+        InputError: the model cannot be loaded there. NodeError: it died at once.
+    """
+    try:
+        return ray.get(call)
+    except ray.exceptions.RayTaskError as error:
+        cause = error.cause
+        if isinstance(cause, InputError):
+            raise InputError(str(cause)) from None
+        raise NodeError(f"{name} did not start: {cause}", name) from None
+    except ray.exceptions.RayActorError as error:
+        text = str(error).strip().splitlines()
+        reason = next(
+            (line for line in reversed(text) if "InputError" in line), text[0] if text else "it died"
+        )
+        if "InputError" in reason:
+            raise InputError(reason.partition("InputError: ")[2] or reason) from None
+        raise NodeError(f"{name} did not start: {reason}", name) from None
+
+
+def connect(address: str | None, nodes: int, cpus: float, gpus: float) -> bool:
+    """Join a cluster, or start one on this machine with as many (logical) CPUs as there are nodes.
+
+    Returns:
+        True where it was started here.
+    """
+    # Errors of nodes reach the user through the node that is at fault; Ray would print the others' too.
+    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
+    if ray.is_initialized():
+        own = False
+    else:
+        quiet: dict[str, Any] = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
+        own = address is None
+        if own:
+            memory = psutil.virtual_memory().available
+            if nodes * NODE_BYTES > memory:
+                raise InputError(
+                    f"{nodes} nodes take about {nodes * NODE_BYTES / 1e9:.1f} GB before any weights, "
+                    f"{memory / 1e9:.1f} GB are free; {nodes - int(memory / NODE_BYTES)} nodes too many"
+                )
+            logical = max(1, math.ceil(cpus))
+            ray.init(num_cpus=logical, _node_ip_address=LOOPBACK, **quiet)
+        else:
+            try:
+                ray.init(address=address, **quiet)
+            except (ConnectionError, RuntimeError, ValueError) as error:
+                raise InputError(
+                    f"no Ray cluster answers at {address}: {str(error).splitlines()[0]}"
+                ) from None
+    for kind, needed in (("CPU", cpus), ("GPU", gpus)):
+        if needed > _free(kind) + 1e-6:
+            found = _free(kind)
+            if own:
+                ray.shutdown()
+            raise InputError(
+                f"the nodes need {needed:g} {kind}s, the cluster has {found:g} free: {needed - found:g} are missing"
+            )
+    return own
+
+
+def _free(kind: str) -> float:
+    return float(ray.available_resources().get(kind, 0.0))
+
+
+def _short(positions: tuple[int, ...]) -> str:
+    shown = ", ".join(map(str, positions[:6]))
+    return shown + (f" … ({len(positions)} in all)" if len(positions) > 6 else "")

@@ -1,0 +1,117 @@
+"""Generation over Cascade nodes with token-sharded KV caching (paper, appendix Q).
+
+After the prompt's pass each new token is one pass of one CompNode and of the β AttnNodes that hold its query row;
+its keys and values are kept where later queries will look for them.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from defenses.cascade.backend import Cascade, new_request
+from defenses.cascade.hosts import NodeError, Pass
+from defenses.cascade.plan import Plan
+from hiddenlab.errors import InputError
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen.
+
+    Attributes:
+        temperature: 0 takes the most likely token. top_k: only among so many; 0 is all. top_p: only among the most
+            likely that together have this probability. seed: of the draws.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.temperature >= 0 or self.top_k < 0 or not 0 < self.top_p <= 1:
+            raise InputError("temperature and top_k must be at least 0, top_p above 0 and at most 1")
+
+    def chooser(self) -> Callable[[Float[Tensor, " v"]], int]:
+        """A function from logits to a token id; draws come from a generator of its own."""
+        if self.temperature == 0:
+            return lambda logits: int(logits.argmax())
+        from transformers import (
+            LogitsProcessorList,
+            TemperatureLogitsWarper,
+            TopKLogitsWarper,
+            TopPLogitsWarper,
+        )
+
+        warpers = LogitsProcessorList([TemperatureLogitsWarper(self.temperature)])
+        if self.top_k:
+            warpers.append(TopKLogitsWarper(self.top_k))
+        if self.top_p < 1:
+            warpers.append(TopPLogitsWarper(self.top_p))
+        generator = torch.Generator().manual_seed(self.seed)
+
+        def choose(logits: Tensor) -> int:
+            history: Any = torch.empty(1, 0, dtype=torch.long)  # which these warpers do not read
+            scores = warpers(history, logits.float().cpu()[None])[0]  # type: ignore[arg-type]
+            return int(torch.multinomial(scores.softmax(-1), 1, generator=generator))
+
+        return choose
+
+
+def generate(
+    cascade: Cascade,
+    tokens: Int[Tensor, " n"],
+    plan: Plan,
+    *,
+    new_tokens: int,
+    sampling: Sampling | None = None,
+    stop: Iterable[int] = (),
+) -> Iterator[int]:
+    """New token ids, one as soon as it is there; the stop token is the last of them.
+
+    A lost node that the backend may replace costs a new pass over all tokens so far; what was yielded stands.
+
+    Args:
+        plan: of the prompt; it grows with the answer. new_tokens: at most so many, and never beyond the context.
+        stop: ids that end the answer.
+
+    Raises:
+        InputError: the model has no head, or the prompt leaves no room in its context. NodeError: a node is lost.
+    """
+    if not cascade.facts.head:
+        raise InputError(f"{cascade.facts.name} has no language-model head; it cannot generate")
+    if new_tokens < 1:
+        raise InputError(f"at least 1 new token must be asked for, not {new_tokens}")
+    context = cascade.facts.context
+    if context is not None and len(tokens) >= context:
+        raise InputError(
+            f"the prompt has {len(tokens)} tokens; the model's context holds {context}, answer included"
+        )
+    choose, ends = (sampling or Sampling()).chooser(), frozenset(stop)
+    total = len(tokens) + new_tokens if context is None else min(len(tokens) + new_tokens, context)
+    everything = tokens.clone()
+    work = Pass(new_request(), plan, keep=True, last=True)
+    try:
+        while True:
+            try:
+                (logits,) = cascade.step(work, everything[work.since :])
+            except NodeError as error:
+                if not cascade.recover(error):
+                    raise
+                cascade.close(work.request)
+                # What nodes kept of the request is gone with one of them: begin again, with what is known.
+                work = Pass(new_request(), work.plan, keep=True, last=True)
+                continue
+            token = choose(logits)
+            everything = torch.cat([everything, torch.tensor([token])])
+            yield token
+            if token in ends or len(everything) >= total:
+                return
+            grown = work.plan.grown(len(everything))
+            work = Pass(work.request, grown, work.number + 1, len(everything) - 1, keep=True, last=True)
+    finally:
+        cascade.close(work.request)

@@ -1,0 +1,262 @@
+"""Nodes that talk over a hub: how passes and rows become messages, and what a CompNode does while it waits."""
+
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from defenses.cascade.backend import ModelFacts, Settings, comp_name, load_cascade_model
+from defenses.cascade.cost import Link
+from defenses.cascade.hosts import AttnHost, Carrier, CompHost, Head, NodeError, Pass, Reply, attn_name
+from defenses.cascade.nodes import Partial, Rows
+from defenses.cascade.plan import AttnNode, Plan
+from defenses.cascade.seen import Seen
+from defenses.cascade.wire import Address, Hub, WireError
+from hiddenlab.slice.door import Attention
+
+
+def head_to_json(head: Head) -> dict[str, Any]:
+    """A head as plain data."""
+    out = asdict(head)
+    if head.work is not None:
+        out["work"] = {**vars(head.work), "plan": head.work.plan.describe()}
+    return out
+
+
+def head_from_json(data: Mapping[str, Any]) -> Head:
+    """The inverse of ``head_to_json``."""
+    work = data["work"]
+    if work is not None:
+        plan = Plan.described(work["plan"])
+        work = Pass(**{**work, "plan": plan, "hidden": tuple(work["hidden"])})
+    return Head(**{**data, "attention": Attention(**data["attention"]), "work": work})
+
+
+class Mailbox:
+    """Answers that came, by request, pass, step and sender, until they are collected."""
+
+    def __init__(self, timeout: float) -> None:
+        self.timeout = timeout
+        self._ready = threading.Condition()
+        self._answers: dict[tuple[str, int, int, str], list[Partial] | NodeError] = {}
+        self._lost: set[str] = set()
+        self._aborted: dict[str, None] = {}
+
+    def put(
+        self, request: str, number: int, step: int, sender: str, parts: list[Partial] | NodeError
+    ) -> None:
+        with self._ready:
+            if request not in self._aborted:
+                self._answers[request, number, step, sender] = parts
+                self._ready.notify_all()
+
+    def get(self, head: Head, sender: str) -> list[Partial]:
+        """Wait for an answer.
+
+        Raises:
+            NodeError: the sender is lost or failed, does not answer in time, or the request was aborted.
+        """
+        key = head.request, head.number, head.step, sender
+        with self._ready:
+            self._ready.wait_for(
+                lambda: key in self._answers or sender in self._lost or head.request in self._aborted,
+                self.timeout,
+            )
+            if key in self._answers:
+                answer = self._answers.pop(key)
+                if isinstance(answer, NodeError):
+                    raise answer
+                return answer
+            if head.request in self._aborted:
+                raise NodeError("the request was given up")
+            if sender in self._lost:
+                raise NodeError(f"{sender} died in layer {head.layer + 1}", sender)
+            raise NodeError(
+                f"{sender} did not answer in layer {head.layer + 1} within {self.timeout:g} s", sender
+            )
+
+    def lose(self, sender: str, lost: bool = True) -> None:
+        with self._ready:
+            (self._lost.add if lost else self._lost.discard)(sender)
+            self._ready.notify_all()
+
+    def abort(self, request: str) -> None:
+        """Wake whoever waits for this request, and drop what still comes of it."""
+        with self._ready:
+            self._aborted[request] = None
+            while len(self._aborted) > 4096:
+                del self._aborted[next(iter(self._aborted))]
+            for key in [key for key in self._answers if key[0] == request]:
+                del self._answers[key]
+            self._ready.notify_all()
+
+
+class HubCarrier:
+    """Carries a CompNode's messages over its hub."""
+
+    def __init__(self, hub: Hub, mailbox: Mailbox) -> None:
+        self.hub, self.mailbox = hub, mailbox
+
+    def post(self, node: AttnNode, head: Head, rows: Rows) -> None:
+        try:
+            self.hub.send(attn_name(node), head_to_json(head), rows.tensors)
+        except WireError as error:
+            raise NodeError(
+                f"{attn_name(node)} is lost in layer {head.layer + 1}: {error}", attn_name(node)
+            ) from None
+
+    def collect(self, node: AttnNode, head: Head) -> list[Partial]:
+        return self.mailbox.get(head, attn_name(node))
+
+
+class RemoteComp:
+    """A CompNode in a process of its own.
+
+    Args:
+        model: name of the model that it loads. threads: of torch. timeout: seconds that it waits for an AttnNode.
+        make_carrier: other than over the hub.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        model: str,
+        settings: Settings,
+        key: bytes,
+        *,
+        host: str = "127.0.0.1",
+        link: Link | None = None,
+        threads: int = 1,
+        timeout: float = 60.0,
+        dtype: torch.dtype = torch.float32,
+        device: str = "cpu",
+    ) -> None:
+        torch.set_num_threads(threads)
+        loaded = load_cascade_model(model, dtype=dtype, device=device)
+        self.index, self.settings = index, settings
+        self.host = CompHost(loaded, index, wire=settings.wire)
+        self.facts = ModelFacts.of(model, loaded)
+        self.mailbox = Mailbox(timeout)
+        self.hub = Hub(comp_name(index), key, self._receive, self.mailbox.lose, host=host, link=link)
+        self.carrier: Carrier = HubCarrier(self.hub, self.mailbox)
+        self._seen: dict[str, Seen] = {}
+        self._running: dict[str, float] = {}
+
+    def connect(self, peers: Mapping[str, Address]) -> None:
+        self.hub.connect(peers)
+        for peer in peers:
+            self.mailbox.lose(peer, False)
+
+    def run(self, work: Pass, inputs: Tensor) -> Tensor:
+        """See ``CompHost.run``."""
+        seen = None
+        if self.settings.record:
+            seen = self._seen.setdefault(work.request, Seen(comp_name(self.index), work.request))
+        self._running[work.request] = time.monotonic()
+        try:
+            return self.host.run(work, inputs, self.carrier, seen).cpu()
+        finally:
+            self._running.pop(work.request, None)
+
+    def running(self, request: str) -> float | None:
+        """Seconds since the pass of a request began; None where none runs."""
+        began = self._running.get(request)
+        return None if began is None else time.monotonic() - began
+
+    def abort(self, request: str) -> None:
+        self.mailbox.abort(request)
+
+    def counters(self) -> dict[str, Any]:
+        return {**asdict(self.host.times), **_sent(self.hub)}
+
+    def seen(self) -> list[Seen]:
+        found, self._seen = list(self._seen.values()), {}
+        return found
+
+    def _receive(self, sender: str, head: dict[str, Any], tensors: list[Tensor]) -> None:
+        size = head["size"]
+        parts: list[Partial] | NodeError = []
+        if head.get("failed"):
+            parts = NodeError(head["failed"], sender)
+        elif size:
+            parts = [Partial.of(tensors[i : i + size]) for i in range(0, len(tensors), size)]
+        self.mailbox.put(head["request"], head["number"], head["step"], sender, parts)
+
+
+class RemoteAttn:
+    """An AttnNode in a process of its own: no weights, and no rows but those it is sent."""
+
+    def __init__(
+        self,
+        node: AttnNode,
+        settings: Settings,
+        key: bytes,
+        *,
+        host: str = "127.0.0.1",
+        link: Link | None = None,
+        threads: int = 1,
+        device: str = "cpu",
+    ) -> None:
+        torch.set_num_threads(threads)
+        self.host = AttnHost(
+            node, compress=settings.compress, wire=settings.wire, record=settings.record, device=device
+        )
+        self.hub = Hub(self.host.name, key, self._receive, lambda peer: None, host=host, link=link)
+
+    def answer(self, comp: int, head: Head, rows: Rows, timeout: float) -> list[Partial]:
+        """Take rows and wait for the answer: for carriers that call a method.
+
+        Raises:
+            NodeError: other CompNodes do not send theirs.
+        """
+        came = threading.Event()
+        out: list[list[Partial] | Exception] = []
+
+        def reply(parts: list[Partial] | Exception) -> None:
+            out.append(parts)
+            came.set()
+
+        self.host.receive(comp, head, rows, reply)
+        if not came.wait(timeout):
+            raise NodeError(f"{self.host.name} waited in vain in layer {head.layer + 1}", self.host.name)
+        if isinstance(out[0], Exception):
+            raise out[0]
+        return out[0]
+
+    def counters(self) -> dict[str, Any]:
+        return {**asdict(self.host.counters), **_sent(self.hub)}
+
+    def seen(self) -> list[Seen]:
+        found, self.host.seen = self.host.seen, []
+        return found
+
+    def _receive(self, sender: str, data: dict[str, Any], tensors: list[Tensor]) -> None:
+        head = head_from_json(data)
+        self.host.receive(int(sender.split()[-1]), head, Rows(*tensors), self._reply(sender, head))
+
+    def _reply(self, sender: str, head: Head) -> Reply:
+        def reply(parts: list[Partial] | Exception) -> None:
+            about: dict[str, Any] = {
+                "request": head.request,
+                "number": head.number,
+                "step": head.step,
+                "size": 0,
+            }
+            if isinstance(parts, Exception):
+                about["failed"], parts = str(parts), []
+            tensors = [tensor for part in parts for tensor in part.tensors]
+            if parts:
+                about["size"] = len(parts[0].tensors)
+            with suppress(WireError):  # the CompNode is gone; whoever waits for it will say so
+                self.hub.send(sender, about, tensors)
+
+        return reply
+
+
+def _sent(hub: Hub) -> dict[str, int]:
+    return {"sent_payload": hub.sent.payload, "sent_framing": hub.sent.framing, "messages": hub.sent.messages}

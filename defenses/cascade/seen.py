@@ -1,0 +1,158 @@
+"""What each node saw of a request, as observations that attacks can be pointed at (``cascade run --record``)."""
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from defenses.cascade.nodes import CompWorker, Partial, Rows
+from defenses.cascade.plan import AttnNode, Message, Plan, Positions
+from hiddenlab.core import Observation, Public, Site
+from hiddenlab.observation import save_observation
+from hiddenlab.slice import decoder_layers
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Rows that a node held or received: of which stream and layer, and for which positions, one a row."""
+
+    site: Site
+    positions: Positions
+    rows: Float[Tensor, "rows d"]
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Seen:
+    """All that one node saw of one request, in order."""
+
+    node: str
+    request: str
+    entries: list[Entry] = field(default_factory=list)
+
+    def add(
+        self, stream: str, layer: int, positions: Positions, rows: Float[Tensor, "rows d"], **facts: Any
+    ) -> None:
+        if positions:
+            self.entries.append(Entry(Site(layer, stream), positions, rows.detach().cpu().clone(), facts))
+
+    def observations(self, model: str, signature: Sequence[float], dtype: str) -> list[Observation]:
+        """One observation for each stream, layer and set of facts; rows of all passes, in order of position.
+
+        Args:
+            model, signature: of the weights, see ``hiddenlab.core.Public``. dtype: in which the nodes computed.
+        """
+        groups: dict[tuple[str, int, str], list[Entry]] = {}
+        for entry in self.entries:
+            groups.setdefault((entry.site.stream, entry.site.layer, repr(entry.facts)), []).append(entry)
+        out = []
+        for group in groups.values():
+            positions = [p for entry in group for p in entry.positions]
+            order = sorted(range(len(positions)), key=positions.__getitem__)
+            public = Public(
+                model,
+                tuple(signature),
+                group[0].site,
+                provider_dtype=dtype,
+                positions=tuple(positions[i] for i in order),
+                facts={"node": self.node, "scheme": "cascade", **group[0].facts},
+            )
+            out.append(Observation(torch.cat([entry.rows for entry in group])[order], public))
+        return out
+
+
+def record_attn(seen: Seen, messages: Mapping[int, Message], layer: int, rows: Mapping[int, Rows]) -> None:
+    """Queries, keys and values that an AttnNode received in a layer (counted from 1)."""
+    for comp, sent in rows.items():
+        message = messages[comp]
+        for stream, positions, tensor in (
+            ("q", message.queries, sent.queries),
+            ("k", message.keys, sent.keys),
+            ("v", message.keys, sent.values),
+        ):
+            seen.add(stream, layer + 1, positions, tensor.transpose(0, 1).flatten(1))
+
+
+def record_partials(
+    seen: Seen, plan: Plan, comp: CompWorker, layer: int, answers: Mapping[AttnNode, Sequence[Partial]]
+) -> None:
+    """Partial outputs that a CompNode received: a row holds m, e (unless compressed) and u of all heads."""
+    mine = set(comp.positions)
+    for node, parts in answers.items():
+        for block, part in zip(plan.blocks(node), parts, strict=True):
+            positions = tuple(p for p in plan.splits[block.queries] if p in mine)
+            tensors = [t if t.ndim == 3 else t[..., None] for t in part.tensors]
+            rows = torch.cat([t.float().transpose(0, 1).flatten(1) for t in tensors], 1)
+            # Rows that see no key have a maximum of minus infinity, which an observation cannot hold.
+            rows = rows.clamp(min=torch.finfo(rows.dtype).min)
+            facts = {
+                "key_shard": block.keys,
+                "keys": list(plan.splits[block.keys]),
+                "heads": part.output.shape[0],
+            }
+            seen.add("attn", layer + 1, positions, rows, **facts)
+
+
+@contextmanager
+def record_layers(
+    seen: Seen | None, model: nn.Module, positions: Positions, mine: Callable[[], bool]
+) -> Iterator[None]:
+    """The node's own hidden states: ``embed`` before the first layer, ``resid`` after each.
+
+    Args:
+        mine: the running pass is this node's; nodes of one process share their model.
+    """
+    if seen is None:
+        yield
+        return
+    layers = decoder_layers(model)
+
+    def before(module: nn.Module, args: Any, kwargs: Any) -> None:
+        if mine():
+            seen.add("embed", 0, positions, (args[0] if args else kwargs["hidden_states"])[0])
+
+    def after(layer: int) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            if mine():
+                seen.add("resid", layer, positions, (output[0] if isinstance(output, tuple) else output)[0])
+
+        return hook
+
+    hooks = [layers[0].register_forward_pre_hook(before, with_kwargs=True)]
+    hooks += [layer.register_forward_hook(after(i + 1)) for i, layer in enumerate(layers)]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def save_seen(
+    seen: Sequence[Seen], folder: Path, *, model: str, signature: Sequence[float], dtype: str
+) -> dict[str, dict[str, Any]]:
+    """Write what nodes saw: ``folder/<node>/<stream>-<layer>.safetensors``.
+
+    Returns:
+        For each node, the positions that it saw rows of, files and rows written.
+    """
+    out: dict[str, dict[str, Any]] = {}
+    for one in seen:
+        target = folder / re.sub(r"[^A-Za-z0-9]+", "-", one.node).strip("-")
+        target.mkdir(parents=True, exist_ok=True)
+        held: set[int] = set()
+        files = rows = 0
+        for observation in one.observations(model, signature, dtype):
+            site, positions = observation.public.site, observation.public.positions
+            shard = observation.public.facts.get("key_shard")
+            name = f"{site.stream}-{site.layer}" + (f"-keys-{shard}" if shard is not None else "")
+            save_observation(observation, target / f"{name}.safetensors")
+            held.update(positions or ())
+            files, rows = files + 1, rows + len(observation.states)
+        out[one.node] = {"positions": sorted(held), "files": files, "rows": rows, "folder": str(target)}
+    return out

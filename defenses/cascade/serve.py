@@ -1,0 +1,103 @@
+"""``hiddenlab cascade serve``: the HTTP interface on Ray Serve, its nodes on the same Ray cluster."""
+
+import logging
+from dataclasses import asdict
+from typing import Any
+
+import ray
+from fastapi import FastAPI
+from ray import serve
+from ray.serve.config import HTTPOptions
+
+from defenses.cascade.api import Limits, Service, digest, make_app
+from defenses.cascade.cluster import connect
+from defenses.cascade.command import Backend
+from defenses.cascade.plan import Plan
+from hiddenlab.errors import InputError
+from hiddenlab.slice.load import load_tokenizer, resolve_model
+
+APP = "hiddenlab-cascade"
+SERVE_CPUS = 1.0  # that Ray keeps for the replica beside the nodes'
+
+
+@serve.deployment(max_ongoing_requests=256, ray_actor_options={"num_cpus": SERVE_CPUS})
+@serve.ingress()
+class _Replica:
+    """The one replica: it drives the nodes, and so sees prompts and answers, as any user of them does."""
+
+    def __init__(
+        self,
+        backend: dict[str, Any],
+        sharding: dict[str, Any],
+        c: int,
+        key: str | None,
+        limits: dict[str, Any],
+    ) -> None:
+        nodes = Backend(**backend)
+        tokenizer = load_tokenizer(resolve_model(nodes.model))
+        self.cascade = nodes.start(**sharding)
+
+        def plan(tokens: int) -> Plan:
+            return Plan.clustered(tokens, c, **sharding)
+
+        self.service = Service(
+            self.cascade, plan, tokenizer, name=nodes.model, key=key, limits=Limits(**limits)
+        )
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        return make_app(self.service)
+
+    def __del__(self) -> None:
+        if cascade := getattr(self, "cascade", None):
+            cascade.shutdown()
+
+
+def start(
+    backend: Backend,
+    *,
+    alpha: int,
+    c: int = 1,
+    m: int = 1,
+    symmetric: bool = True,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    key: str | None = None,
+    limits: Limits | None = None,
+) -> bool:
+    """Start nodes and server, and return once requests are answered.
+
+    Args:
+        backend: of kind ``ray``. key: that requests must show. The other arguments are those of ``Plan``.
+
+    Returns:
+        True where the cluster was started here.
+
+    Raises:
+        InputError: the plan, the model, the cluster or its resources.
+    """
+    if load_tokenizer(resolve_model(backend.model)) is None:
+        raise InputError(f"{backend.model} has no tokenizer")
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
+    nodes = alpha + len(Plan.clustered(alpha, 1, alpha=alpha, m=m, symmetric=symmetric).attn_nodes)
+    own = connect(backend.address, nodes + 1, nodes * backend.cpus + SERVE_CPUS, alpha * backend.gpus)
+    try:
+        serve.start(http_options=HTTPOptions(host=host, port=port))
+        sharding = {"alpha": alpha, "m": m, "symmetric": symmetric}
+        settings = asdict(backend) | {"address": None, "loopback": own}
+        app = _Replica.bind(  # type: ignore[attr-defined]
+            settings, sharding, c, key and digest(key), asdict(limits or Limits())
+        )
+        serve.run(app, name=APP, route_prefix="/")
+    except BaseException:
+        stop(own)
+        raise
+    return own
+
+
+def stop(own: bool) -> None:
+    """Stop the server and its nodes, and Ray where it was started here."""
+    if ray.is_initialized():
+        serve.delete(APP)
+        if own:
+            serve.shutdown()
+            ray.shutdown()
