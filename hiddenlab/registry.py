@@ -29,7 +29,12 @@ BUILTINS: dict[str, dict[str, str]] = {
         "dtype": "defenses.quantize:ProviderDtype",
     },
     "metrics": {"text": "eval.metrics:score_text"},
-    "benches": {"attack": "eval.bench_attack:bench"},
+    "benches": {
+        "attack": "eval.bench_attack:bench",
+        "cascade": "eval.bench_cascade:bench",
+        "cascade-decode": "eval.bench_cascade:bench_decode",
+        "cascade-largest": "eval.bench_cascade:bench_largest",
+    },
     "cascade": {
         "plan": "defenses.cascade.command:plan",
         "run": "defenses.cascade.command:run",

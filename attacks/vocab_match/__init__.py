@@ -16,6 +16,7 @@ from attacks.vocab_match.epsilon import (
 )
 from attacks.vocab_match.rank import SHORTLIST, WIDE_SHORTLIST, LazyModel, Proposer, check_proposal
 from attacks.vocab_match.search import speculative, stepwise
+from attacks.vocab_match.shard import before_gap, behind_gap, channel_of, with_rest
 from attacks.vocab_match.task import Task
 from hiddenlab.core import Observation, Progress, Public, Recovery, silent
 from hiddenlab.errors import InputError
@@ -78,7 +79,7 @@ class VocabMatch:
             which it was put.
         """
         check_observation(observation, slice)
-        public = observation.public
+        public = channel_of(observation.public)
         seconds = 0.0
         if self._prepared is None or self._prepared[:2] != (public, slice):
             matcher = choose_matcher(self.distance, public)
@@ -139,7 +140,7 @@ class VocabMatch:
         """
         out: list[Recovery] = []
         # One setup serves one channel, so neighbours of the same channel are attacked together.
-        for _, same in groupby(observations, key=lambda observation: observation.public):
+        for _, same in groupby(observations, key=lambda observation: channel_of(observation.public)):
             group = list(same)
             for start in range(0, len(group), self.batch):
                 out += self._recover_group(group[start : start + self.batch], slice, generator)
@@ -150,8 +151,20 @@ class VocabMatch:
     ) -> list[Recovery]:
         for observation in observations:
             check_observation(observation, slice)
-        if self._prepared is None or self._prepared[:2] != (observations[0].public, slice):
+        if self._prepared is None or self._prepared[:2] != (channel_of(observations[0].public), slice):
             self.setup(observations[0], slice, generator)
+        assert self._prepared is not None
+        probe = self._prepared[3].probe
+        parts = [before_gap(observation) for observation in observations]
+        matched = iter(self._match([part for part in parts if part is not None], slice))
+        return [
+            with_rest(None if part is None else next(matched), behind_gap(observation, probe), observation)
+            for observation, part in zip(observations, parts, strict=True)
+        ]
+
+    def _match(self, observations: Sequence[Observation], slice: Slice) -> list[Recovery]:
+        if not observations:
+            return []
         started = time.perf_counter()
         with torch.inference_mode():
             tasks = self._tasks(observations, slice)

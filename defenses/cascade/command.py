@@ -126,6 +126,10 @@ class Backend:
     strategy: str = "SPREAD"
     loopback: bool | None = None
 
+    def link(self) -> Link | None:
+        """The simulated network."""
+        return None if self.bandwidth is None else Link(self.bandwidth, self.latency)
+
     def start(self, alpha: int, m: int, symmetric: bool, progress: Progress = silent) -> "Cascade":
         """The nodes of α CompNodes and β = mα key shards, up and running.
 
@@ -147,12 +151,11 @@ class Backend:
             )
         if self.kind != "ray":
             raise InputError(f"unknown backend {self.kind!r}; known are local, ray")
-        link = None if self.bandwidth is None else Link(self.bandwidth, self.latency)
         return _with_ray("defenses.cascade.cluster").RayCascade(
             self.model, alpha, m=m, symmetric=symmetric, settings=settings, address=self.address,
             transport=self.transport, timeout=self.timeout, restarts=self.restarts, threads=self.threads,
             cpus=self.cpus, gpus=self.gpus, dtype=dtype, device=self.device, strategy=self.strategy,
-            loopback=self.loopback, link=link, progress=progress,
+            loopback=self.loopback, link=self.link(), progress=progress,
         )  # fmt: skip
 
 
@@ -253,10 +256,11 @@ def run(
         result = {"tokens": len(ids), "comp_nodes": made.alpha, "attn_nodes": len(made.attn_nodes)} | result
         result["nodes"] = cascade.counters()
         if record is not None:
-            facts = cascade.facts
+            facts, answer = cascade.facts, result["output"] if new_tokens else []
             result["seen"] = save_seen(
-                cascade.seen(), Path(record), model=facts.name, signature=facts.signature, dtype=facts.dtype
-            )
+                cascade.seen(), Path(record), model=facts.name, signature=facts.signature, dtype=facts.dtype,
+                tokens=[*ids.tolist(), *answer],
+            )  # fmt: skip
         head = cascade.facts.head
     if compare:
         result |= _compared(backend, ids, head, result, repeats)

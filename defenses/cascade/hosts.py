@@ -340,6 +340,11 @@ class AttnHost:
             one.worker.begin(work.plan, work.since, work.hidden)
         return one
 
+    def plan(self, request: str) -> Plan | None:
+        """The plan of a request's last pass, None where nothing came of it."""
+        one = self._open.get(request)
+        return None if one is None else one.plan
+
     def waiting(self, request: str) -> dict[str, Any] | None:
         """The oldest layer that a request waits for rows of: ``layer`` step and missing CompNodes; None if none."""
         with self._lock:

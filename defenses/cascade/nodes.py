@@ -51,10 +51,8 @@ class Partial:
     total: Float[Tensor, "h a"] | None
     output: Float[Tensor, "h a dv"]
 
-    def rows(self, index: Tensor | None) -> "Partial":
-        """Some of the rows; None is all of them."""
-        if index is None:
-            return self
+    def rows(self, index: slice) -> "Partial":
+        """Some of the rows."""
         total = None if self.total is None else self.total[:, index]
         return Partial(self.maximum[:, index], total, self.output[:, index])
 
@@ -133,8 +131,7 @@ class AttnWorker:
     def __init__(self, node: AttnNode, *, compress: bool = False, keep: bool = False) -> None:
         self.node, self.compress, self.keep = node, compress, keep
         self.messages: dict[int, Message] = {}
-        self._held: list[int] = []
-        self._cache: dict[int, tuple[Tensor, Tensor]] = {}
+        self._shards: dict[int, _KeyShard] = {}
         self._blocks: list[_Block] = []
         self._masks: dict[tuple[bool, int | None], list[Tensor | None]] = {}
 
@@ -147,23 +144,17 @@ class AttnWorker:
         self.messages = {message.comp: message for message in plan.messages(since, (self.node,))}
         self._hidden = frozenset(hidden)
         self._masks.clear()
-        order = sorted(self.messages)
-        query_place = _places(p for comp in order for p in self.messages[comp].queries)
-        owner = {p: comp for comp in order for p in self.messages[comp].queries}
         if since == 0:
-            self._held.clear()
-        self._held += [p for comp in order for p in self.messages[comp].keys]
-        key_place = _places(self._held)
+            self._shards.clear()
         self._blocks = []
+        queries = {comp: message.queries for comp, message in self.messages.items()}
+        keys = {comp: message.keys for comp, message in self.messages.items()}
         for block in plan.blocks(self.node):
-            asked, shown = new_of(plan.splits[block.queries], since), plan.splits[block.keys]
-            answered = {
-                comp: _index([i for i, p in enumerate(asked) if owner[p] == comp], len(asked))
-                for comp in order
-            }
-            queries = _index([query_place[p] for p in asked], len(query_place))
-            keys = _index([key_place[p] for p in shown], len(self._held))
-            self._blocks.append(_Block(asked, shown, queries, keys, answered))
+            if block.keys not in self._shards:
+                self._shards[block.keys] = _KeyShard()
+            self._shards[block.keys].expect(_pieces(keys, new_of(plan.splits[block.keys], since)))
+            asked = _pieces(queries, new_of(plan.splits[block.queries], since))
+            self._blocks.append(_Block(block.keys, tuple(asked)))
 
     def run(self, layer: int, rows: Mapping[int, Rows], attention: Attention) -> dict[int, list[Partial]]:
         """Attention of the new query rows of all CompNodes over all key rows so far.
@@ -171,21 +162,21 @@ class AttnWorker:
         Returns:
             For each CompNode, a partial result a block, its rows in the order of the CompNode's positions.
         """
-        order = sorted(rows)
-        queries = _cat([rows[comp].queries for comp in order])
-        held = self._cache.get(layer)
-        before_k, before_v = ([held[0]], [held[1]]) if held is not None else ([], [])
-        keys = _cat([*before_k, *(rows[comp].keys for comp in order)])
-        values = _cat([*before_v, *(rows[comp].values for comp in order)])
-        if self.keep:
-            self._cache[layer] = keys, values
-        out: dict[int, list[Partial]] = {comp: [] for comp in order}
+        held = {name: shard.take(layer, rows, self.keep) for name, shard in self._shards.items()}
+        out: dict[int, list[Partial]] = {comp: [] for comp in rows}
+        some = next(iter(rows.values())).queries
         for block, visible in zip(self._blocks, self._visible(attention), strict=True):
-            k, v = _pick(keys, block.keys), _pick(values, block.keys)
-            part = attention_pass(_pick(queries, block.queries), k, v, visible, attention)
+            asked = [_pick(rows[piece.comp].queries, piece.index) for piece in block.asked]
+            queries = _cat(asked) if asked else some[:, :0]
+            part = attention_pass(queries, *held[block.keys], visible, attention)
             part = part.compressed() if self.compress else part
-            for comp in order:
-                out[comp].append(part.rows(block.answered[comp]))
+            at = 0
+            places = {}
+            for piece in block.asked:
+                places[piece.comp] = slice(at, at + len(piece.positions))
+                at += len(piece.positions)
+            for comp in rows:
+                out[comp].append(part.rows(places.get(comp, slice(0, 0))))
         return out
 
     def _visible(self, attention: Attention) -> list[Tensor | None]:
@@ -193,20 +184,89 @@ class AttnWorker:
         kind = attention.causal, attention.window
         if kind not in self._masks:
             self._masks[kind] = [
-                _partly(attention.visible(block.asked, block.shown, self._hidden)) for block in self._blocks
+                _partly(attention.visible(block.positions, self._shards[block.keys].positions, self._hidden))
+                for block in self._blocks
             ]
         return self._masks[kind]
 
 
 @dataclass(frozen=True)
-class _Block:
-    """One (query shard, key shard) block of a pass: its positions, and where their rows lie; None is 'all'."""
+class _Piece:
+    """Rows of one CompNode's message: the positions, and where in the message they lie (None is 'all')."""
 
-    asked: Positions
-    shown: Positions
-    queries: Tensor | None
-    keys: Tensor | None
-    answered: Mapping[int, Tensor | None]
+    comp: int
+    positions: Positions
+    index: Tensor | None
+
+
+@dataclass(frozen=True)
+class _Block:
+    """One (query shard, key shard) block of a pass: the key shard, and who asks for which rows."""
+
+    keys: int
+    asked: tuple[_Piece, ...]
+
+    @property
+    def positions(self) -> Positions:
+        return tuple(p for piece in self.asked for p in piece.positions)
+
+
+class _KeyShard:
+    """Keys and values of one shard, in the order in which they came, which is all that attention needs to know."""
+
+    def __init__(self) -> None:
+        self.positions: list[int] = []
+        self._new: list[_Piece] = []
+        self._before = 0
+        self._kept: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def expect(self, pieces: Sequence[_Piece]) -> None:
+        """Start a pass that brings these rows."""
+        self._new, self._before = list(pieces), len(self.positions)
+        self.positions += [p for piece in pieces for p in piece.positions]
+
+    def take(self, layer: int, rows: Mapping[int, Rows], keep: bool) -> tuple[Tensor, Tensor]:
+        """All keys and values of a layer, the new ones included."""
+        some = next(iter(rows.values()))
+        if not self._new:
+            if layer in self._kept:
+                keys, values = self._kept[layer]
+                return keys[:, : self._before], values[:, : self._before]
+            return some.keys[:, :0], some.values[:, :0]
+        keys = _cat([_pick(rows[piece.comp].keys, piece.index) for piece in self._new])
+        values = _cat([_pick(rows[piece.comp].values, piece.index) for piece in self._new])
+        if not keep:
+            return keys, values
+        kept = self._kept.get(layer)
+        self._kept[layer] = (
+            _appended(kept and kept[0], keys, self._before),
+            _appended(kept and kept[1], values, self._before),
+        )
+        n = len(self.positions)
+        return self._kept[layer][0][:, :n], self._kept[layer][1][:, :n]
+
+
+def _appended(buffer: Tensor | None, rows: Tensor, at: int) -> Tensor:
+    """A buffer with rows written behind its first ``at``; it doubles when it is full."""
+    n = at + rows.shape[1]
+    if buffer is None or buffer.shape[1] < n:
+        grown = rows.new_empty(rows.shape[0], max(n + 16, 2 * at), rows.shape[2])
+        if buffer is not None and at:
+            grown[:, :at] = buffer[:, :at]
+        buffer = grown
+    buffer[:, at:n] = rows
+    return buffer
+
+
+def _pieces(messages: Mapping[int, Positions], wanted: Positions) -> list[_Piece]:
+    """Where rows of these positions come from."""
+    out = []
+    for comp in sorted(messages):
+        place = _places(messages[comp])
+        mine = tuple(p for p in wanted if p in place)
+        if mine:
+            out.append(_Piece(comp, mine, _index([place[p] for p in mine], len(place))))
+    return out
 
 
 class CompWorker:

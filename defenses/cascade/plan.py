@@ -126,17 +126,22 @@ class Plan:
             raise InputError(f"a plan for {self.tokens} tokens cannot shrink to {tokens}")
         if self.m is None:
             raise InputError("a plan with query and key shards by hand cannot grow; give shards and m")
-        shards, splits = [list(x) for x in self.shards], [list(x) for x in self.splits]
+        shards, splits = list(self.shards), list(self.splits)
         for t in range(self.tokens, tokens):
             if self.dealt is not None:
                 i = t % self.dealt[1] // self.dealt[0]
             else:
                 i = min(range(len(shards)), key=lambda i: shards[i][-1] if shards[i] else -1)
-            splits[self.m * i + len(shards[i]) % self.m].append(t)
-            shards[i].append(t)
-        return Plan(
-            tokens, tuple(map(tuple, shards)), tuple(map(tuple, splits)), self.symmetric, self.dealt, self.m
-        )
+            j = self.m * i + len(shards[i]) % self.m
+            splits[j] += (t,)
+            shards[i] += (t,)
+        # Grown from a valid plan it is valid: checking all positions again would cost more than the new ones.
+        out = object.__new__(Plan)
+        for name, value in vars(self).items():
+            object.__setattr__(out, name, value)
+        for name, value in (("tokens", tokens), ("shards", tuple(shards)), ("splits", tuple(splits))):
+            object.__setattr__(out, name, value)
+        return out
 
     def owner(self, position: int) -> int:
         """The CompNode that holds a position."""

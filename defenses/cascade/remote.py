@@ -22,17 +22,23 @@ from hiddenlab.slice.door import Attention
 
 def head_to_json(head: Head) -> dict[str, Any]:
     """A head as plain data."""
-    out = asdict(head)
-    if head.work is not None:
-        out["work"] = {**vars(head.work), "plan": head.work.plan.describe()}
+    work = head.work
+    out = {**vars(head), "attention": vars(head.attention)}
+    if work is not None:
+        out["work"] = {**vars(work), "plan": work.plan.describe()}
     return out
 
 
-def head_from_json(data: Mapping[str, Any]) -> Head:
-    """The inverse of ``head_to_json``."""
+def head_from_json(data: Mapping[str, Any], before: Plan | None = None) -> Head:
+    """The inverse of ``head_to_json``.
+
+    Args:
+        before: plan of the request's last pass that was seen here; growing it is cheaper than making one anew.
+    """
     work = data["work"]
     if work is not None:
-        plan = Plan.described(work["plan"])
+        described = work["plan"]
+        plan = before.grown(described["tokens"]) if before is not None else Plan.described(described)
         work = Pass(**{**work, "plan": plan, "hidden": tuple(work["hidden"])})
     return Head(**{**data, "attention": Attention(**data["attention"]), "work": work})
 
@@ -236,7 +242,7 @@ class RemoteAttn:
         return found
 
     def _receive(self, sender: str, data: dict[str, Any], tensors: list[Tensor]) -> None:
-        head = head_from_json(data)
+        head = head_from_json(data, self.host.plan(data["request"]))
         self.host.receive(int(sender.split()[-1]), head, Rows(*tensors), self._reply(sender, head))
 
     def _reply(self, sender: str, head: Head) -> Reply:

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from defenses.cascade.nodes import CompWorker, Partial, Rows
 from defenses.cascade.plan import AttnNode, Message, Plan, Positions
-from hiddenlab.core import Observation, Public, Site
+from hiddenlab.core import Observation, Public, Secret, Site
+from hiddenlab.job import save_truth
 from hiddenlab.observation import save_observation
 from hiddenlab.slice import decoder_layers
 
@@ -134,9 +135,19 @@ def record_layers(
 
 
 def save_seen(
-    seen: Sequence[Seen], folder: Path, *, model: str, signature: Sequence[float], dtype: str
+    seen: Sequence[Seen],
+    folder: Path,
+    *,
+    model: str,
+    signature: Sequence[float],
+    dtype: str,
+    tokens: Sequence[int] = (),
 ) -> dict[str, dict[str, Any]]:
     """Write what nodes saw: ``folder/<node>/<stream>-<layer>.safetensors``.
+
+    Args:
+        tokens: of the prompt and what was generated; each CompNode's own become ``truth.json`` in its folder, with
+            which an attack on its states is scored.
 
     Returns:
         For each node, the positions that it saw rows of, files and rows written.
@@ -154,5 +165,7 @@ def save_seen(
             save_observation(observation, target / f"{name}.safetensors")
             held.update(positions or ())
             files, rows = files + 1, rows + len(observation.states)
+        if one.node.startswith("CompNode") and max(held, default=0) < len(tokens):
+            save_truth([Secret(tuple(tokens[p] for p in sorted(held)))], target / "truth.json")
         out[one.node] = {"positions": sorted(held), "files": files, "rows": rows, "folder": str(target)}
     return out

@@ -8,6 +8,7 @@ anything else is read. Nothing is encrypted: across machines this belongs into a
 import hashlib
 import hmac
 import json
+import logging
 import os
 import socket
 import struct
@@ -215,8 +216,9 @@ class Hub:
                 if (wait := text.get("due", 0.0) - time.monotonic()) > 0:
                     time.sleep(wait)
                 self._receive(peer, text["head"], tensors)
-        except (OSError, ValueError, KeyError, TypeError):
-            pass
+        except Exception as error:  # whatever a peer sends, only its own connection ends
+            if not isinstance(error, OSError):
+                logging.getLogger(__name__).warning("%s drops %s: %r", self.name, peer, error)
         with self._lock:
             current = self._peers.get(peer)
             gone = current is not None and current[0] is connection

@@ -1,6 +1,7 @@
 """``hiddenlab bench``: measure, in one process."""
 
 import inspect
+import json as json_module
 from typing import Annotated, Any
 
 from typer import Argument, Option
@@ -25,6 +26,10 @@ def bench(
     greedy_limit: Annotated[
         int | None, Option("--greedy-limit", metavar="N", min=0, help="Prompts for the slow baseline.")
     ] = None,
+    others: Annotated[
+        list[str] | None,
+        Option("--set", metavar="NAME=VALUE", help="Any other option of the bench; repeatable."),
+    ] = None,
     seed: o.SeedOpt = 0,
     threads: o.ThreadsOpt = None,
     json: o.JsonOpt = False,
@@ -33,7 +38,7 @@ def bench(
     given: dict[str, Any] = {
         "model": model, "layers": parse_layers(layers), "defense": defense or None, "prompts": prompts,
         "limit": limit, "max_tokens": max_tokens, "greedy_limit": greedy_limit,
-    }  # fmt: skip
+    } | parse_settings(others or [])  # fmt: skip
     function = registry.resolve("benches", name)
     options = fit(name, function, {key: value for key, value in given.items() if value is not None})
     if threads is not None:
@@ -70,6 +75,24 @@ def parse_layers(text: str | None) -> list[int] | None:
     if min(layers) < 1:
         raise InputError(f"--layers {text!r} is no list of layers; write for instance --layers 1,6,11")
     return layers
+
+
+def parse_settings(settings: list[str]) -> dict[str, Any]:
+    """``name=value`` as options; a value that reads as JSON is what it says, any other a text.
+
+    Raises:
+        InputError: there is no ``=``.
+    """
+    out: dict[str, Any] = {}
+    for setting in settings:
+        key, equals, value = setting.partition("=")
+        if not key or not equals:
+            raise InputError(f"--set {setting!r} is no NAME=VALUE")
+        try:
+            out[key.replace("-", "_")] = json_module.loads(value)
+        except ValueError:
+            out[key.replace("-", "_")] = value
+    return out
 
 
 def fit(name: str, function: Any, given: dict[str, Any]) -> dict[str, Any]:

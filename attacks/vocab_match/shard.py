@@ -1,0 +1,70 @@
+"""Rows of only some positions, as one node of a distributed scheme sees them (paper, section 7 and appendix C).
+
+From left to right vocabulary matching needs every earlier token. A gap of g unknown tokens would take V^(g+1)
+candidates, so the search ends at the first gap; the rows behind it get what the probe reads from each alone.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from jaxtyping import Float
+from torch import Tensor
+
+from hiddenlab.core import Observation, Public, Recovery, TokenRecovery
+from hiddenlab.errors import NotApplicableError
+from hiddenlab.propose.probe import Probe
+
+
+def channel_of(public: Public) -> Public:
+    """The public facts that one preparation serves: all but which rows were seen."""
+    return replace(public, positions=None)
+
+
+def leading_rows(observation: Observation) -> int:
+    """Rows before the first gap."""
+    positions = observation.public.positions
+    if positions is None:
+        return len(observation.states)
+    return next((i for i, position in enumerate(positions) if position != i), len(positions))
+
+
+def before_gap(observation: Observation) -> Observation | None:
+    """The rows before the first gap, None where there is none."""
+    n = leading_rows(observation)
+    if n == 0:
+        return None
+    return Observation(observation.states[:n], channel_of(observation.public))
+
+
+def behind_gap(observation: Observation, probe: Probe | None) -> list[TokenRecovery]:
+    """For each row behind the first gap the probe's best guess, unverified.
+
+    Raises:
+        NotApplicableError: there are such rows and no probe.
+    """
+    first = leading_rows(observation)
+    rows: Float[Tensor, "rows d"] = observation.states[first:]
+    if not len(rows):
+        return []
+    if probe is None:
+        positions: Sequence[int] = observation.public.positions or ()
+        raise NotApplicableError(
+            f"row {first} is of position {positions[first]}, behind tokens that no row shows; matching cannot pass "
+            "the gap, and without a probe nothing else reads the row"
+        )
+    _, tokens = probe.shortlist(rows.float(), 1)
+    return [
+        TokenRecovery(token, first + i, float("inf"), None, 0, False)
+        for i, token in enumerate(tokens[:, 0].tolist())
+    ]
+
+
+def with_rest(recovery: Recovery | None, rest: Sequence[TokenRecovery], observation: Observation) -> Recovery:
+    """What matching found before the first gap, and guesses behind it."""
+    if not rest:
+        assert recovery is not None
+        return recovery
+    reason = f"gap before position {(observation.public.positions or ())[rest[0].row]}"
+    if recovery is None:
+        return Recovery(tuple(rest), 0, 0, 0.0, reason)
+    return replace(recovery, tokens=(*recovery.tokens, *rest), stop_reason=reason)
