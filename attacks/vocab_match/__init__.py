@@ -29,6 +29,8 @@ from hiddenlab.propose.store import adapter_for, openings_for, probe_for
 from hiddenlab.slice import Slice
 from hiddenlab.slice.load import parse_dtype
 
+# The language model is loaded before the attack where the slice has at least one layer for so many of its.
+LOAD_AHEAD = 8
 SEARCHES = {"speculative": speculative, "greedy": stepwise}
 
 
@@ -98,20 +100,21 @@ class VocabMatch:
         openings: Openings | None = None
         adapter: Adapter | None = None
         seconds = 0.0
-        if "probe" in self.proposal:
-            probe, trained = probe_for(slice, public, progress=self.progress)
-            openings, made = openings_for(slice, public, self.progress)
-            adapter, described = adapter_for(slice, self.progress)
-            seconds = trained + made + described
         model = None
         if "lm" in self.proposal:
             if self._model is None or self._model[0] is not slice:
                 self._model = (slice, LazyModel(slice))
             model = self._model[1]
+            if "probe" not in self.proposal or model.layers <= LOAD_AHEAD * slice.site.layer:
+                # Now, so that the time of the attack is the attack's, and before the probe: while a model is
+                # loaded its file is in memory as well.
+                _ = model.slice
+        if "probe" in self.proposal:
+            probe, trained = probe_for(slice, public, progress=self.progress)
+            openings, made = openings_for(slice, public, self.progress)
+            adapter, described = adapter_for(slice, self.progress)
+            seconds = trained + made + described
         proposer = Proposer(slice.vocab_size, probe, model, openings, adapter)
-        if model is not None and proposer.asks_model(slice.site.layer):
-            # Load it now, so that the time of the attack is the attack's.
-            _ = model.slice
         return proposer, seconds
 
     def _threshold(self, slice: Slice, public: Public, matcher: Matcher) -> Threshold:
