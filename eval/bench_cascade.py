@@ -33,6 +33,14 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }
 
+BACKENDS: dict[str, dict[str, Any]] = {
+    "local": {"kind": "local"},
+    "wire": {"kind": "wire"},
+    "tcp": {"kind": "ray", "transport": "tcp"},
+    "objects": {"kind": "ray", "transport": "objects"},
+}
+ON_WIRE = ("wire", "tcp")
+
 
 def bench(
     model: str = "bert-base",
@@ -56,10 +64,11 @@ def bench(
     """One forward pass of random tokens, plain and sharded, each pass of one beside a pass of the other.
 
     Args:
-        model: a shape of ``SHAPES`` with random weights, or a model. alphas: CompNodes to measure with. backends:
-            ``local`` (threads of this process), ``tcp`` and ``objects`` (Ray). objects_alpha: largest α for the
-            latter. repeats: passes that are timed, after two that are not. threads: of torch in every process.
-            bandwidth, latency: of a simulated network (``tcp`` only): gigabits a second, milliseconds one way.
+        model: a shape of ``SHAPES`` with random weights, or a model. alphas: CompNodes to measure with.
+        backends: ``local`` (threads of this process), ``wire`` (the same over TCP), ``tcp`` and ``objects`` (Ray).
+        objects_alpha: largest α for the latter. repeats: passes that are timed, after two that are not.
+        threads: of torch in every process. bandwidth, latency: of a simulated network (``wire`` and ``tcp``),
+            gigabits a second and milliseconds one way.
 
     Returns:
         ``rows``, one a setting: median seconds with the 2.5th and 97.5th percentile, the ratio to the plain model
@@ -67,8 +76,8 @@ def bench(
         largest difference from the plain output, start-up time and memory of a node.
     """
     kinds = [part.strip() for part in backends.split(",") if part.strip()]
-    if strange := set(kinds) - {"local", "tcp", "objects"}:
-        raise InputError(f"unknown backend {strange.pop()!r}; known are local, tcp, objects")
+    if strange := set(kinds) - set(BACKENDS):
+        raise InputError(f"unknown backend {strange.pop()!r}; known are {', '.join(BACKENDS)}")
     counts = _numbers("alphas", alphas)
     threads = threads or 1
     torch.set_num_threads(threads)
@@ -83,9 +92,8 @@ def bench(
                 if kind == "objects" and alpha > objects_alpha:
                     continue
                 nodes = Backend(
-                    kind="local" if kind == "local" else "ray", model=name, compress=compress, wire=wire,
-                    transport=kind if kind != "local" else "tcp", timeout=timeout, threads=threads,
-                    bandwidth=None if bandwidth is None or kind != "tcp" else bandwidth * 1e9 / 8,
+                    **BACKENDS[kind], model=name, compress=compress, wire=wire, timeout=timeout, threads=threads,
+                    bandwidth=None if bandwidth is None or kind not in ON_WIRE else bandwidth * 1e9 / 8,
                     latency=latency / 1e3,
                 )  # fmt: skip
                 plan = Plan.clustered(max_tokens, c, alpha=alpha, m=m, symmetric=symmetric)
@@ -98,7 +106,7 @@ def bench(
                 shape = Shape.of(config, size)
                 mode = "logsumexp" if compress else "paper"
                 row["mb_formula"] = shape.layers * layer_bytes(plan, shape, mode) / 1e6
-                if bandwidth is not None and kind == "tcp":
+                if bandwidth is not None and kind in ON_WIRE:
                     link = nodes.link()
                     assert link is not None
                     row["seconds_formula"] = shape.layers * layer_seconds(plan, shape, link, mode)

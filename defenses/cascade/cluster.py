@@ -69,7 +69,10 @@ class _ObjectCarrier:
 class _Comp(RemoteComp):
     """A CompNode as a Ray actor."""
 
-    def __init__(self, index: int, *args: Any, transport: str, timeout: float, **options: Any) -> None:
+    def __init__(
+        self, index: int, *args: Any, transport: str, timeout: float, threads: int, **options: Any
+    ) -> None:
+        torch.set_num_threads(threads)
         options["host"] = options["host"] or ray.util.get_node_ip_address()
         super().__init__(index, *args, timeout=timeout, **options)
         if transport == "objects":
@@ -92,7 +95,8 @@ class _Comp(RemoteComp):
 class _Attn(RemoteAttn):
     """An AttnNode as a Ray actor."""
 
-    def __init__(self, *args: Any, **options: Any) -> None:
+    def __init__(self, *args: Any, threads: int, **options: Any) -> None:
+        torch.set_num_threads(threads)
         options["host"] = options["host"] or ray.util.get_node_ip_address()
         super().__init__(*args, **options)
 

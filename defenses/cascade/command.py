@@ -102,9 +102,10 @@ class Backend:
     """Where the nodes are, and how they work; see ``RayCascade``.
 
     Attributes:
-        kind: ``local`` (threads of this process) or ``ray``. model, dtype, device: of the CompNodes. compress, wire,
-            record: see ``backend.Settings``. bandwidth, latency: of a simulated network, in bytes a second and
-            seconds. The others are those of ``RayCascade``.
+        kind: ``local`` (threads of this process), ``wire`` (the same, with TCP between them) or ``ray``.
+        model, dtype, device: of the CompNodes. compress, wire, record: see ``backend.Settings``.
+        bandwidth, latency: of a simulated network, in bytes a second and seconds.
+        The others are those of ``RayCascade``.
     """
 
     kind: str = "local"
@@ -138,19 +139,26 @@ class Backend:
         """
         from defenses.cascade.backend import Settings, load_cascade_model
         from defenses.cascade.local import LocalCascade
+        from defenses.cascade.remote import WireCascade
         from hiddenlab.slice.load import parse_dtype
 
         dtype = parse_dtype(self.dtype)
         wire = None if self.wire is None else parse_dtype(self.wire)
         settings = Settings(self.compress, wire, self.record)
-        if self.kind == "local":
-            if self.bandwidth is not None or self.address is not None:
-                raise InputError("a network or a cluster's address goes with --backend ray")
-            return LocalCascade(
-                load_cascade_model(self.model, dtype=dtype, device=self.device), settings, name=self.model
-            )
+        if self.kind not in ("local", "wire", "ray"):
+            raise InputError(f"unknown backend {self.kind!r}; known are local, wire, ray")
+        if self.kind != "ray" and self.address is not None:
+            raise InputError("a cluster's address goes with --backend ray")
+        if self.kind == "local" and self.bandwidth is not None:
+            raise InputError("a simulated network goes with --backend wire or ray")
         if self.kind != "ray":
-            raise InputError(f"unknown backend {self.kind!r}; known are local, ray")
+            loaded = load_cascade_model(self.model, dtype=dtype, device=self.device)
+            if self.kind == "local":
+                return LocalCascade(loaded, settings, name=self.model)
+            return WireCascade(
+                loaded, alpha, m=m, symmetric=symmetric, settings=settings, name=self.model, link=self.link(),
+                timeout=self.timeout,
+            )  # fmt: skip
         return _with_ray("defenses.cascade.cluster").RayCascade(
             self.model, alpha, m=m, symmetric=symmetric, settings=settings, address=self.address,
             transport=self.transport, timeout=self.timeout, restarts=self.restarts, threads=self.threads,

@@ -1,16 +1,18 @@
 """Nodes that talk over a hub: how passes and rows become messages, and what a CompNode does while it waits."""
 
+import secrets
 import threading
 import time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from defenses.cascade.backend import ModelFacts, Settings, comp_name, load_cascade_model
+from defenses.cascade.backend import Cascade, ModelFacts, Settings, comp_name, load_cascade_model
 from defenses.cascade.cost import Link
 from defenses.cascade.hosts import AttnHost, Carrier, CompHost, Head, NodeError, Pass, Reply, attn_name
 from defenses.cascade.nodes import Partial, Rows
@@ -121,11 +123,11 @@ class HubCarrier:
 
 
 class RemoteComp:
-    """A CompNode in a process of its own.
+    """A CompNode behind a hub.
 
     Args:
-        model: name of the model that it loads. threads: of torch. timeout: seconds that it waits for an AttnNode.
-        make_carrier: other than over the hub.
+        model: name of the model. loaded: its weights, where they are in this process already. timeout: seconds that
+            it waits for an AttnNode. host: address to listen on.
     """
 
     def __init__(
@@ -137,13 +139,12 @@ class RemoteComp:
         *,
         host: str = "127.0.0.1",
         link: Link | None = None,
-        threads: int = 1,
         timeout: float = 60.0,
         dtype: torch.dtype = torch.float32,
         device: str = "cpu",
+        loaded: nn.Module | None = None,
     ) -> None:
-        torch.set_num_threads(threads)
-        loaded = load_cascade_model(model, dtype=dtype, device=device)
+        loaded = loaded or load_cascade_model(model, dtype=dtype, device=device)
         self.index, self.settings = index, settings
         self.host = CompHost(loaded, index, wire=settings.wire)
         self.facts = ModelFacts.of(model, loaded)
@@ -195,7 +196,7 @@ class RemoteComp:
 
 
 class RemoteAttn:
-    """An AttnNode in a process of its own: no weights, and no rows but those it is sent."""
+    """An AttnNode behind a hub: no weights, and no rows but those it is sent."""
 
     def __init__(
         self,
@@ -205,10 +206,8 @@ class RemoteAttn:
         *,
         host: str = "127.0.0.1",
         link: Link | None = None,
-        threads: int = 1,
         device: str = "cpu",
     ) -> None:
-        torch.set_num_threads(threads)
         self.host = AttnHost(
             node, compress=settings.compress, wire=settings.wire, record=settings.record, device=device
         )
@@ -262,6 +261,62 @@ class RemoteAttn:
                 self.hub.send(sender, about, tensors)
 
         return reply
+
+
+class WireCascade(Cascade):
+    """All nodes in one process, with everything between them over TCP: to count bytes, and to test without Ray.
+
+    Args:
+        model: see ``load_cascade_model``; all CompNodes share it. alpha, m, symmetric: as in ``Plan``.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        alpha: int,
+        *,
+        m: int = 1,
+        symmetric: bool = False,
+        settings: Settings | None = None,
+        name: str = "model",
+        link: Link | None = None,
+        timeout: float = 60.0,
+    ) -> None:
+        settings, key = settings or Settings(), secrets.token_bytes(32)
+        nodes = Plan.clustered(alpha, 1, alpha=alpha, m=m, symmetric=symmetric).attn_nodes
+        self.facts = ModelFacts.of(name, model)
+        self.attns = [RemoteAttn(node, settings, key, link=link) for node in nodes]
+        self.comps = [
+            RemoteComp(i, name, settings, key, link=link, timeout=timeout, loaded=model) for i in range(alpha)
+        ]
+        for comp in self.comps:
+            comp.connect({attn.host.name: attn.hub.address for attn in self.attns})
+
+    def _run(self, work: Pass, shares: Mapping[int, Tensor]) -> dict[int, Tensor]:
+        with ThreadPoolExecutor(len(shares)) as pool:
+            calls = {i: pool.submit(self.comps[i].run, work, share) for i, share in shares.items()}
+            try:
+                return {i: call.result() for i, call in calls.items()}
+            except BaseException:
+                self.close(work.request)
+                raise
+
+    def close(self, request: str) -> None:
+        for comp in self.comps:
+            comp.abort(request)
+        for attn in self.attns:
+            attn.host.close(request)
+
+    def counters(self) -> dict[str, dict[str, Any]]:
+        out = {comp_name(comp.index): comp.counters() for comp in self.comps}
+        return out | {attn.host.name: attn.counters() for attn in self.attns}
+
+    def seen(self) -> list[Seen]:
+        return [one for node in (*self.comps, *self.attns) for one in node.seen()]
+
+    def shutdown(self) -> None:
+        for node in (*self.comps, *self.attns):
+            node.hub.close()
 
 
 def _sent(hub: Hub) -> dict[str, int]:

@@ -86,7 +86,8 @@ def plan(
 
 
 BackendOpt = Annotated[
-    Literal["local", "ray"], Option("--backend", help="Threads of this process, or actors of a Ray cluster.")
+    Literal["local", "wire", "ray"],
+    Option("--backend", help="Threads of this process, the same over TCP, or actors of a Ray cluster."),
 ]
 AddressOpt = Annotated[
     str | None,
