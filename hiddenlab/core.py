@@ -18,8 +18,10 @@ from hiddenlab.errors import InputError
 if TYPE_CHECKING:
     from hiddenlab.slice import Slice
 
-SLICE_STREAMS = ("resid", "final_norm", "logits")
-STREAMS = (*SLICE_STREAMS, "embed", "q", "k", "v", "attn")
+LAST_STREAMS = ("final_norm", "logits")  # which exist after the last layer only
+INNER_STREAMS = ("q", "k", "v")
+SLICE_STREAMS = ("resid", *INNER_STREAMS, *LAST_STREAMS)
+STREAMS = (*SLICE_STREAMS, "embed", "attn")
 Progress = Callable[[str, int, int], None]  # (what, done, total)
 
 
@@ -33,8 +35,9 @@ class Site:
 
     ``resid`` at layer l is the state after l decoder layers and before any final norm; ``final_norm`` the state
     after the last layer and the final norm; ``logits`` the language-model head's output (used by proposals).
-    What nodes of a distributed scheme see: ``embed`` (layer 0) what enters the first layer; ``q``, ``k`` and ``v``
-    of layer l's attention, all heads side by side, after rotary embedding; ``attn`` partial outputs of it.
+    ``q``, ``k`` and ``v`` are of layer l's attention (the first is 1), all heads side by side, after rotary
+    embedding; k and v are what a KV cache holds. What nodes of a distributed scheme also see: ``embed`` (layer 0),
+    what enters the first layer, and ``attn``, partial outputs of a layer's attention.
     """
 
     layer: int

@@ -12,7 +12,7 @@ import torch
 
 from hiddenlab import registry
 from hiddenlab.channel import Channel
-from hiddenlab.core import Attack, Observation, Progress, Public, Secret, silent
+from hiddenlab.core import LAST_STREAMS, Attack, Observation, Progress, Public, Secret, silent
 from hiddenlab.errors import HiddenlabError, InputError
 from hiddenlab.observation import check_observation, load_observations
 from hiddenlab.prompts import load_prompts
@@ -279,7 +279,7 @@ def _with_site(spec: AttackSpec) -> AttackSpec:
     model, stream, layer = spec.model or "builtin", spec.stream or "resid", spec.layer
     if layer is None:
         total = int(getattr(load_config(resolve_model(model)), "num_hidden_layers", 0))
-        layer = max(1, total // 2) if stream == "resid" else total
+        layer = total if stream in LAST_STREAMS else max(1, total // 2)
     return replace(spec, model=model, stream=stream, layer=layer)
 
 

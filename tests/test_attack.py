@@ -15,7 +15,7 @@ from attacks.vocab_match.epsilon import Sample, Threshold, auto_threshold, calib
 from attacks.vocab_match.task import FIRST_BATCH, SETTLE_AFTER, Tried
 from hiddenlab.channel import Channel
 from hiddenlab.core import Observation, Recovery
-from hiddenlab.errors import InputError
+from hiddenlab.errors import InputError, NotApplicableError
 from hiddenlab.match import Matcher
 from hiddenlab.slice import Slice, load_slice
 from hiddenlab.testing import DECODERS, LAYERS, VOCABULARY, WIDTH
@@ -71,6 +71,37 @@ def test_first_and_last_layer_and_final_norm(
     prompts = random_prompts(12, 5)
     for architecture in ("gemma2", "qwen3_moe"):
         assert_exact(attack(tiny_slice(architecture, layer, stream), prompts, channel), prompts)
+
+
+@pytest.mark.parametrize("stream", ["q", "k", "v"])
+@pytest.mark.parametrize("channel", ["identity", "2d-perm"])
+def test_queries_keys_and_values(tiny_slice: TinySlice, stream: str, channel: str) -> None:
+    prompts = random_prompts(12, 5)
+    for architecture in ("gemma2", "gpt_neox"):
+        assert_exact(attack(tiny_slice(architecture, 3, stream), prompts, channel), prompts)
+
+
+@pytest.mark.parametrize("leading", [0, 3, 9])
+def test_rows_behind_a_gap_are_guessed_and_not_verified(
+    tiny_slice: TinySlice, small_probes: None, leading: int
+) -> None:
+    slice, (prompt,) = tiny_slice("llama", 2), random_prompts(9)
+    (whole,) = release(slice, [prompt])
+    positions = (*range(leading), *range(leading + 2, 9))
+    part = Observation(whole.states[list(positions)], replace(whole.public, positions=positions))
+    found = VocabMatch().recover(part, slice, seeded())
+    assert len(found.tokens) == len(positions)
+    assert found.ids[:leading] == prompt[:leading]
+    assert [one.verified for one in found.tokens] == [i < leading for i in range(len(positions))]
+    assert [one.row for one in found.tokens] == list(range(len(positions)))
+    assert found.stop_reason == ("complete" if leading == 9 else f"gap before position {leading + 2}")
+    if leading < 9:
+        guessed = [prompt[p] for p in positions[leading:]]
+        right = sum(a == b for a, b in zip(found.ids[leading:], guessed, strict=True))
+        assert right >= 1  # by chance one in three hundred would be
+        if leading == 0:
+            with pytest.raises(NotApplicableError, match="behind tokens that no row shows"):
+                VocabMatch(proposal="vocab").recover(part, slice, seeded())
 
 
 @pytest.mark.parametrize("channel", CHANNELS)

@@ -378,6 +378,33 @@ def test_a_model_without_tokenizer_files_has_no_tokenizer(tiny_slice: TinySlice,
         slice.tokenize("hello")
 
 
+# ---- queries, keys and values
+
+
+@pytest.mark.parametrize("architecture", DECODERS)
+def test_keys_and_values_are_those_of_the_plain_models_cache(
+    tiny_slice: TinySlice, plain: Plain, architecture: str
+) -> None:
+    with torch.no_grad():
+        cache = plain(architecture).model(input_ids=ids(LONG)[None], use_cache=True).past_key_values
+    for layer in (1, LAYERS):
+        for stream, kept in (("k", cache.layers[layer - 1].keys), ("v", cache.layers[layer - 1].values)):
+            # A sliding window's cache holds no more than the window needs.
+            expected = kept[0].transpose(0, 1).flatten(1)
+            actual = tiny_slice(architecture, layer, stream).encode(ids(LONG))
+            close(actual[-len(expected) :], expected)
+
+
+@pytest.mark.parametrize("stream", ["q", "k", "v"])
+def test_inner_streams_of_alternatives(tiny_slice: TinySlice, stream: str) -> None:
+    slice = tiny_slice("gemma2", 3, stream)
+    assert slice.width == slice.encode(ids(LONG)).shape[1]
+    prefix = slice.prefix()
+    prefix.extend(ids(LONG[:5]))
+    expected = torch.stack([slice.encode(ids([*LONG[:5], token]))[-1] for token in (3, 200, 299)])
+    close(prefix.branch(ids([3, 200, 299])), expected)
+
+
 # ---- wrong input
 
 
@@ -399,7 +426,7 @@ def test_layers_out_of_range(tiny: TinyPath, layer: int) -> None:
 def test_streams_after_the_last_layer_only(tiny: TinyPath) -> None:
     for stream in ("final_norm", "logits"):
         refused("only after the last layer, 4", tiny("llama"), 2, stream=stream)
-    refused("unknown stream 'q'", tiny("llama"), LAYERS, stream="q")
+    refused("unknown stream 'attn'", tiny("llama"), LAYERS, stream="attn")
 
 
 def test_unknown_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -312,11 +312,11 @@ class WireCascade(Cascade):
         return out | {attn.host.name: attn.counters() for attn in self.attns}
 
     def seen(self) -> list[Seen]:
-        return [one for node in (*self.comps, *self.attns) for one in node.seen()]
+        return [one for nodes in (self.comps, self.attns) for node in nodes for one in node.seen()]
 
     def shutdown(self) -> None:
-        for node in (*self.comps, *self.attns):
-            node.hub.close()
+        for hub in (*(comp.hub for comp in self.comps), *(attn.hub for attn in self.attns)):
+            hub.close()
 
 
 def _sent(hub: Hub) -> dict[str, int]:

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from typer import Argument, Option
 
-Stream = Literal["resid", "final_norm"]
+Stream = Literal["resid", "final_norm", "q", "k", "v"]
 Dtype = Literal["float32", "bfloat16", "float16"]
 
 PromptArg = Annotated[str | None, Argument(metavar="PROMPT", help="The prompt; '-' reads standard input.")]
@@ -27,7 +27,9 @@ ModelOpt = Annotated[
 LayerOpt = Annotated[
     int | None, Option("--layer", metavar="L", help="States after L layers; default: the middle.")
 ]
-StreamOpt = Annotated[Stream | None, Option("--stream", help="Which states; default: resid.")]
+StreamOpt = Annotated[
+    Stream | None, Option("--stream", help="Which states (k, v: a KV cache); default: resid.")
+]
 DefenseOpt = Annotated[
     list[str] | None,
     Option(

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from hiddenlab.core import SLICE_STREAMS, Site
+from hiddenlab.core import INNER_STREAMS, LAST_STREAMS, SLICE_STREAMS, Site
 from hiddenlab.errors import InputError
 from hiddenlab.slice.door import open_door
 from hiddenlab.slice.engine import (
@@ -84,9 +84,15 @@ class Slice:
     def vocab_size(self) -> int:
         return int(self.embedding.shape[0])
 
-    @property
+    @cached_property
     def width(self) -> int:
-        return int(self.model.config.hidden_size)  # type: ignore[union-attr,arg-type]
+        """Coordinates of a state."""
+        if self.site.stream not in INNER_STREAMS:
+            return int(self.model.config.hidden_size)  # type: ignore[union-attr,arg-type]
+        counted = self.evaluated_tokens, self.forward_calls
+        width = self.encode(torch.zeros(1, dtype=torch.long)).shape[1]
+        self.evaluated_tokens, self.forward_calls = counted
+        return width
 
     @property
     def device(self) -> torch.device:
@@ -143,7 +149,8 @@ class Slice:
             keep: hold the new keys and values, so that answers can be kept as prefix.
             grad: record gradients (inputs given as embeddings).
         """
-        packed = PackedPass(requests, keep)
+        inner = self.site.stream in INNER_STREAMS
+        packed = PackedPass(requests, keep, (self.site.layer - 1, self.site.stream) if inner else None)
         inputs = torch.cat([r.inputs for r in requests]).to(self.device)[None]
         name = "inputs_embeds" if inputs.is_floating_point() else "input_ids"
         active = _ACTIVE.set(packed)
@@ -154,7 +161,7 @@ class Slice:
                 )
         finally:
             _ACTIVE.reset(active)
-        states = self._states(output)[0]
+        states = packed.shown if packed.shown is not None else self._states(output)[0]
         self.evaluated_tokens += inputs.shape[1]
         self.forward_calls += 1
         answers = []
@@ -243,7 +250,7 @@ def load_slice(
     Args:
         name: ``builtin``, a local directory, a GGUF file, or a hub id.
         layer: 1 … number of layers; None means all. ``final_norm`` and ``logits`` need all.
-        stream: which states ``run`` returns (see ``Site``).
+        stream: which states ``run`` returns, one of ``SLICE_STREAMS`` (see ``Site``).
         dtype: float32, bfloat16 or float16. device: ``auto``, ``cpu``, ``cuda`` …
         quantization: None, ``int8`` or ``nf4`` (bitsandbytes). device_map: accelerate's placement, e.g. ``auto``.
 
@@ -261,7 +268,7 @@ def load_slice(
         raise InputError(f"layer {layer} is out of range: {name} has layers 1 to {total}")
     if stream not in SLICE_STREAMS:
         raise InputError(f"unknown stream {stream!r} of a slice; known are {', '.join(SLICE_STREAMS)}")
-    if stream != "resid" and layer != total:
+    if stream in LAST_STREAMS and layer != total:
         raise InputError(
             f"the stream {stream} exists only after the last layer, {total}; layer {layer} was asked for"
         )

@@ -121,11 +121,17 @@ class Answer:
 
 
 class PackedPass:
-    """One forward pass over the packed tokens of several requests; the attention function asks it to attend."""
+    """One forward pass over the packed tokens of several requests; the attention function asks it to attend.
 
-    def __init__(self, requests: Sequence[Request], keep: bool) -> None:
+    Attributes:
+        show: layer index and stream (q, k or v) to keep in ``shown``, ``[t, heads · width]``, or None.
+    """
+
+    def __init__(self, requests: Sequence[Request], keep: bool, show: tuple[int, str] | None = None) -> None:
         self.requests = list(requests)
         self.keep = keep
+        self.show = show
+        self.shown: Tensor | None = None
         self.kept: dict[int, tuple[Tensor, Tensor]] = {}
         self.starts = [0]
         for request in self.requests:
@@ -155,6 +161,8 @@ class PackedPass:
         """
         if self.keep:
             self.kept[layer] = (k[0], v[0])
+        if self.show is not None and self.show[0] == layer:
+            self.shown = {"q": q, "k": k, "v": v}[self.show[1]][0].transpose(0, 1).flatten(1)
         out = q.new_empty(1, q.shape[2], q.shape[1], v.shape[-1])
         for request, start, end in zip(self.requests, self.starts, self.starts[1:], strict=False):
             _attend_request(
