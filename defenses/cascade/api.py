@@ -6,10 +6,11 @@ import hmac
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
+import anyio
 import prometheus_client as prometheus
 import torch
 from fastapi import FastAPI, Request
@@ -18,6 +19,8 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.concurrency import iterate_in_threadpool, run_in_threadpool
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from defenses.cascade.backend import Cascade
 from defenses.cascade.generate import Sampling, generate
@@ -25,6 +28,7 @@ from defenses.cascade.hosts import NodeError
 from defenses.cascade.plan import Plan
 from hiddenlab.errors import InputError
 
+PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/models", "/health", "/metrics")
 MAX_STOPS, MAX_STOP_LENGTH = 4, 200
 NOT_OFFERED = ("logprobs", "echo", "suffix", "best_of", "tools", "functions", "response_format", "logit_bias")
 
@@ -48,7 +52,7 @@ class _Body(BaseModel):
     temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     top_k: Annotated[int, Field(ge=0)] = 0
-    seed: int | None = None
+    seed: Annotated[int | None, Field(ge=-(2**63), lt=2**63)] = None
     n: Literal[1] = 1
     stream: bool = False
     stream_options: dict[str, Any] | None = None
@@ -56,10 +60,10 @@ class _Body(BaseModel):
 
 
 class CompletionBody(_Body):
-    prompt: str | list[int]
+    prompt: str | list[Annotated[int, Field(ge=0, lt=2**31)]]
 
 
-class Message(BaseModel):
+class Turn(BaseModel):
     role: Literal["system", "developer", "user", "assistant"]
     content: str | list[dict[str, Any]]
 
@@ -72,7 +76,7 @@ class Message(BaseModel):
 
 
 class ChatBody(_Body):
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Turn], Field(min_length=1)]
     max_completion_tokens: Annotated[int | None, Field(ge=1)] = None
 
 
@@ -124,12 +128,18 @@ class Service:
         Raises:
             InputError: it is empty.
         """
-        found = self.tokenizer(text)["input_ids"] if isinstance(text, str) else list(text)
+        found = self._tokenize(text) if isinstance(text, str) else list(text)
         if not found:
             raise InputError("the prompt is empty; give at least one token")
         return torch.tensor(found, dtype=torch.long)
 
-    def chat_ids(self, messages: Sequence[Message]) -> torch.Tensor:
+    def _tokenize(self, text: str, **options: Any) -> list[int]:
+        try:
+            return list(self.tokenizer(text, **options)["input_ids"])
+        except (TypeError, UnicodeError):
+            raise InputError("the text holds half of a surrogate pair, which is no character") from None
+
+    def chat_ids(self, messages: Sequence[Turn]) -> torch.Tensor:
         """Token ids of a conversation in the model's own form.
 
         Raises:
@@ -145,7 +155,7 @@ class Service:
             text = self.tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
         except Exception as error:  # templates are programs of the model's makers
             raise InputError(f"the model's chat template refuses these messages: {error}") from None
-        return torch.tensor(self.tokenizer(text, add_special_tokens=False)["input_ids"], dtype=torch.long)
+        return torch.tensor(self._tokenize(text, add_special_tokens=False), dtype=torch.long)
 
     def answer(self, body: _Body, ids: torch.Tensor, wanted: int | None) -> Answer:
         """Start an answer; nothing runs before its first piece is asked for.
@@ -240,14 +250,7 @@ def digest(key: str) -> str:
 def make_app(service: Service) -> FastAPI:
     """The HTTP interface of a service."""
     app = FastAPI(title="hiddenlab cascade", docs_url=None, redoc_url=None)
-    Next = Callable[[Request], Awaitable[Response]]
-
-    @app.middleware("http")
-    async def guard(request: Request, call_next: Next) -> Response:
-        response = await _refused(service, request) or await call_next(request)
-        path = request.url.path if response.status_code != 404 else "other"
-        service.requests.labels(path, str(response.status_code)).inc()
-        return response
+    app.add_middleware(_Guard, service=service)
 
     @app.exception_handler(InputError)
     async def wrong_input(request: Request, error: InputError) -> Response:
@@ -299,26 +302,79 @@ def make_app(service: Service) -> FastAPI:
     return app
 
 
-async def _refused(service: Service, request: Request) -> Response | None:
-    """An answer to who may not ask, or asks too much; None lets the request pass."""
-    if service.key is not None and request.url.path.startswith("/v1/"):
-        scheme, _, shown = request.headers.get("authorization", "").partition(" ")
-        if scheme.lower() != "bearer" or not hmac.compare_digest(digest(shown), service.key):
-            return _problem(401, "this server wants its API key as 'Authorization: Bearer …'")
-    # Counted as it comes: a length that is announced need not be true.
-    size = 0
-    chunks = []
-    async for chunk in request.stream():
-        size += len(chunk)
-        if size > service.limits.body:
-            return _problem(413, f"the request is larger than {service.limits.body} bytes")
-        chunks.append(chunk)
-    request._body = b"".join(chunks)
-    return None
+class _Guard:
+    """Refuses who may not ask or asks too much, before anything reads the request, and counts every answer."""
+
+    def __init__(self, app: ASGIApp, service: Service) -> None:
+        self.app, self.service = app, service
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        # Each path that is counted is kept for ever: strangers' paths share one entry.
+        path, status = scope["path"] if scope["path"] in PATHS else "other", 500
+        body: list[Message] = []
+
+        async def again() -> Message:
+            return body.pop() if body else await receive()
+
+        async def noted(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            refused, content = await self._read(Request(scope, receive))
+            body.append({"type": "http.request", "body": content, "more_body": False})
+            await (refused or self.app)(scope, again, noted)
+        except ClientDisconnect:
+            status = 499  # as nginx calls it: the client went away
+        finally:
+            self.service.requests.labels(path, str(status)).inc()
+
+    async def _read(self, request: Request) -> tuple[Response | None, bytes]:
+        """An answer to who is refused, and the request's body."""
+        service = self.service
+        if service.key is not None and request.url.path.startswith("/v1/"):
+            scheme, _, shown = request.headers.get("authorization", "").partition(" ")
+            if scheme.lower() != "bearer" or not hmac.compare_digest(digest(shown), service.key):
+                return _problem(401, "this server wants its API key as 'Authorization: Bearer …'"), b""
+        # Counted as it comes: a length that is announced need not be true.
+        content = bytearray()
+        async for chunk in request.stream():
+            content += chunk
+            if len(content) > service.limits.body:
+                return _problem(413, f"the request is larger than {service.limits.body} bytes"), b""
+        return None, bytes(content)
+
+
+class _Stream(StreamingResponse):
+    """A streamed answer that is given up where its client went away, even before its first event."""
+
+    def __init__(self, events: AsyncIterator[str], end: Callable[[], None]) -> None:
+        super().__init__(events, media_type="text/event-stream")
+        self.end = end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            with anyio.CancelScope(shield=True):
+                await run_in_threadpool(self.end)
 
 
 async def _respond(service: Service, body: _Body, answer: Answer, kind: str) -> Response:
     release = await service.slot()
+
+    def end() -> None:
+        # The nodes forget the request; a piece that is being made has been waited for.
+        answer.pieces.close()  # type: ignore[attr-defined]
+        release()
+        service.tokens.labels("prompt").inc(answer.prompt_tokens)
+        service.tokens.labels("completion").inc(answer.tokens)
+
     about = {
         "id": f"{'chatcmpl' if kind.startswith('chat') else 'cmpl'}-{uuid.uuid4().hex[:24]}",
         "created": int(time.time()),
@@ -326,14 +382,11 @@ async def _respond(service: Service, body: _Body, answer: Answer, kind: str) -> 
     }
     if body.stream:
         usage = bool((body.stream_options or {}).get("include_usage"))
-        return StreamingResponse(
-            _events(service, answer, about, kind, usage, release), media_type="text/event-stream"
-        )
+        return _Stream(_events(answer, about, kind, usage), end)
     try:
         text = await run_in_threadpool(lambda: "".join(answer.pieces))
     finally:
-        release()
-        _count(service, answer)
+        end()
     choice: dict[str, Any] = {"index": 0, "finish_reason": answer.finish, "logprobs": None}
     if kind == "chat.completion":
         choice["message"] = {"role": "assistant", "content": text}
@@ -342,14 +395,7 @@ async def _respond(service: Service, body: _Body, answer: Answer, kind: str) -> 
     return JSONResponse(about | {"object": kind, "choices": [choice], "usage": _usage(answer)})
 
 
-async def _events(
-    service: Service,
-    answer: Answer,
-    about: dict[str, Any],
-    kind: str,
-    usage: bool,
-    release: Callable[[], None],
-) -> AsyncIterator[str]:
+async def _events(answer: Answer, about: dict[str, Any], kind: str, usage: bool) -> AsyncIterator[str]:
     """Server-sent events of a streamed answer."""
     chat = kind == "chat.completion"
     about = about | {"object": "chat.completion.chunk" if chat else kind}
@@ -375,11 +421,6 @@ async def _events(
         yield "data: [DONE]\n\n"
     except (InputError, NodeError) as error:
         yield _event(json.loads(bytes(_problem(503, str(error), kind="server_error").body)))
-    finally:
-        # Also where the client went away: the nodes then forget the request.
-        await run_in_threadpool(answer.pieces.close)  # type: ignore[attr-defined]
-        release()
-        _count(service, answer)
 
 
 def _event(data: Any) -> str:
@@ -394,15 +435,11 @@ def _usage(answer: Answer) -> dict[str, int]:
     }
 
 
-def _count(service: Service, answer: Answer) -> None:
-    service.tokens.labels("prompt").inc(answer.prompt_tokens)
-    service.tokens.labels("completion").inc(answer.tokens)
-
-
 def _problem(
     status: int, message: str, *, kind: str = "invalid_request_error", param: str | None = None
 ) -> JSONResponse:
     """An error as OpenAI's clients read it."""
+    message = message.encode("utf-8", "replace").decode()  # it may quote what is no text
     return JSONResponse(
         {"error": {"message": message, "type": kind, "param": param, "code": None}}, status_code=status
     )

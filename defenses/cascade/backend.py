@@ -177,12 +177,15 @@ def load_cascade_model(
         attention: one of transformers' own gives the plain model, to compare with.
 
     Raises:
-        InputError: the model is unknown, or has no attention.
+        InputError: the model or device is unknown, or the model has no attention.
     """
+    from hiddenlab.slice.device import parse_device
+
     open_cascade_door()
+    torch_device = parse_device(device)
     ref = resolve_model(name)
     config = load_config(ref)
     if not getattr(config, "num_attention_heads", None):
         raise InputError(f"{name} ({config.model_type}) has no attention to shard")
     head = any("CausalLM" in kind or "LMHead" in kind for kind in config.architectures or ())
-    return load_model(ref, config, head=head, dtype=dtype, device=torch.device(device), attention=attention)
+    return load_model(ref, config, head=head, dtype=dtype, device=torch_device, attention=attention)

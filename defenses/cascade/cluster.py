@@ -6,6 +6,7 @@ This is the one file of the project, beside the serving file, that imports Ray.
 import math
 import os
 import secrets
+import socket
 import threading
 import time
 from collections.abc import Mapping
@@ -31,7 +32,7 @@ from hiddenlab.errors import InputError
 
 TRANSPORTS = ("tcp", "objects")
 LOOPBACK = "127.0.0.1"
-CONCURRENT = 32  # requests at once
+SPARE = 16  # calls that a node takes beside its running requests
 PING_SECONDS = 3.0  # a node that does not answer an empty call for so long is taken to be stalled
 STARTING = 4  # nodes started at once
 NODE_BYTES = 350e6  # memory of a node's process beside weights, measured
@@ -123,9 +124,9 @@ class RayCascade(Cascade):
         timeout: seconds that a node waits for another before the request fails. restarts: how often, over the life
             of this object, a lost node is replaced. threads: of torch in each node. cpus, gpus: that Ray reserves for
             each node (only CompNodes take gpus). dtype, device: of the CompNodes.
-        link: simulate a network. strategy: of Ray's placement group; ``STRICT_SPREAD`` puts no two nodes on one
-            machine. loopback: nodes listen on this machine alone; None does so in a cluster of our own.
-            progress: where the start is reported.
+        link: simulate a network. concurrent: requests at once. strategy: of Ray's placement group;
+            ``STRICT_SPREAD`` puts no two nodes on one machine. loopback: nodes listen on this machine alone; None does
+            so in a cluster of our own. progress: where the start is reported.
 
     Raises:
         InputError: the cluster cannot be reached or has too little for all nodes; the model is unknown.
@@ -149,6 +150,7 @@ class RayCascade(Cascade):
         dtype: torch.dtype = torch.float32,
         device: str = "cpu",
         link: Link | None = None,
+        concurrent: int = 16,
         strategy: str = "SPREAD",
         loopback: bool | None = None,
         progress: Progress = silent,
@@ -161,6 +163,7 @@ class RayCascade(Cascade):
             raise InputError("a simulated link needs the transport tcp; Ray's objects take Ray's own way")
         self.settings, self.timeout, self.transport = settings or Settings(), timeout, transport
         self.alpha, self.m, self.symmetric = alpha, m, symmetric
+        self._concurrent = concurrent
         self.restarts_left, self._times_replaced = restarts, dict[str, int]()
         nodes = Plan.clustered(alpha, 1, alpha=alpha, m=m, symmetric=symmetric).attn_nodes
         self._own = connect(address, alpha + len(nodes), (alpha + len(nodes)) * cpus, alpha * gpus)
@@ -216,7 +219,8 @@ class RayCascade(Cascade):
     def _options(self, place: int, threads: int, cpus: float, gpus: float) -> dict[str, Any]:
         strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=place)
         return {
-            "num_cpus": cpus, "num_gpus": gpus, "max_concurrency": CONCURRENT, "scheduling_strategy": strategy,
+            "num_cpus": cpus, "num_gpus": gpus, "max_concurrency": self._concurrent + SPARE,
+            "scheduling_strategy": strategy,
             "runtime_env": {"env_vars": {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}},
         }  # fmt: skip
 
@@ -419,6 +423,7 @@ def connect(address: str | None, nodes: int, cpus: float, gpus: float) -> bool:
             logical = max(1, math.ceil(cpus))
             ray.init(num_cpus=logical, _node_ip_address=LOOPBACK, **quiet)
         else:
+            _check_reachable(address)
             try:
                 ray.init(address=address, **quiet)
             except (ConnectionError, RuntimeError, ValueError) as error:
@@ -434,6 +439,21 @@ def connect(address: str | None, nodes: int, cpus: float, gpus: float) -> bool:
                 f"the nodes need {needed:g} {kind}s, the cluster has {found:g} free: {needed - found:g} are missing"
             )
     return own
+
+
+def _check_reachable(address: str | None) -> None:
+    """Ray itself would try for many minutes.
+
+    Raises:
+        InputError: nothing listens at that host and port.
+    """
+    host, _, port = (address or "").rpartition("//")[2].rpartition(":")
+    if not host:
+        return  # "auto" and the like: Ray knows where to look
+    try:
+        socket.create_connection((host, int(port)), timeout=5.0).close()
+    except (OSError, ValueError) as error:
+        raise InputError(f"no Ray cluster answers at {address}: {error}") from None
 
 
 def _free(kind: str) -> float:

@@ -126,6 +126,7 @@ class Backend:
     latency: float = 0.0
     strategy: str = "SPREAD"
     loopback: bool | None = None
+    concurrent: int = 16
 
     def link(self) -> Link | None:
         """The simulated network."""
@@ -163,7 +164,7 @@ class Backend:
             self.model, alpha, m=m, symmetric=symmetric, settings=settings, address=self.address,
             transport=self.transport, timeout=self.timeout, restarts=self.restarts, threads=self.threads,
             cpus=self.cpus, gpus=self.gpus, dtype=dtype, device=self.device, strategy=self.strategy,
-            loopback=self.loopback, link=self.link(), progress=progress,
+            loopback=self.loopback, concurrent=self.concurrent, link=self.link(), progress=progress,
         )  # fmt: skip
 
 

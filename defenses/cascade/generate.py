@@ -56,7 +56,9 @@ class Sampling:
 
         def choose(logits: Tensor) -> int:
             history: Any = torch.empty(1, 0, dtype=torch.long)  # which these warpers do not read
-            scores = warpers(history, logits.float().cpu()[None])[0]  # type: ignore[arg-type]
+            # In this form the smallest temperature overflows to minus infinity, never to NaN.
+            scores = logits.double().cpu()
+            scores = warpers(history, (scores - scores.max())[None])[0]  # type: ignore[arg-type]
             return int(torch.multinomial(scores.softmax(-1), 1, generator=generator))
 
         return choose

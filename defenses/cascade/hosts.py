@@ -133,7 +133,7 @@ class CompHost:
         inputs: Int[Tensor, " n"] | Float[Tensor, "n d"],
         carrier: Carrier,
         seen: Seen | None = None,
-    ) -> Float[Tensor, "n width"]:
+    ) -> Float[Tensor, "rows width"]:
         """Logits (last hidden states where the model has no head) of the node's new tokens.
 
         With ``work.last``, only those of the prompt's last position, and no rows where another node holds it.

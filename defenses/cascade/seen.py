@@ -44,14 +44,15 @@ class Seen:
             self.entries.append(Entry(Site(layer, stream), positions, rows.detach().cpu().clone(), facts))
 
     def observations(self, model: str, signature: Sequence[float], dtype: str) -> list[Observation]:
-        """One observation for each stream, layer and set of facts; rows of all passes, in order of position.
+        """One observation for each stream, layer and key shard; rows of all passes, in order of position.
 
         Args:
             model, signature: of the weights, see ``hiddenlab.core.Public``. dtype: in which the nodes computed.
         """
-        groups: dict[tuple[str, int, str], list[Entry]] = {}
+        groups: dict[tuple[str, int, Any], list[Entry]] = {}
         for entry in self.entries:
-            groups.setdefault((entry.site.stream, entry.site.layer, repr(entry.facts)), []).append(entry)
+            name = entry.site.stream, entry.site.layer, entry.facts.get("key_shard")
+            groups.setdefault(name, []).append(entry)
         out = []
         for group in groups.values():
             positions = [p for entry in group for p in entry.positions]
@@ -62,7 +63,7 @@ class Seen:
                 group[0].site,
                 provider_dtype=dtype,
                 positions=tuple(positions[i] for i in order),
-                facts={"node": self.node, "scheme": "cascade", **group[0].facts},
+                facts={"node": self.node, "scheme": "cascade", **group[-1].facts},
             )
             out.append(Observation(torch.cat([entry.rows for entry in group])[order], public))
         return out

@@ -83,9 +83,10 @@ def start(
     try:
         serve.start(http_options=HTTPOptions(host=host, port=port))
         sharding = {"alpha": alpha, "m": m, "symmetric": symmetric}
-        settings = asdict(backend) | {"address": None, "loopback": own}
+        limits = limits or Limits()
+        settings = asdict(backend) | {"address": None, "loopback": own, "concurrent": limits.running}
         app = _Replica.bind(  # type: ignore[attr-defined]
-            settings, sharding, c, key and digest(key), asdict(limits or Limits())
+            settings, sharding, c, key and digest(key), asdict(limits)
         )
         serve.run(app, name=APP, route_prefix="/")
     except BaseException:

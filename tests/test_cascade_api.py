@@ -1,0 +1,707 @@
+"""The HTTP interface answers as OpenAI's does: the same text streamed or whole, and errors that clients can read."""
+
+import asyncio
+import hashlib
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from starlette.testclient import TestClient
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from defenses.cascade.api import Limits, Service, digest, make_app
+from defenses.cascade.backend import Cascade, ModelFacts, load_cascade_model
+from defenses.cascade.generate import Sampling, generate
+from defenses.cascade.hosts import NodeError, Pass
+from defenses.cascade.local import LocalCascade
+from defenses.cascade.plan import Plan
+from defenses.cascade.seen import Seen
+from hiddenlab.slice.load import quiet_transformers
+from hiddenlab.testing import EOS, VOCABULARY, byte_tokenizer
+
+TinyPath = Callable[..., str]
+NAME = "tiny/model"
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+TEMPLATE = (
+    "{% for message in messages %}{% if message.content == 'refuse' %}{{ raise_exception('not this') }}{% endif %}"
+    "[{{ message.role }}]{{ message.content }}\n{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+PATIENCE = 20.0
+
+
+class Scripted(Cascade):
+    """Says what it is told, whatever it is asked; the smallest Cascade there is."""
+
+    def __init__(self) -> None:
+        self.facts = ModelFacts(NAME, True, 512, VOCABULARY, (), "float32")
+        self.script: list[int] = []
+        self.asked: list[Tensor] = []
+        self.requests: list[str] = []
+        self.closed: list[str] = []
+        self.states: dict[str, str] = {}
+        self.wait = threading.Event()
+        self.wait.set()
+        self.fail_at: int | None = None
+
+    def says(self, text: str, *then: int) -> None:
+        self.script = [*byte_tokenizer()(text)["input_ids"], *then]
+
+    def step(self, work: Pass, tokens: Tensor) -> Tensor:
+        self._check(work, tokens)
+        self.asked.append(tokens)
+        self.requests.append(work.request)
+        assert self.wait.wait(PATIENCE)
+        if work.number == self.fail_at:
+            raise NodeError("AttnNode (0, 1) died in layer 3", "AttnNode (0, 1)")
+        out = torch.zeros(1, VOCABULARY)
+        out[0, self.script[work.number % len(self.script)]] = 1.0
+        return out
+
+    def _run(self, work: Pass, shares: Mapping[int, Tensor]) -> dict[int, Tensor]:
+        raise NotImplementedError
+
+    def close(self, request: str) -> None:
+        self.closed.append(request)
+
+    def counters(self) -> dict[str, dict[str, Any]]:
+        return {}
+
+    def seen(self) -> list[Seen]:
+        return []
+
+    def healthy(self) -> dict[str, str]:
+        return self.states
+
+
+def make_service(cascade: Cascade, *, template: str | None = TEMPLATE, **options: Any) -> Service:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = template
+    return Service(
+        cascade, lambda tokens: Plan.clustered(tokens, 1, alpha=2), tokenizer, name=NAME, **options
+    )
+
+
+@pytest.fixture
+def scripted() -> Scripted:
+    return Scripted()
+
+
+@pytest.fixture
+def client(scripted: Scripted) -> Iterator[TestClient]:
+    with TestClient(make_app(make_service(scripted)), raise_server_exceptions=False) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def tiny_llama(tiny: TinyPath) -> str:
+    return tiny("llama", tokenizer=True)
+
+
+@pytest.fixture(scope="module")
+def real(tiny_llama: str) -> Iterator[TestClient]:
+    """Over a model that really runs."""
+    with TestClient(make_app(make_service(LocalCascade(load_cascade_model(tiny_llama))))) as found:
+        yield found
+
+
+def asks(path: str = COMPLETIONS, **changes: Any) -> dict[str, Any]:
+    """A request for a greedy answer, as the arguments of a post."""
+    body: dict[str, Any] = {"model": NAME, "temperature": 0}
+    body |= (
+        {"prompt": "Say it. "}
+        if path == COMPLETIONS
+        else {"messages": [{"role": "user", "content": "Say it."}]}
+    )
+    return {"url": path, "json": {key: value for key, value in (body | changes).items() if value is not ...}}
+
+
+def text_of(path: str, answer: dict[str, Any]) -> str:
+    (choice,) = answer["choices"]
+    return choice["text"] if path == COMPLETIONS else choice["message"]["content"]
+
+
+def events(text: str) -> list[Any]:
+    """The data of server-sent events, read as the standard says."""
+    blocks = text.split("\n\n")
+    assert blocks[-1] == ""
+    assert all(block.startswith("data: ") and "\n" not in block for block in blocks[:-1])
+    return [block if block == "data: [DONE]" else json.loads(block[6:]) for block in blocks[:-1]]
+
+
+def streamed(client: TestClient, path: str, **changes: Any) -> tuple[list[str], str, dict[str, int]]:
+    """The pieces of a streamed answer, why it ended, and its usage; checks what every stream must be."""
+    response = client.post(**asks(path, stream=True, stream_options={"include_usage": True}, **changes))
+    assert response.status_code == 200
+    assert response.headers["content-type"].startswith("text/event-stream")
+    *chunks, usage, done = events(response.text)
+    assert done == "data: [DONE]"
+    assert usage["choices"] == []
+    assert len({chunk["id"] for chunk in (*chunks, usage)}) == 1
+    kind = "text_completion" if path == COMPLETIONS else "chat.completion.chunk"
+    assert {chunk["object"] for chunk in (*chunks, usage)} == {kind}
+    assert {chunk["model"] for chunk in (*chunks, usage)} == {NAME}
+    choices = [chunk["choices"][0] for chunk in chunks]
+    assert [choice["finish_reason"] for choice in choices[:-1]] == [None] * (len(choices) - 1)
+    if path == CHAT:
+        assert choices[0]["delta"] == {"role": "assistant", "content": ""}
+        assert choices[-1]["delta"] == {}
+        pieces = [choice["delta"]["content"] for choice in choices[1:-1]]
+    else:
+        assert choices[-1]["text"] == ""
+        pieces = [choice["text"] for choice in choices[:-1]]
+    return pieces, choices[-1]["finish_reason"], usage["usage"]
+
+
+# ---- answers
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_an_answer_is_the_models_own(real: TestClient, tiny_llama: str, path: str) -> None:
+    """Greedy text equals transformers' own generation, streamed or whole, and tokens are counted."""
+    asked = "Say it. " if path == COMPLETIONS else "[user]Say it.\n[assistant]"
+    with quiet_transformers(), torch.no_grad():
+        plain = AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.float32).eval()
+        tokenizer = AutoTokenizer.from_pretrained(tiny_llama)
+        ids = torch.tensor([tokenizer(asked)["input_ids"]])
+        out = plain.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)
+    new = out[0, ids.shape[1] :].tolist()
+    expected = tokenizer.decode(new, skip_special_tokens=True)
+    finish = "stop" if new[-1] == EOS else "length"
+    usage = {
+        "prompt_tokens": len(asked), "completion_tokens": len(new), "total_tokens": len(asked) + len(new)
+    }  # fmt: skip
+    answer = real.post(**asks(path, max_tokens=12)).json()
+    assert text_of(path, answer) == expected
+    assert answer["choices"][0]["finish_reason"] == finish
+    assert answer["usage"] == usage
+    assert answer["model"] == NAME
+    assert answer["object"] == ("text_completion" if path == COMPLETIONS else "chat.completion")
+    pieces, ended, counted = streamed(real, path, max_tokens=12)
+    assert ("".join(pieces), ended, counted) == (expected, finish, usage)
+
+
+def test_answers_at_once_are_kept_apart(real: TestClient) -> None:
+    def text(prompt: str) -> str:
+        return text_of(COMPLETIONS, real.post(**asks(prompt=prompt, max_tokens=6)).json())
+
+    prompts = [f"prompt {'x' * i}" for i in range(6)]
+    expected = [text(prompt) for prompt in prompts]
+    assert len(set(expected)) > 1
+    with ThreadPoolExecutor(6) as pool:
+        assert list(pool.map(text, prompts)) == expected
+
+
+def test_a_seed_decides_the_text(real: TestClient, tiny_llama: str) -> None:
+    """It is the same as of the same settings elsewhere; without a seed each answer is another."""
+    changes = {"max_tokens": 10, "temperature": 1.7, "top_p": 0.9, "top_k": 40}
+
+    def text(**more: Any) -> str:
+        return text_of(COMPLETIONS, real.post(**asks(**changes, **more)).json())
+
+    tokenizer = byte_tokenizer()
+    ids = torch.tensor(tokenizer("Say it. ")["input_ids"])
+    drawn = generate(
+        LocalCascade(load_cascade_model(tiny_llama)), ids, Plan.clustered(len(ids), 1, alpha=1),
+        new_tokens=10, sampling=Sampling(1.7, 40, 0.9, 7), stop=[EOS],
+    )  # fmt: skip
+    expected = tokenizer.decode(list(drawn), skip_special_tokens=True)
+    assert text(seed=7) == text(seed=7) == expected
+    assert len({text(seed=seed) for seed in range(4)}) == 4
+    assert len({text() for _ in range(4)}) == 4
+
+
+def test_prompts_may_be_token_ids(client: TestClient, scripted: Scripted) -> None:
+    scripted.says("ok")
+    response = client.post(**asks(prompt=[1, 299, 0], max_tokens=2))
+    assert text_of(COMPLETIONS, response.json()) == "ok"
+    assert response.json()["usage"]["prompt_tokens"] == 3
+    assert scripted.asked[0].tolist() == [1, 299, 0]
+
+
+def test_a_conversation_goes_through_the_models_template(client: TestClient, scripted: Scripted) -> None:
+    """Roles, parts of text, and the turn that the model is to take; no special tokens beside the template's."""
+    scripted.says("ok")
+    messages = [
+        {"role": "developer", "content": "Be short."},
+        {"role": "user", "content": [{"type": "text", "text": "Ja"}, {"type": "text", "text": "?"}]},
+        {"role": "assistant", "content": "Ja."},
+        {"role": "user", "content": "Oder nein?", "name": "ignored"},
+    ]
+    answer = client.post(**asks(CHAT, messages=messages, max_completion_tokens=2)).json()
+    assert answer["choices"][0]["message"] == {"role": "assistant", "content": "ok"}
+    asked = byte_tokenizer().decode(scripted.asked[0])
+    assert asked == "[system]Be short.\n[user]Ja?\n[assistant]Ja.\n[user]Oder nein?\n[assistant]"
+
+
+def test_an_answer_ends_with_the_models_stop_token(client: TestClient, scripted: Scripted) -> None:
+    scripted.says("Genug.", EOS, 0, 0)
+    for path in (COMPLETIONS, CHAT):
+        answer = client.post(**asks(path, max_tokens=100)).json()
+        assert text_of(path, answer) == "Genug."
+        assert answer["choices"][0]["finish_reason"] == "stop"
+        assert answer["usage"]["completion_tokens"] == 7
+        assert "".join(streamed(client, path, max_tokens=100)[0]) == "Genug."
+
+
+def test_an_answer_is_as_long_as_may_be(scripted: Scripted) -> None:
+    """16 tokens where a completion asks for no number, all there is room for in a chat; never more than the limits."""
+    scripted.says("x")
+    cases: list[tuple[str, dict[str, Any], int]] = [
+        (COMPLETIONS, {}, 16),
+        (COMPLETIONS, {"max_tokens": 21}, 21),
+        (COMPLETIONS, {"max_tokens": 10**9}, 60 - len("Say it. ")),
+        (CHAT, {}, 60 - len("[user]Say it.\n[assistant]")),
+        (CHAT, {"max_tokens": 5}, 5),
+        (CHAT, {"max_completion_tokens": 4, "max_tokens": 9}, 4),
+    ]
+    with TestClient(make_app(make_service(scripted, limits=Limits(tokens=60)))) as client:
+        for path, changes, expected in cases:
+            answer = client.post(**asks(path, **changes)).json()
+            assert answer["usage"]["completion_tokens"] == expected, changes
+            assert answer["choices"][0]["finish_reason"] == "length"
+        refused = client.post(**asks(prompt="x" * 60))
+        assert refused.status_code == 400
+        assert "has 60 tokens; prompt and answer may have 60 together" in refused.json()["error"]["message"]
+
+
+# ---- stop texts
+
+
+def until_stop(text: str, stops: list[str]) -> tuple[str, str]:
+    """The text before whichever stop is complete first, the longest of them; and why it ends. One sign at a time."""
+    for end in range(1, len(text) + 1):
+        complete = [stop for stop in stops if text[:end].endswith(stop)]
+        if complete:
+            return text[: end - max(map(len, complete))], "stop"
+    return text, "length"
+
+
+@pytest.fixture(scope="module")
+def talker() -> Iterator[tuple[Scripted, TestClient]]:
+    scripted = Scripted()
+    with TestClient(make_app(make_service(scripted))) as client:
+        yield scripted, client
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.text("abé€😀", min_size=1, max_size=12),
+    st.lists(st.text("abé€😀", min_size=1, max_size=4), max_size=4),
+    st.sampled_from([COMPLETIONS, CHAT]),
+)
+def test_stop_texts_end_an_answer(
+    talker: tuple[Scripted, TestClient], text: str, stops: list[str], path: str
+) -> None:
+    """Also where they, and single signs, are split over tokens; nothing of a stop text is ever streamed."""
+    scripted, client = talker
+    scripted.says(text)
+    n = len(scripted.script)
+    expected, finish = until_stop(text, stops)
+    answer = client.post(**asks(path, max_tokens=n, stop=stops)).json()
+    assert (text_of(path, answer), answer["choices"][0]["finish_reason"]) == (expected, finish)
+    pieces, ended, usage = streamed(client, path, max_tokens=n, stop=stops)
+    assert ("".join(pieces), ended) == (expected, finish)
+    assert all(pieces)
+    assert usage == answer["usage"]
+    assert usage["completion_tokens"] <= n
+    if len(stops) == 1:
+        assert client.post(**asks(path, max_tokens=n, stop=stops[0])).json()["usage"] == usage
+
+
+def test_text_comes_as_soon_as_it_is_certain(client: TestClient, scripted: Scripted) -> None:
+    """One piece a sign, held back only while it could begin a stop text."""
+    scripted.says("aé€😀b")
+    assert streamed(client, COMPLETIONS, max_tokens=11)[0] == ["a", "é", "€", "😀", "b"]
+    assert streamed(client, COMPLETIONS, max_tokens=11, stop="xyz")[0] == ["a", "é", "€", "😀b"]
+
+
+def test_a_broken_sign_at_the_end_is_given_as_it_is(client: TestClient, scripted: Scripted) -> None:
+    scripted.says("a€")
+    for n, expected in ((1, "a"), (2, "a\ufffd"), (3, "a\ufffd"), (4, "a€")):
+        assert text_of(COMPLETIONS, client.post(**asks(max_tokens=n)).json()) == expected
+        assert "".join(streamed(client, COMPLETIONS, max_tokens=n)[0]) == expected
+
+
+def test_spaces_stay_where_they_are(client: TestClient, scripted: Scripted) -> None:
+    said = " a , b . do n't  !\n\n ok"
+    scripted.says(said)
+    assert "".join(streamed(client, COMPLETIONS, max_tokens=len(said))[0]) == said
+
+
+# ---- refusals
+
+
+def problem(response: Any, status: int, says: str, kind: str = "invalid_request_error") -> dict[str, Any]:
+    """The error of a response, which must have the shape that OpenAI's clients read."""
+    assert response.status_code == status, response.text
+    assert set(response.json()) == {"error"}
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert says in error["message"]
+    assert error["type"] == kind
+    return error
+
+
+@pytest.mark.parametrize(
+    ("path", "changes", "says"),
+    [
+        (COMPLETIONS, {"prompt": ...}, "prompt: Field required"),
+        (COMPLETIONS, {"model": ...}, "model: Field required"),
+        (COMPLETIONS, {"prompt": ""}, "the prompt is empty; give at least one token"),
+        (COMPLETIONS, {"prompt": []}, "the prompt is empty; give at least one token"),
+        (COMPLETIONS, {"prompt": [300]}, "outside of the vocabulary, 0 to 299"),
+        (COMPLETIONS, {"prompt": [-1]}, ""),
+        (COMPLETIONS, {"prompt": [2**70]}, ""),
+        (COMPLETIONS, {"prompt": {"text": "x"}}, "prompt"),
+        (COMPLETIONS, {"prompt": "x" * 600}, "prompt and answer may have 512 together"),
+        (COMPLETIONS, {"temperature": -0.1}, "temperature: Input should be greater than or equal to 0"),
+        (COMPLETIONS, {"temperature": 2.1}, "temperature"),
+        (COMPLETIONS, {"top_p": 0}, "top_p"),
+        (COMPLETIONS, {"top_p": 1.1}, "top_p"),
+        (COMPLETIONS, {"top_k": -1}, "top_k"),
+        (COMPLETIONS, {"seed": 2**70, "temperature": 1}, "seed"),
+        (COMPLETIONS, {"max_tokens": 0}, "max_tokens"),
+        (COMPLETIONS, {"n": 2}, "n: Input should be 1"),
+        (COMPLETIONS, {"stop": [""]}, "stop takes up to 4 texts of 1 to 200 characters"),
+        (COMPLETIONS, {"stop": list("abcde")}, "stop takes up to 4 texts"),
+        (COMPLETIONS, {"stop": "x" * 201}, "stop takes up to 4 texts"),
+        (COMPLETIONS, {"logprobs": 3}, "logprobs is not offered"),
+        (COMPLETIONS, {"echo": True}, "echo is not offered"),
+        (CHAT, {"tools": [{"type": "function"}]}, "tools is not offered"),
+        (CHAT, {"response_format": {"type": "json_object"}}, "response_format is not offered"),
+        (CHAT, {"messages": []}, "messages"),
+        (CHAT, {"messages": [{"role": "oracle", "content": "x"}]}, "messages.0.role"),
+        (CHAT, {"messages": [{"role": "user"}]}, "messages.0.content: Field required"),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "only text can be read"),
+        (CHAT, {"messages": [{"role": "user", "content": "refuse"}]}, "refuses these messages: not this"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_impossible_requests_are_refused(
+    client: TestClient, scripted: Scripted, path: str, changes: dict[str, Any], says: str
+) -> None:
+    """With 400, and the field where it is one's fault; the server goes on."""
+    scripted.says("ok")
+    error = problem(client.post(**asks(path, **changes)), 400, says)
+    if "Field required" in says:
+        assert error["param"] == says.partition(":")[0]
+    assert text_of(COMPLETIONS, client.post(**asks(max_tokens=2)).json()) == "ok"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{{{",
+        b"[]",
+        b'"text"',
+        b"\xff\xfe",
+        b"[" * 100_000,
+        b'{"model": "tiny/model", "prompt": "x", "temperature": NaN}',
+        b'{"model": "tiny/model", "prompt": "x", "seed": ' + b"9" * 5000 + b"}",
+        b'{"model": "tiny/model", "prompt": "\\ud800"}',
+    ],
+    ids=["empty", "no JSON", "list", "text", "no text", "deep", "NaN", "long number", "half a sign"],
+)
+def test_bodies_that_are_no_request_are_refused(client: TestClient, scripted: Scripted, body: bytes) -> None:
+    scripted.says("ok")
+    problem(client.post(COMPLETIONS, content=body, headers={"content-type": "application/json"}), 400, "")
+    assert client.post(**asks()).status_code == 200
+
+
+def test_half_signs_in_a_conversation_are_refused(client: TestClient) -> None:
+    body = b'{"model": "tiny/model", "messages": [{"role": "user", "content": "\\ud800"}]}'
+    problem(client.post(CHAT, content=body, headers={"content-type": "application/json"}), 400, "")
+
+
+@pytest.mark.parametrize("temperature", [1e-30, 5e-324])
+def test_hardly_any_temperature_is_greedy(real: TestClient, temperature: float) -> None:
+    """It divides the logits beyond what a number can hold."""
+    greedy = real.post(**asks(max_tokens=4)).json()
+    warmer = real.post(**asks(max_tokens=4, temperature=temperature, seed=1))
+    assert warmer.status_code == 200
+    assert text_of(COMPLETIONS, warmer.json()) == text_of(COMPLETIONS, greedy)
+
+
+def test_what_is_not_there_is_not_found(client: TestClient) -> None:
+    problem(client.post(**asks(model="gpt-5")), 404, "the model 'gpt-5' is not served here; 'tiny/model' is")
+    problem(client.post(**asks(CHAT, model="gpt-5")), 404, "is not served here")
+    problem(client.get("/v1/nothing"), 404, "Not Found")
+    problem(client.get(COMPLETIONS), 405, "Method Not Allowed")
+
+
+def test_a_model_without_a_template_has_no_chat(scripted: Scripted) -> None:
+    scripted.says("ok")
+    with TestClient(make_app(make_service(scripted, template=None))) as client:
+        problem(client.post(**asks(CHAT)), 400, "tiny/model has no chat template; use /v1/completions")
+        assert client.post(**asks()).status_code == 200
+
+
+def test_a_key_opens_the_api_and_is_kept_as_its_digest(scripted: Scripted) -> None:
+    scripted.says("ok")
+    key = "sk-ключ"
+    service = make_service(scripted, key=digest(key))
+    assert service.key == hashlib.sha256(key.encode()).hexdigest()
+    with TestClient(make_app(service)) as client:
+
+        def ask(authorization: str | None, path: str = COMPLETIONS) -> Any:
+            headers = {} if authorization is None else {"authorization": authorization.encode()}
+            return client.post(**asks(path), headers=headers)
+
+        for shown in (
+            None,
+            "",
+            "Bearer",
+            "Bearer wrong",
+            f"Bearer {digest(key)}",
+            "Basic " + "x" * 9,
+            f"Bearer {key}x",
+        ):
+            for path in (COMPLETIONS, CHAT):
+                problem(ask(shown, path), 401, "wants its API key as 'Authorization: Bearer …'")
+        assert client.get("/v1/models").status_code == 401
+        problem(client.post(COMPLETIONS, content=b"{{{"), 401, "API key")
+        assert scripted.asked == []
+        plain = make_service(scripted, key=digest("plain"))
+    with TestClient(make_app(plain)) as client:
+        for shown in ("Bearer plain", "bearer plain"):
+            assert client.post(**asks(), headers={"authorization": shown}).status_code == 200
+        assert client.get("/v1/models", headers={"authorization": "Bearer plain"}).status_code == 200
+        assert client.get("/health").status_code == client.get("/metrics").status_code == 200
+
+
+# ---- the size of a body
+
+
+def call(
+    app: Any, path: str, receive: Callable[[], Any], headers: Mapping[str, str] = {}, version: str = "2.4"
+) -> Callable[[Callable[[dict[str, Any]], Any]], Any]:
+    """One request as a server would bring it, message by message."""
+    scope = {
+        "type": "http", "asgi": {"version": "3.0", "spec_version": version}, "http_version": "1.1",
+        "method": "POST", "scheme": "http", "path": path, "raw_path": path.encode(), "root_path": "",
+        "query_string": b"", "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 80),
+        "headers": [
+            (name.encode(), value.encode())
+            for name, value in ({"content-type": "application/json"} | dict(headers)).items()
+        ],
+    }  # fmt: skip
+    return lambda send: app(scope, receive, send)
+
+
+@pytest.mark.parametrize("announced", [None, 10, 10_000])
+def test_a_body_is_measured_as_it_comes(scripted: Scripted, announced: int | None) -> None:
+    """With no length, or a wrong one: what is too long is refused before the rest of it is read."""
+    app = make_app(make_service(scripted, limits=Limits(body=1000)))
+    read, sent = 0, []
+
+    async def receive() -> dict[str, Any]:
+        nonlocal read
+        read += 1
+        assert read < 100
+        return {"type": "http.request", "body": b"x" * 100, "more_body": True}
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    headers = {} if announced is None else {"content-length": str(announced)}
+    asyncio.run(asyncio.wait_for(call(app, COMPLETIONS, receive, headers)(send), PATIENCE))
+    assert read == 11
+    assert sent[0]["status"] == 413
+    error = json.loads(b"".join(message.get("body", b"") for message in sent))["error"]
+    assert error["message"] == "the request is larger than 1000 bytes"
+    assert error["type"] == "invalid_request_error"
+
+
+def test_a_body_of_just_the_limit_is_read(scripted: Scripted) -> None:
+    scripted.says("ok")
+    body = json.dumps({"model": NAME, "prompt": "x", "temperature": 0, "max_tokens": 2}).encode()
+    for limit, status in ((len(body), 200), (len(body) - 1, 413)):
+        with TestClient(make_app(make_service(scripted, limits=Limits(body=limit)))) as client:
+            headers = {"content-type": "application/json"}
+            for content in (body, iter([body[:20], b"", body[20:]])):
+                assert client.post(COMPLETIONS, content=content, headers=headers).status_code == status
+
+
+# ---- many requests, lost nodes, clients that leave
+
+
+def eventually(holds: Callable[[], bool]) -> None:
+    until = time.monotonic() + PATIENCE
+    while not holds():
+        assert time.monotonic() < until
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_too_many_requests_are_sent_away(scripted: Scripted, stream: bool) -> None:
+    """And served again as soon as there is room."""
+    scripted.says("ok")
+    service = make_service(scripted, limits=Limits(running=2))
+    scripted.wait.clear()
+    with TestClient(make_app(service)) as client, ThreadPoolExecutor(2) as pool:
+        running = [pool.submit(client.post, **asks(stream=stream)) for _ in range(2)]
+        eventually(lambda: len(scripted.asked) == 2)
+        problem(client.post(**asks(stream=stream)), 429, "2 requests are running; try again later")
+        assert "cascade_running 2.0" in client.get("/metrics").text
+        scripted.wait.set()
+        assert [one.result(PATIENCE).status_code for one in running] == [200, 200]
+        assert client.post(**asks(stream=stream)).status_code == 200
+        assert "cascade_running 0.0" in client.get("/metrics").text
+
+
+def test_refused_requests_take_no_place(scripted: Scripted) -> None:
+    scripted.says("ok")
+    with TestClient(make_app(make_service(scripted, limits=Limits(running=1)))) as client:
+        for changes in ({"stop": [""]}, {"prompt": [300]}, {"prompt": [300], "stream": True}, {"model": "x"}):
+            client.post(**asks(**changes))
+        assert client.post(**asks()).status_code == 200
+
+
+def test_a_lost_node_is_told(scripted: Scripted) -> None:
+    """As 503 before an answer has begun, as an event within a stream; the place among the running is free again."""
+    scripted.says("Hallo")
+    with TestClient(make_app(make_service(scripted, limits=Limits(running=1)))) as client:
+        scripted.fail_at = 3
+        for path in (COMPLETIONS, CHAT):
+            problem(client.post(**asks(path)), 503, "AttnNode (0, 1) died in layer 3", "server_error")
+            *pieces, last = events(client.post(**asks(path, stream=True)).text)
+            assert last["error"]["message"] == "AttnNode (0, 1) died in layer 3"
+            assert last["error"]["type"] == "server_error"
+            deltas = [piece["choices"][0] for piece in pieces]
+            assert (
+                "".join(d["text"] if path == COMPLETIONS else d["delta"]["content"] for d in deltas) == "Hal"
+            )
+        scripted.fail_at = None
+        assert client.post(**asks(max_tokens=5)).status_code == 200
+    assert len(scripted.closed) == 5
+
+
+@pytest.mark.parametrize("version", ["2.3", "2.4"])
+@pytest.mark.parametrize(
+    ("at", "thinking"),
+    [(1, False), (4, False), (4, True)],
+    ids=["before the answer", "between tokens", "within a token"],
+)
+def test_a_client_that_leaves_frees_its_place(
+    scripted: Scripted, at: int, thinking: bool, version: str
+) -> None:
+    """Nothing more is computed for it, the nodes forget the request, and others are served.
+
+    Servers tell of it in two ways: a message (2.3), or an error when they are given more to send (2.4).
+    """
+    scripted.says("ab")
+    service = make_service(scripted, limits=Limits(running=2))
+    app = make_app(service)
+    body = json.dumps(asks(stream=True, max_tokens=400)["json"]).encode()
+
+    def settled() -> bool:
+        forgotten = set(scripted.requests) == set(scripted.closed)
+        return forgotten and service.registry.get_sample_value("cascade_running") == 0
+
+    async def leave() -> None:
+        gone = asyncio.Event()
+        requests = iter([{"type": "http.request", "body": body, "more_body": False}])
+        sent = 0
+
+        async def receive() -> dict[str, Any]:
+            if (message := next(requests, None)) is not None:
+                return message
+            await gone.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: dict[str, Any]) -> None:
+            nonlocal sent
+            sent += 1
+            if sent == at:
+                if thinking:
+                    scripted.wait.clear()
+                    threading.Timer(0.05, scripted.wait.set).start()
+                gone.set()
+                if version == "2.4":
+                    raise OSError("the client is gone")
+
+        try:
+            await asyncio.wait_for(call(app, COMPLETIONS, receive, version=version)(send), PATIENCE)
+        except OSError:
+            assert version == "2.4"
+
+    async def several() -> None:
+        for _ in range(3):
+            await leave()
+            for _ in range(200):
+                if settled():
+                    break
+                await asyncio.sleep(0.01)
+
+    asyncio.run(several())
+    assert settled()
+    assert len(scripted.asked) < 3 * 100
+    with TestClient(app) as client:
+        assert client.post(**asks()).status_code == 200
+
+
+# ---- beside the answers
+
+
+def test_health_is_the_nodes(client: TestClient, scripted: Scripted) -> None:
+    assert client.get("/health").json() == {"status": "ok", "nodes": {}}
+    scripted.states = {"CompNode 0": "ok", "AttnNode (0, 0)": "ok"}
+    assert client.get("/health").json() == {"status": "ok", "nodes": scripted.states}
+    scripted.states["AttnNode (0, 0)"] = "AttnNode (0, 0) died"
+    response = client.get("/health")
+    assert response.status_code == 503
+    assert response.json() == {"status": "degraded", "nodes": scripted.states}
+
+
+def test_the_one_model_is_listed(client: TestClient) -> None:
+    listed = client.get("/v1/models").json()
+    (entry,) = listed["data"]
+    assert listed["object"] == "list"
+    assert (entry["id"], entry["object"]) == (NAME, "model")
+    assert isinstance(entry["created"], int)
+
+
+def test_metrics_count_what_was_done(scripted: Scripted) -> None:
+    service = make_service(scripted)
+    scripted.says("ok")
+    with TestClient(make_app(service)) as client:
+        for stream in (False, True):
+            client.post(**asks(prompt="12345", max_tokens=2, stream=stream))
+        client.post(**asks(n=2))
+        client.post(**asks(CHAT, max_tokens=3))
+        client.get("/elsewhere")
+        text = client.get("/metrics").text
+    lines = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    found = {name: float(value) for name, value in lines.items()}
+    assert found['cascade_requests_total{path="/v1/completions",status="200"}'] == 2
+    assert found['cascade_requests_total{path="/v1/completions",status="400"}'] == 1
+    assert found['cascade_requests_total{path="/v1/chat/completions",status="200"}'] == 1
+    assert found['cascade_requests_total{path="other",status="404"}'] == 1
+    assert found['cascade_tokens_total{kind="prompt"}'] == 5 + 5 + len("[user]Say it.\n[assistant]")
+    assert found['cascade_tokens_total{kind="completion"}'] == 2 + 2 + 3
+    assert found["cascade_request_seconds_count"] == 3
+    assert found["cascade_running"] == 0
+
+
+def test_strangers_cannot_fill_the_metrics(scripted: Scripted) -> None:
+    """Paths that do not exist share one entry, whatever the answer is: each entry is kept for ever."""
+    service = make_service(scripted, key=digest("key"), limits=Limits(body=10))
+    with TestClient(make_app(service)) as client:
+        for i in range(5):
+            assert client.get(f"/v1/{i}").status_code == 401
+            assert client.post(f"/{i}", content=b"x" * 11).status_code == 413
+            assert client.get(f"/{i}").status_code == 404
+    paths = {
+        sample.labels["path"] for metric in service.registry.collect() for sample in metric.samples
+        if "path" in sample.labels
+    }  # fmt: skip
+    assert paths == {"other"}

@@ -1,0 +1,317 @@
+"""Cascade on Ray gives what it gives in one process, also when nodes die or stall, and serves OpenAI's clients."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import openai
+import psutil
+import pytest
+import ray
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from defenses.cascade import cluster
+from defenses.cascade.backend import Cascade, Settings, load_cascade_model
+from defenses.cascade.cluster import RayCascade
+from defenses.cascade.generate import generate
+from defenses.cascade.hosts import NodeError
+from defenses.cascade.local import LocalCascade
+from defenses.cascade.plan import Plan
+from hiddenlab.errors import InputError
+from hiddenlab.slice.load import quiet_transformers
+from hiddenlab.testing import VOCABULARY, byte_tokenizer, save_tiny
+
+TinyPath = Callable[..., str]
+TIMEOUT = 3.0
+PATIENCE = 60.0
+
+
+@pytest.fixture(scope="module")
+def path(tiny: TinyPath) -> str:
+    return tiny("gemma2")
+
+
+@pytest.fixture(scope="module")
+def local(path: str) -> LocalCascade:
+    return LocalCascade(load_cascade_model(path))
+
+
+@pytest.fixture(scope="module")
+def cascade(path: str) -> Iterator[RayCascade]:
+    """Two CompNodes and four AttnNodes on a cluster of our own, of which half a CPU is left over."""
+    assert not ray.is_initialized()
+    started = RayCascade(path, 2, m=1, timeout=TIMEOUT, restarts=3, cpus=0.75)
+    assert ray.is_initialized()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            cluster, "PING_SECONDS", 1.5
+        )  # half of the time that a stalled node costs is spent on it
+        yield started
+    started.shutdown()
+    # It was started for us, so it goes with us; what others started stays (see the test of objects).
+    assert not ray.is_initialized()
+
+
+def prompt(n: int, seed: int = 0) -> Tensor:
+    return torch.randint(0, VOCABULARY, (n,), generator=torch.Generator().manual_seed(seed))
+
+
+def plan(n: int, alpha: int = 2) -> Plan:
+    return Plan.clustered(n, 1, alpha=alpha)
+
+
+def answer(cascade: Cascade, n: int, new: int = 6) -> list[int]:
+    return list(generate(cascade, prompt(n, seed=n), plan(n), new_tokens=new))
+
+
+def process(cascade: RayCascade, node: str) -> int:
+    """Of a node, its process id."""
+    return ray.get(cascade._actors[node].__ray_call__.remote(lambda self: os.getpid()))
+
+
+# ---- answers
+
+
+@pytest.mark.parametrize("n", [11, 2, 1])
+def test_a_pass_gives_what_one_process_gives(cascade: RayCascade, local: LocalCascade, n: int) -> None:
+    """Also where nodes have nothing to do, and under a mask."""
+    assert cascade.facts.vocabulary == VOCABULARY
+    mask = torch.arange(n) < max(1, n - 2)
+    for made in (plan(n), plan(n, alpha=1), Plan.by_hand([range(n // 2), range(n // 2, n)])):
+        for hidden in (None, mask):
+            difference = cascade.forward(prompt(n), made, mask=hidden) - local.forward(
+                prompt(n), made, mask=hidden
+            )
+            assert float(difference[mask].abs().max()) <= 1e-5
+
+
+def test_generations_at_once_are_kept_apart(cascade: RayCascade, local: LocalCascade) -> None:
+    """Prompts of several lengths from several threads: each gets its own answer."""
+    with ThreadPoolExecutor(5) as pool:
+        found = list(pool.map(lambda n: answer(cascade, n), range(3, 13)))
+    expected = [answer(local, n) for n in range(3, 13)]
+    assert found == expected
+    assert len(set(map(tuple, expected))) > 5
+
+
+def test_plans_for_other_nodes_are_refused(cascade: RayCascade) -> None:
+    """Before anything runs."""
+
+    def messages() -> list[int]:
+        return [one["messages"] for one in cascade.counters().values()]
+
+    cascade.forward(prompt(6), plan(6))
+    before = messages()
+    for options in ({"alpha": 3}, {"alpha": 2, "m": 2}):
+        with pytest.raises(
+            InputError, match=r"the plan needs \d CompNodes and \d+ AttnNodes; running are 2 and 4"
+        ):
+            cascade.forward(prompt(6), Plan.clustered(6, 1, **options))
+    with pytest.raises(InputError, match="the plan is for 5 tokens, the prompt has 6"):
+        cascade.forward(prompt(6), plan(5))
+    with pytest.raises(InputError, match="the model's context holds 512"):
+        cascade.forward(prompt(513), plan(513))
+    with pytest.raises(InputError, match="outside of the vocabulary"):
+        cascade.forward(torch.tensor([0, 300]), plan(2))
+    assert messages() == before
+
+
+def test_what_a_cluster_lacks_is_said(cascade: RayCascade, path: str) -> None:
+    with pytest.raises(InputError, match=r"need 12 CPUs, the cluster has 0.5 free: 11.5 are missing"):
+        RayCascade(path, 3)
+    assert answer(cascade, 4)
+
+
+# ---- nodes that are lost
+
+
+def test_an_attnnode_that_dies_is_replaced(cascade: RayCascade, local: LocalCascade) -> None:
+    """Once, for all requests that it had rows of: whether they were running or between two tokens."""
+    expected = [answer(local, n, 8) for n in (7, 9)]
+    left = cascade.restarts_left
+    first, second = (generate(cascade, prompt(n, seed=n), plan(n), new_tokens=8) for n in (7, 9))
+    found = [list(islice(first, 3)), list(islice(second, 2))]
+    os.kill(process(cascade, "AttnNode (1, 0)"), signal.SIGKILL)
+    found[0] += first
+    assert found[0] == expected[0]
+    assert cascade.restarts_left == left - 1
+    found[1] += second
+    assert found[1] == expected[1]
+    assert cascade.restarts_left == left - 1
+    assert set(cascade.healthy().values()) == {"ok"}
+
+
+def test_a_compnode_that_stalls_is_replaced(cascade: RayCascade, local: LocalCascade) -> None:
+    stopped = process(cascade, "CompNode 1")
+    left = cascade.restarts_left
+    tokens = generate(cascade, prompt(8, seed=8), plan(8), new_tokens=6)
+    found = [next(tokens)]
+    os.kill(stopped, signal.SIGSTOP)
+    found += tokens
+    assert found == answer(local, 8)
+    assert cascade.restarts_left == left - 1
+    assert process(cascade, "CompNode 1") != stopped
+    psutil.wait_procs([psutil.Process(stopped)] if psutil.pid_exists(stopped) else [], timeout=PATIENCE)
+    assert not psutil.pid_exists(stopped)
+
+
+@pytest.mark.parametrize(("sent", "says"), [(signal.SIGKILL, "died"), (signal.SIGSTOP, "stalled")])
+def test_without_restarts_the_lost_node_is_named(
+    cascade: RayCascade, local: LocalCascade, sent: int, says: str
+) -> None:
+    """With layer and tokens; requests that do not need it are not hurt, and it can be replaced later."""
+    left, cascade.restarts_left = cascade.restarts_left, 0
+    lost = process(cascade, "AttnNode (1, 1)")
+    tokens = generate(cascade, prompt(5), plan(5), new_tokens=6)
+    next(tokens)
+    os.kill(lost, sent)
+    try:
+        with pytest.raises(
+            NodeError, match=rf"^AttnNode \(1, 1\) {says} in layer 1\b.*; it holds tokens 1, 3"
+        ) as caught:
+            list(tokens)
+        assert caught.value.node == "AttnNode (1, 1)"
+        difference = cascade.forward(prompt(6), plan(6, alpha=1)) - local.forward(prompt(6), plan(6, alpha=1))
+        assert float(difference.abs().max()) <= 1e-5
+        states = cascade.healthy()
+        assert states.pop("AttnNode (1, 1)") == f"AttnNode (1, 1) {says}"
+        assert set(states.values()) == {"ok"}
+    finally:
+        if sent == signal.SIGSTOP:
+            os.kill(lost, signal.SIGCONT)
+        cascade.restarts_left = left
+    # A node that only stalled goes on; one that died is replaced for the next request.
+    assert answer(cascade, 5) == answer(local, 5)
+    assert cascade.restarts_left == left - (sent == signal.SIGKILL)
+
+
+# ---- other clusters
+
+
+def test_objects_carry_the_same(cascade: RayCascade, local: LocalCascade, path: str) -> None:
+    """The paper's form, on the cluster that already runs and goes on afterwards; dead nodes are replaced here too."""
+    settings = Settings(compress=True, record=True)
+    with RayCascade(
+        path, 1, transport="objects", settings=settings, timeout=TIMEOUT, restarts=1, cpus=0.25
+    ) as objects:
+        difference = objects.forward(prompt(7), plan(7, 1)) - local.forward(prompt(7), plan(7, 1))
+        assert float(difference.abs().max()) <= 1e-5
+        seen = {one.node: {p for entry in one.entries for p in entry.positions} for one in objects.seen()}
+        assert seen == {"CompNode 0": set(range(7)), "AttnNode (0, 0)": set(range(7))}
+        tokens = generate(objects, prompt(7, seed=7), plan(7, 1), new_tokens=6)
+        found = list(islice(tokens, 2))
+        os.kill(process(objects, "AttnNode (0, 0)"), signal.SIGKILL)
+        found += tokens
+        assert found == answer(local, 7)
+        assert objects.restarts_left == 0
+    assert ray.is_initialized()
+    assert answer(cascade, 4) == answer(local, 4)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"transport": "pigeons"}, "unknown transport 'pigeons'; known are tcp, objects"),
+        ({"alpha": 0}, "alpha, m and threads must be at least 1"),
+        ({"timeout": 0.0}, "timeout above 0"),
+        ({"model": "/no/such/model"}, "no model at '/no/such/model'"),
+    ],
+    ids=str,
+)
+def test_clusters_that_cannot_be_are_refused(
+    cascade: RayCascade, path: str, options: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(InputError, match=says):
+        RayCascade(**{"model": path, "alpha": 1, "cpus": 0.25} | options)
+    assert ray.is_initialized()
+
+
+def test_an_address_where_nobody_answers_is_named() -> None:
+    """Soon: Ray itself would try for minutes. In a process of its own, which has no cluster yet."""
+    script = "from defenses.cascade.cluster import connect; connect('127.0.0.1:1', 1, 1.0, 0.0)"
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=PATIENCE)
+    assert re.search(r"InputError: no Ray cluster answers at 127.0.0.1:1", result.stderr)
+
+
+# ---- the server
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def test_openais_client_is_served(tmp_path: Path) -> None:
+    """``hiddenlab cascade serve``, from its start until Ctrl-C, with the client that others use."""
+    model = save_tiny("llama", tmp_path / "model", tokenizer=True)
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = (
+        "{% for one in messages %}{{ one.role }}: {{ one.content }}\n{% endfor %}assistant: "
+    )
+    tokenizer.save_pretrained(model)
+    port = free_port()
+    command = ["-m", "hiddenlab", "cascade", "serve", "--alpha", "1", "--model", model, "--port", str(port)]
+    command += ["--api-key-env", "SERVED_KEY", "--cpus", "0.5", "--timeout", "20"]
+    with (tmp_path / "log").open("w") as log:
+        server = subprocess.Popen(
+            [sys.executable, *command], env=os.environ | {"SERVED_KEY": "sk-1"}, stdout=log, stderr=log
+        )
+    children: list[psutil.Process] = []
+    try:
+        until = time.monotonic() + 2 * PATIENCE
+        while "serving" not in (tmp_path / "log").read_text():
+            assert server.poll() is None and time.monotonic() < until, (tmp_path / "log").read_text()
+            time.sleep(0.2)
+        children = psutil.Process(server.pid).children(recursive=True)
+        check_served(model, port, tokenizer)
+        server.send_signal(signal.SIGINT)
+        assert server.wait(PATIENCE) == 130
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", port))
+        assert psutil.wait_procs(children, timeout=PATIENCE)[1] == []
+    finally:
+        for one in (server, *children):
+            if isinstance(one, subprocess.Popen) or one.is_running():
+                one.kill()
+        server.wait(PATIENCE)
+
+
+def check_served(model: str, port: int, tokenizer: Any) -> None:
+    with quiet_transformers(), torch.no_grad():
+        plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+
+        def expected(text: str) -> str:
+            ids = torch.tensor([tokenizer(text)["input_ids"]])
+            out = plain.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)
+            return tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
+
+        told, asked = expected("Tell me."), expected("user: Ja?\nassistant: ")
+    url = f"http://127.0.0.1:{port}/v1"
+    with openai.OpenAI(base_url=url, api_key="sk-1", max_retries=0) as client:
+        assert [one.id for one in client.models.list()] == [model]
+        whole = client.completions.create(model=model, prompt="Tell me.", max_tokens=12, temperature=0)
+        assert whole.choices[0].text == told
+        assert whole.usage is not None and whole.usage.prompt_tokens == len("Tell me.")
+        chunks = client.chat.completions.create(
+            model=model, messages=[{"role": "user", "content": "Ja?"}], max_tokens=12, temperature=0, stream=True
+        )  # fmt: skip
+        pieces = [chunk.choices[0] for chunk in chunks]
+        assert "".join(piece.delta.content or "" for piece in pieces) == asked
+        assert [piece.finish_reason for piece in pieces if piece.finish_reason] in (["length"], ["stop"])
+        with pytest.raises(openai.NotFoundError, match="is not served here"):
+            client.completions.create(model="another", prompt="x")
+        with pytest.raises(openai.BadRequestError, match="the prompt is empty"):
+            client.completions.create(model=model, prompt="")
+        with pytest.raises(openai.AuthenticationError, match="wants its API key"):
+            client.with_options(api_key="sk-2").models.list()
