@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from defenses.cascade.hosts import ATTENTION_NAME, NodeError, Pass, open_cascade_door
+from defenses.cascade.hosts import ATTENTION_NAME, NodeError, Pass, attn_name, open_cascade_door
 from defenses.cascade.plan import Plan
 from defenses.cascade.seen import Seen
 from hiddenlab.errors import InputError
@@ -61,10 +61,11 @@ class Cascade(ABC):
     """A model run by nodes. The driver handles the user's own tokens and the result, and nothing else.
 
     Attributes:
-        facts: of the model.
+        facts: of the model. running: CompNodes, and AttnNodes by name, where they do not come and go with plans.
     """
 
     facts: ModelFacts
+    running: tuple[int, frozenset[str]] | None = None
 
     def forward(
         self,
@@ -123,6 +124,14 @@ class Cascade(ABC):
             ((tokens >= 0) & (tokens < self.facts.vocabulary)).all()
         ):
             raise InputError(f"a token id is outside of the vocabulary, 0 to {self.facts.vocabulary - 1}")
+        plan = work.plan
+        if self.running is not None:
+            alpha, attns = self.running
+            if plan.alpha > alpha or not {attn_name(node) for node in plan.attn_nodes} <= attns:
+                raise InputError(
+                    f"the plan needs {plan.alpha} CompNodes and {len(plan.attn_nodes)} AttnNodes; running are {alpha} "
+                    f"and {len(attns)}"
+                )
 
     @abstractmethod
     def _run(self, work: Pass, shares: Mapping[int, Tensor]) -> dict[int, Tensor]:

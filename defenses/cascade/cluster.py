@@ -199,6 +199,7 @@ class RayCascade(Cascade):
                     ray.remote(_Attn).options(**options).remote, node, self.settings, key, **common
                 )
             self._nodes = {attn_name(node): node for node in nodes}
+            self.running = alpha, frozenset(self._nodes)
             answers: dict[str, Any] = {}
             names = list(self._make)
             for begin in range(0, len(names), STARTING):
@@ -232,16 +233,6 @@ class RayCascade(Cascade):
     def plan(self, tokens: int, c: int = 1) -> Plan:
         """The (c, δ)-sharding of a prompt over these nodes."""
         return Plan.clustered(tokens, c, alpha=self.alpha, m=self.m, symmetric=self.symmetric)
-
-    def _check(self, work: Pass, tokens: Tensor) -> None:
-        super()._check(work, tokens)
-        plan = work.plan
-        if plan.alpha > self.alpha or not {attn_name(node) for node in plan.attn_nodes} <= set(self._nodes):
-            raise InputError(
-                f"the plan needs {plan.alpha} CompNodes and {len(plan.attn_nodes)} AttnNodes; running are "
-                f"{self.alpha} and {len(self._nodes)}, with m = {self.m}"
-                f"{', symmetric' if self.symmetric else ''}"
-            )
 
     def _run(self, work: Pass, shares: Mapping[int, Tensor]) -> dict[int, Tensor]:
         replaced = dict(self._times_replaced)
@@ -315,6 +306,10 @@ class RayCascade(Cascade):
         if name is None or name not in self._actors:
             return False
         with self._lock:
+            if error.forgot:
+                return (
+                    self._times_replaced.get(name, 0) > 0
+                )  # it was replaced already: nothing to do but run again
             if self._times_replaced.get(name, 0) > error.replaced:
                 return True  # another request has done it
             if self.restarts_left < 1:

@@ -32,16 +32,24 @@ class NodeError(HiddenlabError):
 
     Attributes:
         node: its name, ``CompNode 1`` or ``AttnNode (0, 2)``, or None where nobody can say which it was.
-        replaced: how often that node had been replaced when the request began.
+        forgot: the node is well, but was replaced and does not know what was sent to the one before it.
+        replaced: how often that node had been replaced when the pass began.
     """
 
-    def __init__(self, message: str, node: str | None = None) -> None:
+    def __init__(self, message: str, node: str | None = None, *, forgot: bool = False) -> None:
         super().__init__(message, node)
-        self.node = node
+        self.node, self.forgot = node, forgot
         self.replaced = 0
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _node_error, (*self.args, self.forgot)
 
     def __str__(self) -> str:
         return str(self.args[0])
+
+
+def _node_error(message: str, node: str | None, forgot: bool) -> NodeError:
+    return NodeError(message, node, forgot=forgot)
 
 
 @dataclass(frozen=True)
@@ -286,9 +294,15 @@ class AttnHost:
     def receive(self, comp: int, head: Head, rows: Rows, reply: Reply) -> None:
         """Take a CompNode's rows; ``reply`` is called for every CompNode that asked, once all have sent."""
         with self._lock:
-            one = self._request(head)
-            if one is None:
+            if head.request in self._closed:
                 return
+            one = self._request(head)
+        if one is None:
+            # To go on without what came before would give a wrong answer that looks like a right one.
+            text = f"{self.name} was started anew and does not know the earlier tokens of this request"
+            reply(NodeError(text, self.name, forgot=True))
+            return
+        with self._lock:
             came = one.came.setdefault((head.number, head.step), {})
             came[comp] = (rows, reply)
             self.counters.elements_in += rows.elements
@@ -324,13 +338,14 @@ class AttnHost:
             return one.worker.run(head.layer, taken, head.attention)
 
     def _request(self, head: Head) -> _Open | None:
-        """The request of a message, its pass begun; None where it was closed."""
-        if head.request in self._closed:
-            return None
+        """The request of a message, its pass begun; None where rows that came before it are not here."""
         one = self._open.get(head.request)
         if head.work is not None and (one is None or head.number > one.number):
             work = head.work
             if one is None:
+                shards = [work.plan.splits[block.keys] for block in work.plan.blocks(self.node)]
+                if any(shard and shard[0] < work.since for shard in shards):
+                    return None
                 worker = AttnWorker(self.node, compress=self.compress, keep=work.keep)
                 one = self._open[head.request] = _Open(worker, work.plan)
                 if self.record:

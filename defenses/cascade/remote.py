@@ -189,7 +189,7 @@ class RemoteComp:
         size = head["size"]
         parts: list[Partial] | NodeError = []
         if head.get("failed"):
-            parts = NodeError(head["failed"], sender)
+            parts = NodeError(head["failed"], sender, forgot=head["forgot"])
         elif size:
             parts = [Partial.of(tensors[i : i + size]) for i in range(0, len(tensors), size)]
         self.mailbox.put(head["request"], head["number"], head["step"], sender, parts)
@@ -253,7 +253,8 @@ class RemoteAttn:
                 "size": 0,
             }
             if isinstance(parts, Exception):
-                about["failed"], parts = str(parts), []
+                about |= {"failed": str(parts), "forgot": getattr(parts, "forgot", False)}
+                parts = []
             tensors = [tensor for part in parts for tensor in part.tensors]
             if parts:
                 about["size"] = len(parts[0].tensors)
@@ -285,6 +286,7 @@ class WireCascade(Cascade):
         settings, key = settings or Settings(), secrets.token_bytes(32)
         nodes = Plan.clustered(alpha, 1, alpha=alpha, m=m, symmetric=symmetric).attn_nodes
         self.facts = ModelFacts.of(name, model)
+        self.running = alpha, frozenset(map(attn_name, nodes))
         self.attns = [RemoteAttn(node, settings, key, link=link) for node in nodes]
         self.comps = [
             RemoteComp(i, name, settings, key, link=link, timeout=timeout, loaded=model) for i in range(alpha)
