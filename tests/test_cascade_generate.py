@@ -330,7 +330,7 @@ def test_draws_follow_temperature_top_k_and_top_p(
     draws = torch.Generator().manual_seed(seed)
     for _ in range(4):
         logits = 2 * torch.randn(size, generator=generator)
-        expected = torch.tensor(slow_probabilities(logits, temperature, top_k, top_p), dtype=torch.float32)
+        expected = torch.tensor(slow_probabilities(logits, temperature, top_k, top_p), dtype=torch.float64)
         found = choose(logits)
         assert expected[found] > 0
         assert found == int(torch.multinomial(expected, 1, generator=draws))

@@ -403,6 +403,8 @@ def connect(address: str | None, nodes: int, cpus: float, gpus: float) -> bool:
     """
     # Errors of nodes reach the user through the node that is at fault; Ray would print the others' too.
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
+    # Nothing about a private deployment is reported to anybody, unless its owner asks for it.
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     if ray.is_initialized():
         own = False
     else:

@@ -221,12 +221,12 @@ class Hub:
                 logging.getLogger(__name__).warning("%s drops %s: %r", self.name, peer, error)
         with self._lock:
             current = self._peers.get(peer)
-            gone = current is not None and current[0] is connection
-            if gone:
+            if current is not None and current[0] is connection:
                 del self._peers[peer]
+                if self._open:
+                    # With the lock: said later, it might be of a node that has been started again meanwhile.
+                    self._lost(peer)
         _close(connection)
-        if gone and self._open:
-            self._lost(peer)
 
 
 def _tensors(described: Sequence[Any], payload: bytearray) -> list[Tensor]:
