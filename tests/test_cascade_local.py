@@ -1,6 +1,6 @@
 """Cascade in one process gives what the plain model gives, and each node receives what the plan says."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import pytest
 import torch
@@ -97,7 +97,7 @@ def test_outputs_equal_the_plain_model(tiny: TinyPath, architecture: str) -> Non
     path, tokens = tiny(architecture), prompt(19)
     expected = plain(path, tokens)
     model = load_cascade_model(path)
-    for alpha, c, m in ((1, 1, 1), (2, 4, 2), (4, 1, 1), (4, 2, 4), (8, 8, 1)):
+    for alpha, c, m in ((1, 8, 4), (2, 4, 2), (4, 1, 1), (4, 2, 4), (8, 8, 1), (8, 1, 2)):
         for symmetric in (False, True):
             made = Plan.clustered(len(tokens), c, alpha=alpha, m=m, symmetric=symmetric)
             out = LocalCascade(model, Settings(compress=symmetric)).forward(tokens, made)
@@ -147,6 +147,29 @@ def check_seen(seen: list[Seen], made: Plan, layers: int = 4) -> None:
             expected |= {(name, "q", layer): queries, (name, "k", layer): keys, (name, "v", layer): keys}
     expected |= {(f"CompNode {i}", "embed", 0): set(shard) for i, shard in enumerate(made.shards)}
     assert found == {key: positions for key, positions in expected.items() if positions}
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=12), st.integers(1, 2))
+def test_the_driver_hands_each_compnode_its_own_tokens(tiny: TinyPath, owners: list[int], m: int) -> None:
+    """And takes rows of the output from it: nothing else passes between driver and nodes."""
+    n = len(owners)
+    tokens = prompt(n, seed=n)
+    made = Plan.by_hand([[t for t in range(n) if owners[t] == i] for i in range(4)], m=m)
+    handed: dict[int, list[int]] = {}
+    given_back: dict[int, tuple[int, ...]] = {}
+
+    class Watched(LocalCascade):
+        def _run(self, work: Pass, shares: Mapping[int, Tensor]) -> dict[int, Tensor]:
+            handed.update({i: share.tolist() for i, share in shares.items()})
+            out = super()._run(work, shares)
+            given_back.update({i: tuple(rows.shape) for i, rows in out.items()})
+            return out
+
+    Watched(load_cascade_model(tiny("llama"))).forward(tokens, made)
+    shards = {i: shard for i, shard in enumerate(made.shards) if shard}
+    assert handed == {i: [int(tokens[t]) for t in shard] for i, shard in shards.items()}
+    assert given_back == {i: (len(shard), VOCABULARY) for i, shard in shards.items()}
 
 
 @pytest.mark.parametrize("compress", [False, True])

@@ -16,7 +16,7 @@ import torch
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response, StreamingResponse
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, StrictInt, model_validator
 from starlette.concurrency import iterate_in_threadpool, run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
@@ -30,7 +30,18 @@ from hiddenlab.errors import InputError
 
 PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/models", "/health", "/metrics")
 MAX_STOPS, MAX_STOP_LENGTH = 4, 200
-NOT_OFFERED = ("logprobs", "echo", "suffix", "best_of", "tools", "functions", "response_format", "logit_bias")
+NOT_OFFERED = (
+    "logprobs",
+    "echo",
+    "suffix",
+    "best_of",
+    "tools",
+    "functions",
+    "response_format",
+    "logit_bias",
+    "frequency_penalty",
+    "presence_penalty",
+)
 
 
 @dataclass(frozen=True)
@@ -47,6 +58,12 @@ class _Body(BaseModel):
 
     model_config = ConfigDict(extra="allow")
 
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, data: Any) -> Any:
+        """A null is as if the field were not there."""
+        return {k: v for k, v in data.items() if v is not None} if isinstance(data, dict) else data
+
     model: str
     max_tokens: Annotated[int | None, Field(ge=1)] = None
     temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
@@ -60,7 +77,7 @@ class _Body(BaseModel):
 
 
 class CompletionBody(_Body):
-    prompt: str | list[Annotated[int, Field(ge=0, lt=2**31)]]
+    prompt: str | list[Annotated[StrictInt, Field(ge=0, lt=2**31)]]
 
 
 class Turn(BaseModel):
@@ -171,6 +188,10 @@ class Service:
         stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
         if len(stops) > MAX_STOPS or any(not 0 < len(stop) <= MAX_STOP_LENGTH for stop in stops):
             raise InputError(f"stop takes up to {MAX_STOPS} texts of 1 to {MAX_STOP_LENGTH} characters")
+        if int(ids.max()) >= self.cascade.facts.vocabulary:
+            raise InputError(
+                f"a token id is outside of the vocabulary, 0 to {self.cascade.facts.vocabulary - 1}"
+            )
         context = min(self.limits.tokens, self.cascade.facts.context or self.limits.tokens)
         if len(ids) >= context:
             raise InputError(

@@ -184,7 +184,7 @@ class RayCascade(Cascade):
             common: dict[str, Any] = {
                 "link": link,
                 "threads": threads,
-                "host": LOOPBACK if self._own else None,
+                "host": LOOPBACK if (self._own if loopback is None else loopback) else None,
             }
             self._make: dict[str, partial[Any]] = {}
             for i in range(alpha):
@@ -194,7 +194,7 @@ class RayCascade(Cascade):
                     transport=transport, timeout=timeout, dtype=dtype, device=device, **common,
                 )  # fmt: skip
             for place, node in enumerate(nodes):
-                options = self._options(alpha + place, threads, cpus, 0)
+                options = self._options(alpha + place, threads, cpus, 0.0)
                 self._make[attn_name(node)] = partial(
                     ray.remote(_Attn).options(**options).remote, node, self.settings, key, **common
                 )

@@ -1,5 +1,6 @@
 """``hiddenlab cascade``: plan who would hold what at which cost, and run a model that way."""
 
+import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -203,6 +204,8 @@ def serve(
     """
     serving = _with_ray("defenses.cascade.serve")
     limits = _with_ray("defenses.cascade.api").Limits(body, tokens, running)
+    # A service manager's way of saying Ctrl-C.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     own = serving.start(backend, key=key, limits=limits, **options)
     try:
         ready()

@@ -156,6 +156,8 @@ def save_seen(
     out: dict[str, dict[str, Any]] = {}
     for one in seen:
         target = folder / re.sub(r"[^A-Za-z0-9]+", "-", one.node).strip("-")
+        if one.node in out:  # of a request that ran again, after a node was lost
+            target = target.with_name(f"{target.name}-{one.request}")
         target.mkdir(parents=True, exist_ok=True)
         held: set[int] = set()
         files = rows = 0
@@ -168,5 +170,6 @@ def save_seen(
             files, rows = files + 1, rows + len(observation.states)
         if one.node.startswith("CompNode") and max(held, default=0) < len(tokens):
             save_truth([Secret(tuple(tokens[p] for p in sorted(held)))], target / "truth.json")
-        out[one.node] = {"positions": sorted(held), "files": files, "rows": rows, "folder": str(target)}
+        name = one.node if one.node not in out else f"{one.node}, request {one.request}"
+        out[name] = {"positions": sorted(held), "files": files, "rows": rows, "folder": str(target)}
     return out
