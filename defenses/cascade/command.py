@@ -204,9 +204,9 @@ def serve(
     """
     serving = _with_ray("defenses.cascade.serve")
     limits = _with_ray("defenses.cascade.api").Limits(body, tokens, running)
-    # A service manager's way of saying Ctrl-C.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     own = serving.start(backend, key=key, limits=limits, **options)
+    # A service manager's way of saying Ctrl-C; set now, since Ray sets one of its own when it starts.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         ready()
         while True:

@@ -97,8 +97,10 @@ def start(
 
 def stop(own: bool) -> None:
     """Stop the server and its nodes, and Ray where it was started here."""
-    if ray.is_initialized():
+    if not ray.is_initialized():
+        return
+    if own:
+        # Everything on it is ours and ends with it; asking each part to stop would hang where one was killed before.
+        ray.shutdown()
+    else:
         serve.delete(APP)
-        if own:
-            serve.shutdown()
-            ray.shutdown()
