@@ -23,7 +23,7 @@ demo: setup
 	$(BIN)/hiddenlab attack "My password is hunter2, please do not tell anyone." --model builtin --layer 11 --defense seq-perm
 
 test: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 check: setup
 	$(BIN)/ruff check .

@@ -19,6 +19,7 @@ from defenses.cascade.generate import generate
 from defenses.cascade.plan import Plan
 from hiddenlab.core import Progress, silent
 from hiddenlab.errors import InputError
+from hiddenlab.registry import parse_numbers
 from hiddenlab.slice.load import DTYPES, load_config, parse_dtype, quiet_transformers, resolve_model
 
 # Shapes whose weights are drawn at random: time and bytes depend on nothing else.
@@ -78,15 +79,12 @@ def bench(
     kinds = [part.strip() for part in backends.split(",") if part.strip()]
     if strange := set(kinds) - set(BACKENDS):
         raise InputError(f"unknown backend {strange.pop()!r}; known are {', '.join(BACKENDS)}")
-    counts = _numbers("alphas", alphas)
+    counts = parse_numbers("alphas", str(alphas))
     threads = threads or 1
     torch.set_num_threads(threads)
     rows: list[dict[str, Any]] = []
     with _random_weights(model, seed) as name:
-        plain: Any = load_cascade_model(name, attention="sdpa")
-        config = load_config(resolve_model(name))
-        vocabulary = config.vocab_size
-        tokens = torch.randint(0, vocabulary, (max_tokens,), generator=torch.Generator().manual_seed(seed))
+        plain, config, tokens = _plain_and_prompt(name, max_tokens, seed)
         for kind in kinds:
             for alpha in counts:
                 if kind == "objects" and alpha > objects_alpha:
@@ -102,8 +100,7 @@ def bench(
                     row = {"setting": f"{kind} α={alpha}", "nodes": alpha + len(plan.attn_nodes)}
                     row["start_seconds"] = time.perf_counter() - started
                     row |= _measure(cascade, plan, tokens, plain, repeats, progress)
-                size = {torch.float32: 4}.get(parse_dtype(wire or "float32"), 2)
-                shape = Shape.of(config, size)
+                shape = Shape.of(config, parse_dtype(wire or "float32").itemsize)
                 mode = "logsumexp" if compress else "paper"
                 row["mb_formula"] = shape.layers * layer_bytes(plan, shape, mode) / 1e6
                 if bandwidth is not None and kind in ON_WIRE:
@@ -155,7 +152,7 @@ def bench_decode(
     plain: Any = load_cascade_model(model, attention="sdpa")
     nodes = Backend(kind=backend, model=model, timeout=timeout, threads=threads or 1)
     generator = torch.Generator().manual_seed(seed)
-    counts = _numbers("lengths", lengths)
+    counts = parse_numbers("lengths", str(lengths))
     with nodes.start(alpha, m, True, progress) as cascade:
         for done, length in enumerate(counts):
             tokens = torch.randint(0, cascade.facts.vocabulary, (length,), generator=generator)
@@ -220,9 +217,7 @@ def bench_largest(
     rows: list[dict[str, Any]] = []
     free = psutil.virtual_memory().available * share
     with _random_weights(model, seed) as name:
-        plain: Any = load_cascade_model(name, attention="sdpa")
-        vocabulary = load_config(resolve_model(name)).vocab_size
-        tokens = torch.randint(0, vocabulary, (max_tokens,), generator=torch.Generator().manual_seed(seed))
+        plain, _, tokens = _plain_and_prompt(name, max_tokens, seed)
         comp, attn = 3.0 * sum(p.nbytes for p in plain.parameters()), 4e8  # until measured
         alpha = 1
         while True:
@@ -307,14 +302,15 @@ def _percentile(values: Sequence[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, round(share * (len(ordered) - 1)))]
 
 
-def _numbers(what: str, text: str) -> list[int]:
-    try:
-        found = [int(part) for part in str(text).split(",")]
-    except ValueError:
-        found = [0]
-    if min(found) < 1:
-        raise InputError(f"{what} {text!r} is no list of numbers; write for instance {what}=1,2,4")
-    return found
+def _plain_and_prompt(name: str, tokens: int, seed: int) -> tuple[Any, Any, Tensor]:
+    """The plain model, its configuration, and random tokens."""
+    config = load_config(resolve_model(name))
+    generator = torch.Generator().manual_seed(seed)
+    return (
+        load_cascade_model(name, attention="sdpa"),
+        config,
+        torch.randint(0, config.vocab_size, (tokens,), generator=generator),
+    )
 
 
 @contextmanager

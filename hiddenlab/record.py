@@ -175,13 +175,13 @@ def read_run(path: Path) -> tuple[RunRecord, list[Sample]]:
 
 
 def check_new(path: Path) -> None:
-    """Refuse a directory for a new run that exists and holds something.
+    """Refuse a directory for something new that exists and holds something.
 
     Raises:
         InputError: it does.
     """
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise InputError(f"{path} exists and is not an empty directory; name a new one for this run")
+        raise InputError(f"{path} exists and is not an empty directory; name a new one")
 
 
 def _load(path: Path) -> tuple[RunRecord, list[Sample], int]:

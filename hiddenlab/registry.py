@@ -266,3 +266,21 @@ def _convert(text: str, annotation: Any) -> Any:
     if annotation in (bool, int, float, type(None)):
         raise ValueError(f"expected {_kind(annotation)}")
     raise ValueError("it cannot be given as a text")
+
+
+def parse_numbers(name: str, text: str) -> list[int]:
+    """``1,6,11`` as numbers.
+
+    Args:
+        name: of the option, for the error.
+
+    Raises:
+        InputError: something in it is no positive number.
+    """
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError:
+        numbers = [0]
+    if min(numbers) < 1:
+        raise InputError(f"{name} {text!r} is no list of numbers; write for instance 1,6,11")
+    return numbers

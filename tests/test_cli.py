@@ -411,7 +411,7 @@ def test_bench(run: Run) -> None:
     assert json.loads(result.stdout)["rows"][1] == {"layer": 6, "seed": 5, "limit": 2, "ratio": None}
     assert "a library speaks" in result.stderr
     assert "layer" in run("bench", "fake", "--layers", "1").stdout
-    assert "no list of layers" in refused(run("bench", "fake", "--layers", "1,x", code=2))
+    assert "no list of numbers" in refused(run("bench", "fake", "--layers", "1,x", code=2))
     message = refused(run("bench", "fake", "--layers", "1", "--greedy-limit", "2", code=2))
     assert "fake has no option --greedy-limit" in message
     assert "unknown bench" in refused(run("bench", "none", code=2))

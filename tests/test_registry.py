@@ -141,7 +141,7 @@ class Probe:
         choice: Literal["a", 2] = "a",
         limit: int | None = None,
         threshold: str | float = "auto",
-        call: Callable[[], None] = print,
+        call: Callable[[], Any] = list,
     ) -> None:
         self.got = {name: value for name, value in locals().items() if name != "self"}
         if number == 13:
@@ -164,7 +164,7 @@ def test_values_follow_the_annotations(probe: Callable[..., dict[str, Any]]) -> 
     got = probe(":number=3,flag=yes,share=1e-3,word=5,choice=2,limit=7,threshold=0.5")
     assert got == {
         "number": 3, "flag": True, "share": 1e-3, "word": "5", "choice": 2, "limit": 7, "threshold": 0.5,
-        "call": print,
+        "call": list,
     }  # fmt: skip
     assert [type(value) for value in got.values()][:7] == [int, bool, float, str, int, int, float]
     assert probe(":limit=none")["limit"] is None

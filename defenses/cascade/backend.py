@@ -2,7 +2,8 @@
 
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from defenses.cascade.hosts import ATTENTION_NAME, NodeError, Pass, attn_name, open_cascade_door
+from defenses.cascade.hosts import ATTENTION_NAME, NodeError, Pass, attn_name, has_head, open_cascade_door
 from defenses.cascade.plan import Plan
 from defenses.cascade.seen import Seen
 from hiddenlab.errors import InputError
@@ -49,7 +50,7 @@ class ModelFacts:
         embedding = model.get_input_embeddings().weight  # type: ignore[operator]
         return cls(
             name,
-            model.get_output_embeddings() is not None,  # type: ignore[operator]
+            has_head(model),
             getattr(config, "max_position_embeddings", None),
             embedding.shape[0],
             signature_of(embedding),
@@ -175,6 +176,34 @@ def new_request() -> str:
 def comp_name(index: int) -> str:
     """How a CompNode is called in errors and counters."""
     return f"CompNode {index}"
+
+
+def in_threads(
+    run: Callable[[int], Tensor], comps: Iterable[int], give_up: Callable[[], None]
+) -> dict[int, Tensor]:
+    """Run CompNodes of this process at once; where one fails the others are told, and the cause is raised.
+
+    Args:
+        run: a CompNode's pass. give_up: wakes CompNodes that would wait for ever, which then raise a NodeError.
+    """
+
+    def guarded(i: int) -> Tensor:
+        try:
+            return run(i)
+        except BaseException:
+            give_up()
+            raise
+
+    order = list(comps)
+    if len(order) == 1:
+        return {i: guarded(i) for i in order}
+    with ThreadPoolExecutor(len(order)) as pool:
+        futures = {i: pool.submit(guarded, i) for i in order}
+    errors = [error for future in futures.values() if (error := future.exception()) is not None]
+    if errors:
+        # One that only waited in vain says nothing of the cause, and one that names a node more than one that does not.
+        raise min(errors, key=lambda e: 0 if not isinstance(e, NodeError) else 1 if e.node else 2)
+    return {i: future.result() for i, future in futures.items()}
 
 
 def load_cascade_model(

@@ -8,7 +8,6 @@ import os
 import secrets
 import socket
 import threading
-import time
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -161,8 +160,7 @@ class RayCascade(Cascade):
             raise InputError("alpha, m and threads must be at least 1, timeout above 0, restarts at least 0")
         if transport == "objects" and link is not None:
             raise InputError("a simulated link needs the transport tcp; Ray's objects take Ray's own way")
-        self.settings, self.timeout, self.transport = settings or Settings(), timeout, transport
-        self.alpha, self.m, self.symmetric = alpha, m, symmetric
+        self.settings, self.timeout, self.alpha = settings or Settings(), timeout, alpha
         self._concurrent = concurrent
         self.restarts_left, self._times_replaced = restarts, dict[str, int]()
         nodes = Plan.clustered(alpha, 1, alpha=alpha, m=m, symmetric=symmetric).attn_nodes
@@ -170,7 +168,6 @@ class RayCascade(Cascade):
         self._lock = threading.Lock()
         self._group: Any = None
         self._actors: dict[str, Any] = {}
-        started = time.perf_counter()
         try:
             bundles = [{"CPU": cpus} | ({"GPU": gpus} if gpus else {})] * alpha + [{"CPU": cpus}] * len(nodes)
             self._group = placement_group([b for b in bundles if any(b.values())], strategy=strategy)
@@ -215,7 +212,6 @@ class RayCascade(Cascade):
         except BaseException:
             self.shutdown()
             raise
-        self.start_seconds = time.perf_counter() - started
 
     def _options(self, place: int, threads: int, cpus: float, gpus: float) -> dict[str, Any]:
         strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=place)
@@ -229,10 +225,6 @@ class RayCascade(Cascade):
         addresses = {self._nodes[name]: self._addresses[name] for name in attns}
         handles = {self._nodes[name]: self._actors[name] for name in attns}
         return self._actors[comp].meet.remote(addresses, handles)
-
-    def plan(self, tokens: int, c: int = 1) -> Plan:
-        """The (c, δ)-sharding of a prompt over these nodes."""
-        return Plan.clustered(tokens, c, alpha=self.alpha, m=self.m, symmetric=self.symmetric)
 
     def _run(self, work: Pass, shares: Mapping[int, Tensor]) -> dict[int, Tensor]:
         replaced = dict(self._times_replaced)
@@ -257,12 +249,12 @@ class RayCascade(Cascade):
 
     def _all_stuck(self, work: Pass, comps: list[int]) -> bool:
         """Nothing of a pass has moved for as long as a node may wait for another; long passes go on."""
-        running = self._ask([comp_name(i) for i in comps], "running", work.request)
+        running = self._ask({comp_name(i): "running" for i in comps}, work.request)
         return any(isinstance(one, NodeError) or (one or 0) > 10 * self.timeout for one in running.values())
 
-    def _ask(self, names: list[str], method: str, *args: Any) -> dict[str, Any]:
-        """Call a method of several nodes; those that are dead or stalled answer with a NodeError."""
-        calls = {name: getattr(self._actors[name], method).remote(*args) for name in names}
+    def _ask(self, methods: Mapping[str, str], *args: Any) -> dict[str, Any]:
+        """Call a method of each of several nodes; those that are dead or stalled answer with a NodeError."""
+        calls = {name: getattr(self._actors[name], method).remote(*args) for name, method in methods.items()}
         ray.wait(list(calls.values()), num_returns=len(calls), timeout=PING_SECONDS)
         out: dict[str, Any] = {}
         for name, call in calls.items():
@@ -279,8 +271,8 @@ class RayCascade(Cascade):
         layer = (
             f"in layer {text.split()[0].rstrip(':')}" if (text := str(error).partition("layer ")[2]) else ""
         )
-        states = self._ask(list(self._nodes), "waiting", work.request)
-        states |= self._ask([comp_name(i) for i in range(self.alpha)], "running", work.request)
+        questions = {name: "waiting" if name in self._nodes else "running" for name in self._actors}
+        states = self._ask(questions, work.request)
         broken = [state for state in states.values() if isinstance(state, NodeError)]
         if not broken:
             missing = [i for name in self._nodes if (state := states[name]) for i in state["missing"]]
@@ -307,9 +299,8 @@ class RayCascade(Cascade):
             return False
         with self._lock:
             if error.forgot:
-                return (
-                    self._times_replaced.get(name, 0) > 0
-                )  # it was replaced already: nothing to do but run again
+                # It was replaced already: there is nothing to do but to run again.
+                return self._times_replaced.get(name, 0) > 0
             if self._times_replaced.get(name, 0) > error.replaced:
                 return True  # another request has done it
             if self.restarts_left < 1:
@@ -334,18 +325,18 @@ class RayCascade(Cascade):
         self._abort(request)
 
     def counters(self) -> dict[str, dict[str, Any]]:
-        return self._ask(list(self._actors), "counters")
+        return self._ask(dict.fromkeys(self._actors, "counters"))
 
     def memory(self) -> dict[str, int]:
         """Resident bytes of each node's process."""
-        return self._ask(list(self._actors), "memory")
+        return self._ask(dict.fromkeys(self._actors, "memory"))
 
     def seen(self) -> list[Seen]:
-        return [one for found in self._ask(list(self._actors), "seen").values() for one in found]
+        return [one for found in self._ask(dict.fromkeys(self._actors, "seen")).values() for one in found]
 
     def healthy(self) -> dict[str, str]:
         """``ok`` or what is wrong, for each node."""
-        states = self._ask(list(self._actors), "memory")
+        states = self._ask(dict.fromkeys(self._actors, "memory"))
         return {name: str(one) if isinstance(one, NodeError) else "ok" for name, one in states.items()}
 
     def shutdown(self) -> None:

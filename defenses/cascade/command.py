@@ -249,6 +249,7 @@ def run(
             node died or stalled.
     """
     from defenses.cascade.seen import save_seen
+    from hiddenlab.record import check_new
     from hiddenlab.slice.load import load_tokenizer, resolve_model
 
     tokenizer = load_tokenizer(resolve_model(backend.model))
@@ -258,7 +259,8 @@ def run(
     if not len(ids):
         raise InputError("the prompt is empty; give at least one token")
     made = make_plan(len(ids), alpha, c, delta, m, shards, symmetric)
-    check_new_folder(record)
+    if record is not None:
+        check_new(Path(record))
     backend = replace(backend, record=record is not None)
     with backend.start(made.alpha, m, symmetric, progress) as cascade:
         if new_tokens:
@@ -338,17 +340,6 @@ def _compared(
             expected = output.logits if head else output.last_hidden_state
             same = {"max_difference": float((result["output"] - expected[0]).abs().max())}
     return {"plain_seconds": seconds, "over_plain": result["seconds"] / seconds} | same
-
-
-def check_new_folder(folder: str | None) -> None:
-    """Refuse to write among other files.
-
-    Raises:
-        InputError: the folder exists and is not empty, or is a file.
-    """
-    path = Path(folder) if folder is not None else None
-    if path is not None and path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise InputError(f"{folder} is not empty; give a new folder")
 
 
 def timed(call: Callable[[], Any], repeats: int) -> tuple[Any, float]:

@@ -7,20 +7,15 @@ attention function (docs/architecture.md).
 
 import threading
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 
 from torch import Tensor, nn
 
-from defenses.cascade.backend import Cascade, ModelFacts, Settings, comp_name
+from defenses.cascade.backend import Cascade, ModelFacts, Settings, comp_name, in_threads
 from defenses.cascade.hosts import AttnHost, CompHost, Head, NodeError, Pass
 from defenses.cascade.nodes import Partial, Rows
 from defenses.cascade.plan import AttnNode
 from defenses.cascade.seen import Seen
-
-
-class _Aborted(Exception):
-    """Another CompNode failed."""
 
 
 class _Mail:
@@ -44,7 +39,7 @@ class _Mail:
         with self.ready:
             self.ready.wait_for(lambda: key in self._answers or self.failed.is_set())
             if key not in self._answers:
-                raise _Aborted
+                raise NodeError("the request was given up")
             answer = self._answers.pop(key)
         if isinstance(answer, Exception):
             raise answer
@@ -93,24 +88,14 @@ class LocalCascade(Cascade):
 
         def run(i: int) -> Tensor:
             seen = self._seen_by(i, work.request) if self.settings.record else None
-            try:
-                return self.comp_host(i).run(work, shares[i], mail[i], seen)
-            except BaseException:
-                # The others would wait for ever.
-                failed.set()
-                for one in mail.values():
-                    one.abort()
-                raise
+            return self.comp_host(i).run(work, shares[i], mail[i], seen)
 
-        if len(shares) == 1:
-            return {i: run(i) for i in shares}
-        with ThreadPoolExecutor(len(shares)) as pool:
-            futures = {i: pool.submit(run, i) for i in shares}
-        errors = [error for future in futures.values() if (error := future.exception()) is not None]
-        # A thread that only waited in vain says nothing of the cause.
-        for error in sorted(errors, key=lambda error: isinstance(error, _Aborted | NodeError)):
-            raise error
-        return {i: future.result() for i, future in futures.items()}
+        def give_up() -> None:
+            failed.set()
+            for one in mail.values():
+                one.abort()
+
+        return in_threads(run, shares, give_up)
 
     def _seen_by(self, comp: int, request: str) -> Seen:
         with self._lock:

@@ -143,10 +143,6 @@ class Plan:
             object.__setattr__(out, name, value)
         return out
 
-    def owner(self, position: int) -> int:
-        """The CompNode that holds a position."""
-        return next(i for i, shard in enumerate(self.shards) if _has(shard, position))
-
     @property
     def alpha(self) -> int:
         """CompNodes."""
@@ -243,11 +239,6 @@ def split(shards: Sequence[Positions], m: int) -> tuple[Positions, ...]:
 def new_of(positions: Positions, since: int) -> Positions:
     """The positions from ``since`` on, of ascending ones."""
     return positions[bisect_left(positions, since) :]
-
-
-def _has(positions: Positions, position: int) -> bool:
-    place = bisect_left(positions, position)
-    return place < len(positions) and positions[place] == position
 
 
 def gaps(positions: Positions) -> list[tuple[int, int]]:

@@ -4,7 +4,6 @@ import secrets
 import threading
 import time
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from defenses.cascade.backend import Cascade, ModelFacts, Settings, comp_name, load_cascade_model
+from defenses.cascade.backend import Cascade, ModelFacts, Settings, comp_name, in_threads, load_cascade_model
 from defenses.cascade.cost import Link
 from defenses.cascade.hosts import AttnHost, Carrier, CompHost, Head, NodeError, Pass, Reply, attn_name
 from defenses.cascade.nodes import Partial, Rows
@@ -295,13 +294,9 @@ class WireCascade(Cascade):
             comp.connect({attn.host.name: attn.hub.address for attn in self.attns})
 
     def _run(self, work: Pass, shares: Mapping[int, Tensor]) -> dict[int, Tensor]:
-        with ThreadPoolExecutor(len(shares)) as pool:
-            calls = {i: pool.submit(self.comps[i].run, work, share) for i, share in shares.items()}
-            try:
-                return {i: call.result() for i, call in calls.items()}
-            except BaseException:
-                self.close(work.request)
-                raise
+        return in_threads(
+            lambda i: self.comps[i].run(work, shares[i]), shares, lambda: self.close(work.request)
+        )
 
     def close(self, request: str) -> None:
         for comp in self.comps:

@@ -36,7 +36,8 @@ def bench(
 ) -> None:
     """Measure time, evaluated tokens and memory."""
     given: dict[str, Any] = {
-        "model": model, "layers": parse_layers(layers), "defense": defense or None, "prompts": prompts,
+        "model": model, "layers": layers and registry.parse_numbers("--layers", layers),
+        "defense": defense or None, "prompts": prompts,
         "limit": limit, "max_tokens": max_tokens, "greedy_limit": greedy_limit,
     } | parse_settings(others or [])  # fmt: skip
     function = registry.resolve("benches", name)
@@ -58,23 +59,6 @@ def bench(
     for key, value in result.items():
         if key != "rows" and not isinstance(value, dict):
             screen.print(f"{key.replace('_', ' ')}: {cell(value)}", highlight=False, markup=False)
-
-
-def parse_layers(text: str | None) -> list[int] | None:
-    """``1,6,11`` as numbers.
-
-    Raises:
-        InputError: something in it is no positive number.
-    """
-    if text is None:
-        return None
-    try:
-        layers = [int(part) for part in text.split(",")]
-    except ValueError:
-        layers = [0]
-    if min(layers) < 1:
-        raise InputError(f"--layers {text!r} is no list of layers; write for instance --layers 1,6,11")
-    return layers
 
 
 def parse_settings(settings: list[str]) -> dict[str, Any]:
