@@ -62,11 +62,11 @@ class Cascade(ABC):
     """A model run by nodes. The driver handles the user's own tokens and the result, and nothing else.
 
     Attributes:
-        facts: of the model. running: CompNodes, and AttnNodes by name, where they do not come and go with plans.
+        facts: of the model. started: CompNodes, and AttnNodes by name, where they do not come and go with plans.
     """
 
     facts: ModelFacts
-    running: tuple[int, frozenset[str]] | None = None
+    started: tuple[int, frozenset[str]] | None = None
 
     def forward(
         self,
@@ -126,8 +126,8 @@ class Cascade(ABC):
         ):
             raise InputError(f"a token id is outside of the vocabulary, 0 to {self.facts.vocabulary - 1}")
         plan = work.plan
-        if self.running is not None:
-            alpha, attns = self.running
+        if self.started is not None:
+            alpha, attns = self.started
             if plan.alpha > alpha or not {attn_name(node) for node in plan.attn_nodes} <= attns:
                 raise InputError(
                     f"the plan needs {plan.alpha} CompNodes and {len(plan.attn_nodes)} AttnNodes; running are {alpha} "

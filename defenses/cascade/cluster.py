@@ -51,10 +51,9 @@ class _ObjectCarrier:
 
     def collect(self, node: AttnNode, head: Head) -> list[Partial]:
         name, where = attn_name(node), f"in layer {head.layer + 1}"
+        call = self._pending.pop((head.request, head.number, head.step, node))
         try:
-            return ray.get(
-                self._pending.pop((head.request, head.number, head.step, node)), timeout=self.timeout
-            )
+            return ray.get(call, timeout=self.timeout)
         except ray.exceptions.RayTaskError as error:
             cause = error.cause
             raise (
@@ -64,6 +63,11 @@ class _ObjectCarrier:
             raise NodeError(f"{name} did not answer {where} within {self.timeout:g} s", name) from None
         except ray.exceptions.RayActorError:
             raise NodeError(f"{name} died {where}", name) from None
+
+    def forget(self, request: str) -> None:
+        """Drop the calls of a pass that failed; Ray would keep their answers."""
+        for key in [key for key in list(self._pending) if key[0] == request]:
+            self._pending.pop(key, None)
 
 
 class _Comp(RemoteComp):
@@ -80,6 +84,13 @@ class _Comp(RemoteComp):
 
     def start(self) -> ModelFacts:
         return self.facts
+
+    def run(self, work: Pass, inputs: Tensor) -> Tensor:
+        try:
+            return super().run(work, inputs)
+        finally:
+            if isinstance(self.carrier, _ObjectCarrier):
+                self.carrier.forget(work.request)
 
     def meet(self, addresses: Mapping[AttnNode, Any], handles: Mapping[AttnNode, Any]) -> None:
         """Connect to AttnNodes: addresses over the wire, or Ray's handles."""
@@ -196,7 +207,7 @@ class RayCascade(Cascade):
                     ray.remote(_Attn).options(**options).remote, node, self.settings, key, **common
                 )
             self._nodes = {attn_name(node): node for node in nodes}
-            self.running = alpha, frozenset(self._nodes)
+            self.started = alpha, frozenset(self._nodes)
             answers: dict[str, Any] = {}
             names = list(self._make)
             for begin in range(0, len(names), STARTING):

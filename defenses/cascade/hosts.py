@@ -297,22 +297,14 @@ class AttnHost:
             if head.request in self._closed:
                 return
             one = self._request(head)
+            came = {} if one is None else self._came(one, comp, head, rows, reply)
         if one is None:
             # To go on without what came before would give a wrong answer that looks like a right one.
             text = f"{self.name} was started anew and does not know the earlier tokens of this request"
             reply(NodeError(text, self.name, forgot=True))
             return
-        with self._lock:
-            came = one.came.setdefault((head.number, head.step), {})
-            came[comp] = (rows, reply)
-            self.counters.elements_in += rows.elements
-            if len(came) < len(one.worker.messages):
-                return
-            del one.came[head.number, head.step]
-            if head.step == 0:
-                worked = any(message.answers for message in one.worker.messages.values())
-                self.counters.passes += worked
-                self.counters.stored += not worked
+        if not came:
+            return
         try:
             answers = self._attend(one, head, came)
         except Exception as error:
@@ -327,6 +319,22 @@ class AttnHost:
                 parts = [Partial.of([t.to(self.wire) for t in part.tensors]) for part in parts]
             self.counters.elements_out += sum(part.elements for part in parts)
             answer(parts)
+
+    def _came(
+        self, one: _Open, comp: int, head: Head, rows: Rows, reply: Reply
+    ) -> dict[int, tuple[Rows, Reply]]:
+        """Keep a CompNode's rows; those of all CompNodes once these were the last, else none. Needs the lock."""
+        came = one.came.setdefault((head.number, head.step), {})
+        came[comp] = (rows, reply)
+        self.counters.elements_in += rows.elements
+        if len(came) < len(one.worker.messages):
+            return {}
+        del one.came[head.number, head.step]
+        if head.step == 0:
+            worked = any(message.answers for message in one.worker.messages.values())
+            self.counters.passes += worked
+            self.counters.stored += not worked
+        return came
 
     def _attend(
         self, one: _Open, head: Head, came: Mapping[int, tuple[Rows, Reply]]

@@ -285,7 +285,7 @@ class WireCascade(Cascade):
         settings, key = settings or Settings(), secrets.token_bytes(32)
         nodes = Plan.clustered(alpha, 1, alpha=alpha, m=m, symmetric=symmetric).attn_nodes
         self.facts = ModelFacts.of(name, model)
-        self.running = alpha, frozenset(map(attn_name, nodes))
+        self.started = alpha, frozenset(map(attn_name, nodes))
         self.attns = [RemoteAttn(node, settings, key, link=link) for node in nodes]
         self.comps = [
             RemoteComp(i, name, settings, key, link=link, timeout=timeout, loaded=model) for i in range(alpha)
