@@ -77,5 +77,5 @@ def small_probes(monkeypatch: pytest.MonkeyPatch) -> None:
     """A training allowance for tiny models, in place of the one for real ones."""
     monkeypatch.setattr(store, "TRAINING_TOKENS", (4000, 4000))
     monkeypatch.setattr(
-        store, "ProbeSettings", lambda: ProbeSettings(steps=150, batch=128, negatives=300, hidden=64)
+        store, "probe_settings", lambda permuted: ProbeSettings(permuted, 150, 128, negatives=300, hidden=64)
     )

@@ -2,6 +2,7 @@
 
 import importlib.util
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -67,7 +68,8 @@ def attacker() -> Iterator[VocabMatch]:
     """With a probe that had a small part of the usual training."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(store, "TRAINING_TOKENS", (12_000, 12_000))
-        patch.setattr(store, "ProbeSettings", lambda: ProbeSettings(steps=100, batch=256, negatives=2048))
+        quick = ProbeSettings(steps=100, batch=256, negatives=2048)
+        patch.setattr(store, "probe_settings", lambda permuted: replace(quick, sorted_states=permuted))
         yield VocabMatch(proposal="probe")
 
 

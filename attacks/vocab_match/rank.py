@@ -61,18 +61,24 @@ class Proposer:
         """The language model is likely to be asked: by itself, or beside a slice that costs about as much."""
         return self.lm is not None and (self.probe is None or self.lm.layers <= DEEP * layer)
 
-    def order(
+    def scores(
         self, rows: Float[Tensor, "rows d"], next_token: Float[Tensor, " v"] | None
-    ) -> Int[Tensor, " v"]:
-        """The whole vocabulary, best candidate for any of the rows first."""
+    ) -> Float[Tensor, " v"]:
+        """How likely each token is: the probe's log-probability for the best of the rows, and the model's."""
         scores = torch.zeros(self.vocab_size, device=rows.device)
         if self.probe is not None:
             scores = self.probe.log_probs(rows).amax(0)
         if next_token is not None:
             scores = scores + self.weight * next_token.to(scores.device)
+        return scores
+
+    def order(
+        self, rows: Float[Tensor, "rows d"], next_token: Float[Tensor, " v"] | None
+    ) -> Int[Tensor, " v"]:
+        """The whole vocabulary, best candidate for any of the rows first."""
         if self.probe is None and next_token is None:
             return torch.arange(self.vocab_size, device=rows.device)
-        return scores.argsort(descending=True)
+        return self.scores(rows, next_token).argsort(descending=True)
 
 
 class LanguageModel:

@@ -13,14 +13,19 @@ from hiddenlab.core import TokenRecovery
 from hiddenlab.match import Matcher
 from hiddenlab.slice import Answer, Prefix, Request, Slice
 
-FIRST_BATCH, LAST_BATCH = 4, 512
+# Candidates in one pass: doubled while that is cheap, then a quarter of those tried in the same order, since what is
+# tried beyond the match is wasted.
+FIRST_BATCH, SMALL_BATCH, LAST_BATCH = 4, 16, 512
 # Candidates tried at one position before the prompt's own tokens are, and how many of these at most.
 COPY_FROM, MAX_COPIES = 24, 64
 # Where right and wrong distances overlap: candidates tried at one position before one is taken that is not within
 # its limit, but twice as near as any other; the more were tried, the less it has to stand out.
 SETTLE_AFTER = 1024
+# Of the nearest candidates of a settled position so many are told apart by so many rows that follow.
+CONTENDERS, AHEAD = 8, 8
 # Candidates tried at one position before their states are learned from, and again at each doubling up to the last.
 ADAPT_FROM, ADAPT_TO = 256, 4096
+LEARN_HALF = 1000  # candidates learned from at which a prediction counts half (eval/LOG.md)
 
 
 @dataclass
@@ -31,6 +36,7 @@ class Task:
         raw: rows as observed (for the probe). rows: rows in the matcher's form. limits: distance within which a
             row counts as matched. shortlist, scores: best tokens of each row and their log-probabilities.
         budget: candidates for one position at most, or None.
+        spent, asked: candidates searched through so far, and what asking the language model has cost in candidates.
         overlapping: right and wrong distances overlapped when the limits were measured, so that a right candidate
             may lie outside of them.
     """
@@ -48,6 +54,8 @@ class Task:
     scores: Float[Tensor, "rows k"] | None = None
     found: list[TokenRecovery] = field(default_factory=list)
     free: list[int] = field(default_factory=list)
+    spent: int = 0
+    asked: float = 0.0
     exhausted: bool = False
     overlapping: bool = False
 
@@ -105,13 +113,23 @@ class Tried:
 
     def best(self, targets: list[int], limits: Tensor) -> tuple[TokenRecovery, bool]:
         """The nearest candidate, and whether it is within its row's limit."""
+        (one,) = self.nearest_few(1, targets, limits)
+        return one, one.verified
+
+    def nearest_few(self, count: int, targets: list[int], limits: Tensor) -> list[TokenRecovery]:
+        """The nearest candidates, best first; margins are to the nearest other one."""
         tokens, nearest, rows = torch.cat(self.tokens), torch.cat(self.nearest), torch.cat(self.rows)
-        two = (nearest / self._units[rows]).topk(min(2, len(nearest)), largest=False)
-        i = int(two.indices[0])
-        row, distance = targets[int(rows[i])], float(nearest[i])
-        matched = distance <= float(limits[row])
-        margin = float((two.values[1] - two.values[0]) * limits[row]) if len(nearest) > 1 else None
-        return TokenRecovery(int(tokens[i]), row, distance, margin, len(tokens), matched), matched
+        relative = nearest / self._units[rows]
+        near = relative.topk(min(count + 1, len(nearest)), largest=False)
+        values, places = near.values.tolist(), near.indices.tolist()
+        out = []
+        for k, i in enumerate(places[:count]):
+            row, distance = targets[int(rows[i])], float(nearest[i])
+            other = values[0] if k else values[1] if len(values) > 1 else None
+            margin = None if other is None else (other - values[k]) * float(limits[row])
+            matched = distance <= float(limits[row])
+            out.append(TokenRecovery(int(tokens[i]), row, distance, margin, len(tokens), matched))
+        return out
 
 
 class Candidates:
@@ -124,7 +142,6 @@ class Candidates:
     def __init__(self, task: Task, tried: Tried, targets: list[int], first: Tensor | None = None) -> None:
         self.task, self.targets, self.first = task, targets, first
         self.left = (task.budget or task.proposer.vocab_size) - tried.count
-        self.size = FIRST_BATCH
         self._seen = torch.zeros(task.proposer.vocab_size, dtype=torch.bool, device=task.rows.device)
         for tokens in tried.tokens:
             self._seen[tokens] = True
@@ -133,19 +150,23 @@ class Candidates:
     def rank(self, next_token: Tensor | None) -> None:
         """(Re)order what is left, with the language model's log-probabilities where they are known."""
         self._next_token = next_token
+        self._scores: Tensor | None = None
         self._waiting = self._stages()
         self._order = torch.empty(0, dtype=torch.long, device=self._seen.device)
-        self.size = FIRST_BATCH
+        self.size, self._tried = FIRST_BATCH, 0
 
-    def interleave(self, distances: Float[Tensor, " v"]) -> None:
-        """Take turns between the order so far and the nearest predictions, neither of which is always right."""
-        left = torch.cat([self._order, *self._waiting])
-        left = left[~self._seen[left]]
-        nearest = distances.argsort()
-        nearest = nearest[~self._seen[nearest]]
-        n = min(len(left), len(nearest))
-        mixed = torch.cat([torch.stack([nearest[:n], left[:n]], 1).flatten(), nearest[n:], left[n:]])
-        self._order, self._waiting = first_of_each(mixed, len(self._seen)), iter(())
+    def learn(self, distances: Float[Tensor, " v"], count: int) -> None:
+        """Reorder by the probe, the language model and squared distances predicted from ``count`` candidates.
+
+        Half the squared distance is a Gaussian's negative log-likelihood. It counts for less the fewer candidates
+        the prediction and its covariance were learned from.
+        """
+        if self._scores is None:
+            self._scores = self.task.proposer.scores(self.task.raw[self.targets], self._next_token)
+        weight = count / (count + LEARN_HALF)
+        order = (self._scores.to(distances.device) - weight / 2 * distances).argsort(descending=True)
+        self._order, self._waiting = order[~self._seen[order]], iter(())
+        self.size, self._tried = FIRST_BATCH, 0
 
     def promote(self, tokens: Int[Tensor, " n"]) -> None:
         """Try some tokens next."""
@@ -178,7 +199,8 @@ class Candidates:
             return None
         self._seen[batch] = True
         self.left -= len(batch)
-        self.size = min(2 * self.size, LAST_BATCH)
+        self._tried += len(batch)
+        self.size = min(2 * self.size, max(SMALL_BATCH, self._tried // 4), LAST_BATCH)
         return batch
 
 
@@ -205,8 +227,8 @@ def find_next(task: Task, tried: Tried | None = None, first: Tensor | None = Non
     candidates, one that stands out from more than a thousand others.
 
     This is the inner loop of the paper's Algorithms 1, 4, 5 and 6: the matcher decides between 1 and 5 or 4 and
-    6, the targets between 1 and 4 or 5 and 6. The language model is asked once as much has been spent on
-    candidates as asking it would cost.
+    6, the targets between 1 and 4 or 5 and 6. The language model is asked once as much has been spent on this
+    prompt's candidates as on asking it, so that neither costs much more than the other.
     """
     targets = list(task.targets())
     tried = tried or Tried(task.limits[targets])
@@ -219,14 +241,16 @@ def find_next(task: Task, tried: Tried | None = None, first: Tensor | None = Non
     while not (task.overlapping and tried.stands_out()):
         if not asked and task.model is not None:
             cost = task.model.cost(task.tokens, task.slice.site.layer)
-            if task.shortlist is None or tried.count + FIRST_BATCH > cost:
+            if task.shortlist is None or task.spent + FIRST_BATCH > task.asked + cost:
                 asked = True
+                task.asked += cost
                 candidates.rank((yield from task.model.next_token(task.tokens)))
         batch = candidates.next_batch()
         if batch is None:
             task.exhausted = True
             break
         answer: Answer = yield Ask(task.slice, Request(task.prefix, empty, leaves=batch))
+        task.spent += len(batch)
         states.append(task.matcher.prepare(answer.leaves))
         tried.add(batch, task.matcher.table(candidates=states[-1], observed=observed))
         # The accepted token is always among the newest batch: an earlier match would have ended the search.
@@ -241,9 +265,35 @@ def find_next(task: Task, tried: Tried | None = None, first: Tensor | None = Non
             copied = True
         if task.proposer.adapter is not None and adapt_at <= tried.count <= ADAPT_TO:
             tokens = torch.cat(tried.tokens[-len(states) :])
-            candidates.interleave(task.proposer.adapter.distances(tokens, torch.cat(states), observed))
+            learned = task.proposer.adapter.distances(tokens, torch.cat(states), observed)
+            candidates.learn(learned, len(tokens))
             adapt_at = 2 * tried.count
-    best, _ = tried.best(targets, task.limits)
-    answer = yield Ask(task.slice, Request(task.prefix, torch.tensor([best.token], device=task.rows.device)))
-    task.prefix.keep(answer, chain=1)
-    task.accept(best)
+    yield from _settle(task, tried, targets)
+
+
+def _settle(task: Task, tried: Tried, targets: list[int]) -> Search:
+    """Commit the nearest of the candidates although none matched.
+
+    Where right and wrong distances overlap, the nearest few are told apart by what follows: each is run with the
+    guesses for the next rows behind it, and the one with the least sum of log distances is taken. A wrong guess
+    is about as far from its row behind any of them.
+    """
+    start = len(task.found)
+    guesses = torch.empty(0, dtype=torch.long, device=task.rows.device)
+    contenders = 1
+    if task.overlapping and task.ordered and task.shortlist is not None and len(task.shortlist) > start + 1:
+        guesses, contenders = task.shortlist[start + 1 : start + 1 + AHEAD, 0], CONTENDERS
+    rows = task.rows[start : start + 1 + len(guesses)] if len(guesses) else None
+    kept: tuple[float, TokenRecovery, Answer] | None = None
+    for one in tried.nearest_few(contenders, targets, task.limits):
+        chain = torch.cat([torch.tensor([one.token], device=guesses.device), guesses])
+        answer: Answer = yield Ask(task.slice, Request(task.prefix, chain))
+        total = 0.0
+        if rows is not None:
+            along = task.matcher.pairs(candidates=task.matcher.prepare(answer.chain), observed=rows)
+            total = float(along.clamp(min=1e-30).log().sum())
+        if kept is None or total < kept[0]:
+            kept = total, one, answer
+    assert kept is not None
+    task.prefix.keep(kept[2], chain=1)
+    task.accept(kept[1])

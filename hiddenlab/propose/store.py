@@ -5,7 +5,7 @@ import json
 import os
 import time
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from hiddenlab.core import Progress, Public, Site, silent
 from hiddenlab.propose.adapt import FEATURE_LAYERS, Adapter
 from hiddenlab.propose.corpus import Corpus
 from hiddenlab.propose.openings import Openings
-from hiddenlab.propose.probe import Probe, ProbeSettings, fast_dtype, train_probe
+from hiddenlab.propose.probe import Probe, fast_dtype, probe_settings, train_probe
 from hiddenlab.slice import Slice
 from hiddenlab.slice.load import cache_dir
 
@@ -109,13 +109,9 @@ def collect_states(
     return torch.cat(states).float().to(slice.device), torch.cat(labels)
 
 
-def probe_for(
-    slice: Slice, public: Public, settings: ProbeSettings | None = None, progress: Progress = silent
-) -> tuple[Probe, float]:
+def probe_for(slice: Slice, public: Public, progress: Progress = silent) -> tuple[Probe, float]:
     """The probe for a channel, from the cache or trained now, and the seconds that training took (0 if cached)."""
-    settings = replace(settings or ProbeSettings(), sorted_states=public.columns_permuted is not None)
-    if settings.sorted_states:
-        settings = replace(settings, steps=600)
+    settings = probe_settings(public.columns_permuted is not None)
     channel = training_channel(slice, public)
     tokens = training_tokens(slice)
     identity = _identity(slice, channel) | {"tokens": tokens, "settings": asdict(settings)}
