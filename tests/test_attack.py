@@ -11,12 +11,14 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from attacks.vocab_match import VocabMatch, search
+from attacks.vocab_match.drive import drive
 from attacks.vocab_match.epsilon import Sample, Threshold, auto_threshold, calibrated_threshold
-from attacks.vocab_match.task import FIRST_BATCH, SETTLE_AFTER, Tried
+from attacks.vocab_match.rank import Proposer
+from attacks.vocab_match.task import FIRST_BATCH, SETTLE_AFTER, Candidates, Task, Tried
 from hiddenlab.channel import Channel
 from hiddenlab.core import Observation, Recovery
 from hiddenlab.errors import InputError, NotApplicableError
-from hiddenlab.match import Matcher
+from hiddenlab.match import Matcher, choose_matcher
 from hiddenlab.slice import Slice, load_slice
 from hiddenlab.testing import DECODERS, LAYERS, VOCABULARY, WIDTH
 
@@ -497,3 +499,87 @@ def test_one_of_many_candidates_may_stand_out() -> None:
     assert not tried.stands_out()
     tried.add(torch.arange(SETTLE_AFTER), distances + 1)  # twice as many: a margin of 1.5 is enough
     assert tried.stands_out()
+
+
+def test_the_nearest_few_are_those_of_a_full_sort() -> None:
+    limits = torch.tensor([1.0, 3.0])
+    tried = Tried(limits)
+    table = torch.rand(40, 2, generator=seeded()) * 9
+    tried.add(torch.arange(100, 140), table)
+    units = (table / limits).amin(1)
+    few = tried.nearest_few(5, [0, 1], limits)
+    assert [one.token - 100 for one in few] == units.argsort()[:5].tolist()
+    for one in few:
+        assert one.distance == float(table[one.token - 100, one.row])
+        assert one.verified == (one.distance <= float(limits[one.row]))
+    assert few[0].margin is not None
+    assert few[0].margin >= 0
+    assert few[1].margin is not None
+    assert few[1].margin <= 0
+    assert tried.best([0, 1], limits) == (few[0], few[0].verified)
+
+
+def prepared(slice: Slice, rows: Tensor, guess: Prompt, **options: Any) -> Task:
+    """A task without engines behind it, whose shortlist is one guess a row."""
+    public = release(slice, [guess])[0].public
+    return Task(
+        slice, choose_matcher("l2", public), Proposer(VOCABULARY, None, None), rows, rows,
+        torch.full((len(rows),), 1e-3), slice.prefix(), True,
+        shortlist=torch.tensor(guess)[:, None], scores=torch.zeros(len(rows), 1), **options,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("overlapping", [True, False])
+def test_a_settled_position_is_told_by_what_follows(tiny_slice: TinySlice, overlapping: bool) -> None:
+    """A row that was spoiled points to a wrong token; the rows behind it know better."""
+    slice = tiny_slice("llama", 2)
+    (prompt,) = random_prompts(8)
+    with torch.inference_mode():
+        rows = slice.encode(torch.tensor(prompt)).float().clone()
+        prefix = slice.prefix()
+        prefix.extend(torch.tensor(prompt[:3]))
+        states = prefix.branch(torch.arange(VOCABULARY)).float()
+        wrong = int((states - rows[3]).norm(dim=1).argsort()[9])
+        rows[3] = 0.45 * rows[3] + 0.55 * states[wrong]
+        task = prepared(slice, rows, prompt, overlapping=overlapping)
+        drive([search.stepwise(task)], slice)
+    assert task.found[3].token == (prompt[3] if overlapping else wrong)
+    assert not task.found[3].verified
+    assert (task.tokens == prompt) == overlapping
+
+
+def test_what_was_learned_counts_for_more_the_more_it_was_learned_from(tiny_slice: TinySlice) -> None:
+    slice = tiny_slice("llama", 2)
+    (prompt,) = random_prompts(4)
+    task = prepared(slice, slice.encode(torch.tensor(prompt)).float(), prompt)
+    likely = torch.zeros(VOCABULARY)
+    likely[[5, 6, 7]] = torch.tensor([9.0, 6.0, 3.0])
+    distances = torch.full((VOCABULARY,), 40.0)
+    distances[[5, 6, 7]] = torch.tensor([30.0, 20.0, 0.0])
+
+    def next_of(count: int) -> list[int]:
+        candidates = Candidates(task, Tried(task.limits[:1]), [0])
+        candidates.rank(likely)
+        candidates.learn(distances, count)
+        batch = candidates.next_batch()
+        assert batch is not None
+        assert len(batch) == FIRST_BATCH
+        return batch.tolist()[:3]
+
+    assert next_of(1) == [5, 6, 7]
+    assert next_of(1000) == [7, 5, 6]
+
+
+def test_passes_grow_by_a_quarter_and_never_repeat_a_candidate(tiny_slice: TinySlice) -> None:
+    slice = tiny_slice("llama", 2)
+    (prompt,) = random_prompts(4)
+    candidates = Candidates(
+        prepared(slice, slice.encode(torch.tensor(prompt)).float(), prompt), Tried(torch.ones(1)), [0]
+    )
+    batches = []
+    while (batch := candidates.next_batch()) is not None:
+        batches.append(batch)
+    sizes = [len(batch) for batch in batches]
+    assert sizes[0] <= FIRST_BATCH
+    assert all(n <= max(16, sum(sizes[:i]) // 4) for i, n in enumerate(sizes))
+    assert torch.cat(batches).sort().values.tolist() == list(range(VOCABULARY))

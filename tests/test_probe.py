@@ -113,6 +113,20 @@ def test_training_brings_the_right_token_forward(tiny_slice: TinySlice, permuted
     assert seen[-1][1] == seen[-1][2]
 
 
+def test_the_training_texts_own_prior_is_left_out() -> None:
+    """Rows that say nothing: all that can be learned is how frequent tokens are."""
+    table = torch.randn(VOCABULARY, WIDTH)
+    rows = torch.randn(4000, WIDTH)
+    tokens = torch.randint(0, VOCABULARY, (4000,)).where(torch.rand(4000) < 0.5, 7)
+
+    def share(prior: float) -> float:
+        settings = ProbeSettings(steps=150, batch=256, negatives=VOCABULARY, prior=prior)
+        return float(train_probe(rows, tokens, table, settings).log_probs(rows).exp()[:, 7].mean())
+
+    assert share(0.0) > 0.1
+    assert share(1.0) < 0.02  # by chance 1 in 300
+
+
 def test_whitening(tiny_slice: TinySlice) -> None:
     table = tiny_slice("llama", 1).embedding.clone()
     table[:, 0] *= 50
