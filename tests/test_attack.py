@@ -281,9 +281,10 @@ def test_measured_thresholds_lie_between_floor_and_gap(
     assert_exact(attacker.recover_batch(observations, slice, seeded()), prompts)
 
 
-def sample(right: Tensor, wrong: Tensor, first: int = 0) -> Sample:
-    """The first so many positions are first ones."""
-    return Sample(right.float(), wrong.float(), torch.arange(len(right)) < first)
+def sample(right: Tensor, wrong: Tensor, sinks: int = 0) -> Sample:
+    """The first so many rows are ten times as long as the others."""
+    norms = 1.0 + 9.0 * (torch.arange(len(right)) < sinks)
+    return Sample(right.float(), wrong.float(), norms)
 
 
 def test_thresholds_from_distances() -> None:
@@ -307,20 +308,23 @@ def test_thresholds_from_distances() -> None:
     assert Threshold(0.1, 0.0, 1.0, absolute=3.0).limits(matcher, rows).tolist() == [3.0] * 5
 
 
-def test_first_positions_get_a_threshold_of_their_own_where_one_does_not_fit_all() -> None:
-    """Attention sinks: right and wrong are both near there, and one threshold for all would be far too narrow."""
+def test_attention_sinks_get_a_threshold_of_their_own_where_one_does_not_fit_all() -> None:
+    """Right and wrong are both near there, and one threshold for all would be far too narrow."""
     sinks = 0.003 + 0.001 * torch.rand(100, generator=seeded()), 0.02 + torch.rand(100, 4, generator=seeded())
     others = 0.1 * torch.rand(900, generator=seeded()), 0.2 + torch.rand(900, 4, generator=seeded())
-    both = sample(torch.cat([sinks[0], others[0]]), torch.cat([sinks[1], others[1]]), first=100)
-    found = auto_threshold(both, 1e-7)
-    assert found.first is not None
-    assert 0.004 < found.first < 0.02
+    both = torch.cat([sinks[0], others[0]]), torch.cat([sinks[1], others[1]])
+    found = auto_threshold(sample(*both, sinks=100), 1e-7)
+    assert found.sinks is not None
+    assert 0.004 < found.sinks < 0.02
     assert 0.1 < found.relative < 0.2
-    rows, matcher = torch.randn(5, 8), Matcher(1, sorted=False)
+    rows, matcher = torch.ones(5, 8) / 8, Matcher(1, sorted=False)
+    rows[[0, 2]] *= 10
     limits = found.limits(matcher, rows) / rows.abs().sum(1)
-    assert torch.allclose(limits, torch.tensor([found.first] + [found.relative] * 4))
-    # Without an order nobody knows which row is the first.
-    assert auto_threshold(both, 1e-7, ordered=False).first is None
+    own = [found.sinks, found.relative, found.sinks, found.relative, found.relative]
+    assert torch.allclose(limits, torch.tensor(own))
+    # Where rows are of one length, or one threshold does, there is one.
+    assert auto_threshold(sample(*both), 1e-7).sinks is None
+    assert auto_threshold(sample(both[0], both[1] + 1, sinks=100), 1e-7).sinks is None
 
 
 def test_a_threshold_that_accepts_anything_is_no_threshold() -> None:

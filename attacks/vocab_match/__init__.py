@@ -127,7 +127,7 @@ class VocabMatch:
         if self.epsilon == "calibrated":
             return calibrated_threshold(sample, self.seed)
         coarser = max(torch.finfo(slice.dtype).eps, torch.finfo(parse_dtype(public.provider_dtype)).eps)
-        return auto_threshold(sample, coarser, ordered=not public.rows_permuted)
+        return auto_threshold(sample, coarser)
 
     def recover(self, observation: Observation, slice: Slice, generator: torch.Generator) -> Recovery:
         """Recover one prompt; see ``recover_batch``."""

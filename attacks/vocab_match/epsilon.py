@@ -15,11 +15,13 @@ from hiddenlab.core import Public
 from hiddenlab.errors import InputError
 from hiddenlab.match import Matcher
 from hiddenlab.propose.corpus import Corpus
+from hiddenlab.propose.probe import norm_border
 from hiddenlab.slice import Request, Slice
 
 FALSE_WEIGHT = 10.0  # a wrong candidate accepted costs more than a right one searched for in vain
 NEAR_TOKENS = 4  # hard negatives a position: tokens with nearby embeddings
 WINDOWS, WINDOWS_PER_PASS = 48, 8
+ENOUGH_SINKS = 16  # rows from which a threshold for attention sinks is measured
 
 
 @dataclass(frozen=True)
@@ -29,14 +31,15 @@ class Threshold:
     Attributes:
         relative: fraction of the row's norm. floor: largest relative distance of a right
             candidate. gap: smallest relative distance of a wrong one. absolute: used instead where
-            the user gave a number. first: in place of ``relative`` at a prompt's first position, where it differs.
+            the user gave a number. sinks: in place of ``relative`` for rows whose log norm is above ``border``.
     """
 
     relative: float
     floor: float
     gap: float
     absolute: float | None = None
-    first: float | None = None
+    sinks: float | None = None
+    border: float = math.inf
 
     @property
     def separable(self) -> bool:
@@ -48,10 +51,9 @@ class Threshold:
         if self.absolute is not None:
             return torch.full((len(rows),), self.absolute, device=rows.device)
         norms = matcher.norms(rows)
-        limits = self.relative * norms
-        if self.first is not None:
-            limits[0] = self.first * norms[0]
-        return limits
+        if self.sinks is None:
+            return self.relative * norms
+        return torch.where(norms.log() > self.border, self.sinks, self.relative) * norms
 
 
 @dataclass(frozen=True)
@@ -59,16 +61,16 @@ class Sample:
     """Relative distances of right and wrong candidates at positions of the attacker's own sequences.
 
     Attributes:
-        first: which of them are the first position of their sequence.
+        norms: of the observed rows, in the matcher's norm.
     """
 
     right: Float[Tensor, " n"]
     wrong: Float[Tensor, "n c"]
-    first: Bool[Tensor, " n"]
+    norms: Float[Tensor, " n"]
 
     def where(self, which: Bool[Tensor, " n"]) -> "Sample":
         """Some of the positions."""
-        return Sample(self.right[which], self.wrong[which], self.first[which])
+        return Sample(self.right[which], self.wrong[which], self.norms[which])
 
 
 def measure(slice: Slice, public: Public, matcher: Matcher, seed: int) -> Sample:
@@ -101,7 +103,7 @@ def measure(slice: Slice, public: Public, matcher: Matcher, seed: int) -> Sample
         attach = torch.arange(len(window), device=slice.device).repeat_interleave(NEAR_TOKENS)
         prefix = slice.prefix(offset=public.prefix_tokens)
         requests.append(Request(prefix, window, leaves=near.flatten(), attach=attach))
-    right, wrong, first = [], [], []
+    right, wrong, units = [], [], []
     for start in range(0, WINDOWS, WINDOWS_PER_PASS):
         part = slice.run(requests[start : start + WINDOWS_PER_PASS], keep=False)
         for answer, rows in zip(part, observed[start:], strict=False):
@@ -110,26 +112,27 @@ def measure(slice: Slice, public: Public, matcher: Matcher, seed: int) -> Sample
             wide = rows.repeat_interleave(NEAR_TOKENS, dim=0)
             distances = matcher.pairs(candidates=matcher.prepare(answer.leaves), observed=wide)
             wrong.append(distances.view(-1, NEAR_TOKENS) / norms[:, None])
-            first.append(torch.arange(len(rows), device=slice.device) == 0)
-    return Sample(torch.cat(right), torch.cat(wrong), torch.cat(first))
+            units.append(norms)
+    return Sample(torch.cat(right), torch.cat(wrong), torch.cat(units))
 
 
-def auto_threshold(sample: Sample, resolution: float, *, ordered: bool = True) -> Threshold:
+def auto_threshold(sample: Sample, resolution: float) -> Threshold:
     """The geometric middle between the noise floor and the gap to the nearest wrong candidate.
 
-    Where they overlap (noise, coarse numbers) no threshold is right for all. First positions then get one of their
-    own: in many models they are attention sinks, whose states are ten times longer than others and nearly the
-    same for every token, so that one threshold would be far too narrow for all other rows.
+    Where they overlap (noise, coarse numbers) no threshold is right for all. Attention sinks then get one of their
+    own: in many models the states of first positions, and of repeats of the first token, are ten times longer than
+    others and nearly the same for every token, so that one threshold would be far too narrow for all other rows.
 
     Args:
         resolution: relative rounding error of one operation in the coarser dtype of both sides.
-        ordered: the first row is known to be the first position.
     """
     floor, gap = float(sample.right.max()), float(sample.wrong.min())
-    if floor < gap or not ordered or sample.first.all() or not sample.first.any():
+    border = math.inf if floor < gap else norm_border(sample.norms, ENOUGH_SINKS)
+    if math.isinf(border):
         return Threshold(_middle(sample, resolution), floor, gap)
-    rest, first = (_middle(sample.where(which), resolution) for which in (~sample.first, sample.first))
-    return Threshold(rest, floor, gap, first=first)
+    long = sample.norms.log() > border
+    rest, sinks = (_middle(sample.where(which), resolution) for which in (~long, long))
+    return Threshold(rest, floor, gap, sinks=sinks, border=border)
 
 
 def _middle(sample: Sample, resolution: float) -> float:

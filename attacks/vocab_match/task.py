@@ -21,8 +21,9 @@ COPY_FROM, MAX_COPIES = 24, 64
 # Where right and wrong distances overlap: candidates tried at one position before one is taken that is not within
 # its limit, but twice as near as any other; the more were tried, the less it has to stand out.
 SETTLE_AFTER = 1024
-# Of the nearest candidates of a settled position so many are told apart by so many rows that follow.
-CONTENDERS, AHEAD = 8, 8
+# Of a settled position's candidates so many at most, if not further than so many times the nearest, are told apart
+# by so many rows that follow.
+CONTENDERS, NEARLY, AHEAD = 64, 2.0, 8
 # Candidates tried at one position before their states are learned from, and again at each doubling up to the last.
 ADAPT_FROM, ADAPT_TO = 256, 4096
 LEARN_HALF = 1000  # candidates learned from at which a prediction counts half (eval/LOG.md)
@@ -274,24 +275,24 @@ def find_next(task: Task, tried: Tried | None = None, first: Tensor | None = Non
 def _settle(task: Task, tried: Tried, targets: list[int]) -> Search:
     """Commit the nearest of the candidates although none matched.
 
-    Where right and wrong distances overlap, the nearest few are told apart by what follows: each is run with the
-    guesses for the next rows behind it, and the one with the least sum of log distances is taken. A wrong guess
-    is about as far from its row behind any of them.
+    Where right and wrong distances overlap, those about as near as the nearest are told apart by what follows: each
+    is run with the guesses for the next rows behind it, and the one with the least sum of log distances is taken. A
+    wrong guess is about as far from its row behind any of them.
     """
     start = len(task.found)
-    guesses = torch.empty(0, dtype=torch.long, device=task.rows.device)
-    contenders = 1
-    if task.overlapping and task.ordered and task.shortlist is not None and len(task.shortlist) > start + 1:
-        guesses, contenders = task.shortlist[start + 1 : start + 1 + AHEAD, 0], CONTENDERS
-    rows = task.rows[start : start + 1 + len(guesses)] if len(guesses) else None
+    contenders = tried.nearest_few(CONTENDERS, targets, task.limits)
+    contenders = [one for one in contenders if one.distance <= NEARLY * contenders[0].distance]
+    if task.overlapping and task.ordered and task.shortlist is not None and len(contenders) > 1:
+        guesses = task.shortlist[start + 1 : start + 1 + AHEAD, 0]
+    else:
+        guesses, contenders = torch.empty(0, dtype=torch.long, device=task.rows.device), contenders[:1]
+    rows = task.rows[start : start + 1 + len(guesses)]
     kept: tuple[float, TokenRecovery, Answer] | None = None
-    for one in tried.nearest_few(contenders, targets, task.limits):
+    for one in contenders:
         chain = torch.cat([torch.tensor([one.token], device=guesses.device), guesses])
         answer: Answer = yield Ask(task.slice, Request(task.prefix, chain))
-        total = 0.0
-        if rows is not None:
-            along = task.matcher.pairs(candidates=task.matcher.prepare(answer.chain), observed=rows)
-            total = float(along.clamp(min=1e-30).log().sum())
+        along = task.matcher.pairs(candidates=task.matcher.prepare(answer.chain), observed=rows)
+        total = float(along.clamp(min=1e-30).log().sum())
         if kept is None or total < kept[0]:
             kept = total, one, answer
     assert kept is not None

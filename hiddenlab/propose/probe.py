@@ -215,20 +215,23 @@ def fast_dtype(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if supported() else torch.float32
 
 
-def _norm_border(rows: Float[Tensor, "rows d"]) -> float:
+def norm_border(norms: Float[Tensor, " rows"], enough: int = 64) -> float:
     """Log norm that splits rows into two groups far apart, or infinity where there is one group.
 
     One-dimensional two-means on log norms, started at the extremes.
+
+    Args:
+        enough: rows that a group must have.
     """
-    norms = rows.norm(dim=1).log()
+    norms = norms.log()
     low, high = norms.min(), norms.max()
     for _ in range(20):
         upper = norms > (low + high) / 2
         if not bool(upper.any()) or bool(upper.all()):
             return math.inf
         low, high = norms[~upper].median(), norms[upper].median()
-    enough = min(int(upper.sum()), int((~upper).sum())) >= 64
-    return float((low + high) / 2) if enough and float(high - low) > math.log(SINK_RATIO) else math.inf
+    two = min(int(upper.sum()), int((~upper).sum())) >= enough and float(high - low) > math.log(SINK_RATIO)
+    return float((low + high) / 2) if two else math.inf
 
 
 def train_probe(
@@ -251,7 +254,7 @@ def train_probe(
     if settings.sorted_states:
         rows = rows.sort(dim=1).values
     labels = tokens.cpu()
-    border = _norm_border(rows)
+    border = norm_border(rows.norm(dim=1))
     sink = rows.norm(dim=1).log() > border
     masks = [~sink] if not bool(sink.any()) else [~sink, sink]
     experts = []
