@@ -280,7 +280,8 @@ def _settle(task: Task, tried: Tried, targets: list[int]) -> Search:
     wrong guess is about as far from its row behind any of them.
     """
     start = len(task.found)
-    contenders = tried.nearest_few(CONTENDERS, targets, task.limits)
+    affordable = max(1, min(CONTENDERS, tried.count // (1 + AHEAD)))  # never dearer than what was tried
+    contenders = tried.nearest_few(affordable, targets, task.limits)
     contenders = [one for one in contenders if one.distance <= NEARLY * contenders[0].distance]
     if task.overlapping and task.ordered and task.shortlist is not None and len(contenders) > 1:
         guesses = task.shortlist[start + 1 : start + 1 + AHEAD, 0]

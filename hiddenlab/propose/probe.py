@@ -223,7 +223,7 @@ def norm_border(norms: Float[Tensor, " rows"], enough: int = 64) -> float:
     Args:
         enough: rows that a group must have.
     """
-    norms = norms.log()
+    norms = norms.clamp(min=1e-30).log()
     low, high = norms.min(), norms.max()
     for _ in range(20):
         upper = norms > (low + high) / 2
