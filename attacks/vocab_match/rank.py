@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from attacks.vocab_match.drive import Ask, Search
@@ -64,21 +64,16 @@ class Proposer:
     def scores(
         self, rows: Float[Tensor, "rows d"], next_token: Float[Tensor, " v"] | None
     ) -> Float[Tensor, " v"]:
-        """How likely each token is: the probe's log-probability for the best of the rows, and the model's."""
+        """How likely each token is: the probe's log-probability for the best of the rows, and the model's.
+
+        All are as likely where neither is there.
+        """
         scores = torch.zeros(self.vocab_size, device=rows.device)
         if self.probe is not None:
             scores = self.probe.log_probs(rows).amax(0)
         if next_token is not None:
             scores = scores + self.weight * next_token.to(scores.device)
         return scores
-
-    def order(
-        self, rows: Float[Tensor, "rows d"], next_token: Float[Tensor, " v"] | None
-    ) -> Int[Tensor, " v"]:
-        """The whole vocabulary, best candidate for any of the rows first."""
-        if self.probe is None and next_token is None:
-            return torch.arange(self.vocab_size, device=rows.device)
-        return self.scores(rows, next_token).argsort(descending=True)
 
 
 class LanguageModel:

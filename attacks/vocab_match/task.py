@@ -162,10 +162,8 @@ class Candidates:
         Half the squared distance is a Gaussian's negative log-likelihood. It counts for less the fewer candidates
         the prediction and its covariance were learned from.
         """
-        if self._scores is None:
-            self._scores = self.task.proposer.scores(self.task.raw[self.targets], self._next_token)
         weight = count / (count + LEARN_HALF)
-        order = (self._scores.to(distances.device) - weight / 2 * distances).argsort(descending=True)
+        order = (self._likely() - weight / 2 * distances.to(self._seen.device)).argsort(descending=True)
         self._order, self._waiting = order[~self._seen[order]], iter(())
         self.size, self._tried = FIRST_BATCH, 0
 
@@ -185,7 +183,14 @@ class Candidates:
                 yield self.first
             elif task.shortlist is not None:
                 yield _merged_shortlist(task, self.targets)
-        yield task.proposer.order(task.raw[self.targets], self._next_token).to(self._seen.device)
+        yield self._likely().argsort(descending=True, stable=True)
+
+    def _likely(self) -> Float[Tensor, " v"]:
+        """Scores of the vocabulary, made when they are first needed."""
+        if self._scores is None:
+            scores = self.task.proposer.scores(self.task.raw[self.targets], self._next_token)
+            self._scores = scores.to(self._seen.device)
+        return self._scores
 
     def next_batch(self) -> Int[Tensor, " c"] | None:
         """The next batch, or None when vocabulary or budget are used up."""
@@ -280,13 +285,13 @@ def _settle(task: Task, tried: Tried, targets: list[int]) -> Search:
     wrong guess is about as far from its row behind any of them.
     """
     start = len(task.found)
-    affordable = max(1, min(CONTENDERS, tried.count // (1 + AHEAD)))  # never dearer than what was tried
-    contenders = tried.nearest_few(affordable, targets, task.limits)
+    count, guesses = 1, torch.empty(0, dtype=torch.long, device=task.rows.device)
+    if task.overlapping and task.ordered and task.shortlist is not None:
+        count = max(1, min(CONTENDERS, tried.count // (1 + AHEAD)))  # never dearer than what was tried
+    contenders = tried.nearest_few(count, targets, task.limits)
     contenders = [one for one in contenders if one.distance <= NEARLY * contenders[0].distance]
-    if task.overlapping and task.ordered and task.shortlist is not None and len(contenders) > 1:
+    if task.shortlist is not None and len(contenders) > 1:
         guesses = task.shortlist[start + 1 : start + 1 + AHEAD, 0]
-    else:
-        guesses, contenders = torch.empty(0, dtype=torch.long, device=task.rows.device), contenders[:1]
     rows = task.rows[start : start + 1 + len(guesses)]
     kept: tuple[float, TokenRecovery, Answer] | None = None
     for one in contenders:

@@ -268,11 +268,10 @@ def train_probe(
         cut = min(HELD_OUT, len(index) // 10)
         held, kept = index[:cut], index[cut:]
         tick = partial(_tick, progress, i * settings.steps, total)
-        expert = _train_expert(
-            rows[kept.to(device)], labels[kept].to(device), targets, settings, steps, generator, tick
-        )
+        own = labels[kept].to(device)
+        prior = _prior(own, len(targets), settings)
+        expert = _train_expert(rows[kept.to(device)], own, targets, prior, settings, steps, generator, tick)
         if len(held):
-            prior = _prior(labels[kept].to(device), len(targets), settings)
             _calibrate(expert, rows[held.to(device)], labels[held].to(device), targets, prior)
         experts.append(expert)
     progress("training the probe", total, total)
@@ -298,8 +297,8 @@ def _calibrate(expert: Expert, rows: Tensor, tokens: Tensor, targets: Tensor, pr
 
 
 def _train_expert(
-    rows: Tensor, tokens: Tensor, targets: Tensor, settings: ProbeSettings, steps: int, generator: torch.Generator,
-    tick: Callable[[int], None],
+    rows: Tensor, tokens: Tensor, targets: Tensor, prior: Tensor, settings: ProbeSettings, steps: int,
+    generator: torch.Generator, tick: Callable[[int], None],
 ) -> Expert:  # fmt: skip
     device, d, out = rows.device, rows.shape[1], targets.shape[1]
     # Half precision is enough for logits, and their product is most of the work.
@@ -320,7 +319,6 @@ def _train_expert(
     expert.parameters = {name: value.requires_grad_() for name, value in p.items()}
     optimizer = torch.optim.AdamW(p.values(), lr=settings.learning_rate, weight_decay=0.01)
     vocab = len(targets)
-    prior = _prior(tokens, vocab, settings)
     with torch.enable_grad():
         for step in range(steps):
             for group in optimizer.param_groups:
