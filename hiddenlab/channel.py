@@ -8,7 +8,7 @@ the computation (load, inputs, states), so ``seq-perm`` and ``gaussian`` do the 
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 from weakref import WeakKeyDictionary
 
@@ -17,7 +17,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from hiddenlab import registry
-from hiddenlab.core import Observation, Public, Secret
+from hiddenlab.core import Observation, Public, Secret, Site
 from hiddenlab.errors import HiddenlabError, InputError
 from hiddenlab.slice import Request, Slice
 
@@ -28,7 +28,8 @@ LOAD_OPTIONS = ("dtype", "quantization")
 class Defense(Protocol):
     """One stage of a channel. Randomness comes from the generator alone, so that a seed repeats a release.
 
-    ``spec`` is the text that builds the same defense again, e.g. ``gaussian:sigma=0.01``.
+    ``spec`` is the text that builds the same defense again, e.g. ``gaussian:sigma=0.01``. A stage that shows only
+    some of the rows says so with ``selects = True``.
     """
 
     spec: str
@@ -46,7 +47,10 @@ class Defense(Protocol):
     def states(
         self, states: Float[Tensor, "rows d"], generator: torch.Generator
     ) -> tuple[Float[Tensor, "rows d"], tuple[int, ...] | None, dict[str, Any]]:
-        """Released states; the order of rows where changed (row r was row ``order[r]``); secret details."""
+        """Released states; the order of rows where changed (row r was row ``order[r]``); secret details.
+
+        A stage that selects leaves rows out: the order then names those that stay, ascending.
+        """
         ...
 
     def public(self, public: Public) -> Public:
@@ -58,6 +62,7 @@ class Stage:
     """A defense that does nothing; built-ins override what they change and leave the rest."""
 
     spec = "identity"
+    selects = False
 
     def provider(self, options: dict[str, Any]) -> dict[str, Any]:
         return options
@@ -99,6 +104,12 @@ class Channel:
         self._changes_inputs = any(_overrides(defense, "inputs") for defense in self.defenses)
         self._providers: dict[tuple[Any, ...], Slice] = {}
         self._tables: WeakKeyDictionary[Slice, Tensor] = WeakKeyDictionary()
+        selecting = [defense.spec for defense in self.defenses if _selects(defense)]
+        if selecting and (len(selecting) > 1 or any(_permutes_rows(d) for d in self.defenses)):
+            raise InputError(
+                f"{selecting[0]} shows rows of known positions; it goes with neither permuted rows nor another "
+                "choice of rows"
+            )
         # Load options that contradict each other are refused here, before any model is loaded.
         self._load_options(dict.fromkeys(LOAD_OPTIONS))
 
@@ -111,6 +122,10 @@ class Channel:
             HiddenlabError: a plugin's class lacks a part of ``Defense``.
         """
         return cls([_as_defense(registry.build("defenses", spec)) for spec in specs])
+
+    def whole(self) -> "Channel":
+        """The channel without the stages that only leave rows out: what the rows that are shown went through."""
+        return Channel([defense for defense in self.defenses if not _selects(defense)])
 
     def provider_slice(self, slice: Slice) -> Slice:
         """The slice that the provider runs: the given one, or the same layers loaded as the stages ask.
@@ -232,13 +247,17 @@ class Channel:
         # A copy: the pass's buffer holds the states of the prefix and of other prompts too.
         states = states[len(states) - rows :].clone()
         for defense in self.defenses:
+            before = len(states)
             states, step, drawn = defense.states(states, prepared.generator)
-            _check_stage(defense, states, step, rows)
+            _check_stage(defense, states, step, before)
             if step is not None:
                 order = step if order is None else tuple(order[r] for r in step)
                 drawn = {**drawn, "row_order": step}
             if drawn:
                 details[_unused(defense.spec, details)] = drawn
+        if len(states) < rows:
+            # Whoever is shown some rows of a prompt knows how long it is, and which rows they are.
+            public = replace(public, positions=order, facts={**public.facts, "tokens": rows})
         return Observation(states.clone().contiguous(), public), Secret(prepared.tokens, order, details)
 
     def __repr__(self) -> str:
@@ -306,8 +325,21 @@ def _check_tokens(tokens: Sequence[int], slice: Slice) -> None:
         )
 
 
+def _selects(defense: Defense) -> bool:
+    return bool(getattr(defense, "selects", False))
+
+
+def _permutes_rows(defense: Defense) -> bool:
+    return defense.public(Public("", (), Site(1))).rows_permuted
+
+
 def _check_stage(defense: Defense, states: Tensor, order: tuple[int, ...] | None, rows: int) -> None:
     """A plugin that loses rows, or reports no permutation, would spoil the scores without a word."""
+    if _selects(defense):
+        kept = () if order is None else order
+        if states.ndim != 2 or len(states) != len(kept) or list(kept) != sorted(set(kept) & set(range(rows))):
+            raise HiddenlabError(f"the defense {defense.spec} does not say which of {rows} rows it released")
+        return
     if states.ndim != 2 or len(states) != rows:
         raise HiddenlabError(f"the defense {defense.spec} released {tuple(states.shape)}, not {rows} rows")
     if order is not None and sorted(order) != list(range(rows)):

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 LAST_STREAMS = ("final_norm", "logits")  # which exist after the last layer only
 INNER_STREAMS = ("q", "k", "v")
-SLICE_STREAMS = ("resid", *INNER_STREAMS, *LAST_STREAMS)
-STREAMS = (*SLICE_STREAMS, "embed", "attn")
+SLICE_STREAMS = ("resid", "embed", *INNER_STREAMS, *LAST_STREAMS)
+STREAMS = (*SLICE_STREAMS, "attn")
 Progress = Callable[[str, int, int], None]  # (what, done, total)
 
 
@@ -35,9 +35,9 @@ class Site:
 
     ``resid`` at layer l is the state after l decoder layers and before any final norm; ``final_norm`` the state
     after the last layer and the final norm; ``logits`` the language-model head's output (used by proposals).
-    ``q``, ``k`` and ``v`` are of layer l's attention (the first is 1), all heads side by side, after rotary
-    embedding; k and v are what a KV cache holds. What nodes of a distributed scheme also see: ``embed`` (layer 0),
-    what enters the first layer, and ``attn``, partial outputs of a layer's attention.
+    ``embed`` is layer 0, what enters the first layer. ``q``, ``k`` and ``v`` are of layer l's attention (the first
+    is 1), all heads side by side, after rotary embedding; k and v are what a KV cache holds. What nodes of a
+    distributed scheme also see: ``attn``, partial outputs of a layer's attention.
     """
 
     layer: int
@@ -139,7 +139,7 @@ class TokenRecovery:
 
     Attributes:
         token: the token id.
-        row: the observed row it was matched with.
+        row: the observed row it was matched with, -1 for a token that no row shows.
         distance: distance of its state to that row, in the matcher's norm.
         margin: how much farther the nearest other candidate was, or None where none was evaluated.
         evaluated: candidates evaluated for this position, the accepted one included.
@@ -160,6 +160,8 @@ class Recovery:
 
     ``evaluated_tokens`` counts every position run through the slice, verification passes included;
     ``forward_calls`` the passes this prompt took part in; ``seconds`` this prompt's share of its batch's time.
+    ``positions`` are the tokens' places in the prompt where not all of its tokens were recovered, None where
+    nothing is missing before the last.
     """
 
     tokens: tuple[TokenRecovery, ...]
@@ -168,6 +170,7 @@ class Recovery:
     seconds: float
     stop_reason: str
     epsilon: float | None = None
+    positions: tuple[int, ...] | None = None
 
     @property
     def ids(self) -> list[int]:

@@ -279,7 +279,7 @@ def _with_site(spec: AttackSpec) -> AttackSpec:
     model, stream, layer = spec.model or "builtin", spec.stream or "resid", spec.layer
     if layer is None:
         total = int(getattr(load_config(resolve_model(model)), "num_hidden_layers", 0))
-        layer = total if stream in LAST_STREAMS else max(1, total // 2)
+        layer = total if stream in LAST_STREAMS else 0 if stream == "embed" else max(1, total // 2)
     return replace(spec, model=model, stream=stream, layer=layer)
 
 

@@ -16,6 +16,9 @@ from hiddenlab.errors import HiddenlabError, InputError, UnknownNameError
 BUILTINS: dict[str, dict[str, str]] = {
     "attacks": {
         "vocab-match": "attacks.vocab_match:VocabMatch",
+        "gap": "attacks.gap:GapSearch",
+        "nearest": "attacks.nearest:NearestEmbedding",
+        "sipit": "attacks.sipit:SipIt",
     },
     "defenses": {
         "identity": "defenses.identity:Identity",
@@ -27,8 +30,31 @@ BUILTINS: dict[str, dict[str, str]] = {
         "int8": "defenses.quantize:Int8",
         "nf4": "defenses.quantize:Nf4",
         "dtype": "defenses.quantize:ProviderDtype",
+        "shard": "defenses.shards:Shard",
+        "gap": "defenses.shards:Gap",
     },
     "metrics": {"text": "eval.metrics:score_text"},
+    "experiments": {
+        "table-1": "eval.experiments:table_1",
+        "table-2": "eval.experiments:table_2",
+        "table-8": "eval.experiments:table_8",
+        "table-9-12": "eval.experiments:table_9_12",
+        "table-13": "eval.experiments:table_13",
+        "table-17": "eval.experiments:table_17",
+        "table-18": "eval.experiments:table_18",
+        "table-19": "eval.experiments:table_19",
+        "table-20": "eval.experiments:table_20",
+        "table-21": "eval.experiments:table_21",
+        "table-22": "eval.experiments:table_22",
+        "baselines": "eval.experiments:baselines",
+        "gap": "eval.experiments:gap",
+    },
+    "measures": {
+        "attack": "eval.measures:attack",
+        "utility": "eval.measures:utility",
+        "bench": "eval.measures:bench",
+    },
+    "eval": {"run": "eval.command:run"},
     "benches": {
         "attack": "eval.bench_attack:bench",
         "cascade": "eval.bench_cascade:bench",
@@ -49,6 +75,9 @@ _SINGULAR = {
     "attacks": "attack",
     "defenses": "defense",
     "metrics": "metric",
+    "experiments": "experiment",
+    "measures": "measure",
+    "eval": "eval command",
     "benches": "bench",
     "cascade": "cascade command",
 }

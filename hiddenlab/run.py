@@ -17,6 +17,7 @@ from hiddenlab.slice import Request, Slice
 from hiddenlab.summary import NOT_APPLICABLE, Sample, summarise
 
 PREFILL_REPEATS = 3
+MISSING = -1  # stands for a token that was not recovered, and equals none
 
 Outcome = Recovery | NotApplicableError
 
@@ -113,10 +114,16 @@ def score(slice: Slice, case: Case, secret: Secret | None, outcome: Outcome, pre
         return {**sample, "status": NOT_APPLICABLE, "reason": str(outcome)}
     tokens, ids = outcome.tokens, outcome.ids
     sample["recovered"] = slice.text(ids)
+    places = _places(outcome, truth)
     if truth is not None:
+        # Tokens that were not recovered count as wrong, and those behind them are compared at their own places.
+        aligned = dict(zip(places, ids, strict=True))
         metric = registry.resolve("metrics", "text")
         sample |= metric(
-            truth_ids=truth, recovered_ids=ids, truth_text=sample["text"], recovered_text=sample["recovered"]
+            truth_ids=truth,
+            recovered_ids=[aligned.get(place, MISSING) for place in range(max(aligned, default=-1) + 1)],
+            truth_text=sample["text"],
+            recovered_text=sample["recovered"],
         )
     return {
         **sample,
@@ -129,7 +136,8 @@ def score(slice: Slice, case: Case, secret: Secret | None, outcome: Outcome, pre
         "epsilon": outcome.epsilon,
         "stop_reason": outcome.stop_reason,
         "recovered_ids": ids,
-        "spans": _spans(slice, outcome, truth),
+        "positions": outcome.positions,
+        "spans": _spans(slice, outcome, places, truth),
         "per_token": {
             name: [getattr(t, name) for t in tokens]
             for name in ("row", "distance", "margin", "evaluated", "verified")
@@ -199,21 +207,35 @@ def _prompt_tokens(
     return prompts
 
 
-def _spans(slice: Slice, recovery: Recovery, truth: Sequence[int] | None) -> list[tuple[str, str]]:
-    """The recovered text in pieces with a status: exact, wrong, unverified, or verified without a truth.
+def _places(recovery: Recovery, truth: Sequence[int] | None) -> Sequence[int]:
+    """Where in the truth each recovered token stands; the truth of one node's rows holds these alone."""
+    if recovery.positions is None or (truth is not None and len(truth) == len(recovery.tokens)):
+        return range(len(recovery.tokens))
+    return recovery.positions
+
+
+def _spans(
+    slice: Slice, recovery: Recovery, places: Sequence[int], truth: Sequence[int] | None
+) -> list[tuple[str, str]]:
+    """The recovered text in pieces with a status: exact, wrong, unverified, missing, or verified without a truth.
 
     Several tokens may share one character; such a piece has the worst of their statuses.
     """
     order = ("verified", "exact", "unverified", "wrong")
     spans: list[tuple[str, str]] = []
     ids, start, read, status = recovery.ids, 0, 0, "verified"
-    for place, token in enumerate(recovery.tokens):
+    expected = 0
+    for index, (place, token) in enumerate(zip(places, recovery.tokens, strict=True)):
+        if place > expected:
+            spans.append((f"⟨{place - expected}⟩", "missing"))
+            start = read = index  # text does not join across a gap
+        expected = place + 1
         status = max(status, _status(token.token, token.verified, truth, place), key=order.index)
-        before, after = slice.text(ids[start:read]), slice.text(ids[start : place + 1])
-        if after.endswith("\ufffd") and place + 1 < len(ids):
+        before, after = slice.text(ids[start:read]), slice.text(ids[start : index + 1])
+        if after.endswith("\ufffd") and index + 1 < len(ids) and places[index + 1] == expected:
             continue
         spans.append((after[len(before) :], status))
-        start, read, status = read, place + 1, "verified"
+        start, read, status = read, index + 1, "verified"
     return spans
 
 

@@ -54,11 +54,15 @@ def summarise(samples: Sequence[Sample]) -> dict[str, Any]:
     }
 
 
-def figure(name: str, value: Any) -> str:
-    """A value of a summary as it is shown; a dash where it was not measured."""
+def figure(name: str, value: Any, kind: str | None = None) -> str:
+    """A value of a summary as it is shown; a dash where it was not measured.
+
+    Args:
+        kind: how it is written, where the summary does not know the name.
+    """
     if value is None:
         return "–"
-    kind = FIGURES[name][1]
+    kind = kind or FIGURES[name][1]
     if kind == "share":
         # 99.96 % must not read as 100 %.
         return "100 %" if value == 1 else f"{min(100 * value, 99.9):.1f} %"

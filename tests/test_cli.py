@@ -421,7 +421,7 @@ def test_list_and_eval(run: Run) -> None:
     listed = json.loads(run("list", "defenses", "--json").stdout)["defenses"]
     assert {"seq-perm", "gaussian"} <= {one["name"] for one in listed}
     assert "nearest" in run("list", "attacks", env={"COLUMNS": "200"}).stdout
-    assert "unknown experiment" in refused(run("eval", "table-1", code=2))
+    assert "unknown experiment 'table-0'; did you mean table-" in refused(run("eval", "table-0", code=2))
 
 
 def test_cascade(run: Run, model: str) -> None:

@@ -69,7 +69,10 @@ def test_unknown_names_get_the_nearest_and_the_list() -> None:
 
 @pytest.mark.parametrize("name", registry.BUILTINS["defenses"])
 def test_every_builtin_defense_is_there_and_says_who_knows_what(name: str) -> None:
-    needed = {"gaussian": ":sigma=0.5", "dtype": ":bfloat16"}
+    needed = {
+        "gaussian": ":sigma=0.5", "dtype": ":bfloat16", "shard": ":alpha=4,c=2,m=2,queries=0,keys=3",
+        "gap": ":size=2",
+    }  # fmt: skip
     defense = registry.build("defenses", name + needed.get(name, ""))
     again = registry.build("defenses", defense.spec)
     assert type(again) is registry.resolve("defenses", name) and again.spec == defense.spec

@@ -124,21 +124,27 @@ class Tree:
 
     before: list[int]
     chain: list[int]
-    leaves: list[tuple[int, int]]  # (token, chain tokens before it)
+    leaves: list[tuple[list[int], int]]  # (tokens, chain tokens before them)
 
     def check(self, chain: Tensor, leaves: Tensor, oracle: PlainModel, layer: int) -> None:
         whole = self.before + self.chain
         if self.chain:
             close(chain, oracle.states(whole, layer)[len(self.before) :])
-        for state, (token, attach) in zip(leaves, self.leaves, strict=True):
-            close(state, oracle.states([*whole[: len(self.before) + attach], token], layer)[-1])
+        rest = leaves
+        for tokens, attach in self.leaves:
+            states, rest = rest[: len(tokens)], rest[len(tokens) :]
+            expected = oracle.states([*whole[: len(self.before) + attach], *tokens], layer)
+            close(states, expected[-len(tokens) :])
+        assert not len(rest)
 
 
 @st.composite
 def trees(draw: Any) -> Tree:
     before = draw(st.lists(TOKEN, max_size=3 * WINDOW))
     chain = draw(st.lists(TOKEN, max_size=2 * WINDOW))
-    leaf = st.tuples(TOKEN, st.integers(0, len(chain)))
+    depth = draw(st.sampled_from([1, 1, 2, WINDOW + 1]))
+    tokens = st.lists(TOKEN, min_size=depth, max_size=depth)
+    leaf = st.tuples(tokens, st.integers(0, len(chain)))
     leaves = draw(st.lists(leaf, min_size=0 if chain else 1, max_size=4))
     return Tree(before, chain, leaves)
 
@@ -155,11 +161,14 @@ def test_packed_trees_of_several_prompts(
         prefix = slice.prefix()
         if tree.before:
             prefix.extend(ids(tree.before))
-        tokens, attach = ids(t for t, _ in tree.leaves), ids(a for _, a in tree.leaves)
+        tokens = torch.tensor([t for t, _ in tree.leaves], dtype=torch.long)
+        if tokens.shape[-1] == 1:
+            tokens = tokens[:, 0]  # both forms of a leaf of one token
+        attach = ids(a for _, a in tree.leaves)
         requests.append(Request(prefix, ids(tree.chain), leaves=tokens, attach=attach))
     counted = slice.evaluated_tokens, slice.forward_calls
     answers = slice.run(requests)
-    size = sum(len(tree.chain) + len(tree.leaves) for tree in forest)
+    size = sum(len(tree.chain) + sum(len(t) for t, _ in tree.leaves) for tree in forest)
     assert (slice.evaluated_tokens, slice.forward_calls) == (counted[0] + size, counted[1] + 1)
     for tree, answer in zip(forest, answers, strict=True):
         tree.check(answer.chain, answer.leaves, plain(architecture), layer)
@@ -197,10 +206,10 @@ def test_any_way_of_growing_a_prefix(
             held += tokens
         elif what.startswith("keep"):
             # The first tokens of a chain, and perhaps a leaf where the chain was left.
-            leaf = ids([tokens[pick]])
-            answer = slice.run([Request(prefix, ids(tokens), leaves=leaf, attach=ids([pick]))])[0]
-            prefix.keep(answer, chain=pick, leaf=0 if what == "keep" else None)
-            held += tokens[:pick] + ([tokens[pick]] if what == "keep" else [])
+            leaves = torch.tensor([[7, 8], [tokens[pick], 9]])
+            request = Request(prefix, ids(tokens), leaves=leaves, attach=ids([pick, pick]))
+            prefix.keep(slice.run([request])[0], chain=pick, leaf=1 if what == "keep" else None)
+            held += tokens[:pick] + ([tokens[pick], 9] if what == "keep" else [])
         else:
             states = prefix.branch(ids(tokens))
             close(states[pick], oracle.states([*held, tokens[pick]], 3)[-1])

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import groupby
 
 import torch
@@ -32,6 +33,17 @@ from hiddenlab.slice.load import parse_dtype
 # The language model is loaded before the attack where the slice has at least one layer for so many of its.
 LOAD_AHEAD = 8
 SEARCHES = {"speculative": speculative, "greedy": stepwise}
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What one channel at one site needs: how states are compared, in which order candidates come, what matches."""
+
+    public: Public
+    slice: Slice
+    matcher: Matcher
+    proposer: Proposer
+    threshold: Threshold
 
 
 class VocabMatch:
@@ -69,7 +81,7 @@ class VocabMatch:
             raise InputError(f"the batch must be at least 1 prompt, not {batch}")
         self.search, self.proposal, self.distance, self.epsilon = search, proposal, distance, epsilon
         self.budget, self.batch, self.seed, self.progress = budget, batch, seed, progress
-        self._prepared: tuple[Public, Slice, Matcher, Proposer, Threshold] | None = None
+        self._prepared: Prepared | None = None
         self._model: tuple[Slice, LazyModel] | None = None
 
     def setup(self, observation: Observation, slice: Slice, generator: torch.Generator) -> dict[str, float]:
@@ -80,20 +92,31 @@ class VocabMatch:
             ``epsilon_relative`` (fraction of a row's norm), with ``epsilon_floor`` and ``epsilon_gap``, between
             which it was put.
         """
-        check_observation(observation, slice)
-        public = channel_of(observation.public)
-        seconds = 0.0
-        if self._prepared is None or self._prepared[:2] != (public, slice):
-            matcher = choose_matcher(self.distance, public)
-            proposer, seconds = self._proposer(slice, public)
-            self._prepared = (public, slice, matcher, proposer, self._threshold(slice, public, matcher))
-        threshold = self._prepared[-1]
+        prepared, seconds = self.prepare(observation, slice)
+        threshold = prepared.threshold
         return {
             "probe_seconds": seconds,
             "epsilon_relative": threshold.relative,
             "epsilon_floor": threshold.floor,
             "epsilon_gap": threshold.gap,
         }
+
+    def prepare(self, observation: Observation, slice: Slice) -> tuple[Prepared, float]:
+        """What ``setup`` makes, kept for the next observation of the same channel, and the seconds probes took.
+
+        Raises:
+            InputError: the observation does not fit the slice.
+        """
+        check_observation(observation, slice)
+        public = channel_of(observation.public)
+        seconds = 0.0
+        kept = self._prepared
+        if kept is None or (kept.public, kept.slice) != (public, slice):
+            matcher = choose_matcher(self.distance, public)
+            proposer, seconds = self._proposer(slice, public)
+            kept = Prepared(public, slice, matcher, proposer, self._threshold(slice, public, matcher))
+            self._prepared = kept
+        return kept, seconds
 
     def _proposer(self, slice: Slice, public: Public) -> tuple[Proposer, float]:
         probe: Probe | None = None
@@ -154,10 +177,7 @@ class VocabMatch:
     ) -> list[Recovery]:
         for observation in observations:
             check_observation(observation, slice)
-        if self._prepared is None or self._prepared[:2] != (channel_of(observations[0].public), slice):
-            self.setup(observations[0], slice, generator)
-        assert self._prepared is not None
-        probe = self._prepared[3].probe
+        probe = self.prepare(observations[0], slice)[0].proposer.probe
         parts = [before_gap(observation) for observation in observations]
         matched = iter(self._match([part for part in parts if part is not None], slice))
         return [
@@ -193,7 +213,8 @@ class VocabMatch:
 
     def _tasks(self, observations: Sequence[Observation], slice: Slice) -> list[Task]:
         assert self._prepared is not None
-        public, _, matcher, proposer, threshold = self._prepared
+        public, matcher = self._prepared.public, self._prepared.matcher
+        proposer, threshold = self._prepared.proposer, self._prepared.threshold
         states = [o.states.to(slice.device).float() for o in observations]
         scores = ids = [None] * len(states)
         if proposer.probe is not None and self.search == "speculative":

@@ -20,7 +20,7 @@ from hiddenlab.slice import Request, Slice
 
 FALSE_WEIGHT = 10.0  # a wrong candidate accepted costs more than a right one searched for in vain
 NEAR_TOKENS = 4  # hard negatives a position: tokens with nearby embeddings
-WINDOWS, WINDOWS_PER_PASS = 48, 8
+WINDOWS, WINDOWS_PER_PASS = 50, 8
 ENOUGH_SINKS = 16  # rows from which a threshold for attention sinks is measured
 
 

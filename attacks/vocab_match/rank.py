@@ -91,7 +91,7 @@ class LanguageModel:
 
     def cost_of_prefill(self, slice: Slice) -> float:
         """What one pass over a prompt costs, in passes of the slice over the same prompt."""
-        return self.model.layers / slice.site.layer
+        return self.model.layers / max(1, slice.site.layer)
 
     def next_token(self, tokens: list[int]) -> Search:
         """Log-probabilities ``[v]`` of the token after ``tokens``; None for the first token."""

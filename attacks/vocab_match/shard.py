@@ -10,6 +10,7 @@ from dataclasses import replace
 from jaxtyping import Float
 from torch import Tensor
 
+from hiddenlab.channel import Channel
 from hiddenlab.core import Observation, Public, Recovery, TokenRecovery
 from hiddenlab.errors import NotApplicableError
 from hiddenlab.propose.probe import Probe
@@ -17,7 +18,8 @@ from hiddenlab.propose.probe import Probe
 
 def channel_of(public: Public) -> Public:
     """The public facts that one preparation serves: all but which rows were seen."""
-    return replace(public, positions=None)
+    facts = {name: value for name, value in public.facts.items() if name != "tokens"}
+    return replace(public, positions=None, channel=Channel.parse(public.channel).whole().specs, facts=facts)
 
 
 def leading_rows(observation: Observation) -> int:
@@ -64,7 +66,9 @@ def with_rest(recovery: Recovery | None, rest: Sequence[TokenRecovery], observat
     if not rest:
         assert recovery is not None
         return recovery
-    reason = f"gap before position {(observation.public.positions or ())[rest[0].row]}"
+    positions = observation.public.positions or ()
+    reason = f"gap before position {positions[rest[0].row]}"
     if recovery is None:
-        return Recovery(tuple(rest), 0, 0, 0.0, reason)
-    return replace(recovery, tokens=(*recovery.tokens, *rest), stop_reason=reason)
+        return Recovery(tuple(rest), 0, 0, 0.0, reason, positions=positions)
+    tokens = (*recovery.tokens, *rest)
+    return replace(recovery, tokens=tokens, stop_reason=reason, positions=positions)

@@ -246,7 +246,7 @@ def find_next(task: Task, tried: Tried | None = None, first: Tensor | None = Non
     adapt_at, copied = ADAPT_FROM, False
     while not (task.overlapping and tried.stands_out()):
         if not asked and task.model is not None:
-            cost = task.model.cost(task.tokens, task.slice.site.layer)
+            cost = task.model.cost(task.tokens, max(1, task.slice.site.layer))
             if task.shortlist is None or task.spent + FIRST_BATCH > task.asked + cost:
                 asked = True
                 task.asked += cost

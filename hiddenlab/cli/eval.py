@@ -1,35 +1,80 @@
 """``hiddenlab eval``: run an experiment, one a table or figure of a paper."""
 
-from typing import Annotated, Any
+from pathlib import Path
+from typing import Annotated, Literal
 
-from typer import Argument
+import typer
+from typer import Argument, Option
 
 from hiddenlab import registry
 from hiddenlab.cli import options as o
-from hiddenlab.cli.console import bars, only_json, print_json, stdout
-from hiddenlab.errors import UnknownNameError
+from hiddenlab.cli.bench import fit, parse_settings
+from hiddenlab.cli.console import bars, only_json, print_json, stderr, stdout
+from hiddenlab.errors import InputError
 
 KIND = "experiments"
+ALL = "all"
 
 
 def eval_(
-    name: Annotated[str, Argument(metavar="NAME", help="See 'hiddenlab list experiments'.")],
+    name: Annotated[str, Argument(metavar="NAME", help="See 'hiddenlab list experiments'; or 'all'.")],
+    model: o.ModelOpt = None,
+    layers: Annotated[
+        str | None, Option("--layers", metavar="1,6,11", help="Layers; default: the experiment's own.")
+    ] = None,
+    prompts: o.PromptsOpt = None,
     limit: o.LimitOpt = None,
+    max_tokens: o.MaxTokensOpt = None,
+    scale: Annotated[
+        Literal["small", "paper"],
+        Option("--scale", help="A laptop's size, or the paper's texts and numbers."),
+    ] = "small",
+    others: Annotated[
+        list[str] | None,
+        Option("--set", metavar="NAME=VALUE", help="Any other option of the experiment; repeatable."),
+    ] = None,
     seed: o.SeedOpt = 0,
+    device: o.DeviceOpt = "auto",
+    dtype: o.DtypeOpt = "float32",
     threads: o.ThreadsOpt = None,
+    workers: Annotated[
+        int, Option("--workers", metavar="N", min=1, help="Cells measured at once, in processes over Ray.")
+    ] = 1,
+    out: Annotated[
+        Path, Option("--out", metavar="DIR", help="Where cells and tables are kept and taken up again.")
+    ] = Path("runs/eval"),
+    fresh: Annotated[bool, Option("--fresh", help="Measure anew what was measured before.")] = False,
     json: o.JsonOpt = False,
 ) -> None:
-    """Run an experiment: one table or figure of a paper."""
-    if KIND not in registry.BUILTINS or not registry.names(KIND):
-        raise UnknownNameError(f"unknown experiment {name!r}; there are no experiments yet")
-    experiment = registry.resolve(KIND, name)
-    with only_json(json), bars() as progress:
-        result: dict[str, Any] = experiment(
-            limit=limit, seed=seed, threads=threads, json=json, progress=progress
+    """Run an experiment: one table or figure of a paper, its published figures beside ours."""
+    names = registry.names(KIND) if name == ALL else [name]
+    options = parse_settings(others or [])
+    if name != ALL:
+        options = fit(name, registry.resolve(KIND, name), options)
+    elif options:
+        raise InputError("--set is for one experiment's own options; 'all' takes none")
+    setting = {
+        "model": model or "builtin", "limit": limit, "max_tokens": max_tokens, "prompts": prompts, "scale": scale,
+        "seed": seed, "device": device, "dtype": dtype,
+        "layers": None if layers is None else tuple(registry.parse_numbers("--layers", layers)),
+    }  # fmt: skip
+    run = registry.resolve("eval", "run")
+    try:
+        with only_json(json), bars() as progress:
+            tables = run(
+                names, setting, options, out, fresh=fresh, workers=workers, threads=threads, progress=progress
+            )
+    except KeyboardInterrupt:
+        stderr().print(
+            f"interrupted; what was measured is kept in {out}, and the same command goes on from there"
         )
+        raise typer.Exit(130) from None
     if json:
-        print_json(result)
+        print_json(tables[0] if name != ALL else {"format": 1, "tables": tables})
         return
-    from hiddenlab.cli.show import rows_table
+    from hiddenlab.cli.show import experiment_table
 
-    stdout().print(rows_table(result["rows"], f"experiment {name}"))
+    for table in tables:
+        for part in experiment_table(table):
+            stdout().print(part)
+    stderr().print(f"tables and cells are in {out}", highlight=False, markup=False, soft_wrap=True)

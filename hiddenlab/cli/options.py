@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from typer import Argument, Option
 
-Stream = Literal["resid", "final_norm", "q", "k", "v"]
+Stream = Literal["resid", "final_norm", "embed", "q", "k", "v"]
 Dtype = Literal["float32", "bfloat16", "float16"]
 
 PromptArg = Annotated[str | None, Argument(metavar="PROMPT", help="The prompt; '-' reads standard input.")]
@@ -28,7 +28,7 @@ LayerOpt = Annotated[
     int | None, Option("--layer", metavar="L", help="States after L layers; default: the middle.")
 ]
 StreamOpt = Annotated[
-    Stream | None, Option("--stream", help="Which states (k, v: a KV cache); default: resid.")
+    Stream | None, Option("--stream", help="Which states (k, v: a KV cache; embed: layer 0); default: resid.")
 ]
 DefenseOpt = Annotated[
     list[str] | None,

@@ -8,8 +8,9 @@ from rich.text import Text
 
 from hiddenlab.report import channel_of, visible
 from hiddenlab.summary import FIGURES, NOT_APPLICABLE, Sample, figure
+from hiddenlab.tables import grid
 
-STYLES = {"exact": "green", "verified": "", "wrong": "bold red", "unverified": "yellow"}
+STYLES = {"exact": "green", "verified": "", "wrong": "bold red", "unverified": "yellow", "missing": "dim"}
 
 
 def sample_line(sample: Sample) -> Text:
@@ -56,6 +57,18 @@ def figures_table(rows: Sequence[Mapping[str, Any]], title: str) -> Table:
     for key in keys:
         table.add_row(Text(key.replace("_", " ")), *(Text(cell(row.get(key))) for row in rows))
     return table
+
+
+def experiment_table(found: Mapping[str, Any]) -> list[Table | Text]:
+    """An experiment's table, its notes, and why some of it was not run."""
+    cells = grid(found)
+    table = Table(title=Text(found["title"]))
+    for index, name in enumerate(cells.header):
+        table.add_column(Text(name), justify="left" if index < cells.keys else "right")
+    for row in cells.rows:
+        table.add_row(*(Text(visible(text)) for text in row))
+    notes = [Text(f"- {visible(text)}") for text in [*found["notes"], *cells.reasons]]
+    return [table, *notes]
 
 
 def rows_table(rows: Sequence[Mapping[str, Any]], title: str) -> Table:

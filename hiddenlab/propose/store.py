@@ -4,8 +4,9 @@ import hashlib
 import json
 import os
 import time
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,8 @@ SCREEN_WIDTH = 128
 # Large half-precision products of the regression on failed candidates, against small passes of a slice.
 REGRESSION_SPEED = 4
 TRAINING_TOKENS = (20_000, 100_000)
+# A probe for an earlier token has less to learn: most of what it can know of one is which kind of token it is.
+EARLIER_STEPS = 1000
 
 
 def _layer_weights(slice: Slice) -> int:
@@ -81,12 +84,13 @@ def _only_permutes(defense: object) -> bool:
 
 def collect_states(
     slice: Slice, channel: list[str], tokens: int, seed: int, progress: Progress = silent
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The attacker's training set: states as the channel releases them, and the token of each row."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The attacker's training set: states as the channel releases them, and each row's token and position."""
     corpus, pipe = Corpus(slice, seed), Channel.parse(channel)
     generator = torch.Generator().manual_seed(seed)
     states: list[torch.Tensor] = []
     labels: list[torch.Tensor] = []
+    places: list[torch.Tensor] = []
     pack: list[torch.Tensor] = []
     done = 0
 
@@ -95,6 +99,7 @@ def collect_states(
             rows = observation.states
             states.append(rows[torch.tensor(secret.row_order).argsort()] if secret.row_order else rows)
             labels.append(torch.tensor(secret.tokens))
+            places.append(torch.arange(len(secret.tokens)))
 
     for window in corpus.windows(tokens):
         pack.append(window)
@@ -106,26 +111,52 @@ def collect_states(
     if pack:
         flush()
     progress("collecting the probe's training states", tokens, tokens)
-    return torch.cat(states).float().to(slice.device), torch.cat(labels)
+    return torch.cat(states).float().to(slice.device), torch.cat(labels), torch.cat(places)
 
 
 def probe_for(slice: Slice, public: Public, progress: Progress = silent) -> tuple[Probe, float]:
     """The probe for a channel, from the cache or trained now, and the seconds that training took (0 if cached)."""
-    settings = probe_settings(public.columns_permuted is not None)
+    probes, seconds = probes_for(slice, public, (0,), progress)
+    return probes[0], seconds
+
+
+def probes_for(
+    slice: Slice, public: Public, offsets: Sequence[int], progress: Progress = silent
+) -> tuple[list[Probe], float]:
+    """Probes for a channel that name the token so many positions before the row's own, and the seconds they took.
+
+    Attention leaves traces of earlier tokens in a state; a probe for them is a proposal where their own rows are
+    not shown. All are trained on the same states.
+
+    Args:
+        offsets: 0 is the row's own token.
+    """
+    own = probe_settings(public.columns_permuted is not None)
     channel = training_channel(slice, public)
     tokens = training_tokens(slice)
-    identity = _identity(slice, channel) | {"tokens": tokens, "settings": asdict(settings)}
-    tensors = _load(identity, slice)
-    seconds = 0.0
-    if tensors is None:
-        started = time.perf_counter()
-        states, labels = collect_states(slice, channel, tokens, settings.seed, progress)
-        with torch.inference_mode(False):
-            probe = train_probe(states, labels, slice.embedding.detach().clone(), settings, progress)
-        tensors = probe.tensors()
-        _save(identity, tensors)
-        seconds = time.perf_counter() - started
-    return Probe.from_tensors(settings, tensors).attach(slice.embedding, screen_width(slice)), seconds
+    base = _identity(slice, channel) | {"tokens": tokens}
+    collected = None
+    started = time.perf_counter()
+    probes = []
+    for offset in offsets:
+        settings = own if offset == 0 else replace(own, steps=EARLIER_STEPS)
+        identity = base | {"settings": asdict(settings)} | ({"offset": offset} if offset else {})
+        tensors = _load(identity, slice)
+        if tensors is None:
+            if collected is None:
+                collected = collect_states(slice, channel, tokens, settings.seed, progress)
+            states, labels, places = collected
+            if offset:  # the first rows of a window have no such token before them
+                states, labels = (
+                    states[(places >= offset).to(states.device)],
+                    labels.roll(offset)[places >= offset],
+                )
+            with torch.inference_mode(False):
+                probe = train_probe(states, labels, slice.embedding.detach().clone(), settings, progress)
+            tensors = probe.tensors()
+            _save(identity, tensors)
+        probes.append(Probe.from_tensors(settings, tensors).attach(slice.embedding, screen_width(slice)))
+    return probes, 0.0 if collected is None else time.perf_counter() - started
 
 
 def openings_for(slice: Slice, public: Public, progress: Progress = silent) -> tuple[Openings | None, float]:
@@ -161,7 +192,7 @@ def adapter_for(slice: Slice, progress: Progress = silent) -> tuple[Adapter | No
     """
     if REGRESSION_SPEED * _layer_weights(slice) < slice.vocab_size * 2 * slice.width:
         return None, 0.0
-    layers = min(FEATURE_LAYERS, slice.site.layer)
+    layers = max(1, min(FEATURE_LAYERS, slice.site.layer))
     shallow = slice
     if slice.site != Site(layers) or slice.quantization is not None:
         shallow = slice.sibling(layers, dtype=str(slice.dtype).removeprefix("torch."))
@@ -189,6 +220,8 @@ def _identity(slice: Slice, channel: list[str]) -> dict[str, Any]:
         "weights": [round(float(p.flatten()[0]), 6) for p in slice.model.parameters()],
         "dtype": str(slice.dtype),
         "channel": channel,
+        # Without a tokenizer the training windows hold no text.
+        **({} if slice.tokenizer is not None else {"text": False}),
     }
 
 

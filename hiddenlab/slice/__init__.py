@@ -63,10 +63,15 @@ class Slice:
         self._last_layer = decoder_layers(model)[-1]
         if site.stream == "resid":
             self._last_layer.register_forward_hook(self._capture)
+        elif site.stream == "embed":
+            decoder_layers(model)[0].register_forward_pre_hook(self._capture_inputs, with_kwargs=True)
         self._check_causal()
 
     def _capture(self, module: nn.Module, inputs: Any, output: Any) -> None:
         self._captured = output[0] if isinstance(output, tuple) else output
+
+    def _capture_inputs(self, module: nn.Module, inputs: Any, options: Any) -> None:
+        self._captured = inputs[0] if inputs else options["hidden_states"]
 
     def _check_causal(self) -> None:
         """A state that changes with a later token means a bidirectional model, which this attack is not for."""
@@ -249,7 +254,7 @@ def load_slice(
 
     Args:
         name: ``builtin``, a local directory, a GGUF file, or a hub id.
-        layer: 1 … number of layers; None means all. ``final_norm`` and ``logits`` need all.
+        layer: 1 … number of layers; None means all. ``final_norm`` and ``logits`` need all; ``embed`` is layer 0.
         stream: which states ``run`` returns, one of ``SLICE_STREAMS`` (see ``Site``).
         dtype: float32, bfloat16 or float16. device: ``auto``, ``cpu``, ``cuda`` …
         quantization: None, ``int8`` or ``nf4`` (bitsandbytes). device_map: accelerate's placement, e.g. ``auto``.
@@ -263,17 +268,20 @@ def load_slice(
     ref = resolve_model(name, revision)
     config = load_config(ref)
     total = getattr(config, "num_hidden_layers", 0)
-    layer = total if layer is None else layer
-    if not 1 <= layer <= total:
-        raise InputError(f"layer {layer} is out of range: {name} has layers 1 to {total}")
     if stream not in SLICE_STREAMS:
         raise InputError(f"unknown stream {stream!r} of a slice; known are {', '.join(SLICE_STREAMS)}")
+    layer = (0 if stream == "embed" else total) if layer is None else layer
+    if stream == "embed" and layer:
+        raise InputError(f"the stream embed exists only at layer 0; layer {layer} was asked for")
+    if not 1 <= layer <= total and stream != "embed":
+        also = "; layer 0 is --stream embed" if layer == 0 else ""
+        raise InputError(f"layer {layer} is out of range: {name} has layers 1 to {total}{also}")
     if stream in LAST_STREAMS and layer != total:
         raise InputError(
             f"the stream {stream} exists only after the last layer, {total}; layer {layer} was asked for"
         )
     model = load_model(
-        ref, truncate_config(config, layer), head=stream == "logits", dtype=torch_dtype, device=torch_device,
+        ref, truncate_config(config, max(1, layer)), head=stream == "logits", dtype=torch_dtype, device=torch_device,
         quantization=quantization, device_map=device_map,
         attention=open_door(ATTENTION_NAME, _ACTIVE, "a hiddenlab slice is run through Slice.run, not by itself"),
     )  # fmt: skip

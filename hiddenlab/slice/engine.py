@@ -1,9 +1,10 @@
 """How tokens run through a model: one attention function, shared prefixes, many prompts packed in one pass.
 
 A pass packs the requests of several prompts on one token axis. Each request holds a *chain* (tokens that follow
-one another) and *leaves* (alternatives, each seeing the prefix, the chain up to its attachment, and itself). A
-plain prefill is a chain without leaves; the branching of vocabulary matching (paper, section 4.2 and appendix A)
-is leaves without a chain; verifying a guess while trying alternatives at its weak places is both at once.
+one another) and *leaves* (alternatives, each seeing the prefix, the chain up to its attachment, and itself; a leaf
+may be several tokens long). A plain prefill is a chain without leaves; the branching of vocabulary matching (paper,
+section 4.2 and appendix A) is leaves without a chain; its generalisation to gaps (Algorithm 3) is leaves of several
+tokens; verifying a guess while trying alternatives at its weak places is a chain with leaves.
 
 All Hugging Face architectures come through transformers' ``AttentionInterface``: the registered function gets
 queries, keys and values after projection and rotary embedding, and attends to the prefix's keys and values where
@@ -69,7 +70,8 @@ class Request:
     Attributes:
         prefix: the committed tokens before them.
         chain: token ids that follow one another, or their embeddings ``[t, d]``.
-        leaves: alternatives; leaf i stands after ``attach[i]`` chain tokens.
+        leaves: alternatives, ``[c]`` token ids or ``[c, g]`` for leaves of g tokens each (or embeddings, ``[c, d]``
+            and ``[c, g, d]``); leaf i stands after ``attach[i]`` chain tokens.
         attach: for each leaf, how many chain tokens precede it; None means 0 for all.
     """
 
@@ -78,6 +80,7 @@ class Request:
     leaves: Tensor | None = None
     attach: Tensor | None = None
     reach: Tensor = field(init=False)
+    depth: int = field(init=False, default=1)
 
     def __post_init__(self) -> None:
         steps = torch.arange(len(self.chain), device=self.chain.device)
@@ -85,10 +88,16 @@ class Request:
             self.leaves = None
             self.reach = steps
             return
+        axes = 1 if self.leaves.is_floating_point() else 0  # a token id is a number, an embedding a row
+        if self.leaves.ndim - axes == 2:
+            self.depth = self.leaves.shape[1]
+            self.leaves = self.leaves.flatten(0, 1)
+        count = len(self.leaves) // self.depth
         attach = self.attach
         if attach is None:
-            attach = torch.zeros(len(self.leaves), dtype=torch.long, device=self.leaves.device)
-        self.reach = torch.cat([steps, attach.to(steps.device)])
+            attach = torch.zeros(count, dtype=torch.long, device=steps.device)
+        deeper = attach.to(steps.device)[:, None] + torch.arange(self.depth, device=steps.device)
+        self.reach = torch.cat([steps, deeper.flatten()])
 
     @property
     def size(self) -> int:
@@ -103,7 +112,11 @@ class Request:
 
 @dataclass
 class Answer:
-    """States of one request, and what is needed to keep some of its tokens as prefix."""
+    """States of one request, and what is needed to keep some of its tokens as prefix.
+
+    Attributes:
+        chain: a state a chain token. leaves: a state a leaf token, the tokens of one leaf after another.
+    """
 
     chain: Float[Tensor, "t d"]
     leaves: Float[Tensor, "c d"]
@@ -165,10 +178,8 @@ class PackedPass:
             self.shown = {"q": q, "k": k, "v": v}[self.show[1]][0].transpose(0, 1).flatten(1)
         out = q.new_empty(1, q.shape[2], q.shape[1], v.shape[-1])
         for request, start, end in zip(self.requests, self.starts, self.starts[1:], strict=False):
-            _attend_request(
-                request, layer, q[0, :, start:end], k[0, :, start:end], v[0, :, start:end],
-                out[0, start:end], scaling=attention.scaling, window=attention.window, softcap=attention.softcap,
-            )  # fmt: skip
+            own = slice(start, end)
+            _attend_request(request, layer, q[0, :, own], k[0, :, own], v[0, :, own], out[0, own], attention)
         return out
 
 
@@ -179,47 +190,81 @@ def _attend_request(
     k: Float[Tensor, "k t width"],
     v: Float[Tensor, "k t vwidth"],
     out: Float[Tensor, "t h vwidth"],
-    *,
-    scaling: float,
-    window: int | None,
-    softcap: float | None,
+    attention: Attention,
 ) -> None:
     """Attention of one request's tokens over its prefix, its chain and themselves, written into ``out``."""
-    heads, tokens, width = q.shape
-    kv_heads, groups = k.shape[0], heads // k.shape[0]
     chain = len(request.chain)
-    prefix = request.prefix.store.length
     shared_k, shared_v = k[:, :chain], v[:, :chain]
-    if prefix:
+    if request.prefix.store.length:
         prefix_k, prefix_v = request.prefix.store.view(layer)
+        if torch.is_grad_enabled() and prefix_k.is_inference():
+            prefix_k, prefix_v = prefix_k.clone(), prefix_v.clone()  # autograd saves no inference tensors
         if chain:
             shared_k, shared_v = torch.cat([prefix_k, shared_k], 1), torch.cat([prefix_v, shared_v], 1)
         else:
             shared_k, shared_v = prefix_k, prefix_v
-    shared = prefix + chain
+    # A chain token is a leaf of one token that stands where it stands.
+    ends = (0, q.shape[1]) if request.depth == 1 else (0, chain, q.shape[1])
+    for depth, start, end in zip((1, request.depth), ends, ends[1:], strict=False):
+        own = slice(start, end)
+        if start < end:
+            _attend_leaves(
+                request, own, depth, q[:, own], k[:, own], v[:, own], shared_k, shared_v, out[own], attention
+            )
+
+
+def _attend_leaves(
+    request: Request,
+    which: slice,
+    depth: int,
+    q: Float[Tensor, "h t width"],
+    k: Float[Tensor, "k t width"],
+    v: Float[Tensor, "k t vwidth"],
+    shared_k: Float[Tensor, "k s width"],
+    shared_v: Float[Tensor, "k s vwidth"],
+    out: Float[Tensor, "t h vwidth"],
+    attention: Attention,
+) -> None:
+    """Leaves of ``depth`` tokens, one after another, over the shared keys before them and over their own.
+
+    Args:
+        which: the tokens' places in the request.
+    """
+    heads, tokens, width = q.shape
+    kv_heads, groups = k.shape[0], heads // k.shape[0]
+    shared, prefix, window = shared_k.shape[1], request.prefix.store.length, attention.window
+    reach = request.reach[which].to(q.device) + prefix
+    first = reach.view(-1, depth)[:, :1].expand(-1, depth).flatten()  # where each token's leaf begins
     key_index = torch.arange(shared, device=q.device)
-    step = max(1, SCORE_ELEMENTS // (heads * (shared + 1)))
+    later = torch.ones(depth, depth, dtype=torch.bool, device=q.device).triu(1)
+    if window is not None:
+        later |= torch.ones_like(later).tril(-window)
+    step = depth * max(1, SCORE_ELEMENTS // (heads * (shared + depth) * depth))
     for a in range(0, tokens, step):
         b = min(a + step, tokens)
         part = q[:, a:b].reshape(kv_heads, groups * (b - a), width)
-        scores = q.new_empty(kv_heads, groups, b - a, shared + 1, dtype=torch.float32)
+        own_k, own_v = (x[:, None, a:b].unflatten(2, (-1, depth)) for x in (k, v))
+        scores = q.new_empty(kv_heads, groups, b - a, shared + depth, dtype=torch.float32)
         scores[..., :shared] = (part @ shared_k.transpose(1, 2)).view(kv_heads, groups, b - a, shared)
-        own = part.view(kv_heads, groups, b - a, width) * k[:, None, a:b]
-        scores[..., shared] = own.sum(-1)
-        scores *= scaling
-        if softcap is not None:
-            scores = torch.tanh(scores / softcap) * softcap
-        if chain or (window is not None and shared + 1 > window):
-            place = request.reach[a:b, None].to(q.device) + prefix
-            hidden = key_index[None] >= place
+        queries = part.view(kv_heads, groups, -1, depth, width)
+        own = (queries * own_k).sum(-1, True) if depth == 1 else queries @ own_k.transpose(-1, -2)
+        scores[..., shared:] = own.flatten(2, 3)
+        scores *= attention.scaling
+        if attention.softcap is not None:
+            scores = torch.tanh(scores / attention.softcap) * attention.softcap
+        if len(request.chain) or (window is not None and shared + depth > window):
+            hidden = key_index[None] >= first[a:b, None]
             if window is not None:
-                hidden = hidden | (place - key_index[None] >= window)
+                hidden = hidden | (reach[a:b, None] - key_index[None] >= window)
             scores[..., :shared].masked_fill_(hidden, float("-inf"))
+        if depth > 1:
+            scores[..., shared:].unflatten(2, (-1, depth)).masked_fill_(later, float("-inf"))
         weights = scores.softmax(-1).to(v.dtype)
         mixed = (weights[..., :shared].reshape(kv_heads, groups * (b - a), shared) @ shared_v).view(
             kv_heads, groups, b - a, -1
         )
-        mixed = mixed + weights[..., shared:] * v[:, None, a:b]
+        inner = weights[..., shared:].unflatten(2, (-1, depth))
+        mixed = mixed + (inner * own_v if depth == 1 else inner @ own_v).flatten(2, 3)
         out[a:b] = mixed.permute(2, 0, 1, 3).reshape(b - a, heads, -1)
 
 
@@ -268,11 +313,12 @@ class Prefix:
         self._branch = None
 
     def keep(self, answer: Answer, *, chain: int = 0, leaf: int | None = None) -> None:
-        """Append the first ``chain`` tokens of an answered request, and then one of its leaves."""
+        """Append the first ``chain`` tokens of an answered request, and then one of its leaves, whole."""
         request = answer.request
         columns = list(range(chain))
         if leaf is not None:
-            columns.append(len(request.chain) + leaf)
+            start = len(request.chain) + leaf * request.depth
+            columns += range(start, start + request.depth)
         if not columns:
             return
         index: Tensor | slice = torch.tensor(columns, device=request.reach.device)

@@ -1,0 +1,420 @@
+"""Tokens that no row shows: the generalised vocabulary-matching attack, with priors (paper, appendix C, Algorithm 3).
+
+Between two observed rows lie g unknown tokens. Algorithm 3 enumerates V^(g+1) sequences (the unknown tokens and the
+row's own); the paper calls it a theoretical threat. Here four sources order the search: the language model, probes
+that read *earlier* tokens from the observed row (attention leaves traces of them), the probe for its own token, and
+the distances of what was tried, which fall with every right token of a sequence, so that one slot can be searched
+while the others are held.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import combinations
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from attacks.vocab_match import Prepared, VocabMatch
+from attacks.vocab_match.rank import LM_WEIGHT
+from attacks.vocab_match.task import ADAPT_FROM, ADAPT_TO, LEARN_HALF
+from hiddenlab.core import Observation, Progress, Recovery, TokenRecovery, silent
+from hiddenlab.errors import InputError, NotApplicableError
+from hiddenlab.propose.adapt import Adapter
+from hiddenlab.propose.probe import Probe
+from hiddenlab.propose.store import probes_for
+from hiddenlab.slice import Answer, Prefix, Request, Slice
+
+REACH = 3  # how far before a row probes look for tokens
+FIRST_CHUNK, LAST_CHUNK = 32, 512
+UNEXPECTED = 0.02  # share of the probability that is spread evenly over what the priors do not expect
+FLOOR_ROOM = 8.0  # a gap counts as closed within so many times the largest distance of a right candidate
+
+
+class GapSearch:
+    """Recover every token up to the last observed row, those that no row shows included.
+
+    Rows before the first gap are matched one by one (``vocab-match``). At a gap, whole sequences are tried: first
+    those that the priors like, then one slot at a time of the sequences that came nearest. A gap that is not closed
+    within the budget gets the nearest sequence, unverified, and the search goes on behind it.
+
+    Knows: the weights, the released rows and where in the prompt they stand. Does not know: the other rows, tokens.
+
+    Args:
+        budget: sequences tried for one gap at most; V of them are what one unknown token can take.
+        breadth: sequences, nearest first, of which single slots are searched at once; the beam of the priors is four
+            times as wide.
+        proposal: ``probe+lm`` or ``probe``. distance, epsilon: as in ``vocab-match``.
+        seed: of calibration. progress: where progress is reported.
+    """
+
+    def __init__(
+        self,
+        budget: int = 200_000,
+        breadth: int = 8,
+        proposal: str = "probe+lm",
+        distance: str = "auto",
+        epsilon: str = "auto",
+        seed: int = 0,
+        progress: Progress = silent,
+    ) -> None:
+        if budget < 1 or breadth < 1:
+            raise InputError(f"budget and breadth must be at least 1, not {budget} and {breadth}")
+        if "probe" not in proposal:
+            raise InputError(f"the gap search cannot do without the probe; {proposal!r} has none")
+        self.budget, self.breadth, self.progress = budget, breadth, progress
+        self.matching = VocabMatch(
+            proposal=proposal, distance=distance, epsilon=epsilon, seed=seed, progress=progress
+        )
+        self._earlier: tuple[Prepared, list[Probe]] | None = None
+
+    def setup(self, observation: Observation, slice: Slice, generator: torch.Generator) -> dict[str, float]:
+        """Probes, for the rows' own tokens and for earlier ones, and epsilon; see ``VocabMatch.setup``."""
+        measured = self.matching.setup(observation, slice, generator)
+        _, seconds = self._prepare(observation, slice)
+        return {**measured, "probe_seconds": measured["probe_seconds"] + seconds}
+
+    def _prepare(self, observation: Observation, slice: Slice) -> tuple[list[Probe], float]:
+        """Probes for the tokens 1 to ``REACH`` positions before a row."""
+        prepared, _ = self.matching.prepare(observation, slice)
+        seconds = 0.0
+        if self._earlier is None or self._earlier[0] is not prepared:
+            probes, seconds = probes_for(slice, prepared.public, range(1, REACH + 1), self.progress)
+            self._earlier = prepared, probes
+        return self._earlier[1], seconds
+
+    def recover(self, observation: Observation, slice: Slice, generator: torch.Generator) -> Recovery:
+        """Recover one prompt.
+
+        Raises:
+            NotApplicableError: rows in unknown order, or of layer 0, where a row says nothing of other tokens.
+        """
+        public = observation.public
+        if public.rows_permuted:
+            raise NotApplicableError("the gap search needs to know where each row stands")
+        if public.site.stream == "embed":
+            raise NotApplicableError(
+                "rows of layer 0 say nothing of other tokens; no gap can be closed there"
+            )
+        earlier, _ = self._prepare(observation, slice)
+        prepared, _ = self.matching.prepare(observation, slice)
+        positions = list(public.positions or range(len(observation.states)))
+        started, before = time.perf_counter(), (slice.evaluated_tokens, slice.forward_calls)
+        lead = next((i for i, p in enumerate(positions) if p != i), len(positions))
+        found: list[TokenRecovery] = []
+        epsilon = None
+        if lead:
+            whole = replace(public, positions=None)
+            first = self.matching.recover(Observation(observation.states[:lead], whole), slice, generator)
+            found, epsilon = list(first.tokens), first.epsilon
+        unclosed = 0
+        model = _Model(prepared, slice)
+        with torch.inference_mode():
+            prefix = slice.prefix(offset=public.prefix_tokens)
+            if found:
+                prefix.extend(torch.tensor([one.token for one in found], device=slice.device))
+            for row in range(lead, len(positions)):
+                raw = observation.states[row].to(slice.device).float()
+                gap = _Gap(self, prepared, earlier, model, prefix, raw)
+                closed = gap.search(positions[row] - len(found))
+                found += gap.recovered(row)
+                unclosed += not closed
+                self.progress("closing gaps", row - lead + 1, len(positions) - lead)
+        evaluated, calls = slice.evaluated_tokens - before[0], slice.forward_calls - before[1]
+        reason = (
+            "complete"
+            if not unclosed
+            else f"{unclosed} of {len(positions) - lead} rows not matched within the budget"
+        )
+        return Recovery(tuple(found), evaluated, calls, time.perf_counter() - started, reason, epsilon)
+
+    def __repr__(self) -> str:
+        return (
+            f"GapSearch(budget {self.budget}); knows the weights, the shown rows and where they stand, not the other "
+            "rows nor any token"
+        )
+
+
+class _Model:
+    """The proposing language model's view of one prompt, if there is one; it follows the recovered tokens."""
+
+    def __init__(self, prepared: Prepared, slice: Slice) -> None:
+        lm = prepared.proposer.lm
+        self.slice = None if lm is None else lm.slice
+        self.opening = slice.special_ids[:1]
+        self._prefix: Prefix | None = None
+        self._next: Tensor | None = None
+
+    def after(self, tokens: list[int], more: Sequence[tuple[int, ...]]) -> Float[Tensor, "c v"] | None:
+        """Log-probabilities of what follows the tokens and each continuation of one length; None without a model.
+
+        The first token of a prompt is expected as after the model's opening token.
+        """
+        tokens = tokens or self.opening
+        if self.slice is None or not tokens:
+            return None
+        if self._prefix is None or self._prefix.tokens != tokens[: self._prefix.length]:
+            self._prefix = self.slice.prefix()
+        if missing := tokens[self._prefix.length :]:
+            self._next = self._prefix.extend(torch.tensor(missing, device=self.slice.device))[-1]
+        assert self._next is not None
+        leaves = torch.tensor(more, device=self.slice.device)
+        if leaves.shape[1] == 0:
+            return self._next.float().log_softmax(-1).expand(len(more), -1)
+        answer = self.slice.run([Request(self._prefix, leaves[0, :0], leaves=leaves)], keep=False)[0]
+        return answer.leaves.unflatten(0, leaves.shape)[:, -1].float().log_softmax(-1)
+
+
+@dataclass
+class _Tried:
+    """A slot of a sequence whose other tokens are held: what was tried there, and what comes next.
+
+    Attributes:
+        held: the sequence; its token at ``slot`` is of no account. prior: scores of the slot's tokens.
+    """
+
+    slot: int
+    held: tuple[int, ...]
+    prior: Float[Tensor, " v"]
+    order: Int[Tensor, " n"] = field(init=False)
+    cumulated: Float[Tensor, " n"] = field(init=False)
+    place: int = 0
+    chunk: int = FIRST_CHUNK
+    tokens: list[Tensor] = field(default_factory=list)
+    states: list[Tensor] = field(default_factory=list)
+    learn_at: int = ADAPT_FROM
+
+    def __post_init__(self) -> None:
+        self._sort(self.prior, torch.empty(0, dtype=torch.long, device=self.prior.device))
+
+    def _sort(self, scores: Float[Tensor, " v"], seen: Int[Tensor, " n"]) -> None:
+        left = scores.clone()
+        left[seen] = float("-inf")
+        values, order = left.log_softmax(0).sort(descending=True)
+        self.order = order[: len(order) - len(seen)]
+        self.cumulated = values.exp().cumsum(0)
+        self.place = 0
+
+    @property
+    def exhausted(self) -> bool:
+        return self.place >= len(self.order)
+
+    def chance(self) -> float:
+        """Probability, by the priors, that a candidate of the next chunk is right here: per candidate."""
+        end = min(self.place + self.chunk, len(self.order))
+        before = float(self.cumulated[self.place - 1]) if self.place else 0.0
+        likely = (float(self.cumulated[end - 1]) - before) / max(1, end - self.place)
+        return (1 - UNEXPECTED) * likely + UNEXPECTED / len(self.prior)
+
+    def next(self, limit: int) -> Int[Tensor, " c"]:
+        batch = self.order[self.place : self.place + min(self.chunk, limit)]
+        self.place += len(batch)
+        self.chunk = min(2 * self.chunk, LAST_CHUNK)
+        return batch
+
+    def learn(
+        self, tokens: Int[Tensor, " c"], states: Float[Tensor, "c d"], row: Tensor, adapter: Adapter
+    ) -> None:
+        """Reorder the rest by what the states of those tried here say of it (``propose/adapt.py``)."""
+        self.tokens.append(tokens)
+        self.states.append(states)
+        tried = sum(map(len, self.tokens))
+        if not self.learn_at <= tried <= ADAPT_TO:
+            return
+        seen = torch.cat(self.tokens)
+        distances = adapter.distances(seen, torch.cat(self.states), row).to(self.prior.device)
+        self._sort(self.prior - tried / (tried + LEARN_HALF) / 2 * distances, seen)
+        self.learn_at = 2 * tried
+
+
+class _Gap:
+    """The search for the unknown tokens before one row, and for its own."""
+
+    def __init__(
+        self, attack: GapSearch, prepared: Prepared, earlier: Sequence[Probe], model: _Model, prefix: Prefix,
+        raw: Float[Tensor, " d"],
+    ) -> None:  # fmt: skip
+        self.attack, self.prepared, self.model, self.prefix = attack, prepared, model, prefix
+        self.size = 1
+        self.slice, self.matcher = prefix.slice, prepared.matcher
+        self.row = self.matcher.prepare(raw[None])
+        self.limit = self._limit()
+        assert prepared.proposer.probe is not None
+        own = prepared.proposer.probe.log_probs(raw[None])[0]
+        self.traces = [own, *(probe.log_probs(raw[None])[0] for probe in earlier)]
+        self.pool: dict[tuple[int, ...], float] = {}
+        self.slots: dict[tuple[int, tuple[int, ...]], _Tried] = {}
+        self.rearranged: set[tuple[int, ...]] = set()
+        self.spent = 0
+        self.closed = False
+        self.best: tuple[int, ...] = ()
+
+    def _limit(self) -> float:
+        """How near a sequence must come: nearer than for a row's own token alone.
+
+        A wrong token before it changes a row less than a wrong token of its own, from which epsilon is measured.
+        """
+        threshold = self.prepared.threshold
+        limit = float(threshold.limits(self.matcher, self.row)[0])
+        if threshold.absolute is not None or not threshold.separable:
+            return limit
+        floor = max(threshold.floor, torch.finfo(self.slice.dtype).eps)
+        return min(limit, FLOOR_ROOM * floor * float(self.matcher.norms(self.row)[0]))
+
+    def search(self, missing: int) -> bool:
+        """Close a gap of so many unknown tokens; the prefix then holds them and the row's own token."""
+        self.size = missing + 1
+        self._beam()
+        while not self.closed and self.spent < self.attack.budget:
+            if self._rearrange():
+                continue
+            context = self._most_promising()
+            if context is None:
+                break
+            self._expand(context)
+        if not self.closed:
+            self.best = min(self.pool, key=self.pool.__getitem__)
+            self.prefix.extend(torch.tensor(self.best, device=self.slice.device))
+        return self.closed
+
+    def recovered(self, row: int) -> list[TokenRecovery]:
+        """The tokens found; those that no row shows are verified by the row that they explain."""
+        others = sorted(d for sequence, d in self.pool.items() if sequence != self.best)[:1]
+        distance = self.pool[self.best]
+        margin = others[0] - distance if others else None
+        return [
+            TokenRecovery(
+                token, row if slot == self.size - 1 else -1, distance, margin, self.spent, self.closed
+            )
+            for slot, token in enumerate(self.best)
+        ]
+
+    # ---- what is tried
+
+    def _beam(self) -> None:
+        """Sequences from left to right by the priors alone, all run at once; their slots are searched afterwards."""
+        width = 4 * self.attack.breadth
+        beams: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
+        for slot in range(self.size):
+            scores = self._scores(slot, [tokens for _, tokens in beams]).log_softmax(1)
+            top = scores.topk(min(width, scores.shape[1]), dim=1)
+            beams = sorted(
+                (
+                    (score + value, (*tokens, token))
+                    for (score, tokens), values, found in zip(
+                        beams, top.values.tolist(), top.indices.tolist(), strict=True
+                    )
+                    for value, token in zip(values, found, strict=True)
+                ),
+                reverse=True,
+            )[:width]
+        sequences = [tokens for _, tokens in beams][: self.attack.budget]
+        self._run(sequences)
+
+    def _rearrange(self) -> bool:
+        """Try the unknown tokens of the nearest sequence in other orders, once; false where there is nothing to try.
+
+        A row shows which tokens stand before it better than where: the right ones in a wrong order come near.
+        """
+        nearest = min(self.pool, key=self.pool.__getitem__)
+        if self.size < 3 or nearest in self.rearranged:
+            return False
+        self.rearranged.add(nearest)
+        orders = {_moved(nearest[:-1], i, j) for i in range(self.size - 1) for j in range(self.size - 1)}
+        orders |= {_swapped(nearest[:-1], i, j) for i, j in combinations(range(self.size - 1), 2)}
+        fresh = sorted({(*order, nearest[-1]) for order in orders} - self.pool.keys())
+        fresh = fresh[: self.attack.budget - self.spent]
+        if fresh:
+            self._run(fresh)
+        return bool(fresh)
+
+    def _run(self, sequences: list[tuple[int, ...]]) -> None:
+        """Whole sequences, after the prefix."""
+        limit = max(1, self.slice.max_pass_tokens // self.size)
+        for start in range(0, len(sequences), limit):
+            part = sequences[start : start + limit]
+            leaves = torch.tensor(part, device=self.slice.device)
+            self._digest(self.slice.run([Request(self.prefix, leaves[0, :0], leaves=leaves)])[0], part, 0)
+            if self.closed:
+                return
+
+    def _scores(self, slot: int, before: Sequence[tuple[int, ...]]) -> Float[Tensor, "c v"]:
+        """Log-probabilities, not normalised, of a slot's token behind each choice of the tokens before it.
+
+        The row's own token is left to its probe: asking the language model for every sequence would cost more than
+        it knows.
+        """
+        back = self.size - 1 - slot
+        trace = self.traces[back] if back < len(self.traces) else torch.zeros_like(self.traces[0])
+        following = self.model.after(self.prefix.tokens, before) if back else None
+        if following is None:
+            return trace.expand(len(before), -1)
+        return trace + LM_WEIGHT * following.to(trace.device)
+
+    def _most_promising(self) -> "_Tried | None":
+        """Of the slots of the nearest sequences the one whose next candidates are likeliest, nearer ones preferred."""
+        best: tuple[float, _Tried] | None = None
+        nearest = sorted(self.pool, key=self.pool.__getitem__)
+        taken = 0
+        for sequence in nearest:
+            open_ = [c for slot in range(self.size) if not (c := self._context(slot, sequence)).exhausted]
+            for context in open_:
+                value = context.chance() / (1 + taken)
+                if best is None or value > best[0]:
+                    best = value, context
+            taken += bool(open_)
+            if taken == self.attack.breadth:
+                break
+        return None if best is None else best[1]
+
+    def _context(self, slot: int, sequence: tuple[int, ...]) -> _Tried:
+        key = slot, sequence[:slot] + sequence[slot + 1 :]
+        if key not in self.slots:
+            self.slots[key] = _Tried(slot, sequence, self._scores(slot, [sequence[:slot]])[0])
+        return self.slots[key]
+
+    def _expand(self, context: _Tried) -> None:
+        """Run the next candidates of one slot, the tokens before it shared by all of them."""
+        slot, held = context.slot, context.held
+        tokens = context.next(
+            min(self.attack.budget - self.spent, self.slice.max_pass_tokens // (self.size - slot))
+        )
+        chain = torch.tensor(held[:slot], dtype=torch.long, device=self.slice.device)
+        behind = torch.tensor(held[slot + 1 :], dtype=torch.long, device=self.slice.device)
+        leaves = torch.cat([tokens[:, None], behind.expand(len(tokens), -1)], 1)
+        attach = torch.full((len(tokens),), slot, device=self.slice.device)
+        answer = self.slice.run([Request(self.prefix, chain, leaves=leaves, attach=attach)])[0]
+        sequences = [(*held[:slot], token, *held[slot + 1 :]) for token in tokens.tolist()]
+        states = self._digest(answer, sequences, slot)
+        if self.prepared.proposer.adapter is not None and not self.closed:
+            context.learn(tokens, states, self.row, self.prepared.proposer.adapter)
+
+    def _digest(self, answer: Answer, sequences: list[tuple[int, ...]], chain: int) -> Float[Tensor, "c d"]:
+        """Note the distances of what was run, and commit a sequence that matches; returns the last tokens' states."""
+        ends = answer.leaves.unflatten(0, (len(sequences), -1))[:, -1]
+        states = self.matcher.prepare(ends)
+        distances = self.matcher.pairs(candidates=states, observed=self.row.expand_as(states))
+        self.spent += len(sequences)
+        self.pool.update(zip(sequences, distances.tolist(), strict=True))
+        if len(self.pool) > 4096:  # the far ones are never looked at again
+            kept = sorted(self.pool, key=self.pool.__getitem__)[:1024]
+            self.pool = {sequence: self.pool[sequence] for sequence in kept}
+        nearest = int(distances.argmin())
+        if float(distances[nearest]) <= self.limit:
+            self.closed, self.best = True, sequences[nearest]
+            self.pool[self.best] = float(distances[nearest])
+            self.prefix.keep(answer, chain=chain, leaf=nearest)
+        return states
+
+
+def _moved(tokens: tuple[int, ...], i: int, j: int) -> tuple[int, ...]:
+    """The token at i taken out and put in at j."""
+    rest = tokens[:i] + tokens[i + 1 :]
+    return (*rest[:j], tokens[i], *rest[j:])
+
+
+def _swapped(tokens: tuple[int, ...], i: int, j: int) -> tuple[int, ...]:
+    out = list(tokens)
+    out[i], out[j] = out[j], out[i]
+    return tuple(out)

@@ -1,0 +1,45 @@
+"""``hiddenlab eval``: run experiments by name; one that cannot run does not end the others."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from eval.experiment import Setting, conduct
+from hiddenlab import registry
+from hiddenlab.core import Progress, silent
+from hiddenlab.errors import HiddenlabError
+from hiddenlab.tables import markdown_table
+
+
+def run(
+    names: Sequence[str],
+    setting: Mapping[str, Any],
+    options: Mapping[str, Any],
+    home: Path,
+    *,
+    fresh: bool = False,
+    workers: int = 1,
+    threads: int | None = None,
+    progress: Progress = silent,
+) -> list[dict[str, Any]]:
+    """The tables of some experiments, written to ``home`` as JSON and Markdown.
+
+    Args:
+        setting: fields of ``Setting``. options: of the experiment itself, where there is one.
+
+    Raises:
+        HiddenlabError: an experiment, an option or the folder is wrong; nothing is measured then.
+    """
+    asked = Setting(**setting)
+    experiments = {name: registry.resolve("experiments", name)(asked, **options) for name in names}
+    tables = []
+    for name, experiment in experiments.items():
+        table = conduct(
+            name, experiment, home, fresh=fresh, workers=workers, threads=threads, progress=progress
+        )
+        try:
+            (home / f"{name}.md").write_text(markdown_table(table), encoding="utf-8")
+        except OSError as error:
+            raise HiddenlabError(f"cannot write into {home}: {error.strerror or error}") from None
+        tables.append(table)
+    return tables

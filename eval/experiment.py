@@ -1,0 +1,234 @@
+"""Experiments as data: cells to be measured once each, and a table made of them.
+
+A cell's result depends on its measure and its spec alone, and is kept under a digest of both: an interrupted
+experiment goes on where it was, two tables share their common cells, and nothing is measured twice.
+"""
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hiddenlab import registry
+from hiddenlab.core import Progress, silent
+from hiddenlab.environment import describe_environment
+from hiddenlab.errors import HiddenlabError, InputError
+from hiddenlab.record import finite
+
+FORMAT = 1
+RESULT = "result.json"
+MEASURED, NOT_RUN = "measured", "not run"
+SCALES = ("small", "paper")
+FINEWEB = "hf:HuggingFaceFW/fineweb-edu:CC-MAIN-2024-10:train:text"
+
+Figures = dict[str, dict[str, float]]  # name -> value, low, high, n
+Result = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What every experiment can be asked: on what, how much of it. ``None`` is the experiment's own choice.
+
+    ``scale`` is ``small`` (a laptop, the shipped prompts) or ``paper`` (the paper's size and texts).
+    """
+
+    model: str = "builtin"
+    layers: tuple[int, ...] | None = None
+    limit: int | None = None
+    max_tokens: int | None = None
+    prompts: str | None = None
+    scale: str = "small"
+    seed: int = 0
+    device: str = "auto"
+    dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        if self.scale not in SCALES:
+            raise InputError(f"unknown scale {self.scale!r}; known are {', '.join(SCALES)}")
+
+    def source(self, limit: int = 50, max_tokens: int = 50) -> dict[str, Any]:
+        """Which texts, how many and how long; given are an experiment's own numbers at the small scale."""
+        paper = self.scale == "paper"
+        return {
+            "prompts": self.prompts or (FINEWEB if paper else None),
+            "limit": self.limit or (1000 if paper else limit),
+            "max_tokens": self.max_tokens or max_tokens,
+        }
+
+    def at(self, default: Sequence[int]) -> tuple[int, ...]:
+        """The layers asked for, else those of the default that the model has."""
+        from hiddenlab.slice.load import load_config, resolve_model
+
+        if self.layers is not None:
+            return self.layers
+        total = int(load_config(resolve_model(self.model)).num_hidden_layers)
+        return tuple(layer for layer in default if layer <= total)
+
+    def where(self) -> dict[str, Any]:
+        """Model and place of computation, for a cell's spec."""
+        return {"model": self.model, "seed": self.seed, "device": self.device, "dtype": self.dtype}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One measurement of a table.
+
+    Attributes:
+        measure: which function measures it (registry kind ``measures``). spec: its arguments, JSON values only.
+        keys: what names its row. paper: published figures for the same place, by column.
+    """
+
+    measure: str
+    spec: Mapping[str, Any]
+    keys: Mapping[str, Any]
+    paper: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def digest(self) -> str:
+        text = json.dumps([FORMAT, self.measure, self.spec], sort_keys=True, default=list)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def folder(self, home: Path) -> Path:
+        """Where it is kept."""
+        return home / "cells" / f"{self.measure}-{self.digest}"
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A table: its cells, the figures to show of each, and what a reader must know to read it.
+
+    Attributes:
+        figures: names of figures with their labels, in order. notes: what is comparable with the paper, and what not.
+        fold: makes the rows of the table from those of the cells, where a row is not a cell.
+    """
+
+    title: str
+    cells: Sequence[Cell]
+    figures: Mapping[str, str]
+    notes: Sequence[str] = ()
+    fold: Callable[[list[dict[str, Any]]], list[dict[str, Any]]] | None = None
+
+
+def conduct(
+    name: str,
+    experiment: Experiment,
+    home: Path,
+    *,
+    fresh: bool = False,
+    workers: int = 1,
+    threads: int | None = None,
+    progress: Progress = silent,
+) -> dict[str, Any]:
+    """Measure the cells that are not measured yet, and return the table; it is written to ``home`` as well.
+
+    Args:
+        fresh: measure all cells anew. workers: processes, over Ray. threads: of torch, in each process.
+
+    Raises:
+        HiddenlabError: ``home`` cannot be written, or a measure does not exist.
+    """
+    for cell in experiment.cells:
+        registry.resolve("measures", cell.measure)
+    unique = {cell.digest: cell for cell in experiment.cells}
+    todo = [cell for cell in unique.values() if fresh or load_result(cell, home) is None]
+    done = len(unique) - len(todo)
+    progress(f"cells of {name}", done, len(unique))
+    if workers > 1 and len(todo) > 1:
+        from eval.parallel import measure_all
+
+        finished: Iterator[Result] = measure_all(todo, home, fresh, workers, threads)
+    else:
+        if threads is not None:
+            import torch
+
+            torch.set_num_threads(threads)
+        finished = (measure_cell(cell, home, fresh, progress) for cell in todo)
+    results = {}
+    for result in finished:
+        results[result["digest"]] = result
+        done += 1
+        progress(f"cells of {name}", done, len(unique))
+    rows = [
+        row_of(cell, results.get(cell.digest) or load_result(cell, home) or {}) for cell in experiment.cells
+    ]
+    table = {
+        "format": FORMAT,
+        "experiment": name,
+        "title": experiment.title,
+        "figures": dict(experiment.figures),
+        "rows": rows if experiment.fold is None else experiment.fold(rows),
+        "notes": list(experiment.notes),
+    }
+    _write(home / f"{name}.json", json.dumps(finite(table), ensure_ascii=False, indent=1) + "\n")
+    return table
+
+
+def measure_cell(cell: Cell, home: Path, fresh: bool = False, progress: Progress = silent) -> Result:
+    """Measure one cell and keep the result; what cannot be measured says why, and is tried again another time."""
+    folder = cell.folder(home)
+    if fresh:
+        _clear(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    measure = registry.resolve("measures", cell.measure)
+    result: Result = {
+        "format": FORMAT, "measure": cell.measure, "spec": dict(cell.spec), "digest": cell.digest,
+        "status": MEASURED, "reason": None,
+    }  # fmt: skip
+    started = time.perf_counter()
+    try:
+        result["figures"] = measure(dict(cell.spec), folder, progress)
+    except HiddenlabError as error:
+        result |= {"status": NOT_RUN, "reason": str(error), "figures": {}}
+    result["seconds"] = time.perf_counter() - started
+    result["made"] = describe_environment()
+    _write(folder / RESULT, json.dumps(finite(result), ensure_ascii=False, indent=1) + "\n")
+    return result
+
+
+def load_result(cell: Cell, home: Path) -> Result | None:
+    """A measured cell's result; None where it was not measured, or not by this format."""
+    try:
+        result = json.loads((cell.folder(home) / RESULT).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    measured = (
+        isinstance(result, dict) and result.get("format") == FORMAT and result.get("status") == MEASURED
+    )
+    return result if measured else None
+
+
+def row_of(cell: Cell, result: Result) -> dict[str, Any]:
+    """A row of the table: what it is of, what was measured, what the paper says."""
+    code = result.get("made", {}).get("code", {})
+    return {
+        "keys": dict(cell.keys),
+        "figures": result.get("figures", {}),
+        "paper": dict(cell.paper),
+        "status": result.get("status", NOT_RUN),
+        "reason": result.get("reason"),
+        "commit": (str(code.get("commit"))[:12] + ("+" if code.get("dirty") else ""))
+        if code.get("commit")
+        else None,
+        "cell": f"{cell.measure}-{cell.digest}",
+    }
+
+
+def _clear(folder: Path) -> None:
+    import shutil
+
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _write(path: Path, text: str) -> None:
+    work = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        work.write_text(text, encoding="utf-8")
+        work.replace(path)
+    except OSError as error:
+        work.unlink(missing_ok=True)
+        raise HiddenlabError(f"cannot write {path}: {error.strerror or error}") from None

@@ -1,0 +1,322 @@
+"""The experiments: each says which cells its table has; nothing is measured here.
+
+The defaults fit a laptop; ``--scale paper`` asks for the paper's texts and numbers of prompts.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from eval import paper
+from eval.experiment import Cell, Experiment, Setting
+from hiddenlab.errors import InputError
+from hiddenlab.job import AttackSpec
+
+EXACT = {"exact": "exact prompts", "evaluated_tokens_per_token": "evaluated tokens per token"}
+TEXT = {"rouge_l": "ROUGE-L", "token_accuracy": "token accuracy", "exact": "exact prompts"}
+GAP_BUDGET = 200_000
+NOISY_BUDGET = 64
+
+OTHER_MODEL = (
+    "The paper's columns are of other models and texts (1,000 of FineWeb-Edu); they are comparable in kind, not "
+    "digit by digit."
+)
+WHOLE = "No budget: a token that does not match is searched for in the whole vocabulary."
+BUDGET = (
+    "Channels that change values: at most {} candidates a token, the nearest taken where none matches. The paper "
+    "searches its whole vocabulary there; a larger --set budget=N costs time."
+)
+
+
+def table_1(setting: Setting) -> Experiment:
+    """Raw states: share of prompts recovered exactly, by layer (Table 1)."""
+    return _exactness("Table 1: exact recovery from raw states", setting, ["identity"], paper.LAYERS)
+
+
+def table_2(setting: Setting) -> Experiment:
+    """Permuted states: share of prompts recovered exactly, by permutation and layer (Table 2)."""
+    title = "Table 2: exact recovery from permuted states"
+    return _exactness(title, setting, paper.PERMUTATIONS[1:], _small(setting))
+
+
+def _exactness(title: str, setting: Setting, channels: Sequence[str], layers: Sequence[int]) -> Experiment:
+    cells = [
+        _attack(setting, {"channel": channel, "layer": layer}, layer, channel, paper={
+            f"exact, {model}": paper.EXACT[channel][model].get(layer) for model in (paper.GEMMA, paper.LLAMA)
+        })
+        for channel in channels
+        for layer in setting.at(layers)
+    ]  # fmt: skip
+    return Experiment(title, cells, EXACT, [OTHER_MODEL, WHOLE])
+
+
+def table_8(setting: Setting, models: str = "") -> Experiment:
+    """Mean time of an attack by model size (Table 8); name further models with --set models=A,B."""
+    names = [setting.model, *(name for name in models.split(",") if name)]
+    source = setting.source(limit=10, max_tokens=100)
+    source["limit"] = setting.limit or 10
+    cells = []
+    for name in names:
+        spec = AttackSpec(**{**setting.where(), "model": name}, **source, layer=_one(setting.layers))
+        published = {"seconds a prompt": paper.ATTACK_SECONDS.get(name.rpartition("/")[2])}
+        cells.append(Cell("attack", spec.to_json(), {"model": name}, published))
+    return Experiment(
+        "Table 8: time of an attack by model",
+        cells,
+        {"seconds_per_prompt": "seconds a prompt", "exact": "exact prompts"},
+        [
+            "The paper's seconds are of one GPU, ours of the machine in each record; only ours share a machine."
+        ],
+    )
+
+
+def table_9_12(setting: Setting) -> Experiment:
+    """Thresholds: calibrated as the paper does it and measured as we do, and what each gives (Tables 9 to 12)."""
+    cells = []
+    for channel in paper.PERMUTATIONS:
+        for layer in setting.at((1, 11) if setting.scale == "small" else paper.LAYERS):
+            for how in ("auto", "calibrated"):
+                published = {
+                    f"epsilon, {model}": paper.EPSILON[channel][model].get(layer)
+                    if how == "calibrated"
+                    else None
+                    for model in (paper.GEMMA, paper.LLAMA)
+                }
+                keys = {"channel": channel, "layer": layer, "epsilon": how}
+                cells.append(_attack(setting, keys, layer, channel, published, epsilon=how))
+    return Experiment(
+        "Tables 9 to 12: thresholds",
+        cells,
+        {"epsilon": "epsilon (median row, L1)", **EXACT},
+        [
+            "calibrated: the paper's ternary search, on 50 sequences of the attacker's own text. auto: the geometric "
+            "middle between the noise floor and the nearest wrong candidate on the same sequences.",
+            "Thresholds are in each model's own units, so the paper's columns show their order only.",
+        ],
+    )
+
+
+def table_13(setting: Setting, budget: int = NOISY_BUDGET) -> Experiment:
+    """Noise and quantization: the best layer's ROUGE-L by permutation, and the model's own loss (Table 13)."""
+    cells = [cell for channel in paper.PERMUTATIONS for cell in _noised(setting, channel, budget)]
+    cells += table_1(setting).cells
+    cells += table_2(setting).cells
+    cells += _utility(setting)
+    return Experiment(
+        "Table 13: noise and quantization, the weakest layer",
+        cells,
+        {
+            **{f"rouge_l, {name}": f"ROUGE-L, {name}" for name in paper.PERMUTATIONS},
+            "top1_agreement": "top-1 agreement",
+            "kl": "KL",
+        },
+        [
+            OTHER_MODEL,
+            BUDGET.format(budget),
+            "Each ROUGE-L is the largest over the measured layers, as in the paper.",
+        ],
+        fold=_weakest,
+    )
+
+
+def _weakest(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A row a method: for each permutation the layer with the largest ROUGE-L, and the utility."""
+    out = []
+    for method in ("identity", *paper.METHODS):
+        figures: dict[str, Any] = {}
+        for channel in paper.PERMUTATIONS:
+            found = [
+                row["figures"]["rouge_l"]
+                for row in rows
+                if row["keys"].get("channel") == channel
+                and row["keys"].get("method", "identity") == method
+                and "rouge_l" in row["figures"]
+            ]
+            if found:
+                figures[f"rouge_l, {channel}"] = max(found, key=lambda figure: figure["value"])
+        quality = [row["figures"] for row in rows if row["keys"].get("defense") == method]
+        figures |= quality[0] if quality else {}
+        published = {f"ROUGE-L, {name}": value for name, value in paper.BEST[method].items()}
+        published["LiveBench, relative"] = paper.DOWNSTREAM[method]
+        status = [row["status"] for row in rows if row["keys"].get("method", "identity") == method]
+        reasons = [
+            row["reason"] for row in rows if row["keys"].get("method", "identity") == method and row["reason"]
+        ]
+        out.append(
+            {
+                "keys": {"method": method}, "figures": figures, "paper": published,
+                "status": "measured" if "measured" in status else "not run",
+                "reason": next(iter(reasons), None), "commit": None, "cell": None,
+            }
+        )  # fmt: skip
+    return out
+
+
+def table_18(setting: Setting, budget: int = NOISY_BUDGET) -> Experiment:
+    """ROUGE-L with noise or quantization, no permutation, by layer (Table 18)."""
+    return _noise_table(18, setting, "identity", budget)
+
+
+def table_19(setting: Setting, budget: int = NOISY_BUDGET) -> Experiment:
+    """ROUGE-L with noise or quantization and permuted rows, by layer (Table 19)."""
+    return _noise_table(19, setting, "seq-perm", budget)
+
+
+def table_20(setting: Setting, budget: int = NOISY_BUDGET) -> Experiment:
+    """ROUGE-L with noise or quantization and permuted coordinates, by layer (Table 20)."""
+    return _noise_table(20, setting, "hidden-perm", budget)
+
+
+def table_21(setting: Setting, budget: int = NOISY_BUDGET) -> Experiment:
+    """ROUGE-L with noise or quantization and both permuted, by layer (Table 21)."""
+    return _noise_table(21, setting, "2d-perm", budget)
+
+
+def _noise_table(number: int, setting: Setting, channel: str, budget: int) -> Experiment:
+    title = f"Table {number}: noise and quantization, {channel}"
+    return Experiment(title, _noised(setting, channel, budget), TEXT, [OTHER_MODEL, BUDGET.format(budget)])
+
+
+def _noised(setting: Setting, channel: str, budget: int) -> list[Cell]:
+    return [
+        _attack(
+            setting,
+            {"method": method, "channel": channel, "layer": layer},
+            layer,
+            f"{method}|{channel}",
+            {f"ROUGE-L, {paper.GEMMA}": paper.NOISED[channel][method].get(layer)},
+            budget=budget,
+        )
+        for method in paper.METHODS
+        for layer in setting.at(_small(setting))
+    ]
+
+
+def table_17(setting: Setting, shapes: str = "bert-base,bert-large") -> Experiment:
+    """Cascade's time by model size at alpha 2 (Table 17); name shapes or models with --set shapes=A,B."""
+    cells = []
+    for shape in shapes.split(","):
+        options = {
+            "model": shape,
+            "alphas": "2",
+            "backends": "tcp",
+            "repeats": 100 if setting.scale == "paper" else 10,
+        }
+        cells.append(
+            Cell("bench", {"bench": "cascade", "options": options}, {"model": shape},
+                 {"seconds": paper.CASCADE_SECONDS.get(shape)})
+        )  # fmt: skip
+    return Experiment(
+        "Table 17: Cascade by model size",
+        cells,
+        {"seconds": "seconds", "over_plain": "over the plain model"},
+        ["Two CompNodes and four AttnNodes as processes of one machine; the paper has a machine for each."],
+    )
+
+
+def table_22(setting: Setting) -> Experiment:
+    """What noise and quantization cost the model itself (Tables 13 and 22, with quantities a small model can show)."""
+    return Experiment(
+        "Table 22: the defended model's own quality",
+        [*_utility(setting), *_livebench(setting)],
+        {"perplexity": "perplexity", "kl": "KL from clean, nats", "top1_agreement": "top-1 agreement"},
+        ["Teacher-forced on the prompts. Permutations change nothing here: the provider undoes them."],
+    )
+
+
+def _utility(setting: Setting) -> list[Cell]:
+    source = setting.source(limit=100, max_tokens=200)
+    return [
+        Cell(
+            "utility",
+            {**setting.where(), **source, "defense": [] if method == "identity" else [method]},
+            {"defense": method},
+            {"LiveBench": paper.LIVEBENCH[method]},
+        )
+        for method in ("identity", *paper.METHODS)
+    ]
+
+
+def _livebench(setting: Setting) -> list[Cell]:
+    spec = {**setting.where(), **setting.source(limit=20), "prompts": "hf:livebench/reasoning::test:turns"}
+    return [Cell("utility", {**spec, "defense": []}, {"defense": "identity, on LiveBench's questions"})]
+
+
+def baselines(setting: Setting, sipit_budget: int = 4096) -> Experiment:
+    """Speculative search beside greedy search, SipIt and the nearest embedding: candidates, time, exactness."""
+    # name, whether it is too slow for many prompts on a laptop, and how it is asked for
+    attacks: tuple[tuple[str, bool, dict[str, Any]], ...] = (
+        ("speculative, probe+lm", False, {}),
+        ("greedy, lm (paper)", True, {"search": "greedy", "proposal": "lm"}),
+        ("SipIt, gradient", True, {"attack": f"sipit:budget={sipit_budget}"}),
+        ("nearest embedding", False, {"attack": "nearest"}),
+    )
+    cells = []
+    for layer in setting.at((1, 11)):
+        for label, slow, options in attacks:
+            limit = setting.source()["limit"]
+            if slow and setting.scale == "small":
+                limit = min(limit, 4)
+            keys = {"attack": label, "layer": layer}
+            cells.append(_attack(setting, keys, layer, "identity", limit=limit, **options))
+    return Experiment(
+        "Searches and inversion baselines on raw states",
+        cells,
+        {
+            "evaluated_tokens_per_token": "evaluated tokens per token", "seconds_per_prompt": "seconds a prompt",
+            "exact": "exact prompts", "token_accuracy": "token accuracy",
+        },
+        [
+            "Evaluated tokens count every position run through the slice, gradient steps included (a gradient costs "
+            "about three evaluations of time).",
+            "Seconds are comparable where the cells ran alone on one machine; each record names it.",
+            "Greedy search and SipIt run on the first few prompts at the small scale.",
+        ],
+    )  # fmt: skip
+
+
+def gap(setting: Setting, sizes: str = "1,2,3", after: int = 20, budget: int = GAP_BUDGET) -> Experiment:
+    """Unknown tokens between known rows: how many the attack closes, at what cost, by layer (Algorithm 3)."""
+    cells = []
+    for layer in setting.at((1, 11, 21)):
+        for size in sizes.split(","):
+            channel = f"gap:size={size},after={after}"
+            keys = {"layer": layer, "missing tokens": int(size)}
+            attack = f"gap:budget={budget}"
+            cells.append(
+                _attack(setting, keys, layer, channel, attack=attack, max_tokens=after + int(size) + 1)
+            )
+    return Experiment(
+        "Generalized gap attack (Algorithm 3, which the paper does not run)",
+        cells,
+        {"exact": "gaps closed", "last_evaluated": "sequences tried", "seconds_per_prompt": "seconds"},
+        [
+            f"One gap a prompt, behind {after} known rows; at most {budget:,} sequences are tried. Enumerating the gap "
+            "would take V^g sequences for g missing tokens.",
+            "The threshold rho of Definition 7.2 is the smallest gap that is not closed.",
+        ],
+    )  # fmt: skip
+
+
+def _attack(
+    setting: Setting,
+    keys: dict[str, Any],
+    layer: int,
+    channel: str = "identity",
+    paper: dict[str, Any] | None = None,
+    **options: Any,
+) -> Cell:
+    """An attack's cell; the channel's stages are joined by ``|``, options are those of ``AttackSpec``."""
+    defense = tuple(stage for stage in channel.split("|") if stage != "identity")
+    site = {"layer": layer, "stream": "resid" if layer else "embed"}
+    spec = AttackSpec(**{**setting.where(), **setting.source(), **site, "defense": defense, **options})
+    return Cell("attack", spec.to_json(), keys, paper or {})
+
+
+def _small(setting: Setting) -> tuple[int, ...]:
+    return (1, 6, 11) if setting.scale == "small" else paper.LAYERS
+
+
+def _one(layers: tuple[int, ...] | None) -> int | None:
+    if layers is not None and len(layers) > 1:
+        raise InputError("this experiment takes one layer")
+    return None if layers is None else layers[0]

@@ -1,0 +1,151 @@
+"""What a cell of an experiment can measure; each function answers with figures and their intervals over prompts."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from eval.experiment import Figures
+from eval.intervals import Estimate, mean, ratio, share
+from hiddenlab import registry
+from hiddenlab.channel import Channel
+from hiddenlab.core import Progress, silent
+from hiddenlab.errors import NotApplicableError
+from hiddenlab.job import AttackSpec, generator, prepare
+from hiddenlab.prompts import load_prompts
+from hiddenlab.record import RECORD, Recorder, RunRecord, read_run
+from hiddenlab.run import run_attack
+from hiddenlab.slice import load_slice
+from hiddenlab.summary import NOT_APPLICABLE, Sample
+
+RUN = "run"  # an attack cell's folder holds a run, which 'hiddenlab report' reads
+
+
+def attack(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> Figures:
+    """Run an attack (``AttackSpec``) and estimate its figures; an interrupted run goes on where it was.
+
+    Raises:
+        NotApplicableError: the attack cannot use what the channel releases.
+        HiddenlabError: see ``hiddenlab.job.prepare``.
+    """
+    path = folder / RUN
+    if (path / RECORD).is_file() and read_run(path)[0].status == "finished":
+        samples = read_run(path)[1]
+    else:
+        job = prepare(AttackSpec.from_json(spec), progress)
+        if (path / RECORD).is_file():
+            recorder = Recorder.resume(path, job.inputs_sha256)
+        else:
+            record = RunRecord(
+                verb="attack", spec=job.spec.to_json(), seeds={"seed": job.spec.seed},
+                inputs_sha256=job.inputs_sha256, prompts=len(job.cases),
+            )  # fmt: skip
+            recorder = Recorder.create(record, out=path)
+        run_attack(job, recorder, progress=progress)
+        samples = recorder.samples
+    return figures_of(samples)
+
+
+def figures_of(samples: Sequence[Sample]) -> Figures:
+    """Estimates from the samples of an attack run, prompts to which it does not apply left out.
+
+    Raises:
+        NotApplicableError: it applies to none of them.
+    """
+    done = [sample for sample in samples if sample["status"] != NOT_APPLICABLE]
+    if not done:
+        raise NotApplicableError(samples[0]["reason"] if samples else "there are no prompts")
+    tokens = [sample["tokens"] for sample in done]
+    out = {
+        "exact": share([sample["exact"] for sample in done]),
+        "verified": ratio([sample["verified"] * sample["tokens"] for sample in done], tokens),
+        "evaluated_tokens_per_token": ratio([sample["evaluated_tokens"] for sample in done], tokens),
+        "forward_calls_per_prompt": mean([sample["forward_calls"] for sample in done]),
+        "last_evaluated": mean([sample["per_token"]["evaluated"][-1] for sample in done]),
+        "seconds_per_prompt": mean([sample["seconds"] for sample in done]),
+    }
+    for name in ("token_accuracy", "rouge_l", "bleu"):
+        out[name] = mean([sample[name] for sample in done])
+    if all(sample["prefill_seconds"] for sample in done):
+        seconds, prefills = ([sample[name] for sample in done] for name in ("seconds", "prefill_seconds"))
+        out["attack_over_prefill"] = ratio(seconds, prefills)
+    if all(sample["epsilon"] is not None for sample in done):
+        out["epsilon"] = mean([sample["epsilon"] for sample in done])
+    return as_figures(out)
+
+
+def utility(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> Figures:
+    """What a defense costs the model itself: perplexity, KL from the clean model, agreement of the likeliest token.
+
+    Texts pass the channel at the stream ``logits`` of the whole model, beside a clean pass of the same weights, both
+    teacher-forced: the model predicts every token of the text after the first.
+
+    Args:
+        spec: model, prompts, limit, max_tokens, defense (a list), seed, device, dtype.
+    """
+    slice = load_slice(spec["model"], stream="logits", device=spec["device"], dtype=spec["dtype"])
+    clean, defended = Channel.parse([]), Channel.parse(spec["defense"])
+    if defended.whole().specs != defended.specs:
+        raise NotApplicableError("a channel that shows only some rows leaves the model itself as it is")
+    texts = [p.text for p in load_prompts(spec["prompts"], limit=spec["limit"])]
+    tokens = [slice.tokenize(text, spec["max_tokens"]) for text in texts]
+    tokens = [prompt for prompt in tokens if len(prompt) > 1]
+    rows: list[tuple[int, float, float, float, float]] = []
+    for i, prompt in enumerate(tokens):
+        plain, changed = (
+            channel.release(slice, prompt, generator(spec["seed"], "release", i))[0]
+            .states[:-1]
+            .float()
+            .log_softmax(-1)
+            for channel in (clean, defended)
+        )
+        following = torch.tensor(prompt[1:], device=plain.device)[:, None]
+        rows.append(
+            (
+                len(following),
+                -float(plain.gather(1, following).sum()),
+                -float(changed.gather(1, following).sum()),
+                float((plain.exp() * (plain - changed)).sum()),
+                float((plain.argmax(1) == changed.argmax(1)).sum()),
+            )
+        )
+        progress("measuring the model's own quality", i + 1, len(tokens))
+    counts, before, after, divergence, agreed = (list(column) for column in zip(*rows, strict=True))
+    return as_figures(
+        {
+            "perplexity": _exp(ratio(after, counts)),
+            "clean_perplexity": _exp(ratio(before, counts)),
+            "kl": ratio(divergence, counts),
+            "top1_agreement": ratio(agreed, counts),
+        }
+    )
+
+
+def bench(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> Figures:
+    """One setting of a bench (``hiddenlab bench``), repeated in its own process; the figures are its row's.
+
+    Args:
+        spec: ``bench`` names it, ``options`` are its arguments.
+    """
+    result = registry.resolve("benches", spec["bench"])(**spec["options"], progress=progress)
+    row = result["rows"][0]
+    repeats = result.get("repeats", 1)
+    out = {
+        name: {"value": float(value), "low": float(value), "high": float(value), "n": repeats}
+        for name, value in row.items()
+        if isinstance(value, int | float)
+    }
+    if {"seconds", "seconds_low", "seconds_high"} <= set(row):
+        out["seconds"] |= {"low": row["seconds_low"], "high": row["seconds_high"]}
+    return out
+
+
+def as_figures(estimates: dict[str, Estimate]) -> Figures:
+    """Estimates as plain data."""
+    return {name: dict(estimate._asdict()) for name, estimate in estimates.items()}
+
+
+def _exp(estimate: Estimate) -> Estimate:
+    value, low, high = torch.tensor(estimate[:3], dtype=torch.float64).exp().tolist()
+    return Estimate(value, low, high, estimate.n)

@@ -1,0 +1,50 @@
+"""Cells of an experiment on several processes or machines, over Ray."""
+
+import logging
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from eval.experiment import Cell, Result, measure_cell
+from hiddenlab.errors import HiddenlabError
+
+
+def measure_all(
+    cells: Sequence[Cell], home: Path, fresh: bool, workers: int, threads: int | None
+) -> Iterator[Result]:
+    """Measure cells, as many at once as there are workers, and yield each result when it is there.
+
+    Joins a running Ray where the environment names one (``RAY_ADDRESS``), which then must see ``home`` under the same
+    path; else it starts one on this machine and stops it again.
+
+    Raises:
+        HiddenlabError: Ray is not installed, or a worker died.
+    """
+    try:
+        import ray
+    except ImportError:
+        raise HiddenlabError("--workers needs Ray; install hiddenlab with its ray extra") from None
+
+    own = not ray.is_initialized()
+    if own:
+        ray.init(num_cpus=workers, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+
+    def work(cell: Cell) -> Result:
+        import torch
+
+        torch.set_num_threads(threads or 1)
+        return measure_cell(cell, home, fresh)
+
+    remote = ray.remote(work)
+    waiting = list(cells)
+    running: list[ray.ObjectRef] = []
+    try:
+        while waiting or running:
+            while waiting and len(running) < workers:
+                running.append(remote.remote(waiting.pop(0)))
+            ready, running = ray.wait(running)
+            yield ray.get(ready[0])
+    except ray.exceptions.RayError as error:
+        raise HiddenlabError(f"a worker failed: {str(error).strip().splitlines()[-1]}") from None
+    finally:
+        if own:
+            ray.shutdown()

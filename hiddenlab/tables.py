@@ -1,0 +1,94 @@
+"""Tables of experiments as text: figures with their intervals, the paper's beside them, a reason where none is."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hiddenlab.summary import FIGURES, figure
+
+# Figures that only experiments have; see ``hiddenlab.summary`` for the kinds.
+MORE_FIGURES = {"top1_agreement": "share", "token_set": "share", "perplexity": "number", "kl": "number"}
+PAPER = "paper: "
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A table's cells as text; ``keys`` columns name the row, ``published`` ones are the paper's."""
+
+    header: list[str]
+    rows: list[list[str]]
+    keys: int
+    published: int
+    reasons: list[str]
+
+
+def grid(table: Mapping[str, Any]) -> Grid:
+    """The text of a table that ``hiddenlab eval`` wrote.
+
+    A figure is followed by its 95 % interval. A dash is what was not measured; why a whole row was not run stands in
+    ``reasons``.
+    """
+    rows: Sequence[Mapping[str, Any]] = table["rows"]
+    keys = list(dict.fromkeys(key for row in rows for key in row["keys"]))
+    names = [name for name in table["figures"] if any(name in row["figures"] for row in rows)]
+    published = list(
+        dict.fromkeys(key for row in rows for key, value in row["paper"].items() if value is not None)
+    )
+    reasons: list[str] = []
+    lines = []
+    for row in rows:
+        line = [_plain(row["keys"].get(key)) for key in keys]
+        line += [_with_interval(name, row["figures"].get(name)) for name in names]
+        line += [_published(key, row["paper"].get(key)) for key in published]
+        if row["status"] != "measured":
+            what = ", ".join(map(_plain, row["keys"].values()))
+            reasons.append(f"not run: {what}: {row['reason'] or 'not measured yet'}")
+        lines.append(line)
+    header = [*keys, *(table["figures"][name] for name in names), *(PAPER + key for key in published)]
+    return Grid(header, lines, len(keys), len(published), list(dict.fromkeys(reasons)))
+
+
+def kind_of(name: str) -> str:
+    """How a figure is written; what stands behind a comma in its name does not matter."""
+    stem = name.partition(",")[0]
+    return MORE_FIGURES.get(stem) or (FIGURES[stem][1] if stem in FIGURES else "number")
+
+
+def _with_interval(name: str, found: Mapping[str, float] | None) -> str:
+    if found is None or found.get("value") is None:
+        return "–"
+    kind = kind_of(name)
+    value = figure(name, found["value"], kind)
+    low, high = (
+        figure(name, found[end], kind).removesuffix(" %").removesuffix(" ×") for end in ("low", "high")
+    )
+    return value if found["low"] == found["high"] else f"{value} [{low}, {high}]"
+
+
+def _published(key: str, value: Any) -> str:
+    if value is None:
+        return "–"
+    stem = key.partition(",")[0]
+    share = stem in ("exact", "exact prompts")
+    return figure("exact", value) if share else _plain(value)
+
+
+def _plain(value: Any) -> str:
+    if value is None:
+        return "–"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def markdown_table(table: Mapping[str, Any]) -> str:
+    """Title, table, reasons and notes as Markdown."""
+    cells = grid(table)
+    numbers = len(cells.header) - cells.keys
+    lines = [f"## {table['title']}", "", _line(cells.header), f"|{'---|' * cells.keys}{'---:|' * numbers}"]
+    lines += [_line(row) for row in cells.rows]
+    lines += ["", f"`hiddenlab eval {table['experiment']}`. Brackets are 95 % intervals over prompts."]
+    lines += ["", *(f"- {text}" for text in [*table["notes"], *cells.reasons])]
+    return "\n".join(lines) + "\n"
+
+
+def _line(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"

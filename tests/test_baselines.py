@@ -1,0 +1,86 @@
+"""The baselines: exact where they must be, and honest about what they did."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from attacks.nearest import NearestEmbedding
+from attacks.sipit import SipIt
+from hiddenlab.channel import Channel
+from hiddenlab.core import Attack, Observation, Recovery
+from hiddenlab.errors import InputError, NotApplicableError
+from hiddenlab.slice import Slice
+from hiddenlab.testing import VOCABULARY
+
+TinySlice = Callable[..., Slice]
+TOKENS = [17, 250, 3, 3, 99, 180]
+
+
+def seeded() -> torch.Generator:
+    return torch.Generator().manual_seed(0)
+
+
+def recover(attack: Attack, slice: Slice, *specs: str) -> Recovery:
+    observation: Observation = Channel.parse(specs).release(slice, TOKENS, seeded())[0]
+    return attack.recover(observation, slice, seeded())
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma2", "gpt2"])
+@pytest.mark.parametrize("policy", ["gradient", "random"])
+def test_sipit_recovers_exactly(tiny_slice: TinySlice, architecture: str, policy: str) -> None:
+    slice = tiny_slice(architecture, 2)
+    found = recover(SipIt(policy=policy), slice)  # type: ignore[arg-type]
+    assert found.ids == TOKENS
+    assert all(one.verified and one.evaluated <= VOCABULARY for one in found.tokens)
+    assert [one.row for one in found.tokens] == list(range(len(TOKENS)))
+    assert found.stop_reason == "complete"
+    if policy == "random":
+        assert found.evaluated_tokens == sum(one.evaluated for one in found.tokens)
+    else:  # each verified token follows a gradient
+        assert found.evaluated_tokens >= 2 * sum(one.evaluated for one in found.tokens)
+
+
+def test_gradients_lead_to_the_token(tiny_slice: TinySlice) -> None:
+    """Else it would be the random policy at twice the price: half the vocabulary on average."""
+    found = recover(SipIt(), tiny_slice("llama", 1))
+    assert sum(one.evaluated for one in found.tokens) < len(TOKENS) * VOCABULARY / 4
+
+
+def test_sipit_within_a_budget(tiny_slice: TinySlice) -> None:
+    found = recover(SipIt(policy="random", budget=3, per_step=2), tiny_slice("llama", 2))
+    assert len(found.ids) == len(TOKENS)
+    assert all(one.evaluated <= 3 for one in found.tokens)
+    assert found.stop_reason == "budget exhausted"
+
+
+def test_what_sipit_cannot_use(tiny_slice: TinySlice) -> None:
+    for spec, message in (
+        ("seq-perm", "in order"),
+        ("hidden-perm", "in order"),
+        ("gap:size=1,after=2", "gaps"),
+    ):
+        with pytest.raises(NotApplicableError, match=message):
+            recover(SipIt(), tiny_slice("llama", 2), spec)
+    with pytest.raises(InputError, match="must be positive"):
+        SipIt(step=0.0)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma2", "qwen3"])
+def test_the_nearest_embedding_reads_layer_0(tiny_slice: TinySlice, architecture: str) -> None:
+    found = recover(NearestEmbedding(), tiny_slice(architecture, 0, "embed"))
+    assert found.ids == TOKENS
+    assert found.evaluated_tokens == found.forward_calls == 0
+    assert not any(one.verified for one in found.tokens)
+
+
+def test_the_nearest_embedding_keeps_positions_and_refuses_permuted_coordinates(
+    tiny_slice: TinySlice,
+) -> None:
+    slice = tiny_slice("llama", 0, "embed")
+    found = recover(NearestEmbedding(), slice, "shard:alpha=2,c=1,node=1")
+    assert (found.ids, found.positions) == (TOKENS[1::2], (1, 3, 5))
+    with pytest.raises(NotApplicableError, match="coordinates in order"):
+        recover(NearestEmbedding(), slice, "hidden-perm")
+    with pytest.raises(NotApplicableError, match="not as wide"):
+        recover(NearestEmbedding(), tiny_slice("llama", 1, "k"))

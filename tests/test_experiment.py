@@ -1,0 +1,266 @@
+"""Experiments: measured once, kept, taken up again; every table that exists can be asked for."""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner, Result
+
+from eval import experiment as experiment_module
+from eval import measures, paper
+from eval.experiment import Cell, Experiment, Setting, conduct, load_result, measure_cell
+from eval.intervals import mean, ratio, share
+from hiddenlab import registry
+from hiddenlab.channel import Channel
+from hiddenlab.cli import app
+from hiddenlab.core import Progress
+from hiddenlab.errors import HiddenlabError, InputError, NotApplicableError
+from hiddenlab.job import AttackSpec, build_attack
+from hiddenlab.prompts import Prompt, load_prompts
+from hiddenlab.tables import grid, markdown_table
+
+Measure = Callable[[dict[str, Any], Path, Progress], Any]
+
+# ---- intervals
+
+
+def test_wilson_intervals_of_shares() -> None:
+    """Against the closed form: of 50 of 50 the lower end is n / (n + z²)."""
+    found = share([True] * 50)
+    assert (found.value, found.high, found.n) == (1.0, 1.0, 50)
+    assert found.low == pytest.approx(50 / (50 + 1.959964**2), abs=1e-4)
+    half = share([True, False] * 20)
+    assert half.value == 0.5 and half.low == pytest.approx(1 - half.high)
+
+
+@given(values=st.lists(st.floats(-100, 100), min_size=1, max_size=30))
+def test_bootstrap_intervals_hold_the_mean_of_their_data(values: list[float]) -> None:
+    found = mean(values)
+    assert min(values) - 1e-9 <= found.low <= found.high <= max(values) + 1e-9
+    assert found.value == pytest.approx(sum(values) / len(values), abs=1e-9)
+    assert mean(values) == found  # the same draws each time
+
+
+def test_bootstrap_width_is_that_of_the_normal_approximation() -> None:
+    values = [float(n % 10) for n in range(400)]
+    found = mean(values)
+    expected = 1.96 * 2.872 / 20
+    assert (found.high - found.low) / 2 == pytest.approx(expected, rel=0.1)
+    assert ratio([2 * v for v in values], [1.0] * 400).value == pytest.approx(2 * found.value)
+
+
+# ---- cells
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]]:
+    """A measure ``count`` that notes its calls, and fails where the spec says so."""
+    calls: list[dict[str, Any]] = []
+
+    def count(spec: dict[str, Any], folder: Path, progress: Progress) -> dict[str, dict[str, float]]:
+        calls.append(spec)
+        if spec.get("stop"):
+            raise KeyboardInterrupt
+        if spec.get("fails"):
+            raise NotApplicableError("there is nothing to attack")
+        return {"exact": {"value": spec["x"] / 10, "low": 0.1, "high": 0.9, "n": 7}}
+
+    monkeypatch.setattr(measures, "count", count, raising=False)
+    monkeypatch.setitem(registry.BUILTINS["measures"], "count", "eval.measures:count")
+    yield calls
+
+
+def made_of(*specs: dict[str, Any]) -> Experiment:
+    cells = [Cell("count", spec, {"x": spec["x"]}, {"exact, Gemma": 0.5}) for spec in specs]
+    return Experiment("A table", cells, {"exact": "exact prompts"}, ["a note"])
+
+
+def test_a_cell_is_measured_once(measured: list[dict[str, Any]], tmp_path: Path) -> None:
+    table = conduct("t", made_of({"x": 1}, {"x": 2}, {"x": 1}), tmp_path)
+    assert [spec["x"] for spec in measured] == [1, 2]
+    assert [row["figures"]["exact"]["value"] for row in table["rows"]] == [0.1, 0.2, 0.1]
+    conduct("other", made_of({"x": 2}, {"x": 3}), tmp_path)
+    assert [spec["x"] for spec in measured] == [1, 2, 3]
+    conduct("t", made_of({"x": 1}), tmp_path, fresh=True)
+    assert [spec["x"] for spec in measured] == [1, 2, 3, 1]
+    assert json.loads((tmp_path / "t.json").read_text())["experiment"] == "t"
+
+
+def test_what_cannot_be_measured_says_why_and_is_tried_again(
+    measured: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    experiment = made_of({"x": 1, "fails": True}, {"x": 2})
+    for _ in range(2):
+        table = conduct("t", experiment, tmp_path)
+    assert len(measured) == 3
+    first, second = table["rows"]
+    assert (first["status"], first["figures"]) == ("not run", {})
+    assert second["status"] == "measured"
+    found = grid(table)
+    assert found.rows == [["1", "–", "50.0 %"], ["2", "20.0 % [10.0, 90.0]", "50.0 %"]]
+    assert found.header == ["x", "exact prompts", "paper: exact, Gemma"]
+    assert found.reasons == ["not run: 1: there is nothing to attack"]
+    text = markdown_table(table)
+    assert "| 2 | 20.0 % [10.0, 90.0] | 50.0 % |" in text and "- not run: 1: there is nothing" in text
+
+
+def test_an_interrupted_experiment_goes_on(measured: list[dict[str, Any]], tmp_path: Path) -> None:
+    stopped = made_of({"x": 1}, {"x": 2, "stop": True}, {"x": 3})
+    with pytest.raises(KeyboardInterrupt):
+        conduct("t", stopped, tmp_path)
+    conduct("t", made_of({"x": 1}, {"x": 3}), tmp_path)
+    assert [spec["x"] for spec in measured] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"format": 99, "status": "measured"}'])
+def test_a_damaged_result_is_measured_again(
+    measured: list[dict[str, Any]], tmp_path: Path, text: str
+) -> None:
+    cell = made_of({"x": 4}).cells[0]
+    measure_cell(cell, tmp_path)
+    (cell.folder(tmp_path) / "result.json").write_text(text)
+    assert load_result(cell, tmp_path) is None
+    conduct("t", made_of({"x": 4}), tmp_path)
+    assert len(measured) == 2 and load_result(cell, tmp_path) is not None
+
+
+def test_a_folder_that_cannot_be_written(measured: list[dict[str, Any]], tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises((HiddenlabError, OSError)):
+        conduct("t", made_of({"x": 1}), tmp_path / "file")
+
+
+# ---- the experiments
+
+
+@pytest.mark.parametrize("scale", experiment_module.SCALES)
+@pytest.mark.parametrize("name", registry.BUILTINS["experiments"])
+def test_every_experiment_asks_for_what_exists(tiny: Callable[..., str], name: str, scale: str) -> None:
+    setting = Setting(model=tiny("llama"), layers=(1,) if name == "table-8" else None, scale=scale)
+    found = registry.resolve("experiments", name)(setting)
+    assert found.cells and found.figures and found.title
+    assert len({json.dumps([c.digest, dict(c.keys)]) for c in found.cells}) == len(found.cells)
+    for cell in found.cells:
+        registry.resolve("measures", cell.measure)
+        json.dumps(cell.spec)
+        if cell.measure == "attack":
+            spec = AttackSpec.from_json(cell.spec)
+            Channel.parse(spec.defense)
+            build_attack(spec)
+
+
+def test_the_papers_figures_are_where_they_belong() -> None:
+    assert paper.EXACT["2d-perm"][paper.LLAMA][26] == 0.976
+    assert paper.NOISED["identity"]["gaussian:sigma=0.1"][11] == 0.0856
+    assert paper.EPSILON["hidden-perm"][paper.GEMMA][21] == 118.0
+    for method, by_channel in paper.BEST.items():
+        for channel, best in by_channel.items():
+            if method in paper.METHODS:  # Table 13 is the maximum of Tables 18 to 21, rounded
+                values = paper.NOISED[channel][method].values()
+                assert abs(max(values) - best) < 0.0101, (method, channel)
+
+
+# ---- the command
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Result]:
+    monkeypatch.chdir(tmp_path)
+
+    def invoke(*args: str, code: int = 0) -> Result:
+        result = CliRunner().invoke(app, list(args))
+        assert result.exit_code == code, result.output
+        return result
+
+    return invoke
+
+
+def few(prompts: Sequence[str], folder: Path) -> str:
+    path = folder / "prompts.txt"
+    path.write_text("\n".join(prompts))
+    return str(path)
+
+
+@pytest.mark.usefixtures("small_probes")
+def test_eval_attacks_and_resumes(
+    run: Callable[..., Result], tiny: Callable[..., str], tmp_path: Path
+) -> None:
+    common = (
+        "eval", "table-1", "--model", tiny("llama", tokenizer=True), "--layers", "1,2", "--threads", "1",
+        "--prompts", few(["hello there", "a b c"], tmp_path), "--max-tokens", "6", "--json",
+    )  # fmt: skip
+    table = json.loads(run(*common).stdout)
+    assert [row["keys"]["layer"] for row in table["rows"]] == [1, 2]
+    for row in table["rows"]:
+        assert row["figures"]["exact"]["value"] == 1.0 and row["figures"]["exact"]["n"] == 2
+        assert (tmp_path / "runs/eval/cells" / row["cell"] / "run/record.json").is_file()
+        assert row["paper"]["exact, Gemma-2-2B"] in (1, None)
+    again = json.loads(run(*common).stdout)
+    assert again == table
+    assert "hiddenlab eval table-1" in (tmp_path / "runs/eval/table-1.md").read_text()
+
+
+def test_eval_measures_what_defenses_cost(
+    run: Callable[..., Result], tiny: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def offline(source: str, **options: Any) -> list[Prompt]:
+        if source.startswith("hf:"):
+            raise InputError("the hub cannot be reached")
+        return load_prompts(source, **options)
+
+    monkeypatch.setattr(measures, "load_prompts", offline)
+    run(
+        "eval", "table-22", "--model", tiny("llama", tokenizer=True), "--prompts",
+        few(["hello there", "abc"], tmp_path), "--threads", "1",
+    )  # fmt: skip
+    table = json.loads((tmp_path / "runs/eval/table-22.json").read_text())
+    rows = {row["keys"]["defense"]: row for row in table["rows"]}
+    clean, noised = rows["identity"]["figures"], rows["gaussian:sigma=0.1"]["figures"]
+    assert clean["kl"]["value"] == pytest.approx(0, abs=1e-6) and clean["top1_agreement"]["value"] == 1
+    assert clean["perplexity"]["value"] == pytest.approx(clean["clean_perplexity"]["value"])
+    assert noised["kl"]["value"] > 0
+    questions = rows["identity, on LiveBench's questions"]
+    assert questions["status"] == "not run"
+    assert questions["reason"] == "the hub cannot be reached"
+
+
+def test_cells_over_processes(tiny: Callable[..., str], tmp_path: Path) -> None:
+    common = {
+        "model": tiny("llama", tokenizer=True), "prompts": few(["hello", "abc"], tmp_path), "limit": 2,
+        "max_tokens": 5, "seed": 0, "device": "cpu", "dtype": "float32",
+    }  # fmt: skip
+    specs: list[list[str]] = [["gaussian:sigma=0.1"], ["gaussian:sigma=0.2"], ["shard:alpha=9"]]
+    cells = [Cell("utility", {**common, "defense": spec}, {"defense": spec[0]}) for spec in specs]
+    experiment = Experiment("A table", cells, {"kl": "KL"})
+    apart = conduct("t", experiment, tmp_path / "apart", workers=2)["rows"]
+    alone = conduct("t", experiment, tmp_path / "alone")["rows"]
+    assert [row["figures"] for row in apart] == [row["figures"] for row in alone]
+    assert [row["status"] for row in apart] == ["measured", "measured", "not run"]
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("table-0",), "unknown experiment 'table-0'"),
+        (("table-1", "--set", "budget=4"), "table-1 has no option --budget"),
+        (("all", "--set", "budget=4"), "--set is for one experiment's own options"),
+        (("table-1", "--layers", "x"), "--layers 'x' is no list of numbers"),
+        (("table-8", "--layers", "1,2"), "this experiment takes one layer"),
+        (("table-1", "--model", "/nowhere/at-all"), "no model at '/nowhere/at-all'"),
+    ],
+)
+def test_wrong_requests(run: Callable[..., Result], args: tuple[str, ...], message: str) -> None:
+    result = run("eval", *args, code=2)
+    assert message in " ".join(result.stderr.split())
+    assert not result.stdout
+
+
+def test_settings() -> None:
+    with pytest.raises(InputError, match="unknown scale"):
+        Setting(scale="huge")
+    assert Setting(scale="paper").source()["limit"] == 1000
+    assert Setting(limit=3, prompts="x").source() == {"prompts": "x", "limit": 3, "max_tokens": 50}
