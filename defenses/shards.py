@@ -72,7 +72,11 @@ class Shard(Stage):
 
     def public(self, public: Public) -> Public:
         return replace(
-            public, facts={**public.facts, "shard": {"alpha": self.alpha, "c": self.c, "m": self.m}}
+            public,
+            facts={
+                **public.facts,
+                "shard": {"alpha": self.alpha, "c": self.c, "m": self.m, "attn": self.attn is not None},
+            },
         )
 
     def __repr__(self) -> str:

@@ -22,6 +22,7 @@ from hiddenlab.errors import HiddenlabError, InputError
 from hiddenlab.slice import Request, Slice
 
 LOAD_OPTIONS = ("dtype", "quantization")
+SELECTION_FACTS = ("tokens", "shard")  # of a prompt of which only some rows are shown
 
 
 @runtime_checkable
@@ -265,6 +266,12 @@ class Channel:
             "; ".join(repr(defense) for defense in self.defenses) or "identity: states released as they are"
         )
         return f"Channel({stages})"
+
+
+def as_whole(public: Public) -> Public:
+    """The public facts as if every row had been shown: what one preparation serves, whichever rows a prompt shows."""
+    facts = {name: value for name, value in public.facts.items() if name not in SELECTION_FACTS}
+    return replace(public, positions=None, channel=Channel.parse(public.channel).whole().specs, facts=facts)
 
 
 def _packs(prepared: Iterable[_Prepared], limit: int) -> Iterator[list[_Prepared]]:

@@ -164,6 +164,23 @@ def test_the_papers_figures_are_where_they_belong() -> None:
                 assert abs(max(values) - best) < 0.0101, (method, channel)
 
 
+def test_a_plan_shows_its_weakest_node_first(tiny: Callable[..., str]) -> None:
+    found = registry.resolve("experiments", "plan")(Setting(model=tiny("llama")), alpha=4, c=2, m=2)
+    assert {cell.keys["node"] for cell in found.cells} == {
+        "CompNode 0", "CompNode 2", "CompNode 3", "AttnNode (0, 0)", "AttnNode (0, 4)", "AttnNode (4, 7)"
+    }  # fmt: skip
+    assert "4 CompNodes and 36 AttnNodes" in found.notes[0]
+    assert found.fold is not None
+    rows = [
+        {"keys": {"node": node}, "figures": {"rouge_l": {"value": value}} if value else {}}
+        for node, value in (("a", 0.2), ("b", 0.5), ("a", 0.7), ("c", None))
+    ]
+    order = [(row["keys"]["node"], row["figures"].get("rouge_l")) for row in found.fold(rows)]
+    assert order == [("a", {"value": 0.7}), ("a", {"value": 0.2}), ("b", {"value": 0.5}), ("c", None)]
+    with pytest.raises(InputError, match="alpha must be a whole number"):
+        registry.resolve("experiments", "plan")(Setting(model=tiny("llama")), alpha=0)
+
+
 # ---- the command
 
 
@@ -247,9 +264,10 @@ def test_cells_over_processes(tiny: Callable[..., str], tmp_path: Path) -> None:
     [
         (("table-0",), "unknown experiment 'table-0'"),
         (("table-1", "--set", "budget=4"), "table-1 has no option --budget"),
-        (("all", "--set", "budget=4"), "--set is for one experiment's own options"),
+        (("all", "--set", "budget=4"), "are for one experiment; 'all' takes none"),
         (("table-1", "--layers", "x"), "--layers 'x' is no list of numbers"),
         (("table-8", "--layers", "1,2"), "this experiment takes one layer"),
+        (("table-1", "--alpha", "2"), "table-1 has no option --alpha"),
         (("table-1", "--model", "/nowhere/at-all"), "no model at '/nowhere/at-all'"),
     ],
 )

@@ -17,8 +17,9 @@ from attacks.vocab_match.epsilon import (
 )
 from attacks.vocab_match.rank import SHORTLIST, WIDE_SHORTLIST, LazyModel, Proposer, check_proposal
 from attacks.vocab_match.search import speculative, stepwise
-from attacks.vocab_match.shard import before_gap, behind_gap, channel_of, with_rest
+from attacks.vocab_match.shard import before_gap, behind_gap, with_rest
 from attacks.vocab_match.task import Task
+from hiddenlab.channel import as_whole
 from hiddenlab.core import Observation, Progress, Public, Recovery, silent
 from hiddenlab.errors import InputError
 from hiddenlab.match import Matcher, choose_matcher
@@ -108,7 +109,7 @@ class VocabMatch:
             InputError: the observation does not fit the slice.
         """
         check_observation(observation, slice)
-        public = channel_of(observation.public)
+        public = as_whole(observation.public)
         seconds = 0.0
         kept = self._prepared
         if kept is None or (kept.public, kept.slice) != (public, slice):
@@ -166,7 +167,7 @@ class VocabMatch:
         """
         out: list[Recovery] = []
         # One setup serves one channel, so neighbours of the same channel are attacked together.
-        for _, same in groupby(observations, key=lambda observation: channel_of(observation.public)):
+        for _, same in groupby(observations, key=lambda observation: as_whole(observation.public)):
             group = list(same)
             for start in range(0, len(group), self.batch):
                 out += self._recover_group(group[start : start + self.batch], slice, generator)

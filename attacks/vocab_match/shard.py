@@ -10,16 +10,10 @@ from dataclasses import replace
 from jaxtyping import Float
 from torch import Tensor
 
-from hiddenlab.channel import Channel
-from hiddenlab.core import Observation, Public, Recovery, TokenRecovery
+from hiddenlab.channel import as_whole
+from hiddenlab.core import Observation, Recovery, TokenRecovery
 from hiddenlab.errors import NotApplicableError
 from hiddenlab.propose.probe import Probe
-
-
-def channel_of(public: Public) -> Public:
-    """The public facts that one preparation serves: all but which rows were seen."""
-    facts = {name: value for name, value in public.facts.items() if name != "tokens"}
-    return replace(public, positions=None, channel=Channel.parse(public.channel).whole().specs, facts=facts)
 
 
 def leading_rows(observation: Observation) -> int:
@@ -35,7 +29,7 @@ def before_gap(observation: Observation) -> Observation | None:
     n = leading_rows(observation)
     if n == 0:
         return None
-    return Observation(observation.states[:n], channel_of(observation.public))
+    return Observation(observation.states[:n], as_whole(observation.public))
 
 
 def behind_gap(observation: Observation, probe: Probe | None) -> list[TokenRecovery]:

@@ -8,7 +8,15 @@ from collections.abc import Iterator
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 from hiddenlab.record import finite
 
@@ -42,7 +50,10 @@ def only_json(active: bool) -> Iterator[None]:
 
 
 class Bars:
-    """A progress callback ``(what, done, total)``: bars on a terminal, a line per slow task elsewhere."""
+    """A progress callback ``(what, done, total)``: bars on a terminal, a line per slow task elsewhere.
+
+    What stands behind a tab in ``what`` is a detail that changes (a loss, say), shown beside the bar.
+    """
 
     def __init__(self) -> None:
         self._console = stderr()
@@ -51,9 +62,10 @@ class Bars:
         self._since: dict[str, float] = {}
 
     def __call__(self, what: str, done: int, total: int) -> None:
+        what, _, detail = what.partition("\t")
         start = self._since.setdefault(what, time.monotonic())
         if self._console.is_terminal:
-            self._draw(what, done, total)
+            self._draw(what, detail, done, total)
         elif done >= total and time.monotonic() - start > SLOW_SECONDS:
             self._console.print(
                 f"{what}: {done}/{total} in {time.monotonic() - start:.1f} s", highlight=False
@@ -61,19 +73,21 @@ class Bars:
         if done >= total:
             del self._since[what]
 
-    def _draw(self, what: str, done: int, total: int) -> None:
+    def _draw(self, what: str, detail: str, done: int, total: int) -> None:
         if self._live is None:
             columns = (
                 TextColumn("{task.description}"),
                 BarColumn(),
                 MofNCompleteColumn(),
                 TimeElapsedColumn(),
+                TimeRemainingColumn(),
             )
             self._live = Progress(*columns, console=self._console, transient=True)
             self._live.start()
         if what not in self._tasks:
             self._tasks[what] = self._live.add_task(what, total=total)
-        self._live.update(self._tasks[what], completed=done, total=total)
+        shown = f"{what}, {detail}" if detail else what
+        self._live.update(self._tasks[what], description=shown, completed=done, total=total)
         if done >= total:
             self._live.remove_task(self._tasks.pop(what))
 

@@ -29,6 +29,9 @@ def eval_(
         Literal["small", "paper"],
         Option("--scale", help="A laptop's size, or the paper's texts and numbers."),
     ] = "small",
+    alpha: Annotated[int | None, Option("--alpha", metavar="N", min=1, help="plan: CompNodes.")] = None,
+    c: Annotated[int | None, Option("--c", metavar="N", min=1, help="plan: tokens of a cluster.")] = None,
+    m: Annotated[int | None, Option("--m", metavar="N", min=1, help="plan: splits of each shard.")] = None,
     others: Annotated[
         list[str] | None,
         Option("--set", metavar="NAME=VALUE", help="Any other option of the experiment; repeatable."),
@@ -48,11 +51,12 @@ def eval_(
 ) -> None:
     """Run an experiment: one table or figure of a paper, its published figures beside ours."""
     names = registry.names(KIND) if name == ALL else [name]
-    options = parse_settings(others or [])
+    numbers = {"alpha": alpha, "c": c, "m": m}
+    options = parse_settings(others or []) | {k: v for k, v in numbers.items() if v is not None}
     if name != ALL:
         options = fit(name, registry.resolve(KIND, name), options)
     elif options:
-        raise InputError("--set is for one experiment's own options; 'all' takes none")
+        raise InputError("--set, --alpha, --c and --m are for one experiment; 'all' takes none")
     setting = {
         "model": model or "builtin", "limit": limit, "max_tokens": max_tokens, "prompts": prompts, "scale": scale,
         "seed": seed, "device": device, "dtype": dtype,

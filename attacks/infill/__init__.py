@@ -1,0 +1,140 @@
+"""Learned infilling: name the tokens that a node of a token-sharded scheme does not hold (paper, section 7.2)."""
+
+import time
+from dataclasses import replace
+from typing import Literal
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from attacks.infill.masks import Shards
+from attacks.infill.model import Infiller
+from attacks.infill.train import PRESETS, State, read_tokens, train_infiller
+from hiddenlab.channel import as_whole
+from hiddenlab.core import Observation, Progress, Public, Recovery, TokenRecovery, silent
+from hiddenlab.errors import InputError, NotApplicableError
+from hiddenlab.observation import check_observation
+from hiddenlab.propose.store import probe_for
+from hiddenlab.slice import Slice
+
+
+class Infill:
+    """Names every token of a prompt from the rows that one node holds, with a model trained for it.
+
+    The tokens of the held rows are read by a probe (exactly, at layer 0); the others are named by a bidirectional,
+    LoRA-tuned copy of the model (``attacks/infill/model.py``). With every row shown it is the trained inverter of the
+    literature. The attacker knows the plan (the paper's worst case) and trains on its own texts, masked like it.
+
+    Knows: the weights, the held rows, their positions, the prompt's length, the plan. Does not know: tokens, other
+    rows.
+
+    Args:
+        preset: ``small`` (a laptop), ``medium`` or ``paper``. plan: ``own`` trains a model for the observation's plan,
+            ``any`` one for all common plans of the layer, which serves every table.
+        text: what to train on, in place of the preset's: ``own`` (the model's own samples) or a source of prompts.
+        steps: of training at most, in place of the preset's. rounds: the most certain tokens are fixed first, in so
+            many forward passes; the paper has one.
+        seed: of training. progress: where progress is reported.
+    """
+
+    def __init__(
+        self,
+        preset: Literal["small", "medium", "paper"] = "small",
+        plan: Literal["own", "any"] = "own",
+        text: str | None = None,
+        steps: int | None = None,
+        rounds: int = 1,
+        seed: int = 0,
+        progress: Progress = silent,
+    ) -> None:
+        if rounds < 1 or (steps is not None and steps < 1):
+            raise InputError(f"rounds and steps must be at least 1, not {rounds} and {steps}")
+        recipe = replace(PRESETS[preset], seed=seed)
+        recipe = recipe if text is None else replace(recipe, text=text)
+        self.recipe = recipe if steps is None else replace(recipe, steps=steps)
+        self.plan, self.rounds, self.progress = plan, rounds, progress
+        self._trained: tuple[tuple[Slice, Public, Shards], Infiller, State] | None = None
+
+    def setup(self, observation: Observation, slice: Slice, generator: torch.Generator) -> dict[str, float]:
+        """Train the model, or take it from the cache.
+
+        Returns:
+            ``training_seconds`` (over all sessions), ``training_steps`` and ``held_out_loss``, in nats a token.
+        """
+        _, state = self._model(observation, slice)
+        return {
+            "training_seconds": state.seconds,
+            "training_steps": float(state.step),
+            "held_out_loss": state.best,
+        }
+
+    def _model(self, observation: Observation, slice: Slice) -> tuple[Infiller, State]:
+        check_observation(observation, slice)
+        public = observation.public
+        if public.rows_permuted or public.columns_permuted is not None:
+            raise NotApplicableError("the infiller needs rows and coordinates in order")
+        shards = Shards.of(public) if self.plan == "own" else Shards()
+        key = slice, as_whole(public), shards
+        if self._trained is None or self._trained[0] != key:
+            infiller, state = train_infiller(*key, self.recipe, self.progress)
+            self._trained = key, infiller, state
+        return self._trained[1:]
+
+    def recover(self, observation: Observation, slice: Slice, generator: torch.Generator) -> Recovery:
+        """Recover one prompt: held tokens as read, the others as the model names them, unverified.
+
+        Raises:
+            NotApplicableError: rows or coordinates in unknown order.
+        """
+        infiller, _ = self._model(observation, slice)
+        started, public = time.perf_counter(), observation.public
+        count = int(public.facts.get("tokens", 1 + max(public.positions or (len(observation.states) - 1,))))
+        positions = list(public.positions or range(count))
+        rows = observation.states.to(slice.device).float()
+        with torch.inference_mode():
+            tokens = torch.zeros(1, count, dtype=torch.long, device=slice.device)
+            known = torch.zeros(1, count, dtype=torch.bool, device=slice.device)
+            states = torch.zeros(1, count, rows.shape[1], device=slice.device)
+            tokens[0, positions], known[0, positions] = self._read(rows, public, slice), True
+            states[0, positions] = rows
+            certain = self._fill(infiller, tokens, known, states if infiller.reads_states else None)
+        row_of = {position: row for row, position in enumerate(positions)}
+        found = tuple(
+            TokenRecovery(int(token), row_of.get(i, -1), 1 - float(certain[i]), None, 0, False)
+            for i, token in enumerate(tokens[0])
+        )
+        return Recovery(found, 0, 0, time.perf_counter() - started, "complete")
+
+    def _read(self, rows: Float[Tensor, "rows d"], public: Public, slice: Slice) -> Int[Tensor, " rows"]:
+        """The tokens of the held rows."""
+        if slice.site.stream != "embed":
+            return read_tokens(probe_for(slice, as_whole(public), self.progress)[0], rows[None])[0]
+        table = slice.embed(torch.arange(slice.vocab_size, device=slice.device)).float()
+        return (normalize(rows, dim=1) @ normalize(table, dim=1).T).argmax(1)
+
+    def _fill(
+        self,
+        infiller: Infiller,
+        tokens: Int[Tensor, "1 n"],
+        known: Bool[Tensor, "1 n"],
+        states: Float[Tensor, "1 n d"] | None,
+    ) -> Float[Tensor, " n"]:
+        """Name what is missing, in place; returns the probability of each named token, 1 for those that were held."""
+        certain = torch.ones(tokens.shape[1], device=tokens.device)
+        total = int((~known).sum())
+        for left in range(self.rounds, 0, -1):
+            wanted = ~known
+            if not bool(wanted.any()):
+                break
+            chances, best = infiller(tokens, known, states, wanted).softmax(-1).max(-1)
+            places = wanted[0].nonzero()[:, 0]
+            take = len(places) if left == 1 else -(-total // self.rounds)
+            chosen = chances.topk(min(take, len(places))).indices
+            tokens[0, places[chosen]], certain[places[chosen]] = best[chosen], chances[chosen]
+            known[0, places[chosen]] = True
+        return certain
+
+    def __repr__(self) -> str:
+        return "Infill: knows the weights, one node's rows, the plan and texts of its own; not the other rows or tokens"

@@ -1,0 +1,59 @@
+"""Which positions a node of a token-sharded scheme holds, drawn at random for training (paper, Definition 7.1)."""
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hiddenlab.core import Public
+
+CLUSTERS = (1, 2, 4, 8)
+NODES = (2, 3, 4, 6, 8, 12)
+SPLITS = (1, 1, 2, 4)  # CompNodes and unsplit AttnNodes are half of what any plan shows
+
+
+@dataclass(frozen=True)
+class Shards:
+    """A family of views: every node of one (c, δ)-sharding, or of all common ones.
+
+    Attributes:
+        alpha, c, m: of the plan; all None for any plan. attn: AttnNodes' views, else CompNodes'.
+    """
+
+    alpha: int | None = None
+    c: int | None = None
+    m: int | None = None
+    attn: bool = False
+
+    @classmethod
+    def of(cls, public: Public) -> "Shards":
+        """The plan that an observation was shown under, or any plan where it does not say."""
+        facts: Mapping[str, Any] = public.facts.get("shard") or {}
+        if not {"alpha", "c", "m", "attn"} <= set(facts):
+            return cls()
+        return cls(int(facts["alpha"]), int(facts["c"]), int(facts["m"]), bool(facts["attn"]))
+
+    def draw(self, tokens: int, random: random.Random) -> list[int]:
+        """Positions that a random node holds of a text, ascending; never none of them and never all."""
+        while True:
+            alpha, c = self.alpha or random.choice(NODES), self.c or random.choice(CLUSTERS)
+            attn = self.attn if self.alpha else random.random() < 0.5
+            m = (self.m or random.choice(SPLITS)) if attn else 1
+            held: set[int] = set()
+            for _ in range(2 if attn else 1):
+                shard = comp_positions(tokens, alpha, c, random.randrange(alpha))
+                held.update(shard[random.randrange(m) :: m])
+            if 0 < len(held) < tokens:
+                return sorted(held)
+            if self.alpha == 1 or (self.alpha and self.alpha * self.c > tokens):  # type: ignore[operator]
+                return sorted(held)[: tokens - 1] or [0]
+
+
+def comp_positions(tokens: int, alpha: int, c: int, node: int) -> list[int]:
+    """Positions of CompNode ``node`` under (c, αc)-sharding."""
+    return [t for t in range(tokens) if t % (alpha * c) // c == node]
+
+
+def missing(tokens: int, held: Sequence[int]) -> list[int]:
+    """The positions that are not held."""
+    return sorted(set(range(tokens)) - set(held))

@@ -1,0 +1,108 @@
+"""Texts to train on: a source of prompts, or, where no data can be had, text that the model generates itself."""
+
+import hashlib
+import json
+import os
+from contextlib import suppress
+
+import torch
+from jaxtyping import Int
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from hiddenlab.core import Progress
+from hiddenlab.errors import InputError
+from hiddenlab.prompts import load_prompts
+from hiddenlab.propose.probe import fast_dtype
+from hiddenlab.slice import Slice
+from hiddenlab.slice.load import cache_dir, quiet_transformers
+
+OWN = "own"
+AT_ONCE = 256  # sequences generated together
+TOP_K = 100
+
+
+def windows(
+    slice: Slice, source: str, count: int, length: int, seed: int, progress: Progress
+) -> Int[Tensor, "n length"]:
+    """Token windows of one length.
+
+    Args:
+        source: ``own``, or a source of ``hiddenlab.prompts.load_prompts``, whose texts are cut into windows.
+        count: at most so many.
+
+    Raises:
+        InputError: the source cannot be read, or no text of it is that long.
+    """
+    if source == OWN:
+        return own_text(slice, count, length, seed, progress)
+    found: list[Tensor] = []
+    for prompt in load_prompts(source, limit=count):
+        ids = torch.tensor(slice.tokenize(prompt.text))
+        found += list(ids[: len(ids) // length * length].view(-1, length))
+        progress("reading texts", min(len(found), count), count)
+        if len(found) >= count:
+            break
+    if not found:
+        raise InputError(f"no text of {source} has {length} tokens; give longer ones or a smaller length")
+    return torch.stack(found[:count])
+
+
+def own_text(slice: Slice, count: int, length: int, seed: int, progress: Progress) -> Int[Tensor, "n length"]:
+    """Text sampled from the whole model, each from a token of its own, kept in the cache.
+
+    It has the model's knowledge and style, not those of any data set; tables made from it say so.
+    """
+    path = _path(slice, length, seed)
+    done = _load(path, length)
+    if len(done) >= count:
+        return done[:count]
+    from transformers import AutoModelForCausalLM
+
+    with quiet_transformers():
+        model = AutoModelForCausalLM.from_pretrained(
+            slice.ref.path, revision=slice.ref.revision, dtype=fast_dtype(slice.device)
+        )
+    model = model.to(slice.device).eval()  # type: ignore[arg-type]
+    # Sampling is the library's and draws from the global generator: put back afterwards.
+    with torch.random.fork_rng():
+        while len(done) < count:
+            progress("generating texts to train on", len(done), count)
+            torch.manual_seed(hash_seed(seed, len(done)))
+            start = torch.randint(0, slice.vocab_size, (AT_ONCE, 1), device=slice.device)
+            with torch.inference_mode():
+                new = model.generate(
+                    start, attention_mask=torch.ones_like(start), do_sample=True, top_p=1.0, top_k=TOP_K,
+                    temperature=1.0,
+                    min_new_tokens=length - 1, max_new_tokens=length - 1,
+                    pad_token_id=int(slice.special_ids[0]) if slice.special_ids else 0,
+                )  # fmt: skip
+            done = torch.cat([done, new.cpu()])
+            _save(path, done)
+    progress("generating texts to train on", count, count)
+    return done[:count]
+
+
+def hash_seed(*numbers: int) -> int:
+    """A seed for each place in a sequence of draws."""
+    return int.from_bytes(hashlib.sha256(json.dumps(numbers).encode()).digest()[:7], "big")
+
+
+def _path(slice: Slice, length: int, seed: int) -> "os.PathLike[str]":
+    text = json.dumps([slice.signature, slice.vocab_size, length, seed, TOP_K, AT_ONCE])
+    return cache_dir() / "texts" / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.safetensors"
+
+
+def _load(path: "os.PathLike[str]", length: int) -> Int[Tensor, "n length"]:
+    with suppress(OSError, SafetensorError, KeyError), safe_open(path, "pt") as file:
+        return file.get_tensor("tokens").long()
+    return torch.empty(0, length, dtype=torch.long)
+
+
+def _save(path: "os.PathLike[str]", tokens: Int[Tensor, "n length"]) -> None:
+    folder = os.path.dirname(path)
+    os.makedirs(folder, exist_ok=True)
+    work = f"{os.fspath(path)}.{os.getpid()}"
+    save_file({"tokens": tokens.int()}, work)
+    os.replace(work, path)

@@ -1,0 +1,300 @@
+"""Training an infiller: on the attacker's own texts, masked as the plan masks, until a held-out set says stop."""
+
+import hashlib
+import json
+import math
+import os
+import random
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.nn import functional as F
+
+from attacks.infill.masks import Shards
+from attacks.infill.model import Infiller
+from attacks.infill.text import hash_seed, windows
+from hiddenlab.channel import Channel
+from hiddenlab.core import Progress, Public
+from hiddenlab.errors import InputError
+from hiddenlab.propose.probe import fast_dtype
+from hiddenlab.propose.store import probe_for
+from hiddenlab.slice import Slice
+from hiddenlab.slice.load import cache_dir
+
+FORMAT = 1
+HELD_OUT = 32  # windows on which training is judged, each with one mask
+MIN_GAIN = 1e-3  # of the held-out loss, for an evaluation to count as better
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How an infiller is trained; part of its key.
+
+    Attributes:
+        text: ``own`` or a source of prompts. windows, length: training texts and their tokens. steps: at most.
+        batch, rank, learning_rate, warmup: of the optimisation. every: steps between evaluations. patience:
+            evaluations without gain after which training ends.
+    """
+
+    text: str = "own"
+    windows: int = 1024
+    length: int = 96
+    steps: int = 400
+    batch: int = 8
+    rank: int = 16
+    learning_rate: float = 5e-4
+    warmup: int = 20
+    every: int = 50
+    patience: int = 3
+    seed: int = 0
+
+
+PRESETS = {
+    "small": Recipe(),
+    "medium": Recipe(windows=16384, steps=4000, batch=16, every=100),
+    "paper": Recipe(
+        text="hf:HuggingFaceFW/fineweb-edu:sample-10BT:train:text", windows=500_000, length=256, steps=50_000, batch=32,
+        rank=64, learning_rate=2e-4, warmup=500, every=500,
+    ),
+}  # fmt: skip
+
+
+@dataclass
+class State:
+    """How far training has come."""
+
+    step: int = 0
+    best: float = math.inf
+    bad: int = 0
+    seconds: float = 0.0
+    done: bool = False
+    history: list[tuple[int, float]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Texts, what is known of them, and what is to be named."""
+
+    tokens: Int[Tensor, "b n"]
+    known: Bool[Tensor, "b n"]
+    states: Float[Tensor, "b n d"] | None
+
+
+class Data:
+    """Batches for every step, always the same for a seed, so that a resumed training goes on as it was."""
+
+    def __init__(
+        self, slice: Slice, public: Public, shards: Shards, recipe: Recipe, progress: Progress
+    ) -> None:
+        self.slice, self.shards, self.recipe = slice, shards, recipe
+        self.channel = Channel.parse(public.channel)
+        self.texts = windows(
+            slice, recipe.text, recipe.windows + HELD_OUT, recipe.length, recipe.seed, progress
+        )
+        if len(self.texts) < HELD_OUT + recipe.batch:
+            raise InputError(
+                f"{recipe.text} gives {len(self.texts)} windows of {recipe.length} tokens; at least "
+                f"{HELD_OUT + recipe.batch} are needed"
+            )
+        self.reads_states = slice.site.stream != "embed"
+        self.probe = probe_for(slice, public, progress)[0] if self.reads_states else None
+
+    def held_out(self) -> list[Batch]:
+        """The windows on which training is judged."""
+        size = self.recipe.batch
+        return [
+            self._batch(list(range(i, min(i + size, HELD_OUT))), -1 - i) for i in range(0, HELD_OUT, size)
+        ]
+
+    def at(self, step: int) -> Batch:
+        """The batch of a step."""
+        draw = random.Random(hash_seed(self.recipe.seed, step))
+        return self._batch(
+            [draw.randrange(HELD_OUT, len(self.texts)) for _ in range(self.recipe.batch)], step
+        )
+
+    def _batch(self, rows: list[int], step: int) -> Batch:
+        draw = random.Random(hash_seed(self.recipe.seed, step, 1))
+        truth = self.texts[rows].to(self.slice.device)
+        known = torch.zeros_like(truth, dtype=torch.bool)
+        for row in known:
+            row[self.shards.draw(len(row), draw)] = True
+        if not self.reads_states:
+            return Batch(truth, known, None)
+        generator = torch.Generator().manual_seed(hash_seed(self.recipe.seed, step, 2))
+        released = self.channel.release_batch(self.slice, truth.tolist(), generator)
+        states = torch.stack([one.states.float() for one, _ in released])
+        return Batch(truth, known, states)
+
+    def inputs(self, batch: Batch) -> Int[Tensor, "b n"]:
+        """The tokens that the attacker reads at the known positions."""
+        if batch.states is None:
+            return batch.tokens
+        return read_tokens(self.probe, batch.states)
+
+
+def read_tokens(probe: Any, states: Float[Tensor, "b n d"]) -> Int[Tensor, "b n"]:
+    """The probe's guess for each state."""
+    return probe.shortlist(states.flatten(0, 1), 1)[1][:, 0].view(states.shape[:2])  # type: ignore[no-any-return]
+
+
+def train_infiller(
+    slice: Slice, public: Public, shards: Shards, recipe: Recipe, progress: Progress
+) -> tuple[Infiller, State]:
+    """An infiller for a site and a family of views: from the cache, where training ended or was interrupted.
+
+    Args:
+        public: the channel, as if every row had been shown.
+
+    Raises:
+        InputError: the texts cannot be had.
+    """
+    identity = _identity(slice, public, shards, recipe)
+    torch.manual_seed(recipe.seed)  # of LoRA's first weights
+    infiller = Infiller(slice, recipe.rank, fast_dtype(slice.device))
+    state, moments = _load(identity, infiller)
+    if state.done:
+        return infiller, state
+    data = Data(slice, public, shards, recipe, progress)
+    _run(infiller, data, recipe, state, moments, identity, progress)
+    _restore_best(identity, infiller)
+    return infiller, state
+
+
+def _run(
+    infiller: Infiller, data: Data, recipe: Recipe, state: State, moments: dict[str, Tensor],
+    identity: dict[str, Any], progress: Progress,
+) -> None:  # fmt: skip
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=data.slice.device.type == "cpu")
+    parameters = {name: p for name, p in infiller.named_parameters() if p.requires_grad}
+    optimizer = torch.optim.AdamW(parameters.values(), lr=recipe.learning_rate, weight_decay=0.0)
+    for name, p in parameters.items():
+        if f"m.{name}" in moments:
+            optimizer.state[p] = {
+                "step": torch.tensor(float(state.step)), "exp_avg": moments[f"m.{name}"],
+                "exp_avg_sq": moments[f"v.{name}"],
+            }  # fmt: skip
+    model, optimizer = accelerator.prepare(infiller, optimizer)
+    held_out = data.held_out()
+    if infiller.reads_states and state.step == 0:
+        infiller.standardise(torch.cat([b.states.flatten(0, 1) for b in held_out if b.states is not None]))
+    started, before = time.perf_counter(), state.seconds
+    with torch.inference_mode(False), torch.enable_grad():
+        while state.step < recipe.steps and state.bad < recipe.patience:
+            warm = min(1.0, (state.step + 1) / recipe.warmup)
+            rate = recipe.learning_rate * warm * 0.5 * (1 + math.cos(math.pi * state.step / recipe.steps))
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+            loss = loss_of(
+                model, data, data.at(state.step * accelerator.num_processes + accelerator.process_index)
+            )
+            accelerator.backward(loss)
+            accelerator.clip_grad_norm_(parameters.values(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            state.step += 1
+            state.seconds = before + time.perf_counter() - started
+            shown = f"training the infiller\tloss {float(loss.detach()):.2f}, held out {state.best:.2f}"
+            progress(shown, state.step, recipe.steps)
+            if state.step % recipe.every == 0 or state.step == recipe.steps:
+                with torch.no_grad():
+                    now = sum(float(loss_of(model, data, b)) for b in held_out) / len(held_out)
+                state.history.append((state.step, now))
+                better = now < state.best - MIN_GAIN
+                state.best, state.bad = (now, 0) if better else (state.best, state.bad + 1)
+                if accelerator.is_main_process:
+                    _save(identity, infiller, optimizer, parameters, state, better)
+    state.done = True
+    progress("training the infiller", recipe.steps, recipe.steps)
+    if accelerator.is_main_process:
+        _save(identity, infiller, optimizer, parameters, state, False)
+
+
+def loss_of(model: Any, data: Data, batch: Batch) -> Tensor:
+    """Mean cross-entropy of the tokens that the node does not hold, in nats."""
+    states = (
+        None if batch.states is None else batch.states.clone()
+    )  # inference tensors take no part in autograd
+    logits = model(data.inputs(batch).clone(), batch.known, states, ~batch.known)
+    return F.cross_entropy(logits, batch.tokens[~batch.known])
+
+
+def _identity(slice: Slice, public: Public, shards: Shards, recipe: Recipe) -> dict[str, Any]:
+    return {
+        "format": FORMAT,
+        "signature": slice.signature,
+        "site": asdict(slice.site),
+        "channel": list(public.channel),
+        "dtype": str(slice.dtype),
+        "shards": asdict(shards),
+        "recipe": asdict(recipe),
+    }
+
+
+def checkpoint_path(identity: dict[str, Any]) -> Path:
+    """Where a training is kept: the newest state and, beside it, the best."""
+    key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
+    return cache_dir() / "infill" / f"{key}.safetensors"
+
+
+def _best(path: Path) -> Path:
+    return path.with_suffix(".best.safetensors")
+
+
+def _save(
+    identity: dict[str, Any],
+    infiller: Infiller,
+    optimizer: Any,
+    parameters: Mapping[str, Tensor],
+    state: State,
+    best: bool,
+) -> None:
+    path = checkpoint_path(identity)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    weights = {f"p.{name}": value.detach().cpu() for name, value in infiller.trained().items()}
+    moments: dict[str, Tensor] = {}
+    inner = getattr(optimizer, "optimizer", optimizer)
+    for name, p in parameters.items():
+        own = inner.state.get(p)
+        if own:
+            moments |= {f"m.{name}": own["exp_avg"].cpu(), f"v.{name}": own["exp_avg_sq"].cpu()}
+    about = {"hiddenlab": json.dumps({"identity": identity, "state": asdict(state)})}
+    files = [(path, weights | moments)] + ([(_best(path), weights)] if best else [])
+    for target, tensors in files:
+        work = target.with_suffix(f".{os.getpid()}.tmp")
+        save_file({name: value.contiguous() for name, value in tensors.items()}, work, about)
+        work.replace(target)
+
+
+def _load(identity: dict[str, Any], infiller: Infiller) -> tuple[State, dict[str, Tensor]]:
+    """The state of a training and its optimiser's moments; a new one where there is no readable checkpoint."""
+    path = checkpoint_path(identity)
+    with suppress(OSError, SafetensorError, KeyError, ValueError, TypeError), safe_open(path, "pt") as file:
+        about = json.loads((file.metadata() or {})["hiddenlab"])
+        if about["identity"] != json.loads(json.dumps(identity)):
+            return State(), {}
+        history = [(int(step), float(loss)) for step, loss in about["state"]["history"]]
+        state = State(**{**about["state"], "history": history})
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        infiller.restore({name[2:]: value for name, value in tensors.items() if name.startswith("p.")})
+        device = infiller.mask.device
+        if state.done:
+            _restore_best(identity, infiller)
+        return state, {n: v.to(device) for n, v in tensors.items() if n[:2] in ("m.", "v.")}
+    return State(), {}
+
+
+def _restore_best(identity: dict[str, Any], infiller: Infiller) -> None:
+    with safe_open(_best(checkpoint_path(identity)), "pt") as file:
+        infiller.restore({name[2:]: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118

@@ -1,0 +1,266 @@
+"""Learned infilling: what a node does not hold takes no part, training resumes as it was, views are the plan's."""
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from attacks.infill import Infill, text
+from attacks.infill import train as training
+from attacks.infill.masks import Shards, comp_positions, missing
+from attacks.infill.model import Infiller, _BothSides
+from attacks.infill.train import PRESETS, Recipe
+from defenses.cascade.plan import Plan
+from hiddenlab.channel import Channel, as_whole
+from hiddenlab.core import Observation, Recovery
+from hiddenlab.errors import InputError, NotApplicableError
+from hiddenlab.slice import Slice, load_slice
+from hiddenlab.slice.door import Attention
+from hiddenlab.testing import DECODERS, VOCABULARY
+
+TinySlice = Callable[..., Slice]
+TinyPath = Callable[..., str]
+LETTERS = "abcdefgh"
+SMALL = {"windows": 64, "length": 24, "batch": 8, "rank": 8, "every": 20, "warmup": 5, "learning_rate": 1e-2}
+
+
+@pytest.fixture
+def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HIDDENLAB_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> str:
+    """Texts in which every letter says what the next one is."""
+    path = tmp_path / "texts.txt"
+    lines = ["".join(LETTERS[(start + i) % 8] for i in range(30)) for start in range(8)]
+    path.write_text("\n".join(lines * 16))
+    return str(path)
+
+
+def released(slice: Slice, tokens: list[int], *specs: str) -> Observation:
+    return Channel.parse(specs).release(slice, tokens, torch.Generator().manual_seed(0))[0]
+
+
+# ---- which positions
+
+
+@given(tokens=st.integers(1, 60), alpha=st.integers(1, 6), c=st.integers(1, 5), data=st.data())
+def test_positions_are_those_of_the_plan(tokens: int, alpha: int, c: int, data: st.DataObject) -> None:
+    node = data.draw(st.integers(0, alpha - 1))
+    assert (
+        tuple(comp_positions(tokens, alpha, c, node)) == Plan.clustered(tokens, c, alpha=alpha).shards[node]
+    )
+
+
+@settings(max_examples=60)
+@given(
+    tokens=st.integers(2, 60), alpha=st.integers(1, 6), c=st.integers(1, 5), m=st.integers(1, 3), attn=st.booleans(),
+    seed=st.integers(0, 99),
+)  # fmt: skip
+def test_views_are_of_nodes_of_the_plan(
+    tokens: int, alpha: int, c: int, m: int, attn: bool, seed: int
+) -> None:
+    held = Shards(alpha, c, m, attn).draw(tokens, random.Random(seed))
+    plan = Plan.clustered(tokens, c, alpha=alpha, m=m if attn else 1)
+    views = {plan.held_by(node) for node in plan.attn_nodes} if attn else set(plan.shards)
+    assert 0 < len(held) < tokens
+    assert tuple(held) in views or any(set(held) < set(view) for view in views)
+    assert sorted([*held, *missing(tokens, held)]) == list(range(tokens))
+
+
+def test_any_plan_shows_little_and_much() -> None:
+    draw = random.Random(0)
+    shares = [len(Shards().draw(96, draw)) / 96 for _ in range(300)]
+    assert min(shares) < 0.1 and max(shares) > 0.5
+
+
+# ---- the model
+
+
+@pytest.mark.parametrize("architecture", DECODERS)
+def test_it_sees_both_sides_and_nothing_that_is_not_held(tiny_slice: TinySlice, architecture: str) -> None:
+    slice = tiny_slice(architecture, 1)
+    infiller = Infiller(slice, 4, torch.float32)
+    torch.manual_seed(1)
+    for name, p in infiller.named_parameters():
+        if p.requires_grad and "lora_B" in name:
+            p.data.normal_(0, 0.1)
+    infiller.states.weight.data.normal_(0, 0.1)
+    tokens = torch.randint(0, VOCABULARY, (2, 6))
+    known = torch.tensor([[1, 0, 0, 1, 0, 1], [0, 1, 1, 1, 0, 1]], dtype=torch.bool)
+    states = torch.randn(2, 6, slice.width)
+
+    def run(tokens: Tensor, states: Tensor) -> Tensor:
+        with torch.no_grad():
+            return infiller(tokens, known, states, ~known)
+
+    before = run(tokens, states)
+    assert before.shape == (5, VOCABULARY)
+    hidden_tokens, hidden_states = torch.where(known, tokens, 7), torch.where(known[..., None], states, 3.0)
+    assert torch.equal(run(hidden_tokens, hidden_states), before)
+    later = tokens.clone()
+    later[0, 3] = (later[0, 3] + 1) % VOCABULARY
+    changed = (run(later, states) - before).abs().amax(1)
+    assert changed[0] > 1e-4 and changed[1] > 1e-4  # positions 1 and 2, before the changed one
+    assert float(changed[3:].max()) < 1e-5  # another text
+    moved = states.clone()
+    moved[0, 5] += 1
+    assert float((run(tokens, moved) - before)[0].abs().max()) > 1e-4
+
+
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (3, None), (None, 2.0), (2, 1.5)])
+def test_attention_on_both_sides_is_a_softmax_over_what_is_visible(
+    window: int | None, softcap: float | None
+) -> None:
+    q, k, v = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 5, 8), torch.randn(2, 2, 5, 8)
+    how = Attention(0.3, causal=False, window=window, softcap=softcap)
+    out = _BothSides().attend(0, q, k, v, how)
+    for head in range(4):
+        scores = 0.3 * q[:, head] @ k[:, head // 2].transpose(1, 2)
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        scores = scores.masked_fill(~how.visible(range(5), range(5)), float("-inf"))
+        assert torch.allclose(out[:, :, head], scores.softmax(-1) @ v[:, head // 2], atol=1e-6)
+
+
+# ---- training and the attack
+
+
+def attack_on(texts: str, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Infill:
+    recipe = Recipe(text=texts, steps=options.pop("steps", 120), **{**SMALL, **options.pop("recipe", {})})
+    monkeypatch.setitem(PRESETS, "small", recipe)
+    return Infill(**options)
+
+
+def letters(slice: Slice, start: int = 3, count: int = 24) -> list[int]:
+    return slice.tokenize("".join(LETTERS[(start + i) % 8] for i in range(count)))
+
+
+def check(found: Recovery, tokens: list[int], held: list[int]) -> float:
+    """Held tokens are there as read; returns the share of the others that is right."""
+    assert len(found.ids) == len(tokens)
+    assert [one.row for one in found.tokens] == [
+        held.index(i) if i in held else -1 for i in range(len(tokens))
+    ]
+    assert not any(one.verified for one in found.tokens)
+    assert [found.ids[i] for i in held] == [tokens[i] for i in held]
+    others = missing(len(tokens), held)
+    return sum(found.ids[i] == tokens[i] for i in others) / len(others)
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_it_learns_what_the_texts_say(tiny: TinyPath, texts: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    slice = load_slice(tiny("llama", tokenizer=True), 0, stream="embed", device="cpu")
+    tokens = letters(slice)
+    attack = attack_on(texts, monkeypatch)
+    observation = released(slice, tokens, "shard:alpha=3,c=2,node=1")
+    measured = attack.setup(observation, slice, torch.Generator())
+    assert measured["held_out_loss"] < 1.0  # ln 300 is 5.7, ln 8 is 2.1
+    found = attack.recover(observation, slice, torch.Generator())
+    assert check(found, tokens, list(observation.public.positions or ())) > 0.8
+    several = attack_on(texts, monkeypatch, rounds=3).recover(observation, slice, torch.Generator())
+    assert check(several, tokens, list(observation.public.positions or ())) > 0.8
+
+
+@pytest.mark.usefixtures("own_cache", "small_probes")
+def test_states_of_deeper_layers(tiny: TinyPath, texts: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    slice = load_slice(tiny("llama", tokenizer=True), 1, device="cpu")
+    tokens = letters(slice)
+    attack = attack_on(texts, monkeypatch, steps=60)
+    observation = released(slice, tokens, "shard:alpha=2,c=2,m=2,queries=0,keys=3")
+    assert attack.setup(observation, slice, torch.Generator())["held_out_loss"] < 2.5
+    found = attack.recover(observation, slice, torch.Generator())
+    assert len(found.ids) == len(tokens)
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_an_interrupted_training_ends_as_an_uninterrupted_one(
+    tiny: TinyPath, texts: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    slice = load_slice(tiny("llama", tokenizer=True), 0, stream="embed", device="cpu")
+    observation = released(slice, letters(slice), "shard:alpha=3,c=2")
+    shards, public = Shards.of(observation.public), as_whole(observation.public)
+    recipe = Recipe(text=texts, steps=40, **SMALL)
+
+    def stop(what: str, done: int, total: int) -> None:
+        if what.startswith("training") and done == 30:
+            raise KeyboardInterrupt
+
+    def quiet(what: str, done: int, total: int) -> None:
+        pass
+
+    with pytest.raises(KeyboardInterrupt):
+        training.train_infiller(slice, public, shards, recipe, stop)
+    steps: list[int] = []
+
+    def count(what: str, done: int, total: int) -> None:
+        if what.startswith("training the infiller\t"):
+            steps.append(done)
+
+    resumed, state = training.train_infiller(slice, public, shards, recipe, count)
+    assert steps == list(range(21, 41))  # from the last evaluation on
+    monkeypatch.setenv("HIDDENLAB_CACHE", str(tmp_path / "other"))
+    whole, expected = training.train_infiller(slice, public, shards, recipe, quiet)
+    assert [step for step, _ in state.history] == [20, 40]
+    assert state.history[1][1] == pytest.approx(expected.history[1][1], abs=1e-5)
+    for name, value in whole.trained().items():
+        assert torch.allclose(resumed.trained()[name], value, atol=1e-5), name
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_it_stops_where_nothing_is_gained_and_keeps_the_best(
+    tiny: TinyPath, texts: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slice = load_slice(tiny("llama", tokenizer=True), 0, stream="embed", device="cpu")
+    observation = released(slice, letters(slice), "shard:alpha=3,c=2")
+    shards, public = Shards.of(observation.public), as_whole(observation.public)
+    heard: list[str] = []
+    recipe = Recipe(text=texts, steps=400, **{**SMALL, "learning_rate": 1e-9, "every": 2, "patience": 2})
+    _, state = training.train_infiller(slice, public, shards, recipe, lambda what, *_: heard.append(what))
+    assert state.done and state.step == 6 and state.best == state.history[0][1]
+    assert any("loss" in what for what in heard)
+    # The second call only loads; a damaged checkpoint is trained anew.
+    heard.clear()
+    again = training.train_infiller(slice, public, shards, recipe, lambda what, *_: heard.append(what))[1]
+    assert again == state and not heard
+    (path,) = {training.checkpoint_path(training._identity(slice, public, shards, recipe))}
+    path.write_bytes(path.read_bytes()[:100])
+    assert (
+        training.train_infiller(slice, public, shards, recipe, lambda what, *_: heard.append(what))[1].step
+        == 6
+    )
+    assert heard
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_texts(tiny: TinyPath, tmp_path: Path) -> None:
+    slice = load_slice(tiny("llama", tokenizer=True), 1, device="cpu")
+    state = torch.random.get_rng_state()
+    first = text.windows(slice, "own", 5, 6, 0, lambda *_: None)
+    assert torch.equal(torch.random.get_rng_state(), state)  # the library's sampling leaves no trace
+    assert first.shape == (5, 6)
+    assert torch.equal(text.windows(slice, "own", 5, 6, 0, lambda *_: None), first)
+    (tmp_path / "short.txt").write_text("abc")
+    with pytest.raises(InputError, match=r"no text of .*short.txt has 6 tokens"):
+        text.windows(slice, str(tmp_path / "short.txt"), 5, 6, 0, lambda *_: None)
+    with pytest.raises(InputError, match="gives 5 windows of 3 tokens; at least"):
+        (tmp_path / "few.txt").write_text("abc\n" * 5)
+        recipe = Recipe(text=str(tmp_path / "few.txt"), length=3)
+        public = as_whole(released(slice, [1, 2, 3]).public)
+        training.Data(slice, public, Shards(), recipe, lambda *_: None)
+
+
+def test_what_it_cannot_use(tiny_slice: TinySlice) -> None:
+    slice = tiny_slice("llama", 1)
+    for spec in ("seq-perm", "hidden-perm"):
+        with pytest.raises(NotApplicableError, match="in order"):
+            Infill().recover(released(slice, [1, 2, 3], spec), slice, torch.Generator())
+    with pytest.raises(InputError, match="at least 1"):
+        Infill(rounds=0)
