@@ -140,7 +140,7 @@ class Channel:
             return slice
         key = (slice.ref.path, slice.ref.revision, slice.site, str(slice.device), *options.values())
         if key not in self._providers:
-            with _quiet_bitsandbytes():
+            with quiet_bitsandbytes():
                 self._providers[key] = slice.sibling(slice.site.layer, stream=slice.site.stream, **options)
         provider = self._providers[key]
         provider.max_pass_tokens = slice.max_pass_tokens
@@ -175,7 +175,7 @@ class Channel:
         for pack in _packs(
             (self._prepare(provider, p, generator) for p in prompts), provider.max_pass_tokens
         ):
-            with _quiet_bitsandbytes():
+            with quiet_bitsandbytes():
                 answers = provider.run([Request(provider.prefix(), one.inputs) for one in pack], keep=False)
             released += [
                 self._finish(one, answer.chain, public) for one, answer in zip(pack, answers, strict=True)
@@ -299,7 +299,7 @@ def _overrides(defense: Defense, method: str) -> bool:
 
 
 @contextmanager
-def _quiet_bitsandbytes() -> Iterator[None]:
+def quiet_bitsandbytes() -> Iterator[None]:
     """Without this LLM.int8 warns at every product of every pass that it casts to float16, as it should."""
     logger = logging.getLogger("bitsandbytes")
     level = logger.level

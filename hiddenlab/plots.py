@@ -1,6 +1,6 @@
 """The plots of a report; matplotlib is imported only here, and only when a report is drawn."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from textwrap import wrap
@@ -48,6 +48,86 @@ def draw(runs: "Sequence[Run]", out: Path) -> list[Path]:
         drawing.savefig(out / name, dpi=130)
         files.append(out / name)
     return files
+
+
+def draw_table(table: Mapping[str, Any], out: Path) -> Path | None:
+    """Draw the first figure of an experiment's table with its intervals, the paper's where it has the same one.
+
+    Lines over layers where a table has several, else a bar a row. None where nothing was measured.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    rows = [row for row in table["rows"] if row["figures"]]
+    names = [name for name in table["figures"] if any(name in row["figures"] for row in rows)]
+    if not names:
+        return None
+    name = names[0]
+    rows = [row for row in rows if row["figures"].get(name, {}).get("value") is not None]
+    layers = sorted({row["keys"]["layer"] for row in rows if isinstance(row["keys"].get("layer"), int)})
+    over_layers = len(layers) > 1 and all("layer" in row["keys"] for row in rows)
+    series = list(dict.fromkeys(_series(row, over_layers) for row in rows))
+    over_layers = over_layers and len(series) <= len(MARKERS)
+    height = 4.2 if over_layers else 1.2 + 0.36 * len(rows)
+    drawing = Figure(figsize=(8.5, height), layout="constrained")
+    FigureCanvasAgg(drawing)
+    axis: Any = drawing.subplots()
+    label = table["figures"][name]
+    if over_layers:
+        gap = min(b - a for a, b in pairwise(layers))
+        for n, one in enumerate(series):
+            aside = 0.5 * gap * ((n + 0.5) / len(series) - 0.5)
+            own = sorted(
+                (row for row in rows if _series(row, True) == one), key=lambda row: row["keys"]["layer"]
+            )
+            places = [row["keys"]["layer"] + aside for row in own]
+            style: dict[str, Any] = {"color": COLOURS[n % len(COLOURS)], "marker": MARKERS[n % len(MARKERS)]}
+            values, errors = _values(own, name)
+            axis.errorbar(places, values, errors, label=one, linewidth=1.2, markersize=5, capsize=3, **style)
+        axis.set_xticks(layers)
+        axis.set_xlabel("layer")
+        axis.set_ylabel(label)
+        axis.grid(axis="y", color="#e3e5e8", linewidth=0.8)
+        if len(series) > 1:
+            drawing.legend(loc="outside lower center", ncols=min(3, len(series)), frameon=False)
+    else:
+        places = list(range(len(rows)))
+        values, errors = _values(rows, name)
+        axis.barh(places, values, xerr=errors, color=COLOURS[0], height=0.6, zorder=3, capsize=3)
+        texts = [", ".join(f"{key} {value}" for key, value in row["keys"].items()) for row in rows]
+        axis.set_yticks(places, texts, fontsize=9)
+        axis.invert_yaxis()
+        axis.set_xlabel(label)
+        axis.grid(axis="x", color="#e3e5e8", linewidth=0.8)
+        published = [
+            (place, value)
+            for place, row in enumerate(rows)
+            for key, value in row["paper"].items()
+            if isinstance(value, int | float) and key.partition(",")[0] == label
+        ]
+        if published:
+            spots, marks = zip(*published, strict=True)
+            axis.plot(marks, spots, "D", color=COLOURS[1], markersize=5, zorder=4, label="the paper's")
+            drawing.legend(loc="outside lower center", frameon=False)
+    axis.set_title(table["title"], loc="left", fontsize=11)
+    axis.spines[["top", "right"]].set_visible(False)
+    path = out / f"{table['experiment']}.png"
+    drawing.savefig(path, dpi=130)
+    return path
+
+
+def _series(row: Mapping[str, Any], over_layers: bool) -> str:
+    keys = [(key, value) for key, value in row["keys"].items() if not (over_layers and key == "layer")]
+    return ", ".join(f"{key} {value}" for key, value in keys)
+
+
+def _values(rows: Sequence[Mapping[str, Any]], name: str) -> tuple[list[float], list[list[float]]]:
+    """Values, and how far their intervals reach below and above them."""
+    found = [row["figures"][name] for row in rows]
+    values = [one["value"] for one in found]
+    below = [max(0.0, one["value"] - one["low"]) for one in found]
+    above = [max(0.0, one["high"] - one["value"]) for one in found]
+    return values, [below, above]
 
 
 def _lines(axis: Any, panel: Panel, runs: "Sequence[Run]", labels: Sequence[str]) -> None:

@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 
 from hiddenlab.errors import HiddenlabError, InputError
+from hiddenlab.page import prompt_html
 from hiddenlab.record import Recorder, RunRecord
-from hiddenlab.report import load_runs, prompts_page, visible, write_report
+from hiddenlab.report import load_runs, write_report
 from hiddenlab.summary import figure, summarise
+from hiddenlab.text import visible
 
 
 def sample(index: int, spans: list[tuple[str, str]], **changes: Any) -> dict[str, Any]:
@@ -47,7 +49,7 @@ def test_report_of_several_runs(tmp_path: Path) -> None:
         for name, defense in (("raw", []), ("perm", ["gaussian:sigma=0.01", "seq-perm"]))
     ]
     files = write_report(paths, tmp_path / "report")
-    assert sorted(path.name for path in files) == ["cost.png", "prompts.html", "recovery.png", "report.md"]
+    assert sorted(path.name for path in files) == ["cost.png", "recovery.png", "report.html", "report.md"]
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in files if path.suffix == ".png")
     text = (tmp_path / "report" / "report.md").read_text()
     rows = [line for line in text.splitlines() if re.match(r"\| \d", line)]
@@ -60,11 +62,12 @@ def test_report_of_several_runs(tmp_path: Path) -> None:
     assert {len(re.split(r"(?<!\\)\|", row)) for row in rows} == {15}
     assert "](recovery.png)" in text
     assert "](cost.png)" in text
-    assert "](prompts.html)" in text
+    assert "](report.html)" in text
 
 
 def test_prompts_cannot_break_out_of_the_page(tmp_path: Path) -> None:
-    html = prompts_page(load_runs([make(tmp_path / "r", [sample(0, BAD)])]))
+    html = write_report([make(tmp_path / "r", [sample(0, BAD)])], tmp_path / "out")[1].read_text()
+    assert prompt_html(sample(0, BAD)) in html
     assert "<script" not in html
     assert "&lt;script&gt;" in html
     assert '<span class="wrong">alert(&quot;x&quot;)</span>' in html
@@ -104,6 +107,59 @@ def test_what_cannot_be_reported(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(HiddenlabError, match="cannot write the report"):
         write_report([make(tmp_path / "r", [sample(0, GOOD)])], tmp_path / "file" / "out")
+
+
+def table(name: str = "t", **changes: Any) -> dict[str, Any]:
+    def row(layer: int, low: float, value: float | None, high: float) -> dict[str, Any]:
+        figures = {} if value is None else {"exact": {"value": value, "low": low, "high": high, "n": 9}}
+        return {
+            "keys": {"channel": "<b>|x", "layer": layer}, "figures": figures, "paper": {"exact, Gemma": 0.9},
+            "status": "not run" if value is None else "measured", "reason": "no <data>", "cell": "attack-1",
+            "commit": None,
+        }  # fmt: skip
+
+    return {
+        "format": 1, "experiment": name, "title": "A & B", "figures": {"exact": "exact prompts"},
+        "rows": [row(1, 0.5, 0.75, 1.0), row(6, 0.2, 0.25, 0.3), row(11, 0, None, 0)], "notes": ["so & so"], **changes,
+    }  # fmt: skip
+
+
+def test_report_of_experiments(tmp_path: Path) -> None:
+    (tmp_path / "eval").mkdir()
+    for name in ("t", "u"):
+        (tmp_path / "eval" / f"{name}.json").write_text(json.dumps(table(name)))
+    make(tmp_path / "eval/cells/attack-1/run", [sample(i, BAD) for i in range(14)])
+    files = write_report([tmp_path / "eval"], tmp_path / "out")
+    assert [path.name for path in files] == ["report.md", "report.html", "t.png", "u.png"]
+    text, html = files[0].read_text(), files[1].read_text()
+    assert "| <b>\\|x | 1 | 75.0 % [50.0, 100] | 90.0 % |" in text
+    assert "- not run: <b>|x, 11: no <data>" in text
+    assert "<b>" not in html.partition("<style>")[2].partition("</style>")[2]
+    assert "not run: &lt;b&gt;|x, 11: no &lt;data&gt;" in html
+    assert '<td class="key">&lt;b&gt;|x</td><td class="key">1</td><td>75.0 % [50.0, 100]</td>' in html
+    assert '<td class="paper">90.0 %</td>' in html
+    assert html.count('src="data:image/png;base64,') == 2
+    assert "http" not in html.replace("http-equiv", "")  # nothing is fetched
+    assert "the first 12 of 14" in html and html.count('<div class="prompt">') == 12 * 3 * 2
+    both = write_report([tmp_path / "eval/t.json", make(tmp_path / "r", [sample(0, GOOD)])], tmp_path / "out")
+    assert {path.name for path in both} == {"report.md", "report.html", "t.png", "recovery.png", "cost.png"}
+
+
+def test_tables_of_nothing_and_of_one_layer(tmp_path: Path) -> None:
+    empty = table(rows=[{**row, "figures": {}} for row in table()["rows"]])
+    (tmp_path / "empty.json").write_text(json.dumps(empty))
+    assert len(write_report([tmp_path / "empty.json"], tmp_path / "out")) == 2
+    (tmp_path / "one.json").write_text(json.dumps(table(rows=table()["rows"][:1])))
+    assert len(write_report([tmp_path / "one.json"], tmp_path / "out")) == 3
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"format": 1}', '{"rows": []}'])
+def test_what_is_no_table(tmp_path: Path, text: str) -> None:
+    (tmp_path / "t.json").write_text(text)
+    with pytest.raises(InputError, match=r"is no table of 'hiddenlab eval'"):
+        write_report([tmp_path / "t.json"], tmp_path / "out")
+    with pytest.raises(InputError, match="cannot read"):
+        write_report([tmp_path / "none.json"], tmp_path / "out")
 
 
 def test_figures() -> None:

@@ -15,6 +15,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from hiddenlab.channel import quiet_bitsandbytes
 from hiddenlab.slice import Slice
 from hiddenlab.slice.door import Attention, open_door
 from hiddenlab.slice.load import load_config, load_model
@@ -50,7 +51,8 @@ class Infiller(nn.Module):
     """
 
     def __init__(self, slice: Slice, rank: int, dtype: torch.dtype) -> None:
-        from peft import LoraConfig, get_peft_model
+        with quiet_bitsandbytes():
+            from peft import LoraConfig, get_peft_model
 
         super().__init__()
         model = load_model(

@@ -9,12 +9,15 @@ from hiddenlab.cli.console import stdout
 
 
 def report(
-    runs: Annotated[list[Path], Argument(metavar="RUN…", help="Run directories.")],
+    runs: Annotated[
+        list[Path],
+        Argument(metavar="RUN…", help="Run directories, tables of 'eval' (NAME.json), or its folder."),
+    ],
     out: Annotated[
         Path | None, Option("--out", metavar="DIR", help="Default: report/ beside the first run.")
     ] = None,
 ) -> None:
-    """Write a report of one or more runs: Markdown, PNG plots, and each prompt coloured on an HTML page."""
+    """Write a report of runs and experiments: one HTML page with tables, plots and coloured prompts; also Markdown."""
     from hiddenlab.report import write_report
 
     for path in write_report(runs, out or runs[0].resolve().parent / "report"):
