@@ -7,6 +7,7 @@ experiment goes on where it was, two tables share their common cells, and nothin
 import hashlib
 import json
 import os
+import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -162,6 +163,7 @@ def conduct(
         "figures": dict(experiment.figures),
         "rows": rows if experiment.fold is None else experiment.fold(rows),
         "notes": list(experiment.notes),
+        "command": shlex.join(describe_environment()["command"]),
     }
     _write(home / f"{name}.json", json.dumps(finite(table), ensure_ascii=False, indent=1) + "\n")
     return table

@@ -302,6 +302,30 @@ def gap(setting: Setting, sizes: str = "1,2,3", after: int = 20, budget: int = G
     )  # fmt: skip
 
 
+def gap_plans(setting: Setting, budget: int = 5000) -> Experiment:
+    """What the gap attack gets from a CompNode's states under small (c, alpha), whose gaps the paper counts on."""
+    cells = []
+    for layer in setting.at((1,)):
+        for c, alpha in ((1, 2), (1, 3), (1, 4), (2, 2), (2, 3)):
+            keys = {"layer": layer, "c": c, "alpha": alpha, "missing tokens": (alpha - 1) * c}
+            channel, attack = f"shard:alpha={alpha},c={c},node=0", f"gap:budget={budget}"
+            cells.append(_attack(setting, keys, layer, channel, attack=attack))
+    return Experiment(
+        "The gap attack on (c, delta)-sharding",
+        cells,
+        {
+            "token_accuracy": "token accuracy",
+            "rouge_l": "ROUGE-L",
+            "verified": "verified tokens",
+            "exact": "exact",
+        },
+        [
+            f"CompNode 0's rows; at most {budget:,} sequences a gap. A gap that is not closed spoils what follows it.",
+            "Tokens behind the node's last row depend on nothing that it sees and count as wrong.",
+        ],
+    )
+
+
 def figure_2(setting: Setting) -> Experiment:
     """Layer 0: how much of a prompt infilling gives a CompNode, by clusters and nodes (Figure 2)."""
     cells = [_infilled(setting, 0, alpha, c) for c in (1, 4, 8) for alpha in (4, 8, 12)]

@@ -29,7 +29,7 @@ img { max-width: 100%; height: auto; margin: 1rem 0; }
 ul { padding-left: 1.2rem; }
 details { margin: .6rem 0; }
 summary { cursor: pointer; }
-pre { background: #f5f6f7; padding: .5rem .7rem; overflow-x: auto; font-size: .8rem; }
+pre { background: #f5f6f7; padding: .5rem .7rem; white-space: pre-wrap; overflow-wrap: anywhere; font-size: .8rem; }
 .prompt { display: grid; grid-template-columns: 8rem 1fr; gap: 1rem; padding: .6rem 0;
   border-top: 1px solid #e3e5e8; }
 .id { color: #5a6069; font-size: .85rem; }
@@ -66,7 +66,7 @@ def page(
         cells = grid(study.table)
         notes = [*study.table["notes"], *cells.reasons, "Brackets are 95 % intervals over prompts."]
         body.append("<ul>" + "".join(f"<li>{escape(visible(note))}</li>" for note in notes) + "</ul>")
-        body.append(f"<pre>hiddenlab eval {escape(name)}</pre>")
+        body.append(f"<pre>{escape(visible(study.table['command']))}</pre>")
         if study.runs:
             body.append(LEGEND)
         for run in study.runs:

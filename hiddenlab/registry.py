@@ -54,6 +54,7 @@ BUILTINS: dict[str, dict[str, str]] = {
         "plan": "eval.experiments:plan",
         "baselines": "eval.experiments:baselines",
         "gap": "eval.experiments:gap",
+        "gap-plans": "eval.experiments:gap_plans",
     },
     "measures": {
         "attack": "eval.measures:attack",

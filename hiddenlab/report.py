@@ -134,7 +134,7 @@ def load_study(path: Path) -> Study:
     Raises:
         InputError: it is no such table.
     """
-    needed = {"format", "experiment", "title", "figures", "rows", "notes"}
+    needed = {"format", "experiment", "title", "figures", "rows", "notes", "command"}
     try:
         table = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

@@ -85,7 +85,7 @@ def markdown_table(table: Mapping[str, Any]) -> str:
     numbers = len(cells.header) - cells.keys
     lines = [f"## {table['title']}", "", _line(cells.header), f"|{'---|' * cells.keys}{'---:|' * numbers}"]
     lines += [_line(row) for row in cells.rows]
-    lines += ["", f"`hiddenlab eval {table['experiment']}`. Brackets are 95 % intervals over prompts."]
+    lines += ["", f"`{table['command']}`. Brackets are 95 % intervals over prompts."]
     lines += ["", *(f"- {text}" for text in [*table["notes"], *cells.reasons])]
     return "\n".join(lines) + "\n"
 

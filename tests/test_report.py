@@ -120,7 +120,8 @@ def table(name: str = "t", **changes: Any) -> dict[str, Any]:
 
     return {
         "format": 1, "experiment": name, "title": "A & B", "figures": {"exact": "exact prompts"},
-        "rows": [row(1, 0.5, 0.75, 1.0), row(6, 0.2, 0.25, 0.3), row(11, 0, None, 0)], "notes": ["so & so"], **changes,
+        "rows": [row(1, 0.5, 0.75, 1.0), row(6, 0.2, 0.25, 0.3), row(11, 0, None, 0)], "notes": ["so & so"],
+        "command": "hiddenlab eval t --limit 3", **changes,
     }  # fmt: skip
 
 
