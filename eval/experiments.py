@@ -326,6 +326,35 @@ def gap_plans(setting: Setting, budget: int = 5000) -> Experiment:
     )
 
 
+def partial_sums(setting: Setting) -> Experiment:
+    """Partial attention at the first layer: how much of the other nodes' tokens a CompNode reads (Theorem 7.3, P.2)."""
+    tokens = setting.max_tokens or SHARD_TOKENS
+    cells = []
+    for alpha, c, m in ((4, 4, 1), (8, 8, 1), (8, 8, 4), (12, 8, 8)):
+        source = {**setting.source(), "max_tokens": tokens}
+        spec = {**setting.where(), **source, "alpha": alpha, "c": c, "m": m, "node": alpha - 1}
+        keys = {"alpha": alpha, "c": c, "m": m, "node": f"CompNode {alpha - 1}"}
+        cells.append(Cell("partial-sums", spec, keys))
+    return Experiment(
+        "What m, e and u of the first layer tell a CompNode",
+        cells,
+        {
+            "exact": "prompts read in full up to its last row",
+            "token_accuracy": "others' tokens right",
+            "verified": "verified",
+            "wrong_verified": "verified but wrong",
+            "missing": "tokens it does not hold",
+            "seconds_per_prompt": "seconds",
+        },
+        [
+            f"Prompts of {tokens} tokens; tokens that other nodes hold, before the node's last row.",
+            "The paper argues that finding them is a subset-sum problem, intractable for c of 8 or more (appendix P.2, "
+            "assumption B2); it recommends alpha, c of 8 and m of 4.",
+            "Rows are what AttnNodes answer, computed with their own function; float32 on the wire.",
+        ],
+    )
+
+
 def figure_2(setting: Setting) -> Experiment:
     """Layer 0: how much of a prompt infilling gives a CompNode, by clusters and nodes (Figure 2)."""
     cells = [_infilled(setting, 0, alpha, c) for c in (1, 4, 8) for alpha in (4, 8, 12)]

@@ -19,9 +19,8 @@ if TYPE_CHECKING:
     from hiddenlab.slice import Slice
 
 LAST_STREAMS = ("final_norm", "logits")  # which exist after the last layer only
-INNER_STREAMS = ("q", "k", "v")
-SLICE_STREAMS = ("resid", "embed", *INNER_STREAMS, *LAST_STREAMS)
-STREAMS = (*SLICE_STREAMS, "attn")
+INNER_STREAMS = ("q", "k", "v", "attn")
+STREAMS = ("resid", "embed", *INNER_STREAMS, *LAST_STREAMS)
 Progress = Callable[[str, int, int], None]  # (what, done, total)
 
 
@@ -36,8 +35,8 @@ class Site:
     ``resid`` at layer l is the state after l decoder layers and before any final norm; ``final_norm`` the state
     after the last layer and the final norm; ``logits`` the language-model head's output (used by proposals).
     ``embed`` is layer 0, what enters the first layer. ``q``, ``k`` and ``v`` are of layer l's attention (the first
-    is 1), all heads side by side, after rotary embedding; k and v are what a KV cache holds. What nodes of a
-    distributed scheme also see: ``attn``, partial outputs of a layer's attention.
+    is 1), all heads side by side, after rotary embedding; k and v are what a KV cache holds. ``attn`` is what the
+    attention gives, before its output projection; nodes of a distributed scheme see it in parts.
     """
 
     layer: int

@@ -7,7 +7,13 @@ from typing import Any
 from hiddenlab.summary import FIGURES, figure
 
 # Figures that only experiments have; see ``hiddenlab.summary`` for the kinds.
-MORE_FIGURES = {"top1_agreement": "share", "token_set": "share", "perplexity": "number", "kl": "number"}
+MORE_FIGURES = {
+    "top1_agreement": "share",
+    "token_set": "share",
+    "wrong_verified": "share",
+    "perplexity": "number",
+    "kl": "number",
+}
 PAPER = "paper: "
 
 

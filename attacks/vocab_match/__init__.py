@@ -21,7 +21,7 @@ from attacks.vocab_match.shard import before_gap, behind_gap, with_rest
 from attacks.vocab_match.task import Task
 from hiddenlab.channel import as_whole
 from hiddenlab.core import Observation, Progress, Public, Recovery, silent
-from hiddenlab.errors import InputError
+from hiddenlab.errors import InputError, NotApplicableError
 from hiddenlab.match import Matcher, choose_matcher
 from hiddenlab.observation import check_observation
 from hiddenlab.propose.adapt import Adapter
@@ -109,6 +109,10 @@ class VocabMatch:
             InputError: the observation does not fit the slice.
         """
         check_observation(observation, slice)
+        if observation.states.shape[1] != slice.width:
+            raise NotApplicableError(
+                "these rows are parts of an attention's output; see the attack partial-sums"
+            )
         public = as_whole(observation.public)
         seconds = 0.0
         kept = self._prepared

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +97,7 @@ def record_partials(
                 "key_shard": block.keys,
                 "keys": list(plan.splits[block.keys]),
                 "heads": part.output.shape[0],
+                "has_total": part.total is not None,
             }
             seen.add("attn", layer + 1, positions, rows, **facts)
 
@@ -135,6 +136,34 @@ def record_layers(
             hook.remove()
 
 
+def first_layer_view(observations: Sequence[Observation]) -> Observation | None:
+    """All that a CompNode holds and receives of the first layer, as one observation a request.
+
+    A row is an embedding, then m, e and u of all heads for each key shard (m the logsumexp and e 1 where answers were
+    compressed). The facts say which columns are what: ``embed`` (width of the embedding), ``heads``, and ``shards``,
+    the positions of each key shard. None where the node saw no such rows.
+    """
+    own = next((o for o in observations if o.public.site == Site(0, "embed")), None)
+    answers = [o for o in observations if o.public.site == Site(1, "attn")]
+    if own is None or not answers or any(o.public.positions != own.public.positions for o in answers):
+        return None
+    columns = [own.states.float()]
+    for answer in answers:
+        heads = int(answer.public.facts["heads"])
+        rows = answer.states.float()
+        if not answer.public.facts["has_total"]:
+            rows = torch.cat([rows[:, :heads], torch.ones_like(rows[:, :heads]), rows[:, heads:]], 1)
+        columns.append(rows)
+    facts = {
+        "node": own.public.facts["node"],
+        "scheme": "cascade",
+        "embed": own.states.shape[1],
+        "heads": answers[0].public.facts["heads"],
+        "shards": [list(o.public.facts["keys"]) for o in answers],
+    }
+    return Observation(torch.cat(columns, 1), replace(own.public, site=Site(1, "attn"), facts=facts))
+
+
 def save_seen(
     seen: Sequence[Seen],
     folder: Path,
@@ -144,7 +173,7 @@ def save_seen(
     dtype: str,
     tokens: Sequence[int] = (),
 ) -> dict[str, dict[str, Any]]:
-    """Write what nodes saw: ``folder/<node>/<stream>-<layer>.safetensors``.
+    """Write what nodes saw: ``folder/<node>/<stream>-<layer>.safetensors``, and ``partials-1`` of CompNodes.
 
     Args:
         tokens: of the prompt and what was generated; each CompNode's own become ``truth.json`` in its folder, with
@@ -161,7 +190,11 @@ def save_seen(
         target.mkdir(parents=True, exist_ok=True)
         held: set[int] = set()
         files = rows = 0
-        for observation in one.observations(model, signature, dtype):
+        observations = one.observations(model, signature, dtype)
+        view = first_layer_view(observations) if one.node.startswith("CompNode") else None
+        if view is not None:
+            save_observation(view, target / "partials-1.safetensors")
+        for observation in observations:
             site, positions = observation.public.site, observation.public.positions
             shard = observation.public.facts.get("key_shard")
             name = f"{site.stream}-{site.layer}" + (f"-keys-{shard}" if shard is not None else "")

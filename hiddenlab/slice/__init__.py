@@ -8,9 +8,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from hiddenlab.core import INNER_STREAMS, LAST_STREAMS, SLICE_STREAMS, Site
+from hiddenlab.core import INNER_STREAMS, LAST_STREAMS, STREAMS, Site
 from hiddenlab.errors import InputError
-from hiddenlab.slice.door import open_door
+from hiddenlab.slice.door import Attention, open_door
 from hiddenlab.slice.engine import (
     _ACTIVE,
     ATTENTION_NAME,
@@ -40,6 +40,7 @@ class Slice:
     Attributes:
         ref: which model. site: layer and stream of the states it returns. dtype, device: where it computes.
         evaluated_tokens, forward_calls: counters over the life of the slice; every position run counts.
+        attention: how its last layer attends (scaling, window, cap), known once something ran.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class Slice:
         self.max_pass_tokens = 2048
         self.evaluated_tokens = 0
         self.forward_calls = 0
+        self.attention: Attention | None = None
         self._captured: Tensor | None = None
         self._last_layer = decoder_layers(model)[-1]
         if site.stream == "resid":
@@ -166,6 +168,7 @@ class Slice:
                 )
         finally:
             _ACTIVE.reset(active)
+        self.attention = packed.attention
         states = packed.shown if packed.shown is not None else self._states(output)[0]
         self.evaluated_tokens += inputs.shape[1]
         self.forward_calls += 1
@@ -255,7 +258,7 @@ def load_slice(
     Args:
         name: ``builtin``, a local directory, a GGUF file, or a hub id.
         layer: 1 … number of layers; None means all. ``final_norm`` and ``logits`` need all; ``embed`` is layer 0.
-        stream: which states ``run`` returns, one of ``SLICE_STREAMS`` (see ``Site``).
+        stream: which states ``run`` returns, one of ``STREAMS`` (see ``Site``).
         dtype: float32, bfloat16 or float16. device: ``auto``, ``cpu``, ``cuda`` …
         quantization: None, ``int8`` or ``nf4`` (bitsandbytes). device_map: accelerate's placement, e.g. ``auto``.
 
@@ -268,8 +271,8 @@ def load_slice(
     ref = resolve_model(name, revision)
     config = load_config(ref)
     total = getattr(config, "num_hidden_layers", 0)
-    if stream not in SLICE_STREAMS:
-        raise InputError(f"unknown stream {stream!r} of a slice; known are {', '.join(SLICE_STREAMS)}")
+    if stream not in STREAMS:
+        raise InputError(f"unknown stream {stream!r} of a slice; known are {', '.join(STREAMS)}")
     layer = (0 if stream == "embed" else total) if layer is None else layer
     if stream == "embed" and layer:
         raise InputError(f"the stream embed exists only at layer 0; layer {layer} was asked for")

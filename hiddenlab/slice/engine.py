@@ -137,7 +137,8 @@ class PackedPass:
     """One forward pass over the packed tokens of several requests; the attention function asks it to attend.
 
     Attributes:
-        show: layer index and stream (q, k or v) to keep in ``shown``, ``[t, heads · width]``, or None.
+        show: layer index and stream (q, k, v or attn) to keep in ``shown``, ``[t, heads · width]``, or None.
+        attention: how the last layer that ran attends.
     """
 
     def __init__(self, requests: Sequence[Request], keep: bool, show: tuple[int, str] | None = None) -> None:
@@ -145,6 +146,7 @@ class PackedPass:
         self.keep = keep
         self.show = show
         self.shown: Tensor | None = None
+        self.attention: Attention | None = None
         self.kept: dict[int, tuple[Tensor, Tensor]] = {}
         self.starts = [0]
         for request in self.requests:
@@ -174,12 +176,14 @@ class PackedPass:
         """
         if self.keep:
             self.kept[layer] = (k[0], v[0])
-        if self.show is not None and self.show[0] == layer:
-            self.shown = {"q": q, "k": k, "v": v}[self.show[1]][0].transpose(0, 1).flatten(1)
+        self.attention = attention
         out = q.new_empty(1, q.shape[2], q.shape[1], v.shape[-1])
         for request, start, end in zip(self.requests, self.starts, self.starts[1:], strict=False):
             own = slice(start, end)
             _attend_request(request, layer, q[0, :, own], k[0, :, own], v[0, :, own], out[0, own], attention)
+        if self.show is not None and self.show[0] == layer:
+            streams = {"q": q, "k": k, "v": v, "attn": out.transpose(1, 2)}
+            self.shown = streams[self.show[1]][0].transpose(0, 1).flatten(1)
         return out
 
 

@@ -1,0 +1,370 @@
+"""What a CompNode learns from partial attention at the first layer (paper, Theorem 7.3 and appendix P).
+
+For each of its rows r and each key shard a CompNode receives m, e and u, from which the sum over the shard's visible
+keys s of p(r, s) [1, v(s)] follows, p being softmax weights. At the first layer p and v depend on one unknown token
+each, and the node knows its own queries. Appendix P.2 calls finding the tokens of such a sum a subset-sum problem, and
+leaves it to assumption B2 that it is intractable. It is not: all rows of one cluster and all query heads of one
+key/value head mix the *same* few value vectors with different weights, so that these span the rows' common space. A
+token stands in the sum if and only if its value vector lies in that span (the idea of MUSIC in array processing): one
+projection of the vocabulary names the tokens, whatever their positions. Which stands where follows from the weights,
+by non-negative least squares over a handful of candidates. Under (c, delta)-sharding with m splits there are c/m
+unknown tokens and c rows at every step, so there are always enough equations.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from scipy.optimize import nnls
+from torch import Tensor
+
+from hiddenlab.core import Observation, Progress, Recovery, TokenRecovery, silent
+from hiddenlab.errors import InputError, NotApplicableError
+from hiddenlab.slice import Slice
+from hiddenlab.slice.door import Attention
+
+NOISE = 1e-4  # singular values below this share of the largest are rounding
+EXPLAINED = 1e-6  # share of a sum's square that the right tokens leave unexplained, at most
+CANDIDATES = 4  # a missing token's candidates that are looked at with their weights
+SWEEPS, STARTS = 20, 16
+
+
+class PartialSums:
+    """Recovers the tokens before a CompNode's last row from what it receives at the first layer.
+
+    Needs a node's combined view, ``partials-1.safetensors`` of ``hiddenlab cascade run --record``: its embeddings, and
+    m, e, u of every key shard. A sum that is explained exactly verifies its tokens.
+
+    Knows: the weights of the first layer, the plan, what the node holds and receives. Does not know: other nodes' rows.
+
+    Args:
+        candidates: tokens looked at for each missing one. seed: of restarts. progress: where progress is reported.
+    """
+
+    def __init__(self, candidates: int = CANDIDATES, seed: int = 0, progress: Progress = silent) -> None:
+        if candidates < 1:
+            raise InputError(f"candidates must be at least 1, not {candidates}")
+        self.candidates, self.seed, self.progress = candidates, seed, progress
+        self._layer: tuple[Slice, _FirstLayer] | None = None
+
+    def setup(self, observation: Observation, slice: Slice, generator: torch.Generator) -> dict[str, float]:
+        """Load the first layer's projections and tabulate the vocabulary's value vectors, once a model."""
+        self._first(slice)
+        return {}
+
+    def _first(self, slice: Slice) -> "_FirstLayer":
+        if self._layer is None or self._layer[0] is not slice:
+            self._layer = slice, _FirstLayer(slice)
+        return self._layer[1]
+
+    def recover(self, observation: Observation, slice: Slice, generator: torch.Generator) -> Recovery:
+        """Recover one prompt up to the node's last row.
+
+        Raises:
+            NotApplicableError: the observation is no CompNode's combined view of the first layer.
+        """
+        facts, public = observation.public.facts, observation.public
+        if (
+            not {"heads", "shards", "embed"} <= set(facts)
+            or public.positions is None
+            or public.site.layer != 1
+        ):
+            raise NotApplicableError(
+                "this attack reads a CompNode's combined view of layer 1 (partials-1 of 'cascade run --record')"
+            )
+        layer = self._first(slice)
+        started = time.perf_counter()
+        with torch.inference_mode():
+            view = _View.of(observation, slice.device)
+            own = layer.own_tokens(view.embeddings, view.positions)
+            known = dict(zip(view.positions, own, strict=True))
+            heads = view.total.shape[2]
+            queries = layer.along(layer.q, known)[view.positions].unflatten(1, (heads, -1)).transpose(0, 1)
+            held = set(known)
+            verified = dict.fromkeys(known, True)
+            for index, keys in enumerate(view.shards):
+                self.progress("key shards", index, len(view.shards))
+                visible = [s for s in keys if s <= view.positions[-1]]
+                steps = _Shard(layer, view, queries, index, visible, held)
+                found, sure = steps.solve(known, self.candidates, self.seed)
+                known |= found
+                verified |= sure
+        positions = sorted(known)
+        row_of = {position: row for row, position in enumerate(view.positions)}
+        tokens = tuple(
+            TokenRecovery(known[p], row_of.get(p, -1), 0.0, None, 0, verified[p]) for p in positions
+        )
+        complete = positions == list(range(len(positions)))
+        return Recovery(
+            tokens,
+            0,
+            0,
+            time.perf_counter() - started,
+            "complete",
+            positions=None if complete else tuple(positions),
+        )
+
+    def __repr__(self) -> str:
+        return (
+            "PartialSums: knows the first layer's weights, the plan and what one CompNode holds and receives, not the "
+            "other rows or tokens"
+        )
+
+
+@dataclass(frozen=True)
+class _View:
+    """A node's combined view.
+
+    Attributes:
+        maximum, total: ``[shards, rows, h]``. output: ``[shards, rows, h, dv]``. shards: positions of each key shard.
+    """
+
+    positions: list[int]
+    embeddings: Float[Tensor, "rows d"]
+    maximum: Float[Tensor, "s rows h"]
+    total: Float[Tensor, "s rows h"]
+    output: Float[Tensor, "s rows h dv"]
+    shards: list[list[int]]
+
+    @classmethod
+    def of(cls, observation: Observation, device: torch.device) -> "_View":
+        facts = observation.public.facts
+        heads, shards, width = (
+            int(facts["heads"]),
+            [list(map(int, s)) for s in facts["shards"]],
+            int(facts["embed"]),
+        )
+        rows = observation.states.to(device).float()
+        parts = rows[:, width:]
+        if not shards or parts.shape[1] % (len(shards) * heads) or parts.shape[1] < 3 * len(shards) * heads:
+            raise InputError(
+                f"{parts.shape[1]} columns do not hold m, e and u of {len(shards)} shards and {heads} heads"
+            )
+        # m, e and u of all heads stand side by side, a shard after another
+        each = parts.unflatten(1, (len(shards), -1)).transpose(0, 1)
+        maximum, total, output = each[..., :heads], each[..., heads : 2 * heads], each[..., 2 * heads :]
+        return cls(
+            list(observation.public.positions or ()), rows[:, :width], maximum, total,
+            output.unflatten(2, (heads, -1)), shards,
+        )  # fmt: skip
+
+
+class _FirstLayer:
+    """Queries, keys and values of the first layer, of any token at any position.
+
+    Through the slice's streams, so for any architecture: at the first layer they depend on nothing else.
+    """
+
+    def __init__(self, slice: Slice) -> None:
+        self.q, self.k, self.v, self.embed = (
+            slice.sibling(0 if stream == "embed" else 1, stream=stream, dtype="float32")
+            for stream in ("q", "k", "v", "embed")
+        )
+        some = torch.arange(min(4, slice.vocab_size), device=slice.device)
+        # Learned positions are added to the embedding and so move the values; rotary ones do not.
+        self.moves = not torch.allclose(self._at(self.v, some, 0), self._at(self.v, some, 7), atol=1e-5)
+        self._values: dict[int, Tensor] = {}
+
+    @property
+    def attention(self) -> Attention:
+        how = self.v.attention  # it has run: the values were tabulated
+        assert how is not None
+        return how
+
+    @staticmethod
+    def _at(slice: Slice, tokens: Int[Tensor, " c"], position: int) -> Float[Tensor, "c w"]:
+        return slice.prefix(offset=position).branch(tokens)
+
+    def own_tokens(self, rows: Float[Tensor, "rows d"], positions: Sequence[int]) -> list[int]:
+        """Tokens of embeddings as they enter the first layer: what a learned position adds is taken off first."""
+        table = self.embed.embed(torch.arange(self.embed.vocab_size, device=rows.device)).float()
+        zero = torch.zeros(1, dtype=torch.long, device=rows.device)
+        added = torch.cat([self._at(self.embed, zero, p) for p in positions]) - table[:1]
+        return [int(torch.cdist(row[None], table).argmin()) for row in rows - added]
+
+    def along(self, slice: Slice, known: dict[int, int]) -> Float[Tensor, "n w"]:
+        """Rows of all positions of a prompt of which some tokens are known; the others' rows mean nothing."""
+        tokens = torch.zeros(max(known) + 1, dtype=torch.long, device=slice.device)
+        for position, token in known.items():
+            tokens[position] = token
+        return slice.encode(tokens)
+
+    def values(self, position: int) -> Float[Tensor, "v w"]:
+        """Value vectors of the whole vocabulary at a position."""
+        key = position if self.moves else 0
+        if key not in self._values:
+            if self.moves:
+                self._values.clear()  # one table at a time: each is as large as the vocabulary
+            self._values[key] = self._at(self.v, torch.arange(self.v.vocab_size, device=self.v.device), key)
+        return self._values[key]
+
+    def keys(self, tokens: Int[Tensor, " c"], position: int) -> Float[Tensor, "c w"]:
+        """Keys of some tokens at a position."""
+        return self._at(self.k, tokens, position)
+
+
+@dataclass
+class _Shard:
+    """One key shard's sums, solved from the first rows to the last."""
+
+    layer: _FirstLayer
+    view: _View
+    queries: Float[Tensor, "h rows d"]
+    index: int
+    keys: list[int]
+    held: set[int]
+    exact: dict[int, bool] = field(default_factory=dict)
+
+    def solve(
+        self, known: dict[int, int], candidates: int, seed: int
+    ) -> tuple[dict[int, int], dict[int, bool]]:
+        """Tokens of the shard's unknown keys, and whether the sums they stand in were explained."""
+        unknown = [s for s in self.keys if s not in self.held]
+        found: dict[int, int] = {}
+        groups: dict[int, list[int]] = {}
+        for row, position in enumerate(self.view.positions):
+            groups.setdefault(sum(s <= position for s in unknown), []).append(row)
+        before = 0
+        for count, rows in sorted(groups.items()):
+            # A sliding window may hide a key from every row: nothing is known of it then.
+            positions = [self.view.positions[row] for row in rows]
+            seen = self.layer.attention.visible(positions, unknown[before:count]).any(0)
+            if new := [s for s, shown in zip(unknown[before:count], seen.tolist(), strict=True) if shown]:
+                step = self._step(rows, self._seen(rows, known | found), new)
+                tokens, left = step.solve(candidates, seed)
+                # What stands on a wrong token is not verified by fitting.
+                sure = left < EXPLAINED and all(self.exact.values())
+                found |= tokens
+                self.exact |= dict.fromkeys(new, sure)
+            before = count
+        return found, self.exact
+
+    def _seen(self, rows: list[int], known: dict[int, int]) -> dict[int, int]:
+        last = self.view.positions[rows[-1]]
+        return {s: known[s] for s in self.keys if s in known and s <= last}
+
+    def _step(self, rows: list[int], seen: dict[int, int], new: list[int]) -> "_Step":
+        """The sums of some rows over the new keys, with what known keys contribute taken off."""
+        view, layer = self.view, self.layer
+        scale = (view.maximum[self.index, rows] + view.total[self.index, rows].log()).T
+        sums = view.output[self.index, rows].transpose(0, 1).clone()
+        positions = [view.positions[row] for row in rows]
+        step = _Step(layer, self.queries[:, rows], scale, torch.ones_like(scale), sums, new, positions)
+        if seen:
+            keys, values = layer.along(layer.k, seen), layer.along(layer.v, seen)
+            for position in seen:
+                weights = step.weights(keys[position][None], position)[:, :, 0]
+                step.mass.sub_(weights)
+                step.sums.sub_(weights[..., None] * step.spread(values[position][None])[:, :, 0])
+        return step
+
+
+@dataclass(frozen=True)
+class _Step:
+    """Rows that see the same unknown keys, and what these contribute to them.
+
+    Attributes:
+        queries: ``[h, rows, d]``. scale: ``[h, rows]``, log of what a weight is divided by. mass, sums: what the
+            unknown keys contribute, ``[h, rows]`` and ``[h, rows, dv]``. new: their positions.
+    """
+
+    layer: _FirstLayer
+    queries: Float[Tensor, "h rows d"]
+    scale: Float[Tensor, "h rows"]
+    mass: Float[Tensor, "h rows"]
+    sums: Float[Tensor, "h rows dv"]
+    new: list[int]
+    positions: list[int]
+
+    def weights(self, keys: Float[Tensor, "c w"], position: int) -> Float[Tensor, "h rows c"]:
+        """Softmax weights that tokens with these keys have at a position, for every row."""
+        heads, _, width = self.queries.shape
+        groups = heads // (keys.shape[1] // width)
+        own = keys.unflatten(1, (-1, width)).repeat_interleave(groups, 1)
+        how = self.layer.attention
+        scores = torch.einsum("hrd,chd->hrc", self.queries, own) * how.scaling
+        if how.softcap is not None:
+            scores = torch.tanh(scores / how.softcap) * how.softcap
+        seen = how.visible(self.positions, [position]).to(scores.device)
+        return (scores - self.scale[..., None]).exp().masked_fill(~seen, 0.0)
+
+    def spread(self, values: Float[Tensor, "c w"]) -> Float[Tensor, "h 1 c dv"]:
+        """Value vectors for every query head."""
+        heads, width = self.sums.shape[0], self.sums.shape[2]
+        groups = heads // (values.shape[1] // width)
+        return values.unflatten(1, (-1, width)).repeat_interleave(groups, 1).transpose(0, 1)[:, None]
+
+    def shortlist(self, count: int) -> Int[Tensor, "n c"]:
+        """For each missing position the tokens whose value vectors lie nearest to the span of the sums."""
+        lists = []
+        for position in self.new:
+            values = self.layer.values(position)
+            kv = values.shape[1] // self.sums.shape[2]
+            outside = torch.zeros(len(values), device=values.device)
+            for g in range(kv):
+                own = values.view(len(values), kv, -1)[:, g]
+                rows = self.sums.unflatten(0, (kv, -1))[g].flatten(0, 1)
+                _, sizes, basis = torch.linalg.svd(rows, full_matrices=False)
+                basis = basis[: len(self.new)][sizes[: len(self.new)] > NOISE * sizes[0]]
+                total = own.square().sum(1).clamp(min=1e-30)
+                outside += 1 - (own @ basis.T).square().sum(1) / total
+            lists.append(outside.topk(min(count, len(values)), largest=False).indices)
+            if not self.layer.moves:
+                return lists[0].expand(len(self.new), -1)
+        return torch.stack(lists)
+
+    def solve(self, candidates: int, seed: int) -> tuple[dict[int, int], float]:
+        """The tokens of the missing positions, and the share of the sums' square that they leave unexplained."""
+        tokens = self.shortlist(max(16, candidates * len(self.new)))
+        atoms = []
+        for position, own in zip(self.new, tokens, strict=True):
+            weights = self.weights(self.layer.keys(own, position), position)
+            values = self.spread(self.layer.values(position)[own])
+            parts = torch.cat([weights[..., None], weights[..., None] * values], -1)
+            atoms.append(parts.permute(2, 0, 1, 3).flatten(1))
+        dictionary = torch.stack(atoms).double()  # [n, c, equations]
+        target = torch.cat([self.mass[..., None], self.sums], -1).flatten().double()
+        chosen, left = _one_of_each(dictionary, target, seed)
+        return {p: int(tokens[i, chosen[i]]) for i, p in enumerate(self.new)}, left
+
+
+def _one_of_each(
+    dictionary: Float[Tensor, "n c equations"], target: Float[Tensor, " equations"], seed: int
+) -> tuple[list[int], float]:
+    """One atom of each of n lists, so that they add up to the target; and the share that is left of its square.
+
+    Non-negative least squares over all atoms gives a start; then each list's atom is chosen anew with the others held,
+    from several starts, until nothing changes.
+    """
+    n, c, _ = dictionary.shape
+    flat = dictionary.flatten(0, 1)
+    gram, along = (flat @ flat.T).cpu().numpy(), (flat @ target).cpu().numpy()
+    total = float(target.square().sum())
+    # The same minimum as over the equations themselves, which are many more than atoms.
+    root = np.linalg.cholesky(gram + 1e-12 * np.trace(gram) / len(gram) * np.eye(len(gram)))
+    relaxed = nnls(root.T, np.linalg.solve(root, along))[0].reshape(n, c)
+    draw = np.random.default_rng(seed)
+    best: tuple[float, list[int]] | None = None
+    for start in range(STARTS):
+        noise = 0.0 if start == 0 else draw.gumbel(size=(n, c)) * 0.3
+        chosen = [int(i) for i in (np.log(relaxed + 1e-9) + noise).argmax(1)]
+        for _ in range(SWEEPS):
+            before = list(chosen)
+            for i in draw.permutation(n):
+                others = [j * c + chosen[j] for j in range(n) if j != i]
+                own = slice(i * c, (i + 1) * c)
+                cost = np.diag(gram)[own] - 2 * (along[own] - gram[own][:, others].sum(1))
+                chosen[i] = int(cost.argmin())
+            if chosen == before:
+                break
+        places = [j * c + chosen[j] for j in range(n)]
+        left = float(total - 2 * along[places].sum() + gram[np.ix_(places, places)].sum()) / total
+        if best is None or left < best[0]:
+            best = left, chosen
+        if best[0] < EXPLAINED:
+            break
+    assert best is not None
+    return best[1], max(0.0, best[0])

@@ -1,0 +1,106 @@
+"""What a CompNode reads from partial attention at the first layer, measured prompt by prompt."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from attacks.partial_sums import PartialSums
+from defenses.cascade.nodes import attention_pass
+from defenses.cascade.plan import Plan
+from eval.experiment import Figures
+from eval.intervals import mean, ratio, share
+from eval.measures import as_figures
+from hiddenlab.core import Observation, Progress, Public, Site, silent
+from hiddenlab.errors import InputError
+from hiddenlab.job import generator
+from hiddenlab.prompts import load_prompts
+from hiddenlab.slice import Slice, load_slice
+
+STREAMS = ("q", "k", "v")
+
+
+def node_view(streams: dict[str, Slice], tokens: list[int], plan: Plan, node: int) -> Observation:
+    """What a CompNode holds and receives of the first layer: the rows of ``defenses.cascade.seen.first_layer_view``.
+
+    Computed with the AttnNodes' own function on the slice's queries, keys and values, so that no cluster is started
+    for each prompt.
+
+    Args:
+        streams: slices of ``q``, ``k``, ``v`` at layer 1 and of ``embed``, by stream.
+    """
+    held, prompt = list(plan.shards[node]), torch.tensor(tokens)
+    q, k, v = (streams[name].encode(prompt) for name in STREAMS)
+    attention = streams["k"].attention
+    assert attention is not None
+    heads = int(streams["q"].model.config.num_attention_heads)  # type: ignore[union-attr,arg-type]
+    width = q.shape[1] // heads
+    q, k, v = (rows.unflatten(1, (-1, width)).transpose(0, 1) for rows in (q, k, v))
+    columns = [streams["embed"].encode(prompt)[held]]
+    for split in plan.splits:
+        keys = list(split)
+        part = attention_pass(q[:, held], k[:, keys], v[:, keys], attention.visible(held, keys), attention)
+        assert part.total is not None
+        columns += [part.maximum.T, part.total.T, part.output.transpose(0, 1).flatten(1)]
+    lowest = torch.finfo(columns[0].dtype).min  # rows that see no key
+    embed = streams["embed"]
+    public = Public(
+        embed.ref.name, embed.signature, Site(1, "attn"), positions=tuple(held),
+        facts={"heads": heads, "shards": [list(split) for split in plan.splits], "embed": columns[0].shape[1]},
+    )  # fmt: skip
+    return Observation(torch.cat(columns, 1).clamp(min=lowest), public)
+
+
+def partial_sums(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> Figures:
+    """The attack ``partial-sums`` on one CompNode of a plan; figures are of the tokens that the node does not hold.
+
+    Prompts shorter than the plan needs are left out.
+
+    Args:
+        spec: model, prompts, limit, max_tokens, alpha, c, m, node, seed, device.
+
+    Raises:
+        InputError: no prompt is long enough for the node to hold anything.
+    """
+    model, length = spec["model"], spec["max_tokens"]
+    streams = {name: load_slice(model, 1, stream=name, device=spec["device"]) for name in STREAMS}
+    streams["embed"] = load_slice(model, 0, stream="embed", device=spec["device"])
+    slice = load_slice(model, 1, stream="attn", device=spec["device"])
+    attack = PartialSums(seed=spec["seed"])
+    prompts = [slice.tokenize(p.text, length) for p in load_prompts(spec["prompts"])]
+    prompts = [tokens for tokens in prompts if len(tokens) == length][: spec["limit"]]
+    plan = Plan.clustered(length, spec["c"], alpha=spec["alpha"], m=spec["m"])
+    held = plan.shards[spec["node"]]
+    missing = [p for p in range(max(held, default=0)) if p not in held]
+    if not prompts or not missing:
+        raise InputError(f"no prompt of {length} tokens gives CompNode {spec['node']} anything to find")
+    rows = []
+    for i, tokens in enumerate(prompts):
+        observation = node_view(streams, tokens, plan, spec["node"])
+        found = attack.recover(observation, slice, generator(spec["seed"], "attack"))
+        places = found.positions or range(len(found.tokens))
+        right = {
+            p: (one.token == tokens[p], one.verified) for p, one in zip(places, found.tokens, strict=True)
+        }
+        hits = [right.get(p, (False, False)) for p in missing]
+        rows.append(
+            (
+                sum(hit for hit, _ in hits),
+                sum(sure for _, sure in hits),
+                sum(sure and not hit for hit, sure in hits),
+                found.seconds,
+            )
+        )
+        progress("prompts", i + 1, len(prompts))
+    hits_, sure, wrong, seconds = ([float(x) for x in column] for column in zip(*rows, strict=True))
+    total = [float(len(missing))] * len(rows)
+    return as_figures(
+        {
+            "exact": share([hit == len(missing) for hit in hits_]),
+            "token_accuracy": ratio(hits_, total),
+            "verified": ratio(sure, total),
+            "wrong_verified": ratio(wrong, total),
+            "missing": mean(total),
+            "seconds_per_prompt": mean(seconds),
+        }
+    )

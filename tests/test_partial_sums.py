@@ -1,0 +1,141 @@
+"""Partial attention at the first layer names the tokens that it is of; what cannot be explained is not verified."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from attacks.partial_sums import EXPLAINED, PartialSums, _one_of_each
+from attacks.vocab_match import VocabMatch
+from defenses.cascade import command
+from defenses.cascade.plan import Plan
+from eval.sums import node_view
+from hiddenlab.channel import Channel
+from hiddenlab.core import Observation, Recovery
+from hiddenlab.errors import InputError, NotApplicableError
+from hiddenlab.observation import load_observation
+from hiddenlab.slice import Slice, load_slice
+from hiddenlab.testing import DECODERS, VOCABULARY, WINDOW, PlainModel
+
+TinySlice = Callable[..., Slice]
+TinyPath = Callable[..., str]
+
+
+def tokens_of(count: int, seed: int = 0) -> list[int]:
+    return torch.randint(0, VOCABULARY, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def view(tiny_slice: TinySlice, architecture: str, tokens: list[int], plan: Plan, node: int) -> Observation:
+    streams = {name: tiny_slice(architecture, 1, name) for name in "qkv"}
+    streams["embed"] = tiny_slice(architecture, 0, "embed")
+    return node_view(streams, tokens, plan, node)
+
+
+def recover(tiny_slice: TinySlice, architecture: str, observation: Observation) -> Recovery:
+    return PartialSums().recover(observation, tiny_slice(architecture, 1, "attn"), torch.Generator())
+
+
+@pytest.mark.parametrize("architecture", DECODERS)
+@pytest.mark.parametrize("m", [1, 2])
+def test_a_node_reads_the_others_tokens(tiny_slice: TinySlice, architecture: str, m: int) -> None:
+    tokens = tokens_of(18)
+    plan = Plan.clustered(len(tokens), 3, alpha=3, m=m)
+    found = recover(tiny_slice, architecture, view(tiny_slice, architecture, tokens, plan, 2))
+    last = plan.shards[2][-1]
+    places = found.positions or tuple(range(len(found.ids)))
+    right = {p: token for p, token in zip(places, found.ids, strict=True) if tokens[p] == token}
+    windowed = architecture in ("gemma2", "gemma3_text", "mistral")
+    wanted = [p for p in range(last) if not windowed or any(0 <= r - p < WINDOW for r in plan.shards[2])]
+    assert set(wanted) <= set(right)
+    for place, one in zip(places, found.tokens, strict=True):
+        assert (one.row >= 0) == (place in plan.shards[2])
+        assert not one.verified or tokens[place] == one.token
+
+
+def test_repeated_tokens(tiny_slice: TinySlice) -> None:
+    tokens = [5, 5, 5, 9, 5, 9, 7, 7, 1, 2, 3, 4]
+    plan = Plan.clustered(12, 4, alpha=3)
+    found = recover(tiny_slice, "llama", view(tiny_slice, "llama", tokens, plan, 2))
+    assert found.ids == tokens[:12]
+    assert all(one.verified for one in found.tokens)
+
+
+def test_what_is_not_explained_is_not_verified(tiny_slice: TinySlice) -> None:
+    tokens = tokens_of(12)
+    plan = Plan.clustered(12, 2, alpha=3)
+    observation = view(tiny_slice, "llama", tokens, plan, 2)
+    noise = 0.3 * torch.randn(observation.states.shape, generator=torch.Generator().manual_seed(0))
+    noise[:, : int(observation.public.facts["embed"])] = 0
+    found = recover(tiny_slice, "llama", Observation(observation.states + noise, observation.public))
+    assert not any(one.verified for one in found.tokens if one.row < 0)
+
+
+def test_a_recorded_request_is_read(tiny: TinyPath, tmp_path: Path) -> None:
+    """Through everything: nodes of a real run, files, and an attack that has nothing else."""
+    model = tiny("llama", tokenizer=True)
+    prompt = "the ferry leaves at nine"
+    for compress in (False, True):
+        folder = tmp_path / str(compress)
+        backend = command.Backend(kind="local", model=model, compress=compress)
+        command.run(prompt, backend, alpha=3, c=3, record=str(folder))
+        observation = load_observation(folder / "CompNode-2" / "partials-1.safetensors")
+        slice = load_slice(model, 1, stream="attn", device="cpu")
+        found = PartialSums().recover(observation, slice, torch.Generator())
+        assert slice.text(found.ids) == prompt[: len(found.ids)]
+        assert len(found.ids) == 1 + max(observation.public.positions or ())
+        assert all(one.verified for one in found.tokens)
+
+
+def test_what_it_cannot_use(tiny_slice: TinySlice) -> None:
+    slice = tiny_slice("llama", 1, "attn")
+    states, _ = Channel.parse([]).release(slice, [1, 2, 3], torch.Generator())
+    with pytest.raises(NotApplicableError, match="combined view of layer 1"):
+        PartialSums().recover(states, slice, torch.Generator())
+    observation = view(tiny_slice, "llama", tokens_of(6), Plan.clustered(6, 1, alpha=2), 1)
+    facts = {**observation.public.facts, "heads": 5}
+    broken = Observation(observation.states, replace(observation.public, facts=facts))
+    with pytest.raises(InputError, match="do not hold m, e and u"):
+        PartialSums().recover(broken, slice, torch.Generator())
+    with pytest.raises(NotApplicableError, match="see the attack partial-sums"):
+        VocabMatch(proposal="vocab").recover(observation, slice, torch.Generator())
+    with pytest.raises(InputError, match="candidates"):
+        PartialSums(candidates=0)
+
+
+@settings(max_examples=25, deadline=None)
+@given(n=st.integers(1, 4), c=st.integers(2, 5), seed=st.integers(0, 999))
+def test_one_of_each_against_all_choices(n: int, c: int, seed: int) -> None:
+    draw = torch.Generator().manual_seed(seed)
+    dictionary = torch.rand(n, c, 12, generator=draw, dtype=torch.float64)
+    truth = torch.randint(0, c, (n,), generator=draw).tolist()
+    target = sum(dictionary[i, truth[i]] for i in range(n))
+    assert isinstance(target, torch.Tensor)
+    chosen, left = _one_of_each(dictionary, target, seed)
+    assert left < EXPLAINED and chosen == truth
+    best = min(
+        float((target + 0.1 - sum(dictionary[i, p] for i, p in enumerate(picks))).square().sum())
+        for picks in np.ndindex(*[c] * n)
+    )
+    _, left = _one_of_each(dictionary, target + 0.1, seed)
+    assert left * float((target + 0.1).square().sum()) >= best - 1e-9
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma2", "gpt2"])
+def test_the_attention_stream_is_what_enters_the_output_projection(
+    tiny: TinyPath, tiny_slice: TinySlice, architecture: str
+) -> None:
+    tokens = tokens_of(7)
+    model = PlainModel(tiny(architecture)).model
+    seen: list[torch.Tensor] = []
+    for name, module in model.named_modules():
+        if name.endswith(("layers.1.self_attn.o_proj", "h.1.attn.c_proj")):
+            module.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    with torch.no_grad():
+        model(input_ids=torch.tensor([tokens]))
+    states = tiny_slice(architecture, 2, "attn").encode(torch.tensor(tokens))
+    assert torch.allclose(states, seen[0].reshape(len(tokens), -1), atol=1e-4)
