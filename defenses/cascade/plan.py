@@ -212,6 +212,9 @@ class Plan:
     def violations(self, rho: int) -> list[str]:
         """Where the plan breaks Theorem 7.3's condition: every gap inside a CompNode's shard holds at least ρ tokens.
 
+        The condition is necessary, not sufficient: partial attention at the first layer gives the tokens away under
+        every plan (``attacks/partial_sums.py``).
+
         Args:
             rho: the vocab-matching threshold (Definition 7.2): one more than the unknown tokens in a row that an
                 attacker can search.
