@@ -404,7 +404,7 @@ def test_keys_and_values_are_those_of_the_plain_models_cache(
             close(actual[-len(expected) :], expected)
 
 
-@pytest.mark.parametrize("stream", ["q", "k", "v"])
+@pytest.mark.parametrize("stream", ["q", "k", "v", "attn"])
 def test_inner_streams_of_alternatives(tiny_slice: TinySlice, stream: str) -> None:
     slice = tiny_slice("gemma2", 3, stream)
     assert slice.width == slice.encode(ids(LONG)).shape[1]
@@ -435,7 +435,7 @@ def test_layers_out_of_range(tiny: TinyPath, layer: int) -> None:
 def test_streams_after_the_last_layer_only(tiny: TinyPath) -> None:
     for stream in ("final_norm", "logits"):
         refused("only after the last layer, 4", tiny("llama"), 2, stream=stream)
-    refused("unknown stream 'attn'", tiny("llama"), LAYERS, stream="attn")
+    refused("unknown stream 'cheese'", tiny("llama"), LAYERS, stream="cheese")
 
 
 def test_unknown_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -81,6 +81,10 @@ def plan(
     if found:
         more = f" (and {len(found) - 1} more such gaps)" if len(found) > 1 else ""
         lines.append(f"not secure by Theorem 7.3: {found[0]}{more}")
+    lines.append(
+        "no plan hides earlier tokens from CompNodes: partial attention at the first layer gives them away "
+        "(attack partial-sums)"
+    )
     for line in lines:
         screen.print(line, highlight=False, markup=False)
 
