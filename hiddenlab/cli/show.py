@@ -1,7 +1,7 @@
 """What an attack looks like on a terminal: a coloured line per prompt, a table of figures."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from rich.table import Table
 from rich.text import Text
@@ -65,7 +65,8 @@ def experiment_table(found: Mapping[str, Any]) -> list[Table | Text]:
     cells = grid(found)
     table = Table(title=Text(found["title"]))
     for index, name in enumerate(cells.header):
-        table.add_column(Text(name), justify="left" if index < cells.keys else "right")
+        side: Literal["left", "right"] = "left" if index < cells.keys else "right"
+        table.add_column(Text(name), justify=side, overflow="fold")
     for row in cells.rows:
         table.add_row(*(Text(visible(text)) for text in row))
     notes = [Text(f"- {visible(text)}") for text in [*found["notes"], *cells.reasons]]
