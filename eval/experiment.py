@@ -18,12 +18,17 @@ from hiddenlab import registry
 from hiddenlab.core import Progress, silent
 from hiddenlab.environment import describe_environment
 from hiddenlab.errors import HiddenlabError, InputError
+from hiddenlab.job import AttackSpec
 from hiddenlab.record import finite
 
 FORMAT = 1
 RESULT = "result.json"
 MEASURED, NOT_RUN = "measured", "not run"
 SCALES = ("small", "paper")
+OTHER_MODEL = (
+    "The paper's columns are of other models and texts (1,000 of FineWeb-Edu); they are comparable in kind, not "
+    "digit by digit."
+)
 FINEWEB = "hf:HuggingFaceFW/fineweb-edu:CC-MAIN-2024-10:train:text"
 
 Figures = dict[str, dict[str, float]]  # name -> value, low, high, n
@@ -112,6 +117,21 @@ class Experiment:
     figures: Mapping[str, str]
     notes: Sequence[str] = ()
     fold: Callable[[list[dict[str, Any]]], list[dict[str, Any]]] | None = None
+
+
+def attack_cell(
+    setting: Setting,
+    keys: dict[str, Any],
+    layer: int,
+    channel: str = "identity",
+    paper: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> Cell:
+    """An attack's cell; the channel's stages are joined by ``|``, options are those of ``AttackSpec``."""
+    defense = tuple(stage for stage in channel.split("|") if stage != "identity")
+    site = {"layer": layer, "stream": "resid" if layer else "embed"}
+    spec = AttackSpec(**{**setting.where(), **setting.source(), **site, "defense": defense, **options})
+    return Cell("attack", spec.to_json(), keys, paper or {})
 
 
 def conduct(

@@ -11,6 +11,7 @@ from defenses.cascade.plan import Plan
 from eval.experiment import Figures
 from eval.intervals import mean, ratio, share
 from eval.measures import as_figures
+from eval.metrics import score_text
 from hiddenlab.core import Observation, Progress, Public, Site, silent
 from hiddenlab.errors import InputError
 from hiddenlab.job import generator
@@ -52,7 +53,10 @@ def node_view(streams: dict[str, Slice], tokens: list[int], plan: Plan, node: in
 
 
 def partial_sums(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> Figures:
-    """The attack ``partial-sums`` on one CompNode of a plan; figures are of the tokens that the node does not hold.
+    """The attack ``partial-sums`` on one CompNode of a plan.
+
+    ``exact``, ``others_right``, ``verified`` and ``wrong_verified`` are of the tokens before the node's last row that
+    it does not hold; the text scores are of the whole prompt.
 
     Prompts shorter than the plan needs are left out.
 
@@ -83,8 +87,16 @@ def partial_sums(spec: dict[str, Any], folder: Path, progress: Progress = silent
             p: (one.token == tokens[p], one.verified) for p, one in zip(places, found.tokens, strict=True)
         }
         hits = [right.get(p, (False, False)) for p in missing]
+        got = dict(zip(places, found.ids, strict=True))
+        score = score_text(
+            truth_ids=tokens, recovered_ids=[got.get(p, -1) for p in range(max(got) + 1)],
+            truth_text=slice.text(tokens), recovered_text=slice.text(found.ids),
+        )  # fmt: skip
         rows.append(
             (
+                score["token_accuracy"],
+                score["rouge_l"],
+                score["bleu"],
                 sum(hit for hit, _ in hits),
                 sum(sure for _, sure in hits),
                 sum(sure and not hit for hit, sure in hits),
@@ -92,12 +104,16 @@ def partial_sums(spec: dict[str, Any], folder: Path, progress: Progress = silent
             )
         )
         progress("prompts", i + 1, len(prompts))
-    hits_, sure, wrong, seconds = ([float(x) for x in column] for column in zip(*rows, strict=True))
+    columns = [[float(x) for x in column] for column in zip(*rows, strict=True)]
+    accuracy, rouge_l, bleu, hits_, sure, wrong, seconds = columns
     total = [float(len(missing))] * len(rows)
     return as_figures(
         {
             "exact": share([hit == len(missing) for hit in hits_]),
-            "token_accuracy": ratio(hits_, total),
+            "others_right": ratio(hits_, total),
+            "token_accuracy": mean(accuracy),
+            "rouge_l": mean(rouge_l),
+            "bleu": mean(bleu),
             "verified": ratio(sure, total),
             "wrong_verified": ratio(wrong, total),
             "missing": mean(total),

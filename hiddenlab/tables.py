@@ -11,6 +11,7 @@ MORE_FIGURES = {
     "top1_agreement": "share",
     "token_set": "share",
     "wrong_verified": "share",
+    "others_right": "share",
     "perplexity": "number",
     "kl": "number",
 }

@@ -1,0 +1,264 @@
+"""Experiments on token-sharding: what one node's rows, and what it receives, tell of the rest of a prompt."""
+
+from typing import Any
+
+from defenses.cascade.cost import Shape, layer_bytes
+from defenses.cascade.plan import AttnNode, Plan
+from eval import paper
+from eval.experiment import OTHER_MODEL, Cell, Experiment, Setting, attack_cell
+from hiddenlab.errors import InputError
+from hiddenlab.slice.load import load_config, resolve_model
+
+SHARDED = {"rouge_l": "ROUGE-L", "bleu": "BLEU", "token_accuracy": "token accuracy", "exact": "exact prompts"}
+SHARD_TOKENS = 96  # the shortest prompt in which every node of the largest table holds tokens
+GAP_BUDGET = 200_000
+
+
+def gap(setting: Setting, sizes: str = "1,2,3", after: int = 20, budget: int = GAP_BUDGET) -> Experiment:
+    """Unknown tokens between known rows: how many the attack closes, at what cost, by layer (Algorithm 3)."""
+    cells = []
+    for layer in setting.at((1, 11, 21)):
+        for size in sizes.split(","):
+            channel = f"gap:size={size},after={after}"
+            keys = {"layer": layer, "missing tokens": int(size)}
+            attack = f"gap:budget={budget}"
+            cells.append(
+                attack_cell(setting, keys, layer, channel, attack=attack, max_tokens=after + int(size) + 1)
+            )
+    return Experiment(
+        "Generalized gap attack (Algorithm 3, which the paper does not run)",
+        cells,
+        {"exact": "gaps closed", "last_evaluated": "sequences tried", "seconds_per_prompt": "seconds"},
+        [
+            f"One gap a prompt, behind {after} known rows; at most {budget:,} sequences are tried. Enumerating the gap "
+            "would take V^g sequences for g missing tokens.",
+            "The threshold rho of Definition 7.2 is the smallest gap that is not closed.",
+        ],
+    )  # fmt: skip
+
+
+def gap_plans(setting: Setting, budget: int = 5000) -> Experiment:
+    """What the gap attack gets from a CompNode's states under small (c, alpha), whose gaps the paper counts on."""
+    cells = []
+    for layer in setting.at((1,)):
+        for c, alpha in ((1, 2), (1, 3), (1, 4), (2, 2), (2, 3)):
+            keys = {"layer": layer, "c": c, "alpha": alpha, "missing tokens": (alpha - 1) * c}
+            channel, attack = f"shard:alpha={alpha},c={c},node=0", f"gap:budget={budget}"
+            cells.append(attack_cell(setting, keys, layer, channel, attack=attack))
+    return Experiment(
+        "The gap attack on (c, delta)-sharding",
+        cells,
+        {
+            "token_accuracy": "token accuracy",
+            "rouge_l": "ROUGE-L",
+            "verified": "verified tokens",
+            "exact": "exact",
+        },
+        [
+            f"CompNode 0's rows; at most {budget:,} sequences a gap. A gap that is not closed spoils what follows it.",
+            "Tokens behind the node's last row depend on nothing that it sees and count as wrong.",
+        ],
+    )
+
+
+def partial_sums(setting: Setting) -> Experiment:
+    """Partial attention at the first layer: how much of the other nodes' tokens a CompNode reads (Theorem 7.3, P.2)."""
+    tokens = setting.max_tokens or SHARD_TOKENS
+    cells = []
+    for alpha, c, m in ((4, 4, 1), (8, 8, 1), (8, 8, 4), (12, 8, 8)):
+        source = {**setting.source(), "max_tokens": tokens}
+        spec = {**setting.where(), **source, "alpha": alpha, "c": c, "m": m, "node": alpha - 1}
+        keys = {"alpha": alpha, "c": c, "m": m, "node": f"CompNode {alpha - 1}"}
+        cells.append(Cell("partial-sums", spec, keys))
+    return Experiment(
+        "What m, e and u of the first layer tell a CompNode",
+        cells,
+        {
+            "exact": "prompts read in full up to its last row",
+            "others_right": "others' tokens right",
+            "verified": "verified",
+            "wrong_verified": "verified but wrong",
+            "missing": "tokens it does not hold",
+            "seconds_per_prompt": "seconds",
+        },
+        [
+            f"Prompts of {tokens} tokens; tokens that other nodes hold, before the node's last row.",
+            "The paper argues that finding them is a subset-sum problem, intractable for c of 8 or more (appendix P.2, "
+            "assumption B2); it recommends alpha, c of 8 and m of 4.",
+            "Rows are what AttnNodes answer, computed with their own function; float32 on the wire.",
+        ],
+    )
+
+
+def figure_2(setting: Setting) -> Experiment:
+    """Layer 0: how much of a prompt infilling gives a CompNode, by clusters and nodes (Figure 2)."""
+    cells = [_infilled(setting, 0, alpha, c) for c in (1, 4, 8) for alpha in (4, 8, 12)]
+    return Experiment(
+        "Figure 2: infilling from a CompNode's tokens",
+        cells,
+        SHARDED,
+        [
+            *_infill_notes(setting),
+            "The paper prints this figure as curves of ModernBERT-large, without numbers.",
+        ],
+    )
+
+
+def table_5(setting: Setting) -> Experiment:
+    """Deeper layers: ROUGE-L of learned reconstruction from a CompNode's states (Tables 5 and 14)."""
+    cells = []
+    for layer in setting.at((1,)):
+        for c in (1, 4, 8):
+            for alpha in (4, 8, 12):
+                published = {
+                    f"ROUGE-L, {paper.GEMMA}": paper.SHARD_ROUGE.get((c, alpha)),
+                    f"BLEU, {paper.GEMMA}": paper.SHARD_BLEU.get((c, alpha)),
+                }
+                cells.append(_infilled(setting, layer, alpha, c, published if layer == 1 else {}))
+    return Experiment(
+        "Tables 5 and 14: learned reconstruction from a CompNode's states",
+        cells,
+        SHARDED,
+        _infill_notes(setting),
+    )
+
+
+def table_15(setting: Setting) -> Experiment:
+    """Learned reconstruction by layer, for c = alpha = 4 and 8 (Table 15)."""
+    cells = [
+        _infilled(setting, layer, n, n, {f"ROUGE-L, {paper.GEMMA}": paper.SHARD_LAYERS[n].get(layer)})
+        for n in (4, 8)
+        for layer in setting.at((1, 11, 21))
+    ]
+    title = "Table 15: learned reconstruction by layer"
+    return Experiment(title, cells, SHARDED, _infill_notes(setting))
+
+
+def table_16(setting: Setting) -> Experiment:
+    """Learned reconstruction from an AttnNode's rows, by m (Table 16)."""
+    cells = [
+        _infilled(setting, layer, 8, 8, {f"ROUGE-L, {paper.GEMMA}": paper.SHARD_SPLITS[m]}, m=m, attn=True)
+        for m in (2, 3, 4)
+        for layer in setting.at((1,))
+    ]
+    title = "Table 16: learned reconstruction from an AttnNode's rows"
+    return Experiment(title, cells, SHARDED, _infill_notes(setting))
+
+
+def plan(setting: Setting, alpha: int = 8, c: int = 8, m: int = 4, budget: int = 2000) -> Experiment:
+    """Security of one plan: every attack that applies to each kind of node's view, worst first.
+
+    Nodes at the start, in the middle and at the end of the prompt are looked at: the others see rows of the same kind.
+    """
+    for name, value in (("alpha", alpha), ("c", c), ("m", m)):
+        if not isinstance(value, int) or value < 1:
+            raise InputError(f"{name} must be a whole number of at least 1, not {value!r}")
+    tokens = setting.source(max_tokens=SHARD_TOKENS)["max_tokens"]
+    whole = Plan.clustered(tokens, c, alpha=alpha, m=m, symmetric=True)
+    comps = sorted({0, alpha // 2, alpha - 1})
+    attns = sorted({AttnNode(0, 0), AttnNode(0, whole.beta // 2), AttnNode(whole.beta // 2, whole.beta - 1)})
+    views = [(f"CompNode {i}", f"shard:alpha={alpha},c={c},node={i}", whole.shards[i]) for i in comps]
+    views += [
+        (
+            f"AttnNode ({n.queries}, {n.keys})",
+            f"shard:alpha={alpha},c={c},m={m},queries={n.queries},keys={n.keys}",
+            whole.held_by(n),
+        )
+        for n in attns
+    ]
+    cells = [
+        Cell(
+            "partial-sums",
+            {
+                **setting.where(),
+                **setting.source(),
+                "max_tokens": tokens,
+                "alpha": alpha,
+                "c": c,
+                "m": m,
+                "node": i,
+            },
+            {
+                "node": f"CompNode {i}",
+                "layer": 1,
+                "attack": "partial-sums",
+                "rows held": len(whole.shards[i]),
+            },
+        )
+        for i in comps
+        if i and whole.shards[i]
+    ]
+    for who, channel, held in views:
+        if not held:
+            continue  # a plan for longer prompts: this node would have nothing of these
+        for layer in (0, *setting.at((1, 11))):
+            attacks = [("infill", _infill_spec(setting))]
+            if layer:
+                attacks += [("vocab-match", "vocab-match"), ("gap", f"gap:budget={budget}")]
+            for label, attack in attacks:
+                keys = {"node": who, "layer": layer, "attack": label, "rows held": len(held)}
+                cells.append(attack_cell(setting, keys, layer, channel, attack=attack, max_tokens=tokens))
+    shape = Shape.of(load_config(resolve_model(setting.model)), 2)
+    megabytes = shape.layers * layer_bytes(whole, shape, "paper") / 1e6
+    return Experiment(
+        f"Security of a plan: alpha {alpha}, c {c}, m {m}, {tokens} tokens",
+        cells,
+        SHARDED,
+        [
+            f"{alpha} CompNodes and {len(whole.attn_nodes)} AttnNodes (symmetric); {megabytes:.1f} MB a pass by "
+            "Equation 1 at two bytes an element.",
+            f"The gap search tries {budget:,} sequences a gap at most; matching ends at a node's first gap.",
+            *_infill_notes(setting),
+        ],
+        fold=_worst_first,
+    )
+
+
+def _worst_first(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Nodes by the best that any attack gets from them, and within a node the best attack first."""
+
+    def got(row: dict[str, Any]) -> float:
+        return float(row["figures"].get("rouge_l", {}).get("value") or 0.0)
+
+    worst: dict[str, float] = {}
+    for row in rows:
+        node = row["keys"]["node"]
+        worst[node] = max(worst.get(node, 0.0), got(row))
+    return sorted(rows, key=lambda row: (-worst[row["keys"]["node"]], row["keys"]["node"], -got(row)))
+
+
+def _infilled(
+    setting: Setting,
+    layer: int,
+    alpha: int,
+    c: int,
+    published: dict[str, Any] | None = None,
+    m: int = 1,
+    attn: bool = False,
+) -> Cell:
+    """The learned attack on a node in the middle of the plan."""
+    channel = f"shard:alpha={alpha},c={c},node={alpha // 2}"
+    keys: dict[str, Any] = {"layer": layer, "c": c, "alpha": alpha}
+    if attn:
+        channel = f"shard:alpha={alpha},c={c},m={m},queries=0,keys={m * alpha // 2}"
+        keys["m"] = m
+    tokens = setting.source(max_tokens=SHARD_TOKENS)["max_tokens"]
+    return attack_cell(
+        setting, keys, layer, channel, published, attack=_infill_spec(setting), max_tokens=tokens
+    )
+
+
+def _infill_spec(setting: Setting) -> str:
+    """The paper trains a model for every plan; on a laptop one model a layer serves all plans."""
+    return "infill:preset=paper,plan=own" if setting.scale == "paper" else "infill:preset=small,plan=any"
+
+
+def _infill_notes(setting: Setting) -> list[str]:
+    if setting.scale == "paper":
+        return [OTHER_MODEL, "One model for each layer and plan, trained on FineWeb-Edu."]
+    return [
+        OTHER_MODEL,
+        "One infiller a layer, trained on text that the model sampled itself, masked by all common plans: a lower "
+        "bound of what training for one plan, for longer, on real text gives.",
+        "Held tokens count: they are part of what the node can read.",
+    ]
