@@ -253,13 +253,25 @@ def _parameters(factory: Callable[..., Any]) -> dict[str, inspect.Parameter]:
 
 
 def _listing(known: Mapping[str, inspect.Parameter]) -> str:
-    """Parameters as a user reads them: ``sigma: float``, ``mode: per-row|shared = per-row``."""
+    """Parameters as a user reads them: ``sigma: float``, ``mode: per-row|shared = per-row``.
+
+    Those that no text can set (a progress callback, say) are left out.
+    """
     parts = []
     for name, parameter in known.items():
+        if not _settable(parameter.annotation):
+            continue
         kind = "" if parameter.annotation is parameter.empty else f": {_kind(parameter.annotation)}"
         default = "" if parameter.default is parameter.empty else f" = {_shown(parameter.default)}"
         parts.append(f"{name}{kind}{default}")
     return ", ".join(parts)
+
+
+def _settable(annotation: Any) -> bool:
+    if get_origin(annotation) in (Union, types.UnionType):
+        return any(map(_settable, get_args(annotation)))
+    plain = (str, int, float, bool, type(None), Any, inspect.Parameter.empty)
+    return get_origin(annotation) is Literal or annotation in plain
 
 
 def _shown(value: Any) -> str:
