@@ -17,7 +17,7 @@ from typer.testing import CliRunner, Result
 
 from hiddenlab import record as record_module
 from hiddenlab import registry
-from hiddenlab.cli import app
+from hiddenlab.cli import app, console
 from hiddenlab.core import Observation, Recovery, TokenRecovery
 from hiddenlab.errors import NotApplicableError
 from hiddenlab.slice import Slice
@@ -470,3 +470,14 @@ def test_help_shows_every_option_of_the_contract(run: Run) -> None:
         "epsilon budget seed device dtype out no-record json attack threads runs-dir batch device-map truth"
     )
     assert [name for name in wanted.split() if f"--{name}" not in text] == []
+
+
+def test_details_of_progress_are_no_part_of_its_name(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(console, "SLOW_SECONDS", -1.0)
+    with console.bars() as progress:
+        for done, loss in ((0, "loss 3.2"), (1, "loss 2.9"), (2, "loss 2.1")):
+            progress(f"training\t{loss}", done, 2)
+    written = capsys.readouterr().err
+    assert written.startswith("training: 2/2 in ") and written.count("\n") == 1
