@@ -86,7 +86,8 @@ def test_without_a_tokenizer_windows_are_random(tiny_slice: TinySlice) -> None:
 
 
 def states_of(slice: Slice, tokens: int, seed: int) -> tuple[Tensor, Tensor]:
-    return store.collect_states(slice, [], tokens, seed)
+    states, labels, _ = store.collect_states(slice, [], tokens, seed)
+    return states, labels
 
 
 def mean_rank(probe: Probe, rows: Tensor, tokens: Tensor) -> float:
@@ -298,8 +299,30 @@ def test_training_states_are_those_of_the_channel(tiny_slice: TinySlice) -> None
     shuffled = store.collect_states(slice, ["seq-perm"], 300, 0)
     assert torch.equal(plain[1], shuffled[1])
     assert torch.allclose(plain[0], shuffled[0], atol=1e-5)
+    assert torch.equal((plain[2] == 0).nonzero()[0], torch.tensor([0])) and int(plain[2].max()) > 5
     noised = store.collect_states(slice, ["gaussian:sigma=0.1"], 300, 0)
     assert float((noised[0] - plain[0]).norm() / plain[0].norm()) > 0.01
+
+
+@pytest.mark.usefixtures("small_probes")
+def test_probes_for_earlier_tokens(tiny: TinyPath, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A probe for earlier tokens knows them better than the one for own tokens; one collection of states serves all."""
+    monkeypatch.setenv("HIDDENLAB_CACHE", str(tmp_path))
+    monkeypatch.setattr(store, "EARLIER_STEPS", 150)
+    slice = load_slice(tiny("llama"), 1, device="cpu")
+    calls = []
+    collect = store.collect_states
+    monkeypatch.setattr(store, "collect_states", lambda *args: calls.append(args) or collect(*args))
+    probes, seconds = store.probes_for(slice, public_of(slice), (0, 1))
+    assert seconds > 0 and len(calls) == 1
+    # In a random model a token among many leaves hardly a trace; among two it does.
+    texts = torch.randint(0, VOCABULARY, (300, 2), generator=torch.Generator().manual_seed(5))
+    rows = torch.cat([slice.encode(text)[1:] for text in texts])
+    own, before = texts[:, 1:].flatten(), texts[:, :-1].flatten()
+    assert mean_rank(probes[0], rows, own) < 0.6 * mean_rank(probes[0], rows, before)
+    assert mean_rank(probes[1], rows, before) < 0.9 * mean_rank(probes[0], rows, before)
+    assert mean_rank(probes[1], rows, before) < 0.3 * VOCABULARY  # by chance half of them rank higher
+    assert store.probes_for(slice, public_of(slice), (1,))[1] == 0 and len(calls) == 1
 
 
 def test_the_training_allowance_depends_on_depth(monkeypatch: pytest.MonkeyPatch, tiny_slice: Any) -> None:
