@@ -249,10 +249,12 @@ class _Shard:
     def _step(self, rows: list[int], seen: dict[int, int], new: list[int]) -> "_Step":
         """The sums of some rows over the new keys, with what known keys contribute taken off."""
         view, layer = self.view, self.layer
-        scale = (view.maximum[self.index, rows] + view.total[self.index, rows].log()).T
+        total = view.total[self.index, rows].T
+        some = total > 0  # else the row sees no key of the shard, and its numbers mean nothing
+        scale = torch.where(some, view.maximum[self.index, rows].T + total.clamp(min=1e-30).log(), 0.0)
         sums = view.output[self.index, rows].transpose(0, 1).clone()
         positions = [view.positions[row] for row in rows]
-        step = _Step(layer, self.queries[:, rows], scale, torch.ones_like(scale), sums, new, positions)
+        step = _Step(layer, self.queries[:, rows], scale, some.to(scale), sums, new, positions)
         if seen:
             keys, values = layer.along(layer.k, seen), layer.along(layer.v, seen)
             for position in seen:
