@@ -7,10 +7,11 @@ leaves it to assumption B2 that it is intractable. It is not: all rows of one cl
 key/value head mix the *same* few value vectors with different weights, so that these span the rows' common space. A
 token stands in the sum if and only if its value vector lies in that span (the idea of MUSIC in array processing): one
 projection of the vocabulary names the tokens, whatever their positions. Which stands where follows from the weights,
-by non-negative least squares over a handful of candidates. Under (c, delta)-sharding with m splits there are c/m
-unknown tokens and c rows at every step, so there are always enough equations.
+by non-negative least squares over a handful of candidates. Under (c, delta)-sharding with m splits there are
+c/m unknown tokens and c rows at every step with a full cluster, so there are enough equations.
 """
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -36,7 +37,8 @@ class PartialSums:
     """Recovers the tokens before a CompNode's last row from what it receives at the first layer.
 
     Needs a node's combined view, ``partials-1.safetensors`` of ``hiddenlab cascade run --record``: its embeddings, and
-    m, e, u of every key shard. A sum that is explained exactly verifies its tokens.
+    m, e, u of every key shard. A sum that is explained exactly verifies its tokens; their distance is the share of the
+    sum's square that stays unexplained.
 
     Knows: the weights of the first layer, the plan, what the node holds and receives. Does not know: other nodes' rows.
 
@@ -52,7 +54,9 @@ class PartialSums:
 
     def setup(self, observation: Observation, slice: Slice, generator: torch.Generator) -> dict[str, float]:
         """Load the first layer's projections and tabulate the vocabulary's value vectors, once a model."""
-        self._first(slice)
+        layer = self._first(slice)
+        if not layer.moves:
+            layer.values(0)
         return {}
 
     def _first(self, slice: Slice) -> "_FirstLayer":
@@ -76,7 +80,7 @@ class PartialSums:
                 "this attack reads a CompNode's combined view of layer 1 (partials-1 of 'cascade run --record')"
             )
         layer = self._first(slice)
-        started = time.perf_counter()
+        started, before = time.perf_counter(), layer.counters()
         with torch.inference_mode():
             view = _View.of(observation, slice.device)
             own = layer.own_tokens(view.embeddings, view.positions)
@@ -85,6 +89,7 @@ class PartialSums:
             queries = layer.along(layer.q, known)[view.positions].unflatten(1, (heads, -1)).transpose(0, 1)
             held = set(known)
             verified = dict.fromkeys(known, True)
+            left = dict.fromkeys(known, math.nan)  # own tokens are looked up, not explained
             for index, keys in enumerate(view.shards):
                 self.progress("key shards", index, len(view.shards))
                 visible = [s for s in keys if s <= view.positions[-1]]
@@ -92,16 +97,18 @@ class PartialSums:
                 found, sure = steps.solve(known, self.candidates, self.seed)
                 known |= found
                 verified |= sure
+                left |= steps.left
         positions = sorted(known)
         row_of = {position: row for row, position in enumerate(view.positions)}
         tokens = tuple(
-            TokenRecovery(known[p], row_of.get(p, -1), 0.0, None, 0, verified[p]) for p in positions
+            TokenRecovery(known[p], row_of.get(p, -1), left[p], None, 0, verified[p]) for p in positions
         )
         complete = positions == list(range(len(positions)))
+        positions_run, passes = (now - then for now, then in zip(layer.counters(), before, strict=True))
         return Recovery(
             tokens,
-            0,
-            0,
+            positions_run,
+            passes,
             time.perf_counter() - started,
             "complete",
             positions=None if complete else tuple(positions),
@@ -168,6 +175,11 @@ class _FirstLayer:
         self.moves = not torch.allclose(self._at(self.v, some, 0), self._at(self.v, some, 7), atol=1e-5)
         self._values: dict[int, Tensor] = {}
 
+    def counters(self) -> tuple[int, int]:
+        """Positions and passes run so far."""
+        slices = (self.q, self.k, self.v, self.embed)
+        return sum(s.evaluated_tokens for s in slices), sum(s.forward_calls for s in slices)
+
     @property
     def attention(self) -> Attention:
         how = self.v.attention  # it has run: the values were tabulated
@@ -217,6 +229,7 @@ class _Shard:
     keys: list[int]
     held: set[int]
     exact: dict[int, bool] = field(default_factory=dict)
+    left: dict[int, float] = field(default_factory=dict)
 
     def solve(
         self, known: dict[int, int], candidates: int, seed: int
@@ -239,6 +252,7 @@ class _Shard:
                 sure = left < EXPLAINED and all(self.exact.values())
                 found |= tokens
                 self.exact |= dict.fromkeys(new, sure)
+                self.left |= dict.fromkeys(new, left)
             before = count
         return found, self.exact
 

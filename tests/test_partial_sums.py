@@ -63,6 +63,8 @@ def test_repeated_tokens(tiny_slice: TinySlice) -> None:
     found = recover(tiny_slice, "llama", view(tiny_slice, "llama", tokens, plan, 2))
     assert found.ids == tokens[:12]
     assert all(one.verified for one in found.tokens)
+    assert found.evaluated_tokens > VOCABULARY and found.forward_calls > 0  # the table of values, at least
+    assert all(one.distance < EXPLAINED for one in found.tokens if one.row < 0)
 
 
 def test_what_is_not_explained_is_not_verified(tiny_slice: TinySlice) -> None:

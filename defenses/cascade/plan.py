@@ -212,8 +212,8 @@ class Plan:
     def violations(self, rho: int) -> list[str]:
         """Where the plan breaks Theorem 7.3's condition: every gap inside a CompNode's shard holds at least ρ tokens.
 
-        The condition is necessary, not sufficient: partial attention at the first layer gives the tokens away under
-        every plan (``attacks/partial_sums.py``).
+        The condition is necessary, not sufficient: partial attention at the first layer gave the tokens away
+        under every plan that was measured (``attacks/partial_sums.py``, eval/LOG.md).
 
         Args:
             rho: the vocab-matching threshold (Definition 7.2): one more than the unknown tokens in a row that an

@@ -82,8 +82,8 @@ def plan(
         more = f" (and {len(found) - 1} more such gaps)" if len(found) > 1 else ""
         lines.append(f"not secure by Theorem 7.3: {found[0]}{more}")
     lines.append(
-        "no plan hides earlier tokens from CompNodes: partial attention at the first layer gives them away "
-        "(attack partial-sums)"
+        "not counted here: partial attention at the first layer gave CompNodes all earlier tokens under every plan "
+        "that was measured (attack partial-sums)"
     )
     for line in lines:
         screen.print(line, highlight=False, markup=False)
