@@ -32,7 +32,9 @@ def table_2(setting: Setting, channels: str = ",".join(paper.PERMUTATIONS[1:])) 
     names = channels.split(",")
     for name in names:
         if name not in paper.PERMUTATIONS:
-            raise InputError(f"no permutation of Table 2 is called {name!r}; they are {', '.join(paper.PERMUTATIONS)}")
+            raise InputError(
+                f"no permutation of Table 2 is called {name!r}; they are {', '.join(paper.PERMUTATIONS)}"
+            )
     title = "Table 2: exact recovery from permuted states"
     return _exactness(title, setting, names, _small(setting))
 

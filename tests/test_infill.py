@@ -13,8 +13,9 @@ from torch import Tensor
 
 from attacks.infill import Infill, text
 from attacks.infill import train as training
+from attacks.infill.backbone import MaskedLM, _BothSides, average
 from attacks.infill.masks import Shards, comp_positions, missing
-from attacks.infill.model import Infiller, _BothSides
+from attacks.infill.model import Infiller
 from attacks.infill.train import PRESETS, Recipe
 from defenses.cascade.plan import Plan
 from hiddenlab.channel import Channel, as_whole
@@ -70,9 +71,17 @@ def test_views_are_of_nodes_of_the_plan(
     held = Shards(alpha, c, m, attn).draw(tokens, random.Random(seed))
     plan = Plan.clustered(tokens, c, alpha=alpha, m=m if attn else 1)
     views = {plan.held_by(node) for node in plan.attn_nodes} if attn else set(plan.shards)
-    assert 0 < len(held) < tokens
+    assert held and (len(held) < tokens or (alpha == 1 and not (attn and m > 1)))
     assert tuple(held) in views or any(set(held) < set(view) for view in views)
     assert sorted([*held, *missing(tokens, held)]) == list(range(tokens))
+
+
+def test_whose_view_an_observation_is(tiny_slice: TinySlice) -> None:
+    slice = tiny_slice("llama", 1)
+    tokens = list(range(12))
+    assert Shards.of(released(slice, tokens).public).whole
+    assert Shards.of(released(slice, tokens, "shard:alpha=2,c=3,node=1").public) == Shards(2, 3, 1)
+    assert Shards.of(released(slice, tokens, "gap:size=1,after=3").public) == Shards()
 
 
 def test_any_plan_shows_little_and_much() -> None:
@@ -264,3 +273,131 @@ def test_what_it_cannot_use(tiny_slice: TinySlice) -> None:
             Infill().recover(released(slice, [1, 2, 3], spec), slice, torch.Generator())
     with pytest.raises(InputError, match="at least 1"):
         Infill(rounds=0)
+
+
+# ---- a masked language model in place of the decoder
+
+
+def masked_tokenizer(pairs: tuple[str, ...] = (), mask: bool = True) -> Any:
+    """Bytes, some of them merged in pairs, and the special tokens of a masked language model."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    signs = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *pairs]
+    inner = Tokenizer(
+        models.BPE(vocab={sign: i for i, sign in enumerate(signs)}, merges=[(a, b) for a, b in pairs])
+    )
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    names = {"cls_token": "[C]", "sep_token": "[S]", "unk_token": "[U]"} | (
+        {"mask_token": "[M]"} if mask else {}
+    )
+    inner.add_special_tokens(list(names.values()))
+    return PreTrainedTokenizerFast(tokenizer_object=inner, **names)
+
+
+@pytest.fixture
+def masked(tmp_path: Path) -> Callable[..., str]:
+    """A tiny masked language model with a vocabulary of its own."""
+
+    def make(architecture: str = "bert", **tokenizer: Any) -> str:
+        from transformers import AutoConfig, AutoModelForMaskedLM
+
+        config = AutoConfig.for_model(
+            architecture, hidden_size=48, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64,
+            vocab_size=300, max_position_embeddings=64, pad_token_id=0, initializer_range=0.2,
+        )  # fmt: skip
+        torch.manual_seed(3)
+        path = tmp_path / architecture
+        AutoModelForMaskedLM.from_config(config).save_pretrained(path)
+        masked_tokenizer(**tokenizer).save_pretrained(path)
+        return str(path)
+
+    return make
+
+
+def test_rows_of_pieces_are_averaged() -> None:
+    weights = torch.randn(5, 3)
+    pieces = [[1], [0, 4, 4], [2, 3]]
+    wanted = torch.stack([weights[one].mean(0) for one in pieces])
+    assert torch.allclose(average(weights, pieces), wanted)
+
+
+@pytest.mark.parametrize("architecture", ["bert", "modernbert", "roberta"])
+def test_a_masked_model_of_the_same_tokens_says_what_it_said(
+    tiny: TinyPath, masked: Callable[..., str], architecture: str
+) -> None:
+    from transformers import AutoModelForMaskedLM
+
+    slice = load_slice(tiny("llama", tokenizer=True), 0, stream="embed", device="cpu")
+    path = masked(architecture)
+    backbone = MaskedLM(path, slice, torch.float32)
+    model = AutoModelForMaskedLM.from_pretrained(path).eval()
+    names = masked_tokenizer()
+    tokens = torch.tensor([[72, 11, 80, 80], [32, 33, 34, 35]])
+    same = torch.tensor([[names(slice.text([int(i)]))["input_ids"][0] for i in row] for row in tokens])
+    ends = [torch.full((2, 1), i) for i in (names.cls_token_id, names.sep_token_id)]
+    with torch.no_grad():
+        wanted = model(torch.cat([ends[0], same, ends[1]], 1)).logits[:, 1:-1]
+        backbone.model.eval()
+        found = backbone.logits(backbone.embed(tokens), torch.ones(2, 4, dtype=torch.bool)).view(2, 4, -1)
+    assert found.shape[2] == slice.vocab_size
+    for token in range(90):  # single bytes of text
+        (own,) = names(slice.text([token]))["input_ids"]
+        assert torch.allclose(found[..., token], wanted[..., own], atol=1e-5)
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_a_masked_model_of_other_tokens_learns_too(
+    tiny: TinyPath, masked: Callable[..., str], texts: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slice = load_slice(tiny("llama", tokenizer=True), 0, stream="embed", device="cpu")
+    tokens = letters(slice)
+    path = masked(pairs=("ab", "cd"))
+    observation = released(slice, tokens, "shard:alpha=3,c=2,node=1")
+    attack = attack_on(texts, monkeypatch, masked=path)
+    before = attack_on(texts, monkeypatch, masked=path, steps=1)
+    losses = [one.setup(observation, slice, torch.Generator())["held_out_loss"] for one in (before, attack)]
+    assert losses[1] < 0.5 * losses[0]
+    check(
+        attack.recover(observation, slice, torch.Generator()),
+        tokens,
+        list(observation.public.positions or ()),
+    )
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_masked_models_that_do_not_do(
+    tiny: TinyPath, masked: Callable[..., str], texts: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slice = load_slice(tiny("llama", tokenizer=True), 0, stream="embed", device="cpu")
+    observation = released(slice, letters(slice), "shard:alpha=3,c=2,node=1")
+    for path, words in (
+        (masked(mask=False), "has no mask token"),
+        (tiny("llama", tokenizer=True), "has no mask token"),
+        (str(Path("/nowhere/bert")), "no model at"),
+    ):
+        with pytest.raises(InputError, match=words):
+            attack_on(texts, monkeypatch, masked=path).setup(observation, slice, torch.Generator())
+    backbone = MaskedLM(masked("bert"), slice, torch.float32)
+    with pytest.raises(InputError, match="reads 64 tokens at most, not 66"):
+        backbone.logits(torch.zeros(1, 64, 48), torch.ones(1, 64, dtype=torch.bool))
+
+
+# ---- every row shown: the transformer inverter
+
+
+@pytest.mark.usefixtures("own_cache", "small_probes")
+def test_with_every_row_it_names_all_tokens_anew(
+    tiny: TinyPath, texts: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slice = load_slice(tiny("llama", tokenizer=True), 1, device="cpu")
+    tokens = letters(slice)
+    attack = attack_on(texts, monkeypatch, steps=60)
+    observation = released(slice, tokens)
+    attack.setup(observation, slice, torch.Generator())
+    found = attack.recover(observation, slice, torch.Generator())
+    right = sum(a == b for a, b in zip(found.ids, tokens, strict=True))
+    assert right > 0.9 * len(tokens)
+    assert [one.row for one in found.tokens] == list(range(len(tokens)))
+    assert not any(one.verified for one in found.tokens)

@@ -24,8 +24,9 @@ class Infill:
     """Names every token of a prompt from the rows that one node holds, with a model trained for it.
 
     The tokens of the held rows are read by a probe (exactly, at layer 0); the others are named by a bidirectional,
-    LoRA-tuned copy of the model (``attacks/infill/model.py``). With every row shown it is the trained inverter of the
-    literature. The attacker knows the plan (the paper's worst case) and trains on its own texts, masked like it.
+    LoRA-tuned copy of the model, or by a masked language model (``attacks/infill/model.py``). With every row shown it
+    is the trained transformer inverter of the literature (Wan et al., Morris et al.) and names every token anew. The
+    attacker knows the plan (the paper's worst case) and trains on its own texts, masked like it.
 
     Knows: the weights, the held rows, their positions, the prompt's length, the plan. Does not know: tokens, other
     rows.
@@ -33,6 +34,7 @@ class Infill:
     Args:
         preset: ``small`` (a laptop), ``medium`` or ``paper``. plan: ``own`` trains a model for the observation's plan,
             ``any`` one for all common plans of the layer, which serves every table.
+        masked: a masked language model to tune in place of the attacked one: a directory or hub id.
         text: what to train on, in place of the preset's: ``own`` (the model's own samples) or a source of prompts.
         steps: of training at most, in place of the preset's. rounds: the most certain tokens are fixed first, in so
             many forward passes; the paper has one.
@@ -43,6 +45,7 @@ class Infill:
         self,
         preset: Literal["small", "medium", "paper"] = "small",
         plan: Literal["own", "any"] = "own",
+        masked: str | None = None,
         text: str | None = None,
         steps: int | None = None,
         rounds: int = 1,
@@ -54,7 +57,7 @@ class Infill:
         recipe = replace(PRESETS[preset], seed=seed)
         recipe = recipe if text is None else replace(recipe, text=text)
         self.recipe = recipe if steps is None else replace(recipe, steps=steps)
-        self.plan, self.rounds, self.progress = plan, rounds, progress
+        self.plan, self.masked, self.rounds, self.progress = plan, masked, rounds, progress
         self._trained: tuple[tuple[Slice, Public, Shards], Infiller, State] | None = None
 
     def setup(self, observation: Observation, slice: Slice, generator: torch.Generator) -> dict[str, float]:
@@ -75,10 +78,12 @@ class Infill:
         public = observation.public
         if public.rows_permuted or public.columns_permuted is not None:
             raise NotApplicableError("the infiller needs rows and coordinates in order")
-        shards = Shards.of(public) if self.plan == "own" else Shards()
+        shards = Shards.of(public)
+        if self.plan == "any" and not shards.whole:
+            shards = Shards()
         key = slice, as_whole(public), shards
         if self._trained is None or self._trained[0] != key:
-            infiller, state = train_infiller(*key, self.recipe, self.progress)
+            infiller, state = train_infiller(*key, self.recipe, self.progress, self.masked)
             self._trained = key, infiller, state
         return self._trained[1:]
 
@@ -121,7 +126,14 @@ class Infill:
         known: Bool[Tensor, "1 n"],
         states: Float[Tensor, "1 n d"] | None,
     ) -> Float[Tensor, " n"]:
-        """Name what is missing, in place; returns the probability of each named token, 1 for those that were held."""
+        """Name what is missing, in place; returns the probability of each named token, 1 for those that were held.
+
+        Where every row is shown, all tokens are named anew.
+        """
+        if bool(known.all()):
+            chances, best = infiller(tokens, known, states, known).softmax(-1).max(-1)
+            tokens[0] = best
+            return chances  # type: ignore[no-any-return]
         certain = torch.ones(tokens.shape[1], device=tokens.device)
         total = int((~known).sum())
         for left in range(self.rounds, 0, -1):

@@ -17,7 +17,8 @@ class Shards:
     """A family of views: every node of one (c, δ)-sharding, or of all common ones.
 
     Attributes:
-        alpha, c, m: of the plan; all None for any plan. attn: AttnNodes' views, else CompNodes'.
+        alpha, c, m: of the plan; all None for any plan, ``alpha`` of 1 for the view of every row. attn: AttnNodes'
+            views, else CompNodes'.
     """
 
     alpha: int | None = None
@@ -27,14 +28,21 @@ class Shards:
 
     @classmethod
     def of(cls, public: Public) -> "Shards":
-        """The plan that an observation was shown under, or any plan where it does not say."""
+        """The plan that an observation was shown under; every row, or any plan where it does not say."""
         facts: Mapping[str, Any] = public.facts.get("shard") or {}
         if not {"alpha", "c", "m", "attn"} <= set(facts):
-            return cls()
+            return cls() if "tokens" in public.facts else cls(1, 1, 1)
         return cls(int(facts["alpha"]), int(facts["c"]), int(facts["m"]), bool(facts["attn"]))
 
+    @property
+    def whole(self) -> bool:
+        """Whether every row is shown: nothing is missing, and what is learned is to read states."""
+        return self.alpha == 1 and not (self.attn and self.m != 1)
+
     def draw(self, tokens: int, random: random.Random) -> list[int]:
-        """Positions that a random node holds of a text, ascending; never none of them and never all."""
+        """Positions that a random node holds of a text, ascending; never none, and all only for ``alpha`` of 1."""
+        if self.whole:
+            return list(range(tokens))
         while True:
             alpha, c = self.alpha or random.choice(NODES), self.c or random.choice(CLUSTERS)
             attn = self.attn if self.alpha else random.random() < 0.5
@@ -45,7 +53,7 @@ class Shards:
                 held.update(shard[random.randrange(m) :: m])
             if 0 < len(held) < tokens:
                 return sorted(held)
-            if self.alpha == 1 or (self.alpha and self.alpha * self.c > tokens):  # type: ignore[operator]
+            if self.alpha and self.alpha * self.c > tokens:  # type: ignore[operator]
                 return sorted(held)[: tokens - 1] or [0]
 
 

@@ -1,46 +1,20 @@
-"""The infiller: a decoder made bidirectional, LoRA-tuned to name the tokens that a node does not hold.
+"""The infiller: a language model, LoRA-tuned to name the tokens that a node does not hold.
 
-The token at position i is predicted at position i − 1, as the decoder always did; what changes is that attention sees
-both sides and that unknown tokens are a learned vector. So training starts from the language model's own knowledge of
-what comes next. At deeper layers the input of a known position is the token that a probe reads there plus a learned
-linear map of its state, which starts at zero: what the states say beyond their own tokens is learned on top.
+Attention sees both sides and unknown tokens are a learned vector. At deeper layers the input of a known position is
+the token that a probe reads there plus a learned linear map of its state, which starts at zero: what the states say
+beyond their own tokens is learned on top.
 """
 
 import warnings
-from contextvars import ContextVar
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
-from torch.nn import functional as F
 
+from attacks.infill.backbone import Backbone, Decoder, MaskedLM
 from hiddenlab.channel import quiet_bitsandbytes
 from hiddenlab.slice import Slice
-from hiddenlab.slice.door import Attention, open_door
-from hiddenlab.slice.load import load_config, load_model
-
-DOOR = "hiddenlab-infill"
-_ACTIVE: ContextVar["_BothSides | None"] = ContextVar("hiddenlab_infill", default=None)
-
-
-class _BothSides:
-    """Attention over all tokens of each text, in both directions."""
-
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, attention: Attention) -> Tensor:
-        groups = q.shape[1] // k.shape[1]
-        if groups > 1:
-            k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-        if attention.window is None and attention.softcap is None:
-            return F.scaled_dot_product_attention(q, k, v, scale=attention.scaling).transpose(1, 2)
-        scores = (q @ k.transpose(-1, -2)).float() * attention.scaling
-        if attention.softcap is not None:
-            scores = torch.tanh(scores / attention.softcap) * attention.softcap
-        if attention.window is not None:
-            place = torch.arange(q.shape[2], device=q.device)
-            far = (place[:, None] - place[None]).abs() >= attention.window
-            scores = scores.masked_fill(far, float("-inf"))
-        return (scores.softmax(-1).to(v.dtype) @ v).transpose(1, 2)
 
 
 class Infiller(nn.Module):
@@ -48,30 +22,31 @@ class Infiller(nn.Module):
 
     Args:
         slice: names the model that is tuned, and gives the states' site. rank: of LoRA. dtype: of the frozen weights.
+        masked: a masked language model to tune in place of the slice's own.
+
+    Raises:
+        InputError: no such masked language model.
     """
 
-    def __init__(self, slice: Slice, rank: int, dtype: torch.dtype) -> None:
+    def __init__(self, slice: Slice, rank: int, dtype: torch.dtype, masked: str | None = None) -> None:
         with quiet_bitsandbytes():
             from peft import LoraConfig, get_peft_model
 
         super().__init__()
-        model = load_model(
-            slice.ref, load_config(slice.ref), head=True, dtype=dtype, device=slice.device,
-            attention=open_door(DOOR, _ACTIVE, "an infiller is run through Infiller.forward"),
-        )  # fmt: skip
+        # In a list, so that the weights are registered once, under the adapter's names.
+        self._backbone: list[Backbone] = [
+            Decoder(slice, dtype) if masked is None else MaskedLM(masked, slice, dtype)
+        ]
         config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", lora_dropout=0.0)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of names that the libraries are about to change, and of Conv1D
-            self.model: Any = get_peft_model(model, config)  # type: ignore[arg-type]
-        table = model.get_input_embeddings().weight  # type: ignore[operator]
-        self.opening = int((slice.special_ids or [0])[0])
-        width = table.shape[1]
-        self.mask = nn.Parameter(table.float().mean(0))
+            self.model: Any = get_peft_model(self._backbone[0].model, config)  # type: ignore[arg-type]
+        self.mask = nn.Parameter(self._backbone[0].mask)
         self.reads_states = slice.site.stream != "embed"
         self.mean: Tensor
         self.scale: Tensor
         if self.reads_states:
-            self.states = nn.Linear(slice.width, width)
+            self.states = nn.Linear(slice.width, len(self.mask))
             nn.init.zeros_(self.states.weight)
             nn.init.zeros_(self.states.bias)
             self.register_buffer("mean", torch.zeros(slice.width))
@@ -110,17 +85,8 @@ class Infiller(nn.Module):
         Args:
             tokens: known tokens; what stands elsewhere is not looked at. states: at the known positions, or None.
         """
-        base = self.model.get_base_model()
-        embed = base.get_input_embeddings()
-        opening = embed(torch.full_like(tokens[:, :1], self.opening))
-        inputs = embed(torch.where(known, tokens, self.opening)).float()
+        (backbone,) = self._backbone
+        inputs = backbone.embed(torch.where(known, tokens, 0))
         if self.reads_states and states is not None:
             inputs = inputs + self.states(((states - self.mean) / self.scale).clamp(-6, 6))
-        inputs = torch.where(known[..., None], inputs, self.mask)
-        inputs = torch.cat([opening, inputs.to(opening.dtype)], 1)
-        token = _ACTIVE.set(_BothSides())
-        try:
-            hidden = base.base_model(inputs_embeds=inputs, use_cache=False).last_hidden_state
-        finally:
-            _ACTIVE.reset(token)
-        return base.get_output_embeddings()(hidden[:, :-1][wanted]).float()  # type: ignore[no-any-return]
+        return backbone.logits(torch.where(known[..., None], inputs, self.mask), wanted)

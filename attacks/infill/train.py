@@ -28,7 +28,7 @@ from hiddenlab.errors import InputError
 from hiddenlab.propose.probe import fast_dtype
 from hiddenlab.propose.store import probe_for
 from hiddenlab.slice import Slice
-from hiddenlab.slice.load import cache_dir
+from hiddenlab.slice.load import cache_dir, resolve_model
 
 FORMAT = 1
 HELD_OUT = 32  # windows on which training is judged, each with one mask
@@ -82,11 +82,16 @@ class State:
 
 @dataclass(frozen=True)
 class Batch:
-    """Texts, what is known of them, and what is to be named."""
+    """Texts and what is known of them."""
 
     tokens: Int[Tensor, "b n"]
     known: Bool[Tensor, "b n"]
     states: Float[Tensor, "b n d"] | None
+
+    @property
+    def wanted(self) -> Bool[Tensor, "b n"]:
+        """What is to be named: what is not held, or, where every row is shown, all of it."""
+        return torch.ones_like(self.known) if bool(self.known.all()) else ~self.known
 
 
 class Data:
@@ -148,19 +153,24 @@ def read_tokens(probe: Any, states: Float[Tensor, "b n d"]) -> Int[Tensor, "b n"
 
 
 def train_infiller(
-    slice: Slice, public: Public, shards: Shards, recipe: Recipe, progress: Progress
+    slice: Slice,
+    public: Public,
+    shards: Shards,
+    recipe: Recipe,
+    progress: Progress,
+    masked: str | None = None,
 ) -> tuple[Infiller, State]:
     """An infiller for a site and a family of views: from the cache, where training ended or was interrupted.
 
     Args:
-        public: the channel, as if every row had been shown.
+        public: the channel, as if every row had been shown. masked: a masked language model to tune, else the slice's.
 
     Raises:
-        InputError: the texts cannot be had.
+        InputError: the texts cannot be had, or there is no such masked language model.
     """
-    identity = _identity(slice, public, shards, recipe)
+    identity = _identity(slice, public, shards, recipe, masked)
     torch.manual_seed(recipe.seed)  # of LoRA's first weights
-    infiller = Infiller(slice, recipe.rank, fast_dtype(slice.device))
+    infiller = Infiller(slice, recipe.rank, fast_dtype(slice.device), masked)
     state, moments = _load(identity, infiller)
     if state.done:
         return infiller, state
@@ -222,15 +232,19 @@ def _run(
 
 
 def loss_of(model: Any, data: Data, batch: Batch) -> Tensor:
-    """Mean cross-entropy of the tokens that the node does not hold, in nats."""
+    """Mean cross-entropy of the wanted tokens, in nats."""
     states = (
         None if batch.states is None else batch.states.clone()
     )  # inference tensors take no part in autograd
-    logits = model(data.inputs(batch).clone(), batch.known, states, ~batch.known)
-    return F.cross_entropy(logits, batch.tokens[~batch.known])
+    wanted = batch.wanted
+    logits = model(data.inputs(batch).clone(), batch.known, states, wanted)
+    return F.cross_entropy(logits, batch.tokens[wanted])
 
 
-def _identity(slice: Slice, public: Public, shards: Shards, recipe: Recipe) -> dict[str, Any]:
+def _identity(
+    slice: Slice, public: Public, shards: Shards, recipe: Recipe, masked: str | None = None
+) -> dict[str, Any]:
+    other = {} if masked is None else {"masked": resolve_model(masked).path}
     return {
         "format": FORMAT,
         "signature": slice.signature,
@@ -239,6 +253,7 @@ def _identity(slice: Slice, public: Public, shards: Shards, recipe: Recipe) -> d
         "dtype": str(slice.dtype),
         "shards": asdict(shards),
         "recipe": asdict(recipe),
+        **other,
     }
 
 

@@ -1,0 +1,173 @@
+"""The language models that an infiller can be made of: the attacked decoder itself, or a masked language model."""
+
+from contextvars import ContextVar
+from typing import Any, Protocol
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from hiddenlab.errors import InputError
+from hiddenlab.slice import Slice
+from hiddenlab.slice.door import Attention, open_door
+from hiddenlab.slice.load import load_config, load_model, load_tokenizer, quiet_transformers, resolve_model
+
+DOOR = "hiddenlab-infill"
+_ACTIVE: ContextVar["_BothSides | None"] = ContextVar("hiddenlab_infill", default=None)
+
+
+class Backbone(Protocol):
+    """A language model that reads vectors of the attacked model's tokens and answers with logits over its vocabulary.
+
+    Attributes:
+        model: what LoRA is put into. mask: the first vector of an unknown token.
+    """
+
+    model: Any
+    mask: Float[Tensor, " d"]
+
+    def embed(self, tokens: Int[Tensor, "b n"]) -> Float[Tensor, "b n d"]:
+        """Input vectors of tokens of the attacked model."""
+        ...
+
+    def logits(self, inputs: Float[Tensor, "b n d"], wanted: Bool[Tensor, "b n"]) -> Float[Tensor, "w v"]:
+        """Logits of the tokens at the wanted positions."""
+        ...
+
+
+class _BothSides:
+    """Attention over all tokens of each text, in both directions."""
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, attention: Attention) -> Tensor:
+        groups = q.shape[1] // k.shape[1]
+        if groups > 1:
+            k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+        if attention.window is None and attention.softcap is None:
+            return F.scaled_dot_product_attention(q, k, v, scale=attention.scaling).transpose(1, 2)
+        scores = (q @ k.transpose(-1, -2)).float() * attention.scaling
+        if attention.softcap is not None:
+            scores = torch.tanh(scores / attention.softcap) * attention.softcap
+        if attention.window is not None:
+            place = torch.arange(q.shape[2], device=q.device)
+            far = (place[:, None] - place[None]).abs() >= attention.window
+            scores = scores.masked_fill(far, float("-inf"))
+        return (scores.softmax(-1).to(v.dtype) @ v).transpose(1, 2)
+
+
+class Decoder:
+    """The attacked model itself, its attention opened to both sides.
+
+    The token at position i is predicted at position i − 1, as the decoder always did, so that training starts from
+    the language model's own knowledge of what comes next.
+    """
+
+    def __init__(self, slice: Slice, dtype: torch.dtype) -> None:
+        self.model: Any = load_model(
+            slice.ref, load_config(slice.ref), head=True, dtype=dtype, device=slice.device,
+            attention=open_door(DOOR, _ACTIVE, "an infiller is run through Infiller.forward"),
+        )  # fmt: skip
+        self.mask = self.model.get_input_embeddings().weight.float().mean(0)
+        self.opening = int((slice.special_ids or [0])[0])
+
+    def embed(self, tokens: Int[Tensor, "b n"]) -> Float[Tensor, "b n d"]:
+        return self.model.get_input_embeddings()(tokens).float()  # type: ignore[no-any-return]
+
+    def logits(self, inputs: Float[Tensor, "b n d"], wanted: Bool[Tensor, "b n"]) -> Float[Tensor, "w v"]:
+        opening = self.model.get_input_embeddings()(
+            torch.full((len(inputs), 1), self.opening, device=inputs.device)
+        )
+        inputs = torch.cat([opening, inputs.to(opening.dtype)], 1)
+        token = _ACTIVE.set(_BothSides())
+        try:
+            hidden = self.model.base_model(inputs_embeds=inputs, use_cache=False).last_hidden_state
+        finally:
+            _ACTIVE.reset(token)
+        return self.model.get_output_embeddings()(hidden[:, :-1][wanted]).float()  # type: ignore[no-any-return]
+
+
+class MaskedLM:
+    """A masked language model of another vocabulary, moved to the attacked model's (paper, section 7.2.1: ModernBERT).
+
+    A token of the attacked model gets the mean of the vectors, and of the output weights, of the pieces into which the
+    masked model's tokenizer cuts its text; training does the rest. Positions are the attacked model's.
+
+    Args:
+        name: a directory or hub id.
+
+    Raises:
+        InputError: no such model, no masked language model, or one without a mask token.
+    """
+
+    def __init__(self, name: str, slice: Slice, dtype: torch.dtype) -> None:
+        from transformers import AutoModelForMaskedLM
+
+        ref = resolve_model(name)
+        config = load_config(ref)
+        tokenizer = load_tokenizer(ref)
+        if tokenizer is None or tokenizer.mask_token_id is None:
+            raise InputError(
+                f"{name} has no mask token; give a masked language model, or leave 'masked' out to tune the attacked "
+                "model itself"
+            )
+        try:
+            with quiet_transformers():
+                model = AutoModelForMaskedLM.from_pretrained(
+                    ref.path, revision=ref.revision, dtype=dtype, use_safetensors=True
+                )
+        except (OSError, ValueError) as error:
+            first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise InputError(f"{name} cannot be loaded as a masked language model: {first}") from None
+        head = model.get_output_embeddings()  # type: ignore[operator]
+        if not isinstance(head, nn.Linear):
+            raise InputError(f"{name} has no linear output layer, so that its vocabulary cannot be exchanged")
+        self.name = name
+        self.limit = int(
+            min(getattr(config, "max_position_embeddings", None) or 1 << 30, tokenizer.model_max_length)
+        )
+        table = model.get_input_embeddings().weight.detach()  # type: ignore[operator]
+        self.mask = table[tokenizer.mask_token_id].float().clone()
+        self._ends = [
+            table[i].float().clone() if i is not None else None
+            for i in (tokenizer.cls_token_id, tokenizer.sep_token_id)
+        ]
+        pieces = cut(slice, tokenizer)
+        self.table = nn.Embedding.from_pretrained(average(table.float(), pieces)).to(slice.device)
+        new = nn.Linear(head.in_features, len(pieces), bias=head.bias is not None).to(dtype)
+        with torch.no_grad():
+            new.weight.copy_(average(head.weight.float(), pieces))
+            if head.bias is not None:
+                new.bias.copy_(average(head.bias.float()[:, None], pieces)[:, 0])
+        model.set_output_embeddings(new)  # type: ignore[operator]
+        self.model = model.to(slice.device).requires_grad_(False)  # type: ignore[arg-type]
+        self._ends = [None if end is None else end.to(slice.device) for end in self._ends]
+        self.mask = self.mask.to(slice.device)
+
+    def embed(self, tokens: Int[Tensor, "b n"]) -> Float[Tensor, "b n d"]:
+        return self.table(tokens)  # type: ignore[no-any-return]
+
+    def logits(self, inputs: Float[Tensor, "b n d"], wanted: Bool[Tensor, "b n"]) -> Float[Tensor, "w v"]:
+        before, after = ([] if end is None else [end.expand(len(inputs), 1, -1)] for end in self._ends)
+        whole = torch.cat([*before, inputs, *after], 1)
+        if whole.shape[1] > self.limit:
+            raise InputError(
+                f"{self.name} reads {self.limit} tokens at most, not {whole.shape[1]}; give --max-tokens"
+            )
+        dtype = next(self.model.parameters()).dtype
+        out = self.model(inputs_embeds=whole.to(dtype)).logits
+        return out[:, len(before) : len(before) + inputs.shape[1]][wanted].float()  # type: ignore[no-any-return]
+
+
+def cut(slice: Slice, tokenizer: Any) -> list[list[int]]:
+    """The pieces of every token of the attacked model in another vocabulary; those of no text are its unknown token."""
+    texts = [slice.text([i]) for i in range(slice.vocab_size)]
+    found = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    unknown = tokenizer.unk_token_id if tokenizer.unk_token_id is not None else tokenizer.mask_token_id
+    return [list(pieces) or [unknown] for pieces in found]
+
+
+def average(weights: Float[Tensor, "old d"], pieces: list[list[int]]) -> Float[Tensor, "v d"]:
+    """The mean of the rows of each token's pieces."""
+    flat = torch.tensor([i for one in pieces for i in one], device=weights.device)
+    starts = torch.tensor([0, *map(len, pieces)], device=weights.device).cumsum(0)[:-1]
+    return F.embedding_bag(flat, weights, starts, mode="mean")
