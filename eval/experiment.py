@@ -109,7 +109,8 @@ class Experiment:
 
     Attributes:
         figures: names of figures with their labels, in order. notes: what is comparable with the paper, and what not.
-        fold: makes the rows of the table from those of the cells, where a row is not a cell.
+        fold: makes the rows of the table from those of the cells, where a row is not a cell. over: a key with numbers
+            over which the picture shows every figure; without one it shows the first figure by row or layer.
     """
 
     title: str
@@ -117,6 +118,7 @@ class Experiment:
     figures: Mapping[str, str]
     notes: Sequence[str] = ()
     fold: Callable[[list[dict[str, Any]]], list[dict[str, Any]]] | None = None
+    over: str | None = None
 
 
 def attack_cell(
@@ -183,6 +185,7 @@ def conduct(
         "figures": dict(experiment.figures),
         "rows": rows if experiment.fold is None else experiment.fold(rows),
         "notes": list(experiment.notes),
+        "over": experiment.over,
         "command": shlex.join(describe_environment()["command"]),
     }
     _write(home / f"{name}.json", json.dumps(finite(table), ensure_ascii=False, indent=1) + "\n")

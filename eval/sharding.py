@@ -2,12 +2,8 @@
 
 from typing import Any
 
-from defenses.cascade.cost import Shape, layer_bytes
-from defenses.cascade.plan import AttnNode, Plan
 from eval import paper
 from eval.experiment import OTHER_MODEL, Cell, Experiment, Setting, attack_cell
-from hiddenlab.errors import InputError
-from hiddenlab.slice.load import load_config, resolve_model
 
 SHARDED = {"rouge_l": "ROUGE-L", "bleu": "BLEU", "token_accuracy": "token accuracy", "exact": "exact prompts"}
 SHARD_TOKENS = 96  # the shortest prompt in which every node of the largest table holds tokens
@@ -63,13 +59,11 @@ def gap_plans(setting: Setting, budget: int = 5000) -> Experiment:
 
 def partial_sums(setting: Setting) -> Experiment:
     """Partial attention at the first layer: how much of the other nodes' tokens a CompNode reads (Theorem 7.3, P.2)."""
-    tokens = setting.max_tokens or SHARD_TOKENS
+    tokens = shard_tokens(setting)
     cells = []
     for alpha, c, m in ((4, 4, 1), (8, 8, 1), (8, 8, 4), (12, 8, 8)):
-        source = {**setting.source(), "max_tokens": tokens}
-        spec = {**setting.where(), **source, "alpha": alpha, "c": c, "m": m, "node": alpha - 1}
         keys = {"alpha": alpha, "c": c, "m": m, "node": f"CompNode {alpha - 1}"}
-        cells.append(Cell("partial-sums", spec, keys))
+        cells.append(sums_cell(setting, keys, alpha, c, m, alpha - 1))
     return Experiment(
         "What m, e and u of the first layer tell a CompNode",
         cells,
@@ -90,15 +84,27 @@ def partial_sums(setting: Setting) -> Experiment:
     )
 
 
+def sums_cell(setting: Setting, keys: dict[str, Any], alpha: int, c: int, m: int, node: int) -> Cell:
+    """What a CompNode reads of the others' tokens in m, e and u of the first layer."""
+    source = {**setting.source(), "max_tokens": shard_tokens(setting)}
+    spec = {**setting.where(), **source, "alpha": alpha, "c": c, "m": m, "node": node}
+    return Cell("partial-sums", spec, keys)
+
+
+def shard_tokens(setting: Setting) -> int:
+    """Tokens of a sharded prompt."""
+    return int(setting.source(max_tokens=SHARD_TOKENS)["max_tokens"])
+
+
 def figure_2(setting: Setting) -> Experiment:
     """Layer 0: how much of a prompt infilling gives a CompNode, by clusters and nodes (Figure 2)."""
-    cells = [_infilled(setting, 0, alpha, c) for c in (1, 4, 8) for alpha in (4, 8, 12)]
+    cells = [infilled(setting, 0, alpha, c) for c in (1, 4, 8) for alpha in (4, 8, 12)]
     return Experiment(
         "Figure 2: infilling from a CompNode's tokens",
         cells,
         SHARDED,
         [
-            *_infill_notes(setting),
+            *infill_notes(setting),
             "The paper prints this figure as curves of ModernBERT-large, without numbers.",
         ],
     )
@@ -114,120 +120,38 @@ def table_5(setting: Setting) -> Experiment:
                     f"ROUGE-L, {paper.GEMMA}": paper.SHARD_ROUGE.get((c, alpha)),
                     f"BLEU, {paper.GEMMA}": paper.SHARD_BLEU.get((c, alpha)),
                 }
-                cells.append(_infilled(setting, layer, alpha, c, published if layer == 1 else {}))
+                cells.append(infilled(setting, layer, alpha, c, published if layer == 1 else {}))
     return Experiment(
         "Tables 5 and 14: learned reconstruction from a CompNode's states",
         cells,
         SHARDED,
-        _infill_notes(setting),
+        infill_notes(setting),
     )
 
 
 def table_15(setting: Setting) -> Experiment:
     """Learned reconstruction by layer, for c = alpha = 4 and 8 (Table 15)."""
     cells = [
-        _infilled(setting, layer, n, n, {f"ROUGE-L, {paper.GEMMA}": paper.SHARD_LAYERS[n].get(layer)})
+        infilled(setting, layer, n, n, {f"ROUGE-L, {paper.GEMMA}": paper.SHARD_LAYERS[n].get(layer)})
         for n in (4, 8)
         for layer in setting.at((1, 11, 21))
     ]
     title = "Table 15: learned reconstruction by layer"
-    return Experiment(title, cells, SHARDED, _infill_notes(setting))
+    return Experiment(title, cells, SHARDED, infill_notes(setting))
 
 
 def table_16(setting: Setting) -> Experiment:
     """Learned reconstruction from an AttnNode's rows, by m (Table 16)."""
     cells = [
-        _infilled(setting, layer, 8, 8, {f"ROUGE-L, {paper.GEMMA}": paper.SHARD_SPLITS[m]}, m=m, attn=True)
+        infilled(setting, layer, 8, 8, {f"ROUGE-L, {paper.GEMMA}": paper.SHARD_SPLITS[m]}, m=m, attn=True)
         for m in (2, 3, 4)
         for layer in setting.at((1,))
     ]
     title = "Table 16: learned reconstruction from an AttnNode's rows"
-    return Experiment(title, cells, SHARDED, _infill_notes(setting))
+    return Experiment(title, cells, SHARDED, infill_notes(setting))
 
 
-def plan(setting: Setting, alpha: int = 8, c: int = 8, m: int = 4, budget: int = 2000) -> Experiment:
-    """Security of one plan: every attack that applies to each kind of node's view, worst first.
-
-    Nodes at the start, in the middle and at the end of the prompt are looked at: the others see rows of the same kind.
-    """
-    for name, value in (("alpha", alpha), ("c", c), ("m", m)):
-        if not isinstance(value, int) or value < 1:
-            raise InputError(f"{name} must be a whole number of at least 1, not {value!r}")
-    tokens = setting.source(max_tokens=SHARD_TOKENS)["max_tokens"]
-    whole = Plan.clustered(tokens, c, alpha=alpha, m=m, symmetric=True)
-    comps = sorted({0, alpha // 2, alpha - 1})
-    attns = sorted({AttnNode(0, 0), AttnNode(0, whole.beta // 2), AttnNode(whole.beta // 2, whole.beta - 1)})
-    views = [(f"CompNode {i}", f"shard:alpha={alpha},c={c},node={i}", whole.shards[i]) for i in comps]
-    views += [
-        (
-            f"AttnNode ({n.queries}, {n.keys})",
-            f"shard:alpha={alpha},c={c},m={m},queries={n.queries},keys={n.keys}",
-            whole.held_by(n),
-        )
-        for n in attns
-    ]
-    cells = [
-        Cell(
-            "partial-sums",
-            {
-                **setting.where(),
-                **setting.source(),
-                "max_tokens": tokens,
-                "alpha": alpha,
-                "c": c,
-                "m": m,
-                "node": i,
-            },
-            {
-                "node": f"CompNode {i}",
-                "layer": 1,
-                "attack": "partial-sums",
-                "rows held": len(whole.shards[i]),
-            },
-        )
-        for i in comps
-        if i and whole.shards[i]
-    ]
-    for who, channel, held in views:
-        if not held:
-            continue  # a plan for longer prompts: this node would have nothing of these
-        for layer in (0, *setting.at((1, 11))):
-            attacks = [("infill", _infill_spec(setting))]
-            if layer:
-                attacks += [("vocab-match", "vocab-match"), ("gap", f"gap:budget={budget}")]
-            for label, attack in attacks:
-                keys = {"node": who, "layer": layer, "attack": label, "rows held": len(held)}
-                cells.append(attack_cell(setting, keys, layer, channel, attack=attack, max_tokens=tokens))
-    shape = Shape.of(load_config(resolve_model(setting.model)), 2)
-    megabytes = shape.layers * layer_bytes(whole, shape, "paper") / 1e6
-    return Experiment(
-        f"Security of a plan: alpha {alpha}, c {c}, m {m}, {tokens} tokens",
-        cells,
-        SHARDED,
-        [
-            f"{alpha} CompNodes and {len(whole.attn_nodes)} AttnNodes (symmetric); {megabytes:.1f} MB a pass by "
-            "Equation 1 at two bytes an element.",
-            f"The gap search tries {budget:,} sequences a gap at most; matching ends at a node's first gap.",
-            *_infill_notes(setting),
-        ],
-        fold=_worst_first,
-    )
-
-
-def _worst_first(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Nodes by the best that any attack gets from them, and within a node the best attack first."""
-
-    def got(row: dict[str, Any]) -> float:
-        return float(row["figures"].get("rouge_l", {}).get("value") or 0.0)
-
-    worst: dict[str, float] = {}
-    for row in rows:
-        node = row["keys"]["node"]
-        worst[node] = max(worst.get(node, 0.0), got(row))
-    return sorted(rows, key=lambda row: (-worst[row["keys"]["node"]], row["keys"]["node"], -got(row)))
-
-
-def _infilled(
+def infilled(
     setting: Setting,
     layer: int,
     alpha: int,
@@ -242,18 +166,23 @@ def _infilled(
     if attn:
         channel = f"shard:alpha={alpha},c={c},m={m},queries=0,keys={m * alpha // 2}"
         keys["m"] = m
-    tokens = setting.source(max_tokens=SHARD_TOKENS)["max_tokens"]
     return attack_cell(
-        setting, keys, layer, channel, published, attack=_infill_spec(setting), max_tokens=tokens
+        setting,
+        keys,
+        layer,
+        channel,
+        published,
+        attack=infill_spec(setting),
+        max_tokens=shard_tokens(setting),
     )
 
 
-def _infill_spec(setting: Setting) -> str:
+def infill_spec(setting: Setting) -> str:
     """The paper trains a model for every plan; on a laptop one model a layer serves all plans."""
     return "infill:preset=paper,plan=own" if setting.scale == "paper" else "infill:preset=small,plan=any"
 
 
-def _infill_notes(setting: Setting) -> list[str]:
+def infill_notes(setting: Setting) -> list[str]:
     if setting.scale == "paper":
         return [OTHER_MODEL, "One model for each layer and plan, trained on FineWeb-Edu."]
     return [

@@ -51,69 +51,123 @@ def draw(runs: "Sequence[Run]", out: Path) -> list[Path]:
 
 
 def draw_table(table: Mapping[str, Any], out: Path) -> Path | None:
-    """Draw the first figure of an experiment's table with its intervals, the paper's where it has the same one.
+    """Draw an experiment's table with its intervals.
 
-    Lines over layers where a table has several, else a bar a row. None where nothing was measured.
+    Every figure over the key that the table names, if it names one (``over``); else its first figure, as lines over
+    layers where it has several, or a bar a row with the paper's figure beside it. None where nothing was measured.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     rows = [row for row in table["rows"] if row["figures"]]
-    names = [name for name in table["figures"] if any(name in row["figures"] for row in rows)]
+    names = [name for name in table["figures"] if any(_value(row, name) is not None for row in rows)]
     if not names:
         return None
     name = names[0]
-    rows = [row for row in rows if row["figures"].get(name, {}).get("value") is not None]
     layers = sorted({row["keys"]["layer"] for row in rows if isinstance(row["keys"].get("layer"), int)})
     over_layers = len(layers) > 1 and all("layer" in row["keys"] for row in rows)
-    series = list(dict.fromkeys(_series(row, over_layers) for row in rows))
-    over_layers = over_layers and len(series) <= len(MARKERS)
-    height = 4.2 if over_layers else 1.2 + 0.36 * len(rows)
+    over_layers = over_layers and len({_series(row, True) for row in rows}) <= len(MARKERS)
+    over = table.get("over")
+    if not over:
+        rows = [row for row in rows if _value(row, name) is not None]
+    height = 5.2 if over else 4.2 if over_layers else 1.2 + 0.36 * len(rows)
     drawing = Figure(figsize=(8.5, height), layout="constrained")
     FigureCanvasAgg(drawing)
     axis: Any = drawing.subplots()
-    label = table["figures"][name]
-    if over_layers:
-        gap = min(b - a for a, b in pairwise(layers))
-        for n, one in enumerate(series):
-            aside = 0.5 * gap * ((n + 0.5) / len(series) - 0.5)
-            own = sorted(
-                (row for row in rows if _series(row, True) == one), key=lambda row: row["keys"]["layer"]
-            )
-            places = [row["keys"]["layer"] + aside for row in own]
-            style: dict[str, Any] = {"color": COLOURS[n % len(COLOURS)], "marker": MARKERS[n % len(MARKERS)]}
-            values, errors = _values(own, name)
-            axis.errorbar(places, values, errors, label=one, linewidth=1.2, markersize=5, capsize=3, **style)
-        axis.set_xticks(layers)
-        axis.set_xlabel("layer")
-        axis.set_ylabel(label)
-        axis.grid(axis="y", color="#e3e5e8", linewidth=0.8)
-        if len(series) > 1:
-            drawing.legend(loc="outside lower center", ncols=min(3, len(series)), frameon=False)
+    if over:
+        _over_key(axis, rows, over, {name: table["figures"][name] for name in names})
+    elif over_layers:
+        _over_layers(axis, rows, name, layers, table["figures"][name])
     else:
-        places = list(range(len(rows)))
-        values, errors = _values(rows, name)
-        axis.barh(places, values, xerr=errors, color=COLOURS[0], height=0.6, zorder=3, capsize=3)
-        texts = [", ".join(f"{key} {value}" for key, value in row["keys"].items()) for row in rows]
-        axis.set_yticks(places, texts, fontsize=9)
-        axis.invert_yaxis()
-        axis.set_xlabel(label)
-        axis.grid(axis="x", color="#e3e5e8", linewidth=0.8)
-        published = [
-            (place, value)
-            for place, row in enumerate(rows)
-            for key, value in row["paper"].items()
-            if isinstance(value, int | float) and key.partition(",")[0] == label
-        ]
-        if published:
-            spots, marks = zip(*published, strict=True)
-            axis.plot(marks, spots, "D", color=COLOURS[1], markersize=5, zorder=4, label="the paper's")
-            drawing.legend(loc="outside lower center", frameon=False)
-    axis.set_title(table["title"], loc="left", fontsize=11)
+        _by_row(axis, rows, name, table["figures"][name])
+    handles, texts = axis.get_legend_handles_labels()
+    if handles:
+        columns = 2 if over else min(3, len(handles))
+        drawing.legend(handles, texts, loc="outside lower center", ncols=columns, frameon=False)
+    axis.set_title(table["title"], loc="left", fontsize=11, pad=18 if over else None)
     axis.spines[["top", "right"]].set_visible(False)
     path = out / f"{table['experiment']}.png"
     drawing.savefig(path, dpi=130)
     return path
+
+
+def _over_layers(
+    axis: Any, rows: Sequence[Mapping[str, Any]], name: str, layers: Sequence[int], label: str
+) -> None:
+    series = list(dict.fromkeys(_series(row, True) for row in rows))
+    gap = float(min(b - a for a, b in pairwise(layers)))
+    for n, one in enumerate(series):
+        own = sorted((row for row in rows if _series(row, True) == one), key=lambda row: row["keys"]["layer"])
+        places = [row["keys"]["layer"] + _aside(n, len(series), gap) for row in own]
+        values, errors = _values(own, name)
+        shown = one if len(series) > 1 else None
+        axis.errorbar(
+            places, values, errors, label=shown, linewidth=1.2, markersize=5, capsize=3, **_style(n)
+        )
+    axis.set_xticks(layers)
+    axis.set_xlabel("layer")
+    axis.set_ylabel(label)
+    axis.grid(axis="y", color="#e3e5e8", linewidth=0.8)
+
+
+def _by_row(axis: Any, rows: Sequence[Mapping[str, Any]], name: str, label: str) -> None:
+    places = list(range(len(rows)))
+    values, errors = _values(rows, name)
+    axis.barh(places, values, xerr=errors, color=COLOURS[0], height=0.6, zorder=3, capsize=3)
+    axis.set_yticks(places, [_series(row, False) for row in rows], fontsize=9)
+    axis.invert_yaxis()
+    axis.set_xlabel(label)
+    axis.grid(axis="x", color="#e3e5e8", linewidth=0.8)
+    published = [
+        (place, value)
+        for place, row in enumerate(rows)
+        for key, value in row["paper"].items()
+        if isinstance(value, int | float) and key.partition(",")[0] == label
+    ]
+    if published:
+        spots, marks = zip(*published, strict=True)
+        axis.plot(marks, spots, "D", color=COLOURS[1], markersize=5, zorder=4, label="the paper's")
+
+
+def _over_key(axis: Any, rows: Sequence[Mapping[str, Any]], over: str, figures: Mapping[str, str]) -> None:
+    """A place for each row, by rising value of the key, those of the same value together; every figure as a point."""
+    rows = sorted(rows, key=lambda row: float(row["keys"][over]))
+    steps = [a["keys"][over] != b["keys"][over] for a, b in pairwise(rows)]
+    places = [float(n + sum(steps[:n])) for n in range(len(rows))]
+    shared = {label.partition(", ")[0] for label in figures.values()}
+    axis.set_ylabel(shared.pop() if len(shared) == 1 else "")
+    for n, (name, label) in enumerate(figures.items()):
+        label = label.partition(", ")[2] if axis.get_ylabel() else label
+        own = [(x, row) for x, row in zip(places, rows, strict=True) if _value(row, name) is not None]
+        values, errors = _values([row for _, row in own], name)
+        spread = [x + 2 * _aside(n, len(figures), 0.6) for x, _ in own]
+        axis.errorbar(spread, values, errors, label=label, linestyle="", markersize=5, capsize=2, **_style(n))
+    names = [key for key in rows[0]["keys"] if key != over]
+    axis.set_xticks(places, ["\n".join(str(row["keys"][key]) for key in names) for row in rows], fontsize=8)
+    groups: dict[float, list[float]] = {}
+    for x, row in zip(places, rows, strict=True):
+        groups.setdefault(float(row["keys"][over]), []).append(x)
+    for value, group in groups.items():
+        axis.annotate(
+            f"{value:g}", (sum(group) / len(group), 1.0), xycoords=("data", "axes fraction"), xytext=(0, 3),
+            textcoords="offset points", ha="center", fontsize=8,
+        )  # fmt: skip
+    axis.set_xlabel(f"{', '.join(names)}, from above; over the plot: {over}")
+    axis.set_ylim(bottom=min(0.0, axis.get_ylim()[0]))
+    axis.grid(axis="y", color="#e3e5e8", linewidth=0.8)
+
+
+def _style(n: int) -> dict[str, Any]:
+    return {"color": COLOURS[n % len(COLOURS)], "marker": MARKERS[n % len(MARKERS)]}
+
+
+def _aside(n: int, count: int, gap: float) -> float:
+    """How far series ``n`` stands beside its layer: series that agree (all exact, say) would hide one another."""
+    return 0.5 * gap * ((n + 0.5) / count - 0.5)
+
+
+def _value(row: Mapping[str, Any], name: str) -> float | None:
+    return row["figures"].get(name, {}).get("value")  # type: ignore[no-any-return]
 
 
 def _series(row: Mapping[str, Any], over_layers: bool) -> str:
@@ -133,17 +187,14 @@ def _values(rows: Sequence[Mapping[str, Any]], name: str) -> tuple[list[float], 
 def _lines(axis: Any, panel: Panel, runs: "Sequence[Run]", labels: Sequence[str]) -> None:
     name, title, share = panel
     layers = sorted({run.layer for run in runs})
-    # Series that agree (all exact, say) would hide one another: each stands a little beside the layer.
-    gap = min(b - a for a, b in pairwise(layers))
+    gap = float(min(b - a for a, b in pairwise(layers)))
     for n, label in enumerate(labels):
-        aside = 0.5 * gap * ((n + 0.5) / len(labels) - 0.5)
         points = sorted((r.layer, r.summary[name]) for r in runs if r.label == label and _known(r, name))
         if not points:
             continue
-        style = {"color": COLOURS[n % len(COLOURS)], "marker": MARKERS[n % len(MARKERS)]}
         xs, ys = zip(*points, strict=True)
-        places = [x + aside for x in xs]
-        axis.plot(places, ys, label=label, linewidth=1.2, markersize=6, clip_on=False, zorder=3, **style)
+        places = [x + _aside(n, len(labels), gap) for x in xs]
+        axis.plot(places, ys, label=label, linewidth=1.2, markersize=6, clip_on=False, zorder=3, **_style(n))
     axis.set_xticks(layers)
     axis.set_xlabel("layer")
     axis.set_title(title, loc="left", fontsize=11)

@@ -47,9 +47,11 @@ def grid(table: Mapping[str, Any]) -> Grid:
         line = [_plain(row["keys"].get(key)) for key in keys]
         line += [_with_interval(name, row["figures"].get(name)) for name in names]
         line += [_published(key, row["paper"].get(key)) for key in published]
-        if row["status"] != "measured":
+        measured = row["status"] == "measured"
+        if not measured or row["reason"]:
             what = ", ".join(map(_plain, row["keys"].values()))
-            reasons.append(f"not run: {what}: {row['reason'] or 'not measured yet'}")
+            how = "in part not run" if measured else "not run"
+            reasons.append(f"{how}: {what}: {row['reason'] or 'not measured yet'}")
         lines.append(line)
     header = [*keys, *(table["figures"][name] for name in names), *(PAPER + key for key in published)]
     return Grid(header, lines, len(keys), len(published), list(dict.fromkeys(reasons)))

@@ -181,6 +181,39 @@ def test_a_plan_shows_its_weakest_node_first(tiny: Callable[..., str]) -> None:
         registry.resolve("experiments", "plan")(Setting(model=tiny("llama")), alpha=0)
 
 
+def test_plans_are_shown_with_every_view(tiny: Callable[..., str]) -> None:
+    make = registry.resolve("experiments", "plans")
+    setting = Setting(model=tiny("llama"))
+    found = make(setting, grid="1/4/1,1/4/2")
+    assert len(found.cells) == 8 and len({cell.digest for cell in found.cells}) == 6  # CompNodes do not see m
+    (first, second) = (next(c.keys for c in found.cells if c.keys["m"] == m) for m in (1, 2))
+    assert (first["nodes"], second["nodes"]) == (4 + 10, 4 + 36)
+    assert first["MB a pass"] == pytest.approx(second["MB a pass"] / 2, abs=0.1)
+    rows = [
+        {
+            "keys": dict(cell.keys), "paper": {}, "cell": "x", "commit": None,
+            "figures": {"rouge_l": {"value": n / 8}} if n != 2 else {},
+            "status": "measured" if n != 2 else "not run", "reason": None if n != 2 else "why",
+        }
+        for n, cell in enumerate(found.cells)
+    ]  # fmt: skip
+    assert found.fold is not None
+    folded = found.fold(rows)
+    assert [row["keys"] for row in folded] == [
+        {k: v for k, v in keys.items() if k != "view"} for keys in (first, second)
+    ]
+    assert [row["reason"] for row in folded] == ["why", None]
+    assert [len(row["figures"]) for row in folded] == [3, 4]
+    assert set(folded[1]["figures"]) == set(found.figures)
+    for chosen, words in (
+        ("8/8", "c/alpha/m"),
+        ("0/4/1", "at least 1"),
+        ("16/16/1", "need prompts of 256 tokens"),
+    ):
+        with pytest.raises(InputError, match=words):
+            make(setting, grid=chosen)
+
+
 # ---- the command
 
 

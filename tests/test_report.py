@@ -154,6 +154,39 @@ def test_tables_of_nothing_and_of_one_layer(tmp_path: Path) -> None:
     assert len(write_report([tmp_path / "one.json"], tmp_path / "out")) == 3
 
 
+def test_a_picture_over_a_key_shows_every_figure(tmp_path: Path) -> None:
+    from hiddenlab.plots import draw_table
+
+    figures = {"rouge_l, a": "ROUGE-L, a", "rouge_l, b": "ROUGE-L, b"}
+
+    def row(megabytes: float, **values: float) -> dict[str, Any]:
+        found = {
+            f"rouge_l, {name}": {"value": v, "low": v - 0.1, "high": v + 0.1, "n": 5}
+            for name, v in values.items()
+        }
+        keys = {"c": 1, "m": 2, "MB": megabytes}
+        return {
+            "keys": keys,
+            "figures": found,
+            "paper": {},
+            "status": "measured",
+            "reason": "no b" * ("b" not in values),
+        }
+
+    plans = table(
+        "p",
+        figures=figures,
+        over="MB",
+        rows=[row(3.5, a=0.5, b=0.9), row(3.5, a=0.4, b=0.8), row(40.0, a=0.2)],
+    )
+    path = draw_table(plans, tmp_path)
+    assert path == tmp_path / "p.png" and path.stat().st_size > 5000
+    (tmp_path / "p.json").write_text(json.dumps(plans))
+    text = write_report([tmp_path / "p.json"], tmp_path / "out")[0].read_text()
+    assert "| 1 | 2 | 40 | 0.200 [0.100, 0.300] | – |" in text
+    assert "- in part not run: 1, 2, 40: no b" in text
+
+
 @pytest.mark.parametrize("text", ["", "[]", '{"format": 1}', '{"rows": []}'])
 def test_what_is_no_table(tmp_path: Path, text: str) -> None:
     (tmp_path / "t.json").write_text(text)

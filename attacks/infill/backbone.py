@@ -67,7 +67,8 @@ class Decoder:
             slice.ref, load_config(slice.ref), head=True, dtype=dtype, device=slice.device,
             attention=open_door(DOOR, _ACTIVE, "an infiller is run through Infiller.forward"),
         )  # fmt: skip
-        self.mask = self.model.get_input_embeddings().weight.float().mean(0)
+        table: Tensor = self.model.get_input_embeddings().weight  # type: ignore[operator]
+        self.mask = table.float().mean(0)
         self.opening = int((slice.special_ids or [0])[0])
 
     def embed(self, tokens: Int[Tensor, "b n"]) -> Float[Tensor, "b n d"]:

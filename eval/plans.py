@@ -1,0 +1,162 @@
+"""Experiments on whole plans of Cascade: the security of one, and of many against what they cost."""
+
+from typing import Any
+
+from defenses.cascade.cost import Shape, layer_bytes
+from defenses.cascade.plan import AttnNode, Plan
+from eval.experiment import Cell, Experiment, Setting, attack_cell
+from eval.sharding import SHARDED, infill_notes, infill_spec, infilled, shard_tokens, sums_cell
+from hiddenlab.errors import InputError
+from hiddenlab.slice.load import load_config, resolve_model
+
+GRID = tuple((c, alpha, m) for c in (1, 4, 8) for alpha in (4, 8, 12) for m in (1, 4))
+COST = "MB a pass"
+
+
+def plan(setting: Setting, alpha: int = 8, c: int = 8, m: int = 4, budget: int = 2000) -> Experiment:
+    """Security of one plan: every attack that applies to each kind of node's view, worst first.
+
+    Nodes at the start, in the middle and at the end of the prompt are looked at: the others see rows of the same kind.
+    """
+    _check(alpha=alpha, c=c, m=m)
+    tokens = shard_tokens(setting)
+    whole = Plan.clustered(tokens, c, alpha=alpha, m=m, symmetric=True)
+    comps = sorted({0, alpha // 2, alpha - 1})
+    attns = sorted({AttnNode(0, 0), AttnNode(0, whole.beta // 2), AttnNode(whole.beta // 2, whole.beta - 1)})
+    views = [(f"CompNode {i}", f"shard:alpha={alpha},c={c},node={i}", whole.shards[i]) for i in comps]
+    views += [
+        (
+            f"AttnNode ({n.queries}, {n.keys})",
+            f"shard:alpha={alpha},c={c},m={m},queries={n.queries},keys={n.keys}",
+            whole.held_by(n),
+        )
+        for n in attns
+    ]
+    cells = []
+    for i in comps:
+        if i and whole.shards[i]:
+            keys = {
+                "node": f"CompNode {i}",
+                "layer": 1,
+                "attack": "partial-sums",
+                "rows held": len(whole.shards[i]),
+            }
+            cells.append(sums_cell(setting, keys, alpha, c, m, i))
+    for who, channel, held in views:
+        if not held:
+            continue  # a plan for longer prompts: this node would have nothing of these
+        for layer in (0, *setting.at((1, 11))):
+            attacks = [("infill", infill_spec(setting))]
+            if layer:
+                attacks += [("vocab-match", "vocab-match"), ("gap", f"gap:budget={budget}")]
+            for label, attack in attacks:
+                keys = {"node": who, "layer": layer, "attack": label, "rows held": len(held)}
+                cells.append(attack_cell(setting, keys, layer, channel, attack=attack, max_tokens=tokens))
+    megabytes = _megabytes(setting, whole)
+    return Experiment(
+        f"Security of a plan: alpha {alpha}, c {c}, m {m}, {tokens} tokens",
+        cells,
+        SHARDED,
+        [
+            f"{alpha} CompNodes and {len(whole.attn_nodes)} AttnNodes (symmetric); {megabytes:.1f} MB a pass by "
+            "Equation 1 at two bytes an element.",
+            f"The gap search tries {budget:,} sequences a gap at most; matching ends at a node's first gap.",
+            *infill_notes(setting),
+        ],
+        fold=_worst_first,
+    )
+
+
+def _worst_first(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Nodes by the best that any attack gets from them, and within a node the best attack first."""
+
+    def got(row: dict[str, Any]) -> float:
+        return float(row["figures"].get("rouge_l", {}).get("value") or 0.0)
+
+    worst: dict[str, float] = {}
+    for row in rows:
+        node = row["keys"]["node"]
+        worst[node] = max(worst.get(node, 0.0), got(row))
+    return sorted(rows, key=lambda row: (-worst[row["keys"]["node"]], row["keys"]["node"], -got(row)))
+
+
+def plans(setting: Setting, grid: str = "") -> Experiment:
+    """Security against cost over (c, alpha, m): what each attack gets from the weakest kind of node, and the bytes.
+
+    Args:
+        grid: plans as ``c/alpha/m,c/alpha/m,...``, in place of the built-in ones.
+
+    Raises:
+        InputError: a plan is none, or does not fit the prompts.
+    """
+    tokens = shard_tokens(setting)
+    chosen = [_parse(text) for text in grid.split(",")] if grid else GRID
+    layers = setting.at((1,))
+    cells: list[Cell] = []
+    for c, alpha, m in chosen:
+        if c * alpha > tokens:
+            raise InputError(f"c {c} and alpha {alpha} need prompts of {c * alpha} tokens, not {tokens}")
+        whole = Plan.clustered(tokens, c, alpha=alpha, m=m, symmetric=True)
+        keys = {
+            "c": c, "alpha": alpha, "m": m, "nodes": alpha + len(whole.attn_nodes),
+            COST: round(_megabytes(setting, whole), 1),
+        }  # fmt: skip
+        for layer in (0, *layers):
+            cell = infilled(setting, layer, alpha, c)
+            cells.append(Cell(cell.measure, cell.spec, {**keys, "view": f"CompNode, layer {layer}"}))
+        for layer in layers:
+            cell = infilled(setting, layer, alpha, c, m=m, attn=True)
+            cells.append(Cell(cell.measure, cell.spec, {**keys, "view": f"AttnNode, layer {layer}"}))
+        cells.append(sums_cell(setting, {**keys, "view": "CompNode, partial sums"}, alpha, c, m, alpha - 1))
+    views = list(dict.fromkeys(cell.keys["view"] for cell in cells))
+    return Experiment(
+        "Security against cost of plans",
+        cells,
+        {f"rouge_l, {view}": f"ROUGE-L, {view}" for view in views},
+        [
+            f"Prompts of {tokens} tokens; bytes of a pass by Equation 1 at two bytes an element; nodes with the "
+            "symmetric assignment.",
+            "Partial sums: what the CompNode of the last cluster reads in m, e and u of the first layer.",
+            *infill_notes(setting),
+        ],
+        fold=_by_plan,
+        over=COST,
+    )
+
+
+def _by_plan(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A row a plan, with the ROUGE-L of every view."""
+    out: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for row in rows:
+        keys = dict(row["keys"])
+        view = keys.pop("view")
+        one = out.setdefault(
+            tuple(keys.values()), {**row, "keys": keys, "figures": {}, "paper": {}, "cell": None}
+        )
+        if "rouge_l" in row["figures"]:
+            one["figures"][f"rouge_l, {view}"] = row["figures"]["rouge_l"]
+            one["status"] = row["status"]
+        else:
+            one["reason"] = one["reason"] or row["reason"]
+    return list(out.values())
+
+
+def _parse(text: str) -> tuple[int, int, int]:
+    try:
+        c, alpha, m = (int(part) for part in text.split("/"))
+    except ValueError:
+        raise InputError(f"a plan of the grid is c/alpha/m, such as 8/8/4, not {text!r}") from None
+    _check(alpha=alpha, c=c, m=m)
+    return c, alpha, m
+
+
+def _check(**numbers: int) -> None:
+    for name, value in numbers.items():
+        if not isinstance(value, int) or value < 1:
+            raise InputError(f"{name} must be a whole number of at least 1, not {value!r}")
+
+
+def _megabytes(setting: Setting, plan: Plan) -> float:
+    """Of a pass through all layers (Equation 1), two bytes an element."""
+    shape = Shape.of(load_config(resolve_model(setting.model)), 2)
+    return shape.layers * layer_bytes(plan, shape, "paper") / 1e6
