@@ -1,7 +1,7 @@
 """The language models that an infiller can be made of: the attacked decoder itself, or a masked language model."""
 
 from contextvars import ContextVar
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -17,6 +17,7 @@ DOOR = "hiddenlab-infill"
 _ACTIVE: ContextVar["_BothSides | None"] = ContextVar("hiddenlab_infill", default=None)
 
 
+@runtime_checkable
 class Backbone(Protocol):
     """A language model that reads vectors of the attacked model's tokens and answers with logits over its vocabulary.
 

@@ -1,0 +1,75 @@
+"""Vectors in an unknown order of coordinates: found by their sorted values, the order by their columns."""
+
+from collections.abc import Hashable
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from hiddenlab.errors import NotApplicableError
+
+CHUNK = 1024  # rows compared with a table at once
+EXACT_FEW = 4  # nearest by the fast form that are compared digit by digit
+
+
+def match_sorted(
+    rows: Float[Tensor, "rows d"], table: Float[Tensor, "v d"]
+) -> tuple[Int[Tensor, " rows"], Float[Tensor, " rows"], Float[Tensor, " rows"]]:
+    """The table row whose sorted values are nearest (L2) to each row's: coordinates may be in any order.
+
+    Returns:
+        Which one, its distance, and how much farther the next one is.
+    """
+    ordered = table.float().sort(dim=1).values
+    found, distance, margin = [], [], []
+    norms = ordered.square().sum(1)
+    for chunk in rows.float().sort(dim=1).values.split(CHUNK):
+        # The fast form loses the last digits, which decide between near equals: the best few are compared again.
+        few = (norms - 2 * chunk @ ordered.T).topk(min(EXACT_FEW, len(ordered)), largest=False).indices
+        exact = torch.linalg.vector_norm(ordered[few] - chunk[:, None], dim=2)
+        values, places = exact.sort(dim=1)
+        found.append(few.gather(1, places[:, :1])[:, 0])
+        distance.append(values[:, 0])
+        margin.append(
+            values[:, 1] - values[:, 0] if values.shape[1] > 1 else torch.full((len(chunk),), torch.inf)
+        )
+    return torch.cat(found), torch.cat(distance), torch.cat(margin)
+
+
+def common_order(
+    rows: Float[Tensor, "m d"], matched: Float[Tensor, "m d"], tolerance: float = 1e-5
+) -> Int[Tensor, " d"]:
+    """The one order of coordinates with ``rows[:, j] = matched[:, order[j]]`` for all rows.
+
+    A coordinate is told from the others by its values in all rows; those that agree everywhere are interchangeable.
+
+    Args:
+        tolerance: largest difference, relative to the rows' largest value.
+
+    Raises:
+        NotApplicableError: there is no such order.
+    """
+    from scipy.optimize import linear_sum_assignment
+
+    a, b = rows.double().T, matched.double().T
+    cost = torch.cdist(a, b, p=1.0)
+    _, order = linear_sum_assignment(cost.numpy())
+    found = torch.from_numpy(order).long()
+    worst = float((rows - matched[:, found]).abs().max())
+    if worst > tolerance * max(float(rows.abs().max()), 1e-30):
+        raise NotApplicableError(
+            "the vectors have no common order of coordinates; each request may have its own, or they are of "
+            "another model"
+        )
+    return found
+
+
+def number(rows: Float[Tensor, "rows d"], known: dict[Hashable, int] | None = None) -> list[int]:
+    """A number for each distinct row, whatever the order of its coordinates: first come, first numbered.
+
+    Args:
+        known: numbers given before; extended.
+    """
+    known = {} if known is None else known
+    values = rows.float().sort(dim=1).values.numpy()
+    return [known.setdefault(row.tobytes(), len(known)) for row in values]

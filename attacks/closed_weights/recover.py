@@ -1,0 +1,96 @@
+"""From what users sent to symbols, and to tokens where an embedding is public (paper, appendices I.2 and I.3)."""
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from attacks.closed_weights.order import common_order, match_sorted, number
+from attacks.closed_weights.view import ServerView, rows_of
+from hiddenlab.errors import InputError, NotApplicableError
+
+SEEN_FOR_ORDER = 512  # distinct vectors from which the order of coordinates is found
+EXACT = 1e-5  # of a vector's norm: a match up to float rounding
+
+
+def with_public_embedding(
+    view: ServerView, embedding: Float[Tensor, "v d"]
+) -> tuple[list[list[int]], Float[Tensor, " rows"]]:
+    """The tokens of every request, by the sorted values of a public embedding (appendix I.2).
+
+    The embedding may be of a public model that the private one was made from: the nearest vector is taken.
+
+    Returns:
+        Tokens by request, and each row's relative margin over the next token: 0 says nothing, 1 is sure.
+
+    Raises:
+        InputError: another width.
+    """
+    if embedding.shape[1] != view.head.shape[1]:
+        raise InputError(f"the embedding is {embedding.shape[1]} wide, the requests {view.head.shape[1]}")
+    rows, counts = rows_of(view.requests)
+    found, distance, margin = match_sorted(rows, embedding)
+    sure = margin / (margin + distance).clamp(min=1e-30)
+    return [part.tolist() for part in found.split(counts)], sure
+
+
+@dataclass(frozen=True)
+class Rebuilt:
+    """A tied private embedding, rebuilt in the users' order of coordinates.
+
+    Attributes:
+        table: vectors of all tokens of the permuted vocabulary. order: of the head's coordinates in the users'.
+        symbols: by request, rows of ``table``. residual: largest difference of a request's row from its symbol's.
+    """
+
+    table: Float[Tensor, "v d"]
+    order: Int[Tensor, " d"]
+    symbols: tuple[tuple[int, ...], ...]
+    residual: float
+
+
+def rebuild_tied(view: ServerView) -> Rebuilt:
+    """Rebuild a private embedding from the permuted output layer that it is tied to (appendix I.3).
+
+    Each vector that a user sent has the values of one row of the head, in another order; the order is the same for
+    all, and turns the head into the permuted vocabulary.
+
+    Raises:
+        NotApplicableError: the head is not tied to the embedding, or the requests have no common order.
+    """
+    rows, counts = rows_of(view.requests)
+    first = list(dict.fromkeys(number(rows)))[:SEEN_FOR_ORDER]
+    places = {symbol: i for i, symbol in reversed(list(enumerate(number(rows))))}
+    distinct = rows[[places[symbol] for symbol in first]]
+    found, distance, _ = match_sorted(distinct, view.head)
+    scale = torch.linalg.vector_norm(distinct, dim=1).clamp(min=1e-30)
+    if float((distance / scale).max()) > EXACT:
+        raise NotApplicableError(
+            "the vectors that users send are not those of the output layer: the embedding is not tied; "
+            "see 'untied' and 'fine-tuned'"
+        )
+    order = common_order(distinct, view.head[found])
+    table = view.head[:, order]
+    symbols, residual = _nearest(rows, table)
+    return Rebuilt(table, order, tuple(tuple(part.tolist()) for part in symbols.split(counts)), residual)
+
+
+def _nearest(
+    rows: Float[Tensor, "rows d"], table: Float[Tensor, "v d"]
+) -> tuple[Int[Tensor, " rows"], float]:
+    """The table row with each row's very values; coordinates are in order now."""
+    known: dict[Hashable, int] = {}
+    for i, row in enumerate(table.numpy()):
+        known.setdefault(row.tobytes(), i)
+    found = torch.tensor([known.get(row.tobytes(), -1) for row in rows.numpy()])
+    for i in (found < 0).nonzero()[:, 0].tolist():
+        found[i] = int(torch.cdist(rows[i : i + 1], table, p=1.0).argmin())
+    return found, float((rows - table[found]).abs().max())
+
+
+def collect_untied(requests: Sequence[Float[Tensor, "_ d"]]) -> list[list[int]]:
+    """A symbol for every token, from the requests alone (appendix I.3, not tied): equal vectors, equal symbols."""
+    known: dict[Hashable, int] = {}
+    return [number(rows, known) for rows in requests]

@@ -1,0 +1,88 @@
+"""What the server of a permuted model has, as files: its model, and the vectors that users sent."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from jaxtyping import Float
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from hiddenlab.errors import HiddenlabError, InputError
+
+FILE = "view.safetensors"
+
+
+@dataclass(frozen=True)
+class ServerView:
+    """The server's knowledge, and all that the attacks here are given.
+
+    Neither the weights, nor the token embedding, nor an order of dimensions or tokens is in it.
+
+    Attributes:
+        head: the permuted output layer, a row for each token of the (permuted) vocabulary.
+        requests: for each request the permuted embeddings that the user sent.
+    """
+
+    head: Float[Tensor, "v d"]
+    requests: tuple[Float[Tensor, "_ d"], ...]
+
+    def __post_init__(self) -> None:
+        width = self.head.shape[1]
+        for i, rows in enumerate(self.requests):
+            if rows.ndim != 2 or rows.shape[1] != width or not len(rows):
+                raise InputError(
+                    f"request {i} is {tuple(rows.shape)}, not rows of {width} numbers like the head"
+                )
+            if not bool(rows.isfinite().all()):
+                raise InputError(f"request {i} holds NaN or infinity")
+
+    def save(self, folder: Path) -> Path:
+        """Write it as one safetensors file.
+
+        Raises:
+            HiddenlabError: the folder cannot be written.
+        """
+        path = folder / FILE
+        tensors = {
+            "head": self.head.contiguous(),
+            "vectors": torch.cat(list(self.requests)) if self.requests else self.head[:0].contiguous(),
+            "lengths": torch.tensor([len(rows) for rows in self.requests], dtype=torch.int64),
+        }
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            save_file(tensors, path)
+        except OSError as error:
+            raise HiddenlabError(f"cannot write {path}: {error.strerror or error}") from None
+        return path
+
+    @classmethod
+    def load(cls, folder: Path) -> "ServerView":
+        """Read what ``save`` wrote.
+
+        Raises:
+            InputError: there is no such file, or it is damaged or something else.
+        """
+        path = folder / FILE
+        try:
+            with safe_open(path, "pt") as file:
+                head, vectors, lengths = (file.get_tensor(name) for name in ("head", "vectors", "lengths"))
+        except (OSError, SafetensorError) as error:
+            raise InputError(f"{path} is no server's view ({error})") from None
+        counts = [int(n) for n in lengths.flatten()]
+        if head.ndim != 2 or vectors.ndim != 2 or min(counts, default=1) < 1 or sum(counts) != len(vectors):
+            raise InputError(f"{path} is no server's view: its lengths do not fit its vectors")
+        return cls(head.float(), tuple(vectors.float().split(counts)))
+
+    def __repr__(self) -> str:
+        return (
+            f"ServerView(a permuted head of {len(self.head)} tokens, {len(self.requests)} requests; knows neither the "
+            "weights nor the embedding nor any order)"
+        )
+
+
+def rows_of(requests: Sequence[Float[Tensor, "_ d"]]) -> tuple[Float[Tensor, "rows d"], list[int]]:
+    """All rows of some requests, and how many each has."""
+    return torch.cat(list(requests)), [len(rows) for rows in requests]

@@ -1,0 +1,251 @@
+"""A decoder of Llama or GPT-2 type as plain tensors: what schemes permute, share and run step by step.
+
+The attacks run models through transformers; a scheme changes the arithmetic inside a layer, and needs its parts.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import reduce
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from hiddenlab.errors import InputError
+from hiddenlab.slice.load import load_config, load_model, load_tokenizer, resolve_model
+
+CHECK_TOKENS, CHECK_TOLERANCE = 12, 1e-2
+
+
+@dataclass(frozen=True)
+class Linear:
+    """y = x Wᵀ + b; weight ``out in``."""
+
+    weight: Float[Tensor, "out in"]
+    bias: Float[Tensor, " out"] | None
+
+
+@dataclass(frozen=True)
+class Norm:
+    """RMS norm, or layer norm where ``centred``."""
+
+    weight: Float[Tensor, " d"]
+    bias: Float[Tensor, " d"] | None
+    eps: float
+    centred: bool
+
+
+@dataclass(frozen=True)
+class Block:
+    """One decoder layer; ``gate`` is None where the activation is not gated."""
+
+    norm1: Norm
+    q: Linear
+    k: Linear
+    v: Linear
+    o: Linear
+    norm2: Norm
+    up: Linear
+    gate: Linear | None
+    down: Linear
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """Rotary position embedding: frequencies of half a head's dimensions, and a factor on cosine and sine."""
+
+    frequencies: Float[Tensor, " half"]
+    scaling: float
+
+    def tables(self, positions: Int[Tensor, " n"]) -> tuple[Float[Tensor, "n d"], Float[Tensor, "n d"]]:
+        """Cosines and sines, both halves of a head alike."""
+        angles = positions.float()[:, None] * self.frequencies
+        angles = torch.cat([angles, angles], 1)
+        return angles.cos() * self.scaling, angles.sin() * self.scaling
+
+
+@dataclass(frozen=True)
+class Weights:
+    """All of a decoder.
+
+    Attributes:
+        embedding: token vectors, or None for a party that does not have them. positions: learned position vectors
+            (GPT-2 type). rotary: rotary ones (Llama type). limit: longest prompt. window: how many tokens back attention
+            reaches, or None.
+    """
+
+    embedding: Float[Tensor, "v d"] | None
+    positions: Float[Tensor, "m d"] | None
+    rotary: Rotary | None
+    blocks: tuple[Block, ...]
+    final: Norm
+    head: Linear
+    heads: int
+    kv_heads: int
+    activation: str
+    limit: int
+    window: int | None
+
+    @property
+    def width(self) -> int:
+        return len(self.final.weight)
+
+    @property
+    def head_dim(self) -> int:
+        return len(self.blocks[0].q.weight) // self.heads
+
+    @property
+    def tied(self) -> bool:
+        """Whether the output layer is the embedding."""
+        return self.embedding is not None and torch.equal(self.embedding, self.head.weight)
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Every tensor in it."""
+        for part in (self.embedding, self.positions, self.rotary, *self.blocks, self.final, self.head):
+            yield from _tensors(part)
+
+    def inputs(self, tokens: Sequence[int]) -> Float[Tensor, "n d"]:
+        """Vectors of tokens, without positions.
+
+        Raises:
+            InputError: this party has no embedding, or the tokens are none of it.
+        """
+        if self.embedding is None:
+            raise InputError("this party has no embedding")
+        if not tokens or not 0 <= min(tokens) <= max(tokens) < len(self.embedding):
+            raise InputError(f"tokens must be numbers below {len(self.embedding)}, and at least one")
+        return self.embedding[torch.tensor(list(tokens))]
+
+
+def _tensors(part: Any) -> Iterator[Tensor]:
+    if isinstance(part, Tensor):
+        yield part
+    elif hasattr(part, "__dataclass_fields__"):
+        for name in part.__dataclass_fields__:
+            yield from _tensors(getattr(part, name))
+
+
+# Where each family keeps what; [i/n] is the i-th of n equal parts of a fused projection.
+FAMILIES: dict[str, dict[str, str]] = {
+    "Llama": {
+        "embedding": "model.embed_tokens", "layers": "model.layers", "final": "model.norm",
+        "rotary": "model.rotary_emb", "norm1": "input_layernorm", "norm2": "post_attention_layernorm",
+        "q": "self_attn.q_proj", "k": "self_attn.k_proj", "v": "self_attn.v_proj", "o": "self_attn.o_proj",
+        "gate": "mlp.gate_proj", "up": "mlp.up_proj", "down": "mlp.down_proj",
+    },
+    "GPT-2": {
+        "embedding": "transformer.wte", "positions": "transformer.wpe", "layers": "transformer.h",
+        "final": "transformer.ln_f", "norm1": "ln_1", "norm2": "ln_2", "q": "attn.c_attn[0/3]",
+        "k": "attn.c_attn[1/3]", "v": "attn.c_attn[2/3]", "o": "attn.c_proj", "up": "mlp.c_fc", "down": "mlp.c_proj",
+    },
+}  # fmt: skip
+
+
+def load_weights(name: str) -> tuple[Weights, Any]:
+    """A model's weights in float32, and its tokenizer or None.
+
+    The result is run beside the model itself on a few tokens: an architecture with more to it than these parts is
+    refused, whatever it is called.
+
+    Raises:
+        InputError: no such model, or one that is not of Llama or GPT-2 type.
+    """
+    ref = resolve_model(name)
+    config = load_config(ref)
+    model = load_model(
+        ref, config, head=True, dtype=torch.float32, device=torch.device("cpu"), attention="eager"
+    )
+    weights = read_weights(model)
+    return weights, load_tokenizer(ref)
+
+
+@torch.inference_mode()
+def read_weights(model: nn.Module) -> Weights:
+    """The parts of a transformers model (see ``load_weights``)."""
+    config: Any = model.config
+    kind = f"{config.model_type} is not of Llama or GPT-2 type, which the schemes are written for"
+    family = next((names for names in FAMILIES.values() if _find(model, names["layers"]) is not None), None)
+    if family is None:
+        raise InputError(kind)
+    try:
+        weights = _read(model, family, config)
+        tokens = torch.arange(CHECK_TOKENS) * 7 % len(weights.head.weight)
+        from defenses.schemes.walk import Plain, walk
+
+        own = walk(weights, weights.inputs(tokens.tolist()), Plain())[0]
+        wanted = model(tokens[None]).logits[0]
+    except (AttributeError, RuntimeError, KeyError, TypeError) as error:
+        raise InputError(f"{kind} ({error})") from None
+    if float((own - wanted).abs().max()) > CHECK_TOLERANCE * max(1.0, float(wanted.abs().max())):
+        raise InputError(kind)
+    return weights
+
+
+def _read(model: nn.Module, names: dict[str, str], config: Any) -> Weights:
+    rotary: Any = _find(model, names["rotary"]) if "rotary" in names else None
+    positions: Any = _find(model, names["positions"]) if "positions" in names else None
+    embedding: Any = _find(model, names["embedding"])
+    layers: Any = _find(model, names["layers"])
+    blocks = tuple(_block(layer, names) for layer in layers)
+    return Weights(
+        embedding=embedding.weight.detach(),
+        positions=None if positions is None else positions.weight.detach(),
+        rotary=None if rotary is None else Rotary(rotary.inv_freq.float(), float(rotary.attention_scaling)),
+        blocks=blocks,
+        final=_norm(_find(model, names["final"])),
+        head=_linear(model, "lm_head"),
+        heads=config.num_attention_heads,
+        kv_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
+        activation=getattr(config, "hidden_act", None) or config.activation_function,
+        limit=int(config.max_position_embeddings),
+        window=getattr(config, "sliding_window", None),
+    )
+
+
+def _block(layer: nn.Module, names: dict[str, str]) -> Block:
+    norm1, norm2 = (_norm(_find(layer, names[part])) for part in ("norm1", "norm2"))
+    q, k, v, o, up, down = (_linear(layer, names[part]) for part in ("q", "k", "v", "o", "up", "down"))
+    gate = _linear(layer, names["gate"]) if "gate" in names else None
+    return Block(norm1, q, k, v, o, norm2, up, gate, down)
+
+
+def _find(module: nn.Module, path: str) -> nn.Module | None:
+    try:
+        return reduce(getattr, path.split("."), module)
+    except AttributeError:
+        return None
+
+
+def _linear(module: nn.Module, path: str) -> Linear:
+    path, _, part = path.partition("[")
+    found: Any = _find(module, path)
+    weight = found.weight.detach()
+    if not isinstance(found, nn.Linear):  # transformers' Conv1D keeps the transpose
+        weight = weight.T
+    bias = None if found.bias is None else found.bias.detach()
+    if part:
+        i, n = (int(number) for number in part.rstrip("]").split("/"))
+        weight = weight.chunk(n)[i]
+        bias = None if bias is None else bias.chunk(n)[i]
+    return Linear(weight.contiguous(), bias)
+
+
+def _norm(found: Any) -> Norm:
+    bias = getattr(found, "bias", None)
+    eps = getattr(found, "variance_epsilon", None) or found.eps
+    centred = isinstance(found, nn.LayerNorm)
+    return Norm(found.weight.detach(), None if bias is None else bias.detach(), float(eps), centred)
+
+
+def take(linear: Linear, rows: Tensor | None = None, columns: Tensor | None = None) -> Linear:
+    """A linear layer with its outputs (``rows``) and inputs (``columns``) in another order."""
+    weight, bias = linear.weight, linear.bias
+    if rows is not None:
+        weight, bias = weight[rows], None if bias is None else bias[rows]
+    return Linear(weight if columns is None else weight[:, columns], bias)
+
+
+def take_norm(norm: Norm, order: Tensor) -> Norm:
+    """A norm with its dimensions in another order."""
+    return replace(norm, weight=norm.weight[order], bias=None if norm.bias is None else norm.bias[order])

@@ -1,0 +1,229 @@
+"""Schemes as protocols: exact, or as exact as their fixed point; nobody learns what the scheme says it hides."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from defenses.schemes.ring import Ring, Shared
+from defenses.schemes.shares import HELPER, Centaur, PermLLM
+from defenses.schemes.stip import DEVELOPER, SERVER, USER, Stip
+from defenses.schemes.transcript import Transcript
+from defenses.schemes.walk import Cache, Plain, walk
+from defenses.schemes.weights import Weights, load_weights
+from hiddenlab.errors import InputError
+
+TinyPath = Callable[..., str]
+TYPES = ("llama", "gpt2", "mistral")
+TOKENS = [5, 17, 3, 3, 250, 41, 8]
+
+
+def logits_of(path: str, tokens: list[int]) -> Tensor:
+    with torch.no_grad():
+        return AutoModelForCausalLM.from_pretrained(path)(torch.tensor([tokens])).logits[0]  # type: ignore[no-any-return]
+
+
+# ---- the decoder in parts
+
+
+@pytest.mark.parametrize("architecture", TYPES)
+def test_the_parts_are_the_model(tiny: TinyPath, architecture: str) -> None:
+    path = tiny(architecture)
+    weights, _ = load_weights(path)
+    wanted = logits_of(path, TOKENS)
+    logits, states = walk(weights, weights.inputs(TOKENS), Plain())
+    assert torch.allclose(logits, wanted, atol=1e-4)
+    assert len(states) == len(weights.blocks) + 1 and states[0].shape == (7, weights.width)
+    cache: Cache[Tensor] = Cache()
+    parts = [
+        walk(weights, weights.inputs(part), Plain(), cache)[0]
+        for part in (TOKENS[:3], TOKENS[3:4], TOKENS[4:])
+    ]
+    assert torch.allclose(torch.cat(parts), wanted, atol=1e-4)
+    with pytest.raises(InputError, match="tokens at most"):
+        walk(weights, weights.inputs([1] * (weights.limit + 1)), Plain())
+    with pytest.raises(InputError, match="must be numbers below"):
+        weights.inputs([len(weights.head.weight)])
+
+
+@pytest.mark.parametrize("architecture", ["gemma2", "qwen3", "gpt_neox", "qwen3_moe", "olmo2", "phi3"])
+def test_other_architectures_are_refused(tiny: TinyPath, architecture: str) -> None:
+    with pytest.raises(InputError, match="is not of Llama or GPT-2 type"):
+        load_weights(tiny(architecture))
+
+
+# ---- STIP
+
+
+@pytest.mark.parametrize("architecture", TYPES)
+def test_stip_is_the_plain_model(tiny: TinyPath, architecture: str) -> None:
+    path = tiny(architecture)
+    stip = Stip(load_weights(path)[0], seed=3)
+    assert torch.allclose(stip.logits(TOKENS), logits_of(path, TOKENS), atol=1e-4)
+    wanted = list(TOKENS)
+    for _ in range(4):
+        wanted.append(int(logits_of(path, wanted)[-1].argmax()))
+    assert stip.generate(TOKENS, 4) == wanted[len(TOKENS) :]
+
+
+@pytest.mark.parametrize("architecture", TYPES)
+def test_the_server_of_stip_has_nothing_in_its_own_order(tiny: TinyPath, architecture: str) -> None:
+    weights, _ = load_weights(tiny(architecture))
+    stip = Stip(weights, seed=3)
+    stip.logits(TOKENS)
+    (seen,) = stip.transcript.seen(SERVER)
+    plain = weights.inputs(TOKENS)
+    assert seen.label == "inputs" and not torch.equal(seen.value, plain)
+    assert torch.equal(seen.value.sort(1).values, plain.sort(1).values)
+    assert stip.server.permuted.embedding is None
+    # Queries' and keys' own dimensions keep their order; nothing else is where it was.
+    own = [t for t in weights.tensors() if t.ndim == 2]
+    for theirs in stip.server.permuted.tensors():
+        assert theirs.ndim != 2 or not any(t.shape == theirs.shape and torch.equal(t, theirs) for t in own)
+    assert not list(stip.transcript.seen(DEVELOPER))
+    assert [one.label for one in stip.transcript.seen(USER)] == ["logits"]
+    assert stip.transcript.bytes == 4 * 7 * (weights.width + len(weights.head.weight))
+    assert stip.transcript.rounds == 2
+    assert "server learnt 1 tensors" in repr(stip.transcript)
+
+
+# ---- the ring
+
+numbers = st.floats(-1000, 1000, allow_nan=False, width=32)
+
+
+def ring(**options: Any) -> Ring:
+    return Ring(Transcript(("a", "b", "c")), ("a", "b"), **options)
+
+
+@settings(max_examples=40)
+@given(
+    values=st.lists(numbers, min_size=1, max_size=20), owner=st.sampled_from("abc"), seed=st.integers(0, 9),
+    fraction=st.integers(8, 20),
+)  # fmt: skip
+def test_what_is_shared_comes_back(values: list[float], owner: str, seed: int, fraction: int) -> None:
+    r = ring(seed=seed, fraction=fraction)
+    x = torch.tensor(values)
+    for to in "abc":
+        back = r.reveal(r.share(x, owner), to, "x", 0)
+        assert torch.allclose(back, x, atol=2.0**-fraction, rtol=1e-6)
+    assert {one.party for one in r.transcript.learnt} == set("abc")
+
+
+@settings(max_examples=30)
+@given(rows=st.integers(1, 5), inner=st.integers(1, 6), columns=st.integers(1, 5), seed=st.integers(0, 99))
+def test_products_of_shares(rows: int, inner: int, columns: int, seed: int) -> None:
+    r, draw = ring(seed=seed), torch.Generator().manual_seed(seed)
+    a, b = (20 * torch.randn(*shape, generator=draw) for shape in ((rows, inner), (inner, columns)))
+    x, y = r.share(a, "a"), r.share(b, "b")
+    assert torch.allclose(r.decode(sum_of(r.product(x, y))), a @ b, atol=0.01)
+    square = r.product(x, x, torch.mul)
+    assert torch.allclose(r.decode(sum_of(square)), a * a, atol=0.01)
+    weight = r.encode(b)
+    for found in (
+        r.by_public(x, lambda t: t @ weight), *(r.truncate(r.by_owner(x, lambda t: t @ weight, who)) for who in "ab")
+    ):  # fmt: skip
+        assert torch.allclose(r.decode(sum_of(found)), a @ b, atol=0.01)
+
+
+def sum_of(x: Shared) -> Tensor:
+    return x.first + x.second
+
+
+def test_truncation_is_never_wrong_by_more_than_one() -> None:
+    """Local truncation of each share would be, for one value of 2^(63 - bits) by chance; here large ones are tried."""
+    r = ring()
+    values = torch.cat([torch.arange(-2000, 2000), torch.randint(-(1 << 61), 1 << 61, (200_000,))])
+    mask = r.random(len(values))
+    found = sum_of(r.truncate(Shared(values - mask, mask)))
+    error = found - (values >> 16)
+    assert set(error.unique().tolist()) <= {0, 1}
+    upper = (error[4000:] == 1).double().mean()
+    assert abs(float(upper) - 0.5) < 0.01  # up and down at random: no bias
+
+
+def test_shares_look_random() -> None:
+    """Each bit of a share, and of what is opened, is set half of the time, whatever was shared."""
+    r = ring()
+    opened: list[Tensor] = []
+    honest = r._open
+    r._open = lambda x: opened.append(honest(x)) or opened[-1]  # type: ignore[method-assign,func-returns-value]
+    x = r.share(torch.full((20_000,), 3.0), "c")
+    r.product(x, x, torch.mul)
+    for share in (x.first, x.second, *opened):
+        bits = torch.stack([(share >> bit) & 1 for bit in range(64)]).double().mean(1)
+        assert float((bits - 0.5).abs().max()) < 0.02
+
+
+def test_what_does_not_fit_the_ring() -> None:
+    for value in (float("inf"), float("nan"), 2.0**31):
+        with pytest.raises(InputError, match="do not fit the ring"):
+            ring().encode(torch.tensor([1.0, value]))
+    with pytest.raises(InputError, match="1 to 24 bits"):
+        ring(fraction=40)
+    for sender, receiver in (("a", "a"), ("a", "z")):
+        with pytest.raises(InputError, match="no message from"):
+            ring().transcript.send(sender, receiver, torch.zeros(1))
+
+
+# ---- Centaur and PermLLM
+
+
+@pytest.mark.parametrize("scheme", [Centaur, PermLLM])
+@pytest.mark.parametrize("architecture", TYPES)
+def test_shares_give_the_plain_models_logits(tiny: TinyPath, architecture: str, scheme: Any) -> None:
+    path = tiny(architecture)
+    weights, _ = load_weights(path)
+    errors = {}
+    for fraction in (12, 18):
+        run = scheme(weights, fraction=fraction, seed=1)
+        errors[fraction] = float((run.logits(TOKENS) - logits_of(path, TOKENS)).abs().max())
+    assert errors[18] < 2e-3 and errors[18] < errors[12] / 8
+    assert run.transcript.bytes > 0 and run.transcript.dealt > 0 and run.transcript.rounds > 10
+
+
+def test_what_the_server_of_centaur_learns(tiny: TinyPath) -> None:
+    weights, _ = load_weights(tiny("llama"))
+    states = walk(weights, weights.inputs(TOKENS), Plain())[1]
+    run = Centaur(weights, seed=1)
+    run.logits(TOKENS)
+    labels = [one.label for one in run.transcript.seen(SERVER)]
+    assert labels == ["norm1", "softmax", "norm2", "activation"] * len(weights.blocks) + ["final"]
+    assert not list(run.transcript.seen(DEVELOPER))
+    for layer, state in enumerate(states[:-1], 1):
+        (seen,) = run.transcript.seen(SERVER, label="norm1", layer=layer)
+        assert not torch.allclose(seen.value, state, atol=1e-2)
+        assert torch.allclose(seen.value.sort(1).values, state.sort(1).values, atol=1e-2)
+        # One order of dimensions in all layers, and for all prompts: Theta' is made once.
+        assert torch.allclose(seen.value, state[:, run.user.keys.hidden], atol=1e-2)
+
+
+@pytest.mark.parametrize("second", [HELPER, USER])
+def test_what_the_second_holder_of_permllm_learns(tiny: TinyPath, second: str) -> None:
+    weights, _ = load_weights(tiny("llama"))
+    states = walk(weights, weights.inputs(TOKENS), Plain())[1]
+    run = PermLLM(weights, second, seed=1)
+    run.logits(TOKENS)
+    assert not list(run.transcript.seen(SERVER))
+    (seen,) = run.transcript.seen(second, label="norm1", layer=2)
+    ordered, wanted = seen.value.sort(1).values, states[1].sort(1).values
+    assert not torch.allclose(ordered, wanted, atol=1e-2)  # rows are shuffled too
+    nearest = torch.cdist(ordered, wanted, p=1.0).argmin(1)
+    assert sorted(nearest.tolist()) == list(range(len(TOKENS)))
+    assert torch.allclose(ordered, wanted[nearest], atol=1e-2)
+    (active,) = run.transcript.seen(second, label="activation", layer=1)
+    assert active.value.shape[0] == 1
+    with pytest.raises(InputError, match="second holder"):
+        PermLLM(weights, "nobody")
+
+
+def test_a_party_without_an_embedding(tiny: TinyPath) -> None:
+    weights: Weights = Stip(load_weights(tiny("llama"))[0]).server.permuted
+    with pytest.raises(InputError, match="has no embedding"):
+        weights.inputs([1])
+    assert not weights.tied
