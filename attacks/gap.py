@@ -393,7 +393,7 @@ class _Gap:
     def _digest(self, answer: Answer, sequences: list[tuple[int, ...]], chain: int) -> Float[Tensor, "c d"]:
         """Note the distances of what was run, and commit a sequence that matches; returns the last tokens' states."""
         ends = answer.leaves.unflatten(0, (len(sequences), -1))[:, -1]
-        states = self.matcher.prepare(ends)
+        states = self.matcher.view(ends)
         distances = self.matcher.pairs(candidates=states, observed=self.row.expand_as(states))
         self.spent += len(sequences)
         self.pool.update(zip(sequences, distances.tolist(), strict=True))

@@ -11,6 +11,7 @@ from torch import Tensor
 from attacks.vocab_match import Prepared, VocabMatch
 from hiddenlab.core import Observation, Progress, Recovery, TokenRecovery, silent
 from hiddenlab.errors import InputError, NotApplicableError
+from hiddenlab.lens import lens_of
 from hiddenlab.slice import Prefix, Request, Slice
 
 MOMENTS = 0.9, 0.999  # of Adam
@@ -66,6 +67,8 @@ class SipIt:
         public = observation.public
         if public.rows_permuted or public.columns_permuted is not None:
             raise NotApplicableError("gradients need rows and coordinates in order")
+        if lens_of(public) is not None:
+            raise NotApplicableError("gradients need whole states")
         if public.positions is not None and public.positions != tuple(range(len(observation.states))):
             raise NotApplicableError("every token before a row must be known; this observation has gaps")
         prepared, _ = self.matching.prepare(observation, slice)
@@ -132,7 +135,7 @@ class _Position:
                 tokens = self.order[count : min(count + self.attack.per_step, limit)]
             self.tried[tokens] = True
             count += len(tokens)
-            states = self.matcher.prepare(prefix.branch(tokens))
+            states = self.matcher.view(prefix.branch(tokens))
             distances = self.matcher.pairs(candidates=states, observed=self.row.expand_as(states))
             for token, distance in zip(tokens.tolist(), distances.tolist(), strict=True):
                 if best is None or distance < best[0]:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from hiddenlab.core import Public
 from hiddenlab.errors import InputError
+from hiddenlab.lens import Projection, lens_of
 
 DISTANCES = ("l1", "l2", "sorted-l1", "sorted-l2")
 
@@ -17,20 +18,26 @@ class Matcher:
     """L1 or L2 distance, on the coordinates or (paper, section 5.2.2) on the sorted coordinates of both sides.
 
     Attributes:
-        norm: 1 or 2. sorted: sort coordinates first, so that a permutation of them cannot matter.
+        norm: 1 or 2. sorted: sort coordinates first, so that a permutation of them cannot matter. lens: what the rows
+            show of a state, where that is not the state itself.
     """
 
     norm: int
     sorted: bool
+    lens: Projection | None = None
 
     @property
     def name(self) -> str:
         return f"{'sorted-' if self.sorted else ''}l{self.norm}"
 
-    def prepare(self, states: Float[Tensor, "rows d"]) -> Float[Tensor, "rows d"]:
-        """States in the form that is compared: float32, sorted where the matcher sorts."""
-        states = states.float()
-        return states.sort(dim=1).values if self.sorted else states
+    def prepare(self, rows: Float[Tensor, "rows d"]) -> Float[Tensor, "rows d"]:
+        """Observed rows in the form that is compared: float32, sorted where the matcher sorts."""
+        rows = rows.float()
+        return rows.sort(dim=1).values if self.sorted else rows
+
+    def view(self, states: Float[Tensor, "c d"]) -> Float[Tensor, "c k"]:
+        """Candidates' states in the form that is compared: as they would have been observed."""
+        return self.prepare(states if self.lens is None else self.lens(states))
 
     def pairs(
         self, *, candidates: Float[Tensor, "c d"], observed: Float[Tensor, "c d"]
@@ -58,10 +65,11 @@ def choose_matcher(distance: str, public: Public) -> Matcher:
     """The matcher of a name; ``auto`` is L1, sorted where the channel permuted the coordinates.
 
     Raises:
-        InputError: the name is unknown.
+        InputError: the name is unknown. NotApplicableError: the channel's stages do not go together.
     """
+    lens = lens_of(public)
     if distance == "auto":
-        return Matcher(1, public.columns_permuted is not None)
+        return Matcher(1, public.columns_permuted is not None, lens)
     if distance not in DISTANCES:
         raise InputError(f"unknown distance {distance!r}; known are auto, {', '.join(DISTANCES)}")
-    return Matcher(int(distance[-1]), distance.startswith("sorted"))
+    return Matcher(int(distance[-1]), distance.startswith("sorted"), lens)

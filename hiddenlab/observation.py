@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 
 from hiddenlab.core import STREAMS, Observation, Public, public_from_json
 from hiddenlab.errors import InputError
+from hiddenlab.lens import lens_of
 from hiddenlab.slice import Slice
 from hiddenlab.slice.load import DTYPES, QUANTIZATIONS
 
@@ -126,11 +127,13 @@ def check_observation(observation: Observation, slice: Slice) -> None:
         InputError: another width, another model (by signature), or another layer or stream.
     """
     public, width = observation.public, observation.states.shape[1]
+    lens = lens_of(public)
+    expected = slice.width if lens is None else lens.count
     # Parts of an attention's output come in many widths; the attack that reads them checks.
-    if width != slice.width and public.site.stream != "attn":
+    if width != expected and public.site.stream != "attn":
         raise InputError(
             f"the observation is {width} wide (it names the model {public.model}), "
-            f"{slice.ref.name} is {slice.width} wide"
+            f"{slice.ref.name} is {expected} wide"
         )
     if not same_signature(public.signature, slice.signature):
         raise InputError(

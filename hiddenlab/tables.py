@@ -12,6 +12,9 @@ MORE_FIGURES = {
     "token_set": "share",
     "wrong_verified": "share",
     "others_right": "share",
+    "same_generated": "share",
+    "kinds_named": "share",
+    "over_plain": "times",
     "perplexity": "number",
     "kl": "number",
 }

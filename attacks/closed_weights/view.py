@@ -27,7 +27,7 @@ class ServerView:
     """
 
     head: Float[Tensor, "v d"]
-    requests: tuple[Float[Tensor, "_ d"], ...]
+    requests: tuple[Float[Tensor, "_ _"], ...]
 
     def __post_init__(self) -> None:
         width = self.head.shape[1]

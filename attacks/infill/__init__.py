@@ -15,6 +15,7 @@ from attacks.infill.train import PRESETS, State, read_tokens, train_infiller
 from hiddenlab.channel import as_whole
 from hiddenlab.core import Observation, Progress, Public, Recovery, TokenRecovery, silent
 from hiddenlab.errors import InputError, NotApplicableError
+from hiddenlab.lens import lens_of
 from hiddenlab.observation import check_observation
 from hiddenlab.propose.store import probe_for
 from hiddenlab.slice import Slice
@@ -78,6 +79,8 @@ class Infill:
         public = observation.public
         if public.rows_permuted or public.columns_permuted is not None:
             raise NotApplicableError("the infiller needs rows and coordinates in order")
+        if lens_of(public) is not None:
+            raise NotApplicableError("the infiller needs whole states")
         shards = Shards.of(public)
         if self.plan == "any" and not shards.whole:
             shards = Shards()

@@ -22,6 +22,7 @@ from attacks.vocab_match.task import Task
 from hiddenlab.channel import as_whole
 from hiddenlab.core import Observation, Progress, Public, Recovery, silent
 from hiddenlab.errors import InputError, NotApplicableError
+from hiddenlab.lens import lens_of
 from hiddenlab.match import Matcher, choose_matcher
 from hiddenlab.observation import check_observation
 from hiddenlab.propose.adapt import Adapter
@@ -109,7 +110,7 @@ class VocabMatch:
             InputError: the observation does not fit the slice.
         """
         check_observation(observation, slice)
-        if observation.states.shape[1] != slice.width:
+        if observation.states.shape[1] != slice.width and lens_of(observation.public) is None:
             raise NotApplicableError(
                 "these rows are parts of an attention's output; see the attack partial-sums"
             )

@@ -108,9 +108,9 @@ def measure(slice: Slice, public: Public, matcher: Matcher, seed: int) -> Sample
         part = slice.run(requests[start : start + WINDOWS_PER_PASS], keep=False)
         for answer, rows in zip(part, observed[start:], strict=False):
             norms = matcher.norms(rows)
-            right.append(matcher.pairs(candidates=matcher.prepare(answer.chain), observed=rows) / norms)
+            right.append(matcher.pairs(candidates=matcher.view(answer.chain), observed=rows) / norms)
             wide = rows.repeat_interleave(NEAR_TOKENS, dim=0)
-            distances = matcher.pairs(candidates=matcher.prepare(answer.leaves), observed=wide)
+            distances = matcher.pairs(candidates=matcher.view(answer.leaves), observed=wide)
             wrong.append(distances.view(-1, NEAR_TOKENS) / norms[:, None])
             units.append(norms)
     return Sample(torch.cat(right), torch.cat(wrong), torch.cat(units))

@@ -120,8 +120,8 @@ class _Guess:
         """Commit what matched, remember what was refuted, and mend the guess further right."""
         task, matcher = self.task, self.task.matcher
         rows = task.rows[start:end]
-        chain = matcher.pairs(candidates=matcher.prepare(answer.chain), observed=rows)
-        beside = matcher.pairs(candidates=matcher.prepare(answer.leaves), observed=rows[attach])
+        chain = matcher.pairs(candidates=matcher.view(answer.chain), observed=rows)
+        beside = matcher.pairs(candidates=matcher.view(answer.leaves), observed=rows[attach])
         within = chain <= task.limits[start:end]
         run = int(within.long().cumprod(0).sum())
         distances = chain.tolist()

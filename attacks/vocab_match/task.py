@@ -257,7 +257,7 @@ def find_next(task: Task, tried: Tried | None = None, first: Tensor | None = Non
             break
         answer: Answer = yield Ask(task.slice, Request(task.prefix, empty, leaves=batch))
         task.spent += len(batch)
-        states.append(task.matcher.prepare(answer.leaves))
+        states.append(task.matcher.view(answer.leaves))
         tried.add(batch, task.matcher.table(candidates=states[-1], observed=observed))
         # The accepted token is always among the newest batch: an earlier match would have ended the search.
         best, matched = tried.best(targets, task.limits)
@@ -297,7 +297,7 @@ def _settle(task: Task, tried: Tried, targets: list[int]) -> Search:
     for one in contenders:
         chain = torch.cat([torch.tensor([one.token], device=guesses.device), guesses])
         answer: Answer = yield Ask(task.slice, Request(task.prefix, chain))
-        along = task.matcher.pairs(candidates=task.matcher.prepare(answer.chain), observed=rows)
+        along = task.matcher.pairs(candidates=task.matcher.view(answer.chain), observed=rows)
         total = float(along.clamp(min=1e-30).log().sum())
         if kept is None or total < kept[0]:
             kept = total, one, answer

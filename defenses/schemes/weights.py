@@ -71,8 +71,8 @@ class Weights:
 
     Attributes:
         embedding: token vectors, or None for a party that does not have them. positions: learned position vectors
-            (GPT-2 type). rotary: rotary ones (Llama type). limit: longest prompt. window: how many tokens back attention
-            reaches, or None.
+            (GPT-2 type). rotary: rotary ones (Llama type). limit: longest prompt. window: how many tokens back
+            attention reaches, or None.
     """
 
     embedding: Float[Tensor, "v d"] | None

@@ -87,7 +87,7 @@ class Expert:
         standard = ((rows - self.mean) / self.scale).clamp(-CLIP, CLIP)
         return F.normalize(standard, dim=1) * math.sqrt(rows.shape[1])
 
-    def direction(self, features: Float[Tensor, "rows d"]) -> Float[Tensor, "rows d"]:
+    def direction(self, features: Float[Tensor, "rows d"]) -> Float[Tensor, "rows e"]:
         """Unit vectors in the whitened embedding space."""
         p = self.parameters
         out = features @ p["linear"] + p["bias"]
@@ -136,7 +136,7 @@ class Probe:
         """True for the rows of the second (large-norm) group."""
         return rows.float().norm(dim=1).log() > self.border
 
-    def direction(self, rows: Float[Tensor, "rows d"]) -> Float[Tensor, "rows d"]:
+    def direction(self, rows: Float[Tensor, "rows d"]) -> Float[Tensor, "rows e"]:
         """Where each row points in the whitened embedding space, scaled by the learned inverse temperature."""
         rows = self._prepare(rows)
         out = torch.empty(len(rows), self.mean.shape[0], device=rows.device)
@@ -237,7 +237,7 @@ def norm_border(norms: Float[Tensor, " rows"], enough: int = 64) -> float:
 def train_probe(
     states: Float[Tensor, "rows d"],
     tokens: Int[Tensor, " rows"],
-    table: Float[Tensor, "v d"],
+    table: Float[Tensor, "v e"],
     settings: ProbeSettings,
     progress: Progress = silent,
 ) -> Probe:

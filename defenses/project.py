@@ -1,0 +1,49 @@
+"""Random projections in place of states (paper, appendix J.1: what the schemes' authors compare permutations with)."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from hiddenlab.channel import Stage
+from hiddenlab.core import Public
+from hiddenlab.errors import InputError
+from hiddenlab.lens import Projection
+
+
+class Project(Stage):
+    """Releases inner products of each state with a few random directions, which the attacker knows.
+
+    Args:
+        count: how many. seed: of the directions. sigma: standard deviation of Gaussian noise on each inner product, as
+            a fraction of the row's root mean square over its inner products.
+
+    Raises:
+        InputError: a number out of range.
+    """
+
+    def __init__(self, count: int, seed: int = 0, sigma: float = 0.0) -> None:
+        self.projection = Projection(count, seed)
+        if not (math.isfinite(sigma) and sigma >= 0):
+            raise InputError(f"a projection's sigma must be 0 or more, not {sigma}")
+        self.sigma = float(sigma)
+        extra = f",seed={seed}" * bool(seed) + f",sigma={self.sigma!r}" * bool(sigma)
+        self.spec = f"project:count={count}{extra}"
+
+    def states(
+        self, states: Float[Tensor, "rows d"], generator: torch.Generator
+    ) -> tuple[Float[Tensor, "rows k"], tuple[int, ...] | None, dict[str, Any]]:
+        shown = self.projection(states)
+        if self.sigma:
+            noise = torch.randn(shown.shape, generator=generator, device=generator.device).to(shown)
+            shown = shown + self.sigma * shown.square().mean(1, keepdim=True).sqrt() * noise
+        return shown, None, {}
+
+    def public(self, public: Public) -> Public:
+        return replace(public, facts={**public.facts, **self.projection.fact()})
+
+    def __repr__(self) -> str:
+        return f"{self.spec}: the attacker sees the inner products and knows the model and the directions"

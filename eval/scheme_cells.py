@@ -1,0 +1,286 @@
+"""What is measured of private-inference schemes: how exact and dear they are, how much of a prompt they give away."""
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attacks.closed_weights.recover import collect_untied, rebuild_tied, with_public_embedding
+from attacks.closed_weights.substitution import solve
+from attacks.closed_weights.view import ServerView
+from attacks.vocab_match import VocabMatch
+from defenses.schemes.shares import HELPER, Centaur, PermLLM
+from defenses.schemes.stip import SERVER, Stip
+from defenses.schemes.walk import Plain, walk
+from defenses.schemes.weights import Weights, load_weights
+from eval.experiment import Figures
+from eval.intervals import mean, ratio, share
+from eval.measures import as_figures
+from eval.metrics import score_text
+from hiddenlab.channel import Channel
+from hiddenlab.core import Observation, Progress, silent
+from hiddenlab.errors import InputError
+from hiddenlab.job import generator
+from hiddenlab.match import choose_matcher
+from hiddenlab.prompts import load_prompts
+from hiddenlab.propose.corpus import standard_library_texts
+from hiddenlab.slice import Slice, load_slice
+
+PLAIN = "plain"
+NOISE_PROMPTS, NOISE_ROOM = (
+    4,
+    4.0,
+)  # own prompts on which a scheme's rounding is measured, and how much above it is let
+
+
+@dataclass(frozen=True)
+class _Revealing:
+    """A scheme whose non-linearities show permuted states: to whom, and what of the states is permuted."""
+
+    make: Any
+    party: str
+    channel: str
+
+
+REVEALING = {
+    "centaur": _Revealing(Centaur, SERVER, "hidden-perm:shared"),
+    "permllm": _Revealing(PermLLM, HELPER, "2d-perm"),
+}
+SCHEMES: dict[str, Any] = {"stip": Stip, **{name: one.make for name, one in REVEALING.items()}}
+
+
+def scheme(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> Figures:
+    """A scheme's logits and cost beside the plain model's, run step by step by the same code.
+
+    Args:
+        spec: model, prompts, limit, max_tokens, seed, scheme, generate (new tokens to compare, STIP only).
+    """
+    weights, prompts = _model_and_prompts(spec)
+    own = None if spec["scheme"] == PLAIN else SCHEMES[spec["scheme"]](weights, seed=spec["seed"])
+    rows: list[tuple[float, ...]] = []
+    generated: list[bool] = []
+    with torch.inference_mode():
+        walk(weights, weights.inputs(prompts[0]), Plain())  # the first pass is slower than all others
+        for i, tokens in enumerate(prompts):
+            started = time.perf_counter()
+            plain = walk(weights, weights.inputs(tokens), Plain())[0]
+            between = time.perf_counter()
+            logits = plain if own is None else own.logits(tokens)
+            ended = time.perf_counter()
+            agree = float((plain.argmax(1) == logits.argmax(1)).sum())
+            rows.append(
+                (float((logits - plain).abs().max()), agree, len(tokens), ended - between, between - started)
+            )
+            if spec["generate"] and isinstance(own, Stip):
+                generated.append(
+                    own.generate(tokens, spec["generate"]) == _greedy(weights, tokens, spec["generate"])
+                )
+            progress("prompts", i + 1, len(prompts))
+    errors, agreed, counts, seconds, before = (
+        [float(x) for x in column] for column in zip(*rows, strict=True)
+    )
+    out = {
+        "logit_error": mean(errors),
+        "top1_agreement": ratio(agreed, counts),
+        "seconds_per_prompt": mean(before if own is None else seconds),
+    }
+    if own is not None:
+        out["over_plain"] = ratio(seconds, before)
+    if generated:
+        out["same_generated"] = share(generated)
+    figures = as_figures(out)
+    if own is not None:
+        runs = len(prompts) * (1 + bool(generated))
+        told = {"megabytes": own.transcript.bytes / 1e6, "rounds": own.transcript.rounds}
+        told |= {"dealt_megabytes": getattr(own.transcript, "dealt", 0) / 1e6}
+        if not generated:
+            figures |= {name: _exactly(value / runs, runs) for name, value in told.items()}
+        figures["largest_logit_error"] = _exactly(max(errors), len(errors))
+    return figures
+
+
+def closed_weights(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> Figures:
+    """STIP's server reads its users, given its own view as a file and nothing else.
+
+    Args:
+        spec: model, prompts, limit, max_tokens, seed; embedding: ``public`` (the attacker has the token embedding),
+            ``base`` (it has that of a public model, from which the private one was tuned: every value moved by
+            ``drift`` standard deviations) or ``tied`` (it has no embedding; recovered are symbols, one for each token).
+    """
+    weights, prompts = _model_and_prompts(spec)
+    assert weights.embedding is not None
+    public = weights.embedding
+    if spec["embedding"] == "base":
+        noise = torch.randn(public.shape, generator=generator(spec["seed"], "drift"))
+        weights = replace(weights, embedding=public + spec["drift"] * float(public.std()) * noise)
+    stip = Stip(weights, seed=spec["seed"])
+    view = stip_view(stip, prompts)
+    view = ServerView.load(view.save(folder).parent)
+    started = time.perf_counter()
+    if spec["embedding"] == "tied":
+        rebuilt = rebuild_tied(view)
+        found = [list(symbols) for symbols in rebuilt.symbols]
+        names = {int(row): symbol for symbol, row in enumerate(stip.user.keys.vocabulary.tolist())}
+        truth = [[names[token] for token in tokens] for tokens in prompts]
+    else:
+        found, truth = with_public_embedding(view, public)[0], prompts
+    seconds = (time.perf_counter() - started) / len(prompts)
+    accuracy = [
+        sum(a == b for a, b in zip(x, y, strict=True)) / len(y) for x, y in zip(found, truth, strict=True)
+    ]
+    return as_figures(
+        {
+            "exact": share([x == y for x, y in zip(found, truth, strict=True)]),
+            "token_accuracy": mean(accuracy),
+            "seconds_per_prompt": mean([seconds] * len(prompts)),
+        }
+    )
+
+
+def stip_view(stip: Stip, prompts: Sequence[Sequence[int]]) -> ServerView:
+    """What STIP's server holds after some requests."""
+    vectors = tuple(stip.user.encrypt(tokens) for tokens in prompts)
+    return ServerView(stip.server.permuted.head.weight, vectors)
+
+
+def substitution(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> Figures:
+    """Tokens named from requests alone: equal vectors are equal symbols, and symbols are named by their company.
+
+    Requests and the attacker's own text are different documents of Python's standard library.
+
+    Args:
+        spec: model, seed, requests, request_tokens, size (kinds named at most).
+    """
+    weights, tokenizer = load_weights(spec["model"])
+    if tokenizer is None:
+        raise InputError(f"{spec['model']} has no tokenizer to read texts with")
+    documents = [tokenizer(text)["input_ids"] for text in standard_library_texts()]
+    order = torch.randperm(len(documents), generator=generator(spec["seed"], "documents")).tolist()
+    border = 2 * len(documents) // 3
+    length = spec["request_tokens"]
+    pieces, reference = (
+        [
+            documents[i][at : at + length]
+            for i in part
+            for at in range(0, len(documents[i]) - length + 1, length)
+        ]
+        for part in (order[:border], order[border:])
+    )
+    if len(pieces) < spec["requests"]:
+        raise InputError(f"the texts give {len(pieces)} requests of {length} tokens, not {spec['requests']}")
+    chosen = torch.randperm(len(pieces), generator=generator(spec["seed"], "requests"))[: spec["requests"]]
+    prompts = [pieces[i] for i in chosen.tolist()]
+    stip = Stip(weights, seed=spec["seed"])
+    symbols = collect_untied([stip.user.encrypt(tokens) for tokens in prompts])
+    named = solve(symbols, reference, size=spec["size"], progress=progress)
+    hits = [
+        float(sum(named.get(symbol) == token for symbol, token in zip(row, tokens, strict=True)))
+        for row, tokens in zip(symbols, prompts, strict=True)
+    ]
+    meaning = {
+        s: t for row, tokens in zip(symbols, prompts, strict=True) for s, t in zip(row, tokens, strict=True)
+    }
+    return as_figures(
+        {
+            "token_accuracy": ratio(hits, [float(length)] * len(hits)),
+            "kinds_named": share([named.get(symbol) == token for symbol, token in meaning.items()]),
+            "exact": share([hit == length for hit in hits]),
+        }
+    )
+
+
+def revealed(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> Figures:
+    """Vocabulary matching on the states that a scheme's non-linearities reveal to a party.
+
+    The attacker has the open weights and what the party learnt at the first norm behind a layer. What the fixed point
+    moves states by is measured on prompts of its own.
+
+    Args:
+        spec: model, prompts, limit, max_tokens, seed, scheme, layer, budget.
+    """
+    weights, prompts = _model_and_prompts(spec)
+    how, layer = REVEALING[spec["scheme"]], spec["layer"]
+    if not 1 <= layer < len(weights.blocks):
+        raise InputError(
+            f"{spec['scheme']} reveals states behind layers 1 to {len(weights.blocks) - 1}, not {layer}"
+        )
+    weights = replace(weights, blocks=weights.blocks[: layer + 1])
+    slice = load_slice(spec["model"], layer, device=spec["device"])
+    public = Channel.parse([how.channel]).release(slice, prompts[0][:2], generator(0))[0].public
+    epsilon = _rounding(how, weights, slice, layer, spec["seed"])
+    attack = VocabMatch(epsilon=str(epsilon), budget=spec["budget"], seed=spec["seed"], progress=progress)
+    rows = []
+    for i, (tokens, states) in enumerate(_shown(how, weights, prompts, layer, spec["seed"])):
+        recovery = attack.recover(Observation(states, public), slice, generator(spec["seed"], "attack", i))
+        score = score_text(
+            truth_ids=tokens, recovered_ids=recovery.ids,
+            truth_text=slice.text(tokens), recovered_text=slice.text(recovery.ids),
+        )  # fmt: skip
+        sure = sum(one.verified for one in recovery.tokens)
+        rows.append((score, len(tokens), sure, recovery.evaluated_tokens, recovery.seconds))
+        progress("prompts", i + 1, len(prompts))
+    counts = [float(row[1]) for row in rows]
+    return as_figures(
+        {
+            "exact": share([row[0]["exact"] for row in rows]),
+            "token_accuracy": mean([row[0]["token_accuracy"] for row in rows]),
+            "rouge_l": mean([row[0]["rouge_l"] for row in rows]),
+            "verified": ratio([float(row[2]) for row in rows], counts),
+            "evaluated_tokens_per_token": ratio([float(row[3]) for row in rows], counts),
+            "seconds_per_prompt": mean([row[4] for row in rows]),
+        }
+    )
+
+
+def _shown(
+    how: _Revealing, weights: Weights, prompts: Sequence[Sequence[int]], layer: int, seed: int
+) -> Iterator[tuple[list[int], Tensor]]:
+    """Prompts, and what the party learnt of their states behind a layer."""
+    run = how.make(weights, seed=seed)
+    for tokens in prompts:
+        run.transcript.learnt.clear()
+        run.logits(tokens)
+        (seen,) = run.transcript.seen(how.party, label="norm1", layer=layer + 1)
+        yield list(tokens), seen.value
+
+
+def _rounding(how: _Revealing, weights: Weights, slice: Slice, layer: int, seed: int) -> float:
+    """A distance well above that of a right token's state to what the scheme shows of it."""
+    draw = generator(seed, "own prompts")
+    own = [
+        torch.randint(len(weights.head.weight), (32,), generator=draw).tolist() for _ in range(NOISE_PROMPTS)
+    ]
+    matcher = choose_matcher(
+        "auto", Channel.parse([how.channel]).release(slice, [0, 1], generator(0))[0].public
+    )
+    worst = 0.0
+    for tokens, states in _shown(how, weights, own, layer, seed):
+        table = matcher.table(
+            candidates=matcher.view(slice.encode(torch.tensor(tokens))), observed=matcher.prepare(states)
+        )
+        worst = max(worst, float(table.amin(0).max()))
+    return NOISE_ROOM * worst
+
+
+def _model_and_prompts(spec: dict[str, Any]) -> tuple[Weights, list[list[int]]]:
+    weights, tokenizer = load_weights(spec["model"])
+    if tokenizer is None:
+        raise InputError(f"{spec['model']} has no tokenizer to read prompts with")
+    texts = [p.text for p in load_prompts(spec["prompts"], limit=spec["limit"])]
+    return weights, [list(tokenizer(text)["input_ids"])[: spec["max_tokens"]] for text in texts]
+
+
+def _greedy(weights: Weights, tokens: Sequence[int], new: int) -> list[int]:
+    out = list(tokens)
+    for _ in range(new):
+        out.append(int(walk(weights, weights.inputs(out), Plain())[0][-1].argmax()))
+    return out[len(tokens) :]
+
+
+def _exactly(value: float, n: int) -> dict[str, float]:
+    """A figure that is counted, not estimated."""
+    return {"value": value, "low": value, "high": value, "n": n}

@@ -1,0 +1,149 @@
+"""Experiments on private-inference schemes: what they cost, and how they are broken (paper, appendices I and J)."""
+
+from typing import Any
+
+from eval.experiment import Cell, Experiment, Setting, attack_cell
+from eval.scheme_cells import PLAIN, REVEALING, SCHEMES
+
+READS = {
+    "exact": "exact prompts", "token_accuracy": "token accuracy", "seconds_per_prompt": "seconds a prompt"
+}  # fmt: skip
+
+
+def schemes(setting: Setting, generate: int = 8) -> Experiment:
+    """STIP, Centaur and PermLLM beside the plain model: error, time, bytes, rounds."""
+    cells = []
+    for name in (PLAIN, *SCHEMES):
+        on_shares = name in REVEALING
+        limit = setting.limit or (10 if on_shares and setting.scale == "small" else setting.source()["limit"])
+        spec = {
+            "model": setting.model,
+            "seed": setting.seed,
+            **setting.source(),
+            "limit": limit,
+            "scheme": name,
+        }
+        cells.append(Cell("scheme", {**spec, "generate": 0}, {"scheme": name}))
+        if name == "stip" and generate:
+            keys = {"scheme": f"{name}, generating {generate} tokens"}
+            cells.append(Cell("scheme", {**spec, "generate": generate}, keys))
+    return Experiment(
+        "Private inference by permutation: cost and error",
+        cells,
+        {
+            "largest_logit_error": "largest error of a logit", "top1_agreement": "same likeliest token",
+            "same_generated": "same generated tokens", "seconds_per_prompt": "seconds a prompt",
+            "over_plain": "over the plain model", "megabytes": "MB", "rounds": "rounds", "dealt_megabytes": "MB dealt",
+        },
+        [
+            "Plain is the same step-by-step code in float32. Centaur and PermLLM compute on 64-bit shares with 16 bits "
+            "behind the point; all parties run one after the other in one process, links cost nothing.",
+            "MB are what the parties send each other for one prompt; dealt is correlated randomness handed out "
+            "beforehand by a trusted dealer. Rounds count one exchange each, without merging independent ones.",
+        ],
+    )  # fmt: skip
+
+
+def closed_weights(setting: Setting) -> Experiment:
+    """STIP broken by its server: public, tied, and fine-tuned embeddings (appendices I.2 and I.3)."""
+    spec = {"model": setting.model, "seed": setting.seed, **setting.source()}
+    cells = [
+        Cell(
+            "closed-weights",
+            {**spec, "embedding": "public", "drift": 0.0},
+            {"the attacker has": "the embedding"},
+        ),
+        Cell(
+            "closed-weights",
+            {**spec, "embedding": "tied", "drift": 0.0},
+            {"the attacker has": "its view (tied head)"},
+        ),
+    ]
+    for drift in (0.01, 0.1, 0.3, 1.0):
+        keys = {"the attacker has": f"a base model's embedding, {drift:g} sd away"}
+        cells.append(Cell("closed-weights", {**spec, "embedding": "base", "drift": drift}, keys))
+    return Experiment(
+        "STIP with closed weights, read by its server",
+        cells,
+        READS,
+        [
+            "The attack gets the server's view as a file: the permuted output layer and the vectors that users sent.",
+            "Tied head: recovered are the rows of the permuted vocabulary, one symbol for each token; which symbol is "
+            "which token is the matter of 'substitution'.",
+            "Base model: every value of the private embedding is moved by noise of so many standard deviations of "
+            "the public one.",
+        ],
+    )
+
+
+def substitution(setting: Setting, size: int = 1500) -> Experiment:
+    """Untied, private embeddings: tokens named from requests alone, by how many there were (appendix I.3)."""
+    cells = []
+    for requests in (100, 1000, 10_000):
+        spec = {
+            "model": setting.model, "seed": setting.seed, "requests": requests,
+            "request_tokens": setting.max_tokens or 30, "size": size,
+        }  # fmt: skip
+        cells.append(Cell("substitution", spec, {"requests": requests}))
+    return Experiment(
+        "Closed weights, embedding not tied: a substitution of tokens broken by statistics",
+        cells,
+        {"token_accuracy": "tokens named", "kinds_named": "kinds named", "exact": "exact requests"},
+        [
+            f"Requests of {setting.max_tokens or 30} tokens and the attacker's own text are different documents of "
+            f"Python's standard library; at most {size:,} kinds of token are named, so that rarer ones are missed.",
+            "Nothing of the model is used, not even the permuted weights that the server has.",
+        ],
+    )
+
+
+def revealed(setting: Setting, budget: int = 0) -> Experiment:
+    """Open weights: Centaur's and PermLLM's permuted states matched by the party that sees them (appendix I.2)."""
+    cells = []
+    for name, how in REVEALING.items():
+        for layer in setting.at((1, 11)):
+            source = setting.source()
+            if how.channel == "2d-perm" and setting.scale == "small" and not setting.limit:
+                source["limit"] = 10
+            spec: dict[str, Any] = {
+                "model": setting.model, "seed": setting.seed, "device": setting.device, **source, "scheme": name,
+                "layer": layer, "budget": budget or None,
+            }  # fmt: skip
+            keys = {"scheme": name, "who": how.party, "states": how.channel, "layer": layer}
+            cells.append(Cell("revealed", spec, keys))
+    return Experiment(
+        "What non-linearities reveal",
+        cells,
+        {
+            "exact": "exact prompts", "token_accuracy": "token accuracy", "verified": "verified tokens",
+            "evaluated_tokens_per_token": "evaluated tokens per token", "seconds_per_prompt": "seconds a prompt",
+        },
+        [
+            "States as the protocol itself reveals them at the norm behind the layer, its fixed-point rounding "
+            "included; the threshold is four times the largest rounding seen on four prompts of the attacker's own.",
+        ],
+    )  # fmt: skip
+
+
+def projections(setting: Setting, budget: int = 4096) -> Experiment:
+    """Matching on a few random projections of each state: recovery by their number and noise (theorem J.1)."""
+    cells = []
+    for layer in setting.at((1, 11)):
+        for count in (1, 2, 4, 8, 16, 64):
+            for sigma in (0.0, 0.01):
+                stage = f"project:count={count}" + (f",sigma={sigma}" if sigma else "")
+                keys = {"projections": count, "noise, of a projection's size": sigma, "layer": layer}
+                cells.append(attack_cell(setting, keys, layer, stage, budget=budget))
+    return Experiment(
+        "Matching on random one-dimensional projections",
+        cells,
+        {
+            "exact": "exact prompts", "token_accuracy": "token accuracy", "verified": "verified tokens",
+            "evaluated_tokens_per_token": "evaluated tokens per token",
+        },
+        [
+            f"The attacker knows the directions. At most {budget:,} candidates a token, the nearest taken where none "
+            "matches.",
+            "The paper leaves this to further work (appendix J.1).",
+        ],
+    )  # fmt: skip

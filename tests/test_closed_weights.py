@@ -1,0 +1,266 @@
+"""STIP's server reads its users with nothing but its own view; substitutions fall to statistics."""
+
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from attacks.closed_weights.order import common_order, match_sorted, number
+from attacks.closed_weights.recover import collect_untied, rebuild_tied, with_public_embedding
+from attacks.closed_weights.substitution import solve
+from attacks.closed_weights.view import FILE, ServerView
+from defenses.schemes.stip import Stip
+from defenses.schemes.weights import load_weights
+from eval import scheme_cells
+from eval.scheme_cells import stip_view
+from hiddenlab import registry
+from hiddenlab.errors import InputError, NotApplicableError
+
+TinyPath = Callable[..., str]
+PROMPTS = [[5, 17, 3, 3, 250], [41, 8], [250, 41, 99, 7, 5, 5]]
+
+
+@pytest.fixture
+def tied(tiny: TinyPath) -> Stip:
+    return Stip(load_weights(tiny("llama", tie_word_embeddings=True))[0], seed=3)
+
+
+@pytest.fixture
+def untied(tiny: TinyPath) -> Stip:
+    return Stip(load_weights(tiny("llama", tie_word_embeddings=False))[0], seed=3)
+
+
+# ---- orders
+
+
+@settings(max_examples=40)
+@given(
+    rows=st.integers(1, 6),
+    width=st.integers(1, 12),
+    seed=st.integers(0, 99),
+    levels=st.sampled_from([3, 10**6]),
+)
+def test_a_common_order_is_found_even_where_values_repeat(
+    rows: int, width: int, seed: int, levels: int
+) -> None:
+    draw = torch.Generator().manual_seed(seed)
+    matched = torch.randint(0, levels, (rows, width), generator=draw).float()
+    order = torch.randperm(width, generator=draw)
+    found = common_order(matched[:, order], matched)
+    assert torch.equal(matched[:, found], matched[:, order])
+    assert sorted(found.tolist()) == list(range(width))
+
+
+def test_no_common_order() -> None:
+    rows = torch.randn(4, 9)
+    shuffled = torch.stack([row[torch.randperm(9)] for row in rows])
+    with pytest.raises(NotApplicableError, match="no common order"):
+        common_order(shuffled, rows)
+
+
+def test_sorted_matching_is_that_of_full_distances() -> None:
+    table, rows = torch.randn(3000, 20), torch.randn(50, 20)
+    found, distance, margin = match_sorted(rows, table)
+    full = torch.cdist(rows.sort(1).values, table.sort(1).values).double()
+    best = full.topk(2, largest=False).values
+    assert torch.equal(found, full.argmin(1))
+    assert torch.allclose(distance.double(), best[:, 0], atol=1e-4)
+    assert torch.allclose(margin.double(), best[:, 1] - best[:, 0], atol=1e-4)
+    alone = match_sorted(rows[:2], table[:1])
+    assert alone[0].tolist() == [0, 0] and bool(alone[2].isinf().all())
+
+
+def test_equal_vectors_get_equal_numbers() -> None:
+    rows = torch.tensor([[1.0, 2.0], [2.0, 1.0], [1.0, 1.0], [2.0, 1.0]])
+    assert number(rows) == [0, 0, 1, 0]
+
+
+# ---- reading users
+
+
+@pytest.mark.parametrize("tie", [True, False])
+def test_a_public_embedding_names_every_token(tiny: TinyPath, tie: bool) -> None:
+    weights, _ = load_weights(tiny("llama", tie_word_embeddings=tie))
+    found, sure = with_public_embedding(stip_view(Stip(weights, seed=3), PROMPTS), weights.inputs(range(300)))
+    assert found == PROMPTS and float(sure.min()) > 0.99
+    with pytest.raises(InputError, match="wide"):
+        with_public_embedding(stip_view(Stip(weights), PROMPTS), torch.randn(5, 7))
+
+
+def test_a_tied_embedding_is_rebuilt_from_the_view(tied: Stip) -> None:
+    rebuilt = rebuild_tied(stip_view(tied, PROMPTS))
+    keys = tied.user.keys
+    assert rebuilt.residual == 0
+    assert [[int(keys.vocabulary[s]) for s in row] for row in rebuilt.symbols] == PROMPTS
+    for symbol in (0, 7, 299):
+        assert torch.equal(rebuilt.table[symbol], tied.user.embedding[keys.vocabulary[symbol]][keys.hidden])
+
+
+def test_another_order_between_head_and_requests_is_found(tied: Stip) -> None:
+    """The paper allows π_d to differ from π."""
+    view = stip_view(tied, PROMPTS)
+    other = torch.randperm(view.head.shape[1])
+    rebuilt = rebuild_tied(ServerView(view.head[:, other], view.requests))
+    assert rebuilt.residual == 0
+    assert torch.equal(view.head[:, other][:, rebuilt.order], view.head)
+
+
+def test_an_untied_embedding_gives_symbols_only(untied: Stip) -> None:
+    view = stip_view(untied, PROMPTS)
+    with pytest.raises(NotApplicableError, match="not tied"):
+        rebuild_tied(view)
+    symbols = collect_untied(view.requests)
+    pairs = {
+        (s, t) for row, tokens in zip(symbols, PROMPTS, strict=True) for s, t in zip(row, tokens, strict=True)
+    }
+    assert len({s for s, _ in pairs}) == len({t for _, t in pairs}) == len(pairs)
+
+
+def test_the_attack_needs_no_file_but_its_view(tied: Stip, tmp_path: Path) -> None:
+    """In another process and an empty folder: no weights, no embedding, no order can be reached."""
+    view = stip_view(tied, PROMPTS)
+    view.save(tmp_path)
+    keys = tied.user.keys
+    held = [view.head, *view.requests]
+    for secret in (tied.user.embedding, keys.hidden, keys.vocabulary):
+        assert not any(t.shape == secret.shape and torch.equal(t, secret) for t in held)
+    program = (
+        "from pathlib import Path; from attacks.closed_weights.view import ServerView\n"
+        "from attacks.closed_weights.recover import rebuild_tied\n"
+        "import sys; print([list(row) for row in rebuild_tied(ServerView.load(Path('.'))).symbols])\n"
+        "assert not [name for name in sys.modules if name.startswith('defenses')]"
+    )
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(Path(__file__).parent.parent),
+        "HIDDENLAB_CACHE": str(tmp_path / "no"),
+    }
+    out = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert out.returncode == 0, out.stderr
+    truth = [[keys.vocabulary.tolist().index(t) for t in row] for row in PROMPTS]
+    assert out.stdout.strip() == str(truth)
+
+
+def test_views_on_disk(tied: Stip, tmp_path: Path) -> None:
+    view = stip_view(tied, PROMPTS)
+    back = ServerView.load(view.save(tmp_path).parent)
+    assert torch.equal(back.head, view.head) and all(map(torch.equal, back.requests, view.requests))
+    assert "3 requests" in repr(back)
+    path = tmp_path / FILE
+    path.write_bytes(path.read_bytes()[:200])
+    with pytest.raises(InputError, match="no server's view"):
+        ServerView.load(tmp_path)
+    bad: tuple[tuple[Tensor, ...], ...] = (
+        (torch.zeros(2, 5),),
+        (torch.full((1, 64), torch.nan),),
+        (torch.zeros(0, 64),),
+    )
+    for requests in bad:
+        with pytest.raises(InputError, match="request 0"):
+            ServerView(torch.zeros(9, 64), requests)
+
+
+# ---- substitution
+
+
+def chain(count: int, length: int, seed: int) -> list[list[int]]:
+    """Texts of a source with structure: each of 40 tokens has a few favourites to follow it."""
+    shape = random.Random(0)
+    follow = [[shape.randrange(40) for _ in range(3)] for _ in range(40)]
+    draw = random.Random(seed)
+    out = []
+    for _ in range(count):
+        text = [draw.choice([0, 0, 1, 2])]
+        while len(text) < length:
+            text.append(
+                draw.choices(follow[text[-1]], [6, 3, 1])[0] if draw.random() < 0.9 else draw.randrange(40)
+            )
+        out.append(text)
+    return out
+
+
+def test_a_substitution_falls_with_enough_requests() -> None:
+    secret = list(range(40))
+    random.Random(5).shuffle(secret)
+    reference = chain(400, 50, 1)
+    shares = []
+    for count in (2, 300):
+        requests = chain(count, 50, 2)
+        cipher = [[secret[t] for t in row] for row in requests]
+        named = solve(cipher, reference, size=40)
+        assert len(set(named.values())) == len(named)
+        hits = [
+            named.get(s) == t
+            for x, y in zip(cipher, requests, strict=True)
+            for s, t in zip(x, y, strict=True)
+        ]
+        shares.append(sum(hits) / len(hits))
+    assert shares[1] > 0.95 and shares[1] > shares[0]
+
+
+def test_what_is_known_already_is_kept() -> None:
+    requests = chain(3, 30, 2)
+    token = requests[0][4]
+    cipher = [[t + 100 for t in row] for row in requests]
+    assert solve(cipher, chain(100, 50, 1), size=40, seeds={token + 100: token})[token + 100] == token
+    assert solve([], chain(3, 5, 1)) == {}
+
+
+# ---- the experiments
+
+
+@pytest.fixture
+def spec(tiny: TinyPath, tmp_path: Path) -> dict[str, object]:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("hello there\nanother one")
+    model = tiny("llama", tokenizer=True, tie_word_embeddings=True)
+    return {"model": model, "prompts": str(prompts), "limit": 2, "max_tokens": 8, "seed": 0, "device": "cpu"}
+
+
+def test_measures_of_schemes(spec: dict[str, object], tmp_path: Path) -> None:
+    for name in (scheme_cells.PLAIN, *scheme_cells.SCHEMES):
+        found = scheme_cells.scheme({**spec, "scheme": name, "generate": 0}, tmp_path)
+        assert found["top1_agreement"]["value"] == 1
+        assert ("megabytes" in found) == (name != "plain")
+        assert found.get("largest_logit_error", {"value": 0})["value"] < 2e-3
+    found = scheme_cells.scheme({**spec, "scheme": "stip", "generate": 3}, tmp_path)
+    assert found["same_generated"]["value"] == 1
+
+
+@pytest.mark.parametrize(
+    ("embedding", "drift", "exact"), [("public", 0.0, 1), ("tied", 0.0, 1), ("base", 0.01, 1)]
+)
+def test_measures_of_closed_weights(
+    spec: dict[str, object], tmp_path: Path, embedding: str, drift: float, exact: int
+) -> None:
+    found = scheme_cells.closed_weights({**spec, "embedding": embedding, "drift": drift}, tmp_path)
+    assert found["exact"]["value"] == exact and (tmp_path / FILE).is_file()
+    far = scheme_cells.closed_weights({**spec, "embedding": "base", "drift": 30.0}, tmp_path)
+    assert far["exact"]["value"] == 0
+
+
+@pytest.mark.usefixtures("small_probes")
+@pytest.mark.parametrize("scheme", list(scheme_cells.REVEALING))
+def test_states_that_schemes_reveal_are_matched(spec: dict[str, object], tmp_path: Path, scheme: str) -> None:
+    found = scheme_cells.revealed({**spec, "scheme": scheme, "layer": 1, "budget": None}, tmp_path)
+    assert found["token_accuracy"]["value"] > 0.9 and found["verified"]["value"] > 0.9
+    with pytest.raises(InputError, match="behind layers 1 to"):
+        scheme_cells.revealed({**spec, "scheme": scheme, "layer": 99, "budget": None}, tmp_path)
+
+
+def test_substitution_is_measured(spec: dict[str, object], tmp_path: Path) -> None:
+    options = {**spec, "requests": 20, "request_tokens": 10, "size": 30}
+    found = registry.resolve("measures", "substitution")(options, tmp_path)
+    assert 0 < found["token_accuracy"]["value"] <= 1
+    with pytest.raises(InputError, match="not 10000000"):
+        scheme_cells.substitution({**options, "requests": 10**7}, tmp_path)
