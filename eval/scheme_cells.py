@@ -23,7 +23,7 @@ from eval.measures import as_figures
 from eval.metrics import score_text
 from hiddenlab.channel import Channel
 from hiddenlab.core import Observation, Progress, silent
-from hiddenlab.errors import InputError
+from hiddenlab.errors import HiddenlabError, InputError
 from hiddenlab.job import generator
 from hiddenlab.match import choose_matcher
 from hiddenlab.prompts import load_prompts
@@ -31,6 +31,8 @@ from hiddenlab.propose.corpus import standard_library_texts
 from hiddenlab.slice import Slice, load_slice
 
 PLAIN = "plain"
+LINEAR_MAPS = {"linear": None, "projection": 1}  # columns of the map; None: as many as there are dimensions
+DISCORR_ROWS = 500  # tokens that one value is computed from
 NOISE_PROMPTS, NOISE_ROOM = (
     4,
     4.0,
@@ -284,3 +286,45 @@ def _greedy(weights: Weights, tokens: Sequence[int], new: int) -> list[int]:
 def _exactly(value: float, n: int) -> dict[str, float]:
     """A figure that is counted, not estimated."""
     return {"value": value, "low": value, "high": value, "n": n}
+
+
+def discorr(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> Figures:
+    """Distance correlation between input embeddings and what is shown of the prompt (Székely et al. 2007; Equation 3).
+
+    Args:
+        spec: model, prompts, limit, max_tokens, seed, device, layer; shown: a channel's stages joined by ``|``, or
+            ``linear`` (x W π, W square and Gaussian) or ``projection`` (x w, one Gaussian direction), of the embeddings
+            themselves; draws (of those maps, and of rows).
+
+    Raises:
+        HiddenlabError: the package dcor is not installed.
+    """
+    try:
+        import dcor
+    except ImportError:
+        raise HiddenlabError(
+            "distance correlation needs the package dcor: pip install 'hiddenlab[schemes]'"
+        ) from None
+    slice = load_slice(spec["model"], spec["layer"], device=spec["device"])
+    texts = [p.text for p in load_prompts(spec["prompts"], limit=spec["limit"])]
+    prompts = [slice.tokenize(text, spec["max_tokens"]) for text in texts]
+    inputs = torch.cat([slice.embed(torch.tensor(tokens)).float() for tokens in prompts])
+    mapped = spec["shown"] in LINEAR_MAPS
+    shown = inputs
+    if not mapped:
+        channel = Channel.parse([stage for stage in spec["shown"].split("|") if stage != "identity"])
+        released = channel.release_batch(slice, prompts, generator(spec["seed"], "release"))
+        shown = torch.cat([observation.states.float() for observation, _ in released])
+    draw = generator(spec["seed"], "maps")
+    values = []
+    for i in range(spec["draws"]):
+        pick = torch.randperm(len(inputs), generator=draw)[:DISCORR_ROWS]
+        x, y = inputs[pick].double(), shown[pick].double()
+        if mapped:
+            weights = torch.randn(
+                y.shape[1], LINEAR_MAPS[spec["shown"]] or y.shape[1], generator=draw
+            ).double()
+            y = (y @ weights)[:, torch.randperm(weights.shape[1], generator=draw)]
+        values.append(float(dcor.distance_correlation(x.numpy(), y.numpy())))
+        progress("draws", i + 1, spec["draws"])
+    return as_figures({"discorr": mean(values)})

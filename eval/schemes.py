@@ -147,3 +147,45 @@ def projections(setting: Setting, budget: int = 4096) -> Experiment:
             "The paper leaves this to further work (appendix J.1).",
         ],
     )  # fmt: skip
+
+
+def distance_correlation(setting: Setting, budget: int = 4096, draws: int = 20) -> Experiment:
+    """Distance correlation beside recovery: the first does not foretell the second (appendix J)."""
+    cells = []
+    (layer,) = setting.at((1,))[:1]
+    shown = ("linear", "projection", "identity", "seq-perm", "hidden-perm:shared", "hidden-perm", "2d-perm")
+    for channel in (*shown, "project:count=1", "project:count=8"):
+        spec = {
+            "model": setting.model, "seed": setting.seed, "device": setting.device, **setting.source(), "layer": layer,
+            "shown": channel, "draws": draws,
+        }  # fmt: skip
+        keys = {"shown": LABELS.get(channel, channel)}
+        cells.append(Cell("discorr", spec, keys))
+        if channel not in LABELS:
+            cells.append(attack_cell(setting, keys, layer, channel, budget=budget))
+    return Experiment(
+        f"Distance correlation and recovery, layer {layer}",
+        cells,
+        {"discorr": "distance correlation", "exact": "exact prompts", "token_accuracy": "token accuracy"},
+        [
+            "Distance correlation of what is shown with the input embeddings, over 500 tokens a value; its interval is "
+            "over draws of tokens and maps, those of recovery are over prompts.",
+            "The two maps of the embeddings are the sides of Equation 3, on which the schemes' authors rest; what is "
+            "not attacked has no recovery.",
+        ],
+        fold=_by_shown,
+    )
+
+
+LABELS = {"linear": "embeddings, x W π (square)", "projection": "embeddings, x w (one direction)"}
+
+
+def _by_shown(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One row for what is shown, from the cell of its correlation and that of the attack on it."""
+    out: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        one = out.setdefault(row["keys"]["shown"], {**row, "figures": {}, "cell": None})
+        one["figures"] |= row["figures"]
+        one["status"] = "measured" if one["figures"] else row["status"]
+        one["reason"] = one["reason"] or row["reason"]
+    return list(out.values())

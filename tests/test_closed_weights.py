@@ -264,3 +264,29 @@ def test_substitution_is_measured(spec: dict[str, object], tmp_path: Path) -> No
     assert 0 < found["token_accuracy"]["value"] <= 1
     with pytest.raises(InputError, match="not 10000000"):
         scheme_cells.substitution({**options, "requests": 10**7}, tmp_path)
+
+
+def test_distance_correlation_is_measured(spec: dict[str, object], tmp_path: Path) -> None:
+    import dcor
+
+    measure = registry.resolve("measures", "discorr")
+    options = {**spec, "layer": 1, "draws": 2, "limit": 1}
+    shown = {name: measure({**options, "shown": name}, tmp_path)["discorr"]["value"] for name in (
+        "identity", "hidden-perm", "hidden-perm:shared", "linear", "projection"
+    )}  # fmt: skip
+    assert all(0 < value <= 1 for value in shown.values())
+    # An order of the coordinates that all rows of the one prompt share moves no distance.
+    assert shown["identity"] == pytest.approx(shown["hidden-perm:shared"], abs=1e-6)
+    x, y = torch.randn(30, 3).double(), torch.randn(30, 2).double()
+    assert dcor.distance_correlation(x.numpy(), y.numpy()) == pytest.approx(slow_discorr(x, y), abs=1e-9)
+
+
+def slow_discorr(x: Tensor, y: Tensor) -> float:
+    """By the definition: double-centred distance matrices."""
+
+    def centred(t: Tensor) -> Tensor:
+        d = torch.cdist(t, t)
+        return d - d.mean(0) - d.mean(1)[:, None] + d.mean()
+
+    a, b = centred(x), centred(y)
+    return float(((a * b).mean() / ((a * a).mean() * (b * b).mean()).sqrt()).sqrt())
