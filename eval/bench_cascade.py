@@ -45,6 +45,7 @@ ON_WIRE = ("wire", "tcp")
 
 def bench(
     model: str = "bert-base",
+    depth: int | None = None,
     max_tokens: int = 128,
     alphas: str = "1,2,4",
     backends: str = "local,tcp,objects",
@@ -65,7 +66,8 @@ def bench(
     """One forward pass of random tokens, plain and sharded, each pass of one beside a pass of the other.
 
     Args:
-        model: a shape of ``SHAPES`` with random weights, or a model. alphas: CompNodes to measure with.
+        model: a shape of ``SHAPES`` with random weights, or a model. depth: layers of the shape, None for all.
+        alphas: CompNodes to measure with.
         backends: ``local`` (threads of this process), ``wire`` (the same over TCP), ``tcp`` and ``objects`` (Ray).
         objects_alpha: largest α for the latter. repeats: passes that are timed, after two that are not.
         threads: of torch in every process. bandwidth, latency: of a simulated network (``wire`` and ``tcp``),
@@ -83,7 +85,7 @@ def bench(
     threads = threads or 1
     torch.set_num_threads(threads)
     rows: list[dict[str, Any]] = []
-    with _random_weights(model, seed) as name:
+    with _random_weights(model, seed, depth) as name:
         plain, config, tokens = _plain_and_prompt(name, max_tokens, seed)
         for kind in kinds:
             for alpha in counts:
@@ -314,14 +316,20 @@ def _plain_and_prompt(name: str, tokens: int, seed: int) -> tuple[Any, Any, Tens
 
 
 @contextmanager
-def _random_weights(model: str, seed: int) -> Iterator[str]:
-    """A folder with random weights of a shape, for as long as it is needed; other names as they are."""
+def _random_weights(model: str, seed: int, depth: int | None = None) -> Iterator[str]:
+    """A folder with random weights of a shape, for as long as it is needed; other names as they are.
+
+    Raises:
+        InputError: a depth for a model that is no shape.
+    """
     if model not in SHAPES:
+        if depth is not None:
+            raise InputError(f"depth is for the shapes {', '.join(SHAPES)}, not for {model}")
         yield model
         return
     from transformers import AutoConfig, AutoModel
 
-    settings = dict(SHAPES[model])
+    settings = SHAPES[model] | ({} if depth is None else {"num_hidden_layers": depth})
     config = AutoConfig.for_model(settings.pop("type"), **settings)
     with tempfile.TemporaryDirectory(prefix="hiddenlab-") as folder, torch.random.fork_rng():
         torch.manual_seed(seed)

@@ -170,6 +170,46 @@ def _value(row: Mapping[str, Any], name: str) -> float | None:
     return row["figures"].get(name, {}).get("value")  # type: ignore[no-any-return]
 
 
+def draw_bars(
+    rows: Sequence[Mapping[str, Any]], name: str, panels: Mapping[str, str], title: str, out: Path
+) -> None:
+    """Bars of some numbers of each row, a panel a number, on logarithmic scales; what is None or 0 is left out.
+
+    Args:
+        name: key of a row's name. panels: keys of the numbers with their titles.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    drawing = Figure(figsize=(10.5, 1.4 + 0.34 * len(rows)), layout="constrained")
+    FigureCanvasAgg(drawing)
+    drawing.suptitle(title, x=0.01, ha="left", fontsize=11)
+    places = list(range(len(rows)))
+    for axis, (key, label) in zip(drawing.subplots(1, len(panels), sharey=True), panels.items(), strict=True):
+        known = [(place, float(row[key])) for place, row in zip(places, rows, strict=True) if row.get(key)]
+        if known:
+            axis.barh(*zip(*known, strict=True), color=COLOURS[0], height=0.6, zorder=3)
+            axis.set_xscale("log")
+            low, high = min(v for _, v in known), max(v for _, v in known)
+            axis.set_xlim(0.5 * low, 4 * high)
+            _plain(axis.xaxis)
+        for place, value in known:
+            axis.annotate(
+                f"{value:.3g}",
+                (value, place),
+                xytext=(4, 0),
+                textcoords="offset points",
+                va="center",
+                fontsize=8,
+            )
+        axis.set_xlabel(label)
+        axis.grid(axis="x", color="#e3e5e8", linewidth=0.8)
+        axis.spines[["top", "right"]].set_visible(False)
+    axis.set_yticks(places, [str(row[name]) for row in rows], fontsize=9)
+    axis.invert_yaxis()
+    drawing.savefig(out, dpi=130)
+
+
 def _series(row: Mapping[str, Any], over_layers: bool) -> str:
     keys = [(key, value) for key, value in row["keys"].items() if not (over_layers and key == "layer")]
     return ", ".join(f"{key} {value}" for key, value in keys)

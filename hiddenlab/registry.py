@@ -83,6 +83,7 @@ BUILTINS: dict[str, dict[str, str]] = {
         "cascade": "eval.bench_cascade:bench",
         "cascade-decode": "eval.bench_cascade:bench_decode",
         "cascade-largest": "eval.bench_cascade:bench_largest",
+        "mpc": "eval.bench_mpc:bench",
     },
     "cascade": {
         "plan": "defenses.cascade.command:plan",

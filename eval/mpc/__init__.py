@@ -1,0 +1,1 @@
+"""MPC baselines, each run in an environment of its own: 'make mpc'."""

@@ -1,0 +1,138 @@
+"""One party of CrypTen, run by ``eval/mpc/run.py`` in CrypTen's own environment; prints one JSON line.
+
+CrypTen's triples come from a trusted first party: there is no offline traffic, and none is counted.
+"""
+
+import json
+import sys
+import time
+import types
+
+# CrypTen 0.4.1 asks torch for a module that torch no longer has; it only looks the name up.
+_stub = types.ModuleType("torch.onnx._internal.registration")
+_stub.registry = None  # type: ignore[attr-defined]
+sys.modules["torch.onnx._internal.registration"] = _stub
+
+import bert_layer as bert  # noqa: E402
+import crypten  # noqa: E402
+import crypten.communicator as comm  # noqa: E402
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+from crypten.config import cfg  # noqa: E402
+
+
+def main(job: dict) -> None:
+    torch.set_num_threads(job["threads"])
+    crypten.init()
+    cfg.communicator.verbose = True
+    layers = [
+        {
+            k: torch.tensor(v)
+            for k, v in bert.layer_weights(job["width"], job["inner"], job["seed"] + i).items()
+        }
+        for i in range(job["layers"])
+    ]
+    plain = bert.inputs(job["tokens"], job["width"], job["seed"])
+    result = {"seconds": [], "bytes": [], "rounds": []}
+    for _ in range(job["repeats"]):
+        x = crypten.cryptensor(torch.tensor(plain), src=0)
+        comm.get().barrier()
+        comm.get().reset_communication_stats()
+        started = time.perf_counter()
+        for weights in layers:
+            x = layer(x, weights, job["heads"], job["variant"])
+        result["seconds"].append(time.perf_counter() - started)
+        stats = comm.get().get_communication_stats()
+        result["bytes"].append(stats["bytes"])
+        result["rounds"].append(stats["rounds"])
+    wanted = plain
+    for i in range(job["layers"]):
+        wanted = bert.plain_layer(
+            wanted,
+            bert.layer_weights(job["width"], job["inner"], job["seed"] + i),
+            job["heads"],
+            job["variant"],
+        )
+    found = revealed(x).numpy()
+    result["error"] = float(np.abs(found - wanted).max())
+    result["scale"] = float(np.abs(wanted).max())
+    if job["embedding"]:
+        result["embedding"] = embedding(job)
+    print("RESULT " + json.dumps(result), flush=True)
+
+
+def revealed(x):
+    """The numbers behind shares. CrypTen's own decoder is off by one for some negative numbers near whole ones."""
+    return x.reveal().double() / x.encoder.scale
+
+
+def layer(x, w, heads, variant):
+    """A layer on shares; weights are public."""
+    q, k, v = (split(x.matmul(w[f"{n}.w"]) + w[f"{n}.b"], heads) for n in "qkv")
+    scores = q.matmul(k.transpose(1, 2)) * (q.size(2) ** -0.5)
+    chances = two_quad(scores) if variant == "2quad" else scores.softmax(-1)
+    mixed = chances.matmul(v).transpose(0, 1).reshape(x.size(0), x.size(1))
+    x = norm(x + mixed.matmul(w["o.w"]) + w["o.b"], w["norm1.w"], w["norm1.b"])
+    inner = ACTIVATION[variant](x.matmul(w["up.w"]) + w["up.b"])
+    return norm(x + inner.matmul(w["down.w"]) + w["down.b"], w["norm2.w"], w["norm2.b"])
+
+
+def split(x, heads):
+    return x.reshape(x.size(0), heads, x.size(1) // heads).transpose(0, 1)
+
+
+def norm(x, weight, bias):
+    x = x - x.mean(-1, keepdim=True)
+    variance = x.square().mean(-1, keepdim=True)
+    return x * (variance + bert.EPS).inv_sqrt() * weight + bias
+
+
+def two_quad(x):
+    s = (x + bert.TWO_QUAD_SHIFT).square()
+    # Newton's reciprocal starts well near 1 only: the mean is brought there before it is inverted.
+    mean = s.mean(-1, keepdim=True) * (1 / bert.TWO_QUAD_SHIFT**2)
+    return s * (mean.reciprocal() * (1 / (x.size(-1) * bert.TWO_QUAD_SHIFT**2)))
+
+
+def quad(x):
+    return x.square() * 0.125 + x * 0.25 + 0.5
+
+
+def gelu(x):
+    inner = (x + x * x.square() * 0.044715) * (2 / np.pi) ** 0.5
+    return x * (inner.tanh() + 1) * 0.5
+
+
+def puma(x):
+    a, b, c = bert.PUMA_BORDERS
+    square = x.square()
+    cube, fourth = square * x, square.square()
+    sixth = fourth * square
+    low = cube * bert.PUMA_LOW[3] + square * bert.PUMA_LOW[2] + x * bert.PUMA_LOW[1] + bert.PUMA_LOW[0]
+    high = (
+        sixth * bert.PUMA_HIGH[6] + fourth * bert.PUMA_HIGH[4] + square * bert.PUMA_HIGH[2]
+        + x * bert.PUMA_HIGH[1] + bert.PUMA_HIGH[0]
+    )  # fmt: skip
+    below_a, below_b, above_c = x < a, x < b, x > c
+    return (below_b - below_a) * low + (1 - below_b - above_c) * high + above_c * x
+
+
+ACTIVATION = {"2quad": quad, "puma": puma, "exact": gelu}
+
+
+def embedding(job):
+    """Looking up tokens by one-hot rows and a public table: apart from the layers."""
+    ids = torch.arange(job["tokens"]) * 7 % job["vocabulary"]
+    hot = torch.nn.functional.one_hot(ids, job["vocabulary"]).float()
+    table = torch.randn(job["vocabulary"], job["width"], generator=torch.Generator().manual_seed(0))
+    comm.get().reset_communication_stats()
+    started = time.perf_counter()
+    found = crypten.cryptensor(hot, src=0).matmul(table)
+    seconds = time.perf_counter() - started
+    stats = comm.get().get_communication_stats()
+    error = float((revealed(found) - table[ids]).abs().max())
+    return {"seconds": seconds, "bytes": stats["bytes"], "error": error}
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

@@ -1,0 +1,140 @@
+"""Run the parties of an MPC library as separate processes on loopback, in the library's own environment."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hiddenlab.errors import HiddenlabError, InputError
+
+FOLDER = Path(__file__).parent
+ROOT = FOLDER.parent.parent
+ENVIRONMENTS = {"crypten": ".venv-crypten", "spu": ".venv-spu"}
+_SENT = re.compile(r"Link details: total send bytes (\d+)")
+_RESULT = "RESULT "
+
+
+def interpreter(library: str) -> Path:
+    """The Python of a library's environment.
+
+    Raises:
+        InputError: it is not there.
+    """
+    for place in (Path.cwd(), ROOT):
+        path = place / ENVIRONMENTS[library] / "bin" / "python"
+        if path.is_file():
+            return path
+    raise InputError(f"{library} has no environment yet: run 'make mpc' in the repository")
+
+
+def crypten(job: Mapping[str, Any], timeout: float) -> dict[str, Any]:
+    """CrypTen's two parties: seconds and bytes of each repeat, rounds, largest error against plain.
+
+    Bytes are CrypTen's own count, sent and received, over both parties and halved: each byte once.
+
+    Raises:
+        InputError: no environment. HiddenlabError: a party failed or did not answer in time.
+    """
+    (port,) = _free_ports(1)
+    command = [str(interpreter("crypten")), str(FOLDER / "crypten_party.py"), json.dumps(job)]
+    own = [
+        {"RANK": str(rank), "WORLD_SIZE": "2", "RENDEZVOUS": f"tcp://127.0.0.1:{port}"} for rank in range(2)
+    ]
+    texts = run_parties([command] * 2, own, timeout)
+    results = [_result(text) for text in texts]
+    out = dict(results[0])
+    out["seconds"] = [max(pair) for pair in zip(*(r["seconds"] for r in results), strict=True)]
+    out["bytes"] = [sum(pair) / 2 for pair in zip(*(r["bytes"] for r in results), strict=True)]
+    return out
+
+
+def spu(job: Mapping[str, Any], timeout: float) -> dict[str, Any]:
+    """SPU's two or three parties (``protocol``: ``semi2k`` or ``aby3``): see ``crypten``; bytes sent by all parties.
+
+    Raises:
+        InputError: no environment. HiddenlabError: a party failed or did not answer in time.
+    """
+    count = {"semi2k": 2, "aby3": 3}[job["protocol"]]
+    whole = json.dumps({**job, "ports": _free_ports(count)})
+    python = str(interpreter("spu"))
+    commands = [[python, str(FOLDER / "spu_party.py"), whole, str(rank)] for rank in range(count)]
+    texts = run_parties(commands, [{} for _ in commands], timeout)
+    results = [_result(text) for text in texts]
+    out = dict(results[0])
+    out["seconds"] = [max(pair) for pair in zip(*(r["seconds"] for r in results), strict=True)]
+    sent = [[int(n) for n in _SENT.findall(text)] for text in texts]
+    if any(len(one) != len(out["seconds"]) for one in sent):
+        raise HiddenlabError("SPU did not report the bytes that it sent")
+    out["bytes"] = [float(sum(pair)) for pair in zip(*sent, strict=True)]
+    return out
+
+
+def run_parties(
+    commands: Sequence[Sequence[str]], environments: Sequence[Mapping[str, str]], timeout: float
+) -> list[str]:
+    """Start all parties, wait for all, and return what each printed; none is left behind, whatever happens.
+
+    Raises:
+        HiddenlabError: a party failed, or did not end in time; the others are stopped then.
+    """
+    with tempfile.TemporaryDirectory(prefix="hiddenlab-") as folder, contextlib.ExitStack() as files:
+        logs = [Path(folder) / f"party{i}" for i in range(len(commands))]
+        parties = []
+        try:
+            for command, environment, log in zip(commands, environments, logs, strict=True):
+                output = files.enter_context(log.open("w", encoding="utf-8"))
+                parties.append(
+                    subprocess.Popen(
+                        command, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
+                        env={**os.environ, **environment}, start_new_session=True, cwd=folder,
+                    )
+                )  # fmt: skip
+            _wait(parties, logs, timeout)
+        finally:
+            for party in parties:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(party.pid, signal.SIGKILL)
+                party.wait()
+        return [log.read_text(encoding="utf-8", errors="replace") for log in logs]
+
+
+def _wait(parties: Sequence[subprocess.Popen[bytes]], logs: Sequence[Path], timeout: float) -> None:
+    deadline = time.monotonic() + timeout
+    while any(party.poll() is None for party in parties):
+        failed = next((i for i, party in enumerate(parties) if party.poll() not in (None, 0)), None)
+        if failed is not None:
+            break
+        if time.monotonic() > deadline:
+            silent = next(i for i, party in enumerate(parties) if party.poll() is None)
+            raise HiddenlabError(
+                f"party {silent} did not answer within {timeout:g} s; all parties were stopped"
+            )
+        time.sleep(0.05)
+    for i, (party, log) in enumerate(zip(parties, logs, strict=True)):
+        if party.poll() not in (None, 0):
+            lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+            last = lines[-1] if lines else f"exit status {party.returncode}"
+            raise HiddenlabError(f"party {i} failed: {last}")
+
+
+def _result(text: str) -> dict[str, Any]:
+    lines = [line for line in text.splitlines() if line.startswith(_RESULT)]
+    if not lines:
+        raise HiddenlabError("a party ended without a result")
+    return dict(json.loads(lines[-1].removeprefix(_RESULT)))
+
+
+def _free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in sockets]

@@ -1,0 +1,172 @@
+"""MPC baselines: the plain layer is a layer, parties are started and stopped, what cannot run says why."""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from eval import bench_mpc
+from eval.mpc import bert_layer, run
+from hiddenlab.cli import app
+from hiddenlab.errors import HiddenlabError, InputError
+
+
+def test_the_plain_layer_is_transformers_own() -> None:
+    from transformers import BertConfig
+    from transformers.models.bert.modeling_bert import BertLayer
+
+    config = BertConfig(
+        hidden_size=16, num_attention_heads=2, intermediate_size=24, hidden_act="gelu_new", attn_implementation="eager",
+        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    layer: Any = BertLayer(config).eval()
+    w = bert_layer.layer_weights(16, 24, 3)
+    x = bert_layer.inputs(5, 16, 3)
+    places = {
+        "q": layer.attention.self.query, "k": layer.attention.self.key, "v": layer.attention.self.value,
+        "o": layer.attention.output.dense, "up": layer.intermediate.dense, "down": layer.output.dense,
+        "norm1": layer.attention.output.LayerNorm, "norm2": layer.output.LayerNorm,
+    }  # fmt: skip
+    with torch.no_grad():
+        for name, module in places.items():
+            weight = torch.tensor(w[f"{name}.w"])
+            module.weight.copy_(weight.T if weight.ndim == 2 else weight)
+            module.bias.copy_(torch.tensor(w[f"{name}.b"]))
+        out = layer(torch.tensor(x)[None])
+    wanted = (out[0] if isinstance(out, tuple) else out)[0].numpy()
+    assert np.allclose(bert_layer.plain_layer(x, w, 2, "exact"), wanted, atol=1e-4)
+
+
+def test_approximations() -> None:
+    x = np.linspace(-6, 6, 400)
+    exact = bert_layer.ACTIVATION["exact"](x)
+    assert np.abs(bert_layer.ACTIVATION["puma"](x) - exact).max() < 0.02
+    shares = bert_layer.SOFTMAX["2quad"](x[None])
+    assert shares.sum() == pytest.approx(1) and (shares >= 0).all()
+    assert set(bert_layer.SOFTMAX) == set(bert_layer.ACTIVATION) == set(bert_layer.VARIANTS)
+
+
+def party(tmp_path: Path, text: str) -> list[str]:
+    path = tmp_path / f"{abs(hash(text))}.py"
+    path.write_text(text)
+    return [sys.executable, str(path)]
+
+
+def test_parties_run_side_by_side(tmp_path: Path) -> None:
+    command = party(tmp_path, "import os; print('I am', os.environ['RANK'])")
+    texts = run.run_parties([command] * 2, [{"RANK": "0"}, {"RANK": "1"}], 60)
+    assert texts == ["I am 0\n", "I am 1\n"]
+
+
+def test_a_party_that_fails_takes_the_others_along(tmp_path: Path) -> None:
+    note = tmp_path / "pid"
+    waits = party(
+        tmp_path, f"import os, time; open({str(note)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
+    )
+    fails = party(
+        tmp_path, f"import os, time\nwhile not os.path.exists({str(note)!r}): time.sleep(0.01)\n1 / 0"
+    )
+    with pytest.raises(HiddenlabError, match="party 1 failed: ZeroDivisionError"):
+        run.run_parties([waits, fails], [{}, {}], 60)
+    assert gone(int(note.read_text() or 0))
+
+
+def test_a_party_that_does_not_answer_is_stopped(tmp_path: Path) -> None:
+    note = tmp_path / "pid"
+    waits = party(
+        tmp_path, f"import os, time; open({str(note)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
+    )
+    with pytest.raises(HiddenlabError, match="party 0 did not answer within 3 s; all parties were stopped"):
+        run.run_parties([waits], [{}], 3)
+    assert gone(int(note.read_text()))
+
+
+def gone(pid: int) -> bool:
+    for _ in range(100):
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def test_results_are_put_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    python = Path(sys.executable)
+    monkeypatch.setattr(run, "interpreter", lambda library: python)
+    monkeypatch.setattr(run, "FOLDER", tmp_path)
+    (tmp_path / "crypten_party.py").write_text(
+        "import json, os; r = int(os.environ['RANK'])\n"
+        "print('RESULT', json.dumps({'seconds': [1 + r, 5 - r], 'bytes': [10, 30], 'rounds': [4, 4], 'error': 0.5}))"
+    )
+    found = run.crypten({"variant": "exact"}, 60)
+    assert (found["seconds"], found["bytes"]) == ([2, 5], [10, 30])
+    (tmp_path / "spu_party.py").write_text(
+        "import json, sys; job, r = json.loads(sys.argv[1]), int(sys.argv[2])\n"
+        "assert len(set(job['ports'])) == 3\n"
+        "print('[info] Link details: total send bytes', 100 + r, ', recv bytes 3')\n"
+        "print('RESULT', json.dumps({'seconds': [1.5], 'error': 0.1}))"
+    )
+    assert run.spu({"protocol": "aby3"}, 60)["bytes"] == [303.0]
+    (tmp_path / "spu_party.py").write_text("print('nothing')")
+    with pytest.raises(HiddenlabError, match="without a result"):
+        run.spu({"protocol": "semi2k"}, 60)
+
+
+@pytest.fixture
+def without_libraries(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(run, "ROOT", tmp_path)
+
+
+@pytest.mark.usefixtures("without_libraries")
+def test_the_bench_without_the_libraries_says_how_to_get_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(InputError, match="make mpc"):
+        run.interpreter("crypten")
+    tiny = {
+        "type": "bert",
+        "hidden_size": 32,
+        "num_attention_heads": 2,
+        "intermediate_size": 48,
+        "vocab_size": 99,
+    }
+    monkeypatch.setitem(bench_mpc.SHAPES, "bert-base", tiny)
+    args = ["bench", "mpc", "--max-tokens", "8", "--set", "alphas=4", "--set", "backends=local", "--json"]
+    result = CliRunner().invoke(app, [*args, "--set", "repeats=2", "--set", f"plot={tmp_path / 'p.png'}"])
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    by_name = {row["scheme"]: row for row in found["rows"]}
+    assert by_name["Cascade, local α=4"]["error"] < 1e-4 and found["layers"] == 1
+    assert "make mpc" in by_name["SPU ABY3, Puma's GELU"]["not_run"]
+    assert by_name["plain"]["seconds_over_cascade"] is None  # α = 4 over TCP was not measured
+    assert found["published"]["bert-base"]["Puma"][0] == 33.913
+    assert (tmp_path / "p.png").stat().st_size > 5000
+
+
+def test_ratios_are_of_one_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [
+        {
+            "setting": "tcp α=4", "seconds": 2.0, "seconds_low": 1.0, "seconds_high": 3.0, "plain_seconds": 0.5,
+            "mb_on_wire": 10.0, "mb_formula": 9.0, "max_difference": 1e-6,
+        }
+    ]  # fmt: skip
+    monkeypatch.setattr(bench_mpc.bench_cascade, "bench", lambda **_: {"rows": rows, "network": "none"})
+    answer: Callable[..., dict[str, Any]] = lambda job, timeout: {  # noqa: E731
+        "seconds": [8.0, 6.0, 7.0], "bytes": [4e7] * 3, "error": 0.1, "rounds": [5] * 3,
+    }  # fmt: skip
+    monkeypatch.setattr(bench_mpc, "BASELINES", {"one": (answer, {"variant": "exact"})})
+    found = {row["scheme"]: row for row in bench_mpc.bench()["rows"]}
+    assert found["one"]["seconds_over_cascade"] == 3.5 and found["one"]["megabytes_over_cascade"] == 4.0
+    assert found["plain"]["seconds_over_cascade"] == 0.25
+    with pytest.raises(InputError, match="unknown shape"):
+        bench_mpc.bench(model="gpt")
