@@ -189,3 +189,34 @@ def _by_shown(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         one["status"] = "measured" if one["figures"] else row["status"]
         one["reason"] = one["reason"] or row["reason"]
     return list(out.values())
+
+
+def after_mpc(setting: Setting, alpha: int = 4, c: int = 4, m: int = 1, timeout: float = 600.0) -> Experiment:
+    """Cascade behind secret sharing: what the first layers cost under CrypTen, and what a CompNode sees then."""
+    cells = []
+    tokens = setting.max_tokens or 48
+    for layer in setting.at((1, 2)):
+        source = {**setting.source(limit=3), "max_tokens": tokens}
+        spec = {
+            "model": setting.model, "seed": setting.seed, **source, "layers": layer, "alpha": alpha, "c": c, "m": m,
+            "timeout": timeout,
+        }  # fmt: skip
+        cells.append(Cell("after-mpc", spec, {"layers on shares": layer}))
+        for attack in ("vocab-match", "gap:budget=2000"):
+            channel = f"shard:alpha={alpha},c={c},node={alpha // 2}"
+            keys = {"layers on shares": layer, "attack on a CompNode": attack}
+            cells.append(attack_cell(setting, keys, layer, channel, attack=attack, max_tokens=tokens))
+    return Experiment(
+        "Cascade behind secret sharing (appendix H)",
+        cells,
+        {
+            "seconds_per_prompt": "seconds", "megabytes": "MB", "state_error": "error of a state",
+            "logit_error": "error of a logit", "top1_agreement": "same likeliest token",
+            "token_accuracy": "token accuracy", "rouge_l": "ROUGE-L", "verified": "verified tokens",
+        },
+        [
+            f"Prompts of {tokens} tokens; alpha {alpha}, c {c}, m {m}. Layers on shares: CrypTen, two processes on "
+            "loopback, public weights, triples from its trusted first party (not counted).",
+            "Rows with an attack are of the states that a CompNode adds up where sharing ends.",
+        ],
+    )  # fmt: skip

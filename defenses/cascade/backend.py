@@ -104,7 +104,30 @@ class Cascade(ABC):
         """
         self._check(work, tokens)
         shares = {i: work.inputs(i, tokens) for i in range(work.plan.alpha)}
-        parts = self._run(work, {i: share for i, share in shares.items() if share is not None})
+        return self._joined(
+            work, self._run(work, {i: share for i, share in shares.items() if share is not None})
+        )
+
+    def forward_rows(self, rows: Mapping[int, Float[Tensor, "r d"]], plan: Plan) -> Float[Tensor, "n width"]:
+        """As ``forward``, with each CompNode's own rows of input vectors: nobody puts the whole prompt together.
+
+        Args:
+            rows: by CompNode, those of its positions.
+
+        Raises:
+            InputError: rows that are not those of the plan. NodeError: a node died or stalled.
+        """
+        wanted = {i: len(shard) for i, shard in enumerate(plan.shards) if shard}
+        if {i: len(part) for i, part in rows.items()} != wanted:
+            raise InputError("each CompNode needs the rows of its own positions, and no others")
+        work = Pass(new_request(), plan)
+        try:
+            return self._joined(work, self._run(work, rows))
+        finally:
+            self.close(work.request)
+
+    def _joined(self, work: Pass, parts: Mapping[int, Tensor]) -> Float[Tensor, "n width"]:
+        """The nodes' outputs in the order of the prompt."""
         if work.last:
             return next(part for part in parts.values() if len(part))
         width = next(iter(parts.values()))

@@ -25,6 +25,9 @@ def main(job: dict) -> None:
     torch.set_num_threads(job["threads"])
     crypten.init()
     cfg.communicator.verbose = True
+    if job.get("decoder"):
+        decoder(job)
+        return
     layers = [
         {
             k: torch.tensor(v)
@@ -115,6 +118,66 @@ def puma(x):
     )  # fmt: skip
     below_a, below_b, above_c = x < a, x < b, x > c
     return (below_b - below_a) * low + (1 - below_b - above_c) * high + above_c * x
+
+
+def decoder(job):
+    """The first layers of a Llama-type decoder on shares; each party writes its own share of the states.
+
+    ``job["decoder"]`` is a file with the weights, the rotary tables and the input vectors. Norms divide by public
+    scales first: CrypTen's inverse square root is right for numbers near 1 only.
+    """
+    with np.load(job["decoder"], allow_pickle=False) as file:
+        t = {name: torch.tensor(file[name]) for name in file.files}
+    x = crypten.cryptensor(t["x"], src=0)
+    hidden = torch.full((len(t["x"]),) * 2, -200.0).triu(1)
+    comm.get().barrier()
+    comm.get().reset_communication_stats()
+    started = time.perf_counter()
+    for i in range(job["layers"]):
+        x = decoder_layer(
+            x,
+            {name.partition(".")[2]: v for name, v in t.items() if name.startswith(f"{i}.")},
+            t,
+            hidden,
+            job,
+        )
+    seconds = time.perf_counter() - started
+    stats = comm.get().get_communication_stats()
+    np.save(f"{job['out']}{comm.get().get_rank()}.npy", x.share.numpy())
+    print(
+        "RESULT "
+        + json.dumps({"seconds": [seconds], "bytes": [stats["bytes"]], "rounds": [stats["rounds"]]}),
+        flush=True,
+    )
+
+
+def decoder_layer(x, w, t, hidden, job):
+    heads, groups = job["heads"], job["heads"] // job["kv_heads"]
+    normed = rms_norm(x, w["norm1"], w["scale1"], job["eps"])
+    q, k, v = (
+        split(normed.matmul(w[n]), n_heads)
+        for n, n_heads in (("q", heads), ("k", heads // groups), ("v", heads // groups))
+    )
+    q, k = (rotate(a, t["cos"], t["sin"]) for a in (q, k))
+    if groups > 1:
+        k, v = (crypten.stack([a] * groups, 1).reshape(heads, a.size(1), a.size(2)) for a in (k, v))
+    scores = q.matmul(k.transpose(1, 2)) * (q.size(2) ** -0.5) + hidden
+    mixed = scores.softmax(-1).matmul(v).transpose(0, 1).reshape(x.size(0), -1)
+    x = x + mixed.matmul(w["o"])
+    normed = rms_norm(x, w["norm2"], w["scale2"], job["eps"])
+    gate = normed.matmul(w["gate"])
+    return x + (gate * gate.sigmoid() * normed.matmul(w["up"])).matmul(w["down"])
+
+
+def rms_norm(x, weight, scale, eps):
+    x = x * float(scale)
+    return x * (x.square().mean(-1, keepdim=True) + eps * float(scale) ** 2).inv_sqrt() * weight
+
+
+def rotate(x, cos, sin):
+    half = x.size(2) // 2
+    turned = crypten.cat([-x[:, :, half:], x[:, :, :half]], 2)
+    return x * cos + turned * sin
 
 
 ACTIVATION = {"2quad": quad, "puma": puma, "exact": gelu}

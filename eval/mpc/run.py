@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from hiddenlab.errors import HiddenlabError, InputError
 
 FOLDER = Path(__file__).parent
@@ -54,6 +56,24 @@ def crypten(job: Mapping[str, Any], timeout: float) -> dict[str, Any]:
     out["seconds"] = [max(pair) for pair in zip(*(r["seconds"] for r in results), strict=True)]
     out["bytes"] = [sum(pair) / 2 for pair in zip(*(r["bytes"] for r in results), strict=True)]
     return out
+
+
+def crypten_decoder(
+    weights: Mapping[str, Any], job: Mapping[str, Any], timeout: float
+) -> tuple[list[Any], dict[str, Any]]:
+    """A decoder's first layers under CrypTen: each party's share of the states (fixed point), and what it cost.
+
+    Args:
+        weights: arrays by name, see ``crypten_party.decoder``.
+
+    Raises:
+        InputError: no environment. HiddenlabError: a party failed or did not answer in time.
+    """
+    with tempfile.TemporaryDirectory(prefix="hiddenlab-") as folder:
+        path = Path(folder)
+        np.savez(path / "decoder.npz", **weights)
+        found = crypten({**job, "decoder": str(path / "decoder.npz"), "out": str(path / "share")}, timeout)
+        return [np.load(path / f"share{rank}.npy", allow_pickle=False) for rank in range(2)], found
 
 
 def spu(job: Mapping[str, Any], timeout: float) -> dict[str, Any]:

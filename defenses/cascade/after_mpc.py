@@ -1,0 +1,74 @@
+"""Cascade behind secret sharing: the first layers on shares, the rest on CompNodes (paper, appendix H).
+
+Parties of any protocol with additive sharing send each CompNode its own rows of their shares of the hidden states; the
+CompNode adds them up. So no CompNode holds tokens, and none sees states before the layer where sharing ends.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Int
+from torch import Tensor, nn
+
+from defenses.cascade.backend import Cascade
+from defenses.cascade.plan import Plan
+from hiddenlab.errors import InputError, NotApplicableError
+from hiddenlab.slice import decoder_layers
+
+
+def without_first(model: nn.Module, layers: int) -> nn.Module:
+    """The model without its first layers, changed in place: its input vectors are the states behind them.
+
+    Raises:
+        InputError: it has no more layers than that. NotApplicableError: it adds position vectors to its inputs.
+    """
+    found = decoder_layers(model)
+    if not 0 <= layers < len(found):
+        raise InputError(
+            f"the model has {len(found)} layers; between 0 and {len(found) - 1} can be left to others"
+        )
+    if layers and any("wpe" in name or "position_embed" in name for name, _ in model.named_parameters()):
+        raise NotApplicableError(
+            "this model adds position vectors to whatever comes in; it cannot start in the middle"
+        )
+    del found[:layers]
+    for module in model.modules():
+        if hasattr(module, "layer_idx"):
+            module.layer_idx = int(module.layer_idx) - layers  # type: ignore[arg-type,assignment]
+    config: Any = model.config
+    config.num_hidden_layers = len(found)
+    for name, value in list(vars(config).items()):
+        if isinstance(value, list) and len(value) == len(found) + layers:
+            setattr(config, name, value[layers:])
+    return model
+
+
+def rows_from_shares(shares: Sequence[Int[Tensor, "n d"]], fraction: int, plan: Plan) -> dict[int, Tensor]:
+    """What each CompNode adds up: its rows of every party's share, as numbers.
+
+    Args:
+        shares: fixed-point integers of each party, modulo 2⁶⁴. fraction: bits behind the point.
+
+    Raises:
+        InputError: no shares, or of another prompt.
+    """
+    if not shares or any(share.shape != shares[0].shape or len(share) != plan.tokens for share in shares):
+        raise InputError(f"the shares are not all of a prompt of {plan.tokens} tokens")
+    out = {}
+    for i, shard in enumerate(plan.shards):
+        if shard:
+            total = torch.stack([share[list(shard)] for share in shares]).sum(0)
+            out[i] = (total.double() / 2**fraction).float()
+    return out
+
+
+def forward_after(
+    cascade: Cascade, shares: Sequence[Int[Tensor, "n d"]], fraction: int, plan: Plan
+) -> Tensor:
+    """Run a model's remaining layers (``without_first``) on the nodes of a plan.
+
+    Raises:
+        see ``rows_from_shares`` and ``Cascade.forward_rows``.
+    """
+    return cascade.forward_rows(rows_from_shares(shares, fraction, plan), plan)

@@ -1,0 +1,103 @@
+"""Cascade behind secret sharing: CompNodes add up shares of their rows, and the rest of the model runs on them."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from defenses.cascade.after_mpc import forward_after, rows_from_shares, without_first
+from defenses.cascade.backend import Settings, load_cascade_model
+from defenses.cascade.local import LocalCascade
+from defenses.cascade.plan import Plan
+from defenses.schemes.walk import Plain, walk
+from defenses.schemes.weights import load_weights
+from eval import scheme_cells
+from hiddenlab.errors import InputError, NotApplicableError
+
+TinyPath = Callable[..., str]
+TOKENS = [5, 17, 3, 3, 250, 41, 8, 99, 100]
+FRACTION = 16
+
+
+def shared(values: Tensor, parties: int = 2) -> list[Tensor]:
+    whole = (values.double() * 2**FRACTION).round().long()
+    masks = [torch.randint(-(2**62), 2**62, whole.shape) for _ in range(parties - 1)]
+    return [whole - sum(masks, torch.zeros_like(whole)), *masks]
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma2", "qwen3", "mistral"])
+@pytest.mark.parametrize("layers", [0, 1])
+def test_the_rest_of_the_model_runs_on_rows_from_shares(
+    tiny: TinyPath, architecture: str, layers: int
+) -> None:
+    if architecture == "gemma2" and layers == 0:
+        pytest.skip("it scales whatever comes in")
+    path = tiny(architecture)
+    with torch.no_grad():
+        out = AutoModelForCausalLM.from_pretrained(path)(torch.tensor([TOKENS]), output_hidden_states=True)
+    states = out.hidden_states[layers][0]
+    if architecture == "gemma2":
+        states = states / torch.tensor(states.shape[1] ** 0.5)
+    cascade = LocalCascade(without_first(load_cascade_model(path), layers), Settings(record=True))
+    plan = Plan.clustered(len(TOKENS), 2, alpha=3, m=2)
+    found = forward_after(cascade, shared(states, 3), FRACTION, plan)
+    assert torch.allclose(found, out.logits[0], atol=2e-3)
+    assert not [one for one in cascade.seen() if one.node.startswith("Comp") and "embed" in str(one)]
+
+
+def test_each_node_adds_up_its_own_rows() -> None:
+    values = torch.randn(9, 4)
+    plan = Plan.clustered(9, 2, alpha=3)
+    rows = rows_from_shares(shared(values), FRACTION, plan)
+    assert set(rows) == {0, 1, 2}
+    for i, part in rows.items():
+        assert torch.allclose(part, values[list(plan.shards[i])], atol=1e-4)
+    for wrong in ([], [torch.zeros(8, 4, dtype=torch.long)]):
+        with pytest.raises(InputError, match="not all of a prompt of 9 tokens"):
+            rows_from_shares(wrong, FRACTION, plan)
+
+
+def test_what_cannot_start_in_the_middle(tiny: TinyPath) -> None:
+    with pytest.raises(NotApplicableError, match="position vectors"):
+        without_first(load_cascade_model(tiny("gpt2")), 1)
+    model = load_cascade_model(tiny("llama"))
+    with pytest.raises(InputError, match="between 0 and"):
+        without_first(model, 99)
+    plan = Plan.clustered(4, 2, alpha=2)
+    with pytest.raises(InputError, match="rows of its own positions"):
+        LocalCascade(model).forward_rows({0: torch.zeros(1, 64), 1: torch.zeros(2, 64)}, plan)
+
+
+def test_measured_with_another_protocol_in_cryptens_place(
+    tiny: TinyPath, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tiny("llama", tokenizer=True)
+    weights, _ = load_weights(path)
+    seen: dict[str, Any] = {}
+
+    def stand_in(
+        arrays: dict[str, Any], job: dict[str, Any], timeout: float
+    ) -> tuple[list[Any], dict[str, Any]]:
+        seen.update(arrays)
+        states = walk(weights, torch.tensor(arrays["x"]), Plain())[1]
+        parts = [share.numpy() for share in shared(states[job["layers"]])]
+        return parts, {"seconds": [1.5], "bytes": [2e6]}
+
+    monkeypatch.setattr(scheme_cells, "crypten_decoder", stand_in)
+    prompts = tmp_path / "p.txt"
+    prompts.write_text("hello there\nanother one")
+    spec = {
+        "model": path, "prompts": str(prompts), "limit": 2, "max_tokens": 8, "seed": 0, "layers": 1, "alpha": 2, "c": 2,
+        "m": 1, "timeout": 5.0,
+    }  # fmt: skip
+    found = scheme_cells.after_mpc(spec, tmp_path)
+    assert found["logit_error"]["value"] < 2e-3 and found["state_error"]["value"] < 1e-3
+    assert found["top1_agreement"]["value"] == 1 and found["megabytes"]["value"] == 2
+    assert seen["0.q"].shape == (64, len(weights.blocks[0].q.weight)) and seen["cos"].shape[0] == 8
+    typical = np.sqrt((weights.inputs(range(64)).numpy() ** 2).mean(1))
+    assert float(seen["0.scale1"]) == pytest.approx(1 / float(np.median(typical)), rel=0.3)
