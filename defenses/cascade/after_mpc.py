@@ -20,6 +20,8 @@ from hiddenlab.slice import decoder_layers
 def without_first(model: nn.Module, layers: int) -> nn.Module:
     """The model without its first layers, changed in place: its input vectors are the states behind them.
 
+    What nodes record counts layers from there.
+
     Raises:
         InputError: it has no more layers than that. NotApplicableError: it adds position vectors to its inputs.
     """
