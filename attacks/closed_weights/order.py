@@ -20,13 +20,19 @@ def match_sorted(
     Returns:
         Which one, its distance, and how much farther the next one is.
     """
-    ordered = table.float().sort(dim=1).values
+    return nearest(rows.float().sort(dim=1).values, table.float().sort(dim=1).values)
+
+
+def nearest(
+    rows: Float[Tensor, "rows d"], table: Float[Tensor, "v d"]
+) -> tuple[Int[Tensor, " rows"], Float[Tensor, " rows"], Float[Tensor, " rows"]]:
+    """The nearest table row (L2) of each row, coordinate by coordinate; see ``match_sorted``."""
     found, distance, margin = [], [], []
-    norms = ordered.square().sum(1)
-    for chunk in rows.float().sort(dim=1).values.split(CHUNK):
+    norms = table.square().sum(1)
+    for chunk in rows.split(CHUNK):
         # The fast form loses the last digits, which decide between near equals: the best few are compared again.
-        few = (norms - 2 * chunk @ ordered.T).topk(min(EXACT_FEW, len(ordered)), largest=False).indices
-        exact = torch.linalg.vector_norm(ordered[few] - chunk[:, None], dim=2)
+        few = (norms - 2 * chunk @ table.T).topk(min(EXACT_FEW, len(table)), largest=False).indices
+        exact = torch.linalg.vector_norm(table[few] - chunk[:, None], dim=2)
         values, places = exact.sort(dim=1)
         found.append(few.gather(1, places[:, :1])[:, 0])
         distance.append(values[:, 0])
@@ -34,6 +40,15 @@ def match_sorted(
             values[:, 1] - values[:, 0] if values.shape[1] > 1 else torch.full((len(chunk),), torch.inf)
         )
     return torch.cat(found), torch.cat(distance), torch.cat(margin)
+
+
+def likeliest_order(rows: Float[Tensor, "m d"], guessed: Float[Tensor, "m d"]) -> Int[Tensor, " d"]:
+    """The order of coordinates in which rows agree best with vectors of which only some are the right ones."""
+    from scipy.optimize import linear_sum_assignment
+
+    agreement = (rows - rows.mean(0)).T @ guessed
+    _, order = linear_sum_assignment(agreement.double().numpy(), maximize=True)
+    return torch.from_numpy(order).long()
 
 
 def common_order(

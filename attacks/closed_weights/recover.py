@@ -7,11 +7,12 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from attacks.closed_weights.order import common_order, match_sorted, number
+from attacks.closed_weights.order import common_order, likeliest_order, match_sorted, nearest, number
 from attacks.closed_weights.view import ServerView, rows_of
 from hiddenlab.errors import InputError, NotApplicableError
 
 SEEN_FOR_ORDER = 512  # distinct vectors from which the order of coordinates is found
+ORDER_ROUNDS = 20
 EXACT = 1e-5  # of a vector's norm: a match up to float rounding
 
 
@@ -20,7 +21,9 @@ def with_public_embedding(
 ) -> tuple[list[list[int]], Float[Tensor, " rows"]]:
     """The tokens of every request, by the sorted values of a public embedding (appendix I.2).
 
-    The embedding may be of a public model that the private one was made from: the nearest vector is taken.
+    The embedding may be of a public model that the private one was made from: the nearest vector is taken. Since one
+    order of coordinates serves all requests, it is estimated from the first guesses, which are guessed again in that
+    order, and so on: few right ones are enough (no paper describes it).
 
     Returns:
         Tokens by request, and each row's relative margin over the next token: 0 says nothing, 1 is sure.
@@ -32,8 +35,25 @@ def with_public_embedding(
         raise InputError(f"the embedding is {embedding.shape[1]} wide, the requests {view.head.shape[1]}")
     rows, counts = rows_of(view.requests)
     found, distance, margin = match_sorted(rows, embedding)
+    norms = torch.linalg.vector_norm(embedding[found], dim=1)
+    if bool((distance > EXACT * norms).any()):  # not these very vectors: the order helps
+        found, distance, margin = _in_one_order(rows, embedding, found)
     sure = margin / (margin + distance).clamp(min=1e-30)
     return [part.tolist() for part in found.split(counts)], sure
+
+
+def _in_one_order(
+    rows: Float[Tensor, "rows d"], table: Float[Tensor, "v d"], found: Int[Tensor, " rows"]
+) -> tuple[Int[Tensor, " rows"], Float[Tensor, " rows"], Float[Tensor, " rows"]]:
+    """Guess tokens and the one order of coordinates in turns, until the guesses stay."""
+    centre = table.mean(0)
+    for _ in range(ORDER_ROUNDS):
+        order = likeliest_order(rows, table[found] - centre)
+        before = found
+        found, distance, margin = nearest(rows, table[:, order])
+        if torch.equal(found, before):
+            break
+    return found, distance, margin
 
 
 @dataclass(frozen=True)
