@@ -10,6 +10,7 @@ from eval.bench_cascade import SHAPES
 from eval.mpc.run import crypten, spu
 from hiddenlab.core import Progress, silent
 from hiddenlab.errors import HiddenlabError, InputError
+from hiddenlab.registry import parse_numbers
 
 BASELINES: dict[str, tuple[Any, dict[str, str]]] = {
     "CrypTen, 2Quad + quad (MPCFormer)": (crypten, {"variant": "2quad"}),
@@ -27,6 +28,7 @@ def bench(
     depth: int = 1,
     alphas: str = "1,4,8",
     backends: str = "local,tcp",
+    tcp_alpha: int = 4,
     repeats: int = 3,
     only: str = "",
     bandwidth: float | None = None,
@@ -41,7 +43,8 @@ def bench(
 
     Args:
         model: ``bert-base`` or ``bert-large``, random weights, known to all. depth: layers, 0 for all.
-        alphas, backends: of Cascade, see the bench ``cascade``. repeats: of everything.
+        alphas, backends: of Cascade, see the bench ``cascade``. tcp_alpha: largest α that runs as processes (α of 8 are
+            72 of them). repeats: of everything.
         only: baselines whose name holds this. bandwidth, latency: of a simulated network, for Cascade over TCP only:
             the libraries' own transports run on bare loopback, which is to their advantage.
         plot: a PNG to draw. timeout: for each baseline, seconds.
@@ -58,17 +61,26 @@ def bench(
         raise InputError(f"unknown shape {model!r}; known are {', '.join(SHAPES)}")
     shape = _shape(model)
     depth = depth or shape["layers"]
-    result = bench_cascade.bench(
-        model=model, depth=depth, max_tokens=max_tokens, alphas=alphas, backends=backends, repeats=repeats,
-        bandwidth=bandwidth, latency=latency, seed=seed, threads=threads, progress=progress,
-    )  # fmt: skip
+    numbers = parse_numbers("alphas", str(alphas))
+    cascades: list[dict[str, Any]] = []
+    network = "none"
+    for backend in backends.split(","):
+        fitting = [str(alpha) for alpha in numbers if backend != "tcp" or alpha <= tcp_alpha]
+        if not fitting:
+            continue
+        result = bench_cascade.bench(
+            model=model, depth=depth, max_tokens=max_tokens, alphas=",".join(fitting), backends=backend,
+            repeats=repeats, bandwidth=bandwidth, latency=latency, seed=seed, threads=threads, progress=progress,
+        )  # fmt: skip
+        cascades += result["rows"]
+        network = result["network"]
     rows = [
         {
-            "scheme": "plain", "seconds": statistics.median(r["plain_seconds"] for r in result["rows"]),
+            "scheme": "plain", "seconds": statistics.median(r["plain_seconds"] for r in cascades),
             "megabytes": 0.0, "error": 0.0,
         }
     ]  # fmt: skip
-    for row in result["rows"]:
+    for row in cascades:
         rows.append(
             {
                 "scheme": f"Cascade, {row['setting']}", "seconds": row["seconds"],
@@ -99,7 +111,7 @@ def bench(
         draw(rows, f"{model}, {depth} layer{'s' if depth > 1 else ''}, {max_tokens} tokens", Path(plot))
     return {
         "rows": rows, "published": paper.MPC, "model": model, "layers": depth, "tokens": max_tokens,
-        "repeats": repeats, "threads": threads or 1, "network": result["network"], "seed": seed,
+        "repeats": repeats, "threads": threads or 1, "network": network, "seed": seed,
         "ratios": f"to Cascade, {REFERENCE}, in this run",
     }  # fmt: skip
 
