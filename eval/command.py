@@ -20,6 +20,7 @@ def run(
     fresh: bool = False,
     workers: int = 1,
     threads: int | None = None,
+    measure: bool = True,
     progress: Progress = silent,
 ) -> list[dict[str, Any]]:
     """The tables of some experiments, written to ``home`` as JSON and Markdown.
@@ -35,7 +36,14 @@ def run(
     tables = []
     for name, experiment in experiments.items():
         table = conduct(
-            name, experiment, home, fresh=fresh, workers=workers, threads=threads, progress=progress
+            name,
+            experiment,
+            home,
+            fresh=fresh,
+            workers=workers,
+            threads=threads,
+            measure=measure,
+            progress=progress,
         )
         try:
             (home / f"{name}.md").write_text(markdown_table(table), encoding="utf-8")

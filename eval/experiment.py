@@ -144,12 +144,14 @@ def conduct(
     fresh: bool = False,
     workers: int = 1,
     threads: int | None = None,
+    measure: bool = True,
     progress: Progress = silent,
 ) -> dict[str, Any]:
     """Measure the cells that are not measured yet, and return the table; it is written to ``home`` as well.
 
     Args:
-        fresh: measure all cells anew. workers: processes, over Ray. threads: of torch, in each process.
+        fresh: measure all cells anew. workers: processes, over Ray. threads: of torch, in each process. measure:
+            else the table is made of what was measured before, the rest of it "not measured yet".
 
     Raises:
         HiddenlabError: ``home`` cannot be written, or a measure does not exist.
@@ -159,6 +161,7 @@ def conduct(
     unique = {cell.digest: cell for cell in experiment.cells}
     todo = [cell for cell in unique.values() if fresh or load_result(cell, home) is None]
     done = len(unique) - len(todo)
+    todo = todo if measure else []
     progress(f"cells of {name}", done, len(unique))
     if workers > 1 and len(todo) > 1:
         from eval.parallel import measure_all

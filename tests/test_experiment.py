@@ -134,6 +134,14 @@ def test_a_folder_that_cannot_be_written(measured: list[dict[str, Any]], tmp_pat
         conduct("t", made_of({"x": 1}), tmp_path / "file")
 
 
+def test_what_was_measured_can_be_shown_alone(measured: list[dict[str, Any]], tmp_path: Path) -> None:
+    conduct("t", made_of({"x": 1}), tmp_path)
+    table = conduct("t", made_of({"x": 1}, {"x": 2}), tmp_path, measure=False)
+    assert len(measured) == 1
+    assert [row["status"] for row in table["rows"]] == ["measured", "not run"]
+    assert grid(table).reasons == ["not run: 2: not measured yet"]
+
+
 # ---- the experiments
 
 

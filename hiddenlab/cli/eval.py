@@ -47,6 +47,9 @@ def eval_(
         Path, Option("--out", metavar="DIR", help="Where cells and tables are kept and taken up again.")
     ] = Path("runs/eval"),
     fresh: Annotated[bool, Option("--fresh", help="Measure anew what was measured before.")] = False,
+    measured: Annotated[
+        bool, Option("--measured", help="Measure nothing: show what was measured before.")
+    ] = False,
     json: o.JsonOpt = False,
 ) -> None:
     """Run an experiment: one table or figure of a paper, its published figures beside ours."""
@@ -66,8 +69,9 @@ def eval_(
     try:
         with only_json(json), bars() as progress:
             tables = run(
-                names, setting, options, out, fresh=fresh, workers=workers, threads=threads, progress=progress
-            )
+                names, setting, options, out, fresh=fresh, workers=workers, threads=threads, measure=not measured,
+                progress=progress,
+            )  # fmt: skip
     except KeyboardInterrupt:
         stderr().print(
             f"interrupted; what was measured is kept in {out}, and the same command goes on from there"
