@@ -5,6 +5,7 @@ from typing import Any
 from eval.experiment import Cell, Experiment, Setting, attack_cell
 from eval.scheme_cells import PLAIN, REVEALING, SCHEMES
 
+FEW = 256  # candidates for a token where rows are a few projections
 READS = {
     "exact": "exact prompts", "token_accuracy": "token accuracy", "seconds_per_prompt": "seconds a prompt"
 }  # fmt: skip
@@ -125,7 +126,7 @@ def revealed(setting: Setting, budget: int = 0) -> Experiment:
     )  # fmt: skip
 
 
-def projections(setting: Setting, budget: int = 4096) -> Experiment:
+def projections(setting: Setting, budget: int = FEW) -> Experiment:
     """Matching on a few random projections of each state: recovery by their number and noise (theorem J.1)."""
     cells = []
     for layer in setting.at((1, 11)):
@@ -162,7 +163,9 @@ def distance_correlation(setting: Setting, budget: int = 4096, draws: int = 20) 
         keys = {"shown": LABELS.get(channel, channel)}
         cells.append(Cell("discorr", spec, keys))
         if channel not in LABELS:
-            cells.append(attack_cell(setting, keys, layer, channel, budget=budget))
+            # One direction matches many tokens: searching on would only find more of them.
+            few = FEW if channel.startswith("project") else budget
+            cells.append(attack_cell(setting, keys, layer, channel, budget=few))
     return Experiment(
         f"Distance correlation and recovery, layer {layer}",
         cells,
