@@ -11,7 +11,7 @@ from torch import Tensor
 from hiddenlab.channel import Stage
 from hiddenlab.core import Public
 from hiddenlab.errors import InputError
-from hiddenlab.lens import Projection
+from hiddenlab.lens import FACT, Projection
 
 
 class Project(Stage):
@@ -43,6 +43,8 @@ class Project(Stage):
         return shown, None, {}
 
     def public(self, public: Public) -> Public:
+        if FACT in public.facts:
+            raise InputError("states can be projected once; leave one of the 'project' stages out")
         return replace(public, facts={**public.facts, **self.projection.fact()})
 
     def __repr__(self) -> str:

@@ -62,9 +62,17 @@ def bench(
     shape = _shape(model)
     depth = depth or shape["layers"]
     numbers = parse_numbers("alphas", str(alphas))
+    for name, value, least in (("repeats", repeats, 1), ("depth", depth, 1), ("tcp_alpha", tcp_alpha, 1)):
+        if not isinstance(value, int) or value < least:
+            raise InputError(f"{name} must be a whole number of at least {least}, not {value!r}")
+    chosen = {name: how for name, how in BASELINES.items() if only in name}
+    if not chosen:
+        raise InputError(f"no baseline's name holds {only!r}; they are {', '.join(BASELINES)}")
+    if plot is not None and not Path(plot).resolve().parent.is_dir():
+        raise InputError(f"the folder of {plot} does not exist")
     cascades: list[dict[str, Any]] = []
     network = "none"
-    for backend in backends.split(","):
+    for backend in (part.strip() for part in backends.split(",")):
         fitting = [str(alpha) for alpha in numbers if backend != "tcp" or alpha <= tcp_alpha]
         if not fitting:
             continue
@@ -76,7 +84,7 @@ def bench(
         network = result["network"]
     rows = [
         {
-            "scheme": "plain", "seconds": statistics.median(r["plain_seconds"] for r in cascades),
+            "scheme": "plain", "seconds": statistics.median(r["plain_seconds"] for r in cascades) if cascades else None,
             "megabytes": 0.0, "error": 0.0,
         }
     ]  # fmt: skip
@@ -85,14 +93,13 @@ def bench(
             {
                 "scheme": f"Cascade, {row['setting']}", "seconds": row["seconds"],
                 "seconds_low": row["seconds_low"], "seconds_high": row["seconds_high"],
-                "megabytes": row["mb_on_wire"] or row["mb_formula"], "error": row["max_difference"],
+                "megabytes": row["mb_on_wire"], "megabytes_formula": row["mb_formula"], "error": row["max_difference"],
             }
         )  # fmt: skip
     job = {
         **{name: shape[name] for name in ("width", "inner", "heads", "vocabulary")},
         "layers": depth, "tokens": max_tokens, "seed": seed, "repeats": repeats, "threads": threads or 1,
     }  # fmt: skip
-    chosen = {name: how for name, how in BASELINES.items() if only in name}
     for i, (name, (run, how)) in enumerate(chosen.items()):
         progress("running MPC baselines", i, len(chosen))
         rows.append(
@@ -143,7 +150,7 @@ def _baseline(run: Any, job: Mapping[str, Any], timeout: float) -> dict[str, Any
     if "rounds" in found:
         out["rounds"] = statistics.median(found["rounds"])
     if "embedding" in found:
-        out["embedding_seconds"] = found["embedding"]["seconds"]
+        out |= {f"embedding_{name}": value for name, value in found["embedding"].items()}
     return out
 
 

@@ -40,7 +40,8 @@ def schemes(setting: Setting, generate: int = 8) -> Experiment:
             "Plain is the same step-by-step code in float32. Centaur and PermLLM compute on 64-bit shares with 16 bits "
             "behind the point; all parties run one after the other in one process, links cost nothing.",
             "MB are what the parties send each other for one prompt; dealt is correlated randomness handed out "
-            "beforehand by a trusted dealer. Rounds count one exchange each, without merging independent ones.",
+            "beforehand by a trusted dealer; making it is part of the seconds. Rounds count one exchange each, without "
+            "merging independent ones. On shares 10 prompts, else 50.",
         ],
     )  # fmt: skip
 
@@ -69,8 +70,8 @@ def closed_weights(setting: Setting) -> Experiment:
         READS,
         [
             "The attack gets the server's view as a file: the permuted output layer and the vectors that users sent.",
-            "Tied head: recovered are the rows of the permuted vocabulary, one symbol for each token; which symbol is "
-            "which token is the matter of 'substitution'.",
+            "Tied head: exact up to renaming. Recovered are the rows of the permuted vocabulary, one symbol for each "
+            "token, and the embedding in the users' order; which symbol is which token: see 'substitution'.",
             "Base model: every value of the private embedding is moved by noise of so many standard deviations of "
             "the public one.",
         ],
@@ -83,7 +84,7 @@ def substitution(setting: Setting, size: int = 1500) -> Experiment:
     for requests in (100, 1000, 10_000):
         spec = {
             "model": setting.model, "seed": setting.seed, "requests": requests,
-            "request_tokens": setting.max_tokens or 30, "size": size,
+            "request_tokens": setting.max_tokens or 20, "size": size,
         }  # fmt: skip
         cells.append(Cell("substitution", spec, {"requests": requests}))
     return Experiment(
@@ -91,8 +92,9 @@ def substitution(setting: Setting, size: int = 1500) -> Experiment:
         cells,
         {"token_accuracy": "tokens named", "kinds_named": "kinds named", "exact": "exact requests"},
         [
-            f"Requests of {setting.max_tokens or 30} tokens and the attacker's own text are different documents of "
+            f"Requests of {setting.max_tokens or 20} tokens and the attacker's own text are of different modules of "
             f"Python's standard library; at most {size:,} kinds of token are named, so that rarer ones are missed.",
+            "Statistics are of neighbouring tokens only; no language model helps.",
             "Nothing of the model is used, not even the permuted weights that the server has.",
         ],
     )
@@ -169,10 +171,14 @@ def distance_correlation(setting: Setting, budget: int = 4096, draws: int = 20) 
     return Experiment(
         f"Distance correlation and recovery, layer {layer}",
         cells,
-        {"discorr": "distance correlation", "exact": "exact prompts", "token_accuracy": "token accuracy"},
+        {
+            "discorr": "distance correlation, squared",
+            "exact": "exact prompts",
+            "token_accuracy": "token accuracy",
+        },
         [
-            "Distance correlation of what is shown with the input embeddings, over 500 tokens a value; its interval is "
-            "over draws of tokens and maps, those of recovery are over prompts.",
+            "Distance correlation of what is shown with the input embeddings, squared and bias-corrected, over 500 "
+            "tokens a value; its interval is over draws of tokens and maps, those of recovery are over prompts.",
             "The two maps of the embeddings are the sides of Equation 3, on which the schemes' authors rest; what is "
             "not attacked has no recovery.",
         ],
@@ -213,13 +219,14 @@ def after_mpc(setting: Setting, alpha: int = 4, c: int = 4, m: int = 1, timeout:
         "Cascade behind secret sharing (appendix H)",
         cells,
         {
-            "seconds_per_prompt": "seconds", "megabytes": "MB", "state_error": "error of a state",
-            "logit_error": "error of a logit", "top1_agreement": "same likeliest token",
+            "mpc_seconds": "seconds on shares", "megabytes": "MB", "state_error": "largest error of a state",
+            "logit_error": "largest error of a logit", "top1_agreement": "same likeliest token",
             "token_accuracy": "token accuracy", "rouge_l": "ROUGE-L", "verified": "verified tokens",
         },
         [
             f"Prompts of {tokens} tokens; alpha {alpha}, c {c}, m {m}. Layers on shares: CrypTen, two processes on "
             "loopback, public weights, triples from its trusted first party (not counted).",
-            "Rows with an attack are of the states that a CompNode adds up where sharing ends.",
+            "Rows with an attack are of a CompNode's exact states at the layer where sharing ends: what it adds up, "
+            "but for CrypTen's approximations, which the attack would have to tolerate.",
         ],
     )  # fmt: skip

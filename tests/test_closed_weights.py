@@ -165,6 +165,8 @@ def test_views_on_disk(tied: Stip, tmp_path: Path) -> None:
         (torch.full((1, 64), torch.nan),),
         (torch.zeros(0, 64),),
     )
+    with pytest.raises(InputError, match="no requests"):
+        ServerView(torch.zeros(9, 64), ())
     for requests in bad:
         with pytest.raises(InputError, match="request 0"):
             ServerView(torch.zeros(9, 64), requests)
@@ -266,6 +268,20 @@ def test_substitution_is_measured(spec: dict[str, object], tmp_path: Path) -> No
         scheme_cells.substitution({**options, "requests": 10**7}, tmp_path)
 
 
+def test_the_attackers_text_is_not_the_users() -> None:
+    def tokenizer(text: str) -> dict[str, list[str]]:
+        return {"input_ids": text.split()}  # type: ignore[dict-item]
+
+    users, own = scheme_cells._two_parts(tokenizer, 0)
+    assert sum(map(len, users)) > sum(map(len, own)) > 10_000
+    texts = [" ".join(map(str, ids)) for ids in (*users, *own)]
+    assert len(set(texts)) == len(texts)
+    grams = [
+        {tuple(ids[i : i + 20]) for ids in part for i in range(0, len(ids) - 19, 20)} for part in (users, own)
+    ]
+    assert len(grams[0] & grams[1]) < 0.01 * len(grams[1])
+
+
 def test_distance_correlation_is_measured(spec: dict[str, object], tmp_path: Path) -> None:
     import dcor
 
@@ -274,19 +290,24 @@ def test_distance_correlation_is_measured(spec: dict[str, object], tmp_path: Pat
     shown = {name: measure({**options, "shown": name}, tmp_path)["discorr"]["value"] for name in (
         "identity", "hidden-perm", "hidden-perm:shared", "linear", "projection"
     )}  # fmt: skip
-    assert all(0 < value <= 1 for value in shown.values())
+    assert all(value <= 1 for value in shown.values()) and shown["identity"] > 0
     # An order of the coordinates that all rows of the one prompt share moves no distance.
     assert shown["identity"] == pytest.approx(shown["hidden-perm:shared"], abs=1e-6)
     x, y = torch.randn(30, 3).double(), torch.randn(30, 2).double()
-    assert dcor.distance_correlation(x.numpy(), y.numpy()) == pytest.approx(slow_discorr(x, y), abs=1e-9)
+    found = dcor.u_distance_correlation_sqr(x.numpy(), y.numpy())
+    assert found == pytest.approx(slow_discorr(x, y), abs=1e-9)
+    wide = [torch.randn(200, 300).double() for _ in range(2)]
+    assert abs(slow_discorr(*wide)) < 0.05  # independent, whatever the width
 
 
 def slow_discorr(x: Tensor, y: Tensor) -> float:
-    """By the definition: double-centred distance matrices."""
+    """By the definition: U-centred distance matrices (Szekely and Rizzo 2014)."""
+    n = len(x)
 
     def centred(t: Tensor) -> Tensor:
-        d = torch.cdist(t, t)
-        return d - d.mean(0) - d.mean(1)[:, None] + d.mean()
+        d = torch.cdist(t, t, compute_mode="donot_use_mm_for_euclid_dist")
+        rows = d.sum(0) / (n - 2)
+        return (d - rows - rows[:, None] + d.sum() / ((n - 1) * (n - 2))).fill_diagonal_(0)
 
     a, b = centred(x), centred(y)
-    return float(((a * b).mean() / ((a * a).mean() * (b * b).mean()).sqrt()).sqrt())
+    return float((a * b).sum() / ((a * a).sum() * (b * b).sum()).sqrt())

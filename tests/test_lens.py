@@ -75,6 +75,8 @@ def test_what_projections_do_not_go_with(tiny_slice: TinySlice) -> None:
     for facts in ({"projection": 3}, {"projection": {"count": 0, "seed": 0}}, {"projection": {"count": 2}}):
         with pytest.raises(InputError, match="projection"):
             choose_matcher("auto", Public("m", (1.0,), Site(1), facts=facts))
+    with pytest.raises(InputError, match="projected once"):
+        released(slice, "project:count=4", "project:count=2")
     for spec in ("project:count=0", "project:count=2,sigma=-1"):
         with pytest.raises(InputError):
             Channel.parse([spec])

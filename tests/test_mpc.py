@@ -2,6 +2,7 @@
 
 import json
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -89,6 +90,22 @@ def test_a_party_that_does_not_answer_is_stopped(tmp_path: Path) -> None:
     assert gone(int(note.read_text()))
 
 
+def test_a_party_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
+    note = tmp_path / "pid"
+    child = party(
+        tmp_path,
+        f"import sys, time; sys.path.insert(0, {str(Path(bert_layer.__file__).parent)!r}); import bert_layer\n"
+        f"bert_layer.end_with_parent(); import os; open({str(note)!r}, 'w').write(str(os.getpid())); time.sleep(600)",
+    )
+    parent = party(tmp_path, f"from eval.mpc.run import run_parties; run_parties([{child!r}], [{{}}], 600)")
+    running = subprocess.Popen(parent, cwd=Path(run.__file__).parents[2])
+    while not note.is_file() or not note.read_text():
+        time.sleep(0.05)
+    running.terminate()
+    running.wait()
+    assert gone(int(note.read_text()))
+
+
 def gone(pid: int) -> bool:
     for _ in range(100):
         try:
@@ -168,5 +185,11 @@ def test_ratios_are_of_one_run(monkeypatch: pytest.MonkeyPatch) -> None:
     found = {row["scheme"]: row for row in bench_mpc.bench()["rows"]}
     assert found["one"]["seconds_over_cascade"] == 3.5 and found["one"]["megabytes_over_cascade"] == 4.0
     assert found["plain"]["seconds_over_cascade"] == 0.25
+    for wrong, words in (
+        ({"repeats": 0}, "repeats"), ({"only": "nobody"}, "no baseline.s name holds"),
+        ({"plot": "/no/where/p.png"}, "folder"),
+    ):  # fmt: skip
+        with pytest.raises(InputError, match=words):
+            bench_mpc.bench(**wrong)  # type: ignore[arg-type]
     with pytest.raises(InputError, match="unknown shape"):
         bench_mpc.bench(model="gpt")

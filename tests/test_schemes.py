@@ -147,6 +147,16 @@ def test_truncation_is_never_wrong_by_more_than_one() -> None:
     assert abs(float(upper) - 0.5) < 0.01  # up and down at random: no bias
 
 
+def test_a_product_that_leaves_the_ring_is_noticed() -> None:
+    for fraction, value in ((16, 50_000.0), (24, 200.0)):
+        r = ring(fraction=fraction)
+        x = r.share(torch.tensor([value / (1 if fraction == 16 else 16)]), "a")
+        if fraction == 24:
+            x = Shared(x.first * 16, x.second * 16)
+        with pytest.raises(InputError, match="does not fit the ring"):
+            r.product(x, x, torch.mul)
+
+
 def test_shares_look_random() -> None:
     """Each bit of a share, and of what is opened, is set half of the time, whatever was shared."""
     r = ring()
@@ -224,6 +234,9 @@ def test_what_the_second_holder_of_permllm_learns(tiny: TinyPath, second: str) -
 
 def test_a_party_without_an_embedding(tiny: TinyPath) -> None:
     weights: Weights = Stip(load_weights(tiny("llama"))[0]).server.permuted
+    for tokens in ([], [-1], [300]):
+        with pytest.raises(InputError, match="must be numbers below 300"):
+            Stip(load_weights(tiny("llama"))[0]).logits(tokens)
     with pytest.raises(InputError, match="has no embedding"):
         weights.inputs([1])
     assert not weights.tied

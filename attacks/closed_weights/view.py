@@ -17,7 +17,7 @@ FILE = "view.safetensors"
 
 @dataclass(frozen=True)
 class ServerView:
-    """The server's knowledge, and all that the attacks here are given.
+    """What the attacks here are given of the server's knowledge: its permuted output layer, and what users sent.
 
     Neither the weights, nor the token embedding, nor an order of dimensions or tokens is in it.
 
@@ -30,6 +30,8 @@ class ServerView:
     requests: tuple[Float[Tensor, "_ _"], ...]
 
     def __post_init__(self) -> None:
+        if not self.requests:
+            raise InputError("the view holds no requests; there is nothing to read")
         width = self.head.shape[1]
         for i, rows in enumerate(self.requests):
             if rows.ndim != 2 or rows.shape[1] != width or not len(rows):
@@ -48,7 +50,7 @@ class ServerView:
         path = folder / FILE
         tensors = {
             "head": self.head.contiguous(),
-            "vectors": torch.cat(list(self.requests)) if self.requests else self.head[:0].contiguous(),
+            "vectors": torch.cat(list(self.requests)),
             "lengths": torch.tensor([len(rows) for rows in self.requests], dtype=torch.int64),
         }
         try:

@@ -58,7 +58,7 @@ class Ring:
         """Fixed-point integers.
 
         Raises:
-            InputError: a value that a product would push out of the ring.
+            InputError: a value that a product with a number below 1 would push out of the ring.
         """
         if bool((x.abs() >= 2.0 ** (_OFFSET_BIT - 2 * self.fraction)).any()) or not bool(x.isfinite().all()):
             raise InputError(
@@ -105,7 +105,12 @@ class Ring:
     def product(
         self, a: Shared, b: Shared, times: Callable[[Tensor, Tensor], Tensor] = torch.matmul
     ) -> Shared:
-        """A product of shared tensors, bilinear, by a triple from the dealer (Beaver 1991)."""
+        """A product of shared tensors, bilinear, by a triple from the dealer (Beaver 1991).
+
+        Raises:
+            InputError: the product leaves the ring. No party could notice; this is a simulation, and looks.
+        """
+        self._check(times(self._magnitude(a), self._magnitude(b)))
         u, v = self.random(*a.first.shape), self.random(*b.first.shape)
         w = times(u, v)
         (u0, u1), (v0, v1), (w0, w1) = self._deal(u), self._deal(v), self._deal(w)
@@ -117,11 +122,11 @@ class Ring:
         )
 
     def by_public(self, x: Shared, function: Callable[[Tensor], Tensor]) -> Shared:
-        """A linear function with fixed-point coefficients that both holders know."""
+        """A linear function with fixed-point coefficients that both holders know; products must stay below 2⁶²."""
         return self.truncate(x.map(function))
 
     def by_owner(self, x: Shared, function: Callable[[Tensor], Tensor], owner: str) -> Shared:
-        """A linear function that only one holder knows: private weights, or a permutation.
+        """A linear function that only one holder and the dealer know: private weights, or a permutation.
 
         The other sends its share under a mask u; the dealer has given the owner a random s, and the other
         function(u) − s.
@@ -137,10 +142,10 @@ class Ring:
         return Shared(own, rest) if owner == self.holders[0] else Shared(rest, own)
 
     def truncate(self, x: Shared) -> Shared:
-        """Divide by 2^fraction, rounding up or down at random, never wrong by more (Escudero et al. 2020's wrap bit).
+        """Divide numbers below 2⁶² by 2^fraction, rounding up or down at random, never wrong by more.
 
         The dealer shares a random r, its upper bits and its highest bit; x + r is opened, and whether that sum wrapped
-        around follows from its highest bit and r's.
+        around follows from its highest bit and r's (as in Escudero et al. 2020).
         """
         f = self.fraction
         r = self.random(*x.first.shape)
@@ -153,6 +158,13 @@ class Ring:
         return Shared(
             _logical(z, f) - upper0 + wrapped * top0 - (1 << (_OFFSET_BIT - f)), wrapped * top1 - upper1
         )
+
+    def _magnitude(self, x: Shared) -> Tensor:
+        return (x.first + x.second).double().abs()
+
+    def _check(self, bound: Tensor) -> None:
+        if float(bound.max()) >= 2.0**_OFFSET_BIT:
+            raise InputError(f"a product does not fit the ring with {self.fraction} fraction bits")
 
     def _open(self, x: Shared) -> Tensor:
         """Both holders learn a value that a mask makes random."""

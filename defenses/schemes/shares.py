@@ -1,7 +1,6 @@
 """Centaur and PermLLM: linear parts on additive shares, non-linear parts in the clear but permuted."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
@@ -45,10 +44,13 @@ class _OnShares:
 
 
 class Centaur(_OnShares):
-    """Θ′ on shares between developer and server, who reconstructs at non-linearities (Luo et al. 2024; appendix I.1).
+    """Θ′ on shares between developer and server, one of whom reconstructs at non-linearities (Luo et al. 2024).
 
-    The user shares Xπ. At norms and activations the server sees values in Θ′'s own order of dimensions, the same for
-    every prompt; at the softmax the keys of a layer are in an order that the developer draws anew.
+    Appendix I.1 has the developer reconstruct, who knows π and so would see plain states; here it is the server. The
+    user shares Xπ, and so has the embedding (I.3; I.1 says that the scheme wants to keep it from him). At norms and
+    activations the server sees values in Θ′'s own order of dimensions, the same for every prompt. At the softmax the
+    keys of a layer are in an order that the developer draws anew, which hides nothing from who counts how many rows a
+    key is masked in.
 
     Args:
         weights: of the model. fraction: bits behind the point. seed: of all that is drawn.
@@ -100,6 +102,7 @@ class PermLLM(_OnShares):
 
     The server owns the weights and draws the permutations; the other holder sees permuted values: at norms and the
     softmax each row in an order of its own and the rows shuffled (factorized-2D), at activations all numbers shuffled.
+    Under a causal mask the number of masked entries tells a shuffled row of the softmax its place all the same.
 
     Args:
         weights: of the model. second: the other holder: ``user``, as the scheme wants it, or ``helper``, a server that
@@ -163,6 +166,3 @@ class PermLLM(_OnShares):
         return ring.by_owner(
             ring.share(value, self.second), lambda t: t[rows.argsort()].gather(1, back), SERVER
         )
-
-
-SCHEMES: dict[str, Any] = {"centaur": Centaur, "permllm": PermLLM}

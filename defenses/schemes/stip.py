@@ -10,6 +10,7 @@ from torch import Tensor
 from defenses.schemes.transcript import Transcript
 from defenses.schemes.walk import Cache, Plain, walk
 from defenses.schemes.weights import Block, Weights, take, take_norm
+from hiddenlab.errors import InputError
 
 DEVELOPER, SERVER, USER = "developer", "server", "user"
 
@@ -99,7 +100,13 @@ class User:
         self.embedding, self.keys = embedding, keys
 
     def encrypt(self, tokens: Sequence[int]) -> Float[Tensor, "n d"]:
-        """Xπ."""
+        """Xπ.
+
+        Raises:
+            InputError: no tokens, or none of the vocabulary.
+        """
+        if not tokens or not 0 <= min(tokens) <= max(tokens) < len(self.embedding):
+            raise InputError(f"tokens must be numbers below {len(self.embedding)}, and at least one")
         return self.embedding[torch.tensor(list(tokens))][:, self.keys.hidden]
 
     def decrypt(self, logits: Float[Tensor, "n v"]) -> Float[Tensor, "n v"]:
@@ -139,10 +146,12 @@ class Stip:
         self._requests += 1
         out: list[int] = []
         step = list(tokens)
-        for _ in range(new):
-            step = [int(self._exchange(self._requests, step)[-1].argmax())]
-            out += step
-        self.server.forget(self._requests)
+        try:
+            for _ in range(new):
+                step = [int(self._exchange(self._requests, step)[-1].argmax())]
+                out += step
+        finally:
+            self.server.forget(self._requests)
         return out
 
     def _exchange(self, request: int, tokens: Sequence[int]) -> Float[Tensor, "n v"]:

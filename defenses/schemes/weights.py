@@ -146,7 +146,7 @@ def load_weights(name: str) -> tuple[Weights, Any]:
     """A model's weights in float32, and its tokenizer or None.
 
     The result is run beside the model itself on a few tokens: an architecture with more to it than these parts is
-    refused, whatever it is called.
+    refused, whatever it is called, as far as a dozen tokens show it.
 
     Raises:
         InputError: no such model, or one that is not of Llama or GPT-2 type.

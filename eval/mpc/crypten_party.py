@@ -198,4 +198,5 @@ def embedding(job):
 
 
 if __name__ == "__main__":
+    bert.end_with_parent()
     main(json.loads(sys.argv[1]))

@@ -100,49 +100,57 @@ def spu(job: Mapping[str, Any], timeout: float) -> dict[str, Any]:
 def run_parties(
     commands: Sequence[Sequence[str]], environments: Sequence[Mapping[str, str]], timeout: float
 ) -> list[str]:
-    """Start all parties, wait for all, and return what each printed; none is left behind, whatever happens.
+    """Start all parties, wait for all, and return what each printed; none outlives an error here or in another party.
+
+    Parties end by themselves when this process is killed.
 
     Raises:
         HiddenlabError: a party failed, or did not end in time; the others are stopped then.
     """
     with tempfile.TemporaryDirectory(prefix="hiddenlab-") as folder, contextlib.ExitStack() as files:
         logs = [Path(folder) / f"party{i}" for i in range(len(commands))]
-        parties = []
+        parties: list[subprocess.Popen[bytes]] = []
+        inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        inherited |= {"GLOO_SOCKET_IFNAME": "lo"}
         try:
             for command, environment, log in zip(commands, environments, logs, strict=True):
                 output = files.enter_context(log.open("w", encoding="utf-8"))
                 parties.append(
                     subprocess.Popen(
-                        command, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
-                        env={**os.environ, **environment}, start_new_session=True, cwd=folder,
+                        command, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.PIPE,
+                        env={**inherited, **environment}, start_new_session=True, cwd=folder,
                     )
                 )  # fmt: skip
             _wait(parties, logs, timeout)
         finally:
             for party in parties:
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.killpg(party.pid, signal.SIGKILL)
+                if party.poll() is None:
+                    with contextlib.suppress(ProcessLookupError, PermissionError):
+                        os.killpg(party.pid, signal.SIGKILL)
                 party.wait()
+                if party.stdin is not None:
+                    party.stdin.close()
         return [log.read_text(encoding="utf-8", errors="replace") for log in logs]
 
 
 def _wait(parties: Sequence[subprocess.Popen[bytes]], logs: Sequence[Path], timeout: float) -> None:
     deadline = time.monotonic() + timeout
-    while any(party.poll() is None for party in parties):
-        failed = next((i for i, party in enumerate(parties) if party.poll() not in (None, 0)), None)
+    while True:
+        codes = [party.poll() for party in parties]
+        # The first to fail is the cause: the others fail because it is gone.
+        failed = next((i for i, code in enumerate(codes) if code not in (None, 0)), None)
         if failed is not None:
-            break
+            lines = logs[failed].read_text(encoding="utf-8", errors="replace").strip().splitlines()
+            what = lines[-1] if lines else "it printed nothing"
+            raise HiddenlabError(f"party {failed} failed: {what} (exit status {codes[failed]})")
+        if all(code == 0 for code in codes):
+            return
         if time.monotonic() > deadline:
-            silent = next(i for i, party in enumerate(parties) if party.poll() is None)
+            silent = codes.index(None)
             raise HiddenlabError(
                 f"party {silent} did not answer within {timeout:g} s; all parties were stopped"
             )
         time.sleep(0.05)
-    for i, (party, log) in enumerate(zip(parties, logs, strict=True)):
-        if party.poll() not in (None, 0):
-            lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-            last = lines[-1] if lines else f"exit status {party.returncode}"
-            raise HiddenlabError(f"party {i} failed: {last}")
 
 
 def _result(text: str) -> dict[str, Any]:

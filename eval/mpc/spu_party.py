@@ -22,6 +22,7 @@ PROTOCOLS = {"aby3": libspu.ProtocolKind.ABY3, "semi2k": libspu.ProtocolKind.SEM
 def main(job: dict, rank: int) -> None:
     config = libspu.RuntimeConfig(PROTOCOLS[job["protocol"]], libspu.FieldType.FM64, 18)
     config.enable_pphlo_profile = True
+    config.max_concurrency = job["threads"]
     parties = job["ports"]
     description = libspu.link.Desc()
     for i, port in enumerate(parties):
@@ -149,4 +150,5 @@ ACTIVATION = {"2quad": quad, "puma": puma, "exact": gelu}
 
 
 if __name__ == "__main__":
+    bert.end_with_parent()
     main(json.loads(sys.argv[1]), int(sys.argv[2]))

@@ -24,20 +24,26 @@ WINDOW_LENGTHS = (24, 48, 64, 96)
 
 def standard_library_texts() -> list[str]:
     """Docstrings and source openings of the standard library's top-level modules, and its language reference."""
+    return [text for source in standard_library_sources() for text in source]
+
+
+def standard_library_sources() -> list[list[str]]:
+    """The same by source: each module's texts, which overlap, and each topic of the reference by itself."""
     import pydoc_data.topics as reference
 
-    texts = [str(text) for text in reference.topics.values()]
+    sources = [[str(text)] for text in reference.topics.values()]
     for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
         try:
             source = path.read_text(encoding="utf-8")
             tree = ast.parse(source)
         except (OSError, ValueError, SyntaxError):
             continue
-        texts.append(source[:MAX_SOURCE_CHARS])
+        texts = [source[:MAX_SOURCE_CHARS]]
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Module):
                 texts.append(ast.get_docstring(node) or "")
-    return [text for text in texts if len(text) >= MIN_CHARS]
+        sources.append(texts)
+    return [[text for text in texts if len(text) >= MIN_CHARS] for texts in sources]
 
 
 class Corpus:
