@@ -23,6 +23,7 @@ from eval import scheme_cells
 from eval.scheme_cells import stip_view
 from hiddenlab import registry
 from hiddenlab.errors import InputError, NotApplicableError
+from hiddenlab.propose import corpus
 
 TinyPath = Callable[..., str]
 PROMPTS = [[5, 17, 3, 3, 250], [41, 8], [250, 41, 99, 7, 5, 5]]
@@ -260,7 +261,11 @@ def test_states_that_schemes_reveal_are_matched(spec: dict[str, object], tmp_pat
         scheme_cells.revealed({**spec, "scheme": scheme, "layer": 99, "budget": None}, tmp_path)
 
 
-def test_substitution_is_measured(spec: dict[str, object], tmp_path: Path) -> None:
+def test_substitution_is_measured(
+    spec: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few = corpus.standard_library_sources()[:12]
+    monkeypatch.setattr(scheme_cells, "standard_library_sources", lambda: few)
     options = {**spec, "requests": 20, "request_tokens": 10, "size": 30}
     found = registry.resolve("measures", "substitution")(options, tmp_path)
     assert 0 < found["token_accuracy"]["value"] <= 1
