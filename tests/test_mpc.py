@@ -50,6 +50,10 @@ def test_approximations() -> None:
     x = np.linspace(-6, 6, 400)
     exact = bert_layer.ACTIVATION["exact"](x)
     assert np.abs(bert_layer.ACTIVATION["puma"](x) - exact).max() < 0.02
+    low, high = bert_layer.puma_polynomials(x, np.square)
+    a, b, c = bert_layer.PUMA_BORDERS
+    pieces = np.where(x < a, 0, np.where(x < b, low, np.where(x <= c, high, x)))
+    assert np.allclose(pieces, bert_layer.ACTIVATION["puma"](x))
     shares = bert_layer.SOFTMAX["2quad"](x[None])
     assert shares.sum() == pytest.approx(1) and (shares >= 0).all()
     assert set(bert_layer.SOFTMAX) == set(bert_layer.ACTIVATION) == set(bert_layer.VARIANTS)

@@ -81,9 +81,10 @@ def rebuild_tied(view: ServerView) -> Rebuilt:
         NotApplicableError: the head is not tied to the embedding, or the requests have no common order.
     """
     rows, counts = rows_of(view.requests)
-    first = list(dict.fromkeys(number(rows)))[:SEEN_FOR_ORDER]
-    places = {symbol: i for i, symbol in reversed(list(enumerate(number(rows))))}
-    distinct = rows[[places[symbol] for symbol in first]]
+    places: dict[int, int] = {}
+    for place, symbol in enumerate(number(rows)):
+        places.setdefault(symbol, place)
+    distinct = rows[list(places.values())[:SEEN_FOR_ORDER]]
     found, distance, _ = match_sorted(distinct, view.head)
     scale = torch.linalg.vector_norm(distinct, dim=1).clamp(min=1e-30)
     if float((distance / scale).max()) > EXACT:

@@ -75,7 +75,7 @@ def walk(
         InputError: the prompt is longer than the model's attention reaches.
     """
     a, past = arithmetic, 0 if cache is None else cache.length
-    count = _length(a, x)
+    count = len(_parts(a, x)[0])
     if past + count > weights.limit:
         raise InputError(f"the model reads {weights.limit} tokens at most, not {past + count}")
     places = torch.arange(past, past + count)
@@ -109,17 +109,6 @@ def walk(
         cache.length += count
     final = a.norm(x, weights.final, len(weights.blocks) + 1, "final")
     return a.output(final, weights.head), states
-
-
-def _length(a: Arithmetic[Any], x: Any) -> int:
-    found: list[int] = []
-
-    def look(t: Tensor) -> Tensor:
-        found.append(len(t))
-        return t
-
-    a.local(look, x)
-    return found[0]
 
 
 def _split(a: Arithmetic[Any], x: Any, heads: int) -> Any:

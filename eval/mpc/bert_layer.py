@@ -99,6 +99,18 @@ def _quad(x: Array) -> Array:
     return 0.125 * x**2 + 0.25 * x + 0.5
 
 
+def puma_polynomials(x: Array, square: Callable[[Array], Array]) -> tuple[Array, Array]:
+    """Both of Puma's polynomials with few products, for whatever can add and multiply; ``square`` is the cheap way."""
+    second = square(x)
+    third, fourth = second * x, square(second)
+    sixth = fourth * second
+    low = third * PUMA_LOW[3] + second * PUMA_LOW[2] + x * PUMA_LOW[1] + PUMA_LOW[0]
+    high = (
+        sixth * PUMA_HIGH[6] + fourth * PUMA_HIGH[4] + second * PUMA_HIGH[2] + x * PUMA_HIGH[1] + PUMA_HIGH[0]
+    )
+    return low, high
+
+
 def _puma(x: Array) -> Array:
     low = sum(c * x**i for i, c in enumerate(PUMA_LOW))
     high = sum(c * x**i for i, c in enumerate(PUMA_HIGH))

@@ -108,14 +108,7 @@ def gelu(x):
 
 def puma(x):
     a, b, c = bert.PUMA_BORDERS
-    square = x.square()
-    cube, fourth = square * x, square.square()
-    sixth = fourth * square
-    low = cube * bert.PUMA_LOW[3] + square * bert.PUMA_LOW[2] + x * bert.PUMA_LOW[1] + bert.PUMA_LOW[0]
-    high = (
-        sixth * bert.PUMA_HIGH[6] + fourth * bert.PUMA_HIGH[4] + square * bert.PUMA_HIGH[2]
-        + x * bert.PUMA_HIGH[1] + bert.PUMA_HIGH[0]
-    )  # fmt: skip
+    low, high = bert.puma_polynomials(x, lambda t: t.square())
     below_a, below_b, above_c = x < a, x < b, x > c
     return (below_b - below_a) * low + (1 - below_b - above_c) * high + above_c * x
 
