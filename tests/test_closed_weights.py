@@ -42,7 +42,7 @@ def untied(tiny: TinyPath) -> Stip:
 # ---- orders
 
 
-@settings(max_examples=40)
+@settings(max_examples=40, deadline=None)
 @given(
     rows=st.integers(1, 6),
     width=st.integers(1, 12),
