@@ -11,26 +11,28 @@ from torch import Tensor
 from hiddenlab.channel import Stage
 from hiddenlab.core import Public
 from hiddenlab.errors import InputError
-from hiddenlab.lens import FACT, Projection
+from hiddenlab.lens import FACT, GAUSSIAN, Projection
 
 
 class Project(Stage):
     """Releases inner products of each state with a few random directions, which the attacker knows.
 
     Args:
-        count: how many. seed: of the directions. sigma: standard deviation of Gaussian noise on each inner product, as
-            a fraction of the row's root mean square over its inner products.
+        count: how many. seed: of the directions. kind: ``gaussian`` or ``orthogonal`` (fingerprints of DiFR).
+        sigma: standard deviation of Gaussian noise on each inner product, as a fraction of the row's root mean square
+            over its inner products.
 
     Raises:
         InputError: a number out of range.
     """
 
-    def __init__(self, count: int, seed: int = 0, sigma: float = 0.0) -> None:
-        self.projection = Projection(count, seed)
+    def __init__(self, count: int, seed: int = 0, sigma: float = 0.0, kind: str = GAUSSIAN) -> None:
+        self.projection = Projection(count, seed, kind)
         if not (math.isfinite(sigma) and sigma >= 0):
             raise InputError(f"a projection's sigma must be 0 or more, not {sigma}")
         self.sigma = float(sigma)
         extra = f",seed={seed}" * bool(seed) + f",sigma={self.sigma!r}" * bool(sigma)
+        extra += f",kind={kind}" * (kind != GAUSSIAN)
         self.spec = f"project:count={count}{extra}"
 
     def states(

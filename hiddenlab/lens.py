@@ -13,18 +13,23 @@ from hiddenlab.core import Public
 from hiddenlab.errors import InputError, NotApplicableError
 
 FACT = "projection"
+GAUSSIAN, ORTHOGONAL = "gaussian", "orthogonal"
+KINDS = (GAUSSIAN, ORTHOGONAL)
 
 
 @dataclass(frozen=True)
 class Projection:
-    """Inner products of a state with random directions (paper, theorem J.1: Gaussian, spherically symmetric).
+    """Inner products of a state with random directions.
 
     Attributes:
-        count: directions. seed: of them; the attacker knows it.
+        count: directions. seed: of them; who knows it knows the directions.
+        kind: ``gaussian`` (paper, theorem J.1: spherically symmetric, N(0, 1/d) coordinates) or ``orthogonal`` (DiFR,
+            section 4.3: orthonormal, evenly distributed).
     """
 
     count: int
     seed: int = 0
+    kind: str = GAUSSIAN
 
     def __post_init__(self) -> None:
         for name, value, least in (("count", self.count, 1), ("seed", self.seed, 0)):
@@ -32,20 +37,35 @@ class Projection:
                 raise InputError(
                     f"a projection's {name} must be a whole number of at least {least}, not {value!r}"
                 )
+        if self.kind not in KINDS:
+            raise InputError(f"a projection's kind must be one of {', '.join(KINDS)}, not {self.kind!r}")
 
     def __call__(self, states: Float[Tensor, "rows d"]) -> Float[Tensor, "rows k"]:
-        """The inner products, in float32; directions have N(0, 1/d) coordinates."""
-        return states.float() @ _directions(states.shape[1], self.count, self.seed).to(states.device)
+        """The inner products, in float32.
+
+        Raises:
+            InputError: more orthogonal directions than dimensions.
+        """
+        return states.float() @ _directions(states.shape[1], self.count, self.seed, self.kind).to(
+            states.device
+        )
 
     def fact(self) -> dict[str, Any]:
         """Its form among the public facts."""
-        return {FACT: {"count": self.count, "seed": self.seed}}
+        return {FACT: {"count": self.count, "seed": self.seed, "kind": self.kind}}
 
 
 @lru_cache(maxsize=8)
-def _directions(width: int, count: int, seed: int) -> Float[Tensor, "d k"]:
+def _directions(width: int, count: int, seed: int, kind: str) -> Float[Tensor, "d k"]:
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(width, count, generator=generator) / width**0.5
+    drawn = torch.randn(width, count, generator=generator)
+    if kind == GAUSSIAN:
+        return drawn / width**0.5
+    if count > width:
+        raise InputError(f"{count} orthogonal directions do not exist in {width} dimensions")
+    basis, upper = torch.linalg.qr(drawn)
+    # Signs by the triangle's diagonal: only then is the basis evenly distributed, and the same for every library.
+    return basis * upper.diagonal().sign()
 
 
 def lens_of(public: Public) -> Projection | None:
@@ -57,8 +77,8 @@ def lens_of(public: Public) -> Projection | None:
     facts = public.facts.get(FACT)
     if facts is None:
         return None
-    if not isinstance(facts, Mapping) or set(facts) != {"count", "seed"}:
-        raise InputError(f"the facts of a projection are its count and seed, not {facts!r}")
+    if not isinstance(facts, Mapping) or not {"count", "seed"} <= set(facts) <= {"count", "seed", "kind"}:
+        raise InputError(f"the facts of a projection are its count, seed and kind, not {facts!r}")
     if public.columns_permuted is not None:
         raise NotApplicableError("projections of permuted coordinates cannot be compared with a candidate's")
-    return Projection(facts["count"], facts["seed"])
+    return Projection(**facts)

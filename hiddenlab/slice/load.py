@@ -203,9 +203,12 @@ def load_model(
     device: torch.device,
     quantization: str | None = None,
     device_map: str | None = None,
-    attention: str,
+    attention: str | None,
 ) -> nn.Module:
-    """Load the layers that ``config`` still names, with or without the language-model head."""
+    """Load the layers that ``config`` still names, with or without the language-model head.
+
+    ``attention`` is transformers' name of an attention function, None its own choice for the model.
+    """
     from transformers import AutoModel, AutoModelForCausalLM
 
     factory = AutoModelForCausalLM if head else AutoModel

@@ -1,0 +1,288 @@
+"""DiFR: how far a provider's tokens and activations are from a trusted reference's, token by token.
+
+Scores grow with divergence. All of a request's positions are scored from one prefill over prompt and output.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from defenses.verification.sampling import (
+    Noise,
+    Sampling,
+    StreamNoise,
+    invert,
+    kept,
+    perturbed,
+    probabilities,
+)
+from defenses.verification.transcript import Transcript
+from defenses.verification.whole import WholeModel
+from hiddenlab.errors import InputError
+
+SCORES = ("margin", "likelihood", "mismatch", "cross_entropy", "rank")
+FORMS = ("sqrt2", "plain")
+SIGMA = 0.08  # of the likelihood score's noise, in logits
+EPSILON = 1e-12
+
+
+@dataclass(frozen=True)
+class Replay:
+    """What the verifier has of a request after one prefill.
+
+    Attributes:
+        logits: at each output token, float32. gumbel: shared noise (gumbel sampling only). uniform: shared numbers
+            (inverse probability transform only). tokens: as claimed. states: final-norm states of all positions.
+    """
+
+    logits: Float[Tensor, "n v"]
+    gumbel: Float[Tensor, "n v"] | None
+    uniform: Float[Tensor, " n"] | None
+    tokens: Int[Tensor, " n"]
+    sampling: Sampling
+    states: Float[Tensor, "t d"]
+
+    @property
+    def output_states(self) -> Float[Tensor, "n d"]:
+        """The state from which each output token was drawn."""
+        return self.states[-1 - len(self.tokens) : -1]
+
+
+class Verifier:
+    """A trusted reference that replays requests.
+
+    Args:
+        model: as advertised. noise: the same as the provider's.
+    """
+
+    def __init__(self, model: WholeModel, noise: Callable[[int], Noise] = StreamNoise) -> None:
+        self.model = model
+        self.noise = noise
+
+    def replay(self, transcript: Transcript) -> Replay:
+        """One prefill, and the request's random numbers.
+
+        Raises:
+            InputError: tokens outside the vocabulary, or too many for the model.
+        """
+        transcript.check_vocabulary(self.model.vocabulary)
+        everything = (*transcript.prompt, *transcript.output)
+        limit = getattr(self.model.model.config, "max_position_embeddings", None)
+        if isinstance(limit, int) and len(everything) > limit:
+            raise InputError(f"request {transcript.id!r}: {len(everything)} tokens; the model takes {limit}")
+        states, logits = self.model.prefill(everything, len(transcript.output))
+        gumbel, uniform = draws(transcript, logits.shape[1], self.noise)
+        return Replay(
+            logits.float().cpu(), gumbel, uniform, torch.tensor(transcript.output), transcript.sampling, states.cpu()
+        )  # fmt: skip
+
+
+def draws(
+    transcript: Transcript, width: int, noise: Callable[[int], Noise]
+) -> tuple[Float[Tensor, "n v"] | None, Float[Tensor, " n"] | None]:
+    """The random numbers of a request's output tokens: Gumbel noise or uniform numbers, as its method needs."""
+    sampling = transcript.sampling
+    if sampling.greedy:
+        return None, None
+    source, before = noise(sampling.seed), list(transcript.prompt)
+    rows: list[Tensor] = []
+    for token in transcript.output:
+        if sampling.method == "gumbel":
+            rows.append(source.gumbel(width, before))
+        else:
+            rows.append(torch.tensor(source.uniform(before), dtype=torch.float64))
+        before.append(token)
+    together = torch.stack(rows)
+    return (together, None) if sampling.method == "gumbel" else (None, together)
+
+
+def _post_gumbel(replay: Replay) -> Float[Tensor, "n v"]:
+    gumbel = replay.gumbel
+    if gumbel is None:
+        if not replay.sampling.greedy:
+            raise InputError("the margin is defined for Gumbel-max and greedy sampling; see ipt_likelihood")
+        gumbel = torch.zeros_like(replay.logits)
+    return perturbed(replay.logits, gumbel, replay.sampling)
+
+
+def margin(replay: Replay) -> Float[Tensor, " n"]:
+    """How far, in logits after noise, the claimed token is below the verifier's; ∞ for a filtered one (Equation 1)."""
+    scores = _post_gumbel(replay)
+    return scores.amax(1) - scores.gather(1, replay.tokens[:, None])[:, 0]
+
+
+def clipped(margins: Float[Tensor, " n"], largest: float) -> Float[Tensor, " n"]:
+    """Token-DiFR's default score: the margin, at most Δmax."""
+    return margins.clamp(max=largest)
+
+
+def likelihood(
+    margins: Float[Tensor, " n"], sigma: float = SIGMA, form: str = "sqrt2"
+) -> Float[Tensor, " n"]:
+    """−log of the probability that noise of σ a logit overcomes a margin (DiFR, appendix A; larger: worse).
+
+    Args:
+        form: ``plain`` is −log Φ(−Δ/σ) as the paper prints it. ``sqrt2`` is −log Φ(−Δ/(√2·σ)), the noise of a
+            difference of two logits, with which its Tables 7 and 8 agree.
+    """
+    if form not in FORMS:
+        raise InputError(f"unknown form {form!r} of the likelihood; known are {', '.join(FORMS)}")
+    if not sigma > 0:
+        raise InputError(f"sigma is {sigma}; it has to be above 0")
+    z = -margins.double() / (sigma * (math.sqrt(2) if form == "sqrt2" else 1.0))
+    # Where tokens agree nothing has to be overcome; the paper's tables have 0 there, not the log 2 of its formula.
+    return torch.where(margins == 0, 0.0, -torch.special.log_ndtr(z)).float()
+
+
+def mismatch(replay: Replay) -> Float[Tensor, " n"]:
+    """1 where the verifier draws another token from the same random numbers, else 0."""
+    return (verifier_tokens(replay) != replay.tokens).float()
+
+
+def verifier_tokens(replay: Replay) -> Int[Tensor, " n"]:
+    """What the verifier itself draws at each position."""
+    if replay.uniform is not None:
+        return invert(probabilities(replay.logits, replay.sampling), replay.uniform)
+    return _post_gumbel(replay).argmax(1)
+
+
+def cross_entropy(replay: Replay) -> Float[Tensor, " n"]:
+    """−log probability of the claimed token under the model at the request's temperature, unfiltered, in nats.
+
+    The baseline that needs no seed. A greedy request is scored at temperature 1.
+    """
+    temperature = 1.0 if replay.sampling.greedy else replay.sampling.temperature
+    logs = (replay.logits / temperature).log_softmax(1)
+    return -logs.gather(1, replay.tokens[:, None])[:, 0]
+
+
+def rank(replay: Replay) -> Float[Tensor, " n"]:
+    """How many tokens have a larger raw logit than the claimed one: 0 is the likeliest."""
+    own = replay.logits.gather(1, replay.tokens[:, None])
+    return (replay.logits > own).sum(1).float()
+
+
+def ipt_likelihood(replay: Replay, sigma: float, epsilon: float = EPSILON) -> Float[Tensor, " n"]:
+    """−log of the Gaussian mass, around the shared uniform number, on the claimed token's interval (appendix B.2).
+
+    Raises:
+        InputError: the request was not sampled by inverse probability transform.
+    """
+    if replay.uniform is None:
+        raise InputError("this score needs a request that was sampled by inverse probability transform")
+    cumulative = probabilities(replay.logits, replay.sampling).double().cumsum(1)
+    stop = cumulative.gather(1, replay.tokens[:, None])[:, 0]
+    before = (replay.tokens - 1).clamp(min=0)
+    start = torch.where(
+        replay.tokens > 0, cumulative.gather(1, before[:, None])[:, 0], torch.zeros(()).double()
+    )
+    return -interval_log_mass(start, stop, replay.uniform.double(), sigma, epsilon).float()
+
+
+def interval_log_mass(
+    start: Float[Tensor, " n"],
+    stop: Float[Tensor, " n"],
+    uniform: Float[Tensor, " n"],
+    sigma: float,
+    epsilon: float = EPSILON,
+) -> Float[Tensor, " n"]:
+    """log(Φ((b − u)/σ) − Φ((a − u)/σ) + ε) for intervals from a to b."""
+    upper, lower = (torch.special.ndtr((edge - uniform) / sigma) for edge in (stop, start))
+    return (upper - lower + epsilon).log()
+
+
+def monte_carlo(
+    replay: Replay,
+    sigma: float,
+    generator: torch.Generator,
+    *,
+    trials: int = 1000,
+    top: int = 100,
+    epsilon: float = 1e-6,
+) -> Float[Tensor, " n"]:
+    """−log share of trials in which the sampler, on logits with Gaussian noise σ, draws the claimed token (B.1).
+
+    Only the ``top`` largest logits take part, as in the paper; the random numbers of the request stay the same.
+    """
+    top = min(top, replay.logits.shape[1])
+    values, places = replay.logits.topk(top, dim=1)
+    hits = torch.zeros(len(replay.tokens))
+    # In the order of the vocabulary, so that the inverse transform meets the tokens in its own order.
+    places, order = places.sort(dim=1)
+    values = values.gather(1, order)
+    gumbel = None if replay.gumbel is None else replay.gumbel.gather(1, places)
+    for _ in range(trials):
+        noisy = values + sigma * torch.randn(values.shape, generator=generator)
+        if replay.uniform is not None:
+            drawn = invert(probabilities(noisy, replay.sampling), replay.uniform)
+        else:
+            drawn = perturbed(
+                noisy, torch.zeros_like(noisy) if gumbel is None else gumbel, replay.sampling
+            ).argmax(1)
+        hits += places.gather(1, drawn[:, None])[:, 0] == replay.tokens
+    return -(hits / trials + epsilon).log()
+
+
+def token_scores(replay: Replay, sigma: float = SIGMA) -> dict[str, Float[Tensor, " n"]]:
+    """All cheap per-token scores of a request, by name (``SCORES``)."""
+    margins = margin(replay) if replay.uniform is None else None
+    first = (
+        {"margin": margins, "likelihood": likelihood(margins, sigma)}
+        if margins is not None
+        else {"likelihood": ipt_likelihood(replay, sigma)}
+    )
+    return {
+        **first, "mismatch": mismatch(replay), "cross_entropy": cross_entropy(replay), "rank": rank(replay)
+    }  # fmt: skip
+
+
+def uniform_ranks(replay: Replay, generator: torch.Generator) -> Float[Tensor, " n"]:
+    """The claimed token's place in the verifier's distribution, as a number in [0, 1) (rank-uniformity test).
+
+    Tokens in order of falling probability fill the unit interval; a number is drawn evenly from the claimed token's
+    piece. Under the claimed distribution it is uniform, whatever the seed was. A filtered token gives 1.
+    """
+    shares = probabilities(replay.logits, replay.sampling)
+    own = shares.gather(1, replay.tokens[:, None])
+    above = (shares * (shares > own)).sum(1)
+    drawn = above + own[:, 0] * torch.rand(len(above), generator=generator)
+    return torch.where(own[:, 0] > 0, drawn, torch.ones_like(drawn))
+
+
+def left(replay: Replay) -> Float[Tensor, " n"]:
+    """How many tokens the request's filters leave at each position."""
+    return kept(replay.logits, replay.sampling).sum(1).float()
+
+
+def activation_distance(
+    fingerprint: Float[Tensor, "rows k"], own: Float[Tensor, "rows k"]
+) -> Float[Tensor, " rows"]:
+    """Activation-DiFR's score: the L2 distance of fingerprints (DiFR, Algorithm 3).
+
+    Raises:
+        InputError: another number of rows or of projections.
+    """
+    if fingerprint.shape != own.shape:
+        raise InputError(
+            f"the fingerprint has {tuple(fingerprint.shape)} numbers, the verifier's {tuple(own.shape)}"
+        )
+    return torch.linalg.vector_norm(fingerprint.float() - own.float(), dim=1)
+
+
+def rows_every(rows: Float[Tensor, "n d"], every: int) -> Float[Tensor, "m d"]:
+    """Every so-manieth row, from the first on."""
+    if every < 1:
+        raise InputError(f"every {every}: a whole number from 1")
+    return rows[::every]
+
+
+def bytes_per_token(count: int, every: int, itemsize: int, tokens: Sequence[int]) -> float:
+    """Bytes of fingerprints over output tokens, for requests of so many tokens each."""
+    sent = sum(math.ceil(n / every) * count * itemsize for n in tokens)
+    return sent / sum(tokens)

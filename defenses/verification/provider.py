@@ -1,0 +1,262 @@
+"""A provider simulated: prompts in, tokens out, with everything a verifier may ask for, honestly or not.
+
+What a provider really does is a `Variant`, written as parts joined by ``+``: ``nf4``, ``kv=fp8+temperature=0.96``,
+``batch=1+attention=eager``. What it *claims* is in its transcripts: the model and the sampling that were asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from transformers import DynamicCache
+
+from defenses.verification.sampling import Noise, Sampling, StreamNoise, sample
+from defenses.verification.transcript import Transcript
+from defenses.verification.whole import WholeModel, load_whole
+from hiddenlab.core import Progress, silent
+from hiddenlab.errors import InputError
+
+BATCH = 50
+QUANTIZATIONS = ("int8", "nf4")
+KV_DTYPES = ("fp8", "int8", "int4")
+HONEST = "honest"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """What a provider does, where it differs from what was asked. None and 0 differ in nothing.
+
+    Attributes:
+        dtype, attention, batch, threads, cache: how it computes (cache 0: every token by a prefill of all before it).
+        quantization: of weights. kv: of the KV cache. model: another one than advertised. layers: only so many of the
+            first run. system: a text put before every prompt. temperature, top_p, top_k: other than asked. seed: added
+            to the asked one.
+        bug: with probability ``rate`` a token is drawn evenly from the so many likeliest (DiFR, section 5.1).
+    """
+
+    dtype: str | None = None
+    attention: str | None = None
+    batch: int | None = None
+    threads: int | None = None
+    cache: int = 1
+    quantization: str | None = None
+    kv: str | None = None
+    model: str | None = None
+    layers: int | None = None
+    system: str | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    seed: int = 0
+    bug: int = 0
+    rate: float = 0.01
+
+    @classmethod
+    def parse(cls, text: str) -> Variant:
+        """Read a variant.
+
+        Raises:
+            InputError: an unknown part, or a value of another kind.
+        """
+        known = {f.name: str(f.type) for f in fields(cls)}
+        found: dict[str, Any] = {}
+        for part in text.split("+"):
+            name, _, value = part.strip().partition("=")
+            if name == HONEST and not value:
+                continue
+            if name in QUANTIZATIONS and not value:
+                name, value = "quantization", name
+            if name not in known or not value:
+                raise InputError(
+                    f"provider {text!r}: {part!r} is no part of a variant; known are {HONEST}, "
+                    f"{', '.join(QUANTIZATIONS)} and NAME=VALUE with {', '.join(known)}"
+                )
+            if name in found:
+                raise InputError(f"provider {text!r}: {name} stands twice")
+            found[name] = _number(text, name, value, known[name])
+        if found.get("kv") not in (None, *KV_DTYPES):
+            raise InputError(f"provider {text!r}: kv is one of {', '.join(KV_DTYPES)}")
+        return cls(**found)
+
+    def sampling(self, asked: Sampling) -> Sampling:
+        """How it really samples."""
+        changes = {
+            name: value
+            for name in ("temperature", "top_p", "top_k")
+            if (value := getattr(self, name)) is not None
+        }
+        return replace(asked, **changes, seed=asked.seed + self.seed)
+
+    def load(self, model: str, dtype: str, device: str) -> WholeModel:
+        """The model it runs where ``model`` in ``dtype`` was advertised."""
+        return load_whole(
+            self.model or model, dtype=self.dtype or dtype, device=device, quantization=self.quantization,
+            attention=self.attention, layers=self.layers,
+        )  # fmt: skip
+
+
+def _number(text: str, name: str, value: str, kind: str) -> Any:
+    for word, parse in (("int", int), ("float", float)):
+        if kind.startswith(word):
+            try:
+                return parse(value)
+            except ValueError:
+                raise InputError(f"provider {text!r}: {name} is {value!r}, no number") from None
+    return value
+
+
+class CoarseCache(DynamicCache):
+    """A KV cache whose new entries are rounded as a low-precision cache would hold them.
+
+    fp8 is float8 e4m3 with one scale a tensor; int8 and int4 have one scale for each position and head.
+    """
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Round what comes in, then keep it."""
+        return super().update(
+            coarse(key_states, self.kind), coarse(value_states, self.kind), layer_idx, *args, **kwargs
+        )
+
+
+def coarse(values: Float[Tensor, "*shape d"], kind: str) -> Float[Tensor, "*shape d"]:
+    """Values as a cache of ``kind`` gives them back."""
+    if kind == "fp8":
+        scale = values.abs().amax().float().clamp(min=1e-12) / torch.finfo(torch.float8_e4m3fn).max
+        return ((values / scale).to(torch.float8_e4m3fn).to(values.dtype) * scale).to(values.dtype)
+    top = {"int8": 127, "int4": 7}[kind]
+    scale = values.abs().amax(-1, keepdim=True).clamp(min=1e-12) / top
+    return (values / scale).round().clamp(-top, top) * scale
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a user asks for."""
+
+    id: str
+    prompt: tuple[int, ...]
+    sampling: Sampling
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A provider's answer: the transcript, and the final-norm states that it computed on the way.
+
+    Attributes:
+        prompt_states: of the prompt. output_states: row i is the state from which output token i was drawn.
+    """
+
+    transcript: Transcript
+    prompt_states: Float[Tensor, "t d"]
+    output_states: Float[Tensor, "n d"]
+
+
+class Provider:
+    """Generates as its variant says, and claims what was asked.
+
+    Args:
+        model: as advertised. variant: what it does. new_tokens: of each answer (there is no stop at an end token: every
+            answer has the same length). noise: of a request, by its seed; default vLLM's stream.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        variant: Variant,
+        *,
+        new_tokens: int,
+        dtype: str = "bfloat16",
+        device: str = "auto",
+        noise: Callable[[int], Noise] = StreamNoise,
+    ) -> None:
+        self.advertised = model
+        self.variant = variant
+        self.new_tokens = new_tokens
+        self.noise = noise
+        self.whole = variant.load(model, dtype, device)
+        self.system = () if variant.system is None else tuple(self._tokenize(variant.system))
+
+    def _tokenize(self, text: str) -> list[int]:
+        if self.whole.tokenizer is None:
+            raise InputError(f"{self.whole.name} has no tokenizer for a system prompt")
+        return list(self.whole.tokenizer(text)["input_ids"])
+
+    def answer(self, requests: Sequence[Request], progress: Progress = silent) -> Iterator[Answer]:
+        """Answers in order, computed in batches."""
+        size = self.variant.batch or BATCH
+        before = torch.get_num_threads()
+        if self.variant.threads is not None:
+            torch.set_num_threads(self.variant.threads)
+        try:
+            for start in range(0, len(requests), size):
+                batch = requests[start : start + size]
+                yield from self._batch(batch)
+                progress("requests", start + len(batch), len(requests))
+        finally:
+            torch.set_num_threads(before)
+
+    def _batch(self, requests: Sequence[Request]) -> Iterator[Answer]:
+        prompts = [(*self.system, *request.prompt) for request in requests]
+        longest = max(map(len, prompts))
+        padded = torch.tensor([[p[0]] * (longest - len(p)) + list(p) for p in prompts])
+        mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
+        drawers = [self._drawer(request) for request in requests]
+        kept: list[Tensor] = []
+        first: Tensor | None = None
+        tokens = padded.to(self.whole.device)
+        mask = mask.to(self.whole.device)
+        cache = self._cache()
+        feed = tokens
+        for _ in range(self.new_tokens):
+            step = self.whole.step(feed, mask, cache)
+            first = step.states.cpu() if first is None else first
+            kept.append(step.states[:, -1].cpu())
+            drawn = torch.tensor(
+                [draw(step.logits[i : i + 1].float().cpu()) for i, draw in enumerate(drawers)],
+                device=self.whole.device,
+            )[:, None]
+            tokens = torch.cat([tokens, drawn], 1)
+            mask = torch.cat([mask, torch.ones_like(drawn)], 1)
+            feed = drawn if cache is not None else tokens
+        assert first is not None
+        rows = torch.stack(kept, 1)
+        output = tokens[:, longest:].tolist()
+        for i, request in enumerate(requests):
+            transcript = Transcript(
+                request.id, self.advertised, request.prompt, tuple(output[i]), request.sampling
+            )
+            # A hidden system prompt's states are not shown: the provider hides it.
+            shown = first[i, longest - len(request.prompt) :]
+            yield Answer(transcript, shown.clone(), rows[i].clone())
+
+    def _cache(self) -> Any:
+        if not self.variant.cache:
+            return None
+        return DynamicCache() if self.variant.kv is None else CoarseCache(self.variant.kv)
+
+    def _drawer(self, request: Request) -> Callable[[Float[Tensor, "1 v"]], int]:
+        """Draws one request's tokens, one after the other."""
+        sampling = self.variant.sampling(request.sampling)
+        noise = self.noise(sampling.seed)
+        bugs = torch.Generator().manual_seed(sampling.seed ^ 0x5EED)
+        before = list(request.prompt)
+
+        def draw(logits: Tensor) -> int:
+            token = sample(logits, noise, sampling, before)
+            if self.variant.bug and float(torch.rand(1, generator=bugs)) < self.variant.rate:
+                place = int(torch.randint(self.variant.bug, (1,), generator=bugs))
+                token = int(logits[0].topk(self.variant.bug).indices[place])
+            before.append(token)
+            return token
+
+        return draw

@@ -1,0 +1,180 @@
+"""How a provider turns logits into tokens, so that a verifier can do the same with the same seed.
+
+The random numbers of a request come from one `Noise`: the stream of a seeded generator, as vLLM draws them, or a hash
+of key, seed and all tokens so far (exfiltration paper, appendix D.6). Everything else is a function of logits, noise
+and `Sampling`, for one position or all positions of a prefill at once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from hiddenlab.errors import InputError
+
+METHODS = ("gumbel", "ipt", "greedy")
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """What a request says about sampling.
+
+    Attributes:
+        method: "gumbel" (argmax of probabilities over exponential noise, as vLLM samples), "ipt" (inverse probability
+            transform: the first token whose cumulative probability exceeds one uniform number) or "greedy".
+        temperature: divides the logits; 0 is greedy.
+        top_k: only so many of the likeliest tokens, 0 for all.
+        top_p: only the likeliest tokens that together have this probability (after temperature and top-k).
+        seed: of the request's random numbers.
+    """
+
+    method: str = "gumbel"
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.method not in METHODS:
+            raise InputError(f"sampling method {self.method!r}: one of {', '.join(METHODS)}")
+        if not 0 <= self.temperature < float("inf"):
+            raise InputError(f"temperature {self.temperature}: a number from 0")
+        if self.top_k < 0:
+            raise InputError(f"top_k {self.top_k}: a whole number from 0 (0: all tokens)")
+        if not 0 < self.top_p <= 1:
+            raise InputError(f"top_p {self.top_p}: above 0, at most 1")
+
+    @property
+    def greedy(self) -> bool:
+        """Whether no randomness takes part."""
+        return self.method == "greedy" or self.temperature == 0
+
+
+@runtime_checkable
+class Noise(Protocol):
+    """The random numbers of one request, in the order of its tokens. Each call is for the next token."""
+
+    def gumbel(self, width: int, before: Sequence[int]) -> Float[Tensor, " v"]:
+        """Gumbel(0, 1) noise for every token of a vocabulary of `width`, given all tokens `before` this one."""
+        ...
+
+    def uniform(self, before: Sequence[int]) -> float:
+        """One number in [0, 1), given all tokens `before` this one."""
+        ...
+
+
+class StreamNoise:
+    """Numbers of one generator with the request's seed, as vLLM draws them: `width` exponentials for each token.
+
+    The generator lives on the CPU: a CUDA generator with the same seed gives other numbers, so both sides have to
+    agree on it, as on `width` (the width of the logits that were sampled from).
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def gumbel(self, width: int, before: Sequence[int]) -> Float[Tensor, " v"]:
+        """See `Noise`."""
+        return _gumbel(width, self._generator)
+
+    def uniform(self, before: Sequence[int]) -> float:
+        """See `Noise`."""
+        return float(torch.rand(1, generator=self._generator, dtype=torch.float64))
+
+
+class HashedNoise:
+    """Numbers from H(K, σ, x): SHA3-256 of a key, the seed and all tokens so far seeds a generator for each token.
+
+    Without the key nobody can compute them ahead, and a token has to be committed to before the next numbers exist
+    (exfiltration paper, theorems 4.2, 4.3; appendix D.6).
+    """
+
+    def __init__(self, key: bytes, seed: int) -> None:
+        if len(key) < 16:
+            raise InputError(f"a key of {len(key)} bytes: at least 16 are needed")
+        self._start = hashlib.sha3_256()
+        # Lengths before contents: no two (key, seed) give the same bytes.
+        self._start.update(len(key).to_bytes(8, "big") + key + seed.to_bytes(16, "big", signed=True))
+
+    def _generator(self, before: Sequence[int]) -> torch.Generator:
+        digest = self._start.copy()
+        for token in before:
+            digest.update(int(token).to_bytes(8, "big"))
+        return torch.Generator().manual_seed(int.from_bytes(digest.digest()[:8], "big", signed=True))
+
+    def gumbel(self, width: int, before: Sequence[int]) -> Float[Tensor, " v"]:
+        """See `Noise`."""
+        return _gumbel(width, self._generator(before))
+
+    def uniform(self, before: Sequence[int]) -> float:
+        """See `Noise`."""
+        return float(torch.rand(1, generator=self._generator(before), dtype=torch.float64))
+
+
+def _gumbel(width: int, generator: torch.Generator) -> Float[Tensor, " v"]:
+    """−log E with E exponential: argmax(p / E) of vLLM is argmax(log p + Gumbel)."""
+    return torch.empty(width).exponential_(generator=generator).log_().neg_()
+
+
+def kept(logits: Float[Tensor, "n v"], sampling: Sampling) -> Bool[Tensor, "n v"]:
+    """Which tokens the filters leave: top-k first, then top-p of what is left, with the temperature applied.
+
+    Tokens that tie with the last one kept are kept too where top-k alone filters.
+    """
+    everything = torch.ones_like(logits, dtype=torch.bool)
+    width = logits.shape[1]
+    count = sampling.top_k if 0 < sampling.top_k < width else width
+    if sampling.greedy or (count == width and sampling.top_p == 1):
+        return everything
+    scaled = logits.float() / sampling.temperature
+    if sampling.top_p == 1:
+        return scaled >= scaled.topk(count, dim=1).values[:, -1:]
+    # Sorting only what top-k leaves: sorting a whole vocabulary costs more than a step of a small model.
+    ordered, order = scaled.topk(count, dim=1)
+    share = ordered.softmax(dim=1)
+    # A token stays while those before it have not yet reached top_p; the first always does.
+    stays = share.cumsum(dim=1) - share < sampling.top_p
+    return torch.zeros_like(everything).scatter_(1, order, stays)
+
+
+def probabilities(logits: Float[Tensor, "n v"], sampling: Sampling) -> Float[Tensor, "n v"]:
+    """What the sampler draws from: softmax of the filtered logits over the temperature, one row a position."""
+    if sampling.greedy:
+        return torch.nn.functional.one_hot(logits.argmax(dim=1), logits.shape[1]).float()
+    masked = logits.float().masked_fill(~kept(logits, sampling), float("-inf"))
+    return (masked / sampling.temperature).softmax(dim=1)
+
+
+def perturbed(
+    logits: Float[Tensor, "n v"], gumbel: Float[Tensor, "n v"], sampling: Sampling
+) -> Float[Tensor, "n v"]:
+    """Post-Gumbel scores ℓ + T·g, −∞ for filtered tokens; their argmax is the token (DiFR, Algorithm 1)."""
+    if sampling.greedy:
+        return logits.float()
+    scores = logits.float() + sampling.temperature * gumbel
+    return scores.masked_fill_(~kept(logits, sampling), float("-inf"))
+
+
+def invert(probability: Float[Tensor, "n v"], uniform: Float[Tensor, " n"]) -> Int[Tensor, " n"]:
+    """The first token whose cumulative probability exceeds the uniform number (DiFR, Algorithm 4)."""
+    cumulative = probability.double().cumsum(dim=1)
+    # Rounding may leave the last sum below 1; the last token with any probability then takes the rest.
+    last = probability.shape[1] - 1 - (probability.flip(1) > 0).int().argmax(dim=1)
+    return torch.minimum((cumulative <= uniform.double()[:, None]).sum(dim=1), last)
+
+
+def sample(logits: Float[Tensor, "1 v"], noise: Noise, sampling: Sampling, before: Sequence[int]) -> int:
+    """The next token of one request; draws from `noise` what the method needs."""
+    if sampling.greedy:
+        return int(logits.argmax())
+    if sampling.method == "gumbel":
+        gumbel = noise.gumbel(logits.shape[1], before).to(logits.device)
+        return int(perturbed(logits, gumbel[None], sampling).argmax())
+    uniform = torch.tensor([noise.uniform(before)], dtype=torch.float64, device=logits.device)
+    return int(invert(probabilities(logits, sampling), uniform))

@@ -1,0 +1,378 @@
+"""Sampling replayed, providers caught and believed, transcripts read strictly."""
+
+import contextlib
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from defenses.verification import difr
+from defenses.verification.difr import Verifier
+from defenses.verification.provider import CoarseCache, Provider, Request, Variant, coarse
+from defenses.verification.sampling import (
+    HashedNoise,
+    Sampling,
+    StreamNoise,
+    invert,
+    kept,
+    perturbed,
+    probabilities,
+    sample,
+)
+from defenses.verification.transcript import (
+    Fingerprint,
+    Transcript,
+    from_openai,
+    read_transcripts,
+    write_transcripts,
+)
+from defenses.verification.whole import load_whole
+from hiddenlab.errors import InputError
+from hiddenlab.testing import DECODERS, VOCABULARY, save_tiny
+
+NEW = 12
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_tiny("llama", tmp_path_factory.mktemp("llama"), tokenizer=True)
+
+
+def requests_of(count: int, sampling: Sampling, length: int = 6) -> list[Request]:
+    generator = torch.Generator().manual_seed(0)
+    return [
+        Request(
+            str(i),
+            tuple(torch.randint(0, VOCABULARY, (length + i % 3,), generator=generator).tolist()),
+            replace(sampling, seed=sampling.seed + 100 * i),
+        )
+        for i in range(count)
+    ]
+
+
+def transcripts(
+    model: str, variant: str, sampling: Sampling, count: int = 4, **options: Any
+) -> list[Transcript]:
+    provider = Provider(
+        model, Variant.parse(variant), new_tokens=NEW, dtype="float32", device="cpu", **options
+    )
+    return [answer.transcript for answer in provider.answer(requests_of(count, sampling))]
+
+
+def scores_of(model: str, found: Sequence[Transcript], noise: Any = StreamNoise) -> dict[str, torch.Tensor]:
+    verifier = Verifier(load_whole(model, device="cpu"), noise)
+    parts = [difr.token_scores(verifier.replay(one)) for one in found]
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+
+# Sampling
+
+
+def test_stream_noise_is_what_vllm_draws() -> None:
+    logits = torch.randn(1, 50, generator=torch.Generator().manual_seed(3))
+    noise, generator = StreamNoise(7), torch.Generator().manual_seed(7)
+    for _ in range(5):
+        exponential = torch.empty(50).exponential_(generator=generator)
+        assert sample(logits, noise, Sampling(), []) == int((logits[0].softmax(0) / exponential).argmax())
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(0, 60), st.floats(0.05, 1.0), st.floats(0.2, 3.0), st.integers(0, 1000))
+def test_filters_keep_the_likeliest_and_enough_of_them(
+    top_k: int, top_p: float, temperature: float, seed: int
+) -> None:
+    logits = torch.randn(3, 40, generator=torch.Generator().manual_seed(seed)) * 3
+    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
+    for row, keep in zip(logits, kept(logits, sampling), strict=True):
+        order = row.argsort(descending=True)
+        shares = (row / temperature)[order[: top_k or 40]].softmax(0)
+        count = 1
+        while count < len(shares) and float(shares[:count].sum()) < top_p - 1e-6:
+            count += 1
+        if abs(float(shares[:count].sum()) - top_p) > 1e-5 or count == len(shares):
+            assert set(keep.nonzero()[:, 0].tolist()) == set(order[:count].tolist())
+
+
+def test_both_samplers_draw_from_the_stated_distribution() -> None:
+    logits = torch.tensor([[2.0, 1.0, 0.0, -1.0, -8.0]])
+    for method in ("gumbel", "ipt"):
+        sampling = Sampling(method=method, temperature=0.7, top_k=4)
+        noise = StreamNoise(1)
+        drawn = torch.tensor([sample(logits, noise, sampling, []) for _ in range(4000)])
+        shares = torch.bincount(drawn, minlength=5) / len(drawn)
+        assert torch.allclose(shares, probabilities(logits, sampling)[0], atol=0.03)
+        assert shares[4] == 0
+
+
+def test_inverse_transform_never_leaves_what_is_kept() -> None:
+    shares = torch.tensor([[0.0, 0.25, 0.0, 0.75, 0.0]])
+    assert [int(invert(shares, torch.tensor([u]))) for u in (0.0, 0.2499, 0.25, 0.9999999, 1.0)] == [
+        1,
+        1,
+        3,
+        3,
+        3,
+    ]
+
+
+def test_hashed_noise_depends_on_key_seed_and_every_token() -> None:
+    def first(key: bytes, seed: int, before: list[int]) -> float:
+        return HashedNoise(key, seed).uniform(before)
+
+    key, other = b"k" * 16, b"l" * 16
+    values = [
+        first(key, 1, [1, 2]),
+        first(other, 1, [1, 2]),
+        first(key, 2, [1, 2]),
+        first(key, 1, [2, 1]),
+        first(key, 1, [1]),
+    ]
+    assert len(set(values)) == 5
+    assert first(key, 1, [1, 2]) == values[0]
+    with pytest.raises(InputError, match="16"):
+        HashedNoise(b"short", 1)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"method": "beam"}, {"temperature": -1.0}, {"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.5}]
+)
+def test_impossible_sampling_is_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(InputError):
+        Sampling(**wrong)
+
+
+# Scores
+
+
+def test_likelihood_has_the_papers_values() -> None:
+    margins = torch.tensor([0.91, 0.0, float("inf")])
+    for sigma, value in ((0.02, 521.95), (0.08, 35.37)):
+        found = difr.likelihood(margins, sigma)
+        assert float(found[0]) == pytest.approx(value, abs=0.01)
+        assert float(found[1]) == 0 and torch.isinf(found[2])
+    plain = difr.likelihood(margins[:1], 0.02 * 2**0.5, "plain")
+    assert float(plain) == pytest.approx(521.95, abs=0.01)
+    with pytest.raises(InputError):
+        difr.likelihood(margins, 0.0)
+
+
+def test_ipt_mass_has_the_known_values() -> None:
+    start, stop = torch.tensor([0.5, 0.5]).double(), torch.tensor([0.6, 0.6]).double()
+    found = difr.interval_log_mass(start, stop, torch.tensor([0.49, 0.4]).double(), 0.01, 1e-12)
+    assert found.tolist() == pytest.approx([-1.841022, -27.631021], abs=1e-5)
+
+
+def test_margin_is_the_papers_formula_and_infinite_where_filtered() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits, gumbel = torch.randn(4, 20, generator=generator), torch.randn(4, 20, generator=generator)
+    sampling = Sampling(temperature=0.5, top_k=5)
+    tokens = logits.topk(6, dim=1).indices[:, torch.tensor([0, 1, 4, 5])].diagonal()
+    replay = difr.Replay(logits, gumbel, None, tokens, sampling, torch.zeros(5, 2))
+    z = logits + 0.5 * gumbel
+    for i, token in enumerate(tokens.tolist()):
+        allowed = logits[i].topk(5).indices
+        expected = float(z[i, allowed].max() - z[i, token]) if token in allowed.tolist() else float("inf")
+        assert float(difr.margin(replay)[i]) == pytest.approx(expected)
+    assert torch.equal(perturbed(logits, gumbel, sampling).argmax(1), difr.verifier_tokens(replay))
+
+
+def test_monte_carlo_agrees_with_the_likelihood_for_two_tokens() -> None:
+    logits = torch.tensor([[1.0, 0.7, -50.0]] * 2)
+    replay = difr.Replay(
+        logits, torch.zeros(2, 3), None, torch.tensor([1, 0]), Sampling(temperature=1.0), torch.zeros(3, 2)
+    )
+    sigma = 0.3
+    found = difr.monte_carlo(replay, sigma, torch.Generator().manual_seed(0), trials=4000)
+    miss = float(torch.special.ndtr(torch.tensor(-0.3 / (sigma * 2**0.5))))
+    assert torch.allclose((-found).exp(), torch.tensor([miss, 1 - miss]), atol=0.03)
+
+
+# Providers
+
+
+@pytest.mark.parametrize("architecture", DECODERS)
+def test_an_honest_provider_agrees_in_every_token(architecture: str, tmp_path: Path) -> None:
+    model = save_tiny(architecture, tmp_path)
+    found = transcripts(model, "honest", Sampling(top_k=50, top_p=0.95, seed=5), count=3)
+    scores = scores_of(model, found)
+    # Left padding and decoding by steps against one prefill: rounding may flip a rare near tie, no more.
+    assert float(scores["mismatch"].mean()) <= 0.06
+    assert float(scores["margin"].clamp(max=10).max()) < 1e-2
+
+
+@pytest.mark.parametrize("method", ["gumbel", "ipt", "greedy"])
+def test_methods_replay(tiny: str, method: Any) -> None:
+    found = transcripts(tiny, "honest", Sampling(method=method, top_p=0.9, seed=5))
+    assert float(scores_of(tiny, found)["mismatch"].mean()) == 0
+
+
+@pytest.mark.parametrize("variant", ["batch=1", "attention=eager", "cache=0", "threads=1", "honest+batch=3"])
+def test_honest_variants_agree(tiny: str, variant: str) -> None:
+    asked = Sampling(top_k=50, seed=5)
+    assert transcripts(tiny, variant, asked) == transcripts(tiny, "honest", asked)
+
+
+@pytest.mark.parametrize(
+    "variant",
+    ["seed=1", "temperature=3", "bug=32+rate=0.5", "layers=3", "kv=int4", "system=You are kind", "top_p=0.2"],
+)
+def test_deviations_diverge(tiny: str, variant: str) -> None:
+    asked = Sampling(top_p=0.95, seed=5)
+    scores = scores_of(tiny, transcripts(tiny, variant, asked))
+    assert float(scores["mismatch"].mean()) > 0.1
+    assert float(scores["margin"].clamp(max=10).mean()) > 0.05
+
+
+def test_hashed_noise_replays_and_needs_its_key(tiny: str) -> None:
+    asked = Sampling(seed=5)
+
+    def keyed(key: bytes) -> Any:
+        return lambda seed: HashedNoise(key, seed)
+
+    found = transcripts(tiny, "honest", asked, noise=keyed(b"a" * 16))
+    assert float(scores_of(tiny, found, keyed(b"a" * 16))["mismatch"].mean()) == 0
+    assert float(scores_of(tiny, found, keyed(b"b" * 16))["mismatch"].mean()) > 0.5
+
+
+def test_states_are_the_verifiers(tiny: str) -> None:
+    provider = Provider(tiny, Variant.parse("honest"), new_tokens=NEW, dtype="float32", device="cpu")
+    verifier = Verifier(load_whole(tiny, device="cpu"))
+    for answer in provider.answer(requests_of(3, Sampling(seed=1))):
+        replay = verifier.replay(answer.transcript)
+        prompt = len(answer.transcript.prompt)
+        assert torch.allclose(answer.prompt_states, replay.states[:prompt], atol=1e-4)
+        assert torch.allclose(answer.output_states, replay.output_states, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int8", "int4"])
+def test_a_coarse_cache_rounds_and_keeps_the_rest(kind: str) -> None:
+    values = torch.randn(1, 2, 5, 16, generator=torch.Generator().manual_seed(0))
+    keys, _ = CoarseCache(kind).update(values, values, 0)
+    assert torch.equal(keys, coarse(values, kind))
+    error = float((keys - values).abs().max() / values.abs().max())
+    assert 0 < error < {"fp8": 0.07, "int8": 0.01, "int4": 0.08}[kind]
+
+
+def test_uniform_ranks_are_uniform_for_any_seed(tiny: str) -> None:
+    from scipy.stats import kstest
+
+    verifier = Verifier(load_whole(tiny, device="cpu"))
+    generator = torch.Generator().manual_seed(0)
+    honest = transcripts(tiny, "seed=17", Sampling(seed=5), count=20)
+    hot = transcripts(tiny, "temperature=2", Sampling(seed=5), count=20)
+
+    def uniform(found: Sequence[Transcript]) -> float:
+        ranks = [difr.uniform_ranks(verifier.replay(one), generator) for one in found]
+        return float(kstest(torch.cat(ranks).numpy(), "uniform").pvalue)
+
+    honest_p, hot_p = uniform(honest), uniform(hot)
+    assert honest_p > 0.001 > hot_p
+
+
+@pytest.mark.parametrize(
+    "text", ["fast", "kv=fp2", "temperature=hot", "seed=", "nf4+nf4", "batch=x", "=1", ""]
+)
+def test_unknown_variants_are_refused(text: str) -> None:
+    with pytest.raises(InputError, match="provider"):
+        Variant.parse(text)
+
+
+# Transcripts
+
+
+def test_transcripts_come_back(tiny: str, tmp_path: Path) -> None:
+    found = transcripts(tiny, "honest", Sampling(top_p=0.9, seed=5))
+    prints = Fingerprint.of(torch.randn(3, 4), every=4, seed=1, kind="orthogonal", dtype="bfloat16")
+    found[0] = replace(found[0], proofs=("AAAA",), fingerprint=prints, modes=("accept",) * NEW)
+    path = tmp_path / "log" / "transcripts.jsonl"
+    assert write_transcripts(path, found) == len(found)
+    assert read_transcripts(path) == found
+    assert prints.values().shape == (3, 4) and prints.size == 24
+
+
+GOOD: dict[str, Any] = {
+    "format": 1, "id": "a", "model": "m", "prompt": [1, 2], "output": [3], "sampling": {"seed": 1},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"format": 2}, {"id": 3}, {"prompt": []}, {"output": "abc"}, {"prompt": [1.5]}, {"prompt": [True]},
+        {"sampling": {}}, {"sampling": None}, {"sampling": {"seed": "1"}}, {"sampling": {"seed": 1, "beam": 2}},
+        {"sampling": {"seed": 1, "top_p": 7}}, {"proofs": [1]}, {"modes": ["maybe"]}, {"modes": ["accept"] * 2},
+        {"unknown": 1}, {"fingerprint": {"count": 1}},
+    ],
+)  # fmt: skip
+def test_wrong_transcripts_are_refused_with_their_line(change: dict[str, Any], tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    path.write_text(json.dumps(GOOD) + "\n" + json.dumps(GOOD | {"id": "b"} | change) + "\n")
+    with pytest.raises(InputError, match="line 2"):
+        read_transcripts(path)
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+        lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.sampled_from(sorted(GOOD)), inner),
+    )
+)
+def test_any_json_is_a_transcript_or_refused(value: Any) -> None:
+    for candidate in (value, GOOD | value if isinstance(value, dict) else value):
+        with contextlib.suppress(InputError):
+            assert isinstance(Transcript.from_json(candidate), Transcript)
+
+
+@pytest.mark.parametrize("text", ["", "{", '["a"]', "\n\n"])
+def test_files_without_transcripts_are_refused(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    path.write_text(text)
+    with pytest.raises(InputError):
+        read_transcripts(path)
+    with pytest.raises(InputError):
+        read_transcripts(tmp_path / "nothing.jsonl")
+
+
+def test_tokens_of_another_vocabulary_are_refused(tiny: str) -> None:
+    verifier = Verifier(load_whole(tiny, device="cpu"))
+    for prompt in ((VOCABULARY, 1), (-1, 2)):
+        with pytest.raises(InputError, match="vocabulary"):
+            verifier.replay(Transcript("a", tiny, prompt, (1,), Sampling()))
+    with pytest.raises(InputError, match="takes"):
+        verifier.replay(Transcript("a", tiny, (1,) * 600, (1,), Sampling()))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"data": "%"}, {"data": ""}, {"data": "AAA="}, {"count": 0}, {"dtype": "int8"}, {"data": "AADAfw=="}],
+)
+def test_wrong_fingerprints_are_refused(change: dict[str, Any]) -> None:
+    good = Fingerprint(1, 1, 0, "orthogonal", "float32", "AACAPw==")
+    assert good.values().tolist() == [[1.0]]
+    with pytest.raises(InputError, match="fingerprint"):
+        replace(good, **change).values()
+
+
+def test_openai_answers_at_temperature_zero_become_transcripts(tiny: str, tmp_path: Path) -> None:
+    tokenizer = load_whole(tiny, device="cpu").tokenizer
+    line = {
+        "request": {"prompt": "Once", "temperature": 0},
+        "response": {"id": "r1", "choices": [{"text": " more"}]},
+    }
+    path = tmp_path / "log.jsonl"
+    path.write_text(json.dumps(line) + "\n")
+    (one,) = from_openai(path, tiny, tokenizer)
+    assert one.id == "r1"
+    assert [tokenizer.decode(ids) for ids in (one.prompt, one.output)] == ["Once", " more"]
+    assert one.sampling.greedy
+    for wrong in ({"temperature": 0.5, "prompt": "a"}, {"prompt": "a"}, {"temperature": 0}):
+        path.write_text(json.dumps(line | {"request": wrong}) + "\n")
+        with pytest.raises(InputError, match="line 1"):
+            from_openai(path, tiny, tokenizer)
