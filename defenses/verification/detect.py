@@ -1,0 +1,191 @@
+"""From scores of tokens to a verdict on a provider: clipping, pooling over batches, and how well that detects.
+
+All scores here grow with divergence. One number a batch is compared with a threshold, so a detector is fitted by its
+clipping and pooling alone, and is judged by the area under its ROC curve.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hiddenlab.errors import InputError
+
+Scores = NDArray[np.float64]
+PERCENTILES = (99.0, 99.9, 99.99, 99.999)
+TAILS = ((99.999, 99.99), (99.9, 99.0))  # clipped at the first, zero below the second
+CHANCE = 0.5
+MAX_FPR = 0.01
+BATCHES = 500
+
+
+def auc(honest: Scores, other: Scores) -> float:
+    """The probability that another provider's statistic is above an honest one's; ties count half."""
+    from scipy.stats import mannwhitneyu
+
+    return float(mannwhitneyu(other, honest).statistic) / (len(honest) * len(other))
+
+
+def standardised_auc(honest: Scores, other: Scores, max_fpr: float = MAX_FPR) -> float:
+    """The area under the ROC curve up to a false positive rate, standardised by McClish: 0.5 chance, 1 perfect.
+
+    Raises:
+        InputError: fewer than two statistics a side, or a rate outside (0, 1].
+    """
+    if min(len(honest), len(other)) < 2:
+        raise InputError("an ROC curve needs at least two statistics a side")
+    if not 0 < max_fpr <= 1:
+        raise InputError(f"a false positive rate of {max_fpr} is not in (0, 1]")
+    edges = np.unique(np.concatenate([honest, other]))[::-1]
+    fpr, tpr = (
+        np.concatenate([[0.0], (len(v) - np.searchsorted(np.sort(v), edges, "left")) / len(v)])
+        for v in (honest, other)
+    )
+    return standardised(fpr, tpr, max_fpr)
+
+
+def standardised(fpr: Scores, tpr: Scores, max_fpr: float = MAX_FPR) -> float:
+    """McClish's standardised partial area of a curve given by its corners, false positive rates ascending."""
+    inside = fpr <= max_fpr
+    x = np.append(fpr[inside], max_fpr)
+    y = np.append(tpr[inside], np.interp(max_fpr, fpr, tpr))
+    area = float(np.trapezoid(y, x))
+    least, most = max_fpr**2 / 2, max_fpr
+    return (1 + (area - least) / (most - least)) / 2
+
+
+@dataclass(frozen=True)
+class Pooling:
+    """How a batch's token scores become one number: the mean after clipping.
+
+    Attributes:
+        top: scores are clipped here (a value, not a percentile). floor: those below count as 0.
+    """
+
+    top: float
+    floor: float = 0.0
+
+    def __call__(self, scores: Scores) -> Scores:
+        """Scores of tokens as they enter the mean."""
+        cut = np.minimum(scores, self.top)
+        return np.where(scores >= self.floor, cut, 0.0) if self.floor else cut
+
+
+def poolings(honest: Scores) -> Iterator[Pooling]:
+    """Winsorized means and tail-focused means (DiFR, section 5.2 and appendix E), by percentiles of honest scores.
+
+    Infinite scores (filtered tokens) do not enter the percentiles and are clipped like the others.
+    """
+    finite = honest[np.isfinite(honest)]
+    if not len(finite):
+        raise InputError("no honest token has a finite score; nothing can be calibrated")
+    seen = set()
+    for top, floor in [(p, 0.0) for p in PERCENTILES] + list(TAILS):
+        cut = float(np.percentile(finite, top))
+        one = Pooling(cut, float(np.percentile(finite, floor)) if floor else 0.0)
+        if one not in seen:
+            seen.add(one)
+            yield one
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A detector on held-out tokens.
+
+    Attributes:
+        auc, auc_low_fpr: whole, and standardised at 1 % false positives; 0.5 where the provider diverges less than the
+            honest ones (which is not suspicious). pooling: chosen on the training half. batches: a side.
+    """
+
+    auc: float
+    auc_low_fpr: float
+    pooling: Pooling | None
+    batches: int
+
+
+def detect(
+    honest: Scores, other: Scores, size: int, rng: np.random.Generator, batches: int = BATCHES
+) -> Verdict:
+    """Split tokens in half, choose clipping and pooling on one half, judge on the other (DiFR, section 5.2).
+
+    Args:
+        honest, other: scores of tokens. size: tokens of a batch, drawn without replacement. batches: so many a side.
+
+    Raises:
+        InputError: a half has fewer tokens than a batch.
+    """
+    halves = [np.array_split(v[rng.permutation(len(v))], 2) for v in (honest, other)]
+    if min(len(half) for pair in halves for half in pair) < size:
+        raise InputError(f"half of the tokens are fewer than a batch of {size}")
+    train, test = zip(*halves, strict=True)
+    picks = [[_picks(len(half), size, batches, rng) for half in part] for part in (train, test)]
+    best: tuple[float, Pooling] | None = None
+    for pooling in poolings(train[0]):
+        a, b = (pooling(half) for half in train)
+        if b.mean() <= a.mean():
+            continue
+        value = standardised_auc(*(v[pick].mean(1) for v, pick in zip((a, b), picks[0], strict=True)))
+        if best is None or value > best[0]:
+            best = value, pooling
+    if best is None:
+        return Verdict(CHANCE, CHANCE, None, batches)
+    a, b = (best[1](half)[pick].mean(1) for half, pick in zip(test, picks[1], strict=True))
+    return Verdict(auc(a, b), standardised_auc(a, b), best[1], batches)
+
+
+def _picks(tokens: int, size: int, batches: int, rng: np.random.Generator) -> NDArray[np.int64]:
+    return np.stack([rng.choice(tokens, size, replace=False) for _ in range(batches)])
+
+
+def mmd(ours: NDArray[np.int64], theirs: NDArray[np.int64]) -> float:
+    """Squared maximum mean discrepancy (unbiased) of token sequences, Hamming kernel (model equality testing).
+
+    Args:
+        ours, theirs: token ids, one completion a row, all of one length.
+    """
+    return _mmd(_agreement(np.concatenate([ours, theirs])), len(ours))
+
+
+def mmd_test(
+    ours: NDArray[np.int64], theirs: NDArray[np.int64], rng: np.random.Generator, permutations: int = 500
+) -> float:
+    """The p-value of ``mmd``: how often a random division of all completions differs as much.
+
+    Raises:
+        InputError: fewer than two completions a side, or unequal lengths.
+    """
+    if min(len(ours), len(theirs)) < 2 or ours.shape[1:] != theirs.shape[1:]:
+        raise InputError("the MMD test needs at least two completions a side, all of one length")
+    kernel = _agreement(np.concatenate([ours, theirs]))
+    found = _mmd(kernel, len(ours))
+    above = 0
+    for _ in range(permutations):
+        order = rng.permutation(len(kernel))
+        above += _mmd(kernel[np.ix_(order, order)], len(ours)) >= found
+    return (above + 1) / (permutations + 1)
+
+
+def _agreement(rows: NDArray[np.int64]) -> Scores:
+    return np.stack([(rows == row).mean(1) for row in rows])
+
+
+def _mmd(kernel: Scores, first: int) -> float:
+    a, b, cross = kernel[:first, :first], kernel[first:, first:], kernel[:first, first:]
+
+    def inside(k: Scores) -> float:
+        n = len(k)
+        return float((k.sum() - np.trace(k)) / (n * (n - 1)))
+
+    return inside(a) + inside(b) - 2 * float(cross.mean())
+
+
+def frontier(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The points that no other beats: none is both cheaper (first) and better (second)."""
+    out: list[tuple[float, float]] = []
+    for cost, value in sorted(points, key=lambda p: (p[0], -p[1])):
+        if not out or value > out[-1][1]:
+            out.append((cost, value))
+    return out

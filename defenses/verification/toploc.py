@@ -1,0 +1,435 @@
+"""TOPLOC: a polynomial through the largest activations of a chunk of tokens proves which model was run.
+
+For its prompt and for each 32 tokens that it decodes, the provider sends a polynomial from the flat indices of the k
+largest final states (by absolute value) to these states (TOPLOC, Algorithm 1). The verifier runs the model once over
+all tokens and compares its own largest states with what the polynomial says at their places (Algorithm 2).
+
+Bytes are those of the published implementation: two of a modulus, then two of each coefficient in ascending degree,
+big-endian. All arithmetic is modulo the prime 65497; the modulus in front only folds indices, on both sides.
+
+Values are raw bfloat16 patterns. 16 bits reach beyond the prime, finite numbers do not: their largest pattern is
+0xFF7F = 65407, and all from 65497 on are NaN. Activations that are not finite are refused, so that no committed value
+changes modulo the prime and no honest proof fails for it. Where a polynomial gives a pattern of NaN or infinity,
+which it may anywhere else, it agrees with no activation.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+import torch
+from jaxtyping import BFloat16, Float, Int, Int64, UInt16
+from torch import Tensor
+
+from hiddenlab.errors import InputError
+
+PRIME = 65497
+LEAST_MODULUS = 2**15 + 1  # where the search of Algorithm 6 ends
+TOP = 128
+EVERY = 32
+_MANTISSA_BITS = 7
+_MAGNITUDE = 0x7FFF
+_INFINITE = 0x7F80
+
+
+class ProofError(InputError):
+    """A proof that no honest provider sends: its bytes or numbers are outside of the format."""
+
+
+# ---- arithmetic modulo the prime
+
+
+@cache
+def _inverses() -> Int64[np.ndarray, " prime"]:
+    """The inverse of every residue; 0, which has none, stands for itself."""
+    return np.array([0, *(pow(residue, -1, PRIME) for residue in range(1, PRIME))], dtype=np.int64)
+
+
+def interpolate(x: Int64[np.ndarray, " k"], y: Int64[np.ndarray, " k"]) -> Int64[np.ndarray, " k"]:
+    """The polynomial of degree below k through k points, by Newton's divided differences (TOPLOC, Algorithm 3).
+
+    Args:
+        x: places, distinct modulo the prime. y: values, which count modulo the prime.
+
+    Returns:
+        Coefficients, ascending degree.
+
+    Raises:
+        InputError: no points, or two at one place.
+    """
+    x = x % PRIME
+    if not len(x) or len(np.unique(x)) < len(x):
+        raise InputError("a polynomial needs points, each at a place of its own modulo the prime")
+    inverse, differences = _inverses(), y % PRIME
+    for step in range(1, len(x)):
+        # A negative denominator −a indexes the table from its end, which is where the inverse of PRIME − a lies.
+        denominators = inverse[x[step:] - x[:-step]]
+        differences[step:] = (differences[step:] - differences[step - 1 : -1]) * denominators % PRIME
+    coefficients = np.zeros_like(differences)
+    for place, difference in zip(x[::-1].tolist(), differences[::-1].tolist(), strict=True):
+        carried = coefficients * -place
+        carried[1:] += coefficients[:-1]
+        carried[0] += difference
+        coefficients = carried % PRIME
+    return coefficients
+
+
+def evaluate(coefficients: Sequence[int], x: Int64[np.ndarray, " points"]) -> Int64[np.ndarray, " points"]:
+    """A polynomial at many places at once, by Horner's rule modulo the prime (TOPLOC, Algorithm 5).
+
+    Coefficients come in ascending degree.
+    """
+    x = x % PRIME
+    out = np.zeros_like(x)
+    for coefficient in reversed(coefficients):
+        out *= x
+        out += coefficient
+        out %= PRIME
+    return out
+
+
+def injective_modulus(indices: Int64[np.ndarray, " k"]) -> int:
+    """The largest modulus up to 65497 that keeps the indices apart (TOPLOC, Algorithm 6).
+
+    The paper starts at 65536, which 16 bits do not hold; the published bytes start at the prime, and so does this.
+
+    Raises:
+        InputError: none from 32769 on does.
+    """
+    if len(np.unique(indices)) == len(indices) <= PRIME:
+        for modulus in range(PRIME, LEAST_MODULUS - 1, -1):
+            if len(np.unique(indices % modulus)) == len(indices):
+                return modulus
+    raise InputError(f"no modulus from {LEAST_MODULUS} to {PRIME} keeps these {len(indices)} indices apart")
+
+
+# ---- the proof
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What a provider sends for one chunk of tokens; one that exists is within the format.
+
+    Attributes:
+        modulus: folds flat indices, 32769 to 65497. coefficients: of the polynomial modulo 65497, ascending degree.
+
+    Raises:
+        ProofError: a number is out of its range, or there are no coefficients.
+    """
+
+    modulus: int
+    coefficients: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not LEAST_MODULUS <= self.modulus <= PRIME:
+            raise ProofError(f"a proof with modulus {self.modulus}: {LEAST_MODULUS} to {PRIME} are possible")
+        if not 1 <= len(self.coefficients) <= self.modulus:
+            raise ProofError(f"a proof with {len(self.coefficients)} coefficients, modulo {self.modulus}")
+        if not 0 <= min(self.coefficients) <= max(self.coefficients) < PRIME:
+            raise ProofError(f"a proof with coefficients outside of 0 to {PRIME - 1}")
+
+    @classmethod
+    def through(cls, indices: Int64[np.ndarray, " k"], bits: UInt16[np.ndarray, " k"]) -> Proof:
+        """The proof of given points: flat indices, and the bfloat16 patterns of finite values there.
+
+        Raises:
+            InputError: negative or repeated indices, patterns of no finite number, or no modulus for the indices.
+        """
+        if len(indices) and indices.min() < 0:
+            raise InputError("flat indices start at 0")
+        _finite(bits)
+        modulus = injective_modulus(indices)
+        return cls(modulus, tuple(interpolate(indices % modulus, bits.astype(np.int64)).tolist()))
+
+    def to_bytes(self) -> bytes:
+        """The published form, 2 + 2k bytes."""
+        return np.array((self.modulus, *self.coefficients), dtype=">u2").tobytes()
+
+    @classmethod
+    def from_bytes(cls, data: bytes, k: int = TOP) -> Proof:
+        """Read a proof that anyone may have written.
+
+        Raises:
+            ProofError: not k coefficients, or numbers out of their ranges; nothing else, whatever the bytes.
+        """
+        if len(data) != proof_bytes(k):
+            raise ProofError(f"a proof of {len(data)} bytes; with {k} coefficients it has {proof_bytes(k)}")
+        modulus, *coefficients = np.frombuffer(data, dtype=">u2").tolist()
+        return cls(modulus, tuple(coefficients))
+
+    def to_base64(self) -> str:
+        """The published form as text."""
+        return base64.b64encode(self.to_bytes()).decode()
+
+    @classmethod
+    def from_base64(cls, text: str, k: int = TOP) -> Proof:
+        """Read a proof from text; of the spellings of the same bytes only the usual one is read.
+
+        Raises:
+            ProofError: not base64, or not a proof (see ``from_bytes``).
+        """
+        try:
+            data = base64.b64decode(text, validate=True)
+        except ValueError:  # binascii's own error is one
+            raise ProofError("a proof that is not base64") from None
+        if base64.b64encode(data).decode() != text:
+            raise ProofError("a proof in unusual base64")
+        return cls.from_bytes(data, k)
+
+    def bits_at(self, indices: Int64[np.ndarray, " points"]) -> Int64[np.ndarray, " points"]:
+        """16-bit patterns that the polynomial gives at flat indices, folded by the modulus."""
+        return evaluate(self.coefficients, indices % self.modulus)
+
+    def __repr__(self) -> str:
+        return f"Proof({len(self.coefficients)} coefficients, modulus {self.modulus})"
+
+
+def proof_bytes(k: int = TOP) -> int:
+    """Bytes of one proof: 258 with 128 values."""
+    return 2 + 2 * k
+
+
+def bytes_per_token(k: int = TOP, every: int = EVERY) -> float:
+    """Bytes for each decoded token, without the prompt's proof; the paper's 8 leaves out the modulus."""
+    return proof_bytes(k) / every
+
+
+def values_at(proof: Proof, indices: Int[Tensor, "*shape"]) -> BFloat16[Tensor, "*shape"]:
+    """What a proof says of activations: its polynomial at flat indices (row · width + column), as bfloat16.
+
+    It is the committed value where the index was among the k largest, an arbitrary one, maybe not finite, elsewhere.
+
+    Raises:
+        InputError: a negative index.
+    """
+    places = indices.detach().cpu().long().numpy().reshape(-1)
+    if places.size and places.min() < 0:
+        raise InputError("flat indices start at 0")
+    bits = proof.bits_at(places).astype(np.uint16).view(np.int16)
+    return torch.from_numpy(bits).view(torch.bfloat16).reshape(indices.shape).to(indices.device)
+
+
+# ---- the provider
+
+
+def _finite(bits: UInt16[np.ndarray, " values"]) -> None:
+    if bool(((bits & _MAGNITUDE) >= _INFINITE).any()):
+        raise InputError("activations that are NaN or infinite in bfloat16 can be neither proven nor checked")
+
+
+def _top(chunk: Float[Tensor, "rows d"], k: int) -> tuple[Int64[np.ndarray, " k"], UInt16[np.ndarray, " k"]]:
+    """Flat indices, ascending, and bfloat16 patterns of the k largest values by magnitude.
+
+    Values are rounded to bfloat16 before they are compared, and of equal ones the first are taken: the choice depends
+    on the 16 bits alone, so that devices and dtypes agree on it (``torch.topk`` leaves ties open).
+    """
+    if not 1 <= k <= chunk.numel():
+        raise InputError(f"k = {k}: this chunk has {chunk.numel()} values, of which 1 to all can be taken")
+    rounded = chunk.detach().to(torch.bfloat16).cpu().contiguous()
+    bits = rounded.view(torch.int16).numpy().view(np.uint16).ravel()
+    _finite(bits)
+    keys = bits & _MAGNITUDE
+    least = np.partition(keys, keys.size - k)[keys.size - k]
+    above = np.flatnonzero(keys > least)
+    equal = np.flatnonzero(keys == least)[: k - above.size]
+    indices = np.sort(np.concatenate((above, equal))).astype(np.int64)
+    return indices, bits[indices]
+
+
+def commit(chunk: Float[Tensor, "rows d"], k: int = TOP) -> Proof:
+    """The proof of a chunk of final states (TOPLOC, Algorithm 1).
+
+    Args:
+        chunk: states after the final norm, of any float dtype; they are rounded to bfloat16. k: values in the proof.
+
+    Raises:
+        InputError: the chunk has fewer than k values, or one that is not finite in bfloat16.
+    """
+    return Proof.through(*_top(chunk, k))
+
+
+def chunks(
+    prefill: Float[Tensor, "n d"], decode: Float[Tensor, "t d"], every: int = EVERY
+) -> list[Float[Tensor, "_ d"]]:
+    """Cut a request as proofs are batched: the whole prompt, then each ``every`` decoded tokens (TOPLOC, section 5.6).
+
+    Raises:
+        InputError: no prompt, or chunks of no tokens.
+    """
+    if not len(prefill) or every < 1:
+        raise InputError(f"a prompt of {len(prefill)} tokens, chunks of {every}: both must have at least 1")
+    return [prefill, *(decode[start : start + every] for start in range(0, len(decode), every))]
+
+
+def commit_all(
+    prefill: Float[Tensor, "n d"], decode: Float[Tensor, "t d"], k: int = TOP, every: int = EVERY
+) -> list[Proof]:
+    """The proofs of a request in their order; the last chunk may have fewer tokens, not fewer than k values.
+
+    Raises:
+        InputError: see ``chunks`` and ``commit``; a last chunk of few tokens in a narrow model needs a smaller k.
+    """
+    return [commit(chunk, k) for chunk in chunks(prefill, decode, every)]
+
+
+# ---- the verifier
+
+
+@dataclass(frozen=True)
+class Thresholds:
+    """What a proof may differ by and still be accepted.
+
+    The published limits leave room for other hardware; a mild quantisation may stay within them (TOPLOC, sections 6.1
+    and 6.5). Where both sides are known, tighter ones tell more apart.
+
+    Attributes:
+        exponents: of ``of`` values so many may disagree; for another k in proportion, rounded down (an unchanged 38
+            would accept any proof of 38 values or fewer).
+        mean, median: of the absolute difference of mantissas where the rest agrees, in units of the last bit.
+        of: the k that ``exponents`` was chosen for. mantissa_bits: of the numbers compared.
+
+    Raises:
+        InputError: limits that are no numbers, or under which no value has to agree.
+    """
+
+    exponents: int = 38
+    mean: float = 10.0
+    median: float = 8.0
+    of: int = TOP
+    mantissa_bits: int = _MANTISSA_BITS
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.exponents < self.of:
+            raise InputError(f"{self.exponents} of {self.of} values may disagree: at least one has to agree")
+        if not all(math.isfinite(limit) and limit >= 0 for limit in (self.mean, self.median)):
+            raise InputError(f"mantissas may differ by {self.mean} and {self.median}: finite numbers from 0")
+
+    def allowed(self, k: int) -> int:
+        """How many of k values may disagree."""
+        return self.exponents * k // self.of
+
+
+# TOPLOC, section 5.2. Those for float32 count in its 23 bits of mantissa, which proofs of 16-bit values do not hold.
+PUBLISHED = {"bfloat16": Thresholds(), "float32": Thresholds(8, 256.0, 128.0, mantissa_bits=23)}
+BFLOAT16 = PUBLISHED["bfloat16"]
+
+
+@dataclass(frozen=True)
+class Check:
+    """What the comparison of one chunk gave; None is what was not measured.
+
+    Attributes:
+        accepted: whether the proof is believed. reason: why, or why not, in words.
+        mismatches: values with another exponent or sign, or none at all; those that only one side has among its
+            largest are here, as the polynomial is arbitrary at their places.
+        sign_flips: those of them with the same exponent.
+        mean, median: absolute difference of mantissas among the rest, in units of the last of 7 bits.
+    """
+
+    accepted: bool
+    reason: str
+    mismatches: int | None = None
+    sign_flips: int | None = None
+    mean: float | None = None
+    median: float | None = None
+
+
+def verify(
+    chunk: Float[Tensor, "rows d"], proof: Proof | bytes, thresholds: Thresholds = BFLOAT16, k: int = TOP
+) -> Check:
+    """Compare a proof with the verifier's own states of the same tokens (TOPLOC, Algorithm 2).
+
+    Two things are beyond the algorithm. Signs have to agree like exponents. And the modulus has to be one where an
+    honest search can have ended: a multiple of the width, for example, might fold the indices into fewer places than
+    have to agree, where few numbers answer for many tokens.
+
+    Args:
+        chunk: the verifier's states. proof: if bytes, they are read here, and rejected where they are no proof.
+        thresholds: limits. k: values in a proof, as agreed on.
+
+    Raises:
+        InputError: a chunk that cannot be checked (see ``commit``), or thresholds in another unit than bfloat16's.
+    """
+    if thresholds.mantissa_bits != _MANTISSA_BITS:
+        raise InputError(
+            f"limits for {thresholds.mantissa_bits} bits of mantissa; proofs hold {_MANTISSA_BITS}"
+        )
+    indices, bits = _top(chunk, k)
+    try:
+        proof = proof if isinstance(proof, Proof) else Proof.from_bytes(proof, k)
+    except ProofError as error:
+        return Check(False, str(error))
+    if len(proof.coefficients) != k:
+        return Check(False, f"a proof of {len(proof.coefficients)} coefficients; {k} were agreed on")
+    distinct = len(np.unique(indices % proof.modulus))
+    if (chunk.numel() <= PRIME != proof.modulus) or distinct < k - thresholds.allowed(k):
+        return Check(False, f"the search for a modulus does not end at {proof.modulus} for these activations")
+    return _judge(proof.bits_at(indices), bits.astype(np.int64), thresholds)
+
+
+def _judge(claimed: Int64[np.ndarray, " k"], own: Int64[np.ndarray, " k"], limits: Thresholds) -> Check:
+    """Statistics of two lists of bfloat16 patterns, and whether they are within the limits."""
+    # Zero has two patterns and no sign that a recomputation would keep.
+    zero = ((claimed | own) & _MAGNITUDE) == 0
+    changed = np.where(zero, 0, (claimed ^ own) >> _MANTISSA_BITS)  # eight bits of exponent, the sign above
+    agree = changed == 0
+    mismatches, flips = int((~agree).sum()), int((changed == 1 << 8).sum())
+    if not agree.any():
+        return Check(False, f"none of {len(own)} values agrees in exponent and sign", mismatches, flips)
+    mask = (1 << _MANTISSA_BITS) - 1
+    errors = np.abs((claimed & mask) - (own & mask))[agree]
+    mean, median = float(errors.mean()), float(np.median(errors))
+    allowed, faults = limits.allowed(len(own)), []
+    if mismatches > allowed:
+        faults.append(f"{mismatches} of {len(own)} values disagree in exponent or sign, allowed: {allowed}")
+    if not mean <= limits.mean:
+        faults.append(f"mantissas differ by {mean:.2f} on average, allowed: {limits.mean:g}")
+    if not median <= limits.median:
+        faults.append(f"mantissas differ by {median:g} in the median, allowed: {limits.median:g}")
+    reason = "; ".join(faults) or f"{mismatches} of {len(own)} values disagree, mantissas by {mean:.2f}"
+    return Check(not faults, reason, mismatches, flips, mean, median)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What came of a request: accepted only if each of its chunks is.
+
+    Attributes:
+        accepted, reason: of the whole. checks: one a chunk in their order; none if the number of proofs is wrong.
+    """
+
+    accepted: bool
+    reason: str
+    checks: tuple[Check, ...] = ()
+
+
+def verify_all(
+    prefill: Float[Tensor, "n d"],
+    decode: Float[Tensor, "t d"],
+    proofs: Sequence[Proof | bytes],
+    thresholds: Thresholds = BFLOAT16,
+    k: int = TOP,
+    every: int = EVERY,
+) -> Verdict:
+    """Check the proofs of a request, in order, against the verifier's own states of it.
+
+    Proofs in another order, of other tokens or another model fail in their chunk; a wrong number of them fails at once.
+
+    Raises:
+        InputError: the verifier's own states or settings are at fault, see ``chunks`` and ``verify``.
+    """
+    parts = chunks(prefill, decode, every)
+    if len(proofs) != len(parts):
+        amount = "few" if len(proofs) < len(parts) else "many"
+        return Verdict(False, f"too {amount} proofs: {len(proofs)} for {len(parts)} chunks")
+    checks = tuple(verify(part, proof, thresholds, k) for part, proof in zip(parts, proofs, strict=True))
+    failed = [number for number, check in enumerate(checks) if not check.accepted]
+    if failed:
+        reason = f"{len(failed)} of {len(parts)} proofs fail; number {failed[0]}: {checks[failed[0]].reason}"
+        return Verdict(False, reason, checks)
+    return Verdict(True, f"all {len(parts)} proofs agree with the recomputed states", checks)

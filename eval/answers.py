@@ -1,0 +1,204 @@
+"""What simulated providers answered and how a verifier scores it, kept on disk: experiments share both."""
+
+import hashlib
+import json
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from defenses.verification import difr, toploc
+from defenses.verification.difr import Replay, Verifier
+from defenses.verification.provider import Provider, Request, Variant
+from defenses.verification.sampling import Sampling
+from defenses.verification.transcript import Transcript, read_transcripts, write_transcripts
+from defenses.verification.whole import load_whole
+from hiddenlab.core import Progress, silent
+from hiddenlab.errors import InputError
+from hiddenlab.job import generator
+from hiddenlab.lens import KINDS, Projection
+from hiddenlab.prompts import load_prompts
+
+COUNTS = (1, 2, 4, 8, 16, 32)  # numbers of a fingerprint
+PROOF_COUNTS = (
+    1,
+    4,
+    16,
+    128,
+)  # values of a TOPLOC proof; the last for 32 tokens, the others for single ones too
+PROJECTION_SEED = 1234
+ANSWERS, STATES, SCORES = "transcripts.jsonl", "states.safetensors", "scores.safetensors"
+TUNED = "tuned"  # as a temperature: where mean cross-entropy is that of the honest provider
+TUNING_AT, TUNING_SHARE = 0.85, 5
+
+
+@dataclass(frozen=True)
+class Answered:
+    """A provider's answers to all requests, and its final-norm states (bfloat16) of prompts and outputs."""
+
+    transcripts: list[Transcript]
+    prompts: list[Tensor]
+    outputs: list[Tensor]
+    seconds: float
+
+
+def requests_of(spec: dict[str, Any]) -> list[Request]:
+    """The requests of a spec: every prompt so many times, each time with another seed."""
+    from hiddenlab.slice.load import load_tokenizer, resolve_model
+
+    tokenizer = load_tokenizer(resolve_model(spec["model"]))
+    if tokenizer is None:
+        raise InputError(f"{spec['model']} has no tokenizer to read prompts with")
+    asked = Sampling(**spec["sampling"])
+    found = []
+    for i, prompt in enumerate(load_prompts(spec["prompts"], limit=spec["limit"])):
+        tokens = tuple(tokenizer(prompt.text)["input_ids"])[: spec["max_tokens"]]
+        for turn in range(spec["turns"]):
+            seed = int(torch.randint(2**31, (1,), generator=generator(spec["seed"], "request", i, turn)))
+            found.append(Request(f"{prompt.id}-{turn}", tokens, replace(asked, seed=seed)))
+    return found
+
+
+def answered(spec: dict[str, Any], home: Path, progress: Progress = silent) -> Answered:
+    """Answers of the provider that a spec names, generated once.
+
+    Args:
+        spec: model, prompts, limit, max_tokens, turns, new_tokens, sampling, variant, seed, device, dtype.
+    """
+    folder = _folder(home, "answers", spec)
+    if not (folder / STATES).is_file():
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / ANSWERS).unlink(missing_ok=True)
+        provider = Provider(
+            spec["model"], Variant.parse(_settled(spec, home, progress)), new_tokens=spec["new_tokens"],
+            dtype=spec["dtype"], device=spec["device"],
+        )  # fmt: skip
+        started = time.perf_counter()
+        answers = list(provider.answer(requests_of(spec), progress))
+        seconds = time.perf_counter() - started
+        write_transcripts(folder / ANSWERS, (one.transcript for one in answers))
+        tensors = {f"prompt.{i}": one.prompt_states.bfloat16() for i, one in enumerate(answers)}
+        tensors |= {f"output.{i}": one.output_states.bfloat16() for i, one in enumerate(answers)}
+        # The states come last: where they are, everything is.
+        save_file(tensors | {"seconds": torch.tensor(seconds)}, folder / STATES)
+    transcripts, states = read_transcripts(folder / ANSWERS), load_file(folder / STATES)
+    prompts, outputs = (
+        [states[f"{kind}.{i}"] for i in range(len(transcripts))] for kind in ("prompt", "output")
+    )
+    return Answered(transcripts, prompts, outputs, float(states["seconds"]))
+
+
+def _settled(spec: dict[str, Any], home: Path, progress: Progress) -> str:
+    """The variant with the temperature that an adversary would choose (DiFR, figure 2), where it asks for that.
+
+    Mean cross-entropy under the verifier is close to linear in the temperature: it is measured at two temperatures, and
+    the one between or beyond them is taken where it meets the honest provider's.
+    """
+    variant = str(spec["variant"])
+    part = f"temperature={TUNED}"
+    if part not in variant:
+        return variant
+    plain = "+".join(p for p in variant.split("+") if p != part)
+    asked = float(spec["sampling"].get("temperature", 1.0))
+    few = {"limit": max(1, (spec["limit"] or 100) // TUNING_SHARE)}
+    aim = _entropy({**spec, "variant": "honest"}, home, progress)
+    at_asked = _entropy({**spec, "variant": plain}, home, progress)
+    low = TUNING_AT * asked
+    cold = _entropy({**spec, **few, "variant": f"{plain}+temperature={low!r}"}, home, progress)
+    hot = _entropy({**spec, **few, "variant": plain}, home, progress)
+    slope = (hot - cold) / (asked - low)
+    return variant.replace(TUNED, repr(round(asked - (at_asked - aim) / slope, 4)))
+
+
+def _entropy(spec: dict[str, Any], home: Path, progress: Progress) -> float:
+    return float(np.mean(scored(spec, home, progress)["cross_entropy"]))
+
+
+def scored(spec: dict[str, Any], home: Path, progress: Progress = silent) -> dict[str, np.ndarray]:
+    """A verifier's scores of all answers, by name: one number a token, or one a proof for TOPLOC's.
+
+    ``margin``, ``likelihood``, ``mismatch``, ``cross_entropy``, ``rank`` (see ``difr``), ``uniform``;
+    ``activation:KIND:K``; ``toploc:K:EVERY:exponents`` (values in disagreement), ``…:mean``, ``…:median``,
+    ``…:accepted``. ``drawn`` and ``length`` are the output tokens and their count by request.
+    """
+    folder = _folder(home, "scores", spec)
+    path = folder / SCORES
+    if not path.is_file():
+        found = answered(spec, home, progress)
+        verifier = Verifier(load_whole(spec["model"], dtype=spec["dtype"], device=spec["device"]))
+        parts: list[dict[str, Tensor]] = []
+        ranks = generator(spec["seed"], "ranks")
+        for i, transcript in enumerate(found.transcripts):
+            replay = verifier.replay(transcript)
+            parts.append(
+                difr.token_scores(replay)
+                | {"uniform": difr.uniform_ranks(replay, ranks), "drawn": replay.tokens}
+                | {"length": torch.tensor([len(replay.tokens)])}
+                | _activation_scores(found.outputs[i], replay)
+                | _proof_scores(found.prompts[i], found.outputs[i], replay)
+            )
+            progress("requests verified", i + 1, len(found.transcripts))
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file({name: torch.cat([p[name] for p in parts]).contiguous() for name in parts[0]}, path)
+    return {name: value.numpy() for name, value in load_file(path).items()}
+
+
+def _activation_scores(outputs: Tensor, replay: Replay) -> dict[str, Tensor]:
+    """Distances of fingerprints sent in bfloat16."""
+    out = {}
+    for kind in KINDS:
+        for count in COUNTS:
+            lens = Projection(count, PROJECTION_SEED, kind)
+            sent = lens(outputs).bfloat16().float()
+            out[f"activation:{kind}:{count}"] = difr.activation_distance(sent, lens(replay.output_states))
+    return out
+
+
+def _proof_scores(prompt: Tensor, outputs: Tensor, replay: Replay) -> dict[str, Tensor]:
+    """What TOPLOC's verifier sees of every proof: the prompt's and each 32 tokens' as published, and single tokens'."""
+    own_prompt = replay.states[: len(prompt)]
+    out: dict[str, Tensor] = {}
+    for count in PROOF_COUNTS:
+        for every in (1, toploc.EVERY):
+            if count == toploc.TOP and every == 1:
+                continue
+            sides = [
+                toploc.chunks(a, b, every) for a, b in ((prompt, outputs), (own_prompt, replay.output_states))
+            ]
+            checks = [
+                toploc.verify(own, toploc.commit(sent, count), k=count)
+                for sent, own in zip(*sides, strict=True)
+            ]
+            name = f"toploc:{count}:{every}"
+            out[f"{name}:exponents"] = torch.tensor([_or(c.mismatches, count) for c in checks])
+            out[f"{name}:mean"] = torch.tensor([_or(c.mean, math.inf) for c in checks])
+            out[f"{name}:median"] = torch.tensor([_or(c.median, math.inf) for c in checks])
+            out[f"{name}:accepted"] = torch.tensor([float(c.accepted) for c in checks])
+    return out
+
+
+def _or(value: float | None, other: float) -> float:
+    return float(other if value is None else value)
+
+
+def _folder(home: Path, kind: str, spec: dict[str, Any]) -> Path:
+    names = (
+        "model", "prompts", "limit", "max_tokens", "turns", "new_tokens", "sampling", "variant", "seed", "device",
+        "dtype",
+    )  # fmt: skip
+    text = json.dumps({name: spec[name] for name in names}, sort_keys=True)
+    return home / kind / hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def pooled(
+    specs: Sequence[dict[str, Any]], home: Path, score: str, progress: Progress = silent
+) -> np.ndarray:
+    """One score of several providers' answers, as one list."""
+    return np.concatenate([scored(spec, home, progress)[score].astype(float) for spec in specs])

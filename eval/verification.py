@@ -1,0 +1,138 @@
+"""Experiments on inference verification: who is detected from how many tokens, at what cost (DiFR, TOPLOC)."""
+
+from typing import Any
+
+from defenses.verification import toploc
+from eval.answers import COUNTS, PROOF_COUNTS
+from eval.experiment import Cell, Experiment, Setting
+
+HONEST = ("honest", "batch=7", "attention=eager", "dtype=float32")
+SYSTEM = "You are a helpful assistant. Keep answers short."
+QUANTIZED = ("nf4", "int8", "kv=fp8", "kv=int4")
+SAMPLED = ("temperature=1.1", "seed=1", "top_p=0.85", "bug=2", "bug=32")
+ADVERSARY = "nf4+temperature=tuned"
+OTHERS = (*QUANTIZED, *SAMPLED, f"system={SYSTEM}", "layers=28", ADVERSARY)
+SIZES = (1, 4, 10, 30, 100, 300, 1000, 3000)
+FEW = (1, 2, 4, 8, 16, 32)
+ANOTHER = (
+    "The papers' figures are of Llama-3.1-8B and Qwen3 models on H200 and A100 cards with vLLM; ours are of a small "
+    "model on a CPU, whose honest variants differ by batch shape, attention function and dtype."
+)
+SPLIT_NOTE = (
+    "AUC up to 1 % false positives, standardised (0.5 chance, 1 perfect), of the mean over so many tokens; clipping "
+    "and pooling chosen on one half of the tokens, judged on the other. Brackets: least and most of five divisions. "
+    "Where a provider diverges less than the honest ones it counts as 0.5."
+)
+TOKEN_SCORES = {
+    "margin": "Token-DiFR (margin)", "likelihood": "Token-DiFR (likelihood)", "mismatch": "exact match",
+    "cross_entropy": "cross-entropy",
+}  # fmt: skip
+ACTIVATION_SCORES = {
+    **{f"activation:orthogonal:{k}": f"Activation-DiFR, k = {k}" for k in COUNTS},
+    "activation:gaussian:8": "Activation-DiFR, k = 8, Gaussian",
+    **{f"toploc:{k}:1:exponents": f"TOPLOC, {k} values a token" for k in PROOF_COUNTS[:-1]},
+}
+
+
+def base(setting: Setting, new_tokens: int = 100, turns: int = 2) -> dict[str, Any]:
+    """Requests as DiFR asks them: temperature 1, top-k 50, top-p 0.95, a seed each; 100 prompts twice."""
+    return {
+        **setting.where(),
+        **setting.source(100, 48),
+        "dtype": "bfloat16" if setting.dtype == "float32" else setting.dtype,
+        "turns": turns, "new_tokens": new_tokens,
+        "sampling": {"method": "gumbel", "temperature": 1.0, "top_k": 50, "top_p": 0.95},
+    }  # fmt: skip
+
+
+def _list(text: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in text.split(";") if part.strip())
+
+
+def _cells(
+    spec: dict[str, Any], variants: tuple[str, ...], scores: dict[str, str], sizes: tuple[int, ...]
+) -> list[Cell]:
+    return [
+        Cell(
+            "detection",
+            {**spec, "variant": variant, "honest": list(HONEST), "score": score, "sizes": list(sizes)},
+            {"provider": variant, "score": label},
+        )
+        for variant in variants
+        for score, label in scores.items()
+    ]
+
+
+def detection(setting: Setting, providers: str = "", turns: int = 2, new_tokens: int = 100) -> Experiment:
+    """Token-DiFR: which deviation is detected from how many tokens, beside cross-entropy (DiFR, figures 1 to 3).
+
+    ``providers``: variants joined by ``;`` in place of the experiment's own.
+    """
+    spec = base(setting, new_tokens, turns)
+    return Experiment(
+        "Token-DiFR: detection by number of tokens",
+        _cells(spec, _list(providers) or (*OTHERS, "batch=7"), TOKEN_SCORES, SIZES),
+        {f"auc_{n}": f"{n} tokens" for n in SIZES},
+        [
+            SPLIT_NOTE,
+            ANOTHER,
+            f"Honest: {', '.join(HONEST)}, less the one under test. Batch 7 is honest itself.",
+        ],
+    )
+
+
+def activations(setting: Setting, providers: str = "", turns: int = 2, new_tokens: int = 100) -> Experiment:
+    """Activation-DiFR: detection from a few tokens by numbers a fingerprint, beside TOPLOC (DiFR, figure 4)."""
+    spec = base(setting, new_tokens, turns)
+    return Experiment(
+        "Activation-DiFR: detection by number of tokens",
+        _cells(spec, _list(providers) or (*QUANTIZED, "layers=28", "seed=1", "batch=7"), ACTIVATION_SCORES, FEW),
+        {f"auc_{n}": f"{n} tokens" for n in FEW},
+        [SPLIT_NOTE, ANOTHER, "Fingerprints of the state after the final norm, sent in bfloat16: 2k bytes a token. "
+         "TOPLOC's score is how many of the values disagree in exponent or sign."],
+    )  # fmt: skip
+
+
+def providers(setting: Setting, turns: int = 2, new_tokens: int = 100) -> Experiment:
+    """Every simulated provider's raw scores, and the tests that need no seed (DiFR, tables 4 to 8 in form)."""
+    spec = {**base(setting, new_tokens, turns), "against": "seed=2"}
+    cells = [Cell("agreement", {**spec, "variant": v}, {"provider": v}) for v in (*HONEST, *OTHERS)]
+    return Experiment(
+        "Simulated providers: raw scores",
+        cells,
+        {
+            "same_token": "same token", "margin": "mean margin", "margin_p99.9": "99.9th percentile",
+            "filtered": "filtered tokens", "cross_entropy": "cross-entropy", "rank_uniformity_p": "rank uniformity, p",
+            "mmd_p": "MMD, p",
+        },
+        [
+            ANOTHER,
+            "Margins in logits, without filtered tokens (infinite). p of the rank-uniformity test (Kolmogorov-Smirnov, "
+            "all tokens) and of the MMD test (Hamming kernel) against an honest provider with other seeds: small means "
+            "that the distribution differs.",
+        ],
+    )  # fmt: skip
+
+
+def toploc_table(setting: Setting, turns: int = 2, new_tokens: int = 100) -> Experiment:
+    """TOPLOC with the published thresholds over honest and dishonest providers (TOPLOC, tables 1 to 4 in form)."""
+    spec = base(setting, new_tokens, turns)
+    cells = [Cell("proofs", {**spec, "variant": v}, {"provider": v}) for v in (*HONEST, *OTHERS)]
+    cells.append(Cell("proof-cost", {**spec, "variant": "honest"}, {"provider": "cost of a commitment"}))
+    return Experiment(
+        "TOPLOC: proofs accepted",
+        cells,
+        {
+            "requests_accepted": "requests accepted", "proofs_accepted": "proofs accepted",
+            "exponents": "values in disagreement", "fewest_exponents": "fewest", "most_exponents": "most",
+            "mean_mantissa": "mantissa difference", "milliseconds": "ms a commitment",
+            "slowest_milliseconds": "slowest", "of_decoding": "of the decoding time",
+        },
+        [
+            ANOTHER,
+            f"{toploc.TOP} values for the prompt and for each {toploc.EVERY} tokens. Values disagree in exponent or "
+            "sign, or are not among the largest of both sides.",
+            "TOPLOC checks the forward pass over the tokens that are claimed, not how they were drawn: providers that "
+            "only sample otherwise pass by design.",
+        ],
+    )  # fmt: skip

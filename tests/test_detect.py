@@ -1,0 +1,91 @@
+"""Detectors: areas under curves, clipping from honest tokens only, no suspicion of the better than honest."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from defenses.verification.detect import (
+    auc,
+    detect,
+    frontier,
+    mmd,
+    mmd_test,
+    poolings,
+    standardised,
+    standardised_auc,
+)
+from hiddenlab.errors import InputError
+
+
+def test_standardised_area_has_the_known_values() -> None:
+    corners = np.array([0.0, 0.0, 1.0, 1.0])
+    assert standardised(corners, np.array([0.0, 0.5, 0.5, 1.0])) == pytest.approx(0.7487437, abs=1e-7)
+    assert standardised(corners, np.array([0.0, 1.0, 1.0, 1.0])) == pytest.approx(1)
+    assert standardised(np.array([0.0, 1.0]), np.array([0.0, 1.0])) == pytest.approx(0.5)
+    apart = np.arange(100.0), np.arange(200.0, 300.0)
+    assert standardised_auc(*apart) == auc(*apart) == 1
+    assert standardised_auc(*apart[::-1]) < 0.5
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.integers(0, 10_000), st.integers(2, 60), st.integers(2, 60), st.booleans())
+def test_standardised_area_equals_a_slow_one(seed: int, n: int, m: int, ties: bool) -> None:
+    rng = np.random.default_rng(seed)
+    a, b = rng.normal(size=n), rng.normal(0.5, size=m)
+    if ties:
+        a, b = a.round(), b.round()
+    slow = 0.0
+    for one in b:
+        slow += ((one > a).sum() + 0.5 * (one == a).sum()) / n
+    assert auc(a, b) == pytest.approx(slow / m)
+    assert standardised_auc(a, b, 1.0) == pytest.approx(slow / m)
+
+
+def tokens(seed: int, rate: float, size: float, n: int = 4000) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    out = np.where(rng.random(n) < rate, rng.exponential(size, n), 0.0)
+    out[rng.random(n) < rate / 50] = np.inf
+    return out
+
+
+def test_more_tokens_detect_better_and_honest_is_not_detected() -> None:
+    honest, other, same = tokens(0, 0.02, 0.1), tokens(1, 0.1, 0.5), tokens(2, 0.02, 0.1)
+    rng = np.random.default_rng(0)
+    found = [detect(honest, other, size, rng).auc_low_fpr for size in (1, 30, 300)]
+    assert found[0] < found[1] < found[2] and found[2] > 0.99
+    assert detect(honest, same, 300, rng).auc_low_fpr < 0.9
+
+
+def test_less_divergent_than_honest_is_not_suspicious() -> None:
+    verdict = detect(tokens(0, 0.1, 0.5), tokens(1, 0.01, 0.1), 300, np.random.default_rng(0))
+    assert verdict.auc == verdict.auc_low_fpr == 0.5 and verdict.pooling is None
+
+
+def test_poolings_come_from_finite_honest_scores() -> None:
+    for pooling in poolings(tokens(0, 0.1, 0.5)):
+        assert np.isfinite(pooling(np.array([0.0, 1.0, np.inf]))).all()
+        assert float(pooling(np.array([np.inf]))[0]) == pooling.top
+    with pytest.raises(InputError):
+        list(poolings(np.array([np.inf])))
+    with pytest.raises(InputError, match="batch"):
+        detect(np.zeros(10), np.ones(10), 6, np.random.default_rng(0))
+
+
+def test_mmd_finds_another_distribution_only() -> None:
+    rng = np.random.default_rng(0)
+    ours, same, other = (rng.integers(0, top, (60, 20)) for top in (4, 4, 6))
+    assert mmd_test(ours, other, rng) < 0.01 < mmd_test(ours, same, rng)
+    assert mmd(ours, other) > mmd(ours, same)
+    with pytest.raises(InputError):
+        mmd_test(ours, other[:, :5], rng)
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1))
+def test_a_frontier_beats_every_point(points: list[tuple[int, int]]) -> None:
+    kept = frontier([(float(a), float(b)) for a, b in points])
+    for cost, value in points:
+        assert any(c <= cost and v >= value for c, v in kept)
+    assert all(a[0] < b[0] and a[1] < b[1] for a, b in pairwise(kept))
