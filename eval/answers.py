@@ -3,6 +3,8 @@
 import hashlib
 import json
 import math
+import shutil
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -74,8 +76,6 @@ def answered(spec: dict[str, Any], home: Path, progress: Progress = silent) -> A
     """
     folder = _folder(home, "answers", spec)
     if not (folder / STATES).is_file():
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / ANSWERS).unlink(missing_ok=True)
         provider = Provider(
             spec["model"], Variant.parse(_settled(spec, home, progress)), new_tokens=spec["new_tokens"],
             dtype=spec["dtype"], device=spec["device"],
@@ -83,11 +83,12 @@ def answered(spec: dict[str, Any], home: Path, progress: Progress = silent) -> A
         started = time.perf_counter()
         answers = list(provider.answer(requests_of(spec), progress))
         seconds = time.perf_counter() - started
-        write_transcripts(folder / ANSWERS, (one.transcript for one in answers))
+        work = _work(folder)
+        write_transcripts(work / ANSWERS, (one.transcript for one in answers))
         tensors = {f"prompt.{i}": one.prompt_states.bfloat16() for i, one in enumerate(answers)}
         tensors |= {f"output.{i}": one.output_states.bfloat16() for i, one in enumerate(answers)}
-        # The states come last: where they are, everything is.
-        save_file(tensors | {"seconds": torch.tensor(seconds)}, folder / STATES)
+        save_file(tensors | {"seconds": torch.tensor(seconds)}, work / STATES)
+        _settle(work, folder)
     transcripts, states = read_transcripts(folder / ANSWERS), load_file(folder / STATES)
     prompts, outputs = (
         [states[f"{kind}.{i}"] for i in range(len(transcripts))] for kind in ("prompt", "output")
@@ -145,8 +146,11 @@ def scored(spec: dict[str, Any], home: Path, progress: Progress = silent) -> dic
                 | _proof_scores(found.prompts[i], found.outputs[i], replay)
             )
             progress("requests verified", i + 1, len(found.transcripts))
-        folder.mkdir(parents=True, exist_ok=True)
-        save_file({name: torch.cat([p[name] for p in parts]).contiguous() for name in parts[0]}, path)
+        work = _work(folder)
+        save_file(
+            {name: torch.cat([p[name] for p in parts]).contiguous() for name in parts[0]}, work / SCORES
+        )
+        _settle(work, folder)
     return {name: value.numpy() for name, value in load_file(path).items()}
 
 
@@ -195,6 +199,20 @@ def _folder(home: Path, kind: str, spec: dict[str, Any]) -> Path:
     )  # fmt: skip
     text = json.dumps({name: spec[name] for name in names}, sort_keys=True)
     return home / kind / hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _work(folder: Path) -> Path:
+    """A folder beside the one that is to be; several processes may measure at once."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    return Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}-"))
+
+
+def _settle(work: Path, folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    try:
+        work.rename(folder)
+    except OSError:  # another process was first; its result is the same
+        shutil.rmtree(work, ignore_errors=True)
 
 
 def pooled(

@@ -8,10 +8,13 @@ from eval.experiment import Cell, Experiment, Setting
 
 HONEST = ("honest", "batch=7", "attention=eager", "dtype=float32")
 SYSTEM = "You are a helpful assistant. Keep answers short."
-QUANTIZED = ("nf4", "int8", "kv=fp8", "kv=int4")
-SAMPLED = ("temperature=1.1", "seed=1", "top_p=0.85", "bug=2", "bug=32")
+QUANTIZED = ("nf4", "kv=fp8", "int8")
 ADVERSARY = "nf4+temperature=tuned"
-OTHERS = (*QUANTIZED, *SAMPLED, f"system={SYSTEM}", "layers=28", ADVERSARY)
+PRUNED = "layers=28"
+OTHERS = (
+    "nf4", "seed=1", "temperature=1.1", "bug=2", ADVERSARY, PRUNED, f"system={SYSTEM}", "kv=fp8", "int8", "bug=32",
+    "top_p=0.85",
+)  # fmt: skip
 SIZES = (1, 4, 10, 30, 100, 300, 1000, 3000)
 FEW = (1, 2, 4, 8, 16, 32)
 ANOTHER = (
@@ -86,7 +89,7 @@ def activations(setting: Setting, providers: str = "", turns: int = 2, new_token
     spec = base(setting, new_tokens, turns)
     return Experiment(
         "Activation-DiFR: detection by number of tokens",
-        _cells(spec, _list(providers) or (*QUANTIZED, "layers=28", "seed=1", "batch=7"), ACTIVATION_SCORES, FEW),
+        _cells(spec, _list(providers) or (*QUANTIZED, PRUNED, "seed=1", "batch=7"), ACTIVATION_SCORES, FEW),
         {f"auc_{n}": f"{n} tokens" for n in FEW},
         [SPLIT_NOTE, ANOTHER, "Fingerprints of the state after the final norm, sent in bfloat16: 2k bytes a token. "
          "TOPLOC's score is how many of the values disagree in exponent or sign."],

@@ -101,6 +101,16 @@ BUILTINS: dict[str, dict[str, str]] = {
         "backend": "defenses.cascade.command:Backend",
         "serve": "defenses.cascade.command:serve",
     },
+    "verify": {
+        "simulate": "defenses.verification.command:simulate",
+        "commit": "defenses.verification.command:commit",
+        "check": "defenses.verification.command:check",
+        "score": "defenses.verification.command:score",
+        "audit": "defenses.verification.command:audit",
+        "record": "defenses.verification.command:record",
+        "bounds": "defenses.verification.command:bounds",
+        "sampling-rate": "defenses.verification.command:sampling_rate",
+    },
 }
 PLUGIN_KINDS = ("attacks", "defenses")
 POSITIONAL = ""  # the key under which ``parse_spec`` returns a value without a name
@@ -114,6 +124,7 @@ _SINGULAR = {
     "eval": "eval command",
     "benches": "bench",
     "cascade": "cascade command",
+    "verify": "verify command",
 }
 _TRUTH = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 

@@ -74,6 +74,11 @@ def test_poolings_come_from_finite_honest_scores() -> None:
         detect(np.zeros(10), np.ones(10), 6, np.random.default_rng(0))
 
 
+def test_divergence_is_found_where_honest_tokens_never_diverge() -> None:
+    verdict = detect(np.zeros(1000), tokens(1, 0.1, 0.5, 1000), 100, np.random.default_rng(0))
+    assert verdict.auc_low_fpr > 0.99
+
+
 def test_mmd_finds_another_distribution_only() -> None:
     rng = np.random.default_rng(0)
     ours, same, other = (rng.integers(0, top, (60, 20)) for top in (4, 4, 6))

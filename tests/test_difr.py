@@ -156,16 +156,24 @@ def test_likelihood_has_the_papers_values() -> None:
         found = difr.likelihood(margins, sigma)
         assert float(found[0]) == pytest.approx(value, abs=0.01)
         assert float(found[1]) == 0 and torch.isinf(found[2])
-    plain = difr.likelihood(margins[:1], 0.02 * 2**0.5, "plain")
+    plain = difr.likelihood(margins[:1], 0.02 * 2**0.5, "one")
     assert float(plain) == pytest.approx(521.95, abs=0.01)
     with pytest.raises(InputError):
         difr.likelihood(margins, 0.0)
 
 
-def test_ipt_mass_has_the_known_values() -> None:
-    start, stop = torch.tensor([0.5, 0.5]).double(), torch.tensor([0.6, 0.6]).double()
-    found = difr.interval_log_mass(start, stop, torch.tensor([0.49, 0.4]).double(), 0.01, 1e-12)
-    assert found.tolist() == pytest.approx([-1.841022, -27.631021], abs=1e-5)
+def test_ipt_likelihood_is_the_mass_on_the_claimed_interval() -> None:
+    logits = torch.tensor([[0.5, 0.1, 0.4]]).log().repeat(2, 1)
+    replay = difr.Replay(
+        logits,
+        None,
+        torch.tensor([0.49, 0.4]).double(),
+        torch.tensor([1, 1]),
+        Sampling(method="ipt"),
+        torch.zeros(3, 2),
+    )
+    found = difr.ipt_likelihood(replay, 0.01)
+    assert found.tolist() == pytest.approx([1.841022, 27.631021], abs=1e-3)
 
 
 def test_margin_is_the_papers_formula_and_infinite_where_filtered() -> None:

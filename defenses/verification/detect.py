@@ -17,6 +17,7 @@ from hiddenlab.errors import InputError
 Scores = NDArray[np.float64]
 PERCENTILES = (99.0, 99.9, 99.99, 99.999)
 TAILS = ((99.999, 99.99), (99.9, 99.0))  # clipped at the first, zero below the second
+UNIT = 1.0  # where scores are clipped if no honest token diverges at all
 CHANCE = 0.5
 MAX_FPR = 0.01
 BATCHES = 500
@@ -84,7 +85,8 @@ def poolings(honest: Scores) -> Iterator[Pooling]:
         raise InputError("no honest token has a finite score; nothing can be calibrated")
     seen = set()
     for top, floor in [(p, 0.0) for p in PERCENTILES] + list(TAILS):
-        cut = float(np.percentile(finite, top))
+        # Where honest tokens are all alike the percentile is 0, and would cut off every difference.
+        cut = float(np.percentile(finite, top)) or UNIT
         one = Pooling(cut, float(np.percentile(finite, floor)) if floor else 0.0)
         if one not in seen:
             seen.add(one)

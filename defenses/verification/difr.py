@@ -13,12 +13,12 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from defenses.verification.closed_form import NoiseOn, ipt_interval, logit_rank, margins, pairwise
 from defenses.verification.sampling import (
     Noise,
     Sampling,
     StreamNoise,
     invert,
-    kept,
     perturbed,
     probabilities,
 )
@@ -27,9 +27,8 @@ from defenses.verification.whole import WholeModel
 from hiddenlab.errors import InputError
 
 SCORES = ("margin", "likelihood", "mismatch", "cross_entropy", "rank")
-FORMS = ("sqrt2", "plain")
 SIGMA = 0.08  # of the likelihood score's noise, in logits
-EPSILON = 1e-12
+IPT_SIGMA = 0.01  # of the same for the inverse transform, in probability
 
 
 @dataclass(frozen=True)
@@ -102,42 +101,31 @@ def draws(
     return (together, None) if sampling.method == "gumbel" else (None, together)
 
 
-def _post_gumbel(replay: Replay) -> Float[Tensor, "n v"]:
-    gumbel = replay.gumbel
-    if gumbel is None:
-        if not replay.sampling.greedy:
-            raise InputError("the margin is defined for Gumbel-max and greedy sampling; see ipt_likelihood")
-        gumbel = torch.zeros_like(replay.logits)
-    return perturbed(replay.logits, gumbel, replay.sampling)
+def _gumbel(replay: Replay) -> Float[Tensor, "n v"]:
+    """The shared noise; none for a greedy request."""
+    if replay.gumbel is not None:
+        return replay.gumbel
+    if not replay.sampling.greedy:
+        raise InputError("the margin is defined for Gumbel-max and greedy sampling; see ipt_likelihood")
+    return torch.zeros_like(replay.logits)
 
 
 def margin(replay: Replay) -> Float[Tensor, " n"]:
     """How far, in logits after noise, the claimed token is below the verifier's; ∞ for a filtered one (Equation 1)."""
-    scores = _post_gumbel(replay)
-    return scores.amax(1) - scores.gather(1, replay.tokens[:, None])[:, 0]
-
-
-def clipped(margins: Float[Tensor, " n"], largest: float) -> Float[Tensor, " n"]:
-    """Token-DiFR's default score: the margin, at most Δmax."""
-    return margins.clamp(max=largest)
+    everything = margins(replay.logits, _gumbel(replay), replay.sampling)
+    return everything.gather(1, replay.tokens[:, None])[:, 0].float()
 
 
 def likelihood(
-    margins: Float[Tensor, " n"], sigma: float = SIGMA, form: str = "sqrt2"
+    behind: Float[Tensor, " n"], sigma: float = SIGMA, noise_on: NoiseOn = "both"
 ) -> Float[Tensor, " n"]:
     """−log of the probability that noise of σ a logit overcomes a margin (DiFR, appendix A; larger: worse).
 
     Args:
-        form: ``plain`` is −log Φ(−Δ/σ) as the paper prints it. ``sqrt2`` is −log Φ(−Δ/(√2·σ)), the noise of a
-            difference of two logits, with which its Tables 7 and 8 agree.
+        behind: margins. noise_on: see ``closed_form.pairwise``.
     """
-    if form not in FORMS:
-        raise InputError(f"unknown form {form!r} of the likelihood; known are {', '.join(FORMS)}")
-    if not sigma > 0:
-        raise InputError(f"sigma is {sigma}; it has to be above 0")
-    z = -margins.double() / (sigma * (math.sqrt(2) if form == "sqrt2" else 1.0))
     # Where tokens agree nothing has to be overcome; the paper's tables have 0 there, not the log 2 of its formula.
-    return torch.where(margins == 0, 0.0, -torch.special.log_ndtr(z)).float()
+    return torch.where(behind == 0, 0.0, -pairwise(behind, sigma, noise_on=noise_on)).float()
 
 
 def mismatch(replay: Replay) -> Float[Tensor, " n"]:
@@ -149,7 +137,7 @@ def verifier_tokens(replay: Replay) -> Int[Tensor, " n"]:
     """What the verifier itself draws at each position."""
     if replay.uniform is not None:
         return invert(probabilities(replay.logits, replay.sampling), replay.uniform)
-    return _post_gumbel(replay).argmax(1)
+    return perturbed(replay.logits, _gumbel(replay), replay.sampling).argmax(1)
 
 
 def cross_entropy(replay: Replay) -> Float[Tensor, " n"]:
@@ -163,12 +151,11 @@ def cross_entropy(replay: Replay) -> Float[Tensor, " n"]:
 
 
 def rank(replay: Replay) -> Float[Tensor, " n"]:
-    """How many tokens have a larger raw logit than the claimed one: 0 is the likeliest."""
-    own = replay.logits.gather(1, replay.tokens[:, None])
-    return (replay.logits > own).sum(1).float()
+    """The claimed token's place by raw logit: 1 is the likeliest."""
+    return logit_rank(replay.logits, replay.tokens).float()
 
 
-def ipt_likelihood(replay: Replay, sigma: float, epsilon: float = EPSILON) -> Float[Tensor, " n"]:
+def ipt_likelihood(replay: Replay, sigma: float = IPT_SIGMA) -> Float[Tensor, " n"]:
     """−log of the Gaussian mass, around the shared uniform number, on the claimed token's interval (appendix B.2).
 
     Raises:
@@ -176,25 +163,11 @@ def ipt_likelihood(replay: Replay, sigma: float, epsilon: float = EPSILON) -> Fl
     """
     if replay.uniform is None:
         raise InputError("this score needs a request that was sampled by inverse probability transform")
-    cumulative = probabilities(replay.logits, replay.sampling).double().cumsum(1)
-    stop = cumulative.gather(1, replay.tokens[:, None])[:, 0]
-    before = (replay.tokens - 1).clamp(min=0)
-    start = torch.where(
-        replay.tokens > 0, cumulative.gather(1, before[:, None])[:, 0], torch.zeros(()).double()
-    )
-    return -interval_log_mass(start, stop, replay.uniform.double(), sigma, epsilon).float()
-
-
-def interval_log_mass(
-    start: Float[Tensor, " n"],
-    stop: Float[Tensor, " n"],
-    uniform: Float[Tensor, " n"],
-    sigma: float,
-    epsilon: float = EPSILON,
-) -> Float[Tensor, " n"]:
-    """log(Φ((b − u)/σ) − Φ((a − u)/σ) + ε) for intervals from a to b."""
-    upper, lower = (torch.special.ndtr((edge - uniform) / sigma) for edge in (stop, start))
-    return (upper - lower + epsilon).log()
+    shares = probabilities(replay.logits, replay.sampling).double()
+    own = replay.tokens[:, None]
+    upper = shares.cumsum(1).gather(1, own)[:, 0]
+    lower = upper - shares.gather(1, own)[:, 0]
+    return -ipt_interval(lower, upper, replay.uniform, noise_sd=sigma).float()
 
 
 def monte_carlo(
@@ -231,12 +204,11 @@ def monte_carlo(
 
 def token_scores(replay: Replay, sigma: float = SIGMA) -> dict[str, Float[Tensor, " n"]]:
     """All cheap per-token scores of a request, by name (``SCORES``)."""
-    margins = margin(replay) if replay.uniform is None else None
-    first = (
-        {"margin": margins, "likelihood": likelihood(margins, sigma)}
-        if margins is not None
-        else {"likelihood": ipt_likelihood(replay, sigma)}
-    )
+    if replay.uniform is None:
+        behind = margin(replay)
+        first = {"margin": behind, "likelihood": likelihood(behind, sigma)}
+    else:
+        first = {"likelihood": ipt_likelihood(replay)}
     return {
         **first, "mismatch": mismatch(replay), "cross_entropy": cross_entropy(replay), "rank": rank(replay)
     }  # fmt: skip
@@ -255,13 +227,8 @@ def uniform_ranks(replay: Replay, generator: torch.Generator) -> Float[Tensor, "
     return torch.where(own[:, 0] > 0, drawn, torch.ones_like(drawn))
 
 
-def left(replay: Replay) -> Float[Tensor, " n"]:
-    """How many tokens the request's filters leave at each position."""
-    return kept(replay.logits, replay.sampling).sum(1).float()
-
-
 def activation_distance(
-    fingerprint: Float[Tensor, "rows k"], own: Float[Tensor, "rows k"]
+    fingerprint: Float[Tensor, "_ _"], own: Float[Tensor, "rows k"]
 ) -> Float[Tensor, " rows"]:
     """Activation-DiFR's score: the L2 distance of fingerprints (DiFR, Algorithm 3).
 

@@ -1,0 +1,467 @@
+"""``hiddenlab verify``: simulate a provider, prove, check, score and audit what one claims."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from defenses.verification import bounds as theory
+from defenses.verification import difr, toploc
+from defenses.verification.bounds import Risk
+from defenses.verification.detect import poolings
+from defenses.verification.difr import Replay, Verifier
+from defenses.verification.filters import SyntacticFilter
+from defenses.verification.ledger import Ledger
+from defenses.verification.ledger import verify as verify_ledger
+from defenses.verification.likelihood import gumbel_positions
+from defenses.verification.provider import Provider, Request, Variant
+from defenses.verification.records import canonical, lines, parsed
+from defenses.verification.risk import classify, extractable_bits
+from defenses.verification.sampling import HashedNoise, Noise, Sampling, StreamNoise
+from defenses.verification.signing import LedgerError, create_key, public, read_key
+from defenses.verification.transcript import Fingerprint, Transcript, read_transcripts, write_transcripts
+from defenses.verification.whole import WholeModel, load_whole
+from hiddenlab.core import Progress, silent
+from hiddenlab.errors import InputError
+from hiddenlab.job import generator
+from hiddenlab.lens import Projection
+from hiddenlab.prompts import load_prompts
+
+FORMAT = 1
+LARGEST_MARGIN = 3.0  # where margins are clipped when nothing honest says where
+LARGEST_DISTANCE = 0.1  # of a fingerprint, relative to its size: above it another computation
+QUIET, REVIEW, QUARANTINE = "quiet", "review", "quarantine"
+
+Made = dict[str, Any]
+
+
+def noise_of(key: str | None) -> Callable[[int], Noise]:
+    """vLLM's stream, or numbers from H(K, σ, x) where a key is given (text; its bytes are the key)."""
+    if key is None:
+        return StreamNoise
+    raw = key.encode()
+    return lambda seed: HashedNoise(raw, seed)
+
+
+def simulate(
+    out: Path,
+    *,
+    model: str = "builtin",
+    provider: str = "honest",
+    prompts: str | None = None,
+    column: str | None = None,
+    limit: int | None = None,
+    max_tokens: int | None = None,
+    new_tokens: int = 100,
+    sampling: dict[str, Any] | None = None,
+    dtype: str = "bfloat16",
+    device: str = "auto",
+    proofs: bool = False,
+    lens: Projection | None = None,
+    every: int = 1,
+    resume: bool = False,
+    key: str | None = None,
+    progress: Progress = silent,
+) -> Made:
+    """Answer prompts as a provider would, honest or not, and write what it claims to a transcript file.
+
+    Args:
+        out: the file, a new one unless ``resume``. provider: see ``Variant``. sampling: fields of ``Sampling``, for all
+            requests; each has a seed of its own, drawn from the one here. proofs: TOPLOC's. lens: Activation-DiFR's
+            projection, for every ``every``-th output token. key: of hashed noise.
+
+    Raises:
+        InputError: the file exists, or something asked for is impossible.
+    """
+    asked = Sampling(**(sampling or {}))
+    done = _answered_before(out, resume)
+    made = Provider(
+        model, Variant.parse(provider), new_tokens=new_tokens, dtype=dtype, device=device, noise=noise_of(key)
+    )
+    tokenizer = made.whole.tokenizer
+    if tokenizer is None:
+        raise InputError(f"{model} has no tokenizer to read prompts with")
+    requests = []
+    for i, prompt in enumerate(load_prompts(prompts, column=column, limit=limit)):
+        tokens = tuple(tokenizer(prompt.text)["input_ids"])[:max_tokens]
+        seed = int(torch.randint(2**31, (1,), generator=generator(asked.seed, "request", i)))
+        requests.append(Request(prompt.id, tokens, replace(asked, seed=seed)))
+    todo = [request for request in requests if request.id not in done]
+    for answer in made.answer(todo, progress):
+        one = answer.transcript
+        if proofs:
+            one = replace(one, proofs=_proofs(answer.prompt_states, answer.output_states))
+        if lens is not None:
+            one = replace(one, fingerprint=_fingerprint(answer.output_states, lens, every))
+        write_transcripts(out, [one])
+    return {
+        "format": FORMAT, "file": str(out), "provider": provider, "model": model, "requests": len(requests),
+        "taken_up": len(done), "output_tokens": new_tokens * len(requests),
+    }  # fmt: skip
+
+
+def _answered_before(out: Path, resume: bool) -> set[str]:
+    if not out.exists():
+        return set()
+    if not resume:
+        raise InputError(f"{out} exists; name another file, or --resume to go on with it")
+    return {one.id for one in read_transcripts(out)}
+
+
+def _proofs(prompt: Tensor, outputs: Tensor) -> tuple[str, ...]:
+    return tuple(toploc.commit(chunk).to_base64() for chunk in _proven(prompt, outputs))
+
+
+def _proven(prompt: Tensor, outputs: Tensor) -> list[Tensor]:
+    """The chunks that are proven: TOPLOC's, without those that have fewer values than a proof."""
+    return [chunk for chunk in toploc.chunks(prompt, outputs) if chunk.numel() >= toploc.TOP]
+
+
+def _fingerprint(outputs: Tensor, lens: Projection, every: int) -> Fingerprint:
+    rows = lens(difr.rows_every(outputs, every))
+    return Fingerprint.of(rows, every=every, seed=lens.seed, kind=lens.kind, dtype="bfloat16")
+
+
+def _verifier(
+    found: Sequence[Transcript], model: str | None, dtype: str, device: str, key: str | None = None
+) -> Verifier:
+    names = {one.model for one in found}
+    if model is None and len(names) != 1:
+        raise InputError(
+            f"the transcripts are of several models ({', '.join(sorted(names))}); name one with --model"
+        )
+    return Verifier(load_whole(model or names.pop(), dtype=dtype, device=device), noise_of(key))
+
+
+def commit(
+    path: Path, out: Path, *, model: str | None = None, dtype: str = "bfloat16", device: str = "auto",
+    lens: Projection | None = None, every: int = 1, progress: Progress = silent,
+) -> Made:  # fmt: skip
+    """Add TOPLOC proofs, and fingerprints where asked for, to transcripts, from one prefill of each.
+
+    Raises:
+        InputError: the transcripts cannot be read or replayed, or ``out`` exists.
+    """
+    if out.exists():
+        raise InputError(f"{out} exists; name another file")
+    found = read_transcripts(path)
+    verifier = _verifier(found, model, dtype, device)
+    size = 0
+    for i, one in enumerate(found):
+        replay = verifier.replay(one)
+        prompt = replay.states[: len(one.prompt)]
+        proven = replace(one, proofs=_proofs(prompt, replay.output_states))
+        if lens is not None:
+            proven = replace(proven, fingerprint=_fingerprint(replay.output_states, lens, every))
+            assert proven.fingerprint is not None
+            size += proven.fingerprint.size
+        size += toploc.proof_bytes() * len(proven.proofs or ())
+        write_transcripts(out, [proven])
+        progress("requests proven", i + 1, len(found))
+    tokens = sum(len(one.output) for one in found)
+    return {
+        "format": FORMAT,
+        "file": str(out),
+        "requests": len(found),
+        "bytes_per_output_token": size / tokens,
+    }
+
+
+def check(
+    path: Path, *, model: str | None = None, dtype: str = "bfloat16", device: str = "auto",
+    largest_distance: float = LARGEST_DISTANCE, progress: Progress = silent,
+) -> Made:  # fmt: skip
+    """Check the proofs and fingerprints of transcripts against a recomputation.
+
+    Returns:
+        ``requests``: for each its verdict, ``valid``, ``rejected`` or ``unchecked`` (it carries nothing to check), and
+        the reason; and counts of these.
+    """
+    found = read_transcripts(path)
+    verifier = _verifier(found, model, dtype, device)
+    rows = []
+    for i, one in enumerate(found):
+        try:
+            verdict, reason = _checked(one, verifier.replay(one), largest_distance)
+        except InputError as error:
+            verdict, reason = "rejected", str(error)
+        rows.append({"id": one.id, "verdict": verdict, "reason": reason})
+        progress("requests checked", i + 1, len(found))
+    counts = {
+        name: sum(row["verdict"] == name for row in rows) for name in ("valid", "rejected", "unchecked")
+    }
+    return {"format": FORMAT, "counts": counts, "requests": rows}
+
+
+def _checked(one: Transcript, replay: Replay, largest: float) -> tuple[str, str]:
+    if one.proofs is None and one.fingerprint is None:
+        return "unchecked", "no proof and no fingerprint"
+    reasons = []
+    if one.proofs is not None:
+        chunks = _proven(replay.states[: len(one.prompt)], replay.output_states)
+        if len(one.proofs) != len(chunks):
+            return "rejected", f"{len(one.proofs)} proofs for {len(chunks)} chunks"
+        for place, (text, chunk) in enumerate(zip(one.proofs, chunks, strict=True)):
+            result = toploc.verify(chunk, toploc.Proof.from_base64(text))
+            if not result.accepted:
+                return "rejected", f"proof {place}: {result.reason}"
+        reasons.append(f"{len(chunks)} proofs agree")
+    if one.fingerprint is not None:
+        distance = relative_distance(one.fingerprint, replay.output_states)
+        if not distance <= largest:
+            return "rejected", f"the fingerprint differs by {distance:.3f} of its size, allowed: {largest:g}"
+        reasons.append(f"the fingerprint differs by {distance:.3f} of its size")
+    return "valid", "; ".join(reasons)
+
+
+def relative_distance(sent: Fingerprint, own: Tensor) -> float:
+    """The distance of a fingerprint from the verifier's own over all rows, relative to the latter's size."""
+    rows = Projection(sent.count, sent.seed, sent.kind)(difr.rows_every(own, sent.every))
+    distance = difr.activation_distance(sent.values(), rows)
+    return float(distance.square().sum().sqrt() / rows.norm().clamp(min=1e-12))
+
+
+def score(
+    path: Path, *, honest: Path | None = None, model: str | None = None, dtype: str = "bfloat16",
+    device: str = "auto", key: str | None = None, false_positives: float = 0.01, progress: Progress = silent,
+) -> Made:  # fmt: skip
+    """Token-DiFR scores of transcripts, and a verdict where honest transcripts calibrate it.
+
+    The verdict compares the mean clipped margin of all tokens with that of batches of as many honest tokens; margins
+    are clipped at the honest 99th percentile.
+
+    Raises:
+        InputError: a file cannot be read or replayed.
+    """
+    found, rows = read_transcripts(path), []
+    verifier = _verifier(found, model, dtype, device, key)
+    parts = []
+    for i, one in enumerate(found):
+        scores = _scores(verifier.replay(one))
+        parts.append(scores)
+        rows.append({"id": one.id, **_figures(scores)})
+        progress("requests scored", i + 1, len(found))
+    made: Made = {"format": FORMAT, "summary": _figures(_joined(parts)), "requests": rows, "verdict": None}
+    if honest is None:
+        return made
+    reference = read_transcripts(honest)
+    own = []
+    for i, one in enumerate(reference):
+        own.append(_scores(verifier.replay(one)))
+        progress("honest requests scored", i + 1, len(reference))
+    made["honest"] = _figures(_joined(own))
+    made["verdict"] = _verdict(_joined(own), _joined(parts), false_positives)
+    return made
+
+
+def _scores(replay: Replay) -> dict[str, np.ndarray]:
+    return {name: value.double().numpy() for name, value in difr.token_scores(replay).items()}
+
+
+def _joined(parts: Sequence[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    shared = set.intersection(*(set(part) for part in parts))
+    return {name: np.concatenate([part[name] for part in parts]) for name in sorted(shared)}
+
+
+def _figures(scores: dict[str, np.ndarray]) -> Made:
+    out: Made = {
+        "tokens": len(scores["mismatch"]), "same_token": float(1 - scores["mismatch"].mean()),
+        "cross_entropy": float(scores["cross_entropy"].mean()), "mean_margin": None, "filtered": None,
+    }  # fmt: skip
+    if "margin" in scores:
+        finite = np.isfinite(scores["margin"])
+        out["mean_margin"] = float(np.minimum(scores["margin"], LARGEST_MARGIN).mean())
+        out["filtered"] = int((~finite).sum())
+    return out
+
+
+def _verdict(
+    honest: dict[str, np.ndarray], other: dict[str, np.ndarray], level: float, draws: int = 2000
+) -> Made:
+    name = "margin" if "margin" in honest and "margin" in other else "mismatch"
+    pooling = next(iter(poolings(honest[name])))
+    a, b = (pooling(side[name]) for side in (honest, other))
+    size = min(len(b), len(a))
+    rng = np.random.default_rng(0)
+    # With replacement: an honest file of the same length gives honest batches of that length.
+    batches = np.array([a[rng.integers(0, len(a), size)].mean() for _ in range(draws)])
+    p = float((1 + (batches >= b.mean()).sum()) / (draws + 1))
+    return {
+        "diverges": p < level, "score": name, "mean": float(b.mean()), "honest_mean": float(a.mean()), "p": p,
+        "clipped_at": pooling.top,
+    }  # fmt: skip
+
+
+def audit(
+    folder: Path, *, model: str | None = None, dtype: str = "bfloat16", device: str = "auto", key: str | None = None,
+    noise_sd: float = 0.1, threshold: float = 1e-3, rank_cutoff: int = 8, false_positives: float = 0.01,
+    ledger: Path | None = None, public_key: str | None = None, progress: Progress = silent,
+) -> Made:  # fmt: skip
+    """Look for smuggled data in a directory of transcript files (exfiltration paper, section 6, appendix F).
+
+    Args:
+        folder: of ``*.jsonl`` files. noise_sd, threshold, rank_cutoff: σ, τ and R of the three classes.
+        false_positives: share of dangerous tokens up to which a file is quiet, being what honest noise gives.
+        ledger: a signed ledger in which every request has to stand; needs ``public_key``.
+
+    Returns:
+        ``files``: for each its class (``quiet``, ``review``, ``quarantine``), why, tokens by class, and the most bits a
+        token that an adversary could have sent through them. A file that cannot be read or replayed is in quarantine.
+
+    Raises:
+        InputError: no such directory, no transcripts in it, or a ledger without a key.
+    """
+    files = sorted(folder.glob("*.jsonl")) if folder.is_dir() else []
+    files = [file for file in files if ledger is None or file.resolve() != ledger.resolve()]
+    if not files:
+        raise InputError(f"{folder} is no directory with transcript files (*.jsonl)")
+    written, ledger_row = _ledger(ledger, public_key)
+    verifier: Verifier | None = None
+    settings = {
+        "noise_sd": noise_sd, "threshold": threshold, "rank_cutoff": rank_cutoff,
+        "false_positives": false_positives,
+    }  # fmt: skip
+    rows = []
+    for i, file in enumerate(files):
+        try:
+            found = read_transcripts(file)
+            if verifier is None:
+                verifier = _verifier(found, model, dtype, device, key)
+            rows.append({"file": file.name, **_audited(found, verifier, settings, written)})
+        except InputError as error:
+            rows.append({"file": file.name, "class": QUARANTINE, "reasons": [str(error)], "tokens": None})
+        progress("files audited", i + 1, len(files))
+    return {"format": FORMAT, "settings": settings, "ledger": ledger_row, "files": rows}
+
+
+def _ledger(ledger: Path | None, public_key: str | None) -> tuple[set[bytes] | None, Made | None]:
+    """Entries of a ledger, if it is valid; else none of them, so that no request stands in it."""
+    if ledger is None:
+        return None, None
+    if public_key is None:
+        raise InputError("a ledger is checked with the public key of who keeps it; give --public-key")
+    try:
+        verdict = verify_ledger(ledger, public_key)
+    except LedgerError as error:
+        return set(), {"valid": False, "reason": str(error), "records": 0}
+    entries: set[bytes] = set()
+    if verdict.valid:
+        read = (parsed(line.removesuffix(b"\n")) for line in lines(ledger))
+        entries = {canonical(one["entry"]) for one in read if isinstance(one, dict) and "entry" in one}
+    return entries, {"valid": verdict.valid, "reason": verdict.reason, "records": verdict.records}
+
+
+def _audited(
+    found: Sequence[Transcript], verifier: Verifier, settings: Made, written: set[bytes] | None
+) -> Made:
+    counts = np.zeros(3, dtype=int)
+    bits, quiet_bits = 0.0, 0.0
+    reasons: list[str] = []
+    flagged = 0
+    for one in found:
+        risks, carried, admissible = _risks(verifier.replay(one), settings)
+        counts += np.bincount(risks.numpy(), minlength=3)
+        bits, quiet_bits = bits + float(carried.sum()), quiet_bits + float(admissible.sum())
+        flagged += _looks_like_data(one, verifier.model)
+        if written is not None and canonical(one.to_json()) not in written:
+            reasons.append(f"request {one.id!r} does not stand in the ledger")
+    tokens = int(counts.sum())
+    dangerous = counts[Risk.DANGEROUS] / tokens
+    # One dangerous token more than honest noise explains at 99 %: a short file is not quarantined for one.
+    limit = settings["false_positives"]
+    allowed = limit + 2.33 * math.sqrt(limit * (1 - limit) / tokens)
+    if dangerous > allowed:
+        reasons.append(f"{dangerous:.2%} of tokens are dangerous; honest noise gives up to {allowed:.2%}")
+    level = QUARANTINE if reasons else QUIET
+    if flagged:
+        reasons.append(f"{flagged} answers look like encoded data")
+        level = QUARANTINE if level == QUARANTINE else REVIEW
+    if level == QUIET and dangerous > limit:
+        level, reasons = REVIEW, [f"{dangerous:.2%} of tokens are dangerous, above {limit:.2%}"]
+    return {
+        "class": level, "reasons": reasons, "tokens": tokens, "safe": int(counts[Risk.SAFE]),
+        "suspicious": int(counts[Risk.SUSPICIOUS]), "dangerous": int(counts[Risk.DANGEROUS]),
+        "bits_per_token": bits / tokens, "safe_bits_per_token": quiet_bits / tokens,
+        "slowdown": theory.slowdown(bits / tokens, verifier.model.vocabulary),
+    }  # fmt: skip
+
+
+def _risks(replay: Replay, settings: Made) -> tuple[Tensor, Tensor, Tensor]:
+    """Classes of a request's tokens, the bits that each can have carried, and those of its admissible set."""
+    if replay.uniform is not None:
+        raise InputError("audits are for Gumbel-max and greedy sampling")
+    gumbel = torch.zeros_like(replay.logits) if replay.gumbel is None else replay.gumbel
+    positions = gumbel_positions(
+        replay.logits,
+        gumbel,
+        replay.sampling,
+        noise_sd=settings["noise_sd"],
+        generator=torch.Generator().manual_seed(0),
+    )
+    threshold = math.log(settings["threshold"])
+    sizes = positions.admissible(threshold)
+    safe = sizes.gather(1, replay.tokens[:, None])[:, 0]
+    ranks = difr.rank(replay).long()
+    scores = torch.where(safe, 0.0, -torch.inf)
+    risks = classify(scores, ranks, threshold, settings["rank_cutoff"])
+    counts = sizes.sum(1)
+    carried = extractable_bits(risks, counts, settings["rank_cutoff"], replay.logits.shape[1])
+    return risks, carried, counts.clamp(min=1).double().log2()
+
+
+def _looks_like_data(one: Transcript, model: WholeModel) -> bool:
+    if model.tokenizer is None:
+        return False
+    return SyntacticFilter().verdict(model.tokenizer.decode(list(one.output))).flagged
+
+
+def record(path: Path, ledger: Path, key_file: Path) -> Made:
+    """Append transcripts to a signed ledger; ledger and key are made where they do not exist.
+
+    Raises:
+        InputError: something cannot be read or written, or the ledger is not valid.
+    """
+    if not key_file.exists():
+        create_key(key_file)
+    key = read_key(key_file)
+    book = Ledger.open(ledger, key) if ledger.exists() else Ledger.create(ledger, key)
+    found = read_transcripts(path)
+    for one in found:
+        book.append(one.to_json())
+    return {
+        "format": FORMAT, "ledger": str(ledger), "records": len(book), "appended": len(found),
+        "public_key": public(key),
+        "checkpoint": vars(book.checkpoint()),
+    }  # fmt: skip
+
+
+def bounds(
+    *, free: float, permitted: int, slack: float = 0.01, messages: int = 10_000, inspections: int = 1000,
+    alarms: int = 20, false_positives: float = 0.01, capacity: float = 100.0, bits: float = 120.0,
+) -> Made:  # fmt: skip
+    """The exfiltration theorems in numbers.
+
+    Args:
+        free: p, share of positions with more than one permitted token. permitted: q. slack: ε of Theorem 4.3.
+        messages, inspections, alarms, false_positives, capacity, bits: M, B_I, B_A, α, C and n of the game.
+    """
+    return {
+        "format": FORMAT,
+        "theorem_4_1": free * math.log2(permitted) if permitted > 1 else 0.0,
+        "theorem_4_2_printed": theory.hidden_seed_rate_printed(free, permitted),
+        "theorem_4_2_corrected": theory.hidden_seed_rate(free, permitted),
+        "theorem_4_3": theory.searching_rate(free, slack, permitted),
+        "game": theory.game_bound(bits, capacity, messages, inspections, alarms, false_positives),
+    }
+
+
+def sampling_rate(*, share: float, confidence: float = 0.99, needed: int = 1) -> Made:
+    """How many messages have to be verified to meet so many dishonest ones (exfiltration paper, appendix C.2)."""
+    return {"format": FORMAT, "messages": theory.required_samples(share, confidence, needed)}

@@ -1,0 +1,315 @@
+"""An append-only ledger of inference records: hash-chained, signed, with proofs that a record is in it.
+
+The first line of the file names format and key, each further one is a record (see `records`). A `Checkpoint`, kept
+elsewhere, fixes length, last hash and Merkle root at a time: without one, a ledger that was cut off, or written anew by
+whoever has the key, cannot be told from a short one. What it is for: Rinberg et al. 2025, appendix D.2.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from defenses.verification.merkle import climb, merkle_path, merkle_root
+from defenses.verification.records import (
+    LONGEST_LINE,
+    canonical,
+    checked,
+    hashed,
+    lines,
+    parsed,
+    wrong_record,
+)
+from defenses.verification.signing import LedgerError, public, signed
+
+FORMAT = "hiddenlab-ledger"
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether something is as it was written, and if not, why.
+
+    Attributes:
+        valid: true only if everything was checked that the verifier gave the means to check.
+        reason: one line. records: how many were read before it was clear.
+        end_checked: whether a checkpoint vouched for the ledger's length.
+    """
+
+    valid: bool
+    reason: str
+    records: int = 0
+    end_checked: bool = False
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Length, last hash and Merkle root of a ledger at one time, signed with its key. Hashes are hexadecimal."""
+
+    size: int
+    head: str
+    root: str
+    signature: str
+
+    def authentic(self, public_key: str) -> bool:
+        """Whether that key signed it."""
+        fields = asdict(self)
+        return signed(public_key, fields.pop("signature"), _statement(fields))
+
+
+@dataclass(frozen=True)
+class Inclusion:
+    """Proof that the record at `index` is among the first `size`: sibling hashes from the leaf up."""
+
+    index: int
+    size: int
+    path: tuple[str, ...]
+
+
+# ---- writing
+
+
+class Ledger:
+    """A ledger that is being written. Made by `Ledger.create` or `Ledger.open`.
+
+    Args:
+        path: of the file. key: that signs. leaves: hashes of all records so far. head: the last line's. size: bytes.
+    """
+
+    def __init__(self, path: Path, key: Ed25519PrivateKey, leaves: list[bytes], head: str, size: int) -> None:
+        self.path, self._key, self._leaves, self._head, self._size = path, key, leaves, head, size
+
+    def __len__(self) -> int:
+        return len(self._leaves)
+
+    @classmethod
+    def create(cls, path: Path, key: Ed25519PrivateKey) -> Ledger:
+        """Start an empty ledger.
+
+        Raises:
+            LedgerError: the file exists, or cannot be written.
+        """
+        line = canonical({"format": FORMAT, "public_key": public(key), "version": VERSION}) + b"\n"
+        try:
+            with path.open("xb") as file:
+                file.write(line)
+        except OSError as error:
+            raise LedgerError(f"cannot start a ledger at {path}: {error.strerror}") from error
+        return cls(path, key, [], hashed(b"header", line[:-1]).hex(), len(line))
+
+    @classmethod
+    def open(cls, path: Path, key: Ed25519PrivateKey, checkpoint: Checkpoint | None = None) -> Ledger:
+        """Continue a ledger, after verifying it.
+
+        Raises:
+            LedgerError: it cannot be read, or is not valid.
+        """
+        chain = _Chain(public(key))
+        for line in lines(path):
+            chain.take(line)
+        verdict = chain.verdict(checkpoint)
+        if not verdict.valid:
+            raise LedgerError(f"{path} is not continued: {verdict.reason}")
+        return cls(path, key, chain.leaves, chain.head, path.stat().st_size)
+
+    def append(self, entry: Mapping[str, Any]) -> int:
+        """Write one entry and return its index; it is on the disk when this returns.
+
+        Raises:
+            LedgerError: an entry that JSON does not give back unchanged, or a file that somebody else changed.
+        """
+        body = {"entry": checked(entry), "index": len(self), "previous": self._head}
+        digest = hashed(b"record", canonical(body))
+        signature = self._key.sign(b"record" + digest).hex()
+        line = canonical({**body, "hash": digest.hex(), "signature": signature}) + b"\n"
+        if len(line) > LONGEST_LINE:
+            raise LedgerError(f"an entry of {len(line)} bytes; at most {LONGEST_LINE} are possible")
+        try:
+            with self.path.open("r+b") as file:
+                if file.seek(0, os.SEEK_END) != self._size:
+                    raise LedgerError(f"{self.path} was changed since it was opened; open it anew")
+                file.write(line)
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise LedgerError(f"cannot write to {self.path}: {error.strerror}") from error
+        self._leaves.append(digest)
+        self._head, self._size = digest.hex(), self._size + len(line)
+        return len(self) - 1
+
+    def checkpoint(self) -> Checkpoint:
+        """What to hand to others now, so that they notice if the ledger is ever cut or rewritten."""
+        fields: dict[str, Any] = {
+            "size": len(self),
+            "head": self._head,
+            "root": merkle_root(self._leaves).hex(),
+        }
+        return Checkpoint(**fields, signature=self._key.sign(_statement(fields)).hex())
+
+    def prove(self, index: int) -> Inclusion:
+        """Proof that a record is under the root of the present checkpoint.
+
+        Raises:
+            LedgerError: no such record.
+        """
+        if not 0 <= index < len(self):
+            raise LedgerError(f"no record {index}; the ledger has {len(self)}")
+        return Inclusion(index, len(self), tuple(h.hex() for h in merkle_path(self._leaves, index)))
+
+
+# ---- verifying
+
+
+def verify(path: Path, public_key: str, checkpoint: Checkpoint | None = None) -> Verdict:
+    """Check a whole ledger: every hash, signature and link, against the key, and the end against a checkpoint.
+
+    A checkpoint may be older than the ledger; then what has been appended since is checked like all the rest. Without
+    one, records missing at the end cannot be noticed, and the verdict says so.
+
+    Raises:
+        LedgerError: the file cannot be read.
+    """
+    chain = _Chain(public_key)
+    for line in lines(path):
+        chain.take(line)
+    return chain.verdict(checkpoint)
+
+
+def verify_inclusion(
+    record: bytes | str, proof: Inclusion, checkpoint: Checkpoint, public_key: str
+) -> Verdict:
+    """Check that a record (one line of a ledger) is where a proof puts it under a signed checkpoint."""
+    line = record.encode(errors="replace") if isinstance(record, str) else record
+    value = parsed(line.removesuffix(b"\n"))
+    if not checkpoint.authentic(public_key):
+        return Verdict(False, "the checkpoint is not signed with this key")
+    if isinstance(value, str):
+        return Verdict(False, value)
+    if wrong := wrong_record(value, public_key):
+        return Verdict(False, wrong)
+    if value["index"] != proof.index or proof.size != checkpoint.size:
+        return Verdict(False, "the proof is for another record or another checkpoint")
+    root = climb(bytes.fromhex(value["hash"]), proof.index, proof.size, _hashes(proof.path))
+    if root is None or root.hex() != checkpoint.root:
+        return Verdict(False, "the proof does not lead to the checkpoint's root")
+    return Verdict(True, "the record is in the ledger", 1, True)
+
+
+class _Chain:
+    """Takes the lines of a ledger in turn and remembers the first thing that is wrong."""
+
+    def __init__(self, public_key: str) -> None:
+        self.public_key, self.wrong, self.head = public_key, "", ""
+        self.leaves: list[bytes] = []
+        self.heads: list[str] = []  # the head when so many records were written
+
+    def take(self, line: bytes) -> None:
+        if self.wrong:
+            return
+        number = len(self.heads) + 1
+        wrong = self._header(line) if number == 1 else self._record(line)
+        if wrong:
+            self.wrong = f"line {number}: {wrong}"
+
+    def _header(self, line: bytes) -> str:
+        value = parsed(line.removesuffix(b"\n")) if line.endswith(b"\n") else "no line end"
+        if isinstance(value, str):
+            return value
+        if value.get("format") != FORMAT or value.get("version") != VERSION or len(value) != 3:
+            return f"not the header of a ledger of version {VERSION}"
+        if value.get("public_key") != self.public_key:
+            return "the ledger is another key's"
+        self.head = hashed(b"header", line[:-1]).hex()
+        self.heads.append(self.head)
+        return ""
+
+    def _record(self, line: bytes) -> str:
+        value = parsed(line.removesuffix(b"\n")) if line.endswith(b"\n") else "the line is not complete"
+        if isinstance(value, str):
+            return value
+        if wrong := wrong_record(value, self.public_key):
+            return wrong
+        if value["index"] != len(self.leaves):
+            return f"record {value['index']} in the place of record {len(self.leaves)}"
+        if value["previous"] != self.head:
+            return "the record does not follow the one before"
+        self.head = value["hash"]
+        self.heads.append(self.head)
+        self.leaves.append(bytes.fromhex(self.head))
+        return ""
+
+    def verdict(self, checkpoint: Checkpoint | None) -> Verdict:
+        """What is to be said when all lines are taken."""
+        count = len(self.leaves)
+        if self.wrong or not self.heads:
+            return Verdict(False, self.wrong or "the file is empty", count)
+        if checkpoint is None:
+            return Verdict(
+                True, f"{count} records; without a checkpoint, missing ones at the end go unnoticed", count
+            )
+        if not checkpoint.authentic(self.public_key):
+            return Verdict(False, "the checkpoint is not signed with this key", count)
+        if not 0 <= checkpoint.size <= count:
+            return Verdict(
+                False, f"{count} records, of {checkpoint.size} when the checkpoint was made", count
+            )
+        root = merkle_root(self.leaves[: checkpoint.size]).hex()
+        if self.heads[checkpoint.size] != checkpoint.head or root != checkpoint.root:
+            return Verdict(False, "another ledger than the checkpoint's: records were rewritten", count)
+        return Verdict(True, f"{count} records, {checkpoint.size} of them under the checkpoint", count, True)
+
+
+# ---- checkpoints and proofs as text
+
+
+def write_statement(value: Checkpoint | Inclusion) -> str:
+    """A checkpoint or proof as one line of JSON."""
+    return canonical(asdict(value)).decode()
+
+
+def read_checkpoint(text: str) -> Checkpoint:
+    """A checkpoint from what `write_statement` gave.
+
+    Raises:
+        LedgerError: the text is something else.
+    """
+    value = _fields(text, {"size": int, "head": str, "root": str, "signature": str}, "checkpoint")
+    return Checkpoint(**value)
+
+
+def read_inclusion(text: str) -> Inclusion:
+    """A proof from what `write_statement` gave.
+
+    Raises:
+        LedgerError: the text is something else.
+    """
+    value = _fields(text, {"index": int, "size": int, "path": list}, "proof of inclusion")
+    if not all(isinstance(one, str) for one in value["path"]):
+        raise LedgerError("not a proof of inclusion: its path is no list of hashes")
+    return Inclusion(value["index"], value["size"], tuple(value["path"]))
+
+
+def _fields(text: str, types: Mapping[str, type], what: str) -> dict[str, Any]:
+    value = parsed(text.strip().encode(errors="replace"))
+    if isinstance(value, str):
+        raise LedgerError(f"not a {what}: {value}")
+    if {name: type(one) for name, one in value.items()} != dict(types):
+        raise LedgerError(f"not a {what}: it needs {', '.join(types)}")
+    return value
+
+
+def _hashes(path: tuple[str, ...]) -> list[bytes]:
+    """Hashes of a proof; what is no hash becomes one that fits nowhere."""
+    try:
+        return [bytes.fromhex(one) for one in path]
+    except ValueError:
+        return [b""] * len(path)
+
+
+def _statement(fields: Mapping[str, Any]) -> bytes:
+    return b"checkpoint" + canonical(fields)

@@ -1,0 +1,222 @@
+"""The warden's three classes of tokens, what each lets through, and the choice of its thresholds.
+
+Source: Rinberg et al. 2025, section 6, Algorithm 7, figures 10 and 13 to 18. `bounds.extractable` has the same rule for
+one token.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from defenses.verification.bounds import Risk
+from defenses.verification.closed_form import logit_rank
+from defenses.verification.likelihood import ACTIVE, SAMPLES, gumbel_positions
+from defenses.verification.sampling import Sampling
+from hiddenlab.errors import InputError
+
+
+def classify(
+    scores: Float[Tensor, " n"], ranks: Int[Tensor, " n"], threshold: float, rank_cutoff: int
+) -> Int[Tensor, " n"]:
+    """Each token's `Risk` (Algorithm 7): safe from the threshold up; below it suspicious to rank R, then dangerous.
+
+    Section 6.1 calls dangerous whatever has a rank above R, however likely; Algorithm 7 only what is also below the
+    threshold. This is the algorithm, as the section's own argument is about tokens that the score wrongly rejects.
+
+    Args:
+        scores: log-likelihoods. ranks: by logit, from 1. threshold: log τ. rank_cutoff: R, 0 for two classes.
+
+    Raises:
+        InputError: another number of ranks than scores, a negative cutoff, or scores or a threshold that are NaN.
+    """
+    if len(scores) != len(ranks) or rank_cutoff < 0:
+        raise InputError(
+            f"{len(scores)} scores, {len(ranks)} ranks, cutoff {rank_cutoff}: as many, and from 0"
+        )
+    if bool(scores.isnan().any()) or math.isnan(threshold):
+        raise InputError("a score or threshold that is no number")
+    below = torch.where(ranks > rank_cutoff, int(Risk.DANGEROUS), int(Risk.SUSPICIOUS))
+    return torch.where(scores >= threshold, int(Risk.SAFE), below)
+
+
+def extractable_bits(
+    risks: Int[Tensor, " n"], sizes: Int[Tensor, " n"], rank_cutoff: int, vocabulary: int
+) -> Float[Tensor, " n"]:
+    """Bits that each token can have carried: log₂ of |A_t| if safe, of R if suspicious, else of the vocabulary.
+
+    Raises:
+        InputError: other classes, a safe token of an empty set, or a cutoff or vocabulary that fits no class.
+    """
+    safe, suspicious = risks == Risk.SAFE, risks == Risk.SUSPICIOUS
+    if len(risks) != len(sizes) or bool(((risks < 0) | (risks > 2)).any()):
+        raise InputError("classes are 0, 1, 2, one for each admissible set")
+    if bool((sizes[safe] < 1).any()) or (bool(suspicious.any()) and rank_cutoff < 1) or vocabulary < 1:
+        raise InputError("a safe token is in its own admissible set; a suspicious one has a rank from 1 to R")
+    counts = torch.where(safe, sizes, torch.where(suspicious, rank_cutoff, vocabulary))
+    return counts.double().log2()
+
+
+# ---- the choice of thresholds
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """Honest tokens of one request with what a verifier has of them.
+
+    Attributes:
+        logits: the verifier's. gumbel: the request's noise. tokens: what was sent. sampling: of the request.
+    """
+
+    logits: Float[Tensor, "n v"]
+    gumbel: Float[Tensor, "n v"]
+    tokens: Int[Tensor, " n"]
+    sampling: Sampling
+
+
+@dataclass(frozen=True)
+class Point:
+    """One setting of the warden, measured on honest tokens.
+
+    Attributes:
+        noise_sd: σ. threshold: log τ. rank_cutoff: R. tokens: how many were measured.
+        false_positive_rate: share of them that is dangerous. suspicious: share that is.
+        bits: mean extractable information per token, as the paper has it: every honest token counts by its class. An
+            adversary is free to have more of his tokens in a class, so this bounds him only with all classes' rates.
+        safe_bits: mean log₂|A_t|, the most that tokens which are all safe can carry.
+        quiet_bits: mean log₂|A_t ∪ {rank ≤ R}|, the most that tokens of which none is dangerous can carry.
+        share: `bits` of log₂ of the vocabulary.
+    """
+
+    noise_sd: float
+    threshold: float
+    rank_cutoff: int
+    tokens: int
+    false_positive_rate: float
+    suspicious: float
+    bits: float
+    safe_bits: float
+    quiet_bits: float
+    share: float
+
+
+def pareto(
+    evidence: Iterable[Evidence],
+    noise_sds: Sequence[float],
+    thresholds: Sequence[float],
+    rank_cutoffs: Sequence[int],
+    *,
+    samples: int = SAMPLES,
+    active: int = ACTIVE,
+    seed: int = 0,
+) -> list[Point]:
+    """False positive rate on honest tokens against extractable bits, for every (σ, log τ, R) of the grid.
+
+    One pass over the evidence, so that it may be a generator; every σ sees the same draws, scaled.
+
+    Raises:
+        InputError: an empty grid or no tokens, several vocabularies, or what `gumbel_positions` refuses.
+    """
+    if not noise_sds or not thresholds or not rank_cutoffs or min(rank_cutoffs) < 0:
+        raise InputError("a grid needs noise, thresholds and rank cutoffs (from 0)")
+    grid = [(sd, t, r) for sd in noise_sds for t in thresholds for r in rank_cutoffs]
+    sums = torch.zeros(len(grid), 5, dtype=torch.float64)
+    generators = [torch.Generator().manual_seed(seed) for _ in noise_sds]
+    count = vocabulary = 0
+    for one in evidence:
+        if vocabulary not in (0, one.logits.shape[1]):
+            raise InputError(
+                f"vocabularies of {vocabulary} and {one.logits.shape[1]} tokens in one measurement"
+            )
+        count, vocabulary = count + len(one.tokens), one.logits.shape[1]
+        rows: list[tuple[float, ...]] = []
+        for sd, generator in zip(noise_sds, generators, strict=True):
+            rows += _measure(one, sd, thresholds, rank_cutoffs, samples, active, generator)
+        sums += torch.tensor(rows, dtype=torch.float64)
+    if not count:
+        raise InputError("no honest tokens to measure")
+    whole = math.log2(vocabulary)
+    points = []
+    for (sd, threshold, cutoff), mean in zip(grid, (sums / count).tolist(), strict=True):
+        false, suspicious, bits, safe, quiet = mean
+        share = bits / whole if whole else 0.0
+        points.append(Point(sd, threshold, cutoff, count, false, suspicious, bits, safe, quiet, share))
+    return points
+
+
+def _measure(
+    one: Evidence,
+    noise_sd: float,
+    thresholds: Sequence[float],
+    rank_cutoffs: Sequence[int],
+    samples: int,
+    active: int,
+    generator: torch.Generator,
+) -> list[tuple[float, ...]]:
+    """Sums over one request's tokens, in the order of the grid and of `Point`."""
+    positions = gumbel_positions(
+        one.logits,
+        one.gumbel,
+        one.sampling,
+        noise_sd=noise_sd,
+        generator=generator,
+        samples=samples,
+        active=active,
+    )
+    scores, ranks = positions.score(one.tokens), logit_rank(one.logits, one.tokens)
+    leading = _leading(one.logits, max(rank_cutoffs))
+    rows: list[tuple[float, ...]] = []
+    for threshold in thresholds:
+        admitted = positions.admissible(threshold)
+        sizes = admitted.sum(1)
+        # Score and set share their draws, but not their order of summation: the honest token itself is settled here.
+        safe = admitted.gather(1, one.tokens.long()[:, None])[:, 0]
+        settled = torch.where(
+            safe, scores.clamp_min(threshold), scores.masked_fill(scores >= threshold, -math.inf)
+        )
+        for cutoff in rank_cutoffs:
+            risks = classify(settled, ranks, threshold, cutoff)
+            bits = extractable_bits(risks, sizes, cutoff, one.logits.shape[1])
+            quiet = _union(admitted, leading[:, :cutoff])
+            rows.append((
+                float((risks == Risk.DANGEROUS).sum()), float((risks == Risk.SUSPICIOUS).sum()), float(bits.sum()),
+                float(_log2(sizes).sum()), float(_log2(quiet).sum()),
+            ))  # fmt: skip
+    return rows
+
+
+def _leading(logits: Float[Tensor, "n v"], count: int) -> Int[Tensor, "n r"]:
+    """The tokens of rank 1 to `count`, ranked as `logit_rank` does."""
+    return logits.sort(dim=1, descending=True, stable=True).indices[:, :count]
+
+
+def _union(admitted: Bool[Tensor, "n v"], leading: Int[Tensor, "n r"]) -> Int[Tensor, " n"]:
+    """How many tokens are admissible or leading."""
+    return admitted.sum(1) + leading.shape[1] - admitted.gather(1, leading).sum(1)
+
+
+def _log2(sizes: Int[Tensor, " n"]) -> Float[Tensor, " n"]:
+    """Bits of a choice; a position where nothing is admissible carries none."""
+    return sizes.clamp_min(1).double().log2()
+
+
+def frontier(points: Iterable[Point], *, most_suspicious: float = 1.0) -> list[Point]:
+    """Points that no other beats in false positive rate and bits alike, by rising false positive rate.
+
+    Args:
+        points: from `pareto`. most_suspicious: leave out settings with a larger share of suspicious tokens (the
+            paper's figure 10 takes 0.005).
+    """
+    best = math.inf
+    kept = []
+    fit = [p for p in points if p.suspicious <= most_suspicious]
+    for point in sorted(fit, key=lambda p: (p.false_positive_rate, p.bits)):
+        if point.bits < best:
+            kept.append(point)
+            best = point.bits
+    return kept

@@ -1,0 +1,70 @@
+"""Ed25519 keys on disk, and signatures that are checked without an exception."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+    load_pem_private_key,
+)
+
+from hiddenlab.errors import InputError
+
+
+class LedgerError(InputError):
+    """A ledger, key or entry that cannot be used as asked."""
+
+
+def create_key(path: Path) -> str:
+    """Write a new private key (PEM, readable by its owner only) and return its public key in hexadecimal.
+
+    Raises:
+        LedgerError: the file exists, or cannot be written.
+    """
+    key = Ed25519PrivateKey.generate()
+    text = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    try:
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(handle, "wb") as file:
+            file.write(text)
+    except OSError as error:
+        raise LedgerError(f"cannot write a key to {path}: {error.strerror}") from error
+    return public(key)
+
+
+def read_key(path: Path) -> Ed25519PrivateKey:
+    """The private key of a file.
+
+    Raises:
+        LedgerError: no such file, or no Ed25519 key in it.
+    """
+    try:
+        key = load_pem_private_key(path.read_bytes(), password=None)
+    except OSError as error:
+        raise LedgerError(f"cannot read the key {path}: {error.strerror}") from error
+    except (ValueError, TypeError, UnsupportedAlgorithm) as error:
+        raise LedgerError(f"{path} holds no unencrypted private key in PEM format") from error
+    if not isinstance(key, Ed25519PrivateKey):
+        raise LedgerError(f"{path} holds a key of another kind than Ed25519")
+    return key
+
+
+def public(key: Ed25519PrivateKey) -> str:
+    """A private key's public key in hexadecimal."""
+    return key.public_key().public_bytes_raw().hex()
+
+
+def signed(public_key: str, signature: str, statement: bytes) -> bool:
+    """Whether that key (hexadecimal) made that signature (hexadecimal); false for what is no key or signature."""
+    try:
+        key = Ed25519PublicKey.from_public_bytes(bytes.fromhex(public_key))
+        key.verify(bytes.fromhex(signature), statement)
+    except (InvalidSignature, ValueError):
+        return False
+    return True

@@ -1,0 +1,308 @@
+"""A ledger gives back what was written, and notices everything that anybody does to it."""
+
+import json
+import os
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cryptography.hazmat.primitives.asymmetric.ec import SECP256R1, generate_private_key
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from defenses.verification.ledger import (
+    Checkpoint,
+    Inclusion,
+    Ledger,
+    read_checkpoint,
+    read_inclusion,
+    verify,
+    verify_inclusion,
+    write_statement,
+)
+from defenses.verification.merkle import climb, merkle_path, merkle_root
+from defenses.verification.records import canonical
+from defenses.verification.signing import LedgerError, create_key, public, read_key
+from hiddenlab.errors import InputError
+
+KEY = Ed25519PrivateKey.from_private_bytes(bytes(range(32)))
+OTHER = Ed25519PrivateKey.from_private_bytes(bytes(32))
+NAME = public(KEY)
+
+
+def written(path: Path, count: int, key: Ed25519PrivateKey = KEY) -> Ledger:
+    ledger = Ledger.create(path, key)
+    for i in range(count):
+        ledger.append({"prompt": [i, i + 1], "text": "é\u2028\n", "seed": i * 10**30, "p": 0.1})
+    return ledger
+
+
+@pytest.fixture(scope="module")
+def sample(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[bytes], Ledger]:
+    """The lines of a ledger of six records."""
+    ledger = written(tmp_path_factory.mktemp("ledger") / "sample.jsonl", 6)
+    return ledger.path.read_bytes().splitlines(keepends=True), ledger
+
+
+# ---- honest use
+
+
+def test_a_ledger_is_valid_and_grows(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    ledger = Ledger.create(path, KEY)
+    empty = ledger.checkpoint()
+    assert verify(path, NAME, empty).valid and len(ledger) == 0
+    assert ledger.append({"id": "x"}) == 0 and ledger.append({}) == 1
+    early = ledger.checkpoint()
+    again = Ledger.open(path, KEY, early)
+    assert again.append({"tokens": (1, 2), "n": None, "deep": {"b": [True], "a": 1e-300}}) == 2
+    for checkpoint in (empty, early, again.checkpoint()):
+        verdict = verify(path, NAME, checkpoint)
+        assert verdict.valid and verdict.records == 3 and verdict.end_checked
+    plain = verify(path, NAME)
+    assert plain.valid and not plain.end_checked and "unnoticed" in plain.reason
+    with pytest.raises(LedgerError, match="open it anew"):
+        ledger.append({"id": "behind the back"})
+    assert json.loads(path.read_text().splitlines()[3])["entry"]["tokens"] == [1, 2]
+
+
+def test_every_record_has_a_proof(sample: tuple[list[bytes], Ledger]) -> None:
+    lines, ledger = sample
+    checkpoint = read_checkpoint(write_statement(ledger.checkpoint()))
+    for i in range(6):
+        proof = read_inclusion(write_statement(ledger.prove(i)))
+        assert verify_inclusion(lines[i + 1], proof, checkpoint, NAME).valid
+        assert verify_inclusion(lines[i + 1].decode(), proof, checkpoint, NAME).valid
+        for j in range(6):
+            if j != i:
+                assert not verify_inclusion(lines[j + 1], proof, checkpoint, NAME).valid
+    with pytest.raises(LedgerError, match="no record 6"):
+        ledger.prove(6)
+
+
+# ---- tampering
+
+
+def edited(lines: list[bytes]) -> list[bytes]:
+    value = json.loads(lines[3])
+    value["entry"]["p"] = 0.2
+    return [*lines[:3], canonical(value) + b"\n", *lines[4:]]
+
+
+def capitals(line: bytes) -> bytes:
+    value = json.loads(line)
+    return canonical({**value, "hash": value["hash"].upper()}) + b"\n"
+
+
+def signed_anew(lines: list[bytes], tmp: Path, key: Ed25519PrivateKey) -> list[bytes]:
+    """The whole ledger written again, with one entry changed."""
+    ledger = Ledger.create(tmp / f"{random.random()}.jsonl", key)
+    for i, line in enumerate(lines[1:]):
+        ledger.append({**json.loads(line)["entry"], **({"p": 0.2} if i == 2 else {})})
+    return ledger.path.read_bytes().splitlines(keepends=True)
+
+
+TAMPER: dict[str, tuple[Callable[[list[bytes], Path], list[bytes]], str]] = {
+    "edited": (lambda x, t: edited(x), "edited"),
+    "removed": (lambda x, t: [*x[:3], *x[4:]], "in the place of"),
+    "reordered": (lambda x, t: [*x[:3], x[4], x[3], *x[5:]], "in the place of"),
+    "doubled": (lambda x, t: [*x[:4], *x[3:]], "in the place of"),
+    "truncated": (lambda x, t: x[:-2], "of 6 when the checkpoint"),
+    "emptied": (lambda x, t: x[:1], "of 6 when the checkpoint"),
+    "cut within a line": (lambda x, t: [*x[:-1], x[-1][:-9]], "not complete"),
+    "without the last line's end": (lambda x, t: [*x[:-1], x[-1][:-1]], "not complete"),
+    "no header": (lambda x, t: x[1:], "header"),
+    "nothing": (lambda x, t: [], "empty"),
+    "inserted, other key": (lambda x, t: [*x[:3], signed_anew(x, t, OTHER)[3], *x[3:]], "not signed"),
+    "appended from another ledger": (lambda x, t: [*x, signed_anew(x, t, KEY)[-1]], "in the place of"),
+    "swapped with another ledger": (
+        lambda x, t: [*x[:4], signed_anew(x, t, KEY)[4], *x[5:]],
+        "does not follow",
+    ),
+    "written again, other key": (lambda x, t: signed_anew(x, t, OTHER), "another key"),
+    "other key under the header": (lambda x, t: [x[0], *signed_anew(x, t, OTHER)[1:]], "not signed"),
+    "written again, same key": (lambda x, t: signed_anew(x, t, KEY), "rewritten"),
+    "spaces": (lambda x, t: [*x[:3], x[3].replace(b",", b", ", 1), *x[4:]], "canonical"),
+    "a doubled name": (lambda x, t: [*x[:3], b'{"entry":{},' + x[3][1:], *x[4:]], "canonical"),
+    "a blank line": (lambda x, t: [*x[:3], b"\n", *x[3:]], "no JSON"),
+    "no UTF-8": (lambda x, t: [*x[:3], b"\xff\xfe\n", *x[3:]], "no JSON"),
+    "a list": (lambda x, t: [*x[:3], b"[]\n", *x[3:]], "canonical"),
+    "infinite": (lambda x, t: [*x[:3], b'{"a":1e999}\n', *x[3:]], "no JSON"),
+    "deep": (lambda x, t: [*x[:3], b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}\n"], "no JSON"),
+    "a long number": (lambda x, t: [*x[:3], b'{"a":' + b"9" * 5000 + b"}\n"], "no JSON"),
+    "another object": (lambda x, t: [*x[:3], b'{"a":1}\n', *x[3:]], "not a record"),
+    "an index that is true": (
+        lambda x, t: [*x[:2], x[2].replace(b'"index":1', b'"index":true')],
+        "not a record",
+    ),
+    "capital digits": (lambda x, t: [*x[:2], capitals(x[2]), *x[3:]], "hexadecimal digits"),
+    "another version": (lambda x, t: [x[0].replace(b'"version":1', b'"version":2'), *x[1:]], "version"),
+}
+
+
+@pytest.mark.parametrize("name", TAMPER)
+def test_tampering_is_found(sample: tuple[list[bytes], Ledger], tmp_path: Path, name: str) -> None:
+    lines, ledger = sample
+    change, reason = TAMPER[name]
+    path = tmp_path / "t.jsonl"
+    path.write_bytes(b"".join(change(lines, tmp_path)))
+    verdict = verify(path, NAME, ledger.checkpoint())
+    assert not verdict.valid and reason in verdict.reason, verdict
+    with pytest.raises(LedgerError, match="not continued"):
+        Ledger.open(path, KEY, ledger.checkpoint())
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_no_byte_can_change(
+    sample: tuple[list[bytes], Ledger], tmp_path_factory: Any, data: st.DataObject
+) -> None:
+    lines, ledger = sample
+    whole = b"".join(lines)
+    place = data.draw(st.integers(0, len(whole) - 1))
+    byte = data.draw(st.integers(0, 255).filter(lambda b: b != whole[place]))
+    path = tmp_path_factory.getbasetemp() / "byte.jsonl"
+    path.write_bytes(whole[:place] + bytes([byte]) + whole[place + 1 :])
+    assert not verify(path, NAME, ledger.checkpoint()).valid
+
+
+@settings(max_examples=60, deadline=None)
+@given(junk=st.binary(max_size=300))
+def test_junk_is_not_valid(tmp_path_factory: Any, junk: bytes) -> None:
+    path = tmp_path_factory.getbasetemp() / "junk.jsonl"
+    path.write_bytes(junk)
+    assert not verify(path, NAME).valid
+
+
+def test_checkpoints_cannot_be_made_up(sample: tuple[list[bytes], Ledger], tmp_path: Path) -> None:
+    _, ledger = sample
+    good = ledger.checkpoint()
+    assert not good.authentic(public(OTHER)) and not good.authentic("no key")
+    others = written(tmp_path / "other.jsonl", 6, OTHER).checkpoint()
+    for bad in (
+        replace(good, size=5), replace(good, root=others.root), replace(good, head=others.head), others,
+        replace(good, signature="zz"), replace(good, signature=""), replace(good, size=-1),
+    ):  # fmt: skip
+        assert not verify(ledger.path, NAME, bad).valid
+        assert not verify_inclusion(b"{}", Inclusion(0, 6, ()), bad, NAME).valid
+    assert not verify(ledger.path, "not a key").valid
+
+
+def test_proofs_cannot_be_made_up(sample: tuple[list[bytes], Ledger], tmp_path: Path) -> None:
+    lines, ledger = sample
+    checkpoint, proof = ledger.checkpoint(), ledger.prove(2)
+    foreign = written(tmp_path / "foreign.jsonl", 6, OTHER)
+    same = signed_anew(lines, tmp_path, KEY)[3]
+    for bad in (
+        replace(proof, index=3), replace(proof, size=7), replace(proof, path=proof.path[:-1]),
+        replace(proof, path=(*proof.path, proof.path[0])), replace(proof, path=proof.path[::-1]),
+        replace(proof, path=("",) * len(proof.path)), replace(proof, path=("xy",) * len(proof.path)),
+        replace(proof, path=()), replace(proof, index=-1), ledger.prove(3), foreign.prove(2),
+    ):  # fmt: skip
+        verdict = verify_inclusion(lines[3], bad, checkpoint, NAME)
+        assert not verdict.valid and "proof" in verdict.reason
+    for line in (
+        edited(lines)[3],
+        same,
+        foreign.path.read_bytes().splitlines()[3],
+        b"",
+        b"\xff",
+        "\ud800",
+        b"[]",
+    ):
+        assert not verify_inclusion(line, proof, checkpoint, NAME).valid
+    with pytest.raises(LedgerError, match="not a proof"):
+        read_inclusion('{"index":0,"path":[1],"size":1}')
+    for text in ("", "{}", "null", '{"head":1,"root":"","signature":"","size":1}', "[" * 10_000):
+        with pytest.raises(LedgerError, match="not a checkpoint"):
+            read_checkpoint(text)
+
+
+# ---- trees
+
+
+def slow_root(leaves: list[bytes]) -> bytes:
+    """RFC 9162, section 2.1.1, as it defines it: split at the largest power of two below the size."""
+    from hashlib import sha3_256
+
+    if len(leaves) <= 1:
+        return sha3_256(b"\0" + leaves[0]).digest() if leaves else sha3_256(b"").digest()
+    half = 1
+    while half * 2 < len(leaves):
+        half *= 2
+    return sha3_256(b"\1" + slow_root(leaves[:half]) + slow_root(leaves[half:])).digest()
+
+
+def test_trees() -> None:
+    for size in range(18):
+        leaves = [bytes([i, size]) for i in range(size)]
+        root = merkle_root(leaves)
+        assert root == slow_root(leaves)
+        for i in range(size):
+            path = merkle_path(leaves, i)
+            assert climb(leaves[i], i, size, path) == root and len(path) <= (size - 1).bit_length()
+            assert all(climb(leaves[i], j, size, path) != root for j in range(size) if j != i)
+            assert climb(leaves[i], i, size, [*path, root]) != root
+    assert climb(b"", 0, 0, []) is None and climb(b"", 0, 10**5000, [b""] * 3) is None
+    # An inner node is no leaf.
+    pair = [b"a", b"b"]
+    assert merkle_root([merkle_root(pair)]) != merkle_root(pair)
+
+
+# ---- what cannot be used
+
+
+def test_entries_that_json_cannot_hold(tmp_path: Path) -> None:
+    ledger = written(tmp_path / "a.jsonl", 1)
+    loop: dict[str, Any] = {}
+    loop["a"] = loop
+    for entry in (
+        {"a": float("nan")},
+        {"a": {1, 2}},
+        {"a": b"x"},
+        loop,
+        {"a": {1: 0, "1": 0}},
+        {"a": 10**5000},
+    ):
+        with pytest.raises(LedgerError, match="cannot hold"):
+            ledger.append(entry)
+    assert verify(ledger.path, NAME, ledger.checkpoint()).records == 1
+
+
+def test_files_that_cannot_be_used(tmp_path: Path) -> None:
+    ledger = written(tmp_path / "a.jsonl", 1)
+    for call in (
+        lambda: Ledger.create(ledger.path, KEY), lambda: Ledger.create(tmp_path / "no" / "a", KEY),
+        lambda: Ledger.open(tmp_path / "none", KEY), lambda: verify(tmp_path / "none", NAME),
+        lambda: verify(tmp_path, NAME), lambda: Ledger.open(ledger.path, OTHER),
+    ):  # fmt: skip
+        with pytest.raises(LedgerError):
+            call()
+    ledger.path.unlink()
+    with pytest.raises(LedgerError, match="cannot write"):
+        ledger.append({})
+    assert issubclass(LedgerError, InputError)
+
+
+def test_keys(tmp_path: Path) -> None:
+    path = tmp_path / "key.pem"
+    name = create_key(path)
+    assert public(read_key(path)) == name and len(name) == 64
+    assert os.stat(path).st_mode & 0o077 == 0
+    with pytest.raises(LedgerError, match="cannot write a key"):
+        create_key(path)
+    with pytest.raises(LedgerError, match="cannot read the key"):
+        read_key(tmp_path / "none")
+    (tmp_path / "junk").write_text("junk")
+    with pytest.raises(LedgerError, match="no unencrypted private key"):
+        read_key(tmp_path / "junk")
+    curve = generate_private_key(SECP256R1())
+    (tmp_path / "ec").write_bytes(curve.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+    with pytest.raises(LedgerError, match="another kind"):
+        read_key(tmp_path / "ec")
+    assert isinstance(written(tmp_path / "l", 1).checkpoint(), Checkpoint)

@@ -1,0 +1,199 @@
+"""``hiddenlab verify`` from outside: honest transcripts pass, others do not, and nothing wrong is ever called valid."""
+
+import base64
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from defenses.verification.transcript import read_transcripts
+from hiddenlab.cli import app
+from hiddenlab.testing import save_tiny
+
+Run = Callable[..., Result]
+COMMON = ("--dtype", "float32", "--device", "cpu")
+
+
+def verify(*words: object) -> Result:
+    return CliRunner().invoke(app, ["verify", *map(str, words)])
+
+
+def answer(*words: object) -> Any:
+    result = verify(*words, "--json")
+    assert result.exit_code in (0, 1), result.output
+    return json.loads(result.stdout)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_tiny("llama", tmp_path_factory.mktemp("llama"), tokenizer=True)
+
+
+@pytest.fixture(scope="module")
+def files(model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Transcripts of an honest provider, of one with another seed, and of one with fewer layers, all with proofs."""
+    folder = tmp_path_factory.mktemp("transcripts")
+    prompts = folder / "prompts.txt"
+    prompts.write_text("one prompt of bytes\nanother prompt\nand a third\n")
+    out = {}
+    for name, variant in {"honest": "honest", "seed": "seed=1", "layers": "layers=2"}.items():
+        out[name] = folder / f"{name}.jsonl"
+        made = answer(
+            "simulate", "--out", out[name], "--provider", variant, "--model", model, "--prompts", prompts,
+            "--new-tokens", 40, "--proofs", "--fingerprint", 4, "--every", 2, *COMMON,
+        )  # fmt: skip
+        assert made["requests"] == 3 and made["output_tokens"] == 120
+    return out
+
+
+def test_honest_proofs_are_valid_and_others_rejected(files: dict[str, Path]) -> None:
+    assert answer("check", files["honest"], *COMMON)["counts"] == {"valid": 3, "rejected": 0, "unchecked": 0}
+    result = verify("check", files["layers"], *COMMON)
+    assert result.exit_code == 1
+    assert answer("check", files["layers"], *COMMON)["counts"]["rejected"] == 3
+    # Another seed is another text, truly computed: proofs do not see it.
+    assert answer("check", files["seed"], *COMMON)["counts"]["valid"] == 3
+
+
+def test_scores_tell_a_wrong_seed_from_an_honest_one(files: dict[str, Path]) -> None:
+    honest = answer("score", files["honest"], "--honest", files["honest"], *COMMON)
+    assert honest["summary"]["same_token"] > 0.97 and not honest["verdict"]["diverges"]
+    other = answer("score", files["seed"], "--honest", files["honest"], *COMMON)
+    assert other["summary"]["same_token"] < 0.7 and other["verdict"]["diverges"]
+    assert verify("score", files["seed"], "--honest", files["honest"], *COMMON).exit_code == 1
+    alone = answer("score", files["seed"], *COMMON)
+    assert alone["verdict"] is None
+
+
+def test_commit_gives_the_provider_s_own_proofs(files: dict[str, Path], tmp_path: Path) -> None:
+    out = tmp_path / "proven.jsonl"
+    made = answer("commit", files["honest"], "--out", out, "--fingerprint", 4, "--every", 2, *COMMON)
+    assert made["bytes_per_output_token"] > 0
+    assert answer("check", out, *COMMON)["counts"]["valid"] == 3
+    assert verify("commit", files["honest"], "--out", out, *COMMON).exit_code == 2
+
+
+Change = Callable[[dict[str, Any]], object]
+TAMPERED: dict[str, Change] = {
+    "an output token": lambda one: one["output"].__setitem__(5, (one["output"][5] + 1) % 256),
+    "a prompt token": lambda one: one["prompt"].__setitem__(2, (one["prompt"][2] + 1) % 256),
+    "no proof": lambda one: one["proofs"].pop(),
+    "one proof more": lambda one: one["proofs"].append(one["proofs"][0]),
+    "proofs in another order": lambda one: one["proofs"].reverse(),
+    "no base64": lambda one: one["proofs"].__setitem__(0, "%%"),
+    "an empty proof": lambda one: one["proofs"].__setitem__(0, ""),
+    "zeros": lambda one: one["proofs"].__setitem__(0, base64.b64encode(bytes(258)).decode()),
+    "a fingerprint of zeros": lambda one: one["fingerprint"].__setitem__(
+        "data", base64.b64encode(bytes(2 * 4 * 20)).decode()
+    ),
+    "a short fingerprint": lambda one: one["fingerprint"].__setitem__(
+        "data", base64.b64encode(bytes(8)).decode()
+    ),
+    "too many directions": lambda one: one["fingerprint"].__setitem__("count", 80),
+    "a token outside": lambda one: one["output"].__setitem__(0, 100_000),
+}
+
+
+@pytest.mark.parametrize("what", TAMPERED)
+def test_what_was_tampered_with_is_never_valid(what: str, files: dict[str, Path], tmp_path: Path) -> None:
+    rows = [json.loads(line) for line in files["honest"].read_text().splitlines()]
+    TAMPERED[what](rows[1])
+    path = tmp_path / "t.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = answer("check", path, *COMMON)
+    assert [row["verdict"] for row in found["requests"]] == ["valid", "rejected", "valid"]
+    assert found["requests"][1]["reason"]
+
+
+def test_nothing_to_check_is_not_valid(files: dict[str, Path], tmp_path: Path) -> None:
+    rows = [json.loads(line) for line in files["honest"].read_text().splitlines()]
+    path = tmp_path / "t.jsonl"
+    for row in rows:
+        del row["proofs"], row["fingerprint"]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert answer("check", path, *COMMON)["counts"] == {"valid": 0, "rejected": 0, "unchecked": 3}
+
+
+def test_simulate_refuses_to_overwrite_and_goes_on(
+    model: str, files: dict[str, Path], tmp_path: Path
+) -> None:
+    path = tmp_path / "t.jsonl"
+    whole = files["honest"].read_text().splitlines(keepends=True)
+    path.write_text(whole[0])
+    words = (
+        "simulate", "--out", path, "--model", model, "--prompts", files["honest"].parent / "prompts.txt",
+        "--new-tokens", 40, "--proofs", "--fingerprint", 4, "--every", 2, *COMMON,
+    )  # fmt: skip
+    assert verify(*words).exit_code == 2
+    assert answer(*words, "--resume")["taken_up"] == 1
+    tokens = [[one.output for one in read_transcripts(p)] for p in (path, files["honest"])]
+    assert tokens[0] == tokens[1]
+
+
+def test_audit_classifies_and_bounds(files: dict[str, Path], tmp_path: Path) -> None:
+    folder = tmp_path / "logs"
+    folder.mkdir()
+    for name in ("honest", "seed"):
+        (folder / f"{name}.jsonl").write_text(files[name].read_text())
+    (folder / "broken.jsonl").write_text("{")
+    found = {row["file"]: row for row in answer("audit", folder, *COMMON)["files"]}
+    assert found["honest.jsonl"]["class"] != "quarantine"
+    assert found["seed.jsonl"]["class"] == found["broken.jsonl"]["class"] == "quarantine"
+    assert found["honest.jsonl"]["bits_per_token"] < found["seed.jsonl"]["bits_per_token"]
+    assert "line 1" in found["broken.jsonl"]["reasons"][0]
+    assert verify("audit", folder, *COMMON).exit_code == 1
+    assert verify("audit", tmp_path / "nowhere").exit_code == 2
+
+
+def test_audit_wants_every_request_in_the_ledger(files: dict[str, Path], tmp_path: Path) -> None:
+    folder, ledger, key = tmp_path / "logs", tmp_path / "ledger.jsonl", tmp_path / "key"
+    folder.mkdir()
+    log = folder / "a.jsonl"
+    log.write_text(files["honest"].read_text())
+    made = answer("record", log, "--ledger", ledger, "--key", key)
+    assert made["records"] == made["appended"] == 3
+
+    def classed(public: str) -> Any:
+        return answer("audit", folder, "--ledger", ledger, "--public-key", public, *COMMON)
+
+    assert classed(made["public_key"])["files"][0]["class"] != "quarantine"
+    assert classed("00" * 32)["files"][0]["class"] == "quarantine"
+    rows = log.read_text().splitlines()
+    changed = json.loads(rows[0]) | {"id": "other"}
+    log.write_text("\n".join([json.dumps(changed), *rows[1:]]) + "\n")
+    assert "ledger" in classed(made["public_key"])["files"][0]["reasons"][0]
+    assert verify("audit", folder, "--ledger", ledger).exit_code == 2
+
+
+def test_bounds_and_sampling_rate_say_what_the_papers_say() -> None:
+    found = answer("bounds", "--free", 0.02, "--permitted", 2)
+    assert found["theorem_4_2_printed"] == pytest.approx(0.858559, abs=1e-6)
+    assert found["theorem_4_2_corrected"] == pytest.approx(0.000289, abs=1e-6)
+    assert found["theorem_4_3"] == pytest.approx(0.03)
+    assert found["game"] == pytest.approx(0.9199690, abs=1e-6)
+    assert answer("sampling-rate", "--share", 0.01)["messages"] == 459
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("simulate", "--out", "x.jsonl", "--provider", "honest+magic=1"),
+        ("simulate", "--out", "x.jsonl", "--model", "/no/such/model"),
+        ("simulate", "--out", "x.jsonl", "--top-p", "2"),
+        ("simulate", "--out", "x.jsonl", "--noise-key-env", "NO_SUCH_VARIABLE_HERE"),
+        ("check", "nothing.jsonl"),
+        ("score", "nothing.jsonl"),
+        ("bounds", "--free", "2"),
+        ("sampling-rate", "--share", "0"),
+    ],
+)  # fmt: skip
+def test_wrong_input_gets_one_line_and_exit_code_2(
+    words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = verify(*words)
+    assert result.exit_code == 2
+    assert "Traceback" not in result.output
