@@ -139,7 +139,10 @@ def detect(
 
 
 def _picks(tokens: int, size: int, batches: int, rng: np.random.Generator) -> NDArray[np.int64]:
-    return np.stack([rng.choice(tokens, size, replace=False) for _ in range(batches)])
+    """Batches without replacement, many of them from one shuffling of all tokens."""
+    each = tokens // size
+    shuffled = [rng.permutation(tokens)[: each * size].reshape(each, size) for _ in range(-(-batches // each))]
+    return np.concatenate(shuffled)[:batches]
 
 
 def mmd(ours: NDArray[np.int64], theirs: NDArray[np.int64]) -> float:

@@ -1,0 +1,235 @@
+"""Speculative decoding that can be verified: a draft model proposes, the target accepts, each token says how it came.
+
+The random numbers of an output position are drawn once, in the order of positions: the draft's Gumbel noise, a uniform
+number for the acceptance, and the target's Gumbel noise. So they are the same however often a position is drafted anew,
+and a verifier who knows the recorded modes needs one prefill of each model (DiFR, appendix F).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from defenses.verification.provider import Request
+from defenses.verification.sampling import Noise, Sampling, StreamNoise, perturbed, probabilities
+from defenses.verification.transcript import Mode, Transcript
+from defenses.verification.whole import WholeModel
+from hiddenlab.errors import InputError
+
+ACCEPT: Mode = "accept"
+REJECT: Mode = "reject"
+BONUS: Mode = "bonus"
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """The random numbers of one output position."""
+
+    draft: Float[Tensor, " v"]
+    uniform: float
+    target: Float[Tensor, " v"]
+
+
+class Positions:
+    """Random numbers by output position, each drawn once. Only for noise that does not depend on tokens."""
+
+    def __init__(self, noise: Noise, width: int) -> None:
+        self._noise = noise
+        self._width = width
+        self._drawn: list[Numbers] = []
+
+    def __getitem__(self, place: int) -> Numbers:
+        while len(self._drawn) <= place:
+            draft = self._noise.gumbel(self._width, ())
+            uniform = self._noise.uniform(())
+            self._drawn.append(Numbers(draft, uniform, self._noise.gumbel(self._width, ())))
+        return self._drawn[place]
+
+
+def draft_token(logits: Float[Tensor, " v"], numbers: Numbers, sampling: Sampling) -> int:
+    """What the draft model proposes."""
+    return int(perturbed(logits[None], numbers.draft[None], sampling).argmax())
+
+
+def accepts(
+    target: Float[Tensor, " v"], draft: Float[Tensor, " v"], token: int, numbers: Numbers, sampling: Sampling
+) -> bool:
+    """Whether the target keeps a proposed token: u < q(x) / p(x) (Leviathan et al. 2023; Chen et al. 2023)."""
+    q, p = (float(probabilities(side[None], sampling)[0, token]) for side in (target, draft))
+    return numbers.uniform * p < q
+
+
+def own_token(
+    target: Float[Tensor, " v"], draft: Float[Tensor, " v"] | None, numbers: Numbers, sampling: Sampling
+) -> int:
+    """The target's token: of max(q − p, 0) where it rejected a draft, of q where there was none (bonus)."""
+    shares = probabilities(target[None], sampling)[0]
+    if draft is not None:
+        rest = (shares - probabilities(draft[None], sampling)[0]).clamp(min=0)
+        # Equal distributions leave nothing; then no token can have been rejected but by rounding.
+        shares = rest if float(rest.sum()) > 0 else shares
+    if sampling.greedy:
+        return int(shares.argmax())
+    return int((shares.log() + numbers.target).argmax())
+
+
+def answer(
+    target: WholeModel,
+    draft: WholeModel,
+    requests: Sequence[Request],
+    *,
+    model: str,
+    new_tokens: int,
+    ahead: int = 4,
+    noise: Callable[[int], Noise] = StreamNoise,
+) -> Iterator[Transcript]:
+    """Answer requests by speculative decoding, one after the other, and record each token's mode.
+
+    Args:
+        target, draft: models with the same vocabulary. model: as advertised. ahead: tokens drafted at a time (K).
+
+    Raises:
+        InputError: the vocabularies differ, or the sampler is not Gumbel-max.
+    """
+    if target.vocabulary != draft.vocabulary or ahead < 1:
+        raise InputError(
+            f"vocabularies of {target.vocabulary} and {draft.vocabulary} tokens, {ahead} ahead: a draft model needs "
+            "the target's vocabulary, and proposes at least one token"
+        )
+    for request in requests:
+        if request.sampling.method == "ipt":
+            raise InputError("speculative decoding is simulated for Gumbel-max and greedy sampling")
+        numbers = Positions(noise(request.sampling.seed), target.vocabulary)
+        output: list[int] = []
+        modes: list[Mode] = []
+        while len(output) < new_tokens:
+            tokens, how = _round(
+                target, draft, (*request.prompt, *output), len(output), ahead, numbers, request.sampling
+            )
+            output += tokens
+            modes += how
+        yield Transcript(
+            request.id, model, request.prompt, tuple(output[:new_tokens]), request.sampling,
+            modes=tuple(modes[:new_tokens]),
+        )  # fmt: skip
+
+
+def _round(
+    target: WholeModel,
+    draft: WholeModel,
+    before: Sequence[int],
+    place: int,
+    ahead: int,
+    numbers: Positions,
+    sampling: Sampling,
+) -> tuple[list[int], list[Mode]]:
+    """Draft K tokens and let the target judge them all in one pass."""
+    proposed: list[int] = []
+    rows: list[Tensor] = []
+    for i in range(ahead):
+        # A prefill for each drafted token: what the cache would give, and a simulation needs no speed.
+        row = draft.prefill((*before, *proposed, 0), 1)[1][0].float().cpu()
+        rows.append(row)
+        proposed.append(draft_token(row, numbers[place + i], sampling))
+    judged = target.prefill((*before, *proposed, 0), ahead + 1)[1].float().cpu()
+    for i, token in enumerate(proposed):
+        if not accepts(judged[i], rows[i], token, numbers[place + i], sampling):
+            own = own_token(judged[i], rows[i], numbers[place + i], sampling)
+            return [*proposed[:i], own], [ACCEPT] * i + [REJECT]
+    bonus = own_token(judged[ahead], None, numbers[place + ahead], sampling)
+    return [*proposed, bonus], [ACCEPT] * ahead + [BONUS]
+
+
+@dataclass(frozen=True)
+class Speculated:
+    """What a verifier has of a request after one prefill of either model: logits at each output token."""
+
+    target: Float[Tensor, "n v"]
+    draft: Float[Tensor, "n v"]
+    transcript: Transcript
+
+
+def replay(transcript: Transcript, target: WholeModel, draft: WholeModel) -> Speculated:
+    """One prefill of each model.
+
+    Raises:
+        InputError: the transcript has no modes, or tokens outside the vocabulary.
+    """
+    if transcript.modes is None:
+        raise InputError(f"request {transcript.id!r} has no modes; was it decoded speculatively?")
+    transcript.check_vocabulary(target.vocabulary)
+    everything = (*transcript.prompt, *transcript.output)
+    seen, guessed = (
+        side.prefill(everything, len(transcript.output))[1].float().cpu() for side in (target, draft)
+    )
+    return Speculated(seen, guessed, transcript)
+
+
+def possible(modes: Sequence[Mode], ahead: int) -> bool:
+    """Whether modes can have come about: after K accepted tokens comes a bonus, and never elsewhere."""
+    run = 0
+    for mode in modes:
+        if (mode == BONUS) != (run == ahead):
+            return False
+        run = run + 1 if mode == ACCEPT else 0
+    return True
+
+
+def mismatch(
+    found: Speculated, ahead: int, noise: Callable[[int], Noise] = StreamNoise
+) -> Float[Tensor, " n"]:
+    """1 where the verifier, in the recorded mode, gets another token or would not have been in that mode; else 0.
+
+    Raises:
+        InputError: the modes are impossible for so many tokens ahead.
+    """
+    expected = _replayed(found, ahead, noise, found.target, found.draft)
+    return (expected != torch.tensor(found.transcript.output)).float()
+
+
+def _replayed(
+    found: Speculated, ahead: int, noise: Callable[[int], Noise], target: Tensor, draft: Tensor
+) -> Int[Tensor, " n"]:
+    """The verifier's tokens in the recorded modes; −1 where the mode itself would have been another."""
+    transcript = found.transcript
+    modes = transcript.modes or ()
+    if not possible(modes, ahead):
+        raise InputError(f"request {transcript.id!r}: its modes cannot come from {ahead} tokens ahead")
+    numbers = Positions(noise(transcript.sampling.seed), target.shape[1])
+    out = []
+    for i, mode in enumerate(modes):
+        proposed = draft_token(draft[i], numbers[i], transcript.sampling)
+        kept = accepts(target[i], draft[i], proposed, numbers[i], transcript.sampling)
+        if mode == BONUS:
+            out.append(own_token(target[i], None, numbers[i], transcript.sampling))
+        elif kept != (mode == ACCEPT):
+            out.append(-1)
+        else:
+            out.append(proposed if kept else own_token(target[i], draft[i], numbers[i], transcript.sampling))
+    return torch.tensor(out)
+
+
+def monte_carlo(
+    found: Speculated,
+    ahead: int,
+    sigma: float,
+    generator: torch.Generator,
+    *,
+    trials: int = 100,
+    epsilon: float = 1e-3,
+    noise: Callable[[int], Noise] = StreamNoise,
+) -> Float[Tensor, " n"]:
+    """−log share of trials, with Gaussian noise σ on both models' logits, that give the claimed token in its mode."""
+    claimed = torch.tensor(found.transcript.output)
+    hits = torch.zeros(len(claimed))
+    for _ in range(trials):
+        noisy = [
+            side + sigma * torch.randn(side.shape, generator=generator)
+            for side in (found.target, found.draft)
+        ]
+        hits += _replayed(found, ahead, noise, *noisy) == claimed
+    return -(hits / trials + epsilon).log()
