@@ -15,7 +15,7 @@ from torch import Tensor
 from defenses.verification import bounds as theory
 from defenses.verification import difr, toploc
 from defenses.verification.bounds import Risk
-from defenses.verification.detect import poolings
+from defenses.verification.detect import clipping
 from defenses.verification.difr import Replay, Verifier
 from defenses.verification.filters import SyntacticFilter
 from defenses.verification.ledger import Ledger
@@ -235,7 +235,7 @@ def score(
     """Token-DiFR scores of transcripts, and a verdict where honest transcripts calibrate it.
 
     The verdict compares the mean clipped margin of all tokens with that of batches of as many honest tokens; margins
-    are clipped at the honest 99th percentile.
+    are clipped at the honest 99.9th percentile.
 
     Raises:
         InputError: a file cannot be read or replayed.
@@ -286,7 +286,7 @@ def _verdict(
     honest: dict[str, np.ndarray], other: dict[str, np.ndarray], level: float, draws: int = 2000
 ) -> Made:
     name = "margin" if "margin" in honest and "margin" in other else "mismatch"
-    pooling = next(iter(poolings(honest[name])))
+    pooling = clipping(honest[name])
     a, b = (pooling(side[name]) for side in (honest, other))
     size = min(len(b), len(a))
     rng = np.random.default_rng(0)

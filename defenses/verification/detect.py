@@ -6,7 +6,7 @@ clipping and pooling alone, and is judged by the area under its ROC curve.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -75,22 +75,26 @@ class Pooling:
         return np.where(scores >= self.floor, cut, 0.0) if self.floor else cut
 
 
-def poolings(honest: Scores) -> Iterator[Pooling]:
-    """Winsorized means and tail-focused means (DiFR, section 5.2 and appendix E), by percentiles of honest scores.
+def clipping(honest: Scores, top: float = 99.9, floor: float = 0.0) -> Pooling:
+    """A pooling by percentiles of honest scores: clipped at the first, zero below the second.
 
     Infinite scores (filtered tokens) do not enter the percentiles and are clipped like the others.
+
+    Raises:
+        InputError: no honest score is finite.
     """
     finite = honest[np.isfinite(honest)]
     if not len(finite):
         raise InputError("no honest token has a finite score; nothing can be calibrated")
-    seen = set()
-    for top, floor in [(p, 0.0) for p in PERCENTILES] + list(TAILS):
-        # Where honest tokens are all alike the percentile is 0, and would cut off every difference.
-        cut = float(np.percentile(finite, top)) or UNIT
-        one = Pooling(cut, float(np.percentile(finite, floor)) if floor else 0.0)
-        if one not in seen:
-            seen.add(one)
-            yield one
+    # Where honest tokens are all alike the percentile is 0, and would cut off every difference.
+    cut = float(np.percentile(finite, top)) or UNIT
+    return Pooling(cut, float(np.percentile(finite, floor)) if floor else 0.0)
+
+
+def poolings(honest: Scores) -> list[Pooling]:
+    """Winsorized means and tail-focused means, each once (DiFR, section 5.2 and appendix E)."""
+    wanted = [(top, 0.0) for top in PERCENTILES] + list(TAILS)
+    return list(dict.fromkeys(clipping(honest, top, floor) for top, floor in wanted))
 
 
 @dataclass(frozen=True)
@@ -141,7 +145,9 @@ def detect(
 def _picks(tokens: int, size: int, batches: int, rng: np.random.Generator) -> NDArray[np.int64]:
     """Batches without replacement, many of them from one shuffling of all tokens."""
     each = tokens // size
-    shuffled = [rng.permutation(tokens)[: each * size].reshape(each, size) for _ in range(-(-batches // each))]
+    shuffled = [
+        rng.permutation(tokens)[: each * size].reshape(each, size) for _ in range(-(-batches // each))
+    ]
     return np.concatenate(shuffled)[:batches]
 
 

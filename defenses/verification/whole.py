@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from hiddenlab.channel import quiet_bitsandbytes
 from hiddenlab.errors import InputError
 from hiddenlab.slice.device import parse_device
 from hiddenlab.slice.load import (
@@ -131,8 +132,9 @@ def load_whole(
         if not 1 <= layers <= config.num_hidden_layers:
             raise InputError(f"{layers} layers are out of range: {name} has 1 to {config.num_hidden_layers}")
         config = truncate_config(config, layers)
-    model = load_model(
-        ref, config, head=True, dtype=parse_dtype(dtype), device=parse_device(device),
-        quantization=quantization, attention=attention,
-    )  # fmt: skip
+    with quiet_bitsandbytes():
+        model = load_model(
+            ref, config, head=True, dtype=parse_dtype(dtype), device=parse_device(device),
+            quantization=quantization, attention=attention,
+        )  # fmt: skip
     return WholeModel(model, name, load_tokenizer(ref))

@@ -241,7 +241,16 @@ def audit(
         rank_cutoff=rank, false_positives=false_positives, ledger=ledger, public_key=public_key,
         key=_key(noise_key_env),
     )  # fmt: skip
-    print_json(found) if json else _show(found, "audit", "files")
+    if json:
+        print_json(found)
+    else:
+        reasons = [(file["file"], file.pop("reasons")) for file in found["files"]]
+        for file in found["files"]:
+            file.pop("safe_bits_per_token", None)
+        _show(found, "audit", "files")
+        for name, why in reasons:
+            if why:
+                stdout().print(f"{name}: {'; '.join(why)}", highlight=False, markup=False, soft_wrap=True)
     if any(file["class"] == "quarantine" for file in found["files"]):
         raise typer.Exit(REJECTED)
 
