@@ -39,6 +39,7 @@ PROJECTION_SEED = 1234
 ANSWERS, STATES, SCORES = "transcripts.jsonl", "states.safetensors", "scores.safetensors"
 TUNED = "tuned"  # as a temperature: where mean cross-entropy is that of the honest provider
 TUNING_AT, TUNING_SHARE = 0.85, 5
+TUNING_RANGE = (0.5, 1.5)  # of the temperature asked for
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,12 @@ def _settled(spec: dict[str, Any], home: Path, progress: Progress) -> str:
     cold = _entropy({**spec, **few, "variant": f"{plain}+temperature={low!r}"}, home, progress)
     hot = _entropy({**spec, **few, "variant": plain}, home, progress)
     slope = (hot - cold) / (asked - low)
-    return variant.replace(TUNED, repr(round(asked - (at_asked - aim) / slope, 4)))
+    if slope <= 0:
+        raise InputError(
+            f"{variant}: cross-entropy does not rise with the temperature; there is nothing to tune"
+        )
+    least, most = (asked * part for part in TUNING_RANGE)
+    return variant.replace(TUNED, repr(round(min(most, max(least, asked - (at_asked - aim) / slope)), 4)))
 
 
 def _entropy(spec: dict[str, Any], home: Path, progress: Progress) -> float:
