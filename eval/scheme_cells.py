@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from attacks.closed_weights.prior import refine
 from attacks.closed_weights.recover import collect_untied, rebuild_tied, with_public_embedding
 from attacks.closed_weights.substitution import solve
 from attacks.closed_weights.view import ServerView
@@ -34,7 +35,9 @@ from hiddenlab.job import generator
 from hiddenlab.match import choose_matcher
 from hiddenlab.prompts import load_prompts
 from hiddenlab.propose.corpus import standard_library_sources
+from hiddenlab.propose.probe import fast_dtype
 from hiddenlab.slice import Slice, load_slice
+from hiddenlab.slice.device import parse_device
 
 PLAIN = "plain"
 LINEAR_MAPS = {"linear": None, "projection": 1}  # columns of the map; None: as many as there are dimensions
@@ -172,7 +175,11 @@ def substitution(spec: dict[str, Any], folder: Path, progress: Progress = silent
     Requests and the attacker's own text are of different modules of Python's standard library.
 
     Args:
-        spec: model, seed, requests, request_tokens, size (kinds named at most).
+        spec: model, seed, requests, request_tokens, size (kinds that statistics name at most); and where a language
+            model joins in: prior (its name), rounds, read (requests it reads in each), device.
+
+    Raises:
+        InputError: no tokenizer, too few texts, or a prior with another vocabulary.
     """
     weights, tokenizer = load_weights(spec["model"])
     if tokenizer is None:
@@ -186,9 +193,14 @@ def substitution(spec: dict[str, Any], folder: Path, progress: Progress = silent
         raise InputError(f"the texts give {len(pieces)} requests of {length} tokens, not {spec['requests']}")
     chosen = torch.randperm(len(pieces), generator=generator(spec["seed"], "requests"))[: spec["requests"]]
     prompts = [pieces[i] for i in chosen.tolist()]
+    prior = _prior(spec, tokenizer) if spec.get("prior") else None
     stip = Stip(weights, seed=spec["seed"])
     symbols = collect_untied([stip.user.encrypt(tokens) for tokens in prompts])
     named = solve(symbols, reference, size=spec["size"], progress=progress)
+    if prior is not None:
+        named = refine(
+            symbols, reference, named, prior, rounds=spec["rounds"], requests=spec["read"], progress=progress
+        )
     hits = [
         float(sum(named.get(symbol) == token for symbol, token in zip(row, tokens, strict=True)))
         for row, tokens in zip(symbols, prompts, strict=True)
@@ -203,6 +215,22 @@ def substitution(spec: dict[str, Any], folder: Path, progress: Progress = silent
             "exact": share([hit == length for hit in hits]),
         }
     )
+
+
+def _prior(spec: dict[str, Any], tokenizer: Any) -> Slice:
+    """The public language model that the attacker reads symbols with.
+
+    Raises:
+        InputError: its tokens are not those of the attacked model.
+    """
+    device = parse_device(spec["device"])
+    dtype = str(fast_dtype(device)).removeprefix("torch.")
+    found = load_slice(spec["prior"], stream="logits", device=str(device), dtype=dtype)
+    if found.tokenizer is None or found.tokenizer.get_vocab() != tokenizer.get_vocab():
+        raise InputError(
+            f"{spec['prior']} has another vocabulary than {spec['model']}; symbols are its tokens"
+        )
+    return found
 
 
 def _two_parts(tokenizer: Any, seed: int) -> list[list[list[int]]]:

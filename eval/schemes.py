@@ -5,6 +5,7 @@ from typing import Any
 from eval.experiment import Cell, Experiment, Setting, attack_cell
 from eval.scheme_cells import PLAIN, REVEALING, SCHEMES
 
+SAME, NONE = "same", "none"  # a language model to help: of the attacked model's name, or none
 FEW = 256  # candidates for a token where rows are a few projections
 READS = {
     "exact": "exact prompts", "token_accuracy": "token accuracy", "seconds_per_prompt": "seconds a prompt"
@@ -78,24 +79,35 @@ def closed_weights(setting: Setting) -> Experiment:
     )
 
 
-def substitution(setting: Setting, size: int = 1500) -> Experiment:
+def substitution(
+    setting: Setting, size: int = 1500, prior: str = SAME, rounds: int = 4, read: int = 1000
+) -> Experiment:
     """Untied, private embeddings: tokens named from requests alone, by how many there were (appendix I.3)."""
     cells = []
+    priors: dict[str, dict[str, Any]] = {"neighbours": {}}
+    if prior != NONE:
+        name = setting.model if prior == SAME else prior
+        more = {"prior": name, "rounds": rounds, "read": read, "device": setting.device}
+        priors["neighbours, then a language model"] = more
     for requests in (100, 1000, 10_000):
-        spec = {
-            "model": setting.model, "seed": setting.seed, "requests": requests,
-            "request_tokens": setting.max_tokens or 20, "size": size,
-        }  # fmt: skip
-        cells.append(Cell("substitution", spec, {"requests": requests}))
+        for label, more in priors.items():
+            spec = {
+                "model": setting.model, "seed": setting.seed, "requests": requests,
+                "request_tokens": setting.max_tokens or 20, "size": size, **more,
+            }  # fmt: skip
+            cells.append(Cell("substitution", spec, {"requests": requests, "named by": label}))
     return Experiment(
         "Closed weights, embedding not tied: a substitution of tokens broken by statistics",
         cells,
         {"token_accuracy": "tokens named", "kinds_named": "kinds named", "exact": "exact requests"},
         [
             f"Requests of {setting.max_tokens or 20} tokens and the attacker's own text are of different modules of "
-            f"Python's standard library; at most {size:,} kinds of token are named, so that rarer ones are missed.",
-            "Statistics are of neighbouring tokens only; no language model helps.",
-            "Nothing of the model is used, not even the permuted weights that the server has.",
+            f"Python's standard library. Neighbour statistics name at most {size:,} kinds, so that rarer ones are "
+            "missed; the language model names all, among the kinds of the attacker's text.",
+            "The attacker uses nothing of the private model, not even the permuted weights that the server has: "
+            "private is the embedding. The language model is a public one; where it is the attacked model's namesake, "
+            "it stands for the public model that the private one was made from.",
+            f"In each of {rounds} rounds it reads {read:,} requests at most, as they are named by then.",
         ],
     )
 

@@ -1,31 +1,42 @@
 """STIP's server reads its users with nothing but its own view; substitutions fall to statistics."""
 
+import math
 import os
 import random
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from attacks.closed_weights import prior
 from attacks.closed_weights.order import common_order, match_sorted, number
+from attacks.closed_weights.prior import refine
 from attacks.closed_weights.recover import collect_untied, rebuild_tied, with_public_embedding
 from attacks.closed_weights.substitution import solve
 from attacks.closed_weights.view import FILE, ServerView
 from defenses.schemes.stip import Stip
 from defenses.schemes.weights import load_weights
 from eval import scheme_cells
+from eval.experiment import Setting
 from eval.scheme_cells import stip_view
+from eval.schemes import substitution
 from hiddenlab import registry
+from hiddenlab.core import silent
 from hiddenlab.errors import InputError, NotApplicableError
 from hiddenlab.propose import corpus
+from hiddenlab.slice import Request, Slice
 
 TinyPath = Callable[..., str]
+TinySlice = Callable[..., Slice]
 PROMPTS = [[5, 17, 3, 3, 250], [41, 8], [250, 41, 99, 7, 5, 5]]
 
 
@@ -219,6 +230,116 @@ def test_what_is_known_already_is_kept() -> None:
     assert solve([], chain(3, 5, 1)) == {}
 
 
+# ---- the language model's say
+
+
+def hits(named: dict[int, int], cipher: list[list[int]], truth: list[list[int]]) -> float:
+    pairs = [(s, t) for x, y in zip(cipher, truth, strict=True) for s, t in zip(x, y, strict=True)]
+    return sum(named.get(s) == t for s, t in pairs) / len(pairs)
+
+
+@pytest.fixture
+def knowing(tiny_slice: TinySlice, monkeypatch: pytest.MonkeyPatch) -> Slice:
+    """A language model that knows ``chain``: it has read far more of it than the attacker has at hand."""
+    table = torch.full((300, 300), 1e-6)
+    table[:40, :40] = 0.01
+    for text in chain(2000, 30, 9):
+        for a, b in pairwise(text):
+            table[a, b] += 1
+    model = tiny_slice("llama", None, "logits")
+
+    def run(requests: Sequence[Request], *, keep: bool = True) -> list[SimpleNamespace]:
+        return [SimpleNamespace(chain=(table / table.sum(1, keepdim=True)).log()[r.chain]) for r in requests]
+
+    monkeypatch.setattr(model, "run", run)
+    return model
+
+
+def test_a_language_model_names_what_statistics_miss(knowing: Slice) -> None:
+    secret = list(range(40))
+    random.Random(5).shuffle(secret)
+    requests, reference = chain(60, 30, 2), chain(12, 30, 1)
+    cipher = [[secret[t] for t in row] for row in requests]
+    before = solve(cipher, reference, size=12)
+    after = refine(cipher, reference, before, knowing, rounds=8)
+    unread = refine(cipher, reference, before, knowing, rounds=8, requests=0)
+    candidates = {t for row in reference for t in row}
+    assert len(before) == 12 and set(after.values()) == candidates and len(after) == len(candidates)
+    shares = [hits(named, cipher, requests) for named in (before, unread, after)]
+    assert shares[2] > 0.4 > 0.2 > max(shares[:2]), shares
+
+
+def test_what_is_known_stays_and_too_few_candidates_go_to_whom_they_fit(tiny_slice: TinySlice) -> None:
+    model = tiny_slice("llama", None, "logits")
+    cipher = [[t + 100 for t in row] for row in chain(6, 30, 2)]
+    kinds = {s for row in cipher for s in row}
+    token = 7
+    symbol = cipher[0][3]
+    named = refine(cipher, [[1, 7, 9, 9, 7], []], {}, model, seeds={symbol: token}, rounds=2)
+    assert named[symbol] == token and sorted(named.values()) == [1, 7, 9] and len(kinds) > 3
+    often = refine([[5, 5, 6, 5, 5, 7, 5, 8]], [[1, 1, 2, 1, 1, 1]], {}, model, requests=0)
+    assert often[5] == 1 and len(often) == 2
+    assert refine([], [[1]], {}, model) == {} and refine(cipher, [], {5: 6}, model) == {5: 6}
+    assert len(refine([[5]], [[1], [2]], {}, model)) == 1  # nothing stands before anything
+
+
+def test_a_prior_must_be_a_language_model_of_these_tokens(tiny_slice: TinySlice) -> None:
+    with pytest.raises(InputError, match="needs a language model's logits, not resid"):
+        refine([[1, 2]], [[1, 2]], {}, tiny_slice("llama", 1))
+    with pytest.raises(InputError, match="does not know"):
+        refine([[1, 2]], [[1, 2000]], {}, tiny_slice("llama", None, "logits"))
+
+
+def test_what_is_read_is_what_each_place_says_by_itself(tiny_slice: TinySlice) -> None:
+    """The pass over whole requests, beside one forward pass for each place."""
+    model = tiny_slice("llama", None, "logits")
+    symbols, tokens = prior._Texts.of(chain(4, 9, 2)), prior._Texts.of(chain(30, 9, 1))
+    n, c = len(symbols.kinds), len(tokens.kinds)
+    match, sure = np.random.default_rng(0).permutation(c)[:n], np.random.default_rng(1).random(n)
+    found = prior._read(model, symbols, tokens, range(4), match, sure, silent)
+    wanted = np.zeros((n, c))
+    for row in symbols.rows:
+        for at in range(1, len(row)):
+            context = torch.tensor([tokens.kinds[match[s]] for s in row[:at]])
+            probable = model.encode(context)[-1].double().softmax(0)
+            last = [float(sure[s]) for s in row[:at][::-1]][: len(prior.RECENT)]
+            used = prior.RECENT[: len(last)]
+            low, high = prior.TRUST
+            trust = min(
+                max(high * math.fsum(w * x for w, x in zip(used, last, strict=True)) / sum(used), low), high
+            )
+            for j, token in enumerate(tokens.kinds):
+                share = tokens.counts[j] / tokens.counts.sum()
+                wanted[row[at], j] += math.log(1 - trust + trust * float(probable[token]) / share)
+    assert found == pytest.approx(wanted, abs=1e-3)
+
+
+def test_statistics_are_sums_over_occurrences() -> None:
+    symbols, tokens = prior._Texts.of([[5, 6, 5, 8], [6, 6]]), prior._Texts.of([[1, 2, 1, 3, 4], [2, 2, 4]])
+    match, sure = np.array([2, -1, 0]), np.array([0.5, 0.9, 0.25])
+    found = prior._Statistics(symbols, tokens).scores(match, sure)
+    share = tokens.counts / tokens.counts.sum()
+    pairs, smooth = tokens.pairs.toarray(), prior.SMOOTHING
+    counts = symbols.counts[:, None]
+    wanted = counts * np.log(share) - counts.sum() * share - (counts * np.log(counts / counts.sum()) - counts)
+    for row in symbols.rows:
+        for a, b in pairwise(row.tolist()):
+            for j in range(len(share)):
+                for own, other, table, weight in ((a, b, pairs, 1.0), (b, a, pairs.T, prior.LEFT_PAIRS)):
+                    if match[other] >= 0:
+                        beside = share[match[other]]
+                        p = (table[j, match[other]] + smooth * beside) / (table[j].sum() + smooth)
+                        wanted[own, j] += weight * math.log(1 - sure[other] + sure[other] * p / beside)
+    assert found == pytest.approx(wanted, abs=1e-4)
+
+
+def test_the_surest_requests_are_read_first() -> None:
+    rows = [np.array([0, 1]), np.array([2, 2]), np.array([0]), np.array([1, 2])]
+    sure = np.array([0.1, 0.5, 0.9])
+    assert prior._chosen(rows, sure, 2) == [1, 3] and prior._chosen(rows, sure, 9) == [1, 3, 0]
+    assert prior._chosen([rows[0]] * (prior.EACH + 1) + [rows[3]], sure, 2) == [prior.EACH + 1, 0]
+
+
 # ---- the experiments
 
 
@@ -262,15 +383,27 @@ def test_states_that_schemes_reveal_are_matched(spec: dict[str, object], tmp_pat
 
 
 def test_substitution_is_measured(
-    spec: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    spec: dict[str, object], tiny: TinyPath, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     few = corpus.standard_library_sources()[:12]
     monkeypatch.setattr(scheme_cells, "standard_library_sources", lambda: few)
     options = {**spec, "requests": 20, "request_tokens": 10, "size": 30}
     found = registry.resolve("measures", "substitution")(options, tmp_path)
     assert 0 < found["token_accuracy"]["value"] <= 1
+    helped = {**options, "prior": spec["model"], "rounds": 1, "read": 5}
+    assert 0 < scheme_cells.substitution(helped, tmp_path)["kinds_named"]["value"] <= 1
+    with pytest.raises(InputError, match="another vocabulary"):
+        scheme_cells.substitution({**helped, "prior": tiny("llama")}, tmp_path)
     with pytest.raises(InputError, match="not 10000000"):
         scheme_cells.substitution({**options, "requests": 10**7}, tmp_path)
+
+
+def test_statistics_alone_stay_measurable() -> None:
+    both, alone = substitution(Setting(model="m")), substitution(Setting(model="m"), prior="none")
+    assert len(both.cells) == 2 * len(alone.cells) and set(alone.cells[0].spec) < set(both.cells[1].spec)
+    assert {cell.digest for cell in alone.cells} < {cell.digest for cell in both.cells}
+    assert both.cells[1].spec["prior"] == "m"
+    assert substitution(Setting(), prior="other").cells[1].spec["prior"] == "other"
 
 
 def test_the_attackers_text_is_not_the_users() -> None:

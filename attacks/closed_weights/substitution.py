@@ -74,7 +74,7 @@ def solve(
         return {}
     fixed = _fixed(a, b, n, seeds or {})
     similar = _frequency_similarity(a, b, n)
-    match = _assign(similar, fixed)
+    match = assign(similar, fixed)
     core = 64
     step = 0
     while True:
@@ -82,7 +82,7 @@ def solve(
         for _ in range(rounds):
             step += 1
             progress("naming symbols", step, 0)
-            moved = _assign(_context_similarity(a, b, n, match, size_now) + 0.3 * similar, fixed)
+            moved = assign(_context_similarity(a, b, n, match, size_now) + 0.3 * similar, fixed)
             same = float((moved[:size_now] == match[:size_now]).mean())
             match = moved
             if same > 0.999:
@@ -130,12 +130,20 @@ def _root_shares(follow: Matrix, counts: Matrix) -> Matrix:
     return np.concatenate([shares, rest], 1)
 
 
-def _assign(similar: Matrix, fixed: dict[int, int]) -> NDArray[np.int64]:
+def assign(similar: Matrix, fixed: dict[int, int]) -> NDArray[np.int64]:
+    """The best one-to-one assignment: the column of each row, -1 for rows that are left over.
+
+    Args:
+        fixed: columns of rows that are known.
+    """
     from scipy.optimize import linear_sum_assignment
 
     if fixed:
         similar = similar.copy()
         for i, j in fixed.items():
-            similar[i], similar[:, j] = -1e6, -1e6
-            similar[i, j] = 1e6
-    return linear_sum_assignment(similar, maximize=True)[1]  # type: ignore[no-any-return]
+            similar[i], similar[:, j] = -1e9, -1e9
+            similar[i, j] = 1e9
+    rows, columns = linear_sum_assignment(similar, maximize=True)
+    out = np.full(len(similar), -1)
+    out[rows] = columns
+    return out
