@@ -131,9 +131,8 @@ def _entropy(spec: dict[str, Any], home: Path, progress: Progress) -> float:
 def scored(spec: dict[str, Any], home: Path, progress: Progress = silent) -> dict[str, np.ndarray]:
     """A verifier's scores of all answers, by name: one number a token, or one a proof for TOPLOC's.
 
-    ``margin``, ``likelihood``, ``mismatch``, ``cross_entropy``, ``rank`` (see ``difr``), ``uniform``;
-    ``activation:KIND:K``; ``toploc:K:EVERY:exponents`` (values in disagreement), ``…:mean``, ``…:median``,
-    ``…:accepted``. ``drawn`` and ``length`` are the output tokens and their count by request.
+    ``margin``, ``likelihood``, ``mismatch``, ``cross_entropy``, ``rank`` (see ``difr``); ``activation:KIND:K``;
+    ``toploc:K:EVERY:exponents`` (values in disagreement), ``…:mean``, ``…:median``, ``…:accepted``. ``drawn`` and ``length`` are the output tokens and their count by request.
     """
     folder = _folder(home, "scores", spec)
     path = folder / SCORES
@@ -141,13 +140,11 @@ def scored(spec: dict[str, Any], home: Path, progress: Progress = silent) -> dic
         found = answered(spec, home, progress)
         verifier = Verifier(load_whole(spec["model"], dtype=spec["dtype"], device=spec["device"]))
         parts: list[dict[str, Tensor]] = []
-        ranks = generator(spec["seed"], "ranks")
         for i, transcript in enumerate(found.transcripts):
             replay = verifier.replay(transcript)
             parts.append(
                 difr.token_scores(replay)
-                | {"uniform": difr.uniform_ranks(replay, ranks), "drawn": replay.tokens}
-                | {"length": torch.tensor([len(replay.tokens)])}
+                | {"drawn": replay.tokens, "length": torch.tensor([len(replay.tokens)])}
                 | _activation_scores(found.outputs[i], replay)
                 | _proof_scores(found.prompts[i], found.outputs[i], replay)
             )
@@ -158,6 +155,18 @@ def scored(spec: dict[str, Any], home: Path, progress: Progress = silent) -> dic
         )
         _settle(work, folder)
     return {name: value.numpy() for name, value in load_file(path).items()}
+
+
+def uniform_ranks(spec: dict[str, Any], home: Path, requests: int, progress: Progress = silent) -> np.ndarray:
+    """Ranks of the first requests' tokens in the verifier's distribution, as numbers in [0, 1) (see ``difr``)."""
+    found = answered(spec, home, progress).transcripts[:requests]
+    verifier = Verifier(load_whole(spec["model"], dtype=spec["dtype"], device=spec["device"]))
+    draws = generator(spec["seed"], "ranks")
+    parts = []
+    for i, transcript in enumerate(found):
+        parts.append(difr.uniform_ranks(verifier.replay(transcript), draws))
+        progress("requests ranked", i + 1, len(found))
+    return torch.cat(parts).numpy()
 
 
 def _activation_scores(outputs: Tensor, replay: Replay) -> dict[str, Tensor]:

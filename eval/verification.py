@@ -15,6 +15,7 @@ OTHERS = (
     "nf4", "seed=1", "temperature=1.1", "bug=2", ADVERSARY, PRUNED, f"system={SYSTEM}", "kv=fp8", "int8", "bug=32",
     "top_p=0.85",
 )  # fmt: skip
+RANKED = 40  # requests of the rank-uniformity test
 SIZES = (1, 4, 10, 30, 100, 300, 1000, 3000)
 FEW = (1, 2, 4, 8, 16, 32)
 ANOTHER = (
@@ -100,6 +101,10 @@ def providers(setting: Setting, turns: int = 2, new_tokens: int = 100) -> Experi
     """Every simulated provider's raw scores, and the tests that need no seed (DiFR, tables 4 to 8 in form)."""
     spec = {**base(setting, new_tokens, turns), "against": "seed=2"}
     cells = [Cell("agreement", {**spec, "variant": v}, {"provider": v}) for v in (*HONEST, *OTHERS)]
+    cells += [
+        Cell("uniformity", {**spec, "variant": v, "requests": RANKED}, {"provider": f"{v}, ranks"})
+        for v in ("honest", "seed=1", *OTHERS[:1], *OTHERS[2:6])
+    ]
     return Experiment(
         "Simulated providers: raw scores",
         cells,
@@ -110,9 +115,9 @@ def providers(setting: Setting, turns: int = 2, new_tokens: int = 100) -> Experi
         },
         [
             ANOTHER,
-            "Margins in logits, without filtered tokens (infinite). p of the rank-uniformity test (Kolmogorov-Smirnov, "
-            "all tokens) and of the MMD test (Hamming kernel) against an honest provider with other seeds: small means "
-            "that the distribution differs.",
+            "Margins in logits, without filtered tokens (infinite). p of the MMD test (Hamming kernel) against an "
+            f"honest provider with other seeds, and of the rank-uniformity test (Kolmogorov-Smirnov, {RANKED} "
+            "requests): small means that the distribution differs. Neither needs the seed, nor notices a wrong one.",
         ],
     )  # fmt: skip
 

@@ -7,7 +7,7 @@ import numpy as np
 
 from defenses.verification import toploc
 from defenses.verification.detect import detect, mmd_test
-from eval.answers import answered, pooled, scored
+from eval.answers import answered, pooled, scored, uniform_ranks
 from eval.experiment import Figures
 from eval.intervals import mean, ratio, share
 from eval.measures import as_figures
@@ -55,13 +55,11 @@ def detection(spec: dict[str, Any], folder: Path, progress: Progress = silent) -
 
 
 def agreement(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> Figures:
-    """A provider's raw scores (DiFR, appendix I), and the two tests that need no seed.
+    """A provider's raw scores (DiFR, appendix I), and the MMD test, which needs no seed.
 
     Args:
         spec: as ``eval.answers.answered``; against: a variant to compare distributions with.
     """
-    from scipy.stats import kstest
-
     home = _home(folder)
     scores = scored(spec, home, progress)
     shape = (len(scores["length"]), -1)
@@ -80,15 +78,24 @@ def agreement(spec: dict[str, Any], folder: Path, progress: Progress = silent) -
     figures |= as_figures(out)
     rows = scores["drawn"].reshape(shape)
     theirs = scored({**spec, "variant": spec["against"]}, home, progress)["drawn"].reshape(shape)
-    figures["rank_uniformity_p"] = _one(
-        float(kstest(scores["uniform"], "uniform").pvalue), len(scores["uniform"])
-    )
     figures["mmd_p"] = _one(mmd_test(rows, theirs, np.random.default_rng(spec["seed"])), len(rows))
     return figures
 
 
 def _one(value: float, n: int) -> dict[str, float]:
     return {"value": value, "low": value, "high": value, "n": n}
+
+
+def uniformity(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> Figures:
+    """The rank-uniformity test, which needs no seed: Kolmogorov-Smirnov on the ranks of tokens.
+
+    Args:
+        spec: as ``eval.answers.answered``; requests: how many.
+    """
+    from scipy.stats import kstest
+
+    found = kstest(uniform_ranks(spec, _home(folder), spec["requests"], progress), "uniform")
+    return {"rank_uniformity_p": _one(float(found.pvalue), spec["requests"])}
 
 
 def proofs(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> Figures:

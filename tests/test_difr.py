@@ -283,6 +283,16 @@ def test_uniform_ranks_are_uniform_for_any_seed(tiny: str) -> None:
     assert honest_p > 0.001 > hot_p
 
 
+def test_ranks_of_equal_logits_fill_the_interval() -> None:
+    logits = torch.zeros(4000, 4)
+    tokens = torch.arange(4).repeat(1000)
+    replay = difr.Replay(logits, None, None, tokens, Sampling(), torch.zeros(4001, 2))
+    ranks = difr.uniform_ranks(replay, torch.Generator().manual_seed(0))
+    for token in range(4):
+        own = ranks[tokens == token]
+        assert token / 4 <= float(own.min()) and float(own.max()) <= (token + 1) / 4
+
+
 @pytest.mark.parametrize(
     "text", ["fast", "kv=fp2", "temperature=hot", "seed=", "nf4+nf4", "batch=x", "=1", ""]
 )

@@ -73,6 +73,7 @@ def test_the_adversary_meets_the_honest_cross_entropy(
             "auc_4",
         ),
         ("agreement", {"against": "seed=2"}, "same_token"),
+        ("uniformity", {"requests": 4}, "rank_uniformity_p"),
         ("proofs", {}, "requests_accepted"),
         ("proof_cost", {}, "milliseconds"),
     ],

@@ -222,7 +222,9 @@ def uniform_ranks(replay: Replay, generator: torch.Generator) -> Float[Tensor, "
     """
     shares = probabilities(replay.logits, replay.sampling)
     own = shares.gather(1, replay.tokens[:, None])
-    above = (shares * (shares > own)).sum(1)
+    # Logits of 16 bits are often equal: without an order among equals their pieces would lie on each other.
+    before = torch.arange(shares.shape[1]) < replay.tokens[:, None]
+    above = (shares * ((shares > own) | ((shares == own) & before))).sum(1)
     drawn = above + own[:, 0] * torch.rand(len(above), generator=generator)
     return torch.where(own[:, 0] > 0, drawn, torch.ones_like(drawn))
 
