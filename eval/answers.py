@@ -132,7 +132,8 @@ def scored(spec: dict[str, Any], home: Path, progress: Progress = silent) -> dic
     """A verifier's scores of all answers, by name: one number a token, or one a proof for TOPLOC's.
 
     ``margin``, ``likelihood``, ``mismatch``, ``cross_entropy``, ``rank`` (see ``difr``); ``activation:KIND:K``;
-    ``toploc:K:EVERY:exponents`` (values in disagreement), ``…:mean``, ``…:median``, ``…:accepted``. ``drawn`` and ``length`` are the output tokens and their count by request.
+    ``toploc:K:EVERY:exponents`` (values in disagreement), ``…:mean``, ``…:median``, ``…:accepted``.
+    ``drawn`` and ``length`` are the output tokens and their count by request.
     """
     folder = _folder(home, "scores", spec)
     path = folder / SCORES
