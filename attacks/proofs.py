@@ -1,0 +1,339 @@
+"""The prompt behind the fingerprints of inference verification: a beam search over the model's own proposals.
+
+A fingerprint is evidence about the state at each position (``attacks.evidence``); with the language model, which is
+public, it makes a posterior over prompts.
+"""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from attacks.evidence import Evidence, evidence_of
+from hiddenlab.core import Observation, Progress, Recovery, TokenRecovery, silent
+from hiddenlab.errors import InputError, NotApplicableError
+from hiddenlab.slice import Prefix, Request, Slice, decoder_layers
+
+CERTAIN = 7.0  # nats: less than one in a thousand
+ENOUGH = 40  # wrong tokens from which the usual evidence of wrong ones is known
+HOPELESS = 25.0  # nats behind the best path
+OPENERS = 4  # special tokens of which one opens the prior's text
+SPECIAL_FIRST = 1e-3  # least probability of a special token as a prompt's first
+
+
+class ProofSearch:
+    """Beam search for the prompt behind verification fingerprints, from left to right.
+
+    The language model proposes continuations; each is run, and its state compared with what the fingerprint of its
+    position says. A path's score is the language model's log-probability plus these log-likelihood ratios, so that
+    positions about which the fingerprint is silent are carried by the prior, and by what follows: a wrong token
+    changes later states as well. Proposals are taken in the order of score over all paths, in chunks that double,
+    until one stands out or the budget is spent.
+
+    A token is verified where its evidence is above every other tried token's by e⁷, and so far above what wrong ones
+    have that not one in a thousand vocabularies would hold such a token by chance. ``distance`` in the answer is minus
+    the evidence, in nats. States of first tokens are the same for all prompts: they are run once, in ``setup``.
+
+    Knows: the weights, the fingerprints, the channel. Does not know: the states, keys of projections or indices.
+
+    Args:
+        breadth: paths kept. candidates: continuations in the first chunk. budget: tokens tried for a position at most,
+            and as many again behind other paths where none stands out.
+        openings: first tokens compared. evidence: false leaves the language model's own guess, the floor.
+        every: only each so-manieth row is looked at, as if the provider had sent no others (DiFR's stride).
+        directions: of a secret projection, as learned (``attacks.evidence``). error: typical error of their inner
+            products, as a share of these; None is what half precision does. progress: where progress is reported.
+    """
+
+    def __init__(
+        self,
+        breadth: int = 16,
+        candidates: int = 64,
+        budget: int = 512,
+        openings: int = 2048,
+        evidence: bool = True,
+        every: int = 1,
+        directions: Tensor | None = None,
+        error: float | None = None,
+        progress: Progress = silent,
+    ) -> None:
+        if min(breadth, candidates, budget, openings, every) < 1:
+            raise InputError(
+                f"breadth, candidates, budget, openings and every must be at least 1, not {breadth}, {candidates}, "
+                f"{budget}, {openings} and {every}"
+            )
+        if error is not None and not error > 0:
+            raise InputError(f"the error of a learned projection is above 0, not {error}")
+        self.breadth, self.candidates, self.budget, self.openings = breadth, candidates, budget, openings
+        self.evidence, self.every, self.progress = evidence, every, progress
+        self.directions, self.error = directions, error
+        self._prepared: tuple[Slice, _Opening] | None = None
+
+    def setup(self, observation: Observation, slice: Slice, generator: torch.Generator) -> dict[str, float]:
+        """Run the first tokens that the language model expects, once for all prompts."""
+        started, before = time.perf_counter(), slice.evaluated_tokens
+        evidence_of(observation, slice, self.directions, self.error)
+        self._opening(slice)
+        return {
+            "opening_seconds": time.perf_counter() - started,
+            "opening_tokens": float(slice.evaluated_tokens - before),
+        }
+
+    def recover(self, observation: Observation, slice: Slice, generator: torch.Generator) -> Recovery:
+        """Recover one prompt.
+
+        Raises:
+            InputError, NotApplicableError: see ``evidence_of``.
+        """
+        evidence = evidence_of(observation, slice, self.directions, self.error)
+        opening = self._opening(slice)
+        started, before = time.perf_counter(), (slice.evaluated_tokens, slice.forward_calls)
+        paths, rows, spent = [opening.path()], len(observation.states), False
+        for row in range(rows):
+            speaks = self.evidence and row % self.every == 0
+            tried = self._try(opening, paths, row, evidence if speaks else None)
+            spent |= speaks and not tried.stands_out()
+            paths = _survivors(opening, paths, tried, row, self.breadth, last=row == rows - 1)
+            self.progress("positions", row + 1, rows)
+        evaluated, calls = slice.evaluated_tokens - before[0], slice.forward_calls - before[1]
+        reason = "budget exhausted" if spent else "complete"
+        return Recovery(paths[0].found, evaluated, calls, time.perf_counter() - started, reason)
+
+    def _opening(self, slice: Slice) -> "_Opening":
+        if self._prepared is None or self._prepared[0] is not slice:
+            self._prepared = slice, _Opening(slice, self.openings, self.evidence)
+        return self._prepared[1]
+
+    def _try(
+        self, opening: "_Opening", paths: list["_Path"], row: int, evidence: Evidence | None
+    ) -> "_Tried":
+        """Tokens behind the paths that expect them most, the likeliest first, until one stands out.
+
+        The best of them are then tried behind the other paths too: a wrong token early on may change little here, and
+        which path is right is left to what follows.
+        """
+        slice, limit = opening.slice, self.openings if row == 0 else self.budget
+        scores = torch.stack([path.score + path.following for path in paths])
+        if evidence is None:
+            best = scores.flatten().topk(min(limit, scores.numel()))
+            parents, tokens = best.indices // slice.vocab_size, best.indices % slice.vocab_size
+            return _Tried(parents, tokens, best.values, torch.zeros_like(best.values), slice.vocab_size)
+        prior, parents = scores.max(0)
+        tokens = prior.topk(min(limit, len(prior))).indices
+        tried = _Tried(
+            parents[tokens], tokens, prior[tokens], torch.zeros_like(prior[tokens]), slice.vocab_size
+        )
+        if row == 0:
+            tried.evidence = evidence.score(0, opening.states)
+            return tried
+        start, size = 0, self.candidates
+        while start < len(tokens):
+            end = start + min(size, slice.max_pass_tokens, len(tokens) - start)
+            states = _continued(slice, paths, tried.parents[start:end], tokens[start:end])
+            tried.evidence[start:end] = evidence.score(row, states)
+            start, size = end, 2 * size
+            if tried.first(end).stands_out():
+                break
+        tried = tried.first(start)
+        parents, tokens = tried.elsewhere(scores, self.candidates if tried.stands_out() else self.budget)
+        states = _continued(slice, paths, parents, tokens)
+        return tried.with_more(parents, tokens, scores[parents, tokens], evidence.score(row, states))
+
+    def __repr__(self) -> str:
+        return (
+            "ProofSearch: knows the weights, the fingerprints and the channel; not the states, tokens or keys"
+        )
+
+
+@dataclass
+class _Path:
+    """One hypothesis: the tokens so far.
+
+    Attributes:
+        score: log-probability plus evidence. known: as the provider ran it. prior: the same behind the opener, for the
+            language model. following: log-probabilities of the next token. found: the answer so far.
+    """
+
+    score: float
+    known: Prefix
+    prior: Prefix
+    following: Float[Tensor, " v"]
+    found: tuple[TokenRecovery, ...] = ()
+
+
+@dataclass
+class _Tried:
+    """Continuations at one position.
+
+    Attributes:
+        parents: the path each continues. tokens: by which token. prior: score before the evidence. evidence: nats.
+    """
+
+    parents: Int[Tensor, " c"]
+    tokens: Int[Tensor, " c"]
+    prior: Float[Tensor, " c"]
+    evidence: Float[Tensor, " c"]
+    vocabulary: int
+
+    def first(self, count: int) -> "_Tried":
+        """Those tried so far."""
+        return _Tried(
+            self.parents[:count], self.tokens[:count], self.prior[:count], self.evidence[:count], self.vocabulary
+        )  # fmt: skip
+
+    def elsewhere(
+        self, scores: Float[Tensor, "paths v"], limit: int
+    ) -> tuple[Int[Tensor, " more"], Int[Tensor, " more"]]:
+        """Good tokens behind paths that they were not tried behind: paths and tokens, the likeliest first."""
+        total = self.prior + self.evidence
+        open_ = torch.zeros_like(scores, dtype=torch.bool)
+        open_[:, self.tokens[total >= total.max() - HOPELESS]] = True
+        open_[self.parents, self.tokens] = False
+        order = scores.masked_fill(~open_, -math.inf).flatten().topk(min(limit, int(open_.sum()))).indices
+        return order // scores.shape[1], order % scores.shape[1]
+
+    def with_more(self, parents: Tensor, tokens: Tensor, prior: Tensor, evidence: Tensor) -> "_Tried":
+        """These and further ones."""
+        return _Tried(
+            torch.cat([self.parents, parents]), torch.cat([self.tokens, tokens]),
+            torch.cat([self.prior, prior]), torch.cat([self.evidence, evidence]), self.vocabulary,
+        )  # fmt: skip
+
+    def margin(self, i: int) -> float | None:
+        """How far a continuation's evidence is above that of any other token; None where there is no other."""
+        others = self.evidence[self.tokens != self.tokens[i]]
+        return float(self.evidence[i] - others.max()) if len(others) else None
+
+    def sure(self, i: int) -> bool:
+        """True where its evidence cannot be chance, see ``ProofSearch``."""
+        others = self.evidence[self.tokens != self.tokens[i]]
+        if len(others) < ENOUGH:
+            return False
+        # Wrong tokens of one context resemble each other, so that some agree more than chance alone would have it:
+        # their evidence is extrapolated from its largest tenth, as if it fell off exponentially.
+        start = others.quantile(0.9)
+        fall = float((others[others >= start] - start).mean().clamp(min=1.0))
+        usual = float(start.clamp(min=0.0)) + fall * (
+            CERTAIN + math.log(max(self.vocabulary, len(others)) / 10)
+        )
+        return float(self.evidence[i]) >= max(usual, CERTAIN + float(others.max()))
+
+    def stands_out(self) -> bool:
+        """True where the best by score is sure: going on would find nothing better."""
+        return self.sure(int((self.prior + self.evidence).argmax()))
+
+
+class _Opening:
+    """What precedes every prompt: the language model behind a special token, and states of first tokens.
+
+    Without anything before it a first token tells the language model little of what follows (many models attend to the
+    first position whatever it is), so the prior reads each path behind the special token that leaves most open.
+
+    Attributes:
+        tokens: first tokens, likeliest first. states: theirs, without the opener.
+    """
+
+    def __init__(self, slice: Slice, count: int, run: bool) -> None:
+        self.slice, self._head = slice, _head(slice)
+        self.following = torch.full((slice.vocab_size,), -math.log(slice.vocab_size), device=slice.device)
+        self.opener: Tensor | None = None
+        special = slice.special_ids[:OPENERS]
+        if special:
+            openers = torch.tensor(special, device=slice.device)
+            guesses = self.log_probs(slice.prefix().branch(openers))
+            most = int((-(guesses.exp() * guesses).sum(1)).argmax())
+            self.opener, self.following = openers[most : most + 1], guesses[most].clone()
+            # A tokenizer may put one of them first, which the model never saw behind another.
+            self.following[openers] = self.following[openers].clamp(min=math.log(SPECIAL_FIRST))
+        self.tokens = self.following.topk(min(count, slice.vocab_size)).indices
+        self.states = slice.prefix().branch(self.tokens) if run else slice.embedding[:0].detach()
+
+    def log_probs(self, states: Float[Tensor, "c d"]) -> Float[Tensor, "c v"]:
+        """Of the next token, by the states of the slice."""
+        return self._head(states).float().log_softmax(1)
+
+    def path(self) -> _Path:
+        """The empty hypothesis."""
+        prior = self.slice.prefix()
+        if self.opener is not None:
+            prior.extend(self.opener)
+        return _Path(0.0, self.slice.prefix(), prior, self.following)
+
+
+def _head(slice: Slice) -> Callable[[Tensor], Tensor]:
+    """From a slice's states to logits: a product with the head, which may be the embedding table."""
+    if slice.site.stream == "logits":
+        return lambda states: states
+    if slice.site.stream != "final_norm":
+        raise NotApplicableError(f"fingerprints are of the streams final_norm and logits, not {slice.site}")
+    config = slice.model.config
+    tied = bool(getattr(config, "tie_word_embeddings", False))
+    whole = None if tied else slice.sibling(stream="logits").model
+    table = (slice.embedding if whole is None else whole.get_output_embeddings().weight).detach()  # type: ignore[operator,union-attr]
+    cap = getattr(config, "final_logit_softcapping", None)
+
+    def logits(states: Tensor) -> Tensor:
+        plain = states.to(table.dtype) @ table.T
+        return plain if cap is None else torch.tanh(plain / cap) * cap
+
+    return logits
+
+
+def _continued(
+    slice: Slice, paths: Sequence[_Path], parents: Int[Tensor, " c"], tokens: Int[Tensor, " c"]
+) -> Float[Tensor, "c d"]:
+    """States of tokens behind their paths, in one pass; each path's keys and values are shared by its tokens."""
+    if not len(tokens):
+        return slice.embedding[:0].detach()
+    order = parents.argsort(stable=True)
+    requests = [
+        Request(paths[parent].known, tokens[:0], leaves=tokens[parents == parent])
+        for parent in parents.unique().tolist()
+    ]
+    states = torch.cat([answer.leaves for answer in slice.run(requests, keep=False)])
+    return states[order.argsort()]
+
+
+def _survivors(
+    opening: _Opening, paths: Sequence[_Path], tried: _Tried, row: int, breadth: int, last: bool
+) -> list[_Path]:
+    """The best continuations as paths, best first; those that cannot come back are left out."""
+    scores = tried.prior + tried.evidence
+    best = scores.topk(min(breadth, len(scores)))
+    kept = best.indices[best.values >= best.values[0] - HOPELESS].tolist()
+    found, chains, requests = [], [], []
+    for i in kept:
+        parent, token = paths[int(tried.parents[i])], tried.tokens[i : i + 1]
+        recovery = TokenRecovery(
+            int(token), row, -float(tried.evidence[i]), tried.margin(i), len(tried.tokens), tried.sure(i)
+        )
+        known, prior = parent.known, parent.prior
+        if not last:
+            known, prior = _fork(known), _fork(prior)
+            requests += [Request(known, token), Request(prior, token)]
+        chains.append((known, prior))
+        found.append((float(scores[i]), (*parent.found, recovery)))
+    following = [opening.following] * len(kept)
+    if not last:
+        answers = opening.slice.run(requests)
+        for request, answer in zip(requests, answers, strict=True):
+            request.prefix.keep(answer, chain=1)
+        following = list(opening.log_probs(torch.cat([answer.chain for answer in answers[1::2]])))
+    return [
+        _Path(score, known, prior, after, recoveries)
+        for (score, recoveries), (known, prior), after in zip(found, chains, following, strict=True)
+    ]
+
+
+def _fork(prefix: Prefix) -> Prefix:
+    """A prefix of its own for one of several paths that survive with the same beginning."""
+    fresh = prefix.slice.prefix(offset=prefix.offset)
+    if prefix.length:
+        for layer in range(len(decoder_layers(prefix.slice.model))):
+            fresh.store.append(layer, *prefix.store.view(layer))
+        fresh.store.length, fresh.tokens = prefix.length, list(prefix.tokens)
+    return fresh

@@ -1,0 +1,180 @@
+"""What verification fingerprints leak of the prompt: recovery by bytes a token, and what mitigates it."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attacks.evidence import learn_projection
+from attacks.proofs import ProofSearch
+from defenses.fingerprints import request_seed
+from defenses.verification.toploc import proof_bytes
+from eval.answers import COUNTS
+from eval.experiment import Cell, Experiment, Figures, Setting, attack_cell
+from eval.intervals import mean, ratio, share
+from eval.measures import as_figures
+from eval.metrics import score_text
+from hiddenlab.channel import Channel
+from hiddenlab.core import Observation, Progress, silent
+from hiddenlab.job import generator
+from hiddenlab.lens import ORTHOGONAL, Projection
+from hiddenlab.prompts import load_prompts
+from hiddenlab.slice import Slice, load_slice
+from hiddenlab.slice.load import load_config, resolve_model
+
+PROVIDER = "dtype:bfloat16"
+PROOFS, LOGPROBS, STRIDES = (16, 32, 128, 512), (1, 5, 20), (2, 4)
+SECRET_COUNT, STRIDE_COUNT = 8, 32
+SHARES = (0.25, 0.5, 1.0, 2.0, 4.0)  # known positions, in widths of a state
+OWN_TOKENS, HELD_OUT = 32, 0.2
+KEY = "provider"
+
+
+def leak(setting: Setting, budget: int = 256, breadth: int = 16, only: str = "") -> Experiment:
+    """Recovery of prompts from TOPLOC proofs, Activation-DiFR fingerprints and log-probabilities, by bytes a token.
+
+    Args:
+        budget: candidates tried for one position at most. breadth: paths of the beam. only: rows whose name has one of
+            these parts, joined by ``;`` (all are hours of one core on a model of 30 layers).
+    """
+    source = setting.source(4, 12)
+    length = source["max_tokens"]
+    cells: list[Cell] = []
+
+    def add(
+        label: str, known: str, size: float, stage: str, stream: str = "final_norm", more: str = ""
+    ) -> None:
+        attack = f"proofs:budget={budget},breadth={breadth}{more}"
+        keys = {"released": label, "attacker": known, "bytes a token": round(size, 2)}
+        layer = int(load_config(resolve_model(setting.model)).num_hidden_layers)
+        cells.append(
+            attack_cell(
+                setting, keys, layer, f"{PROVIDER}|{stage}", stream=stream, attack=attack, **source
+            )
+        )  # fmt: skip
+
+    def proof(k: int) -> float:
+        return proof_bytes(k) / length
+
+    add("nothing (language model alone)", "weights", 0.0, "toploc:k=1", more=",evidence=false")
+    for k in COUNTS:
+        add(f"Activation-DiFR, k = {k}", "directions", 2.0 * k, f"project:count={k},kind={ORTHOGONAL}")
+    for k in PROOFS:
+        add(f"TOPLOC, {k} values", "proof", proof(k), f"toploc:k={k}")
+    for k in LOGPROBS:
+        add(f"log-probabilities, {k}", "values and tokens", 8.0 * k, f"logprobs:k={k}", "logits")
+    for every in STRIDES:
+        stage = f"project:count={STRIDE_COUNT},kind={ORTHOGONAL}"
+        label = f"Activation-DiFR, k = {STRIDE_COUNT}, every {every} tokens"
+        add(label, "directions", 2.0 * STRIDE_COUNT / every, stage, more=f",every={every}")
+    add("TOPLOC, 128 values, keyed indices", "no key", proof(128), "toploc:k=128,keyed=true")
+    cells += _secret_cells(setting, source, budget, breadth)
+    if parts := [part.strip() for part in only.split(";") if part.strip()]:
+        cells = [cell for cell in cells if any(part in cell.keys["released"] for part in parts)]
+    return Experiment(
+        "What fingerprints leak of the prompt",
+        cells,
+        {
+            "exact": "exact prompts", "token_accuracy": "token accuracy", "verified": "verified tokens",
+            "evaluated_tokens_per_token": "evaluated tokens per token",
+            "projection_error": "relative error of the learned projection",
+        },
+        [
+            f"Prompts of {length} tokens; the provider runs bfloat16, the attacker {setting.dtype}. Beam search over "
+            f"the model's own proposals: {breadth} paths, at most {budget:,} candidates a position.",
+            "Bytes: 2k a fingerprint, 2 + 2k a proof over the prompt's tokens, 8k for log-probabilities (4 a value, 4 "
+            "a token id). What the same fingerprints detect, by numbers and tokens: the experiment 'activations'.",
+            "Every so many tokens: rows between are taken as not sent. A secret projection is learned from requests of "
+            "the attacker's own, of random tokens; keyed per request, those say nothing of the next one.",
+        ],
+    )  # fmt: skip
+
+
+def _secret_cells(setting: Setting, source: dict[str, Any], budget: int, breadth: int) -> list[Cell]:
+    """A projection that the attacker has to learn, from so many positions of his own."""
+    width = int(load_config(resolve_model(setting.model)).hidden_size)
+    cells = []
+    for keyed, shares in ((False, SHARES), (True, SHARES[-1:])):
+        for part in shares:
+            known = max(1, round(part * width))
+            spec = {
+                **setting.where(), **source, "count": SECRET_COUNT, "known": known, "keyed": keyed, "budget": budget,
+                "breadth": breadth,
+            }  # fmt: skip
+            label = "keyed per request" if keyed else "one secret projection"
+            keys = {
+                "released": f"Activation-DiFR, k = {SECRET_COUNT}, {label}", "attacker": f"{known} own positions",
+                "bytes a token": 2.0 * SECRET_COUNT,
+            }  # fmt: skip
+            cells.append(Cell("learned-projection", spec, keys))
+    return cells
+
+
+def learned_projection(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> Figures:
+    """Learn a secret projection from the attacker's own requests, and attack others' prompts with what was learned.
+
+    Args:
+        spec: model, prompts, limit, max_tokens, seed, device, dtype; count (of directions), known (positions of the
+            attacker's own), keyed (another projection for each request), budget, breadth.
+    """
+    slice = load_slice(spec["model"], stream="final_norm", device=spec["device"], dtype=spec["dtype"])
+    channel = Channel.parse([PROVIDER])
+    texts = [p.text for p in load_prompts(spec["prompts"], limit=spec["limit"])]
+    prompts = [slice.tokenize(text, spec["max_tokens"]) for text in texts]
+    learned, error = _learn(spec, slice, channel)
+    attack = ProofSearch(spec["breadth"], budget=spec["budget"], directions=learned, error=error)
+    rows = []
+    for i, tokens in enumerate(prompts):
+        whole, _ = channel.release(slice, tokens, generator(spec["seed"], "release", i))
+        true = _secret(spec, f"user {i}")
+        recovery = attack.recover(
+            Observation(true(whole.states), whole.public), slice, generator(spec["seed"], "attack", i)
+        )
+        score = score_text(
+            truth_ids=tokens, recovered_ids=recovery.ids,
+            truth_text=slice.text(tokens), recovered_text=slice.text(recovery.ids),
+        )  # fmt: skip
+        apart = torch.linalg.matrix_norm(learned - (basis := _matrix(true, slice.width)))
+        off = float(apart / torch.linalg.matrix_norm(basis))
+        sure = sum(one.verified for one in recovery.tokens)
+        rows.append((score, off, float(sure), float(recovery.evaluated_tokens), float(len(tokens))))
+        progress("prompts", i + 1, len(prompts))
+    counts = [row[4] for row in rows]
+    return as_figures(
+        {
+            "exact": share([row[0]["exact"] for row in rows]),
+            "token_accuracy": mean([row[0]["token_accuracy"] for row in rows]),
+            "verified": ratio([row[2] for row in rows], counts),
+            "evaluated_tokens_per_token": ratio([row[3] for row in rows], counts),
+            "projection_error": mean([row[1] for row in rows]),
+        }
+    )
+
+
+def _learn(spec: dict[str, Any], slice: Slice, channel: Channel) -> tuple[Tensor, float]:
+    """The directions as learned, and the typical error of an inner product on positions held out."""
+    draw = generator(spec["seed"], "own requests")
+    total = spec["known"] + max(OWN_TOKENS, round(HELD_OUT * spec["known"]))
+    own, shown = [], []
+    for i in range(-(-total // OWN_TOKENS)):
+        tokens = torch.randint(slice.vocab_size, (OWN_TOKENS,), generator=draw)
+        provided, _ = channel.release(slice, tokens.tolist(), draw)
+        own.append(slice.encode(tokens).float().cpu())
+        shown.append(_secret(spec, f"attacker {i}")(provided.states).cpu())
+    states, fingerprints = torch.cat(own)[:total], torch.cat(shown)[:total]
+    known = spec["known"]
+    # The provider's rounding is about this share of a state: fitting closer than that would fit the noise.
+    directions = learn_projection(states[:known], fingerprints[:known], ridge=known * 2e-4)
+    size = torch.linalg.vector_norm(states[known:], dim=1, keepdim=True) / states.shape[1] ** 0.5
+    error = float(((states[known:] @ directions - fingerprints[known:]).abs() / size).mean())
+    return directions, max(error, 1e-4)
+
+
+def _secret(spec: dict[str, Any], request: str) -> Projection:
+    seed = request_seed(f"{KEY} {spec['seed']}", request if spec["keyed"] else "")
+    return Projection(spec["count"], seed, ORTHOGONAL)
+
+
+def _matrix(projection: Projection, width: int) -> Tensor:
+    return projection(torch.eye(width))
