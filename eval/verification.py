@@ -3,6 +3,7 @@
 from typing import Any
 
 from defenses.verification import toploc
+from defenses.verification.detect import frontier
 from eval.answers import COUNTS, PROOF_COUNTS
 from eval.experiment import Cell, Experiment, Setting
 
@@ -15,6 +16,8 @@ OTHERS = (
     "nf4", "seed=1", "temperature=1.1", "bug=2", ADVERSARY, PRUNED, f"system={SYSTEM}", "kv=fp8", "int8", "bug=32",
     "top_p=0.85",
 )  # fmt: skip
+WINDOW = 32  # tokens that DiFR's comparison of costs looks at
+METHODS = ("Activation-DiFR", "TOPLOC")
 RANKED = 40  # requests of the rank-uniformity test
 SIZES = (1, 4, 10, 30, 100, 300, 1000, 3000)
 FEW = (1, 2, 4, 8, 16, 32)
@@ -95,6 +98,54 @@ def activations(setting: Setting, providers: str = "", turns: int = 2, new_token
         [SPLIT_NOTE, ANOTHER, "Fingerprints of the state after the final norm, sent in bfloat16: 2k bytes a token. "
          "TOPLOC's score is how many of the values disagree in exponent or sign."],
     )  # fmt: skip
+
+
+def fingerprint_pareto(
+    setting: Setting, provider: str = "nf4", turns: int = 2, new_tokens: int = 100
+) -> Experiment:
+    """Bytes of fingerprints against detection in 32 tokens, Activation-DiFR beside TOPLOC (DiFR, figures 7 to 10).
+
+    ``provider``: the variant to be detected. Cells are those of ``activations``.
+    """
+    cells = _cells(base(setting, new_tokens, turns), (provider,), ACTIVATION_SCORES, FEW)
+    return Experiment(
+        f"Bytes a token against detection in {WINDOW} tokens: {provider}",
+        cells,
+        {name: name for name in METHODS},
+        [
+            SPLIT_NOTE,
+            ANOTHER,
+            f"Of {WINDOW} tokens so many carry a fingerprint of k numbers in bfloat16 (2k bytes), or a proof of k "
+            "values (2 + 2k bytes). Shown is what no cheaper setting of the same method beats.",
+        ],
+        fold=_by_bytes,
+        over="bytes a token",
+    )
+
+
+def _by_bytes(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The settings that no cheaper one of the same method beats, as rows over bytes a token."""
+    points: dict[str, list[tuple[float, float, dict[str, Any], dict[str, Any]]]] = {m: [] for m in METHODS}
+    for row in rows:
+        score = str(row["keys"]["score"])
+        method = next((m for m in METHODS if score.startswith(m)), None)
+        if method is None or "Gaussian" in score:
+            continue
+        count = int("".join(c for c in score.removeprefix(method) if c.isdigit()))
+        size = 2 * count + (2 if method == METHODS[1] else 0)
+        for name, figure in row["figures"].items():
+            tokens = int(name.removeprefix("auc_"))
+            points[method].append((size * tokens / WINDOW, figure["value"], figure, {**row, "paper": {}}))
+    out = []
+    for method, found in points.items():
+        best = set(frontier([(cost, value) for cost, value, _, _ in found]))
+        for cost, value, figure, row in sorted(found, key=lambda point: point[0]):
+            if (cost, value) in best:
+                best.discard((cost, value))
+                out.append(
+                    {**row, "keys": {"bytes a token": cost, "method": method}, "figures": {method: figure}}
+                )
+    return out
 
 
 def providers(setting: Setting, turns: int = 2, new_tokens: int = 100) -> Experiment:

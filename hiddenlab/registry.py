@@ -71,6 +71,7 @@ BUILTINS: dict[str, dict[str, str]] = {
         "partial-sums": "eval.sharding:partial_sums",
         "detection": "eval.verification:detection",
         "activations": "eval.verification:activations",
+        "fingerprint-pareto": "eval.verification:fingerprint_pareto",
         "providers": "eval.verification:providers",
         "toploc": "eval.verification:toploc_table",
         "leak": "eval.leak:leak",

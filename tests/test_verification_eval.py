@@ -99,6 +99,31 @@ def test_detection_tells_a_seed_from_an_honest_provider(spec: dict[str, Any], ho
         verification_cells.detection({**given, "variant": "seed=1", "sizes": [10_000]}, folder)
 
 
+def test_a_frontier_of_bytes_keeps_what_nothing_cheaper_beats(spec: dict[str, Any]) -> None:
+    made = verification.fingerprint_pareto(
+        Setting(model=spec["model"], prompts=spec["prompts"], device="cpu")
+    )
+    values = {1: 0.5, 2: 0.7, 4: 0.7, 8: 0.9, 16: 0.9, 32: 1.0}
+
+    def row(score: str, gain: float) -> dict[str, Any]:
+        figures = {f"auc_{n}": {"value": min(1.0, v + gain)} for n, v in values.items()}
+        return {
+            "keys": {"provider": "nf4", "score": score},
+            "figures": figures,
+            "paper": {},
+            "status": MEASURED,
+        }
+
+    assert made.fold is not None
+    rows = made.fold(
+        [row("Activation-DiFR, k = 1", 0.0), row("Activation-DiFR, k = 4", 0.1), row("cross-entropy", 0.4)]
+    )
+    costs = [one["keys"]["bytes a token"] for one in rows]
+    found = [one["figures"]["Activation-DiFR"]["value"] for one in rows]
+    assert costs == sorted(costs) and found == sorted(found) and len(set(found)) == len(found)
+    assert costs[0] == 2 / 32 and found[-1] == 1.0
+
+
 def test_experiments_are_cells_of_known_measures(spec: dict[str, Any], tmp_path: Path) -> None:
     setting = Setting(model=spec["model"], prompts=spec["prompts"], limit=2, max_tokens=6, device="cpu")
     for make in (
