@@ -105,7 +105,7 @@ def _settled(spec: dict[str, Any], home: Path, progress: Progress) -> str:
     """
     variant = str(spec["variant"])
     part = f"temperature={TUNED}"
-    if part not in variant:
+    if part not in variant.split("+"):
         return variant
     plain = "+".join(p for p in variant.split("+") if p != part)
     asked = float(spec["sampling"].get("temperature", 1.0))
@@ -121,7 +121,8 @@ def _settled(spec: dict[str, Any], home: Path, progress: Progress) -> str:
             f"{variant}: cross-entropy does not rise with the temperature; there is nothing to tune"
         )
     least, most = (asked * part for part in TUNING_RANGE)
-    return variant.replace(TUNED, repr(round(min(most, max(least, asked - (at_asked - aim) / slope)), 4)))
+    found = round(min(most, max(least, asked - (at_asked - aim) / slope)), 4)
+    return "+".join(f"temperature={found!r}" if p == part else p for p in variant.split("+"))
 
 
 def _entropy(spec: dict[str, Any], home: Path, progress: Progress) -> float:

@@ -59,7 +59,7 @@ def leak(setting: Setting, budget: int = 256, breadth: int = 16, only: str = "")
 
     add("nothing (language model alone)", "weights", 0.0, "toploc:k=1", more=",evidence=false")
     for k in COUNTS:
-        add(f"Activation-DiFR, k = {k}", "directions", 2.0 * k, f"project:count={k},kind={ORTHOGONAL}")
+        add(f"Activation-DiFR, k = {k}", "directions", 4.0 * k, f"project:count={k},kind={ORTHOGONAL}")
     for k in PROOFS:
         add(f"TOPLOC, {k} values", "proof", proof(k), f"toploc:k={k}")
     for k in LOGPROBS:
@@ -67,7 +67,7 @@ def leak(setting: Setting, budget: int = 256, breadth: int = 16, only: str = "")
     for every in STRIDES:
         stage = f"project:count={STRIDE_COUNT},kind={ORTHOGONAL}"
         label = f"Activation-DiFR, k = {STRIDE_COUNT}, every {every} tokens"
-        add(label, "directions", 2.0 * STRIDE_COUNT / every, stage, more=f",every={every}")
+        add(label, "directions", 4.0 * STRIDE_COUNT / every, stage, more=f",every={every}")
     add("TOPLOC, 128 values, keyed indices", "no key", proof(128), "toploc:k=128,keyed=true")
     cells += _secret_cells(setting, source, budget, breadth)
     if parts := [part.strip() for part in only.split(";") if part.strip()]:
@@ -83,8 +83,10 @@ def leak(setting: Setting, budget: int = 256, breadth: int = 16, only: str = "")
         [
             f"Prompts of {length} tokens; the provider runs bfloat16, the attacker {setting.dtype}. Beam search over "
             f"the model's own proposals: {breadth} paths, at most {budget:,} candidates a position.",
-            "Bytes: 2k a fingerprint, 2 + 2k a proof over the prompt's tokens, 8k for log-probabilities (4 a value, 4 "
-            "a token id). What the same fingerprints detect, by numbers and tokens: the experiment 'activations'.",
+            "Bytes: 4k a fingerprint (float32; the experiment 'activations' sends half of it), 2 + 2k a proof over the "
+            "prompt's tokens, 8k for log-probabilities (4 a value, 4 a token id). Fingerprints are taken of the "
+            "prompt's positions; who sends those of answers only shows less of the prompt. What the same fingerprints "
+            "detect, by numbers and tokens: the experiment 'activations'.",
             "Every so many tokens: rows between are taken as not sent. A secret projection is learned from requests of "
             "the attacker's own, of random tokens; keyed per request, those say nothing of the next one.",
         ],
@@ -105,7 +107,7 @@ def _secret_cells(setting: Setting, source: dict[str, Any], budget: int, breadth
             label = "keyed per request" if keyed else "one secret projection"
             keys = {
                 "released": f"Activation-DiFR, k = {SECRET_COUNT}, {label}", "attacker": f"{known} own positions",
-                "bytes a token": 2.0 * SECRET_COUNT,
+                "bytes a token": 4.0 * SECRET_COUNT,
             }  # fmt: skip
             cells.append(Cell("learned-projection", spec, keys))
     return cells

@@ -148,13 +148,14 @@ def _by_bytes(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return out
 
 
-def providers(setting: Setting, turns: int = 2, new_tokens: int = 100) -> Experiment:
+def providers(setting: Setting, providers: str = "", turns: int = 2, new_tokens: int = 100) -> Experiment:
     """Every simulated provider's raw scores, and the tests that need no seed (DiFR, tables 4 to 8 in form)."""
     spec = {**base(setting, new_tokens, turns), "against": "seed=2"}
-    cells = [Cell("agreement", {**spec, "variant": v}, {"provider": v}) for v in (*HONEST, *OTHERS)]
+    variants = _list(providers) or (*HONEST, *OTHERS)
+    cells = [Cell("agreement", {**spec, "variant": v}, {"provider": v}) for v in variants]
     cells += [
         Cell("uniformity", {**spec, "variant": v, "requests": RANKED}, {"provider": f"{v}, ranks"})
-        for v in ("honest", "seed=1", *OTHERS[:1], *OTHERS[2:6])
+        for v in variants
     ]
     return Experiment(
         "Simulated providers: raw scores",
@@ -173,10 +174,11 @@ def providers(setting: Setting, turns: int = 2, new_tokens: int = 100) -> Experi
     )  # fmt: skip
 
 
-def toploc_table(setting: Setting, turns: int = 2, new_tokens: int = 100) -> Experiment:
+def toploc_table(setting: Setting, providers: str = "", turns: int = 2, new_tokens: int = 100) -> Experiment:
     """TOPLOC with the published thresholds over honest and dishonest providers (TOPLOC, tables 1 to 4 in form)."""
     spec = base(setting, new_tokens, turns)
-    cells = [Cell("proofs", {**spec, "variant": v}, {"provider": v}) for v in (*HONEST, *OTHERS)]
+    variants = _list(providers) or (*HONEST, *OTHERS)
+    cells = [Cell("proofs", {**spec, "variant": v}, {"provider": v}) for v in variants]
     cells.append(Cell("proof-cost", {**spec, "variant": "honest"}, {"provider": "cost of a commitment"}))
     return Experiment(
         "TOPLOC: proofs accepted",

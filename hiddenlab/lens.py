@@ -32,10 +32,10 @@ class Projection:
     kind: str = GAUSSIAN
 
     def __post_init__(self) -> None:
-        for name, value, least in (("count", self.count, 1), ("seed", self.seed, 0)):
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        for name, value, least, most in (("count", self.count, 1, 2**16), ("seed", self.seed, 0, 2**63 - 1)):
+            if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
                 raise InputError(
-                    f"a projection's {name} must be a whole number of at least {least}, not {value!r}"
+                    f"a projection's {name} must be a whole number of at least {least}, at most {most}, not {value!r}"
                 )
         if self.kind not in KINDS:
             raise InputError(f"a projection's kind must be one of {', '.join(KINDS)}, not {self.kind!r}")

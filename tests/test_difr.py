@@ -369,12 +369,23 @@ def test_tokens_of_another_vocabulary_are_refused(tiny: str) -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [{"data": "%"}, {"data": ""}, {"data": "AAA="}, {"count": 0}, {"dtype": "int8"}, {"data": "AADAfw=="}],
+    [
+        {"data": "%"},
+        {"data": ""},
+        {"data": "AAA="},
+        {"count": 0},
+        {"dtype": "int8"},
+        {"data": "AADAfw=="},
+        {"every": 0},
+        {"seed": 2**70},
+        {"count": 10**13},
+        {"kind": "sparse"},
+    ],
 )
 def test_wrong_fingerprints_are_refused(change: dict[str, Any]) -> None:
     good = Fingerprint(1, 1, 0, "orthogonal", "float32", "AACAPw==")
     assert good.values().tolist() == [[1.0]]
-    with pytest.raises(InputError, match="fingerprint"):
+    with pytest.raises(InputError, match=r"fingerprint|projection"):
         replace(good, **change).values()
 
 

@@ -6,15 +6,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner, Result
 
+from defenses.verification.command import _verdict
 from defenses.verification.transcript import read_transcripts
 from hiddenlab.cli import app
 from hiddenlab.testing import save_tiny
 
-Run = Callable[..., Result]
+Files = dict[str, Path]
+Words = tuple[object, ...]
 COMMON = ("--dtype", "float32", "--device", "cpu")
+AGREED = ("--fingerprint", 4, "--every", 2)
 
 
 def verify(*words: object) -> Result:
@@ -24,6 +28,7 @@ def verify(*words: object) -> Result:
 def answer(*words: object) -> Any:
     result = verify(*words, "--json")
     assert result.exit_code in (0, 1), result.output
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
     return json.loads(result.stdout)
 
 
@@ -49,31 +54,43 @@ def files(model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pat
     return out
 
 
-def test_honest_proofs_are_valid_and_others_rejected(files: dict[str, Path]) -> None:
-    assert answer("check", files["honest"], *COMMON)["counts"] == {"valid": 3, "rejected": 0, "unchecked": 0}
-    result = verify("check", files["layers"], *COMMON)
+@pytest.fixture(scope="module")
+def reference(model: str) -> Words:
+    """What the verifier runs."""
+    return ("--model", model, *COMMON)
+
+
+def test_honest_proofs_are_valid_and_others_rejected(files: Files, reference: Words) -> None:
+    assert answer("check", files["honest"], *AGREED, *reference)["counts"] == {
+        "valid": 3,
+        "rejected": 0,
+        "unchecked": 0,
+    }
+    result = verify("check", files["layers"], *reference)
     assert result.exit_code == 1
-    assert answer("check", files["layers"], *COMMON)["counts"]["rejected"] == 3
+    assert answer("check", files["layers"], *reference)["counts"]["rejected"] == 3
     # Another seed is another text, truly computed: proofs do not see it.
-    assert answer("check", files["seed"], *COMMON)["counts"]["valid"] == 3
+    assert answer("check", files["seed"], *reference)["counts"]["valid"] == 3
 
 
-def test_scores_tell_a_wrong_seed_from_an_honest_one(files: dict[str, Path]) -> None:
-    honest = answer("score", files["honest"], "--honest", files["honest"], *COMMON)
+def test_scores_tell_a_wrong_seed_from_an_honest_one(files: Files, reference: Words) -> None:
+    level = ("--false-positives", 0.1)  # three requests a side cannot give less than 0.05
+    honest = answer("score", files["honest"], "--honest", files["honest"], *level, *reference)
     assert honest["summary"]["same_token"] > 0.97 and not honest["verdict"]["diverges"]
-    other = answer("score", files["seed"], "--honest", files["honest"], *COMMON)
+    other = answer("score", files["seed"], "--honest", files["honest"], *level, *reference)
     assert other["summary"]["same_token"] < 0.7 and other["verdict"]["diverges"]
-    assert verify("score", files["seed"], "--honest", files["honest"], *COMMON).exit_code == 1
-    alone = answer("score", files["seed"], *COMMON)
+    assert other["verdict"]["least_p"] == 0.05
+    assert verify("score", files["seed"], "--honest", files["honest"], *level, *reference).exit_code == 1
+    alone = answer("score", files["seed"], *reference)
     assert alone["verdict"] is None
 
 
-def test_commit_gives_the_provider_s_own_proofs(files: dict[str, Path], tmp_path: Path) -> None:
+def test_commit_gives_the_provider_s_own_proofs(files: Files, reference: Words, tmp_path: Path) -> None:
     out = tmp_path / "proven.jsonl"
-    made = answer("commit", files["honest"], "--out", out, "--fingerprint", 4, "--every", 2, *COMMON)
+    made = answer("commit", files["honest"], "--out", out, "--fingerprint", 4, "--every", 2, *reference)
     assert made["bytes_per_output_token"] > 0
-    assert answer("check", out, *COMMON)["counts"]["valid"] == 3
-    assert verify("commit", files["honest"], "--out", out, *COMMON).exit_code == 2
+    assert answer("check", out, *AGREED, *reference)["counts"]["valid"] == 3
+    assert verify("commit", files["honest"], "--out", out, *reference).exit_code == 2
 
 
 Change = Callable[[dict[str, Any]], object]
@@ -93,33 +110,36 @@ TAMPERED: dict[str, Change] = {
         "data", base64.b64encode(bytes(8)).decode()
     ),
     "too many directions": lambda one: one["fingerprint"].__setitem__("count", 80),
+    "another stride": lambda one: one["fingerprint"].__setitem__("every", 10**8),
+    "another projection": lambda one: one["fingerprint"].__setitem__("seed", 5),
+    "no fingerprint": lambda one: one.pop("fingerprint"),
     "a token outside": lambda one: one["output"].__setitem__(0, 100_000),
 }
 
 
 @pytest.mark.parametrize("what", TAMPERED)
-def test_what_was_tampered_with_is_never_valid(what: str, files: dict[str, Path], tmp_path: Path) -> None:
+def test_what_was_tampered_with_is_never_valid(
+    what: str, files: Files, reference: Words, tmp_path: Path
+) -> None:
     rows = [json.loads(line) for line in files["honest"].read_text().splitlines()]
     TAMPERED[what](rows[1])
     path = tmp_path / "t.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    found = answer("check", path, *COMMON)
+    found = answer("check", path, *AGREED, *reference)
     assert [row["verdict"] for row in found["requests"]] == ["valid", "rejected", "valid"]
     assert found["requests"][1]["reason"]
 
 
-def test_nothing_to_check_is_not_valid(files: dict[str, Path], tmp_path: Path) -> None:
+def test_nothing_to_check_is_not_valid(files: Files, reference: Words, tmp_path: Path) -> None:
     rows = [json.loads(line) for line in files["honest"].read_text().splitlines()]
     path = tmp_path / "t.jsonl"
     for row in rows:
         del row["proofs"], row["fingerprint"]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert answer("check", path, *COMMON)["counts"] == {"valid": 0, "rejected": 0, "unchecked": 3}
+    assert answer("check", path, *reference)["counts"] == {"valid": 0, "rejected": 0, "unchecked": 3}
 
 
-def test_simulate_refuses_to_overwrite_and_goes_on(
-    model: str, files: dict[str, Path], tmp_path: Path
-) -> None:
+def test_simulate_refuses_to_overwrite_and_goes_on(model: str, files: Files, tmp_path: Path) -> None:
     path = tmp_path / "t.jsonl"
     whole = files["honest"].read_text().splitlines(keepends=True)
     path.write_text(whole[0])
@@ -133,22 +153,23 @@ def test_simulate_refuses_to_overwrite_and_goes_on(
     assert tokens[0] == tokens[1]
 
 
-def test_audit_classifies_and_bounds(files: dict[str, Path], tmp_path: Path) -> None:
+def test_audit_classifies_and_bounds(files: Files, reference: Words, tmp_path: Path) -> None:
     folder = tmp_path / "logs"
     folder.mkdir()
     for name in ("honest", "seed"):
         (folder / f"{name}.jsonl").write_text(files[name].read_text())
     (folder / "broken.jsonl").write_text("{")
-    found = {row["file"]: row for row in answer("audit", folder, *COMMON)["files"]}
+    found = {row["file"]: row for row in answer("audit", folder, *reference)["files"]}
     assert found["honest.jsonl"]["class"] != "quarantine"
     assert found["seed.jsonl"]["class"] == found["broken.jsonl"]["class"] == "quarantine"
     assert found["honest.jsonl"]["bits_per_token"] < found["seed.jsonl"]["bits_per_token"]
+    assert found["honest.jsonl"]["safe_bits_per_token"] <= found["honest.jsonl"]["bits_per_token"]
     assert "line 1" in found["broken.jsonl"]["reasons"][0]
-    assert verify("audit", folder, *COMMON).exit_code == 1
+    assert verify("audit", folder, *reference).exit_code == 1
     assert verify("audit", tmp_path / "nowhere").exit_code == 2
 
 
-def test_audit_wants_every_request_in_the_ledger(files: dict[str, Path], tmp_path: Path) -> None:
+def test_audit_wants_every_request_in_the_ledger(files: Files, reference: Words, tmp_path: Path) -> None:
     folder, ledger, key = tmp_path / "logs", tmp_path / "ledger.jsonl", tmp_path / "key"
     folder.mkdir()
     log = folder / "a.jsonl"
@@ -157,7 +178,7 @@ def test_audit_wants_every_request_in_the_ledger(files: dict[str, Path], tmp_pat
     assert made["records"] == made["appended"] == 3
 
     def classed(public: str) -> Any:
-        return answer("audit", folder, "--ledger", ledger, "--public-key", public, *COMMON)
+        return answer("audit", folder, "--ledger", ledger, "--public-key", public, *reference)
 
     assert classed(made["public_key"])["files"][0]["class"] != "quarantine"
     assert classed("00" * 32)["files"][0]["class"] == "quarantine"
@@ -166,6 +187,42 @@ def test_audit_wants_every_request_in_the_ledger(files: dict[str, Path], tmp_pat
     log.write_text("\n".join([json.dumps(changed), *rows[1:]]) + "\n")
     assert "ledger" in classed(made["public_key"])["files"][0]["reasons"][0]
     assert verify("audit", folder, "--ledger", ledger).exit_code == 2
+
+
+def test_an_untrusted_file_does_not_choose_the_model(files: Files, model: str, tmp_path: Path) -> None:
+    for command in ("check", "score"):
+        result = verify(command, files["honest"], *COMMON)
+        assert result.exit_code == 2 and "--model" in result.output
+    folder = tmp_path / "logs"
+    folder.mkdir()
+    (folder / "a.jsonl").write_text(files["honest"].read_text())
+    pruned = save_tiny("llama", tmp_path / "other", seed=1, tokenizer=True)
+    assert answer("check", files["honest"], "--model", pruned, *COMMON)["counts"]["valid"] == 0
+
+
+def test_choosing_among_leading_tokens_is_seen(model: str, files: Files, tmp_path: Path) -> None:
+    """An adversary who ignores the seed and keeps to the first ranks has no dangerous token (eval/LOG.md)."""
+    folder = tmp_path / "logs"
+    folder.mkdir()
+    made = answer(
+        "simulate", "--out", folder / "a.jsonl", "--provider", "bug=8+rate=1", "--model", model, "--prompts",
+        files["honest"].parent / "prompts.txt", "--new-tokens", 40, *COMMON,
+    )  # fmt: skip
+    (row,) = answer("audit", folder, "--model", model, *COMMON)["files"]
+    assert row["class"] == "quarantine" and "suspicious" in row["reasons"][0]
+    assert row["bits_per_token"] >= 3.0 and made["requests"] == 3
+
+
+def test_verdicts_have_the_stated_rate_of_false_alarms() -> None:
+    rng = np.random.default_rng(0)
+
+    def requests(n: int) -> list[dict[str, np.ndarray]]:
+        return [{"margin": np.where(rng.random(60) < 0.03, rng.exponential(1, 60), 0.0)} for _ in range(n)]
+
+    alarms = [_verdict(requests(8), requests(12), 0.05, draws=200)["diverges"] for _ in range(200)]
+    assert sum(alarms) <= 20
+    few = _verdict(requests(1), requests(1), 0.01)
+    assert few["least_p"] == 0.5 and not few["diverges"]
 
 
 def test_bounds_and_sampling_rate_say_what_the_papers_say() -> None:
@@ -185,6 +242,15 @@ def test_bounds_and_sampling_rate_say_what_the_papers_say() -> None:
         ("simulate", "--out", "x.jsonl", "--top-p", "2"),
         ("simulate", "--out", "x.jsonl", "--noise-key-env", "NO_SUCH_VARIABLE_HERE"),
         ("check", "nothing.jsonl"),
+        ("simulate", "--out", "x.jsonl", "--provider", "batch=0"),
+        ("simulate", "--out", "x.jsonl", "--provider", "kv=fp8+cache=0"),
+        ("simulate", "--out", "x.jsonl", "--provider", "bug=2+rate=nan"),
+        ("simulate", "--out", "x.jsonl", "--temperature", "1e-30"),
+        ("audit", ".", "--sigma", "nan"),
+        ("audit", ".", "--tau", "0"),
+        ("audit", ".", "--public-key", "00"),
+        ("bounds", "--free", "0.5", "--permitted", "9" * 30),
+        ("sampling-rate", "--share", "0.5", "--needed", "9" * 30),
         ("score", "nothing.jsonl"),
         ("bounds", "--free", "2"),
         ("sampling-rate", "--share", "0"),

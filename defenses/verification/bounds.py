@@ -302,8 +302,9 @@ def _amount(name: str, value: float) -> None:
 
 
 def _whole(name: str, value: int, least: int) -> None:
-    if value < least:
-        raise InputError(f"{name} {value}: must be a whole number from {least}")
+    if not least <= value <= _LARGEST:
+        told = value if abs(value) <= _LARGEST else "that large"
+        raise InputError(f"{name} {told}: must be a whole number from {least}, at most 2^53")
 
 
 def _free(free: float, permitted: int) -> None:

@@ -23,7 +23,7 @@ from defenses.verification.ledger import verify as verify_ledger
 from defenses.verification.likelihood import gumbel_positions
 from defenses.verification.provider import Provider, Request, Variant
 from defenses.verification.records import canonical, lines, parsed
-from defenses.verification.risk import classify, extractable_bits
+from defenses.verification.risk import classify
 from defenses.verification.sampling import HashedNoise, Noise, Sampling, StreamNoise
 from defenses.verification.signing import LedgerError, create_key, public, read_key
 from defenses.verification.transcript import Fingerprint, Transcript, read_transcripts, write_transcripts
@@ -33,6 +33,7 @@ from hiddenlab.errors import InputError
 from hiddenlab.job import generator
 from hiddenlab.lens import Projection
 from hiddenlab.prompts import load_prompts
+from hiddenlab.slice.load import BUILTIN, load_tokenizer, resolve_model
 
 FORMAT = 1
 LARGEST_MARGIN = 3.0  # where margins are clipped when nothing honest says where
@@ -47,6 +48,7 @@ def noise_of(key: str | None) -> Callable[[int], Noise]:
     if key is None:
         return StreamNoise
     raw = key.encode()
+    HashedNoise(raw, 0)  # says what is wrong with the key
     return lambda seed: HashedNoise(raw, seed)
 
 
@@ -85,7 +87,8 @@ def simulate(
     made = Provider(
         model, Variant.parse(provider), new_tokens=new_tokens, dtype=dtype, device=device, noise=noise_of(key)
     )
-    tokenizer = made.whole.tokenizer
+    # What is advertised reads the prompts, whatever runs.
+    tokenizer = load_tokenizer(resolve_model(model))
     if tokenizer is None:
         raise InputError(f"{model} has no tokenizer to read prompts with")
     requests = []
@@ -132,12 +135,16 @@ def _fingerprint(outputs: Tensor, lens: Projection, every: int) -> Fingerprint:
 def _verifier(
     found: Sequence[Transcript], model: str | None, dtype: str, device: str, key: str | None = None
 ) -> Verifier:
-    names = {one.model for one in found}
-    if model is None and len(names) != 1:
+    """The reference to verify against: ``model``, or else ``builtin``; never what an untrusted file names.
+
+    Raises:
+        InputError: no model was given, and the transcripts claim another one than ``builtin``.
+    """
+    if model is None and (others := sorted({one.model for one in found} - {BUILTIN})):
         raise InputError(
-            f"the transcripts are of several models ({', '.join(sorted(names))}); name one with --model"
+            f"the transcripts claim the model {others[0]!r}; say with --model which one is to be verified"
         )
-    return Verifier(load_whole(model or names.pop(), dtype=dtype, device=device), noise_of(key))
+    return Verifier(load_whole(model or BUILTIN, dtype=dtype, device=device), noise_of(key))
 
 
 def commit(
@@ -176,20 +183,30 @@ def commit(
 
 def check(
     path: Path, *, model: str | None = None, dtype: str = "bfloat16", device: str = "auto",
-    largest_distance: float = LARGEST_DISTANCE, progress: Progress = silent,
+    lens: Projection | None = None, every: int = 1, largest_distance: float = LARGEST_DISTANCE,
+    progress: Progress = silent,
 ) -> Made:  # fmt: skip
     """Check the proofs and fingerprints of transcripts against a recomputation.
 
+    Args:
+        lens, every: the projection and stride that were agreed on. A provider who could choose them would choose ones
+            that hide the difference, so that fingerprints are checked only where the verifier states them.
+
     Returns:
-        ``requests``: for each its verdict, ``valid``, ``rejected`` or ``unchecked`` (it carries nothing to check), and
-        the reason; and counts of these.
+        ``requests``: for each its verdict, ``valid``, ``rejected`` or ``unchecked`` (it carries nothing that was
+        checked), and the reason; and counts of these.
+
+    Raises:
+        InputError: the file cannot be read, or a limit is no number from 0.
     """
+    if not 0 <= largest_distance < math.inf:
+        raise InputError(f"a largest distance of {largest_distance}; a number from 0")
     found = read_transcripts(path)
     verifier = _verifier(found, model, dtype, device)
     rows = []
     for i, one in enumerate(found):
         try:
-            verdict, reason = _checked(one, verifier.replay(one), largest_distance)
+            verdict, reason = _checked(one, verifier.replay(one), lens, every, largest_distance)
         except InputError as error:
             verdict, reason = "rejected", str(error)
         rows.append({"id": one.id, "verdict": verdict, "reason": reason})
@@ -200,9 +217,9 @@ def check(
     return {"format": FORMAT, "counts": counts, "requests": rows}
 
 
-def _checked(one: Transcript, replay: Replay, largest: float) -> tuple[str, str]:
-    if one.proofs is None and one.fingerprint is None:
-        return "unchecked", "no proof and no fingerprint"
+def _checked(
+    one: Transcript, replay: Replay, lens: Projection | None, every: int, largest: float
+) -> tuple[str, str]:
     reasons = []
     if one.proofs is not None:
         chunks = _proven(replay.states[: len(one.prompt)], replay.output_states)
@@ -213,19 +230,30 @@ def _checked(one: Transcript, replay: Replay, largest: float) -> tuple[str, str]
             if not result.accepted:
                 return "rejected", f"proof {place}: {result.reason}"
         reasons.append(f"{len(chunks)} proofs agree")
-    if one.fingerprint is not None:
-        distance = relative_distance(one.fingerprint, replay.output_states)
+    if lens is not None:
+        if one.fingerprint is None:
+            return "rejected", "no fingerprint; one was agreed on"
+        distance = relative_distance(one.fingerprint, replay.output_states, lens, every)
         if not distance <= largest:
             return "rejected", f"the fingerprint differs by {distance:.3f} of its size, allowed: {largest:g}"
         reasons.append(f"the fingerprint differs by {distance:.3f} of its size")
+    if not reasons:
+        told = "" if one.fingerprint is None else "; its fingerprint is checked with --fingerprint K"
+        return "unchecked", f"no proofs{told}"
     return "valid", "; ".join(reasons)
 
 
-def relative_distance(sent: Fingerprint, own: Tensor) -> float:
-    """The distance of a fingerprint from the verifier's own over all rows, relative to the latter's size."""
-    rows = Projection(sent.count, sent.seed, sent.kind)(difr.rows_every(own, sent.every))
-    distance = difr.activation_distance(sent.values(), rows)
-    return float(distance.square().sum().sqrt() / rows.norm().clamp(min=1e-12))
+def relative_distance(sent: Fingerprint, own: Tensor, lens: Projection, every: int) -> float:
+    """The distance of a fingerprint from the verifier's own over all rows, relative to the latter's size.
+
+    Raises:
+        InputError: it is of another projection or stride than agreed on, or has too few or too many rows.
+    """
+    if (sent.count, sent.seed, sent.kind, sent.every) != (lens.count, lens.seed, lens.kind, every):
+        raise InputError("the fingerprint is of another projection or stride than agreed on")
+    values = sent.values()
+    rows = lens(difr.rows_every(own, every))
+    return float(difr.activation_distance(values, rows).square().sum().sqrt() / rows.norm().clamp(min=1e-12))
 
 
 def score(
@@ -234,35 +262,36 @@ def score(
 ) -> Made:  # fmt: skip
     """Token-DiFR scores of transcripts, and a verdict where honest transcripts calibrate it.
 
-    The verdict compares the mean clipped margin of all tokens with that of batches of as many honest tokens; margins
-    are clipped at the honest 99.9th percentile.
+    The verdict compares mean margins, clipped at the 99.9th percentile of all, by a permutation test of requests.
+    ``least_p`` is the smallest p that so many requests can give: with few of them nothing is ever found.
 
     Raises:
-        InputError: a file cannot be read or replayed.
+        InputError: a file cannot be read or replayed, or a share outside (0, 1).
     """
-    found, rows = read_transcripts(path), []
-    verifier = _verifier(found, model, dtype, device, key)
-    parts = []
-    for i, one in enumerate(found):
-        scores = _scores(verifier.replay(one))
-        parts.append(scores)
-        rows.append({"id": one.id, **_figures(scores)})
-        progress("requests scored", i + 1, len(found))
+    if not 0 < false_positives < 1:
+        raise InputError(f"a share of {false_positives} of the honest to be flagged; between 0 and 1")
+    found = read_transcripts(path)
+    reference = None if honest is None else read_transcripts(honest)
+    verifier = _verifier([*found, *(reference or [])], model, dtype, device, key)
+    parts = _scored(found, verifier, "requests scored", progress)
+    rows = [{"id": one.id, **_figures(scores)} for one, scores in zip(found, parts, strict=True)]
     made: Made = {"format": FORMAT, "summary": _figures(_joined(parts)), "requests": rows, "verdict": None}
-    if honest is None:
-        return made
-    reference = read_transcripts(honest)
-    own = []
-    for i, one in enumerate(reference):
-        own.append(_scores(verifier.replay(one)))
-        progress("honest requests scored", i + 1, len(reference))
-    made["honest"] = _figures(_joined(own))
-    made["verdict"] = _verdict(_joined(own), _joined(parts), false_positives)
+    if reference is not None:
+        own = _scored(reference, verifier, "honest requests scored", progress)
+        made["honest"] = _figures(_joined(own))
+        made["verdict"] = _verdict(own, parts, false_positives)
     return made
 
 
-def _scores(replay: Replay) -> dict[str, np.ndarray]:
-    return {name: value.double().numpy() for name, value in difr.token_scores(replay).items()}
+def _scored(
+    found: Sequence[Transcript], verifier: Verifier, what: str, progress: Progress
+) -> list[dict[str, np.ndarray]]:
+    out = []
+    for i, one in enumerate(found):
+        scores = difr.token_scores(verifier.replay(one))
+        out.append({name: value.double().numpy() for name, value in scores.items()})
+        progress(what, i + 1, len(found))
+    return out
 
 
 def _joined(parts: Sequence[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
@@ -283,18 +312,32 @@ def _figures(scores: dict[str, np.ndarray]) -> Made:
 
 
 def _verdict(
-    honest: dict[str, np.ndarray], other: dict[str, np.ndarray], level: float, draws: int = 2000
+    honest: Sequence[dict[str, np.ndarray]],
+    other: Sequence[dict[str, np.ndarray]],
+    level: float,
+    draws: int = 10_000,
 ) -> Made:
-    name = "margin" if "margin" in honest and "margin" in other else "mismatch"
-    pooling = clipping(honest[name])
-    a, b = (pooling(side[name]) for side in (honest, other))
-    size = min(len(b), len(a))
+    """A permutation test of whole requests: how often does a random division of them differ as much?
+
+    Tokens of one request share their text, so that requests are exchanged, not tokens.
+    """
+    name = "margin" if all("margin" in part for part in (*honest, *other)) else "mismatch"
+    pooling = clipping(np.concatenate([part[name] for part in (*honest, *other)]))
+    sums = np.array([[pooling(part[name]).sum(), len(part[name])] for part in (*honest, *other)])
+    n = len(honest)
+
+    def apart(order: np.ndarray) -> np.ndarray:
+        first, second = sums[order[..., :n]].sum(-2), sums[order[..., n:]].sum(-2)
+        return second[..., 0] / second[..., 1] - first[..., 0] / first[..., 1]
+
+    found = apart(np.arange(len(sums))[None])
     rng = np.random.default_rng(0)
-    # With replacement: an honest file of the same length gives honest batches of that length.
-    batches = np.array([a[rng.integers(0, len(a), size)].mean() for _ in range(draws)])
-    p = float((1 + (batches >= b.mean()).sum()) / (draws + 1))
+    orders = np.stack([rng.permutation(len(sums)) for _ in range(draws)])
+    p = float((1 + (apart(orders) >= found - 1e-12).sum()) / (draws + 1))
+    least = max(1 / (draws + 1), 1 / math.comb(len(sums), n))
+    means = [float(part[:, 0].sum() / part[:, 1].sum()) for part in (sums[:n], sums[n:])]
     return {
-        "diverges": p < level, "score": name, "mean": float(b.mean()), "honest_mean": float(a.mean()), "p": p,
+        "diverges": p < level, "score": name, "mean": means[1], "honest_mean": means[0], "p": p, "least_p": least,
         "clipped_at": pooling.top,
     }  # fmt: skip
 
@@ -302,13 +345,14 @@ def _verdict(
 def audit(
     folder: Path, *, model: str | None = None, dtype: str = "bfloat16", device: str = "auto", key: str | None = None,
     noise_sd: float = 0.1, threshold: float = 1e-3, rank_cutoff: int = 8, false_positives: float = 0.01,
-    ledger: Path | None = None, public_key: str | None = None, progress: Progress = silent,
+    suspicious: float = 0.005, ledger: Path | None = None, public_key: str | None = None, progress: Progress = silent,
 ) -> Made:  # fmt: skip
     """Look for smuggled data in a directory of transcript files (exfiltration paper, section 6, appendix F).
 
     Args:
         folder: of ``*.jsonl`` files. noise_sd, threshold, rank_cutoff: σ, τ and R of the three classes.
-        false_positives: share of dangerous tokens up to which a file is quiet, being what honest noise gives.
+        false_positives, suspicious: shares of dangerous and of suspicious tokens up to which a file is quiet, being
+            what honest noise gives. Without the second, bits pass among the suspicious (eval/LOG.md).
         ledger: a signed ledger in which every request has to stand; needs ``public_key``.
 
     Returns:
@@ -318,22 +362,25 @@ def audit(
     Raises:
         InputError: no such directory, no transcripts in it, or a ledger without a key.
     """
+    _check_settings(noise_sd, threshold, rank_cutoff, false_positives, suspicious)
+    if public_key is not None and ledger is None:
+        raise InputError("a public key is given, and no ledger that it is for")
     files = sorted(folder.glob("*.jsonl")) if folder.is_dir() else []
     files = [file for file in files if ledger is None or file.resolve() != ledger.resolve()]
     if not files:
         raise InputError(f"{folder} is no directory with transcript files (*.jsonl)")
     written, ledger_row = _ledger(ledger, public_key)
-    verifier: Verifier | None = None
     settings = {
         "noise_sd": noise_sd, "threshold": threshold, "rank_cutoff": rank_cutoff,
-        "false_positives": false_positives,
+        "false_positives": false_positives, "suspicious": suspicious,
     }  # fmt: skip
+    verifier = _verifier([], model, dtype, device, key)
     rows = []
     for i, file in enumerate(files):
         try:
             found = read_transcripts(file)
-            if verifier is None:
-                verifier = _verifier(found, model, dtype, device, key)
+            if model is None and any(one.model != BUILTIN for one in found):
+                raise InputError(f"claims another model than {BUILTIN!r}, against which it would be verified")
             rows.append({"file": file.name, **_audited(found, verifier, settings, written)})
         except InputError as error:
             rows.append({"file": file.name, "class": QUARANTINE, "reasons": [str(error)], "tokens": None})
@@ -358,62 +405,76 @@ def _ledger(ledger: Path | None, public_key: str | None) -> tuple[set[bytes] | N
     return entries, {"valid": verdict.valid, "reason": verdict.reason, "records": verdict.records}
 
 
+def _check_settings(noise_sd: float, threshold: float, rank_cutoff: int, *shares: float) -> None:
+    if not 0 < noise_sd < math.inf or not 0 < threshold < 1 or not 0 <= rank_cutoff <= 2**31:
+        raise InputError(
+            f"sigma {noise_sd}, tau {threshold}, rank {rank_cutoff}: above 0, between 0 and 1, and from 0"
+        )
+    if not all(0 < share < 1 for share in shares):
+        raise InputError("shares of dangerous and suspicious tokens are between 0 and 1")
+
+
 def _audited(
     found: Sequence[Transcript], verifier: Verifier, settings: Made, written: set[bytes] | None
 ) -> Made:
     counts = np.zeros(3, dtype=int)
-    bits, quiet_bits = 0.0, 0.0
+    bits, safe_bits = 0.0, 0.0
     reasons: list[str] = []
     flagged = 0
     for one in found:
         risks, carried, admissible = _risks(verifier.replay(one), settings)
         counts += np.bincount(risks.numpy(), minlength=3)
-        bits, quiet_bits = bits + float(carried.sum()), quiet_bits + float(admissible.sum())
+        bits, safe_bits = bits + float(carried.sum()), safe_bits + float(admissible.sum())
         flagged += _looks_like_data(one, verifier.model)
         if written is not None and canonical(one.to_json()) not in written:
             reasons.append(f"request {one.id!r} does not stand in the ledger")
     tokens = int(counts.sum())
-    dangerous = counts[Risk.DANGEROUS] / tokens
-    # One dangerous token more than honest noise explains at 99 %: a short file is not quarantined for one.
-    limit = settings["false_positives"]
-    allowed = limit + 2.33 * math.sqrt(limit * (1 - limit) / tokens)
-    if dangerous > allowed:
-        reasons.append(f"{dangerous:.2%} of tokens are dangerous; honest noise gives up to {allowed:.2%}")
-    level = QUARANTINE if reasons else QUIET
+    hints = []
+    for risk, limit in (
+        (Risk.DANGEROUS, settings["false_positives"]),
+        (Risk.SUSPICIOUS, settings["suspicious"]),
+    ):
+        share = counts[risk] / tokens
+        # More than honest noise explains at 99 %: a short file is not quarantined for one token.
+        allowed = limit + 2.33 * math.sqrt(limit * (1 - limit) / tokens)
+        told = f"{share:.2%} of tokens are {risk.name.lower()}; honest noise gives up to {allowed:.2%}"
+        if share > allowed:
+            reasons.append(told)
+        elif share > limit:
+            hints.append(told)
     if flagged:
-        reasons.append(f"{flagged} answers look like encoded data")
-        level = QUARANTINE if level == QUARANTINE else REVIEW
-    if level == QUIET and dangerous > limit:
-        level, reasons = REVIEW, [f"{dangerous:.2%} of tokens are dangerous, above {limit:.2%}"]
+        hints.append(f"{flagged} answers look like encoded data")
+    level = QUARANTINE if reasons else REVIEW if hints else QUIET
     return {
-        "class": level, "reasons": reasons, "tokens": tokens, "safe": int(counts[Risk.SAFE]),
+        "class": level, "reasons": [*reasons, *hints], "tokens": tokens, "safe": int(counts[Risk.SAFE]),
         "suspicious": int(counts[Risk.SUSPICIOUS]), "dangerous": int(counts[Risk.DANGEROUS]),
-        "bits_per_token": bits / tokens, "safe_bits_per_token": quiet_bits / tokens,
+        "bits_per_token": bits / tokens, "safe_bits_per_token": safe_bits / tokens,
         "slowdown": theory.slowdown(bits / tokens, verifier.model.vocabulary),
     }  # fmt: skip
 
 
 def _risks(replay: Replay, settings: Made) -> tuple[Tensor, Tensor, Tensor]:
-    """Classes of a request's tokens, the bits that each can have carried, and those of its admissible set."""
+    """Classes of a request's tokens, the bits that each can have carried, and those of its admissible set.
+
+    Who sent a token that is not dangerous had the admissible ones and those of the first R ranks to choose from, even
+    where the one sent is safe; a dangerous one may be any of the vocabulary.
+    """
     if replay.uniform is not None:
         raise InputError("audits are for Gumbel-max and greedy sampling")
     gumbel = torch.zeros_like(replay.logits) if replay.gumbel is None else replay.gumbel
+    draws = torch.Generator().manual_seed(0)
     positions = gumbel_positions(
-        replay.logits,
-        gumbel,
-        replay.sampling,
-        noise_sd=settings["noise_sd"],
-        generator=torch.Generator().manual_seed(0),
+        replay.logits, gumbel, replay.sampling, noise_sd=settings["noise_sd"], generator=draws
     )
     threshold = math.log(settings["threshold"])
-    sizes = positions.admissible(threshold)
-    safe = sizes.gather(1, replay.tokens[:, None])[:, 0]
+    admitted = positions.admissible(threshold)
+    safe = admitted.gather(1, replay.tokens[:, None])[:, 0]
     ranks = difr.rank(replay).long()
-    scores = torch.where(safe, 0.0, -torch.inf)
-    risks = classify(scores, ranks, threshold, settings["rank_cutoff"])
-    counts = sizes.sum(1)
-    carried = extractable_bits(risks, counts, settings["rank_cutoff"], replay.logits.shape[1])
-    return risks, carried, counts.clamp(min=1).double().log2()
+    risks = classify(torch.where(safe, 0.0, -torch.inf), ranks, threshold, settings["rank_cutoff"])
+    leading = replay.logits.topk(min(settings["rank_cutoff"], replay.logits.shape[1]), dim=1).indices
+    choices = admitted.scatter(1, leading, True).sum(1).clamp(min=1)
+    choices = torch.where(risks == Risk.DANGEROUS, replay.logits.shape[1], choices)
+    return risks, choices.double().log2(), admitted.sum(1).clamp(min=1).double().log2()
 
 
 def _looks_like_data(one: Transcript, model: WholeModel) -> bool:
@@ -428,11 +489,11 @@ def record(path: Path, ledger: Path, key_file: Path) -> Made:
     Raises:
         InputError: something cannot be read or written, or the ledger is not valid.
     """
+    found = read_transcripts(path)
     if not key_file.exists():
         create_key(key_file)
     key = read_key(key_file)
     book = Ledger.open(ledger, key) if ledger.exists() else Ledger.create(ledger, key)
-    found = read_transcripts(path)
     for one in found:
         book.append(one.to_json())
     return {

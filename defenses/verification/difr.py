@@ -70,6 +70,11 @@ class Verifier:
         Raises:
             InputError: tokens outside the vocabulary, or too many for the model.
         """
+        if transcript.modes is not None:
+            raise InputError(
+                f"request {transcript.id!r} was decoded speculatively: its random numbers are drawn in another order, "
+                "and its draft model is needed (defenses.verification.speculative)"
+            )
         transcript.check_vocabulary(self.model.vocabulary)
         everything = (*transcript.prompt, *transcript.output)
         limit = getattr(self.model.model.config, "max_position_embeddings", None)

@@ -56,6 +56,15 @@ class Variant:
     bug: int = 0
     rate: float = 0.01
 
+    def __post_init__(self) -> None:
+        for name, least in (("batch", 1), ("threads", 1), ("layers", 1), ("bug", 0)):
+            if (value := getattr(self, name)) is not None and value < least:
+                raise InputError(f"provider: {name} is {value}; a whole number from {least}")
+        if self.cache not in (0, 1) or not 0 <= self.rate <= 1:
+            raise InputError(f"provider: cache is {self.cache} (0 or 1), rate is {self.rate} (from 0 to 1)")
+        if self.kv is not None and not self.cache:
+            raise InputError("provider: kv says how a cache rounds, and cache=0 leaves the cache out")
+
     @classmethod
     def parse(cls, text: str) -> Variant:
         """Read a variant.
@@ -185,6 +194,8 @@ class Provider:
         self.noise = noise
         self.whole = variant.load(model, dtype, device)
         self.system = () if variant.system is None else tuple(self._tokenize(variant.system))
+        if variant.bug > self.whole.vocabulary:
+            raise InputError(f"provider: the {variant.bug} likeliest of {self.whole.vocabulary} tokens")
 
     def _tokenize(self, text: str) -> list[int]:
         if self.whole.tokenizer is None:
@@ -208,6 +219,11 @@ class Provider:
     def _batch(self, requests: Sequence[Request]) -> Iterator[Answer]:
         prompts = [(*self.system, *request.prompt) for request in requests]
         longest = max(map(len, prompts))
+        limit = getattr(self.whole.model.config, "max_position_embeddings", None)
+        if isinstance(limit, int) and longest + self.new_tokens > limit:
+            raise InputError(
+                f"a prompt of {longest} tokens and {self.new_tokens} new ones; the model takes {limit} together"
+            )
         padded = torch.tensor([[p[0]] * (longest - len(p)) + list(p) for p in prompts])
         mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
         drawers = [self._drawer(request) for request in requests]

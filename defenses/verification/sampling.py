@@ -18,6 +18,10 @@ from torch import Tensor
 
 from hiddenlab.errors import InputError
 
+TEMPERATURES = (
+    0.01,
+    100.0,
+)  # beyond them float32 logits over the temperature lose their order, or all difference
 METHODS = ("gumbel", "ipt", "greedy")
 
 
@@ -43,12 +47,15 @@ class Sampling:
     def __post_init__(self) -> None:
         if self.method not in METHODS:
             raise InputError(f"sampling method {self.method!r}: one of {', '.join(METHODS)}")
-        if not 0 <= self.temperature < float("inf"):
-            raise InputError(f"temperature {self.temperature}: a number from 0")
+        if not (self.temperature == 0 or TEMPERATURES[0] <= self.temperature <= TEMPERATURES[1]):
+            low, high = TEMPERATURES
+            raise InputError(f"temperature {self.temperature}: 0, or from {low:g} to {high:g}")
         if self.top_k < 0:
             raise InputError(f"top_k {self.top_k}: a whole number from 0 (0: all tokens)")
         if not 0 < self.top_p <= 1:
             raise InputError(f"top_p {self.top_p}: above 0, at most 1")
+        if not -(2**63) <= self.seed < 2**63:
+            raise InputError(f"seed {self.seed}: a whole number of 64 bits")
 
     @property
     def greedy(self) -> bool:

@@ -35,7 +35,7 @@ class Numbers:
 
 
 class Positions:
-    """Random numbers by output position, each drawn once. Only for noise that does not depend on tokens."""
+    """Random numbers by output position, each drawn once; they do not depend on tokens."""
 
     def __init__(self, noise: Noise, width: int) -> None:
         self._noise = noise
@@ -44,9 +44,11 @@ class Positions:
 
     def __getitem__(self, place: int) -> Numbers:
         while len(self._drawn) <= place:
-            draft = self._noise.gumbel(self._width, ())
-            uniform = self._noise.uniform(())
-            self._drawn.append(Numbers(draft, uniform, self._noise.gumbel(self._width, ())))
+            # Hashed noise depends on what stands before; here that is the place and the use, not tokens.
+            now = len(self._drawn)
+            draft = self._noise.gumbel(self._width, (now, 0))
+            uniform = self._noise.uniform((now, 1))
+            self._drawn.append(Numbers(draft, uniform, self._noise.gumbel(self._width, (now, 2))))
         return self._drawn[place]
 
 

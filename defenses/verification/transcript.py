@@ -16,6 +16,7 @@ from torch import Tensor
 
 from defenses.verification.sampling import Sampling
 from hiddenlab.errors import HiddenlabError, InputError
+from hiddenlab.lens import Projection
 
 FORMAT = 1
 Mode = Literal["accept", "reject", "bonus"]
@@ -37,6 +38,11 @@ class Fingerprint:
     kind: str
     dtype: str
     data: str
+
+    def __post_init__(self) -> None:
+        Projection(self.count, self.seed, self.kind)  # says what is wrong with them
+        if not 1 <= self.every < 2**31:
+            raise InputError(f"a fingerprint of every {self.every} tokens: a whole number from 1")
 
     @classmethod
     def of(
@@ -124,7 +130,11 @@ class Transcript:
         Raises:
             InputError: a field is missing, unknown, or of another kind.
         """
-        if not isinstance(value, Mapping) or value.get("format") != FORMAT:
+        if (
+            not isinstance(value, Mapping)
+            or type(value.get("format")) is not int
+            or value["format"] != FORMAT
+        ):
             raise InputError(f"not a transcript of format {FORMAT}")
         known = {f.name for f in fields(cls)} | {"format"}
         if extra := sorted(set(value) - known):
@@ -132,7 +142,7 @@ class Transcript:
         sampling = _record(Sampling, value.get("sampling"), "sampling", needed=("seed",))
         print_ = value.get("fingerprint")
         modes = value.get("modes")
-        if modes is not None and not (isinstance(modes, list) and set(modes) <= set(get_args(Mode))):
+        if modes is not None and not (isinstance(modes, list) and all(m in get_args(Mode) for m in modes)):
             raise InputError(f"modes: a list of {', '.join(get_args(Mode))}")
         proofs = value.get("proofs")
         if proofs is not None and not (isinstance(proofs, list) and all(isinstance(p, str) for p in proofs)):
@@ -146,9 +156,10 @@ class Transcript:
 
 
 def _text(value: Mapping[str, Any], name: str) -> str:
-    if not isinstance(value.get(name), str):
-        raise InputError(f"{name}: a text is missing")
-    return str(value[name])
+    found = value.get(name)
+    if not isinstance(found, str) or not found.isprintable():
+        raise InputError(f"{name}: a text of one line is missing")
+    return found
 
 
 def _tokens(value: Mapping[str, Any], name: str) -> tuple[int, ...]:
@@ -175,7 +186,10 @@ def _record(kind: type, value: Any, name: str, needed: Sequence[str] | None = No
             raise InputError(f"{name}: {field} is {found!r}")
         if isinstance(found, str) and types[field] in ("int", "float"):
             raise InputError(f"{name}: {field} is {found!r}, not a number")
-        out[field] = float(found) if number else found
+        try:
+            out[field] = float(found) if number else found
+        except OverflowError:
+            raise InputError(f"{name}: {field} is too large") from None
     return kind(**out)
 
 
@@ -238,7 +252,7 @@ def from_openai(path: Path, model: str, tokenizer: Any) -> list[Transcript]:
     Raises:
         InputError: a line is something else, or was not greedy (only a greedy answer needs no seed).
     """
-    out = []
+    out: list[Transcript] = []
     for place, line in _lines(path):
         try:
             value = json.loads(line)
@@ -253,14 +267,16 @@ def from_openai(path: Path, model: str, tokenizer: Any) -> list[Transcript]:
             else:
                 prompt = tokenizer(request["prompt"])["input_ids"]
             output = tokenizer(text, add_special_tokens=False)["input_ids"]
-        except (ValueError, KeyError, IndexError, TypeError) as error:
+            name = str(response.get("id", place))
+        except Exception as error:  # templates fail in their own ways
             raise InputError(f"{path}, line {place}: no request with its response ({error!r})") from None
         if temperature != 0:
             raise InputError(
                 f"{path}, line {place}: temperature {temperature}; only greedy answers (temperature 0) can be replayed "
                 "without the provider's seed"
             )
-        name = str(response.get("id", place))
+        if name in {one.id for one in out} or not prompt or not output:
+            raise InputError(f"{path}, line {place}: an empty prompt or answer, or an id that stands twice")
         greedy = Sampling(method="greedy", temperature=0.0)
         out.append(Transcript(name, model, tuple(prompt), tuple(output), greedy))
     if not out:

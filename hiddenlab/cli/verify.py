@@ -167,6 +167,10 @@ def commit(
 def check(
     file: FileArg,
     model: o.ModelOpt = None,
+    fingerprint: CountOpt = 0,
+    every: EveryOpt = 1,
+    projection: KindOpt = "orthogonal",
+    projection_seed: ProjectionSeedOpt = 0,
     largest_distance: Annotated[
         float,
         Option("--largest-distance", metavar="D", min=0.0, help="Of a fingerprint, relative to its size."),
@@ -176,13 +180,13 @@ def check(
     threads: o.ThreadsOpt = None,
     json: o.JsonOpt = False,
 ) -> None:
-    """Check proofs and fingerprints against a recomputation; exit code 1 where one is rejected."""
+    """Check proofs, and fingerprints as agreed on; exit code 1 where a request is rejected or has nothing to check."""
     found = _run(
         "check", json, threads, path=file, model=model, dtype=dtype, device=device,
-        largest_distance=largest_distance,
+        lens=_lens(fingerprint, projection_seed, projection), every=every, largest_distance=largest_distance,
     )  # fmt: skip
     print_json(found) if json else _show(found, "checked", "requests")
-    if found["counts"]["rejected"]:
+    if found["counts"]["valid"] < len(found["requests"]):
         raise typer.Exit(REJECTED)
 
 
@@ -222,6 +226,9 @@ def audit(
         int, Option("--rank", metavar="R", min=0, help="Up to this rank it is only suspicious.")
     ] = 8,
     false_positives: FalseOpt = 0.01,
+    suspicious: Annotated[
+        float, Option("--suspicious", metavar="RATE", help="Share of honest tokens that is suspicious.")
+    ] = 0.005,
     ledger: Annotated[
         Path | None,
         Option("--ledger", metavar="FILE", help="Signed ledger in which every request has to stand."),
@@ -238,7 +245,7 @@ def audit(
     """Classify files of transcripts: quiet, review or quarantine, and the bits a token that could have been sent."""
     found = _run(
         "audit", json, threads, folder=folder, model=model, dtype=dtype, device=device, noise_sd=sigma, threshold=tau,
-        rank_cutoff=rank, false_positives=false_positives, ledger=ledger, public_key=public_key,
+        rank_cutoff=rank, false_positives=false_positives, suspicious=suspicious, ledger=ledger, public_key=public_key,
         key=_key(noise_key_env),
     )  # fmt: skip
     if json:
