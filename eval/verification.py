@@ -18,7 +18,7 @@ OTHERS = (
 )  # fmt: skip
 WINDOW = 32  # tokens that DiFR's comparison of costs looks at
 METHODS = ("Activation-DiFR", "TOPLOC")
-RANKED = 40  # requests of the rank-uniformity test
+RANKED = 20  # requests of the rank-uniformity test
 SIZES = (1, 4, 10, 30, 100, 300, 1000, 3000)
 FEW = (1, 2, 4, 8, 16, 32)
 ANOTHER = (
