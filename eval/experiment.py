@@ -111,6 +111,7 @@ class Experiment:
         figures: names of figures with their labels, in order. notes: what is comparable with the paper, and what not.
         fold: makes the rows of the table from those of the cells, where a row is not a cell. over: a key with numbers
             over which the picture shows every figure; without one it shows the first figure by row or layer.
+        curves: what the numbers at the end of figures' names are, if the picture shows figures over them.
     """
 
     title: str
@@ -119,6 +120,7 @@ class Experiment:
     notes: Sequence[str] = ()
     fold: Callable[[list[dict[str, Any]]], list[dict[str, Any]]] | None = None
     over: str | None = None
+    curves: str | None = None
 
 
 def attack_cell(
@@ -189,6 +191,7 @@ def conduct(
         "rows": rows if experiment.fold is None else experiment.fold(rows),
         "notes": list(experiment.notes),
         "over": experiment.over,
+        "curves": experiment.curves,
         "command": shlex.join(describe_environment()["command"]),
     }
     _write(home / f"{name}.json", json.dumps(finite(table), ensure_ascii=False, indent=1) + "\n")

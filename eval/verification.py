@@ -30,6 +30,7 @@ SPLIT_NOTE = (
     "and pooling chosen on one half of the tokens, judged on the other. Brackets: least and most of five divisions. "
     "Where a provider diverges less than the honest ones it counts as 0.5."
 )
+CURVES = "tokens in a batch; AUC up to 1 % false positives"
 TOKEN_SCORES = {
     "margin": "Token-DiFR (margin)", "likelihood": "Token-DiFR (likelihood)", "mismatch": "exact match",
     "cross_entropy": "cross-entropy",
@@ -85,6 +86,7 @@ def detection(setting: Setting, providers: str = "", turns: int = 2, new_tokens:
             ANOTHER,
             f"Honest: {', '.join(HONEST)}, less the one under test. Batch 7 is honest itself.",
         ],
+        curves=CURVES,
     )
 
 
@@ -97,6 +99,7 @@ def activations(setting: Setting, providers: str = "", turns: int = 2, new_token
         {f"auc_{n}": f"{n} tokens" for n in FEW},
         [SPLIT_NOTE, ANOTHER, "Fingerprints of the state after the final norm, sent in bfloat16: 2k bytes a token. "
          "TOPLOC's score is how many of the values disagree in exponent or sign."],
+        curves=CURVES,
     )  # fmt: skip
 
 
@@ -136,16 +139,14 @@ def _by_bytes(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         for name, figure in row["figures"].items():
             tokens = int(name.removeprefix("auc_"))
             points[method].append((size * tokens / WINDOW, figure["value"], figure, {**row, "paper": {}}))
-    out = []
+    out: dict[float, dict[str, Any]] = {}
     for method, found in points.items():
         best = set(frontier([(cost, value) for cost, value, _, _ in found]))
-        for cost, value, figure, row in sorted(found, key=lambda point: point[0]):
+        for cost, value, figure, row in found:
             if (cost, value) in best:
-                best.discard((cost, value))
-                out.append(
-                    {**row, "keys": {"bytes a token": cost, "method": method}, "figures": {method: figure}}
-                )
-    return out
+                one = out.setdefault(cost, {**row, "keys": {"bytes a token": cost}, "figures": {}})
+                one["figures"].setdefault(method, figure)
+    return [out[cost] for cost in sorted(out)]
 
 
 def providers(setting: Setting, providers: str = "", turns: int = 2, new_tokens: int = 100) -> Experiment:

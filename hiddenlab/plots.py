@@ -53,8 +53,9 @@ def draw(runs: "Sequence[Run]", out: Path) -> list[Path]:
 def draw_table(table: Mapping[str, Any], out: Path) -> Path | None:
     """Draw an experiment's table with its intervals.
 
-    Every figure over the key that the table names, if it names one (``over``); else its first figure, as lines over
-    layers where it has several, or a bar a row with the paper's figure beside it. None where nothing was measured.
+    Every figure over the key that the table names, if it names one (``over``); figures as curves over the numbers in
+    their names, where the table says so (``curves``); else its first figure, as lines over layers where it has several,
+    or a bar a row with the paper's figure beside it. None where nothing was measured.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -63,6 +64,10 @@ def draw_table(table: Mapping[str, Any], out: Path) -> Path | None:
     names = [name for name in table["figures"] if any(_value(row, name) is not None for row in rows)]
     if not names:
         return None
+    path = out / f"{table['experiment']}.png"
+    if table.get("curves"):
+        _curves(rows, names, table).savefig(path, dpi=130)
+        return path
     name = names[0]
     layers = sorted({row["keys"]["layer"] for row in rows if isinstance(row["keys"].get("layer"), int)})
     over_layers = len(layers) > 1 and all("layer" in row["keys"] for row in rows)
@@ -86,9 +91,43 @@ def draw_table(table: Mapping[str, Any], out: Path) -> Path | None:
         drawing.legend(handles, texts, loc="outside lower center", ncols=columns, frameon=False)
     axis.set_title(table["title"], loc="left", fontsize=11, pad=18 if over else None)
     axis.spines[["top", "right"]].set_visible(False)
-    path = out / f"{table['experiment']}.png"
     drawing.savefig(path, dpi=130)
     return path
+
+
+def _curves(rows: Sequence[Mapping[str, Any]], names: Sequence[str], table: Mapping[str, Any]) -> Any:
+    """A panel for each value of the first key, in it a line for each of the second, over the numbers in names."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    first, second = list(rows[0]["keys"])[:2]
+    panels = list(dict.fromkeys(str(row["keys"][first]) for row in rows))
+    lines = list(dict.fromkeys(str(row["keys"][second]) for row in rows))
+    columns = min(3, len(panels))
+    height = -(-len(panels) // columns)
+    drawing = Figure(
+        figsize=(3.4 * columns, 0.9 + 2.3 * height + 0.22 * -(-len(lines) // 3)), layout="constrained"
+    )
+    FigureCanvasAgg(drawing)
+    drawing.suptitle(f"{table['title']}\nover {table['curves']}", x=0.01, ha="left", fontsize=11)
+    axes = drawing.subplots(height, columns, sharex=True, sharey=True, squeeze=False).ravel()
+    for axis in axes[len(panels) :]:
+        axis.set_visible(False)
+    for axis, panel in zip(axes, panels, strict=False):
+        for row in (row for row in rows if str(row["keys"][first]) == panel):
+            own = [name for name in names if _value(row, name) is not None]
+            n = lines.index(str(row["keys"][second]))
+            axis.plot(
+                [float(name.rpartition("_")[2]) for name in own], [_value(row, name) for name in own],
+                label=lines[n], linewidth=1.1, markersize=3.5, **_style(n),
+            )  # fmt: skip
+        axis.set_xscale("log")
+        axis.set_title(panel if len(panel) <= 40 else f"{panel[:39]}…", loc="left", fontsize=8)
+        axis.grid(color="#e3e5e8", linewidth=0.8)
+        axis.spines[["top", "right"]].set_visible(False)
+    handles, texts = axes[0].get_legend_handles_labels()
+    drawing.legend(handles, texts, loc="outside lower center", ncols=3, frameon=False, fontsize=8)
+    return drawing
 
 
 def _over_layers(
@@ -143,16 +182,17 @@ def _over_key(axis: Any, rows: Sequence[Mapping[str, Any]], over: str, figures: 
         spread = [x + 2 * _aside(n, len(figures), 0.6) for x, _ in own]
         axis.errorbar(spread, values, errors, label=label, linestyle="", markersize=5, capsize=2, **_style(n))
     names = [key for key in rows[0]["keys"] if key != over]
-    axis.set_xticks(places, ["\n".join(str(row["keys"][key]) for key in names) for row in rows], fontsize=8)
+    told = ["\n".join(str(row["keys"][key]) for key in names) or f"{row['keys'][over]:g}" for row in rows]
+    axis.set_xticks(places, told, fontsize=8)
     groups: dict[float, list[float]] = {}
     for x, row in zip(places, rows, strict=True):
         groups.setdefault(float(row["keys"][over]), []).append(x)
-    for value, group in groups.items():
+    for value, group in groups.items() if names else ():
         axis.annotate(
             f"{value:g}", (sum(group) / len(group), 1.0), xycoords=("data", "axes fraction"), xytext=(0, 3),
             textcoords="offset points", ha="center", fontsize=8,
         )  # fmt: skip
-    axis.set_xlabel(f"{', '.join(names)}, from above; over the plot: {over}")
+    axis.set_xlabel(f"{', '.join(names)}, from above; over the plot: {over}" if names else over)
     axis.set_ylim(bottom=min(0.0, axis.get_ylim()[0]))
     axis.grid(axis="y", color="#e3e5e8", linewidth=0.8)
 

@@ -213,3 +213,24 @@ def test_visible_text_holds_no_controls() -> None:
     assert shown.endswith("é漢")
     assert visible("a\tb\n") == "a⇥b↵"
     assert json.loads(json.dumps(shown)) == shown
+
+
+def test_curves_are_panels_by_the_first_key(tmp_path: Path) -> None:
+    from hiddenlab.plots import _curves, draw_table
+
+    def row(provider: str, score: str, **values: float) -> dict[str, Any]:
+        figures = {name: {"value": v, "low": v, "high": v, "n": 5} for name, v in values.items()}
+        return {
+            "keys": {"provider": provider, "score": score},
+            "figures": figures,
+            "paper": {},
+            "status": "measured",
+        }
+
+    rows = [row("a", "x", auc_1=0.5, auc_30=0.9), row("a", "y", auc_1=0.5), row("b", "x", auc_30=0.7)]
+    made = table("c", figures={"auc_1": "1", "auc_30": "30"}, rows=rows, curves="tokens")
+    assert (path := draw_table(made, tmp_path)) is not None and path.stat().st_size > 1000
+    first, second = _curves(rows, ["auc_1", "auc_30"], made).axes
+    assert [list(line.get_xdata()) for line in first.lines] == [[1.0, 30.0], [1.0]]
+    assert [line.get_label() for line in first.lines] == ["x", "y"]
+    assert list(second.lines[0].get_ydata()) == [0.7]

@@ -119,7 +119,9 @@ def test_a_frontier_of_bytes_keeps_what_nothing_cheaper_beats(spec: dict[str, An
         [row("Activation-DiFR, k = 1", 0.0), row("Activation-DiFR, k = 4", 0.1), row("cross-entropy", 0.4)]
     )
     costs = [one["keys"]["bytes a token"] for one in rows]
-    found = [one["figures"]["Activation-DiFR"]["value"] for one in rows]
+    found = [
+        one["figures"]["Activation-DiFR"]["value"] for one in rows if "Activation-DiFR" in one["figures"]
+    ]
     assert costs == sorted(costs) and found == sorted(found) and len(set(found)) == len(found)
     assert costs[0] == 2 / 32 and found[-1] == 1.0
 
