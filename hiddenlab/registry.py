@@ -119,6 +119,7 @@ BUILTINS: dict[str, dict[str, str]] = {
         "score": "defenses.verification.command:score",
         "audit": "defenses.verification.command:audit",
         "record": "defenses.verification.command:record",
+        "import": "defenses.verification.command:import_openai",
         "bounds": "defenses.verification.command:bounds",
         "sampling-rate": "defenses.verification.command:sampling_rate",
     },

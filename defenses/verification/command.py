@@ -26,7 +26,13 @@ from defenses.verification.records import canonical, lines, parsed
 from defenses.verification.risk import classify
 from defenses.verification.sampling import HashedNoise, Noise, Sampling, StreamNoise
 from defenses.verification.signing import LedgerError, create_key, public, read_key
-from defenses.verification.transcript import Fingerprint, Transcript, read_transcripts, write_transcripts
+from defenses.verification.transcript import (
+    Fingerprint,
+    Transcript,
+    from_openai,
+    read_transcripts,
+    write_transcripts,
+)
 from defenses.verification.whole import WholeModel, load_whole
 from hiddenlab.core import Progress, silent
 from hiddenlab.errors import InputError
@@ -501,6 +507,22 @@ def record(path: Path, ledger: Path, key_file: Path) -> Made:
         "public_key": public(key),
         "checkpoint": vars(book.checkpoint()),
     }  # fmt: skip
+
+
+def import_openai(path: Path, out: Path, model: str = BUILTIN) -> Made:
+    """Turn OpenAI-style requests and answers at temperature 0 into a transcript file (DiFR, appendix D).
+
+    Raises:
+        InputError: a line is something else, the model has no tokenizer, or ``out`` exists.
+    """
+    if out.exists():
+        raise InputError(f"{out} exists; name another file")
+    tokenizer = load_tokenizer(resolve_model(model))
+    if tokenizer is None:
+        raise InputError(f"{model} has no tokenizer to read the texts with")
+    found = from_openai(path, model, tokenizer)
+    write_transcripts(out, found)
+    return {"format": FORMAT, "file": str(out), "model": model, "requests": len(found)}
 
 
 def bounds(

@@ -253,7 +253,8 @@ def audit(
     else:
         reasons = [(file["file"], file.pop("reasons")) for file in found["files"]]
         for file in found["files"]:
-            file.pop("safe_bits_per_token", None)
+            file.pop("safe", None)
+            file.pop("slowdown", None)
         _show(found, "audit", "files")
         for name, why in reasons:
             if why:
@@ -272,6 +273,18 @@ def record(
     """Append transcripts to a hash-chained, signed ledger."""
     found = registry.resolve("verify", "record")(path=file, ledger=ledger, key_file=key)
     print_json(found) if json else _show(found, "recorded")
+
+
+@app.command("import")
+def import_(
+    file: Annotated[Path, Argument(metavar="FILE", help='Lines of {"request": …, "response": …}.')],
+    out: OutArg,
+    model: o.ModelOpt = None,
+    json: o.JsonOpt = False,
+) -> None:
+    """Turn OpenAI-style requests and answers at temperature 0 into transcripts, for 'score'."""
+    found = registry.resolve("verify", "import")(path=file, out=out, model=model or "builtin")
+    print_json(found) if json else _show(found, "imported")
 
 
 @app.command("bounds")
