@@ -117,7 +117,7 @@ BUILTINS: dict[str, dict[str, str]] = {
         "commit": "defenses.verification.command:commit",
         "check": "defenses.verification.command:check",
         "score": "defenses.verification.command:score",
-        "audit": "defenses.verification.command:audit",
+        "audit": "defenses.verification.audit:audit",
         "record": "defenses.verification.command:record",
         "import": "defenses.verification.command:import_openai",
         "bounds": "defenses.verification.command:bounds",

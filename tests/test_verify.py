@@ -98,6 +98,7 @@ TAMPERED: dict[str, Change] = {
     "an output token": lambda one: one["output"].__setitem__(5, (one["output"][5] + 1) % 256),
     "a prompt token": lambda one: one["prompt"].__setitem__(2, (one["prompt"][2] + 1) % 256),
     "no proof": lambda one: one["proofs"].pop(),
+    "an empty list of proofs": lambda one: one["proofs"].clear(),
     "one proof more": lambda one: one["proofs"].append(one["proofs"][0]),
     "proofs in another order": lambda one: one["proofs"].reverse(),
     "no base64": lambda one: one["proofs"].__setitem__(0, "%%"),

@@ -5,8 +5,7 @@ Scores grow with divergence. All of a request's positions are scored from one pr
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -254,9 +253,3 @@ def rows_every(rows: Float[Tensor, "n d"], every: int) -> Float[Tensor, "m d"]:
     if every < 1:
         raise InputError(f"every {every}: a whole number from 1")
     return rows[::every]
-
-
-def bytes_per_token(count: int, every: int, itemsize: int, tokens: Sequence[int]) -> float:
-    """Bytes of fingerprints over output tokens, for requests of so many tokens each."""
-    sent = sum(math.ceil(n / every) * count * itemsize for n in tokens)
-    return sent / sum(tokens)
