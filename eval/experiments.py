@@ -3,7 +3,7 @@
 The defaults fit a laptop; ``--scale paper`` asks for the paper's texts and numbers of prompts.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from eval import paper
@@ -225,16 +225,18 @@ def table_22(setting: Setting) -> Experiment:
 
 
 def _utility(setting: Setting) -> list[Cell]:
+    return [utility_cell(setting, method, {"defense": method}) for method in ("identity", *paper.METHODS)]
+
+
+def utility_cell(setting: Setting, method: str, keys: Mapping[str, Any]) -> Cell:
+    """What a method costs the model itself, with the paper's LiveBench where the paper has the method."""
     source = setting.source(limit=100, max_tokens=200)
-    return [
-        Cell(
-            "utility",
-            {**setting.where(), **source, "defense": [] if method == "identity" else [method]},
-            {"defense": method},
-            {"LiveBench": paper.LIVEBENCH[method]},
-        )
-        for method in ("identity", *paper.METHODS)
-    ]
+    return Cell(
+        "utility",
+        {**setting.where(), **source, "defense": [] if method == "identity" else [method]},
+        keys,
+        {"LiveBench": paper.LIVEBENCH[method]} if method in paper.LIVEBENCH else {},
+    )
 
 
 def _livebench(setting: Setting) -> list[Cell]:

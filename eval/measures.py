@@ -67,6 +67,8 @@ def figures_of(samples: Sequence[Sample]) -> Figures:
     }
     for name in ("token_accuracy", "rouge_l", "bleu"):
         out[name] = mean([sample[name] for sample in done])
+    if all("token_bag" in sample for sample in done):  # records of older versions lack it
+        out["token_bag"] = mean([sample["token_bag"] for sample in done])
     if all(sample["prefill_seconds"] for sample in done):
         seconds, prefills = ([sample[name] for sample in done] for name in ("seconds", "prefill_seconds"))
         out["attack_over_prefill"] = ratio(seconds, prefills)
@@ -120,6 +122,20 @@ def utility(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> 
             "top1_agreement": ratio(agreed, counts),
         }
     )
+
+
+def embedding(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> Figures:
+    """The standard deviation of all coordinates of the vocabulary's input embeddings, as the model's module gives them.
+
+    It is the unit in which noise on embeddings is strong or weak. No interval: it is of the whole vocabulary.
+
+    Args:
+        spec: ``model``.
+    """
+    slice = load_slice(spec["model"], 0, stream="embed", device="cpu")
+    table = slice.embed(torch.arange(slice.vocab_size))
+    deviation = float(table.float().std(correction=0))
+    return as_figures({"embedding_deviation": Estimate(deviation, deviation, deviation, len(table))})
 
 
 def bench(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> Figures:

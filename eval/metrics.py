@@ -1,5 +1,6 @@
 """How near a recovered prompt is to the true one, as text and as tokens."""
 
+from collections import Counter
 from collections.abc import Sequence
 from functools import cache
 from typing import Any, TypedDict
@@ -10,6 +11,7 @@ class TextScore(TypedDict):
 
     exact: bool
     token_accuracy: float
+    token_bag: float
     rouge_l: float
     bleu: float
 
@@ -21,10 +23,12 @@ def score_text(
 
     ``exact`` is equality of the token ids. ``token_accuracy`` is the share of the truth's positions that hold
     the right token, so that a recovery that is too short loses what is missing and one shifted by a token
-    loses nearly all. ``rouge_l`` is ROUGE-L's F1 (rouge-score, its own tokenizer, no stemming) on the texts,
-    the score of the tables of Hidden No More; that tokenizer knows only latin letters and digits, so that
-    where it finds no word in the truth the token ids are compared instead. ``bleu`` is sacrebleu's sentence
-    BLEU over 100, with the effective order, so that a text of fewer than four words can reach 1.
+    loses nearly all. ``token_bag`` is the share of the truth's tokens that the recovery holds in any order, each as
+    often as both hold it: of permuted rows the words may be known where their order is not. ``rouge_l`` is
+    ROUGE-L's F1 (rouge-score, its own tokenizer, no stemming) on the texts, the score of the tables of Hidden
+    No More; that tokenizer knows only latin letters and digits, so that where it finds no word in the truth the
+    token ids are compared instead. ``bleu`` is sacrebleu's sentence BLEU over 100, with the effective order, so
+    that a text of fewer than four words can reach 1.
 
     Raises:
         ValueError: the truth has no tokens.
@@ -35,6 +39,7 @@ def score_text(
     return TextScore(
         exact=list(truth_ids) == list(recovered_ids),
         token_accuracy=hits / len(truth_ids),
+        token_bag=(Counter(truth_ids) & Counter(recovered_ids)).total() / len(truth_ids),
         rouge_l=_rouge_l(truth_ids, recovered_ids, truth_text, recovered_text),
         bleu=_bleu(truth_text, recovered_text),
     )

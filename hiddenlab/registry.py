@@ -22,6 +22,7 @@ BUILTINS: dict[str, dict[str, str]] = {
         "nearest": "attacks.nearest:NearestEmbedding",
         "sipit": "attacks.sipit:SipIt",
         "proofs": "attacks.proofs:ProofSearch",
+        "joint": "attacks.joint:JointDecoding",
     },
     "defenses": {
         "identity": "defenses.identity:Identity",
@@ -66,6 +67,8 @@ BUILTINS: dict[str, dict[str, str]] = {
         "distance-correlation": "eval.schemes:distance_correlation",
         "after-mpc": "eval.schemes:after_mpc",
         "baselines": "eval.experiments:baselines",
+        "noise": "eval.noise:noise",
+        "noise-utility": "eval.noise:noise_utility",
         "gap": "eval.sharding:gap",
         "gap-plans": "eval.sharding:gap_plans",
         "partial-sums": "eval.sharding:partial_sums",
@@ -81,6 +84,7 @@ BUILTINS: dict[str, dict[str, str]] = {
     "measures": {
         "attack": "eval.measures:attack",
         "utility": "eval.measures:utility",
+        "embedding": "eval.measures:embedding",
         "partial-sums": "eval.sums:partial_sums",
         "scheme": "eval.scheme_cells:scheme",
         "closed-weights": "eval.scheme_cells:closed_weights",

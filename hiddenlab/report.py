@@ -19,8 +19,8 @@ MARKDOWN, PAGE = "report.md", "report.html"
 TITLE = "Recovery of prompts from hidden states"
 
 COLUMNS = (
-    "prompts", "exact", "token_accuracy", "rouge_l", "bleu", "verified", "evaluated_tokens_per_token",
-    "attack_over_prefill", "attack_seconds", "probe_seconds", "peak_memory_mb",
+    "prompts", "exact", "token_accuracy", "token_bag", "rouge_l", "bleu", "verified",
+    "evaluated_tokens_per_token", "attack_over_prefill", "attack_seconds", "probe_seconds", "peak_memory_mb",
 )  # fmt: skip
 VARIANTS = (
     "model", "attack", "stream", "search", "proposal", "distance", "epsilon", "budget", "dtype", "device",
@@ -29,7 +29,8 @@ VARIANTS = (
 
 EXPLANATION = """\
 Shares and scores are means over the prompts to which the attack applies; a dash means not measured.
-*Exact* prompts came back token for token; *verified* tokens were matched within epsilon.
+*Exact* prompts came back token for token; *tokens in any order* are those that came back at all, wherever they
+stand; *verified* tokens were matched within epsilon.
 *Evaluated tokens per token* counts every position that the attack ran through the slice, verification passes
 included and probe training apart. *Attack over prefill* compares the attack's time with one plain forward
 pass of the same prompts in the same process.

@@ -108,7 +108,7 @@ def score(slice: Slice, case: Case, secret: Secret | None, outcome: Outcome, pre
         "status": "attacked",
         "text": None if truth is None else slice.text(truth),
         "truth_ids": truth,
-        **dict.fromkeys(("recovered", "exact", "token_accuracy", "rouge_l", "bleu")),
+        **dict.fromkeys(("recovered", "exact", "token_accuracy", "token_bag", "rouge_l", "bleu")),
     }
     if isinstance(outcome, NotApplicableError):
         return {**sample, "status": NOT_APPLICABLE, "reason": str(outcome)}

@@ -26,7 +26,7 @@ Run = Callable[..., Result]
 ROOT = Path(__file__).parents[1]
 PROMPTS = ["hello é", "two\nlines", "<b>bold</b> & more"]
 SUMMARY = {
-    "prompts", "exact", "token_accuracy", "rouge_l", "bleu", "evaluated_tokens_per_token",
+    "prompts", "exact", "token_accuracy", "token_bag", "rouge_l", "bleu", "evaluated_tokens_per_token",
     "forward_calls_per_prompt", "attack_seconds", "prefill_seconds", "attack_over_prefill", "verified",
     "probe_seconds", "setup_seconds", "peak_memory_mb", "epsilon",
 }  # fmt: skip
@@ -239,7 +239,7 @@ def test_capture_and_attack_without_the_secret(run: Run, model: str, prompts: st
     assert blind["spec"]["layer"] == 2
     assert blind["spec"]["model"] == model
     assert [s["recovered"] for s in blind["samples"]] == PROMPTS
-    for name in ("exact", "token_accuracy", "rouge_l", "bleu"):
+    for name in ("exact", "token_accuracy", "token_bag", "rouge_l", "bleu"):
         assert blind["summary"][name] is None
         assert blind["samples"][0][name] is None
     assert blind["summary"]["verified"] == 1.0

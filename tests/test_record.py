@@ -19,7 +19,7 @@ from hiddenlab.summary import summarise
 def sample(index: int, **changes: Any) -> dict[str, Any]:
     return {
         "index": index, "id": f"p{index:03d}", "status": "attacked", "exact": True, "token_accuracy": 1.0,
-        "rouge_l": 1.0, "bleu": 1.0, "tokens": 10, "verified": 1.0, "evaluated_tokens": 20,
+        "token_bag": 1.0, "rouge_l": 1.0, "bleu": 1.0, "tokens": 10, "verified": 1.0, "evaluated_tokens": 20,
         "forward_calls": 2, "seconds": 1.0, "prefill_seconds": 0.5, "epsilon": 0.1, "text": "é\u2028\n",
         **changes,
     }  # fmt: skip
@@ -169,7 +169,7 @@ def test_summary() -> None:
 
 
 def test_what_was_not_measured_is_none() -> None:
-    unscored = dict.fromkeys(("exact", "token_accuracy", "rouge_l", "bleu"))
+    unscored = dict.fromkeys(("exact", "token_accuracy", "token_bag", "rouge_l", "bleu"))
     other = {"index": 1, "id": "p001", "status": "not applicable", "exact": None}
     found = summarise([sample(0, **unscored), other])
     assert found["not_applicable"] == 1

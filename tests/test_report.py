@@ -20,9 +20,9 @@ def sample(index: int, spans: list[tuple[str, str]], **changes: Any) -> dict[str
     right = statuses.count("exact") / len(statuses)
     return {
         "index": index, "id": f"p{index + 1:03d}", "status": "attacked", "exact": right == 1,
-        "token_accuracy": right, "rouge_l": right, "bleu": right, "tokens": len(spans), "verified": right,
-        "evaluated_tokens": 3 * len(spans), "forward_calls": 2, "seconds": 1.0, "prefill_seconds": 0.4,
-        "epsilon": 0.1, "spans": spans, **changes,
+        "token_accuracy": right, "token_bag": right, "rouge_l": right, "bleu": right, "tokens": len(spans),
+        "verified": right, "evaluated_tokens": 3 * len(spans), "forward_calls": 2, "seconds": 1.0,
+        "prefill_seconds": 0.4, "epsilon": 0.1, "spans": spans, **changes,
     }  # fmt: skip
 
 
@@ -59,7 +59,7 @@ def test_report_of_several_runs(tmp_path: Path) -> None:
     assert "| 50.0 % | 62.5 % |" in rows[0]
     assert "2.50 ×" in rows[0]
     assert "| – |" in rows[0]
-    assert {len(re.split(r"(?<!\\)\|", row)) for row in rows} == {15}
+    assert {len(re.split(r"(?<!\\)\|", row)) for row in rows} == {16}
     assert "](recovery.png)" in text
     assert "](cost.png)" in text
     assert "](report.html)" in text
@@ -84,7 +84,8 @@ def test_runs_are_told_apart_by_what_differs(tmp_path: Path) -> None:
 
 
 def test_unfinished_and_unscored_runs(tmp_path: Path) -> None:
-    unscored = sample(0, [("a", "verified")], exact=None, token_accuracy=None, rouge_l=None, bleu=None)
+    scores = dict.fromkeys(("exact", "token_accuracy", "token_bag", "rouge_l", "bleu"))
+    unscored = sample(0, [("a", "verified")], **scores)
     other = {"index": 1, "id": "p002", "status": "not applicable", "reason": "no <rows>", "exact": None}
     make(tmp_path / "r", [unscored, other], status="interrupted")
     files = write_report([tmp_path / "r"], tmp_path / "out")

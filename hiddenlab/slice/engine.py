@@ -62,6 +62,14 @@ class KeyValueStore:
                 store[layer] = buffer = grown
             buffer[:, self.length : end] = new
 
+    def fork(self) -> "KeyValueStore":
+        """A copy that grows by itself."""
+        copy = KeyValueStore()
+        copy.length = self.length
+        copy._keys = {layer: buffer.clone() for layer, buffer in self._keys.items()}
+        copy._values = {layer: buffer.clone() for layer, buffer in self._values.items()}
+        return copy
+
 
 @dataclass
 class Request:
@@ -289,6 +297,10 @@ class Prefix:
     def length(self) -> int:
         """Positions held, embeddings without a token included."""
         return self.store.length
+
+    def fork(self) -> "Prefix":
+        """The same tokens, to be continued in another way; keys and values are copied."""
+        return Prefix(self.slice, list(self.tokens), self.store.fork(), self.offset)
 
     def extend(self, tokens: Int[Tensor, " t"]) -> Float[Tensor, "t d"]:
         """Append tokens and return their states."""

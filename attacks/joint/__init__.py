@@ -1,0 +1,184 @@
+"""Joint decoding: the likeliest prompt behind states that were changed, shuffled, or shown only in part."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from attacks.joint.beam import Decoding, Effort, Engines, decode, start
+from attacks.joint.evidence import FEATURES, TRACES
+from attacks.joint.reading import Reader, learn_clock
+from attacks.joint.refine import Refined, refine_decodings
+from attacks.joint.weights import learn_weights
+from attacks.vocab_match.rank import LazyModel
+from hiddenlab.channel import Channel, as_whole
+from hiddenlab.core import Observation, Progress, Public, Recovery, TokenRecovery, silent
+from hiddenlab.errors import InputError, NotApplicableError
+from hiddenlab.lens import lens_of
+from hiddenlab.match import choose_matcher
+from hiddenlab.observation import check_observation
+from hiddenlab.propose.store import probes_for
+from hiddenlab.slice import Request, Slice
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What one channel at one site needs."""
+
+    public: Public
+    slice: Slice
+    engines: Engines
+    reader: Reader
+    weights: Float[Tensor, " features"]
+
+
+class JointDecoding:
+    """Recovers the likeliest prompt by weighing probe, language model, traces in other rows, and states in context.
+
+    For channels that change values, where no distance tells right from wrong by itself. A beam of hypotheses is
+    extended token by token; a candidate is a token and the row that it explains. Evidence: the probe's probability
+    (trained on states as the channel releases them), the language model's, the traces that a token leaves in the rows
+    behind it, and the distance between the row and the candidate's state behind this hypothesis. How much each counts
+    is learned on texts of the attacker's own. Nothing is verified, since the right state is not known exactly.
+
+    Knows: the weights, the released states, the channel. Does not know: tokens, permutations, noise.
+
+    Args:
+        beam: hypotheses kept. width: candidates run for each. batch: prompts at once. model: ask the language model.
+        sweeps: of the second look at noised embeddings (see ``refine``); 0 for none.
+        seed: of learning. progress: where progress is reported.
+    """
+
+    def __init__(
+        self,
+        beam: int = 8,
+        width: int = 48,
+        batch: int = 32,
+        model: bool = True,
+        sweeps: int = 6,
+        seed: int = 0,
+        progress: Progress = silent,
+    ) -> None:
+        if min(beam, width, batch) < 1:
+            raise InputError(f"beam, width and batch must be at least 1, not {beam}, {width} and {batch}")
+        if sweeps < 0:
+            raise InputError(f"sweeps must be at least 0, not {sweeps}")
+        self.effort, self.sweeps = Effort(beam, width), sweeps
+        self.batch, self.asks, self.seed, self.progress = batch, model, seed, progress
+        self._prepared: Prepared | None = None
+
+    def setup(self, observation: Observation, slice: Slice, generator: torch.Generator) -> dict[str, float]:
+        """Train or load the probes and learn the weights, for all observations of one channel.
+
+        Returns:
+            ``probe_seconds`` (0 where all were cached) and the weight of each piece of evidence.
+        """
+        prepared, seconds = self.prepare(observation, slice)
+        learned = {f"weight_{name}": float(x) for name, x in zip(FEATURES, prepared.weights, strict=True)}
+        return {"probe_seconds": seconds, **learned}
+
+    def prepare(self, observation: Observation, slice: Slice) -> tuple[Prepared, float]:
+        """What ``setup`` makes, kept for the next observation of the same channel, and the seconds probes took.
+
+        Raises:
+            InputError: the observation does not fit the slice. NotApplicableError: it shows no states.
+        """
+        check_observation(observation, slice)
+        public = as_whole(observation.public)
+        if lens_of(public) is not None or observation.states.shape[1] != slice.width:
+            raise NotApplicableError("joint decoding needs whole states")
+        kept = self._prepared
+        if kept is not None and (kept.public, kept.slice) == (public, slice):
+            return kept, 0.0
+        model = LazyModel(slice).slice if self.asks else None
+        engines = Engines(
+            slice, choose_matcher("auto", public), model, public.prefix_tokens, _opening(slice, model)
+        )
+        offsets = (0,) if public.columns_permuted is not None else (0, *TRACES)
+        probes, seconds = probes_for(slice, public, offsets, self.progress)
+        channel = Channel.parse(list(public.channel))
+        with torch.inference_mode():
+            clock = learn_clock(slice, channel, engines.matcher, self.seed) if public.rows_permuted else None
+            reader = Reader(slice, channel, engines.matcher, tuple(probes), clock, self.seed)
+            weights = learn_weights(channel, engines, reader, self.seed, self.progress)
+        self._prepared = Prepared(public, slice, engines, reader, weights)
+        return self._prepared, seconds
+
+    def recover(self, observation: Observation, slice: Slice, generator: torch.Generator) -> Recovery:
+        """Recover one prompt; see ``recover_batch``."""
+        return self.recover_batch([observation], slice, generator)[0]
+
+    def recover_batch(
+        self, observations: Sequence[Observation], slice: Slice, generator: torch.Generator
+    ) -> list[Recovery]:
+        """Recover prompts of one channel together.
+
+        Raises:
+            InputError: an observation does not fit the slice. NotApplicableError: it shows no states, or rows are
+                missing and there is no language model.
+        """
+        out: list[Recovery] = []
+        for _, same in groupby(observations, key=lambda observation: as_whole(observation.public)):
+            group = list(same)
+            for first in range(0, len(group), self.batch):
+                out += self._recover(group[first : first + self.batch], slice)
+        return out
+
+    def _recover(self, observations: Sequence[Observation], slice: Slice) -> list[Recovery]:
+        prepared, _ = self.prepare(observations[0], slice)
+        for observation in observations:
+            check_observation(observation, slice)
+            if observation.public.positions is not None and prepared.engines.model is None:
+                raise NotApplicableError("tokens without a row can only be guessed by a language model")
+        started = time.perf_counter()
+        with torch.inference_mode():
+            decodings = [start(prepared.reader.read(one), prepared.engines) for one in observations]
+            decode(decodings, prepared.engines, prepared.weights, self.effort, self.progress)
+        refined: Sequence[Refined | None] = [None] * len(decodings)
+        public = prepared.public
+        whole = all(one.public.positions is None for one in observations)
+        if self.sweeps and public.noise_sigma is not None and public.columns_permuted is None and whole:
+            states = [one.states.to(slice.device).float() for one in observations]
+            refined = refine_decodings(
+                decodings, states, slice, public.noise_sigma, self.sweeps, public.prefix_tokens, self.progress
+            )
+        seconds = time.perf_counter() - started
+        costs = [
+            one.evaluated + (0 if new is None else new.evaluated)
+            for one, new in zip(decodings, refined, strict=True)
+        ]
+        return [
+            _recovery(one, new, cost, seconds * cost / max(1, sum(costs)))
+            for one, new, cost in zip(decodings, refined, costs, strict=True)
+        ]
+
+    def __repr__(self) -> str:
+        return (
+            f"JointDecoding(beam {self.effort.beam}; knows the weights, the released states and the channel, "
+            "not tokens, permutations or noise)"
+        )
+
+
+def _opening(slice: Slice, model: Slice | None) -> Tensor | None:
+    """What the language model expects first: behind a document's end, unless the tokenizer starts prompts itself."""
+    special = slice.special_ids
+    if model is None or not special or (slice.tokenizer is not None and slice.tokenizer("")["input_ids"]):
+        return None
+    with torch.inference_mode():
+        first = torch.tensor(special[:1], device=model.device)
+        return model.run([Request(model.prefix(), first)], keep=False)[0].chain[0].float().log_softmax(-1)
+
+
+def _recovery(decoding: Decoding, refined: Refined | None, evaluated: int, seconds: float) -> Recovery:
+    steps = decoding.beam[0].steps
+    tokens = [step.token for step in steps] if refined is None else refined.tokens
+    margins = [step.margin for step in steps] if refined is None else refined.margins
+    found = tuple(
+        TokenRecovery(token, step.row, step.distance, margin, step.evaluated, False)
+        for token, margin, step in zip(tokens, margins, steps, strict=True)
+    )
+    return Recovery(found, evaluated, decoding.calls, seconds, "complete")

@@ -1,0 +1,114 @@
+"""What one observation says by itself, before any hypothesis: of its rows' tokens, their places, the channel's mark."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from attacks.joint.evidence import Rows
+from hiddenlab.channel import Channel
+from hiddenlab.core import Observation
+from hiddenlab.match import Matcher
+from hiddenlab.propose.corpus import Corpus
+from hiddenlab.propose.probe import CLIP, Probe
+from hiddenlab.slice import Slice
+
+SHORTLIST = 128  # tokens of each row that the probe names
+CLOCK_TOKENS, CLOCK_WINDOW, CLOCK_RIDGE = 12_000, 64, 300.0
+RELEASES = 8  # of guessed tokens, to see what the channel does to them
+
+
+@dataclass(frozen=True)
+class Clock:
+    """Reads from a row at which position it stood: a ridge regression on its standardised coordinates."""
+
+    mean: Float[Tensor, " d"]
+    scale: Float[Tensor, " d"]
+    slope: Float[Tensor, " d"]
+    level: float
+
+    def __call__(self, rows: Float[Tensor, "rows d"]) -> Float[Tensor, " rows"]:
+        """Logarithm of one plus the position."""
+        return self._features(rows) @ self.slope + self.level
+
+    def _features(self, rows: Float[Tensor, "rows d"]) -> Float[Tensor, "rows d"]:
+        standard = ((rows - self.mean) / self.scale).clamp(-CLIP, CLIP)
+        return standard / standard.norm(dim=1, keepdim=True).clamp(min=1e-12) * math.sqrt(rows.shape[1])
+
+    @classmethod
+    def learn(cls, rows: Float[Tensor, "rows d"], places: Float[Tensor, " rows"]) -> "Clock":
+        """From rows and their positions."""
+        target = places.log1p()
+        level = float(target.mean())
+        clock = cls(rows.mean(0), rows.std(0) + 1e-4 * rows.std() + 1e-8, torch.zeros_like(rows[0]), level)
+        features = clock._features(rows)
+        gram = features.T @ features + CLOCK_RIDGE * torch.eye(rows.shape[1], device=rows.device)
+        return cls(clock.mean, clock.scale, torch.linalg.solve(gram, features.T @ (target - level)), level)
+
+
+def learn_clock(slice: Slice, channel: Channel, matcher: Matcher, seed: int) -> Clock:
+    """A clock from texts of the attacker's own, released as the provider does."""
+    corpus = Corpus(slice, seed + 3)
+    windows = [corpus.text_window(CLOCK_WINDOW).tolist() for _ in range(CLOCK_TOKENS // CLOCK_WINDOW)]
+    released = channel.release_batch(slice, windows, torch.Generator().manual_seed(seed))
+    rows = torch.cat([matcher.prepare(one.states.to(slice.device)) for one, _ in released])
+    orders = [
+        range(len(w)) if s.row_order is None else s.row_order
+        for w, (_, s) in zip(windows, released, strict=True)
+    ]
+    places = torch.tensor([place for order in orders for place in order], device=slice.device).float()
+    return Clock.learn(rows, places)
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Reads observations of one channel.
+
+    Attributes:
+        probes: for a row's own token, and for those before it (or none). clock: where rows are in unknown order.
+        seed: of the attacker's own releases.
+    """
+
+    slice: Slice
+    channel: Channel
+    matcher: Matcher
+    probes: tuple[Probe, ...]
+    clock: Clock | None
+    seed: int
+
+    def read(self, observation: Observation) -> Rows:
+        """What the rows say."""
+        public = observation.public
+        length = int(public.facts.get("tokens", len(observation.states)))
+        places = None if public.rows_permuted else public.positions or tuple(range(length))
+        states = observation.states.to(self.slice.device).float()
+        scores, ids = self.probes[0].shortlist(states, SHORTLIST)
+        distinct, columns = ids.unique(return_inverse=True)
+        traces = None
+        if len(self.probes) > 1:
+            traces = torch.stack([one.log_probs(states)[:, distinct] for one in self.probes[1:]])
+        shown = self.matcher.prepare(states)
+        return Rows(
+            shown, self.matcher.norms(shown), shown.norm(dim=1).clamp(min=1e-12), ids, scores, columns, traces,
+            places, length, None if self.clock is None else self.clock(shown),
+            None if places is not None else self.expected(ids[:, 0]),
+        )  # fmt: skip
+
+    def expected(self, guess: Int[Tensor, " rows"]) -> Float[Tensor, " rows"]:
+        """How far the channel moves rows like these, in the matcher's norm.
+
+        The guessed tokens, in the order of the rows, are released as the provider would, several times, and compared
+        with their plain states. A wrong order changes states, but hardly how far the channel moves them.
+        """
+        plain = self.matcher.view(self.slice.encode(guess))
+        generator = torch.Generator().manual_seed(self.seed)
+        released = self.channel.release_batch(self.slice, [guess.tolist()] * RELEASES, generator)
+        moved = torch.zeros(len(guess), device=plain.device)
+        for one, secret in released:
+            rows = one.states.to(plain.device).float()
+            if secret.row_order is not None:
+                rows = rows[torch.tensor(secret.row_order, device=plain.device).argsort()]
+            moved += self.matcher.pairs(candidates=self.matcher.prepare(rows), observed=plain) / RELEASES
+        return moved.clamp(min=1e-12)
