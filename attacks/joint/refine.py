@@ -41,7 +41,7 @@ class Refined:
 
 def refine_decodings(
     decodings: Sequence[Decoding],
-    states: Sequence[Float[Tensor, "rows d"]],
+    states: Sequence[Float[Tensor, "_ d"]],
     slice: Slice,
     sigma: float,
     sweeps: int,

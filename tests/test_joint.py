@@ -1,0 +1,267 @@
+"""Joint decoding: the beam against every sequence there is, the solver against linear algebra, whole runs."""
+
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from attacks.joint import JointDecoding
+from attacks.joint.beam import Effort, Engines, decode, start
+from attacks.joint.continuous import Problem, _conjugate, step
+from attacks.joint.evidence import BEFORE, FEATURES, PLACE, Rows, candidates_of
+from attacks.joint.reading import Clock
+from attacks.joint.refine import refine_decodings
+from attacks.joint.weights import START, fit
+from hiddenlab.channel import Channel
+from hiddenlab.core import Observation
+from hiddenlab.errors import InputError, NotApplicableError
+from hiddenlab.match import Matcher
+from hiddenlab.slice import Slice
+
+WEIGHTS = torch.tensor([0.7, 0.5, 0.3, 0.2, 1.0, -2.0, -1.0, -0.5])
+MATCHER = Matcher(1, False)
+
+
+def rows_of(states: Tensor, ids: Tensor, places: tuple[int, ...] | None, length: int) -> Rows:
+    """Rows with probabilities, traces and places drawn at random."""
+    generator = torch.Generator().manual_seed(7)
+    distinct, columns = ids.unique(return_inverse=True)
+    n = len(states)
+    return Rows(
+        MATCHER.prepare(states), MATCHER.norms(states), states.norm(dim=1), ids,
+        torch.randn(ids.shape, generator=generator).log_softmax(1), columns,
+        torch.randn(2, n, len(distinct), generator=generator).log_softmax(2), places, length,
+        None if places is not None else torch.rand(n, generator=generator),
+        None if places is not None else 1 + torch.rand(n, generator=generator),
+    )  # fmt: skip
+
+
+def score(view: Rows, slice: Slice, lm: Slice, path: list[tuple[int, int]]) -> float:
+    """The score of one whole sequence of (row, place in the row's shortlist), by plain passes: the oracle."""
+    tokens = torch.tensor([int(view.ids[row, k]) for row, k in path])
+    states, following = slice.encode(tokens), lm.encode(tokens).log_softmax(-1)
+    total = 0.0
+    for i, (row, k) in enumerate(path):
+        features = torch.zeros(len(FEATURES))
+        features[0] = view.scores[row, k]
+        if i:
+            features[1] = following[i - 1, tokens[i]]
+        assert view.traces is not None
+        for t, offset in enumerate((1, 2)):
+            if view.places is not None and i + offset < len(path):
+                features[2 + t] = view.traces[t, i + offset, view.columns[row, k]]
+            if view.places is None and i >= offset:
+                before = path[i - offset]
+                features[2 + t] = view.traces[t, row, view.columns[before]]
+        distance = (states[i] - view.shown[row]).abs().sum()
+        features[BEFORE] = (distance / view.norms[row]).log()
+        features[BEFORE + 1] = ((states[i] - view.shown[row]).norm() / view.plain[row]).log()
+        if view.places is None:
+            assert view.when is not None
+            assert view.expected is not None
+            features[PLACE] = -((view.when[row] - torch.tensor(1.0 + i).log()) ** 2)
+            features[BEFORE + 2] = (distance / view.expected[row]).log()
+        total += float(features @ WEIGHTS)
+    return total
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+def test_a_wide_beam_finds_the_best_of_all_sequences(tiny_slice: Callable[..., Slice], ordered: bool) -> None:
+    slice, lm = tiny_slice("llama", 2), tiny_slice("llama", None, "logits")
+    generator = torch.Generator().manual_seed(3)
+    n = 3
+    ids = torch.stack([torch.randperm(300, generator=generator)[:3] for _ in range(n)])
+    states = slice.encode(ids[:, 0]) + 0.5 * torch.randn(n, slice.width, generator=generator)
+    view = rows_of(states, ids, tuple(range(n)) if ordered else None, n)
+    engines = Engines(slice, MATCHER, lm)
+    with torch.inference_mode():
+        decoding = start(view, engines)
+        decode([decoding], engines, WEIGHTS, Effort(beam=1000, width=1000, gap=1e9))
+        orders = [tuple(range(n))] if ordered else list(itertools.permutations(range(n)))
+        everything = {
+            tuple(zip(order, ks, strict=True)): score(view, slice, lm, list(zip(order, ks, strict=True)))
+            for order in orders
+            for ks in itertools.product(range(3), repeat=n)
+        }
+    best = max(everything, key=lambda path: everything[path])
+    found = decoding.beam[0]
+    assert [(one.row, one.token) for one in found.steps] == [(row, int(ids[row, k])) for row, k in best]
+    assert found.score == pytest.approx(everything[best], rel=1e-3)
+    assert len(decoding.beam) > 10
+    assert found.score == max(one.score for one in decoding.beam)
+
+
+def test_positions_without_a_row_are_left_to_the_language_model(tiny_slice: Callable[..., Slice]) -> None:
+    slice = tiny_slice("llama", 2)
+    states = slice.encode(torch.tensor([5, 6, 7]))[[0, 2]]
+    view = rows_of(states, torch.tensor([[5, 8], [7, 9]]), (0, 2), 3)
+    following = torch.arange(300.0).log_softmax(0)
+    unseen = candidates_of(view, 1, [0, 1], [0], following, 4)
+    assert unseen.tokens.tolist() == [299, 298, 297, 296]
+    assert set(unseen.rows.tolist()) == {-1}
+    unseen.measure(torch.zeros(4, slice.width), view, MATCHER)
+    assert not unseen.features[:, BEFORE:].any()
+    seen = candidates_of(view, 2, [0, 1], [0, -1], following, 4)
+    assert seen.rows.tolist() == [1, 1]
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(0, 10_000), st.integers(2, 5))
+def test_the_weights_find_what_decides(seed: int, wrong: int) -> None:
+    """Where one feature alone tells the right candidate, its weight grows until it does."""
+    generator = torch.Generator().manual_seed(seed)
+    begin = torch.tensor(START)
+    tables = []
+    for _ in range(60):
+        table = torch.randn(1 + wrong, len(FEATURES), generator=generator)
+        table[0, 4] = table[:, 4].max() + 1.0
+        tables.append(table)
+    weights = fit(tables, begin)
+    right = sum(int((table @ weights).argmax()) == 0 for table in tables)
+    assert right > sum(int((table @ begin).argmax()) == 0 for table in tables)
+    assert right >= 55
+
+
+def test_without_tables_the_weights_stay() -> None:
+    assert torch.equal(fit([], torch.tensor(START)), torch.tensor(START))
+
+
+def test_the_clock_reads_positions() -> None:
+    generator = torch.Generator().manual_seed(0)
+    places = torch.randint(0, 60, (4000,), generator=generator).float()
+    rows = torch.randn(4000, 48, generator=generator)
+    rows[:, 3] += 2 * places.log1p()
+    read = Clock.learn(rows[:3000], places[:3000])(rows[3000:])
+    assert float(torch.corrcoef(torch.stack([read, places[3000:].log1p()]))[0, 1]) > 0.8
+
+
+def test_conjugate_gradients_solve_each_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(0)
+    half = torch.randn(3, 6, 6, generator=generator)
+    matrices = half @ half.transpose(1, 2) + torch.eye(6)
+    right = torch.randn(3, 6, generator=generator)
+    monkeypatch.setattr("attacks.joint.continuous.PRODUCTS", 30)
+    found = _conjugate(lambda v: torch.einsum("rij,rj->ri", matrices, v), right)
+    torch.testing.assert_close(found, torch.linalg.solve(matrices, right), rtol=1e-3, atol=1e-3)
+
+
+def problem(slice: Slice, tokens: list[int], believed: list[int], sigma: float) -> Problem:
+    generator = torch.Generator().manual_seed(1)
+    table = slice.embed(torch.arange(slice.vocab_size)).float()
+    noised = table[tokens] + sigma * torch.randn(len(tokens), table.shape[1], generator=generator)
+    observed = slice.encode(noised).clone()
+    unit = observed.norm(dim=1, keepdim=True) / observed.shape[1] ** 0.5
+    centre = table[believed].clone()
+    return Problem(
+        noised.clone(), torch.arange(len(tokens)), centre, observed, 0.1 * unit, torch.zeros_like(centre),
+        torch.zeros(len(tokens)),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma2", "gpt2"])
+def test_the_right_token_needs_the_least_noise(tiny_slice: Callable[..., Slice], architecture: str) -> None:
+    slice = tiny_slice(architecture, 2)
+    sigma = 0.3 * float(slice.embed(torch.arange(slice.vocab_size)).std())
+    tokens = [5, 17, 40, 99, 140, 7]
+    right, wrong = (
+        problem(slice, tokens, tokens, sigma),
+        problem(slice, tokens, [t + 100 for t in tokens], sigma),
+    )
+    costs = []
+    for _ in range(6):
+        step(slice, [right, wrong], sigma)
+        costs.append(right.cost.clone())
+    for before, after in itertools.pairwise(costs):
+        assert bool((after <= before * (1 + 1e-3) + 1e-2).all())
+    assert bool((right.cost < wrong.cost).all())
+    # The solved noise explains the rows far better than none does.
+    unit = right.observed.norm(dim=1)
+    solved, plain = (
+        (slice.encode(right.centre + sigma * noise) - right.observed).norm(dim=1) / unit
+        for noise in (right.noise, torch.zeros_like(right.noise))
+    )
+    assert float(solved.median()) < 0.6 * float(plain.median())
+
+
+def attack(slice: Slice, specs: list[str], tokens: list[int], **options: object) -> list[int]:
+    observation, _ = Channel.parse(specs).release(slice, tokens, torch.Generator().manual_seed(0))
+    joint = JointDecoding(model=False, **options)  # type: ignore[arg-type]
+    joint.setup(observation, slice, torch.Generator())
+    return joint.recover(observation, slice, torch.Generator().manual_seed(0)).ids
+
+
+@pytest.mark.usefixtures("small_probes")
+@pytest.mark.parametrize(
+    "specs", [["identity"], ["gaussian:sigma=0.003"], ["gaussian:sigma=0.003", "seq-perm"], ["hidden-perm"]]
+)
+def test_prompts_come_back_where_every_token_is_tried(
+    tiny_slice: Callable[..., Slice], monkeypatch: pytest.MonkeyPatch, specs: list[str]
+) -> None:
+    """A tiny model's probe knows little: with all tokens among the candidates, states in context decide."""
+    monkeypatch.setattr("attacks.joint.reading.SHORTLIST", 300)
+    tokens = torch.randint(0, 256, (7,), generator=torch.Generator().manual_seed(5)).tolist()
+    assert attack(tiny_slice("llama", 2), specs, tokens, width=3000, beam=2) == tokens
+
+
+@pytest.mark.usefixtures("small_probes")
+def test_a_second_look_mends_what_the_decoder_got_wrong(tiny_slice: Callable[..., Slice]) -> None:
+    """A wrong token among the steps, the right one not far behind: the noise decides."""
+    slice = tiny_slice("llama", 2)
+    sigma = 0.3 * float(slice.embedding.std())
+    tokens = [5, 17, 40, 99, 140, 7]
+    observation, _ = Channel.parse([f"gaussian:sigma={sigma}"]).release(
+        slice, tokens, torch.Generator().manual_seed(0)
+    )
+    joint = JointDecoding(model=False)
+    prepared, _ = joint.prepare(observation, slice)
+    with torch.inference_mode():
+        decoding = start(prepared.reader.read(observation), prepared.engines)
+        decode([decoding], prepared.engines, prepared.weights, joint.effort)
+    best = decoding.beam[0]
+    spoilt = list(best.steps)
+    for place, (one, token) in enumerate(zip(best.steps, tokens, strict=True)):
+        spoilt[place] = (
+            replace(one, token=token + 100, others=((token, 1.0),))
+            if place == 3
+            else replace(one, token=token, others=())
+        )
+    decoding.beam = [replace(best, steps=tuple(spoilt))]
+    refined = refine_decodings([decoding], [observation.states], slice, sigma, 6)[0]
+    assert refined.tokens == tokens
+    assert refined.margins[3] is not None
+    assert refined.margins[3] > 0
+    assert refined.margins[0] is None
+    assert refined.evaluated > 0
+
+
+@pytest.mark.usefixtures("small_probes")
+def test_batches_are_answered_as_one_by_one(tiny_slice: Callable[..., Slice]) -> None:
+    slice = tiny_slice("llama", 2)
+    generator = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(0, 256, (n,), generator=generator).tolist() for n in (9, 4, 12)]
+    released = Channel.parse(["gaussian:sigma=0.01"]).release_batch(slice, prompts, generator)
+    joint = JointDecoding(model=False)
+    together = joint.recover_batch([one for one, _ in released], slice, generator)
+    alone = [joint.recover(one, slice, generator) for one, _ in released]
+    assert [one.ids for one in together] == [one.ids for one in alone]
+    assert all(not token.verified for one in together for token in one.tokens)
+
+
+def test_what_it_cannot_use_is_refused(tiny_slice: Callable[..., Slice]) -> None:
+    slice = tiny_slice("llama", 2)
+    observation, _ = Channel.parse(["project:count=4"]).release(
+        slice, [1, 2, 3], torch.Generator().manual_seed(0)
+    )
+    with pytest.raises(NotApplicableError, match="whole states"):
+        JointDecoding().recover(observation, slice, torch.Generator())
+    narrow = Observation(observation.states[:, :3], observation.public)
+    with pytest.raises(InputError):
+        JointDecoding().recover(narrow, slice, torch.Generator())
+    for options in ({"beam": 0}, {"width": 0}, {"sweeps": -1}):
+        with pytest.raises(InputError):
+            JointDecoding(**options)  # type: ignore[arg-type]
