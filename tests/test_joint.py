@@ -21,7 +21,7 @@ from hiddenlab.channel import Channel
 from hiddenlab.core import Observation
 from hiddenlab.errors import InputError, NotApplicableError
 from hiddenlab.match import Matcher
-from hiddenlab.slice import Slice
+from hiddenlab.slice import Slice, load_slice
 
 WEIGHTS = torch.tensor([0.7, 0.5, 0.3, 0.2, 1.0, -2.0, -1.0, -0.5])
 MATCHER = Matcher(1, False)
@@ -250,6 +250,23 @@ def test_batches_are_answered_as_one_by_one(tiny_slice: Callable[..., Slice]) ->
     alone = [joint.recover(one, slice, generator) for one, _ in released]
     assert [one.ids for one in together] == [one.ids for one in alone]
     assert all(not token.verified for one in together for token in one.tokens)
+
+
+@pytest.mark.usefixtures("small_probes")
+@pytest.mark.parametrize("node", [0, 1])
+def test_a_shards_missing_tokens_are_guessed(tiny: Callable[..., str], node: int) -> None:
+    """One recovered token for each position, and rows only where the node holds them."""
+    slice = load_slice(tiny("llama", tokenizer=True), 2, device="cpu")
+    channel = Channel.parse([f"shard:alpha=2,c=2,node={node}"])
+    observation, secret = channel.release(
+        slice, slice.tokenize("ten bytes!"), torch.Generator().manual_seed(0)
+    )
+    found = JointDecoding(beam=2).recover(observation, slice, torch.Generator())
+    held = observation.public.positions
+    assert held is not None
+    assert len(found.tokens) == len(secret.tokens)
+    assert [i for i, token in enumerate(found.tokens) if token.row >= 0] == list(held)
+    assert all(token.distance != token.distance for token in found.tokens if token.row < 0)
 
 
 def test_what_it_cannot_use_is_refused(tiny_slice: Callable[..., Slice]) -> None:

@@ -24,6 +24,8 @@ from hiddenlab.observation import check_observation
 from hiddenlab.propose.store import probes_for
 from hiddenlab.slice import Request, Slice
 
+SURE = 16.0  # nats by which the token that a tokenizer puts first is likelier than any other
+
 
 @dataclass(frozen=True)
 class Prepared:
@@ -164,12 +166,16 @@ class JointDecoding:
 
 
 def _opening(slice: Slice, model: Slice | None) -> Tensor | None:
-    """What the language model expects first: behind a document's end, unless the tokenizer starts prompts itself."""
-    special = slice.special_ids
-    if model is None or not special or (slice.tokenizer is not None and slice.tokenizer("")["input_ids"]):
+    """What the language model expects first: the tokenizer's own start of prompts, or what follows a document's end."""
+    if model is None:
         return None
+    own = [] if slice.tokenizer is None else slice.tokenizer("")["input_ids"]
+    if own or not slice.special_ids:
+        expected = torch.zeros(slice.vocab_size, device=model.device)
+        expected[own[:1]] = SURE
+        return expected.log_softmax(-1)
     with torch.inference_mode():
-        first = torch.tensor(special[:1], device=model.device)
+        first = torch.tensor(slice.special_ids[:1], device=model.device)
         return model.run([Request(model.prefix(), first)], keep=False)[0].chain[0].float().log_softmax(-1)
 
 
