@@ -94,8 +94,11 @@ def noise_utility(setting: Setting, sigmas: str | float = SIGMAS, channel: str =
     layer = _one_layer(setting)
     defenses: dict[str, dict[str, Any]] = {}
     for sigma in str(sigmas).split(","):  # one number alone comes as such from the command line
-        spec = _canonical(f"gaussian:sigma={sigma.strip()}")
-        defenses[spec] = {"defense": "gaussian", "sigma": float(spec.partition("=")[2])}
+        try:
+            value = float(sigma)
+        except ValueError:
+            raise InputError(f"a sigma is a number, not {sigma!r}") from None
+        defenses[_canonical(f"gaussian:sigma={value!r}")] = {"defense": "gaussian", "sigma": value}
     defenses |= {name: {"defense": name} for name in OTHERS}
     cells = [Cell("embedding", {"model": setting.model}, {"part": UNIT})]
     for spec, keys in defenses.items():

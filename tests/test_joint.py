@@ -14,11 +14,11 @@ from attacks.joint import JointDecoding
 from attacks.joint.beam import Effort, Engines, decode, start
 from attacks.joint.continuous import Problem, _conjugate, step
 from attacks.joint.evidence import BEFORE, FEATURES, PLACE, Rows, candidates_of
-from attacks.joint.reading import Clock
+from attacks.joint.reading import Clock, length_of
 from attacks.joint.refine import refine_decodings
 from attacks.joint.weights import START, fit
 from hiddenlab.channel import Channel
-from hiddenlab.core import Observation
+from hiddenlab.core import Observation, Public, Site
 from hiddenlab.errors import InputError, NotApplicableError
 from hiddenlab.match import Matcher
 from hiddenlab.slice import Slice, load_slice
@@ -267,6 +267,71 @@ def test_a_shards_missing_tokens_are_guessed(tiny: Callable[..., str], node: int
     assert len(found.tokens) == len(secret.tokens)
     assert [i for i, token in enumerate(found.tokens) if token.row >= 0] == list(held)
     assert all(token.distance != token.distance for token in found.tokens if token.row < 0)
+
+
+@pytest.mark.usefixtures("small_probes")
+def test_a_partly_shown_prompt_beside_it_changes_nothing(tiny_slice: Callable[..., Slice]) -> None:
+    """A prompt short enough to be held whole by one node gets its second look in any company."""
+    slice = tiny_slice("llama", 2)
+    channel = Channel.parse(["gaussian:sigma=0.15", "shard:alpha=2,c=6,node=0"])
+    generator = torch.Generator().manual_seed(3)
+    short = channel.release(slice, [5, 17, 40, 99, 140], generator)[0]
+    assert short.public.positions is None
+    long = channel.release(slice, list(range(14)), generator)[0]
+    joint = JointDecoding(model=False)
+    with pytest.raises(NotApplicableError, match="language model"):
+        joint.recover_batch([short, long], slice, generator)
+    joint = JointDecoding(beam=2, sweeps=2)
+    alone = joint.recover(short, slice, generator)
+    together = joint.recover_batch([short, long], slice, generator)[0]
+    assert (alone.ids, alone.evaluated_tokens) == (together.ids, together.evaluated_tokens)
+
+
+@pytest.mark.usefixtures("small_probes")
+@pytest.mark.parametrize("specs", [["gaussian:sigma=0.05"], ["gaussian:sigma=0.05", "seq-perm"]])
+def test_every_position_run_is_counted(tiny_slice: Callable[..., Slice], specs: list[str]) -> None:
+    slice = tiny_slice("llama", 2)
+    observation, _ = Channel.parse(specs).release(slice, list(range(9)), torch.Generator().manual_seed(1))
+    joint = JointDecoding(model=False, beam=2)
+    joint.prepare(observation, slice)
+    before = slice.evaluated_tokens
+    found = joint.recover(observation, slice, torch.Generator())
+    assert abs(slice.evaluated_tokens - before - found.evaluated_tokens) <= 6  # a sweep's share is rounded
+
+
+@pytest.mark.usefixtures("small_probes")
+def test_a_half_precision_attacker_gets_no_second_look(tiny: Callable[..., str]) -> None:
+    slice = load_slice(tiny("llama"), 2, dtype="bfloat16", device="cpu")
+    observation, _ = Channel.parse(["gaussian:sigma=0.05"]).release(
+        slice, [1, 2, 3, 4], torch.Generator().manual_seed(1)
+    )
+    assert len(JointDecoding(model=False).recover(observation, slice, torch.Generator()).ids) == 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"positions": (0, 2, 5), "facts": {"tokens": 4}}, InputError),
+        ({"positions": (0, 2, 5), "facts": {"tokens": "x"}}, InputError),
+        ({"positions": (0, 2)}, InputError),
+        ({"positions": (0, 2, 5), "rows_permuted": True}, NotApplicableError),
+    ],
+)
+def test_lengths_that_contradict_the_rows(changes: dict[str, object], error: type[Exception]) -> None:
+    public = Public("m", (), Site(1), **changes)  # type: ignore[arg-type]
+    with pytest.raises(error):
+        length_of(Observation(torch.zeros(3, 4), public))
+
+
+def test_lengths() -> None:
+    def length(**changes: object) -> int:
+        public = Public("m", (), Site(1), **changes)  # type: ignore[arg-type]
+        return length_of(Observation(torch.zeros(3, 4), public))
+
+    assert length() == 3
+    assert length(facts={"tokens": "whatever another defense says"}) == 3
+    assert length(positions=(0, 2, 5)) == 6
+    assert length(positions=(0, 2, 5), facts={"tokens": 9}) == 9
 
 
 def test_what_it_cannot_use_is_refused(tiny_slice: Callable[..., Slice]) -> None:

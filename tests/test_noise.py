@@ -141,9 +141,9 @@ def test_layer_channel_and_sigmas(deep: str, tiny: Callable[..., str]) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"sigmas": "0.1,much"}, "cannot use sigma='much': expected float"),
+        ({"sigmas": "0.1,much"}, "a sigma is a number, not 'much'"),
         ({"sigmas": "0.1,-1"}, "needs sigma > 0"),
-        ({"sigmas": ""}, "cannot use sigma=''|has an empty key or value"),
+        ({"sigmas": ""}, "a sigma is a number, not ''"),
         ({"channel": "sideways"}, "is called 'sideways'"),
         ({"channel": "identity,seq-perm"}, "one channel"),
     ],

@@ -45,13 +45,14 @@ class JointDecoding:
     extended token by token; a candidate is a token and the row that it explains. Evidence: the probe's probability
     (trained on states as the channel releases them), the language model's, the traces that a token leaves in the rows
     behind it, and the distance between the row and the candidate's state behind this hypothesis. How much each counts
-    is learned on texts of the attacker's own. Nothing is verified, since the right state is not known exactly.
+    is learned on texts of the attacker's own. Nothing is verified, since the right state is not known exactly; margins
+    are in nats, and negative where what follows spoke for a token.
 
     Knows: the weights, the released states, the channel. Does not know: tokens, permutations, noise.
 
     Args:
         beam: hypotheses kept. width: candidates run for each. batch: prompts at once. model: ask the language model.
-        sweeps: of the second look at noised embeddings (see ``refine``); 0 for none.
+        sweeps: of the second look at noised embeddings (see ``refine``), which needs float32; 0 for none.
         seed: of learning. progress: where progress is reported.
     """
 
@@ -140,14 +141,7 @@ class JointDecoding:
         with torch.inference_mode():
             decodings = [start(prepared.reader.read(one), prepared.engines) for one in observations]
             decode(decodings, prepared.engines, prepared.weights, self.effort, self.progress)
-        refined: Sequence[Refined | None] = [None] * len(decodings)
-        public = prepared.public
-        whole = all(one.public.positions is None for one in observations)
-        if self.sweeps and public.noise_sigma is not None and public.columns_permuted is None and whole:
-            states = [one.states.to(slice.device).float() for one in observations]
-            refined = refine_decodings(
-                decodings, states, slice, public.noise_sigma, self.sweeps, public.prefix_tokens, self.progress
-            )
+        refined = self._look_again(observations, decodings, slice)
         seconds = time.perf_counter() - started
         costs = [
             one.evaluated + (0 if new is None else new.evaluated)
@@ -157,6 +151,37 @@ class JointDecoding:
             _recovery(one, new, cost, seconds * cost / max(1, sum(costs)))
             for one, new, cost in zip(decodings, refined, costs, strict=True)
         ]
+
+    def _look_again(
+        self, observations: Sequence[Observation], decodings: Sequence[Decoding], slice: Slice
+    ) -> list[Refined | None]:
+        """Solve for noised embeddings, of prompts whose every token has a row in known coordinates.
+
+        In half precision the finite differences would be rounding errors.
+        """
+        public = observations[0].public
+        sigma, out = public.noise_sigma, list[Refined | None]([None] * len(decodings))
+        if (
+            not self.sweeps
+            or sigma is None
+            or public.columns_permuted is not None
+            or slice.dtype != torch.float32
+        ):
+            return out
+        whole = [i for i, one in enumerate(observations) if one.public.positions is None]
+        states = [observations[i].states.to(slice.device).float() for i in whole]
+        solved = refine_decodings(
+            [decodings[i] for i in whole],
+            states,
+            slice,
+            sigma,
+            self.sweeps,
+            public.prefix_tokens,
+            self.progress,
+        )
+        for i, one in zip(whole, solved, strict=True):
+            out[i] = one
+        return out
 
     def __repr__(self) -> str:
         return (
@@ -169,10 +194,12 @@ def _opening(slice: Slice, model: Slice | None) -> Tensor | None:
     """What the language model expects first: the tokenizer's own start of prompts, or what follows a document's end."""
     if model is None:
         return None
-    own = [] if slice.tokenizer is None else slice.tokenizer("")["input_ids"]
+    # Some tokenizers append a token: only what a text begins with counts.
+    own = [] if slice.tokenizer is None else slice.tokenizer("a")["input_ids"][:1]
+    own = [token for token in own if token in slice.tokenizer.all_special_ids]
     if own or not slice.special_ids:
         expected = torch.zeros(slice.vocab_size, device=model.device)
-        expected[own[:1]] = SURE
+        expected[own] = SURE
         return expected.log_softmax(-1)
     with torch.inference_mode():
         first = torch.tensor(slice.special_ids[:1], device=model.device)
@@ -181,10 +208,14 @@ def _opening(slice: Slice, model: Slice | None) -> Tensor | None:
 
 def _recovery(decoding: Decoding, refined: Refined | None, evaluated: int, seconds: float) -> Recovery:
     steps = decoding.beam[0].steps
-    tokens = [step.token for step in steps] if refined is None else refined.tokens
-    margins = [step.margin for step in steps] if refined is None else refined.margins
-    found = tuple(
-        TokenRecovery(token, step.row, step.distance, margin, step.evaluated, False)
-        for token, margin, step in zip(tokens, margins, steps, strict=True)
-    )
-    return Recovery(found, evaluated, decoding.calls, seconds, "complete")
+    if refined is None:
+        tokens, margins, calls = [step.token for step in steps], [step.margin for step in steps], 0
+    else:
+        tokens, margins, calls = refined.tokens, refined.margins, refined.calls
+    found = []
+    for token, margin, step in zip(tokens, margins, steps, strict=True):
+        distance = (
+            step.distance if token == step.token else float("nan")
+        )  # that of a mended token was not measured
+        found.append(TokenRecovery(token, step.row, distance, margin, step.evaluated, False))
+    return Recovery(tuple(found), evaluated, decoding.calls + calls, seconds, "complete")

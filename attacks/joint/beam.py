@@ -96,9 +96,8 @@ def start(view: Rows, engines: Engines) -> Decoding:
     """A decoding that knows nothing yet."""
     free = tuple(range(len(view.shown)))
     spoken = None if engines.model is None else engines.model.prefix()
-    return Decoding(
-        view, [Hypothesis(engines.slice.prefix(offset=engines.offset), free, spoken, engines.opening)]
-    )
+    begun = Hypothesis(engines.slice.prefix(offset=engines.offset), free, spoken, engines.opening)
+    return Decoding(view, [begun], view.evaluated)
 
 
 def propose(
@@ -134,10 +133,10 @@ def decode(
         )
         for (one, _), candidates, answer in zip(pairs, tried, answers, strict=True):
             one.evaluated += len(candidates)
-            one.calls += 1
             candidates.measure(answer.leaves, one.view, engines.matcher)
         index = 0
         for one in active:
+            one.calls += 1
             count = len(one.beam)
             part = slice(index, index + count)
             one.beam = _extend(one, tried[part], answers[part], weights, effort)

@@ -32,6 +32,7 @@ class Rows:
         length: tokens of the prompt.
         when: logarithm of one plus the position that each row seems to have, where rows are in unknown order.
         expected: distance between a row and the right candidate's state that the channel is expected to make.
+        evaluated: positions run to know all this.
     """
 
     shown: Float[Tensor, "rows d"]
@@ -45,6 +46,7 @@ class Rows:
     length: int
     when: Float[Tensor, " rows"] | None = None
     expected: Float[Tensor, " rows"] | None = None
+    evaluated: int = 0
 
     def row_at(self, place: int) -> int | None:
         """The row of a position, where rows are in order and it is among them."""

@@ -10,6 +10,8 @@ from torch import Tensor
 from attacks.joint.evidence import Rows
 from hiddenlab.channel import Channel
 from hiddenlab.core import Observation
+from hiddenlab.errors import InputError, NotApplicableError
+from hiddenlab.job import generator
 from hiddenlab.match import Matcher
 from hiddenlab.propose.corpus import Corpus
 from hiddenlab.propose.probe import CLIP, Probe
@@ -48,11 +50,33 @@ class Clock:
         return cls(clock.mean, clock.scale, torch.linalg.solve(gram, features.T @ (target - level)), level)
 
 
+def length_of(observation: Observation) -> int:
+    """Tokens of the prompt.
+
+    Raises:
+        InputError: the facts contradict the rows. NotApplicableError: rows are missing and in unknown order.
+    """
+    public = observation.public
+    if public.positions is None:
+        return len(observation.states)
+    if public.rows_permuted:
+        raise NotApplicableError(
+            "joint decoding needs to know which rows are missing; these are in unknown order"
+        )
+    least = 1 + max(public.positions)
+    length = public.facts.get("tokens", least)
+    if not isinstance(length, int) or isinstance(length, bool) or length < least:
+        raise InputError(f"the prompt's length must be a number of at least {least} tokens, not {length!r}")
+    if len(public.positions) != len(observation.states):
+        raise InputError(f"{len(observation.states)} rows cannot have {len(public.positions)} positions")
+    return length
+
+
 def learn_clock(slice: Slice, channel: Channel, matcher: Matcher, seed: int) -> Clock:
     """A clock from texts of the attacker's own, released as the provider does."""
     corpus = Corpus(slice, seed + 3)
     windows = [corpus.text_window(CLOCK_WINDOW).tolist() for _ in range(CLOCK_TOKENS // CLOCK_WINDOW)]
-    released = channel.release_batch(slice, windows, torch.Generator().manual_seed(seed))
+    released = channel.release_batch(slice, windows, generator(seed, "joint", "clock"))
     rows = torch.cat([matcher.prepare(one.states.to(slice.device)) for one, _ in released])
     orders = [
         range(len(w)) if s.row_order is None else s.row_order
@@ -81,7 +105,7 @@ class Reader:
     def read(self, observation: Observation) -> Rows:
         """What the rows say."""
         public = observation.public
-        length = int(public.facts.get("tokens", len(observation.states)))
+        length = length_of(observation)
         places = None if public.rows_permuted else public.positions or tuple(range(length))
         states = observation.states.to(self.slice.device).float()
         scores, ids = self.probes[0].shortlist(states, SHORTLIST)
@@ -94,6 +118,7 @@ class Reader:
             shown, self.matcher.norms(shown), shown.norm(dim=1).clamp(min=1e-12), ids, scores, columns, traces,
             places, length, None if self.clock is None else self.clock(shown),
             None if places is not None else self.expected(ids[:, 0]),
+            0 if places is not None else (1 + RELEASES) * len(states) + RELEASES * public.prefix_tokens,
         )  # fmt: skip
 
     def expected(self, guess: Int[Tensor, " rows"]) -> Float[Tensor, " rows"]:
@@ -103,8 +128,8 @@ class Reader:
         with their plain states. A wrong order changes states, but hardly how far the channel moves them.
         """
         plain = self.matcher.view(self.slice.encode(guess))
-        generator = torch.Generator().manual_seed(self.seed)
-        released = self.channel.release_batch(self.slice, [guess.tolist()] * RELEASES, generator)
+        drawn = generator(self.seed, "joint", "expected")
+        released = self.channel.release_batch(self.slice, [guess.tolist()] * RELEASES, drawn)
         moved = torch.zeros(len(guess), device=plain.device)
         for one, secret in released:
             rows = one.states.to(plain.device).float()

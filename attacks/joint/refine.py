@@ -30,13 +30,14 @@ class Refined:
 
     Attributes:
         tokens: as believed now. margins: nats by which each token's runner-up is behind, None without one.
-        noise: root mean square of the noise that explains each row, in sigma. evaluated: positions run.
+        noise: root mean square of the noise that explains each row, in sigma. evaluated: positions run. calls: passes.
     """
 
     tokens: list[int]
     margins: list[float | None]
     noise: list[float]
     evaluated: int
+    calls: int
 
 
 def refine_decodings(
@@ -58,11 +59,12 @@ def refine_decodings(
     cases = [_Case(one, rows, table) for one, rows in zip(decodings, states, strict=True)]
     for sweep in range(sweeps):
         for group in _groups(cases, slice.max_pass_tokens):
-            before = slice.evaluated_tokens
+            before, passes = slice.evaluated_tokens, slice.forward_calls
             step(slice, [case.problem for case in group], sigma, offset)
             run, rows = slice.evaluated_tokens - before, sum(case.size for case in group)
             for case in group:
                 case.evaluated += run * case.size // rows
+                case.calls += slice.forward_calls - passes
                 case.choose(sigma)
         progress("solving for embeddings", sweep + 1, sweeps)
     return [case.result() for case in cases]
@@ -92,7 +94,7 @@ class _Case:
             centre[self.believed], self.places, centre, observed, UNEXPLAINED * unit.clamp(min=1e-12),
             torch.zeros_like(centre), torch.zeros(len(places), device=device),
         )  # fmt: skip
-        self.evaluated = 0
+        self.evaluated = self.calls = 0
 
     @property
     def size(self) -> int:
@@ -118,7 +120,9 @@ class _Case:
             ]
             margins.append(float(scores[chosen] - others.max()) if len(others) else None)
         noise = self.problem.noise[self.believed].square().mean(1).sqrt()
-        return Refined(self.tokens[self.believed].tolist(), margins, noise.tolist(), self.evaluated)
+        return Refined(
+            self.tokens[self.believed].tolist(), margins, noise.tolist(), self.evaluated, self.calls
+        )
 
 
 def _groups(cases: Sequence[_Case], limit: int) -> list[list[_Case]]:

@@ -11,6 +11,7 @@ from attacks.joint.evidence import BEFORE, Candidates, Rows, candidates_of
 from attacks.joint.reading import Reader
 from hiddenlab.channel import Channel
 from hiddenlab.core import Progress, Secret, silent
+from hiddenlab.job import generator
 from hiddenlab.propose.corpus import Corpus
 from hiddenlab.slice import Request
 
@@ -28,8 +29,7 @@ def learn_weights(
     """Fit a conditional logit: at each position of the attacker's texts, behind the right tokens, what is right?"""
     corpus = Corpus(engines.slice, seed + 2)
     windows = [corpus.text_window(LENGTH) for _ in range(WINDOWS)]
-    generator = torch.Generator().manual_seed(seed)
-    released = channel.release_batch(engines.slice, [w.tolist() for w in windows], generator)
+    released = channel.release_batch(engines.slice, [w.tolist() for w in windows], generator(seed, "joint"))
     start = torch.tensor(START, device=engines.slice.device)
     tables: list[Tensor] = []
     for i, (observation, secret) in enumerate(released):
@@ -104,4 +104,5 @@ def fit(
             return value
 
         optimiser.step(loss)
-    return weights.detach()
+    learned = weights.detach()
+    return learned if bool(learned.isfinite().all()) else start
