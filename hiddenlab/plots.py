@@ -89,7 +89,7 @@ def draw_table(table: Mapping[str, Any], out: Path) -> Path | None:
     if handles:
         columns = 2 if over else min(3, len(handles))
         drawing.legend(handles, texts, loc="outside lower center", ncols=columns, frameon=False)
-    axis.set_title(table["title"], loc="left", fontsize=11, pad=18 if over else None)
+    axis.set_title(table["title"], loc="left" if over else "right", fontsize=11, pad=18 if over else None)
     axis.spines[["top", "right"]].set_visible(False)
     drawing.savefig(path, dpi=130)
     return path
