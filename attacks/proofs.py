@@ -16,7 +16,7 @@ from torch import Tensor
 from attacks.evidence import Evidence, evidence_of
 from hiddenlab.core import Observation, Progress, Recovery, TokenRecovery, silent
 from hiddenlab.errors import InputError, NotApplicableError
-from hiddenlab.slice import Prefix, Request, Slice, decoder_layers
+from hiddenlab.slice import Prefix, Request, Slice
 
 CERTAIN = 7.0  # nats: less than one in a thousand
 ENOUGH = 40  # wrong tokens from which the usual evidence of wrong ones is known
@@ -313,7 +313,7 @@ def _survivors(
         )
         known, prior = parent.known, parent.prior
         if not last:
-            known, prior = _fork(known), _fork(prior)
+            known, prior = known.fork(), prior.fork()
             requests += [Request(known, token), Request(prior, token)]
         chains.append((known, prior))
         found.append((float(scores[i]), (*parent.found, recovery)))
@@ -327,13 +327,3 @@ def _survivors(
         _Path(score, known, prior, after, recoveries)
         for (score, recoveries), (known, prior), after in zip(found, chains, following, strict=True)
     ]
-
-
-def _fork(prefix: Prefix) -> Prefix:
-    """A prefix of its own for one of several paths that survive with the same beginning."""
-    fresh = prefix.slice.prefix(offset=prefix.offset)
-    if prefix.length:
-        for layer in range(len(decoder_layers(prefix.slice.model))):
-            fresh.store.append(layer, *prefix.store.view(layer))
-        fresh.store.length, fresh.tokens = prefix.length, list(prefix.tokens)
-    return fresh

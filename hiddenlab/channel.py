@@ -6,9 +6,10 @@ the computation (load, inputs, states), so ``seq-perm`` and ``gaussian`` do the 
 """
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import groupby, islice
 from typing import Any, Protocol, runtime_checkable
 from weakref import WeakKeyDictionary
 
@@ -20,6 +21,7 @@ from hiddenlab import registry
 from hiddenlab.core import Observation, Public, Secret, Site
 from hiddenlab.errors import HiddenlabError, InputError
 from hiddenlab.slice import Request, Slice
+from hiddenlab.slice.engine import packs
 
 LOAD_OPTIONS = ("dtype", "quantization")
 SELECTION_FACTS = ("tokens", "shard")  # of a prompt of which only some rows are shown
@@ -172,9 +174,8 @@ class Channel:
         provider = self.provider_slice(slice)
         public = self._public(slice, provider)
         released = []
-        for pack in _packs(
-            (self._prepare(provider, p, generator) for p in prompts), provider.max_pass_tokens
-        ):
+        prepared = (self._prepare(provider, p, generator) for p in prompts)
+        for pack in packs(prepared, lambda one: len(one.inputs), provider.max_pass_tokens):
             with quiet_bitsandbytes():
                 answers = provider.run([Request(provider.prefix(), one.inputs) for one in pack], keep=False)
             released += [
@@ -274,16 +275,21 @@ def as_whole(public: Public) -> Public:
     return replace(public, positions=None, channel=Channel.parse(public.channel).whole().specs, facts=facts)
 
 
-def _packs(prepared: Iterable[_Prepared], limit: int) -> Iterator[list[_Prepared]]:
-    """Group prompts, in order, into passes of at most ``limit`` positions; a longer prompt runs alone."""
-    pack: list[_Prepared] = []
-    for one in prepared:
-        if pack and sum(len(other.inputs) for other in pack) + len(one.inputs) > limit:
-            yield pack
-            pack = []
-        pack.append(one)
-    if pack:
-        yield pack
+def in_order(observation: Observation, secret: Secret) -> Float[Tensor, "rows d"]:
+    """The rows of one's own release as the prompt has them."""
+    states = observation.states
+    return (
+        states
+        if secret.row_order is None
+        else states[torch.tensor(secret.row_order, device=states.device).argsort()]
+    )
+
+
+def by_channel(observations: Iterable[Observation], size: int) -> Iterator[list[Observation]]:
+    """Neighbours that one preparation serves, at most ``size`` together."""
+    for _, same in groupby(observations, key=lambda one: as_whole(one.public)):
+        while group := list(islice(same, size)):
+            yield group
 
 
 def _as_defense(built: Any) -> Defense:

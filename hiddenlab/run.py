@@ -14,6 +14,7 @@ from hiddenlab.errors import NotApplicableError
 from hiddenlab.job import Case, Job, generator, release
 from hiddenlab.record import Recorder
 from hiddenlab.slice import Request, Slice
+from hiddenlab.slice.engine import packs
 from hiddenlab.summary import NOT_APPLICABLE, Sample, summarise
 
 PREFILL_REPEATS = 3
@@ -170,23 +171,12 @@ def time_prefill(slice: Slice, prompts: Sequence[Sequence[int] | None]) -> list[
     for _ in range(1 + PREFILL_REPEATS if known else 0):
         _synchronize(slice)
         start = time.perf_counter()
-        for tokens in _passes(known, slice.max_pass_tokens):
+        for tokens in packs(known, len, slice.max_pass_tokens):
             slice.run([Request(slice.prefix(), t) for t in tokens], keep=False)
         _synchronize(slice)
         times.append(time.perf_counter() - start)
     per_token = median(times[1:]) / sum(map(len, known)) if known else 0.0
     return [per_token * len(tokens) if tokens else None for tokens in prompts]
-
-
-def _passes(prompts: Sequence[torch.Tensor], limit: int) -> Iterator[list[torch.Tensor]]:
-    group: list[torch.Tensor] = []
-    for tokens in prompts:
-        if group and sum(map(len, group)) + len(tokens) > limit:
-            yield group
-            group = []
-        group.append(tokens)
-    if group:
-        yield group
 
 
 def _synchronize(slice: Slice) -> None:

@@ -323,6 +323,15 @@ def test_lengths_that_contradict_the_rows(changes: dict[str, object], error: typ
         length_of(Observation(torch.zeros(3, 4), public))
 
 
+@pytest.mark.usefixtures("small_probes")
+def test_noise_with_missing_rows_alone(tiny_slice: Callable[..., Slice]) -> None:
+    """No prompt to look at again is no error."""
+    slice = tiny_slice("llama", 2)
+    channel = Channel.parse(["gaussian:sigma=0.15", "shard:alpha=2,c=6,node=0"])
+    observation = channel.release(slice, list(range(14)), torch.Generator().manual_seed(3))[0]
+    assert len(JointDecoding(beam=2).recover(observation, slice, torch.Generator()).ids) == 14
+
+
 def test_lengths() -> None:
     def length(**changes: object) -> int:
         public = Public("m", (), Site(1), **changes)  # type: ignore[arg-type]

@@ -3,7 +3,6 @@
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
 
 import torch
 from jaxtyping import Float
@@ -15,7 +14,7 @@ from attacks.joint.reading import Reader, learn_clock
 from attacks.joint.refine import Refined, refine_decodings
 from attacks.joint.weights import learn_weights
 from attacks.vocab_match.rank import LazyModel
-from hiddenlab.channel import Channel, as_whole
+from hiddenlab.channel import Channel, as_whole, by_channel
 from hiddenlab.core import Observation, Progress, Public, Recovery, TokenRecovery, silent
 from hiddenlab.errors import InputError, NotApplicableError
 from hiddenlab.lens import lens_of
@@ -124,12 +123,8 @@ class JointDecoding:
             InputError: an observation does not fit the slice. NotApplicableError: it shows no states, or rows are
                 missing and there is no language model.
         """
-        out: list[Recovery] = []
-        for _, same in groupby(observations, key=lambda observation: as_whole(observation.public)):
-            group = list(same)
-            for first in range(0, len(group), self.batch):
-                out += self._recover(group[first : first + self.batch], slice)
-        return out
+        groups = by_channel(observations, self.batch)
+        return [one for group in groups for one in self._recover(group, slice)]
 
     def _recover(self, observations: Sequence[Observation], slice: Slice) -> list[Recovery]:
         prepared, _ = self.prepare(observations[0], slice)
@@ -214,8 +209,7 @@ def _recovery(decoding: Decoding, refined: Refined | None, evaluated: int, secon
         tokens, margins, calls = refined.tokens, refined.margins, refined.calls
     found = []
     for token, margin, step in zip(tokens, margins, steps, strict=True):
-        distance = (
-            step.distance if token == step.token else float("nan")
-        )  # that of a mended token was not measured
+        # The distance of a mended token was not measured.
+        distance = step.distance if token == step.token else float("nan")
         found.append(TokenRecovery(token, step.row, distance, margin, step.evaluated, False))
     return Recovery(tuple(found), evaluated, decoding.calls + calls, seconds, "complete")

@@ -11,11 +11,10 @@ from attacks.joint.evidence import BEFORE, Candidates, Rows, candidates_of
 from hiddenlab.core import Progress, silent
 from hiddenlab.match import Matcher
 from hiddenlab.slice import Answer, Prefix, Request, Slice
+from hiddenlab.slice.engine import packs
 
 OTHERS = 4  # of a row's tokens that were not taken, how many are remembered
-RECENT = (
-    3  # hypotheses that agree in their last tokens and in the rows they used are told apart by score alone
-)
+RECENT = 3  # of hypotheses that agree in so many last tokens and in the rows they used, the best is kept
 
 
 @dataclass(frozen=True)
@@ -216,11 +215,5 @@ def _listen(hypotheses: Sequence[Hypothesis], model: Slice | None) -> None:
 
 def run(engine: Slice, requests: Sequence[Request]) -> list[Answer]:
     """Run requests in passes of at most ``engine.max_pass_tokens`` positions."""
-    answers: list[Answer] = []
-    pack: list[Request] = []
-    for request in requests:
-        if pack and sum(one.size for one in pack) + request.size > engine.max_pass_tokens:
-            answers += engine.run(pack)
-            pack = []
-        pack.append(request)
-    return answers + (engine.run(pack) if pack else [])
+    passes = packs(requests, lambda one: one.size, engine.max_pass_tokens)
+    return [answer for one in passes for answer in engine.run(one)]

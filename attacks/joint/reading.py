@@ -8,7 +8,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from attacks.joint.evidence import Rows
-from hiddenlab.channel import Channel
+from hiddenlab.channel import Channel, in_order
 from hiddenlab.core import Observation
 from hiddenlab.errors import InputError, NotApplicableError
 from hiddenlab.job import generator
@@ -132,8 +132,6 @@ class Reader:
         released = self.channel.release_batch(self.slice, [guess.tolist()] * RELEASES, drawn)
         moved = torch.zeros(len(guess), device=plain.device)
         for one, secret in released:
-            rows = one.states.to(plain.device).float()
-            if secret.row_order is not None:
-                rows = rows[torch.tensor(secret.row_order, device=plain.device).argsort()]
+            rows = in_order(one, secret).to(plain.device).float()
             moved += self.matcher.pairs(candidates=self.matcher.prepare(rows), observed=plain) / RELEASES
         return moved.clamp(min=1e-12)

@@ -16,6 +16,7 @@ from attacks.joint.beam import Decoding
 from attacks.joint.continuous import Problem, step
 from hiddenlab.core import Progress, silent
 from hiddenlab.slice import Slice
+from hiddenlab.slice.engine import packs
 
 UNSURE = 5.0  # nats by which runners-up are behind at most to be looked at again
 RUNNERS_UP = 3  # of them at most
@@ -55,10 +56,9 @@ def refine_decodings(
         states: the rows as observed. sigma: of the noise on each embedding's coordinate. sweeps: over all rows.
             offset: positions before the first token.
     """
-    table = slice.embed(torch.arange(slice.vocab_size, device=slice.device)).float()
-    cases = [_Case(one, rows, table) for one, rows in zip(decodings, states, strict=True)]
+    cases = [_Case(one, rows, slice) for one, rows in zip(decodings, states, strict=True)]
     for sweep in range(sweeps):
-        for group in _groups(cases, slice.max_pass_tokens):
+        for group in packs(cases, lambda case: case.size, slice.max_pass_tokens):
             before, passes = slice.evaluated_tokens, slice.forward_calls
             step(slice, [case.problem for case in group], sigma, offset)
             run, rows = slice.evaluated_tokens - before, sum(case.size for case in group)
@@ -73,7 +73,7 @@ def refine_decodings(
 class _Case:
     """One prompt: its rows' explanations, and which of them are believed."""
 
-    def __init__(self, decoding: Decoding, states: Tensor, table: Float[Tensor, "v d"]) -> None:
+    def __init__(self, decoding: Decoding, states: Tensor, slice: Slice) -> None:
         steps = decoding.beam[0].steps
         explained = []
         for place, one in enumerate(steps):
@@ -88,7 +88,7 @@ class _Case:
         # Attention sinks are far longer than other rows, and no noise before them grows with them.
         lengths = observed.norm(dim=1, keepdim=True)
         unit = lengths.minimum(lengths.median()) / observed.shape[1] ** 0.5
-        centre = table[self.tokens].clone()
+        centre = slice.embed(self.tokens).float().clone()
         self.believed = torch.tensor([places.index(place) for place in range(len(steps))], device=device)
         self.problem = Problem(
             centre[self.believed], self.places, centre, observed, UNEXPLAINED * unit.clamp(min=1e-12),
@@ -123,13 +123,3 @@ class _Case:
         return Refined(
             self.tokens[self.believed].tolist(), margins, noise.tolist(), self.evaluated, self.calls
         )
-
-
-def _groups(cases: Sequence[_Case], limit: int) -> list[list[_Case]]:
-    """Neighbours whose rows fit one pass."""
-    groups: list[list[_Case]] = [[]]
-    for case in cases:
-        if groups[-1] and sum(one.size for one in groups[-1]) + case.size > limit:
-            groups.append([])
-        groups[-1].append(case)
-    return groups

@@ -3,7 +3,6 @@
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
 
 import torch
 
@@ -19,7 +18,7 @@ from attacks.vocab_match.rank import SHORTLIST, WIDE_SHORTLIST, LazyModel, Propo
 from attacks.vocab_match.search import speculative, stepwise
 from attacks.vocab_match.shard import before_gap, behind_gap, with_rest
 from attacks.vocab_match.task import Task
-from hiddenlab.channel import as_whole
+from hiddenlab.channel import as_whole, by_channel
 from hiddenlab.core import Observation, Progress, Public, Recovery, silent
 from hiddenlab.errors import InputError, NotApplicableError
 from hiddenlab.lens import lens_of
@@ -170,13 +169,8 @@ class VocabMatch:
         Raises:
             InputError: an observation does not fit the slice.
         """
-        out: list[Recovery] = []
-        # One setup serves one channel, so neighbours of the same channel are attacked together.
-        for _, same in groupby(observations, key=lambda observation: as_whole(observation.public)):
-            group = list(same)
-            for start in range(0, len(group), self.batch):
-                out += self._recover_group(group[start : start + self.batch], slice, generator)
-        return out
+        groups = by_channel(observations, self.batch)
+        return [one for group in groups for one in self._recover_group(group, slice, generator)]
 
     def _recover_group(
         self, observations: Sequence[Observation], slice: Slice, generator: torch.Generator

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from hiddenlab.channel import Channel
+from hiddenlab.channel import Channel, in_order
 from hiddenlab.core import Public
 from hiddenlab.errors import InputError
 from hiddenlab.match import Matcher
@@ -89,9 +89,7 @@ def measure(slice: Slice, public: Public, matcher: Matcher, seed: int) -> Sample
     requests, observed = [], []
     for window, (observation, secret) in zip(windows, released, strict=True):
         window = window.to(slice.device)
-        states = observation.states.to(slice.device)
-        if secret.row_order is not None:
-            states = states[torch.tensor(secret.row_order, device=slice.device).argsort()]
+        states = in_order(observation, secret).to(slice.device)
         observed.append(matcher.prepare(states))
         dots = (embedding[window] @ embedding.T).float()
         both = lengths[window, None].square() + lengths.square()

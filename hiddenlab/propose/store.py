@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from hiddenlab.channel import Channel
+from hiddenlab.channel import Channel, in_order
 from hiddenlab.core import Progress, Public, Site, silent
 from hiddenlab.propose.adapt import FEATURE_LAYERS, Adapter
 from hiddenlab.propose.corpus import Corpus
@@ -96,8 +96,7 @@ def collect_states(
 
     def flush() -> None:
         for observation, secret in pipe.release_batch(slice, [w.tolist() for w in pack], generator):
-            rows = observation.states
-            states.append(rows[torch.tensor(secret.row_order).argsort()] if secret.row_order else rows)
+            states.append(in_order(observation, secret))
             labels.append(torch.tensor(secret.tokens))
             places.append(torch.arange(len(secret.tokens)))
 

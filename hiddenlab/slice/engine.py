@@ -12,10 +12,10 @@ they lie, one GEMM per key/value head with the tokens of a request folded into t
 prefix is copied or repeated per candidate.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from jaxtyping import Float, Int
@@ -26,6 +26,7 @@ from hiddenlab.slice.door import Attention
 if TYPE_CHECKING:
     from hiddenlab.slice import Slice
 
+T = TypeVar("T")
 ATTENTION_NAME = "hiddenlab"
 # Scores of one attention step are held in chunks of at most this many elements, so that memory does not grow
 # with candidates × prefix.
@@ -116,6 +117,20 @@ class Request:
     def inputs(self) -> Tensor:
         """Chain and leaves on one axis."""
         return self.chain if self.leaves is None else torch.cat([self.chain, self.leaves])
+
+
+def packs(items: Iterable[T], size: Callable[[T], int], limit: int) -> Iterator[list[T]]:
+    """Neighbours of together at most ``limit`` positions, in order; what is larger by itself goes alone."""
+    pack: list[T] = []
+    held = 0
+    for item in items:
+        if pack and held + size(item) > limit:
+            yield pack
+            pack, held = [], 0
+        pack.append(item)
+        held += size(item)
+    if pack:
+        yield pack
 
 
 @dataclass
