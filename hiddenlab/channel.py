@@ -6,7 +6,7 @@ the computation (load, inputs, states), so ``seq-perm`` and ``gaussian`` do the 
 """
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import groupby, islice
