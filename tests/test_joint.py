@@ -13,7 +13,7 @@ from torch import Tensor
 from attacks.joint import JointDecoding
 from attacks.joint.beam import Effort, Engines, decode, start
 from attacks.joint.continuous import Problem, _conjugate, step
-from attacks.joint.evidence import BEFORE, FEATURES, PLACE, Rows, candidates_of
+from attacks.joint.evidence import BEFORE, FEATURES, PLACE, Learned, Rows, candidates_of
 from attacks.joint.reading import Clock, length_of
 from attacks.joint.refine import refine_decodings
 from attacks.joint.weights import START, fit
@@ -81,7 +81,7 @@ def test_a_wide_beam_finds_the_best_of_all_sequences(tiny_slice: Callable[..., S
     engines = Engines(slice, MATCHER, lm)
     with torch.inference_mode():
         decoding = start(view, engines)
-        decode([decoding], engines, WEIGHTS, Effort(beam=1000, width=1000, gap=1e9))
+        decode([decoding], engines, Learned(WEIGHTS), Effort(beam=1000, width=1000, gap=1e9, behind=1e9))
         orders = [tuple(range(n))] if ordered else list(itertools.permutations(range(n)))
         everything = {
             tuple(zip(order, ks, strict=True)): score(view, slice, lm, list(zip(order, ks, strict=True)))
@@ -104,7 +104,7 @@ def test_positions_without_a_row_are_left_to_the_language_model(tiny_slice: Call
     unseen = candidates_of(view, 1, [0, 1], [0], following, 4)
     assert unseen.tokens.tolist() == [299, 298, 297, 296]
     assert set(unseen.rows.tolist()) == {-1}
-    unseen.measure(torch.zeros(4, slice.width), view, MATCHER)
+    unseen.measure(torch.zeros(4, slice.width), torch.arange(4), view, MATCHER)
     assert not unseen.features[:, BEFORE:].any()
     seen = candidates_of(view, 2, [0, 1], [0, -1], following, 4)
     assert seen.rows.tolist() == [1, 1]
@@ -221,7 +221,7 @@ def test_a_second_look_mends_what_the_decoder_got_wrong(tiny_slice: Callable[...
     prepared, _ = joint.prepare(observation, slice)
     with torch.inference_mode():
         decoding = start(prepared.reader.read(observation), prepared.engines)
-        decode([decoding], prepared.engines, prepared.weights, joint.effort)
+        decode([decoding], prepared.engines, prepared.learned, joint.effort)
     best = decoding.beam[0]
     spoilt = list(best.steps)
     for place, (one, token) in enumerate(zip(best.steps, tokens, strict=True)):

@@ -5,11 +5,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
 from attacks.joint.beam import Decoding, Effort, Engines, decode, start
-from attacks.joint.evidence import FEATURES, TRACES
+from attacks.joint.evidence import FEATURES, TRACES, Learned
 from attacks.joint.reading import Reader, learn_clock
 from attacks.joint.refine import Refined, refine_decodings
 from attacks.joint.weights import learn_weights
@@ -34,7 +33,7 @@ class Prepared:
     slice: Slice
     engines: Engines
     reader: Reader
-    weights: Float[Tensor, " features"]
+    learned: Learned
 
 
 class JointDecoding:
@@ -80,7 +79,9 @@ class JointDecoding:
             ``probe_seconds`` (0 where all were cached) and the weight of each piece of evidence.
         """
         prepared, seconds = self.prepare(observation, slice)
-        learned = {f"weight_{name}": float(x) for name, x in zip(FEATURES, prepared.weights, strict=True)}
+        learned = {
+            f"weight_{name}": float(x) for name, x in zip(FEATURES, prepared.learned.weights, strict=True)
+        }
         return {"probe_seconds": seconds, **learned}
 
     def prepare(self, observation: Observation, slice: Slice) -> tuple[Prepared, float]:
@@ -106,8 +107,8 @@ class JointDecoding:
         with torch.inference_mode():
             clock = learn_clock(slice, channel, engines.matcher, self.seed) if public.rows_permuted else None
             reader = Reader(slice, channel, engines.matcher, tuple(probes), clock, self.seed)
-            weights = learn_weights(channel, engines, reader, self.seed, self.progress)
-        self._prepared = Prepared(public, slice, engines, reader, weights)
+            learned = learn_weights(channel, engines, reader, self.seed, self.progress)
+        self._prepared = Prepared(public, slice, engines, reader, learned)
         return self._prepared, seconds
 
     def recover(self, observation: Observation, slice: Slice, generator: torch.Generator) -> Recovery:
@@ -135,7 +136,7 @@ class JointDecoding:
         started = time.perf_counter()
         with torch.inference_mode():
             decodings = [start(prepared.reader.read(one), prepared.engines) for one in observations]
-            decode(decodings, prepared.engines, prepared.weights, self.effort, self.progress)
+            decode(decodings, prepared.engines, prepared.learned, self.effort, self.progress)
         refined = self._look_again(observations, decodings, slice)
         seconds = time.perf_counter() - started
         costs = [

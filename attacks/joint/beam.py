@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
-from attacks.joint.evidence import BEFORE, Candidates, Rows, candidates_of
+from attacks.joint.evidence import BEFORE, FIT, Candidates, Learned, Rows, candidates_of, likeliest, rows_at
 from hiddenlab.core import Progress, silent
 from hiddenlab.match import Matcher
 from hiddenlab.slice import Answer, Prefix, Request, Slice
@@ -15,6 +15,8 @@ from hiddenlab.slice.engine import packs
 
 OTHERS = 4  # of a row's tokens that were not taken, how many are remembered
 RECENT = 3  # of hypotheses that agree in so many last tokens and in the rows they used, the best is kept
+WIDER = 8  # by how much more is tried where nothing fits
+TAKEN = 256  # candidates of a hypothesis that may become part of the beam
 
 
 @dataclass(frozen=True)
@@ -35,12 +37,24 @@ class Effort:
     Attributes:
         beam: hypotheses kept. width: candidates run for each. gap: candidates whose score before they are run is so
             much (nats) under the best's are not. unseen: tokens tried for a position that no row shows.
+        opening: hypotheses kept after the first token where rows are in unknown order, halved with each that follows:
+            what comes first shows only in what comes after it. behind: hypotheses so many nats behind are dropped.
+        most: candidates tried at once where none fits and the whole vocabulary is at hand. spare: of these, how many
+            a token a prompt may cost.
     """
 
     beam: int = 8
     width: int = 48
     gap: float = 12.0
     unseen: int = 48
+    opening: int = 64
+    behind: float = 20.0
+    most: int = 8192
+    spare: int = 2048
+
+    def kept(self, view: Rows, place: int) -> int:
+        """Hypotheses kept after the token at a place."""
+        return self.beam if view.places is not None else max(self.beam, self.opening >> place)
 
 
 @dataclass(frozen=True)
@@ -81,6 +95,7 @@ class Decoding:
     beam: list[Hypothesis]
     evaluated: int = 0
     calls: int = 0
+    widened: int = 0  # positions run because nothing fitted
 
     @property
     def place(self) -> int:
@@ -89,6 +104,11 @@ class Decoding:
     @property
     def finished(self) -> bool:
         return self.place == self.view.length
+
+    @property
+    def chooses(self) -> bool:
+        """Candidates come from the whole vocabulary, not from the rows' shortlists."""
+        return self.view.wide is not None and rows_at(self.view, self.place, self.beam[0].free) is not None
 
 
 def start(view: Rows, engines: Engines) -> Decoding:
@@ -99,10 +119,44 @@ def start(view: Rows, engines: Engines) -> Decoding:
     return Decoding(view, [begun], view.evaluated)
 
 
+@dataclass
+class Tried:
+    """Candidates of one hypothesis that were run.
+
+    Attributes:
+        answers: what ran them. answer: which of them is each candidate's. leaf: its place there. evaluated: run.
+    """
+
+    candidates: Candidates
+    answers: list[Answer]
+    answer: Int[Tensor, " c"]
+    leaf: Int[Tensor, " c"]
+    evaluated: int
+
+    def ran(self) -> Int[Tensor, " d"]:
+        """The tokens that were run so far, kept or not."""
+        return torch.cat([one.request.inputs for one in self.answers])
+
+    def add(self, other: "Tried") -> None:
+        """More candidates of the same hypothesis."""
+        self.candidates = self.candidates.and_also(other.candidates)
+        self.answer = torch.cat([self.answer, other.answer + len(self.answers)])
+        self.leaf = torch.cat([self.leaf, other.leaf])
+        self.answers += other.answers
+        self.evaluated += other.evaluated
+
+    def keep(self, which: Tensor) -> None:
+        """Forget the others."""
+        self.candidates = self.candidates.keep(which)
+        self.answer, self.leaf = self.answer[which], self.leaf[which]
+
+
 def propose(
     decoding: Decoding, hypothesis: Hypothesis, weights: Float[Tensor, " features"], effort: Effort
 ) -> Candidates:
     """The candidates of one hypothesis that are worth running."""
+    if decoding.chooses:
+        return _from_all(decoding, hypothesis, weights, effort.width)
     found = candidates_of(
         decoding.view, decoding.place, hypothesis.free, hypothesis.columns, hypothesis.following, effort.unseen
     )  # fmt: skip
@@ -111,10 +165,21 @@ def propose(
     return found.keep(best.indices[best.values >= best.values[0] - effort.gap])
 
 
+def _from_all(
+    decoding: Decoding, hypothesis: Hypothesis, weights: Tensor, most: int, but: Tensor | None = None
+) -> Candidates:
+    """The vocabulary's likeliest tokens without some, each for every row: a state serves all of them."""
+    place = decoding.view, decoding.place, hypothesis.free
+    tokens = likeliest(*place, hypothesis.following, weights, most)
+    if but is not None:
+        tokens = tokens[~torch.isin(tokens, but)]
+    return candidates_of(*place, hypothesis.columns, hypothesis.following, 0, tokens)
+
+
 def decode(
     decodings: Sequence[Decoding],
     engines: Engines,
-    weights: Float[Tensor, " features"],
+    learned: Learned,
     effort: Effort,
     progress: Progress = silent,
 ) -> None:
@@ -122,68 +187,109 @@ def decode(
     total = sum(one.view.length for one in decodings)
     while active := [one for one in decodings if not one.finished]:
         pairs = [(one, hypothesis) for one in active for hypothesis in one.beam]
-        tried = [propose(one, hypothesis, weights, effort) for one, hypothesis in pairs]
-        answers = run(
-            engines.slice,
-            [
-                Request(hypothesis.prefix, candidates.tokens[:0], leaves=candidates.tokens)
-                for (_, hypothesis), candidates in zip(pairs, tried, strict=True)
-            ],
-        )
-        for (one, _), candidates, answer in zip(pairs, tried, answers, strict=True):
-            one.evaluated += len(candidates)
-            candidates.measure(answer.leaves, one.view, engines.matcher)
-        index = 0
-        for one in active:
+        proposed = [propose(*pair, learned.weights, effort) for pair in pairs]
+        tried = iter(_try(pairs, proposed, engines, learned.weights))
+        beams = [[next(tried) for _ in one.beam] for one in active]
+        _widen(active, beams, engines, learned, effort)
+        for one, beam in zip(active, beams, strict=True):
             one.calls += 1
-            count = len(one.beam)
-            part = slice(index, index + count)
-            one.beam = _extend(one, tried[part], answers[part], weights, effort)
-            index += count
+            one.beam = _extend(one, beam, learned.weights, effort)
         _listen([hypothesis for one in active for hypothesis in one.beam], engines.model)
         progress("decoding", sum(one.place for one in decodings), total)
 
 
-def _extend(
-    decoding: Decoding,
-    tried: Sequence[Candidates],
-    answers: Sequence[Answer],
+def _try(
+    pairs: Sequence[tuple[Decoding, Hypothesis]],
+    proposed: Sequence[Candidates],
+    engines: Engines,
     weights: Tensor,
+) -> list[Tried]:
+    """Run each hypothesis' candidates, every token once, and keep the best."""
+    distinct = [candidates.tokens.unique(return_inverse=True) for candidates in proposed]
+    requests = [
+        Request(hypothesis.prefix, tokens[:0], leaves=tokens)
+        for (_, hypothesis), (tokens, _) in zip(pairs, distinct, strict=True)
+    ]
+    out = []
+    for (one, _), candidates, (tokens, leaf), answer in zip(
+        pairs, proposed, distinct, run(engines.slice, requests), strict=True
+    ):
+        one.evaluated += len(tokens)
+        candidates.measure(answer.leaves, leaf, one.view, engines.matcher)
+        tried = Tried(candidates, [answer], torch.zeros_like(leaf), leaf, len(tokens))
+        if len(candidates) > TAKEN:
+            tried.keep((candidates.features @ weights).topk(TAKEN).indices)
+        out.append(tried)
+    return out
+
+
+def _widen(
+    active: Sequence[Decoding],
+    beams: Sequence[list[Tried]],
+    engines: Engines,
+    learned: Learned,
     effort: Effort,
-) -> list[Hypothesis]:
+) -> None:
+    """Where nothing fits and the whole vocabulary is at hand, try more of it behind the best hypothesis."""
+    width, most = effort.width, min(effort.most, engines.slice.vocab_size)
+    while width < most:
+        width = min(WIDER * width, most)
+        open = [
+            (one, beam[0])
+            for one, beam in zip(active, beams, strict=True)
+            if one.chooses
+            and one.widened < effort.spare * one.view.length
+            and min(float(tried.candidates.features[:, FIT].min()) for tried in beam) > learned.fits
+        ]
+        if not open:
+            return
+        pairs = [(one, one.beam[0]) for one, _ in open]
+        proposed = [
+            _from_all(*pair, learned.weights, width, tried.ran())
+            for pair, (_, tried) in zip(pairs, open, strict=True)
+        ]
+        for (one, tried), more in zip(open, _try(pairs, proposed, engines, learned.weights), strict=True):
+            one.widened += more.evaluated
+            tried.add(more)
+
+
+def _extend(decoding: Decoding, tried: Sequence[Tried], weights: Tensor, effort: Effort) -> list[Hypothesis]:
     """The best continuations of all hypotheses."""
     totals = [
-        hypothesis.score + candidates.features @ weights
-        for hypothesis, candidates in zip(decoding.beam, tried, strict=True)
+        hypothesis.score + one.candidates.features @ weights
+        for hypothesis, one in zip(decoding.beam, tried, strict=True)
     ]
-    order = torch.cat(totals).argsort(descending=True).tolist()
+    everything = torch.cat(totals)
+    order = everything.argsort(descending=True)
+    order = order[everything[order] >= everything[order[0]] - effort.behind]
     starts = [0]
     for part in totals:
         starts.append(starts[-1] + len(part))
     kept: list[Hypothesis] = []
     seen = set()
-    for place in order:
+    for place in order.tolist():
         parent = next(i for i in range(len(totals)) if place < starts[i + 1])
-        i = place - starts[parent]
-        before, step, free = _step(decoding.beam[parent], tried[parent], totals[parent], i)
+        i, one = place - starts[parent], tried[parent]
+        before, step, free = _step(decoding.beam[parent], one, totals[parent], i)
         key = free, tuple(one.token for one in (*before.steps, step)[-RECENT:])
         if key in seen:
             continue
         seen.add(key)
         prefix = before.prefix.fork()
-        prefix.keep(answers[parent], leaf=i)
-        columns = (*before.columns, int(tried[parent].columns[i]))
+        prefix.keep(one.answers[int(one.answer[i])], leaf=int(one.leaf[i]))
+        columns = (*before.columns, int(one.candidates.columns[i]))
         steps = (*before.steps, step)
         kept.append(Hypothesis(prefix, free, before.spoken, None, columns, steps, float(totals[parent][i])))
-        if len(kept) == effort.beam:
+        if len(kept) == effort.kept(decoding.view, decoding.place):
             break
     return kept
 
 
 def _step(
-    parent: Hypothesis, candidates: Candidates, totals: Tensor, i: int
+    parent: Hypothesis, tried: Tried, totals: Tensor, i: int
 ) -> tuple[Hypothesis, Step, tuple[int, ...]]:
     """What taking a candidate means: the step, and the rows that are free after it."""
+    candidates = tried.candidates
     row = int(candidates.rows[i])
     others = torch.cat([totals[:i], totals[i + 1 :]])
     margin = float(totals[i] - others.max()) if len(others) else None
@@ -192,7 +298,7 @@ def _step(
     best = same[totals[same].argsort(descending=True)][:OTHERS]
     behind = (totals[i] - totals[best]).tolist()
     step = Step(
-        int(candidates.tokens[i]), row, float(candidates.distances[i]), margin, len(candidates),
+        int(candidates.tokens[i]), row, float(candidates.distances[i]), margin, tried.evaluated,
         tuple(zip(candidates.tokens[best].tolist(), behind, strict=True)),
     )  # fmt: skip
     return parent, step, parent.free if row < 0 else tuple(r for r in parent.free if r != row)

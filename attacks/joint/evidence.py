@@ -16,6 +16,8 @@ FEATURES = (
 TRACES = (1, 2)  # how many positions before a row's own the tokens are that it is asked for
 PLACE = 2 + len(TRACES)
 BEFORE = PLACE + 1  # features known before a candidate is run; the others need its state
+FIT = BEFORE + 2  # the distance over what the channel is expected to make of it
+PART = 8192  # pairs compared at once, so that copies of rows stay small
 LEAST = 1e-6  # relative distances are no smaller than this, so that their logarithm is bounded
 
 
@@ -33,6 +35,8 @@ class Rows:
         when: logarithm of one plus the position that each row seems to have, where rows are in unknown order.
         expected: distance between a row and the right candidate's state that the channel is expected to make.
         evaluated: positions run to know all this.
+        wide: where the probe's shortlist is too short for a first guess (shuffled columns), log-probabilities of the
+            whole vocabulary in half precision; None elsewhere.
     """
 
     shown: Float[Tensor, "rows d"]
@@ -47,11 +51,24 @@ class Rows:
     when: Float[Tensor, " rows"] | None = None
     expected: Float[Tensor, " rows"] | None = None
     evaluated: int = 0
+    wide: Float[Tensor, "rows v"] | None = None
 
     def row_at(self, place: int) -> int | None:
         """The row of a position, where rows are in order and it is among them."""
         assert self.places is not None
         return self.places.index(place) if place in self.places else None
+
+
+@dataclass(frozen=True)
+class Learned:
+    """What the attacker's own texts taught.
+
+    Attributes:
+        weights: of each piece of evidence. fits: candidates whose ``FIT`` is above are not the right one.
+    """
+
+    weights: Float[Tensor, " features"]
+    fits: float = math.inf
 
 
 @dataclass
@@ -75,24 +92,45 @@ class Candidates:
 
     def keep(self, which: Tensor) -> "Candidates":
         """Some of them."""
-        return Candidates(self.tokens[which], self.rows[which], self.columns[which], self.features[which])
+        distances = None if self.distances is None else self.distances[which]
+        return Candidates(
+            self.tokens[which], self.rows[which], self.columns[which], self.features[which], distances
+        )
 
-    def measure(self, states: Float[Tensor, "c d"], view: Rows, matcher: Matcher) -> None:
-        """Fill in what their states in context say; those without a row get zeros, as all of them do there."""
+    def and_also(self, other: "Candidates") -> "Candidates":
+        """These and others, all measured."""
+        assert self.distances is not None
+        assert other.distances is not None
+        return Candidates(
+            torch.cat([self.tokens, other.tokens]), torch.cat([self.rows, other.rows]),
+            torch.cat([self.columns, other.columns]), torch.cat([self.features, other.features]),
+            torch.cat([self.distances, other.distances]),
+        )  # fmt: skip
+
+    def measure(
+        self, states: Float[Tensor, "s d"], of: Int[Tensor, " c"], view: Rows, matcher: Matcher
+    ) -> None:
+        """Fill in what states in context say; candidates without a row get zeros, as all of them do there.
+
+        Args:
+            states: of distinct tokens. of: which of them is each candidate's.
+        """
         shown = self.rows >= 0
         self.distances = torch.full((len(self),), float("nan"), device=states.device)
         if not bool(shown.any()):
             return
-        rows = self.rows[shown]
-        own, observed = matcher.view(states[shown]), view.shown[rows]
-        distances = matcher.pairs(candidates=own, observed=observed)
-        relative = (distances / view.norms[rows]).clamp(min=LEAST)
-        plain = ((own - observed).norm(dim=1) / view.plain[rows]).clamp(min=LEAST)
+        own, rows, of = matcher.view(states), self.rows[shown], of[shown]
+        distances, plain = torch.empty(2, len(rows), device=states.device)
+        for part in torch.arange(len(rows), device=states.device).split(PART):
+            candidates, observed = own[of[part]], view.shown[rows[part]]
+            distances[part] = matcher.pairs(candidates=candidates, observed=observed)
+            plain[part] = torch.linalg.vector_norm(candidates - observed, dim=1)
         self.distances[shown] = distances
+        relative = (distances / view.norms[rows]).clamp(min=LEAST)
         self.features[shown, BEFORE] = relative.log()
-        self.features[shown, BEFORE + 1] = plain.log()
+        self.features[shown, BEFORE + 1] = (plain / view.plain[rows]).clamp(min=LEAST).log()
         if view.expected is not None:
-            self.features[shown, BEFORE + 2] = (distances / view.expected[rows]).clamp(min=LEAST).log()
+            self.features[shown, FIT] = (distances / view.expected[rows]).clamp(min=LEAST).log()
 
 
 def candidates_of(
@@ -102,26 +140,33 @@ def candidates_of(
     path: Sequence[int],
     following: Float[Tensor, " v"] | None,
     unseen: int,
+    tokens: Int[Tensor, " k"] | None = None,
 ) -> Candidates:
     """All candidates for a position of one hypothesis, with what is known of them before they are run.
 
     Args:
         free: rows not used yet (rows in unknown order). path: columns of the tokens before, the last one last.
         following: the language model's log-probabilities, or None. unseen: tokens tried where no row is shown.
+        tokens: tried for every row (``view.wide``), in place of each row's shortlist.
     """
     device = view.shown.device
-    row = None if view.places is None else view.row_at(place)
-    if view.places is not None and row is None:
+    which = rows_at(view, place, free)
+    if which is None:
         assert following is not None
         scores, tokens = following.topk(min(unseen, len(following)))
         features = torch.zeros(len(tokens), len(FEATURES), device=device)
         features[:, 1] = scores.to(device)
         nowhere = torch.full((len(tokens),), -1, device=device)
         return Candidates(tokens.to(device), nowhere, nowhere, features)
-    which = torch.tensor(list(free) if row is None else [row], device=device)
-    tokens, columns = view.ids[which], view.columns[which]
+    if tokens is None:
+        tokens, scores, columns = view.ids[which], view.scores[which], view.columns[which]
+    else:
+        assert view.wide is not None
+        scores = view.wide[which][:, tokens].float()
+        tokens = tokens.expand_as(scores)
+        columns = torch.full_like(tokens, -1)
     features = torch.zeros(*tokens.shape, len(FEATURES), device=device)
-    features[..., 0] = view.scores[which]
+    features[..., 0] = scores
     if following is not None:
         features[..., 1] = following.to(device)[tokens]
     for i, offset in enumerate(TRACES if view.traces is not None else ()):
@@ -137,3 +182,31 @@ def candidates_of(
         features[..., PLACE] = -(view.when[which] - math.log1p(place)).square()[:, None]
     rows = which[:, None].expand_as(tokens)
     return Candidates(tokens.flatten(), rows.flatten(), columns.flatten(), features.flatten(0, 1))
+
+
+def likeliest(
+    view: Rows,
+    place: int,
+    free: Sequence[int],
+    following: Float[Tensor, " v"] | None,
+    weights: Float[Tensor, " features"],
+    most: int,
+) -> Int[Tensor, " most"]:
+    """Of the whole vocabulary the tokens that may come next, the likeliest for any row first (``view.wide``)."""
+    which = rows_at(view, place, free)
+    assert which is not None and view.wide is not None
+    scores = weights[0] * view.wide[which].float()
+    if view.places is None and view.when is not None:
+        scores -= weights[PLACE] * (view.when[which] - math.log1p(place)).square()[:, None]
+    best = scores.amax(0)
+    if following is not None:
+        best += weights[1] * following.to(best.device)
+    return best.topk(min(most, len(best))).indices
+
+
+def rows_at(view: Rows, place: int, free: Sequence[int]) -> Int[Tensor, " r"] | None:
+    """Rows that may belong to a position: those that are free, or in known order its own, or None without one."""
+    if view.places is None:
+        return torch.tensor(list(free), device=view.shown.device)
+    row = view.row_at(place)
+    return None if row is None else torch.tensor([row], device=view.shown.device)

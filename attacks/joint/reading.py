@@ -114,11 +114,14 @@ class Reader:
         if len(self.probes) > 1:
             traces = torch.stack([one.log_probs(states)[:, distinct] for one in self.probes[1:]])
         shown = self.matcher.prepare(states)
+        # In order and in known coordinates the row's own length says enough.
+        shuffled = places is None or self.matcher.sorted
         return Rows(
             shown, self.matcher.norms(shown), shown.norm(dim=1).clamp(min=1e-12), ids, scores, columns, traces,
             places, length, None if self.clock is None else self.clock(shown),
-            None if places is not None else self.expected(ids[:, 0]),
-            0 if places is not None else (1 + RELEASES) * len(states) + RELEASES * public.prefix_tokens,
+            self.expected(ids[:, 0]) if shuffled else None,
+            (1 + RELEASES) * len(states) + RELEASES * public.prefix_tokens if shuffled else 0,
+            self.probes[0].log_probs(states).half() if self.matcher.sorted else None,
         )  # fmt: skip
 
     def expected(self, guess: Int[Tensor, " rows"]) -> Float[Tensor, " rows"]:

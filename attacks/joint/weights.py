@@ -1,5 +1,6 @@
 """How much each piece of evidence counts: learned on the attacker's own texts, released as by the provider."""
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -7,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from attacks.joint.beam import Engines, run
-from attacks.joint.evidence import BEFORE, Candidates, Rows, candidates_of
+from attacks.joint.evidence import BEFORE, FIT, Candidates, Learned, Rows, candidates_of, likeliest
 from attacks.joint.reading import Reader
 from hiddenlab.channel import Channel
 from hiddenlab.core import Progress, Secret, silent
@@ -21,11 +22,12 @@ START = (1.0, 0.8, 0.3, 0.15, 4.0, -3.0, -3.0, -3.0)
 RIDGE = 1e-3
 STEPS = 60  # of the optimiser
 TRIED = 32  # wrong candidates a position
+FITS = 0.98  # share of right candidates whose distance counts as fitting
 
 
 def learn_weights(
     channel: Channel, engines: Engines, reader: Reader, seed: int, progress: Progress = silent
-) -> Float[Tensor, " features"]:
+) -> Learned:
     """Fit a conditional logit: at each position of the attacker's texts, behind the right tokens, what is right?"""
     corpus = Corpus(engines.slice, seed + 2)
     windows = [corpus.text_window(LENGTH) for _ in range(WINDOWS)]
@@ -35,7 +37,8 @@ def learn_weights(
     for i, (observation, secret) in enumerate(released):
         tables += _tables(reader.read(observation), secret, engines, start)
         progress("weighing the evidence", i + 1, len(released))
-    return fit(tables, start)
+    right = [float(table[0, FIT]) for table in tables]
+    return Learned(fit(tables, start), float(torch.tensor(right).quantile(FITS)) if right else math.inf)
 
 
 def _tables(
@@ -49,7 +52,11 @@ def _tables(
     rows, path, found, attach = where.tolist(), list[int](), list[Candidates](), list[int]()
     for place, token in enumerate(secret.tokens):
         free = rows[place:]
-        everything = candidates_of(view, place, free, path, following[place], TRIED)
+        tokens = None
+        if view.wide is not None:
+            tokens = likeliest(view, place, free, following[place], weights, TRIED)
+            tokens = torch.cat([truth[place : place + 1], tokens[tokens != token]])
+        everything = candidates_of(view, place, free, path, following[place], TRIED, tokens)
         right = (everything.tokens == token) & ((everything.rows == rows[place]) | (everything.rows < 0))
         path.append(int(everything.columns[right][0]) if bool(right.any()) else -1)
         if not bool(right.any()) or len(right) == 1:
@@ -65,7 +72,7 @@ def _tables(
     )  # fmt: skip
     states = run(engines.slice, [request])[0].leaves.split([len(one) for one in found])
     for candidates, own in zip(found, states, strict=True):
-        candidates.measure(own, view, engines.matcher)
+        candidates.measure(own, torch.arange(len(own), device=device), view, engines.matcher)
     return [candidates.features for candidates in found]
 
 
