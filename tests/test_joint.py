@@ -80,7 +80,7 @@ def test_a_wide_beam_finds_the_best_of_all_sequences(tiny_slice: Callable[..., S
     view = rows_of(states, ids, tuple(range(n)) if ordered else None, n)
     engines = Engines(slice, MATCHER, lm)
     with torch.inference_mode():
-        decoding = start(view, engines)
+        decoding = start(view, engines, WEIGHTS)
         decode([decoding], engines, Learned(WEIGHTS), Effort(beam=1000, width=1000, gap=1e9, behind=1e9))
         orders = [tuple(range(n))] if ordered else list(itertools.permutations(range(n)))
         everything = {
@@ -220,7 +220,7 @@ def test_a_second_look_mends_what_the_decoder_got_wrong(tiny_slice: Callable[...
     joint = JointDecoding(model=False)
     prepared, _ = joint.prepare(observation, slice)
     with torch.inference_mode():
-        decoding = start(prepared.reader.read(observation), prepared.engines)
+        decoding = start(prepared.reader.read(observation), prepared.engines, prepared.learned.weights)
         decode([decoding], prepared.engines, prepared.learned, joint.effort)
     best = decoding.beam[0]
     spoilt = list(best.steps)

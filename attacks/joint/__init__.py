@@ -135,7 +135,10 @@ class JointDecoding:
                 raise NotApplicableError("tokens without a row can only be guessed by a language model")
         started = time.perf_counter()
         with torch.inference_mode():
-            decodings = [start(prepared.reader.read(one), prepared.engines) for one in observations]
+            decodings = [
+                start(prepared.reader.read(one), prepared.engines, prepared.learned.weights)
+                for one in observations
+            ]
             decode(decodings, prepared.engines, prepared.learned, self.effort, self.progress)
         refined = self._look_again(observations, decodings, slice)
         seconds = time.perf_counter() - started

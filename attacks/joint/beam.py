@@ -7,14 +7,15 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from attacks.joint.ahead import ahead_of
 from attacks.joint.evidence import BEFORE, FIT, Candidates, Learned, Rows, candidates_of, likeliest, rows_at
 from hiddenlab.core import Progress, silent
 from hiddenlab.match import Matcher
 from hiddenlab.slice import Answer, Prefix, Request, Slice
-from hiddenlab.slice.engine import packs
 
 OTHERS = 4  # of a row's tokens that were not taken, how many are remembered
 RECENT = 3  # of hypotheses that agree in so many last tokens and in the rows they used, the best is kept
+SHUFFLED = 4  # times as many hypotheses are kept where rows are in unknown order
 WIDER = 8  # by how much more is tried where nothing fits
 TAKEN = 256  # candidates of a hypothesis that may become part of the beam
 
@@ -53,8 +54,8 @@ class Effort:
     spare: int = 2048
 
     def kept(self, view: Rows, place: int) -> int:
-        """Hypotheses kept after the token at a place."""
-        return self.beam if view.places is not None else max(self.beam, self.opening >> place)
+        """Hypotheses kept after the token at a place: more where each also chooses its row."""
+        return self.beam if view.places is not None else max(SHUFFLED * self.beam, self.opening >> place)
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,7 @@ class Hypothesis:
     columns: tuple[int, ...] = ()
     steps: tuple[Step, ...] = ()
     score: float = 0.0
+    used: float = 0.0  # what its rows were expected to score
 
 
 @dataclass
@@ -96,6 +98,7 @@ class Decoding:
     evaluated: int = 0
     calls: int = 0
     widened: int = 0  # positions run because nothing fitted
+    ahead: Float[Tensor, " rows"] | None = None  # see ``ahead_of``
 
     @property
     def place(self) -> int:
@@ -105,18 +108,22 @@ class Decoding:
     def finished(self) -> bool:
         return self.place == self.view.length
 
+    def expects(self, rows: Int[Tensor, " c"]) -> Float[Tensor, " c"]:
+        """What each of some rows is expected to score; 0 where none competes with another."""
+        return torch.zeros(rows.shape, device=rows.device) if self.ahead is None else self.ahead[rows]
+
     @property
     def chooses(self) -> bool:
         """Candidates come from the whole vocabulary, not from the rows' shortlists."""
         return self.view.wide is not None and rows_at(self.view, self.place, self.beam[0].free) is not None
 
 
-def start(view: Rows, engines: Engines) -> Decoding:
+def start(view: Rows, engines: Engines, weights: Float[Tensor, " features"]) -> Decoding:
     """A decoding that knows nothing yet."""
     free = tuple(range(len(view.shown)))
     spoken = None if engines.model is None else engines.model.prefix()
     begun = Hypothesis(engines.slice.prefix(offset=engines.offset), free, spoken, engines.opening)
-    return Decoding(view, [begun], view.evaluated)
+    return Decoding(view, [begun], view.evaluated, ahead=ahead_of(view, engines.model, weights))
 
 
 @dataclass
@@ -212,7 +219,7 @@ def _try(
     ]
     out = []
     for (one, _), candidates, (tokens, leaf), answer in zip(
-        pairs, proposed, distinct, run(engines.slice, requests), strict=True
+        pairs, proposed, distinct, engines.slice.run_all(requests), strict=True
     ):
         one.evaluated += len(tokens)
         candidates.measure(answer.leaves, leaf, one.view, engines.matcher)
@@ -259,9 +266,13 @@ def _extend(decoding: Decoding, tried: Sequence[Tried], weights: Tensor, effort:
         hypothesis.score + one.candidates.features @ weights
         for hypothesis, one in zip(decoding.beam, tried, strict=True)
     ]
-    everything = torch.cat(totals)
-    order = everything.argsort(descending=True)
-    order = order[everything[order] >= everything[order[0]] - effort.behind]
+    used = [
+        hypothesis.used + decoding.expects(one.candidates.rows)
+        for hypothesis, one in zip(decoding.beam, tried, strict=True)
+    ]
+    ranks = torch.cat(totals) - torch.cat(used)
+    order = ranks.argsort(descending=True)
+    order = order[ranks[order] >= ranks[order[0]] - effort.behind]
     starts = [0]
     for part in totals:
         starts.append(starts[-1] + len(part))
@@ -279,7 +290,8 @@ def _extend(decoding: Decoding, tried: Sequence[Tried], weights: Tensor, effort:
         prefix.keep(one.answers[int(one.answer[i])], leaf=int(one.leaf[i]))
         columns = (*before.columns, int(one.candidates.columns[i]))
         steps = (*before.steps, step)
-        kept.append(Hypothesis(prefix, free, before.spoken, None, columns, steps, float(totals[parent][i])))
+        sums = float(totals[parent][i]), float(used[parent][i])
+        kept.append(Hypothesis(prefix, free, before.spoken, None, columns, steps, *sums))
         if len(kept) == effort.kept(decoding.view, decoding.place):
             break
     return kept
@@ -313,13 +325,7 @@ def _listen(hypotheses: Sequence[Hypothesis], model: Slice | None) -> None:
         assert one.spoken is not None
         one.spoken = one.spoken.fork()
         requests.append(Request(one.spoken, torch.tensor([one.steps[-1].token], device=model.device)))
-    for one, answer in zip(hypotheses, run(model, requests), strict=True):
+    for one, answer in zip(hypotheses, model.run_all(requests), strict=True):
         assert one.spoken is not None
         one.spoken.keep(answer, chain=1)
         one.following = answer.chain[0].float().log_softmax(-1)
-
-
-def run(engine: Slice, requests: Sequence[Request]) -> list[Answer]:
-    """Run requests in passes of at most ``engine.max_pass_tokens`` positions."""
-    passes = packs(requests, lambda one: one.size, engine.max_pass_tokens)
-    return [answer for one in passes for answer in engine.run(one)]

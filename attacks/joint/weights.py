@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from attacks.joint.beam import Engines, run
+from attacks.joint.beam import Engines
 from attacks.joint.evidence import BEFORE, FIT, Candidates, Learned, Rows, candidates_of, likeliest
 from attacks.joint.reading import Reader
 from hiddenlab.channel import Channel
@@ -70,7 +70,7 @@ def _tables(
         engines.slice.prefix(offset=engines.offset), truth, leaves=torch.cat([one.tokens for one in found]),
         attach=torch.tensor(attach, device=device),
     )  # fmt: skip
-    states = run(engines.slice, [request])[0].leaves.split([len(one) for one in found])
+    states = engines.slice.run_all([request])[0].leaves.split([len(one) for one in found])
     for candidates, own in zip(found, states, strict=True):
         candidates.measure(own, torch.arange(len(own), device=device), view, engines.matcher)
     return [candidates.features for candidates in found]
@@ -80,7 +80,7 @@ def spoken(engines: Engines, tokens: Tensor) -> list[Tensor | None]:
     """The language model's log-probabilities of every token of a text and of what follows it."""
     if engines.model is None:
         return [None] * (len(tokens) + 1)
-    answer = run(engines.model, [Request(engines.model.prefix(), tokens.to(engines.model.device))])[0]
+    answer = engines.model.run_all([Request(engines.model.prefix(), tokens.to(engines.model.device))])[0]
     return [engines.opening, *answer.chain.float().log_softmax(-1)]
 
 

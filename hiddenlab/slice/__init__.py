@@ -18,6 +18,7 @@ from hiddenlab.slice.engine import (
     PackedPass,
     Prefix,
     Request,
+    packs,
 )
 from hiddenlab.slice.load import (
     ModelRef,
@@ -177,6 +178,11 @@ class Slice:
             middle, end = start + len(request.chain), start + request.size
             answers.append(Answer(states[start:middle], states[middle:end], request, packed, start))
         return answers
+
+    def run_all(self, requests: Sequence[Request], *, keep: bool = True) -> list[Answer]:
+        """``run`` in as few passes as ``max_pass_tokens`` allows."""
+        passes = packs(requests, lambda one: one.size, self.max_pass_tokens)
+        return [answer for one in passes for answer in self.run(one, keep=keep)]
 
     def _states(self, output: Any) -> Tensor:
         if self.site.stream == "logits":

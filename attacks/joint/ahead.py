@@ -1,0 +1,48 @@
+"""What each row will be worth once it is used: rows in unknown order compete fairly only with it.
+
+A hypothesis that used rows which any order explains well looks better than one that used the others, though each row
+must be used in the end. So hypotheses are compared by what they scored over what their rows can be expected to score,
+as decoders of phrases do that translate words in any order (future cost). The expectation is rough: its whole would
+drown the scores, half of it found most (eval/LOG.md).
+"""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from attacks.joint.evidence import BEFORE, TRACES, Rows
+from hiddenlab.slice import Request, Slice
+
+SHARE = 0.5
+
+
+def ahead_of(
+    view: Rows, model: Slice | None, weights: Float[Tensor, " features"]
+) -> Float[Tensor, " rows"] | None:
+    """Share of what each row's likeliest token will score behind the best of the other rows' tokens.
+
+    Args:
+        model: the language model, or None.
+
+    Returns:
+        None where rows are in known order, and none competes with another.
+    """
+    if view.places is not None or view.expected is None:
+        return None
+    tokens, columns = view.ids[:, 0], view.columns[:, 0]
+    rows = len(tokens)
+    behind = torch.zeros(len(TRACES), rows, rows, device=tokens.device)  # a row behind each of the others
+    if view.traces is not None:
+        behind += weights[2 : 2 + len(TRACES), None, None] * view.traces[:, :, columns]
+    if model is not None:
+        requests = [Request(model.prefix(), one) for one in tokens.to(model.device).split(1)]
+        after = torch.stack([
+            answer.chain[0].float().log_softmax(-1)[tokens.to(model.device)]
+            for answer in model.run_all(requests, keep=False)
+        ])  # fmt: skip
+        behind[0] += weights[1] * after.T.to(behind.device)
+    if rows > 1:
+        itself = torch.eye(rows, dtype=torch.bool, device=behind.device)
+        behind.masked_fill_(itself, float("-inf"))
+    distance = (view.expected / view.norms).log()
+    return SHARE * (behind.amax(2).sum(0) + (weights[BEFORE] + weights[BEFORE + 1]) * distance)
