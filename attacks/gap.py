@@ -18,7 +18,7 @@ from torch import Tensor
 
 from attacks.vocab_match import Prepared, VocabMatch
 from attacks.vocab_match.rank import LM_WEIGHT
-from attacks.vocab_match.task import ADAPT_FROM, ADAPT_TO, LEARN_HALF
+from attacks.vocab_match.task import ADAPT_FROM, ADAPT_TO
 from hiddenlab.core import Observation, Progress, Recovery, TokenRecovery, silent
 from hiddenlab.errors import InputError, NotApplicableError
 from hiddenlab.propose.adapt import Adapter
@@ -223,8 +223,8 @@ class _Tried:
         if not self.learn_at <= tried <= ADAPT_TO:
             return
         seen = torch.cat(self.tokens)
-        distances = adapter.distances(seen, torch.cat(self.states), row).to(self.prior.device)
-        self._sort(self.prior - tried / (tried + LEARN_HALF) / 2 * distances, seen)
+        said = adapter.log_likelihoods(seen, torch.cat(self.states), row).to(self.prior.device)
+        self._sort(self.prior + said, seen)
         self.learn_at = 2 * tried
 
 

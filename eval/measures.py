@@ -69,6 +69,8 @@ def figures_of(samples: Sequence[Sample]) -> Figures:
         out[name] = mean([sample[name] for sample in done])
     if all("token_bag" in sample for sample in done):  # records of older versions lack it
         out["token_bag"] = mean([sample["token_bag"] for sample in done])
+    if sum(unseen := [sample.get("unseen") or 0 for sample in done]):
+        out["unseen_right"] = ratio([sample.get("unseen_right") or 0 for sample in done], unseen)
     if all(sample["prefill_seconds"] for sample in done):
         seconds, prefills = ([sample[name] for sample in done] for name in ("seconds", "prefill_seconds"))
         out["attack_over_prefill"] = ratio(seconds, prefills)

@@ -42,8 +42,10 @@ def run_attack(
             secrets = [secret for _, secret in released]
             outcomes = recover(job, observations, recorder)
             prefills = time_prefill(job.slice, _prompt_tokens(secrets, outcomes))
-            for case, secret, outcome, prefill in zip(batch, secrets, outcomes, prefills, strict=True):
-                sample = score(job.slice, case, secret, outcome, prefill)
+            for case, (observation, secret), outcome, prefill in zip(
+                batch, released, outcomes, prefills, strict=True
+            ):
+                sample = score(job.slice, case, secret, outcome, prefill, observation.public.positions)
                 recorder.append(sample)
                 if show is not None:
                     show(sample)
@@ -100,8 +102,20 @@ def _set_up(job: Job, observation: Observation, recorder: Recorder) -> None:
     job.setups.append(observation.public)
 
 
-def score(slice: Slice, case: Case, secret: Secret | None, outcome: Outcome, prefill: float | None) -> Sample:
-    """One line of the record; None is what was not measured, for want of a truth or a fitting attack."""
+def score(
+    slice: Slice,
+    case: Case,
+    secret: Secret | None,
+    outcome: Outcome,
+    prefill: float | None,
+    shown: Sequence[int] | None = None,
+) -> Sample:
+    """One line of the record; None is what was not measured, for want of a truth or a fitting attack.
+
+    Args:
+        shown: positions that have a row, None where all have. Of the tokens before the last of them that have none
+            the record says how many there are (``unseen``) and how many were found (``unseen_right``).
+    """
     truth = None if secret is None else list(secret.tokens)
     sample: Sample = {
         "index": case.index,
@@ -126,6 +140,10 @@ def score(slice: Slice, case: Case, secret: Secret | None, outcome: Outcome, pre
             truth_text=sample["text"],
             recovered_text=sample["recovered"],
         )
+        if shown is not None and max(shown, default=0) < len(truth):
+            unseen = set(range(max(shown, default=0))) - set(shown)
+            right = sum(aligned.get(place) == truth[place] for place in unseen)
+            sample |= {"unseen": len(unseen), "unseen_right": right}
     return {
         **sample,
         "tokens": len(ids) if truth is None else len(truth),

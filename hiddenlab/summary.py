@@ -14,6 +14,7 @@ FIGURES: dict[str, tuple[str, str]] = {
     "exact": ("exact prompts", "share"),
     "token_accuracy": ("token accuracy", "share"),
     "token_bag": ("tokens in any order", "share"),
+    "unseen_right": ("tokens that no row shows", "share"),
     "rouge_l": ("ROUGE-L", "score"),
     "bleu": ("BLEU", "score"),
     "verified": ("verified tokens", "share"),
@@ -33,18 +34,21 @@ def summarise(samples: Sequence[Sample]) -> dict[str, Any]:
     """Aggregate samples; None where nothing was measured, prompts marked not applicable left out.
 
     ``exact`` and ``verified`` are shares (of prompts, of tokens), the text scores means over prompts,
-    ``epsilon`` the median of the prompts' thresholds.
+    ``epsilon`` the median of the prompts' thresholds. ``unseen_right`` is a share of the tokens before the last shown
+    row that have no row of their own; None where every token has one.
     """
     done = [s for s in samples if s["status"] != NOT_APPLICABLE]
     tokens = sum(s["tokens"] for s in done)
     attack, prefill = _total(done, "seconds"), _total(done, "prefill_seconds")
     evaluated, calls = _total(done, "evaluated_tokens"), _total(done, "forward_calls")
+    unseen, found = _total(done, "unseen"), _total(done, "unseen_right")
     epsilons = [s["epsilon"] for s in done if s.get("epsilon") is not None]
     return {
         "prompts": len(samples),
         "not_applicable": len(samples) - len(done),
         "tokens": tokens if done else None,
         **{name: _mean(done, name) for name in ("exact", "token_accuracy", "token_bag", "rouge_l", "bleu")},
+        "unseen_right": found / unseen if found is not None and unseen else None,
         "verified": sum(s["verified"] * s["tokens"] for s in done) / tokens if tokens else None,
         "evaluated_tokens_per_token": evaluated / tokens if evaluated is not None and tokens else None,
         "forward_calls_per_prompt": calls / len(done) if calls is not None else None,

@@ -13,10 +13,10 @@ from torch import Tensor
 from attacks.joint import JointDecoding
 from attacks.joint.beam import Effort, Engines, decode, start
 from attacks.joint.continuous import Problem, _conjugate, step
-from attacks.joint.evidence import BEFORE, FEATURES, PLACE, Learned, Rows, candidates_of
+from attacks.joint.evidence import BEFORE, FEATURES, PLACE, Learned, Rows, candidates_of, chosen, likeliest
 from attacks.joint.reading import Clock, length_of
 from attacks.joint.refine import refine_decodings
-from attacks.joint.weights import START, fit
+from attacks.joint.weights import START, Table, fit
 from hiddenlab.channel import Channel
 from hiddenlab.core import Observation, Public, Site
 from hiddenlab.errors import InputError, NotApplicableError
@@ -101,13 +101,22 @@ def test_positions_without_a_row_are_left_to_the_language_model(tiny_slice: Call
     states = slice.encode(torch.tensor([5, 6, 7]))[[0, 2]]
     view = rows_of(states, torch.tensor([[5, 8], [7, 9]]), (0, 2), 3)
     following = torch.arange(300.0).log_softmax(0)
-    unseen = candidates_of(view, 1, [0, 1], [0], following, 4)
-    assert unseen.tokens.tolist() == [299, 298, 297, 296]
+    unseen = candidates_of(view, 1, [0, 1], [0], following, torch.tensor([299, 298, 297, 296]))
     assert set(unseen.rows.tolist()) == {-1}
     unseen.measure(torch.zeros(4, slice.width), torch.arange(4), view, MATCHER)
     assert not unseen.features[:, BEFORE:].any()
-    seen = candidates_of(view, 2, [0, 1], [0, -1], following, 4)
+    seen = candidates_of(view, 2, [0, 1], [0, -1], following)
     assert seen.rows.tolist() == [1, 1]
+    assert chosen(view, 1)
+    assert not chosen(view, 2)
+    assert likeliest(view, 1, [0, 1], following, WEIGHTS, 4).tolist() == [299, 298, 297, 296]
+    # The row behind it remembers another token.
+    told = torch.zeros(2, 300)
+    told[0, 7] = 1e4
+    reminded = replace(view, missed={1: told})
+    assert likeliest(reminded, 1, [0, 1], following, WEIGHTS, 2).tolist() == [7, 299]
+    features = candidates_of(reminded, 1, [0, 1], [0], following, torch.tensor([7, 299])).features
+    assert features[:, 2].tolist() == [1e4, 0.0]
 
 
 @settings(max_examples=20, deadline=None)
@@ -121,7 +130,7 @@ def test_the_weights_find_what_decides(seed: int, wrong: int) -> None:
         table = torch.randn(1 + wrong, len(FEATURES), generator=generator)
         table[0, 4] = table[:, 4].max() + 1.0
         tables.append(table)
-    weights = fit(tables, begin)
+    weights = fit([Table(one, torch.zeros(len(one))) for one in tables], begin)
     right = sum(int((table @ weights).argmax()) == 0 for table in tables)
     assert right > sum(int((table @ begin).argmax()) == 0 for table in tables)
     assert right >= 55

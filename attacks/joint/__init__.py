@@ -19,7 +19,7 @@ from hiddenlab.errors import InputError, NotApplicableError
 from hiddenlab.lens import lens_of
 from hiddenlab.match import choose_matcher
 from hiddenlab.observation import check_observation
-from hiddenlab.propose.store import probes_for
+from hiddenlab.propose.store import adapter_for, openings_for, probes_for
 from hiddenlab.slice import Request, Slice
 
 SURE = 16.0  # nats by which the token that a tokenizer puts first is likelier than any other
@@ -98,15 +98,23 @@ class JointDecoding:
         if kept is not None and (kept.public, kept.slice) == (public, slice):
             return kept, 0.0
         model = LazyModel(slice).slice if self.asks else None
+        shuffled = public.columns_permuted is not None
+        probes, seconds = probes_for(slice, public, (0,) if shuffled else (0, *TRACES), self.progress)
+        openings, made = openings_for(slice, public, self.progress)
+        adapter, described = adapter_for(slice, self.progress) if shuffled else (None, 0.0)
+        seconds += made + described
         engines = Engines(
-            slice, choose_matcher("auto", public), model, public.prefix_tokens, _opening(slice, model)
+            slice,
+            choose_matcher("auto", public),
+            model,
+            public.prefix_tokens,
+            _opening(slice, model),
+            adapter,
         )
-        offsets = (0,) if public.columns_permuted is not None else (0, *TRACES)
-        probes, seconds = probes_for(slice, public, offsets, self.progress)
         channel = Channel.parse(list(public.channel))
         with torch.inference_mode():
             clock = learn_clock(slice, channel, engines.matcher, self.seed) if public.rows_permuted else None
-            reader = Reader(slice, channel, engines.matcher, tuple(probes), clock, self.seed)
+            reader = Reader(slice, channel, engines.matcher, tuple(probes), clock, self.seed, openings)
             learned = learn_weights(channel, engines, reader, self.seed, self.progress)
         self._prepared = Prepared(public, slice, engines, reader, learned)
         return self._prepared, seconds

@@ -44,5 +44,8 @@ def ahead_of(
     if rows > 1:
         itself = torch.eye(rows, dtype=torch.bool, device=behind.device)
         behind.masked_fill_(itself, float("-inf"))
+    sure = (view.scores.exp() * view.scores).sum(1)
     distance = (view.expected / view.norms).log()
-    return SHARE * (behind.amax(2).sum(0) + (weights[BEFORE] + weights[BEFORE + 1]) * distance)
+    return SHARE * (
+        behind.amax(2).sum(0) + weights[0] * sure + (weights[BEFORE] + weights[BEFORE + 1]) * distance
+    )

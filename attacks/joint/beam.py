@@ -8,15 +8,27 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from attacks.joint.ahead import ahead_of
-from attacks.joint.evidence import BEFORE, FIT, Candidates, Learned, Rows, candidates_of, likeliest, rows_at
+from attacks.joint.evidence import (
+    BEFORE,
+    FIT,
+    Candidates,
+    Learned,
+    Rows,
+    candidates_of,
+    chosen,
+    likeliest,
+    rows_at,
+)
 from hiddenlab.core import Progress, silent
 from hiddenlab.match import Matcher
+from hiddenlab.propose.adapt import Adapter
 from hiddenlab.slice import Answer, Prefix, Request, Slice
 
 OTHERS = 4  # of a row's tokens that were not taken, how many are remembered
 RECENT = 3  # of hypotheses that agree in so many last tokens and in the rows they used, the best is kept
-SHUFFLED = 4  # times as many hypotheses are kept where rows are in unknown order
+HARDER = 4  # times as many hypotheses are kept where rows are in unknown order or missing
 WIDER = 8  # by how much more is tried where nothing fits
+ENOUGH = 256  # candidates that failed from which it is worth learning
 TAKEN = 256  # candidates of a hypothesis that may become part of the beam
 
 
@@ -29,6 +41,7 @@ class Engines:
     model: Slice | None
     offset: int = 0  # positions before the first token
     opening: Tensor | None = None  # the language model's log-probabilities [v] of a first token
+    adapter: Adapter | None = None  # learns from candidates that failed
 
 
 @dataclass(frozen=True)
@@ -37,9 +50,9 @@ class Effort:
 
     Attributes:
         beam: hypotheses kept. width: candidates run for each. gap: candidates whose score before they are run is so
-            much (nats) under the best's are not. unseen: tokens tried for a position that no row shows.
-        opening: hypotheses kept after the first token where rows are in unknown order, halved with each that follows:
-            what comes first shows only in what comes after it. behind: hypotheses so many nats behind are dropped.
+            much (nats) under the best's are not. behind: hypotheses so many nats behind are dropped.
+        opening: hypotheses kept after the first token where rows are in unknown order, halved with each that follows,
+            and after a token that no row shows: what they are shows only in what comes after them.
         most: candidates tried at once where none fits and the whole vocabulary is at hand. spare: of these, how many
             a token a prompt may cost.
     """
@@ -47,15 +60,18 @@ class Effort:
     beam: int = 8
     width: int = 48
     gap: float = 12.0
-    unseen: int = 48
     opening: int = 64
     behind: float = 20.0
     most: int = 8192
     spare: int = 2048
 
     def kept(self, view: Rows, place: int) -> int:
-        """Hypotheses kept after the token at a place: more where each also chooses its row."""
-        return self.beam if view.places is not None else max(SHUFFLED * self.beam, self.opening >> place)
+        """Hypotheses kept after the token at a place: more where they differ in more than it."""
+        if view.places is None:
+            return max(HARDER * self.beam, self.opening >> place)
+        if len(view.shown) == view.length:
+            return self.beam
+        return max(HARDER * self.beam, self.opening if view.row_at(place) is None else 0)
 
 
 @dataclass(frozen=True)
@@ -112,11 +128,6 @@ class Decoding:
         """What each of some rows is expected to score; 0 where none competes with another."""
         return torch.zeros(rows.shape, device=rows.device) if self.ahead is None else self.ahead[rows]
 
-    @property
-    def chooses(self) -> bool:
-        """Candidates come from the whole vocabulary, not from the rows' shortlists."""
-        return self.view.wide is not None and rows_at(self.view, self.place, self.beam[0].free) is not None
-
 
 def start(view: Rows, engines: Engines, weights: Float[Tensor, " features"]) -> Decoding:
     """A decoding that knows nothing yet."""
@@ -162,25 +173,31 @@ def propose(
     decoding: Decoding, hypothesis: Hypothesis, weights: Float[Tensor, " features"], effort: Effort
 ) -> Candidates:
     """The candidates of one hypothesis that are worth running."""
-    if decoding.chooses:
+    view, place = decoding.view, decoding.place
+    if chosen(view, place):
         return _from_all(decoding, hypothesis, weights, effort.width)
-    found = candidates_of(
-        decoding.view, decoding.place, hypothesis.free, hypothesis.columns, hypothesis.following, effort.unseen
-    )  # fmt: skip
+    found = candidates_of(view, place, hypothesis.free, hypothesis.columns, hypothesis.following)
     before = found.features[:, :BEFORE] @ weights[:BEFORE]
     best = before.topk(min(effort.width, len(before)))
     return found.keep(best.indices[best.values >= best.values[0] - effort.gap])
 
 
 def _from_all(
-    decoding: Decoding, hypothesis: Hypothesis, weights: Tensor, most: int, but: Tensor | None = None
+    decoding: Decoding,
+    hypothesis: Hypothesis,
+    weights: Tensor,
+    most: int,
+    but: Tensor | None = None,
+    learned: Tensor | None = None,
 ) -> Candidates:
     """The vocabulary's likeliest tokens without some, each for every row: a state serves all of them."""
     place = decoding.view, decoding.place, hypothesis.free
-    tokens = likeliest(*place, hypothesis.following, weights, most)
+    tokens = likeliest(*place, hypothesis.following, weights, most, learned)
     if but is not None:
         tokens = tokens[~torch.isin(tokens, but)]
-    return candidates_of(*place, hypothesis.columns, hypothesis.following, 0, tokens)
+    elif not decoding.place and decoding.view.openers is not None:
+        tokens = torch.cat([tokens, decoding.view.openers]).unique()
+    return candidates_of(*place, hypothesis.columns, hypothesis.following, tokens)
 
 
 def decode(
@@ -244,7 +261,8 @@ def _widen(
         open = [
             (one, beam[0])
             for one, beam in zip(active, beams, strict=True)
-            if one.chooses
+            if one.view.wide is not None
+            and int(beam[0].candidates.rows[0]) >= 0
             and one.widened < effort.spare * one.view.length
             and min(float(tried.candidates.features[:, FIT].min()) for tried in beam) > learned.fits
         ]
@@ -252,12 +270,24 @@ def _widen(
             return
         pairs = [(one, one.beam[0]) for one, _ in open]
         proposed = [
-            _from_all(*pair, learned.weights, width, tried.ran())
+            _from_all(*pair, learned.weights, width, tried.ran(), _suggested(*pair, tried, engines))
             for pair, (_, tried) in zip(pairs, open, strict=True)
         ]
         for (one, tried), more in zip(open, _try(pairs, proposed, engines, learned.weights), strict=True):
             one.widened += more.evaluated
             tried.add(more)
+
+
+def _suggested(
+    decoding: Decoding, hypothesis: Hypothesis, tried: Tried, engines: Engines
+) -> Float[Tensor, " v"] | None:
+    """Log-likelihoods of the whole vocabulary that candidates which failed suggest, where there are enough."""
+    tokens, view = tried.ran(), decoding.view
+    rows = rows_at(view, decoding.place, hypothesis.free)
+    if engines.adapter is None or len(tokens) < ENOUGH or rows is None:
+        return None
+    states = engines.matcher.view(torch.cat([one.leaves for one in tried.answers]))
+    return engines.adapter.log_likelihoods(tokens, states, view.shown[rows])
 
 
 def _extend(decoding: Decoding, tried: Sequence[Tried], weights: Tensor, effort: Effort) -> list[Hypothesis]:

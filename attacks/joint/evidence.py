@@ -1,8 +1,8 @@
 """What speaks for a token at a place: the probe, the language model, traces in other rows, its state in context."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from jaxtyping import Float, Int
@@ -37,6 +37,9 @@ class Rows:
         evaluated: positions run to know all this.
         wide: where the probe's shortlist is too short for a first guess (shuffled columns), log-probabilities of the
             whole vocabulary in half precision; None elsewhere.
+        missed: for each position without a row that has one soon after it, what that row tells of its token, as
+            ``traces`` but for the whole vocabulary; zeros for an offset that has no row.
+        openers: tokens whose state alone comes nearest to some row, tried first of all; none unless ``wide``.
     """
 
     shown: Float[Tensor, "rows d"]
@@ -52,6 +55,8 @@ class Rows:
     expected: Float[Tensor, " rows"] | None = None
     evaluated: int = 0
     wide: Float[Tensor, "rows v"] | None = None
+    missed: Mapping[int, Float[Tensor, "offsets v"]] = field(default_factory=dict)
+    openers: Int[Tensor, " k"] | None = None
 
     def row_at(self, place: int) -> int | None:
         """The row of a position, where rows are in order and it is among them."""
@@ -139,25 +144,26 @@ def candidates_of(
     free: Sequence[int],
     path: Sequence[int],
     following: Float[Tensor, " v"] | None,
-    unseen: int,
     tokens: Int[Tensor, " k"] | None = None,
 ) -> Candidates:
     """All candidates for a position of one hypothesis, with what is known of them before they are run.
 
     Args:
         free: rows not used yet (rows in unknown order). path: columns of the tokens before, the last one last.
-        following: the language model's log-probabilities, or None. unseen: tokens tried where no row is shown.
-        tokens: tried for every row (``view.wide``), in place of each row's shortlist.
+        following: the language model's log-probabilities, or None.
+        tokens: tried for every row or for a position without one, in place of each row's shortlist (``chosen``).
     """
     device = view.shown.device
     which = rows_at(view, place, free)
     if which is None:
         assert following is not None
-        scores, tokens = following.topk(min(unseen, len(following)))
+        assert tokens is not None
         features = torch.zeros(len(tokens), len(FEATURES), device=device)
-        features[:, 1] = scores.to(device)
+        features[:, 1] = following.to(device)[tokens]
+        if place in view.missed:
+            features[:, 2:PLACE] = view.missed[place][:, tokens].T
         nowhere = torch.full((len(tokens),), -1, device=device)
-        return Candidates(tokens.to(device), nowhere, nowhere, features)
+        return Candidates(tokens, nowhere, nowhere, features)
     if tokens is None:
         tokens, scores, columns = view.ids[which], view.scores[which], view.columns[which]
     else:
@@ -184,6 +190,11 @@ def candidates_of(
     return Candidates(tokens.flatten(), rows.flatten(), columns.flatten(), features.flatten(0, 1))
 
 
+def chosen(view: Rows, place: int) -> bool:
+    """Candidates for a position come from the whole vocabulary, not from the rows' shortlists."""
+    return view.wide is not None or (view.places is not None and view.row_at(place) is None)
+
+
 def likeliest(
     view: Rows,
     place: int,
@@ -191,16 +202,26 @@ def likeliest(
     following: Float[Tensor, " v"] | None,
     weights: Float[Tensor, " features"],
     most: int,
+    learned: Float[Tensor, " v"] | None = None,
 ) -> Int[Tensor, " most"]:
-    """Of the whole vocabulary the tokens that may come next, the likeliest for any row first (``view.wide``)."""
+    """Of the whole vocabulary the tokens that may come next, the likeliest for any row first (see ``chosen``).
+
+    Args:
+        learned: log-likelihoods that candidates which failed suggest, or None.
+    """
     which = rows_at(view, place, free)
-    assert which is not None and view.wide is not None
-    scores = weights[0] * view.wide[which].float()
-    if view.places is None and view.when is not None:
-        scores -= weights[PLACE] * (view.when[which] - math.log1p(place)).square()[:, None]
-    best = scores.amax(0)
+    if which is None:
+        best = weights[2:PLACE] @ view.missed[place] if place in view.missed else torch.zeros(())
+    else:
+        assert view.wide is not None
+        scores = weights[0] * view.wide[which].float()
+        if view.places is None and view.when is not None:
+            scores -= weights[PLACE] * (view.when[which] - math.log1p(place)).square()[:, None]
+        best = scores.amax(0)
     if following is not None:
-        best += weights[1] * following.to(best.device)
+        best = best.to(view.shown.device) + weights[1] * following.to(view.shown.device)
+    if learned is not None:
+        best = best + learned
     return best.topk(min(most, len(best))).indices
 
 

@@ -1,19 +1,21 @@
 """What one observation says by itself, before any hypothesis: of its rows' tokens, their places, the channel's mark."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from attacks.joint.evidence import Rows
+from attacks.joint.evidence import TRACES, Rows
 from hiddenlab.channel import Channel, in_order
 from hiddenlab.core import Observation
 from hiddenlab.errors import InputError, NotApplicableError
 from hiddenlab.job import generator
 from hiddenlab.match import Matcher
 from hiddenlab.propose.corpus import Corpus
+from hiddenlab.propose.openings import Openings
 from hiddenlab.propose.probe import CLIP, Probe
 from hiddenlab.slice import Slice
 
@@ -92,7 +94,7 @@ class Reader:
 
     Attributes:
         probes: for a row's own token, and for those before it (or none). clock: where rows are in unknown order.
-        seed: of the attacker's own releases.
+        seed: of the attacker's own releases. openings: of shuffled columns, or None.
     """
 
     slice: Slice
@@ -101,6 +103,7 @@ class Reader:
     probes: tuple[Probe, ...]
     clock: Clock | None
     seed: int
+    openings: Openings | None = None
 
     def read(self, observation: Observation) -> Rows:
         """What the rows say."""
@@ -122,7 +125,24 @@ class Reader:
             self.expected(ids[:, 0]) if shuffled else None,
             (1 + RELEASES) * len(states) + RELEASES * public.prefix_tokens if shuffled else 0,
             self.probes[0].log_probs(states).half() if self.matcher.sorted else None,
+            {} if places is None else self._missed(states, places, length),
+            None if self.openings is None else self.openings.nearest(states, SHORTLIST),
         )  # fmt: skip
+
+    def _missed(
+        self, states: Float[Tensor, "rows d"], places: Sequence[int], length: int
+    ) -> dict[int, Float[Tensor, "offsets v"]]:
+        """What rows tell of tokens shortly before them that have no row of their own."""
+        row_of, out = {place: row for row, place in enumerate(places)}, {}
+        for place in sorted(set(range(length)) - set(places)):
+            told = [
+                (i, row_of[place + offset]) for i, offset in enumerate(TRACES) if place + offset in row_of
+            ]
+            if told and len(self.probes) > 1:
+                out[place] = torch.zeros(len(TRACES), self.slice.vocab_size, device=states.device)
+                for i, row in told:
+                    out[place][i] = self.probes[1 + i].log_probs(states[row : row + 1])[0]
+        return out
 
     def expected(self, guess: Int[Tensor, " rows"]) -> Float[Tensor, " rows"]:
         """How far the channel moves rows like these, in the matcher's norm.

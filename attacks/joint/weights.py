@@ -2,11 +2,14 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
+from attacks.joint.ahead import ahead_of
 from attacks.joint.beam import Engines
 from attacks.joint.evidence import BEFORE, FIT, Candidates, Learned, Rows, candidates_of, likeliest
 from attacks.joint.reading import Reader
@@ -21,8 +24,23 @@ WINDOWS, LENGTH = 16, 40
 START = (1.0, 0.8, 0.3, 0.15, 4.0, -3.0, -3.0, -3.0)
 RIDGE = 1e-3
 STEPS = 60  # of the optimiser
+TURNS = 2
 TRIED = 32  # wrong candidates a position
 FITS = 0.98  # share of right candidates whose distance counts as fitting
+
+
+@dataclass(frozen=True)
+class Table:
+    """Candidates for one position, the right one first.
+
+    Attributes:
+        offset: added to each score. Logarithm of how many of the vocabulary's tokens it stands for: wrong ones that
+            score well are there themselves, one drawn by chance stands for many, without which scoring well would
+            speak against a token. Less what its row is expected to score (``ahead_of``).
+    """
+
+    features: Float[Tensor, "c features"]
+    offset: Float[Tensor, " c"]
 
 
 def learn_weights(
@@ -31,49 +49,60 @@ def learn_weights(
     """Fit a conditional logit: at each position of the attacker's texts, behind the right tokens, what is right?"""
     corpus = Corpus(engines.slice, seed + 2)
     windows = [corpus.text_window(LENGTH) for _ in range(WINDOWS)]
-    released = channel.release_batch(engines.slice, [w.tolist() for w in windows], generator(seed, "joint"))
-    start = torch.tensor(START, device=engines.slice.device)
-    tables: list[Tensor] = []
-    for i, (observation, secret) in enumerate(released):
-        tables += _tables(reader.read(observation), secret, engines, start)
-        progress("weighing the evidence", i + 1, len(released))
-    right = [float(table[0, FIT]) for table in tables]
-    return Learned(fit(tables, start), float(torch.tensor(right).quantile(FITS)) if right else math.inf)
+    drawn = generator(seed, "joint")
+    released = channel.release_batch(engines.slice, [w.tolist() for w in windows], drawn)
+    weights = start = torch.tensor(START, device=engines.slice.device)
+    views = [reader.read(observation) for observation, _ in released]
+    for turn in range(TURNS):  # what rows compete for depends on the weights (``ahead_of``)
+        tables: list[Table] = []
+        for i, (view, (_, secret)) in enumerate(zip(views, released, strict=True)):
+            tables += _tables(view, secret, engines, weights, drawn)
+            progress("weighing the evidence", turn * len(views) + i + 1, TURNS * len(views))
+        weights = fit(tables, start)
+    right = torch.tensor([float(one.features[0, FIT]) for one in tables])
+    return Learned(weights, float(right.quantile(FITS)) if tables else math.inf)
 
 
 def _tables(
-    view: Rows, secret: Secret, engines: Engines, weights: Tensor
-) -> list[Float[Tensor, "c features"]]:
-    """The features of candidates at each position of one text, the right one first."""
-    device = view.shown.device
+    view: Rows, secret: Secret, engines: Engines, weights: Tensor, drawn: torch.Generator
+) -> list[Table]:
+    """Candidates at each position of one text, the right one first."""
+    device, vocabulary = view.shown.device, engines.slice.vocab_size
     truth = torch.tensor(secret.tokens, device=device)
-    following = spoken(engines, truth)
+    following, ahead = spoken(engines, truth), ahead_of(view, engines.model, weights)
     where = torch.arange(len(truth)) if secret.row_order is None else torch.tensor(secret.row_order).argsort()
-    rows, path, found, attach = where.tolist(), list[int](), list[Candidates](), list[int]()
+    rows, path, found = where.tolist(), list[int](), list[tuple[Candidates, Tensor]]()
+    leaves, attach = list[Tensor](), list[Tensor]()
     for place, token in enumerate(secret.tokens):
-        free = rows[place:]
-        tokens = None
+        free, tokens, chance = rows[place:], None, truth[:0]
         if view.wide is not None:
-            tokens = likeliest(view, place, free, following[place], weights, TRIED)
-            tokens = torch.cat([truth[place : place + 1], tokens[tokens != token]])
-        everything = candidates_of(view, place, free, path, following[place], TRIED, tokens)
-        right = (everything.tokens == token) & ((everything.rows == rows[place]) | (everything.rows < 0))
-        path.append(int(everything.columns[right][0]) if bool(right.any()) else -1)
+            hard = likeliest(view, place, free, following[place], weights, TRIED)
+            hard = hard[hard != token]
+            chance = torch.randperm(vocabulary, generator=drawn)[:TRIED].to(device)
+            chance = chance[~torch.isin(chance, hard) & (chance != token)]
+            tokens = torch.cat([truth[place : place + 1], hard, chance])
+        candidates = candidates_of(view, place, free, path, following[place], tokens)
+        right = (candidates.tokens == token) & (candidates.rows == rows[place])
+        path.append(int(candidates.columns[right][0]) if bool(right.any()) else -1)
         if not bool(right.any()) or len(right) == 1:
             continue
-        before = (everything.features[:, :BEFORE] @ weights[:BEFORE]).masked_fill(right, float("inf"))
-        found.append(everything.keep(before.topk(min(1 + TRIED, len(before))).indices))
-        attach += [place] * len(found[-1])
+        before = (candidates.features[:, :BEFORE] @ weights[:BEFORE]).masked_fill(right, float("inf"))
+        most = 1 + TRIED if tokens is None else len(before)
+        candidates = candidates.keep(before.topk(min(most, len(before))).indices)
+        stands_for = (vocabulary - len(candidates)) / max(1, len(chance))
+        offset = torch.where(torch.isin(candidates.tokens, chance), math.log(max(1.0, stands_for)), 0.0)
+        found.append((candidates, offset if ahead is None or __import__('os').environ.get('LA')=='0' else offset - ahead[candidates.rows]))
+        leaves.append(candidates.tokens.unique())
+        attach.append(torch.full_like(leaves[-1], place))
     if not found:
         return []
     request = Request(
-        engines.slice.prefix(offset=engines.offset), truth, leaves=torch.cat([one.tokens for one in found]),
-        attach=torch.tensor(attach, device=device),
-    )  # fmt: skip
-    states = engines.slice.run_all([request])[0].leaves.split([len(one) for one in found])
-    for candidates, own in zip(found, states, strict=True):
-        candidates.measure(own, torch.arange(len(own), device=device), view, engines.matcher)
-    return [candidates.features for candidates in found]
+        engines.slice.prefix(offset=engines.offset), truth, leaves=torch.cat(leaves), attach=torch.cat(attach)
+    )
+    states = engines.slice.run_all([request])[0].leaves.split([len(one) for one in leaves])
+    for (candidates, _), ran, own in zip(found, leaves, states, strict=True):
+        candidates.measure(own, torch.searchsorted(ran, candidates.tokens), view, engines.matcher)
+    return [Table(candidates.features, offset) for candidates, offset in found]
 
 
 def spoken(engines: Engines, tokens: Tensor) -> list[Tensor | None]:
@@ -84,29 +113,23 @@ def spoken(engines: Engines, tokens: Tensor) -> list[Tensor | None]:
     return [engines.opening, *answer.chain.float().log_softmax(-1)]
 
 
-def fit(
-    tables: Sequence[Float[Tensor, "_ features"]], start: Float[Tensor, " features"]
-) -> Float[Tensor, " features"]:
+def fit(tables: Sequence[Table], start: Float[Tensor, " features"]) -> Float[Tensor, " features"]:
     """The weights under which the first of each table is likeliest, drawn to where they start."""
     if not tables:
         return start
-    scale = torch.cat([table - table[:1] for table in tables]).std(0).clamp(min=1e-3)
-    longest = max(len(table) for table in tables)
-    padded = torch.stack([
-        torch.cat([table, torch.full((longest - len(table), table.shape[1]), float("nan"), device=table.device)])
-        for table in tables
-    ])  # fmt: skip
-    missing = padded[..., 0].isnan()
+    scale = torch.cat([one.features - one.features[:1] for one in tables]).std(0).clamp(min=1e-3)
+    padded = pad_sequence([one.features for one in tables], batch_first=True)
+    # What is no candidate has no chance.
+    offset = pad_sequence([one.offset for one in tables], batch_first=True, padding_value=float("-inf"))
     with torch.inference_mode(False), torch.enable_grad():
-        table = padded.nan_to_num(0.0).clone()
+        table, chance = padded.clone(), offset.clone()
         weights = start.clone().requires_grad_()
         optimiser = torch.optim.LBFGS([weights], max_iter=STEPS, line_search_fn="strong_wolfe")
 
         def loss() -> Tensor:
             optimiser.zero_grad()
-            scores = (table @ weights).masked_fill(missing.clone(), float("-inf"))
             drawn = ((weights - start) * scale.clone()).square().sum()
-            value = -scores.log_softmax(1)[:, 0].mean() + RIDGE * drawn
+            value = -(table @ weights + chance).log_softmax(1)[:, 0].mean() + RIDGE * drawn
             value.backward()
             return value
 

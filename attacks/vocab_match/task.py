@@ -11,6 +11,7 @@ from attacks.vocab_match.drive import Ask, Search
 from attacks.vocab_match.rank import LanguageModel, Proposer
 from hiddenlab.core import TokenRecovery
 from hiddenlab.match import Matcher
+from hiddenlab.propose.adapt import log_likelihood
 from hiddenlab.slice import Answer, Prefix, Request, Slice
 
 # Candidates in one pass: doubled while that is cheap, then a quarter of those tried in the same order, since what is
@@ -26,7 +27,6 @@ SETTLE_AFTER = 1024
 CONTENDERS, NEARLY, AHEAD = 64, 2.0, 8
 # Candidates tried at one position before their states are learned from, and again at each doubling up to the last.
 ADAPT_FROM, ADAPT_TO = 256, 4096
-LEARN_HALF = 1000  # candidates learned from at which a prediction counts half (eval/LOG.md)
 
 
 @dataclass
@@ -157,13 +157,9 @@ class Candidates:
         self.size, self._tried = FIRST_BATCH, 0
 
     def learn(self, distances: Float[Tensor, " v"], count: int) -> None:
-        """Reorder by the probe, the language model and squared distances predicted from ``count`` candidates.
-
-        Half the squared distance is a Gaussian's negative log-likelihood. It counts for less the fewer candidates
-        the prediction and its covariance were learned from.
-        """
-        weight = count / (count + LEARN_HALF)
-        order = (self._likely() - weight / 2 * distances.to(self._seen.device)).argsort(descending=True)
+        """Reorder by the probe, the language model and squared distances predicted from ``count`` candidates."""
+        said = log_likelihood(distances.to(self._seen.device), count)
+        order = (self._likely() + said).argsort(descending=True)
         self._order, self._waiting = order[~self._seen[order]], iter(())
         self.size, self._tried = FIRST_BATCH, 0
 

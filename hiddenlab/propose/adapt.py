@@ -23,6 +23,7 @@ OPENING = "x = 3\n"
 MAX_FEATURES = 1024  # wider states are projected
 RIDGE, SHRINK, LINEAR, BANDWIDTH, CLIP = 0.3, 0.1, 0.5, 1.0, 6.0
 CHUNK = 8192
+LEARN_HALF = 1000  # candidates learned from at which a prediction counts half (eval/LOG.md)
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,20 @@ class Adapter:
             predicted = (_kernel(part, known).to(known.dtype) @ weights).float()
             out.append(torch.cdist(predicted, targets).square().amin(1))
         return torch.cat(out)
+
+    def log_likelihoods(
+        self, tokens: Int[Tensor, " n"], states: Float[Tensor, "n d"], observed: Float[Tensor, "rows d"]
+    ) -> Float[Tensor, " v"]:
+        """``distances`` as log-likelihoods, up to a constant: see ``log_likelihood``."""
+        return log_likelihood(self.distances(tokens, states, observed), len(tokens))
+
+
+def log_likelihood(distances: Float[Tensor, " v"], count: int) -> Float[Tensor, " v"]:
+    """What predictions learned from so many candidates say: half a squared distance is a Gaussian's, in nats.
+
+    It counts for less the fewer candidates the prediction and its covariance were learned from.
+    """
+    return -count / (count + LEARN_HALF) / 2 * distances
 
 
 def _kernel(a: Float[Tensor, "m f"], b: Float[Tensor, "n f"]) -> Float[Tensor, "m n"]:
