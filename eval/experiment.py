@@ -138,6 +138,17 @@ def attack_cell(
     return Cell("attack", spec.to_json(), keys, paper or {})
 
 
+def split_specs(text: str) -> list[str]:
+    """Specs separated by commas, each once; ``key=value`` without a name goes on with the spec before it."""
+    found: list[str] = []
+    for part in (piece.strip() for piece in text.split(",")):
+        if found and "=" in part and ":" not in part:
+            found[-1] += f",{part}"
+        else:
+            found.append(part)
+    return list(dict.fromkeys(found))
+
+
 def conduct(
     name: str,
     experiment: Experiment,

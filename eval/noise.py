@@ -3,7 +3,16 @@
 from typing import Any
 
 from eval import paper
-from eval.experiment import MEASURED, NOT_RUN, OTHER_MODEL, Cell, Experiment, Setting, attack_cell
+from eval.experiment import (
+    MEASURED,
+    NOT_RUN,
+    OTHER_MODEL,
+    Cell,
+    Experiment,
+    Setting,
+    attack_cell,
+    split_specs,
+)
 from eval.experiments import BUDGET, NOISY_BUDGET, utility_cell
 from hiddenlab.channel import Channel
 from hiddenlab.errors import InputError
@@ -44,7 +53,7 @@ def noise(
     Raises:
         InputError: an unknown channel, or a spec that does not read. UnknownNameError: an unknown method or attack.
     """
-    asked = {attack: _options(attack, budget) for attack in _specs(attacks)}
+    asked = {attack: _options(attack, budget) for attack in split_specs(attacks)}
     cells = [
         attack_cell(
             setting,
@@ -54,7 +63,7 @@ def noise(
             _published(method, channel, layer),
             **options,
         )
-        for method in dict.fromkeys(map(_canonical, _specs(methods)))
+        for method in dict.fromkeys(map(_canonical, split_specs(methods)))
         for channel in _channels(channels)
         for layer in setting.at(LAYERS)
         for attack, options in asked.items()
@@ -158,17 +167,6 @@ def _beside(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def _place(row: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
     """The row's keys, but for what it measures there."""
     return tuple((key, value) for key, value in row["keys"].items() if key != "part")
-
-
-def _specs(text: str) -> list[str]:
-    """Specs separated by commas, each once; ``key=value`` without a name goes on with the spec before it."""
-    found: list[str] = []
-    for part in (piece.strip() for piece in text.split(",")):
-        if found and "=" in part and ":" not in part:
-            found[-1] += f",{part}"
-        else:
-            found.append(part)
-    return list(dict.fromkeys(found))
 
 
 def _canonical(method: str) -> str:

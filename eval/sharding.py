@@ -3,7 +3,9 @@
 from typing import Any
 
 from eval import paper
-from eval.experiment import OTHER_MODEL, Cell, Experiment, Setting, attack_cell
+from eval.experiment import OTHER_MODEL, Cell, Experiment, Setting, attack_cell, split_specs
+from hiddenlab.errors import InputError
+from hiddenlab.job import AttackSpec, build_attack
 
 SHARDED = {"rouge_l": "ROUGE-L", "bleu": "BLEU", "token_accuracy": "token accuracy", "exact": "exact prompts"}
 SHARD_TOKENS = 96  # the shortest prompt in which every node of the largest table holds tokens
@@ -33,28 +35,61 @@ def gap(setting: Setting, sizes: str = "1,2,3", after: int = 20, budget: int = G
     )  # fmt: skip
 
 
-def gap_plans(setting: Setting, budget: int = 5000) -> Experiment:
-    """What the gap attack gets from a CompNode's states under small (c, alpha), whose gaps the paper counts on."""
+def gap_plans(
+    setting: Setting,
+    grid: str = "1/2,1/3,1/4,2/2,2/3",
+    attacks: str = "gap,joint",
+    budget: int = 5000,
+) -> Experiment:
+    """Tokens that a CompNode does not hold, under small (c, alpha): the paper counts on their gaps.
+
+    Args:
+        grid: plans as ``c/alpha``, separated by commas. attacks: specs, separated by commas; ``infill`` is the learned
+            one. budget: of ``gap``, sequences a gap.
+
+    Raises:
+        InputError: a plan or an attack is none. UnknownNameError: an attack is unknown.
+    """
+    known = {"gap": f"gap:budget={budget}", "infill": infill_spec(setting)}
     cells = []
     for layer in setting.at((1,)):
-        for c, alpha in ((1, 2), (1, 3), (1, 4), (2, 2), (2, 3)):
-            keys = {"layer": layer, "c": c, "alpha": alpha, "missing tokens": (alpha - 1) * c}
-            channel, attack = f"shard:alpha={alpha},c={c},node=0", f"gap:budget={budget}"
-            cells.append(attack_cell(setting, keys, layer, channel, attack=attack))
+        for c, alpha in map(_small_plan, split_specs(grid)):
+            for attack in split_specs(attacks):
+                keys = {"layer": layer, "c": c, "alpha": alpha, "gap": (alpha - 1) * c, "attack": attack}
+                spec = known.get(attack, attack)
+                build_attack(
+                    AttackSpec(attack=spec)
+                )  # what is wrong with it should be said before anything is run
+                channel = f"shard:alpha={alpha},c={c},node=0"
+                cells.append(attack_cell(setting, keys, layer, channel, attack=spec))
     return Experiment(
-        "The gap attack on (c, delta)-sharding",
+        "Tokens that a CompNode does not hold, under small (c, alpha)",
         cells,
         {
+            "unseen_right": "tokens that no row shows",
             "token_accuracy": "token accuracy",
             "rouge_l": "ROUGE-L",
             "verified": "verified tokens",
             "exact": "exact",
+            "seconds_per_prompt": "seconds a prompt",
         },
         [
-            f"CompNode 0's rows; at most {budget:,} sequences a gap. A gap that is not closed spoils what follows it.",
-            "Tokens behind the node's last row depend on nothing that it sees and count as wrong.",
+            f"CompNode 0's rows; gap: at most {budget:,} sequences a gap. One that is not closed spoils what follows.",
+            "Tokens that no row shows: of those before the node's last row. Those behind it depend on nothing that "
+            "the node sees, and count as wrong in the other figures.",
+            *(infill_notes(setting) if "infill" in split_specs(attacks) else []),
         ],
-    )
+    )  # fmt: skip
+
+
+def _small_plan(text: str) -> tuple[int, int]:
+    try:
+        c, alpha = (int(part) for part in text.split("/"))
+    except ValueError:
+        raise InputError(f"a plan of the grid is c/alpha, such as 1/3, not {text!r}") from None
+    if c < 1 or alpha < 2:
+        raise InputError(f"c must be at least 1 and alpha at least 2 for tokens to be missing, not {text!r}")
+    return c, alpha
 
 
 def partial_sums(setting: Setting) -> Experiment:

@@ -9,7 +9,6 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from attacks.joint.ahead import ahead_of
 from attacks.joint.beam import Engines
 from attacks.joint.evidence import BEFORE, FIT, Candidates, Learned, Rows, candidates_of, likeliest
 from attacks.joint.reading import Reader
@@ -24,7 +23,6 @@ WINDOWS, LENGTH = 16, 40
 START = (1.0, 0.8, 0.3, 0.15, 4.0, -3.0, -3.0, -3.0)
 RIDGE = 1e-3
 STEPS = 60  # of the optimiser
-TURNS = 2
 TRIED = 32  # wrong candidates a position
 FITS = 0.98  # share of right candidates whose distance counts as fitting
 
@@ -34,9 +32,8 @@ class Table:
     """Candidates for one position, the right one first.
 
     Attributes:
-        offset: added to each score. Logarithm of how many of the vocabulary's tokens it stands for: wrong ones that
-            score well are there themselves, one drawn by chance stands for many, without which scoring well would
-            speak against a token. Less what its row is expected to score (``ahead_of``).
+        offset: logarithm of how many of the vocabulary's tokens each stands for. Wrong ones that score well are there
+            themselves; one drawn by chance stands for many, without which scoring well would speak against a token.
     """
 
     features: Float[Tensor, "c features"]
@@ -51,16 +48,13 @@ def learn_weights(
     windows = [corpus.text_window(LENGTH) for _ in range(WINDOWS)]
     drawn = generator(seed, "joint")
     released = channel.release_batch(engines.slice, [w.tolist() for w in windows], drawn)
-    weights = start = torch.tensor(START, device=engines.slice.device)
-    views = [reader.read(observation) for observation, _ in released]
-    for turn in range(TURNS):  # what rows compete for depends on the weights (``ahead_of``)
-        tables: list[Table] = []
-        for i, (view, (_, secret)) in enumerate(zip(views, released, strict=True)):
-            tables += _tables(view, secret, engines, weights, drawn)
-            progress("weighing the evidence", turn * len(views) + i + 1, TURNS * len(views))
-        weights = fit(tables, start)
+    start = torch.tensor(START, device=engines.slice.device)
+    tables: list[Table] = []
+    for i, (observation, secret) in enumerate(released):
+        tables += _tables(reader.read(observation), secret, engines, start, drawn)
+        progress("weighing the evidence", i + 1, len(released))
     right = torch.tensor([float(one.features[0, FIT]) for one in tables])
-    return Learned(weights, float(right.quantile(FITS)) if tables else math.inf)
+    return Learned(fit(tables, start), float(right.quantile(FITS)) if tables else math.inf)
 
 
 def _tables(
@@ -69,7 +63,7 @@ def _tables(
     """Candidates at each position of one text, the right one first."""
     device, vocabulary = view.shown.device, engines.slice.vocab_size
     truth = torch.tensor(secret.tokens, device=device)
-    following, ahead = spoken(engines, truth), ahead_of(view, engines.model, weights)
+    following = spoken(engines, truth)
     where = torch.arange(len(truth)) if secret.row_order is None else torch.tensor(secret.row_order).argsort()
     rows, path, found = where.tolist(), list[int](), list[tuple[Candidates, Tensor]]()
     leaves, attach = list[Tensor](), list[Tensor]()
@@ -91,7 +85,7 @@ def _tables(
         candidates = candidates.keep(before.topk(min(most, len(before))).indices)
         stands_for = (vocabulary - len(candidates)) / max(1, len(chance))
         offset = torch.where(torch.isin(candidates.tokens, chance), math.log(max(1.0, stands_for)), 0.0)
-        found.append((candidates, offset if ahead is None or __import__('os').environ.get('LA')=='0' else offset - ahead[candidates.rows]))
+        found.append((candidates, offset))
         leaves.append(candidates.tokens.unique())
         attach.append(torch.full_like(leaves[-1], place))
     if not found:
