@@ -18,7 +18,7 @@ from hiddenlab import registry
 from hiddenlab.channel import Channel
 from hiddenlab.cli import app
 from hiddenlab.core import Progress
-from hiddenlab.errors import HiddenlabError, InputError, NotApplicableError
+from hiddenlab.errors import HiddenlabError, InputError, NotApplicableError, UnknownNameError
 from hiddenlab.job import AttackSpec, build_attack
 from hiddenlab.prompts import Prompt, load_prompts
 from hiddenlab.tables import grid, markdown_table
@@ -187,6 +187,21 @@ def test_a_plan_shows_its_weakest_node_first(tiny: Callable[..., str]) -> None:
     assert order == [("a", {"value": 0.7}), ("a", {"value": 0.2}), ("b", {"value": 0.5}), ("c", None)]
     with pytest.raises(InputError, match="alpha must be a whole number"):
         registry.resolve("experiments", "plan")(Setting(model=tiny("llama")), alpha=0)
+
+
+def test_small_plans_are_attacked_in_every_way_asked_for(tiny: Callable[..., str]) -> None:
+    make, setting = registry.resolve("experiments", "gap-plans"), Setting(model=tiny("llama"), layers=(1, 2))
+    cells = make(setting, grid="1/2,2/3", attacks="joint:beam=4,width=9,gap,infill", budget=7).cells
+    assert [cell.keys["gap"] for cell in cells[:4]] == [1, 1, 1, 4]
+    assert {cell.spec["attack"] for cell in cells} == {
+        "joint:beam=4,width=9", "gap:budget=7", "infill:preset=small,plan=any"
+    }  # fmt: skip
+    assert len(cells) == 12
+    for wrong in ("2", "1/1", "a/b"):
+        with pytest.raises(InputError, match=r"c/alpha|missing"):
+            make(setting, grid=wrong)
+    with pytest.raises(UnknownNameError):
+        make(setting, attacks="jiont")
 
 
 def test_plans_are_shown_with_every_view(tiny: Callable[..., str]) -> None:

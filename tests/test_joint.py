@@ -11,12 +11,23 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from attacks.joint import JointDecoding
+from attacks.joint.ahead import SHARE, ahead_of
 from attacks.joint.beam import Effort, Engines, decode, start
 from attacks.joint.continuous import Problem, _conjugate, step
-from attacks.joint.evidence import BEFORE, FEATURES, PLACE, Learned, Rows, candidates_of, chosen, likeliest
+from attacks.joint.evidence import (
+    BEFORE,
+    FEATURES,
+    FIT,
+    PLACE,
+    Learned,
+    Rows,
+    candidates_of,
+    chosen,
+    likeliest,
+)
 from attacks.joint.reading import Clock, length_of
 from attacks.joint.refine import refine_decodings
-from attacks.joint.weights import START, Table, fit
+from attacks.joint.weights import START, Table, fit, fitting
 from hiddenlab.channel import Channel
 from hiddenlab.core import Observation, Public, Site
 from hiddenlab.errors import InputError, NotApplicableError
@@ -215,6 +226,88 @@ def test_prompts_come_back_where_every_token_is_tried(
     monkeypatch.setattr("attacks.joint.reading.SHORTLIST", 300)
     tokens = torch.randint(0, 256, (7,), generator=torch.Generator().manual_seed(5)).tolist()
     assert attack(tiny_slice("llama", 2), specs, tokens, width=3000, beam=2) == tokens
+
+
+@pytest.mark.usefixtures("small_probes")
+@pytest.mark.parametrize("channel", ["hidden-perm", "2d-perm"])
+def test_what_the_probe_does_not_name_is_searched_for(tiny_slice: Callable[..., Slice], channel: str) -> None:
+    """Few candidates at first, more while none fits: prompts come back that few candidates alone do not give."""
+    slice = tiny_slice("llama", 2)
+    tokens = torch.randint(0, 256, (7,), generator=torch.Generator().manual_seed(5)).tolist()
+    observation, _ = Channel.parse([channel]).release(slice, tokens, torch.Generator().manual_seed(0))
+    joint = JointDecoding(model=False, width=4, beam=2)
+    found = joint.recover(observation, slice, torch.Generator())
+    assert found.ids == tokens
+    assert all(one.distance < 1e-2 for one in found.tokens)
+    joint.effort = replace(joint.effort, most=4)
+    few = joint.recover(observation, slice, torch.Generator())
+    assert few.ids != tokens
+    assert few.evaluated_tokens < found.evaluated_tokens
+    joint.effort = replace(
+        joint.effort, most=300, spare=1
+    )  # what a prompt may cost beyond the beam is bounded
+    spared = joint.recover(observation, slice, torch.Generator())
+    assert few.evaluated_tokens < spared.evaluated_tokens < found.evaluated_tokens
+
+
+def tables_of(right: Tensor, wrong: Tensor) -> list[Table]:
+    """One right and two wrong candidates a table, with these distances over what is expected."""
+    tables = []
+    for distances in torch.stack([right, wrong, wrong + 0.5], dim=1):
+        features = torch.zeros(3, len(FEATURES))
+        features[:, FIT] = distances
+        tables.append(Table(features, torch.zeros(3)))
+    return tables
+
+
+def test_what_fits_is_learned_where_distances_tell() -> None:
+    spread = torch.linspace(-0.5, 0.5, 101)
+    limit = fitting(tables_of(spread, spread + 3.0))
+    assert limit == pytest.approx(0.48, abs=0.01)  # all but two in a hundred right ones
+    assert 0.0 < fitting(tables_of(spread, spread + 0.7)) < 0.3  # bounded by the wrong ones
+    assert fitting(tables_of(spread, spread + 0.1)) == float("inf")
+    assert fitting([]) == float("inf")
+
+
+@pytest.mark.usefixtures("small_probes")
+def test_hopeless_hypotheses_are_dropped(
+    tiny_slice: Callable[..., Slice], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the states are plain, what is far behind is not carried on, and nothing is lost by it."""
+    monkeypatch.setattr("attacks.joint.reading.SHORTLIST", 300)
+    slice = tiny_slice("llama", 2)
+    tokens = torch.randint(0, 256, (9,), generator=torch.Generator().manual_seed(2)).tolist()
+    observation, _ = Channel.parse(["seq-perm"]).release(slice, tokens, torch.Generator().manual_seed(0))
+    joint = JointDecoding(model=False, width=3000, beam=2)
+    found = joint.recover(observation, slice, torch.Generator())
+    joint.effort = replace(joint.effort, behind=1e9)
+    everything = joint.recover(observation, slice, torch.Generator())
+    assert found.ids == everything.ids == tokens
+    assert found.evaluated_tokens < everything.evaluated_tokens / 2
+
+
+def test_rows_are_worth_what_the_best_of_the_others_leads_to(tiny_slice: Callable[..., Slice]) -> None:
+    slice, lm = tiny_slice("llama", 2), tiny_slice("llama", None, "logits")
+    ids = torch.tensor([[5, 6], [7, 8], [9, 10]])
+    view = rows_of(slice.encode(ids[:, 0]), ids, None, 3)
+    with torch.inference_mode():
+        found = ahead_of(view, lm, WEIGHTS)
+        assert ahead_of(replace(view, places=(0, 1, 2)), lm, WEIGHTS) is None
+        following = {int(one): lm.encode(one[None])[0].log_softmax(-1) for one in ids[:, 0]}
+    assert found is not None
+    assert view.traces is not None
+    assert view.expected is not None
+    for row in range(3):
+        token, others = int(ids[row, 0]), [q for q in range(3) if q != row]
+        one = max(
+            WEIGHTS[2] * view.traces[0, row, view.columns[q, 0]]
+            + WEIGHTS[1] * following[int(ids[q, 0])][token]
+            for q in others
+        )
+        two = max(WEIGHTS[3] * view.traces[1, row, view.columns[q, 0]] for q in others)
+        sure = WEIGHTS[0] * (view.scores[row].exp() * view.scores[row]).sum()
+        distance = (WEIGHTS[BEFORE] + WEIGHTS[BEFORE + 1]) * (view.expected[row] / view.norms[row]).log()
+        assert float(found[row]) == pytest.approx(SHARE * float(one + two + sure + distance), rel=1e-4)
 
 
 @pytest.mark.usefixtures("small_probes")

@@ -15,6 +15,7 @@ from hiddenlab.errors import HiddenlabError, InputError
 from hiddenlab.job import Case
 from hiddenlab.run import score
 from hiddenlab.slice import Slice
+from hiddenlab.summary import summarise
 from hiddenlab.testing import VOCABULARY
 
 TinySlice = Callable[..., Slice]
@@ -108,6 +109,11 @@ def test_matching_a_shard_says_where_its_tokens_stand(tiny_slice: TinySlice) -> 
         right = sum(TOKENS[p] == t for p, t in zip((0, 1, 6, 7), recovery.ids, strict=True))
         assert sample["token_accuracy"] == right / len(secret.tokens)
         assert not sample["exact"]
+        assert "unseen" not in sample
+        seen = score(slice, Case(0, "p", secret), secret, recovery, None, recovery.positions)
+        assert (seen["unseen"], seen["unseen_right"]) == (4, 0)  # positions 2 to 5
+        assert summarise([seen])["unseen_right"] == 0.0
+        assert summarise([sample])["unseen_right"] is None
         assert [s for s in sample["spans"] if s[1] == "missing"] == [("⟨4⟩", "missing")]
 
 

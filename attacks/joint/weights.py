@@ -24,7 +24,8 @@ START = (1.0, 0.8, 0.3, 0.15, 4.0, -3.0, -3.0, -3.0)
 RIDGE = 1e-3
 STEPS = 60  # of the optimiser
 TRIED = 32  # wrong candidates a position
-FITS = 0.98  # share of right candidates whose distance counts as fitting
+# Shares: of positions where a wrong candidate may fit, of right candidates that should, and that must for it to matter.
+MISTAKEN, FITTING, TELLING = 0.05, 0.98, 0.5
 
 
 @dataclass(frozen=True)
@@ -53,8 +54,7 @@ def learn_weights(
     for i, (observation, secret) in enumerate(released):
         tables += _tables(reader.read(observation), secret, engines, start, drawn)
         progress("weighing the evidence", i + 1, len(released))
-    right = torch.tensor([float(one.features[0, FIT]) for one in tables])
-    return Learned(fit(tables, start), float(right.quantile(FITS)) if tables else math.inf)
+    return Learned(fit(tables, start), fitting(tables))
 
 
 def _tables(
@@ -105,6 +105,19 @@ def spoken(engines: Engines, tokens: Tensor) -> list[Tensor | None]:
         return [None] * (len(tokens) + 1)
     answer = engines.model.run_all([Request(engines.model.prefix(), tokens.to(engines.model.device))])[0]
     return [engines.opening, *answer.chain.float().log_softmax(-1)]
+
+
+def fitting(tables: Sequence[Table]) -> float:
+    """Distance (``FIT``) over which a candidate is not the right one, so that others should be tried.
+
+    Few wrong candidates are below. Infinite where few right ones would be either: then distances do not tell.
+    """
+    if not tables:
+        return math.inf
+    right = torch.stack([one.features[0, FIT] for one in tables])
+    wrong = torch.stack([one.features[1:, FIT].min() for one in tables])
+    limit = torch.minimum(right.quantile(FITTING), wrong.quantile(MISTAKEN))
+    return float(limit) if float((right <= limit).float().mean()) >= TELLING else math.inf
 
 
 def fit(tables: Sequence[Table], start: Float[Tensor, " features"]) -> Float[Tensor, " features"]:
