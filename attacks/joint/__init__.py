@@ -9,6 +9,7 @@ from torch import Tensor
 
 from attacks.joint.beam import Decoding, Effort, Engines, decode, start
 from attacks.joint.evidence import FEATURES, TRACES, Learned
+from attacks.joint.moves import move_parts
 from attacks.joint.reading import Reader, learn_clock
 from attacks.joint.refine import Refined, refine_decodings
 from attacks.joint.weights import learn_weights
@@ -150,6 +151,7 @@ class JointDecoding:
                 for one in observations
             ]
             decode(decodings, prepared.engines, prepared.learned, self.effort, self.progress)
+            move_parts(decodings, prepared.engines, prepared.learned.weights, self.progress)
         refined = self._look_again(observations, decodings, slice)
         seconds = time.perf_counter() - started
         costs = [

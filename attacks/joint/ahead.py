@@ -7,7 +7,7 @@ drown the scores, half of it found most (eval/LOG.md).
 """
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from attacks.joint.evidence import BEFORE, TRACES, Rows
@@ -35,12 +35,7 @@ def ahead_of(
     if view.traces is not None:
         behind += weights[2 : 2 + len(TRACES), None, None] * view.traces[:, :, columns]
     if model is not None:
-        requests = [Request(model.prefix(), one) for one in tokens.to(model.device).split(1)]
-        after = torch.stack([
-            answer.chain[0].float().log_softmax(-1)[tokens.to(model.device)]
-            for answer in model.run_all(requests, keep=False)
-        ])  # fmt: skip
-        behind[0] += weights[1] * after.T.to(behind.device)
+        behind[0] += weights[1] * after_each(tokens, model).T.to(behind.device)
     if rows > 1:
         itself = torch.eye(rows, dtype=torch.bool, device=behind.device)
         behind.masked_fill_(itself, float("-inf"))
@@ -49,3 +44,11 @@ def ahead_of(
     return SHARE * (
         behind.amax(2).sum(0) + weights[0] * sure + (weights[BEFORE] + weights[BEFORE + 1]) * distance
     )
+
+
+def after_each(tokens: Int[Tensor, " n"], model: Slice) -> Float[Tensor, "n n"]:
+    """The language model's log-probability of each token (second axis) behind each token alone (first axis)."""
+    tokens = tokens.to(model.device)
+    requests = [Request(model.prefix(), one) for one in tokens.split(1)]
+    answers = model.run_all(requests, keep=False)
+    return torch.stack([answer.chain[0].float().log_softmax(-1)[tokens] for answer in answers])

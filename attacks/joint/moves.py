@@ -1,0 +1,206 @@
+"""Rows in unknown order, once more: parts of a decoded prompt move to where they explain more.
+
+The beam goes from left to right: a row that it passes over once is left for the end, though all that was decoded since
+shows where it belongs. So every token is run at every place of the decoded order, which says about how much each move
+of a part would gain; prompts with the most promising moves made are scored anew, and about the best of these the
+language model is asked, the dearest witness, which until then only said what it makes of pairs of tokens.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from attacks.joint.ahead import after_each
+from attacks.joint.beam import Decoding, Engines
+from attacks.joint.evidence import FEATURES, PLACE, TRACES, Candidates, Rows
+from hiddenlab.core import Progress, silent
+from hiddenlab.slice import Request
+
+LONGEST = 8  # rows that move together
+SCORED, ASKED = 48, 8  # moves of a round that are scored anew, and about which the language model is asked
+ROUNDS = 12
+GAIN = 0.1  # nats that a move must bring
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The decoded tokens with their rows, in the order in which they were decoded.
+
+    Attributes:
+        columns: places of the tokens among the rows' distinct ones, -1 without. after: what the language model and
+            traces say of each token (second axis) right behind each of the others (first axis), weighted.
+    """
+
+    tokens: Int[Tensor, " n"]
+    rows: Int[Tensor, " n"]
+    columns: Int[Tensor, " n"]
+    after: Float[Tensor, "n n"]
+
+
+def move_parts(
+    decodings: Sequence[Decoding],
+    engines: Engines,
+    weights: Float[Tensor, " features"],
+    progress: Progress = silent,
+) -> None:
+    """Put decoded prompts whose rows are in unknown order into a likelier order, where there is one."""
+    unordered = [one for one in decodings if one.ahead is not None and one.view.length > 1]
+    for i, decoding in enumerate(unordered):
+        _improve(decoding, engines, weights)
+        progress("moving parts", i + 1, len(unordered))
+
+
+def _improve(decoding: Decoding, engines: Engines, weights: Tensor) -> None:
+    view, best = decoding.view, decoding.beam[0]
+    device = view.shown.device
+    tokens = torch.tensor([one.token for one in best.steps], device=device)
+    rows = torch.tensor([one.row for one in best.steps], device=device)
+    columns = torch.tensor(best.columns, device=device)
+    after = torch.zeros(len(tokens), len(tokens), device=device)
+    if engines.model is not None:
+        after += weights[1] * after_each(tokens, engines.model).to(device)
+    parts = Parts(tokens, rows, columns, after)
+    order = torch.arange(len(tokens), device=device)
+
+    def score(orders: Tensor) -> tuple[Tensor, Tensor]:
+        decoding.evaluated += orders.numel()
+        decoding.calls += 1
+        return _score(parts, orders, view, engines, weights)
+
+    (scores,), (distances,) = score(order[None])
+    spoken = _told(parts, order[None], engines, weights)[0]
+    begun = float(scores.sum() + spoken.sum())
+    for _ in range(ROUNDS):
+        orders = _moved(order, _gains(parts, order, view, engines, weights))
+        decoding.evaluated += len(order) * (1 + len(order))
+        tried, apart = score(orders)
+        pairs = after[orders[:, :-1], orders[:, 1:]].sum(1)
+        likely = (tried.sum(1) + pairs).topk(min(ASKED, len(orders))).indices
+        told = _told(parts, orders[likely], engines, weights)
+        totals = tried[likely].sum(1) + told.sum(1)
+        chosen = int(totals.argmax())
+        if float(totals[chosen]) < float(scores.sum() + spoken.sum()) + GAIN:
+            break
+        i = likely[chosen]
+        order, scores, distances, spoken = orders[i], tried[i], apart[i], told[chosen]
+    if torch.equal(order, torch.arange(len(order), device=device)):
+        return
+    # What margins said of a token was said behind other tokens.
+    steps = tuple(
+        replace(best.steps[k], distance=float(distance), margin=best.steps[k].margin if k == place else None)
+        for place, (k, distance) in enumerate(zip(order.tolist(), distances, strict=True))
+    )
+    gained = float(scores.sum() + spoken.sum()) - begun
+    decoding.beam[0] = replace(
+        best, steps=steps, columns=tuple(parts.columns[order].tolist()), score=best.score + gained
+    )
+
+
+def _gains(
+    parts: Parts, order: Int[Tensor, " n"], view: Rows, engines: Engines, weights: Tensor
+) -> list[Float[Tensor, "_ n"]]:
+    """About how much it gains to move the part of each length that begins at a place (first axis) before another.
+
+    States are those of single tokens behind the tokens of the order as it is; of pairs, only new neighbours count.
+    Places within the part, or with no room for it, gain minus infinity.
+    """
+    n, device = len(order), order.device
+    tokens, rows = parts.tokens[order], parts.rows[order]
+    request = Request(
+        engines.slice.prefix(offset=engines.offset), tokens, leaves=tokens.repeat_interleave(n),
+        attach=torch.arange(n, device=device).repeat(n),
+    )  # fmt: skip
+    (answer,) = engines.slice.run_all([request], keep=False)
+    features = torch.zeros(n * n, len(FEATURES), device=device)
+    if view.when is not None:
+        places = torch.arange(n, device=device).float().log1p()
+        features[:, PLACE] = -(view.when[rows][:, None] - places).square().flatten()
+    each = tokens.repeat_interleave(n)
+    candidates = Candidates(each, rows.repeat_interleave(n), torch.full_like(each, -1), features)
+    candidates.measure(answer.leaves, torch.arange(n * n, device=device), view, engines.matcher)
+    alone = (candidates.features @ weights).view(n, n)  # a token of the order, at a place
+    pair = parts.after[order][:, order].clone()
+    if view.traces is not None and bool((parts.columns >= 0).all()):
+        pair += weights[2] * view.traces[0][rows][:, parts.columns[order]].T
+    edged = torch.zeros(
+        n + 1, n + 1, device=device
+    )  # the last index is what stands before the first, behind the last
+    edged[:n, :n] = pair
+    here, out = torch.arange(n, device=device), []
+    for length in range(1, min(LONGEST, n - 1) + 1):
+        first = here[: n - length + 1]
+        last, left, right = first + length - 1, first - 1, (first + length).where(first + length < n, n)
+        left = left.where(left >= 0, n)
+        to = here.where(here > 0, n + 1) - 1  # what stands before each place
+        gain = edged[left, right] - edged[left, first] - edged[last, right]  # without the part
+        gain = gain[:, None] + edged[to][:, first].T + edged[last][:, here] - edged[to, here]
+        for step in range(length):
+            new = (here + step).clamp(max=n - 1)
+            gain = gain + alone[first + step][:, new] - alone[first + step, first + step][:, None]
+        inside = (here >= first[:, None]) & (here <= last[:, None] + 1)
+        out.append(gain.masked_fill(inside, float("-inf")))
+    return out
+
+
+def _moved(order: Int[Tensor, " n"], gains: Sequence[Float[Tensor, "_ n"]]) -> Int[Tensor, "m n"]:
+    """The order with each of the most promising moves made."""
+    n = len(order)
+    flat = torch.cat([one.flatten() for one in gains])
+    best = flat.topk(min(SCORED, len(flat)))
+    chosen = best.indices[best.values > float("-inf")].tolist()
+    bounds = [0]
+    for one in gains:
+        bounds.append(bounds[-1] + one.numel())
+    out = []
+    for index in chosen:
+        length = next(i for i in range(1, len(bounds)) if index < bounds[i])
+        first, to = divmod(index - bounds[length - 1], n)
+        part = order[first : first + length]
+        if to < first:
+            out.append(torch.cat([order[:to], part, order[to:first], order[first + length :]]))
+        else:
+            out.append(torch.cat([order[:first], order[first + length : to], part, order[to:]]))
+    return torch.stack(out)
+
+
+def _score(
+    parts: Parts, orders: Int[Tensor, "m n"], view: Rows, engines: Engines, weights: Tensor
+) -> tuple[Float[Tensor, "m n"], Float[Tensor, "m n"]]:
+    """What speaks for each token of each order, without probe (always the same) and language model; and distances."""
+    m, n = orders.shape
+    tokens, rows, columns = parts.tokens[orders], parts.rows[orders], parts.columns[orders]
+    features = torch.zeros(m, n, len(FEATURES), device=tokens.device)
+    for i, offset in enumerate(TRACES if view.traces is not None else ()):
+        assert view.traces is not None
+        before = columns[:, :-offset]
+        told = view.traces[i, rows[:, offset:], before.clamp(min=0)]
+        features[:, offset:, 2 + i] = told.masked_fill(before < 0, 0.0)
+    if view.when is not None:
+        places = torch.arange(n, device=tokens.device).float().log1p()
+        features[..., PLACE] = -(view.when[rows] - places).square()
+    requests = [Request(engines.slice.prefix(offset=engines.offset), one) for one in tokens]
+    states = torch.cat([answer.chain for answer in engines.slice.run_all(requests, keep=False)])
+    candidates = Candidates(tokens.flatten(), rows.flatten(), columns.flatten(), features.flatten(0, 1))
+    candidates.measure(states, torch.arange(m * n, device=tokens.device), view, engines.matcher)
+    assert candidates.distances is not None
+    return (candidates.features @ weights).view(m, n), candidates.distances.view(m, n)
+
+
+def _told(
+    parts: Parts, orders: Int[Tensor, "m n"], engines: Engines, weights: Tensor
+) -> Float[Tensor, "m n"]:
+    """What the language model says of each token of each order, weighted."""
+    model, tokens = engines.model, parts.tokens[orders]
+    out = torch.zeros(orders.shape, device=tokens.device)
+    if model is None:
+        return out
+    for row, one in zip(out, tokens, strict=True):
+        (answer,) = model.run_all([Request(model.prefix(), one[:-1].to(model.device))], keep=False)
+        following = answer.chain.float().log_softmax(-1).to(out.device)
+        row[1:] = following.gather(1, one[1:, None])[:, 0]
+        if engines.opening is not None:
+            row[0] = engines.opening.to(out.device)[one[0]]
+    return weights[1] * out
