@@ -25,6 +25,7 @@ from attacks.joint.evidence import (
     chosen,
     likeliest,
 )
+from attacks.joint.moves import Parts, _score, _told
 from attacks.joint.reading import Clock, length_of
 from attacks.joint.refine import refine_decodings
 from attacks.joint.weights import START, Table, fit, fitting
@@ -228,28 +229,6 @@ def test_prompts_come_back_where_every_token_is_tried(
     assert attack(tiny_slice("llama", 2), specs, tokens, width=3000, beam=2) == tokens
 
 
-@pytest.mark.usefixtures("small_probes")
-@pytest.mark.parametrize("channel", ["hidden-perm", "2d-perm"])
-def test_what_the_probe_does_not_name_is_searched_for(tiny_slice: Callable[..., Slice], channel: str) -> None:
-    """Few candidates at first, more while none fits: prompts come back that few candidates alone do not give."""
-    slice = tiny_slice("llama", 2)
-    tokens = torch.randint(0, 256, (7,), generator=torch.Generator().manual_seed(5)).tolist()
-    observation, _ = Channel.parse([channel]).release(slice, tokens, torch.Generator().manual_seed(0))
-    joint = JointDecoding(model=False, width=4, beam=2)
-    found = joint.recover(observation, slice, torch.Generator())
-    assert found.ids == tokens
-    assert all(one.distance < 1e-2 for one in found.tokens)
-    joint.effort = replace(joint.effort, most=4)
-    few = joint.recover(observation, slice, torch.Generator())
-    assert few.ids != tokens
-    assert few.evaluated_tokens < found.evaluated_tokens
-    joint.effort = replace(
-        joint.effort, most=300, spare=1
-    )  # what a prompt may cost beyond the beam is bounded
-    spared = joint.recover(observation, slice, torch.Generator())
-    assert few.evaluated_tokens < spared.evaluated_tokens < found.evaluated_tokens
-
-
 def tables_of(right: Tensor, wrong: Tensor) -> list[Table]:
     """One right and two wrong candidates a table, with these distances over what is expected."""
     tables = []
@@ -267,25 +246,6 @@ def test_what_fits_is_learned_where_distances_tell() -> None:
     assert 0.0 < fitting(tables_of(spread, spread + 0.7)) < 0.3  # bounded by the wrong ones
     assert fitting(tables_of(spread, spread + 0.1)) == float("inf")
     assert fitting([]) == float("inf")
-
-
-@pytest.mark.usefixtures("small_probes")
-def test_hopeless_hypotheses_are_dropped(
-    tiny_slice: Callable[..., Slice], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where the states are plain, what is far behind is not carried on, and nothing is lost by it."""
-    monkeypatch.setattr("attacks.joint.reading.SHORTLIST", 300)
-    slice = tiny_slice("llama", 2)
-    tokens = torch.randint(0, 256, (7,), generator=torch.Generator().manual_seed(5)).tolist()
-    observation, _ = Channel.parse(["gaussian:sigma=0.003", "seq-perm"]).release(
-        slice, tokens, torch.Generator().manual_seed(0)
-    )
-    joint = JointDecoding(model=False, width=3000, beam=2)
-    found = joint.recover(observation, slice, torch.Generator())
-    joint.effort = replace(joint.effort, behind=1e9)
-    everything = joint.recover(observation, slice, torch.Generator())
-    assert found.ids == everything.ids == tokens
-    assert found.evaluated_tokens < everything.evaluated_tokens / 2
 
 
 def test_rows_are_worth_what_the_best_of_the_others_leads_to(tiny_slice: Callable[..., Slice]) -> None:
@@ -310,6 +270,25 @@ def test_rows_are_worth_what_the_best_of_the_others_leads_to(tiny_slice: Callabl
         sure = WEIGHTS[0] * (view.scores[row].exp() * view.scores[row]).sum()
         distance = (WEIGHTS[BEFORE] + WEIGHTS[BEFORE + 1]) * (view.expected[row] / view.norms[row]).log()
         assert float(found[row]) == pytest.approx(SHARE * float(one + two + sure + distance), rel=1e-4)
+
+
+@pytest.mark.usefixtures("small_probes")
+def test_scores_of_whole_orders_are_the_beams(tiny_slice: Callable[..., Slice]) -> None:
+    slice, lm = tiny_slice("llama", 2), tiny_slice("llama", None, "logits")
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randperm(300, generator=generator)[:12].view(4, 3)
+    states = slice.encode(ids[:, 0])
+    view = rows_of(states + 0.1 * torch.randn(states.shape, generator=generator), ids, None, 4)
+    engines = Engines(slice, MATCHER, lm)
+    orders = torch.tensor([[0, 1, 2, 3], [2, 0, 3, 1]])
+    parts = Parts(ids[:, 0], torch.arange(4), view.columns[:, 0], torch.zeros(4, 4))
+    with torch.inference_mode():
+        scores, _ = _score(parts, orders, view, engines, WEIGHTS)
+        totals = (scores + _told(parts, orders, engines, WEIGHTS)).sum(1)
+        probe = float(WEIGHTS[0] * view.scores[:, 0].sum())
+        for order, total in zip(orders.tolist(), totals.tolist(), strict=True):
+            oracle = score(view, slice, lm, [(row, 0) for row in order])
+            assert total + probe == pytest.approx(oracle, rel=1e-3)
 
 
 @pytest.mark.usefixtures("small_probes")

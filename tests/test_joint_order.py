@@ -1,0 +1,122 @@
+"""Joint decoding where the beam alone is not enough: parts that move, candidates from the whole vocabulary."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from attacks.joint import JointDecoding
+from attacks.joint.beam import decode, start
+from attacks.joint.moves import SCORED, _moved, move_parts
+from hiddenlab.channel import Channel
+from hiddenlab.slice import Slice
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(2, 9), st.integers(0, 1000))
+def test_moves_are_permutations_that_move_one_part(n: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.randperm(n, generator=generator)
+    gains = []
+    for length in range(1, n):
+        first, to = torch.arange(n - length + 1)[:, None], torch.arange(n)
+        gain = torch.randn(n - length + 1, n, generator=generator)
+        gains.append(gain.masked_fill((to >= first) & (to <= first + length), float("-inf")))
+    moved = _moved(order, gains)
+    assert len(moved) == min(SCORED, sum(int(one.isfinite().sum()) for one in gains))
+    for one in moved:
+        assert sorted(one.tolist()) == list(range(n))
+        assert not torch.equal(one, order)
+    values = [
+        (float(gains[length - 1][first, to]), [*rest[:at], *part, *rest[at:]])
+        for length in range(1, n)
+        for first in range(n - length + 1)
+        for to in range(n)
+        if not first <= to <= first + length
+        for part in [order[first : first + length].tolist()]
+        for rest in [order[:first].tolist() + order[first + length :].tolist()]
+        for at in [to if to < first else to - length]
+    ]
+    assert moved[0].tolist() == max(values)[1]
+
+
+@pytest.mark.usefixtures("small_probes")
+@pytest.mark.parametrize("asks", [True, False])
+def test_a_part_that_was_left_for_the_end_goes_back(
+    tiny_slice: Callable[..., Slice], monkeypatch: pytest.MonkeyPatch, asks: bool
+) -> None:
+    """And scores of moved prompts are those that the beam gives."""
+    monkeypatch.setattr("attacks.joint.reading.SHORTLIST", 300)
+    slice = tiny_slice("llama", 2)
+    tokens = torch.randint(0, 256, (8,), generator=torch.Generator().manual_seed(5)).tolist()
+    channel = Channel.parse(["gaussian:sigma=0.003", "seq-perm"])
+    observation, _ = channel.release(slice, tokens, torch.Generator().manual_seed(0))
+    joint = JointDecoding(model=asks, width=3000, beam=2)
+    prepared, _ = joint.prepare(observation, slice)
+    engines, weights = prepared.engines, prepared.learned.weights
+    with torch.inference_mode():
+        decoding = start(prepared.reader.read(observation), engines, weights)
+        decode([decoding], engines, prepared.learned, joint.effort)
+        right = decoding.beam[0]
+        assert [one.token for one in right.steps] == tokens
+        left = [0, 1, 4, 5, 6, 7, 2, 3]
+        decoding.beam[0] = replace(
+            right,
+            steps=tuple(right.steps[i] for i in left),
+            columns=tuple(right.columns[i] for i in left),
+            score=0.0,
+        )
+        before = decoding.evaluated
+        move_parts([decoding], engines, weights)
+    found = decoding.beam[0]
+    assert [one.token for one in found.steps] == tokens
+    assert [one.row for one in found.steps] == [one.row for one in right.steps]
+    assert found.score > 0
+    assert decoding.evaluated > before
+    assert [one.distance for one in found.steps] == pytest.approx(
+        [one.distance for one in right.steps], rel=1e-3
+    )
+
+
+@pytest.mark.usefixtures("small_probes")
+@pytest.mark.parametrize("channel", ["hidden-perm", "2d-perm"])
+def test_what_the_probe_does_not_name_is_searched_for(tiny_slice: Callable[..., Slice], channel: str) -> None:
+    """Few candidates at first, more while none fits: prompts come back that few candidates alone do not give."""
+    slice = tiny_slice("llama", 2)
+    tokens = torch.randint(0, 256, (7,), generator=torch.Generator().manual_seed(5)).tolist()
+    observation, _ = Channel.parse([channel]).release(slice, tokens, torch.Generator().manual_seed(0))
+    joint = JointDecoding(model=False, width=4, beam=2)
+    found = joint.recover(observation, slice, torch.Generator())
+    assert found.ids == tokens
+    assert all(one.distance < 1e-2 for one in found.tokens)
+    joint.effort = replace(joint.effort, most=4)
+    few = joint.recover(observation, slice, torch.Generator())
+    assert few.ids != tokens
+    assert few.evaluated_tokens < found.evaluated_tokens
+    joint.effort = replace(
+        joint.effort, most=300, spare=1
+    )  # what a prompt may cost beyond the beam is bounded
+    spared = joint.recover(observation, slice, torch.Generator())
+    assert few.evaluated_tokens < spared.evaluated_tokens < found.evaluated_tokens
+
+
+@pytest.mark.usefixtures("small_probes")
+def test_hopeless_hypotheses_are_dropped(
+    tiny_slice: Callable[..., Slice], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the states are plain, what is far behind is not carried on, and nothing is lost by it."""
+    monkeypatch.setattr("attacks.joint.reading.SHORTLIST", 300)
+    slice = tiny_slice("llama", 2)
+    tokens = torch.randint(0, 256, (7,), generator=torch.Generator().manual_seed(5)).tolist()
+    observation, _ = Channel.parse(["gaussian:sigma=0.003", "seq-perm"]).release(
+        slice, tokens, torch.Generator().manual_seed(0)
+    )
+    joint = JointDecoding(model=False, width=3000, beam=2)
+    found = joint.recover(observation, slice, torch.Generator())
+    joint.effort = replace(joint.effort, behind=1e9)
+    everything = joint.recover(observation, slice, torch.Generator())
+    assert found.ids == everything.ids == tokens
+    assert found.evaluated_tokens < everything.evaluated_tokens / 2
