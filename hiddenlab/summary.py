@@ -41,14 +41,14 @@ def summarise(samples: Sequence[Sample]) -> dict[str, Any]:
     tokens = sum(s["tokens"] for s in done)
     attack, prefill = _total(done, "seconds"), _total(done, "prefill_seconds")
     evaluated, calls = _total(done, "evaluated_tokens"), _total(done, "forward_calls")
-    unseen, found = _total(done, "unseen"), _total(done, "unseen_right")
+    unseen, found = (sum(s.get(name) or 0 for s in done) for name in ("unseen", "unseen_right"))
     epsilons = [s["epsilon"] for s in done if s.get("epsilon") is not None]
     return {
         "prompts": len(samples),
         "not_applicable": len(samples) - len(done),
         "tokens": tokens if done else None,
         **{name: _mean(done, name) for name in ("exact", "token_accuracy", "token_bag", "rouge_l", "bleu")},
-        "unseen_right": found / unseen if found is not None and unseen else None,
+        "unseen_right": found / unseen if unseen else None,
         "verified": sum(s["verified"] * s["tokens"] for s in done) / tokens if tokens else None,
         "evaluated_tokens_per_token": evaluated / tokens if evaluated is not None and tokens else None,
         "forward_calls_per_prompt": calls / len(done) if calls is not None else None,

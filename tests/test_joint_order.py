@@ -12,7 +12,7 @@ from attacks.joint import JointDecoding
 from attacks.joint.beam import decode, start
 from attacks.joint.moves import SCORED, _moved, move_parts
 from hiddenlab.channel import Channel
-from hiddenlab.slice import Slice
+from hiddenlab.slice import Slice, load_slice
 
 
 @settings(max_examples=40, deadline=None)
@@ -79,6 +79,41 @@ def test_a_part_that_was_left_for_the_end_goes_back(
     assert [one.distance for one in found.steps] == pytest.approx(
         [one.distance for one in right.steps], rel=1e-3
     )
+
+
+@pytest.mark.usefixtures("small_probes")
+@pytest.mark.parametrize("width", [8, 298, 299, 300])
+def test_the_search_ends_where_a_candidate_fits(tiny_slice: Callable[..., Slice], width: int) -> None:
+    """Without noise the right token fits, so that the vocabulary is not searched to its end for each."""
+    slice = tiny_slice("llama", 2)
+    for tokens in ([7], torch.randint(0, 256, (8,), generator=torch.Generator().manual_seed(5)).tolist()):
+        observation, _ = Channel.parse(["hidden-perm"]).release(
+            slice, tokens, torch.Generator().manual_seed(0)
+        )
+        joint = JointDecoding(model=False, width=width, beam=1)
+        prepared, _ = joint.prepare(observation, slice)
+        found = joint.recover(observation, slice, torch.Generator())
+        assert found.ids == tokens
+        # Never satisfied, it searches on.
+        joint._prepared = replace(prepared, learned=replace(prepared.learned, fits=-1e9))
+        more = joint.recover(observation, slice, torch.Generator())
+        assert more.evaluated_tokens > found.evaluated_tokens or width >= 298
+        assert more.forward_calls > found.forward_calls or width >= 298
+
+
+@pytest.mark.usefixtures("small_probes")
+def test_rows_tell_of_tokens_before_them_that_have_no_row(tiny: Callable[..., str]) -> None:
+    slice = load_slice(tiny("llama", tokenizer=True), 2, device="cpu")
+    channel = Channel.parse(["shard:alpha=2,c=3,node=1"])  # positions 3 to 5, 9 to 11
+    observation, _ = channel.release(slice, slice.tokenize("twelve bytes"), torch.Generator())
+    prepared, _ = JointDecoding().prepare(observation, slice)
+    with torch.inference_mode():
+        view = prepared.reader.read(observation)
+    assert view.openers is None
+    assert sorted(view.missed) == [1, 2, 7, 8]
+    near, far = (prepared.reader.probes[i].log_probs(observation.states) for i in (1, 2))
+    torch.testing.assert_close(view.missed[2], torch.stack([near[0], far[1]]), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(view.missed[7], torch.stack([0 * near[0], far[3]]), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.usefixtures("small_probes")

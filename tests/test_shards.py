@@ -114,6 +114,7 @@ def test_matching_a_shard_says_where_its_tokens_stand(tiny_slice: TinySlice) -> 
         assert (seen["unseen"], seen["unseen_right"]) == (4, 0)  # positions 2 to 5
         assert summarise([seen])["unseen_right"] == 0.0
         assert summarise([sample])["unseen_right"] is None
+        assert summarise([sample, {**seen, "unseen_right": 2}])["unseen_right"] == 0.5
         assert [s for s in sample["spans"] if s[1] == "missing"] == [("⟨4⟩", "missing")]
 
 

@@ -50,9 +50,9 @@ class JointDecoding:
     Knows: the weights, the released states, the channel. Does not know: tokens, permutations, noise.
 
     Args:
-        beam: hypotheses kept, four times as many where rows are out of order or missing. width: candidates run for
-            each; where columns are shuffled and none fits, up to the whole vocabulary. batch: prompts at once. model:
-            ask the language model.
+        beam: hypotheses kept, at least four times as many where rows are out of order or missing (``Effort.kept``).
+            width: candidates run for each, many more where columns are shuffled and none fits (``Effort.most``).
+            batch: prompts at once. model: ask the language model.
         sweeps: of the second look at noised embeddings (see ``refine``), which needs float32; 0 for none.
         seed: of learning. progress: where progress is reported.
     """

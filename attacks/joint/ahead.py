@@ -3,14 +3,14 @@
 A hypothesis that used rows which any order explains well looks better than one that used the others, though each row
 must be used in the end. So hypotheses are compared by what they scored over what their rows can be expected to score,
 as decoders of phrases do that translate words in any order (future cost). The expectation is rough: its whole would
-drown the scores, half of it found most (eval/LOG.md).
+drown the scores, half of it found most (eval/LOG.md, eleventh entry).
 """
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from attacks.joint.evidence import BEFORE, TRACES, Rows
+from attacks.joint.evidence import BEFORE, LEAST, TRACES, Rows
 from hiddenlab.slice import Request, Slice
 
 SHARE = 0.5
@@ -40,7 +40,7 @@ def ahead_of(
         itself = torch.eye(rows, dtype=torch.bool, device=behind.device)
         behind.masked_fill_(itself, float("-inf"))
     sure = (view.scores.exp() * view.scores).sum(1)
-    distance = (view.expected / view.norms).log()
+    distance = (view.expected / view.norms).clamp(min=LEAST).log()
     return SHARE * (
         behind.amax(2).sum(0) + weights[0] * sure + (weights[BEFORE] + weights[BEFORE + 1]) * distance
     )

@@ -174,9 +174,12 @@ def propose(
 ) -> Candidates:
     """The candidates of one hypothesis that are worth running."""
     view, place = decoding.view, decoding.place
-    if chosen(view, place):
-        return _from_all(decoding, hypothesis, weights, effort.width)
-    found = candidates_of(view, place, hypothesis.free, hypothesis.columns, hypothesis.following)
+    if not chosen(view, place):
+        found = candidates_of(view, place, hypothesis.free, hypothesis.columns, hypothesis.following)
+    else:
+        found = _from_all(decoding, hypothesis, weights, effort.width)
+        if int(found.rows[0]) >= 0:
+            return found
     before = found.features[:, :BEFORE] @ weights[:BEFORE]
     best = before.topk(min(effort.width, len(before)))
     return found.keep(best.indices[best.values >= best.values[0] - effort.gap])
@@ -195,7 +198,7 @@ def _from_all(
     tokens = likeliest(*place, hypothesis.following, weights, most, learned)
     if but is not None:
         tokens = tokens[~torch.isin(tokens, but)]
-    elif not decoding.place and decoding.view.openers is not None:
+    elif not decoding.place and decoding.view.openers is not None and rows_at(*place) is not None:
         tokens = torch.cat([tokens, decoding.view.openers]).unique()
     return candidates_of(*place, hypothesis.columns, hypothesis.following, tokens)
 
@@ -218,6 +221,7 @@ def decode(
         for one, beam in zip(active, beams, strict=True):
             one.calls += 1
             one.beam = _extend(one, beam, learned.weights, effort)
+        del tried, beams  # and with them the keys and values of all that was tried
         _listen([hypothesis for one in active for hypothesis in one.beam], engines.model)
         progress("decoding", sum(one.place for one in decodings), total)
 
@@ -269,12 +273,16 @@ def _widen(
         if not open:
             return
         pairs = [(one, one.beam[0]) for one, _ in open]
-        proposed = [
+        suggested = [
             _from_all(*pair, learned.weights, width, tried.ran(), _suggested(*pair, tried, engines))
             for pair, (_, tried) in zip(pairs, open, strict=True)
         ]
-        for (one, tried), more in zip(open, _try(pairs, proposed, engines, learned.weights), strict=True):
+        # Not where all of these were tried.
+        rest = [one for one in zip(open, pairs, suggested, strict=True) if len(one[2])]
+        more_tried = _try([one[1] for one in rest], [one[2] for one in rest], engines, learned.weights)
+        for ((one, tried), _, _), more in zip(rest, more_tried, strict=True):
             one.widened += more.evaluated
+            one.calls += 1
             tried.add(more)
 
 

@@ -17,6 +17,7 @@ TRACES = (1, 2)  # how many positions before a row's own the tokens are that it 
 PLACE = 2 + len(TRACES)
 BEFORE = PLACE + 1  # features known before a candidate is run; the others need its state
 FIT = BEFORE + 2  # the distance over what the channel is expected to make of it
+ROUNDING = 1e-5  # of a row's norm
 PART = 8192  # pairs compared at once, so that copies of rows stay small
 LEAST = 1e-6  # relative distances are no smaller than this, so that their logarithm is bounded
 
@@ -135,7 +136,11 @@ class Candidates:
         self.features[shown, BEFORE] = relative.log()
         self.features[shown, BEFORE + 1] = (plain / view.plain[rows]).clamp(min=LEAST).log()
         if view.expected is not None:
-            self.features[shown, FIT] = (distances / view.expected[rows]).clamp(min=LEAST).log()
+            # Where the channel moves nothing, rounding is what is left of a right candidate's distance.
+            rounding = ROUNDING * view.norms[rows]
+            self.features[shown, FIT] = (
+                distances.maximum(rounding) / view.expected[rows].maximum(rounding)
+            ).log()
 
 
 def candidates_of(

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from attacks.joint.beam import Engines
-from attacks.joint.evidence import BEFORE, FIT, Candidates, Learned, Rows, candidates_of, likeliest
+from attacks.joint.evidence import BEFORE, FIT, PLACE, Candidates, Learned, Rows, candidates_of, likeliest
 from attacks.joint.reading import Reader
 from hiddenlab.channel import Channel
 from hiddenlab.core import Progress, Secret, silent
@@ -83,7 +83,7 @@ def _tables(
         before = (candidates.features[:, :BEFORE] @ weights[:BEFORE]).masked_fill(right, float("inf"))
         most = 1 + TRIED if tokens is None else len(before)
         candidates = candidates.keep(before.topk(min(most, len(before))).indices)
-        stands_for = (vocabulary - len(candidates)) / max(1, len(chance))
+        stands_for = (vocabulary - (0 if tokens is None else len(tokens))) / max(1, len(chance))
         offset = torch.where(torch.isin(candidates.tokens, chance), math.log(max(1.0, stands_for)), 0.0)
         found.append((candidates, offset))
         leaves.append(candidates.tokens.unique())
@@ -141,5 +141,6 @@ def fit(tables: Sequence[Table], start: Float[Tensor, " features"]) -> Float[Ten
             return value
 
         optimiser.step(loss)
-    learned = weights.detach()
+    learned = weights.detach().clone()
+    learned[:PLACE].clamp_(min=0)  # what speaks for a token by itself never speaks against it
     return learned if bool(learned.isfinite().all()) else start

@@ -180,7 +180,7 @@ class Slice:
         return answers
 
     def run_all(self, requests: Sequence[Request], *, keep: bool = True) -> list[Answer]:
-        """``run`` in as few passes as ``max_pass_tokens`` allows."""
+        """``run`` in as few passes as ``max_pass_tokens`` allows; a request larger than it goes alone."""
         passes = packs(requests, lambda one: one.size, self.max_pass_tokens)
         return [answer for one in passes for answer in self.run(one, keep=keep)]
 
