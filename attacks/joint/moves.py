@@ -74,8 +74,10 @@ def _improve(decoding: Decoding, engines: Engines, weights: Tensor) -> None:
     spoken = _told(parts, order[None], engines, weights)[0]
     begun = float(scores.sum() + spoken.sum())
     for _ in range(ROUNDS):
+        before = engines.slice.evaluated_tokens
         orders = _moved(order, _gains(parts, order, view, engines, weights))
-        decoding.evaluated += len(order) * (1 + len(order))
+        decoding.evaluated += engines.slice.evaluated_tokens - before
+        decoding.calls += 1
         tried, apart = score(orders)
         pairs = after[orders[:, :-1], orders[:, 1:]].sum(1)
         likely = (tried.sum(1) + pairs).topk(min(ASKED, len(orders))).indices
@@ -109,18 +111,19 @@ def _gains(
     """
     n, device = len(order), order.device
     tokens, rows = parts.tokens[order], parts.rows[order]
-    request = Request(
-        engines.slice.prefix(offset=engines.offset), tokens, leaves=tokens.repeat_interleave(n),
-        attach=torch.arange(n, device=device).repeat(n),
-    )  # fmt: skip
-    (answer,) = engines.slice.run_all([request], keep=False)
+    each, where = tokens.repeat_interleave(n), torch.arange(n, device=device).repeat(n)
+    size = max(n, engines.slice.max_pass_tokens - n)
+    requests = [
+        Request(engines.slice.prefix(offset=engines.offset), tokens, leaves=leaves, attach=attach)
+        for leaves, attach in zip(each.split(size), where.split(size), strict=True)
+    ]
+    states = torch.cat([answer.leaves for answer in engines.slice.run_all(requests, keep=False)])
     features = torch.zeros(n * n, len(FEATURES), device=device)
     if view.when is not None:
         places = torch.arange(n, device=device).float().log1p()
         features[:, PLACE] = -(view.when[rows][:, None] - places).square().flatten()
-    each = tokens.repeat_interleave(n)
     candidates = Candidates(each, rows.repeat_interleave(n), torch.full_like(each, -1), features)
-    candidates.measure(answer.leaves, torch.arange(n * n, device=device), view, engines.matcher)
+    candidates.measure(states, torch.arange(n * n, device=device), view, engines.matcher)
     alone = (candidates.features @ weights).view(n, n)  # a token of the order, at a place
     pair = parts.after[order][:, order].clone()
     if view.traces is not None and bool((parts.columns >= 0).all()):

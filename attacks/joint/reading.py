@@ -113,9 +113,8 @@ class Reader:
         states = observation.states.to(self.slice.device).float()
         scores, ids = self.probes[0].shortlist(states, SHORTLIST)
         distinct, columns = ids.unique(return_inverse=True)
-        traces = None
-        if len(self.probes) > 1:
-            traces = torch.stack([one.log_probs(states)[:, distinct] for one in self.probes[1:]])
+        told = [one.log_probs(states) for one in self.probes[1:]]
+        traces = torch.stack([one[:, distinct] for one in told]) if told else None
         shown = self.matcher.prepare(states)
         # In order and in known coordinates the row's own length says enough.
         shuffled = places is None or self.matcher.sorted
@@ -125,24 +124,9 @@ class Reader:
             self.expected(ids[:, 0]) if shuffled else None,
             (1 + RELEASES) * len(states) + RELEASES * public.prefix_tokens if shuffled else 0,
             self.probes[0].log_probs(states).half() if self.matcher.sorted else None,
-            {} if places is None else self._missed(states, places, length),
+            {} if places is None or not told else _missed(told, places, length),
             None if self.openings is None else self.openings.nearest(states, SHORTLIST),
         )  # fmt: skip
-
-    def _missed(
-        self, states: Float[Tensor, "rows d"], places: Sequence[int], length: int
-    ) -> dict[int, Float[Tensor, "offsets v"]]:
-        """What rows tell of tokens shortly before them that have no row of their own."""
-        row_of, out = {place: row for row, place in enumerate(places)}, {}
-        for place in sorted(set(range(length)) - set(places)):
-            told = [
-                (i, row_of[place + offset]) for i, offset in enumerate(TRACES) if place + offset in row_of
-            ]
-            if told and len(self.probes) > 1:
-                out[place] = torch.zeros(len(TRACES), self.slice.vocab_size, device=states.device)
-                for i, row in told:
-                    out[place][i] = self.probes[1 + i].log_probs(states[row : row + 1])[0]
-        return out
 
     def expected(self, guess: Int[Tensor, " rows"]) -> Float[Tensor, " rows"]:
         """How far the channel moves rows like these, in the matcher's norm.
@@ -158,3 +142,17 @@ class Reader:
             rows = in_order(one, secret).to(plain.device).float()
             moved += self.matcher.pairs(candidates=self.matcher.prepare(rows), observed=plain) / RELEASES
         return moved.clamp(min=1e-12)
+
+
+def _missed(
+    told: Sequence[Float[Tensor, "rows v"]], places: Sequence[int], length: int
+) -> dict[int, Float[Tensor, "offsets v"]]:
+    """What rows tell (for each offset) of tokens shortly before them that have no row of their own."""
+    row_of, out = {place: row for row, place in enumerate(places)}, {}
+    for place in sorted(set(range(length)) - set(places)):
+        rows = [row_of.get(place + offset) for offset in TRACES]
+        if any(row is not None for row in rows):
+            out[place] = torch.stack([
+                torch.zeros_like(one[0]) if row is None else one[row] for one, row in zip(told, rows, strict=True)
+            ])  # fmt: skip
+    return out
