@@ -232,11 +232,11 @@ def test_observations_of_two_channels_are_each_their_own(tiny_slice: TinySlice) 
 
 @pytest.mark.parametrize("options", [{"proposal": "vocab"}, {"proposal": "probe+lm"}])
 def test_costs_are_what_the_slice_counted(
-    tiny_slice: TinySlice, small_probes: None, forced: str, options: dict[str, str]
+    tiny_slice: TinySlice, small_probes: None, forced: str, options: dict[str, Any]
 ) -> None:
     slice, prompts = tiny_slice("gemma2", LAYERS), random_prompts(14, 6)
     observations = release(slice, prompts)
-    attacker = VocabMatch(**options)
+    attacker = VocabMatch(**options, screen=False)
     attacker.setup(observations[0], slice, seeded())
     before = slice.evaluated_tokens
     recoveries = attacker.recover_batch(observations, slice, seeded())
@@ -546,7 +546,7 @@ def test_a_settled_position_is_told_by_what_follows(tiny_slice: TinySlice, overl
         wrong = int((states - rows[3]).norm(dim=1).argsort()[9])
         rows[3] = 0.45 * rows[3] + 0.55 * states[wrong]
         task = prepared(slice, rows, prompt, overlapping=overlapping)
-        drive([search.stepwise(task)], slice)
+        drive([search.stepwise(task)])
     assert task.found[3].token == (prompt[3] if overlapping else wrong)
     assert not task.found[3].verified
     assert (task.tokens == prompt) == overlapping

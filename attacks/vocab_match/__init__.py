@@ -15,6 +15,7 @@ from attacks.vocab_match.epsilon import (
     parse_epsilon,
 )
 from attacks.vocab_match.rank import SHORTLIST, WIDE_SHORTLIST, LazyModel, Proposer, check_proposal
+from attacks.vocab_match.screen import Screen
 from attacks.vocab_match.search import speculative, stepwise
 from attacks.vocab_match.shard import before_gap, behind_gap, with_rest
 from attacks.vocab_match.task import Task
@@ -45,6 +46,7 @@ class Prepared:
     matcher: Matcher
     proposer: Proposer
     threshold: Threshold
+    screen: Screen | None
 
 
 class VocabMatch:
@@ -59,6 +61,8 @@ class VocabMatch:
         epsilon: ``auto``, ``calibrated`` or a number (an absolute distance, as in the paper).
         budget: candidates for one position at most; None searches the whole vocabulary.
         batch: prompts attacked at once. seed: of calibration. progress: where progress is reported.
+        screen: run large batches in a faster dtype first, where the processor has one (not in greedy search, which is
+            the paper's).
     """
 
     def __init__(
@@ -70,6 +74,7 @@ class VocabMatch:
         budget: int | None = None,
         batch: int = 32,
         seed: int = 0,
+        screen: bool = True,
         progress: Progress = silent,
     ) -> None:
         if search not in SEARCHES:
@@ -82,6 +87,7 @@ class VocabMatch:
             raise InputError(f"the batch must be at least 1 prompt, not {batch}")
         self.search, self.proposal, self.distance, self.epsilon = search, proposal, distance, epsilon
         self.budget, self.batch, self.seed, self.progress = budget, batch, seed, progress
+        self.screen = screen and search != "greedy"
         self._prepared: Prepared | None = None
         self._model: tuple[Slice, LazyModel] | None = None
 
@@ -119,7 +125,10 @@ class VocabMatch:
         if kept is None or (kept.public, kept.slice) != (public, slice):
             matcher = choose_matcher(self.distance, public)
             proposer, seconds = self._proposer(slice, public)
-            kept = Prepared(public, slice, matcher, proposer, self._threshold(slice, public, matcher))
+            threshold = self._threshold(slice, public, matcher)
+            screens = self.screen and threshold.separable and Screen.pays(slice)
+            screen = Screen(slice) if screens else None
+            kept = Prepared(public, slice, matcher, proposer, threshold, screen)
             self._prepared = kept
         return kept, seconds
 
@@ -193,7 +202,7 @@ class VocabMatch:
             tasks = self._tasks(observations, slice)
             searches: list[Search] = [SEARCHES[self.search](task) for task in tasks]
             spent = time.perf_counter() - started
-            results = drive(searches, slice, self.progress, share=spent)
+            results = drive(searches, self.progress, share=spent)
         recoveries = []
         for task, (_, cost) in zip(tasks, results, strict=True):
             reason = "complete"
@@ -239,6 +248,7 @@ class VocabMatch:
                     shortlist,
                     score,
                     overlapping=not (threshold.separable or threshold.absolute),
+                    screen=self._prepared.screen,
                 )
             )
         return tasks

@@ -11,15 +11,20 @@ from hiddenlab.slice import Answer, Request, Slice
 
 @dataclass
 class Ask:
-    """A request to one engine: the slice under attack, or a language model that proposes."""
+    """A request to one engine: the slice under attack, its screen, or a language model that proposes.
+
+    Attributes:
+        counts: the engine runs candidates, so that its positions count as evaluated.
+    """
 
     engine: Slice
     request: Request
+    counts: bool = True
 
 
 @dataclass
 class Cost:
-    """What one search has used so far; positions and passes of the slice only, seconds of everything."""
+    """What one search has used so far; positions and passes that ran candidates, seconds of everything."""
 
     evaluated: int = 0
     calls: int = 0
@@ -44,7 +49,7 @@ class _Running:
 
 
 def drive(
-    searches: Sequence[Search], slice: Slice, progress: Progress = silent, share: float = 0.0
+    searches: Sequence[Search], progress: Progress = silent, share: float = 0.0
 ) -> list[tuple[Any, Cost]]:
     """Run searches to their ends and return each one's result and cost.
 
@@ -52,7 +57,7 @@ def drive(
     is divided by positions asked for, so that the seconds of all searches add up to the time that passed.
 
     Args:
-        slice: the engine whose positions count as evaluated. share: seconds already spent for all, divided evenly.
+        share: seconds already spent for all, divided evenly.
     """
     running = [_Running(search) for search in searches]
     for one in running:
@@ -76,7 +81,7 @@ def drive(
         sizes = [one.ask.request.size for one in batch]  # type: ignore[union-attr]
         answers = engine.run([one.ask.request for one in batch])  # type: ignore[union-attr]
         for one, answer, asked in zip(batch, answers, sizes, strict=True):
-            if engine is slice:
+            if one.ask is not None and one.ask.counts:
                 one.cost.evaluated += asked
                 one.cost.calls += 1
             one.advance(answer)

@@ -99,7 +99,9 @@ class LanguageModel:
         self._prefix = self._prefix or lm.prefix()
         missing = tokens[self._prefix.length :]
         if missing:
-            answer: Answer = yield Ask(lm, Request(self._prefix, torch.tensor(missing, device=lm.device)))
+            answer: Answer = yield Ask(
+                lm, Request(self._prefix, torch.tensor(missing, device=lm.device)), counts=False
+            )
             self._prefix.keep(answer, chain=len(missing))
             self._next = answer.chain[-1].float().log_softmax(-1)
         return self._next
@@ -108,7 +110,7 @@ class LanguageModel:
         """Log-probabilities ``[len(guess) - 1, v]`` of the second and later tokens of a guess."""
         lm = self.model.slice
         tokens = torch.tensor(guess[:-1], device=lm.device)
-        answer: Answer = yield Ask(lm, Request(lm.prefix(), tokens))
+        answer: Answer = yield Ask(lm, Request(lm.prefix(), tokens), counts=False)
         return answer.chain.float().log_softmax(-1)
 
 

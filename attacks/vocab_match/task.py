@@ -9,6 +9,7 @@ from torch import Tensor
 
 from attacks.vocab_match.drive import Ask, Search
 from attacks.vocab_match.rank import LanguageModel, Proposer
+from attacks.vocab_match.screen import FEWEST, Screen, near_ones
 from hiddenlab.core import TokenRecovery
 from hiddenlab.match import Matcher
 from hiddenlab.propose.adapt import log_likelihood
@@ -40,6 +41,7 @@ class Task:
         spent, asked: candidates searched through so far, and what asking the language model has cost in candidates.
         overlapping: right and wrong distances overlapped when the limits were measured, so that a right candidate
             may lie outside of them.
+        screen: runs large batches first, where that is faster; None runs every candidate in the slice alone.
     """
 
     slice: Slice
@@ -59,6 +61,8 @@ class Task:
     asked: float = 0.0
     exhausted: bool = False
     overlapping: bool = False
+    screen: Screen | None = None
+    shadow: Prefix | None = None
 
     def __post_init__(self) -> None:
         self.free = list(range(len(self.rows)))
@@ -89,12 +93,37 @@ class Tried:
     tokens: list[Tensor] = field(default_factory=list)
     nearest: list[Tensor] = field(default_factory=list)  # distance of each candidate to its nearest target
     rows: list[Tensor] = field(default_factory=list)  # which target that is
+    screened: list[Tensor] = field(default_factory=list)  # the distance is a screen's, not the slice's
 
-    def add(self, tokens: Tensor, table: Float[Tensor, "c targets"]) -> None:
-        rows = (table / self._units).argmin(dim=1)
+    def add(self, tokens: Tensor, table: Float[Tensor, "c targets"], exact: Tensor | None = None) -> None:
+        """Take note of candidates; ``exact`` are the places of those that the slice ran, if it did not run all."""
+        nearest, rows = self._nearest(table)
+        screened = torch.full_like(tokens, exact is not None, dtype=torch.bool)
+        screened[exact if exact is not None else slice(0)] = False
         self.tokens.append(tokens)
-        self.nearest.append(table.gather(1, rows[:, None])[:, 0])
+        self.nearest.append(nearest)
         self.rows.append(rows)
+        self.screened.append(screened)
+
+    def relative(self, table: Float[Tensor, "c targets"]) -> Float[Tensor, " c"]:
+        """Distance of each candidate to its nearest row, in units of that row's limit."""
+        return (table / self._units).amin(dim=1)
+
+    def doubtful(self) -> Int[Tensor, " n"]:
+        """Places of candidates that only a screen has run, nearest first."""
+        for of in (self.tokens, self.nearest, self.rows, self.screened):
+            of[:] = [torch.cat(of)]
+        (which,) = self.screened[0].nonzero(as_tuple=True)
+        return which[(self.nearest[0] / self._units[self.rows[0]])[which].argsort()]
+
+    def correct(self, places: Int[Tensor, " n"], table: Float[Tensor, "n targets"]) -> None:
+        """The slice's own distances of candidates at places that ``doubtful`` named."""
+        self.nearest[0][places], self.rows[0][places] = self._nearest(table)
+        self.screened[0][places] = False
+
+    def _nearest(self, table: Float[Tensor, "c targets"]) -> tuple[Float[Tensor, " c"], Int[Tensor, " c"]]:
+        rows = (table / self._units).argmin(dim=1)
+        return table.gather(1, rows[:, None])[:, 0], rows
 
     @property
     def _units(self) -> Tensor:
@@ -249,17 +278,30 @@ def find_next(task: Task, tried: Tried | None = None, first: Tensor | None = Non
                 candidates.rank((yield from task.model.next_token(task.tokens)))
         batch = candidates.next_batch()
         if batch is None:
+            if (yield from _second_look(task, tried, targets, observed)):
+                return
             task.exhausted = True
             break
-        answer: Answer = yield Ask(task.slice, Request(task.prefix, empty, leaves=batch))
+        exact, table = None, None
+        if task.screen is not None and len(batch) >= FEWEST:
+            task.shadow = task.screen.follow(task.prefix, task.shadow)
+            seen: Answer = yield Ask(task.screen.slice, Request(task.shadow, empty, leaves=batch))
+            states.append(task.matcher.view(seen.leaves))
+            table = task.matcher.table(candidates=states[-1], observed=observed)
+            exact = near_ones(tried.relative(table))
+        answer: Answer = yield Ask(
+            task.slice, Request(task.prefix, empty, leaves=batch if exact is None else batch[exact])
+        )
         task.spent += len(batch)
-        states.append(task.matcher.view(answer.leaves))
-        tried.add(batch, task.matcher.table(candidates=states[-1], observed=observed))
-        # The accepted token is always among the newest batch: an earlier match would have ended the search.
-        best, matched = tried.best(targets, task.limits)
-        if matched:
-            task.prefix.keep(answer, leaf=int((batch == best.token).nonzero()[0, 0]))
-            task.accept(best)
+        own = task.matcher.view(answer.leaves)
+        if table is None:
+            states.append(own)
+            table = task.matcher.table(candidates=own, observed=observed)
+        else:
+            table[exact] = task.matcher.table(candidates=own, observed=observed)
+        tried.add(batch, table, exact)
+        # The accepted token is always among those just run: an earlier match would have ended the search.
+        if _commit(task, tried, targets, answer):
             return
         if task.proposer.probe is not None and not copied and tried.count >= COPY_FROM:
             # Prompts repeat themselves, also where neither probe nor language model expects it ("no no no no").
@@ -271,6 +313,30 @@ def find_next(task: Task, tried: Tried | None = None, first: Tensor | None = Non
             candidates.learn(learned, len(tokens))
             adapt_at = 2 * tried.count
     yield from _settle(task, tried, targets)
+
+
+def _commit(task: Task, tried: Tried, targets: list[int], answer: Answer) -> bool:
+    """Accept the nearest candidate if it is within its limit; ``answer`` is of those that the slice just ran."""
+    best, matched = tried.best(targets, task.limits)
+    if matched:
+        assert answer.request.leaves is not None
+        task.prefix.keep(answer, leaf=int((answer.request.leaves == best.token).nonzero()[0, 0]))
+        task.accept(best)
+    return matched
+
+
+def _second_look(task: Task, tried: Tried, targets: list[int], observed: Tensor) -> Search:
+    """Run in the slice what only the screen has run, nearest first; whether a candidate matched and was committed."""
+    if task.screen is None:
+        return False
+    for places in tried.doubtful().split(LAST_BATCH):
+        tokens = tried.tokens[0][places]
+        answer: Answer = yield Ask(task.slice, Request(task.prefix, tokens[:0], leaves=tokens))
+        own = task.matcher.view(answer.leaves)
+        tried.correct(places, task.matcher.table(candidates=own, observed=observed))
+        if _commit(task, tried, targets, answer):
+            return True
+    return False
 
 
 def _settle(task: Task, tried: Tried, targets: list[int]) -> Search:

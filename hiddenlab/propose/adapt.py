@@ -8,6 +8,7 @@ nearest to the observed row come first. "Nearest" is measured with the covarianc
 since some directions are predicted well and others not at all. No paper describes this (eval/LOG.md has figures).
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +23,7 @@ FEATURE_LAYERS = 2  # deeper descriptions predict no better, and these cost litt
 OPENING = "x = 3\n"
 MAX_FEATURES = 1024  # wider states are projected
 RIDGE, SHRINK, LINEAR, BANDWIDTH, CLIP = 0.3, 0.1, 0.5, 1.0, 6.0
-CHUNK = 8192
+CHUNK = 2048
 LEARN_HALF = 1000  # candidates learned from at which a prediction counts half (eval/LOG.md)
 
 
@@ -72,9 +73,10 @@ class Adapter:
             observed: the target rows, in the same form.
         """
         known = self.features[tokens]
-        count = len(known)
         mean = states.mean(0)
-        inverse = torch.linalg.inv(_kernel(known, known) + RIDGE * torch.eye(count, device=known.device))
+        gram = _kernel(known, known)
+        gram.diagonal().add_(RIDGE)
+        inverse = torch.cholesky_inverse(torch.linalg.cholesky(gram))
         weights = inverse @ (states - mean)
         errors = (
             weights / inverse.diagonal()[:, None]
@@ -83,12 +85,12 @@ class Adapter:
         covariance.diagonal().add_(SHRINK * covariance.diagonal().mean() + 1e-20)
         root = torch.linalg.cholesky(covariance)
         # Whitened once here, not for every token of the vocabulary.
-        weights = torch.linalg.solve_triangular(root, weights.T, upper=False).T.to(known.dtype)
+        weights = torch.linalg.solve_triangular(root, weights.T, upper=False).T
         targets = torch.linalg.solve_triangular(root, (observed - mean).T, upper=False).T
-        out = []
-        for part in self.features.split(CHUNK):
-            predicted = (_kernel(part, known).to(known.dtype) @ weights).float()
-            out.append(torch.cdist(predicted, targets).square().amin(1))
+        out = [
+            torch.cdist(predicted, targets).square().amin(1)
+            for predicted in _predicted(self.features, known, weights)
+        ]
         return torch.cat(out)
 
     def log_likelihoods(
@@ -104,6 +106,29 @@ def log_likelihood(distances: Float[Tensor, " v"], count: int) -> Float[Tensor, 
     It counts for less the fewer candidates the prediction and its covariance were learned from.
     """
     return -count / (count + LEARN_HALF) / 2 * distances
+
+
+def _predicted(
+    features: Float[Tensor, "v f"], known: Float[Tensor, "n f"], weights: Float[Tensor, "n d"]
+) -> Iterator[Float[Tensor, "_ d"]]:
+    """``_kernel(features, known) @ weights``, part by part.
+
+    The linear kernel is one small product. Of the Gaussian one only exp(a·b) is made for every pair, since the factors
+    of a alone and of b alone go to the rows of the result and of the weights.
+    """
+    dtype, count = features.dtype, features.shape[1]
+    linear = (LINEAR / count * (known.float().T @ weights)).to(dtype)
+    scaled = 2 * _own_factor(known)[:, None] * weights
+    scaled = scaled.to(dtype)
+    scale = 1 / (BANDWIDTH * count)
+    for part in features.split(CHUNK):
+        pairs = ((part * scale) @ known.T).exp_()
+        yield (pairs @ scaled).float().mul_(_own_factor(part)[:, None]).add_((part @ linear).float())
+
+
+def _own_factor(a: Float[Tensor, "m f"]) -> Float[Tensor, " m"]:
+    """exp(−|a|²/2) in the kernel's units."""
+    return (a.float().square().sum(1) / (-2 * BANDWIDTH * a.shape[1])).exp_()
 
 
 def _kernel(a: Float[Tensor, "m f"], b: Float[Tensor, "n f"]) -> Float[Tensor, "m n"]:

@@ -202,16 +202,20 @@ class Slice:
         with torch.inference_mode():
             return self.model.get_input_embeddings()(tokens.to(self.device))  # type: ignore[operator,no-any-return]
 
+    @property
+    def divided(self) -> bool:
+        """Its layers are placed on several devices."""
+        return len(set((getattr(self.model, "hf_device_map", None) or {}).values())) > 1
+
     def sibling(self, layer: int | None = None, **options: Any) -> "Slice":
         """Load another part of the same model, or another form of this one, to the same device or devices.
 
         Args:
             layer: as for ``load_slice``; None means all. options: further options of ``load_slice``.
         """
-        placed = getattr(self.model, "hf_device_map", None) or {}
         loaded = load_slice(
             self.ref.path, layer, device=str(self.device), revision=self.ref.revision,
-            device_map="auto" if len(set(placed.values())) > 1 else None, **options,
+            device_map="auto" if self.divided else None, **options,
         )  # fmt: skip
         loaded.ref = self.ref  # it was loaded by path; the name that users gave is what becomes public
         return loaded

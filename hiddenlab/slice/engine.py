@@ -63,6 +63,13 @@ class KeyValueStore:
                 store[layer] = buffer = grown
             buffer[:, self.length : end] = new
 
+    def follow(self, other: "KeyValueStore", dtype: torch.dtype) -> None:
+        """Append what ``other`` holds beyond this length, in another dtype."""
+        for layer in other._keys:
+            keys, values = (x[:, self.length :].to(dtype) for x in other.view(layer))
+            self.append(layer, keys, values)
+        self.length = other.length
+
     def fork(self) -> "KeyValueStore":
         """A copy that grows by itself."""
         copy = KeyValueStore()

@@ -1,0 +1,120 @@
+"""Screening in a faster dtype: the same tokens, and every match is run by the slice itself."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from attacks.vocab_match import VocabMatch, screen, task
+from attacks.vocab_match.screen import Screen, near_ones
+from hiddenlab.channel import Channel
+from hiddenlab.core import Observation
+from hiddenlab.slice import Slice
+
+TinySlice = Callable[..., Slice]
+CHANNELS = ("identity", "seq-perm", "hidden-perm", "2d-perm")
+PROMPTS = [[5, 250, 17, 17, 3, 99, 204, 5], [77, 8, 131]]
+
+
+@pytest.fixture(autouse=True)
+def bfloat16_is_fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Screens bfloat16 on every processor, from two layers on."""
+    monkeypatch.setattr(screen, "fast_dtype", lambda device: torch.bfloat16)
+    monkeypatch.setattr(screen, "LEAST_LAYERS", 2)
+
+
+def release(slice: Slice, *specs: str) -> list[Observation]:
+    generator = torch.Generator().manual_seed(1)
+    return [one for one, _ in Channel.parse(specs).release_batch(slice, PROMPTS, generator)]
+
+
+@pytest.mark.parametrize("stream", ["resid", "final_norm"])
+@pytest.mark.parametrize("channel", CHANNELS)
+def test_the_same_as_without(tiny_slice: TinySlice, channel: str, stream: str) -> None:
+    slice = tiny_slice("gemma2", 4 if stream == "final_norm" else 2, stream=stream)
+    observations = release(slice, channel)
+    found = {}
+    for screened in (False, True):
+        attacker = VocabMatch(proposal="vocab", screen=screened)
+        attacker.setup(observations[0], slice, torch.Generator())
+        assert attacker._prepared is not None
+        engines = [slice] + ([attacker._prepared.screen.slice] if attacker._prepared.screen else [])
+        assert len(engines) == 1 + screened
+        before = [one.evaluated_tokens for one in engines]
+        found[screened] = attacker.recover_batch(observations, slice, torch.Generator())
+        ran = [one.evaluated_tokens - start for one, start in zip(engines, before, strict=True)]
+        assert sum(one.evaluated_tokens for one in found[screened]) == sum(ran)
+        if screened:
+            assert ran[0] < ran[1]
+    for plain, fast, prompt in zip(found[False], found[True], PROMPTS, strict=True):
+        assert plain.ids == fast.ids == prompt
+        assert all(token.verified for token in fast.tokens)
+        # Distances are the slice's own: a screen's are thousands of times as large.
+        for one, other in zip(plain.tokens, fast.tokens, strict=True):
+            assert other.distance == pytest.approx(one.distance, abs=1e-3)
+
+
+@pytest.mark.parametrize("channel", ["hidden-perm", "2d-perm"])
+def test_a_screen_that_is_wrong_costs_time_only(
+    tiny_slice: TinySlice, monkeypatch: pytest.MonkeyPatch, channel: str
+) -> None:
+    """Where the slice is only given the farthest candidates, a second look at all the others finds the right one."""
+    monkeypatch.setattr(task, "near_ones", lambda relative: relative.argsort(descending=True)[:2])
+    slice = tiny_slice("llama", 2)
+    attacker = VocabMatch(proposal="vocab")
+    for recovery, prompt in zip(
+        attacker.recover_batch(release(slice, channel), slice, torch.Generator()), PROMPTS, strict=True
+    ):
+        assert recovery.ids == prompt
+        assert all(token.verified for token in recovery.tokens)
+        assert recovery.stop_reason == "complete"
+
+
+def test_what_no_token_gives_is_left_unverified_with_the_nearest(tiny_slice: TinySlice) -> None:
+    """Whether or not there is a screen, the slice's own distances choose the best guess."""
+    slice = tiny_slice("llama", 2)
+    (first, _) = release(slice, "hidden-perm")
+    first.states[2] += 0.3 * torch.randn(first.states.shape[1], generator=torch.Generator().manual_seed(3))
+    plain, fast = (
+        VocabMatch(proposal="vocab", screen=screened).recover(first, slice, torch.Generator())
+        for screened in (False, True)
+    )
+    assert plain.stop_reason == fast.stop_reason == "vocabulary exhausted"
+    assert not fast.tokens[2].verified
+    assert plain.tokens[2].token == fast.tokens[2].token
+    assert fast.tokens[2].distance == pytest.approx(plain.tokens[2].distance, rel=1e-4)
+
+
+def test_where_it_does_not_pay(tiny_slice: TinySlice, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Screen.pays(tiny_slice("llama", 2))
+    assert not Screen.pays(tiny_slice("llama", 1))
+    assert not Screen.pays(tiny_slice("llama", 2).sibling(2, dtype="bfloat16"))
+    monkeypatch.setattr(screen, "fast_dtype", lambda device: torch.float32)
+    assert not Screen.pays(tiny_slice("llama", 2))
+
+
+@pytest.mark.parametrize(
+    ("relative", "expected"),
+    [
+        (torch.tensor([3.0, 1.0, 9.0, 9.0, 9.0, 2.0]), [1, 5]),  # at least two, and half the median is 3
+        (torch.tensor([3.0, 1.0, 9.0, 9.0, 9.0, 2.0, 8.0, 8.0, 8.0]), [1, 5, 0]),
+        (torch.full((96,), 7.0).index_fill(0, torch.tensor([40, 50, 60]), 6.0), [40, 50, 60]),
+    ],
+)
+def test_the_near_ones(relative: Tensor, expected: list[int]) -> None:
+    assert sorted(near_ones(relative).tolist()) == sorted(expected)
+
+
+def test_a_followed_prefix_gives_nearly_the_same_states(tiny_slice: TinySlice) -> None:
+    """The rounded prefix is the exact one's, brought up to date piece by piece."""
+    slice = tiny_slice("qwen3", 3)
+    fast, prefix, shadow = Screen(slice), slice.prefix(), None
+    candidates = torch.arange(40)
+    for part in ([4, 9, 88], [31], [7, 7]):
+        prefix.extend(torch.tensor(part))
+        shadow = fast.follow(prefix, shadow)
+        assert shadow.length == prefix.length
+        exact, rounded = prefix.branch(candidates), shadow.branch(candidates)
+        assert rounded.dtype == torch.bfloat16
+        assert (exact - rounded.float()).norm() < 0.03 * exact.norm()
