@@ -26,8 +26,8 @@ SETTLE_AFTER = 1024
 # Of a settled position's candidates so many at most, if not further than so many times the nearest, are told apart
 # by so many rows that follow.
 CONTENDERS, NEARLY, AHEAD = 64, 2.0, 8
-# Candidates tried at one position before their states are learned from, and again at each doubling up to the last.
-ADAPT_FROM, ADAPT_TO = 256, 4096
+# Candidates tried at one position before their states are learned from, again at so many times as many, and so on.
+ADAPT_FROM, ADAPT_AGAIN, ADAPT_TO = 256, 4, 4096
 
 
 @dataclass
@@ -311,7 +311,7 @@ def find_next(task: Task, tried: Tried | None = None, first: Tensor | None = Non
             tokens = torch.cat(tried.tokens[-len(states) :])
             learned = task.proposer.adapter.distances(tokens, torch.cat(states), observed)
             candidates.learn(learned, len(tokens))
-            adapt_at = 2 * tried.count
+            adapt_at = ADAPT_AGAIN * tried.count
     yield from _settle(task, tried, targets)
 
 
