@@ -6,10 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from attacks.joint.reading import fast_enough
 from attacks.vocab_match import VocabMatch, screen, task
 from attacks.vocab_match.screen import Screen, near_ones
 from hiddenlab.channel import Channel
 from hiddenlab.core import Observation
+from hiddenlab.match import Matcher
 from hiddenlab.slice import Slice
 
 TinySlice = Callable[..., Slice]
@@ -118,3 +120,13 @@ def test_a_followed_prefix_gives_nearly_the_same_states(tiny_slice: TinySlice) -
         exact, rounded = prefix.branch(candidates), shadow.branch(candidates)
         assert rounded.dtype == torch.bfloat16
         assert (exact - rounded.float()).norm() < 0.03 * exact.norm()
+
+
+@pytest.mark.parametrize(("channel", "fast"), [("gaussian:sigma=0.5", True), ("seq-perm", False)])
+def test_joint_decoding_runs_in_a_faster_dtype_only_behind_what_changes_states(
+    tiny_slice: TinySlice, channel: str, fast: bool
+) -> None:
+    slice = tiny_slice("llama", 2)
+    chosen = fast_enough(slice, Channel.parse([channel]), Matcher(1, False), 0)
+    assert chosen.dtype == (torch.bfloat16 if fast else torch.float32)
+    assert (chosen is slice) != fast

@@ -10,7 +10,7 @@ from torch import Tensor
 from attacks.joint.beam import Decoding, Effort, Engines, decode, start
 from attacks.joint.evidence import FEATURES, TRACES, Learned
 from attacks.joint.moves import move_parts
-from attacks.joint.reading import Reader, learn_clock
+from attacks.joint.reading import Reader, fast_enough, learn_clock
 from attacks.joint.refine import Refined, refine_decodings
 from attacks.joint.weights import learn_weights
 from attacks.vocab_match.rank import LazyModel
@@ -106,18 +106,12 @@ class JointDecoding:
         openings, made = openings_for(slice, public, self.progress)
         adapter, described = adapter_for(slice, self.progress) if shuffled else (None, 0.0)
         seconds += made + described
-        engines = Engines(
-            slice,
-            choose_matcher("auto", public),
-            model,
-            public.prefix_tokens,
-            _opening(slice, model),
-            adapter,
-        )
-        channel = Channel.parse(list(public.channel))
+        channel, matcher = Channel.parse(list(public.channel)), choose_matcher("auto", public)
         with torch.inference_mode():
-            clock = learn_clock(slice, channel, engines.matcher, self.seed) if public.rows_permuted else None
-            reader = Reader(slice, channel, engines.matcher, tuple(probes), clock, self.seed, openings)
+            clock = learn_clock(slice, channel, matcher, self.seed) if public.rows_permuted else None
+            reader = Reader(slice, channel, matcher, tuple(probes), clock, self.seed, openings)
+            runs = fast_enough(slice, channel, matcher, self.seed)
+            engines = Engines(runs, matcher, model, public.prefix_tokens, _opening(slice, model), adapter)
             learned = learn_weights(channel, engines, reader, self.seed, self.progress)
         self._prepared = Prepared(public, slice, engines, reader, learned)
         return self._prepared, seconds

@@ -34,7 +34,7 @@ TAKEN = 256  # candidates of a hypothesis that may become part of the beam
 
 @dataclass(frozen=True)
 class Engines:
-    """What hypotheses are run on: the slice under attack, and the language model or None."""
+    """What hypotheses are run on: the slice under attack in some dtype, and the language model or None."""
 
     slice: Slice
     matcher: Matcher

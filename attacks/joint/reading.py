@@ -9,6 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from attacks.joint.evidence import TRACES, Rows
+from attacks.vocab_match.screen import Screen
 from hiddenlab.channel import Channel, in_order
 from hiddenlab.core import Observation
 from hiddenlab.errors import InputError, NotApplicableError
@@ -21,6 +22,7 @@ from hiddenlab.slice import Slice
 
 SHORTLIST = 128  # tokens of each row that the probe names
 CLOCK_TOKENS, CLOCK_WINDOW, CLOCK_RIDGE = 12_000, 64, 300.0
+ROUNDED, SMALL = 8, 0.25  # windows, and how small a share of the channel's doing rounding may be
 RELEASES = 8  # of guessed tokens, to see what the channel does to them
 
 
@@ -86,6 +88,24 @@ def learn_clock(slice: Slice, channel: Channel, matcher: Matcher, seed: int) -> 
     ]
     places = torch.tensor([place for order in orders for place in order], device=slice.device).float()
     return Clock.learn(rows, places)
+
+
+def fast_enough(slice: Slice, channel: Channel, matcher: Matcher, seed: int) -> Slice:
+    """The slice in a faster dtype, where its rounding is small beside what the channel does to states; else itself."""
+    if not Screen.pays(slice):
+        return slice
+    fast, corpus = Screen(slice).slice, Corpus(slice, seed + 4)
+    windows = [corpus.text_window(CLOCK_WINDOW).tolist() for _ in range(ROUNDED)]
+    moved, rounded = list[Tensor](), list[Tensor]()
+    released = channel.release_batch(slice, windows, generator(seed, "joint", "rounding"))
+    for window, (one, secret) in zip(windows, released, strict=True):
+        tokens = torch.tensor(window, device=slice.device)
+        plain = matcher.view(slice.encode(tokens))
+        rows = matcher.prepare(in_order(one, secret).to(slice.device))
+        moved.append(matcher.pairs(candidates=rows, observed=plain) / matcher.norms(plain))
+        near = matcher.view(fast.encode(tokens))
+        rounded.append(matcher.pairs(candidates=near, observed=plain) / matcher.norms(plain))
+    return fast if torch.cat(rounded).median() <= SMALL * torch.cat(moved).median() else slice
 
 
 @dataclass(frozen=True)

@@ -45,10 +45,10 @@ def learn_weights(
     channel: Channel, engines: Engines, reader: Reader, seed: int, progress: Progress = silent
 ) -> Learned:
     """Fit a conditional logit: at each position of the attacker's texts, behind the right tokens, what is right?"""
-    corpus = Corpus(engines.slice, seed + 2)
+    corpus = Corpus(reader.slice, seed + 2)
     windows = [corpus.text_window(LENGTH) for _ in range(WINDOWS)]
     drawn = generator(seed, "joint")
-    released = channel.release_batch(engines.slice, [w.tolist() for w in windows], drawn)
+    released = channel.release_batch(reader.slice, [w.tolist() for w in windows], drawn)
     start = torch.tensor(START, device=engines.slice.device)
     tables: list[Table] = []
     for i, (observation, secret) in enumerate(released):
