@@ -40,12 +40,14 @@ def bench(
     max_tokens: int = 50,
     greedy_limit: int = 1,
     seed: int = 0,
+    unscreened: bool = False,
     progress: Progress = silent,
 ) -> dict[str, Any]:
     """Measure at each layer; the greedy baseline (lm proposal) on the first ``greedy_limit`` prompts only.
 
     ``over_prefill`` is the speculative attack's time, probe cached, over one plain forward of the same prompts in
     the same batches. ``greedy_over_speculative`` compares both searches on the same prompts, one at a time.
+    ``unscreened`` runs the attack once more with every candidate in the slice itself: ``unscreened_over_screened``.
 
     Returns:
         ``rows``, one a layer, and the settings.
@@ -55,7 +57,7 @@ def bench(
     for layer in layers:
         slice = load_slice(model, layer)
         tokens = [slice.tokenize(text, max_tokens) for text in texts]
-        rows.append(_row(slice, tokens, list(defense), greedy_limit, seed, progress))
+        rows.append(_row(slice, tokens, list(defense), greedy_limit, seed, unscreened, progress))
     return {
         "rows": rows,
         "prompts": len(texts),
@@ -72,6 +74,7 @@ def _row(
     defense: list[str],
     greedy_limit: int,
     seed: int,
+    unscreened: bool,
     progress: Progress,
 ) -> dict[str, Any]:
     channel = Channel.parse(defense)
@@ -107,6 +110,9 @@ def _row(
             "greedy_exact": slow.exact,
             "greedy_over_speculative": slow.seconds / alone.seconds,
         }
+    if unscreened:
+        plain = registry.build("attacks", "vocab-match", batch=BATCH, screen=False, progress=progress)
+        row["unscreened_over_screened"] = _attack(plain, released, slice, seed).seconds / fast.seconds
     return row | {"peak_memory_mb": peak_memory_mb()}
 
 

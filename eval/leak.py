@@ -31,12 +31,15 @@ OWN_TOKENS, HELD_OUT = 32, 0.2
 KEY = "provider"
 
 
-def leak(setting: Setting, budget: int = 256, breadth: int = 16, only: str = "") -> Experiment:
+def leak(
+    setting: Setting, budget: int = 256, breadth: int = 16, openings: int = 2048, only: str = ""
+) -> Experiment:
     """Recovery of prompts from TOPLOC proofs, Activation-DiFR fingerprints and log-probabilities, by bytes a token.
 
     Args:
-        budget: candidates tried for one position at most. breadth: paths of the beam. only: rows whose name has one of
-            these parts, joined by ``;`` (all are hours of one core on a model of 30 layers).
+        budget: candidates tried for one position at most. breadth: paths of the beam. openings: first tokens
+            compared. only: rows whose name has one of these parts, joined by ``;`` (all are hours of one core on a
+            model of 30 layers).
     """
     source = setting.source(4, 12)
     length = source["max_tokens"]
@@ -45,7 +48,7 @@ def leak(setting: Setting, budget: int = 256, breadth: int = 16, only: str = "")
     def add(
         label: str, known: str, size: float, stage: str, stream: str = "final_norm", more: str = ""
     ) -> None:
-        attack = f"proofs:budget={budget},breadth={breadth}{more}"
+        attack = f"proofs:budget={budget},breadth={breadth},openings={openings}{more}"
         keys = {"released": label, "attacker": known, "bytes a token": round(size, 2)}
         layer = int(load_config(resolve_model(setting.model)).num_hidden_layers)
         cells.append(
