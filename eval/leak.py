@@ -17,6 +17,7 @@ from eval.measures import as_figures
 from eval.metrics import score_text
 from hiddenlab.channel import Channel
 from hiddenlab.core import Observation, Progress, silent
+from hiddenlab.errors import InputError
 from hiddenlab.job import generator
 from hiddenlab.lens import ORTHOGONAL, Projection
 from hiddenlab.prompts import load_prompts
@@ -38,8 +39,11 @@ def leak(
 
     Args:
         budget: candidates tried for one position at most. breadth: paths of the beam. openings: first tokens
-            compared. only: rows whose name has one of these parts, joined by ``;`` (all are hours of one core on a
-            model of 30 layers).
+            compared. only: rows of these names, joined by ``;``, or else whose names have these parts (all rows are
+            hours of one core on a model of 30 layers).
+
+    Raises:
+        InputError: ``only`` names no row.
     """
     source = setting.source(4, 12)
     length = source["max_tokens"]
@@ -73,8 +77,8 @@ def leak(
         add(label, "directions", 4.0 * STRIDE_COUNT / every, stage, more=f",every={every}")
     add("TOPLOC, 128 values, keyed indices", "no key", proof(128), "toploc:k=128,keyed=true")
     cells += _secret_cells(setting, source, budget, breadth)
-    if parts := [part.strip() for part in only.split(";") if part.strip()]:
-        cells = [cell for cell in cells if any(part in cell.keys["released"] for part in parts)]
+    if only:
+        cells = _chosen(cells, [part.strip() for part in only.split(";") if part.strip()])
     return Experiment(
         "What fingerprints leak of the prompt",
         cells,
@@ -94,6 +98,20 @@ def leak(
             "the attacker's own, of random tokens; keyed per request, those say nothing of the next one.",
         ],
     )  # fmt: skip
+
+
+def _chosen(cells: list[Cell], parts: list[str]) -> list[Cell]:
+    """Rows that are called like a part, or where none is, whose names have it."""
+    names = [str(cell.keys["released"]) for cell in cells]
+    wanted: set[str] = set()
+    for part in parts:
+        found = {name for name in names if name == part} or {name for name in names if part in name}
+        if not found:
+            raise InputError(
+                f"no row of this experiment is called {part!r}; they are {', '.join(dict.fromkeys(names))}"
+            )
+        wanted |= found
+    return [cell for cell, name in zip(cells, names, strict=True) if name in wanted]
 
 
 def _secret_cells(setting: Setting, source: dict[str, Any], budget: int, breadth: int) -> list[Cell]:

@@ -300,3 +300,20 @@ def test_the_experiment_measures(tiny: Callable[..., str], tmp_path: Path) -> No
     few, many, keyed = (figures["projection_error"]["value"] for figures in results)
     assert many < 0.2 < few and keyed > 0.9
     assert results[1]["token_accuracy"]["value"] > results[2]["token_accuracy"]["value"]
+
+
+def test_rows_are_chosen_by_name_or_by_part(tiny: Callable[..., str]) -> None:
+    setting = Setting(model=tiny("llama", tokenizer=True), limit=1, max_tokens=6, device="cpu")
+
+    def chosen(only: str) -> set[str]:
+        return {cell.keys["released"] for cell in leak.leak(setting, only=only).cells}
+
+    assert chosen("Activation-DiFR, k = 8") == {"Activation-DiFR, k = 8"}
+    assert chosen("secret; TOPLOC, 16 values") == {
+        "Activation-DiFR, k = 8, one secret projection", "TOPLOC, 16 values"
+    }  # fmt: skip
+    assert chosen("k = 3") == {"Activation-DiFR, k = 32"} | {
+        f"Activation-DiFR, k = 32, every {n} tokens" for n in (2, 4)
+    }
+    with pytest.raises(InputError, match="no row of this experiment is called 'k = 7'"):
+        chosen("TOPLOC, 16 values;k = 7")
