@@ -41,10 +41,7 @@ def draw(runs: "Sequence[Run]", out: Path) -> list[Path]:
             one(axis, panel, runs, labels)
             axis.spines[["top", "right"]].set_visible(False)
         if len(layers) > 1 and len(labels) > 1:
-            handles, names = axes[0].get_legend_handles_labels()
-            drawing.legend(
-                handles, names, loc="outside lower center", ncols=min(4, len(names)), frameon=False
-            )
+            _legend(drawing, axes[0], 4)
         drawing.savefig(out / name, dpi=130)
         files.append(out / name)
     return files
@@ -85,10 +82,7 @@ def draw_table(table: Mapping[str, Any], out: Path) -> Path | None:
         _over_layers(axis, rows, name, layers, table["figures"][name])
     else:
         _by_row(axis, rows, name, table["figures"][name])
-    handles, texts = axis.get_legend_handles_labels()
-    if handles:
-        columns = 2 if over else min(3, len(handles))
-        drawing.legend(handles, texts, loc="outside lower center", ncols=columns, frameon=False)
+    _legend(drawing, axis, 2 if over else 3)
     axis.set_title(table["title"], loc="left" if over else "right", fontsize=11, pad=18 if over else None)
     axis.spines[["top", "right"]].set_visible(False)
     drawing.savefig(path, dpi=130)
@@ -125,9 +119,19 @@ def _curves(rows: Sequence[Mapping[str, Any]], names: Sequence[str], table: Mapp
         axis.set_title(panel if len(panel) <= 40 else f"{panel[:39]}…", loc="left", fontsize=8)
         axis.grid(color="#e3e5e8", linewidth=0.8)
         axis.spines[["top", "right"]].set_visible(False)
-    handles, texts = axes[0].get_legend_handles_labels()
-    drawing.legend(handles, texts, loc="outside lower center", ncols=3, frameon=False, fontsize=8)
+    _legend(drawing, axes[0], 3, size=8)
     return drawing
+
+
+def _legend(drawing: Any, axis: Any, most: int, size: float = 10) -> None:
+    """The axis' series under the drawing, in as many columns as fit beside each other, ``most`` at most."""
+    handles, texts = axis.get_legend_handles_labels()
+    if not handles:
+        return
+    # A letter is about 0.55 of its size wide, of which there are 72 to an inch; the marker takes four more.
+    fit = int(72 * drawing.get_figwidth() / (0.55 * size * (max(map(len, texts)) + 5)))
+    columns = max(1, min(most, fit, len(texts)))
+    drawing.legend(handles, texts, loc="outside lower center", ncols=columns, frameon=False, fontsize=size)
 
 
 def _over_layers(
