@@ -1,5 +1,6 @@
 """Experiments on inference verification: who is detected from how many tokens, at what cost (DiFR, TOPLOC)."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from defenses.verification import toploc
@@ -57,14 +58,19 @@ def _list(text: str) -> tuple[str, ...]:
     return tuple(part.strip() for part in text.split(";") if part.strip())
 
 
-def _cells(
-    spec: dict[str, Any], variants: tuple[str, ...], scores: dict[str, str], sizes: tuple[int, ...]
+def detected(
+    spec: dict[str, Any],
+    variants: tuple[str, ...],
+    scores: dict[str, str],
+    sizes: tuple[int, ...],
+    keys: Mapping[str, Any] | None = None,
 ) -> list[Cell]:
+    """Cells of detection, one a variant and score; ``keys`` name their rows in place of these two."""
     return [
         Cell(
             "detection",
             {**spec, "variant": variant, "honest": list(HONEST), "score": score, "sizes": list(sizes)},
-            {"provider": variant, "score": label},
+            keys or {"provider": variant, "score": label},
         )
         for variant in variants
         for score, label in scores.items()
@@ -79,7 +85,7 @@ def detection(setting: Setting, providers: str = "", turns: int = 2, new_tokens:
     spec = base(setting, new_tokens, turns)
     return Experiment(
         "Token-DiFR: detection by number of tokens",
-        _cells(spec, _list(providers) or (*OTHERS, "batch=7"), TOKEN_SCORES, SIZES),
+        detected(spec, _list(providers) or (*OTHERS, "batch=7"), TOKEN_SCORES, SIZES),
         {f"auc_{n}": f"{n} tokens" for n in SIZES},
         [
             SPLIT_NOTE,
@@ -95,7 +101,7 @@ def activations(setting: Setting, providers: str = "", turns: int = 2, new_token
     spec = base(setting, new_tokens, turns)
     return Experiment(
         "Activation-DiFR: detection by number of tokens",
-        _cells(spec, _list(providers) or (*QUANTIZED, PRUNED, "seed=1", "batch=7"), ACTIVATION_SCORES, FEW),
+        detected(spec, _list(providers) or (*QUANTIZED, PRUNED, "seed=1", "batch=7"), ACTIVATION_SCORES, FEW),
         {f"auc_{n}": f"{n} tokens" for n in FEW},
         [SPLIT_NOTE, ANOTHER, "Fingerprints of the state after the final norm, sent in bfloat16: 2k bytes a token. "
          "TOPLOC's score is how many of the values disagree in exponent or sign."],
@@ -110,7 +116,7 @@ def fingerprint_pareto(
 
     ``provider``: the variant to be detected. Cells are those of ``activations``.
     """
-    cells = _cells(base(setting, new_tokens, turns), (provider,), ACTIVATION_SCORES, FEW)
+    cells = detected(base(setting, new_tokens, turns), (provider,), ACTIVATION_SCORES, FEW)
     return Experiment(
         f"Bytes a token against detection in {WINDOW} tokens: {provider}",
         cells,

@@ -78,6 +78,7 @@ BUILTINS: dict[str, dict[str, str]] = {
         "providers": "eval.verification:providers",
         "toploc": "eval.verification:toploc_table",
         "leak": "eval.leak:leak",
+        "leak-pareto": "eval.leak:leak_pareto",
         "exfiltration": "eval.exfiltration:adversaries",
         "exfiltration-pareto": "eval.exfiltration:pareto",
     },

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from attacks.proofs import ProofSearch
 from defenses.fingerprints import Logprobs, Toploc, request_seed, scatter
 from defenses.verification.toploc import Proof, commit, values_at, verify
 from eval import leak
-from eval.experiment import Setting, measure_cell
+from eval.experiment import Setting, measure_cell, row_of
 from hiddenlab.channel import Channel
 from hiddenlab.core import Observation, Recovery
 from hiddenlab.errors import InputError, NotApplicableError
@@ -317,3 +318,29 @@ def test_rows_are_chosen_by_name_or_by_part(tiny: Callable[..., str]) -> None:
     }
     with pytest.raises(InputError, match="no row of this experiment is called 'k = 7'"):
         chosen("TOPLOC, 16 values;k = 7")
+
+
+def test_detection_and_recovery_share_a_row(tiny: Callable[..., str], tmp_path: Path) -> None:
+    setting = Setting(model=tiny("llama", tokenizer=True), max_tokens=6, device="cpu")
+    experiment = leak.leak_pareto(setting, counts="2,8", proofs="4", budget=300)
+    measures = [cell.measure for cell in experiment.cells]
+    assert measures == ["attack", "detection"] * 3
+    assert "toploc:k=24" in experiment.cells[4].spec["defense"]
+    assert experiment.cells[5].spec["score"] == "toploc:4:1:exponents"
+    alone = {cell.digest for cell in leak.leak(setting, budget=300).cells}
+    assert {cell.digest for cell in experiment.cells[:4:2]} <= alone
+    recovered = {"figures": {"exact": {"value": 1.0}}, "status": "measured"}
+    rows = [row_of(cell, recovered if cell.measure == "attack" else {}) for cell in experiment.cells]
+    rows[5] = row_of(experiment.cells[5], {"figures": {"auc_4": {"value": 0.9}}, "status": "measured"})
+    assert experiment.fold is not None
+    first, second, third = experiment.fold(rows)
+    assert [one["status"] for one in (first, second, third)] == ["measured"] * 3
+    assert first["keys"] == {"fingerprint": "Activation-DiFR, k = 2", "bytes a token": 8.0}
+    assert set(third["figures"]) == {"exact", "auc_4"} and third["reason"] is None
+    assert second["reason"] == "detection: not measured yet"
+
+
+@pytest.mark.parametrize("wrong", [{"counts": "3"}, {"proofs": "4,x"}, {"tokens": 5}])
+def test_what_activations_do_not_measure_is_refused(tiny: Callable[..., str], wrong: dict[str, Any]) -> None:
+    with pytest.raises(InputError):
+        leak.leak_pareto(Setting(model=tiny("llama", tokenizer=True)), **wrong)
