@@ -154,6 +154,47 @@ def test_simulate_refuses_to_overwrite_and_goes_on(model: str, files: Files, tmp
     assert tokens[0] == tokens[1]
 
 
+def test_speculative_answers_are_scored_with_their_draft(
+    model: str, files: Files, reference: Words, tmp_path: Path
+) -> None:
+    prompts = files["honest"].parent / "prompts.txt"
+    asked = (
+        "--model",
+        model,
+        "--prompts",
+        prompts,
+        "--new-tokens",
+        30,
+        "--draft",
+        "layers=3",
+        "--ahead",
+        2,
+        *COMMON,
+    )
+    for name, variant in {"honest": "honest", "cheap": "layers=2"}.items():
+        answer("simulate", "--out", tmp_path / name, "--provider", variant, *asked)
+    found = [json.loads(line) for line in (tmp_path / "honest").read_text().splitlines()]
+    assert {mode for one in found for mode in one["modes"]} == {"accept", "reject", "bonus"}
+    how = ("--draft", "layers=3", "--ahead", 2)
+    honest = answer("score", tmp_path / "honest", *reference, *how)
+    assert honest["summary"]["same_token"] == 1
+    other = answer("score", tmp_path / "cheap", "--honest", tmp_path / "honest", *reference, *how)
+    assert other["verdict"]["score"] == "mismatch"
+    assert other["summary"]["same_token"] < 0.9
+    # Proofs are of states, however tokens were drawn.
+    answer("commit", tmp_path / "honest", "--out", tmp_path / "proven", *reference)
+    assert answer("check", tmp_path / "proven", *reference)["counts"]["valid"] == 3
+    for words, said in (
+        (("score", tmp_path / "honest", *reference), "--draft"),
+        (("score", files["honest"], *reference, *how), "has no modes"),
+        (("score", tmp_path / "honest", *reference, "--draft", "batch=3"), "batch has no meaning"),
+        (("simulate", "--out", tmp_path / "x", *asked, "--provider", "kv=fp8"), "kv has no meaning"),
+        (("simulate", "--out", tmp_path / "x", *asked, "--proofs"), "verify commit"),
+    ):
+        result = verify(*words)
+        assert result.exit_code == 2 and said in " ".join(result.stderr.split())
+
+
 def test_audit_classifies_and_bounds(files: Files, reference: Words, tmp_path: Path) -> None:
     folder = tmp_path / "logs"
     folder.mkdir()

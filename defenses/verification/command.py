@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from defenses.verification import bounds as theory
-from defenses.verification import difr, toploc
+from defenses.verification import difr, speculative, toploc
 from defenses.verification.detect import clipping
 from defenses.verification.difr import Replay, Verifier
 from defenses.verification.ledger import Ledger
-from defenses.verification.provider import Provider, Request, Variant
+from defenses.verification.provider import LOADED, SAMPLED, Provider, Request, Variant
 from defenses.verification.sampling import HashedNoise, Noise, Sampling, StreamNoise
 from defenses.verification.signing import create_key, public, read_key
 from defenses.verification.transcript import (
@@ -27,7 +27,7 @@ from defenses.verification.transcript import (
     read_transcripts,
     write_transcripts,
 )
-from defenses.verification.whole import load_whole
+from defenses.verification.whole import WholeModel, load_whole
 from hiddenlab.core import Progress, silent
 from hiddenlab.errors import InputError
 from hiddenlab.job import generator
@@ -69,6 +69,8 @@ def simulate(
     every: int = 1,
     resume: bool = False,
     key: str | None = None,
+    draft: str | None = None,
+    ahead: int = 4,
     progress: Progress = silent,
 ) -> Made:
     """Answer prompts as a provider would, honest or not, and write what it claims to a transcript file.
@@ -76,16 +78,16 @@ def simulate(
     Args:
         out: the file, a new one unless ``resume``. provider: see ``Variant``. sampling: fields of ``Sampling``, for all
             requests; each has a seed of its own, drawn from the one here. proofs: TOPLOC's. lens: Activation-DiFR's
-            projection, for every ``every``-th output token. key: of hashed noise.
+            projection, for every ``every``-th output token. key: of hashed noise. draft: decode speculatively with this
+            draft model (``speculative.load_draft``), ``ahead`` tokens at a time, and record how each token came about.
 
     Raises:
         InputError: the file exists, or something asked for is impossible.
     """
     asked = Sampling(**(sampling or {}))
-    done = _answered_before(out, resume)
-    made = Provider(
-        model, Variant.parse(provider), new_tokens=new_tokens, dtype=dtype, device=device, noise=noise_of(key)
-    )
+    done, variant = _answered_before(out, resume), Variant.parse(provider)
+    if draft is not None and (proofs or lens is not None):
+        raise InputError("speculative answers are proven afterwards, with 'hiddenlab verify commit'")
     # What is advertised reads the prompts, whatever runs.
     tokenizer = load_tokenizer(resolve_model(model))
     if tokenizer is None:
@@ -96,13 +98,28 @@ def simulate(
         seed = int(torch.randint(2**31, (1,), generator=generator(asked.seed, "request", i)))
         requests.append(Request(prompt.id, tokens, replace(asked, seed=seed)))
     todo = [request for request in requests if request.id not in done]
-    for answer in made.answer(todo, progress):
-        one = answer.transcript
-        if proofs:
-            one = replace(one, proofs=_proofs(answer.prompt_states, answer.output_states))
-        if lens is not None:
-            one = replace(one, fingerprint=_fingerprint(answer.output_states, lens, every))
-        write_transcripts(out, [one])
+    if draft is not None:
+        variant.check_only((*LOADED, *SAMPLED), "speculative decoding is simulated request by request")
+        asked_for = {request.id: request.sampling for request in todo}
+        answers = speculative.answer(
+            variant.load(model, dtype, device), speculative.load_draft(draft, model, dtype, device),
+            [replace(request, sampling=variant.sampling(request.sampling)) for request in todo],
+            model=model, new_tokens=new_tokens, ahead=ahead, noise=noise_of(key),
+        )  # fmt: skip
+        for i, one in enumerate(answers):
+            write_transcripts(out, [replace(one, sampling=asked_for[one.id])])
+            progress("requests", i + 1, len(todo))
+    else:
+        made = Provider(
+            model, variant, new_tokens=new_tokens, dtype=dtype, device=device, noise=noise_of(key)
+        )
+        for answer in made.answer(todo, progress):
+            one = answer.transcript
+            if proofs:
+                one = replace(one, proofs=_proofs(answer.prompt_states, answer.output_states))
+            if lens is not None:
+                one = replace(one, fingerprint=_fingerprint(answer.output_states, lens, every))
+            write_transcripts(out, [one])
     return {
         "format": FORMAT, "file": str(out), "provider": provider, "model": model, "requests": len(requests),
         "taken_up": len(done), "output_tokens": new_tokens * len(requests),
@@ -156,7 +173,7 @@ def commit(
     verifier = verifier_for(found, model, dtype, device)
     size = 0
     for i, one in enumerate(found):
-        replay = verifier.replay(one)
+        replay = verifier.replay(replace(one, modes=None))  # how tokens were drawn changes no states
         prompt = replay.states[: len(one.prompt)]
         proven = replace(one, proofs=_proofs(prompt, replay.output_states))
         if lens is not None:
@@ -200,7 +217,9 @@ def check(
     rows = []
     for i, one in enumerate(found):
         try:
-            verdict, reason = _checked(one, verifier.replay(one), lens, every, largest_distance)
+            verdict, reason = _checked(
+                one, verifier.replay(replace(one, modes=None)), lens, every, largest_distance
+            )
         except InputError as error:
             verdict, reason = "rejected", str(error)
         rows.append({"id": one.id, "verdict": verdict, "reason": reason})
@@ -249,9 +268,13 @@ def relative_distance(sent: Fingerprint, own: Tensor, lens: Projection, every: i
 
 def score(
     path: Path, *, honest: Path | None = None, model: str | None = None, dtype: str = "bfloat16",
-    device: str = "auto", key: str | None = None, false_positives: float = 0.01, progress: Progress = silent,
+    device: str = "auto", key: str | None = None, false_positives: float = 0.01, draft: str | None = None,
+    ahead: int = 4, progress: Progress = silent,
 ) -> Made:  # fmt: skip
     """Token-DiFR scores of transcripts, and a verdict where honest transcripts calibrate it.
+
+    Answers that were decoded speculatively need the ``draft`` model and how many tokens it was ``ahead``; their only
+    score is whether the verifier, in the recorded mode, draws the same token (DiFR, appendix F).
 
     The verdict compares mean margins, clipped at the 99.9th percentile of all, by a permutation test of requests.
     ``least_p`` is the smallest p that so many requests can give: with few of them nothing is ever found.
@@ -264,22 +287,42 @@ def score(
     found = read_transcripts(path)
     reference = None if honest is None else read_transcripts(honest)
     verifier = verifier_for([*found, *(reference or [])], model, dtype, device, key)
-    parts = _scored(found, verifier, "requests scored", progress)
+    drafting = None if draft is None else speculative.load_draft(draft, model or BUILTIN, dtype, device)
+    judge = _judge(verifier, drafting, ahead)
+    parts = _scored(found, judge, "requests scored", progress)
     rows = [{"id": one.id, **_figures(scores)} for one, scores in zip(found, parts, strict=True)]
     made: Made = {"format": FORMAT, "summary": _figures(_joined(parts)), "requests": rows, "verdict": None}
     if reference is not None:
-        own = _scored(reference, verifier, "honest requests scored", progress)
+        own = _scored(reference, judge, "honest requests scored", progress)
         made["honest"] = _figures(_joined(own))
         made["verdict"] = _verdict(own, parts, false_positives)
     return made
 
 
+def _judge(
+    verifier: Verifier, draft: WholeModel | None, ahead: int
+) -> Callable[[Transcript], dict[str, Tensor]]:
+    """What scores one request's tokens."""
+    if draft is None:
+        return lambda one: difr.token_scores(verifier.replay(one))
+
+    def speculated(one: Transcript) -> dict[str, Tensor]:
+        found = speculative.replay(one, verifier.model, draft)
+        said = found.target.log_softmax(1).gather(1, torch.tensor(one.output)[:, None])[:, 0]
+        return {"mismatch": speculative.mismatch(found, ahead, verifier.noise), "cross_entropy": -said}
+
+    return speculated
+
+
 def _scored(
-    found: Sequence[Transcript], verifier: Verifier, what: str, progress: Progress
+    found: Sequence[Transcript],
+    judge: Callable[[Transcript], dict[str, Tensor]],
+    what: str,
+    progress: Progress,
 ) -> list[dict[str, np.ndarray]]:
     out = []
     for i, one in enumerate(found):
-        scores = difr.token_scores(verifier.replay(one))
+        scores = judge(one)
         out.append({name: value.double().numpy() for name, value in scores.items()})
         progress(what, i + 1, len(found))
     return out

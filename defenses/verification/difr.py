@@ -72,7 +72,7 @@ class Verifier:
         if transcript.modes is not None:
             raise InputError(
                 f"request {transcript.id!r} was decoded speculatively: its random numbers are drawn in another order, "
-                "and its draft model is needed (defenses.verification.speculative)"
+                "and its draft model is needed ('hiddenlab verify score --draft')"
             )
         transcript.check_vocabulary(self.model.vocabulary)
         everything = (*transcript.prompt, *transcript.output)

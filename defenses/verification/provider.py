@@ -25,6 +25,8 @@ BATCH = 50
 QUANTIZATIONS = ("int8", "nf4")
 KV_DTYPES = ("fp8", "int8", "int4")
 HONEST = "honest"
+LOADED = ("dtype", "attention", "quantization", "model", "layers")  # parts of a variant: which model runs
+SAMPLED = ("temperature", "top_p", "top_k", "seed")  # and how it draws
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +93,12 @@ class Variant:
         if found.get("kv") not in (None, *KV_DTYPES):
             raise InputError(f"provider {text!r}: kv is one of {', '.join(KV_DTYPES)}")
         return cls(**found)
+
+    def check_only(self, names: Sequence[str], why: str) -> None:
+        """Raises InputError where it differs from what was asked in more than these parts."""
+        for part in fields(self):
+            if part.name not in names and getattr(self, part.name) != part.default:
+                raise InputError(f"provider: {part.name} has no meaning here: {why}")
 
     def sampling(self, asked: Sampling) -> Sampling:
         """How it really samples."""

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from defenses.verification.provider import Request
+from defenses.verification.provider import LOADED, Request, Variant
 from defenses.verification.sampling import Noise, Sampling, StreamNoise, perturbed, probabilities
 from defenses.verification.transcript import Mode, Transcript
 from defenses.verification.whole import WholeModel
@@ -77,6 +77,17 @@ def own_token(
     if sampling.greedy:
         return int(shares.argmax())
     return int((shares.log() + numbers.target).argmax())
+
+
+def load_draft(spec: str, model: str, dtype: str, device: str) -> WholeModel:
+    """The draft model beside ``model``: ``layers=N`` (its own first layers), ``model=NAME``, ``nf4`` …
+
+    Raises:
+        InputError: it says more than which model runs.
+    """
+    variant = Variant.parse(spec)
+    variant.check_only(LOADED, "a draft model is only loaded")
+    return variant.load(model, dtype, device)
 
 
 def answer(

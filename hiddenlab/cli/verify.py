@@ -42,6 +42,15 @@ KeyOpt = Annotated[
         help="Environment variable with the key of hashed noise H(K, seed, tokens); default: vLLM's stream.",
     ),
 ]  # fmt: skip
+DraftOpt = Annotated[
+    str | None,
+    Option(
+        "--draft", metavar="VARIANT", help="Speculative decoding's draft model: layers=N, model=NAME, nf4 …"
+    ),
+]
+AheadOpt = Annotated[
+    int, Option("--ahead", metavar="K", min=1, help="Tokens that the draft model proposes at a time.")
+]
 FalseOpt = Annotated[
     float,
     Option(
@@ -124,6 +133,8 @@ def simulate(
     projection: KindOpt = "orthogonal",
     projection_seed: ProjectionSeedOpt = 0,
     noise_key_env: KeyOpt = None,
+    draft: DraftOpt = None,
+    ahead: AheadOpt = 4,
     resume: Annotated[bool, Option("--resume", help="Go on with an existing file.")] = False,
     dtype: ComputeOpt = "bfloat16",
     device: o.DeviceOpt = "auto",
@@ -136,7 +147,7 @@ def simulate(
         "simulate", json, threads, out=out, provider=provider, model=model or "builtin", prompts=prompts, column=column,
         limit=limit, max_tokens=max_tokens, new_tokens=new_tokens, sampling=options, proofs=proofs,
         lens=_lens(fingerprint, projection_seed, projection), every=every, key=_key(noise_key_env),
-        resume=resume, dtype=dtype, device=device,
+        resume=resume, dtype=dtype, device=device, draft=draft, ahead=ahead,
     )  # fmt: skip
     print_json(found) if json else _show(found, "simulated")
 
@@ -199,6 +210,8 @@ def score(
     model: o.ModelOpt = None,
     false_positives: FalseOpt = 0.01,
     noise_key_env: KeyOpt = None,
+    draft: DraftOpt = None,
+    ahead: AheadOpt = 4,
     dtype: ComputeOpt = "bfloat16",
     device: o.DeviceOpt = "auto",
     threads: o.ThreadsOpt = None,
@@ -207,7 +220,7 @@ def score(
     """Token-DiFR: how far tokens are from those of a trusted run with the same seed; exit code 1 if it diverges."""
     found = _run(
         "score", json, threads, path=file, honest=honest, model=model, dtype=dtype, device=device,
-        key=_key(noise_key_env), false_positives=false_positives,
+        key=_key(noise_key_env), false_positives=false_positives, draft=draft, ahead=ahead,
     )  # fmt: skip
     print_json(found) if json else _show(found, "Token-DiFR", "requests")
     if found["verdict"] and found["verdict"]["diverges"]:
