@@ -112,6 +112,7 @@ class Experiment:
         fold: makes the rows of the table from those of the cells, where a row is not a cell. over: a key with numbers
             over which the picture shows every figure; without one it shows the first figure by row or layer.
         curves: what the numbers at the end of figures' names are, if the picture shows figures over them.
+        against: a figure over which the picture shows those before it, a point a row.
     """
 
     title: str
@@ -121,6 +122,7 @@ class Experiment:
     fold: Callable[[list[dict[str, Any]]], list[dict[str, Any]]] | None = None
     over: str | None = None
     curves: str | None = None
+    against: str | None = None
 
 
 def attack_cell(
@@ -203,6 +205,7 @@ def conduct(
         "notes": list(experiment.notes),
         "over": experiment.over,
         "curves": experiment.curves,
+        "against": experiment.against,
         "command": shlex.join(describe_environment()["command"]),
     }
     _write(home / f"{name}.json", json.dumps(finite(table), ensure_ascii=False, indent=1) + "\n")

@@ -134,6 +134,7 @@ def noise_utility(setting: Setting, sigmas: str | float = SIGMAS, channel: str =
             UNITS,
         ],
         fold=_beside,
+        against="top1_agreement",
     )  # fmt: skip
 
 

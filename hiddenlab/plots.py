@@ -51,8 +51,9 @@ def draw_table(table: Mapping[str, Any], out: Path) -> Path | None:
     """Draw an experiment's table with its intervals.
 
     Every figure over the key that the table names, if it names one (``over``); figures as curves over the numbers in
-    their names, where the table says so (``curves``); else its first figure, as lines over layers where it has several,
-    or a bar a row with the paper's figure beside it. None where nothing was measured.
+    their names (``curves``), or over another figure (``against``), where the table says so; else its first figure, as
+    lines over layers where it has several, or a bar a row with the paper's figure beside it. None where nothing was
+    measured.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -70,14 +71,19 @@ def draw_table(table: Mapping[str, Any], out: Path) -> Path | None:
     over_layers = len(layers) > 1 and all("layer" in row["keys"] for row in rows)
     over_layers = over_layers and len({_series(row, True) for row in rows}) <= len(MARKERS)
     over = table.get("over")
+    against = str(table.get("against"))
+    if against not in names[1:] or not any({name, against} <= set(row["figures"]) for row in rows):
+        against = ""
     if not over:
         rows = [row for row in rows if _value(row, name) is not None]
-    height = 5.2 if over else 4.2 if over_layers else 1.2 + 0.36 * len(rows)
+    height = 5.2 if over or against else 4.2 if over_layers else 1.2 + 0.36 * len(rows)
     drawing = Figure(figsize=(8.5, height), layout="constrained")
     FigureCanvasAgg(drawing)
     axis: Any = drawing.subplots()
     if over:
         _over_key(axis, rows, over, {name: table["figures"][name] for name in names})
+    elif against:
+        _over_figure(axis, rows, against, table["figures"], names[: names.index(against)])
     elif over_layers:
         _over_layers(axis, rows, name, layers, table["figures"][name])
     else:
@@ -123,7 +129,7 @@ def _curves(rows: Sequence[Mapping[str, Any]], names: Sequence[str], table: Mapp
     return drawing
 
 
-def _legend(drawing: Any, axis: Any, most: int, size: float = 10) -> None:
+def _legend(drawing: Any, axis: Any, most: int, size: int = 10) -> None:
     """The axis' series under the drawing, in as many columns as fit beside each other, ``most`` at most."""
     handles, texts = axis.get_legend_handles_labels()
     if not handles:
@@ -199,6 +205,46 @@ def _over_key(axis: Any, rows: Sequence[Mapping[str, Any]], over: str, figures: 
     axis.set_xlabel(f"{', '.join(names)}, from above; over the plot: {over}" if names else over)
     axis.set_ylim(bottom=min(0.0, axis.get_ylim()[0]))
     axis.grid(axis="y", color="#e3e5e8", linewidth=0.8)
+
+
+def _over_figure(
+    axis: Any,
+    rows: Sequence[Mapping[str, Any]],
+    against: str,
+    labels: Mapping[str, str],
+    names: Sequence[str],
+) -> None:
+    """Figures over another one, each row named at its highest point."""
+    rows = [row for row in rows if _value(row, against) is not None]
+    told = [key for key in rows[0]["keys"] if len({str(row["keys"].get(key)) for row in rows}) > 1]
+    for n, name in enumerate(names):
+        own = [row for row in rows if _value(row, name) is not None]
+        (places, beside), (values, errors) = _values(own, against), _values(own, name)
+        axis.errorbar(
+            places,
+            values,
+            errors,
+            beside,
+            label=labels[name],
+            linestyle="",
+            markersize=5,
+            capsize=2,
+            **_style(n),
+        )
+    for row in rows:
+        highest = max(row["figures"][name]["high"] for name in names if _value(row, name) is not None)
+        text = " ".join(str(row["keys"][key]) for key in told if row["keys"].get(key) is not None)
+        axis.annotate(
+            text,
+            (_value(row, against), highest),
+            xytext=(3, 4),
+            textcoords="offset points",
+            fontsize=8,
+            rotation=40,
+        )
+    axis.set_xlabel(labels[against])
+    axis.set_ylim(bottom=0.0, top=1.25)
+    axis.grid(color="#e3e5e8", linewidth=0.8)
 
 
 def _style(n: int) -> dict[str, Any]:

@@ -235,3 +235,29 @@ def test_curves_are_panels_by_the_first_key(tmp_path: Path) -> None:
     assert [list(line.get_xdata()) for line in first.lines] == [[1.0, 30.0], [1.0]]
     assert [line.get_label() for line in first.lines] == ["x", "y"]
     assert list(second.lines[0].get_ydata()) == [0.7]
+
+
+def test_a_picture_over_another_figure(tmp_path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    from hiddenlab.plots import _over_figure, draw_table
+
+    def row(sigma: float, **values: float) -> dict[str, Any]:
+        figures = {name: {"value": v, "low": v - 0.1, "high": v + 0.1, "n": 5} for name, v in values.items()}
+        keys = {"defense": "gaussian", "sigma": sigma}
+        return {"keys": keys, "figures": figures, "paper": {}, "status": "measured"}
+
+    rows = [row(0.1, read=0.9, bag=0.95, kept=0.4), row(0.5, read=0.2, kept=0.1), row(1.0, kept=0.0)]
+    labels = {"read": "recovered", "bag": "in any order", "kept": "agreement"}
+    made = table("n", figures=labels, rows=rows, against="kept")
+    assert (path := draw_table(made, tmp_path)) is not None and path.stat().st_size > 1000
+    axis = Figure().subplots()
+    _over_figure(axis, rows[:2], "kept", labels, ["read", "bag"])
+    assert [list(one.lines[0].get_xdata()) for one in axis.containers] == [[0.4, 0.1], [0.4]]
+    assert [one.get_text() for one in axis.texts] == ["0.1", "0.5"]
+    assert axis.get_xlabel() == "agreement"
+    # Without what it is to be drawn over, it is drawn as any other table.
+    assert (
+        draw_table(table("o", figures=labels, rows=[row(0.1, read=0.9)], against="kept"), tmp_path)
+        is not None
+    )
