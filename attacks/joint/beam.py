@@ -222,7 +222,7 @@ def decode(
             one.calls += 1
             one.beam = _extend(one, beam, learned.weights, effort)
         del tried, beams  # and with them the keys and values of all that was tried
-        _listen([hypothesis for one in active for hypothesis in one.beam], engines.model)
+        _listen([hypothesis for one in active if not one.finished for hypothesis in one.beam], engines.model)
         progress("decoding", sum(one.place for one in decodings), total)
 
 
@@ -319,7 +319,8 @@ def _extend(decoding: Decoding, tried: Sequence[Tried], weights: Tensor, effort:
     for place in order.tolist():
         parent = next(i for i in range(len(totals)) if place < starts[i + 1])
         i, one = place - starts[parent], tried[parent]
-        before, step, free = _step(decoding.beam[parent], one, totals[parent], i)
+        before = decoding.beam[parent]
+        step, free = _step(before.free, one, totals[parent], i)
         key = free, tuple(one.token for one in (*before.steps, step)[-RECENT:])
         if key in seen:
             continue
@@ -335,9 +336,7 @@ def _extend(decoding: Decoding, tried: Sequence[Tried], weights: Tensor, effort:
     return kept
 
 
-def _step(
-    parent: Hypothesis, tried: Tried, totals: Tensor, i: int
-) -> tuple[Hypothesis, Step, tuple[int, ...]]:
+def _step(free: tuple[int, ...], tried: Tried, totals: Tensor, i: int) -> tuple[Step, tuple[int, ...]]:
     """What taking a candidate means: the step, and the rows that are free after it."""
     candidates = tried.candidates
     row = int(candidates.rows[i])
@@ -351,7 +350,7 @@ def _step(
         int(candidates.tokens[i]), row, float(candidates.distances[i]), margin, tried.evaluated,
         tuple(zip(candidates.tokens[best].tolist(), behind, strict=True)),
     )  # fmt: skip
-    return parent, step, parent.free if row < 0 else tuple(r for r in parent.free if r != row)
+    return step, free if row < 0 else tuple(r for r in free if r != row)
 
 
 def _listen(hypotheses: Sequence[Hypothesis], model: Slice | None) -> None:
