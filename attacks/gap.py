@@ -18,7 +18,6 @@ from torch import Tensor
 
 from attacks.vocab_match import Prepared, VocabMatch
 from attacks.vocab_match.rank import LM_WEIGHT
-from attacks.vocab_match.task import ADAPT_FROM, ADAPT_TO
 from hiddenlab.core import Observation, Progress, Recovery, TokenRecovery, silent
 from hiddenlab.errors import InputError, NotApplicableError
 from hiddenlab.propose.adapt import Adapter
@@ -26,6 +25,7 @@ from hiddenlab.propose.probe import Probe
 from hiddenlab.propose.store import probes_for
 from hiddenlab.slice import Answer, Prefix, Request, Slice
 
+LEARN_FROM, LEARN_TO = 256, 4096  # candidates whose states are learned from, and again at each doubling
 REACH = 3  # how far before a row probes look for tokens
 FIRST_CHUNK, LAST_CHUNK = 32, 512
 UNEXPECTED = 0.02  # share of the probability that is spread evenly over what the priors do not expect
@@ -183,7 +183,7 @@ class _Tried:
     chunk: int = FIRST_CHUNK
     tokens: list[Tensor] = field(default_factory=list)
     states: list[Tensor] = field(default_factory=list)
-    learn_at: int = ADAPT_FROM
+    learn_at: int = LEARN_FROM
 
     def __post_init__(self) -> None:
         self._sort(self.prior, torch.empty(0, dtype=torch.long, device=self.prior.device))
@@ -220,7 +220,7 @@ class _Tried:
         self.tokens.append(tokens)
         self.states.append(states)
         tried = sum(map(len, self.tokens))
-        if not self.learn_at <= tried <= ADAPT_TO:
+        if not self.learn_at <= tried <= LEARN_TO:
             return
         seen = torch.cat(self.tokens)
         said = adapter.log_likelihoods(seen, torch.cat(self.states), row).to(self.prior.device)

@@ -20,7 +20,7 @@ from eval.verification import ACTIVATION_SCORES, FEW, base, detected
 from hiddenlab.channel import Channel
 from hiddenlab.core import Observation, Progress, silent
 from hiddenlab.errors import InputError
-from hiddenlab.job import generator
+from hiddenlab.job import AttackSpec, build_attack, generator
 from hiddenlab.lens import ORTHOGONAL, Projection
 from hiddenlab.prompts import load_prompts
 from hiddenlab.slice import Slice, load_slice
@@ -32,10 +32,11 @@ SECRET_COUNT, STRIDE_COUNT = 8, 32
 SHARES = (0.25, 0.5, 1.0, 2.0, 4.0)  # known positions, in widths of a state
 OWN_TOKENS, HELD_OUT = 32, 0.2
 KEY = "provider"
+OPENINGS = 2048  # first tokens compared
 
 
 def leak(
-    setting: Setting, budget: int = 256, breadth: int = 16, openings: int = 2048, only: str = ""
+    setting: Setting, budget: int = 256, breadth: int = 16, openings: int = OPENINGS, only: str = ""
 ) -> Experiment:
     """Recovery of prompts from TOPLOC proofs, Activation-DiFR fingerprints and log-probabilities, by bytes a token.
 
@@ -51,7 +52,7 @@ def leak(
     length = source["max_tokens"]
     cells: list[Cell] = []
 
-    effort = f"budget={budget},breadth={breadth},openings={openings}"
+    effort = _effort(budget, breadth, openings)
 
     def add(
         label: str, known: str, size: float, stage: str, stream: str = "final_norm", more: str = ""
@@ -75,8 +76,8 @@ def leak(
         add(label, "directions", 4.0 * STRIDE_COUNT / every, stage, more=f",every={every}")
     add("TOPLOC, 128 values, keyed indices", "no key", proof(128), "toploc:k=128,keyed=true")
     cells += _secret_cells(setting, source, budget, breadth)
-    if only:
-        cells = _chosen(cells, [part.strip() for part in only.split(";") if part.strip()])
+    if only != "":
+        cells = _chosen(cells, [part.strip() for part in str(only).split(";")])
     return Experiment(
         "What fingerprints leak of the prompt",
         cells,
@@ -106,7 +107,7 @@ def leak_pareto(
     proofs: str = ",".join(map(str, PROOF_COUNTS[:-1])),
     budget: int = 256,
     breadth: int = 16,
-    openings: int = 2048,
+    openings: int = OPENINGS,
 ) -> Experiment:
     """Bytes a token, detection and recovered prompts in one picture: what each fingerprint is worth to either side.
 
@@ -118,7 +119,7 @@ def leak_pareto(
         InputError: a number that is not among those of the experiment ``activations``.
     """
     source, answers = setting.source(4, 12), base(setting)
-    effort = f"budget={budget},breadth={breadth},openings={openings}"
+    effort = _effort(budget, breadth, openings)
     if tokens not in FEW:
         raise InputError(f"detection is measured from {', '.join(map(str, FEW))} tokens, not from {tokens}")
     settings = [
@@ -148,8 +149,8 @@ def leak_pareto(
             f"Detection of {provider}: AUC up to 1 % false positives, standardised (0.5 chance, 1 perfect), from "
             f"{tokens} tokens, as in the experiment 'activations'. Recovery: as in the experiment 'leak', prompts of "
             f"{source['max_tokens']} tokens, at most {budget:,} candidates a position.",
-            "Bytes: 4k a fingerprint (float32; rounded to bfloat16, as 'activations' sends it, half of it), 2 + 2k a "
-            "proof over the prompt's tokens.",
+            "Bytes: 4k a fingerprint (float32; rounded to bfloat16, as 'activations' sends it, half of it), 2 + 2k for "
+            "one proof over the prompt's tokens (TOPLOC detects from a proof a token: 2 bytes more each).",
         ],
         fold=_both,
         over="bytes a token",
@@ -191,11 +192,24 @@ def _search(
     )
 
 
+def _effort(budget: int, breadth: int, openings: int) -> str:
+    """The attack's parameters; those that were not changed are left out, so that their cells stay the same.
+
+    Raises:
+        InputError: one of them is no whole number from 1.
+    """
+    effort = f"budget={budget},breadth={breadth}" + (f",openings={openings}" if openings != OPENINGS else "")
+    build_attack(AttackSpec(attack=f"proofs:{effort}"))
+    return effort
+
+
 def _chosen(cells: list[Cell], parts: list[str]) -> list[Cell]:
     """Rows that are called like a part, or where none is, whose names have it."""
     names = [str(cell.keys["released"]) for cell in cells]
     wanted: set[str] = set()
     for part in parts:
+        if not part:
+            raise InputError("a row without a name was asked for")
         found = {name for name in names if name == part} or {name for name in names if part in name}
         if not found:
             raise InputError(

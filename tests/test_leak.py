@@ -318,6 +318,13 @@ def test_rows_are_chosen_by_name_or_by_part(tiny: Callable[..., str]) -> None:
     }
     with pytest.raises(InputError, match="no row of this experiment is called 'k = 7'"):
         chosen("TOPLOC, 16 values;k = 7")
+    with pytest.raises(InputError, match="without a name"):
+        chosen(";")
+    with pytest.raises(InputError):
+        leak.leak(setting, budget="abc")  # type: ignore[arg-type]
+    same = {cell.digest for cell in leak.leak(setting, openings=2048).cells}
+    assert same == {cell.digest for cell in leak.leak(setting).cells}
+    assert "openings=9" in leak.leak(setting, openings=9).cells[0].spec["attack"]
 
 
 def test_detection_and_recovery_share_a_row(tiny: Callable[..., str], tmp_path: Path) -> None:

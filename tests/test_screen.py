@@ -9,6 +9,7 @@ from torch import Tensor
 from attacks.joint.reading import fast_enough
 from attacks.vocab_match import VocabMatch, screen, task
 from attacks.vocab_match.screen import Screen, near_ones
+from attacks.vocab_match.task import Tried
 from hiddenlab.channel import Channel
 from hiddenlab.core import Observation
 from hiddenlab.match import Matcher
@@ -130,3 +131,18 @@ def test_joint_decoding_runs_in_a_faster_dtype_only_behind_what_changes_states(
     chosen = fast_enough(slice, Channel.parse([channel]), Matcher(1, False), 0)
     assert chosen.dtype == (torch.bfloat16 if fast else torch.float32)
     assert (chosen is slice) != fast
+
+
+def test_only_what_the_slice_ran_can_match() -> None:
+    """A screened candidate within the limit is put just outside of it, and found by the second look."""
+    tried = Tried(torch.tensor([1.0, 2.0]))
+    table = torch.tensor([[0.5, 9.0], [9.0, 0.4], [7.0, 8.0], [6.0, 9.0]])
+    tried.add(torch.tensor([10, 11, 12, 13]), table, exact=torch.tensor([2]))
+    best, matched = tried.best([0, 1], tried.limits)
+    assert not matched and best.distance > float(tried.limits[best.row])
+    places = tried.doubtful()
+    assert sorted(places.tolist()) == [0, 1, 3] and places.tolist()[2] == 3
+    tried.correct(places[:2], table[places[:2]])
+    assert tried.doubtful().tolist() == [3]
+    best, matched = tried.best([0, 1], tried.limits)
+    assert matched and (best.token, best.row) == (11, 1)

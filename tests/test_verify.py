@@ -184,12 +184,20 @@ def test_speculative_answers_are_scored_with_their_draft(
     # Proofs are of states, however tokens were drawn.
     answer("commit", tmp_path / "honest", "--out", tmp_path / "proven", *reference)
     assert answer("check", tmp_path / "proven", *reference)["counts"]["valid"] == 3
+    (tmp_path / "drawn").write_text((tmp_path / "honest").read_text().replace('"gumbel"', '"ipt"'))
+    narrow, short = (
+        save_tiny("llama", tmp_path / next(iter(change)), **change)
+        for change in ({"vocab_size": 200}, {"max_position_embeddings": 16})
+    )
     for words, said in (
         (("score", tmp_path / "honest", *reference), "--draft"),
         (("score", files["honest"], *reference, *how), "has no modes"),
         (("score", tmp_path / "honest", *reference, "--draft", "batch=3"), "batch has no meaning"),
         (("simulate", "--out", tmp_path / "x", *asked, "--provider", "kv=fp8"), "kv has no meaning"),
         (("simulate", "--out", tmp_path / "x", *asked, "--proofs"), "verify commit"),
+        (("score", tmp_path / "honest", *reference, "--draft", f"model={narrow}"), "needs the target's"),
+        (("score", tmp_path / "drawn", *reference, *how), "Gumbel-max"),
+        (("score", tmp_path / "honest", *reference, "--draft", f"model={short}"), "takes 16 together"),
     ):
         result = verify(*words)
         assert result.exit_code == 2 and said in " ".join(result.stderr.split())

@@ -90,6 +90,7 @@ class VocabMatch:
         self.screen = screen and search != "greedy"
         self._prepared: Prepared | None = None
         self._model: tuple[Slice, LazyModel] | None = None
+        self._screen: Screen | None = None
 
     def setup(self, observation: Observation, slice: Slice, generator: torch.Generator) -> dict[str, float]:
         """Train or load the probe and measure epsilon, for all observations of one channel.
@@ -124,13 +125,22 @@ class VocabMatch:
         kept = self._prepared
         if kept is None or (kept.public, kept.slice) != (public, slice):
             matcher = choose_matcher(self.distance, public)
-            proposer, seconds = self._proposer(slice, public)
             threshold = self._threshold(slice, public, matcher)
-            screens = self.screen and threshold.separable and Screen.pays(slice)
-            screen = Screen(slice) if screens else None
+            screen = self._screened(slice, public) if threshold.separable else None
+            proposer, seconds = self._proposer(slice, public)
             kept = Prepared(public, slice, matcher, proposer, threshold, screen)
             self._prepared = kept
         return kept, seconds
+
+    def _screened(self, slice: Slice, public: Public) -> Screen | None:
+        if not self.screen or not Screen.pays(slice):
+            return None
+        if self._screen is None or self._screen.of is not slice:
+            self._screen = Screen(slice)
+        if public.columns_permuted is not None:
+            # Every prompt will need it: now, so that the time of the attack is the attack's.
+            _ = self._screen.slice
+        return self._screen
 
     def _proposer(self, slice: Slice, public: Public) -> tuple[Proposer, float]:
         probe: Probe | None = None

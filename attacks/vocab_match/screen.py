@@ -21,10 +21,14 @@ NEAR, ONE_IN, AT_LEAST = 0.5, 32, 2
 
 
 class Screen:
-    """The slice in a faster dtype, loaded when a search first has a batch for it."""
+    """The slice in a faster dtype, loaded when it is first asked for.
+
+    Attributes:
+        of: the slice itself.
+    """
 
     def __init__(self, slice: Slice) -> None:
-        self._of = slice
+        self.of = slice
 
     @staticmethod
     def pays(slice: Slice) -> bool:
@@ -39,8 +43,8 @@ class Screen:
 
     @cached_property
     def slice(self) -> Slice:
-        dtype = str(fast_dtype(self._of.device)).removeprefix("torch.")
-        return self._of.sibling(self._of.site.layer, stream=self._of.site.stream, dtype=dtype)
+        dtype = str(fast_dtype(self.of.device)).removeprefix("torch.")
+        return self.of.sibling(self.of.site.layer, stream=self.of.site.stream, dtype=dtype)
 
     def follow(self, prefix: Prefix, shadow: Prefix | None) -> Prefix:
         """The screen's form of a prefix: the exact keys and values, rounded; ``shadow`` is the last such form."""

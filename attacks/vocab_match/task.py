@@ -26,8 +26,8 @@ SETTLE_AFTER = 1024
 # Of a settled position's candidates so many at most, if not further than so many times the nearest, are told apart
 # by so many rows that follow.
 CONTENDERS, NEARLY, AHEAD = 64, 2.0, 8
-# Candidates tried at one position before their states are learned from, again at so many times as many, and so on.
-ADAPT_FROM, ADAPT_AGAIN, ADAPT_TO = 256, 4, 4096
+ADAPT_AT = (256, 1024)  # candidates tried at one position when their states are learned from
+BEYOND = 1.001  # times its row's limit is what a candidate is away at least that only a screen ran
 
 
 @dataclass
@@ -100,6 +100,8 @@ class Tried:
         nearest, rows = self._nearest(table)
         screened = torch.full_like(tokens, exact is not None, dtype=torch.bool)
         screened[exact if exact is not None else slice(0)] = False
+        # Whatever a screen says, only what the slice ran can match.
+        nearest = torch.where(screened, nearest.maximum(BEYOND * self._units[rows]), nearest)
         self.tokens.append(tokens)
         self.nearest.append(nearest)
         self.rows.append(rows)
@@ -268,7 +270,7 @@ def find_next(task: Task, tried: Tried | None = None, first: Tensor | None = Non
     empty = torch.empty(0, dtype=torch.long, device=task.rows.device)
     asked = task.model is None
     states: list[Tensor] = []
-    adapt_at, copied = ADAPT_FROM, False
+    adapt_at, copied = list(ADAPT_AT), False
     while not (task.overlapping and tried.stands_out()):
         if not asked and task.model is not None:
             cost = task.model.cost(task.tokens, max(1, task.slice.site.layer))
@@ -283,7 +285,8 @@ def find_next(task: Task, tried: Tried | None = None, first: Tensor | None = Non
             task.exhausted = True
             break
         exact, table = None, None
-        if task.screen is not None and len(batch) >= FEWEST:
+        # States of first tokens may be attention sinks, of which half precision resolves nothing.
+        if task.screen is not None and task.found and len(batch) >= FEWEST:
             task.shadow = task.screen.follow(task.prefix, task.shadow)
             seen: Answer = yield Ask(task.screen.slice, Request(task.shadow, empty, leaves=batch))
             states.append(task.matcher.view(seen.leaves))
@@ -307,11 +310,11 @@ def find_next(task: Task, tried: Tried | None = None, first: Tensor | None = Non
             # Prompts repeat themselves, also where neither probe nor language model expects it ("no no no no").
             candidates.promote(torch.tensor(task.recent(), dtype=torch.long, device=task.rows.device))
             copied = True
-        if task.proposer.adapter is not None and adapt_at <= tried.count <= ADAPT_TO:
+        if task.proposer.adapter is not None and adapt_at and tried.count >= adapt_at[0]:
             tokens = torch.cat(tried.tokens[-len(states) :])
             learned = task.proposer.adapter.distances(tokens, torch.cat(states), observed)
             candidates.learn(learned, len(tokens))
-            adapt_at = ADAPT_AGAIN * tried.count
+            adapt_at = [later for later in adapt_at if later > tried.count]
     yield from _settle(task, tried, targets)
 
 

@@ -308,8 +308,8 @@ def _judge(
 
     def speculated(one: Transcript) -> dict[str, Tensor]:
         found = speculative.replay(one, verifier.model, draft)
-        said = found.target.log_softmax(1).gather(1, torch.tensor(one.output)[:, None])[:, 0]
-        return {"mismatch": speculative.mismatch(found, ahead, verifier.noise), "cross_entropy": -said}
+        said = difr.surprise(found.target, torch.tensor(one.output), one.sampling)
+        return {"mismatch": speculative.mismatch(found, ahead, verifier.noise), "cross_entropy": said}
 
     return speculated
 

@@ -76,9 +76,7 @@ class Verifier:
             )
         transcript.check_vocabulary(self.model.vocabulary)
         everything = (*transcript.prompt, *transcript.output)
-        limit = getattr(self.model.model.config, "max_position_embeddings", None)
-        if isinstance(limit, int) and len(everything) > limit:
-            raise InputError(f"request {transcript.id!r}: {len(everything)} tokens; the model takes {limit}")
+        self.model.check_length(len(everything), f"request {transcript.id!r}")
         states, logits = self.model.prefill(everything, len(transcript.output))
         gumbel, uniform = draws(transcript, logits.shape[1], self.noise)
         return Replay(
@@ -149,9 +147,16 @@ def cross_entropy(replay: Replay) -> Float[Tensor, " n"]:
 
     The baseline that needs no seed. A greedy request is scored at temperature 1.
     """
-    temperature = 1.0 if replay.sampling.greedy else replay.sampling.temperature
-    logs = (replay.logits / temperature).log_softmax(1)
-    return -logs.gather(1, replay.tokens[:, None])[:, 0]
+    return surprise(replay.logits, replay.tokens, replay.sampling)
+
+
+def surprise(
+    logits: Float[Tensor, "n v"], tokens: Int[Tensor, " n"], sampling: Sampling
+) -> Float[Tensor, " n"]:
+    """−log probability of tokens at a request's temperature, see ``cross_entropy``."""
+    temperature = 1.0 if sampling.greedy else sampling.temperature
+    logs = (logits / temperature).log_softmax(1)
+    return -logs.gather(1, tokens[:, None])[:, 0]
 
 
 def rank(replay: Replay) -> Float[Tensor, " n"]:

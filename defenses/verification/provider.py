@@ -227,11 +227,9 @@ class Provider:
     def _batch(self, requests: Sequence[Request]) -> Iterator[Answer]:
         prompts = [(*self.system, *request.prompt) for request in requests]
         longest = max(map(len, prompts))
-        limit = getattr(self.whole.model.config, "max_position_embeddings", None)
-        if isinstance(limit, int) and longest + self.new_tokens > limit:
-            raise InputError(
-                f"a prompt of {longest} tokens and {self.new_tokens} new ones; the model takes {limit} together"
-            )
+        self.whole.check_length(
+            longest + self.new_tokens, f"a prompt of {longest} tokens and {self.new_tokens} new ones"
+        )
         padded = torch.tensor([[p[0]] * (longest - len(p)) + list(p) for p in prompts])
         mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
         drawers = [self._drawer(request) for request in requests]

@@ -108,14 +108,14 @@ def answer(
     Raises:
         InputError: the vocabularies differ, or the sampler is not Gumbel-max.
     """
-    if target.vocabulary != draft.vocabulary or ahead < 1:
-        raise InputError(
-            f"vocabularies of {target.vocabulary} and {draft.vocabulary} tokens, {ahead} ahead: a draft model needs "
-            "the target's vocabulary, and proposes at least one token"
-        )
+    if ahead < 1:
+        raise InputError(f"{ahead} tokens ahead: a draft model proposes at least one")
+    _check_pair(target, draft)
     for request in requests:
-        if request.sampling.method == "ipt":
-            raise InputError("speculative decoding is simulated for Gumbel-max and greedy sampling")
+        _check_sampler(request.sampling)
+        for side in (target, draft):
+            # Drafts run over the end.
+            side.check_length(len(request.prompt) + new_tokens + ahead, f"request {request.id!r}, speculated")
         numbers = Positions(noise(request.sampling.seed), target.vocabulary)
         output: list[int] = []
         modes: list[Mode] = []
@@ -129,6 +129,18 @@ def answer(
             request.id, model, request.prompt, tuple(output[:new_tokens]), request.sampling,
             modes=tuple(modes[:new_tokens]),
         )  # fmt: skip
+
+
+def _check_pair(target: WholeModel, draft: WholeModel) -> None:
+    if target.vocabulary != draft.vocabulary:
+        raise InputError(
+            f"vocabularies of {target.vocabulary} and {draft.vocabulary} tokens: a draft model needs the target's"
+        )
+
+
+def _check_sampler(sampling: Sampling) -> None:
+    if sampling.method == "ipt":
+        raise InputError("speculative decoding is simulated for Gumbel-max and greedy sampling")
 
 
 def _round(
@@ -170,12 +182,17 @@ def replay(transcript: Transcript, target: WholeModel, draft: WholeModel) -> Spe
     """One prefill of each model.
 
     Raises:
-        InputError: the transcript has no modes, or tokens outside the vocabulary.
+        InputError: the transcript has no modes, another sampler, tokens outside the vocabulary, or too many for one
+            of the models; or these have not the same vocabulary.
     """
     if transcript.modes is None:
         raise InputError(f"request {transcript.id!r} has no modes; was it decoded speculatively?")
+    _check_pair(target, draft)
+    _check_sampler(transcript.sampling)
     transcript.check_vocabulary(target.vocabulary)
     everything = (*transcript.prompt, *transcript.output)
+    for side in (target, draft):
+        side.check_length(len(everything), f"request {transcript.id!r}")
     seen, guessed = (
         side.prefill(everything, len(transcript.output))[1].float().cpu() for side in (target, draft)
     )

@@ -68,6 +68,12 @@ class WholeModel:
     def device(self) -> torch.device:
         return self.model.get_input_embeddings().weight.device  # type: ignore[operator,no-any-return]
 
+    def check_length(self, tokens: int, what: str) -> None:
+        """Raises InputError where the model has fewer positions than that."""
+        limit = getattr(self.model.config, "max_position_embeddings", None)
+        if isinstance(limit, int) and tokens > limit:
+            raise InputError(f"{what}: {tokens} tokens; {self.name} takes {limit} together")
+
     def _capture(self, module: nn.Module, inputs: Any, output: Any) -> None:
         self._states = output[0]
 

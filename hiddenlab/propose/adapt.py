@@ -74,7 +74,8 @@ class Adapter:
         """
         known = self.features[tokens]
         mean = states.mean(0)
-        gram = _kernel(known, known)
+        # In half precision the gram matrix of tokens that are nearly equal is not positive definite.
+        gram = _kernel(known.float(), known.float())
         gram.diagonal().add_(RIDGE)
         inverse = torch.cholesky_inverse(torch.linalg.cholesky(gram))
         weights = inverse @ (states - mean)
