@@ -133,15 +133,16 @@ class ProofSearch:
         start, size = 0, self.candidates
         while start < len(tokens):
             end = start + min(size, slice.max_pass_tokens, len(tokens) - start)
-            states = _continued(slice, paths, tried.parents[start:end], tokens[start:end])
-            tried.evidence[start:end] = evidence.score(row, states)
+            tried.evidence[start:end] = _scored(
+                slice, paths, tried.parents[start:end], tokens[start:end], evidence, row
+            )
             start, size = end, 2 * size
             if tried.first(end).stands_out():
                 break
         tried = tried.first(start)
         parents, tokens = tried.elsewhere(scores, self.candidates if tried.stands_out() else self.budget)
-        states = _continued(slice, paths, parents, tokens)
-        return tried.with_more(parents, tokens, scores[parents, tokens], evidence.score(row, states))
+        more = _scored(slice, paths, parents, tokens, evidence, row)
+        return tried.with_more(parents, tokens, scores[parents, tokens], more)
 
     def __repr__(self) -> str:
         return (
@@ -281,6 +282,22 @@ def _head(slice: Slice) -> Callable[[Tensor], Tensor]:
         return plain if cap is None else torch.tanh(plain / cap) * cap
 
     return logits
+
+
+def _scored(
+    slice: Slice,
+    paths: Sequence[_Path],
+    parents: Int[Tensor, " c"],
+    tokens: Int[Tensor, " c"],
+    evidence: Evidence,
+    row: int,
+) -> Float[Tensor, " c"]:
+    """Evidence of tokens behind their paths, in passes of bounded size: states may be as wide as the vocabulary."""
+    out = torch.zeros(len(tokens), device=parents.device)
+    for part in torch.arange(len(tokens), device=parents.device).split(slice.max_pass_tokens):
+        states = _continued(slice, paths, parents[part], tokens[part])
+        out[part] = evidence.score(row, states).to(out)
+    return out
 
 
 def _continued(

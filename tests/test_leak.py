@@ -102,6 +102,24 @@ def test_every_position_run_is_counted(tiny_slice: Slices) -> None:
     assert recovery.tokens[0].evaluated == 300  # the first tokens' states, from the setup
 
 
+def test_passes_stay_small(tiny_slice: Slices, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nothing stands out, the whole budget is tried again behind other paths: in parts, with the same answer."""
+    slice = tiny_slice("llama", None, "final_norm")
+    observation = release(slice, f"{HALF}|project:count=2", prompt())
+    whole = attacked(observation, slice)
+    monkeypatch.setattr(slice, "max_pass_tokens", 64)
+    sizes = []
+    run = slice.run
+    monkeypatch.setattr(
+        slice,
+        "run",
+        lambda asked, **options: sizes.append(sum(one.size for one in asked)) or run(asked, **options),
+    )
+    parts = attacked(observation, slice)
+    assert max(sizes) <= 64
+    assert parts.ids == whole.ids and parts.evaluated_tokens == whole.evaluated_tokens
+
+
 # ---- what is not there is not found, and not claimed
 
 
