@@ -233,7 +233,8 @@ def _over_figure(
         )
     for row in rows:
         highest = max(row["figures"][name]["high"] for name in names if _value(row, name) is not None)
-        text = " ".join(str(row["keys"][key]) for key in told if row["keys"].get(key) is not None)
+        keys = [(key, row["keys"][key]) for key in told if row["keys"].get(key) is not None]
+        text = " ".join(value if isinstance(value, str) else f"{key} {value}" for key, value in keys)
         axis.annotate(
             text,
             (_value(row, against), highest),
@@ -243,7 +244,9 @@ def _over_figure(
             rotation=40,
         )
     axis.set_xlabel(labels[against])
-    axis.set_ylim(bottom=0.0, top=1.25)
+    if axis.get_ylim()[1] <= 1.2:  # shares: room for the names above them
+        axis.set_ylim(bottom=0.0, top=1.25)
+        axis.set_yticks([0.0, 0.2, 0.4, 0.6, 0.8, 1.0])
     axis.grid(color="#e3e5e8", linewidth=0.8)
 
 

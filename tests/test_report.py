@@ -254,7 +254,7 @@ def test_a_picture_over_another_figure(tmp_path: Path) -> None:
     axis = Figure().subplots()
     _over_figure(axis, rows[:2], "kept", labels, ["read", "bag"])
     assert [list(one.lines[0].get_xdata()) for one in axis.containers] == [[0.4, 0.1], [0.4]]
-    assert [one.get_text() for one in axis.texts] == ["0.1", "0.5"]
+    assert [one.get_text() for one in axis.texts] == ["sigma 0.1", "sigma 0.5"]
     assert axis.get_xlabel() == "agreement"
     # Without what it is to be drawn over, it is drawn as any other table.
     assert (
