@@ -1,6 +1,8 @@
 """``hiddenlab cascade serve``: the HTTP interface on Ray Serve, its nodes on the same Ray cluster."""
 
 import logging
+import time
+import urllib.request
 from dataclasses import asdict
 from typing import Any
 
@@ -13,10 +15,11 @@ from defenses.cascade.api import Limits, Service, digest, make_app
 from defenses.cascade.cluster import connect
 from defenses.cascade.command import Backend
 from defenses.cascade.plan import Plan
-from hiddenlab.errors import InputError
+from hiddenlab.errors import HiddenlabError, InputError
 from hiddenlab.slice.load import load_tokenizer, resolve_model
 
 APP = "hiddenlab-cascade"
+LISTENS = 60.0  # seconds until requests have to be answered
 SERVE_CPUS = 1.0  # that Ray keeps for the replica beside the nodes'
 
 
@@ -73,7 +76,7 @@ def start(
         True where the cluster was started here.
 
     Raises:
-        InputError: the plan, the model, the cluster or its resources.
+        InputError: the plan, the model, the cluster or its resources. HiddenlabError: nothing listens after a minute.
     """
     if load_tokenizer(resolve_model(backend.model)) is None:
         raise InputError(f"{backend.model} has no tokenizer")
@@ -89,10 +92,26 @@ def start(
             settings, sharding, c, key and digest(key), asdict(limits)
         )
         serve.run(app, name=APP, route_prefix="/")
+        _wait_for_requests(host, port)
     except BaseException:
         stop(own)
         raise
     return own
+
+
+def _wait_for_requests(host: str, port: int) -> None:
+    """Ray starts what listens for requests by itself, and says that the application runs before that does."""
+    near = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, host)
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    until = time.monotonic() + LISTENS
+    while True:
+        try:
+            with direct.open(f"http://{near}:{port}/-/healthz", timeout=LISTENS):
+                return
+        except OSError as error:  # refused, or answered with an error: no routes yet
+            if time.monotonic() > until:
+                raise HiddenlabError(f"the server at {host}:{port} does not answer: {error}") from None
+            time.sleep(0.1)
 
 
 def stop(own: bool) -> None:
