@@ -19,10 +19,11 @@ from hiddenlab.core import Progress, silent
 from hiddenlab.environment import describe_environment
 from hiddenlab.errors import HiddenlabError, InputError
 from hiddenlab.job import AttackSpec
-from hiddenlab.record import finite
+from hiddenlab.record import RECORD, commit_name, finite, read_run
 
 FORMAT = 1
 RESULT = "result.json"
+RUN = "run"  # an attack cell's folder holds a run, which 'hiddenlab report' reads
 MEASURED, NOT_RUN = "measured", "not run"
 SCALES = ("small", "paper")
 OTHER_MODEL = (
@@ -230,6 +231,8 @@ def measure_cell(cell: Cell, home: Path, fresh: bool = False, progress: Progress
         result |= {"status": NOT_RUN, "reason": str(error), "figures": {}}
     result["seconds"] = time.perf_counter() - started
     result["made"] = describe_environment()
+    if (folder / RUN / RECORD).is_file():  # it may have been taken up by another version
+        result["made"]["commits"] = read_run(folder / RUN)[0].commits
     _write(folder / RESULT, json.dumps(finite(result), ensure_ascii=False, indent=1) + "\n")
     return result
 
@@ -248,16 +251,14 @@ def load_result(cell: Cell, home: Path) -> Result | None:
 
 def row_of(cell: Cell, result: Result) -> dict[str, Any]:
     """A row of the table: what it is of, what was measured, what the paper says."""
-    code = result.get("made", {}).get("code", {})
+    made = result.get("made", {})
     return {
         "keys": dict(cell.keys),
         "figures": result.get("figures", {}),
         "paper": dict(cell.paper),
         "status": result.get("status", NOT_RUN),
         "reason": result.get("reason"),
-        "commit": (str(code.get("commit"))[:12] + ("+" if code.get("dirty") else ""))
-        if code.get("commit")
-        else None,
+        "commit": ", ".join(made.get("commits", ())) or commit_name(made.get("code", {})),
         "cell": f"{cell.measure}-{cell.digest}",
     }
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from eval.experiment import Figures
+from eval.experiment import RUN, Figures
 from eval.intervals import Estimate, mean, ratio, share
 from hiddenlab import registry
 from hiddenlab.channel import Channel
@@ -18,8 +18,6 @@ from hiddenlab.record import RECORD, Recorder, RunRecord, read_run
 from hiddenlab.run import run_attack
 from hiddenlab.slice import load_slice
 from hiddenlab.summary import NOT_APPLICABLE, Sample
-
-RUN = "run"  # an attack cell's folder holds a run, which 'hiddenlab report' reads
 
 
 def attack(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> Figures:

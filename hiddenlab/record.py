@@ -8,7 +8,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from datetime import UTC, datetime
 from io import FileIO
@@ -29,7 +29,12 @@ class RecordError(HiddenlabError):
 
 @dataclass(kw_only=True)
 class RunRecord:
-    """The content of ``record.json``. What was not measured is None, never zero."""
+    """The content of ``record.json``. What was not measured is None, never zero.
+
+    Attributes:
+        code: by which the run was started. resumed: each time that it was taken up: ``at`` (when), ``after`` (how many
+            prompts) and ``code``; older records have the time alone.
+    """
 
     format: int = FORMAT
     verb: str
@@ -44,11 +49,28 @@ class RunRecord:
     setup: dict[str, float | None] = field(default_factory=dict)
     summary: dict[str, Any] | None = None
     error: str | None = None
-    resumed: list[str] = field(default_factory=list)
+    resumed: list[Any] = field(default_factory=list)
     code: dict[str, Any] = field(default_factory=dict)
     packages: dict[str, str | None] = field(default_factory=dict)
     hardware: dict[str, Any] = field(default_factory=dict)
     threads: int | None = None
+
+    @property
+    def commits(self) -> list[str]:
+        """The commits whose code made the run's parts, each once; "unknown" where that of one part is not recorded."""
+        parts = [
+            self.code,
+            *(part.get("code", {}) if isinstance(part, dict) else {} for part in self.resumed),
+        ]
+        names = list(dict.fromkeys(map(commit_name, parts)))
+        return [name or "unknown" for name in names] if any(names) else []
+
+
+def commit_name(code: Mapping[str, Any]) -> str | None:
+    """Short name of a record's commit, with a plus if files had changed since; None where it is not known."""
+    if not code.get("commit"):
+        return None
+    return str(code["commit"])[:12] + ("+" if code.get("dirty") else "")
 
 
 class Recorder:
@@ -96,6 +118,8 @@ class Recorder:
         Raises:
             InputError: there is no record, its samples are damaged, or it was started on other inputs.
         """
+        from hiddenlab.environment import describe_environment
+
         record, samples, good = _load(path)
         if record.inputs_sha256 != inputs_sha256:
             raise InputError(
@@ -105,7 +129,7 @@ class Recorder:
         if (path / SAMPLES).exists():
             os.truncate(path / SAMPLES, good)
         record.status, record.finished, record.error = "started", None, None
-        record.resumed.append(_now())
+        record.resumed.append({"at": _now(), "after": len(samples), "code": describe_environment()["code"]})
         recorder.save()
         return recorder
 

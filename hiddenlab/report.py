@@ -10,7 +10,7 @@ from typing import Any
 
 from hiddenlab.errors import HiddenlabError, InputError
 from hiddenlab.page import page
-from hiddenlab.record import RECORD, UNFINISHED, RunRecord, read_run
+from hiddenlab.record import RECORD, UNFINISHED, RunRecord, commit_name, read_run
 from hiddenlab.summary import FIGURES, Sample, figure, summarise
 from hiddenlab.tables import Grid, markdown_table
 from hiddenlab.text import visible
@@ -57,8 +57,12 @@ class Run:
         state = record.status
         if record.status in UNFINISHED:
             state += f", {len(self.samples)} of {record.prompts} prompts"
-        commit = f"commit {str(code.get('commit'))[:12]}" if code.get("commit") else "commit not known"
+        commit = (
+            f"commit {commit_name({**code, 'dirty': False})}" if code.get("commit") else "commit not known"
+        )
         dirty = " with uncommitted changes" if code.get("commit") and code.get("dirty") else ""
+        if len(record.commits) > 1:
+            dirty += f" (parts by {', '.join(record.commits)})"
         return (
             f"{self.path.name}: {state}, {record.started}, hiddenlab {code.get('version')}, {commit}{dirty}, "
             f"torch {record.packages.get('torch')}, {hardware.get('cpu')}, {record.threads} threads\n"

@@ -283,7 +283,9 @@ def test_interrupted_run_is_resumed(run: Run, model: str, prompts: str, tmp_path
     kept = json.loads((directory / "record.json").read_text())
     assert kept["status"] == "finished"
     assert kept["summary"]["prompts"] == 3
-    assert len(kept["resumed"]) == 1
+    (part,) = kept["resumed"]
+    assert part["after"] == 1
+    assert part["code"] == kept["code"]
     whole = json.loads(run("rerun", str(directory), "--no-record", "--json").stdout)
     assert whole["same"] is True
     assert whole["compared"] == 3

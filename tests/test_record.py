@@ -191,3 +191,24 @@ def test_environment_tells_of_the_machine_and_keeps_secrets(monkeypatch: pytest.
     assert "s3cr3t-token-value" not in text
     assert os.uname().nodename not in found["hardware"]["system"]
     assert peak_memory_mb() > 10
+
+
+def test_parts_by_other_versions_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = {"version": "1", "commit": "a" * 40, "dirty": False}
+    recorder = start(tmp_path / "run")
+    recorder.record.code = first
+    recorder.save()
+    recorder.close("interrupted")
+    kept = read_run(tmp_path / "run")[0]
+    assert kept.commits == ["a" * 12]
+    for commit, dirty in (("a", False), ("b", True)):
+        made = {"code": {"version": "2", "commit": commit * 40, "dirty": dirty}}
+        monkeypatch.setattr("hiddenlab.environment.describe_environment", lambda made=made: made)
+        Recorder.resume(tmp_path / "run", "abc").close("interrupted")
+    kept = read_run(tmp_path / "run")[0]
+    assert kept.commits == ["a" * 12, "b" * 12 + "+"]
+    assert RunRecord(verb="attack", spec={}, code=first, resumed=["2026-01-01"]).commits == [
+        "a" * 12,
+        "unknown",
+    ]
+    assert RunRecord(verb="attack", spec={}, resumed=["2026-01-01"]).commits == []
