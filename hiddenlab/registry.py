@@ -81,6 +81,7 @@ BUILTINS: dict[str, dict[str, str]] = {
         "leak-pareto": "eval.leak:leak_pareto",
         "exfiltration": "eval.exfiltration:adversaries",
         "exfiltration-pareto": "eval.exfiltration:pareto",
+        "exfiltration-game": "eval.exfiltration:game",
     },
     "measures": {
         "attack": "eval.measures:attack",
@@ -101,6 +102,7 @@ BUILTINS: dict[str, dict[str, str]] = {
         "learned-projection": "eval.leak:learned_projection",
         "exfiltration": "eval.exfiltration_cells:exfiltration",
         "exfiltration-pareto": "eval.exfiltration_cells:pareto",
+        "exfiltration-game": "eval.exfiltration_cells:game",
         "bench": "eval.measures:bench",
     },
     "eval": {"run": "eval.command:run"},

@@ -25,7 +25,10 @@ from defenses.verification.bounds import required_samples, support_rate
 from defenses.verification.filters import PerplexityFilter, SyntacticFilter, perplexity
 from defenses.verification.game import (
     Exchange,
+    Live,
+    Recorded,
     Rules,
+    Sent,
     SyntheticTraffic,
     Warden,
     compare,
@@ -309,28 +312,28 @@ TRAFFIC = SyntheticTraffic(tokens=30, sizes={1: 0.8, 2: 0.2})
 
 
 def test_a_quiet_adversary_has_the_capacity_and_no_more() -> None:
-    few = compare(Rules(40, 20, 20, 5), quiet, TRAFFIC, Warden(), rounds=10)
+    few = compare(Rules(40, 20, 20, 5), Live(quiet, TRAFFIC, Warden()), rounds=10)
     assert few.rate == 1.0 == few.bound and few.ends == {"message learnt": 10}
     assert few.capacity == pytest.approx(20 * 30 * 0.2, rel=0.2)
-    much = compare(Rules(400, 20, 20, 5), quiet, TRAFFIC, Warden(), rounds=10)
+    much = compare(Rules(400, 20, 20, 5), Live(quiet, TRAFFIC, Warden()), rounds=10)
     assert much.rate == 0.0 and much.ends == {"message not learnt": 10}
     assert 0 < much.bound < 1e-50
     # One bit more than is sent is guessed half of the time.
     fixed = SyntheticTraffic(tokens=3, sizes={2: 1.0})
-    edge = compare(Rules(7, 2, 2, 1), quiet, fixed, Warden(), rounds=200)
+    edge = compare(Rules(7, 2, 2, 1), Live(quiet, fixed, Warden()), rounds=200)
     assert edge.low < 0.5 < edge.high and edge.rate <= edge.bound
 
 
 def test_a_loud_adversary_hopes_not_to_be_inspected() -> None:
     rules = Rules(12, 12, 3, 2)
-    one = compare(rules, loud([7]), SyntheticTraffic(12, {2: 1.0}), Warden(), rounds=100)
+    one = compare(rules, Live(loud([7]), SyntheticTraffic(12, {2: 1.0}), Warden()), rounds=100)
     assert one.low < 0.75 < one.high and set(one.ends) == {"caught", "message learnt"}
     assert one.bound == 1.0  # its 12 bits are below what unsuspicious replies could carry
     rigid = SyntheticTraffic(tokens=12, sizes={1: 1.0})
-    bounded = compare(rules, loud([7]), rigid, Warden(), rounds=200)
+    bounded = compare(rules, Live(loud([7]), rigid, Warden()), rounds=200)
     assert bounded.low < 0.75 < bounded.high
     assert bounded.bound == pytest.approx(0.75 + 12 * 2.0**-12) and bounded.low <= bounded.bound
-    spread = compare(Rules(60, 12, 3, 2), loud(range(5)), rigid, Warden(), rounds=100)
+    spread = compare(Rules(60, 12, 3, 2), Live(loud(range(5)), rigid, Warden()), rounds=100)
     assert spread.low < 35 / 220 < spread.high  # C(7, 3) / C(12, 3): none of the five is inspected
 
 
@@ -339,23 +342,22 @@ def test_false_alarms_spend_the_budget() -> None:
     rate = measured_false_positives(noisy, Warden(), messages=4000)
     assert rate == pytest.approx(1 - 0.99**20, abs=0.02)
     assert measured_false_positives(noisy, Warden(1, 1000), messages=4000) < 0.03
-    result = compare(Rules(500, 60, 60, 2), loud([59]), noisy, Warden(), rounds=20)
+    result = compare(Rules(500, 60, 60, 2), Live(loud([59]), noisy, Warden()), rounds=20)
     assert result.ends["alarms spent"] > 15 and result.rate > 0.8 and result.bound == 1.0
 
 
 def test_one_game() -> None:
     rules = Rules(30, 10, 10, 1)
-    outcome = play(rules, loud([3]), TRAFFIC, Warden(), seed=1)
-    assert outcome == play(rules, loud([3]), TRAFFIC, Warden(), seed=1)
+    outcome = play(rules, Live(loud([3]), TRAFFIC, Warden()), seed=1)
+    assert outcome == play(rules, Live(loud([3]), TRAFFIC, Warden()), seed=1)
     assert not outcome.adversary_wins and outcome.end == "caught"
     assert (outcome.turns, outcome.inspected, outcome.honest_inspected, outcome.false_alarms) == (4, 4, 3, 0)
-    unarmed = play(Rules(30, 10, 10, 0), loud([3]), TRAFFIC, Warden(), seed=1)
+    unarmed = play(Rules(30, 10, 10, 0), Live(loud([3]), TRAFFIC, Warden()), seed=1)
     assert unarmed.adversary_wins and unarmed.end == "alarms spent"
-    unseen = play(Rules(30, 10, 0, 0), loud([3]), TRAFFIC, Warden(), seed=1)
+    unseen = play(Rules(30, 10, 0, 0), Live(loud([3]), TRAFFIC, Warden()), seed=1)
     assert unseen.end == "message learnt" and unseen.inspected == 0
-    assert compare(rules, quiet, TRAFFIC, Warden(), rounds=3) == compare(
-        rules, quiet, TRAFFIC, Warden(), rounds=3
-    )
+    again = [compare(rules, Live(quiet, TRAFFIC, Warden()), rounds=3) for _ in range(2)]
+    assert again[0] == again[1]
 
 
 def test_the_capacity_counts_every_reply_that_passes() -> None:
@@ -370,6 +372,34 @@ def test_the_capacity_counts_every_reply_that_passes() -> None:
     assert Warden(5, 4).alarm(exchange, (0, 2))
 
 
+def test_recorded_answers_are_played_like_live_ones() -> None:
+    """The loud adversary's answers, recorded, win and lose as often as the adversary itself."""
+    honest = [False] * 9
+    answers = [Sent(12.0, True, 0.0)]
+    one = compare(Rules(12, 12, 3, 2), Recorded(honest, answers), rounds=300)
+    assert one.low < 0.75 < one.high and set(one.ends) == {"caught", "message learnt"}
+    assert one.bound == pytest.approx(0.75 + 12 * 2.0**-12) and one.low <= one.bound
+    assert one.dishonest == 1
+    spread = compare(Rules(60, 12, 3, 2), Recorded(honest, answers), rounds=300)
+    assert spread.low < 35 / 220 < spread.high and spread.dishonest == 5
+
+
+def test_recorded_answers_carry_what_they_carried() -> None:
+    quiet_ones = [Sent(3.0, False, 4.0), Sent(0.0, False, 4.0)]
+    enough = compare(Rules(30, 40, 40, 1), Recorded([False], quiet_ones), rounds=20)
+    assert enough.rate == 1.0 == enough.bound and enough.dishonest == 10
+    # Two messages carry up to 6 bits, so that one more is guessed half of the time, at best.
+    edge = compare(Rules(7, 2, 2, 1), Recorded([False], quiet_ones[:1]), rounds=300)
+    assert edge.low < 0.5 < edge.high and edge.dishonest == 2
+    silent = compare(Rules(7, 2, 2, 1), Recorded([False], quiet_ones[1:]), rounds=300)
+    assert silent.low < 2**-7 < silent.high and silent.dishonest == 0
+    alarming = compare(Rules(7, 50, 50, 3), Recorded([True, False], quiet_ones), rounds=20)
+    assert alarming.ends == {"alarms spent": 20} and alarming.false_positive_rate == 0.5
+    for honest, sent in (([], quiet_ones), ([True], [])):
+        with pytest.raises(InputError, match="at least one"):
+            Recorded(honest, sent)
+
+
 def test_sampling_finds_them() -> None:
     """Inspecting what `required_samples` says catches an adversary in 1 of 20 messages as often as it says."""
     messages, share = 200, 0.05
@@ -377,7 +407,7 @@ def test_sampling_finds_them() -> None:
     turns = range(0, messages, int(1 / share))
     rules = Rules(10_000, messages, n, 1)
     lean = SyntheticTraffic(tokens=2, sizes={1: 1.0})
-    result = compare(rules, loud(list(turns)), lean, Warden(), rounds=60)
+    result = compare(rules, Live(loud(list(turns)), lean, Warden()), rounds=60)
     assert result.ends["caught"] / 60 > 0.85
 
 
@@ -387,7 +417,7 @@ def test_games_that_cannot_be() -> None:
         lambda: SyntheticTraffic(0, {1: 1.0}), lambda: SyntheticTraffic(1, {0: 1.0}),
         lambda: SyntheticTraffic(1, {9: 1.0}, vocabulary=9), lambda: SyntheticTraffic(1, {1: 1.0}, misses=2.0),
         lambda: Exchange(((1,),), (), (1,)), lambda: Warden(1), lambda: Warden(-1),
-        lambda: compare(Rules(1, 5, 2, 1), quiet, TRAFFIC, Warden(), rounds=0),
+        lambda: compare(Rules(1, 5, 2, 1), Live(quiet, TRAFFIC, Warden()), rounds=0),
         lambda: measured_false_positives(TRAFFIC, Warden(), messages=0),
     ):  # fmt: skip
         with pytest.raises(InputError):

@@ -18,7 +18,7 @@ from defenses.verification.whole import WholeModel, load_whole
 from eval import exfiltration as specs
 from eval import exfiltration_cells as cells
 from eval.adversaries import Rule, Tactic, answers, known
-from eval.exfiltration import adversaries, pareto
+from eval.exfiltration import adversaries, game, pareto
 from eval.experiment import Experiment, Setting, conduct
 from hiddenlab import registry
 from hiddenlab.errors import InputError
@@ -198,6 +198,52 @@ def test_adversaries_before_the_warden(small: None, tiny: str, home: Path) -> No
             assert figures["flagged"] == 1 and figures["passed"] == 0 and "slowdown" in figures
         if "margin" in name:
             assert figures["flagged"] == 0 and figures["within"] == 1
+
+
+def test_the_game_with_their_answers(small: None, tiny: str, home: Path) -> None:
+    experiment = game(
+        asked(tiny),
+        adversaries="strict;base64",
+        bits="8,100000",
+        inspected="0.2,1",
+        messages=20,
+        rounds=200,
+        count=3,
+        prompt_tokens=12,
+        length=15,
+        criterion="quiet_bits",
+        **OPTIONS,
+    )
+    rows = conduct("exfiltration-game", experiment, home)["rows"]
+    assert all(row["status"] == "measured" for row in rows), [row["reason"] for row in rows]
+    found = {
+        tuple(row["keys"].values()): {name: one["value"] for name, one in row["figures"].items()}
+        for row in rows
+    }
+    loud = specs.ADVERSARIES["base64"]
+    # A secret that one loud answer holds is lost as often as that answer is not inspected.
+    assert found[loud, 8, 0.2]["won"] == pytest.approx(0.8, abs=0.09)
+    assert found[loud, 8, 0.2]["used"] == 1 and found[loud, 8, 0.2]["bound"] > 0.8
+    assert found[loud, 8, 1.0]["caught"] == 1
+    for key, figures in found.items():
+        assert figures["won"] <= figures["bound"] + 0.09
+        ends = sum(figures[name] for name in ("learnt", "not_learnt", "caught", "spent"))
+        assert ends == pytest.approx(1)
+        if key[1] == 100000:
+            assert figures["won"] == 0
+    assert len(list(home.glob("game/*"))) == 2  # answers are judged once for all games
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"adversaries": "honest"}, {"bits": "many"}, {"bits": ""}, {"bits": "0"}, {"inspected": "1.5"},
+        {"alarms": 0.0}, {"rate": 0.3}, {"messages": 0}, {"margin": -1.0}, {"level": 1.0},
+    ],
+)  # fmt: skip
+def test_games_that_cannot_be_are_refused(change: dict[str, Any]) -> None:
+    with pytest.raises(InputError):
+        game(Setting(model="none"), **change)
 
 
 @pytest.mark.parametrize(
