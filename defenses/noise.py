@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hiddenlab.channel import Stage
 from hiddenlab.core import Public
-from hiddenlab.errors import InputError
+from hiddenlab.errors import InputError, NotApplicableError
 
 CHUNK_ROWS = 16384  # of the vocabulary at once, so that no second table is held in double precision
 
@@ -45,6 +45,48 @@ class Gaussian(Stage):
         return (
             f"{self.spec}: the attacker sees the states of noised embeddings and knows the model and sigma; "
             "only the provider knows the noise"
+        )
+
+
+class UnknownGaussian(Stage):
+    """``gaussian`` of a strength that is not published: the attacker has to find it out.
+
+    Args:
+        sigma: as ``gaussian``'s; the attacker's own copy of the stage has none.
+
+    Raises:
+        InputError: sigma is not a positive finite number.
+    """
+
+    name = "unknown-gaussian"
+
+    def __init__(self, sigma: float | None = None) -> None:
+        self._stage = None if sigma is None else Gaussian(sigma)
+        self.spec = self.name if self._stage is None else f"{self.name}:sigma={self._stage.sigma!r}"
+
+    def inputs(
+        self, embeddings: Float[Tensor, "n d"], table: Float[Tensor, "v d"], generator: torch.Generator
+    ) -> Float[Tensor, "m d"]:
+        if self._stage is None:
+            raise NotApplicableError(
+                f"{self.name} has no sigma here: to release states give {self.name}:sigma=S; of the attacks on such "
+                "states, joint estimates it"
+            )
+        return self._stage.inputs(embeddings, table, generator)
+
+    def public(self, public: Public) -> Public:
+        return replace(
+            public, channel=tuple(self.name if spec == self.spec else spec for spec in public.channel)
+        )
+
+    def supposed(self, strength: float) -> Gaussian:
+        """The stage that an attacker supposes."""
+        return Gaussian(strength)
+
+    def __repr__(self) -> str:
+        return (
+            f"{self.spec}: the attacker sees the states of noised embeddings and knows the model; "
+            "only the provider knows sigma and the noise"
         )
 
 

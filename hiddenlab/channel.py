@@ -32,7 +32,8 @@ class Defense(Protocol):
     """One stage of a channel. Randomness comes from the generator alone, so that a seed repeats a release.
 
     ``spec`` is the text that builds the same defense again, e.g. ``gaussian:sigma=0.01``. A stage that shows only
-    some of the rows says so with ``selects = True``.
+    some of the rows says so with ``selects = True``. One whose strength only the provider knows has
+    ``supposed(strength)``, the same stage with a strength that an attacker supposes.
     """
 
     spec: str
@@ -113,6 +114,8 @@ class Channel:
                 f"{selecting[0]} shows rows of known positions; it goes with neither permuted rows nor another "
                 "choice of rows"
             )
+        if len(unknown := [defense.spec for defense in self.defenses if _unknown(defense)]) > 1:
+            raise InputError(f"{' and '.join(unknown)}: only one stage may be of unknown strength")
         # Load options that contradict each other are refused here, before any model is loaded.
         self._load_options(dict.fromkeys(LOAD_OPTIONS))
 
@@ -129,6 +132,15 @@ class Channel:
     def whole(self) -> "Channel":
         """The channel without the stages that only leave rows out: what the rows that are shown went through."""
         return Channel([defense for defense in self.defenses if not _selects(defense)])
+
+    @property
+    def unknown(self) -> bool:
+        """Whether the strength of a stage is the provider's secret."""
+        return any(map(_unknown, self.defenses))
+
+    def supposed(self, strength: float) -> "Channel":
+        """The channel as it would be if the stage of unknown strength had this one."""
+        return Channel([_supposed(defense, strength) for defense in self.defenses])
 
     def provider_slice(self, slice: Slice) -> Slice:
         """The slice that the provider runs: the given one, or the same layers loaded as the stages ask.
@@ -275,6 +287,16 @@ def as_whole(public: Public) -> Public:
     return replace(public, positions=None, channel=Channel.parse(public.channel).whole().specs, facts=facts)
 
 
+def suppose(public: Public, strength: float) -> Public:
+    """The public facts as they would be if the stage of unknown strength had this one."""
+    channel = Channel.parse(public.channel)
+    supposed = channel.supposed(strength)
+    public = replace(public, channel=supposed.specs)
+    for before, stage in zip(channel.defenses, supposed.defenses, strict=True):
+        public = public if before is stage else stage.public(public)
+    return public
+
+
 def in_order(observation: Observation, secret: Secret) -> Float[Tensor, "rows d"]:
     """The rows of one's own release as the prompt has them."""
     states = observation.states
@@ -340,6 +362,15 @@ def _check_tokens(tokens: Sequence[int], slice: Slice) -> None:
 
 def _selects(defense: Defense) -> bool:
     return bool(getattr(defense, "selects", False))
+
+
+def _unknown(defense: Defense) -> bool:
+    return hasattr(defense, "supposed")
+
+
+def _supposed(defense: Defense, strength: float) -> Defense:
+    """A stage of unknown strength with this one; any other as it is."""
+    return _as_defense(defense.supposed(strength)) if hasattr(defense, "supposed") else defense
 
 
 def _permutes_rows(defense: Defense) -> bool:

@@ -30,6 +30,7 @@ BUILTINS: dict[str, dict[str, str]] = {
         "hidden-perm": "defenses.permute:HiddenPermutation",
         "2d-perm": "defenses.permute:Factorized2D",
         "gaussian": "defenses.noise:Gaussian",
+        "unknown-gaussian": "defenses.noise:UnknownGaussian",
         "random-prefix": "defenses.noise:RandomPrefix",
         "int8": "defenses.quantize:Int8",
         "nf4": "defenses.quantize:Nf4",

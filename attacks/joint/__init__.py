@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -12,9 +12,10 @@ from attacks.joint.evidence import FEATURES, TRACES, Learned
 from attacks.joint.moves import move_parts
 from attacks.joint.reading import Reader, fast_enough, learn_clock
 from attacks.joint.refine import Refined, refine_decodings
+from attacks.joint.strength import first_step, settle, strength_of
 from attacks.joint.weights import learn_weights
 from attacks.vocab_match.rank import LazyModel
-from hiddenlab.channel import Channel, as_whole, by_channel
+from hiddenlab.channel import Channel, as_whole, by_channel, suppose
 from hiddenlab.core import Observation, Progress, Public, Recovery, TokenRecovery, silent
 from hiddenlab.errors import InputError, NotApplicableError
 from hiddenlab.lens import lens_of
@@ -28,8 +29,13 @@ SURE = 16.0  # nats by which the token that a tokenizer puts first is likelier t
 
 @dataclass(frozen=True)
 class Prepared:
-    """What one channel at one site needs."""
+    """What one channel at one site needs.
 
+    Attributes:
+        observed: the public facts that it is for. public: the same with what was estimated.
+    """
+
+    observed: Public
     public: Public
     slice: Slice
     engines: Engines
@@ -47,7 +53,8 @@ class JointDecoding:
     is learned on texts of the attacker's own. Nothing is verified, since the right state is not known exactly; margins
     are in nats, and negative where what follows spoke for a token.
 
-    Knows: the weights, the released states, the channel. Does not know: tokens, permutations, noise.
+    Knows: the weights, the released states, the channel. Does not know: tokens, permutations, noise. The strength of
+    noise of which it is not told it finds out (see ``strength``).
 
     Args:
         beam: hypotheses kept, at least four times as many where rows are out of order or missing (``Effort.kept``).
@@ -79,12 +86,15 @@ class JointDecoding:
         """Train or load the probes and learn the weights, for all observations of one channel.
 
         Returns:
-            ``probe_seconds`` (0 where all were cached) and the weight of each piece of evidence.
+            ``probe_seconds`` (0 where all were cached), the weight of each piece of evidence, and ``noise_sigma`` where
+            it was estimated.
         """
         prepared, seconds = self.prepare(observation, slice)
         learned = {
             f"weight_{name}": float(x) for name, x in zip(FEATURES, prepared.learned.weights, strict=True)
         }
+        if prepared.public.noise_sigma != prepared.observed.noise_sigma:
+            learned["noise_sigma"] = float(prepared.public.noise_sigma or 0.0)
         return {"probe_seconds": seconds, **learned}
 
     def prepare(self, observation: Observation, slice: Slice) -> tuple[Prepared, float]:
@@ -97,9 +107,18 @@ class JointDecoding:
         public = as_whole(observation.public)
         if lens_of(public) is not None or observation.states.shape[1] != slice.width:
             raise NotApplicableError("joint decoding needs whole states")
-        kept = self._prepared
-        if kept is not None and (kept.public, kept.slice) == (public, slice):
+        kept, channel = self._prepared, Channel.parse(list(public.channel))
+        if kept is not None and (kept.observed, kept.slice) == (public, slice):
             return kept, 0.0
+        if channel.unknown:
+            prepared, seconds = self._estimate(observation, channel, public, slice)
+        else:
+            prepared, seconds = self._learn(public, slice)
+        self._prepared = replace(prepared, observed=public)
+        return self._prepared, seconds
+
+    def _learn(self, public: Public, slice: Slice) -> tuple[Prepared, float]:
+        """Probes and weights for a channel of known strength, and the seconds probes took."""
         model = LazyModel(slice).slice if self.asks else None
         shuffled = public.columns_permuted is not None
         probes, seconds = probes_for(slice, public, (0,) if shuffled else (0, *TRACES), self.progress)
@@ -113,8 +132,30 @@ class JointDecoding:
             runs = fast_enough(slice, channel, matcher, self.seed)
             engines = Engines(runs, matcher, model, public.prefix_tokens, _opening(slice, model), adapter)
             learned = learn_weights(channel, engines, reader, self.seed, self.progress)
-        self._prepared = Prepared(public, slice, engines, reader, learned)
-        return self._prepared, seconds
+        return Prepared(public, public, slice, engines, reader, learned), seconds
+
+    def _estimate(
+        self, observation: Observation, channel: Channel, public: Public, slice: Slice
+    ) -> tuple[Prepared, float]:
+        """The same for a channel of unknown strength, which this observation tells."""
+        made, seconds = dict[float, Prepared](), 0.0
+
+        def found(supposed: float) -> float:
+            nonlocal seconds
+            made[supposed], spent = self._learn(suppose(public, supposed), slice)
+            seconds += spent
+            with torch.inference_mode():
+                (decoding,) = self._decode([observation], made[supposed])
+                steps = decoding.beam[0].steps
+                shown = [(step.row, place) for place, step in enumerate(steps) if step.row >= 0]
+                rows, places = torch.tensor(shown, device=slice.device).T
+                tokens = torch.tensor([step.token for step in steps], device=slice.device)
+                matcher = made[supposed].engines.matcher
+                seen = decoding.view.shown[rows]
+                return strength_of(seen, places, tokens, channel.whole(), matcher, slice, self.seed)
+
+        step, strength = settle(first_step(slice), found)
+        return replace(made[step], public=suppose(public, strength)), seconds
 
     def recover(self, observation: Observation, slice: Slice, generator: torch.Generator) -> Recovery:
         """Recover one prompt; see ``recover_batch``."""
@@ -140,13 +181,8 @@ class JointDecoding:
                 raise NotApplicableError("tokens without a row can only be guessed by a language model")
         started = time.perf_counter()
         with torch.inference_mode():
-            decodings = [
-                start(prepared.reader.read(one), prepared.engines, prepared.learned.weights)
-                for one in observations
-            ]
-            decode(decodings, prepared.engines, prepared.learned, self.effort, self.progress)
-            move_parts(decodings, prepared.engines, prepared.learned.weights, self.progress)
-        refined = self._look_again(observations, decodings, slice)
+            decodings = self._decode(observations, prepared)
+        refined = self._look_again(observations, decodings, prepared)
         seconds = time.perf_counter() - started
         costs = [
             one.evaluated + (0 if new is None else new.evaluated)
@@ -157,14 +193,21 @@ class JointDecoding:
             for one, new, cost in zip(decodings, refined, costs, strict=True)
         ]
 
+    def _decode(self, observations: Sequence[Observation], prepared: Prepared) -> list[Decoding]:
+        engines, weights = prepared.engines, prepared.learned.weights
+        decodings = [start(prepared.reader.read(one), engines, weights) for one in observations]
+        decode(decodings, engines, prepared.learned, self.effort, self.progress)
+        move_parts(decodings, engines, weights, self.progress)
+        return decodings
+
     def _look_again(
-        self, observations: Sequence[Observation], decodings: Sequence[Decoding], slice: Slice
+        self, observations: Sequence[Observation], decodings: Sequence[Decoding], prepared: Prepared
     ) -> list[Refined | None]:
         """Solve for noised embeddings, of prompts whose every token has a row in known coordinates.
 
         In half precision the finite differences would be rounding errors.
         """
-        public = observations[0].public
+        public, slice = prepared.public, prepared.slice
         sigma, out = public.noise_sigma, list[Refined | None]([None] * len(decodings))
         if (
             not self.sweeps

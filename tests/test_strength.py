@@ -1,0 +1,130 @@
+"""Noise of unknown strength: what is published of it, and how joint decoding finds it out."""
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from attacks.joint import JointDecoding
+from attacks.joint.strength import LADDER, ROUNDS, _inverse, nearest_step, settle, strength_of
+from attacks.vocab_match import VocabMatch
+from hiddenlab.channel import Channel, suppose
+from hiddenlab.errors import InputError, NotApplicableError
+from hiddenlab.match import choose_matcher
+from hiddenlab.observation import load_observation, save_observation
+from hiddenlab.slice import Slice
+
+TOKENS = [5, 17, 40, 99, 140, 7, 250, 31, 12, 88]
+
+
+def test_the_strength_is_not_published(tiny_slice: Callable[..., Slice], tmp_path: object) -> None:
+    slice, generator = tiny_slice("llama", 2), torch.Generator().manual_seed(0)
+    specs = ["unknown-gaussian:sigma=0.125", "seq-perm"]
+    observation, _ = Channel.parse(specs).release(slice, TOKENS, generator)
+    path = f"{tmp_path}/observation.safetensors"
+    save_observation(observation, path)
+    with open(path, "rb") as handle:
+        assert b"0.125" not in handle.read()
+    public = load_observation(path).public
+    assert public.channel == ("unknown-gaussian", "seq-perm") and public.noise_sigma is None
+    channel = Channel.parse(list(public.channel))
+    assert channel.unknown and not Channel.parse(["gaussian:sigma=1"]).unknown
+    with pytest.raises(NotApplicableError, match="joint estimates it"):
+        channel.release(slice, TOKENS, generator)
+    with pytest.raises(NotApplicableError, match="joint estimates it"):
+        VocabMatch().setup(observation, slice, generator)
+    with pytest.raises(InputError, match="only one stage"):
+        Channel.parse(["unknown-gaussian", "unknown-gaussian:sigma=1"])
+    with pytest.raises(InputError, match="sigma > 0"):
+        Channel.parse(["unknown-gaussian:sigma=0"])
+
+
+def test_a_supposed_strength_makes_the_known_channel(tiny_slice: Callable[..., Slice]) -> None:
+    slice = tiny_slice("llama", 2)
+    first, second = (
+        Channel.parse([spec, "random-prefix"]).release(slice, TOKENS, torch.Generator().manual_seed(0))[0]
+        for spec in ("unknown-gaussian:sigma=0.5", "gaussian:sigma=0.5")
+    )
+    assert torch.equal(first.states, second.states)
+    assert suppose(first.public, 0.5) == second.public
+
+
+@given(st.floats(-4, 0.9), st.floats(0.5, 2.0))
+def test_a_growing_function_is_inverted(exponent: float, power: float) -> None:
+    strength = 10.0**exponent
+    found = _inverse(lambda x: 3 * x**power, 3 * strength**power)
+    assert found == pytest.approx(strength, rel=1e-3)
+    assert _inverse(lambda x: x, 1e9) == LADDER[-1]
+    assert _inverse(lambda x: x, 0.0) == LADDER[0]
+
+
+@given(st.lists(st.sampled_from(LADDER), min_size=1, max_size=8), st.randoms())
+def test_supposing_always_ends(steps: list[float], random: object) -> None:
+    """Whatever decoding finds, few strengths are tried, and what is supposed in the end was tried."""
+    path = dict(zip(steps, steps[1:] + steps[:1], strict=True))
+    tried: list[float] = []
+
+    def found(supposed: float) -> float:
+        tried.append(supposed)
+        return path.get(supposed, supposed)
+
+    supposed, strength = settle(steps[0], found)
+    assert supposed in tried and len(tried) == len(set(tried)) <= ROUNDS
+    assert strength == path.get(supposed, supposed)
+    if nearest_step(strength) != supposed and len(tried) < ROUNDS:
+        assert supposed == max(one for one in tried if one in _reachable(path, supposed))
+
+
+def _reachable(path: dict[float, float], start: float) -> set[float]:
+    seen = {start}
+    while (start := path.get(start, start)) not in seen:
+        seen.add(start)
+    return seen
+
+
+def test_steps_are_near() -> None:
+    for strength in (1e-4, 0.0123, 0.4, 2.0):
+        assert abs(math.log10(nearest_step(strength) / strength)) < 0.27
+
+
+@pytest.mark.parametrize("specs", [[], ["seq-perm"], ["hidden-perm"], ["random-prefix"]])
+def test_right_tokens_tell_the_strength(tiny_slice: Callable[..., Slice], specs: list[str]) -> None:
+    slice = tiny_slice("llama", 2)
+    tokens = torch.randint(0, 256, (40,), generator=torch.Generator().manual_seed(2))
+    for sigma in (0.01, 0.1):
+        channel = Channel.parse([f"unknown-gaussian:sigma={sigma}", *specs])
+        observation, secret = channel.release(slice, tokens.tolist(), torch.Generator().manual_seed(1))
+        matcher = choose_matcher("auto", observation.public)
+        places = torch.arange(40) if secret.row_order is None else torch.tensor(secret.row_order)
+        with torch.inference_mode():
+            found = strength_of(
+                matcher.prepare(observation.states), places, tokens, Channel.parse(observation.public.channel),
+                matcher, slice, 0,
+            )  # fmt: skip
+        if specs == ["random-prefix"]:
+            assert found > sigma / 2  # what the prefix does is not noise of the tokens, and hides weak noise
+        else:
+            # Sorted rows of a narrow model tell less.
+            assert found == pytest.approx(sigma, rel=0.5 if "hidden-perm" in specs else 0.3)
+
+
+@pytest.mark.usefixtures("small_probes")
+def test_a_prompt_behind_unknown_noise_comes_back(
+    tiny_slice: Callable[..., Slice], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tiny model's probe knows little: with all tokens among the candidates, states in context decide."""
+    monkeypatch.setattr("attacks.joint.reading.SHORTLIST", 300)
+    slice, generator = tiny_slice("llama", 2), torch.Generator()
+    for sigma in (0.003, 0.01):
+        observation, _ = Channel.parse([f"unknown-gaussian:sigma={sigma}"]).release(
+            slice, TOKENS, torch.Generator().manual_seed(0)
+        )
+        joint = JointDecoding(model=False, sweeps=1, width=3000, beam=2)
+        told = joint.setup(observation, slice, generator)
+        assert told["noise_sigma"] == pytest.approx(sigma, rel=0.5)
+        assert joint.recover(observation, slice, generator).ids == TOKENS
+    known, _ = Channel.parse(["gaussian:sigma=0.01"]).release(slice, TOKENS, generator)
+    assert "noise_sigma" not in JointDecoding(model=False).setup(known, slice, generator)
