@@ -4,12 +4,14 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from attacks.closed_weights.model import with_table
 from attacks.closed_weights.prior import refine
 from attacks.closed_weights.recover import collect_untied, rebuild_tied, with_public_embedding
 from attacks.closed_weights.substitution import solve
@@ -22,14 +24,14 @@ from defenses.cascade.plan import Plan
 from defenses.schemes.shares import HELPER, Centaur, PermLLM
 from defenses.schemes.stip import SERVER, Stip
 from defenses.schemes.walk import Plain, walk
-from defenses.schemes.weights import Weights, load_weights
+from defenses.schemes.weights import Weights, load_weights, write_checkpoint
 from eval.experiment import Figures
 from eval.intervals import mean, ratio, share
 from eval.measures import as_figures
 from eval.metrics import score_text
 from eval.mpc.run import crypten_decoder
 from hiddenlab.channel import Channel
-from hiddenlab.core import Observation, Progress, silent
+from hiddenlab.core import Observation, Progress, Recovery, silent
 from hiddenlab.errors import HiddenlabError, InputError
 from hiddenlab.job import generator
 from hiddenlab.match import choose_matcher
@@ -273,25 +275,69 @@ def revealed(spec: dict[str, Any], folder: Path, progress: Progress = silent) ->
     public = Channel.parse([how.channel]).release(slice, prompts[0][:2], generator(0))[0].public
     epsilon = _rounding(how, weights, slice, layer, spec["seed"])
     attack = VocabMatch(epsilon=str(epsilon), budget=spec["budget"], seed=spec["seed"], progress=progress)
-    rows = []
+    found, truths = [], []
     for i, (tokens, states) in enumerate(_shown(how, weights, prompts, layer, spec["seed"])):
-        recovery = attack.recover(Observation(states, public), slice, generator(spec["seed"], "attack", i))
-        score = score_text(
-            truth_ids=tokens, recovered_ids=recovery.ids,
-            truth_text=slice.text(tokens), recovered_text=slice.text(recovery.ids),
-        )  # fmt: skip
-        sure = sum(one.verified for one in recovery.tokens)
-        rows.append((score, len(tokens), sure, recovery.evaluated_tokens, recovery.seconds))
+        found.append(attack.recover(Observation(states, public), slice, generator(spec["seed"], "attack", i)))
+        truths.append(tokens)
         progress("prompts", i + 1, len(prompts))
-    counts = [float(row[1]) for row in rows]
+    figures = _matched(found, truths)
+    texts = [
+        score_text(
+            truth_ids=tokens, recovered_ids=one.ids,
+            truth_text=slice.text(tokens), recovered_text=slice.text(one.ids),
+        )
+        for one, tokens in zip(found, truths, strict=True)
+    ]  # fmt: skip
+    return figures | as_figures({"rouge_l": mean([one["rouge_l"] for one in texts])})
+
+
+def permuted_model(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> Figures:
+    """STIP's server reads states behind a layer, with its permuted model and the vocabulary that it rebuilt.
+
+    The attacker has what the server's view holds (as a file), the permuted model as a checkpoint, and the states that
+    this model makes of a user's vectors, shuffled further if so asked. Recovered are symbols (``rebuild_tied``).
+
+    Args:
+        spec: model, prompts, limit, max_tokens, seed, device, layer, channel, budget.
+    """
+    weights, prompts = _model_and_prompts(spec)
+    layer, channel = spec["layer"], Channel.parse([spec["channel"]])
+    stip = Stip(weights, seed=spec["seed"])
+    names = {int(row): symbol for symbol, row in enumerate(stip.user.keys.vocabulary.tolist())}
+    with TemporaryDirectory(dir=folder) as home:
+        write_checkpoint(stip.server.permuted, spec["model"], Path(home) / "server")
+        view = ServerView.load(stip_view(stip, prompts).save(Path(home)).parent)
+        whole = with_table(Path(home) / "server", rebuild_tied(view).table, Path(home) / "whole")
+        slice = load_slice(str(whole), layer, device=spec["device"])
+        public = channel.release(slice, [0, 1], generator(0))[0].public
+        draw = generator(spec["seed"], "order")
+        observations, truths = [], []
+        for tokens in prompts:
+            with torch.inference_mode():
+                states = walk(stip.server.permuted, stip.user.encrypt(tokens), Plain())[1][layer]
+            for stage in channel.defenses:
+                states = stage.states(states, draw)[0]
+            observations.append(Observation(states, public))
+            truths.append([names[token] for token in tokens])
+        attack = VocabMatch(budget=spec["budget"], seed=spec["seed"], progress=progress)
+        found = attack.recover_batch(observations, slice, generator(spec["seed"], "attack"))
+    return _matched(found, truths)
+
+
+def _matched(found: Sequence[Recovery], truths: Sequence[Sequence[int]]) -> Figures:
+    """What vocabulary matching recovered, and at what cost."""
+    counts = [float(len(tokens)) for tokens in truths]
+    right = [
+        sum(a == b for a, b in zip(one.ids, tokens, strict=True))
+        for one, tokens in zip(found, truths, strict=True)
+    ]
     return as_figures(
         {
-            "exact": share([row[0]["exact"] for row in rows]),
-            "token_accuracy": mean([row[0]["token_accuracy"] for row in rows]),
-            "rouge_l": mean([row[0]["rouge_l"] for row in rows]),
-            "verified": ratio([float(row[2]) for row in rows], counts),
-            "evaluated_tokens_per_token": ratio([float(row[3]) for row in rows], counts),
-            "seconds_per_prompt": mean([row[4] for row in rows]),
+            "exact": share([n == count for n, count in zip(right, counts, strict=True)]),
+            "token_accuracy": mean([n / count for n, count in zip(right, counts, strict=True)]),
+            "verified": ratio([float(sum(token.verified for token in one.tokens)) for one in found], counts),
+            "evaluated_tokens_per_token": ratio([float(one.evaluated_tokens) for one in found], counts),
+            "seconds_per_prompt": mean([one.seconds for one in found]),
         }
     )
 

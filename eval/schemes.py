@@ -3,7 +3,9 @@
 from typing import Any
 
 from eval.experiment import Cell, Experiment, Setting, attack_cell
+from eval.paper import PERMUTATIONS
 from eval.scheme_cells import PLAIN, REVEALING, SCHEMES
+from hiddenlab.errors import InputError
 
 SAME, NONE = "same", "none"  # a language model to help: of the attacked model's name, or none
 FEW = 256  # candidates for a token where rows are a few projections
@@ -45,6 +47,12 @@ def schemes(setting: Setting, generate: int = 8) -> Experiment:
             "merging independent ones. On shares 10 prompts, else 50.",
         ],
     )  # fmt: skip
+
+
+MATCHED = {
+    "exact": "exact prompts", "token_accuracy": "token accuracy", "verified": "verified tokens",
+    "evaluated_tokens_per_token": "evaluated tokens per token", "seconds_per_prompt": "seconds a prompt",
+}  # fmt: skip
 
 
 def closed_weights(setting: Setting) -> Experiment:
@@ -112,6 +120,35 @@ def substitution(
     )
 
 
+def permuted_model(setting: Setting, channels: str = "identity,hidden-perm", budget: int = 0) -> Experiment:
+    """Closed weights, tied head: states behind a layer matched with the permuted model alone (appendix I.3).
+
+    ``channels``: what is shuffled of the states beyond STIP's own order, joined by commas. ``budget``: candidates for
+    a position, 0 for all.
+    """
+    cells = []
+    for channel in dict.fromkeys(part.strip() for part in channels.split(",") if part.strip()):
+        if channel not in PERMUTATIONS:
+            raise InputError(f"unknown channel {channel!r}; known are {', '.join(PERMUTATIONS)}")
+        for layer in setting.at((1, 11)):
+            spec = {
+                "model": setting.model, "seed": setting.seed, "device": setting.device, **setting.source(),
+                "layer": layer, "channel": channel, "budget": budget or None,
+            }  # fmt: skip
+            cells.append(Cell("permuted-model", spec, {"states": channel, "layer": layer}))
+    return Experiment(
+        "STIP with closed weights: states matched with the permuted model",
+        cells,
+        MATCHED,
+        [
+            "The attacker has the permuted model without its token embedding, the vectors that users sent, and states "
+            "behind the layer, in the one order of coordinates that STIP gives them (identity), or shuffled further. "
+            "From the first two it rebuilds the permuted vocabulary, from the third it reads the prompts.",
+            "Exact up to renaming: a symbol for each token. Which symbol is which token: see 'substitution'.",
+        ],
+    )
+
+
 def revealed(setting: Setting, budget: int = 0) -> Experiment:
     """Open weights: Centaur's and PermLLM's permuted states matched by the party that sees them (appendix I.2)."""
     cells = []
@@ -129,10 +166,7 @@ def revealed(setting: Setting, budget: int = 0) -> Experiment:
     return Experiment(
         "What non-linearities reveal",
         cells,
-        {
-            "exact": "exact prompts", "token_accuracy": "token accuracy", "verified": "verified tokens",
-            "evaluated_tokens_per_token": "evaluated tokens per token", "seconds_per_prompt": "seconds a prompt",
-        },
+        MATCHED,
         [
             "States as the protocol itself reveals them at the norm behind the layer, its fixed-point rounding "
             "included; the threshold is four times the largest rounding seen on four prompts of the attacker's own.",

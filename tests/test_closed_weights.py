@@ -18,22 +18,24 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from attacks.closed_weights import prior
+from attacks.closed_weights.model import with_table
 from attacks.closed_weights.order import common_order, match_sorted, number
 from attacks.closed_weights.prior import refine
 from attacks.closed_weights.recover import collect_untied, rebuild_tied, with_public_embedding
 from attacks.closed_weights.substitution import solve
 from attacks.closed_weights.view import FILE, ServerView
 from defenses.schemes.stip import Stip
-from defenses.schemes.weights import load_weights
+from defenses.schemes.walk import Plain, walk
+from defenses.schemes.weights import load_weights, write_checkpoint
 from eval import scheme_cells
 from eval.experiment import Setting
 from eval.scheme_cells import stip_view
-from eval.schemes import substitution
+from eval.schemes import permuted_model, substitution
 from hiddenlab import registry
 from hiddenlab.core import silent
 from hiddenlab.errors import InputError, NotApplicableError
 from hiddenlab.propose import corpus
-from hiddenlab.slice import Request, Slice
+from hiddenlab.slice import Request, Slice, load_slice
 
 TinyPath = Callable[..., str]
 TinySlice = Callable[..., Slice]
@@ -371,6 +373,44 @@ def test_measures_of_closed_weights(
     assert found["exact"]["value"] == exact and (tmp_path / FILE).is_file()
     far = scheme_cells.closed_weights({**spec, "embedding": "base", "drift": 30.0}, tmp_path)
     assert far["exact"]["value"] == 0
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
+def test_the_permuted_model_is_made_whole(tiny: TinyPath, tmp_path: Path, architecture: str) -> None:
+    """From files of the server's alone comes a model whose states are those that the server computes."""
+    name = tiny(architecture, tie_word_embeddings=True)
+    weights, _ = load_weights(name)
+    stip = Stip(weights, seed=3)
+    write_checkpoint(stip.server.permuted, name, tmp_path / "server")
+    view = ServerView.load(stip_view(stip, PROMPTS).save(tmp_path).parent)
+    rebuilt = rebuild_tied(view)
+    slice = load_slice(str(with_table(tmp_path / "server", rebuilt.table, tmp_path / "whole")), 2)
+    for tokens, symbols in zip(PROMPTS, rebuilt.symbols, strict=True):
+        wanted = walk(stip.server.permuted, stip.user.encrypt(tokens), Plain())[1][2]
+        assert torch.allclose(slice.encode(torch.tensor(symbols)), wanted, atol=1e-4)
+    # Nothing of the token embedding was in the checkpoint.
+    empty = load_slice(str(tmp_path / "server"), 1).embedding
+    assert not bool(empty.any())
+    write_checkpoint(weights, name, tmp_path / "copy")
+    plain, copy = (load_slice(str(one), None, stream="logits") for one in (name, tmp_path / "copy"))
+    assert torch.equal(plain.encode(torch.arange(9)), copy.encode(torch.arange(9)))
+    with pytest.raises(InputError, match="other shapes"):
+        write_checkpoint(weights, tiny(architecture, num_hidden_layers=1), tmp_path / "none")
+    with pytest.raises(InputError, match="not"):
+        with_table(tmp_path / "server", rebuilt.table[:5], tmp_path / "none")
+
+
+@pytest.mark.usefixtures("small_probes")
+@pytest.mark.parametrize("channel", ["identity", "2d-perm"])
+def test_states_are_matched_with_the_permuted_model(
+    spec: dict[str, object], tmp_path: Path, channel: str
+) -> None:
+    found = scheme_cells.permuted_model({**spec, "layer": 1, "channel": channel, "budget": None}, tmp_path)
+    assert found["exact"]["value"] == 1 and found["verified"]["value"] == 1
+    assert found["evaluated_tokens_per_token"]["value"] > 1
+    assert [one.name for one in tmp_path.iterdir()] == ["prompts.txt"]  # the models are as large as the original: they do not stay
+    with pytest.raises(InputError, match="unknown channel"):
+        permuted_model(Setting(), channels="identity,gaussian:sigma=1")
 
 
 @pytest.mark.usefixtures("small_probes")

@@ -6,6 +6,7 @@ The attacks run models through transformers; a scheme changes the arithmetic ins
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from hiddenlab.errors import InputError
-from hiddenlab.slice.load import load_config, load_model, load_tokenizer, resolve_model
+from hiddenlab.slice.load import load_config, load_model, load_tokenizer, quiet_transformers, resolve_model
 
 CHECK_TOKENS, CHECK_TOLERANCE = 12, 1e-2
 
@@ -161,13 +162,46 @@ def load_weights(name: str) -> tuple[Weights, Any]:
 
 
 @torch.inference_mode()
+def write_checkpoint(weights: Weights, name: str, folder: Path) -> None:
+    """Weights as a transformers checkpoint; without an embedding, that of the tokens is zeros. No tokenizer.
+
+    Args:
+        name: a model with weights of the same shapes.
+
+    Raises:
+        InputError: no such model, or other shapes.
+    """
+    ref = resolve_model(name)
+    model: Any = load_model(
+        ref, load_config(ref), head=True, dtype=torch.float32, device=torch.device("cpu"), attention="eager"
+    )
+    names = _family(model)
+    table = torch.zeros_like(weights.head.weight) if weights.embedding is None else weights.embedding
+    model.config.tie_word_embeddings = False
+    model.lm_head.weight = nn.Parameter(torch.empty_like(model.lm_head.weight), requires_grad=False)
+    try:
+        _put(model, names["embedding"], table, None)
+        _put(model, "lm_head", weights.head.weight, weights.head.bias)
+        _put(model, names["final"], weights.final.weight, weights.final.bias)
+        if weights.positions is not None:
+            _put(model, names["positions"], weights.positions, None)
+        layers: Any = _find(model, names["layers"])
+        for layer, block in zip(layers, weights.blocks, strict=True):
+            for part, value in vars(block).items():
+                if value is not None:
+                    _put(layer, names[part], value.weight, value.bias)
+    except (RuntimeError, ValueError) as error:
+        raise InputError(f"{name} has weights of other shapes ({error})") from None
+    with quiet_transformers():
+        model.save_pretrained(folder)
+
+
+@torch.inference_mode()
 def read_weights(model: nn.Module) -> Weights:
     """The parts of a transformers model (see ``load_weights``)."""
     config: Any = model.config
-    kind = f"{config.model_type} is not of Llama or GPT-2 type, which the schemes are written for"
-    family = next((names for names in FAMILIES.values() if _find(model, names["layers"]) is not None), None)
-    if family is None:
-        raise InputError(kind)
+    kind = _refusal(config)
+    family = _family(model)
     try:
         weights = _read(model, family, config)
         tokens = torch.arange(CHECK_TOKENS) * 7 % len(weights.head.weight)
@@ -180,6 +214,17 @@ def read_weights(model: nn.Module) -> Weights:
     if float((own - wanted).abs().max()) > CHECK_TOLERANCE * max(1.0, float(wanted.abs().max())):
         raise InputError(kind)
     return weights
+
+
+def _refusal(config: Any) -> str:
+    return f"{config.model_type} is not of Llama or GPT-2 type, which the schemes are written for"
+
+
+def _family(model: Any) -> dict[str, str]:
+    found = next((names for names in FAMILIES.values() if _find(model, names["layers"]) is not None), None)
+    if found is None:
+        raise InputError(_refusal(model.config))
+    return found
 
 
 def _read(model: nn.Module, names: dict[str, str], config: Any) -> Weights:
@@ -218,17 +263,32 @@ def _find(module: nn.Module, path: str) -> nn.Module | None:
 
 
 def _linear(module: nn.Module, path: str) -> Linear:
+    weight, bias = _view(module, path)
+    return Linear(weight.contiguous(), bias)
+
+
+def _view(module: nn.Module, path: str) -> tuple[Tensor, Tensor | None]:
+    """Weight and bias of a part of a model, in place: ``out in`` where it is a linear layer."""
     path, _, part = path.partition("[")
     found: Any = _find(module, path)
-    weight = found.weight.detach()
-    if not isinstance(found, nn.Linear):  # transformers' Conv1D keeps the transpose
+    weight, bias = found.weight.detach(), getattr(found, "bias", None)
+    bias = None if bias is None else bias.detach()
+    if type(found).__name__ == "Conv1D":  # transformers' own, which keeps the transpose
         weight = weight.T
-    bias = None if found.bias is None else found.bias.detach()
     if part:
         i, n = (int(number) for number in part.rstrip("]").split("/"))
         weight = weight.chunk(n)[i]
         bias = None if bias is None else bias.chunk(n)[i]
-    return Linear(weight.contiguous(), bias)
+    return weight, bias
+
+
+def _put(module: nn.Module, path: str, weight: Tensor, bias: Tensor | None) -> None:
+    own, shift = _view(module, path)
+    if own.shape != weight.shape or (shift is None) != (bias is None):
+        raise ValueError(f"{path} is {tuple(own.shape)}, not {tuple(weight.shape)}")
+    own.copy_(weight)
+    if shift is not None and bias is not None:
+        shift.copy_(bias)
 
 
 def _norm(found: Any) -> Norm:
