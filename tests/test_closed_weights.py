@@ -408,7 +408,9 @@ def test_states_are_matched_with_the_permuted_model(
     found = scheme_cells.permuted_model({**spec, "layer": 1, "channel": channel, "budget": None}, tmp_path)
     assert found["exact"]["value"] == 1 and found["verified"]["value"] == 1
     assert found["evaluated_tokens_per_token"]["value"] > 1
-    assert [one.name for one in tmp_path.iterdir()] == ["prompts.txt"]  # the models are as large as the original: they do not stay
+    assert [one.name for one in tmp_path.iterdir()] == [
+        "prompts.txt"
+    ]  # the models are as large as the original: they do not stay
     with pytest.raises(InputError, match="unknown channel"):
         permuted_model(Setting(), channels="identity,gaussian:sigma=1")
 
