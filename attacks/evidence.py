@@ -23,6 +23,9 @@ HALVES = ("bfloat16", "float16")
 # Typical differences between a provider in half precision and an attacker in another: units of bfloat16's last bit and
 # share of an inner product's size, both near what the built-in model shows, and nats, a guess.
 HALF_ULPS, HALF_SHARE, HALF_NATS = 2.0, 0.015, 0.06
+# Densities of a projection's values, in units of a random direction's, and of log-probabilities, in nats, where they
+# have no relation to the shown ones; share of these that is what it seems to be.
+SPREAD, NATS, TRUST = 1 / 6, 1 / 10, 0.99
 SAME_ULPS, SAME_SHARE, SAME_NATS = 0.5, 1e-3, 1e-3
 
 
@@ -32,6 +35,11 @@ class Evidence(Protocol):
 
     def score(self, row: int, states: Float[Tensor, "c d"]) -> Float[Tensor, " c"]:
         """Log-likelihood ratio of each state, for one row: that it is the released one against any other."""
+        ...
+
+    @property
+    def most(self) -> float:
+        """The largest that ``score`` can be."""
         ...
 
 
@@ -56,6 +64,10 @@ class Proofs:
         gaps = (own - self.codes[row].to(own.device)[largest]).abs().float()
         return agreement(gaps, self.slack, 1 / PATTERNS, self.trust).sum(1)
 
+    @property
+    def most(self) -> float:
+        return self.top * full_agreement(self.slack, 1 / PATTERNS, self.trust)
+
 
 @dataclass(frozen=True)
 class Projected:
@@ -75,7 +87,11 @@ class Projected:
         gaps = (states @ self.directions.to(states.device) - self.shown[row].to(states.device)).abs()
         # In units of what a random direction gives of this state; a wrong state's are spread over some six of them.
         size = torch.linalg.vector_norm(states, dim=1, keepdim=True) / states.shape[1] ** 0.5
-        return agreement(gaps / size.clamp(min=1e-9), self.error, 1 / 6, 0.99).sum(1)
+        return agreement(gaps / size.clamp(min=1e-9), self.error, SPREAD, TRUST).sum(1)
+
+    @property
+    def most(self) -> float:
+        return self.shown.shape[1] * full_agreement(self.error, SPREAD, TRUST)
 
 
 @dataclass(frozen=True)
@@ -92,7 +108,11 @@ class Likelihoods:
 
     def score(self, row: int, states: Float[Tensor, "c v"]) -> Float[Tensor, " c"]:
         own = states.float().log_softmax(1)[:, self.ids[row].to(states.device)]
-        return agreement((own - self.values[row].to(own.device)).abs(), self.error, 1 / 10, 0.99).sum(1)
+        return agreement((own - self.values[row].to(own.device)).abs(), self.error, NATS, TRUST).sum(1)
+
+    @property
+    def most(self) -> float:
+        return self.values.shape[1] * full_agreement(self.error, NATS, TRUST)
 
 
 def agreement(
@@ -105,6 +125,11 @@ def agreement(
     """
     density = (-gaps / slack).exp() / (2 * slack)
     return (1 - trust + trust * density / chance).log()
+
+
+def full_agreement(slack: float, chance: float, trust: float) -> float:
+    """``agreement`` without any difference: the most that one place can say."""
+    return float(agreement(torch.zeros(1, 1), slack, chance, trust))
 
 
 def ordinals(values: Tensor) -> Int[Tensor, "*shape"]:

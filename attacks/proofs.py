@@ -32,7 +32,7 @@ class ProofSearch:
     position says. A path's score is the language model's log-probability plus these log-likelihood ratios, so that
     positions about which the fingerprint is silent are carried by the prior, and by what follows: a wrong token
     changes later states as well. Proposals are taken in the order of score over all paths, in chunks that double,
-    until one stands out or the budget is spent.
+    until one stands out, the best evidence there is would not bring the next one near the best, or the budget is spent.
 
     A token is verified where its evidence is above every other tried token's by e⁷, and so far above what wrong ones
     have that not one in a thousand vocabularies would hold such a token by chance. ``distance`` in the answer is minus
@@ -95,8 +95,8 @@ class ProofSearch:
         paths, rows, spent = [opening.path()], len(observation.states), False
         for row in range(rows):
             speaks = self.evidence and row % self.every == 0
-            tried = self._try(opening, paths, row, evidence if speaks else None)
-            spent |= speaks and not tried.stands_out()
+            tried, enough = self._try(opening, paths, row, evidence if speaks else None)
+            spent |= speaks and not enough
             paths = _survivors(opening, paths, tried, row, self.breadth, last=row == rows - 1)
             self.progress("positions", row + 1, rows)
         evaluated, calls = slice.evaluated_tokens - before[0], slice.forward_calls - before[1]
@@ -110,18 +110,19 @@ class ProofSearch:
 
     def _try(
         self, opening: "_Opening", paths: list["_Path"], row: int, evidence: Evidence | None
-    ) -> "_Tried":
-        """Tokens behind the paths that expect them most, the likeliest first, until one stands out.
+    ) -> tuple["_Tried", bool]:
+        """Tokens behind the paths that expect them most, the likeliest first; whether the budget was enough.
 
-        The best of them are then tried behind the other paths too: a wrong token early on may change little here, and
-        which path is right is left to what follows.
+        It was where one stands out, where the others are too unlikely for any evidence, or where none is left. The
+        best are then tried behind the other paths too: a wrong token early on may change little here, and which path is
+        right is left to what follows.
         """
         slice, limit = opening.slice, self.openings if row == 0 else self.budget
         scores = torch.stack([path.score + path.following for path in paths])
         if evidence is None:
             best = scores.flatten().topk(min(limit, scores.numel()))
             parents, tokens = best.indices // slice.vocab_size, best.indices % slice.vocab_size
-            return _Tried(parents, tokens, best.values, torch.zeros_like(best.values), slice.vocab_size)
+            return _Tried(parents, tokens, best.values, torch.zeros_like(best.values), slice.vocab_size), True
         prior, parents = scores.max(0)
         tokens = prior.topk(min(limit, len(prior))).indices
         tried = _Tried(
@@ -129,20 +130,23 @@ class ProofSearch:
         )
         if row == 0:
             tried.evidence = evidence.score(0, opening.states)
-            return tried
-        start, size = 0, self.candidates
-        while start < len(tokens):
-            end = start + min(size, slice.max_pass_tokens, len(tokens) - start)
+            return tried, tried.stands_out() or len(tokens) == slice.vocab_size
+        # The prior falls: from here on no evidence would bring a token near the best.
+        start, size, reach = 0, self.candidates, len(tokens)
+        while start < reach:
+            end = start + min(size, slice.max_pass_tokens, reach - start)
             tried.evidence[start:end] = _scored(
                 slice, paths, tried.parents[start:end], tokens[start:end], evidence, row
             )
             start, size = end, 2 * size
             if tried.first(end).stands_out():
                 break
-        tried = tried.first(start)
-        parents, tokens = tried.elsewhere(scores, self.candidates if tried.stands_out() else self.budget)
+            reach = min(reach, int((tried.prior >= tried.first(end).floor(evidence.most)).sum()))
+        tried, enough = tried.first(start), reach < len(tokens) or len(tokens) == slice.vocab_size
+        found = tried.stands_out()
+        parents, tokens = tried.elsewhere(scores, evidence.most, self.candidates if found else self.budget)
         more = _scored(slice, paths, parents, tokens, evidence, row)
-        return tried.with_more(parents, tokens, scores[parents, tokens], more)
+        return tried.with_more(parents, tokens, scores[parents, tokens], more), found or enough
 
     def __repr__(self) -> str:
         return (
@@ -186,13 +190,18 @@ class _Tried:
             self.parents[:count], self.tokens[:count], self.prior[:count], self.evidence[:count], self.vocabulary
         )  # fmt: skip
 
+    def floor(self, most: float) -> float:
+        """The prior below which the most evidence there is leaves a continuation behind the best by e⁷."""
+        return float((self.prior + self.evidence).max()) - most - CERTAIN
+
     def elsewhere(
-        self, scores: Float[Tensor, "paths v"], limit: int
+        self, scores: Float[Tensor, "paths v"], most: float, limit: int
     ) -> tuple[Int[Tensor, " more"], Int[Tensor, " more"]]:
         """Good tokens behind paths that they were not tried behind: paths and tokens, the likeliest first."""
         total = self.prior + self.evidence
         open_ = torch.zeros_like(scores, dtype=torch.bool)
         open_[:, self.tokens[total >= total.max() - HOPELESS]] = True
+        open_ &= scores >= self.floor(most)
         open_[self.parents, self.tokens] = False
         order = scores.masked_fill(~open_, -math.inf).flatten().topk(min(limit, int(open_.sum()))).indices
         return order // scores.shape[1], order % scores.shape[1]

@@ -120,12 +120,52 @@ def test_passes_stay_small(tiny_slice: Slices, monkeypatch: pytest.MonkeyPatch) 
     assert parts.ids == whole.ids and parts.evaluated_tokens == whole.evaluated_tokens
 
 
+@pytest.mark.parametrize("channel", [f"{HALF}|project:count=2", f"{HALF}|project:count=1", "toploc:k=64"])
+def test_tokens_that_no_evidence_would_save_are_not_run(
+    tiny_slice: Slices, monkeypatch: pytest.MonkeyPatch, channel: str
+) -> None:
+    """Behind a language model that is sure of much, the same prompt is found as when every token is run."""
+    slice = tiny_slice("llama", None, "final_norm")
+
+    def sharp(self: Any, states: torch.Tensor) -> torch.Tensor:
+        return (30 * self._head(states).float()).log_softmax(1)
+
+    monkeypatch.setattr("attacks.proofs._Opening.log_probs", sharp)
+    opening = ProofSearch()._opening(slice)
+    tokens, prior = list[int](), opening.path().prior
+    for _ in range(8):
+        following = (
+            opening.following if not tokens else opening.log_probs(prior.extend(torch.tensor(tokens[-1:])))[0]
+        )
+        tokens.append(int(torch.multinomial(following.exp(), 1, generator=draw(len(tokens)))))
+    observation = release(slice, channel, tokens)
+    found = attacked(observation, slice, candidates=8)
+    kind = type(evidence_of(observation, slice))
+    least = min(-one.distance for one in found.tokens)
+    assert least <= evidence_of(observation, slice).most
+    monkeypatch.setattr(kind, "most", property(lambda self: 1e9))
+    whole = attacked(observation, slice, candidates=8)
+    assert found.ids == whole.ids
+    assert found.stop_reason == "complete"
+    if "project" in channel:
+        assert found.evaluated_tokens < 0.7 * whole.evaluated_tokens
+
+
+@pytest.mark.parametrize("channel", ["toploc:k=64", f"{HALF}|project:count=3"])
+def test_the_right_states_have_the_most_evidence(tiny_slice: Slices, channel: str) -> None:
+    slice = tiny_slice("llama", None, "final_norm")
+    evidence = evidence_of(release(slice, channel, prompt()), slice)
+    states = slice.encode(torch.tensor(prompt()))
+    right = torch.cat([evidence.score(row, states[row : row + 1]) for row in range(LENGTH)])
+    assert bool((right <= evidence.most + 1e-4).all()) and float(right.max()) > 0.5 * evidence.most
+
+
 # ---- what is not there is not found, and not claimed
 
 
 def test_one_inner_product_verifies_nothing(tiny_slice: Slices) -> None:
     slice = tiny_slice("llama", None, "final_norm")
-    recovery = attacked(release(slice, f"{HALF}|project:count=1", prompt()), slice, budget=300)
+    recovery = attacked(release(slice, f"{HALF}|project:count=1", prompt()), slice, budget=200)
     assert not any(token.verified for token in recovery.tokens)
     assert recovery.stop_reason == "budget exhausted"
 
