@@ -42,7 +42,7 @@ class ProofSearch:
 
     Args:
         breadth: paths kept. candidates: continuations in the first chunk. budget: tokens tried for a position at most,
-            and as many again behind other paths where none stands out.
+            and up to ``breadth`` × ``candidates`` behind other paths where none stands out.
         openings: first tokens compared. evidence: false leaves the language model's own guess, the floor.
         every: only each so-manieth row is looked at, as if the provider had sent no others (DiFR's stride).
         directions: of a secret projection, as learned (``attacks.evidence``). error: typical error of their inner
@@ -144,7 +144,9 @@ class ProofSearch:
             reach = min(reach, int((tried.prior >= tried.first(end).floor(evidence.most)).sum()))
         tried, enough = tried.first(start), reach < len(tokens) or len(tokens) == slice.vocab_size
         found = tried.stands_out()
-        parents, tokens = tried.elsewhere(scores, evidence.most, self.candidates if found else self.budget)
+        # The whole vocabulary again would double the cost for what mostly decides between paths alone.
+        others = self.candidates if found else min(self.budget, self.breadth * self.candidates)
+        parents, tokens = tried.elsewhere(scores, evidence.most, others)
         more = _scored(slice, paths, parents, tokens, evidence, row)
         return tried.with_more(parents, tokens, scores[parents, tokens], more), found or enough
 
