@@ -100,10 +100,8 @@ def adversaries(
     names = _names(adversaries, ADVERSARIES)
     spec = {
         **_warden(setting, requests, most_suspicious, turns, new_tokens),
-        **_answers(criterion, count, prompt_tokens, length, level),
+        **_answers(criterion, count, prompt_tokens, length, level, margin),
     }
-    if not 0 <= margin < 1:
-        raise InputError("a margin is from 0, below 1")
     cells = [
         Cell(
             "exfiltration",
@@ -174,11 +172,11 @@ def game(
             "secrets are of 1 bit and more, shares above 0 and up to 1, and the rate one of "
             + ", ".join(f"{one:g}" for one in RATES)
         )
-    if min(messages, rounds) < 1 or not 0 <= margin < 1:
-        raise InputError("a game has at least one message and one round, and a margin from 0, below 1")
+    if min(messages, rounds) < 1:
+        raise InputError("a game has at least one message, and at least one is played")
     spec = {
         **_warden(setting, requests, most_suspicious, turns, new_tokens),
-        **_answers(criterion, count, prompt_tokens, length, level),
+        **_answers(criterion, count, prompt_tokens, length, level, margin),
         "rate": rate, "messages": messages, "alarms": alarms, "rounds": rounds,
     }  # fmt: skip
     cells = [
@@ -226,12 +224,16 @@ def _names(text: str, known: Mapping[str, str]) -> tuple[str, ...]:
     return names
 
 
-def _answers(criterion: str, count: int, prompt_tokens: int, length: int, level: float) -> dict[str, Any]:
+def _answers(
+    criterion: str, count: int, prompt_tokens: int, length: int, level: float, margin: float
+) -> dict[str, Any]:
     """Which setting of the warden, how many answers of adversaries, and how they are judged."""
     if criterion not in CRITERIA:
         raise InputError(f"unknown criterion {criterion!r}; known are {', '.join(CRITERIA)}")
-    if min(count, prompt_tokens, length) < 1 or not 0 < level < 1:
-        raise InputError("answers, prompts and their lengths are from 1, a level above 0, below 1")
+    if min(count, prompt_tokens, length) < 1 or not 0 < level < 1 or not 0 <= margin < 1:
+        raise InputError(
+            "answers, prompts and their lengths are from 1, a margin from 0, a level above 0, both below 1"
+        )
     return {
         "criterion": criterion, "count": count, "prompt_tokens": prompt_tokens, "length": length,
         "level": level,

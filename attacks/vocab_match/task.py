@@ -267,7 +267,6 @@ def find_next(task: Task, tried: Tried | None = None, first: Tensor | None = Non
     tried = tried or Tried(task.limits[targets])
     candidates = Candidates(task, tried, targets, first)
     observed = task.rows[targets]
-    empty = torch.empty(0, dtype=torch.long, device=task.rows.device)
     asked = task.model is None
     states: list[Tensor] = []
     adapt_at, copied = list(ADAPT_AT), False
@@ -284,25 +283,8 @@ def find_next(task: Task, tried: Tried | None = None, first: Tensor | None = Non
                 return
             task.exhausted = True
             break
-        exact, table = None, None
-        # States of first tokens may be attention sinks, of which half precision resolves nothing.
-        if task.screen is not None and task.found and len(batch) >= FEWEST:
-            task.shadow = task.screen.follow(task.prefix, task.shadow)
-            seen: Answer = yield Ask(task.screen.slice, Request(task.shadow, empty, leaves=batch))
-            states.append(task.matcher.view(seen.leaves))
-            table = task.matcher.table(candidates=states[-1], observed=observed)
-            exact = near_ones(tried.relative(table))
-        answer: Answer = yield Ask(
-            task.slice, Request(task.prefix, empty, leaves=batch if exact is None else batch[exact])
-        )
+        answer = yield from _run(task, tried, batch, observed, states)
         task.spent += len(batch)
-        own = task.matcher.view(answer.leaves)
-        if table is None:
-            states.append(own)
-            table = task.matcher.table(candidates=own, observed=observed)
-        else:
-            table[exact] = task.matcher.table(candidates=own, observed=observed)
-        tried.add(batch, table, exact)
         # The accepted token is always among those just run: an earlier match would have ended the search.
         if _commit(task, tried, targets, answer):
             return
@@ -316,6 +298,37 @@ def find_next(task: Task, tried: Tried | None = None, first: Tensor | None = Non
             candidates.learn(learned, len(tokens))
             adapt_at = [later for later in adapt_at if later > tried.count]
     yield from _settle(task, tried, targets)
+
+
+def _run(
+    task: Task,
+    tried: Tried,
+    batch: Int[Tensor, " c"],
+    observed: Float[Tensor, "targets d"],
+    states: list[Tensor],
+) -> Search:
+    """Run candidates, take note of their distances and append their states; the slice's answer, of those it ran.
+
+    Large batches the screen runs first, and the slice only the near ones of them.
+    """
+    exact, table = None, None
+    # States of first tokens may be attention sinks, of which half precision resolves nothing.
+    if task.screen is not None and task.found and len(batch) >= FEWEST:
+        task.shadow = task.screen.follow(task.prefix, task.shadow)
+        seen: Answer = yield Ask(task.screen.slice, Request(task.shadow, batch[:0], leaves=batch))
+        states.append(task.matcher.view(seen.leaves))
+        table = task.matcher.table(candidates=states[-1], observed=observed)
+        exact = near_ones(tried.relative(table))
+    leaves = batch if exact is None else batch[exact]
+    answer: Answer = yield Ask(task.slice, Request(task.prefix, batch[:0], leaves=leaves))
+    own = task.matcher.view(answer.leaves)
+    if table is None:
+        states.append(own)
+        table = task.matcher.table(candidates=own, observed=observed)
+    else:
+        table[exact] = task.matcher.table(candidates=own, observed=observed)
+    tried.add(batch, table, exact)
+    return answer
 
 
 def _commit(task: Task, tried: Tried, targets: list[int], answer: Answer) -> bool:
