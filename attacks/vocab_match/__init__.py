@@ -155,7 +155,7 @@ class VocabMatch:
             if "probe" not in self.proposal or model.layers <= LOAD_AHEAD * slice.site.layer:
                 # Now, so that the time of the attack is the attack's, and before the probe: while a model is
                 # loaded its file is in memory as well.
-                _ = model.slice
+                _ = model.opened
         if "probe" in self.proposal:
             probe, trained = probe_for(slice, public, progress=self.progress)
             openings, made = openings_for(slice, public, self.progress)

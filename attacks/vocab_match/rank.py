@@ -10,6 +10,7 @@ from torch import Tensor
 from attacks.vocab_match.drive import Ask, Search
 from hiddenlab.errors import InputError
 from hiddenlab.propose.adapt import Adapter
+from hiddenlab.propose.opener import opened
 from hiddenlab.propose.openings import Openings
 from hiddenlab.propose.probe import Probe, fast_dtype
 from hiddenlab.slice import Answer, Prefix, Request, Slice
@@ -21,7 +22,7 @@ SHORTLIST = 32  # tokens a row that the probe names cheaply
 WIDE_SHORTLIST = 128
 DEEP = 4  # a slice of at least this fraction of all layers makes the language model worth asking
 # Weight of the language model's log-probability beside the probe's (eval/LOG.md).
-LM_WEIGHT = 0.8
+LM_WEIGHT = 1.2
 
 
 class LazyModel:
@@ -40,6 +41,11 @@ class LazyModel:
         """Loaded in the fastest dtype at hand: it only orders candidates, so its last digits do not matter."""
         dtype = str(fast_dtype(self._of.device)).removeprefix("torch.")
         return self._of.sibling(stream="logits", dtype=dtype)
+
+    @cached_property
+    def opened(self) -> Prefix:
+        """What it reads before every prompt; fork it to go on."""
+        return opened(self.slice)
 
 
 @dataclass(frozen=True)
@@ -86,7 +92,7 @@ class LanguageModel:
 
     def cost(self, tokens: list[int], slice_layers: int) -> float:
         """What ``next_token`` costs, in candidates of a slice with so many layers."""
-        held = self._prefix.length if self._prefix is not None else 0
+        held = self._prefix.length - self.model.opened.length if self._prefix is not None else 0
         return (len(tokens) - held) * self.model.layers / slice_layers
 
     def cost_of_prefill(self, slice: Slice) -> float:
@@ -96,8 +102,8 @@ class LanguageModel:
     def next_token(self, tokens: list[int]) -> Search:
         """Log-probabilities ``[v]`` of the token after ``tokens``; None for the first token."""
         lm = self.model.slice
-        self._prefix = self._prefix or lm.prefix()
-        missing = tokens[self._prefix.length :]
+        self._prefix = self._prefix or self.model.opened.fork()
+        missing = tokens[self._prefix.length - self.model.opened.length :]
         if missing:
             answer: Answer = yield Ask(
                 lm, Request(self._prefix, torch.tensor(missing, device=lm.device)), counts=False
@@ -110,7 +116,7 @@ class LanguageModel:
         """Log-probabilities ``[len(guess) - 1, v]`` of the second and later tokens of a guess."""
         lm = self.model.slice
         tokens = torch.tensor(guess[:-1], device=lm.device)
-        answer: Answer = yield Ask(lm, Request(lm.prefix(), tokens), counts=False)
+        answer: Answer = yield Ask(lm, Request(self.model.opened, tokens), counts=False)
         return answer.chain.float().log_softmax(-1)
 
 

@@ -1,0 +1,48 @@
+"""What a language model reads before every prompt: a few tokens behind which it knows more of the first ones.
+
+Many models attend to their first position whatever stands there (an attention sink), so that a prompt's own first
+token, read first, tells them little of the second: it is some 1,500th in the built-in model's order, and 36th behind
+a line break (eval/LOG.md). A tokenizer that puts a special token first has done the same already.
+"""
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from hiddenlab.propose.corpus import Corpus
+from hiddenlab.slice import Prefix, Request, Slice
+
+WINDOWS, LENGTH = 24, 16  # of the attacker's own text, on which openers are compared
+SPECIALS = 4  # special tokens tried at most
+
+
+def openers_of(slice: Slice) -> list[Int[Tensor, " n"]]:
+    """What may be read first: nothing, a special token, a line break."""
+    found: list[list[int]] = [[], *([one] for one in slice.special_ids[:SPECIALS])]
+    if slice.tokenizer is not None:
+        found.append(slice.tokenizer("\n", add_special_tokens=False)["input_ids"])
+    return [torch.tensor(one, dtype=torch.long, device=slice.device) for one in found]
+
+
+@torch.inference_mode()
+def opened(model: Slice, seed: int = 0) -> Prefix:
+    """The opener behind which the attacker's own text is likeliest, run once; forks of it read prompts.
+
+    Args:
+        model: the language model, stream ``logits``.
+    """
+    corpus = Corpus(model, seed + 5)
+    windows = [corpus.text_window(LENGTH).to(model.device) for _ in range(WINDOWS)]
+    best, most = model.prefix(), -float("inf")
+    for opener in openers_of(model):
+        prefix = model.prefix()
+        if len(opener):
+            prefix.extend(opener)
+        answers = model.run_all([Request(prefix, window) for window in windows], keep=False)
+        total = 0.0
+        for window, answer in zip(windows, answers, strict=True):
+            following = answer.chain[:-1].float().log_softmax(-1)
+            total += float(following.gather(1, window[1:, None]).sum())
+        if total > most:
+            best, most = prefix, total
+    return best
