@@ -17,7 +17,6 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from attacks.vocab_match import Prepared, VocabMatch
-from attacks.vocab_match.rank import LM_WEIGHT
 from hiddenlab.core import Observation, Progress, Recovery, TokenRecovery, silent
 from hiddenlab.errors import InputError, NotApplicableError
 from hiddenlab.propose.adapt import Adapter
@@ -29,6 +28,7 @@ LEARN_FROM, LEARN_TO = 256, 4096  # candidates whose states are learned from, an
 REACH = 3  # how far before a row probes look for tokens
 FIRST_CHUNK, LAST_CHUNK = 32, 512
 UNEXPECTED = 0.02  # share of the probability that is spread evenly over what the priors do not expect
+LM_WEIGHT = 0.8  # of the language model beside traces
 FLOOR_ROOM = 8.0  # a gap counts as closed within so many times the largest distance of a right candidate
 
 

@@ -32,7 +32,8 @@ class ProofSearch:
     position says. A path's score is the language model's log-probability plus these log-likelihood ratios, so that
     positions about which the fingerprint is silent are carried by the prior, and by what follows: a wrong token
     changes later states as well. Proposals are taken in the order of score over all paths, in chunks that double,
-    until one stands out, the best evidence there is would not bring the next one near the best, or the budget is spent.
+    until one stands out, the best evidence that this row could give would not bring the next one near the best, or the
+    budget is spent.
 
     A token is verified where its evidence is above every other tried token's by e⁷, and so far above what wrong ones
     have that not one in a thousand vocabularies would hold such a token by chance. ``distance`` in the answer is minus

@@ -51,6 +51,8 @@ class Gaussian(Stage):
 class UnknownGaussian(Stage):
     """``gaussian`` of a strength that is not published: the attacker has to find it out.
 
+    With a random prefix he takes it for stronger than it is: what an unknown prefix does looks like noise.
+
     Args:
         sigma: as ``gaussian``'s; the attacker's own copy of the stage has none.
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from defenses.verification import difr, risk
 from defenses.verification import game as game_of
-from defenses.verification.bounds import Risk
+from defenses.verification.bounds import Risk, game_bound
 from defenses.verification.closed_form import logit_rank
 from defenses.verification.detect import detect
 from defenses.verification.difr import Replay, Verifier
@@ -316,16 +316,24 @@ def game(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> Fig
     rules = game_of.Rules(
         spec["bits"], spec["messages"], inspections, max(1, round(spec["alarms"] * inspections))
     )
-    match = game_of.Recorded([bool(alarm) for alarm in pools["honest"].tolist()], sent)
+    honest = [bool(alarm) for alarm in pools["honest"].tolist()]
+    match = game_of.Recorded(honest, sent)
     one = game_of.compare(rules, match, rounds=spec["rounds"], seed=spec["seed"])
     ends = {name: one.ends.get(end, 0) for name, end in ENDS.items()}
     figures = {name: share([True] * count + [False] * (one.rounds - count)) for name, count in ends.items()}
     figures["won"] = Estimate(one.rate, one.low, one.high, one.rounds)
     figures["bits_an_answer"] = mean([answer.bits for answer in sent])
-    figures["false_alarms"] = share([bool(alarm) for alarm in pools["honest"].tolist()])
+    false = figures["false_alarms"] = share(honest)
+    # What the bound says depends on a rate of false alarms that few answers tell.
+    capacity = math.log2(rules.messages) + one.capacity
+    low, high = (
+        game_bound(float(rules.bits), capacity, rules.messages, rules.inspections, rules.alarms, alpha)
+        for alpha in (false.low, false.high)
+    )
+    figures["bound"] = Estimate(one.bound, low, high, len(honest))
     out = as_figures(figures)
     used = {} if one.dishonest is None else {"used": one.dishonest}
-    for name, value in {"bound": one.bound, "capacity": one.capacity, **used}.items():
+    for name, value in {"capacity": one.capacity, **used}.items():
         out[name] = {"value": value, "low": value, "high": value, "n": one.rounds}
     return out
 

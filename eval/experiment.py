@@ -10,6 +10,7 @@ import os
 import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -231,8 +232,10 @@ def measure_cell(cell: Cell, home: Path, fresh: bool = False, progress: Progress
         result |= {"status": NOT_RUN, "reason": str(error), "figures": {}}
     result["seconds"] = time.perf_counter() - started
     result["made"] = describe_environment()
-    if (folder / RUN / RECORD).is_file():  # it may have been taken up by another version
-        result["made"]["commits"] = read_run(folder / RUN)[0].commits
+    with suppress(HiddenlabError):  # of a run that may have been taken up by another version
+        result["made"]["commits"] = (
+            read_run(folder / RUN)[0].commits if (folder / RUN / RECORD).is_file() else []
+        )
     _write(folder / RESULT, json.dumps(finite(result), ensure_ascii=False, indent=1) + "\n")
     return result
 

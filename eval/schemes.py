@@ -127,9 +127,10 @@ def permuted_model(setting: Setting, channels: str = "identity,hidden-perm", bud
     a position, 0 for all.
     """
     cells = []
-    for channel in dict.fromkeys(part.strip() for part in channels.split(",") if part.strip()):
-        if channel not in PERMUTATIONS:
-            raise InputError(f"unknown channel {channel!r}; known are {', '.join(PERMUTATIONS)}")
+    asked = dict.fromkeys(part.strip() for part in channels.split(","))
+    if unknown := [channel for channel in asked if channel not in PERMUTATIONS]:
+        raise InputError(f"unknown channel {unknown[0]!r}; known are {', '.join(PERMUTATIONS)}")
+    for channel in asked:
         for layer in setting.at((1, 11)):
             spec = {
                 "model": setting.model, "seed": setting.seed, "device": setting.device, **setting.source(),

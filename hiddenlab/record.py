@@ -57,12 +57,16 @@ class RunRecord:
 
     @property
     def commits(self) -> list[str]:
-        """The commits whose code made the run's parts, each once; "unknown" where that of one part is not recorded."""
-        parts = [
-            self.code,
-            *(part.get("code", {}) if isinstance(part, dict) else {} for part in self.resumed),
+        """The commits whose code made the run's prompts, each once; "unknown" where that of some is not recorded."""
+        parts: list[Any] = [{"after": 0, "code": self.code}]
+        parts += [part if isinstance(part, dict) else {} for part in self.resumed]
+        # What was interrupted before its first prompt made none.
+        made = [
+            part
+            for part, then in zip(parts, [*parts[1:], {}], strict=True)
+            if "after" not in then or then["after"] != part.get("after")
         ]
-        names = list(dict.fromkeys(map(commit_name, parts)))
+        names = list(dict.fromkeys(commit_name(part.get("code") or {}) for part in made))
         return [name or "unknown" for name in names] if any(names) else []
 
 

@@ -483,3 +483,16 @@ def test_details_of_progress_are_no_part_of_its_name(
             progress(f"training\t{loss}", done, 2)
     written = capsys.readouterr().err
     assert written.startswith("training: 2/2 in ") and written.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "option", "message"),
+    [
+        ("exfiltration-game", "alarms=x", "alarms is a number"),
+        ("exfiltration-game", "rounds=1.5", "rounds is a whole number"),
+        ("permuted-model", "channels=3", "unknown channel '3'"),
+        ("permuted-model", "channels=", "unknown channel ''"),
+    ],
+)
+def test_options_of_experiments_of_another_kind(run: Run, name: str, option: str, message: str) -> None:
+    assert message in refused(run("eval", name, "--set", option, code=2))

@@ -210,7 +210,6 @@ def test_the_game_with_their_answers(small: None, tiny: str, home: Path) -> None
         rounds=200,
         count=3,
         prompt_tokens=12,
-        length=15,
         criterion="quiet_bits",
         **OPTIONS,
     )
@@ -237,7 +236,8 @@ def test_the_game_with_their_answers(small: None, tiny: str, home: Path) -> None
 @pytest.mark.parametrize(
     "change",
     [
-        {"adversaries": "honest"}, {"bits": "many"}, {"bits": ""}, {"bits": "0"}, {"inspected": "1.5"},
+        {"adversaries": "honest"}, {"adversaries": ""}, {"bits": "many"}, {"bits": ""}, {"bits": "0"},
+        {"bits": "9" * 400}, {"inspected": "1.5"},
         {"alarms": 0.0}, {"rate": 0.3}, {"messages": 0}, {"margin": -1.0}, {"level": 1.0},
     ],
 )  # fmt: skip

@@ -197,14 +197,16 @@ def test_parts_by_other_versions_are_named(tmp_path: Path, monkeypatch: pytest.M
     first = {"version": "1", "commit": "a" * 40, "dirty": False}
     recorder = start(tmp_path / "run")
     recorder.record.code = first
-    recorder.save()
+    recorder.append(sample(0))
     recorder.close("interrupted")
     kept = read_run(tmp_path / "run")[0]
     assert kept.commits == ["a" * 12]
     for commit, dirty in (("a", False), ("b", True)):
         made = {"code": {"version": "2", "commit": commit * 40, "dirty": dirty}}
         monkeypatch.setattr("hiddenlab.environment.describe_environment", lambda made=made: made)
-        Recorder.resume(tmp_path / "run", "abc").close("interrupted")
+        resumed = Recorder.resume(tmp_path / "run", "abc")
+        resumed.append(sample(1))
+        resumed.close("interrupted")
     kept = read_run(tmp_path / "run")[0]
     assert kept.commits == ["a" * 12, "b" * 12 + "+"]
     assert RunRecord(verb="attack", spec={}, code=first, resumed=["2026-01-01"]).commits == [
@@ -212,3 +214,15 @@ def test_parts_by_other_versions_are_named(tmp_path: Path, monkeypatch: pytest.M
         "unknown",
     ]
     assert RunRecord(verb="attack", spec={}, resumed=["2026-01-01"]).commits == []
+
+
+def test_versions_that_made_no_prompt_are_not_named() -> None:
+    def part(after: int, commit: str | None) -> dict[str, Any]:
+        return {"at": "", "after": after, "code": None if commit is None else {"commit": commit}}
+
+    def names(*parts: Any) -> list[str]:
+        return RunRecord(verb="attack", spec={}, code={"commit": "a"}, resumed=list(parts)).commits
+
+    assert names(part(0, "b")) == ["b"]
+    assert names(part(3, "b"), part(3, "c")) == ["a", "c"]
+    assert names(part(3, None), part(5, "a")) == ["a", "unknown"]

@@ -105,10 +105,38 @@ def test_right_tokens_tell_the_strength(tiny_slice: Callable[..., Slice], specs:
                 matcher, slice, 0,
             )  # fmt: skip
         if specs == ["random-prefix"]:
-            assert found > sigma / 2  # what the prefix does is not noise of the tokens, and hides weak noise
+            assert sigma / 2 < found < 1.0  # what the prefix does is taken for noise
         else:
             # Sorted rows of a narrow model tell less.
             assert found == pytest.approx(sigma, rel=0.5 if "hidden-perm" in specs else 0.3)
+
+
+def test_a_few_wrong_tokens_tell_much_the_same(tiny_slice: Callable[..., Slice]) -> None:
+    """They change every plain state behind them; the rows before the first one do not know of it."""
+    slice, sigma = tiny_slice("llama", 2), 0.01
+    tokens = torch.randint(0, 256, (40,), generator=torch.Generator().manual_seed(2))
+    observation, _ = Channel.parse([f"unknown-gaussian:sigma={sigma}"]).release(
+        slice, tokens.tolist(), torch.Generator().manual_seed(1)
+    )
+    matcher, channel = choose_matcher("auto", observation.public), Channel.parse(observation.public.channel)
+    rows, found = matcher.prepare(observation.states), []
+    for wrong in ([], [20], [15, 30], [2]):
+        guess = tokens.clone()
+        guess[wrong] = (guess[wrong] + 7) % 256
+        with torch.inference_mode():
+            found.append(strength_of(rows, torch.arange(40), guess, channel, matcher, slice, 0))
+    assert found[0] == pytest.approx(sigma, rel=0.3)
+    assert all(one == pytest.approx(sigma, rel=0.6) for one in found[1:3])
+    assert found[3] > found[0]  # a wrong token early on is taken for noise
+
+
+@pytest.mark.usefixtures("small_probes")
+def test_missing_rows_of_unknown_noise_need_a_language_model(tiny_slice: Callable[..., Slice]) -> None:
+    slice = tiny_slice("llama", 2)
+    channel = Channel.parse(["unknown-gaussian:sigma=0.01", "gap:size=2,after=4"])
+    observation, _ = channel.release(slice, TOKENS, torch.Generator().manual_seed(0))
+    with pytest.raises(NotApplicableError, match="language model"):
+        JointDecoding(model=False).setup(observation, slice, torch.Generator())
 
 
 @pytest.mark.usefixtures("small_probes")

@@ -54,7 +54,8 @@ class JointDecoding:
     are in nats, and negative where what follows spoke for a token.
 
     Knows: the weights, the released states, the channel. Does not know: tokens, permutations, noise. The strength of
-    noise of which it is not told it finds out (see ``strength``).
+    noise of which it is not told it finds out from the first prompt of a channel, and takes it to be that of all (see
+    ``strength``).
 
     Args:
         beam: hypotheses kept, at least four times as many where rows are out of order or missing (``Effort.kept``).
@@ -107,6 +108,7 @@ class JointDecoding:
         public = as_whole(observation.public)
         if lens_of(public) is not None or observation.states.shape[1] != slice.width:
             raise NotApplicableError("joint decoding needs whole states")
+        self._check(observation)
         kept, channel = self._prepared, Channel.parse(list(public.channel))
         if kept is not None and (kept.observed, kept.slice) == (public, slice):
             return kept, 0.0
@@ -116,6 +118,10 @@ class JointDecoding:
             prepared, seconds = self._learn(public, slice)
         self._prepared = replace(prepared, observed=public)
         return self._prepared, seconds
+
+    def _check(self, observation: Observation) -> None:
+        if observation.public.positions is not None and not self.asks:
+            raise NotApplicableError("tokens without a row can only be guessed by a language model")
 
     def _learn(self, public: Public, slice: Slice) -> tuple[Prepared, float]:
         """Probes and weights for a channel of known strength, and the seconds probes took."""
@@ -177,8 +183,7 @@ class JointDecoding:
         prepared, _ = self.prepare(observations[0], slice)
         for observation in observations:
             check_observation(observation, slice)
-            if observation.public.positions is not None and prepared.engines.model is None:
-                raise NotApplicableError("tokens without a row can only be guessed by a language model")
+            self._check(observation)
         started = time.perf_counter()
         with torch.inference_mode():
             decodings = self._decode(observations, prepared)

@@ -3,6 +3,8 @@
 Decoded under some supposed strength, most tokens are right where noise leaves a chance at all; how far their plain
 states are from the rows says how strong it is, whatever was supposed. So decoding and estimate take turns, until the
 strength supposed is the one that is found. Strengths supposed are few, so that what was trained for one serves again.
+A wrong token changes all plain states behind it, and so does an unknown prefix: noise is then taken for stronger than
+it is.
 """
 
 import math
@@ -21,6 +23,7 @@ LADDER = tuple(m * 10.0**e for e in range(-5, 2) for m in (1, 3))  # strengths t
 FIRST = 0.25  # times the embedding's standard deviation: supposed at first
 FINE = 4  # strengths measured between neighbours of the ladder
 RELEASES = 4  # of the decoded prompt, at each of them
+NEARER = 0.25  # share of the rows that is nearer than what is compared
 ROUNDS = 5  # of decoding and estimate at most
 
 
@@ -45,8 +48,8 @@ def strength_of(
 ) -> float:
     """The strength at which the decoded prompt's own rows would lie as far from plain states as the observed ones do.
 
-    The median over rows is compared, so that up to half of the tokens may be wrong. A prompt that explains nothing
-    gives the strongest noise of the ladder.
+    The nearer rows are compared (a quantile), so that those behind the first wrong token need not count. A prompt that
+    explains nothing gives much too strong a noise.
 
     Args:
         rows: as observed, prepared by the matcher. places: of their tokens in the prompt. tokens: as decoded.
@@ -56,7 +59,7 @@ def strength_of(
     unit = matcher.norms(plain)
 
     def away(own: Tensor, at: Tensor) -> float:
-        return float((matcher.pairs(candidates=own, observed=plain[at]) / unit[at]).median())
+        return float((matcher.pairs(candidates=own, observed=plain[at]) / unit[at]).quantile(NEARER))
 
     seen, everywhere = away(rows, places), torch.arange(len(tokens), device=tokens.device)
     drawn = generator(seed, "joint", "strength")

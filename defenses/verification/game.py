@@ -364,7 +364,7 @@ class Comparison:
         ends: how many games ended in which way. false_positive_rate: measured on honest messages.
         capacity: mean bits that a game's messages could carry without an alarm, without the log₂M of the bound.
         bound: `game_bound` at the measured false positive rate and log₂M + the largest capacity of any game.
-        dishonest: mean number of dishonest messages in games that were played to their end; None where none was.
+        dishonest: mean number of dishonest messages in games that no alarm ended; None where none was.
     """
 
     rounds: int
@@ -398,7 +398,7 @@ def compare(rules: Rules, match: Match, *, rounds: int, seed: int = 0) -> Compar
         float(rules.bits), math.log2(rules.messages) + max(scale), rules.messages, rules.inspections, rules.alarms,
         false,
     )  # fmt: skip
-    full = [one.dishonest for one in outcomes if one.turns == rules.messages]
+    full = [one.dishonest for one in outcomes if one.end in ("message learnt", "message not learnt")]
     return Comparison(
         rounds, wins, wins / rounds, float(interval.low), float(interval.high),
         dict(Counter(one.end for one in outcomes)), false, sum(scale) / rounds, bound,

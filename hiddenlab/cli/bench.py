@@ -2,7 +2,7 @@
 
 import inspect
 import json as json_module
-from typing import Annotated, Any
+from typing import Annotated, Any, get_type_hints
 
 from typer import Argument, Option
 
@@ -10,6 +10,8 @@ from hiddenlab import registry
 from hiddenlab.cli import options as o
 from hiddenlab.cli.console import bars, only_json, print_json, stdout
 from hiddenlab.errors import InputError
+
+KINDS = {float: "a number", int: "a whole number", bool: "true or false"}
 
 
 def bench(
@@ -80,15 +82,30 @@ def parse_settings(settings: list[str]) -> dict[str, Any]:
 
 
 def fit(name: str, function: Any, given: dict[str, Any]) -> dict[str, Any]:
-    """The options given, all of which the function must declare.
+    """The options given, all of which the function must declare, of the kinds that it declares.
 
     Raises:
-        InputError: it does not declare one of them.
+        InputError: it does not declare one of them, or one is of another kind.
     """
     taken = _declared(function, given)
     if strange := [f"--{key.replace('_', '-')}" for key in given if key not in taken]:
         raise InputError(f"{name} has no option {', '.join(strange)}")
-    return taken
+    kinds = get_type_hints(function)
+    return {key: _of_kind(key, value, kinds.get(key)) for key, value in taken.items()}
+
+
+def _of_kind(key: str, value: Any, kind: Any) -> Any:
+    """A value as a text, a number or a truth value, where that is what is asked for; any other kind is left alone."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if kind is str:
+        return value if isinstance(value, str) else json_module.dumps(value)
+    if kind is float and number:
+        return float(value)
+    if kind is int and number and value == int(value):
+        return int(value)
+    if kind in KINDS and not (kind is bool and isinstance(value, bool)):
+        raise InputError(f"{key} is {KINDS[kind]}, not {value!r}")
+    return value
 
 
 def _declared(function: Any, values: dict[str, Any]) -> dict[str, Any]:
