@@ -90,7 +90,7 @@ def test_a_wide_beam_finds_the_best_of_all_sequences(tiny_slice: Callable[..., S
     ids = torch.stack([torch.randperm(300, generator=generator)[:3] for _ in range(n)])
     states = slice.encode(ids[:, 0]) + 0.5 * torch.randn(n, slice.width, generator=generator)
     view = rows_of(states, ids, tuple(range(n)) if ordered else None, n)
-    engines = Engines(slice, MATCHER, lm)
+    engines = Engines(slice, MATCHER, lm.prefix())
     with torch.inference_mode():
         decoding = start(view, engines, WEIGHTS)
         decode([decoding], engines, Learned(WEIGHTS), Effort(beam=1000, width=1000, gap=1e9, behind=1e9))
@@ -253,8 +253,8 @@ def test_rows_are_worth_what_the_best_of_the_others_leads_to(tiny_slice: Callabl
     ids = torch.tensor([[5, 6], [7, 8], [9, 10]])
     view = rows_of(slice.encode(ids[:, 0]), ids, None, 3)
     with torch.inference_mode():
-        found = ahead_of(view, lm, WEIGHTS)
-        assert ahead_of(replace(view, places=(0, 1, 2)), lm, WEIGHTS) is None
+        found = ahead_of(view, lm.prefix(), WEIGHTS)
+        assert ahead_of(replace(view, places=(0, 1, 2)), lm.prefix(), WEIGHTS) is None
         following = {int(one): lm.encode(one[None])[0].log_softmax(-1) for one in ids[:, 0]}
     assert found is not None
     assert view.traces is not None
@@ -279,7 +279,7 @@ def test_scores_of_whole_orders_are_the_beams(tiny_slice: Callable[..., Slice]) 
     ids = torch.randperm(300, generator=generator)[:12].view(4, 3)
     states = slice.encode(ids[:, 0])
     view = rows_of(states + 0.1 * torch.randn(states.shape, generator=generator), ids, None, 4)
-    engines = Engines(slice, MATCHER, lm)
+    engines = Engines(slice, MATCHER, lm.prefix())
     orders = torch.tensor([[0, 1, 2, 3], [2, 0, 3, 1]])
     parts = Parts(ids[:, 0], torch.arange(4), view.columns[:, 0], torch.zeros(4, 4))
     with torch.inference_mode():

@@ -22,7 +22,7 @@ from hiddenlab.lens import lens_of
 from hiddenlab.match import choose_matcher
 from hiddenlab.observation import check_observation
 from hiddenlab.propose.store import adapter_for, openings_for, probes_for
-from hiddenlab.slice import Request, Slice
+from hiddenlab.slice import Prefix, Request, Slice
 
 SURE = 16.0  # nats by which the token that a tokenizer puts first is likelier than any other
 
@@ -82,6 +82,7 @@ class JointDecoding:
         self.effort, self.sweeps = Effort(beam, width), sweeps
         self.batch, self.asks, self.seed, self.progress = batch, model, seed, progress
         self._prepared: Prepared | None = None
+        self._model: tuple[Slice, LazyModel] | None = None
 
     def setup(self, observation: Observation, slice: Slice, generator: torch.Generator) -> dict[str, float]:
         """Train or load the probes and learn the weights, for all observations of one channel.
@@ -119,13 +120,19 @@ class JointDecoding:
         self._prepared = replace(prepared, observed=public)
         return self._prepared, seconds
 
+    def _speaker(self, slice: Slice) -> Prefix | None:
+        """The language model, if it is to be asked, with what it reads before every prompt."""
+        if self.asks and (self._model is None or self._model[0] is not slice):
+            self._model = slice, LazyModel(slice)
+        return self._model[1].opened if self.asks and self._model is not None else None
+
     def _check(self, observation: Observation) -> None:
         if observation.public.positions is not None and not self.asks:
             raise NotApplicableError("tokens without a row can only be guessed by a language model")
 
     def _learn(self, public: Public, slice: Slice) -> tuple[Prepared, float]:
         """Probes and weights for a channel of known strength, and the seconds probes took."""
-        model = LazyModel(slice).slice if self.asks else None
+        speaker = self._speaker(slice)
         shuffled = public.columns_permuted is not None
         probes, seconds = probes_for(slice, public, (0,) if shuffled else (0, *TRACES), self.progress)
         openings, made = openings_for(slice, public, self.progress)
@@ -136,7 +143,8 @@ class JointDecoding:
             clock = learn_clock(slice, channel, matcher, self.seed) if public.rows_permuted else None
             reader = Reader(slice, channel, matcher, tuple(probes), clock, self.seed, openings)
             runs = fast_enough(slice, channel, matcher, self.seed)
-            engines = Engines(runs, matcher, model, public.prefix_tokens, _opening(slice, model), adapter)
+            first = _opening(slice, None if speaker is None else speaker.slice)
+            engines = Engines(runs, matcher, speaker, public.prefix_tokens, first, adapter)
             learned = learn_weights(channel, engines, reader, self.seed, self.progress)
         return Prepared(public, public, slice, engines, reader, learned), seconds
 

@@ -11,18 +11,18 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from attacks.joint.evidence import BEFORE, LEAST, TRACES, Rows
-from hiddenlab.slice import Request, Slice
+from hiddenlab.slice import Prefix, Request
 
 SHARE = 0.5
 
 
 def ahead_of(
-    view: Rows, model: Slice | None, weights: Float[Tensor, " features"]
+    view: Rows, speaker: Prefix | None, weights: Float[Tensor, " features"]
 ) -> Float[Tensor, " rows"] | None:
     """Share of what each row's likeliest token will score behind the best of the other rows' tokens.
 
     Args:
-        model: the language model, or None.
+        speaker: the language model, or None.
 
     Returns:
         None where rows are in known order, and none competes with another.
@@ -34,8 +34,8 @@ def ahead_of(
     behind = torch.zeros(len(TRACES), rows, rows, device=tokens.device)  # a row behind each of the others
     if view.traces is not None:
         behind += weights[2 : 2 + len(TRACES), None, None] * view.traces[:, :, columns]
-    if model is not None:
-        behind[0] += weights[1] * after_each(tokens, model).T.to(behind.device)
+    if speaker is not None:
+        behind[0] += weights[1] * after_each(tokens, speaker).T.to(behind.device)
     if rows > 1:
         itself = torch.eye(rows, dtype=torch.bool, device=behind.device)
         behind.masked_fill_(itself, float("-inf"))
@@ -46,9 +46,8 @@ def ahead_of(
     )
 
 
-def after_each(tokens: Int[Tensor, " n"], model: Slice) -> Float[Tensor, "n n"]:
+def after_each(tokens: Int[Tensor, " n"], speaker: Prefix) -> Float[Tensor, "n n"]:
     """The language model's log-probability of each token (second axis) behind each token alone (first axis)."""
-    tokens = tokens.to(model.device)
-    requests = [Request(model.prefix(), one) for one in tokens.split(1)]
-    answers = model.run_all(requests, keep=False)
+    tokens = tokens.to(speaker.slice.device)
+    answers = speaker.slice.run_all([Request(speaker, one) for one in tokens.split(1)], keep=False)
     return torch.stack([answer.chain[0].float().log_softmax(-1)[tokens] for answer in answers])

@@ -34,14 +34,23 @@ TAKEN = 256  # candidates of a hypothesis that may become part of the beam
 
 @dataclass(frozen=True)
 class Engines:
-    """What hypotheses are run on: the slice under attack in some dtype, and the language model or None."""
+    """What hypotheses are run on: the slice under attack in some dtype, and the language model or None.
+
+    Attributes:
+        speaker: the language model, with what it reads before every prompt; never extended itself.
+    """
 
     slice: Slice
     matcher: Matcher
-    model: Slice | None
+    speaker: Prefix | None
     offset: int = 0  # positions before the first token
     opening: Tensor | None = None  # the language model's log-probabilities [v] of a first token
     adapter: Adapter | None = None  # learns from candidates that failed
+
+    @property
+    def model(self) -> Slice | None:
+        """The language model."""
+        return None if self.speaker is None else self.speaker.slice
 
 
 @dataclass(frozen=True)
@@ -132,9 +141,9 @@ class Decoding:
 def start(view: Rows, engines: Engines, weights: Float[Tensor, " features"]) -> Decoding:
     """A decoding that knows nothing yet."""
     free = tuple(range(len(view.shown)))
-    spoken = None if engines.model is None else engines.model.prefix()
+    spoken = None if engines.speaker is None else engines.speaker.fork()
     begun = Hypothesis(engines.slice.prefix(offset=engines.offset), free, spoken, engines.opening)
-    return Decoding(view, [begun], view.evaluated, ahead=ahead_of(view, engines.model, weights))
+    return Decoding(view, [begun], view.evaluated, ahead=ahead_of(view, engines.speaker, weights))
 
 
 @dataclass

@@ -60,8 +60,8 @@ def _improve(decoding: Decoding, engines: Engines, weights: Tensor) -> None:
     rows = torch.tensor([one.row for one in best.steps], device=device)
     columns = torch.tensor(best.columns, device=device)
     after = torch.zeros(len(tokens), len(tokens), device=device)
-    if engines.model is not None:
-        after += weights[1] * after_each(tokens, engines.model).to(device)
+    if engines.speaker is not None:
+        after += weights[1] * after_each(tokens, engines.speaker).to(device)
     parts = Parts(tokens, rows, columns, after)
     order = torch.arange(len(tokens), device=device)
 
@@ -196,12 +196,13 @@ def _told(
     parts: Parts, orders: Int[Tensor, "m n"], engines: Engines, weights: Tensor
 ) -> Float[Tensor, "m n"]:
     """What the language model says of each token of each order, weighted."""
-    model, tokens = engines.model, parts.tokens[orders]
+    speaker, tokens = engines.speaker, parts.tokens[orders]
     out = torch.zeros(orders.shape, device=tokens.device)
-    if model is None:
+    if speaker is None:
         return out
     for row, one in zip(out, tokens, strict=True):
-        (answer,) = model.run_all([Request(model.prefix(), one[:-1].to(model.device))], keep=False)
+        read = one[:-1].to(speaker.slice.device)
+        (answer,) = speaker.slice.run_all([Request(speaker, read)], keep=False)
         following = answer.chain.float().log_softmax(-1).to(out.device)
         row[1:] = following.gather(1, one[1:, None])[:, 0]
         if engines.opening is not None:

@@ -101,9 +101,10 @@ def _tables(
 
 def spoken(engines: Engines, tokens: Tensor) -> list[Tensor | None]:
     """The language model's log-probabilities of every token of a text and of what follows it."""
-    if engines.model is None:
+    speaker = engines.speaker
+    if speaker is None:
         return [None] * (len(tokens) + 1)
-    answer = engines.model.run_all([Request(engines.model.prefix(), tokens.to(engines.model.device))])[0]
+    answer = speaker.slice.run_all([Request(speaker, tokens.to(speaker.slice.device))])[0]
     return [engines.opening, *answer.chain.float().log_softmax(-1)]
 
 

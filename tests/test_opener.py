@@ -1,0 +1,62 @@
+"""What the proposing language model reads before every prompt."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from attacks.vocab_match.drive import drive
+from attacks.vocab_match.rank import LanguageModel, LazyModel
+from hiddenlab.propose.corpus import Corpus
+from hiddenlab.propose.opener import LENGTH, WINDOWS, opened, openers_of
+from hiddenlab.slice import Slice, load_slice
+
+
+@pytest.fixture
+def lm(tiny: Callable[..., str]) -> Slice:
+    return load_slice(tiny("llama", tokenizer=True), stream="logits")
+
+
+def test_the_opener_is_that_behind_which_own_text_is_likeliest(lm: Slice) -> None:
+    openers = [one.tolist() for one in openers_of(lm)]
+    assert [] in openers and len(openers) == len({tuple(one) for one in openers}) >= 2
+    corpus = Corpus(lm, 3 + 5)
+    windows = [corpus.text_window(LENGTH) for _ in range(WINDOWS)]
+    totals = []
+    for opener in openers:
+        total = 0.0
+        for window in windows:
+            said = lm.encode(torch.tensor([*opener, *window.tolist()])).log_softmax(-1)[len(opener) : -1]
+            total += float(said.gather(1, window[1:, None]).sum())
+        totals.append(total)
+    chosen = opened(lm, seed=3)
+    assert chosen.tokens == openers[totals.index(max(totals))]
+    assert opened(lm, seed=3).tokens == chosen.tokens
+
+
+@pytest.mark.parametrize("opener", [[], [7, 9]])
+def test_the_language_model_reads_on_behind_it(
+    lm: Slice, monkeypatch: pytest.MonkeyPatch, opener: list[int]
+) -> None:
+    prefix = lm.prefix()
+    if opener:
+        prefix.extend(torch.tensor(opener))
+    monkeypatch.setattr("attacks.vocab_match.rank.opened", lambda slice: prefix)
+    lazy = LazyModel(lm)
+    monkeypatch.setattr(lazy, "slice", lm)
+    one, tokens = LanguageModel(lazy), [5, 17, 3, 40]
+    assert one.cost(tokens, lazy.layers) == 4
+    for count in (1, 3, 4):
+        ((found, _),) = drive([one.next_token(tokens[:count])])
+        wanted = lm.encode(torch.tensor([*opener, *tokens[:count]]))[-1].log_softmax(-1)
+        assert torch.allclose(found, wanted, atol=1e-4)
+    assert one.cost(tokens, lazy.layers) == 0
+    ((along, _),) = drive([one.along(tokens)])
+    wanted = lm.encode(torch.tensor([*opener, *tokens[:-1]]))[len(opener) :].log_softmax(-1)
+    assert torch.allclose(along, wanted, atol=1e-4)
+    assert prefix.tokens == opener  # what all prompts share stays as it is
+
+
+def test_without_a_tokenizer_there_may_be_nothing_to_read(tiny_slice: Callable[..., Slice]) -> None:
+    slice = tiny_slice("llama", None, "logits")
+    assert opened(slice).tokens in [one.tolist() for one in openers_of(slice)]
