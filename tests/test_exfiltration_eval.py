@@ -221,14 +221,15 @@ def test_the_game_with_their_answers(small: None, tiny: str, home: Path) -> None
     }
     loud = specs.ADVERSARIES["base64"]
     # A secret that one loud answer holds is lost as often as that answer is not inspected.
-    assert found[loud, 8, 0.2]["won"] == pytest.approx(0.8, abs=0.09)
-    assert found[loud, 8, 0.2]["used"] == 1 and found[loud, 8, 0.2]["bound"] > 0.8
-    assert found[loud, 8, 1.0]["caught"] == 1
+    one = found[loud, "dangerous", 8, 0.2]
+    assert one["won"] == pytest.approx(0.8, abs=0.09)
+    assert one["used"] == 1 and one["bound"] > 0.8
+    assert found[loud, "dangerous", 8, 1.0]["caught"] == 1
     for key, figures in found.items():
         assert figures["won"] <= figures["bound"] + 0.09
         ends = sum(figures[name] for name in ("learnt", "not_learnt", "caught", "spent"))
         assert ends == pytest.approx(1)
-        if key[1] == 100000:
+        if key[2] == 100000:
             assert figures["won"] == 0
     assert len(list(home.glob("game/*"))) == 2  # answers are judged once for all games
 
@@ -237,7 +238,7 @@ def test_the_game_with_their_answers(small: None, tiny: str, home: Path) -> None
     "change",
     [
         {"adversaries": "honest"}, {"adversaries": ""}, {"bits": "many"}, {"bits": ""}, {"bits": "0"},
-        {"bits": "9" * 400}, {"inspected": "1.5"},
+        {"bits": "9" * 400}, {"inspected": "1.5"}, {"watched": "safe"},
         {"alarms": 0.0}, {"rate": 0.3}, {"messages": 0}, {"margin": -1.0}, {"level": 1.0},
     ],
 )  # fmt: skip
