@@ -324,7 +324,7 @@ def game(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> Fig
     """
     home = folder.parent.parent
     key = {name: value for name, value in spec.items() if name not in GAME}
-    pools = _kept(home, "game", key, lambda: _pools(spec, home, progress))
+    pools = _kept(home, "games", key, lambda: _pools(spec, home, progress))
     watched = spec["watched"]
     sent = [
         game_of.Sent(bits, alarm > 0, capacity)

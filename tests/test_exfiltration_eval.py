@@ -231,7 +231,7 @@ def test_the_game_with_their_answers(small: None, tiny: str, home: Path) -> None
         assert ends == pytest.approx(1)
         if key[2] == 100000:
             assert figures["won"] == 0
-    assert len(list(home.glob("game/*"))) == 2  # answers are judged once for all games
+    assert len(list(home.glob("games/*"))) == 2  # answers are judged once for all games
 
 
 @pytest.mark.parametrize(
