@@ -143,7 +143,7 @@ def game(
     setting: Setting,
     adversaries: str = ";".join(sorted(set(ADVERSARIES) - {"honest"})),
     bits: str = "512,4096,100000",
-    inspected: str = "0.02,0.5",
+    inspected: str = "0.5",
     watched: str = f"{DANGEROUS};{BOTH}",
     alarms: float = 0.1,
     messages: int = 200,
@@ -193,7 +193,7 @@ def game(
                 **spec, "adversary": name, "margin": margin if name == "strict" else 0.0, "bits": size,
                 "inspected": share, "watched": watch,
             },
-            {"adversary": ADVERSARIES[name], "watched": watch, "secret, bits": size, "inspected": share},
+            {"adversary": ADVERSARIES[name], "watched": watch, "bits": size, "inspected": share},
         )
         for name in names
         for watch in classes
@@ -224,7 +224,6 @@ def game(
             "false alarms (Wilson), measured on the honest answers that the warden's setting was chosen on.",
             "Dishonest answers: a game, of those that no alarm ended.",
         ],
-        over="inspected",
     )  # fmt: skip
 
 
