@@ -9,10 +9,10 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from hiddenlab.propose.corpus import Corpus
 from hiddenlab.slice import Prefix, Request, Slice
 
-WINDOWS, LENGTH = 24, 16  # of the attacker's own text, on which openers are compared
+WINDOWS, LENGTH, CHARACTERS = 24, 16, 400  # of the attacker's own text, on which openers are compared
+TOGETHER = 6  # windows in a pass: logits are as wide as the vocabulary
 SPECIALS = 4  # special tokens tried at most
 
 
@@ -24,6 +24,22 @@ def openers_of(slice: Slice) -> list[Int[Tensor, " n"]]:
     return [torch.tensor(one, dtype=torch.long, device=slice.device) for one in found]
 
 
+def beginnings(slice: Slice, seed: int) -> list[Int[Tensor, " n"]]:
+    """How texts of the attacker's own begin: topics of Python's language reference, or random tokens.
+
+    Not ``Corpus``, which holds the whole standard library in memory.
+    """
+    if slice.tokenizer is None:
+        generator = torch.Generator().manual_seed(seed)
+        drawn = torch.randint(slice.vocab_size, (WINDOWS, LENGTH), generator=generator)
+        return list(drawn.to(slice.device))
+    from pydoc_data.topics import topics
+
+    texts = [str(topics[name]) for name in sorted(topics)][:: max(1, len(topics) // WINDOWS)][:WINDOWS]
+    ids = [slice.tokenizer(text[:CHARACTERS], add_special_tokens=False)["input_ids"] for text in texts]
+    return [torch.tensor(one[:LENGTH], device=slice.device) for one in ids if len(one) > 1]
+
+
 @torch.inference_mode()
 def opened(model: Slice, seed: int = 0) -> Prefix:
     """The opener behind which the attacker's own text is likeliest, run once; forks of it read prompts.
@@ -31,18 +47,19 @@ def opened(model: Slice, seed: int = 0) -> Prefix:
     Args:
         model: the language model, stream ``logits``.
     """
-    corpus = Corpus(model, seed + 5)
-    windows = [corpus.text_window(LENGTH).to(model.device) for _ in range(WINDOWS)]
+    windows = beginnings(model, seed)
     best, most = model.prefix(), -float("inf")
     for opener in openers_of(model):
         prefix = model.prefix()
         if len(opener):
             prefix.extend(opener)
-        answers = model.run_all([Request(prefix, window) for window in windows], keep=False)
         total = 0.0
-        for window, answer in zip(windows, answers, strict=True):
-            following = answer.chain[:-1].float().log_softmax(-1)
-            total += float(following.gather(1, window[1:, None]).sum())
+        for start in range(0, len(windows), TOGETHER):
+            part = windows[start : start + TOGETHER]
+            answers = model.run_all([Request(prefix, window) for window in part], keep=False)
+            for window, answer in zip(part, answers, strict=True):
+                following = answer.chain[:-1].float().log_softmax(-1)
+                total += float(following.gather(1, window[1:, None]).sum())
         if total > most:
             best, most = prefix, total
     return best
