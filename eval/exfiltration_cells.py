@@ -31,7 +31,7 @@ from eval.adversaries import SAMPLES, Answer, Rule, Tactic, answers, known
 from eval.answers import answered, requests_of
 from eval.experiment import Figures
 from eval.intervals import Estimate, mean, share
-from eval.measures import as_figures
+from eval.measures import as_figures, exactly
 from hiddenlab.core import Progress, silent
 from hiddenlab.errors import InputError
 
@@ -215,7 +215,7 @@ def pareto(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> F
     )  # fmt: skip
     for name in ("noise_sd", "threshold", "cutoff"):
         value = float(getattr(rule, name))
-        figures[name] = {"value": value, "low": value, "high": value, "n": int(tokens.sum())}
+        figures[name] = exactly(value, int(tokens.sum()))
     means = (found["sums"].sum(0) / tokens.sum()).tolist()
     points = [
         {**vars(r), **dict(zip(FIELDS, row, strict=True))} for r, row in zip(rules(spec), means, strict=True)
@@ -309,7 +309,7 @@ def exfiltration(spec: dict[str, Any], folder: Path, progress: Progress = silent
     )
     if len(other) // 2 >= spec["length"]:
         auc = detect(honest, other, spec["length"], np.random.default_rng(spec["seed"])).auc_low_fpr
-        figures["auc"] = {"value": auc, "low": auc, "high": auc, "n": len(judged.rows)}
+        figures["auc"] = exactly(auc, len(judged.rows))
     return figures
 
 
@@ -355,7 +355,7 @@ def game(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> Fig
     out = as_figures(figures)
     used = {} if one.dishonest is None else {"used": one.dishonest}
     for name, value in {"capacity": one.capacity, **used}.items():
-        out[name] = {"value": value, "low": value, "high": value, "n": one.rounds}
+        out[name] = exactly(value, one.rounds)
     return out
 
 

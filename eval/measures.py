@@ -162,6 +162,11 @@ def as_figures(estimates: dict[str, Estimate]) -> Figures:
     return {name: dict(estimate._asdict()) for name, estimate in estimates.items()}
 
 
+def exactly(value: float, n: int) -> dict[str, float]:
+    """A figure that is counted, not estimated."""
+    return {"value": value, "low": value, "high": value, "n": n}
+
+
 def _exp(estimate: Estimate) -> Estimate:
     value, low, high = torch.tensor(estimate[:3], dtype=torch.float64).exp().tolist()
     return Estimate(value, low, high, estimate.n)

@@ -7,7 +7,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,19 +16,14 @@ from attacks.closed_weights.recover import collect_untied, rebuild_tied, with_pu
 from attacks.closed_weights.substitution import solve
 from attacks.closed_weights.view import ServerView
 from attacks.vocab_match import VocabMatch
-from defenses.cascade.after_mpc import forward_after, without_first
-from defenses.cascade.backend import load_cascade_model
-from defenses.cascade.local import LocalCascade
-from defenses.cascade.plan import Plan
 from defenses.schemes.shares import HELPER, Centaur, PermLLM
 from defenses.schemes.stip import SERVER, Stip
 from defenses.schemes.walk import Plain, walk
 from defenses.schemes.weights import Weights, load_weights, write_checkpoint
 from eval.experiment import Figures
 from eval.intervals import mean, ratio, share
-from eval.measures import as_figures
+from eval.measures import as_figures, exactly
 from eval.metrics import score_text
-from eval.mpc.run import crypten_decoder
 from hiddenlab.channel import Channel
 from hiddenlab.core import Observation, Progress, Recovery, silent
 from hiddenlab.errors import HiddenlabError, InputError
@@ -43,7 +37,6 @@ from hiddenlab.slice.device import parse_device
 
 PLAIN = "plain"
 LINEAR_MAPS = {"linear": None, "projection": 1}  # columns of the map; None: as many as there are dimensions
-CRYPTEN_FRACTION = 16  # CrypTen's own bits behind the point
 DISCORR_ROWS = 500  # tokens that one value is computed from
 NOISE_PROMPTS, NOISE_ROOM = (
     4,
@@ -73,7 +66,7 @@ def scheme(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> F
     Args:
         spec: model, prompts, limit, max_tokens, seed, scheme, generate (new tokens to compare, STIP only).
     """
-    weights, prompts = _model_and_prompts(spec)
+    weights, prompts = model_and_prompts(spec)
     own = None if spec["scheme"] == PLAIN else SCHEMES[spec["scheme"]](weights, seed=spec["seed"])
     rows: list[tuple[float, ...]] = []
     generated: list[bool] = []
@@ -115,7 +108,7 @@ def scheme(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> F
     figures = as_figures(out)
     if own is not None:
         figures |= as_figures({name: mean(values) for name, values in told.items()})
-        figures["largest_logit_error"] = _exactly(max(errors), len(errors))
+        figures["largest_logit_error"] = exactly(max(errors), len(errors))
     return figures
 
 
@@ -136,7 +129,7 @@ def closed_weights(spec: dict[str, Any], folder: Path, progress: Progress = sile
             ``base`` (it has that of a public model, from which the private one was tuned: every value moved by
             ``drift`` standard deviations) or ``tied`` (it has no embedding; recovered are symbols, one for each token).
     """
-    weights, prompts = _model_and_prompts(spec)
+    weights, prompts = model_and_prompts(spec)
     assert weights.embedding is not None
     public = weights.embedding
     if spec["embedding"] == "base":
@@ -162,7 +155,7 @@ def closed_weights(spec: dict[str, Any], folder: Path, progress: Progress = sile
             "exact": share([x == y for x, y in zip(found, truth, strict=True)]),
             "token_accuracy": mean(accuracy),
         }
-    ) | {"seconds_per_prompt": _exactly(seconds, 1)}
+    ) | {"seconds_per_prompt": exactly(seconds, 1)}
 
 
 def stip_view(stip: Stip, prompts: Sequence[Sequence[int]]) -> ServerView:
@@ -264,7 +257,7 @@ def revealed(spec: dict[str, Any], folder: Path, progress: Progress = silent) ->
     Args:
         spec: model, prompts, limit, max_tokens, seed, scheme, layer, budget.
     """
-    weights, prompts = _model_and_prompts(spec)
+    weights, prompts = model_and_prompts(spec)
     how, layer = REVEALING[spec["scheme"]], spec["layer"]
     if not 1 <= layer < len(weights.blocks):
         raise InputError(
@@ -300,7 +293,7 @@ def permuted_model(spec: dict[str, Any], folder: Path, progress: Progress = sile
     Args:
         spec: model, prompts, limit, max_tokens, seed, device, layer, channel, budget.
     """
-    weights, prompts = _model_and_prompts(spec)
+    weights, prompts = model_and_prompts(spec)
     layer, channel = spec["layer"], Channel.parse([spec["channel"]])
     stip = Stip(weights, seed=spec["seed"])
     names = {int(row): symbol for symbol, row in enumerate(stip.user.keys.vocabulary.tolist())}
@@ -372,7 +365,7 @@ def _rounding(how: _Revealing, weights: Weights, slice: Slice, layer: int, seed:
     return NOISE_ROOM * worst
 
 
-def _model_and_prompts(spec: dict[str, Any]) -> tuple[Weights, list[list[int]]]:
+def model_and_prompts(spec: dict[str, Any]) -> tuple[Weights, list[list[int]]]:
     weights, tokenizer = load_weights(spec["model"])
     if tokenizer is None:
         raise InputError(f"{spec['model']} has no tokenizer to read prompts with")
@@ -385,11 +378,6 @@ def _greedy(weights: Weights, tokens: Sequence[int], new: int) -> list[int]:
     for _ in range(new):
         out.append(int(walk(weights, weights.inputs(out), Plain())[0][-1].argmax()))
     return out[len(tokens) :]
-
-
-def _exactly(value: float, n: int) -> dict[str, float]:
-    """A figure that is counted, not estimated."""
-    return {"value": value, "low": value, "high": value, "n": n}
 
 
 def discorr(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> Figures:
@@ -435,95 +423,3 @@ def discorr(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> 
         values.append(float(dcor.u_distance_correlation_sqr(x.numpy(), y.numpy())))
         progress("draws", i + 1, spec["draws"])
     return as_figures({"discorr": mean(values)})
-
-
-def after_mpc(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> Figures:
-    """The first layers under CrypTen, Cascade for the rest: cost of the first part, and the logits' error (appendix H).
-
-    Args:
-        spec: model, prompts, limit, max_tokens, seed, layers (on shares), alpha, c, m, timeout.
-
-    Raises:
-        InputError: CrypTen's environment is missing, or the model is not of Llama type.
-    """
-    weights, prompts = _model_and_prompts(spec)
-    plain_llama = (
-        weights.rotary is not None and weights.window is None and weights.activation in ("silu", "swish")
-    )
-    for block in weights.blocks:
-        linear = [block.q, block.k, block.v, block.o, block.up, block.down]
-        plain_llama &= block.gate is not None and not any(part.bias is not None for part in linear)
-        plain_llama &= (
-            not block.norm1.centred and block.norm1.eps == block.norm2.eps == weights.blocks[0].norm1.eps
-        )
-    if not plain_llama:
-        raise InputError(
-            f"{spec['model']} is not of Llama's plain type, which the layers on shares are written for"
-        )
-    cascade = LocalCascade(
-        without_first(load_cascade_model(spec["model"]), spec["layers"]), name=spec["model"]
-    )
-    draw = generator(spec["seed"], "own prompts")
-    own = torch.randint(len(weights.head.weight), (64,), generator=draw).tolist()
-    scales = _norm_scales(weights, own, spec["layers"])
-    rows = []
-    for i, tokens in enumerate(prompts):
-        job = {
-            "threads": 1, "heads": weights.heads, "kv_heads": weights.kv_heads, "layers": spec["layers"],
-            "eps": weights.blocks[0].norm1.eps,
-        }  # fmt: skip
-        shares, cost = crypten_decoder(_decoder_arrays(weights, tokens, scales), job, spec["timeout"])
-        plan = Plan.clustered(len(tokens), spec["c"], alpha=spec["alpha"], m=spec["m"])
-        logits = forward_after(cascade, [torch.from_numpy(share) for share in shares], CRYPTEN_FRACTION, plan)
-        with torch.inference_mode():
-            plain, states = walk(weights, weights.inputs(tokens), Plain())
-        summed = sum(torch.from_numpy(share) for share in shares)
-        states_error = (summed / 2**CRYPTEN_FRACTION - states[spec["layers"]]).abs().max()  # type: ignore[operator]
-        agree = float((logits.argmax(1) == plain.argmax(1)).sum())
-        rows.append(
-            (
-                cost["seconds"][0], cost["bytes"][0] / 1e6, float((logits - plain).abs().max()), float(states_error),
-                agree, float(len(tokens)),
-            )
-        )  # fmt: skip
-        progress("prompts", i + 1, len(prompts))
-    seconds, megabytes, errors, states_errors, agreed, counts = (
-        list(column) for column in zip(*rows, strict=True)
-    )
-    return as_figures(
-        {
-            "mpc_seconds": mean(seconds), "megabytes": mean(megabytes), "logit_error": mean(errors),
-            "state_error": mean(states_errors), "top1_agreement": ratio(agreed, counts),
-        }
-    )  # fmt: skip
-
-
-def _norm_scales(weights: Weights, tokens: Sequence[int], layers: int) -> list[tuple[float, float]]:
-    """What typical inputs of each norm must be multiplied with to have a mean square of 1: public, from own text."""
-    seen: dict[tuple[int, str], float] = {}
-
-    class Looking(Plain):
-        def norm(self, x: Tensor, norm: Any, layer: int, where: str) -> Tensor:
-            seen[layer, where] = float(x.square().mean(1).median().rsqrt())
-            return super().norm(x, norm, layer, where)
-
-    with torch.inference_mode():
-        walk(weights, weights.inputs(tokens), Looking())
-    return [(seen[layer, "norm1"], seen[layer, "norm2"]) for layer in range(1, layers + 1)]
-
-
-def _decoder_arrays(
-    weights: Weights, tokens: Sequence[int], scales: Sequence[tuple[float, float]]
-) -> dict[str, Any]:
-    """What ``eval/mpc/crypten_party.py`` reads of the model and the prompt."""
-    assert weights.rotary is not None
-    cos, sin = weights.rotary.tables(torch.arange(len(tokens)))
-    out: dict[str, Any] = {"x": weights.inputs(tokens).numpy(), "cos": cos.numpy(), "sin": sin.numpy()}
-    for i, ((first, second), block) in enumerate(zip(scales, weights.blocks, strict=False)):
-        assert block.gate is not None
-        out |= {
-            f"{i}.{n}": getattr(block, n).weight.T.numpy() for n in ("q", "k", "v", "o", "gate", "up", "down")
-        }
-        out |= {f"{i}.norm1": block.norm1.weight.numpy(), f"{i}.norm2": block.norm2.weight.numpy()}
-        out |= {f"{i}.scale1": np.float32(first), f"{i}.scale2": np.float32(second)}
-    return out

@@ -10,7 +10,7 @@ from defenses.verification.detect import detect, mmd_test
 from eval.answers import answered, pooled, scored, uniform_ranks
 from eval.experiment import Figures
 from eval.intervals import mean, ratio, share
-from eval.measures import as_figures
+from eval.measures import as_figures, exactly
 from hiddenlab.core import Progress, silent
 from hiddenlab.errors import InputError
 
@@ -74,16 +74,12 @@ def agreement(spec: dict[str, Any], folder: Path, progress: Progress = silent) -
         kept = np.where(finite, margins, 0.0).reshape(shape)
         out["margin"] = ratio(kept.sum(1).tolist(), finite.reshape(shape).sum(1).tolist())
         out["filtered"] = mean((~finite).reshape(shape).mean(1).tolist())
-        figures["margin_p99.9"] = _one(float(np.percentile(margins[finite], 99.9)), int(finite.sum()))
+        figures["margin_p99.9"] = exactly(float(np.percentile(margins[finite], 99.9)), int(finite.sum()))
     figures |= as_figures(out)
     rows = scores["drawn"].reshape(shape)
     theirs = scored({**spec, "variant": spec["against"]}, home, progress)["drawn"].reshape(shape)
-    figures["mmd_p"] = _one(mmd_test(rows, theirs, np.random.default_rng(spec["seed"])), len(rows))
+    figures["mmd_p"] = exactly(mmd_test(rows, theirs, np.random.default_rng(spec["seed"])), len(rows))
     return figures
-
-
-def _one(value: float, n: int) -> dict[str, float]:
-    return {"value": value, "low": value, "high": value, "n": n}
 
 
 def uniformity(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> Figures:
@@ -95,7 +91,7 @@ def uniformity(spec: dict[str, Any], folder: Path, progress: Progress = silent) 
     from scipy.stats import kstest
 
     found = kstest(uniform_ranks(spec, _home(folder), spec["requests"], progress), "uniform")
-    return {"rank_uniformity_p": _one(float(found.pvalue), spec["requests"])}
+    return {"rank_uniformity_p": exactly(float(found.pvalue), spec["requests"])}
 
 
 def proofs(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> Figures:
@@ -115,8 +111,8 @@ def proofs(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> F
             "exponents": mean(scores[f"{name}:exponents"].tolist()),
         }
     )
-    figures["most_exponents"] = _one(float(scores[f"{name}:exponents"].max()), len(accepted))
-    figures["fewest_exponents"] = _one(float(scores[f"{name}:exponents"].min()), len(accepted))
+    figures["most_exponents"] = exactly(float(scores[f"{name}:exponents"].max()), len(accepted))
+    figures["fewest_exponents"] = exactly(float(scores[f"{name}:exponents"].min()), len(accepted))
     finite = scores[f"{name}:mean"][np.isfinite(scores[f"{name}:mean"])]
     if len(finite):
         figures["mean_mantissa"] = as_figures({"m": mean(finite.tolist())})["m"]
@@ -147,6 +143,6 @@ def proof_cost(spec: dict[str, Any], folder: Path, progress: Progress = silent) 
     figures = as_figures(
         {"milliseconds": mean([1e3 * t for t in took]), "of_decoding": mean([t / decode for t in took])}
     )
-    figures["slowest_milliseconds"] = _one(1e3 * max(took), len(took))
-    figures["tokens_per_second"] = _one(tokens / found.seconds, tokens)
+    figures["slowest_milliseconds"] = exactly(1e3 * max(took), len(took))
+    figures["tokens_per_second"] = exactly(tokens / found.seconds, tokens)
     return figures

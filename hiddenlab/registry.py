@@ -96,7 +96,7 @@ BUILTINS: dict[str, dict[str, str]] = {
         "substitution": "eval.scheme_cells:substitution",
         "revealed": "eval.scheme_cells:revealed",
         "discorr": "eval.scheme_cells:discorr",
-        "after-mpc": "eval.scheme_cells:after_mpc",
+        "after-mpc": "eval.after_mpc_cells:after_mpc",
         "detection": "eval.verification_cells:detection",
         "agreement": "eval.verification_cells:agreement",
         "uniformity": "eval.verification_cells:uniformity",

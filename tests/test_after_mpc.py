@@ -16,7 +16,7 @@ from defenses.cascade.local import LocalCascade
 from defenses.cascade.plan import Plan
 from defenses.schemes.walk import Plain, walk
 from defenses.schemes.weights import load_weights
-from eval import scheme_cells
+from eval import after_mpc_cells
 from hiddenlab.errors import InputError, NotApplicableError
 
 TinyPath = Callable[..., str]
@@ -83,14 +83,14 @@ def test_measured_with_another_protocol_in_cryptens_place(
         parts = [share.numpy() for share in shared(states[job["layers"]])]
         return parts, {"seconds": [1.5], "bytes": [2e6]}
 
-    monkeypatch.setattr(scheme_cells, "crypten_decoder", stand_in)
+    monkeypatch.setattr(after_mpc_cells, "crypten_decoder", stand_in)
     prompts = tmp_path / "p.txt"
     prompts.write_text("hello there\nanother one")
     spec = {
         "model": path, "prompts": str(prompts), "limit": 2, "max_tokens": 8, "seed": 0, "layers": 1, "alpha": 2, "c": 2,
         "m": 1, "timeout": 5.0,
     }  # fmt: skip
-    found = scheme_cells.after_mpc(spec, tmp_path)
+    found = after_mpc_cells.after_mpc(spec, tmp_path)
     assert found["logit_error"]["value"] < 2e-3 and found["state_error"]["value"] < 1e-3
     assert found["top1_agreement"]["value"] == 1 and found["megabytes"]["value"] == 2
     assert seen["0.q"].shape == (64, len(weights.blocks[0].q.weight)) and seen["cos"].shape[0] == 8

@@ -36,8 +36,9 @@ def beginnings(slice: Slice, seed: int) -> list[Int[Tensor, " n"]]:
     from pydoc_data.topics import topics
 
     texts = [str(topics[name]) for name in sorted(topics)][:: max(1, len(topics) // WINDOWS)][:WINDOWS]
-    ids = [slice.tokenizer(text[:CHARACTERS], add_special_tokens=False)["input_ids"] for text in texts]
-    return [torch.tensor(one[:LENGTH], device=slice.device) for one in ids if len(one) > 1]
+    # As prompts begin: with the tokenizer's own special token, if it puts one first.
+    ids = [slice.tokenize(text[:CHARACTERS], LENGTH) for text in texts]
+    return [torch.tensor(one, device=slice.device) for one in ids if len(one) > 1]
 
 
 @torch.inference_mode()
