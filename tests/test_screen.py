@@ -6,6 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from attacks.joint import JointDecoding
+from attacks.joint.beam import _from_all, _screened, _try, start
+from attacks.joint.evidence import BEFORE, FIT
 from attacks.joint.reading import fast_enough
 from attacks.vocab_match import VocabMatch, screen, task
 from attacks.vocab_match.screen import Screen, near_ones
@@ -128,9 +131,68 @@ def test_joint_decoding_runs_in_a_faster_dtype_only_behind_what_changes_states(
     tiny_slice: TinySlice, channel: str, fast: bool
 ) -> None:
     slice = tiny_slice("llama", 2)
-    chosen = fast_enough(slice, Channel.parse([channel]), Matcher(1, False), 0)
-    assert chosen.dtype == (torch.bfloat16 if fast else torch.float32)
-    assert (chosen is slice) != fast
+    assert fast_enough(Screen(slice), Channel.parse([channel]), Matcher(1, False), 0) == fast
+
+
+@pytest.mark.usefixtures("small_probes")
+@pytest.mark.parametrize("channel", ["hidden-perm", "2d-perm"])
+def test_of_screened_candidates_the_beam_keeps_near_ones_with_their_exact_distances(
+    tiny_slice: TinySlice, channel: str
+) -> None:
+    slice = tiny_slice("llama", 2)
+    observation = release(slice, "gaussian:sigma=0.001", channel)[0]
+    joint = JointDecoding(model=False)
+    prepared, _ = joint.prepare(observation, slice)
+    engines, weights = prepared.engines, prepared.learned.weights
+    assert engines.screen is not None
+    assert engines.slice is slice
+    with torch.inference_mode():
+        decoding = start(prepared.reader.read(observation), engines, weights)
+        pair, fresh = (decoding, decoding.beam[0]), slice.vocab_size - 10
+        one, other = (_from_all(*pair, weights, fresh) for _ in range(2))
+        (exact,) = _try([pair], [one], engines, weights)
+        before = decoding.evaluated
+        (near,) = _screened([pair], [other], engines, weights)
+    every = torch.cat(near.tokens)
+    assert sorted(every.tolist()) == sorted(torch.cat(exact.tokens).tolist())
+    assert decoding.evaluated - before == near.evaluated == len(every) + len(near.answers[0].leaves)
+    assert near.evaluated < 1.5 * len(every)
+    states = torch.cat(exact.states)[torch.cat(exact.tokens).argsort()]
+    assert (torch.cat(near.states)[every.argsort()] - states).norm() < 0.03 * states.norm()
+    features = {
+        (token, row): values
+        for token, row, values in zip(
+            exact.candidates.tokens.tolist(),
+            exact.candidates.rows.tolist(),
+            exact.candidates.features,
+            strict=True,
+        )
+    }
+    found = list(
+        zip(
+            near.candidates.tokens.tolist(),
+            near.candidates.rows.tolist(),
+            near.candidates.features,
+            strict=True,
+        )
+    )
+    nearest = min(features, key=lambda key: float(features[key][FIT]))
+    assert nearest in {(token, row) for token, row, _ in found}
+    for token, row, values in found:
+        if (token, row) in features:
+            assert values[BEFORE:].tolist() == pytest.approx(features[token, row][BEFORE:].tolist(), abs=1e-3)
+
+
+def test_a_screen_is_loaded_once_enough_was_asked_of_it(tiny_slice: TinySlice) -> None:
+    one = Screen(tiny_slice("llama", 2))
+    assert not one.runs(screen.FEWEST - 1)
+    assert not one.runs(screen.LOAD_AFTER)
+    assert "slice" not in vars(one)
+    assert one.runs(screen.FEWEST)
+    assert not one.runs(screen.FEWEST - 1)
+    other = Screen(tiny_slice("llama", 2))
+    _ = other.slice
+    assert other.runs(screen.FEWEST)
 
 
 def test_only_what_the_slice_ran_can_match() -> None:

@@ -15,6 +15,7 @@ from attacks.joint.refine import Refined, refine_decodings
 from attacks.joint.strength import first_step, settle, strength_of
 from attacks.joint.weights import learn_weights
 from attacks.vocab_match.rank import LazyModel
+from attacks.vocab_match.screen import Screen
 from hiddenlab.channel import Channel, as_whole, by_channel, suppose
 from hiddenlab.core import Observation, Progress, Public, Recovery, TokenRecovery, silent
 from hiddenlab.errors import InputError, NotApplicableError
@@ -142,9 +143,13 @@ class JointDecoding:
         with torch.inference_mode():
             clock = learn_clock(slice, channel, matcher, self.seed) if public.rows_permuted else None
             reader = Reader(slice, channel, matcher, tuple(probes), clock, self.seed, openings)
-            runs = fast_enough(slice, channel, matcher, self.seed)
+            screen = Screen(slice) if Screen.pays(slice) else None
+            fast = screen is not None and fast_enough(screen, channel, matcher, self.seed)
+            runs = screen.slice if screen is not None and fast else slice
             first = _opening(slice, None if speaker is None else speaker.slice)
-            engines = Engines(runs, matcher, speaker, public.prefix_tokens, first, adapter)
+            engines = Engines(
+                runs, matcher, speaker, public.prefix_tokens, first, adapter, None if fast else screen
+            )
             learned = learn_weights(channel, engines, reader, self.seed, self.progress)
         return Prepared(public, public, slice, engines, reader, learned), seconds
 

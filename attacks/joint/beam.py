@@ -19,6 +19,7 @@ from attacks.joint.evidence import (
     likeliest,
     rows_at,
 )
+from attacks.vocab_match.screen import Screen, near_ones
 from hiddenlab.core import Progress, silent
 from hiddenlab.match import Matcher
 from hiddenlab.propose.adapt import Adapter
@@ -27,7 +28,7 @@ from hiddenlab.slice import Answer, Prefix, Request, Slice
 OTHERS = 4  # of a row's tokens that were not taken, how many are remembered
 RECENT = 3  # of hypotheses that agree in so many last tokens and in the rows they used, the best is kept
 HARDER = 4  # times as many hypotheses are kept where rows are in unknown order or missing
-WIDER = 8  # by how much more is tried where nothing fits
+WIDER = 4  # by how much more is tried where nothing fits
 ENOUGH = 256  # candidates that failed from which it is worth learning
 TAKEN = 256  # candidates of a hypothesis that may become part of the beam
 
@@ -38,6 +39,7 @@ class Engines:
 
     Attributes:
         speaker: the language model, with what it reads before every prompt; never extended itself.
+        screen: runs many candidates at once first, where it is faster than ``slice``, or None.
     """
 
     slice: Slice
@@ -46,6 +48,7 @@ class Engines:
     offset: int = 0  # positions before the first token
     opening: Tensor | None = None  # the language model's log-probabilities [v] of a first token
     adapter: Adapter | None = None  # learns from candidates that failed
+    screen: Screen | None = None
 
     @property
     def model(self) -> Slice | None:
@@ -152,6 +155,7 @@ class Tried:
 
     Attributes:
         answers: what ran them. answer: which of them is each candidate's. leaf: its place there. evaluated: run.
+        tokens, states: all that were run so far, kept or not, and their states in the matcher's form, part by part.
     """
 
     candidates: Candidates
@@ -159,10 +163,8 @@ class Tried:
     answer: Int[Tensor, " c"]
     leaf: Int[Tensor, " c"]
     evaluated: int
-
-    def ran(self) -> Int[Tensor, " d"]:
-        """The tokens that were run so far, kept or not."""
-        return torch.cat([one.request.inputs for one in self.answers])
+    tokens: list[Int[Tensor, " _"]]
+    states: list[Float[Tensor, "_ d"]]
 
     def add(self, other: "Tried") -> None:
         """More candidates of the same hypothesis."""
@@ -171,6 +173,8 @@ class Tried:
         self.leaf = torch.cat([self.leaf, other.leaf])
         self.answers += other.answers
         self.evaluated += other.evaluated
+        self.tokens += other.tokens
+        self.states += other.states
 
     def keep(self, which: Tensor) -> None:
         """Forget the others."""
@@ -252,11 +256,42 @@ def _try(
         pairs, proposed, distinct, engines.slice.run_all(requests), strict=True
     ):
         one.evaluated += len(tokens)
-        candidates.measure(answer.leaves, leaf, one.view, engines.matcher)
-        tried = Tried(candidates, [answer], torch.zeros_like(leaf), leaf, len(tokens))
+        states = engines.matcher.view(answer.leaves)
+        candidates.measure(states, leaf, one.view, engines.matcher)
+        ran = [tokens], [states]
+        tried = Tried(candidates, [answer], torch.zeros_like(leaf), leaf, len(tokens), *ran)
         if len(candidates) > TAKEN:
             tried.keep((candidates.features @ weights).topk(TAKEN).indices)
         out.append(tried)
+    return out
+
+
+def _screened(
+    pairs: Sequence[tuple[Decoding, Hypothesis]],
+    proposed: Sequence[Candidates],
+    engines: Engines,
+    weights: Tensor,
+) -> list[Tried]:
+    """The same, but the screen runs them first, and the slice only those that are near."""
+    assert engines.screen is not None
+    distinct = [candidates.tokens.unique(return_inverse=True) for candidates in proposed]
+    requests = [
+        Request(engines.screen.follow(hypothesis.prefix), tokens[:0], leaves=tokens)
+        for (_, hypothesis), (tokens, _) in zip(pairs, distinct, strict=True)
+    ]
+    answers = engines.screen.slice.run_all(requests, keep=False)
+    seen, near = list[Tensor](), list[Candidates]()
+    for (one, _), candidates, (tokens, leaf), answer in zip(pairs, proposed, distinct, answers, strict=True):
+        one.evaluated += len(tokens)
+        seen.append(engines.matcher.view(answer.leaves))
+        candidates.measure(seen[-1], leaf, one.view, engines.matcher)
+        fits = candidates.features[:, FIT]
+        nearest = torch.full_like(tokens, float("inf"), dtype=fits.dtype)
+        nearest.scatter_reduce_(0, leaf, fits.exp(), "amin")
+        near.append(candidates.keep(torch.isin(leaf, near_ones(nearest))))
+    out = _try(pairs, near, engines, weights)
+    for tried, (tokens, _), states in zip(out, distinct, seen, strict=True):
+        tried.evaluated, tried.tokens, tried.states = tried.evaluated + len(tokens), [tokens], [states]
     return out
 
 
@@ -283,12 +318,15 @@ def _widen(
             return
         pairs = [(one, one.beam[0]) for one, _ in open]
         suggested = [
-            _from_all(*pair, learned.weights, width, tried.ran(), _suggested(*pair, tried, engines))
+            _from_all(
+                *pair, learned.weights, width, torch.cat(tried.tokens), _suggested(*pair, tried, engines)
+            )
             for pair, (_, tried) in zip(pairs, open, strict=True)
         ]
         # Not where all of these were tried.
         rest = [one for one in zip(open, pairs, suggested, strict=True) if len(one[2])]
-        more_tried = _try([one[1] for one in rest], [one[2] for one in rest], engines, learned.weights)
+        run = _try if engines.screen is None else _screened
+        more_tried = run([one[1] for one in rest], [one[2] for one in rest], engines, learned.weights)
         for ((one, tried), _, _), more in zip(rest, more_tried, strict=True):
             one.widened += more.evaluated
             one.calls += 1
@@ -299,12 +337,11 @@ def _suggested(
     decoding: Decoding, hypothesis: Hypothesis, tried: Tried, engines: Engines
 ) -> Float[Tensor, " v"] | None:
     """Log-likelihoods of the whole vocabulary that candidates which failed suggest, where there are enough."""
-    tokens, view = tried.ran(), decoding.view
+    tokens, view = torch.cat(tried.tokens), decoding.view
     rows = rows_at(view, decoding.place, hypothesis.free)
     if engines.adapter is None or len(tokens) < ENOUGH or rows is None:
         return None
-    states = engines.matcher.view(torch.cat([one.leaves for one in tried.answers]))
-    return engines.adapter.log_likelihoods(tokens, states, view.shown[rows])
+    return engines.adapter.log_likelihoods(tokens, torch.cat(tried.states), view.shown[rows])
 
 
 def _extend(decoding: Decoding, tried: Sequence[Tried], weights: Tensor, effort: Effort) -> list[Hypothesis]:

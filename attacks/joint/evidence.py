@@ -119,16 +119,16 @@ class Candidates:
         """Fill in what states in context say; candidates without a row get zeros, as all of them do there.
 
         Args:
-            states: of distinct tokens. of: which of them is each candidate's.
+            states: of distinct tokens, in the matcher's form. of: which of them is each candidate's.
         """
         shown = self.rows >= 0
         self.distances = torch.full((len(self),), float("nan"), device=states.device)
         if not bool(shown.any()):
             return
-        own, rows, of = matcher.view(states), self.rows[shown], of[shown]
+        rows, of = self.rows[shown], of[shown]
         distances, plain = torch.empty(2, len(rows), device=states.device)
         for part in torch.arange(len(rows), device=states.device).split(PART):
-            candidates, observed = own[of[part]], view.shown[rows[part]]
+            candidates, observed = states[of[part]], view.shown[rows[part]]
             distances[part] = matcher.pairs(candidates=candidates, observed=observed)
             plain[part] = torch.linalg.vector_norm(candidates - observed, dim=1)
         self.distances[shown] = distances

@@ -117,7 +117,8 @@ def _gains(
         Request(engines.slice.prefix(offset=engines.offset), tokens, leaves=leaves, attach=attach)
         for leaves, attach in zip(each.split(size), where.split(size), strict=True)
     ]
-    states = torch.cat([answer.leaves for answer in engines.slice.run_all(requests, keep=False)])
+    answers = engines.slice.run_all(requests, keep=False)
+    states = engines.matcher.view(torch.cat([answer.leaves for answer in answers]))
     features = torch.zeros(n * n, len(FEATURES), device=device)
     if view.when is not None:
         places = torch.arange(n, device=device).float().log1p()
@@ -185,7 +186,8 @@ def _score(
         places = torch.arange(n, device=tokens.device).float().log1p()
         features[..., PLACE] = -(view.when[rows] - places).square()
     requests = [Request(engines.slice.prefix(offset=engines.offset), one) for one in tokens]
-    states = torch.cat([answer.chain for answer in engines.slice.run_all(requests, keep=False)])
+    answers = engines.slice.run_all(requests, keep=False)
+    states = engines.matcher.view(torch.cat([answer.chain for answer in answers]))
     candidates = Candidates(tokens.flatten(), rows.flatten(), columns.flatten(), features.flatten(0, 1))
     candidates.measure(states, torch.arange(m * n, device=tokens.device), view, engines.matcher)
     assert candidates.distances is not None

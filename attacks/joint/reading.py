@@ -90,11 +90,10 @@ def learn_clock(slice: Slice, channel: Channel, matcher: Matcher, seed: int) -> 
     return Clock.learn(rows, places)
 
 
-def fast_enough(slice: Slice, channel: Channel, matcher: Matcher, seed: int) -> Slice:
-    """The slice in a faster dtype, where its rounding is small beside what the channel does to states; else itself."""
-    if not Screen.pays(slice):
-        return slice
-    fast, corpus = Screen(slice).slice, Corpus(slice, seed + 4)
+def fast_enough(screen: Screen, channel: Channel, matcher: Matcher, seed: int) -> bool:
+    """Whether the screen's rounding is small beside what the channel does to states, so that it may decide."""
+    slice, fast = screen.of, screen.slice
+    corpus = Corpus(slice, seed + 4)
     windows = [corpus.text_window(CLOCK_WINDOW).tolist() for _ in range(ROUNDED)]
     moved, rounded = list[Tensor](), list[Tensor]()
     released = channel.release_batch(slice, windows, generator(seed, "joint", "rounding"))
@@ -105,7 +104,7 @@ def fast_enough(slice: Slice, channel: Channel, matcher: Matcher, seed: int) -> 
         moved.append(matcher.pairs(candidates=rows, observed=plain) / matcher.norms(plain))
         near = matcher.view(fast.encode(tokens))
         rounded.append(matcher.pairs(candidates=near, observed=plain) / matcher.norms(plain))
-    return fast if torch.cat(rounded).median() <= SMALL * torch.cat(moved).median() else slice
+    return bool(torch.cat(rounded).median() <= SMALL * torch.cat(moved).median())
 
 
 @dataclass(frozen=True)

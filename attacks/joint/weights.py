@@ -93,8 +93,9 @@ def _tables(
     request = Request(
         engines.slice.prefix(offset=engines.offset), truth, leaves=torch.cat(leaves), attach=torch.cat(attach)
     )
-    states = engines.slice.run_all([request])[0].leaves.split([len(one) for one in leaves])
-    for (candidates, _), ran, own in zip(found, leaves, states, strict=True):
+    states = engines.matcher.view(engines.slice.run_all([request])[0].leaves)
+    parts = states.split([len(one) for one in leaves])
+    for (candidates, _), ran, own in zip(found, leaves, parts, strict=True):
         candidates.measure(own, torch.searchsorted(ran, candidates.tokens), view, engines.matcher)
     return [Table(candidates.features, offset) for candidates, offset in found]
 

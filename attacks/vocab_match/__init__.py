@@ -125,9 +125,10 @@ class VocabMatch:
         kept = self._prepared
         if kept is None or (kept.public, kept.slice) != (public, slice):
             matcher = choose_matcher(self.distance, public)
+            # The language model first: while it is loaded its file is in memory as well, when little else is.
+            proposer, seconds = self._proposer(slice, public)
             threshold = self._threshold(slice, public, matcher)
             screen = self._screened(slice, public) if threshold.separable else None
-            proposer, seconds = self._proposer(slice, public)
             kept = Prepared(public, slice, matcher, proposer, threshold, screen)
             self._prepared = kept
         return kept, seconds

@@ -15,6 +15,9 @@ from hiddenlab.propose.probe import fast_dtype
 from hiddenlab.slice import Prefix, Slice
 
 FEWEST = 16  # candidates in a batch from which two passes are cheaper than one
+# Candidates in such batches after which it is loaded, which takes about as long as running them in the slice; at once
+# where every prompt will need it.
+LOAD_AFTER = 4096
 LEAST_LAYERS = 4  # below, sorting and comparing states costs as much as running them
 # Of a screened batch the slice runs those nearer than so much of the median, and in any case one in so many.
 NEAR, ONE_IN, AT_LEAST = 0.5, 32, 2
@@ -29,6 +32,7 @@ class Screen:
 
     def __init__(self, slice: Slice) -> None:
         self.of = slice
+        self._wanted = 0
 
     @staticmethod
     def pays(slice: Slice) -> bool:
@@ -46,7 +50,14 @@ class Screen:
         dtype = str(fast_dtype(self.of.device)).removeprefix("torch.")
         return self.of.sibling(self.of.site.layer, stream=self.of.site.stream, dtype=dtype)
 
-    def follow(self, prefix: Prefix, shadow: Prefix | None) -> Prefix:
+    def runs(self, batch: int) -> bool:
+        """Whether a batch of so many candidates is to be screened."""
+        if batch < FEWEST:
+            return False
+        self._wanted += batch
+        return "slice" in vars(self) or self._wanted > LOAD_AFTER
+
+    def follow(self, prefix: Prefix, shadow: Prefix | None = None) -> Prefix:
         """The screen's form of a prefix: the exact keys and values, rounded; ``shadow`` is the last such form."""
         shadow = shadow or self.slice.prefix(offset=prefix.offset)
         shadow.store.follow(prefix.store, self.slice.dtype)

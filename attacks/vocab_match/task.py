@@ -9,7 +9,7 @@ from torch import Tensor
 
 from attacks.vocab_match.drive import Ask, Search
 from attacks.vocab_match.rank import LanguageModel, Proposer
-from attacks.vocab_match.screen import FEWEST, Screen, near_ones
+from attacks.vocab_match.screen import Screen, near_ones
 from hiddenlab.core import TokenRecovery
 from hiddenlab.match import Matcher
 from hiddenlab.propose.adapt import log_likelihood
@@ -313,7 +313,7 @@ def _run(
     """
     exact, table = None, None
     # States of first tokens may be attention sinks, of which half precision resolves nothing.
-    if task.screen is not None and task.found and len(batch) >= FEWEST:
+    if task.screen is not None and task.found and task.screen.runs(len(batch)):
         task.shadow = task.screen.follow(task.prefix, task.shadow)
         seen: Answer = yield Ask(task.screen.slice, Request(task.shadow, batch[:0], leaves=batch))
         states.append(task.matcher.view(seen.leaves))

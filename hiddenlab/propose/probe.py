@@ -24,6 +24,7 @@ from hiddenlab.core import Progress, silent
 CHUNK = 8192  # rows of the embedding table whitened at once, to hold one table in memory and not three
 HELD_OUT = 512  # rows kept back to set the temperature
 BLOCK = 64  # tokens of the vocabulary whose best is found in one step
+PART = 128  # rows scored at once: their scores for all tokens are large
 CLIP = 8.0  # features are clipped at this many standard deviations
 SINK_RATIO = 3.0  # two groups of rows are kept apart where their median norms differ by more than this
 
@@ -168,7 +169,7 @@ class Probe:
         vocab = len(self._table)
         k = min(k, vocab)
         values, ids = [], []
-        for directions in self.direction(rows).split(512):
+        for directions in self.direction(rows).split(PART):
             narrow = directions if self._screen is None else directions @ self._screen
             scores = (narrow.to(self._fast.dtype) @ self._fast.T).view(len(narrow), -1, BLOCK)
             best = scores.amax(2).topk(min(k, scores.shape[1]), dim=1).indices
