@@ -1,7 +1,7 @@
 """Joint decoding: the beam against every sequence there is, the solver against linear algebra, whole runs."""
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
@@ -17,18 +17,18 @@ from attacks.joint.continuous import Problem, _conjugate, step
 from attacks.joint.evidence import (
     BEFORE,
     FEATURES,
-    FIT,
     PLACE,
     Learned,
     Rows,
     candidates_of,
     chosen,
     likeliest,
+    unseen,
 )
 from attacks.joint.moves import Parts, _score, _told
 from attacks.joint.reading import Clock, length_of
 from attacks.joint.refine import refine_decodings
-from attacks.joint.weights import START, Table, fit, fitting
+from attacks.joint.weights import START, Table, fit, lead_of
 from hiddenlab.channel import Channel
 from hiddenlab.core import Observation, Public, Site
 from hiddenlab.errors import InputError, NotApplicableError
@@ -142,7 +142,7 @@ def test_the_weights_find_what_decides(seed: int, wrong: int) -> None:
         table = torch.randn(1 + wrong, len(FEATURES), generator=generator)
         table[0, 4] = table[:, 4].max() + 1.0
         tables.append(table)
-    weights = fit([Table(one, torch.zeros(len(one))) for one in tables], begin)
+    weights = fit([Table(one, torch.zeros(len(one)), torch.ones(len(one)).bool()) for one in tables], begin)
     right = sum(int((table @ weights).argmax()) == 0 for table in tables)
     assert right > sum(int((table @ begin).argmax()) == 0 for table in tables)
     assert right >= 55
@@ -229,23 +229,44 @@ def test_prompts_come_back_where_every_token_is_tried(
     assert attack(tiny_slice("llama", 2), specs, tokens, width=3000, beam=2) == tokens
 
 
-def tables_of(right: Tensor, wrong: Tensor) -> list[Table]:
-    """One right and two wrong candidates a table, with these distances over what is expected."""
-    tables = []
-    for distances in torch.stack([right, wrong, wrong + 0.5], dim=1):
-        features = torch.zeros(3, len(FEATURES))
-        features[:, FIT] = distances
-        tables.append(Table(features, torch.zeros(3)))
-    return tables
+def table_of(scores: Sequence[float], tried: Sequence[bool], unseen: float | None) -> Table:
+    """Candidates whose scores the probe alone makes."""
+    features = torch.zeros(len(scores), len(FEATURES))
+    features[:, 0] = torch.tensor(scores)
+    mass = None if unseen is None else lambda weights: unseen * float(weights[0])
+    return Table(features, torch.zeros(len(scores)), torch.tensor(tried), mass)
 
 
-def test_what_fits_is_learned_where_distances_tell() -> None:
-    spread = torch.linspace(-0.5, 0.5, 101)
-    limit = fitting(tables_of(spread, spread + 3.0))
-    assert limit == pytest.approx(0.48, abs=0.01)  # all but two in a hundred right ones
-    assert 0.0 < fitting(tables_of(spread, spread + 0.7)) < 0.3  # bounded by the wrong ones
-    assert fitting(tables_of(spread, spread + 0.1)) == float("inf")
-    assert fitting([]) == float("inf")
+def test_how_far_the_best_must_be_ahead_is_learned_where_the_right_one_was_not_run() -> None:
+    weights = torch.zeros(len(FEATURES))
+    weights[0] = 2.0
+    wrong = [table_of([9.0, lead, 0.0], [False, True, True], 1.0) for lead in torch.linspace(0, 1, 101)]
+    right = [table_of([5.0, 1.0, 9.0], [True, True, False], 1.0)]
+    swapped = [table_of([5.0, 8.0, 9.0], [True, True, True], 1.0)]  # run, but a wrong one is better
+    # Two in a hundred wrong ones are further ahead than 0.98, times the weight.
+    assert lead_of([*right, *swapped, *wrong], weights) == pytest.approx(2 * (0.98 - 1.0), abs=1e-3)
+    assert lead_of(wrong, weights) == float("-inf")
+    assert lead_of([*right, *swapped], weights) == float("-inf")
+    low = [table_of([0.5, 0.0], [True, True], 1.0)]  # right, but no further ahead than wrong ones
+    assert lead_of([*low, *wrong], weights) == float("-inf")
+    assert lead_of([table_of([5.0, 1.0], [True, True], None)], weights) == float("-inf")
+    assert lead_of([], weights) == float("-inf")
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+def test_what_was_not_run_is_weighed_as_candidates_are(ordered: bool) -> None:
+    generator = torch.Generator().manual_seed(7)
+    ids = torch.randperm(300, generator=generator)[:9].view(3, 3)
+    states = torch.randn(3, 32, generator=generator)
+    wide = torch.randn(3, 300, generator=generator).log_softmax(1)
+    view = replace(rows_of(states, ids, tuple(range(3)) if ordered else None, 3), wide=wide)
+    following = torch.randn(300, generator=generator).log_softmax(0)
+    free, run = [0, 2], torch.tensor([3, 40, 299])
+    everything = candidates_of(view, 2, free, [], following, torch.arange(300))
+    totals = everything.features[:, :BEFORE] @ WEIGHTS[:BEFORE]
+    best = torch.full((300,), float("-inf")).scatter_reduce(0, everything.tokens, totals, "amax")
+    expected = float(best[~torch.isin(torch.arange(300), run)].logsumexp(0))
+    assert unseen(view, 2, free, following, WEIGHTS, run) == pytest.approx(expected, rel=1e-5)
 
 
 def test_rows_are_worth_what_the_best_of_the_others_leads_to(tiny_slice: Callable[..., Slice]) -> None:

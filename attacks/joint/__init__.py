@@ -60,7 +60,7 @@ class JointDecoding:
 
     Args:
         beam: hypotheses kept, at least four times as many where rows are out of order or missing (``Effort.kept``).
-            width: candidates run for each, many more where columns are shuffled and none fits (``Effort.most``).
+            width: candidates run for each, many more where columns are shuffled and the best is in doubt.
             batch: prompts at once. model: ask the language model.
         sweeps: of the second look at noised embeddings (see ``refine``), which needs float32; 0 for none.
         seed: of learning. progress: where progress is reported.

@@ -18,6 +18,7 @@ from attacks.joint.evidence import (
     chosen,
     likeliest,
     rows_at,
+    unseen,
 )
 from attacks.vocab_match.screen import Screen, near_ones
 from hiddenlab.core import Progress, silent
@@ -28,7 +29,7 @@ from hiddenlab.slice import Answer, Prefix, Request, Slice
 OTHERS = 4  # of a row's tokens that were not taken, how many are remembered
 RECENT = 3  # of hypotheses that agree in so many last tokens and in the rows they used, the best is kept
 HARDER = 4  # times as many hypotheses are kept where rows are in unknown order or missing
-WIDER = 4  # by how much more is tried where nothing fits
+WIDER = 4  # by how much more is tried where the best is not to be believed
 ENOUGH = 256  # candidates that failed from which it is worth learning
 TAKEN = 256  # candidates of a hypothesis that may become part of the beam
 
@@ -65,7 +66,7 @@ class Effort:
             much (nats) under the best's are not. behind: hypotheses so many nats behind are dropped.
         opening: hypotheses kept after the first token where rows are in unknown order, halved with each that follows,
             and after a token that no row shows: what they are shows only in what comes after them.
-        most: candidates tried at once where none fits and the whole vocabulary is at hand. spare: of these, how many
+        most: candidates tried at once where the best is in doubt (``_lead``). spare: of these, how many
             a token a prompt may cost.
     """
 
@@ -302,7 +303,7 @@ def _widen(
     learned: Learned,
     effort: Effort,
 ) -> None:
-    """Where nothing fits and the whole vocabulary is at hand, try more of it behind the best hypothesis."""
+    """Where the best is not to be believed and the whole vocabulary is at hand, try more behind the best hypothesis."""
     width, most = effort.width, min(effort.most, engines.slice.vocab_size)
     while width < most:
         width = min(WIDER * width, most)
@@ -312,7 +313,7 @@ def _widen(
             if one.view.wide is not None
             and int(beam[0].candidates.rows[0]) >= 0
             and one.widened < effort.spare * one.view.length
-            and min(float(tried.candidates.features[:, FIT].min()) for tried in beam) > learned.fits
+            and _lead(one, beam, learned.weights) <= learned.lead
         ]
         if not open:
             return
@@ -331,6 +332,18 @@ def _widen(
             one.widened += more.evaluated
             one.calls += 1
             tried.add(more)
+
+
+def _lead(decoding: Decoding, tried: Sequence[Tried], weights: Tensor) -> float:
+    """How far the best candidate of any hypothesis is ahead of all that were not run behind the best, in nats."""
+    best = decoding.beam[0]
+    ran = torch.cat(tried[0].tokens)
+    unrun = unseen(decoding.view, decoding.place, best.free, best.following, weights, ran)
+    ahead = best.score - best.used
+    return max(
+        one.score - one.used - ahead + float((candidates.candidates.features @ weights).max()) - unrun
+        for one, candidates in zip(decoding.beam, tried, strict=True)
+    )
 
 
 def _suggested(

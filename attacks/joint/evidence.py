@@ -70,11 +70,12 @@ class Learned:
     """What the attacker's own texts taught.
 
     Attributes:
-        weights: of each piece of evidence. fits: candidates whose ``FIT`` is above are not the right one.
+        weights: of each piece of evidence. lead: nats by which the best candidate that was run has to be ahead of all
+            that were not (``unseen``) to be believed; less, and others should be tried.
     """
 
     weights: Float[Tensor, " features"]
-    fits: float = math.inf
+    lead: float = -math.inf
 
 
 @dataclass
@@ -214,6 +215,33 @@ def likeliest(
     Args:
         learned: log-likelihoods that candidates which failed suggest, or None.
     """
+    best = _likely(view, place, free, following, weights)
+    if learned is not None:
+        best = best + learned
+    return best.topk(min(most, len(best))).indices
+
+
+def unseen(
+    view: Rows,
+    place: int,
+    free: Sequence[int],
+    following: Float[Tensor, " v"] | None,
+    weights: Float[Tensor, " features"],
+    tokens: Int[Tensor, " k"],
+) -> float:
+    """How likely it was, before any candidate was run, that none of some tokens comes next: in nats, as scores are."""
+    best = _likely(view, place, free, following, weights)
+    return float(best.index_fill(0, tokens, float("-inf")).logsumexp(0))
+
+
+def _likely(
+    view: Rows,
+    place: int,
+    free: Sequence[int],
+    following: Float[Tensor, " v"] | None,
+    weights: Float[Tensor, " features"],
+) -> Float[Tensor, " v"]:
+    """What speaks for each token of the vocabulary before it is run, in the row for which most does."""
     which = rows_at(view, place, free)
     if which is None:
         best = weights[2:PLACE] @ view.missed[place] if place in view.missed else torch.zeros(())
@@ -225,9 +253,7 @@ def likeliest(
         best = scores.amax(0)
     if following is not None:
         best = best.to(view.shown.device) + weights[1] * following.to(view.shown.device)
-    if learned is not None:
-        best = best + learned
-    return best.topk(min(most, len(best))).indices
+    return best
 
 
 def rows_at(view: Rows, place: int, free: Sequence[int]) -> Int[Tensor, " r"] | None:

@@ -1,16 +1,17 @@
 """How much each piece of evidence counts: learned on the attacker's own texts, released as by the provider."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from attacks.joint.beam import Engines
-from attacks.joint.evidence import BEFORE, FIT, PLACE, Candidates, Learned, Rows, candidates_of, likeliest
+from attacks.joint.evidence import BEFORE, PLACE, Candidates, Learned, Rows, candidates_of, likeliest, unseen
 from attacks.joint.reading import Reader
 from hiddenlab.channel import Channel
 from hiddenlab.core import Progress, Secret, silent
@@ -24,8 +25,9 @@ START = (1.0, 0.8, 0.3, 0.15, 4.0, -3.0, -3.0, -3.0)
 RIDGE = 1e-3
 STEPS = 60  # of the optimiser
 TRIED = 32  # wrong candidates a position
-# Shares: of positions where a wrong candidate may fit, of right candidates that should, and that must for it to matter.
-MISTAKEN, FITTING, TELLING = 0.05, 0.98, 0.5
+MISTAKEN = (
+    0.02  # share of positions where the right candidate was not run at which a wrong one may be believed
+)
 
 
 @dataclass(frozen=True)
@@ -35,10 +37,14 @@ class Table:
     Attributes:
         offset: logarithm of how many of the vocabulary's tokens each stands for. Wrong ones that score well are there
             themselves; one drawn by chance stands for many, without which scoring well would speak against a token.
+        tried: those that a decoder would have run. unseen: under some weights, what ``evidence.unseen`` says of all
+            others; None where the whole vocabulary is not at hand.
     """
 
     features: Float[Tensor, "c features"]
     offset: Float[Tensor, " c"]
+    tried: Bool[Tensor, " c"]
+    unseen: Callable[[Float[Tensor, " features"]], float] | None = None
 
 
 def learn_weights(
@@ -54,7 +60,8 @@ def learn_weights(
     for i, (observation, secret) in enumerate(released):
         tables += _tables(reader.read(observation), secret, engines, start, drawn)
         progress("weighing the evidence", i + 1, len(released))
-    return Learned(fit(tables, start), fitting(tables))
+    weights = fit(tables, start)
+    return Learned(weights, lead_of(tables, weights))
 
 
 def _tables(
@@ -65,16 +72,16 @@ def _tables(
     truth = torch.tensor(secret.tokens, device=device)
     following = spoken(engines, truth)
     where = torch.arange(len(truth)) if secret.row_order is None else torch.tensor(secret.row_order).argsort()
-    rows, path, found = where.tolist(), list[int](), list[tuple[Candidates, Tensor]]()
+    rows, path, found = where.tolist(), list[int](), list[tuple[Candidates, Table]]()
     leaves, attach = list[Tensor](), list[Tensor]()
     for place, token in enumerate(secret.tokens):
-        free, tokens, chance = rows[place:], None, truth[:0]
+        free, tokens, chance, unrun = rows[place:], None, truth[:0], None
         if view.wide is not None:
             hard = likeliest(view, place, free, following[place], weights, TRIED)
-            hard = hard[hard != token]
             chance = torch.randperm(vocabulary, generator=drawn)[:TRIED].to(device)
             chance = chance[~torch.isin(chance, hard) & (chance != token)]
-            tokens = torch.cat([truth[place : place + 1], hard, chance])
+            tokens = torch.cat([truth[place : place + 1], hard[hard != token], chance])
+            unrun = partial(unseen, view, place, free, following[place], tokens=hard)
         candidates = candidates_of(view, place, free, path, following[place], tokens)
         right = (candidates.tokens == token) & (candidates.rows == rows[place])
         path.append(int(candidates.columns[right][0]) if bool(right.any()) else -1)
@@ -85,7 +92,8 @@ def _tables(
         candidates = candidates.keep(before.topk(min(most, len(before))).indices)
         stands_for = (vocabulary - (0 if tokens is None else len(tokens))) / max(1, len(chance))
         offset = torch.where(torch.isin(candidates.tokens, chance), math.log(max(1.0, stands_for)), 0.0)
-        found.append((candidates, offset))
+        tried = torch.isin(candidates.tokens, hard) if tokens is not None else torch.ones_like(offset).bool()
+        found.append((candidates, Table(candidates.features, offset, tried, unrun)))
         leaves.append(candidates.tokens.unique())
         attach.append(torch.full_like(leaves[-1], place))
     if not found:
@@ -97,7 +105,7 @@ def _tables(
     parts = states.split([len(one) for one in leaves])
     for (candidates, _), ran, own in zip(found, leaves, parts, strict=True):
         candidates.measure(own, torch.searchsorted(ran, candidates.tokens), view, engines.matcher)
-    return [Table(candidates.features, offset) for candidates, offset in found]
+    return [table for _, table in found]
 
 
 def spoken(engines: Engines, tokens: Tensor) -> list[Tensor | None]:
@@ -109,17 +117,26 @@ def spoken(engines: Engines, tokens: Tensor) -> list[Tensor | None]:
     return [engines.opening, *answer.chain.float().log_softmax(-1)]
 
 
-def fitting(tables: Sequence[Table]) -> float:
-    """Distance (``FIT``) over which a candidate is not the right one, so that others should be tried.
+def lead_of(tables: Sequence[Table], weights: Float[Tensor, " features"]) -> float:
+    """How far the best candidate that was run must be ahead of all others to be believed, in nats.
 
-    Few wrong candidates are below. Infinite where few right ones would be either: then distances do not tell.
+    Of positions whose right candidate was not run, ``MISTAKEN`` have one that is further ahead. Minus infinity where
+    there are none, or where no right candidate that is the best would be believed either.
     """
-    if not tables:
-        return math.inf
-    right = torch.stack([one.features[0, FIT] for one in tables])
-    wrong = torch.stack([one.features[1:, FIT].min() for one in tables])
-    limit = torch.minimum(right.quantile(FITTING), wrong.quantile(MISTAKEN))
-    return float(limit) if float((right <= limit).float().mean()) >= TELLING else math.inf
+    right, wrong = list[float](), list[float]()
+    for one in tables:
+        if one.unseen is None:
+            continue
+        totals = (one.features @ weights).masked_fill(~one.tried, float("-inf"))
+        lead = float(totals.max()) - one.unseen(weights)
+        if not bool(one.tried[0]):
+            wrong.append(lead)
+        elif int(totals.argmax()) == 0:
+            right.append(lead)
+    if not right or not wrong:
+        return -math.inf
+    limit = float(torch.tensor(wrong).quantile(1 - MISTAKEN))
+    return limit if max(right) > limit else -math.inf
 
 
 def fit(tables: Sequence[Table], start: Float[Tensor, " features"]) -> Float[Tensor, " features"]:
