@@ -2,9 +2,10 @@
 
 The first state depends on nothing but its token, and sorting its coordinates undoes any permutation of them, so
 that the nearest sorted state in a table of the whole vocabulary names the token. Later states depend on the tokens
-before them, which is why no such table helps there (eval/LOG.md).
+before them: see ``contexts``.
 """
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -12,12 +13,14 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from hiddenlab.core import Progress, silent
-from hiddenlab.slice import Slice
+from hiddenlab.slice import Prefix, Slice
+
+PART = 8192  # tokens compared at once
 
 
 @dataclass(frozen=True)
-class Openings:
-    """Sorted states of every token at the first position.
+class SortedStates:
+    """Sorted states of every token of a vocabulary.
 
     Attributes:
         table: in float16, as fractions of ``scale``. scale: largest magnitude of each row, since the states of
@@ -27,32 +30,58 @@ class Openings:
     table: Float[Tensor, "v d"]
     scale: Float[Tensor, " v"]
 
-    @classmethod
-    def make(cls, slice: Slice, progress: Progress = silent) -> "Openings":
-        """Run every token alone through the slice."""
-        tokens = torch.arange(slice.vocab_size, device=slice.device)
-        prefix, tables, scales = slice.prefix(), [], []
-        for part in tokens.split(slice.max_pass_tokens):
-            progress("collecting one-token states", int(part[0]), slice.vocab_size)
-            states = prefix.branch(part).float().sort(dim=1).values
-            scale = states.abs().amax(1).clamp(min=1e-12)
-            tables.append((states / scale[:, None]).half())
-            scales.append(scale)
-        progress("collecting one-token states", slice.vocab_size, slice.vocab_size)
-        return cls(torch.cat(tables), torch.cat(scales))
-
     def tensors(self) -> dict[str, Tensor]:
         """Everything to save, by name."""
         return {"table": self.table, "scale": self.scale}
 
+    def squares(self, rows: Float[Tensor, "rows d"]) -> Float[Tensor, "rows v"]:
+        """Squared distances (L2) of rows, sorted here, to each token's state, in units of the row's norm.
+
+        By GEMM, so that a distance of a thousandth of the norm and less is lost in rounding.
+        """
+        rows = rows.float().sort(dim=1).values.to(self.table.device)
+        norms = rows.norm(dim=1, keepdim=True).clamp(min=1e-12)
+        rows = rows / norms
+        out = torch.empty(len(rows), len(self.table), device=rows.device)
+        for start in range(0, len(self.table), PART):
+            part = self.table[start : start + PART].float() * self.scale[start : start + PART, None]
+            lengths = part.norm(dim=1) / norms
+            out[:, start : start + PART] = lengths.square() - 2 * rows @ part.T / norms + 1
+        return out
+
+
+@dataclass(frozen=True)
+class Openings(SortedStates):
+    """Sorted states of every token at the first position."""
+
+    @classmethod
+    def make(cls, slice: Slice, progress: Progress = silent) -> "Openings":
+        """Run every token alone through the slice."""
+        return cls(*packed(sorted_states(slice, slice.prefix(), "collecting one-token states", progress)))
+
     def nearest(self, rows: Float[Tensor, "rows d"], k: int) -> Int[Tensor, " k"]:
         """The k tokens whose state, alone, comes nearest (L2) to any of the rows, best first."""
-        rows = rows.float().sort(dim=1).values.to(self.table.device)
-        # Squared distances in units of the row's norm, by GEMM: they only order candidates.
-        norms = rows.norm(dim=1).clamp(min=1e-12)
-        best = torch.full((len(self.table),), float("inf"), device=rows.device)
-        for start in range(0, len(self.table), 8192):
-            part = self.table[start : start + 8192].float() * self.scale[start : start + 8192, None]
-            squares = part.square().sum(1)[:, None] - 2 * part @ rows.T + norms.square()
-            best[start : start + 8192] = (squares / norms.square()).amin(1)
+        best = self.squares(rows).amin(0)
         return best.topk(min(k, len(best)), largest=False).indices
+
+
+def sorted_states(
+    slice: Slice, prefix: Prefix, stage: str, progress: Progress = silent
+) -> Iterator[Float[Tensor, "_ d"]]:
+    """Sorted states of every token behind a prefix, in float32, part by part."""
+    for part in torch.arange(slice.vocab_size, device=slice.device).split(slice.max_pass_tokens):
+        progress(stage, int(part[0]), slice.vocab_size)
+        yield prefix.branch(part).float().sort(dim=1).values
+    progress(stage, slice.vocab_size, slice.vocab_size)
+
+
+def packed(
+    parts: Iterable[Float[Tensor, "_ d"]],
+) -> tuple[Float[Tensor, "v d"], Float[Tensor, " v"]]:
+    """Table and scale of ``SortedStates``, from sorted states part by part."""
+    tables, scales = [], []
+    for states in parts:
+        scale = states.abs().amax(1).clamp(min=1e-12)
+        tables.append((states / scale[:, None]).half())
+        scales.append(scale)
+    return torch.cat(tables), torch.cat(scales)

@@ -20,6 +20,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from hiddenlab.core import Progress, silent
+from hiddenlab.propose.contexts import Contexts
 
 CHUNK = 8192  # rows of the embedding table whitened at once, to hold one table in memory and not three
 HELD_OUT = 512  # rows kept back to set the temperature
@@ -112,6 +113,12 @@ class Probe:
         self.border = border
         self.mean, self.matrix = mean, matrix
         self._table: Tensor | None = None
+        self._contexts: Contexts | None = None
+
+    def beside(self, contexts: Contexts) -> "Probe":
+        """Let the probe score together with what it is beside."""
+        self._contexts = contexts
+        return self
 
     def attach(self, table: Float[Tensor, "v d"], screen: int | None = None) -> "Probe":
         """Give the probe the model's embedding table to score against.
@@ -155,7 +162,8 @@ class Probe:
     def log_probs(self, rows: Float[Tensor, "rows d"]) -> Float[Tensor, "rows v"]:
         """Log-probabilities over the vocabulary, in float32."""
         assert self._table is not None
-        return (self.direction(rows) @ self._table.T).log_softmax(-1)
+        own = (self.direction(rows) @ self._table.T).log_softmax(-1)
+        return own if self._contexts is None else self._contexts.with_probe(rows, own)
 
     def shortlist(
         self, rows: Float[Tensor, "rows d"], k: int
@@ -163,12 +171,17 @@ class Probe:
         """The k best tokens of each row and their log-probabilities among themselves.
 
         Scored in the fastest dtype at hand: the best blocks of the vocabulary are picked by their maximum, and
-        only those are looked into.
+        only those are looked into. Beside contexts, all are scored.
         """
         assert self._table is not None
         vocab = len(self._table)
         k = min(k, vocab)
         values, ids = [], []
+        if self._contexts is not None:
+            best = [self.log_probs(part).topk(k, dim=1) for part in rows.split(PART)]
+            return torch.cat([one.values.log_softmax(1) for one in best]), torch.cat(
+                [one.indices for one in best]
+            )
         for directions in self.direction(rows).split(PART):
             narrow = directions if self._screen is None else directions @ self._screen
             scores = (narrow.to(self._fast.dtype) @ self._fast.T).view(len(narrow), -1, BLOCK)
@@ -270,7 +283,7 @@ def train_probe(
         held, kept = index[:cut], index[cut:]
         tick = partial(_tick, progress, i * settings.steps, total)
         own = labels[kept].to(device)
-        prior = _prior(own, len(targets), settings)
+        prior = token_prior(own, len(targets), settings)
         expert = _train_expert(rows[kept.to(device)], own, targets, prior, settings, steps, generator, tick)
         if len(held):
             _calibrate(expert, rows[held.to(device)], labels[held].to(device), targets, prior)
@@ -283,7 +296,7 @@ def _tick(progress: Progress, before: int, total: int, done: int) -> None:
     progress("training the probe", before + done, total)
 
 
-def _prior(tokens: Tensor, vocab: int, settings: ProbeSettings) -> Tensor:
+def token_prior(tokens: Tensor, vocab: int, settings: ProbeSettings) -> Tensor:
     """Logits that training adds and the probe leaves out (logit adjustment, Menon et al. 2021)."""
     counts = torch.bincount(tokens, minlength=vocab).float() + 1
     return settings.prior * (counts / counts.sum()).log()

@@ -16,10 +16,12 @@ from safetensors.torch import save_file
 
 from hiddenlab.channel import Channel, in_order
 from hiddenlab.core import Progress, Public, Site, silent
+from hiddenlab.propose import contexts
 from hiddenlab.propose.adapt import FEATURE_LAYERS, Adapter
+from hiddenlab.propose.contexts import Contexts
 from hiddenlab.propose.corpus import Corpus
-from hiddenlab.propose.openings import Openings
-from hiddenlab.propose.probe import Probe, fast_dtype, probe_settings, train_probe
+from hiddenlab.propose.openings import Openings, SortedStates
+from hiddenlab.propose.probe import Probe, fast_dtype, probe_settings, token_prior, train_probe
 from hiddenlab.slice import Slice
 from hiddenlab.slice.load import cache_dir
 
@@ -33,6 +35,7 @@ REGRESSION_SPEED = 4
 TRAINING_TOKENS = (20_000, 100_000)
 # A probe for an earlier token has less to learn: most of what it can know of one is which kind of token it is.
 EARLIER_STEPS = 1000
+CONTEXT_WINDOWS, CONTEXT_LENGTH = 8, 40  # of text, on which states behind texts are weighed beside a probe
 
 
 def _layer_weights(slice: Slice) -> int:
@@ -155,7 +158,42 @@ def probes_for(
             tensors = probe.tensors()
             _save(identity, tensors)
         probes.append(Probe.from_tensors(settings, tensors).attach(slice.embedding, screen_width(slice)))
-    return probes, 0.0 if collected is None else time.perf_counter() - started
+    trained = collected is not None
+    if own.sorted_states and 0 in offsets:
+        probe = probes[list(offsets).index(0)]
+        found, made = _contexts_for(slice, channel, probe, progress)
+        trained |= made
+        if found is not None and found.useful:
+            probe.beside(found)
+    return probes, time.perf_counter() - started if trained else 0.0
+
+
+def _contexts_for(
+    slice: Slice, channel: list[str], probe: Probe, progress: Progress
+) -> tuple[Contexts | None, bool]:
+    """Mean states behind texts, weighed beside a probe, and whether they were made now; none for deep slices."""
+    count = min(contexts.MOST, int(_affordable_tokens(slice) // slice.vocab_size))
+    if count < contexts.FEWEST:
+        return None, False
+    identity = _identity(slice, channel) | {"contexts": count, "settings": asdict(probe.settings)}
+    tensors = _load(identity, slice)
+    if tensors is not None:
+        weights = tensors.pop("weights").tolist()
+        return Contexts(SortedStates(**tensors), (weights[0], weights[1])), False
+    pipe, corpus = Channel.parse(channel), Corpus(slice, probe.settings.seed + 5)
+    texts = [corpus.text_window(contexts.LENGTH) for _ in range(count)]
+    made = Contexts.make(pipe.provider_slice(slice), texts, progress)
+    windows = [corpus.text_window(CONTEXT_LENGTH).tolist() for _ in range(CONTEXT_WINDOWS)]
+    drawn = torch.Generator().manual_seed(probe.settings.seed)
+    released = pipe.release_batch(slice, windows, drawn)
+    # First rows are the openings' business.
+    rows = torch.cat([in_order(one, secret)[1:] for one, secret in released]).float().to(slice.device)
+    tokens = torch.tensor([token for window in windows for token in window[1:]], device=slice.device)
+    usual = torch.cat(list(Corpus(slice, probe.settings.seed).windows(TRAINING_TOKENS[0]))).to(slice.device)
+    prior = token_prior(usual, slice.vocab_size, probe.settings)
+    made = made.weighed(probe.log_probs, rows, tokens, prior)
+    _save(identity, made.states.tensors() | {"weights": torch.tensor(made.weights)})
+    return made, True
 
 
 def openings_for(slice: Slice, public: Public, progress: Progress = silent) -> tuple[Openings | None, float]:
