@@ -35,8 +35,8 @@ REGRESSION_SPEED = 4
 TRAINING_TOKENS = (20_000, 100_000)
 # A probe for an earlier token has less to learn: most of what it can know of one is which kind of token it is.
 EARLIER_STEPS = 1000
-# What states behind texts may cost over what training states may: two texts up to layer 16 of the built-in model. At its
-# layer 26 they say less than nothing (eval/LOG.md).
+# What states behind texts may cost over what training states may: two texts up to layer 16 of the built-in model. At
+# its layer 26 they say less than nothing (eval/LOG.md).
 TEXTS_ALLOWANCE = 1.05
 CONTEXT_WINDOWS, CONTEXT_LENGTH = 8, 40  # of text, on which states behind texts are weighed beside a probe
 
