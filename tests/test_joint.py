@@ -237,20 +237,52 @@ def table_of(scores: Sequence[float], tried: Sequence[bool], unseen: float | Non
     return Table(features, torch.zeros(len(scores)), torch.tensor(tried), mass)
 
 
-def test_how_far_the_best_must_be_ahead_is_learned_where_the_right_one_was_not_run() -> None:
+def test_how_far_the_best_must_be_ahead_is_learned_from_right_ones_and_from_where_they_were_not_run() -> None:
     weights = torch.zeros(len(FEATURES))
     weights[0] = 2.0
-    wrong = [table_of([9.0, lead, 0.0], [False, True, True], 1.0) for lead in torch.linspace(0, 1, 101)]
-    right = [table_of([5.0, 1.0, 9.0], [True, True, False], 1.0)]
+
+    def leads(of: Tensor, right: bool) -> list[Table]:
+        return [table_of([9.0, lead, 0.0], [right, True, True], 1.0) for lead in of] if not right else [
+            table_of([lead, 0.0], [True, True], 1.0) for lead in of
+        ]  # fmt: skip
+
+    spread = torch.linspace(0, 1, 101).double()
+    wrong = leads(spread, right=False)
     swapped = [table_of([5.0, 8.0, 9.0], [True, True, True], 1.0)]  # run, but a wrong one is better
-    # Two in a hundred wrong ones are further ahead than 0.98, times the weight.
-    assert lead_of([*right, *swapped, *wrong], weights) == pytest.approx(2 * (0.98 - 1.0), abs=1e-3)
+    # Overlapping: two in a hundred wrong ones are further ahead than 0.98, times the weight.
+    near = leads(0.5 + spread, right=True)
+    assert lead_of([*near, *swapped, *wrong], weights) == pytest.approx(2 * (0.98 - 1.0), abs=1e-3)
+    # Apart: all but two in a hundred right ones.
+    far = leads(5.0 + spread, right=True)
+    assert lead_of([*far, *wrong], weights) == pytest.approx(2 * (5.02 - 1.0), abs=1e-3)
+    # Right ones that are no further ahead than wrong ones say nothing.
+    assert lead_of([*leads(spread, right=True), *wrong], weights) == float("-inf")
     assert lead_of(wrong, weights) == float("-inf")
-    assert lead_of([*right, *swapped], weights) == float("-inf")
-    low = [table_of([0.5, 0.0], [True, True], 1.0)]  # right, but no further ahead than wrong ones
-    assert lead_of([*low, *wrong], weights) == float("-inf")
+    assert lead_of([*far, *swapped], weights) == float("-inf")
     assert lead_of([table_of([5.0, 1.0], [True, True], None)], weights) == float("-inf")
     assert lead_of([], weights) == float("-inf")
+
+
+@pytest.mark.usefixtures("small_probes")
+@pytest.mark.parametrize("channel", ["hidden-perm", "2d-perm"])
+def test_more_is_tried_until_the_right_token_is_found(
+    tiny_slice: Callable[..., Slice], channel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tiny model's probe knows little of sorted states, and 48 candidates are too few."""
+    slice = tiny_slice("llama", 2)
+    prompts = [
+        torch.randint(0, 256, (9,), generator=torch.Generator().manual_seed(i)).tolist() for i in (0, 1)
+    ]
+    released = Channel.parse([channel]).release_batch(slice, prompts, torch.Generator().manual_seed(0))
+    observations = [one for one, _ in released]
+
+    def found() -> list[list[int]]:
+        joint = JointDecoding(model=False)
+        return [one.ids for one in joint.recover_batch(observations, slice, torch.Generator())]
+
+    assert found() == prompts
+    monkeypatch.setattr("attacks.joint.beam._lead", lambda *args: float("inf"))
+    assert found() != prompts
 
 
 @pytest.mark.parametrize("ordered", [True, False])

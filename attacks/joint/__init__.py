@@ -84,6 +84,7 @@ class JointDecoding:
         self.batch, self.asks, self.seed, self.progress = batch, model, seed, progress
         self._prepared: Prepared | None = None
         self._model: tuple[Slice, LazyModel] | None = None
+        self._screen: Screen | None = None
 
     def setup(self, observation: Observation, slice: Slice, generator: torch.Generator) -> dict[str, float]:
         """Train or load the probes and learn the weights, for all observations of one channel.
@@ -143,12 +144,15 @@ class JointDecoding:
         with torch.inference_mode():
             clock = learn_clock(slice, channel, matcher, self.seed) if public.rows_permuted else None
             reader = Reader(slice, channel, matcher, tuple(probes), clock, self.seed, openings)
-            screen = Screen(slice) if Screen.pays(slice) else None
+            screen = self._screen if self._screen is not None and self._screen.of is slice else None
+            if screen is None and Screen.pays(slice):
+                screen = Screen(slice)
             fast = screen is not None and fast_enough(screen, channel, matcher, self.seed)
+            self._screen = screen if fast or shuffled else None
             runs = screen.slice if screen is not None and fast else slice
             first = _opening(slice, None if speaker is None else speaker.slice)
             engines = Engines(
-                runs, matcher, speaker, public.prefix_tokens, first, adapter, None if fast else screen
+                runs, matcher, speaker, public.prefix_tokens, first, adapter, None if fast else self._screen
             )
             learned = learn_weights(channel, engines, reader, self.seed, self.progress)
         return Prepared(public, public, slice, engines, reader, learned), seconds

@@ -126,7 +126,7 @@ class Decoding:
     beam: list[Hypothesis]
     evaluated: int = 0
     calls: int = 0
-    widened: int = 0  # positions run because nothing fitted
+    widened: int = 0  # positions run because the best was in doubt
     ahead: Float[Tensor, " rows"] | None = None  # see ``ahead_of``
 
     @property
@@ -326,7 +326,8 @@ def _widen(
         ]
         # Not where all of these were tried.
         rest = [one for one in zip(open, pairs, suggested, strict=True) if len(one[2])]
-        run = _try if engines.screen is None else _screened
+        # States of first tokens may be attention sinks, of which half precision resolves nothing.
+        run = _screened if engines.screen is not None and active[0].place else _try
         more_tried = run([one[1] for one in rest], [one[2] for one in rest], engines, learned.weights)
         for ((one, tried), _, _), more in zip(rest, more_tried, strict=True):
             one.widened += more.evaluated

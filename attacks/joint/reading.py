@@ -17,7 +17,7 @@ from hiddenlab.job import generator
 from hiddenlab.match import Matcher
 from hiddenlab.propose.corpus import Corpus
 from hiddenlab.propose.openings import Openings
-from hiddenlab.propose.probe import CLIP, Probe
+from hiddenlab.propose.probe import CLIP, PART, Probe
 from hiddenlab.slice import Slice
 
 SHORTLIST = 128  # tokens of each row that the probe names
@@ -142,7 +142,9 @@ class Reader:
             places, length, None if self.clock is None else self.clock(shown),
             self.expected(ids[:, 0]) if shuffled else None,
             (1 + RELEASES) * len(states) + RELEASES * public.prefix_tokens if shuffled else 0,
-            self.probes[0].log_probs(states).half() if self.matcher.sorted else None,
+            torch.cat([self.probes[0].log_probs(part).half() for part in states.split(PART)])
+            if self.matcher.sorted
+            else None,
             {} if places is None or not told else _missed(told, places, length),
             None if self.openings is None else self.openings.nearest(states, SHORTLIST),
         )  # fmt: skip

@@ -25,9 +25,9 @@ START = (1.0, 0.8, 0.3, 0.15, 4.0, -3.0, -3.0, -3.0)
 RIDGE = 1e-3
 STEPS = 60  # of the optimiser
 TRIED = 32  # wrong candidates a position
-MISTAKEN = (
-    0.02  # share of positions where the right candidate was not run at which a wrong one may be believed
-)
+# Shares: of positions where the right candidate was not run, where a wrong one may be believed; of right ones that are
+# not believed though no wrong one comes near; and of right ones that must be believed for the rule to matter.
+MISTAKEN, MISSED, TELLING = 0.02, 0.02, 0.1
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,8 @@ class Table:
     Attributes:
         offset: logarithm of how many of the vocabulary's tokens each stands for. Wrong ones that score well are there
             themselves; one drawn by chance stands for many, without which scoring well would speak against a token.
-        tried: those that a decoder would have run. unseen: under some weights, what ``evidence.unseen`` says of all
-            others; None where the whole vocabulary is not at hand.
+        tried: the likeliest before any is run, as a decoder runs them. unseen: under some weights, what
+            ``evidence.unseen`` says of all others; None where the whole vocabulary is not at hand.
     """
 
     features: Float[Tensor, "c features"]
@@ -81,7 +81,9 @@ def _tables(
             chance = torch.randperm(vocabulary, generator=drawn)[:TRIED].to(device)
             chance = chance[~torch.isin(chance, hard) & (chance != token)]
             tokens = torch.cat([truth[place : place + 1], hard[hard != token], chance])
-            unrun = partial(unseen, view, place, free, following[place], tokens=hard)
+            said = following[place]
+            # In half precision: they are kept for every position, and the vocabulary may be large.
+            unrun = partial(unseen, view, place, free, None if said is None else said.half(), tokens=hard)
         candidates = candidates_of(view, place, free, path, following[place], tokens)
         right = (candidates.tokens == token) & (candidates.rows == rows[place])
         path.append(int(candidates.columns[right][0]) if bool(right.any()) else -1)
@@ -120,8 +122,9 @@ def spoken(engines: Engines, tokens: Tensor) -> list[Tensor | None]:
 def lead_of(tables: Sequence[Table], weights: Float[Tensor, " features"]) -> float:
     """How far the best candidate that was run must be ahead of all others to be believed, in nats.
 
-    Of positions whose right candidate was not run, ``MISTAKEN`` have one that is further ahead. Minus infinity where
-    there are none, or where no right candidate that is the best would be believed either.
+    Of positions whose right candidate was not run, ``MISTAKEN`` have one that is further ahead; where the two cases lie
+    apart, all but ``MISSED`` of the right ones are, since leads of wrong ones grow with what was run. Minus infinity
+    where there are none of either, or where fewer than ``TELLING`` of the right ones would be believed.
     """
     right, wrong = list[float](), list[float]()
     for one in tables:
@@ -135,8 +138,9 @@ def lead_of(tables: Sequence[Table], weights: Float[Tensor, " features"]) -> flo
             right.append(lead)
     if not right or not wrong:
         return -math.inf
-    limit = float(torch.tensor(wrong).quantile(1 - MISTAKEN))
-    return limit if max(right) > limit else -math.inf
+    believed = torch.tensor(right)
+    limit = torch.tensor(wrong).quantile(1 - MISTAKEN).maximum(believed.quantile(MISSED))
+    return float(limit) if float((believed >= limit).float().mean()) >= TELLING else -math.inf
 
 
 def fit(tables: Sequence[Table], start: Float[Tensor, " features"]) -> Float[Tensor, " features"]:

@@ -15,7 +15,8 @@ from torch import Tensor
 from hiddenlab.core import Progress, silent
 from hiddenlab.slice import Prefix, Slice
 
-PART = 8192  # tokens compared at once
+PART, ROWS = 8192, 128  # tokens and rows compared at once
+LEAST = 1e-9  # of the largest state, a row's norm at least, so that distances stay finite
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class SortedStates:
         By GEMM, so that a distance of a thousandth of the norm and less is lost in rounding.
         """
         rows = rows.float().sort(dim=1).values.to(self.table.device)
-        norms = rows.norm(dim=1, keepdim=True).clamp(min=1e-12)
+        norms = rows.norm(dim=1, keepdim=True).clamp(min=LEAST * float(self.scale.max()))
         rows = rows / norms
         out = torch.empty(len(rows), len(self.table), device=rows.device)
         for start in range(0, len(self.table), PART):
@@ -61,7 +62,7 @@ class Openings(SortedStates):
 
     def nearest(self, rows: Float[Tensor, "rows d"], k: int) -> Int[Tensor, " k"]:
         """The k tokens whose state, alone, comes nearest (L2) to any of the rows, best first."""
-        best = self.squares(rows).amin(0)
+        best = torch.stack([self.squares(part).amin(0) for part in rows.split(ROWS)]).amin(0)
         return best.topk(min(k, len(best)), largest=False).indices
 
 

@@ -164,7 +164,7 @@ def probes_for(
     trained = collected is not None
     if own.sorted_states and 0 in offsets:
         probe = probes[list(offsets).index(0)]
-        found, made = _contexts_for(slice, channel, probe, progress)
+        found, made = _contexts_for(slice, channel, probe, base, progress)
         trained |= made
         if found is not None and found.useful:
             probe.beside(found)
@@ -172,13 +172,17 @@ def probes_for(
 
 
 def _contexts_for(
-    slice: Slice, channel: list[str], probe: Probe, progress: Progress
+    slice: Slice, channel: list[str], probe: Probe, base: dict[str, Any], progress: Progress
 ) -> tuple[Contexts | None, bool]:
-    """Mean states behind texts, weighed beside a probe, and whether they were made now; none for deep slices."""
+    """Mean states behind texts, weighed beside a probe, and whether they were made now; none for deep slices.
+
+    Args:
+        base: what the probe depends on, but for its settings.
+    """
     count = min(contexts.MOST, int(TEXTS_ALLOWANCE * _affordable_tokens(slice) // slice.vocab_size))
     if count < contexts.FEWEST:
         return None, False
-    identity = _identity(slice, channel) | {"contexts": count, "settings": asdict(probe.settings)}
+    identity = base | {"contexts": count, "settings": asdict(probe.settings)}
     tensors = _load(identity, slice)
     if tensors is not None:
         weights = tensors.pop("weights").tolist()
