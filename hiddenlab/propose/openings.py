@@ -7,6 +7,7 @@ before them: see ``contexts``.
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from jaxtyping import Float, Int
@@ -44,11 +45,15 @@ class SortedStates:
         norms = rows.norm(dim=1, keepdim=True).clamp(min=LEAST * float(self.scale.max()))
         rows = rows / norms
         out = torch.empty(len(rows), len(self.table), device=rows.device)
-        for start in range(0, len(self.table), PART):
-            part = self.table[start : start + PART].float() * self.scale[start : start + PART, None]
-            lengths = part.norm(dim=1) / norms
-            out[:, start : start + PART] = lengths.square() - 2 * rows @ part.T / norms + 1
-        return out
+        for part, scale, place in zip(
+            self.table.split(PART), self.scale.split(PART), out.split(PART, dim=1), strict=True
+        ):
+            place.copy_(rows @ part.float().T).mul_(-2 * scale / norms)
+        return out.add_((self._lengths / norms).square()).add_(1)
+
+    @cached_property
+    def _lengths(self) -> Float[Tensor, " v"]:
+        return torch.cat([part.float().norm(dim=1) for part in self.table.split(PART)]) * self.scale
 
 
 @dataclass(frozen=True)
