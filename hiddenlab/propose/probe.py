@@ -116,7 +116,7 @@ class Probe:
         self._contexts: Contexts | None = None
 
     def beside(self, contexts: Contexts) -> "Probe":
-        """Let the probe score together with what it is beside."""
+        """Score with mean sorted states behind texts as well, where they were found useful."""
         self._contexts = contexts
         return self
 
@@ -171,7 +171,7 @@ class Probe:
         """The k best tokens of each row and their log-probabilities among themselves.
 
         Scored in the fastest dtype at hand: the best blocks of the vocabulary are picked by their maximum, and
-        only those are looked into. Beside contexts, all are scored.
+        only those are looked into. Where mean states behind texts count too, all tokens are scored.
         """
         assert self._table is not None
         vocab = len(self._table)
