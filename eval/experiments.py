@@ -8,6 +8,7 @@ from typing import Any
 
 from eval import paper
 from eval.experiment import OTHER_MODEL, Cell, Experiment, Setting, attack_cell
+from eval.sharding import infill_spec
 from hiddenlab.errors import InputError
 from hiddenlab.job import AttackSpec
 
@@ -252,6 +253,7 @@ def baselines(setting: Setting, sipit_budget: int = 4096) -> Experiment:
         ("greedy, lm (paper)", True, {"search": "greedy", "proposal": "lm"}),
         ("SipIt, gradient", True, {"attack": f"sipit:budget={sipit_budget}"}),
         ("nearest embedding", False, {"attack": "nearest"}),
+        ("transformer inverter", False, {"attack": infill_spec(setting)}),
     )
     cells = []
     for layer in setting.at((1, 11)):
@@ -273,6 +275,8 @@ def baselines(setting: Setting, sipit_budget: int = 4096) -> Experiment:
             "about three evaluations of time).",
             "Seconds are comparable where the cells ran alone on one machine; each record names it.",
             "Greedy search and SipIt run on the first few prompts at the small scale.",
+            "The inverter is a LoRA-tuned copy of the model that reads states (Wan et al., Morris et al.) and verifies "
+            "nothing: it evaluates no candidates. Its training is in its record.",
         ],
     )  # fmt: skip
 

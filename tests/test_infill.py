@@ -174,8 +174,9 @@ def test_it_learns_what_the_texts_say(tiny: TinyPath, texts: str, monkeypatch: p
     assert measured["held_out_loss"] < 1.0  # ln 300 is 5.7, ln 8 is 2.1
     found = attack.recover(observation, slice, torch.Generator())
     assert check(found, tokens, list(observation.public.positions or ())) > 0.8
+    # Training for one plan never showed more than a node holds, as later rounds do: worse, but far above 1 in 8.
     several = attack_on(texts, monkeypatch, rounds=3).recover(observation, slice, torch.Generator())
-    assert check(several, tokens, list(observation.public.positions or ())) > 0.8
+    assert check(several, tokens, list(observation.public.positions or ())) > 0.4
 
 
 @pytest.mark.usefixtures("own_cache", "small_probes")
@@ -187,6 +188,22 @@ def test_states_of_deeper_layers(tiny: TinyPath, texts: str, monkeypatch: pytest
     assert attack.setup(observation, slice, torch.Generator())["held_out_loss"] < 2.5
     found = attack.recover(observation, slice, torch.Generator())
     assert len(found.ids) == len(tokens)
+
+
+@pytest.mark.usefixtures("own_cache", "small_probes")
+def test_one_that_reads_states_starts_from_what_tokens_taught(tiny: TinyPath, texts: str) -> None:
+    slice = load_slice(tiny("llama", tokenizer=True), 1, device="cpu")
+    plain = slice.sibling(0, stream="embed")
+    recipe = Recipe(text=texts, steps=60, **SMALL)
+    public = as_whole(released(slice, letters(slice), "shard:alpha=3,c=2").public)
+    _, after = training.train_infiller(slice, public, Shards(3, 2, 1), recipe, lambda *_: None)
+    alone = as_whole(released(plain, letters(slice), "shard:alpha=3,c=2").public)
+    heard: list[str] = []
+    _, before = training.train_infiller(
+        plain, alone, Shards(3, 2, 1), recipe, lambda what, *_: heard.append(what)
+    )
+    assert not heard  # it was trained on the way, and kept
+    assert after.history[0][1] < 0.7 * before.history[0][1]
 
 
 @pytest.mark.usefixtures("own_cache")

@@ -8,7 +8,7 @@ import random
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from hiddenlab.propose.store import probe_for
 from hiddenlab.slice import Slice
 from hiddenlab.slice.load import cache_dir, resolve_model
 
-FORMAT = 1
+FORMAT = 2
 HELD_OUT = 32  # windows on which training is judged, each with one mask
 MIN_GAIN = 1e-3  # of the held-out loss, for an evaluation to count as better
 
@@ -48,7 +48,7 @@ class Recipe:
     text: str = "own"
     windows: int = 1024
     length: int = 96
-    steps: int = 400
+    steps: int = 800
     batch: int = 8
     rank: int = 16
     learning_rate: float = 5e-4
@@ -162,6 +162,9 @@ def train_infiller(
 ) -> tuple[Infiller, State]:
     """An infiller for a site and a family of views: from the cache, where training ended or was interrupted.
 
+    One that reads states starts from the infiller of tokens alone, which is trained first: what states say beyond
+    their own tokens is little, and would not be found beside a language that has yet to be learned.
+
     Args:
         public: the channel, as if every row had been shown. masked: a masked language model to tune, else the slice's.
 
@@ -174,10 +177,21 @@ def train_infiller(
     state, moments = _load(identity, infiller)
     if state.done:
         return infiller, state
+    if state.step == 0 and infiller.reads_states and not shards.whole:
+        infiller.restore(infiller.trained() | _from_tokens(slice, public, shards, recipe, progress, masked))
     data = Data(slice, public, shards, recipe, progress)
     _run(infiller, data, recipe, state, moments, identity, progress)
     _restore_best(identity, infiller)
     return infiller, state
+
+
+def _from_tokens(
+    slice: Slice, public: Public, shards: Shards, recipe: Recipe, progress: Progress, masked: str | None
+) -> dict[str, Tensor]:
+    """What the infiller that is given tokens in place of states has learned."""
+    plain = slice.sibling(0, stream="embed", dtype=str(slice.dtype).removeprefix("torch."))
+    public = replace(public, site=plain.site, channel=())
+    return train_infiller(plain, public, shards, recipe, progress, masked)[0].trained()
 
 
 def _run(
