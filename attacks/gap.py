@@ -17,6 +17,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from attacks.vocab_match import Prepared, VocabMatch
+from attacks.vocab_match.epsilon import rounding_of
+from attacks.vocab_match.screen import Screen, near_ones
 from hiddenlab.core import Observation, Progress, Recovery, TokenRecovery, silent
 from hiddenlab.errors import InputError, NotApplicableError
 from hiddenlab.propose.adapt import Adapter
@@ -30,6 +32,7 @@ FIRST_CHUNK, LAST_CHUNK = 32, 512
 UNEXPECTED = 0.02  # share of the probability that is spread evenly over what the priors do not expect
 LM_WEIGHT = 0.8  # of the language model beside traces
 FLOOR_ROOM = 8.0  # a gap counts as closed within so many times the largest distance of a right candidate
+DOUBT = 1.25  # times the screen's largest rounding: what is nearer than that to a row, the slice itself runs
 
 
 class GapSearch:
@@ -45,7 +48,7 @@ class GapSearch:
         budget: sequences tried for one gap at most; V of them are what one unknown token can take.
         breadth: sequences, nearest first, of which single slots are searched at once; the beam of the priors is four
             times as wide.
-        proposal: ``probe+lm`` or ``probe``. distance, epsilon: as in ``vocab-match``.
+        proposal: ``probe+lm`` or ``probe``. distance, epsilon, screen: as in ``vocab-match``.
         seed: of calibration. progress: where progress is reported.
     """
 
@@ -56,6 +59,7 @@ class GapSearch:
         proposal: str = "probe+lm",
         distance: str = "auto",
         epsilon: str = "auto",
+        screen: bool = True,
         seed: int = 0,
         progress: Progress = silent,
     ) -> None:
@@ -65,24 +69,24 @@ class GapSearch:
             raise InputError(f"the gap search cannot do without the probe; {proposal!r} has none")
         self.budget, self.breadth, self.progress = budget, breadth, progress
         self.matching = VocabMatch(
-            proposal=proposal, distance=distance, epsilon=epsilon, seed=seed, progress=progress
+            proposal=proposal, distance=distance, epsilon=epsilon, screen=screen, seed=seed, progress=progress
         )
-        self._earlier: tuple[Prepared, list[Probe]] | None = None
+        self._earlier: tuple[Prepared, list[Probe], float] | None = None
 
     def setup(self, observation: Observation, slice: Slice, generator: torch.Generator) -> dict[str, float]:
         """Probes, for the rows' own tokens and for earlier ones, and epsilon; see ``VocabMatch.setup``."""
         measured = self.matching.setup(observation, slice, generator)
-        _, seconds = self._prepare(observation, slice)
+        *_, seconds = self._prepare(observation, slice)
         return {**measured, "probe_seconds": measured["probe_seconds"] + seconds}
 
-    def _prepare(self, observation: Observation, slice: Slice) -> tuple[list[Probe], float]:
-        """Probes for the tokens 1 to ``REACH`` positions before a row."""
+    def _prepare(self, observation: Observation, slice: Slice) -> tuple[list[Probe], float, float]:
+        """Probes for the tokens 1 to ``REACH`` positions before a row, rounding between passes, seconds of training."""
         prepared, _ = self.matching.prepare(observation, slice)
         seconds = 0.0
         if self._earlier is None or self._earlier[0] is not prepared:
             probes, seconds = probes_for(slice, prepared.public, range(1, REACH + 1), self.progress)
-            self._earlier = prepared, probes
-        return self._earlier[1], seconds
+            self._earlier = prepared, probes, rounding_of(slice, prepared.matcher, self.matching.seed)
+        return *self._earlier[1:], seconds
 
     def recover(self, observation: Observation, slice: Slice, generator: torch.Generator) -> Recovery:
         """Recover one prompt.
@@ -97,10 +101,10 @@ class GapSearch:
             raise NotApplicableError(
                 "rows of layer 0 say nothing of other tokens; no gap can be closed there"
             )
-        earlier, _ = self._prepare(observation, slice)
+        earlier, rounding, _ = self._prepare(observation, slice)
         prepared, _ = self.matching.prepare(observation, slice)
         positions = list(public.positions or range(len(observation.states)))
-        started, before = time.perf_counter(), (slice.evaluated_tokens, slice.forward_calls)
+        started, before = time.perf_counter(), _counted(slice, prepared.screen)
         lead = next((i for i, p in enumerate(positions) if p != i), len(positions))
         found: list[TokenRecovery] = []
         epsilon = None
@@ -116,12 +120,13 @@ class GapSearch:
                 prefix.extend(torch.tensor([one.token for one in found], device=slice.device))
             for row in range(lead, len(positions)):
                 raw = observation.states[row].to(slice.device).float()
-                gap = _Gap(self, prepared, earlier, model, prefix, raw)
+                gap = _Gap(self, prepared, earlier, rounding, model, prefix, raw)
                 closed = gap.search(positions[row] - len(found))
                 found += gap.recovered(row)
                 unclosed += not closed
                 self.progress("closing gaps", row - lead + 1, len(positions) - lead)
-        evaluated, calls = slice.evaluated_tokens - before[0], slice.forward_calls - before[1]
+        after = _counted(slice, prepared.screen)
+        evaluated, calls = after[0] - before[0], after[1] - before[1]
         reason = (
             "complete"
             if not unclosed
@@ -134,6 +139,12 @@ class GapSearch:
             f"GapSearch(budget {self.budget}); knows the weights, the shown rows and where they stand, not the other "
             "rows nor any token"
         )
+
+
+def _counted(slice: Slice, screen: Screen | None) -> tuple[int, int]:
+    """Positions and passes that ran so far, in the slice and in its screen."""
+    engines = [slice, *([screen.slice] if screen is not None and screen.loaded else [])]
+    return sum(one.evaluated_tokens for one in engines), sum(one.forward_calls for one in engines)
 
 
 class _Model:
@@ -232,25 +243,27 @@ class _Gap:
     """The search for the unknown tokens before one row, and for its own."""
 
     def __init__(
-        self, attack: GapSearch, prepared: Prepared, earlier: Sequence[Probe], model: _Model, prefix: Prefix,
-        raw: Float[Tensor, " d"],
+        self, attack: GapSearch, prepared: Prepared, earlier: Sequence[Probe], rounding: float, model: _Model,
+        prefix: Prefix, raw: Float[Tensor, " d"],
     ) -> None:  # fmt: skip
         self.attack, self.prepared, self.model, self.prefix = attack, prepared, model, prefix
         self.size = 1
         self.slice, self.matcher = prefix.slice, prepared.matcher
         self.row = self.matcher.prepare(raw[None])
-        self.limit = self._limit()
+        self.limit = self._limit(rounding)
         assert prepared.proposer.probe is not None
         own = prepared.proposer.probe.log_probs(raw[None])[0]
         self.traces = [own, *(probe.log_probs(raw[None])[0] for probe in earlier)]
         self.pool: dict[tuple[int, ...], float] = {}
+        self.rough: set[tuple[int, ...]] = set()  # those of the pool whose distance is the screen's
+        self.shadow: Prefix | None = None
         self.slots: dict[tuple[int, tuple[int, ...]], _Tried] = {}
         self.rearranged: set[tuple[int, ...]] = set()
         self.spent = 0
         self.closed = False
         self.best: tuple[int, ...] = ()
 
-    def _limit(self) -> float:
+    def _limit(self, rounding: float) -> float:
         """How near a sequence must come: nearer than for a row's own token alone.
 
         A wrong token before it changes a row less than a wrong token of its own, from which epsilon is measured.
@@ -259,7 +272,7 @@ class _Gap:
         limit = float(threshold.limits(self.matcher, self.row)[0])
         if threshold.absolute is not None or not threshold.separable:
             return limit
-        floor = max(threshold.floor, torch.finfo(self.slice.dtype).eps)
+        floor = max(threshold.floor, rounding, torch.finfo(self.slice.dtype).eps)
         return min(limit, FLOOR_ROOM * floor * float(self.matcher.norms(self.row)[0]))
 
     def search(self, missing: int) -> bool:
@@ -267,12 +280,14 @@ class _Gap:
         self.size = missing + 1
         self._beam()
         while not self.closed and self.spent < self.attack.budget:
-            if self._rearrange():
+            if self._look_again() or self._rearrange():
                 continue
             context = self._most_promising()
             if context is None:
                 break
             self._expand(context)
+        while not self.closed and self._look_again():
+            pass
         if not self.closed:
             self.best = min(self.pool, key=self.pool.__getitem__)
             self.prefix.extend(torch.tensor(self.best, device=self.slice.device))
@@ -335,9 +350,51 @@ class _Gap:
         for start in range(0, len(sequences), limit):
             part = sequences[start : start + limit]
             leaves = torch.tensor(part, device=self.slice.device)
-            self._digest(self.slice.run([Request(self.prefix, leaves[0, :0], leaves=leaves)])[0], part, 0)
+            self._try(leaves[0, :0], leaves, part)
             if self.closed:
                 return
+
+    def _look_again(self) -> bool:
+        """Run in the slice what only the screen has run of the nearest sequences; false where there is none."""
+        nearest = sorted(self.pool, key=self.pool.__getitem__)[: self.attack.breadth]
+        if not (doubtful := [sequence for sequence in nearest if sequence in self.rough]):
+            return False
+        leaves = torch.tensor(doubtful, device=self.slice.device)
+        answer = self.slice.run([Request(self.prefix, leaves[0, :0], leaves=leaves)])[0]
+        self._digest(answer, doubtful, 0)
+        return True
+
+    def _try(
+        self, chain: Int[Tensor, " t"], leaves: Int[Tensor, "c g"], sequences: list[tuple[int, ...]]
+    ) -> Float[Tensor, "c d"]:
+        """Run sequences that begin with the chain, and note their distances; returns their last tokens' states.
+
+        Large batches the screen runs first, and the slice those that are near, or nearer than the screen's rounding
+        can tell from near.
+        """
+        screen = self.prepared.screen
+        self.spent += len(sequences)
+        attach = torch.full((len(leaves),), len(chain), device=leaves.device)
+        # States of first tokens may be attention sinks, of which half precision resolves nothing.
+        if screen is None or not self.prefix.length or not screen.runs(len(sequences)):
+            answer = self.slice.run([Request(self.prefix, chain, leaves=leaves, attach=attach)])[0]
+            return self._digest(answer, sequences, len(chain))[0]
+        self.shadow = self.shadow or screen.follow(self.prefix)
+        request = Request(self.shadow, chain, leaves=leaves, attach=attach)
+        states, distances = self._measured(screen.slice.run([request], keep=False)[0], len(sequences))
+        self.pool.update(zip(sequences, distances.tolist(), strict=True))
+        self.rough.update(sequences)
+        chosen, seen = near_ones(distances), torch.zeros_like(distances, dtype=torch.bool)
+        while len(chosen) and not self.closed:
+            seen[chosen] = True
+            request = Request(self.prefix, chain, leaves=leaves[chosen], attach=attach[chosen])
+            own, exact = self._digest(
+                self.slice.run([request])[0], [sequences[i] for i in chosen.tolist()], len(chain)
+            )
+            states[chosen] = own.to(states.dtype)
+            rounding = DOUBT * float((distances[chosen] ** 2 - exact**2).clamp(min=0).max().sqrt())
+            (chosen,) = ((distances <= rounding) & ~seen).nonzero(as_tuple=True)
+        return states
 
     def _scores(self, slot: int, before: Sequence[tuple[int, ...]]) -> Float[Tensor, "c v"]:
         """Log-probabilities, not normalised, of a slot's token behind each choice of the tokens before it.
@@ -383,29 +440,33 @@ class _Gap:
         chain = torch.tensor(held[:slot], dtype=torch.long, device=self.slice.device)
         behind = torch.tensor(held[slot + 1 :], dtype=torch.long, device=self.slice.device)
         leaves = torch.cat([tokens[:, None], behind.expand(len(tokens), -1)], 1)
-        attach = torch.full((len(tokens),), slot, device=self.slice.device)
-        answer = self.slice.run([Request(self.prefix, chain, leaves=leaves, attach=attach)])[0]
         sequences = [(*held[:slot], token, *held[slot + 1 :]) for token in tokens.tolist()]
-        states = self._digest(answer, sequences, slot)
+        states = self._try(chain, leaves, sequences)
         if self.prepared.proposer.adapter is not None and not self.closed:
             context.learn(tokens, states, self.row, self.prepared.proposer.adapter)
 
-    def _digest(self, answer: Answer, sequences: list[tuple[int, ...]], chain: int) -> Float[Tensor, "c d"]:
-        """Note the distances of what was run, and commit a sequence that matches; returns the last tokens' states."""
-        ends = answer.leaves.unflatten(0, (len(sequences), -1))[:, -1]
-        states = self.matcher.view(ends)
-        distances = self.matcher.pairs(candidates=states, observed=self.row.expand_as(states))
-        self.spent += len(sequences)
+    def _measured(self, answer: Answer, count: int) -> tuple[Float[Tensor, "c d"], Float[Tensor, " c"]]:
+        """States of the last tokens of so many leaves, and how far each is from the row."""
+        states = self.matcher.view(answer.leaves.unflatten(0, (count, -1))[:, -1])
+        return states, self.matcher.pairs(candidates=states, observed=self.row.expand_as(states))
+
+    def _digest(
+        self, answer: Answer, sequences: list[tuple[int, ...]], chain: int
+    ) -> tuple[Float[Tensor, "c d"], Float[Tensor, " c"]]:
+        """Note what the slice ran, and commit a sequence that matches; returns states and distances."""
+        states, distances = self._measured(answer, len(sequences))
         self.pool.update(zip(sequences, distances.tolist(), strict=True))
+        self.rough.difference_update(sequences)
         if len(self.pool) > 4096:  # the far ones are never looked at again
             kept = sorted(self.pool, key=self.pool.__getitem__)[:1024]
             self.pool = {sequence: self.pool[sequence] for sequence in kept}
+            self.rough &= self.pool.keys()
         nearest = int(distances.argmin())
         if float(distances[nearest]) <= self.limit:
             self.closed, self.best = True, sequences[nearest]
             self.pool[self.best] = float(distances[nearest])
             self.prefix.keep(answer, chain=chain, leaf=nearest)
-        return states
+        return states, distances
 
 
 def _moved(tokens: tuple[int, ...], i: int, j: int) -> tuple[int, ...]:

@@ -1,6 +1,7 @@
 """Tokens that no row shows: found where the search can find them, honest where it cannot."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,7 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from attacks import gap
 from attacks.gap import GapSearch, _moved, _swapped
+from attacks.vocab_match import screen
 from hiddenlab.channel import Channel
 from hiddenlab.core import Observation, Recovery
 from hiddenlab.errors import InputError, NotApplicableError
@@ -64,6 +67,56 @@ def test_gaps_before_the_first_row_and_between_all(tiny_slice: TinySlice) -> Non
     found = recover(tiny_slice("llama", 1), tokens, "shard:alpha=2,c=1,node=1")
     assert found.ids == tokens[:6]
     assert [one.row for one in found.tokens] == [-1, 0, -1, 1, -1, 2]
+
+
+def test_right_tokens_match_however_passes_round(
+    tiny_slice: TinySlice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A threshold measured where both sides rounded alike is 0, and would have the whole budget spent."""
+    slice = tiny_slice("llama", 3)
+    for tokens in prompts_of(8, 8):
+        observation = released(slice, tokens, "gap:size=1,after=4")
+        attack = GapSearch(budget=20 * VOCABULARY)
+        prepared, _ = attack.matching.prepare(observation, slice)
+        attack.matching._prepared = replace(prepared, threshold=replace(prepared.threshold, floor=0.0))
+        noise = torch.randn(observation.states.shape[1], generator=torch.Generator().manual_seed(0))
+        rounded = observation.states[-1] * (1 + 2e-7 * noise)
+        states = torch.cat([observation.states[:-1], rounded[None]])
+        found = attack.recover(replace(observation, states=states), slice, torch.Generator())
+        assert found.ids == tokens[:6] and all(one.verified for one in found.tokens)
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+@pytest.mark.parametrize("size", [1, 2])
+def test_screened_in_a_faster_dtype_it_finds_the_same(
+    tiny_slice: TinySlice, monkeypatch: pytest.MonkeyPatch, size: int, wrong: bool
+) -> None:
+    """Also where the screen's distances say nothing: what is within its rounding runs in the slice as well."""
+    monkeypatch.setattr(screen, "fast_dtype", lambda device: torch.bfloat16)
+    monkeypatch.setattr(screen, "LEAST_LAYERS", 2)
+    monkeypatch.setattr(screen, "LOAD_AFTER", 0)
+    if wrong:
+        monkeypatch.setattr(gap, "near_ones", lambda relative: relative.argsort(descending=True)[:2])
+        monkeypatch.setattr(gap, "DOUBT", 1e6)
+    slice = tiny_slice("llama", 2)
+    for tokens in prompts_of(10, 10, seed=2):
+        observation = released(slice, tokens, f"gap:size={size},after=6")
+        ran = []
+        for screened in (False, True):
+            attack = GapSearch(budget=20 * VOCABULARY, screen=screened)
+            attack.setup(observation, slice, torch.Generator())
+            prepared, _ = attack.matching.prepare(observation, slice)
+            engines = [slice] + ([prepared.screen.slice] if prepared.screen is not None else [])
+            before = [one.evaluated_tokens for one in engines]
+            found = attack.recover(observation, slice, torch.Generator())
+            ran.append([one.evaluated_tokens - b for one, b in zip(engines, before, strict=True)])
+            assert found.evaluated_tokens == sum(ran[-1])
+            assert found.ids == tokens[: 7 + size] and all(one.verified for one in found.tokens)
+            assert (
+                found.tokens[-1].distance < 1e-3
+            )  # the slice's own; a screen's is thousands of times as large
+        assert len(ran[1]) == 2 and ran[1][1] > 0
+        assert wrong or ran[1][0] < ran[0][0]
 
 
 def test_a_budget_ends_the_search_and_says_so(tiny_slice: TinySlice) -> None:

@@ -50,12 +50,17 @@ class Screen:
         dtype = str(fast_dtype(self.of.device)).removeprefix("torch.")
         return self.of.sibling(self.of.site.layer, stream=self.of.site.stream, dtype=dtype)
 
+    @property
+    def loaded(self) -> bool:
+        """Whether it was asked for yet."""
+        return "slice" in vars(self)
+
     def runs(self, batch: int) -> bool:
         """Whether a batch of so many candidates is to be screened."""
         if batch < FEWEST:
             return False
         self._wanted += batch
-        return "slice" in vars(self) or self._wanted > LOAD_AFTER
+        return self.loaded or self._wanted > LOAD_AFTER
 
     def follow(self, prefix: Prefix, shadow: Prefix | None = None) -> Prefix:
         """The screen's form of a prefix: the exact keys and values, rounded; ``shadow`` is the last such form."""
