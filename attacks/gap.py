@@ -151,29 +151,37 @@ class _Model:
     """The proposing language model's view of one prompt, if there is one; it follows the recovered tokens."""
 
     def __init__(self, prepared: Prepared, slice: Slice) -> None:
-        lm = prepared.proposer.lm
-        self.slice = None if lm is None else lm.slice
-        self.opening = slice.special_ids[:1]
+        self.model = prepared.proposer.lm
+        self.start = slice.special_ids[:1]
         self._prefix: Prefix | None = None
         self._next: Tensor | None = None
 
     def after(self, tokens: list[int], more: Sequence[tuple[int, ...]]) -> Float[Tensor, "c v"] | None:
         """Log-probabilities of what follows the tokens and each continuation of one length; None without a model.
 
-        The first token of a prompt is expected as after the model's opening token.
+        The first token of a prompt is expected as behind a special token, the others as behind the model's opener.
         """
-        tokens = tokens or self.opening
-        if self.slice is None or not tokens:
+        if self.model is None:
             return None
-        if self._prefix is None or self._prefix.tokens != tokens[: self._prefix.length]:
-            self._prefix = self.slice.prefix()
-        if missing := tokens[self._prefix.length :]:
-            self._next = self._prefix.extend(torch.tensor(missing, device=self.slice.device))[-1]
-        assert self._next is not None
-        leaves = torch.tensor(more, device=self.slice.device)
+        speaker, leaves = (
+            self.model.slice,
+            torch.tensor(more, dtype=torch.long, device=self.model.slice.device),
+        )
+        if not tokens and leaves.shape[1] == 0:
+            if not self.start:
+                return None
+            first = torch.tensor(self.start, device=speaker.device)
+            answer = speaker.run([Request(speaker.prefix(), first)], keep=False)[0]
+            return answer.chain[-1].float().log_softmax(-1).expand(len(more), -1)
+        opened = self.model.opened.length
+        if self._prefix is None or self._prefix.tokens[opened:] != tokens[: self._prefix.length - opened]:
+            self._prefix = self.model.opened.fork()
+        if missing := tokens[self._prefix.length - opened :]:
+            self._next = self._prefix.extend(torch.tensor(missing, device=speaker.device))[-1]
         if leaves.shape[1] == 0:
+            assert self._next is not None
             return self._next.float().log_softmax(-1).expand(len(more), -1)
-        answer = self.slice.run([Request(self._prefix, leaves[0, :0], leaves=leaves)], keep=False)[0]
+        answer = speaker.run([Request(self._prefix, leaves[0, :0], leaves=leaves)], keep=False)[0]
         return answer.leaves.unflatten(0, leaves.shape)[:, -1].float().log_softmax(-1)
 
 

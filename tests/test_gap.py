@@ -43,7 +43,7 @@ def test_one_missing_token_is_found_within_the_vocabulary(
 ) -> None:
     slice = tiny_slice(architecture, layer)
     for tokens in prompts_of(8, 8):
-        found = recover(slice, tokens, "gap:size=1,after=4", budget=20 * VOCABULARY)
+        found = recover(slice, tokens, "gap:size=1,after=4", budget=40 * VOCABULARY)
         assert found.ids == tokens[:6]
         assert [one.row for one in found.tokens] == [0, 1, 2, 3, -1, 4]
         assert all(one.verified for one in found.tokens)
@@ -76,7 +76,7 @@ def test_right_tokens_match_however_passes_round(
     slice = tiny_slice("llama", 3)
     for tokens in prompts_of(8, 8):
         observation = released(slice, tokens, "gap:size=1,after=4")
-        attack = GapSearch(budget=20 * VOCABULARY)
+        attack = GapSearch(budget=40 * VOCABULARY)
         prepared, _ = attack.matching.prepare(observation, slice)
         attack.matching._prepared = replace(prepared, threshold=replace(prepared.threshold, floor=0.0))
         noise = torch.randn(observation.states.shape[1], generator=torch.Generator().manual_seed(0))
@@ -103,7 +103,7 @@ def test_screened_in_a_faster_dtype_it_finds_the_same(
         observation = released(slice, tokens, f"gap:size={size},after=6")
         ran = []
         for screened in (False, True):
-            attack = GapSearch(budget=20 * VOCABULARY, screen=screened)
+            attack = GapSearch(budget=40 * VOCABULARY, screen=screened)
             attack.setup(observation, slice, torch.Generator())
             prepared, _ = attack.matching.prepare(observation, slice)
             engines = [slice] + ([prepared.screen.slice] if prepared.screen is not None else [])
