@@ -18,7 +18,7 @@ from torch import Tensor
 
 from attacks.vocab_match import Prepared, VocabMatch
 from attacks.vocab_match.epsilon import rounding_of
-from attacks.vocab_match.screen import Screen, near_ones
+from attacks.vocab_match.screen import counted, near_ones
 from hiddenlab.core import Observation, Progress, Recovery, TokenRecovery, silent
 from hiddenlab.errors import InputError, NotApplicableError
 from hiddenlab.propose.adapt import Adapter
@@ -30,6 +30,7 @@ LEARN_FROM, LEARN_TO = 256, 4096  # candidates whose states are learned from, an
 REACH = 3  # how far before a row probes look for tokens
 FIRST_CHUNK, LAST_CHUNK = 32, 512
 UNEXPECTED = 0.02  # share of the probability that is spread evenly over what the priors do not expect
+WIDEN = 512  # sequences tried after which one more of the likeliest is searched slot by slot
 LM_WEIGHT = 0.8  # of the language model beside traces
 FLOOR_ROOM = 8.0  # a gap counts as closed within so many times the largest distance of a right candidate
 DOUBT = 1.25  # times the screen's largest rounding: what is nearer than that to a row, the slice itself runs
@@ -46,8 +47,8 @@ class GapSearch:
 
     Args:
         budget: sequences tried for one gap at most; V of them are what one unknown token can take.
-        breadth: sequences, nearest first, of which single slots are searched at once; the beam of the priors is four
-            times as wide.
+        breadth: sequences, nearest first, of which single slots are searched at once; the beam of the priors, whose
+            slots are searched in time as well, is four times as wide.
         proposal: ``probe+lm`` or ``probe``. distance, epsilon, screen: as in ``vocab-match``.
         seed: of calibration. progress: where progress is reported.
     """
@@ -104,7 +105,7 @@ class GapSearch:
         earlier, rounding, _ = self._prepare(observation, slice)
         prepared, _ = self.matching.prepare(observation, slice)
         positions = list(public.positions or range(len(observation.states)))
-        started, before = time.perf_counter(), _counted(slice, prepared.screen)
+        started, before = time.perf_counter(), counted(slice, prepared.screen)
         lead = next((i for i, p in enumerate(positions) if p != i), len(positions))
         found: list[TokenRecovery] = []
         epsilon = None
@@ -125,7 +126,7 @@ class GapSearch:
                 found += gap.recovered(row)
                 unclosed += not closed
                 self.progress("closing gaps", row - lead + 1, len(positions) - lead)
-        after = _counted(slice, prepared.screen)
+        after = counted(slice, prepared.screen)
         evaluated, calls = after[0] - before[0], after[1] - before[1]
         reason = (
             "complete"
@@ -139,12 +140,6 @@ class GapSearch:
             f"GapSearch(budget {self.budget}); knows the weights, the shown rows and where they stand, not the other "
             "rows nor any token"
         )
-
-
-def _counted(slice: Slice, screen: Screen | None) -> tuple[int, int]:
-    """Positions and passes that ran so far, in the slice and in its screen."""
-    engines = [slice, *([screen.slice] if screen is not None and screen.loaded else [])]
-    return sum(one.evaluated_tokens for one in engines), sum(one.forward_calls for one in engines)
 
 
 class _Model:
@@ -265,6 +260,7 @@ class _Gap:
         self.pool: dict[tuple[int, ...], float] = {}
         self.rough: set[tuple[int, ...]] = set()  # those of the pool whose distance is the screen's
         self.shadow: Prefix | None = None
+        self.likely: list[tuple[int, ...]] = []  # by the priors alone, likeliest first
         self.slots: dict[tuple[int, tuple[int, ...]], _Tried] = {}
         self.rearranged: set[tuple[int, ...]] = set()
         self.spent = 0
@@ -319,21 +315,28 @@ class _Gap:
         """Sequences from left to right by the priors alone, all run at once; their slots are searched afterwards."""
         width = 4 * self.attack.breadth
         beams: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
+        first = beams
         for slot in range(self.size):
+            first = beams[:1]
             scores = self._scores(slot, [tokens for _, tokens in beams]).log_softmax(1)
             top = scores.topk(min(width, scores.shape[1]), dim=1)
-            beams = sorted(
-                (
-                    (score + value, (*tokens, token))
-                    for (score, tokens), values, found in zip(
-                        beams, top.values.tolist(), top.indices.tolist(), strict=True
-                    )
-                    for value, token in zip(values, found, strict=True)
-                ),
-                reverse=True,
-            )[:width]
-        sequences = [tokens for _, tokens in beams][: self.attack.budget]
-        self._run(sequences)
+            grown = [
+                (score + value, (*tokens, token))
+                for (score, tokens), values, found in zip(
+                    beams, top.values.tolist(), top.indices.tolist(), strict=True
+                )
+                for value, token in zip(values, found, strict=True)
+            ]
+            beams = sorted(grown, reverse=True)[: width if slot < self.size - 1 else 3 * width]
+        # The likeliest often have one and the same last token: others of it follow the likeliest beginning.
+        others = [
+            (*first[0][1], token)
+            for token in self.traces[0].topk(min(width, len(self.traces[0]))).indices.tolist()
+        ]
+        ranked = [(place, tokens) for place, (_, tokens) in enumerate(beams)]
+        ranked += [(2 * place, tokens) for place, tokens in enumerate(others)]
+        self.likely = list(dict.fromkeys(tokens for _, tokens in sorted(ranked)))
+        self._run([tokens for _, tokens in beams[:width]][: self.attack.budget])
 
     def _rearrange(self) -> bool:
         """Try the unknown tokens of the nearest sequence in other orders, once; false where there is nothing to try.
@@ -418,19 +421,25 @@ class _Gap:
         return trace + LM_WEIGHT * following.to(trace.device)
 
     def _most_promising(self) -> "_Tried | None":
-        """Of the slots of the nearest sequences the one whose next candidates are likeliest, nearer ones preferred."""
+        """Of the slots of the nearest sequences, and of the likeliest, the one whose next candidates are likeliest.
+
+        Those further down either list count for less. A row may come nearer with a wrong token of its own than with
+        the right one, as long as those before it are wrong: then the priors know better where to look.
+        """
         best: tuple[float, _Tried] | None = None
         nearest = sorted(self.pool, key=self.pool.__getitem__)
-        taken = 0
-        for sequence in nearest:
-            open_ = [c for slot in range(self.size) if not (c := self._context(slot, sequence)).exhausted]
-            for context in open_:
-                value = context.chance() / (1 + taken)
-                if best is None or value > best[0]:
-                    best = value, context
-            taken += bool(open_)
-            if taken == self.attack.breadth:
-                break
+        breadth = self.attack.breadth
+        for sequences, most in ((nearest, breadth), (self.likely, breadth + self.spent // WIDEN)):
+            taken = 0
+            for sequence in sequences:
+                open_ = [c for slot in range(self.size) if not (c := self._context(slot, sequence)).exhausted]
+                for context in open_:
+                    value = context.chance() / (1 + taken)
+                    if best is None or value > best[0]:
+                        best = value, context
+                taken += bool(open_)
+                if taken == most:
+                    break
         return None if best is None else best[1]
 
     def _context(self, slot: int, sequence: tuple[int, ...]) -> _Tried:

@@ -77,3 +77,9 @@ def near_ones(relative: Float[Tensor, " c"]) -> Int[Tensor, " n"]:
     """
     near = int((relative < NEAR * relative.median()).sum())
     return relative.argsort()[: max(near, AT_LEAST, len(relative) // ONE_IN)]
+
+
+def counted(slice: Slice, screen: Screen | None) -> tuple[int, int]:
+    """Positions and passes that ran so far, in the slice and in its screen."""
+    engines = [slice, *([screen.slice] if screen is not None and screen.loaded else [])]
+    return sum(one.evaluated_tokens for one in engines), sum(one.forward_calls for one in engines)
