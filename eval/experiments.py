@@ -245,15 +245,21 @@ def _livebench(setting: Setting) -> list[Cell]:
     return [Cell("utility", {**spec, "defense": []}, {"defense": "identity, on LiveBench's questions"})]
 
 
-def baselines(setting: Setting, sipit_budget: int = 4096) -> Experiment:
-    """Speculative search beside greedy search, SipIt and the nearest embedding: candidates, time, exactness."""
+def baselines(setting: Setting, sipit_budget: int = 4096, inverter_steps: int = 200) -> Experiment:
+    """Speculative search beside greedy search, SipIt, the nearest embedding and a trained inverter.
+
+    Args:
+        sipit_budget: tokens that SipIt verifies for one position at most. inverter_steps: of training, at the small
+            scale.
+    """
+    inverter = infill_spec(setting) + (f",steps={inverter_steps}" if setting.scale == "small" else "")
     # name, whether it is too slow for many prompts on a laptop, and how it is asked for
     attacks: tuple[tuple[str, bool, dict[str, Any]], ...] = (
         ("speculative, probe+lm", False, {}),
         ("greedy, lm (paper)", True, {"search": "greedy", "proposal": "lm"}),
         ("SipIt, gradient", True, {"attack": f"sipit:budget={sipit_budget}"}),
         ("nearest embedding", False, {"attack": "nearest"}),
-        ("transformer inverter", False, {"attack": infill_spec(setting)}),
+        ("transformer inverter", False, {"attack": inverter}),
     )
     cells = []
     for layer in setting.at((1, 11)):
