@@ -18,6 +18,7 @@ from torch import Tensor
 
 from attacks.vocab_match import Prepared, VocabMatch
 from attacks.vocab_match.epsilon import rounding_of
+from attacks.vocab_match.rank import Continuations
 from attacks.vocab_match.screen import counted, near_ones
 from hiddenlab.core import Observation, Progress, Recovery, TokenRecovery, silent
 from hiddenlab.errors import InputError, NotApplicableError
@@ -30,6 +31,7 @@ LEARN_FROM, LEARN_TO = 256, 4096  # candidates whose states are learned from, an
 REACH = 3  # how far before a row probes look for tokens
 FIRST_CHUNK, LAST_CHUNK = 32, 512
 UNEXPECTED = 0.02  # share of the probability that is spread evenly over what the priors do not expect
+BEAM_POSITIONS = 8192  # of the language model, about, that a beam of the priors may run for one gap
 WIDEN = 512  # sequences tried after which one more of the likeliest is searched slot by slot
 LM_WEIGHT = 0.8  # of the language model beside traces
 FLOOR_ROOM = 8.0  # a gap counts as closed within so many times the largest distance of a right candidate
@@ -49,6 +51,7 @@ class GapSearch:
         budget: sequences tried for one gap at most; V of them are what one unknown token can take.
         breadth: sequences, nearest first, of which single slots are searched at once; the beam of the priors, whose
             slots are searched in time as well, is four times as wide.
+        longest: gaps of more unknown tokens are not searched: they get the nearest of what the priors propose.
         proposal: ``probe+lm`` or ``probe``. distance, epsilon, screen: as in ``vocab-match``.
         seed: of calibration. progress: where progress is reported.
     """
@@ -57,6 +60,7 @@ class GapSearch:
         self,
         budget: int = 200_000,
         breadth: int = 8,
+        longest: int = 8,
         proposal: str = "probe+lm",
         distance: str = "auto",
         epsilon: str = "auto",
@@ -64,11 +68,13 @@ class GapSearch:
         seed: int = 0,
         progress: Progress = silent,
     ) -> None:
-        if budget < 1 or breadth < 1:
-            raise InputError(f"budget and breadth must be at least 1, not {budget} and {breadth}")
+        if min(budget, breadth, longest) < 1:
+            raise InputError(
+                f"budget, breadth and longest must be at least 1, not {budget}, {breadth} and {longest}"
+            )
         if "probe" not in proposal:
             raise InputError(f"the gap search cannot do without the probe; {proposal!r} has none")
-        self.budget, self.breadth, self.progress = budget, breadth, progress
+        self.budget, self.breadth, self.longest, self.progress = budget, breadth, longest, progress
         self.matching = VocabMatch(
             proposal=proposal, distance=distance, epsilon=epsilon, screen=screen, seed=seed, progress=progress
         )
@@ -114,7 +120,7 @@ class GapSearch:
             first = self.matching.recover(Observation(observation.states[:lead], whole), slice, generator)
             found, epsilon = list(first.tokens), first.epsilon
         unclosed = 0
-        model = _Model(prepared, slice)
+        model = Continuations(prepared.proposer.lm, slice.special_ids)
         with torch.inference_mode():
             prefix = slice.prefix(offset=public.prefix_tokens)
             if found:
@@ -140,44 +146,6 @@ class GapSearch:
             f"GapSearch(budget {self.budget}); knows the weights, the shown rows and where they stand, not the other "
             "rows nor any token"
         )
-
-
-class _Model:
-    """The proposing language model's view of one prompt, if there is one; it follows the recovered tokens."""
-
-    def __init__(self, prepared: Prepared, slice: Slice) -> None:
-        self.model = prepared.proposer.lm
-        self.start = slice.special_ids[:1]
-        self._prefix: Prefix | None = None
-        self._next: Tensor | None = None
-
-    def after(self, tokens: list[int], more: Sequence[tuple[int, ...]]) -> Float[Tensor, "c v"] | None:
-        """Log-probabilities of what follows the tokens and each continuation of one length; None without a model.
-
-        The first token of a prompt is expected as behind a special token, the others as behind the model's opener.
-        """
-        if self.model is None:
-            return None
-        speaker, leaves = (
-            self.model.slice,
-            torch.tensor(more, dtype=torch.long, device=self.model.slice.device),
-        )
-        if not tokens and leaves.shape[1] == 0:
-            if not self.start:
-                return None
-            first = torch.tensor(self.start, device=speaker.device)
-            answer = speaker.run([Request(speaker.prefix(), first)], keep=False)[0]
-            return answer.chain[-1].float().log_softmax(-1).expand(len(more), -1)
-        opened = self.model.opened.length
-        if self._prefix is None or self._prefix.tokens[opened:] != tokens[: self._prefix.length - opened]:
-            self._prefix = self.model.opened.fork()
-        if missing := tokens[self._prefix.length - opened :]:
-            self._next = self._prefix.extend(torch.tensor(missing, device=speaker.device))[-1]
-        if leaves.shape[1] == 0:
-            assert self._next is not None
-            return self._next.float().log_softmax(-1).expand(len(more), -1)
-        answer = speaker.run([Request(self._prefix, leaves[0, :0], leaves=leaves)], keep=False)[0]
-        return answer.leaves.unflatten(0, leaves.shape)[:, -1].float().log_softmax(-1)
 
 
 @dataclass
@@ -246,7 +214,7 @@ class _Gap:
     """The search for the unknown tokens before one row, and for its own."""
 
     def __init__(
-        self, attack: GapSearch, prepared: Prepared, earlier: Sequence[Probe], rounding: float, model: _Model,
+        self, attack: GapSearch, prepared: Prepared, earlier: Sequence[Probe], rounding: float, model: Continuations,
         prefix: Prefix, raw: Float[Tensor, " d"],
     ) -> None:  # fmt: skip
         self.attack, self.prepared, self.model, self.prefix = attack, prepared, model, prefix
@@ -283,7 +251,7 @@ class _Gap:
         """Close a gap of so many unknown tokens; the prefix then holds them and the row's own token."""
         self.size = missing + 1
         self._beam()
-        while not self.closed and self.spent < self.attack.budget:
+        while not self.closed and missing <= self.attack.longest and self.spent < self.attack.budget:
             if self._look_again() or self._rearrange():
                 continue
             context = self._most_promising()
@@ -313,7 +281,8 @@ class _Gap:
 
     def _beam(self) -> None:
         """Sequences from left to right by the priors alone, all run at once; their slots are searched afterwards."""
-        width = 4 * self.attack.breadth
+        # A long gap's beam is as many passes of as long leaves: it narrows, so as to cost what a short one's does.
+        width = max(1, min(4 * self.attack.breadth, BEAM_POSITIONS // self.size**2))
         beams: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
         first = beams
         for slot in range(self.size):

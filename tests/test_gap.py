@@ -128,6 +128,21 @@ def test_a_budget_ends_the_search_and_says_so(tiny_slice: TinySlice) -> None:
     assert found.stop_reason == "1 of 1 rows not matched within the budget"
 
 
+def test_long_gaps_get_what_the_priors_propose(
+    tiny_slice: TinySlice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are not searched, and their beam narrows; what stands between other rows is still found."""
+    slice = tiny_slice("llama", 1)
+    (tokens,) = prompts_of(14, seed=5)
+    found = recover(slice, tokens, "gap:size=6,after=4", longest=5)
+    assert len(found.ids) == 11 and found.tokens[-1].evaluated == 32
+    assert not any(one.verified for one in found.tokens[4:])
+    monkeypatch.setattr(gap, "BEAM_POSITIONS", 3 * 49)
+    assert recover(slice, tokens, "gap:size=6,after=4", longest=5).tokens[-1].evaluated == 3
+    found = recover(slice, tokens, "gap:size=1,after=4", longest=1)
+    assert found.ids == tokens[:6] and found.tokens[-1].verified
+
+
 def test_the_same_seed_finds_the_same(tiny_slice: TinySlice) -> None:
     (tokens,) = prompts_of(9)
     first, second = (recover(tiny_slice("llama", 2), tokens, "gap:size=2,after=4", budget=500) for _ in "ab")
@@ -145,7 +160,7 @@ def test_what_it_cannot_use(tiny_slice: TinySlice) -> None:
         recover(tiny_slice("llama", 2), tokens, "seq-perm")
     with pytest.raises(NotApplicableError, match="layer 0 say nothing"):
         recover(tiny_slice("llama", 0, "embed"), tokens, "gap:size=1,after=2")
-    with pytest.raises(InputError, match="budget and breadth"):
+    with pytest.raises(InputError, match="budget, breadth and longest"):
         GapSearch(budget=0)
     with pytest.raises(InputError, match="cannot do without the probe"):
         GapSearch(proposal="lm")

@@ -1,5 +1,6 @@
 """In which order candidates are tried: probe, language model, both, or the plain vocabulary."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -118,6 +119,46 @@ class LanguageModel:
         tokens = torch.tensor(guess[:-1], device=lm.device)
         answer: Answer = yield Ask(lm, Request(self.model.opened, tokens), counts=False)
         return answer.chain.float().log_softmax(-1)
+
+
+class Continuations:
+    """What the proposing language model, if there is one, expects behind a prompt's recovered tokens and several more.
+
+    Unlike ``LanguageModel`` it answers at once, outside of any search's passes.
+    """
+
+    def __init__(self, model: LazyModel | None, special_ids: Sequence[int]) -> None:
+        self.model, self.start = model, list(special_ids[:1])
+        self._prefix: Prefix | None = None
+        self._next: Tensor | None = None
+
+    def after(self, tokens: list[int], more: Sequence[tuple[int, ...]]) -> Float[Tensor, "c v"] | None:
+        """Log-probabilities of what follows the tokens and each continuation of one length; None without a model.
+
+        The first token of a prompt is expected as behind a special token, the others as behind the model's opener.
+        """
+        if self.model is None:
+            return None
+        speaker, leaves = (
+            self.model.slice,
+            torch.tensor(more, dtype=torch.long, device=self.model.slice.device),
+        )
+        if not tokens and leaves.shape[1] == 0:
+            if not self.start:
+                return None
+            first = torch.tensor(self.start, device=speaker.device)
+            answer = speaker.run([Request(speaker.prefix(), first)], keep=False)[0]
+            return answer.chain[-1].float().log_softmax(-1).expand(len(more), -1)
+        opened = self.model.opened.length
+        if self._prefix is None or self._prefix.tokens[opened:] != tokens[: self._prefix.length - opened]:
+            self._prefix = self.model.opened.fork()
+        if missing := tokens[self._prefix.length - opened :]:
+            self._next = self._prefix.extend(torch.tensor(missing, device=speaker.device))[-1]
+        if leaves.shape[1] == 0:
+            assert self._next is not None
+            return self._next.float().log_softmax(-1).expand(len(more), -1)
+        answer = speaker.run([Request(self._prefix, leaves[0, :0], leaves=leaves)], keep=False)[0]
+        return answer.leaves.unflatten(0, leaves.shape)[:, -1].float().log_softmax(-1)
 
 
 def check_proposal(name: str) -> None:
