@@ -60,8 +60,8 @@ def plan(setting: Setting, alpha: int = 8, c: int = 8, m: int = 4, budget: int =
         [
             f"{alpha} CompNodes and {len(whole.attn_nodes)} AttnNodes (symmetric); {megabytes:.1f} MB a pass by "
             "Equation 1 at two bytes an element.",
-            f"The gap search tries {budget:,} sequences a gap at most, and none for gaps of more than eight tokens; "
-            "matching ends at a node's first gap.",
+            f"The gap search tries {budget:,} sequences a gap at most, and only what its priors propose for gaps of "
+            "more than eight tokens; matching ends at a node's first gap.",
             *infill_notes(setting),
         ],
         fold=_worst_first,

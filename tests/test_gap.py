@@ -8,9 +8,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from attacks import gap
-from attacks.gap import GapSearch, _moved, _swapped
+from attacks.gap import GapSearch
+from attacks.gap.slots import moved, swapped
 from attacks.vocab_match import screen
 from hiddenlab.channel import Channel
 from hiddenlab.core import Observation, Recovery
@@ -69,9 +71,7 @@ def test_gaps_before_the_first_row_and_between_all(tiny_slice: TinySlice) -> Non
     assert [one.row for one in found.tokens] == [-1, 0, -1, 1, -1, 2]
 
 
-def test_right_tokens_match_however_passes_round(
-    tiny_slice: TinySlice, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_right_tokens_match_however_passes_round(tiny_slice: TinySlice) -> None:
     """A threshold measured where both sides rounded alike is 0, and would have the whole budget spent."""
     slice = tiny_slice("llama", 3)
     for tokens in prompts_of(8, 8):
@@ -86,18 +86,23 @@ def test_right_tokens_match_however_passes_round(
         assert found.ids == tokens[:6] and all(one.verified for one in found.tokens)
 
 
-@pytest.mark.parametrize("wrong", [False, True])
+def farthest(relative: Tensor) -> Tensor:
+    """What a screen would choose whose distances say nothing."""
+    return relative.argsort(descending=True)[:2]
+
+
+@pytest.mark.parametrize("safeguard", [None, "rounding", "second look"])
 @pytest.mark.parametrize("size", [1, 2])
 def test_screened_in_a_faster_dtype_it_finds_the_same(
-    tiny_slice: TinySlice, monkeypatch: pytest.MonkeyPatch, size: int, wrong: bool
+    tiny_slice: TinySlice, monkeypatch: pytest.MonkeyPatch, size: int, safeguard: str | None
 ) -> None:
-    """Also where the screen's distances say nothing: what is within its rounding runs in the slice as well."""
+    """Also where the screen chooses badly: by what is within its rounding, or by a second look at the nearest."""
     monkeypatch.setattr(screen, "fast_dtype", lambda device: torch.bfloat16)
     monkeypatch.setattr(screen, "LEAST_LAYERS", 2)
     monkeypatch.setattr(screen, "LOAD_AFTER", 0)
-    if wrong:
-        monkeypatch.setattr(gap, "near_ones", lambda relative: relative.argsort(descending=True)[:2])
-        monkeypatch.setattr(gap, "DOUBT", 1e6)
+    if safeguard is not None:
+        monkeypatch.setattr(gap, "near_ones", farthest)
+        monkeypatch.setattr(gap, "DOUBT", 1e6 if safeguard == "rounding" else 0.0)
     slice = tiny_slice("llama", 2)
     for tokens in prompts_of(10, 10, seed=2):
         observation = released(slice, tokens, f"gap:size={size},after=6")
@@ -116,7 +121,7 @@ def test_screened_in_a_faster_dtype_it_finds_the_same(
                 found.tokens[-1].distance < 1e-3
             )  # the slice's own; a screen's is thousands of times as large
         assert len(ran[1]) == 2 and ran[1][1] > 0
-        assert wrong or ran[1][0] < ran[0][0]
+        assert safeguard == "rounding" or ran[1][0] < ran[0][0]
 
 
 def test_a_budget_ends_the_search_and_says_so(tiny_slice: TinySlice) -> None:
@@ -135,12 +140,37 @@ def test_long_gaps_get_what_the_priors_propose(
     slice = tiny_slice("llama", 1)
     (tokens,) = prompts_of(14, seed=5)
     found = recover(slice, tokens, "gap:size=6,after=4", longest=5)
-    assert len(found.ids) == 11 and found.tokens[-1].evaluated == 32
+    assert len(found.ids) == 11 and found.tokens[-1].evaluated <= 4 * 32
     assert not any(one.verified for one in found.tokens[4:])
     monkeypatch.setattr(gap, "BEAM_POSITIONS", 3 * 49)
-    assert recover(slice, tokens, "gap:size=6,after=4", longest=5).tokens[-1].evaluated == 3
+    assert recover(slice, tokens, "gap:size=6,after=4", longest=5).tokens[-1].evaluated <= 4 * 3
     found = recover(slice, tokens, "gap:size=1,after=4", longest=1)
     assert found.ids == tokens[:6] and found.tokens[-1].verified
+
+
+def test_behind_an_open_gap_few_are_tried(tiny_slice: TinySlice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No row can match there: its own probe, and the nearest of a few, are all that can be had."""
+    monkeypatch.setattr(gap, "BEHIND", 20)
+    slice = tiny_slice("llama", 2)
+    (tokens,) = prompts_of(26)
+    found = recover(slice, tokens, "shard:alpha=3,c=4,node=0", longest=5)
+    assert [one.row for one in found.tokens] == [0, 1, 2, 3, *[-1] * 8, 4, 5, 6, 7, *[-1] * 8, 8, 9]
+    assert all(one.verified for one in found.tokens[:4]) and not any(one.verified for one in found.tokens[4:])
+    assert all(found.tokens[i].evaluated <= 4 * 32 for i in (13, 14, 15, 25))
+    assert found.stop_reason == (
+        "4 of 6 rows not matched within the budget; 2 of 6 gaps longer than 5, not searched"
+    )
+
+
+@pytest.mark.parametrize("channel", ["project:count=16", "project:count=64", "hidden-perm"])
+def test_rows_that_show_less_than_states(tiny_slice: TinySlice, channel: str) -> None:
+    slice = tiny_slice("llama", 2)
+    (tokens,) = prompts_of(8)
+    observation = released(slice, tokens, channel, "gap:size=1,after=4")
+    attack = GapSearch(budget=40 * VOCABULARY)
+    found = attack.recover(observation, slice, torch.Generator())
+    assert found.ids == tokens[:6] and all(one.verified for one in found.tokens)
+    assert attack._earlier is not None and attack._earlier[2] < 1e-4
 
 
 def test_the_same_seed_finds_the_same(tiny_slice: TinySlice) -> None:
@@ -170,6 +200,6 @@ def test_what_it_cannot_use(tiny_slice: TinySlice) -> None:
 def test_rearrangements_keep_the_tokens(tokens: list[int], data: st.DataObject) -> None:
     i, j = (data.draw(st.integers(0, len(tokens) - 1)) for _ in "ij")
     given_ = tuple(tokens)
-    assert sorted(_moved(given_, i, j)) == sorted(_swapped(given_, i, j)) == sorted(given_)
-    assert _moved(given_, i, j)[j] == given_[i]
-    assert _swapped(_swapped(given_, i, j), i, j) == given_
+    assert sorted(moved(given_, i, j)) == sorted(swapped(given_, i, j)) == sorted(given_)
+    assert moved(given_, i, j)[j] == given_[i]
+    assert swapped(swapped(given_, i, j), i, j) == given_

@@ -65,7 +65,8 @@ class Infill:
         """Train the model, or take it from the cache.
 
         Returns:
-            ``training_seconds`` (over all sessions), ``training_steps`` and ``held_out_loss``, in nats a token.
+            ``training_seconds`` (over all sessions, and with those of the infiller of tokens that it started from),
+            ``training_steps`` (its own) and ``held_out_loss``, in nats a token.
         """
         _, state = self._model(observation, slice)
         return {

@@ -14,6 +14,7 @@ from hiddenlab.slice.door import Attention, open_door
 from hiddenlab.slice.load import load_config, load_model, load_tokenizer, quiet_transformers, resolve_model
 
 DOOR = "hiddenlab-infill"
+SHORT = 512  # tokens up to which attention is written out on a processor
 _ACTIVE: ContextVar["_BothSides | None"] = ContextVar("hiddenlab_infill", default=None)
 
 
@@ -40,14 +41,17 @@ class Backbone(Protocol):
 class _BothSides:
     """Attention over all tokens of each text, in both directions.
 
-    Written out: for short texts in bfloat16 on a processor, the fused kernel takes seven times as long, most of it in
-    its backward pass.
+    Written out for short texts on a processor, where the fused kernel takes seven times as long in bfloat16, most of
+    it in its backward pass.
     """
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, attention: Attention) -> Tensor:
         groups = q.shape[1] // k.shape[1]
         if groups > 1:
             k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+        short = q.device.type == "cpu" and q.shape[2] <= SHORT
+        if not short and attention.window is None and attention.softcap is None:
+            return F.scaled_dot_product_attention(q, k, v, scale=attention.scaling).transpose(1, 2)
         scores = (q @ k.transpose(-1, -2)).float() * attention.scaling
         if attention.softcap is not None:
             scores = torch.tanh(scores / attention.softcap) * attention.softcap

@@ -172,13 +172,18 @@ def train_infiller(
         InputError: the texts cannot be had, or there is no such masked language model.
     """
     identity = _identity(slice, public, shards, recipe, masked)
+    start: dict[str, Tensor] = {}
+    before = 0.0
+    if slice.site.stream != "embed" and not shards.whole and not checkpoint_path(identity).is_file():
+        # Before this one's weights are loaded, so that only one is in memory at a time.
+        start, before = _from_tokens(slice, public, shards, recipe, progress, masked)
     torch.manual_seed(recipe.seed)  # of LoRA's first weights
     infiller = Infiller(slice, recipe.rank, fast_dtype(slice.device), masked)
+    infiller.restore(infiller.trained() | start)
     state, moments = _load(identity, infiller)
     if state.done:
         return infiller, state
-    if state.step == 0 and infiller.reads_states and not shards.whole:
-        infiller.restore(infiller.trained() | _from_tokens(slice, public, shards, recipe, progress, masked))
+    state.seconds += before
     data = Data(slice, public, shards, recipe, progress)
     _run(infiller, data, recipe, state, moments, identity, progress)
     _restore_best(identity, infiller)
@@ -187,11 +192,12 @@ def train_infiller(
 
 def _from_tokens(
     slice: Slice, public: Public, shards: Shards, recipe: Recipe, progress: Progress, masked: str | None
-) -> dict[str, Tensor]:
-    """What the infiller that is given tokens in place of states has learned."""
+) -> tuple[dict[str, Tensor], float]:
+    """What the infiller that is given tokens in place of states has learned, and in how many seconds."""
     plain = slice.sibling(0, stream="embed", dtype=str(slice.dtype).removeprefix("torch."))
     public = replace(public, site=plain.site, channel=())
-    return train_infiller(plain, public, shards, recipe, progress, masked)[0].trained()
+    infiller, state = train_infiller(plain, public, shards, recipe, progress, masked)
+    return infiller.trained(), state.seconds
 
 
 def _run(

@@ -162,7 +162,7 @@ def rounding_of(slice: Slice, matcher: Matcher, seed: int) -> float:
     with torch.inference_mode():
         for tokens in torch.randint(slice.vocab_size, (ROUNDED, ROUNDED_TOKENS), generator=generator):
             tokens = tokens.to(slice.device)
-            observed = matcher.prepare(slice.encode(tokens)[-1:].float())
+            observed = matcher.view(slice.encode(tokens)[-1:])
             prefix = slice.prefix()
             prefix.extend(tokens[:-2])
             request = Request(prefix, tokens[:0], leaves=tokens[None, -2:])

@@ -129,6 +129,7 @@ class Continuations:
 
     def __init__(self, model: LazyModel | None, special_ids: Sequence[int]) -> None:
         self.model, self.start = model, list(special_ids[:1])
+        self._first: Tensor | None = None
         self._prefix: Prefix | None = None
         self._next: Tensor | None = None
 
@@ -146,9 +147,11 @@ class Continuations:
         if not tokens and leaves.shape[1] == 0:
             if not self.start:
                 return None
-            first = torch.tensor(self.start, device=speaker.device)
-            answer = speaker.run([Request(speaker.prefix(), first)], keep=False)[0]
-            return answer.chain[-1].float().log_softmax(-1).expand(len(more), -1)
+            if self._first is None:
+                start = torch.tensor(self.start, device=speaker.device)
+                answer = speaker.run([Request(speaker.prefix(), start)], keep=False)[0]
+                self._first = answer.chain[-1].float().log_softmax(-1)
+            return self._first.expand(len(more), -1)
         opened = self.model.opened.length
         if self._prefix is None or self._prefix.tokens[opened:] != tokens[: self._prefix.length - opened]:
             self._prefix = self.model.opened.fork()

@@ -1,8 +1,9 @@
 """Screening: large batches of candidates run in a faster dtype first, and only the near ones in the slice itself.
 
 A processor that multiplies bfloat16 natively runs candidates three to four times as fast as in float32 (eval/LOG.md).
-What decides is never the screen's distance: a candidate counts as matched only after the slice itself ran it, and a
-position counts as searched in vain only after the slice ran all of its candidates.
+What decides is never the screen's distance: a candidate counts as matched only after the slice itself ran it.
+Vocabulary matching calls a position searched in vain only after the slice ran all of its candidates; the gap search,
+whose sequences are too many for that, runs those in the slice that are nearer than the rounding seen so far.
 """
 
 from functools import cached_property

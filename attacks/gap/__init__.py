@@ -9,29 +9,29 @@ while the others are held.
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import combinations
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from attacks.gap.slots import Likely, Tried, moved, swapped
 from attacks.vocab_match import Prepared, VocabMatch
 from attacks.vocab_match.epsilon import rounding_of
 from attacks.vocab_match.rank import Continuations
 from attacks.vocab_match.screen import counted, near_ones
 from hiddenlab.core import Observation, Progress, Recovery, TokenRecovery, silent
 from hiddenlab.errors import InputError, NotApplicableError
-from hiddenlab.propose.adapt import Adapter
 from hiddenlab.propose.probe import Probe
 from hiddenlab.propose.store import probes_for
 from hiddenlab.slice import Answer, Prefix, Request, Slice
 
-LEARN_FROM, LEARN_TO = 256, 4096  # candidates whose states are learned from, and again at each doubling
 REACH = 3  # how far before a row probes look for tokens
-FIRST_CHUNK, LAST_CHUNK = 32, 512
-UNEXPECTED = 0.02  # share of the probability that is spread evenly over what the priors do not expect
-BEAM_POSITIONS = 8192  # of the language model, about, that a beam of the priors may run for one gap
+# Of the language model, about, that a beam of the priors may run for one gap, as long as it is wider than one.
+BEAM_POSITIONS = 8192
+NEARNESS = 8  # power of the ratio of distances by which a likely sequence counts for less than the nearest
+BEHIND = 512  # sequences tried for a row behind tokens that were not found
 WIDEN = 512  # sequences tried after which one more of the likeliest is searched slot by slot
 LM_WEIGHT = 0.8  # of the language model beside traces
 FLOOR_ROOM = 8.0  # a gap counts as closed within so many times the largest distance of a right candidate
@@ -43,7 +43,8 @@ class GapSearch:
 
     Rows before the first gap are matched one by one (``vocab-match``). At a gap, whole sequences are tried: first
     those that the priors like, then one slot at a time of the sequences that came nearest. A gap that is not closed
-    within the budget gets the nearest sequence, unverified, and the search goes on behind it.
+    within the budget gets the nearest sequence, unverified, and the search goes on behind it, with few candidates a
+    row, since none can match there.
 
     Knows: the weights, the released rows and where in the prompt they stand. Does not know: the other rows, tokens.
 
@@ -119,7 +120,7 @@ class GapSearch:
             whole = replace(public, positions=None)
             first = self.matching.recover(Observation(observation.states[:lead], whole), slice, generator)
             found, epsilon = list(first.tokens), first.epsilon
-        unclosed = 0
+        unclosed = skipped = 0
         model = Continuations(prepared.proposer.lm, slice.special_ids)
         with torch.inference_mode():
             prefix = slice.prefix(offset=public.prefix_tokens)
@@ -128,17 +129,21 @@ class GapSearch:
             for row in range(lead, len(positions)):
                 raw = observation.states[row].to(slice.device).float()
                 gap = _Gap(self, prepared, earlier, rounding, model, prefix, raw)
-                closed = gap.search(positions[row] - len(found))
+                missing = positions[row] - len(found)
+                searched = missing <= self.longest
+                # Behind tokens that are not known no row can match: the nearest of a few is all that can be had.
+                budget = (min(self.budget, BEHIND) if unclosed or skipped else self.budget) if searched else 0
+                closed = gap.search(missing, budget)
                 found += gap.recovered(row)
-                unclosed += not closed
+                unclosed += searched and not closed
+                skipped += not searched and not closed
                 self.progress("closing gaps", row - lead + 1, len(positions) - lead)
         after = counted(slice, prepared.screen)
         evaluated, calls = after[0] - before[0], after[1] - before[1]
-        reason = (
-            "complete"
-            if not unclosed
-            else f"{unclosed} of {len(positions) - lead} rows not matched within the budget"
-        )
+        rows = len(positions) - lead
+        reasons = [f"{unclosed} of {rows} rows not matched within the budget"] * bool(unclosed)
+        reasons += [f"{skipped} of {rows} gaps longer than {self.longest}, not searched"] * bool(skipped)
+        reason = "; ".join(reasons) or "complete"
         return Recovery(tuple(found), evaluated, calls, time.perf_counter() - started, reason, epsilon)
 
     def __repr__(self) -> str:
@@ -146,68 +151,6 @@ class GapSearch:
             f"GapSearch(budget {self.budget}); knows the weights, the shown rows and where they stand, not the other "
             "rows nor any token"
         )
-
-
-@dataclass
-class _Tried:
-    """A slot of a sequence whose other tokens are held: what was tried there, and what comes next.
-
-    Attributes:
-        held: the sequence; its token at ``slot`` is of no account. prior: scores of the slot's tokens.
-    """
-
-    slot: int
-    held: tuple[int, ...]
-    prior: Float[Tensor, " v"]
-    order: Int[Tensor, " n"] = field(init=False)
-    cumulated: Float[Tensor, " n"] = field(init=False)
-    place: int = 0
-    chunk: int = FIRST_CHUNK
-    tokens: list[Tensor] = field(default_factory=list)
-    states: list[Tensor] = field(default_factory=list)
-    learn_at: int = LEARN_FROM
-
-    def __post_init__(self) -> None:
-        self._sort(self.prior, torch.empty(0, dtype=torch.long, device=self.prior.device))
-
-    def _sort(self, scores: Float[Tensor, " v"], seen: Int[Tensor, " n"]) -> None:
-        left = scores.clone()
-        left[seen] = float("-inf")
-        values, order = left.log_softmax(0).sort(descending=True)
-        self.order = order[: len(order) - len(seen)]
-        self.cumulated = values.exp().cumsum(0)
-        self.place = 0
-
-    @property
-    def exhausted(self) -> bool:
-        return self.place >= len(self.order)
-
-    def chance(self) -> float:
-        """Probability, by the priors, that a candidate of the next chunk is right here: per candidate."""
-        end = min(self.place + self.chunk, len(self.order))
-        before = float(self.cumulated[self.place - 1]) if self.place else 0.0
-        likely = (float(self.cumulated[end - 1]) - before) / max(1, end - self.place)
-        return (1 - UNEXPECTED) * likely + UNEXPECTED / len(self.prior)
-
-    def next(self, limit: int) -> Int[Tensor, " c"]:
-        batch = self.order[self.place : self.place + min(self.chunk, limit)]
-        self.place += len(batch)
-        self.chunk = min(2 * self.chunk, LAST_CHUNK)
-        return batch
-
-    def learn(
-        self, tokens: Int[Tensor, " c"], states: Float[Tensor, "c d"], row: Tensor, adapter: Adapter
-    ) -> None:
-        """Reorder the rest by what the states of those tried here say of it (``propose/adapt.py``)."""
-        self.tokens.append(tokens)
-        self.states.append(states)
-        tried = sum(map(len, self.tokens))
-        if not self.learn_at <= tried <= LEARN_TO:
-            return
-        seen = torch.cat(self.tokens)
-        said = adapter.log_likelihoods(seen, torch.cat(self.states), row).to(self.prior.device)
-        self._sort(self.prior + said, seen)
-        self.learn_at = 2 * tried
 
 
 class _Gap:
@@ -218,7 +161,7 @@ class _Gap:
         prefix: Prefix, raw: Float[Tensor, " d"],
     ) -> None:  # fmt: skip
         self.attack, self.prepared, self.model, self.prefix = attack, prepared, model, prefix
-        self.size = 1
+        self.size, self.budget = 1, 0
         self.slice, self.matcher = prefix.slice, prepared.matcher
         self.row = self.matcher.prepare(raw[None])
         self.limit = self._limit(rounding)
@@ -228,8 +171,9 @@ class _Gap:
         self.pool: dict[tuple[int, ...], float] = {}
         self.rough: set[tuple[int, ...]] = set()  # those of the pool whose distance is the screen's
         self.shadow: Prefix | None = None
-        self.likely: list[tuple[int, ...]] = []  # by the priors alone, likeliest first
-        self.slots: dict[tuple[int, tuple[int, ...]], _Tried] = {}
+        self.likely: list[Likely] = []  # by the priors alone, likeliest first
+        self.priors: dict[tuple[int, tuple[int, ...]], Tensor] = {}
+        self.slots: dict[tuple[int, tuple[int, ...]], Tried] = {}
         self.rearranged: set[tuple[int, ...]] = set()
         self.spent = 0
         self.closed = False
@@ -247,11 +191,15 @@ class _Gap:
         floor = max(threshold.floor, rounding, torch.finfo(self.slice.dtype).eps)
         return min(limit, FLOOR_ROOM * floor * float(self.matcher.norms(self.row)[0]))
 
-    def search(self, missing: int) -> bool:
-        """Close a gap of so many unknown tokens; the prefix then holds them and the row's own token."""
-        self.size = missing + 1
+    def search(self, missing: int, budget: int) -> bool:
+        """Close a gap of so many unknown tokens; the prefix then holds them and the row's own token.
+
+        Args:
+            budget: sequences tried at most, but for those that the priors propose at once.
+        """
+        self.size, self.budget = missing + 1, budget
         self._beam()
-        while not self.closed and missing <= self.attack.longest and self.spent < self.attack.budget:
+        while not self.closed and self.spent < budget:
             if self._look_again() or self._rearrange():
                 continue
             context = self._most_promising()
@@ -283,29 +231,36 @@ class _Gap:
         """Sequences from left to right by the priors alone, all run at once; their slots are searched afterwards."""
         # A long gap's beam is as many passes of as long leaves: it narrows, so as to cost what a short one's does.
         width = max(1, min(4 * self.attack.breadth, BEAM_POSITIONS // self.size**2))
-        beams: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
-        first = beams
+        beams = [Likely((), ())]
+        first = beams[0]
         for slot in range(self.size):
-            first = beams[:1]
-            scores = self._scores(slot, [tokens for _, tokens in beams]).log_softmax(1)
+            first = beams[0]
+            scores = self._scores(slot, [one.tokens for one in beams]).log_softmax(1)
             top = scores.topk(min(width, scores.shape[1]), dim=1)
             grown = [
-                (score + value, (*tokens, token))
-                for (score, tokens), values, found in zip(
-                    beams, top.values.tolist(), top.indices.tolist(), strict=True
-                )
+                one.with_token(token, value)
+                for one, values, found in zip(beams, top.values.tolist(), top.indices.tolist(), strict=True)
                 for value, token in zip(values, found, strict=True)
             ]
-            beams = sorted(grown, reverse=True)[: width if slot < self.size - 1 else 3 * width]
+            beams = sorted(grown, key=lambda one: -sum(one.scores))[
+                : width if slot < self.size - 1 else 3 * width
+            ]
         # The likeliest often have one and the same last token: others of it follow the likeliest beginning.
+        last = self.traces[0].log_softmax(0).topk(min(width, len(self.traces[0])))
         others = [
-            (*first[0][1], token)
-            for token in self.traces[0].topk(min(width, len(self.traces[0]))).indices.tolist()
+            first.with_token(token, value)
+            for token, value in zip(last.indices.tolist(), last.values.tolist(), strict=True)
         ]
-        ranked = [(place, tokens) for place, (_, tokens) in enumerate(beams)]
-        ranked += [(2 * place, tokens) for place, tokens in enumerate(others)]
-        self.likely = list(dict.fromkeys(tokens for _, tokens in sorted(ranked)))
-        self._run([tokens for _, tokens in beams[:width]][: self.attack.budget])
+        unique = {one.tokens: one for one in beams + others}
+        self.likely = sorted(unique.values(), key=lambda one: -sum(one.scores))
+        tokens = [one.tokens for one in beams[:width]]
+        tokens += [one.tokens for one in self.likely if one.tokens not in set(tokens)]
+        for part in (tokens[:width], tokens[width:]):
+            if not self.closed:
+                self._run(part[: self.attack.budget - self.spent])
+        self.likely = [
+            replace(one, distance=self.pool[one.tokens]) for one in self.likely if one.tokens in self.pool
+        ]
 
     def _rearrange(self) -> bool:
         """Try the unknown tokens of the nearest sequence in other orders, once; false where there is nothing to try.
@@ -316,10 +271,10 @@ class _Gap:
         if self.size < 3 or nearest in self.rearranged:
             return False
         self.rearranged.add(nearest)
-        orders = {_moved(nearest[:-1], i, j) for i in range(self.size - 1) for j in range(self.size - 1)}
-        orders |= {_swapped(nearest[:-1], i, j) for i, j in combinations(range(self.size - 1), 2)}
+        orders = {moved(nearest[:-1], i, j) for i in range(self.size - 1) for j in range(self.size - 1)}
+        orders |= {swapped(nearest[:-1], i, j) for i, j in combinations(range(self.size - 1), 2)}
         fresh = sorted({(*order, nearest[-1]) for order in orders} - self.pool.keys())
-        fresh = fresh[: self.attack.budget - self.spent]
+        fresh = fresh[: self.budget - self.spent]
         if fresh:
             self._run(fresh)
         return bool(fresh)
@@ -362,8 +317,10 @@ class _Gap:
         self.shadow = self.shadow or screen.follow(self.prefix)
         request = Request(self.shadow, chain, leaves=leaves, attach=attach)
         states, distances = self._measured(screen.slice.run([request], keep=False)[0], len(sequences))
-        self.pool.update(zip(sequences, distances.tolist(), strict=True))
-        self.rough.update(sequences)
+        for sequence, distance in zip(sequences, distances.tolist(), strict=True):
+            if sequence not in self.pool:  # what the slice ran before stays as it is
+                self.pool[sequence] = distance
+                self.rough.add(sequence)
         chosen, seen = near_ones(distances), torch.zeros_like(distances, dtype=torch.bool)
         while len(chosen) and not self.closed:
             seen[chosen] = True
@@ -389,40 +346,49 @@ class _Gap:
             return trace.expand(len(before), -1)
         return trace + LM_WEIGHT * following.to(trace.device)
 
-    def _most_promising(self) -> "_Tried | None":
-        """Of the slots of the nearest sequences, and of the likeliest, the one whose next candidates are likeliest.
+    def _most_promising(self) -> "Tried | None":
+        """The slot whose next candidates are likeliest to be right, of the nearest sequences and of likely ones.
 
-        Those further down either list count for less. A row may come nearer with a wrong token of its own than with
-        the right one, as long as those before it are wrong: then the priors know better where to look.
+        Nearer sequences count for more. Likely ones count for what the priors give the tokens that are held, less
+        where they are far: a row may come nearer with a wrong token of its own than with the right one, as long as
+        those before it are wrong, and then the priors know better where to look.
         """
-        best: tuple[float, _Tried] | None = None
+        best: tuple[float, Tried] | None = None
         nearest = sorted(self.pool, key=self.pool.__getitem__)
-        breadth = self.attack.breadth
-        for sequences, most in ((nearest, breadth), (self.likely, breadth + self.spent // WIDEN)):
-            taken = 0
-            for sequence in sequences:
-                open_ = [c for slot in range(self.size) if not (c := self._context(slot, sequence)).exhausted]
-                for context in open_:
-                    value = context.chance() / (1 + taken)
-                    if best is None or value > best[0]:
-                        best = value, context
-                taken += bool(open_)
-                if taken == most:
-                    break
+        taken = 0
+        for sequence in nearest:
+            open_ = [c for slot in range(self.size) if not (c := self._context(slot, sequence)).exhausted]
+            for context in open_:
+                value = context.chance() / (1 + taken)
+                if best is None or value > best[0]:
+                    best = value, context
+            taken += bool(open_)
+            if taken == self.attack.breadth:
+                break
+        least = self.pool[nearest[0]]
+        for likely in self.likely[: self.attack.breadth + self.spent // WIDEN]:
+            nearness = (least / max(likely.distance, 1e-30)) ** NEARNESS
+            for slot in range(self.size):
+                context = self._context(slot, likely.tokens)
+                value = context.chance() * likely.held(slot) * nearness
+                if not context.exhausted and (best is None or value > best[0]):
+                    best = value, context
         return None if best is None else best[1]
 
-    def _context(self, slot: int, sequence: tuple[int, ...]) -> _Tried:
+    def _context(self, slot: int, sequence: tuple[int, ...]) -> Tried:
         key = slot, sequence[:slot] + sequence[slot + 1 :]
         if key not in self.slots:
-            self.slots[key] = _Tried(slot, sequence, self._scores(slot, [sequence[:slot]])[0])
+            # The row's own token is expected from its probe alone, whatever stands before it.
+            before = sequence[:slot] if slot < self.size - 1 else ()
+            if (slot, before) not in self.priors:
+                self.priors[slot, before] = self._scores(slot, [sequence[:slot]])[0]
+            self.slots[key] = Tried(slot, sequence, self.priors[slot, before])
         return self.slots[key]
 
-    def _expand(self, context: _Tried) -> None:
+    def _expand(self, context: Tried) -> None:
         """Run the next candidates of one slot, the tokens before it shared by all of them."""
         slot, held = context.slot, context.held
-        tokens = context.next(
-            min(self.attack.budget - self.spent, self.slice.max_pass_tokens // (self.size - slot))
-        )
+        tokens = context.next(min(self.budget - self.spent, self.slice.max_pass_tokens // (self.size - slot)))
         chain = torch.tensor(held[:slot], dtype=torch.long, device=self.slice.device)
         behind = torch.tensor(held[slot + 1 :], dtype=torch.long, device=self.slice.device)
         leaves = torch.cat([tokens[:, None], behind.expand(len(tokens), -1)], 1)
@@ -453,15 +419,3 @@ class _Gap:
             self.pool[self.best] = float(distances[nearest])
             self.prefix.keep(answer, chain=chain, leaf=nearest)
         return states, distances
-
-
-def _moved(tokens: tuple[int, ...], i: int, j: int) -> tuple[int, ...]:
-    """The token at i taken out and put in at j."""
-    rest = tokens[:i] + tokens[i + 1 :]
-    return (*rest[:j], tokens[i], *rest[j:])
-
-
-def _swapped(tokens: tuple[int, ...], i: int, j: int) -> tuple[int, ...]:
-    out = list(tokens)
-    out[i], out[j] = out[j], out[i]
-    return tuple(out)
