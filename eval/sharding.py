@@ -7,7 +7,10 @@ from eval.experiment import OTHER_MODEL, Cell, Experiment, Setting, attack_cell,
 from hiddenlab.errors import InputError
 from hiddenlab.job import AttackSpec, build_attack
 
-SHARDED = {"rouge_l": "ROUGE-L", "bleu": "BLEU", "token_accuracy": "token accuracy", "exact": "exact prompts"}
+SHARDED = {
+    "rouge_l": "ROUGE-L", "bleu": "BLEU", "unseen_right": "tokens that no row shows",
+    "token_accuracy": "token accuracy", "exact": "exact prompts",
+}  # fmt: skip
 SHARD_TOKENS = 96  # the shortest prompt in which every node of the largest table holds tokens
 GAP_BUDGET = 200_000
 
@@ -224,5 +227,5 @@ def infill_notes(setting: Setting) -> list[str]:
         OTHER_MODEL,
         "One infiller a layer, trained on text that the model sampled itself, masked by all common plans: a lower "
         "bound of what training for one plan, for longer, on real text gives.",
-        "Held tokens count: they are part of what the node can read.",
+        "Held tokens count, but for the column of tokens that no row shows (those before the node's last row).",
     ]
