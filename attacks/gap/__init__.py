@@ -253,9 +253,9 @@ class _Gap:
         ]
         unique = {one.tokens: one for one in beams + others}
         self.likely = sorted(unique.values(), key=lambda one: -sum(one.scores))
-        tokens = [one.tokens for one in beams[:width]]
-        tokens += [one.tokens for one in self.likely if one.tokens not in set(tokens)]
-        for part in (tokens[:width], tokens[width:]):
+        first_batch = dict.fromkeys(one.tokens for one in beams[:width])
+        rest = [one.tokens for one in self.likely if one.tokens not in first_batch]
+        for part in (list(first_batch), rest):
             if not self.closed:
                 self._run(part[: self.attack.budget - self.spent])
         self.likely = [
