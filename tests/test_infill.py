@@ -204,6 +204,11 @@ def test_one_that_reads_states_starts_from_what_tokens_taught(tiny: TinyPath, te
     )
     assert not heard  # it was trained on the way, and kept
     assert after.history[0][1] < 0.7 * before.history[0][1]
+    assert after.seconds > before.seconds  # both trainings are what the attack cost
+    path = training.checkpoint_path(training._identity(slice, public, Shards(3, 2, 1), recipe))
+    path.write_bytes(path.read_bytes()[:100])
+    again = training.train_infiller(slice, public, Shards(3, 2, 1), recipe, lambda *_: None)[1]
+    assert again.history == after.history  # a damaged checkpoint is begun anew in the same way
 
 
 @pytest.mark.usefixtures("own_cache")

@@ -174,7 +174,7 @@ def train_infiller(
     identity = _identity(slice, public, shards, recipe, masked)
     start: dict[str, Tensor] = {}
     before = 0.0
-    if slice.site.stream != "embed" and not shards.whole and not checkpoint_path(identity).is_file():
+    if slice.site.stream != "embed" and not shards.whole and not _begun(identity):
         # Before this one's weights are loaded, so that only one is in memory at a time.
         start, before = _from_tokens(slice, public, shards, recipe, progress, masked)
     torch.manual_seed(recipe.seed)  # of LoRA's first weights
@@ -310,6 +310,13 @@ def _save(
         work = target.with_suffix(f".{os.getpid()}.tmp")
         save_file({name: value.contiguous() for name, value in tensors.items()}, work, about)
         work.replace(target)
+
+
+def _begun(identity: dict[str, Any]) -> bool:
+    """Whether there is a checkpoint to go on from; a damaged one is none."""
+    with suppress(OSError, SafetensorError), safe_open(checkpoint_path(identity), "pt"):
+        return True
+    return False
 
 
 def _load(identity: dict[str, Any], infiller: Infiller) -> tuple[State, dict[str, Tensor]]:

@@ -140,10 +140,8 @@ class Continuations:
         """
         if self.model is None:
             return None
-        speaker, leaves = (
-            self.model.slice,
-            torch.tensor(more, dtype=torch.long, device=self.model.slice.device),
-        )
+        speaker = self.model.slice
+        leaves = torch.tensor(more, dtype=torch.long, device=speaker.device)
         if not tokens and leaves.shape[1] == 0:
             if not self.start:
                 return None
