@@ -1,18 +1,19 @@
 """Gradient-guided search for tokens, as a baseline (SipIt, Nikolaou et al. 2025, arXiv 2510.15511)."""
 
 import time
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from attacks.vocab_match import Prepared, VocabMatch
+from hiddenlab.channel import by_channel
 from hiddenlab.core import Observation, Progress, Recovery, TokenRecovery, silent
 from hiddenlab.errors import InputError, NotApplicableError
 from hiddenlab.lens import lens_of
-from hiddenlab.slice import Prefix, Request, Slice
+from hiddenlab.slice import Answer, Request, Slice
 
 MOMENTS = 0.9, 0.999  # of Adam
 
@@ -30,7 +31,7 @@ class SipIt:
     Args:
         policy: ``gradient`` or ``random``. step: Adam's, in standard deviations of the embedding table's entries.
         per_step: tokens verified after each gradient. budget: tokens verified for one position at most; None: V.
-        distance, epsilon: as in ``vocab-match``.
+        distance, epsilon: as in ``vocab-match``. batch: prompts searched beside each other.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class SipIt:
         budget: int | None = None,
         distance: str = "auto",
         epsilon: str = "auto",
+        batch: int = 32,
         seed: int = 0,
         progress: Progress = silent,
     ) -> None:
@@ -49,7 +51,9 @@ class SipIt:
                 f"step, per_step and budget must be positive, not {step}, {per_step} and {budget}"
             )
         self.policy, self.step, self.per_step, self.budget = policy, step, per_step, budget
-        self.progress = progress
+        if batch < 1:
+            raise InputError(f"the batch must be at least 1 prompt, not {batch}")
+        self.batch, self.progress = batch, progress
         self.matching = VocabMatch(
             proposal="vocab", distance=distance, epsilon=epsilon, seed=seed, progress=progress
         )
@@ -59,106 +63,188 @@ class SipIt:
         return self.matching.setup(observation, slice, generator)
 
     def recover(self, observation: Observation, slice: Slice, generator: torch.Generator) -> Recovery:
-        """Recover one prompt.
+        """Recover one prompt; see ``recover_batch``."""
+        return self.recover_batch([observation], slice, generator)[0]
+
+    def recover_batch(
+        self, observations: Sequence[Observation], slice: Slice, generator: torch.Generator
+    ) -> list[Recovery]:
+        """Recover prompts beside each other: every pass holds one gradient, or the tokens behind it, of each.
+
+        A single token leaves the processor waiting for weights, so that many prompts cost little more than one.
 
         Raises:
             NotApplicableError: rows or coordinates in unknown order, or rows with gaps before them.
         """
-        public = observation.public
-        if public.rows_permuted or public.columns_permuted is not None:
-            raise NotApplicableError("gradients need rows and coordinates in order")
-        if lens_of(public) is not None:
-            raise NotApplicableError("gradients need whole states")
-        if public.positions is not None and public.positions != tuple(range(len(observation.states))):
-            raise NotApplicableError("every token before a row must be known; this observation has gaps")
-        prepared, _ = self.matching.prepare(observation, slice)
-        started, before = time.perf_counter(), (slice.evaluated_tokens, slice.forward_calls)
-        rows = prepared.matcher.prepare(observation.states.to(slice.device))
-        limits = prepared.threshold.limits(prepared.matcher, rows)
-        prefix = slice.prefix(offset=public.prefix_tokens)
-        found: list[TokenRecovery] = []
-        exhausted = False
-        for i, row in enumerate(rows):
-            one = _Position(self, prepared, slice, row, float(limits[i]), generator)
-            found.append(replace(one.search(prefix), row=i))
-            exhausted |= not found[-1].verified
-            self.progress("positions", i + 1, len(rows))
-        evaluated, calls = slice.evaluated_tokens - before[0], slice.forward_calls - before[1]
-        reason = (
-            "complete" if not exhausted else "budget exhausted" if self.budget else "vocabulary exhausted"
-        )
-        return Recovery(
-            tuple(found), evaluated, calls, time.perf_counter() - started, reason, float(limits.median())
-        )
+        for observation in observations:
+            _check(observation)
+        seed = int(torch.randint(1 << 62, (1,), generator=generator))
+        return [
+            recovery
+            for group in by_channel(observations, self.batch)
+            for recovery in self._recover_group(group, slice, seed)
+        ]
+
+    def _recover_group(self, observations: Sequence[Observation], slice: Slice, seed: int) -> list[Recovery]:
+        prepared, _ = self.matching.prepare(observations[0], slice)
+        table = slice.embed(torch.arange(slice.vocab_size, device=slice.device)).float()
+        lengths = table.square().sum(1)
+        searches = [_Search(self, prepared, slice, observation, table, seed) for observation in observations]
+        done, total = 0, sum(len(one.rows) for one in searches)
+        while active := [one for one in searches if not one.finished]:
+            started = time.perf_counter()
+            if self.policy == "gradient":
+                for one, gradient in zip(active, _gradients(slice, active), strict=True):
+                    one.move(gradient)
+                points = torch.stack([one.point for one in active])
+                far = torch.addmm(
+                    lengths[None], points, table.T, alpha=-2
+                )  # squared distances, less a constant
+            else:
+                far = torch.stack([one.order for one in active])
+            tokens = [one.choose(row) for one, row in zip(active, far, strict=True)]
+            requests = [
+                Request(one.prefix, some[:0], leaves=some) for one, some in zip(active, tokens, strict=True)
+            ]
+            for one, answer in zip(active, slice.run_all(requests), strict=True):
+                one.judge(answer)
+            spent = (time.perf_counter() - started) / len(active)
+            for one in active:
+                one.seconds += spent
+            before, done = done, sum(len(one.found) for one in searches)
+            if done > before:
+                self.progress("positions", done, total)
+        return [one.recovery() for one in searches]
 
     def __repr__(self) -> str:
         return f"SipIt({self.policy}): knows the weights, the released states and the channel, not the tokens"
 
 
-class _Position:
-    """The search at one position."""
+class _Search:
+    """The search through one prompt: what was found, and what was tried for the next position.
+
+    ``order`` is the random policy's: the tokens' places in a permutation, as far from here as others are by distance.
+    """
 
     def __init__(
         self,
         attack: SipIt,
         prepared: Prepared,
         slice: Slice,
-        row: Float[Tensor, " d"],
-        limit: float,
-        generator: torch.Generator,
+        observation: Observation,
+        table: Float[Tensor, "v d"],
+        seed: int,
     ) -> None:
-        self.attack, self.matcher, self.slice, self.limit = attack, prepared.matcher, slice, limit
-        self.row = row
-        self.table = slice.embed(torch.arange(slice.vocab_size, device=slice.device)).float()
-        self.tried = torch.zeros(slice.vocab_size, dtype=torch.bool, device=slice.device)
-        self.order = torch.randperm(slice.vocab_size, generator=generator).to(slice.device)
+        self.attack, self.matcher, self.slice = attack, prepared.matcher, slice
+        self.rows = self.matcher.prepare(observation.states.to(slice.device))
+        self.limits = prepared.threshold.limits(self.matcher, self.rows)
+        self.prefix = slice.prefix(offset=observation.public.prefix_tokens)
+        self.generator = torch.Generator().manual_seed(seed)
+        self.start, self.unit = table.mean(0), attack.step * float(table.std())
+        self.most = min(attack.budget or slice.vocab_size, slice.vocab_size)
+        self.found: list[TokenRecovery] = []
+        self.evaluated = self.calls = 0
+        self.seconds = 0.0
+        self._begin()
 
-    def search(self, prefix: Prefix) -> TokenRecovery:
-        """Verify tokens until one matches; the nearest is taken where none does."""
-        point = self.table.mean(0)
-        unit = self.attack.step * float(self.table.std())
-        first, second, steps, count = torch.zeros_like(point), torch.zeros_like(point), 0, 0
-        best: tuple[float, int] | None = None
-        runner_up = float("inf")
-        limit = min(self.attack.budget or self.slice.vocab_size, self.slice.vocab_size)
-        while count < limit:
-            if self.attack.policy == "gradient":
-                steps += 1
-                gradient = self._gradient(prefix, point)
-                first = MOMENTS[0] * first + (1 - MOMENTS[0]) * gradient
-                second = MOMENTS[1] * second + (1 - MOMENTS[1]) * gradient.square()
-                scale = (second / (1 - MOMENTS[1] ** steps)).sqrt().clamp(min=1e-30)
-                point = point - unit * first / (1 - MOMENTS[0] ** steps) / scale
-                far = (self.table - point).square().sum(1).masked_fill(self.tried, float("inf"))
-                tokens = far.topk(min(self.attack.per_step, limit - count), largest=False).indices
+    @property
+    def finished(self) -> bool:
+        """Every position was searched."""
+        return len(self.found) == len(self.rows)
+
+    @property
+    def row(self) -> Float[Tensor, " d"]:
+        """The observed row that is searched for."""
+        return self.rows[len(self.found)]
+
+    def _begin(self) -> None:
+        self.point = self.start
+        self.first, self.second = torch.zeros_like(self.point), torch.zeros_like(self.point)
+        self.steps = self.count = 0
+        self.best: tuple[float, int] | None = None
+        self.runner_up = float("inf")
+        size, device = self.slice.vocab_size, self.slice.device
+        self.tried = torch.zeros(size, dtype=torch.bool, device=device)
+        if self.attack.policy == "random":
+            self.order = torch.randperm(size, generator=self.generator).to(device).float()
+
+    def move(self, gradient: Float[Tensor, " d"]) -> None:
+        """One step of Adam."""
+        self.evaluated += 1
+        self.calls += 1
+        self.steps += 1
+        self.first = MOMENTS[0] * self.first + (1 - MOMENTS[0]) * gradient
+        self.second = MOMENTS[1] * self.second + (1 - MOMENTS[1]) * gradient.square()
+        scale = (self.second / (1 - MOMENTS[1] ** self.steps)).sqrt().clamp(min=1e-30)
+        self.point = self.point - self.unit * self.first / (1 - MOMENTS[0] ** self.steps) / scale
+
+    def choose(self, far: Float[Tensor, " v"]) -> Int[Tensor, " c"]:
+        """The nearest tokens that were not tried."""
+        count = min(self.attack.per_step, self.most - self.count)
+        tokens = far.masked_fill(self.tried, float("inf")).topk(count, largest=False).indices
+        self.tried[tokens] = True
+        self.count += count
+        return tokens
+
+    def judge(self, answer: Answer) -> None:
+        """Keep a token that matches, or the nearest where no more may be tried."""
+        tokens = answer.request.inputs.tolist()
+        self.evaluated += len(tokens)
+        self.calls += 1
+        states = self.matcher.view(answer.leaves)
+        distances = self.matcher.pairs(candidates=states, observed=self.row.expand_as(states))
+        for token, distance in zip(tokens, distances.tolist(), strict=True):
+            if self.best is None or distance < self.best[0]:
+                self.runner_up = float("inf") if self.best is None else self.best[0]
+                self.best = distance, token
             else:
-                tokens = self.order[count : min(count + self.attack.per_step, limit)]
-            self.tried[tokens] = True
-            count += len(tokens)
-            states = self.matcher.view(prefix.branch(tokens))
-            distances = self.matcher.pairs(candidates=states, observed=self.row.expand_as(states))
-            for token, distance in zip(tokens.tolist(), distances.tolist(), strict=True):
-                if best is None or distance < best[0]:
-                    runner_up = float("inf") if best is None else best[0]
-                    best = distance, token
-                else:
-                    runner_up = min(runner_up, distance)
-            assert best is not None
-            if best[0] <= self.limit:
-                prefix.commit(tokens.tolist().index(best[1]))
-                return TokenRecovery(best[1], 0, best[0], _finite(runner_up - best[0]), count, True)
-        assert best is not None
-        prefix.extend(torch.tensor([best[1]], device=self.slice.device))
-        return TokenRecovery(best[1], 0, best[0], _finite(runner_up - best[0]), count, False)
+                self.runner_up = min(self.runner_up, distance)
+        assert self.best is not None
+        distance, token = self.best
+        matched = distance <= float(self.limits[len(self.found)])
+        if matched:
+            self.prefix.keep(answer, leaf=tokens.index(token))
+        elif self.count < self.most:
+            return
+        else:
+            self.prefix.extend(torch.tensor([token], device=self.slice.device))
+            self.evaluated += 1
+            self.calls += 1
+        margin = _finite(self.runner_up - distance)
+        self.found.append(TokenRecovery(token, len(self.found), distance, margin, self.count, matched))
+        self._begin()
 
-    def _gradient(self, prefix: Prefix, point: Float[Tensor, " d"]) -> Float[Tensor, " d"]:
-        """Of half the squared L2 distance between the embedding's state and the observed row."""
-        leaf = point.to(self.slice.dtype)[None].clone().requires_grad_()
-        request = Request(prefix, leaf[:0].detach(), leaves=leaf)
-        with torch.inference_mode(False), torch.enable_grad():
-            state = self.slice.run([request], keep=False, grad=True)[0].leaves[0]
-            loss = (state.float() - self.row).square().sum() / 2
-            return torch.autograd.grad(loss, leaf)[0][0].float()
+    def recovery(self) -> Recovery:
+        """What was found, and its cost."""
+        reason = "complete"
+        if not all(one.verified for one in self.found):
+            reason = "budget exhausted" if self.attack.budget else "vocabulary exhausted"
+        epsilon = float(self.limits.median())
+        return Recovery(tuple(self.found), self.evaluated, self.calls, self.seconds, reason, epsilon)
+
+
+def _check(observation: Observation) -> None:
+    public = observation.public
+    if public.rows_permuted or public.columns_permuted is not None:
+        raise NotApplicableError("gradients need rows and coordinates in order")
+    if lens_of(public) is not None:
+        raise NotApplicableError("gradients need whole states")
+    if public.positions is not None and public.positions != tuple(range(len(observation.states))):
+        raise NotApplicableError("every token before a row must be known; this observation has gaps")
+
+
+def _gradients(slice: Slice, searches: Sequence[_Search]) -> Float[Tensor, "n d"]:
+    """Of half the squared L2 distance between each point's state and its observed row."""
+    with torch.inference_mode(False), torch.enable_grad():
+        points = torch.stack([one.point for one in searches]).to(slice.dtype).requires_grad_()
+        requests = [
+            Request(one.prefix, points[:0].detach(), leaves=leaf[None])
+            for one, leaf in zip(searches, points, strict=True)
+        ]
+        states = torch.cat([answer.leaves for answer in slice.run(requests, keep=False, grad=True)])
+        rows = torch.stack([one.row for one in searches])
+        loss = (states.float() - rows).square().sum() / 2
+        return torch.autograd.grad(loss, points)[0].float()
 
 
 def _finite(margin: float) -> float | None:

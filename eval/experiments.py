@@ -15,6 +15,7 @@ from hiddenlab.job import AttackSpec
 EXACT = {"exact": "exact prompts", "evaluated_tokens_per_token": "evaluated tokens per token"}
 TEXT = {"rouge_l": "ROUGE-L", "token_accuracy": "token accuracy", "exact": "exact prompts"}
 NOISY_BUDGET = 64
+SLOW_LIMIT = 4
 
 WHOLE = "No budget: a token that does not match is searched for in the whole vocabulary."
 BUDGET = (
@@ -265,8 +266,8 @@ def baselines(setting: Setting, sipit_budget: int = 4096, inverter_steps: int = 
     for layer in setting.at((1, 11)):
         for label, slow, options in attacks:
             limit = setting.source()["limit"]
-            if slow and setting.scale == "small":
-                limit = min(limit, 4)
+            if slow and setting.scale == "small" and setting.limit is None:
+                limit = SLOW_LIMIT
             keys = {"attack": label, "layer": layer}
             cells.append(attack_cell(setting, keys, layer, "identity", limit=limit, **options))
     return Experiment(
@@ -280,7 +281,8 @@ def baselines(setting: Setting, sipit_budget: int = 4096, inverter_steps: int = 
             "Evaluated tokens count every position run through the slice, gradient steps included (a gradient costs "
             "about three evaluations of time).",
             "Seconds are comparable where the cells ran alone on one machine; each record names it.",
-            "Greedy search and SipIt run on the first few prompts at the small scale.",
+            f"Greedy search and SipIt run on the first {SLOW_LIMIT} prompts at the small scale, unless --limit says "
+            "how many.",
             "The inverter is a LoRA-tuned copy of the model that reads states (Wan et al., Morris et al.) and verifies "
             "nothing: it evaluates no candidates. Its training is in its record.",
         ],

@@ -47,6 +47,31 @@ def test_gradients_lead_to_the_token(tiny_slice: TinySlice) -> None:
     assert sum(one.evaluated for one in found.tokens) < len(TOKENS) * VOCABULARY / 4
 
 
+@pytest.mark.parametrize("policy", ["gradient", "random"])
+def test_sipit_finds_the_same_beside_other_prompts(tiny_slice: TinySlice, policy: str) -> None:
+    slice = tiny_slice("llama", 2)
+    channel = Channel.parse([])
+    observations = [channel.release(slice, TOKENS[i:], seeded())[0] for i in range(3)]
+    attack = SipIt(policy=policy, batch=2)  # type: ignore[arg-type]
+    together = attack.recover_batch(observations, slice, seeded())
+    for one, observation in zip(together, observations, strict=True):
+        alone = attack.recover(observation, slice, seeded())
+        assert one.ids == alone.ids
+        assert [t.evaluated for t in one.tokens] == [t.evaluated for t in alone.tokens]
+        assert (one.evaluated_tokens, one.forward_calls) == (alone.evaluated_tokens, alone.forward_calls)
+
+
+def test_sipit_counts_what_it_runs(tiny_slice: TinySlice) -> None:
+    slice = tiny_slice("llama", 2)
+    for attack in (SipIt(), SipIt(policy="random", budget=3, per_step=2)):
+        observation = Channel.parse([]).release(slice, TOKENS, seeded())[0]
+        attack.setup(observation, slice, seeded())
+        before = slice.evaluated_tokens, slice.forward_calls
+        found = attack.recover(observation, slice, seeded())
+        ran = slice.evaluated_tokens - before[0], slice.forward_calls - before[1]
+        assert (found.evaluated_tokens, found.forward_calls) == ran
+
+
 def test_sipit_within_a_budget(tiny_slice: TinySlice) -> None:
     found = recover(SipIt(policy="random", budget=3, per_step=2), tiny_slice("llama", 2))
     assert len(found.ids) == len(TOKENS)
@@ -64,6 +89,8 @@ def test_what_sipit_cannot_use(tiny_slice: TinySlice) -> None:
             recover(SipIt(), tiny_slice("llama", 2), spec)
     with pytest.raises(InputError, match="must be positive"):
         SipIt(step=0.0)
+    with pytest.raises(InputError, match="at least 1 prompt"):
+        SipIt(batch=0)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma2", "qwen3"])
