@@ -334,7 +334,7 @@ def test_scores_of_whole_orders_are_the_beams(tiny_slice: Callable[..., Slice]) 
     view = rows_of(states + 0.1 * torch.randn(states.shape, generator=generator), ids, None, 4)
     engines = Engines(slice, MATCHER, lm.prefix())
     orders = torch.tensor([[0, 1, 2, 3], [2, 0, 3, 1]])
-    parts = Parts(ids[:, 0], torch.arange(4), view.columns[:, 0], torch.zeros(4, 4))
+    parts = Parts(ids[:, 0], torch.arange(4), view.columns[:, 0], torch.zeros(4, 4), slice.prefix())
     with torch.inference_mode():
         scores, _ = _score(parts, orders, view, engines, WEIGHTS)
         totals = (scores + _told(parts, orders, engines, WEIGHTS)).sum(1)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from attacks.joint.beam import Decoding, Effort, Engines, decode, start
+from attacks.joint.before import Unknown
 from attacks.joint.evidence import FEATURES, TRACES, Learned
 from attacks.joint.moves import move_parts
 from attacks.joint.reading import Reader, fast_enough, learn_clock
@@ -63,6 +64,7 @@ class JointDecoding:
             width: candidates run for each, many more where columns are shuffled and the best is in doubt.
             batch: prompts at once. model: ask the language model.
         sweeps: of the second look at noised embeddings (see ``refine``), which needs float32; 0 for none.
+        rounds: of looking for unknown embeddings before the prompt (see ``before``) at most, also in float32.
         seed: of learning. progress: where progress is reported.
     """
 
@@ -73,14 +75,15 @@ class JointDecoding:
         batch: int = 32,
         model: bool = True,
         sweeps: int = 6,
+        rounds: int = 3,
         seed: int = 0,
         progress: Progress = silent,
     ) -> None:
         if min(beam, width, batch) < 1:
             raise InputError(f"beam, width and batch must be at least 1, not {beam}, {width} and {batch}")
-        if sweeps < 0:
-            raise InputError(f"sweeps must be at least 0, not {sweeps}")
-        self.effort, self.sweeps = Effort(beam, width), sweeps
+        if min(sweeps, rounds) < 0:
+            raise InputError(f"sweeps and rounds must be at least 0, not {sweeps} and {rounds}")
+        self.effort, self.sweeps, self.rounds = Effort(beam, width), sweeps, rounds
         self.batch, self.asks, self.seed, self.progress = batch, model, seed, progress
         self._prepared: Prepared | None = None
         self._model: tuple[Slice, LazyModel] | None = None
@@ -204,6 +207,7 @@ class JointDecoding:
         started = time.perf_counter()
         with torch.inference_mode():
             decodings = self._decode(observations, prepared)
+            decodings = self._decode_behind(observations, decodings, prepared)
         refined = self._look_again(observations, decodings, prepared)
         seconds = time.perf_counter() - started
         costs = [
@@ -221,6 +225,44 @@ class JointDecoding:
         decode(decodings, engines, prepared.learned, self.effort, self.progress)
         move_parts(decodings, engines, weights, self.progress)
         return decodings
+
+    def _decode_behind(
+        self, observations: Sequence[Observation], decodings: Sequence[Decoding], prepared: Prepared
+    ) -> list[Decoding]:
+        """Find what stood before each decoded prompt and decode it again behind that, as long as more is explained.
+
+        Only where every token has a row, and in float32: what is looked for is smaller than bfloat16's rounding.
+        """
+        public, slice, out = prepared.public, prepared.slice, list(decodings)
+        open = [i for i, one in enumerate(observations) if one.public.positions is None]
+        if not public.prefix_tokens or slice.dtype != torch.float32:
+            return out
+        engines, weights = replace(prepared.engines, slice=slice), prepared.learned.weights
+        middle = slice.embed(torch.arange(slice.vocab_size, device=slice.device)).float().mean(0)
+        known = [middle.expand(public.prefix_tokens, -1)] * len(out)
+        for _ in range(self.rounds):
+            searches, again = [Unknown(out[i], slice, engines.matcher) for i in open], list[Decoding]()
+            for done, (i, search) in enumerate(zip(open, searches, strict=True)):
+                known[i] = search.solve(known[i])
+                again.append(start(out[i].view, engines, weights, search.prefix(known[i])))
+                again[-1].evaluated = 0  # the rows were read before
+                self.progress("looking before the prompts", done + 1, len(open))
+            decode(again, engines, prepared.learned, self.effort.less(), self.progress)
+            move_parts(again, engines, weights, self.progress)
+            still = []
+            for i, search, new in zip(open, searches, again, strict=True):
+                after = Unknown(new, slice, engines.matcher)
+                left, was = after.left(known[i]), search.left(known[i])
+                new.evaluated += out[i].evaluated + search.evaluated + after.evaluated
+                new.calls += out[i].calls + search.calls + after.calls
+                if left <= was:  # the same tokens too: their distances are those behind what was found
+                    out[i] = new
+                else:
+                    out[i].evaluated, out[i].calls = new.evaluated, new.calls
+                if left < was:
+                    still.append(i)
+            open = still
+        return out
 
     def _look_again(
         self, observations: Sequence[Observation], decodings: Sequence[Decoding], prepared: Prepared

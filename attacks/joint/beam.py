@@ -1,7 +1,7 @@
 """Beam search over whole prompts: which token comes next, and which row is its."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float, Int
@@ -51,6 +51,10 @@ class Engines:
     adapter: Adapter | None = None  # learns from candidates that failed
     screen: Screen | None = None
 
+    def beginning(self, before: Prefix | None = None) -> Prefix:
+        """What a prompt begins with: room for unknown embeddings, or those that were found."""
+        return self.slice.prefix(offset=self.offset) if before is None else before.fork()
+
     @property
     def model(self) -> Slice | None:
         """The language model."""
@@ -77,6 +81,10 @@ class Effort:
     behind: float = 20.0
     most: int = 8192
     spare: int = 2048
+
+    def less(self) -> "Effort":
+        """For prompts of which most is known by now."""
+        return replace(self, beam=-(-self.beam // HARDER), opening=-(-self.opening // HARDER))
 
     def kept(self, view: Rows, place: int) -> int:
         """Hypotheses kept after the token at a place: more where they differ in more than it."""
@@ -127,6 +135,7 @@ class Decoding:
     evaluated: int = 0
     calls: int = 0
     widened: int = 0  # positions run because the best was in doubt
+    before: Prefix | None = None  # what stands before the first token, where it was found (see ``before``)
     ahead: Float[Tensor, " rows"] | None = None  # see ``ahead_of``
 
     @property
@@ -142,12 +151,15 @@ class Decoding:
         return torch.zeros(rows.shape, device=rows.device) if self.ahead is None else self.ahead[rows]
 
 
-def start(view: Rows, engines: Engines, weights: Float[Tensor, " features"]) -> Decoding:
-    """A decoding that knows nothing yet."""
+def start(
+    view: Rows, engines: Engines, weights: Float[Tensor, " features"], before: Prefix | None = None
+) -> Decoding:
+    """A decoding that knows nothing yet, but perhaps what stands before the first token."""
     free = tuple(range(len(view.shown)))
     spoken = None if engines.speaker is None else engines.speaker.fork()
-    begun = Hypothesis(engines.slice.prefix(offset=engines.offset), free, spoken, engines.opening)
-    return Decoding(view, [begun], view.evaluated, ahead=ahead_of(view, engines.speaker, weights))
+    begun = Hypothesis(engines.beginning(before), free, spoken, engines.opening)
+    ahead = ahead_of(view, engines.speaker, weights)
+    return Decoding(view, [begun], view.evaluated, before=before, ahead=ahead)
 
 
 @dataclass

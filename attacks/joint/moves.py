@@ -17,7 +17,7 @@ from attacks.joint.ahead import after_each
 from attacks.joint.beam import Decoding, Engines
 from attacks.joint.evidence import FEATURES, PLACE, TRACES, Candidates, Rows
 from hiddenlab.core import Progress, silent
-from hiddenlab.slice import Request
+from hiddenlab.slice import Prefix, Request
 
 LONGEST = 8  # rows that move together
 SCORED, ASKED = 48, 8  # moves of a round that are scored anew, and about which the language model is asked
@@ -32,12 +32,14 @@ class Parts:
     Attributes:
         columns: places of the tokens among the rows' distinct ones, -1 without. after: what the language model and
             traces say of each token (second axis) right behind each of the others (first axis), weighted.
+        before: what stands before the first token; never extended itself.
     """
 
     tokens: Int[Tensor, " n"]
     rows: Int[Tensor, " n"]
     columns: Int[Tensor, " n"]
     after: Float[Tensor, "n n"]
+    before: Prefix
 
 
 def move_parts(
@@ -62,7 +64,7 @@ def _improve(decoding: Decoding, engines: Engines, weights: Tensor) -> None:
     after = torch.zeros(len(tokens), len(tokens), device=device)
     if engines.speaker is not None:
         after += weights[1] * after_each(tokens, engines.speaker).to(device)
-    parts = Parts(tokens, rows, columns, after)
+    parts = Parts(tokens, rows, columns, after, engines.beginning(decoding.before))
     order = torch.arange(len(tokens), device=device)
 
     def score(orders: Tensor) -> tuple[Tensor, Tensor]:
@@ -114,7 +116,7 @@ def _gains(
     each, where = tokens.repeat_interleave(n), torch.arange(n, device=device).repeat(n)
     size = max(n, engines.slice.max_pass_tokens - n)
     requests = [
-        Request(engines.slice.prefix(offset=engines.offset), tokens, leaves=leaves, attach=attach)
+        Request(parts.before, tokens, leaves=leaves, attach=attach)
         for leaves, attach in zip(each.split(size), where.split(size), strict=True)
     ]
     answers = engines.slice.run_all(requests, keep=False)
@@ -185,7 +187,7 @@ def _score(
     if view.when is not None:
         places = torch.arange(n, device=tokens.device).float().log1p()
         features[..., PLACE] = -(view.when[rows] - places).square()
-    requests = [Request(engines.slice.prefix(offset=engines.offset), one) for one in tokens]
+    requests = [Request(parts.before, one) for one in tokens]
     answers = engines.slice.run_all(requests, keep=False)
     states = engines.matcher.view(torch.cat([answer.chain for answer in answers]))
     candidates = Candidates(tokens.flatten(), rows.flatten(), columns.flatten(), features.flatten(0, 1))

@@ -1,0 +1,89 @@
+"""What stood before a prompt is found from what its rows leave over, and what is found makes rows exact again."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from attacks.joint import JointDecoding
+from attacks.joint.beam import Decoding, Hypothesis, Step
+from attacks.joint.before import Unknown
+from attacks.joint.reading import Reader
+from defenses.noise import RandomPrefix
+from hiddenlab.channel import Channel
+from hiddenlab.errors import InputError
+from hiddenlab.match import Matcher, choose_matcher
+from hiddenlab.propose.store import probes_for
+from hiddenlab.slice import Request, Slice
+
+TinySlice = Callable[..., Slice]
+DRAW = RandomPrefix.inputs
+TOKENS = torch.randint(0, 256, (12,), generator=torch.Generator().manual_seed(5)).tolist()
+
+
+def decoding_of(slice: Slice, specs: list[str], tokens: list[int]) -> tuple[Decoding, torch.Tensor]:
+    """A decoding that believes some tokens, each in its own row, of a prompt of ``TOKENS``; and what stood before."""
+    channel = Channel.parse(specs)
+    drawn = list[torch.Tensor]()
+
+    def inputs(self: RandomPrefix, *given: torch.Tensor) -> torch.Tensor:
+        drawn.append(DRAW(self, *given))  # type: ignore[arg-type]
+        return drawn[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RandomPrefix, "inputs", inputs)
+        observation, _ = channel.release(slice, TOKENS, torch.Generator().manual_seed(0))
+    matcher = choose_matcher("auto", observation.public)
+    probes, _ = probes_for(slice, observation.public, (0,))
+    view = Reader(slice, channel, matcher, tuple(probes), None, 0).read(observation)
+    steps = tuple(Step(token, row, 0.0, None, 1) for row, token in enumerate(tokens))
+    return Decoding(view, [Hypothesis(slice.prefix(), (), steps=steps)]), drawn[0][:1]
+
+
+@pytest.mark.usefixtures("small_probes")
+@pytest.mark.parametrize("architecture", ["llama", "gemma2", "gpt2"])
+@pytest.mark.parametrize(
+    ("specs", "share"), [(["random-prefix"], 0.2), (["random-prefix", "hidden-perm"], 0.8)]
+)
+def test_what_stood_before_is_found_behind_tokens_that_are_mostly_right(
+    tiny_slice: TinySlice, architecture: str, specs: list[str], share: float
+) -> None:
+    """Behind the tokens' own coordinates nearly all is explained; sorted ones have many hollows to end in."""
+    slice = tiny_slice(architecture, 2)
+    believed = [*TOKENS[:8], 7, *TOKENS[9:]]
+    decoding, hidden = decoding_of(slice, specs, believed)
+    search = Unknown(decoding, slice, Matcher(1, len(specs) > 1))
+    nothing = slice.embed(torch.arange(slice.vocab_size)).mean(0, keepdim=True)
+    assert search.left(hidden) < 1e-4 < search.left(nothing)
+    found = search.solve(nothing)
+    assert search.left(found) < share * search.left(nothing)
+    behind = slice.run([Request(search.prefix(found), torch.tensor(TOKENS))], keep=False)[0].chain
+    both = slice.run([Request(slice.prefix(), torch.cat([found, slice.embed(torch.tensor(TOKENS))]))])
+    torch.testing.assert_close(behind, both[0].chain[1:], atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.usefixtures("small_probes")
+@pytest.mark.parametrize("specs", [["random-prefix"], ["random-prefix", "seq-perm"]])
+def test_prompts_behind_a_random_prefix_are_decoded_again(
+    tiny_slice: TinySlice, monkeypatch: pytest.MonkeyPatch, specs: list[str]
+) -> None:
+    """A tiny model's probe knows little: with all tokens among the candidates, states in context decide."""
+    monkeypatch.setattr("attacks.joint.reading.SHORTLIST", 300)
+    slice = tiny_slice("gpt2", 1)
+    observation, _ = Channel.parse(specs).release(slice, TOKENS, torch.Generator().manual_seed(0))
+    right, distances = [], []
+    for rounds in (0, 3):
+        joint = JointDecoding(model=False, width=3000, beam=2, rounds=rounds)
+        joint.prepare(observation, slice)
+        before = slice.evaluated_tokens, slice.forward_calls
+        found = joint.recover(observation, slice, torch.Generator().manual_seed(0))
+        assert slice.evaluated_tokens - before[0] == found.evaluated_tokens
+        right.append(sum(a == b for a, b in zip(found.ids, TOKENS, strict=True)))
+        distances.append(sum(one.distance for one in found.tokens))
+    assert right[1] == len(TOKENS)
+    assert distances[1] < 0.1 * distances[0]
+
+
+def test_rounds_are_a_number() -> None:
+    with pytest.raises(InputError, match="rounds must be at least 0"):
+        JointDecoding(rounds=-1)
