@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from eval.experiment import Setting, conduct
+from eval.experiment import Experiment, Setting, conduct
 from hiddenlab import registry
 from hiddenlab.core import Progress, silent
 from hiddenlab.errors import HiddenlabError
@@ -29,10 +29,19 @@ def run(
         setting: fields of ``Setting``. options: of the experiment itself, where there is one.
 
     Raises:
-        HiddenlabError: an experiment, an option or the folder is wrong; nothing is measured then.
+        HiddenlabError: the folder cannot be written; or an experiment or an option is wrong, and nothing is measured
+            then. Of several experiments only those that the setting does not fit are left out, with the reason.
     """
-    asked = Setting(**setting)
-    experiments = {name: registry.resolve("experiments", name)(asked, **options) for name in names}
+    asked, experiments, refused = Setting(**setting), dict[str, Experiment](), list[HiddenlabError]()
+    for name in names:
+        make = registry.resolve("experiments", name)
+        try:
+            experiments[name] = make(asked, **options)
+        except HiddenlabError as error:
+            refused.append(error)
+            experiments[name] = Experiment(name, [], {}, [f"not run: {error}"])
+    if len(refused) == len(names):
+        raise refused[0]
     tables = []
     for name, experiment in experiments.items():
         table = conduct(

@@ -176,7 +176,7 @@ def conduct(
     for cell in experiment.cells:
         registry.resolve("measures", cell.measure)
     unique = {cell.digest: cell for cell in experiment.cells}
-    todo = [cell for cell in unique.values() if fresh or load_result(cell, home) is None]
+    todo = [cell for cell in unique.values() if fresh or not is_measured(load_result(cell, home))]
     done = len(unique) - len(todo)
     todo = todo if measure else []
     progress(f"cells of {name}", done, len(unique))
@@ -241,15 +241,17 @@ def measure_cell(cell: Cell, home: Path, fresh: bool = False, progress: Progress
 
 
 def load_result(cell: Cell, home: Path) -> Result | None:
-    """A measured cell's result; None where it was not measured, or not by this format."""
+    """A cell's result, which may be why it could not be measured; None without one of this format."""
     try:
         result = json.loads((cell.folder(home) / RESULT).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    measured = (
-        isinstance(result, dict) and result.get("format") == FORMAT and result.get("status") == MEASURED
-    )
-    return result if measured else None
+    return result if isinstance(result, dict) and result.get("format") == FORMAT else None
+
+
+def is_measured(result: Result | None) -> bool:
+    """Else it is tried again another time."""
+    return result is not None and result.get("status") == MEASURED
 
 
 def row_of(cell: Cell, result: Result) -> dict[str, Any]:

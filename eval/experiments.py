@@ -4,6 +4,7 @@ The defaults fit a laptop; ``--scale paper`` asks for the paper's texts and numb
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from eval import paper
@@ -230,20 +231,28 @@ def _utility(setting: Setting) -> list[Cell]:
     return [utility_cell(setting, method, {"defense": method}) for method in ("identity", *paper.METHODS)]
 
 
-def utility_cell(setting: Setting, method: str, keys: Mapping[str, Any]) -> Cell:
-    """What a method costs the model itself, with the paper's LiveBench where the paper has the method."""
+def utility_cell(
+    setting: Setting, method: str, keys: Mapping[str, Any], published: Mapping[str, Any] | None = None
+) -> Cell:
+    """What a method costs the model itself; published is the paper's LiveBench, where it has the method."""
+    if published is None:
+        published = {"LiveBench": paper.LIVEBENCH[method]} if method in paper.LIVEBENCH else {}
     source = setting.source(limit=100, max_tokens=200)
     return Cell(
         "utility",
         {**setting.where(), **source, "defense": [] if method == "identity" else [method]},
         keys,
-        {"LiveBench": paper.LIVEBENCH[method]} if method in paper.LIVEBENCH else {},
+        published,
     )
 
 
 def _livebench(setting: Setting) -> list[Cell]:
-    spec = {**setting.where(), **setting.source(limit=20), "prompts": "hf:livebench/reasoning::test:turns"}
-    return [Cell("utility", {**spec, "defense": []}, {"defense": "identity, on LiveBench's questions"})]
+    """LiveBench's questions, read as text: perplexity and agreement on them, not the scores of its judges."""
+    asked = replace(setting, prompts="hf:livebench/reasoning::test:turns", limit=setting.limit or 20)
+    return [
+        utility_cell(asked, method, {"defense": f"{method}, on LiveBench's questions"}, {})
+        for method in ("identity", *paper.METHODS)
+    ]
 
 
 def baselines(setting: Setting, sipit_budget: int = 4096, inverter_steps: int = 200) -> Experiment:

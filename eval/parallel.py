@@ -1,8 +1,10 @@
 """Cells of an experiment on several processes or machines, over Ray."""
 
 import logging
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from eval.experiment import Cell, Result, measure_cell
 from hiddenlab.errors import HiddenlabError
@@ -17,16 +19,27 @@ def measure_all(
     path; else it starts one on this machine and stops it again.
 
     Raises:
-        HiddenlabError: Ray is not installed, or a worker died.
+        HiddenlabError: Ray is not installed or not reached, or a worker died.
     """
     try:
         import ray
     except ImportError:
         raise HiddenlabError("--workers needs Ray; install hiddenlab with its ray extra") from None
+    from defenses.cascade.cluster import check_reachable
 
     own = not ray.is_initialized()
     if own:
-        ray.init(num_cpus=workers, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+        quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+        address = os.environ.get("RAY_ADDRESS")
+        try:
+            if address:
+                check_reachable(address)
+                ray.init(address, **quiet)
+            else:
+                ray.init(num_cpus=workers, include_dashboard=False, **quiet)
+        except (ConnectionError, ValueError, RuntimeError) as error:
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise HiddenlabError(f"cannot join Ray at {address or 'this machine'}: {reason}") from None
 
     def work(cell: Cell) -> Result:
         import torch

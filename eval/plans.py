@@ -43,8 +43,6 @@ def plan(setting: Setting, alpha: int = 8, c: int = 8, m: int = 4, budget: int =
             }
             cells.append(sums_cell(setting, keys, alpha, c, m, i))
     for who, channel, held in views:
-        if not held:
-            continue  # a plan for longer prompts: this node would have nothing of these
         for layer in (0, *setting.at((1, 11))):
             attacks = [("infill", infill_spec(setting))]
             if layer:
@@ -82,7 +80,7 @@ def _worst_first(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def plans(setting: Setting, grid: str = "") -> Experiment:
-    """Security against cost over (c, alpha, m): what each attack gets from the weakest kind of node, and the bytes.
+    """Security against cost over (c, alpha, m): what attacks get from a node in the middle and the last, and the bytes.
 
     Args:
         grid: plans as ``c/alpha/m,c/alpha/m,...``, in place of the built-in ones.
@@ -131,14 +129,14 @@ def _by_plan(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for row in rows:
         keys = dict(row["keys"])
         view = keys.pop("view")
-        one = out.setdefault(
-            tuple(keys.values()), {**row, "keys": keys, "figures": {}, "paper": {}, "cell": None}
-        )
+        own = {**row, "keys": keys, "figures": {}, "paper": {}, "reason": None, "cell": None}
+        one = out.setdefault(tuple(keys.values()), own)
         if "rouge_l" in row["figures"]:
             one["figures"][f"rouge_l, {view}"] = row["figures"]["rouge_l"]
             one["status"] = row["status"]
         else:
-            one["reason"] = one["reason"] or row["reason"]
+            missing = f"{view}: {row['reason'] or 'not measured yet'}"
+            one["reason"] = "; ".join(filter(None, [one["reason"], missing]))
     return list(out.values())
 
 

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from defenses.cascade.plan import AttnNode, Plan
 from eval import paper
 from eval.experiment import OTHER_MODEL, Cell, Experiment, Setting, attack_cell, split_specs
 from hiddenlab.errors import InputError
@@ -13,26 +14,32 @@ SHARDED = {
 }  # fmt: skip
 SHARD_TOKENS = 96  # the shortest prompt in which every node of the largest table holds tokens
 GAP_BUDGET = 200_000
+NODES = (
+    "CompNodes are from the middle of the plan. Where alpha times c does not divide the prompt's length, nodes before "
+    "them hold a cluster more. AttnNodes get queries, keys and values; as in the paper (appendix M) the attacker is "
+    "given the hidden states of the same rows."
+)
 
 
 def gap(setting: Setting, sizes: str = "1,2,3", after: int = 20, budget: int = GAP_BUDGET) -> Experiment:
     """Unknown tokens between known rows: how many the attack closes, at what cost, by layer (Algorithm 3)."""
     cells = []
+    missing = [_whole(text) for text in split_specs(sizes)]
     for layer in setting.at((1, 11, 21)):
-        for size in sizes.split(","):
+        for size in missing:
             channel = f"gap:size={size},after={after}"
-            keys = {"layer": layer, "missing tokens": int(size)}
+            keys = {"layer": layer, "missing tokens": size}
             attack = f"gap:budget={budget}"
             cells.append(
-                attack_cell(setting, keys, layer, channel, attack=attack, max_tokens=after + int(size) + 1)
+                attack_cell(setting, keys, layer, channel, attack=attack, max_tokens=after + size + 1)
             )
     return Experiment(
         "Generalized gap attack (Algorithm 3, which the paper does not run)",
         cells,
         {"exact": "gaps closed", "last_evaluated": "sequences tried", "seconds_per_prompt": "seconds"},
         [
-            f"One gap a prompt, behind {after} known rows; at most {budget:,} sequences are tried. Enumerating the gap "
-            "would take V^g sequences for g missing tokens.",
+            f"One gap a prompt, behind {after} known rows; at most {budget:,} sequences are tried. Enumerating "
+            "would take V^(g+1) sequences for g missing tokens and the row behind them.",
             "The threshold rho of Definition 7.2 is the smallest gap that is not closed.",
         ],
     )  # fmt: skip
@@ -85,6 +92,12 @@ def gap_plans(
     )  # fmt: skip
 
 
+def _whole(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise InputError(f"a number of missing tokens is whole and at least 1, not {text!r}")
+    return int(text)
+
+
 def _small_plan(text: str) -> tuple[int, int]:
     try:
         c, alpha = (int(part) for part in text.split("/"))
@@ -134,9 +147,19 @@ def shard_tokens(setting: Setting) -> int:
     return int(setting.source(max_tokens=SHARD_TOKENS)["max_tokens"])
 
 
-def figure_2(setting: Setting) -> Experiment:
-    """Layer 0: how much of a prompt infilling gives a CompNode, by clusters and nodes (Figure 2)."""
-    cells = [infilled(setting, 0, alpha, c) for c in (1, 4, 8) for alpha in (4, 8, 12)]
+def figure_2(setting: Setting, masked: str = "") -> Experiment:
+    """Layer 0: how much of a prompt infilling gives a CompNode, by clusters and nodes (Figure 2).
+
+    Args:
+        masked: a masked language model to tune (the paper's is answerdotai/ModernBERT-large), in place of the model
+            itself with a bidirectional mask.
+
+    Raises:
+        InputError: other layers were asked for.
+    """
+    if setting.layers not in (None, (0,)):
+        raise InputError("figure-2 is of layer 0; table-5 has the deeper ones")
+    cells = [infilled(setting, 0, alpha, c, masked=masked) for c in (1, 4, 8) for alpha in (4, 8, 12)]
     return Experiment(
         "Figure 2: infilling from a CompNode's tokens",
         cells,
@@ -197,22 +220,22 @@ def infilled(
     published: dict[str, Any] | None = None,
     m: int = 1,
     attn: bool = False,
+    masked: str = "",
 ) -> Cell:
-    """The learned attack on a node in the middle of the plan."""
+    """The learned attack on a node in the middle of the plan; ``rows held`` is of prompts that were not shorter."""
+    tokens = shard_tokens(setting)
+    plan = Plan.clustered(tokens, c, alpha=alpha, m=m, symmetric=True)
     channel = f"shard:alpha={alpha},c={c},node={alpha // 2}"
     keys: dict[str, Any] = {"layer": layer, "c": c, "alpha": alpha}
+    held = plan.shards[alpha // 2]
     if attn:
-        channel = f"shard:alpha={alpha},c={c},m={m},queries=0,keys={m * alpha // 2}"
+        node = AttnNode(0, m * alpha // 2)
+        channel = f"shard:alpha={alpha},c={c},m={m},queries={node.queries},keys={node.keys}"
         keys["m"] = m
-    return attack_cell(
-        setting,
-        keys,
-        layer,
-        channel,
-        published,
-        attack=infill_spec(setting),
-        max_tokens=shard_tokens(setting),
-    )
+        held = plan.held_by(node)
+    keys["rows held"] = f"{len(held)} of {tokens}"
+    attack = infill_spec(setting) + (f",masked={masked}" if masked else "")
+    return attack_cell(setting, keys, layer, channel, published, attack=attack, max_tokens=tokens)
 
 
 def infill_spec(setting: Setting) -> str:
@@ -222,10 +245,11 @@ def infill_spec(setting: Setting) -> str:
 
 def infill_notes(setting: Setting) -> list[str]:
     if setting.scale == "paper":
-        return [OTHER_MODEL, "One model for each layer and plan, trained on FineWeb-Edu."]
+        return [OTHER_MODEL, "One model for each layer and plan, trained on FineWeb-Edu.", NODES]
     return [
         OTHER_MODEL,
         "One infiller a layer, trained on text that the model sampled itself, masked by all common plans: a lower "
         "bound of what training for one plan, for longer, on real text gives.",
         "Held tokens count, but for the column of tokens that no row shows (those before the node's last row).",
+        NODES,
     ]

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hiddenlab.summary import NOT_APPLICABLE, Sample, figure
-from hiddenlab.tables import Grid, grid
+from hiddenlab.tables import Grid, brackets, grid
 from hiddenlab.text import visible
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def page(
         body += [f"<h2>{escape(study.table['title'])}</h2>", table_html(grid(study.table))]
         body += [_image(image) for image in images if image.stem == name]
         cells = grid(study.table)
-        notes = [*study.table["notes"], *cells.reasons, "Brackets are 95 % intervals over prompts."]
+        notes = [*study.table["notes"], *cells.reasons, brackets(study.table)]
         body.append("<ul>" + "".join(f"<li>{escape(visible(note))}</li>" for note in notes) + "</ul>")
         body.append(f"<pre>{escape(visible(study.table['command']))}</pre>")
         if study.runs:
@@ -85,8 +85,8 @@ def page(
                 f"<h3>{escape(run.record.spec['model'])}, layer {run.layer}, {escape(run.label)}</h3>"
             )
             body += [prompt_html(sample) for sample in sorted(run.samples, key=lambda s: s["index"])]
-    body.append("<h2>How it was made</h2>")
     everything = [*listed, *(run for study in studies for run in study.runs)]
+    body += ["<h2>How it was made</h2>"] * bool(everything)
     body += [f"<pre>{escape(text)}</pre>" for text in dict.fromkeys(run.made() for run in everything)]
     head = f'<meta charset="utf-8"><title>{escape(title)}</title>\n<style>\n{STYLE}</style>'
     return (

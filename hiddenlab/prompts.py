@@ -46,7 +46,8 @@ def load_prompts(
               directory of data files (no colon in its path); an empty split means ``train``.
             - any other file: text. Lines that are exactly ``---`` part the prompts (one may also stand first
               or last in the file); without such a line, every line that is not blank is a prompt.
-        column: which column holds the text, where there are columns; by default ``text``, else ``prompt``.
+        column: which column holds the text, where there are columns; by default ``text``, else ``prompt``. Of a
+            list of strings (the turns of a conversation) the first counts.
             Wins over a column named in ``source``.
         limit: at most so many prompts, from the start. What follows is neither read nor checked, save that
             text and ``.json`` files are always read whole.
@@ -58,13 +59,20 @@ def load_prompts(
     if limit is not None and limit < 1:
         raise InputError(f"limit is {limit}; it must be 1 or more (or left out, for all prompts)")
     source = BUILTIN if source is None else source
-    prompts = [
-        Prompt(f"p{n:03d}", _checked(value, f"{source}, {where}"), source)
-        for n, (where, value) in enumerate(islice(_items(source, column), limit), 1)
-    ]
+    prompts = list(islice(iter_prompts(source, column=column), limit))
     if not prompts:
         raise InputError(f"{source} holds no prompts")
     return prompts
+
+
+def iter_prompts(source: str, *, column: str | None = None) -> Iterator[Prompt]:
+    """The same, one after another; nothing is read that is not asked for, where the source's form allows.
+
+    Raises:
+        InputError: as ``load_prompts``, when it comes to what is wrong.
+    """
+    for n, (where, value) in enumerate(_items(source, column), 1):
+        yield Prompt(f"p{n:03d}", _checked(value, f"{source}, {where}"), source)
 
 
 def _items(source: str, column: str | None) -> _Items:
@@ -89,6 +97,8 @@ def _items(source: str, column: str | None) -> _Items:
 
 
 def _checked(value: Any, where: str) -> str:
+    if isinstance(value, list) and value and all(isinstance(turn, str) for turn in value):
+        value = value[0]
     if not isinstance(value, str):
         raise InputError(f"{where}: a prompt must be a string, and this is {_kind(value)}")
     if not value.strip():

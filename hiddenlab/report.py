@@ -189,14 +189,11 @@ def markdown(runs: Sequence[Run], studies: Sequence[Study], images: Sequence[Pat
         lines += [f"| {' | '.join(map(_cell, row))} |" for row in cells.rows]
         own_names = {study.table["experiment"] for study in studies}
         lines += [line for image in images if image.stem not in own_names for line in _image_lines(image)]
-    lines += [
-        "",
-        f"Each prompt, with wrong and unverified tokens coloured: [{PAGE}]({PAGE})",
-        "",
-        "## Runs",
-        "",
-    ]
-    for run in (*runs, *(run for study in studies for run in study.runs)):
+    everything = [*runs, *(run for study in studies for run in study.runs)]
+    if everything:
+        shown = f"Each prompt, with wrong and unverified tokens coloured: [{PAGE}]({PAGE})"
+        lines += ["", shown, "", "## Runs", ""]
+    for run in everything:
         what, _, command = run.made().partition("\n")
         lines += [f"- {what}", "", f"      {command}", ""]
     return "\n".join(lines) + "\n"

@@ -91,13 +91,20 @@ def _plain(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
+def brackets(table: Mapping[str, Any]) -> str:
+    """What brackets mean, and which versions of the code measured the rows."""
+    versions = ", ".join(dict.fromkeys(row["commit"] for row in table["rows"] if row.get("commit")))
+    made = f" Measured by {versions}." if versions else ""
+    return f"Brackets are 95 % intervals over prompts.{made}"
+
+
 def markdown_table(table: Mapping[str, Any]) -> str:
     """Title, table, reasons and notes as Markdown."""
     cells = grid(table)
     numbers = len(cells.header) - cells.keys
     lines = [f"## {table['title']}", "", _line(cells.header), f"|{'---|' * cells.keys}{'---:|' * numbers}"]
     lines += [_line(row) for row in cells.rows]
-    lines += ["", f"`{table['command']}`. Brackets are 95 % intervals over prompts."]
+    lines += ["", f"`{table['command']}`. {brackets(table)}"]
     lines += ["", *(f"- {text}" for text in [*table["notes"], *cells.reasons])]
     return "\n".join(lines) + "\n"
 

@@ -485,6 +485,18 @@ def test_details_of_progress_are_no_part_of_its_name(
     assert written.startswith("training: 2/2 in ") and written.count("\n") == 1
 
 
+def test_long_work_says_now_and_then_how_far_it_is(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(console, "QUIET_SECONDS", -1.0)
+    with console.bars() as progress:
+        for done in (400, 401, 800):
+            progress(f"training\tloss {done}", done, 800)
+    first, second = capsys.readouterr().err.splitlines()
+    assert first.startswith("training: 400/800, loss 400, 0 s, about ")
+    assert second.startswith("training: 401/800, loss 401, 0 s, about ")
+
+
 @pytest.mark.parametrize(
     ("name", "option", "message"),
     [

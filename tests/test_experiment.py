@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
+from eval import command, measures, paper
 from eval import experiment as experiment_module
-from eval import measures, paper
 from eval.experiment import Cell, Experiment, Setting, conduct, load_result, measure_cell
 from eval.intervals import mean, ratio, share
 from hiddenlab import registry
@@ -128,6 +128,47 @@ def test_a_damaged_result_is_measured_again(
     assert len(measured) == 2 and load_result(cell, tmp_path) is not None
 
 
+def test_why_a_cell_failed_is_shown_without_measuring(measured: list[dict[str, Any]], tmp_path: Path) -> None:
+    conduct("t", made_of({"x": 1, "fails": True}), tmp_path)
+    (row,) = conduct("t", made_of({"x": 1, "fails": True}), tmp_path, measure=False)["rows"]
+    assert (row["status"], row["reason"]) == ("not run", "there is nothing to attack")
+    assert len(measured) == 1
+
+
+def test_of_several_experiments_one_that_does_not_fit_does_not_end_the_others(
+    tiny: Callable[..., str], tmp_path: Path
+) -> None:
+    setting = {"model": tiny("llama"), "layers": (1, 2)}
+    wrong, right = command.run(["table-8", "table-1"], setting, {}, tmp_path, measure=False)
+    assert wrong["rows"] == [] and wrong["notes"] == ["not run: this experiment takes one layer"]
+    assert [row["keys"]["layer"] for row in right["rows"]] == [1, 2]
+    assert "not run: this experiment takes one layer" in (tmp_path / "table-8.md").read_text()
+    with pytest.raises(InputError, match="takes one layer"):
+        command.run(["table-8", "table-8"], setting, {}, tmp_path, measure=False)
+
+
+def test_plans_say_which_view_was_not_measured(tiny: Callable[..., str], tmp_path: Path) -> None:
+    setting = {"model": tiny("llama"), "limit": 1, "max_tokens": 16}
+    (table,) = command.run(["plans"], setting, {"grid": "1/4/1"}, tmp_path, measure=False)
+    (reason,) = grid(table).reasons
+    assert reason.startswith("not run: 1, 4, 1, ") and reason.count("not measured yet") == 4
+    assert "CompNode, partial sums: not measured yet" in reason
+
+
+def test_rows_of_shards_say_what_the_node_holds(tiny: Callable[..., str], tmp_path: Path) -> None:
+    (table,) = command.run(["figure-2"], {"model": tiny("llama")}, {}, tmp_path, measure=False)
+    held = {(row["keys"]["c"], row["keys"]["alpha"]): row["keys"]["rows held"] for row in table["rows"]}
+    assert (held[4, 8], held[8, 8], held[8, 12]) == ("12 of 96", "8 of 96", "8 of 96")
+
+
+def test_workers_join_the_ray_that_the_environment_names(
+    measured: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:9")
+    with pytest.raises(HiddenlabError, match=r"no Ray cluster answers at 127.0.0.1:9"):
+        conduct("t", made_of({"x": 1}, {"x": 2}), tmp_path, workers=2)
+
+
 def test_a_folder_that_cannot_be_written(measured: list[dict[str, Any]], tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises((HiddenlabError, OSError)):
@@ -225,7 +266,7 @@ def test_plans_are_shown_with_every_view(tiny: Callable[..., str]) -> None:
     assert [row["keys"] for row in folded] == [
         {k: v for k, v in keys.items() if k != "view"} for keys in (first, second)
     ]
-    assert [row["reason"] for row in folded] == ["why", None]
+    assert [row["reason"] for row in folded] == ["AttnNode, layer 1: why", None]
     assert [len(row["figures"]) for row in folded] == [3, 4]
     assert set(folded[1]["figures"]) == set(found.figures)
     for chosen, words in (
@@ -323,6 +364,8 @@ def test_cells_over_processes(tiny: Callable[..., str], tmp_path: Path) -> None:
         (("all", "--set", "budget=4"), "are for one experiment; 'all' takes none"),
         (("table-1", "--layers", "x"), "--layers 'x' is no list of numbers"),
         (("table-8", "--layers", "1,2"), "this experiment takes one layer"),
+        (("gap", "--set", "sizes=1,x"), "whole and at least 1, not 'x'"),
+        (("figure-2", "--layers", "3"), "figure-2 is of layer 0"),
         (("table-1", "--alpha", "2"), "table-1 has no option --alpha"),
         (("table-1", "--model", "/nowhere/at-all"), "no model at '/nowhere/at-all'"),
     ],

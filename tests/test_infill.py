@@ -268,6 +268,12 @@ def test_it_stops_where_nothing_is_gained_and_keeps_the_best(
         == 6
     )
     assert heard
+    # One of another plan under this one's name is neither used nor overwritten.
+    other = training.checkpoint_path(training._identity(slice, public, Shards(2, 2, 1), recipe))
+    other.write_bytes(path.read_bytes())
+    with pytest.raises(InputError, match=r"is of another training: shards .*'alpha': 3.*not .*'alpha': 2"):
+        training.train_infiller(slice, public, Shards(2, 2, 1), recipe, lambda *_: None)
+    assert other.read_bytes() == path.read_bytes()
 
 
 @pytest.mark.usefixtures("own_cache")
@@ -278,6 +284,10 @@ def test_texts(tiny: TinyPath, tmp_path: Path) -> None:
     assert torch.equal(torch.random.get_rng_state(), state)  # the library's sampling leaves no trace
     assert first.shape == (5, 6)
     assert torch.equal(text.windows(slice, "own", 5, 6, 0, lambda *_: None), first)
+    (tmp_path / "long.jsonl").write_text('"abcdefghijklmnop"\nno JSON')
+    assert (
+        len(text.windows(slice, str(tmp_path / "long.jsonl"), 2, 3, 0, lambda *_: None)) == 2
+    )  # no more is read
     (tmp_path / "short.txt").write_text("abc")
     with pytest.raises(InputError, match=r"no text of .*short.txt has 6 tokens"):
         text.windows(slice, str(tmp_path / "short.txt"), 5, 6, 0, lambda *_: None)

@@ -83,6 +83,14 @@ def test_builtin_ids_are_those_in_the_file() -> None:
     assert kinds == {"prose", "chat", "code", "list", "data", "language", "odd", "private"}
 
 
+def test_of_the_turns_of_a_conversation_the_first_counts(tmp_path: Path) -> None:
+    (tmp_path / "turns.jsonl").write_text('{"turns": ["a b", "c"]}\n{"turns": []}\n')
+    where = str(tmp_path / "turns.jsonl")
+    assert [one.text for one in load_prompts(where, column="turns", limit=1)] == ["a b"]
+    with pytest.raises(InputError, match="line 2: a prompt must be a string, and this is of type list"):
+        load_prompts(where, column="turns")
+
+
 def test_builtin_is_varied() -> None:
     found = texts(None)
     assert len({text.split()[0] for text in found}) == 100

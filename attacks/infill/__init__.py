@@ -11,6 +11,7 @@ from torch.nn.functional import normalize
 
 from attacks.infill.masks import Shards
 from attacks.infill.model import Infiller
+from attacks.infill.text import OWN
 from attacks.infill.train import PRESETS, State, read_tokens, train_infiller
 from hiddenlab.channel import as_whole
 from hiddenlab.core import Observation, Progress, Public, Recovery, TokenRecovery, silent
@@ -61,18 +62,21 @@ class Infill:
         self.plan, self.masked, self.rounds, self.progress = plan, masked, rounds, progress
         self._trained: tuple[tuple[Slice, Public, Shards], Infiller, State] | None = None
 
-    def setup(self, observation: Observation, slice: Slice, generator: torch.Generator) -> dict[str, float]:
+    def setup(
+        self, observation: Observation, slice: Slice, generator: torch.Generator
+    ) -> dict[str, float | str]:
         """Train the model, or take it from the cache.
 
         Returns:
             ``training_seconds`` (over all sessions, and with those of the infiller of tokens that it started from),
-            ``training_steps`` (its own) and ``held_out_loss``, in nats a token.
+            ``training_steps`` (its own), ``held_out_loss``, in nats a token, and ``training_text``.
         """
         _, state = self._model(observation, slice)
         return {
             "training_seconds": state.seconds,
             "training_steps": float(state.step),
             "held_out_loss": state.best,
+            "training_text": "sampled from the model itself" if self.recipe.text == OWN else self.recipe.text,
         }
 
     def _model(self, observation: Observation, slice: Slice) -> tuple[Infiller, State]:

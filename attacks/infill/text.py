@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hiddenlab.core import Progress
 from hiddenlab.errors import InputError
-from hiddenlab.prompts import load_prompts
+from hiddenlab.prompts import iter_prompts
 from hiddenlab.propose.probe import fast_dtype
 from hiddenlab.slice import Slice
 from hiddenlab.slice.load import cache_dir, quiet_transformers
@@ -38,7 +38,7 @@ def windows(
     if source == OWN:
         return own_text(slice, count, length, seed, progress)
     found: list[Tensor] = []
-    for prompt in load_prompts(source, limit=count):
+    for prompt in iter_prompts(source):
         ids = torch.tensor(slice.tokenize(prompt.text))
         found += list(ids[: len(ids) // length * length].view(-1, length))
         progress("reading texts", min(len(found), count), count)

@@ -7,12 +7,13 @@ import os
 import random
 import time
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock
 from jaxtyping import Bool, Float, Int
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -168,10 +169,24 @@ def train_infiller(
     Args:
         public: the channel, as if every row had been shown. masked: a masked language model to tune, else the slice's.
 
+    Two processes that need the same infiller train it once: the second waits.
+
     Raises:
-        InputError: the texts cannot be had, or there is no such masked language model.
+        InputError: the texts cannot be had, there is no such masked language model, or the checkpoint is another's.
     """
     identity = _identity(slice, public, shards, recipe, masked)
+    path = checkpoint_path(identity)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Processes that accelerate started together train together.
+    together = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    with nullcontext() if together else FileLock(path.with_suffix(".lock")):
+        return _trained(identity, slice, public, shards, recipe, progress, masked)
+
+
+def _trained(
+    identity: dict[str, Any], slice: Slice, public: Public, shards: Shards, recipe: Recipe, progress: Progress,
+    masked: str | None,
+) -> tuple[Infiller, State]:  # fmt: skip
     start: dict[str, Tensor] = {}
     before = 0.0
     if slice.site.stream != "embed" and not shards.whole and not _begun(identity):
@@ -249,6 +264,7 @@ def _run(
     progress("training the infiller", recipe.steps, recipe.steps)
     if accelerator.is_main_process:
         _save(identity, infiller, optimizer, parameters, state, False)
+    accelerator.wait_for_everyone()  # before the best one is read back
 
 
 def loss_of(model: Any, data: Data, batch: Batch) -> Tensor:
@@ -296,7 +312,6 @@ def _save(
     best: bool,
 ) -> None:
     path = checkpoint_path(identity)
-    path.parent.mkdir(parents=True, exist_ok=True)
     weights = {f"p.{name}": value.detach().cpu() for name, value in infiller.trained().items()}
     moments: dict[str, Tensor] = {}
     inner = getattr(optimizer, "optimizer", optimizer)
@@ -305,7 +320,8 @@ def _save(
         if own:
             moments |= {f"m.{name}": own["exp_avg"].cpu(), f"v.{name}": own["exp_avg_sq"].cpu()}
     about = {"hiddenlab": json.dumps({"identity": identity, "state": asdict(state)})}
-    files = [(path, weights | moments)] + ([(_best(path), weights)] if best else [])
+    # The best one first: the newest state says that there is one.
+    files = ([(_best(path), weights)] if best else []) + [(path, weights | moments)]
     for target, tensors in files:
         work = target.with_suffix(f".{os.getpid()}.tmp")
         save_file({name: value.contiguous() for name, value in tensors.items()}, work, about)
@@ -314,18 +330,33 @@ def _save(
 
 def _begun(identity: dict[str, Any]) -> bool:
     """Whether there is a checkpoint to go on from; a damaged one is none."""
-    with suppress(OSError, SafetensorError), safe_open(checkpoint_path(identity), "pt"):
+    path = checkpoint_path(identity)
+    with suppress(OSError, SafetensorError, KeyError, ValueError), safe_open(path, "pt") as file:
+        _own(file, identity, path)
         return True
     return False
+
+
+def _own(file: Any, identity: dict[str, Any], path: Path) -> dict[str, Any]:
+    """What a checkpoint says of itself.
+
+    Raises:
+        InputError: it is of another model, site, channel, plan or recipe.
+    """
+    about: dict[str, Any] = json.loads((file.metadata() or {})["hiddenlab"])
+    wanted, found = json.loads(json.dumps(identity)), about["identity"]
+    names = [name for name in wanted | found if wanted.get(name) != found.get(name)]
+    if names:
+        told = "; ".join(f"{name} {found.get(name)}, not {wanted.get(name)}" for name in names)
+        raise InputError(f"the checkpoint {path} is of another training: {told}; move it away to train anew")
+    return about
 
 
 def _load(identity: dict[str, Any], infiller: Infiller) -> tuple[State, dict[str, Tensor]]:
     """The state of a training and its optimiser's moments; a new one where there is no readable checkpoint."""
     path = checkpoint_path(identity)
     with suppress(OSError, SafetensorError, KeyError, ValueError, TypeError), safe_open(path, "pt") as file:
-        about = json.loads((file.metadata() or {})["hiddenlab"])
-        if about["identity"] != json.loads(json.dumps(identity)):
-            return State(), {}
+        about = _own(file, identity, path)
         history = [(int(step), float(loss)) for step, loss in about["state"]["history"]]
         state = State(**{**about["state"], "history": history})
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118

@@ -422,7 +422,7 @@ def connect(address: str | None, nodes: int, cpus: float, gpus: float) -> bool:
             logical = max(1, math.ceil(cpus))
             ray.init(num_cpus=logical, _node_ip_address=LOOPBACK, **quiet)
         else:
-            _check_reachable(address)
+            check_reachable(address)
             try:
                 ray.init(address=address, **quiet)
             except (ConnectionError, RuntimeError, ValueError) as error:
@@ -440,7 +440,7 @@ def connect(address: str | None, nodes: int, cpus: float, gpus: float) -> bool:
     return own
 
 
-def _check_reachable(address: str | None) -> None:
+def check_reachable(address: str | None) -> None:
     """Ray itself would try for many minutes.
 
     Raises:

@@ -21,6 +21,7 @@ from rich.progress import (
 from hiddenlab.record import finite
 
 SLOW_SECONDS = 1.0
+QUIET_SECONDS = 60.0  # between lines of one task, where there is no terminal
 
 
 def stdout() -> Console:
@@ -50,7 +51,7 @@ def only_json(active: bool) -> Iterator[None]:
 
 
 class Bars:
-    """A progress callback ``(what, done, total)``: bars on a terminal, a line per slow task elsewhere.
+    """A progress callback ``(what, done, total)``: bars on a terminal, elsewhere a line a minute and one at the end.
 
     What stands behind a tab in ``what`` is a detail that changes (a loss, say), shown beside the bar.
     """
@@ -59,19 +60,27 @@ class Bars:
         self._console = stderr()
         self._live: Progress | None = None
         self._tasks: dict[str, TaskID] = {}
-        self._since: dict[str, float] = {}
+        self._since: dict[str, tuple[float, int]] = {}  # when, and how much was done by then
+        self._said: dict[str, float] = {}
 
     def __call__(self, what: str, done: int, total: int) -> None:
         what, _, detail = what.partition("\t")
-        start = self._since.setdefault(what, time.monotonic())
+        now = time.monotonic()
+        start, first = self._since.setdefault(what, (now, done))
         if self._console.is_terminal:
             self._draw(what, detail, done, total)
-        elif done >= total and time.monotonic() - start > SLOW_SECONDS:
-            self._console.print(
-                f"{what}: {done}/{total} in {time.monotonic() - start:.1f} s", highlight=False
+        elif done >= total and now - start > SLOW_SECONDS:
+            self._console.print(f"{what}: {done}/{total} in {now - start:.1f} s", highlight=False)
+        elif 0 < done < total and now - self._said.get(what, start) > QUIET_SECONDS:
+            left = (now - start) / max(1, done - first) * (total - done)
+            shown = (
+                f"{what}: {done}/{total}, {detail or 'running'}, {now - start:.0f} s, about {left:.0f} s left"
             )
+            self._console.print(shown, highlight=False, soft_wrap=True)
+            self._said[what] = now
         if done >= total:
             del self._since[what]
+            self._said.pop(what, None)
 
     def _draw(self, what: str, detail: str, done: int, total: int) -> None:
         if self._live is None:

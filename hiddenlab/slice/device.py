@@ -1,5 +1,7 @@
 """Device names."""
 
+import os
+
 import torch
 
 from hiddenlab.errors import InputError
@@ -8,11 +10,16 @@ from hiddenlab.errors import InputError
 def parse_device(name: str) -> torch.device:
     """The torch device of a name; ``auto`` is CUDA where there is one, else the CPU.
 
+    Of several processes that torchrun or accelerate started each gets its own.
+
     Raises:
         InputError: the name is no device, or the device is not there.
     """
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        if not torch.cuda.is_available():
+            return torch.device("cpu")
+        rank = os.environ.get("LOCAL_RANK")
+        return torch.device("cuda" if rank is None else f"cuda:{int(rank) % torch.cuda.device_count()}")
     try:
         device = torch.device(name)
     except RuntimeError:
