@@ -195,6 +195,11 @@ class Channel:
             ]
         return released
 
+    def added(self, slice: Slice, generator: torch.Generator) -> Float[Tensor, "p d"]:
+        """Embeddings such as the channel puts before a prompt, drawn anew; none where it puts none there."""
+        inputs = self._prepare(slice, [0], generator).inputs
+        return inputs[:-1] if inputs.is_floating_point() else slice.embed(inputs[:0])
+
     def _load_options(self, plain: dict[str, Any]) -> dict[str, Any]:
         options, setters = dict(plain), dict[str, str]()
         for defense in self.defenses:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from attacks.joint.beam import Decoding, Effort, Engines, decode, start
-from attacks.joint.before import Unknown
+from attacks.joint.before import Unknown, prefix_of
 from attacks.joint.evidence import FEATURES, TRACES, Learned
 from attacks.joint.moves import move_parts
 from attacks.joint.reading import Reader, fast_enough, learn_clock
@@ -20,6 +20,7 @@ from attacks.vocab_match.screen import Screen
 from hiddenlab.channel import Channel, as_whole, by_channel, suppose
 from hiddenlab.core import Observation, Progress, Public, Recovery, TokenRecovery, silent
 from hiddenlab.errors import InputError, NotApplicableError
+from hiddenlab.job import generator
 from hiddenlab.lens import lens_of
 from hiddenlab.match import choose_matcher
 from hiddenlab.observation import check_observation
@@ -154,9 +155,11 @@ class JointDecoding:
             self._screen = screen if fast or shuffled else None
             runs = screen.slice if screen is not None and fast else slice
             first = _opening(slice, None if speaker is None else speaker.slice)
+            before = channel.added(slice, generator(self.seed, "joint", "before"))
             engines = Engines(
-                runs, matcher, speaker, public.prefix_tokens, first, adapter, None if fast else self._screen
-            )
+                runs, matcher, speaker, first, adapter, None if fast else self._screen,
+                prefix_of(before, runs) if len(before) else None,
+            )  # fmt: skip
             learned = learn_weights(channel, engines, reader, self.seed, self.progress)
         return Prepared(public, public, slice, engines, reader, learned), seconds
 

@@ -41,19 +41,21 @@ class Engines:
     Attributes:
         speaker: the language model, with what it reads before every prompt; never extended itself.
         screen: runs many candidates at once first, where it is faster than ``slice``, or None.
+        before: what is supposed to stand before every prompt, where that is not known; never extended itself.
     """
 
     slice: Slice
     matcher: Matcher
     speaker: Prefix | None
-    offset: int = 0  # positions before the first token
     opening: Tensor | None = None  # the language model's log-probabilities [v] of a first token
     adapter: Adapter | None = None  # learns from candidates that failed
     screen: Screen | None = None
+    before: Prefix | None = None
 
     def beginning(self, before: Prefix | None = None) -> Prefix:
-        """What a prompt begins with: room for unknown embeddings, or those that were found."""
-        return self.slice.prefix(offset=self.offset) if before is None else before.fork()
+        """What a prompt begins with: embeddings that were found, those that are supposed, or nothing."""
+        before = before or self.before
+        return self.slice.prefix() if before is None else before.fork()
 
     @property
     def model(self) -> Slice | None:

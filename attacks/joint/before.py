@@ -5,6 +5,9 @@ numbers decides: a prompt of n tokens has n·d numbers to find it by. Behind the
 through the slice (L-BFGS), with a loss that grows with the logarithm of what is left, so that tokens decoded wrongly
 or in a wrong place count little. Behind what was found, distances tell right from wrong again, and decoding is done
 once more.
+
+The first time a prompt is decoded behind a draw of the attacker's own. Nothing in that place would be worse: the first
+token of all that a model reads is an attention sink, whose state is like no other.
 """
 
 import torch
@@ -18,6 +21,13 @@ from hiddenlab.slice import Prefix, Request, Slice
 STAGES, STEPS = 6, 10  # of the optimiser; between stages the loss is adapted to what is left
 BETTER = 0.9  # of what is left: a stage that leaves more is the last
 EXPLAINED = 1e-5  # of a row's norm: less is rounding
+
+
+def prefix_of(points: Float[Tensor, "p d"], slice: Slice) -> Prefix:
+    """Embeddings as what was committed before a prompt: their keys and values."""
+    prefix = slice.prefix()
+    prefix.keep(slice.run([Request(prefix, points.to(slice.dtype))])[0], chain=len(points))
+    return prefix
 
 
 class Unknown:
@@ -65,12 +75,10 @@ class Unknown:
         return float(self._squared(points.detach()).median().sqrt())
 
     def prefix(self, points: Float[Tensor, "p d"]) -> Prefix:
-        """Their keys and values, for prompts to stand behind."""
-        prefix = self.slice.prefix()
-        prefix.keep(self.slice.run([Request(prefix, points.to(self.tokens))])[0], chain=len(points))
+        """For prompts to stand behind."""
         self.evaluated += len(points)
         self.calls += 1
-        return prefix
+        return prefix_of(points, self.slice)
 
     def _squared(self, points: Tensor, grad: bool = False) -> Float[Tensor, " n"]:
         request = Request(self.slice.prefix(), torch.cat([points.to(self.tokens), self.tokens]))

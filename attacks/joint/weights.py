@@ -100,9 +100,7 @@ def _tables(
         attach.append(torch.full_like(leaves[-1], place))
     if not found:
         return []
-    request = Request(
-        engines.slice.prefix(offset=engines.offset), truth, leaves=torch.cat(leaves), attach=torch.cat(attach)
-    )
+    request = Request(engines.beginning(), truth, leaves=torch.cat(leaves), attach=torch.cat(attach))
     states = engines.matcher.view(engines.slice.run_all([request])[0].leaves)
     parts = states.split([len(one) for one in leaves])
     for (candidates, _), ran, own in zip(found, leaves, parts, strict=True):
