@@ -27,6 +27,7 @@ th.key, td.key { text-align: left; }
 td.paper, th.paper { color: #5a6069; }
 img { max-width: 100%; height: auto; margin: 1rem 0; }
 ul { padding-left: 1.2rem; }
+nav ul { columns: 2; font-size: .85rem; }
 details { margin: .6rem 0; }
 summary { cursor: pointer; }
 pre { background: #f5f6f7; padding: .5rem .7rem; white-space: pre-wrap; overflow-wrap: anywhere; font-size: .8rem; }
@@ -59,9 +60,14 @@ def page(
             experiments. images: all plots; those of an experiment are named after it.
     """
     body = [f"<h1>{escape(title)}</h1>"]
+    if len(studies) > 1:
+        named = [(escape(study.table["experiment"]), escape(study.table["title"])) for study in studies]
+        links = [f'<li><a href="#{name}">{heading}</a></li>' for name, heading in named]
+        body.append(f"<nav><ul>{''.join(links)}</ul></nav>")
     for study in studies:
         name = study.table["experiment"]
-        body += [f"<h2>{escape(study.table['title'])}</h2>", table_html(grid(study.table))]
+        heading = escape(study.table["title"])
+        body += [f'<h2 id="{escape(name)}">{heading}</h2>', table_html(grid(study.table))]
         body += [_image(image) for image in images if image.stem == name]
         cells = grid(study.table)
         notes = [*study.table["notes"], *cells.reasons, brackets(study.table)]

@@ -185,6 +185,7 @@ def markdown(runs: Sequence[Run], studies: Sequence[Study], images: Sequence[Pat
         lines += [line for image in own for line in _image_lines(image)]
     if runs:
         cells = grid_of(runs)
+        lines += ["", "## Single runs", ""] * bool(studies)
         lines += [EXPLANATION, f"| {' | '.join(cells.header)} |", f"|---|---|{'---:|' * len(COLUMNS)}"]
         lines += [f"| {' | '.join(map(_cell, row))} |" for row in cells.rows]
         own_names = {study.table["experiment"] for study in studies}

@@ -142,6 +142,7 @@ def test_report_of_experiments(tmp_path: Path) -> None:
     assert '<td class="paper">90.0 %</td>' in html
     assert html.count('src="data:image/png;base64,') == 2
     assert "http" not in html.replace("http-equiv", "")  # nothing is fetched
+    assert all(f'href="#{name}"' in html and f'<h2 id="{name}">' in html for name in ("t", "u"))
     assert "the first 12 of 14" in html and html.count('<div class="prompt">') == 12 * 3 * 2
     both = write_report([tmp_path / "eval/t.json", make(tmp_path / "r", [sample(0, GOOD)])], tmp_path / "out")
     assert {path.name for path in both} == {"report.md", "report.html", "t.png", "recovery.png", "cost.png"}
