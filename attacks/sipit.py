@@ -13,6 +13,7 @@ from hiddenlab.channel import by_channel
 from hiddenlab.core import Observation, Progress, Recovery, TokenRecovery, silent
 from hiddenlab.errors import InputError, NotApplicableError
 from hiddenlab.lens import lens_of
+from hiddenlab.observation import check_observation
 from hiddenlab.slice import Answer, Request, Slice
 
 MOMENTS = 0.9, 0.999  # of Adam
@@ -74,9 +75,11 @@ class SipIt:
         A single token leaves the processor waiting for weights, so that many prompts cost little more than one.
 
         Raises:
+            InputError: an observation does not fit the slice.
             NotApplicableError: rows or coordinates in unknown order, or rows with gaps before them.
         """
         for observation in observations:
+            check_observation(observation, slice)
             _check(observation)
         seed = int(torch.randint(1 << 62, (1,), generator=generator))
         return [

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from eval.experiment import Experiment, Setting, conduct
+from eval.experiment import Experiment, Setting, conduct, refusal
 from hiddenlab import registry
 from hiddenlab.core import Progress, silent
 from hiddenlab.errors import HiddenlabError
@@ -29,20 +29,22 @@ def run(
         setting: fields of ``Setting``. options: of the experiment itself, where there is one.
 
     Raises:
-        HiddenlabError: the folder cannot be written; or an experiment or an option is wrong, and nothing is measured
-            then. Of several experiments only those that the setting does not fit are left out, with the reason.
+        HiddenlabError: the folder cannot be written, the model is not there, or no experiment can be asked this;
+            nothing is measured then. Of several experiments, one that the setting does not fit says why; what was
+            written of it before stays.
     """
-    asked, experiments, refused = Setting(**setting), dict[str, Experiment](), list[HiddenlabError]()
+    asked, refused = Setting(**setting), dict[str, HiddenlabError]()
+    asked.at(())  # a model that cannot be had is nobody's own fault
+    experiments = dict[str, Experiment]()
     for name in names:
         make = registry.resolve("experiments", name)
         try:
             experiments[name] = make(asked, **options)
         except HiddenlabError as error:
-            refused.append(error)
-            experiments[name] = Experiment(name, [], {}, [f"not run: {error}"])
-    if len(refused) == len(names):
-        raise refused[0]
-    tables = []
+            refused[name] = error
+    if not experiments:
+        raise next(iter(refused.values()))
+    tables = [refusal(name, error) for name, error in refused.items()]
     for name, experiment in experiments.items():
         table = conduct(
             name,

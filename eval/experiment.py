@@ -204,6 +204,14 @@ def conduct(
         "title": experiment.title,
         "figures": dict(experiment.figures),
         "rows": rows if experiment.fold is None else experiment.fold(rows),
+        "versions": list(
+            dict.fromkeys(
+                one
+                for row in rows
+                if row["status"] == MEASURED and row["commit"]
+                for one in row["commit"].split(", ")
+            )
+        ),
         "notes": list(experiment.notes),
         "over": experiment.over,
         "curves": experiment.curves,
@@ -212,6 +220,14 @@ def conduct(
     }
     _write(home / f"{name}.json", json.dumps(finite(table), ensure_ascii=False, indent=1) + "\n")
     return table
+
+
+def refusal(name: str, error: HiddenlabError) -> dict[str, Any]:
+    """The table, written nowhere, of an experiment that cannot be asked this."""
+    return {
+        "format": FORMAT, "experiment": name, "title": name, "figures": {}, "rows": [], "versions": [],
+        "notes": [f"not run: {error}"], "command": shlex.join(describe_environment()["command"]),
+    }  # fmt: skip
 
 
 def measure_cell(cell: Cell, home: Path, fresh: bool = False, progress: Progress = silent) -> Result:

@@ -248,7 +248,9 @@ def utility_cell(
 
 def _livebench(setting: Setting) -> list[Cell]:
     """LiveBench's questions, read as text: perplexity and agreement on them, not the scores of its judges."""
-    asked = replace(setting, prompts="hf:livebench/reasoning::test:turns", limit=setting.limit or 20)
+    asked = replace(
+        setting, prompts="hf:livebench/reasoning::test:turns", limit=setting.source(limit=20)["limit"]
+    )
     return [
         utility_cell(asked, method, {"defense": f"{method}, on LiveBench's questions"}, {})
         for method in ("identity", *paper.METHODS)

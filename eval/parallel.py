@@ -41,11 +41,13 @@ def measure_all(
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise HiddenlabError(f"cannot join Ray at {address or 'this machine'}: {reason}") from None
 
+    where = home.resolve()  # workers stand elsewhere
+
     def work(cell: Cell) -> Result:
         import torch
 
         torch.set_num_threads(threads or 1)
-        return measure_cell(cell, home, fresh)
+        return measure_cell(cell, where, fresh)
 
     remote = ray.remote(work)
     waiting = list(cells)

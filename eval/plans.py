@@ -5,7 +5,7 @@ from typing import Any
 from defenses.cascade.cost import Shape, layer_bytes
 from defenses.cascade.plan import AttnNode, Plan
 from eval.experiment import Cell, Experiment, Setting, attack_cell
-from eval.sharding import SHARDED, infill_notes, infill_spec, infilled, shard_tokens, sums_cell
+from eval.sharding import NODES, SHARDED, infill_notes, infill_spec, infilled, shard_tokens, sums_cell
 from hiddenlab.errors import InputError
 from hiddenlab.slice.load import load_config, resolve_model
 
@@ -117,6 +117,7 @@ def plans(setting: Setting, grid: str = "") -> Experiment:
             "symmetric assignment.",
             "Partial sums: what the CompNode of the last cluster reads in m, e and u of the first layer.",
             *infill_notes(setting),
+            NODES,
         ],
         fold=_by_plan,
         over=COST,

@@ -166,6 +166,7 @@ def figure_2(setting: Setting, masked: str = "") -> Experiment:
         SHARDED,
         [
             *infill_notes(setting),
+            NODES,
             "The paper prints this figure as curves of ModernBERT-large, without numbers.",
         ],
     )
@@ -186,7 +187,7 @@ def table_5(setting: Setting) -> Experiment:
         "Tables 5 and 14: learned reconstruction from a CompNode's states",
         cells,
         SHARDED,
-        infill_notes(setting),
+        [*infill_notes(setting), NODES],
     )
 
 
@@ -198,7 +199,7 @@ def table_15(setting: Setting) -> Experiment:
         for layer in setting.at((1, 11, 21))
     ]
     title = "Table 15: learned reconstruction by layer"
-    return Experiment(title, cells, SHARDED, infill_notes(setting))
+    return Experiment(title, cells, SHARDED, [*infill_notes(setting), NODES])
 
 
 def table_16(setting: Setting) -> Experiment:
@@ -209,7 +210,7 @@ def table_16(setting: Setting) -> Experiment:
         for layer in setting.at((1,))
     ]
     title = "Table 16: learned reconstruction from an AttnNode's rows"
-    return Experiment(title, cells, SHARDED, infill_notes(setting))
+    return Experiment(title, cells, SHARDED, [*infill_notes(setting), NODES])
 
 
 def infilled(
@@ -245,11 +246,10 @@ def infill_spec(setting: Setting) -> str:
 
 def infill_notes(setting: Setting) -> list[str]:
     if setting.scale == "paper":
-        return [OTHER_MODEL, "One model for each layer and plan, trained on FineWeb-Edu.", NODES]
+        return [OTHER_MODEL, "One model for each layer and plan, trained on FineWeb-Edu."]
     return [
         OTHER_MODEL,
         "One infiller a layer, trained on text that the model sampled itself, masked by all common plans: a lower "
         "bound of what training for one plan, for longer, on real text gives.",
         "Held tokens count, but for the column of tokens that no row shows (those before the node's last row).",
-        NODES,
     ]

@@ -47,7 +47,7 @@ def load_prompts(
             - any other file: text. Lines that are exactly ``---`` part the prompts (one may also stand first
               or last in the file); without such a line, every line that is not blank is a prompt.
         column: which column holds the text, where there are columns; by default ``text``, else ``prompt``. Of a
-            list of strings (the turns of a conversation) the first counts.
+            column's list of strings (the turns of a conversation) the first counts.
             Wins over a column named in ``source``.
         limit: at most so many prompts, from the start. What follows is neither read nor checked, save that
             text and ``.json`` files are always read whole.
@@ -96,9 +96,13 @@ def _items(source: str, column: str | None) -> _Items:
     return _text_items(_decoded(b"".join(_lines(source)), source))
 
 
+def _first_turn(value: Any) -> Any:
+    """Of a column's list of strings, the turns of a conversation, the first."""
+    turns = isinstance(value, list) and bool(value) and all(isinstance(turn, str) for turn in value)
+    return value[0] if turns else value
+
+
 def _checked(value: Any, where: str) -> str:
-    if isinstance(value, list) and value and all(isinstance(turn, str) for turn in value):
-        value = value[0]
     if not isinstance(value, str):
         raise InputError(f"{where}: a prompt must be a string, and this is {_kind(value)}")
     if not value.strip():
@@ -180,7 +184,7 @@ def _pick(rows: _Items, source: str, column: str | None) -> _Items:
     for where, row in rows:
         if isinstance(row, dict):
             column = _column(list(row), f"{source}, {where},", column)
-            yield where, row[column]
+            yield where, _first_turn(row[column])
         elif column is not None:
             raise InputError(f"{source}, {where}: no column {column!r}, this is {_kind(row)}")
         else:
@@ -216,7 +220,7 @@ def _parquet_items(path: str, column: str | None) -> _Items:
             column = _column(file.schema_arrow.names, path, column)
             batches = file.iter_batches(batch_size=_BATCH_ROWS, columns=[column])
             values = (value for batch in batches for value in batch.column(column).to_pylist())
-            yield from ((f"row {n}", value) for n, value in enumerate(values, 1))
+            yield from ((f"row {n}", _first_turn(value)) for n, value in enumerate(values, 1))
 
 
 def _hub_items(source: str, column: str | None) -> _Items:
@@ -230,4 +234,4 @@ def _hub_items(source: str, column: str | None) -> _Items:
         if names := data.column_names or list(next(iter(data), {})):
             column = _column(names, source, column if column is not None else own or None)
             rows = data.select_columns([column])  # so that images and audio beside it are not decoded
-            yield from ((f"row {n}", row[column]) for n, row in enumerate(rows, 1))
+            yield from ((f"row {n}", _first_turn(row[column])) for n, row in enumerate(rows, 1))

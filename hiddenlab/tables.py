@@ -93,7 +93,7 @@ def _plain(value: Any) -> str:
 
 def brackets(table: Mapping[str, Any]) -> str:
     """What brackets mean, and which versions of the code measured the rows."""
-    versions = ", ".join(dict.fromkeys(row["commit"] for row in table["rows"] if row.get("commit")))
+    versions = ", ".join(table.get("versions") or ())  # tables of older versions lack them
     made = f" Measured by {versions}." if versions else ""
     return f"Brackets are 95 % intervals over prompts.{made}"
 

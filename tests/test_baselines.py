@@ -1,6 +1,7 @@
 """The baselines: exact where they must be, and honest about what they did."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -89,6 +90,10 @@ def test_what_sipit_cannot_use(tiny_slice: TinySlice) -> None:
             recover(SipIt(), tiny_slice("llama", 2), spec)
     with pytest.raises(InputError, match="must be positive"):
         SipIt(step=0.0)
+    whole = Channel.parse([]).release(tiny_slice("llama", 2), TOKENS, seeded())[0]
+    narrow = replace(whole, states=whole.states[:, :-1])
+    with pytest.raises(InputError):
+        SipIt().recover_batch([whole, narrow], tiny_slice("llama", 2), seeded())
     with pytest.raises(InputError, match="at least 1 prompt"):
         SipIt(batch=0)
 

@@ -139,10 +139,14 @@ def test_of_several_experiments_one_that_does_not_fit_does_not_end_the_others(
     tiny: Callable[..., str], tmp_path: Path
 ) -> None:
     setting = {"model": tiny("llama"), "layers": (1, 2)}
+    (tmp_path / "table-8.json").write_text("as it was")
     wrong, right = command.run(["table-8", "table-1"], setting, {}, tmp_path, measure=False)
     assert wrong["rows"] == [] and wrong["notes"] == ["not run: this experiment takes one layer"]
+    assert "- not run: this experiment takes one layer" in markdown_table(wrong)
     assert [row["keys"]["layer"] for row in right["rows"]] == [1, 2]
-    assert "not run: this experiment takes one layer" in (tmp_path / "table-8.md").read_text()
+    assert (tmp_path / "table-8.json").read_text() == "as it was"
+    with pytest.raises(InputError, match="no model at"):
+        command.run(["table-1", "schemes"], {"model": "/nowhere/at-all"}, {}, tmp_path, measure=False)
     with pytest.raises(InputError, match="takes one layer"):
         command.run(["table-8", "table-8"], setting, {}, tmp_path, measure=False)
 
@@ -167,6 +171,20 @@ def test_workers_join_the_ray_that_the_environment_names(
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:9")
     with pytest.raises(HiddenlabError, match=r"no Ray cluster answers at 127.0.0.1:9"):
         conduct("t", made_of({"x": 1}, {"x": 2}), tmp_path, workers=2)
+
+
+def test_tables_name_the_versions_that_measured_them(measured: list[dict[str, Any]], tmp_path: Path) -> None:
+    cells = made_of({"x": 1}, {"x": 2}, {"x": 3, "fails": True}).cells
+    for cell, commits in zip(cells, (["a", "b"], ["b"], ["c"]), strict=True):
+        measure_cell(cell, tmp_path)
+        path = cell.folder(tmp_path) / "result.json"
+        result = json.loads(path.read_text())
+        result["made"]["commits"] = commits
+        path.write_text(json.dumps(result))
+    folded = Experiment("A table", cells, {"exact": "exact prompts"}, fold=lambda rows: rows[:1])
+    table = conduct("t", folded, tmp_path, measure=False)
+    assert table["versions"] == ["a", "b"]
+    assert "Measured by a, b." in markdown_table(table)
 
 
 def test_a_folder_that_cannot_be_written(measured: list[dict[str, Any]], tmp_path: Path) -> None:

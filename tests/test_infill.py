@@ -1,12 +1,14 @@
 """Learned infilling: what a node does not hold takes no part, training resumes as it was, views are the plan's."""
 
 import random
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from filelock import FileLock
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -274,6 +276,43 @@ def test_it_stops_where_nothing_is_gained_and_keeps_the_best(
     with pytest.raises(InputError, match=r"is of another training: shards .*'alpha': 3.*not .*'alpha': 2"):
         training.train_infiller(slice, public, Shards(2, 2, 1), recipe, lambda *_: None)
     assert other.read_bytes() == path.read_bytes()
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_the_same_infiller_is_trained_once(tiny: TinyPath, texts: str) -> None:
+    slice = load_slice(tiny("llama", tokenizer=True), 0, stream="embed", device="cpu")
+    observation = released(slice, letters(slice), "shard:alpha=3,c=2")
+    given = (
+        slice,
+        as_whole(observation.public),
+        Shards.of(observation.public),
+        Recipe(text=texts, steps=4, **SMALL),
+    )
+    path = training.checkpoint_path(training._identity(*given))
+    path.parent.mkdir(parents=True)
+    held, free = threading.Event(), threading.Event()
+    heard: list[tuple[str, int]] = []
+
+    def hold() -> None:
+        with FileLock(path.with_suffix(".lock")):
+            held.set()
+            free.wait(30)
+
+    def hear(what: str, done: int, total: int) -> None:
+        heard.append((what, done))
+        if what == training.WAITING:
+            free.set()
+
+    other = threading.Thread(target=hold)
+    other.start()
+    held.wait(30)
+    training.train_infiller(*given, hear)
+    other.join()
+    assert heard[:2] == [(training.WAITING, 0), (training.WAITING, 1)]
+    heard.clear()
+    with FileLock(path.with_suffix(".lock")):  # where there is nothing to train, nobody waits
+        training.train_infiller(*given, hear)
+    assert not heard
 
 
 @pytest.mark.usefixtures("own_cache")

@@ -1,6 +1,8 @@
 """What stood before a prompt is found from what its rows leave over, and what is found makes rows exact again."""
 
+import itertools
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -82,6 +84,48 @@ def test_prompts_behind_a_random_prefix_are_decoded_again(
         distances.append(sum(one.distance for one in found.tokens))
     assert right[1] == len(TOKENS)
     assert distances[1] < 0.1 * distances[0]
+
+
+@pytest.mark.usefixtures("small_probes")
+def test_a_decoding_that_explains_less_is_not_taken(
+    tiny_slice: TinySlice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slice = tiny_slice("gpt2", 1)
+    observation, _ = Channel.parse(["random-prefix"]).release(slice, TOKENS, torch.Generator().manual_seed(0))
+    found = []
+    for rounds in (0, 1):
+        growing = itertools.count(0.0, -1.0)  # the new decoding is asked first
+        monkeypatch.setattr(Unknown, "left", lambda *_, growing=growing: next(growing))
+        monkeypatch.setattr(Unknown, "solve", lambda self, start: start)
+        joint = JointDecoding(model=False, beam=2, rounds=rounds)
+        found.append(joint.recover(observation, slice, torch.Generator().manual_seed(0)))
+    assert [one.distance for one in found[0].tokens] == [one.distance for one in found[1].tokens]
+    assert found[0].evaluated_tokens < found[1].evaluated_tokens
+
+
+@pytest.mark.usefixtures("small_probes")
+def test_the_facts_count_where_no_stage_says_what_stands_before(tiny_slice: TinySlice) -> None:
+    """Positions are those behind as many embeddings as there are said to be, though nothing is known of them."""
+    slice = tiny_slice("gpt2", 1)
+    observation, _ = Channel.parse([]).release(slice, TOKENS, torch.Generator().manual_seed(0))
+    public = replace(observation.public, prefix_tokens=2)
+    joint = JointDecoding(model=False, beam=2)
+    prepared, _ = joint.prepare(replace(observation, public=public), slice)
+    beginning = prepared.engines.beginning()
+    assert (beginning.length, beginning.offset) == (0, 2)
+
+
+@pytest.mark.usefixtures("small_probes")
+def test_what_is_not_a_number_is_not_kept(tiny_slice: TinySlice, monkeypatch: pytest.MonkeyPatch) -> None:
+    slice = tiny_slice("llama", 1)
+    decoding, _ = decoding_of(slice, ["random-prefix"], TOKENS)
+    search, start = Unknown(decoding, slice, Matcher(1, False)), slice.embed(torch.tensor([3])).clone()
+    monkeypatch.setattr(
+        torch.optim.LBFGS,
+        "step",
+        lambda self, loss: self.param_groups[0]["params"][0].data.fill_(float("nan")),
+    )
+    assert torch.equal(search.solve(start), start)
 
 
 def test_rounds_are_a_number() -> None:

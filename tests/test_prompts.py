@@ -89,6 +89,9 @@ def test_of_the_turns_of_a_conversation_the_first_counts(tmp_path: Path) -> None
     assert [one.text for one in load_prompts(where, column="turns", limit=1)] == ["a b"]
     with pytest.raises(InputError, match="line 2: a prompt must be a string, and this is of type list"):
         load_prompts(where, column="turns")
+    (tmp_path / "lists.json").write_text('[["a", "b"]]')
+    with pytest.raises(InputError, match="of type list"):
+        load_prompts(str(tmp_path / "lists.json"))
 
 
 def test_builtin_is_varied() -> None:

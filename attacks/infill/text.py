@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 from contextlib import suppress
+from itertools import islice
 
 import torch
 from jaxtyping import Int
@@ -38,7 +39,7 @@ def windows(
     if source == OWN:
         return own_text(slice, count, length, seed, progress)
     found: list[Tensor] = []
-    for prompt in iter_prompts(source):
+    for prompt in islice(iter_prompts(source), count):
         ids = torch.tensor(slice.tokenize(prompt.text))
         found += list(ids[: len(ids) // length * length].view(-1, length))
         progress("reading texts", min(len(found), count), count)

@@ -7,13 +7,13 @@ import os
 import random
 import time
 from collections.abc import Mapping
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from filelock import FileLock
+from filelock import FileLock, Timeout
 from jaxtyping import Bool, Float, Int
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -33,6 +33,8 @@ from hiddenlab.slice.load import cache_dir, resolve_model
 
 FORMAT = 2
 HELD_OUT = 32  # windows on which training is judged, each with one mask
+DAMAGED = OSError, SafetensorError, KeyError, ValueError, TypeError, AttributeError  # what one may raise
+WAITING = "waiting for another process that trains this infiller"
 MIN_GAIN = 1e-3  # of the held-out loss, for an evaluation to count as better
 
 
@@ -175,12 +177,24 @@ def train_infiller(
         InputError: the texts cannot be had, there is no such masked language model, or the checkpoint is another's.
     """
     identity = _identity(slice, public, shards, recipe, masked)
-    path = checkpoint_path(identity)
-    path.parent.mkdir(parents=True, exist_ok=True)
     # Processes that accelerate started together train together.
-    together = int(os.environ.get("WORLD_SIZE", "1")) > 1
-    with nullcontext() if together else FileLock(path.with_suffix(".lock")):
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 or _begun(identity, done=True):
         return _trained(identity, slice, public, shards, recipe, progress, masked)
+    path = checkpoint_path(identity)
+    lock = FileLock(path.with_suffix(".lock"))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock.acquire(timeout=0)
+    except Timeout:
+        progress(WAITING, 0, 1)
+        lock.acquire()
+        progress(WAITING, 1, 1)
+    except OSError as error:
+        raise InputError(f"cannot write into {path.parent}: {error.strerror or error}") from None
+    try:
+        return _trained(identity, slice, public, shards, recipe, progress, masked)
+    finally:
+        lock.release()
 
 
 def _trained(
@@ -328,12 +342,12 @@ def _save(
         work.replace(target)
 
 
-def _begun(identity: dict[str, Any]) -> bool:
-    """Whether there is a checkpoint to go on from; a damaged one is none."""
+def _begun(identity: dict[str, Any], done: bool = False) -> bool:
+    """Whether there is a checkpoint to go on from, or one of a training that has ended; a damaged one is none."""
     path = checkpoint_path(identity)
-    with suppress(OSError, SafetensorError, KeyError, ValueError), safe_open(path, "pt") as file:
-        _own(file, identity, path)
-        return True
+    with suppress(*DAMAGED), safe_open(path, "pt") as file:
+        about = _own(file, identity, path)
+        return not done or bool(about["state"]["done"])
     return False
 
 
@@ -355,7 +369,7 @@ def _own(file: Any, identity: dict[str, Any], path: Path) -> dict[str, Any]:
 def _load(identity: dict[str, Any], infiller: Infiller) -> tuple[State, dict[str, Tensor]]:
     """The state of a training and its optimiser's moments; a new one where there is no readable checkpoint."""
     path = checkpoint_path(identity)
-    with suppress(OSError, SafetensorError, KeyError, ValueError, TypeError), safe_open(path, "pt") as file:
+    with suppress(*DAMAGED), safe_open(path, "pt") as file:
         about = _own(file, identity, path)
         history = [(int(step), float(loss)) for step, loss in about["state"]["history"]]
         state = State(**{**about["state"], "history": history})

@@ -158,7 +158,7 @@ class JointDecoding:
             before = channel.added(slice, generator(self.seed, "joint", "before"))
             engines = Engines(
                 runs, matcher, speaker, first, adapter, None if fast else self._screen,
-                prefix_of(before, runs) if len(before) else None,
+                prefix_of(before, runs) if len(before) else None, public.prefix_tokens,
             )  # fmt: skip
             learned = learn_weights(channel, engines, reader, self.seed, self.progress)
         return Prepared(public, public, slice, engines, reader, learned), seconds

@@ -42,6 +42,7 @@ class Engines:
         speaker: the language model, with what it reads before every prompt; never extended itself.
         screen: runs many candidates at once first, where it is faster than ``slice``, or None.
         before: what is supposed to stand before every prompt, where that is not known; never extended itself.
+        offset: positions before the first token, where nothing is supposed to stand there.
     """
 
     slice: Slice
@@ -51,11 +52,12 @@ class Engines:
     adapter: Adapter | None = None  # learns from candidates that failed
     screen: Screen | None = None
     before: Prefix | None = None
+    offset: int = 0
 
     def beginning(self, before: Prefix | None = None) -> Prefix:
-        """What a prompt begins with: embeddings that were found, those that are supposed, or nothing."""
+        """What a prompt begins with: embeddings that were found, those that are supposed, or room for them."""
         before = before or self.before
-        return self.slice.prefix() if before is None else before.fork()
+        return self.slice.prefix(offset=self.offset) if before is None else before.fork()
 
     @property
     def model(self) -> Slice | None:

@@ -54,6 +54,7 @@ class Unknown:
         with torch.inference_mode(False), torch.enable_grad():
             points = start.clone().requires_grad_()
             left = self.left(points)
+            best = left, start
             for _ in range(STAGES):
                 scale = max(left, EXPLAINED) ** 2
                 optimiser = torch.optim.LBFGS([points], max_iter=STEPS, line_search_fn="strong_wolfe")
@@ -66,9 +67,11 @@ class Unknown:
 
                 optimiser.step(loss)  # type: ignore[no-untyped-call]
                 before, left = left, self.left(points)
-                if left > BETTER * before or left < EXPLAINED:
+                if left < best[0]:
+                    best = left, points.detach().clone()
+                if not EXPLAINED <= left <= BETTER * before:  # nor where it is not a number
                     break
-            return points.detach()
+            return best[1]
 
     def left(self, points: Float[Tensor, "p d"]) -> float:
         """Median share of the rows' norms that some embeddings leave unexplained."""
