@@ -93,8 +93,11 @@ def _plain(value: Any) -> str:
 
 def brackets(table: Mapping[str, Any]) -> str:
     """What brackets mean, and which versions of the code measured the rows."""
-    versions = ", ".join(table.get("versions") or ())  # tables of older versions lack them
-    made = f" Measured by {versions}." if versions else ""
+    versions = table.get("versions")
+    if versions is None:  # of an older version
+        rows = [row for row in table["rows"] if row["status"] == "measured" and row.get("commit")]
+        versions = list(dict.fromkeys(row["commit"] for row in rows))
+    made = f" Measured by {', '.join(versions)}." if versions else ""
     return f"Brackets are 95 % intervals over prompts.{made}"
 
 
