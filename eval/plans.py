@@ -5,7 +5,16 @@ from typing import Any
 from defenses.cascade.cost import Shape, layer_bytes
 from defenses.cascade.plan import AttnNode, Plan
 from eval.experiment import Cell, Experiment, Setting, attack_cell
-from eval.sharding import NODES, SHARDED, infill_notes, infill_spec, infilled, shard_tokens, sums_cell
+from eval.sharding import (
+    ATTN_ROWS,
+    NODES,
+    SHARDED,
+    infill_notes,
+    infill_spec,
+    infilled,
+    shard_tokens,
+    sums_cell,
+)
 from hiddenlab.errors import InputError
 from hiddenlab.slice.load import load_config, resolve_model
 
@@ -61,6 +70,7 @@ def plan(setting: Setting, alpha: int = 8, c: int = 8, m: int = 4, budget: int =
             f"The gap search tries {budget:,} sequences a gap at most, and only what its priors propose for gaps of "
             "more than eight tokens; matching ends at a node's first gap.",
             *infill_notes(setting),
+            ATTN_ROWS,
         ],
         fold=_worst_first,
     )

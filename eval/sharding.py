@@ -14,10 +14,13 @@ SHARDED = {
 }  # fmt: skip
 SHARD_TOKENS = 96  # the shortest prompt in which every node of the largest table holds tokens
 GAP_BUDGET = 200_000
+ATTN_ROWS = (
+    "AttnNodes get queries, keys and values; as in the paper (appendix M) the attacker is given the hidden states of "
+    "the same rows."
+)
 NODES = (
     "CompNodes are from the middle of the plan. Where alpha times c does not divide the prompt's length, nodes before "
-    "them hold a cluster more. AttnNodes get queries, keys and values; as in the paper (appendix M) the attacker is "
-    "given the hidden states of the same rows."
+    f"them hold a cluster more. {ATTN_ROWS}"
 )
 
 

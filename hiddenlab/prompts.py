@@ -46,9 +46,9 @@ def load_prompts(
               directory of data files (no colon in its path); an empty split means ``train``.
             - any other file: text. Lines that are exactly ``---`` part the prompts (one may also stand first
               or last in the file); without such a line, every line that is not blank is a prompt.
-        column: which column holds the text, where there are columns; by default ``text``, else ``prompt``. Of a
-            column's list of strings (the turns of a conversation) the first counts.
-            Wins over a column named in ``source``.
+        column: which column holds the text, where there are columns; by default ``text``, else ``prompt``.
+            Wins over a column named in ``source``. Of a list of strings in it (turns of a conversation) the first
+            counts.
         limit: at most so many prompts, from the start. What follows is neither read nor checked, save that
             text and ``.json`` files are always read whole.
 

@@ -166,12 +166,11 @@ def train_infiller(
     """An infiller for a site and a family of views: from the cache, where training ended or was interrupted.
 
     One that reads states starts from the infiller of tokens alone, which is trained first: what states say beyond
-    their own tokens is little, and would not be found beside a language that has yet to be learned.
+    their own tokens is little, and would not be found beside a language that has yet to be learned. Of two processes
+    that need the same infiller the second waits for the first.
 
     Args:
         public: the channel, as if every row had been shown. masked: a masked language model to tune, else the slice's.
-
-    Two processes that need the same infiller train it once: the second waits.
 
     Raises:
         InputError: the texts cannot be had, there is no such masked language model, or the checkpoint is another's.
@@ -346,12 +345,12 @@ def _begun(identity: dict[str, Any], done: bool = False) -> bool:
     """Whether there is a checkpoint to go on from, or one of a training that has ended; a damaged one is none."""
     path = checkpoint_path(identity)
     with suppress(*DAMAGED), safe_open(path, "pt") as file:
-        about = _own(file, identity, path)
+        about = _described(file, identity, path)
         return not done or bool(about["state"]["done"])
     return False
 
 
-def _own(file: Any, identity: dict[str, Any], path: Path) -> dict[str, Any]:
+def _described(file: Any, identity: dict[str, Any], path: Path) -> dict[str, Any]:
     """What a checkpoint says of itself.
 
     Raises:
@@ -370,7 +369,7 @@ def _load(identity: dict[str, Any], infiller: Infiller) -> tuple[State, dict[str
     """The state of a training and its optimiser's moments; a new one where there is no readable checkpoint."""
     path = checkpoint_path(identity)
     with suppress(*DAMAGED), safe_open(path, "pt") as file:
-        about = _own(file, identity, path)
+        about = _described(file, identity, path)
         history = [(int(step), float(loss)) for step, loss in about["state"]["history"]]
         state = State(**{**about["state"], "history": history})
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
