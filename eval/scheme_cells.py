@@ -17,7 +17,7 @@ from attacks.closed_weights.substitution import solve
 from attacks.closed_weights.view import ServerView
 from attacks.vocab_match import VocabMatch
 from defenses.schemes.shares import HELPER, Centaur, PermLLM
-from defenses.schemes.stip import SERVER, Stip
+from defenses.schemes.stip import SERVER, Keys, Stip
 from defenses.schemes.walk import Plain, walk
 from defenses.schemes.weights import Weights, load_weights, write_checkpoint
 from eval.experiment import Figures
@@ -57,6 +57,7 @@ REVEALING = {
     "centaur": _Revealing(Centaur, SERVER, "hidden-perm:shared"),
     "permllm": _Revealing(PermLLM, HELPER, "2d-perm"),
 }
+CLOSED = ("stip", "centaur")  # schemes whose server has a permuted model, and users' vectors in its order
 SCHEMES: dict[str, Any] = {"stip": Stip, **{name: one.make for name, one in REVEALING.items()}}
 
 
@@ -64,9 +65,12 @@ def scheme(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> F
     """A scheme's logits and cost beside the plain model's, run step by step by the same code.
 
     Args:
-        spec: model, prompts, limit, max_tokens, seed, scheme, generate (new tokens to compare, STIP only).
+        spec: model, prompts, limit, max_tokens, seed, scheme, generate (new tokens to compare, STIP only); dtype, in
+            which both compute (default float32). The plain model is compared with itself in float64.
     """
     weights, prompts = model_and_prompts(spec)
+    weights = weights.to(getattr(torch, spec.get("dtype", "float32")))
+    wide = weights.to(torch.float64) if spec["scheme"] == PLAIN else weights
     own = None if spec["scheme"] == PLAIN else SCHEMES[spec["scheme"]](weights, seed=spec["seed"])
     rows: list[tuple[float, ...]] = []
     generated: list[bool] = []
@@ -78,7 +82,7 @@ def scheme(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> F
             plain = walk(weights, weights.inputs(tokens), Plain())[0]
             between = time.perf_counter()
             before_bytes = _told(own)
-            logits = plain if own is None else own.logits(tokens)
+            logits = walk(wide, wide.inputs(tokens), Plain())[0] if own is None else own.logits(tokens)
             ended = time.perf_counter()
             for name, was, now in zip(told, before_bytes, _told(own), strict=True):
                 told[name].append(now - was)
@@ -105,10 +109,9 @@ def scheme(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> F
         out["same_generated"] = share(generated)
     if generated:
         return as_figures({"same_generated": out["same_generated"]})
-    figures = as_figures(out)
+    figures = as_figures(out) | {"largest_logit_error": exactly(max(errors), len(errors))}
     if own is not None:
         figures |= as_figures({name: mean(values) for name, values in told.items()})
-        figures["largest_logit_error"] = exactly(max(errors), len(errors))
     return figures
 
 
@@ -122,12 +125,13 @@ def _told(own: Any) -> tuple[float, float, float]:
 
 
 def closed_weights(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> Figures:
-    """STIP's server reads its users, given its own view as a file and nothing else.
+    """A scheme's server reads its users, given its own view as a file and nothing else.
 
     Args:
-        spec: model, prompts, limit, max_tokens, seed; embedding: ``public`` (the attacker has the token embedding),
-            ``base`` (it has that of a public model, from which the private one was tuned: every value moved by
-            ``drift`` standard deviations) or ``tied`` (it has no embedding; recovered are symbols, one for each token).
+        spec: model, prompts, limit, max_tokens, seed; scheme: ``stip`` (default) or ``centaur``; embedding: ``public``
+            (the attacker has the token embedding), ``base`` (it has that of a public model, from which the private one
+            was tuned: every value moved by ``drift`` standard deviations) or ``tied`` (it has no embedding; recovered
+            are symbols, one for each token).
     """
     weights, prompts = model_and_prompts(spec)
     assert weights.embedding is not None
@@ -135,14 +139,13 @@ def closed_weights(spec: dict[str, Any], folder: Path, progress: Progress = sile
     if spec["embedding"] == "base":
         noise = torch.randn(public.shape, generator=generator(spec["seed"], "drift"))
         weights = replace(weights, embedding=public + spec["drift"] * float(public.std()) * noise)
-    stip = Stip(weights, seed=spec["seed"])
-    view = stip_view(stip, prompts)
+    view, keys = _closed(spec.get("scheme", "stip"), weights, prompts, spec["seed"])
     view = ServerView.load(view.save(folder).parent)
     started = time.perf_counter()
     if spec["embedding"] == "tied":
         rebuilt = rebuild_tied(view)
         found = [list(symbols) for symbols in rebuilt.symbols]
-        names = {int(row): symbol for symbol, row in enumerate(stip.user.keys.vocabulary.tolist())}
+        names = {int(row): symbol for symbol, row in enumerate(keys.vocabulary.tolist())}
         truth = [[names[token] for token in tokens] for tokens in prompts]
     else:
         found, truth = with_public_embedding(view, public)[0], prompts
@@ -162,6 +165,32 @@ def stip_view(stip: Stip, prompts: Sequence[Sequence[int]]) -> ServerView:
     """What STIP's server holds after some requests."""
     vectors = tuple(stip.user.encrypt(tokens) for tokens in prompts)
     return ServerView(stip.server.permuted.head.weight, vectors)
+
+
+def centaur_view(centaur: Centaur, prompts: Sequence[Sequence[int]]) -> ServerView:
+    """What Centaur's server holds after some requests: it puts together at the first norm what users shared.
+
+    Position vectors (GPT-2 type) are in it, which the server has itself.
+    """
+    ring, positions, shown = centaur.ring, centaur.permuted.positions, []
+    for tokens in prompts:
+        centaur.transcript.learnt.clear()
+        centaur.show(tokens, 1)
+        (seen,) = centaur.transcript.seen(SERVER, label="norm1", layer=1)
+        added = 0 if positions is None else ring.decode(ring.encode(positions[: len(tokens)]))
+        shown.append(seen.value - added)
+    return ServerView(centaur.permuted.head.weight, tuple(shown), ring.step)
+
+
+def _closed(
+    scheme: str, weights: Weights, prompts: Sequence[Sequence[int]], seed: int
+) -> tuple[ServerView, Keys]:
+    """The view of a scheme's server, and the keys that it does not have."""
+    if scheme == "centaur":
+        centaur = Centaur(weights, seed=seed)
+        return centaur_view(centaur, prompts), centaur.user.keys
+    stip = Stip(weights, seed=seed)
+    return stip_view(stip, prompts), stip.user.keys
 
 
 def substitution(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> Figures:
@@ -342,7 +371,7 @@ def _shown(
     run = how.make(weights, seed=seed)
     for tokens in prompts:
         run.transcript.learnt.clear()
-        run.logits(tokens)
+        run.show(tokens, layer + 1)
         (seen,) = run.transcript.seen(how.party, label="norm1", layer=layer + 1)
         yield list(tokens), seen.value
 

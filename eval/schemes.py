@@ -4,7 +4,7 @@ from typing import Any
 
 from eval.experiment import Cell, Experiment, Setting, attack_cell
 from eval.paper import PERMUTATIONS
-from eval.scheme_cells import PLAIN, REVEALING, SCHEMES
+from eval.scheme_cells import CLOSED, PLAIN, REVEALING, SCHEMES
 from hiddenlab.errors import InputError
 
 SAME, NONE = "same", "none"  # a language model to help: of the attacked model's name, or none
@@ -28,6 +28,9 @@ def schemes(setting: Setting, generate: int = 8) -> Experiment:
             "scheme": name,
         }
         cells.append(Cell("scheme", {**spec, "generate": 0}, {"scheme": name}))
+        if name == "stip":
+            wide = {**spec, "generate": 0, "dtype": "float64"}
+            cells.append(Cell("scheme", wide, {"scheme": f"{name}, both in float64"}))
         if name == "stip" and generate:
             keys = {"scheme": f"{name}, generating {generate} tokens"}
             cells.append(Cell("scheme", {**spec, "generate": generate}, keys))
@@ -40,8 +43,9 @@ def schemes(setting: Setting, generate: int = 8) -> Experiment:
             "over_plain": "over the plain model", "megabytes": "MB", "rounds": "rounds", "dealt_megabytes": "MB dealt",
         },
         [
-            "Plain is the same step-by-step code in float32. Centaur and PermLLM compute on 64-bit shares with 16 bits "
-            "behind the point; all parties run one after the other in one process, links cost nothing.",
+            "Plain is the same step-by-step code in float32; its own error is against itself in float64. Centaur and "
+            "PermLLM compute on 64-bit shares with 16 bits behind the point; all parties run one after the other in "
+            "one process, links cost nothing.",
             "MB are what the parties send each other for one prompt; dealt is correlated randomness handed out "
             "beforehand by a trusted dealer; making it is part of the seconds. Rounds count one exchange each, without "
             "merging independent ones. On shares 10 prompts, else 50.",
@@ -56,29 +60,28 @@ MATCHED = {
 
 
 def closed_weights(setting: Setting) -> Experiment:
-    """STIP broken by its server: public, tied, and fine-tuned embeddings (appendices I.2 and I.3)."""
+    """STIP and Centaur broken by their server: public, tied, and fine-tuned embeddings (appendices I.2 and I.3)."""
     spec = {"model": setting.model, "seed": setting.seed, **setting.source()}
-    cells = [
-        Cell(
-            "closed-weights",
-            {**spec, "embedding": "public", "drift": 0.0},
-            {"the attacker has": "the embedding"},
-        ),
-        Cell(
-            "closed-weights",
-            {**spec, "embedding": "tied", "drift": 0.0},
-            {"the attacker has": "its view (tied head)"},
-        ),
+    knows: list[tuple[str, float, str]] = [
+        ("public", 0.0, "the embedding"),
+        ("tied", 0.0, "its view (tied head)"),
     ]
     for drift in (0.01, 0.1, 0.3, 1.0):
-        keys = {"the attacker has": f"a base model's embedding, {drift:g} sd away"}
-        cells.append(Cell("closed-weights", {**spec, "embedding": "base", "drift": drift}, keys))
+        knows.append(("base", drift, f"a base model's embedding, {drift:g} sd away"))
+    cells = []
+    for scheme in CLOSED:
+        own = {} if scheme == CLOSED[0] else {"scheme": scheme}
+        for embedding, drift, label in knows:
+            keys = {"scheme": scheme, "the attacker has": label}
+            more = {"embedding": embedding, "drift": drift, **own}
+            cells.append(Cell("closed-weights", {**spec, **more}, keys))
     return Experiment(
-        "STIP with closed weights, read by its server",
+        "STIP and Centaur with closed weights, read by their server",
         cells,
         READS,
         [
-            "The attack gets the server's view as a file: the permuted output layer and the vectors that users sent.",
+            "The attack gets the server's view as a file: the permuted output layer, and the vectors that users sent "
+            "(STIP) or that it puts together at the first norm, rounded to fixed-point numbers (Centaur).",
             "Tied head: exact up to renaming. Recovered are the rows of the permuted vocabulary, one symbol for each "
             "token, and the embedding in the users' order; which symbol is which token: see 'substitution'.",
             "Base model: every value of the private embedding is moved by noise of so many standard deviations of "

@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 from torch import Tensor
 
 from attacks.closed_weights import prior
@@ -24,12 +25,13 @@ from attacks.closed_weights.prior import refine
 from attacks.closed_weights.recover import collect_untied, rebuild_tied, with_public_embedding
 from attacks.closed_weights.substitution import solve
 from attacks.closed_weights.view import FILE, ServerView
+from defenses.schemes.shares import Centaur
 from defenses.schemes.stip import Stip
 from defenses.schemes.walk import Plain, walk
 from defenses.schemes.weights import load_weights, write_checkpoint
 from eval import scheme_cells
 from eval.experiment import Setting
-from eval.scheme_cells import stip_view
+from eval.scheme_cells import centaur_view, stip_view
 from eval.schemes import permuted_model, substitution
 from hiddenlab import registry
 from hiddenlab.core import silent
@@ -138,6 +140,25 @@ def test_an_untied_embedding_gives_symbols_only(untied: Stip) -> None:
     assert len({s for s, _ in pairs}) == len({t for _, t in pairs}) == len(pairs)
 
 
+@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
+def test_centaurs_server_reads_what_it_puts_together(tiny: TinyPath, architecture: str) -> None:
+    weights, _ = load_weights(tiny(architecture, tie_word_embeddings=True))
+    centaur = Centaur(weights, seed=3)
+    view, plain = centaur_view(centaur, PROMPTS), stip_view(Stip(weights, seed=3), PROMPTS)
+    for seen, sent in zip(view.requests, plain.requests, strict=True):
+        assert not torch.equal(seen, sent)  # rounded to fixed-point numbers
+        assert float((seen - sent).abs().max()) <= view.step
+    rebuilt = rebuild_tied(view)
+    keys = centaur.user.keys
+    assert [[int(keys.vocabulary[s]) for s in row] for row in rebuilt.symbols] == PROMPTS
+    assert 0 < rebuilt.residual <= view.step
+    assert with_public_embedding(view, weights.inputs(range(300)))[0] == PROMPTS
+    assert collect_untied(view.requests) == collect_untied(plain.requests)
+    other = load_weights(tiny(architecture, tie_word_embeddings=False))[0]
+    with pytest.raises(NotApplicableError, match="not tied"):
+        rebuild_tied(centaur_view(Centaur(other, seed=3), PROMPTS))
+
+
 def test_the_attack_needs_no_file_but_its_view(tied: Stip, tmp_path: Path) -> None:
     """In another process and an empty folder: no weights, no embedding, no order can be reached."""
     view = stip_view(tied, PROMPTS)
@@ -169,8 +190,14 @@ def test_views_on_disk(tied: Stip, tmp_path: Path) -> None:
     view = stip_view(tied, PROMPTS)
     back = ServerView.load(view.save(tmp_path).parent)
     assert torch.equal(back.head, view.head) and all(map(torch.equal, back.requests, view.requests))
-    assert "3 requests" in repr(back)
+    assert "3 requests" in repr(back) and back.step == 0
     path = tmp_path / FILE
+    rounded = ServerView(view.head, view.requests, 2.0**-16)
+    assert ServerView.load(rounded.save(tmp_path).parent).step == 2.0**-16
+    save_file({"head": view.head, "vectors": view.requests[0], "lengths": torch.tensor([5])}, path)
+    assert ServerView.load(tmp_path).step == 0
+    with pytest.raises(InputError, match="step"):
+        ServerView(view.head, view.requests, -1.0)
     path.write_bytes(path.read_bytes()[:200])
     with pytest.raises(InputError, match="no server's view"):
         ServerView.load(tmp_path)
@@ -358,9 +385,11 @@ def test_measures_of_schemes(spec: dict[str, object], tmp_path: Path) -> None:
         found = scheme_cells.scheme({**spec, "scheme": name, "generate": 0}, tmp_path)
         assert found["top1_agreement"]["value"] == 1
         assert ("megabytes" in found) == (name != "plain")
-        assert found.get("largest_logit_error", {"value": 0})["value"] < 2e-3
+        assert 0 < found["largest_logit_error"]["value"] < 2e-3
     found = scheme_cells.scheme({**spec, "scheme": "stip", "generate": 3}, tmp_path)
     assert found["same_generated"]["value"] == 1
+    wide = scheme_cells.scheme({**spec, "scheme": "stip", "generate": 0, "dtype": "float64"}, tmp_path)
+    assert wide["largest_logit_error"]["value"] < 1e-10
 
 
 @pytest.mark.parametrize(
@@ -371,6 +400,8 @@ def test_measures_of_closed_weights(
 ) -> None:
     found = scheme_cells.closed_weights({**spec, "embedding": embedding, "drift": drift}, tmp_path)
     assert found["exact"]["value"] == exact and (tmp_path / FILE).is_file()
+    shared = {**spec, "embedding": embedding, "drift": drift, "scheme": "centaur"}
+    assert scheme_cells.closed_weights(shared, tmp_path)["exact"]["value"] == exact
     far = scheme_cells.closed_weights({**spec, "embedding": "base", "drift": 30.0}, tmp_path)
     assert far["exact"]["value"] == 0
 

@@ -201,6 +201,9 @@ def test_what_the_server_of_centaur_learns(tiny: TinyPath) -> None:
     weights, _ = load_weights(tiny("llama"))
     states = walk(weights, weights.inputs(TOKENS), Plain())[1]
     run = Centaur(weights, seed=1)
+    run.show(TOKENS, 1)
+    assert [one.label for one in run.transcript.learnt] == ["norm1", "softmax", "norm2", "activation"]
+    run.transcript.learnt.clear()
     run.logits(TOKENS)
     labels = [one.label for one in run.transcript.seen(SERVER)]
     assert labels == ["norm1", "softmax", "norm2", "activation"] * len(weights.blocks) + ["final"]

@@ -52,14 +52,14 @@ def likeliest_order(rows: Float[Tensor, "m d"], guessed: Float[Tensor, "m d"]) -
 
 
 def common_order(
-    rows: Float[Tensor, "m d"], matched: Float[Tensor, "m d"], tolerance: float = 1e-5
+    rows: Float[Tensor, "m d"], matched: Float[Tensor, "m d"], tolerance: float = 1e-5, rounding: float = 0.0
 ) -> Int[Tensor, " d"]:
     """The one order of coordinates with ``rows[:, j] = matched[:, order[j]]`` for all rows.
 
     A coordinate is told from the others by its values in all rows; those that agree everywhere are interchangeable.
 
     Args:
-        tolerance: largest difference, relative to the rows' largest value.
+        tolerance: largest difference, relative to the rows' largest value. rounding: what comes on top, as it is.
 
     Raises:
         NotApplicableError: there is no such order.
@@ -71,7 +71,7 @@ def common_order(
     _, order = linear_sum_assignment(cost.numpy())
     found = torch.from_numpy(order).long()
     worst = float((rows - matched[:, found]).abs().max())
-    if worst > tolerance * max(float(rows.abs().max()), 1e-30):
+    if worst > tolerance * max(float(rows.abs().max()), 1e-30) + rounding:
         raise NotApplicableError(
             "the vectors have no common order of coordinates; each request may have its own, or they are of "
             "another model"

@@ -36,7 +36,7 @@ def with_public_embedding(
     rows, counts = rows_of(view.requests)
     found, distance, margin = match_sorted(rows, embedding)
     norms = torch.linalg.vector_norm(embedding[found], dim=1)
-    if bool((distance > EXACT * norms).any()):  # not these very vectors: the order helps
+    if bool((distance > EXACT * norms + _rounding(view)).any()):  # not these very vectors: the order helps
         found, distance, margin = _in_one_order(rows, embedding, found)
     sure = margin / (margin + distance).clamp(min=1e-30)
     return [part.tolist() for part in found.split(counts)], sure
@@ -86,28 +86,33 @@ def rebuild_tied(view: ServerView) -> Rebuilt:
         places.setdefault(symbol, place)
     distinct = rows[list(places.values())[:SEEN_FOR_ORDER]]
     found, distance, _ = match_sorted(distinct, view.head)
-    scale = torch.linalg.vector_norm(distinct, dim=1).clamp(min=1e-30)
-    if float((distance / scale).max()) > EXACT:
+    norms = torch.linalg.vector_norm(distinct, dim=1)
+    if bool((distance > EXACT * norms + _rounding(view)).any()):
         raise NotApplicableError(
             "the vectors that users send are not those of the output layer: the embedding is not tied; "
             "see 'untied' and 'fine-tuned'"
         )
-    order = common_order(distinct, view.head[found])
+    order = common_order(distinct, view.head[found], rounding=view.step)
     table = view.head[:, order]
     symbols, residual = _nearest(rows, table)
     return Rebuilt(table, order, tuple(tuple(part.tolist()) for part in symbols.split(counts)), residual)
 
 
+def _rounding(view: ServerView) -> float:
+    """How far (L2) rounding to fixed-point numbers can move a vector; twice that, for what float32 adds."""
+    return float(view.step * view.head.shape[1] ** 0.5)
+
+
 def _nearest(
     rows: Float[Tensor, "rows d"], table: Float[Tensor, "v d"]
 ) -> tuple[Int[Tensor, " rows"], float]:
-    """The table row with each row's very values; coordinates are in order now."""
+    """The table row with each row's very values, or else the nearest; coordinates are in order now."""
     known: dict[Hashable, int] = {}
     for i, row in enumerate(table.numpy()):
         known.setdefault(row.tobytes(), i)
     found = torch.tensor([known.get(row.tobytes(), -1) for row in rows.numpy()])
-    for i in (found < 0).nonzero()[:, 0].tolist():
-        found[i] = int(torch.cdist(rows[i : i + 1], table, p=1.0).argmin())
+    if bool((other := found < 0).any()):
+        found[other] = nearest(rows[other], table)[0]
     return found, float((rows - table[found]).abs().max())
 
 

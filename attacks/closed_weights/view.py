@@ -23,13 +23,17 @@ class ServerView:
 
     Attributes:
         head: the permuted output layer, a row for each token of the (permuted) vocabulary.
-        requests: for each request the permuted embeddings that the user sent.
+        requests: for each request the permuted embeddings that the user sent. step: how far apart the fixed-point
+            numbers are that these were rounded to; 0 where they were not.
     """
 
     head: Float[Tensor, "v d"]
     requests: tuple[Float[Tensor, "_ _"], ...]
+    step: float = 0.0
 
     def __post_init__(self) -> None:
+        if not 0 <= self.step < 1:
+            raise InputError(f"the step of fixed-point numbers is between 0 and 1, not {self.step:g}")
         if not self.requests:
             raise InputError("the view holds no requests; there is nothing to read")
         width = self.head.shape[1]
@@ -52,6 +56,7 @@ class ServerView:
             "head": self.head.contiguous(),
             "vectors": torch.cat(list(self.requests)),
             "lengths": torch.tensor([len(rows) for rows in self.requests], dtype=torch.int64),
+            "step": torch.tensor([self.step], dtype=torch.float64),
         }
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -71,12 +76,15 @@ class ServerView:
         try:
             with safe_open(path, "pt") as file:
                 head, vectors, lengths = (file.get_tensor(name) for name in ("head", "vectors", "lengths"))
+                step = file.get_tensor("step") if "step" in file.keys() else torch.zeros(1)  # noqa: SIM118
         except (OSError, SafetensorError) as error:
             raise InputError(f"{path} is no server's view ({error})") from None
+        if step.numel() != 1:
+            raise InputError(f"{path} is no server's view: it has {step.numel()} steps of numbers")
         counts = [int(n) for n in lengths.flatten()]
         if head.ndim != 2 or vectors.ndim != 2 or min(counts, default=1) < 1 or sum(counts) != len(vectors):
             raise InputError(f"{path} is no server's view: its lengths do not fit its vectors")
-        return cls(head.float(), tuple(vectors.float().split(counts)))
+        return cls(head.float(), tuple(vectors.float().split(counts)), float(step.flatten()))
 
     def __repr__(self) -> str:
         return (

@@ -54,6 +54,11 @@ class Ring:
 
     # ---- numbers
 
+    @property
+    def step(self) -> float:
+        """How far apart neighbouring numbers are."""
+        return float(2.0**-self.fraction)
+
     def encode(self, x: Tensor) -> Int[Tensor, "*shape"]:
         """Fixed-point integers.
 

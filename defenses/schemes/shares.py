@@ -1,6 +1,7 @@
 """Centaur and PermLLM: linear parts on additive shares, non-linear parts in the clear but permuted."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
@@ -22,6 +23,20 @@ class _OnShares:
     """What both schemes share: order and shape, sums, products of shared values."""
 
     ring: Ring
+
+    @torch.inference_mode()
+    def logits(self, tokens: Sequence[int]) -> Float[Tensor, "n v"]:
+        """Logits of a prompt, as the user gets them."""
+        return self._walk(tokens, None)  # type: ignore[no-any-return]
+
+    @torch.inference_mode()
+    def show(self, tokens: Sequence[int], depth: int) -> None:
+        """Run a prompt through the first layers only, for what the parties learn of it there (``transcript``)."""
+        self._walk(tokens, depth)
+
+    def _walk(self, tokens: Sequence[int], depth: int | None) -> Any:
+        """What comes out for the user; None behind so many layers only."""
+        raise NotImplementedError
 
     def local(self, change: Callable[[Tensor], Tensor], x: Shared) -> Shared:
         return x.map(change)
@@ -66,12 +81,10 @@ class Centaur(_OnShares):
         self.ring = Ring(self.transcript, (DEVELOPER, SERVER), fraction=fraction, seed=seed)
         self._orders = torch.Generator().manual_seed(seed + 1)
 
-    @torch.inference_mode()
-    def logits(self, tokens: Sequence[int]) -> Float[Tensor, "n v"]:
-        """Logits of a prompt, as the user gets them."""
+    def _walk(self, tokens: Sequence[int], depth: int | None) -> Any:
         shared = self.ring.share(self.user.encrypt(tokens), USER)
-        answer = walk(self.permuted, shared, self)[0]
-        return self.user.decrypt(answer)
+        answer = walk(self.permuted, shared, self, depth=depth)[0]
+        return None if answer is None else self.user.decrypt(answer)
 
     def linear(self, x: Shared, linear: Linear) -> Shared:
         weight = self.ring.encode(linear.weight).T
@@ -120,12 +133,9 @@ class PermLLM(_OnShares):
         self.ring = Ring(self.transcript, (SERVER, second), fraction=fraction, seed=seed)
         self._orders = torch.Generator().manual_seed(seed + 1)
 
-    @torch.inference_mode()
-    def logits(self, tokens: Sequence[int]) -> Float[Tensor, "n v"]:
-        """Logits of a prompt, as the user gets them."""
+    def _walk(self, tokens: Sequence[int], depth: int | None) -> Any:
         shared = self.ring.share(self.weights.inputs(tokens), USER)
-        answer: Tensor = walk(self.weights, shared, self)[0]
-        return answer
+        return walk(self.weights, shared, self, depth=depth)[0]
 
     def linear(self, x: Shared, linear: Linear) -> Shared:
         weight = self.ring.encode(linear.weight).T

@@ -64,12 +64,17 @@ class Cache(Generic[T]):
 
 
 def walk(
-    weights: Weights, x: Any, arithmetic: Arithmetic[Any], cache: Cache[Any] | None = None
+    weights: Weights,
+    x: Any,
+    arithmetic: Arithmetic[Any],
+    cache: Cache[Any] | None = None,
+    depth: int | None = None,
 ) -> tuple[Any, list[Any]]:
     """Logits of a prompt's vectors, and the state after each layer (0: the inputs, positions added).
 
     Args:
         x: token vectors ``n d``, as the arithmetic holds them. cache: keys and values of the tokens before; extended.
+        depth: run so many layers only; there are no logits then (None).
 
     Raises:
         InputError: the prompt is longer than the model's attention reaches.
@@ -86,7 +91,7 @@ def walk(
     visible = (back >= 0) & (back < (weights.window or past + count + 1))
     states = [x]
     groups = weights.heads // weights.kv_heads
-    for number, block in enumerate(weights.blocks, 1):
+    for number, block in enumerate(weights.blocks[:depth], 1):
         normed = a.norm(x, block.norm1, number, "norm1")
         q = _split(a, a.linear(normed, block.q), weights.heads)
         k = _split(a, a.linear(normed, block.k), weights.kv_heads)
@@ -107,6 +112,8 @@ def walk(
         states.append(x)
     if cache is not None:
         cache.length += count
+    if depth is not None:
+        return None, states
     final = a.norm(x, weights.final, len(weights.blocks) + 1, "final")
     return a.output(final, weights.head), states
 

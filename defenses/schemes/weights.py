@@ -101,6 +101,10 @@ class Weights:
         """Whether the output layer is the embedding."""
         return self.embedding is not None and torch.equal(self.embedding, self.head.weight)
 
+    def to(self, dtype: torch.dtype) -> "Weights":
+        """The same numbers in another precision."""
+        return _cast(self, dtype)  # type: ignore[no-any-return]
+
     def tensors(self) -> Iterator[Tensor]:
         """Every tensor in it."""
         for part in (self.embedding, self.positions, self.rotary, *self.blocks, self.final, self.head):
@@ -125,6 +129,18 @@ def _tensors(part: Any) -> Iterator[Tensor]:
     elif hasattr(part, "__dataclass_fields__"):
         for name in part.__dataclass_fields__:
             yield from _tensors(getattr(part, name))
+
+
+def _cast(part: Any, dtype: torch.dtype) -> Any:
+    if isinstance(part, Tensor):
+        return part.to(dtype)
+    if isinstance(part, tuple):
+        return tuple(_cast(one, dtype) for one in part)
+    if hasattr(part, "__dataclass_fields__"):
+        return replace(
+            part, **{name: _cast(getattr(part, name), dtype) for name in part.__dataclass_fields__}
+        )
+    return part
 
 
 # Where each family keeps what; [i/n] is the i-th of n equal parts of a fused projection.
