@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from defenses.cascade.cost import Link
 from eval import bench_cascade, paper
 from eval.bench_cascade import SHAPES
 from eval.mpc.run import crypten, spu
@@ -20,6 +21,9 @@ BASELINES: dict[str, tuple[Any, dict[str, str]]] = {
     "SPU SEMI2K, Puma's GELU": (spu, {"variant": "puma", "protocol": "semi2k"}),
 }
 REFERENCE = "tcp α=4"  # Cascade's setting to which ratios are taken
+LINKED = (
+    "wire"  # the backend that runs on a simulated link: threads of one process, so that any α fits the memory
+)
 
 
 def bench(
@@ -31,8 +35,8 @@ def bench(
     tcp_alpha: int = 4,
     repeats: int = 3,
     only: str = "",
-    bandwidth: float | None = None,
-    latency: float = 0.0,
+    bandwidth: float = 1.0,
+    latency: float = 1.0,
     plot: str | None = None,
     seed: int = 0,
     threads: int | None = None,
@@ -43,16 +47,18 @@ def bench(
 
     Args:
         model: ``bert-base`` or ``bert-large``, random weights, known to all. depth: layers, 0 for all.
-        alphas, backends: of Cascade, see the bench ``cascade``. tcp_alpha: largest α that runs as processes (α of 8 are
-            72 of them). repeats: of everything.
-        only: baselines whose name holds this. bandwidth, latency: of a simulated network, for Cascade over TCP only:
-            the libraries' own transports run on bare loopback, which is to their advantage.
+        alphas, backends: of Cascade, see the bench ``cascade``; all on bare loopback. tcp_alpha: largest α that runs as
+            processes (α of 8 are 72 of them). repeats: of everything.
+        only: baselines whose name holds this. bandwidth, latency: of a link between all parties, gigabits a second and
+            milliseconds one way; 0 gigabits: no such rows and columns.
         plot: a PNG to draw. timeout: for each baseline, seconds.
 
     Returns:
-        ``rows`` with median seconds and their range, megabytes sent, the largest difference from a plain computation
-        of the same formulas, and both as ratios to Cascade with α = 4 over TCP in this run; ``published``, the
-        figures of the papers, which are for the full model on other machines.
+        ``rows`` with median seconds and their range, megabytes sent, rounds, the largest difference from a plain
+        computation of the same formulas, and time and bytes as ratios to Cascade with α = 4 over TCP in this run.
+        ``seconds_on_link``: Cascade's nodes are measured on a simulated link; the libraries' transports cannot be
+        slowed from outside, so theirs are reckoned, as seconds on loopback, a latency for each round, and each party's
+        bytes over the bandwidth. ``published``: the papers' figures for the full model on other machines.
 
     Raises:
         InputError: an unknown shape. HiddenlabError: the plot cannot be written.
@@ -70,18 +76,22 @@ def bench(
         raise InputError(f"no baseline's name holds {only!r}; they are {', '.join(BASELINES)}")
     if plot is not None and not Path(plot).resolve().parent.is_dir():
         raise InputError(f"the folder of {plot} does not exist")
-    cascades: list[dict[str, Any]] = []
-    network = "none"
-    for backend in (part.strip() for part in backends.split(",")):
-        fitting = [str(alpha) for alpha in numbers if backend != "tcp" or alpha <= tcp_alpha]
-        if not fitting:
-            continue
-        result = bench_cascade.bench(
-            model=model, depth=depth, max_tokens=max_tokens, alphas=",".join(fitting), backends=backend,
-            repeats=repeats, bandwidth=bandwidth, latency=latency, seed=seed, threads=threads, progress=progress,
+    if not bandwidth >= 0 or not latency >= 0:
+        raise InputError("a link has a bandwidth and a latency of at least 0")
+    link = Link(bandwidth * 1e9 / 8, latency / 1e3) if bandwidth else None
+
+    def cascade(backend: str, alphas: list[int], **network: Any) -> list[dict[str, Any]]:
+        if not alphas:
+            return []
+        found = bench_cascade.bench(
+            model=model, depth=depth, max_tokens=max_tokens, alphas=",".join(map(str, alphas)), backends=backend,
+            repeats=repeats, seed=seed, threads=threads, progress=progress, **network,
         )  # fmt: skip
-        cascades += result["rows"]
-        network = result["network"]
+        return list(found["rows"])
+
+    cascades: list[dict[str, Any]] = []
+    for backend in (part.strip() for part in backends.split(",")):
+        cascades += cascade(backend, [alpha for alpha in numbers if backend != "tcp" or alpha <= tcp_alpha])
     rows = [
         {
             "scheme": "plain", "seconds": statistics.median(r["plain_seconds"] for r in cascades) if cascades else None,
@@ -96,6 +106,14 @@ def bench(
                 "megabytes": row["mb_on_wire"], "megabytes_formula": row["mb_formula"], "error": row["max_difference"],
             }
         )  # fmt: skip
+    for row in cascade(LINKED, numbers, bandwidth=bandwidth, latency=latency) if link else []:
+        rows.append(
+            {
+                "scheme": f"Cascade, {row['setting'].removeprefix(LINKED).strip()}, simulated link",
+                "seconds_on_link": row["seconds"], "seconds_on_link_formula": row["seconds_formula"],
+                "megabytes": row["mb_on_wire"], "megabytes_formula": row["mb_formula"], "error": row["max_difference"],
+            }
+        )  # fmt: skip
     job = {
         **{name: shape[name] for name in ("width", "inner", "heads", "vocabulary")},
         "layers": depth, "tokens": max_tokens, "seed": seed, "repeats": repeats, "threads": threads or 1,
@@ -105,7 +123,7 @@ def bench(
         rows.append(
             {
                 "scheme": name,
-                **_baseline(run, {**job, **how, "embedding": name.startswith("CrypTen, 2")}, timeout),
+                **_baseline(run, {**job, **how, "embedding": name.startswith("CrypTen, 2")}, timeout, link),
             }
         )
     progress("running MPC baselines", len(chosen), len(chosen))
@@ -117,8 +135,10 @@ def bench(
     if plot is not None:
         draw(rows, f"{model}, {depth} layer{'s' if depth > 1 else ''}, {max_tokens} tokens", Path(plot))
     return {
-        "rows": rows, "published": paper.MPC, "model": model, "layers": depth, "tokens": max_tokens,
-        "repeats": repeats, "threads": threads or 1, "network": network, "seed": seed,
+        "rows": rows, "published": _published(), "model": model, "layers": depth, "tokens": max_tokens,
+        "repeats": repeats, "threads": threads or 1, "seed": seed,
+        "link": f"{bandwidth:g} Gbit/s, {latency:g} ms one way: simulated for Cascade, reckoned for libraries"
+        if link else "none",
         "ratios": f"to Cascade, {REFERENCE}, in this run",
     }  # fmt: skip
 
@@ -134,7 +154,16 @@ def _shape(model: str) -> dict[str, int]:
     }  # fmt: skip
 
 
-def _baseline(run: Any, job: Mapping[str, Any], timeout: float) -> dict[str, Any]:
+def _published() -> list[dict[str, Any]]:
+    """The papers' own figures, of whole models on other machines."""
+    return [
+        {"scheme": scheme, "model": model, "seconds": seconds, "megabytes": 1e3 * gigabytes, "source": paper.MPC_SOURCE}
+        for model, schemes in paper.MPC.items()
+        for scheme, (seconds, gigabytes) in schemes.items()
+    ]  # fmt: skip
+
+
+def _baseline(run: Any, job: Mapping[str, Any], timeout: float, link: Link | None) -> dict[str, Any]:
     """A library's row; where it cannot run, the reason."""
     try:
         found = run(job, timeout)
@@ -147,8 +176,10 @@ def _baseline(run: Any, job: Mapping[str, Any], timeout: float) -> dict[str, Any
         "megabytes": statistics.median(found["bytes"]) / 1e6,
         "error": found["error"],
     }
-    if "rounds" in found:
-        out["rounds"] = statistics.median(found["rounds"])
+    out["rounds"] = statistics.median(found["rounds"])
+    if link is not None:
+        each = out["megabytes"] * 1e6 / found["parties"]
+        out["seconds_on_link"] = out["seconds"] + out["rounds"] * link.latency + each / link.bandwidth
     if "embedding" in found:
         out |= {f"embedding_{name}": value for name, value in found["embedding"].items()}
     return out

@@ -126,8 +126,9 @@ CASCADE_SECONDS = {
     "meta-llama/Llama-2-13b-hf": 22.7,
 }  # fmt: skip
 
-# Tables 6 and 7: seconds and gigabytes of a forward pass of 128 tokens, all layers; MPCFormer's and Puma's look taken
-# from Puma's own publication (private weights).
+# Seconds and gigabytes of a forward pass of 128 tokens, all layers; MPCFormer's and Puma's look taken from Puma's own
+# publication (private weights).
+MPC_SOURCE = "paper, Tables 6 and 7: all layers, its machines; MPCFormer and Puma with private weights"
 MPC: dict[str, dict[str, tuple[float, float]]] = {
     "bert-base": {
         "MPCFormer": (55.320, 12.089), "Puma": (33.913, 10.773), "Cascade, alpha 1": (0.32, 0.009),

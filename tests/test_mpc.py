@@ -133,10 +133,12 @@ def test_results_are_put_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     (tmp_path / "spu_party.py").write_text(
         "import json, sys; job, r = json.loads(sys.argv[1]), int(sys.argv[2])\n"
         "assert len(set(job['ports'])) == 3\n"
-        "print('[info] Link details: total send bytes', 100 + r, ', recv bytes 3')\n"
+        "sent = f'total send bytes {100 + r}, recv bytes 3, send actions {7 - r}, recv actions 5'\n"
+        "print('[info] Link details:', sent)\n"
         "print('RESULT', json.dumps({'seconds': [1.5], 'error': 0.1}))"
     )
-    assert run.spu({"protocol": "aby3"}, 60)["bytes"] == [303.0]
+    found = run.spu({"protocol": "aby3"}, 60)
+    assert (found["bytes"], found["rounds"], found["parties"]) == ([303.0], [7], 3)
     (tmp_path / "spu_party.py").write_text("print('nothing')")
     with pytest.raises(HiddenlabError, match="without a result"):
         run.spu({"protocol": "semi2k"}, 60)
@@ -170,7 +172,10 @@ def test_the_bench_without_the_libraries_says_how_to_get_them(
     assert by_name["Cascade, local α=4"]["error"] < 1e-4 and found["layers"] == 1
     assert "make mpc" in by_name["SPU ABY3, Puma's GELU"]["not_run"]
     assert by_name["plain"]["seconds_over_cascade"] is None  # α = 4 over TCP was not measured
-    assert found["published"]["bert-base"]["Puma"][0] == 33.913
+    puma = [row for row in found["published"] if (row["model"], row["scheme"]) == ("bert-base", "Puma")]
+    assert [(row["seconds"], row["megabytes"]) for row in puma] == [(33.913, 10773.0)]
+    on_link = by_name["Cascade, α=4, simulated link"]
+    assert on_link["error"] < 1e-4 and on_link["seconds_on_link"] > 0 and "simulated" in found["link"]
     assert (tmp_path / "p.png").stat().st_size > 5000
 
 
@@ -178,20 +183,23 @@ def test_ratios_are_of_one_run(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [
         {
             "setting": "tcp α=4", "seconds": 2.0, "seconds_low": 1.0, "seconds_high": 3.0, "plain_seconds": 0.5,
-            "mb_on_wire": 10.0, "mb_formula": 9.0, "max_difference": 1e-6,
+            "mb_on_wire": 10.0, "mb_formula": 9.0, "max_difference": 1e-6, "seconds_formula": 1.0,
         }
     ]  # fmt: skip
-    monkeypatch.setattr(bench_mpc.bench_cascade, "bench", lambda **_: {"rows": rows, "network": "none"})
+    monkeypatch.setattr(bench_mpc.bench_cascade, "bench", lambda **_: {"rows": rows})
     answer: Callable[..., dict[str, Any]] = lambda job, timeout: {  # noqa: E731
-        "seconds": [8.0, 6.0, 7.0], "bytes": [4e7] * 3, "error": 0.1, "rounds": [5] * 3,
+        "seconds": [8.0, 6.0, 7.0], "bytes": [4e7] * 3, "error": 0.1, "rounds": [5] * 3, "parties": 2,
     }  # fmt: skip
     monkeypatch.setattr(bench_mpc, "BASELINES", {"one": (answer, {"variant": "exact"})})
     found = {row["scheme"]: row for row in bench_mpc.bench()["rows"]}
     assert found["one"]["seconds_over_cascade"] == 3.5 and found["one"]["megabytes_over_cascade"] == 4.0
     assert found["plain"]["seconds_over_cascade"] == 0.25
+    assert found["one"]["seconds_on_link"] == pytest.approx(7 + 5 * 1e-3 + 2e7 / (1e9 / 8))
+    bare = {row["scheme"]: row for row in bench_mpc.bench(bandwidth=0)["rows"]}
+    assert "seconds_on_link" not in bare["one"] and not [name for name in bare if "link" in name]
     for wrong, words in (
         ({"repeats": 0}, "repeats"), ({"only": "nobody"}, "no baseline.s name holds"),
-        ({"plot": "/no/where/p.png"}, "folder"),
+        ({"plot": "/no/where/p.png"}, "folder"), ({"bandwidth": -1.0}, "bandwidth"),
     ):  # fmt: skip
         with pytest.raises(InputError, match=words):
             bench_mpc.bench(**wrong)  # type: ignore[arg-type]

@@ -20,7 +20,7 @@ from hiddenlab.errors import HiddenlabError, InputError
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parent.parent
 ENVIRONMENTS = {"crypten": ".venv-crypten", "spu": ".venv-spu"}
-_SENT = re.compile(r"Link details: total send bytes (\d+)")
+_SENT = re.compile(r"Link details: total send bytes (\d+), recv bytes \d+, send actions (\d+)")
 _RESULT = "RESULT "
 
 
@@ -38,7 +38,7 @@ def interpreter(library: str) -> Path:
 
 
 def crypten(job: Mapping[str, Any], timeout: float) -> dict[str, Any]:
-    """CrypTen's two parties: seconds and bytes of each repeat, rounds, largest error against plain.
+    """CrypTen's two parties: seconds, bytes and rounds of each repeat, largest error against plain.
 
     Bytes are CrypTen's own count, sent and received, over both parties and halved: each byte once.
 
@@ -52,7 +52,7 @@ def crypten(job: Mapping[str, Any], timeout: float) -> dict[str, Any]:
     ]
     texts = run_parties([command] * 2, own, timeout)
     results = [_result(text) for text in texts]
-    out = dict(results[0])
+    out = {**results[0], "parties": len(results)}
     out["seconds"] = [max(pair) for pair in zip(*(r["seconds"] for r in results), strict=True)]
     out["bytes"] = [sum(pair) / 2 for pair in zip(*(r["bytes"] for r in results), strict=True)]
     return out
@@ -79,6 +79,8 @@ def crypten_decoder(
 def spu(job: Mapping[str, Any], timeout: float) -> dict[str, Any]:
     """SPU's two or three parties (``protocol``: ``semi2k`` or ``aby3``): see ``crypten``; bytes sent by all parties.
 
+    SPU counts no rounds; here they are the messages of the party that sent most. Messages sent at once count each.
+
     Raises:
         InputError: no environment. HiddenlabError: a party failed or did not answer in time.
     """
@@ -88,12 +90,13 @@ def spu(job: Mapping[str, Any], timeout: float) -> dict[str, Any]:
     commands = [[python, str(FOLDER / "spu_party.py"), whole, str(rank)] for rank in range(count)]
     texts = run_parties(commands, [{} for _ in commands], timeout)
     results = [_result(text) for text in texts]
-    out = dict(results[0])
+    out = {**results[0], "parties": count}
     out["seconds"] = [max(pair) for pair in zip(*(r["seconds"] for r in results), strict=True)]
-    sent = [[int(n) for n in _SENT.findall(text)] for text in texts]
+    sent = [[(int(n), int(messages)) for n, messages in _SENT.findall(text)] for text in texts]
     if any(len(one) != len(out["seconds"]) for one in sent):
         raise HiddenlabError("SPU did not report the bytes that it sent")
-    out["bytes"] = [float(sum(pair)) for pair in zip(*sent, strict=True)]
+    out["bytes"] = [float(sum(n for n, _ in each)) for each in zip(*sent, strict=True)]
+    out["rounds"] = [max(messages for _, messages in each) for each in zip(*sent, strict=True)]
     return out
 
 

@@ -59,7 +59,11 @@ def bench(
     screen = stdout()
     screen.print(figures_table(result["rows"], f"bench {name}"))
     for key, value in result.items():
-        if key != "rows" and not isinstance(value, dict):
+        if key == "rows" or isinstance(value, dict):
+            continue
+        if isinstance(value, list) and value and isinstance(value[0], dict):
+            screen.print(figures_table(value, key.replace("_", " ")))
+        else:
             screen.print(f"{key.replace('_', ' ')}: {cell(value)}", highlight=False, markup=False)
 
 

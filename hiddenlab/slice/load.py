@@ -2,12 +2,13 @@
 
 import hashlib
 import importlib.util
+import io
 import json
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -103,7 +104,8 @@ def _converted(gguf: Path) -> Path:
     target.parent.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(dir=target.parent, prefix=".converting-"))
     try:
-        with quiet_transformers():
+        # The reader of GGUF files draws a bar of its own, whatever transformers' settings say.
+        with quiet_transformers(), redirect_stderr(io.StringIO()):
             model = AutoModelForCausalLM.from_pretrained(
                 gguf.parent, gguf_file=gguf.name, quantization_config=GgufConfig(dequantize=True)
             )
