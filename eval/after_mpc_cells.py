@@ -1,6 +1,7 @@
 """What is measured of Cascade behind secret sharing: the first layers under CrypTen, the rest by its nodes."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,17 @@ from defenses.schemes.walk import Plain, walk
 from defenses.schemes.weights import Weights
 from eval.experiment import Figures
 from eval.intervals import mean, ratio
-from eval.measures import as_figures
+from eval.measures import as_figures, attack
 from eval.mpc.run import crypten_decoder
 from eval.scheme_cells import model_and_prompts
 from hiddenlab.core import Progress, silent
 from hiddenlab.errors import InputError
-from hiddenlab.job import generator
+from hiddenlab.job import AttackSpec, capture_all, generator, save_truth
+from hiddenlab.observation import save_observations
 
 CRYPTEN_FRACTION = 16  # CrypTen's own bits behind the point
+OWN_PROMPTS, OWN_TOKENS = 2, 48  # of the attacker, to see what CrypTen's approximations do to a row
+EPSILON_ROOM = 2.0  # how much more a user's row may be moved
 
 
 def after_mpc(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> Figures:
@@ -36,38 +40,18 @@ def after_mpc(spec: dict[str, Any], folder: Path, progress: Progress = silent) -
         InputError: CrypTen's environment is missing, or the model is not of Llama type.
     """
     weights, prompts = model_and_prompts(spec)
-    plain_llama = (
-        weights.rotary is not None and weights.window is None and weights.activation in ("silu", "swish")
-    )
-    for block in weights.blocks:
-        linear = [block.q, block.k, block.v, block.o, block.up, block.down]
-        plain_llama &= block.gate is not None and not any(part.bias is not None for part in linear)
-        plain_llama &= (
-            not block.norm1.centred and block.norm1.eps == block.norm2.eps == weights.blocks[0].norm1.eps
-        )
-    if not plain_llama:
-        raise InputError(
-            f"{spec['model']} is not of Llama's plain type, which the layers on shares are written for"
-        )
+    first = _OnShares(weights, spec)
     cascade = LocalCascade(
         without_first(load_cascade_model(spec["model"]), spec["layers"]), name=spec["model"]
     )
-    draw = generator(spec["seed"], "own prompts")
-    own = torch.randint(len(weights.head.weight), (64,), generator=draw).tolist()
-    scales = _norm_scales(weights, own, spec["layers"])
     rows = []
     for i, tokens in enumerate(prompts):
-        job = {
-            "threads": 1, "heads": weights.heads, "kv_heads": weights.kv_heads, "layers": spec["layers"],
-            "eps": weights.blocks[0].norm1.eps,
-        }  # fmt: skip
-        shares, cost = crypten_decoder(_decoder_arrays(weights, tokens, scales), job, spec["timeout"])
+        shares, cost = first(tokens)
         plan = Plan.clustered(len(tokens), spec["c"], alpha=spec["alpha"], m=spec["m"])
-        logits = forward_after(cascade, [torch.from_numpy(share) for share in shares], CRYPTEN_FRACTION, plan)
+        logits = forward_after(cascade, shares, CRYPTEN_FRACTION, plan)
         with torch.inference_mode():
             plain, states = walk(weights, weights.inputs(tokens), Plain())
-        summed = sum(torch.from_numpy(share) for share in shares)
-        states_error = (summed / 2**CRYPTEN_FRACTION - states[spec["layers"]]).abs().max()  # type: ignore[operator]
+        states_error = (_summed(shares) - states[spec["layers"]]).abs().max()
         agree = float((logits.argmax(1) == plain.argmax(1)).sum())
         rows.append(
             (
@@ -85,6 +69,97 @@ def after_mpc(spec: dict[str, Any], folder: Path, progress: Progress = silent) -
             "state_error": mean(states_errors), "top1_agreement": ratio(agreed, counts),
         }
     )  # fmt: skip
+
+
+def after_mpc_attack(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> Figures:
+    """An attack on what CompNodes add up: states behind layers under CrypTen, its approximations included.
+
+    Args:
+        spec: model, prompts, limit, max_tokens, seed, device, layers, timeout; channel: which rows are seen
+            (``shard:…`` or ``identity``); attack: its spec; tolerant: whether it takes ``epsilon``, which is then
+            measured on prompts of the attacker's own that it ran on shares itself.
+
+    Raises:
+        InputError: see ``after_mpc``.
+    """
+    weights, _ = model_and_prompts({**spec, "limit": 1})
+    first = _OnShares(weights, spec)
+    seen, truth = folder / "seen.safetensors", folder / "truth.json"
+    where = {name: spec[name] for name in ("model", "seed", "device")}
+    more: dict[str, Any] = {"attack": spec["attack"]}
+    if spec["tolerant"]:
+        more["epsilon"] = str(EPSILON_ROOM * first.largest_error(spec["seed"]))
+    if not (seen.is_file() and truth.is_file()):
+        released = AttackSpec(
+            **where, **{name: spec[name] for name in ("prompts", "limit", "max_tokens")}, layer=spec["layers"],
+            defense=tuple(stage for stage in (spec["channel"],) if stage != "identity"),
+        )  # fmt: skip
+        observations, secrets = [], []
+        for observation, secret in (captured := capture_all(released)):
+            whole = _summed(first(secret.tokens)[0])
+            places = observation.public.positions
+            rows = whole if places is None else whole[list(places)]
+            observations.append(replace(observation, states=rows))
+            secrets.append(secret)
+            progress("prompts on shares", len(secrets), len(captured))
+        save_truth(secrets, truth)
+        save_observations(observations, seen)
+    own = AttackSpec(**where, **more, observation=str(seen), truth=str(truth))
+    return attack(own.to_json(), folder, progress)
+
+
+class _OnShares:
+    """The first layers of a Llama-type decoder under CrypTen.
+
+    Raises:
+        InputError: the model is of another type.
+    """
+
+    def __init__(self, weights: Weights, spec: Mapping[str, Any]) -> None:
+        plain_llama = (
+            weights.rotary is not None and weights.window is None and weights.activation in ("silu", "swish")
+        )
+        for block in weights.blocks:
+            linear = [block.q, block.k, block.v, block.o, block.up, block.down]
+            plain_llama &= block.gate is not None and not any(part.bias is not None for part in linear)
+            plain_llama &= (
+                not block.norm1.centred and block.norm1.eps == block.norm2.eps == weights.blocks[0].norm1.eps
+            )
+        if not plain_llama:
+            raise InputError(
+                f"{spec['model']} is not of Llama's plain type, which the layers on shares are written for"
+            )
+        self.weights, self.layers, self.timeout = weights, spec["layers"], spec["timeout"]
+        self.job = {
+            "threads": 1, "heads": weights.heads, "kv_heads": weights.kv_heads, "layers": self.layers,
+            "eps": weights.blocks[0].norm1.eps,
+        }  # fmt: skip
+        self._scales = _norm_scales(weights, self._own(spec["seed"], "own prompts", 64), self.layers)
+
+    def __call__(self, tokens: Sequence[int]) -> tuple[list[Tensor], dict[str, Any]]:
+        """Each party's share of the states behind the layers, fixed point, and what they cost."""
+        arrays = _decoder_arrays(self.weights, tokens, self._scales)
+        shares, cost = crypten_decoder(arrays, self.job, self.timeout)
+        return [torch.from_numpy(share) for share in shares], cost
+
+    @torch.inference_mode()
+    def largest_error(self, seed: int) -> float:
+        """How far (L1) the approximations moved a row of prompts of random tokens at most."""
+        worst = 0.0
+        for i in range(OWN_PROMPTS):
+            tokens = self._own(seed, f"own prompt {i} on shares", OWN_TOKENS)
+            exact = walk(self.weights, self.weights.inputs(tokens), Plain(), depth=self.layers)[1][-1]
+            worst = max(worst, float((_summed(self(tokens)[0]) - exact).abs().sum(1).max()))
+        return worst
+
+    def _own(self, seed: int, what: str, count: int) -> list[int]:
+        draw = generator(seed, what)
+        return torch.randint(len(self.weights.head.weight), (count,), generator=draw).tolist()  # type: ignore[no-any-return]
+
+
+def _summed(shares: Sequence[Tensor]) -> Tensor:
+    """The numbers behind shares of CrypTen's."""
+    return (torch.stack(list(shares)).sum(0).double() / 2**CRYPTEN_FRACTION).float()
 
 
 def _norm_scales(weights: Weights, tokens: Sequence[int], layers: int) -> list[tuple[float, float]]:

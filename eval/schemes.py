@@ -5,7 +5,9 @@ from typing import Any
 from eval.experiment import Cell, Experiment, Setting, attack_cell
 from eval.paper import PERMUTATIONS
 from eval.scheme_cells import CLOSED, PLAIN, REVEALING, SCHEMES
+from eval.sharding import infill_spec
 from hiddenlab.errors import InputError
+from hiddenlab.registry import parse_numbers
 
 SAME, NONE = "same", "none"  # a language model to help: of the attacked model's name, or none
 FEW = 256  # candidates for a token where rows are a few projections
@@ -250,33 +252,54 @@ def _by_shown(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return list(out.values())
 
 
-def after_mpc(setting: Setting, alpha: int = 4, c: int = 4, m: int = 1, timeout: float = 600.0) -> Experiment:
-    """Cascade behind secret sharing: what the first layers cost under CrypTen, and what a CompNode sees then."""
+def after_mpc(
+    setting: Setting, alpha: int = 4, c: int = 4, m: int = 1, learned: str = "1,11", timeout: float = 600.0
+) -> Experiment:
+    """Cascade behind secret sharing: what the first layers cost under CrypTen, and what CompNodes see then.
+
+    Args:
+        learned: layers at which the learned attack is tried too (an infiller of each is trained first).
+    """
     cells = []
     tokens = setting.max_tokens or 48
-    for layer in setting.at((1, 2)):
-        source = {**setting.source(limit=3), "max_tokens": tokens}
+    one = f"shard:alpha={alpha},c={c},node={alpha // 2}"
+    deep = parse_numbers("learned", str(learned)) if learned != "" else []
+    for layer in setting.at((1, 2, 4, 11)):
         spec = {
-            "model": setting.model, "seed": setting.seed, **source, "layers": layer, "alpha": alpha, "c": c, "m": m,
-            "timeout": timeout,
+            "model": setting.model, "seed": setting.seed, "prompts": setting.source()["prompts"],
+            "max_tokens": tokens, "layers": layer, "timeout": timeout,
         }  # fmt: skip
-        cells.append(Cell("after-mpc", spec, {"layers on shares": layer}))
-        for attack in ("vocab-match", "gap:budget=2000"):
-            channel = f"shard:alpha={alpha},c={c},node={alpha // 2}"
-            keys = {"layers on shares": layer, "attack on a CompNode": attack}
-            cells.append(attack_cell(setting, keys, layer, channel, attack=attack, max_tokens=tokens))
+        cost = {**spec, "limit": setting.limit or 3, "alpha": alpha, "c": c, "m": m}
+        cells.append(Cell("after-mpc", cost, {"layers on shares": layer}))
+        attacks = [
+            ("all CompNodes, vocab-match", "identity", "vocab-match", True),
+            ("one CompNode, gap search", one, "gap:budget=2000", True),
+        ]
+        if layer in deep:
+            attacks.append(("one CompNode, infilling", one, infill_spec(setting), False))
+        for label, channel, attack, tolerant in attacks:
+            more = {
+                "device": setting.device, "limit": setting.limit or 10, "channel": channel, "attack": attack,
+                "tolerant": tolerant,
+            }  # fmt: skip
+            cells.append(
+                Cell("after-mpc-attack", {**spec, **more}, {"layers on shares": layer, "read by": label})
+            )
     return Experiment(
         "Cascade behind secret sharing (appendix H)",
         cells,
         {
             "mpc_seconds": "seconds on shares", "megabytes": "MB", "state_error": "largest error of a state",
             "logit_error": "largest error of a logit", "top1_agreement": "same likeliest token",
-            "token_accuracy": "token accuracy", "rouge_l": "ROUGE-L", "verified": "verified tokens",
+            "exact": "exact prompts", "token_accuracy": "token accuracy", "unseen_right": "missing tokens found",
+            "verified": "verified tokens",
         },
         [
-            f"Prompts of {tokens} tokens; alpha {alpha}, c {c}, m {m}. Layers on shares: CrypTen, two processes on "
-            "loopback, public weights, triples from its trusted first party (not counted).",
-            "Rows with an attack are of a CompNode's exact states at the layer where sharing ends: what it adds up, "
-            "but for CrypTen's approximations, which the attack would have to tolerate.",
+            f"Prompts of {tokens} tokens; alpha {alpha}, c {c}, m {m}; 3 prompts for the cost, 10 for attacks where no "
+            "limit is given. Layers on shares: CrypTen, two processes on loopback, public weights, triples from its "
+            "trusted first party (not counted).",
+            "Attacks read the very numbers that CompNodes add up, CrypTen's approximations included; how far these "
+            "move a row was measured by the attacker on prompts of its own. All CompNodes: what they see together; "
+            f"one: node {alpha // 2}, whose own tokens are 1 in {alpha}.",
         ],
     )  # fmt: skip

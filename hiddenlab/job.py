@@ -250,17 +250,25 @@ def _given(observations: Sequence[Observation], spec: AttackSpec, slice: Slice) 
         check_observation(observation, slice)
     truths: Sequence[Secret | None] = [None] * len(observations)
     if spec.truth is not None:
-        truths = load_truth(Path(spec.truth))
-        lengths = [len(t.tokens) for t in truths if t is not None]
-        if lengths != [len(o.states) for o in observations]:
+        secrets = load_truth(Path(spec.truth))
+        if len(secrets) != len(observations) or not all(map(_fits, secrets, observations)):
             raise InputError(
                 f"{spec.truth} is not the truth of {spec.observation}: the numbers of tokens differ"
             )
+        truths = secrets
     cases = [
         Case(index, f"p{index + 1:03d}", truth, observation)
         for index, (truth, observation) in enumerate(zip(truths, observations, strict=True))
     ]
     return cases[: spec.limit]
+
+
+def _fits(secret: Secret, observation: Observation) -> bool:
+    """Whether an observation can be of this prompt, by its length; of a shard, by its last row."""
+    places = observation.public.positions
+    if places is None:
+        return len(secret.tokens) == len(observation.states)
+    return len(places) == len(observation.states) and places[-1] < len(secret.tokens)
 
 
 def _with_public(spec: AttackSpec, public: Public) -> AttackSpec:

@@ -97,6 +97,7 @@ BUILTINS: dict[str, dict[str, str]] = {
         "revealed": "eval.scheme_cells:revealed",
         "discorr": "eval.scheme_cells:discorr",
         "after-mpc": "eval.after_mpc_cells:after_mpc",
+        "after-mpc-attack": "eval.after_mpc_cells:after_mpc_attack",
         "detection": "eval.verification_cells:detection",
         "agreement": "eval.verification_cells:agreement",
         "uniformity": "eval.verification_cells:uniformity",

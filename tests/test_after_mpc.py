@@ -68,9 +68,9 @@ def test_what_cannot_start_in_the_middle(tiny: TinyPath) -> None:
         LocalCascade(model).forward_rows({0: torch.zeros(1, 64), 1: torch.zeros(2, 64)}, plan)
 
 
-def test_measured_with_another_protocol_in_cryptens_place(
-    tiny: TinyPath, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def on_shares(tiny: TinyPath, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """A spec of two prompts, with another protocol in CrypTen's place; ``seen`` is what that was given."""
     path = tiny("llama", tokenizer=True)
     weights, _ = load_weights(path)
     seen: dict[str, Any] = {}
@@ -86,13 +86,39 @@ def test_measured_with_another_protocol_in_cryptens_place(
     monkeypatch.setattr(after_mpc_cells, "crypten_decoder", stand_in)
     prompts = tmp_path / "p.txt"
     prompts.write_text("hello there\nanother one")
-    spec = {
-        "model": path, "prompts": str(prompts), "limit": 2, "max_tokens": 8, "seed": 0, "layers": 1, "alpha": 2, "c": 2,
-        "m": 1, "timeout": 5.0,
+    return {
+        "model": path, "prompts": str(prompts), "limit": 2, "max_tokens": 8, "seed": 0, "layers": 1, "timeout": 5.0,
+        "seen": seen,
     }  # fmt: skip
-    found = after_mpc_cells.after_mpc(spec, tmp_path)
+
+
+def test_measured_with_another_protocol_in_cryptens_place(on_shares: dict[str, Any], tmp_path: Path) -> None:
+    seen = on_shares.pop("seen")
+    found = after_mpc_cells.after_mpc({**on_shares, "alpha": 2, "c": 2, "m": 1}, tmp_path)
     assert found["logit_error"]["value"] < 2e-3 and found["state_error"]["value"] < 1e-3
     assert found["top1_agreement"]["value"] == 1 and found["megabytes"]["value"] == 2
+    weights, _ = load_weights(on_shares["model"])
     assert seen["0.q"].shape == (64, len(weights.blocks[0].q.weight)) and seen["cos"].shape[0] == 8
     typical = np.sqrt((weights.inputs(range(64)).numpy() ** 2).mean(1))
     assert float(seen["0.scale1"]) == pytest.approx(1 / float(np.median(typical)), rel=0.3)
+
+
+@pytest.mark.parametrize(
+    ("channel", "attack", "tolerant", "read"),
+    [
+        ("identity", "vocab-match", True, 1.0),
+        ("shard:alpha=2,c=2,node=0", "gap:budget=500", True, 0.25),
+        ("shard:alpha=2,c=2,node=0", "vocab-match:search=speculative", False, 0.25),
+    ],
+)
+def test_what_comp_nodes_add_up_is_read(
+    on_shares: dict[str, Any], tmp_path: Path, channel: str, attack: str, tolerant: bool, read: float
+) -> None:
+    del on_shares["seen"]
+    spec = {**on_shares, "device": "cpu", "channel": channel, "attack": attack, "tolerant": tolerant}
+    found = after_mpc_cells.after_mpc_attack(spec, tmp_path)
+    assert found["token_accuracy"]["value"] >= read
+    if tolerant:  # the threshold is that of the approximations, which here are of 2^-16 only
+        assert found["epsilon"]["value"] < 0.1
+    again = after_mpc_cells.after_mpc_attack(spec, tmp_path)  # what was put on shares is taken up again
+    assert again["token_accuracy"] == found["token_accuracy"]
