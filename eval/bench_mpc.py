@@ -21,9 +21,12 @@ BASELINES: dict[str, tuple[Any, dict[str, str]]] = {
     "SPU SEMI2K, Puma's GELU": (spu, {"variant": "puma", "protocol": "semi2k"}),
 }
 REFERENCE = "tcp α=4"  # Cascade's setting to which ratios are taken
-LINKED = (
-    "wire"  # the backend that runs on a simulated link: threads of one process, so that any α fits the memory
-)
+# What the screen shows of a row; the rest is in the JSON.
+COLUMNS = {
+    "scheme": "scheme", "seconds": "s", "seconds_over_cascade": "ratio", "megabytes": "MB",
+    "megabytes_over_cascade": "ratio", "rounds": "rounds", "seconds_on_link": "s on link", "error": "error",
+}  # fmt: skip
+LINKED = "wire"  # the backend on the simulated link: threads of one process, so that any α fits the memory
 
 
 def bench(
@@ -109,7 +112,7 @@ def bench(
     for row in cascade(LINKED, numbers, bandwidth=bandwidth, latency=latency) if link else []:
         rows.append(
             {
-                "scheme": f"Cascade, {row['setting'].removeprefix(LINKED).strip()}, simulated link",
+                "scheme": f"Cascade, {row['setting'].removeprefix(LINKED).strip()}, on the link",
                 "seconds_on_link": row["seconds"], "seconds_on_link_formula": row["seconds_formula"],
                 "megabytes": row["mb_on_wire"], "megabytes_formula": row["mb_formula"], "error": row["max_difference"],
             }
@@ -135,7 +138,8 @@ def bench(
     if plot is not None:
         draw(rows, f"{model}, {depth} layer{'s' if depth > 1 else ''}, {max_tokens} tokens", Path(plot))
     return {
-        "rows": rows, "published": _published(), "model": model, "layers": depth, "tokens": max_tokens,
+        "rows": rows, "columns": COLUMNS, "published": _published(), "published_source": paper.MPC_SOURCE,
+        "model": model, "layers": depth, "tokens": max_tokens,
         "repeats": repeats, "threads": threads or 1, "seed": seed,
         "link": f"{bandwidth:g} Gbit/s, {latency:g} ms one way: simulated for Cascade, reckoned for libraries"
         if link else "none",
@@ -157,7 +161,7 @@ def _shape(model: str) -> dict[str, int]:
 def _published() -> list[dict[str, Any]]:
     """The papers' own figures, of whole models on other machines."""
     return [
-        {"scheme": scheme, "model": model, "seconds": seconds, "megabytes": 1e3 * gigabytes, "source": paper.MPC_SOURCE}
+        {"scheme": scheme, "model": model, "seconds": seconds, "megabytes": 1e3 * gigabytes}
         for model, schemes in paper.MPC.items()
         for scheme, (seconds, gigabytes) in schemes.items()
     ]  # fmt: skip

@@ -174,7 +174,7 @@ def test_the_bench_without_the_libraries_says_how_to_get_them(
     assert by_name["plain"]["seconds_over_cascade"] is None  # α = 4 over TCP was not measured
     puma = [row for row in found["published"] if (row["model"], row["scheme"]) == ("bert-base", "Puma")]
     assert [(row["seconds"], row["megabytes"]) for row in puma] == [(33.913, 10773.0)]
-    on_link = by_name["Cascade, α=4, simulated link"]
+    on_link = by_name["Cascade, α=4, on the link"]
     assert on_link["error"] < 1e-4 and on_link["seconds_on_link"] > 0 and "simulated" in found["link"]
     assert (tmp_path / "p.png").stat().st_size > 5000
 

@@ -54,15 +54,21 @@ def bench(
     if json:
         print_json(result)
         return
-    from hiddenlab.cli.show import cell, figures_table
+    from hiddenlab.cli.show import cell, figures_table, rows_table
 
     screen = stdout()
-    screen.print(figures_table(result["rows"], f"bench {name}"))
+    if columns := result.get("columns"):  # many rows, of which the screen shows some figures
+        screen.print(rows_table(result["rows"], f"bench {name}", columns))
+        for row in result["rows"]:
+            if row.get("not_run"):
+                screen.print(f"{row[next(iter(columns))]}: {row['not_run']}", highlight=False, markup=False)
+    else:
+        screen.print(figures_table(result["rows"], f"bench {name}"))
     for key, value in result.items():
         if key == "rows" or isinstance(value, dict):
             continue
         if isinstance(value, list) and value and isinstance(value[0], dict):
-            screen.print(figures_table(value, key.replace("_", " ")))
+            screen.print(rows_table(value, key.replace("_", " ")))
         else:
             screen.print(f"{key.replace('_', ' ')}: {cell(value)}", highlight=False, markup=False)
 

@@ -73,13 +73,16 @@ def experiment_table(found: Mapping[str, Any]) -> list[Table | Text]:
     return [table, *notes]
 
 
-def rows_table(rows: Sequence[Mapping[str, Any]], title: str) -> Table:
-    """A table of dictionaries, columns in the order in which they first appear."""
-    columns = list(dict.fromkeys(key for row in rows for key in row))
+def rows_table(
+    rows: Sequence[Mapping[str, Any]], title: str, columns: Mapping[str, str] | None = None
+) -> Table:
+    """A table of dictionaries: those columns, with their headings, or all in the order in which they first appear."""
+    if columns is None:
+        columns = {key: key.replace("_", " ") for row in rows for key in row}
     table = Table(title=title)
-    for column in columns:
+    for column, heading in columns.items():
         numbers = all(isinstance(row.get(column), int | float | None) for row in rows)
-        table.add_column(Text(column.replace("_", " ")), justify="right" if numbers else "left")
+        table.add_column(Text(heading), justify="right" if numbers else "left", overflow="fold")
     for row in rows:
         table.add_row(*(Text(cell(row.get(column))) for column in columns))
     return table
