@@ -16,12 +16,13 @@ from torch import Tensor
 from attacks.evidence import Evidence, evidence_of
 from hiddenlab.core import Observation, Progress, Recovery, TokenRecovery, silent
 from hiddenlab.errors import InputError, NotApplicableError
+from hiddenlab.propose.opener import opened
 from hiddenlab.slice import Prefix, Request, Slice
 
 CERTAIN = 7.0  # nats: less than one in a thousand
 ENOUGH = 40  # wrong tokens from which the usual evidence of wrong ones is known
 HOPELESS = 25.0  # nats behind the best path
-OPENERS = 4  # special tokens of which one opens the prior's text
+OPENERS = 4  # special tokens, behind one of which first tokens are expected
 SPECIAL_FIRST = 1e-3  # least probability of a special token as a prompt's first
 
 
@@ -241,10 +242,10 @@ class _Tried:
 
 
 class _Opening:
-    """What precedes every prompt: the language model behind a special token, and states of first tokens.
+    """What precedes every prompt: what the language model reads first, and states of first tokens.
 
-    Without anything before it a first token tells the language model little of what follows (many models attend to the
-    first position whatever it is), so the prior reads each path behind the special token that leaves most open.
+    First tokens are expected as behind the special token that leaves most open, all others as behind the opener that
+    suits the attacker's own text (``hiddenlab.propose.opener``).
 
     Attributes:
         tokens: first tokens, likeliest first. states: theirs, without the opener.
@@ -253,13 +254,13 @@ class _Opening:
     def __init__(self, slice: Slice, count: int, run: bool) -> None:
         self.slice, self._head = slice, _head(slice)
         self.following = torch.full((slice.vocab_size,), -math.log(slice.vocab_size), device=slice.device)
-        self.opener: Tensor | None = None
+        self._opened = opened(slice, log_probs=self.log_probs)
         special = slice.special_ids[:OPENERS]
         if special:
             openers = torch.tensor(special, device=slice.device)
             guesses = self.log_probs(slice.prefix().branch(openers))
             most = int((-(guesses.exp() * guesses).sum(1)).argmax())
-            self.opener, self.following = openers[most : most + 1], guesses[most].clone()
+            self.following = guesses[most].clone()
             # A tokenizer may put one of them first, which the model never saw behind another.
             self.following[openers] = self.following[openers].clamp(min=math.log(SPECIAL_FIRST))
         self.tokens = self.following.topk(min(count, slice.vocab_size)).indices
@@ -271,10 +272,7 @@ class _Opening:
 
     def path(self) -> _Path:
         """The empty hypothesis."""
-        prior = self.slice.prefix()
-        if self.opener is not None:
-            prior.extend(self.opener)
-        return _Path(0.0, self.slice.prefix(), prior, self.following)
+        return _Path(0.0, self.slice.prefix(), self._opened.fork(), self.following)
 
 
 def _head(slice: Slice) -> Callable[[Tensor], Tensor]:

@@ -113,7 +113,7 @@ def bench(
         rows.append(
             {
                 "scheme": f"Cascade, {row['setting'].removeprefix(LINKED).strip()}, on the link",
-                "seconds_on_link": row["seconds"], "seconds_on_link_formula": row["seconds_formula"],
+                "seconds_on_link": row["seconds"], "traffic_seconds_formula": row["seconds_formula"],
                 "megabytes": row["mb_on_wire"], "megabytes_formula": row["mb_formula"], "error": row["max_difference"],
             }
         )  # fmt: skip

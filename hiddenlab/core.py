@@ -142,7 +142,7 @@ class TokenRecovery:
         distance: distance of its state to that row, in the matcher's norm.
         margin: how much farther the nearest other candidate was, or None where none was evaluated.
         evaluated: candidates evaluated for this position, the accepted one included.
-        verified: the distance is within epsilon.
+        verified: the distance is within epsilon, where by chance no wrong one among those evaluated would be.
     """
 
     token: int

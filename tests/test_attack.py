@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from attacks.vocab_match import VocabMatch, search
+from attacks.vocab_match import VocabMatch, believed, search
 from attacks.vocab_match.drive import drive
 from attacks.vocab_match.epsilon import Sample, Threshold, auto_threshold, calibrated_threshold
 from attacks.vocab_match.rank import Proposer
 from attacks.vocab_match.task import FIRST_BATCH, SETTLE_AFTER, Candidates, Task, Tried
 from hiddenlab.channel import Channel
-from hiddenlab.core import Observation, Recovery
+from hiddenlab.core import Observation, Recovery, TokenRecovery
 from hiddenlab.errors import InputError, NotApplicableError
 from hiddenlab.match import Matcher, choose_matcher
 from hiddenlab.slice import Slice, load_slice
@@ -332,6 +332,28 @@ def test_a_threshold_that_accepts_anything_is_no_threshold() -> None:
     right, wrong = 1 + torch.rand(500, generator=seeded()), 0.3 + torch.rand(500, 4, generator=seeded())
     found = auto_threshold(sample(right, wrong), 1e-7)
     assert float((wrong.amin(1) <= found.relative).float().mean()) < 0.5
+    assert found.chance == float((wrong <= found.relative).float().mean())
+
+
+def test_a_match_that_chance_explains_is_not_called_verified() -> None:
+    tokens = [
+        TokenRecovery(7, 0, 0.1, None, tried, within) for tried in (1, 50, 51) for within in (True, False)
+    ]
+    of = [token.verified for token in believed(tokens, 1e-3)]
+    assert of == [True, False, True, False, False, False]
+    assert believed(tokens, 0.0) == tuple(tokens)
+    assert not any(token.verified for token in believed(tokens, 0.06))
+
+
+@pytest.mark.parametrize("count", [1, 64])
+def test_one_number_of_a_row_proves_nothing_under_noise(
+    tiny_slice: TinySlice, small_probes: None, count: int
+) -> None:
+    slice, prompts = tiny_slice("llama", 2), random_prompts(12, 3)
+    found = attack(slice, prompts, f"project:count={count},sigma=0.05", budget=VOCABULARY)
+    assert any(token.distance <= recovery.epsilon for recovery in found for token in recovery.tokens)
+    assert [token.verified for recovery in found for token in recovery.tokens] == [count == 64] * 15
+    assert (count == 64) == ([recovery.ids for recovery in found] == prompts)
 
 
 @pytest.mark.parametrize("budget", [1, 5, 20])

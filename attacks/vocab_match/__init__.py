@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -20,7 +20,7 @@ from attacks.vocab_match.search import speculative, stepwise
 from attacks.vocab_match.shard import before_gap, behind_gap, with_rest
 from attacks.vocab_match.task import Task
 from hiddenlab.channel import as_whole, by_channel
-from hiddenlab.core import Observation, Progress, Public, Recovery, silent
+from hiddenlab.core import Observation, Progress, Public, Recovery, TokenRecovery, silent
 from hiddenlab.errors import InputError, NotApplicableError
 from hiddenlab.lens import lens_of
 from hiddenlab.match import Matcher, choose_matcher
@@ -34,6 +34,7 @@ from hiddenlab.slice.load import parse_dtype
 
 # The language model is loaded before the attack where the slice has at least one layer for so many of its.
 LOAD_AHEAD = 8
+DOUBT = 0.05  # wrong candidates within the threshold, expected among those tried for a token that counts as verified
 SEARCHES = {"speculative": speculative, "greedy": stepwise}
 
 
@@ -208,7 +209,8 @@ class VocabMatch:
     def _match(self, observations: Sequence[Observation], slice: Slice) -> list[Recovery]:
         if not observations:
             return []
-        started = time.perf_counter()
+        assert self._prepared is not None
+        started, threshold = time.perf_counter(), self._prepared.threshold
         with torch.inference_mode():
             tasks = self._tasks(observations, slice)
             searches: list[Search] = [SEARCHES[self.search](task) for task in tasks]
@@ -221,7 +223,7 @@ class VocabMatch:
                 reason = "budget exhausted" if self.budget else "vocabulary exhausted"
             recoveries.append(
                 Recovery(
-                    tuple(task.found),
+                    believed(task.found, threshold.chance),
                     cost.evaluated,
                     cost.calls,
                     cost.seconds,
@@ -269,3 +271,17 @@ class VocabMatch:
             f"VocabMatch({self.search}, {self.proposal}; knows the weights, the released states and the channel, "
             "not tokens, permutations or noise)"
         )
+
+
+def believed(tokens: Sequence[TokenRecovery], chance: float) -> tuple[TokenRecovery, ...]:
+    """Tokens, those unverified for which a wrong candidate among so many tried could well be within the threshold.
+
+    Where noise or few numbers leave right and wrong candidates apart by chance alone, the first within the threshold
+    is still the best answer, but it proves nothing.
+
+    Args:
+        chance: of one wrong candidate, as measured (``Threshold``).
+    """
+    return tuple(
+        replace(token, verified=token.verified and chance * token.evaluated <= DOUBT) for token in tokens
+    )

@@ -4,7 +4,7 @@ Thresholds are relative to the norm of the observed row, since the rounding erro
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Bool, Float
@@ -33,6 +33,7 @@ class Threshold:
         relative: fraction of the row's norm. floor: largest relative distance of a right
             candidate. gap: smallest relative distance of a wrong one. absolute: used instead where
             the user gave a number. sinks: in place of ``relative`` for rows whose log norm is above ``border``.
+        chance: share of wrong candidates that were within it in the measurement, near tokens all of them.
     """
 
     relative: float
@@ -41,11 +42,19 @@ class Threshold:
     absolute: float | None = None
     sinks: float | None = None
     border: float = math.inf
+    chance: float = 0.0
 
     @property
     def separable(self) -> bool:
         """Right and wrong candidates never overlapped in the measurement."""
         return self.floor < self.gap
+
+    def seen_on(self, sample: "Sample") -> "Threshold":
+        """The same, with the chance of a wrong candidate to be within it."""
+        limits = torch.full_like(sample.norms, self.relative)
+        if self.sinks is not None:
+            limits[sample.norms.log() > self.border] = self.sinks
+        return replace(self, chance=float((sample.wrong <= limits[:, None]).float().mean()))
 
     def limits(self, matcher: Matcher, rows: Float[Tensor, "rows d"]) -> Float[Tensor, " rows"]:
         """The distance within which each row counts as matched, in the matcher's norm."""
@@ -128,10 +137,10 @@ def auto_threshold(sample: Sample, resolution: float) -> Threshold:
     floor, gap = float(sample.right.max()), float(sample.wrong.min())
     border = math.inf if floor < gap else norm_border(sample.norms, ENOUGH_SINKS)
     if math.isinf(border):
-        return Threshold(_middle(sample, resolution), floor, gap)
+        return Threshold(_middle(sample, resolution), floor, gap).seen_on(sample)
     long = sample.norms.log() > border
     rest, sinks = (_middle(sample.where(which), resolution) for which in (~long, long))
-    return Threshold(rest, floor, gap, sinks=sinks, border=border)
+    return Threshold(rest, floor, gap, sinks=sinks, border=border).seen_on(sample)
 
 
 def _middle(sample: Sample, resolution: float) -> float:
@@ -201,7 +210,8 @@ def calibrated_threshold(sample: Sample, seed: int) -> Threshold:
             low = a
         if right <= left:
             high = b
-    return Threshold(math.exp((low + high) / 2), float(sample.right.max()), float(nearest.min()))
+    found = Threshold(math.exp((low + high) / 2), float(sample.right.max()), float(nearest.min()))
+    return found.seen_on(sample)
 
 
 def parse_epsilon(text: str) -> float | None:

@@ -5,6 +5,8 @@ token, read first, tells them little of the second: it is some 1,500th in the bu
 a line break (eval/LOG.md). A tokenizer that puts a special token first has done the same already.
 """
 
+from collections.abc import Callable
+
 import torch
 from jaxtyping import Int
 from torch import Tensor
@@ -42,11 +44,11 @@ def beginnings(slice: Slice, seed: int) -> list[Int[Tensor, " n"]]:
 
 
 @torch.inference_mode()
-def opened(model: Slice, seed: int = 0) -> Prefix:
+def opened(model: Slice, seed: int = 0, log_probs: Callable[[Tensor], Tensor] | None = None) -> Prefix:
     """The opener behind which the attacker's own text is likeliest, run once; forks of it read prompts.
 
     Args:
-        model: the language model, stream ``logits``.
+        model: the language model. log_probs: of the next token, by its states ``n d``; None where these are logits.
     """
     windows = beginnings(model, seed)
     best, most = model.prefix(), -float("inf")
@@ -59,7 +61,8 @@ def opened(model: Slice, seed: int = 0) -> Prefix:
             part = windows[start : start + TOGETHER]
             answers = model.run_all([Request(prefix, window) for window in part], keep=False)
             for window, answer in zip(part, answers, strict=True):
-                following = answer.chain[:-1].float().log_softmax(-1)
+                states = answer.chain[:-1]
+                following = states.float().log_softmax(-1) if log_probs is None else log_probs(states)
                 total += float(following.gather(1, window[1:, None]).sum())
         if total > most:
             best, most = prefix, total
