@@ -17,7 +17,7 @@ from defenses.schemes.walk import Plain, walk
 from defenses.schemes.weights import Weights
 from eval.experiment import Figures
 from eval.intervals import mean, ratio
-from eval.measures import as_figures, attack
+from eval.measures import as_figures, attack, exactly
 from eval.mpc.run import crypten_decoder
 from eval.scheme_cells import model_and_prompts
 from hiddenlab.core import Progress, silent
@@ -68,7 +68,7 @@ def after_mpc(spec: dict[str, Any], folder: Path, progress: Progress = silent) -
             "mpc_seconds": mean(seconds), "megabytes": mean(megabytes), "logit_error": mean(errors),
             "state_error": mean(states_errors), "top1_agreement": ratio(agreed, counts),
         }
-    )  # fmt: skip
+    ) | {"largest_logit_error": exactly(max(errors), len(errors))}  # fmt: skip
 
 
 def after_mpc_attack(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> Figures:
@@ -129,6 +129,9 @@ class _OnShares:
             raise InputError(
                 f"{spec['model']} is not of Llama's plain type, which the layers on shares are written for"
             )
+        if not 1 <= spec["layers"] < len(weights.blocks):
+            most = len(weights.blocks) - 1
+            raise InputError(f"1 to {most} layers of {spec['model']} can run on shares, not {spec['layers']}")
         self.weights, self.layers, self.timeout = weights, spec["layers"], spec["timeout"]
         self.job = {
             "threads": 1, "heads": weights.heads, "kv_heads": weights.kv_heads, "layers": self.layers,

@@ -19,12 +19,19 @@ BASELINES: dict[str, tuple[Any, dict[str, str]]] = {
     "CrypTen, softmax + tanh GELU": (crypten, {"variant": "exact"}),
     "SPU ABY3, Puma's GELU": (spu, {"variant": "puma", "protocol": "aby3"}),
     "SPU SEMI2K, Puma's GELU": (spu, {"variant": "puma", "protocol": "semi2k"}),
+    "SPU SEMI2K, softmax + tanh GELU": (spu, {"variant": "exact", "protocol": "semi2k"}),
+    "SPU SEMI2K, 2Quad + quad": (spu, {"variant": "2quad", "protocol": "semi2k"}),
 }
-REFERENCE = "tcp α=4"  # Cascade's setting to which ratios are taken
+PLACES = {"local": "threads", "tcp": "Ray over TCP", "objects": "Ray's objects", "wire": "on the link"}
+REFERENCE, REFERENCE_ON_LINK = (
+    "Cascade, Ray over TCP α=4",
+    "Cascade, on the link α=4",
+)  # to which ratios are taken
 # What the screen shows of a row; the rest is in the JSON.
 COLUMNS = {
     "scheme": "scheme", "seconds": "s", "seconds_over_cascade": "ratio", "megabytes": "MB",
-    "megabytes_over_cascade": "ratio", "rounds": "rounds", "seconds_on_link": "s on link", "error": "error",
+    "megabytes_over_cascade": "ratio", "rounds": "rounds", "seconds_on_link": "s on link",
+    "seconds_on_link_over_cascade": "ratio", "error": "error",
 }  # fmt: skip
 LINKED = "wire"  # the backend on the simulated link: threads of one process, so that any α fits the memory
 
@@ -57,8 +64,9 @@ def bench(
         plot: a PNG to draw. timeout: for each baseline, seconds.
 
     Returns:
-        ``rows`` with median seconds and their range, megabytes sent, rounds, the largest difference from a plain
-        computation of the same formulas, and time and bytes as ratios to Cascade with α = 4 over TCP in this run.
+        ``rows`` with median seconds and their range, megabytes sent, rounds (SPU's are messages of the party that sent
+        most), the largest difference from a plain computation of the same formulas (``error``) and of BERT's own
+        (``error_exact``), and time and bytes as ratios to Cascade with α = 4 over TCP in this run.
         ``seconds_on_link``: Cascade's nodes are measured on a simulated link; the libraries' transports cannot be
         slowed from outside, so theirs are reckoned, as seconds on loopback, a latency for each round, and each party's
         bytes over the bandwidth. ``published``: the papers' figures for the full model on other machines.
@@ -71,9 +79,17 @@ def bench(
     shape = _shape(model)
     depth = depth or shape["layers"]
     numbers = parse_numbers("alphas", str(alphas))
-    for name, value, least in (("repeats", repeats, 1), ("depth", depth, 1), ("tcp_alpha", tcp_alpha, 1)):
-        if not isinstance(value, int) or value < least:
-            raise InputError(f"{name} must be a whole number of at least {least}, not {value!r}")
+    for name, value, most in (
+        ("repeats", repeats, None), ("depth", depth, shape["layers"]), ("tcp_alpha", tcp_alpha, None),
+        ("max_tokens", max_tokens, shape["positions"]),
+    ):  # fmt: skip
+        if not isinstance(value, int) or value < 1 or (most is not None and value > most):
+            raise InputError(
+                f"{name} must be a whole number of at least 1{'' if most is None else f' and at most {most}'}, "
+                f"not {value!r}"
+            )
+    if not timeout > 0:
+        raise InputError(f"timeout must be seconds above 0, not {timeout!r}")
     chosen = {name: how for name, how in BASELINES.items() if only in name}
     if not chosen:
         raise InputError(f"no baseline's name holds {only!r}; they are {', '.join(BASELINES)}")
@@ -104,7 +120,7 @@ def bench(
     for row in cascades:
         rows.append(
             {
-                "scheme": f"Cascade, {row['setting']}", "seconds": row["seconds"],
+                "scheme": _cascade_name(row), "seconds": row["seconds"],
                 "seconds_low": row["seconds_low"], "seconds_high": row["seconds_high"],
                 "megabytes": row["mb_on_wire"], "megabytes_formula": row["mb_formula"], "error": row["max_difference"],
             }
@@ -112,7 +128,7 @@ def bench(
     for row in cascade(LINKED, numbers, bandwidth=bandwidth, latency=latency) if link else []:
         rows.append(
             {
-                "scheme": f"Cascade, {row['setting'].removeprefix(LINKED).strip()}, on the link",
+                "scheme": _cascade_name(row),
                 "seconds_on_link": row["seconds"], "traffic_seconds_formula": row["seconds_formula"],
                 "megabytes": row["mb_on_wire"], "megabytes_formula": row["mb_formula"], "error": row["max_difference"],
             }
@@ -130,11 +146,12 @@ def bench(
             }
         )
     progress("running MPC baselines", len(chosen), len(chosen))
-    reference = next((row for row in rows if row["scheme"] == f"Cascade, {REFERENCE}"), None)
-    for row in rows:
-        for name in ("seconds", "megabytes"):
-            known = reference is not None and reference.get(name) and row.get(name) is not None
-            row[f"{name}_over_cascade"] = row[name] / reference[name] if known and reference else None
+    for name, of in (
+        ("seconds", REFERENCE), ("megabytes", REFERENCE), ("seconds_on_link", REFERENCE_ON_LINK)
+    ):  # fmt: skip
+        base = next((row.get(name) for row in rows if row["scheme"] == of), None)
+        for row in rows:
+            row[f"{name}_over_cascade"] = row[name] / base if base and row.get(name) is not None else None
     if plot is not None:
         draw(rows, f"{model}, {depth} layer{'s' if depth > 1 else ''}, {max_tokens} tokens", Path(plot))
     return {
@@ -143,7 +160,7 @@ def bench(
         "repeats": repeats, "threads": threads or 1, "seed": seed,
         "link": f"{bandwidth:g} Gbit/s, {latency:g} ms one way: simulated for Cascade, reckoned for libraries"
         if link else "none",
-        "ratios": f"to Cascade, {REFERENCE}, in this run",
+        "ratios": f"to {REFERENCE}, on the link to {REFERENCE_ON_LINK}, in this run",
     }  # fmt: skip
 
 
@@ -155,7 +172,14 @@ def _shape(model: str) -> dict[str, int]:
     return {
         "width": config.hidden_size, "inner": config.intermediate_size, "heads": config.num_attention_heads,
         "layers": config.num_hidden_layers, "vocabulary": config.vocab_size,
+        "positions": config.max_position_embeddings,
     }  # fmt: skip
+
+
+def _cascade_name(row: Mapping[str, Any]) -> str:
+    """Where Cascade's nodes ran, and with what α."""
+    place, _, alpha = row["setting"].partition(" ")
+    return f"Cascade, {PLACES.get(place, place)} {alpha}"
 
 
 def _published() -> list[dict[str, Any]]:
@@ -179,6 +203,7 @@ def _baseline(run: Any, job: Mapping[str, Any], timeout: float, link: Link | Non
         "seconds_high": max(found["seconds"]),
         "megabytes": statistics.median(found["bytes"]) / 1e6,
         "error": found["error"],
+        "error_exact": found["error_exact"],
     }
     out["rounds"] = statistics.median(found["rounds"])
     if link is not None:
@@ -190,14 +215,15 @@ def _baseline(run: Any, job: Mapping[str, Any], timeout: float, link: Link | Non
 
 
 def draw(rows: Sequence[Mapping[str, Any]], title: str, out: Path) -> None:
-    """Seconds and megabytes of every scheme, as bars on logarithmic scales.
+    """Seconds, on a link too where there is one, and megabytes of every scheme, as bars on logarithmic scales.
 
     Raises:
         HiddenlabError: the file cannot be written.
     """
     from hiddenlab.plots import draw_bars
 
-    panels = {"seconds": "seconds", "megabytes": "megabytes sent"}
+    panels = {"seconds": "seconds", "seconds_on_link": "seconds on the link", "megabytes": "megabytes sent"}
+    panels = {name: label for name, label in panels.items() if any(row.get(name) for row in rows)}
     try:
         draw_bars(rows, "scheme", panels, title, out)
     except (OSError, ValueError) as error:

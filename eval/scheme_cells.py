@@ -8,7 +8,6 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from attacks.closed_weights.model import with_table
 from attacks.closed_weights.prior import refine
@@ -25,8 +24,8 @@ from eval.intervals import mean, ratio, share
 from eval.measures import as_figures, exactly
 from eval.metrics import score_text
 from hiddenlab.channel import Channel
-from hiddenlab.core import Observation, Progress, Recovery, silent
-from hiddenlab.errors import HiddenlabError, InputError
+from hiddenlab.core import Observation, Progress, Public, Recovery, silent
+from hiddenlab.errors import InputError
 from hiddenlab.job import generator
 from hiddenlab.match import choose_matcher
 from hiddenlab.prompts import load_prompts
@@ -34,10 +33,9 @@ from hiddenlab.propose.corpus import standard_library_sources
 from hiddenlab.propose.probe import fast_dtype
 from hiddenlab.slice import Slice, load_slice
 from hiddenlab.slice.device import parse_device
+from hiddenlab.slice.load import load_config, load_model, resolve_model
 
 PLAIN = "plain"
-LINEAR_MAPS = {"linear": None, "projection": 1}  # columns of the map; None: as many as there are dimensions
-DISCORR_ROWS = 500  # tokens that one value is computed from
 NOISE_PROMPTS, NOISE_ROOM = (
     4,
     4.0,
@@ -111,8 +109,24 @@ def scheme(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> F
         return as_figures({"same_generated": out["same_generated"]})
     figures = as_figures(out) | {"largest_logit_error": exactly(max(errors), len(errors))}
     if own is not None:
-        figures |= as_figures({name: mean(values) for name, values in told.items()})
-    return figures
+        return figures | as_figures({name: mean(values) for name, values in told.items()})
+    return figures | {
+        "transformers_error": exactly(_off_transformers(spec["model"], weights, prompts), len(prompts))
+    }
+
+
+@torch.inference_mode()
+def _off_transformers(name: str, weights: Weights, prompts: Sequence[Sequence[int]]) -> float:
+    """The largest difference of a logit between the step-by-step code and transformers' own model."""
+    ref = resolve_model(name)
+    model: Any = load_model(
+        ref, load_config(ref), head=True, dtype=torch.float32, device=torch.device("cpu"), attention="eager"
+    )
+    worst = 0.0
+    for tokens in prompts:
+        own = walk(weights, weights.inputs(tokens), Plain())[0]
+        worst = max(worst, float((model(torch.tensor([tokens])).logits[0] - own).abs().max()))
+    return worst
 
 
 def _told(own: Any) -> tuple[float, float, float]:
@@ -162,8 +176,11 @@ def closed_weights(spec: dict[str, Any], folder: Path, progress: Progress = sile
 
 
 def stip_view(stip: Stip, prompts: Sequence[Sequence[int]]) -> ServerView:
-    """What STIP's server holds after some requests."""
-    vectors = tuple(stip.user.encrypt(tokens) for tokens in prompts)
+    """What STIP's server holds after some requests, of which nothing is run."""
+    stip.transcript.learnt.clear()
+    for tokens in prompts:
+        stip.ask(tokens)
+    vectors = tuple(one.value for one in stip.transcript.seen(SERVER, label="inputs"))
     return ServerView(stip.server.permuted.head.weight, vectors)
 
 
@@ -219,7 +236,7 @@ def substitution(spec: dict[str, Any], folder: Path, progress: Progress = silent
     prompts = [pieces[i] for i in chosen.tolist()]
     prior = _prior(spec, tokenizer) if spec.get("prior") else None
     stip = Stip(weights, seed=spec["seed"])
-    symbols = collect_untied([stip.user.encrypt(tokens) for tokens in prompts])
+    symbols = collect_untied(stip_view(stip, prompts).requests)
     named = solve(symbols, reference, size=spec["size"], progress=progress)
     if prior is not None:
         named = refine(
@@ -298,8 +315,8 @@ def revealed(spec: dict[str, Any], folder: Path, progress: Progress = silent) ->
     epsilon = _rounding(how, weights, slice, layer, spec["seed"])
     attack = VocabMatch(epsilon=str(epsilon), budget=spec["budget"], seed=spec["seed"], progress=progress)
     found, truths = [], []
-    for i, (tokens, states) in enumerate(_shown(how, weights, prompts, layer, spec["seed"])):
-        found.append(attack.recover(Observation(states, public), slice, generator(spec["seed"], "attack", i)))
+    for i, (tokens, shown) in enumerate(_shown(how, weights, prompts, layer, spec["seed"], public)):
+        found.append(attack.recover(shown, slice, generator(spec["seed"], "attack", i)))
         truths.append(tokens)
         progress("prompts", i + 1, len(prompts))
     figures = _matched(found, truths)
@@ -365,15 +382,15 @@ def _matched(found: Sequence[Recovery], truths: Sequence[Sequence[int]]) -> Figu
 
 
 def _shown(
-    how: _Revealing, weights: Weights, prompts: Sequence[Sequence[int]], layer: int, seed: int
-) -> Iterator[tuple[list[int], Tensor]]:
+    how: _Revealing, weights: Weights, prompts: Sequence[Sequence[int]], layer: int, seed: int, public: Public
+) -> Iterator[tuple[list[int], Observation]]:
     """Prompts, and what the party learnt of their states behind a layer."""
     run = how.make(weights, seed=seed)
     for tokens in prompts:
         run.transcript.learnt.clear()
         run.show(tokens, layer + 1)
-        (seen,) = run.transcript.seen(how.party, label="norm1", layer=layer + 1)
-        yield list(tokens), seen.value
+        (seen,) = run.transcript.observations(how.party, "norm1", layer + 1, public)
+        yield list(tokens), seen
 
 
 def _rounding(how: _Revealing, weights: Weights, slice: Slice, layer: int, seed: int) -> float:
@@ -382,13 +399,13 @@ def _rounding(how: _Revealing, weights: Weights, slice: Slice, layer: int, seed:
     own = [
         torch.randint(len(weights.head.weight), (32,), generator=draw).tolist() for _ in range(NOISE_PROMPTS)
     ]
-    matcher = choose_matcher(
-        "auto", Channel.parse([how.channel]).release(slice, [0, 1], generator(0))[0].public
-    )
+    public = Channel.parse([how.channel]).release(slice, [0, 1], generator(0))[0].public
+    matcher = choose_matcher("auto", public)
     worst = 0.0
-    for tokens, states in _shown(how, weights, own, layer, seed):
+    for tokens, shown in _shown(how, weights, own, layer, seed, public):
         table = matcher.table(
-            candidates=matcher.view(slice.encode(torch.tensor(tokens))), observed=matcher.prepare(states)
+            candidates=matcher.view(slice.encode(torch.tensor(tokens))),
+            observed=matcher.prepare(shown.states),
         )
         worst = max(worst, float(table.amin(0).max()))
     return NOISE_ROOM * worst
@@ -407,48 +424,3 @@ def _greedy(weights: Weights, tokens: Sequence[int], new: int) -> list[int]:
     for _ in range(new):
         out.append(int(walk(weights, weights.inputs(out), Plain())[0][-1].argmax()))
     return out[len(tokens) :]
-
-
-def discorr(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> Figures:
-    """Distance correlation between input embeddings and what is shown of the prompt (Székely et al. 2007; Equation 3).
-
-    Squared and bias-corrected (Székely and Rizzo 2014), so that independent vectors have 0 whatever their width.
-
-    Args:
-        spec: model, prompts, limit, max_tokens, seed, device, layer; shown: a channel's stages joined by ``|``, or
-            ``linear`` (x W π, W square and Gaussian) or ``projection`` (x w, one Gaussian direction), of the embeddings
-            themselves; draws (of those maps, and of rows).
-
-    Raises:
-        HiddenlabError: the package dcor is not installed.
-    """
-    try:
-        import dcor
-    except ImportError:
-        raise HiddenlabError(
-            "distance correlation needs the package dcor: pip install 'hiddenlab[schemes]'"
-        ) from None
-    slice = load_slice(spec["model"], spec["layer"], device=spec["device"])
-    texts = [p.text for p in load_prompts(spec["prompts"], limit=spec["limit"])]
-    prompts = [slice.tokenize(text, spec["max_tokens"]) for text in texts]
-    inputs = torch.cat([slice.embed(torch.tensor(tokens)).float() for tokens in prompts])
-    mapped = spec["shown"] in LINEAR_MAPS
-    shown = inputs
-    if not mapped:
-        channel = Channel.parse([stage for stage in spec["shown"].split("|") if stage != "identity"])
-        released = channel.release_batch(slice, prompts, generator(spec["seed"], "release"))
-        shown = torch.cat([observation.states.float() for observation, _ in released])
-    draw = generator(spec["seed"], "maps")
-    values = []
-    for i in range(spec["draws"]):
-        pick = torch.randperm(len(inputs), generator=draw)[:DISCORR_ROWS]
-        x, y = inputs[pick].double(), shown[pick].double()
-        if mapped:
-            weights = torch.randn(
-                y.shape[1], LINEAR_MAPS[spec["shown"]] or y.shape[1], generator=draw
-            ).double()
-            y = y @ weights  # the permutation behind it changes no distance
-        # The plain estimate is near 0.9 for independent vectors of this width: the bias must come off.
-        values.append(float(dcor.u_distance_correlation_sqr(x.numpy(), y.numpy())))
-        progress("draws", i + 1, spec["draws"])
-    return as_figures({"discorr": mean(values)})

@@ -1,5 +1,6 @@
 """Experiments on private-inference schemes: what they cost, and how they are broken (paper, appendices I and J)."""
 
+import math
 from typing import Any
 
 from eval.experiment import Cell, Experiment, Setting, attack_cell
@@ -18,6 +19,8 @@ READS = {
 
 def schemes(setting: Setting, generate: int = 8) -> Experiment:
     """STIP, Centaur and PermLLM beside the plain model: error, time, bytes, rounds."""
+    if generate < 0:
+        raise InputError(f"{generate} tokens to generate; a number from 0")
     cells = []
     for name in (PLAIN, *SCHEMES):
         on_shares = name in REVEALING
@@ -40,7 +43,8 @@ def schemes(setting: Setting, generate: int = 8) -> Experiment:
         "Private inference by permutation: cost and error",
         cells,
         {
-            "largest_logit_error": "largest error of a logit", "top1_agreement": "same likeliest token",
+            "largest_logit_error": "largest error of a logit", "transformers_error": "largest, to transformers",
+            "top1_agreement": "same likeliest token",
             "same_generated": "same generated tokens", "seconds_per_prompt": "seconds a prompt",
             "over_plain": "over the plain model", "megabytes": "MB", "rounds": "rounds", "dealt_megabytes": "MB dealt",
         },
@@ -180,12 +184,32 @@ def revealed(setting: Setting, budget: int = 0) -> Experiment:
     )  # fmt: skip
 
 
-def projections(setting: Setting, budget: int = FEW) -> Experiment:
+def theorem_j1(setting: Setting, draws: int = 100_000) -> Experiment:
+    """How far apart one random direction keeps two states, beside the bound of Theorem J.1."""
+    cells = []
+    for layer in setting.at((1, 11)):
+        for k in (1 / 256, 1 / 64, 1 / 32, 1 / 16):
+            spec = {
+                "model": setting.model, "seed": setting.seed, "device": setting.device, **setting.source(),
+                "layer": layer, "k": k, "draws": draws,
+            }  # fmt: skip
+            cells.append(Cell("theorem-j1", spec, {"layer": layer, "k": f"1/{round(1 / k)}"}))
+    return Experiment(
+        "Theorem J.1: states apart in one random direction",
+        cells,
+        {"apart": "pairs apart by k times their L1 distance", "apart_bound": "at least, by the theorem"},
+        [
+            f"{draws:,} pairs of states of the prompts' tokens, a Gaussian direction of unit variance for each."
+        ],
+    )
+
+
+def projections(setting: Setting, budget: int = FEW, noise: str = "0,0.01,0.1") -> Experiment:
     """Matching on a few random projections of each state: recovery by their number and noise (theorem J.1)."""
     cells = []
     for layer in setting.at((1, 11)):
         for count in (1, 2, 4, 8, 16, 64):
-            for sigma in (0.0, 0.01):
+            for sigma in _sigmas(noise):
                 stage = f"project:count={count}" + (f",sigma={sigma}" if sigma else "")
                 keys = {"projections": count, "noise, of a projection's size": sigma, "layer": layer}
                 cells.append(attack_cell(setting, keys, layer, stage, budget=budget))
@@ -202,6 +226,21 @@ def projections(setting: Setting, budget: int = FEW) -> Experiment:
             "The paper leaves this to further work (appendix J.1).",
         ],
     )  # fmt: skip
+
+
+def _sigmas(text: str) -> list[float]:
+    """Noise levels, joined by commas.
+
+    Raises:
+        InputError: one of them is no number from 0.
+    """
+    try:
+        found = [float(part) for part in str(text).split(",")]
+    except ValueError:
+        found = [math.nan]
+    if not all(0 <= sigma < math.inf for sigma in found):
+        raise InputError(f"noise {text!r}: numbers from 0, joined by commas")
+    return found
 
 
 def distance_correlation(setting: Setting, budget: int = 4096, draws: int = 20) -> Experiment:
@@ -289,8 +328,9 @@ def after_mpc(
         "Cascade behind secret sharing (appendix H)",
         cells,
         {
-            "mpc_seconds": "seconds on shares", "megabytes": "MB", "state_error": "largest error of a state",
-            "logit_error": "largest error of a logit", "top1_agreement": "same likeliest token",
+            "mpc_seconds": "seconds on shares", "megabytes": "MB", "state_error": "a prompt's largest error of a state",
+            "logit_error": "of a logit", "largest_logit_error": "of a logit, all prompts",
+            "top1_agreement": "same likeliest token",
             "exact": "exact prompts", "token_accuracy": "token accuracy", "unseen_right": "missing tokens found",
             "verified": "verified tokens",
         },

@@ -103,6 +103,13 @@ def test_measured_with_another_protocol_in_cryptens_place(on_shares: dict[str, A
     assert float(seen["0.scale1"]) == pytest.approx(1 / float(np.median(typical)), rel=0.3)
 
 
+@pytest.mark.parametrize("layers", [0, 4, 99])
+def test_layers_that_cannot_run_on_shares(on_shares: dict[str, Any], tmp_path: Path, layers: int) -> None:
+    del on_shares["seen"]
+    with pytest.raises(InputError, match="1 to 3 layers of"):
+        after_mpc_cells.after_mpc({**on_shares, "layers": layers, "alpha": 2, "c": 2, "m": 1}, tmp_path)
+
+
 @pytest.mark.parametrize(
     ("channel", "attack", "tolerant", "read"),
     [

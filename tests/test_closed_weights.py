@@ -6,6 +6,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,9 +31,10 @@ from defenses.schemes.stip import Stip
 from defenses.schemes.walk import Plain, walk
 from defenses.schemes.weights import load_weights, write_checkpoint
 from eval import scheme_cells
+from eval.correlation_cells import projection_bound
 from eval.experiment import Setting
 from eval.scheme_cells import centaur_view, stip_view
-from eval.schemes import permuted_model, substitution
+from eval.schemes import permuted_model, projections, schemes, substitution
 from hiddenlab import registry
 from hiddenlab.core import silent
 from hiddenlab.errors import InputError, NotApplicableError
@@ -159,7 +161,8 @@ def test_centaurs_server_reads_what_it_puts_together(tiny: TinyPath, architectur
         rebuild_tied(centaur_view(Centaur(other, seed=3), PROMPTS))
 
 
-def test_the_attack_needs_no_file_but_its_view(tied: Stip, tmp_path: Path) -> None:
+@pytest.mark.parametrize("attack", ["tied", "untied"])
+def test_the_attack_needs_no_file_but_its_view(tied: Stip, tmp_path: Path, attack: str) -> None:
     """In another process and an empty folder: no weights, no embedding, no order can be reached."""
     view = stip_view(tied, PROMPTS)
     view.save(tmp_path)
@@ -167,10 +170,17 @@ def test_the_attack_needs_no_file_but_its_view(tied: Stip, tmp_path: Path) -> No
     held = [view.head, *view.requests]
     for secret in (tied.user.embedding, keys.hidden, keys.vocabulary):
         assert not any(t.shape == secret.shape and torch.equal(t, secret) for t in held)
+    # Untied: symbols by equality, named by the attacker's own text, here the very requests with other numbers.
+    found = {
+        "tied": "rebuild_tied(view).symbols",
+        "untied": f"collect_untied(view.requests); solve(rows, {PROMPTS}); rows",
+    }[attack]
     program = (
         "from pathlib import Path; from attacks.closed_weights.view import ServerView\n"
-        "from attacks.closed_weights.recover import rebuild_tied\n"
-        "import sys; print([list(row) for row in rebuild_tied(ServerView.load(Path('.'))).symbols])\n"
+        "from attacks.closed_weights.recover import collect_untied, rebuild_tied\n"
+        "from attacks.closed_weights.substitution import solve\n"
+        "import sys; view = ServerView.load(Path('.'))\n"
+        f"rows = {found}\nprint([list(row) for row in rows])\n"
         "assert not [name for name in sys.modules if name.startswith('defenses')]"
     )
     environment = {
@@ -182,8 +192,18 @@ def test_the_attack_needs_no_file_but_its_view(tied: Stip, tmp_path: Path) -> No
         [sys.executable, "-c", program], cwd=tmp_path, env=environment, capture_output=True, text=True
     )
     assert out.returncode == 0, out.stderr
-    truth = [[keys.vocabulary.tolist().index(t) for t in row] for row in PROMPTS]
-    assert out.stdout.strip() == str(truth)
+    first = list(dict.fromkeys(t for row in PROMPTS for t in row))
+    names = keys.vocabulary.tolist() if attack == "tied" else first
+    assert out.stdout.strip() == str([[names.index(t) for t in row] for row in PROMPTS])
+
+
+def test_symbols_of_an_untied_embedding_depend_on_equality_alone(untied: Stip, tiny: TinyPath) -> None:
+    """Any private embedding gives the same symbols, so that figures of 'substitution' are those of any."""
+    weights, _ = load_weights(tiny("llama", tie_word_embeddings=False))
+    assert weights.embedding is not None
+    other = Stip(replace(weights, embedding=torch.randn_like(weights.embedding)), seed=9)
+    one, two = (collect_untied(stip_view(stip, PROMPTS).requests) for stip in (untied, other))
+    assert one == two
 
 
 def test_views_on_disk(tied: Stip, tmp_path: Path) -> None:
@@ -386,6 +406,7 @@ def test_measures_of_schemes(spec: dict[str, object], tmp_path: Path) -> None:
         assert found["top1_agreement"]["value"] == 1
         assert ("megabytes" in found) == (name != "plain")
         assert 0 < found["largest_logit_error"]["value"] < 2e-3
+        assert found.get("transformers_error", {"value": 0})["value"] < 1e-3
     found = scheme_cells.scheme({**spec, "scheme": "stip", "generate": 3}, tmp_path)
     assert found["same_generated"]["value"] == 1
     wide = scheme_cells.scheme({**spec, "scheme": "stip", "generate": 0, "dtype": "float64"}, tmp_path)
@@ -509,6 +530,23 @@ def test_distance_correlation_is_measured(spec: dict[str, object], tmp_path: Pat
     assert found == pytest.approx(slow_discorr(x, y), abs=1e-9)
     wide = [torch.randn(200, 300).double() for _ in range(2)]
     assert abs(slow_discorr(*wide)) < 0.05  # independent, whatever the width
+
+
+def test_random_directions_keep_states_apart_as_the_theorem_says(
+    spec: dict[str, object], tmp_path: Path
+) -> None:
+    measure = registry.resolve("measures", "theorem-j1")
+    assert projection_bound(1 / 64, 4096) == pytest.approx(0.3173, abs=1e-4)  # the paper's examples
+    assert projection_bound(1 / 32, 4096) == pytest.approx(0.0455, abs=1e-4)
+    for k in (1 / 64, 1 / 8, 1.0):
+        found = measure({**spec, "layer": 1, "k": k, "draws": 4000}, tmp_path)
+        assert found["apart"]["value"] >= found["apart_bound"]["value"] - 0.03
+    assert found["apart"]["value"] < 0.01
+    for wrong in ("x", "-1", "0,nan"):
+        with pytest.raises(InputError, match="numbers from 0"):
+            projections(Setting(model=str(spec["model"])), noise=wrong)
+    with pytest.raises(InputError, match="number from 0"):
+        schemes(Setting(model=str(spec["model"])), generate=-1)
 
 
 def slow_discorr(x: Tensor, y: Tensor) -> float:

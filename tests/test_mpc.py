@@ -65,6 +65,32 @@ def party(tmp_path: Path, text: str) -> list[str]:
     return [sys.executable, str(path)]
 
 
+def test_errors_are_of_the_formulas_and_of_berts_own() -> None:
+    job = {"tokens": 4, "width": 8, "inner": 16, "heads": 2, "layers": 2, "seed": 3, "variant": "2quad"}
+    x = y = bert_layer.inputs(4, 8, 3)
+    for i in range(2):
+        weights = bert_layer.layer_weights(8, 16, 3 + i)
+        x, y = bert_layer.plain_layer(x, weights, 2, "2quad"), bert_layer.plain_layer(y, weights, 2, "exact")
+    found = bert_layer.errors(x + 0.25, job)
+    assert found["error"] == pytest.approx(0.25)
+    assert found["error_exact"] == pytest.approx(np.abs(x + 0.25 - y).max()) and found["error_exact"] != 0.25
+
+
+@pytest.mark.parametrize("variant", bert_layer.VARIANTS)
+@pytest.mark.parametrize("library", ["crypten", "spu"])
+def test_a_layer_by_the_library_itself(library: str, variant: str) -> None:
+    """Where 'make mpc' was run; everywhere else stand-ins take the libraries' place."""
+    if not (run.ROOT / run.ENVIRONMENTS[library] / ".ready").is_file():
+        pytest.skip("make mpc was not run")
+    job = {
+        "width": 32, "inner": 48, "heads": 2, "layers": 1, "tokens": 6, "seed": 0, "repeats": 1, "threads": 1,
+        "vocabulary": 50, "variant": variant, "embedding": False, "protocol": "semi2k",
+    }  # fmt: skip
+    found = {"crypten": run.crypten, "spu": run.spu}[library](job, 120)
+    assert found["error"] < 0.05 and found["rounds"][0] > 10 and found["bytes"][0] > 1000
+    assert (found["error_exact"] > 0.05) == (variant == "2quad")
+
+
 def test_parties_run_side_by_side(tmp_path: Path) -> None:
     command = party(tmp_path, "import os; print('I am', os.environ['RANK'])")
     texts = run.run_parties([command] * 2, [{"RANK": "0"}, {"RANK": "1"}], 60)
@@ -169,12 +195,12 @@ def test_the_bench_without_the_libraries_says_how_to_get_them(
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
     by_name = {row["scheme"]: row for row in found["rows"]}
-    assert by_name["Cascade, local α=4"]["error"] < 1e-4 and found["layers"] == 1
+    assert by_name["Cascade, threads α=4"]["error"] < 1e-4 and found["layers"] == 1
     assert "make mpc" in by_name["SPU ABY3, Puma's GELU"]["not_run"]
     assert by_name["plain"]["seconds_over_cascade"] is None  # α = 4 over TCP was not measured
     puma = [row for row in found["published"] if (row["model"], row["scheme"]) == ("bert-base", "Puma")]
     assert [(row["seconds"], row["megabytes"]) for row in puma] == [(33.913, 10773.0)]
-    on_link = by_name["Cascade, α=4, on the link"]
+    on_link = by_name["Cascade, on the link α=4"]
     assert on_link["error"] < 1e-4 and on_link["seconds_on_link"] > 0 and "simulated" in found["link"]
     assert (tmp_path / "p.png").stat().st_size > 5000
 
@@ -188,7 +214,8 @@ def test_ratios_are_of_one_run(monkeypatch: pytest.MonkeyPatch) -> None:
     ]  # fmt: skip
     monkeypatch.setattr(bench_mpc.bench_cascade, "bench", lambda **_: {"rows": rows})
     answer: Callable[..., dict[str, Any]] = lambda job, timeout: {  # noqa: E731
-        "seconds": [8.0, 6.0, 7.0], "bytes": [4e7] * 3, "error": 0.1, "rounds": [5] * 3, "parties": 2,
+        "seconds": [8.0, 6.0, 7.0], "bytes": [4e7] * 3, "error": 0.1, "error_exact": 0.2,
+        "rounds": [5] * 3, "parties": 2,
     }  # fmt: skip
     monkeypatch.setattr(bench_mpc, "BASELINES", {"one": (answer, {"variant": "exact"})})
     found = {row["scheme"]: row for row in bench_mpc.bench()["rows"]}
@@ -200,6 +227,7 @@ def test_ratios_are_of_one_run(monkeypatch: pytest.MonkeyPatch) -> None:
     for wrong, words in (
         ({"repeats": 0}, "repeats"), ({"only": "nobody"}, "no baseline.s name holds"),
         ({"plot": "/no/where/p.png"}, "folder"), ({"bandwidth": -1.0}, "bandwidth"),
+        ({"max_tokens": 600}, "at most 512"), ({"depth": 99}, "at most 12"), ({"timeout": float("nan")}, "timeout"),
     ):  # fmt: skip
         with pytest.raises(InputError, match=words):
             bench_mpc.bench(**wrong)  # type: ignore[arg-type]

@@ -1,6 +1,8 @@
 """Schemes as protocols: exact, or as exact as their fixed point; nobody learns what the scheme says it hides."""
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,7 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
+from typer.testing import CliRunner
 
 from defenses.schemes.ring import Ring, Shared
 from defenses.schemes.shares import HELPER, Centaur, PermLLM
@@ -16,7 +19,11 @@ from defenses.schemes.stip import DEVELOPER, SERVER, USER, Stip
 from defenses.schemes.transcript import Transcript
 from defenses.schemes.walk import Cache, Plain, walk
 from defenses.schemes.weights import Weights, load_weights
+from hiddenlab.channel import Channel
+from hiddenlab.cli import app
 from hiddenlab.errors import InputError
+from hiddenlab.observation import save_observations
+from hiddenlab.slice import load_slice
 
 TinyPath = Callable[..., str]
 TYPES = ("llama", "gpt2", "mistral")
@@ -55,6 +62,29 @@ def test_the_parts_are_the_model(tiny: TinyPath, architecture: str) -> None:
 def test_other_architectures_are_refused(tiny: TinyPath, architecture: str) -> None:
     with pytest.raises(InputError, match="is not of Llama or GPT-2 type"):
         load_weights(tiny(architecture))
+
+
+def test_layers_that_reach_differently_are_refused(tmp_path: Path) -> None:
+    """Qwen2 with biases on queries and keys is of Llama type; with a window in some layers only it is not."""
+    common = {
+        "vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128,
+    }  # fmt: skip
+    for name, more in (
+        ("plain", {}), ("windows", {"use_sliding_window": True, "max_window_layers": 1, "sliding_window": 16}),
+        ("window", {"use_sliding_window": True, "max_window_layers": 0, "sliding_window": 16}),
+    ):  # fmt: skip
+        config = AutoConfig.for_model("qwen2", **common, **more)
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / name)
+    long = list(range(40))
+    for name in ("plain", "window"):
+        weights, _ = load_weights(str(tmp_path / name))
+        assert (weights.window is None) == (name == "plain")
+        found = walk(weights, weights.inputs(long), Plain())[0]
+        assert torch.allclose(found, logits_of(str(tmp_path / name), long), atol=1e-4)
+    with pytest.raises(InputError, match="layers differ in how far attention reaches"):
+        load_weights(str(tmp_path / "windows"))
 
 
 # ---- STIP
@@ -126,7 +156,7 @@ def test_products_of_shares(rows: int, inner: int, columns: int, seed: int) -> N
     assert torch.allclose(r.decode(sum_of(square)), a * a, atol=0.01)
     weight = r.encode(b)
     for found in (
-        r.by_public(x, lambda t: t @ weight), *(r.truncate(r.by_owner(x, lambda t: t @ weight, who)) for who in "ab")
+        r.by_public(x, weight), *(r.by_private(x, weight, who) for who in "ab")
     ):  # fmt: skip
         assert torch.allclose(r.decode(sum_of(found)), a @ b, atol=0.01)
 
@@ -153,8 +183,36 @@ def test_a_product_that_leaves_the_ring_is_noticed() -> None:
         x = r.share(torch.tensor([value / (1 if fraction == 16 else 16)]), "a")
         if fraction == 24:
             x = Shared(x.first * 16, x.second * 16)
-        with pytest.raises(InputError, match="does not fit the ring"):
-            r.product(x, x, torch.mul)
+        weight = r.encode(torch.tensor([value / (1 if fraction == 16 else 16)])) * (
+            1 if fraction == 16 else 16
+        )
+        products: list[Callable[[], Shared]] = [
+            lambda r=r, x=x: r.product(x, x, torch.mul),  # type: ignore[misc]
+            lambda r=r, x=x, w=weight: r.by_public(x, w, torch.mul),  # type: ignore[misc]
+            lambda r=r, x=x, w=weight: r.by_private(x, w, "a", torch.mul),  # type: ignore[misc]
+        ]
+        for times in products:
+            with pytest.raises(InputError, match="does not fit the ring"):
+                times()
+
+
+def test_a_sum_of_many_that_leaves_the_ring_is_noticed() -> None:
+    """No single product does."""
+    r = ring()
+    x = r.share(torch.full((1, 8), 30_000.0), "a")
+    assert float(r.decode(sum_of(r.by_public(x, r.encode(torch.full((8, 1), 100.0))))).round()) == 24e6
+    with pytest.raises(InputError, match="does not fit the ring"):
+        r.by_public(x, r.encode(torch.full((8, 1), 20_000.0)))
+
+
+def test_shapes_that_do_not_fit() -> None:
+    r = ring()
+    x, y = r.share(torch.ones(2, 3), "a"), r.share(torch.ones(4, 2), "b")
+    for wrong in (lambda: r.product(x, y), lambda: r.by_public(x, r.encode(torch.ones(4, 2)))):
+        with pytest.raises(InputError, match=r"shapes \(2, 3\) and \(4, 2\)"):
+            wrong()
+    with pytest.raises(InputError, match="cannot be added"):
+        x + y
 
 
 def test_shares_look_random() -> None:
@@ -233,6 +291,32 @@ def test_what_the_second_holder_of_permllm_learns(tiny: TinyPath, second: str) -
     assert active.value.shape[0] == 1
     with pytest.raises(InputError, match="second holder"):
         PermLLM(weights, "nobody")
+
+
+def test_what_a_party_learns_is_attacked_from_a_file(tiny: TinyPath, tmp_path: Path) -> None:
+    """A transcript's states, saved as any observation, and read back by the command."""
+    path = tiny("llama", tokenizer=True)
+    weights, _ = load_weights(path)
+    run = Centaur(weights, seed=1)
+    run.show(TOKENS, 2)
+    slice = load_slice(path, 1, device="cpu")
+    released, _ = Channel.parse(["hidden-perm:shared"]).release(slice, TOKENS, torch.Generator())
+    found = run.transcript.observations(SERVER, "norm1", 2, released.public)
+    save_observations(found, tmp_path / "seen.safetensors")
+    with pytest.raises(InputError, match="learnt no 'norm1' of layer 9"):
+        run.transcript.observations(SERVER, "norm1", 9, released.public)
+    words = [
+        "attack",
+        "--observation",
+        str(tmp_path / "seen.safetensors"),
+        "--epsilon",
+        "1.0",
+        "--proposal",
+        "vocab",
+    ]
+    result = CliRunner().invoke(app, [*words, "--model", path, "--no-record", "--json"])
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["samples"][0]["recovered_ids"] == TOKENS
 
 
 def test_a_party_without_an_embedding(tiny: TinyPath) -> None:

@@ -89,8 +89,8 @@ def rebuild_tied(view: ServerView) -> Rebuilt:
     norms = torch.linalg.vector_norm(distinct, dim=1)
     if bool((distance > EXACT * norms + _rounding(view)).any()):
         raise NotApplicableError(
-            "the vectors that users send are not those of the output layer: the embedding is not tied; "
-            "see 'untied' and 'fine-tuned'"
+            "the vectors that users send are not those of the output layer: the embedding is not tied. Symbols remain "
+            "(the experiment 'substitution'), or a public model near it (a row of 'closed-weights')"
         )
     order = common_order(distinct, view.head[found], rounding=view.step)
     table = view.head[:, order]

@@ -30,6 +30,8 @@ class Shared:
         return Shared(change(self.first), change(self.second))
 
     def __add__(self, other: "Shared") -> "Shared":
+        if self.first.shape != other.first.shape:
+            raise InputError(f"shares of shapes {_shapes(self, other)} cannot be added")
         return Shared(self.first + other.first, self.second + other.second)
 
 
@@ -113,9 +115,10 @@ class Ring:
         """A product of shared tensors, bilinear, by a triple from the dealer (Beaver 1991).
 
         Raises:
-            InputError: the product leaves the ring. No party could notice; this is a simulation, and looks.
+            InputError: the product leaves the ring (no party could notice; this is a simulation, and looks), or the
+                shapes do not fit.
         """
-        self._check(times(self._magnitude(a), self._magnitude(b)))
+        self._check(self._magnitude(a), self._magnitude(b), times)
         u, v = self.random(*a.first.shape), self.random(*b.first.shape)
         w = times(u, v)
         (u0, u1), (v0, v1), (w0, w1) = self._deal(u), self._deal(v), self._deal(w)
@@ -126,9 +129,27 @@ class Ring:
             Shared(times(e, f) + times(e, v0) + times(u0, f) + w0, times(e, v1) + times(u1, f) + w1)
         )
 
-    def by_public(self, x: Shared, function: Callable[[Tensor], Tensor]) -> Shared:
-        """A linear function with fixed-point coefficients that both holders know; products must stay below 2⁶²."""
-        return self.truncate(x.map(function))
+    def by_public(
+        self, x: Shared, weight: Tensor, times: Callable[[Tensor, Tensor], Tensor] = torch.matmul
+    ) -> Shared:
+        """A product with fixed-point numbers that both holders know.
+
+        Raises:
+            InputError: see ``product``.
+        """
+        self._check(self._magnitude(x), weight.double().abs(), times)
+        return self.truncate(x.map(lambda part: times(part, weight)))
+
+    def by_private(
+        self, x: Shared, weight: Tensor, owner: str, times: Callable[[Tensor, Tensor], Tensor] = torch.matmul
+    ) -> Shared:
+        """A product with fixed-point numbers that one holder and the dealer know.
+
+        Raises:
+            InputError: see ``product``.
+        """
+        self._check(self._magnitude(x), weight.double().abs(), times)
+        return self.truncate(self.by_owner(x, lambda part: times(part, weight), owner))
 
     def by_owner(self, x: Shared, function: Callable[[Tensor], Tensor], owner: str) -> Shared:
         """A linear function that only one holder and the dealer know: private weights, or a permutation.
@@ -167,7 +188,14 @@ class Ring:
     def _magnitude(self, x: Shared) -> Tensor:
         return (x.first + x.second).double().abs()
 
-    def _check(self, bound: Tensor) -> None:
+    def _check(self, a: Tensor, b: Tensor, times: Callable[[Tensor, Tensor], Tensor]) -> None:
+        """Whether a product of numbers of these magnitudes stays in the ring, whatever their signs."""
+        try:
+            bound = times(a, b)
+        except RuntimeError:
+            raise InputError(
+                f"no product of shapes {tuple(a.shape)} and {tuple(b.shape)}: they do not fit"
+            ) from None
         if float(bound.max()) >= 2.0**_OFFSET_BIT:
             raise InputError(f"a product does not fit the ring with {self.fraction} fraction bits")
 
@@ -186,6 +214,10 @@ class Ring:
 
     def _partner(self, holder: str) -> str:
         return self.holders[1] if holder == self.holders[0] else self.holders[0]
+
+
+def _shapes(*parts: Shared) -> str:
+    return " and ".join(str(tuple(part.first.shape)) for part in parts)
 
 
 def _logical(x: Int[Tensor, "*shape"], bits: int) -> Int[Tensor, "*shape"]:

@@ -49,7 +49,7 @@ class _OnShares:
 
     def scale(self, x: Shared, by: Tensor | float) -> Shared:
         factor = self.ring.encode(torch.as_tensor(by))
-        return self.ring.by_public(x, lambda t: t * factor)
+        return self.ring.by_public(x, factor, torch.mul)
 
     def product(self, a: Shared, b: Shared) -> Shared:
         return self.ring.product(a, b)
@@ -88,7 +88,7 @@ class Centaur(_OnShares):
 
     def linear(self, x: Shared, linear: Linear) -> Shared:
         weight = self.ring.encode(linear.weight).T
-        out = self.ring.by_public(x, lambda t: t @ weight)
+        out = self.ring.by_public(x, weight)
         return out if linear.bias is None else self.shift(out, linear.bias)
 
     def norm(self, x: Shared, norm: Norm, layer: int, where: str) -> Shared:
@@ -139,13 +139,13 @@ class PermLLM(_OnShares):
 
     def linear(self, x: Shared, linear: Linear) -> Shared:
         weight = self.ring.encode(linear.weight).T
-        out = self.ring.truncate(self.ring.by_owner(x, lambda t: t @ weight, SERVER))
+        out = self.ring.by_private(x, weight, SERVER)
         return out if linear.bias is None else self.shift(out, linear.bias)
 
     def norm(self, x: Shared, norm: Norm, layer: int, where: str) -> Shared:
         hat = self._permuted(x, lambda seen: normalise(seen, norm), where, layer)
         weight = self.ring.encode(norm.weight)
-        out = self.ring.truncate(self.ring.by_owner(hat, lambda t: t * weight, SERVER))
+        out = self.ring.by_private(hat, weight, SERVER, torch.mul)
         return out if norm.bias is None else self.shift(out, norm.bias)
 
     def softmax(self, scores: Shared, visible: Bool[Tensor, "n k"], layer: int) -> Shared:

@@ -119,7 +119,8 @@ class User:
 class Stip:
     """The three parties together, and what they sent each other.
 
-    Exact: permutations are orthogonal, so logits differ from the plain model's by float rounding only.
+    ``setup_bytes``: what the developer sends once, before all requests: Θ′ to the server, embedding and keys to the
+    user. Exact: permutations are orthogonal, so logits differ from the plain model's by float rounding only.
     """
 
     parties = (DEVELOPER, SERVER, USER)
@@ -130,6 +131,10 @@ class Stip:
         self.server = Server(developer.permuted())
         embedding = weights.inputs(range(len(weights.head.weight)))
         self.user = User(embedding, developer.keys)
+        self.setup_bytes = {
+            SERVER: sum(t.nbytes for t in self.server.permuted.tensors()),
+            USER: sum(t.nbytes for t in (embedding, developer.keys.hidden, developer.keys.vocabulary)),
+        }
         self._requests = 0
 
     @torch.inference_mode()
@@ -154,11 +159,15 @@ class Stip:
             self.server.forget(self._requests)
         return out
 
-    def _exchange(self, request: int, tokens: Sequence[int]) -> Float[Tensor, "n v"]:
+    def ask(self, tokens: Sequence[int]) -> Float[Tensor, "n d"]:
+        """The user's message alone: what the server gets to see, before it computes anything."""
         vectors = self.user.encrypt(tokens)
         self.transcript.send(USER, SERVER, vectors)
-        self.transcript.learn(SERVER, "inputs", 0, vectors)
         self.transcript.turn()
+        return self.transcript.learn(SERVER, "inputs", 0, vectors)
+
+    def _exchange(self, request: int, tokens: Sequence[int]) -> Float[Tensor, "n v"]:
+        vectors = self.ask(tokens)
         logits = self.server.answer(request, vectors)
         self.transcript.send(SERVER, USER, logits)
         self.transcript.turn()

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from hiddenlab.core import Observation, Public
 from hiddenlab.errors import InputError
 
 
@@ -70,6 +71,20 @@ class Transcript:
         for one in self.learnt:
             if one.party == party and all(getattr(one, name) == value for name, value in wanted.items()):
                 yield one
+
+    def observations(self, party: str, label: str, layer: int, public: Public) -> list[Observation]:
+        """Hidden states that a party learnt, as attacks take them and ``save_observations`` writes them.
+
+        Args:
+            label, layer: of the values, see ``Learnt``. public: what everyone knows of them: site, what is permuted.
+
+        Raises:
+            InputError: the party learnt no such values.
+        """
+        found = [Observation(one.value, public) for one in self.seen(party, label=label, layer=layer)]
+        if not found:
+            raise InputError(f"the {party} learnt no {label!r} of layer {layer}")
+        return found
 
     def __repr__(self) -> str:
         told = Counter(one.party for one in self.learnt)

@@ -218,6 +218,8 @@ def read_weights(model: nn.Module) -> Weights:
     config: Any = model.config
     kind = _refusal(config)
     family = _family(model)
+    if len(set(getattr(config, "layer_types", None) or ["one"])) > 1:
+        raise InputError(f"{kind}: its layers differ in how far attention reaches")
     try:
         weights = _read(model, family, config)
         tokens = torch.arange(CHECK_TOKENS) * 7 % len(weights.head.weight)
@@ -260,8 +262,14 @@ def _read(model: nn.Module, names: dict[str, str], config: Any) -> Weights:
         kv_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
         activation=getattr(config, "hidden_act", None) or config.activation_function,
         limit=int(config.max_position_embeddings),
-        window=getattr(config, "sliding_window", None),
+        window=_window(config),
     )
+
+
+def _window(config: Any) -> int | None:
+    """How many tokens back attention reaches; some configurations name a window that their layers do not use."""
+    kinds = getattr(config, "layer_types", None)
+    return getattr(config, "sliding_window", None) if not kinds or kinds[0] == "sliding_attention" else None
 
 
 def _block(layer: nn.Module, names: dict[str, str]) -> Block:

@@ -72,6 +72,22 @@ def plain_layer(x: Array, w: Layer, heads: int, variant: str) -> Array:
     return _norm(x + inner @ w["down.w"] + w["down.b"], w, "norm2")
 
 
+def errors(found: Array, job: dict[str, Any]) -> dict[str, float]:
+    """The largest difference of an output from the same layers in float64, by the variant's formulas and by BERT's.
+
+    Args:
+        job: tokens, width, inner, heads, layers, seed, variant.
+    """
+    out = {}
+    for name, variant in (("error", job["variant"]), ("error_exact", "exact")):
+        wanted = inputs(job["tokens"], job["width"], job["seed"])
+        for i in range(job["layers"]):
+            weights = layer_weights(job["width"], job["inner"], job["seed"] + i)
+            wanted = plain_layer(wanted, weights, job["heads"], variant)
+        out[name] = float(np.abs(found - wanted).max())
+    return {**out, "scale": float(np.abs(wanted).max())}
+
+
 def _heads(x: Array, heads: int) -> Array:
     return x.reshape(len(x), heads, -1).transpose(1, 0, 2)
 

@@ -49,17 +49,7 @@ def main(job: dict) -> None:
         stats = comm.get().get_communication_stats()
         result["bytes"].append(stats["bytes"])
         result["rounds"].append(stats["rounds"])
-    wanted = plain
-    for i in range(job["layers"]):
-        wanted = bert.plain_layer(
-            wanted,
-            bert.layer_weights(job["width"], job["inner"], job["seed"] + i),
-            job["heads"],
-            job["variant"],
-        )
-    found = revealed(x).numpy()
-    result["error"] = float(np.abs(found - wanted).max())
-    result["scale"] = float(np.abs(wanted).max())
+    result |= bert.errors(revealed(x).numpy(), job)
     if job["embedding"]:
         result["embedding"] = embedding(job)
     print("RESULT " + json.dumps(result), flush=True)

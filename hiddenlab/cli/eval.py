@@ -79,10 +79,14 @@ def eval_(
         raise typer.Exit(130) from None
     if json:
         print_json(tables[0] if name != ALL else {"format": 1, "tables": tables})
-        return
-    from hiddenlab.cli.show import experiment_table
+    else:
+        from hiddenlab.cli.show import experiment_table
 
-    for table in tables:
-        for part in experiment_table(table):
-            stdout().print(part)
-    stderr().print(f"tables and cells are in {out}", highlight=False, markup=False, soft_wrap=True)
+        for table in tables:
+            for part in experiment_table(table):
+                stdout().print(part)
+        stderr().print(f"tables and cells are in {out}", highlight=False, markup=False, soft_wrap=True)
+    rows = [row for table in tables for row in table["rows"]]
+    if rows and not measured and not any(row["figures"] for row in rows):
+        reasons = dict.fromkeys(str(row["reason"]) for row in rows if row["reason"])
+        raise InputError(f"nothing was measured: {'; '.join(reasons) or 'no cell says why'}")
