@@ -20,6 +20,7 @@ from hiddenlab.propose.opener import opened
 from hiddenlab.slice import Prefix, Request, Slice
 
 CERTAIN = 7.0  # nats: less than one in a thousand
+SETTLED = 4.6  # nats: less than one in a hundred
 ENOUGH = 40  # wrong tokens from which the usual evidence of wrong ones is known
 HOPELESS = 25.0  # nats behind the best path
 OPENERS = 4  # special tokens, behind one of which first tokens are expected
@@ -33,8 +34,8 @@ class ProofSearch:
     position says. A path's score is the language model's log-probability plus these log-likelihood ratios, so that
     positions about which the fingerprint is silent are carried by the prior, and by what follows: a wrong token
     changes later states as well. Proposals are taken in the order of score over all paths, in chunks that double,
-    until one stands out, the best evidence that this row could give would not bring the next one near the best, or the
-    budget is spent.
+    until one stands out, what was not tried is unlikely to hold the right one, the best evidence that this row could
+    give would not bring the next one near the best, or the budget is spent.
 
     A token is verified where its evidence is above every other tried token's by e⁷, and so far above what wrong ones
     have that not one in a thousand vocabularies would hold such a token by chance. ``distance`` in the answer is minus
@@ -133,6 +134,7 @@ class ProofSearch:
         if row == 0:
             tried.evidence = evidence.score(0, opening.states)
             return tried, tried.stands_out() or len(tokens) == slice.vocab_size
+        everything = float(torch.tensor([path.score for path in paths]).logsumexp(0))
         # The prior falls: from here on no evidence would bring a token near the best.
         start, size, reach = 0, self.candidates, len(tokens)
         while start < reach:
@@ -141,11 +143,11 @@ class ProofSearch:
                 slice, paths, tried.parents[start:end], tokens[start:end], evidence, row
             )
             start, size = end, 2 * size
-            if tried.first(end).stands_out():
+            if tried.first(end).stands_out() or tried.first(end).settled(everything):
                 break
             reach = min(reach, int((tried.prior >= tried.first(end).floor(evidence.most)).sum()))
         tried, enough = tried.first(start), reach < len(tokens) or len(tokens) == slice.vocab_size
-        found = tried.stands_out()
+        found = tried.stands_out() or tried.settled(everything)
         # The whole vocabulary again would double the cost for what mostly decides between paths alone.
         others = self.candidates if found else min(self.budget, self.breadth * self.candidates)
         parents, tokens = tried.elsewhere(scores, evidence.most, others)
@@ -235,6 +237,20 @@ class _Tried:
             CERTAIN + math.log(max(self.vocabulary, len(others)) / 10)
         )
         return float(self.evidence[i]) >= max(usual, CERTAIN + float(others.max()))
+
+    def settled(self, everything: float) -> bool:
+        """True where what was not tried holds the right continuation with less than one chance in a hundred.
+
+        Evidence compares a state with any other, so that what was not tried has its prior for a posterior.
+
+        Args:
+            everything: logarithm of the weight of all paths, that of all their continuations.
+        """
+        posterior, tried = (
+            float(part.double().logsumexp(0)) for part in (self.prior + self.evidence, self.prior)
+        )
+        rest = everything + math.log1p(-min(math.exp(tried - everything), 1 - 1e-6))
+        return posterior - rest >= SETTLED
 
     def stands_out(self) -> bool:
         """True where the best by score is sure: going on would find nothing better."""

@@ -1,5 +1,6 @@
 """Fingerprints meant for verification give prompts away where their key is known, and say when they do not."""
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from attacks.evidence import agreement, evidence_of, learn_projection, ordinals
-from attacks.proofs import ProofSearch
+from attacks.proofs import ProofSearch, _Tried
 from defenses.fingerprints import Logprobs, Toploc, request_seed, scatter
 from defenses.verification.toploc import Proof, commit, values_at, verify
 from eval import leak
@@ -106,6 +107,7 @@ def test_passes_stay_small(tiny_slice: Slices, monkeypatch: pytest.MonkeyPatch) 
     """Where nothing stands out, the whole budget is tried again behind other paths: in parts, with the same answer."""
     slice = tiny_slice("llama", None, "final_norm")
     observation = release(slice, f"{HALF}|project:count=2", prompt())
+    monkeypatch.setattr("attacks.proofs.SETTLED", math.inf)
     whole = attacked(observation, slice)
     monkeypatch.setattr(slice, "max_pass_tokens", 64)
     sizes = []
@@ -139,7 +141,10 @@ def test_tokens_that_no_evidence_would_save_are_not_run(
         )
         tokens.append(int(torch.multinomial(following.exp(), 1, generator=draw(len(tokens)))))
     observation = release(slice, channel, tokens)
+    settled = attacked(observation, slice, candidates=8)
+    monkeypatch.setattr("attacks.proofs.SETTLED", math.inf)
     found = attacked(observation, slice, candidates=8)
+    assert settled.ids == found.ids and settled.evaluated_tokens <= found.evaluated_tokens
     kind = type(evidence_of(observation, slice))
     least = min(-one.distance for one in found.tokens)
     assert least <= evidence_of(observation, slice).most
@@ -409,3 +414,17 @@ def test_detection_and_recovery_share_a_row(tiny: Callable[..., str], tmp_path: 
 def test_what_activations_do_not_measure_is_refused(tiny: Callable[..., str], wrong: dict[str, Any]) -> None:
     with pytest.raises(InputError):
         leak.leak_pareto(Setting(model=tiny("llama", tokenizer=True)), **wrong)
+
+
+def test_a_position_is_settled_where_the_rest_has_little_weight() -> None:
+    """Against the posterior written out: 100 continuations of weight 1 in all, of which some were tried."""
+    prior = torch.linspace(0, -8, 100).log_softmax(0)
+    evidence = torch.full((100,), -1.0)
+    for best, tried in ((8.0, 5), (8.0, 60), (2.0, 60), (2.0, 99)):
+        evidence[3] = best
+        part = _Tried(torch.zeros(tried).long(), torch.arange(tried), prior[:tried], evidence[:tried], 100)
+        seen = (prior + evidence)[:tried].double().exp().sum()
+        unseen = prior[tried:].double().exp().sum()
+        assert part.settled(0.0) == bool(seen / unseen >= math.exp(4.6))
+    whole = _Tried(torch.zeros(100).long(), torch.arange(100), prior, evidence, 100)
+    assert whole.settled(0.0)
