@@ -220,7 +220,7 @@ def test_shares_look_random() -> None:
     r = ring()
     opened: list[Tensor] = []
     honest = r._open
-    r._open = lambda x: opened.append(honest(x)) or opened[-1]  # type: ignore[method-assign,func-returns-value]
+    r._open = lambda x: opened.extend(honest(x)) or tuple(opened[-2:])  # type: ignore[method-assign,func-returns-value,assignment,return-value]
     x = r.share(torch.full((20_000,), 3.0), "c")
     r.product(x, x, torch.mul)
     for share in (x.first, x.second, *opened):

@@ -1,7 +1,8 @@
 """Arithmetic on additive shares between two parties: fixed-point numbers in the ring of 64-bit integers.
 
 A trusted dealer hands out correlated randomness beforehand (Beaver's triples, masks of truncation); its bytes are
-counted apart. Everything is exact but for rounding to the fixed point.
+counted apart. Everything is exact but for rounding to the fixed point. What a `Holder` computes takes its own share,
+messages that were sent to it, and what the dealer gave it, and nothing else.
 """
 
 from collections.abc import Callable
@@ -35,8 +36,42 @@ class Shared:
         return Shared(self.first + other.first, self.second + other.second)
 
 
+@dataclass(frozen=True)
+class Holder:
+    """A party that holds a share of everything. ``leads``: of what is known to both, one of them adds it."""
+
+    name: str
+    leads: bool
+
+    def opened(self, own: Tensor, received: Tensor) -> Tensor:
+        """A value, from this party's share of it and the other's."""
+        return own + received
+
+    def shifted(self, own: Tensor, by: Tensor) -> Tensor:
+        """The share of a sum with public integers."""
+        return own + by if self.leads else own
+
+    def product(
+        self,
+        e: Tensor,
+        f: Tensor,
+        triple: tuple[Tensor, Tensor, Tensor],
+        times: Callable[[Tensor, Tensor], Tensor],
+    ) -> Tensor:
+        """The share of a product: e and f are the factors, opened under the triple's masks u and v; w is u times v."""
+        u, v, w = triple
+        own = times(e, v) + times(u, f) + w
+        return own + times(e, f) if self.leads else own
+
+    def truncated(self, z: Tensor, upper: Tensor, top: Tensor, fraction: int) -> Tensor:
+        """The share of z's value over 2^fraction; z is opened under a mask, of which ``upper`` and ``top`` are bits."""
+        wrapped = (1 - _logical(z, 63)) << (64 - fraction)
+        own = wrapped * top - upper
+        return own + _logical(z, fraction) - (1 << (_OFFSET_BIT - fraction)) if self.leads else own
+
+
 class Ring:
-    """Two holders of shares, and what they do with them.
+    """Two holders of shares, the messages between them, and the dealer.
 
     Args:
         transcript: where messages are counted. holders: names of the two parties. fraction: bits behind the point.
@@ -52,6 +87,7 @@ class Ring:
         if not 1 <= fraction <= 24:
             raise InputError(f"fixed-point numbers have 1 to 24 bits behind the point here, not {fraction}")
         self.transcript, self.holders, self.fraction = transcript, holders, fraction
+        self.first, self.second = Holder(holders[0], True), Holder(holders[1], False)
         self._generator = torch.Generator().manual_seed(seed)
 
     # ---- numbers
@@ -89,25 +125,27 @@ class Ring:
         whole = self.encode(x)
         mask = self.random(*whole.shape)
         parts = (whole - mask, mask)
-        for holder, part in zip(self.holders, parts, strict=True):
-            if holder != owner:
-                self.transcript.send(owner, holder, part)
+        held = [
+            part if holder == owner else self.transcript.send(owner, holder, part)
+            for holder, part in zip(self.holders, parts, strict=True)
+        ]
         self.transcript.turn()
-        return Shared(*parts)
+        return Shared(*held)
 
     def reveal(self, x: Shared, to: str, label: str, layer: int) -> Tensor:
         """Let a party learn the numbers: the holders send it their shares."""
-        for holder, part in zip(self.holders, (x.first, x.second), strict=True):
-            if holder != to:
-                self.transcript.send(holder, to, part)
+        known = [
+            part if holder == to else self.transcript.send(holder, to, part)
+            for holder, part in zip(self.holders, (x.first, x.second), strict=True)
+        ]
         self.transcript.turn()
-        return self.transcript.learn(to, label, layer, self.decode(x.first + x.second))
+        return self.transcript.learn(to, label, layer, self.decode(known[0] + known[1]))
 
     # ---- arithmetic
 
     def shift(self, x: Shared, by: Int[Tensor, "*shape"]) -> Shared:
         """Add public integers."""
-        return Shared(x.first + by, x.second)
+        return Shared(self.first.shifted(x.first, by), self.second.shifted(x.second, by))
 
     def product(
         self, a: Shared, b: Shared, times: Callable[[Tensor, Tensor], Tensor] = torch.matmul
@@ -120,13 +158,12 @@ class Ring:
         """
         self._check(self._magnitude(a), self._magnitude(b), times)
         u, v = self.random(*a.first.shape), self.random(*b.first.shape)
-        w = times(u, v)
-        (u0, u1), (v0, v1), (w0, w1) = self._deal(u), self._deal(v), self._deal(w)
-        e = self._open(Shared(a.first - u0, a.second - u1))
-        f = self._open(Shared(b.first - v0, b.second - v1))
+        one, two = zip(*(self._deal(part) for part in (u, v, times(u, v))), strict=True)
+        e = self._open(Shared(a.first - one[0], a.second - two[0]))
+        f = self._open(Shared(b.first - one[1], b.second - two[1]))
         self.transcript.turn()
         return self.truncate(
-            Shared(times(e, f) + times(e, v0) + times(u0, f) + w0, times(e, v1) + times(u1, f) + w1)
+            Shared(self.first.product(e[0], f[0], one, times), self.second.product(e[1], f[1], two, times))
         )
 
     def by_public(
@@ -162,9 +199,9 @@ class Ring:
         image = function(u)
         s = self.random(*image.shape)
         self.transcript.dealt += 8 * (u.numel() + 2 * s.numel())
-        self.transcript.send(self._partner(owner), owner, u)  # a masked share has its size
+        received = self.transcript.send(self._partner(owner), owner, other - u)
         self.transcript.turn()
-        own, rest = function(mine + (other - u)) + s, image - s
+        own, rest = function(mine + received) + s, image - s
         return Shared(own, rest) if owner == self.holders[0] else Shared(rest, own)
 
     def truncate(self, x: Shared) -> Shared:
@@ -175,14 +212,11 @@ class Ring:
         """
         f = self.fraction
         r = self.random(*x.first.shape)
-        (r0, r1), (upper0, upper1), (top0, top1) = (
-            self._deal(part) for part in (r, _logical(r, f), _logical(r, 63))
-        )
-        z = self._open(Shared(x.first + r0 + (1 << _OFFSET_BIT), x.second + r1))
+        one, two = zip(*(self._deal(part) for part in (r, _logical(r, f), _logical(r, 63))), strict=True)
+        z = self._open(Shared(x.first + one[0] + (1 << _OFFSET_BIT), x.second + two[0]))
         self.transcript.turn()
-        wrapped = (1 - _logical(z, 63)) << (64 - f)
         return Shared(
-            _logical(z, f) - upper0 + wrapped * top0 - (1 << (_OFFSET_BIT - f)), wrapped * top1 - upper1
+            self.first.truncated(z[0], one[1], one[2], f), self.second.truncated(z[1], two[1], two[2], f)
         )
 
     def _magnitude(self, x: Shared) -> Tensor:
@@ -199,12 +233,16 @@ class Ring:
         if float(bound.max()) >= 2.0**_OFFSET_BIT:
             raise InputError(f"a product does not fit the ring with {self.fraction} fraction bits")
 
-    def _open(self, x: Shared) -> Tensor:
-        """Both holders learn a value that a mask makes random."""
-        first, second = self.holders
-        self.transcript.send(first, second, x.first)
-        self.transcript.send(second, first, x.second)
-        return x.first + x.second
+    def _open(self, x: Shared) -> tuple[Tensor, Tensor]:
+        """Both holders learn a value that a mask makes random: as each puts it together."""
+        there, here = (
+            self.transcript.send(sender.name, receiver.name, part)
+            for sender, receiver, part in (
+                (self.first, self.second, x.first),
+                (self.second, self.first, x.second),
+            )
+        )
+        return self.first.opened(x.first, here), self.second.opened(x.second, there)
 
     def _deal(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Shares of the dealer's randomness."""

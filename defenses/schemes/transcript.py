@@ -40,8 +40,8 @@ class Transcript:
     rounds: int = 0
     dealt: int = 0
 
-    def send(self, sender: str, receiver: str, *tensors: Tensor) -> None:
-        """Count tensors that go from one party to another.
+    def send(self, sender: str, receiver: str, tensor: Tensor) -> Tensor:
+        """Deliver a tensor from one party to another, counted: what the receiver goes on with.
 
         Raises:
             InputError: a party that there is not, or the sender itself.
@@ -50,7 +50,8 @@ class Transcript:
             raise InputError(
                 f"no message from {sender!r} to {receiver!r}; parties are {', '.join(self.parties)}"
             )
-        self.sent[sender, receiver] += sum(t.numel() * t.element_size() for t in tensors)
+        self.sent[sender, receiver] += tensor.numel() * tensor.element_size()
+        return tensor
 
     def learn(self, party: str, label: str, layer: int, value: Tensor) -> Tensor:
         """Note a value that a party learns; returns it."""
