@@ -20,6 +20,7 @@ from hiddenlab.propose.opener import opened
 from hiddenlab.slice import Prefix, Request, Slice
 
 CERTAIN = 7.0  # nats: less than one in a thousand
+FIRST_PATHS = 8  # times as many paths behind the first token: the next ones tell them apart
 SETTLED = 4.6  # nats: less than one in a hundred
 ENOUGH = 40  # wrong tokens from which the usual evidence of wrong ones is known
 HOPELESS = 25.0  # nats behind the best path
@@ -44,8 +45,9 @@ class ProofSearch:
     Knows: the weights, the fingerprints, the channel. Does not know: the states, keys of projections or indices.
 
     Args:
-        breadth: paths kept. candidates: continuations in the first chunk. budget: tokens tried for a position at most,
-            and up to ``breadth`` × ``candidates`` behind other paths where none stands out.
+        breadth: paths kept; behind the first token eight times as many. candidates: continuations in the first chunk.
+        budget: tokens tried for a position at most, and up to ``breadth`` × ``candidates`` behind other paths where
+            none stands out.
         openings: first tokens compared. evidence: false leaves the language model's own guess, the floor.
         every: only each so-manieth row is looked at, as if the provider had sent no others (DiFR's stride).
         directions: of a secret projection, as learned (``attacks.evidence``). error: typical error of their inner
@@ -100,7 +102,8 @@ class ProofSearch:
             speaks = self.evidence and row % self.every == 0
             tried, enough = self._try(opening, paths, row, evidence if speaks else None)
             spent |= speaks and not enough
-            paths = _survivors(opening, paths, tried, row, self.breadth, last=row == rows - 1)
+            breadth = self.breadth * (FIRST_PATHS if row == 0 and speaks else 1)
+            paths = _survivors(opening, paths, tried, row, breadth, last=row == rows - 1)
             self.progress("positions", row + 1, rows)
         evaluated, calls = slice.evaluated_tokens - before[0], slice.forward_calls - before[1]
         reason = "budget exhausted" if spent else "complete"
