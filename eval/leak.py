@@ -75,7 +75,7 @@ def leak(
         label = f"Activation-DiFR, k = {STRIDE_COUNT}, every {every} tokens"
         add(label, "directions", 4.0 * STRIDE_COUNT / every, stage, more=f",every={every}")
     add("TOPLOC, 128 values, keyed indices", "no key", proof(128), "toploc:k=128,keyed=true")
-    cells += _secret_cells(setting, source, budget, breadth)
+    cells += _secret_cells(setting, source, budget, breadth, openings)
     if only != "":
         cells = _chosen(cells, [part.strip() for part in str(only).split(";")])
     return Experiment(
@@ -219,7 +219,9 @@ def _chosen(cells: list[Cell], parts: list[str]) -> list[Cell]:
     return [cell for cell, name in zip(cells, names, strict=True) if name in wanted]
 
 
-def _secret_cells(setting: Setting, source: dict[str, Any], budget: int, breadth: int) -> list[Cell]:
+def _secret_cells(
+    setting: Setting, source: dict[str, Any], budget: int, breadth: int, openings: int
+) -> list[Cell]:
     """A projection that the attacker has to learn, from so many positions of his own."""
     width = int(load_config(resolve_model(setting.model)).hidden_size)
     cells = []
@@ -230,6 +232,8 @@ def _secret_cells(setting: Setting, source: dict[str, Any], budget: int, breadth
                 **setting.where(), **source, "count": SECRET_COUNT, "known": known, "keyed": keyed, "budget": budget,
                 "breadth": breadth,
             }  # fmt: skip
+            if openings != OPENINGS:
+                spec["openings"] = openings
             label = "keyed per request" if keyed else "one secret projection"
             keys = {
                 "released": f"Activation-DiFR, k = {SECRET_COUNT}, {label}", "attacker": f"{known} own positions",
@@ -244,14 +248,16 @@ def learned_projection(spec: dict[str, Any], folder: Path, progress: Progress = 
 
     Args:
         spec: model, prompts, limit, max_tokens, seed, device, dtype; count (of directions), known (positions of the
-            attacker's own), keyed (another projection for each request), budget, breadth.
+            attacker's own), keyed (another projection for each request), budget, breadth, openings.
     """
     slice = load_slice(spec["model"], stream="final_norm", device=spec["device"], dtype=spec["dtype"])
     channel = Channel.parse([PROVIDER])
     texts = [p.text for p in load_prompts(spec["prompts"], limit=spec["limit"])]
     prompts = [slice.tokenize(text, spec["max_tokens"]) for text in texts]
     learned, error = _learn(spec, slice, channel)
-    attack = ProofSearch(spec["breadth"], budget=spec["budget"], directions=learned, error=error)
+    attack = ProofSearch(
+        spec["breadth"], budget=spec["budget"], openings=spec.get("openings", OPENINGS), directions=learned, error=error
+    )  # fmt: skip
     rows = []
     for i, tokens in enumerate(prompts):
         whole, _ = channel.release(slice, tokens, generator(spec["seed"], "release", i))
