@@ -332,7 +332,17 @@ def test_a_threshold_that_accepts_anything_is_no_threshold() -> None:
     right, wrong = 1 + torch.rand(500, generator=seeded()), 0.3 + torch.rand(500, 4, generator=seeded())
     found = auto_threshold(sample(right, wrong), 1e-7)
     assert float((wrong.amin(1) <= found.relative).float().mean()) < 0.5
-    assert found.chance == float((wrong <= found.relative).float().mean())
+    assert found.chance >= float((wrong <= found.relative).float().mean()) > 0
+
+
+@pytest.mark.parametrize("numbers", [1, 2, 6])
+def test_the_chance_of_a_wrong_match_is_known_beyond_what_was_met(numbers: int) -> None:
+    """Distances that fall within t with chance t to the power of how many numbers a row has."""
+    wrong = torch.rand(2000, 4, generator=seeded()) ** (1 / numbers)
+    norms = torch.ones(2000)
+    for limit in (0.003, 0.2):
+        found = Threshold(limit, 0.0, 1.0).seen_on(Sample(torch.zeros(2000), wrong, norms)).chance
+        assert limit**numbers / 3 < found < 3 * limit**numbers + 1e-12
 
 
 def test_a_match_that_chance_explains_is_not_called_verified() -> None:

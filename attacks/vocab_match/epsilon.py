@@ -22,6 +22,7 @@ FALSE_WEIGHT = 10.0  # a wrong candidate accepted costs more than a right one se
 NEAR_TOKENS = 4  # hard negatives a position: tokens with nearby embeddings
 WINDOWS, WINDOWS_PER_PASS = 50, 8
 ROUNDED, ROUNDED_TOKENS = 16, 24  # sequences, and their tokens, on which rounding between passes is measured
+ENOUGH_FALSE = 10  # wrong candidates within the threshold, from which their share is known
 ENOUGH_SINKS = 16  # rows from which a threshold for attention sinks is measured
 
 
@@ -50,11 +51,22 @@ class Threshold:
         return self.floor < self.gap
 
     def seen_on(self, sample: "Sample") -> "Threshold":
-        """The same, with the chance of a wrong candidate to be within it."""
+        """The same, with the chance of a wrong candidate to be within it.
+
+        Where too few were measured to meet one, it is extrapolated from their nearest tenth, as a power of distance:
+        wrong rows of k numbers are within t with a chance that falls as t to the k.
+        """
         limits = torch.full_like(sample.norms, self.relative)
         if self.sinks is not None:
             limits[sample.norms.log() > self.border] = self.sinks
-        return replace(self, chance=float((sample.wrong <= limits[:, None]).float().mean()))
+        apart = (sample.wrong / limits[:, None].clamp(min=1e-30)).flatten().double()
+        chance = float((apart <= 1).double().mean())
+        nearest, near = apart.quantile(
+            torch.tensor([0.01, 0.1], dtype=apart.dtype, device=apart.device)
+        ).tolist()
+        if chance * len(apart) < ENOUGH_FALSE and near > 1 and 0 < nearest < near:
+            chance = max(chance, 0.1 * math.exp(-math.log(near) * math.log(10) / math.log(near / nearest)))
+        return replace(self, chance=chance)
 
     def limits(self, matcher: Matcher, rows: Float[Tensor, "rows d"]) -> Float[Tensor, " rows"]:
         """The distance within which each row counts as matched, in the matcher's norm."""
