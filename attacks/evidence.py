@@ -6,7 +6,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import ClassVar, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
@@ -42,6 +42,11 @@ class Evidence(Protocol):
         """The largest that ``score`` can be."""
         ...
 
+    @property
+    def calibrated(self) -> bool:
+        """Whether wrong tokens have no more of it than states without relation, so that it can be taken at its word."""
+        ...
+
 
 @dataclass(frozen=True)
 class Proofs:
@@ -57,6 +62,8 @@ class Proofs:
     top: int
     trust: float
     slack: float
+    # The largest coordinates of wrong tokens' states are mostly the same ones, of nearly the same size.
+    calibrated: ClassVar[bool] = False
 
     def score(self, row: int, states: Float[Tensor, "c d"]) -> Float[Tensor, " c"]:
         largest = states.float().abs().topk(self.top, dim=1).indices
@@ -81,6 +88,7 @@ class Projected:
     shown: Float[Tensor, "rows k"]
     directions: Float[Tensor, "d k"]
     error: float
+    calibrated: ClassVar[bool] = True
 
     def score(self, row: int, states: Float[Tensor, "c d"]) -> Float[Tensor, " c"]:
         states = states.float()
@@ -105,6 +113,7 @@ class Likelihoods:
     values: Float[Tensor, "rows k"]
     ids: Int[Tensor, "rows k"]
     error: float
+    calibrated: ClassVar[bool] = False  # wrong tokens' predictions resemble each other
 
     def score(self, row: int, states: Float[Tensor, "c v"]) -> Float[Tensor, " c"]:
         own = states.float().log_softmax(1)[:, self.ids[row].to(states.device)]

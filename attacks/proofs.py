@@ -35,8 +35,8 @@ class ProofSearch:
     position says. A path's score is the language model's log-probability plus these log-likelihood ratios, so that
     positions about which the fingerprint is silent are carried by the prior, and by what follows: a wrong token
     changes later states as well. Proposals are taken in the order of score over all paths, in chunks that double,
-    until one stands out, what was not tried is unlikely to hold the right one, the best evidence that this row could
-    give would not bring the next one near the best, or the budget is spent.
+    until one stands out, what was not tried is unlikely to hold the right one (where evidence is calibrated), the best
+    evidence that this row could give would not bring the next one near the best, or the budget is spent.
 
     A token is verified where its evidence is above every other tried token's by e⁷, and so far above what wrong ones
     have that not one in a thousand vocabularies would hold such a token by chance. ``distance`` in the answer is minus
@@ -146,11 +146,13 @@ class ProofSearch:
                 slice, paths, tried.parents[start:end], tokens[start:end], evidence, row
             )
             start, size = end, 2 * size
-            if tried.first(end).stands_out() or tried.first(end).settled(everything):
+            if tried.first(end).stands_out() or (
+                evidence.calibrated and tried.first(end).settled(everything)
+            ):
                 break
             reach = min(reach, int((tried.prior >= tried.first(end).floor(evidence.most)).sum()))
         tried, enough = tried.first(start), reach < len(tokens) or len(tokens) == slice.vocab_size
-        found = tried.stands_out() or tried.settled(everything)
+        found = tried.stands_out() or (evidence.calibrated and tried.settled(everything))
         # The whole vocabulary again would double the cost for what mostly decides between paths alone.
         others = self.candidates if found else min(self.budget, self.breadth * self.candidates)
         parents, tokens = tried.elsewhere(scores, evidence.most, others)
