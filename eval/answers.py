@@ -37,6 +37,7 @@ PROOF_COUNTS = (
 )  # values of a TOPLOC proof; the last for 32 tokens, the others for single ones too
 PROJECTION_SEED = 1234
 ANSWERS, STATES, SCORES = "transcripts.jsonl", "states.safetensors", "scores.safetensors"
+MONTE_CARLO = "monte_carlo"  # a score of its own
 TUNED = "tuned"  # as a temperature: where mean cross-entropy is that of the honest provider
 TUNING_AT, TUNING_SHARE = 0.85, 5
 TUNING_RANGE = (0.5, 1.5)  # of the temperature asked for
@@ -159,6 +160,26 @@ def scored(spec: dict[str, Any], home: Path, progress: Progress = silent) -> dic
     return {name: value.numpy() for name, value in load_file(path).items()}
 
 
+def simulated(
+    spec: dict[str, Any], home: Path, trials: int, progress: Progress = silent
+) -> dict[str, np.ndarray]:
+    """The Monte Carlo score of all answers' tokens (DiFR, appendix B.1), kept apart for what it costs."""
+    folder = _folder(home, f"trials-{trials}", spec)
+    path = folder / SCORES
+    if not path.is_file():
+        found = answered(spec, home, progress).transcripts
+        verifier = Verifier(load_whole(spec["model"], dtype=spec["dtype"], device=spec["device"]))
+        parts = []
+        for i, transcript in enumerate(found):
+            draws = generator(spec["seed"], "trials", i)
+            parts.append(difr.monte_carlo(verifier.replay(transcript), difr.SIGMA, draws, trials=trials))
+            progress("requests simulated", i + 1, len(found))
+        work = _work(folder)
+        save_file({MONTE_CARLO: torch.cat(parts)}, work / SCORES)
+        _settle(work, folder)
+    return {name: value.numpy() for name, value in load_file(path).items()}
+
+
 def uniform_ranks(spec: dict[str, Any], home: Path, requests: int, progress: Progress = silent) -> np.ndarray:
     """Ranks of the first requests' tokens in the verifier's distribution, as numbers in [0, 1) (see ``difr``)."""
     found = answered(spec, home, progress).transcripts[:requests]
@@ -235,5 +256,20 @@ def _settle(work: Path, folder: Path) -> None:
 def pooled(
     specs: Sequence[dict[str, Any]], home: Path, score: str, progress: Progress = silent
 ) -> np.ndarray:
-    """One score of several providers' answers, as one list."""
-    return np.concatenate([scored(spec, home, progress)[score].astype(float) for spec in specs])
+    """One score of several providers' answers, as one list.
+
+    Besides the names of ``scored``: ``likelihood:SIGMA`` (of the margins) and ``monte_carlo:TRIALS``.
+    """
+    return np.concatenate([_score(spec, home, score, progress).astype(float) for spec in specs])
+
+
+def _score(spec: dict[str, Any], home: Path, score: str, progress: Progress) -> np.ndarray:
+    name, _, number = score.partition(":")
+    if name == MONTE_CARLO:
+        return simulated(spec, home, int(number), progress)[name]
+    scores = scored(spec, home, progress)
+    if name == "likelihood" and number:
+        return difr.likelihood(torch.from_numpy(scores["margin"]), float(number)).numpy()
+    if score not in scores:
+        raise InputError(f"answers sampled by {spec['sampling']['method']} have no score {score!r}")
+    return scores[score]

@@ -15,6 +15,7 @@ from hiddenlab.core import Progress, silent
 from hiddenlab.errors import InputError
 
 SPLITS = 5
+PERCENTILES = (90.0, 99.0, 99.9, 99.99)
 
 
 def _home(folder: Path) -> Path:
@@ -31,7 +32,11 @@ def detection(spec: dict[str, Any], folder: Path, progress: Progress = silent) -
     """Standardised AUC at 1 % false positives by batch size, over five divisions of the tokens into halves.
 
     Args:
-        spec: as ``eval.answers.answered``; honest (variants), score, sizes.
+        spec: as ``eval.answers.answered``; honest (variants), score, sizes; pooling (see ``detect.poolings``).
+
+    Returns:
+        For each size N ``auc_N``, ``whole_N`` (the whole area) and ``tail_N``: the share of divisions in which a
+        tail-focused mean was chosen.
     """
     home = _home(folder)
     honest = pooled(_honest(spec), home, spec["score"], progress)
@@ -41,12 +46,18 @@ def detection(spec: dict[str, Any], folder: Path, progress: Progress = silent) -
         if size > min(len(honest), len(other)) // 2:
             continue
         found = [
-            detect(honest, other, size, np.random.default_rng([spec["seed"], split])).auc_low_fpr
+            detect(
+                honest, other, size, np.random.default_rng([spec["seed"], split]), which=spec.get("pooling", "best")
+            )
             for split in range(SPLITS)
-        ]
-        figures[f"auc_{size}"] = {
-            "value": float(np.mean(found)), "low": min(found), "high": max(found), "n": len(other)
-        }  # fmt: skip
+        ]  # fmt: skip
+        tails = [float(one.pooling is not None and one.pooling.floor > 0) for one in found]
+        for name, values in (
+            ("auc", [one.auc_low_fpr for one in found]), ("whole", [one.auc for one in found]), ("tail", tails)
+        ):  # fmt: skip
+            figures[f"{name}_{size}"] = {
+                "value": float(np.mean(values)), "low": min(values), "high": max(values), "n": len(other)
+            }  # fmt: skip
     if not figures:
         raise InputError(
             f"{len(other)} scores of {spec['score']} are too few for a batch of {min(spec['sizes'])}"
@@ -79,7 +90,26 @@ def agreement(spec: dict[str, Any], folder: Path, progress: Progress = silent) -
     rows = scores["drawn"].reshape(shape)
     theirs = scored({**spec, "variant": spec["against"]}, home, progress)["drawn"].reshape(shape)
     figures["mmd_p"] = exactly(mmd_test(rows, theirs, np.random.default_rng(spec["seed"])), len(rows))
+    if spec["turns"] > 1:
+        of = [i // spec["turns"] for i in range(len(rows))]
+        p = mmd_test(rows, theirs, np.random.default_rng(spec["seed"]), prompts=of)
+        figures["mmd_by_prompt_p"] = exactly(p, len(rows))
     return figures
+
+
+def statistics(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> Figures:
+    """One score's distribution over a provider's tokens (DiFR, tables 4 to 8): mean, deviation, percentiles.
+
+    Args:
+        spec: as ``eval.answers.answered``; score.
+    """
+    values = pooled([spec], _home(folder), spec["score"], progress)
+    finite = values[np.isfinite(values)]
+    if not len(finite):
+        raise InputError(f"no token has a finite {spec['score']}")
+    found = {"infinite": float(1 - len(finite) / len(values)), "mean": finite.mean(), "sd": finite.std()}
+    found |= {f"p{p:g}": np.percentile(finite, p) for p in PERCENTILES}
+    return {name: exactly(float(value), len(values)) for name, value in found.items()}
 
 
 def uniformity(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> Figures:
@@ -98,11 +128,17 @@ def proofs(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> F
     """TOPLOC as published: shares of proofs and of requests accepted, and how near the thresholds they came.
 
     Args:
-        spec: as ``eval.answers.answered``.
+        spec: as ``eval.answers.answered``; honest: variants that set the limits in place of the published ones, at the
+            largest value of any of their proofs, the variant under test left out.
     """
     scores = scored(spec, _home(folder), progress)
     name = f"toploc:{toploc.TOP}:{toploc.EVERY}"
     accepted = scores[f"{name}:accepted"]
+    if "honest" in spec:
+        seen = [scored(one, _home(folder), progress) for one in _honest(spec)]
+        parts = [f"{name}:{part}" for part in ("exponents", "mean", "median")]
+        limits = {part: max(float(one[part].max()) for one in seen) for part in parts}
+        accepted = np.logical_and.reduce([scores[part] <= limits[part] for part in parts])
     per_request = accepted.reshape(len(scores["length"]), -1)
     figures = as_figures(
         {

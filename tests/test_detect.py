@@ -1,6 +1,7 @@
 """Detectors: areas under curves, clipping from honest tokens only, no suspicion of the better than honest."""
 
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -94,3 +95,39 @@ def test_a_frontier_beats_every_point(points: list[tuple[int, int]]) -> None:
     for cost, value in points:
         assert any(c <= cost and v >= value for c, v in kept)
     assert all(a[0] < b[0] and a[1] < b[1] for a, b in pairwise(kept))
+
+
+def test_poolings_can_be_chosen_by_kind() -> None:
+    honest = np.abs(np.random.default_rng(0).normal(size=100_000))
+    means, tails = poolings(honest, "mean"), poolings(honest, "tail")
+    assert all(one.floor == 0 for one in means) and all(one.floor > 0 for one in tails)
+    assert poolings(honest) == means + tails
+    with pytest.raises(InputError, match="pooling"):
+        poolings(honest, "median")
+
+
+def test_a_rare_fault_needs_the_tail() -> None:
+    """One token in 200 far off, in tokens that differ among themselves: a mean over many does not show it."""
+    rng = np.random.default_rng(1)
+    honest, other = (np.where(rng.random(60_000) < 0.3, rng.exponential(2.0, 60_000), 0.0) for _ in range(2))
+    other[rng.random(60_000) < 0.001] = 60.0
+    tail, mean = (
+        detect(honest, other, 3000, np.random.default_rng(2), which=which).auc_low_fpr for which in ("tail", "mean")
+    )  # fmt: skip
+    assert tail > mean + 0.05
+
+
+def test_completions_of_a_prompt_are_compared_among_themselves() -> None:
+    """Answers depend on prompts far more than on the provider: only by prompt does the difference show."""
+    rng = np.random.default_rng(3)
+    prompts = np.repeat(np.arange(40), 2).tolist()
+
+    def answers(shift: float) -> Any:
+        own = np.random.default_rng(4).integers(0, 50, size=(40, 12))[prompts]
+        return np.where(rng.random(own.shape) < 0.5 + shift, own, rng.integers(50, 100, own.shape))
+
+    same = mmd_test(answers(0), answers(0), np.random.default_rng(0), prompts=prompts)
+    other = mmd_test(answers(0), answers(0.4), np.random.default_rng(0), prompts=prompts)
+    assert same > 0.02 and other < 0.01
+    with pytest.raises(InputError, match="two completions of each prompt"):
+        mmd_test(answers(0), answers(0), rng, prompts=list(range(80)))

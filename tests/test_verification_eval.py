@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from eval import answers, verification, verification_cells
@@ -138,3 +139,78 @@ def test_experiments_are_cells_of_known_measures(spec: dict[str, Any], tmp_path:
         assert made.cells and set(made.figures)
     (cell, *_) = verification.toploc_table(setting, turns=1, new_tokens=4).cells
     assert measure_cell(cell, tmp_path)["status"] == MEASURED
+
+
+def test_other_ways_of_sampling_have_their_own_scores(spec: dict[str, Any], home: Path) -> None:
+    setting = Setting(model=spec["model"], prompts=spec["prompts"], limit=4, max_tokens=8, device="cpu")
+    made = verification.detection(setting, providers="seed=1", new_tokens=36, method="ipt", trials=20)
+    names = {str(cell.spec["score"]) for cell in made.cells}
+    assert names == {"likelihood", "mismatch", "cross_entropy", "monte_carlo:20"}
+    found = {}
+    for cell in made.cells:
+        given = {**cell.spec, "dtype": "float32", "honest": ["honest", "batch=3"], "sizes": [60]}
+        found[cell.spec["score"]] = verification_cells.detection(given, home / "cells" / "ipt")
+    for name in ("likelihood", "mismatch", "monte_carlo:20"):
+        assert found[name]["auc_60"]["value"] > 0.95 and found[name]["whole_60"]["value"] > 0.95
+    assert found["cross_entropy"]["auc_60"]["value"] < 0.9  # a seed does not show in it
+    ipt = {**spec, "sampling": {**spec["sampling"], "method": "ipt"}, "variant": "seed=1", "score": "margin"}
+    with pytest.raises(InputError, match="no score 'margin'"):
+        verification_cells.statistics(ipt, home / "cells" / "ipt")
+    with pytest.raises(InputError, match="sampling method"):
+        verification.detection(setting, method="beam")
+
+
+def test_statistics_are_those_of_the_tokens(spec: dict[str, Any], home: Path) -> None:
+    given = {**spec, "variant": "seed=1"}
+    margins = answers.scored(given, home)["margin"]
+    finite = margins[np.isfinite(margins)]
+    found = verification_cells.statistics({**given, "score": "margin"}, home / "cells" / "statistics")
+    assert found["mean"]["value"] == pytest.approx(finite.mean()) and found["mean"]["n"] == len(margins)
+    assert found["p90"]["value"] == pytest.approx(np.percentile(finite, 90))
+    assert found["infinite"]["value"] == pytest.approx(1 - len(finite) / len(margins))
+    sharp, blunt = (
+        verification_cells.statistics({**given, "score": f"likelihood:{sd}"}, home / "cells" / "s")["mean"]
+        for sd in (0.02, 0.08)
+    )
+    assert sharp["value"] > blunt["value"] > 0
+
+
+def test_calibrated_limits_accept_the_honest_and_are_no_looser(spec: dict[str, Any], home: Path) -> None:
+    folder = home / "cells" / "limits"
+    honest = ["honest", "batch=3", "batch=1"]
+    for variant in ("batch=3", "layers=3"):
+        published = verification_cells.proofs({**spec, "variant": variant}, folder)
+        tight = verification_cells.proofs({**spec, "variant": variant, "honest": honest}, folder)
+        assert tight["proofs_accepted"]["value"] <= published["proofs_accepted"]["value"]
+    assert tight["proofs_accepted"]["value"] == 0  # of the pruned model
+    with pytest.raises(InputError, match="limits"):
+        verification.toploc_table(Setting(model=spec["model"], device="cpu"), limits="loose")
+
+
+def test_the_cost_of_an_auc_is_that_of_the_cheapest_setting(spec: dict[str, Any]) -> None:
+    made = verification.fingerprint_cost(Setting(model=spec["model"], prompts=spec["prompts"], device="cpu"))
+
+    def row(score: str, values: dict[int, float]) -> dict[str, Any]:
+        figures = {f"auc_{n}": {"value": v, "n": 8} for n, v in values.items()}
+        figures |= {f"tail_{n}": {"value": 1.0, "n": 8} for n in values}
+        return {
+            "keys": {"provider": "x", "score": score},
+            "figures": figures,
+            "status": MEASURED,
+            "reason": None,
+        }
+
+    assert made.fold is not None
+    rows = made.fold(
+        [
+            row("Activation-DiFR, k = 2", {8: 0.96, 32: 0.9995}), row("Activation-DiFR, k = 8", {1: 0.97, 4: 0.999}),
+            row("TOPLOC, 4 values a token", {1: 0.6, 32: 0.96}),
+        ]
+    )  # fmt: skip
+    costs = {
+        one["keys"]["AUC"]: {name: figure["value"] for name, figure in one["figures"].items()} for one in rows
+    }
+    # k = 2 of 8 tokens in 32: 4 · 8 / 32; k = 8 of one: 16 / 32.
+    assert costs[0.95] == {"Activation-DiFR": 0.5, "TOPLOC": 10.0}
+    assert costs[0.99] == {"Activation-DiFR": 2.0} == costs[0.999]
+    assert costs[0.9999] == {}

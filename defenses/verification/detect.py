@@ -16,6 +16,7 @@ from hiddenlab.errors import InputError
 
 Scores = NDArray[np.float64]
 PERCENTILES = (99.0, 99.9, 99.99, 99.999)
+POOLINGS = ("best", "mean", "tail")
 TAILS = ((99.999, 99.99), (99.9, 99.0))  # clipped at the first, zero below the second
 UNIT = 1.0  # where scores are clipped if no honest token diverges at all
 CHANCE = 0.5
@@ -91,9 +92,19 @@ def clipping(honest: Scores, top: float = 99.9, floor: float = 0.0) -> Pooling:
     return Pooling(cut, float(np.percentile(finite, floor)) if floor else 0.0)
 
 
-def poolings(honest: Scores) -> list[Pooling]:
-    """Winsorized means and tail-focused means, each once (DiFR, section 5.2 and appendix E)."""
-    wanted = [(top, 0.0) for top in PERCENTILES] + list(TAILS)
+def poolings(honest: Scores, which: str = "best") -> list[Pooling]:
+    """Winsorized means and tail-focused means, each once (DiFR, section 5.2 and appendix E).
+
+    Args:
+        which: ``best`` for both kinds, ``mean`` for the first alone, ``tail`` for the second.
+
+    Raises:
+        InputError: another kind.
+    """
+    if which not in POOLINGS:
+        raise InputError(f"pooling {which!r}: one of {', '.join(POOLINGS)}")
+    means, tails = [(top, 0.0) for top in PERCENTILES], list(TAILS)
+    wanted = {"best": means + tails, "mean": means, "tail": tails}[which]
     return list(dict.fromkeys(clipping(honest, top, floor) for top, floor in wanted))
 
 
@@ -113,12 +124,13 @@ class Verdict:
 
 
 def detect(
-    honest: Scores, other: Scores, size: int, rng: np.random.Generator, batches: int = BATCHES
-) -> Verdict:
+    honest: Scores, other: Scores, size: int, rng: np.random.Generator, batches: int = BATCHES, which: str = "best"
+) -> Verdict:  # fmt: skip
     """Split tokens in half, choose clipping and pooling on one half, judge on the other (DiFR, section 5.2).
 
     Args:
         honest, other: scores of tokens. size: tokens of a batch, drawn without replacement. batches: so many a side.
+        which: poolings to choose from, see ``poolings``.
 
     Raises:
         InputError: a half has fewer tokens than a batch.
@@ -129,7 +141,7 @@ def detect(
     train, test = zip(*halves, strict=True)
     picks = [[_picks(len(half), size, batches, rng) for half in part] for part in (train, test)]
     best: tuple[float, Pooling] | None = None
-    for pooling in poolings(train[0]):
+    for pooling in poolings(train[0], which):
         a, b = (pooling(half) for half in train)
         if b.mean() <= a.mean():
             continue
@@ -161,13 +173,23 @@ def mmd(ours: NDArray[np.int64], theirs: NDArray[np.int64]) -> float:
 
 
 def mmd_test(
-    ours: NDArray[np.int64], theirs: NDArray[np.int64], rng: np.random.Generator, permutations: int = 500
+    ours: NDArray[np.int64],
+    theirs: NDArray[np.int64],
+    rng: np.random.Generator,
+    permutations: int = 500,
+    prompts: Sequence[int] | None = None,
 ) -> float:
     """The p-value of ``mmd``: how often a random division of all completions differs as much.
 
+    Args:
+        prompts: which prompt each of ``ours`` answers, and each of ``theirs`` in the same order; then only completions
+            of one prompt are compared and exchanged, as model equality testing does. A prompt needs two a side.
+
     Raises:
-        InputError: fewer than two completions a side, or unequal lengths.
+        InputError: fewer than two completions a side (of a prompt), or unequal lengths.
     """
+    if prompts is not None:
+        return _mmd_by_prompt(ours, theirs, rng, permutations, np.asarray(prompts))
     if min(len(ours), len(theirs)) < 2 or ours.shape[1:] != theirs.shape[1:]:
         raise InputError("the MMD test needs at least two completions a side, all of one length")
     kernel = _agreement(np.concatenate([ours, theirs]))
@@ -176,6 +198,28 @@ def mmd_test(
     for _ in range(permutations):
         order = rng.permutation(len(kernel))
         above += _mmd(kernel[np.ix_(order, order)], len(ours)) >= found
+    return (above + 1) / (permutations + 1)
+
+
+def _mmd_by_prompt(
+    ours: NDArray[np.int64],
+    theirs: NDArray[np.int64],
+    rng: np.random.Generator,
+    permutations: int,
+    of: NDArray[np.int64],
+) -> float:
+    if ours.shape != theirs.shape or len(of) != len(ours) or min(np.unique(of, return_counts=True)[1]) < 2:
+        raise InputError("the MMD test by prompt needs two completions of each prompt a side, of one length")
+    kernels = [
+        (_agreement(np.concatenate([ours[of == one], theirs[of == one]])), int((of == one).sum()))
+        for one in np.unique(of)
+    ]
+    found = sum(_mmd(kernel, first) for kernel, first in kernels)
+    above = 0
+    for _ in range(permutations):
+        orders = [rng.permutation(len(kernel)) for kernel, _ in kernels]
+        value = sum(_mmd(k[np.ix_(o, o)], first) for (k, first), o in zip(kernels, orders, strict=True))
+        above += value >= found - 1e-12
     return (above + 1) / (permutations + 1)
 
 
