@@ -137,6 +137,20 @@ def test_hashed_noise_depends_on_key_seed_and_every_token() -> None:
     assert first(key, 1, [1, 2]) == values[0]
     with pytest.raises(InputError, match="16"):
         HashedNoise(b"short", 1)
+    # The other form depends on the place alone, and is no prefix of the first.
+    by_place = HashedNoise(key, 1, adaptive=False)
+    assert by_place.uniform([1, 2]) == by_place.uniform([2, 1]) != by_place.uniform([1])
+    assert by_place.uniform([2]) not in values
+
+
+def test_hashed_noise_is_distributed_as_it_says() -> None:
+    from scipy.stats import gumbel_r, kstest
+
+    noise = HashedNoise(b"k" * 16, 5)
+    drawn = noise.gumbel(50_000, [3])
+    assert bool(drawn.isfinite().all()) and kstest(drawn.numpy(), gumbel_r.cdf).pvalue > 0.01
+    uniform = [noise.uniform([i]) for i in range(5000)]
+    assert kstest(uniform, "uniform").pvalue > 0.01 and 0 <= min(uniform) < max(uniform) < 1
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,8 @@
 
 import base64
 import json
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner, Result
 
-from defenses.verification.command import _verdict
+from defenses.verification.scoring import _verdict
 from defenses.verification.transcript import read_transcripts
 from hiddenlab.cli import app
 from hiddenlab.testing import save_tiny
@@ -30,6 +31,15 @@ def answer(*words: object) -> Any:
     assert result.exit_code in (0, 1), result.output
     assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
     return json.loads(result.stdout)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Records go to ``runs/`` where one stands."""
+    before = os.getcwd()
+    os.chdir(tmp_path_factory.mktemp("elsewhere"))
+    yield
+    os.chdir(before)
 
 
 @pytest.fixture(scope="module")
@@ -269,9 +279,9 @@ def test_verdicts_have_the_stated_rate_of_false_alarms() -> None:
     def requests(n: int) -> list[dict[str, np.ndarray]]:
         return [{"margin": np.where(rng.random(60) < 0.03, rng.exponential(1, 60), 0.0)} for _ in range(n)]
 
-    alarms = [_verdict(requests(8), requests(12), 0.05, draws=200)["diverges"] for _ in range(200)]
+    alarms = [_verdict("margin", requests(8), requests(12), 0.05, draws=200)["diverges"] for _ in range(200)]
     assert sum(alarms) <= 20
-    few = _verdict(requests(1), requests(1), 0.01)
+    few = _verdict("margin", requests(1), requests(1), 0.01)
     assert few["least_p"] == 0.5 and not few["diverges"]
 
 
@@ -290,6 +300,13 @@ def test_openai_style_logs_can_be_scored(model: str, reference: Words, tmp_path:
     assert verify("import", log, "--out", out, "--model", model).exit_code == 2
     log.write_text('{"request": {}}\n')
     assert verify("import", log, "--out", tmp_path / "u.jsonl", "--model", model).exit_code == 2
+    call = {
+        "request": {"prompt": "Once", "temperature": 0},
+        "response": {"choices": [{"message": {"content": None}}]},
+    }
+    log.write_text(json.dumps(call) + "\n")
+    result = verify("import", log, "--out", tmp_path / "u.jsonl", "--model", model)
+    assert result.exit_code == 2 and "no text" in result.stderr
 
 
 def test_bounds_and_sampling_rate_say_what_the_papers_say() -> None:
@@ -298,6 +315,11 @@ def test_bounds_and_sampling_rate_say_what_the_papers_say() -> None:
     assert found["theorem_4_2_corrected"] == pytest.approx(0.000289, abs=1e-6)
     assert found["theorem_4_3"] == pytest.approx(0.03)
     assert found["game"] == pytest.approx(0.9199690, abs=1e-6)
+    assert found["theorem_4_1"] == pytest.approx(0.02) and found["lemma_4_4"] == 1  # ε of 0.01 is soon found
+    more = answer("bounds", "--free", 0.02, "--permitted", 2, "--rate", 0.005, "--slack", 0.2)
+    assert more["theorem_4_1"] == 0.005 and more["lemma_4_4"] < 1e-50
+    # 120 bits at 0.000289 a token, less what a wrong message in 100 saves.
+    assert found["theorem_2_4_tokens"] == pytest.approx(0.99 * 120 / 0.000289, rel=0.01)
     assert answer("sampling-rate", "--share", 0.01)["messages"] == 459
 
 
@@ -320,6 +342,12 @@ def test_bounds_and_sampling_rate_say_what_the_papers_say() -> None:
         ("sampling-rate", "--share", "0.5", "--needed", "9" * 30),
         ("score", "nothing.jsonl"),
         ("bounds", "--free", "2"),
+        ("score", "nothing.jsonl", "--sigma", "0"),
+        ("audit", ".", "--ipt-sigma", "-1"),
+        ("audit", ".", "--checkpoint", "nothing.json"),
+        ("record", "nothing.jsonl", "--ledger", "l", "--key", "k"),
+        ("prove", "nothing", "--request", "a", "--checkpoint", "c", "--public-key", "00", "--out", "p"),
+        ("included", "nothing", "--checkpoint", "c", "--public-key", "00"),
         ("sampling-rate", "--share", "0"),
     ],
 )  # fmt: skip
@@ -330,3 +358,206 @@ def test_wrong_input_gets_one_line_and_exit_code_2(
     result = verify(*words)
     assert result.exit_code == 2
     assert "Traceback" not in result.output
+    assert not (tmp_path / "runs").exists()  # nothing was done, so there is nothing to record
+
+
+# ---- records and plots
+
+
+def test_runs_are_recorded_with_a_plot(
+    model: str, files: Files, reference: Words, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("NOISE", "a key of twenty-six bytes.")
+    prompts = files["honest"].parent / "prompts.txt"
+    out = tmp_path / "logs" / "a.jsonl"
+    keyed = ("--noise-key-env", "NOISE", "--noise-form", "by-place")
+    answer("simulate", "--out", out, "--model", model, "--prompts", prompts, "--new-tokens", 40, "--proofs",
+           "--proof-values", 64, "--fingerprint", 4, "--fingerprint-dtype", "float32", *keyed, *COMMON)  # fmt: skip
+    answer("commit", out, "--out", tmp_path / "b.jsonl", *reference)
+    answer("check", out, "--fingerprint", 4, "--proof-values", 64, *reference)
+    answer("score", out, "--honest", out, *keyed, *reference)
+    answer("audit", out.parent, *keyed, *reference)
+    answer("bounds", "--free", 0.1, "--permitted", 4)
+    answer("sampling-rate", "--share", 0.1)
+    commands = {}
+    for folder in (tmp_path / "runs").iterdir():
+        record = json.loads((folder / "record.json").read_text())
+        rows = (folder / "samples.jsonl").read_text().splitlines()
+        assert record["status"] == "finished" and "twenty-six" not in json.dumps(record)
+        assert (folder / "plot.png").read_bytes().startswith(b"\x89PNG")
+        commands[record["verb"]] = len(rows), record["summary"], record["spec"]
+    names = ("simulate", "commit", "check", "score", "audit", "bounds", "sampling-rate")
+    assert set(commands) == {f"verify-{name}" for name in names}
+    assert commands["verify-check"][0] == 3 and commands["verify-check"][1]["counts"]["valid"] == 3
+    assert commands["verify-score"][1]["summary"]["same_token"] > 0.97  # the key was the same on both sides
+    assert commands["verify-score"][2]["noise_key_env"] == "NOISE"
+    assert commands["verify-simulate"][2]["lens"] == {"count": 4, "seed": 0, "kind": "orthogonal"}
+    # 64 values a proof, three proofs of an answer of 40 tokens; four float32 a token.
+    assert commands["verify-simulate"][1]["bytes"] == {
+        "proofs": pytest.approx(3 * 130 / 40),
+        "fingerprints": 16.0,
+    }
+    count = len(list((tmp_path / "runs").iterdir()))
+    answer("check", out, "--fingerprint", 4, "--proof-values", 64, "--no-record", *reference)
+    assert len(list((tmp_path / "runs").iterdir())) == count
+    # Without the key, or in the other form, tokens look drawn by another seed.
+    for how in ((), ("--noise-key-env", "NOISE")):
+        assert answer("score", out, *how, *reference)["summary"]["same_token"] < 0.7
+    # Proofs of another size than agreed on are rejected.
+    wrong = answer("check", out, "--fingerprint", 4, *reference)
+    assert wrong["counts"]["rejected"] == 3
+    assert "a proof of 130 bytes" in wrong["requests"][0]["reason"]
+
+
+def test_an_interrupted_run_says_so(
+    model: str, files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from defenses.verification import command
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.chdir(tmp_path)
+    calls = iter([command._checked, interrupted])
+    monkeypatch.setattr(command, "_checked", lambda *given: next(calls)(*given))
+    assert verify("check", files["honest"], "--model", model, *COMMON).exit_code == 130
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert json.loads((folder / "record.json").read_text())["status"] == "interrupted"
+
+
+def test_check_says_what_no_proof_covers(files: Files, reference: Words) -> None:
+    found = answer("check", files["honest"], *AGREED, *reference)
+    for row in found["requests"]:
+        assert row["covered"] == row["tokens"] - 1 and "last" in row["reason"]
+        assert (
+            row["distance"] <= found["limits"]["distance"]
+            and row["exponents"] <= found["limits"]["exponents"]
+        )
+    pruned = answer("check", files["layers"], *AGREED, *reference)["requests"]
+    assert all(
+        row["covered"] == 0 and row["distance"] > 0.1 and "proofs fail" in row["reason"] for row in pruned
+    )
+
+
+# ---- the inverse transform, and other scores
+
+
+@pytest.fixture(scope="module")
+def inverse(model: str, files: Files, tmp_path_factory: pytest.TempPathFactory) -> Files:
+    """The same providers with inverse transform sampling."""
+    folder = tmp_path_factory.mktemp("inverse")
+    out = {}
+    for name, variant in {"honest": "honest", "seed": "seed=1"}.items():
+        out[name] = folder / f"{name}.jsonl"
+        answer(
+            "simulate", "--out", out[name], "--provider", variant, "--model", model, "--method", "ipt", "--prompts",
+            files["honest"].parent / "prompts.txt", "--new-tokens", 40, *COMMON,
+        )  # fmt: skip
+    return out
+
+
+def test_inverse_transform_answers_are_scored_and_audited(inverse: Files, reference: Words) -> None:
+    level = ("--false-positives", 0.1)
+    found = answer("score", inverse["seed"], "--honest", inverse["honest"], *level, *reference)
+    assert found["verdict"]["score"] == "likelihood" and found["verdict"]["diverges"]
+    assert found["summary"]["mean_margin"] is None
+    assert found["summary"]["likelihood"] > found["honest"]["likelihood"] + 1
+    assert verify("score", inverse["seed"], "--by", "margin", *reference).exit_code == 2
+    rows = {row["file"]: row for row in answer("audit", inverse["seed"].parent, *reference)["files"]}
+    assert rows["honest.jsonl"]["class"] != "quarantine" and rows["seed.jsonl"]["class"] == "quarantine"
+    assert rows["honest.jsonl"]["safe_bits_per_token"] <= rows["honest.jsonl"]["bits_per_token"]
+
+
+def test_the_monte_carlo_score_depends_on_the_request_alone(
+    files: Files, reference: Words, tmp_path: Path
+) -> None:
+    how = ("--monte-carlo", 30, "--by", "monte_carlo", "--false-positives", 0.1)
+    found = answer("score", files["seed"], "--honest", files["honest"], *how, *reference)
+    assert found["verdict"]["diverges"] and found["verdict"]["score"] == "monte_carlo"
+    last = tmp_path / "last.jsonl"
+    last.write_text(files["seed"].read_text().splitlines(keepends=True)[-1])
+    alone = answer("score", last, "--monte-carlo", 30, *reference)
+    assert alone["requests"][0] == found["requests"][-1]
+
+
+def test_likelihood_knows_how_much_noise_is_honest(files: Files, reference: Words) -> None:
+    values = [
+        answer("score", files["seed"], *how, *reference)["summary"]["likelihood"]
+        for how in ((), ("--sigma", 1.0), ("--sigma", 1.0, "--noise-on", "one"))
+    ]
+    assert values[1] < values[2] < values[0]
+
+
+def test_an_audit_with_honest_examples_looks_at_perplexity(
+    files: Files, reference: Words, tmp_path: Path
+) -> None:
+    folder = tmp_path / "logs"
+    folder.mkdir()
+    rows = [json.loads(line) for line in files["honest"].read_text().splitlines()]
+    for row in rows:
+        row["output"] = [7] * len(row["output"])  # nothing that was drawn
+    (folder / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (row,) = answer("audit", folder, "--honest", files["honest"], *reference)["files"]
+    assert "3 answers have a perplexity" in " ".join(row["reasons"])
+
+
+# ---- the ledger
+
+
+def test_a_ledger_without_its_end_is_noticed_by_its_checkpoint(
+    files: Files, reference: Words, tmp_path: Path
+) -> None:
+    folder, ledger, point = tmp_path / "logs", tmp_path / "ledger", tmp_path / "point"
+    folder.mkdir()
+    (folder / "a.jsonl").write_text("".join(files["honest"].read_text().splitlines(keepends=True)[:1]))
+    how = ("--ledger", ledger, "--key", tmp_path / "key", "--checkpoint", point)
+    public = answer("record", files["honest"], *how)["public_key"]
+    whole = ledger.read_text()
+
+    def audited(*more: object) -> Any:
+        return answer("audit", folder, "--ledger", ledger, "--public-key", public, *more, *reference)
+
+    found = audited("--checkpoint", point)
+    assert found["ledger"]["valid"] and found["ledger"]["end_checked"]
+    assert found["files"][0]["class"] != "quarantine"
+    ledger.write_text("".join(whole.splitlines(keepends=True)[:2]))
+    short = audited()
+    assert short["ledger"]["valid"] and "go unnoticed" in short["ledger"]["reason"]
+    found = audited("--checkpoint", point)
+    assert not found["ledger"]["valid"] and found["files"][0]["class"] == "quarantine"
+    # Nor is it continued.
+    assert verify("record", files["seed"], *how).exit_code == 2
+    ledger.unlink()
+    assert verify("record", files["seed"], *how).exit_code == 2 and not ledger.exists()
+    ledger.write_text(whole)
+    assert answer("record", files["seed"], *how)["records"] == 6
+    assert json.loads(point.read_text())["size"] == 6
+
+
+def test_who_has_the_checkpoint_needs_no_ledger(files: Files, tmp_path: Path) -> None:
+    ledger, point, proof = tmp_path / "ledger", tmp_path / "point", tmp_path / "proof"
+    how = ("--ledger", ledger, "--key", tmp_path / "key")
+    public = answer("record", files["honest"], *how, "--checkpoint", point)["public_key"]
+    answer("record", files["seed"], *how)  # beyond the checkpoint
+    ids = [one.id for one in read_transcripts(files["honest"])]
+    agreed = ("--checkpoint", point, "--public-key", public)
+    made = answer("prove", ledger, "--request", ids[1], *agreed, "--out", proof)
+    assert made["record"] == 1 and made["under"] == 3
+    assert (
+        verify("prove", ledger, "--request", ids[1], *agreed, "--out", proof).exit_code == 2
+    )  # not overwritten
+    assert verify("prove", ledger, "--request", "nobody", *agreed, "--out", tmp_path / "x").exit_code == 2
+    found = answer("included", proof, *agreed, "--transcripts", files["honest"])
+    assert found["valid"] and found["request"] == ids[1]
+    assert not answer("included", proof, *agreed, "--transcripts", files["seed"])["valid"]
+    value = json.loads(proof.read_text())
+    for change in (
+        {"record": value["record"].replace(ids[1], "other")}, {"proof": {**value["proof"], "index": 0}},
+        {"proof": {**value["proof"], "path": []}}, {"proof": 3}, {"record": None}, {"format": 7}, {"more": 1},
+    ):  # fmt: skip
+        proof.write_text(json.dumps(value | change, sort_keys=True, separators=(",", ":")))
+        result = verify("included", proof, *agreed)
+        assert result.exit_code == 1 and "True" not in result.stdout, change
+    proof.write_text("no JSON")
+    assert not answer("included", proof, *agreed)["valid"]

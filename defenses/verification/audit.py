@@ -7,22 +7,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 import torch
+from jaxtyping import Bool
 from torch import Tensor
 
 from defenses.verification import bounds as theory
 from defenses.verification import difr
+from defenses.verification.books import read_point
 from defenses.verification.bounds import Risk
+from defenses.verification.closed_form import fssl_ipt
 from defenses.verification.command import FORMAT, Made, verifier_for
 from defenses.verification.difr import Replay, Verifier
-from defenses.verification.filters import SyntacticFilter
+from defenses.verification.filters import PerplexityFilter, SyntacticFilter
+from defenses.verification.ledger import Checkpoint
 from defenses.verification.ledger import verify as verify_ledger
 from defenses.verification.likelihood import gumbel_positions
 from defenses.verification.records import canonical, lines, parsed
 from defenses.verification.risk import classify
+from defenses.verification.sampling import probabilities
 from defenses.verification.signing import LedgerError
 from defenses.verification.transcript import Transcript, read_transcripts
 from defenses.verification.whole import WholeModel
@@ -35,8 +41,11 @@ QUIET, REVIEW, QUARANTINE = "quiet", "review", "quarantine"
 
 def audit(
     folder: Path, *, model: str | None = None, dtype: str = "bfloat16", device: str = "auto", key: str | None = None,
-    noise_sd: float = 0.1, threshold: float = 1e-3, rank_cutoff: int = 8, false_positives: float = 0.01,
-    suspicious: float = 0.005, ledger: Path | None = None, public_key: str | None = None, progress: Progress = silent,
+    key_form: str = "adaptive", noise_sd: float = 0.1, threshold: float = 1e-3, rank_cutoff: int = 8,
+    false_positives: float = 0.01, suspicious: float = 0.005, ipt_sigma: float = difr.IPT_SIGMA,
+    honest: Path | None = None, ledger: Path | None = None, public_key: str | None = None,
+    checkpoint: Path | None = None,
+    progress: Progress = silent,
 ) -> Made:  # fmt: skip
     """Look for smuggled data in a directory of transcript files (exfiltration paper, section 6, appendix F).
 
@@ -44,7 +53,10 @@ def audit(
         folder: of ``*.jsonl`` files. noise_sd, threshold, rank_cutoff: σ, τ and R of the three classes.
         false_positives, suspicious: shares of dangerous and of suspicious tokens up to which a file is quiet, being
             what honest noise gives. Without the second, bits pass among the suspicious (eval/LOG.md).
-        ledger: a signed ledger in which every request has to stand; needs ``public_key``.
+        ipt_sigma: noise in probability, for answers drawn by the inverse transform (FSSL-IPT, Algorithm 3).
+        honest: trusted transcripts; answers whose perplexity is outside of theirs are looked at (appendix A).
+        ledger: a signed ledger in which every request has to stand; needs ``public_key``. checkpoint: file of one, kept
+            apart; without it nobody notices if the ledger's end is missing, and the verdict says so.
 
     Returns:
         ``files``: for each its class (``quiet``, ``review``, ``quarantine``), why, tokens by class, and the most bits a
@@ -54,46 +66,63 @@ def audit(
         InputError: no such directory, no transcripts in it, or a ledger without a key.
     """
     _check_settings(noise_sd, threshold, rank_cutoff, false_positives, suspicious)
+    if not 0 < ipt_sigma < math.inf:
+        raise InputError(f"ipt-sigma {ipt_sigma}: a number above 0")
     if public_key is not None and ledger is None:
         raise InputError("a public key is given, and no ledger that it is for")
+    if checkpoint is not None and ledger is None:
+        raise InputError("a checkpoint is given, and no ledger that it is of")
     files = sorted(folder.glob("*.jsonl")) if folder.is_dir() else []
     files = [file for file in files if ledger is None or file.resolve() != ledger.resolve()]
     if not files:
         raise InputError(f"{folder} is no directory with transcript files (*.jsonl)")
-    written, ledger_row = _ledger(ledger, public_key)
+    written, ledger_row = _ledger(ledger, public_key, read_point(checkpoint))
     settings = {
         "noise_sd": noise_sd, "threshold": threshold, "rank_cutoff": rank_cutoff,
-        "false_positives": false_positives, "suspicious": suspicious,
+        "false_positives": false_positives, "suspicious": suspicious, "ipt_sigma": ipt_sigma,
     }  # fmt: skip
-    verifier = verifier_for([], model, dtype, device, key)
+    trusted = [] if honest is None else read_transcripts(honest)
+    verifier = verifier_for(trusted, model, dtype, device, key, key_form)
+    usual = _usual(trusted, verifier, progress)
     rows = []
     for i, file in enumerate(files):
         try:
             found = read_transcripts(file)
             if model is None and any(one.model != BUILTIN for one in found):
                 raise InputError(f"claims another model than {BUILTIN!r}, against which it would be verified")
-            rows.append({"file": file.name, **_audited(found, verifier, settings, written)})
+            rows.append({"file": file.name, **_audited(found, verifier, settings, written, usual)})
         except InputError as error:
             rows.append({"file": file.name, "class": QUARANTINE, "reasons": [str(error)], "tokens": None})
         progress("files audited", i + 1, len(files))
     return {"format": FORMAT, "settings": settings, "ledger": ledger_row, "files": rows}
 
 
-def _ledger(ledger: Path | None, public_key: str | None) -> tuple[set[bytes] | None, Made | None]:
+def _usual(found: Sequence[Transcript], verifier: Verifier, progress: Progress) -> PerplexityFilter | None:
+    """What perplexity honest answers have; None without any."""
+    logs = []
+    for i, one in enumerate(found):
+        logs.append(-difr.cross_entropy(verifier.replay(one)))
+        progress("honest requests read", i + 1, len(found))
+    return PerplexityFilter.fit(logs) if logs else None
+
+
+def _ledger(
+    ledger: Path | None, public_key: str | None, checkpoint: Checkpoint | None
+) -> tuple[set[bytes] | None, Made | None]:
     """Entries of a ledger, if it is valid; else none of them, so that no request stands in it."""
     if ledger is None:
         return None, None
     if public_key is None:
         raise InputError("a ledger is checked with the public key of who keeps it; give --public-key")
     try:
-        verdict = verify_ledger(ledger, public_key)
+        verdict = verify_ledger(ledger, public_key, checkpoint)
     except LedgerError as error:
-        return set(), {"valid": False, "reason": str(error), "records": 0}
+        return set(), {"valid": False, "reason": str(error), "records": 0, "end_checked": False}
     entries: set[bytes] = set()
     if verdict.valid:
         read = (parsed(line.removesuffix(b"\n")) for line in lines(ledger))
         entries = {canonical(one["entry"]) for one in read if isinstance(one, dict) and "entry" in one}
-    return entries, {"valid": verdict.valid, "reason": verdict.reason, "records": verdict.records}
+    return entries, asdict(verdict)
 
 
 def _check_settings(noise_sd: float, threshold: float, rank_cutoff: int, *shares: float) -> None:
@@ -106,19 +135,30 @@ def _check_settings(noise_sd: float, threshold: float, rank_cutoff: int, *shares
 
 
 def _audited(
-    found: Sequence[Transcript], verifier: Verifier, settings: Made, written: set[bytes] | None
+    found: Sequence[Transcript],
+    verifier: Verifier,
+    settings: Made,
+    written: set[bytes] | None,
+    usual: PerplexityFilter | None,
 ) -> Made:
     counts = np.zeros(3, dtype=int)
     bits, safe_bits = 0.0, 0.0
     reasons: list[str] = []
-    flagged = 0
+    missing: list[str] = []
+    flagged = unusual = 0
     for one in found:
-        risks, carried, admissible = _risks(verifier.replay(one), settings)
+        replay = verifier.replay(one)
+        risks, carried, admissible = _risks(replay, settings)
+        unusual += usual is not None and usual.verdict(-difr.cross_entropy(replay)).flagged
         counts += np.bincount(risks.numpy(), minlength=3)
         bits, safe_bits = bits + float(carried.sum()), safe_bits + float(admissible.sum())
         flagged += _looks_like_data(one, verifier.model)
         if written is not None and canonical(one.to_json()) not in written:
-            reasons.append(f"request {one.id!r} does not stand in the ledger")
+            missing.append(one.id)
+    if missing:
+        reasons.append(
+            f"{len(missing)} of {len(found)} requests do not stand in the ledger, {missing[0]!r} the first"
+        )
     tokens = int(counts.sum())
     hints = []
     for risk, limit in (
@@ -135,6 +175,8 @@ def _audited(
             hints.append(told)
     if flagged:
         hints.append(f"{flagged} answers look like encoded data")
+    if unusual:
+        hints.append(f"{unusual} answers have a perplexity that honest ones do not have")
     level = QUARANTINE if reasons else REVIEW if hints else QUIET
     return {
         "class": level, "reasons": [*reasons, *hints], "tokens": tokens, "safe": int(counts[Risk.SAFE]),
@@ -150,15 +192,8 @@ def _risks(replay: Replay, settings: Made) -> tuple[Tensor, Tensor, Tensor]:
     Who sent a token that is not dangerous had the admissible ones and those of the first R ranks to choose from, even
     where the one sent is safe; a dangerous one may be any of the vocabulary.
     """
-    if replay.uniform is not None:
-        raise InputError("audits are for Gumbel-max and greedy sampling")
-    gumbel = torch.zeros_like(replay.logits) if replay.gumbel is None else replay.gumbel
-    draws = torch.Generator().manual_seed(0)
-    positions = gumbel_positions(
-        replay.logits, gumbel, replay.sampling, noise_sd=settings["noise_sd"], generator=draws
-    )
     threshold = math.log(settings["threshold"])
-    admitted = positions.admissible(threshold)
+    admitted = _admissible(replay, threshold, settings)
     safe = admitted.gather(1, replay.tokens[:, None])[:, 0]
     ranks = difr.rank(replay).long()
     risks = classify(torch.where(safe, 0.0, -torch.inf), ranks, threshold, settings["rank_cutoff"])
@@ -166,6 +201,18 @@ def _risks(replay: Replay, settings: Made) -> tuple[Tensor, Tensor, Tensor]:
     choices = admitted.scatter(1, leading, True).sum(1).clamp(min=1)
     choices = torch.where(risks == Risk.DANGEROUS, replay.logits.shape[1], choices)
     return risks, choices.double().log2(), admitted.sum(1).clamp(min=1).double().log2()
+
+
+def _admissible(replay: Replay, threshold: float, settings: Made) -> Bool[Tensor, "n v"]:
+    """Tokens that honest noise can have drawn: FSSL-GM (Algorithm 4), or FSSL-IPT (3) for the inverse transform."""
+    if replay.uniform is not None:
+        shares = probabilities(replay.logits, replay.sampling)
+        return fssl_ipt(shares, replay.uniform, noise_sd=settings["ipt_sigma"]) >= threshold
+    gumbel = torch.zeros_like(replay.logits) if replay.gumbel is None else replay.gumbel
+    draws = torch.Generator().manual_seed(0)
+    return gumbel_positions(
+        replay.logits, gumbel, replay.sampling, noise_sd=settings["noise_sd"], generator=draws
+    ).admissible(threshold)
 
 
 def _looks_like_data(one: Transcript, model: WholeModel) -> bool:

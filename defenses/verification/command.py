@@ -1,33 +1,31 @@
-"""``hiddenlab verify``: simulate a provider, prove, check, score and record what one claims."""
+"""``hiddenlab verify``: simulate a provider, prove and check what one claims; theorems in numbers."""
 
 from __future__ import annotations
 
 import math
+from base64 import b64decode
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from defenses.verification import bounds as theory
 from defenses.verification import difr, speculative, toploc
-from defenses.verification.detect import clipping
 from defenses.verification.difr import Replay, Verifier
-from defenses.verification.ledger import Ledger
 from defenses.verification.provider import LOADED, SAMPLED, Provider, Request, Variant
 from defenses.verification.sampling import HashedNoise, Noise, Sampling, StreamNoise
-from defenses.verification.signing import create_key, public, read_key
 from defenses.verification.transcript import (
+    FINGERPRINT_DTYPES,
     Fingerprint,
     Transcript,
     from_openai,
     read_transcripts,
     write_transcripts,
 )
-from defenses.verification.whole import WholeModel, load_whole
+from defenses.verification.whole import load_whole
 from hiddenlab.core import Progress, silent
 from hiddenlab.errors import InputError
 from hiddenlab.job import generator
@@ -36,19 +34,29 @@ from hiddenlab.prompts import load_prompts
 from hiddenlab.slice.load import BUILTIN, load_tokenizer, resolve_model
 
 FORMAT = 1
-LARGEST_MARGIN = 3.0  # where margins are clipped when nothing honest says where
+FINGERPRINT_DTYPE = "bfloat16"
+KEY_FORMS = ("adaptive", "by-place")
 LARGEST_DISTANCE = 0.1  # of a fingerprint, relative to its size: above it another computation
 
 Made = dict[str, Any]
 
 
-def noise_of(key: str | None) -> Callable[[int], Noise]:
-    """vLLM's stream, or numbers from H(K, σ, x) where a key is given (text; its bytes are the key)."""
+def noise_of(key: str | None, form: str = KEY_FORMS[0]) -> Callable[[int], Noise]:
+    """vLLM's stream, or hashed numbers where a key is given (text; its bytes are the key).
+
+    Args:
+        form: ``adaptive`` for H(K, σ, x), ``by-place`` for H(K, σ) (see ``HashedNoise``).
+
+    Raises:
+        InputError: a key that is too short, or another form.
+    """
+    if form not in KEY_FORMS:
+        raise InputError(f"noise of the form {form!r}: {' or '.join(KEY_FORMS)}")
     if key is None:
         return StreamNoise
     raw = key.encode()
     HashedNoise(raw, 0)  # says what is wrong with the key
-    return lambda seed: HashedNoise(raw, seed)
+    return lambda seed: HashedNoise(raw, seed, adaptive=form == KEY_FORMS[0])
 
 
 def simulate(
@@ -67,8 +75,11 @@ def simulate(
     proofs: bool = False,
     lens: Projection | None = None,
     every: int = 1,
+    fingerprint_dtype: str = FINGERPRINT_DTYPE,
+    proof_values: int = toploc.TOP,
     resume: bool = False,
     key: str | None = None,
+    key_form: str = KEY_FORMS[0],
     draft: str | None = None,
     ahead: int = 4,
     progress: Progress = silent,
@@ -78,13 +89,15 @@ def simulate(
     Args:
         out: the file, a new one unless ``resume``. provider: see ``Variant``. sampling: fields of ``Sampling``, for all
             requests; each has a seed of its own, drawn from the one here. proofs: TOPLOC's. lens: Activation-DiFR's
-            projection, for every ``every``-th output token. key: of hashed noise. draft: decode speculatively with this
-            draft model (``speculative.load_draft``), ``ahead`` tokens at a time, and record how each token came about.
+            projection, for every ``every``-th output token, sent in ``fingerprint_dtype``. proof_values: of a TOPLOC
+            proof. key: of hashed noise, in ``key_form``. draft: decode speculatively with this draft model
+            (``speculative.load_draft``), ``ahead`` tokens at a time, and record how each token came about.
 
     Raises:
         InputError: the file exists, or something asked for is impossible.
     """
-    asked = Sampling(**(sampling or {}))
+    asked, noise = Sampling(**(sampling or {})), noise_of(key, key_form)
+    _check_sent(fingerprint_dtype, proof_values)
     done, variant = _answered_before(out, resume), Variant.parse(provider)
     if draft is not None and (proofs or lens is not None):
         raise InputError("speculative answers are proven afterwards, with 'hiddenlab verify commit'")
@@ -104,26 +117,42 @@ def simulate(
         answers = speculative.answer(
             variant.load(model, dtype, device), speculative.load_draft(draft, model, dtype, device),
             [replace(request, sampling=variant.sampling(request.sampling)) for request in todo],
-            model=model, new_tokens=new_tokens, ahead=ahead, noise=noise_of(key),
+            model=model, new_tokens=new_tokens, ahead=ahead, noise=noise,
         )  # fmt: skip
         for i, one in enumerate(answers):
             write_transcripts(out, [replace(one, sampling=asked_for[one.id])])
             progress("requests", i + 1, len(todo))
     else:
-        made = Provider(
-            model, variant, new_tokens=new_tokens, dtype=dtype, device=device, noise=noise_of(key)
-        )
+        made = Provider(model, variant, new_tokens=new_tokens, dtype=dtype, device=device, noise=noise)
         for answer in made.answer(todo, progress):
             one = answer.transcript
             if proofs:
-                one = replace(one, proofs=_proofs(answer.prompt_states, answer.output_states))
+                one = replace(one, proofs=_proofs(answer.prompt_states, answer.output_states, proof_values))
             if lens is not None:
-                one = replace(one, fingerprint=_fingerprint(answer.output_states, lens, every))
+                print_ = _fingerprint(answer.output_states, lens, every, fingerprint_dtype)
+                one = replace(one, fingerprint=print_)
             write_transcripts(out, [one])
     return {
         "format": FORMAT, "file": str(out), "provider": provider, "model": model, "requests": len(requests),
-        "taken_up": len(done), "output_tokens": new_tokens * len(requests),
+        "taken_up": len(done), "output_tokens": new_tokens * len(requests), **_sent(read_transcripts(out)),
     }  # fmt: skip
+
+
+def _check_sent(dtype: str, proof_values: int) -> None:
+    """Say what is wrong with a form of evidence before anything is computed."""
+    if dtype not in FINGERPRINT_DTYPES:
+        raise InputError(f"a fingerprint of dtype {dtype!r}: one of {', '.join(FINGERPRINT_DTYPES)}")
+    if proof_values < 1:
+        raise InputError(f"a proof of {proof_values} values: at least 1")
+
+
+def _sent(found: Sequence[Transcript]) -> Made:
+    """Bytes an output token that a provider sends beside the answer, and by kind."""
+    tokens = sum(len(one.output) for one in found)
+    proofs = sum(len(b64decode(text)) for one in found for text in one.proofs or ())
+    prints = sum(one.fingerprint.size for one in found if one.fingerprint is not None)
+    parts = {"proofs": proofs / tokens, "fingerprints": prints / tokens}
+    return {"bytes_per_output_token": sum(parts.values()), "bytes": parts}
 
 
 def _answered_before(out: Path, resume: bool) -> set[str]:
@@ -134,18 +163,19 @@ def _answered_before(out: Path, resume: bool) -> set[str]:
     return {one.id for one in read_transcripts(out)}
 
 
-def _proofs(prompt: Tensor, outputs: Tensor) -> tuple[str, ...]:
-    return tuple(proof.to_base64() for proof in toploc.commit_all(prompt, outputs))
+def _proofs(prompt: Tensor, outputs: Tensor, values: int) -> tuple[str, ...]:
+    return tuple(proof.to_base64() for proof in toploc.commit_all(prompt, outputs, values))
 
 
-def _fingerprint(outputs: Tensor, lens: Projection, every: int) -> Fingerprint:
+def _fingerprint(outputs: Tensor, lens: Projection, every: int, dtype: str) -> Fingerprint:
     rows = lens(difr.rows_every(outputs, every))
-    return Fingerprint.of(rows, every=every, seed=lens.seed, kind=lens.kind, dtype="bfloat16")
+    return Fingerprint.of(rows, every=every, seed=lens.seed, kind=lens.kind, dtype=dtype)
 
 
 def verifier_for(
-    found: Sequence[Transcript], model: str | None, dtype: str, device: str, key: str | None = None
-) -> Verifier:
+    found: Sequence[Transcript], model: str | None, dtype: str, device: str, key: str | None = None,
+    key_form: str = KEY_FORMS[0],
+) -> Verifier:  # fmt: skip
     """The reference to verify against: ``model``, or else ``builtin``; never what an untrusted file names.
 
     Raises:
@@ -155,12 +185,13 @@ def verifier_for(
         raise InputError(
             f"the transcripts claim the model {others[0]!r}; say with --model which one is to be verified"
         )
-    return Verifier(load_whole(model or BUILTIN, dtype=dtype, device=device), noise_of(key))
+    return Verifier(load_whole(model or BUILTIN, dtype=dtype, device=device), noise_of(key, key_form))
 
 
 def commit(
     path: Path, out: Path, *, model: str | None = None, dtype: str = "bfloat16", device: str = "auto",
-    lens: Projection | None = None, every: int = 1, progress: Progress = silent,
+    lens: Projection | None = None, every: int = 1, fingerprint_dtype: str = FINGERPRINT_DTYPE,
+    proof_values: int = toploc.TOP, progress: Progress = silent,
 ) -> Made:  # fmt: skip
     """Add TOPLOC proofs, and fingerprints where asked for, to transcripts, from one prefill of each.
 
@@ -169,88 +200,109 @@ def commit(
     """
     if out.exists():
         raise InputError(f"{out} exists; name another file")
+    _check_sent(fingerprint_dtype, proof_values)
     found = read_transcripts(path)
     verifier = verifier_for(found, model, dtype, device)
-    size = 0
     for i, one in enumerate(found):
         replay = verifier.replay(replace(one, modes=None))  # how tokens were drawn changes no states
         prompt = replay.states[: len(one.prompt)]
-        proven = replace(one, proofs=_proofs(prompt, replay.output_states))
+        proven = replace(one, proofs=_proofs(prompt, replay.output_states, proof_values))
         if lens is not None:
-            proven = replace(proven, fingerprint=_fingerprint(replay.output_states, lens, every))
-            assert proven.fingerprint is not None
-            size += proven.fingerprint.size
-        size += toploc.proof_bytes() * len(proven.proofs or ())
+            print_ = _fingerprint(replay.output_states, lens, every, fingerprint_dtype)
+            proven = replace(proven, fingerprint=print_)
         write_transcripts(out, [proven])
         progress("requests proven", i + 1, len(found))
-    tokens = sum(len(one.output) for one in found)
     return {
-        "format": FORMAT,
-        "file": str(out),
-        "requests": len(found),
-        "bytes_per_output_token": size / tokens,
-    }
+        "format": FORMAT, "file": str(out), "requests": len(found), **_sent(read_transcripts(out)),
+    }  # fmt: skip
 
 
 def check(
     path: Path, *, model: str | None = None, dtype: str = "bfloat16", device: str = "auto",
     lens: Projection | None = None, every: int = 1, largest_distance: float = LARGEST_DISTANCE,
-    progress: Progress = silent,
+    proof_values: int = toploc.TOP, progress: Progress = silent,
 ) -> Made:  # fmt: skip
     """Check the proofs and fingerprints of transcripts against a recomputation.
 
     Args:
         lens, every: the projection and stride that were agreed on. A provider who could choose them would choose ones
             that hide the difference, so that fingerprints are checked only where the verifier states them.
+        proof_values: of a TOPLOC proof, as agreed on; of so many a share of 38 in 128 may disagree.
 
     Returns:
         ``requests``: for each its verdict, ``valid``, ``rejected`` or ``unchecked`` (it carries nothing that was
-        checked), and the reason; and counts of these.
+        checked), the reason, ``covered`` and ``tokens`` (of the prompt and the answer: a state is of the tokens before
+        the one drawn from it, so that nothing vouches for an answer's last token), and where they were measured the
+        fingerprint's ``distance``, and of all proofs the largest ``exponents`` (values in disagreement),
+        ``mantissa_mean`` and ``mantissa_median``; counts of verdicts; the ``limits`` of these.
 
     Raises:
         InputError: the file cannot be read, or a limit is no number from 0.
     """
     if not 0 <= largest_distance < math.inf:
         raise InputError(f"a largest distance of {largest_distance}; a number from 0")
+    _check_sent(FINGERPRINT_DTYPE, proof_values)
     found = read_transcripts(path)
     verifier = verifier_for(found, model, dtype, device)
     rows = []
     for i, one in enumerate(found):
+        row: Made = {
+            "id": one.id,
+            "verdict": "unchecked",
+            "reason": "",
+            "tokens": len(one.prompt) + len(one.output),
+        }
         try:
-            verdict, reason = _checked(
-                one, verifier.replay(replace(one, modes=None)), lens, every, largest_distance
-            )
+            replay = verifier.replay(replace(one, modes=None))
+            row |= _checked(one, replay, lens, every, largest_distance, proof_values)
         except InputError as error:
-            verdict, reason = "rejected", str(error)
-        rows.append({"id": one.id, "verdict": verdict, "reason": reason})
+            row |= {"verdict": "rejected", "reason": str(error)}
+        row["covered"] = row["tokens"] - 1 if row["verdict"] == "valid" else 0
+        rows.append(row)
         progress("requests checked", i + 1, len(found))
     counts = {
         name: sum(row["verdict"] == name for row in rows) for name in ("valid", "rejected", "unchecked")
     }
-    return {"format": FORMAT, "counts": counts, "requests": rows}
+    limits = {
+        "distance": largest_distance, "exponents": toploc.BFLOAT16.allowed(proof_values),
+        "mantissa_mean": toploc.BFLOAT16.mean, "mantissa_median": toploc.BFLOAT16.median,
+    }  # fmt: skip
+    return {"format": FORMAT, "counts": counts, "limits": limits, "requests": rows}
 
 
 def _checked(
-    one: Transcript, replay: Replay, lens: Projection | None, every: int, largest: float
-) -> tuple[str, str]:
-    reasons = []
+    one: Transcript, replay: Replay, lens: Projection | None, every: int, largest: float, values: int
+) -> Made:
+    reasons: list[str] = []
+    faults: list[str] = []
+    row = Made()
     if one.proofs is not None:
-        proofs = [toploc.Proof.from_base64(text) for text in one.proofs]
-        result = toploc.verify_all(replay.states[: len(one.prompt)], replay.output_states, proofs)
-        if not result.accepted:
-            return "rejected", result.reason
-        reasons.append(result.reason)
-    if lens is not None:
-        if one.fingerprint is None:
-            return "rejected", "no fingerprint; one was agreed on"
-        distance = relative_distance(one.fingerprint, replay.output_states, lens, every)
-        if not distance <= largest:
-            return "rejected", f"the fingerprint differs by {distance:.3f} of its size, allowed: {largest:g}"
-        reasons.append(f"the fingerprint differs by {distance:.3f} of its size")
+        proofs = [toploc.Proof.from_base64(text, values) for text in one.proofs]
+        result = toploc.verify_all(replay.states[: len(one.prompt)], replay.output_states, proofs, k=values)
+        for name, part in (
+            ("exponents", "mismatches"),
+            ("mantissa_mean", "mean"),
+            ("mantissa_median", "median"),
+        ):
+            seen = [value for check in result.checks if (value := getattr(check, part)) is not None]
+            row[name] = max(seen, default=None)
+        (reasons if result.accepted else faults).append(result.reason)
+    if lens is not None and one.fingerprint is None:
+        faults.append("no fingerprint; one was agreed on")
+    elif lens is not None and one.fingerprint is not None:
+        distance = row["distance"] = relative_distance(one.fingerprint, replay.output_states, lens, every)
+        told = f"the fingerprint differs by {distance:.3f} of its size"
+        if distance <= largest:
+            reasons.append(told)
+        else:
+            faults.append(f"{told}, allowed: {largest:g}")
+    if faults:
+        return row | {"verdict": "rejected", "reason": "; ".join(faults)}
     if not reasons:
         told = "" if one.fingerprint is None else "; its fingerprint is checked with --fingerprint K"
-        return "unchecked", f"no proofs{told}"
-    return "valid", "; ".join(reasons)
+        return row | {"reason": f"no proofs{told}"}
+    reasons.append("all tokens but the answer's last are vouched for")
+    return row | {"verdict": "valid", "reason": "; ".join(reasons)}
 
 
 def relative_distance(sent: Fingerprint, own: Tensor, lens: Projection, every: int) -> float:
@@ -266,137 +318,7 @@ def relative_distance(sent: Fingerprint, own: Tensor, lens: Projection, every: i
     return float(difr.activation_distance(values, rows).square().sum().sqrt() / rows.norm().clamp(min=1e-12))
 
 
-def score(
-    path: Path, *, honest: Path | None = None, model: str | None = None, dtype: str = "bfloat16",
-    device: str = "auto", key: str | None = None, false_positives: float = 0.01, draft: str | None = None,
-    ahead: int = 4, progress: Progress = silent,
-) -> Made:  # fmt: skip
-    """Token-DiFR scores of transcripts, and a verdict where honest transcripts calibrate it.
-
-    Answers that were decoded speculatively need the ``draft`` model and how many tokens it was ``ahead``; their only
-    score is whether the verifier, in the recorded mode, draws the same token (DiFR, appendix F).
-
-    The verdict compares mean margins, clipped at the 99.9th percentile of all, by a permutation test of requests.
-    ``least_p`` is the smallest p that so many requests can give: with few of them nothing is ever found.
-
-    Raises:
-        InputError: a file cannot be read or replayed, or a share outside (0, 1).
-    """
-    if not 0 < false_positives < 1:
-        raise InputError(f"a share of {false_positives} of the honest to be flagged; between 0 and 1")
-    found = read_transcripts(path)
-    reference = None if honest is None else read_transcripts(honest)
-    verifier = verifier_for([*found, *(reference or [])], model, dtype, device, key)
-    drafting = None if draft is None else speculative.load_draft(draft, model or BUILTIN, dtype, device)
-    judge = _judge(verifier, drafting, ahead)
-    parts = _scored(found, judge, "requests scored", progress)
-    rows = [{"id": one.id, **_figures(scores)} for one, scores in zip(found, parts, strict=True)]
-    made: Made = {"format": FORMAT, "summary": _figures(_joined(parts)), "requests": rows, "verdict": None}
-    if reference is not None:
-        own = _scored(reference, judge, "honest requests scored", progress)
-        made["honest"] = _figures(_joined(own))
-        made["verdict"] = _verdict(own, parts, false_positives)
-    return made
-
-
-def _judge(
-    verifier: Verifier, draft: WholeModel | None, ahead: int
-) -> Callable[[Transcript], dict[str, Tensor]]:
-    """What scores one request's tokens."""
-    if draft is None:
-        return lambda one: difr.token_scores(verifier.replay(one))
-
-    def speculated(one: Transcript) -> dict[str, Tensor]:
-        found = speculative.replay(one, verifier.model, draft)
-        said = difr.surprise(found.target, torch.tensor(one.output), one.sampling)
-        return {"mismatch": speculative.mismatch(found, ahead, verifier.noise), "cross_entropy": said}
-
-    return speculated
-
-
-def _scored(
-    found: Sequence[Transcript],
-    judge: Callable[[Transcript], dict[str, Tensor]],
-    what: str,
-    progress: Progress,
-) -> list[dict[str, np.ndarray]]:
-    out = []
-    for i, one in enumerate(found):
-        scores = judge(one)
-        out.append({name: value.double().numpy() for name, value in scores.items()})
-        progress(what, i + 1, len(found))
-    return out
-
-
-def _joined(parts: Sequence[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    shared = set.intersection(*(set(part) for part in parts))
-    return {name: np.concatenate([part[name] for part in parts]) for name in sorted(shared)}
-
-
-def _figures(scores: dict[str, np.ndarray]) -> Made:
-    out: Made = {
-        "tokens": len(scores["mismatch"]), "same_token": float(1 - scores["mismatch"].mean()),
-        "cross_entropy": float(scores["cross_entropy"].mean()), "mean_margin": None, "filtered": None,
-    }  # fmt: skip
-    if "margin" in scores:
-        finite = np.isfinite(scores["margin"])
-        out["mean_margin"] = float(np.minimum(scores["margin"], LARGEST_MARGIN).mean())
-        out["filtered"] = int((~finite).sum())
-    return out
-
-
-def _verdict(
-    honest: Sequence[dict[str, np.ndarray]],
-    other: Sequence[dict[str, np.ndarray]],
-    level: float,
-    draws: int = 10_000,
-) -> Made:
-    """A permutation test of whole requests: how often does a random division of them differ as much?
-
-    Tokens of one request share their text, so that requests are exchanged, not tokens.
-    """
-    name = "margin" if all("margin" in part for part in (*honest, *other)) else "mismatch"
-    pooling = clipping(np.concatenate([part[name] for part in (*honest, *other)]))
-    sums = np.array([[pooling(part[name]).sum(), len(part[name])] for part in (*honest, *other)])
-    n = len(honest)
-
-    def apart(order: np.ndarray) -> np.ndarray:
-        first, second = sums[order[..., :n]].sum(-2), sums[order[..., n:]].sum(-2)
-        return second[..., 0] / second[..., 1] - first[..., 0] / first[..., 1]
-
-    found = apart(np.arange(len(sums))[None])
-    rng = np.random.default_rng(0)
-    orders = np.stack([rng.permutation(len(sums)) for _ in range(draws)])
-    p = float((1 + (apart(orders) >= found - 1e-12).sum()) / (draws + 1))
-    least = max(1 / (draws + 1), 1 / math.comb(len(sums), n))
-    means = [float(part[:, 0].sum() / part[:, 1].sum()) for part in (sums[:n], sums[n:])]
-    return {
-        "diverges": p < level, "score": name, "mean": means[1], "honest_mean": means[0], "p": p, "least_p": least,
-        "clipped_at": pooling.top,
-    }  # fmt: skip
-
-
-def record(path: Path, ledger: Path, key_file: Path) -> Made:
-    """Append transcripts to a signed ledger; ledger and key are made where they do not exist.
-
-    Raises:
-        InputError: something cannot be read or written, or the ledger is not valid.
-    """
-    found = read_transcripts(path)
-    if not key_file.exists():
-        create_key(key_file)
-    key = read_key(key_file)
-    book = Ledger.open(ledger, key) if ledger.exists() else Ledger.create(ledger, key)
-    for one in found:
-        book.append(one.to_json())
-    return {
-        "format": FORMAT, "ledger": str(ledger), "records": len(book), "appended": len(found),
-        "public_key": public(key),
-        "checkpoint": vars(book.checkpoint()),
-    }  # fmt: skip
-
-
-def import_openai(path: Path, out: Path, model: str = BUILTIN) -> Made:
+def import_openai(path: Path, out: Path, model: str = BUILTIN, progress: Progress = silent) -> Made:
     """Turn OpenAI-style requests and answers at temperature 0 into a transcript file (DiFR, appendix D).
 
     Raises:
@@ -407,7 +329,7 @@ def import_openai(path: Path, out: Path, model: str = BUILTIN) -> Made:
     tokenizer = load_tokenizer(resolve_model(model))
     if tokenizer is None:
         raise InputError(f"{model} has no tokenizer to read the texts with")
-    found = from_openai(path, model, tokenizer)
+    found = from_openai(path, model, tokenizer, progress)
     write_transcripts(out, found)
     return {"format": FORMAT, "file": str(out), "model": model, "requests": len(found)}
 
@@ -415,23 +337,44 @@ def import_openai(path: Path, out: Path, model: str = BUILTIN) -> Made:
 def bounds(
     *, free: float, permitted: int, slack: float = 0.01, messages: int = 10_000, inspections: int = 1000,
     alarms: int = 20, false_positives: float = 0.01, capacity: float = 100.0, bits: float = 120.0,
+    tokens: int = 1000, queries: int = 1_000_000, error: float = 0.01, rate: float | None = None,
+    progress: Progress = silent,
 ) -> Made:  # fmt: skip
     """The exfiltration theorems in numbers.
 
     Args:
         free: p, share of positions with more than one permitted token. permitted: q. slack: ε of Theorem 4.3.
+        tokens, queries: k and N of Lemma 4.4: how long an answer is, and how many the adversary searches.
+        error: of Theorem 2.4, the largest share of messages that arrive wrong. rate: of Theorem 4.1, bits a token up to
+            which the warden's policy lets a response pass; default: it does not say.
         messages, inspections, alarms, false_positives, capacity, bits: M, B_I, B_A, α, C and n of the game.
     """
+    corrected, most = theory.hidden_seed_rate(free, permitted), free * math.log2(permitted)
     return {
         "format": FORMAT,
-        "theorem_4_1": free * math.log2(permitted) if permitted > 1 else 0.0,
+        "theorem_2_4_tokens": theory.uses_needed(bits, corrected, error),
+        "theorem_4_1": theory.response_rate(tokens * most, tokens, most if rate is None else rate),
         "theorem_4_2_printed": theory.hidden_seed_rate_printed(free, permitted),
-        "theorem_4_2_corrected": theory.hidden_seed_rate(free, permitted),
+        "theorem_4_2_corrected": corrected,
         "theorem_4_3": theory.searching_rate(free, slack, permitted),
+        "lemma_4_4": theory.searching_risk(free, min(1.0, free + slack), tokens, queries),
         "game": theory.game_bound(bits, capacity, messages, inspections, alarms, false_positives),
     }
 
 
-def sampling_rate(*, share: float, confidence: float = 0.99, needed: int = 1) -> Made:
-    """How many messages have to be verified to meet so many dishonest ones (exfiltration paper, appendix C.2)."""
-    return {"format": FORMAT, "messages": theory.required_samples(share, confidence, needed)}
+def sampling_rate(
+    *, share: float, confidence: float = 0.99, needed: int = 1, progress: Progress = silent
+) -> Made:
+    """How many messages have to be verified to meet so many dishonest ones (exfiltration paper, appendix C.2).
+
+    ``shares``: the same for shares around the one asked for, by factors of two.
+    """
+    wanted = [share * 2.0**step for step in range(-4, 5)]
+    rows = [
+        {"share": one, "messages": theory.required_samples(one, confidence, needed)}
+        for one in wanted
+        if one <= 1
+    ]
+    return {
+        "format": FORMAT, "messages": theory.required_samples(share, confidence, needed), "shares": rows
+    }  # fmt: skip

@@ -211,13 +211,19 @@ def monte_carlo(
     return -(hits / trials + epsilon).log()
 
 
-def token_scores(replay: Replay, sigma: float = SIGMA) -> dict[str, Float[Tensor, " n"]]:
-    """All cheap per-token scores of a request, by name (``SCORES``)."""
+def token_scores(
+    replay: Replay, sigma: float = SIGMA, *, noise_on: NoiseOn = "both", ipt_sigma: float = IPT_SIGMA
+) -> dict[str, Float[Tensor, " n"]]:
+    """All cheap per-token scores of a request, by name (``SCORES``).
+
+    Args:
+        sigma, noise_on: of ``likelihood``. ipt_sigma: of ``ipt_likelihood``.
+    """
     if replay.uniform is None:
         behind = margin(replay)
-        first = {"margin": behind, "likelihood": likelihood(behind, sigma)}
+        first = {"margin": behind, "likelihood": likelihood(behind, sigma, noise_on)}
     else:
-        first = {"likelihood": ipt_likelihood(replay)}
+        first = {"likelihood": ipt_likelihood(replay, ipt_sigma)}
     return {
         **first, "mismatch": mismatch(replay), "cross_entropy": cross_entropy(replay), "rank": rank(replay)
     }  # fmt: skip

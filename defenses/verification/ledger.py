@@ -8,7 +8,7 @@ whoever has the key, cannot be told from a short one. What it is for: Rinberg et
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -178,6 +178,31 @@ def verify(path: Path, public_key: str, checkpoint: Checkpoint | None = None) ->
     for line in lines(path):
         chain.take(line)
     return chain.verdict(checkpoint)
+
+
+def prove(
+    path: Path, public_key: str, checkpoint: Checkpoint, wanted: Callable[[Mapping[str, Any]], bool]
+) -> tuple[str, Inclusion]:
+    """The line of the first wanted entry under a checkpoint, and the proof that it is; needs no private key.
+
+    Raises:
+        LedgerError: the file cannot be read, is not valid or not the checkpoint's, or holds no such entry under it.
+    """
+    chain, found = _Chain(public_key), None
+    for line in lines(path):
+        chain.take(line)
+        if found is None and 0 < len(chain.leaves) <= checkpoint.size and not chain.wrong:
+            value = parsed(line.removesuffix(b"\n"))
+            if isinstance(value, dict) and wanted(value["entry"]):
+                found = line, len(chain.leaves) - 1
+    verdict = chain.verdict(checkpoint)
+    if not verdict.valid:
+        raise LedgerError(f"nothing of {path} can be proven: {verdict.reason}")
+    if found is None:
+        raise LedgerError(f"no such record among the {checkpoint.size} of {path} under the checkpoint")
+    siblings = merkle_path(chain.leaves[: checkpoint.size], found[1])
+    proof = Inclusion(found[1], checkpoint.size, tuple(h.hex() for h in siblings))
+    return found[0].decode().removesuffix("\n"), proof
 
 
 def verify_inclusion(

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -96,32 +97,43 @@ class StreamNoise:
 
 
 class HashedNoise:
-    """Numbers from H(K, σ, x): SHA3-256 of a key, the seed and all tokens so far seeds a generator for each token.
+    """Numbers from H(K, σ, x): SHAKE-256 (SHA-3's extendable form) of a key, the seed and all tokens so far.
 
     Without the key nobody can compute them ahead, and a token has to be committed to before the next numbers exist
-    (exfiltration paper, theorems 4.2, 4.3; appendix D.6).
+    (exfiltration paper, theorems 4.2, 4.3; appendix D.6). Every number is output of the hash itself: a generator seeded
+    from it would have no more secrets than its seed has bits.
+
+    Args:
+        key: K, at least 16 bytes. seed: σ. adaptive: as said; else H(K, σ) alone is expanded, so that numbers depend on
+            a token's place only and can be had ahead by who knows the key (theorem 4.1 needs no more).
+
+    Raises:
+        InputError: a shorter key.
     """
 
-    def __init__(self, key: bytes, seed: int) -> None:
+    def __init__(self, key: bytes, seed: int, adaptive: bool = True) -> None:
         if len(key) < 16:
             raise InputError(f"a key of {len(key)} bytes: at least 16 are needed")
-        self._start = hashlib.sha3_256()
-        # Lengths before contents: no two (key, seed) give the same bytes.
+        self.adaptive = adaptive
+        # Lengths before contents: no two (form, key, seed) give the same bytes.
+        self._start = hashlib.shake_256(b"adaptive" if adaptive else b"by place")
         self._start.update(len(key).to_bytes(8, "big") + key + seed.to_bytes(16, "big", signed=True))
 
-    def _generator(self, before: Sequence[int]) -> torch.Generator:
+    def _bytes(self, before: Sequence[int], count: int) -> bytes:
         digest = self._start.copy()
-        for token in before:
-            digest.update(int(token).to_bytes(8, "big"))
-        return torch.Generator().manual_seed(int.from_bytes(digest.digest()[:8], "big", signed=True))
+        for number in before if self.adaptive else (len(before),):
+            digest.update(int(number).to_bytes(8, "big"))
+        return digest.digest(count)
 
     def gumbel(self, width: int, before: Sequence[int]) -> Float[Tensor, " v"]:
         """See `Noise`."""
-        return _gumbel(width, self._generator(before))
+        drawn = np.frombuffer(self._bytes(before, 4 * width), dtype=">u4").astype(np.float64)
+        # In the middle of 2³² equal steps, so that neither 0 nor 1, of which there is no logarithm, is ever drawn.
+        return torch.from_numpy(-np.log(-np.log((drawn + 0.5) / 2**32))).float()
 
     def uniform(self, before: Sequence[int]) -> float:
         """See `Noise`."""
-        return float(torch.rand(1, generator=self._generator(before), dtype=torch.float64))
+        return (int.from_bytes(self._bytes(before, 8), "big") >> 11) / 2**53
 
 
 def _gumbel(width: int, generator: torch.Generator) -> Float[Tensor, " v"]:

@@ -6,12 +6,12 @@ from typing import Annotated, Any, Literal
 import typer
 from typer import Argument, Option
 
-from hiddenlab import registry
 from hiddenlab.cli import options as o
-from hiddenlab.cli.console import bars, only_json, print_json, stdout
-from hiddenlab.errors import InputError
+from hiddenlab.cli.console import stdout
+from hiddenlab.cli.verify_run import conduct, explain, show
 
 REJECTED = 1  # exit code where something was checked and found wrong
+RUNS = Path("runs")
 
 app = typer.Typer(no_args_is_help=True, help="Inference verification: simulate, prove, check, score, audit.")
 
@@ -42,6 +42,17 @@ KeyOpt = Annotated[
         help="Environment variable with the key of hashed noise H(K, seed, tokens); default: vLLM's stream.",
     ),
 ]  # fmt: skip
+FormOpt = Annotated[
+    Literal["adaptive", "by-place"],
+    Option("--noise-form", help="Of hashed noise: H(K, seed, tokens), or H(K, seed) alone."),
+]
+SentOpt = Annotated[
+    Literal["bfloat16", "float16", "float32"],
+    Option("--fingerprint-dtype", help="In which fingerprints are sent."),
+]
+ValuesOpt = Annotated[
+    int, Option("--proof-values", metavar="K", min=1, help="Values of a TOPLOC proof; 128 as published.")
+]
 DraftOpt = Annotated[
     str | None,
     Option(
@@ -51,6 +62,10 @@ DraftOpt = Annotated[
 AheadOpt = Annotated[
     int, Option("--ahead", metavar="K", min=1, help="Tokens that the draft model proposes at a time.")
 ]
+IptOpt = Annotated[
+    float,
+    Option("--ipt-sigma", metavar="S", help="Noise of honest probabilities: inverse transform sampling."),
+]
 FalseOpt = Annotated[
     float,
     Option(
@@ -59,49 +74,10 @@ FalseOpt = Annotated[
 ]
 
 
-def _key(name: str | None) -> str | None:
-    import os
-
-    if name is None:
-        return None
-    if not (found := os.environ.get(name)):
-        raise InputError(f"the environment variable {name} is not set")
-    return found
-
-
 def _lens(count: int, seed: int, kind: str) -> Any:
     from hiddenlab.lens import Projection
 
     return Projection(count, seed, kind) if count else None
-
-
-def _run(command: str, json: bool, threads: int | None, **options: Any) -> dict[str, Any]:
-    import torch
-
-    if threads is not None:
-        torch.set_num_threads(threads)
-    with only_json(json), bars() as progress:
-        found: dict[str, Any] = registry.resolve("verify", command)(**options, progress=progress)
-    return found
-
-
-def _show(found: dict[str, Any], title: str, rows: str | None = None) -> None:
-    """Plain figures of an answer as a table, and its rows as another."""
-    from hiddenlab.cli.show import figures_table, rows_table
-
-    plain = {k: v for k, v in found.items() if not isinstance(v, dict | list) and k != "format"}
-    for name, value in found.items():
-        if isinstance(value, dict):
-            plain |= {f"{name}: {k}".replace("_", " "): v for k, v in value.items()}
-    screen = stdout()
-    if plain:
-        screen.print(figures_table([{"figure": "value", **plain}], title))
-    if rows is not None:
-        screen.print(rows_table([_flat(row) for row in found[rows]], rows))
-
-
-def _flat(row: dict[str, Any]) -> dict[str, Any]:
-    return {k.replace("_", " "): "; ".join(map(str, v)) if isinstance(v, list) else v for k, v in row.items()}
 
 
 @app.command("simulate")
@@ -128,28 +104,35 @@ def simulate(
     top_p: Annotated[float, Option("--top-p", metavar="P")] = 0.95,
     seed: o.SeedOpt = 0,
     proofs: Annotated[bool, Option("--proofs", help="Add TOPLOC proofs.")] = False,
+    proof_values: ValuesOpt = 128,
     fingerprint: CountOpt = 0,
+    fingerprint_dtype: SentOpt = "bfloat16",
     every: EveryOpt = 1,
     projection: KindOpt = "orthogonal",
     projection_seed: ProjectionSeedOpt = 0,
     noise_key_env: KeyOpt = None,
+    noise_form: FormOpt = "adaptive",
     draft: DraftOpt = None,
     ahead: AheadOpt = 4,
     resume: Annotated[bool, Option("--resume", help="Go on with an existing file.")] = False,
     dtype: ComputeOpt = "bfloat16",
     device: o.DeviceOpt = "auto",
     threads: o.ThreadsOpt = None,
+    runs_dir: o.RunsDirOpt = RUNS,
+    no_record: o.NoRecordOpt = False,
     json: o.JsonOpt = False,
 ) -> None:
     """Answer prompts as an honest or dishonest provider would, and write its transcripts."""
     options = {"method": method, "temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
-    found = _run(
-        "simulate", json, threads, out=out, provider=provider, model=model or "builtin", prompts=prompts, column=column,
+    found = conduct(
+        "simulate", json=json, threads=threads, runs_dir=runs_dir, keep=not no_record,
+        out=out, provider=provider, model=model or "builtin", prompts=prompts, column=column,
         limit=limit, max_tokens=max_tokens, new_tokens=new_tokens, sampling=options, proofs=proofs,
-        lens=_lens(fingerprint, projection_seed, projection), every=every, key=_key(noise_key_env),
-        resume=resume, dtype=dtype, device=device, draft=draft, ahead=ahead,
+        lens=_lens(fingerprint, projection_seed, projection), every=every, key_env=noise_key_env, key_form=noise_form,
+        resume=resume, dtype=dtype, device=device, draft=draft, ahead=ahead, proof_values=proof_values,
+        fingerprint_dtype=fingerprint_dtype,
     )  # fmt: skip
-    print_json(found) if json else _show(found, "simulated")
+    show(found, "simulated", json=json)
 
 
 @app.command("commit")
@@ -157,21 +140,27 @@ def commit(
     file: FileArg,
     out: OutArg,
     model: o.ModelOpt = None,
+    proof_values: ValuesOpt = 128,
     fingerprint: CountOpt = 0,
+    fingerprint_dtype: SentOpt = "bfloat16",
     every: EveryOpt = 1,
     projection: KindOpt = "orthogonal",
     projection_seed: ProjectionSeedOpt = 0,
     dtype: ComputeOpt = "bfloat16",
     device: o.DeviceOpt = "auto",
     threads: o.ThreadsOpt = None,
+    runs_dir: o.RunsDirOpt = RUNS,
+    no_record: o.NoRecordOpt = False,
     json: o.JsonOpt = False,
 ) -> None:
     """Add TOPLOC proofs and fingerprints to transcripts, from one prefill of each."""
-    found = _run(
-        "commit", json, threads, path=file, out=out, model=model, dtype=dtype, device=device,
-        lens=_lens(fingerprint, projection_seed, projection), every=every,
+    found = conduct(
+        "commit", json=json, threads=threads, runs_dir=runs_dir, keep=not no_record,
+        path=file, out=out, model=model, dtype=dtype, device=device,
+        lens=_lens(fingerprint, projection_seed, projection), every=every, proof_values=proof_values,
+        fingerprint_dtype=fingerprint_dtype,
     )  # fmt: skip
-    print_json(found) if json else _show(found, "proven")
+    show(found, "proven", json=json)
 
 
 @app.command("check")
@@ -186,17 +175,25 @@ def check(
         float,
         Option("--largest-distance", metavar="D", min=0.0, help="Of a fingerprint, relative to its size."),
     ] = 0.1,
+    proof_values: ValuesOpt = 128,
     dtype: ComputeOpt = "bfloat16",
     device: o.DeviceOpt = "auto",
     threads: o.ThreadsOpt = None,
+    runs_dir: o.RunsDirOpt = RUNS,
+    no_record: o.NoRecordOpt = False,
     json: o.JsonOpt = False,
 ) -> None:
     """Check proofs, and fingerprints as agreed on; exit code 1 where a request is rejected or has nothing to check."""
-    found = _run(
-        "check", json, threads, path=file, model=model, dtype=dtype, device=device,
+    found = conduct(
+        "check", json=json, threads=threads, runs_dir=runs_dir, keep=not no_record,
+        path=file, model=model, dtype=dtype, device=device,
         lens=_lens(fingerprint, projection_seed, projection), every=every, largest_distance=largest_distance,
+        proof_values=proof_values,
     )  # fmt: skip
-    print_json(found) if json else _show(found, "checked", "requests")
+    show(found, "checked", "requests", json=json, left_out=("reason",))
+    if not json:
+        explain((row["id"], row["reason"]) for row in found["requests"] if row["verdict"] != "valid")
+        stdout().print("No proof vouches for the last token of an answer: no state follows it.", style="dim")
     if found["counts"]["valid"] < len(found["requests"]):
         raise typer.Exit(REJECTED)
 
@@ -209,20 +206,41 @@ def score(
     ] = None,
     model: o.ModelOpt = None,
     false_positives: FalseOpt = 0.01,
+    by: Annotated[
+        Literal["margin", "likelihood", "mismatch", "monte_carlo", "cross_entropy"] | None,
+        Option(
+            "--by", help="The verdict's score; default: the first of the first three that all requests have."
+        ),
+    ] = None,
+    sigma: Annotated[
+        float, Option("--sigma", metavar="S", help="Noise of honest logits: likelihood, Monte Carlo.")
+    ] = 0.08,
+    noise_on: Annotated[
+        Literal["both", "one"], Option("--noise-on", help="Logits of a comparison that have it.")
+    ] = "both",
+    ipt_sigma: IptOpt = 0.01,
+    monte_carlo: Annotated[
+        int, Option("--monte-carlo", metavar="N", min=0, help="Trials of the Monte Carlo score; 0: none.")
+    ] = 0,
     noise_key_env: KeyOpt = None,
+    noise_form: FormOpt = "adaptive",
     draft: DraftOpt = None,
     ahead: AheadOpt = 4,
     dtype: ComputeOpt = "bfloat16",
     device: o.DeviceOpt = "auto",
     threads: o.ThreadsOpt = None,
+    runs_dir: o.RunsDirOpt = RUNS,
+    no_record: o.NoRecordOpt = False,
     json: o.JsonOpt = False,
 ) -> None:
     """Token-DiFR: how far tokens are from those of a trusted run with the same seed; exit code 1 if it diverges."""
-    found = _run(
-        "score", json, threads, path=file, honest=honest, model=model, dtype=dtype, device=device,
-        key=_key(noise_key_env), false_positives=false_positives, draft=draft, ahead=ahead,
+    found = conduct(
+        "score", json=json, threads=threads, runs_dir=runs_dir, keep=not no_record,
+        path=file, honest=honest, model=model, dtype=dtype, device=device,
+        key_env=noise_key_env, key_form=noise_form, false_positives=false_positives, draft=draft, ahead=ahead,
+        by=by, sigma=sigma, noise_on=noise_on, ipt_sigma=ipt_sigma, trials=monte_carlo,
     )  # fmt: skip
-    print_json(found) if json else _show(found, "Token-DiFR", "requests")
+    show(found, "Token-DiFR", "requests", json=json)
     if found["verdict"] and found["verdict"]["diverges"]:
         raise typer.Exit(REJECTED)
 
@@ -242,6 +260,11 @@ def audit(
     suspicious: Annotated[
         float, Option("--suspicious", metavar="RATE", help="Share of honest tokens that is suspicious.")
     ] = 0.005,
+    ipt_sigma: IptOpt = 0.01,
+    honest: Annotated[
+        Path | None,
+        Option("--honest", metavar="FILE", help="Trusted transcripts, to say what perplexity is normal."),
+    ] = None,
     ledger: Annotated[
         Path | None,
         Option("--ledger", metavar="FILE", help="Signed ledger in which every request has to stand."),
@@ -249,43 +272,32 @@ def audit(
     public_key: Annotated[
         str | None, Option("--public-key", metavar="HEX", help="Of who keeps the ledger.")
     ] = None,
+    checkpoint: Annotated[
+        Path | None,
+        Option("--checkpoint", metavar="FILE", help="Of the ledger: shows if its end is missing."),
+    ] = None,
     noise_key_env: KeyOpt = None,
+    noise_form: FormOpt = "adaptive",
     dtype: ComputeOpt = "bfloat16",
     device: o.DeviceOpt = "auto",
     threads: o.ThreadsOpt = None,
+    runs_dir: o.RunsDirOpt = RUNS,
+    no_record: o.NoRecordOpt = False,
     json: o.JsonOpt = False,
 ) -> None:
     """Classify files of transcripts: quiet, review or quarantine, and the bits a token that could have been sent."""
-    found = _run(
-        "audit", json, threads, folder=folder, model=model, dtype=dtype, device=device, noise_sd=sigma, threshold=tau,
+    found = conduct(
+        "audit", json=json, threads=threads, runs_dir=runs_dir, keep=not no_record,
+        folder=folder, model=model, dtype=dtype, device=device, noise_sd=sigma, threshold=tau,
         rank_cutoff=rank, false_positives=false_positives, suspicious=suspicious, ledger=ledger, public_key=public_key,
-        key=_key(noise_key_env),
+        ipt_sigma=ipt_sigma, honest=honest, checkpoint=checkpoint,
+        key_env=noise_key_env, key_form=noise_form,
     )  # fmt: skip
-    if json:
-        print_json(found)
-    else:
-        reasons = [(file["file"], file.pop("reasons")) for file in found["files"]]
-        for file in found["files"]:
-            file.pop("safe", None)
-            file.pop("slowdown", None)
-        _show(found, "audit", "files")
-        for name, why in reasons:
-            if why:
-                stdout().print(f"{name}: {'; '.join(why)}", highlight=False, markup=False, soft_wrap=True)
+    show(found, "audit", "files", json=json, left_out=("reasons", "safe", "slowdown", "safe_bits_per_token"))
+    if not json:
+        explain((file["file"], "; ".join(file["reasons"])) for file in found["files"])
     if any(file["class"] == "quarantine" for file in found["files"]):
         raise typer.Exit(REJECTED)
-
-
-@app.command("record")
-def record(
-    file: FileArg,
-    ledger: Annotated[Path, Option("--ledger", metavar="FILE", help="Made if it does not exist.")],
-    key: Annotated[Path, Option("--key", metavar="FILE", help="Private key; made if it does not exist.")],
-    json: o.JsonOpt = False,
-) -> None:
-    """Append transcripts to a hash-chained, signed ledger."""
-    found = registry.resolve("verify", "record")(path=file, ledger=ledger, key_file=key)
-    print_json(found) if json else _show(found, "recorded")
 
 
 @app.command("import")
@@ -293,11 +305,21 @@ def import_(
     file: Annotated[Path, Argument(metavar="FILE", help='Lines of {"request": …, "response": …}.')],
     out: OutArg,
     model: o.ModelOpt = None,
+    runs_dir: o.RunsDirOpt = RUNS,
+    no_record: o.NoRecordOpt = False,
     json: o.JsonOpt = False,
 ) -> None:
     """Turn OpenAI-style requests and answers at temperature 0 into transcripts, for 'score'."""
-    found = registry.resolve("verify", "import")(path=file, out=out, model=model or "builtin")
-    print_json(found) if json else _show(found, "imported")
+    found = conduct(
+        "import",
+        json=json,
+        runs_dir=runs_dir,
+        keep=not no_record,
+        path=file,
+        out=out,
+        model=model or "builtin",
+    )
+    show(found, "imported", json=json)
 
 
 @app.command("bounds")
@@ -313,14 +335,32 @@ def bounds(
     false_positives: FalseOpt = 0.01,
     capacity: Annotated[float, Option("--capacity", metavar="BITS", help="C of the game.")] = 100.0,
     bits: Annotated[float, Option("--bits", metavar="N", help="Of the message to be smuggled.")] = 120.0,
+    tokens: Annotated[int, Option("--tokens", metavar="K", min=1, help="Of an answer (Lemma 4.4).")] = 1000,
+    queries: Annotated[
+        int, Option("--queries", metavar="N", min=1, help="Answers that the adversary searches (Lemma 4.4).")
+    ] = 1_000_000,
+    error: Annotated[
+        float,
+        Option(
+            "--error", metavar="E", min=0.0, max=1.0, help="Messages that may arrive wrong (Theorem 2.4)."
+        ),
+    ] = 0.01,
+    rate: Annotated[
+        float | None,
+        Option("--rate", metavar="BITS", help="A token that the warden lets pass (Theorem 4.1)."),
+    ] = None,
+    runs_dir: o.RunsDirOpt = RUNS,
+    no_record: o.NoRecordOpt = False,
     json: o.JsonOpt = False,
 ) -> None:
     """Bits a token that theorems allow an adversary who is not caught, and his chance in the exfiltration game."""
-    found = registry.resolve("verify", "bounds")(
+    found = conduct(
+        "bounds", json=json, runs_dir=runs_dir, keep=not no_record,
         free=free, permitted=permitted, slack=slack, messages=messages, inspections=inspections, alarms=alarms,
-        false_positives=false_positives, capacity=capacity, bits=bits,
+        false_positives=false_positives, capacity=capacity, bits=bits, tokens=tokens, queries=queries,
+        error=error, rate=rate,
     )  # fmt: skip
-    print_json(found) if json else _show(found, "bits a token, and the game's bound")
+    show(found, "bits a token, and the game's bound", json=json)
 
 
 @app.command("sampling-rate")
@@ -328,8 +368,14 @@ def sampling_rate(
     share: Annotated[float, Option("--share", metavar="P", help="Share of messages that are dishonest.")],
     confidence: Annotated[float, Option("--confidence", metavar="C")] = 0.99,
     needed: Annotated[int, Option("--needed", metavar="K", min=1, help="Dishonest ones to meet.")] = 1,
+    runs_dir: o.RunsDirOpt = RUNS,
+    no_record: o.NoRecordOpt = False,
     json: o.JsonOpt = False,
 ) -> None:
     """How many messages have to be verified to meet so many dishonest ones."""
-    found = registry.resolve("verify", "sampling-rate")(share=share, confidence=confidence, needed=needed)
-    print_json(found) if json else _show(found, "messages to verify")
+    found = conduct(
+        "sampling-rate", json=json, runs_dir=runs_dir, keep=not no_record,
+        share=share, confidence=confidence,
+        needed=needed,
+    )  # fmt: skip
+    show(found, "messages to verify", "shares", json=json)

@@ -1,0 +1,139 @@
+"""``hiddenlab verify record``, ``prove``, ``included``: the signed ledger, checkpoints and proofs of inclusion."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+
+from defenses.verification.command import FORMAT, Made
+from defenses.verification.ledger import (
+    Checkpoint,
+    Ledger,
+    read_checkpoint,
+    read_inclusion,
+    verify_inclusion,
+    write_statement,
+)
+from defenses.verification.ledger import (
+    prove as prove_record,
+)
+from defenses.verification.records import canonical, parsed
+from defenses.verification.signing import LedgerError, create_key, public, read_key
+from defenses.verification.transcript import read_transcripts
+from hiddenlab.core import Progress, silent
+from hiddenlab.errors import InputError
+
+
+def record(
+    path: Path, ledger: Path, key_file: Path, checkpoint: Path | None = None, progress: Progress = silent
+) -> Made:
+    """Append transcripts to a signed ledger; ledger and key are made where they do not exist.
+
+    Args:
+        checkpoint: file of the last checkpoint. If it exists, the ledger has to go on from there; in any case the new
+            one is written to it. Hand a copy to whoever is to notice that records vanish.
+
+    Raises:
+        InputError: something cannot be read or written, or the ledger is not valid, or not the checkpoint's.
+    """
+    found = read_transcripts(path)
+    before = None if checkpoint is None or not checkpoint.exists() else _checkpoint(checkpoint)
+    if before is not None and not ledger.exists():
+        raise InputError(f"{checkpoint} is of a ledger with {before.size} records; {ledger} does not exist")
+    if not key_file.exists():
+        create_key(key_file)
+    key = read_key(key_file)
+    book = Ledger.open(ledger, key, before) if ledger.exists() else Ledger.create(ledger, key)
+    for i, one in enumerate(found):
+        book.append(one.to_json())
+        progress("requests recorded", i + 1, len(found))
+    now = book.checkpoint()
+    if checkpoint is not None:
+        _write(checkpoint, write_statement(now) + "\n")
+    return {
+        "format": FORMAT, "ledger": str(ledger), "records": len(book), "appended": len(found),
+        "public_key": public(key), "checkpoint": asdict(now),
+    }  # fmt: skip
+
+
+def prove(
+    ledger: Path, request: str, checkpoint: Path, public_key: str, out: Path, progress: Progress = silent
+) -> Made:
+    """Write a proof that a request stands in a ledger, for somebody who has the checkpoint and not the ledger.
+
+    Raises:
+        InputError: the ledger is not valid or not the checkpoint's, no such request is under it, or ``out`` exists.
+    """
+    if out.exists():
+        raise InputError(f"{out} exists; name another file")
+    point = _checkpoint(checkpoint)
+    line, proof = prove_record(ledger, public_key, point, lambda entry: entry.get("id") == request)
+    made = {"format": FORMAT, "record": line, "proof": asdict(proof)}
+    _write(out, canonical(made).decode() + "\n")
+    return {
+        "format": FORMAT, "file": str(out), "request": request, "record": proof.index, "under": point.size,
+        "hashes": len(proof.path),
+    }  # fmt: skip
+
+
+def included(
+    path: Path,
+    checkpoint: Path,
+    public_key: str,
+    transcripts: Path | None = None,
+    progress: Progress = silent,
+) -> Made:
+    """Check a proof of inclusion against a checkpoint, and where transcripts are given, that it is of one of them.
+
+    Returns:
+        ``valid``, the ``reason``, and the ``request`` that the record is of (only where it is valid).
+
+    Raises:
+        InputError: a file cannot be read, or the checkpoint is none.
+    """
+    point = _checkpoint(checkpoint)
+    none = {"format": FORMAT, "valid": False, "request": None}
+    value = parsed(_read(path).strip().encode(errors="replace"))
+    if isinstance(value, str) or set(value) != {"format", "record", "proof"}:
+        return none | {"reason": "no proof of inclusion"}
+    line = value["record"]
+    try:
+        proof = read_inclusion(canonical(value["proof"]).decode())
+    except LedgerError as error:
+        return none | {"reason": str(error)}
+    if value["format"] != FORMAT or not isinstance(line, str):
+        return none | {"reason": f"not a proof of format {FORMAT}"}
+    verdict = verify_inclusion(line, proof, point, public_key)
+    if not verdict.valid:
+        return none | {"reason": verdict.reason}
+    entry = parsed(line.encode())
+    assert not isinstance(entry, str)  # verified above
+    entry = entry["entry"]
+    if transcripts is not None and canonical(entry) not in {
+        canonical(one.to_json()) for one in read_transcripts(transcripts)
+    }:
+        return none | {"reason": f"the record is of no request in {transcripts}"}
+    return {"format": FORMAT, "valid": True, "request": entry.get("id"), "reason": verdict.reason}
+
+
+def read_point(path: Path | None) -> Checkpoint | None:
+    """The checkpoint in a file; None without one."""
+    return None if path is None else _checkpoint(path)
+
+
+def _checkpoint(path: Path) -> Checkpoint:
+    return read_checkpoint(_read(path))
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror or error}") from None
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"cannot write {path}: {error.strerror or error}") from None

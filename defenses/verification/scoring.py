@@ -1,0 +1,185 @@
+"""``hiddenlab verify score``: Token-DiFR's scores of transcripts, and a verdict where honest ones calibrate it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from defenses.verification import difr, speculative
+from defenses.verification.closed_form import FLOOR, NoiseOn
+from defenses.verification.command import FORMAT, Made, verifier_for
+from defenses.verification.detect import clipping
+from defenses.verification.difr import Verifier
+from defenses.verification.transcript import Transcript, read_transcripts
+from defenses.verification.whole import WholeModel
+from hiddenlab.core import Progress, silent
+from hiddenlab.errors import InputError
+from hiddenlab.job import generator
+from hiddenlab.slice.load import BUILTIN
+
+LARGEST_MARGIN = 3.0  # where margins are clipped when nothing honest says where
+LARGEST_LIKELIHOOD = -math.log(FLOOR)  # the inverse transform's own floor
+PREFERRED = ("margin", "likelihood", "mismatch")  # what a verdict is by, the first that all requests have
+SCORES = (*PREFERRED, "monte_carlo", "cross_entropy")
+
+
+def score(
+    path: Path, *, honest: Path | None = None, model: str | None = None, dtype: str = "bfloat16",
+    device: str = "auto", key: str | None = None, key_form: str = "adaptive", false_positives: float = 0.01,
+    draft: str | None = None, ahead: int = 4, sigma: float = difr.SIGMA, noise_on: NoiseOn = "both",
+    ipt_sigma: float = difr.IPT_SIGMA, trials: int = 0, by: str | None = None, progress: Progress = silent,
+) -> Made:  # fmt: skip
+    """Token-DiFR scores of transcripts, and a verdict where honest transcripts calibrate it.
+
+    Answers that were decoded speculatively need the ``draft`` model and how many tokens it was ``ahead``; their only
+    score is whether the verifier, in the recorded mode, draws the same token (DiFR, appendix F).
+
+    The verdict compares mean scores, clipped at the 99.9th percentile of all, by a permutation test of requests.
+    ``least_p`` is the smallest p that so many requests can give: with few of them nothing is ever found.
+
+    Args:
+        sigma: of honest noise in logits, for the likelihood and the Monte Carlo score (DiFR, appendices A and B.1).
+        noise_on: both logits of a comparison, or one (see ``closed_form.pairwise``). ipt_sigma: of honest noise in
+            probability, where tokens were drawn by the inverse transform (B.2). trials: of the Monte Carlo score; 0
+            leaves it out. by: the verdict's score, one of ``SCORES``; default the first of ``PREFERRED`` that all
+            requests have: the inverse transform has no margin, speculative answers have no likelihood.
+
+    Raises:
+        InputError: a file cannot be read or replayed, a share outside (0, 1), noise or trials that are no amounts, or a
+            score that the requests do not have.
+    """
+    if not 0 < false_positives < 1:
+        raise InputError(f"a share of {false_positives} of the honest to be flagged; between 0 and 1")
+    if not (0 < sigma < math.inf and 0 < ipt_sigma < math.inf) or trials < 0:
+        raise InputError(
+            f"sigma {sigma}, ipt-sigma {ipt_sigma}, {trials} trials: above 0, above 0, and from 0"
+        )
+    if by is not None and by not in SCORES:
+        raise InputError(f"no score {by!r}; known are {', '.join(SCORES)}")
+    found = read_transcripts(path)
+    reference = None if honest is None else read_transcripts(honest)
+    verifier = verifier_for([*found, *(reference or [])], model, dtype, device, key, key_form)
+    drafting = None if draft is None else speculative.load_draft(draft, model or BUILTIN, dtype, device)
+    token_judge = _trusting(verifier, sigma, noise_on, ipt_sigma, trials)
+    judge = token_judge if drafting is None else _drafting(verifier, drafting, ahead)
+    parts = _scored(found, judge, "requests scored", progress)
+    own = None if reference is None else _scored(reference, judge, "honest requests scored", progress)
+    name = _by(by, [*parts, *(own or [])])
+    rows = [{"id": one.id, **_figures(scores)} for one, scores in zip(found, parts, strict=True)]
+    made: Made = {"format": FORMAT, "summary": _figures(_joined(parts)), "requests": rows, "verdict": None}
+    if reference is not None and own is not None:
+        made["honest"] = _figures(_joined(own))
+        made["honest_requests"] = [
+            {"id": one.id, **_figures(scores)} for one, scores in zip(reference, own, strict=True)
+        ]
+        made["verdict"] = _verdict(name, own, parts, false_positives)
+    return made
+
+
+def _by(by: str | None, parts: Sequence[dict[str, np.ndarray]]) -> str:
+    shared = set.intersection(*(set(part) for part in parts))
+    if by is None:
+        return next(name for name in PREFERRED if name in shared)
+    if by not in shared:
+        raise InputError(f"not all requests have the score {by!r}; all have {', '.join(sorted(shared))}")
+    return by
+
+
+def _trusting(
+    verifier: Verifier, sigma: float, noise_on: NoiseOn, ipt_sigma: float, trials: int
+) -> Callable[[Transcript], dict[str, Tensor]]:
+    """What scores the tokens of one request that was decoded token by token."""
+
+    def judge(one: Transcript) -> dict[str, Tensor]:
+        replay = verifier.replay(one)
+        scores = difr.token_scores(replay, sigma, noise_on=noise_on, ipt_sigma=ipt_sigma)
+        if trials:
+            # Of its own for each request, so that a request's score does not depend on what else is in the file.
+            draws = generator(one.sampling.seed, "trials", one.id)
+            scores["monte_carlo"] = difr.monte_carlo(replay, sigma, draws, trials=trials)
+        return scores
+
+    return judge
+
+
+def _drafting(verifier: Verifier, draft: WholeModel, ahead: int) -> Callable[[Transcript], dict[str, Tensor]]:
+    """The same of one that was decoded speculatively."""
+
+    def speculated(one: Transcript) -> dict[str, Tensor]:
+        found = speculative.replay(one, verifier.model, draft)
+        said = difr.surprise(found.target, torch.tensor(one.output), one.sampling)
+        return {"mismatch": speculative.mismatch(found, ahead, verifier.noise), "cross_entropy": said}
+
+    return speculated
+
+
+def _scored(
+    found: Sequence[Transcript],
+    judge: Callable[[Transcript], dict[str, Tensor]],
+    what: str,
+    progress: Progress,
+) -> list[dict[str, np.ndarray]]:
+    out = []
+    for i, one in enumerate(found):
+        scores = judge(one)
+        out.append({name: value.double().numpy() for name, value in scores.items()})
+        progress(what, i + 1, len(found))
+    return out
+
+
+def _joined(parts: Sequence[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    shared = set.intersection(*(set(part) for part in parts))
+    return {name: np.concatenate([part[name] for part in parts]) for name in sorted(shared)}
+
+
+def _figures(scores: dict[str, np.ndarray]) -> Made:
+    out: Made = {
+        "tokens": len(scores["mismatch"]), "same_token": float(1 - scores["mismatch"].mean()),
+        "cross_entropy": float(scores["cross_entropy"].mean()), "mean_margin": None, "filtered": None,
+        "likelihood": None, "monte_carlo": None,
+    }  # fmt: skip
+    if "margin" in scores:
+        finite = np.isfinite(scores["margin"])
+        out["mean_margin"] = float(np.minimum(scores["margin"], LARGEST_MARGIN).mean())
+        out["filtered"] = int((~finite).sum())
+    if "likelihood" in scores:
+        out["likelihood"] = float(np.minimum(scores["likelihood"], LARGEST_LIKELIHOOD).mean())
+    if "monte_carlo" in scores:
+        out["monte_carlo"] = float(scores["monte_carlo"].mean())
+    return out
+
+
+def _verdict(
+    name: str,
+    honest: Sequence[dict[str, np.ndarray]],
+    other: Sequence[dict[str, np.ndarray]],
+    level: float,
+    draws: int = 10_000,
+) -> Made:
+    """A permutation test of whole requests: how often does a random division of them differ as much?
+
+    Tokens of one request share their text, so that requests are exchanged, not tokens.
+    """
+    pooling = clipping(np.concatenate([part[name] for part in (*honest, *other)]))
+    sums = np.array([[pooling(part[name]).sum(), len(part[name])] for part in (*honest, *other)])
+    n = len(honest)
+
+    def apart(order: np.ndarray) -> np.ndarray:
+        first, second = sums[order[..., :n]].sum(-2), sums[order[..., n:]].sum(-2)
+        return second[..., 0] / second[..., 1] - first[..., 0] / first[..., 1]
+
+    found = apart(np.arange(len(sums))[None])
+    rng = np.random.default_rng(0)
+    orders = np.stack([rng.permutation(len(sums)) for _ in range(draws)])
+    p = float((1 + (apart(orders) >= found - 1e-12).sum()) / (draws + 1))
+    least = max(1 / (draws + 1), 1 / math.comb(len(sums), n))
+    means = [float(part[:, 0].sum() / part[:, 1].sum()) for part in (sums[:n], sums[n:])]
+    return {
+        "diverges": p < level, "score": name, "mean": means[1], "honest_mean": means[0], "p": p, "least_p": least,
+        "clipped_at": pooling.top,
+    }  # fmt: skip

@@ -1,0 +1,78 @@
+"""``hiddenlab verify record``, ``prove``, ``included``: a signed ledger, and proofs that a request stands in it."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from typer import Argument, Option
+
+from hiddenlab.cli import options as o
+from hiddenlab.cli.verify import REJECTED, RUNS, FileArg
+from hiddenlab.cli.verify import app as app
+from hiddenlab.cli.verify_run import conduct, show
+
+KeyFileOpt = Annotated[Path, Option("--key", metavar="FILE", help="Private key; made if it does not exist.")]
+PublicOpt = Annotated[str, Option("--public-key", metavar="HEX", help="Of who keeps the ledger.")]
+PointOpt = Annotated[Path, Option("--checkpoint", metavar="FILE", help="What 'record' wrote.")]
+
+
+@app.command("record")
+def record(
+    file: FileArg,
+    ledger: Annotated[Path, Option("--ledger", metavar="FILE", help="Made if it does not exist.")],
+    key: KeyFileOpt,
+    checkpoint: Annotated[
+        Path | None,
+        Option("--checkpoint", metavar="FILE", help="Go on from the one in it, and write the new one there."),
+    ] = None,
+    runs_dir: o.RunsDirOpt = RUNS,
+    no_record: o.NoRecordOpt = False,
+    json: o.JsonOpt = False,
+) -> None:
+    """Append transcripts to a hash-chained, signed ledger."""
+    found = conduct(
+        "record", json=json, runs_dir=runs_dir, keep=not no_record, path=file, ledger=ledger, key_file=key,
+        checkpoint=checkpoint,
+    )  # fmt: skip
+    show(found, "recorded", json=json)
+
+
+@app.command("prove")
+def prove(
+    ledger: Annotated[Path, Argument(metavar="LEDGER", help="A ledger that 'record' wrote.")],
+    request: Annotated[str, Option("--request", metavar="ID", help="Of a request in it.")],
+    checkpoint: PointOpt,
+    public_key: PublicOpt,
+    out: Annotated[Path, Option("--out", metavar="FILE", help="Where the proof is written.")],
+    runs_dir: o.RunsDirOpt = RUNS,
+    no_record: o.NoRecordOpt = False,
+    json: o.JsonOpt = False,
+) -> None:
+    """Write a proof that a request stands in a ledger, for somebody who has its checkpoint only."""
+    found = conduct(
+        "prove", json=json, runs_dir=runs_dir, keep=not no_record, ledger=ledger, request=request,
+        checkpoint=checkpoint, public_key=public_key, out=out,
+    )  # fmt: skip
+    show(found, "proven", json=json)
+
+
+@app.command("included")
+def included(
+    file: Annotated[Path, Argument(metavar="PROOF", help="What 'prove' wrote.")],
+    checkpoint: PointOpt,
+    public_key: PublicOpt,
+    transcripts: Annotated[
+        Path | None, Option("--transcripts", metavar="FILE", help="One of which the record has to be of.")
+    ] = None,
+    runs_dir: o.RunsDirOpt = RUNS,
+    no_record: o.NoRecordOpt = False,
+    json: o.JsonOpt = False,
+) -> None:
+    """Check a proof of inclusion against a checkpoint; exit code 1 where it does not hold."""
+    found = conduct(
+        "included", json=json, runs_dir=runs_dir, keep=not no_record, path=file, checkpoint=checkpoint,
+        public_key=public_key, transcripts=transcripts,
+    )  # fmt: skip
+    show(found, "inclusion", json=json)
+    if not found["valid"]:
+        raise typer.Exit(REJECTED)

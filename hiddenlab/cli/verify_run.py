@@ -1,0 +1,284 @@
+"""What the commands of ``hiddenlab verify`` share: a record of each run with its plot, and how answers are shown."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import asdict, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from hiddenlab import registry
+from hiddenlab.cli.console import bars, only_json, print_json, stderr, stdout
+from hiddenlab.core import Progress
+from hiddenlab.record import Recorder, RunRecord
+
+PICTURE = "plot.png"
+ROWS = ("requests", "files", "shares")  # lists of an answer that have a row a request, a file, or a share
+SECRET = ("key",)  # options that no record holds
+
+
+def conduct(
+    command: str, *, json: bool, threads: int | None = None, runs_dir: Path = Path("runs"), keep: bool = True,
+    key_env: str | None = None, **options: Any,
+) -> dict[str, Any]:  # fmt: skip
+    """Run a command of the lab, record it and draw what it found.
+
+    The record is begun with the first sign of work, so that a misspelt name leaves none behind. It holds the options
+    (of a key the name of its environment variable), a digest of the files read, the answer, and its rows as samples.
+
+    Args:
+        command: its name in the registry. json: whether standard output is for JSON alone. key_env: environment
+            variable of the noise's key. options: of the function.
+
+    Raises:
+        HiddenlabError: as the function does.
+    """
+    if threads is not None:
+        import torch
+
+        torch.set_num_threads(threads)
+    if key_env is not None:
+        options["key"] = _key(key_env)
+    run = _Run(command, options | ({} if key_env is None else {"noise_key_env": key_env}), runs_dir, keep)
+    with only_json(json), bars() as progress:
+        try:
+            function = registry.resolve("verify", command)
+            found: dict[str, Any] = function(**options, progress=run.watching(progress))
+        except KeyboardInterrupt:
+            run.close("interrupted")
+            raise
+        except BaseException as error:
+            run.close("failed", error=str(error))
+            raise
+        run.finish(found)
+    return found
+
+
+class _Run:
+    """A record that is begun when there is something to record."""
+
+    def __init__(self, command: str, options: Mapping[str, Any], runs_dir: Path, keep: bool) -> None:
+        self.command, self.options, self.runs_dir, self.keep = command, options, runs_dir, keep
+        self.recorder: Recorder | None = None
+
+    def watching(self, progress: Progress) -> Progress:
+        def watched(what: str, done: int, total: int) -> None:
+            self.begin()
+            progress(what, done, total)
+
+        return watched
+
+    def begin(self) -> Recorder:
+        if self.recorder is None:
+            spec = {name: _plain(value) for name, value in self.options.items() if name not in SECRET}
+            sampling = self.options.get("sampling") or {}
+            record = RunRecord(
+                verb=f"verify-{self.command}", spec=spec, inputs_sha256=_digest(self.options),
+                seeds={"seed": sampling["seed"]} if "seed" in sampling else {},
+            )  # fmt: skip
+            self.recorder = Recorder.create(record, runs_dir=self.runs_dir, keep=self.keep)
+        return self.recorder
+
+    def close(self, status: str, error: str | None = None) -> None:
+        if self.recorder is not None:
+            self.recorder.close(status, error=error)
+
+    def finish(self, found: Mapping[str, Any]) -> None:
+        recorder = self.begin()
+        rows = {name: value for name, value in found.items() if name in ROWS and isinstance(value, list)}
+        for row in (row for part in rows.values() for row in part):
+            recorder.append(dict(row))
+        recorder.record.prompts = len(recorder.samples)
+        if recorder.path is not None:
+            draw(self.command, found, recorder.path / PICTURE)
+            stderr().print(f"recorded in {recorder.path}", highlight=False, soft_wrap=True, markup=False)
+        recorder.close("finished", {k: v for k, v in found.items() if k not in rows})
+
+
+def _key(name: str) -> str:
+    import os
+
+    from hiddenlab.errors import InputError
+
+    if not (found := os.environ.get(name)):
+        raise InputError(f"the environment variable {name} is not set")
+    return found
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Path):
+        return str(value)
+    return asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
+
+
+def _digest(options: Mapping[str, Any]) -> str | None:
+    """Of the files that a command reads; not of a ledger or a file that it writes."""
+    paths = [options[name] for name in ("path", "folder", "honest", "transcripts") if options.get(name)]
+    files = [
+        file for path in paths for file in (sorted(path.glob("*.jsonl")) if path.is_dir() else [path])
+    ]  # fmt: skip
+    if not files:
+        return None
+    digest = hashlib.sha256()
+    for file in files:
+        if file.is_file():
+            digest.update(hashlib.sha256(file.read_bytes()).digest())
+    return digest.hexdigest()
+
+
+# ---- plots
+
+
+def draw(command: str, found: Mapping[str, Any], path: Path) -> None:
+    """Draw what a command found, where there is something to be drawn."""
+    if one := PICTURES.get(command):
+        one(found, path)
+
+
+def _bytes(found: Mapping[str, Any], path: Path) -> None:
+    from hiddenlab.plots import draw_bars
+
+    if not found["bytes_per_output_token"]:
+        return
+    rows = [{"part": name, "bytes": value} for name, value in found["bytes"].items()]
+    draw_bars(
+        rows, "part", {"bytes": "bytes an output token"}, "What is sent beside the answers", path, False
+    )
+
+
+def _limits(found: Mapping[str, Any], path: Path) -> None:
+    from hiddenlab.plots import draw_shares
+
+    limits = {
+        "distance": "fingerprint", "exponents": "proofs: exponents", "mantissa_mean": "proofs: mantissas, mean",
+        "mantissa_median": "proofs: mantissas, median",
+    }  # fmt: skip
+    series = {
+        label: [
+            row[name] / found["limits"][name]
+            for row in found["requests"]
+            if row.get(name) is not None and found["limits"][name]
+        ]
+        for name, label in limits.items()
+    }
+    counts = ", ".join(f"{count} {name}" for name, count in found["counts"].items())
+    draw_shares(
+        series, "difference over what is allowed", f"Requests checked: {counts}", path, {"allowed": 1.0}
+    )
+
+
+def _scores(found: Mapping[str, Any], path: Path) -> None:
+    from hiddenlab.plots import draw_shares
+
+    verdict = found["verdict"] or {}
+    alone = "margin" if found["summary"]["mean_margin"] is not None else "mismatch"
+    score = str(verdict.get("score", alone))
+    name = {"margin": "mean_margin", "mismatch": "same_token"}.get(score, score)
+    series = {
+        label: [row[name] for row in found.get(part, []) if row.get(name) is not None]
+        for part, label in (("honest_requests", "honest"), ("requests", "under test"))
+    }
+    told = (
+        ""
+        if not verdict
+        else f": {'diverge' if verdict['diverges'] else 'do not diverge'}, p = {verdict['p']:.3g}"
+    )
+    draw_shares(series, name.replace("_", " ") + ", of a request", f"Requests scored{told}", path)
+
+
+def _classes(found: Mapping[str, Any], path: Path) -> None:
+    from hiddenlab.plots import draw_bars
+
+    rows = [
+        {
+            "file": f"{file['file']}: {file['class']}",
+            **{name: file[name] / file["tokens"] for name in ("suspicious", "dangerous")},
+            "bits": file["bits_per_token"],
+        }
+        for file in found["files"]
+        if file["tokens"]
+    ]
+    panels = {
+        "suspicious": "suspicious, share",
+        "dangerous": "dangerous, share",
+        "bits": "bits a token, at most",
+    }
+    if rows:
+        draw_bars(
+            rows, "file", panels, "Audit: tokens by class, and what they could have carried", path, False
+        )
+
+
+def _theorems(found: Mapping[str, Any], path: Path) -> None:
+    from hiddenlab.plots import draw_bars
+
+    rates = [name for name in found if name.startswith("theorem_4")]
+    rows = [{"bound": _readable(name), "bits": found[name]} for name in rates]
+    draw_bars(
+        rows, "bound", {"bits": "bits a token"}, "What an adversary who is not caught can send", path, False
+    )
+
+
+def _samples(found: Mapping[str, Any], path: Path) -> None:
+    from hiddenlab.plots import draw_bars
+
+    rows = [{"share": f"{row['share']:.3g}", "messages": row["messages"]} for row in found["shares"]]
+    draw_bars(rows, "share", {"messages": "messages to verify"}, "By the share of dishonest messages", path)
+
+
+PICTURES: dict[str, Callable[[Mapping[str, Any], Path], None]] = {
+    "simulate": _bytes, "commit": _bytes, "check": _limits, "score": _scores, "audit": _classes, "bounds": _theorems,
+    "sampling-rate": _samples,
+}  # fmt: skip
+
+
+# ---- on the screen
+
+
+def show(
+    found: dict[str, Any],
+    title: str,
+    rows: str | None = None,
+    json: bool = False,
+    left_out: Collection[str] = (),
+) -> None:
+    """An answer as JSON, or its plain figures as a table, and its rows as another.
+
+    Args:
+        left_out: figures of rows that are not shown; those that no row has never are.
+    """
+    from hiddenlab.cli.show import figures_table, rows_table
+
+    if json:
+        print_json(found)
+        return
+    plain = {k: v for k, v in found.items() if not isinstance(v, dict | list) and k != "format"}
+    for name, value in found.items():
+        if isinstance(value, dict):
+            plain |= {f"{name}: {k}".replace("_", " "): v for k, v in value.items()}
+    screen = stdout()
+    if plain:
+        named = {_readable(name): value for name, value in plain.items()}
+        screen.print(figures_table([{"figure": "value", **named}], title))
+    if rows is not None:
+        names = list(dict.fromkeys(name for row in found[rows] for name in row if name not in left_out))
+        columns = {
+            name: name.replace("_", " ")
+            for name in names
+            if any(row.get(name) is not None for row in found[rows])
+        }
+        screen.print(rows_table(found[rows], rows, columns))
+
+
+def _readable(name: str) -> str:
+    """A figure's name in words; theorem_4_1 is theorem 4.1."""
+    return re.sub(r"(\d)_(\d)", r"\1.\2", name).replace("_", " ")
+
+
+def explain(named: Iterable[tuple[str, str]]) -> None:
+    """A line for each thing with a reason, below a table."""
+    for name, why in named:
+        if why:
+            stdout().print(f"{name}: {why}", highlight=False, markup=False, soft_wrap=True)
