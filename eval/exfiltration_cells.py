@@ -224,6 +224,51 @@ def pareto(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> F
     return figures
 
 
+def frontier(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> Figures:
+    """For each rank cutoff R the fewest bits a token at a false positive rate: a column of figure 10.
+
+    Args:
+        spec: as ``calibration``; rate, most_suspicious.
+
+    Returns:
+        ``bits_R``, ``sigma_R`` and ``threshold_R`` of the setting, for every R that has one.
+
+    Raises:
+        InputError: none has.
+    """
+    found = calibration(spec, folder.parent.parent, progress)
+    tokens, whole = found["tokens"], math.log2(int(found["vocabulary"]))
+    means = (found["sums"].sum(0) / tokens.sum()).tolist()
+    settings = rules(spec)
+    points = []
+    for r, (false, suspicious, bits, safe, quiet) in zip(settings, means, strict=True):
+        point = risk.Point(
+            r.noise_sd,
+            r.threshold,
+            r.cutoff,
+            int(tokens.sum()),
+            false,
+            suspicious,
+            bits,
+            safe,
+            quiet,
+            bits / whole,
+        )
+        points.append(point)
+    figures: Figures = {}
+    for cutoff in spec["cutoffs"]:
+        own = [p for p in points if p.rank_cutoff == cutoff and p.false_positive_rate <= spec["rate"]]
+        if best := risk.frontier(own, most_suspicious=spec["most_suspicious"]):
+            place = settings.index(Rule(best[-1].noise_sd, best[-1].threshold, cutoff))
+            sums = found["sums"][:, place, FIELDS.index("bits")]
+            figures |= as_figures({f"bits_{cutoff}": mean((sums / tokens).tolist())})
+            figures[f"sigma_{cutoff}"] = exactly(best[-1].noise_sd, int(tokens.sum()))
+            figures[f"threshold_{cutoff}"] = exactly(best[-1].threshold, int(tokens.sum()))
+    if not figures:
+        raise InputError(f"no setting of the grid calls only {spec['rate']:.2%} of honest tokens dangerous")
+    return figures
+
+
 def _of_tokens(sums: Tensor, tokens: Tensor) -> Estimate:
     """A share of tokens, each taken for itself."""
     count, total = round(float(sums.sum())), int(tokens.sum())

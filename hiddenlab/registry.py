@@ -88,6 +88,7 @@ BUILTINS: dict[str, dict[str, str]] = {
         "leak-pareto": "eval.leak:leak_pareto",
         "exfiltration": "eval.exfiltration:adversaries",
         "exfiltration-pareto": "eval.exfiltration:pareto",
+        "exfiltration-frontier": "eval.exfiltration:frontier",
         "exfiltration-game": "eval.exfiltration:game",
     },
     "measures": {
@@ -113,6 +114,7 @@ BUILTINS: dict[str, dict[str, str]] = {
         "learned-projection": "eval.leak:learned_projection",
         "exfiltration": "eval.exfiltration_cells:exfiltration",
         "exfiltration-pareto": "eval.exfiltration_cells:pareto",
+        "exfiltration-frontier": "eval.exfiltration_cells:frontier",
         "exfiltration-game": "eval.exfiltration_cells:game",
         "bench": "eval.measures:bench",
     },

@@ -2,6 +2,7 @@
 
 import math
 import random
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from defenses.verification.whole import WholeModel, load_whole
 from eval import exfiltration as specs
 from eval import exfiltration_cells as cells
 from eval.adversaries import Rule, Tactic, answers, known
-from eval.exfiltration import adversaries, game, pareto
+from eval.exfiltration import adversaries, frontier, game, pareto
 from eval.experiment import Experiment, Setting, conduct
 from hiddenlab import registry
 from hiddenlab.errors import InputError
@@ -176,6 +177,18 @@ def test_the_wardens_settings(small: None, tiny: str, home: Path) -> None:
         assert a["bits"] <= b["bits"] and b["quiet_bits"] <= a["quiet_bits"]
     assert len(list(home.glob("cells/exfiltration-pareto-*/points.json"))) == 6
     assert len(list(home.glob("warden/*"))) == 1  # measured once for all
+    # The frontier's best cutoff has what the paper's criterion found, and a looser rate never costs bits.
+    rates = ",".join(rate.rstrip("%") + "e-2" for _, rate in found)
+    curve = by_keys(frontier(asked(tiny), rates=rates, **OPTIONS), "exfiltration-frontier", home)
+    for (name, rate), figures in found.items():
+        if "6.1" in name:
+            row = curve[(float(rate.rstrip("%")) / 100,)]  # type: ignore[index]
+            assert min(v for k, v in row.items() if k.startswith("bits")) == pytest.approx(figures["bits"])
+    rows = [row for _, row in sorted(curve.items())]
+    for tight, loose in pairwise(rows):
+        assert all(loose[name] <= tight[name] + 1e-9 for name in tight if name.startswith("bits"))
+    with pytest.raises(InputError, match="between 0 and 1"):
+        frontier(asked(tiny), rates="0.1,2")
 
 
 def test_adversaries_before_the_warden(small: None, tiny: str, home: Path) -> None:

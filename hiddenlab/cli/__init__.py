@@ -5,7 +5,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from hiddenlab.cli import attack, bench, capture, cascade, eval, ledger, listing, report, rerun, verify
+from hiddenlab.cli import attack, bench, capture, cascade, eval, ledger, listing, report, rerun
 from hiddenlab.cli.console import stderr
 from hiddenlab.errors import HiddenlabError
 
@@ -42,7 +42,7 @@ app.command("report")(report.report)
 app.command("rerun")(rerun.rerun)
 app.command("list")(listing.list_)
 app.add_typer(cascade.app, name="cascade")
-app.add_typer(ledger.app, name="verify")  # commands of `verify` and of the ledger stand in one group
+app.add_typer(ledger.app, name="verify")  # the ledger's commands stand among those of `verify`
 
 
 def main() -> None:
