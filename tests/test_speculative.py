@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from defenses.verification import speculative
 from defenses.verification.provider import Request
-from defenses.verification.sampling import Sampling, StreamNoise, probabilities
+from defenses.verification.sampling import HashedNoise, Sampling, StreamNoise, probabilities
 from defenses.verification.speculative import Numbers, accepts, draft_token, own_token, possible
 from defenses.verification.whole import WholeModel, load_whole
 from hiddenlab.errors import InputError
@@ -93,3 +93,11 @@ def test_what_cannot_be_replayed_is_refused(models: tuple[WholeModel, WholeModel
         )
     with pytest.raises(InputError, match="ahead"):
         list(speculative.answer(target, draft, [], model="m", new_tokens=2, ahead=0))
+
+
+def test_every_place_and_use_has_numbers_of_its_own() -> None:
+    for noise in (StreamNoise(1), HashedNoise(b"k" * 16, 1), HashedNoise(b"k" * 16, 1, adaptive=False)):
+        positions = speculative.Positions(noise, 4)
+        numbers = [positions[place] for place in range(10)]
+        drawn = {tuple(one.tolist()) for n in numbers for one in (n.draft, n.target)}
+        assert len(drawn) == 20 and len({n.uniform for n in numbers}) == 10

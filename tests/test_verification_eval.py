@@ -182,6 +182,8 @@ def test_calibrated_limits_accept_the_honest_and_are_no_looser(spec: dict[str, A
         published = verification_cells.proofs({**spec, "variant": variant}, folder)
         tight = verification_cells.proofs({**spec, "variant": variant, "honest": honest}, folder)
         assert tight["proofs_accepted"]["value"] <= published["proofs_accepted"]["value"]
+        if variant == "batch=3":  # as honest as those that set the limits
+            assert tight["proofs_accepted"]["value"] > 0.5
     assert tight["proofs_accepted"]["value"] == 0  # of the pruned model
     with pytest.raises(InputError, match="limits"):
         verification.toploc_table(Setting(model=spec["model"], device="cpu"), limits="loose")

@@ -2,6 +2,7 @@
 
 import base64
 import json
+import math
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -9,8 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from typer.testing import CliRunner, Result
 
+from defenses.verification.audit import _admissible, _risks
+from defenses.verification.bounds import Risk
+from defenses.verification.difr import Replay
+from defenses.verification.sampling import Sampling
 from defenses.verification.scoring import _verdict
 from defenses.verification.transcript import read_transcripts
 from hiddenlab.cli import app
@@ -282,7 +288,7 @@ def test_verdicts_have_the_stated_rate_of_false_alarms() -> None:
     alarms = [_verdict("margin", requests(8), requests(12), 0.05, draws=200)["diverges"] for _ in range(200)]
     assert sum(alarms) <= 20
     few = _verdict("margin", requests(1), requests(1), 0.01)
-    assert few["least_p"] == 0.5 and not few["diverges"]
+    assert few["least_p"] == 0.5 and few["diverges"] is None
 
 
 def test_openai_style_logs_can_be_scored(model: str, reference: Words, tmp_path: Path) -> None:
@@ -428,12 +434,10 @@ def test_an_interrupted_run_says_so(
 
 def test_check_says_what_no_proof_covers(files: Files, reference: Words) -> None:
     found = answer("check", files["honest"], *AGREED, *reference)
+    limits = found["limits"]
     for row in found["requests"]:
-        assert row["covered"] == row["tokens"] - 1 and "last" in row["reason"]
-        assert (
-            row["distance"] <= found["limits"]["distance"]
-            and row["exponents"] <= found["limits"]["exponents"]
-        )
+        assert row["covered"] == row["tokens"] - 1 and "the last 1 tokens" in row["reason"]
+        assert all(row[name] <= limits[name] for name in ("distance", "row_distance", "exponents"))
     pruned = answer("check", files["layers"], *AGREED, *reference)["requests"]
     assert all(
         row["covered"] == 0 and row["distance"] > 0.1 and "proofs fail" in row["reason"] for row in pruned
@@ -457,13 +461,18 @@ def inverse(model: str, files: Files, tmp_path_factory: pytest.TempPathFactory) 
     return out
 
 
-def test_inverse_transform_answers_are_scored_and_audited(inverse: Files, reference: Words) -> None:
+def test_inverse_transform_answers_are_scored_and_audited(
+    inverse: Files, files: Files, reference: Words
+) -> None:
     level = ("--false-positives", 0.1)
     found = answer("score", inverse["seed"], "--honest", inverse["honest"], *level, *reference)
     assert found["verdict"]["score"] == "likelihood" and found["verdict"]["diverges"]
     assert found["summary"]["mean_margin"] is None
     assert found["summary"]["likelihood"] > found["honest"]["likelihood"] + 1
     assert verify("score", inverse["seed"], "--by", "margin", *reference).exit_code == 2
+    # Honest numbers depend on how tokens are drawn.
+    mixed = verify("score", inverse["seed"], "--honest", files["honest"], *reference)
+    assert mixed.exit_code == 2 and "sampled differently" in mixed.stderr
     rows = {row["file"]: row for row in answer("audit", inverse["seed"].parent, *reference)["files"]}
     assert rows["honest.jsonl"]["class"] != "quarantine" and rows["seed.jsonl"]["class"] == "quarantine"
     assert rows["honest.jsonl"]["safe_bits_per_token"] <= rows["honest.jsonl"]["bits_per_token"]
@@ -490,16 +499,71 @@ def test_likelihood_knows_how_much_noise_is_honest(files: Files, reference: Word
 
 
 def test_an_audit_with_honest_examples_looks_at_perplexity(
-    files: Files, reference: Words, tmp_path: Path
+    model: str, files: Files, reference: Words, tmp_path: Path
 ) -> None:
-    folder = tmp_path / "logs"
+    folder, many = tmp_path / "logs", tmp_path / "many"
     folder.mkdir()
+    (tmp_path / "prompts.txt").write_text("".join(f"prompt number {i}\n" for i in range(24)))
+    answer(
+        "simulate",
+        "--out",
+        many,
+        "--model",
+        model,
+        "--prompts",
+        tmp_path / "prompts.txt",
+        "--new-tokens",
+        30,
+        *COMMON,
+    )
     rows = [json.loads(line) for line in files["honest"].read_text().splitlines()]
     for row in rows:
         row["output"] = [7] * len(row["output"])  # nothing that was drawn
     (folder / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (row,) = answer("audit", folder, "--honest", files["honest"], *reference)["files"]
+    (row,) = answer("audit", folder, "--honest", many, *reference)["files"]
     assert "3 answers have a perplexity" in " ".join(row["reasons"])
+    # What three honest answers lie between says little of three others.
+    (row,) = answer("audit", folder, "--honest", files["honest"], *reference)["files"]
+    assert "perplexity" not in " ".join(row["reasons"])
+
+
+def test_rare_tokens_of_the_inverse_transform_are_no_danger() -> None:
+    """The noise's mass on a rare token's interval is small even around its middle; what counts is how far that is."""
+    shares = torch.tensor([0.5, 1e-6, 0.5 - 1e-6, 1e-13])
+    settings = {"threshold": 1e-3, "ipt_sigma": 0.01, "rank_cutoff": 0}
+    for uniform, wanted in ((0.5, [True, True, True, False]), (0.6, [False, False, True, False])):
+        replay = Replay(
+            shares.log()[None], None, torch.tensor([uniform], dtype=torch.float64), torch.tensor([1]),
+            Sampling(method="ipt"), torch.zeros(2, 4),
+        )  # fmt: skip
+        assert _admissible(replay, math.log(1e-3), settings)[0].tolist() == wanted
+        risks, _, _ = _risks(replay, settings)
+        assert risks.tolist() == [Risk.SAFE if wanted[1] else Risk.DANGEROUS]
+
+
+def test_a_file_may_be_called_anything(files: Files, reference: Words, tmp_path: Path) -> None:
+    names = ["cost$\\frac$5.jsonl", "a$1_{$.jsonl", os.fsdecode(b"\xff.jsonl")]
+    for name in names:
+        (tmp_path / name).write_text(files["honest"].read_text())
+    found = answer("audit", tmp_path, *reference)
+    assert len(found["files"]) == 3 and {row["class"] for row in found["files"]} != {"quarantine"}
+
+
+def test_short_honest_files_are_not_condemned_for_one_token(
+    files: Files, reference: Words, tmp_path: Path
+) -> None:
+    rows = [json.loads(line) for line in files["seed"].read_text().splitlines()]
+    classes = []
+    for n, row in enumerate(rows):
+        for start in range(0, 36, 4):
+            cut = {**row, "id": f"{n}-{start}", "output": row["output"][: start + 1]}
+            cut = {k: v for k, v in cut.items() if k not in ("proofs", "fingerprint")}
+            (tmp_path / f"{n}-{start}.jsonl").write_text(json.dumps(cut) + "\n")
+    for row in answer("audit", tmp_path, *reference)["files"]:
+        classes.append((row["suspicious"] + row["dangerous"], row["class"]))
+    # One odd token is one honest file's in a hundred or more where there are few of them.
+    assert all(level != "quarantine" for count, level in classes if count == 0)
+    assert any(level == "quarantine" for count, level in classes if count > 1)
 
 
 # ---- the ledger
@@ -561,3 +625,97 @@ def test_who_has_the_checkpoint_needs_no_ledger(files: Files, tmp_path: Path) ->
         assert result.exit_code == 1 and "True" not in result.stdout, change
     proof.write_text("no JSON")
     assert not answer("included", proof, *agreed)["valid"]
+
+
+def test_files_of_the_ledger_are_kept_apart_and_work_is_not_done_twice(files: Files, tmp_path: Path) -> None:
+    ledger, key, point = tmp_path / "ledger", tmp_path / "key", tmp_path / "point"
+    for names in ((key, key, None), (ledger, ledger, None), (ledger, key, key), (ledger, key, ledger)):
+        how = (
+            "--ledger",
+            names[0],
+            "--key",
+            names[1],
+            *(() if names[2] is None else ("--checkpoint", names[2])),
+        )
+        result = verify("record", files["honest"], *how)
+        assert result.exit_code == 2 and "named twice" in result.stderr
+    nowhere = tmp_path / "no" / "point"
+    assert (
+        verify("record", files["honest"], "--ledger", ledger, "--key", key, "--checkpoint", nowhere).exit_code
+        == 2
+    )
+    assert verify(
+        "record", files["honest"], "--ledger", ledger, "--key", key, "--runs-dir", key / "x"
+    ).exit_code in (0, 2)
+    assert not any(one.exists() for one in (point, nowhere))
+    first = answer("record", files["honest"], "--ledger", ledger, "--key", key, "--checkpoint", point)
+    again = answer("record", files["honest"], "--ledger", ledger, "--key", key, "--checkpoint", point)
+    assert first["records"] == again["records"] == 3 and again["appended"] == 0 and again["already"] == 3
+    # Of requests with the same id, the one in a file is meant.
+    public = answer("record", files["seed"], "--ledger", ledger, "--key", key, "--checkpoint", point)[
+        "public_key"
+    ]
+    agreed = ("--checkpoint", point, "--public-key", public)
+    name = read_transcripts(files["seed"])[0].id
+    assert (
+        "2 such records"
+        in verify("prove", ledger, "--request", name, *agreed, "--out", tmp_path / "p").stderr
+    )
+    answer(
+        "prove", ledger, "--request", name, "--transcripts", files["seed"], *agreed, "--out", tmp_path / "p"
+    )
+    assert answer("included", tmp_path / "p", "--transcripts", files["seed"], *agreed)["valid"]
+    value = json.loads((tmp_path / "p").read_text())
+    for change in ({"record": value["record"] + "\n"}, {"format": True}, {"format": 1.0}):
+        (tmp_path / "p").write_text(json.dumps(value | change, sort_keys=True, separators=(",", ":")))
+        assert verify("included", tmp_path / "p", *agreed).exit_code == 1
+    shown = verify("record", files["seed"], "--ledger", ledger, "--key", key)
+    assert f"public key: {public}" in shown.stdout  # whole, whatever the width of the screen
+
+
+def test_a_place_for_records_is_looked_at_first(files: Files, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    out = tmp_path / "x"
+    how = ("--ledger", out, "--key", tmp_path / "key", "--runs-dir", tmp_path / "file" / "runs")
+    assert verify("record", files["honest"], *how).exit_code == 2
+    assert not out.exists() and not (tmp_path / "key").exists()
+
+
+def test_resuming_needs_the_same_command(model: str, files: Files, tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    whole = files["honest"].read_text().splitlines(keepends=True)
+    path.write_text(whole[0] + whole[1][:-30])  # killed while it wrote
+    prompts = files["honest"].parent / "prompts.txt"
+    words = ("simulate", "--out", path, "--model", model, "--prompts", prompts, "--resume", *COMMON)
+    assert "another command" in verify(*words, "--new-tokens", 7).stderr
+    assert "another command" in verify(*words, "--new-tokens", 40, "--temperature", 0.5).stderr
+    assert answer(*words, "--new-tokens", 40)["taken_up"] == 1
+    assert len(read_transcripts(path)) == 3
+
+
+def test_few_wrong_tokens_among_many_are_found_by_row(files: Files, reference: Words, tmp_path: Path) -> None:
+    rows = [json.loads(line) for line in files["honest"].read_text().splitlines()]
+    for row in rows:
+        del row["proofs"]
+        row["output"][-3] = (row["output"][-3] + 1) % 256  # the last row sent is of the token before
+    path = tmp_path / "t.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = answer("check", path, *AGREED, *reference)
+    assert found["counts"]["rejected"] == 3, found["requests"]
+    sparse = answer("check", path, "--fingerprint", 4, "--every", 2, "--largest-distance", 0.2, *reference)
+    assert all(row["row_distance"] > sparse["limits"]["distance"] for row in sparse["requests"])
+
+
+def test_a_fingerprint_alone_covers_what_it_depends_on(
+    model: str, files: Files, reference: Words, tmp_path: Path
+) -> None:
+    path = tmp_path / "t.jsonl"
+    prompts = files["honest"].parent / "prompts.txt"
+    how = ("--fingerprint", 4, "--every", 16)
+    answer(
+        "simulate", "--out", path, "--model", model, "--prompts", prompts, "--new-tokens", 40, *how, *COMMON
+    )
+    for row in answer("check", path, *how, *reference)["requests"]:
+        assert (
+            row["verdict"] == "valid" and row["covered"] == row["tokens"] - 40 + 32
+        )  # rows of tokens 0, 16 and 32

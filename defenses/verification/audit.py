@@ -13,20 +13,21 @@ from pathlib import Path
 import numpy as np
 import torch
 from jaxtyping import Bool
+from scipy.stats import binom
 from torch import Tensor
 
 from defenses.verification import bounds as theory
 from defenses.verification import difr
-from defenses.verification.books import read_point
+from defenses.verification.books import entries, read_point
 from defenses.verification.bounds import Risk
-from defenses.verification.closed_form import fssl_ipt
+from defenses.verification.closed_form import FLOOR, fssl_ipt
 from defenses.verification.command import FORMAT, Made, verifier_for
 from defenses.verification.difr import Replay, Verifier
 from defenses.verification.filters import PerplexityFilter, SyntacticFilter
 from defenses.verification.ledger import Checkpoint
 from defenses.verification.ledger import verify as verify_ledger
 from defenses.verification.likelihood import gumbel_positions
-from defenses.verification.records import canonical, lines, parsed
+from defenses.verification.records import canonical
 from defenses.verification.risk import classify
 from defenses.verification.sampling import probabilities
 from defenses.verification.signing import LedgerError
@@ -36,6 +37,8 @@ from hiddenlab.core import Progress, silent
 from hiddenlab.errors import InputError
 from hiddenlab.slice.load import BUILTIN
 
+CONFIDENCE = 0.99
+RARE = 0.01  # share of honest answers whose perplexity is left out of what is usual
 QUIET, REVIEW, QUARANTINE = "quiet", "review", "quarantine"
 
 
@@ -90,20 +93,30 @@ def audit(
             found = read_transcripts(file)
             if model is None and any(one.model != BUILTIN for one in found):
                 raise InputError(f"claims another model than {BUILTIN!r}, against which it would be verified")
-            rows.append({"file": file.name, **_audited(found, verifier, settings, written, usual)})
+            rows.append({"file": _name(file), **_audited(found, verifier, settings, written, usual)})
         except InputError as error:
-            rows.append({"file": file.name, "class": QUARANTINE, "reasons": [str(error)], "tokens": None})
+            rows.append({"file": _name(file), "class": QUARANTINE, "reasons": [str(error)], "tokens": None})
         progress("files audited", i + 1, len(files))
     return {"format": FORMAT, "settings": settings, "ledger": ledger_row, "files": rows}
 
 
-def _usual(found: Sequence[Transcript], verifier: Verifier, progress: Progress) -> PerplexityFilter | None:
-    """What perplexity honest answers have; None without any."""
+def _name(file: Path) -> str:
+    """A file's name as any screen and record can hold it."""
+    return file.name.encode(errors="replace").decode()
+
+
+def _usual(
+    found: Sequence[Transcript], verifier: Verifier, progress: Progress
+) -> tuple[PerplexityFilter, float] | None:
+    """What perplexity honest answers have, and what share of further ones is outside; None without any."""
     logs = []
     for i, one in enumerate(found):
         logs.append(-difr.cross_entropy(verifier.replay(one)))
         progress("honest requests read", i + 1, len(found))
-    return PerplexityFilter.fit(logs) if logs else None
+    if not logs:
+        return None
+    # Between the least and the most of n, the next one is with a chance of (n − 1) / (n + 1).
+    return PerplexityFilter.fit(logs, RARE), max(RARE, 2 / (len(logs) + 1))
 
 
 def _ledger(
@@ -118,11 +131,7 @@ def _ledger(
         verdict = verify_ledger(ledger, public_key, checkpoint)
     except LedgerError as error:
         return set(), {"valid": False, "reason": str(error), "records": 0, "end_checked": False}
-    entries: set[bytes] = set()
-    if verdict.valid:
-        read = (parsed(line.removesuffix(b"\n")) for line in lines(ledger))
-        entries = {canonical(one["entry"]) for one in read if isinstance(one, dict) and "entry" in one}
-    return entries, asdict(verdict)
+    return entries(ledger) if verdict.valid else set(), asdict(verdict)
 
 
 def _check_settings(noise_sd: float, threshold: float, rank_cutoff: int, *shares: float) -> None:
@@ -139,7 +148,7 @@ def _audited(
     verifier: Verifier,
     settings: Made,
     written: set[bytes] | None,
-    usual: PerplexityFilter | None,
+    usual: tuple[PerplexityFilter, float] | None,
 ) -> Made:
     counts = np.zeros(3, dtype=int)
     bits, safe_bits = 0.0, 0.0
@@ -149,7 +158,7 @@ def _audited(
     for one in found:
         replay = verifier.replay(one)
         risks, carried, admissible = _risks(replay, settings)
-        unusual += usual is not None and usual.verdict(-difr.cross_entropy(replay)).flagged
+        unusual += usual is not None and usual[0].verdict(-difr.cross_entropy(replay)).flagged
         counts += np.bincount(risks.numpy(), minlength=3)
         bits, safe_bits = bits + float(carried.sum()), safe_bits + float(admissible.sum())
         flagged += _looks_like_data(one, verifier.model)
@@ -166,16 +175,18 @@ def _audited(
         (Risk.SUSPICIOUS, settings["suspicious"]),
     ):
         share = counts[risk] / tokens
-        # More than honest noise explains at 99 %: a short file is not quarantined for one token.
-        allowed = limit + 2.33 * math.sqrt(limit * (1 - limit) / tokens)
-        told = f"{share:.2%} of tokens are {risk.name.lower()}; honest noise gives up to {allowed:.2%}"
-        if share > allowed:
+        # As many as honest noise gives in 99 of 100 files of this length: a short one is not condemned for one token.
+        allowed = int(binom.ppf(CONFIDENCE, tokens, limit))
+        told = (
+            f"{share:.2%} of tokens are {risk.name.lower()}; honest noise gives up to {allowed / tokens:.2%}"
+        )
+        if counts[risk] > allowed:
             reasons.append(told)
         elif share > limit:
             hints.append(told)
     if flagged:
         hints.append(f"{flagged} answers look like encoded data")
-    if unusual:
+    if usual is not None and unusual > binom.ppf(CONFIDENCE, len(found), usual[1]):
         hints.append(f"{unusual} answers have a perplexity that honest ones do not have")
     level = QUARANTINE if reasons else REVIEW if hints else QUIET
     return {
@@ -207,7 +218,12 @@ def _admissible(replay: Replay, threshold: float, settings: Made) -> Bool[Tensor
     """Tokens that honest noise can have drawn: FSSL-GM (Algorithm 4), or FSSL-IPT (3) for the inverse transform."""
     if replay.uniform is not None:
         shares = probabilities(replay.logits, replay.sampling)
-        return fssl_ipt(shares, replay.uniform, noise_sd=settings["ipt_sigma"]) >= threshold
+        found = fssl_ipt(shares, replay.uniform, noise_sd=settings["ipt_sigma"])
+        # A rare token's interval never has much of the noise's mass, even around its middle: what says that a token was
+        # not drawn is how much less it has than it could have.
+        half = torch.special.erf(shares.double() / (2 * math.sqrt(2) * settings["ipt_sigma"]))
+        near = (found - (half + FLOOR).log() >= threshold) & (half * math.exp(threshold) > FLOOR)
+        return (found >= threshold) | near
     gumbel = torch.zeros_like(replay.logits) if replay.gumbel is None else replay.gumbel
     draws = torch.Generator().manual_seed(0)
     return gumbel_positions(

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from defenses.verification.command import FORMAT, Made
 from defenses.verification.ledger import (
@@ -17,7 +20,7 @@ from defenses.verification.ledger import (
 from defenses.verification.ledger import (
     prove as prove_record,
 )
-from defenses.verification.records import canonical, parsed
+from defenses.verification.records import canonical, lines, parsed
 from defenses.verification.signing import LedgerError, create_key, public, read_key
 from defenses.verification.transcript import read_transcripts
 from hiddenlab.core import Progress, silent
@@ -33,9 +36,17 @@ def record(
         checkpoint: file of the last checkpoint. If it exists, the ledger has to go on from there; in any case the new
             one is written to it. Hand a copy to whoever is to notice that records vanish.
 
+    Requests that stand in the ledger already, word for word, are not appended again (``already``): what was interrupted
+    can be repeated.
+
     Raises:
-        InputError: something cannot be read or written, or the ledger is not valid, or not the checkpoint's.
+        InputError: something cannot be read or written, two files are one, or the ledger is not valid, or not the
+            checkpoint's.
     """
+    _apart(path, ledger, key_file, *([] if checkpoint is None else [checkpoint]))
+    for place in (ledger, key_file, checkpoint):
+        if place is not None and not place.resolve().parent.is_dir():
+            raise InputError(f"cannot write {place}: the directory {place.parent} does not exist")
     found = read_transcripts(path)
     before = None if checkpoint is None or not checkpoint.exists() else _checkpoint(checkpoint)
     if before is not None and not ledger.exists():
@@ -44,30 +55,52 @@ def record(
         create_key(key_file)
     key = read_key(key_file)
     book = Ledger.open(ledger, key, before) if ledger.exists() else Ledger.create(ledger, key)
+    standing, appended = entries(ledger), 0
     for i, one in enumerate(found):
-        book.append(one.to_json())
+        if canonical(one.to_json()) not in standing:
+            book.append(one.to_json())
+            appended += 1
         progress("requests recorded", i + 1, len(found))
     now = book.checkpoint()
     if checkpoint is not None:
         _write(checkpoint, write_statement(now) + "\n")
     return {
-        "format": FORMAT, "ledger": str(ledger), "records": len(book), "appended": len(found),
+        "format": FORMAT, "ledger": str(ledger), "records": len(book), "appended": appended,
+        "already": len(found) - appended,
         "public_key": public(key), "checkpoint": asdict(now),
     }  # fmt: skip
 
 
 def prove(
-    ledger: Path, request: str, checkpoint: Path, public_key: str, out: Path, progress: Progress = silent
+    ledger: Path,
+    request: str,
+    checkpoint: Path,
+    public_key: str,
+    out: Path,
+    transcripts: Path | None = None,
+    progress: Progress = silent,
 ) -> Made:
     """Write a proof that a request stands in a ledger, for somebody who has the checkpoint and not the ledger.
 
+    Args:
+        request: its id. transcripts: a file with it, where several requests of the ledger have that id.
+
     Raises:
-        InputError: the ledger is not valid or not the checkpoint's, no such request is under it, or ``out`` exists.
+        InputError: the ledger is not valid or not the checkpoint's, no such request is under it, or several are, or
+            ``out`` exists.
     """
     if out.exists():
         raise InputError(f"{out} exists; name another file")
     point = _checkpoint(checkpoint)
-    line, proof = prove_record(ledger, public_key, point, lambda entry: entry.get("id") == request)
+    own = [one for one in ([] if transcripts is None else read_transcripts(transcripts)) if one.id == request]
+    if transcripts is not None and not own:
+        raise InputError(f"{transcripts} holds no request {request!r}")
+    exact = {canonical(one.to_json()) for one in own}
+
+    def wanted(entry: Mapping[str, Any]) -> bool:
+        return canonical(entry) in exact if exact else entry.get("id") == request
+
+    line, proof = prove_record(ledger, public_key, point, wanted)
     made = {"format": FORMAT, "record": line, "proof": asdict(proof)}
     _write(out, canonical(made).decode() + "\n")
     return {
@@ -101,19 +134,36 @@ def included(
         proof = read_inclusion(canonical(value["proof"]).decode())
     except LedgerError as error:
         return none | {"reason": str(error)}
-    if value["format"] != FORMAT or not isinstance(line, str):
+    if type(value["format"]) is not int or value["format"] != FORMAT or not isinstance(line, str):
         return none | {"reason": f"not a proof of format {FORMAT}"}
     verdict = verify_inclusion(line, proof, point, public_key)
     if not verdict.valid:
         return none | {"reason": verdict.reason}
-    entry = parsed(line.encode())
-    assert not isinstance(entry, str)  # verified above
-    entry = entry["entry"]
+    whole = parsed(line.encode())
+    if isinstance(whole, str):  # a line end, say, that the ledger's own lines have
+        return none | {"reason": whole}
+    entry = whole["entry"]
     if transcripts is not None and canonical(entry) not in {
         canonical(one.to_json()) for one in read_transcripts(transcripts)
     }:
         return none | {"reason": f"the record is of no request in {transcripts}"}
     return {"format": FORMAT, "valid": True, "request": entry.get("id"), "reason": verdict.reason}
+
+
+def entries(ledger: Path) -> set[bytes]:
+    """What stands in a ledger that was verified, in canonical form."""
+    read = (parsed(line.removesuffix(b"\n")) for line in lines(ledger))
+    return {canonical(one["entry"]) for one in read if isinstance(one, dict) and "entry" in one}
+
+
+def _apart(*paths: Path) -> None:
+    """Raises InputError where two of them are one file."""
+    resolved = [path.resolve() for path in paths]
+    for i, path in enumerate(resolved):
+        if path in resolved[:i]:
+            raise InputError(
+                f"{paths[i]} is named twice; transcripts, ledger, key and checkpoint are files apart"
+            )
 
 
 def read_point(path: Path | None) -> Checkpoint | None:
@@ -133,7 +183,10 @@ def _read(path: Path) -> str:
 
 
 def _write(path: Path, text: str) -> None:
+    work = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        path.write_text(text, encoding="utf-8")
+        work.write_text(text, encoding="utf-8")
+        work.replace(path)
     except OSError as error:
+        work.unlink(missing_ok=True)
         raise InputError(f"cannot write {path}: {error.strerror or error}") from None

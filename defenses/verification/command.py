@@ -21,6 +21,7 @@ from defenses.verification.transcript import (
     FINGERPRINT_DTYPES,
     Fingerprint,
     Transcript,
+    cut_torn_line,
     from_openai,
     read_transcripts,
     write_transcripts,
@@ -35,7 +36,10 @@ from hiddenlab.slice.load import BUILTIN, load_tokenizer, resolve_model
 
 FORMAT = 1
 FINGERPRINT_DTYPE = "bfloat16"
+MOST = 2**53  # tokens or queries that a double can count
+LEAST_SHARE = 1e-9  # of those listed beside the one asked for
 KEY_FORMS = ("adaptive", "by-place")
+ROWS_MORE = 5.0  # times as much as over all rows is allowed in one: honest rounding differs by row
 LARGEST_DISTANCE = 0.1  # of a fingerprint, relative to its size: above it another computation
 
 Made = dict[str, Any]
@@ -53,6 +57,8 @@ def noise_of(key: str | None, form: str = KEY_FORMS[0]) -> Callable[[int], Noise
     if form not in KEY_FORMS:
         raise InputError(f"noise of the form {form!r}: {' or '.join(KEY_FORMS)}")
     if key is None:
+        if form != KEY_FORMS[0]:
+            raise InputError(f"noise of the form {form!r} is hashed with a key; none is given")
         return StreamNoise
     raw = key.encode()
     HashedNoise(raw, 0)  # says what is wrong with the key
@@ -111,6 +117,8 @@ def simulate(
         seed = int(torch.randint(2**31, (1,), generator=generator(asked.seed, "request", i)))
         requests.append(Request(prompt.id, tokens, replace(asked, seed=seed)))
     todo = [request for request in requests if request.id not in done]
+    if done:
+        _same_work(read_transcripts(out), requests, model, new_tokens, out)
     if draft is not None:
         variant.check_only((*LOADED, *SAMPLED), "speculative decoding is simulated request by request")
         asked_for = {request.id: request.sampling for request in todo}
@@ -155,12 +163,33 @@ def _sent(found: Sequence[Transcript]) -> Made:
     return {"bytes_per_output_token": sum(parts.values()), "bytes": parts}
 
 
+def _same_work(
+    found: Sequence[Transcript], requests: Sequence[Request], model: str, new_tokens: int, out: Path
+) -> None:
+    """What is gone on with was asked for as now; what the provider really did does not stand in a transcript.
+
+    Raises:
+        InputError: it was not.
+    """
+    asked = {request.id: request for request in requests}
+    for one in found:
+        same = one.id in asked and (one.prompt, one.sampling) == (
+            asked[one.id].prompt,
+            asked[one.id].sampling,
+        )
+        if not same or one.model != model or len(one.output) != new_tokens:
+            raise InputError(
+                f"{out} holds request {one.id!r} of another command; --resume needs the same options"
+            )
+
+
 def _answered_before(out: Path, resume: bool) -> set[str]:
     if not out.exists():
         return set()
     if not resume:
         raise InputError(f"{out} exists; name another file, or --resume to go on with it")
-    return {one.id for one in read_transcripts(out)}
+    cut_torn_line(out)
+    return {one.id for one in read_transcripts(out)} if out.stat().st_size else set()
 
 
 def _proofs(prompt: Tensor, outputs: Tensor, values: int) -> tuple[str, ...]:
@@ -206,7 +235,8 @@ def commit(
     for i, one in enumerate(found):
         replay = verifier.replay(replace(one, modes=None))  # how tokens were drawn changes no states
         prompt = replay.states[: len(one.prompt)]
-        proven = replace(one, proofs=_proofs(prompt, replay.output_states, proof_values))
+        # A fingerprint that is there already is someone else's word.
+        proven = replace(one, proofs=_proofs(prompt, replay.output_states, proof_values), fingerprint=None)
         if lens is not None:
             print_ = _fingerprint(replay.output_states, lens, every, fingerprint_dtype)
             proven = replace(proven, fingerprint=print_)
@@ -231,10 +261,13 @@ def check(
 
     Returns:
         ``requests``: for each its verdict, ``valid``, ``rejected`` or ``unchecked`` (it carries nothing that was
-        checked), the reason, ``covered`` and ``tokens`` (of the prompt and the answer: a state is of the tokens before
-        the one drawn from it, so that nothing vouches for an answer's last token), and where they were measured the
-        fingerprint's ``distance``, and of all proofs the largest ``exponents`` (values in disagreement),
-        ``mantissa_mean`` and ``mantissa_median``; counts of verdicts; the ``limits`` of these.
+        checked), the reason, ``covered`` and ``tokens`` (of prompt and answer), and where they were measured the
+        fingerprint's ``distance`` and ``row_distance``, and of all proofs the largest ``exponents`` (values in
+        disagreement), ``mantissa_mean`` and ``mantissa_median``; counts of verdicts; the ``limits`` of these.
+
+        Covered are tokens on which a state that was sent depends: with proofs all but the answer's last (no state
+        follows it), with a fingerprint alone those before the last row sent. It does not mean that each was verified:
+        a proof's limits leave room for other hardware, and a few changed tokens among its 32 may stay within them.
 
     Raises:
         InputError: the file cannot be read, or a limit is no number from 0.
@@ -257,14 +290,15 @@ def check(
             row |= _checked(one, replay, lens, every, largest_distance, proof_values)
         except InputError as error:
             row |= {"verdict": "rejected", "reason": str(error)}
-        row["covered"] = row["tokens"] - 1 if row["verdict"] == "valid" else 0
+        row["covered"] = row.get("covered", 0) if row["verdict"] == "valid" else 0
         rows.append(row)
         progress("requests checked", i + 1, len(found))
     counts = {
         name: sum(row["verdict"] == name for row in rows) for name in ("valid", "rejected", "unchecked")
     }
     limits = {
-        "distance": largest_distance, "exponents": toploc.BFLOAT16.allowed(proof_values),
+        "distance": largest_distance, "row_distance": ROWS_MORE * largest_distance,
+        "exponents": toploc.BFLOAT16.allowed(proof_values),
         "mantissa_mean": toploc.BFLOAT16.mean, "mantissa_median": toploc.BFLOAT16.median,
     }  # fmt: skip
     return {"format": FORMAT, "counts": counts, "limits": limits, "requests": rows}
@@ -290,23 +324,29 @@ def _checked(
     if lens is not None and one.fingerprint is None:
         faults.append("no fingerprint; one was agreed on")
     elif lens is not None and one.fingerprint is not None:
-        distance = row["distance"] = relative_distance(one.fingerprint, replay.output_states, lens, every)
-        told = f"the fingerprint differs by {distance:.3f} of its size"
-        if distance <= largest:
+        distance, farthest = relative_distance(one.fingerprint, replay.output_states, lens, every)
+        row |= {"distance": distance, "row_distance": farthest}
+        told = f"the fingerprint differs by {distance:.3f} of its size, in a row by {farthest:.3f}"
+        if distance <= largest and farthest <= ROWS_MORE * largest:
             reasons.append(told)
         else:
-            faults.append(f"{told}, allowed: {largest:g}")
+            faults.append(f"{told}, allowed: {largest:g} and {ROWS_MORE * largest:g}")
     if faults:
         return row | {"verdict": "rejected", "reason": "; ".join(faults)}
     if not reasons:
         told = "" if one.fingerprint is None else "; its fingerprint is checked with --fingerprint K"
         return row | {"reason": f"no proofs{told}"}
-    reasons.append("all tokens but the answer's last are vouched for")
+    unsent = 0 if one.proofs is not None else (len(one.output) - 1) % every
+    row["covered"] = len(one.prompt) + len(one.output) - 1 - unsent
+    reasons.append(f"no state that was sent depends on the last {unsent + 1} tokens")
     return row | {"verdict": "valid", "reason": "; ".join(reasons)}
 
 
-def relative_distance(sent: Fingerprint, own: Tensor, lens: Projection, every: int) -> float:
-    """The distance of a fingerprint from the verifier's own over all rows, relative to the latter's size.
+def relative_distance(sent: Fingerprint, own: Tensor, lens: Projection, every: int) -> tuple[float, float]:
+    """The distance of a fingerprint from the verifier's own over all rows, and in the row where it is largest.
+
+    Both relative to the verifier's size, of all rows or of a mean one: rows are as many as tokens, and a few wrong ones
+    are little among many.
 
     Raises:
         InputError: it is of another projection or stride than agreed on, or has too few or too many rows.
@@ -315,7 +355,8 @@ def relative_distance(sent: Fingerprint, own: Tensor, lens: Projection, every: i
         raise InputError("the fingerprint is of another projection or stride than agreed on")
     values = sent.values()
     rows = lens(difr.rows_every(own, every))
-    return float(difr.activation_distance(values, rows).square().sum().sqrt() / rows.norm().clamp(min=1e-12))
+    apart, size = difr.activation_distance(values, rows), rows.norm().clamp(min=1e-12)
+    return float(apart.norm() / size), float(apart.max() / size * len(rows) ** 0.5)
 
 
 def import_openai(path: Path, out: Path, model: str = BUILTIN, progress: Progress = silent) -> Made:
@@ -349,6 +390,8 @@ def bounds(
             which the warden's policy lets a response pass; default: it does not say.
         messages, inspections, alarms, false_positives, capacity, bits: M, B_I, B_A, α, C and n of the game.
     """
+    if not 1 <= max(tokens, queries) <= MOST:
+        raise InputError(f"{tokens} tokens, {queries} queries: up to {MOST:,} each")
     corrected, most = theory.hidden_seed_rate(free, permitted), free * math.log2(permitted)
     return {
         "format": FORMAT,
@@ -373,7 +416,7 @@ def sampling_rate(
     rows = [
         {"share": one, "messages": theory.required_samples(one, confidence, needed)}
         for one in wanted
-        if one <= 1
+        if LEAST_SHARE <= one <= 1
     ]
     return {
         "format": FORMAT, "messages": theory.required_samples(share, confidence, needed), "shares": rows

@@ -188,30 +188,17 @@ def mmd_test(
     Raises:
         InputError: fewer than two completions a side (of a prompt), or unequal lengths.
     """
-    if prompts is not None:
-        return _mmd_by_prompt(ours, theirs, rng, permutations, np.asarray(prompts))
-    if min(len(ours), len(theirs)) < 2 or ours.shape[1:] != theirs.shape[1:]:
-        raise InputError("the MMD test needs at least two completions a side, all of one length")
-    kernel = _agreement(np.concatenate([ours, theirs]))
-    found = _mmd(kernel, len(ours))
-    above = 0
-    for _ in range(permutations):
-        order = rng.permutation(len(kernel))
-        above += _mmd(kernel[np.ix_(order, order)], len(ours)) >= found
-    return (above + 1) / (permutations + 1)
-
-
-def _mmd_by_prompt(
-    ours: NDArray[np.int64],
-    theirs: NDArray[np.int64],
-    rng: np.random.Generator,
-    permutations: int,
-    of: NDArray[np.int64],
-) -> float:
-    if ours.shape != theirs.shape or len(of) != len(ours) or min(np.unique(of, return_counts=True)[1]) < 2:
-        raise InputError("the MMD test by prompt needs two completions of each prompt a side, of one length")
+    of = np.asarray([0] * len(ours) if prompts is None else prompts)
+    theirs_of = np.zeros(len(theirs), dtype=int) if prompts is None else of
+    counts = [int((side == one).sum()) for one in np.unique(of) for side in (of, theirs_of)]
+    if min(counts, default=0) < 2 or len(of) != len(ours) or ours.shape[1:] != theirs.shape[1:]:
+        raise InputError(
+            "the MMD test needs at least two completions a side (of each prompt, where it is by prompt), of one length"
+        )
+    if len(theirs_of) != len(theirs):
+        raise InputError(f"{len(theirs_of)} prompts for {len(theirs)} completions")
     kernels = [
-        (_agreement(np.concatenate([ours[of == one], theirs[of == one]])), int((of == one).sum()))
+        (_agreement(np.concatenate([ours[of == one], theirs[theirs_of == one]])), int((of == one).sum()))
         for one in np.unique(of)
     ]
     found = sum(_mmd(kernel, first) for kernel, first in kernels)
@@ -219,7 +206,7 @@ def _mmd_by_prompt(
     for _ in range(permutations):
         orders = [rng.permutation(len(kernel)) for kernel, _ in kernels]
         value = sum(_mmd(k[np.ix_(o, o)], first) for (k, first), o in zip(kernels, orders, strict=True))
-        above += value >= found - 1e-12
+        above += value >= found - 1e-12  # of equal divisions none is lost to rounding
     return (above + 1) / (permutations + 1)
 
 

@@ -183,26 +183,30 @@ def verify(path: Path, public_key: str, checkpoint: Checkpoint | None = None) ->
 def prove(
     path: Path, public_key: str, checkpoint: Checkpoint, wanted: Callable[[Mapping[str, Any]], bool]
 ) -> tuple[str, Inclusion]:
-    """The line of the first wanted entry under a checkpoint, and the proof that it is; needs no private key.
+    """The line of the one wanted entry under a checkpoint, and the proof that it is there; needs no private key.
 
     Raises:
-        LedgerError: the file cannot be read, is not valid or not the checkpoint's, or holds no such entry under it.
+        LedgerError: the file cannot be read, is not valid or not the checkpoint's, or holds no such entry under it, or
+            several.
     """
-    chain, found = _Chain(public_key), None
+    chain = _Chain(public_key)
+    found: list[tuple[bytes, int]] = []
     for line in lines(path):
         chain.take(line)
-        if found is None and 0 < len(chain.leaves) <= checkpoint.size and not chain.wrong:
+        if 0 < len(chain.leaves) <= checkpoint.size and not chain.wrong:
             value = parsed(line.removesuffix(b"\n"))
             if isinstance(value, dict) and wanted(value["entry"]):
-                found = line, len(chain.leaves) - 1
+                found.append((line, len(chain.leaves) - 1))
     verdict = chain.verdict(checkpoint)
     if not verdict.valid:
         raise LedgerError(f"nothing of {path} can be proven: {verdict.reason}")
-    if found is None:
-        raise LedgerError(f"no such record among the {checkpoint.size} of {path} under the checkpoint")
-    siblings = merkle_path(chain.leaves[: checkpoint.size], found[1])
-    proof = Inclusion(found[1], checkpoint.size, tuple(h.hex() for h in siblings))
-    return found[0].decode().removesuffix("\n"), proof
+    if len(found) != 1:
+        many = f"{len(found)} such records" if found else "no such record"
+        raise LedgerError(f"{many} among the {checkpoint.size} of {path} under the checkpoint")
+    ((line, index),) = found
+    siblings = merkle_path(chain.leaves[: checkpoint.size], index)
+    proof = Inclusion(index, checkpoint.size, tuple(h.hex() for h in siblings))
+    return line.decode().removesuffix("\n"), proof
 
 
 def verify_inclusion(
@@ -330,10 +334,8 @@ def _fields(text: str, types: Mapping[str, type], what: str) -> dict[str, Any]:
 
 def _hashes(path: tuple[str, ...]) -> list[bytes]:
     """Hashes of a proof; what is no hash becomes one that fits nowhere."""
-    try:
-        return [bytes.fromhex(one) for one in path]
-    except ValueError:
-        return [b""] * len(path)
+    good = all(len(one) == 64 and not set(one) - set("0123456789abcdef") for one in path)
+    return [bytes.fromhex(one) if good else b"" for one in path]
 
 
 def _statement(fields: Mapping[str, Any]) -> bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -61,8 +62,13 @@ def score(
         )
     if by is not None and by not in SCORES:
         raise InputError(f"no score {by!r}; known are {', '.join(SCORES)}")
+    if draft is not None and (trials or by in ("margin", "likelihood", "monte_carlo")):
+        raise InputError("speculative answers have no margin, likelihood or Monte Carlo score")
+    if by == "monte_carlo" and not trials:
+        raise InputError("a verdict by the Monte Carlo score needs trials")
     found = read_transcripts(path)
     reference = None if honest is None else read_transcripts(honest)
+    _alike([*found, *(reference or [])])
     verifier = verifier_for([*found, *(reference or [])], model, dtype, device, key, key_form)
     drafting = None if draft is None else speculative.load_draft(draft, model or BUILTIN, dtype, device)
     token_judge = _trusting(verifier, sigma, noise_on, ipt_sigma, trials)
@@ -81,12 +87,25 @@ def score(
     return made
 
 
+def _alike(found: Sequence[Transcript]) -> None:
+    """Scores of honest tokens depend on how they were drawn: only what was drawn alike is compared.
+
+    Raises:
+        InputError: requests differ in their sampling (but for the seed).
+    """
+    kinds = {replace(one.sampling, seed=0) for one in found}
+    if len(kinds) > 1:
+        first, second = sorted(map(str, kinds))[:2]
+        raise InputError(f"requests that were sampled differently cannot be compared: {first} and {second}")
+
+
 def _by(by: str | None, parts: Sequence[dict[str, np.ndarray]]) -> str:
     shared = set.intersection(*(set(part) for part in parts))
     if by is None:
         return next(name for name in PREFERRED if name in shared)
     if by not in shared:
-        raise InputError(f"not all requests have the score {by!r}; all have {', '.join(sorted(shared))}")
+        have = ", ".join(name for name in SCORES if name in shared)
+        raise InputError(f"not all requests have the score {by!r}; all have {have}")
     return by
 
 
@@ -161,7 +180,9 @@ def _verdict(
     level: float,
     draws: int = 10_000,
 ) -> Made:
-    """A permutation test of whole requests: how often does a random division of them differ as much?
+    """A permutation test of whole requests; ``diverges`` is None where so few of them cannot tell.
+
+    The question: how often does a random division of them differ as much?
 
     Tokens of one request share their text, so that requests are exchanged, not tokens.
     """
@@ -180,6 +201,6 @@ def _verdict(
     least = max(1 / (draws + 1), 1 / math.comb(len(sums), n))
     means = [float(part[:, 0].sum() / part[:, 1].sum()) for part in (sums[:n], sums[n:])]
     return {
-        "diverges": p < level, "score": name, "mean": means[1], "honest_mean": means[0], "p": p, "least_p": least,
-        "clipped_at": pooling.top,
+        "diverges": p < level if least < level else None, "score": name, "mean": means[1], "honest_mean": means[0],
+        "p": p, "least_p": least, "clipped_at": pooling.top,
     }  # fmt: skip

@@ -44,11 +44,11 @@ class Positions:
 
     def __getitem__(self, place: int) -> Numbers:
         while len(self._drawn) <= place:
-            # Hashed noise depends on what stands before; here that is the place and the use, not tokens.
-            now = len(self._drawn)
-            draft = self._noise.gumbel(self._width, (now, 0))
-            uniform = self._noise.uniform((now, 1))
-            self._drawn.append(Numbers(draft, uniform, self._noise.gumbel(self._width, (now, 2))))
+            # Hashed noise depends on what stands before, or on how much; here place and use say both, not tokens.
+            now = 3 * len(self._drawn)
+            draft = self._noise.gumbel(self._width, range(now))
+            uniform = self._noise.uniform(range(now + 1))
+            self._drawn.append(Numbers(draft, uniform, self._noise.gumbel(self._width, range(now + 2))))
         return self._drawn[place]
 
 

@@ -213,6 +213,21 @@ def write_transcripts(path: Path, transcripts: Iterable[Transcript]) -> int:
     return count
 
 
+def cut_torn_line(path: Path) -> None:
+    """Cut off a last line without its end, which an interrupted run may leave.
+
+    Raises:
+        InputError: the file cannot be read or changed.
+    """
+    try:
+        content = path.read_bytes()
+        if content and not content.endswith(b"\n"):
+            with path.open("r+b") as file:
+                file.truncate(content.rfind(b"\n") + 1)
+    except OSError as error:
+        raise InputError(f"cannot go on with {path}: {error.strerror or error}") from None
+
+
 def read_transcripts(path: Path) -> list[Transcript]:
     """All requests of a JSONL file.
 

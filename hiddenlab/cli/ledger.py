@@ -9,7 +9,7 @@ from typer import Argument, Option
 from hiddenlab.cli import options as o
 from hiddenlab.cli.verify import REJECTED, RUNS, FileArg
 from hiddenlab.cli.verify import app as app
-from hiddenlab.cli.verify_run import conduct, show
+from hiddenlab.cli.verify_run import conduct, explain, show
 
 KeyFileOpt = Annotated[Path, Option("--key", metavar="FILE", help="Private key; made if it does not exist.")]
 PublicOpt = Annotated[str, Option("--public-key", metavar="HEX", help="Of who keeps the ledger.")]
@@ -35,6 +35,8 @@ def record(
         checkpoint=checkpoint,
     )  # fmt: skip
     show(found, "recorded", json=json)
+    if not json:
+        explain([("public key", found["public_key"])])
 
 
 @app.command("prove")
@@ -44,6 +46,10 @@ def prove(
     checkpoint: PointOpt,
     public_key: PublicOpt,
     out: Annotated[Path, Option("--out", metavar="FILE", help="Where the proof is written.")],
+    transcripts: Annotated[
+        Path | None,
+        Option("--transcripts", metavar="FILE", help="With the request, where its id stands twice."),
+    ] = None,
     runs_dir: o.RunsDirOpt = RUNS,
     no_record: o.NoRecordOpt = False,
     json: o.JsonOpt = False,
@@ -51,7 +57,7 @@ def prove(
     """Write a proof that a request stands in a ledger, for somebody who has its checkpoint only."""
     found = conduct(
         "prove", json=json, runs_dir=runs_dir, keep=not no_record, ledger=ledger, request=request,
-        checkpoint=checkpoint, public_key=public_key, out=out,
+        checkpoint=checkpoint, public_key=public_key, out=out, transcripts=transcripts,
     )  # fmt: skip
     show(found, "proven", json=json)
 

@@ -193,7 +193,10 @@ def check(
     show(found, "checked", "requests", json=json, left_out=("reason",))
     if not json:
         explain((row["id"], row["reason"]) for row in found["requests"] if row["verdict"] != "valid")
-        stdout().print("No proof vouches for the last token of an answer: no state follows it.", style="dim")
+        stdout().print(
+            "Covered: what states that were sent depend on. A few changed tokens may stay within a proof's limits.",
+            style="dim",
+        )
     if found["counts"]["valid"] < len(found["requests"]):
         raise typer.Exit(REJECTED)
 
@@ -233,7 +236,7 @@ def score(
     no_record: o.NoRecordOpt = False,
     json: o.JsonOpt = False,
 ) -> None:
-    """Token-DiFR: how far tokens are from those of a trusted run with the same seed; exit code 1 if it diverges."""
+    """Token-DiFR: how far tokens are from a trusted run's; exit code 1 if they diverge, or are too few to tell."""
     found = conduct(
         "score", json=json, threads=threads, runs_dir=runs_dir, keep=not no_record,
         path=file, honest=honest, model=model, dtype=dtype, device=device,
@@ -241,7 +244,11 @@ def score(
         by=by, sigma=sigma, noise_on=noise_on, ipt_sigma=ipt_sigma, trials=monte_carlo,
     )  # fmt: skip
     show(found, "Token-DiFR", "requests", json=json)
-    if found["verdict"] and found["verdict"]["diverges"]:
+    verdict = found["verdict"]
+    if verdict and verdict["diverges"] is None and not json:
+        least = f"{verdict['least_p']:.3g}"
+        explain([("undecided", f"so few requests cannot give a p below {least}; compare more of them")])
+    if verdict and verdict["diverges"] is not False:
         raise typer.Exit(REJECTED)
 
 
@@ -360,7 +367,7 @@ def bounds(
         false_positives=false_positives, capacity=capacity, bits=bits, tokens=tokens, queries=queries,
         error=error, rate=rate,
     )  # fmt: skip
-    show(found, "bits a token, and the game's bound", json=json)
+    show(found, "what the theorems say", json=json)
 
 
 @app.command("sampling-rate")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, is_dataclass
@@ -12,10 +13,13 @@ from typing import Any
 from hiddenlab import registry
 from hiddenlab.cli.console import bars, only_json, print_json, stderr, stdout
 from hiddenlab.core import Progress
+from hiddenlab.errors import InputError
 from hiddenlab.record import Recorder, RunRecord
 
 PICTURE = "plot.png"
 ROWS = ("requests", "files", "shares")  # lists of an answer that have a row a request, a file, or a share
+READ = ("path", "folder", "honest", "transcripts", "prompts")  # options that name what is read
+SHOWN = 40  # files in a plot, those with the most that is dangerous
 SECRET = ("key",)  # options that no record holds
 
 
@@ -25,7 +29,8 @@ def conduct(
 ) -> dict[str, Any]:  # fmt: skip
     """Run a command of the lab, record it and draw what it found.
 
-    The record is begun with the first sign of work, so that a misspelt name leaves none behind. It holds the options
+    The record is begun with the first sign of work, so that a misspelt name leaves none behind; that one can be made is
+    looked at before. It holds the options
     (of a key the name of its environment variable), a digest of the files read, the answer, and its rows as samples.
 
     Args:
@@ -41,6 +46,8 @@ def conduct(
         torch.set_num_threads(threads)
     if key_env is not None:
         options["key"] = _key(key_env)
+    if keep:
+        _check_place(runs_dir)
     run = _Run(command, options | ({} if key_env is None else {"noise_key_env": key_env}), runs_dir, keep)
     with only_json(json), bars() as progress:
         try:
@@ -53,7 +60,21 @@ def conduct(
             run.close("failed", error=str(error))
             raise
         run.finish(found)
+        run.draw(found)
     return found
+
+
+def _check_place(runs_dir: Path) -> None:
+    """Say so before the work, not after it.
+
+    Raises:
+        InputError: no directory can be made there.
+    """
+    there = next(path for path in (runs_dir.resolve(), *runs_dir.resolve().parents) if path.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        raise InputError(
+            f"cannot record the run in {runs_dir}; name another place with --runs-dir, or --no-record"
+        )
 
 
 class _Run:
@@ -91,17 +112,21 @@ class _Run:
         for row in (row for part in rows.values() for row in part):
             recorder.append(dict(row))
         recorder.record.prompts = len(recorder.samples)
-        if recorder.path is not None:
-            draw(self.command, found, recorder.path / PICTURE)
-            stderr().print(f"recorded in {recorder.path}", highlight=False, soft_wrap=True, markup=False)
         recorder.close("finished", {k: v for k, v in found.items() if k not in rows})
+
+    def draw(self, found: Mapping[str, Any]) -> None:
+        """Draw what was found beside the record; a plot that fails takes no answer with it."""
+        if self.recorder is None or self.recorder.path is None:
+            return
+        screen = stderr()
+        try:
+            draw(self.command, found, self.recorder.path / PICTURE)
+        except (ValueError, OSError, RuntimeError) as error:
+            screen.print(f"no plot: {error}", highlight=False, soft_wrap=True, markup=False)
+        screen.print(f"recorded in {self.recorder.path}", highlight=False, soft_wrap=True, markup=False)
 
 
 def _key(name: str) -> str:
-    import os
-
-    from hiddenlab.errors import InputError
-
     if not (found := os.environ.get(name)):
         raise InputError(f"the environment variable {name} is not set")
     return found
@@ -114,8 +139,8 @@ def _plain(value: Any) -> Any:
 
 
 def _digest(options: Mapping[str, Any]) -> str | None:
-    """Of the files that a command reads; not of a ledger or a file that it writes."""
-    paths = [options[name] for name in ("path", "folder", "honest", "transcripts") if options.get(name)]
+    """Of the files that a command reads and does not write."""
+    paths = [Path(options[name]) for name in READ if options.get(name)]
     files = [
         file for path in paths for file in (sorted(path.glob("*.jsonl")) if path.is_dir() else [path])
     ]  # fmt: skip
@@ -193,7 +218,7 @@ def _classes(found: Mapping[str, Any], path: Path) -> None:
 
     rows = [
         {
-            "file": f"{file['file']}: {file['class']}",
+            "file": f"{file['file']}: {file['class']}".replace("$", r"\$"),
             **{name: file[name] / file["tokens"] for name in ("suspicious", "dangerous")},
             "bits": file["bits_per_token"],
         }
@@ -205,6 +230,7 @@ def _classes(found: Mapping[str, Any], path: Path) -> None:
         "dangerous": "dangerous, share",
         "bits": "bits a token, at most",
     }
+    rows = sorted(rows, key=lambda row: -row["dangerous"])[:SHOWN]
     if rows:
         draw_bars(
             rows, "file", panels, "Audit: tokens by class, and what they could have carried", path, False
@@ -214,7 +240,7 @@ def _classes(found: Mapping[str, Any], path: Path) -> None:
 def _theorems(found: Mapping[str, Any], path: Path) -> None:
     from hiddenlab.plots import draw_bars
 
-    rates = [name for name in found if name.startswith("theorem_4")]
+    rates = [name for name in found if name.startswith("theorem_4") and "printed" not in name]
     rows = [{"bound": _readable(name), "bits": found[name]} for name in rates]
     draw_bars(
         rows, "bound", {"bits": "bits a token"}, "What an adversary who is not caught can send", path, False
