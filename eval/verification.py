@@ -23,7 +23,12 @@ OTHERS = (
 WINDOW = 32  # tokens that DiFR's comparison of costs looks at
 METHODS = ("Activation-DiFR", "TOPLOC")
 TARGETS = (0.95, 0.99, 0.999, 0.9999)  # areas under the curve, of DiFR's table 1
-POOLING_LABELS = {"mean": "mean", "tail": "tail-focused mean", "best": "chosen on the training half"}
+POOLING_LABELS = {
+    "plain": "plain mean",
+    "mean": "clipped mean",
+    "tail": "tail-focused mean",
+    "best": "chosen on the training half",
+}
 LIMITS = ("published", "calibrated")
 LIMIT_NOTES = {
     "published": "of the paper for bfloat16 (38 exponents, mean 10, median 8). Those for float32 count bits that "

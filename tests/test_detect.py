@@ -101,7 +101,7 @@ def test_poolings_can_be_chosen_by_kind() -> None:
     honest = np.abs(np.random.default_rng(0).normal(size=100_000))
     means, tails = poolings(honest, "mean"), poolings(honest, "tail")
     assert all(one.floor == 0 for one in means) and all(one.floor > 0 for one in tails)
-    assert poolings(honest) == means + tails
+    assert poolings(honest) == means + tails and poolings(honest, "plain") == means[-1:]
     with pytest.raises(InputError, match="pooling"):
         poolings(honest, "median")
 

@@ -16,7 +16,7 @@ from hiddenlab.errors import InputError
 
 Scores = NDArray[np.float64]
 PERCENTILES = (99.0, 99.9, 99.99, 99.999)
-POOLINGS = ("best", "mean", "tail")
+POOLINGS = ("best", "plain", "mean", "tail")
 TAILS = ((99.999, 99.99), (99.9, 99.0))  # clipped at the first, zero below the second
 UNIT = 1.0  # where scores are clipped if no honest token diverges at all
 CHANCE = 0.5
@@ -96,7 +96,8 @@ def poolings(honest: Scores, which: str = "best") -> list[Pooling]:
     """Winsorized means and tail-focused means, each once (DiFR, section 5.2 and appendix E).
 
     Args:
-        which: ``best`` for both kinds, ``mean`` for the first alone, ``tail`` for the second.
+        which: ``best`` for both kinds, ``mean`` for the first alone, ``tail`` for the second, ``plain`` for the mean
+            that is hardly clipped (at the last of the percentiles; filtered tokens, which are infinite, need a limit).
 
     Raises:
         InputError: another kind.
@@ -104,7 +105,7 @@ def poolings(honest: Scores, which: str = "best") -> list[Pooling]:
     if which not in POOLINGS:
         raise InputError(f"pooling {which!r}: one of {', '.join(POOLINGS)}")
     means, tails = [(top, 0.0) for top in PERCENTILES], list(TAILS)
-    wanted = {"best": means + tails, "mean": means, "tail": tails}[which]
+    wanted = {"best": means + tails, "plain": means[-1:], "mean": means, "tail": tails}[which]
     return list(dict.fromkeys(clipping(honest, top, floor) for top, floor in wanted))
 
 
