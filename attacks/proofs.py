@@ -45,8 +45,7 @@ class ProofSearch:
     Knows: the weights, the fingerprints, the channel. Does not know: the states, keys of projections or indices.
 
     Args:
-        breadth: paths kept; behind the first token eight times as many, and elsewhere, where evidence is calibrated, up
-            to as many if they hold all but a hundredth of the weight. candidates: continuations in the first chunk.
+        breadth: paths kept; behind the first token eight times as many. candidates: continuations in the first chunk.
         budget: tokens tried for a position at most, and up to ``breadth`` × ``candidates`` behind other paths where
             none stands out.
         openings: first tokens compared. evidence: false leaves the language model's own guess, the floor.
@@ -103,10 +102,7 @@ class ProofSearch:
             speaks = self.evidence and row % self.every == 0
             tried, enough = self._try(opening, paths, row, evidence if speaks else None)
             spent |= speaks and not enough
-            most = self.breadth * FIRST_PATHS
-            breadth = most if row == 0 and speaks else self.breadth
-            if speaks and evidence.calibrated:
-                breadth = min(most, max(breadth, tried.likely()))
+            breadth = self.breadth * (FIRST_PATHS if row == 0 and speaks else 1)
             paths = _survivors(opening, paths, tried, row, breadth, last=row == rows - 1)
             self.progress("positions", row + 1, rows)
         evaluated, calls = slice.evaluated_tokens - before[0], slice.forward_calls - before[1]
@@ -133,8 +129,11 @@ class ProofSearch:
             best = scores.flatten().topk(min(limit, scores.numel()))
             parents, tokens = best.indices // slice.vocab_size, best.indices % slice.vocab_size
             return _Tried(parents, tokens, best.values, torch.zeros_like(best.values), slice.vocab_size), True
-        tried = self._ordered(scores, limit, evidence.calibrated)
-        parents, tokens = tried.parents, tried.tokens
+        prior, parents = scores.max(0)
+        tokens = prior.topk(min(limit, len(prior))).indices
+        tried = _Tried(
+            parents[tokens], tokens, prior[tokens], torch.zeros_like(prior[tokens]), slice.vocab_size
+        )
         if row == 0:
             tried.evidence = evidence.score(0, opening.states)
             return tried, tried.stands_out() or len(tokens) == slice.vocab_size
@@ -152,24 +151,13 @@ class ProofSearch:
             ):
                 break
             reach = min(reach, int((tried.prior >= tried.first(end).floor(evidence.most)).sum()))
-        tried, enough = tried.first(start), reach < len(tokens) or len(tokens) == scores.numel()
+        tried, enough = tried.first(start), reach < len(tokens) or len(tokens) == slice.vocab_size
         found = tried.stands_out() or (evidence.calibrated and tried.settled(everything))
         # The whole vocabulary again would double the cost for what mostly decides between paths alone.
         others = self.candidates if found else min(self.budget, self.breadth * self.candidates)
         parents, tokens = tried.elsewhere(scores, evidence.most, others)
         more = _scored(slice, paths, parents, tokens, evidence, row)
         return tried.with_more(parents, tokens, scores[parents, tokens], more), found or enough
-
-    def _ordered(self, scores: Float[Tensor, "paths v"], limit: int, pairs: bool) -> "_Tried":
-        """What is to be tried, by falling score: continuations of all paths, or each token behind one path alone."""
-        if pairs:
-            prior, place = scores.flatten().topk(min(limit, scores.numel()))
-            parents, tokens = place // scores.shape[1], place % scores.shape[1]
-        else:
-            most, parent = scores.max(0)
-            prior, tokens = most.topk(min(limit, len(most)))
-            parents = parent[tokens]
-        return _Tried(parents, tokens, prior, torch.zeros_like(prior), scores.shape[1])
 
     def __repr__(self) -> str:
         return (
@@ -268,11 +256,6 @@ class _Tried:
         )
         rest = everything + math.log1p(-min(math.exp(tried - everything), 1 - 1e-6))
         return posterior - rest >= SETTLED
-
-    def likely(self) -> int:
-        """How many of the best continuations hold all but a hundredth of the weight of those tried."""
-        shares = (self.prior + self.evidence).double().softmax(0).sort(descending=True).values
-        return int((shares.cumsum(0) < 1 - math.exp(-SETTLED)).sum()) + 1
 
     def stands_out(self) -> bool:
         """True where the best by score is sure: going on would find nothing better."""
