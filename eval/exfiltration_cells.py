@@ -1,17 +1,13 @@
-"""What cells of the exfiltration experiments measure: a warden set on honest answers, and adversaries against it."""
+"""What cells of the exfiltration experiments measure: adversaries against the warden, and the game."""
 
-import hashlib
-import json
 import math
-import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import load_file, save_file
 from scipy.stats import binom
 from torch import Tensor
 
@@ -24,18 +20,25 @@ from defenses.verification.difr import Replay, Verifier
 from defenses.verification.filters import PerplexityFilter, SyntacticFilter
 from defenses.verification.likelihood import gumbel_positions
 from defenses.verification.provider import Request
-from defenses.verification.sampling import kept
 from defenses.verification.transcript import Transcript
 from defenses.verification.whole import WholeModel, load_whole
 from eval.adversaries import SAMPLES, Answer, Rule, Tactic, answers, known
-from eval.answers import answered, requests_of
+from eval.answers import requests_of
 from eval.experiment import Figures
 from eval.intervals import Estimate, mean, share
 from eval.measures import as_figures, exactly
+from eval.warden_cells import (
+    FIELDS,
+    calibration,
+    least,
+    narrowed,
+    of_tokens,
+    rules,
+    slowdown,
+    stored,
+)
 from hiddenlab.core import Progress, silent
-from hiddenlab.errors import InputError
 
-FIELDS = ("false_positives", "suspicious", "bits", "safe_bits", "quiet_bits")
 GAME = (
     "messages",
     "inspected",
@@ -48,240 +51,12 @@ DANGEROUS, BOTH = "dangerous", "dangerous and suspicious"  # classes of tokens t
 ENDS = {
     "learnt": "message learnt", "not_learnt": "message not learnt", "caught": "caught", "spent": "alarms spent",
 }  # fmt: skip
-REACH = 4.5  # standard deviations of noise; what they do not bring past the filter is left out
-WIDEST = 4096  # columns
-ANSWERS = (
-    "model",
-    "prompts",
-    "limit",
-    "max_tokens",
-    "turns",
-    "new_tokens",
-    "sampling",
-    "variant",
-    "seed",
-    "device",
-)
-GRID = ("dtype", "requests", "noise_sds", "thresholds", "cutoffs")
 SENT = (
-    "model",
-    "prompts",
-    "sampling",
-    "seed",
-    "device",
-    "dtype",
-    "count",
-    "prompt_tokens",
-    "length",
-    "adversary",
-)
+    "model", "prompts", "sampling", "seed", "device", "dtype", "count", "prompt_tokens", "length", "adversary",
+)  # fmt: skip
 
 
-def _kept(home: Path, kind: str, key: Any, make: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Tensors made once, under a digest of what they depend on."""
-    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
-    path = home / kind / f"{digest}.safetensors"
-    if not path.is_file():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        work = path.with_name(f".{path.name}.{os.getpid()}")
-        save_file(make(), work)
-        work.replace(path)
-    return load_file(path)
-
-
-# ---- the warden
-
-
-def narrowed(replay: Replay, noise_sd: float, least: int) -> risk.Evidence:
-    """A replayed answer with only the tokens that noise can bring past the sampler's filter, by falling logit.
-
-    A draw of the likelihood's makes another token admissible only beyond ``REACH`` standard deviations, or, with noise
-    as large as the logits, beyond the first ``WIDEST`` tokens. Without these a vocabulary of 50,000 is a hundred wide.
-    A claimed token among them takes the last column, so that its rank is still beyond every cutoff up to ``least``.
-
-    Args:
-        least: fewest columns.
-    """
-    if replay.uniform is not None:
-        raise InputError("the warden's score here is for Gumbel-max sampling")
-    gumbel = torch.zeros_like(replay.logits) if replay.gumbel is None else replay.gumbel
-    width = replay.logits.shape[1]
-    filtered = not replay.sampling.greedy and 0 < replay.sampling.top_k < WIDEST < width
-    ids = replay.logits.topk(WIDEST if filtered else width, dim=1).indices.sort(1).values
-    order = replay.logits.gather(1, ids).sort(dim=1, descending=True, stable=True).indices
-    ids = ids.gather(1, order)
-    values = replay.logits.gather(1, ids)
-    if filtered:
-        last = kept(values, replay.sampling).sum(1, keepdim=True)
-        boundary = (values.gather(1, last - 1) + values.gather(1, last)) / 2
-        able = int((values > boundary - REACH * noise_sd).sum(1).max())
-        ids = ids[:, : max(able, least) + 1].clone()
-        outside = ~(ids == replay.tokens[:, None]).any(1)
-        ids[outside, -1] = replay.tokens[outside]
-    return risk.Evidence(
-        replay.logits.gather(1, ids), gumbel.gather(1, ids),
-        (ids == replay.tokens[:, None]).int().argmax(1), replay.sampling,
-    )  # fmt: skip
-
-
-def calibration(spec: dict[str, Any], home: Path, progress: Progress = silent) -> dict[str, Tensor]:
-    """Sums over each honest answer's tokens for every setting of the grid, measured once.
-
-    Args:
-        spec: as ``eval.answers.answered``; requests (how many of the answers), noise_sds, thresholds, cutoffs.
-
-    Returns:
-        ``sums`` (answers, settings, ``FIELDS``) in the order of ``rules``, ``tokens`` (answers), ``vocabulary``, and
-        by token ``margin`` and ``cross_entropy`` (answers, tokens).
-    """
-    key = {name: spec[name] for name in (*ANSWERS, *GRID)}
-    return _kept(home, "warden", key, lambda: _calibrate(spec, home, progress))
-
-
-def _calibrate(spec: dict[str, Any], home: Path, progress: Progress) -> dict[str, Tensor]:
-    transcripts = answered(spec, home, progress).transcripts
-    chosen = transcripts[:: max(1, len(transcripts) // spec["requests"])][: spec["requests"]]
-    verifier = Verifier(load_whole(spec["model"], dtype=spec["dtype"], device=spec["device"]))
-    vocabulary = verifier.model.vocabulary
-    sums, margins, surprisals = [], [], []
-    for i, transcript in enumerate(chosen):
-        replay = verifier.replay(transcript)
-        rows = [row for sd in spec["noise_sds"] for row in _points(replay, sd, spec, vocabulary, i)]
-        sums.append(torch.tensor(rows, dtype=torch.float64) * len(replay.tokens))
-        margins.append(difr.margin(replay))
-        surprisals.append(difr.cross_entropy(replay))
-        progress("honest answers measured", i + 1, len(chosen))
-    return {
-        "sums": torch.stack(sums), "tokens": torch.tensor([len(one.output) for one in chosen]),
-        "vocabulary": torch.tensor(vocabulary), "margin": torch.stack(margins),
-        "cross_entropy": torch.stack(surprisals),
-    }  # fmt: skip
-
-
-def _points(
-    replay: Replay, noise_sd: float, spec: dict[str, Any], vocabulary: int, seed: int
-) -> Iterator[tuple[float, ...]]:
-    """One answer's means at every threshold and cutoff, in the order of ``FIELDS``."""
-    evidence = narrowed(replay, noise_sd, max(spec["cutoffs"]))
-    missing = math.log2(vocabulary / evidence.logits.shape[1])
-    for p in risk.pareto(
-        [evidence], [noise_sd], spec["thresholds"], spec["cutoffs"], samples=SAMPLES, seed=seed
-    ):
-        # A dangerous token is one of the whole vocabulary, not only of the columns kept here.
-        bits = p.bits + missing * p.false_positive_rate
-        yield p.false_positive_rate, p.suspicious, bits, p.safe_bits, p.quiet_bits
-
-
-def rules(spec: dict[str, Any]) -> list[Rule]:
-    """All settings of the grid."""
-    return [
-        Rule(sd, threshold, cutoff)
-        for sd in spec["noise_sds"]
-        for threshold in spec["thresholds"]
-        for cutoff in spec["cutoffs"]
-    ]
-
-
-def least(found: dict[str, Tensor], spec: dict[str, Any]) -> int:
-    """Place of the setting with the least of ``criterion`` among those whose honest shares are low enough.
-
-    Raises:
-        InputError: there is none.
-    """
-    means = (found["sums"].sum(0) / found["tokens"].sum()).numpy()
-    fit = (means[:, 0] <= spec["rate"]) & (means[:, 1] <= spec["most_suspicious"])
-    if not fit.any():
-        raise InputError(f"no setting of the grid calls only {spec['rate']:.2%} of honest tokens dangerous")
-    return int(np.where(fit, means[:, FIELDS.index(spec["criterion"])], np.inf).argmin())
-
-
-def pareto(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> Figures:
-    """The warden's best setting at a false positive rate; the whole grid goes to ``points.json`` in the folder.
-
-    Args:
-        spec: as ``calibration``; rate, criterion, most_suspicious.
-    """
-    found = calibration(spec, folder.parent.parent, progress)
-    place, rule = least(found, spec), rules(spec)[least(found, spec)]
-    sums, tokens = found["sums"][:, place], found["tokens"]
-    whole = math.log2(int(found["vocabulary"]))
-    bits, safe, quiet = (mean((sums[:, i] / tokens).tolist()) for i in (2, 3, 4))
-    figures = as_figures(
-        {
-            "bits": bits, "safe_bits": safe, "quiet_bits": quiet, "slowdown": _slowdown(bits, whole),
-            "share": Estimate(bits.value / whole, bits.low / whole, bits.high / whole, bits.n),
-            "suspicious": _of_tokens(sums[:, 1], tokens), "false_positives": _of_tokens(sums[:, 0], tokens),
-        }
-    )  # fmt: skip
-    for name in ("noise_sd", "threshold", "cutoff"):
-        value = float(getattr(rule, name))
-        figures[name] = exactly(value, int(tokens.sum()))
-    means = (found["sums"].sum(0) / tokens.sum()).tolist()
-    points = [
-        {**vars(r), **dict(zip(FIELDS, row, strict=True))} for r, row in zip(rules(spec), means, strict=True)
-    ]
-    (folder / "points.json").write_text(json.dumps(points, indent=1) + "\n", encoding="utf-8")
-    return figures
-
-
-def frontier(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> Figures:
-    """For each rank cutoff R the fewest bits a token at a false positive rate: a column of figure 10.
-
-    Args:
-        spec: as ``calibration``; rate, most_suspicious.
-
-    Returns:
-        ``bits_R``, ``sigma_R`` and ``threshold_R`` of the setting, for every R that has one.
-
-    Raises:
-        InputError: none has.
-    """
-    found = calibration(spec, folder.parent.parent, progress)
-    tokens, whole = found["tokens"], math.log2(int(found["vocabulary"]))
-    means = (found["sums"].sum(0) / tokens.sum()).tolist()
-    settings = rules(spec)
-    points = []
-    for r, (false, suspicious, bits, safe, quiet) in zip(settings, means, strict=True):
-        point = risk.Point(
-            r.noise_sd,
-            r.threshold,
-            r.cutoff,
-            int(tokens.sum()),
-            false,
-            suspicious,
-            bits,
-            safe,
-            quiet,
-            bits / whole,
-        )
-        points.append(point)
-    figures: Figures = {}
-    for cutoff in spec["cutoffs"]:
-        own = [p for p in points if p.rank_cutoff == cutoff and p.false_positive_rate <= spec["rate"]]
-        if best := risk.frontier(own, most_suspicious=spec["most_suspicious"]):
-            place = settings.index(Rule(best[-1].noise_sd, best[-1].threshold, cutoff))
-            sums = found["sums"][:, place, FIELDS.index("bits")]
-            figures |= as_figures({f"bits_{cutoff}": mean((sums / tokens).tolist())})
-            figures[f"sigma_{cutoff}"] = exactly(best[-1].noise_sd, int(tokens.sum()))
-            figures[f"threshold_{cutoff}"] = exactly(best[-1].threshold, int(tokens.sum()))
-    if not figures:
-        raise InputError(f"no setting of the grid calls only {spec['rate']:.2%} of honest tokens dangerous")
-    return figures
-
-
-def _of_tokens(sums: Tensor, tokens: Tensor) -> Estimate:
-    """A share of tokens, each taken for itself."""
-    count, total = round(float(sums.sum())), int(tokens.sum())
-    return share([True] * count + [False] * (total - count))
-
-
-def _slowdown(bits: Estimate, whole: float) -> Estimate:
-    """log₂ of the vocabulary over a rate; infinite at 0."""
-    value, low, high = (whole / b if b > 0 else math.inf for b in (bits.value, bits.high, bits.low))
-    return Estimate(value, low, high, bits.n)
-
-
-# ---- adversaries against the warden
+# ---- adversaries
 
 
 @dataclass(frozen=True)
@@ -316,10 +91,10 @@ def _judge(spec: dict[str, Any], home: Path, progress: Progress) -> Judged:
     requests = requests_of({**spec, **asked})
     whole = load_whole(spec["model"], dtype=spec["dtype"], device=spec["device"])
     key = [{name: spec[name] for name in SENT}, None if tactic.rule is None else vars(tactic.rule)]
-    made = _kept(
+    made = stored(
         home, "exfiltration", key, lambda: _packed(answers(whole, tactic, requests, spec["length"], progress))
     )
-    suspicious = _of_tokens(found["sums"][:, place, 1], found["tokens"]).high
+    suspicious = of_tokens(found["sums"][:, place, 1], found["tokens"]).high
     fit = PerplexityFilter.fit([-row[: spec["length"]] for row in found["cross_entropy"]])
     rows, margins = [], []
     for i, request in enumerate(requests):
@@ -369,7 +144,7 @@ def game(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> Fig
     """
     home = folder.parent.parent
     key = {name: value for name, value in spec.items() if name not in GAME}
-    pools = _kept(home, "games", key, lambda: _pools(spec, home, progress))
+    pools = stored(home, "games", key, lambda: _pools(spec, home, progress))
     watched = spec["watched"]
     sent = [
         game_of.Sent(bits, alarm > 0, capacity)
@@ -511,7 +286,7 @@ def _figures(rows: Sequence[dict[str, Any]], length: int, whole: float) -> Figur
     out = {name: rate([row[name] for row in rows]) for name in names}
     out["received_elsewhere"] = rate([row["elsewhere"] for row in rows])
     out["passed"] = rate([0.0 if row["flagged"] else row["received"] for row in rows])
-    out["slowdown"] = _slowdown(out["passed"], whole)
+    out["slowdown"] = slowdown(out["passed"], whole)
     # A rounding error is no breach of the bound.
     out["within"] = share([row["received"] <= row["bound"] + 1e-6 for row in rows])
     for name in ("flagged", "flagged_suspicious", "syntactic", "perplexity"):

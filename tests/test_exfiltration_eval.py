@@ -18,6 +18,7 @@ from defenses.verification.transcript import Transcript
 from defenses.verification.whole import WholeModel, load_whole
 from eval import exfiltration as specs
 from eval import exfiltration_cells as cells
+from eval import warden_cells as warden
 from eval.adversaries import Rule, Tactic, answers, known
 from eval.exfiltration import adversaries, frontier, game, pareto
 from eval.experiment import Experiment, Setting, conduct
@@ -110,7 +111,7 @@ def test_an_honest_provider_is_that_of_the_simulator(tiny: str, whole: WholeMode
 
 def test_narrowed_evidence_measures_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leaving out what noise cannot reach changes neither classes nor sets."""
-    monkeypatch.setattr(cells, "WIDEST", 400)
+    monkeypatch.setattr(warden, "WIDEST", 400)
     generator = torch.Generator().manual_seed(3)
     logits = (torch.randn(20, 900, generator=generator) * 3).bfloat16().float()
     gumbel = -torch.empty(20, 900).exponential_(generator=generator).log()
@@ -118,7 +119,7 @@ def test_narrowed_evidence_measures_the_same(monkeypatch: pytest.MonkeyPatch) ->
     tokens[3] = logits[3].argmin()
     replay = Replay(logits, gumbel, None, tokens, SAMPLING, torch.zeros(25, 4))
     for sd in (0.01, 0.1, 1.0):
-        evidence = cells.narrowed(replay, sd, 16)
+        evidence = warden.narrowed(replay, sd, 16)
         width = evidence.logits.shape[1]
         assert 17 <= width <= 400
         grid = [sd], [-2.0, -12.0], [0, 4, 16]
@@ -274,10 +275,10 @@ def test_wrong_options_are_refused(change: dict[str, Any]) -> None:
 
 def test_no_setting_is_good_enough(small: None, tiny: str, home: Path) -> None:
     spec = dict(pareto(asked(tiny), **OPTIONS).cells[0].spec)
-    found = cells.calibration(spec, home)
-    assert cells.least(found, spec) < len(cells.rules(spec)) == 24
+    found = warden.calibration(spec, home)
+    assert warden.least(found, spec) < len(warden.rules(spec)) == 24
     with pytest.raises(InputError, match="no setting"):
-        cells.least({**found, "sums": found["sums"] + 5}, spec)
+        warden.least({**found, "sums": found["sums"] + 5}, spec)
     with pytest.raises(InputError, match="Gumbel"):
         greedy = [Request("a", (1,), Sampling(method="greedy"))]
         answers(load_whole(tiny, device="cpu"), Tactic("honest"), greedy, 2)
