@@ -170,13 +170,29 @@ def areas(
             raise InputError(f"no score {score!r}; known are {', '.join(known)}")
         sizes = SIZES if score in TOKEN_SCORES else FEW
         cells += detected(spec, _list(providers) or (*OTHERS, "batch=7"), {score: known[score]}, sizes)
-    shown = sorted({*SIZES, *FEW})
     return Experiment(
         "Whole area under the ROC curve, and up to 1 % false positives",
         cells,
-        {f"{name}_{n}": f"{label}, {n}" for n in shown for name, label in (("whole", "AUC"), ("auc", "1 %"))},
+        {f"auc_{n}": f"{n} tokens" for n in sorted({*SIZES, *FEW})},
         [SPLIT_NOTE, ANOTHER, _size_note(spec)],
+        fold=_by_area,
+        curves="tokens in a batch; area under the ROC curve",
     )
+
+
+def _by_area(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Two rows for each: its whole areas, and those up to 1 % false positives."""
+    out = []
+    for row in rows:
+        for name, label in (("whole", "whole"), ("auc", "to 1 %")):
+            figures = {
+                f"auc_{key.removeprefix(f'{name}_')}": value
+                for key, value in row["figures"].items()
+                if key.startswith(f"{name}_")
+            }
+            keys = {"provider": row["keys"]["provider"], "score and area": f"{row['keys']['score']}, {label}"}
+            out.append({**row, "keys": keys, "figures": figures})
+    return out
 
 
 def pooling(
@@ -203,13 +219,11 @@ def pooling(
     return Experiment(
         f"Pooling of tokens' scores: {TOKEN_SCORES[score]}",
         cells,
-        {
-            **{f"auc_{n}": f"{n} tokens" for n in SIZES},
-            **{f"tail_{n}": f"tail chosen, {n}" for n in SIZES[-2:]},
-        },
+        {f"auc_{n}": f"{n} tokens" for n in SIZES},
         [
             SPLIT_NOTE, ANOTHER, _size_note(spec),
-            "Tail chosen: in how many of the five divisions a tail-focused mean won on the training half.",
+            "Plain: clipped at the honest tokens' 99.999th percentile only. Clipped: at the best of four percentiles. "
+            "Tail-focused: what is below the 99th or 99.99th counts nothing.",
         ],
         curves=CURVES,
     )  # fmt: skip
@@ -300,6 +314,7 @@ def fingerprint_cost(
             "proof (2 + 2k bytes); a dash: no setting measured reaches it.",
         ],
         fold=_by_target,
+        over="AUC",
     )  # fmt: skip
 
 

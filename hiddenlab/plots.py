@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 # Okabe and Ito's colours, told apart by colour-blind readers too; the marker changes with every line.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MARKERS = "osD^vPX*"
+MOST_BARS = 50
 
 Panel = tuple[str, str, bool]  # name in the summary, title, whether it is a share
 FILES: dict[str, tuple[Panel, Panel]] = {
@@ -53,7 +54,7 @@ def draw_table(table: Mapping[str, Any], out: Path) -> Path | None:
     Every figure over the key that the table names, if it names one (``over``); figures as curves over the numbers in
     their names (``curves``), or over another figure (``against``), where the table says so; else its first figure, as
     lines over layers where it has several, or a bar a row with the paper's figure beside it. None where nothing was
-    measured.
+    measured, or where there would be too many bars to be read.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -76,6 +77,8 @@ def draw_table(table: Mapping[str, Any], out: Path) -> Path | None:
         against = ""
     if not over:
         rows = [row for row in rows if _value(row, name) is not None]
+    if not (over or against or over_layers) and len(rows) > MOST_BARS:
+        return None
     height = 5.2 if over or against else 4.2 if over_layers else 1.2 + 0.36 * len(rows)
     drawing = Figure(figsize=(8.5, height), layout="constrained")
     FigureCanvasAgg(drawing)

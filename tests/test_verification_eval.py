@@ -216,3 +216,12 @@ def test_the_cost_of_an_auc_is_that_of_the_cheapest_setting(spec: dict[str, Any]
     assert costs[0.95] == {"Activation-DiFR": 0.5, "TOPLOC": 10.0}
     assert costs[0.99] == {"Activation-DiFR": 2.0} == costs[0.999]
     assert costs[0.9999] == {}
+
+
+def test_areas_stand_in_rows_of_their_own(spec: dict[str, Any]) -> None:
+    made = verification.areas(Setting(model=spec["model"], prompts=spec["prompts"], device="cpu"))
+    figures = {"auc_4": {"value": 0.6}, "whole_4": {"value": 0.9}, "tail_4": {"value": 1.0}}
+    assert made.fold is not None
+    rows = made.fold([{"keys": {"provider": "x", "score": "margin"}, "figures": figures}])
+    found = {row["keys"]["score and area"]: row["figures"] for row in rows}
+    assert found == {"margin, whole": {"auc_4": {"value": 0.9}}, "margin, to 1 %": {"auc_4": {"value": 0.6}}}
