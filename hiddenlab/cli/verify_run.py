@@ -8,13 +8,15 @@ import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hiddenlab import registry
 from hiddenlab.cli.console import bars, only_json, print_json, stderr, stdout
-from hiddenlab.core import Progress
 from hiddenlab.errors import InputError
 from hiddenlab.record import Recorder, RunRecord
+
+if TYPE_CHECKING:
+    from hiddenlab.core import Progress  # it brings torch, which no help text needs
 
 PICTURE = "plot.png"
 ROWS = ("requests", "files", "shares")  # lists of an answer that have a row a request, a file, or a share
