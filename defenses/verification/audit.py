@@ -57,7 +57,7 @@ def audit(
         false_positives, suspicious: shares of dangerous and of suspicious tokens up to which a file is quiet, being
             what honest noise gives. Without the second, bits pass among the suspicious (eval/LOG.md).
         ipt_sigma: noise in probability, for answers drawn by the inverse transform (FSSL-IPT, Algorithm 3).
-        honest: trusted transcripts; answers whose perplexity is outside of theirs are looked at (appendix A).
+        honest: trusted transcripts; answers whose perplexity is outside of theirs are looked at (section 4.2).
         ledger: a signed ledger in which every request has to stand; needs ``public_key``. checkpoint: file of one, kept
             apart; without it nobody notices if the ledger's end is missing, and the verdict says so.
 
