@@ -132,10 +132,23 @@ def embedding(spec: dict[str, Any], folder: Path, progress: Progress = silent) -
     Args:
         spec: ``model``.
     """
-    slice = load_slice(spec["model"], 0, stream="embed", device="cpu")
+    deviation, tokens = _deviation(spec["model"])
+    return as_figures({"embedding_deviation": Estimate(deviation, deviation, deviation, tokens)})
+
+
+def embedding_deviation(model: str) -> float:
+    """The same number by itself, for experiments that ask for noise of a strength relative to it.
+
+    Raises:
+        HiddenlabError: see ``load_slice``.
+    """
+    return _deviation(model)[0]
+
+
+def _deviation(model: str) -> tuple[float, int]:
+    slice = load_slice(model, 0, stream="embed", device="cpu")
     table = slice.embed(torch.arange(slice.vocab_size))
-    deviation = float(table.float().std(correction=0))
-    return as_figures({"embedding_deviation": Estimate(deviation, deviation, deviation, len(table))})
+    return float(table.float().std(correction=0)), len(table)
 
 
 def bench(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> Figures:

@@ -14,6 +14,7 @@ from eval.experiment import (
     split_specs,
 )
 from eval.experiments import BUDGET, NOISY_BUDGET, utility_cell
+from eval.measures import embedding_deviation
 from hiddenlab.channel import Channel
 from hiddenlab.errors import InputError
 from hiddenlab.job import AttackSpec, build_attack
@@ -42,6 +43,7 @@ def noise(
     methods: str = NOISY,
     attacks: str = f"{MATCHING},{JOINT}",
     budget: int = NOISY_BUDGET,
+    relative: str | float = "",
 ) -> Experiment:
     """Noise is not a defense: vocabulary matching and joint decoding behind noise and permutations, by layer.
 
@@ -49,22 +51,36 @@ def noise(
         channels: permutations behind the noise. methods: defenses. attacks: both as specs. All separated by commas;
             a part such as ``sweeps=0`` belongs to the spec before it.
         budget: candidates a token of plain ``vocab-match``.
+        relative: strengths of ``gaussian`` over the standard deviation of the model's own embeddings, separated by
+            commas, in place of methods: the same noise for models whose embeddings have other units.
 
     Raises:
         InputError: an unknown channel, or a spec that does not read. UnknownNameError: an unknown method or attack.
     """
     asked = {attack: _options(attack, budget) for attack in split_specs(attacks)}
+    behind = _channels(channels)
+    if relative == "":
+        named: dict[str, dict[str, Any]] = {_canonical(spec): {} for spec in split_specs(methods)}
+    else:
+        if methods != NOISY:
+            raise InputError("relative names strengths of gaussian; it and methods exclude each other")
+        strengths, unit = _numbers(relative), embedding_deviation(setting.model)
+        # Four digits say a strength well enough, and one strength is one cell wherever it was computed.
+        named = {
+            _canonical(f"gaussian:sigma={float(f'{over * unit:.4g}')!r}"): {"over deviation": over}
+            for over in strengths
+        }
     cells = [
         attack_cell(
             setting,
-            {"method": method, "channel": channel, "layer": layer, "attack": attack},
+            {"method": method, **keys, "channel": channel, "layer": layer, "attack": attack},
             layer,
             f"{method}|{channel}",
             _published(method, channel, layer),
             **options,
         )
-        for method in dict.fromkeys(map(_canonical, split_specs(methods)))
-        for channel in _channels(channels)
+        for method, keys in named.items()
+        for channel in behind
         for layer in setting.at(LAYERS)
         for attack, options in asked.items()
     ]
@@ -102,11 +118,7 @@ def noise_utility(setting: Setting, sigmas: str | float = SIGMAS, channel: str =
     channel = behind[0]
     layer = _one_layer(setting)
     defenses: dict[str, dict[str, Any]] = {}
-    for sigma in str(sigmas).split(","):  # one number alone comes as such from the command line
-        try:
-            value = float(sigma)
-        except ValueError:
-            raise InputError(f"a sigma is a number, not {sigma!r}") from None
+    for value in _numbers(sigmas):
         defenses[_canonical(f"gaussian:sigma={value!r}")] = {"defense": "gaussian", "sigma": value}
     defenses |= {name: {"defense": name} for name in OTHERS}
     cells = [Cell("embedding", {"model": setting.model}, {"part": UNIT})]
@@ -173,6 +185,17 @@ def _place(row: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
 def _canonical(method: str) -> str:
     """A method as its stages spell themselves, so that one method means one cell however it was written."""
     return "|".join(Channel.parse(method.split("|")).specs)
+
+
+def _numbers(text: str | float) -> list[float]:
+    """Strengths, separated by commas; one alone comes as a number from the command line."""
+    out = []
+    for part in str(text).split(","):
+        try:
+            out.append(float(part))
+        except ValueError:
+            raise InputError(f"a sigma is a number, not {part!r}") from None
+    return out
 
 
 def _channels(text: str) -> list[str]:

@@ -84,6 +84,24 @@ def test_what_is_asked_for_is_what_is_measured(deep: str) -> None:
     assert strong.cells[0].paper == {f"ROUGE-L, {paper.GEMMA}": None}
 
 
+def test_strengths_relative_to_the_embeddings(deep: str) -> None:
+    unit = measures.embedding_deviation(deep)
+    slice = load_slice(deep, 0, stream="embed")
+    table = slice.embed(torch.arange(slice.vocab_size)).double()
+    assert unit == pytest.approx(float(table.std(correction=0)), rel=1e-5)
+    asked = noise(
+        Setting(model=deep, layers=(1,)), channels="identity", attacks="joint", relative="0.07,0.5"
+    ).cells
+    assert [cell.keys["over deviation"] for cell in asked] == [0.07, 0.5]
+    for cell in asked:
+        sigma = float(cell.spec["defense"][0].removeprefix("gaussian:sigma="))
+        assert sigma == pytest.approx(cell.keys["over deviation"] * unit, rel=1e-3)
+    (alone,) = noise(
+        Setting(model=deep, layers=(1,)), channels="identity", attacks="joint", relative=0.5
+    ).cells
+    assert alone.digest == asked[1].digest
+
+
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
@@ -98,6 +116,9 @@ def test_what_is_asked_for_is_what_is_measured(deep: str) -> None:
         ({"methods": ""}, InputError, "names nothing"),
         ({"attacks": "joint,jiont"}, UnknownNameError, "unknown attack 'jiont'; did you mean joint"),
         ({"attacks": "joint:beams=2"}, InputError, "joint has no parameter 'beams'"),
+        ({"relative": "much"}, InputError, "a sigma is a number, not 'much'"),
+        ({"relative": "-0.1"}, InputError, "gaussian needs sigma > 0"),
+        ({"relative": "0.1", "methods": "int8"}, InputError, "exclude each other"),
     ],
 )
 def test_what_does_not_exist_is_refused(
