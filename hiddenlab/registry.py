@@ -121,6 +121,7 @@ BUILTINS: dict[str, dict[str, str]] = {
     "eval": {"run": "eval.command:run"},
     "benches": {
         "attack": "eval.bench_attack:bench",
+        "chains": "eval.bench_chains:bench",
         "cascade": "eval.bench_cascade:bench",
         "cascade-decode": "eval.bench_cascade:bench_decode",
         "cascade-largest": "eval.bench_cascade:bench_largest",

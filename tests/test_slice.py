@@ -174,6 +174,46 @@ def test_packed_trees_of_several_prompts(
         tree.check(answer.chain, answer.leaves, plain(architecture), layer)
 
 
+@pytest.mark.parametrize("architecture", DECODERS)
+@settings(max_examples=15, deadline=None)
+@given(
+    prefixes=st.lists(st.lists(TOKEN, max_size=5), min_size=2, max_size=6),
+    chains=st.lists(st.lists(TOKEN, min_size=1, max_size=6), min_size=6, max_size=6),
+    equal=st.tuples(st.integers(0, 5), st.integers(1, 4)),
+    small=st.booleans(),
+)
+def test_short_chains_attend_together(
+    tiny_slice: TinySlice,
+    plain: Plain,
+    architecture: str,
+    prefixes: list[list[int]],
+    chains: list[list[int]],
+    equal: tuple[int, int],
+    small: bool,
+) -> None:
+    """Those of one length behind prefixes of one length, between others; what they leave behind is kept."""
+    slice, oracle, requests = tiny_slice(architecture, 3), plain(architecture), []
+    before, after = equal
+    cases = []
+    for prefix, chain in zip(prefixes, chains, strict=False):
+        held = [1, 2, 3, 4, 5, *prefix]
+        cases.append((held[len(held) - before :], (chain + [9] * after)[:after]))
+    cases += list(zip(prefixes, chains, strict=False))
+    for held, chain in cases:
+        prefix = slice.prefix()
+        if held:
+            prefix.extend(ids(held))
+        requests.append(Request(prefix, ids(chain)))
+    with pytest.MonkeyPatch.context() as patch:
+        if small:
+            patch.setattr(engine, "SCORE_ELEMENTS", 1)
+        answers = slice.run(requests)
+    for (held, chain), request, answer in zip(cases, requests, answers, strict=True):
+        close(answer.chain, oracle.states(held + chain, 3)[len(held) :])
+        request.prefix.keep(answer, chain=len(chain))
+        close(request.prefix.branch(ids([7]))[0], oracle.states([*held, *chain, 7], 3)[-1])
+
+
 Step = tuple[str, list[int], int]
 
 

@@ -31,6 +31,8 @@ ATTENTION_NAME = "hiddenlab"
 # Scores of one attention step are held in chunks of at most this many elements, so that memory does not grow
 # with candidates × prefix.
 SCORE_ELEMENTS = 1 << 22
+# Chains of at most so many tokens attend together: of longer ones the products are large enough by themselves.
+SHORT = 4
 
 _ACTIVE: ContextVar["PackedPass | None"] = ContextVar("hiddenlab_pass", default=None)
 
@@ -178,9 +180,22 @@ class PackedPass:
         self.shown: Tensor | None = None
         self.attention: Attention | None = None
         self.kept: dict[int, tuple[Tensor, Tensor]] = {}
+        self._groups: list[list[int]] | None = None
         self.starts = [0]
         for request in self.requests:
             self.starts.append(self.starts[-1] + request.size)
+
+    def _alike(self) -> list[list[int]]:
+        """Requests by index, those together that one batched product can serve: as short, behind as long a prefix."""
+        if self._groups is None:
+            groups: dict[tuple[int, ...], list[int]] = {}
+            for i, one in enumerate(self.requests):
+                batched = one.leaves is None and len(one.chain) <= SHORT and not torch.is_grad_enabled()
+                groups.setdefault(
+                    (len(one.chain), one.prefix.store.length) if batched else (-1 - i,), []
+                ).append(i)
+            self._groups = list(groups.values())
+        return self._groups
 
     def positions(self) -> Int[Tensor, "1 t"]:
         """Position of every packed token within its own prompt."""
@@ -208,13 +223,69 @@ class PackedPass:
             self.kept[layer] = (k[0], v[0])
         self.attention = attention
         out = q.new_empty(1, q.shape[2], q.shape[1], v.shape[-1])
-        for request, start, end in zip(self.requests, self.starts, self.starts[1:], strict=False):
+        for alike in self._alike():
+            if len(alike) > 1:
+                _attend_alike(
+                    [self.requests[i] for i in alike],
+                    torch.tensor([self.starts[i] for i in alike], device=q.device),
+                    layer, q[0], k[0], v[0], out[0], attention,
+                )  # fmt: skip
+                continue
+            start, end = self.starts[alike[0]], self.starts[alike[0] + 1]
             own = slice(start, end)
-            _attend_request(request, layer, q[0, :, own], k[0, :, own], v[0, :, own], out[0, own], attention)
+            _attend_request(
+                self.requests[alike[0]],
+                layer,
+                q[0, :, own],
+                k[0, :, own],
+                v[0, :, own],
+                out[0, own],
+                attention,
+            )
         if self.show is not None and self.show[0] == layer:
             streams = {"q": q, "k": k, "v": v, "attn": out.transpose(1, 2)}
             self.shown = streams[self.show[1]][0].transpose(0, 1).flatten(1)
         return out
+
+
+def _attend_alike(
+    requests: Sequence[Request],
+    starts: Int[Tensor, " r"],
+    layer: int,
+    q: Float[Tensor, "h t width"],
+    k: Float[Tensor, "k t width"],
+    v: Float[Tensor, "k t vwidth"],
+    out: Float[Tensor, "t h vwidth"],
+    attention: Attention,
+) -> None:
+    """Attention of short chains of one length behind prefixes of one length, as one product for all of them.
+
+    Unlike elsewhere the prefixes' keys and values are copied side by side: what a call for each request costs is more.
+    """
+    tokens, prefix, window = len(requests[0].chain), requests[0].prefix.store.length, attention.window
+    heads, kv_heads, length = q.shape[0], k.shape[0], prefix + tokens
+    here = torch.arange(tokens, device=q.device)
+    ahead = (
+        torch.arange(length, device=q.device)[None] - prefix - here[:, None]
+    )  # how far keys are ahead of queries
+    hidden = ahead > 0 if window is None else (ahead > 0) | (ahead <= -window)
+    step = max(1, SCORE_ELEMENTS // (heads * tokens * length))
+    for part in range(0, len(requests), step):
+        some = requests[part : part + step]
+        own = (starts[part : part + step, None] + here).flatten()
+        mine, keys, values = (x[:, own].unflatten(1, (len(some), tokens)).transpose(0, 1) for x in (q, k, v))
+        if prefix:
+            views = [one.prefix.store.view(layer) for one in some]
+            keys = torch.cat([torch.stack([one[0] for one in views]), keys], 2)
+            values = torch.cat([torch.stack([one[1] for one in views]), values], 2)
+        # Query heads of one key/value head stand beside each other.
+        folded = mine.unflatten(1, (kv_heads, -1)).flatten(2, 3)
+        scores = (folded @ keys.transpose(2, 3)).float() * attention.scaling
+        if attention.softcap is not None:
+            scores = torch.tanh(scores / attention.softcap) * attention.softcap
+        scores = scores.unflatten(2, (-1, tokens)).masked_fill_(hidden, float("-inf"))
+        mixed = scores.softmax(-1).to(v.dtype).flatten(2, 3) @ values
+        out[own] = mixed.unflatten(2, (-1, tokens)).permute(0, 3, 1, 2, 4).reshape(len(own), heads, -1)
 
 
 def _attend_request(

@@ -1,0 +1,59 @@
+"""``hiddenlab bench chains``: the next token of many hypotheses, attended together and one request after another."""
+
+import time
+from statistics import median
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from hiddenlab.core import Progress, silent
+from hiddenlab.job import generator
+from hiddenlab.propose.probe import fast_dtype
+from hiddenlab.slice import Prefix, Request, Slice, engine, load_slice
+
+
+def bench(
+    model: str = "builtin",
+    limit: int = 256,
+    max_tokens: int = 25,
+    repeats: int = 5,
+    seed: int = 0,
+    progress: Progress = silent,
+) -> dict[str, Any]:
+    """One token behind each of many prefixes of one length, through the whole model in its fastest dtype.
+
+    What a beam of hypotheses asks of the language model after every token. Prompts are drawn at random: time does not
+    depend on them.
+
+    Args:
+        limit: hypotheses. max_tokens: of each prefix. repeats: of each way, in turns; the median counts.
+
+    Returns:
+        ``rows``: one, with the seconds of both ways and their ratio; and the settings.
+    """
+    dtype = str(fast_dtype(torch.device("cpu"))).removeprefix("torch.")
+    slice = load_slice(model, stream="logits", device="cpu", dtype=dtype)
+    random = generator(seed, "bench", "chains")
+    prompts = torch.randint(0, slice.vocab_size, (limit, max_tokens + 1), generator=random)
+    requests = [Request(_held(slice, prompt[:-1]), prompt[-1:]) for prompt in prompts]
+    seconds: dict[int, list[float]] = {engine.SHORT: [], 0: []}
+    for turn in range(repeats + 1):
+        for longest, spent in seconds.items():
+            with patch.object(engine, "SHORT", longest):
+                start = time.perf_counter()
+                slice.run_all(requests, keep=False)
+                spent.append(time.perf_counter() - start)
+        progress("running chains", turn + 1, repeats + 1)
+    together, apart = (median(spent[1:]) for spent in seconds.values())  # the first of each warms up
+    row = {"seconds_together": together, "seconds_apart": apart, "apart_over_together": apart / together}
+    return {
+        "rows": [{"hypotheses": limit, "prefix": max_tokens, **row}],
+        "repeats": repeats, "dtype": str(slice.dtype), "threads": torch.get_num_threads(), "seed": seed,
+    }  # fmt: skip
+
+
+def _held(slice: Slice, tokens: torch.Tensor) -> Prefix:
+    prefix = slice.prefix()
+    prefix.extend(tokens)
+    return prefix
