@@ -129,5 +129,5 @@ def test_what_is_not_a_number_is_not_kept(tiny_slice: TinySlice, monkeypatch: py
 
 
 def test_rounds_are_a_number() -> None:
-    with pytest.raises(InputError, match="rounds and turns must be at least 0"):
+    with pytest.raises(InputError, match="rounds must be at least 0"):
         JointDecoding(rounds=-1)

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from attacks.joint import JointDecoding
 from attacks.joint.beam import decode, start
 from attacks.joint.moves import SCORED, _moved, move_parts
-from attacks.joint.stretches import redo_stretches
 from hiddenlab.channel import Channel
 from hiddenlab.slice import Slice, load_slice
 
@@ -80,57 +79,6 @@ def test_a_part_that_was_left_for_the_end_goes_back(
     assert [one.distance for one in found.steps] == pytest.approx(
         [one.distance for one in right.steps], rel=1e-3
     )
-
-
-@pytest.mark.usefixtures("small_probes")
-@pytest.mark.parametrize("asks", [True, False])
-@pytest.mark.parametrize(
-    ("length", "left"),
-    [
-        (12, [5, 2, 7, 0, 3, 6, 1, 4]),  # all of it at once
-        (4, [3, 1, 0, 2, 7, 6, 5, 4]),  # in each of two stretches
-        (4, [0, 1, 5, 4, 3, 2, 6, 7]),  # across both: only the second turn's stretch holds it
-    ],
-)
-def test_stretches_are_decoded_anew(
-    tiny_slice: Callable[..., Slice],
-    monkeypatch: pytest.MonkeyPatch,
-    asks: bool,
-    length: int,
-    left: list[int],
-) -> None:
-    monkeypatch.setattr("attacks.joint.reading.SHORTLIST", 300)
-    monkeypatch.setattr("attacks.joint.stretches.LENGTH", length)
-    slice = tiny_slice("llama", 2)
-    tokens = torch.randint(0, 256, (8,), generator=torch.Generator().manual_seed(5)).tolist()
-    channel = Channel.parse(["gaussian:sigma=0.003", "seq-perm"])
-    observation, _ = channel.release(slice, tokens, torch.Generator().manual_seed(0))
-    joint = JointDecoding(model=asks, width=3000, beam=2)
-    prepared, _ = joint.prepare(observation, slice)
-    engines, learned = prepared.engines, prepared.learned
-    with torch.inference_mode():
-        decoding = start(prepared.reader.read(observation), engines, learned.weights)
-        decode([decoding], engines, learned, joint.effort)
-        right = decoding.beam[0]
-        assert [one.token for one in right.steps] == tokens
-        view = decoding.view
-        wrong = replace(
-            right,
-            steps=tuple(right.steps[i] for i in left),
-            columns=tuple(right.columns[i] for i in left),
-            score=0.0,
-        )
-        decoding.beam[0] = wrong
-        redo_stretches([decoding], engines, learned, joint.effort, 0)
-        assert decoding.beam[0] is wrong
-        before = decoding.evaluated
-        redo_stretches([decoding], engines, learned, joint.effort, 4)
-    found = decoding.beam[0]
-    assert [(one.token, one.row) for one in found.steps] == [(one.token, one.row) for one in right.steps]
-    assert found.columns == right.columns
-    assert found.score > 0
-    assert decoding.evaluated > before
-    assert decoding.view is view
 
 
 @pytest.mark.usefixtures("small_probes")

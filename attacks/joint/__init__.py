@@ -14,7 +14,6 @@ from attacks.joint.moves import move_parts
 from attacks.joint.reading import Reader, fast_enough, learn_clock
 from attacks.joint.refine import Refined, refine_decodings
 from attacks.joint.strength import first_step, settle, strength_of
-from attacks.joint.stretches import redo_stretches
 from attacks.joint.weights import learn_weights
 from attacks.vocab_match.rank import LazyModel
 from attacks.vocab_match.screen import Screen
@@ -67,7 +66,6 @@ class JointDecoding:
             batch: prompts at once. model: ask the language model.
         sweeps: of the second look at noised embeddings (see ``refine``), which needs float32; 0 for none.
         rounds: of looking for unknown embeddings before the prompt (see ``before``) at most, also in float32.
-        turns: of decoding stretches anew whose rows are in unknown order (see ``stretches``) at most.
         seed: of learning. progress: where progress is reported.
     """
 
@@ -79,17 +77,14 @@ class JointDecoding:
         model: bool = True,
         sweeps: int = 6,
         rounds: int = 3,
-        turns: int = 4,
         seed: int = 0,
         progress: Progress = silent,
     ) -> None:
         if min(beam, width, batch) < 1:
             raise InputError(f"beam, width and batch must be at least 1, not {beam}, {width} and {batch}")
-        if min(sweeps, rounds, turns) < 0:
-            raise InputError(
-                f"sweeps, rounds and turns must be at least 0, not {sweeps}, {rounds} and {turns}"
-            )
-        self.effort, self.sweeps, self.rounds, self.turns = Effort(beam, width), sweeps, rounds, turns
+        if min(sweeps, rounds) < 0:
+            raise InputError(f"sweeps and rounds must be at least 0, not {sweeps} and {rounds}")
+        self.effort, self.sweeps, self.rounds = Effort(beam, width), sweeps, rounds
         self.batch, self.asks, self.seed, self.progress = batch, model, seed, progress
         self._prepared: Prepared | None = None
         self._model: tuple[Slice, LazyModel] | None = None
@@ -231,13 +226,8 @@ class JointDecoding:
         engines, weights = prepared.engines, prepared.learned.weights
         decodings = [start(prepared.reader.read(one), engines, weights) for one in observations]
         decode(decodings, engines, prepared.learned, self.effort, self.progress)
-        self._reorder(decodings, engines, prepared.learned)
+        move_parts(decodings, engines, weights, self.progress)
         return decodings
-
-    def _reorder(self, decodings: Sequence[Decoding], engines: Engines, learned: Learned) -> None:
-        """Put rows that are in unknown order into a likelier one than the beam's."""
-        move_parts(decodings, engines, learned.weights, self.progress)
-        redo_stretches(decodings, engines, learned, self.effort, self.turns, self.progress)
 
     def _decode_behind(
         self, observations: Sequence[Observation], decodings: Sequence[Decoding], prepared: Prepared
@@ -261,7 +251,7 @@ class JointDecoding:
                 again[-1].evaluated = 0  # the rows were read before
                 self.progress("looking before the prompts", done + 1, len(open))
             decode(again, engines, prepared.learned, self.effort.less(), self.progress)
-            self._reorder(again, engines, prepared.learned)
+            move_parts(again, engines, weights, self.progress)
             still = []
             for i, search, new in zip(open, searches, again, strict=True):
                 after = Unknown(new, slice, engines.matcher)

@@ -42,82 +42,6 @@ class Parts:
     before: Prefix
 
 
-class Arrangement:
-    """One decoded prompt whose rows are in unknown order, and the likeliest order of its tokens so far.
-
-    Attributes:
-        order: places of the decoded tokens, the first one first. steps: the order that it began with.
-    """
-
-    def __init__(self, decoding: Decoding, engines: Engines, weights: Float[Tensor, " features"]) -> None:
-        best, device = decoding.beam[0], decoding.view.shown.device
-        self.decoding, self.engines, self.weights = decoding, engines, weights
-        tokens, rows = (
-            torch.tensor([getattr(one, name) for one in best.steps], device=device)
-            for name in ("token", "row")
-        )
-        after = torch.zeros(len(tokens), len(tokens), device=device)
-        if engines.speaker is not None:
-            after += weights[1] * after_each(tokens, engines.speaker).to(device)
-        columns = torch.tensor(best.columns, device=device)
-        self.parts = Parts(tokens, rows, columns, after, engines.beginning(decoding.before))
-        self.order = torch.arange(len(tokens), device=device)
-        (scores,), (self.distances,) = self._score(self.order[None])
-        (spoken,) = _told(self.parts, self.order[None], engines, weights)
-        self.total = self._begun = float(scores.sum() + spoken.sum())
-
-    def accept(self, orders: Int[Tensor, "m n"]) -> bool:
-        """Take the best of some orders, if it is better; the language model is asked about the likeliest alone."""
-        after = self.parts.after
-        tried, apart = self._score(orders)
-        pairs = after[orders[:, :-1], orders[:, 1:]].sum(1)
-        likely = (tried.sum(1) + pairs).topk(min(ASKED, len(orders))).indices
-        totals = tried[likely].sum(1) + _told(self.parts, orders[likely], self.engines, self.weights).sum(1)
-        best = int(totals.argmax())
-        if float(totals[best]) < self.total + GAIN:
-            return False
-        self.order, self.distances = orders[likely[best]], apart[likely[best]]
-        self.total = float(totals[best])
-        return True
-
-    def promising(self) -> Int[Tensor, "m n"]:
-        """The order with one part moved, in the ways that look best."""
-        before = self.engines.slice.evaluated_tokens
-        gains = _gains(self.parts, self.order, self.decoding.view, self.engines, self.weights)
-        self.decoding.evaluated += self.engines.slice.evaluated_tokens - before
-        self.decoding.calls += 1
-        return _moved(self.order, gains)
-
-    def settle(self) -> None:
-        """Make the order that of the decoding's best hypothesis."""
-        best, order = self.decoding.beam[0], self.order.tolist()
-        if order == sorted(order):
-            return
-        # What margins said of a token was said behind other tokens.
-        steps = tuple(
-            replace(
-                best.steps[k], distance=float(distance), margin=best.steps[k].margin if k == place else None
-            )
-            for place, (k, distance) in enumerate(zip(order, self.distances, strict=True))
-        )
-        self.decoding.beam[0] = replace(
-            best,
-            steps=steps,
-            columns=tuple(self.parts.columns[self.order].tolist()),
-            score=best.score + self.total - self._begun,
-        )
-
-    def _score(self, orders: Int[Tensor, "m n"]) -> tuple[Tensor, Tensor]:
-        self.decoding.evaluated += orders.numel()
-        self.decoding.calls += 1
-        return _score(self.parts, orders, self.decoding.view, self.engines, self.weights)
-
-
-def unordered(decodings: Sequence[Decoding]) -> list[Decoding]:
-    """Those whose rows could stand in another order."""
-    return [one for one in decodings if one.ahead is not None and one.view.length > 1]
-
-
 def move_parts(
     decodings: Sequence[Decoding],
     engines: Engines,
@@ -125,14 +49,58 @@ def move_parts(
     progress: Progress = silent,
 ) -> None:
     """Put decoded prompts whose rows are in unknown order into a likelier order, where there is one."""
-    open = unordered(decodings)
-    for i, decoding in enumerate(open):
-        found = Arrangement(decoding, engines, weights)
-        for _ in range(ROUNDS):
-            if not found.accept(found.promising()):
-                break
-        found.settle()
-        progress("moving parts", i + 1, len(open))
+    unordered = [one for one in decodings if one.ahead is not None and one.view.length > 1]
+    for i, decoding in enumerate(unordered):
+        _improve(decoding, engines, weights)
+        progress("moving parts", i + 1, len(unordered))
+
+
+def _improve(decoding: Decoding, engines: Engines, weights: Tensor) -> None:
+    view, best = decoding.view, decoding.beam[0]
+    device = view.shown.device
+    tokens = torch.tensor([one.token for one in best.steps], device=device)
+    rows = torch.tensor([one.row for one in best.steps], device=device)
+    columns = torch.tensor(best.columns, device=device)
+    after = torch.zeros(len(tokens), len(tokens), device=device)
+    if engines.speaker is not None:
+        after += weights[1] * after_each(tokens, engines.speaker).to(device)
+    parts = Parts(tokens, rows, columns, after, engines.beginning(decoding.before))
+    order = torch.arange(len(tokens), device=device)
+
+    def score(orders: Tensor) -> tuple[Tensor, Tensor]:
+        decoding.evaluated += orders.numel()
+        decoding.calls += 1
+        return _score(parts, orders, view, engines, weights)
+
+    (scores,), (distances,) = score(order[None])
+    spoken = _told(parts, order[None], engines, weights)[0]
+    begun = float(scores.sum() + spoken.sum())
+    for _ in range(ROUNDS):
+        before = engines.slice.evaluated_tokens
+        orders = _moved(order, _gains(parts, order, view, engines, weights))
+        decoding.evaluated += engines.slice.evaluated_tokens - before
+        decoding.calls += 1
+        tried, apart = score(orders)
+        pairs = after[orders[:, :-1], orders[:, 1:]].sum(1)
+        likely = (tried.sum(1) + pairs).topk(min(ASKED, len(orders))).indices
+        told = _told(parts, orders[likely], engines, weights)
+        totals = tried[likely].sum(1) + told.sum(1)
+        chosen = int(totals.argmax())
+        if float(totals[chosen]) < float(scores.sum() + spoken.sum()) + GAIN:
+            break
+        i = likely[chosen]
+        order, scores, distances, spoken = orders[i], tried[i], apart[i], told[chosen]
+    if torch.equal(order, torch.arange(len(order), device=device)):
+        return
+    # What margins said of a token was said behind other tokens.
+    steps = tuple(
+        replace(best.steps[k], distance=float(distance), margin=best.steps[k].margin if k == place else None)
+        for place, (k, distance) in enumerate(zip(order.tolist(), distances, strict=True))
+    )
+    gained = float(scores.sum() + spoken.sum()) - begun
+    decoding.beam[0] = replace(
+        best, steps=steps, columns=tuple(parts.columns[order].tolist()), score=best.score + gained
+    )
 
 
 def _gains(
