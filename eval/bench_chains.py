@@ -8,6 +8,7 @@ from unittest.mock import patch
 import torch
 
 from hiddenlab.core import Progress, silent
+from hiddenlab.errors import InputError
 from hiddenlab.job import generator
 from hiddenlab.propose.probe import fast_dtype
 from hiddenlab.slice import Prefix, Request, Slice, engine, load_slice
@@ -31,7 +32,14 @@ def bench(
 
     Returns:
         ``rows``: one, with the seconds of both ways and their ratio; and the settings.
+
+    Raises:
+        InputError: a number is below 1.
     """
+    if min(limit, max_tokens, repeats) < 1:
+        raise InputError(
+            f"limit, max_tokens and repeats must be at least 1, not {limit}, {max_tokens}, {repeats}"
+        )
     dtype = str(fast_dtype(torch.device("cpu"))).removeprefix("torch.")
     slice = load_slice(model, stream="logits", device="cpu", dtype=dtype)
     random = generator(seed, "bench", "chains")

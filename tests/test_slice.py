@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from eval import bench_chains
 from hiddenlab.errors import InputError
 from hiddenlab.slice import Prefix, Request, Slice, engine, load_slice
 from hiddenlab.testing import DECODERS, LAYERS, VOCABULARY, WIDTH, WINDOW, PlainModel
@@ -212,6 +213,15 @@ def test_short_chains_attend_together(
         close(answer.chain, oracle.states(held + chain, 3)[len(held) :])
         request.prefix.keep(answer, chain=len(chain))
         close(request.prefix.branch(ids([7]))[0], oracle.states([*held, *chain, 7], 3)[-1])
+
+
+def test_bench_of_chains(tiny: TinyPath) -> None:
+    made = bench_chains.bench(model=tiny("llama"), limit=5, max_tokens=3, repeats=1)
+    (row,) = made["rows"]
+    assert (row["hypotheses"], row["prefix"]) == (5, 3)
+    assert row["apart_over_together"] == row["seconds_apart"] / row["seconds_together"] > 0
+    with pytest.raises(InputError, match="at least 1"):
+        bench_chains.bench(model=tiny("llama"), repeats=0)
 
 
 Step = tuple[str, list[int], int]

@@ -9,7 +9,8 @@ tokens; verifying a guess while trying alternatives at its weak places is a chai
 All Hugging Face architectures come through transformers' ``AttentionInterface``: the registered function gets
 queries, keys and values after projection and rotary embedding, and attends to the prefix's keys and values where
 they lie, one GEMM per key/value head with the tokens of a request folded into the query axis. Nothing of the
-prefix is copied or repeated per candidate.
+prefix is copied or repeated per candidate. The exception are short chains behind many prefixes of one length, what
+a beam of hypotheses asks of a language model: these prefixes are put side by side, and attended to in one product.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -186,14 +187,13 @@ class PackedPass:
             self.starts.append(self.starts[-1] + request.size)
 
     def _alike(self) -> list[list[int]]:
-        """Requests by index, those together that one batched product can serve: as short, behind as long a prefix."""
+        """Requests by index, those together that one product can serve: as short, behind a prefix as long."""
         if self._groups is None:
             groups: dict[tuple[int, ...], list[int]] = {}
             for i, one in enumerate(self.requests):
-                batched = one.leaves is None and len(one.chain) <= SHORT and not torch.is_grad_enabled()
-                groups.setdefault(
-                    (len(one.chain), one.prefix.store.length) if batched else (-1 - i,), []
-                ).append(i)
+                short = one.leaves is None and len(one.chain) <= SHORT and not torch.is_grad_enabled()
+                key = (len(one.chain), one.prefix.store.length) if short else (-1 - i,)
+                groups.setdefault(key, []).append(i)
             self._groups = list(groups.values())
         return self._groups
 
@@ -225,23 +225,14 @@ class PackedPass:
         out = q.new_empty(1, q.shape[2], q.shape[1], v.shape[-1])
         for alike in self._alike():
             if len(alike) > 1:
-                _attend_alike(
-                    [self.requests[i] for i in alike],
-                    torch.tensor([self.starts[i] for i in alike], device=q.device),
-                    layer, q[0], k[0], v[0], out[0], attention,
-                )  # fmt: skip
-                continue
-            start, end = self.starts[alike[0]], self.starts[alike[0] + 1]
-            own = slice(start, end)
-            _attend_request(
-                self.requests[alike[0]],
-                layer,
-                q[0, :, own],
-                k[0, :, own],
-                v[0, :, own],
-                out[0, own],
-                attention,
-            )
+                starts = torch.tensor([self.starts[i] for i in alike], device=q.device)
+                requests = [self.requests[i] for i in alike]
+                _attend_alike(requests, starts, layer, q[0], k[0], v[0], out[0], attention)
+            else:
+                (i,) = alike
+                own = slice(self.starts[i], self.starts[i + 1])
+                q_own, k_own, v_own = (x[0, :, own] for x in (q, k, v))
+                _attend_request(self.requests[i], layer, q_own, k_own, v_own, out[0, own], attention)
         if self.show is not None and self.show[0] == layer:
             streams = {"q": q, "k": k, "v": v, "attn": out.transpose(1, 2)}
             self.shown = streams[self.show[1]][0].transpose(0, 1).flatten(1)
@@ -265,11 +256,10 @@ def _attend_alike(
     tokens, prefix, window = len(requests[0].chain), requests[0].prefix.store.length, attention.window
     heads, kv_heads, length = q.shape[0], k.shape[0], prefix + tokens
     here = torch.arange(tokens, device=q.device)
-    ahead = (
-        torch.arange(length, device=q.device)[None] - prefix - here[:, None]
-    )  # how far keys are ahead of queries
+    # How far each key is ahead of each query.
+    ahead = torch.arange(length, device=q.device)[None] - prefix - here[:, None]
     hidden = ahead > 0 if window is None else (ahead > 0) | (ahead <= -window)
-    step = max(1, SCORE_ELEMENTS // (heads * tokens * length))
+    step = max(1, SCORE_ELEMENTS // (max(heads * tokens, kv_heads * q.shape[2]) * length))
     for part in range(0, len(requests), step):
         some = requests[part : part + step]
         own = (starts[part : part + step, None] + here).flatten()
