@@ -191,7 +191,7 @@ class PackedPass:
         if self._groups is None:
             groups: dict[tuple[int, ...], list[int]] = {}
             for i, one in enumerate(self.requests):
-                short = one.leaves is None and len(one.chain) <= SHORT and not torch.is_grad_enabled()
+                short = one.leaves is None and 0 < len(one.chain) <= SHORT and not torch.is_grad_enabled()
                 key = (len(one.chain), one.prefix.store.length) if short else (-1 - i,)
                 groups.setdefault(key, []).append(i)
             self._groups = list(groups.values())
