@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from jaxtyping import Float, Int
@@ -19,6 +19,7 @@ BEFORE = PLACE + 1  # features known before a candidate is run; the others need 
 FIT = BEFORE + 2  # the distance over what the channel is expected to make of it
 ROUNDING = 1e-5  # of a row's norm
 PART = 8192  # pairs compared at once, so that copies of rows stay small
+DENSE = 4  # where so many times the pairs asked for are all there are, all are compared: it copies no rows
 LEAST = 1e-6  # relative distances are no smaller than this, so that their logarithm is bounded
 
 
@@ -127,11 +128,7 @@ class Candidates:
         if not bool(shown.any()):
             return
         rows, of = self.rows[shown], of[shown]
-        distances, plain = torch.empty(2, len(rows), device=states.device)
-        for part in torch.arange(len(rows), device=states.device).split(PART):
-            candidates, observed = states[of[part]], view.shown[rows[part]]
-            distances[part] = matcher.pairs(candidates=candidates, observed=observed)
-            plain[part] = torch.linalg.vector_norm(candidates - observed, dim=1)
+        distances, plain = _distances(states, of, view.shown, rows, matcher)
         self.distances[shown] = distances
         relative = (distances / view.norms[rows]).clamp(min=LEAST)
         self.features[shown, BEFORE] = relative.log()
@@ -142,6 +139,30 @@ class Candidates:
             self.features[shown, FIT] = (
                 distances.maximum(rounding) / view.expected[rows].maximum(rounding)
             ).log()
+
+
+def _distances(
+    states: Float[Tensor, "s d"],
+    of: Int[Tensor, " c"],
+    shown: Float[Tensor, "rows d"],
+    rows: Int[Tensor, " c"],
+    matcher: Matcher,
+) -> tuple[Float[Tensor, " c"], Float[Tensor, " c"]]:
+    """The matcher's and the Euclidean distance of each pair of a state and a row."""
+    plain = replace(matcher, norm=2)
+    distinct, place = rows.unique(return_inverse=True)
+    if len(rows) * DENSE >= len(states) * len(distinct):
+        observed = shown[distinct]
+        return (
+            matcher.table(candidates=states, observed=observed)[of, place],
+            plain.table(candidates=states, observed=observed)[of, place],
+        )
+    out = torch.empty(2, len(rows), device=states.device)
+    for part in torch.arange(len(rows), device=states.device).split(PART):
+        candidates, observed = states[of[part]], shown[rows[part]]
+        for values, one in zip(out, (matcher, plain), strict=True):
+            values[part] = one.pairs(candidates=candidates, observed=observed)
+    return out[0], out[1]
 
 
 def candidates_of(
