@@ -20,6 +20,7 @@ from attacks.joint.evidence import (
     PLACE,
     Learned,
     Rows,
+    _distances,
     candidates_of,
     chosen,
     likeliest,
@@ -492,3 +493,23 @@ def test_what_it_cannot_use_is_refused(tiny_slice: Callable[..., Slice]) -> None
     for options in ({"beam": 0}, {"width": 0}, {"sweeps": -1}):
         with pytest.raises(InputError):
             JointDecoding(**options)  # type: ignore[arg-type]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    states=st.integers(1, 6),
+    rows=st.integers(1, 5),
+    pairs=st.integers(1, 40),
+    norm=st.sampled_from([1, 2]),
+    seed=st.integers(0, 1000),
+)
+def test_distances_of_pairs(states: int, rows: int, pairs: int, norm: int, seed: int) -> None:
+    """Whether a table of all is made or not, and with pairs that are asked for twice."""
+    generator = torch.Generator().manual_seed(seed)
+    found, shown = (torch.randn(n, 7, generator=generator) for n in (states, rows))
+    of = torch.randint(0, states, (pairs,), generator=generator)
+    which = torch.randint(0, rows, (pairs,), generator=generator)
+    distances, plain = _distances(found, of, shown, which, Matcher(norm, False))
+    difference = found[of] - shown[which]
+    torch.testing.assert_close(distances, torch.linalg.vector_norm(difference, ord=norm, dim=1))
+    torch.testing.assert_close(plain, torch.linalg.vector_norm(difference, dim=1))
