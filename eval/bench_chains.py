@@ -43,6 +43,9 @@ def bench(
     dtype = str(fast_dtype(torch.device("cpu"))).removeprefix("torch.")
     slice = load_slice(model, stream="logits", device="cpu", dtype=dtype)
     random = generator(seed, "bench", "chains")
+    longest = getattr(slice.model.config, "max_position_embeddings", None)
+    if longest is not None and max_tokens >= longest:
+        raise InputError(f"{model} reads at most {longest} tokens; max_tokens leaves no room for one more")
     prompts = torch.randint(0, slice.vocab_size, (limit, max_tokens + 1), generator=random)
     requests = [Request(_held(slice, prompt[:-1]), prompt[-1:]) for prompt in prompts]
     seconds: dict[int, list[float]] = {engine.SHORT: [], 0: []}

@@ -43,7 +43,7 @@ def noise(
     methods: str = NOISY,
     attacks: str = f"{MATCHING},{JOINT}",
     budget: int = NOISY_BUDGET,
-    relative: str | float = "",
+    relative: str | float | None = None,
 ) -> Experiment:
     """Noise is not a defense: vocabulary matching and joint decoding behind noise and permutations, by layer.
 
@@ -58,18 +58,20 @@ def noise(
         InputError: an unknown channel, or a spec that does not read. UnknownNameError: an unknown method or attack.
     """
     asked = {attack: _options(attack, budget) for attack in split_specs(attacks)}
-    behind = _channels(channels)
-    if relative == "":
+    behind, notes = _channels(channels), [UNITS]
+    if relative is None:
         named: dict[str, dict[str, Any]] = {_canonical(spec): {} for spec in split_specs(methods)}
     else:
         if methods != NOISY:
             raise InputError("relative names strengths of gaussian; it and methods exclude each other")
-        strengths, unit = _numbers(relative), embedding_deviation(setting.model)
-        # Four digits say a strength well enough, and one strength is one cell wherever it was computed.
-        named = {
-            _canonical(f"gaussian:sigma={float(f'{over * unit:.4g}')!r}"): {"over deviation": over}
-            for over in strengths
-        }
+        strengths, unit = _numbers(relative, "a relative strength"), embedding_deviation(setting.model)
+        named = {}
+        for over in strengths:
+            # Four digits say a strength well enough, and one strength is one cell wherever it was computed.
+            named.setdefault(
+                _canonical(f"gaussian:sigma={float(f'{over * unit:.4g}')!r}"), {"over deviation": over}
+            )
+        notes = [f"over deviation: sigma over the embeddings' standard deviation, {unit:.4g} in this model."]
     cells = [
         attack_cell(
             setting,
@@ -95,7 +97,7 @@ def noise(
         [
             OTHER_MODEL,
             "The paper's column is of its own attack, vocabulary matching, and stands beside every attack of ours.",
-            UNITS,
+            *notes,
             *([f"{MATCHING}: {BUDGET.format(budget)}"] if MATCHING in asked else []),
             *([NOTHING_VERIFIED] if JOINT in asked else []),
         ],
@@ -118,7 +120,7 @@ def noise_utility(setting: Setting, sigmas: str | float = SIGMAS, channel: str =
     channel = behind[0]
     layer = _one_layer(setting)
     defenses: dict[str, dict[str, Any]] = {}
-    for value in _numbers(sigmas):
+    for value in _numbers(sigmas, "a sigma"):
         defenses[_canonical(f"gaussian:sigma={value!r}")] = {"defense": "gaussian", "sigma": value}
     defenses |= {name: {"defense": name} for name in OTHERS}
     cells = [Cell("embedding", {"model": setting.model}, {"part": UNIT})]
@@ -187,14 +189,14 @@ def _canonical(method: str) -> str:
     return "|".join(Channel.parse(method.split("|")).specs)
 
 
-def _numbers(text: str | float) -> list[float]:
+def _numbers(text: str | float, what: str) -> list[float]:
     """Strengths, separated by commas; one alone comes as a number from the command line."""
     out = []
     for part in str(text).split(","):
         try:
             out.append(float(part))
         except ValueError:
-            raise InputError(f"a sigma is a number, not {part!r}") from None
+            raise InputError(f"{what} is a number, not {part!r}") from None
     return out
 
 

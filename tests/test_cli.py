@@ -416,6 +416,8 @@ def test_bench(run: Run) -> None:
     assert "no list of numbers" in refused(run("bench", "fake", "--layers", "1,x", code=2))
     message = refused(run("bench", "fake", "--layers", "1", "--greedy-limit", "2", code=2))
     assert "fake has no option --greedy-limit" in message
+    message = refused(run("bench", "fake", "--layers", "1", "--set", "seed=3", code=2))
+    assert "seed is not for --set" in message
     assert "unknown bench" in refused(run("bench", "none", code=2))
 
 

@@ -222,6 +222,8 @@ def test_bench_of_chains(tiny: TinyPath) -> None:
     assert row["apart_over_together"] == row["seconds_apart"] / row["seconds_together"] > 0
     with pytest.raises(InputError, match="at least 1"):
         bench_chains.bench(model=tiny("llama"), repeats=0)
+    with pytest.raises(InputError, match="reads at most"):
+        bench_chains.bench(model=tiny("llama"), max_tokens=100_000)
 
 
 Step = tuple[str, list[int], int]

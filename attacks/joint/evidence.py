@@ -19,7 +19,7 @@ BEFORE = PLACE + 1  # features known before a candidate is run; the others need 
 FIT = BEFORE + 2  # the distance over what the channel is expected to make of it
 ROUNDING = 1e-5  # of a row's norm
 PART = 8192  # pairs compared at once, so that copies of rows stay small
-DENSE = 4  # where so many times the pairs asked for are all there are, all are compared: it copies no rows
+DENSE = 2  # where so many times the pairs asked for are all there are, all are compared, which copies less
 LEAST = 1e-6  # relative distances are no smaller than this, so that their logarithm is bounded
 
 
@@ -151,7 +151,7 @@ def _distances(
     """The matcher's and the Euclidean distance of each pair of a state and a row."""
     plain = replace(matcher, norm=2)
     distinct, place = rows.unique(return_inverse=True)
-    if len(rows) * DENSE >= len(states) * len(distinct):
+    if len(distinct) > 1 and len(rows) * DENSE >= len(states) * len(distinct):
         observed = shown[distinct]
         return (
             matcher.table(candidates=states, observed=observed)[of, place],

@@ -204,11 +204,13 @@ def _told(
     out = torch.zeros(orders.shape, device=tokens.device)
     if speaker is None:
         return out
-    requests = [Request(speaker, one[:-1].to(speaker.slice.device)) for one in tokens]
-    answers = speaker.slice.run_all(requests, keep=False)
-    for row, one, answer in zip(out, tokens, answers, strict=True):
-        following = answer.chain.float().log_softmax(-1).to(out.device)
-        row[1:] = following.gather(1, one[1:, None])[:, 0]
-        if engines.opening is not None:
-            row[0] = engines.opening.to(out.device)[one[0]]
+    at_once = max(1, speaker.slice.max_pass_tokens // tokens.shape[1])
+    for rows, orders_told in zip(out.split(at_once), tokens.split(at_once), strict=True):
+        requests = [Request(speaker, one[:-1].to(speaker.slice.device)) for one in orders_told]
+        answers = speaker.slice.run(requests, keep=False)
+        for row, one, answer in zip(rows, orders_told, answers, strict=True):
+            following = answer.chain.float().log_softmax(-1).to(out.device)
+            row[1:] = following.gather(1, one[1:, None])[:, 0]
+    if engines.opening is not None:
+        out[:, 0] = engines.opening.to(out.device)[tokens[:, 0]]
     return weights[1] * out

@@ -37,11 +37,16 @@ def bench(
     json: o.JsonOpt = False,
 ) -> None:
     """Measure time, evaluated tokens and memory."""
+    settings = parse_settings(others or [])
+    if taken := sorted({"seed", "threads", "json", "progress"} & settings.keys()):
+        raise InputError(
+            f"{taken[0]} is not for --set; --seed, --threads and --json are options of their own"
+        )
     given: dict[str, Any] = {
         "model": model, "layers": layers and registry.parse_numbers("--layers", layers),
         "defense": defense or None, "prompts": prompts,
         "limit": limit, "max_tokens": max_tokens, "greedy_limit": greedy_limit,
-    } | parse_settings(others or [])  # fmt: skip
+    } | settings  # fmt: skip
     function = registry.resolve("benches", name)
     options = fit(name, function, {key: value for key, value in given.items() if value is not None})
     if threads is not None:

@@ -34,6 +34,8 @@ ATTENTION_NAME = "hiddenlab"
 SCORE_ELEMENTS = 1 << 22
 # Chains of at most so many tokens attend together: of longer ones the products are large enough by themselves.
 SHORT = 4
+# Bytes of one prefix's keys and values: more of them take longer to put side by side than a call for each prefix takes.
+SIDE_BY_SIDE = 1 << 18
 
 _ACTIVE: ContextVar["PackedPass | None"] = ContextVar("hiddenlab_pass", default=None)
 
@@ -181,21 +183,26 @@ class PackedPass:
         self.shown: Tensor | None = None
         self.attention: Attention | None = None
         self.kept: dict[int, tuple[Tensor, Tensor]] = {}
-        self._groups: list[list[int]] | None = None
+        self._groups: dict[int, list[list[int]]] = {}
         self.starts = [0]
         for request in self.requests:
             self.starts.append(self.starts[-1] + request.size)
 
-    def _alike(self) -> list[list[int]]:
-        """Requests by index, those together that one product can serve: as short, behind a prefix as long."""
-        if self._groups is None:
+    def _alike(self, size: int) -> list[list[int]]:
+        """Requests by index, those together that one product can serve: as short, behind a prefix as long.
+
+        Args:
+            size: bytes of one position's keys and values.
+        """
+        if size not in self._groups:
             groups: dict[tuple[int, ...], list[int]] = {}
             for i, one in enumerate(self.requests):
-                short = one.leaves is None and 0 < len(one.chain) <= SHORT and not torch.is_grad_enabled()
-                key = (len(one.chain), one.prefix.store.length) if short else (-1 - i,)
-                groups.setdefault(key, []).append(i)
-            self._groups = list(groups.values())
-        return self._groups
+                chain, prefix = len(one.chain), one.prefix.store.length
+                short = one.leaves is None and 0 < chain <= SHORT and size * (prefix + chain) <= SIDE_BY_SIDE
+                together = short and not torch.is_grad_enabled()
+                groups.setdefault((chain, prefix) if together else (-1 - i,), []).append(i)
+            self._groups[size] = list(groups.values())
+        return self._groups[size]
 
     def positions(self) -> Int[Tensor, "1 t"]:
         """Position of every packed token within its own prompt."""
@@ -223,11 +230,13 @@ class PackedPass:
             self.kept[layer] = (k[0], v[0])
         self.attention = attention
         out = q.new_empty(1, q.shape[2], q.shape[1], v.shape[-1])
-        for alike in self._alike():
+        for alike in self._alike(k.element_size() * k.shape[1] * (k.shape[3] + v.shape[3])):
             if len(alike) > 1:
-                starts = torch.tensor([self.starts[i] for i in alike], device=q.device)
-                requests = [self.requests[i] for i in alike]
-                _attend_alike(requests, starts, layer, q[0], k[0], v[0], out[0], attention)
+                _attend_alike(
+                    [self.requests[i] for i in alike],
+                    [self.starts[i] for i in alike],
+                    layer, q[0], k[0], v[0], out[0], attention,
+                )  # fmt: skip
             else:
                 (i,) = alike
                 own = slice(self.starts[i], self.starts[i + 1])
@@ -241,7 +250,7 @@ class PackedPass:
 
 def _attend_alike(
     requests: Sequence[Request],
-    starts: Int[Tensor, " r"],
+    starts: Sequence[int],
     layer: int,
     q: Float[Tensor, "h t width"],
     k: Float[Tensor, "k t width"],
@@ -255,19 +264,23 @@ def _attend_alike(
     """
     tokens, prefix, window = len(requests[0].chain), requests[0].prefix.store.length, attention.window
     heads, kv_heads, length = q.shape[0], k.shape[0], prefix + tokens
-    here = torch.arange(tokens, device=q.device)
+    here, first = torch.arange(tokens, device=q.device), torch.tensor(starts, device=q.device)
     # How far each key is ahead of each query.
     ahead = torch.arange(length, device=q.device)[None] - prefix - here[:, None]
     hidden = ahead > 0 if window is None else (ahead > 0) | (ahead <= -window)
     step = max(1, SCORE_ELEMENTS // (max(heads * tokens, kv_heads * q.shape[2]) * length))
     for part in range(0, len(requests), step):
         some = requests[part : part + step]
-        own = (starts[part : part + step, None] + here).flatten()
-        mine, keys, values = (x[:, own].unflatten(1, (len(some), tokens)).transpose(0, 1) for x in (q, k, v))
+        own = (first[part : part + step, None] + here).flatten()
+        mine, new_keys, new_values = (
+            x[:, own].unflatten(1, (len(some), tokens)).transpose(0, 1) for x in (q, k, v)
+        )
+        keys = k.new_empty(len(some), kv_heads, length, k.shape[2])
+        values = v.new_empty(len(some), kv_heads, length, v.shape[2])
         if prefix:
-            views = [one.prefix.store.view(layer) for one in some]
-            keys = torch.cat([torch.stack([one[0] for one in views]), keys], 2)
-            values = torch.cat([torch.stack([one[1] for one in views]), values], 2)
+            for i, one in enumerate(some):
+                keys[i, :, :prefix], values[i, :, :prefix] = one.prefix.store.view(layer)
+        keys[:, :, prefix:], values[:, :, prefix:] = new_keys, new_values
         # Query heads of one key/value head stand beside each other.
         folded = mine.unflatten(1, (kv_heads, -1)).flatten(2, 3)
         scores = (folded @ keys.transpose(2, 3)).float() * attention.scaling
