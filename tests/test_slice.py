@@ -208,7 +208,7 @@ def test_short_chains_attend_together(
     with pytest.MonkeyPatch.context() as patch:
         if small:
             patch.setattr(engine, "SCORE_ELEMENTS", 1)
-        answers = slice.run(requests)
+        answers = slice.run(requests, together=True)
     for (held, chain), request, answer in zip(cases, requests, answers, strict=True):
         close(answer.chain, oracle.states(held + chain, 3)[len(held) :])
         request.prefix.keep(answer, chain=len(chain))

@@ -49,5 +49,7 @@ def ahead_of(
 def after_each(tokens: Int[Tensor, " n"], speaker: Prefix) -> Float[Tensor, "n n"]:
     """The language model's log-probability of each token (second axis) behind each token alone (first axis)."""
     tokens = tokens.to(speaker.slice.device)
-    answers = speaker.slice.run_all([Request(speaker, one) for one in tokens.split(1)], keep=False)
+    answers = speaker.slice.run_all(
+        [Request(speaker, one) for one in tokens.split(1)], keep=False, together=True
+    )
     return torch.stack([answer.chain[0].float().log_softmax(-1)[tokens] for answer in answers])

@@ -438,7 +438,7 @@ def _listen(hypotheses: Sequence[Hypothesis], model: Slice | None) -> None:
         assert one.spoken is not None
         one.spoken = one.spoken.fork()
         requests.append(Request(one.spoken, torch.tensor([one.steps[-1].token], device=model.device)))
-    for one, answer in zip(hypotheses, model.run_all(requests), strict=True):
+    for one, answer in zip(hypotheses, model.run_all(requests, together=True), strict=True):
         assert one.spoken is not None
         one.spoken.keep(answer, chain=1)
         one.following = answer.chain[0].float().log_softmax(-1)

@@ -149,16 +149,21 @@ class Slice:
         """An empty prefix."""
         return Prefix(self, offset=offset)
 
-    def run(self, requests: Sequence[Request], *, keep: bool = True, grad: bool = False) -> list[Answer]:
+    def run(
+        self, requests: Sequence[Request], *, keep: bool = True, grad: bool = False, together: bool = False
+    ) -> list[Answer]:
         """One forward pass over several requests, packed on one token axis.
 
         Args:
             requests: token chains and leaves after their prefixes; all token ids, or all embeddings.
             keep: hold the new keys and values, so that answers can be kept as prefix.
             grad: record gradients (inputs given as embeddings).
+            together: let short chains attend in one product, which is faster for many of them; the last digits of an
+                answer then depend on what else was asked.
         """
         inner = self.site.stream in INNER_STREAMS
-        packed = PackedPass(requests, keep, (self.site.layer - 1, self.site.stream) if inner else None)
+        show = (self.site.layer - 1, self.site.stream) if inner else None
+        packed = PackedPass(requests, keep, show, together)
         inputs = torch.cat([r.inputs for r in requests]).to(self.device)[None]
         name = "inputs_embeds" if inputs.is_floating_point() else "input_ids"
         active = _ACTIVE.set(packed)
@@ -179,10 +184,12 @@ class Slice:
             answers.append(Answer(states[start:middle], states[middle:end], request, packed, start))
         return answers
 
-    def run_all(self, requests: Sequence[Request], *, keep: bool = True) -> list[Answer]:
+    def run_all(
+        self, requests: Sequence[Request], *, keep: bool = True, together: bool = False
+    ) -> list[Answer]:
         """``run`` in as few passes as ``max_pass_tokens`` allows; a request larger than it goes alone."""
         passes = packs(requests, lambda one: one.size, self.max_pass_tokens)
-        return [answer for one in passes for answer in self.run(one, keep=keep)]
+        return [answer for one in passes for answer in self.run(one, keep=keep, together=together)]
 
     def _states(self, output: Any) -> Tensor:
         if self.site.stream == "logits":

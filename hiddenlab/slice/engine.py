@@ -9,8 +9,8 @@ tokens; verifying a guess while trying alternatives at its weak places is a chai
 All Hugging Face architectures come through transformers' ``AttentionInterface``: the registered function gets
 queries, keys and values after projection and rotary embedding, and attends to the prefix's keys and values where
 they lie, one GEMM per key/value head with the tokens of a request folded into the query axis. Nothing of the
-prefix is copied or repeated per candidate. The exception are short chains behind many prefixes of one length, what
-a beam of hypotheses asks of a language model: these prefixes are put side by side, and attended to in one product.
+prefix is copied or repeated per candidate. Where asked to (``together``), short chains behind many prefixes of one
+length, what a beam of hypotheses asks of a language model, are attended to in one product, their prefixes side by side.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -172,17 +172,25 @@ class PackedPass:
     """One forward pass over the packed tokens of several requests; the attention function asks it to attend.
 
     Attributes:
+        together: short chains behind prefixes of one length attend in one product; last digits depend on the others.
         show: layer index and stream (q, k, v or attn) to keep in ``shown``, ``[t, heads · width]``, or None.
         attention: how the last layer that ran attends.
     """
 
-    def __init__(self, requests: Sequence[Request], keep: bool, show: tuple[int, str] | None = None) -> None:
+    def __init__(
+        self,
+        requests: Sequence[Request],
+        keep: bool,
+        show: tuple[int, str] | None = None,
+        together: bool = False,
+    ) -> None:
         self.requests = list(requests)
         self.keep = keep
         self.show = show
         self.shown: Tensor | None = None
         self.attention: Attention | None = None
         self.kept: dict[int, tuple[Tensor, Tensor]] = {}
+        self.together = together
         self._groups: dict[int, list[list[int]]] = {}
         self.starts = [0]
         for request in self.requests:
@@ -199,8 +207,8 @@ class PackedPass:
             for i, one in enumerate(self.requests):
                 chain, prefix = len(one.chain), one.prefix.store.length
                 short = one.leaves is None and 0 < chain <= SHORT and size * (prefix + chain) <= SIDE_BY_SIDE
-                together = short and not torch.is_grad_enabled()
-                groups.setdefault((chain, prefix) if together else (-1 - i,), []).append(i)
+                alike = self.together and short and not torch.is_grad_enabled()
+                groups.setdefault((chain, prefix) if alike else (-1 - i,), []).append(i)
             self._groups[size] = list(groups.values())
         return self._groups[size]
 
