@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from attacks.joint.beam import Decoding, Effort, Engines, decode, start
-from attacks.joint.before import Unknown, prefix_of
+from attacks.joint.before import decode_behind, prefix_of
 from attacks.joint.evidence import FEATURES, TRACES, Learned
 from attacks.joint.moves import move_parts
 from attacks.joint.reading import Reader, fast_enough, learn_clock
@@ -237,34 +237,20 @@ class JointDecoding:
         Only where every token has a row, and in float32: what is looked for is smaller than bfloat16's rounding.
         """
         public, slice, out = prepared.public, prepared.slice, list(decodings)
-        open = [i for i, one in enumerate(observations) if one.public.positions is None]
+        whole = [i for i, one in enumerate(observations) if one.public.positions is None]
         if not public.prefix_tokens or slice.dtype != torch.float32:
             return out
-        engines, weights = replace(prepared.engines, slice=slice), prepared.learned.weights
-        middle = slice.embed(torch.arange(slice.vocab_size, device=slice.device)).float().mean(0)
-        known = [middle.expand(public.prefix_tokens, -1)] * len(out)
-        for _ in range(self.rounds):
-            searches, again = [Unknown(out[i], slice, engines.matcher) for i in open], list[Decoding]()
-            for done, (i, search) in enumerate(zip(open, searches, strict=True)):
-                known[i] = search.solve(known[i])
-                again.append(start(out[i].view, engines, weights, search.prefix(known[i])))
-                again[-1].evaluated = 0  # the rows were read before
-                self.progress("looking before the prompts", done + 1, len(open))
-            decode(again, engines, prepared.learned, self.effort.less(), self.progress)
-            move_parts(again, engines, weights, self.progress)
-            still = []
-            for i, search, new in zip(open, searches, again, strict=True):
-                after = Unknown(new, slice, engines.matcher)
-                left, was = after.left(known[i]), search.left(known[i])
-                new.evaluated += out[i].evaluated + search.evaluated + after.evaluated
-                new.calls += out[i].calls + search.calls + after.calls
-                if left <= was:  # the same tokens too: their distances are those behind what was found
-                    out[i] = new
-                else:
-                    out[i].evaluated, out[i].calls = new.evaluated, new.calls
-                if left < was:
-                    still.append(i)
-            open = still
+        again = decode_behind(
+            [out[i] for i in whole],
+            replace(prepared.engines, slice=slice),
+            prepared.learned,
+            self.effort.less(),
+            public.prefix_tokens,
+            self.rounds,
+            self.progress,
+        )
+        for i, one in zip(whole, again, strict=True):
+            out[i] = one
         return out
 
     def _look_again(

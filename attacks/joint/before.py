@@ -8,19 +8,33 @@ once more.
 
 The first time a prompt is decoded behind a draw of the attacker's own. Nothing in that place would be worse: the first
 token of all that a model reads is an attention sink, whose state is like no other.
+
+Where rows are shuffled, a first order may be too wrong for any embedding to explain it. But a few rows are enough to
+find one by, if they are the first: so each row is tried as the first, each of the others behind the best of these, and
+so on, every time with the embedding that explains them best. Only the right ones are explained.
 """
 
+from collections.abc import Callable, Sequence
+
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
-from attacks.joint.beam import Decoding
+from attacks.joint.beam import Decoding, Effort, Engines, decode, start
+from attacks.joint.continuous import newton
+from attacks.joint.evidence import Learned
+from attacks.joint.moves import move_parts
+from hiddenlab.core import Progress, silent
 from hiddenlab.match import Matcher
 from hiddenlab.slice import Prefix, Request, Slice
 
 STAGES, STEPS = 6, 10  # of the optimiser; between stages the loss is adapted to what is left
 BETTER = 0.9  # of what is left: a stage that leaves more is the last
 EXPLAINED = 1e-5  # of a row's norm: less is rounding
+STUCK = 0.01  # of a row's norm: where more stays unexplained, the order is too wrong
+FIRST = 4  # rows that are tried as the first ones
+KEPT, NEAREST = 8, 6  # beginnings kept after each of them, and rows tried behind each of these
+DESCENTS, TAU = 4, 0.1  # steps for each beginning, and how much of a row it may leave unexplained
 
 
 def prefix_of(points: Float[Tensor, "p d"], slice: Slice) -> Prefix:
@@ -28,6 +42,72 @@ def prefix_of(points: Float[Tensor, "p d"], slice: Slice) -> Prefix:
     prefix = slice.prefix()
     prefix.keep(slice.run([Request(prefix, points.to(slice.dtype))])[0], chain=len(points))
     return prefix
+
+
+def decode_behind(
+    decodings: Sequence[Decoding],
+    engines: Engines,
+    learned: Learned,
+    effort: Effort,
+    size: int,
+    rounds: int,
+    progress: Progress = silent,
+) -> list[Decoding]:
+    """Find what stood before each decoded prompt and decode it again behind that, as long as more is explained.
+
+    Args:
+        size: embeddings before each prompt. rounds: of looking for them at most; the same once more where an order
+            had to be begun anew.
+    """
+    slice, matcher = engines.slice, engines.matcher
+    table = slice.embed(torch.arange(slice.vocab_size, device=slice.device)).float()
+    centre, deviation = table.mean(0).expand(size, -1), table.std(0).clamp(min=1e-12)
+    out, known = list(decodings), [centre] * len(decodings)
+    left = [float("inf")] * len(decodings)  # unexplained so far
+
+    def look(which: list[int], find: Callable[[Unknown, Tensor], Tensor]) -> list[int]:
+        """Decode some prompts behind what is found before them; which of them it explains more of."""
+        searches, points, again = (
+            [Unknown(out[i], slice, matcher) for i in which],
+            list[Tensor](),
+            list[Decoding](),
+        )
+        for done, (i, search) in enumerate(zip(which, searches, strict=True)):
+            points.append(find(search, known[i]))
+            again.append(start(out[i].view, engines, learned.weights, search.prefix(points[-1])))
+            again[-1].evaluated = 0  # the rows were read before
+            progress("looking before the prompts", done + 1, len(which))
+        decode(again, engines, learned, effort, progress)
+        move_parts(again, engines, learned.weights, progress)
+        better = []
+        for i, search, point, new in zip(which, searches, points, again, strict=True):
+            after = Unknown(new, slice, matcher)
+            now, was = after.left(point), search.left(point)
+            new.evaluated += out[i].evaluated + search.evaluated + after.evaluated
+            new.calls += out[i].calls + search.calls + after.calls
+            if was < left[i]:
+                known[i], left[i] = point, was
+            if now <= left[i]:  # the same tokens too: their distances are those behind what was found
+                if now < left[i]:
+                    better.append(i)
+                out[i], known[i], left[i] = new, point, now
+            else:
+                out[i].evaluated, out[i].calls = new.evaluated, new.calls
+        return better
+
+    def solve(search: Unknown, point: Tensor) -> Tensor:
+        return search.solve(point)
+
+    def begin(search: Unknown, point: Tensor) -> Tensor:
+        return search.begin(centre, deviation, point)
+
+    open = list(range(len(out)))
+    for _ in range(rounds):
+        open = look(open, solve) if open else []
+    stuck = [i for i, one in enumerate(out) if one.ahead is not None and STUCK < left[i] < float("inf")]
+    for find in (begin, *[solve] * rounds):
+        stuck = look(stuck, find) if stuck else []
+    return out
 
 
 class Unknown:
@@ -48,6 +128,77 @@ class Unknown:
             self.observed = decoding.view.shown[rows].clone()
             self.lengths = self.observed.norm(dim=1).clamp(min=1e-12)
         self.evaluated = self.calls = 0
+
+    def begin(
+        self, centre: Float[Tensor, "p d"], deviation: Float[Tensor, " d"], start: Float[Tensor, "p d"]
+    ) -> Float[Tensor, "p d"]:
+        """The embeddings that best explain some few rows, in the order in which they do, as the first of the prompt.
+
+        Args:
+            centre, deviation: mean and standard deviation of what may stand before the prompt, in each coordinate.
+            start: what is believed to stand there, tried as well as the mean.
+        """
+        before, passes = self.slice.evaluated_tokens, self.slice.forward_calls
+        noise = torch.stack([torch.zeros_like(centre), (start - centre) / deviation]).flatten(1)
+        kept = torch.empty(len(noise), 0, dtype=torch.long, device=centre.device)
+        for _ in range(min(FIRST, len(self.tokens))):
+            behind, rows = self._next(kept, centre + deviation * noise.view(-1, *centre.shape))
+            orders = torch.cat([kept[behind], rows[:, None]], 1)
+            size = max(1, self.slice.max_pass_tokens // (len(centre) + orders.shape[1]))
+            parts = zip(orders.split(size), noise[behind].split(size), strict=True)
+            noises, costs = zip(*[self._explain(*part, centre, deviation) for part in parts], strict=True)
+            best = torch.cat(costs).topk(min(KEPT, len(orders)), largest=False).indices
+            kept, noise = orders[best], torch.cat(noises)[best]
+        self.evaluated += self.slice.evaluated_tokens - before
+        self.calls += self.slice.forward_calls - passes
+        return centre + deviation * noise[0].view_as(centre)
+
+    def _next(
+        self, orders: Int[Tensor, "k place"], points: Float[Tensor, "k p d"]
+    ) -> tuple[Int[Tensor, " c"], Int[Tensor, " c"]]:
+        """Which beginning (by its place) should be tried with which row behind it; at first all rows."""
+        every = torch.arange(len(self.tokens), device=self.tokens.device)
+        if not orders.shape[1]:
+            starts = torch.arange(len(orders), device=every.device)
+            return starts.repeat_interleave(len(every)), every.repeat(len(orders))
+        behind, rows = list[Tensor](), list[Tensor]()
+        for i, (order, point) in enumerate(zip(orders, points, strict=True)):
+            rest = every[~torch.isin(every, order)]
+            chain = torch.cat([point.to(self.tokens), self.tokens[order]])
+            request = Request(
+                self.slice.prefix(), chain, self.tokens[rest], torch.full_like(rest, len(chain))
+            )
+            states = self.matcher.view(self.slice.run([request], keep=False)[0].leaves)
+            left = (states - self.observed[rest]).norm(dim=1) / self.lengths[rest]
+            near = rest[left.topk(min(NEAREST, len(rest)), largest=False).indices]
+            behind.append(torch.full_like(near, i))
+            rows.append(near)
+        return torch.cat(behind), torch.cat(rows)
+
+    def _explain(
+        self, orders: Int[Tensor, "c place"], noise: Float[Tensor, "c n"], centre: Tensor, deviation: Tensor
+    ) -> tuple[Float[Tensor, "c n"], Float[Tensor, " c"]]:
+        """What before each beginning explains it best, in deviations from ``centre``, and how badly, in nats.
+
+        All beginnings are alternatives behind nothing: one product serves them all.
+        """
+        with torch.inference_mode(False), torch.enable_grad():
+            tokens = self.tokens[orders]
+            observed = self.observed[orders].flatten(1)
+            width = self.observed.shape[1]
+            tau = (TAU / width**0.5 * self.lengths[orders]).repeat_interleave(width, 1)
+
+            def states(points: Tensor, grad: bool) -> Tensor:
+                whole = torch.cat([points.view(-1, *centre.shape).to(tokens), tokens], 1)
+                request = Request(self.slice.prefix(), whole[0, :0], whole)
+                leaves = self.slice.run([request], keep=False, grad=grad)[0].leaves.view(*whole.shape[:2], -1)
+                return self.matcher.view(leaves[:, len(centre) :].flatten(0, 1)).view(len(whole), -1)
+
+            noise, cost = noise.clone(), torch.zeros(len(orders))
+            middle = centre.flatten().expand_as(noise).clone()
+            for _ in range(DESCENTS):
+                noise, cost = newton(states, middle, deviation.repeat(len(centre)), noise, observed, tau)
+            return noise, cost
 
     def solve(self, start: Float[Tensor, "p d"]) -> Float[Tensor, "p d"]:
         """The embeddings that leave least unexplained, found from some others."""

@@ -49,19 +49,42 @@ def step(slice: Slice, prompts: Sequence[Problem], sigma: float, offset: int = 0
         torch.cat([getattr(one, name) for one in prompts]) for name in ("centre", "observed", "tau", "noise")
     )
 
-    def states(rows: Tensor, grad: bool = False) -> Tensor:
+    def states(rows: Tensor, grad: bool) -> Tensor:
         requests = [
             Request(slice.prefix(offset=offset), one.chain, leaves=part, attach=one.attach)
             for one, part in zip(prompts, rows.split(sizes), strict=True)
         ]
         return torch.cat([answer.leaves for answer in slice.run(requests, keep=False, grad=grad)])
 
+    best, least = newton(states, centre, sigma, noise, observed, tau)
+    for one, own, value in zip(prompts, best.split(sizes), least.split(sizes), strict=True):
+        one.noise, one.cost = own, value
+
+
+def newton(
+    states: Callable[[Tensor, bool], Tensor],
+    centre: Float[Tensor, "r d"],
+    sigma: float | Float[Tensor, " d"],
+    noise: Float[Tensor, "r d"],
+    observed: Float[Tensor, "r e"],
+    tau: Float[Tensor, "_ _"],
+) -> tuple[Float[Tensor, "r d"], Float[Tensor, " r"]]:
+    """One Gauss-Newton step for problems that have nothing to do with one another.
+
+    Args:
+        states: what points [r, d] would be observed as [r, e], and whether gradients are wanted. Other arguments are as
+            in ``Problem``, the point being centre + sigma * noise; tau may differ from number to number.
+
+    Returns:
+        The noise after the step, and its cost in nats; neither is worse than before.
+    """
+
     def cost(noise: Tensor, residual: Tensor) -> Tensor:
         return ((residual / tau).square().sum(1) + noise.square().sum(1)) / 2
 
     with torch.inference_mode(False), torch.enable_grad():
         point = (centre + sigma * noise).detach().clone().requires_grad_()
-        shown = states(point, grad=True)
+        shown = states(point, True)
         here = shown.detach()
         residual = observed - here
 
@@ -70,17 +93,16 @@ def step(slice: Slice, prompts: Sequence[Problem], sigma: float, offset: int = 0
 
         def ahead(v: Tensor) -> Tensor:
             size = FINITE * v.shape[1] ** 0.5 / v.norm(dim=1, keepdim=True).clamp(min=1e-12)
-            return (states(point.detach() + sigma * size * v) - here) / size
+            return (states(point.detach() + sigma * size * v, False) - here) / size
 
         change = _conjugate(lambda v: back(ahead(v)) + v, back(residual) - noise)
         best, least = noise, cost(noise, residual)
         for length in STEPS:
             tried = noise + length * change
-            value = cost(tried, observed - states(centre + sigma * tried))
+            value = cost(tried, observed - states(centre + sigma * tried, False))
             better = value < least
             best, least = torch.where(better[:, None], tried, best), torch.where(better, value, least)
-    for one, own, value in zip(prompts, best.split(sizes), least.split(sizes), strict=True):
-        one.noise, one.cost = own, value
+    return best, least
 
 
 def _conjugate(apply: Callable[[Tensor], Tensor], right: Float[Tensor, "r d"]) -> Float[Tensor, "r d"]:
