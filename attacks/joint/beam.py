@@ -30,7 +30,11 @@ OTHERS = 4  # of a row's tokens that were not taken, how many are remembered
 RECENT = 3  # of hypotheses that agree in so many last tokens and in the rows they used, the best is kept
 HARDER = 4  # times as many hypotheses are kept where rows are in unknown order or missing
 WIDER = 4  # by how much more is tried where the best is not to be believed
-ENOUGH = 256  # candidates that failed from which it is worth learning
+ENOUGH, PLENTY = (
+    256,
+    1024,
+)  # candidates that failed from which it is worth learning, and that are learned from
+REACH = 16_384  # tokens, the likeliest ones, of which is asked what those that failed suggest
 TAKEN = 256  # candidates of a hypothesis that may become part of the beam
 
 
@@ -336,7 +340,11 @@ def _widen(
         pairs = [(one, one.beam[0]) for one, _ in open]
         suggested = [
             _from_all(
-                *pair, learned.weights, width, torch.cat(tried.tokens), _suggested(*pair, tried, engines)
+                *pair,
+                learned.weights,
+                width,
+                torch.cat(tried.tokens),
+                _suggested(*pair, tried, engines, learned.weights),
             )
             for pair, (_, tried) in zip(pairs, open, strict=True)
         ]
@@ -364,14 +372,17 @@ def _lead(decoding: Decoding, tried: Sequence[Tried], weights: Tensor) -> float:
 
 
 def _suggested(
-    decoding: Decoding, hypothesis: Hypothesis, tried: Tried, engines: Engines
+    decoding: Decoding, hypothesis: Hypothesis, tried: Tried, engines: Engines, weights: Tensor
 ) -> Float[Tensor, " v"] | None:
-    """Log-likelihoods of the whole vocabulary that candidates which failed suggest, where there are enough."""
+    """Log-likelihoods of tokens that candidates which failed suggest, where there are enough; of unlikely ones none."""
     tokens, view = torch.cat(tried.tokens), decoding.view
     rows = rows_at(view, decoding.place, hypothesis.free)
     if engines.adapter is None or len(tokens) < ENOUGH or rows is None:
         return None
-    return engines.adapter.log_likelihoods(tokens, torch.cat(tried.states), view.shown[rows])
+    among = likeliest(view, decoding.place, hypothesis.free, hypothesis.following, weights, REACH)
+    tokens, states = tokens[:PLENTY], torch.cat(tried.states)[:PLENTY]
+    out = torch.full((engines.slice.vocab_size,), float("-inf"), device=tokens.device)
+    return out.index_put((among,), engines.adapter.log_likelihoods(tokens, states, view.shown[rows], among))
 
 
 def _extend(decoding: Decoding, tried: Sequence[Tried], weights: Tensor, effort: Effort) -> list[Hypothesis]:
