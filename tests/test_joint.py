@@ -13,7 +13,7 @@ from torch import Tensor
 from attacks.joint import JointDecoding
 from attacks.joint.ahead import SHARE, ahead_of
 from attacks.joint.beam import Effort, Engines, decode, start
-from attacks.joint.continuous import Problem, _conjugate, step
+from attacks.joint.continuous import Problem, _conjugate, newton, step
 from attacks.joint.evidence import (
     BEFORE,
     FEATURES,
@@ -170,6 +170,28 @@ def test_conjugate_gradients_solve_each_row(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("attacks.joint.continuous.PRODUCTS", 30)
     found = _conjugate(lambda v: torch.einsum("rij,rj->ri", matrices, v), right)
     torch.testing.assert_close(found, torch.linalg.solve(matrices, right), rtol=1e-3, atol=1e-3)
+
+
+def test_a_step_solves_what_is_linear(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The least of a sum of squares, in coordinates of their own deviation, for each problem by itself."""
+    generator = torch.Generator().manual_seed(0)
+    maps = torch.randn(3, 8, 5, generator=generator)
+    centre, observed = torch.randn(3, 5, generator=generator), torch.randn(3, 8, generator=generator)
+    sigma, tau = torch.rand(5, generator=generator) + 0.1, torch.rand(3, 8, generator=generator) + 0.5
+    monkeypatch.setattr("attacks.joint.continuous.PRODUCTS", 30)
+
+    def states(points: torch.Tensor, grad: bool) -> torch.Tensor:
+        return torch.einsum("reu,ru->re", maps, points)
+
+    noise, cost = newton(states, centre, sigma, torch.zeros(3, 5), observed, tau)
+    scaled = maps * sigma / tau[..., None]
+    missing = (observed - states(centre, False)) / tau
+    least = torch.linalg.solve(
+        scaled.transpose(1, 2) @ scaled + torch.eye(5), torch.einsum("reu,re->ru", scaled, missing)
+    )
+    torch.testing.assert_close(noise, least, rtol=1e-3, atol=1e-3)
+    left = missing - torch.einsum("reu,ru->re", scaled, least)
+    torch.testing.assert_close(cost, (left.square().sum(1) + least.square().sum(1)) / 2, rtol=1e-3, atol=1e-3)
 
 
 def problem(slice: Slice, tokens: list[int], believed: list[int], sigma: float) -> Problem:

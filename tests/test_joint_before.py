@@ -65,6 +65,30 @@ def test_what_stood_before_is_found_behind_tokens_that_are_mostly_right(
 
 
 @pytest.mark.usefixtures("small_probes")
+@pytest.mark.parametrize("architecture", ["llama", "gemma2", "gpt2"])
+@pytest.mark.parametrize(("size", "share"), [(1, 0.3), (2, 0.6)])
+def test_few_rows_tell_which_of_them_are_first(
+    tiny_slice: TinySlice, architecture: str, size: int, share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However wrong the order in which the rows were decoded, the true one is explained by what is found."""
+    slice = tiny_slice(architecture, 2)
+    decoding, _ = decoding_of(slice, ["random-prefix"] * size, TOKENS)
+    ordered = Unknown(decoding, slice, Matcher(1, False))
+    best = decoding.beam[0]
+    wrong = torch.randperm(len(TOKENS), generator=torch.Generator().manual_seed(1)).tolist()
+    best.steps = tuple(best.steps[i] for i in wrong)
+    search = Unknown(decoding, slice, Matcher(1, False))
+    table = slice.embed(torch.arange(slice.vocab_size)).float()
+    centre, deviation = table.mean(0).expand(size, -1), table.std(0)
+    before = slice.evaluated_tokens
+    monkeypatch.setattr(slice, "max_pass_tokens", 64)  # in several parts
+    found = search.begin(centre, deviation, centre + 0.1)
+    assert search.evaluated == slice.evaluated_tokens - before
+    assert ordered.left(found) < share * ordered.left(centre)
+    assert ordered.left(found) < share * search.left(search.solve(centre))
+
+
+@pytest.mark.usefixtures("small_probes")
 @pytest.mark.parametrize("specs", [["random-prefix"], ["random-prefix", "seq-perm"]])
 def test_prompts_behind_a_random_prefix_are_decoded_again(
     tiny_slice: TinySlice, monkeypatch: pytest.MonkeyPatch, specs: list[str]
