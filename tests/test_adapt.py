@@ -156,9 +156,6 @@ def test_distances_equal_the_slow_regression(tiny_slice: TinySlice, monkeypatch:
     fast = adapter.distances(tokens, states[tokens], observed)
     slow = slow_distances(adapter.features, tokens, states[tokens], observed)
     assert torch.allclose(fast.double(), slow, rtol=2e-3)
-    some = torch.randperm(VOCABULARY, generator=seeded())[:99]
-    asked = adapter.distances(tokens, states[tokens], observed, some)
-    torch.testing.assert_close(asked, fast[some], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("architecture", ["gpt2", "gemma2"])

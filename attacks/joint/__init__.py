@@ -65,7 +65,8 @@ class JointDecoding:
             width: candidates run for each, many more where columns are shuffled and the best is in doubt.
             batch: prompts at once. model: ask the language model.
         sweeps: of the second look at noised embeddings (see ``refine``), which needs float32; 0 for none.
-        rounds: of looking for unknown embeddings before the prompt (see ``before``) at most, also in float32.
+        rounds: of looking for unknown embeddings before the prompt (see ``before``) at most, also in float32; as many
+            again where an order has to be begun anew.
         seed: of learning. progress: where progress is reported.
     """
 

@@ -34,7 +34,6 @@ ENOUGH, PLENTY = (
     256,
     1024,
 )  # candidates that failed from which it is worth learning, and that are learned from
-REACH = 16_384  # tokens, the likeliest ones, of which is asked what those that failed suggest
 TAKEN = 256  # candidates of a hypothesis that may become part of the beam
 
 
@@ -344,7 +343,7 @@ def _widen(
                 learned.weights,
                 width,
                 torch.cat(tried.tokens),
-                _suggested(*pair, tried, engines, learned.weights),
+                _suggested(*pair, tried, engines),
             )
             for pair, (_, tried) in zip(pairs, open, strict=True)
         ]
@@ -372,17 +371,15 @@ def _lead(decoding: Decoding, tried: Sequence[Tried], weights: Tensor) -> float:
 
 
 def _suggested(
-    decoding: Decoding, hypothesis: Hypothesis, tried: Tried, engines: Engines, weights: Tensor
+    decoding: Decoding, hypothesis: Hypothesis, tried: Tried, engines: Engines
 ) -> Float[Tensor, " v"] | None:
-    """Log-likelihoods of tokens that candidates which failed suggest, where there are enough; of unlikely ones none."""
+    """Log-likelihoods of the whole vocabulary that candidates which failed suggest, where there are enough."""
     tokens, view = torch.cat(tried.tokens), decoding.view
     rows = rows_at(view, decoding.place, hypothesis.free)
     if engines.adapter is None or len(tokens) < ENOUGH or rows is None:
         return None
-    among = likeliest(view, decoding.place, hypothesis.free, hypothesis.following, weights, REACH)
-    tokens, states = tokens[:PLENTY], torch.cat(tried.states)[:PLENTY]
-    out = torch.full((engines.slice.vocab_size,), float("-inf"), device=tokens.device)
-    return out.index_put((among,), engines.adapter.log_likelihoods(tokens, states, view.shown[rows], among))
+    states = torch.cat(tried.states)
+    return engines.adapter.log_likelihoods(tokens[:PLENTY], states[:PLENTY], view.shown[rows])
 
 
 def _extend(decoding: Decoding, tried: Sequence[Tried], weights: Tensor, effort: Effort) -> list[Hypothesis]:

@@ -147,7 +147,14 @@ class Unknown:
             size = max(1, self.slice.max_pass_tokens // (len(centre) + orders.shape[1]))
             parts = zip(orders.split(size), noise[behind].split(size), strict=True)
             noises, costs = zip(*[self._explain(*part, centre, deviation) for part in parts], strict=True)
-            best = torch.cat(costs).topk(min(KEPT, len(orders)), largest=False).indices
+            best, seen = (
+                list[int](),
+                set[tuple[int, ...]](),
+            )  # the same rows may have been tried from both starts
+            for place in torch.cat(costs).argsort().tolist():
+                if len(best) < KEPT and (order := tuple(orders[place].tolist())) not in seen:
+                    best.append(place)
+                    seen.add(order)
             kept, noise = orders[best], torch.cat(noises)[best]
         self.evaluated += self.slice.evaluated_tokens - before
         self.calls += self.slice.forward_calls - passes
@@ -194,7 +201,7 @@ class Unknown:
                 leaves = self.slice.run([request], keep=False, grad=grad)[0].leaves.view(*whole.shape[:2], -1)
                 return self.matcher.view(leaves[:, len(centre) :].flatten(0, 1)).view(len(whole), -1)
 
-            noise, cost = noise.clone(), torch.zeros(len(orders))
+            noise, cost = noise.clone(), noise[:, 0]
             middle = centre.flatten().expand_as(noise).clone()
             for _ in range(DESCENTS):
                 noise, cost = newton(states, middle, deviation.repeat(len(centre)), noise, observed, tau)

@@ -65,16 +65,14 @@ class Adapter:
         tokens: Int[Tensor, " n"],
         states: Float[Tensor, "n d"],
         observed: Float[Tensor, "rows d"],
-        among: Int[Tensor, " m"] | None = None,
-    ) -> Float[Tensor, " m"]:
+    ) -> Float[Tensor, " v"]:
         """Squared distance from each token's predicted state to the nearest observed row.
 
         Args:
             tokens, states: candidates tried in this context and their states, in the matcher's form.
-            observed: the target rows, in the same form. among: tokens that are asked for, or None for all.
+            observed: the target rows, in the same form.
         """
         known = self.features[tokens]
-        asked = self.features if among is None else self.features[among]
         mean = states.mean(0)
         # In half precision the gram matrix of tokens that are nearly equal is not positive definite.
         gram = _kernel(known.float(), known.float())
@@ -92,19 +90,15 @@ class Adapter:
         targets = torch.linalg.solve_triangular(root, (observed - mean).T, upper=False).T
         out = [
             torch.cdist(predicted, targets).square().amin(1)
-            for predicted in _predicted(asked, known, weights)
+            for predicted in _predicted(self.features, known, weights)
         ]
         return torch.cat(out)
 
     def log_likelihoods(
-        self,
-        tokens: Int[Tensor, " n"],
-        states: Float[Tensor, "n d"],
-        observed: Float[Tensor, "rows d"],
-        among: Int[Tensor, " m"] | None = None,
-    ) -> Float[Tensor, " m"]:
+        self, tokens: Int[Tensor, " n"], states: Float[Tensor, "n d"], observed: Float[Tensor, "rows d"]
+    ) -> Float[Tensor, " v"]:
         """``distances`` as log-likelihoods, up to a constant: see ``log_likelihood``."""
-        return log_likelihood(self.distances(tokens, states, observed, among), len(tokens))
+        return log_likelihood(self.distances(tokens, states, observed), len(tokens))
 
 
 def log_likelihood(distances: Float[Tensor, " v"], count: int) -> Float[Tensor, " v"]:
