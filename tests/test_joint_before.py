@@ -1,13 +1,15 @@
 """What stood before a prompt is found from what its rows leave over, and what is found makes rows exact again."""
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
-from attacks.joint import JointDecoding
+import attacks.joint
+from attacks.joint import JointDecoding, before
 from attacks.joint.beam import Decoding, Hypothesis, Step
 from attacks.joint.before import Unknown
 from attacks.joint.reading import Reader
@@ -86,6 +88,46 @@ def test_few_rows_tell_which_of_them_are_first(
     assert search.evaluated == slice.evaluated_tokens - before
     assert ordered.left(found) < share * ordered.left(centre)
     assert ordered.left(found) < share * search.left(search.solve(centre))
+
+
+@pytest.mark.usefixtures("small_probes")
+@pytest.mark.parametrize(("specs", "asked"), [
+    (["random-prefix", "seq-perm"], True),
+    (["random-prefix"], False),
+    (["random-prefix", "2d-perm"], False),
+    (["random-prefix", "gaussian:sigma=0.001", "seq-perm"], False),
+])  # fmt: skip
+def test_shuffled_prompts_that_stay_unexplained_are_begun_anew(
+    tiny_slice: TinySlice, monkeypatch: pytest.MonkeyPatch, specs: list[str], asked: bool
+) -> None:
+    """Orders are spoilt until then, and nothing else could mend them."""
+    monkeypatch.setattr("attacks.joint.reading.SHORTLIST", 300)
+    slice = tiny_slice("gpt2", 1)
+    observation, _ = Channel.parse(specs).release(slice, TOKENS, torch.Generator().manual_seed(0))
+    begun, begin, decode = list[int](), Unknown.begin, before.decode
+
+    def spoilt(decodings: Sequence[Decoding], *given: Any) -> None:
+        decode(decodings, *given)
+        for one in [] if begun else decodings:
+            steps = one.beam[0].steps
+            one.beam[0].steps = (*steps[6:], *steps[:6])
+
+    def counted(self: Unknown, *given: torch.Tensor) -> torch.Tensor:
+        begun.append(len(self.tokens))
+        return begin(self, *given)
+
+    for module in (attacks.joint, before):
+        monkeypatch.setattr(module, "decode", spoilt)
+        monkeypatch.setattr(module, "move_parts", lambda *_: None)
+    monkeypatch.setattr(Unknown, "begin", counted)
+    joint = JointDecoding(model=False, width=3000, beam=2, rounds=1, sweeps=0)
+    joint.prepare(observation, slice)
+    start = slice.evaluated_tokens
+    found = joint.recover(observation, slice, torch.Generator().manual_seed(0))
+    assert slice.evaluated_tokens - start == found.evaluated_tokens
+    assert begun == [len(TOKENS)] * asked
+    if asked:
+        assert found.ids == TOKENS
 
 
 @pytest.mark.usefixtures("small_probes")

@@ -248,6 +248,7 @@ class JointDecoding:
             self.effort.less(),
             public.prefix_tokens,
             self.rounds,
+            public.noise_sigma is None,
             self.progress,
         )
         for i, one in zip(whole, again, strict=True):

@@ -30,10 +30,8 @@ OTHERS = 4  # of a row's tokens that were not taken, how many are remembered
 RECENT = 3  # of hypotheses that agree in so many last tokens and in the rows they used, the best is kept
 HARDER = 4  # times as many hypotheses are kept where rows are in unknown order or missing
 WIDER = 4  # by how much more is tried where the best is not to be believed
-ENOUGH, PLENTY = (
-    256,
-    1024,
-)  # candidates that failed from which it is worth learning, and that are learned from
+ENOUGH = 256  # candidates that failed from which it is worth learning
+PLENTY = 1024  # of them that are learned from at most
 TAKEN = 256  # candidates of a hypothesis that may become part of the beam
 
 
@@ -378,8 +376,8 @@ def _suggested(
     rows = rows_at(view, decoding.place, hypothesis.free)
     if engines.adapter is None or len(tokens) < ENOUGH or rows is None:
         return None
-    states = torch.cat(tried.states)
-    return engines.adapter.log_likelihoods(tokens[:PLENTY], states[:PLENTY], view.shown[rows])
+    some = torch.linspace(0, len(tokens) - 1, min(PLENTY, len(tokens)), device=tokens.device).long()
+    return engines.adapter.log_likelihoods(tokens[some], torch.cat(tried.states)[some], view.shown[rows])
 
 
 def _extend(decoding: Decoding, tried: Sequence[Tried], weights: Tensor, effort: Effort) -> list[Hypothesis]:

@@ -10,8 +10,9 @@ The first time a prompt is decoded behind a draw of the attacker's own. Nothing 
 token of all that a model reads is an attention sink, whose state is like no other.
 
 Where rows are shuffled, a first order may be too wrong for any embedding to explain it. But a few rows are enough to
-find one by, if they are the first: so each row is tried as the first, each of the others behind the best of these, and
-so on, every time with the embedding that explains them best. Only the right ones are explained.
+find one by, if they are the first: so each row is tried as the first, those that are nearest then behind the best of
+these, and so on, every time with the embedding that explains them best. Where one embedding is unknown and few layers
+are between, only the right ones are explained (eval/LOG.md, twentieth entry).
 """
 
 from collections.abc import Callable, Sequence
@@ -31,10 +32,11 @@ from hiddenlab.slice import Prefix, Request, Slice
 STAGES, STEPS = 6, 10  # of the optimiser; between stages the loss is adapted to what is left
 BETTER = 0.9  # of what is left: a stage that leaves more is the last
 EXPLAINED = 1e-5  # of a row's norm: less is rounding
-STUCK = 0.01  # of a row's norm: where more stays unexplained, the order is too wrong
-FIRST = 4  # rows that are tried as the first ones
+STUCK = 0.01  # of a row's norm: where more stays unexplained, the order may be too wrong
+FIRST = 4  # rows that are tried as the first ones, where one embedding is unknown; one more for each other
 KEPT, NEAREST = 8, 6  # beginnings kept after each of them, and rows tried behind each of these
 DESCENTS, TAU = 4, 0.1  # steps for each beginning, and how much of a row it may leave unexplained
+AT_ONCE = 256  # positions that gradients are taken through at once, or as many as the prompt has
 
 
 def prefix_of(points: Float[Tensor, "p d"], slice: Slice) -> Prefix:
@@ -51,27 +53,31 @@ def decode_behind(
     effort: Effort,
     size: int,
     rounds: int,
+    anew: bool = False,
     progress: Progress = silent,
 ) -> list[Decoding]:
     """Find what stood before each decoded prompt and decode it again behind that, as long as more is explained.
 
     Args:
-        size: embeddings before each prompt. rounds: of looking for them at most; the same once more where an order
-            had to be begun anew.
+        size: embeddings before each prompt. rounds: of looking for them at most. anew: begin shuffled prompts anew that
+            stay unexplained, and look for what is before them in as many rounds again; not for rows that are changed
+            otherwise too, which nothing explains.
     """
-    slice, matcher = engines.slice, engines.matcher
+    slice, matcher, out = engines.slice, engines.matcher, list(decodings)
+    if not out or not rounds:
+        return out
     table = slice.embed(torch.arange(slice.vocab_size, device=slice.device)).float()
     centre, deviation = table.mean(0).expand(size, -1), table.std(0).clamp(min=1e-12)
-    out, known = list(decodings), [centre] * len(decodings)
-    left = [float("inf")] * len(decodings)  # unexplained so far
+    del table
+    known, left = (
+        [centre] * len(out),
+        [float("inf")] * len(out),
+    )  # what is found, and what that leaves unexplained
 
     def look(which: list[int], find: Callable[[Unknown, Tensor], Tensor]) -> list[int]:
         """Decode some prompts behind what is found before them; which of them it explains more of."""
-        searches, points, again = (
-            [Unknown(out[i], slice, matcher) for i in which],
-            list[Tensor](),
-            list[Decoding](),
-        )
+        searches = [Unknown(out[i], slice, matcher) for i in which]
+        points, again = list[Tensor](), list[Decoding]()
         for done, (i, search) in enumerate(zip(which, searches, strict=True)):
             points.append(find(search, known[i]))
             again.append(start(out[i].view, engines, learned.weights, search.prefix(points[-1])))
@@ -82,6 +88,8 @@ def decode_behind(
         better = []
         for i, search, point, new in zip(which, searches, points, again, strict=True):
             after = Unknown(new, slice, matcher)
+            if find is begin:  # found by few of the rows: no match yet for what is found by all of them
+                point = after.solve(point)
             now, was = after.left(point), search.left(point)
             new.evaluated += out[i].evaluated + search.evaluated + after.evaluated
             new.calls += out[i].calls + search.calls + after.calls
@@ -95,18 +103,17 @@ def decode_behind(
                 out[i].evaluated, out[i].calls = new.evaluated, new.calls
         return better
 
-    def solve(search: Unknown, point: Tensor) -> Tensor:
-        return search.solve(point)
-
     def begin(search: Unknown, point: Tensor) -> Tensor:
         return search.begin(centre, deviation, point)
 
     open = list(range(len(out)))
     for _ in range(rounds):
-        open = look(open, solve) if open else []
+        open = look(open, Unknown.solve)
+    # Sorted coordinates fold: what explains few rows says nothing there.
     stuck = [i for i, one in enumerate(out) if one.ahead is not None and STUCK < left[i] < float("inf")]
-    for find in (begin, *[solve] * rounds):
-        stuck = look(stuck, find) if stuck else []
+    stuck = stuck if anew and not matcher.sorted else []
+    for find in (begin, *[Unknown.solve] * rounds):
+        stuck = look(stuck, find)
     return out
 
 
@@ -139,18 +146,16 @@ class Unknown:
             start: what is believed to stand there, tried as well as the mean.
         """
         before, passes = self.slice.evaluated_tokens, self.slice.forward_calls
-        noise = torch.stack([torch.zeros_like(centre), (start - centre) / deviation]).flatten(1)
+        noise = torch.stack([torch.zeros_like(centre), (start - centre) / deviation]).flatten(1).unique(dim=0)
         kept = torch.empty(len(noise), 0, dtype=torch.long, device=centre.device)
-        for _ in range(min(FIRST, len(self.tokens))):
+        at_once = max(AT_ONCE, len(centre) + len(self.tokens))
+        for _ in range(min(FIRST + len(centre) - 1, len(self.tokens))):
             behind, rows = self._next(kept, centre + deviation * noise.view(-1, *centre.shape))
             orders = torch.cat([kept[behind], rows[:, None]], 1)
-            size = max(1, self.slice.max_pass_tokens // (len(centre) + orders.shape[1]))
+            size = max(1, at_once // (len(centre) + orders.shape[1]))
             parts = zip(orders.split(size), noise[behind].split(size), strict=True)
             noises, costs = zip(*[self._explain(*part, centre, deviation) for part in parts], strict=True)
-            best, seen = (
-                list[int](),
-                set[tuple[int, ...]](),
-            )  # the same rows may have been tried from both starts
+            best, seen = list[int](), set[tuple[int, ...]]()
             for place in torch.cat(costs).argsort().tolist():
                 if len(best) < KEPT and (order := tuple(orders[place].tolist())) not in seen:
                     best.append(place)
@@ -168,18 +173,21 @@ class Unknown:
         if not orders.shape[1]:
             starts = torch.arange(len(orders), device=every.device)
             return starts.repeat_interleave(len(every)), every.repeat(len(orders))
+        rests = [every[~torch.isin(every, order)] for order in orders]
+        chains = [
+            torch.cat([point.to(self.tokens), self.tokens[order]])
+            for order, point in zip(orders, points, strict=True)
+        ]
+        requests = [
+            Request(self.slice.prefix(), chain, self.tokens[rest], torch.full_like(rest, len(chain)))
+            for rest, chain in zip(rests, chains, strict=True)
+        ]
         behind, rows = list[Tensor](), list[Tensor]()
-        for i, (order, point) in enumerate(zip(orders, points, strict=True)):
-            rest = every[~torch.isin(every, order)]
-            chain = torch.cat([point.to(self.tokens), self.tokens[order]])
-            request = Request(
-                self.slice.prefix(), chain, self.tokens[rest], torch.full_like(rest, len(chain))
-            )
-            states = self.matcher.view(self.slice.run([request], keep=False)[0].leaves)
-            left = (states - self.observed[rest]).norm(dim=1) / self.lengths[rest]
-            near = rest[left.topk(min(NEAREST, len(rest)), largest=False).indices]
-            behind.append(torch.full_like(near, i))
-            rows.append(near)
+        answers = self.slice.run_all(requests, keep=False)
+        for i, (rest, answer) in enumerate(zip(rests, answers, strict=True)):
+            left = (self.matcher.view(answer.leaves) - self.observed[rest]).norm(dim=1) / self.lengths[rest]
+            rows.append(rest[left.topk(min(NEAREST, len(rest)), largest=False).indices])
+            behind.append(torch.full_like(rows[-1], i))
         return torch.cat(behind), torch.cat(rows)
 
     def _explain(
