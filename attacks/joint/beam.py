@@ -337,11 +337,7 @@ def _widen(
         pairs = [(one, one.beam[0]) for one, _ in open]
         suggested = [
             _from_all(
-                *pair,
-                learned.weights,
-                width,
-                torch.cat(tried.tokens),
-                _suggested(*pair, tried, engines),
+                *pair, learned.weights, width, torch.cat(tried.tokens), _suggested(*pair, tried, engines)
             )
             for pair, (_, tried) in zip(pairs, open, strict=True)
         ]

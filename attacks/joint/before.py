@@ -69,10 +69,8 @@ def decode_behind(
     table = slice.embed(torch.arange(slice.vocab_size, device=slice.device)).float()
     centre, deviation = table.mean(0).expand(size, -1), table.std(0).clamp(min=1e-12)
     del table
-    known, left = (
-        [centre] * len(out),
-        [float("inf")] * len(out),
-    )  # what is found, and what that leaves unexplained
+    known = [centre] * len(out)  # what is found
+    left = [float("inf")] * len(out)  # what that leaves unexplained
 
     def look(which: list[int], find: Callable[[Unknown, Tensor], Tensor]) -> list[int]:
         """Decode some prompts behind what is found before them; which of them it explains more of."""
