@@ -280,7 +280,10 @@ def test_openais_client_is_served(tmp_path: Path) -> None:
     command += ["--api-key-env", "SERVED_KEY", "--cpus", "0.5", "--timeout", "20"]
     with (tmp_path / "log").open("w") as log:
         server = subprocess.Popen(
-            [sys.executable, *command], env=os.environ | {"SERVED_KEY": "sk-1"}, stdout=log, stderr=log
+            [sys.executable, "-X", "faulthandler", *command],
+            env=os.environ | {"SERVED_KEY": "sk-1"},
+            stdout=log,
+            stderr=log,
         )
     children: list[psutil.Process] = []
     try:
@@ -291,7 +294,7 @@ def test_openais_client_is_served(tmp_path: Path) -> None:
         children = psutil.Process(server.pid).children(recursive=True)
         check_served(model, port, tokenizer)
         server.send_signal(signal.SIGINT)
-        assert server.wait(PATIENCE) == 130
+        assert ended(server, tmp_path / "log") == 130
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("127.0.0.1", port))
         assert psutil.wait_procs(children, timeout=PATIENCE)[1] == []
@@ -300,6 +303,16 @@ def test_openais_client_is_served(tmp_path: Path) -> None:
             if isinstance(one, subprocess.Popen) or one.is_running():
                 one.kill()
         server.wait(PATIENCE)
+
+
+def ended(server: subprocess.Popen[bytes], log: Path) -> int:
+    """The exit code of a server that was asked to end; where it does not, what it said and where it stands."""
+    try:
+        return server.wait(PATIENCE)
+    except subprocess.TimeoutExpired:
+        server.send_signal(signal.SIGABRT)
+        server.wait(PATIENCE)
+        pytest.fail(log.read_text())
 
 
 def check_served(model: str, port: int, tokenizer: Any) -> None:

@@ -210,7 +210,8 @@ def serve(
     try:
         ready()
         while True:
-            time.sleep(3600)
+            # A signal that another thread receives does not wake this one; it is seen when it wakes by itself.
+            time.sleep(0.5)
     finally:
         serving.stop(own)
 
