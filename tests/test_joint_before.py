@@ -83,7 +83,7 @@ def test_few_rows_tell_which_of_them_are_first(
     table = slice.embed(torch.arange(slice.vocab_size)).float()
     centre, deviation = table.mean(0).expand(size, -1), table.std(0)
     before = slice.evaluated_tokens
-    monkeypatch.setattr(slice, "max_pass_tokens", 64)  # in several parts
+    monkeypatch.setattr("attacks.joint.before.AT_ONCE", 32)  # in several parts
     found = search.begin(centre, deviation, centre + 0.1)
     assert search.evaluated == slice.evaluated_tokens - before
     assert ordered.left(found) < share * ordered.left(centre)
