@@ -9,12 +9,12 @@ from torch import Tensor
 
 from attacks.joint.beam import Decoding, Effort, Engines, decode, start
 from attacks.joint.before import decode_behind, prefix_of
-from attacks.joint.evidence import FEATURES, TRACES, Learned
+from attacks.joint.evidence import FEATURES, NOISE, TRACES, Learned
 from attacks.joint.moves import move_parts
 from attacks.joint.reading import Reader, fast_enough, learn_clock
 from attacks.joint.refine import Refined, refine_decodings
 from attacks.joint.strength import first_step, settle, strength_of
-from attacks.joint.weights import learn_weights
+from attacks.joint.weights import learn_weights, weigh_noise
 from attacks.vocab_match.rank import LazyModel
 from attacks.vocab_match.screen import Screen
 from hiddenlab.channel import Channel, as_whole, by_channel, suppose
@@ -28,6 +28,9 @@ from hiddenlab.propose.store import adapter_for, openings_for, probes_for
 from hiddenlab.slice import Prefix, Request, Slice
 
 SURE = 16.0  # nats by which the token that a tokenizer puts first is likelier than any other
+
+# Where the right candidate is the best so often, behind the right tokens, no candidate need be solved for.
+CERTAIN = 0.99
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,21 @@ class Prepared:
     engines: Engines
     reader: Reader
     learned: Learned
+
+    @property
+    def solves(self) -> bool:
+        """Candidates can be solved for the noise on their embeddings: rows are out of order behind nothing but that.
+
+        In half precision the finite differences would be rounding errors.
+        """
+        public = self.public
+        return (
+            public.rows_permuted
+            and public.columns_permuted is None
+            and public.noise_sigma is not None
+            and not public.prefix_tokens
+            and self.slice.dtype == torch.float32
+        )
 
 
 class JointDecoding:
@@ -67,6 +85,8 @@ class JointDecoding:
         sweeps: of the second look at noised embeddings (see ``refine``), which needs float32; 0 for none.
         rounds: of looking for unknown embeddings before the prompt (see ``before``) at most, also in float32; as many
             again where an order has to be begun anew.
+        solved: where rows are out of order behind noise, the likeliest continuations of a prompt that are solved for
+            the noise on their embeddings (see ``explain``), at every token, also in float32; 0 for none.
         seed: of learning. progress: where progress is reported.
     """
 
@@ -78,14 +98,17 @@ class JointDecoding:
         model: bool = True,
         sweeps: int = 6,
         rounds: int = 3,
+        solved: int = 16,
         seed: int = 0,
         progress: Progress = silent,
     ) -> None:
         if min(beam, width, batch) < 1:
             raise InputError(f"beam, width and batch must be at least 1, not {beam}, {width} and {batch}")
-        if min(sweeps, rounds) < 0:
-            raise InputError(f"sweeps and rounds must be at least 0, not {sweeps} and {rounds}")
-        self.effort, self.sweeps, self.rounds = Effort(beam, width), sweeps, rounds
+        if min(sweeps, rounds, solved) < 0:
+            raise InputError(
+                f"sweeps, rounds and solved must be at least 0, not {sweeps}, {rounds} and {solved}"
+            )
+        self.effort, self.sweeps, self.rounds = Effort(beam, width, solved=solved), sweeps, rounds
         self.batch, self.asks, self.seed, self.progress = batch, model, seed, progress
         self._prepared: Prepared | None = None
         self._model: tuple[Slice, LazyModel] | None = None
@@ -124,8 +147,18 @@ class JointDecoding:
             prepared, seconds = self._estimate(observation, channel, public, slice)
         else:
             prepared, seconds = self._learn(public, slice)
+        if prepared.solves and self.effort.solved and prepared.learned.right < CERTAIN:
+            prepared = self._weigh_noise(prepared)
         self._prepared = replace(prepared, observed=public)
         return self._prepared, seconds
+
+    def _weigh_noise(self, prepared: Prepared) -> Prepared:
+        """Solve for candidates from now on, if what that says speaks against wrong ones."""
+        reader = prepared.reader
+        engines = replace(prepared.engines, slice=prepared.slice, sigma=prepared.public.noise_sigma)
+        with torch.inference_mode():
+            learned = weigh_noise(prepared.learned, reader.channel, engines, reader, self.seed, self.progress)
+        return replace(prepared, engines=engines, learned=learned) if learned.weights[NOISE] < 0 else prepared
 
     def _speaker(self, slice: Slice) -> Prefix | None:
         """The language model, if it is to be asked, with what it reads before every prompt."""

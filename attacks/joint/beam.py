@@ -20,6 +20,7 @@ from attacks.joint.evidence import (
     rows_at,
     unseen,
 )
+from attacks.joint.explain import append, explain
 from attacks.vocab_match.screen import Screen, near_ones
 from hiddenlab.core import Progress, silent
 from hiddenlab.match import Matcher
@@ -44,6 +45,7 @@ class Engines:
         screen: runs many candidates at once first, where it is faster than ``slice``, or None.
         before: what is supposed to stand before every prompt, where that is not known; never extended itself.
         offset: positions before the first token, where nothing is supposed to stand there.
+        sigma: of noise on embeddings that the likeliest candidates are solved for (see ``explain``), or None.
     """
 
     slice: Slice
@@ -54,6 +56,7 @@ class Engines:
     screen: Screen | None = None
     before: Prefix | None = None
     offset: int = 0
+    sigma: float | None = None
 
     def beginning(self, before: Prefix | None = None) -> Prefix:
         """What a prompt begins with: embeddings that were found, those that are supposed, or room for them."""
@@ -77,6 +80,7 @@ class Effort:
             and after a token that no row shows: what they are shows only in what comes after them.
         most: candidates tried at once where the best is in doubt (``_lead``). spare: of these, how many
             a token a prompt may cost.
+        solved: candidates of a prompt that are solved for at every token, where any are; first as many as ``opening``.
     """
 
     beam: int = 8
@@ -86,10 +90,15 @@ class Effort:
     behind: float = 20.0
     most: int = 8192
     spare: int = 2048
+    solved: int = 16
 
     def less(self) -> "Effort":
         """For prompts of which most is known by now."""
         return replace(self, beam=-(-self.beam // HARDER), opening=-(-self.opening // HARDER))
+
+    def solves(self, place: int) -> int:
+        """Candidates that are solved for at a place."""
+        return max(self.solved, self.opening >> place // 3)
 
     def kept(self, view: Rows, place: int) -> int:
         """Hypotheses kept after the token at a place: more where they differ in more than it."""
@@ -174,6 +183,7 @@ class Tried:
     Attributes:
         answers: what ran them. answer: which of them is each candidate's. leaf: its place there. evaluated: run.
         tokens, states: all that were run so far, kept or not, and their states in the matcher's form, part by part.
+        embeddings: noised, those of the candidates, where they were solved for.
     """
 
     candidates: Candidates
@@ -183,6 +193,7 @@ class Tried:
     evaluated: int
     tokens: list[Int[Tensor, " _"]]
     states: list[Float[Tensor, "_ d"]]
+    embeddings: Float[Tensor, "c d"] | None = None
 
     def add(self, other: "Tried") -> None:
         """More candidates of the same hypothesis."""
@@ -249,6 +260,8 @@ def decode(
         tried = iter(_try(pairs, proposed, engines, learned.weights))
         beams = [[next(tried) for _ in one.beam] for one in active]
         _widen(active, beams, engines, learned, effort)
+        if engines.sigma is not None:
+            _solve(active, beams, engines, learned.weights, effort)
         for one, beam in zip(active, beams, strict=True):
             one.calls += 1
             one.beam = _extend(one, beam, learned.weights, effort)
@@ -376,46 +389,100 @@ def _suggested(
     return engines.adapter.log_likelihoods(tokens[some], torch.cat(tried.states)[some], view.shown[rows])
 
 
-def _extend(decoding: Decoding, tried: Sequence[Tried], weights: Tensor, effort: Effort) -> list[Hypothesis]:
-    """The best continuations of all hypotheses."""
-    totals = [
-        hypothesis.score + one.candidates.features @ weights
-        for hypothesis, one in zip(decoding.beam, tried, strict=True)
-    ]
-    used = [
-        hypothesis.used + decoding.expects(one.candidates.rows)
-        for hypothesis, one in zip(decoding.beam, tried, strict=True)
-    ]
-    ranks = torch.cat(totals) - torch.cat(used)
+def _solve(
+    active: Sequence[Decoding],
+    beams: Sequence[list[Tried]],
+    engines: Engines,
+    weights: Tensor,
+    effort: Effort,
+) -> None:
+    """Solve for the noise of the likeliest candidates, and forget the others."""
+    assert engines.sigma is not None
+    asked, tried = list[tuple[Prefix, Rows, Candidates]](), list[tuple[Decoding, Tried]]()
+    for one, beam in zip(active, beams, strict=True):
+        picks = _likeliest(one, beam, *_totals(one, beam, weights), effort.solves(one.place), effort.behind)
+        for i, (hypothesis, own) in enumerate(zip(one.beam, beam, strict=True)):
+            places = [place for parent, place in picks if parent == i]
+            own.keep(torch.tensor(places, dtype=torch.long, device=own.leaf.device))
+            if places:
+                asked.append((hypothesis.prefix, one.view, own.candidates))
+                tried.append((one, own))
+    found, run = explain(asked, engines.slice, engines.matcher, engines.sigma)
+    for (one, own), embeddings in zip(tried, found, strict=True):
+        own.embeddings = embeddings
+        one.evaluated += run * len(embeddings)
+
+
+def _totals(
+    decoding: Decoding, tried: Sequence[Tried], weights: Tensor
+) -> tuple[list[Float[Tensor, " _"]], list[Float[Tensor, " _"]]]:
+    """What each candidate's hypothesis would score, and what its rows were expected to."""
+    pairs = list(zip(decoding.beam, tried, strict=True))
+    return (
+        [hypothesis.score + one.candidates.features @ weights for hypothesis, one in pairs],
+        [hypothesis.used + decoding.expects(one.candidates.rows) for hypothesis, one in pairs],
+    )
+
+
+def _likeliest(
+    decoding: Decoding,
+    tried: Sequence[Tried],
+    totals: Sequence[Tensor],
+    used: Sequence[Tensor],
+    most: int,
+    behind: float,
+) -> list[tuple[int, int]]:
+    """The best candidates, each by its hypothesis and its place there; of those that come to the same, the best."""
+    ranks = torch.cat(list(totals)) - torch.cat(list(used))
     order = ranks.argsort(descending=True)
-    order = order[ranks[order] >= ranks[order[0]] - effort.behind]
+    order = order[ranks[order] >= ranks[order[0]] - behind]
     starts = [0]
     for part in totals:
         starts.append(starts[-1] + len(part))
-    kept: list[Hypothesis] = []
-    seen = set()
+    kept, seen = list[tuple[int, int]](), set()
     for place in order.tolist():
         parent = next(i for i in range(len(totals)) if place < starts[i + 1])
-        i, one = place - starts[parent], tried[parent]
-        before = decoding.beam[parent]
-        step, free = _step(before.free, one, totals[parent], i)
-        key = free, tuple(one.token for one in (*before.steps, step)[-RECENT:])
+        i, before = place - starts[parent], decoding.beam[parent]
+        row, token = (int(x[i]) for x in (tried[parent].candidates.rows, tried[parent].candidates.tokens))
+        key = _without(before.free, row), (*[one.token for one in before.steps[1 - RECENT :]], token)
         if key in seen:
             continue
         seen.add(key)
-        prefix = before.prefix.fork()
-        prefix.keep(one.answers[int(one.answer[i])], leaf=int(one.leaf[i]))
-        columns = (*before.columns, int(one.candidates.columns[i]))
-        steps = (*before.steps, step)
-        sums = float(totals[parent][i]), float(used[parent][i])
-        kept.append(Hypothesis(prefix, free, before.spoken, None, columns, steps, *sums))
-        if len(kept) == effort.kept(decoding.view, decoding.place):
+        kept.append((parent, i))
+        if len(kept) == most:
             break
     return kept
 
 
-def _step(free: tuple[int, ...], tried: Tried, totals: Tensor, i: int) -> tuple[Step, tuple[int, ...]]:
-    """What taking a candidate means: the step, and the rows that are free after it."""
+def _without(free: tuple[int, ...], row: int) -> tuple[int, ...]:
+    """Rows that are free once one is taken."""
+    return free if row < 0 else tuple(r for r in free if r != row)
+
+
+def _extend(decoding: Decoding, tried: Sequence[Tried], weights: Tensor, effort: Effort) -> list[Hypothesis]:
+    """The best continuations of all hypotheses."""
+    totals, used = _totals(decoding, tried, weights)
+    most = effort.kept(decoding.view, decoding.place)
+    kept, noised = list[Hypothesis](), list[tuple[Prefix, Tensor]]()
+    for parent, i in _likeliest(decoding, tried, totals, used, most, effort.behind):
+        before, one = decoding.beam[parent], tried[parent]
+        step = _step(one, totals[parent], i)
+        prefix = before.prefix.fork()
+        if one.embeddings is None:
+            prefix.keep(one.answers[int(one.answer[i])], leaf=int(one.leaf[i]))
+        else:
+            noised.append((prefix, one.embeddings[i]))
+        columns = (*before.columns, int(one.candidates.columns[i]))
+        sums = float(totals[parent][i]), float(used[parent][i])
+        free, steps = _without(before.free, step.row), (*before.steps, step)
+        kept.append(Hypothesis(prefix, free, before.spoken, None, columns, steps, *sums))
+    append(noised)
+    decoding.evaluated += len(noised)
+    return kept
+
+
+def _step(tried: Tried, totals: Tensor, i: int) -> Step:
+    """What taking a candidate means."""
     candidates = tried.candidates
     row = int(candidates.rows[i])
     others = torch.cat([totals[:i], totals[i + 1 :]])
@@ -424,11 +491,10 @@ def _step(free: tuple[int, ...], tried: Tried, totals: Tensor, i: int) -> tuple[
     same = ((candidates.rows == row) & (candidates.tokens != candidates.tokens[i])).nonzero()[:, 0]
     best = same[totals[same].argsort(descending=True)][:OTHERS]
     behind = (totals[i] - totals[best]).tolist()
-    step = Step(
+    return Step(
         int(candidates.tokens[i]), row, float(candidates.distances[i]), margin, tried.evaluated,
         tuple(zip(candidates.tokens[best].tolist(), behind, strict=True)),
     )  # fmt: skip
-    return step, free if row < 0 else tuple(r for r in free if r != row)
 
 
 def _listen(hypotheses: Sequence[Hypothesis], model: Slice | None) -> None:

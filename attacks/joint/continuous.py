@@ -20,6 +20,7 @@ from torch import Tensor
 from hiddenlab.slice import Request, Slice
 
 PRODUCTS = 12  # of conjugate gradients, a step
+UNEXPLAINED = 0.1  # share of a row that the noise before it may leave unexplained
 STEPS = (1.0, 0.5, 0.2)  # lengths tried of each step
 FINITE = 0.05  # root mean square, in sigma, of the displacement of a finite difference
 
@@ -103,6 +104,15 @@ def newton(
             better = value < least
             best, least = torch.where(better[:, None], tried, best), torch.where(better, value, least)
     return best, least
+
+
+def unexplained(lengths: Float[Tensor, " r"], width: int) -> Float[Tensor, "r 1"]:
+    """How much of each coordinate of a prompt's rows may be left over (``Problem.tau``), from the rows' norms.
+
+    Attention sinks are far longer than other rows, and no noise before them grows with them.
+    """
+    unit = lengths.minimum(lengths.median()) / width**0.5
+    return UNEXPLAINED * unit.clamp(min=1e-12)[:, None]
 
 
 def _conjugate(apply: Callable[[Tensor], Tensor], right: Float[Tensor, "r d"]) -> Float[Tensor, "r d"]:

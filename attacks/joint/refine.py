@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from attacks.joint.beam import Decoding
-from attacks.joint.continuous import Problem, step
+from attacks.joint.continuous import Problem, step, unexplained
 from hiddenlab.core import Progress, silent
 from hiddenlab.slice import Slice
 from hiddenlab.slice.engine import packs
@@ -22,7 +22,6 @@ UNSURE = 5.0  # nats by which runners-up are behind at most to be looked at agai
 RUNNERS_UP = 3  # of them at most
 # Costs of solves that have not converged differ by tens of nats for no reason; so many count as one of the decoder's.
 TEMPER = 20.0
-UNEXPLAINED = 0.1  # share of a row that the noise before it may leave unexplained
 
 
 @dataclass
@@ -85,13 +84,11 @@ class _Case:
         self.behind = torch.tensor(behind, device=device)
         order = torch.tensor([one.row for one in steps], device=device)
         observed = states[order][self.places].float().clone()
-        # Attention sinks are far longer than other rows, and no noise before them grows with them.
-        lengths = observed.norm(dim=1, keepdim=True)
-        unit = lengths.minimum(lengths.median()) / observed.shape[1] ** 0.5
+        tau = unexplained(observed.norm(dim=1), observed.shape[1])
         centre = slice.embed(self.tokens).float().clone()
         self.believed = torch.tensor([places.index(place) for place in range(len(steps))], device=device)
         self.problem = Problem(
-            centre[self.believed], self.places, centre, observed, UNEXPLAINED * unit.clamp(min=1e-12),
+            centre[self.believed], self.places, centre, observed, tau,
             torch.zeros_like(centre), torch.zeros(len(places), device=device),
         )  # fmt: skip
         self.evaluated = self.calls = 0

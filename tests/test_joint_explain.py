@@ -1,0 +1,141 @@
+"""Joint decoding of rows in unknown order behind noise, for which candidates are solved."""
+
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+from attacks.joint import JointDecoding
+from attacks.joint.beam import Effort
+from attacks.joint.continuous import Problem, step, unexplained
+from attacks.joint.evidence import NOISE, candidates_of
+from attacks.joint.explain import DESCENTS, append, explain
+from attacks.joint.reading import Reader
+from hiddenlab.channel import Channel
+from hiddenlab.errors import InputError
+from hiddenlab.match import Matcher
+from hiddenlab.slice import Request, Slice, load_slice
+
+TOKENS = [5, 17, 40, 99, 140, 7, 63, 201, 33, 120]
+
+
+@pytest.fixture(autouse=True)
+def small(small_probes: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Little is learned from, and every token is among a row's candidates."""
+    monkeypatch.setattr("attacks.joint.reading.SHORTLIST", 300)
+    for name, value in {"NOISED": 2, "BEGINNING": 6}.items():
+        monkeypatch.setattr(f"attacks.joint.weights.{name}", value)
+
+
+def strength(slice: Slice, share: float) -> float:
+    return share * float(slice.embedding.std())
+
+
+def prepared(slice: Slice, specs: list[str], **options: object) -> tuple:
+    observation, secret = Channel.parse(specs).release(slice, TOKENS, torch.Generator().manual_seed(0))
+    joint = JointDecoding(model=False, **options)  # type: ignore[arg-type]
+    return observation, secret, joint, joint.prepare(observation, slice)[0]
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma2", "gpt2"])
+def test_candidates_are_solved_for_as_one_by_one(
+    tiny_slice: Callable[..., Slice], architecture: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In parts, behind what was appended; the oracle runs the whole prompt anew for every candidate."""
+    slice = tiny_slice(architecture, 2)
+    sigma = strength(slice, 0.3)
+    observation, _, _, made = prepared(slice, [f"gaussian:sigma={sigma}", "seq-perm"], solved=0)
+    monkeypatch.setattr(slice, "max_pass_tokens", 4)
+    generator = torch.Generator().manual_seed(1)
+    with torch.inference_mode():
+        view, asked, chains = made.reader.read(observation), [], []
+        for length in (0, 3, 5):
+            plain = slice.embed(torch.tensor(TOKENS[:length]).long()).float()
+            chains.append(plain + sigma * torch.randn(plain.shape, generator=generator))
+            prefix = slice.prefix()
+            for embedding in chains[-1]:
+                append([(prefix, embedding)])
+            candidates = candidates_of(view, length, range(length, len(TOKENS)), [], None)
+            some = torch.randperm(len(candidates), generator=generator)[:3]
+            asked.append((prefix, view, candidates.keep(some)))
+        before = slice.evaluated_tokens
+        found, run = explain(asked, slice, Matcher(1, False), sigma)
+        assert run * sum(map(len, found)) == slice.evaluated_tokens - before
+    tau = unexplained(observation.states.norm(dim=1), slice.width)
+    for chain, (_, _, candidates), embeddings in zip(chains, asked, found, strict=True):
+        for i, (token, row) in enumerate(zip(candidates.tokens, candidates.rows, strict=True)):
+            centre = slice.embed(token[None]).float().clone()
+            problem = Problem(
+                torch.cat([chain.clone(), centre]), torch.tensor([len(chain)]), centre,
+                observation.states[row][None].clone(), tau[row][None], torch.zeros_like(centre), torch.zeros(1),
+            )  # fmt: skip
+            for _ in range(DESCENTS):
+                step(slice, [problem], sigma)
+            cost = float(problem.cost) / centre.shape[1]
+            assert float(candidates.features[i, NOISE].exp()) == pytest.approx(cost, rel=0.05)
+            whole = slice.encode(torch.cat([chain, embeddings[i : i + 1]]))[-1]
+            noise = (embeddings[i : i + 1] - centre) / sigma
+            left = ((observation.states[row] - whole) / tau[row]).square().sum() + noise.square().sum()
+            assert float(left) / 2 / centre.shape[1] == pytest.approx(cost, rel=0.05)
+
+
+def test_noised_embeddings_continue_a_prompt(tiny_slice: Callable[..., Slice]) -> None:
+    slice = tiny_slice("llama", 2)
+    points = torch.randn(3, 4, slice.width, generator=torch.Generator().manual_seed(0))
+    prefixes = [slice.prefix() for _ in points]
+    with torch.inference_mode():
+        append([])
+        for place in range(3):
+            append([(prefix, own[place]) for prefix, own in zip(prefixes, points, strict=True)])
+        for prefix, own in zip(prefixes, points, strict=True):
+            answer = slice.run([Request(prefix, own[3:])])[0]
+            torch.testing.assert_close(answer.chain, slice.encode(own)[3:], atol=1e-5, rtol=1e-4)
+
+
+def test_an_order_that_noise_hides_comes_back(
+    tiny_slice: Callable[..., Slice], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Noise as strong as embeddings differ; tokens are known, so that only the order is in question."""
+    slice = tiny_slice("llama", 2)
+    specs = [f"gaussian:sigma={strength(slice, 1.0)}", "seq-perm"]
+    right = {}
+    for solved in (0, 16):
+        observation, secret, joint, made = prepared(slice, specs, beam=2, sweeps=0, solved=solved)
+        assert (made.engines.sigma is None) == (solved == 0)
+        view = made.reader.read(observation)
+        tokens = torch.tensor([TOKENS[place] for place in secret.row_order])
+        known = replace(
+            view,
+            ids=tokens[:, None],
+            scores=torch.zeros(len(tokens), 1),
+            columns=view.columns[:, :1] * 0,
+            traces=None,
+        )
+        with monkeypatch.context() as patch, torch.inference_mode():
+            patch.setattr(Reader, "read", lambda *_, known=known: known)
+            (decoding,) = joint._decode([observation], made)
+        order = [secret.row_order[one.row] for one in decoding.beam[0].steps]
+        right[solved] = sum(b == a + 1 for a, b in itertools.pairwise(order))
+    assert right[16] > right[0]
+
+
+def test_it_is_solved_for_only_where_that_can_help(
+    tiny_slice: Callable[..., Slice], tiny: Callable[..., str]
+) -> None:
+    slice = tiny_slice("llama", 1)
+    _, _, _, made = prepared(slice, ["gaussian:sigma=0.1", "seq-perm"], solved=0)
+    assert made.solves
+    assert made.engines.sigma is None
+    for other in (
+        {"rows_permuted": False}, {"columns_permuted": "shared"}, {"noise_sigma": None}, {"prefix_tokens": 1}
+    ):  # fmt: skip
+        assert not replace(made, public=replace(made.public, **other)).solves  # type: ignore[arg-type]
+    assert not replace(made, slice=load_slice(tiny("llama"), 1, dtype="bfloat16", device="cpu")).solves
+    with pytest.raises(InputError, match="solved"):
+        JointDecoding(solved=-1)
+
+
+def test_more_is_solved_for_at_the_beginning() -> None:
+    assert [Effort().solves(place) for place in (0, 2, 3, 6, 50)] == [64, 64, 32, 16, 16]
