@@ -36,7 +36,7 @@ from hiddenlab.errors import InputError, NotApplicableError
 from hiddenlab.match import Matcher
 from hiddenlab.slice import Slice, load_slice
 
-WEIGHTS = torch.tensor([0.7, 0.5, 0.3, 0.2, 1.0, -2.0, -1.0, -0.5])
+WEIGHTS = torch.tensor([0.7, 0.5, 0.3, 0.2, 1.0, -2.0, -1.0, -0.5, 0.0])
 MATCHER = Matcher(1, False)
 
 

@@ -46,7 +46,7 @@ def test_candidates_are_solved_for_as_one_by_one(
     """In parts, behind what was appended; the oracle runs the whole prompt anew for every candidate."""
     slice = tiny_slice(architecture, 2)
     sigma = strength(slice, 0.3)
-    observation, _, _, made = prepared(slice, [f"gaussian:sigma={sigma}", "seq-perm"], solved=0)
+    observation, _, _, made = prepared(slice, [f"gaussian:sigma={sigma}", "seq-perm"])
     monkeypatch.setattr(slice, "max_pass_tokens", 4)
     generator = torch.Generator().manual_seed(1)
     with torch.inference_mode():
@@ -125,7 +125,7 @@ def test_it_is_solved_for_only_where_that_can_help(
     tiny_slice: Callable[..., Slice], tiny: Callable[..., str]
 ) -> None:
     slice = tiny_slice("llama", 1)
-    _, _, _, made = prepared(slice, ["gaussian:sigma=0.1", "seq-perm"], solved=0)
+    _, _, _, made = prepared(slice, ["gaussian:sigma=0.1", "seq-perm"])
     assert made.solves
     assert made.engines.sigma is None
     for other in (
@@ -138,4 +138,4 @@ def test_it_is_solved_for_only_where_that_can_help(
 
 
 def test_more_is_solved_for_at_the_beginning() -> None:
-    assert [Effort().solves(place) for place in (0, 2, 3, 6, 50)] == [64, 64, 32, 16, 16]
+    assert [Effort(solved=16).solves(place) for place in (0, 2, 3, 6, 50)] == [64, 64, 32, 16, 16]

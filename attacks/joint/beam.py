@@ -90,7 +90,7 @@ class Effort:
     behind: float = 20.0
     most: int = 8192
     spare: int = 2048
-    solved: int = 16
+    solved: int = 0
 
     def less(self) -> "Effort":
         """For prompts of which most is known by now."""
