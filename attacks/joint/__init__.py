@@ -86,8 +86,8 @@ class JointDecoding:
         rounds: of looking for unknown embeddings before the prompt (see ``before``) at most, also in float32; as many
             again where an order has to be begun anew.
         solved: where rows are out of order behind noise, the likeliest continuations of a prompt that are solved for
-            the noise on their embeddings (see ``explain``), at every token, 16 say, also in float32; 0 for none, since
-            it takes minutes and so far helps at deeper layers alone.
+            the noise on their embeddings (see ``explain``), at every token, 16 say, also in float32; 0 for none. It
+            takes minutes, and what it brings is not settled.
         seed: of learning. progress: where progress is reported.
     """
 

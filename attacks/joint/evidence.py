@@ -18,9 +18,7 @@ TRACES = (1, 2)  # how many positions before a row's own the tokens are that it 
 PLACE = 2 + len(TRACES)
 BEFORE = PLACE + 1  # features known before a candidate is run; the others need its state
 FIT = BEFORE + 2  # the distance over what the channel is expected to make of it
-NOISE = (
-    FIT + 1
-)  # what the noise costs that explains the row, where it was solved for (see ``explain``); 0 elsewhere
+NOISE = FIT + 1  # cost of the noise that explains the row, where it was solved for (``explain``); 0 elsewhere
 ROUNDING = 1e-5  # of a row's norm
 PART = 8192  # pairs compared at once, so that copies of rows stay small
 DENSE = 2  # where so many times the pairs asked for are all there are, all are compared, which copies less
