@@ -9,7 +9,7 @@ import torch
 
 from attacks.joint import JointDecoding
 from attacks.joint.beam import Effort
-from attacks.joint.continuous import Problem, step, unexplained
+from attacks.joint.continuous import UNEXPLAINED, Problem, step
 from attacks.joint.evidence import NOISE, candidates_of
 from attacks.joint.explain import DESCENTS, append, explain
 from attacks.joint.reading import Reader
@@ -63,7 +63,7 @@ def test_candidates_are_solved_for_as_one_by_one(
         before = slice.evaluated_tokens
         found, run = explain(asked, slice, Matcher(1, False), sigma)
         assert run * sum(map(len, found)) == slice.evaluated_tokens - before
-    tau = unexplained(observation.states.norm(dim=1), slice.width)
+    tau = UNEXPLAINED / slice.width**0.5 * observation.states.norm(dim=1, keepdim=True)
     for chain, (_, _, candidates), embeddings in zip(chains, asked, found, strict=True):
         for i, (token, row) in enumerate(zip(candidates.tokens, candidates.rows, strict=True)):
             centre = slice.embed(token[None]).float().clone()

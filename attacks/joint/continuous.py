@@ -106,15 +106,6 @@ def newton(
     return best, least
 
 
-def unexplained(lengths: Float[Tensor, " r"], width: int) -> Float[Tensor, "r 1"]:
-    """How much of each coordinate of a prompt's rows may be left over (``Problem.tau``), from the rows' norms.
-
-    Attention sinks are far longer than other rows, and no noise before them grows with them.
-    """
-    unit = lengths.minimum(lengths.median()) / width**0.5
-    return UNEXPLAINED * unit.clamp(min=1e-12)[:, None]
-
-
 def _conjugate(apply: Callable[[Tensor], Tensor], right: Float[Tensor, "r d"]) -> Float[Tensor, "r d"]:
     """Solve A x = b for every row by itself, A symmetric and positive definite."""
     out, left = torch.zeros_like(right), right.clone()

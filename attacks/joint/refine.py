@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from attacks.joint.beam import Decoding
-from attacks.joint.continuous import Problem, step, unexplained
+from attacks.joint.continuous import UNEXPLAINED, Problem, step
 from hiddenlab.core import Progress, silent
 from hiddenlab.slice import Slice
 from hiddenlab.slice.engine import packs
@@ -84,11 +84,13 @@ class _Case:
         self.behind = torch.tensor(behind, device=device)
         order = torch.tensor([one.row for one in steps], device=device)
         observed = states[order][self.places].float().clone()
-        tau = unexplained(observed.norm(dim=1), observed.shape[1])
+        # Attention sinks are far longer than other rows, and no noise before them grows with them.
+        lengths = observed.norm(dim=1, keepdim=True)
+        unit = lengths.minimum(lengths.median()) / observed.shape[1] ** 0.5
         centre = slice.embed(self.tokens).float().clone()
         self.believed = torch.tensor([places.index(place) for place in range(len(steps))], device=device)
         self.problem = Problem(
-            centre[self.believed], self.places, centre, observed, tau,
+            centre[self.believed], self.places, centre, observed, UNEXPLAINED * unit.clamp(min=1e-12),
             torch.zeros_like(centre), torch.zeros(len(places), device=device),
         )  # fmt: skip
         self.evaluated = self.calls = 0
