@@ -195,5 +195,5 @@ def test_what_is_not_a_number_is_not_kept(tiny_slice: TinySlice, monkeypatch: py
 
 
 def test_rounds_are_a_number() -> None:
-    with pytest.raises(InputError, match="rounds must be at least 0"):
+    with pytest.raises(InputError, match="rounds and solved must be at least 0, not 6, -1"):
         JointDecoding(rounds=-1)
