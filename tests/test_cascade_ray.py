@@ -284,6 +284,8 @@ def test_openais_client_is_served(tmp_path: Path) -> None:
             env=os.environ | {"SERVED_KEY": "sk-1"},
             stdout=log,
             stderr=log,
+            # What a shell runs in the background ignores interrupts, and so would what the tests start there.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
     children: list[psutil.Process] = []
     try:

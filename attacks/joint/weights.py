@@ -160,8 +160,7 @@ def weigh_noise(
                 nothing = torch.zeros(len(candidates), device=device)
                 tables.append(Table(candidates.features, nothing, nothing == 0))
         progress("weighing the noise", place + 1, BEGINNING)
-    weights = fit(tables, learned.weights)
-    return replace(learned, weights=weights, right=right_of(tables, weights))
+    return replace(learned, weights=fit(tables, learned.weights))
 
 
 def _rivals(text: _Text, place: int, engines: Engines, weights: Tensor) -> Candidates:
