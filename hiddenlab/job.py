@@ -47,7 +47,7 @@ class AttackSpec:
     distance: str | None = None
     epsilon: str | None = None
     budget: int | None = None
-    batch: int = 32
+    batch: int | None = None
     seed: int = 0
     device: str = "auto"
     device_map: str | None = None
@@ -167,7 +167,9 @@ def build_attack(spec: AttackSpec, progress: Progress = silent) -> Attack:
         raise InputError(
             f"the attack {name} has no option {', '.join(strange)}; it takes {', '.join(parameters)}"
         )
-    offered = {"batch": spec.batch, "seed": spec.seed, "progress": progress}
+    offered = {"seed": spec.seed, "progress": progress}
+    if spec.batch is not None:
+        offered["batch"] = spec.batch
     taken = {key: value for key, value in offered.items() if anything or key in parameters}
     attack: Attack = registry.build("attacks", spec.attack, **given, **taken)
     return attack

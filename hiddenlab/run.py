@@ -36,7 +36,7 @@ def run_attack(
     todo = _not_recorded(job, recorder)
     try:
         progress("prompts", len(job.cases) - len(todo), len(job.cases))
-        for batch in _batches(todo, job.spec.batch):
+        for batch in _batches(todo, _at_once(job)):
             released = [release(job, case) for case in batch]
             observations = [observation for observation, _ in released]
             secrets = [secret for _, secret in released]
@@ -253,6 +253,12 @@ def _status(token: int, verified: bool, truth: Sequence[int] | None, place: int)
     if not verified:
         return "unverified"
     return "verified" if truth is None else "exact"
+
+
+def _at_once(job: Job) -> int:
+    """Prompts that are attacked together: no more than the attack takes at once, which would delay their record."""
+    size: int = getattr(job.attack, "batch", job.spec.batch or 1)
+    return size
 
 
 def _batches(cases: Sequence[Case], size: int) -> Iterator[list[Case]]:

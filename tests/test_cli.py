@@ -5,7 +5,7 @@ import json
 import subprocess
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -266,7 +266,7 @@ def test_capture_is_what_an_attack_would_see(run: Run, model: str) -> None:
 
 
 def test_interrupted_run_is_resumed(run: Run, model: str, prompts: str, tmp_path: Path) -> None:
-    options = ("--prompts", prompts, "--model", model, "--attack", "nearest", "--batch", "1")
+    options = ("--prompts", prompts, "--model", model, "--attack", "nearest")
     Nearest.stop_at = 2
     result = run("attack", *options, "--defense", "gaussian:sigma=0.01", code=130)
     (directory,) = runs(tmp_path)
@@ -292,6 +292,27 @@ def test_interrupted_run_is_resumed(run: Run, model: str, prompts: str, tmp_path
     pick = [(s["id"], s["per_token"]["distance"]) for s in again]
     assert pick == [(s["id"], s["per_token"]["distance"]) for s in whole["samples"]]
     assert "nothing to resume" in run("rerun", str(directory), "--resume").stderr
+
+
+class Pairs(Nearest):
+    """Takes two prompts at once."""
+
+    batch = 2
+
+    def recover_batch(
+        self, observations: Sequence[Observation], slice: Slice, generator: torch.Generator
+    ) -> list[Recovery]:
+        return [self.recover(one, slice, generator) for one in observations]
+
+
+def test_what_an_attack_takes_at_once_is_recorded_at_once(
+    run: Run, model: str, prompts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.modules["hiddenlab_test_fakes"], "Nearest", Pairs)
+    Nearest.stop_at = 3
+    run("attack", "--prompts", prompts, "--model", model, "--attack", "nearest", code=130)
+    (directory,) = runs(tmp_path)
+    assert len((directory / "samples.jsonl").read_text().splitlines()) == 2
 
 
 def test_resume_refuses_changed_prompts(run: Run, model: str, prompts: str, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from attacks.joint import JointDecoding
 from attacks.joint.ahead import SHARE, ahead_of
-from attacks.joint.beam import Effort, Engines, decode, start
+from attacks.joint.beam import decode
 from attacks.joint.continuous import Problem, _conjugate, newton, step
 from attacks.joint.evidence import (
     BEFORE,
@@ -26,6 +26,7 @@ from attacks.joint.evidence import (
     likeliest,
     unseen,
 )
+from attacks.joint.hypotheses import Effort, Engines, start
 from attacks.joint.moves import Parts, _score, _told
 from attacks.joint.reading import Clock, length_of
 from attacks.joint.refine import refine_decodings

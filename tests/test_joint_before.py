@@ -10,8 +10,8 @@ import torch
 
 import attacks.joint
 from attacks.joint import JointDecoding, before
-from attacks.joint.beam import Decoding, Hypothesis, Step
 from attacks.joint.before import Unknown
+from attacks.joint.hypotheses import Decoding, Hypothesis, Step
 from attacks.joint.reading import Reader
 from defenses.noise import RandomPrefix
 from hiddenlab.channel import Channel

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from attacks.joint import JointDecoding
-from attacks.joint.beam import Effort
 from attacks.joint.continuous import UNEXPLAINED, Problem, step
 from attacks.joint.evidence import NOISE, candidates_of
 from attacks.joint.explain import DESCENTS, append, explain
+from attacks.joint.hypotheses import Effort
 from attacks.joint.reading import Reader
 from hiddenlab.channel import Channel
 from hiddenlab.errors import InputError

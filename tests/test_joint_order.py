@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attacks.joint import JointDecoding
-from attacks.joint.beam import decode, start
+from attacks.joint.beam import decode
+from attacks.joint.hypotheses import start
 from attacks.joint.moves import SCORED, _moved, move_parts
 from hiddenlab.channel import Channel
 from hiddenlab.slice import Slice, load_slice

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from attacks.joint import JointDecoding
-from attacks.joint.beam import _from_all, _screened, _try, start
+from attacks.joint.beam import _from_all, _screened, _try
 from attacks.joint.evidence import BEFORE, FIT
+from attacks.joint.hypotheses import start
 from attacks.joint.reading import fast_enough
 from attacks.vocab_match import VocabMatch, screen, task
 from attacks.vocab_match.screen import Screen, near_ones

@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from attacks.joint.beam import Decoding, Effort, Engines, decode, start
+from attacks.joint.beam import decode
 from attacks.joint.before import decode_behind, prefix_of
 from attacks.joint.evidence import FEATURES, NOISE, TRACES, Learned
+from attacks.joint.hypotheses import Decoding, Effort, Engines, start
 from attacks.joint.moves import move_parts
 from attacks.joint.reading import Reader, fast_enough, learn_clock
 from attacks.joint.refine import Refined, refine_decodings
@@ -95,7 +96,7 @@ class JointDecoding:
         self,
         beam: int = 8,
         width: int = 48,
-        batch: int = 32,
+        batch: int = 8,
         model: bool = True,
         sweeps: int = 6,
         rounds: int = 3,

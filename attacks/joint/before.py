@@ -21,9 +21,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from attacks.joint.beam import Decoding, Effort, Engines, decode, start
+from attacks.joint.beam import decode
 from attacks.joint.continuous import newton
 from attacks.joint.evidence import Learned
+from attacks.joint.hypotheses import Decoding, Effort, Engines, start
 from attacks.joint.moves import move_parts
 from hiddenlab.core import Progress, silent
 from hiddenlab.match import Matcher

@@ -14,8 +14,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from attacks.joint.ahead import after_each
-from attacks.joint.beam import Decoding, Engines
 from attacks.joint.evidence import FEATURES, PLACE, TRACES, Candidates, Rows
+from attacks.joint.hypotheses import Decoding, Engines
 from hiddenlab.core import Progress, silent
 from hiddenlab.slice import Prefix, Request
 

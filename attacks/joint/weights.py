@@ -10,9 +10,9 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from attacks.joint.beam import Engines
 from attacks.joint.evidence import BEFORE, PLACE, Candidates, Learned, Rows, candidates_of, likeliest, unseen
 from attacks.joint.explain import append, explain
+from attacks.joint.hypotheses import Engines
 from attacks.joint.reading import Reader
 from hiddenlab.channel import Channel
 from hiddenlab.core import Progress, Secret, silent

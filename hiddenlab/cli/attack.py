@@ -57,7 +57,14 @@ def attack(
     budget: Annotated[
         int | None, Option(metavar="N", min=1, help="Candidates a token at most; default: no cap.")
     ] = None,
-    batch: Annotated[int, Option(metavar="N", min=1, help="Prompts attacked at once.")] = 32,
+    batch: Annotated[
+        int | None,
+        Option(
+            metavar="N",
+            min=1,
+            help="Prompts attacked at once, and recorded together; default: the attack's own.",
+        ),
+    ] = None,
     seed: o.SeedOpt = 0,
     device: o.DeviceOpt = "auto",
     device_map: o.DeviceMapOpt = None,
