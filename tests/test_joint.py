@@ -13,6 +13,7 @@ from torch import Tensor
 from attacks.joint import JointDecoding
 from attacks.joint.ahead import SHARE, ahead_of
 from attacks.joint.beam import decode
+from attacks.joint.clock import Clock
 from attacks.joint.continuous import Problem, _conjugate, newton, step
 from attacks.joint.evidence import (
     BEFORE,
@@ -28,7 +29,7 @@ from attacks.joint.evidence import (
 )
 from attacks.joint.hypotheses import Effort, Engines, start
 from attacks.joint.moves import Parts, _score, _told
-from attacks.joint.reading import Clock, length_of
+from attacks.joint.reading import length_of
 from attacks.joint.refine import refine_decodings
 from attacks.joint.weights import START, Table, fit, lead_of
 from hiddenlab.channel import Channel
@@ -50,7 +51,7 @@ def rows_of(states: Tensor, ids: Tensor, places: tuple[int, ...] | None, length:
         MATCHER.prepare(states), MATCHER.norms(states), states.norm(dim=1), ids,
         torch.randn(ids.shape, generator=generator).log_softmax(1), columns,
         torch.randn(2, n, len(distinct), generator=generator).log_softmax(2), places, length,
-        None if places is not None else torch.rand(n, generator=generator),
+        None if places is not None else torch.randn(n, length, generator=generator),
         None if places is not None else 1 + torch.rand(n, generator=generator),
     )  # fmt: skip
 
@@ -78,7 +79,7 @@ def score(view: Rows, slice: Slice, lm: Slice, path: list[tuple[int, int]]) -> f
         if view.places is None:
             assert view.when is not None
             assert view.expected is not None
-            features[PLACE] = -((view.when[row] - torch.tensor(1.0 + i).log()) ** 2)
+            features[PLACE] = view.when[row, i]
             features[BEFORE + 2] = (distance / view.expected[row]).log()
         total += float(features @ WEIGHTS)
     return total
@@ -159,8 +160,23 @@ def test_the_clock_reads_positions() -> None:
     places = torch.randint(0, 60, (4000,), generator=generator).float()
     rows = torch.randn(4000, 48, generator=generator)
     rows[:, 3] += 2 * places.log1p()
-    read = Clock.learn(rows[:3000], places[:3000])(rows[3000:])
-    assert float(torch.corrcoef(torch.stack([read, places[3000:].log1p()]))[0, 1]) > 0.8
+    clock = Clock.learn(rows[:3000], places[:3000])
+    told = clock(rows[3000:], 80)
+    torch.testing.assert_close(told.exp().mean(1), torch.ones(1000))  # over all positions alike
+    own = told.gather(1, places[3000:, None].long())[:, 0]
+    assert own.mean() > 0.4
+    assert own[places[3000:] < 4].mean() > 1.5
+    assert clock(rows[:5], 3).shape == (5, 3)
+
+
+def test_a_clock_that_reads_nothing_says_nothing() -> None:
+    """A regression's guess, the middle, would speak against every row at the first places."""
+    generator = torch.Generator().manual_seed(0)
+    places = torch.randint(0, 60, (6000,), generator=generator).float()
+    rows = torch.randn(6000, 48, generator=generator)
+    own = Clock.learn(rows[:3000], places[:3000])(rows[3000:], 60).gather(1, places[3000:, None].long())[:, 0]
+    assert own[places[3000:] < 4].mean() > -0.3
+    assert own.mean() > -0.2
 
 
 def test_conjugate_gradients_solve_each_row(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import torch
 
 import attacks.joint
 from attacks.joint import JointDecoding, before
-from attacks.joint.before import Unknown
+from attacks.joint.before import Unknown, arrives
 from attacks.joint.hypotheses import Decoding, Hypothesis, Step
 from attacks.joint.reading import Reader
 from defenses.noise import RandomPrefix
@@ -56,7 +56,7 @@ def test_what_stood_before_is_found_behind_tokens_that_are_mostly_right(
     slice = tiny_slice(architecture, 2)
     believed = [*TOKENS[:8], 7, *TOKENS[9:]]
     decoding, hidden = decoding_of(slice, specs, believed)
-    search = Unknown(decoding, slice, Matcher(1, len(specs) > 1))
+    search = Unknown.of(decoding, slice, Matcher(1, len(specs) > 1))
     nothing = slice.embed(torch.arange(slice.vocab_size)).mean(0, keepdim=True)
     assert search.left(hidden) < 1e-4 < search.left(nothing)
     found = search.solve(nothing)
@@ -75,32 +75,35 @@ def test_few_rows_tell_which_of_them_are_first(
     """However wrong the order in which the rows were decoded, the true one is explained by what is found."""
     slice = tiny_slice(architecture, 2)
     decoding, _ = decoding_of(slice, ["random-prefix"] * size, TOKENS)
-    ordered = Unknown(decoding, slice, Matcher(1, False))
+    ordered = Unknown.of(decoding, slice, Matcher(1, False))
     best = decoding.beam[0]
     wrong = torch.randperm(len(TOKENS), generator=torch.Generator().manual_seed(1)).tolist()
     best.steps = tuple(best.steps[i] for i in wrong)
-    search = Unknown(decoding, slice, Matcher(1, False))
+    search = Unknown.of(decoding, slice, Matcher(1, False))
     table = slice.embed(torch.arange(slice.vocab_size)).float()
     centre, deviation = table.mean(0).expand(size, -1), table.std(0)
     before = slice.evaluated_tokens
     monkeypatch.setattr("attacks.joint.before.AT_ONCE", 32)  # in several parts
-    found = search.begin(centre, deviation, centre + 0.1)
+    found, order = search.begin(centre, deviation, centre + 0.1)
+    assert [wrong[i] for i in order[:2]] == [0, 1]
     assert search.evaluated == slice.evaluated_tokens - before
     assert ordered.left(found) < share * ordered.left(centre)
     assert ordered.left(found) < share * search.left(search.solve(centre))
 
 
 @pytest.mark.usefixtures("small_probes")
-@pytest.mark.parametrize(("specs", "asked"), [
-    (["random-prefix", "seq-perm"], True),
-    (["random-prefix"], False),
-    (["random-prefix", "2d-perm"], False),
-    (["random-prefix", "gaussian:sigma=0.001", "seq-perm"], False),
+@pytest.mark.parametrize(("specs", "found_in_own", "asked"), [
+    (["random-prefix", "seq-perm"], True, True),
+    (["random-prefix", "seq-perm"], False, False),
+    (["random-prefix"], True, False),
+    (["random-prefix", "2d-perm"], True, False),
+    (["random-prefix", "gaussian:sigma=0.001", "seq-perm"], True, False),
 ])  # fmt: skip
 def test_shuffled_prompts_that_stay_unexplained_are_begun_anew(
-    tiny_slice: TinySlice, monkeypatch: pytest.MonkeyPatch, specs: list[str], asked: bool
+    tiny_slice: TinySlice, monkeypatch: pytest.MonkeyPatch, specs: list[str], found_in_own: bool, asked: bool
 ) -> None:
     """Orders are spoilt until then, and nothing else could mend them."""
+    monkeypatch.setattr("attacks.joint.arrives", lambda *_: found_in_own)
     monkeypatch.setattr("attacks.joint.reading.SHORTLIST", 300)
     slice = tiny_slice("gpt2", 1)
     observation, _ = Channel.parse(specs).release(slice, TOKENS, torch.Generator().manual_seed(0))
@@ -128,6 +131,25 @@ def test_shuffled_prompts_that_stay_unexplained_are_begun_anew(
     assert begun == [len(TOKENS)] * asked
     if asked:
         assert found.ids == TOKENS
+
+
+def test_beginnings_are_looked_for_where_those_of_own_texts_are_found(
+    tiny_slice: TinySlice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slice = tiny_slice("gpt2", 1)
+    channel, begin, orders = Channel.parse(["random-prefix", "seq-perm"]), Unknown.begin, list[list[int]]()
+
+    def kept(self: Unknown, *given: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        points, order = begin(self, *given)
+        orders.append(order.tolist())
+        return points, order
+
+    monkeypatch.setattr(Unknown, "begin", kept)
+    assert arrives(channel, slice, Matcher(1, False), 1, seed=0)
+    assert orders == [[0, 1, 2, 3]]
+    # Where the first rows are found, but not in their order, a prompt would be begun wrongly.
+    monkeypatch.setattr(Unknown, "begin", lambda self, *given: (given[0], torch.tensor([0, 1, 3, 2])))
+    assert not arrives(channel, slice, Matcher(1, False), 1, seed=0)
 
 
 @pytest.mark.usefixtures("small_probes")
@@ -185,7 +207,7 @@ def test_the_facts_count_where_no_stage_says_what_stands_before(tiny_slice: Tiny
 def test_what_is_not_a_number_is_not_kept(tiny_slice: TinySlice, monkeypatch: pytest.MonkeyPatch) -> None:
     slice = tiny_slice("llama", 1)
     decoding, _ = decoding_of(slice, ["random-prefix"], TOKENS)
-    search, start = Unknown(decoding, slice, Matcher(1, False)), slice.embed(torch.tensor([3])).clone()
+    search, start = Unknown.of(decoding, slice, Matcher(1, False)), slice.embed(torch.tensor([3])).clone()
     monkeypatch.setattr(
         torch.optim.LBFGS,
         "step",

@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from attacks.joint.beam import decode
-from attacks.joint.before import decode_behind, prefix_of
+from attacks.joint.before import arrives, decode_behind, prefix_of
+from attacks.joint.clock import learn_clock
 from attacks.joint.evidence import FEATURES, NOISE, TRACES, Learned
 from attacks.joint.hypotheses import Decoding, Effort, Engines, start
 from attacks.joint.moves import move_parts
-from attacks.joint.reading import Reader, fast_enough, learn_clock
+from attacks.joint.reading import Reader, fast_enough
 from attacks.joint.refine import Refined, refine_decodings
 from attacks.joint.strength import first_step, settle, strength_of
 from attacks.joint.weights import learn_weights, weigh_noise
@@ -113,6 +114,7 @@ class JointDecoding:
         self.effort, self.sweeps, self.rounds = Effort(beam, width, solved=solved), sweeps, rounds
         self.batch, self.asks, self.seed, self.progress = batch, model, seed, progress
         self._prepared: Prepared | None = None
+        self._found_begun: tuple[Prepared, bool] | None = None  # see ``_begins``
         self._model: tuple[Slice, LazyModel] | None = None
         self._screen: Screen | None = None
 
@@ -283,12 +285,22 @@ class JointDecoding:
             self.effort.less(),
             public.prefix_tokens,
             self.rounds,
-            public.noise_sigma is None,
+            lambda: self._begins(prepared),
             self.progress,
         )
         for i, one in zip(whole, again, strict=True):
             out[i] = one
         return out
+
+    def _begins(self, prepared: Prepared) -> bool:
+        """Prompts that stay unexplained are begun anew; not where rows are changed in another way as well."""
+        if self._found_begun is None or self._found_begun[0] is not prepared:
+            size, channel = prepared.public.prefix_tokens, prepared.reader.channel
+            found = prepared.public.noise_sigma is None and arrives(
+                channel, prepared.slice, prepared.engines.matcher, size, self.seed, self.progress
+            )
+            self._found_begun = prepared, found
+        return self._found_begun[1]
 
     def _look_again(
         self, observations: Sequence[Observation], decodings: Sequence[Decoding], prepared: Prepared

@@ -12,7 +12,8 @@ token of all that a model reads is an attention sink, whose state is like no oth
 Where rows are shuffled, a first order may be too wrong for any embedding to explain it. But a few rows are enough to
 find one by, if they are the first: so each row is tried as the first, those that are nearest then behind the best of
 these, and so on, every time with the embedding that explains them best. Where one embedding is unknown and few layers
-are between, only the right ones are explained (eval/LOG.md, twentieth entry).
+are between, only the right ones are explained (eval/LOG.md, twentieth entry). Through many layers the steps do not
+arrive: so before any prompt is begun anew, the attacker does it with texts of its own, whose first rows it knows.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,8 +27,11 @@ from attacks.joint.continuous import newton
 from attacks.joint.evidence import Learned
 from attacks.joint.hypotheses import Decoding, Effort, Engines, start
 from attacks.joint.moves import move_parts
+from hiddenlab.channel import Channel, in_order
 from hiddenlab.core import Progress, silent
+from hiddenlab.job import generator
 from hiddenlab.match import Matcher
+from hiddenlab.propose.corpus import Corpus
 from hiddenlab.slice import Prefix, Request, Slice
 
 STAGES, STEPS = 6, 10  # of the optimiser; between stages the loss is adapted to what is left
@@ -37,6 +41,7 @@ STUCK = 0.01  # of a row's norm: where more stays unexplained, the order may be 
 FIRST = 4  # rows that are tried as the first ones, where one embedding is unknown; one more for each other
 KEPT, NEAREST = 8, 6  # beginnings kept after each of them, and rows tried behind each of these
 DESCENTS, TAU = 4, 0.1  # steps for each beginning, and how much of a row it may leave unexplained
+OWN, LENGTH = 2, 40  # texts of the attacker's own that are begun first, and how long they are
 AT_ONCE = 256  # positions that gradients are taken through at once, or as many as the prompt has
 
 
@@ -54,28 +59,26 @@ def decode_behind(
     effort: Effort,
     size: int,
     rounds: int,
-    anew: bool = False,
+    anew: Callable[[], bool],
     progress: Progress = silent,
 ) -> list[Decoding]:
     """Find what stood before each decoded prompt and decode it again behind that, as long as more is explained.
 
     Args:
-        size: embeddings before each prompt. rounds: of looking for them at most. anew: begin shuffled prompts anew that
-            stay unexplained, and look for what is before them in as many rounds again; not for rows that are changed
-            otherwise too, which nothing explains.
+        size: embeddings before each prompt. rounds: of looking for them at most. anew: whether to begin shuffled
+            prompts anew that stay unexplained, and look for what is before them in as many rounds again; asked where
+            there are any (see ``arrives``).
     """
     slice, matcher, out = engines.slice, engines.matcher, list(decodings)
     if not out or not rounds:
         return out
-    table = slice.embed(torch.arange(slice.vocab_size, device=slice.device)).float()
-    centre, deviation = table.mean(0).expand(size, -1), table.std(0).clamp(min=1e-12)
-    del table
+    centre, deviation = believed(slice, size)
     known = [centre] * len(out)  # what is found
     left = [float("inf")] * len(out)  # what that leaves unexplained
 
     def look(which: list[int], find: Callable[[Unknown, Tensor], Tensor]) -> list[int]:
         """Decode some prompts behind what is found before them; which of them it explains more of."""
-        searches = [Unknown(out[i], slice, matcher) for i in which]
+        searches = [Unknown.of(out[i], slice, matcher) for i in which]
         points, again = list[Tensor](), list[Decoding]()
         for done, (i, search) in enumerate(zip(which, searches, strict=True)):
             points.append(find(search, known[i]))
@@ -86,7 +89,7 @@ def decode_behind(
         move_parts(again, engines, learned.weights, progress)
         better = []
         for i, search, point, new in zip(which, searches, points, again, strict=True):
-            after = Unknown(new, slice, matcher)
+            after = Unknown.of(new, slice, matcher)
             if find is begin:  # found by few of the rows: no match yet for what is found by all of them
                 point = after.solve(point)
             now, was = after.left(point), search.left(point)
@@ -103,42 +106,74 @@ def decode_behind(
         return better
 
     def begin(search: Unknown, point: Tensor) -> Tensor:
-        return search.begin(centre, deviation, point)
+        return search.begin(centre, deviation, point)[0]
 
     open = list(range(len(out)))
     for _ in range(rounds):
         open = look(open, Unknown.solve)
     # Sorted coordinates fold: what explains few rows says nothing there.
-    stuck = [i for i, one in enumerate(out) if one.ahead is not None and STUCK < left[i] < float("inf")]
-    stuck = stuck if anew and not matcher.sorted else []
+    shuffled = [one.ahead is not None and not matcher.sorted for one in out]
+    stuck = [i for i in range(len(out)) if shuffled[i] and STUCK < left[i] < float("inf")]
+    stuck = stuck if stuck and anew() else []
     for find in (begin, *[Unknown.solve] * rounds):
         stuck = look(stuck, find)
     return out
 
 
+def believed(slice: Slice, size: int) -> tuple[Float[Tensor, "p d"], Float[Tensor, " d"]]:
+    """Of what may stand before a prompt, before any row is seen: mean, and deviation of each coordinate."""
+    table = slice.embed(torch.arange(slice.vocab_size, device=slice.device)).float()
+    return table.mean(0).expand(size, -1), table.std(0).clamp(min=1e-12)
+
+
+def arrives(
+    channel: Channel, slice: Slice, matcher: Matcher, size: int, seed: int, progress: Progress = silent
+) -> bool:
+    """Whether the first rows of a text of the attacker's own are found to be the first, its tokens being known."""
+    corpus, (centre, deviation) = Corpus(slice, seed + 6), believed(slice, size)
+    texts = [corpus.text_window(LENGTH).tolist() for _ in range(OWN)]
+    released = channel.release_batch(slice, texts, generator(seed, "joint", "first rows"))
+    for done, (one, secret) in enumerate(released):
+        progress("looking before own texts", done, OWN)
+        rows = matcher.prepare(in_order(one, secret).to(slice.device).float())
+        search = Unknown(torch.tensor(secret.tokens, device=slice.device), rows, slice, matcher)
+        _, order = search.begin(centre, deviation, centre)
+        if order.tolist() == list(range(len(order))):
+            return True
+    return False
+
+
 class Unknown:
-    """The embeddings before one decoded prompt, of which every token has a row.
+    """The embeddings before one prompt, whose tokens are believed and whose rows are in their order.
 
     Attributes:
         evaluated: positions run to find them. calls: passes.
     """
 
-    def __init__(self, decoding: Decoding, slice: Slice, matcher: Matcher) -> None:
-        steps, device = decoding.beam[0].steps, slice.device
+    def __init__(
+        self, tokens: Int[Tensor, " n"], observed: Float[Tensor, "n e"], slice: Slice, matcher: Matcher
+    ) -> None:
         self.slice, self.matcher = slice, matcher
-        tokens, rows = (
-            torch.tensor([getattr(one, name) for one in steps], device=device) for name in ("token", "row")
-        )
         with torch.inference_mode(False):  # copies, as autograd takes no tensors of inference mode
             self.tokens = slice.embed(tokens).clone()
-            self.observed = decoding.view.shown[rows].clone()
+            self.observed = observed.clone()
             self.lengths = self.observed.norm(dim=1).clamp(min=1e-12)
         self.evaluated = self.calls = 0
 
+    @classmethod
+    def of(cls, decoding: Decoding, slice: Slice, matcher: Matcher) -> "Unknown":
+        """Behind a decoding of which every token has a row."""
+        steps = decoding.beam[0].steps
+        tokens, rows = (
+            torch.tensor([getattr(one, name) for one in steps], device=slice.device)
+            for name in ("token", "row")
+        )
+        return cls(tokens, decoding.view.shown[rows], slice, matcher)
+
     def begin(
         self, centre: Float[Tensor, "p d"], deviation: Float[Tensor, " d"], start: Float[Tensor, "p d"]
-    ) -> Float[Tensor, "p d"]:
-        """The embeddings that best explain some few rows, in the order in which they do, as the first of the prompt.
+    ) -> tuple[Float[Tensor, "p d"], Int[Tensor, " place"]]:
+        """The embeddings that best explain some few rows as the first of the prompt, and these rows in their order.
 
         Args:
             centre, deviation: mean and standard deviation of what may stand before the prompt, in each coordinate.
@@ -162,7 +197,7 @@ class Unknown:
             kept, noise = orders[best], torch.cat(noises)[best]
         self.evaluated += self.slice.evaluated_tokens - before
         self.calls += self.slice.forward_calls - passes
-        return centre + deviation * noise[0].view_as(centre)
+        return centre + deviation * noise[0].view_as(centre), kept[0]
 
     def _next(
         self, orders: Int[Tensor, "k place"], points: Float[Tensor, "k p d"]

@@ -36,7 +36,7 @@ class Rows:
         traces: for each offset, log-probability that a token stands so many positions before a row; None without.
         places: position of each row in the prompt, or None where rows are in unknown order.
         length: tokens of the prompt.
-        when: logarithm of one plus the position that each row seems to have, where rows are in unknown order.
+        when: what each row says for each position (see ``clock``), where rows are in unknown order.
         expected: distance between a row and the right candidate's state that the channel is expected to make.
         evaluated: positions run to know all this.
         wide: where the probe's shortlist is too short for a first guess (shuffled columns), log-probabilities of the
@@ -55,7 +55,7 @@ class Rows:
     traces: Float[Tensor, "offsets rows u"] | None
     places: tuple[int, ...] | None
     length: int
-    when: Float[Tensor, " rows"] | None = None
+    when: Float[Tensor, "rows length"] | None = None
     expected: Float[Tensor, " rows"] | None = None
     evaluated: int = 0
     wide: Float[Tensor, "rows v"] | None = None
@@ -216,7 +216,7 @@ def candidates_of(
             # Later rows tell of this token.
             features[..., 2 + i] = view.traces[i, later][columns]
     if view.places is None and view.when is not None:
-        features[..., PLACE] = -(view.when[which] - math.log1p(place)).square()[:, None]
+        features[..., PLACE] = view.when[which, place][:, None]
     rows = which[:, None].expand_as(tokens)
     return Candidates(tokens.flatten(), rows.flatten(), columns.flatten(), features.flatten(0, 1))
 
@@ -274,7 +274,7 @@ def _likely(
         assert view.wide is not None
         scores = weights[0] * view.wide[which].float()
         if view.places is None and view.when is not None:
-            scores -= weights[PLACE] * (view.when[which] - math.log1p(place)).square()[:, None]
+            scores += weights[PLACE] * view.when[which, place][:, None]
         best = scores.amax(0)
     if following is not None:
         best = best.to(view.shown.device) + weights[1] * following.to(view.shown.device)

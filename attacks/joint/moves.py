@@ -123,8 +123,7 @@ def _gains(
     states = engines.matcher.view(torch.cat([answer.leaves for answer in answers]))
     features = torch.zeros(n * n, len(FEATURES), device=device)
     if view.when is not None:
-        places = torch.arange(n, device=device).float().log1p()
-        features[:, PLACE] = -(view.when[rows][:, None] - places).square().flatten()
+        features[:, PLACE] = view.when[rows].flatten()
     candidates = Candidates(each, rows.repeat_interleave(n), torch.full_like(each, -1), features)
     candidates.measure(states, torch.arange(n * n, device=device), view, engines.matcher)
     alone = (candidates.features @ weights).view(n, n)  # a token of the order, at a place
@@ -185,8 +184,7 @@ def _score(
         told = view.traces[i, rows[:, offset:], before.clamp(min=0)]
         features[:, offset:, 2 + i] = told.masked_fill(before < 0, 0.0)
     if view.when is not None:
-        places = torch.arange(n, device=tokens.device).float().log1p()
-        features[..., PLACE] = -(view.when[rows] - places).square()
+        features[..., PLACE] = view.when[rows, torch.arange(n, device=tokens.device)]
     requests = [Request(parts.before, one) for one in tokens]
     answers = engines.slice.run_all(requests, keep=False)
     states = engines.matcher.view(torch.cat([answer.chain for answer in answers]))

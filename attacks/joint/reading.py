@@ -1,6 +1,5 @@
 """What one observation says by itself, before any hypothesis: of its rows' tokens, their places, the channel's mark."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -8,6 +7,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from attacks.joint.clock import Clock
 from attacks.joint.evidence import TRACES, Rows
 from attacks.vocab_match.screen import Screen
 from hiddenlab.channel import Channel, in_order
@@ -17,41 +17,13 @@ from hiddenlab.job import generator
 from hiddenlab.match import Matcher
 from hiddenlab.propose.corpus import Corpus
 from hiddenlab.propose.openings import Openings
-from hiddenlab.propose.probe import CLIP, PART, Probe
+from hiddenlab.propose.probe import PART, Probe
 from hiddenlab.slice import Slice
 
 SHORTLIST = 128  # tokens of each row that the probe names
-CLOCK_TOKENS, CLOCK_WINDOW, CLOCK_RIDGE = 12_000, 64, 300.0
-ROUNDED, SMALL = 8, 0.25  # windows, and how small a share of the channel's doing rounding may be
+ROUNDED, WINDOW = 8, 64  # texts that are rounded, and how long they are
+SMALL = 0.25  # how small a share of the channel's doing rounding may be
 RELEASES = 8  # of guessed tokens, to see what the channel does to them
-
-
-@dataclass(frozen=True)
-class Clock:
-    """Reads from a row at which position it stood: a ridge regression on its standardised coordinates."""
-
-    mean: Float[Tensor, " d"]
-    scale: Float[Tensor, " d"]
-    slope: Float[Tensor, " d"]
-    level: float
-
-    def __call__(self, rows: Float[Tensor, "rows d"]) -> Float[Tensor, " rows"]:
-        """Logarithm of one plus the position."""
-        return self._features(rows) @ self.slope + self.level
-
-    def _features(self, rows: Float[Tensor, "rows d"]) -> Float[Tensor, "rows d"]:
-        standard = ((rows - self.mean) / self.scale).clamp(-CLIP, CLIP)
-        return standard / standard.norm(dim=1, keepdim=True).clamp(min=1e-12) * math.sqrt(rows.shape[1])
-
-    @classmethod
-    def learn(cls, rows: Float[Tensor, "rows d"], places: Float[Tensor, " rows"]) -> "Clock":
-        """From rows and their positions."""
-        target = places.log1p()
-        level = float(target.mean())
-        clock = cls(rows.mean(0), rows.std(0) + 1e-4 * rows.std() + 1e-8, torch.zeros_like(rows[0]), level)
-        features = clock._features(rows)
-        gram = features.T @ features + CLOCK_RIDGE * torch.eye(rows.shape[1], device=rows.device)
-        return cls(clock.mean, clock.scale, torch.linalg.solve(gram, features.T @ (target - level)), level)
 
 
 def length_of(observation: Observation) -> int:
@@ -76,25 +48,11 @@ def length_of(observation: Observation) -> int:
     return length
 
 
-def learn_clock(slice: Slice, channel: Channel, matcher: Matcher, seed: int) -> Clock:
-    """A clock from texts of the attacker's own, released as the provider does."""
-    corpus = Corpus(slice, seed + 3)
-    windows = [corpus.text_window(CLOCK_WINDOW).tolist() for _ in range(CLOCK_TOKENS // CLOCK_WINDOW)]
-    released = channel.release_batch(slice, windows, generator(seed, "joint", "clock"))
-    rows = torch.cat([matcher.prepare(one.states.to(slice.device)) for one, _ in released])
-    orders = [
-        range(len(w)) if s.row_order is None else s.row_order
-        for w, (_, s) in zip(windows, released, strict=True)
-    ]
-    places = torch.tensor([place for order in orders for place in order], device=slice.device).float()
-    return Clock.learn(rows, places)
-
-
 def fast_enough(screen: Screen, channel: Channel, matcher: Matcher, seed: int) -> bool:
     """Whether the screen's rounding is small beside what the channel does to states, so that it may decide."""
     slice, fast = screen.of, screen.slice
     corpus = Corpus(slice, seed + 4)
-    windows = [corpus.text_window(CLOCK_WINDOW).tolist() for _ in range(ROUNDED)]
+    windows = [corpus.text_window(WINDOW).tolist() for _ in range(ROUNDED)]
     moved, rounded = list[Tensor](), list[Tensor]()
     released = channel.release_batch(slice, windows, generator(seed, "joint", "rounding"))
     for window, (one, secret) in zip(windows, released, strict=True):
@@ -139,7 +97,7 @@ class Reader:
         shuffled = places is None or self.matcher.sorted
         return Rows(
             shown, self.matcher.norms(shown), shown.norm(dim=1).clamp(min=1e-12), ids, scores, columns, traces,
-            places, length, None if self.clock is None else self.clock(shown),
+            places, length, None if self.clock is None else self.clock(shown, length),
             self.expected(ids[:, 0]) if shuffled else None,
             (1 + RELEASES) * len(states) + RELEASES * public.prefix_tokens if shuffled else 0,
             torch.cat([self.probes[0].log_probs(part).half() for part in states.split(PART)])

@@ -22,7 +22,7 @@ from hiddenlab.slice import Prefix, Request
 
 WINDOWS, LENGTH = 16, 40
 # Where learning starts, and what it is drawn to: as ``FEATURES``.
-START = (1.0, 0.8, 0.3, 0.15, 4.0, -3.0, -3.0, -3.0, -3.0)
+START = (1.0, 0.8, 0.3, 0.15, 1.0, -3.0, -3.0, -3.0, -3.0)
 RIDGE = 1e-3
 STEPS = 60  # of the optimiser
 TRIED = 32  # wrong candidates a position
