@@ -19,6 +19,7 @@ from attacks.joint.evidence import (
     BEFORE,
     FEATURES,
     PLACE,
+    PRECEDES,
     Learned,
     Rows,
     _distances,
@@ -38,7 +39,7 @@ from hiddenlab.errors import InputError, NotApplicableError
 from hiddenlab.match import Matcher
 from hiddenlab.slice import Slice, load_slice
 
-WEIGHTS = torch.tensor([0.7, 0.5, 0.3, 0.2, 1.0, -2.0, -1.0, -0.5, 0.0])
+WEIGHTS = torch.tensor([0.7, 0.5, 0.3, 0.2, 1.0, 0.4, -2.0, -1.0, -0.5, 0.0])
 MATCHER = Matcher(1, False)
 
 
@@ -47,11 +48,13 @@ def rows_of(states: Tensor, ids: Tensor, places: tuple[int, ...] | None, length:
     generator = torch.Generator().manual_seed(7)
     distinct, columns = ids.unique(return_inverse=True)
     n = len(states)
+    odds = torch.randn(n, n, generator=generator)
     return Rows(
         MATCHER.prepare(states), MATCHER.norms(states), states.norm(dim=1), ids,
         torch.randn(ids.shape, generator=generator).log_softmax(1), columns,
         torch.randn(2, n, len(distinct), generator=generator).log_softmax(2), places, length,
         None if places is not None else torch.randn(n, length, generator=generator),
+        None if places is not None else odds - odds.T,
         None if places is not None else 1 + torch.rand(n, generator=generator),
     )  # fmt: skip
 
@@ -80,6 +83,8 @@ def score(view: Rows, slice: Slice, lm: Slice, path: list[tuple[int, int]]) -> f
             assert view.when is not None
             assert view.expected is not None
             features[PLACE] = view.when[row, i]
+            assert view.precedes is not None
+            features[PRECEDES] = sum(view.precedes[row, later] for later, _ in path[i + 1 :])
             features[BEFORE + 2] = (distance / view.expected[row]).log()
         total += float(features @ WEIGHTS)
     return total

@@ -26,7 +26,7 @@ from hiddenlab.job import generator
 from hiddenlab.lens import lens_of
 from hiddenlab.match import choose_matcher
 from hiddenlab.observation import check_observation
-from hiddenlab.propose.store import adapter_for, openings_for, probes_for
+from hiddenlab.propose.store import adapter_for, openings_for, precedence_for, probes_for
 from hiddenlab.slice import Prefix, Request, Slice
 
 SURE = 16.0  # nats by which the token that a tokenizer puts first is likelier than any other
@@ -181,11 +181,12 @@ class JointDecoding:
         probes, seconds = probes_for(slice, public, (0,) if shuffled else (0, *TRACES), self.progress)
         openings, made = openings_for(slice, public, self.progress)
         adapter, described = adapter_for(slice, self.progress) if shuffled else (None, 0.0)
-        seconds += made + described
+        precedence, compared = precedence_for(slice, public, self.progress)
+        seconds += made + described + compared
         channel, matcher = Channel.parse(list(public.channel)), choose_matcher("auto", public)
         with torch.inference_mode():
             clock = learn_clock(slice, channel, matcher, self.seed) if public.rows_permuted else None
-            reader = Reader(slice, channel, matcher, tuple(probes), clock, self.seed, openings)
+            reader = Reader(slice, channel, matcher, tuple(probes), clock, self.seed, openings, precedence)
             screen = self._screen if self._screen is not None and self._screen.of is slice else None
             if screen is None and Screen.pays(slice):
                 screen = Screen(slice)

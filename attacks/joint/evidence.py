@@ -11,12 +11,13 @@ from torch import Tensor
 from hiddenlab.match import Matcher
 
 FEATURES = (
-    "probe", "model", "trace 1", "trace 2", "place", "log distance", "plain log distance", "log distance over expected",
-    "log noise",
+    "probe", "model", "trace 1", "trace 2", "place", "precedence", "log distance", "plain log distance",
+    "log distance over expected", "log noise",
 )  # fmt: skip
 TRACES = (1, 2)  # how many positions before a row's own the tokens are that it is asked for
 PLACE = 2 + len(TRACES)
-BEFORE = PLACE + 1  # features known before a candidate is run; the others need its state
+PRECEDES = PLACE + 1
+BEFORE = PRECEDES + 1  # features known before a candidate is run; the others need its state
 FIT = BEFORE + 2  # the distance over what the channel is expected to make of it
 NOISE = FIT + 1  # cost of the noise that explains the row, where it was solved for (``explain``); 0 elsewhere
 ROUNDING = 1e-5  # of a row's norm
@@ -37,6 +38,7 @@ class Rows:
         places: position of each row in the prompt, or None where rows are in unknown order.
         length: tokens of the prompt.
         when: what each row says for each position (see ``clock``), where rows are in unknown order.
+        precedes: log-odds that each row stood before each of the others, where rows are in unknown order.
         expected: distance between a row and the right candidate's state that the channel is expected to make.
         evaluated: positions run to know all this.
         wide: where the probe's shortlist is too short for a first guess (shuffled columns), log-probabilities of the
@@ -56,6 +58,7 @@ class Rows:
     places: tuple[int, ...] | None
     length: int
     when: Float[Tensor, "rows length"] | None = None
+    precedes: Float[Tensor, "rows rows"] | None = None
     expected: Float[Tensor, " rows"] | None = None
     evaluated: int = 0
     wide: Float[Tensor, "rows v"] | None = None
@@ -215,10 +218,20 @@ def candidates_of(
         elif (later := view.row_at(place + offset)) is not None:
             # Later rows tell of this token.
             features[..., 2 + i] = view.traces[i, later][columns]
-    if view.places is None and view.when is not None:
-        features[..., PLACE] = view.when[which, place][:, None]
+    if view.places is None:
+        features[..., PLACE : PRECEDES + 1] = order_of(view, place, which)[:, None]
     rows = which[:, None].expand_as(tokens)
     return Candidates(tokens.flatten(), rows.flatten(), columns.flatten(), features.flatten(0, 1))
+
+
+def order_of(view: Rows, place: int, free: Int[Tensor, " r"]) -> Float[Tensor, "r 2"]:
+    """What each of the rows that are free says for a place: by itself, and beside the others, which come later."""
+    out = torch.zeros(len(free), 2, device=view.shown.device)
+    if view.when is not None:
+        out[:, 0] = view.when[free, place]
+    if view.precedes is not None:
+        out[:, 1] = view.precedes[free][:, free].sum(1)
+    return out
 
 
 def chosen(view: Rows, place: int) -> bool:
@@ -273,8 +286,8 @@ def _likely(
     else:
         assert view.wide is not None
         scores = weights[0] * view.wide[which].float()
-        if view.places is None and view.when is not None:
-            scores += weights[PLACE] * view.when[which, place][:, None]
+        if view.places is None:
+            scores += (order_of(view, place, which) @ weights[PLACE : PRECEDES + 1])[:, None]
         best = scores.amax(0)
     if following is not None:
         best = best.to(view.shown.device) + weights[1] * following.to(view.shown.device)

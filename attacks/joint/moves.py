@@ -14,14 +14,14 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from attacks.joint.ahead import after_each
-from attacks.joint.evidence import FEATURES, PLACE, TRACES, Candidates, Rows
+from attacks.joint.evidence import FEATURES, PLACE, PRECEDES, TRACES, Candidates, Rows
 from attacks.joint.hypotheses import Decoding, Engines
 from hiddenlab.core import Progress, silent
 from hiddenlab.slice import Prefix, Request
 
-LONGEST = 8  # rows that move together
+LONGEST = 24  # rows that move together
 SCORED, ASKED = 48, 8  # moves of a round that are scored anew, and about which the language model is asked
-ROUNDS = 12
+ROUNDS = 24
 GAIN = 0.1  # nats that a move must bring
 
 
@@ -135,6 +135,11 @@ def _gains(
     )  # the last index is what stands before the first, behind the last
     edged[:n, :n] = pair
     here, out = torch.arange(n, device=device), []
+    # What stands before another does so no longer where it moves behind it: twice the difference of sums of odds.
+    odds = torch.zeros(n + 1, n, device=device)  # of all rows up to one (first axis) before all up to another
+    if view.precedes is not None:
+        ordered = weights[PRECEDES] * view.precedes[rows][:, rows]
+        odds[1:] = (ordered.cumsum(1) - ordered).cumsum(0)
     for length in range(1, min(LONGEST, n - 1) + 1):
         first = here[: n - length + 1]
         last, left, right = first + length - 1, first - 1, (first + length).where(first + length < n, n)
@@ -145,6 +150,8 @@ def _gains(
         for step in range(length):
             new = (here + step).clamp(max=n - 1)
             gain = gain + alone[first + step][:, new] - alone[first + step, first + step][:, None]
+        part = odds[first + length] - odds[first]
+        gain = gain + 2 * (part.gather(1, first[:, None]) - part)
         inside = (here >= first[:, None]) & (here <= last[:, None] + 1)
         out.append(gain.masked_fill(inside, float("-inf")))
     return out
@@ -185,6 +192,8 @@ def _score(
         features[:, offset:, 2 + i] = told.masked_fill(before < 0, 0.0)
     if view.when is not None:
         features[..., PLACE] = view.when[rows, torch.arange(n, device=tokens.device)]
+    if view.precedes is not None:
+        features[..., PRECEDES] = view.precedes[rows[:, :, None], rows[:, None, :]].triu(1).sum(2)
     requests = [Request(parts.before, one) for one in tokens]
     answers = engines.slice.run_all(requests, keep=False)
     states = engines.matcher.view(torch.cat([answer.chain for answer in answers]))

@@ -17,6 +17,7 @@ from hiddenlab.job import generator
 from hiddenlab.match import Matcher
 from hiddenlab.propose.corpus import Corpus
 from hiddenlab.propose.openings import Openings
+from hiddenlab.propose.precedence import Precedence
 from hiddenlab.propose.probe import PART, Probe
 from hiddenlab.slice import Slice
 
@@ -70,8 +71,8 @@ class Reader:
     """Reads observations of one channel.
 
     Attributes:
-        probes: for a row's own token, and for those before it (or none). clock: where rows are in unknown order.
-        seed: of the attacker's own releases. openings: of shuffled columns, or None.
+        probes: for a row's own token, and for those before it (or none). clock, precedence: where rows are in unknown
+            order. seed: of the attacker's own releases. openings: of shuffled columns, or None.
     """
 
     slice: Slice
@@ -81,6 +82,7 @@ class Reader:
     clock: Clock | None
     seed: int
     openings: Openings | None = None
+    precedence: Precedence | None = None
 
     def read(self, observation: Observation) -> Rows:
         """What the rows say."""
@@ -98,6 +100,7 @@ class Reader:
         return Rows(
             shown, self.matcher.norms(shown), shown.norm(dim=1).clamp(min=1e-12), ids, scores, columns, traces,
             places, length, None if self.clock is None else self.clock(shown, length),
+            None if self.precedence is None else self.precedence(shown),
             self.expected(ids[:, 0]) if shuffled else None,
             (1 + RELEASES) * len(states) + RELEASES * public.prefix_tokens if shuffled else 0,
             torch.cat([self.probes[0].log_probs(part).half() for part in states.split(PART)])

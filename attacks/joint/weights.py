@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from attacks.joint.evidence import BEFORE, PLACE, Candidates, Learned, Rows, candidates_of, likeliest, unseen
+from attacks.joint.evidence import BEFORE, Candidates, Learned, Rows, candidates_of, likeliest, unseen
 from attacks.joint.explain import append, explain
 from attacks.joint.hypotheses import Engines
 from attacks.joint.reading import Reader
@@ -22,7 +22,7 @@ from hiddenlab.slice import Prefix, Request
 
 WINDOWS, LENGTH = 16, 40
 # Where learning starts, and what it is drawn to: as ``FEATURES``.
-START = (1.0, 0.8, 0.3, 0.15, 1.0, -3.0, -3.0, -3.0, -3.0)
+START = (1.0, 0.8, 0.3, 0.15, 1.0, 0.05, -3.0, -3.0, -3.0, -3.0)
 RIDGE = 1e-3
 STEPS = 60  # of the optimiser
 TRIED = 32  # wrong candidates a position
@@ -244,5 +244,5 @@ def fit(tables: Sequence[Table], start: Float[Tensor, " features"]) -> Float[Ten
 
         optimiser.step(loss)
     learned = weights.detach().clone()
-    learned[:PLACE].clamp_(min=0)  # what speaks for a token by itself never speaks against it
+    learned[:BEFORE].clamp_(min=0)  # what speaks for a token by itself never speaks against it
     return learned if bool(learned.isfinite().all()) else start

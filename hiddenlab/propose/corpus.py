@@ -87,10 +87,12 @@ class Corpus:
         if draw < 0.62:
             return self._uniform(n)
         ids = self.text_window(n)
-        if draw < 0.80:
-            strewn = torch.rand(len(ids), generator=self._torch) < 0.35
-            ids = torch.where(strewn, self._uniform(len(ids)), ids)
-        return ids
+        return self.strewn(ids) if draw < 0.80 else ids
+
+    def strewn(self, ids: Int[Tensor, " n"]) -> Int[Tensor, " n"]:
+        """The same with random tokens in about a third of the places."""
+        places = torch.rand(len(ids), generator=self._torch) < 0.35
+        return torch.where(places, self._uniform(len(ids)), ids)
 
     def _opening(self) -> Tensor:
         """One to six tokens, sometimes with the first one repeated."""

@@ -21,6 +21,7 @@ from hiddenlab.propose.adapt import FEATURE_LAYERS, Adapter
 from hiddenlab.propose.contexts import Contexts
 from hiddenlab.propose.corpus import Corpus
 from hiddenlab.propose.openings import Openings, SortedStates
+from hiddenlab.propose.precedence import Precedence, precedence_settings
 from hiddenlab.propose.probe import Probe, fast_dtype, probe_settings, token_prior, train_probe
 from hiddenlab.slice import Slice
 from hiddenlab.slice.load import cache_dir
@@ -226,6 +227,39 @@ def openings_for(slice: Slice, public: Public, progress: Progress = silent) -> t
         _save(identity, tensors)
         seconds = time.perf_counter() - started
     return Openings(**tensors), seconds
+
+
+def precedence_for(
+    slice: Slice, public: Public, progress: Progress = silent
+) -> tuple[Precedence | None, float]:
+    """Which rows of a channel come first, from the cache or learned now, and the seconds that took (0 if cached).
+
+    None where rows are in known order.
+    """
+    if not public.rows_permuted:
+        return None, 0.0
+    settings = precedence_settings(public.columns_permuted is not None)
+    channel, tokens = training_channel(slice, public), training_tokens(slice)
+    identity = _identity(slice, channel) | {"tokens": tokens, "precedence": asdict(settings)}
+    tensors = _load(identity, slice)
+    if tensors is not None:
+        return Precedence.from_tensors(tensors), 0.0
+    started = time.perf_counter()
+    pipe, corpus = Channel.parse(channel), Corpus(slice, settings.seed + 7)
+    generator = torch.Generator().manual_seed(settings.seed)
+    texts, at_once = list[torch.Tensor](), max(1, slice.max_pass_tokens // 2 // settings.length)
+    while (done := len(texts) * settings.length) < tokens:
+        windows = [corpus.text_window(settings.length) for _ in range(at_once)]
+        # Half of them with random tokens in it: of text alone it learns more about its subjects than about order.
+        windows = [one if i % 2 else corpus.strewn(one) for i, one in enumerate(windows)]
+        whole = [one.tolist() for one in windows if len(one) == settings.length]
+        released = pipe.release_batch(slice, whole, generator)
+        rows = [in_order(*one).float().to(slice.device) for one in released]
+        texts += [one.sort(dim=1).values for one in rows] if settings.sorted_states else rows
+        progress("collecting rows in their order", done, tokens)
+    learned = Precedence.learn(texts, settings, progress)
+    _save(identity, learned.tensors())
+    return learned, time.perf_counter() - started
 
 
 def adapter_for(slice: Slice, progress: Progress = silent) -> tuple[Adapter | None, float]:

@@ -1,0 +1,124 @@
+"""Which of two rows came first: learned from rows in their order, and of use where rows alone do not say."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from attacks.joint import JointDecoding
+from attacks.joint.evidence import FEATURES, PRECEDES
+from attacks.joint.moves import Parts, _gains, _moved
+from hiddenlab.channel import Channel
+from hiddenlab.core import Site
+from hiddenlab.propose import store
+from hiddenlab.propose.precedence import SURE, Precedence, PrecedenceSettings
+from hiddenlab.propose.store import precedence_for
+from hiddenlab.slice import Slice
+
+SMALL = PrecedenceSettings(length=16, rank=8, steps=120, batch=16, every=20)
+WIDTH = 24
+
+
+def texts(count: int, drift: float, trace: float, seed: int) -> list[torch.Tensor]:
+    """Rows that drift with their position, and hold traces of the row right before them."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.randn(count, SMALL.length, WIDTH, generator=generator)
+    rows[:, 1:, : WIDTH // 2] += trace * rows[:, :-1, WIDTH // 2 :]
+    rows[:, :, 0] += drift * torch.arange(SMALL.length)
+    return list(rows)
+
+
+def right(model: Precedence, given: list[torch.Tensor], apart: range) -> float:
+    """Share of pairs so far apart whose order is told."""
+    odds = torch.stack([model(rows) for rows in given])
+    torch.testing.assert_close(odds, -odds.transpose(1, 2))
+    assert odds.abs().max() <= SURE
+    return float(torch.cat([odds.diagonal(offset, 1, 2).flatten() > 0 for offset in apart]).float().mean())
+
+
+def test_rows_that_drift_tell_their_order() -> None:
+    model = Precedence.learn(texts(300, 0.4, 0.0, 1), SMALL)
+    near, far = (right(model, texts(40, 0.4, 0.0, 2), apart) for apart in (range(1, 2), range(8, 16)))
+    assert far > 0.85
+    assert 0.5 < near < far
+
+
+def test_traces_of_one_row_in_the_next_tell_their_order() -> None:
+    assert right(Precedence.learn(texts(300, 0.0, 1.0, 1), SMALL), texts(40, 0.0, 1.0, 2), range(1, 2)) > 0.75
+
+
+def test_of_rows_without_an_order_little_is_said() -> None:
+    model = Precedence.learn(texts(300, 0.0, 0.0, 1), SMALL)
+    assert torch.stack([model(rows) for rows in texts(40, 0.0, 0.0, 2)]).abs().mean() < 0.3
+    assert 0.45 < right(model, texts(40, 0.0, 0.0, 2), range(1, 16)) < 0.55
+
+
+@pytest.mark.usefixtures("small_probes")
+@pytest.mark.parametrize("specs", [["gaussian:sigma=0.01", "seq-perm"], ["2d-perm"]])
+def test_it_is_learned_once_for_a_channel(
+    tiny_slice: Callable[..., Slice], monkeypatch: pytest.MonkeyPatch, specs: list[str]
+) -> None:
+    slice = tiny_slice("llama", 2)
+    tokens = torch.randint(0, 256, (8,), generator=torch.Generator().manual_seed(5)).tolist()
+    public = Channel.parse(specs).release(slice, tokens, torch.Generator().manual_seed(0))[0].public
+    first, seconds = precedence_for(slice, public)
+    assert seconds > 0
+    again, seconds = precedence_for(slice, public)
+    assert seconds == 0
+    assert first is not None
+    assert again is not None
+    rows = torch.randn(5, slice.width, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(first(rows), again(rows))
+    assert precedence_for(slice, replace(public, rows_permuted=False)) == (None, 0.0)
+    # What it is learned from are rows in their order, as they are compared.
+    seen: list[Any] = []
+
+    def learn(given: list[torch.Tensor], *_: object) -> Precedence:
+        seen.extend(given)
+        return first
+
+    monkeypatch.setattr(Precedence, "learn", learn)
+    monkeypatch.setattr(store, "_load", lambda *_: None)
+    precedence_for(slice, public)
+    assert len(seen) * len(seen[0]) >= 4000
+    assert all(bool((one.diff(dim=1) >= 0).all()) == ("2d-perm" in specs) for one in seen)
+    assert slice.site == Site(2)
+
+
+@pytest.mark.usefixtures("small_probes")
+def test_moves_gain_what_they_change_in_the_order_of_pairs(tiny_slice: Callable[..., Slice]) -> None:
+    slice = tiny_slice("llama", 1)
+    tokens = torch.randint(0, 256, (7,), generator=torch.Generator().manual_seed(5)).tolist()
+    observation, _ = Channel.parse(["seq-perm"]).release(slice, tokens, torch.Generator().manual_seed(0))
+    prepared, _ = JointDecoding(model=False, width=8).prepare(observation, slice)
+    with torch.inference_mode():
+        view = prepared.reader.read(observation)
+        odds = torch.randn(7, 7, generator=torch.Generator().manual_seed(1))
+        view = replace(view, precedes=odds - odds.T)
+        order, weights = torch.tensor([3, 1, 0, 5, 6, 2, 4]), torch.zeros(len(FEATURES))
+        weights[PRECEDES] = 0.5
+        parts = Parts(
+            torch.tensor(tokens),
+            torch.arange(7),
+            torch.full((7,), -1),
+            torch.zeros(7, 7),
+            prepared.engines.beginning(),
+        )
+        gains = _gains(parts, order, view, prepared.engines, weights)
+    assert view.precedes is not None
+
+    def total(rows: torch.Tensor) -> float:
+        assert view.precedes is not None
+        return 0.5 * float(view.precedes[rows][:, rows].triu(1).sum())
+
+    checked = 0
+    for length, gain in enumerate(gains, 1):
+        for first, to in gain.isfinite().nonzero().tolist():
+            alone = [torch.full_like(one, float("-inf")) for one in gains]
+            alone[length - 1][first, to] = 1.0
+            (moved,) = _moved(order, alone)
+            assert float(gain[first, to]) == pytest.approx(total(moved) - total(order), abs=1e-4)
+            checked += 1
+    assert checked > 50
