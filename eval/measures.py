@@ -13,11 +13,15 @@ from hiddenlab.channel import Channel
 from hiddenlab.core import Progress, silent
 from hiddenlab.errors import NotApplicableError
 from hiddenlab.job import AttackSpec, generator, prepare
+from hiddenlab.match import choose_matcher
 from hiddenlab.prompts import load_prompts
+from hiddenlab.propose.store import precedence_for
 from hiddenlab.record import RECORD, Recorder, RunRecord, read_run
 from hiddenlab.run import run_attack
 from hiddenlab.slice import load_slice
 from hiddenlab.summary import NOT_APPLICABLE, Sample
+
+NEAR, FAR = 4, 16  # positions
 
 
 def attack(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> Figures:
@@ -122,6 +126,51 @@ def utility(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> 
             "top1_agreement": ratio(agreed, counts),
         }
     )
+
+
+def order(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> Figures:
+    """What shuffled rows tell of their order by themselves: no token, no language model, nothing but pairs of rows.
+
+    Of every two rows of a prompt, which stood first (``hiddenlab.propose.precedence``)? Pairs up to ``NEAR`` positions
+    apart and those more than ``FAR`` apart are counted by themselves too. Then rows are sorted by the sum of their
+    log-odds: by how many positions are they off?
+
+    Args:
+        spec: model, prompts, limit, max_tokens, layer, defense (a list that shuffles rows), seed, device.
+
+    Raises:
+        NotApplicableError: rows are in order, or some are not shown.
+    """
+    slice = load_slice(spec["model"], spec["layer"], device=spec["device"])
+    channel = Channel.parse(spec["defense"])
+    texts = [p.text for p in load_prompts(spec["prompts"], limit=spec["limit"])]
+    prompts = [tokens for text in texts if len(tokens := slice.tokenize(text, spec["max_tokens"])) > 1]
+    counts: dict[str, list[tuple[float, float]]] = {"pairs": [], "near_pairs": [], "far_pairs": []}
+    off = list[float]()
+    for i, tokens in enumerate(prompts):
+        observation, secret = channel.release(slice, tokens, generator(spec["seed"], "release", i))
+        if secret.row_order is None or len(secret.row_order) != len(tokens):
+            raise NotApplicableError("only rows that are all shown, out of order, have an order to tell")
+        precedence, _ = precedence_for(slice, observation.public, progress)
+        assert precedence is not None
+        rows = choose_matcher("auto", observation.public).prepare(observation.states.to(slice.device))
+        odds = precedence(rows).cpu()
+        places = torch.tensor(secret.row_order)
+        first, second = torch.triu_indices(len(places), len(places), 1)
+        apart = places[second] - places[first]
+        right, apart = odds[first, second] * apart > 0, apart.abs()
+        for name, some in (("pairs", apart > 0), ("near_pairs", apart <= NEAR), ("far_pairs", apart > FAR)):
+            if bool(some.any()):
+                counts[name].append((float(right[some].sum()), float(some.sum())))
+        told = odds.sum(1).argsort(descending=True).argsort()
+        off.append(float((told - places).abs().float().mean()))
+        progress("comparing rows", i + 1, len(prompts))
+    shares = {
+        name: ratio([hits for hits, _ in found], [pairs for _, pairs in found])
+        for name, found in counts.items()
+        if found
+    }
+    return as_figures({**shares, "places_off": mean(off)})
 
 
 def embedding(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> Figures:

@@ -24,6 +24,7 @@ MATCHING, JOINT = "vocab-match", "joint"
 NOISY = "gaussian:sigma=0.01,gaussian:sigma=0.1,random-prefix"
 LAYERS = (1, 6, 11, 21)
 SIGMAS = "0.01,0.03,0.1,0.2,0.3,0.5"
+SHUFFLES = ("seq-perm", "2d-perm")  # permutations of rows
 OTHERS = ("random-prefix", "int8", "nf4")
 DEPTH = 11
 READ, COST, UNIT = "recovery", "utility", "embedding"  # what a cell of ``noise-utility`` measures
@@ -149,6 +150,42 @@ def noise_utility(setting: Setting, sigmas: str | float = SIGMAS, channel: str =
         ],
         fold=_beside,
         against="top1_agreement",
+    )  # fmt: skip
+
+
+def order(setting: Setting, sigmas: str | float = "0,0.01,0.1", channel: str = "seq-perm") -> Experiment:
+    """What shuffled rows tell of their order by themselves, without tokens or a language model, by noise and layer.
+
+    Args:
+        sigmas: of ``gaussian``, separated by commas; 0 for none. channel: the permutation behind the noise.
+
+    Raises:
+        InputError: a sigma is no number from 0, or the channel is unknown or does not shuffle rows.
+    """
+    behind = _channels(channel)
+    if len(behind) > 1 or behind[0] not in SHUFFLES:
+        raise InputError(f"this experiment takes one channel of {', '.join(SHUFFLES)}, not {channel!r}")
+    cells = []
+    for sigma in _numbers(sigmas, "a sigma"):
+        noised = [_canonical(f"gaussian:sigma={sigma!r}")] if sigma else []
+        for layer in setting.at(LAYERS):
+            spec = {
+                "model": setting.model, "seed": setting.seed, "device": setting.device, **setting.source(),
+                "layer": layer, "defense": [*noised, *behind],
+            }  # fmt: skip
+            cells.append(Cell("order", spec, {"sigma": sigma, "channel": behind[0], "layer": layer}))
+    return Experiment(
+        "What shuffled rows tell of their order by themselves",
+        cells,
+        {
+            "pairs": "pairs in their order", "near_pairs": "pairs up to 4 positions apart",
+            "far_pairs": "pairs more than 16 apart", "places_off": "positions off, sorted",
+        },
+        [
+            "Which of two rows stood first, learned from the attacker's own texts; chance is one half. Sorted by what "
+            "all their pairs say, rows are so many positions off: of n in random order (n² − 1) / 3n, 16.7 of 50.",
+            UNITS,
+        ],
     )  # fmt: skip
 
 

@@ -1,5 +1,6 @@
 """The experiments on noise: which cells they ask for, what they refuse, and how rows are put together."""
 
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -12,10 +13,12 @@ from typer.testing import CliRunner
 from eval import measures, paper
 from eval.experiment import Experiment, Setting, conduct
 from eval.experiments import table_18, table_19, table_20, table_21, table_22
-from eval.noise import noise, noise_utility
+from eval.noise import noise, noise_utility, order
+from hiddenlab.channel import Channel
 from hiddenlab.cli import app
 from hiddenlab.core import Progress
-from hiddenlab.errors import InputError, UnknownNameError
+from hiddenlab.errors import InputError, NotApplicableError, UnknownNameError
+from hiddenlab.job import generator
 from hiddenlab.slice import load_slice
 from hiddenlab.tables import grid, markdown_table
 from hiddenlab.testing import PlainModel
@@ -272,6 +275,52 @@ def test_the_whole_table(tiny: Callable[..., str], tmp_path: Path, monkeypatch: 
     from hiddenlab.plots import draw_table
 
     assert draw_table(table, tmp_path) == tmp_path / "noise-utility.png"
+
+
+def test_what_rows_tell_of_their_order(
+    tiny: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counted pair by pair, for a rule that says something of the true order."""
+    texts = ["hello there, this is a prompt", "abc", "a"]
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("\n".join(texts))
+
+    def by_length(rows: torch.Tensor) -> torch.Tensor:
+        lengths = rows.norm(dim=1)
+        return lengths[:, None] - lengths
+
+    monkeypatch.setattr(measures, "precedence_for", lambda *_: (by_length, 0.0))
+    model = tiny("llama", tokenizer=True)
+    setting = Setting(model=model, prompts=str(prompts), layers=(2,))
+    (cell,) = order(setting, sigmas=0.1).cells
+    assert cell.spec["defense"] == ["gaussian:sigma=0.1", "seq-perm"]
+    found = measures.order(dict(cell.spec), tmp_path)
+    slice = load_slice(model, 2, device="cpu")
+    counts, off = {"pairs": [0, 0], "near_pairs": [0, 0], "far_pairs": [0, 0]}, []
+    for i, text in enumerate(texts[:2]):  # one row has no order
+        release = generator(0, "release", i)
+        observation, secret = Channel.parse(cell.spec["defense"]).release(
+            slice, slice.tokenize(text), release
+        )
+        rows = dict(zip(secret.row_order, observation.states, strict=True))
+        for a, b in itertools.combinations(sorted(rows), 2):
+            right = bool(rows[a].norm() > rows[b].norm())
+            for name, counted in (("pairs", True), ("near_pairs", b - a <= 4), ("far_pairs", b - a > 16)):
+                counts[name][0] += right and counted
+                counts[name][1] += counted
+        ranked = sorted(rows, key=lambda place: -float(rows[place].norm()))
+        off.append(sum(abs(place - rank) for rank, place in enumerate(ranked)) / len(ranked))
+    for name, (hits, pairs) in counts.items():
+        assert found[name]["value"] == pytest.approx(hits / pairs)
+    assert found["places_off"]["value"] == pytest.approx(sum(off) / 2)
+    with pytest.raises(NotApplicableError):
+        measures.order({**cell.spec, "defense": ["hidden-perm"]}, tmp_path)
+    for wrong in ("identity", "seq-perm,2d-perm"):
+        with pytest.raises(InputError, match="one channel of seq-perm, 2d-perm"):
+            order(setting, channel=wrong)
+    assert [one.spec["defense"] for one in order(setting, sigmas="0,1").cells] == [
+        ["seq-perm"], ["gaussian:sigma=1.0", "seq-perm"]
+    ]  # fmt: skip
 
 
 def test_the_command_knows_both(deep: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
