@@ -11,8 +11,8 @@ from attacks.joint import JointDecoding
 from attacks.joint.evidence import FEATURES, PRECEDES
 from attacks.joint.moves import Parts, _gains, _moved
 from hiddenlab.channel import Channel
-from hiddenlab.core import Site
 from hiddenlab.propose import store
+from hiddenlab.propose.corpus import Corpus
 from hiddenlab.propose.precedence import SURE, Precedence, PrecedenceSettings
 from hiddenlab.propose.store import precedence_for
 from hiddenlab.slice import Slice
@@ -82,9 +82,11 @@ def test_it_is_learned_once_for_a_channel(
     monkeypatch.setattr(Precedence, "learn", learn)
     monkeypatch.setattr(store, "_load", lambda *_: None)
     precedence_for(slice, public)
-    assert len(seen) * len(seen[0]) >= 4000
+    assert len(seen) == -(-4000 // len(seen[0])) == 63
     assert all(bool((one.diff(dim=1) >= 0).all()) == ("2d-perm" in specs) for one in seen)
-    assert slice.site == Site(2)
+    # Texts that are all too short teach nothing, and rows are decoded without.
+    monkeypatch.setattr(Corpus, "text_window", lambda self, n: self._uniform(min(n, 40)))
+    assert precedence_for(slice, public) == (None, 0.0)
 
 
 @pytest.mark.usefixtures("small_probes")

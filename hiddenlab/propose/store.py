@@ -24,6 +24,7 @@ from hiddenlab.propose.openings import Openings, SortedStates
 from hiddenlab.propose.precedence import Precedence, precedence_settings
 from hiddenlab.propose.probe import Probe, fast_dtype, probe_settings, token_prior, train_probe
 from hiddenlab.slice import Slice
+from hiddenlab.slice.engine import packs
 from hiddenlab.slice.load import cache_dir
 
 FORMAT = 3
@@ -39,6 +40,10 @@ EARLIER_STEPS = 1000
 # What states behind texts may cost over what training states may: two texts up to layer 16 of the built-in model. At
 # its layer 26 they say less than nothing (eval/LOG.md).
 TEXTS_ALLOWANCE = 1.05
+FEWEST_TEXTS, DRAWN = (
+    16,
+    2,
+)  # texts from which an order is learned, and how many are drawn for each: some are too short
 CONTEXT_WINDOWS, CONTEXT_LENGTH = 8, 40  # of text, on which states behind texts are weighed beside a probe
 
 
@@ -234,7 +239,7 @@ def precedence_for(
 ) -> tuple[Precedence | None, float]:
     """Which rows of a channel come first, from the cache or learned now, and the seconds that took (0 if cached).
 
-    None where rows are in known order.
+    None where rows are in known order, and where the attacker's texts are too short to learn from.
     """
     if not public.rows_permuted:
         return None, 0.0
@@ -247,16 +252,23 @@ def precedence_for(
     started = time.perf_counter()
     pipe, corpus = Channel.parse(channel), Corpus(slice, settings.seed + 7)
     generator = torch.Generator().manual_seed(settings.seed)
-    texts, at_once = list[torch.Tensor](), max(1, slice.max_pass_tokens // 2 // settings.length)
-    while (done := len(texts) * settings.length) < tokens:
-        windows = [corpus.text_window(settings.length) for _ in range(at_once)]
-        # Half of them with random tokens in it: of text alone it learns more about its subjects than about order.
-        windows = [one if i % 2 else corpus.strewn(one) for i, one in enumerate(windows)]
-        whole = [one.tolist() for one in windows if len(one) == settings.length]
-        released = pipe.release_batch(slice, whole, generator)
-        rows = [in_order(*one).float().to(slice.device) for one in released]
+    wanted, whole = -(-tokens // settings.length), list[list[int]]()
+    for i in range(DRAWN * wanted):
+        if len(whole) == wanted:
+            break
+        window = corpus.text_window(settings.length)
+        if len(window) == settings.length:
+            # Half of them with random tokens in it: of text alone it learns more about its subjects than about order.
+            whole.append((window if i % 2 else corpus.strewn(window)).tolist())
+    if len(whole) < FEWEST_TEXTS:
+        return None, 0.0
+    texts = list[torch.Tensor]()
+    for group in packs(whole, len, slice.max_pass_tokens // 2):
+        progress("collecting rows in their order", len(texts), len(whole))
+        rows = [
+            in_order(*one).float().to(slice.device) for one in pipe.release_batch(slice, group, generator)
+        ]
         texts += [one.sort(dim=1).values for one in rows] if settings.sorted_states else rows
-        progress("collecting rows in their order", done, tokens)
     learned = Precedence.learn(texts, settings, progress)
     _save(identity, learned.tensors())
     return learned, time.perf_counter() - started
