@@ -136,23 +136,28 @@ def order(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> Fi
     log-odds: by how many positions are they off?
 
     Args:
-        spec: model, prompts, limit, max_tokens, layer, defense (a list that shuffles rows), seed, device.
+        spec: model, prompts, limit, max_tokens, layer, defense (a list that shuffles rows), seed, device, dtype.
 
     Raises:
-        NotApplicableError: rows are in order, or some are not shown.
+        NotApplicableError: rows are in order, or some are not shown; no prompt has two tokens, or there are no texts
+            long enough to learn from.
     """
-    slice = load_slice(spec["model"], spec["layer"], device=spec["device"])
+    slice = load_slice(spec["model"], spec["layer"], device=spec["device"], dtype=spec["dtype"])
     channel = Channel.parse(spec["defense"])
     texts = [p.text for p in load_prompts(spec["prompts"], limit=spec["limit"])]
     prompts = [tokens for text in texts if len(tokens := slice.tokenize(text, spec["max_tokens"])) > 1]
     counts: dict[str, list[tuple[float, float]]] = {"pairs": [], "near_pairs": [], "far_pairs": []}
-    off = list[float]()
+    off, precedence = list[float](), None
+    if not prompts:
+        raise NotApplicableError("no prompt has two tokens")
     for i, tokens in enumerate(prompts):
         observation, secret = channel.release(slice, tokens, generator(spec["seed"], "release", i))
         if secret.row_order is None or len(secret.row_order) != len(tokens):
             raise NotApplicableError("only rows that are all shown, out of order, have an order to tell")
-        precedence, _ = precedence_for(slice, observation.public, progress)
-        assert precedence is not None
+        if precedence is None:
+            precedence, _ = precedence_for(slice, observation.public, progress)
+        if precedence is None:
+            raise NotApplicableError("there are no texts long enough to learn an order from")
         rows = choose_matcher("auto", observation.public).prepare(observation.states.to(slice.device))
         odds = precedence(rows).cpu()
         places = torch.tensor(secret.row_order)

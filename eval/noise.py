@@ -14,7 +14,7 @@ from eval.experiment import (
     split_specs,
 )
 from eval.experiments import BUDGET, NOISY_BUDGET, utility_cell
-from eval.measures import embedding_deviation
+from eval.measures import FAR, NEAR, embedding_deviation
 from hiddenlab.channel import Channel
 from hiddenlab.errors import InputError
 from hiddenlab.job import AttackSpec, build_attack
@@ -166,20 +166,19 @@ def order(setting: Setting, sigmas: str | float = "0,0.01,0.1", channel: str = "
     if len(behind) > 1 or behind[0] not in SHUFFLES:
         raise InputError(f"this experiment takes one channel of {', '.join(SHUFFLES)}, not {channel!r}")
     cells = []
-    for sigma in _numbers(sigmas, "a sigma"):
+    for sigma in dict.fromkeys(_numbers(sigmas, "a sigma")):
         noised = [_canonical(f"gaussian:sigma={sigma!r}")] if sigma else []
         for layer in setting.at(LAYERS):
             spec = {
-                "model": setting.model, "seed": setting.seed, "device": setting.device, **setting.source(),
-                "layer": layer, "defense": [*noised, *behind],
+                **setting.where(), **setting.source(), "layer": layer, "defense": [*noised, *behind]
             }  # fmt: skip
             cells.append(Cell("order", spec, {"sigma": sigma, "channel": behind[0], "layer": layer}))
     return Experiment(
         "What shuffled rows tell of their order by themselves",
         cells,
         {
-            "pairs": "pairs in their order", "near_pairs": "pairs up to 4 positions apart",
-            "far_pairs": "pairs more than 16 apart", "places_off": "positions off, sorted",
+            "pairs": "pairs in their order", "near_pairs": f"pairs up to {NEAR} positions apart",
+            "far_pairs": f"pairs more than {FAR} apart", "places_off": "positions off, sorted",
         },
         [
             "Which of two rows stood first, learned from the attacker's own texts; chance is one half. Sorted by what "

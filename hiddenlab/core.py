@@ -188,7 +188,10 @@ class Attack(Protocol):
 
 @runtime_checkable
 class BatchAttack(Protocol):
-    """An attack that is faster on several observations at once."""
+    """An attack that is faster on several observations at once.
+
+    Its attribute ``batch``, where it has one, says how many: they are recorded together when all are done.
+    """
 
     def recover_batch(
         self, observations: Sequence[Observation], slice: "Slice", generator: torch.Generator

@@ -18,6 +18,7 @@ from hiddenlab.slice.engine import packs
 from hiddenlab.summary import NOT_APPLICABLE, Sample, summarise
 
 PREFILL_REPEATS = 3
+DEFAULT_BATCH = 32  # prompts attacked together, where neither the attack nor the user says how many
 MISSING = -1  # stands for a token that was not recovered, and equals none
 
 Outcome = Recovery | NotApplicableError
@@ -257,8 +258,10 @@ def _status(token: int, verified: bool, truth: Sequence[int] | None, place: int)
 
 def _at_once(job: Job) -> int:
     """Prompts that are attacked together: no more than the attack takes at once, which would delay their record."""
-    size: int = getattr(job.attack, "batch", job.spec.batch or 1)
-    return size
+    if not isinstance(job.attack, BatchAttack):
+        return 1
+    sizes = (getattr(job.attack, "batch", None), job.spec.batch)
+    return min((one for one in sizes if isinstance(one, int) and one > 0), default=DEFAULT_BATCH)
 
 
 def _batches(cases: Sequence[Case], size: int) -> Iterator[list[Case]]:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from hiddenlab.propose import corpus, store
+from hiddenlab.propose.precedence import PrecedenceSettings
 from hiddenlab.propose.probe import ProbeSettings
 from hiddenlab.slice import Slice, load_slice
 from hiddenlab.testing import save_tiny
@@ -78,4 +79,8 @@ def small_probes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store, "TRAINING_TOKENS", (4000, 4000))
     monkeypatch.setattr(
         store, "probe_settings", lambda permuted: ProbeSettings(permuted, 150, 128, negatives=300, hidden=64)
+    )
+    few = {"rank": 8, "steps": 60, "every": 20}
+    monkeypatch.setattr(
+        store, "precedence_settings", lambda permuted: PrecedenceSettings(sorted_states=permuted, **few)
     )

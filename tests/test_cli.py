@@ -297,7 +297,7 @@ def test_interrupted_run_is_resumed(run: Run, model: str, prompts: str, tmp_path
 class Pairs(Nearest):
     """Takes two prompts at once."""
 
-    batch = 2
+    batch: int | None = 2
 
     def recover_batch(
         self, observations: Sequence[Observation], slice: Slice, generator: torch.Generator
@@ -309,10 +309,14 @@ def test_what_an_attack_takes_at_once_is_recorded_at_once(
     run: Run, model: str, prompts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys.modules["hiddenlab_test_fakes"], "Nearest", Pairs)
-    Nearest.stop_at = 3
-    run("attack", "--prompts", prompts, "--model", model, "--attack", "nearest", code=130)
-    (directory,) = runs(tmp_path)
-    assert len((directory / "samples.jsonl").read_text().splitlines()) == 2
+    options = ("attack", "--prompts", prompts, "--model", model, "--attack", "nearest")
+    # What the attack does not say is the default, all three prompts; none of them is recorded then.
+    for batch, asked, recorded in ((2, (), 2), (3, ("--batch", "1"), 2), (None, (), 0), (0, (), 0)):
+        monkeypatch.setattr(Pairs, "batch", batch)
+        Nearest.calls, Nearest.stop_at = 0, 3
+        run(*options, *asked, "--out", f"out-{batch}", code=130)
+        samples = tmp_path / f"out-{batch}" / "samples.jsonl"
+        assert len(samples.read_text().splitlines() if samples.exists() else []) == recorded
 
 
 def test_resume_refuses_changed_prompts(run: Run, model: str, prompts: str, tmp_path: Path) -> None:

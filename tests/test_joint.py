@@ -172,6 +172,9 @@ def test_the_clock_reads_positions() -> None:
     assert own.mean() > 0.4
     assert own[places[3000:] < 4].mean() > 1.5
     assert clock(rows[:5], 3).shape == (5, 3)
+    noise = Clock.learn(torch.randn(12_000, 8, generator=generator), torch.arange(12_000) % 64.0)
+    for length in (37, 47, 64, 200):  # rows that say nothing say it of all places, however long the prompt
+        assert noise(rows[:50, :8], length).mean(0).abs().max() < 0.4
 
 
 def test_a_clock_that_reads_nothing_says_nothing() -> None:

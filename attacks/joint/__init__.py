@@ -294,7 +294,10 @@ class JointDecoding:
         return out
 
     def _begins(self, prepared: Prepared) -> bool:
-        """Prompts that stay unexplained are begun anew; not where rows are changed in another way as well."""
+        """Prompts that stay unexplained are begun anew; not where rows are changed in another way as well.
+
+        Found out when the first of them asks, in whose time it counts: most channels never need to know.
+        """
         if self._found_begun is None or self._found_begun[0] is not prepared:
             size, channel = prepared.public.prefix_tokens, prepared.reader.channel
             found = prepared.public.noise_sigma is None and arrives(

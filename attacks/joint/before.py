@@ -132,15 +132,17 @@ def arrives(
     """Whether the first rows of a text of the attacker's own are found to be the first, its tokens being known."""
     corpus, (centre, deviation) = Corpus(slice, seed + 6), believed(slice, size)
     texts = [corpus.text_window(LENGTH).tolist() for _ in range(OWN)]
-    released = channel.release_batch(slice, texts, generator(seed, "joint", "first rows"))
+    released, found = channel.release_batch(slice, texts, generator(seed, "joint", "first rows")), False
     for done, (one, secret) in enumerate(released):
         progress("looking before own texts", done, OWN)
         rows = matcher.prepare(in_order(one, secret).to(slice.device).float())
         search = Unknown(torch.tensor(secret.tokens, device=slice.device), rows, slice, matcher)
         _, order = search.begin(centre, deviation, centre)
-        if order.tolist() == list(range(len(order))):
-            return True
-    return False
+        found = order.tolist() == list(range(len(order)))
+        if found:
+            break
+    progress("looking before own texts", OWN, OWN)
+    return found
 
 
 class Unknown:

@@ -6,10 +6,11 @@ where most depends on it. So a second model learns, on other texts, how likely e
 a multinomial logit over ranges of positions, by powers of the reading and by the row itself.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
@@ -22,27 +23,10 @@ from hiddenlab.slice import Slice
 
 TOKENS, WINDOW = 12_000, 64  # of the attacker's own texts, half of them for either model
 RIDGE = 300.0  # of the regression
-EDGES = (
-    0,
-    1,
-    2,
-    3,
-    4,
-    5,
-    6,
-    8,
-    10,
-    13,
-    17,
-    22,
-    28,
-    36,
-    46,
-)  # where ranges of positions begin; the last has no end
-POWERS, READING = (
-    3,
-    5.0,
-)  # of the reading, and how much less these are drawn to nothing than the row's coordinates
+# Where ranges of positions begin; the last has no end.
+EDGES = (0, 1, 2, 3, 4, 5, 6, 8, 10, 13, 17, 22, 28, 36, 46)
+POWERS = 3  # of the reading
+READING = 5.0  # how much less these are drawn to nothing than the row's coordinates
 DRAWN = 1e-3  # to nothing are the logit's weights
 STEPS = 100  # of the optimiser
 
@@ -53,7 +37,8 @@ class Clock:
 
     Attributes:
         mean, scale: of the coordinates. slope, level: of the regression on the logarithm of one plus the position.
-        middle, spread: of the reading's powers. weights: of the logit, with its intercepts last.
+        middle, spread: of the reading's powers. weights: of the logit, with its intercepts last. usual: logarithm of
+            how often each range occurred in what that was learned from.
     """
 
     mean: Float[Tensor, " d"]
@@ -63,14 +48,16 @@ class Clock:
     middle: Float[Tensor, " powers"]
     spread: Float[Tensor, " powers"]
     weights: Float[Tensor, "features ranges"]
+    usual: Float[Tensor, " ranges"]
 
     def __call__(self, rows: Float[Tensor, "rows d"], length: int) -> Float[Tensor, "rows length"]:
         """Log-likelihood of each position of a prompt over that of all positions alike."""
         coordinates = _coordinates(rows, self.mean, self.scale)
         powers = _powers(coordinates @ self.slope + self.level)
         logits = _features(coordinates, powers, self.middle, self.spread) @ self.weights
-        ranges, sizes = _ranges(length, rows.device)
-        return (logits - sizes.log())[:, ranges].log_softmax(1) + torch.tensor(float(length)).log()
+        # What was usual in other texts says nothing of a row: they were of another length.
+        told = (logits - self.usual)[:, _ranges(length, rows.device)]
+        return told.log_softmax(1) + math.log(length)
 
     @classmethod
     def learn(cls, rows: Float[Tensor, "rows d"], places: Float[Tensor, " rows"]) -> "Clock":
@@ -83,9 +70,9 @@ class Clock:
         powers = _powers(coordinates[half:] @ slope + level)
         middle, spread = powers.mean(0), powers.std(0).clamp(min=1e-6)
         features = _features(coordinates[half:], powers, middle, spread)
-        ranges, _ = _ranges(1 + int(places.max()), rows.device)
-        weights = _logit(features, ranges[places[half:].long()])
-        return cls(mean, scale, slope, level, middle, spread, weights)
+        ranges = _ranges(1 + int(places.max()), rows.device)[places[half:].long()]
+        usual = torch.bincount(ranges, minlength=len(EDGES)).clamp(min=1).log()
+        return cls(mean, scale, slope, level, middle, spread, _logit(features, ranges), usual)
 
 
 def learn_clock(slice: Slice, channel: Channel, matcher: Matcher, seed: int) -> Clock:
@@ -124,11 +111,10 @@ def _features(
     return torch.cat([READING * (powers - middle) / spread, unit, torch.ones_like(powers[:, :1])], 1)
 
 
-def _ranges(length: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The range of each position of a prompt, and how many positions each range has in it, at least one."""
+def _ranges(length: int, device: torch.device) -> Int[Tensor, " length"]:
+    """The range of each position of a prompt."""
     edges = torch.tensor(EDGES, device=device)
-    ranges = torch.bucketize(torch.arange(length, device=device), edges, right=True) - 1
-    return ranges, torch.bincount(ranges, minlength=len(EDGES)).clamp(min=1)
+    return torch.bucketize(torch.arange(length, device=device), edges, right=True) - 1
 
 
 def _logit(features: Tensor, ranges: Tensor) -> Float[Tensor, "features ranges"]:

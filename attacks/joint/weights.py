@@ -131,7 +131,7 @@ def weigh_noise(
     seed: int,
     progress: Progress = silent,
 ) -> Learned:
-    """Learn once more, with what solving for candidates says of them, behind the embeddings that were found.
+    """Learn weights once more, with what solving for candidates says of them, behind the embeddings that were found.
 
     Args:
         learned: without it. engines: that solve for the noise (``sigma``).

@@ -22,6 +22,7 @@ from torch import Tensor
 from hiddenlab.core import Progress, silent
 from hiddenlab.propose.probe import Expert
 
+LENGTH = 64  # of the texts that it is learned from
 SURE = 5.0  # log-odds of a pair are no larger, so that no single pair decides an order
 
 
@@ -35,7 +36,7 @@ class PrecedenceSettings:
         sorted_states: rows are sorted coordinates (columns permuted). seed: of texts, batches and initialisation.
     """
 
-    length: int = 64
+    length: int = LENGTH
     rank: int = 64
     steps: int = 1000
     batch: int = 32
@@ -64,8 +65,12 @@ class Precedence:
     parameters: dict[str, Tensor] = field(default_factory=dict)
 
     def __call__(self, rows: Float[Tensor, "n d"]) -> Float[Tensor, "n n"]:
-        """How likely each row (first axis) stood before each of the others (second axis)."""
-        return self._odds(self.expert.features(rows.float())).clamp(-SURE, SURE)
+        """How likely each row (first axis) stood before each of the others (second axis).
+
+        Pairs of one row are not independent of each other: of more rows than were learned from, each pair says less.
+        """
+        share = min(1.0, LENGTH / max(1, len(rows)))
+        return share * self._odds(self.expert.features(rows.float())).clamp(-SURE, SURE)
 
     def _odds(self, features: Float[Tensor, "*texts n d"]) -> Float[Tensor, "*texts n n"]:
         p = self.parameters
@@ -93,7 +98,7 @@ class Precedence:
         """From the rows of texts of one length, in their order."""
         generator = torch.Generator().manual_seed(settings.seed)
         with torch.inference_mode(False), torch.enable_grad():
-            rows = torch.stack(list(texts)).float().clone()
+            rows = torch.stack(list(texts)).float()
             flat = rows.flatten(0, 1)
             expert = Expert(flat.mean(0), flat.std(0) + 1e-4 * flat.std() + 1e-8)
             features = expert.features(flat).view_as(rows)
@@ -112,7 +117,8 @@ class Precedence:
             schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, settings.steps)
             kept_back = max(1, int(settings.kept_back * len(rows)))
             told, known = features[:kept_back], features[kept_back:]
-            best, least = own._copied(), own._loss(told)
+            with torch.no_grad():
+                best, least = own._copied(), own._loss(told)
             for step in range(settings.steps):
                 pick = torch.randint(0, len(known), (settings.batch,), generator=generator).to(rows.device)
                 optimiser.zero_grad()

@@ -40,10 +40,8 @@ EARLIER_STEPS = 1000
 # What states behind texts may cost over what training states may: two texts up to layer 16 of the built-in model. At
 # its layer 26 they say less than nothing (eval/LOG.md).
 TEXTS_ALLOWANCE = 1.05
-FEWEST_TEXTS, DRAWN = (
-    16,
-    2,
-)  # texts from which an order is learned, and how many are drawn for each: some are too short
+FEWEST_TEXTS = 16  # from which an order is learned
+DRAWN = 2  # texts for each of those, as some are too short
 CONTEXT_WINDOWS, CONTEXT_LENGTH = 8, 40  # of text, on which states behind texts are weighed beside a probe
 
 
@@ -268,7 +266,11 @@ def precedence_for(
         rows = [
             in_order(*one).float().to(slice.device) for one in pipe.release_batch(slice, group, generator)
         ]
+        rows = [one for one in rows if bool(one.isfinite().all())]  # float16 may overflow
         texts += [one.sort(dim=1).values for one in rows] if settings.sorted_states else rows
+    progress("collecting rows in their order", len(whole), len(whole))
+    if len(texts) < FEWEST_TEXTS:
+        return None, time.perf_counter() - started
     learned = Precedence.learn(texts, settings, progress)
     _save(identity, learned.tensors())
     return learned, time.perf_counter() - started
