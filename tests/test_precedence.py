@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -58,8 +59,9 @@ def test_of_rows_without_an_order_little_is_said() -> None:
 @pytest.mark.usefixtures("small_probes")
 @pytest.mark.parametrize("specs", [["gaussian:sigma=0.01", "seq-perm"], ["2d-perm"]])
 def test_it_is_learned_once_for_a_channel(
-    tiny_slice: Callable[..., Slice], monkeypatch: pytest.MonkeyPatch, specs: list[str]
+    tiny_slice: Callable[..., Slice], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, specs: list[str]
 ) -> None:
+    monkeypatch.setenv("HIDDENLAB_CACHE", str(tmp_path))
     slice = tiny_slice("llama", 2)
     tokens = torch.randint(0, 256, (8,), generator=torch.Generator().manual_seed(5)).tolist()
     public = Channel.parse(specs).release(slice, tokens, torch.Generator().manual_seed(0))[0].public
