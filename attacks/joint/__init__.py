@@ -82,7 +82,8 @@ class JointDecoding:
 
     Args:
         beam: hypotheses kept, at least four times as many where rows are out of order or missing (``Effort.kept``).
-            width: candidates run for each, many more where columns are shuffled and the best is in doubt.
+            width: candidates run for each, many more where columns are shuffled and the best is in doubt. Where noise
+            drowns what states say of an order, more hypotheses with fewer candidates read more (24 and 12, say).
             batch: prompts at once. model: ask the language model.
         sweeps: of the second look at noised embeddings (see ``refine``), which needs float32; 0 for none.
         rounds: of looking for unknown embeddings before the prompt (see ``before``) at most, also in float32; as many
