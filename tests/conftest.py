@@ -6,6 +6,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 import torch
 
@@ -16,6 +17,9 @@ from hiddenlab.slice import Slice, load_slice
 from hiddenlab.testing import save_tiny
 
 torch.set_num_threads(1)
+# How long an example takes says something of the machine, and nothing of the code.
+hypothesis.settings.register_profile("hiddenlab", deadline=None)
+hypothesis.settings.load_profile("hiddenlab")
 
 
 @pytest.fixture(scope="session", autouse=True)

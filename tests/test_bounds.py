@@ -85,7 +85,7 @@ def mutual_information(free: float, permitted: int) -> float:
     return total
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(free=shares, permitted=st.integers(2, 40))
 def test_the_corrected_rate_is_the_channels(free: float, permitted: int) -> None:
     rate = hidden_seed_rate(free, permitted)
@@ -171,7 +171,7 @@ def enough(n: int, share: float, needed: int) -> float:
     return 1 - math.fsum(math.comb(n, i) * share**i * (1 - share) ** (n - i) for i in range(needed))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(share=st.floats(0.02, 0.99), confidence=st.floats(0.01, 0.995), needed=st.integers(1, 5))
 def test_required_samples_is_the_least(share: float, confidence: float, needed: int) -> None:
     n = required_samples(share, confidence, needed)

@@ -291,7 +291,7 @@ def talker() -> Iterator[tuple[Scripted, TestClient]]:
         yield scripted, client
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.text("abé€😀", min_size=1, max_size=12),
     st.lists(st.text("abé€😀", min_size=1, max_size=4), max_size=4),

@@ -321,7 +321,7 @@ def slow_probabilities(logits: Tensor, temperature: float, top_k: int, top_p: fl
     return [one / together for one in out]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.integers(1, 40), st.floats(0.1, 3), st.integers(0, 12), st.floats(0.01, 1.0), st.integers(0, 2**31))
 def test_draws_follow_temperature_top_k_and_top_p(
     size: int, temperature: float, top_k: int, top_p: float, seed: int
@@ -337,7 +337,7 @@ def test_draws_follow_temperature_top_k_and_top_p(
         assert found == int(torch.multinomial(expected, 1, generator=draws))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.integers(1, 40), st.integers(0, 12), st.floats(0.01, 1.0), st.integers(0, 2**31))
 def test_no_temperature_takes_the_likeliest(size: int, top_k: int, top_p: float, seed: int) -> None:
     logits = torch.randn(size, generator=torch.Generator().manual_seed(seed))

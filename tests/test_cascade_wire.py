@@ -97,7 +97,7 @@ JSON = st.recursive(
 )  # fmt: skip
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     st.lists(
         st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 5), max_size=4), st.booleans()), max_size=5
@@ -254,7 +254,7 @@ def test_a_greeting_that_was_overheard_opens_nothing(end: Callable[..., End]) ->
         one.close()
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.binary(max_size=400))
 def test_garbage_on_the_port_does_no_harm(pair: tuple[End, End], garbage: bytes) -> None:
     for hub in pair:
@@ -542,7 +542,6 @@ def test_what_still_comes_of_an_aborted_request_is_dropped() -> None:
 # ---- heads
 
 
-@settings(deadline=None)
 @given(
     st.tuples(st.text(), st.integers(0, 99), st.integers(0, 99), st.integers(0, 99)),
     st.tuples(

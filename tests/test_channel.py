@@ -68,7 +68,7 @@ def undo(states: Tensor, secret: Secret) -> Tensor:
 # ---- permutations
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     specs=st.lists(st.sampled_from(PERMUTATIONS), max_size=4),
     tokens=st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=12),

@@ -59,7 +59,7 @@ def untied(tiny: TinyPath) -> Stip:
 # ---- orders
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     rows=st.integers(1, 6),
     width=st.integers(1, 12),

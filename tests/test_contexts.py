@@ -27,7 +27,7 @@ def public_of(slice: Slice, *specs: str) -> Public:
     return Channel.parse(specs).release(slice, [1, 2, 3], seeded())[0].public
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.integers(0, 1000), st.integers(1, 5), st.floats(-3, 6))
 def test_squared_distances_are_those_of_sorted_rows(seed: int, rows: int, size: float) -> None:
     generator = seeded(seed)

@@ -31,7 +31,7 @@ def test_standardised_area_has_the_known_values() -> None:
     assert standardised_auc(*apart[::-1]) < 0.5
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(st.integers(0, 10_000), st.integers(2, 60), st.integers(2, 60), st.booleans())
 def test_standardised_area_equals_a_slow_one(seed: int, n: int, m: int, ties: bool) -> None:
     rng = np.random.default_rng(seed)

@@ -82,7 +82,7 @@ def test_stream_noise_is_what_vllm_draws() -> None:
         assert sample(logits, noise, Sampling(), []) == int((logits[0].softmax(0) / exponential).argmax())
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.integers(0, 60), st.floats(0.05, 1.0), st.floats(0.2, 3.0), st.integers(0, 1000))
 def test_filters_keep_the_likeliest_and_enough_of_them(
     top_k: int, top_p: float, temperature: float, seed: int
@@ -349,7 +349,7 @@ def test_wrong_transcripts_are_refused_with_their_line(change: dict[str, Any], t
         read_transcripts(path)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(
     st.recursive(
         st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),

@@ -65,7 +65,7 @@ def test_payloads() -> None:
 # ---- choices
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     payload=payloads,
     sizes=st.lists(st.integers(1, 50), max_size=70),
@@ -106,7 +106,7 @@ def test_the_rate_is_the_wardens_bound() -> None:
     assert ChoiceDecoder(payload.bits).decode(steps, tokens).payload == payload
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(payload=payloads, seed=st.integers(0, 99))
 def test_one_bit_per_rank(payload: Payload, seed: int) -> None:
     steps = steps_of([5] * payload.bits, seed)
@@ -205,7 +205,7 @@ def decode(tokens: Sequence[int]) -> str:
     return "".join(chr(t % 256) + (chr(t // 256) if t >= 256 else "") for t in tokens)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(payload=payloads, extra=st.integers(0, 5), cut=st.integers(0, 30))
 def test_base64_comes_back(payload: Payload, extra: int, cut: int) -> None:
     encoder, decoder = TextEncoder(payload, encode), TextDecoder(payload.bits, decode)

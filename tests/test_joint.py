@@ -139,7 +139,7 @@ def test_positions_without_a_row_are_left_to_the_language_model(tiny_slice: Call
     assert features[:, 2].tolist() == [1e4, 0.0]
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.integers(0, 10_000), st.integers(2, 5))
 def test_the_weights_find_what_decides(seed: int, wrong: int) -> None:
     """Where one feature alone tells the right candidate, its weight grows until it does."""
@@ -542,7 +542,7 @@ def test_what_it_cannot_use_is_refused(tiny_slice: Callable[..., Slice]) -> None
             JointDecoding(**options)  # type: ignore[arg-type]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     states=st.integers(1, 6),
     rows=st.integers(1, 5),

@@ -16,7 +16,7 @@ from hiddenlab.channel import Channel
 from hiddenlab.slice import Slice, load_slice
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(2, 9), st.integers(0, 1000))
 def test_moves_are_permutations_that_move_one_part(n: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)

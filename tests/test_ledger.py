@@ -157,7 +157,7 @@ def test_tampering_is_found(sample: tuple[list[bytes], Ledger], tmp_path: Path, 
         Ledger.open(path, KEY, ledger.checkpoint())
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(data=st.data())
 def test_no_byte_can_change(
     sample: tuple[list[bytes], Ledger], tmp_path_factory: Any, data: st.DataObject
@@ -171,7 +171,7 @@ def test_no_byte_can_change(
     assert not verify(path, NAME, ledger.checkpoint()).valid
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(junk=st.binary(max_size=300))
 def test_junk_is_not_valid(tmp_path_factory: Any, junk: bytes) -> None:
     path = tmp_path_factory.getbasetemp() / "junk.jsonl"

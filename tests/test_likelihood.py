@@ -125,7 +125,7 @@ def test_certain_and_impossible_tokens() -> None:
     assert (filtered == -math.inf).all()
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     seed=st.integers(0, 10_000), v=st.integers(1, 60), top_k=st.sampled_from([0, 0, 1, 2, 7]),
     top_p=st.sampled_from([1.0, 0.5, 0.95]), temperature=st.sampled_from([0.0, 0.6, 1.0, 2.0]),
@@ -227,7 +227,7 @@ def test_ipt_check_values() -> None:
         assert float(score) == pytest.approx(wanted, abs=1e-6)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(seed=st.integers(0, 999), v=st.integers(1, 30), u=st.floats(0.0, 0.999), sd=st.floats(0.001, 0.5))
 def test_ipt_is_algorithm_3(seed: int, v: int, u: float, sd: float) -> None:
     p = example(1, v, seed)[0].softmax(1)

@@ -25,7 +25,7 @@ def slow(matcher: Matcher, one: torch.Tensor, other: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("matcher", MATCHERS, ids=DISTANCES)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(c=st.integers(1, 6), rows=st.integers(1, 6), width=st.integers(1, 9), seed=st.integers(0, 999))
 def test_distances_are_their_definition(matcher: Matcher, c: int, rows: int, width: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)

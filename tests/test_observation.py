@@ -66,7 +66,7 @@ def slices(tmp_path: Path) -> Callable[..., Slice]:
 # ---- round trips
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
     sizes=st.lists(st.tuples(st.integers(1, 5), st.integers(1, 5)), min_size=1, max_size=12),
@@ -199,7 +199,7 @@ def test_the_form_described_is_read(tmp_path: Path) -> None:
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(cut=st.integers(0, 10**6))
 def test_a_truncated_file_is_refused(tmp_path_factory: pytest.TempPathFactory, cut: int) -> None:
     path = tmp_path_factory.mktemp("cut") / "o.safetensors"
@@ -210,7 +210,7 @@ def test_a_truncated_file_is_refused(tmp_path_factory: pytest.TempPathFactory, c
         load_observations(path)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(content=st.binary(max_size=64))
 def test_any_other_file_is_refused(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
     path = tmp_path_factory.mktemp("any") / "o.safetensors"

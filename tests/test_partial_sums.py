@@ -109,7 +109,7 @@ def test_what_it_cannot_use(tiny_slice: TinySlice) -> None:
         PartialSums(candidates=0)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(n=st.integers(1, 4), c=st.integers(2, 5), seed=st.integers(0, 999))
 def test_one_of_each_against_all_choices(n: int, c: int, seed: int) -> None:
     draw = torch.Generator().manual_seed(seed)

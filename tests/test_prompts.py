@@ -121,7 +121,7 @@ def test_builtin_shares_few_long_phrases() -> None:
 # Every source, unchanged
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(TEXTS)
 def test_jsonl_round_trip(tmp_path_factory: pytest.TempPathFactory, prompts: list[str]) -> None:
     path = tmp_path_factory.mktemp("round") / "p.jsonl"
@@ -131,7 +131,7 @@ def test_jsonl_round_trip(tmp_path_factory: pytest.TempPathFactory, prompts: lis
     assert texts(str(path)) == prompts
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(TEXTS)
 def test_separated_text_round_trip(tmp_path_factory: pytest.TempPathFactory, prompts: list[str]) -> None:
     prompts = [t.replace("\r", "") for t in prompts]

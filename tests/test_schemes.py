@@ -131,7 +131,7 @@ def ring(**options: Any) -> Ring:
     return Ring(Transcript(("a", "b", "c")), ("a", "b"), **options)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     values=st.lists(numbers, min_size=1, max_size=20), owner=st.sampled_from("abc"), seed=st.integers(0, 9),
     fraction=st.integers(8, 20),
@@ -145,7 +145,7 @@ def test_what_is_shared_comes_back(values: list[float], owner: str, seed: int, f
     assert {one.party for one in r.transcript.learnt} == set("abc")
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(rows=st.integers(1, 5), inner=st.integers(1, 6), columns=st.integers(1, 5), seed=st.integers(0, 99))
 def test_products_of_shares(rows: int, inner: int, columns: int, seed: int) -> None:
     r, draw = ring(seed=seed), torch.Generator().manual_seed(seed)

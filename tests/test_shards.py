@@ -26,7 +26,7 @@ def seeded() -> torch.Generator:
     return torch.Generator().manual_seed(0)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     alpha=st.integers(1, 4),
     c=st.integers(1, 3),

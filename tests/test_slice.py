@@ -151,7 +151,7 @@ def trees(draw: Any) -> Tree:
 
 
 @pytest.mark.parametrize("architecture", DECODERS)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(forest=st.lists(trees(), min_size=1, max_size=3), layer=st.sampled_from([2, LAYERS]))
 def test_packed_trees_of_several_prompts(
     tiny_slice: TinySlice, plain: Plain, architecture: str, forest: list[Tree], layer: int
@@ -176,7 +176,7 @@ def test_packed_trees_of_several_prompts(
 
 
 @pytest.mark.parametrize("architecture", DECODERS)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(
     prefixes=st.lists(st.lists(TOKEN, max_size=5), min_size=2, max_size=6),
     chains=st.lists(st.lists(TOKEN, min_size=1, max_size=6), min_size=6, max_size=6),
@@ -230,7 +230,7 @@ Step = tuple[str, list[int], int]
 
 
 @pytest.mark.parametrize("architecture", DECODERS)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(
     steps=st.lists(
         st.tuples(

@@ -130,7 +130,7 @@ points = st.integers(1, 24).flatmap(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(points=points)
 def test_interpolation_is_lagranges(points: tuple[list[int], list[int]]) -> None:
     x, y = points
@@ -156,7 +156,7 @@ def test_no_polynomial() -> None:
         values_at(Proof(PRIME, (1,)), torch.tensor([-1]))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(indices=st.lists(st.integers(0, 2**31), min_size=1, max_size=60, unique=True))
 def test_the_modulus_is_the_largest(indices: list[int]) -> None:
     modulus = injective_modulus(whole(*indices))
@@ -168,7 +168,7 @@ def test_the_modulus_is_the_largest(indices: list[int]) -> None:
 # ---- bytes
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     modulus=st.integers(LEAST_MODULUS, PRIME),
     coefficients=st.lists(residue, min_size=1, max_size=40).map(tuple),
@@ -180,7 +180,7 @@ def test_bytes_come_back(modulus: int, coefficients: tuple[int, ...]) -> None:
     assert len(proof.to_bytes()) == proof_bytes(k)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(data=st.binary(max_size=24) | st.binary(min_size=10, max_size=10), k=st.integers(1, 8))
 def test_bytes_are_a_proof_or_refused(data: bytes, k: int) -> None:
     try:
@@ -190,7 +190,7 @@ def test_bytes_are_a_proof_or_refused(data: bytes, k: int) -> None:
     assert proof.to_bytes() == data and len(proof.coefficients) == k
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(text=st.text(max_size=20))
 def test_text_is_a_proof_or_refused(text: str) -> None:
     try:
@@ -251,7 +251,7 @@ def test_honest_proofs_are_accepted(rows: int, outliers: bool) -> None:
         assert verify(x, commit(recomputed(x, seed)).to_bytes()).accepted
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     rows=st.integers(1, 6), width=st.integers(1, 40), seed=st.integers(0, 10**6), exponent=st.integers(-130, 120),
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float64]),
