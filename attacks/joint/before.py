@@ -112,9 +112,8 @@ def decode_behind(
     for _ in range(rounds):
         open = look(open, Unknown.solve)
     # Sorted coordinates fold: what explains few rows says nothing there.
-    shuffled = [one.ahead is not None and not matcher.sorted for one in out]
-    stuck = [i for i in range(len(out)) if shuffled[i] and STUCK < left[i] < float("inf")]
-    stuck = stuck if stuck and anew() else []
+    stuck = [i for i, one in enumerate(out) if one.ahead is not None and STUCK < left[i] < float("inf")]
+    stuck = stuck if stuck and not matcher.sorted and anew() else []
     for find in (begin, *[Unknown.solve] * rounds):
         stuck = look(stuck, find)
     return out

@@ -18,7 +18,7 @@ from hiddenlab.channel import Channel
 from hiddenlab.job import generator
 from hiddenlab.match import Matcher
 from hiddenlab.propose.corpus import Corpus
-from hiddenlab.propose.probe import CLIP
+from hiddenlab.propose.probe import Expert
 from hiddenlab.slice import Slice
 
 TOKENS, WINDOW = 12_000, 64  # of the attacker's own texts, half of them for either model
@@ -36,13 +36,12 @@ class Clock:
     """What rows say of their positions.
 
     Attributes:
-        mean, scale: of the coordinates. slope, level: of the regression on the logarithm of one plus the position.
+        expert: standardises rows. slope, level: of the regression on the logarithm of one plus the position.
         middle, spread: of the reading's powers. weights: of the logit, with its intercepts last. usual: logarithm of
             how often each range occurred in what that was learned from.
     """
 
-    mean: Float[Tensor, " d"]
-    scale: Float[Tensor, " d"]
+    expert: Expert
     slope: Float[Tensor, " d"]
     level: float
     middle: Float[Tensor, " powers"]
@@ -52,7 +51,7 @@ class Clock:
 
     def __call__(self, rows: Float[Tensor, "rows d"], length: int) -> Float[Tensor, "rows length"]:
         """Log-likelihood of each position of a prompt over that of all positions alike."""
-        coordinates = _coordinates(rows, self.mean, self.scale)
+        coordinates = self.expert.features(rows)
         powers = _powers(coordinates @ self.slope + self.level)
         logits = _features(coordinates, powers, self.middle, self.spread) @ self.weights
         # What was usual in other texts says nothing of a row: they were of another length.
@@ -62,8 +61,8 @@ class Clock:
     @classmethod
     def learn(cls, rows: Float[Tensor, "rows d"], places: Float[Tensor, " rows"]) -> "Clock":
         """From rows and their positions; the latter half says what is read from rows that nothing was fitted to."""
-        mean, scale = rows.mean(0), rows.std(0) + 1e-4 * rows.std() + 1e-8
-        coordinates, target, half = _coordinates(rows, mean, scale), places.log1p(), len(rows) // 2
+        expert = Expert.of(rows)
+        coordinates, target, half = expert.features(rows), places.log1p(), len(rows) // 2
         known, level = coordinates[:half], float(target[:half].mean())
         gram = known.T @ known + RIDGE * torch.eye(known.shape[1], device=rows.device)
         slope = torch.linalg.solve(gram, known.T @ (target[:half] - level))
@@ -72,7 +71,7 @@ class Clock:
         features = _features(coordinates[half:], powers, middle, spread)
         ranges = _ranges(1 + int(places.max()), rows.device)[places[half:].long()]
         usual = torch.bincount(ranges, minlength=len(EDGES)).clamp(min=1).log()
-        return cls(mean, scale, slope, level, middle, spread, _logit(features, ranges), usual)
+        return cls(expert, slope, level, middle, spread, _logit(features, ranges), usual)
 
 
 def learn_clock(slice: Slice, channel: Channel, matcher: Matcher, seed: int) -> Clock:
@@ -87,14 +86,6 @@ def learn_clock(slice: Slice, channel: Channel, matcher: Matcher, seed: int) -> 
     ]
     places = torch.tensor([place for order in orders for place in order], device=slice.device).float()
     return Clock.learn(rows, places)
-
-
-def _coordinates(
-    rows: Float[Tensor, "rows d"], mean: Float[Tensor, " d"], scale: Float[Tensor, " d"]
-) -> Float[Tensor, "rows d"]:
-    """Standardised, and all rows of one length (attention sinks are far longer)."""
-    standard = ((rows - mean) / scale).clamp(-CLIP, CLIP)
-    return standard / standard.norm(dim=1, keepdim=True).clamp(min=1e-12) * rows.shape[1] ** 0.5
 
 
 def _powers(reading: Float[Tensor, " rows"]) -> Float[Tensor, "rows powers"]:

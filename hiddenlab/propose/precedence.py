@@ -100,7 +100,7 @@ class Precedence:
         with torch.inference_mode(False), torch.enable_grad():
             rows = torch.stack(list(texts)).float()
             flat = rows.flatten(0, 1)
-            expert = Expert(flat.mean(0), flat.std(0) + 1e-4 * flat.std() + 1e-8)
+            expert = Expert.of(flat)
             features = expert.features(flat).view_as(rows)
             width = rows.shape[2]
 

@@ -85,6 +85,11 @@ class Expert:
     scale: Float[Tensor, " d"]
     parameters: dict[str, Tensor] = field(default_factory=dict)
 
+    @classmethod
+    def of(cls, rows: Float[Tensor, "rows d"]) -> "Expert":
+        """One that standardises rows like these, and maps nothing yet."""
+        return cls(rows.mean(0), rows.std(0) + 1e-4 * rows.std() + 1e-8)
+
     def features(self, rows: Float[Tensor, "rows d"]) -> Float[Tensor, "rows d"]:
         standard = ((rows - self.mean) / self.scale).clamp(-CLIP, CLIP)
         return F.normalize(standard, dim=1) * math.sqrt(rows.shape[1])
@@ -317,7 +322,7 @@ def _train_expert(
     device, d, out = rows.device, rows.shape[1], targets.shape[1]
     # Half precision is enough for logits, and their product is most of the work.
     fast = targets.to(fast_dtype(device))
-    expert = Expert(rows.mean(0), rows.std(0) + 1e-4 * rows.std() + 1e-8)
+    expert = Expert.of(rows)
     features = expert.features(rows)
     gram = features.T @ features + settings.ridge * torch.eye(d, device=device)
     linear = torch.linalg.solve(gram, features.T @ targets[tokens])
