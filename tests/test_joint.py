@@ -277,6 +277,22 @@ def test_prompts_come_back_where_every_token_is_tried(
     assert attack(tiny_slice("llama", 2), specs, tokens, width=3000, beam=2) == tokens
 
 
+@pytest.mark.parametrize("ordered", [True, False])
+def test_what_was_not_run_is_weighed_as_candidates_are(ordered: bool) -> None:
+    generator = torch.Generator().manual_seed(7)
+    ids = torch.randperm(300, generator=generator)[:9].view(3, 3)
+    states = torch.randn(3, 32, generator=generator)
+    wide = torch.randn(3, 300, generator=generator).log_softmax(1)
+    view = replace(rows_of(states, ids, tuple(range(3)) if ordered else None, 3), wide=wide)
+    following = torch.randn(300, generator=generator).log_softmax(0)
+    free, run = [0, 2], torch.tensor([3, 40, 299])
+    everything = candidates_of(view, 2, free, [], following, torch.arange(300))
+    totals = everything.features[:, :BEFORE] @ WEIGHTS[:BEFORE]
+    best = torch.full((300,), float("-inf")).scatter_reduce(0, everything.tokens, totals, "amax")
+    expected = float(best[~torch.isin(torch.arange(300), run)].logsumexp(0))
+    assert unseen(view, 2, free, following, WEIGHTS, run) == pytest.approx(expected, rel=1e-5)
+
+
 def table_of(scores: Sequence[float], tried: Sequence[bool], unseen: float | None) -> Table:
     """Candidates whose scores the probe alone makes."""
     features = torch.zeros(len(scores), len(FEATURES))
@@ -312,43 +328,6 @@ def test_how_far_the_best_must_be_ahead_is_learned_from_right_ones_and_from_wher
 
 
 @pytest.mark.usefixtures("small_probes")
-@pytest.mark.parametrize("channel", ["hidden-perm", "2d-perm"])
-def test_more_is_tried_until_the_right_token_is_found(
-    tiny_slice: Callable[..., Slice], channel: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A tiny model's probe knows little of sorted states, and 48 candidates are too few."""
-    slice = tiny_slice("llama", 2)
-    prompts = [
-        torch.randint(0, 256, (9,), generator=torch.Generator().manual_seed(i)).tolist() for i in (0, 1)
-    ]
-    released = Channel.parse([channel]).release_batch(slice, prompts, torch.Generator().manual_seed(0))
-    observations = [one for one, _ in released]
-
-    def found() -> list[list[int]]:
-        joint = JointDecoding(model=False)
-        return [one.ids for one in joint.recover_batch(observations, slice, torch.Generator())]
-
-    assert found() == prompts
-    monkeypatch.setattr("attacks.joint.beam._lead", lambda *args: float("inf"))
-    assert found() != prompts
-
-
-@pytest.mark.parametrize("ordered", [True, False])
-def test_what_was_not_run_is_weighed_as_candidates_are(ordered: bool) -> None:
-    generator = torch.Generator().manual_seed(7)
-    ids = torch.randperm(300, generator=generator)[:9].view(3, 3)
-    states = torch.randn(3, 32, generator=generator)
-    wide = torch.randn(3, 300, generator=generator).log_softmax(1)
-    view = replace(rows_of(states, ids, tuple(range(3)) if ordered else None, 3), wide=wide)
-    following = torch.randn(300, generator=generator).log_softmax(0)
-    free, run = [0, 2], torch.tensor([3, 40, 299])
-    everything = candidates_of(view, 2, free, [], following, torch.arange(300))
-    totals = everything.features[:, :BEFORE] @ WEIGHTS[:BEFORE]
-    best = torch.full((300,), float("-inf")).scatter_reduce(0, everything.tokens, totals, "amax")
-    expected = float(best[~torch.isin(torch.arange(300), run)].logsumexp(0))
-    assert unseen(view, 2, free, following, WEIGHTS, run) == pytest.approx(expected, rel=1e-5)
-
-
 def test_rows_are_worth_what_the_best_of_the_others_leads_to(tiny_slice: Callable[..., Slice]) -> None:
     slice, lm = tiny_slice("llama", 2), tiny_slice("llama", None, "logits")
     ids = torch.tensor([[5, 6], [7, 8], [9, 10]])

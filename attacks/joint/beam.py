@@ -6,6 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from attacks.joint.doubt import Doubt
 from attacks.joint.evidence import (
     BEFORE,
     FIT,
@@ -16,7 +17,6 @@ from attacks.joint.evidence import (
     chosen,
     likeliest,
     rows_at,
-    unseen,
 )
 from attacks.joint.explain import append, explain
 from attacks.joint.hypotheses import Decoding, Effort, Engines, Hypothesis, Step, Tried
@@ -26,7 +26,6 @@ from hiddenlab.slice import Prefix, Request, Slice
 
 OTHERS = 4  # of a row's tokens that were not taken, how many are remembered
 RECENT = 3  # of hypotheses that agree in so many last tokens and in the rows they used, the best is kept
-WIDER = 4  # by how much more is tried where the best is not to be believed
 ENOUGH = 256  # candidates that failed from which it is worth learning
 PLENTY = 1024  # of them that are learned from at most
 TAKEN = 256  # candidates of a hypothesis that may become part of the beam
@@ -154,48 +153,32 @@ def _widen(
     learned: Learned,
     effort: Effort,
 ) -> None:
-    """Where the best is not to be believed and the whole vocabulary is at hand, try more behind the best hypothesis."""
-    width, most = effort.width, min(effort.most, engines.slice.vocab_size)
-    while width < most:
-        width = min(WIDER * width, most)
-        open = [
-            (one, beam[0])
-            for one, beam in zip(active, beams, strict=True)
-            if one.view.wide is not None
-            and int(beam[0].candidates.rows[0]) >= 0
-            and one.widened < effort.spare * one.view.length
-            and _lead(one, beam, learned.weights) <= learned.lead
-        ]
-        if not open:
-            return
-        pairs = [(one, one.beam[0]) for one, _ in open]
+    """Where the best is not to be believed and the whole vocabulary is at hand, try more.
+
+    Each time behind the hypothesis whose candidates that were not run are the likeliest: the best one first, but where
+    it began wrongly, another one's turn comes as soon as enough was tried in vain.
+    """
+    doubts = [
+        Doubt.of(one, beam, learned.weights, effort)
+        for one, beam in zip(active, beams, strict=True)
+        if learned.lead > float("-inf") and one.view.wide is not None and int(beam[0].candidates.rows[0]) >= 0
+    ]
+    while open := [one for one in doubts if one.remains(learned)]:
+        pairs = [(one.decoding, one.decoding.beam[one.next]) for one in open]
         suggested = [
             _from_all(
-                *pair, learned.weights, width, torch.cat(tried.tokens), _suggested(*pair, tried, engines)
+                *pair, learned.weights, one.wider(), torch.cat(one.tried[one.next].tokens),
+                _suggested(*pair, one.tried[one.next], engines),
             )
-            for pair, (_, tried) in zip(pairs, open, strict=True)
-        ]
+            for one, pair in zip(open, pairs, strict=True)
+        ]  # fmt: skip
         # Not where all of these were tried.
-        rest = [one for one in zip(open, pairs, suggested, strict=True) if len(one[2])]
+        rest = [i for i, one in enumerate(suggested) if len(one)]
         # States of first tokens may be attention sinks, of which half precision resolves nothing.
         run = _screened if engines.screen is not None and active[0].place else _try
-        more_tried = run([one[1] for one in rest], [one[2] for one in rest], engines, learned.weights)
-        for ((one, tried), _, _), more in zip(rest, more_tried, strict=True):
-            one.widened += more.evaluated
-            one.calls += 1
-            tried.add(more)
-
-
-def _lead(decoding: Decoding, tried: Sequence[Tried], weights: Tensor) -> float:
-    """How far the best candidate of any hypothesis is ahead of all that were not run behind the best, in nats."""
-    best = decoding.beam[0]
-    ran = torch.cat(tried[0].tokens)
-    unrun = unseen(decoding.view, decoding.place, best.free, best.following, weights, ran)
-    ahead = best.score - best.used
-    return max(
-        one.score - one.used - ahead + float((candidates.candidates.features @ weights).max()) - unrun
-        for one, candidates in zip(decoding.beam, tried, strict=True)
-    )
+        more = iter(run([pairs[i] for i in rest], [suggested[i] for i in rest], engines, learned.weights))
+        for i, one in enumerate(open):
+            one.add(next(more) if i in rest else None, learned.weights)
 
 
 def _suggested(
