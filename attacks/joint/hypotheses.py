@@ -58,7 +58,7 @@ class Effort:
             much (nats) under the best's are not. behind: hypotheses so many nats behind are dropped.
         opening: hypotheses kept after the first token where rows are in unknown order, halved with each that follows,
             and after a token that no row shows: what they are shows only in what comes after them.
-        most: candidates tried at once where the best is in doubt (``_lead``). spare: of these, how many
+        most: candidates tried at once where the best is in doubt (see ``doubt``). spare: of these, how many
             a token a prompt may cost.
         solved: candidates of a prompt that are solved for at every token, where any are; first as many as ``opening``.
     """
