@@ -48,14 +48,16 @@ def rows_of(states: Tensor, ids: Tensor, places: tuple[int, ...] | None, length:
     generator = torch.Generator().manual_seed(7)
     distinct, columns = ids.unique(return_inverse=True)
     n = len(states)
-    odds = torch.randn(n, n, generator=generator)
+    odds, units = torch.randn(n, n, generator=generator), 1 + torch.rand(n, generator=generator)
+    mixed = torch.randn(states.shape[1], states.shape[1], generator=generator)
     return Rows(
-        MATCHER.prepare(states), MATCHER.norms(states), states.norm(dim=1), ids,
+        MATCHER.prepare(states), MATCHER.norms(states), states @ mixed, units, ids,
         torch.randn(ids.shape, generator=generator).log_softmax(1), columns,
         torch.randn(2, n, len(distinct), generator=generator).log_softmax(2), places, length,
         None if places is not None else torch.randn(n, length, generator=generator),
         None if places is not None else odds - odds.T,
-        None if places is not None else 1 + torch.rand(n, generator=generator),
+        None if places is not None else units,
+        mixed,
     )  # fmt: skip
 
 
@@ -78,7 +80,9 @@ def score(view: Rows, slice: Slice, lm: Slice, path: list[tuple[int, int]]) -> f
                 features[2 + t] = view.traces[t, row, view.columns[before]]
         distance = (states[i] - view.shown[row]).abs().sum()
         features[BEFORE] = (distance / view.norms[row]).log()
-        features[BEFORE + 1] = ((states[i] - view.shown[row]).norm() / view.plain[row]).log()
+        features[BEFORE + 1] = (
+            ((states[i] - view.shown[row]) @ view.whitening).norm() / view.units[row]
+        ).log()
         if view.places is None:
             assert view.when is not None
             assert view.expected is not None
@@ -348,7 +352,7 @@ def test_rows_are_worth_what_the_best_of_the_others_leads_to(tiny_slice: Callabl
         )
         two = max(WEIGHTS[3] * view.traces[1, row, view.columns[q, 0]] for q in others)
         sure = WEIGHTS[0] * (view.scores[row].exp() * view.scores[row]).sum()
-        distance = (WEIGHTS[BEFORE] + WEIGHTS[BEFORE + 1]) * (view.expected[row] / view.norms[row]).log()
+        distance = WEIGHTS[BEFORE] * (view.expected[row] / view.norms[row]).log()
         assert float(found[row]) == pytest.approx(SHARE * float(one + two + sure + distance), rel=1e-4)
 
 
@@ -535,7 +539,6 @@ def test_distances_of_pairs(states: int, rows: int, pairs: int, norm: int, seed:
     found, shown = (torch.randn(n, 7, generator=generator) for n in (states, rows))
     of = torch.randint(0, states, (pairs,), generator=generator)
     which = torch.randint(0, rows, (pairs,), generator=generator)
-    distances, plain = _distances(found, of, shown, which, Matcher(norm, False))
+    distances = _distances(found, of, shown, which, Matcher(norm, False))
     difference = found[of] - shown[which]
     torch.testing.assert_close(distances, torch.linalg.vector_norm(difference, ord=norm, dim=1))
-    torch.testing.assert_close(plain, torch.linalg.vector_norm(difference, dim=1))

@@ -11,6 +11,7 @@ from attacks.joint.beam import decode
 from attacks.joint.before import arrives, decode_behind, prefix_of
 from attacks.joint.clock import learn_clock
 from attacks.joint.evidence import FEATURES, NOISE, TRACES, Learned
+from attacks.joint.gauge import learn_gauge
 from attacks.joint.hypotheses import Decoding, Effort, Engines, start
 from attacks.joint.moves import move_parts
 from attacks.joint.reading import Reader, fast_enough
@@ -187,7 +188,9 @@ class JointDecoding:
         channel, matcher = Channel.parse(list(public.channel)), choose_matcher("auto", public)
         with torch.inference_mode():
             clock = learn_clock(slice, channel, matcher, self.seed) if public.rows_permuted else None
-            reader = Reader(slice, channel, matcher, tuple(probes), clock, self.seed, openings, precedence)
+            mixed = public.rows_permuted or shuffled
+            gauge = learn_gauge(slice, channel, matcher, self.seed) if mixed else None
+            reader = Reader(slice, channel, matcher, tuple(probes), clock, gauge, openings, precedence)
             screen = self._screen if self._screen is not None and self._screen.of is slice else None
             if screen is None and Screen.pays(slice):
                 screen = Screen(slice)

@@ -41,9 +41,7 @@ def ahead_of(
         behind.masked_fill_(itself, float("-inf"))
     sure = (view.scores.exp() * view.scores).sum(1)
     distance = (view.expected / view.norms).clamp(min=LEAST).log()
-    return SHARE * (
-        behind.amax(2).sum(0) + weights[0] * sure + (weights[BEFORE] + weights[BEFORE + 1]) * distance
-    )
+    return SHARE * (behind.amax(2).sum(0) + weights[0] * sure + weights[BEFORE] * distance)
 
 
 def after_each(tokens: Int[Tensor, " n"], speaker: Prefix) -> Float[Tensor, "n n"]:

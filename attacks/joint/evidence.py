@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from jaxtyping import Float, Int
@@ -11,8 +11,8 @@ from torch import Tensor
 from hiddenlab.match import Matcher
 
 FEATURES = (
-    "probe", "model", "trace 1", "trace 2", "place", "precedence", "log distance", "plain log distance",
-    "log distance over expected", "log noise",
+    "probe", "model", "trace 1", "trace 2", "place", "precedence", "log distance",
+    "log whitened distance", "log distance over expected", "log noise",
 )  # fmt: skip
 TRACES = (1, 2)  # how many positions before a row's own the tokens are that it is asked for
 PLACE = 2 + len(TRACES)
@@ -23,6 +23,7 @@ NOISE = FIT + 1  # cost of the noise that explains the row, where it was solved 
 ROUNDING = 1e-5  # of a row's norm
 PART = 8192  # pairs compared at once, so that copies of rows stay small
 DENSE = 2  # where so many times the pairs asked for are all there are, all are compared, which copies less
+EUCLIDEAN = Matcher(2, False)
 LEAST = 1e-6  # relative distances are no smaller than this, so that their logarithm is bounded
 
 
@@ -31,7 +32,9 @@ class Rows:
     """One observation, as the decoder needs it.
 
     Attributes:
-        shown: rows in the matcher's form. norms: of them, in the matcher's norm. plain: their Euclidean norms.
+        shown: rows in the matcher's form. norms: of them, in the matcher's norm.
+        white: the same times ``whitening``, or themselves without; candidates' states are compared with them in
+            the Euclidean norm. units: what these distances are compared with.
         ids, scores: each row's likeliest tokens by the probe, and their log-probabilities.
         columns: place of each of ``ids`` among the distinct ones, which are the columns of ``traces``.
         traces: for each offset, log-probability that a token stands so many positions before a row; None without.
@@ -40,7 +43,7 @@ class Rows:
         when: what each row says for each position (see ``clock``), where rows are in unknown order.
         precedes: log-odds that each row stood before each of the others, where rows are in unknown order.
         expected: distance between a row and the right candidate's state that the channel is expected to make.
-        evaluated: positions run to know all this.
+        whitening: of what the channel does to rows (see ``gauge``), where rows are in unknown order or shuffled.
         wide: where the probe's shortlist is too short for a first guess (shuffled columns), log-probabilities of the
             whole vocabulary in half precision; None elsewhere.
         missed: for each position without a row that has one soon after it, what that row tells of its token, as
@@ -50,7 +53,8 @@ class Rows:
 
     shown: Float[Tensor, "rows d"]
     norms: Float[Tensor, " rows"]
-    plain: Float[Tensor, " rows"]
+    white: Float[Tensor, "rows d"]
+    units: Float[Tensor, " rows"]
     ids: Int[Tensor, "rows k"]
     scores: Float[Tensor, "rows k"]
     columns: Int[Tensor, "rows k"]
@@ -60,7 +64,7 @@ class Rows:
     when: Float[Tensor, "rows length"] | None = None
     precedes: Float[Tensor, "rows rows"] | None = None
     expected: Float[Tensor, " rows"] | None = None
-    evaluated: int = 0
+    whitening: Float[Tensor, "d d"] | None = None
     wide: Float[Tensor, "rows v"] | None = None
     missed: Mapping[int, Float[Tensor, "offsets v"]] = field(default_factory=dict)
     openers: Int[Tensor, " k"] | None = None
@@ -135,17 +139,17 @@ class Candidates:
         if not bool(shown.any()):
             return
         rows, of = self.rows[shown], of[shown]
-        distances, plain = _distances(states, of, view.shown, rows, matcher)
+        distances = _distances(states, of, view.shown, rows, matcher)
+        white = states if view.whitening is None else states @ view.whitening
+        apart = _distances(white, of, view.white, rows, EUCLIDEAN)
         self.distances[shown] = distances
         relative = (distances / view.norms[rows]).clamp(min=LEAST)
         self.features[shown, BEFORE] = relative.log()
-        self.features[shown, BEFORE + 1] = (plain / view.plain[rows]).clamp(min=LEAST).log()
+        self.features[shown, BEFORE + 1] = (apart / view.units[rows]).clamp(min=LEAST).log()
         if view.expected is not None:
             # Where the channel moves nothing, rounding is what is left of a right candidate's distance.
             rounding = ROUNDING * view.norms[rows]
-            self.features[shown, FIT] = (
-                distances.maximum(rounding) / view.expected[rows].maximum(rounding)
-            ).log()
+            self.features[shown, FIT] = (distances.maximum(rounding) / view.expected[rows]).log()
 
 
 def _distances(
@@ -154,22 +158,15 @@ def _distances(
     shown: Float[Tensor, "rows d"],
     rows: Int[Tensor, " c"],
     matcher: Matcher,
-) -> tuple[Float[Tensor, " c"], Float[Tensor, " c"]]:
-    """The matcher's and the Euclidean distance of each pair of a state and a row."""
-    plain = replace(matcher, norm=2)
+) -> Float[Tensor, " c"]:
+    """The distance of each pair of a state and a row."""
     distinct, place = rows.unique(return_inverse=True)
     if len(distinct) > 1 and len(rows) * DENSE >= len(states) * len(distinct):
-        observed = shown[distinct]
-        return (
-            matcher.table(candidates=states, observed=observed)[of, place],
-            plain.table(candidates=states, observed=observed)[of, place],
-        )
-    out = torch.empty(2, len(rows), device=states.device)
-    for part in torch.arange(len(rows), device=states.device).split(PART):
-        candidates, observed = states[of[part]], shown[rows[part]]
-        for values, one in zip(out, (matcher, plain), strict=True):
-            values[part] = one.pairs(candidates=candidates, observed=observed)
-    return out[0], out[1]
+        return matcher.table(candidates=states, observed=shown[distinct])[of, place]
+    parts = torch.arange(len(rows), device=states.device).split(PART)
+    return torch.cat(
+        [matcher.pairs(candidates=states[of[part]], observed=shown[rows[part]]) for part in parts]
+    )
 
 
 def candidates_of(

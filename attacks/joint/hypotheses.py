@@ -153,7 +153,7 @@ def start(
     spoken = None if engines.speaker is None else engines.speaker.fork()
     begun = Hypothesis(engines.beginning(before), free, spoken, engines.opening)
     ahead = ahead_of(view, engines.speaker, weights)
-    return Decoding(view, [begun], view.evaluated, before=before, ahead=ahead)
+    return Decoding(view, [begun], before=before, ahead=ahead)
 
 
 @dataclass

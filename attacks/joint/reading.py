@@ -4,11 +4,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from attacks.joint.clock import Clock
-from attacks.joint.evidence import TRACES, Rows
+from attacks.joint.evidence import EUCLIDEAN, TRACES, Rows
+from attacks.joint.gauge import Gauge
 from attacks.vocab_match.screen import Screen
 from hiddenlab.channel import Channel, in_order
 from hiddenlab.core import Observation
@@ -24,7 +25,6 @@ from hiddenlab.slice import Slice
 SHORTLIST = 128  # tokens of each row that the probe names
 ROUNDED, WINDOW = 8, 64  # texts that are rounded, and how long they are
 SMALL = 0.25  # how small a share of the channel's doing rounding may be
-RELEASES = 8  # of guessed tokens, to see what the channel does to them
 
 
 def length_of(observation: Observation) -> int:
@@ -72,7 +72,8 @@ class Reader:
 
     Attributes:
         probes: for a row's own token, and for those before it (or none). clock, precedence: where rows are in unknown
-            order. seed: of the attacker's own releases. openings: of shuffled columns, or None.
+            order. gauge: where rows are in unknown order or columns shuffled; elsewhere a row's own length says enough.
+            openings: of shuffled columns, or None.
     """
 
     slice: Slice
@@ -80,7 +81,7 @@ class Reader:
     matcher: Matcher
     probes: tuple[Probe, ...]
     clock: Clock | None
-    seed: int
+    gauge: Gauge | None = None
     openings: Openings | None = None
     precedence: Precedence | None = None
 
@@ -95,35 +96,20 @@ class Reader:
         told = [one.log_probs(states) for one in self.probes[1:]]
         traces = torch.stack([one[:, distinct] for one in told]) if told else None
         shown = self.matcher.prepare(states)
-        # In order and in known coordinates the row's own length says enough.
-        shuffled = places is None or self.matcher.sorted
+        expected = whitening = None
+        if self.gauge is not None:
+            expected, whitening = self.gauge.expected(shown), self.gauge.whitening
         return Rows(
-            shown, self.matcher.norms(shown), shown.norm(dim=1).clamp(min=1e-12), ids, scores, columns, traces,
-            places, length, None if self.clock is None else self.clock(shown, length),
-            None if self.precedence is None else self.precedence(shown),
-            self.expected(ids[:, 0]) if shuffled else None,
-            (1 + RELEASES) * len(states) + RELEASES * public.prefix_tokens if shuffled else 0,
+            shown, self.matcher.norms(shown), shown if whitening is None else shown @ whitening,
+            EUCLIDEAN.norms(shown) if expected is None else expected, ids, scores, columns, traces, places, length,
+            None if self.clock is None else self.clock(shown, length),
+            None if self.precedence is None else self.precedence(shown), expected, whitening,
             torch.cat([self.probes[0].log_probs(part).half() for part in states.split(PART)])
             if self.matcher.sorted
             else None,
             {} if places is None or not told else _missed(told, places, length),
             None if self.openings is None else self.openings.nearest(states, SHORTLIST),
         )  # fmt: skip
-
-    def expected(self, guess: Int[Tensor, " rows"]) -> Float[Tensor, " rows"]:
-        """How far the channel moves rows like these, in the matcher's norm.
-
-        The guessed tokens, in the order of the rows, are released as the provider would, several times, and compared
-        with their plain states. A wrong order changes states, but hardly how far the channel moves them.
-        """
-        plain = self.matcher.view(self.slice.encode(guess))
-        drawn = generator(self.seed, "joint", "expected")
-        released = self.channel.release_batch(self.slice, [guess.tolist()] * RELEASES, drawn)
-        moved = torch.zeros(len(guess), device=plain.device)
-        for one, secret in released:
-            rows = in_order(one, secret).to(plain.device).float()
-            moved += self.matcher.pairs(candidates=self.matcher.prepare(rows), observed=plain) / RELEASES
-        return moved.clamp(min=1e-12)
 
 
 def _missed(

@@ -1,0 +1,95 @@
+"""What the channel does to rows, as joint decoding expects it."""
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from attacks.joint.evidence import ROUNDING
+from attacks.joint.gauge import NEAREST, SHRUNK, Gauge, learn_gauge
+from hiddenlab.channel import Channel, in_order
+from hiddenlab.job import generator
+from hiddenlab.match import Matcher
+from hiddenlab.slice import Slice
+
+SORTED = Matcher(1, True)
+
+
+def drawn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def test_what_is_expected_is_the_mean_over_rows_that_are_alike() -> None:
+    plain, shown = drawn(40, 6), drawn(3, 6, seed=2)
+    rows = plain + 0.1 * drawn(40, 6, seed=1)
+    gauge = Gauge.of(Matcher(1, False), rows, plain)
+    assert len(gauge.rows) == 30
+    found = gauge.expected(shown)
+    for row, value in zip(shown, found, strict=True):
+        apart = []
+        for own, state in zip(rows[:30], plain[:30], strict=True):
+            angle = float((row / row.norm() - own / own.norm()).norm())
+            length = abs(math.log(float(row.norm() / own.norm())))
+            apart.append((angle + length, math.log(float((own - state).abs().sum()))))
+        nearest = [moved for _, moved in sorted(apart)[:NEAREST]]
+        assert float(value) == pytest.approx(math.exp(sum(nearest) / len(nearest)), rel=1e-4)
+
+
+def test_long_rows_are_expected_to_be_moved_as_long_ones_are() -> None:
+    plain = drawn(200, 8)
+    plain[::4] *= 20
+    moved = torch.where(torch.arange(200) % 4 == 0, 3.0, 0.1)[:, None]
+    gauge = Gauge.of(Matcher(2, False), plain + moved * drawn(200, 8, seed=1), plain)
+    short, long = gauge.expected(torch.stack([drawn(8, seed=2), 20 * drawn(8, seed=2)])).tolist()
+    assert 0.1 < short < 1
+    assert 3 < long < 20
+
+
+def test_whitened_displacements_count_what_is_seldom_done() -> None:
+    plain, often = drawn(4000, 5), torch.tensor([9.0, 3.0, 1.0, 0.1, 0.1])
+    rows = plain + 0.01 * often * drawn(4000, 5, seed=1)
+    gauge = Gauge.of(Matcher(2, False), rows, plain)
+    displaced = (rows - plain)[3000:] / gauge.expected(rows[3000:])[:, None]
+    moments = (displaced.T @ displaced).double()
+    shrunk = moments / moments.diagonal().mean() + SHRUNK * torch.eye(5)
+    whitening = gauge.whitening.double()
+    torch.testing.assert_close(whitening @ whitening.T, torch.linalg.inv(shrunk), rtol=1e-3, atol=1e-4)
+    costs = whitening.norm(dim=1)
+    assert float(costs[4]) > 3 * float(costs[0])
+
+
+def test_where_nothing_is_moved_distances_stay_what_they_are() -> None:
+    rows = drawn(20, 4)
+    gauge = Gauge.of(Matcher(1, False), rows, rows)
+    assert torch.equal(gauge.whitening, torch.eye(4))
+    torch.testing.assert_close(gauge.expected(rows), ROUNDING * rows.abs().sum(1))
+
+
+@pytest.mark.parametrize("stages", [["gaussian:sigma=0.05", "2d-perm"], ["gaussian:sigma=0.05", "seq-perm"]])
+def test_other_texts_are_moved_as_the_attackers_own(
+    tiny_slice: Callable[..., Slice], monkeypatch: pytest.MonkeyPatch, stages: list[str]
+) -> None:
+    monkeypatch.setattr("attacks.joint.gauge.TOKENS", 600)
+    slice, channel = tiny_slice("llama", 2), Channel.parse(stages)
+    matcher = SORTED if "2d-perm" in stages else Matcher(1, False)
+    with torch.inference_mode():
+        gauge = learn_gauge(slice, channel, matcher, 3)
+        again = learn_gauge(slice, channel, matcher, 3)
+        assert torch.equal(gauge.moved, again.moved)
+        assert torch.equal(gauge.whitening, again.whitening)
+        tokens = [
+            torch.randint(0, 300, (20,), generator=torch.Generator().manual_seed(i)).tolist()
+            for i in range(8)
+        ]
+        ratios = []
+        for one, (shown, secret) in zip(
+            tokens, channel.release_batch(slice, tokens, generator(1, "others")), strict=True
+        ):
+            rows = matcher.prepare(in_order(shown, secret))
+            moved = matcher.pairs(candidates=rows, observed=matcher.view(slice.encode(torch.tensor(one))))
+            ratios.append((moved / gauge.expected(rows)).log())
+    errors = torch.cat(ratios)
+    assert abs(float(errors.mean())) < 0.2
+    assert float(errors.std()) < 0.5
