@@ -10,6 +10,7 @@ import hypothesis
 import pytest
 import torch
 
+from attacks.joint import gauge
 from hiddenlab.propose import corpus, store
 from hiddenlab.propose.precedence import PrecedenceSettings
 from hiddenlab.propose.probe import ProbeSettings
@@ -81,6 +82,7 @@ def tiny_slice(tiny: Callable[..., str]) -> Callable[..., Slice]:
 def small_probes(monkeypatch: pytest.MonkeyPatch) -> None:
     """A training allowance for tiny models, in place of the one for real ones."""
     monkeypatch.setattr(store, "TRAINING_TOKENS", (4000, 4000))
+    monkeypatch.setattr(gauge, "TOKENS", 600)
     monkeypatch.setattr(
         store, "probe_settings", lambda permuted: ProbeSettings(permuted, 150, 128, negatives=300, hidden=64)
     )

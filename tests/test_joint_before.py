@@ -39,7 +39,7 @@ def decoding_of(slice: Slice, specs: list[str], tokens: list[int]) -> tuple[Deco
         observation, _ = channel.release(slice, TOKENS, torch.Generator().manual_seed(0))
     matcher = choose_matcher("auto", observation.public)
     probes, _ = probes_for(slice, observation.public, (0,))
-    view = Reader(slice, channel, matcher, tuple(probes), None, 0).read(observation)
+    view = Reader(slice, channel, matcher, tuple(probes), None).read(observation)
     steps = tuple(Step(token, row, 0.0, None, 1) for row, token in enumerate(tokens))
     return Decoding(view, [Hypothesis(slice.prefix(), (), steps=steps)]), drawn[0][:1]
 

@@ -43,7 +43,8 @@ class Rows:
         when: what each row says for each position (see ``clock``), where rows are in unknown order.
         precedes: log-odds that each row stood before each of the others, where rows are in unknown order.
         expected: distance between a row and the right candidate's state that the channel is expected to make.
-        whitening: of what the channel does to rows (see ``gauge``), where rows are in unknown order or shuffled.
+        whitening: of what the channel does to rows (see ``gauge``), where rows are in unknown order or columns
+            shuffled, and the channel does anything; None elsewhere.
         wide: where the probe's shortlist is too short for a first guess (shuffled columns), log-probabilities of the
             whole vocabulary in half precision; None elsewhere.
         missed: for each position without a row that has one soon after it, what that row tells of its token, as

@@ -34,14 +34,14 @@ class Gauge:
     Attributes:
         rows: the attacker's own, as released, in the matcher's form. moved: logarithms of how far each is from its
             plain state, in the matcher's norm.
-        whitening: displacements over what is expected, times this, have moments that are alike in all directions; the
-            identity where the channel moves nothing.
+        whitening: displacements over what is expected, times this, have moments that are alike in all directions;
+            None where the channel moves rows no further than rounding does, which says nothing of directions.
     """
 
     matcher: Matcher
     rows: Float[Tensor, "n d"]
     moved: Float[Tensor, " n"]
-    whitening: Float[Tensor, "d d"]
+    whitening: Float[Tensor, "d d"] | None
 
     def expected(self, shown: Float[Tensor, "rows d"]) -> Float[Tensor, " rows"]:
         """How far rows like these were moved, in the matcher's norm: no less than rounding moves them."""
@@ -53,11 +53,11 @@ class Gauge:
         cut = max(1, round(REFERENCE * len(rows)))
         moved = matcher.pairs(candidates=rows, observed=plain).clamp(min=LEAST).log()
         known, own = rows[:cut], moved[:cut]
+        if bool((moved.exp() / matcher.norms(rows)).median() <= ROUNDING):
+            return cls(matcher, known, own, None)
         displaced = rows[cut:] - plain[cut:]
         displaced = (displaced / _expected(rows[cut:], known, own, matcher)[:, None]).double()
         values, vectors = torch.linalg.eigh(displaced.T @ displaced)
-        if float(values[-1]) <= 0:
-            return cls(matcher, known, own, torch.eye(rows.shape[1], device=rows.device))
         scale = (values.clamp(min=0) / values.mean() + SHRUNK).rsqrt()
         return cls(matcher, known, own, (vectors * scale).to(rows.dtype))
 

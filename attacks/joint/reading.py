@@ -101,7 +101,7 @@ class Reader:
             expected, whitening = self.gauge.expected(shown), self.gauge.whitening
         return Rows(
             shown, self.matcher.norms(shown), shown if whitening is None else shown @ whitening,
-            EUCLIDEAN.norms(shown) if expected is None else expected, ids, scores, columns, traces, places, length,
+            EUCLIDEAN.norms(shown) if whitening is None else expected, ids, scores, columns, traces, places, length,
             None if self.clock is None else self.clock(shown, length),
             None if self.precedence is None else self.precedence(shown), expected, whitening,
             torch.cat([self.probes[0].log_probs(part).half() for part in states.split(PART)])
