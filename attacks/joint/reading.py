@@ -96,12 +96,13 @@ class Reader:
         told = [one.log_probs(states) for one in self.probes[1:]]
         traces = torch.stack([one[:, distinct] for one in told]) if told else None
         shown = self.matcher.prepare(states)
-        expected = whitening = None
+        white, units, expected, whitening = shown, EUCLIDEAN.norms(shown), None, None
         if self.gauge is not None:
             expected, whitening = self.gauge.expected(shown), self.gauge.whitening
+            if whitening is not None:
+                white, units = shown @ whitening, expected
         return Rows(
-            shown, self.matcher.norms(shown), shown if whitening is None else shown @ whitening,
-            EUCLIDEAN.norms(shown) if whitening is None else expected, ids, scores, columns, traces, places, length,
+            shown, self.matcher.norms(shown), white, units, ids, scores, columns, traces, places, length,
             None if self.clock is None else self.clock(shown, length),
             None if self.precedence is None else self.precedence(shown), expected, whitening,
             torch.cat([self.probes[0].log_probs(part).half() for part in states.split(PART)])
