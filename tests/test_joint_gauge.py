@@ -7,12 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from attacks.joint.before import prefix_of
 from attacks.joint.evidence import ROUNDING
 from attacks.joint.gauge import NEAREST, SHRUNK, Gauge, learn_gauge
 from hiddenlab.channel import Channel, in_order
 from hiddenlab.job import generator
 from hiddenlab.match import Matcher
-from hiddenlab.slice import Slice
+from hiddenlab.slice import Prefix, Request, Slice
 
 SORTED = Matcher(1, True)
 
@@ -62,17 +63,53 @@ def test_whitened_displacements_count_what_is_seldom_done() -> None:
 
 @pytest.mark.parametrize("rounded", [0, 1e-7, 1e-6])
 def test_where_nothing_is_moved_directions_say_nothing(rounded: float) -> None:
-    rows = drawn(20, 4)
+    directions = drawn(20, 4)
+    rows = directions / directions.abs().sum(1, keepdim=True)
     gauge = Gauge.of(Matcher(1, False), rows, rows + rounded * drawn(20, 4, seed=1))
     assert gauge.whitening is None
-    torch.testing.assert_close(gauge.expected(rows), ROUNDING * rows.abs().sum(1))
+    torch.testing.assert_close(gauge.expected(rows), torch.full((20,), ROUNDING))
+
+
+def test_rows_that_were_not_moved_are_as_far_as_rounding_moves_them() -> None:
+    plain = drawn(400, 6)
+    moved = torch.where(torch.arange(400) % 4 == 0, 0.0, 0.1)[:, None]
+    rows, matcher = plain + moved * drawn(400, 6, seed=1), Matcher(1, False)
+    gauge = Gauge.of(matcher, rows, plain)
+    still = moved[:300, 0] == 0
+    torch.testing.assert_close(gauge.moved[still].exp(), ROUNDING * matcher.norms(rows[:300])[still])
+    assert gauge.whitening is not None
+    assert float(gauge.expected(drawn(50, 6, seed=2)).min()) > 1e-4
+
+
+@pytest.mark.parametrize("count", [1, 2, 40])
+def test_without_displacements_to_whiten_by_directions_say_nothing(count: int) -> None:
+    plain = drawn(count, 4)
+    rows = plain + 0.1 * drawn(count, 4, seed=1)
+    last = max(1, round(0.75 * count))
+    rows[last:] = plain[last:]
+    gauge = Gauge.of(Matcher(1, False), rows, plain)
+    assert gauge.whitening is None
+    assert gauge.expected(rows).isfinite().all()
+
+
+def surprises(slice: Slice, channel: Channel, matcher: Matcher, gauge: Gauge, before: Prefix) -> Tensor:
+    """Logarithms of how far rows of other texts were moved, over what is expected of them."""
+    drawn = [torch.Generator().manual_seed(i) for i in range(8)]
+    tokens = [torch.randint(0, 300, (20,), generator=one).tolist() for one in drawn]
+    found, released = [], channel.release_batch(slice, tokens, generator(1, "others"))
+    for one, (shown, secret) in zip(tokens, released, strict=True):
+        rows = matcher.prepare(in_order(shown, secret))
+        (plain,) = slice.run([Request(before, torch.tensor(one))], keep=False)
+        moved = matcher.pairs(candidates=rows, observed=matcher.view(plain.chain))
+        found.append((moved / gauge.expected(rows)).log())
+    return torch.cat(found)
 
 
 @pytest.mark.parametrize("stages", [["gaussian:sigma=0.05", "2d-perm"], ["gaussian:sigma=0.05", "seq-perm"]])
+@pytest.mark.usefixtures("small_probes")
 def test_other_texts_are_moved_as_the_attackers_own(
-    tiny_slice: Callable[..., Slice], monkeypatch: pytest.MonkeyPatch, stages: list[str]
+    tiny_slice: Callable[..., Slice], stages: list[str]
 ) -> None:
-    monkeypatch.setattr("attacks.joint.gauge.TOKENS", 600)
     slice, channel = tiny_slice("llama", 2), Channel.parse(stages)
     matcher = SORTED if "2d-perm" in stages else Matcher(1, False)
     with torch.inference_mode():
@@ -80,17 +117,22 @@ def test_other_texts_are_moved_as_the_attackers_own(
         again = learn_gauge(slice, channel, matcher, 3)
         assert torch.equal(gauge.moved, again.moved)
         assert torch.equal(gauge.whitening, again.whitening)
-        tokens = [
-            torch.randint(0, 300, (20,), generator=torch.Generator().manual_seed(i)).tolist()
-            for i in range(8)
-        ]
-        ratios = []
-        for one, (shown, secret) in zip(
-            tokens, channel.release_batch(slice, tokens, generator(1, "others")), strict=True
-        ):
-            rows = matcher.prepare(in_order(shown, secret))
-            moved = matcher.pairs(candidates=rows, observed=matcher.view(slice.encode(torch.tensor(one))))
-            ratios.append((moved / gauge.expected(rows)).log())
-    errors = torch.cat(ratios)
+        errors = surprises(slice, channel, matcher, gauge, slice.prefix())
     assert abs(float(errors.mean())) < 0.2
     assert float(errors.std()) < 0.5
+
+
+@pytest.mark.usefixtures("small_probes")
+def test_what_is_expected_is_seen_from_behind_an_unknown_beginning(tiny_slice: Callable[..., Slice]) -> None:
+    slice, channel, matcher = (
+        tiny_slice("gpt2", 2),
+        Channel.parse(["random-prefix", "seq-perm"]),
+        Matcher(1, False),
+    )
+    with torch.inference_mode():
+        before = prefix_of(channel.added(slice, generator(3, "before")), slice)
+        behind, alone = (
+            surprises(slice, channel, matcher, learn_gauge(slice, channel, matcher, 3, place), before)
+            for place in (before, None)
+        )
+    assert float(behind.abs().mean()) < 0.5 * float(alone.abs().mean())

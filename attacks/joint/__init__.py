@@ -189,7 +189,9 @@ class JointDecoding:
         with torch.inference_mode():
             clock = learn_clock(slice, channel, matcher, self.seed) if public.rows_permuted else None
             mixed = public.rows_permuted or shuffled
-            gauge = learn_gauge(slice, channel, matcher, self.seed) if mixed else None
+            added = channel.added(slice, generator(self.seed, "joint", "before"))
+            before = prefix_of(added, slice) if len(added) else None
+            gauge = learn_gauge(slice, channel, matcher, self.seed, before) if mixed else None
             reader = Reader(slice, channel, matcher, tuple(probes), clock, gauge, openings, precedence)
             screen = self._screen if self._screen is not None and self._screen.of is slice else None
             if screen is None and Screen.pays(slice):
@@ -198,10 +200,9 @@ class JointDecoding:
             self._screen = screen if fast or shuffled else None
             runs = screen.slice if screen is not None and fast else slice
             first = _opening(slice, None if speaker is None else speaker.slice)
-            before = channel.added(slice, generator(self.seed, "joint", "before"))
             engines = Engines(
                 runs, matcher, speaker, first, adapter, None if fast else self._screen,
-                prefix_of(before, runs) if len(before) else None, public.prefix_tokens,
+                prefix_of(added, runs) if len(added) else None, public.prefix_tokens,
             )  # fmt: skip
             learned = learn_weights(channel, engines, reader, self.seed, self.progress)
         return Prepared(public, public, slice, engines, reader, learned), seconds

@@ -28,7 +28,7 @@ class Doubt:
         tried: what was run, hypothesis by hypothesis. widths: candidates run for each of the best. most: of them.
         unrun: how likely it is that none of these comes next, counted as hypotheses are ranked; minus infinity where
             no more are to be run.
-        allowed: positions that may still be run here.
+        allowed: positions that may still be run here; what exceeds it is the last.
     """
 
     decoding: Decoding
@@ -61,7 +61,11 @@ class Doubt:
         return open and self.lead(learned.weights) <= learned.lead
 
     def lead(self, weights: Tensor) -> float:
-        """How far the best candidate of any hypothesis is ahead of all that were not run, in nats."""
+        """How far the best candidate of any hypothesis is ahead of what was not run, in nats.
+
+        Counted is the hypothesis that leaves most of it; those behind which all was run, or nothing more may be, and
+        those beyond the first ``HYPOTHESES`` leave nothing.
+        """
         pairs = zip(self.decoding.beam, self.tried, strict=True)
         best = max(one.score - one.used + float((x.candidates.features @ weights).max()) for one, x in pairs)
         return best - max(self.unrun)

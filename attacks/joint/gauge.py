@@ -18,13 +18,12 @@ from hiddenlab.channel import Channel, in_order
 from hiddenlab.job import generator
 from hiddenlab.match import Matcher
 from hiddenlab.propose.corpus import Corpus
-from hiddenlab.slice import Slice
+from hiddenlab.slice import Prefix, Request, Slice
 
 TOKENS = 12_000  # of the attacker's own texts
 REFERENCE = 0.75  # share of the rows that others are compared with; the rest says which directions count
 NEAREST = 8  # rows that are taken to be alike
 SHRUNK = 0.3  # of the mean second moment, added to each
-LEAST = 1e-12  # distances are no smaller, so that their logarithms are finite
 
 
 @dataclass(frozen=True)
@@ -33,9 +32,10 @@ class Gauge:
 
     Attributes:
         rows: the attacker's own, as released, in the matcher's form. moved: logarithms of how far each is from its
-            plain state, in the matcher's norm.
-        whitening: displacements over what is expected, times this, have moments that are alike in all directions;
-            None where the channel moves rows no further than rounding does, which says nothing of directions.
+            plain state, in the matcher's norm, and no less than rounding moves it.
+        whitening: displacements over what is expected, times this, have moments that are more alike in all directions
+            (a moment m becomes m / (m + 0.3), in units of their mean); None where the channel moves rows no further
+            than rounding does, which says nothing of directions.
     """
 
     matcher: Matcher
@@ -44,26 +44,25 @@ class Gauge:
     whitening: Float[Tensor, "d d"] | None
 
     def expected(self, shown: Float[Tensor, "rows d"]) -> Float[Tensor, " rows"]:
-        """How far rows like these were moved, in the matcher's norm: no less than rounding moves them."""
-        return _expected(shown, self.rows, self.moved, self.matcher)
+        """How far rows like these were moved, in the matcher's norm."""
+        return _expected(shown, self.rows, self.moved)
 
     @classmethod
     def of(cls, matcher: Matcher, rows: Float[Tensor, "n d"], plain: Float[Tensor, "n d"]) -> "Gauge":
         """From released rows and their plain states, both in the matcher's form."""
         cut = max(1, round(REFERENCE * len(rows)))
-        moved = matcher.pairs(candidates=rows, observed=plain).clamp(min=LEAST).log()
-        known, own = rows[:cut], moved[:cut]
-        if bool((moved.exp() / matcher.norms(rows)).median() <= ROUNDING):
-            return cls(matcher, known, own, None)
-        displaced = rows[cut:] - plain[cut:]
-        displaced = (displaced / _expected(rows[cut:], known, own, matcher)[:, None]).double()
+        distances, rounding = matcher.pairs(candidates=rows, observed=plain), ROUNDING * matcher.norms(rows)
+        known, moved = rows[:cut].clone(), distances.maximum(rounding).log()[:cut]
+        displaced = ((rows[cut:] - plain[cut:]) / _expected(rows[cut:], known, moved)[:, None]).double()
         values, vectors = torch.linalg.eigh(displaced.T @ displaced)
+        if not bool((distances > rounding).double().mean() > 0.5 and values.mean() > 0):
+            return cls(matcher, known, moved, None)
         scale = (values.clamp(min=0) / values.mean() + SHRUNK).rsqrt()
-        return cls(matcher, known, own, (vectors * scale).to(rows.dtype))
+        return cls(matcher, known, moved, (vectors * scale).to(rows.dtype))
 
 
 def _expected(
-    shown: Float[Tensor, "rows d"], known: Float[Tensor, "n d"], moved: Float[Tensor, " n"], matcher: Matcher
+    shown: Float[Tensor, "rows d"], known: Float[Tensor, "n d"], moved: Float[Tensor, " n"]
 ) -> Float[Tensor, " rows"]:
     """The geometric mean of what those of some rows were moved that are alike: in direction, and in length."""
     (direction, length), (others, lengths) = (
@@ -72,16 +71,22 @@ def _expected(
     )
     apart = torch.cdist(direction, others) + (length[:, None] - lengths).abs()
     alike = apart.topk(min(NEAREST, len(known)), largest=False).indices
-    return moved[alike].mean(1).exp().maximum(ROUNDING * matcher.norms(shown))
+    return moved[alike].mean(1).exp()
 
 
-def learn_gauge(slice: Slice, channel: Channel, matcher: Matcher, seed: int) -> Gauge:
-    """A gauge from texts of the attacker's own, released as the provider does."""
-    corpus = Corpus(slice, seed + 8)
-    windows = [one.tolist() for one in corpus.windows(TOKENS)]
-    shown, plain = list[Tensor](), list[Tensor]()
-    released = channel.release_batch(slice, windows, generator(seed, "joint", "gauge"))
-    for window, (one, secret) in zip(windows, released, strict=True):
-        shown.append(matcher.prepare(in_order(one, secret).to(slice.device)))
-        plain.append(matcher.view(slice.encode(torch.tensor(window, device=slice.device))))
-    return Gauge.of(matcher, torch.cat(shown), torch.cat(plain))
+def learn_gauge(
+    slice: Slice, channel: Channel, matcher: Matcher, seed: int, before: Prefix | None = None
+) -> Gauge:
+    """A gauge from texts of the attacker's own, released as the provider does.
+
+    Args:
+        before: what candidates are run behind where a prompt's beginning is unknown: what the channel did to a row is
+            then how far it is from the plain state behind this.
+    """
+    windows = list(Corpus(slice, seed + 8).windows(TOKENS))
+    prefix = slice.prefix() if before is None else before
+    plain = [one.chain for one in slice.run_all([Request(prefix, one) for one in windows], keep=False)]
+    drawn = generator(seed, "joint", "gauge")
+    released = channel.release_batch(slice, [one.tolist() for one in windows], drawn)
+    shown = [in_order(one, secret).to(slice.device) for one, secret in released]
+    return Gauge.of(matcher, matcher.prepare(torch.cat(shown)), matcher.view(torch.cat(plain)))
