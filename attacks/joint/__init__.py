@@ -10,12 +10,14 @@ from torch import Tensor
 from attacks.joint.beam import decode
 from attacks.joint.before import arrives, decode_behind, prefix_of
 from attacks.joint.clock import learn_clock
+from attacks.joint.displaced import place_free
 from attacks.joint.evidence import FEATURES, NOISE, TRACES, Learned
 from attacks.joint.gauge import learn_gauge
 from attacks.joint.hypotheses import Decoding, Effort, Engines, start
 from attacks.joint.moves import move_parts
 from attacks.joint.reading import Reader, fast_enough
 from attacks.joint.refine import Refined, refine_decodings
+from attacks.joint.reorder import reorder
 from attacks.joint.strength import first_step, settle, strength_of
 from attacks.joint.weights import learn_weights, weigh_noise
 from attacks.vocab_match.rank import LazyModel
@@ -92,6 +94,8 @@ class JointDecoding:
         solved: where rows are out of order behind noise, the likeliest continuations of a prompt that are solved for
             the noise on their embeddings (see ``explain``), at every token, 16 say, also in float32; 0 for none. It
             takes minutes, and what it brings is not settled.
+        orders: order rows behind one layer by how much noise they need (see ``reorder``), also in float32; it takes
+            minutes a prompt.
         seed: of learning. progress: where progress is reported.
     """
 
@@ -104,6 +108,7 @@ class JointDecoding:
         sweeps: int = 6,
         rounds: int = 3,
         solved: int = 0,
+        orders: bool = True,
         seed: int = 0,
         progress: Progress = silent,
     ) -> None:
@@ -115,6 +120,7 @@ class JointDecoding:
             )
         self.effort, self.sweeps, self.rounds = Effort(beam, width, solved=solved), sweeps, rounds
         self.batch, self.asks, self.seed, self.progress = batch, model, seed, progress
+        self.orders = orders
         self._prepared: Prepared | None = None
         self._found_begun: tuple[Prepared, bool] | None = None  # see ``_begins``
         self._model: tuple[Slice, LazyModel] | None = None
@@ -255,6 +261,7 @@ class JointDecoding:
         with torch.inference_mode():
             decodings = self._decode(observations, prepared)
             decodings = self._decode_behind(observations, decodings, prepared)
+            self._reorder(observations, decodings, prepared)
         refined = self._look_again(observations, decodings, prepared)
         seconds = time.perf_counter() - started
         costs = [
@@ -297,6 +304,22 @@ class JointDecoding:
         for i, one in zip(whole, again, strict=True):
             out[i] = one
         return out
+
+    def _reorder(
+        self, observations: Sequence[Observation], decodings: Sequence[Decoding], prepared: Prepared
+    ) -> None:
+        """Order rows behind one layer anew by how much noise they need, where every token has a row."""
+        if not (self.orders and prepared.solves and place_free(prepared.slice)):
+            return
+        whole = [i for i, one in enumerate(observations) if one.public.positions is None]
+        sigma = prepared.public.noise_sigma
+        assert sigma is not None
+        reorder(
+            [decodings[i] for i in whole],
+            [observations[i].states.to(prepared.slice.device).float() for i in whole],
+            replace(prepared.engines, slice=prepared.slice), prepared.learned, self.effort, sigma, self.seed,
+            self.progress,
+        )  # fmt: skip
 
     def _begins(self, prepared: Prepared) -> bool:
         """Prompts that stay unexplained are begun anew; not where rows are changed in another way as well.

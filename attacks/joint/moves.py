@@ -8,6 +8,7 @@ language model is asked, the dearest witness, which until then only said what it
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
@@ -23,6 +24,19 @@ LONGEST = 24  # rows that move together
 SCORED, ASKED = 48, 8  # moves of a round that are scored anew, and about which the language model is asked
 ROUNDS = 24
 GAIN = 0.1  # nats that a move must bring
+
+
+@runtime_checkable
+class Witness(Protocol):
+    """Says something of orders beside what states and the language model do, in nats; rows are given by number."""
+
+    def orders(self, rows: Int[Tensor, "m n"]) -> Float[Tensor, "m n"]:
+        """What speaks for each row of each order at its place there."""
+        ...
+
+    def places(self, rows: Int[Tensor, " n"]) -> Float[Tensor, "n n"]:
+        """What speaks for each row of an order (first axis) at each place, behind the rows that stand before it."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -51,33 +65,40 @@ def move_parts(
     """Put decoded prompts whose rows are in unknown order into a likelier order, where there is one."""
     unordered = [one for one in decodings if one.ahead is not None and one.view.length > 1]
     for i, decoding in enumerate(unordered):
-        _improve(decoding, engines, weights)
+        improve(decoding, engines, weights)
         progress("moving parts", i + 1, len(unordered))
 
 
-def _improve(decoding: Decoding, engines: Engines, weights: Tensor) -> None:
+def improve(
+    decoding: Decoding, engines: Engines, weights: Float[Tensor, " features"], witness: Witness | None = None
+) -> bool:
+    """Move parts of one decoded prompt, as long as that gains something.
+
+    Args:
+        witness: what else speaks for orders.
+
+    Returns:
+        Whether anything was moved.
+    """
     view, best = decoding.view, decoding.beam[0]
     device = view.shown.device
-    tokens = torch.tensor([one.token for one in best.steps], device=device)
-    rows = torch.tensor([one.row for one in best.steps], device=device)
-    columns = torch.tensor(best.columns, device=device)
-    after = torch.zeros(len(tokens), len(tokens), device=device)
-    if engines.speaker is not None:
-        after += weights[1] * after_each(tokens, engines.speaker).to(device)
-    parts = Parts(tokens, rows, columns, after, engines.beginning(decoding.before))
-    order = torch.arange(len(tokens), device=device)
+    parts = _parts(decoding, engines, weights)
+    rows, after = parts.rows, parts.after
+    order = torch.arange(len(rows), device=device)
 
     def score(orders: Tensor) -> tuple[Tensor, Tensor]:
         decoding.evaluated += orders.numel()
         decoding.calls += 1
-        return _score(parts, orders, view, engines, weights)
+        scores, distances = _score(parts, orders, view, engines, weights)
+        return (scores if witness is None else scores + witness.orders(rows[orders])), distances
 
     (scores,), (distances,) = score(order[None])
     spoken = _told(parts, order[None], engines, weights)[0]
     begun = float(scores.sum() + spoken.sum())
     for _ in range(ROUNDS):
         before = engines.slice.evaluated_tokens
-        orders = _moved(order, _gains(parts, order, view, engines, weights))
+        table = None if witness is None else witness.places(rows[order])
+        orders = _moved(order, _gains(parts, order, view, engines, weights, table))
         decoding.evaluated += engines.slice.evaluated_tokens - before
         decoding.calls += 1
         tried, apart = score(orders)
@@ -91,7 +112,7 @@ def _improve(decoding: Decoding, engines: Engines, weights: Tensor) -> None:
         i = likely[chosen]
         order, scores, distances, spoken = orders[i], tried[i], apart[i], told[chosen]
     if torch.equal(order, torch.arange(len(order), device=device)):
-        return
+        return False
     # What margins said of a token was said behind other tokens.
     steps = tuple(
         replace(best.steps[k], distance=float(distance), margin=best.steps[k].margin if k == place else None)
@@ -101,15 +122,42 @@ def _improve(decoding: Decoding, engines: Engines, weights: Tensor) -> None:
     decoding.beam[0] = replace(
         best, steps=steps, columns=tuple(parts.columns[order].tolist()), score=best.score + gained
     )
+    return True
+
+
+def spoken_for(decoding: Decoding, engines: Engines, weights: Float[Tensor, " features"]) -> float:
+    """What speaks for the order of a decoded prompt, without witnesses, in nats; the probe is left out."""
+    parts = _parts(decoding, engines, weights)
+    order = torch.arange(len(parts.rows), device=parts.rows.device)[None]
+    scores, _ = _score(parts, order, decoding.view, engines, weights)
+    decoding.evaluated += order.numel()
+    decoding.calls += 1
+    return float(scores.sum() + _told(parts, order, engines, weights).sum())
+
+
+def _parts(decoding: Decoding, engines: Engines, weights: Tensor) -> Parts:
+    best, device = decoding.beam[0], decoding.view.shown.device
+    tokens = torch.tensor([one.token for one in best.steps], device=device)
+    rows = torch.tensor([one.row for one in best.steps], device=device)
+    after = torch.zeros(len(tokens), len(tokens), device=device)
+    if engines.speaker is not None:
+        after += weights[1] * after_each(tokens, engines.speaker).to(device)
+    columns = torch.tensor(best.columns, device=device)
+    return Parts(tokens, rows, columns, after, engines.beginning(decoding.before))
 
 
 def _gains(
-    parts: Parts, order: Int[Tensor, " n"], view: Rows, engines: Engines, weights: Tensor
+    parts: Parts,
+    order: Int[Tensor, " n"],
+    view: Rows,
+    engines: Engines,
+    weights: Tensor,
+    told: Float[Tensor, "n n"] | None = None,
 ) -> list[Float[Tensor, "_ n"]]:
     """About how much it gains to move the part of each length that begins at a place (first axis) before another.
 
     States are those of single tokens behind the tokens of the order as it is; of pairs, only new neighbours count.
-    Places within the part, or with no room for it, gain minus infinity.
+    Places within the part, or with no room for it, gain minus infinity. ``told``: see ``Witness.places``.
     """
     n, device = len(order), order.device
     tokens, rows = parts.tokens[order], parts.rows[order]
@@ -127,6 +175,7 @@ def _gains(
     candidates = Candidates(each, rows.repeat_interleave(n), torch.full_like(each, -1), features)
     candidates.measure(states, torch.arange(n * n, device=device), view, engines.matcher)
     alone = (candidates.features @ weights).view(n, n)  # a token of the order, at a place
+    alone = alone if told is None else alone + told
     pair = parts.after[order][:, order].clone()
     if view.traces is not None and bool((parts.columns >= 0).all()):
         pair += weights[2] * view.traces[0][rows][:, parts.columns[order]].T

@@ -15,6 +15,7 @@ from hiddenlab.slice.engine import (
     _ACTIVE,
     ATTENTION_NAME,
     Answer,
+    GivenPass,
     PackedPass,
     Prefix,
     Request,
@@ -150,7 +151,13 @@ class Slice:
         return Prefix(self, offset=offset)
 
     def run(
-        self, requests: Sequence[Request], *, keep: bool = True, grad: bool = False, together: bool = False
+        self,
+        requests: Sequence[Request],
+        *,
+        keep: bool = True,
+        grad: bool = False,
+        together: bool = False,
+        show: str | None = None,
     ) -> list[Answer]:
         """One forward pass over several requests, packed on one token axis.
 
@@ -160,10 +167,11 @@ class Slice:
             grad: record gradients (inputs given as embeddings).
             together: let short chains attend in one product, which is faster for many of them; the last digits of an
                 answer then depend on what else was asked.
+            show: an inner stream of the last layer to answer with, in place of the slice's own stream.
         """
-        inner = self.site.stream in INNER_STREAMS
-        show = (self.site.layer - 1, self.site.stream) if inner else None
-        packed = PackedPass(requests, keep, show, together)
+        stream = show or self.site.stream
+        inner = (self.site.layer - 1, stream) if stream in INNER_STREAMS else None
+        packed = PackedPass(requests, keep, inner, together)
         inputs = torch.cat([r.inputs for r in requests]).to(self.device)[None]
         name = "inputs_embeds" if inputs.is_floating_point() else "input_ids"
         active = _ACTIVE.set(packed)
@@ -185,11 +193,49 @@ class Slice:
         return answers
 
     def run_all(
-        self, requests: Sequence[Request], *, keep: bool = True, together: bool = False
+        self,
+        requests: Sequence[Request],
+        *,
+        keep: bool = True,
+        together: bool = False,
+        show: str | None = None,
     ) -> list[Answer]:
         """``run`` in as few passes as ``max_pass_tokens`` allows; a request larger than it goes alone."""
         passes = packs(requests, lambda one: one.size, self.max_pass_tokens)
-        return [answer for one in passes for answer in self.run(one, keep=keep, together=together)]
+        return [a for one in passes for a in self.run(one, keep=keep, together=together, show=show)]
+
+    def run_given(
+        self,
+        inputs: Float[Tensor, "t d"],
+        attended: Float[Tensor, "t a"],
+        positions: Int[Tensor, " t"] | None = None,
+        *,
+        grad: bool = False,
+    ) -> Float[Tensor, "t e"]:
+        """States of single positions, of which each is given what its only layer's attention says.
+
+        Args:
+            inputs: embeddings. attended: the layer's stream ``attn`` (see ``run``). positions: zeros where None; where
+                a model rotates queries and keys alone, they make no difference.
+            grad: record gradients.
+
+        Raises:
+            InputError: the slice has more than one layer.
+        """
+        if self.site.layer != 1:
+            raise InputError(f"attention can be given to slices of one layer, not of {self.site.layer}")
+        where = torch.zeros(len(inputs), dtype=torch.long) if positions is None else positions
+        active = _ACTIVE.set(GivenPass(attended))
+        try:
+            with torch.set_grad_enabled(True) if grad else torch.inference_mode():
+                output = self.model(
+                    inputs_embeds=inputs[None], position_ids=where.to(self.device)[None], use_cache=False
+                )
+        finally:
+            _ACTIVE.reset(active)
+        self.evaluated_tokens += len(inputs)
+        self.forward_calls += 1
+        return self._states(output)[0]
 
     def _states(self, output: Any) -> Tensor:
         if self.site.stream == "logits":

@@ -37,7 +37,7 @@ SHORT = 4
 # Bytes of one prefix's keys and values: more of them take longer to put side by side than a call for each prefix takes.
 SIDE_BY_SIDE = 1 << 18
 
-_ACTIVE: ContextVar["PackedPass | None"] = ContextVar("hiddenlab_pass", default=None)
+_ACTIVE: ContextVar["PackedPass | GivenPass | None"] = ContextVar("hiddenlab_pass", default=None)
 
 
 class KeyValueStore:
@@ -254,6 +254,17 @@ class PackedPass:
             streams = {"q": q, "k": k, "v": v, "attn": out.transpose(1, 2)}
             self.shown = streams[self.show[1]][0].transpose(0, 1).flatten(1)
         return out
+
+
+@dataclass(frozen=True)
+class GivenPass:
+    """A pass whose attention was computed before, ``[t, h · width]``; queries, keys and values are ignored."""
+
+    attended: Tensor
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, attention: Attention) -> Tensor:
+        """What was given, as ``[1, t, h, width]``."""
+        return self.attended.unflatten(1, (q.shape[1], v.shape[3]))[None]
 
 
 def _attend_alike(

@@ -1,0 +1,119 @@
+"""Rows behind one layer: given attention, Jacobians, and how much noise an order needs, against plain ways."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from attacks.joint import displaced as module
+from attacks.joint.displaced import Displaced, _jacobians, displaced, place_free
+from hiddenlab.errors import InputError
+from hiddenlab.slice import Request, Slice, load_slice
+from hiddenlab.testing import DECODERS
+
+TOKENS = torch.tensor([11, 45, 203, 7, 99, 150])
+SIGMA = 0.05
+
+
+@pytest.mark.parametrize("architecture", DECODERS)
+def test_a_layer_that_is_given_its_attention_gives_the_same_states(
+    tiny: Callable[..., str], architecture: str
+) -> None:
+    slice = load_slice(tiny(architecture), 1)
+    inputs = slice.embed(TOKENS)
+    request = Request(slice.prefix(), inputs)
+    states = slice.run([request], keep=False)[0].chain
+    attended = slice.run([request], keep=False, show="attn")[0].chain
+    given = slice.run_given(inputs, attended, torch.arange(len(TOKENS)))
+    torch.testing.assert_close(given, states, rtol=1e-5, atol=1e-5)
+
+
+def test_attention_is_given_to_one_layer_only(tiny: Callable[..., str]) -> None:
+    slice = load_slice(tiny("llama"), 2)
+    with pytest.raises(InputError, match="slices of one layer, not of 2"):
+        slice.run_given(slice.embed(TOKENS), torch.zeros(len(TOKENS), 64))
+
+
+@pytest.mark.parametrize(("architecture", "free"), [("llama", True), ("gemma2", True), ("gpt2", False)])
+def test_learned_positions_show_in_a_row_by_itself(
+    tiny: Callable[..., str], architecture: str, free: bool
+) -> None:
+    assert place_free(load_slice(tiny(architecture), 1)) is free
+    assert not place_free(load_slice(tiny(architecture), 2))
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt_neox", "olmo2"])
+def test_jacobians_are_those_of_each_row_by_itself(
+    tiny: Callable[..., str], architecture: str
+) -> None:
+    slice = load_slice(tiny(architecture), 1)
+    points = slice.embed(TOKENS[:3]).clone()
+    (answer,) = slice.run([Request(slice.prefix(), points)], keep=False, show="attn")
+    usual = answer.chain.clone()
+    found = _jacobians(slice, points, usual)
+    for i in range(3):
+        plain = torch.autograd.functional.jacobian(
+            lambda x, u: slice.run_given(x[None], u[None], grad=True)[0], (points[i], usual[i])
+        )
+        for fast, slow in zip(found, plain, strict=True):
+            torch.testing.assert_close(fast[i].float(), slow, rtol=1e-3, atol=1e-4)
+
+
+@pytest.fixture
+def solved(tiny: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> tuple[Displaced, torch.Tensor]:
+    """What moved the noised rows of a prompt, and the order in which they stood."""
+    monkeypatch.setattr(module, "DRAWS", 200)
+    slice = load_slice(tiny("llama", initializer_range=0.1), 1)
+    generator = torch.Generator().manual_seed(3)
+    noise = SIGMA * torch.randn(len(TOKENS), slice.embedding.shape[1], generator=generator)
+    states = slice.encode(slice.embed(TOKENS) + noise)
+    order = torch.randperm(len(TOKENS), generator=generator)
+    with torch.inference_mode():
+        witness = displaced(slice, TOKENS[order], states[order], SIGMA, generator)
+    return witness, order.argsort()
+
+
+def test_displacements_explain_their_rows(solved: tuple[Displaced, torch.Tensor]) -> None:
+    witness, true = solved
+    slice: Slice = witness.slice
+    states = slice.run_given(witness.centre + witness.moved, witness.usual)
+    (answer,) = slice.run([Request(slice.prefix(), witness.centre[true])], keep=False)
+    plain = torch.empty_like(states)
+    plain[true] = answer.chain
+    # What explains a row is not its token alone: noise is of it.
+    assert float((states - plain).norm()) > 0
+    assert witness.moved.norm(dim=1).min() > 0.5 * SIGMA * witness.moved.shape[1] ** 0.5
+
+
+def test_the_true_order_needs_the_least_noise(solved: tuple[Displaced, torch.Tensor]) -> None:
+    witness, true = solved
+    with torch.inference_mode():
+        least = witness.explain(true)
+        others = [witness.explain(true.roll(shift)) for shift in range(1, len(true))]
+        others.append(witness.explain(true.flip(0)))
+    assert least < min(others)
+    # About half a nat a coordinate is what noise of the channel's strength needs.
+    assert 0.2 < least / witness.moved.numel() < 0.8
+
+
+def test_orders_and_places_are_what_single_passes_say(solved: tuple[Displaced, torch.Tensor]) -> None:
+    witness, true = solved
+    orders = torch.stack([true, true.flip(0), true.roll(2)])
+    with torch.inference_mode():
+        told, table = witness.orders(orders), witness.places(true)
+    for order, own in zip(orders, told, strict=True):
+        for place, row in enumerate(order.tolist()):
+            assert float(own[place]) == pytest.approx(slowly(witness, order[:place], row), rel=1e-4)
+    for i, row in enumerate(true.tolist()):
+        for place in range(len(true)):
+            assert float(table[i, place]) == pytest.approx(slowly(witness, true[:place], row), rel=1e-4)
+
+
+def slowly(witness: Displaced, before: torch.Tensor, row: int) -> float:
+    """What speaks for a row right behind others, by a pass of its own."""
+    slice = witness.slice
+    chain = witness.noised[torch.cat([before, torch.tensor([row])])]
+    (answer,) = slice.run([Request(slice.prefix(), chain)], keep=False, show="attn")
+    change = witness.mixing[row] @ (answer.chain[-1] - witness.usual[row])
+    noise = (witness.moved[row] - change) / witness.sigma
+    return -module.TRUST * float(noise @ noise) / 2
