@@ -43,9 +43,7 @@ def test_learned_positions_show_in_a_row_by_itself(
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt_neox", "olmo2"])
-def test_jacobians_are_those_of_each_row_by_itself(
-    tiny: Callable[..., str], architecture: str
-) -> None:
+def test_jacobians_are_those_of_each_row_by_itself(tiny: Callable[..., str], architecture: str) -> None:
     slice = load_slice(tiny(architecture), 1)
     points = slice.embed(TOKENS[:3]).clone()
     (answer,) = slice.run([Request(slice.prefix(), points)], keep=False, show="attn")

@@ -17,7 +17,7 @@ from attacks.joint.hypotheses import Decoding, Effort, Engines, start
 from attacks.joint.moves import move_parts
 from attacks.joint.reading import Reader, fast_enough
 from attacks.joint.refine import Refined, refine_decodings
-from attacks.joint.reorder import reorder
+from attacks.joint.reorder import reorder_decodings
 from attacks.joint.strength import first_step, settle, strength_of
 from attacks.joint.weights import learn_weights, weigh_noise
 from attacks.vocab_match.rank import LazyModel
@@ -94,8 +94,8 @@ class JointDecoding:
         solved: where rows are out of order behind noise, the likeliest continuations of a prompt that are solved for
             the noise on their embeddings (see ``explain``), at every token, 16 say, also in float32; 0 for none. It
             takes minutes, and what it brings is not settled.
-        orders: order rows behind one layer by how much noise they need (see ``reorder``), also in float32; it takes
-            minutes a prompt.
+        orders: order rows behind one layer of noised embeddings by how much noise they need (see ``reorder``), also in
+            float32; it takes minutes a prompt.
         seed: of learning. progress: where progress is reported.
     """
 
@@ -108,7 +108,7 @@ class JointDecoding:
         sweeps: int = 6,
         rounds: int = 3,
         solved: int = 0,
-        orders: bool = True,
+        orders: bool = False,
         seed: int = 0,
         progress: Progress = silent,
     ) -> None:
@@ -314,7 +314,7 @@ class JointDecoding:
         whole = [i for i, one in enumerate(observations) if one.public.positions is None]
         sigma = prepared.public.noise_sigma
         assert sigma is not None
-        reorder(
+        reorder_decodings(
             [decodings[i] for i in whole],
             [observations[i].states.to(prepared.slice.device).float() for i in whole],
             replace(prepared.engines, slice=prepared.slice), prepared.learned, self.effort, sigma, self.seed,

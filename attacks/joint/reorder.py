@@ -25,7 +25,7 @@ AGAIN = 2  # times that a prompt is decoded anew
 FEW = 3  # rows of which an order is not worth this
 
 
-def reorder(
+def reorder_decodings(
     decodings: Sequence[Decoding],
     states: Sequence[Float[Tensor, "_ d"]],
     engines: Engines,
