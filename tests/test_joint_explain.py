@@ -94,16 +94,17 @@ def test_noised_embeddings_continue_a_prompt(tiny_slice: Callable[..., Slice]) -
             torch.testing.assert_close(answer.chain, slice.encode(own)[3:], atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize(("layer", "options"), [(2, {"solved": 16}), (1, {"orders": True})])
 def test_an_order_that_noise_hides_comes_back(
-    tiny_slice: Callable[..., Slice], monkeypatch: pytest.MonkeyPatch
+    tiny_slice: Callable[..., Slice], monkeypatch: pytest.MonkeyPatch, layer: int, options: dict[str, int]
 ) -> None:
     """Noise as strong as embeddings differ; tokens are known, and nothing but states tells of their order."""
-    slice = tiny_slice("llama", 2)
+    slice = tiny_slice("llama", layer)
     specs = [f"gaussian:sigma={strength(slice, 1.0)}", "seq-perm"]
-    right = {}
-    for solved in (0, 16):
-        observation, secret, joint, made = prepared(slice, specs, beam=2, sweeps=0, solved=solved)
-        assert (made.engines.sigma is None) == (solved == 0)
+    right = []
+    for chosen in ({}, options):
+        observation, secret, joint, made = prepared(slice, specs, beam=2, sweeps=0, **chosen)
+        assert (made.engines.sigma is not None) == ("solved" in chosen)
         view = made.reader.read(observation)
         tokens = torch.tensor([TOKENS[place] for place in secret.row_order])
         known = replace(
@@ -118,9 +119,13 @@ def test_an_order_that_noise_hides_comes_back(
         with monkeypatch.context() as patch, torch.inference_mode():
             patch.setattr(Reader, "read", lambda *_, known=known: known)
             (decoding,) = joint._decode([observation], made)
+            before = decoding.evaluated
+            joint._reorder([observation], [decoding], made)
+            assert (decoding.evaluated > before) == ("orders" in chosen)
         order = [secret.row_order[one.row] for one in decoding.beam[0].steps]
-        right[solved] = sum(b == a + 1 for a, b in itertools.pairwise(order))
-    assert right[16] > right[0]
+        assert sorted(order) == list(range(len(TOKENS)))
+        right.append(sum(b == a + 1 for a, b in itertools.pairwise(order)))
+    assert right[1] > right[0]
 
 
 def test_it_is_solved_for_only_where_that_can_help(

@@ -1,7 +1,7 @@
 """Rows behind one layer, behind noise: prompts are ordered anew by how much noise an order needs (``displaced``).
 
-By turns: the noised embeddings are solved for behind the order that is believed, and parts of the prompt move to where
-the rows then need less noise. Where nothing moves any more the prompt is decoded once more from its beginning, what
+By turns: parts of the prompt move to where the rows need less noise, and the noised embeddings are solved for behind
+the order that is believed then. Where nothing moves any more the prompt is decoded once more from its beginning, what
 each row needs at each place counting as what the row says of it. The order that explains most is kept.
 """
 
@@ -20,7 +20,7 @@ from attacks.joint.moves import improve, spoken_for
 from hiddenlab.core import Progress, silent
 from hiddenlab.job import generator
 
-TURNS = 6  # of solving and moving
+TURNS = 4  # of moving and solving
 AGAIN = 2  # times that a prompt is decoded anew
 FEW = 3  # rows of which an order is not worth this
 
@@ -79,10 +79,14 @@ def _order(decoding: Decoding) -> Tensor:
 
 
 def _settle(decoding: Decoding, witness: Displaced, engines: Engines, weights: Tensor) -> float:
-    """Solve and move by turns until nothing moves; what speaks for the order that it ends with, in nats."""
-    nats = witness.explain(_order(decoding))
+    """Move and solve by turns until nothing moves; what speaks for the order that it ends with, in nats.
+
+    Moves come first: embeddings that were solved for behind a wrong order hold it where it is.
+    """
+    witness.noised, nats = witness.begun, float("inf")
     for _ in range(TURNS):
-        if not improve(decoding, engines, weights, witness):
+        moved = improve(decoding, engines, weights, witness)
+        if not moved and nats < float("inf"):
             break
         nats = witness.explain(_order(decoding))
     return spoken_for(decoding, engines, weights) - TRUST * nats
