@@ -8,6 +8,7 @@ order needs the least: by hundreds of nats less than others in a prompt of fifty
 and candidates say next to nothing (eval/LOG.md, twenty-eighth entry).
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -77,7 +78,7 @@ class Displaced:
         """Solve for the noised embeddings behind an order, and go on with them.
 
         Returns:
-            Nats of the noise and of what it leaves unexplained.
+            Nats of the noise and of what it leaves unexplained; infinity where the search for them fails.
         """
         with torch.inference_mode(False), torch.enable_grad():
             own = [one[rows].clone() for one in (self.centre, self.moved, self.usual, self.mixing)]
@@ -100,6 +101,9 @@ class Displaced:
 
             search.step(cost)  # type: ignore[no-untyped-call]
             found = float(cost())
+        if not math.isfinite(found):  # the search went astray: what rows tell by themselves stays
+            self.noised = self.begun
+            return math.inf
         self.noised = self.begun.clone()
         self.noised[rows] = point.detach()
         return found
@@ -112,7 +116,7 @@ def displaced(
     sigma: float,
     generator: torch.Generator,
 ) -> Displaced:
-    """Solve for what moved each row.
+    """Solve for what moved each row; rows · d² numbers in double precision are held several times.
 
     Args:
         slice: of one layer. tokens: of each row. observed: the rows. sigma: of the noise. generator: for drawn orders.
