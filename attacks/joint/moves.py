@@ -21,8 +21,8 @@ from hiddenlab.core import Progress, silent
 from hiddenlab.slice import Prefix, Request
 
 LONGEST = 24  # rows that move together
-SCORED, ASKED = 48, 8  # moves of a round that are scored anew, and about which the language model is asked
-ROUNDS = 24
+SCORED, ASKED = 96, 24  # moves of a round that are scored anew, and about which the language model is asked
+ROUNDS = 40
 GAIN = 0.1  # nats that a move must bring
 
 
