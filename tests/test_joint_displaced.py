@@ -113,6 +113,6 @@ def slowly(witness: Displaced, before: torch.Tensor, row: int) -> float:
     slice = witness.slice
     chain = witness.noised[torch.cat([before, torch.tensor([row])])]
     (answer,) = slice.run([Request(slice.prefix(), chain)], keep=False, show="attn")
-    change = witness.mixing[row] @ (answer.chain[-1] - witness.usual[row])
+    change = witness.mixing[min(row, len(witness.mixing) - 1)] @ (answer.chain[-1] - witness.usual[row])
     noise = (witness.moved[row] - change) / witness.sigma
-    return -module.TRUST * float(noise @ noise) / 2
+    return -witness.trust * float(noise @ noise) / 2

@@ -317,7 +317,7 @@ class JointDecoding:
         reorder_decodings(
             [decodings[i] for i in whole],
             [observations[i].states.to(prepared.slice.device).float() for i in whole],
-            replace(prepared.engines, slice=prepared.slice), prepared.learned, self.effort, sigma, self.seed,
+            replace(prepared.engines, slice=prepared.slice), prepared.learned, sigma, self.seed,
             self.progress,
         )  # fmt: skip
 

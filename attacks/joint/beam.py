@@ -86,7 +86,7 @@ def decode(
             one.calls += 1
             one.beam = _extend(one, beam, learned.weights, effort)
         del tried, beams  # and with them the keys and values of all that was tried
-        _listen([hypothesis for one in active if not one.finished for hypothesis in one.beam], engines.model)
+        listen([hypothesis for one in active if not one.finished for hypothesis in one.beam], engines.model)
         progress("decoding", sum(one.place for one in decodings), total)
 
 
@@ -248,7 +248,7 @@ def _likeliest(
         parent = next(i for i in range(len(totals)) if place < starts[i + 1])
         i, before = place - starts[parent], decoding.beam[parent]
         row, token = (int(x[i]) for x in (tried[parent].candidates.rows, tried[parent].candidates.tokens))
-        key = _without(before.free, row), (*[one.token for one in before.steps[1 - RECENT :]], token)
+        key = without(before.free, row), (*[one.token for one in before.steps[1 - RECENT :]], token)
         if key in seen:
             continue
         seen.add(key)
@@ -258,7 +258,7 @@ def _likeliest(
     return kept
 
 
-def _without(free: tuple[int, ...], row: int) -> tuple[int, ...]:
+def without(free: tuple[int, ...], row: int) -> tuple[int, ...]:
     """Rows that are free once one is taken."""
     return free if row < 0 else tuple(r for r in free if r != row)
 
@@ -278,7 +278,7 @@ def _extend(decoding: Decoding, tried: Sequence[Tried], weights: Tensor, effort:
             noised.append((prefix, one.embeddings[i]))
         columns = (*before.columns, int(one.candidates.columns[i]))
         sums = float(totals[parent][i]), float(used[parent][i])
-        free, steps = _without(before.free, step.row), (*before.steps, step)
+        free, steps = without(before.free, step.row), (*before.steps, step)
         kept.append(Hypothesis(prefix, free, before.spoken, None, columns, steps, *sums))
     append(noised)
     decoding.evaluated += len(noised)
@@ -301,7 +301,7 @@ def _step(tried: Tried, totals: Tensor, i: int) -> Step:
     )  # fmt: skip
 
 
-def _listen(hypotheses: Sequence[Hypothesis], model: Slice | None) -> None:
+def listen(hypotheses: Sequence[Hypothesis], model: Slice | None) -> None:
     """Let the language model read the last token of each hypothesis."""
     if model is None:
         return

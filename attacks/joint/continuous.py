@@ -69,12 +69,14 @@ def newton(
     noise: Float[Tensor, "r d"],
     observed: Float[Tensor, "r e"],
     tau: Float[Tensor, "_ _"],
+    products: int = PRODUCTS,
 ) -> tuple[Float[Tensor, "r d"], Float[Tensor, " r"]]:
     """One Gauss-Newton step for problems that have nothing to do with one another.
 
     Args:
         states: what points [r, d] would be observed as [r, e], and whether gradients are wanted. Other arguments are as
             in ``Problem``, the point being centre + sigma * noise; tau may differ from number to number.
+        products: of conjugate gradients.
 
     Returns:
         The noise after the step, and its cost in nats; neither is worse than before.
@@ -96,7 +98,7 @@ def newton(
             size = FINITE * v.shape[1] ** 0.5 / v.norm(dim=1, keepdim=True).clamp(min=1e-12)
             return (states(point.detach() + sigma * size * v, False) - here) / size
 
-        change = _conjugate(lambda v: back(ahead(v)) + v, back(residual) - noise)
+        change = _conjugate(lambda v: back(ahead(v)) + v, back(residual) - noise, products)
         best, least = noise, cost(noise, residual)
         for length in STEPS:
             tried = noise + length * change
@@ -106,11 +108,13 @@ def newton(
     return best, least
 
 
-def _conjugate(apply: Callable[[Tensor], Tensor], right: Float[Tensor, "r d"]) -> Float[Tensor, "r d"]:
+def _conjugate(
+    apply: Callable[[Tensor], Tensor], right: Float[Tensor, "r d"], products: int
+) -> Float[Tensor, "r d"]:
     """Solve A x = b for every row by itself, A symmetric and positive definite."""
     out, left = torch.zeros_like(right), right.clone()
     direction, size = left.clone(), left.square().sum(1, keepdim=True)
-    for _ in range(PRODUCTS):
+    for _ in range(products):
         image = apply(direction)
         length = size / (direction * image).sum(1, keepdim=True).clamp(min=1e-20)
         out, left = out + length * direction, left - length * image

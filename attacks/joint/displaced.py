@@ -9,24 +9,35 @@ and candidates say next to nothing (eval/LOG.md, twenty-eighth entry).
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from hiddenlab.slice import Request, Slice
+from attacks.joint.continuous import newton
+from hiddenlab.slice import Prefix, Request, Slice
 
 DRAWS = 1000  # random orders of a prompt from which is learned what attention brings its rows
 OWN = 0.05  # share of the noise's covariance in that of displacements, where draws are fewer than directions
-# Share of a row that a step may leave unexplained: from what is sure to arrive to what rounding allows.
-SHARES = (0.2, 0.1, 0.06, 0.06, 0.03, 0.03, 0.02, 0.012, *[0.006] * 14)
+LINEARISED, PACE = (
+    12,
+    0.4,
+)  # times that rows are linearised over what is believed of them, and how far each goes
+SAMPLED, JUDGED = 2, 32  # points at which a linearisation is taken, and at which its errors are
+DOUBLED = 2.0  # times what a linearisation errs, as errors of coordinates are not independent
+# Share of a row that a step may leave unexplained: from what linearisation arrives at to what rounding allows.
+SHARES = (0.012, *[0.006] * 8)
 SETTLED = 1.0  # nats that another step has to gain at the least share
 DAMPED = (1e-3, 0.3, 3.0, 30.0)  # tried in turn until a step lessens the cost
 AT_ONCE = 48  # outputs of which gradients are taken together
-SLACK = 0.2  # sigma; what an order may leave unexplained of a displacement, a coordinate
+SLACK = 0.4  # sigma; what an order may leave unexplained of a displacement, a coordinate
 SEARCHED = 80  # steps towards the noised embeddings that explain an order
-TRUST = 0.3  # of a nat that the noise says: embeddings are estimates, and their errors count as noise
+PRODUCTS = 5  # of conjugate gradients, towards the embedding of one row behind others
+TRUST = 0.85  # of what a nat of the language model counts for, one of the noise does
+SAME = 1e-2  # share of itself in which one row's mixing may differ from another's
+DIRECTIONS = 24  # in which attention's deviation from the usual may stand out of the noise
 
 
 @dataclass
@@ -35,8 +46,11 @@ class Displaced:
 
     Attributes:
         centre: embedding of each row's token. moved: displacement that explains each row with attention as ``usual``.
-        mixing: what a change of a row's attention does, as displacement. sigma: of the noise on each coordinate.
+        mixing: what a change of a row's attention does, as displacement; one for all rows where it is the same.
+        sigma: of the noise on each coordinate.
         begun: noised embeddings as far as rows by themselves tell. noised: the same behind the order of ``explain``.
+        expected: nats of the noise that each row can be expected to need behind the right rows. trust: what one of
+            these nats counts for: embeddings are estimates, and their errors count as noise.
     """
 
     slice: Slice
@@ -44,13 +58,18 @@ class Displaced:
     centre: Float[Tensor, "n d"]
     moved: Float[Tensor, "n d"]
     usual: Float[Tensor, "n a"]
-    mixing: Float[Tensor, "n d a"]
+    mixing: Float[Tensor, "_ d a"]
     begun: Float[Tensor, "n d"]
     noised: Float[Tensor, "n d"]
+    expected: Float[Tensor, " n"]
+    trust: float = 1.0
+
+    def _mixing(self, rows: Int[Tensor, " r"]) -> Float[Tensor, "_ d a"]:
+        return self.mixing.clone() if len(self.mixing) == 1 else self.mixing[rows].clone()
 
     def needed(self, attended: Float[Tensor, "n m a"]) -> Float[Tensor, "n m"]:
         """Nats of the noise that each row needs if attention brings it this, in m cases."""
-        change = torch.bmm(attended - self.usual[:, None], self.mixing.transpose(1, 2))
+        change = _displacing(self.mixing, attended - self.usual[:, None])
         return ((self.moved[:, None] - change) / self.sigma).square().sum(2) / 2
 
     def orders(self, rows: Int[Tensor, "m n"]) -> Float[Tensor, "m n"]:
@@ -60,7 +79,7 @@ class Displaced:
         )
         attended, places = torch.stack([one.chain for one in answers]), rows.argsort(1)
         own = attended.gather(1, places[..., None].expand_as(attended))  # by row
-        return -TRUST * self.needed(own.transpose(0, 1)).T.gather(1, rows)
+        return -self.trust * self.needed(own.transpose(0, 1)).T.gather(1, rows)
 
     def places(self, rows: Int[Tensor, " n"]) -> Float[Tensor, "n n"]:
         """What speaks for each row of an order at each place; see ``moves.Witness``."""
@@ -72,7 +91,7 @@ class Displaced:
         answers = self.slice.run_all(requests, keep=False, show="attn")
         attended = torch.empty(n, n, self.usual.shape[1], device=rows.device)
         attended[rows] = torch.stack([one.leaves for one in answers])
-        return -TRUST * self.needed(attended)[rows]
+        return -self.trust * self.needed(attended)[rows]
 
     def explain(self, rows: Int[Tensor, " n"]) -> float:
         """Solve for the noised embeddings behind an order, and go on with them.
@@ -81,8 +100,8 @@ class Displaced:
             Nats of the noise and of what it leaves unexplained; infinity where the search for them fails.
         """
         with torch.inference_mode(False), torch.enable_grad():
-            own = [one[rows].clone() for one in (self.centre, self.moved, self.usual, self.mixing)]
-            centre, moved, usual, mixing = own
+            centre, moved, usual = (one[rows].clone() for one in (self.centre, self.moved, self.usual))
+            mixing = self._mixing(rows)
             point = self.begun[rows].clone().requires_grad_()
             search = torch.optim.LBFGS(
                 [point], max_iter=SEARCHED, history_size=20, line_search_fn="strong_wolfe"
@@ -92,7 +111,7 @@ class Displaced:
                 search.zero_grad()
                 request = Request(self.slice.prefix(), point)
                 (answer,) = self.slice.run([request], keep=False, grad=True, show="attn")
-                change = torch.einsum("nda,na->nd", mixing, answer.chain - usual)
+                change = _displacing(mixing, (answer.chain - usual)[:, None])[:, 0]
                 noise = point - centre
                 left = (moved - noise - change) / (SLACK * self.sigma)
                 nats = (left.square().sum() + (noise / self.sigma).square().sum()) / 2
@@ -107,6 +126,44 @@ class Displaced:
         self.noised = self.begun.clone()
         self.noised[rows] = point.detach()
         return found
+
+    def behind(
+        self, prefixes: Sequence[Prefix], rows: Sequence[Int[Tensor, " _"]]
+    ) -> tuple[Float[Tensor, "r d"], Float[Tensor, " r"]]:
+        """Solve for the noised embeddings of rows behind prefixes.
+
+        Args:
+            prefixes: of embeddings that were solved for. rows: those that may follow each.
+
+        Returns:
+            For all rows, those behind one prefix after those behind another, embeddings, and what speaks for each.
+        """
+        every, sizes = torch.cat(list(rows)), [len(one) for one in rows]
+        with torch.inference_mode(False):
+            own = [one[every].clone() for one in (self.centre, self.moved, self.usual, self.begun)]
+            centre, moved, usual, begun = own
+            mixing = self._mixing(every)
+
+            def attended(points: Tensor, grad: bool) -> Tensor:
+                requests = [
+                    Request(prefix, points[:0], leaves=part)
+                    for prefix, part in zip(prefixes, points.split(sizes), strict=True)
+                ]
+                answers = self.slice.run(requests, keep=False, grad=grad, show="attn")
+                return torch.cat([one.leaves for one in answers])
+
+            def explained(points: Tensor, grad: bool) -> Tensor:
+                return points + _displacing(mixing, (attended(points, grad) - usual)[:, None])[:, 0]
+
+            noise = (begun - centre) / self.sigma
+            tau = torch.full((1, 1), SLACK * self.sigma, device=centre.device)
+            target = centre + moved
+            noise, _ = newton(explained, centre, self.sigma, noise, target, tau, PRODUCTS)
+            found = centre + self.sigma * noise
+            left = (
+                target - explained(found, False) + self.sigma * noise
+            )  # what attention does not account for
+        return found, -self.trust * (left / self.sigma).square().sum(1) / 2
 
 
 def displaced(
@@ -128,18 +185,50 @@ def displaced(
         centre, observed, usual = centre.clone(), observed.float().clone(), usual.clone()
     by_input, by_attention = _jacobians(slice, centre, usual)
     mixing = torch.linalg.solve(by_input, by_attention).float()
+    if float((mixing - mixing[:1]).norm(dim=(1, 2)).max()) < SAME * float(mixing[0].norm()):
+        mixing = mixing[:1].clone()  # attention's output is simply added
     # What displaces a row: the noise itself, and attention where it is not the usual one.
-    drawn = noise + torch.bmm((attended - usual).transpose(0, 1), mixing.transpose(1, 2)).transpose(0, 1)
+    drawn = noise + _displacing(mixing, (attended - usual).transpose(0, 1)).transpose(0, 1)
     mean = drawn.mean(0)
     spread = (drawn - mean).transpose(0, 1)
     own = sigma**2 * torch.eye(centre.shape[1], device=centre.device)
     covariance = (1 - OWN) * torch.bmm(spread.transpose(1, 2), spread) / len(drawn) + OWN * own
-    moved = _solve(slice, centre, usual, observed, mean.double(), covariance.double())
+    start = mean.double(), covariance.double()
+    begun = _linearised(slice, centre, usual, observed, *start, generator)
+    moved = _solve(slice, centre, usual, observed, *start, begun)
     # The share of noise in it, by regression on what was drawn.
     together = (1 - OWN) * torch.bmm(spread.transpose(1, 2), noise.transpose(0, 1)) / len(drawn) + OWN * own
     share = torch.linalg.solve(covariance.double(), (moved - mean).double()[..., None]).float()
     begun = centre + noise.mean(0) + torch.bmm(together.transpose(1, 2), share)[..., 0]
-    return Displaced(slice, sigma, centre, moved, usual, mixing, begun, begun)
+    return Displaced(
+        slice,
+        sigma,
+        centre,
+        moved,
+        usual,
+        mixing,
+        begun,
+        begun,
+        _expected(moved, attended - usual, mixing, sigma),
+    )
+
+
+def _expected(
+    moved: Float[Tensor, "n d"],
+    changes: Float[Tensor, "draws n a"],
+    mixing: Float[Tensor, "_ d a"],
+    sigma: float,
+) -> Float[Tensor, " n"]:
+    """Nats of the noise in each displacement, on average over what attention may have brought: the rest of it."""
+    out = list[Tensor]()
+    for i, own in enumerate(moved):
+        shown = changes[:, i] @ mixing[min(i, len(mixing) - 1)].T / len(changes) ** 0.5
+        _, sizes, directions = torch.svd_lowrank(shown, min(DIRECTIONS, *shown.shape), niter=4)
+        along, signal = directions.T @ own / sigma, (sizes / sigma).square()
+        # In each direction, of what was observed there the noise's share by variances, and its own uncertainty.
+        noise = (along / (1 + signal)).square() + signal / (1 + signal)
+        out.append(((own / sigma).square().sum() - along.square().sum() + noise.sum()) / 2)
+    return torch.stack(out)
 
 
 def _draw(
@@ -179,6 +268,54 @@ def _jacobians(
     return [torch.cat(one).double().transpose(0, 1) for one in zip(*parts, strict=True)]
 
 
+def _linearised(
+    slice: Slice,
+    centre: Float[Tensor, "n d"],
+    usual: Float[Tensor, "n a"],
+    observed: Float[Tensor, "n e"],
+    mean: Float[Tensor, "n d"],
+    covariance: Float[Tensor, "n d d"],
+    generator: torch.Generator,
+) -> Float[Tensor, "n d"]:
+    """About where each row's displacement lies, by linearising the layer over all that is still possible.
+
+    The noise moves a row so far that the layer bends on the way, and steps that linearise it at one point end in minima
+    close to where they began. So it is linearised over a normal distribution, a Jacobian being the mean of a few drawn
+    points', and what that errs at drawn points counts as noise on the row: little is believed at first, and more as the
+    distribution narrows (statistical linearisation, as in iterated sigma-point filters).
+    """
+    prior, moved, least = torch.linalg.inv(covariance), mean.clone(), SHARES[-1] * _unit(observed)
+    precision, n, width = prior.clone(), *mean.shape
+
+    def states(points: Float[Tensor, "k n d"]) -> Float[Tensor, "k n e"]:
+        flat = (centre + points).flatten(0, 1).float()
+        return slice.run_given(flat, usual.repeat(len(points), 1)).double().unflatten(0, points.shape[:2])
+
+    for _ in range(LINEARISED):
+        upper = torch.linalg.cholesky(precision).transpose(1, 2)
+        drawn = torch.randn(JUDGED // 2, n, width, generator=generator).to(mean)
+        off = torch.linalg.solve_triangular(upper, torch.cat([drawn, -drawn]).permute(1, 2, 0), upper=True)
+        at = moved + off.permute(2, 0, 1)
+        shown = states(at)
+        jacobian = torch.zeros_like(precision)
+        for k in range(SAMPLED):  # a point and its mirror image, then another one
+            point = at[k // 2 + k % 2 * (JUDGED // 2)]
+            jacobian += _jacobians(slice, (centre + point).float(), usual, both=False)[0] / SAMPLED
+        middle = shown.mean(0)
+        errors = shown - middle - (jacobian @ off).permute(2, 0, 1)
+        weighed = jacobian.transpose(1, 2) / (DOUBLED * errors.square().mean(0) + least.square())[:, None]
+        precision = (1 - PACE) * precision + PACE * (prior + weighed @ jacobian)
+        towards = _times(weighed, observed.double() - middle) - _times(prior, moved - mean)
+        lower = torch.linalg.cholesky(precision)
+        moved = moved + PACE * torch.cholesky_solve(towards[..., None], lower)[..., 0]
+    return moved
+
+
+def _unit(observed: Float[Tensor, "n e"]) -> Float[Tensor, "n 1"]:
+    """Root mean square of each row's coordinates, in double."""
+    return observed.double().norm(dim=1, keepdim=True).clamp(min=1e-12) / observed.shape[1] ** 0.5
+
+
 def _solve(
     slice: Slice,
     centre: Float[Tensor, "n d"],
@@ -186,10 +323,10 @@ def _solve(
     observed: Float[Tensor, "n e"],
     mean: Float[Tensor, "n d"],
     covariance: Float[Tensor, "n d d"],
+    begun: Float[Tensor, "n d"],
 ) -> Float[Tensor, "n d"]:
-    """The likeliest displacement of each row that explains it, by damped Gauss-Newton steps of ever more rigour."""
-    prior, moved = torch.linalg.inv(covariance), mean.clone()
-    unit = observed.double().norm(dim=1, keepdim=True).clamp(min=1e-12) / observed.shape[1] ** 0.5
+    """The likeliest displacement of each row that explains it, by damped Gauss-Newton steps from where it is begun."""
+    prior, moved, unit = torch.linalg.inv(covariance), begun.clone(), _unit(observed)
     open = torch.arange(len(moved), device=moved.device)  # rows that are not settled
 
     def cost(of: Tensor, tried: Tensor, tau: Tensor) -> tuple[Tensor, Tensor]:
@@ -219,6 +356,13 @@ def _solve(
             if not len(open):
                 break
     return moved.float()
+
+
+def _displacing(mixing: Float[Tensor, "_ d a"], changes: Float[Tensor, "n m a"]) -> Float[Tensor, "n m d"]:
+    """What changes of attention do, as displacements."""
+    if len(mixing) == 1:
+        return changes @ mixing[0].T
+    return torch.bmm(changes, mixing.transpose(1, 2))
 
 
 def _times(matrices: Tensor, vectors: Tensor) -> Tensor:

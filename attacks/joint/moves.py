@@ -16,13 +16,13 @@ from torch import Tensor
 
 from attacks.joint.ahead import after_each
 from attacks.joint.evidence import FEATURES, PLACE, PRECEDES, TRACES, Candidates, Rows
-from attacks.joint.hypotheses import Decoding, Engines
+from attacks.joint.hypotheses import Decoding, Engines, Hypothesis
 from hiddenlab.core import Progress, silent
 from hiddenlab.slice import Prefix, Request
 
 LONGEST = 24  # rows that move together
-SCORED, ASKED = 96, 24  # moves of a round that are scored anew, and about which the language model is asked
-ROUNDS = 40
+SCORED, ASKED = 48, 8  # moves of a round that are scored anew, and about which the language model is asked
+ROUNDS = 24
 GAIN = 0.1  # nats that a move must bring
 
 
@@ -113,16 +113,31 @@ def improve(
         order, scores, distances, spoken = orders[i], tried[i], apart[i], told[chosen]
     if torch.equal(order, torch.arange(len(order), device=device)):
         return False
-    # What margins said of a token was said behind other tokens.
+    gained = float(scores.sum() + spoken.sum()) - begun
+    decoding.beam[0] = replace(_arranged(best, parts, order, distances), score=best.score + gained)
+    return True
+
+
+def rearrange(
+    decoding: Decoding, order: Int[Tensor, " n"], engines: Engines, weights: Float[Tensor, " features"]
+) -> None:
+    """Put one decoded prompt into another order, given as places of the present one; its score stays what it was."""
+    parts = _parts(decoding, engines, weights)
+    _, (distances,) = _score(parts, order[None], decoding.view, engines, weights)
+    decoding.evaluated += len(order)
+    decoding.calls += 1
+    decoding.beam[0] = _arranged(decoding.beam[0], parts, order, distances)
+
+
+def _arranged(
+    best: Hypothesis, parts: Parts, order: Int[Tensor, " n"], distances: Float[Tensor, " n"]
+) -> Hypothesis:
+    """A hypothesis in another order; what margins said of a token was said behind other tokens."""
     steps = tuple(
         replace(best.steps[k], distance=float(distance), margin=best.steps[k].margin if k == place else None)
         for place, (k, distance) in enumerate(zip(order.tolist(), distances, strict=True))
     )
-    gained = float(scores.sum() + spoken.sum()) - begun
-    decoding.beam[0] = replace(
-        best, steps=steps, columns=tuple(parts.columns[order].tolist()), score=best.score + gained
-    )
-    return True
+    return replace(best, steps=steps, columns=tuple(parts.columns[order].tolist()))
 
 
 def spoken_for(decoding: Decoding, engines: Engines, weights: Float[Tensor, " features"]) -> float:

@@ -1,6 +1,7 @@
 """The slice: the first l layers of a causal language model, and only those in memory."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cached_property
 from typing import Any
 
@@ -19,6 +20,7 @@ from hiddenlab.slice.engine import (
     PackedPass,
     Prefix,
     Request,
+    ShownError,
     packs,
 )
 from hiddenlab.slice.load import (
@@ -174,18 +176,9 @@ class Slice:
         packed = PackedPass(requests, keep, inner, together)
         inputs = torch.cat([r.inputs for r in requests]).to(self.device)[None]
         name = "inputs_embeds" if inputs.is_floating_point() else "input_ids"
-        active = _ACTIVE.set(packed)
-        try:
-            with torch.set_grad_enabled(True) if grad else torch.inference_mode():
-                output = self.model(
-                    **{name: inputs}, position_ids=packed.positions().to(self.device), use_cache=False
-                )
-        finally:
-            _ACTIVE.reset(active)
+        output = self._pass(packed, grad, **{name: inputs}, position_ids=packed.positions().to(self.device))
         self.attention = packed.attention
         states = packed.shown if packed.shown is not None else self._states(output)[0]
-        self.evaluated_tokens += inputs.shape[1]
-        self.forward_calls += 1
         answers = []
         for request, start in zip(requests, packed.starts, strict=False):
             middle, end = start + len(request.chain), start + request.size
@@ -225,17 +218,22 @@ class Slice:
         if self.site.layer != 1:
             raise InputError(f"attention can be given to slices of one layer, not of {self.site.layer}")
         where = torch.zeros(len(inputs), dtype=torch.long) if positions is None else positions
-        active = _ACTIVE.set(GivenPass(attended))
+        places = where.to(self.device)[None]
+        return self._states(
+            self._pass(GivenPass(attended), grad, inputs_embeds=inputs[None], position_ids=places)
+        )[0]
+
+    def _pass(self, how: PackedPass | GivenPass, grad: bool, **inputs: Tensor) -> Any:
+        """Run the model with attention as a pass gives it; what it answers, None where that was shown on the way."""
+        active, output = _ACTIVE.set(how), None
         try:
-            with torch.set_grad_enabled(True) if grad else torch.inference_mode():
-                output = self.model(
-                    inputs_embeds=inputs[None], position_ids=where.to(self.device)[None], use_cache=False
-                )
+            with torch.set_grad_enabled(True) if grad else torch.inference_mode(), suppress(ShownError):
+                output = self.model(**inputs, use_cache=False)
         finally:
             _ACTIVE.reset(active)
-        self.evaluated_tokens += len(inputs)
+        self.evaluated_tokens += inputs["position_ids"].shape[1]
         self.forward_calls += 1
-        return self._states(output)[0]
+        return output
 
     def _states(self, output: Any) -> Tensor:
         if self.site.stream == "logits":

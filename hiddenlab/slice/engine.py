@@ -40,6 +40,10 @@ SIDE_BY_SIDE = 1 << 18
 _ACTIVE: ContextVar["PackedPass | GivenPass | None"] = ContextVar("hiddenlab_pass", default=None)
 
 
+class ShownError(Exception):
+    """A pass has shown what it was run for, and what is left of it need not be computed."""
+
+
 class KeyValueStore:
     """Keys and values of one prefix, per layer, in buffers that grow by doubling.
 
@@ -233,6 +237,9 @@ class PackedPass:
 
         Returns:
             ``[1, t, h, width]``.
+
+        Raises:
+            ShownError: this was the layer to be shown, which is the last of the slice.
         """
         if self.keep:
             self.kept[layer] = (k[0], v[0])
@@ -253,6 +260,7 @@ class PackedPass:
         if self.show is not None and self.show[0] == layer:
             streams = {"q": q, "k": k, "v": v, "attn": out.transpose(1, 2)}
             self.shown = streams[self.show[1]][0].transpose(0, 1).flatten(1)
+            raise ShownError
         return out
 
 
