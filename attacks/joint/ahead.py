@@ -13,7 +13,7 @@ from torch import Tensor
 from attacks.joint.evidence import BEFORE, LEAST, TRACES, Rows
 from hiddenlab.slice import Prefix, Request
 
-SHARE = 0.5
+SHARE = 0.75
 
 
 def ahead_of(
