@@ -1,14 +1,19 @@
 """Rows behind one layer: given attention, Jacobians, and how much noise an order needs, against plain ways."""
 
 from collections.abc import Callable
+from itertools import permutations
 
 import pytest
 import torch
 
 from attacks.joint import displaced as module
-from attacks.joint.displaced import Displaced, _jacobians, displaced, place_free
+from attacks.joint.displaced import Displaced, _expected, _jacobians, displaced, place_free
+from attacks.joint.explain import append
+from attacks.joint.hypotheses import Engines
+from attacks.joint.ordered import ordered
 from hiddenlab.errors import InputError
-from hiddenlab.slice import Request, Slice, load_slice
+from hiddenlab.match import Matcher
+from hiddenlab.slice import Request, Slice, decoder_layers, load_slice
 from hiddenlab.testing import DECODERS
 
 TOKENS = torch.tensor([11, 45, 203, 7, 99, 150])
@@ -26,6 +31,19 @@ def test_a_layer_that_is_given_its_attention_gives_the_same_states(
     attended = slice.run([request], keep=False, show="attn")[0].chain
     given = slice.run_given(inputs, attended, torch.arange(len(TOKENS)))
     torch.testing.assert_close(given, states, rtol=1e-5, atol=1e-5)
+
+
+def test_a_pass_ends_where_it_has_shown_what_was_asked(tiny: Callable[..., str]) -> None:
+    slice, ran = load_slice(tiny("llama"), 2), list[int]()
+    for i, layer in enumerate(decoder_layers(slice.model)):
+        layer.register_forward_hook(lambda *_, i=i: ran.append(i))
+    states = slice.encode(TOKENS)
+    assert ran == [0, 1]
+    counted = slice.evaluated_tokens, slice.forward_calls
+    slice.run([Request(slice.prefix(), TOKENS)], show="attn")
+    assert ran == [0, 1, 0]
+    assert (slice.evaluated_tokens - counted[0], slice.forward_calls - counted[1]) == (len(TOKENS), 1)
+    torch.testing.assert_close(slice.encode(TOKENS), states)  # nothing of it is left behind
 
 
 def test_attention_is_given_to_one_layer_only(tiny: Callable[..., str]) -> None:
@@ -106,6 +124,82 @@ def test_orders_and_places_are_what_single_passes_say(solved: tuple[Displaced, t
     for i, row in enumerate(true.tolist()):
         for place in range(len(true)):
             assert float(table[i, place]) == pytest.approx(slowly(witness, true[:place], row), rel=1e-4)
+
+
+def test_a_row_is_solved_for_behind_those_before_it(solved: tuple[Displaced, torch.Tensor]) -> None:
+    witness, true = solved
+    prefix, wrong, distances = witness.slice.prefix(), witness.slice.prefix(), list[tuple[float, float]]()
+    with torch.inference_mode():
+        append([(wrong, witness.begun[true[3]])])
+        for row in true.tolist():
+            rows = [torch.tensor([row]), torch.tensor([row, (row + 1) % len(true)])]
+            found, told = witness.behind([prefix, wrong], rows)
+            alone, own = witness.behind([prefix], rows[:1])  # others make no difference
+            torch.testing.assert_close(found[:1], alone, rtol=1e-3, atol=1e-4)
+            assert float(told[0]) == pytest.approx(float(own[0]), rel=1e-2)
+            request = Request(prefix, found[:1])
+            attended = witness.slice.run([request], keep=False, show="attn")[0].chain
+            needed = witness.needed(attended.expand(len(true), -1)[:, None])[row]
+            assert float(told[0]) == pytest.approx(-witness.trust * float(needed), rel=1e-3)
+            distances.append((off(witness, row, found[0]), off(witness, row, witness.begun[row])))
+            append([(prefix, found[0])])
+    nearer, before = (torch.tensor(one).mean() for one in zip(*distances, strict=True))
+    assert nearer < before
+
+
+def off(witness: Displaced, row: int, embedding: torch.Tensor) -> float:
+    """How far an embedding is from the noised one that is behind a released row."""
+    generator = torch.Generator().manual_seed(3)
+    noise = SIGMA * torch.randn(len(TOKENS), witness.slice.embedding.shape[1], generator=generator)
+    order = torch.randperm(len(TOKENS), generator=generator)
+    return float((embedding - (witness.slice.embed(TOKENS) + noise)[order[row]]).norm())
+
+
+@pytest.mark.parametrize("spoken", [0.0, 40.0])
+def test_the_search_finds_what_trying_all_orders_finds(
+    tiny: Callable[..., str], monkeypatch: pytest.MonkeyPatch, spoken: float
+) -> None:
+    monkeypatch.setattr(module, "DRAWS", 200)
+    path = tiny("llama", initializer_range=0.1)
+    slice, model = load_slice(path, 1), load_slice(path, stream="logits")
+    tokens, order = TOKENS[:4], torch.tensor([2, 0, 3, 1])
+    noise = SIGMA * torch.randn(4, slice.embedding.shape[1], generator=torch.Generator().manual_seed(5))
+    with torch.inference_mode():
+        states = slice.encode(slice.embed(tokens) + noise)[order]
+        witness = displaced(slice, tokens[order], states, SIGMA, torch.Generator().manual_seed(6))
+        engines = Engines(slice, Matcher(1, False), model.prefix() if spoken else None)
+        found, embeddings = ordered(witness, tokens[order], engines, spoken)
+        totals = dict[tuple[int, ...], float]()
+        for one in permutations(range(4)):
+            prefix, placed, totals[one] = slice.prefix(), list[torch.Tensor](), 0.0
+            for row in one:
+                solved, told = witness.behind([prefix], [torch.tensor([row])])
+                append([(prefix, solved[0])])
+                placed.append(solved[0])
+                totals[one] += float(told[0])
+            said = model.encode(tokens[order][list(one)]).log_softmax(-1)
+            totals[one] += spoken * sum(float(said[i, tokens[order][row]]) for i, row in enumerate(one[1:]))
+            if list(one) == found.tolist():
+                torch.testing.assert_close(embeddings[found], torch.stack(placed), rtol=1e-3, atol=1e-3)
+    best = max(totals, key=lambda one: totals[one])
+    assert found.tolist() == list(best)
+    assert spoken or list(best) == order.argsort().tolist()
+
+
+def test_what_rows_can_be_expected_to_need_is_what_they_need_on_average() -> None:
+    generator = torch.Generator().manual_seed(0)
+    rows, width, sigma = 400, 30, 0.1
+    spread = torch.diag(torch.tensor([1.0, 0.5, 0.1] + [0.0] * (width - 3)))
+    changes = torch.randn(500, 1, width, generator=generator) @ spread
+    brought = torch.randn(rows, width, generator=generator) @ spread
+    noise = sigma * torch.randn(rows, width, generator=generator)
+    mixing = torch.linalg.qr(torch.randn(width, width, generator=generator)).Q[None]
+    moved = noise + brought @ mixing[0].T
+    needed = (noise / sigma).square().sum(1) / 2
+    expected = _expected(moved, changes.expand(-1, rows, -1), mixing, sigma)
+    assert float((needed - expected).mean()) == pytest.approx(0.0, abs=0.3)
+    # Nearer than what does not know in which directions attention brings something.
+    assert float((needed - expected).std()) < 0.2 * float((moved / sigma).square().sum(1).std() / 2)
 
 
 def slowly(witness: Displaced, before: torch.Tensor, row: int) -> float:
