@@ -5,7 +5,7 @@ less noise, and the noised embeddings are solved for behind the order that is be
 all that were met is kept, the decoder's own among them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from jaxtyping import Float
@@ -20,6 +20,7 @@ from hiddenlab.core import Progress, silent
 from hiddenlab.job import generator
 
 SHARES = (1.0, 0.6)  # of what noise says, in searches from the beginning on
+STAGES = 1 + len(SHARES)  # the solve, and a search each
 TURNS = 3  # of moving and solving
 FEW = 3  # rows of which an order is not worth this
 
@@ -40,13 +41,15 @@ def reorder_decodings(
     """
     for i, (decoding, observed) in enumerate(zip(decodings, states, strict=True)):
         if decoding.ahead is not None and decoding.view.length >= FEW:
-            _reorder(decoding, observed, engines, learned.weights, sigma, seed)
-        progress("ordering by noise", i + 1, len(decodings))
+            for done in _reorder(decoding, observed, engines, learned.weights, sigma, seed):
+                progress("ordering by noise", i * STAGES + done, STAGES * len(decodings))
+        progress("ordering by noise", (i + 1) * STAGES, STAGES * len(decodings))
 
 
 def _reorder(
     decoding: Decoding, observed: Tensor, engines: Engines, weights: Tensor, sigma: float, seed: int
-) -> None:
+) -> Iterator[int]:
+    """Order one prompt, and say after each stage how many are done."""
     slice = engines.slice
     before, calls = slice.evaluated_tokens, slice.forward_calls
     asked = decoding.evaluated, decoding.calls
@@ -56,11 +59,13 @@ def _reorder(
     witness = displaced(slice, tokens, observed, sigma, generator(seed, "joint", "displaced"))
     spoken = 1.0 if engines.speaker is None else float(weights[1])
     witness.trust = TRUST * spoken
+    yield 1
     tried = [_met(decoding, witness, engines, weights)]
-    for share in SHARES:
+    for done, share in enumerate(SHARES, 2):
         found, noised = ordered(witness, tokens, engines, spoken, share)
         rearrange(decoding, _order(decoding).argsort()[found], engines, weights)
         tried += _settle(decoding, witness, noised, engines, weights)
+        yield done
     decoding.beam[0] = max(tried, key=lambda one: one[0])[1]
     # The slice itself counts them all, solves and gradients too.
     decoding.evaluated = asked[0] + slice.evaluated_tokens - before
