@@ -36,62 +36,56 @@ def ordered(
         Rows in their order, and the noised embedding of each, by row.
     """
     n, speaker = len(tokens), engines.speaker
-    likely = torch.zeros(n, device=tokens.device)
+    expected = -share * witness.trust * witness.expected
     if speaker is not None and n > 1:
         after = after_each(tokens, speaker).to(tokens.device)
-        likely = after.fill_diagonal_(float("-inf")).amax(0)
-    expected = spoken * likely - share * witness.trust * witness.expected
-    slice, opening = witness.slice, None if engines.opening is None else engines.opening
-    begun = Hypothesis(slice.prefix(), tuple(range(n)), None if speaker is None else speaker.fork(), opening)
-    beam, noised = [begun], witness.begun[None]
+        expected = expected + spoken * after.fill_diagonal_(float("-inf")).amax(0)
+    heard = None if speaker is None else speaker.fork()
+    beam = [Hypothesis(witness.slice.prefix(), tuple(range(n)), heard, engines.opening)]
+    noised = witness.begun[None]
     for place in range(n):
-        told = share * _told(witness, beam)
-        for own, one in zip(told, beam, strict=True):
-            own += one.score - one.used - expected
-            if one.following is not None:
-                own += spoken * one.following.to(own.device)[tokens]
-            own[[step.row for step in one.steps]] = float("-inf")
-        open = sum(len(one.free) for one in beam)
-        best = told.flatten().topk(min(SOLVED * HYPOTHESES, open)).indices
+        said = torch.stack([_said(one, tokens, spoken) for one in beam])
+        used = torch.tensor([one.used for one in beam], device=said.device)[:, None] + expected
+        likely = (said + share * _told(witness, beam) - used).flatten()
+        best = likely.topk(min(SOLVED * HYPOTHESES, int(likely.isfinite().sum()))).indices
+        # Those behind one hypothesis beside each other: they are solved for together.
+        best = best.sort().values
         parents, rows = best // n, best % n
-        which = [(parents == i).nonzero()[:, 0] for i in range(len(beam))]
-        asked = [(one, chosen) for one, chosen in zip(beam, which, strict=True) if len(chosen)]
-        prefixes = [one.prefix for one, _ in asked]
-        embeddings, need = witness.behind(prefixes, [rows[chosen] for _, chosen in asked])
-        back = torch.cat([chosen for _, chosen in asked]).argsort()
-        embeddings, need = embeddings[back], need[back]
-        scores = (share * need).tolist()
-        for k, (parent, row) in enumerate(zip(parents.tolist(), rows.tolist(), strict=True)):
-            scores[k] += beam[parent].score
-            following = beam[parent].following
-            if following is not None:
-                scores[k] += spoken * float(following[tokens[row]])
-        used = [
-            beam[i].used + float(expected[row])
-            for i, row in zip(parents.tolist(), rows.tolist(), strict=True)
-        ]
-        kept, seen, grown = list[int](), set(), list[Hypothesis]()
-        for k in sorted(range(len(scores)), key=lambda k: used[k] - scores[k]):
+        own, counts = parents.unique_consecutive(return_counts=True)
+        embeddings, need = witness.behind([beam[i].prefix for i in own], rows.split(counts.tolist()))
+        scores, used = said[parents, rows] + share * need, used[parents, rows]
+        kept, grown, seen = list[int](), list[Hypothesis](), set()
+        for k in (scores - used).argsort(descending=True).tolist():
             before, row = beam[int(parents[k])], int(rows[k])
-            recent = [step.token for step in before.steps[1 - RECENT :]]
-            key = tuple(sorted(tokens[list(without(before.free, row))].tolist())), (*recent, int(tokens[row]))
-            if key in seen:
-                continue
-            seen.add(key)
-            kept.append(k)
-            step = Step(int(tokens[row]), row, float("nan"), None, 0)
-            free, steps = without(before.free, row), (*before.steps, step)
-            sums = scores[k], used[k]
-            grown.append(Hypothesis(before.prefix.fork(), free, before.spoken, None, (), steps, *sums))
-            if len(kept) == HYPOTHESES:
-                break
-        noised = noised[parents[kept]].clone()
+            free, step = without(before.free, row), Step(int(tokens[row]), row, float("nan"), None, 0)
+            steps = (*before.steps, step)
+            # Of those that come to the same the best: which of two rows of one token was used makes little difference.
+            key = (
+                tuple(tokens[list(free)].sort().values.tolist()),
+                tuple(one.token for one in steps[-RECENT:]),
+            )
+            if key not in seen and len(kept) < HYPOTHESES:
+                seen.add(key)
+                kept.append(k)
+                sums = float(scores[k]), float(used[k])
+                grown.append(Hypothesis(before.prefix.fork(), free, before.spoken, None, (), steps, *sums))
+        noised = noised[parents[kept]]
         noised[torch.arange(len(kept)), rows[kept]] = embeddings[kept]
         beam = grown
         if place + 1 < n:
             append([(one.prefix, embeddings[k]) for one, k in zip(beam, kept, strict=True)])
             listen(beam, engines.model)
     return torch.tensor([step.row for step in beam[0].steps], device=tokens.device), noised[0]
+
+
+def _said(one: Hypothesis, tokens: Int[Tensor, " n"], spoken: float) -> Float[Tensor, " n"]:
+    """Scores of a hypothesis with each row, but for what the witness says of it; minus infinity with those it used."""
+    out = torch.full(tokens.shape, float("-inf"), device=tokens.device)
+    free = list(one.free)
+    out[free] = one.score
+    if one.following is not None:
+        out[free] += spoken * one.following.to(out.device)[tokens[free]]
+    return out
 
 
 def _told(witness: Displaced, beam: list[Hypothesis]) -> Float[Tensor, "m n"]:
