@@ -13,13 +13,14 @@ from torch import Tensor
 from attacks.joint.evidence import BEFORE, LEAST, TRACES, Rows
 from hiddenlab.slice import Prefix, Request
 
-SHARE = 0.75
+SHARE = 0.75  # of what the language model and traces may say of a row
+OWN = 0.5  # of what the row says by itself, by probe and distance
 
 
 def ahead_of(
     view: Rows, speaker: Prefix | None, weights: Float[Tensor, " features"]
 ) -> Float[Tensor, " rows"] | None:
-    """Share of what each row's likeliest token will score behind the best of the other rows' tokens.
+    """Shares of what each row's likeliest token will score behind the best of the other rows' tokens.
 
     Args:
         speaker: the language model, or None.
@@ -41,7 +42,7 @@ def ahead_of(
         behind.masked_fill_(itself, float("-inf"))
     sure = (view.scores.exp() * view.scores).sum(1)
     distance = (view.expected / view.norms).clamp(min=LEAST).log()
-    return SHARE * (behind.amax(2).sum(0) + weights[0] * sure + weights[BEFORE] * distance)
+    return SHARE * behind.amax(2).sum(0) + OWN * (weights[0] * sure + weights[BEFORE] * distance)
 
 
 def after_each(tokens: Int[Tensor, " n"], speaker: Prefix) -> Float[Tensor, "n n"]:
