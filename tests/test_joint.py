@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from attacks.joint import JointDecoding
-from attacks.joint.ahead import SHARE, ahead_of
+from attacks.joint.ahead import OWN, SHARE, ahead_of
 from attacks.joint.beam import decode
 from attacks.joint.clock import Clock
 from attacks.joint.continuous import Problem, _conjugate, newton, step
@@ -353,7 +353,8 @@ def test_rows_are_worth_what_the_best_of_the_others_leads_to(tiny_slice: Callabl
         two = max(WEIGHTS[3] * view.traces[1, row, view.columns[q, 0]] for q in others)
         sure = WEIGHTS[0] * (view.scores[row].exp() * view.scores[row]).sum()
         distance = WEIGHTS[BEFORE] * (view.expected[row] / view.norms[row]).log()
-        assert float(found[row]) == pytest.approx(SHARE * float(one + two + sure + distance), rel=1e-4)
+        expected = SHARE * float(one + two) + OWN * float(sure + distance)
+        assert float(found[row]) == pytest.approx(expected, rel=1e-4)
 
 
 @pytest.mark.usefixtures("small_probes")

@@ -109,7 +109,7 @@ def newton(
 
 
 def _conjugate(
-    apply: Callable[[Tensor], Tensor], right: Float[Tensor, "r d"], products: int
+    apply: Callable[[Tensor], Tensor], right: Float[Tensor, "r d"], products: int = PRODUCTS
 ) -> Float[Tensor, "r d"]:
     """Solve A x = b for every row by itself, A symmetric and positive definite."""
     out, left = torch.zeros_like(right), right.clone()
