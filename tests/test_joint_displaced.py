@@ -94,6 +94,16 @@ def solved(tiny: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> tuple[D
     return witness, order.argsort()
 
 
+def test_the_same_seed_solves_for_the_same(solved: tuple[Displaced, torch.Tensor]) -> None:
+    witness, _ = solved
+    states, order, generator = released(witness.slice)
+    torch.manual_seed(99)  # nobody else's draws count
+    with torch.inference_mode():
+        again = displaced(witness.slice, TOKENS[order], states, SIGMA, generator)
+    for name in ("moved", "mixing", "begun", "expected"):
+        assert torch.equal(getattr(again, name), getattr(witness, name))
+
+
 def test_displacements_explain_their_rows(solved: tuple[Displaced, torch.Tensor]) -> None:
     witness, _ = solved
     observed, _, _ = released(witness.slice)

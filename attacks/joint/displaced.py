@@ -21,10 +21,8 @@ from hiddenlab.slice import Prefix, Request, Slice
 
 DRAWS = 1000  # random orders of a prompt from which is learned what attention brings its rows
 OWN = 0.05  # share of the noise's covariance in that of displacements, where draws are fewer than directions
-LINEARISED, PACE = (
-    12,
-    0.4,
-)  # times that rows are linearised over what is believed of them, and how far each goes
+LINEARISED = 12  # times that rows are linearised over what is believed of them
+PACE = 0.4  # share of the way to what is believed then that each of these goes
 SAMPLED, JUDGED = 2, 32  # points at which a linearisation is taken, and at which its errors are
 DOUBLED = 2.0  # times what a linearisation errs, as errors of coordinates are not independent
 # Share of a row that a step may leave unexplained: from what linearisation arrives at to what rounding allows.
@@ -48,7 +46,8 @@ class Displaced:
         centre: embedding of each row's token. moved: displacement that explains each row with attention as ``usual``.
         mixing: what a change of a row's attention does, as displacement; one for all rows where it is the same.
         sigma: of the noise on each coordinate.
-        begun: noised embeddings as far as rows by themselves tell. noised: the same behind the order of ``explain``.
+        begun: noised embeddings as far as rows by themselves tell. noised: those with which orders are run,
+            ``begun`` at first and then what ``explain`` found.
         expected: nats of the noise that each row can be expected to need behind the right rows. trust: what one of
             these nats counts for: embeddings are estimates, and their errors count as noise.
     """
@@ -111,7 +110,7 @@ class Displaced:
                 search.zero_grad()
                 request = Request(self.slice.prefix(), point)
                 (answer,) = self.slice.run([request], keep=False, grad=True, show="attn")
-                change = _displacing(mixing, (answer.chain - usual)[:, None])[:, 0]
+                change = _displacing(mixing, answer.chain - usual)
                 noise = point - centre
                 left = (moved - noise - change) / (SLACK * self.sigma)
                 nats = (left.square().sum() + (noise / self.sigma).square().sum()) / 2
@@ -153,16 +152,14 @@ class Displaced:
                 return torch.cat([one.leaves for one in answers])
 
             def explained(points: Tensor, grad: bool) -> Tensor:
-                return points + _displacing(mixing, (attended(points, grad) - usual)[:, None])[:, 0]
+                return points + _displacing(mixing, attended(points, grad) - usual)
 
             noise = (begun - centre) / self.sigma
             tau = torch.full((1, 1), SLACK * self.sigma, device=centre.device)
             target = centre + moved
             noise, _ = newton(explained, centre, self.sigma, noise, target, tau, PRODUCTS)
             found = centre + self.sigma * noise
-            left = (
-                target - explained(found, False) + self.sigma * noise
-            )  # what attention does not account for
+            left = target - explained(found, False) + found - centre  # what attention does not account for
         return found, -self.trust * (left / self.sigma).square().sum(1) / 2
 
 
@@ -193,24 +190,16 @@ def displaced(
     spread = (drawn - mean).transpose(0, 1)
     own = sigma**2 * torch.eye(centre.shape[1], device=centre.device)
     covariance = (1 - OWN) * torch.bmm(spread.transpose(1, 2), spread) / len(drawn) + OWN * own
-    start = mean.double(), covariance.double()
-    begun = _linearised(slice, centre, usual, observed, *start, generator)
-    moved = _solve(slice, centre, usual, observed, *start, begun)
+    equations = Equations(
+        slice, centre, usual, observed, mean.double(), torch.linalg.inv(covariance.double())
+    )
+    moved = _solve(equations, _linearised(equations, generator)).float()
     # The share of noise in it, by regression on what was drawn.
     together = (1 - OWN) * torch.bmm(spread.transpose(1, 2), noise.transpose(0, 1)) / len(drawn) + OWN * own
     share = torch.linalg.solve(covariance.double(), (moved - mean).double()[..., None]).float()
     begun = centre + noise.mean(0) + torch.bmm(together.transpose(1, 2), share)[..., 0]
-    return Displaced(
-        slice,
-        sigma,
-        centre,
-        moved,
-        usual,
-        mixing,
-        begun,
-        begun,
-        _expected(moved, attended - usual, mixing, sigma),
-    )
+    expected = _expected(moved, attended - usual, mixing, sigma)
+    return Displaced(slice, sigma, centre, moved, usual, mixing, begun, begun, expected)
 
 
 def _expected(
@@ -223,8 +212,8 @@ def _expected(
     out = list[Tensor]()
     for i, own in enumerate(moved):
         shown = changes[:, i] @ mixing[min(i, len(mixing) - 1)].T / len(changes) ** 0.5
-        _, sizes, directions = torch.svd_lowrank(shown, min(DIRECTIONS, *shown.shape), niter=4)
-        along, signal = directions.T @ own / sigma, (sizes / sigma).square()
+        variances, directions = (one[..., -DIRECTIONS:] for one in torch.linalg.eigh(shown.T @ shown))
+        along, signal = directions.T @ own / sigma, variances.clamp(min=0) / sigma**2
         # In each direction, of what was observed there the noise's share by variances, and its own uncertainty.
         noise = (along / (1 + signal)).square() + signal / (1 + signal)
         out.append(((own / sigma).square().sum() - along.square().sum() + noise.sum()) / 2)
@@ -268,15 +257,40 @@ def _jacobians(
     return [torch.cat(one).double().transpose(0, 1) for one in zip(*parts, strict=True)]
 
 
-def _linearised(
-    slice: Slice,
-    centre: Float[Tensor, "n d"],
-    usual: Float[Tensor, "n a"],
-    observed: Float[Tensor, "n e"],
-    mean: Float[Tensor, "n d"],
-    covariance: Float[Tensor, "n d d"],
-    generator: torch.Generator,
-) -> Float[Tensor, "n d"]:
+@dataclass(frozen=True)
+class Equations:
+    """What each row tells of its displacement, its attention taken as usual; all but embeddings in double precision.
+
+    Attributes:
+        mean, prior: of displacements, and the inverse of their covariance.
+    """
+
+    slice: Slice
+    centre: Float[Tensor, "n d"]
+    usual: Float[Tensor, "n a"]
+    observed: Float[Tensor, "n e"]
+    mean: Float[Tensor, "n d"]
+    prior: Float[Tensor, "n d d"]
+
+    def states(self, rows: Int[Tensor, " r"], moved: Float[Tensor, "r d"]) -> Float[Tensor, "r e"]:
+        """What some rows would be, displaced so far."""
+        return self.slice.run_given((self.centre[rows] + moved).float(), self.usual[rows]).double()
+
+    def jacobian(self, rows: Int[Tensor, " r"], moved: Float[Tensor, "r d"]) -> Float[Tensor, "r e d"]:
+        """How some rows change with their displacement."""
+        return _jacobians(self.slice, (self.centre[rows] + moved).float(), self.usual[rows], both=False)[0]
+
+    def unlikely(self, rows: Int[Tensor, " r"], moved: Float[Tensor, "r d"]) -> Float[Tensor, "r d"]:
+        """The gradient of what displacements cost, in nats."""
+        return _times(self.prior[rows], moved - self.mean[rows])
+
+    def unit(self) -> Float[Tensor, "n 1"]:
+        """Root mean square of each row's coordinates."""
+        rows = self.observed.double()
+        return rows.norm(dim=1, keepdim=True).clamp(min=1e-12) / rows.shape[1] ** 0.5
+
+
+def _linearised(equations: Equations, generator: torch.Generator) -> Float[Tensor, "n d"]:
     """About where each row's displacement lies, by linearising the layer over all that is still possible.
 
     The noise moves a row so far that the layer bends on the way, and steps that linearise it at one point end in minima
@@ -284,64 +298,52 @@ def _linearised(
     points', and what that errs at drawn points counts as noise on the row: little is believed at first, and more as the
     distribution narrows (statistical linearisation, as in iterated sigma-point filters).
     """
-    prior, moved, least = torch.linalg.inv(covariance), mean.clone(), SHARES[-1] * _unit(observed)
-    precision, n, width = prior.clone(), *mean.shape
-
-    def states(points: Float[Tensor, "k n d"]) -> Float[Tensor, "k n e"]:
-        flat = (centre + points).flatten(0, 1).float()
-        return slice.run_given(flat, usual.repeat(len(points), 1)).double().unflatten(0, points.shape[:2])
-
+    moved, prior, observed = equations.mean, equations.prior, equations.observed.double()
+    precision, least, every = (
+        prior,
+        SHARES[-1] * equations.unit(),
+        torch.arange(len(moved), device=moved.device),
+    )
     for _ in range(LINEARISED):
         upper = torch.linalg.cholesky(precision).transpose(1, 2)
-        drawn = torch.randn(JUDGED // 2, n, width, generator=generator).to(mean)
+        drawn = torch.randn(JUDGED // 2, *moved.shape, generator=generator).to(moved)
         off = torch.linalg.solve_triangular(upper, torch.cat([drawn, -drawn]).permute(1, 2, 0), upper=True)
         at = moved + off.permute(2, 0, 1)
-        shown = states(at)
+        shown = equations.states(every.repeat(JUDGED), at.flatten(0, 1)).unflatten(0, at.shape[:2])
         jacobian = torch.zeros_like(precision)
         for k in range(SAMPLED):  # a point and its mirror image, then another one
-            point = at[k // 2 + k % 2 * (JUDGED // 2)]
-            jacobian += _jacobians(slice, (centre + point).float(), usual, both=False)[0] / SAMPLED
+            jacobian += equations.jacobian(every, at[k // 2 + k % 2 * (JUDGED // 2)]) / SAMPLED
         middle = shown.mean(0)
         errors = shown - middle - (jacobian @ off).permute(2, 0, 1)
         weighed = jacobian.transpose(1, 2) / (DOUBLED * errors.square().mean(0) + least.square())[:, None]
         precision = (1 - PACE) * precision + PACE * (prior + weighed @ jacobian)
-        towards = _times(weighed, observed.double() - middle) - _times(prior, moved - mean)
+        towards = _times(weighed, observed - middle) - equations.unlikely(every, moved)
         lower = torch.linalg.cholesky(precision)
         moved = moved + PACE * torch.cholesky_solve(towards[..., None], lower)[..., 0]
     return moved
 
 
-def _unit(observed: Float[Tensor, "n e"]) -> Float[Tensor, "n 1"]:
-    """Root mean square of each row's coordinates, in double."""
-    return observed.double().norm(dim=1, keepdim=True).clamp(min=1e-12) / observed.shape[1] ** 0.5
-
-
-def _solve(
-    slice: Slice,
-    centre: Float[Tensor, "n d"],
-    usual: Float[Tensor, "n a"],
-    observed: Float[Tensor, "n e"],
-    mean: Float[Tensor, "n d"],
-    covariance: Float[Tensor, "n d d"],
-    begun: Float[Tensor, "n d"],
-) -> Float[Tensor, "n d"]:
+def _solve(equations: Equations, begun: Float[Tensor, "n d"]) -> Float[Tensor, "n d"]:
     """The likeliest displacement of each row that explains it, by damped Gauss-Newton steps from where it is begun."""
-    prior, moved, unit = torch.linalg.inv(covariance), begun.clone(), _unit(observed)
+    prior, moved, unit, observed = (
+        equations.prior,
+        begun.clone(),
+        equations.unit(),
+        equations.observed.double(),
+    )
     open = torch.arange(len(moved), device=moved.device)  # rows that are not settled
 
     def cost(of: Tensor, tried: Tensor, tau: Tensor) -> tuple[Tensor, Tensor]:
-        points = (centre[of] + tried).float()
-        left = (observed[of].double() - slice.run_given(points, usual[of]).double()) / tau
-        off = tried - mean[of]
-        return left, (left.square().sum(1) + (off * _times(prior[of], off)).sum(1)) / 2
+        left = (observed[of] - equations.states(of, tried)) / tau
+        off = tried - equations.mean[of]
+        return left, (left.square().sum(1) + (off * equations.unlikely(of, tried)).sum(1)) / 2
 
     for share in SHARES:
         tau = share * unit[open]
         left, least = cost(open, moved[open], tau)
-        (jacobian,) = _jacobians(slice, (centre[open] + moved[open]).float(), usual[open], both=False)
-        jacobian /= tau[..., None]
+        jacobian = equations.jacobian(open, moved[open]) / tau[..., None]
         normal = jacobian.transpose(1, 2) @ jacobian
-        towards = _times(jacobian.transpose(1, 2), left) - _times(prior[open], moved[open] - mean[open])
+        towards = _times(jacobian.transpose(1, 2), left) - equations.unlikely(open, moved[open])
         rows, gained = torch.arange(len(open), device=open.device), torch.zeros_like(least)
         for damping in DAMPED:
             damped = torch.linalg.cholesky(normal[rows] + (1 + damping) * prior[open[rows]])
@@ -355,14 +357,12 @@ def _solve(
             open = open[gained > SETTLED]
             if not len(open):
                 break
-    return moved.float()
+    return moved
 
 
-def _displacing(mixing: Float[Tensor, "_ d a"], changes: Float[Tensor, "n m a"]) -> Float[Tensor, "n m d"]:
+def _displacing(mixing: Float[Tensor, "_ d a"], changes: Float[Tensor, "n *m a"]) -> Float[Tensor, "n *m d"]:
     """What changes of attention do, as displacements."""
-    if len(mixing) == 1:
-        return changes @ mixing[0].T
-    return torch.bmm(changes, mixing.transpose(1, 2))
+    return changes @ mixing[0].T if len(mixing) == 1 else torch.einsum("nda,n...a->n...d", mixing, changes)
 
 
 def _times(matrices: Tensor, vectors: Tensor) -> Tensor:
