@@ -1,5 +1,6 @@
 """Experiments on token-sharding: what one node's rows, and what it receives, tell of the rest of a prompt."""
 
+from itertools import product
 from typing import Any
 
 from defenses.cascade.plan import AttnNode, Plan
@@ -58,23 +59,26 @@ def gap_plans(
 
     Args:
         grid: plans as ``c/alpha``, separated by commas. attacks: specs, separated by commas; ``infill`` is the learned
-            one. budget: of ``gap``, sequences a gap.
+            one, given the tokens of the node's rows (layer 0, as in the paper's Figure 2), whatever the layers:
+            states say hardly more to it. budget: of ``gap``, sequences a gap.
 
     Raises:
         InputError: a plan or an attack is none. UnknownNameError: an attack is unknown.
     """
     known = {"gap": f"gap:budget={budget}", "infill": infill_spec(setting)}
+    learned = [attack for attack in split_specs(attacks) if attack.partition(":")[0] == "infill"]
+    searched = [attack for attack in split_specs(attacks) if attack not in learned]
     cells = []
-    for layer in setting.at((1,)):
-        for c, alpha in map(_small_plan, split_specs(grid)):
-            for attack in split_specs(attacks):
-                keys = {"layer": layer, "c": c, "alpha": alpha, "gap": (alpha - 1) * c, "attack": attack}
-                spec = known.get(attack, attack)
-                build_attack(
-                    AttackSpec(attack=spec)
-                )  # what is wrong with it should be said before anything is run
-                channel = f"shard:alpha={alpha},c={c},node=0"
-                cells.append(attack_cell(setting, keys, layer, channel, attack=spec))
+    tried = [(0, attack) for attack in learned] + list(product(setting.at((1,)), searched))
+    for c, alpha in map(_small_plan, split_specs(grid)):
+        for layer, attack in tried:
+            keys = {"layer": layer, "c": c, "alpha": alpha, "gap": (alpha - 1) * c, "attack": attack}
+            spec = known.get(attack, attack)
+            build_attack(
+                AttackSpec(attack=spec)
+            )  # what is wrong with it should be said before anything is run
+            channel = f"shard:alpha={alpha},c={c},node=0"
+            cells.append(attack_cell(setting, keys, layer, channel, attack=spec))
     return Experiment(
         "Tokens that a CompNode does not hold, under small (c, alpha)",
         cells,
@@ -90,7 +94,7 @@ def gap_plans(
             f"CompNode 0's rows; gap: at most {budget:,} sequences a gap. One that is not closed spoils what follows.",
             "Tokens that no row shows: of those before the node's last row. Those behind it depend on nothing that "
             "the node sees, and count as wrong in the other figures.",
-            *(infill_notes(setting) if "infill" in split_specs(attacks) else []),
+            *(infill_notes(setting) if learned else []),
         ],
     )  # fmt: skip
 

@@ -251,11 +251,13 @@ def test_a_plan_shows_its_weakest_node_first(tiny: Callable[..., str]) -> None:
 def test_small_plans_are_attacked_in_every_way_asked_for(tiny: Callable[..., str]) -> None:
     make, setting = registry.resolve("experiments", "gap-plans"), Setting(model=tiny("llama"), layers=(1, 2))
     cells = make(setting, grid="1/2,2/3", attacks="joint:beam=4,width=9,gap,infill", budget=7).cells
-    assert [cell.keys["gap"] for cell in cells[:4]] == [1, 1, 1, 4]
+    assert [cell.keys["gap"] for cell in cells] == [1] * 5 + [4] * 5
+    assert [(cell.keys["layer"], cell.keys["attack"]) for cell in cells[:5]] == [
+        (0, "infill"), (1, "joint:beam=4,width=9"), (1, "gap"), (2, "joint:beam=4,width=9"), (2, "gap")
+    ]  # fmt: skip
     assert {cell.spec["attack"] for cell in cells} == {
         "joint:beam=4,width=9", "gap:budget=7", "infill:preset=small,plan=any"
     }  # fmt: skip
-    assert len(cells) == 12
     for wrong in ("2", "1/1", "a/b"):
         with pytest.raises(InputError, match=r"c/alpha|missing"):
             make(setting, grid=wrong)
