@@ -74,9 +74,7 @@ def gap_plans(
         for layer, attack in tried:
             keys = {"layer": layer, "c": c, "alpha": alpha, "gap": (alpha - 1) * c, "attack": attack}
             spec = known.get(attack, attack)
-            build_attack(
-                AttackSpec(attack=spec)
-            )  # what is wrong with it should be said before anything is run
+            build_attack(AttackSpec(attack=spec))  # so that a wrong one is refused before anything is run
             channel = f"shard:alpha={alpha},c={c},node=0"
             cells.append(attack_cell(setting, keys, layer, channel, attack=spec))
     return Experiment(

@@ -299,11 +299,8 @@ def _linearised(equations: Equations, generator: torch.Generator) -> Float[Tenso
     distribution narrows (statistical linearisation, as in iterated sigma-point filters).
     """
     moved, prior, observed = equations.mean, equations.prior, equations.observed.double()
-    precision, least, every = (
-        prior,
-        SHARES[-1] * equations.unit(),
-        torch.arange(len(moved), device=moved.device),
-    )
+    precision, least = prior, SHARES[-1] * equations.unit()
+    every = torch.arange(len(moved), device=moved.device)
     for _ in range(LINEARISED):
         upper = torch.linalg.cholesky(precision).transpose(1, 2)
         drawn = torch.randn(JUDGED // 2, *moved.shape, generator=generator).to(moved)
@@ -325,12 +322,8 @@ def _linearised(equations: Equations, generator: torch.Generator) -> Float[Tenso
 
 def _solve(equations: Equations, begun: Float[Tensor, "n d"]) -> Float[Tensor, "n d"]:
     """The likeliest displacement of each row that explains it, by damped Gauss-Newton steps from where it is begun."""
-    prior, moved, unit, observed = (
-        equations.prior,
-        begun.clone(),
-        equations.unit(),
-        equations.observed.double(),
-    )
+    prior, observed = equations.prior, equations.observed.double()
+    moved, unit = begun.clone(), equations.unit()
     open = torch.arange(len(moved), device=moved.device)  # rows that are not settled
 
     def cost(of: Tensor, tried: Tensor, tau: Tensor) -> tuple[Tensor, Tensor]:
