@@ -79,7 +79,8 @@ def draw_table(table: Mapping[str, Any], out: Path) -> Path | None:
         rows = [row for row in rows if _value(row, name) is not None]
     if not (over or against or over_layers) and len(rows) > MOST_BARS:
         return None
-    height = 5.2 if over or against else 4.2 if over_layers else 1.2 + 0.36 * len(rows)
+    series = len({_series(row, True) for row in rows}) if over_layers else 0
+    height = 5.2 if over or against else 3.9 + 0.12 * series if over_layers else 1.2 + 0.36 * len(rows)
     drawing = Figure(figsize=(8.5, height), layout="constrained")
     FigureCanvasAgg(drawing)
     axis: Any = drawing.subplots()
@@ -146,18 +147,33 @@ def _legend(drawing: Any, axis: Any, most: int, size: int = 10) -> None:
 def _over_layers(
     axis: Any, rows: Sequence[Mapping[str, Any]], name: str, layers: Sequence[int], label: str
 ) -> None:
-    series = list(dict.fromkeys(_series(row, True) for row in rows))
+    alike = [key for key in rows[0]["keys"] if len({str(row["keys"].get(key)) for row in rows}) == 1]
+    told = {id(row): _series(row, True, alike) for row in rows}
+    series = list(dict.fromkeys(told.values()))
     gap = float(min(b - a for a, b in pairwise(layers)))
+    papers: dict[tuple[int, float], str] = {}  # an attack's figure stands beside others on the same states
     for n, one in enumerate(series):
-        own = sorted((row for row in rows if _series(row, True) == one), key=lambda row: row["keys"]["layer"])
+        own = sorted((row for row in rows if told[id(row)] == one), key=lambda row: row["keys"]["layer"])
         places = [row["keys"]["layer"] + _aside(n, len(series), gap) for row in own]
         values, errors = _values(own, name)
         shown = one if len(series) > 1 else None
         axis.errorbar(
             places, values, errors, label=shown, linewidth=1.2, markersize=5, capsize=3, **_style(n)
         )
+        for row in own:
+            for value in _papers(row, label):
+                papers.setdefault((row["keys"]["layer"], value), _style(n)["color"])
+    if papers:
+        layer, value = zip(*papers, strict=True)
+        colours = list(papers.values())
+        axis.scatter(layer, value, 30, "none", "D", edgecolors=colours, linewidths=1.2, zorder=4)
+        # A series of its own in the legend, behind the others and in no channel's colour.
+        axis.errorbar(
+            [], [], label="the paper's, hollow", linestyle="", marker="D", mfc="none", color="#666666"
+        )
     axis.set_xticks(layers)
-    axis.set_xlabel("layer")
+    common = _series({"keys": {key: rows[0]["keys"][key] for key in alike}}, True)
+    axis.set_xlabel(f"layer ({common})" if common and len(series) > 1 else "layer")
     axis.set_ylabel(label)
     axis.grid(axis="y", color="#e3e5e8", linewidth=0.8)
 
@@ -170,12 +186,7 @@ def _by_row(axis: Any, rows: Sequence[Mapping[str, Any]], name: str, label: str)
     axis.invert_yaxis()
     axis.set_xlabel(label)
     axis.grid(axis="x", color="#e3e5e8", linewidth=0.8)
-    published = [
-        (place, value)
-        for place, row in enumerate(rows)
-        for key, value in row["paper"].items()
-        if isinstance(value, int | float) and key.partition(",")[0] == label
-    ]
+    published = [(place, value) for place, row in enumerate(rows) for value in _papers(row, label)]
     if published:
         spots, marks = zip(*published, strict=True)
         axis.plot(marks, spots, "D", color=COLOURS[1], markersize=5, zorder=4, label="the paper's")
@@ -362,9 +373,18 @@ def draw_shares(
     drawing.savefig(out, dpi=130)
 
 
-def _series(row: Mapping[str, Any], over_layers: bool) -> str:
-    keys = [(key, value) for key, value in row["keys"].items() if not (over_layers and key == "layer")]
-    return ", ".join(f"{key} {value}" for key, value in keys)
+def _papers(row: Mapping[str, Any], label: str) -> list[float]:
+    """The paper's figures of that name, a model each."""
+    named = (value for key, value in row["paper"].items() if key.partition(",")[0] == label)
+    return [value for value in named if isinstance(value, int | float)]
+
+
+def _series(row: Mapping[str, Any], over_layers: bool, but: Sequence[str] = ()) -> str:
+    """A row's name; short, over layers: texts speak for themselves, and some keys are left out."""
+    if not over_layers:
+        return ", ".join(f"{key} {value}" for key, value in row["keys"].items())
+    keys = [(key, value) for key, value in row["keys"].items() if key not in (*but, "layer")]
+    return ", ".join(value if isinstance(value, str) else f"{key} {value}" for key, value in keys)
 
 
 def _values(rows: Sequence[Mapping[str, Any]], name: str) -> tuple[list[float], list[list[float]]]:
