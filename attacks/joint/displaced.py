@@ -25,10 +25,13 @@ LINEARISED = 12  # times that rows are linearised over what is believed of them
 PACE = 0.4  # share of the way to what is believed then that each of these goes
 SAMPLED, JUDGED = 2, 32  # points at which a linearisation is taken, and at which its errors are
 DOUBLED = 2.0  # times what a linearisation errs, as errors of coordinates are not independent
-# Share of a row that a step may leave unexplained: from what linearisation arrives at to what rounding allows.
-SHARES = (0.012, *[0.006] * 8)
-SETTLED = 1.0  # nats that another step has to gain at the least share
-DAMPED = (1e-3, 0.3, 3.0, 30.0)  # tried in turn until a step lessens the cost
+BELIEVED = 0.006  # share of a row that linearisation may leave unexplained
+EXACT = 3e-5  # and the solve in the end; rounding makes a tenth of that
+STEPS, TRIES = 15, 4  # of the solve, and dampings tried at each
+DAMPED = (BELIEVED / EXACT) ** 2  # at first: as if no more than linearisation believes were to be explained
+AHEAD = 0.5  # of a step, where the layer is looked at to see how it bends
+BENT = 0.375  # times a step's length that its bend may be long
+SETTLED = 0.1  # nats that another step has to gain
 AT_ONCE = 48  # outputs of which gradients are taken together
 SLACK = 0.4  # sigma; what an order may leave unexplained of a displacement, a coordinate
 SEARCHED = 80  # steps towards the noised embeddings that explain an order
@@ -299,7 +302,7 @@ def _linearised(equations: Equations, generator: torch.Generator) -> Float[Tenso
     distribution narrows (statistical linearisation, as in iterated sigma-point filters).
     """
     moved, prior, observed = equations.mean, equations.prior, equations.observed.double()
-    precision, least = prior, SHARES[-1] * equations.unit()
+    precision, least = prior, BELIEVED * equations.unit()
     every = torch.arange(len(moved), device=moved.device)
     for _ in range(LINEARISED):
         upper = torch.linalg.cholesky(precision).transpose(1, 2)
@@ -321,35 +324,53 @@ def _linearised(equations: Equations, generator: torch.Generator) -> Float[Tenso
 
 
 def _solve(equations: Equations, begun: Float[Tensor, "n d"]) -> Float[Tensor, "n d"]:
-    """The likeliest displacement of each row that explains it, by damped Gauss-Newton steps from where it is begun."""
-    prior, observed = equations.prior, equations.observed.double()
-    moved, unit = begun.clone(), equations.unit()
-    open = torch.arange(len(moved), device=moved.device)  # rows that are not settled
+    """The likeliest displacement of each row that explains it, by damped Gauss-Newton steps from where it is begun.
 
-    def cost(of: Tensor, tried: Tensor, tau: Tensor) -> tuple[Tensor, Tensor]:
-        left = (observed[of] - equations.states(of, tried)) / tau
-        off = tried - equations.mean[of]
-        return left, (left.square().sum(1) + (off * equations.unlikely(of, tried)).sum(1)) / 2
+    Steps are bent by what the layer's second derivative along them says (geodesic acceleration: Transtrum, Machta and
+    Sethna, Phys. Rev. E 83, 2011): what is left of a row lies along narrow, winding valleys, in which straight steps
+    have to be several times as many. Rows that end at what rounding allows are known; others lie where the layer folds.
+    """
+    moved, tau = begun.clone(), EXACT * equations.unit()
+    every = torch.arange(len(moved), device=moved.device)
 
-    for share in SHARES:
-        tau = share * unit[open]
-        left, least = cost(open, moved[open], tau)
-        jacobian = equations.jacobian(open, moved[open]) / tau[..., None]
+    def cost(rows: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
+        left = (equations.observed[rows].double() - equations.states(rows, at)) / tau[rows]
+        off = at - equations.mean[rows]
+        return left, (left.square().sum(1) + (off * equations.unlikely(rows, at)).sum(1)) / 2
+
+    left, least = cost(every, moved)
+    damping = torch.full_like(least, DAMPED)
+    growth = torch.full_like(least, 2.0)
+    settled = torch.zeros_like(every, dtype=torch.bool)
+    for _ in range(STEPS):
+        rows = (~settled).nonzero()[:, 0]
+        if not len(rows):
+            break
+        jacobian = equations.jacobian(rows, moved[rows]) / tau[rows, None]
         normal = jacobian.transpose(1, 2) @ jacobian
-        towards = _times(jacobian.transpose(1, 2), left) - equations.unlikely(open, moved[open])
-        rows, gained = torch.arange(len(open), device=open.device), torch.zeros_like(least)
-        for damping in DAMPED:
-            damped = torch.linalg.cholesky(normal[rows] + (1 + damping) * prior[open[rows]])
-            tried = moved[open[rows]] + torch.cholesky_solve(towards[rows, :, None], damped)[..., 0]
-            gain = least[rows] - cost(open[rows], tried, tau[rows])[1]
-            moved[open[rows[gain > 0]]], gained[rows] = tried[gain > 0], gain
-            rows = rows[gain <= 0]
-            if not len(rows):
+        towards = _times(jacobian.transpose(1, 2), left[rows]) - equations.unlikely(rows, moved[rows])
+        for _ in range(TRIES):
+            prior, here = equations.prior[rows], moved[rows]
+            lower = torch.linalg.cholesky(normal + (1 + damping[rows, None, None]) * prior)
+            straight = torch.cholesky_solve(towards[..., None], lower)[..., 0]
+            # The second derivative along the step, from a point a little way on.
+            shown = (cost(rows, here + AHEAD * straight)[0] - left[rows]) / AHEAD + _times(jacobian, straight)
+            bend = _times(jacobian.transpose(1, 2), 2 / AHEAD * shown)
+            bend = torch.cholesky_solve(bend[..., None], lower)[..., 0] / 2
+            near = bend.norm(dim=1) < BENT * straight.norm(dim=1)
+            tried = here + straight + bend * near[:, None]
+            found, nats = cost(rows, tried)
+            promised = (straight * (towards + damping[rows, None] * _times(prior, straight))).sum(1) / 2
+            better, gain = nats < least[rows], least[rows] - nats
+            good, bad = rows[better], rows[~better]
+            moved[good], left[good], least[good] = tried[better], found[better], nats[better]
+            settled[good] = gain[better] < SETTLED
+            agreed = 1 - (2 * gain / promised - 1).pow(3)
+            damping[good], growth[good] = damping[good] * agreed[better].clamp(0.1, 1.0), 2.0
+            damping[bad], growth[bad] = damping[bad] * growth[bad] * 2, growth[bad] * 2
+            if not len(bad):
                 break
-        if share == SHARES[-1]:
-            open = open[gained > SETTLED]
-            if not len(open):
-                break
+            rows, jacobian, normal, towards = (one[~better] for one in (rows, jacobian, normal, towards))
     return moved
 
 

@@ -19,7 +19,7 @@ from attacks.joint.explain import append
 from attacks.joint.hypotheses import Engines, Hypothesis, Step
 from hiddenlab.slice import Request
 
-HYPOTHESES = 48  # kept
+HYPOTHESES = 96  # kept
 SOLVED = 3  # times as many continuations are solved for
 
 
