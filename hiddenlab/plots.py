@@ -80,7 +80,8 @@ def draw_table(table: Mapping[str, Any], out: Path) -> Path | None:
     if not (over or against or over_layers) and len(rows) > MOST_BARS:
         return None
     series = len({_series(row, True) for row in rows}) if over_layers else 0
-    height = 5.2 if over or against else 3.9 + 0.12 * series if over_layers else 1.2 + 0.36 * len(rows)
+    lines = sum(1 + _bar(row).count("\n") for row in rows)
+    height = 5.2 if over or against else 3.9 + 0.12 * series if over_layers else 1.2 + 0.36 * lines
     drawing = Figure(figsize=(8.5, height), layout="constrained")
     FigureCanvasAgg(drawing)
     axis: Any = drawing.subplots()
@@ -166,7 +167,7 @@ def _over_layers(
     if papers:
         layer, value = zip(*papers, strict=True)
         colours = list(papers.values())
-        axis.scatter(layer, value, 30, "none", "D", edgecolors=colours, linewidths=1.2, zorder=4)
+        axis.scatter(layer, value, 30, "none", marker="D", edgecolors=colours, linewidths=1.2, zorder=4)
         # A series of its own in the legend, behind the others and in no channel's colour.
         axis.errorbar(
             [], [], label="the paper's, hollow", linestyle="", marker="D", mfc="none", color="#666666"
@@ -182,7 +183,7 @@ def _by_row(axis: Any, rows: Sequence[Mapping[str, Any]], name: str, label: str)
     places = list(range(len(rows)))
     values, errors = _values(rows, name)
     axis.barh(places, values, xerr=errors, color=COLOURS[0], height=0.6, zorder=3, capsize=3)
-    axis.set_yticks(places, [_series(row, False) for row in rows], fontsize=9)
+    axis.set_yticks(places, [_bar(row) for row in rows], fontsize=9)
     axis.invert_yaxis()
     axis.set_xlabel(label)
     axis.grid(axis="x", color="#e3e5e8", linewidth=0.8)
@@ -371,6 +372,11 @@ def draw_shares(
     axis.spines[["top", "right"]].set_visible(False)
     axis.legend(frameon=False, fontsize=9)
     drawing.savefig(out, dpi=130)
+
+
+def _bar(row: Mapping[str, Any]) -> str:
+    """A row's name beside its bar; a prompt among its keys may be as long as it likes."""
+    return "\n".join(wrap(_series(row, False), 60))
 
 
 def _papers(row: Mapping[str, Any], label: str) -> list[float]:

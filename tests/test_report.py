@@ -262,3 +262,34 @@ def test_a_picture_over_another_figure(tmp_path: Path) -> None:
         draw_table(table("o", figures=labels, rows=[row(0.1, read=0.9)], against="kept"), tmp_path)
         is not None
     )
+
+
+def test_lines_over_layers_stand_beside_the_papers(tmp_path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    from hiddenlab.plots import _over_layers
+
+    def row(channel: str, attack: str, layer: int, value: float, paper: float | None) -> dict[str, Any]:
+        keys = {"method": "nf4", "channel": channel, "layer": layer, "attack": attack}
+        figures = {"read": {"value": value, "low": value, "high": value, "n": 5}}
+        return {"keys": keys, "figures": figures, "paper": {"ROUGE-L, Gemma": paper}, "status": "measured"}
+
+    rows = [
+        row(channel, attack, layer, 0.9, paper)
+        for channel, paper in (("identity", 0.5), ("seq-perm", 0.1), ("2d-perm", None))
+        for attack in ("old", "new")
+        for layer in (1, 6)
+    ]
+    axis = Figure().subplots()
+    _over_layers(axis, rows, "read", [1, 6], "ROUGE-L")
+    names = [
+        f"{channel}, {attack}" for channel in ("identity", "seq-perm", "2d-perm") for attack in ("old", "new")
+    ]
+    _, told = axis.get_legend_handles_labels()
+    assert told == [*names, "the paper's, hollow"]
+    assert axis.get_xlabel() == "layer (nf4)"  # what all rows share
+    # One mark for two attacks on the same states, in the first one's colour.
+    marks = axis.collections[-1]
+    assert marks.get_offsets().tolist() == [[1, 0.5], [6, 0.5], [1, 0.1], [6, 0.1]]
+    colours = marks.get_edgecolors().tolist()
+    assert colours[0] == colours[1] != colours[2] == colours[3]
