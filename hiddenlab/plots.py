@@ -165,9 +165,9 @@ def _over_layers(
             for value in _papers(row, label):
                 papers.setdefault((row["keys"]["layer"], value), _style(n)["color"])
     if papers:
-        layer, value = zip(*papers, strict=True)
+        where, marks = zip(*papers, strict=True)
         colours = list(papers.values())
-        axis.scatter(layer, value, 30, "none", marker="D", edgecolors=colours, linewidths=1.2, zorder=4)
+        axis.scatter(where, marks, 30, "none", marker="D", edgecolors=colours, linewidths=1.2, zorder=4)
         # A series of its own in the legend, behind the others and in no channel's colour.
         axis.errorbar(
             [], [], label="the paper's, hollow", linestyle="", marker="D", mfc="none", color="#666666"
