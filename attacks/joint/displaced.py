@@ -328,7 +328,8 @@ def _solve(equations: Equations, begun: Float[Tensor, "n d"]) -> Float[Tensor, "
 
     Steps are bent by what the layer's second derivative along them says (geodesic acceleration: Transtrum, Machta and
     Sethna, Phys. Rev. E 83, 2011): what is left of a row lies along narrow, winding valleys, in which straight steps
-    have to be several times as many. Rows that end at what rounding allows are known; others lie where the layer folds.
+    have to be several times as many. Most rows that end at what rounding allows are known, some are at another solution
+    beyond a fold of the layer; rows that end short of it lie at folds.
     """
     moved, tau = begun.clone(), EXACT * equations.unit()
     every = torch.arange(len(moved), device=moved.device)
