@@ -7,7 +7,15 @@ import pytest
 import torch
 
 from attacks.joint import displaced as module
-from attacks.joint.displaced import Displaced, _expected, _jacobians, displaced, place_free
+from attacks.joint.displaced import (
+    Displaced,
+    Equations,
+    _expected,
+    _jacobians,
+    _solve,
+    displaced,
+    place_free,
+)
 from attacks.joint.explain import append
 from attacks.joint.hypotheses import Engines
 from attacks.joint.ordered import ordered
@@ -116,6 +124,25 @@ def test_displacements_explain_their_rows(solved: tuple[Displaced, torch.Tensor]
     assert float(((states - observed).norm(dim=1) / observed.norm(dim=1)).max()) < 1e-4
     missed = (witness.moved - truly(witness)).norm(dim=1) / (SIGMA * witness.moved.shape[1] ** 0.5)
     assert float(missed.max()) < 0.01  # of the noise
+
+
+@pytest.mark.parametrize("astray", [0.0, 1.0])
+def test_rows_that_nothing_more_explains_stay(tiny: Callable[..., str], astray: float) -> None:
+    """Explained from the beginning on, or by no displacement at all: no step is left to try, and none fails."""
+    slice = load_slice(tiny("llama", initializer_range=0.1), 1)
+    centre = slice.embed(TOKENS)
+    n, width = centre.shape
+    usual, rest = torch.zeros(n, width), torch.zeros(n, width).double()
+    with torch.inference_mode():
+        states = slice.run_given(centre, usual)
+        observed = states + astray * torch.randn(states.shape, generator=torch.Generator().manual_seed(4))
+        prior = torch.eye(width).double().expand(n, -1, -1) / SIGMA**2
+        equations = Equations(slice, centre, usual, observed, rest, prior)
+        moved = rest
+        for _ in range(3):  # begun anew where it ended
+            moved = _solve(equations, moved)
+    assert moved.isfinite().all()
+    assert bool((moved == 0).all()) == (astray == 0)
 
 
 def truly(witness: Displaced) -> torch.Tensor:
