@@ -369,7 +369,7 @@ def _solve(equations: Equations, begun: Float[Tensor, "n d"]) -> Float[Tensor, "
             agreed = 1 - (2 * gain / promised - 1).pow(3)
             damping[good], growth[good] = damping[good] * agreed[better].clamp(0.1, 1.0), 2.0
             damping[bad], growth[bad] = damping[bad] * growth[bad] * 2, growth[bad] * 2
-            settled[bad] = promised[~better] < SETTLED  # rounding, or nothing to gain
+            settled[bad] = promised[~better] < SETTLED  # or it would be damped until numbers overflow
             if not len(bad):
                 break
             rows, jacobian, normal, towards = (one[~better] for one in (rows, jacobian, normal, towards))
