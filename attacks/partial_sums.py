@@ -13,7 +13,6 @@ c/m unknown tokens and c rows at every step with a full cluster, so there are en
 
 import math
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -22,10 +21,10 @@ from jaxtyping import Float, Int
 from scipy.optimize import nnls
 from torch import Tensor
 
+from attacks.first_layer import FirstLayer
 from hiddenlab.core import Observation, Progress, Recovery, TokenRecovery, silent
 from hiddenlab.errors import InputError, NotApplicableError
 from hiddenlab.slice import Slice
-from hiddenlab.slice.door import Attention
 
 NOISE = 1e-4  # singular values below this share of the largest are rounding
 EXPLAINED = 1e-6  # share of a sum's square that the right tokens leave unexplained, at most
@@ -50,7 +49,7 @@ class PartialSums:
         if candidates < 1:
             raise InputError(f"candidates must be at least 1, not {candidates}")
         self.candidates, self.seed, self.progress = candidates, seed, progress
-        self._layer: tuple[Slice, _FirstLayer] | None = None
+        self._layer: tuple[Slice, FirstLayer] | None = None
 
     def setup(self, observation: Observation, slice: Slice, generator: torch.Generator) -> dict[str, float]:
         """Load the first layer's projections and tabulate the vocabulary's value vectors, once a model."""
@@ -59,9 +58,9 @@ class PartialSums:
             layer.values(0)
         return {}
 
-    def _first(self, slice: Slice) -> "_FirstLayer":
+    def _first(self, slice: Slice) -> "FirstLayer":
         if self._layer is None or self._layer[0] is not slice:
-            self._layer = slice, _FirstLayer(slice)
+            self._layer = slice, FirstLayer(slice)
         return self._layer[1]
 
     def recover(self, observation: Observation, slice: Slice, generator: torch.Generator) -> Recovery:
@@ -159,70 +158,11 @@ class _View:
         )  # fmt: skip
 
 
-class _FirstLayer:
-    """Queries, keys and values of the first layer, of any token at any position.
-
-    Through the slice's streams, so for any architecture: at the first layer they depend on nothing else.
-    """
-
-    def __init__(self, slice: Slice) -> None:
-        self.q, self.k, self.v, self.embed = (
-            slice.sibling(0 if stream == "embed" else 1, stream=stream, dtype="float32")
-            for stream in ("q", "k", "v", "embed")
-        )
-        some = torch.arange(min(4, slice.vocab_size), device=slice.device)
-        # Learned positions are added to the embedding and so move the values; rotary ones do not.
-        self.moves = not torch.allclose(self._at(self.v, some, 0), self._at(self.v, some, 7), atol=1e-5)
-        self._values: dict[int, Tensor] = {}
-
-    def counters(self) -> tuple[int, int]:
-        """Positions and passes run so far."""
-        slices = (self.q, self.k, self.v, self.embed)
-        return sum(s.evaluated_tokens for s in slices), sum(s.forward_calls for s in slices)
-
-    @property
-    def attention(self) -> Attention:
-        how = self.v.attention  # it has run: the values were tabulated
-        assert how is not None
-        return how
-
-    @staticmethod
-    def _at(slice: Slice, tokens: Int[Tensor, " c"], position: int) -> Float[Tensor, "c w"]:
-        return slice.prefix(offset=position).branch(tokens)
-
-    def own_tokens(self, rows: Float[Tensor, "rows d"], positions: Sequence[int]) -> list[int]:
-        """Tokens of embeddings as they enter the first layer: what a learned position adds is taken off first."""
-        table = self.embed.embed(torch.arange(self.embed.vocab_size, device=rows.device)).float()
-        zero = torch.zeros(1, dtype=torch.long, device=rows.device)
-        added = torch.cat([self._at(self.embed, zero, p) for p in positions]) - table[:1]
-        return [int(torch.cdist(row[None], table).argmin()) for row in rows - added]
-
-    def along(self, slice: Slice, known: dict[int, int]) -> Float[Tensor, "n w"]:
-        """Rows of all positions of a prompt of which some tokens are known; the others' rows mean nothing."""
-        tokens = torch.zeros(max(known) + 1, dtype=torch.long, device=slice.device)
-        for position, token in known.items():
-            tokens[position] = token
-        return slice.encode(tokens)
-
-    def values(self, position: int) -> Float[Tensor, "v w"]:
-        """Value vectors of the whole vocabulary at a position."""
-        key = position if self.moves else 0
-        if key not in self._values:
-            if self.moves:
-                self._values.clear()  # one table at a time: each is as large as the vocabulary
-            self._values[key] = self._at(self.v, torch.arange(self.v.vocab_size, device=self.v.device), key)
-        return self._values[key]
-
-    def keys(self, tokens: Int[Tensor, " c"], position: int) -> Float[Tensor, "c w"]:
-        """Keys of some tokens at a position."""
-        return self._at(self.k, tokens, position)
-
-
 @dataclass
 class _Shard:
     """One key shard's sums, solved from the first rows to the last."""
 
-    layer: _FirstLayer
+    layer: FirstLayer
     view: _View
     queries: Float[Tensor, "h rows d"]
     index: int
@@ -287,7 +227,7 @@ class _Step:
             unknown keys contribute, ``[h, rows]`` and ``[h, rows, dv]``. new: their positions.
     """
 
-    layer: _FirstLayer
+    layer: FirstLayer
     queries: Float[Tensor, "h rows d"]
     scale: Float[Tensor, "h rows"]
     mass: Float[Tensor, "h rows"]

@@ -6,13 +6,11 @@ from itertools import permutations
 import pytest
 import torch
 
+from attacks.inverted import Equations, jacobians
 from attacks.joint import displaced as module
 from attacks.joint.displaced import (
     Displaced,
-    Equations,
     _expected,
-    _jacobians,
-    _solve,
     displaced,
     place_free,
 )
@@ -74,7 +72,7 @@ def test_jacobians_are_those_of_each_row_by_itself(tiny: Callable[..., str], arc
     points = slice.embed(TOKENS[:3]).clone()
     (answer,) = slice.run([Request(slice.prefix(), points)], keep=False, show="attn")
     usual = answer.chain.clone()
-    found = _jacobians(slice, points, usual)
+    found = jacobians(slice, points, usual)
     for i in range(3):
         plain = torch.autograd.functional.jacobian(
             lambda x, u: slice.run_given(x[None], u[None], grad=True)[0], (points[i], usual[i])
@@ -140,7 +138,7 @@ def test_rows_that_nothing_more_explains_stay(tiny: Callable[..., str], astray: 
         equations = Equations(slice, centre, usual, observed, rest, prior)
         moved = rest
         for _ in range(3):  # begun anew where it ended
-            moved = _solve(equations, moved)
+            moved = equations.solve(moved)
     assert moved.isfinite().all()
     assert bool((moved == 0).all()) == (astray == 0)
 

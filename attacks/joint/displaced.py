@@ -16,6 +16,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from attacks.inverted import BELIEVED, Equations, jacobians, times
 from attacks.joint.continuous import newton
 from hiddenlab.slice import Prefix, Request, Slice
 
@@ -25,14 +26,6 @@ LINEARISED = 12  # times that rows are linearised over what is believed of them
 PACE = 0.4  # share of the way to what is believed then that each of these goes
 SAMPLED, JUDGED = 2, 32  # points at which a linearisation is taken, and at which its errors are
 DOUBLED = 2.0  # times what a linearisation errs, as errors of coordinates are not independent
-BELIEVED = 0.006  # share of a row that linearisation may leave unexplained
-EXACT = 3e-5  # and the solve in the end; rounding makes a tenth of that
-STEPS, TRIES = 15, 4  # of the solve, and dampings tried at each
-DAMPED = (BELIEVED / EXACT) ** 2  # at first: as if no more than linearisation believes were to be explained
-AHEAD = 0.5  # of a step, where the layer is looked at to see how it bends
-BENT = 0.375  # times a step's length that its bend may be long
-SETTLED = 0.1  # nats that another step has to gain
-AT_ONCE = 48  # outputs of which gradients are taken together
 SLACK = 0.4  # sigma; what an order may leave unexplained of a displacement, a coordinate
 SEARCHED = 80  # steps towards the noised embeddings that explain an order
 PRODUCTS = 5  # of conjugate gradients, towards the embedding of one row behind others
@@ -183,7 +176,7 @@ def displaced(
     usual = attended.mean(0)
     with torch.inference_mode(False):
         centre, observed, usual = centre.clone(), observed.float().clone(), usual.clone()
-    by_input, by_attention = _jacobians(slice, centre, usual)
+    by_input, by_attention = jacobians(slice, centre, usual)
     mixing = torch.linalg.solve(by_input, by_attention).float()
     if float((mixing - mixing[:1]).norm(dim=(1, 2)).max()) < SAME * float(mixing[0].norm()):
         mixing = mixing[:1].clone()  # attention's output is simply added
@@ -196,7 +189,7 @@ def displaced(
     equations = Equations(
         slice, centre, usual, observed, mean.double(), torch.linalg.inv(covariance.double())
     )
-    moved = _solve(equations, _linearised(equations, generator)).float()
+    moved = equations.solve(_linearised(equations, generator)).float()
     # The share of noise in it, by regression on what was drawn.
     together = (1 - OWN) * torch.bmm(spread.transpose(1, 2), noise.transpose(0, 1)) / len(drawn) + OWN * own
     share = torch.linalg.solve(covariance.double(), (moved - mean).double()[..., None]).float()
@@ -243,56 +236,6 @@ def _draw(
     return torch.cat(noises), torch.stack(attended).float()
 
 
-def _jacobians(
-    slice: Slice, points: Float[Tensor, "n d"], usual: Float[Tensor, "n a"], both: bool = True
-) -> list[Tensor]:
-    """Of each row's state ``[n, e, …]``, by its embedding and, for ``both``, by what attention brings it; in double."""
-    parts = list[tuple[Tensor, ...]]()
-    with torch.inference_mode(False), torch.enable_grad():
-        inputs, given = (one.detach().clone().requires_grad_() for one in (points, usual))
-        states = slice.run_given(inputs, given, grad=True)
-        n, width = states.shape
-        # Rows have nothing to do with one another: the gradient of one output of all of them is that of each.
-        for part in torch.arange(width, device=states.device).split(AT_ONCE):
-            wanted = torch.nn.functional.one_hot(part, width).to(states.dtype)[:, None].expand(-1, n, -1)
-            by = (inputs, given) if both else (inputs,)
-            parts.append(torch.autograd.grad(states, by, wanted, retain_graph=True, is_grads_batched=True))
-    return [torch.cat(one).double().transpose(0, 1) for one in zip(*parts, strict=True)]
-
-
-@dataclass(frozen=True)
-class Equations:
-    """What each row tells of its displacement, its attention taken as usual; all but embeddings in double precision.
-
-    Attributes:
-        mean, prior: of displacements, and the inverse of their covariance.
-    """
-
-    slice: Slice
-    centre: Float[Tensor, "n d"]
-    usual: Float[Tensor, "n a"]
-    observed: Float[Tensor, "n e"]
-    mean: Float[Tensor, "n d"]
-    prior: Float[Tensor, "n d d"]
-
-    def states(self, rows: Int[Tensor, " r"], moved: Float[Tensor, "r d"]) -> Float[Tensor, "r e"]:
-        """What some rows would be, displaced so far."""
-        return self.slice.run_given((self.centre[rows] + moved).float(), self.usual[rows]).double()
-
-    def jacobian(self, rows: Int[Tensor, " r"], moved: Float[Tensor, "r d"]) -> Float[Tensor, "r e d"]:
-        """How some rows change with their displacement."""
-        return _jacobians(self.slice, (self.centre[rows] + moved).float(), self.usual[rows], both=False)[0]
-
-    def unlikely(self, rows: Int[Tensor, " r"], moved: Float[Tensor, "r d"]) -> Float[Tensor, "r d"]:
-        """The gradient of what displacements cost, in nats."""
-        return _times(self.prior[rows], moved - self.mean[rows])
-
-    def unit(self) -> Float[Tensor, "n 1"]:
-        """Root mean square of each row's coordinates."""
-        rows = self.observed.double()
-        return rows.norm(dim=1, keepdim=True).clamp(min=1e-12) / rows.shape[1] ** 0.5
-
-
 def _linearised(equations: Equations, generator: torch.Generator) -> Float[Tensor, "n d"]:
     """About where each row's displacement lies, by linearising the layer over all that is still possible.
 
@@ -317,72 +260,15 @@ def _linearised(equations: Equations, generator: torch.Generator) -> Float[Tenso
         errors = shown - middle - (jacobian @ off).permute(2, 0, 1)
         weighed = jacobian.transpose(1, 2) / (DOUBLED * errors.square().mean(0) + least.square())[:, None]
         precision = (1 - PACE) * precision + PACE * (prior + weighed @ jacobian)
-        towards = _times(weighed, observed - middle) - equations.unlikely(every, moved)
+        towards = times(weighed, observed - middle) - equations.unlikely(every, moved)
         lower = torch.linalg.cholesky(precision)
         moved = moved + PACE * torch.cholesky_solve(towards[..., None], lower)[..., 0]
-    return moved
-
-
-def _solve(equations: Equations, begun: Float[Tensor, "n d"]) -> Float[Tensor, "n d"]:
-    """The likeliest displacement of each row that explains it, by damped Gauss-Newton steps from where it is begun.
-
-    Steps are bent by what the layer's second derivative along them says (geodesic acceleration: Transtrum, Machta and
-    Sethna, Phys. Rev. E 83, 2011): what is left of a row lies along narrow, winding valleys, in which straight steps
-    have to be several times as many. Most rows that end at what rounding allows are known, some are at another solution
-    beyond a fold of the layer; rows that end short of it lie at folds.
-    """
-    moved, tau = begun.clone(), EXACT * equations.unit()
-    every = torch.arange(len(moved), device=moved.device)
-
-    def cost(rows: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
-        left = (equations.observed[rows].double() - equations.states(rows, at)) / tau[rows]
-        off = at - equations.mean[rows]
-        return left, (left.square().sum(1) + (off * equations.unlikely(rows, at)).sum(1)) / 2
-
-    left, least = cost(every, moved)
-    damping = torch.full_like(least, DAMPED)
-    growth = torch.full_like(least, 2.0)
-    settled = torch.zeros_like(every, dtype=torch.bool)
-    for _ in range(STEPS):
-        rows = (~settled).nonzero()[:, 0]
-        if not len(rows):
-            break
-        jacobian = equations.jacobian(rows, moved[rows]) / tau[rows, None]
-        normal = jacobian.transpose(1, 2) @ jacobian
-        towards = _times(jacobian.transpose(1, 2), left[rows]) - equations.unlikely(rows, moved[rows])
-        for _ in range(TRIES):
-            prior, here = equations.prior[rows], moved[rows]
-            lower = torch.linalg.cholesky(normal + (1 + damping[rows, None, None]) * prior)
-            straight = torch.cholesky_solve(towards[..., None], lower)[..., 0]
-            # The second derivative along the step, from a point a little way on.
-            shown = (cost(rows, here + AHEAD * straight)[0] - left[rows]) / AHEAD + _times(jacobian, straight)
-            bend = _times(jacobian.transpose(1, 2), 2 / AHEAD * shown)
-            bend = torch.cholesky_solve(bend[..., None], lower)[..., 0] / 2
-            near = bend.norm(dim=1) < BENT * straight.norm(dim=1)
-            tried = here + straight + bend * near[:, None]
-            found, nats = cost(rows, tried)
-            promised = (straight * (towards + damping[rows, None] * _times(prior, straight))).sum(1) / 2
-            better, gain = nats < least[rows], least[rows] - nats
-            good, bad = rows[better], rows[~better]
-            moved[good], left[good], least[good] = tried[better], found[better], nats[better]
-            settled[good] = gain[better] < SETTLED
-            agreed = 1 - (2 * gain / promised - 1).pow(3)
-            damping[good], growth[good] = damping[good] * agreed[better].clamp(0.1, 1.0), 2.0
-            damping[bad], growth[bad] = damping[bad] * growth[bad] * 2, growth[bad] * 2
-            settled[bad] = promised[~better] < SETTLED  # or it would be damped until numbers overflow
-            if not len(bad):
-                break
-            rows, jacobian, normal, towards = (one[~better] for one in (rows, jacobian, normal, towards))
     return moved
 
 
 def _displacing(mixing: Float[Tensor, "_ d a"], changes: Float[Tensor, "n *m a"]) -> Float[Tensor, "n *m d"]:
     """What changes of attention do, as displacements."""
     return changes @ mixing[0].T if len(mixing) == 1 else torch.einsum("nda,n...a->n...d", mixing, changes)
-
-
-def _times(matrices: Tensor, vectors: Tensor) -> Tensor:
-    return torch.bmm(matrices, vectors[..., None])[..., 0]
 
 
 def place_free(slice: Slice) -> bool:
