@@ -1,6 +1,7 @@
 """The first layer's queries, keys and values, which depend on one token each."""
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 from jaxtyping import Float, Int
@@ -8,6 +9,8 @@ from torch import Tensor
 
 from hiddenlab.slice import Slice
 from hiddenlab.slice.door import Attention
+
+TABLES = 16  # places for which the vocabulary is held, where it depends on the place
 
 
 class FirstLayer:
@@ -25,6 +28,8 @@ class FirstLayer:
         # Learned positions are added to the embedding and so move the values; rotary ones do not.
         self.moves = not torch.allclose(self._at(self.v, some, 0), self._at(self.v, some, 7), atol=1e-5)
         self._values: dict[int, Tensor] = {}
+        self._keys: dict[int, Tensor] = {}
+        self.heads = int(slice.model.config.num_attention_heads)  # type: ignore[union-attr,arg-type]
 
     def counters(self) -> tuple[int, int]:
         """Positions and passes run so far."""
@@ -57,13 +62,66 @@ class FirstLayer:
 
     def values(self, position: int) -> Float[Tensor, "v w"]:
         """Value vectors of the whole vocabulary at a position."""
-        key = position if self.moves else 0
-        if key not in self._values:
-            if self.moves:
-                self._values.clear()  # one table at a time: each is as large as the vocabulary
-            self._values[key] = self._at(self.v, torch.arange(self.v.vocab_size, device=self.v.device), key)
-        return self._values[key]
+        return self._table(self._values, self.v, position if self.moves else 0)
+
+    def _table(self, held: dict[int, Tensor], slice: Slice, position: int) -> Float[Tensor, "v w"]:
+        """A stream of the whole vocabulary; few are held at once, as each is as large as the vocabulary."""
+        if position not in held:
+            while len(held) >= TABLES:
+                del held[next(iter(held))]
+            held[position] = self._at(slice, torch.arange(slice.vocab_size, device=slice.device), position)
+        return held[position]
 
     def keys(self, tokens: Int[Tensor, " c"], position: int) -> Float[Tensor, "c w"]:
         """Keys of some tokens at a position."""
         return self._at(self.k, tokens, position)
+
+    @cached_property
+    def turns(self) -> bool:
+        """Whether scores depend on how far a key is from a query, and not on where the two are (rotary positions)."""
+        some = torch.arange(min(4, self.k.vocab_size), device=self.k.device)
+        here, there = (
+            self.scored(self._by_head(self._at(self.q, some, place + 3)), self._at(self.k, some, place))
+            for place in (0, 7)
+        )
+        return torch.allclose(here, there, rtol=1e-4, atol=1e-5)
+
+    def scored(self, queries: Float[Tensor, "h r d"], keys: Float[Tensor, "c w"]) -> Float[Tensor, "h r c"]:
+        """What softmax is taken of, for queries of every head and tokens with these keys."""
+        scores = torch.einsum("hrd,chd->hrc", queries, self.spread(keys)) * self.attention.scaling
+        if (cap := self.attention.softcap) is not None:
+            scores = torch.tanh(scores / cap) * cap
+        return scores
+
+    def scores(
+        self, token: int, position: int, place: int, tokens: Int[Tensor, " c"] | None = None
+    ) -> Float[Tensor, "h c"]:
+        """What softmax is taken of, for a token that looks from its position at others at an earlier place.
+
+        Args:
+            tokens: None is the whole vocabulary.
+        """
+        if not bool(self.attention.visible([position], [place])):
+            count = self.k.vocab_size if tokens is None else len(tokens)
+            return torch.full((self.heads, count), float("-inf"), device=self.k.device)
+        # Where only distance counts, one table serves all places.
+        away = place if self.turns else 0
+        query = self._at(self.q, torch.tensor([token], device=self.q.device), position - away)
+        if tokens is None or self.turns:
+            keys = self._table(self._keys, self.k, place - away)
+            keys = keys if tokens is None else keys[tokens]
+        else:
+            keys = self.keys(tokens, place)
+        return self.scored(self._by_head(query), keys)[:, 0]
+
+    def _by_head(self, rows: Float[Tensor, "r w"]) -> Float[Tensor, "h r d"]:
+        return rows.unflatten(1, (self.heads, -1)).transpose(0, 1)
+
+    @cached_property
+    def groups(self) -> int:
+        """Query heads of one key/value head."""
+        return self.q.width // self.k.width
+
+    def spread(self, values: Float[Tensor, "c w"]) -> Float[Tensor, "c h d"]:
+        """Value vectors for every query head; those of one key/value head share them."""
+        return values.unflatten(1, (self.heads // self.groups, -1)).repeat_interleave(self.groups, 1)

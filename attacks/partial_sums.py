@@ -237,21 +237,13 @@ class _Step:
 
     def weights(self, keys: Float[Tensor, "c w"], position: int) -> Float[Tensor, "h rows c"]:
         """Softmax weights that tokens with these keys have at a position, for every row."""
-        heads, _, width = self.queries.shape
-        groups = heads // (keys.shape[1] // width)
-        own = keys.unflatten(1, (-1, width)).repeat_interleave(groups, 1)
-        how = self.layer.attention
-        scores = torch.einsum("hrd,chd->hrc", self.queries, own) * how.scaling
-        if how.softcap is not None:
-            scores = torch.tanh(scores / how.softcap) * how.softcap
-        seen = how.visible(self.positions, [position]).to(scores.device)
+        scores = self.layer.scored(self.queries, keys)
+        seen = self.layer.attention.visible(self.positions, [position]).to(scores.device)
         return (scores - self.scale[..., None]).exp().masked_fill(~seen, 0.0)
 
     def spread(self, values: Float[Tensor, "c w"]) -> Float[Tensor, "h 1 c dv"]:
         """Value vectors for every query head."""
-        heads, width = self.sums.shape[0], self.sums.shape[2]
-        groups = heads // (values.shape[1] // width)
-        return values.unflatten(1, (-1, width)).repeat_interleave(groups, 1).transpose(0, 1)[:, None]
+        return self.layer.spread(values).transpose(0, 1)[:, None]
 
     def shortlist(self, count: int) -> Int[Tensor, "n c"]:
         """For each missing position the tokens whose value vectors lie nearest to the span of the sums."""

@@ -5,11 +5,14 @@ row's own); the paper calls it a theoretical threat. Here four sources order the
 that read *earlier* tokens from the observed row (attention leaves traces of them), the probe for its own token, and
 the distances of what was tried, which fall with every right token of a sequence, so that one slot can be searched
 while the others are held.
+
+Behind one layer nothing needs to be tried: a row is a sum to which every missing token contributes by itself, and the
+tokens are solved for (``sums``). What is found so is run like any other sequence, and counts once it matches.
 """
 
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import combinations
 
 import torch
@@ -17,6 +20,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from attacks.gap.slots import Likely, Tried, moved, swapped
+from attacks.gap.sums import ROWS, MissingTokens, Shown
 from attacks.vocab_match import Prepared, VocabMatch
 from attacks.vocab_match.epsilon import rounding_of
 from attacks.vocab_match.rank import Continuations
@@ -35,16 +39,18 @@ BEHIND = 512  # sequences tried for a row behind tokens that were not found
 WIDEN = 512  # sequences tried after which one more of the likeliest is searched slot by slot
 LM_WEIGHT = 0.8  # of the language model beside traces
 FLOOR_ROOM = 8.0  # a gap counts as closed within so many times the largest distance of a right candidate
+NAMED = 32  # of the fillings that were solved for, run at once
 DOUBT = 1.25  # times the screen's largest rounding: what is nearer than that to a row, the slice itself runs
 
 
 class GapSearch:
     """Recover every token up to the last observed row, those that no row shows included.
 
-    Rows before the first gap are matched one by one (``vocab-match``). At a gap, whole sequences are tried: first
-    those that the priors like, then one slot at a time of the sequences that came nearest. A gap that is not closed
-    within the budget gets the nearest sequence, unverified, and the search goes on behind it, with few candidates a
-    row, since none can match there.
+    Rows before the first gap are matched one by one (``vocab-match``). At a gap behind one layer its tokens are solved
+    for, from its row and those that follow at once; what a gap leaves open is solved for again with the next one's
+    rows. Then, and at other layers, whole sequences are tried: first those that the priors like, then one slot at a
+    time of the sequences that came nearest. A gap that is not closed within the budget gets the nearest sequence,
+    unverified, and the search goes on behind it, with few candidates a row, since none can match there.
 
     Knows: the weights, the released rows and where in the prompt they stand. Does not know: the other rows, tokens.
 
@@ -53,6 +59,8 @@ class GapSearch:
         breadth: sequences, nearest first, of which single slots are searched at once; the beam of the priors, whose
             slots are searched in time as well, is four times as wide.
         longest: gaps of more unknown tokens are not searched: they get the nearest of what the priors propose.
+        sums: solve for missing tokens where that is possible: behind one layer, in float32, without noise, unknown
+            prefix or quantization; up to 16 of them at once, whatever ``longest`` says.
         proposal: ``probe+lm`` or ``probe``. distance, epsilon, screen: as in ``vocab-match``.
         seed: of calibration. progress: where progress is reported.
     """
@@ -62,6 +70,7 @@ class GapSearch:
         budget: int = 200_000,
         breadth: int = 8,
         longest: int = 8,
+        sums: bool = True,
         proposal: str = "probe+lm",
         distance: str = "auto",
         epsilon: str = "auto",
@@ -76,15 +85,18 @@ class GapSearch:
         if "probe" not in proposal:
             raise InputError(f"the gap search cannot do without the probe; {proposal!r} has none")
         self.budget, self.breadth, self.longest, self.progress = budget, breadth, longest, progress
+        self.sums = sums
         self.matching = VocabMatch(
             proposal=proposal, distance=distance, epsilon=epsilon, screen=screen, seed=seed, progress=progress
         )
         self._earlier: tuple[Prepared, list[Probe], float] | None = None
+        self._named: tuple[Slice, MissingTokens] | None = None
 
     def setup(self, observation: Observation, slice: Slice, generator: torch.Generator) -> dict[str, float]:
         """Probes, for the rows' own tokens and for earlier ones, and epsilon; see ``VocabMatch.setup``."""
         measured = self.matching.setup(observation, slice, generator)
         *_, seconds = self._prepare(observation, slice)
+        self._names(observation, slice)
         return {**measured, "probe_seconds": measured["probe_seconds"] + seconds}
 
     def _prepare(self, observation: Observation, slice: Slice) -> tuple[list[Probe], float, float]:
@@ -95,6 +107,15 @@ class GapSearch:
             probes, seconds = probes_for(slice, prepared.public, range(1, REACH + 1), self.progress)
             self._earlier = prepared, probes, rounding_of(slice, prepared.matcher, self.matching.seed)
         return *self._earlier[1:], seconds
+
+    def _names(self, observation: Observation, slice: Slice) -> MissingTokens | None:
+        """What solves for missing tokens; None where that is not possible, or not wanted."""
+        if not self.sums or not MissingTokens.applies(observation.public, slice):
+            return None
+        if self._named is None or self._named[0] is not slice:
+            self.progress("tabulating the first layer", 0, 1)
+            self._named = slice, MissingTokens(slice, self.matching.seed)
+        return self._named[1]
 
     def recover(self, observation: Observation, slice: Slice, generator: torch.Generator) -> Recovery:
         """Recover one prompt.
@@ -112,7 +133,8 @@ class GapSearch:
         earlier, rounding, _ = self._prepare(observation, slice)
         prepared, _ = self.matching.prepare(observation, slice)
         positions = list(public.positions or range(len(observation.states)))
-        started, before = time.perf_counter(), counted(slice, prepared.screen)
+        names = self._names(observation, slice)
+        started, before = time.perf_counter(), self._counters(slice, prepared)
         lead = next((i for i, p in enumerate(positions) if p != i), len(positions))
         found: list[TokenRecovery] = []
         epsilon = None
@@ -120,37 +142,107 @@ class GapSearch:
             whole = replace(public, positions=None)
             first = self.matching.recover(Observation(observation.states[:lead], whole), slice, generator)
             found, epsilon = list(first.tokens), first.epsilon
-        unclosed = skipped = 0
         model = Continuations(prepared.proposer.lm, slice.special_ids)
+        rows = {position: row for row, position in enumerate(positions)}
+        searched = dict[int, bool]()  # rows that were not matched, and whether they were searched for
         with torch.inference_mode():
-            prefix = slice.prefix(offset=public.prefix_tokens)
-            if found:
-                prefix.extend(torch.tensor([one.token for one in found], device=slice.device))
+            prefix = _prefix_of(slice, public.prefix_tokens, found)
+            states = observation.states.to(slice.device).float()
             for row in range(lead, len(positions)):
-                raw = observation.states[row].to(slice.device).float()
-                gap = _Gap(self, prepared, earlier, rounding, model, prefix, raw)
+                gap = _Gap(self, prepared, earlier, rounding, model, prefix, states[row])
                 missing = positions[row] - len(found)
-                searched = missing <= self.longest
-                # Behind tokens that are not known no row can match: the nearest of a few is all that can be had.
-                budget = (min(self.budget, BEHIND) if unclosed or skipped else self.budget) if searched else 0
-                closed = gap.search(missing, budget)
-                found += gap.recovered(row)
-                unclosed += searched and not closed
-                skipped += not searched and not closed
+                closed = False
+                if names is not None and missing:
+                    view = _View(states, positions, [one.token for one in found], _open(found), prepared)
+                    begun = min(view.open, default=len(found))
+                    anew = gap
+                    if begun < len(found):
+                        base = _prefix_of(slice, public.prefix_tokens, found[:begun])
+                        anew = _Gap(self, prepared, earlier, rounding, model, base, states[row])
+                    if closed := anew.named(names, view, row, begun):
+                        gap, prefix, found = anew, anew.prefix, found[:begun]
+                        searched.clear()
+                if not closed:
+                    within = missing <= self.longest
+                    # Behind tokens that are not known no row can match: the nearest of a few is all that can be had.
+                    budget = (min(self.budget, BEHIND) if searched else self.budget) if within else 0
+                    if not gap.search(missing, budget):
+                        searched[row] = within
+                found += gap.recovered(rows, len(found))
                 self.progress("closing gaps", row - lead + 1, len(positions) - lead)
-        after = counted(slice, prepared.screen)
-        evaluated, calls = after[0] - before[0], after[1] - before[1]
-        rows = len(positions) - lead
-        reasons = [f"{unclosed} of {rows} rows not matched within the budget"] * bool(unclosed)
-        reasons += [f"{skipped} of {rows} gaps longer than {self.longest}, not searched"] * bool(skipped)
+        evaluated, calls = (
+            now - then for now, then in zip(self._counters(slice, prepared), before, strict=True)
+        )
+        unclosed, count = sum(searched.values()), len(positions) - lead
+        skipped = len(searched) - unclosed
+        reasons = [f"{unclosed} of {count} rows not matched within the budget"] * bool(unclosed)
+        reasons += [f"{skipped} of {count} gaps longer than {self.longest}, not searched"] * bool(skipped)
         reason = "; ".join(reasons) or "complete"
         return Recovery(tuple(found), evaluated, calls, time.perf_counter() - started, reason, epsilon)
+
+    def _counters(self, slice: Slice, prepared: Prepared) -> tuple[int, int]:
+        """Positions and passes that ran so far."""
+        positions, passes = counted(slice, prepared.screen)
+        tabulated = self._named[1].counters() if self._named is not None else (0, 0)
+        return positions + tabulated[0], passes + tabulated[1]
 
     def __repr__(self) -> str:
         return (
             f"GapSearch(budget {self.budget}); knows the weights, the shown rows and where they stand, not the other "
             "rows nor any token"
         )
+
+
+def _prefix_of(slice: Slice, offset: int, found: Sequence[TokenRecovery]) -> Prefix:
+    prefix = slice.prefix(offset=offset)
+    if found:
+        prefix.extend(torch.tensor([one.token for one in found], device=slice.device))
+    return prefix
+
+
+def _open(found: Sequence[TokenRecovery]) -> list[int]:
+    """Positions of tokens that no row shows and no row verified."""
+    return [position for position, one in enumerate(found) if one.row < 0 and not one.verified]
+
+
+@dataclass(frozen=True)
+class _View:
+    """What is known when a gap is reached.
+
+    Attributes:
+        states: the rows. positions: of the rows. tokens: found so far. open: positions of those that are not known.
+    """
+
+    states: Float[Tensor, "rows d"]
+    positions: Sequence[int]
+    tokens: Sequence[int]
+    open: Sequence[int]
+    prepared: Prepared
+
+    def known(self, before: int) -> dict[int, int]:
+        """Tokens by position: those of rows, as the probe names them, and others that were verified."""
+        assert self.prepared.proposer.probe is not None
+        own = [(row, p) for row, p in enumerate(self.positions) if p < before]
+        unsure = min(self.open, default=len(self.tokens))
+        rows = [row for row, p in own if p > unsure]
+        read = dict[int, int]()
+        if rows:
+            named = self.prepared.proposer.probe.log_probs(self.states[rows]).argmax(1).tolist()
+            read = {self.positions[row]: token for row, token in zip(rows, named, strict=True)}
+        return {p: t for p, t in enumerate(self.tokens) if p not in self.open} | read
+
+    def rows(self, row: int) -> list[Shown]:
+        """A row, those before it that see what is open, and those that follow without a gap."""
+        first = min(self.open, default=self.positions[row])
+        last = row
+        while last + 1 < len(self.positions) and self.positions[last + 1] == self.positions[last] + 1:
+            last += 1
+        known = self.known(self.positions[last] + 1)
+        return [
+            Shown(self.states[i], known[p], p, {q: t for q, t in known.items() if q < p})
+            for i, p in enumerate(self.positions[: last + 1])
+            if p >= first
+        ]
 
 
 class _Gap:
@@ -213,15 +305,34 @@ class _Gap:
             self.prefix.extend(torch.tensor(self.best, device=self.slice.device))
         return self.closed
 
-    def recovered(self, row: int) -> list[TokenRecovery]:
-        """The tokens found; those that no row shows are verified by the row that they explain."""
+    def named(self, names: MissingTokens, view: _View, row: int, begun: int) -> bool:
+        """Solve for what is missing, and run what comes out; see ``search``.
+
+        Args:
+            row: by which it is verified. begun: position of the first token that is not known.
+        """
+        end = view.positions[row]
+        self.size = end - begun + 1
+        rows = view.rows(row)[:ROWS] if not view.open else view.rows(row)[-ROWS:]
+        known = view.known(end + 1)
+        for fillings in names.name(rows):
+            sequences = [tuple((known | one)[p] for p in range(begun, end + 1)) for one in fillings[:NAMED]]
+            self._run(sequences)
+            if self.closed:
+                break
+        return self.closed
+
+    def recovered(self, rows: Mapping[int, int], begun: int) -> list[TokenRecovery]:
+        """The tokens found, from a position on; those that no row shows are verified by the row that they explain.
+
+        Args:
+            rows: by position.
+        """
         others = sorted(d for sequence, d in self.pool.items() if sequence != self.best)[:1]
         distance = self.pool[self.best]
         margin = others[0] - distance if others else None
         return [
-            TokenRecovery(
-                token, row if slot == self.size - 1 else -1, distance, margin, self.spent, self.closed
-            )
+            TokenRecovery(token, rows.get(begun + slot, -1), distance, margin, self.spent, self.closed)
             for slot, token in enumerate(self.best)
         ]
 
