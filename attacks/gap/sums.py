@@ -15,6 +15,7 @@ change it, and needs neither a language model nor a single run of the model (eva
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import combinations
 
 import torch
 from jaxtyping import Float, Int
@@ -51,8 +52,8 @@ AT_ONCE = 4096  # tokens tabulated at once
 EXPLAINED = (
     1e-4  # share of a row that the right sum leaves unexplained at most; wrong ones leave ten times as much
 )
-REFINED = 2  # of the best sums that do not explain their rows, in which pairs of tokens are sought anew
-ANEW = 24  # pairs that are sought anew at most
+REFINED = 1  # of the best sums that do not explain their rows, in which pairs of tokens are sought anew
+ANEW, DOUBTFUL = 4, 6  # times that is done, and pairs that are tried at most each time
 LONGEST, ROWS = 16, 4  # missing tokens that are solved for, and rows that are asked together, at most
 
 
@@ -194,13 +195,18 @@ class MissingTokens:
         yield search.fillings(found)
         if search.explained(found):
             return
-        for pair in search.pairs()[:ANEW]:
-            anew = search.sought_anew(found[:REFINED], pair)
-            if search.best(anew) < search.best(found):
-                found = anew
-                yield search.fillings(found)
-                if search.explained(found):
-                    return
+        for _ in range(ANEW):
+            # A sum that misses little is wrong at few places: which two would explain what it misses?
+            for pair in search.doubtful(found)[:DOUBTFUL]:
+                anew = search.sought_anew(found[:REFINED], pair)
+                if search.best(anew) < search.best(found):
+                    found = anew
+                    break
+            else:
+                return
+            yield search.fillings(found)
+            if search.explained(found):
+                return
 
     def _turned_back(self, rows: Sequence[Shown]) -> list[_Row]:
         """What attention brought each row, and what that says of a sum."""
@@ -421,10 +427,20 @@ class _Search:
         """Tokens by place."""
         return [dict(zip(self.places, one, strict=True)) for one in sums.chosen.tolist()]
 
-    def pairs(self) -> list[tuple[int, int]]:
-        """Places that are sought together, those chosen last first: they are the likeliest to be wrong."""
-        n = len(self.places)
-        return [(i, j) for j in range(n - 1, 0, -1) for i in range(j - 1, -1, -1)][1:]
+    def doubtful(self, sums: _Sums) -> list[tuple[int, int]]:
+        """Pairs of places by index, first those whose tokens, were they others, would best explain what is missed."""
+        left, by_head = sums.left[0], sums.mass[0].repeat_interleave(self.width)
+        divided = self.jacobian / by_head
+        missed = divided @ left
+        changes = [2 * divided @ self.moments[p].parts @ divided.T for p in self.places]
+        said = dict[tuple[int, int], float]()
+        for pair in combinations(range(len(self.places)), 2):
+            covariance = changes[pair[0]] + changes[pair[1]]
+            covariance.diagonal().add_(BELIEVED[-1] ** 2)
+            lower = torch.linalg.cholesky(covariance)
+            off = torch.linalg.solve_triangular(lower, missed[:, None], upper=False)
+            said[pair] = -float(off.square().sum() / 2 + lower.diagonal().log().sum())
+        return sorted(said, key=said.__getitem__, reverse=True)
 
     def sought_anew(self, sums: _Sums, pair: tuple[int, int]) -> _Sums:
         """Whole sums with the tokens at two of their places (by index) sought anew."""
