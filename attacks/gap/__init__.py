@@ -39,6 +39,7 @@ BEHIND = 512  # sequences tried for a row behind tokens that were not found
 WIDEN = 512  # sequences tried after which one more of the likeliest is searched slot by slot
 LM_WEIGHT = 0.8  # of the language model beside traces
 FLOOR_ROOM = 8.0  # a gap counts as closed within so many times the largest distance of a right candidate
+PER_ROW = 4  # missing tokens for each row that is asked at first
 NAMED = 32  # of the fillings that were solved for, run at once
 DOUBT = 1.25  # times the screen's largest rounding: what is nearer than that to a row, the slice itself runs
 
@@ -313,13 +314,20 @@ class _Gap:
         """
         end = view.positions[row]
         self.size = end - begun + 1
-        rows = view.rows(row)[:ROWS] if not view.open else view.rows(row)[-ROWS:]
-        known = view.known(end + 1)
-        for fillings in names.name(rows):
-            sequences = [tuple((known | one)[p] for p in range(begun, end + 1)) for one in fillings[:NAMED]]
-            self._run(sequences)
-            if self.closed:
-                break
+        known, shown = view.known(end + 1), view.rows(row)
+        # Few rows tell few tokens, in less time; where they do not, more of them are asked.
+        enough = -(-(end - len(view.tokens)) // PER_ROW)
+        asked = (
+            [shown[-ROWS:]] if view.open else [shown[:count] for count in sorted({min(enough, ROWS), ROWS})]
+        )
+        for rows in asked[: 1 if len(shown) <= enough else None]:
+            for fillings in names.name(rows):
+                sequences = [
+                    tuple((known | one)[p] for p in range(begun, end + 1)) for one in fillings[:NAMED]
+                ]
+                self._run(sequences)
+                if self.closed:
+                    return True
         return self.closed
 
     def recovered(self, rows: Mapping[int, int], begun: int) -> list[TokenRecovery]:

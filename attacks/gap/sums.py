@@ -22,8 +22,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from attacks.first_layer import FirstLayer
+from attacks.gap.slots import moved, swapped
 from attacks.inverted import Equations
-from hiddenlab.core import Public
+from hiddenlab.channel import as_whole
+from hiddenlab.core import Public, Site
 from hiddenlab.propose.corpus import Corpus
 from hiddenlab.slice import Slice
 
@@ -40,7 +42,7 @@ TEXTS = 60_000  # tokens of text that tell how often each comes
 # contributions are no normal distribution, little is believed at first.
 BELIEVED = (3e-3, 2e-3, 2e-3, 1e-3, 5e-4, 3e-4)
 BEAM, LONGLIST = 64, 8  # sums kept, and how many times as many are looked at in all directions
-JITTER = 1e-12  # share of the mean variance that is added to all, so that rounding makes none negative
+JITTER = 1e-12  # share of all variance that is added to each, so that rounding makes none negative
 ALONG = 128  # directions in which the vocabulary is looked at first, those in which it varies most
 PAIRED, PAIRS, PAIR_ALONG = (
     16,
@@ -52,6 +54,10 @@ AT_ONCE = 4096  # tokens tabulated at once
 EXPLAINED = (
     1e-4  # share of a row that the right sum leaves unexplained at most; wrong ones leave ten times as much
 )
+REARRANGED, NEARER = (
+    8,
+    0.99,
+)  # sums whose tokens are tried in other orders, and how much less each has to leave
 REFINED = 1  # of the best sums that do not explain their rows, in which pairs of tokens are sought anew
 ANEW, DOUBTFUL = 4, 6  # times that is done, and pairs that are tried at most each time
 LONGEST, ROWS = 16, 4  # missing tokens that are solved for, and rows that are asked together, at most
@@ -157,17 +163,9 @@ class MissingTokens:
 
     @staticmethod
     def applies(public: Public, slice: Slice) -> bool:
-        """Whether rows can be turned back: of one layer, in full precision, with nothing added before or to them."""
-        return (
-            slice.site.layer == 1
-            and slice.site.stream == "resid"
-            and not public.columns_permuted
-            and public.noise_sigma is None
-            and public.prefix_tokens == 0
-            and {public.quantization, slice.quantization} == {None}
-            and public.provider_dtype == "float32"
-            and slice.dtype == torch.float32
-        )
+        """Whether rows can be turned back: states of one layer, in full precision, shown as they are."""
+        plain = slice.dtype == torch.float32 and slice.quantization is None
+        return plain and slice.site == Site(1, "resid") and set(as_whole(public).channel) <= {"identity"}
 
     def counters(self) -> tuple[int, int]:
         """Positions and passes run so far, those of the slice itself left out."""
@@ -333,8 +331,7 @@ class _Search:
             self.width, 1
         )
         noise = divided @ covariance @ divided.T
-        noise.diagonal().add_(believed**2 + JITTER * float(noise.diagonal().mean()))
-        return torch.linalg.solve_triangular(torch.linalg.cholesky(noise), divided, upper=False)
+        return torch.linalg.solve_triangular(_lower(noise, believed), divided, upper=False)
 
     def _most_telling(self, whitened: Float[Tensor, "e a"], places: Sequence[int], count: int) -> Tensor:
         """Directions ``[count, a]`` in which what is about to be chosen varies most."""
@@ -358,7 +355,7 @@ class _Search:
             sums = self._extended(sums, places[k:], BELIEVED[min(k, len(BELIEVED) - 1)])
         if len(places) > 1:
             sums = self._paired(sums[:PAIRED], places[-2], places[-1])
-        return self._ordered(sums)
+        return self._rearranged(self._ordered(sums))
 
     def _extended(self, sums: _Sums, rest: Sequence[int], believed: float) -> _Sums:
         """Sums with the first of the remaining places chosen, the others at what they may be."""
@@ -423,24 +420,64 @@ class _Search:
     def _ordered(self, sums: _Sums) -> _Sums:
         return sums[self._unexplained(sums).argsort()]
 
+    def _rearranged(self, sums: _Sums) -> _Sums:
+        """Whole sums, of which the best got their tokens in the order that explains the rows best.
+
+        Which tokens are missing shows better than where: the right ones in a wrong order come near.
+        """
+        if len(self.places) == 1 or self.explained(sums):
+            return sums
+        out = list[_Sums]()
+        for i in range(min(REARRANGED, len(sums.chosen))):
+            best = sums[i : i + 1]
+            tokens = best.chosen[0]
+            parts = torch.stack([self._parts(place, tokens) for place in self.places]).double()
+            weights = torch.stack([self._weights(place, tokens) for place in self.places]).double()
+            places, order = torch.arange(len(tokens)), tuple(range(len(tokens)))
+            while True:
+                orders = list({swapped(order, *pair) for pair in combinations(order, 2)})
+                orders += list({moved(order, a, b) for a in order for b in order} - {order})
+                which = torch.tensor(sorted(set(orders)), device=tokens.device)
+                tried = _Sums(
+                    tokens[which],
+                    self.begun.left - parts[places, which].sum(1),
+                    self.begun.mass + weights[places, which].sum(1),
+                    best.prior.expand(len(which)),
+                )
+                nearest = int(self._unexplained(tried).argmin())
+                if self.best(tried) > NEARER * self.best(
+                    best
+                ):  # and not by rounding, where a token is there twice
+                    break
+                best, order = tried[nearest : nearest + 1], tuple(which[nearest].tolist())
+            out.append(best)
+            if self.explained(best):
+                break
+        return self._ordered(_joined([*out, sums]))
+
     def fillings(self, sums: _Sums) -> list[dict[int, int]]:
         """Tokens by place."""
         return [dict(zip(self.places, one, strict=True)) for one in sums.chosen.tolist()]
 
     def doubtful(self, sums: _Sums) -> list[tuple[int, int]]:
-        """Pairs of places by index, first those whose tokens, were they others, would best explain what is missed."""
-        left, by_head = sums.left[0], sums.mass[0].repeat_interleave(self.width)
-        divided = self.jacobian / by_head
-        missed = divided @ left
-        changes = [2 * divided @ self.moments[p].parts @ divided.T for p in self.places]
-        said = dict[tuple[int, int], float]()
-        for pair in combinations(range(len(self.places)), 2):
-            covariance = changes[pair[0]] + changes[pair[1]]
-            covariance.diagonal().add_(BELIEVED[-1] ** 2)
-            lower = torch.linalg.cholesky(covariance)
-            off = torch.linalg.solve_triangular(lower, missed[:, None], upper=False)
-            said[pair] = -float(off.square().sum() / 2 + lower.diagonal().log().sum())
-        return sorted(said, key=said.__getitem__, reverse=True)
+        """Pairs of places by index, first those where other tokens, each by itself, explain most of what is missed."""
+        one = sums[:1]
+        divided = self.jacobian / one.mass[0].repeat_interleave(self.width)
+        change = sum(
+            (self.moments[p].parts for p in self.places), torch.zeros_like(self.jacobian.T @ divided)
+        )
+        change = change * (2 / len(self.places))  # what another wrong token adds
+        lower = _lower(divided @ change @ divided.T, BELIEVED[-1])
+        whitened = torch.linalg.solve_triangular(lower, divided, upper=False)
+        directions = self._most_telling(whitened, self.places, ALONG)
+        gains = list[float]()
+        for k, place in enumerate(self.places):
+            token = one.chosen[:, k]
+            target = ((one.left + self._parts(place, token).double()) @ directions.T).float()[0]
+            table = self._along(place, directions)
+            said = self.prior.float() + table @ target - table.square().sum(1) / 2
+            gains.append(float(said.max() - said[token[0]]))
+        return sorted(combinations(range(len(gains)), 2), key=lambda pair: -gains[pair[0]] - gains[pair[1]])
 
     def sought_anew(self, sums: _Sums, pair: tuple[int, int]) -> _Sums:
         """Whole sums with the tokens at two of their places (by index) sought anew."""
@@ -450,7 +487,15 @@ class _Search:
             base = self._with(base, self.places[k], sums.chosen[:, k])
         found = self._paired(base, *(self.places[k] for k in pair))
         order = torch.tensor([*kept, *pair]).argsort()
-        return self._ordered(_Sums(found.chosen[:, order], found.left, found.mass, found.prior))
+        return self._rearranged(
+            self._ordered(_Sums(found.chosen[:, order], found.left, found.mass, found.prior))
+        )
+
+
+def _lower(covariance: Float[Tensor, "n n"], believed: float) -> Float[Tensor, "n n"]:
+    """Cholesky's factor of a covariance to which what may be missed anyway is added."""
+    least = believed**2 + JITTER * float(covariance.trace())
+    return torch.linalg.cholesky(covariance + least * torch.eye(len(covariance)).to(covariance))
 
 
 def _joined(sums: Sequence[_Sums]) -> _Sums:

@@ -1,0 +1,289 @@
+"""Missing tokens behind one layer are solved for: each step against a slow way to the same, and whole prompts."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import combinations
+from typing import Any
+
+import pytest
+import torch
+
+from attacks import gap
+from attacks.first_layer import FirstLayer
+from attacks.gap import GapSearch
+from attacks.gap import sums as module
+from attacks.gap.sums import EXPLAINED, MissingTokens, Shown, _Search, _Sums
+from attacks.inverted import Equations
+from hiddenlab.channel import Channel
+from hiddenlab.core import Recovery
+from hiddenlab.slice import Request, Slice, load_slice
+from hiddenlab.testing import DECODERS, VOCABULARY, WINDOW
+
+TinySlice = Callable[..., Slice]
+
+pytestmark = pytest.mark.usefixtures("small_probes")
+
+
+def tokens_of(count: int, seed: int = 0) -> list[int]:
+    return torch.randint(0, VOCABULARY, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def shown(slice: Slice, tokens: Sequence[int], position: int, missing: Sequence[int]) -> Shown:
+    known = {p: token for p, token in enumerate(tokens[:position]) if p not in missing}
+    return Shown(slice.encode(torch.tensor(tokens))[position], tokens[position], position, known)
+
+
+def named(names: MissingTokens, rows: Sequence[Shown]) -> dict[int, int]:
+    """The last first filling, in order of places."""
+    found: dict[int, int] = {}
+    with torch.inference_mode():
+        for fillings in names.name(rows):
+            found = fillings[0]
+    return dict(sorted(found.items()))
+
+
+@pytest.mark.parametrize("architecture", DECODERS)
+def test_what_attention_brings_is_the_sum_of_what_tokens_contribute(
+    tiny_slice: TinySlice, architecture: str
+) -> None:
+    slice, tokens = tiny_slice(architecture, 1), torch.tensor(tokens_of(7))
+    (answer,) = slice.run([Request(slice.prefix(), tokens)], keep=False, show="attn")
+    layer = FirstLayer(slice)
+    for position in (2, 6):
+        before = range(position + 1)
+        # By the whole vocabulary's table, and by tokens alone.
+        scores = [layer.scores(int(tokens[position]), position, p)[:, tokens[p]] for p in before]
+        alone = [layer.scores(int(tokens[position]), position, p, tokens[p : p + 1])[:, 0] for p in before]
+        torch.testing.assert_close(torch.stack(scores), torch.stack(alone))
+        values = torch.stack([layer.spread(layer.values(p)[tokens[p]][None])[0] for p in before])
+        brought = torch.einsum("ph,phw->hw", torch.stack(scores).softmax(0), values).flatten()
+        torch.testing.assert_close(brought, answer.chain[position], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "gpt_neox"])
+def test_a_row_gives_back_what_attention_brought_it(tiny_slice: TinySlice, architecture: str) -> None:
+    slice, tokens = tiny_slice(architecture, 1), torch.tensor(tokens_of(9))
+    (answer,) = slice.run([Request(slice.prefix(), tokens)], keep=False, show="attn")
+    places = torch.tensor([5, 8])
+    brought, observed, embeddings = (
+        answer.chain[places],
+        slice.encode(tokens)[places],
+        slice.embed(tokens[places]),
+    )
+    away = 0.02 * torch.randn(brought.shape, generator=torch.Generator().manual_seed(2))
+    with torch.inference_mode(False):
+        usual, rest = (brought + away).clone(), torch.zeros(brought.shape).double()
+        prior = torch.eye(brought.shape[1]).double().expand(2, -1, -1) / 0.02**2
+        equations = Equations(
+            slice,
+            embeddings.clone(),
+            usual,
+            observed.clone(),
+            rest,
+            prior,
+            by_attention=True,
+            positions=places,
+        )
+        moved = equations.solve(rest)
+        every = torch.arange(2)
+        left = (equations.states(every, moved) - observed).norm(dim=1) / observed.norm(dim=1)
+        assert float(left.max()) < 1e-5
+        # The Jacobian by attention, row by row.
+        found = equations.jacobian(every, moved)
+        for i in range(2):
+            plain = torch.autograd.functional.jacobian(
+                lambda a, i=i: slice.run_given(
+                    embeddings[i : i + 1].clone(), a[None], places[i : i + 1], grad=True
+                )[0],
+                usual[i] + moved[i].float(),
+            )
+            torch.testing.assert_close(found[i].float(), plain, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma2", "gpt2", "gpt_neox", "phi3", "qwen3", "olmo2"])
+@pytest.mark.parametrize("size", [1, 2])
+def test_missing_tokens_are_named_without_running_any(
+    tiny_slice: TinySlice, architecture: str, size: int
+) -> None:
+    slice = tiny_slice(architecture, 1)
+    names = MissingTokens(slice)
+    right = 0
+    for seed in range(4):
+        tokens, position = tokens_of(10, seed), 8
+        missing = list(range(position - size, position))
+        right += named(names, [shown(slice, tokens, position, missing)]) == {p: tokens[p] for p in missing}
+    assert right >= 3  # a row may lie at a fold of the layer
+
+
+def test_rows_are_asked_together(tiny_slice: TinySlice) -> None:
+    """What one row does not tell, two do; also where they do not miss the same."""
+    slice, missing = tiny_slice("llama", 1), [4, 5, 6, 8]
+    names, right = MissingTokens(slice), [0, 0]
+    for seed in range(6):
+        tokens = tokens_of(11, seed)
+        rows = [shown(slice, tokens, p, missing) for p in (7, 9, 10)]
+        for i, some in enumerate((rows[1:2], rows)):
+            right[i] += named(names, some) == {p: tokens[p] for p in missing}
+    assert right[1] > right[0] and right[1] >= 4
+
+
+def test_what_no_row_sees_is_not_named(tiny_slice: TinySlice) -> None:
+    slice, tokens = tiny_slice("mistral", 1), tokens_of(12)
+    names = MissingTokens(slice)
+    assert not named(names, [shown(slice, tokens, 9, [9 - WINDOW])])
+    assert list(named(names, [shown(slice, tokens, 9, [8])])) == [8]
+    assert not named(names, [shown(slice, tokens, 9, [])])
+
+
+def test_more_than_can_be_solved_for_is_left(tiny_slice: TinySlice, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LONGEST", 2)
+    slice, tokens = tiny_slice("llama", 1), tokens_of(9)
+    assert not named(MissingTokens(slice), [shown(slice, tokens, 8, [5, 6, 7])])
+
+
+def searching(slice: Slice, tokens: Sequence[int], missing: Sequence[int]) -> tuple[_Search, _Sums]:
+    """The search for some tokens, and the sums of the right ones."""
+    names, rows = MissingTokens(slice), [shown(slice, tokens, p, missing) for p in (7, 8)]
+    search = _Search(names, names._turned_back(rows), sorted(missing, reverse=True))
+    sums = search.begun
+    for place in search.places:
+        sums = search._with(sums, place, torch.tensor([tokens[place]]))
+    return search, sums
+
+
+def test_two_wrong_tokens_are_found_out_and_sought_anew(tiny: Callable[..., str]) -> None:
+    slice = load_slice(
+        tiny("gpt_neox", initializer_range=0.3), 1
+    )  # so that places differ by what weighs there
+    tokens, missing = tokens_of(9, 3), [2, 3, 4, 5, 6]
+    with torch.inference_mode():
+        search, right = searching(slice, tokens, missing)
+        assert search.explained(right)
+        ranks = list[int]()
+        for first, second in combinations(range(5), 2):
+            wrong = search.begun
+            for k, place in enumerate(search.places):
+                token = tokens[place] if k not in (first, second) else (tokens[place] + 7) % VOCABULARY
+                wrong = search._with(wrong, place, torch.tensor([token]))
+            assert not search.explained(wrong)
+            ranks.append(search.doubtful(wrong).index((first, second)))
+            found = search.sought_anew(wrong, (first, second))
+            assert search.explained(found)
+            assert search.fillings(found)[0] == {p: tokens[p] for p in missing}
+        assert sum(ranks) / len(ranks) < 3  # of ten; 4.5 by chance
+
+
+def test_sums_are_weighed_as_one_by_one(tiny_slice: TinySlice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stage of the beam against every token's whole distance, in double precision."""
+    slice, tokens = tiny_slice("llama", 1), tokens_of(9, 1)
+    with torch.inference_mode():
+        search, _ = searching(slice, tokens, [4, 5, 6])
+        place, others = search.places[0], search.places[1:]
+        found = search._extended(search.begun, search.places, 1e-3)
+        whitened = search._whitened(search.begun, search.places, [place], 1e-3)
+        left = search.begun.left[0] - sum(search.moments[p].part for p in others)
+        scores = torch.stack(
+            [
+                search.prior[t]
+                - ((left - search._parts(place, torch.tensor([t]))[0]) @ whitened.T).square().sum() / 2
+                for t in range(VOCABULARY)
+            ]
+        )
+        assert found.chosen[:10, 0].tolist() == scores.topk(10).indices.tolist()
+
+
+def released(slice: Slice, tokens: Sequence[int], *specs: str, **options: Any) -> Recovery:
+    observation = Channel.parse(specs).release(slice, tokens, torch.Generator().manual_seed(1))[0]
+    return GapSearch(**options).recover(observation, slice, torch.Generator())
+
+
+def test_what_is_solved_for_is_run_and_verified(tiny_slice: TinySlice) -> None:
+    slice, tokens = tiny_slice("gpt_neox", 1), tokens_of(13, 4)
+    plan = "shard:alpha=4,c=1,node=0"
+    found, tried = (released(slice, tokens, plan, budget=40, sums=sums) for sums in (True, False))
+    assert found.ids == tokens and found.stop_reason == "complete"
+    assert all(one.verified for one in found.tokens)
+    assert [one.row for one in found.tokens] == [p // 4 if p % 4 == 0 else -1 for p in range(13)]
+    assert found.ids == released(slice, tokens, plan, budget=40).ids
+    assert tried.ids != tokens and tried.stop_reason != "complete"
+
+
+def test_a_gap_that_stays_open_is_closed_with_the_next(
+    tiny_slice: TinySlice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slice, tokens = tiny_slice("gpt_neox", 1), tokens_of(10, 4)
+    name, asked = MissingTokens.name, list[list[int]]()
+
+    def late(self: MissingTokens, rows: Sequence[Shown]) -> Iterator[list[dict[int, int]]]:
+        asked.append([row.position for row in rows])
+        return iter(()) if len(asked) == 1 else name(self, rows)
+
+    monkeypatch.setattr(MissingTokens, "name", late)
+    found = released(slice, tokens, "shard:alpha=3,c=1,node=0", budget=1)
+    assert asked == [[3], [3, 6], [9]]
+    assert found.ids == tokens and found.stop_reason == "complete"
+    assert all(one.verified for one in found.tokens)
+    assert [one.row for one in found.tokens if one.row >= 0] == [0, 1, 2, 3]
+
+
+def test_wrong_sums_verify_nothing(tiny_slice: TinySlice, monkeypatch: pytest.MonkeyPatch) -> None:
+    slice, tokens = tiny_slice("gpt_neox", 1), tokens_of(7, 4)
+
+    def wrong(self: MissingTokens, rows: Sequence[Shown]) -> Iterator[list[dict[int, int]]]:
+        yield [{p: (tokens[p] + 1) % VOCABULARY for p in rows[-1].missing}]
+
+    monkeypatch.setattr(MissingTokens, "name", wrong)
+    monkeypatch.setattr(gap, "BEAM_POSITIONS", 1)
+    found = released(slice, tokens, "shard:alpha=3,c=1,node=0", budget=1)
+    assert not any(one.verified for one in found.tokens[1:])
+    assert found.stop_reason == "2 of 2 rows not matched within the budget"
+
+
+def test_rows_of_one_cluster_are_asked_at_once(
+    tiny_slice: TinySlice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slice, tokens = tiny_slice("gpt_neox", 1), tokens_of(15, 5)
+    name, asked = MissingTokens.name, list[list[int]]()
+
+    def noted(self: MissingTokens, rows: Sequence[Shown]) -> Iterator[list[dict[int, int]]]:
+        asked.append([row.position for row in rows])
+        return name(self, rows)
+
+    monkeypatch.setattr(MissingTokens, "name", noted)
+    found = released(slice, tokens, "shard:alpha=2,c=3,node=0")
+    assert asked == [[6], [12]]
+    assert found.ids == tokens and all(one.verified for one in found.tokens)
+
+
+@pytest.mark.parametrize(
+    ("layer", "specs", "can"),
+    [
+        (1, ["shard:alpha=2,c=1,node=0"], True),
+        (1, ["identity", "gap:size=1,after=3"], True),
+        (2, ["gap:size=1,after=3"], False),
+        (1, ["gaussian:sigma=0.01", "gap:size=1,after=3"], False),
+        (1, ["project:count=16", "gap:size=1,after=3"], False),
+        (1, ["hidden-perm", "gap:size=1,after=3"], False),
+        (1, ["random-prefix", "gap:size=1,after=3"], False),
+        (1, ["dtype:bfloat16", "gap:size=1,after=3"], False),
+    ],
+)  # fmt: skip
+def test_where_rows_can_be_turned_back(
+    tiny_slice: TinySlice, layer: int, specs: list[str], can: bool
+) -> None:
+    slice = tiny_slice("llama", layer)
+    observation = Channel.parse(specs).release(slice, tokens_of(6), torch.Generator())[0]
+    assert MissingTokens.applies(observation.public, slice) is can
+
+
+def test_nor_with_a_slice_that_rounds(tiny: Callable[..., str]) -> None:
+    slice = load_slice(tiny("llama"), 1, dtype="bfloat16")
+    observation = Channel.parse(["gap:size=1,after=3"]).release(slice, tokens_of(6), torch.Generator())[0]
+    assert not MissingTokens.applies(observation.public, slice)
+    assert not MissingTokens.applies(replace(observation.public, channel=()), slice)
+
+
+def test_a_right_sum_leaves_what_rounding_leaves(tiny_slice: TinySlice) -> None:
+    with torch.inference_mode():
+        search, right = searching(tiny_slice("gpt_neox", 1), tokens_of(9, 3), [4, 5, 6])
+    assert search.best(right) < EXPLAINED / 5
