@@ -144,6 +144,15 @@ def test_more_than_can_be_solved_for_is_left(tiny_slice: TinySlice, monkeypatch:
     assert not named(MissingTokens(slice), [shown(slice, tokens, 8, [5, 6, 7])])
 
 
+@pytest.mark.parametrize("scale", [0.0, 1.0, 1e20])
+def test_rows_that_are_no_states_explain_nothing(tiny_slice: TinySlice, scale: float) -> None:
+    slice, tokens = tiny_slice("llama", 1), tokens_of(9)
+    row = shown(slice, tokens, 8, [6, 7])
+    noise = torch.randn(row.state.shape, generator=torch.Generator().manual_seed(1))
+    found = named(MissingTokens(slice), [replace(row, state=scale * noise)])
+    assert found != {p: tokens[p] for p in (6, 7)}
+
+
 def searching(slice: Slice, tokens: Sequence[int], missing: Sequence[int]) -> tuple[_Search, _Sums]:
     """The search for some tokens, and the sums of the right ones."""
     names, rows = MissingTokens(slice), [shown(slice, tokens, p, missing) for p in (7, 8)]

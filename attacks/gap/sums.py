@@ -14,6 +14,7 @@ change it, and needs neither a language model nor a single run of the model (eva
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import combinations
 
@@ -33,31 +34,26 @@ DRAWS = 600  # fillings from which is learned what attention may bring a row
 OWN = 0.05  # share of its mean variance in the covariance of that, as draws are hardly more than directions
 ROUNDS = 2  # of the solve, each as many steps as it takes at most
 ROUNDING = 1e-5  # share of a row that the solve leaves unexplained, at most
-POOL, UNIFORM = (
-    6000,
-    0.2,
-)  # tokens that stand for what may be missing, and how many of them are any of the vocabulary
-TEXTS = 60_000  # tokens of text that tell how often each comes
+POOL = 6000  # tokens that stand for what may be missing
+UNIFORM = 0.2  # share of them that are any of the vocabulary; the others come as often as in text
+TEXTS = 60_000  # tokens of text that tell how often that is
 # Share of a row that a sum may miss by where others are still missing, from the first place to the last: as their
 # contributions are no normal distribution, little is believed at first.
 BELIEVED = (3e-3, 2e-3, 2e-3, 1e-3, 5e-4, 3e-4)
-BEAM, LONGLIST = 64, 8  # sums kept, and how many times as many are looked at in all directions
 JITTER = 1e-12  # share of all variance that is added to each, so that rounding makes none negative
+BEAM, LONGLIST = 64, 8  # sums kept, and how many times as many are looked at in all directions
 ALONG = 128  # directions in which the vocabulary is looked at first, those in which it varies most
-PAIRED, PAIRS, PAIR_ALONG = (
-    16,
+PAIRED, KEPT = 16, 8  # sums whose last two places are sought together, and pairs kept of each
+PAIRS, PAIR_ALONG = (
     2000,
     64,
-)  # sums whose last two places are sought together, how widely, along how many
-KEPT = 8  # pairs of each
-AT_ONCE = 4096  # tokens tabulated at once
+)  # tokens of one place that are tried with all of the other, and directions looked at
+AT_ONCE, PAIRS_AT_ONCE = 4096, 256  # tokens tabulated at once, and tried with all others at once
 EXPLAINED = (
     1e-4  # share of a row that the right sum leaves unexplained at most; wrong ones leave ten times as much
 )
-REARRANGED, NEARER = (
-    8,
-    0.99,
-)  # sums whose tokens are tried in other orders, and how much less each has to leave
+REARRANGED = 8  # sums whose tokens are tried in other orders
+NEARER = 0.99  # share of what a sum leaves unexplained that another order has to stay below
 REFINED = 1  # of the best sums that do not explain their rows, in which pairs of tokens are sought anew
 ANEW, DOUBTFUL = 4, 6  # times that is done, and pairs that are tried at most each time
 LONGEST, ROWS = 16, 4  # missing tokens that are solved for, and rows that are asked together, at most
@@ -179,8 +175,14 @@ class MissingTokens:
 
         Yields:
             Fillings by place, the one that explains the rows best first, and then, as long as none explains them, the
-            fillings found when pairs of tokens are sought anew.
+            fillings found when pairs of tokens are sought anew. Nothing where too many places are missing, no row
+            sees one of them, or a row cannot be turned back.
         """
+        # Rows may be no states of this layer: their numbers fit nothing then.
+        with suppress(torch.linalg.LinAlgError):  # type: ignore[attr-defined]
+            yield from self._name(rows)
+
+    def _name(self, rows: Sequence[Shown]) -> Iterator[list[dict[int, int]]]:
         rows = rows[-ROWS:]
         places = sorted({p for row in rows for p in row.missing}, reverse=True)  # the nearest weigh most
         if not 0 < len(places) <= LONGEST:
@@ -217,13 +219,13 @@ class MissingTokens:
             usual = torch.stack([one.mean(0) for one in guesses]).clone()
             spread = torch.stack([one - one.mean(0) for one in guesses]).double()
             covariance = spread.transpose(1, 2) @ spread / DRAWS
-            own = covariance.diagonal(dim1=1, dim2=2).mean(1)[:, None, None]
+            own = covariance.diagonal(dim1=1, dim2=2).mean(1)[:, None, None].clamp(min=JITTER)
             covariance = (1 - OWN) * covariance + OWN * own * torch.eye(usual.shape[1]).to(covariance)
             prior = torch.linalg.inv(covariance)
             equations = Equations(
                 self.slice, embeddings.clone(), usual,
                 torch.stack([row.state for row in rows]).float().clone(), torch.zeros_like(usual).double(), prior,
-                by_attention=True, positions=torch.tensor([row.position for row in rows]),
+                by_attention=True, positions=torch.tensor([row.position for row in rows], device=tokens.device),
             )  # fmt: skip
             moved = torch.zeros_like(usual).double()
             every = torch.arange(len(rows), device=moved.device)
@@ -351,7 +353,7 @@ class _Search:
     def beam(self) -> _Sums:
         """Sums over all places, those that explain the rows best first."""
         sums, places = self.begun, self.places
-        for k in range(max(0, len(places) - 2) if len(places) > 1 else 1):
+        for k in range(len(places) - 2 if len(places) > 1 else 1):
             sums = self._extended(sums, places[k:], BELIEVED[min(k, len(BELIEVED) - 1)])
         if len(places) > 1:
             sums = self._paired(sums[:PAIRED], places[-2], places[-1])
@@ -390,7 +392,7 @@ class _Search:
             one = row.topk(min(PAIRS, self.size)).indices
             left = target[i] - firsts[one]
             score, other = list[Tensor](), list[Tensor]()
-            for part in left.split(256):
+            for part in left.split(PAIRS_AT_ONCE):
                 value, token = torch.addmm(cost, part, seconds.T).max(1)
                 score.append(value)
                 other.append(token)
@@ -433,11 +435,11 @@ class _Search:
             tokens = best.chosen[0]
             parts = torch.stack([self._parts(place, tokens) for place in self.places]).double()
             weights = torch.stack([self._weights(place, tokens) for place in self.places]).double()
-            places, order = torch.arange(len(tokens)), tuple(range(len(tokens)))
+            places, order = torch.arange(len(tokens), device=tokens.device), tuple(range(len(tokens)))
             while True:
-                orders = list({swapped(order, *pair) for pair in combinations(order, 2)})
-                orders += list({moved(order, a, b) for a in order for b in order} - {order})
-                which = torch.tensor(sorted(set(orders)), device=tokens.device)
+                orders = {swapped(order, *pair) for pair in combinations(order, 2)}
+                orders |= {moved(order, a, b) for a in order for b in order}
+                which = torch.tensor(sorted(orders - {order}), device=tokens.device)
                 tried = _Sums(
                     tokens[which],
                     self.begun.left - parts[places, which].sum(1),
