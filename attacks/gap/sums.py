@@ -32,7 +32,7 @@ from hiddenlab.slice import Slice
 
 DRAWS = 600  # fillings from which is learned what attention may bring a row
 OWN = 0.05  # share of its mean variance in the covariance of that, as draws are hardly more than directions
-ROUNDS = 2  # of the solve, each as many steps as it takes at most
+STARTS = 6  # of the solve, the first from the mean, the others from drawn fillings; some lead astray
 ROUNDING = 1e-5  # share of a row that the solve leaves unexplained, at most
 POOL = 6000  # tokens that stand for what may be missing
 UNIFORM = 0.2  # share of them that are any of the vocabulary; the others come as often as in text
@@ -184,13 +184,14 @@ class MissingTokens:
 
     def _name(self, rows: Sequence[Shown]) -> Iterator[list[dict[int, int]]]:
         rows = rows[-ROWS:]
-        places = sorted({p for row in rows for p in row.missing}, reverse=True)  # the nearest weigh most
-        if not 0 < len(places) <= LONGEST:
+        if not 0 < len({p for row in rows for p in row.missing}) <= LONGEST:
             return
-        own = [row.position for row in rows]
-        if not bool(self.layer.attention.visible(own, places).any(0).all()):
+        turned = self._turned_back(rows)
+        own = [row.shown.position for row in turned]
+        places = sorted({p for row in rows for p in row.missing}, reverse=True)  # the nearest weigh most
+        if not turned or not bool(self.layer.attention.visible(own, places).any(0).all()):
             return  # nothing can be said of what no row sees
-        search = _Search(self, self._turned_back(rows), places)
+        search = _Search(self, turned, places)
         found = search.beam()
         yield search.fillings(found)
         if search.explained(found):
@@ -209,7 +210,7 @@ class MissingTokens:
                 return
 
     def _turned_back(self, rows: Sequence[Shown]) -> list[_Row]:
-        """What attention brought each row, and what that says of a sum."""
+        """What attention brought rows, and what that says of a sum; those that nothing explains are left out."""
         known = [self._known(row) for row in rows]
         draws = self._draws()
         guesses = [self._fillings(row, *part, draws) for row, part in zip(rows, known, strict=True)]
@@ -227,18 +228,23 @@ class MissingTokens:
                 torch.stack([row.state for row in rows]).float().clone(), torch.zeros_like(usual).double(), prior,
                 by_attention=True, positions=torch.tensor([row.position for row in rows], device=tokens.device),
             )  # fmt: skip
+            every = torch.arange(len(rows), device=tokens.device)
             moved = torch.zeros_like(usual).double()
-            every = torch.arange(len(rows), device=moved.device)
-            for _ in range(ROUNDS):
-                moved = equations.solve(moved)
+            explained = torch.zeros_like(every, dtype=torch.bool)
+            for start in range(STARTS):
+                begun = moved if start == 0 else torch.where(explained[:, None], moved, spread[:, start])
+                moved = equations.solve(begun)
                 left = (equations.observed - equations.states(every, moved)) / equations.unit()
-                if float(left.square().mean(1).max()) < ROUNDING**2:
+                explained = left.square().mean(1) < ROUNDING**2
+                if bool(explained.all()):
                     break
             jacobian = equations.jacobian(every, moved) / equations.unit()[..., None]
         precision = jacobian.transpose(1, 2) @ jacobian / ROUNDING**2 + prior
         unsure = torch.cholesky_inverse(torch.linalg.cholesky(precision))
         out = list[_Row]()
         for i, (row, (weights, values, scale)) in enumerate(zip(rows, known, strict=True)):
+            if not explained[i]:
+                continue
             brought = (usual[i] + moved[i]).unflatten(0, values.shape[1:])
             mass = weights.sum(1)
             left = mass[:, None] * brought - torch.einsum("hk,khw->hw", weights, values)
