@@ -10,7 +10,7 @@ from torch import Tensor
 from hiddenlab.slice import Slice
 from hiddenlab.slice.door import Attention
 
-TABLES = 16  # places for which the vocabulary is held, where it depends on the place
+TABLES = 2**30  # bytes of tables of the vocabulary that are held, of keys and of values, one a place at least
 
 
 class FirstLayer:
@@ -60,16 +60,20 @@ class FirstLayer:
             tokens[position] = token
         return slice.encode(tokens)
 
-    def values(self, position: int) -> Float[Tensor, "v w"]:
-        """Value vectors of the whole vocabulary at a position."""
-        return self._table(self._values, self.v, position if self.moves else 0)
+    def values(self, position: int, tokens: Int[Tensor, " c"] | None = None) -> Float[Tensor, "c w"]:
+        """Value vectors of tokens, or of the whole vocabulary where None, at a position."""
+        if tokens is not None and self.moves:
+            return self._at(self.v, tokens, position)
+        table = self._table(self._values, self.v, position if self.moves else 0)
+        return table if tokens is None else table[tokens]
 
     def _table(self, held: dict[int, Tensor], slice: Slice, position: int) -> Float[Tensor, "v w"]:
         """A stream of the whole vocabulary; few are held at once, as each is as large as the vocabulary."""
         if position not in held:
-            while len(held) >= TABLES:
+            table = self._at(slice, torch.arange(slice.vocab_size, device=slice.device), position)
+            while held and (len(held) + 1) * table.nbytes > TABLES:
                 del held[next(iter(held))]
-            held[position] = self._at(slice, torch.arange(slice.vocab_size, device=slice.device), position)
+            held[position] = table
         return held[position]
 
     def keys(self, tokens: Int[Tensor, " c"], position: int) -> Float[Tensor, "c w"]:

@@ -11,8 +11,9 @@ import torch
 from attacks import gap
 from attacks.first_layer import FirstLayer
 from attacks.gap import GapSearch
-from attacks.gap import sums as module
-from attacks.gap.sums import EXPLAINED, MissingTokens, Shown, _Search, _Sums
+from attacks.gap import missing as module
+from attacks.gap.missing import MissingTokens, Shown
+from attacks.gap.sums import EXPLAINED, Search, _Sums
 from attacks.inverted import Equations
 from hiddenlab.channel import Channel
 from hiddenlab.core import Recovery
@@ -153,10 +154,10 @@ def test_rows_that_are_no_states_explain_nothing(tiny_slice: TinySlice, scale: f
     assert found != {p: tokens[p] for p in (6, 7)}
 
 
-def searching(slice: Slice, tokens: Sequence[int], missing: Sequence[int]) -> tuple[_Search, _Sums]:
+def searching(slice: Slice, tokens: Sequence[int], missing: Sequence[int]) -> tuple[Search, _Sums]:
     """The search for some tokens, and the sums of the right ones."""
     names, rows = MissingTokens(slice), [shown(slice, tokens, p, missing) for p in (7, 8)]
-    search = _Search(names, names._turned_back(rows), sorted(missing, reverse=True))
+    search = Search(names._turned_back(rows), sorted(missing, reverse=True), names.prior, names.pool)
     sums = search.begun
     for place in search.places:
         sums = search._with(sums, place, torch.tensor([tokens[place]]))

@@ -7,20 +7,21 @@ the distances of what was tried, which fall with every right token of a sequence
 while the others are held.
 
 Behind one layer nothing needs to be tried: a row is a sum to which every missing token contributes by itself, and the
-tokens are solved for (``sums``). What is found so is run like any other sequence, and counts once it matches.
+tokens are solved for (``missing``). What is found so is run like any other sequence, and counts once it matches.
 """
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import combinations
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from attacks.gap.missing import MissingTokens
 from attacks.gap.slots import Likely, Tried, moved, swapped
-from attacks.gap.sums import ROWS, MissingTokens, Shown
+from attacks.gap.view import View
 from attacks.vocab_match import Prepared, VocabMatch
 from attacks.vocab_match.epsilon import rounding_of
 from attacks.vocab_match.rank import Continuations
@@ -39,7 +40,6 @@ BEHIND = 512  # sequences tried for a row behind tokens that were not found
 WIDEN = 512  # sequences tried after which one more of the likeliest is searched slot by slot
 LM_WEIGHT = 0.8  # of the language model beside traces
 FLOOR_ROOM = 8.0  # a gap counts as closed within so many times the largest distance of a right candidate
-PER_ROW = 4  # missing tokens for each row that is asked at first
 NAMED = 32  # of the fillings that were solved for, run at once
 DOUBT = 1.25  # times the screen's largest rounding: what is nearer than that to a row, the slice itself runs
 
@@ -154,14 +154,13 @@ class GapSearch:
                 missing = positions[row] - len(found)
                 closed = False
                 if names is not None and missing:
-                    view = _View(states, positions, [one.token for one in found], _open(found), prepared)
-                    begun = min(view.open, default=len(found))
-                    anew = gap
-                    if begun < len(found):
-                        base = _prefix_of(slice, public.prefix_tokens, found[:begun])
+                    assert prepared.proposer.probe is not None
+                    view, anew = View(states, positions, found, prepared.proposer.probe), gap
+                    if view.begun < len(found):
+                        base = _prefix_of(slice, public.prefix_tokens, found[: view.begun])
                         anew = _Gap(self, prepared, earlier, rounding, model, base, states[row])
-                    if closed := anew.named(names, view, row, begun):
-                        gap, prefix, found = anew, anew.prefix, found[:begun]
+                    if closed := anew.named(names, view, row):
+                        gap, prefix, found = anew, anew.prefix, found[: view.begun]
                         searched.clear()
                 if not closed:
                     within = missing <= self.longest
@@ -199,51 +198,6 @@ def _prefix_of(slice: Slice, offset: int, found: Sequence[TokenRecovery]) -> Pre
     if found:
         prefix.extend(torch.tensor([one.token for one in found], device=slice.device))
     return prefix
-
-
-def _open(found: Sequence[TokenRecovery]) -> list[int]:
-    """Positions of tokens that no row shows and no row verified."""
-    return [position for position, one in enumerate(found) if one.row < 0 and not one.verified]
-
-
-@dataclass(frozen=True)
-class _View:
-    """What is known when a gap is reached.
-
-    Attributes:
-        states: the rows. positions: of the rows. tokens: found so far. open: positions of those that are not known.
-    """
-
-    states: Float[Tensor, "rows d"]
-    positions: Sequence[int]
-    tokens: Sequence[int]
-    open: Sequence[int]
-    prepared: Prepared
-
-    def known(self, before: int) -> dict[int, int]:
-        """Tokens by position: those of rows, as the probe names them, and others that were verified."""
-        assert self.prepared.proposer.probe is not None
-        own = [(row, p) for row, p in enumerate(self.positions) if p < before]
-        unsure = min(self.open, default=len(self.tokens))
-        rows = [row for row, p in own if p > unsure]
-        read = dict[int, int]()
-        if rows:
-            named = self.prepared.proposer.probe.log_probs(self.states[rows]).argmax(1).tolist()
-            read = {self.positions[row]: token for row, token in zip(rows, named, strict=True)}
-        return {p: t for p, t in enumerate(self.tokens) if p not in self.open} | read
-
-    def rows(self, row: int) -> list[Shown]:
-        """A row, those before it that see what is open, and those that follow without a gap."""
-        first = min(self.open, default=self.positions[row])
-        last = row
-        while last + 1 < len(self.positions) and self.positions[last + 1] == self.positions[last] + 1:
-            last += 1
-        known = self.known(self.positions[last] + 1)
-        return [
-            Shown(self.states[i], known[p], p, {q: t for q, t in known.items() if q < p})
-            for i, p in enumerate(self.positions[: last + 1])
-            if p >= first
-        ]
 
 
 class _Gap:
@@ -306,29 +260,17 @@ class _Gap:
             self.prefix.extend(torch.tensor(self.best, device=self.slice.device))
         return self.closed
 
-    def named(self, names: MissingTokens, view: _View, row: int, begun: int) -> bool:
-        """Solve for what is missing, and run what comes out; see ``search``.
-
-        Args:
-            row: by which it is verified. begun: position of the first token that is not known.
-        """
-        end = view.positions[row]
-        self.size = end - begun + 1
-        known, shown = view.known(end + 1), view.rows(row)
-        # Few rows tell few tokens, in less time; where they do not, more of them are asked.
-        enough = -(-(end - len(view.tokens)) // PER_ROW)
-        asked = (
-            [shown[-ROWS:]] if view.open else [shown[:count] for count in sorted({min(enough, ROWS), ROWS})]
-        )
-        for rows in asked[: 1 if len(shown) <= enough else None]:
+    def named(self, names: MissingTokens, view: View, row: int) -> bool:
+        """Solve for what is missing before a row, and run what comes out; see ``search``."""
+        known, asked = view.rows(row)
+        places = range(view.begun, view.positions[row] + 1)
+        self.size = len(places)
+        for rows in asked:
             for fillings in names.name(rows):
-                sequences = [
-                    tuple((known | one)[p] for p in range(begun, end + 1)) for one in fillings[:NAMED]
-                ]
-                self._run(sequences)
+                self._run([tuple((known | one)[p] for p in places) for one in fillings[:NAMED]])
                 if self.closed:
                     return True
-        return self.closed
+        return False
 
     def recovered(self, rows: Mapping[int, int], begun: int) -> list[TokenRecovery]:
         """The tokens found, from a position on; those that no row shows are verified by the row that they explain.

@@ -1,20 +1,10 @@
-"""Missing tokens behind one layer, solved for: a row is turned back into what attention brought it, which is a sum.
+"""Choosing tokens whose contributions add up to what rows of one layer miss (``missing``).
 
-Behind one layer a row is a function of its own token and of what attention brings it, and gives the latter back to
-rounding (``attacks.inverted``). What attention brings is an average over all tokens before the row, in which each
-takes part with a softmax weight times a value. Both are functions of that token and its place alone. So for every
-query head, with o what attention brings the row, s over all places and x their tokens,
-
-    sum over s of  exp(q k(x_s)) (v(x_s) - o) = 0,
-
-where what is known contributes a known part, and every missing token one column of a table as long as the vocabulary.
-There are as many equations as attention's output has coordinates, hundreds a row, for a handful of missing tokens:
-a beam goes over the places, nearest first, weighing each sum by how far those still missing can be expected to
-change it, and needs neither a language model nor a single run of the model (eval/LOG.md, thirty-second entry).
+A beam goes over the places, nearest first. A sum over some of them is weighed by how far those still missing can be
+expected to change it; the last two are chosen together, and sums that miss little are mended.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 
@@ -24,19 +14,7 @@ from torch import Tensor
 
 from attacks.first_layer import FirstLayer
 from attacks.gap.slots import moved, swapped
-from attacks.inverted import Equations
-from hiddenlab.channel import as_whole
-from hiddenlab.core import Public, Site
-from hiddenlab.propose.corpus import Corpus
-from hiddenlab.slice import Slice
 
-DRAWS = 600  # fillings from which is learned what attention may bring a row
-OWN = 0.05  # share of its mean variance in the covariance of that, as draws are hardly more than directions
-STARTS = 6  # of the solve, the first from the mean, the others from drawn fillings; some lead astray
-ROUNDING = 1e-5  # share of a row that the solve leaves unexplained, at most
-POOL = 6000  # tokens that stand for what may be missing
-UNIFORM = 0.2  # share of them that are any of the vocabulary; the others come as often as in text
-TEXTS = 60_000  # tokens of text that tell how often that is
 # Share of a row that a sum may miss by where others are still missing, from the first place to the last: as their
 # contributions are no normal distribution, little is believed at first.
 BELIEVED = (3e-3, 2e-3, 2e-3, 1e-3, 5e-4, 3e-4)
@@ -44,47 +22,29 @@ JITTER = 1e-12  # share of all variance that is added to each, so that rounding 
 BEAM, LONGLIST = 64, 8  # sums kept, and how many times as many are looked at in all directions
 ALONG = 128  # directions in which the vocabulary is looked at first, those in which it varies most
 PAIRED, KEPT = 16, 8  # sums whose last two places are sought together, and pairs kept of each
-PAIRS, PAIR_ALONG = (
-    2000,
-    64,
-)  # tokens of one place that are tried with all of the other, and directions looked at
+PAIRS = 2000  # tokens of one of the two that are tried with all of the other
+PAIR_ALONG = 64  # directions in which pairs are looked at
 AT_ONCE, PAIRS_AT_ONCE = 4096, 256  # tokens tabulated at once, and tried with all others at once
-EXPLAINED = (
-    1e-4  # share of a row that the right sum leaves unexplained at most; wrong ones leave ten times as much
-)
+# Share of a row that the right sum leaves unexplained at most; wrong ones leave several times as much.
+EXPLAINED = 1e-4
 REARRANGED = 8  # sums whose tokens are tried in other orders
 NEARER = 0.99  # share of what a sum leaves unexplained that another order has to stay below
-REFINED = 1  # of the best sums that do not explain their rows, in which pairs of tokens are sought anew
-ANEW, DOUBTFUL = 4, 6  # times that is done, and pairs that are tried at most each time
-LONGEST, ROWS = 16, 4  # missing tokens that are solved for, and rows that are asked together, at most
-
-
-@dataclass(frozen=True)
-class Shown:
-    """A row: its state, its own token, its position, and the tokens before it that are known, by position."""
-
-    state: Float[Tensor, " e"]
-    token: int
-    position: int
-    known: Mapping[int, int]
-
-    @property
-    def missing(self) -> list[int]:
-        return [p for p in range(self.position) if p not in self.known]
 
 
 @dataclass
-class _Row:
+class Row:
     """What one row tells of the sum of what is missing before it.
 
     Attributes:
-        jacobian: of the row by what attention brings it, in units of the row's root mean square. unsure: covariance of
-            what the solve errs. brought: what attention brings, by head. sum, mass: what the missing tokens contribute
-            in all, and how much the known ones weigh. scale: logarithm by head that all weights are divided by.
+        token, position: the row's own. jacobian: of the row by what attention brings it, in units of the row's root
+            mean square. unsure: covariance of what the solve errs. brought: what attention brings, by head. sum, mass:
+            what the missing tokens contribute in all, and how much the known ones weigh. scale: logarithm by head that
+            all weights are divided by.
     """
 
     layer: FirstLayer
-    shown: Shown
+    token: int
+    position: int
     jacobian: Float[Tensor, "e a"]
     unsure: Float[Tensor, "a a"]
     brought: Float[Tensor, "h w"]
@@ -96,7 +56,7 @@ class _Row:
     def weights(self, place: int, tokens: Int[Tensor, " c"] | None = None) -> Float[Tensor, "h c"]:
         """What tokens would weigh at a place; nothing where the row does not see it."""
         if place not in self._weights:
-            scores = self.layer.scores(self.shown.token, self.shown.position, place)
+            scores = self.layer.scores(self.token, self.position, place)
             self._weights[place] = (scores - self.scale).exp()
         every = self._weights[place]
         return every if tokens is None else every[:, tokens]
@@ -135,161 +95,23 @@ class _Sums:
         return _Sums(self.chosen[which], self.left[which], self.mass[which], self.prior[which])
 
 
-class MissingTokens:
-    """Names the tokens before rows of one layer that no row shows.
+class Search:
+    """The sums of what some rows miss.
 
     Args:
-        slice: of one layer. seed: of draws of what may be missing.
+        places: that are missing, in the order in which they are chosen. prior: log-probability of every token. pool:
+            tokens that stand for what may be missing.
     """
 
-    def __init__(self, slice: Slice, seed: int = 0) -> None:
-        self.slice, self.layer, self.seed = slice, FirstLayer(slice), seed
-        size, device = slice.vocab_size, slice.device
-        corpus = Corpus(slice, seed=0)
-        texts = torch.cat([corpus.text_window(64) for _ in range(TEXTS // 64)])
-        counts = torch.bincount(texts, minlength=size).double()
-        share = (1 - UNIFORM) * counts / counts.sum() + UNIFORM / size
-        self.prior: Float[Tensor, " v"] = share.log().to(device)
-        drawn = torch.multinomial(share.float(), POOL, replacement=True, generator=self._draws())
-        self.pool: Int[Tensor, " n"] = drawn.to(device)
-
-    def _draws(self) -> torch.Generator:
-        """The same draws for every gap, so that none depends on those before it."""
-        return torch.Generator().manual_seed(self.seed)
-
-    @staticmethod
-    def applies(public: Public, slice: Slice) -> bool:
-        """Whether rows can be turned back: states of one layer, in full precision, shown as they are."""
-        plain = slice.dtype == torch.float32 and slice.quantization is None
-        return plain and slice.site == Site(1, "resid") and set(as_whole(public).channel) <= {"identity"}
-
-    def counters(self) -> tuple[int, int]:
-        """Positions and passes run so far, those of the slice itself left out."""
-        return self.layer.counters()
-
-    def name(self, rows: Sequence[Shown]) -> Iterator[list[dict[int, int]]]:
-        """Tokens of the places that are missing before some rows.
-
-        Args:
-            rows: at most ``ROWS`` of them count, the last ones.
-
-        Yields:
-            Fillings by place, the one that explains the rows best first, and then, as long as none explains them, the
-            fillings found when pairs of tokens are sought anew. Nothing where too many places are missing, no row
-            sees one of them, or a row cannot be turned back.
-        """
-        # Rows may be no states of this layer: their numbers fit nothing then.
-        with suppress(torch.linalg.LinAlgError):  # type: ignore[attr-defined]
-            yield from self._name(rows)
-
-    def _name(self, rows: Sequence[Shown]) -> Iterator[list[dict[int, int]]]:
-        rows = rows[-ROWS:]
-        if not 0 < len({p for row in rows for p in row.missing}) <= LONGEST:
-            return
-        turned = self._turned_back(rows)
-        own = [row.shown.position for row in turned]
-        places = sorted({p for row in rows for p in row.missing}, reverse=True)  # the nearest weigh most
-        if not turned or not bool(self.layer.attention.visible(own, places).any(0).all()):
-            return  # nothing can be said of what no row sees
-        search = _Search(self, turned, places)
-        found = search.beam()
-        yield search.fillings(found)
-        if search.explained(found):
-            return
-        for _ in range(ANEW):
-            # A sum that misses little is wrong at few places: which two would explain what it misses?
-            for pair in search.doubtful(found)[:DOUBTFUL]:
-                anew = search.sought_anew(found[:REFINED], pair)
-                if search.best(anew) < search.best(found):
-                    found = anew
-                    break
-            else:
-                return
-            yield search.fillings(found)
-            if search.explained(found):
-                return
-
-    def _turned_back(self, rows: Sequence[Shown]) -> list[_Row]:
-        """What attention brought rows, and what that says of a sum; those that nothing explains are left out."""
-        known = [self._known(row) for row in rows]
-        draws = self._draws()
-        guesses = [self._fillings(row, *part, draws) for row, part in zip(rows, known, strict=True)]
-        tokens = torch.tensor([row.token for row in rows], device=self.slice.device)
-        embeddings = self.slice.embed(tokens).float()
-        with torch.inference_mode(False):
-            usual = torch.stack([one.mean(0) for one in guesses]).clone()
-            spread = torch.stack([one - one.mean(0) for one in guesses]).double()
-            covariance = spread.transpose(1, 2) @ spread / DRAWS
-            own = covariance.diagonal(dim1=1, dim2=2).mean(1)[:, None, None].clamp(min=JITTER)
-            covariance = (1 - OWN) * covariance + OWN * own * torch.eye(usual.shape[1]).to(covariance)
-            prior = torch.linalg.inv(covariance)
-            equations = Equations(
-                self.slice, embeddings.clone(), usual,
-                torch.stack([row.state for row in rows]).float().clone(), torch.zeros_like(usual).double(), prior,
-                by_attention=True, positions=torch.tensor([row.position for row in rows], device=tokens.device),
-            )  # fmt: skip
-            every = torch.arange(len(rows), device=tokens.device)
-            moved = torch.zeros_like(usual).double()
-            explained = torch.zeros_like(every, dtype=torch.bool)
-            for start in range(STARTS):
-                begun = moved if start == 0 else torch.where(explained[:, None], moved, spread[:, start])
-                moved = equations.solve(begun)
-                left = (equations.observed - equations.states(every, moved)) / equations.unit()
-                explained = left.square().mean(1) < ROUNDING**2
-                if bool(explained.all()):
-                    break
-            jacobian = equations.jacobian(every, moved) / equations.unit()[..., None]
-        precision = jacobian.transpose(1, 2) @ jacobian / ROUNDING**2 + prior
-        unsure = torch.cholesky_inverse(torch.linalg.cholesky(precision))
-        out = list[_Row]()
-        for i, (row, (weights, values, scale)) in enumerate(zip(rows, known, strict=True)):
-            if not explained[i]:
-                continue
-            brought = (usual[i] + moved[i]).unflatten(0, values.shape[1:])
-            mass = weights.sum(1)
-            left = mass[:, None] * brought - torch.einsum("hk,khw->hw", weights, values)
-            out.append(
-                _Row(self.layer, row, jacobian[i], unsure[i], brought.float(), left.flatten(), mass, scale)
-            )
-        return out
-
-    def _known(self, row: Shown) -> tuple[Tensor, Tensor, Tensor]:
-        """Weights ``[h, k]`` and values ``[k, h, w]`` of what a row sees that is known, itself too, and their scale."""
-        tokens = {**{p: t for p, t in row.known.items() if p < row.position}, row.position: row.token}
-        scores, values = [], []
-        for place, token in tokens.items():
-            one = torch.tensor([token], device=self.slice.device)
-            scores.append(self.layer.scores(row.token, row.position, place, one))
-            values.append(self.layer.values(place)[one])
-        every = torch.cat(scores, 1)
-        scale = every.amax(1, keepdim=True)
-        spread = self.layer.spread(torch.cat(values))
-        return (every - scale).exp().double(), spread.double(), scale
-
-    def _fillings(
-        self, row: Shown, weights: Tensor, values: Tensor, scale: Tensor, draws: torch.Generator
-    ) -> Float[Tensor, "n a"]:
-        """What attention would bring a row behind drawn tokens."""
-        total = torch.einsum("hk,khw->hw", weights, values).float().expand(DRAWS, -1, -1).clone()
-        mass = weights.sum(1).float().expand(DRAWS, -1).clone()
-        for place in row.missing:
-            drawn = torch.randint(len(self.pool), (DRAWS,), generator=draws)
-            tokens = self.pool[drawn.to(self.pool.device)]
-            own = (self.layer.scores(row.token, row.position, place, tokens) - scale).exp().T
-            total += own[..., None] * self.layer.spread(self.layer.values(place)[tokens])
-            mass += own
-        return (total / mass[..., None]).flatten(1)
-
-
-class _Search:
-    """The sums of one gap."""
-
-    def __init__(self, names: MissingTokens, rows: Sequence[_Row], places: Sequence[int]) -> None:
-        self.rows, self.places, self.prior = list(rows), list(places), names.prior
-        self.size = len(names.prior)
+    def __init__(
+        self, rows: Sequence[Row], places: Sequence[int], prior: Float[Tensor, " v"], pool: Int[Tensor, " n"]
+    ) -> None:
+        self.rows, self.places, self.prior = list(rows), list(places), prior
+        self.size = len(prior)
         self.jacobian = torch.block_diag(*(row.jacobian for row in rows))
+        self.unsure = torch.block_diag(*(row.unsure for row in rows))
         self.width = rows[0].brought.shape[1]
-        self.moments = {place: self._moments(place, names.pool) for place in places}
+        self.moments = {place: self._moments(place, pool) for place in places}
         self.begun = _Sums(
             torch.zeros(1, 0, dtype=torch.long, device=self.prior.device),
             torch.cat([row.sum for row in rows])[None],
@@ -331,15 +153,10 @@ class _Search:
         divided = self.jacobian / by_head
         zero = torch.zeros(len(by_head), len(by_head), dtype=torch.double, device=mass.device)
         covariance = sum((self.moments[p].parts for p in rest if p not in free), zero)
-        spread = sum(
-            (self.moments[p].weights for p in rest), torch.zeros_like(zero[: len(mass), : len(mass)])
-        )
-        unsure = torch.block_diag(*(row.unsure for row in self.rows))
-        covariance = covariance + unsure * spread.repeat_interleave(self.width, 0).repeat_interleave(
-            self.width, 1
-        )
-        noise = divided @ covariance @ divided.T
-        return torch.linalg.solve_triangular(_lower(noise, believed), divided, upper=False)
+        none = torch.zeros(len(mass), len(mass)).to(zero)
+        spread = sum((self.moments[p].weights for p in rest), none)
+        spread = spread.repeat_interleave(self.width, 0).repeat_interleave(self.width, 1)
+        return _whitening(divided, covariance + self.unsure * spread, believed)
 
     def _most_telling(self, whitened: Float[Tensor, "e a"], places: Sequence[int], count: int) -> Tensor:
         """Directions ``[count, a]`` in which what is about to be chosen varies most."""
@@ -453,9 +270,8 @@ class _Search:
                     best.prior.expand(len(which)),
                 )
                 nearest = int(self._unexplained(tried).argmin())
-                if self.best(tried) > NEARER * self.best(
-                    best
-                ):  # and not by rounding, where a token is there twice
+                # Where a token is there twice, orders differ by rounding alone.
+                if self.best(tried) > NEARER * self.best(best):
                     break
                 best, order = tried[nearest : nearest + 1], tuple(which[nearest].tolist())
             out.append(best)
@@ -471,12 +287,8 @@ class _Search:
         """Pairs of places by index, first those where other tokens, each by itself, explain most of what is missed."""
         one = sums[:1]
         divided = self.jacobian / one.mass[0].repeat_interleave(self.width)
-        change = sum(
-            (self.moments[p].parts for p in self.places), torch.zeros_like(self.jacobian.T @ divided)
-        )
-        change = change * (2 / len(self.places))  # what another wrong token adds
-        lower = _lower(divided @ change @ divided.T, BELIEVED[-1])
-        whitened = torch.linalg.solve_triangular(lower, divided, upper=False)
+        parts = torch.stack([self.moments[p].parts for p in self.places])
+        whitened = _whitening(divided, 2 * parts.mean(0), BELIEVED[-1])  # another wrong token adds as much
         directions = self._most_telling(whitened, self.places, ALONG)
         gains = list[float]()
         for k, place in enumerate(self.places):
@@ -488,22 +300,24 @@ class _Search:
         return sorted(combinations(range(len(gains)), 2), key=lambda pair: -gains[pair[0]] - gains[pair[1]])
 
     def sought_anew(self, sums: _Sums, pair: tuple[int, int]) -> _Sums:
-        """Whole sums with the tokens at two of their places (by index) sought anew."""
+        """The first of whole sums with the tokens at two of its places (by index) sought anew."""
         kept = [k for k in range(len(self.places)) if k not in pair]
-        base = self.begun[torch.zeros(len(sums.chosen), dtype=torch.long)]
+        base = self.begun
         for k in kept:
-            base = self._with(base, self.places[k], sums.chosen[:, k])
+            base = self._with(base, self.places[k], sums.chosen[:1, k])
         found = self._paired(base, *(self.places[k] for k in pair))
         order = torch.tensor([*kept, *pair]).argsort()
-        return self._rearranged(
-            self._ordered(_Sums(found.chosen[:, order], found.left, found.mass, found.prior))
-        )
+        found = _Sums(found.chosen[:, order], found.left, found.mass, found.prior)
+        return self._rearranged(self._ordered(found))
 
 
-def _lower(covariance: Float[Tensor, "n n"], believed: float) -> Float[Tensor, "n n"]:
-    """Cholesky's factor of a covariance to which what may be missed anyway is added."""
-    least = believed**2 + JITTER * float(covariance.trace())
-    return torch.linalg.cholesky(covariance + least * torch.eye(len(covariance)).to(covariance))
+def _whitening(
+    divided: Float[Tensor, "e a"], covariance: Float[Tensor, "a a"], believed: float
+) -> Float[Tensor, "e a"]:
+    """Turns what is left of sums into units of what may be missed, by the covariance of sums and anyway."""
+    noise = divided @ covariance @ divided.T
+    noise.diagonal().add_(believed**2 + JITTER * float(noise.trace()))
+    return torch.linalg.solve_triangular(torch.linalg.cholesky(noise), divided, upper=False)
 
 
 def _joined(sums: Sequence[_Sums]) -> _Sums:
