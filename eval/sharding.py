@@ -15,6 +15,7 @@ SHARDED = {
 }  # fmt: skip
 SHARD_TOKENS = 96  # the shortest prompt in which every node of the largest table holds tokens
 GAP_BUDGET = 200_000
+NODE_STREAMS = ("resid", "qkv", "kv", "q", "k", "v")
 ATTN_ROWS = (
     "AttnNodes get queries, keys and values; as in the paper (appendix M) the attacker is given the hidden states of "
     "the same rows."
@@ -54,31 +55,49 @@ def gap_plans(
     grid: str = "1/2,1/3,1/4,2/2,2/3",
     attacks: str = "gap,joint",
     budget: int = 5000,
+    streams: str = "resid",
+    keys: int = 0,
 ) -> Experiment:
-    """Tokens that a CompNode does not hold, under small (c, alpha): the paper counts on their gaps.
+    """Tokens that a node does not hold, under small (c, alpha): the paper counts on their gaps.
 
     Args:
         grid: plans as ``c/alpha``, separated by commas. attacks: specs, separated by commas; ``infill`` is the learned
             one, given the tokens of the node's rows (layer 0, as in the paper's Figure 2), whatever the layers:
             states say hardly more to it. budget: of ``gap``, sequences a gap.
+        streams: what is seen, separated by commas: ``resid``, states of CompNode 0, or what AttnNode (0, ``keys``) is
+            sent at the layer behind them: ``qkv``, or of that ``q``, ``k``, ``v`` or ``kv`` alone.
 
     Raises:
-        InputError: a plan or an attack is none. UnknownNameError: an attack is unknown.
+        InputError: a plan, an attack or a stream is none. UnknownNameError: an attack is unknown.
     """
     known = {"gap": f"gap:budget={budget}", "infill": infill_spec(setting)}
     learned = [attack for attack in split_specs(attacks) if attack.partition(":")[0] == "infill"]
     searched = [attack for attack in split_specs(attacks) if attack not in learned]
     cells = []
-    tried = [(0, attack) for attack in learned] + list(product(setting.at((1,)), searched))
+    seen = split_specs(streams)
+    if wrong := [stream for stream in seen if stream not in NODE_STREAMS]:
+        raise InputError(f"a node sees one of {', '.join(NODE_STREAMS)}, not {wrong[0]!r}")
+    tried = [(0, "resid", attack) for attack in learned] + list(product(setting.at((1,)), seen, searched))
     for c, alpha in map(_small_plan, split_specs(grid)):
-        for layer, attack in tried:
-            keys = {"layer": layer, "c": c, "alpha": alpha, "gap": (alpha - 1) * c, "attack": attack}
+        for layer, stream, attack in tried:
             spec = known.get(attack, attack)
             build_attack(AttackSpec(attack=spec))  # so that a wrong one is refused before anything is run
-            channel = f"shard:alpha={alpha},c={c},node=0"
-            cells.append(attack_cell(setting, keys, layer, channel, attack=spec))
+            node, at, site = "CompNode 0", "node=0", {}
+            if stream != "resid":
+                node, at = f"AttnNode (0, {keys})", f"m=1,queries=0,keys={keys}"
+                layer, site = layer + 1, {"stream": stream}
+            labels = {
+                "node": node,
+                "layer": layer,
+                "stream": stream,
+                "c": c,
+                "alpha": alpha,
+                "attack": attack,
+            }
+            channel = f"shard:alpha={alpha},c={c},{at}"
+            cells.append(attack_cell(setting, labels, layer, channel, attack=spec, **site))
     return Experiment(
-        "Tokens that a CompNode does not hold, under small (c, alpha)",
+        "Tokens that a node does not hold, under small (c, alpha)",
         cells,
         {
             "unseen_right": "tokens that no row shows",
@@ -89,7 +108,8 @@ def gap_plans(
             "seconds_per_prompt": "seconds a prompt",
         },
         [
-            f"CompNode 0's rows; gap: at most {budget:,} sequences a gap. One that is not closed spoils what follows.",
+            f"gap: at most {budget:,} sequences a gap. One that is not closed spoils what follows.",
+            "AttnNodes are sent queries, keys and values of all their rows where (j, k) and (k, j) are one node.",
             "Tokens that no row shows: of those before the node's last row. Those behind it depend on nothing that "
             "the node sees, and count as wrong in the other figures.",
             *(infill_notes(setting) if learned else []),

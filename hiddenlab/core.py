@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from hiddenlab.slice import Slice
 
 LAST_STREAMS = ("final_norm", "logits")  # which exist after the last layer only
-INNER_STREAMS = ("q", "k", "v", "attn")
+INNER_STREAMS = ("q", "k", "v", "kv", "qkv", "attn")
 STREAMS = ("resid", "embed", *INNER_STREAMS, *LAST_STREAMS)
 Progress = Callable[[str, int, int], None]  # (what, done, total)
 
@@ -35,8 +35,9 @@ class Site:
     ``resid`` at layer l is the state after l decoder layers and before any final norm; ``final_norm`` the state
     after the last layer and the final norm; ``logits`` the language-model head's output (used by proposals).
     ``embed`` is layer 0, what enters the first layer. ``q``, ``k`` and ``v`` are of layer l's attention (the first
-    is 1), all heads side by side, after rotary embedding; k and v are what a KV cache holds. ``attn`` is what the
-    attention gives, before its output projection; nodes of a distributed scheme see it in parts.
+    is 1), all heads side by side, after rotary embedding; k and v are what a KV cache holds (``kv``: both, side by
+    side), ``qkv`` what an attention node is sent. ``attn`` is what the attention gives, before its output projection;
+    nodes of a distributed scheme see it in parts.
     """
 
     layer: int

@@ -52,6 +52,11 @@ def written(seen: Sequence[Seen], folder: Path, **options: Any) -> tuple[Files, 
     return found, said
 
 
+def plain_files(held: Mapping[str, Observation]) -> list[Observation]:
+    """What a node saw, without the view of the second layer, which repeats it."""
+    return [one for name, one in held.items() if name not in ("qkv-2", "kv-2")]
+
+
 def positions_of(observation: Observation) -> list[int]:
     assert observation.public.positions is not None
     return list(observation.public.positions)
@@ -95,11 +100,12 @@ def expected_files(made: Plan) -> dict[str, dict[str, Positions]]:
         for k in range(j if made.symmetric else 0, made.beta):
             both = tuple(sorted({*made.splits[j], *made.splits[k]}))
             queries, keys = (both, both) if made.symmetric else (made.splits[j], made.splits[k])
-            out[f"AttnNode-{j}-{k}"] = {
+            own = {
                 f"{stream}-{layer}": queries if stream == "q" else keys
                 for stream in "qkv"
                 for layer in range(1, LAYERS + 1)
             }
+            out[f"AttnNode-{j}-{k}"] = own | {"qkv-2" if queries == keys else "kv-2": keys}
     return out
 
 
@@ -125,6 +131,7 @@ def test_files_hold_the_rows_that_the_plan_gives_each_node(
     shape = Shape.of(AutoConfig.from_pretrained(path))
     widths = {"q": shape.heads * shape.head_dim, "k": shape.kv_heads * shape.head_dim}
     widths |= {"embed": WIDTH, "resid": WIDTH, "v": widths["k"], "attn": shape.heads * (2 + shape.head_dim)}
+    widths |= {"kv": 2 * widths["k"], "qkv": widths["q"] + 2 * widths["k"]}
     plain, calls = PlainModel(path), plain_calls(path, tokens)
     for held in files.values():
         for name, one in held.items():
@@ -136,16 +143,16 @@ def test_files_hold_the_rows_that_the_plan_gives_each_node(
             whole = (
                 plain.states(tokens.tolist(), int(layer))
                 if stream in ("embed", "resid")
-                else calls[int(layer) - 1][stream]
+                else torch.cat([calls[int(layer) - 1][part] for part in stream], 1)
             )
             assert torch.allclose(one.states, whole[positions_of(one)], atol=1e-4), (name, one)
     assert len(said) == len(files)
     for name, one in said.items():
         assert Path(one["folder"]).name == name.translate(str.maketrans(" ", "-", "(),"))
-        folder = files[Path(one["folder"]).name]
+        folder = plain_files(files[Path(one["folder"]).name])
         assert one["files"] == len(folder)
-        assert one["rows"] == sum(len(held.states) for held in folder.values())
-        assert one["positions"] == sorted({p for held in folder.values() for p in positions_of(held)})
+        assert one["rows"] == sum(len(held.states) for held in folder)
+        assert one["positions"] == sorted({p for held in folder for p in positions_of(held)})
 
 
 def merged(parts: Sequence[Observation], heads: int, compressed: bool) -> Tensor:
@@ -212,15 +219,17 @@ def test_public_facts_say_where_a_file_is_from(tiny: TinyPath, tmp_path: Path) -
                 check_observation(one, slices[one.public.site.layer])
 
 
-def test_each_compnodes_tokens_are_its_truth(tiny: TinyPath, tmp_path: Path) -> None:
-    """The truth is in a file of its own, for CompNodes only: an observation holds no token."""
+def test_each_nodes_tokens_are_its_truth(tiny: TinyPath, tmp_path: Path) -> None:
+    """The truth is in a file of its own, of the rows that attacks are pointed at: an observation holds no token."""
     cascade, tokens = recorder(tiny("llama")), prompt(8)
     made = Plan.by_hand([[0, 1, 5, 7], [2, 3, 4, 6]])
     cascade.forward(tokens, made)
     written(cascade.seen(), tmp_path, tokens=tokens.tolist())
-    assert sorted(path.parent.name for path in tmp_path.glob("*/truth.json")) == ["CompNode-0", "CompNode-1"]
-    for i, shard in enumerate(made.shards):
-        (secret,) = load_truth(tmp_path / f"CompNode-{i}" / "truth.json")
+    held = {f"CompNode-{i}": shard for i, shard in enumerate(made.shards)}
+    held |= {f"AttnNode-{j}-{k}": shard for j in range(2) for k, shard in enumerate(made.splits)}
+    assert {path.parent.name for path in tmp_path.glob("*/truth.json")} == held.keys()
+    for name, shard in held.items():
+        (secret,) = load_truth(tmp_path / name / "truth.json")
         assert secret.tokens == tuple(tokens[list(shard)].tolist())
 
 
@@ -232,7 +241,9 @@ def test_nodes_without_tokens_leave_no_folder(tiny: TinyPath, tmp_path: Path) ->
     assert comps == {"CompNode-0", "CompNode-1"}
     assert "AttnNode-2-3" not in files
     assert set(files["AttnNode-0-3"]) == {f"q-{layer}" for layer in range(1, LAYERS + 1)}
-    assert set(files["AttnNode-3-0"]) == {f"{s}-{layer}" for s in "kv" for layer in range(1, LAYERS + 1)}
+    assert set(files["AttnNode-3-0"]) == {"kv-2"} | {
+        f"{s}-{layer}" for s in "kv" for layer in range(1, LAYERS + 1)
+    }
 
 
 # ---- generations
@@ -259,7 +270,7 @@ def test_rows_of_all_passes_come_together(tiny: TinyPath, tmp_path: Path, symmet
             whole = (
                 plain.states(fed.tolist(), int(layer))
                 if stream in ("embed", "resid")
-                else calls[int(layer) - 1][stream]
+                else torch.cat([calls[int(layer) - 1][part] for part in stream], 1)
             )
             assert torch.allclose(one.states, whole[list(positions)], atol=1e-4), (folder, name)
     for i, shard in enumerate(grown.shards):
@@ -272,9 +283,9 @@ def test_rows_of_all_passes_come_together(tiny: TinyPath, tmp_path: Path, symmet
         (secret,) = load_truth(tmp_path / f"CompNode-{i}" / "truth.json")
         assert secret.tokens == tuple(fed[list(shard)].tolist())
     for one in said.values():
-        found = files[Path(one["folder"]).name]
+        found = plain_files(files[Path(one["folder"]).name])
         assert one["files"] == len(found)
-        assert one["rows"] == sum(len(held.states) for held in found.values())
+        assert one["rows"] == sum(len(held.states) for held in found)
 
 
 # ---- recording

@@ -251,7 +251,8 @@ def test_a_plan_shows_its_weakest_node_first(tiny: Callable[..., str]) -> None:
 def test_small_plans_are_attacked_in_every_way_asked_for(tiny: Callable[..., str]) -> None:
     make, setting = registry.resolve("experiments", "gap-plans"), Setting(model=tiny("llama"), layers=(1, 2))
     cells = make(setting, grid="1/2,2/3", attacks="joint:beam=4,width=9,gap,infill", budget=7).cells
-    assert [cell.keys["gap"] for cell in cells] == [1] * 5 + [4] * 5
+    assert [(cell.keys["c"], cell.keys["alpha"]) for cell in cells] == [(1, 2)] * 5 + [(2, 3)] * 5
+    assert {cell.keys["node"] for cell in cells} == {"CompNode 0"}
     assert [(cell.keys["layer"], cell.keys["attack"]) for cell in cells[:5]] == [
         (0, "infill"), (1, "joint:beam=4,width=9"), (1, "gap"), (2, "joint:beam=4,width=9"), (2, "gap")
     ]  # fmt: skip
@@ -263,6 +264,19 @@ def test_small_plans_are_attacked_in_every_way_asked_for(tiny: Callable[..., str
             make(setting, grid=wrong)
     with pytest.raises(UnknownNameError):
         make(setting, attacks="jiont")
+    with pytest.raises(InputError, match=r"a node sees one of resid, qkv, .*, not 'attn'"):
+        make(setting, streams="resid,attn")
+
+
+def test_attention_nodes_of_small_plans_are_attacked_at_the_layer_behind(tiny: Callable[..., str]) -> None:
+    make, setting = registry.resolve("experiments", "gap-plans"), Setting(model=tiny("llama"), layers=(1,))
+    cells = make(setting, grid="1/4", attacks="gap", streams="resid,qkv,k", keys=2).cells
+    assert [(cell.spec["layer"], cell.spec["stream"]) for cell in cells] == [
+        (1, "resid"), (2, "qkv"), (2, "k")
+    ]  # fmt: skip
+    assert cells[0].spec["defense"] == ["shard:alpha=4,c=1,node=0"]
+    assert cells[1].spec["defense"] == cells[2].spec["defense"] == ["shard:alpha=4,c=1,m=1,queries=0,keys=2"]
+    assert cells[1].keys["node"] == "AttnNode (0, 2)" and cells[1].keys["layer"] == 2
 
 
 def test_plans_are_shown_with_every_view(tiny: Callable[..., str]) -> None:

@@ -116,6 +116,20 @@ def test_missing_tokens_are_named_without_running_any(
     assert right >= 3  # a row may lie at a fold of the layer
 
 
+@pytest.mark.parametrize("architecture", ["llama", "gemma2", "gpt2", "gpt_neox", "phi3", "qwen3", "olmo2"])
+@pytest.mark.parametrize("stream", ["qkv", "kv", "q"])
+def test_so_they_are_from_what_an_attention_node_is_sent(
+    tiny_slice: TinySlice, architecture: str, stream: str
+) -> None:
+    slice = tiny_slice(architecture, 2, stream)
+    names = MissingTokens(slice)
+    right = 0
+    for seed in range(4):
+        tokens = tokens_of(10, seed)
+        right += named(names, [shown(slice, tokens, 8, [7])]) == {7: tokens[7]}
+    assert right >= 3
+
+
 def test_rows_are_asked_together(tiny_slice: TinySlice) -> None:
     """What one row does not tell, several do; also where they do not miss the same."""
     slice = tiny_slice("gpt_neox", 1)
@@ -221,6 +235,14 @@ def test_what_is_solved_for_is_run_and_verified(tiny_slice: TinySlice) -> None:
     assert tried.ids != tokens and tried.stop_reason != "complete"
 
 
+@pytest.mark.parametrize("stream", ["qkv", "v"])
+def test_also_from_what_an_attention_node_is_sent(tiny_slice: TinySlice, stream: str) -> None:
+    slice, tokens = tiny_slice("gpt_neox", 2, stream), tokens_of(9, 4)
+    found = released(slice, tokens, "shard:alpha=4,c=1,m=1,queries=0,keys=2", budget=40)
+    assert found.ids == tokens and found.stop_reason == "complete"
+    assert all(one.verified for one in found.tokens)
+
+
 def test_a_gap_that_stays_open_is_closed_with_the_next(
     tiny_slice: TinySlice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -274,6 +296,10 @@ def test_more_rows_of_a_cluster_are_asked_where_one_does_not_tell(
     [
         (1, ["shard:alpha=2,c=1,node=0"], True),
         (1, ["identity", "gap:size=1,after=3"], True),
+        ((2, "qkv"), ["gap:size=1,after=3"], True),
+        ((2, "v"), ["gap:size=1,after=3"], True),
+        ((2, "attn"), ["gap:size=1,after=3"], False),
+        ((3, "kv"), ["gap:size=1,after=3"], False),
         (2, ["gap:size=1,after=3"], False),
         (1, ["gaussian:sigma=0.01", "gap:size=1,after=3"], False),
         (1, ["project:count=16", "gap:size=1,after=3"], False),
@@ -283,9 +309,9 @@ def test_more_rows_of_a_cluster_are_asked_where_one_does_not_tell(
     ],
 )  # fmt: skip
 def test_where_rows_can_be_turned_back(
-    tiny_slice: TinySlice, layer: int, specs: list[str], can: bool
+    tiny_slice: TinySlice, layer: int | tuple[int, str], specs: list[str], can: bool
 ) -> None:
-    slice = tiny_slice("llama", layer)
+    slice = tiny_slice("llama", *(layer if isinstance(layer, tuple) else (layer,)))
     observation = Channel.parse(specs).release(slice, tokens_of(6), torch.Generator())[0]
     assert MissingTokens.applies(observation.public, slice) is can
 

@@ -52,9 +52,21 @@ def test_a_pass_ends_where_it_has_shown_what_was_asked(tiny: Callable[..., str])
     torch.testing.assert_close(slice.encode(TOKENS), states)  # nothing of it is left behind
 
 
-def test_attention_is_given_to_one_layer_only(tiny: Callable[..., str]) -> None:
-    slice = load_slice(tiny("llama"), 2)
-    with pytest.raises(InputError, match="slices of one layer, not of 2"):
+@pytest.mark.parametrize("architecture", DECODERS)
+@pytest.mark.parametrize("stream", ["q", "kv", "qkv"])
+def test_what_the_second_layer_asks_follows_from_what_the_first_ones_attention_gives(
+    tiny: Callable[..., str], architecture: str, stream: str
+) -> None:
+    first, slice = load_slice(tiny(architecture), 1), load_slice(tiny(architecture), 2, stream=stream)
+    attended = first.run([Request(first.prefix(), TOKENS)], keep=False, show="attn")[0].chain
+    given = slice.run_given(slice.embed(TOKENS), attended, torch.arange(len(TOKENS)))
+    torch.testing.assert_close(given, slice.encode(TOKENS), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("layer", "stream"), [(2, "resid"), (3, "q"), (2, "attn"), (1, "k")])
+def test_attention_is_given_to_one_layer_only(tiny: Callable[..., str], layer: int, stream: str) -> None:
+    slice = load_slice(tiny("llama"), layer, stream=stream)
+    with pytest.raises(InputError, match=f"slices of one layer.* not for {slice.site}"):
         slice.run_given(slice.embed(TOKENS), torch.zeros(len(TOKENS), 64))
 
 

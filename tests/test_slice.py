@@ -456,7 +456,13 @@ def test_keys_and_values_are_those_of_the_plain_models_cache(
             close(actual[-len(expected) :], expected)
 
 
-@pytest.mark.parametrize("stream", ["q", "k", "v", "attn"])
+@pytest.mark.parametrize("stream", ["kv", "qkv"])
+def test_queries_keys_and_values_side_by_side(tiny_slice: TinySlice, stream: str) -> None:
+    parts = [tiny_slice("gemma2", 2, one).encode(ids(LONG)) for one in stream]
+    close(tiny_slice("gemma2", 2, stream).encode(ids(LONG)), torch.cat(parts, 1))
+
+
+@pytest.mark.parametrize("stream", ["q", "k", "v", "kv", "qkv", "attn"])
 def test_inner_streams_of_alternatives(tiny_slice: TinySlice, stream: str) -> None:
     slice = tiny_slice("gemma2", 3, stream)
     assert slice.width == slice.encode(ids(LONG)).shape[1]

@@ -25,7 +25,7 @@ from attacks.first_layer import FirstLayer
 from attacks.gap.sums import JITTER, Row, Search
 from attacks.inverted import Equations
 from hiddenlab.channel import as_whole
-from hiddenlab.core import Public, Site
+from hiddenlab.core import Public
 from hiddenlab.propose.corpus import Corpus
 from hiddenlab.slice import Slice
 
@@ -83,7 +83,7 @@ class MissingTokens:
     def applies(public: Public, slice: Slice) -> bool:
         """Whether rows can be turned back: states of one layer, in full precision, shown as they are."""
         plain = slice.dtype == torch.float32 and slice.quantization is None
-        return plain and slice.site == Site(1, "resid") and set(as_whole(public).channel) <= {"identity"}
+        return plain and slice.behind_one_attention and set(as_whole(public).channel) <= {"identity"}
 
     def counters(self) -> tuple[int, int]:
         """Positions and passes run so far, those of the slice itself left out."""

@@ -164,6 +164,21 @@ def first_layer_view(observations: Sequence[Observation]) -> Observation | None:
     return Observation(torch.cat(columns, 1), replace(own.public, site=Site(1, "attn"), facts=facts))
 
 
+def second_layer_view(observations: Sequence[Observation]) -> Observation | None:
+    """What an AttnNode was sent at the second layer, side by side, as one observation a request.
+
+    Queries, keys and values (``qkv``) where they are of the same rows, else keys and values (``kv``). They are
+    functions of what the first layer's attention brought each row. None where the node was sent none.
+    """
+    sent = {o.public.site.stream: o for o in observations if o.public.site.layer == 2}
+    if "k" not in sent or "v" not in sent:
+        return None
+    both = "q" in sent and sent["q"].public.positions == sent["k"].public.positions
+    stream = "qkv" if both else "kv"
+    states = torch.cat([sent[one].states for one in stream], 1)
+    return Observation(states, replace(sent["k"].public, site=Site(2, stream)))
+
+
 def save_seen(
     seen: Sequence[Seen],
     folder: Path,
@@ -173,11 +188,13 @@ def save_seen(
     dtype: str,
     tokens: Sequence[int] = (),
 ) -> dict[str, dict[str, Any]]:
-    """Write what nodes saw: ``folder/<node>/<stream>-<layer>.safetensors``, and ``partials-1`` of CompNodes.
+    """Write what nodes saw: ``folder/<node>/<stream>-<layer>.safetensors``.
+
+    CompNodes have ``partials-1`` too, AttnNodes ``qkv-2`` or ``kv-2``: what attacks read together.
 
     Args:
         tokens: of the prompt and what was generated; each CompNode's own become ``truth.json`` in its folder, with
-            which an attack on its states is scored.
+            which an attack on its states is scored, and those of the view that an AttnNode has.
 
     Returns:
         For each node, the positions that it saw rows of, files and rows written.
@@ -191,9 +208,11 @@ def save_seen(
         held: set[int] = set()
         files = rows = 0
         observations = one.observations(model, signature, dtype)
-        view = first_layer_view(observations) if one.node.startswith("CompNode") else None
+        comp = one.node.startswith("CompNode")
+        view = first_layer_view(observations) if comp else second_layer_view(observations)
         if view is not None:
-            save_observation(view, target / "partials-1.safetensors")
+            name = "partials-1" if comp else f"{view.public.site.stream}-2"
+            save_observation(view, target / f"{name}.safetensors")
         for observation in observations:
             site, positions = observation.public.site, observation.public.positions
             shard = observation.public.facts.get("key_shard")
@@ -201,8 +220,9 @@ def save_seen(
             save_observation(observation, target / f"{name}.safetensors")
             held.update(positions or ())
             files, rows = files + 1, rows + len(observation.states)
-        if one.node.startswith("CompNode") and max(held, default=0) < len(tokens):
-            save_truth([Secret(tuple(tokens[p] for p in sorted(held)))], target / "truth.json")
+        own = held if comp or view is None else view.public.positions or ()
+        if max(own, default=0) < len(tokens):
+            save_truth([Secret(tuple(tokens[p] for p in sorted(own)))], target / "truth.json")
         name = one.node if one.node not in out else f"{one.node}, request {one.request}"
         out[name] = {"positions": sorted(held), "files": files, "rows": rows, "folder": str(target)}
     return out

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from typer import Argument, Option
 
-Stream = Literal["resid", "final_norm", "embed", "q", "k", "v", "attn"]
+Stream = Literal["resid", "final_norm", "embed", "q", "k", "v", "kv", "qkv", "attn"]
 Dtype = Literal["float32", "bfloat16", "float16"]
 
 PromptArg = Annotated[str | None, Argument(metavar="PROMPT", help="The prompt; '-' reads standard input.")]

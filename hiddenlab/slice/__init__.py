@@ -205,23 +205,33 @@ class Slice:
         *,
         grad: bool = False,
     ) -> Float[Tensor, "t e"]:
-        """States of single positions, of which each is given what its only layer's attention says.
+        """States of single positions, of which each is given what the first layer's attention says.
 
         Args:
-            inputs: embeddings. attended: the layer's stream ``attn`` (see ``run``). positions: zeros where None; where
-                a model rotates queries and keys alone, they make no difference.
+            inputs: embeddings. attended: the first layer's stream ``attn`` (see ``run``). positions: zeros where None;
+                where a model rotates queries and keys alone, states of the first layer do not depend on them.
             grad: record gradients.
 
         Raises:
-            InputError: the slice has more than one layer.
+            InputError: the slice's states depend on the attention of another layer.
         """
-        if self.site.layer != 1:
-            raise InputError(f"attention can be given to slices of one layer, not of {self.site.layer}")
+        if not self.behind_one_attention:
+            raise InputError(
+                "attention can be given to slices of one layer, or that show the second one's queries, keys or values; "
+                f"not for {self.site}"
+            )
         where = torch.zeros(len(inputs), dtype=torch.long) if positions is None else positions
         places = where.to(self.device)[None]
-        return self._states(
-            self._pass(GivenPass(attended), grad, inputs_embeds=inputs[None], position_ids=places)
-        )[0]
+        given = GivenPass(attended, self.site.stream if self.site.stream in INNER_STREAMS else None)
+        output = self._pass(given, grad, inputs_embeds=inputs[None], position_ids=places)
+        return given.shown if given.shown is not None else self._states(output)[0]
+
+    @property
+    def behind_one_attention(self) -> bool:
+        """Whether a state depends on no attention but the first layer's."""
+        if self.site.stream in INNER_STREAMS:
+            return self.site.layer == 2 and self.site.stream != "attn"
+        return self.site.layer == 1
 
     def _pass(self, how: PackedPass | GivenPass, grad: bool, **inputs: Tensor) -> Any:
         """Run the model with attention as a pass gives it; what it answers, None where that was shown on the way."""

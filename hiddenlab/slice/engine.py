@@ -177,7 +177,7 @@ class PackedPass:
 
     Attributes:
         together: short chains behind prefixes of one length attend in one product; last digits depend on the others.
-        show: layer index and stream (q, k, v or attn) to keep in ``shown``, ``[t, heads · width]``, or None.
+        show: layer index and inner stream (q, k … attn) to keep in ``shown``, ``[t, heads · width]``, or None.
         attention: how the last layer that ran attends.
     """
 
@@ -258,21 +258,41 @@ class PackedPass:
                 q_own, k_own, v_own = (x[0, :, own] for x in (q, k, v))
                 _attend_request(self.requests[i], layer, q_own, k_own, v_own, out[0, own], attention)
         if self.show is not None and self.show[0] == layer:
-            streams = {"q": q, "k": k, "v": v, "attn": out.transpose(1, 2)}
-            self.shown = streams[self.show[1]][0].transpose(0, 1).flatten(1)
+            self.shown = out[0].flatten(1) if self.show[1] == "attn" else _beside(self.show[1], q, k, v)
             raise ShownError
         return out
 
 
-@dataclass(frozen=True)
+def _beside(stream: str, q: Tensor, k: Tensor, v: Tensor) -> Float[Tensor, "t w"]:
+    """Queries, keys and values of a pass, those that a stream's name lists, all heads side by side."""
+    parts = {"q": q, "k": k, "v": v}
+    return torch.cat([parts[one][0].transpose(0, 1).flatten(1) for one in stream], 1)
+
+
+@dataclass
 class GivenPass:
-    """A pass whose attention was computed before, ``[t, h · width]``; queries, keys and values are ignored."""
+    """A pass whose first layer's attention was computed before; that layer's queries, keys and values are ignored.
+
+    Attributes:
+        attended: what it gives, ``[t, h · width]``. show: stream of the second layer (``q``, ``k`` … ``qkv``) to keep
+            in ``shown``, or None.
+    """
 
     attended: Tensor
+    show: str | None = None
+    shown: Tensor | None = None
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, attention: Attention) -> Tensor:
-        """What was given, as ``[1, t, h, width]``."""
-        return self.attended.unflatten(1, (q.shape[1], v.shape[3]))[None]
+        """What was given, as ``[1, t, h, width]``.
+
+        Raises:
+            ShownError: this was the second layer.
+        """
+        if layer == 0:
+            return self.attended.unflatten(1, (q.shape[1], v.shape[3]))[None]
+        assert self.show is not None
+        self.shown = _beside(self.show, q, k, v)
+        raise ShownError
 
 
 def _attend_alike(
