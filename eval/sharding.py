@@ -77,25 +77,18 @@ def gap_plans(
     seen = split_specs(streams)
     if wrong := [stream for stream in seen if stream not in NODE_STREAMS]:
         raise InputError(f"a node sees one of {', '.join(NODE_STREAMS)}, not {wrong[0]!r}")
-    tried = [(0, "resid", attack) for attack in learned] + list(product(setting.at((1,)), seen, searched))
+    tried = [(0, "embed", attack) for attack in learned] + list(product(setting.at((1,)), seen, searched))
     for c, alpha in map(_small_plan, split_specs(grid)):
         for layer, stream, attack in tried:
             spec = known.get(attack, attack)
             build_attack(AttackSpec(attack=spec))  # so that a wrong one is refused before anything is run
-            node, at, site = "CompNode 0", "node=0", {}
-            if stream != "resid":
-                node, at = f"AttnNode (0, {keys})", f"m=1,queries=0,keys={keys}"
-                layer, site = layer + 1, {"stream": stream}
-            labels = {
-                "node": node,
-                "layer": layer,
-                "stream": stream,
-                "c": c,
-                "alpha": alpha,
-                "attack": attack,
-            }
+            node, at = "CompNode 0", "node=0"
+            if stream in NODE_STREAMS[1:]:
+                node, at, layer = f"AttnNode (0, {keys})", f"m=1,queries=0,keys={keys}", layer + 1
+            where = {"node": node, "layer": layer, "stream": stream}
             channel = f"shard:alpha={alpha},c={c},{at}"
-            cells.append(attack_cell(setting, labels, layer, channel, attack=spec, **site))
+            labels = {**where, "c": c, "alpha": alpha, "attack": attack}
+            cells.append(attack_cell(setting, labels, layer, channel, attack=spec, stream=stream))
     return Experiment(
         "Tokens that a node does not hold, under small (c, alpha)",
         cells,
