@@ -212,7 +212,7 @@ def test_sums_are_weighed_as_one_by_one(tiny_slice: TinySlice, monkeypatch: pyte
         scores = torch.stack(
             [
                 search.prior[t]
-                - ((left - search._parts(place, torch.tensor([t]))[0]) @ whitened.T).square().sum() / 2
+                - whitened((left - search._parts(place, torch.tensor([t]))[0])[None]).square().sum() / 2
                 for t in range(VOCABULARY)
             ]
         )

@@ -21,6 +21,7 @@ BELIEVED = (3e-3, 2e-3, 2e-3, 1e-3, 5e-4, 3e-4)
 JITTER = 1e-12  # share of all variance that is added to each, so that rounding makes none negative
 BEAM, LONGLIST = 64, 8  # sums kept, and how many times as many are looked at in all directions
 ALONG = 128  # directions in which the vocabulary is looked at first, those in which it varies most
+SAMPLED = 768  # tokens that tell which these are
 PAIRED, KEPT = 16, 8  # sums whose last two places are sought together, and pairs kept of each
 PAIRS = 2000  # tokens of one of the two that are tried with all of the other
 PAIR_ALONG = 64  # directions in which pairs are looked at
@@ -28,6 +29,7 @@ AT_ONCE, PAIRS_AT_ONCE = 4096, 256  # tokens tabulated at once, and tried with a
 # Share of a row that the right sum leaves unexplained at most; wrong ones leave several times as much.
 EXPLAINED = 1e-4
 REARRANGED = 8  # sums whose tokens are tried in other orders
+APART, ORDERS_AT_ONCE = 16, 32  # places at most between which a token is moved, and orders tried at once
 NEARER = 0.99  # share of what a sum leaves unexplained that another order has to stay below
 
 
@@ -69,12 +71,29 @@ class Row:
 
 @dataclass(frozen=True)
 class _Moments:
-    """Of what a missing token contributes at a place, and of what it weighs: mean and covariance."""
+    """Of what a missing token contributes at a place, and of what it weighs."""
 
     part: Float[Tensor, " a"]
-    parts: Float[Tensor, "a a"]
     weight: Float[Tensor, " h"]
     weights: Float[Tensor, "h h"]
+
+
+@dataclass(frozen=True)
+class _Whitening:
+    """Turns what is left of sums into units of what it may miss by: divided row by row, then whitened together."""
+
+    divided: Float[Tensor, "r e a"]
+    lower: Float[Tensor, "x x"]
+
+    def __call__(self, sums: Float[Tensor, "b y"]) -> Float[Tensor, "b x"]:
+        seen = _by_row(sums.double(), self.divided)
+        return torch.linalg.solve_triangular(self.lower, seen.T, upper=False).T
+
+    def back(self, directions: Float[Tensor, "x k"]) -> Float[Tensor, "k y"]:
+        """What to take of sums to have them whitened along some directions."""
+        turned = torch.linalg.solve_triangular(self.lower.T, directions, upper=True)
+        rows = turned.unflatten(0, self.divided.shape[:2])
+        return (self.divided.transpose(1, 2) @ rows).flatten(0, 1).T
 
 
 @dataclass
@@ -106,12 +125,15 @@ class Search:
     def __init__(
         self, rows: Sequence[Row], places: Sequence[int], prior: Float[Tensor, " v"], pool: Int[Tensor, " n"]
     ) -> None:
-        self.rows, self.places, self.prior = list(rows), list(places), prior
+        self.rows, self.places, self.prior, self.pool = list(rows), list(places), prior, pool
         self.size = len(prior)
-        self.jacobian = torch.block_diag(*(row.jacobian for row in rows))
-        self.unsure = torch.block_diag(*(row.unsure for row in rows))
+        self.jacobian = torch.stack([row.jacobian for row in rows])
+        self.unsure = torch.stack([row.unsure for row in rows])
         self.width = rows[0].brought.shape[1]
-        self.moments = {place: self._moments(place, pool) for place in places}
+        tokens, counts = pool.unique(return_counts=True)
+        self.usual = tokens, counts.double() / len(pool)
+        self.moments = {place: self._moments(place) for place in places}
+        self.varied: tuple[tuple[int, ...], Tensor] | None = None  # see ``_covariance``
         self.begun = _Sums(
             torch.zeros(1, 0, dtype=torch.long, device=self.prior.device),
             torch.cat([row.sum for row in rows])[None],
@@ -127,9 +149,33 @@ class Search:
     def _weights(self, place: int, tokens: Int[Tensor, " c"]) -> Float[Tensor, "c h"]:
         return torch.cat([row.weights(place, tokens) for row in self.rows]).T
 
-    def _moments(self, place: int, pool: Int[Tensor, " n"]) -> _Moments:
-        parts, weights = self._parts(place, pool).double(), self._weights(place, pool).double()
-        return _Moments(parts.mean(0), torch.cov(parts.T), weights.mean(0), torch.cov(weights.T))
+    def _moments(self, place: int) -> _Moments:
+        tokens, share = self.usual
+        weights = self._weights(place, tokens).double()
+        mean = share @ weights
+        spread = (weights - mean) * share.sqrt()[:, None]
+        return _Moments(share @ self._parts(place, tokens).double(), mean, spread.T @ spread)
+
+    def _varies(self, place: int) -> Float[Tensor, "y y"]:
+        """Covariance of what a missing token contributes at a place; as large as all rows together, so not held."""
+        tokens, share = self.usual
+        spread = (self._parts(place, tokens).double() - self.moments[place].part) * share.sqrt()[:, None]
+        return spread.T @ spread
+
+    def _covariance(self, places: Sequence[int]) -> Float[Tensor, "y y"]:
+        """Of what missing tokens contribute at some places; what was asked for last is held, as the next are fewer."""
+        held, total = self.varied or ((), torch.empty(0))
+        gone = [p for p in held if p not in places]
+        if self.varied is not None and set(places) <= set(held) and len(gone) < len(places):
+            for place in gone:
+                total = total - self._varies(place)
+        else:
+            wide = self.begun.left.shape[1]
+            total = torch.zeros(wide, wide, dtype=torch.double, device=self.prior.device)
+            for place in places:
+                total += self._varies(place)
+        self.varied = tuple(places), total
+        return total
 
     def _along(self, place: int, directions: Float[Tensor, "r a"]) -> Float[Tensor, "v r"]:
         """What the whole vocabulary contributes at a place, along some directions."""
@@ -141,28 +187,36 @@ class Search:
 
     # ---- how sums are weighed
 
-    def _whitened(self, sums: _Sums, rest: Sequence[int], free: Sequence[int], believed: float) -> Tensor:
-        """Turns what is left of a sum into units of what it may miss by ``[e, a]``.
+    def _divided(self, mass: Float[Tensor, " h"]) -> Float[Tensor, "r e a"]:
+        """How rows change with what is left of their sums, which mass divides."""
+        return self.jacobian / mass.repeat_interleave(self.width).unflatten(0, (len(self.rows), 1, -1))
+
+    def _whitened(
+        self, sums: _Sums, rest: Sequence[int], free: Sequence[int], believed: float
+    ) -> _Whitening:
+        """Units of what is left of a sum: what it may miss by.
 
         Args:
             rest: places still missing. free: those of them that are about to be chosen, which only their weight makes
                 uncertain: it is what the sum is divided by.
         """
         mass = sums.mass.mean(0) + sum(self.moments[p].weight for p in rest)
-        by_head = mass.repeat_interleave(self.width)
-        divided = self.jacobian / by_head
-        zero = torch.zeros(len(by_head), len(by_head), dtype=torch.double, device=mass.device)
-        covariance = sum((self.moments[p].parts for p in rest if p not in free), zero)
-        none = torch.zeros(len(mass), len(mass)).to(zero)
-        spread = sum((self.moments[p].weights for p in rest), none)
+        spread = torch.stack([self.moments[p].weights for p in rest]).sum(0)
         spread = spread.repeat_interleave(self.width, 0).repeat_interleave(self.width, 1)
-        return _whitening(divided, covariance + self.unsure * spread, believed)
+        others = [p for p in rest if p not in free]
+        return _whitening(self._divided(mass), self._covariance(others), believed, self.unsure, spread)
 
-    def _most_telling(self, whitened: Float[Tensor, "e a"], places: Sequence[int], count: int) -> Tensor:
-        """Directions ``[count, a]`` in which what is about to be chosen varies most."""
-        covariance = whitened @ sum(self.moments[p].parts for p in places) @ whitened.T
-        _, directions = torch.linalg.eigh(covariance)
-        return directions[:, -count:].T @ whitened
+    def _most_telling(
+        self, whitening: _Whitening, places: Sequence[int], count: int
+    ) -> Float[Tensor, "k y"]:
+        """Directions in which what is about to be chosen varies most, as far as some tokens tell."""
+        some = self.pool[: SAMPLED // len(places)]
+        spread = [self._parts(p, some).double() - self.moments[p].part for p in places]
+        seen = whitening(torch.cat(spread))
+        # Of samples by samples, of which there are fewer than coordinates where rows are asked together.
+        length, of = torch.linalg.eigh(seen @ seen.T)
+        told = length[-count:] > JITTER * length[-1]
+        return whitening.back(seen.T @ (of[:, -count:] / length[-count:].clamp(min=1e-300).sqrt())[:, told])
 
     def _with(self, sums: _Sums, place: int, tokens: Int[Tensor, " b"]) -> _Sums:
         """Sums, each with a token at a place."""
@@ -177,7 +231,8 @@ class Search:
         """Sums over all places, those that explain the rows best first."""
         sums, places = self.begun, self.places
         for k in range(len(places) - 2 if len(places) > 1 else 1):
-            sums = self._extended(sums, places[k:], BELIEVED[min(k, len(BELIEVED) - 1)])
+            stage = len(BELIEVED) - 1 - (len(places) - 2 - k) if len(places) > len(BELIEVED) else k
+            sums = self._extended(sums, places[k:], BELIEVED[max(stage, 0)])
         if len(places) > 1:
             sums = self._paired(sums[:PAIRED], places[-2], places[-1])
         return self._rearranged(self._ordered(sums))
@@ -194,7 +249,7 @@ class Search:
         said += (sums.prior - (target.square().sum(1) / 2).double()).float()[:, None]
         which = said.flatten().topk(min(LONGLIST * BEAM, said.numel())).indices
         before, tokens = which // self.size, which % self.size
-        exactly = (left[before] - self._parts(place, tokens).double()) @ whitened.T
+        exactly = whitened(left[before] - self._parts(place, tokens).double())
         score = sums.prior[before] + self.prior[tokens] - exactly.square().sum(1) / 2
         best = score.topk(min(BEAM, len(score))).indices
         return self._with(sums[before[best]], place, tokens[best])
@@ -232,8 +287,8 @@ class Search:
 
     def _unexplained(self, sums: _Sums) -> Float[Tensor, " b"]:
         """Share of the rows that whole sums leave unexplained."""
-        left = (sums.left / sums.mass.repeat_interleave(self.width, 1)) @ self.jacobian.T
-        return left.square().mean(1).sqrt()
+        left = sums.left / sums.mass.repeat_interleave(self.width, 1)
+        return _by_row(left, self.jacobian).square().mean(1).sqrt()
 
     def best(self, sums: _Sums) -> float:
         return float(self._unexplained(sums).min())
@@ -261,14 +316,13 @@ class Search:
             places, order = torch.arange(len(tokens), device=tokens.device), tuple(range(len(tokens)))
             while True:
                 orders = {swapped(order, *pair) for pair in combinations(order, 2)}
-                orders |= {moved(order, a, b) for a in order for b in order}
+                orders |= {moved(order, a, b) for a in order for b in order if abs(a - b) <= APART}
                 which = torch.tensor(sorted(orders - {order}), device=tokens.device)
-                tried = _Sums(
-                    tokens[which],
-                    self.begun.left - parts[places, which].sum(1),
-                    self.begun.mass + weights[places, which].sum(1),
-                    best.prior.expand(len(which)),
+                left, mass = (
+                    torch.cat([begun - of[places, some].sum(1) for some in which.split(ORDERS_AT_ONCE)])
+                    for begun, of in ((self.begun.left, parts), (-self.begun.mass, weights))
                 )
+                tried = _Sums(tokens[which], left, -mass, best.prior.expand(len(which)))
                 nearest = int(self._unexplained(tried).argmin())
                 # Where a token is there twice, orders differ by rounding alone.
                 if self.best(tried) > NEARER * self.best(best):
@@ -286,9 +340,9 @@ class Search:
     def doubtful(self, sums: _Sums) -> list[tuple[int, int]]:
         """Pairs of places by index, first those where other tokens, each by itself, explain most of what is missed."""
         one = sums[:1]
-        divided = self.jacobian / one.mass[0].repeat_interleave(self.width)
-        parts = torch.stack([self.moments[p].parts for p in self.places])
-        whitened = _whitening(divided, 2 * parts.mean(0), BELIEVED[-1])  # another wrong token adds as much
+        # Another wrong token adds as much as a token varies.
+        usual = 2 / len(self.places) * self._covariance(self.places)
+        whitened = _whitening(self._divided(one.mass[0]), usual, BELIEVED[-1])
         directions = self._most_telling(whitened, self.places, ALONG)
         gains = list[float]()
         for k, place in enumerate(self.places):
@@ -311,13 +365,33 @@ class Search:
         return self._rearranged(self._ordered(found))
 
 
+def _by_row(sums: Float[Tensor, "b y"], matrices: Float[Tensor, "r e a"]) -> Float[Tensor, "b x"]:
+    """Each row's part of sums, by the row's matrix."""
+    parts = sums.unflatten(1, (len(matrices), -1)).transpose(0, 1)
+    return (parts @ matrices.transpose(1, 2)).transpose(0, 1).flatten(1)
+
+
 def _whitening(
-    divided: Float[Tensor, "e a"], covariance: Float[Tensor, "a a"], believed: float
-) -> Float[Tensor, "e a"]:
-    """Turns what is left of sums into units of what may be missed, by the covariance of sums and anyway."""
-    noise = divided @ covariance @ divided.T
+    divided: Float[Tensor, "r e a"],
+    covariance: Float[Tensor, "y y"],
+    believed: float,
+    unsure: Float[Tensor, "r a a"] | None = None,
+    spread: Float[Tensor, "y y"] | None = None,
+) -> _Whitening:
+    """By what may be missed: the covariance of sums, what each row's solve errs where sums are divided by what is not
+    known for sure (``unsure``, times the ``spread`` of that), and what is believed anyway.
+    """
+    rows, seen, width = divided.shape
+    blocks = covariance.unflatten(1, (rows, width)).unflatten(0, (rows, width)).transpose(1, 2)
+    if unsure is not None and spread is not None:
+        own = spread.unflatten(1, (rows, width)).unflatten(0, (rows, width))
+        blocks = blocks.clone()
+        for r in range(rows):
+            blocks[r, r] += unsure[r] * own[r, :, r]
+    noise = divided[:, None] @ blocks @ divided.transpose(1, 2)[None]
+    noise = noise.transpose(1, 2).reshape(rows * seen, rows * seen)
     noise.diagonal().add_(believed**2 + JITTER * float(noise.trace()))
-    return torch.linalg.solve_triangular(torch.linalg.cholesky(noise), divided, upper=False)
+    return _Whitening(divided, torch.linalg.cholesky(noise))
 
 
 def _joined(sums: Sequence[_Sums]) -> _Sums:
