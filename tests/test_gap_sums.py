@@ -12,8 +12,9 @@ from attacks import gap
 from attacks.first_layer import FirstLayer
 from attacks.gap import GapSearch
 from attacks.gap import missing as module
+from attacks.gap.beliefs import Beliefs
 from attacks.gap.missing import MissingTokens, Shown
-from attacks.gap.sums import EXPLAINED, Search, _Sums
+from attacks.gap.sums import EXPLAINED, Search, Sums
 from attacks.inverted import Equations
 from hiddenlab.channel import Channel
 from hiddenlab.core import Recovery
@@ -168,13 +169,13 @@ def test_rows_that_are_no_states_explain_nothing(tiny_slice: TinySlice, scale: f
     assert found != {p: tokens[p] for p in (6, 7)}
 
 
-def searching(slice: Slice, tokens: Sequence[int], missing: Sequence[int]) -> tuple[Search, _Sums]:
+def searching(slice: Slice, tokens: Sequence[int], missing: Sequence[int]) -> tuple[Search, Sums]:
     """The search for some tokens, and the sums of the right ones."""
     names, rows = MissingTokens(slice), [shown(slice, tokens, p, missing) for p in (7, 8)]
     search = Search(names._turned_back(rows), sorted(missing, reverse=True), names.prior, names.pool)
     sums = search.begun
     for place in search.places:
-        sums = search._with(sums, place, torch.tensor([tokens[place]]))
+        sums = search.with_token(sums, place, torch.tensor([tokens[place]]))
     return search, sums
 
 
@@ -191,7 +192,7 @@ def test_two_wrong_tokens_are_found_out_and_sought_anew(tiny: Callable[..., str]
             wrong = search.begun
             for k, place in enumerate(search.places):
                 token = tokens[place] if k not in (first, second) else (tokens[place] + 7) % VOCABULARY
-                wrong = search._with(wrong, place, torch.tensor([token]))
+                wrong = search.with_token(wrong, place, torch.tensor([token]))
             assert not search.explained(wrong)
             ranks.append(search.doubtful(wrong).index((first, second)))
             found = search.sought_anew(wrong, (first, second))
@@ -212,7 +213,7 @@ def test_sums_are_weighed_as_one_by_one(tiny_slice: TinySlice, monkeypatch: pyte
         scores = torch.stack(
             [
                 search.prior[t]
-                - whitened((left - search._parts(place, torch.tensor([t]))[0])[None]).square().sum() / 2
+                - whitened((left - search.parts(place, torch.tensor([t]))[0])[None]).square().sum() / 2
                 for t in range(VOCABULARY)
             ]
         )
@@ -327,3 +328,36 @@ def test_a_right_sum_leaves_what_rounding_leaves(tiny_slice: TinySlice) -> None:
     with torch.inference_mode():
         search, right = searching(tiny_slice("gpt_neox", 1), tokens_of(9, 3), [4, 5, 6])
     assert search.best(right) < EXPLAINED / 5
+
+
+def test_many_places_are_weighed_together(tiny_slice: TinySlice, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "BEAMED", 4)
+    slice, right = tiny_slice("gpt_neox", 1), 0
+    names = MissingTokens(slice)
+    for seed in range(4):
+        tokens, missing = tokens_of(12, seed), list(range(1, 9))
+        found = named(names, [shown(slice, tokens, p, missing) for p in (9, 10, 11)])
+        right += found == {p: tokens[p] for p in missing}
+    assert right >= 3
+    # Fewer rows than that many tokens need: not tried.
+    monkeypatch.setattr(module, "PER_ROW", 4)
+    assert not named(names, [shown(slice, tokens, 9, missing)])
+
+
+def test_tokens_are_weighed_as_without_their_own_place(tiny_slice: TinySlice) -> None:
+    """Taking a place's own covariance out of what all may contribute, against factorising what the others may."""
+    slice, tokens = tiny_slice("llama", 1), tokens_of(9, 1)
+    with torch.inference_mode():
+        search, _ = searching(slice, tokens, [4, 5, 6])
+        beliefs = Beliefs(search)
+        beliefs._list(search.places, 16.0, 0.2)
+        left, covariance, mass, spread = beliefs._missed(0.1)
+        whitened = search.whitening(mass, covariance, 3e-3, spread)
+        for place in search.places:
+            belief = beliefs.held[place]
+            said, _ = beliefs._said(belief, whitened, whitened(left[None])[0], 0.9)
+            rows = belief.spread()
+            others = search.whitening(mass, covariance - 0.9 * rows.T @ rows, 3e-3, spread)
+            off = others(left + belief.mean() - belief.parts.double())
+            plain = -off.square().sum(1) / 2
+            torch.testing.assert_close(said - said.max(), plain - plain.max(), rtol=1e-3, atol=1e-2)

@@ -10,7 +10,10 @@ query head, with o what attention brings the row, s over all places and x their 
 where what is known contributes a known part, and every missing token one column of a table as long as the vocabulary.
 There are as many equations as attention's output has coordinates, hundreds a row, for a handful of missing tokens:
 a beam goes over the places, nearest first, weighing each sum by how far those still missing can be expected to
-change it, and needs neither a language model nor a single run of the model (eval/LOG.md, thirty-second entry).
+change it (``sums``), and needs neither a language model nor a single run of the model (eval/LOG.md, thirty-second
+entry). Dozens of tokens, behind as many rows of a cluster, are weighed together (``beliefs``, thirty-third entry).
+
+Queries, keys and values of the second layer, which attention nodes are sent, are functions of the same.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,7 +25,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from attacks.first_layer import FirstLayer
-from attacks.gap.sums import JITTER, Row, Search
+from attacks.gap.beliefs import Beliefs
+from attacks.gap.sums import JITTER, Row, Search, Sums
 from attacks.inverted import Equations
 from hiddenlab.channel import as_whole
 from hiddenlab.core import Public
@@ -40,7 +44,11 @@ ANEW, DOUBTFUL = (
     4,
     6,
 )  # times that pairs of tokens are sought anew, and pairs that are tried at most each time
-LONGEST, ROWS = 16, 4  # missing tokens that are solved for, and rows that are asked together, at most
+LONGEST, ROWS = 64, 8  # missing tokens that are solved for, and rows that are asked together, at most
+BEAMED, PER_ROW = (
+    16,
+    8,
+)  # missing tokens of which a beam is tried, and of more than these at most so many a row
 
 
 @dataclass(frozen=True)
@@ -97,8 +105,8 @@ class MissingTokens:
 
         Yields:
             Fillings by place, the one that explains the rows best first, and then, as long as none explains them, the
-            fillings found when pairs of tokens are sought anew. Nothing where too many places are missing, no row
-            sees one of them, or no row can be turned back.
+            fillings found when pairs of tokens are sought anew. Nothing where too many places are missing, in all or
+            for so many rows, no row sees one of them, or no row can be turned back.
         """
         # Rows may be no states of this layer: their numbers fit nothing then.
         with suppress(torch.linalg.LinAlgError):  # type: ignore[attr-defined]
@@ -107,19 +115,26 @@ class MissingTokens:
     def _name(self, rows: Sequence[Shown]) -> Iterator[list[dict[int, int]]]:
         rows = rows[-ROWS:]
         places = sorted({p for row in rows for p in row.missing}, reverse=True)  # the nearest weigh most
-        if not 0 < len(places) <= LONGEST:
+        if not 0 < len(places) <= min(LONGEST, max(BEAMED, PER_ROW * len(rows))):
             return
         turned = self._turned_back(rows)
         own = [row.position for row in turned]
         if not turned or not bool(self.layer.attention.visible(own, places).any(0).all()):
             return  # nothing can be said of what no row sees
         search = Search(turned, places, self.prior, self.pool)
-        found = search.beam()
-        yield search.fillings(found)
-        if search.explained(found):
-            return
+        if len(places) <= BEAMED:
+            found = search.beam()
+            yield search.fillings(found)
+            if search.explained(found):
+                return
+            yield from self._mended(search, found)
+        else:
+            yield search.fillings(Beliefs(search).settle())
+
+    @staticmethod
+    def _mended(search: Search, found: Sums) -> Iterator[list[dict[int, int]]]:
+        """Fillings with pairs of tokens sought anew: which two would explain what a sum misses, if it misses little?"""
         for _ in range(ANEW):
-            # A sum that misses little is wrong at few places: which two would explain what it misses?
             for pair in search.doubtful(found)[:DOUBTFUL]:
                 anew = search.sought_anew(found, pair)
                 if search.best(anew) < search.best(found):

@@ -79,7 +79,7 @@ class _Moments:
 
 
 @dataclass(frozen=True)
-class _Whitening:
+class Whitening:
     """Turns what is left of sums into units of what it may miss by: divided row by row, then whitened together."""
 
     divided: Float[Tensor, "r e a"]
@@ -97,7 +97,7 @@ class _Whitening:
 
 
 @dataclass
-class _Sums:
+class Sums:
     """Choices of tokens for some places, one a row.
 
     Attributes:
@@ -110,8 +110,8 @@ class _Sums:
     mass: Float[Tensor, "b h"]
     prior: Float[Tensor, " b"]
 
-    def __getitem__(self, which: Tensor | slice) -> "_Sums":
-        return _Sums(self.chosen[which], self.left[which], self.mass[which], self.prior[which])
+    def __getitem__(self, which: Tensor | slice) -> "Sums":
+        return Sums(self.chosen[which], self.left[which], self.mass[which], self.prior[which])
 
 
 class Search:
@@ -133,8 +133,8 @@ class Search:
         tokens, counts = pool.unique(return_counts=True)
         self.usual = tokens, counts.double() / len(pool)
         self.moments = {place: self._moments(place) for place in places}
-        self.varied: tuple[tuple[int, ...], Tensor] | None = None  # see ``_covariance``
-        self.begun = _Sums(
+        self.varied: tuple[tuple[int, ...], Tensor] | None = None  # see ``covariance``
+        self.begun = Sums(
             torch.zeros(1, 0, dtype=torch.long, device=self.prior.device),
             torch.cat([row.sum for row in rows])[None],
             torch.cat([row.mass for row in rows])[None],
@@ -143,46 +143,46 @@ class Search:
 
     # ---- the tables
 
-    def _parts(self, place: int, tokens: Int[Tensor, " c"]) -> Float[Tensor, "c a"]:
+    def parts(self, place: int, tokens: Int[Tensor, " c"]) -> Float[Tensor, "c a"]:
         return torch.cat([row.parts(place, tokens) for row in self.rows], 1)
 
-    def _weights(self, place: int, tokens: Int[Tensor, " c"]) -> Float[Tensor, "c h"]:
+    def weights(self, place: int, tokens: Int[Tensor, " c"]) -> Float[Tensor, "c h"]:
         return torch.cat([row.weights(place, tokens) for row in self.rows]).T
 
     def _moments(self, place: int) -> _Moments:
         tokens, share = self.usual
-        weights = self._weights(place, tokens).double()
+        weights = self.weights(place, tokens).double()
         mean = share @ weights
         spread = (weights - mean) * share.sqrt()[:, None]
-        return _Moments(share @ self._parts(place, tokens).double(), mean, spread.T @ spread)
+        return _Moments(share @ self.parts(place, tokens).double(), mean, spread.T @ spread)
 
-    def _varies(self, place: int) -> Float[Tensor, "y y"]:
+    def varies(self, place: int) -> Float[Tensor, "y y"]:
         """Covariance of what a missing token contributes at a place; as large as all rows together, so not held."""
         tokens, share = self.usual
-        spread = (self._parts(place, tokens).double() - self.moments[place].part) * share.sqrt()[:, None]
+        spread = (self.parts(place, tokens).double() - self.moments[place].part) * share.sqrt()[:, None]
         return spread.T @ spread
 
-    def _covariance(self, places: Sequence[int]) -> Float[Tensor, "y y"]:
+    def covariance(self, places: Sequence[int]) -> Float[Tensor, "y y"]:
         """Of what missing tokens contribute at some places; what was asked for last is held, as the next are fewer."""
         held, total = self.varied or ((), torch.empty(0))
         gone = [p for p in held if p not in places]
         if self.varied is not None and set(places) <= set(held) and len(gone) < len(places):
             for place in gone:
-                total = total - self._varies(place)
+                total = total - self.varies(place)
         else:
             wide = self.begun.left.shape[1]
             total = torch.zeros(wide, wide, dtype=torch.double, device=self.prior.device)
             for place in places:
-                total += self._varies(place)
+                total += self.varies(place)
         self.varied = tuple(places), total
         return total
 
-    def _along(self, place: int, directions: Float[Tensor, "r a"]) -> Float[Tensor, "v r"]:
+    def along(self, place: int, directions: Float[Tensor, "r a"]) -> Float[Tensor, "v r"]:
         """What the whole vocabulary contributes at a place, along some directions."""
         turned = directions.float().T.contiguous()
         out = torch.empty(self.size, turned.shape[1], device=turned.device)
         for tokens in torch.arange(self.size, device=turned.device).split(AT_ONCE):
-            out[tokens] = self._parts(place, tokens) @ turned
+            out[tokens] = self.parts(place, tokens) @ turned
         return out
 
     # ---- how sums are weighed
@@ -191,9 +191,7 @@ class Search:
         """How rows change with what is left of their sums, which mass divides."""
         return self.jacobian / mass.repeat_interleave(self.width).unflatten(0, (len(self.rows), 1, -1))
 
-    def _whitened(
-        self, sums: _Sums, rest: Sequence[int], free: Sequence[int], believed: float
-    ) -> _Whitening:
+    def _whitened(self, sums: Sums, rest: Sequence[int], free: Sequence[int], believed: float) -> Whitening:
         """Units of what is left of a sum: what it may miss by.
 
         Args:
@@ -202,32 +200,53 @@ class Search:
         """
         mass = sums.mass.mean(0) + sum(self.moments[p].weight for p in rest)
         spread = torch.stack([self.moments[p].weights for p in rest]).sum(0)
-        spread = spread.repeat_interleave(self.width, 0).repeat_interleave(self.width, 1)
-        others = [p for p in rest if p not in free]
-        return _whitening(self._divided(mass), self._covariance(others), believed, self.unsure, spread)
+        return self.whitening(mass, self.covariance([p for p in rest if p not in free]), believed, spread)
 
-    def _most_telling(
-        self, whitening: _Whitening, places: Sequence[int], count: int
-    ) -> Float[Tensor, "k y"]:
+    def whitening(
+        self,
+        mass: Float[Tensor, " h"],
+        covariance: Float[Tensor, "y y"],
+        believed: float,
+        spread: Float[Tensor, "h h"] | None = None,
+    ) -> Whitening:
+        """Units of what sums may miss: by what may still be contributed, and what is believed anyway.
+
+        Args:
+            mass: that sums are divided by. spread: its covariance, by which what each row's solve errs shows.
+        """
+        divided = self._divided(mass)
+        rows, seen, width = divided.shape
+        blocks = covariance.unflatten(1, (rows, width)).unflatten(0, (rows, width)).transpose(1, 2).clone()
+        if spread is not None:
+            own = spread.unflatten(1, (rows, -1)).unflatten(0, (rows, -1))
+            for r in range(rows):
+                alike = own[r, :, r].repeat_interleave(self.width, 0).repeat_interleave(self.width, 1)
+                blocks[r, r] += self.unsure[r] * alike
+        noise = divided[:, None] @ blocks @ divided.transpose(1, 2)[None]
+        noise = noise.transpose(1, 2).reshape(rows * seen, rows * seen)
+        noise.diagonal().add_(believed**2 + JITTER * float(noise.trace()))
+        return Whitening(divided, torch.linalg.cholesky(noise))
+
+    def most_telling(self, whitening: Whitening, places: Sequence[int], count: int) -> Float[Tensor, "k y"]:
         """Directions in which what is about to be chosen varies most, as far as some tokens tell."""
         some = self.pool[: SAMPLED // len(places)]
-        spread = [self._parts(p, some).double() - self.moments[p].part for p in places]
+        spread = [self.parts(p, some).double() - self.moments[p].part for p in places]
         seen = whitening(torch.cat(spread))
         # Of samples by samples, of which there are fewer than coordinates where rows are asked together.
         length, of = torch.linalg.eigh(seen @ seen.T)
         told = length[-count:] > JITTER * length[-1]
         return whitening.back(seen.T @ (of[:, -count:] / length[-count:].clamp(min=1e-300).sqrt())[:, told])
 
-    def _with(self, sums: _Sums, place: int, tokens: Int[Tensor, " b"]) -> _Sums:
+    def with_token(self, sums: Sums, place: int, tokens: Int[Tensor, " b"]) -> Sums:
         """Sums, each with a token at a place."""
-        return _Sums(
+        return Sums(
             torch.cat([sums.chosen, tokens[:, None]], 1),
-            sums.left - self._parts(place, tokens).double(),
-            sums.mass + self._weights(place, tokens).double(),
+            sums.left - self.parts(place, tokens).double(),
+            sums.mass + self.weights(place, tokens).double(),
             sums.prior + self.prior[tokens],
         )
 
-    def beam(self) -> _Sums:
+    def beam(self) -> Sums:
         """Sums over all places, those that explain the rows best first."""
         sums, places = self.begun, self.places
         for k in range(len(places) - 2 if len(places) > 1 else 1):
@@ -235,37 +254,37 @@ class Search:
             sums = self._extended(sums, places[k:], BELIEVED[max(stage, 0)])
         if len(places) > 1:
             sums = self._paired(sums[:PAIRED], places[-2], places[-1])
-        return self._rearranged(self._ordered(sums))
+        return self.rearranged(self._ordered(sums))
 
-    def _extended(self, sums: _Sums, rest: Sequence[int], believed: float) -> _Sums:
+    def _extended(self, sums: Sums, rest: Sequence[int], believed: float) -> Sums:
         """Sums with the first of the remaining places chosen, the others at what they may be."""
         place, others = rest[0], rest[1:]
         whitened = self._whitened(sums, rest, [place], believed)
         mean = sum((self.moments[p].part for p in others), torch.zeros_like(sums.left[0]))
         left = sums.left - mean
-        directions = self._most_telling(whitened, [place], ALONG)
-        table, target = self._along(place, directions), (left @ directions.T).float()
+        directions = self.most_telling(whitened, [place], ALONG)
+        table, target = self.along(place, directions), (left @ directions.T).float()
         said = torch.addmm(self.prior.float() - table.square().sum(1) / 2, target, table.T)
         said += (sums.prior - (target.square().sum(1) / 2).double()).float()[:, None]
         which = said.flatten().topk(min(LONGLIST * BEAM, said.numel())).indices
         before, tokens = which // self.size, which % self.size
-        exactly = whitened(left[before] - self._parts(place, tokens).double())
+        exactly = whitened(left[before] - self.parts(place, tokens).double())
         score = sums.prior[before] + self.prior[tokens] - exactly.square().sum(1) / 2
         best = score.topk(min(BEAM, len(score))).indices
-        return self._with(sums[before[best]], place, tokens[best])
+        return self.with_token(sums[before[best]], place, tokens[best])
 
-    def _paired(self, sums: _Sums, first: int, second: int) -> _Sums:
+    def _paired(self, sums: Sums, first: int, second: int) -> Sums:
         """Sums with their last two places chosen together: what one is believed to be does not fit every token."""
         ahead = self._whitened(sums, [first, second], [first], BELIEVED[-1])
-        directions = self._most_telling(ahead, [first], ALONG)
-        table = self._along(first, directions)
+        directions = self.most_telling(ahead, [first], ALONG)
+        table = self.along(first, directions)
         target = ((sums.left - self.moments[second].part) @ directions.T).float()
         likely = torch.addmm(self.prior.float() - table.square().sum(1) / 2, target, table.T)
         both = self._whitened(sums, [first, second], [first, second], BELIEVED[-1])
-        directions = self._most_telling(both, [first, second], PAIR_ALONG)
-        firsts, seconds = self._along(first, directions), self._along(second, directions)
+        directions = self.most_telling(both, [first, second], PAIR_ALONG)
+        firsts, seconds = self.along(first, directions), self.along(second, directions)
         target, cost = (sums.left @ directions.T).float(), self.prior.float() - seconds.square().sum(1) / 2
-        out = list[_Sums]()
+        out = list[Sums]()
         for i, row in enumerate(likely):
             one = row.topk(min(PAIRS, self.size)).indices
             left = target[i] - firsts[one]
@@ -277,7 +296,9 @@ class Search:
             total = torch.cat(score) + self.prior[one].float() - left.square().sum(1) / 2
             best = total.topk(min(KEPT, len(total))).indices
             at = torch.full_like(best, i)
-            grown = self._with(self._with(sums[at], first, one[best]), second, torch.cat(other)[best])
+            grown = self.with_token(
+                self.with_token(sums[at], first, one[best]), second, torch.cat(other)[best]
+            )
             out.append(grown)
             if self.explained(grown):
                 break
@@ -285,34 +306,34 @@ class Search:
 
     # ---- what comes out
 
-    def _unexplained(self, sums: _Sums) -> Float[Tensor, " b"]:
+    def _unexplained(self, sums: Sums) -> Float[Tensor, " b"]:
         """Share of the rows that whole sums leave unexplained."""
         left = sums.left / sums.mass.repeat_interleave(self.width, 1)
         return _by_row(left, self.jacobian).square().mean(1).sqrt()
 
-    def best(self, sums: _Sums) -> float:
+    def best(self, sums: Sums) -> float:
         return float(self._unexplained(sums).min())
 
-    def explained(self, sums: _Sums) -> bool:
+    def explained(self, sums: Sums) -> bool:
         """Whether one of some whole sums is right."""
         return self.best(sums) < EXPLAINED
 
-    def _ordered(self, sums: _Sums) -> _Sums:
+    def _ordered(self, sums: Sums) -> Sums:
         return sums[self._unexplained(sums).argsort()]
 
-    def _rearranged(self, sums: _Sums) -> _Sums:
+    def rearranged(self, sums: Sums) -> Sums:
         """Whole sums, of which the best got their tokens in the order that explains the rows best.
 
         Which tokens are missing shows better than where: the right ones in a wrong order come near.
         """
         if len(self.places) == 1 or self.explained(sums):
             return sums
-        out = list[_Sums]()
+        out = list[Sums]()
         for i in range(min(REARRANGED, len(sums.chosen))):
             best = sums[i : i + 1]
             tokens = best.chosen[0]
-            parts = torch.stack([self._parts(place, tokens) for place in self.places]).double()
-            weights = torch.stack([self._weights(place, tokens) for place in self.places]).double()
+            parts = torch.stack([self.parts(place, tokens) for place in self.places]).double()
+            weights = torch.stack([self.weights(place, tokens) for place in self.places]).double()
             places, order = torch.arange(len(tokens), device=tokens.device), tuple(range(len(tokens)))
             while True:
                 orders = {swapped(order, *pair) for pair in combinations(order, 2)}
@@ -322,7 +343,7 @@ class Search:
                     torch.cat([begun - of[places, some].sum(1) for some in which.split(ORDERS_AT_ONCE)])
                     for begun, of in ((self.begun.left, parts), (-self.begun.mass, weights))
                 )
-                tried = _Sums(tokens[which], left, -mass, best.prior.expand(len(which)))
+                tried = Sums(tokens[which], left, -mass, best.prior.expand(len(which)))
                 nearest = int(self._unexplained(tried).argmin())
                 # Where a token is there twice, orders differ by rounding alone.
                 if self.best(tried) > NEARER * self.best(best):
@@ -333,36 +354,36 @@ class Search:
                 break
         return self._ordered(_joined([*out, sums]))
 
-    def fillings(self, sums: _Sums) -> list[dict[int, int]]:
+    def fillings(self, sums: Sums) -> list[dict[int, int]]:
         """Tokens by place."""
         return [dict(zip(self.places, one, strict=True)) for one in sums.chosen.tolist()]
 
-    def doubtful(self, sums: _Sums) -> list[tuple[int, int]]:
+    def doubtful(self, sums: Sums) -> list[tuple[int, int]]:
         """Pairs of places by index, first those where other tokens, each by itself, explain most of what is missed."""
         one = sums[:1]
         # Another wrong token adds as much as a token varies.
-        usual = 2 / len(self.places) * self._covariance(self.places)
-        whitened = _whitening(self._divided(one.mass[0]), usual, BELIEVED[-1])
-        directions = self._most_telling(whitened, self.places, ALONG)
+        usual = 2 / len(self.places) * self.covariance(self.places)
+        whitened = self.whitening(one.mass[0], usual, BELIEVED[-1])
+        directions = self.most_telling(whitened, self.places, ALONG)
         gains = list[float]()
         for k, place in enumerate(self.places):
             token = one.chosen[:, k]
-            target = ((one.left + self._parts(place, token).double()) @ directions.T).float()[0]
-            table = self._along(place, directions)
+            target = ((one.left + self.parts(place, token).double()) @ directions.T).float()[0]
+            table = self.along(place, directions)
             said = self.prior.float() + table @ target - table.square().sum(1) / 2
             gains.append(float(said.max() - said[token[0]]))
         return sorted(combinations(range(len(gains)), 2), key=lambda pair: -gains[pair[0]] - gains[pair[1]])
 
-    def sought_anew(self, sums: _Sums, pair: tuple[int, int]) -> _Sums:
+    def sought_anew(self, sums: Sums, pair: tuple[int, int]) -> Sums:
         """The first of whole sums with the tokens at two of its places (by index) sought anew."""
         kept = [k for k in range(len(self.places)) if k not in pair]
         base = self.begun
         for k in kept:
-            base = self._with(base, self.places[k], sums.chosen[:1, k])
+            base = self.with_token(base, self.places[k], sums.chosen[:1, k])
         found = self._paired(base, *(self.places[k] for k in pair))
         order = torch.tensor([*kept, *pair]).argsort()
-        found = _Sums(found.chosen[:, order], found.left, found.mass, found.prior)
-        return self._rearranged(self._ordered(found))
+        found = Sums(found.chosen[:, order], found.left, found.mass, found.prior)
+        return self.rearranged(self._ordered(found))
 
 
 def _by_row(sums: Float[Tensor, "b y"], matrices: Float[Tensor, "r e a"]) -> Float[Tensor, "b x"]:
@@ -371,29 +392,6 @@ def _by_row(sums: Float[Tensor, "b y"], matrices: Float[Tensor, "r e a"]) -> Flo
     return (parts @ matrices.transpose(1, 2)).transpose(0, 1).flatten(1)
 
 
-def _whitening(
-    divided: Float[Tensor, "r e a"],
-    covariance: Float[Tensor, "y y"],
-    believed: float,
-    unsure: Float[Tensor, "r a a"] | None = None,
-    spread: Float[Tensor, "y y"] | None = None,
-) -> _Whitening:
-    """By what may be missed: the covariance of sums, what each row's solve errs where sums are divided by what is not
-    known for sure (``unsure``, times the ``spread`` of that), and what is believed anyway.
-    """
-    rows, seen, width = divided.shape
-    blocks = covariance.unflatten(1, (rows, width)).unflatten(0, (rows, width)).transpose(1, 2)
-    if unsure is not None and spread is not None:
-        own = spread.unflatten(1, (rows, width)).unflatten(0, (rows, width))
-        blocks = blocks.clone()
-        for r in range(rows):
-            blocks[r, r] += unsure[r] * own[r, :, r]
-    noise = divided[:, None] @ blocks @ divided.transpose(1, 2)[None]
-    noise = noise.transpose(1, 2).reshape(rows * seen, rows * seen)
-    noise.diagonal().add_(believed**2 + JITTER * float(noise.trace()))
-    return _Whitening(divided, torch.linalg.cholesky(noise))
-
-
-def _joined(sums: Sequence[_Sums]) -> _Sums:
+def _joined(sums: Sequence[Sums]) -> Sums:
     parts = zip(*((one.chosen, one.left, one.mass, one.prior) for one in sums), strict=True)
-    return _Sums(*(torch.cat(part) for part in parts))
+    return Sums(*(torch.cat(part) for part in parts))

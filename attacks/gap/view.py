@@ -11,6 +11,7 @@ from hiddenlab.core import TokenRecovery
 from hiddenlab.propose.probe import Probe
 
 PER_ROW = 4  # missing tokens for each row that is asked at first
+AGAIN = 4  # rows that are asked together where tokens were left open
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class View:
         ]
         before = {p: t for p, t in known.items() if p <= end}
         if self.open:
-            return before, [shown[-ROWS:]]
+            return before, [shown[-AGAIN:]]
         enough = -(-(end - len(self.found)) // PER_ROW)
         return before, [
             shown[:count] for count in sorted({min(count, len(shown)) for count in (enough, ROWS)})
