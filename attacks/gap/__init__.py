@@ -60,8 +60,9 @@ class GapSearch:
         breadth: sequences, nearest first, of which single slots are searched at once; the beam of the priors, whose
             slots are searched in time as well, is four times as wide.
         longest: gaps of more unknown tokens are not searched: they get the nearest of what the priors propose.
-        sums: solve for missing tokens where that is possible: behind one layer, in float32, without noise, unknown
-            prefix or quantization; up to 16 of them at once, whatever ``longest`` says.
+        sums: solve for missing tokens where that is possible: behind one layer (or from the second one's queries, keys
+            and values), in float32, without noise, unknown prefix or quantization; up to 64 of them at once, of more
+            than 16 no more than eight for each row that is asked, whatever ``longest`` says.
         proposal: ``probe+lm`` or ``probe``. distance, epsilon, screen: as in ``vocab-match``.
         seed: of calibration. progress: where progress is reported.
     """
@@ -115,7 +116,7 @@ class GapSearch:
             return None
         if self._named is None or self._named[0] is not slice:
             self.progress("tabulating the first layer", 0, 1)
-            self._named = slice, MissingTokens(slice, self.matching.seed)
+            self._named = slice, MissingTokens(slice, self.matching.seed, self.progress)
         return self._named[1]
 
     def recover(self, observation: Observation, slice: Slice, generator: torch.Generator) -> Recovery:

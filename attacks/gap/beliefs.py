@@ -16,6 +16,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from attacks.gap.sums import JITTER, Search, Sums, Whitening
+from hiddenlab.core import Progress, silent
 
 SWEEPS, ANEW = 10, 3  # over the places, and after how many of them lists are made anew
 HEAT = 16.0  # by which log-likelihoods are divided at first; 1 in the end
@@ -52,7 +53,8 @@ class _Belief:
 class Beliefs:
     """What the tokens of all places of a search may be."""
 
-    def __init__(self, search: Search) -> None:
+    def __init__(self, search: Search, progress: Progress = silent) -> None:
+        self.progress = progress
         self.search, self.places = search, list(search.places)
         self.any = search.covariance(self.places).clone()  # of what any tokens contribute
         self.held: dict[int, _Belief] = {}
@@ -63,6 +65,7 @@ class Beliefs:
         self._list(self.places, HEAT, DOUBT)
         found = self._likeliest()
         for sweep in range(1, SWEEPS + 1):
+            self.progress("weighing missing tokens", sweep - 1, SWEEPS)
             done = (sweep - 1) / (SWEEPS - 1)
             heat, doubt = HEAT ** (1 - done), DOUBT * (CERTAIN / DOUBT) ** done
             self._weigh(heat, doubt)
@@ -72,6 +75,7 @@ class Beliefs:
                     break
                 least = sorted(self.places, key=self.misfit.__getitem__, reverse=True)
                 self._list(least[: -(-len(least) // AGAIN)], heat, doubt)
+        self.progress("weighing missing tokens", SWEEPS, SWEEPS)
         return found if self.search.explained(found) else self._likeliest()
 
     def _likeliest(self) -> Sums:
@@ -105,9 +109,9 @@ class Beliefs:
     def _list(self, places: Sequence[int], heat: float, doubt: float) -> None:
         """Lists of some places, of the whole vocabulary by what all others may contribute."""
         search = self.search
-        first = not self.held
-        left, covariance, mass, spread = self._missed(1.0 if first else doubt)
-        for place in places:
+        left, covariance, mass, spread = self._missed(doubt if self.held else 1.0)
+        for i, place in enumerate(places):
+            self.progress("listing missing tokens", i, len(places))
             belief, moments = self.held.get(place), search.moments[place]
             if belief is None:
                 own, mean = search.varies(place), moments.part

@@ -29,7 +29,7 @@ from attacks.gap.beliefs import Beliefs
 from attacks.gap.sums import JITTER, Row, Search, Sums
 from attacks.inverted import Equations
 from hiddenlab.channel import as_whole
-from hiddenlab.core import Public
+from hiddenlab.core import Progress, Public, silent
 from hiddenlab.propose.corpus import Corpus
 from hiddenlab.slice import Slice
 
@@ -69,10 +69,12 @@ class MissingTokens:
     """Names the tokens before rows of one layer that no row shows.
 
     Args:
-        slice: of one layer. seed: of draws of what may be missing.
+        slice: whose states depend on no attention but the first layer's. seed: of draws of what may be missing.
+        progress: where progress is reported.
     """
 
-    def __init__(self, slice: Slice, seed: int = 0) -> None:
+    def __init__(self, slice: Slice, seed: int = 0, progress: Progress = silent) -> None:
+        self.progress = progress
         self.slice, self.layer, self.seed = slice, FirstLayer(slice), seed
         size, device = slice.vocab_size, slice.device
         corpus = Corpus(slice, seed=0)
@@ -129,7 +131,7 @@ class MissingTokens:
                 return
             yield from self._mended(search, found)
         else:
-            yield search.fillings(Beliefs(search).settle())
+            yield search.fillings(Beliefs(search, self.progress).settle())
 
     @staticmethod
     def _mended(search: Search, found: Sums) -> Iterator[list[dict[int, int]]]:
