@@ -23,7 +23,7 @@ from defenses.cascade.plan import Plan, Positions
 from defenses.cascade.seen import Seen, save_seen
 from hiddenlab.core import Observation, Site
 from hiddenlab.errors import InputError
-from hiddenlab.job import load_truth
+from hiddenlab.job import _fits, load_truth
 from hiddenlab.observation import check_observation, load_observation
 from hiddenlab.slice import Slice, load_slice
 from hiddenlab.testing import LAYERS, VOCABULARY, WIDTH, PlainModel
@@ -219,18 +219,18 @@ def test_public_facts_say_where_a_file_is_from(tiny: TinyPath, tmp_path: Path) -
                 check_observation(one, slices[one.public.site.layer])
 
 
-def test_each_nodes_tokens_are_its_truth(tiny: TinyPath, tmp_path: Path) -> None:
-    """The truth is in a file of its own, of the rows that attacks are pointed at: an observation holds no token."""
+def test_the_prompt_is_every_nodes_truth(tiny: TinyPath, tmp_path: Path) -> None:
+    """The truth is in a file of its own, since an observation holds no token; attacks are scored with it."""
     cascade, tokens = recorder(tiny("llama")), prompt(8)
     made = Plan.by_hand([[0, 1, 5, 7], [2, 3, 4, 6]])
     cascade.forward(tokens, made)
     written(cascade.seen(), tmp_path, tokens=tokens.tolist())
-    held = {f"CompNode-{i}": shard for i, shard in enumerate(made.shards)}
-    held |= {f"AttnNode-{j}-{k}": shard for j in range(2) for k, shard in enumerate(made.splits)}
-    assert {path.parent.name for path in tmp_path.glob("*/truth.json")} == held.keys()
-    for name, shard in held.items():
-        (secret,) = load_truth(tmp_path / name / "truth.json")
-        assert secret.tokens == tuple(tokens[list(shard)].tolist())
+    nodes = {*(f"CompNode-{i}" for i in range(2)), *(f"AttnNode-{j}-{k}" for j in range(2) for k in range(2))}
+    assert {path.parent.name for path in tmp_path.glob("*/truth.json")} == nodes
+    for file in tmp_path.glob("*/*-2.safetensors"):
+        (secret,) = load_truth(file.parent / "truth.json")
+        assert secret.tokens == tuple(tokens.tolist())
+        assert _fits(secret, load_observation(file))  # or the attack command refuses to score it
 
 
 def test_nodes_without_tokens_leave_no_folder(tiny: TinyPath, tmp_path: Path) -> None:
@@ -281,7 +281,7 @@ def test_rows_of_all_passes_come_together(tiny: TinyPath, tmp_path: Path, symmet
                 asked = [positions_of(one) for one in parts if one.public.facts["key_shard"] == k]
                 assert sorted(p for positions in asked for p in positions) == list(shard)
         (secret,) = load_truth(tmp_path / f"CompNode-{i}" / "truth.json")
-        assert secret.tokens == tuple(fed[list(shard)].tolist())
+        assert secret.tokens == tuple(fed.tolist())
     for one in said.values():
         found = plain_files(files[Path(one["folder"]).name])
         assert one["files"] == len(found)

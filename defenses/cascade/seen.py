@@ -193,13 +193,14 @@ def save_seen(
     CompNodes have ``partials-1`` too, AttnNodes ``qkv-2`` or ``kv-2``: what attacks read together.
 
     Args:
-        tokens: of the prompt and what was generated; each CompNode's own become ``truth.json`` in its folder, with
-            which an attack on its states is scored, and those of the view that an AttnNode has.
+        tokens: of the prompt and what was generated; those that any node computed on become ``truth.json`` in each
+            folder, with which an attack on what the node saw is scored.
 
     Returns:
         For each node, the positions that it saw rows of, files and rows written.
     """
     out: dict[str, dict[str, Any]] = {}
+    last = max((p for one in seen for entry in one.entries for p in entry.positions), default=0)
     for one in seen:
         target = folder / re.sub(r"[^A-Za-z0-9]+", "-", one.node).strip("-")
         if one.node in out:  # of a request that ran again, after a node was lost
@@ -220,9 +221,8 @@ def save_seen(
             save_observation(observation, target / f"{name}.safetensors")
             held.update(positions or ())
             files, rows = files + 1, rows + len(observation.states)
-        own = held if comp or view is None else view.public.positions or ()
-        if max(own, default=0) < len(tokens):
-            save_truth([Secret(tuple(tokens[p] for p in sorted(own)))], target / "truth.json")
+        if held and last < len(tokens):
+            save_truth([Secret(tuple(tokens[: last + 1]))], target / "truth.json")
         name = one.node if one.node not in out else f"{one.node}, request {one.request}"
         out[name] = {"positions": sorted(held), "files": files, "rows": rows, "folder": str(target)}
     return out
