@@ -350,7 +350,7 @@ def test_tokens_are_weighed_as_without_their_own_place(tiny_slice: TinySlice) ->
     with torch.inference_mode():
         search, _ = searching(slice, tokens, [4, 5, 6])
         beliefs = Beliefs(search)
-        beliefs._list(search.places, 16.0, 0.2)
+        beliefs._list(search.places, 16.0, 0.2, 3e-3)
         left, covariance, mass, spread = beliefs._missed(0.1)
         whitened = search.whitening(mass, covariance, 3e-3, spread)
         for place in search.places:

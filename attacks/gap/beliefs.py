@@ -28,7 +28,7 @@ DAMPED = 0.3  # share of its likelihood that a token keeps from the sweep before
 LISTED, KEPT = 512, 64  # tokens of a list, and how many of the likeliest a new one takes over
 LEAST = 1e-9  # likelihood of tokens that count
 LOOKED = 256  # directions in which the vocabulary is looked at
-BELIEVED = 3e-3  # share of a row that sums may miss
+BELIEVED, EXACT = 3e-3, 3e-4  # share of a row that sums may miss, first and last
 AGAIN = 3  # one place of so many gets a new list, those that fit least
 
 
@@ -62,19 +62,20 @@ class Beliefs:
 
     def settle(self) -> Sums:
         """Sums of the likeliest tokens, those that explain the rows best first; in order of the search's places."""
-        self._list(self.places, HEAT, DOUBT)
+        self._list(self.places, HEAT, DOUBT, BELIEVED)
         found = self._likeliest()
         for sweep in range(1, SWEEPS + 1):
             self.progress("weighing missing tokens", sweep - 1, SWEEPS)
             done = (sweep - 1) / (SWEEPS - 1)
             heat, doubt = HEAT ** (1 - done), DOUBT * (CERTAIN / DOUBT) ** done
-            self._weigh(heat, doubt)
+            believed = BELIEVED * (EXACT / BELIEVED) ** done
+            self._weigh(heat, doubt, believed)
             if sweep % ANEW == 0:
                 found = self._likeliest()
                 if self.search.explained(found):
                     break
                 least = sorted(self.places, key=self.misfit.__getitem__, reverse=True)
-                self._list(least[: -(-len(least) // AGAIN)], heat, doubt)
+                self._list(least[: -(-len(least) // AGAIN)], heat, doubt, believed)
         self.progress("weighing missing tokens", SWEEPS, SWEEPS)
         return found if self.search.explained(found) else self._likeliest()
 
@@ -106,7 +107,7 @@ class Beliefs:
             spread += off.T @ off + doubt * moments.weights
         return left, covariance, mass, spread
 
-    def _list(self, places: Sequence[int], heat: float, doubt: float) -> None:
+    def _list(self, places: Sequence[int], heat: float, doubt: float, believed: float) -> None:
         """Lists of some places, of the whole vocabulary by what all others may contribute."""
         search = self.search
         left, covariance, mass, spread = self._missed(doubt if self.held else 1.0)
@@ -118,7 +119,7 @@ class Beliefs:
             else:
                 rows, mean = belief.spread(), belief.mean()
                 own = (1 - doubt) * rows.T @ rows
-            whitened = search.whitening(mass, covariance - own, BELIEVED, spread)
+            whitened = search.whitening(mass, covariance - own, believed, spread)
             directions = search.most_telling(whitened, [place], LOOKED)
             target = ((left + mean) @ directions.T).float()
             table = search.along(place, directions)
@@ -132,10 +133,10 @@ class Beliefs:
                 search.parts(place, tokens), search.weights(place, tokens),
             )  # fmt: skip
 
-    def _weigh(self, heat: float, doubt: float) -> None:
+    def _weigh(self, heat: float, doubt: float, believed: float) -> None:
         """Likelihoods of all places' tokens, each by what the others are believed to contribute."""
         left, covariance, mass, spread = self._missed(doubt)
-        whitened = self.search.whitening(mass, covariance, BELIEVED, spread)
+        whitened = self.search.whitening(mass, covariance, believed, spread)
         missed = whitened(left[None])[0]
         for place, belief in self.held.items():
             score, self.misfit[place] = self._said(belief, whitened, missed, 1 - doubt)

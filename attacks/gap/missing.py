@@ -124,14 +124,16 @@ class MissingTokens:
         if not turned or not bool(self.layer.attention.visible(own, places).any(0).all()):
             return  # nothing can be said of what no row sees
         search = Search(turned, places, self.prior, self.pool)
-        if len(places) <= BEAMED:
-            found = search.beam()
-            yield search.fillings(found)
-            if search.explained(found):
-                return
+        few = len(places) <= BEAMED
+        found = search.beam() if few else Beliefs(search, self.progress).settle()
+        yield search.fillings(found)
+        if few and not search.explained(found):
+            together = Beliefs(search, self.progress).settle()
+            if search.best(together) < search.best(found):
+                found = together
+                yield search.fillings(found)
+        if not search.explained(found):
             yield from self._mended(search, found)
-        else:
-            yield search.fillings(Beliefs(search, self.progress).settle())
 
     @staticmethod
     def _mended(search: Search, found: Sums) -> Iterator[list[dict[int, int]]]:
