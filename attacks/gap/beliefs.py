@@ -132,6 +132,7 @@ class Beliefs:
                 tokens, (score[tokens] / heat).double().softmax(0),
                 search.parts(place, tokens), search.weights(place, tokens),
             )  # fmt: skip
+        self.progress("listing missing tokens", len(places), len(places))
 
     def _weigh(self, heat: float, doubt: float, believed: float) -> None:
         """Likelihoods of all places' tokens, each by what the others are believed to contribute."""
