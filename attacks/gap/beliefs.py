@@ -56,7 +56,7 @@ class Beliefs:
     def __init__(self, search: Search, progress: Progress = silent) -> None:
         self.progress = progress
         self.search, self.places = search, list(search.places)
-        self.any = search.covariance(self.places).clone()  # of what any tokens contribute
+        self.any = search.covariance(self.places)  # of what any tokens contribute
         self.held: dict[int, _Belief] = {}
         self.misfit = dict.fromkeys(self.places, 0.0)
 
