@@ -22,10 +22,16 @@ GRID = tuple((c, alpha, m) for c in (1, 4, 8) for alpha in (4, 8, 12) for m in (
 COST = "MB a pass"
 
 
-def plan(setting: Setting, alpha: int = 8, c: int = 8, m: int = 4, budget: int = 2000) -> Experiment:
+def plan(
+    setting: Setting, alpha: int = 8, c: int = 8, m: int = 4, budget: int = 2000, sums: bool = False
+) -> Experiment:
     """Security of one plan: every attack that applies to each kind of node's view, worst first.
 
     Nodes at the start, in the middle and at the end of the prompt are looked at: the others see rows of the same kind.
+
+    Args:
+        budget: of ``gap``, sequences a gap. sums: whether it also solves for missing tokens at layer 1, which takes
+            minutes a prompt where dozens are missing (``gap-plans`` measures it by itself).
     """
     _check(alpha=alpha, c=c, m=m)
     tokens = shard_tokens(setting)
@@ -41,7 +47,7 @@ def plan(setting: Setting, alpha: int = 8, c: int = 8, m: int = 4, budget: int =
         )
         for n in attns
     ]
-    cells = []
+    cells, search = [], f"gap:budget={budget},sums={str(sums).lower()}"
     for i in comps:
         if i and whole.shards[i]:
             keys = {
@@ -55,7 +61,7 @@ def plan(setting: Setting, alpha: int = 8, c: int = 8, m: int = 4, budget: int =
         for layer in (0, *setting.at((1, 11))):
             attacks = [("infill", infill_spec(setting))]
             if layer:
-                attacks += [("vocab-match", "vocab-match"), ("gap", f"gap:budget={budget}")]
+                attacks += [("vocab-match", "vocab-match"), ("gap", search)]
             for label, attack in attacks:
                 keys = {"node": who, "layer": layer, "attack": label, "rows held": len(held)}
                 cells.append(attack_cell(setting, keys, layer, channel, attack=attack, max_tokens=tokens))
@@ -69,6 +75,7 @@ def plan(setting: Setting, alpha: int = 8, c: int = 8, m: int = 4, budget: int =
             "Equation 1 at two bytes an element.",
             f"The gap search tries {budget:,} sequences a gap at most, and only what its priors propose for gaps of "
             "more than eight tokens; matching ends at a node's first gap.",
+            *([] if sums else ["Behind layer 1 missing tokens can be solved for, which was left out: see gap-plans."]),
             *infill_notes(setting),
             ATTN_ROWS,
         ],

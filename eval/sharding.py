@@ -34,7 +34,7 @@ def gap(setting: Setting, sizes: str = "1,2,3", after: int = 20, budget: int = G
         for size in missing:
             channel = f"gap:size={size},after={after}"
             keys = {"layer": layer, "missing tokens": size}
-            attack = f"gap:budget={budget}"
+            attack = f"gap:budget={budget},sums=false"  # searching is what is measured
             cells.append(
                 attack_cell(setting, keys, layer, channel, attack=attack, max_tokens=after + size + 1)
             )
