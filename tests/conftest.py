@@ -19,7 +19,7 @@ from hiddenlab.testing import save_tiny
 
 torch.set_num_threads(1)
 # Ray's processes are nice by default, and starve beside the rest of the suite.
-os.environ["RAY_worker_niceness"] = "0"
+os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112
 # How long an example takes says something of the machine, and nothing of the code.
 hypothesis.settings.register_profile("hiddenlab", deadline=None)
 hypothesis.settings.load_profile("hiddenlab")

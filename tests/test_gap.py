@@ -12,11 +12,13 @@ from torch import Tensor
 
 from attacks import gap
 from attacks.gap import GapSearch
+from attacks.gap.clear import BACK, CLEAR, Clearance, measure
 from attacks.gap.slots import moved, swapped
 from attacks.vocab_match import screen
 from hiddenlab.channel import Channel
 from hiddenlab.core import Observation, Recovery
 from hiddenlab.errors import InputError, NotApplicableError
+from hiddenlab.match import choose_matcher
 from hiddenlab.slice import Slice
 from hiddenlab.testing import VOCABULARY
 
@@ -170,7 +172,7 @@ def test_rows_that_show_less_than_states(tiny_slice: TinySlice, channel: str) ->
     attack = GapSearch(budget=40 * VOCABULARY)
     found = attack.recover(observation, slice, torch.Generator())
     assert found.ids == tokens[:6] and all(one.verified for one in found.tokens)
-    assert attack._earlier is not None and attack._earlier[2] < 1e-4
+    assert attack._earlier is not None and attack._earlier[2].floor < 1e-4
 
 
 def test_the_same_seed_finds_the_same(tiny_slice: TinySlice) -> None:
@@ -203,3 +205,40 @@ def test_rearrangements_keep_the_tokens(tokens: list[int], data: st.DataObject) 
     assert sorted(moved(given_, i, j)) == sorted(swapped(given_, i, j)) == sorted(given_)
     assert moved(given_, i, j)[j] == given_[i]
     assert swapped(swapped(given_, i, j), i, j) == given_
+
+
+@pytest.mark.parametrize("noise", ["gaussian:sigma=0.1", "dtype:bfloat16"])
+def test_where_wrong_tokens_come_as_near_nothing_is_verified(tiny_slice: TinySlice, noise: str) -> None:
+    """A row that is coarse or noised is nearest to the right tokens at best; that proves none of them."""
+    slice = tiny_slice("llama", 1)
+    for tokens in prompts_of(9, 9, 9, seed=3):
+        found = recover(slice, tokens, noise, "gap:size=2,after=6", budget=4 * VOCABULARY)
+        assert not any(one.verified for one in found.tokens[6:])
+        assert found.stop_reason in (
+            "1 of 1 gaps closed where wrong tokens come as near as right ones",
+            "1 of 1 rows not matched within the budget",
+        )
+
+
+@given(
+    floor=st.floats(0, 1e-2),
+    wrong=st.lists(st.floats(0, 1), min_size=4, max_size=4),
+    missing=st.integers(1, 70),
+)
+def test_what_proves_a_gap_is_out_of_reach_of_wrong_tokens(
+    floor: float, wrong: list[float], missing: int
+) -> None:
+    measured = Clearance(floor, dict(zip(BACK, wrong, strict=True)), 1e-7)
+    limit = measured.limit(missing, 0.0)
+    assert measured.limit(missing + 1, 0.0) <= limit or not measured.proves(missing + 1)
+    if measured.proves(missing):
+        assert floor < limit <= measured.nearest(missing) / CLEAR**0.5
+        assert all(measured.proves(fewer) for fewer in range(1, missing))
+
+
+def test_in_full_precision_wrong_tokens_stay_out_of_reach(tiny_slice: TinySlice) -> None:
+    slice = tiny_slice("llama", 2)
+    public = released(slice, prompts_of(4)[0]).public
+    measured = measure(slice, public, choose_matcher("auto", public), 0)
+    assert 0 <= measured.floor < 1e-5 and measured.proves(8)
+    assert measure(slice, public, choose_matcher("auto", public), 0) == measured

@@ -19,11 +19,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from attacks.gap import clear
 from attacks.gap.missing import MissingTokens
 from attacks.gap.slots import Likely, Tried, moved, swapped
 from attacks.gap.view import View
-from attacks.vocab_match import Prepared, VocabMatch
-from attacks.vocab_match.epsilon import rounding_of
+from attacks.vocab_match import Prepared, VocabMatch, believed
 from attacks.vocab_match.rank import Continuations
 from attacks.vocab_match.screen import counted, near_ones
 from hiddenlab.core import Observation, Progress, Recovery, TokenRecovery, silent
@@ -39,7 +39,6 @@ NEARNESS = 8  # power of the ratio of distances by which a likely sequence count
 BEHIND = 512  # sequences tried for a row behind tokens that were not found
 WIDEN = 512  # sequences tried after which one more of the likeliest is searched slot by slot
 LM_WEIGHT = 0.8  # of the language model beside traces
-FLOOR_ROOM = 8.0  # a gap counts as closed within so many times the largest distance of a right candidate
 NAMED = 32  # of the fillings that were solved for, run at once
 DOUBT = 1.25  # times the screen's largest rounding: what is nearer than that to a row, the slice itself runs
 
@@ -91,7 +90,7 @@ class GapSearch:
         self.matching = VocabMatch(
             proposal=proposal, distance=distance, epsilon=epsilon, screen=screen, seed=seed, progress=progress
         )
-        self._earlier: tuple[Prepared, list[Probe], float] | None = None
+        self._earlier: tuple[Prepared, list[Probe], clear.Clearance] | None = None
         self._named: tuple[Slice, MissingTokens] | None = None
 
     def setup(self, observation: Observation, slice: Slice, generator: torch.Generator) -> dict[str, float]:
@@ -101,13 +100,15 @@ class GapSearch:
         self._names(observation, slice)
         return {**measured, "probe_seconds": measured["probe_seconds"] + seconds}
 
-    def _prepare(self, observation: Observation, slice: Slice) -> tuple[list[Probe], float, float]:
-        """Probes for the tokens 1 to ``REACH`` positions before a row, rounding between passes, seconds of training."""
+    def _prepare(self, observation: Observation, slice: Slice) -> tuple[list[Probe], clear.Clearance, float]:
+        """Probes for the tokens 1 to ``REACH`` positions before a row, how near right and wrong tokens there bring it,
+        and seconds of training."""
         prepared, _ = self.matching.prepare(observation, slice)
         seconds = 0.0
         if self._earlier is None or self._earlier[0] is not prepared:
             probes, seconds = probes_for(slice, prepared.public, range(1, REACH + 1), self.progress)
-            self._earlier = prepared, probes, rounding_of(slice, prepared.matcher, self.matching.seed)
+            measured = clear.measure(slice, prepared.public, prepared.matcher, self.matching.seed)
+            self._earlier = prepared, probes, measured
         return *self._earlier[1:], seconds
 
     def _names(self, observation: Observation, slice: Slice) -> MissingTokens | None:
@@ -132,7 +133,7 @@ class GapSearch:
             raise NotApplicableError(
                 "rows of layer 0 say nothing of other tokens; no gap can be closed there"
             )
-        earlier, rounding, _ = self._prepare(observation, slice)
+        earlier, clearance, _ = self._prepare(observation, slice)
         prepared, _ = self.matching.prepare(observation, slice)
         positions = list(public.positions or range(len(observation.states)))
         names = self._names(observation, slice)
@@ -147,11 +148,12 @@ class GapSearch:
         model = Continuations(prepared.proposer.lm, slice.special_ids)
         rows = {position: row for row, position in enumerate(positions)}
         searched = dict[int, bool]()  # rows that were not matched, and whether they were searched for
+        unclear = set[int]()  # rows that were matched as wrong tokens before them would be too
         with torch.inference_mode():
             prefix = _prefix_of(slice, public.prefix_tokens, found)
             states = observation.states.to(slice.device).float()
             for row in range(lead, len(positions)):
-                gap = _Gap(self, prepared, earlier, rounding, model, prefix, states[row])
+                gap = _Gap(self, prepared, earlier, clearance, model, prefix, states[row])
                 missing = positions[row] - len(found)
                 closed = False
                 if names is not None and missing:
@@ -159,16 +161,19 @@ class GapSearch:
                     view, anew = View(states, positions, found, prepared.proposer.probe), gap
                     if view.begun < len(found):
                         base = _prefix_of(slice, public.prefix_tokens, found[: view.begun])
-                        anew = _Gap(self, prepared, earlier, rounding, model, base, states[row])
+                        anew = _Gap(self, prepared, earlier, clearance, model, base, states[row])
                     if closed := anew.named(names, view, row):
                         gap, prefix, found = anew, anew.prefix, found[: view.begun]
                         searched.clear()
+                        unclear.clear()
                 if not closed:
                     within = missing <= self.longest
                     # Behind tokens that are not known no row can match: the nearest of a few is all that can be had.
                     budget = (min(self.budget, BEHIND) if searched else self.budget) if within else 0
                     if not gap.search(missing, budget):
                         searched[row] = within
+                if gap.closed and not gap.clear:
+                    unclear.add(row)
                 found += gap.recovered(rows, len(found))
                 self.progress("closing gaps", row - lead + 1, len(positions) - lead)
         evaluated, calls = (
@@ -178,6 +183,8 @@ class GapSearch:
         skipped = len(searched) - unclosed
         reasons = [f"{unclosed} of {count} rows not matched within the budget"] * bool(unclosed)
         reasons += [f"{skipped} of {count} gaps longer than {self.longest}, not searched"] * bool(skipped)
+        nears = f"{len(unclear)} of {count} gaps closed where wrong tokens come as near as right ones"
+        reasons += [nears] * bool(unclear)
         reason = "; ".join(reasons) or "complete"
         return Recovery(tuple(found), evaluated, calls, time.perf_counter() - started, reason, epsilon)
 
@@ -205,14 +212,14 @@ class _Gap:
     """The search for the unknown tokens before one row, and for its own."""
 
     def __init__(
-        self, attack: GapSearch, prepared: Prepared, earlier: Sequence[Probe], rounding: float, model: Continuations,
-        prefix: Prefix, raw: Float[Tensor, " d"],
+        self, attack: GapSearch, prepared: Prepared, earlier: Sequence[Probe], clearance: clear.Clearance,
+        model: Continuations, prefix: Prefix, raw: Float[Tensor, " d"],
     ) -> None:  # fmt: skip
         self.attack, self.prepared, self.model, self.prefix = attack, prepared, model, prefix
         self.size, self.budget = 1, 0
         self.slice, self.matcher = prefix.slice, prepared.matcher
         self.row = self.matcher.prepare(raw[None])
-        self.limit = self._limit(rounding)
+        self.clearance = clearance
         assert prepared.proposer.probe is not None
         own = prepared.proposer.probe.log_probs(raw[None])[0]
         self.traces = [own, *(probe.log_probs(raw[None])[0] for probe in earlier)]
@@ -227,17 +234,24 @@ class _Gap:
         self.closed = False
         self.best: tuple[int, ...] = ()
 
-    def _limit(self, rounding: float) -> float:
-        """How near a sequence must come: nearer than for a row's own token alone.
-
-        A wrong token before it changes a row less than a wrong token of its own, from which epsilon is measured.
-        """
+    @property
+    def limit(self) -> float:
+        """How near a sequence must come: nearer than for a row's own token alone."""
         threshold = self.prepared.threshold
         limit = float(threshold.limits(self.matcher, self.row)[0])
-        if threshold.absolute is not None or not threshold.separable:
+        if threshold.absolute is not None:
             return limit
-        floor = max(threshold.floor, rounding, torch.finfo(self.slice.dtype).eps)
-        return min(limit, FLOOR_ROOM * floor * float(self.matcher.norms(self.row)[0]))
+        near = self.clearance.limit(self.size - 1, threshold.floor)
+        return min(limit, near * float(self.matcher.norms(self.row)[0]))
+
+    @property
+    def clear(self) -> bool:
+        """Whether no wrong token comes as near as ``limit``."""
+        return (
+            self.prepared.threshold.absolute is not None
+            or self.size == 1
+            or self.clearance.proves(self.size - 1)
+        )
 
     def search(self, missing: int, budget: int) -> bool:
         """Close a gap of so many unknown tokens; the prefix then holds them and the row's own token.
@@ -282,10 +296,13 @@ class _Gap:
         others = sorted(d for sequence, d in self.pool.items() if sequence != self.best)[:1]
         distance = self.pool[self.best]
         margin = others[0] - distance if others else None
-        return [
-            TokenRecovery(token, rows.get(begun + slot, -1), distance, margin, self.spent, self.closed)
+        tokens = [
+            TokenRecovery(
+                token, rows.get(begun + slot, -1), distance, margin, self.spent, self.closed and self.clear
+            )
             for slot, token in enumerate(self.best)
         ]
+        return list(believed(tokens, self.prepared.threshold.chance)) if self.size == 1 else tokens
 
     # ---- what is tried
 

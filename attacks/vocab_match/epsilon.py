@@ -21,7 +21,6 @@ from hiddenlab.slice import Request, Slice
 FALSE_WEIGHT = 10.0  # a wrong candidate accepted costs more than a right one searched for in vain
 NEAR_TOKENS = 4  # hard negatives a position: tokens with nearby embeddings
 WINDOWS, WINDOWS_PER_PASS = 50, 8
-ROUNDED, ROUNDED_TOKENS = 16, 24  # sequences, and their tokens, on which rounding between passes is measured
 ENOUGH_FALSE = 10  # wrong candidates within the threshold, from which their share is known
 ENOUGH_SINKS = 16  # rows from which a threshold for attention sinks is measured
 
@@ -171,26 +170,6 @@ def _middle(sample: Sample, resolution: float) -> float:
     missed = (sample.right[None] > grid[:, None]).float().mean(1)
     false = (nearest[None] <= grid[:, None]).float().mean(1)
     return float(grid[(missed + FALSE_WEIGHT * false).argmin()])
-
-
-def rounding_of(slice: Slice, matcher: Matcher, seed: int) -> float:
-    """The largest relative distance between states of the same tokens, run whole and behind a prefix.
-
-    The threshold is measured in passes that may happen to round alike; candidates of a gap run in small passes.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    worst = 0.0
-    with torch.inference_mode():
-        for tokens in torch.randint(slice.vocab_size, (ROUNDED, ROUNDED_TOKENS), generator=generator):
-            tokens = tokens.to(slice.device)
-            observed = matcher.view(slice.encode(tokens)[-1:])
-            prefix = slice.prefix()
-            prefix.extend(tokens[:-2])
-            request = Request(prefix, tokens[:0], leaves=tokens[None, -2:])
-            last = matcher.view(slice.run([request], keep=False)[0].leaves[-1:])
-            apart = matcher.pairs(candidates=last, observed=observed) / matcher.norms(observed)
-            worst = max(worst, float(apart[0]))
-    return worst
 
 
 def calibrated_threshold(sample: Sample, seed: int) -> Threshold:
