@@ -16,7 +16,6 @@ from hiddenlab.slice import Slice
 BELIEVED = 0.006  # share of a row that a linearisation of the layer may leave unexplained
 EXACT = 3e-5  # and the solve in the end; rounding makes a tenth of that
 STEPS, TRIES = 15, 4  # of the solve, and dampings tried at each
-DAMPED = (BELIEVED / EXACT) ** 2  # at first: as if no more than linearisation believes were to be explained
 AHEAD = 0.5  # of a step, where the layer is looked at to see how it bends
 BENT = 0.375  # times a step's length that its bend may be long
 SETTLED = 0.1  # nats that another step has to gain
@@ -32,6 +31,7 @@ class Equations:
             (the layer's stream ``attn``). by_attention: the unknown is what attention brings, not the embedding.
         observed: the rows. mean, prior: of the unknown's distance from the guess, and the inverse of its covariance.
         positions: of the rows; None where they make no difference (see ``Slice.run_given``).
+        exact: share of a row that the solve may leave unexplained.
     """
 
     slice: Slice
@@ -42,6 +42,7 @@ class Equations:
     prior: Float[Tensor, "n u u"]
     by_attention: bool = False
     positions: Int[Tensor, " n"] | None = None
+    exact: float = EXACT
 
     def _at(self, rows: Tensor, moved: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         embeddings, attended = self.embeddings[rows], self.attended[rows]
@@ -77,7 +78,7 @@ class Equations:
         steps have to be several times as many. Most rows that end at what rounding allows are known, some are at
         another solution beyond a fold of the layer; rows that end short of it lie at folds.
         """
-        moved, tau = begun.clone(), EXACT * self.unit()
+        moved, tau = begun.clone(), self.exact * self.unit()
         every = torch.arange(len(moved), device=moved.device)
 
         def cost(rows: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
@@ -86,7 +87,8 @@ class Equations:
             return left, (left.square().sum(1) + (off * self.unlikely(rows, at)).sum(1)) / 2
 
         left, least = cost(every, moved)
-        damping = torch.full_like(least, DAMPED)
+        # At first as if no more than linearisation believes were to be explained.
+        damping = torch.full_like(least, max(1.0, BELIEVED / self.exact) ** 2)
         growth = torch.full_like(least, 2.0)
         settled = torch.zeros_like(every, dtype=torch.bool)
         for _ in range(STEPS):

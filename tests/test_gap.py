@@ -215,7 +215,7 @@ def test_where_wrong_tokens_come_as_near_nothing_is_verified(tiny_slice: TinySli
         found = recover(slice, tokens, noise, "gap:size=2,after=6", budget=4 * VOCABULARY)
         assert not any(one.verified for one in found.tokens[6:])
         assert found.stop_reason in (
-            "1 of 1 gaps closed where wrong tokens come as near as right ones",
+            "1 of 1 rows matched where wrong tokens come as near as right ones",
             "1 of 1 rows not matched within the budget",
         )
 

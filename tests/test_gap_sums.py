@@ -306,7 +306,8 @@ def test_more_rows_of_a_cluster_are_asked_where_one_does_not_tell(
         (1, ["project:count=16", "gap:size=1,after=3"], False),
         (1, ["hidden-perm", "gap:size=1,after=3"], False),
         (1, ["random-prefix", "gap:size=1,after=3"], False),
-        (1, ["dtype:bfloat16", "gap:size=1,after=3"], False),
+        (1, ["dtype:bfloat16", "gap:size=1,after=3"], True),
+        (1, ["int8", "gap:size=1,after=3"], True),
     ],
 )  # fmt: skip
 def test_where_rows_can_be_turned_back(
@@ -317,11 +318,23 @@ def test_where_rows_can_be_turned_back(
     assert MissingTokens.applies(observation.public, slice) is can
 
 
-def test_nor_with_a_slice_that_rounds(tiny: Callable[..., str]) -> None:
-    slice = load_slice(tiny("llama"), 1, dtype="bfloat16")
-    observation = Channel.parse(["gap:size=1,after=3"]).release(slice, tokens_of(6), torch.Generator())[0]
-    assert not MissingTokens.applies(observation.public, slice)
-    assert not MissingTokens.applies(replace(observation.public, channel=()), slice)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("here", [True, False])
+def test_rows_that_are_rounded_are_explained_as_far_as_rounding_allows(
+    tiny: Callable[..., str], dtype: str, here: bool
+) -> None:
+    """By the provider's dtype, which is also the attacker's own, or not."""
+    slice = load_slice(tiny("gpt_neox"), 1, dtype=dtype if here else "float32", device="cpu")
+    channel, right = Channel.parse([] if here else [f"dtype:{dtype}"]), 0
+    for seed in range(4):
+        tokens = tokens_of(9, seed)
+        observation, _ = channel.release(slice, tokens, torch.Generator())
+        if seed == 0:
+            names = MissingTokens(slice, observation.public)
+            assert 1e-4 < names.coarse < 0.02
+        row = replace(shown(slice, tokens, 8, [6, 7]), state=observation.states[-1].float())
+        right += named(names, [row]) == dict(zip((6, 7), tokens[6:8], strict=True))
+    assert right >= 3
 
 
 def test_a_right_sum_leaves_what_rounding_leaves(tiny_slice: TinySlice) -> None:

@@ -26,7 +26,8 @@ from attacks.gap.view import View
 from attacks.vocab_match import Prepared, VocabMatch, believed
 from attacks.vocab_match.rank import Continuations
 from attacks.vocab_match.screen import counted, near_ones
-from hiddenlab.core import Observation, Progress, Recovery, TokenRecovery, silent
+from hiddenlab.channel import as_whole
+from hiddenlab.core import Observation, Progress, Public, Recovery, TokenRecovery, silent
 from hiddenlab.errors import InputError, NotApplicableError
 from hiddenlab.propose.probe import Probe
 from hiddenlab.propose.store import probes_for
@@ -91,7 +92,7 @@ class GapSearch:
             proposal=proposal, distance=distance, epsilon=epsilon, screen=screen, seed=seed, progress=progress
         )
         self._earlier: tuple[Prepared, list[Probe], clear.Clearance] | None = None
-        self._named: tuple[Slice, MissingTokens] | None = None
+        self._named: tuple[Slice, Public, MissingTokens] | None = None
 
     def setup(self, observation: Observation, slice: Slice, generator: torch.Generator) -> dict[str, float]:
         """Probes, for the rows' own tokens and for earlier ones, and epsilon; see ``VocabMatch.setup``."""
@@ -115,10 +116,11 @@ class GapSearch:
         """What solves for missing tokens; None where that is not possible, or not wanted."""
         if not self.sums or not MissingTokens.applies(observation.public, slice):
             return None
-        if self._named is None or self._named[0] is not slice:
+        public = as_whole(observation.public)
+        if self._named is None or self._named[:2] != (slice, public):
             self.progress("tabulating the first layer", 0, 1)
-            self._named = slice, MissingTokens(slice, self.matching.seed, self.progress)
-        return self._named[1]
+            self._named = slice, public, MissingTokens(slice, public, self.matching.seed, self.progress)
+        return self._named[2]
 
     def recover(self, observation: Observation, slice: Slice, generator: torch.Generator) -> Recovery:
         """Recover one prompt.
@@ -148,6 +150,7 @@ class GapSearch:
         model = Continuations(prepared.proposer.lm, slice.special_ids)
         rows = {position: row for row, position in enumerate(positions)}
         searched = dict[int, bool]()  # rows that were not matched, and whether they were searched for
+        left = set[int]()  # places in gaps that were not closed
         unclear = set[int]()  # rows that were matched as wrong tokens before them would be too
         with torch.inference_mode():
             prefix = _prefix_of(slice, public.prefix_tokens, found)
@@ -158,20 +161,22 @@ class GapSearch:
                 closed = False
                 if names is not None and missing:
                     assert prepared.proposer.probe is not None
-                    view, anew = View(states, positions, found, prepared.proposer.probe), gap
+                    view, anew = View(states, positions, found, prepared.proposer.probe, left), gap
                     if view.begun < len(found):
                         base = _prefix_of(slice, public.prefix_tokens, found[: view.begun])
                         anew = _Gap(self, prepared, earlier, clearance, model, base, states[row])
                     if closed := anew.named(names, view, row):
                         gap, prefix, found = anew, anew.prefix, found[: view.begun]
+                        unclear = {r for r in unclear if positions[r] < view.begun}
                         searched.clear()
-                        unclear.clear()
+                        left.clear()
                 if not closed:
                     within = missing <= self.longest
                     # Behind tokens that are not known no row can match: the nearest of a few is all that can be had.
                     budget = (min(self.budget, BEHIND) if searched else self.budget) if within else 0
                     if not gap.search(missing, budget):
                         searched[row] = within
+                        left |= set(range(len(found), positions[row]))
                 if gap.closed and not gap.clear:
                     unclear.add(row)
                 found += gap.recovered(rows, len(found))
@@ -183,7 +188,7 @@ class GapSearch:
         skipped = len(searched) - unclosed
         reasons = [f"{unclosed} of {count} rows not matched within the budget"] * bool(unclosed)
         reasons += [f"{skipped} of {count} gaps longer than {self.longest}, not searched"] * bool(skipped)
-        nears = f"{len(unclear)} of {count} gaps closed where wrong tokens come as near as right ones"
+        nears = f"{len(unclear)} of {count} rows matched where wrong tokens come as near as right ones"
         reasons += [nears] * bool(unclear)
         reason = "; ".join(reasons) or "complete"
         return Recovery(tuple(found), evaluated, calls, time.perf_counter() - started, reason, epsilon)
@@ -191,7 +196,7 @@ class GapSearch:
     def _counters(self, slice: Slice, prepared: Prepared) -> tuple[int, int]:
         """Positions and passes that ran so far."""
         positions, passes = counted(slice, prepared.screen)
-        tabulated = self._named[1].counters() if self._named is not None else (0, 0)
+        tabulated = self._named[2].counters() if self._named is not None else (0, 0)
         return positions + tabulated[0], passes + tabulated[1]
 
     def __repr__(self) -> str:

@@ -27,16 +27,20 @@ from torch import Tensor
 from attacks.first_layer import FirstLayer
 from attacks.gap.beliefs import Beliefs
 from attacks.gap.sums import JITTER, Row, Search, Sums
-from attacks.inverted import Equations
-from hiddenlab.channel import as_whole
+from attacks.inverted import EXACT, Equations
+from hiddenlab.channel import Channel, as_whole
 from hiddenlab.core import Progress, Public, silent
 from hiddenlab.propose.corpus import Corpus
+from hiddenlab.registry import parse_spec
 from hiddenlab.slice import Slice
 
 DRAWS = 600  # fillings from which is learned what attention may bring a row
 OWN = 0.05  # share of its mean variance in the covariance of that, as draws are hardly more than directions
 STARTS = 6  # of the solve, the first from the mean, the others from drawn fillings; some lead astray
-ROUNDING = 1e-5  # share of a row that the solve leaves unexplained, at most
+ROUNDING = 1e-5  # share of a row that the solve leaves unexplained, at most, in full precision
+ROUNDED = {"identity", "dtype", "int8", "nf4"}  # channels that do no more to a row than to round it
+UNEVEN = 2.0  # times as much as on average coarse numbers may leave of a row unexplained
+WINDOWS, TOKENS = 8, 32  # on which that is measured
 POOL = 6000  # tokens that stand for what may be missing
 UNIFORM = 0.2  # share of them that are any of the vocabulary; the others come as often as in text
 TEXTS = 60_000  # tokens of text that tell how often that is
@@ -69,13 +73,20 @@ class MissingTokens:
     """Names the tokens before rows of one layer that no row shows.
 
     Args:
-        slice: whose states depend on no attention but the first layer's. seed: of draws of what may be missing.
-        progress: where progress is reported.
+        slice: whose states depend on no attention but the first layer's. public: of whole prompts; rows may be rounded.
+        seed: of draws of what may be missing. progress: where progress is reported.
     """
 
-    def __init__(self, slice: Slice, seed: int = 0, progress: Progress = silent) -> None:
+    def __init__(
+        self, slice: Slice, public: Public | None = None, seed: int = 0, progress: Progress = silent
+    ) -> None:
         self.progress = progress
-        self.slice, self.layer, self.seed = slice, FirstLayer(slice), seed
+        full = slice.dtype == torch.float32 and slice.quantization is None
+        self.slice = (
+            slice if full else slice.sibling(slice.site.layer, stream=slice.site.stream, dtype="float32")
+        )
+        self.layer, self.seed = FirstLayer(slice), seed
+        self.coarse = self._coarseness(slice, public.channel if public else ())
         size, device = slice.vocab_size, slice.device
         corpus = Corpus(slice, seed=0)
         texts = torch.cat([corpus.text_window(64) for _ in range(TEXTS // 64)])
@@ -91,9 +102,23 @@ class MissingTokens:
 
     @staticmethod
     def applies(public: Public, slice: Slice) -> bool:
-        """Whether rows can be turned back: states of one layer, in full precision, shown as they are."""
-        plain = slice.dtype == torch.float32 and slice.quantization is None
-        return plain and slice.behind_one_attention and set(as_whole(public).channel) <= {"identity"}
+        """Whether rows can be turned back: states of one layer, shown as they are, though perhaps rounded."""
+        names = {parse_spec(spec)[0] for spec in as_whole(public).channel}
+        return slice.behind_one_attention and names <= ROUNDED
+
+    def _coarseness(self, slice: Slice, channel: Sequence[str]) -> float:
+        """Share of a row by which it differs from full precision, released as the provider would; the mean of some."""
+        if slice is self.slice and set(channel) <= {"identity"}:
+            return 0.0
+        corpus = Corpus(slice, seed=1)
+        windows = [corpus.window()[:TOKENS] for _ in range(WINDOWS)]
+        released = Channel.parse(channel).release_batch(slice, [w.tolist() for w in windows], self._draws())
+        apart = list[Tensor]()
+        for window, (observation, _) in zip(windows, released, strict=True):
+            exact = self.slice.encode(window.to(slice.device)).float()
+            off = observation.states.to(exact.device).float() - exact
+            apart.append(off.norm(dim=1) / exact.norm(dim=1))
+        return float(torch.cat(apart).mean())
 
     def counters(self) -> tuple[int, int]:
         """Positions and passes run so far, those of the slice itself left out."""
@@ -123,7 +148,7 @@ class MissingTokens:
         own = [row.position for row in turned]
         if not turned or not bool(self.layer.attention.visible(own, places).any(0).all()):
             return  # nothing can be said of what no row sees
-        search = Search(turned, places, self.prior, self.pool)
+        search = Search(turned, places, self.prior, self.pool, self.coarse)
         few = len(places) <= BEAMED
         found = search.beam() if few else Beliefs(search, self.progress).settle()
         yield search.fillings(found)
@@ -168,6 +193,7 @@ class MissingTokens:
                 self.slice, embeddings.clone(), usual,
                 torch.stack([row.state for row in rows]).float().clone(), torch.zeros_like(usual).double(), prior,
                 by_attention=True, positions=torch.tensor([row.position for row in rows], device=tokens.device),
+                exact=max(EXACT, self.coarse),
             )  # fmt: skip
             every = torch.arange(len(rows), device=tokens.device)
             moved = torch.zeros_like(usual).double()
@@ -176,11 +202,11 @@ class MissingTokens:
                 begun = moved if start == 0 else torch.where(explained[:, None], moved, spread[:, start])
                 moved = equations.solve(begun)
                 left = (equations.observed - equations.states(every, moved)) / equations.unit()
-                explained = left.square().mean(1) < ROUNDING**2
+                explained = left.square().mean(1) < max(ROUNDING, UNEVEN * self.coarse) ** 2
                 if bool(explained.all()):
                     break
             jacobian = equations.jacobian(every, moved) / equations.unit()[..., None]
-        precision = jacobian.transpose(1, 2) @ jacobian / ROUNDING**2 + prior
+        precision = jacobian.transpose(1, 2) @ jacobian / max(ROUNDING, self.coarse) ** 2 + prior
         unsure = torch.cholesky_inverse(torch.linalg.cholesky(precision))
         out = list[Row]()
         for i, (row, (weights, values, scale)) in enumerate(zip(rows, known, strict=True)):

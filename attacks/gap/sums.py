@@ -119,14 +119,15 @@ class Search:
 
     Args:
         places: that are missing, in the order in which they are chosen. prior: log-probability of every token. pool:
-            tokens that stand for what may be missing.
+            tokens that stand for what may be missing. rounding: share of a row that no sum explains.
     """
 
     def __init__(
-        self, rows: Sequence[Row], places: Sequence[int], prior: Float[Tensor, " v"], pool: Int[Tensor, " n"]
-    ) -> None:
+        self, rows: Sequence[Row], places: Sequence[int], prior: Float[Tensor, " v"], pool: Int[Tensor, " n"],
+        rounding: float = 0.0,
+    ) -> None:  # fmt: skip
         self.rows, self.places, self.prior, self.pool = list(rows), list(places), prior, pool
-        self.size = len(prior)
+        self.size, self.rounding = len(prior), rounding
         self.jacobian = torch.stack([row.jacobian for row in rows])
         self.unsure = torch.stack([row.unsure for row in rows])
         self.width = rows[0].brought.shape[1]
@@ -224,7 +225,7 @@ class Search:
                 blocks[r, r] += self.unsure[r] * alike
         noise = divided[:, None] @ blocks @ divided.transpose(1, 2)[None]
         noise = noise.transpose(1, 2).reshape(rows * seen, rows * seen)
-        noise.diagonal().add_(believed**2 + JITTER * float(noise.trace()))
+        noise.diagonal().add_(believed**2 + self.rounding**2 + JITTER * float(noise.trace()))
         return Whitening(divided, torch.linalg.cholesky(noise))
 
     def most_telling(self, whitening: Whitening, places: Sequence[int], count: int) -> Float[Tensor, "k y"]:

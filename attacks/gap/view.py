@@ -1,6 +1,6 @@
 """What is known of a prompt when a gap is reached, and which rows are asked for what is missing."""
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
 from jaxtyping import Float
@@ -20,17 +20,14 @@ class View:
 
     Attributes:
         states: the rows. positions: of the rows. found: tokens so far. probe: names rows' own tokens.
+        open: positions of tokens that no row shows, in gaps that were not closed.
     """
 
     states: Float[Tensor, "rows d"]
     positions: Sequence[int]
     found: Sequence[TokenRecovery]
     probe: Probe
-
-    @property
-    def open(self) -> list[int]:
-        """Positions of tokens that no row shows and no row verified."""
-        return [p for p, one in enumerate(self.found) if one.row < 0 and not one.verified]
+    open: Set[int]
 
     @property
     def begun(self) -> int:
@@ -38,7 +35,7 @@ class View:
         return min(self.open, default=len(self.found))
 
     def _known(self, last: int) -> dict[int, int]:
-        """Tokens by position, up to a row: those of rows, as the probe names them, and others that were verified."""
+        """Tokens by position, up to a row: those of rows, as the probe names them, and others of closed gaps."""
         rows = [row for row in range(last + 1) if self.positions[row] >= self.begun]
         named = self.probe.log_probs(self.states[rows]).argmax(1).tolist()
         read = {self.positions[row]: token for row, token in zip(rows, named, strict=True)}
