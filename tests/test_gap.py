@@ -229,16 +229,17 @@ def test_what_proves_a_gap_is_out_of_reach_of_wrong_tokens(
     floor: float, wrong: list[float], missing: int
 ) -> None:
     measured = Clearance(floor, dict(zip(BACK, wrong, strict=True)), 1e-7)
-    limit = measured.limit(missing, 0.0)
-    assert measured.limit(missing + 1, 0.0) <= limit or not measured.proves(missing + 1)
-    if measured.proves(missing):
-        assert floor < limit <= measured.nearest(missing) / CLEAR**0.5
-        assert all(measured.proves(fewer) for fewer in range(1, missing))
+    limit, nearest = measured.limit(missing, 0.0), min(wrong[: sum(back <= missing for back in BACK)])
+    assert measured.clear(missing + 1) <= measured.clear(missing) == CLEAR * nearest
+    if limit <= measured.clear(missing):
+        assert floor <= limit <= CLEAR * nearest
+    else:
+        assert limit == measured.least > CLEAR * nearest
 
 
 def test_in_full_precision_wrong_tokens_stay_out_of_reach(tiny_slice: TinySlice) -> None:
     slice = tiny_slice("llama", 2)
     public = released(slice, prompts_of(4)[0]).public
     measured = measure(slice, public, choose_matcher("auto", public), 0)
-    assert 0 <= measured.floor < 1e-5 and measured.proves(8)
+    assert 0 <= measured.floor < 1e-5 < measured.clear(8)
     assert measure(slice, public, choose_matcher("auto", public), 0) == measured

@@ -224,7 +224,7 @@ class _Gap:
         self.size, self.budget = 1, 0
         self.slice, self.matcher = prefix.slice, prepared.matcher
         self.row = self.matcher.prepare(raw[None])
-        self.clearance = clearance
+        self.clearance, self.norm = clearance, float(self.matcher.norms(self.row)[0])
         assert prepared.proposer.probe is not None
         own = prepared.proposer.probe.log_probs(raw[None])[0]
         self.traces = [own, *(probe.log_probs(raw[None])[0] for probe in earlier)]
@@ -246,17 +246,12 @@ class _Gap:
         limit = float(threshold.limits(self.matcher, self.row)[0])
         if threshold.absolute is not None:
             return limit
-        near = self.clearance.limit(self.size - 1, threshold.floor)
-        return min(limit, near * float(self.matcher.norms(self.row)[0]))
+        return min(limit, self.clearance.limit(self.size - 1, threshold.floor) * self.norm)
 
     @property
     def clear(self) -> bool:
-        """Whether no wrong token comes as near as ``limit``."""
-        return (
-            self.prepared.threshold.absolute is not None
-            or self.size == 1
-            or self.clearance.proves(self.size - 1)
-        )
+        """Whether no sequence with a wrong token before the row is expected within ``limit``."""
+        return self.size == 1 or self.limit <= self.clearance.clear(self.size - 1) * self.norm
 
     def search(self, missing: int, budget: int) -> bool:
         """Close a gap of so many unknown tokens; the prefix then holds them and the row's own token.

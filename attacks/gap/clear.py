@@ -22,9 +22,9 @@ BACK = (1, 2, 4, 8)  # how far before the row a token is replaced
 WRONG = 8  # tokens that are tried there
 TWIN = 0.01  # share of its length by which an embedding has to differ for its token to be another
 FLOOR_ROOM = 8.0  # a sequence counts as right within so many times the largest distance of a right one
-# Times as far the nearest wrong one has to be for that to prove anything: of a whole vocabulary, and behind rows that
-# heed what stands before them less, wrong ones come a few times nearer than the few that are measured.
-CLEAR = 10.0
+# Share of the way to the nearest wrong one within which no other is expected: of a whole vocabulary, and behind rows
+# that heed what stands before them less, wrong ones come a few times nearer than the few that are measured.
+CLEAR = 0.2
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,9 @@ class Clearance:
         """The floor, with room where both sides happened to round alike: errors of a row's numbers average out."""
         return max(self.floor, self.resolution / 4)
 
-    def nearest(self, missing: int) -> float:
-        """How near wrong sequences come that may differ in so many tokens before the row."""
-        return min(distance for back, distance in self.wrong.items() if back <= missing)
+    def clear(self, missing: int) -> float:
+        """How near nothing wrong comes that may differ in so many tokens before the row."""
+        return CLEAR * min(distance for back, distance in self.wrong.items() if back <= missing)
 
     def limit(self, missing: int, floor: float) -> float:
         """How near a sequence must come to count as right.
@@ -56,15 +56,7 @@ class Clearance:
             missing: unknown tokens before the row; 0 where only its own is. floor: another measurement's.
         """
         room = FLOOR_ROOM * max(self.floor, floor, self.resolution)
-        if not missing:
-            return room
-        return min(
-            room, math.sqrt(self.least * self.nearest(missing)) if self.proves(missing) else self.least
-        )
-
-    def proves(self, missing: int) -> bool:
-        """Whether wrong tokens at so many places stay out of reach."""
-        return CLEAR * self.least <= self.nearest(missing)
+        return min(room, max(self.least, self.clear(missing))) if missing else room
 
 
 def measure(slice: Slice, public: Public, matcher: Matcher, seed: int) -> Clearance:
