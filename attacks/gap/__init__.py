@@ -61,7 +61,7 @@ class GapSearch:
             slots are searched in time as well, is four times as wide.
         longest: gaps of more unknown tokens are not searched: they get the nearest of what the priors propose.
         sums: solve for missing tokens where that is possible: behind one layer (or from the second one's queries, keys
-            and values), in float32, without noise, unknown prefix or quantization; up to 64 of them at once, of more
+            and values), without noise or unknown prefix, though rows may be rounded; up to 64 of them at once, of more
             than 16 no more than eight for each row that is asked, whatever ``longest`` says.
         proposal: ``probe+lm`` or ``probe``. distance, epsilon, screen: as in ``vocab-match``.
         seed: of calibration. progress: where progress is reported.

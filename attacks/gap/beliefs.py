@@ -20,10 +20,8 @@ from hiddenlab.core import Progress, silent
 
 SWEEPS, ANEW = 10, 3  # over the places, and after how many of them lists are made anew
 HEAT = 16.0  # by which log-likelihoods are divided at first; 1 in the end
-DOUBT, CERTAIN = (
-    0.2,
-    1e-4,
-)  # share of what any token may contribute that is believed of all places, first and last
+# Share of what any token may contribute that is believed of all places, first and last.
+DOUBT, CERTAIN = 0.2, 1e-4
 DAMPED = 0.3  # share of its likelihood that a token keeps from the sweep before
 LISTED, KEPT = 512, 64  # tokens of a list, and how many of the likeliest a new one takes over
 LEAST = 1e-9  # likelihood of tokens that count

@@ -44,15 +44,9 @@ WINDOWS, TOKENS = 8, 32  # on which that is measured
 POOL = 6000  # tokens that stand for what may be missing
 UNIFORM = 0.2  # share of them that are any of the vocabulary; the others come as often as in text
 TEXTS = 60_000  # tokens of text that tell how often that is
-ANEW, DOUBTFUL = (
-    4,
-    6,
-)  # times that pairs of tokens are sought anew, and pairs that are tried at most each time
+ANEW, DOUBTFUL = 4, 6  # times that pairs of tokens are sought anew, and pairs tried at most each time
 LONGEST, ROWS = 64, 8  # missing tokens that are solved for, and rows that are asked together, at most
-BEAMED, PER_ROW = (
-    16,
-    8,
-)  # missing tokens of which a beam is tried, and of more than these at most so many a row
+BEAMED, PER_ROW = 16, 8  # missing tokens of which a beam is tried; of more than these at most so many a row
 
 
 @dataclass(frozen=True)
