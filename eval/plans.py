@@ -75,7 +75,11 @@ def plan(
             "Equation 1 at two bytes an element.",
             f"The gap search tries {budget:,} sequences a gap at most, and only what its priors propose for gaps of "
             "more than eight tokens; matching ends at a node's first gap.",
-            *([] if sums else ["Behind layer 1 missing tokens can be solved for, which was left out: see gap-plans."]),
+            *(
+                []
+                if sums
+                else ["Behind layer 1 missing tokens can be solved for, which was left out: see gap-plans."]
+            ),
             *infill_notes(setting),
             ATTN_ROWS,
         ],
