@@ -76,9 +76,8 @@ def plan(
             f"The gap search tries {budget:,} sequences a gap at most, and only what its priors propose for gaps of "
             "more than eight tokens; matching ends at a node's first gap.",
             *(
-                []
-                if sums
-                else ["Behind layer 1 missing tokens can be solved for, which was left out: see gap-plans."]
+                ["Behind layer 1 missing tokens can be solved for, which was left out: see gap-plans."]
+                * (not sums)
             ),
             *infill_notes(setting),
             ATTN_ROWS,
