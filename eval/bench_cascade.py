@@ -160,7 +160,7 @@ def bench_decode(
             tokens = torch.randint(0, cascade.facts.vocabulary, (length,), generator=generator)
             plan = Plan.clustered(length, c, alpha=alpha, m=m, symmetric=True)
             found, ours = _timed_tokens(generate(cascade, tokens, plan, new_tokens=new_tokens))
-            expected, theirs = _timed_tokens(_plain_tokens(plain, tokens, new_tokens))
+            expected, theirs = _timed_tokens(plain_tokens(plain, tokens, new_tokens))
             rows.append(
                 {
                     "prompt_tokens": length,
@@ -185,7 +185,7 @@ def _timed_tokens(tokens: Iterator[int]) -> tuple[list[int], float]:
     return found, statistics.median(b - a for a, b in pairwise(times))
 
 
-def _plain_tokens(model: Any, tokens: Tensor, new: int) -> Iterator[int]:
+def plain_tokens(model: Any, tokens: Tensor, new: int) -> Iterator[int]:
     """Greedy generation with transformers' own cache."""
     cache, inputs = None, tokens[None]
     for _ in range(new):

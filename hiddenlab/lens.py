@@ -46,9 +46,8 @@ class Projection:
         Raises:
             InputError: more orthogonal directions than dimensions.
         """
-        return states.float() @ _directions(states.shape[1], self.count, self.seed, self.kind).to(
-            states.device
-        )
+        width = states.shape[1]
+        return states.float() @ _directions(width, self.count, self.seed, self.kind, states.device)
 
     def fact(self) -> dict[str, Any]:
         """Its form among the public facts."""
@@ -56,16 +55,16 @@ class Projection:
 
 
 @lru_cache(maxsize=8)
-def _directions(width: int, count: int, seed: int, kind: str) -> Float[Tensor, "d k"]:
+def _directions(width: int, count: int, seed: int, kind: str, device: torch.device) -> Float[Tensor, "d k"]:
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.randn(width, count, generator=generator)
     if kind == GAUSSIAN:
-        return drawn / width**0.5
+        return (drawn / width**0.5).to(device)
     if count > width:
         raise InputError(f"{count} orthogonal directions do not exist in {width} dimensions")
     basis, upper = torch.linalg.qr(drawn)
     # Signs by the triangle's diagonal: only then is the basis evenly distributed, and the same for every library.
-    return basis * upper.diagonal().sign()
+    return (basis * upper.diagonal().sign()).to(device)
 
 
 def lens_of(public: Public) -> Projection | None:

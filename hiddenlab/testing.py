@@ -4,9 +4,11 @@ For tests, here and in plugins: nothing is downloaded, a model is some 0.3 MB an
 are drawn larger than an initialised model's, so that attention, windows and caps all show in the states.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from jaxtyping import Float
@@ -49,6 +51,17 @@ ARCHITECTURES = tuple(SETTINGS)
 DECODERS = tuple(name for name in ARCHITECTURES if name != "bert")
 
 
+def tiny_config(architecture: str, **changes: Any) -> Any:
+    """The configuration of a tiny model.
+
+    Args:
+        architecture: one of ``ARCHITECTURES``. changes: values other than ``SETTINGS``'.
+    """
+    from transformers import AutoConfig
+
+    return AutoConfig.for_model(architecture, **(_COMMON | SETTINGS[architecture] | changes))
+
+
 def save_tiny(
     architecture: str, folder: Path | str, seed: int = 0, *, tokenizer: bool = False, **changes: Any
 ) -> str:
@@ -62,11 +75,11 @@ def save_tiny(
     Returns:
         The folder's path.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
+    from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 
     from hiddenlab.slice.load import quiet_transformers
 
-    config = AutoConfig.for_model(architecture, **(_COMMON | SETTINGS[architecture] | changes))
+    config = tiny_config(architecture, **changes)
     factory = AutoModelForMaskedLM if architecture == "bert" else AutoModelForCausalLM
     with torch.random.fork_rng():
         # Architectures draw in the same order: without its own seed each, their embeddings would be the same.
@@ -101,23 +114,44 @@ def byte_tokenizer() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>", eos_token="</s>")
 
 
+@contextmanager
+def small_training() -> Iterator[None]:
+    """Train probes in a second: an allowance for tiny models, in place of the one for real ones."""
+    from hiddenlab.propose import store
+    from hiddenlab.propose.precedence import PrecedenceSettings
+    from hiddenlab.propose.probe import ProbeSettings
+
+    few: dict[str, Any] = {"rank": 8, "steps": 60, "every": 20}
+    small: dict[str, Any] = {
+        "TRAINING_TOKENS": (4000, 4000),
+        "probe_settings": lambda permuted: ProbeSettings(permuted, 150, 128, negatives=300, hidden=64),
+        "precedence_settings": lambda permuted: PrecedenceSettings(sorted_states=permuted, **few),
+    }
+    with mock.patch.multiple(store, **small):
+        yield
+
+
 class PlainModel:
     """The oracle: the whole model as transformers runs it, one full forward a call, nothing shared or cached.
 
     Args:
-        path: a transformers directory. attention: transformers' own implementation.
+        path: a transformers directory. attention: transformers' own implementation. dtype, device: where it computes.
     """
 
-    def __init__(self, path: str, attention: str = "eager") -> None:
+    def __init__(
+        self,
+        path: str,
+        attention: str = "eager",
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
         from transformers import AutoModelForCausalLM
 
         from hiddenlab.slice.load import quiet_transformers
 
         with quiet_transformers():
-            model = AutoModelForCausalLM.from_pretrained(
-                path, attn_implementation=attention, dtype=torch.float32
-            )
-        self.model = model.eval()
+            model = AutoModelForCausalLM.from_pretrained(path, attn_implementation=attention, dtype=dtype)
+        self.model = model.eval().to(device)
         self._last: Tensor | None = None
         layers = next(
             module
@@ -138,9 +172,9 @@ class PlainModel:
         taken by a hook.
         """
         if isinstance(tokens, Tensor):
-            inputs: dict[str, Any] = {"inputs_embeds": tokens[None]}
+            inputs: dict[str, Any] = {"inputs_embeds": tokens[None].to(self.model.device)}
         else:
-            inputs = {"input_ids": torch.tensor([list(tokens)])}
+            inputs = {"input_ids": torch.tensor([list(tokens)], device=self.model.device)}
         with torch.no_grad():
             output = self.model(**inputs, output_hidden_states=True, use_cache=False)
         if stream == "logits":

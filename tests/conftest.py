@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Callable, Iterator
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +10,8 @@ import pytest
 import torch
 
 from attacks.joint import gauge
-from hiddenlab.propose import corpus, store
-from hiddenlab.propose.precedence import PrecedenceSettings
-from hiddenlab.propose.probe import ProbeSettings
 from hiddenlab.slice import Slice, load_slice
-from hiddenlab.testing import save_tiny
+from hiddenlab.testing import save_tiny, small_training
 
 torch.set_num_threads(1)
 # Ray's processes are nice by default, and starve beside the rest of the suite.
@@ -36,15 +32,6 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         del os.environ["HIDDENLAB_CACHE"]
     else:
         os.environ["HIDDENLAB_CACHE"] = before
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _texts_once() -> Iterator[None]:
-    """Reading the standard library takes two seconds; every corpus of the tests shares one reading."""
-    with pytest.MonkeyPatch.context() as patch:
-        read = cache(corpus.standard_library_texts)
-        patch.setattr(corpus, "standard_library_texts", lambda: list(read()))  # a copy: it is shuffled
-        yield
 
 
 @pytest.fixture(autouse=True)
@@ -81,14 +68,8 @@ def tiny_slice(tiny: Callable[..., str]) -> Callable[..., Slice]:
 
 
 @pytest.fixture
-def small_probes(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_probes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A training allowance for tiny models, in place of the one for real ones."""
-    monkeypatch.setattr(store, "TRAINING_TOKENS", (4000, 4000))
     monkeypatch.setattr(gauge, "TOKENS", 600)
-    monkeypatch.setattr(
-        store, "probe_settings", lambda permuted: ProbeSettings(permuted, 150, 128, negatives=300, hidden=64)
-    )
-    few = {"rank": 8, "steps": 60, "every": 20}
-    monkeypatch.setattr(
-        store, "precedence_settings", lambda permuted: PrecedenceSettings(sorted_states=permuted, **few)
-    )
+    with small_training():
+        yield

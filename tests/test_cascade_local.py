@@ -89,6 +89,21 @@ def test_visible_keys() -> None:
     assert bool(Attention(1.0, causal=False).visible(queries, keys).all())
 
 
+@given(
+    queries=st.lists(st.integers(0, 9), max_size=4),
+    keys=st.lists(st.integers(0, 9), max_size=4),
+    hidden=st.frozensets(st.integers(0, 9), max_size=2),
+    causal=st.booleans(),
+    window=st.none() | st.integers(1, 9),
+)
+def test_all_is_seen_where_no_mask_hides_anything(
+    queries: list[int], keys: list[int], hidden: frozenset[int], causal: bool, window: int | None
+) -> None:
+    attention = Attention(1.0, causal, window)
+    seen = bool(attention.visible(queries, keys, hidden).all())
+    assert attention.sees_all(queries, keys, hidden) == seen
+
+
 # ---- whole models
 
 

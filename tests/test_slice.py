@@ -26,6 +26,13 @@ TOKEN = st.integers(0, VOCABULARY - 1)
 LONG = [17, 250, 3, 3, 99, 180, 41, 7, 256, 299, 0, 64, 3, 128, 77, 212, 5, 31]
 
 
+@pytest.fixture(params=["each request", "one product"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small passes attend request by request, as on a CPU, and as one product, as on a card."""
+    if request.param == "one product":
+        monkeypatch.setattr(engine, "DENSE_DEVICES", frozenset({"cpu"}))
+
+
 @pytest.fixture(scope="session")
 def plain(tiny: TinyPath) -> Plain:
     loaded: dict[str, PlainModel] = {}
@@ -52,6 +59,7 @@ def close(actual: Tensor, expected: Tensor, tolerance: float = TOLERANCE) -> Non
 # ---- one prefill
 
 
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("architecture", DECODERS)
 def test_encode_is_the_plain_model_at_every_layer(
     tiny_slice: TinySlice, plain: Plain, architecture: str
@@ -63,6 +71,7 @@ def test_encode_is_the_plain_model_at_every_layer(
         close(tiny_slice(architecture, LAYERS, stream).encode(ids(LONG)), expected)
 
 
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("architecture", DECODERS)
 def test_embeddings_in_place_of_tokens_give_the_same(
     tiny_slice: TinySlice, plain: Plain, architecture: str
@@ -103,6 +112,7 @@ def test_only_the_first_layers_are_in_memory(tiny_slice: TinySlice) -> None:
 # ---- trees of candidates
 
 
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("architecture", DECODERS)
 @pytest.mark.parametrize("layer", [1, LAYERS])
 def test_branch_is_one_full_forward_per_candidate(
@@ -150,6 +160,7 @@ def trees(draw: Any) -> Tree:
     return Tree(before, chain, leaves)
 
 
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("architecture", DECODERS)
 @settings(max_examples=30)
 @given(forest=st.lists(trees(), min_size=1, max_size=3), layer=st.sampled_from([2, LAYERS]))
@@ -175,6 +186,7 @@ def test_packed_trees_of_several_prompts(
         tree.check(answer.chain, answer.leaves, plain(architecture), layer)
 
 
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("architecture", DECODERS)
 @settings(max_examples=15)
 @given(
@@ -229,6 +241,7 @@ def test_bench_of_chains(tiny: TinyPath) -> None:
 Step = tuple[str, list[int], int]
 
 
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("architecture", DECODERS)
 @settings(max_examples=15)
 @given(
@@ -274,6 +287,7 @@ def test_any_way_of_growing_a_prefix(
     close(prefix.branch(ids([9]))[0], expected)
 
 
+@pytest.mark.usefixtures("way")
 def test_more_candidates_than_one_pass_holds(tiny_slice: TinySlice, monkeypatch: pytest.MonkeyPatch) -> None:
     slice = tiny_slice("gemma2", 3)
     prefix, candidates = slice.prefix(), torch.arange(100)
@@ -296,6 +310,7 @@ def test_scores_in_small_chunks_are_the_same(
     close(slice.encode(ids(LONG)), whole, 1e-5)
 
 
+@pytest.mark.usefixtures("way")
 def test_positions_start_after_an_unknown_prefix(tiny_slice: TinySlice, plain: Plain) -> None:
     """Learned positions (gpt2) show the offset; its own state and keys are unknown and take no part."""
     slice, model = tiny_slice("gpt2", 2), plain("gpt2").model
@@ -393,6 +408,7 @@ def test_prefix_keys_and_values_are_views(tiny_slice: TinySlice) -> None:
 # ---- dtypes, placement
 
 
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize(("dtype", "tolerance"), [("bfloat16", 0.05), ("float16", 0.01)])
 @pytest.mark.parametrize("architecture", DECODERS)
 def test_half_precision(
@@ -442,6 +458,7 @@ def test_a_model_without_tokenizer_files_has_no_tokenizer(tiny_slice: TinySlice,
 # ---- queries, keys and values
 
 
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("architecture", DECODERS)
 def test_keys_and_values_are_those_of_the_plain_models_cache(
     tiny_slice: TinySlice, plain: Plain, architecture: str
@@ -462,6 +479,7 @@ def test_queries_keys_and_values_side_by_side(tiny_slice: TinySlice, stream: str
     close(tiny_slice("gemma2", 2, stream).encode(ids(LONG)), torch.cat(parts, 1))
 
 
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("stream", ["q", "k", "v", "kv", "qkv", "attn"])
 def test_inner_streams_of_alternatives(tiny_slice: TinySlice, stream: str) -> None:
     slice = tiny_slice("gemma2", 3, stream)
@@ -527,6 +545,7 @@ def test_a_slice_is_not_called_directly(tiny_slice: TinySlice) -> None:
         tiny_slice("llama", 1).model(ids([1])[None])
 
 
+@pytest.mark.usefixtures("way")
 def test_prefixes_of_one_slice_do_not_disturb_one_another(tiny_slice: TinySlice) -> None:
     slice = tiny_slice("mistral", 2)
     prompts: Sequence[list[int]] = (LONG, LONG[::-1], [5] * 9)

@@ -36,18 +36,19 @@ def speculative(task: Task) -> Search:
     if task.proposer.openings is not None:
         yield from find_next(task)
         task.shortlist[0, 0] = task.found[0].token
-    guess = yield from _Guess.start(task)
+    guess, device = (yield from _Guess.start(task)), task.rows.device
     while len(task.found) < len(task.rows):
         start = len(task.found)
         tried = Tried(task.limits[start : start + 1])
         if guess.needs_search(start):
-            tried.add(guess.refuted_tokens(), guess.refuted_distances()[:, None])
-            yield from find_next(task, tried, guess.order[start])
+            tried.add(guess.refuted_tokens().to(device), guess.refuted_distances()[:, None].to(device))
+            yield from find_next(task, tried, guess.order[start].to(device))
             continue
         end = guess.chain_end(start)
         leaves, attach = guess.leaves(start, end)
-        chain = guess.best[start:end]
-        answer: Answer = yield Ask(task.slice, Request(task.prefix, chain, leaves=leaves, attach=attach))
+        chain = guess.best[start:end].to(device)
+        request = Request(task.prefix, chain, leaves=leaves.to(device), attach=attach.to(device))
+        answer: Answer = yield Ask(task.slice, request)
         guess.digest(answer, start, end, leaves, attach)
 
 
@@ -57,10 +58,14 @@ def _confidence(task: Task) -> Tensor:
 
 
 class _Guess:
-    """The current guess of every position, and what is known against it."""
+    """The current guess of every position, and what is known against it.
+
+    It is kept on the CPU, where single positions are looked at: a card would be waited for at each of them.
+    """
 
     def __init__(self, task: Task, order: Tensor, scores: Tensor) -> None:
-        self.task = task
+        order, scores = order.cpu(), scores.cpu()
+        self.task, self.limits = task, task.limits.cpu()
         self.order, self.scores = order, scores
         self.best = order[:, 0].clone()
         confidence = scores.exp().cumsum(1)
@@ -114,15 +119,16 @@ class _Guess:
             self.offset[position] += self.extra[position]
             tokens.append(part)
             attach += [position - start] * len(part)
-        return torch.cat(tokens), torch.tensor(attach, dtype=torch.long, device=self.order.device)
+        return torch.cat(tokens), torch.tensor(attach, dtype=torch.long)
 
     def digest(self, answer: Answer, start: int, end: int, leaves: Tensor, attach: Tensor) -> None:
         """Commit what matched, remember what was refuted, and mend the guess further right."""
         task, matcher = self.task, self.task.matcher
         rows = task.rows[start:end]
-        chain = matcher.pairs(candidates=matcher.view(answer.chain), observed=rows)
-        beside = matcher.pairs(candidates=matcher.view(answer.leaves), observed=rows[attach])
-        within = chain <= task.limits[start:end]
+        chain = matcher.pairs(candidates=matcher.view(answer.chain), observed=rows).cpu()
+        beside_rows = rows[attach.to(rows.device)]
+        beside = matcher.pairs(candidates=matcher.view(answer.leaves), observed=beside_rows).cpu()
+        within = chain <= self.limits[start:end]
         run = int(within.long().cumprod(0).sum())
         distances = chain.tolist()
         runner_up = self._runner_up(beside, attach, end - start)
@@ -140,9 +146,9 @@ class _Guess:
         here = (attach == run).nonzero()[:, 0]
         tokens = torch.cat([self.best[miss : miss + 1], leaves[here]])
         nearest = torch.cat([chain[run : run + 1], beside[here]])
-        tried = Tried(task.limits[miss : miss + 1])
+        tried = Tried(self.limits[miss : miss + 1])
         tried.add(tokens, nearest[:, None])
-        best, matched = tried.best([miss], task.limits)
+        best, matched = tried.best([miss], self.limits)
         if matched:
             task.prefix.keep(
                 answer, chain=run, leaf=int(here[int((leaves[here] == best.token).nonzero()[0, 0])])
@@ -168,7 +174,7 @@ class _Guess:
 
         Far means more than half the distance that wrong candidates typically have.
         """
-        norms = self.task.matcher.norms(self.task.rows[start:end])
+        norms = self.task.matcher.norms(self.task.rows[start:end]).cpu()
         typical = (beside / norms[attach]).median() if len(beside) else (chain / norms).median()
         for position in range(miss + 1, end):
             i = position - start

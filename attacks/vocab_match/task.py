@@ -153,14 +153,14 @@ class Tried:
         tokens, nearest, rows = torch.cat(self.tokens), torch.cat(self.nearest), torch.cat(self.rows)
         relative = nearest / self._units[rows]
         near = relative.topk(min(count + 1, len(nearest)), largest=False)
-        values, places = near.values.tolist(), near.indices.tolist()
+        values, places, within = near.values.tolist(), near.indices[:count], limits.tolist()
+        few = zip(*(of[places].tolist() for of in (tokens, rows, nearest)), strict=True)
         out = []
-        for k, i in enumerate(places[:count]):
-            row, distance = targets[int(rows[i])], float(nearest[i])
+        for k, (token, target, distance) in enumerate(few):
+            row = targets[target]
             other = values[0] if k else values[1] if len(values) > 1 else None
-            margin = None if other is None else (other - values[k]) * float(limits[row])
-            matched = distance <= float(limits[row])
-            out.append(TokenRecovery(int(tokens[i]), row, distance, margin, len(tokens), matched))
+            margin = None if other is None else (other - values[k]) * within[row]
+            out.append(TokenRecovery(token, row, distance, margin, len(tokens), distance <= within[row]))
         return out
 
 

@@ -95,7 +95,7 @@ def generate(
         )
     choose, ends = (sampling or Sampling()).chooser(), frozenset(stop)
     total = len(tokens) + new_tokens if context is None else min(len(tokens) + new_tokens, context)
-    everything = tokens.clone()
+    everything = tokens.to("cpu", copy=True)
     work = Pass(new_request(), plan, keep=True, last=True)
     try:
         while True:

@@ -133,7 +133,7 @@ class AttnWorker:
         self.messages: dict[int, Message] = {}
         self._shards: dict[int, _KeyShard] = {}
         self._blocks: list[_Block] = []
-        self._masks: dict[tuple[bool, int | None], list[Tensor | None]] = {}
+        self._masks: dict[tuple[bool, int | None, torch.device], list[Tensor | None]] = {}
 
     def begin(self, plan: Plan, since: int = 0, hidden: Positions = ()) -> None:
         """Start a pass over the positions from ``since`` on.
@@ -165,8 +165,8 @@ class AttnWorker:
         held = {name: shard.take(layer, rows, self.keep) for name, shard in self._shards.items()}
         out: dict[int, list[Partial]] = {comp: [] for comp in rows}
         some = next(iter(rows.values())).queries
-        for block, visible in zip(self._blocks, self._visible(attention), strict=True):
-            asked = [_pick(rows[piece.comp].queries, piece.index) for piece in block.asked]
+        for block, visible in zip(self._blocks, self._visible(attention, some.device), strict=True):
+            asked = [piece.pick(rows[piece.comp].queries) for piece in block.asked]
             queries = _cat(asked) if asked else some[:, :0]
             part = attention_pass(queries, *held[block.keys], visible, attention)
             part = part.compressed() if self.compress else part
@@ -179,24 +179,25 @@ class AttnWorker:
                 out[comp].append(part.rows(places.get(comp, slice(0, 0))))
         return out
 
-    def _visible(self, attention: Attention) -> list[Tensor | None]:
+    def _visible(self, attention: Attention, device: torch.device) -> list[Tensor | None]:
         """The mask of each block, None where everything is seen; made once a pass and kind of attention."""
-        kind = attention.causal, attention.window
+        kind = attention.causal, attention.window, device
         if kind not in self._masks:
-            self._masks[kind] = [
-                _partly(attention.visible(block.positions, self._shards[block.keys].positions, self._hidden))
-                for block in self._blocks
-            ]
+            masks = self._masks[kind] = []
+            for block in self._blocks:
+                seen = block.positions, self._shards[block.keys].positions, self._hidden
+                everything = attention.sees_all(*seen)
+                masks.append(None if everything else attention.visible(*seen).to(device))
         return self._masks[kind]
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """Rows of one CompNode's message: the positions, and where in the message they lie (None is 'all')."""
+    """Rows of one CompNode's message: the positions, and how they are picked from the message."""
 
     comp: int
     positions: Positions
-    index: Tensor | None
+    pick: "_Pick"
 
 
 @dataclass(frozen=True)
@@ -233,8 +234,8 @@ class _KeyShard:
                 keys, values = self._kept[layer]
                 return keys[:, : self._before], values[:, : self._before]
             return some.keys[:, :0], some.values[:, :0]
-        keys = _cat([_pick(rows[piece.comp].keys, piece.index) for piece in self._new])
-        values = _cat([_pick(rows[piece.comp].values, piece.index) for piece in self._new])
+        keys = _cat([piece.pick(rows[piece.comp].keys) for piece in self._new])
+        values = _cat([piece.pick(rows[piece.comp].values) for piece in self._new])
         if not keep:
             return keys, values
         kept = self._kept.get(layer)
@@ -265,7 +266,7 @@ def _pieces(messages: Mapping[int, Positions], wanted: Positions) -> list[_Piece
         place = _places(messages[comp])
         mine = tuple(p for p in wanted if p in place)
         if mine:
-            out.append(_Piece(comp, mine, _index([place[p] for p in mine], len(place))))
+            out.append(_Piece(comp, mine, _Pick([place[p] for p in mine], len(place))))
     return out
 
 
@@ -281,8 +282,8 @@ class CompWorker:
         self.positions = new_of(plan.shards[index], since)
         place = _places(self.positions)
         self.messages = [message for message in plan.messages(since) if message.comp == index]
-        self._queries = [_index([place[p] for p in m.queries], len(place)) for m in self.messages]
-        self._keys = [_index([place[p] for p in m.keys], len(place)) for m in self.messages]
+        self._queries = [_Pick([place[p] for p in m.queries], len(place)) for m in self.messages]
+        self._keys = [_Pick([place[p] for p in m.keys], len(place)) for m in self.messages]
         # For each query shard with rows of this node, which answers (AttnNode, block) are merged for it.
         self._parts: dict[int, list[tuple[AttnNode, int]]] = {}
         for message in self.messages:
@@ -291,7 +292,7 @@ class CompWorker:
                     self._parts.setdefault(block.queries, []).append((message.attn, i))
         order = [p for split in self._parts for p in new_of(plan.splits[split], since) if p in place]
         back = _places(order)
-        self._back = _index([back[p] for p in self.positions], len(order))
+        self._back = _Pick([back[p] for p in self.positions], len(order))
 
     def rows(
         self,
@@ -301,8 +302,8 @@ class CompWorker:
     ) -> dict[AttnNode, Rows]:
         """What each AttnNode is sent of the node's own rows."""
         return {
-            message.attn: Rows(_pick(queries, q), _pick(keys, k), _pick(values, k))
-            for message, q, k in zip(self.messages, self._queries, self._keys, strict=True)
+            message.attn: Rows(query(queries), key(keys), key(values))
+            for message, query, key in zip(self.messages, self._queries, self._keys, strict=True)
         }
 
     def merge(self, answers: Mapping[AttnNode, Sequence[Partial]]) -> Float[Tensor, "h n dv"]:
@@ -310,25 +311,31 @@ class CompWorker:
         merged = [
             post_pass([answers[node][block] for node, block in parts]) for parts in self._parts.values()
         ]
-        return _pick(_cat(merged), self._back)
+        return self._back(_cat(merged))
 
 
 def _places(positions: Iterable[int]) -> dict[int, int]:
     return {p: i for i, p in enumerate(positions)}
 
 
-def _index(places: Sequence[int], total: int) -> Tensor | None:
-    """Rows to pick as an index, None where it is all of them in order."""
-    return None if list(places) == list(range(total)) else torch.tensor(places, dtype=torch.long)
+class _Pick:
+    """Picks rows by their places; the index goes to the rows' device once, not in each layer.
 
+    Args:
+        total: how many rows there are; all of them in order are passed on as they are.
+    """
 
-def _pick(rows: Tensor, index: Tensor | None) -> Tensor:
-    return rows if index is None else rows[:, index]
+    def __init__(self, places: Sequence[int], total: int) -> None:
+        everything = list(places) == list(range(total))
+        self._index = None if everything else torch.tensor(places, dtype=torch.long)
+
+    def __call__(self, rows: Float[Tensor, "h n d"]) -> Float[Tensor, "h m d"]:
+        if self._index is None:
+            return rows
+        if self._index.device != rows.device:
+            self._index = self._index.to(rows.device)
+        return rows[:, self._index]
 
 
 def _cat(parts: Sequence[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(tuple(parts), 1)
-
-
-def _partly(visible: Tensor) -> Tensor | None:
-    return None if bool(visible.all()) else visible

@@ -47,14 +47,15 @@ class Adapter:
         opening = shallow.tokenize(OPENING) if shallow.tokenizer is not None else [1 % shallow.vocab_size] * 4
         prefix = shallow.prefix()
         prefix.extend(torch.tensor(opening, device=shallow.device))
-        parts = []
-        for tokens in torch.arange(shallow.vocab_size, device=shallow.device).split(shallow.max_pass_tokens):
-            progress("describing the vocabulary", int(tokens[0]), shallow.vocab_size)
+        parts, narrower = [], None
+        if shallow.width > MAX_FEATURES:
+            generator = torch.Generator().manual_seed(0)
+            narrower = torch.randn(shallow.width, MAX_FEATURES, generator=generator).to(shallow.device)
+        vocabulary = torch.arange(shallow.vocab_size, device=shallow.device)
+        for i, tokens in enumerate(vocabulary.split(shallow.max_pass_tokens)):
+            progress("describing the vocabulary", i * shallow.max_pass_tokens, shallow.vocab_size)
             states = prefix.branch(tokens).float()
-            if states.shape[1] > MAX_FEATURES:
-                generator = torch.Generator().manual_seed(0)
-                states = states @ torch.randn(states.shape[1], MAX_FEATURES, generator=generator).to(states)
-            parts.append(states)
+            parts.append(states if narrower is None else states @ narrower)
         progress("describing the vocabulary", shallow.vocab_size, shallow.vocab_size)
         features = torch.cat(parts)
         features = (features - features.mean(0)) / (features.std(0) + 1e-6)

@@ -10,6 +10,7 @@ import ast
 import random
 import sysconfig
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -27,8 +28,12 @@ def standard_library_texts() -> list[str]:
     return [text for source in standard_library_sources() for text in source]
 
 
+@cache
 def standard_library_sources() -> list[list[str]]:
-    """The same by source: each module's texts, which overlap, and each topic of the reference by itself."""
+    """The same by source: each module's texts, which overlap, and each topic of the reference by itself.
+
+    Read once, which takes two seconds; nobody changes the lists.
+    """
     import pydoc_data.topics as reference
 
     sources = [[str(text)] for text in reference.topics.values()]

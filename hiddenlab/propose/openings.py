@@ -42,7 +42,7 @@ class SortedStates:
         By GEMM, so that a distance of a thousandth of the norm and less is lost in rounding.
         """
         rows = rows.float().sort(dim=1).values.to(self.table.device)
-        norms = rows.norm(dim=1, keepdim=True).clamp(min=LEAST * float(self.scale.max()))
+        norms = rows.norm(dim=1, keepdim=True).clamp(min=LEAST * self.scale.max())
         rows = rows / norms
         out = torch.empty(len(rows), len(self.table), device=rows.device)
         for part, scale, place in zip(
@@ -75,8 +75,9 @@ def sorted_states(
     slice: Slice, prefix: Prefix, stage: str, progress: Progress = silent
 ) -> Iterator[Float[Tensor, "_ d"]]:
     """Sorted states of every token behind a prefix, in float32, part by part."""
-    for part in torch.arange(slice.vocab_size, device=slice.device).split(slice.max_pass_tokens):
-        progress(stage, int(part[0]), slice.vocab_size)
+    parts = torch.arange(slice.vocab_size, device=slice.device).split(slice.max_pass_tokens)
+    for i, part in enumerate(parts):
+        progress(stage, i * slice.max_pass_tokens, slice.vocab_size)
         yield prefix.branch(part).float().sort(dim=1).values
     progress(stage, slice.vocab_size, slice.vocab_size)
 

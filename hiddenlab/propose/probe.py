@@ -65,7 +65,7 @@ def whitening(table: Float[Tensor, "v d"]) -> tuple[Float[Tensor, " d"], Float[T
     table = table.float()
     mean = table.mean(0)
     values, vectors = torch.linalg.eigh(torch.cov(table.T))
-    return mean, vectors * values.clamp(min=float(values.max()) * 1e-4).rsqrt()
+    return mean, vectors * values.clamp(min=values.max() * 1e-4).rsqrt()
 
 
 def whitened_table(table: Float[Tensor, "v d"], mean: Tensor, matrix: Tensor) -> Float[Tensor, "v d"]:
@@ -152,13 +152,12 @@ class Probe:
     def direction(self, rows: Float[Tensor, "rows d"]) -> Float[Tensor, "rows e"]:
         """Where each row points in the whitened embedding space, scaled by the learned inverse temperature."""
         rows = self._prepare(rows)
-        out = torch.empty(len(rows), self.mean.shape[0], device=rows.device)
-        sink = self.group(rows)
-        for expert, mask in zip(self.experts, (~sink, sink), strict=False):
-            if bool(mask.any()):
-                unit = expert.direction(expert.features(rows[mask]))
-                out[mask] = unit * expert.parameters["log_scale"].exp()
-        return out
+        # Every map reads every row: to ask which rows are whose would hold up a card more than the work does.
+        scaled = [
+            expert.direction(expert.features(rows)) * expert.parameters["log_scale"].exp()
+            for expert in self.experts
+        ]
+        return scaled[0] if len(scaled) == 1 else torch.where(self.group(rows)[:, None], scaled[1], scaled[0])
 
     def _prepare(self, rows: Tensor) -> Tensor:
         rows = rows.to(self.mean.device).float()
@@ -315,6 +314,23 @@ def _calibrate(expert: Expert, rows: Tensor, tokens: Tensor, targets: Tensor, pr
     expert.parameters["log_scale"] = scales[losses.argmin()].log()
 
 
+def sampled_softmax(
+    expert: Expert,
+    features: Float[Tensor, "rows d"],
+    place: Int[Tensor, " rows"],
+    targets: Float[Tensor, "classes e"],
+    prior: Float[Tensor, " classes"],
+) -> Float[Tensor, ""]:
+    """Cross-entropy of each row's token among a sample of the vocabulary, in the dtype of its embeddings.
+
+    Args:
+        place: of each row's token in the sample. targets, prior: of the tokens in the sample.
+    """
+    unit = expert.direction(features).to(targets.dtype)
+    logits = (unit @ targets.T).float() * expert.parameters["log_scale"].exp()
+    return F.cross_entropy(logits + prior, place)
+
+
 def _train_expert(
     rows: Tensor, tokens: Tensor, targets: Tensor, prior: Tensor, settings: ProbeSettings, steps: int,
     generator: torch.Generator, tick: Callable[[int], None],
@@ -347,9 +363,7 @@ def _train_expert(
                 device
             )
             classes, place = torch.cat([tokens[pick], negatives]).unique(return_inverse=True)
-            unit = expert.direction(features[pick])
-            logits = (unit.to(fast.dtype) @ fast[classes].T).float() * p["log_scale"].exp()
-            loss = F.cross_entropy(logits + prior[classes], place[: len(pick)])
+            loss = sampled_softmax(expert, features[pick], place[: len(pick)], fast[classes], prior[classes])
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()

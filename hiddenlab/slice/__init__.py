@@ -1,9 +1,11 @@
 """The slice: the first l layers of a causal language model, and only those in memory."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
+from weakref import ReferenceType
+from weakref import ref as ref_to
 
 import torch
 from jaxtyping import Float, Int
@@ -41,6 +43,9 @@ SIGNATURE_ENTRIES = 16
 class Slice:
     """The first l layers of a causal LM, run through one attention function (see ``engine``).
 
+    Args:
+        load_sibling: loads other parts of a model that is not on disk, see ``sibling``; None loads them by ``ref``.
+
     Attributes:
         ref: which model. site: layer and stream of the states it returns. dtype, device: where it computes.
         evaluated_tokens, forward_calls: counters over the life of the slice; every position run counts.
@@ -55,9 +60,11 @@ class Slice:
         site: Site,
         tokenizer: Any = None,
         quantization: str | None = None,
+        load_sibling: Callable[..., "Slice"] | None = None,
     ) -> None:
         self.model = model
         self.ref = ref
+        self._load_sibling = load_sibling
         self.site = site
         self.tokenizer = tokenizer
         self.quantization = quantization
@@ -66,18 +73,15 @@ class Slice:
         self.forward_calls = 0
         self.attention: Attention | None = None
         self._captured: Tensor | None = None
-        self._last_layer = decoder_layers(model)[-1]
+        # Hooks that held the slice would keep its weights in memory until a garbage collection.
+        own = ref_to(self)
         if site.stream == "resid":
-            self._last_layer.register_forward_hook(self._capture)
+            decoder_layers(model)[-1].register_forward_hook(partial(_capture, own))
         elif site.stream == "embed":
-            decoder_layers(model)[0].register_forward_pre_hook(self._capture_inputs, with_kwargs=True)
+            decoder_layers(model)[0].register_forward_pre_hook(
+                partial(_capture_inputs, own), with_kwargs=True
+            )
         self._check_causal()
-
-    def _capture(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        self._captured = output[0] if isinstance(output, tuple) else output
-
-    def _capture_inputs(self, module: nn.Module, inputs: Any, options: Any) -> None:
-        self._captured = inputs[0] if inputs else options["hidden_states"]
 
     def _check_causal(self) -> None:
         """A state that changes with a later token means a bidirectional model, which this attack is not for."""
@@ -176,13 +180,13 @@ class Slice:
         packed = PackedPass(requests, keep, inner, together)
         inputs = torch.cat([r.inputs for r in requests]).to(self.device)[None]
         name = "inputs_embeds" if inputs.is_floating_point() else "input_ids"
-        output = self._pass(packed, grad, **{name: inputs}, position_ids=packed.positions().to(self.device))
+        output = self._pass(packed, grad, **{name: inputs}, position_ids=packed.positions(self.device))
         self.attention = packed.attention
         states = packed.shown if packed.shown is not None else self._states(output)[0]
         answers = []
         for request, start in zip(requests, packed.starts, strict=False):
             middle, end = start + len(request.chain), start + request.size
-            answers.append(Answer(states[start:middle], states[middle:end], request, packed, start))
+            answers.append(Answer(states[start:middle], states[middle:end], request, packed.kept, start))
         return answers
 
     def run_all(
@@ -274,6 +278,8 @@ class Slice:
         Args:
             layer: as for ``load_slice``; None means all. options: further options of ``load_slice``.
         """
+        if self._load_sibling is not None:
+            return self._load_sibling(layer, **options)
         loaded = load_slice(
             self.ref.path, layer, device=str(self.device), revision=self.ref.revision,
             device_map="auto" if self.divided else None, **options,
@@ -283,6 +289,16 @@ class Slice:
 
     def __repr__(self) -> str:
         return f"Slice({self.ref.name}, {self.site}, {self.dtype}, {self.device}; weights are public)"
+
+
+def _capture(own: "ReferenceType[Slice]", module: nn.Module, inputs: Any, output: Any) -> None:
+    if (slice := own()) is not None:
+        slice._captured = output[0] if isinstance(output, tuple) else output
+
+
+def _capture_inputs(own: "ReferenceType[Slice]", module: nn.Module, inputs: Any, options: Any) -> None:
+    if (slice := own()) is not None:
+        slice._captured = inputs[0] if inputs else options["hidden_states"]
 
 
 def signature_of(embedding: Float[Tensor, "v d"]) -> tuple[float, ...]:

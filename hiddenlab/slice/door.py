@@ -21,6 +21,17 @@ class Attention:
     window: int | None = None
     softcap: float | None = None
 
+    def sees_all(self, queries: Sequence[int], keys: Sequence[int], hidden: Set[int] = frozenset()) -> bool:
+        """Whether every query sees every key, by position in the prompt: ``visible`` has no False."""
+        if not queries or not keys:
+            return True
+        furthest = max(max(queries) - min(keys), max(keys) - min(queries))
+        return (
+            (not self.causal or max(keys) <= min(queries))
+            and (self.window is None or furthest < self.window)
+            and hidden.isdisjoint(keys)
+        )
+
     def visible(
         self, queries: Sequence[int], keys: Sequence[int], hidden: Set[int] = frozenset()
     ) -> Bool[Tensor, "a b"]:
@@ -32,7 +43,7 @@ class Attention:
         if self.window is not None:
             seen &= (q - k).abs() < self.window
         if hidden:
-            seen &= ~torch.tensor([key in hidden for key in keys])
+            seen &= ~torch.tensor([key in hidden for key in keys], dtype=torch.bool)
         return seen
 
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from hiddenlab.slice.door import Attention
@@ -30,14 +30,21 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 ATTENTION_NAME = "hiddenlab"
 # Scores of one attention step are held in chunks of at most this many elements, so that memory does not grow
-# with candidates × prefix.
-SCORE_ELEMENTS = 1 << 22
+# with candidates × prefix. A card needs larger ones: starting its kernels takes longer than running them.
+SCORE_ELEMENTS, CARD_SCORE_ELEMENTS = 1 << 22, 1 << 26
+# There a pass attends as one product if its scores are at most so many, those between different prompts included.
+DENSE_DEVICES, DENSE_ELEMENTS = frozenset({"cuda"}), 1 << 25
 # Chains of at most so many tokens attend together: of longer ones the products are large enough by themselves.
 SHORT = 4
 # Bytes of one prefix's keys and values: more of them take longer to put side by side than a call for each prefix takes.
 SIDE_BY_SIDE = 1 << 18
 
 _ACTIVE: ContextVar["PackedPass | GivenPass | None"] = ContextVar("hiddenlab_pass", default=None)
+
+
+def score_elements(device: torch.device) -> int:
+    """Scores that one attention step holds at most."""
+    return CARD_SCORE_ELEMENTS if device.type == "cuda" else SCORE_ELEMENTS
 
 
 class ShownError(Exception):
@@ -160,16 +167,16 @@ class Answer:
     chain: Float[Tensor, "t d"]
     leaves: Float[Tensor, "c d"]
     request: Request
-    _pass: "PackedPass"
+    _kept: dict[int, tuple[Tensor, Tensor]]
     _start: int
 
     def keys_values(self, layer: int, columns: Tensor | slice) -> tuple[Tensor, Tensor]:
-        keys, values = self._pass.kept[layer]
+        keys, values = self._kept[layer]
         end = self._start + self.request.size
         return keys[:, self._start : end][:, columns], values[:, self._start : end][:, columns]
 
     def layers(self) -> list[int]:
-        return sorted(self._pass.kept)
+        return sorted(self._kept)
 
 
 class PackedPass:
@@ -195,10 +202,14 @@ class PackedPass:
         self.attention: Attention | None = None
         self.kept: dict[int, tuple[Tensor, Tensor]] = {}
         self.together = together
-        self._groups: dict[int, list[list[int]]] = {}
+        self._reach: dict[torch.device, Tensor] = {}
+        self._parts: dict[tuple[int, int, torch.device], list[_Alone | _Alike | _Dense]] = {}
         self.starts = [0]
         for request in self.requests:
             self.starts.append(self.starts[-1] + request.size)
+
+    def _own(self, i: int) -> slice:
+        return slice(self.starts[i], self.starts[i + 1])
 
     def _alike(self, size: int) -> list[list[int]]:
         """Requests by index, those together that one product can serve: as short, behind a prefix as long.
@@ -206,19 +217,53 @@ class PackedPass:
         Args:
             size: bytes of one position's keys and values.
         """
-        if size not in self._groups:
-            groups: dict[tuple[int, ...], list[int]] = {}
-            for i, one in enumerate(self.requests):
-                chain, prefix = len(one.chain), one.prefix.store.length
-                short = one.leaves is None and 0 < chain <= SHORT and size * (prefix + chain) <= SIDE_BY_SIDE
-                alike = self.together and short and not torch.is_grad_enabled()
-                groups.setdefault((chain, prefix) if alike else (-1 - i,), []).append(i)
-            self._groups[size] = list(groups.values())
-        return self._groups[size]
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for i, one in enumerate(self.requests):
+            chain, prefix = len(one.chain), one.prefix.store.length
+            short = one.leaves is None and 0 < chain <= SHORT and size * (prefix + chain) <= SIDE_BY_SIDE
+            alike = self.together and short and not torch.is_grad_enabled()
+            groups.setdefault((chain, prefix) if alike else (-1 - i,), []).append(i)
+        return list(groups.values())
 
-    def positions(self) -> Int[Tensor, "1 t"]:
+    def _dense(self, heads: int, device: torch.device) -> bool:
+        """Whether all requests attend as one product, which is faster where starting a kernel is what costs."""
+        keys = self.starts[-1] + sum(one.prefix.store.length for one in self.requests)
+        few = heads * self.starts[-1] * keys <= DENSE_ELEMENTS
+        return device.type in DENSE_DEVICES and few and not torch.is_grad_enabled()
+
+    def _parted(self, heads: int, size: int, device: torch.device) -> "list[_Alone | _Alike | _Dense]":
+        """What attends by itself; its index tensors are made once for all layers on one device."""
+        if (heads, size, device) not in self._parts:
+            reach = self._reaches(device)
+            if self._dense(heads, device):
+                return self._parts.setdefault((heads, size, device), [_Dense(self.requests, reach)])
+            groups = self._alike(size)
+            grouped = [self.starts[i] for group in groups if len(group) > 1 for i in group]
+            starts = torch.tensor(grouped, device=device) if grouped else reach[:0]
+            parts: list[_Alone | _Alike | _Dense] = []
+            for group in groups:
+                if len(group) > 1:
+                    own, starts = starts[: len(group)], starts[len(group) :]
+                    parts.append(_Alike([self.requests[i] for i in group], own))
+                else:
+                    (i,) = group
+                    parts.append(_Alone(self.requests[i], self._own(i), reach[self._own(i)]))
+            self._parts[heads, size, device] = parts
+        return self._parts[heads, size, device]
+
+    def _reaches(self, device: torch.device) -> Int[Tensor, " t"]:
+        """How many tokens precede each packed token in its own prompt, those that its prefix holds included."""
+        if device not in self._reach:
+            reach = torch.cat([one.reach + one.prefix.length for one in self.requests])
+            self._reach[device] = reach.to(device)
+        return self._reach[device]
+
+    def positions(self, device: torch.device) -> Int[Tensor, "1 t"]:
         """Position of every packed token within its own prompt."""
-        return torch.cat([r.reach + r.prefix.offset + r.prefix.length for r in self.requests])[None]
+        reach, offsets = self._reaches(device), [one.prefix.offset for one in self.requests]
+        if any(offsets):
+            reach = torch.cat([reach[self._own(i)] + offset for i, offset in enumerate(offsets)])
+        return reach[None]
 
     def attend(
         self,
@@ -245,18 +290,9 @@ class PackedPass:
             self.kept[layer] = (k[0], v[0])
         self.attention = attention
         out = q.new_empty(1, q.shape[2], q.shape[1], v.shape[-1])
-        for alike in self._alike(k.element_size() * k.shape[1] * (k.shape[3] + v.shape[3])):
-            if len(alike) > 1:
-                _attend_alike(
-                    [self.requests[i] for i in alike],
-                    [self.starts[i] for i in alike],
-                    layer, q[0], k[0], v[0], out[0], attention,
-                )  # fmt: skip
-            else:
-                (i,) = alike
-                own = slice(self.starts[i], self.starts[i + 1])
-                q_own, k_own, v_own = (x[0, :, own] for x in (q, k, v))
-                _attend_request(self.requests[i], layer, q_own, k_own, v_own, out[0, own], attention)
+        size = k.element_size() * k.shape[1] * (k.shape[3] + v.shape[3])
+        for part in self._parted(q.shape[1], size, q.device):
+            part.attend(layer, q[0], k[0], v[0], out[0], attention)
         if self.show is not None and self.show[0] == layer:
             self.shown = out[0].flatten(1) if self.show[1] == "attn" else _beside(self.show[1], q, k, v)
             raise ShownError
@@ -295,132 +331,267 @@ class GivenPass:
         raise ShownError
 
 
-def _attend_alike(
-    requests: Sequence[Request],
-    starts: Sequence[int],
-    layer: int,
-    q: Float[Tensor, "h t width"],
-    k: Float[Tensor, "k t width"],
-    v: Float[Tensor, "k t vwidth"],
-    out: Float[Tensor, "t h vwidth"],
-    attention: Attention,
-) -> None:
-    """Attention of short chains of one length behind prefixes of one length, as one product for all of them.
+class _Alike:
+    """Short chains of one length behind prefixes of one length, which attend as one product.
 
     Unlike elsewhere the prefixes' keys and values are copied side by side: what a call for each request costs is more.
-    """
-    tokens, prefix, window = len(requests[0].chain), requests[0].prefix.store.length, attention.window
-    heads, kv_heads, length = q.shape[0], k.shape[0], prefix + tokens
-    here, first = torch.arange(tokens, device=q.device), torch.tensor(starts, device=q.device)
-    # How far each key is ahead of each query.
-    ahead = torch.arange(length, device=q.device)[None] - prefix - here[:, None]
-    hidden = ahead > 0 if window is None else (ahead > 0) | (ahead <= -window)
-    step = max(1, SCORE_ELEMENTS // (max(heads * tokens, kv_heads * q.shape[2]) * length))
-    for part in range(0, len(requests), step):
-        some = requests[part : part + step]
-        own = (first[part : part + step, None] + here).flatten()
-        mine, new_keys, new_values = (
-            x[:, own].unflatten(1, (len(some), tokens)).transpose(0, 1) for x in (q, k, v)
-        )
-        keys = k.new_empty(len(some), kv_heads, length, k.shape[2])
-        values = v.new_empty(len(some), kv_heads, length, v.shape[2])
-        if prefix:
-            for i, one in enumerate(some):
-                keys[i, :, :prefix], values[i, :, :prefix] = one.prefix.store.view(layer)
-        keys[:, :, prefix:], values[:, :, prefix:] = new_keys, new_values
-        # Query heads of one key/value head stand beside each other.
-        folded = mine.unflatten(1, (kv_heads, -1)).flatten(2, 3)
-        scores = (folded @ keys.transpose(2, 3)).float() * attention.scaling
-        if attention.softcap is not None:
-            scores = torch.tanh(scores / attention.softcap) * attention.softcap
-        scores = scores.unflatten(2, (-1, tokens)).masked_fill_(hidden, float("-inf"))
-        mixed = scores.softmax(-1).to(v.dtype).flatten(2, 3) @ values
-        out[own] = mixed.unflatten(2, (-1, tokens)).permute(0, 3, 1, 2, 4).reshape(len(own), heads, -1)
-
-
-def _attend_request(
-    request: Request,
-    layer: int,
-    q: Float[Tensor, "h t width"],
-    k: Float[Tensor, "k t width"],
-    v: Float[Tensor, "k t vwidth"],
-    out: Float[Tensor, "t h vwidth"],
-    attention: Attention,
-) -> None:
-    """Attention of one request's tokens over its prefix, its chain and themselves, written into ``out``."""
-    chain = len(request.chain)
-    shared_k, shared_v = k[:, :chain], v[:, :chain]
-    if request.prefix.store.length:
-        prefix_k, prefix_v = request.prefix.store.view(layer)
-        if torch.is_grad_enabled() and prefix_k.is_inference():
-            prefix_k, prefix_v = prefix_k.clone(), prefix_v.clone()  # autograd saves no inference tensors
-        if chain:
-            shared_k, shared_v = torch.cat([prefix_k, shared_k], 1), torch.cat([prefix_v, shared_v], 1)
-        else:
-            shared_k, shared_v = prefix_k, prefix_v
-    # A chain token is a leaf of one token that stands where it stands.
-    ends = (0, q.shape[1]) if request.depth == 1 else (0, chain, q.shape[1])
-    for depth, start, end in zip((1, request.depth), ends, ends[1:], strict=False):
-        own = slice(start, end)
-        if start < end:
-            _attend_leaves(
-                request, own, depth, q[:, own], k[:, own], v[:, own], shared_k, shared_v, out[own], attention
-            )
-
-
-def _attend_leaves(
-    request: Request,
-    which: slice,
-    depth: int,
-    q: Float[Tensor, "h t width"],
-    k: Float[Tensor, "k t width"],
-    v: Float[Tensor, "k t vwidth"],
-    shared_k: Float[Tensor, "k s width"],
-    shared_v: Float[Tensor, "k s vwidth"],
-    out: Float[Tensor, "t h vwidth"],
-    attention: Attention,
-) -> None:
-    """Leaves of ``depth`` tokens, one after another, over the shared keys before them and over their own.
 
     Args:
-        which: the tokens' places in the request.
+        starts: where each chain begins in the pass.
     """
-    heads, tokens, width = q.shape
-    kv_heads, groups = k.shape[0], heads // k.shape[0]
-    shared, prefix, window = shared_k.shape[1], request.prefix.store.length, attention.window
-    reach = request.reach[which].to(q.device) + prefix
-    first = reach.view(-1, depth)[:, :1].expand(-1, depth).flatten()  # where each token's leaf begins
-    key_index = torch.arange(shared, device=q.device)
-    later = torch.ones(depth, depth, dtype=torch.bool, device=q.device).triu(1)
-    if window is not None:
-        later |= torch.ones_like(later).tril(-window)
-    step = depth * max(1, SCORE_ELEMENTS // (heads * (shared + depth) * depth))
-    for a in range(0, tokens, step):
-        b = min(a + step, tokens)
-        part = q[:, a:b].reshape(kv_heads, groups * (b - a), width)
-        own_k, own_v = (x[:, None, a:b].unflatten(2, (-1, depth)) for x in (k, v))
-        scores = q.new_empty(kv_heads, groups, b - a, shared + depth, dtype=torch.float32)
-        scores[..., :shared] = (part @ shared_k.transpose(1, 2)).view(kv_heads, groups, b - a, shared)
-        queries = part.view(kv_heads, groups, -1, depth, width)
-        own = (queries * own_k).sum(-1, True) if depth == 1 else queries @ own_k.transpose(-1, -2)
-        scores[..., shared:] = own.flatten(2, 3)
-        scores *= attention.scaling
+
+    def __init__(self, requests: Sequence[Request], starts: Int[Tensor, " n"]) -> None:
+        self.requests = list(requests)
+        self.tokens, self.prefix = len(requests[0].chain), requests[0].prefix.store.length
+        self.here = torch.arange(self.tokens, device=starts.device)
+        self.own = starts[:, None] + self.here
+        self._hidden: dict[int | None, Tensor] = {}
+
+    def hidden(self, window: int | None) -> Bool[Tensor, "t s"]:
+        """Which keys each token of a chain does not see."""
+        if window not in self._hidden:
+            keys = torch.arange(self.prefix + self.tokens, device=self.here.device)
+            ahead = keys[None] - self.prefix - self.here[:, None]  # how far each key is ahead of each query
+            self._hidden[window] = ahead > 0 if window is None else (ahead > 0) | (ahead <= -window)
+        return self._hidden[window]
+
+    def attend(
+        self,
+        layer: int,
+        q: Float[Tensor, "h t width"],
+        k: Float[Tensor, "k t width"],
+        v: Float[Tensor, "k t vwidth"],
+        out: Float[Tensor, "t h vwidth"],
+        attention: Attention,
+    ) -> None:
+        """Attention of the chains' tokens at one layer, written into ``out``."""
+        tokens, prefix, hidden = self.tokens, self.prefix, self.hidden(attention.window)
+        heads, kv_heads, length = q.shape[0], k.shape[0], prefix + tokens
+        step = max(1, score_elements(q.device) // (max(heads * tokens, kv_heads * q.shape[2]) * length))
+        for part in range(0, len(self.requests), step):
+            some, own = self.requests[part : part + step], self.own[part : part + step].flatten()
+            mine, new_keys, new_values = (
+                x[:, own].unflatten(1, (len(some), tokens)).transpose(0, 1) for x in (q, k, v)
+            )
+            keys = k.new_empty(len(some), kv_heads, length, k.shape[2])
+            values = v.new_empty(len(some), kv_heads, length, v.shape[2])
+            if prefix:
+                for i, one in enumerate(some):
+                    keys[i, :, :prefix], values[i, :, :prefix] = one.prefix.store.view(layer)
+            keys[:, :, prefix:], values[:, :, prefix:] = new_keys, new_values
+            # Query heads of one key/value head stand beside each other.
+            folded = mine.unflatten(1, (kv_heads, -1)).flatten(2, 3)
+            scores = (folded @ keys.transpose(2, 3)).float() * attention.scaling
+            if attention.softcap is not None:
+                scores = torch.tanh(scores / attention.softcap) * attention.softcap
+            scores = scores.unflatten(2, (-1, tokens)).masked_fill_(hidden, float("-inf"))
+            mixed = scores.softmax(-1).to(v.dtype).flatten(2, 3) @ values
+            out[own] = mixed.unflatten(2, (-1, tokens)).permute(0, 3, 1, 2, 4).reshape(len(own), heads, -1)
+
+
+class _Dense:
+    """All requests of a pass as one product: every token's scores for all keys, those that it does not see masked.
+
+    Most scores are of other prompts' keys and wasted. On a card a small pass still gains: the product of all takes as
+    long as starting a few kernels, and each request by itself takes dozens of them in every layer.
+
+    Args:
+        reach: how many tokens precede each packed token in its prompt.
+    """
+
+    def __init__(self, requests: Sequence[Request], reach: Int[Tensor, " t"]) -> None:
+        self.requests = list(requests)
+        prefixes = [one.prefix.store.length for one in requests]
+        self.held = [one.prefix.store for one in requests if one.prefix.store.length]
+        # Of each token: its prompt, the first token of its own leaf (by place in the pass), and how deep in it it is.
+        prompts, leaves, depths, shared = list[int](), list[int](), list[int](), list[bool]()
+        for i, one in enumerate(requests):
+            chain, start = len(one.chain), len(prompts)
+            for place in range(one.size):
+                deep = (place - chain) % one.depth if place >= chain else 0
+                prompts.append(i)
+                depths.append(deep)
+                leaves.append(start + place - deep)
+                shared.append(place < chain)
+        before = [i for i, length in enumerate(prefixes) for _ in range(length)]
+        places = [place for length in prefixes for place in range(length)]
+        none = [-1] * len(before)
+        table = torch.tensor(
+            [
+                [*before, *prompts],
+                [*none, *leaves],
+                [*places, *depths],
+                [*[1] * len(before), *map(int, shared)],
+            ]
+        ).to(reach.device)
+        prompt, leaf, depth, common = table
+        keys, n = len(before), len(prompts)
+        self.place = torch.cat([depth[:keys], reach])  # of every key in its own prompt
+        self.reach, self.first = reach, reach - depth[keys:]
+        same = prompt[keys:, None] == prompt[None]
+        earlier = common.bool()[None] & (self.place[None] < self.first[:, None])
+        own = (leaf[keys:, None] == leaf[None]) & (self.place[None] <= reach[:, None])
+        self.seen = same & (earlier | own)
+        self.tokens, self.keys = n, keys + n
+        self._hidden: dict[int | None, Tensor] = {}
+
+    def hidden(self, window: int | None) -> Bool[Tensor, "t s"]:
+        """Which keys each token does not see: the prefixes', one after another, then those of the pass."""
+        if window not in self._hidden:
+            seen = self.seen
+            if window is not None:
+                seen = seen & (self.reach[:, None] - self.place[None] < window)
+            self._hidden[window] = ~seen
+        return self._hidden[window]
+
+    def attend(
+        self,
+        layer: int,
+        q: Float[Tensor, "h t width"],
+        k: Float[Tensor, "k t width"],
+        v: Float[Tensor, "k t vwidth"],
+        out: Float[Tensor, "t h vwidth"],
+        attention: Attention,
+    ) -> None:
+        """Attention of all packed tokens at one layer, written into ``out``."""
+        heads, kv_heads = q.shape[0], k.shape[0]
+        held = [store.view(layer) for store in self.held]
+        keys = torch.cat([*(each for each, _ in held), k], 1)
+        values = torch.cat([*(each for _, each in held), v], 1)
+        # Query heads of one key/value head stand beside each other.
+        folded = q.reshape(kv_heads, -1, q.shape[2])
+        scores = (folded @ keys.transpose(1, 2)).float() * attention.scaling
         if attention.softcap is not None:
             scores = torch.tanh(scores / attention.softcap) * attention.softcap
-        if len(request.chain) or (window is not None and shared + depth > window):
-            hidden = key_index[None] >= first[a:b, None]
-            if window is not None:
-                hidden = hidden | (reach[a:b, None] - key_index[None] >= window)
-            scores[..., :shared].masked_fill_(hidden, float("-inf"))
+        scores = scores.view(kv_heads, -1, self.tokens, self.keys)
+        scores.masked_fill_(self.hidden(attention.window), float("-inf"))
+        mixed = scores.softmax(-1).to(v.dtype).flatten(1, 2) @ values
+        out.copy_(mixed.view(heads, self.tokens, -1).transpose(0, 1))
+
+
+class _Alone:
+    """A request whose tokens attend over its prefix, its chain and themselves.
+
+    Args:
+        own: its places in the pass. reach: how many tokens precede each of its tokens in its prompt.
+    """
+
+    def __init__(self, request: Request, own: slice, reach: Int[Tensor, " t"]) -> None:
+        self.request, self.own = request, own
+        # A chain token is a leaf of one token that stands where it stands.
+        chain, depth = len(request.chain), request.depth
+        parts = [(1, slice(0, len(reach)))]
         if depth > 1:
-            scores[..., shared:].unflatten(2, (-1, depth)).masked_fill_(later, float("-inf"))
-        weights = scores.softmax(-1).to(v.dtype)
-        mixed = (weights[..., :shared].reshape(kv_heads, groups * (b - a), shared) @ shared_v).view(
-            kv_heads, groups, b - a, -1
-        )
-        inner = weights[..., shared:].unflatten(2, (-1, depth))
-        mixed = mixed + (inner * own_v if depth == 1 else inner @ own_v).flatten(2, 3)
-        out[a:b] = mixed.permute(2, 0, 1, 3).reshape(b - a, heads, -1)
+            parts = [(1, slice(0, chain)), (depth, slice(chain, len(reach)))]
+        self.parts = [
+            _Leaves(request, which, size, reach[which]) for size, which in parts if which.start < which.stop
+        ]
+
+    def attend(
+        self,
+        layer: int,
+        q: Float[Tensor, "h t width"],
+        k: Float[Tensor, "k t width"],
+        v: Float[Tensor, "k t vwidth"],
+        out: Float[Tensor, "t h vwidth"],
+        attention: Attention,
+    ) -> None:
+        """Attention of the request's tokens at one layer, written into ``out``."""
+        q, k, v, out = q[:, self.own], k[:, self.own], v[:, self.own], out[self.own]
+        chain = len(self.request.chain)
+        shared_k, shared_v = k[:, :chain], v[:, :chain]
+        if self.request.prefix.store.length:
+            prefix_k, prefix_v = self.request.prefix.store.view(layer)
+            if torch.is_grad_enabled() and prefix_k.is_inference():
+                prefix_k, prefix_v = prefix_k.clone(), prefix_v.clone()  # autograd saves no inference tensors
+            if chain:
+                shared_k, shared_v = torch.cat([prefix_k, shared_k], 1), torch.cat([prefix_v, shared_v], 1)
+            else:
+                shared_k, shared_v = prefix_k, prefix_v
+        for part in self.parts:
+            own = part.which
+            part.attend(q[:, own], k[:, own], v[:, own], shared_k, shared_v, out[own], attention)
+
+
+class _Leaves:
+    """Leaves of one request, ``depth`` tokens each, one after another.
+
+    Args:
+        which: the tokens' places in the request. reach: how many tokens precede each of them in its prompt.
+    """
+
+    def __init__(self, request: Request, which: slice, depth: int, reach: Int[Tensor, " t"]) -> None:
+        self.which, self.depth, self.reach = which, depth, reach
+        self.shared = request.prefix.store.length + len(request.chain)
+        self.chained = len(request.chain) > 0
+        self.first = (
+            reach.view(-1, depth)[:, :1].expand(-1, depth).flatten()
+        )  # where each token's leaf begins
+        self._hidden: dict[int | None, Tensor] = {}
+        self._later: dict[int | None, Tensor] = {}
+
+    def hidden(self, a: int, b: int, window: int | None) -> Bool[Tensor, "t s"] | None:
+        """Which shared keys the tokens from a to b do not see; None where they see all of them."""
+        if not self.chained and (window is None or self.shared + self.depth <= window):
+            return None
+        if window in self._hidden:
+            return self._hidden[window][a:b]
+        keys = torch.arange(self.shared, device=self.reach.device)
+        hidden = keys[None] >= self.first[a:b, None]
+        if window is not None:
+            hidden = hidden | (self.reach[a:b, None] - keys[None] >= window)
+        if b - a == len(self.reach):
+            # Kept for the other layers, where it is no larger than a chunk.
+            self._hidden[window] = hidden
+        return hidden
+
+    def later(self, window: int | None) -> Bool[Tensor, "g g"]:
+        """Which tokens of its own leaf a token does not see."""
+        if window not in self._later:
+            later = torch.ones(self.depth, self.depth, dtype=torch.bool, device=self.reach.device).triu(1)
+            if window is not None:
+                later |= torch.ones_like(later).tril(-window)
+            self._later[window] = later
+        return self._later[window]
+
+    def attend(
+        self,
+        q: Float[Tensor, "h t width"],
+        k: Float[Tensor, "k t width"],
+        v: Float[Tensor, "k t vwidth"],
+        shared_k: Float[Tensor, "k s width"],
+        shared_v: Float[Tensor, "k s vwidth"],
+        out: Float[Tensor, "t h vwidth"],
+        attention: Attention,
+    ) -> None:
+        """Attention over the shared keys before each token and over its own leaf, written into ``out``."""
+        heads, tokens, width = q.shape
+        kv_heads, groups = k.shape[0], heads // k.shape[0]
+        shared, depth, window = self.shared, self.depth, attention.window
+        step = depth * max(1, score_elements(q.device) // (heads * (shared + depth) * depth))
+        for a in range(0, tokens, step):
+            b = min(a + step, tokens)
+            part = q[:, a:b].reshape(kv_heads, groups * (b - a), width)
+            own_k, own_v = (x[:, None, a:b].unflatten(2, (-1, depth)) for x in (k, v))
+            scores = q.new_empty(kv_heads, groups, b - a, shared + depth, dtype=torch.float32)
+            scores[..., :shared] = (part @ shared_k.transpose(1, 2)).view(kv_heads, groups, b - a, shared)
+            queries = part.view(kv_heads, groups, -1, depth, width)
+            own = (queries * own_k).sum(-1, True) if depth == 1 else queries @ own_k.transpose(-1, -2)
+            scores[..., shared:] = own.flatten(2, 3)
+            scores *= attention.scaling
+            if attention.softcap is not None:
+                scores = torch.tanh(scores / attention.softcap) * attention.softcap
+            if (hidden := self.hidden(a, b, window)) is not None:
+                scores[..., :shared].masked_fill_(hidden, float("-inf"))
+            if depth > 1:
+                scores[..., shared:].unflatten(2, (-1, depth)).masked_fill_(self.later(window), float("-inf"))
+            weights = scores.softmax(-1).to(v.dtype)
+            mixed = (weights[..., :shared].reshape(kv_heads, groups * (b - a), shared) @ shared_v).view(
+                kv_heads, groups, b - a, -1
+            )
+            inner = weights[..., shared:].unflatten(2, (-1, depth))
+            mixed = mixed + (inner * own_v if depth == 1 else inner @ own_v).flatten(2, 3)
+            out[a:b] = mixed.permute(2, 0, 1, 3).reshape(b - a, heads, -1)
 
 
 @dataclass
@@ -474,18 +645,16 @@ class Prefix:
     def keep(self, answer: Answer, *, chain: int = 0, leaf: int | None = None) -> None:
         """Append the first ``chain`` tokens of an answered request, and then one of its leaves, whole."""
         request = answer.request
-        columns = list(range(chain))
+        parts = [slice(0, chain)] if chain else []
         if leaf is not None:
             start = len(request.chain) + leaf * request.depth
-            columns += range(start, start + request.depth)
-        if not columns:
+            parts.append(slice(start, start + request.depth))
+        if not parts:
             return
-        index: Tensor | slice = torch.tensor(columns, device=request.reach.device)
-        if leaf is None:
-            index = slice(0, chain)
-        for layer in answer.layers():
-            self.store.append(layer, *answer.keys_values(layer, index))
-        self.store.length += len(columns)
+        for part in parts:
+            for layer in answer.layers():
+                self.store.append(layer, *answer.keys_values(layer, part))
+            self.store.length += part.stop - part.start
         if not request.inputs.is_floating_point():
-            self.tokens += request.inputs[index].tolist()
+            self.tokens += torch.cat([request.inputs[part] for part in parts]).tolist()
         self._branch = None

@@ -63,7 +63,7 @@ def resolve_model(name: str, revision: str | None = None) -> ModelRef:
         InputError: nothing of that name exists locally and it does not look like a hub id.
     """
     if name == BUILTIN:
-        return ModelRef(name, str(_converted(_builtin_gguf())))
+        return ModelRef(name, str(_converted(builtin_gguf())))
     path = Path(name).expanduser()
     if path.is_file():
         if path.suffix != ".gguf":
@@ -81,7 +81,7 @@ def resolve_model(name: str, revision: str | None = None) -> ModelRef:
     return ModelRef(name, name, revision)
 
 
-def _builtin_gguf() -> Path:
+def builtin_gguf() -> Path:
     spec = importlib.util.find_spec(BUILTIN_PACKAGE)
     folder = Path(spec.origin).parent if spec and spec.origin else None
     found = sorted(folder.glob("*.gguf")) if folder else []

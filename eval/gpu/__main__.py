@@ -1,0 +1,137 @@
+"""The command line of the GPU program."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from eval.gpu.parts import PARTS
+from eval.gpu.program import RESULT, TABLE, Part, Result, Setting, left_out, load_result, run_parts, to_json
+from eval.gpu.table import markdown
+from hiddenlab.errors import HiddenlabError, InputError
+from hiddenlab.slice.load import BUILTIN, resolve_model
+
+INTERRUPTED = 130
+
+
+def main(
+    out: Annotated[Path, typer.Option(help="Folder for gpu.json and gpu.md.")] = Path("runs/gpu"),
+    minutes: Annotated[float, typer.Option(min=0.1, help="Time for everything.")] = 9.0,
+    resume: Annotated[
+        Path | None, typer.Option(help="Folder of an earlier run, cut or not, to go on from.")
+    ] = None,
+    parts: Annotated[str | None, typer.Option(metavar="A,B", help="Only these parts; default: all.")] = None,
+    device: Annotated[str, typer.Option(help="The card: cuda or cuda:N.")] = "cuda",
+    commit: Annotated[
+        str | None, typer.Option(help="Commit of this code, where it lies outside a checkout.")
+    ] = None,
+    rehearse: Annotated[
+        bool, typer.Option("--rehearse", help="Try every part on the CPU with tiny models.")
+    ] = False,
+) -> None:
+    """Prove the engine right on a graphics card and time it; see docs/gpu.md."""
+    try:
+        raise typer.Exit(run(out, minutes, resume, parts, "cpu" if rehearse else device, commit, rehearse))
+    except HiddenlabError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise typer.Exit(2) from None
+
+
+def run(
+    out: Path,
+    minutes: float,
+    resume: Path | None,
+    names: str | None,
+    device: str,
+    commit: str | None,
+    rehearse: bool,
+) -> int:
+    """Measure what is asked for and write it to ``out``.
+
+    Returns:
+        0, 1 where a measurement failed or found the card wrong, 130 where it was interrupted.
+
+    Raises:
+        InputError: an unknown part, no card, or nothing to go on from.
+    """
+    asked = _asked(names)
+    if not rehearse:
+        _check_card(device)
+    setting = _with_model(Setting(device, rehearse), out)
+    result = Result(setting) if resume is None else load_result(resume, setting)
+
+    def write(result: Result) -> None:
+        if commit is not None:
+            result.facts["code"] = {**result.facts.get("code", {}), "commit": commit, "dirty": False}
+        out.mkdir(parents=True, exist_ok=True)
+        _replace(out / RESULT, json.dumps(to_json(result, PARTS), indent=1) + "\n")
+        _replace(out / TABLE, markdown(result, PARTS))
+
+    code = 0
+    try:
+        run_parts(asked, result, out, minutes=minutes, tell=_tell, write=write)
+    except KeyboardInterrupt:
+        _tell(f"interrupted; go on with --resume {out}")
+        code = INTERRUPTED
+    finally:
+        write(result)
+    for name, cells in left_out(result, asked).items():
+        _tell(f"left out: {name}, {len(cells)} measurements; go on with --resume {out}")
+    wrong = [row for part in PARTS for row in result.of(part.name) if _wrong(row)]
+    for row in wrong:
+        _tell(f"wrong or failed: {row['part']} {row['cell']}: {row['reason'] or 'not equal'}")
+    _tell(f"tables: {out / TABLE}")
+    return code or int(bool(wrong))
+
+
+def _wrong(row: dict[str, object]) -> bool:
+    figures = row["figures"]
+    return row["status"] != "measured" or (isinstance(figures, dict) and figures.get("equal") is False)
+
+
+def _asked(names: str | None) -> list[Part]:
+    if names is None:
+        return list(PARTS)
+    known = {part.name: part for part in PARTS}
+    if strange := [name for name in names.split(",") if name not in known]:
+        raise InputError(f"unknown part {strange[0]!r}; known are {', '.join(known)}")
+    return [part for part in PARTS if part.name in names.split(",")]
+
+
+def _check_card(device: str) -> None:
+    import torch
+
+    if not device.startswith("cuda"):
+        raise InputError(f"{device!r} is no card; give cuda or cuda:N, or --rehearse to try this on a CPU")
+    if not torch.cuda.is_available():
+        raise InputError("no CUDA device is available here; --rehearse tries every part on a CPU")
+
+
+def _with_model(setting: Setting, out: Path) -> Setting:
+    """The setting with the model that is at hand: the built-in one, or a tiny one in a rehearsal."""
+    if setting.rehearse:
+        from hiddenlab.testing import save_tiny
+
+        return Setting(setting.device, True, save_tiny("llama", out / "tiny", tokenizer=True))
+    try:
+        resolve_model(BUILTIN)
+    except InputError:
+        _tell("the built-in model is not here: parts that need it are left out")
+        return Setting(setting.device, False, None)
+    return setting
+
+
+def _tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _replace(path: Path, text: str) -> None:
+    work = path.with_suffix(path.suffix + ".tmp")
+    work.write_text(text, encoding="utf-8")
+    work.replace(path)
+
+
+if __name__ == "__main__":
+    typer.run(main)

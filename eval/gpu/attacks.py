@@ -1,0 +1,147 @@
+"""Attack real states of the built-in model on the device, and compare with what the same attack finds on a CPU."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from attacks.joint import JointDecoding
+from attacks.vocab_match import VocabMatch
+from eval.gpu.work import Figures, Lab
+from hiddenlab.channel import Channel
+from hiddenlab.core import BatchAttack, Observation, Secret
+from hiddenlab.errors import InputError
+from hiddenlab.job import generator
+from hiddenlab.prompts import load_prompts
+from hiddenlab.run import time_prefill
+from hiddenlab.slice import Slice, load_slice
+
+LAYER, NOISE_LAYER, TOKENS, SEED = 11, 6, 50, 0
+WARM_UP = 5.0  # seconds; an attack that takes longer is not run twice
+REFERENCE = Path(__file__).with_name("reference.json")
+CHANNELS = {
+    "raw": (),
+    "rows permuted": ("seq-perm",),
+    "columns permuted": ("hidden-perm",),
+    "both permuted": ("seq-perm", "hidden-perm"),
+    "noise 0.01": ("gaussian:sigma=0.01",),
+    "int8": ("int8",),
+    "nf4": ("nf4",),
+}
+
+
+def attack(lab: Lab, *, channel: str, prompts: int, options: dict[str, Any]) -> Figures:
+    """Attack prompts of 50 tokens at layer 11 in float32; the CPU's answers are in reference.json (``reference``)."""
+    slice = slice_at(lab, LAYER)
+    if channel in ("int8", "nf4"):
+        _need_bitsandbytes()
+    expected = expected_ids(lab, channel, prompts)
+    found, figures = attacked(lab, slice, VocabMatch(**options), CHANNELS[channel], prompts)
+    same = sum(a == b for a, b in zip(found, expected, strict=True))
+    return {"same_as_cpu": same, "equal": same == prompts, **figures}
+
+
+def noise(lab: Lab, *, sigma: float, prompts: int) -> Figures:
+    """Decode prompts of 50 tokens at layer 6 jointly, from shuffled rows of noised embeddings."""
+    slice = slice_at(lab, NOISE_LAYER)
+    less: dict[str, Any] = {"model": False, "sweeps": 1}
+    joint = JointDecoding(**lab.sized({}, less))
+    channel = (f"gaussian:sigma={sigma}", "seq-perm")
+    _, figures = attacked(lab, slice, joint, channel, prompts, again=False)
+    return {
+        **figures,
+        "prompts_a_minute": 60 * prompts / figures["attack_seconds"],
+    }
+
+
+def expected_ids(lab: Lab, channel: str, prompts: int) -> list[list[int]]:
+    """What the attack finds on a CPU: recorded for the built-in model, found out now for a rehearsal's model.
+
+    Raises:
+        InputError: it was not recorded for this channel and as many prompts.
+    """
+    if lab.setting.rehearse:
+        slice = load_slice(str(lab.setting.model), depth_of(lab, LAYER), device="cpu")
+        return attacked(lab, slice, VocabMatch(), CHANNELS[channel], prompts)[0]
+    recorded = json.loads(REFERENCE.read_text(encoding="utf-8")) if REFERENCE.is_file() else {}
+    ids: list[list[int]] = recorded.get(channel, [])[:prompts]
+    if len(ids) < prompts:
+        raise InputError(
+            f"the CPU's answers for {channel!r} are not recorded; run 'python -m eval.gpu.reference'"
+        )
+    return ids
+
+
+def attacked(
+    lab: Lab,
+    slice: Slice,
+    attack: BatchAttack,
+    channel: Sequence[str],
+    prompts: int,
+    again: bool = True,
+) -> tuple[list[list[int]], dict[str, Any]]:
+    """Recovered ids of the first prompts of the shipped set, and figures.
+
+    Args:
+        again: a short attack is run twice, and the second, which finds everything warm, is timed.
+    """
+    texts = [prompt.text for prompt in load_prompts(limit=prompts)]
+    tokens = [slice.tokenize(text, lab.sized(TOKENS, 20)) for text in texts]
+    pairs = released(slice, channel, tokens)
+    observations, secrets = [one for one, _ in pairs], [secret for _, secret in pairs]
+    start = lab.now()
+    attack.setup(observations[0], slice, generator(SEED, "setup"))  # type: ignore[attr-defined]
+    setup = lab.now() - start
+    seconds = 0.0
+    for _ in range(2 if again else 1):
+        if seconds > WARM_UP:
+            break
+        start = lab.now()
+        found = attack.recover_batch(observations, slice, generator(SEED, "attack"))
+        seconds = lab.now() - start
+    prefill = sum(one or 0.0 for one in time_prefill(slice, tokens))
+    truths = [list(secret.tokens) for secret in secrets]
+    total = sum(map(len, tokens))
+    recovered = list(zip(found, truths, strict=True))
+    right = sum(a == b for one, truth in recovered for a, b in zip(one.ids, truth, strict=True))
+    ids = [one.ids for one in found]
+    return ids, {
+        "exact": sum(one.ids == truth for one, truth in recovered),
+        "token_accuracy": right / total,
+        "verified": sum(t.verified for one in found for t in one.tokens) / total,
+        "wrong_verified": sum(
+            t.verified and t.token != a
+            for one, truth in recovered
+            for t, a in zip(one.tokens, truth, strict=True)
+        ),
+        "setup_seconds": setup,
+        "attack_seconds": seconds,
+        "over_prefill": seconds / prefill,
+        "evaluated_per_token": sum(one.evaluated_tokens for one in found) / total,
+        "peak_mb": lab.peak_mb(),
+    }
+
+
+def released(
+    slice: Slice, channel: Sequence[str], tokens: Sequence[Sequence[int]]
+) -> list[tuple[Observation, Secret]]:
+    pipe = Channel.parse(list(channel))
+    return [pipe.release(slice, prompt, generator(SEED, "release", i)) for i, prompt in enumerate(tokens)]
+
+
+def slice_at(lab: Lab, layer: int) -> Slice:
+    if lab.setting.model is None:
+        raise InputError("the built-in model is not here; see docs/gpu.md for how it is packed")
+    name, depth = lab.setting.model, depth_of(lab, layer)
+    return lab.keep("slice", depth, lambda: load_slice(name, depth, device=str(lab.device)))
+
+
+def depth_of(lab: Lab, layer: int) -> int:
+    return lab.sized(layer, 2)
+
+
+def _need_bitsandbytes() -> None:
+    try:
+        import bitsandbytes  # noqa: F401
+    except ImportError as error:
+        raise InputError(f"bitsandbytes is not here: {error}") from None

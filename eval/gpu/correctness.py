@@ -1,0 +1,245 @@
+"""Compare what the device computes with slow oracles: the plain model, one full forward a call, on the CPU."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from attacks.vocab_match.screen import Screen, near_ones
+from defenses.cascade.backend import load_cascade_model
+from defenses.cascade.local import LocalCascade
+from defenses.cascade.plan import Plan
+from eval.gpu.work import Figures, Lab
+from hiddenlab.match import DISTANCES, Matcher
+from hiddenlab.propose.adapt import Adapter
+from hiddenlab.propose.probe import probe_settings, train_probe
+from hiddenlab.propose.store import collect_states
+from hiddenlab.slice import Request, load_slice
+from hiddenlab.slice.load import resolve_model
+from hiddenlab.testing import PlainModel, save_tiny
+
+# A state may differ from the oracle's by so much of its length. In bfloat16 what the plain model itself differs by on
+# this device counts, twice: sums in another order round otherwise. There the median of the states counts, since a
+# router that rounds may choose other experts.
+EXACT, PLAIN, ROUNDED = 1e-4, 2.0, 0.02
+TOKENS, CANDIDATES, SEED = 24, 6, 0
+
+
+def engine(lab: Lab, *, model: str, dtype: str) -> Figures:
+    """The engine's passes against the plain model's full forwards, as relative errors of states."""
+    path, layer = _model(lab, model)
+    slice = load_slice(path, layer, dtype=dtype, device=str(lab.device))
+    oracle = lab.keep("oracle", model, lambda: PlainModel(path))
+    drawn = torch.Generator().manual_seed(SEED)
+    high = min(slice.vocab_size, 256 if model != "builtin" else slice.vocab_size)
+    ids = torch.randint(0, high, (TOKENS,), generator=drawn).tolist()
+    others = torch.randint(0, high, (CANDIDATES,), generator=drawn).tolist()
+    cut, middle = TOKENS // 2, TOKENS // 4
+
+    def right(tokens: Sequence[int]) -> Tensor:
+        return oracle.states(list(tokens), layer)
+
+    def last(tokens: Sequence[int]) -> Tensor:
+        return right(tokens)[-1]
+
+    whole = right(ids)
+    checks: dict[str, Callable[[], tuple[Tensor, Tensor]]] = {}
+
+    def check(work: Callable[[], tuple[Tensor, Tensor]]) -> None:
+        checks[work.__name__] = work
+
+    @check
+    def encode() -> tuple[Tensor, Tensor]:
+        return slice.encode(_on(lab, ids)), whole
+
+    @check
+    def branch() -> tuple[Tensor, Tensor]:
+        held = slice.prefix()
+        held.extend(_on(lab, ids[:cut]))
+        return held.branch(_on(lab, others)), torch.stack([last([*ids[:cut], one]) for one in others])
+
+    @check
+    def commit() -> tuple[Tensor, Tensor]:
+        held = slice.prefix()
+        held.extend(_on(lab, ids[:cut]))
+        held.branch(_on(lab, [*others, ids[cut]]))
+        held.commit(CANDIDATES)
+        return held.extend(_on(lab, ids[cut + 1 :])), whole[cut + 1 :]
+
+    @check
+    def packed() -> tuple[Tensor, Tensor]:
+        """Two prompts in one pass: a chain with alternatives beside it, and leaves of two tokens behind a prefix."""
+        held = slice.prefix()
+        held.extend(_on(lab, ids[:middle]))
+        attach = torch.arange(CANDIDATES, device=lab.device)
+        pairs = [[a, b] for a, b in zip(others, reversed(others), strict=True)]
+        first, second = slice.run(
+            [
+                Request(slice.prefix(), _on(lab, ids[:cut]), leaves=_on(lab, others), attach=attach),
+                Request(held, _on(lab, [])[:0].long(), leaves=torch.tensor(pairs, device=lab.device)),
+            ]
+        )
+        expected = [last([*ids[:i], one]) for i, one in enumerate(others)]
+        deep = [right([*ids[:middle], *pair])[-2:] for pair in pairs]
+        return torch.cat([first.chain, first.leaves, second.leaves]), torch.cat(
+            [whole[:cut], torch.stack(expected), *deep]
+        )
+
+    @check
+    def keep() -> tuple[Tensor, Tensor]:
+        held = slice.prefix()
+        (answer,) = slice.run([Request(held, _on(lab, ids[:cut]), leaves=_on(lab, [*others, ids[cut]]),
+                                       attach=torch.full((CANDIDATES + 1,), cut, device=lab.device))])  # fmt: skip
+        held.keep(answer, chain=cut, leaf=CANDIDATES)
+        return held.extend(_on(lab, ids[cut + 1 :])), whole[cut + 1 :]
+
+    @check
+    def together() -> tuple[Tensor, Tensor]:
+        prefixes = []
+        for start in range(3):
+            held = slice.prefix()
+            held.extend(_on(lab, ids[start : start + middle]))
+            prefixes.append(held)
+        answers = slice.run([Request(one, _on(lab, others[:1])) for one in prefixes], together=True)
+        expected = [last([*ids[i : i + middle], others[0]]) for i in range(3)]
+        return torch.cat([a.chain for a in answers]), torch.stack(expected)
+
+    found = {name: _errors(*work()) for name, work in checks.items()}
+    plain = PlainModel(path, dtype=getattr(torch, dtype), device=lab.device)
+    found["plain_model"] = _errors(plain.states(ids, layer), whole)
+    errors = {
+        name: float(each.max() if dtype == "float32" else each.median()) for name, each in found.items()
+    }
+    base = errors.pop("plain_model")
+    bound = EXACT if dtype == "float32" else max(PLAIN * base, ROUNDED)
+    return {**errors, "plain_model": base, "bound": bound, "equal": max(errors.values()) <= bound}
+
+
+def component(lab: Lab, *, what: str) -> Figures:
+    """One other tensor function on the device against the same on the CPU."""
+    return COMPONENTS[what](lab)
+
+
+def _matcher(lab: Lab) -> Figures:
+    drawn = torch.Generator().manual_seed(SEED)
+    candidates, rows = (torch.randn(n, 576, generator=drawn) for n in (64, 16))
+    worst = 0.0
+    for name in DISTANCES:
+        matcher = Matcher(int(name[-1]), name.startswith("sorted"))
+        tables = [
+            matcher.table(
+                candidates=matcher.view(candidates.to(device)), observed=matcher.prepare(rows.to(device))
+            )
+            for device in (lab.device, torch.device("cpu"))
+        ]
+        worst = max(worst, float(_errors(*tables).max()))
+    return {"error": worst, "bound": 1e-5, "equal": worst <= 1e-5}
+
+
+def _screen(lab: Lab) -> Figures:
+    """The right token is among those of a screened batch that the slice itself runs."""
+    path, layer = _model(lab, lab.sized("builtin", "llama"))
+    slice = load_slice(path, layer, device=str(lab.device))
+    screen, matcher = Screen(slice), Matcher(1, False)
+    drawn = torch.Generator().manual_seed(SEED)
+    found = 0
+    for _ in range(8):
+        ids = torch.randint(0, slice.vocab_size, (20 + 256,), generator=drawn).to(lab.device)
+        held = slice.prefix()
+        held.extend(ids[:19])
+        row = slice.encode(ids[:20])[-1:].float()
+        shadow = screen.follow(held)
+        batch = ids[19:]
+        table = matcher.table(candidates=matcher.view(shadow.branch(batch)), observed=row)
+        found += bool((near_ones(table[:, 0]) == 0).any())
+    return {"right_kept": found, "of": 8, "equal": found == 8}
+
+
+def _probe(lab: Lab) -> Figures:
+    """A probe that is trained on the device reads as many rows right as one that is trained on the CPU."""
+    path, layer = _model(lab, lab.sized("builtin", "llama"))
+    slice = load_slice(path, layer, device="cpu")
+    count = lab.sized(6000, 3000)
+    with torch.inference_mode():
+        states, tokens, _ = collect_states(slice, [], count, SEED)
+    settings = probe_settings(False)
+    settings = type(settings)(steps=lab.sized(300, 150))
+    held = len(states) // 6
+    right = {}
+    with torch.inference_mode(False):
+        for device in (lab.device, torch.device("cpu")):
+            rows, table = states.clone().to(device), slice.embedding.detach().clone().to(device)
+            probe = train_probe(rows[held:], tokens[held:], table, settings)
+            named = probe.shortlist(rows[:held], 1)[1][:, 0].cpu()
+            right[device.type] = float((named == tokens[:held]).float().mean())
+    here, there = right[lab.device.type], right["cpu"]
+    equal = here > 0 and abs(here - there) <= 0.02
+    return {"top1": here, "top1_cpu": there, "bound": 0.02, "equal": equal}
+
+
+def _adapter(lab: Lab) -> Figures:
+    drawn = torch.Generator().manual_seed(SEED)
+    features = torch.randn(1000, 64, generator=drawn)
+    states = (features @ torch.randn(64, 96, generator=drawn)).tanh()
+    tokens, distances = torch.arange(200), []
+    for device in (lab.device, torch.device("cpu")):
+        adapter = Adapter(features.to(device))
+        found = adapter.distances(tokens.to(device), states[:200].to(device), states[300:302].to(device))
+        distances.append(found.cpu().argsort()[:20].tolist())
+    shared = len(set(distances[0]) & set(distances[1]))
+    return {"nearest_shared": shared, "of": 20, "equal": shared >= 19}
+
+
+def cascade(lab: Lab, *, model: str, dtype: str, alpha: int) -> Figures:
+    """Cascade's nodes on the device against the plain model on the CPU, as relative errors of outputs."""
+    path, _ = _model(lab, model)
+    kind = getattr(torch, dtype)
+    sharded = LocalCascade(load_cascade_model(path, dtype=kind, device=str(lab.device)))
+    oracle: Any = load_cascade_model(path, attention="eager")
+    plain: Any = load_cascade_model(path, dtype=kind, device=str(lab.device), attention="eager")
+    drawn = torch.Generator().manual_seed(SEED)
+    ids = torch.randint(0, 256, (TOKENS,), generator=drawn)
+    with torch.inference_mode():
+        expected = oracle(ids[None], use_cache=False)
+        plainly = plain(ids[None].to(lab.device), use_cache=False)
+        found = sharded.forward(ids, Plan.clustered(TOKENS, 2, alpha=alpha))
+    want, base = (_output(one) for one in (expected, plainly))
+    error, own = (
+        float(each.max() if dtype == "float32" else each.median())
+        for each in (_errors(found, want), _errors(base, want))
+    )
+    bound = EXACT if dtype == "float32" else max(PLAIN * own, ROUNDED)
+    return {"sharded": error, "plain_model": own, "bound": bound, "equal": error <= bound}
+
+
+COMPONENTS: dict[str, Callable[[Lab], Figures]] = {
+    "distances": _matcher,
+    "screen": _screen,
+    "probe training": _probe,
+    "learning from failures": _adapter,
+}
+
+
+def _output(answer: Any) -> Tensor:
+    """Logits of a causal model, else the last hidden states, of the one prompt."""
+    return (answer.logits if hasattr(answer, "logits") else answer.last_hidden_state)[0]
+
+
+def _errors(found: Tensor, expected: Tensor) -> Float[Tensor, " rows"]:
+    """Distance of each row to the expected one, relative to that one's length."""
+    a, b = found.detach().cpu().double(), expected.detach().cpu().double()
+    return (a - b).norm(dim=-1) / b.norm(dim=-1).clamp(min=1e-12)
+
+
+def _on(lab: Lab, ids: Sequence[int]) -> Tensor:
+    return torch.tensor(ids, dtype=torch.long, device=lab.device)
+
+
+def _model(lab: Lab, name: str) -> tuple[str, int]:
+    """A model's path and the layer to look at: a tiny one's last, the built-in model's eleventh."""
+    if name == "builtin":
+        return resolve_model(name).path, 11
+    folder = lab.folder / name
+    return (str(folder) if folder.is_dir() else save_tiny(name, folder)), 4

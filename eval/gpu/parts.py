@@ -1,0 +1,216 @@
+"""The parts of the GPU program, in order of worth."""
+
+from itertools import product
+
+from eval.gpu.program import Cell, Part, Setting
+
+TINY = (
+    "llama",
+    "gemma2",
+    "gemma3_text",
+    "qwen3",
+    "qwen3_moe",
+    "mistral",
+    "phi3",
+    "gpt2",
+    "gpt_neox",
+    "olmo2",
+)
+DTYPES = ("float32", "bfloat16")
+PROMPTS = 8
+
+
+def _shapes(setting: Setting) -> tuple[str, ...]:
+    return ("tiny", "tiny-gemma") if setting.rehearse else ("8b", "1b", "27b")
+
+
+def _ceilings(setting: Setting) -> list[Cell]:
+    return [{"what": what} for what in ("bfloat16", "float32", "copy")]
+
+
+def _engine(setting: Setting) -> list[Cell]:
+    models = TINY[:3] if setting.rehearse else TINY
+    if setting.model is not None and not setting.rehearse:
+        models = (*models, "builtin")
+    return [{"model": model, "dtype": dtype} for dtype, model in product(DTYPES, models)]
+
+
+def _components(setting: Setting) -> list[Cell]:
+    names = ["distances", "learning from failures"]
+    if setting.model is not None:
+        names += ["screen", "probe training"]
+    return [{"what": name} for name in names]
+
+
+def _sharded(setting: Setting) -> list[Cell]:
+    models = (
+        ("llama", "gemma2", "bert") if setting.rehearse else ("llama", "gemma2", "qwen3_moe", "gpt2", "bert")
+    )
+    return [
+        {"model": model, "dtype": dtype, "alpha": alpha}
+        for dtype, model, alpha in product(DTYPES, models, (1, 3))
+    ]
+
+
+def _attacks(setting: Setting) -> list[Cell]:
+    if setting.model is None:
+        return []
+    if setting.rehearse:
+        channels = ("raw", "both permuted", "noise 0.01")
+        return [{"channel": channel, "prompts": 2, "options": {}} for channel in channels]
+    cells: list[Cell] = [
+        {"channel": channel, "prompts": PROMPTS, "options": {}}
+        for channel in (
+            "raw",
+            "rows permuted",
+            "columns permuted",
+            "both permuted",
+            "noise 0.01",
+            "int8",
+            "nf4",
+        )
+    ]
+    # What packing several prompts in a pass and screening in bfloat16 bring.
+    cells.append({"channel": "raw", "prompts": PROMPTS, "options": {"batch": 1}})
+    cells.append({"channel": "columns permuted", "prompts": PROMPTS, "options": {"screen": False}})
+    return cells
+
+
+def _branch(setting: Setting) -> list[Cell]:
+    counts, prefixes = ((16, 64), (16,)) if setting.rehearse else ((2048, 512, 64, 4), (128, 16, 1024))
+    return [
+        {"shape": shape, "candidates": count, "prefix": prefix}
+        for shape, prefix, count in product(_shapes(setting), prefixes, counts)
+    ]
+
+
+def _ways(setting: Setting) -> list[Cell]:
+    return [
+        {"what": what, "shape": shape}
+        for shape, what in product(
+            _shapes(setting)[:2], ("prefill of 8 prompts", "16 candidates behind 8 prefixes")
+        )
+    ]
+
+
+def _recovery(setting: Setting) -> list[Cell]:
+    budget, depths = (16, ("quarter",)) if setting.rehearse else (64, ("quarter", "half"))
+    return [
+        {"shape": shape, "depth": depth, "search": search}
+        for depth, shape, search in product(depths, _shapes(setting), ("ours", f"greedy:{budget}"))
+    ]
+
+
+def _vocabulary(setting: Setting) -> list[Cell]:
+    if setting.rehearse:
+        return [{"shape": "tiny", "layer": 2, "pass_tokens": 256}]
+    found: list[Cell] = []
+    for pass_tokens in (2048, 8192):
+        found += [{"shape": shape, "layer": layer, "pass_tokens": pass_tokens}
+                  for shape, layer in (("8b", 8), ("1b", 8), ("27b", 12))]  # fmt: skip
+    if setting.model is not None:
+        found.append({"shape": "builtin", "layer": 11, "pass_tokens": 2048})
+    return found
+
+
+def _noise(setting: Setting) -> list[Cell]:
+    return [] if setting.model is None else [{"sigma": 0.1, "prompts": 1 if setting.rehearse else 4}]
+
+
+def _cascade(setting: Setting) -> list[Cell]:
+    if setting.model is None:
+        return []
+    lengths = (16,) if setting.rehearse else (128, 1024)
+    return [
+        {"tokens": tokens, "alpha": alpha, "dtype": dtype}
+        for dtype, tokens, alpha in product(("bfloat16", "float32"), lengths, (1, 2, 4))
+    ]
+
+
+def _profile(setting: Setting) -> list[Cell]:
+    shape = _shapes(setting)[0]
+    cells: list[Cell] = [{"what": "candidates", "shape": shape}, {"what": "attack", "shape": shape}]
+    if setting.model is not None:
+        channels = ("raw",) if setting.rehearse else ("raw", "columns permuted")
+        cells += [{"what": "real attack", "shape": channel} for channel in channels]
+    return cells
+
+
+PARTS = (
+    Part(
+        "ceilings", "What the card can do",
+        "The matrix rate is that of a product of two random 8192 × 8192 matrices. The copy counts bytes read and "
+        "written.",
+        60, "eval.gpu.speed:ceilings", _ceilings,
+    ),
+    Part(
+        "engine", "Is the engine right on the card?",
+        "Relative error of states against one full forward of the plain model on the CPU in float32: the largest "
+        "of a check in float32, the median in bfloat16 (a router that rounds may choose other experts). 'plain "
+        "model' is the plain model's own error on the card in the same dtype. An error counts as equal up to "
+        "1e-4 in float32, and up to twice the plain model's (at least 0.02) in bfloat16.",
+        150, "eval.gpu.correctness:engine", _engine,
+    ),
+    Part(
+        "components", "Are the other functions right on the card?",
+        "Distances, learning from failed candidates, the bfloat16 screen and the training of a probe, against "
+        "the same on the CPU.",
+        90, "eval.gpu.correctness:component", _components,
+    ),
+    Part(
+        "cascade-right", "Is Cascade right on the card?",
+        "Relative error of the sharded model's outputs against the plain model on the CPU in float32, counted as "
+        "above.",
+        60, "eval.gpu.correctness:cascade", _sharded,
+    ),
+    Part(
+        "branch", "How fast does one batch of candidates run?",
+        "Random weights, a quarter of the layers, bfloat16. The share is of the measured matrix rate; only "
+        "products with weights and attention are counted. The peak is all memory held on the card, over the "
+        "weights.",
+        75, "eval.gpu.speed:branch", _branch,
+    ),
+    Part(
+        "ways", "What does attending as one product bring?",
+        "The same passes in one process, each request attended by itself and all as one product, which a card does "
+        "wherever the pass is small. Prompts of 50 tokens, a quarter of the layers, bfloat16.",
+        40, "eval.gpu.speed:ways", _ways,
+    ),
+    Part(
+        "recovery", "How long does an attack on 100 tokens take?",
+        "Times only: the weights are random, bfloat16, one prompt, raw states; no language model proposes. "
+        "'Ours' has a probe that was trained on the card (setup). 'greedy:N' is the paper's loop in the "
+        "vocabulary's order with at most N candidates a token, which rarely finds the token: read its time for "
+        "each candidate. The paper's seconds are of the real model (Table 8, another card, the whole attack with "
+        "the language model's proposals).",
+        150, "eval.gpu.speed:recovery", _recovery,
+    ),
+    Part(
+        "vocabulary", "How long does a whole vocabulary at one position take?",
+        "All tokens as candidates behind 64 tokens, and the distance of each to one row.",
+        75, "eval.gpu.speed:vocabulary", _vocabulary,
+    ),
+    Part(
+        "attacks", "Does the card recover what the CPU recovers?",
+        "The built-in model, layer 11, float32, the first prompts of the shipped set, 50 tokens each. 'same as "
+        "CPU' counts prompts whose recovered tokens are those that a CPU recovered. The setup trains what is not "
+        "cached.",
+        300, "eval.gpu.attacks:attack", _attacks,
+    ),
+    Part(
+        "profile", "Where does the time go?",
+        "The dearest kernels, and the share of the time in which the card runs none.",
+        90, "eval.gpu.profiling:operations", _profile,
+    ),
+    Part(
+        "cascade", "What does sharding cost on one card?",
+        "The built-in model, all nodes threads of one process. 'difference' is the largest relative difference "
+        "from the plain model's logits on the same card.",
+        90, "eval.gpu.sharding:cascade", _cascade,
+    ),
+    Part(
+        "noise", "How many noised and shuffled prompts a minute?",
+        "The built-in model, layer 6, rows shuffled, Gaussian noise on the input embeddings, joint decoding.",
+        200, "eval.gpu.attacks:noise", _noise,
+    ),
+)  # fmt: skip

@@ -1,0 +1,81 @@
+"""Profile the candidate pass and whole attacks: the dearest operations, and how long the card stands idle."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.profiler import ProfilerActivity, profile
+
+from attacks.vocab_match import VocabMatch
+from eval.gpu.attacks import CHANNELS, LAYER, SEED, TOKENS, released, slice_at
+from eval.gpu.speed import drawn, drawn_ids, prefix_of
+from eval.gpu.work import Figures, Lab
+from hiddenlab.job import generator
+from hiddenlab.prompts import load_prompts
+
+DEAREST = 10
+
+
+def operations(lab: Lab, *, what: str, shape: str) -> Figures:
+    """Profile a piece of work once it is warm; times are of the device's own kernels."""
+    work = {"candidates": _candidates, "attack": _attack, "real attack": _real_attack}[what](lab, shape)
+    work()
+    start = lab.now()
+    work()
+    seconds = lab.now() - start
+    card = lab.device.type == "cuda"
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if card else [])]
+    with profile(activities=activities) as seen:
+        work()
+        lab.wait()
+    kernels = [one for one in seen.key_averages() if _own(one, card) > 0]
+    busy = sum(_own(one, card) for one in kernels) / 1e6
+    dearest = sorted(kernels, key=lambda one: -_own(one, card))[:DEAREST]
+    return {
+        "seconds": seconds,
+        "kernel_seconds": busy,
+        "idle_share": max(0.0, 1 - busy / seconds) if card else None,
+        "kernels": sum(one.count for one in kernels),
+        "dearest": [
+            {
+                "name": one.key[:80],
+                "ms": _own(one, card) / 1e3,
+                "share": _own(one, card) / 1e6 / busy,
+                "calls": one.count,
+            }
+            for one in dearest
+        ],
+    }
+
+
+def _own(event: Any, card: bool) -> float:
+    """Microseconds of an entry itself: of a kernel on the card, of an operation on a CPU."""
+    if not card:
+        return float(event.self_cpu_time_total)
+    # An operator's entry repeats the time of the kernels that it starts.
+    on_card = str(getattr(event, "device_type", "")).endswith("CUDA")
+    return float(event.self_device_time_total) if on_card else 0.0
+
+
+def _candidates(lab: Lab, shape: str) -> Callable[[], Any]:
+    slice = drawn(lab, shape, lab.sized(8, 2))
+    held, tokens = prefix_of(slice, lab.sized(128, 16)), drawn_ids(slice, lab.sized(512, 16))
+    return lambda: held.branch(tokens)
+
+
+def _attack(lab: Lab, shape: str) -> Callable[[], Any]:
+    slice = drawn(lab, shape, lab.sized(8, 2))
+    ((observation, _),) = released(slice, (), [drawn_ids(slice, lab.sized(100, 20)).tolist()])
+    attack = VocabMatch(proposal="probe")
+    attack.setup(observation, slice, generator(SEED, "setup"))
+    return lambda: attack.recover(observation, slice, generator(SEED, "attack"))
+
+
+def _real_attack(lab: Lab, channel: str) -> Callable[[], Any]:
+    """Eight prompts of the built-in model behind a channel."""
+    slice = slice_at(lab, LAYER)
+    prompts = lab.sized(8, 1)
+    tokens = [slice.tokenize(one.text, lab.sized(TOKENS, 8)) for one in load_prompts(limit=prompts)]
+    observations = [one for one, _ in released(slice, CHANNELS[channel], tokens)]
+    attack = VocabMatch()
+    attack.setup(observations[0], slice, generator(SEED, "setup"))
+    return lambda: attack.recover_batch(observations, slice, generator(SEED, "attack"))

@@ -1,0 +1,231 @@
+"""Run the parts of the GPU program, each in a process of its own, and keep what they measured.
+
+A fault on a card (an illegal access, a full memory, a hang) spoils every later call of its process. So a part runs
+in its own process, with its own time limit, and appends a row for each measured cell at once; what a killed part had
+measured is kept. This module loads no torch.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hiddenlab.errors import InputError
+
+FORMAT = 1
+ROWS, RESULT, TABLE = "rows.jsonl", "gpu.json", "gpu.md"
+CACHE = "HIDDENLAB_CACHE"
+POLL_SECONDS = 0.2
+
+Cell = dict[str, Any]  # names one measurement: the arguments of the part's function
+Row = dict[str, Any]  # a cell, its part, and what came of it
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Where and how large everything runs.
+
+    Attributes:
+        device: torch's name of the card, or ``cpu`` in a rehearsal.
+        rehearse: take tiny models and shapes, to try every part without a card.
+        model: the real model, ``builtin`` where it is at hand; None leaves out what needs one.
+    """
+
+    device: str = "cuda"
+    rehearse: bool = False
+    model: str | None = "builtin"
+
+
+@dataclass(frozen=True)
+class Part:
+    """One question, and the measurements that answer it.
+
+    Attributes:
+        name: on the command line. title: of its table. says: what the figures mean, in a sentence or two.
+        limit: seconds at most. measure: ``module:function``, called with a ``Lab`` and a cell's values.
+        cells: what to measure, the most valuable first.
+    """
+
+    name: str
+    title: str
+    says: str
+    limit: float
+    measure: str
+    cells: Callable[[Setting], list[Cell]]
+
+
+@dataclass
+class Result:
+    """Everything that was measured so far, and on what.
+
+    Attributes:
+        setting: where it ran. facts: card, versions, commit. rows: one a cell, in the order of measurement.
+    """
+
+    setting: Setting
+    facts: dict[str, Any] = field(default_factory=dict)
+    rows: list[Row] = field(default_factory=list)
+
+    def done(self, part: str) -> list[Cell]:
+        """Cells of a part that need not be measured again."""
+        return [row["cell"] for row in self.rows if row["part"] == part and row["status"] == "measured"]
+
+    def of(self, part: str) -> list[Row]:
+        """The latest row of each cell of a part."""
+        latest = {json.dumps(row["cell"], sort_keys=True): row for row in self.rows if row["part"] == part}
+        return list(latest.values())
+
+
+def left_out(result: Result, parts: Sequence[Part]) -> dict[str, list[Cell]]:
+    """Cells without a row, by part."""
+    out = {}
+    for part in parts:
+        seen = [row["cell"] for row in result.of(part.name)]
+        if missing := [cell for cell in part.cells(result.setting) if cell not in seen]:
+            out[part.name] = missing
+    return out
+
+
+def load_result(folder: Path, setting: Setting) -> Result:
+    """What an earlier run measured in the same setting, to go on from there.
+
+    Raises:
+        InputError: the folder holds no result of this format, or one of another setting.
+    """
+    path = folder / RESULT
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        found = Result(Setting(**data["setting"]), data["facts"], data["rows"])
+        known = data["format"]
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror or error}; --resume takes an --out") from None
+    except (ValueError, KeyError, TypeError):
+        raise InputError(f"{path} is no result of this program; --resume takes an earlier --out") from None
+    if known != FORMAT:
+        raise InputError(f"{path} has format {known}; this version goes on from format {FORMAT}")
+    if (found.setting.device, found.setting.rehearse) != (setting.device, setting.rehearse):
+        raise InputError(f"{path} was measured in another setting; use another folder")
+    return Result(setting, found.facts, found.rows)
+
+
+def run_parts(
+    parts: Sequence[Part],
+    result: Result,
+    out: Path,
+    *,
+    minutes: float,
+    tell: Callable[[str], None],
+    write: Callable[[Result], None],
+) -> None:
+    """Run parts in order of worth until the time is up; the tables are written after every part.
+
+    Args:
+        result: where rows go; what it holds already is not measured again.
+        minutes: for everything, process starts included. tell: gets a line of progress.
+    """
+    # Probes and tables that are trained here are neither taken from a user's cache nor left in it.
+    with tempfile.TemporaryDirectory(prefix="hiddenlab-cache-") as own:
+        _run_in_turn(parts, result, out, os.environ.get(CACHE, own), 60 * minutes, tell, write)
+
+
+def _run_in_turn(
+    parts: Sequence[Part],
+    result: Result,
+    out: Path,
+    cache: str,
+    seconds: float,
+    tell: Callable[[str], None],
+    write: Callable[[Result], None],
+) -> None:
+    started = time.monotonic()
+    for number, part in enumerate(parts, 1):
+        done = result.done(part.name)
+        todo = [cell for cell in part.cells(result.setting) if cell not in done]
+        left = seconds - (time.monotonic() - started)
+        head = f"[{number}/{len(parts)}] {part.name}"
+        if not todo:
+            tell(f"{head}: nothing to do")
+            continue
+        if left <= 0:
+            tell(f"{head}: no time left for {len(todo)} measurements")
+            continue
+        limit = min(part.limit, left)
+        tell(f"{head}: {len(todo)} measurements, {limit:.0f} s at most")
+        before = len(result.rows)
+        try:
+            _run_part(part, result, todo, out, cache, limit, tell)
+        finally:
+            write(result)
+        new = result.rows[before:]
+        failed = sum(row["status"] != "measured" for row in new)
+        tell(f"{head}: {len(new) - failed} measured, {failed} failed, {len(todo) - len(new)} left out")
+
+
+def _run_part(
+    part: Part,
+    result: Result,
+    todo: Sequence[Cell],
+    out: Path,
+    cache: str,
+    limit: float,
+    tell: Callable[[str], None],
+) -> None:
+    """Start the part's process, read its rows as they come, and stop it at its limit."""
+    out.mkdir(parents=True, exist_ok=True)
+    rows, job = out / ROWS, out / "part.json"
+    rows.unlink(missing_ok=True)
+    orders = {"part": part.name, "measure": part.measure, "cells": list(todo), "rows": str(rows)}
+    job.write_text(json.dumps(orders | {"setting": asdict(result.setting)}), encoding="utf-8")
+    # Large and small tensors in turn: without this the allocator holds memory that no later size fits into.
+    environment = os.environ | {"PYTORCH_ALLOC_CONF": "expandable_segments:True", CACHE: cache}
+    start = time.monotonic()
+    child = subprocess.Popen([sys.executable, "-m", "eval.gpu.work", str(job)], env=environment)
+    read = 0
+    try:
+        while True:
+            ended = child.poll() is not None
+            lines = rows.read_text(encoding="utf-8").splitlines() if rows.is_file() else []
+            for line in lines[read:]:
+                _take(json.loads(line), result, tell)
+            read = len(lines)
+            if ended:
+                break
+            if time.monotonic() - start > limit:
+                tell(f"{part.name}: stopped at its limit of {limit:.0f} s")
+                break
+            time.sleep(POLL_SECONDS)
+    finally:
+        if child.poll() is None:
+            child.kill()
+            child.wait()
+    if child.returncode > 0:
+        tell(f"{part.name}: its process ended with exit code {child.returncode}")
+    rows.unlink(missing_ok=True)
+    job.unlink(missing_ok=True)
+
+
+def _take(row: Row, result: Result, tell: Callable[[str], None]) -> None:
+    if "facts" in row:
+        result.facts |= row["facts"]
+        return
+    result.rows.append(row)
+    what = ", ".join(f"{name}={value}" for name, value in row["cell"].items())
+    outcome = "" if row["status"] == "measured" else f": {row['status']}: {row['reason']}"
+    tell(f"    {what} ({row['seconds']:.1f} s){outcome}")
+
+
+def to_json(result: Result, parts: Sequence[Part]) -> Mapping[str, Any]:
+    """The result as one JSON object; what was left out is named."""
+    return {
+        "format": FORMAT,
+        "setting": asdict(result.setting),
+        "facts": result.facts,
+        "rows": result.rows,
+        "left_out": left_out(result, parts),
+    }

@@ -1,0 +1,27 @@
+"""Record what the attacks of ``attacks`` find on a CPU: ``python -m eval.gpu.reference`` writes reference.json."""
+
+import json
+import sys
+
+from attacks.vocab_match import VocabMatch
+from eval.gpu.attacks import CHANNELS, LAYER, REFERENCE, attacked
+from eval.gpu.program import Setting
+from eval.gpu.work import Lab
+from hiddenlab.slice import load_slice
+
+PROMPTS = 8
+
+
+def main() -> None:
+    """Attack the first prompts behind each channel and write the recovered ids."""
+    lab = Lab(Setting("cpu"))
+    slice = load_slice("builtin", LAYER, device="cpu")
+    found = {}
+    for name, channel in CHANNELS.items():
+        found[name], figures = attacked(lab, slice, VocabMatch(), channel, PROMPTS, again=False)
+        print(f"{name}: {figures}", file=sys.stderr)
+        REFERENCE.write_text(json.dumps(found) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,172 @@
+"""Time candidates, whole vocabularies and whole attacks on models of full size (random weights, see ``shapes``)."""
+
+from typing import Any
+from unittest import mock
+
+import torch
+
+from attacks.vocab_match import VocabMatch
+from eval.gpu.shapes import SHAPES, branch_flops, draw_slice, weights_mb
+from eval.gpu.work import Figures, Lab
+from hiddenlab.channel import Channel
+from hiddenlab.job import generator
+from hiddenlab.match import Matcher
+from hiddenlab.run import time_prefill
+from hiddenlab.slice import Prefix, Request, Slice, engine, load_slice
+
+SEED = 0
+COPY_BYTES = 1 << 33
+
+
+def ceilings(lab: Lab, *, what: str) -> Figures:
+    """Measure a rate that nothing on the device exceeds: a large matrix product, or a copy within its memory."""
+    if what == "copy":
+        size = lab.sized(COPY_BYTES, 1 << 20) // 2
+        a = torch.randint(0, 255, (size,), device=lab.device, dtype=torch.uint8)
+        b = torch.empty_like(a)
+        return {"gb_per_second": 2 * size / lab.seconds(lambda: b.copy_(a)) / 1e9}
+    return {"tflops": lab.rate(getattr(torch, what)) / 1e12}
+
+
+def branch(lab: Lab, *, shape: str, candidates: int, prefix: int) -> Figures:
+    """Time one batch of candidates behind one prefix, a quarter of the layers deep, beside the matrix rate."""
+    rate = lab.rate()  # before memory is counted
+    slice = drawn(lab, shape, layers_at(shape, "quarter"))
+    lab.free()
+    held, tokens = prefix_of(slice, prefix), drawn_ids(slice, candidates)
+    seconds = lab.seconds(lambda: held.branch(tokens), repeats=10)
+    return {
+        "ms": 1e3 * seconds,
+        "share_of_rate": branch_flops(slice, candidates, prefix) / seconds / rate,
+        "peak_over_weights": _over(lab.peak_mb(), weights_mb(slice.model)),
+    }
+
+
+def vocabulary(lab: Lab, *, shape: str, layer: int, pass_tokens: int) -> Figures:
+    """Time all tokens of a vocabulary as candidates at one position behind 64 tokens, and find the right one."""
+    if shape == "builtin":
+        slice: Slice = lab.keep("slice", (shape, layer), lambda: _builtin(lab, layer, "bfloat16"))
+    else:
+        slice = drawn(lab, shape, layer)
+    rate = lab.rate()
+    lab.free()
+    slice.max_pass_tokens = pass_tokens
+    prompt = drawn_ids(slice, 65)
+    held, right = prefix_of(slice, 64), int(prompt[-1])
+    row = slice.encode(prompt)[-1:].float()
+    everything, matcher = torch.arange(slice.vocab_size, device=slice.device), Matcher(1, False)
+    nearest: list[torch.Tensor] = []
+
+    def search() -> None:
+        found = [
+            matcher.table(candidates=matcher.view(held.branch(part)), observed=row)[:, 0]
+            for part in everything.split(pass_tokens)
+        ]
+        nearest[:] = [torch.cat(found).argmin()]
+
+    seconds = lab.seconds(search, repeats=1)
+    return {
+        "candidates": slice.vocab_size,
+        "seconds": seconds,
+        "share_of_rate": branch_flops(slice, slice.vocab_size, 64) / seconds / rate,
+        "right_is_nearest": int(nearest[0]) == right,
+        "peak_mb": lab.peak_mb(),
+        "peak_over_weights": _over(lab.peak_mb(), weights_mb(slice.model)),
+    }
+
+
+def ways(lab: Lab, *, what: str, shape: str) -> Figures:
+    """Time the same passes twice in one process: attended request by request, and as one product (see the engine)."""
+    slice = drawn(lab, shape, layers_at(shape, "quarter"))
+    length = lab.sized(50, 8)
+    prompts = torch.randint(
+        0, slice.vocab_size, (8, length + 16), generator=torch.Generator().manual_seed(SEED)
+    )
+    prompts = prompts.to(slice.device)
+    requests = [Request(slice.prefix(), one[:length]) for one in prompts]
+    if what == "16 candidates behind 8 prefixes":
+        answers = slice.run(requests)
+        for request, answer in zip(requests, answers, strict=True):
+            request.prefix.keep(answer, chain=length)
+        requests = [
+            Request(one.prefix, row[:0], leaves=row[length:])
+            for one, row in zip(requests, prompts, strict=True)
+        ]
+    seconds = {}
+    for devices in (frozenset[str](), frozenset({lab.device.type})):
+        with mock.patch.object(engine, "DENSE_DEVICES", devices):
+            seconds[bool(devices)] = lab.seconds(lambda: slice.run(requests), repeats=10)
+    return {
+        "ms_each": 1e3 * seconds[False],
+        "ms_together": 1e3 * seconds[True],
+        "over_together": seconds[False] / seconds[True],
+    }
+
+
+def recovery(lab: Lab, *, shape: str, depth: str, search: str) -> Figures:
+    """Attack 100 tokens of raw states, the probe trained on the device first; the states are in bfloat16, as the slice.
+
+    Args:
+        depth: ``quarter`` or ``half`` of the model's layers.
+        search: ``ours``, or ``greedy:N``: the paper's loop in the vocabulary's order with N candidates a token at most.
+    """
+    slice = drawn(lab, shape, layers_at(shape, depth))
+    tokens = drawn_ids(slice, lab.sized(100, 20)).tolist()
+    observation, _ = Channel.parse(()).release(slice, tokens, generator(SEED, "gpu"))
+    greedy = search.startswith("greedy")
+    options: dict[str, Any] = {"proposal": "probe"}
+    if greedy:
+        options = {"search": "greedy", "proposal": "vocab", "budget": int(search.partition(":")[2])}
+    attack = VocabMatch(**options)
+    start = lab.now()
+    measured = attack.setup(observation, slice, generator(SEED, "setup"))
+    setup = lab.now() - start
+    runs = []
+    for _ in range(1 if greedy else 2):  # the first warms up
+        start = lab.now()
+        found = attack.recover(observation, slice, generator(SEED, "attack"))
+        runs.append(lab.now() - start)
+    (prefill,) = time_prefill(slice, [tokens])
+    assert prefill is not None
+    return {
+        "layers": slice.site.layer,
+        "setup_seconds": setup,
+        "probe_seconds": measured["probe_seconds"],
+        "attack_seconds": runs[-1],
+        "prefill_ms": 1e3 * prefill,
+        "over_prefill": runs[-1] / prefill,
+        "token_accuracy": sum(a == b for a, b in zip(found.ids, tokens, strict=True)) / len(tokens),
+        "evaluated_per_token": found.evaluated_tokens / len(tokens),
+        "calls": found.forward_calls,
+        "peak_mb": lab.peak_mb(),
+        "weights_mb": weights_mb(slice.model),
+        "paper_seconds": SHAPES[shape].paper_seconds,
+    }
+
+
+def layers_at(shape: str, depth: str) -> int:
+    return max(1, round(SHAPES[shape].layers * {"quarter": 0.25, "half": 0.5}[depth]))
+
+
+def drawn(lab: Lab, shape: str, layers: int) -> Slice:
+    return lab.keep("slice", (shape, layers), lambda: draw_slice(shape, layers, device=str(lab.device)))
+
+
+def _builtin(lab: Lab, layer: int, dtype: str) -> Slice:
+    assert lab.setting.model is not None
+    return load_slice(lab.setting.model, layer, device=str(lab.device), dtype=dtype)
+
+
+def drawn_ids(slice: Slice, count: int) -> torch.Tensor:
+    drawn = torch.Generator().manual_seed(SEED)
+    return torch.randint(0, slice.vocab_size, (count,), generator=drawn).to(slice.device)
+
+
+def prefix_of(slice: Slice, length: int) -> Prefix:
+    held = slice.prefix()
+    held.extend(drawn_ids(slice, length))
+    return held
+
+
+def _over(part: float | None, whole: float) -> float | None:
+    return None if part is None else part / whole

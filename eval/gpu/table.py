@@ -1,0 +1,107 @@
+"""The measured rows as Markdown, one table a part."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from eval.gpu.program import Part, Result, Row, left_out
+
+
+def markdown(result: Result, parts: Sequence[Part]) -> str:
+    """Every part that has rows, what failed and why, and what was left out."""
+    lines = ["# On a graphics card", ""]
+    if result.setting.rehearse:
+        lines += ["**A rehearsal on a CPU with tiny models: these figures say nothing of a card.**", ""]
+    lines += [_facts(result.facts), "", "`make gpu` makes this page; docs/gpu.md says how.", ""]
+    for part in parts:
+        if rows := result.of(part.name):
+            lines += [f"## {part.title}", "", part.says, "", *_table(rows), ""]
+            lines += [*_dearest(rows), *_reasons(rows)]
+    if missing := left_out(result, parts):
+        lines += ["## Left out", ""]
+        lines += [
+            f"- {name}: {len(cells)} of {len(part.cells(result.setting))} measurements"
+            for part in parts
+            for name, cells in missing.items()
+            if name == part.name
+        ]
+        lines += [""]
+    return "\n".join(lines)
+
+
+def _facts(facts: dict[str, Any]) -> str:
+    """Card, versions and commit in one line."""
+    card, packages, code = facts.get("card"), facts.get("packages", {}), facts.get("code", {})
+    on = (
+        f"{card['name']} ({card['memory_mb'] / 1e3:.0f} GB, CUDA {card['cuda']})"
+        if card
+        else facts.get("hardware", {}).get("cpu") or "an unknown processor"
+    )
+    versions = ", ".join(f"{name} {packages.get(name)}" for name in ("python", "torch", "transformers"))
+    dirty = " with changes" if code.get("dirty") else ""
+    return f"Measured on: {on}. Versions: {versions}. Commit: {code.get('commit') or 'unknown'}{dirty}."
+
+
+def _table(rows: Sequence[Row]) -> list[str]:
+    measured = [row for row in rows if row["status"] == "measured"]
+    if not measured:
+        return []
+    keys = list(dict.fromkeys(key for row in rows for key in row["cell"]))
+    names = list(dict.fromkeys(name for row in measured for name in row["figures"] if name != "dearest"))
+    names = [name for name in names if any(row["figures"].get(name) is not None for row in measured)]
+    head = [name.replace("_", " ") for name in (*keys, *names)]
+    lines = [_line(head), f"|{'---|' * len(keys)}{'---:|' * len(names)}"]
+    for row in measured:
+        cells = [_key(row["cell"].get(key)) for key in keys]
+        lines.append(_line([*cells, *(_figure(name, row["figures"].get(name)) for name in names)]))
+    return lines
+
+
+def _dearest(rows: Sequence[Row]) -> list[str]:
+    """The dearest operations of each profile, as a table of its own."""
+    lines = []
+    for row in rows:
+        if row["status"] == "measured" and row["figures"].get("dearest"):
+            what = ", ".join(_key(value) for value in row["cell"].values())
+            lines += [
+                f"Dearest in {what}:",
+                "",
+                _line(["operation", "ms", "share", "calls"]),
+                "|---|---:|---:|---:|",
+            ]
+            for one in row["figures"]["dearest"]:
+                name = f"`{one['name']}`"
+                lines.append(
+                    _line([name, _figure("ms", one["ms"]), _figure("share", one["share"]), str(one["calls"])])
+                )
+            lines.append("")
+    return lines
+
+
+def _reasons(rows: Sequence[Row]) -> list[str]:
+    failed = [row for row in rows if row["status"] != "measured"]
+    lines = [f"- Failed: {', '.join(map(_key, row['cell'].values()))}: {row['reason']}" for row in failed]
+    return [*lines, ""] if lines else []
+
+
+def _line(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _key(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{key}={one}" for key, one in value.items()) or "as by default"
+    return "–" if value is None else str(value)
+
+
+def _figure(name: str, value: Any) -> str:
+    if value is None:
+        return "–"
+    if isinstance(value, bool):
+        return "yes" if value else "**no**"
+    if not isinstance(value, float):
+        return str(value)
+    if "share" in name or name in ("token_accuracy", "verified", "top1", "top1_cpu"):
+        return f"{100 * value:.1f} %"
+    if name.startswith("over_") or name.endswith(("_over_plain", "_over_weights")):
+        return f"{value:.2f} ×"
+    return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"

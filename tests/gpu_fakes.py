@@ -1,0 +1,31 @@
+"""Measurements with a known answer, for tests of the GPU program; its parts run in processes of their own."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+from eval.gpu.work import Figures, Lab
+from hiddenlab.errors import InputError
+
+
+def double(lab: Lab, *, n: int) -> Figures:
+    return {"twice": 2 * n, "equal": n < 100}
+
+
+def sometimes(lab: Lab, *, n: int, marker: str) -> Figures:
+    """Fails with an error of ours, fails with one of Python's, never ends, or dies, by n."""
+    if n == 1:
+        raise InputError("one is not wanted")
+    if n == 2:
+        raise ValueError("two lines\nof which the first counts")
+    if n == 3 and not Path(marker).exists():
+        time.sleep(600)
+    if n == 4 and not Path(marker).exists():
+        import os
+
+        os._exit(7)
+    return {"n": n}
+
+
+def seen(lab: Lab, **cell: Any) -> Figures:
+    return {"device": str(lab.device), "rehearse": lab.setting.rehearse}

