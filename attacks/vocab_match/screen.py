@@ -20,6 +20,9 @@ FEWEST = 16  # candidates in a batch from which two passes are cheaper than one
 # where every prompt will need it.
 LOAD_AFTER = 4096
 LEAST_LAYERS = 4  # below, sorting and comparing states costs as much as running them
+# Weights of a layer from which a card runs a batch in float32 for longer than it takes to start the layer's kernels.
+# Below, a second pass costs more than it saves (docs/results/gpu.md: 18.8 s screened, 12.9 s not).
+CARD_LAYER_WEIGHTS = 5e7
 # Of a screened batch the slice runs those nearer than so much of the median, and in any case one in so many.
 NEAR, ONE_IN, AT_LEAST = 0.5, 32, 2
 
@@ -37,11 +40,13 @@ class Screen:
 
     @staticmethod
     def pays(slice: Slice) -> bool:
-        """Whether a faster dtype exists, and the slice is deep and whole enough for it to matter."""
+        """Whether a faster dtype exists, and the slice is deep, large and whole enough for it to matter."""
         fast = fast_dtype(slice.device)
+        least = CARD_LAYER_WEIGHTS if slice.device.type == "cuda" else 0
         return (
             torch.finfo(fast).bits < torch.finfo(slice.dtype).bits
             and slice.site.layer >= LEAST_LAYERS
+            and slice.layer_weights >= least * slice.site.layer
             and slice.quantization is None
             and not slice.divided
         )

@@ -24,13 +24,18 @@ def _shapes(setting: Setting) -> tuple[str, ...]:
     return ("tiny", "tiny-gemma") if setting.rehearse else ("8b", "1b", "27b")
 
 
+def _real(setting: Setting) -> bool:
+    """The built-in model is at hand, and no tiny one in its place."""
+    return setting.model is not None and not setting.rehearse
+
+
 def _ceilings(setting: Setting) -> list[Cell]:
     return [{"what": what} for what in ("bfloat16", "float32", "copy")]
 
 
 def _engine(setting: Setting) -> list[Cell]:
     models = TINY[:3] if setting.rehearse else TINY
-    if setting.model is not None and not setting.rehearse:
+    if _real(setting):
         models = (*models, "builtin")
     return [{"model": model, "dtype": dtype} for dtype, model in product(DTYPES, models)]
 
@@ -70,10 +75,8 @@ def _attacks(setting: Setting) -> list[Cell]:
             "nf4",
         )
     ]
-    # What packing several prompts in a pass and screening in bfloat16 bring.
-    cells.append({"channel": "raw", "prompts": PROMPTS, "options": {"batch": 1}})
-    cells.append({"channel": "columns permuted", "prompts": PROMPTS, "options": {"screen": False}})
-    return cells
+    # What packing several prompts in a pass brings.
+    return [*cells, {"channel": "raw", "prompts": PROMPTS, "options": {"batch": 1}}]
 
 
 def _branch(setting: Setting) -> list[Cell]:
@@ -93,6 +96,11 @@ def _ways(setting: Setting) -> list[Cell]:
     ]
 
 
+def _screen(setting: Setting) -> list[Cell]:
+    shapes = _shapes(setting)[:2]
+    return [{"shape": shape} for shape in (*shapes, *(["builtin"] if _real(setting) else []))]
+
+
 def _recovery(setting: Setting) -> list[Cell]:
     budget, depths = (16, ("quarter",)) if setting.rehearse else (64, ("quarter", "half"))
     return [
@@ -108,7 +116,7 @@ def _vocabulary(setting: Setting) -> list[Cell]:
     for pass_tokens in (2048, 8192):
         found += [{"shape": shape, "layer": layer, "pass_tokens": pass_tokens}
                   for shape, layer in (("8b", 8), ("1b", 8), ("27b", 12))]  # fmt: skip
-    if setting.model is not None:
+    if _real(setting):
         found.append({"shape": "builtin", "layer": 11, "pass_tokens": 2048})
     return found
 
@@ -175,6 +183,12 @@ PARTS = (
         "The same passes in one process, each request attended by itself and all as one product, which a card does "
         "wherever the pass is small. Prompts of 50 tokens, a quarter of the layers, bfloat16.",
         40, "eval.gpu.speed:ways", _ways,
+    ),
+    Part(
+        "screen", "What does screening in bfloat16 bring?",
+        "A batch of 512 candidates, a quarter of the layers: all in float32, and all in bfloat16 with the 16 nearest "
+        "again in float32.",
+        30, "eval.gpu.speed:screen", _screen,
     ),
     Part(
         "recovery", "How long does an attack on 100 tokens take?",

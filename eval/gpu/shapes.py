@@ -128,18 +128,12 @@ def draw_slice(name: str, layers: int, *, dtype: str = "bfloat16", device: str =
     return Slice(model, ref=ModelRef(f"shape {name}", ""), site=Site(layers), load_sibling=sibling)
 
 
-def layer_weights(model: Any) -> int:
-    """Weights that every token is multiplied with: all but the embedding table."""
-    table = model.get_input_embeddings().weight.numel()
-    return sum(p.numel() for p in model.parameters() if p.ndim > 1) - int(table)
-
-
 def branch_flops(slice: Slice, candidates: int, prefix: int) -> float:
     """Floating-point operations of candidates behind a shared prefix: products with weights, and attention."""
     config: Any = slice.model.config
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     attention = 2 * 2 * config.num_attention_heads * head * (prefix + 1) * slice.site.layer
-    return float(candidates * (2 * layer_weights(slice.model) + attention))
+    return float(candidates * (2 * slice.layer_weights + attention))
 
 
 def weights_mb(model: Any) -> float:

@@ -6,6 +6,7 @@ from unittest import mock
 import torch
 
 from attacks.vocab_match import VocabMatch
+from attacks.vocab_match.screen import Screen
 from eval.gpu.shapes import SHAPES, branch_flops, draw_slice, weights_mb
 from eval.gpu.work import Figures, Lab
 from hiddenlab.channel import Channel
@@ -100,6 +101,30 @@ def ways(lab: Lab, *, what: str, shape: str) -> Figures:
         "ms_each": 1e3 * seconds[False],
         "ms_together": 1e3 * seconds[True],
         "over_together": seconds[False] / seconds[True],
+    }
+
+
+def screen(lab: Lab, *, shape: str) -> Figures:
+    """Time a batch of 512 candidates in float32, and screened: all in bfloat16, then 16 of them in float32."""
+    if shape == "builtin":
+        exact: Slice = lab.keep("slice", (shape, "exact"), lambda: _builtin(lab, 11, "float32"))
+    else:
+        layers = layers_at(shape, "quarter")
+        exact = lab.keep(
+            "slice",
+            (shape, "exact"),
+            lambda: draw_slice(shape, layers, dtype="float32", device=str(lab.device)),
+        )
+    faster = Screen(exact)
+    held, tokens = prefix_of(exact, lab.sized(64, 16)), drawn_ids(exact, lab.sized(512, 32))
+    shadow = faster.follow(held)
+    alone = lab.seconds(lambda: held.branch(tokens), repeats=10)
+    screened = lab.seconds(lambda: (shadow.branch(tokens), held.branch(tokens[:16])), repeats=10)
+    return {
+        "ms_float32": 1e3 * alone,
+        "ms_screened": 1e3 * screened,
+        "over_screened": alone / screened,
+        "screened_by_default": Screen.pays(exact),
     }
 
 

@@ -45,13 +45,9 @@ DRAWN = 2  # texts for each of those, as some are too short
 CONTEXT_WINDOWS, CONTEXT_LENGTH = 8, 40  # of text, on which states behind texts are weighed beside a probe
 
 
-def _layer_weights(slice: Slice) -> int:
-    return max(1, sum(p.numel() for p in slice.model.parameters()) - slice.embedding.numel())
-
-
 def _affordable_tokens(slice: Slice) -> float:
     """Positions that the compute allowance runs through the slice."""
-    return STATE_FLOPS.get(slice.device.type, STATE_FLOPS["cpu"]) / (2 * _layer_weights(slice))
+    return STATE_FLOPS.get(slice.device.type, STATE_FLOPS["cpu"]) / (2 * slice.layer_weights)
 
 
 def training_tokens(slice: Slice) -> int:
@@ -62,7 +58,7 @@ def training_tokens(slice: Slice) -> int:
 
 def screen_width(slice: Slice) -> int | None:
     """Width of the shortlist's projection where the vocabulary is dearer than the slice itself, else None."""
-    return SCREEN_WIDTH if slice.embedding.numel() > 4 * _layer_weights(slice) else None
+    return SCREEN_WIDTH if slice.embedding.numel() > 4 * slice.layer_weights else None
 
 
 def training_channel(slice: Slice, public: Public) -> list[str]:
@@ -282,7 +278,7 @@ def adapter_for(slice: Slice, progress: Progress = silent) -> tuple[Adapter | No
     They are the same at every layer and for every channel of a model. None where the slice is so shallow that
     running the vocabulary costs less than predicting it.
     """
-    if REGRESSION_SPEED * _layer_weights(slice) < slice.vocab_size * 2 * slice.width:
+    if REGRESSION_SPEED * slice.layer_weights < slice.vocab_size * 2 * slice.width:
         return None, 0.0
     layers = max(1, min(FEATURE_LAYERS, slice.site.layer))
     shallow = slice

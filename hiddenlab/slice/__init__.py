@@ -109,6 +109,11 @@ class Slice:
         self.evaluated_tokens, self.forward_calls = counted
         return width
 
+    @cached_property
+    def layer_weights(self) -> int:
+        """Weights of its layers, which every token is multiplied with: all but the embedding table."""
+        return max(1, sum(p.numel() for p in self.model.parameters()) - self.embedding.numel())
+
     @property
     def device(self) -> torch.device:
         return self.embedding.device
