@@ -42,11 +42,10 @@ class Screen:
     def pays(slice: Slice) -> bool:
         """Whether a faster dtype exists, and the slice is deep, large and whole enough for it to matter."""
         fast = fast_dtype(slice.device)
-        least = CARD_LAYER_WEIGHTS if slice.device.type == "cuda" else 0
         return (
             torch.finfo(fast).bits < torch.finfo(slice.dtype).bits
             and slice.site.layer >= LEAST_LAYERS
-            and slice.layer_weights >= least * slice.site.layer
+            and large_enough(slice.device, slice.layer_weights / slice.site.layer)
             and slice.quantization is None
             and not slice.divided
         )
@@ -73,6 +72,11 @@ class Screen:
         shadow = shadow or self.slice.prefix(offset=prefix.offset)
         shadow.store.follow(prefix.store, self.slice.dtype)
         return shadow
+
+
+def large_enough(device: torch.device, layer_weights: float) -> bool:
+    """Whether running a layer of so many weights costs more than starting its kernels."""
+    return device.type != "cuda" or layer_weights >= CARD_LAYER_WEIGHTS
 
 
 def near_ones(relative: Float[Tensor, " c"]) -> Int[Tensor, " n"]:
