@@ -1,8 +1,6 @@
 """Screening in a faster dtype: the same tokens, and every match is run by the slice itself."""
 
 from collections.abc import Callable
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -14,10 +12,10 @@ from attacks.joint.evidence import BEFORE, FIT
 from attacks.joint.hypotheses import start
 from attacks.joint.reading import fast_enough
 from attacks.vocab_match import VocabMatch, screen, task
-from attacks.vocab_match.screen import Screen, near_ones
+from attacks.vocab_match.screen import Screen, large_enough, near_ones
 from attacks.vocab_match.task import Tried
 from hiddenlab.channel import Channel
-from hiddenlab.core import Observation, Site
+from hiddenlab.core import Observation
 from hiddenlab.match import Matcher
 from hiddenlab.slice import Slice
 
@@ -104,15 +102,11 @@ def test_where_it_does_not_pay(tiny_slice: TinySlice, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize(
-    ("device", "size", "pays"), [("cpu", 1, True), ("cuda", 3, False), ("cuda", 60, True)]
+    ("device", "millions", "pays"), [("cpu", 1.0, True), ("cuda", 3.5, False), ("cuda", 60.0, True)]
 )
-def test_on_a_card_it_pays_for_large_layers(device: str, size: int, pays: bool) -> None:
+def test_on_a_card_it_pays_for_large_layers(device: str, millions: float, pays: bool) -> None:
     """The built-in model's layers have 3.5 million weights, a 1B shape's 60 million."""
-    slice: Any = SimpleNamespace(
-        device=torch.device(device), dtype=torch.float32, site=Site(8), quantization=None, divided=False,
-        layer_weights=8 * size * 10**6,
-    )  # fmt: skip
-    assert Screen.pays(slice) is pays
+    assert large_enough(torch.device(device), 1e6 * millions) is pays
 
 
 @pytest.mark.parametrize(
