@@ -1,8 +1,10 @@
 """Measurements with a known answer, for tests of the GPU program; its parts run in processes of their own."""
 
+import math
+import os
+import signal
 import time
 from pathlib import Path
-from typing import Any
 
 from eval.gpu.work import Figures, Lab
 from hiddenlab.errors import InputError
@@ -13,7 +15,7 @@ def double(lab: Lab, *, n: int) -> Figures:
 
 
 def sometimes(lab: Lab, *, n: int, marker: str) -> Figures:
-    """Fails with an error of ours, fails with one of Python's, never ends, or dies, by n."""
+    """Fails with an error of ours, fails with one of Python's, never ends, dies, or is killed, by n."""
     if n == 1:
         raise InputError("one is not wanted")
     if n == 2:
@@ -21,11 +23,9 @@ def sometimes(lab: Lab, *, n: int, marker: str) -> Figures:
     if n == 3 and not Path(marker).exists():
         time.sleep(600)
     if n == 4 and not Path(marker).exists():
-        import os
-
         os._exit(7)
+    if n == 6:
+        os.kill(os.getpid(), signal.SIGSEGV)
+    if n == 7:
+        return {"n": math.nan}
     return {"n": n}
-
-
-def seen(lab: Lab, **cell: Any) -> Figures:
-    return {"device": str(lab.device), "rehearse": lab.setting.rehearse}

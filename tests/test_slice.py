@@ -546,6 +546,16 @@ def test_a_slice_is_not_called_directly(tiny_slice: TinySlice) -> None:
 
 
 @pytest.mark.usefixtures("way")
+def test_a_prompt_that_overflowed_spoils_no_other(tiny_slice: TinySlice) -> None:
+    slice = tiny_slice("llama", 2)
+    clean, spoilt = slice.embed(ids(LONG[:6])), slice.embed(ids(LONG[6:12])).clone()
+    spoilt[2] = float("nan")
+    good, bad = slice.run([Request(slice.prefix(), one) for one in (clean, spoilt)])
+    close(good.chain, slice.encode(ids(LONG[:6])), 1e-5)
+    assert bad.chain[2:].isnan().all()
+
+
+@pytest.mark.usefixtures("way")
 def test_prefixes_of_one_slice_do_not_disturb_one_another(tiny_slice: TinySlice) -> None:
     slice = tiny_slice("mistral", 2)
     prompts: Sequence[list[int]] = (LONG, LONG[::-1], [5] * 9)

@@ -20,9 +20,6 @@ FEWEST = 16  # candidates in a batch from which two passes are cheaper than one
 # where every prompt will need it.
 LOAD_AFTER = 4096
 LEAST_LAYERS = 4  # below, sorting and comparing states costs as much as running them
-# Weights of a layer from which a card runs a batch in float32 for longer than it takes to start the layer's kernels.
-# Below, a second pass costs more than it saves (docs/results/gpu.md: 18.8 s screened, 12.9 s not).
-CARD_LAYER_WEIGHTS = 5e7
 # Of a screened batch the slice runs those nearer than so much of the median, and in any case one in so many.
 NEAR, ONE_IN, AT_LEAST = 0.5, 32, 2
 
@@ -40,12 +37,11 @@ class Screen:
 
     @staticmethod
     def pays(slice: Slice) -> bool:
-        """Whether a faster dtype exists, and the slice is deep, large and whole enough for it to matter."""
+        """Whether a faster dtype exists, and the slice is deep and whole enough for it to matter."""
         fast = fast_dtype(slice.device)
         return (
             torch.finfo(fast).bits < torch.finfo(slice.dtype).bits
             and slice.site.layer >= LEAST_LAYERS
-            and large_enough(slice.device, slice.layer_weights / slice.site.layer)
             and slice.quantization is None
             and not slice.divided
         )
@@ -72,11 +68,6 @@ class Screen:
         shadow = shadow or self.slice.prefix(offset=prefix.offset)
         shadow.store.follow(prefix.store, self.slice.dtype)
         return shadow
-
-
-def large_enough(device: torch.device, layer_weights: float) -> bool:
-    """Whether running a layer of so many weights costs more than starting its kernels."""
-    return device.type != "cuda" or layer_weights >= CARD_LAYER_WEIGHTS
 
 
 def near_ones(relative: Float[Tensor, " c"]) -> Int[Tensor, " n"]:

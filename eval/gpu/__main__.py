@@ -1,16 +1,20 @@
 """The command line of the GPU program."""
 
 import json
+import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from filelock import FileLock, Timeout
 
 from eval.gpu.parts import PARTS
 from eval.gpu.program import RESULT, TABLE, Part, Result, Setting, left_out, load_result, run_parts, to_json
 from eval.gpu.table import markdown
 from hiddenlab.errors import HiddenlabError, InputError
+from hiddenlab.slice.device import parse_device
 from hiddenlab.slice.load import BUILTIN, resolve_model
 
 INTERRUPTED = 130
@@ -51,7 +55,7 @@ def run(
     """Measure what is asked for and write it to ``out``.
 
     Returns:
-        0, 1 where a measurement failed or found the card wrong, 130 where it was interrupted.
+        0, 1 where a measurement failed, found the card wrong, or lost its process, 130 where it was interrupted.
 
     Raises:
         InputError: an unknown part, no card, or nothing to go on from.
@@ -59,31 +63,41 @@ def run(
     asked = _asked(names)
     if not rehearse:
         _check_card(device)
-    setting = _with_model(Setting(device, rehearse), out)
+    _make(out)
+    lock = FileLock(out / ".lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise InputError(f"another run writes into {out}; wait for it, or take another folder") from None
+    except OSError as error:
+        raise InputError(f"cannot write into {out}: {error.strerror or error}") from None
+    setting = _with_model(Setting(device, rehearse, commit=commit), out)
     result = Result(setting) if resume is None else load_result(resume, setting)
 
     def write(result: Result) -> None:
-        if commit is not None:
-            result.facts["code"] = {**result.facts.get("code", {}), "commit": commit, "dirty": False}
-        out.mkdir(parents=True, exist_ok=True)
-        _replace(out / RESULT, json.dumps(to_json(result, PARTS), indent=1) + "\n")
+        _make(out)
+        _replace(out / RESULT, json.dumps(to_json(result, PARTS), indent=1, allow_nan=False) + "\n")
         _replace(out / TABLE, markdown(result, PARTS))
 
     code = 0
+    # Whoever ends this process by a signal has its part stopped, and what was measured written.
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        run_parts(asked, result, out, minutes=minutes, tell=_tell, write=write)
+        run_parts(asked, result, minutes=minutes, tell=_tell, write=write)
     except KeyboardInterrupt:
         _tell(f"interrupted; go on with --resume {out}")
         code = INTERRUPTED
     finally:
+        signal.signal(signal.SIGTERM, before)
         write(result)
+        lock.release()
     for name, cells in left_out(result, asked).items():
         _tell(f"left out: {name}, {len(cells)} measurements; go on with --resume {out}")
     wrong = [row for part in PARTS for row in result.of(part.name) if _wrong(row)]
     for row in wrong:
         _tell(f"wrong or failed: {row['part']} {row['cell']}: {row['reason'] or 'not equal'}")
     _tell(f"tables: {out / TABLE}")
-    return code or int(bool(wrong))
+    return code or int(bool(wrong or result.faults))
 
 
 def _wrong(row: dict[str, object]) -> bool:
@@ -100,13 +114,21 @@ def _asked(names: str | None) -> list[Part]:
     return [part for part in PARTS if part.name in names.split(",")]
 
 
-def _check_card(device: str) -> None:
+def _check_card(name: str) -> None:
     import torch
 
-    if not device.startswith("cuda"):
-        raise InputError(f"{device!r} is no card; give cuda or cuda:N, or --rehearse to try this on a CPU")
-    if not torch.cuda.is_available():
-        raise InputError("no CUDA device is available here; --rehearse tries every part on a CPU")
+    device = parse_device(name)
+    if device.type != "cuda":
+        raise InputError(f"{name!r} is no card; give cuda or cuda:N, or --rehearse to try this on a CPU")
+    if (device.index or 0) >= torch.cuda.device_count():
+        raise InputError(f"there is no card {name!r}; there are {torch.cuda.device_count()}")
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"cannot make the folder {folder}: {error.strerror or error}") from None
 
 
 def _with_model(setting: Setting, out: Path) -> Setting:
@@ -114,12 +136,12 @@ def _with_model(setting: Setting, out: Path) -> Setting:
     if setting.rehearse:
         from hiddenlab.testing import save_tiny
 
-        return Setting(setting.device, True, save_tiny("llama", out / "tiny", tokenizer=True))
+        return replace(setting, model=save_tiny("llama", out / "tiny", tokenizer=True))
     try:
         resolve_model(BUILTIN)
     except InputError:
         _tell("the built-in model is not here: parts that need it are left out")
-        return Setting(setting.device, False, None)
+        return replace(setting, model=None)
     return setting
 
 

@@ -7,6 +7,7 @@ that CUDA images seldom have. There ``python -m eval.gpu.pack FOLDER --unpack TA
 import hashlib
 import json
 import lzma
+import math
 import shutil
 import sys
 import tarfile
@@ -22,8 +23,8 @@ from hiddenlab.errors import HiddenlabError, InputError
 from hiddenlab.slice.load import BUILTIN_PACKAGE, builtin_gguf
 
 MANIFEST, PACKAGES = "pieces.json", "packages.tar.xz"
-# gguf reads the model file; bitsandbytes quantizes to int8 and nf4.
-NEEDED = ("gguf", "bitsandbytes")
+# gguf reads the model file; bitsandbytes quantizes to int8 and nf4; jaxtyping annotates shapes.
+NEEDED = ("gguf", "bitsandbytes", "jaxtyping", "wadler_lindig")
 BLOCK = 1 << 20
 
 
@@ -40,8 +41,8 @@ def pack(folder: Path, piece_mb: float, cuda: str) -> list[Path]:
     Raises:
         InputError: the model, a package, or bitsandbytes's library for that version is not installed.
     """
-    if piece_mb <= 0:
-        raise InputError(f"a piece must be larger than 0 MB, not {piece_mb}")
+    if not (math.isfinite(piece_mb) and piece_mb >= 1):
+        raise InputError(f"a piece is at least 1 MB, not {piece_mb}")
     gguf = builtin_gguf()
     folder.mkdir(parents=True, exist_ok=True)
     packages = _pack_packages(folder / PACKAGES, cuda)
@@ -74,43 +75,60 @@ def unpack(folder: Path, target: Path) -> bool:
     Raises:
         InputError: the folder holds no packed model, or pieces that do not belong together.
     """
-    try:
-        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        name, digest, pieces = manifest["file"], manifest["sha256"], manifest["pieces"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InputError(
-            f"{folder} holds no packed model: {error}; 'python -m eval.gpu.pack' makes one"
-        ) from None
-    home, held = target / BUILTIN_PACKAGE, target / "pieces"
+    name, digest, pieces = _read_manifest(folder / MANIFEST)
+    home, held = (
+        target / BUILTIN_PACKAGE,
+        target / "pieces" / hashlib.sha256(digest.encode()).hexdigest()[:16],
+    )
     for place in (home, held):
         place.mkdir(parents=True, exist_ok=True)
     if (folder / PACKAGES).is_file():
         try:
             with tarfile.open(folder / PACKAGES) as archive:
                 archive.extractall(target, filter="data")
-        except (tarfile.TarError, lzma.LZMAError, OSError) as error:
+        except (tarfile.TarError, lzma.LZMAError, EOFError, KeyError, OSError) as error:
             raise InputError(f"cannot unpack the packages in {folder / PACKAGES}: {error}") from None
-    for piece in map(str, pieces):
-        if (folder / Path(piece).name).is_file():
-            shutil.copyfile(folder / Path(piece).name, held / Path(piece).name)
-    if missing := [piece for piece in pieces if not (held / Path(piece).name).is_file()]:
+    for piece in pieces:
+        if (folder / piece).is_file():
+            shutil.copyfile(folder / piece, held / piece)
+    if missing := [piece for piece in pieces if not (held / piece).is_file()]:
         print(f"still to come: {', '.join(missing)}", file=sys.stderr)
         return False
     (home / "__init__.py").touch()
-    model = home / Path(name).name
+    model = held / "whole"  # moved when it is whole, so that nothing half-written is ever taken for a model
     decompressor = lzma.LZMADecompressor()
     try:
         with model.open("wb") as out:
             for piece in pieces:
-                for block in _blocks(held / Path(piece).name):
+                for block in _blocks(held / piece):
                     out.write(decompressor.decompress(block))
         whole = _digest(model) == digest
     except (lzma.LZMAError, EOFError):
         whole = False
     if not whole:
-        model.unlink()
+        model.unlink(missing_ok=True)
         raise InputError("the pieces do not make the model that was packed; pack and carry them again")
+    model.replace(home / name)
     return True
+
+
+def _read_manifest(path: Path) -> tuple[str, str, list[str]]:
+    """File name, digest and pieces' names of a packed model, names without any folder.
+
+    Raises:
+        InputError: there is none, or it says something else.
+    """
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+        name, digest, pieces = manifest["file"], manifest["sha256"], manifest["pieces"]
+        names = [name, *pieces]
+        if not pieces or not all(isinstance(one, str) and Path(one).name for one in [digest, *names]):
+            raise ValueError("names are missing")
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise InputError(
+            f"{path.parent} holds no packed model: {error}; 'python -m eval.gpu.pack' makes one"
+        ) from None
+    return Path(name).name, digest, [Path(one).name for one in pieces]
 
 
 def _pack_packages(archive: Path, cuda: str) -> Path:

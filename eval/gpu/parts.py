@@ -1,4 +1,4 @@
-"""The parts of the GPU program, in order of worth."""
+"""The parts of the GPU program, the most important first."""
 
 from itertools import product
 
@@ -37,7 +37,10 @@ def _engine(setting: Setting) -> list[Cell]:
     models = TINY[:3] if setting.rehearse else TINY
     if _real(setting):
         models = (*models, "builtin")
-    return [{"model": model, "dtype": dtype} for dtype, model in product(DTYPES, models)]
+    return [
+        {"model": model, "dtype": dtype, "way": way}
+        for dtype, way, model in product(DTYPES, ("one product", "each request"), models)
+    ]
 
 
 def _components(setting: Setting) -> list[Cell]:
@@ -75,8 +78,10 @@ def _attacks(setting: Setting) -> list[Cell]:
             "nf4",
         )
     ]
-    # What packing several prompts in a pass brings.
-    return [*cells, {"channel": "raw", "prompts": PROMPTS, "options": {"batch": 1}}]
+    # What packing several prompts in a pass and screening in bfloat16 bring.
+    cells.append({"channel": "raw", "prompts": PROMPTS, "options": {"batch": 1}})
+    cells.append({"channel": "columns permuted", "prompts": PROMPTS, "options": {"screen": False}})
+    return cells
 
 
 def _branch(setting: Setting) -> list[Cell]:
@@ -146,7 +151,7 @@ def _profile(setting: Setting) -> list[Cell]:
 
 PARTS = (
     Part(
-        "ceilings", "What the card can do",
+        "ceilings", "What can the card do?",
         "The matrix rate is that of a product of two random 8192 × 8192 matrices. The copy counts bytes read and "
         "written.",
         60, "eval.gpu.speed:ceilings", _ceilings,
@@ -154,72 +159,80 @@ PARTS = (
     Part(
         "engine", "Is the engine right on the card?",
         "Relative error of states against one full forward of the plain model on the CPU in float32: the largest "
-        "of a check in float32, the median in bfloat16 (a router that rounds may choose other experts). 'plain "
-        "model' is the plain model's own error on the card in the same dtype. An error counts as equal up to "
-        "1e-4 in float32, and up to twice the plain model's (at least 0.02) in bfloat16.",
+        "of a check in float32, the median in bfloat16 (a router that rounds may choose other experts). The "
+        "checks: one prompt (encode), alternatives behind a prefix (branch), one of them kept and continued "
+        "(commit), two prompts in one pass (packed), parts of a pass kept (keep), many short chains (together). "
+        "'plain model' is the plain model's own error on the card in the same dtype. 'way' says how a pass "
+        "attends (docs/gpu.md). An error counts as equal up to 1e-4 in float32, and up to twice the plain "
+        "model's (0.02 to 0.2) in bfloat16.",
         150, "eval.gpu.correctness:engine", _engine,
     ),
     Part(
         "components", "Are the other functions right on the card?",
         "Distances, learning from failed candidates, the bfloat16 screen and the training of a probe, against "
-        "the same on the CPU.",
+        "the same on the CPU. 'top1' is the share of rows whose token the probe names first.",
         90, "eval.gpu.correctness:component", _components,
     ),
     Part(
         "cascade-right", "Is Cascade right on the card?",
         "Relative error of the sharded model's outputs against the plain model on the CPU in float32, counted as "
-        "above.",
+        "above. 'alpha' is the number of nodes that share the tokens.",
         60, "eval.gpu.correctness:cascade", _sharded,
     ),
     Part(
         "branch", "How fast does one batch of candidates run?",
-        "Random weights, a quarter of the layers, bfloat16. The share is of the measured matrix rate; only "
-        "products with weights and attention are counted. The peak is all memory held on the card, over the "
-        "weights.",
+        "A model of Llama-3.2-1B's, Llama-3.1-8B's or Gemma-2-27B's shape with random weights, a quarter of its "
+        "layers, bfloat16. The share is of the measured matrix rate; only products with weights and attention "
+        "are counted. The peak is all memory held on the card, over the weights.",
         75, "eval.gpu.speed:branch", _branch,
     ),
     Part(
         "ways", "What does attending as one product bring?",
-        "The same passes in one process, each request attended by itself and all as one product, which a card does "
-        "wherever the pass is small. Prompts of 50 tokens, a quarter of the layers, bfloat16.",
+        "The same passes in one process: each request attends by itself, and all attend as one product, which a "
+        "card does wherever a pass is small. Prompts of 50 tokens, a quarter of the layers, bfloat16.",
         40, "eval.gpu.speed:ways", _ways,
     ),
     Part(
         "screen", "What does screening in bfloat16 bring?",
-        "A batch of 512 candidates, a quarter of the layers: all in float32, and all in bfloat16 with the 16 nearest "
+        "A batch of 512 candidates, a quarter of the layers: all in float32, and all in bfloat16 with 16 of them "
         "again in float32.",
         30, "eval.gpu.speed:screen", _screen,
     ),
     Part(
         "recovery", "How long does an attack on 100 tokens take?",
-        "Times only: the weights are random, bfloat16, one prompt, raw states; no language model proposes. "
-        "'Ours' has a probe that was trained on the card (setup). 'greedy:N' is the paper's loop in the "
-        "vocabulary's order with at most N candidates a token, which rarely finds the token: read its time for "
-        "each candidate. The paper's seconds are of the real model (Table 8, another card, the whole attack with "
-        "the language model's proposals).",
+        "Times only. The weights are random, so that no language model can propose tokens, and the probe reads "
+        "such states better than real ones. bfloat16, one prompt, raw states. 'ours' has a probe that was "
+        "trained on the card (setup). 'greedy:N' is the loop that the paper 'Hidden No More' prints, with "
+        "candidates in the vocabulary's order, at most N a token; one more is run to settle on the nearest. It "
+        "rarely finds the token, so its seconds are not those of a recovery. 'over prefill' is the attack's time "
+        "over one forward of the same prompt. The paper's seconds are of the real model (Table 8), on another "
+        "card, with the language model's proposals.",
         150, "eval.gpu.speed:recovery", _recovery,
     ),
     Part(
         "vocabulary", "How long does a whole vocabulary at one position take?",
-        "All tokens as candidates behind 64 tokens, and the distance of each to one row.",
+        "All tokens as candidates behind 64 tokens, in passes of so many ('pass tokens'), and the distance of "
+        "each to one row.",
         75, "eval.gpu.speed:vocabulary", _vocabulary,
     ),
     Part(
         "attacks", "Does the card recover what the CPU recovers?",
         "The built-in model, layer 11, float32, the first prompts of the shipped set, 50 tokens each. 'same as "
-        "CPU' counts prompts whose recovered tokens are those that a CPU recovered. The setup trains what is not "
-        "cached.",
+        "cpu' counts prompts whose recovered tokens are those that a CPU recovered. 'verified' is the share of "
+        "tokens whose state lies within the measured threshold; 'wrong verified' counts those of them that are "
+        "wrong. 'over prefill' is the attack's time over one forward of the same prompts. The setup trains what "
+        "is not cached.",
         300, "eval.gpu.attacks:attack", _attacks,
     ),
     Part(
         "profile", "Where does the time go?",
-        "The dearest kernels, and the share of the time in which the card runs none.",
+        "The slowest kernels, and the share of the time in which the card runs none.",
         90, "eval.gpu.profiling:operations", _profile,
     ),
     Part(
         "cascade", "What does sharding cost on one card?",
-        "The built-in model, all nodes threads of one process. 'difference' is the largest relative difference "
-        "from the plain model's logits on the same card.",
+        "The built-in model, all nodes threads of one process. 'alpha' is the number of nodes that share the "
+        "tokens. 'difference' is the largest relative difference from the plain model's logits on the same card.",
         90, "eval.gpu.sharding:cascade", _cascade,
     ),
     Part(

@@ -1,4 +1,4 @@
-"""Profile the candidate pass and whole attacks: the dearest operations, and how long the card stands idle."""
+"""Profile the candidate pass and whole attacks: the slowest operations, and how long the card stands idle."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +12,7 @@ from eval.gpu.work import Figures, Lab
 from hiddenlab.job import generator
 from hiddenlab.prompts import load_prompts
 
-DEAREST = 10
+SLOWEST = 10
 
 
 def operations(lab: Lab, *, what: str, shape: str) -> Figures:
@@ -29,20 +29,20 @@ def operations(lab: Lab, *, what: str, shape: str) -> Figures:
         lab.wait()
     kernels = [one for one in seen.key_averages() if _own(one, card) > 0]
     busy = sum(_own(one, card) for one in kernels) / 1e6
-    dearest = sorted(kernels, key=lambda one: -_own(one, card))[:DEAREST]
+    slowest = sorted(kernels, key=lambda one: -_own(one, card))[:SLOWEST]
     return {
         "seconds": seconds,
         "kernel_seconds": busy,
         "idle_share": max(0.0, 1 - busy / seconds) if card else None,
         "kernels": sum(one.count for one in kernels),
-        "dearest": [
+        "slowest": [
             {
                 "name": one.key[:80],
                 "ms": _own(one, card) / 1e3,
                 "share": _own(one, card) / 1e6 / busy,
                 "calls": one.count,
             }
-            for one in dearest
+            for one in slowest
         ],
     }
 

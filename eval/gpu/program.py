@@ -19,9 +19,10 @@ from typing import Any
 from hiddenlab.errors import InputError
 
 FORMAT = 1
-ROWS, RESULT, TABLE = "rows.jsonl", "gpu.json", "gpu.md"
+RESULT, TABLE = "gpu.json", "gpu.md"
 CACHE = "HIDDENLAB_CACHE"
 POLL_SECONDS = 0.2
+SLOWER = 10  # times a part's limit in a rehearsal, on whatever else the processor is busy with
 
 Cell = dict[str, Any]  # names one measurement: the arguments of the part's function
 Row = dict[str, Any]  # a cell, its part, and what came of it
@@ -35,11 +36,13 @@ class Setting:
         device: torch's name of the card, or ``cpu`` in a rehearsal.
         rehearse: take tiny models and shapes, to try every part without a card.
         model: the real model, ``builtin`` where it is at hand; None leaves out what needs one.
+        commit: of this code, where it lies outside a checkout.
     """
 
     device: str = "cuda"
     rehearse: bool = False
     model: str | None = "builtin"
+    commit: str | None = None
 
 
 @dataclass(frozen=True)
@@ -66,11 +69,13 @@ class Result:
 
     Attributes:
         setting: where it ran. facts: card, versions, commit. rows: one a cell, in the order of measurement.
+        faults: what went wrong with a part's process, in words.
     """
 
     setting: Setting
     facts: dict[str, Any] = field(default_factory=dict)
     rows: list[Row] = field(default_factory=list)
+    faults: list[str] = field(default_factory=list)
 
     def done(self, part: str) -> list[Cell]:
         """Cells of a part that need not be measured again."""
@@ -99,46 +104,60 @@ def load_result(folder: Path, setting: Setting) -> Result:
         InputError: the folder holds no result of this format, or one of another setting.
     """
     path = folder / RESULT
+    strange = InputError(f"{path} is no result of this program; --resume takes an earlier --out")
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-        found = Result(Setting(**data["setting"]), data["facts"], data["rows"])
-        known = data["format"]
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror or error}; --resume takes an --out") from None
-    except (ValueError, KeyError, TypeError):
-        raise InputError(f"{path} is no result of this program; --resume takes an earlier --out") from None
-    if known != FORMAT:
-        raise InputError(f"{path} has format {known}; this version goes on from format {FORMAT}")
-    if (found.setting.device, found.setting.rehearse) != (setting.device, setting.rehearse):
+    except (ValueError, RecursionError):
+        raise strange from None
+    if not isinstance(data, dict):
+        raise strange
+    if data.get("format") != FORMAT:
+        raise InputError(
+            f"{path} has format {data.get('format')!r}; this version goes on from format {FORMAT}"
+        )
+    was, facts, rows = data.get("setting"), data.get("facts"), data.get("rows")
+    if not (isinstance(was, dict) and isinstance(facts, dict) and isinstance(rows, list)):
+        raise strange
+    if not all(isinstance(row, dict) and _is_row(row) for row in rows):
+        raise strange
+    if (was.get("device"), was.get("rehearse")) != (setting.device, setting.rehearse):
         raise InputError(f"{path} was measured in another setting; use another folder")
-    return Result(setting, found.facts, found.rows)
+    return Result(setting, facts, rows)
+
+
+def _is_row(row: Row) -> bool:
+    kinds = {"part": str, "cell": dict, "status": str, "seconds": int | float, "figures": dict | None}
+    return all(isinstance(row.get(name), kind) for name, kind in kinds.items())
 
 
 def run_parts(
     parts: Sequence[Part],
     result: Result,
-    out: Path,
     *,
     minutes: float,
     tell: Callable[[str], None],
     write: Callable[[Result], None],
 ) -> None:
-    """Run parts in order of worth until the time is up; the tables are written after every part.
+    """Run parts, the most important first, until the time is up; the tables are written after every part.
 
     Args:
         result: where rows go; what it holds already is not measured again.
         minutes: for everything, process starts included. tell: gets a line of progress.
+
+    Raises:
+        InputError: what the result holds was measured on another card, or with other code.
     """
     # Probes and tables that are trained here are neither taken from a user's cache nor left in it.
-    with tempfile.TemporaryDirectory(prefix="hiddenlab-cache-") as own:
-        _run_in_turn(parts, result, out, os.environ.get(CACHE, own), 60 * minutes, tell, write)
+    with tempfile.TemporaryDirectory(prefix="hiddenlab-gpu-") as own:
+        _run_in_turn(parts, result, Path(own), 60 * minutes, tell, write)
 
 
 def _run_in_turn(
     parts: Sequence[Part],
     result: Result,
-    out: Path,
-    cache: str,
+    folder: Path,
     seconds: float,
     tell: Callable[[str], None],
     write: Callable[[Result], None],
@@ -155,11 +174,11 @@ def _run_in_turn(
         if left <= 0:
             tell(f"{head}: no time left for {len(todo)} measurements")
             continue
-        limit = min(part.limit, left)
+        limit = min(part.limit * (SLOWER if result.setting.rehearse else 1), left)
         tell(f"{head}: {len(todo)} measurements, {limit:.0f} s at most")
         before = len(result.rows)
         try:
-            _run_part(part, result, todo, out, cache, limit, tell)
+            _run_part(part, result, todo, folder, limit, tell)
         finally:
             write(result)
         new = result.rows[before:]
@@ -168,56 +187,67 @@ def _run_in_turn(
 
 
 def _run_part(
-    part: Part,
-    result: Result,
-    todo: Sequence[Cell],
-    out: Path,
-    cache: str,
-    limit: float,
-    tell: Callable[[str], None],
+    part: Part, result: Result, todo: Sequence[Cell], folder: Path, limit: float, tell: Callable[[str], None]
 ) -> None:
     """Start the part's process, read its rows as they come, and stop it at its limit."""
-    out.mkdir(parents=True, exist_ok=True)
-    rows, job = out / ROWS, out / "part.json"
-    rows.unlink(missing_ok=True)
+    rows, job = folder / "rows.jsonl", folder / "part.json"
+    rows.write_text("", encoding="utf-8")
     orders = {"part": part.name, "measure": part.measure, "cells": list(todo), "rows": str(rows)}
     job.write_text(json.dumps(orders | {"setting": asdict(result.setting)}), encoding="utf-8")
     # Large and small tensors in turn: without this the allocator holds memory that no later size fits into.
-    environment = os.environ | {"PYTORCH_ALLOC_CONF": "expandable_segments:True", CACHE: cache}
+    environment = {
+        "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+        CACHE: str(folder / "cache"),
+        **os.environ,
+    }
     start = time.monotonic()
     child = subprocess.Popen([sys.executable, "-m", "eval.gpu.work", str(job)], env=environment)
-    read = 0
+    read, cut = 0, False
     try:
         while True:
             ended = child.poll() is not None
-            lines = rows.read_text(encoding="utf-8").splitlines() if rows.is_file() else []
+            # A line that is not whole is still being written, or was when the process died.
+            lines = rows.read_text(encoding="utf-8").split("\n")[:-1]
             for line in lines[read:]:
                 _take(json.loads(line), result, tell)
             read = len(lines)
-            if ended:
-                break
-            if time.monotonic() - start > limit:
-                tell(f"{part.name}: stopped at its limit of {limit:.0f} s")
+            cut = not ended and time.monotonic() - start > limit
+            if ended or cut:
                 break
             time.sleep(POLL_SECONDS)
     finally:
         if child.poll() is None:
             child.kill()
             child.wait()
-    if child.returncode > 0:
-        tell(f"{part.name}: its process ended with exit code {child.returncode}")
-    rows.unlink(missing_ok=True)
-    job.unlink(missing_ok=True)
+    if cut:
+        tell(f"{part.name}: stopped at its limit of {limit:.0f} s")
+    elif child.returncode:
+        signal = f"signal {-child.returncode}" if child.returncode < 0 else f"exit code {child.returncode}"
+        result.faults.append(f"{part.name}: its process ended with {signal}")
+        tell(result.faults[-1])
 
 
 def _take(row: Row, result: Result, tell: Callable[[str], None]) -> None:
     if "facts" in row:
+        _check_same(result.facts, row["facts"])
         result.facts |= row["facts"]
         return
     result.rows.append(row)
     what = ", ".join(f"{name}={value}" for name, value in row["cell"].items())
     outcome = "" if row["status"] == "measured" else f": {row['status']}: {row['reason']}"
     tell(f"    {what} ({row['seconds']:.1f} s){outcome}")
+
+
+def _check_same(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """One table holds figures of one card and one version of the code.
+
+    Raises:
+        InputError: the two differ.
+    """
+    for what, name in (("card", "name"), ("code", "commit"), ("packages", "torch")):
+        old, new = ((facts.get(what) or {}).get(name) for facts in (before, now))
+        if before and old != new:
+            raise InputError(f"--resume: that run had the {what} {old}, this one has {new}; start a new one")
 
 
 def to_json(result: Result, parts: Sequence[Part]) -> Mapping[str, Any]:

@@ -100,7 +100,7 @@ def ways(lab: Lab, *, what: str, shape: str) -> Figures:
     return {
         "ms_each": 1e3 * seconds[False],
         "ms_together": 1e3 * seconds[True],
-        "over_together": seconds[False] / seconds[True],
+        "speedup": seconds[False] / seconds[True],
     }
 
 
@@ -123,7 +123,7 @@ def screen(lab: Lab, *, shape: str) -> Figures:
     return {
         "ms_float32": 1e3 * alone,
         "ms_screened": 1e3 * screened,
-        "over_screened": alone / screened,
+        "speedup": alone / screened,
         "screened_by_default": Screen.pays(exact),
     }
 

@@ -5,17 +5,23 @@ from typing import Any
 
 from eval.gpu.program import Part, Result, Row, left_out
 
+NOISE = (
+    "Attacks below 5 seconds are timed in a second run, which finds everything warm; longer ones in a single run. The "
+    "host starts every kernel, and its speed varies: the same work may take half as long again in another row. Smaller "
+    "differences between rows mean nothing."
+)
+
 
 def markdown(result: Result, parts: Sequence[Part]) -> str:
     """Every part that has rows, what failed and why, and what was left out."""
     lines = ["# On a graphics card", ""]
     if result.setting.rehearse:
         lines += ["**A rehearsal on a CPU with tiny models: these figures say nothing of a card.**", ""]
-    lines += [_facts(result.facts), "", "`make gpu` makes this page; docs/gpu.md says how.", ""]
+    lines += [_facts(result.facts), "", "`make gpu` makes this page; docs/gpu.md says how.", "", NOISE, ""]
     for part in parts:
         if rows := result.of(part.name):
             lines += [f"## {part.title}", "", part.says, "", *_table(rows), ""]
-            lines += [*_dearest(rows), *_reasons(rows)]
+            lines += [*_slowest(rows), *_reasons(rows)]
     if missing := left_out(result, parts):
         lines += ["## Left out", ""]
         lines += [
@@ -46,7 +52,7 @@ def _table(rows: Sequence[Row]) -> list[str]:
     if not measured:
         return []
     keys = list(dict.fromkeys(key for row in rows for key in row["cell"]))
-    names = list(dict.fromkeys(name for row in measured for name in row["figures"] if name != "dearest"))
+    names = list(dict.fromkeys(name for row in measured for name in row["figures"] if name != "slowest"))
     names = [name for name in names if any(row["figures"].get(name) is not None for row in measured)]
     head = [name.replace("_", " ") for name in (*keys, *names)]
     lines = [_line(head), f"|{'---|' * len(keys)}{'---:|' * len(names)}"]
@@ -56,19 +62,19 @@ def _table(rows: Sequence[Row]) -> list[str]:
     return lines
 
 
-def _dearest(rows: Sequence[Row]) -> list[str]:
-    """The dearest operations of each profile, as a table of its own."""
+def _slowest(rows: Sequence[Row]) -> list[str]:
+    """The slowest operations of each profile, as a table of its own."""
     lines = []
     for row in rows:
-        if row["status"] == "measured" and row["figures"].get("dearest"):
+        if row["status"] == "measured" and row["figures"].get("slowest"):
             what = ", ".join(_key(value) for value in row["cell"].values())
             lines += [
-                f"Dearest in {what}:",
+                f"Slowest in {what}:",
                 "",
                 _line(["operation", "ms", "share", "calls"]),
                 "|---|---:|---:|---:|",
             ]
-            for one in row["figures"]["dearest"]:
+            for one in row["figures"]["slowest"]:
                 name = f"`{one['name']}`"
                 lines.append(
                     _line([name, _figure("ms", one["ms"]), _figure("share", one["share"]), str(one["calls"])])
@@ -79,12 +85,15 @@ def _dearest(rows: Sequence[Row]) -> list[str]:
 
 def _reasons(rows: Sequence[Row]) -> list[str]:
     failed = [row for row in rows if row["status"] != "measured"]
-    lines = [f"- Failed: {', '.join(map(_key, row['cell'].values()))}: {row['reason']}" for row in failed]
+    lines = [
+        f"- Failed: {', '.join(map(_key, row['cell'].values()))}: {' '.join(str(row['reason']).split())}"
+        for row in failed
+    ]
     return [*lines, ""] if lines else []
 
 
 def _line(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+    return "| " + " | ".join(" ".join(cell.replace("|", "\\|").split()) for cell in cells) + " |"
 
 
 def _key(value: Any) -> str:
@@ -102,6 +111,6 @@ def _figure(name: str, value: Any) -> str:
         return str(value)
     if "share" in name or name in ("token_accuracy", "verified", "top1", "top1_cpu"):
         return f"{100 * value:.1f} %"
-    if name.startswith("over_") or name.endswith(("_over_plain", "_over_weights")):
+    if name in ("speedup", "over_prefill") or name.endswith(("_over_plain", "_over_weights")):
         return f"{value:.2f} ×"
     return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"

@@ -10,6 +10,7 @@ from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from importlib import import_module
+from math import isfinite
 from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar
@@ -105,9 +106,12 @@ class Lab:
         return self._rates[dtype]
 
 
-def facts(device: torch.device) -> dict[str, Any]:
-    """The card, its driver and memory, and the versions of everything."""
+def facts(setting: Setting) -> dict[str, Any]:
+    """The card and its memory, and the versions of everything."""
     found = {key: value for key, value in describe_environment().items() if key != "command"}
+    device = torch.device(setting.device)
+    if setting.commit is not None:
+        found["code"] = {**found["code"], "commit": setting.commit, "dirty": False}
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         found["card"] = {
@@ -127,10 +131,10 @@ def measure_cells(orders: dict[str, Any]) -> None:
     with Path(orders["rows"]).open("a", encoding="utf-8") as file:
 
         def append(row: dict[str, Any]) -> None:
-            file.write(json.dumps(row) + "\n")
+            file.write(json.dumps(row, allow_nan=False) + "\n")
             file.flush()
 
-        append({"facts": facts(lab.device)})
+        append({"facts": facts(lab.setting)})
         function = getattr(import_module(module), name)
         for cell in orders["cells"]:
             start, status, reason, figures = time.perf_counter(), "measured", None, None
@@ -138,6 +142,10 @@ def measure_cells(orders: dict[str, Any]) -> None:
             try:
                 figures = function(lab, **cell)
                 lab.wait()
+                if bad := [
+                    name for name, one in figures.items() if isinstance(one, float) and not isfinite(one)
+                ]:
+                    status, reason, figures = "failed", f"{', '.join(bad)}: not a finite number", None
             except torch.cuda.OutOfMemoryError as error:
                 status, reason = "failed", f"out of memory: {str(error).splitlines()[0]}"
                 lab._kept.clear()

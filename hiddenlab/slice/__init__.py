@@ -172,6 +172,8 @@ class Slice:
     ) -> list[Answer]:
         """One forward pass over several requests, packed on one token axis.
 
+        On a card the last digits of an answer depend on what else is in the pass.
+
         Args:
             requests: token chains and leaves after their prefixes; all token ids, or all embeddings.
             keep: hold the new keys and values, so that answers can be kept as prefix.

@@ -458,9 +458,12 @@ class _Dense:
         held = [store.view(layer) for store in self.held]
         keys = torch.cat([*(each for each, _ in held), k], 1)
         values = torch.cat([*(each for _, each in held), v], 1)
+        # A weight of 0 times NaN is NaN: a prompt that overflowed would spoil the others. Its own rows see NaN scores.
+        spoilt = (values * 0).sum(-1)[:, None]
+        values = values.nan_to_num(0, 0, 0)
         # Query heads of one key/value head stand beside each other.
         folded = q.reshape(kv_heads, -1, q.shape[2])
-        scores = (folded @ keys.transpose(1, 2)).float() * attention.scaling
+        scores = (folded @ keys.transpose(1, 2) + spoilt).float() * attention.scaling
         if attention.softcap is not None:
             scores = torch.tanh(scores / attention.softcap) * attention.softcap
         scores = scores.view(kv_heads, -1, self.tokens, self.keys)
