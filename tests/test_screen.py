@@ -93,6 +93,17 @@ def test_what_no_token_gives_is_left_unverified_with_the_nearest(tiny_slice: Tin
     assert fast.tokens[2].distance == pytest.approx(plain.tokens[2].distance, rel=1e-4)
 
 
+def test_a_first_row_that_no_token_gives_is_left_unverified(tiny_slice: TinySlice) -> None:
+    """First positions run without the screen, so that nothing is left for a second look."""
+    slice = tiny_slice("llama", 2)
+    (first, _) = release(slice, "identity")
+    first.states[0] += 5.0
+    found = VocabMatch(proposal="vocab").recover(first, slice, torch.Generator())
+    assert found.stop_reason == "vocabulary exhausted"
+    assert not found.tokens[0].verified
+    assert len(found.tokens) == len(first.states)
+
+
 def test_where_it_does_not_pay(tiny_slice: TinySlice, monkeypatch: pytest.MonkeyPatch) -> None:
     assert Screen.pays(tiny_slice("llama", 2))
     assert not Screen.pays(tiny_slice("llama", 1))

@@ -345,7 +345,9 @@ def _second_look(task: Task, tried: Tried, targets: list[int], observed: Tensor)
     """Run in the slice what only the screen has run, nearest first; whether a candidate matched and was committed."""
     if task.screen is None:
         return False
-    for places in tried.doubtful().split(LAST_BATCH):
+    doubtful = tried.doubtful()
+    for start in range(0, len(doubtful), LAST_BATCH):  # split() of none would give one empty part
+        places = doubtful[start : start + LAST_BATCH]
         tokens = tried.tokens[0][places]
         answer: Answer = yield Ask(task.slice, Request(task.prefix, tokens[:0], leaves=tokens))
         own = task.matcher.view(answer.leaves)
