@@ -402,6 +402,18 @@ def test_wrong_input_leaves_nothing_behind(
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.parametrize("verb", [("attack",), ("capture", "-o", "o.safetensors"), ("cascade", "run")])
+def test_a_path_is_no_prompt(run: Run, tmp_path: Path, verb: tuple[str, ...]) -> None:
+    """Its letters would be attacked, after minutes of training."""
+    (tmp_path / "p0.pt").touch()
+    (tmp_path / "states").mkdir()
+    for path in ("p0.pt", "./p0.pt", "states", str(tmp_path / "p0.pt")):
+        message = refused(run(*verb, path, code=2))
+        assert message.startswith(f"error: {path} is a file or a folder")
+        assert "--observation" in message
+    assert not runs(tmp_path)
+
+
 def test_unknown_model(run: Run, tmp_path: Path) -> None:
     message = refused(run("attack", "x", "--model", "./absent", "--attack", "nearest", code=2))
     assert "no such directory" in message

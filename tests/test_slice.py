@@ -383,6 +383,20 @@ def test_branch_holds_nothing_that_grows_with_candidates_times_prefix(
     assert largest_of_branch(slice, 200, 2048) == largest_of_branch(slice, 200, 1024)
 
 
+def test_one_product_is_for_passes_with_few_scores(
+    tiny_slice: TinySlice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """heads × tokens × keys scores, at most DENSE_ELEMENTS; a larger pass attends in chunks of SCORE_ELEMENTS."""
+    slice, heads, prefix, most = tiny_slice("llama", 2), 4, 300, 1 << 20
+    monkeypatch.setattr(engine, "DENSE_DEVICES", frozenset({"cpu"}))
+    monkeypatch.setattr(engine, "DENSE_ELEMENTS", most)
+    monkeypatch.setattr(engine, "SCORE_ELEMENTS", most // 4)
+    fits, exceeds = 380, 400
+    assert heads * fits * (prefix + fits) <= most < heads * exceeds * (prefix + exceeds)
+    assert largest_of_branch(slice, prefix, fits) == heads * fits * (prefix + fits)
+    assert largest_of_branch(slice, prefix, exceeds) <= most // 4
+
+
 def test_prefix_keys_and_values_are_views(tiny_slice: TinySlice) -> None:
     slice = tiny_slice("llama", 2)
     prefix = slice.prefix()

@@ -1,14 +1,30 @@
 """Options that several verbs share, each declared once."""
 
+import os
 from pathlib import Path
 from typing import Annotated, Literal
 
 from typer import Argument, Option
 
+from hiddenlab.errors import InputError
+
 Stream = Literal["resid", "final_norm", "embed", "q", "k", "v", "kv", "qkv", "attn"]
 Dtype = Literal["float32", "bfloat16", "float16"]
 
-PromptArg = Annotated[str | None, Argument(metavar="PROMPT", help="The prompt; '-' reads standard input.")]
+
+def _text(prompt: str | None) -> str | None:
+    """Refuse a path where a text is meant: its letters would be the prompt."""
+    if prompt is not None and os.path.exists(prompt):
+        raise InputError(
+            f"{prompt} is a file or a folder, and PROMPT is the text itself; --prompts reads prompts from a file, "
+            "--observation states; '-' takes this very text from standard input"
+        )
+    return prompt
+
+
+PromptArg = Annotated[
+    str | None, Argument(metavar="PROMPT", help="The prompt; '-' reads standard input.", callback=_text)
+]
 PromptsOpt = Annotated[
     str | None,
     Option(
