@@ -44,7 +44,7 @@ def attack(lab: Lab, *, channel: str, prompts: int, options: dict[str, Any]) -> 
 def noise(lab: Lab, *, sigma: float, prompts: int) -> Figures:
     """Decode prompts of 50 tokens at layer 6 jointly, from shuffled rows of noised embeddings."""
     slice = slice_at(lab, NOISE_LAYER)
-    less: dict[str, Any] = {"model": False, "sweeps": 1}
+    less: dict[str, Any] = {"model": False, "sweeps": 0, "beam": 2, "width": 8}
     joint = JointDecoding(**lab.sized({}, less))
     channel = (f"gaussian:sigma={sigma}", "seq-perm")
     _, figures = attacked(lab, slice, joint, channel, prompts, again=False)

@@ -34,7 +34,7 @@ def _ceilings(setting: Setting) -> list[Cell]:
 
 
 def _engine(setting: Setting) -> list[Cell]:
-    models = TINY[:3] if setting.rehearse else TINY
+    models = TINY[:2] if setting.rehearse else TINY
     if _real(setting):
         models = (*models, "builtin")
     return [
@@ -51,9 +51,7 @@ def _components(setting: Setting) -> list[Cell]:
 
 
 def _sharded(setting: Setting) -> list[Cell]:
-    models = (
-        ("llama", "gemma2", "bert") if setting.rehearse else ("llama", "gemma2", "qwen3_moe", "gpt2", "bert")
-    )
+    models = ("llama", "bert") if setting.rehearse else ("llama", "gemma2", "qwen3_moe", "gpt2", "bert")
     return [
         {"model": model, "dtype": dtype, "alpha": alpha}
         for dtype, model, alpha in product(DTYPES, models, (1, 3))
@@ -64,8 +62,7 @@ def _attacks(setting: Setting) -> list[Cell]:
     if setting.model is None:
         return []
     if setting.rehearse:
-        channels = ("raw", "both permuted", "noise 0.01")
-        return [{"channel": channel, "prompts": 2, "options": {}} for channel in channels]
+        return [{"channel": name, "prompts": 1, "options": {}} for name in ("raw", "both permuted")]
     cells: list[Cell] = [
         {"channel": channel, "prompts": PROMPTS, "options": {}}
         for channel in (
@@ -133,10 +130,10 @@ def _noise(setting: Setting) -> list[Cell]:
 def _cascade(setting: Setting) -> list[Cell]:
     if setting.model is None:
         return []
-    lengths = (16,) if setting.rehearse else (128, 1024)
+    lengths, dtypes = ((16,), DTYPES[:1]) if setting.rehearse else ((128, 1024), ("bfloat16", "float32"))
     return [
         {"tokens": tokens, "alpha": alpha, "dtype": dtype}
-        for dtype, tokens, alpha in product(("bfloat16", "float32"), lengths, (1, 2, 4))
+        for dtype, tokens, alpha in product(dtypes, lengths, (1, 2, 4))
     ]
 
 
