@@ -1,5 +1,8 @@
 """The engine against its oracle: one full forward of the plain transformers model per candidate."""
 
+import copy
+import gc
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -557,6 +560,21 @@ def test_unknown_options(tiny: TinyPath) -> None:
 def test_a_slice_is_not_called_directly(tiny_slice: TinySlice) -> None:
     with pytest.raises(RuntimeError, match=r"Slice\.run"):
         tiny_slice("llama", 1).model(ids([1])[None])
+
+
+def test_a_slice_is_freed_at_once_and_can_be_copied(tiny: TinyPath) -> None:
+    for stream in ("resid", "embed", "final_norm"):
+        slice = load_slice(tiny("llama"), stream=stream, device="cpu")
+        expected = slice.encode(ids(LONG))
+        weights = weakref.ref(slice.model)
+        copied = copy.deepcopy(slice)
+        gc.disable()  # nothing but the last reference frees it
+        try:
+            del slice
+            assert weights() is None
+        finally:
+            gc.enable()
+        assert torch.equal(copied.encode(ids(LONG)), expected)
 
 
 @pytest.mark.usefixtures("way")

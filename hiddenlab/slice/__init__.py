@@ -1,11 +1,9 @@
 """The slice: the first l layers of a causal language model, and only those in memory."""
 
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from functools import cached_property, partial
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import cached_property
 from typing import Any
-from weakref import ReferenceType
-from weakref import ref as ref_to
 
 import torch
 from jaxtyping import Float, Int
@@ -73,15 +71,29 @@ class Slice:
         self.forward_calls = 0
         self.attention: Attention | None = None
         self._captured: Tensor | None = None
-        # Hooks that held the slice would keep its weights in memory until a garbage collection.
-        own = ref_to(self)
-        if site.stream == "resid":
-            decoder_layers(model)[-1].register_forward_hook(partial(_capture, own))
-        elif site.stream == "embed":
-            decoder_layers(model)[0].register_forward_pre_hook(
-                partial(_capture_inputs, own), with_kwargs=True
-            )
         self._check_causal()
+
+    @contextmanager
+    def _capturing(self) -> Iterator[None]:
+        """Keep the states at the site, for one pass; a hook that stays would keep the slice in memory, by a cycle."""
+        layers = decoder_layers(self.model)
+        if self.site.stream == "resid":
+            hook = layers[-1].register_forward_hook(self._capture)
+        elif self.site.stream == "embed":
+            hook = layers[0].register_forward_pre_hook(self._capture_inputs, with_kwargs=True)
+        else:
+            hook = None
+        try:
+            yield
+        finally:
+            if hook is not None:
+                hook.remove()
+
+    def _capture(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        self._captured = output[0] if isinstance(output, tuple) else output
+
+    def _capture_inputs(self, module: nn.Module, inputs: Any, options: Any) -> None:
+        self._captured = inputs[0] if inputs else options["hidden_states"]
 
     def _check_causal(self) -> None:
         """A state that changes with a later token means a bidirectional model, which this attack is not for."""
@@ -248,7 +260,8 @@ class Slice:
         """Run the model with attention as a pass gives it; what it answers, None where that was shown on the way."""
         active, output = _ACTIVE.set(how), None
         try:
-            with torch.set_grad_enabled(True) if grad else torch.inference_mode(), suppress(ShownError):
+            mode = torch.set_grad_enabled(True) if grad else torch.inference_mode()
+            with mode, self._capturing(), suppress(ShownError):
                 output = self.model(**inputs, use_cache=False)
         finally:
             _ACTIVE.reset(active)
@@ -296,16 +309,6 @@ class Slice:
 
     def __repr__(self) -> str:
         return f"Slice({self.ref.name}, {self.site}, {self.dtype}, {self.device}; weights are public)"
-
-
-def _capture(own: "ReferenceType[Slice]", module: nn.Module, inputs: Any, output: Any) -> None:
-    if (slice := own()) is not None:
-        slice._captured = output[0] if isinstance(output, tuple) else output
-
-
-def _capture_inputs(own: "ReferenceType[Slice]", module: nn.Module, inputs: Any, options: Any) -> None:
-    if (slice := own()) is not None:
-        slice._captured = inputs[0] if inputs else options["hidden_states"]
 
 
 def signature_of(embedding: Float[Tensor, "v d"]) -> tuple[float, ...]:
