@@ -21,7 +21,7 @@ from hiddenlab import registry
 from hiddenlab.core import Observation, Public, Secret, Site
 from hiddenlab.errors import HiddenlabError, InputError
 from hiddenlab.slice import Request, Slice
-from hiddenlab.slice.engine import packs
+from hiddenlab.slice.request import packs
 
 LOAD_OPTIONS = ("dtype", "quantization")
 SELECTION_FACTS = ("tokens", "shard")  # of a prompt of which only some rows are shown

@@ -14,7 +14,7 @@ from hiddenlab.errors import NotApplicableError
 from hiddenlab.job import Case, Job, generator, release
 from hiddenlab.record import Recorder
 from hiddenlab.slice import Request, Slice
-from hiddenlab.slice.engine import packs
+from hiddenlab.slice.request import packs
 from hiddenlab.summary import NOT_APPLICABLE, Sample, summarise
 
 PREFILL_REPEATS = 3

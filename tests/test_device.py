@@ -343,7 +343,7 @@ def test_attention_to_a_prefix_holds_a_chunk_of_scores_or_its_rows(
 ) -> None:
     """max(SCORE_ELEMENTS, a leaf's scores, a row of each head a token, keys of prefix and chain) elements."""
     bound = 1 << 20
-    monkeypatch.setattr(engine, "SCORE_ELEMENTS", bound)
+    monkeypatch.setattr("hiddenlab.slice.attend.SCORE_ELEMENTS", bound)
     slice = on_card(architecture, 1)
     for prefix, leaves in ((200, 16), (3000, 16), (3000, 512 // depth)):
         held = behind(slice, prefix)
@@ -359,7 +359,7 @@ def test_attention_to_a_prefix_holds_a_chunk_of_scores_or_its_rows(
 def test_chains_together_hold_a_chunk_of_scores_and_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     """max(SCORE_ELEMENTS, one chain's scores or keys, a row of each head a token) elements."""
     bound = 1 << 15
-    monkeypatch.setattr(engine, "SCORE_ELEMENTS", bound)
+    monkeypatch.setattr("hiddenlab.slice.attend.SCORE_ELEMENTS", bound)
     slice = on_card("llama", 1)
     for prefix, chain, requests in ((20, 1, 8), (200, 1, 60), (400, 4, 60)):
         held = behind(slice, prefix)

@@ -222,7 +222,7 @@ def test_short_chains_attend_together(
         requests.append(Request(prefix, ids(chain)))
     with pytest.MonkeyPatch.context() as patch:
         if small:
-            patch.setattr(engine, "SCORE_ELEMENTS", 1)
+            patch.setattr("hiddenlab.slice.attend.SCORE_ELEMENTS", 1)
         answers = slice.run(requests, together=True)
     for (held, chain), request, answer in zip(cases, requests, answers, strict=True):
         close(answer.chain, oracle.states(held + chain, 3)[len(held) :])
@@ -309,7 +309,7 @@ def test_scores_in_small_chunks_are_the_same(
 ) -> None:
     slice = tiny_slice(architecture, 3)
     whole = slice.encode(ids(LONG))
-    monkeypatch.setattr(engine, "SCORE_ELEMENTS", 3 * 4 * (len(LONG) + 1))
+    monkeypatch.setattr("hiddenlab.slice.attend.SCORE_ELEMENTS", 3 * 4 * (len(LONG) + 1))
     close(slice.encode(ids(LONG)), whole, 1e-5)
 
 
@@ -378,7 +378,7 @@ def test_branch_holds_nothing_that_grows_with_candidates_times_prefix(
     # As shipped, the scores are bounded by a constant …
     assert largest_of_branch(slice, 400, many) <= 1 << 22 < many * 4 * 400
     # … and with a small constant nothing depends on the prefix at all.
-    monkeypatch.setattr(engine, "SCORE_ELEMENTS", states // 2)
+    monkeypatch.setattr("hiddenlab.slice.attend.SCORE_ELEMENTS", states // 2)
     short, long = (largest_of_branch(slice, prefix, many) for prefix in (50, 200))
     assert short == long <= states
     # Passes of the usual size bound even the activations.
@@ -393,7 +393,7 @@ def test_one_product_is_for_passes_with_few_scores(
     slice, heads, prefix, most = tiny_slice("llama", 2), 4, 300, 1 << 20
     monkeypatch.setattr(engine, "DENSE_DEVICES", frozenset({"cpu"}))
     monkeypatch.setattr(engine, "DENSE_ELEMENTS", most)
-    monkeypatch.setattr(engine, "SCORE_ELEMENTS", most // 4)
+    monkeypatch.setattr("hiddenlab.slice.attend.SCORE_ELEMENTS", most // 4)
     fits, exceeds = 380, 400
     assert heads * fits * (prefix + fits) <= most < heads * exceeds * (prefix + exceeds)
     assert largest_of_branch(slice, prefix, fits) == heads * fits * (prefix + fits)

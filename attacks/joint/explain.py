@@ -17,7 +17,7 @@ from attacks.joint.continuous import UNEXPLAINED, newton
 from attacks.joint.evidence import NOISE, Candidates, Rows
 from hiddenlab.match import Matcher
 from hiddenlab.slice import Prefix, Request, Slice
-from hiddenlab.slice.engine import packs
+from hiddenlab.slice.request import packs
 
 DESCENTS = 4  # steps for each candidate
 

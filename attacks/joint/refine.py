@@ -16,7 +16,7 @@ from attacks.joint.continuous import UNEXPLAINED, Problem, step
 from attacks.joint.hypotheses import Decoding
 from hiddenlab.core import Progress, silent
 from hiddenlab.slice import Slice
-from hiddenlab.slice.engine import packs
+from hiddenlab.slice.request import packs
 
 UNSURE = 5.0  # nats by which runners-up are behind at most to be looked at again
 RUNNERS_UP = 3  # of them at most

@@ -102,7 +102,9 @@ def run(
 
 def _wrong(row: dict[str, object]) -> bool:
     figures = row["figures"]
-    return row["status"] != "measured" or (isinstance(figures, dict) and figures.get("equal") is False)
+    if row["status"] != "measured" or not isinstance(figures, dict):
+        return True
+    return figures.get("equal") is False or figures.get("right_is_nearest") is False
 
 
 def _asked(names: str | None) -> list[Part]:

@@ -38,7 +38,7 @@ def attack(lab: Lab, *, channel: str, prompts: int, options: dict[str, Any]) -> 
     expected = expected_ids(lab, channel, prompts)
     found, figures = attacked(lab, slice, VocabMatch(**options), CHANNELS[channel], prompts)
     same = sum(a == b for a, b in zip(found, expected, strict=True))
-    return {"same_as_cpu": same, "equal": same == prompts, **figures}
+    return {"same_as_cpu": same, "equal": same == prompts and not figures["wrong_verified"], **figures}
 
 
 def noise(lab: Lab, *, sigma: float, prompts: int) -> Figures:
@@ -125,11 +125,17 @@ def attacked(
 def released(
     slice: Slice, channel: Sequence[str], tokens: Sequence[Sequence[int]]
 ) -> list[tuple[Observation, Secret]]:
+    """Release prompts through a channel, each with draws of its own."""
     pipe = Channel.parse(list(channel))
     return [pipe.release(slice, prompt, generator(SEED, "release", i)) for i, prompt in enumerate(tokens)]
 
 
 def slice_at(lab: Lab, layer: int) -> Slice:
+    """Load the model at hand up to a layer, or take what was loaded last.
+
+    Raises:
+        InputError: the built-in model is not here.
+    """
     if lab.setting.model is None:
         raise InputError("the built-in model is not here; see docs/gpu.md for how it is packed")
     name, depth = lab.setting.model, depth_of(lab, layer)
@@ -137,6 +143,7 @@ def slice_at(lab: Lab, layer: int) -> Slice:
 
 
 def depth_of(lab: Lab, layer: int) -> int:
+    """The layer to attack: a rehearsal's tiny model has four."""
     return lab.sized(layer, 2)
 
 

@@ -170,10 +170,12 @@ def recovery(lab: Lab, *, shape: str, depth: str, search: str) -> Figures:
 
 
 def layers_at(shape: str, depth: str) -> int:
+    """Count the layers in a quarter or half of a shape."""
     return max(1, round(SHAPES[shape].layers * {"quarter": 0.25, "half": 0.5}[depth]))
 
 
 def drawn(lab: Lab, shape: str, layers: int) -> Slice:
+    """Draw a shape's first layers in bfloat16, or take those that were drawn last."""
     return lab.keep("slice", (shape, layers), lambda: draw_slice(shape, layers, device=str(lab.device)))
 
 
@@ -183,11 +185,13 @@ def _builtin(lab: Lab, layer: int, dtype: str) -> Slice:
 
 
 def drawn_ids(slice: Slice, count: int) -> torch.Tensor:
-    drawn = torch.Generator().manual_seed(SEED)
-    return torch.randint(0, slice.vocab_size, (count,), generator=drawn).to(slice.device)
+    """Draw token ids, the same for the same count."""
+    source = torch.Generator().manual_seed(SEED)
+    return torch.randint(0, slice.vocab_size, (count,), generator=source).to(slice.device)
 
 
 def prefix_of(slice: Slice, length: int) -> Prefix:
+    """Run drawn tokens as a prefix."""
     held = slice.prefix()
     held.extend(drawn_ids(slice, length))
     return held

@@ -24,8 +24,8 @@ from hiddenlab.propose.openings import Openings, SortedStates
 from hiddenlab.propose.precedence import Precedence, precedence_settings
 from hiddenlab.propose.probe import Probe, fast_dtype, probe_settings, token_prior, train_probe
 from hiddenlab.slice import Slice
-from hiddenlab.slice.engine import packs
 from hiddenlab.slice.load import cache_dir
+from hiddenlab.slice.request import packs
 
 FORMAT = 3
 # Floating-point operations spent on the attacker's own training states: about 50 s on two CPU cores that multiply

@@ -12,17 +12,7 @@ from torch import Tensor, nn
 from hiddenlab.core import INNER_STREAMS, LAST_STREAMS, STREAMS, Site
 from hiddenlab.errors import InputError
 from hiddenlab.slice.door import Attention, open_door
-from hiddenlab.slice.engine import (
-    _ACTIVE,
-    ATTENTION_NAME,
-    Answer,
-    GivenPass,
-    PackedPass,
-    Prefix,
-    Request,
-    ShownError,
-    packs,
-)
+from hiddenlab.slice.engine import _ACTIVE, ATTENTION_NAME, GivenPass, PackedPass, ShownError
 from hiddenlab.slice.load import (
     ModelRef,
     load_config,
@@ -32,6 +22,7 @@ from hiddenlab.slice.load import (
     resolve_model,
     truncate_config,
 )
+from hiddenlab.slice.request import Answer, Prefix, Request, packs
 
 __all__ = ["Answer", "ModelRef", "Prefix", "Request", "Slice", "decoder_layers", "load_slice", "signature_of"]
 

@@ -82,6 +82,11 @@ def resolve_model(name: str, revision: str | None = None) -> ModelRef:
 
 
 def builtin_gguf() -> Path:
+    """Find the built-in model's GGUF file in its package, without importing it.
+
+    Raises:
+        InputError: the package is not installed.
+    """
     spec = importlib.util.find_spec(BUILTIN_PACKAGE)
     folder = Path(spec.origin).parent if spec and spec.origin else None
     found = sorted(folder.glob("*.gguf")) if folder else []
