@@ -6,21 +6,26 @@ experiment goes on where it was, two tables share their common cells, and nothin
 
 import hashlib
 import json
-import os
 import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+from pydantic import with_config
+from typing_extensions import TypedDict
 
 from hiddenlab import registry
 from hiddenlab.core import Progress, silent
 from hiddenlab.environment import describe_environment
 from hiddenlab.errors import HiddenlabError, InputError
+from hiddenlab.files import write_file
 from hiddenlab.job import AttackSpec
 from hiddenlab.record import RECORD, commit_name, finite, read_run
+from hiddenlab.schema import CLOSED, Finite, read
+from hiddenlab.tables import Figure
 
 FORMAT = 1
 RESULT = "result.json"
@@ -34,7 +39,22 @@ OTHER_MODEL = (
 FINEWEB = "hf:HuggingFaceFW/fineweb-edu:CC-MAIN-2024-10:train:text"
 
 Figures = dict[str, dict[str, float]]  # name -> value, low, high, n
-Result = dict[str, Any]
+Result = dict[str, Any]  # of the form ``CellResult``
+
+
+@with_config(CLOSED)
+class CellResult(TypedDict):
+    """What a cell's folder keeps of its measurement."""
+
+    format: Literal[1]
+    measure: str
+    spec: dict[str, Any]
+    digest: str
+    status: Literal["measured", "not run"]
+    reason: str | None
+    figures: dict[str, Figure | None]
+    seconds: Finite
+    made: dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,7 +238,7 @@ def conduct(
         "against": experiment.against,
         "command": shlex.join(describe_environment()["command"]),
     }
-    _write(home / f"{name}.json", json.dumps(finite(table), ensure_ascii=False, indent=1) + "\n")
+    write_file(home / f"{name}.json", json.dumps(finite(table), ensure_ascii=False, indent=1) + "\n")
     return table
 
 
@@ -252,17 +272,16 @@ def measure_cell(cell: Cell, home: Path, fresh: bool = False, progress: Progress
         result["made"]["commits"] = (
             read_run(folder / RUN)[0].commits if (folder / RUN / RECORD).is_file() else []
         )
-    _write(folder / RESULT, json.dumps(finite(result), ensure_ascii=False, indent=1) + "\n")
+    write_file(folder / RESULT, json.dumps(finite(result), ensure_ascii=False, indent=1) + "\n")
     return result
 
 
 def load_result(cell: Cell, home: Path) -> Result | None:
     """A cell's result, which may be why it could not be measured; None without one of this format."""
     try:
-        result = json.loads((cell.folder(home) / RESULT).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return dict(read(cell.folder(home) / RESULT, CellResult))
+    except InputError:
         return None
-    return result if isinstance(result, dict) and result.get("format") == FORMAT else None
 
 
 def is_measured(result: Result | None) -> bool:
@@ -288,14 +307,3 @@ def _clear(folder: Path) -> None:
     import shutil
 
     shutil.rmtree(folder, ignore_errors=True)
-
-
-def _write(path: Path, text: str) -> None:
-    work = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        work.write_text(text, encoding="utf-8")
-        work.replace(path)
-    except OSError as error:
-        work.unlink(missing_ok=True)
-        raise HiddenlabError(f"cannot write {path}: {error.strerror or error}") from None

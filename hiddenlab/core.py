@@ -6,14 +6,17 @@ one forward pass.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import TYPE_CHECKING, Annotated, Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float
+from pydantic import AfterValidator, Field
 from torch import Tensor
 
 from hiddenlab.errors import InputError
+from hiddenlab.schema import CLOSED, Count, Finite, Layer, one_of
 
 if TYPE_CHECKING:
     from hiddenlab.slice import Slice
@@ -21,7 +24,22 @@ if TYPE_CHECKING:
 LAST_STREAMS = ("final_norm", "logits")  # which exist after the last layer only
 INNER_STREAMS = ("q", "k", "v", "kv", "qkv", "attn")
 STREAMS = ("resid", "embed", *INNER_STREAMS, *LAST_STREAMS)
+DTYPE_NAMES = ("float32", "bfloat16", "float16")
+QUANTIZATIONS = ("int8", "nf4")
+MOST_PREFIX_TOKENS = 4096
 Progress = Callable[[str, int, int], None]  # (what, done, total)
+
+
+def _ascending(positions: tuple[int, ...]) -> tuple[int, ...]:
+    if not positions or any(a >= b for a, b in pairwise(positions)):
+        raise ValueError("should ascend, each position once")
+    return positions
+
+
+def _known_stream(stream: str) -> str:
+    if stream not in STREAMS:
+        raise ValueError(f"unknown stream {stream!r}; known are {', '.join(STREAMS)}")
+    return stream
 
 
 def silent(what: str, done: int, total: int) -> None:
@@ -40,12 +58,16 @@ class Site:
     nodes of a distributed scheme see it in parts.
     """
 
-    layer: int
-    stream: str = "resid"
+    __pydantic_config__ = CLOSED
+
+    layer: Layer
+    stream: Annotated[str, AfterValidator(_known_stream)] = "resid"
 
     def __post_init__(self) -> None:
-        if self.stream not in STREAMS:
-            raise InputError(f"unknown stream {self.stream!r}; known are {', '.join(STREAMS)}")
+        try:
+            _known_stream(self.stream)
+        except ValueError as error:
+            raise InputError(str(error)) from None
 
     def __str__(self) -> str:
         return f"{self.stream} at layer {self.layer}"
@@ -71,17 +93,19 @@ class Public:
         facts: further public facts that a third party's defense adds; JSON values only.
     """
 
+    __pydantic_config__ = CLOSED
+
     model: str
-    signature: tuple[float, ...]
+    signature: tuple[Finite, ...]
     site: Site
     channel: tuple[str, ...] = ()
     rows_permuted: bool = False
-    columns_permuted: str | None = None
-    noise_sigma: float | None = None
-    prefix_tokens: int = 0
-    provider_dtype: str = "float32"
-    quantization: str | None = None
-    positions: tuple[int, ...] | None = None
+    columns_permuted: Annotated[str, one_of("per-row", "shared")] | None = None
+    noise_sigma: Annotated[Finite, Field(gt=0)] | None = None
+    prefix_tokens: Annotated[Count, Field(le=MOST_PREFIX_TOKENS)] = 0
+    provider_dtype: Annotated[str, one_of(*DTYPE_NAMES)] = "float32"
+    quantization: Annotated[str, one_of(*QUANTIZATIONS)] | None = None
+    positions: Annotated[tuple[Count, ...], AfterValidator(_ascending)] | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -100,8 +124,10 @@ class Observation:
     def __post_init__(self) -> None:
         if self.states.shape[0] == 0:
             raise InputError("the observation has no rows")
-        if not bool(torch.isfinite(self.states).all()):
-            bad = int((~torch.isfinite(self.states)).any(dim=-1).nonzero()[0, 0])
+        # Not every 8-bit float has such a test of its own.
+        finite = torch.isfinite(self.states.float() if self.states.dtype.itemsize == 1 else self.states)
+        if not bool(finite.all()):
+            bad = int((~finite).any(dim=-1).nonzero()[0, 0])
             raise InputError(
                 f"the observation holds NaN or infinity (first in row {bad}); nothing can be matched"
             )
@@ -199,24 +225,3 @@ class BatchAttack(Protocol):
     ) -> list[Recovery]:
         """Recover several prompts; same answers as one by one."""
         ...
-
-
-def public_from_json(data: Mapping[str, Any]) -> Public:
-    """Rebuild the public facts from their JSON form.
-
-    Raises:
-        InputError: a field is missing, unknown or of the wrong type.
-    """
-    known = {f.name for f in fields(Public)}
-    if unknown := sorted(set(data) - known):
-        raise InputError(f"unknown public facts: {', '.join(unknown)}")
-    try:
-        values = dict(data)
-        values["site"] = Site(**values["site"])
-        values["signature"] = tuple(float(x) for x in values["signature"])
-        values["channel"] = tuple(str(x) for x in values.get("channel", ()))
-        if values.get("positions") is not None:
-            values["positions"] = tuple(int(x) for x in values["positions"])
-        return Public(**values)
-    except (KeyError, TypeError, ValueError) as error:
-        raise InputError(f"the public facts are incomplete or malformed ({error})") from None

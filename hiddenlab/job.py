@@ -4,18 +4,32 @@ import hashlib
 import inspect
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import Field
 
 from hiddenlab import registry
 from hiddenlab.channel import Channel
 from hiddenlab.core import LAST_STREAMS, Attack, Observation, Progress, Public, Secret, silent
-from hiddenlab.errors import HiddenlabError, InputError
+from hiddenlab.errors import InputError
+from hiddenlab.files import write_file
 from hiddenlab.observation import check_observation, load_observations
 from hiddenlab.prompts import load_prompts
+from hiddenlab.schema import (
+    CLOSED,
+    Count,
+    Positive,
+    Seed,
+    TokenId,
+    check,
+    check_format,
+    loads,
+    parse,
+    read_bytes,
+)
 from hiddenlab.slice import Slice, load_slice
 from hiddenlab.slice.load import load_config, resolve_model
 
@@ -30,12 +44,14 @@ class AttackSpec:
     model, layer and stream are resolved before the spec is recorded.
     """
 
+    __pydantic_config__ = CLOSED
+
     attack: str = "vocab-match"
     prompt: str | None = None
     prompts: str | None = None
     column: str | None = None
-    limit: int | None = None
-    max_tokens: int | None = None
+    limit: Positive | None = None
+    max_tokens: Positive | None = None
     observation: str | None = None
     truth: str | None = None
     model: str | None = None
@@ -46,30 +62,29 @@ class AttackSpec:
     proposal: str | None = None
     distance: str | None = None
     epsilon: str | None = None
-    budget: int | None = None
-    batch: int | None = None
-    seed: int = 0
+    budget: Positive | None = None
+    batch: Positive | None = None
+    seed: Seed = 0
     device: str = "auto"
     device_map: str | None = None
     dtype: str = "float32"
-    threads: int | None = None
+    threads: Positive | None = None
 
     def to_json(self) -> dict[str, Any]:
         """All options by name."""
         return {**asdict(self), "defense": list(self.defense)}
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> "AttackSpec":
+    def from_json(cls, data: Mapping[str, Any], where: str = "the spec") -> "AttackSpec":
         """Rebuild a recorded spec.
 
+        Args:
+            where: names the spec's place in an error.
+
         Raises:
-            InputError: it holds options that this version does not have.
+            InputError: an option is unknown to this version, or has a value that it cannot have.
         """
-        if unknown := sorted(set(data) - {f.name for f in fields(cls)}):
-            raise InputError(
-                f"the record's spec has options that this version does not know: {', '.join(unknown)}"
-            )
-        return cls(**{**data, "defense": tuple(data.get("defense") or ())})
+        return check(dict(data), cls, where)
 
 
 @dataclass(frozen=True)
@@ -193,37 +208,53 @@ def _release(channel: Channel, slice: Slice, case: Case, seed: int) -> tuple[Obs
     return channel.release(slice, case.truth.tokens, generator(seed, "release", case.index))
 
 
+@dataclass(frozen=True)
+class _Truth:
+    """One prompt of a truth file."""
+
+    __pydantic_config__ = CLOSED
+
+    tokens: Annotated[tuple[TokenId, ...], Field(min_length=1)]
+    row_order: tuple[Count, ...] | None = None
+
+    def secret(self) -> Secret:
+        return Secret(self.tokens, self.row_order)
+
+
+@dataclass(frozen=True)
+class _Truths:
+    """A truth file."""
+
+    __pydantic_config__ = CLOSED
+
+    format: int
+    secrets: Annotated[list[_Truth], Field(min_length=1)]
+
+
 def save_truth(secrets: Sequence[Secret], path: Path) -> None:
-    """Write tokens and row orders as JSON, for scoring an attack on saved observations later.
+    """Write tokens and row orders as JSON, for scoring an attack on saved observations later; its owner alone may read.
 
     Raises:
-        HiddenlabError: the file cannot be written.
+        InputError: the file cannot be written.
     """
     rows = [{"tokens": s.tokens, "row_order": s.row_order} for s in secrets]
-    try:
-        path.write_text(json.dumps({"format": TRUTH_FORMAT, "secrets": rows}) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise HiddenlabError(f"cannot write {path}: {error.strerror or error}") from None
+    write_file(path, json.dumps({"format": TRUTH_FORMAT, "secrets": rows}) + "\n", private=True)
 
 
 def load_truth(path: Path) -> list[Secret]:
     """Read what ``save_truth`` wrote.
 
     Raises:
-        InputError: the file cannot be read or is no such file.
+        InputError: the file cannot be read, is no truth file, or names rows that its prompts do not have.
     """
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-        if data["format"] != TRUTH_FORMAT:
-            raise InputError(f"{path} has format {data['format']}; this version knows {TRUTH_FORMAT}")
-        return [
-            Secret(tuple(int(t) for t in row["tokens"]), row["row_order"] and tuple(row["row_order"]))
-            for row in data["secrets"]
-        ]
-    except OSError as error:
-        raise InputError(f"cannot read {path}: {error.strerror or error}") from None
-    except (ValueError, KeyError, TypeError):
-        raise InputError(f"{path} is no truth file; 'hiddenlab capture --secret FILE' writes one") from None
+    data = read_bytes(path)
+    check_format(loads(data, str(path)), TRUTH_FORMAT, str(path))
+    secrets = [row.secret() for row in parse(data, _Truths, str(path)).secrets]
+    for i, secret in enumerate(secrets):
+        order = secret.row_order or ()
+        if len(set(order)) < len(order) or max(order, default=0) >= len(secret.tokens):
+            raise InputError(f"{path}: secrets[{i}].row_order names a row twice, or one that there is not")
+    return secrets
 
 
 def _texts(spec: AttackSpec) -> list[tuple[str, str]]:
@@ -257,6 +288,12 @@ def _given(observations: Sequence[Observation], spec: AttackSpec, slice: Slice) 
             raise InputError(
                 f"{spec.truth} is not the truth of {spec.observation}: the numbers of tokens differ"
             )
+        for i, secret in enumerate(secrets):
+            if (token := max(secret.tokens)) >= slice.vocab_size:
+                raise InputError(
+                    f"{spec.truth}: secrets[{i}].tokens holds {token}, and {slice.ref.name} has "
+                    f"{slice.vocab_size} tokens; it is the truth of another model"
+                )
         truths = secrets
     cases = [
         Case(index, f"p{index + 1:03d}", truth, observation)

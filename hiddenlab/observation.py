@@ -8,22 +8,20 @@ loads without the defense that made it. The format: metadata key ``hiddenlab`` w
 import dataclasses
 import json
 import math
-import os
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from itertools import pairwise
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import Field
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
-from hiddenlab.core import STREAMS, Observation, Public, public_from_json
+from hiddenlab.core import Observation, Public
 from hiddenlab.errors import InputError
+from hiddenlab.files import save_tensors
 from hiddenlab.lens import lens_of
+from hiddenlab.schema import CLOSED, check_format, loads, parse
 from hiddenlab.slice import Slice
-from hiddenlab.slice.load import DTYPES, QUANTIZATIONS
 
 FORMAT = 1
 METADATA_KEY = "hiddenlab"
@@ -32,20 +30,13 @@ METADATA_KEY = "hiddenlab"
 SIGNATURE_RELATIVE = 0.02
 SIGNATURE_ABSOLUTE = 0.01
 
-_CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "model": (lambda x: isinstance(x, str), "a text"),
-    "signature": (lambda x: isinstance(x, list) and all(map(_finite, x)), "a list of numbers"),
-    "site": (lambda x: _is_site(x), f"a layer ≥ 0 and a stream ({', '.join(STREAMS)})"),
-    "channel": (lambda x: isinstance(x, list) and all(isinstance(s, str) for s in x), "a list of texts"),
-    "rows_permuted": (lambda x: isinstance(x, bool), "true or false"),
-    "columns_permuted": (lambda x: x in (None, "per-row", "shared"), "null, per-row or shared"),
-    "noise_sigma": (lambda x: x is None or (_finite(x) and x > 0), "null or a positive number"),
-    "prefix_tokens": (lambda x: _count(x), "a number ≥ 0"),
-    "provider_dtype": (lambda x: isinstance(x, str) and x in DTYPES, f"one of {', '.join(DTYPES)}"),
-    "quantization": (lambda x: x in (None, *QUANTIZATIONS), f"null or one of {', '.join(QUANTIZATIONS)}"),
-    "positions": (lambda x: x is None or _ascending(x), "null or ascending numbers ≥ 0"),
-    "facts": (lambda x: isinstance(x, dict), "an object"),
-}
+
+@dataclasses.dataclass(frozen=True)
+class _Metadata:
+    __pydantic_config__ = CLOSED
+
+    format: int
+    observations: Annotated[list[Public], Field(min_length=1)]
 
 
 def save_observation(observation: Observation, path: str | Path) -> None:
@@ -77,21 +68,14 @@ def save_observations(observations: Sequence[Observation], path: str | Path) -> 
     try:
         facts = [_plain(dataclasses.asdict(observation.public)) for observation in observations]
         text = json.dumps({"format": FORMAT, "observations": facts}, allow_nan=False, ensure_ascii=False)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise InputError(f"the public facts cannot be written as JSON ({error})") from None
+    _public_facts(path, text)  # what is written can be read again
     # Copies: safetensors refuses tensors that share memory, as the rows of one packed pass may.
     tensors = {
         f"states.{i}": o.states.detach().cpu().contiguous().clone() for i, o in enumerate(observations)
     }
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        save_file(tensors, temporary, metadata={METADATA_KEY: text})
-        os.replace(temporary, path)
-    except (OSError, SafetensorError) as error:
-        raise InputError(f"cannot write {path}: {error}") from None
-    finally:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
+    save_tensors(path, tensors, {METADATA_KEY: text})
 
 
 def load_observations(path: str | Path) -> list[Observation]:
@@ -159,33 +143,12 @@ def same_signature(one: Sequence[float], other: Sequence[float]) -> bool:
 
 
 def _public_facts(path: Path, text: str | None) -> list[Public]:
-    """The public facts in a file's metadata, every field checked before a type is built from it."""
+    """The public facts in a file's metadata, every field checked."""
     if text is None:
         raise InputError(f"{path} is no observation file: its metadata has no entry {METADATA_KEY!r}")
-    try:
-        data = json.loads(text)
-    except (ValueError, RecursionError):
-        raise InputError(
-            f"{path} is damaged: the entry {METADATA_KEY!r} of its metadata is no JSON"
-        ) from None
-    version = data.get("format") if isinstance(data, dict) else None
-    if not isinstance(version, int) or isinstance(version, bool) or version < 1:
-        raise InputError(f"{path} is damaged: its metadata names no format version")
-    if version > FORMAT:
-        raise InputError(
-            f"{path} has format {version}, this hiddenlab reads up to {FORMAT}; install a newer one"
-        )
-    entries = data.get("observations")
-    if not isinstance(entries, list) or not entries or not all(isinstance(entry, dict) for entry in entries):
-        raise InputError(f"{path} is damaged: its metadata lists no observations")
-    for i, entry in enumerate(entries):
-        for name, (check, wanted) in _CHECKS.items():
-            if name in entry and not check(entry[name]):
-                raise InputError(f"{path}, observation {i}: {name} should be {wanted}, not {entry[name]!r}")
-    try:
-        return [public_from_json(entry) for entry in entries]
-    except InputError as error:
-        raise InputError(f"{path}: {error}") from None
+    where = f"{path}, metadata {METADATA_KEY!r}"
+    check_format(loads(text, where), FORMAT, where)
+    return parse(text, _Metadata, where).observations
 
 
 def _observation(path: Path, i: int, states: torch.Tensor, public: Public) -> Observation:
@@ -211,21 +174,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     return value
-
-
-def _is_site(value: Any) -> bool:
-    if not isinstance(value, dict) or not set(value) <= {"layer", "stream"}:
-        return False
-    return _count(value.get("layer")) and value.get("stream", "resid") in STREAMS
-
-
-def _finite(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _ascending(value: Any) -> bool:
-    return isinstance(value, list) and all(map(_count, value)) and all(a < b for a, b in pairwise(value))
-
-
-def _count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0

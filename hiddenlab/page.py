@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from hiddenlab.summary import NOT_APPLICABLE, Sample, figure
 from hiddenlab.tables import Grid, brackets, grid
-from hiddenlab.text import visible
+from hiddenlab.text import html, printable, visible
 
 if TYPE_CHECKING:
     from hiddenlab.report import Run, Study
@@ -36,6 +36,7 @@ pre { background: #f5f6f7; padding: .5rem .7rem; white-space: pre-wrap; overflow
 .id { color: #5a6069; font-size: .85rem; }
 .text { font-family: ui-monospace, monospace; font-size: .9rem; white-space: pre-wrap;
   overflow-wrap: anywhere; }
+.text, .id, td, summary { unicode-bidi: isolate; }
 .exact { color: #14612f; }
 .wrong { color: #8f1414; background: #fde0de; text-decoration: underline wavy #c62828; }
 .unverified { color: #6b4a00; background: #fff0c2; text-decoration: underline dotted #a87900; }
@@ -59,26 +60,26 @@ def page(
         runs: the table of the runs, where there are any. listed: these runs, with their prompts. studies: tables of
             experiments. images: all plots; those of an experiment are named after it.
     """
-    body = [f"<h1>{escape(title)}</h1>"]
+    body = [f"<h1>{html(title)}</h1>"]
     if len(studies) > 1:
-        named = [(escape(study.table["experiment"]), escape(study.table["title"])) for study in studies]
+        named = [(html(study.table["experiment"]), html(study.table["title"])) for study in studies]
         links = [f'<li><a href="#{name}">{heading}</a></li>' for name, heading in named]
         body.append(f"<nav><ul>{''.join(links)}</ul></nav>")
     for study in studies:
         name = study.table["experiment"]
-        heading = escape(study.table["title"])
-        body += [f'<h2 id="{escape(name)}">{heading}</h2>', table_html(grid(study.table))]
+        heading = html(study.table["title"])
+        body += [f'<h2 id="{html(name)}">{heading}</h2>', table_html(grid(study.table))]
         body += [_image(image) for image in images if image.stem == name]
         cells = grid(study.table)
         notes = [*study.table["notes"], *cells.reasons, brackets(study.table)]
-        body.append("<ul>" + "".join(f"<li>{escape(visible(note))}</li>" for note in notes) + "</ul>")
-        body.append(f"<pre>{escape(visible(study.table['command']))}</pre>")
+        body.append("<ul>" + "".join(f"<li>{html(note)}</li>" for note in notes) + "</ul>")
+        body.append(f"<pre>{html(study.table['command'])}</pre>")
         if study.runs:
             body.append(LEGEND)
         for run in study.runs:
             shown = sorted(run.samples, key=lambda s: s["index"])
             more = f", the first {SHOWN} of {len(shown)}" if len(shown) > SHOWN else ""
-            body.append(f"<details><summary>Prompts: {escape(run.label)}{more}</summary>")
+            body.append(f"<details><summary>Prompts: {html(run.label)}{more}</summary>")
             body += [prompt_html(sample) for sample in shown[:SHOWN]]
             body.append("</details>")
     if runs is not None:
@@ -87,14 +88,14 @@ def page(
         body += [_image(image) for image in images if image.stem not in own]
         body += ["<h2>Recovered prompts</h2>", LEGEND]
         for run in listed:
-            body.append(
-                f"<h3>{escape(run.record.spec['model'])}, layer {run.layer}, {escape(run.label)}</h3>"
-            )
+            body.append(f"<h3>{html(run.record.spec['model'])}, layer {run.layer}, {html(run.label)}</h3>")
             body += [prompt_html(sample) for sample in sorted(run.samples, key=lambda s: s["index"])]
     everything = [*listed, *(run for study in studies for run in study.runs)]
     body += ["<h2>How it was made</h2>"] * bool(everything)
-    body += [f"<pre>{escape(text)}</pre>" for text in dict.fromkeys(run.made() for run in everything)]
-    head = f'<meta charset="utf-8"><title>{escape(title)}</title>\n<style>\n{STYLE}</style>'
+    body += [
+        f"<pre>{escape(printable(text))}</pre>" for text in dict.fromkeys(run.made() for run in everything)
+    ]
+    head = f'<meta charset="utf-8"><title>{html(title)}</title>\n<style>\n{STYLE}</style>'
     return (
         f'<!doctype html>\n<html lang="en">\n<head>{head}</head>\n<body>\n'
         + "\n".join(body)
@@ -110,7 +111,7 @@ def table_html(cells: Grid) -> str:
         return ' class="key"' if index < cells.keys else ' class="paper"' if index >= first else ""
 
     def line(tag: str, texts: Sequence[str]) -> str:
-        return "".join(f"<{tag}{classes(i)}>{escape(visible(text))}</{tag}>" for i, text in enumerate(texts))
+        return "".join(f"<{tag}{classes(i)}>{html(text)}</{tag}>" for i, text in enumerate(texts))
 
     rows = "\n".join(f"<tr>{line('td', row)}</tr>" for row in cells.rows)
     return f'<div class="wide"><table>\n<tr>{line("th", cells.header)}</tr>\n{rows}\n</table></div>'
@@ -119,7 +120,7 @@ def table_html(cells: Grid) -> str:
 def prompt_html(sample: Sample) -> str:
     """One prompt: its id, how well it was recovered, and its text coloured by its tokens' outcome."""
     if sample["status"] == NOT_APPLICABLE:
-        text, note = f'<span class="na">{NOT_APPLICABLE}: {escape(sample["reason"])}</span>', ""
+        text, note = f'<span class="na">{NOT_APPLICABLE}: {html(sample["reason"])}</span>', ""
     else:
         text = "".join(_span_html(piece, status) for piece, status in sample["spans"])
         accuracy = figure("token_accuracy", sample["token_accuracy"])
@@ -127,7 +128,7 @@ def prompt_html(sample: Sample) -> str:
             "no truth" if sample["exact"] is None else "exact" if sample["exact"] else f"{accuracy} of tokens"
         )
     return (
-        f'<div class="prompt"><div class="id">{escape(str(sample["id"]))}<br>{note}</div>'
+        f'<div class="prompt"><div class="id">{html(sample["id"])}<br>{note}</div>'
         f'<div class="text">{text}</div></div>'
     )
 
@@ -142,4 +143,4 @@ def _span_html(piece: str, status: str) -> str:
 
 def _image(path: Path) -> str:
     data = base64.b64encode(path.read_bytes()).decode()
-    return f'<img alt="{escape(path.stem.replace("_", " "))}" src="data:image/png;base64,{data}">'
+    return f'<img alt="{html(path.stem.replace("_", " "))}" src="data:image/png;base64,{data}">'

@@ -9,14 +9,18 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from io import FileIO
 from pathlib import Path
 from typing import Any
 
+from pydantic import with_config
+from typing_extensions import TypedDict
+
 from hiddenlab.errors import HiddenlabError, InputError
-from hiddenlab.summary import Sample
+from hiddenlab.schema import CLOSED, Count, Finite, Positive, check_format, loads, parse, read_bytes
+from hiddenlab.summary import Sample, sample_form
 
 FORMAT = 1
 RECORD, SAMPLES = "record.json", "samples.jsonl"
@@ -27,14 +31,24 @@ class RecordError(HiddenlabError):
     """A record could not be written or read."""
 
 
+@with_config(CLOSED)
+class Resumed(TypedDict):
+    """When a run was taken up, after how many prompts, and by which code."""
+
+    at: str
+    after: Count
+    code: dict[str, Any]
+
+
 @dataclass(kw_only=True)
 class RunRecord:
     """The content of ``record.json``. What was not measured is None, never zero.
 
     Attributes:
-        code: by which the run was started. resumed: each time that it was taken up: ``at`` (when), ``after`` (how many
-            prompts) and ``code``; older records have the time alone.
+        code: by which the run was started. resumed: each time that it was taken up.
     """
+
+    __pydantic_config__ = CLOSED
 
     format: int = FORMAT
     verb: str
@@ -44,29 +58,28 @@ class RunRecord:
     finished: str | None = None
     command: list[str] = field(default_factory=list)
     inputs_sha256: str | None = None
-    prompts: int | None = None
+    prompts: Count | None = None
     seeds: dict[str, int] = field(default_factory=dict)
-    setup: dict[str, float | None] = field(default_factory=dict)
+    setup: dict[str, Finite | None] = field(default_factory=dict)
     summary: dict[str, Any] | None = None
     error: str | None = None
-    resumed: list[Any] = field(default_factory=list)
+    resumed: list[Resumed] = field(default_factory=list)
     code: dict[str, Any] = field(default_factory=dict)
     packages: dict[str, str | None] = field(default_factory=dict)
     hardware: dict[str, Any] = field(default_factory=dict)
-    threads: int | None = None
+    threads: Positive | None = None
 
     @property
     def commits(self) -> list[str]:
         """The commits whose code made the run's prompts, each once; "unknown" where that of some is not recorded."""
-        parts: list[Any] = [{"after": 0, "code": self.code}]
-        parts += [part if isinstance(part, dict) else {} for part in self.resumed]
+        parts = [(0, self.code), *((part["after"], part["code"]) for part in self.resumed)]
         # What was interrupted before its first prompt made none.
         made = [
-            part
-            for part, then in zip(parts, [*parts[1:], {}], strict=True)
-            if "after" not in then or then["after"] != part.get("after")
+            code
+            for (after, code), then in zip(parts, [*parts[1:], None], strict=True)
+            if then is None or then[0] != after
         ]
-        names = list(dict.fromkeys(commit_name(part.get("code") or {}) for part in made))
+        names = list(dict.fromkeys(map(commit_name, made)))
         return [name or "unknown" for name in names] if any(names) else []
 
 
@@ -214,41 +227,28 @@ def check_new(path: Path) -> None:
 
 def _load(path: Path) -> tuple[RunRecord, list[Sample], int]:
     """Record, samples, and how many bytes of ``samples.jsonl`` are whole lines."""
-    try:
-        data = json.loads((path / RECORD).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise InputError(f"{path} is no run directory: it holds no {RECORD}") from None
-    except (OSError, ValueError) as error:
-        raise InputError(f"cannot read {path / RECORD}: {error}") from None
-    if not isinstance(data, dict) or not isinstance(data.get("format"), int):
-        raise InputError(f"{path / RECORD} is not the record of a run")
-    if data["format"] > FORMAT:
-        raise InputError(
-            f"{path / RECORD} has format {data['format']}, and this version knows {FORMAT}; update it"
-        )
-    known = {f.name for f in fields(RunRecord)}
-    if not {"verb", "spec"} <= set(data) <= known or not isinstance(data["spec"], dict):
-        raise InputError(f"{path / RECORD} is not the record of a run")
-    samples, good = _load_samples(path / SAMPLES)
-    return RunRecord(**data), samples, good
+    if not (path / RECORD).is_file():
+        raise InputError(f"{path} is no run directory: it holds no {RECORD}")
+    data, where = read_bytes(path / RECORD), str(path / RECORD)
+    check_format(loads(data, where), FORMAT, where)
+    record = parse(data, RunRecord, where)
+    samples, good = _load_samples(path / SAMPLES, record.verb)
+    return record, samples, good
 
 
-def _load_samples(path: Path) -> tuple[list[Sample], int]:
-    try:
-        content = path.read_bytes()
-    except FileNotFoundError:
+def _load_samples(path: Path, verb: str) -> tuple[list[Sample], int]:
+    if not path.exists():
         return [], 0
-    except OSError as error:
-        raise InputError(f"cannot read {path}: {_reason(error)}") from None
-    samples: list[Sample] = []
-    good = content.rfind(b"\n") + 1
-    for number, line in enumerate(content[:good].splitlines(), 1):
-        try:
-            samples.append(json.loads(line))
-        except ValueError:
-            raise InputError(
-                f"{path}, line {number} is damaged; cut the file there to resume from it"
-            ) from None
+    content = read_bytes(path)
+    good = content.rfind(b"\n") + 1  # a torn last line is left out
+    samples = []
+    try:
+        for number, line in enumerate(content[:good].split(b"\n")[:-1], 1):
+            where = f"{path}, line {number}"
+            form = sample_form(loads(line, where)) if verb == "attack" else Sample
+            samples.append(parse(line, form, where))
+    except InputError as error:
+        raise InputError(f"{error}; cut the file before that line to resume from there") from None
     return samples, good
 
 

@@ -6,6 +6,7 @@ Nothing is imported before a name is resolved, so listing names loads no torch.
 
 import difflib
 import inspect
+import math
 import types
 from collections.abc import Callable, Mapping
 from importlib.metadata import EntryPoint, entry_points
@@ -383,10 +384,13 @@ def _convert(text: str, annotation: Any) -> Any:
         return text
     if annotation in (int, float):
         try:
-            return annotation(text)
+            value = annotation(text)
         except ValueError:
-            pass
-    if annotation in (bool, int, float, type(None)):
+            raise ValueError(f"expected {_kind(annotation)}") from None
+        if not math.isfinite(value) or abs(value) >= 2**64:
+            raise ValueError("expected a finite number below 2^64")
+        return value
+    if annotation in (bool, type(None)):
         raise ValueError(f"expected {_kind(annotation)}")
     raise ValueError("it cannot be given as a text")
 

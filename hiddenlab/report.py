@@ -1,18 +1,19 @@
 """Reports of runs and experiments: Markdown, PNG plots, and one HTML page that needs no other file."""
 
-import json
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from html import escape
 from pathlib import Path
 from typing import Any
 
 from hiddenlab.errors import HiddenlabError, InputError
+from hiddenlab.files import write_file
 from hiddenlab.page import page
 from hiddenlab.record import RECORD, UNFINISHED, RunRecord, commit_name, read_run
+from hiddenlab.schema import CLOSED, OPEN, Finite, Layer, check, check_format, loads, parse, read_bytes
 from hiddenlab.summary import FIGURES, Sample, figure, summarise
-from hiddenlab.tables import Grid, markdown_table
+from hiddenlab.tables import TABLE_FORMAT, Grid, Table, markdown_table
+from hiddenlab.text import markdown as escaped
 from hiddenlab.text import visible
 
 MARKDOWN, PAGE = "report.md", "report.html"
@@ -63,11 +64,11 @@ class Run:
         dirty = " with uncommitted changes" if code.get("commit") and code.get("dirty") else ""
         if len(record.commits) > 1:
             dirty += f" (parts by {', '.join(record.commits)})"
-        return (
+        how = (
             f"{self.path.name}: {state}, {record.started}, hiddenlab {code.get('version')}, {commit}{dirty}, "
-            f"torch {record.packages.get('torch')}, {hardware.get('cpu')}, {record.threads} threads\n"
-            f"{visible(shlex.join(record.command))}"
+            f"torch {record.packages.get('torch')}, {hardware.get('cpu')}, {record.threads} threads"
         )
+        return f"{visible(how)}\n{visible(shlex.join(record.command))}"
 
 
 @dataclass(frozen=True)
@@ -96,8 +97,8 @@ def write_report(paths: Sequence[Path], out: Path) -> list[Path]:
         images = draw(runs, out) if runs else []
         images += [image for study in studies if (image := draw_table(study.table, out)) is not None]
         shown = grid_of(runs) if runs else None
-        (out / PAGE).write_text(page(TITLE, shown, runs, studies, images), encoding="utf-8")
-        (out / MARKDOWN).write_text(markdown(runs, studies, images), encoding="utf-8")
+        write_file(out / PAGE, page(TITLE, shown, runs, studies, images))
+        write_file(out / MARKDOWN, markdown(runs, studies, images))
     except OSError as error:
         raise HiddenlabError(f"cannot write the report into {out}: {error.strerror or error}") from None
     return [out / MARKDOWN, out / PAGE, *images]
@@ -139,23 +140,41 @@ def load_study(path: Path) -> Study:
     Raises:
         InputError: it is no such table.
     """
-    needed = {"format", "experiment", "title", "figures", "rows", "notes", "command"}
+    data = read_bytes(path)
     try:
-        table = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InputError(f"cannot read {path}: {error.strerror or error}") from None
-    except ValueError:
-        table = None
-    if not isinstance(table, dict) or not needed <= set(table):
-        raise InputError(f"{path} is no table of 'hiddenlab eval'")
+        check_format(loads(data, str(path)), TABLE_FORMAT, str(path))
+        table: dict[str, Any] = dict(parse(data, Table, str(path)))
+    except InputError as error:
+        raise InputError(f"{path} is no table of 'hiddenlab eval': {error}") from None
     runs = []
     for row in table["rows"]:
-        folder = path.parent / "cells" / str(row.get("cell")) / "run"
-        if row.get("cell") and (folder / RECORD).is_file():
+        folder = path.parent / "cells" / str(row["cell"]) / "run"
+        if row["cell"] and (folder / RECORD).is_file():
             run = _load_run(folder)
             label = ", ".join(f"{key} {value}" for key, value in row["keys"].items())
             runs.append(Run(folder.parent, run.record, run.samples, run.summary, label))
     return Study(table, runs)
+
+
+@dataclass(frozen=True)
+class _Spec:
+    """What a report needs of an attack's spec; the rest is shown as it stands."""
+
+    __pydantic_config__ = OPEN
+
+    model: str
+    layer: Layer
+    defense: list[str]
+
+
+@dataclass(frozen=True)
+class _Shown:
+    """What a report shows of an attack's record."""
+
+    __pydantic_config__ = CLOSED
+
+    spec: _Spec
+    summary: dict[str, Finite | None]
 
 
 def _load_run(path: Path) -> Run:
@@ -164,7 +183,9 @@ def _load_run(path: Path) -> Run:
         raise InputError(f"{path} is a run of {record.verb!r}; the report is of runs of 'attack'")
     if not samples:
         raise InputError(f"{path} ({record.status}) holds no samples yet; nothing to report")
-    return Run(path, record, samples, record.summary or {**record.setup, **summarise(samples)})
+    needed = {"spec": record.spec, "summary": record.summary or {}}
+    summary = check(needed, _Shown, str(path / RECORD)).summary
+    return Run(path, record, samples, summary or {**record.setup, **summarise(samples)})
 
 
 def grid_of(runs: Sequence[Run]) -> Grid:
@@ -187,7 +208,7 @@ def markdown(runs: Sequence[Run], studies: Sequence[Study], images: Sequence[Pat
         cells = grid_of(runs)
         lines += ["", "## Single runs", ""] * bool(studies)
         lines += [EXPLANATION, f"| {' | '.join(cells.header)} |", f"|---|---|{'---:|' * len(COLUMNS)}"]
-        lines += [f"| {' | '.join(map(_cell, row))} |" for row in cells.rows]
+        lines += [f"| {' | '.join(map(escaped, row))} |" for row in cells.rows]
         own_names = {study.table["experiment"] for study in studies}
         lines += [line for image in images if image.stem not in own_names for line in _image_lines(image)]
     everything = [*runs, *(run for study in studies for run in study.runs)]
@@ -196,7 +217,7 @@ def markdown(runs: Sequence[Run], studies: Sequence[Study], images: Sequence[Pat
         lines += ["", shown, "", "## Runs", ""]
     for run in everything:
         what, _, command = run.made().partition("\n")
-        lines += [f"- {what}", "", f"      {command}", ""]
+        lines += [f"- {escaped(what)}", "", f"      {command}", ""]
     return "\n".join(lines) + "\n"
 
 
@@ -212,7 +233,3 @@ def _label(spec: Mapping[str, Any], varying: Sequence[str]) -> str:
 
 def _image_lines(image: Path) -> list[str]:
     return ["", f"![{image.stem.replace('_', ' ')}]({image.name})"]
-
-
-def _cell(text: str) -> str:
-    return escape(visible(text), quote=False).replace("|", "\\|")

@@ -2,10 +2,76 @@
 
 from collections.abc import Sequence
 from statistics import fmean, median
-from typing import Any
+from typing import Annotated, Any, Literal, NotRequired
+
+from pydantic import Field, with_config
+from typing_extensions import TypedDict
+
+from hiddenlab.schema import CLOSED, Count, Finite, TokenId
 
 Sample = dict[str, Any]  # one line of samples.jsonl, see ``hiddenlab.run.score``
 NOT_APPLICABLE = "not applicable"  # the status of a prompt whose observation an attack cannot use
+
+Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Status = Literal["exact", "verified", "wrong", "unverified", "missing"]
+
+
+@with_config(CLOSED)
+class _PerToken(TypedDict):
+    """Lists of one entry a recovered token, see ``hiddenlab.core.TokenRecovery``."""
+
+    row: list[Annotated[int, Field(ge=-1)]]
+    distance: list[Finite | None]
+    margin: list[Finite | None]
+    evaluated: list[Count]
+    verified: list[bool]
+
+
+@with_config(CLOSED)
+class _Scored(TypedDict):
+    index: Count
+    id: str
+    text: str | None
+    truth_ids: list[TokenId] | None
+    recovered: str | None
+    exact: bool | None
+    token_accuracy: Share | None
+    token_bag: Share | None
+    rouge_l: Share | None
+    bleu: Share | None
+
+
+@with_config(CLOSED)
+class _NotApplicable(_Scored):
+    status: Literal["not applicable"]
+    reason: str
+
+
+@with_config(CLOSED)
+class _Attacked(_Scored):
+    status: Literal["attacked"]
+    unseen: NotRequired[Count]
+    unseen_right: NotRequired[Count]
+    tokens: Count
+    verified: Share
+    evaluated_tokens: Count | None
+    forward_calls: Count | None
+    seconds: Amount | None
+    prefill_seconds: Amount | None
+    epsilon: Finite | None
+    stop_reason: str | None
+    recovered_ids: list[TokenId]
+    positions: list[Count] | None
+    spans: list[tuple[str, Status]]
+    per_token: _PerToken
+
+
+def sample_form(sample: Any) -> Any:
+    """Give the form of one sample of ``attack``, by its status."""
+    status = sample.get("status") if isinstance(sample, dict) else None
+    return _NotApplicable if status == NOT_APPLICABLE else _Attacked
+
 
 # name in the summary -> (label, how it is written)
 FIGURES: dict[str, tuple[str, str]] = {

@@ -2,9 +2,14 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal, NotRequired
 
+from pydantic import Field, with_config
+from typing_extensions import TypedDict
+
+from hiddenlab.schema import CLOSED, Count, Finite
 from hiddenlab.summary import FIGURES, figure
+from hiddenlab.text import markdown, visible
 
 # Figures that only experiments have; see ``hiddenlab.summary`` for the kinds.
 MORE_FIGURES = {
@@ -19,6 +24,50 @@ MORE_FIGURES = {
     "kl": "number",
 }
 PAPER = "paper: "
+TABLE_FORMAT = 1
+
+# Names become names of files; a table names nothing outside its folder.
+Name = Annotated[str, Field(pattern=r"\A[a-z0-9][a-z0-9-]*\z", max_length=100)]
+
+
+@with_config(CLOSED)
+class Figure(TypedDict):
+    """What was measured, with its 95 % interval and over how many; null where nothing was."""
+
+    value: Finite | None
+    low: Finite | None
+    high: Finite | None
+    n: Count
+
+
+@with_config(CLOSED)
+class Row(TypedDict):
+    """A row of a table: what it is of, what was measured, what the paper says."""
+
+    keys: dict[str, str | int | Finite | bool | None]
+    figures: dict[str, Figure | None]
+    paper: dict[str, Finite | None]
+    status: Literal["measured", "not run"]
+    reason: str | None
+    commit: str | None
+    cell: Name | None
+
+
+@with_config(CLOSED)
+class Table(TypedDict):
+    """A table of ``hiddenlab eval`` as it is stored."""
+
+    format: int
+    experiment: Name
+    title: str
+    figures: dict[str, str]
+    rows: list[Row]
+    versions: NotRequired[list[str]]
+    notes: list[str]
+    over: NotRequired[str | None]
+    curves: NotRequired[str | None]
+    against: NotRequired[str | None]
+    command: str
 
 
 @dataclass(frozen=True)
@@ -105,12 +154,18 @@ def markdown_table(table: Mapping[str, Any]) -> str:
     """Title, table, reasons and notes as Markdown."""
     cells = grid(table)
     numbers = len(cells.header) - cells.keys
-    lines = [f"## {table['title']}", "", _line(cells.header), f"|{'---|' * cells.keys}{'---:|' * numbers}"]
+    lines = [
+        f"## {markdown(table['title'])}",
+        "",
+        _line(cells.header),
+        f"|{'---|' * cells.keys}{'---:|' * numbers}",
+    ]
     lines += [_line(row) for row in cells.rows]
-    lines += ["", f"`{table['command']}`. {brackets(table)}"]
-    lines += ["", *(f"- {text}" for text in [*table["notes"], *cells.reasons])]
+    command = visible(table["command"]).replace("`", "'")
+    lines += ["", f"`{command}`. {markdown(brackets(table))}"]
+    lines += ["", *(f"- {markdown(text)}" for text in [*table["notes"], *cells.reasons])]
     return "\n".join(lines) + "\n"
 
 
 def _line(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+    return f"| {' | '.join(map(markdown, cells))} |"

@@ -185,3 +185,23 @@ class PlainModel:
             return output.hidden_states[layer][0]  # type: ignore[no-any-return]
         assert self._last is not None
         return self._last[0]
+
+
+def attack_sample(
+    index: int, spans: Sequence[tuple[str, str]] = (("a", "exact"),), **changes: Any
+) -> dict[str, Any]:
+    """Make a sample of ``attack`` such as a run records it; a span is a token, and changes replace fields."""
+    ids, right = list(range(len(spans))), sum(status == "exact" for _, status in spans) / len(spans)
+    text = "".join(text for text, _ in spans)
+    return {
+        "index": index, "id": f"p{index + 1:03d}", "status": "attacked", "text": text, "truth_ids": ids,
+        "recovered": text, "exact": right == 1, "token_accuracy": right, "token_bag": right, "rouge_l": right,
+        "bleu": right, "tokens": len(ids), "verified": right, "evaluated_tokens": 3 * len(ids),
+        "forward_calls": 2, "seconds": 1.0, "prefill_seconds": 0.4, "epsilon": 0.1, "stop_reason": "complete",
+        "recovered_ids": ids, "positions": None, "spans": [tuple(span) for span in spans],
+        "per_token": {
+            "row": ids, "distance": [0.0] * len(ids), "margin": [None] * len(ids), "evaluated": [3] * len(ids),
+            "verified": [status == "exact" for _, status in spans],
+        },
+        **changes,
+    }  # fmt: skip

@@ -1,24 +1,43 @@
-"""Text that is safe to print and to show."""
+"""Text that is safe to print and to show, whoever wrote it."""
+
+import unicodedata
+from html import escape
+
+# Joiners that Persian, Indian scripts and emoji need; they change neither order nor colour.
+_KEPT = "\u200c\u200d"
+_UNSAFE = {"Cc", "Cf", "Cs", "Zl", "Zp"}  # controls, formats (reading order), half pairs, line separators
 
 
 def visible(text: str) -> str:
-    """Text with its control characters as pictures, safe to print: no escapes, no reversed reading order."""
-    out = []
-    for char in text:
-        code = ord(char)
-        if char == "\n":
-            out.append("↵")
-        elif char == "\t":
-            out.append("⇥")
-        elif code < 0x20 or code == 0x7F:
-            out.append(chr(0x2400 + code) if code < 0x20 else "\u2421")
-        elif (
-            0x80 <= code < 0xA0
-            or 0x202A <= code <= 0x202E
-            or 0x2066 <= code <= 0x2069
-            or code in (0x2028, 0x2029)
-        ):
-            out.append("\ufffd")
-        else:
-            out.append(char)
-    return "".join(out)
+    """Show control characters as pictures, so that a text can be printed: no escapes, no reversed reading order."""
+    if text.isascii() and text.isprintable():
+        return text
+    return "".join(map(_shown, text))
+
+
+def printable(text: str) -> str:
+    """Show control characters as ``visible`` does, but keep line breaks."""
+    return text if text.isprintable() else "\n".join(map(visible, text.split("\n")))
+
+
+def html(text: str) -> str:
+    """Escape a text for a page: no tags, no control characters."""
+    return escape(visible(text))
+
+
+def markdown(text: str) -> str:
+    """Escape a text for a line or a table's cell of Markdown: no HTML, no columns, no control characters."""
+    return escape(visible(text), quote=False).replace("|", "\\|")
+
+
+def _shown(char: str) -> str:
+    code = ord(char)
+    if char == "\n":
+        return "↵"
+    if char == "\t":
+        return "⇥"
+    if code < 0x20:
+        return chr(0x2400 + code)
+    if code == 0x7F:
+        return "\u2421"
+    return "\ufffd" if unicodedata.category(char) in _UNSAFE and char not in _KEPT else char

@@ -14,15 +14,14 @@ from hiddenlab.environment import describe_environment, peak_memory_mb
 from hiddenlab.errors import InputError
 from hiddenlab.record import RECORD, SAMPLES, Recorder, RecordError, RunRecord, read_run
 from hiddenlab.summary import summarise
+from hiddenlab.testing import attack_sample
 
 
 def sample(index: int, **changes: Any) -> dict[str, Any]:
-    return {
-        "index": index, "id": f"p{index:03d}", "status": "attacked", "exact": True, "token_accuracy": 1.0,
-        "token_bag": 1.0, "rouge_l": 1.0, "bleu": 1.0, "tokens": 10, "verified": 1.0, "evaluated_tokens": 20,
-        "forward_calls": 2, "seconds": 1.0, "prefill_seconds": 0.5, "epsilon": 0.1, "text": "é\u2028\n",
-        **changes,
-    }  # fmt: skip
+    return attack_sample(
+        index,
+        **{"tokens": 10, "evaluated_tokens": 20, "text": "é\u2028\n", "prefill_seconds": 0.5, **changes},
+    )
 
 
 def start(path: Path) -> Recorder:
@@ -87,8 +86,10 @@ def test_a_torn_last_sample_is_dropped(tmp_path: Path, torn: str) -> None:
 
 def test_damage_in_the_middle_is_not_passed_over(tmp_path: Path) -> None:
     start(tmp_path / "run").close("interrupted")
-    (tmp_path / "run" / SAMPLES).write_text('{"index": 0}\n{broken\n{"index": 2}\n')
-    with pytest.raises(InputError, match="line 2 is damaged"):
+    (tmp_path / "run" / SAMPLES).write_text(json.dumps(sample(0)) + '\n{broken\n{"index": 2}\n')
+    with pytest.raises(
+        InputError, match=r"samples.jsonl, line 2 is no valid JSON.*cut the file before that line"
+    ):
         read_run(tmp_path / "run")
 
 
@@ -146,9 +147,18 @@ def test_an_unwritable_place(tmp_path: Path) -> None:
 def test_what_is_no_record(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no run directory"):
         read_run(tmp_path / "absent")
-    for text in ("[]", "{}", '{"format": "1"}', '{"format": 1, "verb": "attack", "spec": {}, "odd": 1}'):
+    for text, says in (
+        ("[]", "names no format version"),
+        ("{}", "names no format version"),
+        ('{"format": "1"}', "names no format version"),
+        ('{"format": 1, "verb": "attack", "spec": {}, "odd": 1}', "odd is unknown"),
+        ('{"format": 1, "verb": "attack", "spec": []}', "spec should be an object"),
+        ('{"format": 1, "verb": "attack", "spec": ' + '{"a":' * 400 + "1" + "}" * 401, "recursion limit"),
+        ("[" * 100_000, "nested too deeply"),
+        ('{"format": 1, "verb": "attack", "spec": {}, "setup": {"x": 1e999}}', "beyond the range"),
+    ):
         (tmp_path / RECORD).write_text(text)
-        with pytest.raises(InputError, match="is not the record of a run"):
+        with pytest.raises(InputError, match=f"record.json.*{says}"):
             read_run(tmp_path)
 
 
@@ -209,16 +219,11 @@ def test_parts_by_other_versions_are_named(tmp_path: Path, monkeypatch: pytest.M
         resumed.close("interrupted")
     kept = read_run(tmp_path / "run")[0]
     assert kept.commits == ["a" * 12, "b" * 12 + "+"]
-    assert RunRecord(verb="attack", spec={}, code=first, resumed=["2026-01-01"]).commits == [
-        "a" * 12,
-        "unknown",
-    ]
-    assert RunRecord(verb="attack", spec={}, resumed=["2026-01-01"]).commits == []
 
 
 def test_versions_that_made_no_prompt_are_not_named() -> None:
     def part(after: int, commit: str | None) -> dict[str, Any]:
-        return {"at": "", "after": after, "code": None if commit is None else {"commit": commit}}
+        return {"at": "", "after": after, "code": {"commit": commit}}
 
     def names(*parts: Any) -> list[str]:
         return RunRecord(verb="attack", spec={}, code={"commit": "a"}, resumed=list(parts)).commits

@@ -114,8 +114,10 @@ def test_describe_lists_what_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch) -
     [
         ("gaussian", "the defense gaussian needs sigma; it takes sigma: float"),
         ("gaussian:sigma=-1", "sigma > 0, not -1.0"),
-        ("gaussian:sigma=nan", "sigma > 0, not nan"),
-        ("gaussian:sigma=inf", "sigma > 0, not inf"),
+        ("gaussian:sigma=nan", "expected a finite number"),
+        ("gaussian:sigma=inf", "expected a finite number"),
+        ("project:count=" + "9" * 30, "expected a finite number"),
+        ("shard:alpha=200000000,c=1,node=0", "200000000 CompNodes with 1 splits each are more than 65536"),
         ("gaussian:sigma=much", "cannot use sigma='much': expected float; it takes sigma: float"),
         ("gaussian:sgma=1", "has no parameter 'sgma'; it takes sigma: float"),
         ("gaussian:0.1,sigma=0.1", "cannot use the value '0.1'; it takes sigma: float"),

@@ -12,18 +12,12 @@ from hiddenlab.page import prompt_html
 from hiddenlab.record import Recorder, RunRecord
 from hiddenlab.report import load_runs, write_report
 from hiddenlab.summary import figure, summarise
+from hiddenlab.testing import attack_sample
 from hiddenlab.text import visible
 
 
 def sample(index: int, spans: list[tuple[str, str]], **changes: Any) -> dict[str, Any]:
-    statuses = [status for _, status in spans]
-    right = statuses.count("exact") / len(statuses)
-    return {
-        "index": index, "id": f"p{index + 1:03d}", "status": "attacked", "exact": right == 1,
-        "token_accuracy": right, "token_bag": right, "rouge_l": right, "bleu": right, "tokens": len(spans),
-        "verified": right, "evaluated_tokens": 3 * len(spans), "forward_calls": 2, "seconds": 1.0,
-        "prefill_seconds": 0.4, "epsilon": 0.1, "spans": spans, **changes,
-    }  # fmt: skip
+    return attack_sample(index, spans, **changes)
 
 
 def make(
@@ -86,7 +80,10 @@ def test_runs_are_told_apart_by_what_differs(tmp_path: Path) -> None:
 def test_unfinished_and_unscored_runs(tmp_path: Path) -> None:
     scores = dict.fromkeys(("exact", "token_accuracy", "token_bag", "rouge_l", "bleu"))
     unscored = sample(0, [("a", "verified")], **scores)
-    other = {"index": 1, "id": "p002", "status": "not applicable", "reason": "no <rows>", "exact": None}
+    scores = ("text", "truth_ids", "recovered", "exact", "token_accuracy", "token_bag", "rouge_l", "bleu")
+    other = {
+        "index": 1, "id": "p002", "status": "not applicable", "reason": "no <rows>", **dict.fromkeys(scores),
+    }  # fmt: skip
     make(tmp_path / "r", [unscored, other], status="interrupted")
     files = write_report([tmp_path / "r"], tmp_path / "out")
     text = files[0].read_text()
@@ -134,8 +131,8 @@ def test_report_of_experiments(tmp_path: Path) -> None:
     files = write_report([tmp_path / "eval"], tmp_path / "out")
     assert [path.name for path in files] == ["report.md", "report.html", "t.png", "u.png"]
     text, html = files[0].read_text(), files[1].read_text()
-    assert "| <b>\\|x | 1 | 75.0 % [50.0, 100] | 90.0 % |" in text
-    assert "- not run: <b>|x, 11: no <data>" in text
+    assert "| &lt;b&gt;\\|x | 1 | 75.0 % [50.0, 100] | 90.0 % |" in text
+    assert "- not run: &lt;b&gt;\\|x, 11: no &lt;data&gt;" in text
     assert "<b>" not in html.partition("<style>")[2].partition("</style>")[2]
     assert "not run: &lt;b&gt;|x, 11: no &lt;data&gt;" in html
     assert '<td class="key">&lt;b&gt;|x</td><td class="key">1</td><td>75.0 % [50.0, 100]</td>' in html
@@ -173,6 +170,8 @@ def test_a_picture_over_a_key_shows_every_figure(tmp_path: Path) -> None:
             "paper": {},
             "status": "measured",
             "reason": "no b" * ("b" not in values),
+            "commit": None,
+            "cell": None,
         }
 
     plans = table(

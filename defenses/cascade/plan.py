@@ -14,6 +14,7 @@ from typing import Any
 from hiddenlab.errors import InputError
 
 Positions = tuple[int, ...]
+MOST_SHARDS = 1 << 16  # α · m; a spec from a file must not fill the memory
 
 
 @dataclass(frozen=True, order=True)
@@ -86,7 +87,7 @@ class Plan:
                 its next, so that α = ⌈δ/c⌉; give one of both. m: splits of each shard, see ``split``.
 
         Raises:
-            InputError: a number below 1, or not exactly one of alpha and delta.
+            InputError: a number below 1, not exactly one of alpha and delta, or more than 65,536 shards.
         """
         if (alpha is None) == (delta is None):
             raise InputError("give either alpha (CompNodes) or delta (distance between a node's clusters)")
@@ -96,7 +97,12 @@ class Plan:
         distance = alpha * c if alpha is not None else delta
         assert distance is not None
         nodes = -(-distance // c)
-        shards = tuple(tuple(t for t in range(tokens) if t % distance // c == node) for node in range(nodes))
+        if nodes * m > MOST_SHARDS:
+            raise InputError(f"{nodes} CompNodes with {m} splits each are more than {MOST_SHARDS} shards")
+        held: list[list[int]] = [[] for _ in range(nodes)]
+        for t in range(tokens):
+            held[t % distance // c].append(t)
+        shards = tuple(map(tuple, held))
         return cls(tokens, shards, split(shards, m), symmetric, (c, distance), m)
 
     @classmethod

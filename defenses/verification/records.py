@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from defenses.verification.signing import LedgerError, signed
+from hiddenlab.errors import InputError
+from hiddenlab.schema import loads
 
 LONGEST_LINE = 1 << 26  # bytes; a longer one is no record
 
@@ -31,11 +33,12 @@ def parsed(line: bytes) -> dict[str, Any] | str:
     if len(line) > LONGEST_LINE:
         return "the line is too long"
     try:
-        value = json.loads(line)
-        same = isinstance(value, dict) and canonical(value) == line
-    except (ValueError, RecursionError):
+        value = loads(line, "the line")
+    except InputError as error:
+        return str(error)
+    if not isinstance(value, dict):
         return "the line is no JSON object"
-    return value if same else "the line is not in canonical form"
+    return value if canonical(value) == line else "the line is not in canonical form"
 
 
 def checked(entry: Mapping[str, Any]) -> dict[str, Any]:
@@ -46,10 +49,10 @@ def checked(entry: Mapping[str, Any]) -> dict[str, Any]:
     """
     try:
         written = canonical(dict(entry))
-        value = json.loads(written)
+        value = loads(written, "the entry")
         if canonical(value) != written:  # of two equal names, one is lost
             raise ValueError("it does not come back as it was")
-    except (ValueError, TypeError, RecursionError) as error:
+    except (ValueError, TypeError, RecursionError, InputError) as error:
         raise LedgerError(f"an entry that JSON cannot hold: {error}") from error
     return dict(value)
 

@@ -18,6 +18,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from hiddenlab.errors import InputError
+from hiddenlab.schema import CLOSED
 
 TEMPERATURES = (
     0.01,
@@ -38,6 +39,8 @@ class Sampling:
         top_p: only the likeliest tokens that together have this probability (after temperature and top-k).
         seed: of the request's random numbers.
     """
+
+    __pydantic_config__ = CLOSED
 
     method: str = "gumbel"
     temperature: float = 1.0

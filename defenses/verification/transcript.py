@@ -5,23 +5,34 @@ from __future__ import annotations
 import base64
 import binascii
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 import torch
 from jaxtyping import Float
+from pydantic import AfterValidator
 from torch import Tensor
 
 from defenses.verification.sampling import Sampling
 from hiddenlab.core import Progress, silent
 from hiddenlab.errors import HiddenlabError, InputError
 from hiddenlab.lens import Projection
+from hiddenlab.schema import CLOSED, TokenId, check, check_format, lines, loads
 
 FORMAT = 1
 Mode = Literal["accept", "reject", "bonus"]
 FINGERPRINT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def _one_line(text: str) -> str:
+    if not text.isprintable():
+        raise ValueError("should be a text of one line")
+    return text
+
+
+OneLine = Annotated[str, AfterValidator(_one_line)]
 
 
 @dataclass(frozen=True)
@@ -32,6 +43,8 @@ class Fingerprint:
         count: k, numbers a position. every: positions from one recorded output token to the next (stride).
         seed: of the projection. kind: ``orthogonal`` or ``gaussian``. dtype: of the numbers sent. data: them, base64.
     """
+
+    __pydantic_config__ = CLOSED
 
     count: int
     every: int
@@ -93,10 +106,12 @@ class Transcript:
             prompt's first. fingerprint: Activation-DiFR's. modes: of speculative decoding, one an output token.
     """
 
-    id: str
-    model: str
-    prompt: tuple[int, ...]
-    output: tuple[int, ...]
+    __pydantic_config__ = CLOSED
+
+    id: OneLine
+    model: OneLine
+    prompt: tuple[TokenId, ...]
+    output: tuple[TokenId, ...]
     sampling: Sampling
     proofs: tuple[str, ...] | None = None
     fingerprint: Fingerprint | None = None
@@ -125,73 +140,20 @@ class Transcript:
         return {"format": FORMAT, **{k: v for k, v in asdict(self).items() if v is not None}}
 
     @classmethod
-    def from_json(cls, value: Any) -> Transcript:
-        """What ``to_json`` gave, every field checked.
+    def from_json(cls, value: Any, where: str = "the transcript") -> Transcript:
+        """Rebuild what ``to_json`` gave, every field checked.
+
+        Args:
+            where: names its place in an error.
 
         Raises:
             InputError: a field is missing, unknown, or of another kind.
         """
-        if (
-            not isinstance(value, Mapping)
-            or type(value.get("format")) is not int
-            or value["format"] != FORMAT
-        ):
-            raise InputError(f"not a transcript of format {FORMAT}")
-        known = {f.name for f in fields(cls)} | {"format"}
-        if extra := sorted(set(value) - known):
-            raise InputError(f"unknown field {extra[0]!r}")
-        sampling = _record(Sampling, value.get("sampling"), "sampling", needed=("seed",))
-        print_ = value.get("fingerprint")
-        modes = value.get("modes")
-        if modes is not None and not (isinstance(modes, list) and all(m in get_args(Mode) for m in modes)):
-            raise InputError(f"modes: a list of {', '.join(get_args(Mode))}")
-        proofs = value.get("proofs")
-        if proofs is not None and not (isinstance(proofs, list) and all(isinstance(p, str) for p in proofs)):
-            raise InputError("proofs: a list of base64 texts")
-        return cls(
-            id=_text(value, "id"), model=_text(value, "model"), prompt=_tokens(value, "prompt"),
-            output=_tokens(value, "output"), sampling=sampling,
-            proofs=None if proofs is None else tuple(proofs), modes=None if modes is None else tuple(modes),
-            fingerprint=None if print_ is None else _record(Fingerprint, print_, "fingerprint"),
-        )  # fmt: skip
-
-
-def _text(value: Mapping[str, Any], name: str) -> str:
-    found = value.get(name)
-    if not isinstance(found, str) or not found.isprintable():
-        raise InputError(f"{name}: a text of one line is missing")
-    return found
-
-
-def _tokens(value: Mapping[str, Any], name: str) -> tuple[int, ...]:
-    found = value.get(name)
-    if not isinstance(found, list) or not all(type(t) is int for t in found):
-        raise InputError(f"{name}: a list of token ids (whole numbers) is missing")
-    return tuple(found)
-
-
-def _record(kind: type, value: Any, name: str, needed: Sequence[str] | None = None) -> Any:
-    """A small dataclass from JSON: known fields of the right type; ``needed`` ones (default: all) present."""
-    if not isinstance(value, Mapping):
-        raise InputError(f"{name}: missing, or no object")
-    types = {f.name: f.type for f in fields(kind)}
-    if extra := sorted(set(value) - set(types)):
-        raise InputError(f"{name}: unknown field {extra[0]!r}")
-    for field in types if needed is None else needed:
-        if field not in value:
-            raise InputError(f"{name}: {field!r} is missing")
-    out = {}
-    for field, found in value.items():
-        number = types[field] == "float" and type(found) in (int, float)
-        if not (number or (types[field] == "int" and type(found) is int) or isinstance(found, str)):
-            raise InputError(f"{name}: {field} is {found!r}")
-        if isinstance(found, str) and types[field] in ("int", "float"):
-            raise InputError(f"{name}: {field} is {found!r}, not a number")
-        try:
-            out[field] = float(found) if number else found
-        except OverflowError:
-            raise InputError(f"{name}: {field} is too large") from None
-    return kind(**out)
+        check_format(value, FORMAT, where)
+        found = check({name: part for name, part in value.items() if name != "format"}, cls, where)
+        if "seed" not in value["sampling"]:  # without one nothing can be sampled again
+            raise InputError(f"{where}: sampling.seed is missing")
+        return found
 
 
 def write_transcripts(path: Path, transcripts: Iterable[Transcript]) -> int:
@@ -236,12 +198,8 @@ def read_transcripts(path: Path) -> list[Transcript]:
     """
     out: dict[str, Transcript] = {}
     for place, line in _lines(path):
-        try:
-            one = Transcript.from_json(json.loads(line))
-        except (ValueError, RecursionError):
-            raise InputError(f"{path}, line {place}: no JSON") from None
-        except InputError as error:
-            raise InputError(f"{path}, line {place}: {error}") from None
+        where = f"{path}, line {place}"
+        one = Transcript.from_json(loads(line, where), where)
         if one.id in out:
             raise InputError(f"{path}, line {place}: request {one.id!r} stands twice")
         out[one.id] = one
@@ -250,12 +208,8 @@ def read_transcripts(path: Path) -> list[Transcript]:
     return list(out.values())
 
 
-def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    try:
-        with path.open(encoding="utf-8") as file:
-            yield from ((i, line) for i, line in enumerate(file, 1) if line.strip())
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"cannot read {path}: {error}") from None
+def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    yield from ((number, line) for number, line in lines(path) if line.strip())
 
 
 def from_openai(path: Path, model: str, tokenizer: Any, progress: Progress = silent) -> list[Transcript]:

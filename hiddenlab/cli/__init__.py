@@ -6,7 +6,7 @@ import typer
 from typer.core import TyperGroup
 
 from hiddenlab.cli import attack, bench, capture, cascade, eval, ledger, listing, report, rerun
-from hiddenlab.cli.console import stderr
+from hiddenlab.cli.console import accept_any_text, stderr
 from hiddenlab.errors import HiddenlabError
 
 USER_ERROR, INTERRUPTED = 2, 130
@@ -19,7 +19,7 @@ class Verbs(TyperGroup):
         try:
             return super().invoke(ctx)
         except HiddenlabError as error:
-            stderr().print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+            stderr().print(f"error: {error}", style="red", soft_wrap=True)
             raise typer.Exit(USER_ERROR) from None
         except KeyboardInterrupt:
             stderr().print("interrupted")
@@ -46,5 +46,6 @@ app.add_typer(ledger.app, name="verify")  # the ledger's commands stand among th
 
 
 def main() -> None:
-    """The entry point of ``hiddenlab``."""
+    """Run the command line; the entry point of ``hiddenlab``."""
+    accept_any_text()
     app()

@@ -140,7 +140,7 @@ def conduct(
         screen.print(title(job.spec.to_json()), soft_wrap=True)
         screen.print(summary_table(summary))
     if recorder.path is not None:
-        stderr().print(f"recorded in {recorder.path}", highlight=False, soft_wrap=True, markup=False)
+        stderr().print(f"recorded in {recorder.path}", soft_wrap=True)
     return recorder
 
 
@@ -201,7 +201,5 @@ def _say_interrupted(recorder: Recorder | None) -> None:
     stderr().print(
         f"interrupted; {len(recorder.samples)} of {record.prompts} prompts are recorded. Continue with: "
         f"hiddenlab rerun {recorder.path} --resume",
-        highlight=False,
         soft_wrap=True,
-        markup=False,
     )

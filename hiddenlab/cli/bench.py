@@ -66,7 +66,7 @@ def bench(
         screen.print(rows_table(result["rows"], f"bench {name}", columns))
         for row in result["rows"]:
             if row.get("not_run"):
-                screen.print(f"{row[next(iter(columns))]}: {row['not_run']}", highlight=False, markup=False)
+                screen.print(f"{row[next(iter(columns))]}: {row['not_run']}")
     else:
         screen.print(figures_table(result["rows"], f"bench {name}"))
     for key, value in result.items():
@@ -75,7 +75,7 @@ def bench(
         if isinstance(value, list) and value and isinstance(value[0], dict):
             screen.print(rows_table(value, key.replace("_", " ")))
         else:
-            screen.print(f"{key.replace('_', ' ')}: {cell(value)}", highlight=False, markup=False)
+            screen.print(f"{key.replace('_', ' ')}: {cell(value)}")
 
 
 def parse_settings(settings: list[str]) -> dict[str, Any]:

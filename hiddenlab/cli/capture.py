@@ -65,8 +65,8 @@ def capture(
     channel = " | ".join(public.channel) or "identity"
     stdout().print(
         f"{output}: {len(released)} prompts, {rows} rows, {public.site} of {public.model}, channel {channel}",
-        highlight=False, soft_wrap=True, markup=False,
-    )  # fmt: skip
+        soft_wrap=True,
+    )
 
 
 def _check_writable(path: Path | None) -> None:

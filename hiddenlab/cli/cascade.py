@@ -86,7 +86,7 @@ def plan(
         "that was measured (attack partial-sums)"
     )
     for line in lines:
-        screen.print(line, highlight=False, markup=False)
+        screen.print(line)
 
 
 BackendOpt = Annotated[
@@ -255,7 +255,7 @@ def serve(
 
     def ready() -> None:
         where = f"http://{host}:{port}/v1"
-        screen.print(f"serving {nodes.model} at {where}; Ctrl-C stops", highlight=False, markup=False)
+        screen.print(f"serving {nodes.model} at {where}; Ctrl-C stops")
 
     registry.resolve("cascade", "serve")(
         backend=nodes, ready=ready, key=key, body=max_body, tokens=max_tokens, running=max_running,

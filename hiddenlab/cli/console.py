@@ -1,13 +1,14 @@
 """What the verbs share: consoles, progress bars on stderr, one JSON object on stdout."""
 
 import contextlib
+import io
 import json
 import sys
 import time
 from collections.abc import Iterator
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -17,21 +18,42 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+from rich.segment import Segment
 
 from hiddenlab.record import finite
+from hiddenlab.text import printable
 
 SLOW_SECONDS = 1.0
 QUIET_SECONDS = 60.0  # between lines of one task, where there is no terminal
 
 
-def stdout() -> Console:
-    """A console on the present standard output."""
-    return Console(file=sys.stdout)
+class SafeConsole(Console):
+    """A console on which texts of files, models and peers stay texts: no markup, no escape sequence of theirs."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(markup=False, highlight=False, emoji=False, **options)
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
+        """Render as rich does, with control characters shown as pictures."""
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else Segment(printable(segment.text), segment.style)
 
 
-def stderr() -> Console:
-    """A console on the present standard error."""
-    return Console(file=sys.stderr, stderr=True)
+def stdout() -> SafeConsole:
+    """Make a console on the present standard output."""
+    return SafeConsole(file=sys.stdout)
+
+
+def stderr() -> SafeConsole:
+    """Make a console on the present standard error."""
+    return SafeConsole(file=sys.stderr, stderr=True)
+
+
+def accept_any_text() -> None:
+    """Write what the terminal's encoding lacks as an escape (``\\u2248``), where it would end as an error."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def print_json(value: Any) -> None:
@@ -70,13 +92,13 @@ class Bars:
         if self._console.is_terminal:
             self._draw(what, detail, done, total)
         elif done >= total and now - start > SLOW_SECONDS:
-            self._console.print(f"{what}: {done}/{total} in {now - start:.1f} s", highlight=False)
+            self._console.print(f"{what}: {done}/{total} in {now - start:.1f} s")
         elif 0 < done < total and now - self._said.get(what, start) > QUIET_SECONDS:
             left = (now - start) / max(1, done - first) * (total - done)
             shown = (
                 f"{what}: {done}/{total}, {detail or 'running'}, {now - start:.0f} s, about {left:.0f} s left"
             )
-            self._console.print(shown, highlight=False, soft_wrap=True)
+            self._console.print(shown, soft_wrap=True)
             self._said[what] = now
         if done >= total:
             del self._since[what]
@@ -85,7 +107,7 @@ class Bars:
     def _draw(self, what: str, detail: str, done: int, total: int) -> None:
         if self._live is None:
             columns = (
-                TextColumn("{task.description}"),
+                TextColumn("{task.description}", markup=False),
                 BarColumn(),
                 MofNCompleteColumn(),
                 TimeElapsedColumn(),

@@ -85,7 +85,7 @@ def eval_(
         for table in tables:
             for part in experiment_table(table):
                 stdout().print(part)
-        stderr().print(f"tables and cells are in {out}", highlight=False, markup=False, soft_wrap=True)
+        stderr().print(f"tables and cells are in {out}", soft_wrap=True)
     rows = [row for table in tables for row in table["rows"]]
     if rows and not measured and not any(row["figures"] for row in rows):
         reasons = dict.fromkeys(str(row["reason"]) for row in rows if row["reason"])

@@ -13,8 +13,13 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 
 
 def _text(prompt: str | None) -> str | None:
-    """Refuse a path where a text is meant: its letters would be the prompt."""
-    if prompt is not None and os.path.exists(prompt):
+    """Refuse what is no text, and a path where a text is meant: its letters would be the prompt."""
+    try:
+        path = prompt is not None and os.path.exists(prompt)
+        (prompt or "").encode()
+    except ValueError:
+        raise InputError("the PROMPT is not UTF-8 text") from None
+    if path:
         raise InputError(
             f"{prompt} is a file or a folder, and PROMPT is the text itself; --prompts reads prompts from a file, "
             "--observation states; '-' takes this very text from standard input"

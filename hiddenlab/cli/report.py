@@ -21,4 +21,4 @@ def report(
     from hiddenlab.report import write_report
 
     for path in write_report(runs, out or runs[0].resolve().parent / "report"):
-        stdout().print(str(path), markup=False, highlight=False, soft_wrap=True)
+        stdout().print(str(path), soft_wrap=True)

@@ -69,9 +69,7 @@ def _resume(run: Path, record: RunRecord, samples: list[Sample], json: bool, *, 
             "--resume continues in the run's own directory; leave out --out, --runs-dir and --no-record"
         )
     if record.status == "finished":
-        stderr().print(
-            f"{run} is finished: {len(samples)} prompts; nothing to resume", markup=False, highlight=False
-        )
+        stderr().print(f"{run} is finished: {len(samples)} prompts; nothing to resume")
         if json:
             print_json({"format": 1, "spec": record.spec, "summary": record.summary, "samples": samples})
         return
@@ -89,4 +87,4 @@ def _say(changes: Sequence[dict[str, Any]], compared: int) -> None:
         return
     screen.print(f"different results for {len(changes)} of {compared} prompts:", style="red")
     for change in changes[:10]:
-        screen.print(f"  {change['id']}: {', '.join(change['what'])}", markup=False, highlight=False)
+        screen.print(f"  {change['id']}: {', '.join(change['what'])}")

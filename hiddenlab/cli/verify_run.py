@@ -124,8 +124,8 @@ class _Run:
         try:
             draw(self.command, found, self.recorder.path / PICTURE)
         except (ValueError, OSError, RuntimeError) as error:
-            screen.print(f"no plot: {error}", highlight=False, soft_wrap=True, markup=False)
-        screen.print(f"recorded in {self.recorder.path}", highlight=False, soft_wrap=True, markup=False)
+            screen.print(f"no plot: {error}", soft_wrap=True)
+        screen.print(f"recorded in {self.recorder.path}", soft_wrap=True)
 
 
 def _key(name: str) -> str:
@@ -309,4 +309,4 @@ def explain(named: Iterable[tuple[str, str]]) -> None:
     """A line for each thing with a reason, below a table."""
     for name, why in named:
         if why:
-            stdout().print(f"{name}: {why}", highlight=False, markup=False, soft_wrap=True)
+            stdout().print(f"{name}: {why}", soft_wrap=True)
