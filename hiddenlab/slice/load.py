@@ -8,7 +8,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stderr
+from contextlib import contextmanager, redirect_stderr, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,11 +56,15 @@ class ModelRef:
         return Path(self.path).is_dir()
 
 
-def resolve_model(name: str, revision: str | None = None) -> ModelRef:
+def resolve_model(name: str, revision: str | None = None, *, local_only: bool = False) -> ModelRef:
     """Find a model by name; GGUF files (``builtin`` is one) are converted to safetensors in the cache, once.
 
+    Args:
+        local_only: never ask the hub; of hub ids, only those that were downloaded before are found. For names that
+            come from files of others.
+
     Raises:
-        InputError: nothing of that name exists locally and it does not look like a hub id.
+        InputError: nothing of that name exists locally and it does not look like a hub id, or ``local_only`` is set.
     """
     if name == BUILTIN:
         return ModelRef(name, str(_converted(builtin_gguf())))
@@ -78,7 +82,22 @@ def resolve_model(name: str, revision: str | None = None) -> ModelRef:
     looks_local = name.startswith((".", "/", "~")) or name.count("/") > 1 or not name
     if looks_local:
         raise InputError(f"no model at {name!r}: no such directory or GGUF file")
+    if local_only:
+        return ModelRef(name, str(_downloaded(name, revision)), revision)
     return ModelRef(name, name, revision)
+
+
+def _downloaded(name: str, revision: str | None) -> Path:
+    """Directory of a hub's model that was downloaded before."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    found = None
+    with suppress(HFValidationError):
+        found = try_to_load_from_cache(name, "config.json", revision=revision)
+    if not isinstance(found, str):
+        raise InputError(f"the model {name!r} is not on this machine; name it with --model, or a copy of it")
+    return Path(found).parent
 
 
 def builtin_gguf() -> Path:
