@@ -208,8 +208,8 @@ def check_loaded(
     if wrong := sorted(info["mismatched_keys"]):
         _, given, needed = wrong[0]
         raise InputError(
-            f"{told} gives {_listed(one[0] for one in wrong)} in another shape than its config.json says: "
-            f"{tuple(given)}, not {tuple(needed)}"
+            f"{told} gives {_listed(one[0] for one in wrong)} in another shape than is needed, {tuple(given)} and not "
+            f"{tuple(needed)}: it does not fit its config.json, or the first layers cannot be loaded without the others"
         )
     own, layers = _own_prefix(model), _layers_name(model)
     if layers is not None:
@@ -223,7 +223,9 @@ def check_loaded(
 
 
 def _listed(names: Iterable[str]) -> str:
-    first = sorted(names, key=lambda name: [int(part) if part.isdigit() else 0 for part in name.split(".")])
+    first = sorted(
+        sorted(names), key=lambda name: [int(part) if part.isdigit() else 0 for part in name.split(".")]
+    )
     more = f" and {len(first) - NAMED} more" if len(first) > NAMED else ""
     return ", ".join(first[:NAMED]) + more
 
