@@ -289,7 +289,6 @@ def test_the_same_infiller_is_trained_once(tiny: TinyPath, texts: str) -> None:
         Recipe(text=texts, steps=4, **SMALL),
     )
     path = training.checkpoint_path(training._identity(*given))
-    path.parent.mkdir(parents=True)
     held, free = threading.Event(), threading.Event()
     heard: list[tuple[str, int]] = []
 

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from hiddenlab.errors import InputError
 from hiddenlab.slice import Slice
 from hiddenlab.slice.door import Attention, open_door
-from hiddenlab.slice.load import load_config, load_model, load_tokenizer, quiet_transformers, resolve_model
+from hiddenlab.slice.load import load_config, load_model, load_tokenizer, load_whole, resolve_model
 
 DOOR = "hiddenlab-infill"
 SHORT = 512  # tokens up to which attention is written out on a processor
@@ -118,22 +118,15 @@ class MaskedLM:
                 f"{name} has no mask token; give a masked language model, or leave 'masked' out to tune the attacked "
                 "model itself"
             )
-        try:
-            with quiet_transformers():
-                model = AutoModelForMaskedLM.from_pretrained(
-                    ref.path, revision=ref.revision, dtype=dtype, use_safetensors=True
-                )
-        except (OSError, ValueError) as error:
-            first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise InputError(f"{name} cannot be loaded as a masked language model: {first}") from None
-        head = model.get_output_embeddings()  # type: ignore[operator]
+        model = load_whole(AutoModelForMaskedLM, ref, config, dtype=dtype)
+        head = model.get_output_embeddings()
         if not isinstance(head, nn.Linear):
             raise InputError(f"{name} has no linear output layer, so that its vocabulary cannot be exchanged")
         self.name = name
         self.limit = int(
             min(getattr(config, "max_position_embeddings", None) or 1 << 30, tokenizer.model_max_length)
         )
-        table = model.get_input_embeddings().weight.detach()  # type: ignore[operator]
+        table = model.get_input_embeddings().weight.detach()
         self.mask = table[tokenizer.mask_token_id].float().clone()
         self._ends = [
             table[i].float().clone() if i is not None else None
@@ -146,8 +139,8 @@ class MaskedLM:
             new.weight.copy_(average(head.weight.float(), pieces))
             if head.bias is not None:
                 new.bias.copy_(average(head.bias.float()[:, None], pieces)[:, 0])
-        model.set_output_embeddings(new)  # type: ignore[operator]
-        self.model = model.to(slice.device).requires_grad_(False)  # type: ignore[arg-type]
+        model.set_output_embeddings(new)
+        self.model = model.to(slice.device).requires_grad_(False)
         self._ends = [None if end is None else end.to(slice.device) for end in self._ends]
         self.mask = self.mask.to(slice.device)
 

