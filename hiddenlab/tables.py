@@ -10,8 +10,9 @@ from hiddenlab.summary import FIGURES, figure
 MORE_FIGURES = {
     "top1_agreement": "share",
     "token_set": "share",
-    "wrong_verified": "share",
-    "others_right": "share",
+    "unseen_exact": "share",
+    "unseen_verified": "share",
+    "unseen_wrong_verified": "share",
     "same_generated": "share",
     "kinds_named": "share",
     "over_plain": "times",
@@ -19,6 +20,8 @@ MORE_FIGURES = {
     "kl": "number",
 }
 PAPER = "paper: "
+NOT_RECORDED = "not recorded"  # in place of the command of a table that no single one made
+NO_COMMAND = "The command was not recorded"
 
 
 @dataclass(frozen=True)
@@ -107,7 +110,9 @@ def markdown_table(table: Mapping[str, Any]) -> str:
     numbers = len(cells.header) - cells.keys
     lines = [f"## {table['title']}", "", _line(cells.header), f"|{'---|' * cells.keys}{'---:|' * numbers}"]
     lines += [_line(row) for row in cells.rows]
-    lines += ["", f"`{table['command']}`. {brackets(table)}"]
+    command = table["command"]
+    made = NO_COMMAND if command == NOT_RECORDED else f"`{command}`"
+    lines += ["", f"{made}. {brackets(table)}"]
     lines += ["", *(f"- {text}" for text in [*table["notes"], *cells.reasons])]
     return "\n".join(lines) + "\n"
 
