@@ -69,7 +69,7 @@ def kind_of(name: str) -> str:
     return MORE_FIGURES.get(stem) or (FIGURES[stem][1] if stem in FIGURES else "number")
 
 
-def _with_interval(name: str, found: Mapping[str, float | None] | None) -> str:
+def _with_interval(name: str, found: Mapping[str, float | int | None] | None) -> str:
     if found is None or found.get("value") is None:
         return "–"
     kind = kind_of(name)
