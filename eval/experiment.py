@@ -33,8 +33,8 @@ RUN = "run"  # an attack cell's folder holds a run, which 'hiddenlab report' rea
 MEASURED, NOT_RUN = "measured", "not run"
 SCALES = ("small", "paper")
 OTHER_MODEL = (
-    "The paper's columns are of other models and texts (1,000 of FineWeb-Edu); they are comparable in kind, not "
-    "digit by digit."
+    "The paper's columns are of other models and of texts of FineWeb-Edu (1,000 in Tables 1, 2, 13 and 18 to 21); they "
+    "are comparable in kind, not digit by digit."
 )
 FINEWEB = "hf:HuggingFaceFW/fineweb-edu:CC-MAIN-2024-10:train:text"
 

@@ -13,7 +13,7 @@ from eval.experiment import (
     attack_cell,
     split_specs,
 )
-from eval.experiments import BUDGET, NOISY_BUDGET, utility_cell
+from eval.experiments import BUDGET, NOISY_BUDGET, SHUFFLED_ROWS, utility_cell
 from eval.measures import FAR, NEAR, embedding_deviation
 from hiddenlab.channel import Channel
 from hiddenlab.errors import InputError
@@ -24,7 +24,6 @@ MATCHING, JOINT = "vocab-match", "joint"
 NOISY = "gaussian:sigma=0.01,gaussian:sigma=0.1,random-prefix"
 LAYERS = (1, 6, 11, 21)
 SIGMAS = "0.01,0.03,0.1,0.2,0.3,0.5"
-SHUFFLES = ("seq-perm", "2d-perm")  # permutations of rows
 OTHERS = ("random-prefix", "int8", "nf4")
 DEPTH = 11
 READ, COST, UNIT = "recovery", "utility", "embedding"  # what a cell of ``noise-utility`` measures
@@ -163,8 +162,8 @@ def order(setting: Setting, sigmas: str | float = "0,0.01,0.1", channel: str = "
         InputError: a sigma is no number from 0, or the channel is unknown or does not shuffle rows.
     """
     behind = _channels(channel)
-    if len(behind) > 1 or behind[0] not in SHUFFLES:
-        raise InputError(f"this experiment takes one channel of {', '.join(SHUFFLES)}, not {channel!r}")
+    if len(behind) > 1 or behind[0] not in SHUFFLED_ROWS:
+        raise InputError(f"this experiment takes one channel of {', '.join(SHUFFLED_ROWS)}, not {channel!r}")
     cells = []
     for sigma in dict.fromkeys(_numbers(sigmas, "a sigma")):
         noised = [_canonical(f"gaussian:sigma={sigma!r}")] if sigma else []

@@ -104,7 +104,7 @@ def gap_plans(
             f"gap: at most {budget:,} sequences a gap. One that is not closed spoils what follows.",
             "AttnNodes are sent queries, keys and values of all their rows where (j, k) and (k, j) are one node.",
             "Tokens that no row shows: of those before the node's last row. Those behind it depend on nothing that "
-            "the node sees, and count as wrong in the other figures.",
+            "the node sees; in the other figures, which are of the whole prompt, they count as wrong and unverified.",
             *(infill_notes(setting) if learned else []),
         ],
     )  # fmt: skip
@@ -137,15 +137,16 @@ def partial_sums(setting: Setting) -> Experiment:
         "What m, e and u of the first layer tell a CompNode",
         cells,
         {
-            "exact": "prompts read in full up to its last row",
-            "others_right": "others' tokens right",
-            "verified": "verified",
-            "wrong_verified": "verified but wrong",
+            "unseen_exact": "prompts read in full up to its last row",
+            "unseen_right": "others' tokens right",
+            "unseen_verified": "verified",
+            "unseen_wrong_verified": "verified but wrong",
             "missing": "tokens it does not hold",
             "seconds_per_prompt": "seconds",
         },
         [
-            f"Prompts of {tokens} tokens; tokens that other nodes hold, before the node's last row.",
+            f"Prompts of {tokens} tokens. Every column is of the tokens that other nodes hold before the node's last "
+            "row; what stands behind that row does not reach it.",
             "The paper argues that finding them is a subset-sum problem, intractable for c of 8 or more (appendix P.2, "
             "assumption B2); it recommends alpha, c of 8 and m of 4.",
             "Rows are what AttnNodes answer, computed with their own function; float32 on the wire.",

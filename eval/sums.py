@@ -55,8 +55,10 @@ def node_view(streams: dict[str, Slice], tokens: list[int], plan: Plan, node: in
 def partial_sums(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> Figures:
     """The attack ``partial-sums`` on one CompNode of a plan.
 
-    ``exact``, ``others_right``, ``verified`` and ``wrong_verified`` are of the tokens before the node's last row that
-    it does not hold; the text scores are of the whole prompt.
+    What figures are of is in their names, and is the same as in the figures of every other attack. ``unseen_…`` are of
+    the tokens before the node's last row that it does not hold: ``unseen_exact`` the share of prompts in which all of
+    them are right, the others shares of these tokens. ``exact``, ``verified`` and the text scores are of the whole
+    prompt, in which tokens behind the node's last row count as wrong.
 
     Prompts shorter than the plan needs are left out.
 
@@ -94,9 +96,11 @@ def partial_sums(spec: dict[str, Any], folder: Path, progress: Progress = silent
         )  # fmt: skip
         rows.append(
             (
+                score["exact"],
                 score["token_accuracy"],
                 score["rouge_l"],
                 score["bleu"],
+                sum(one.verified for one in found.tokens),
                 sum(hit for hit, _ in hits),
                 sum(sure for _, sure in hits),
                 sum(sure and not hit for hit, sure in hits),
@@ -105,17 +109,19 @@ def partial_sums(spec: dict[str, Any], folder: Path, progress: Progress = silent
         )
         progress("prompts", i + 1, len(prompts))
     columns = [[float(x) for x in column] for column in zip(*rows, strict=True)]
-    accuracy, rouge_l, bleu, hits_, sure, wrong, seconds = columns
+    exact, accuracy, rouge_l, bleu, verified, hits_, sure, wrong, seconds = columns
     total = [float(len(missing))] * len(rows)
     return as_figures(
         {
-            "exact": share([hit == len(missing) for hit in hits_]),
-            "others_right": ratio(hits_, total),
+            "exact": share([one == 1 for one in exact]),
             "token_accuracy": mean(accuracy),
             "rouge_l": mean(rouge_l),
             "bleu": mean(bleu),
-            "verified": ratio(sure, total),
-            "wrong_verified": ratio(wrong, total),
+            "verified": ratio(verified, [float(length)] * len(rows)),
+            "unseen_exact": share([hit == len(missing) for hit in hits_]),
+            "unseen_right": ratio(hits_, total),
+            "unseen_verified": ratio(sure, total),
+            "unseen_wrong_verified": ratio(wrong, total),
             "missing": mean(total),
             "seconds_per_prompt": mean(seconds),
         }

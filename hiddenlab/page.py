@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hiddenlab.summary import NOT_APPLICABLE, Sample, figure
-from hiddenlab.tables import Grid, brackets, grid
+from hiddenlab.tables import NO_COMMAND, NOT_RECORDED, Grid, brackets, grid
 from hiddenlab.text import html, printable, visible
 
 if TYPE_CHECKING:
@@ -73,7 +73,9 @@ def page(
         cells = grid(study.table)
         notes = [*study.table["notes"], *cells.reasons, brackets(study.table)]
         body.append("<ul>" + "".join(f"<li>{html(note)}</li>" for note in notes) + "</ul>")
-        body.append(f"<pre>{html(study.table['command'])}</pre>")
+        command = study.table["command"]
+        known = command != NOT_RECORDED
+        body.append(f"<pre>{html(command)}</pre>" if known else f"<p>{NO_COMMAND}.</p>")
         if study.runs:
             body.append(LEGEND)
         for run in study.runs:

@@ -1,7 +1,9 @@
-"""Where prompts come from: the shipped set, standard input, a file (text, JSON, parquet), a Hub data set."""
+"""Where prompts come from: the shipped set, standard input, a file (text, JSON, CSV, parquet), a Hub data set."""
 
+import csv
 import json
 import os
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +19,9 @@ DEFAULT_COLUMNS = ("text", "prompt")
 SEPARATOR = "---"
 _SOURCES = "'builtin', '-' (standard input), a file, or 'hf:NAME[:config[:split[:column]]]'"
 _BATCH_ROWS = 256
+TAB = "\t"
+_DELIMITERS = {".csv": ",", ".tsv": TAB}
+_CARRIAGE_RETURN = re.compile(r"(?<=\r)")  # behind each
 
 _Items = Iterator[tuple[str, Any]]  # where it stands ("line 3"), and the value found there
 
@@ -40,7 +45,9 @@ def load_prompts(
 
             - None or ``builtin``: the 100 prompts shipped with the package.
             - ``-``: the whole of standard input as one prompt, less one final newline.
-            - ``FILE.jsonl``, ``FILE.json``: one object or string per line, or a list of them.
+            - ``FILE.jsonl``, ``FILE.ndjson``, ``FILE.json``: one object or string per line, or a list of them.
+            - ``FILE.csv``, ``FILE.tsv``: one column of it, fields parted by commas or tabs, and quoted where they hold
+              these, quotes or line ends. The first line names the columns. Blank lines are skipped.
             - ``FILE.parquet``: one column of it, read in batches.
             - ``hf:NAME[:config[:split[:column]]]``: a data set, streamed. NAME is a Hub name or a local
               directory of data files (no colon in its path); an empty split means ``train``.
@@ -54,7 +61,8 @@ def load_prompts(
 
     Raises:
         InputError: limit < 1; the source cannot be read, has no such column or no prompts, or holds something
-            that is no prompt: broken JSON, a value that is no string, a blank text, bytes that are not UTF-8.
+            that is no prompt: broken JSON or quotes, a row of another length than the header, a value that is no
+            string, a blank text, bytes that are not UTF-8.
     """
     if limit is not None and limit < 1:
         raise InputError(f"limit is {limit}; it must be 1 or more (or left out, for all prompts)")
@@ -84,7 +92,9 @@ def _items(source: str, column: str | None) -> _Items:
         kind = os.path.splitext(source)[1].lower()
         if kind == ".parquet":
             return _parquet_items(source, column)
-        if kind in (".json", ".jsonl"):
+        if kind in _DELIMITERS:
+            return _table_items(source, column, _DELIMITERS[kind])
+        if kind in (".json", ".jsonl", ".ndjson"):
             return _pick(_json_rows(source) if kind == ".json" else _jsonl_rows(source), source, column)
     if column is not None:
         raise InputError(f"{source} has no columns to choose from; leave out the column {column!r}")
@@ -135,8 +145,12 @@ def _lines(path: str) -> Iterator[bytes]:
 
 
 def _decoded(data: bytes, what: str) -> str:
+    return _utf8(data, what).removeprefix("\ufeff")  # a byte order mark is no part of the first prompt
+
+
+def _utf8(data: bytes, what: str) -> str:
     try:
-        return data.decode().removeprefix("\ufeff")  # a byte order mark is no part of the first prompt
+        return data.decode()
     except UnicodeDecodeError as error:
         at = f"byte 0x{data[error.start]:02x} at offset {error.start}"
         raise InputError(f"{what} is not UTF-8 text ({at}); convert it to UTF-8") from None
@@ -177,6 +191,65 @@ def _parsed(data: bytes, what: str) -> Any:
         return json.loads(_decoded(data, what))
     except (ValueError, RecursionError) as error:
         raise InputError(f"{what} is not valid JSON: {error}") from None
+
+
+def _table_items(path: str, column: str | None, delimiter: str) -> _Items:
+    """One column of a table whose first line names its columns."""
+    rows = _table_rows(path, delimiter)
+    header = next(rows, None)
+    if header is None:
+        return
+    first, names = header
+    what = f"{path}, line {first} (the names of the columns),"
+    column = _column(names, what, column)
+    if names.count(column) > 1:
+        raise InputError(f"{what} has {names.count(column)} columns {column!r}")
+    place = names.index(column)
+    for line, row in rows:
+        if len(row) != len(names):
+            raise InputError(
+                f"{path}, line {line}: {len(row)} fields, where there are {len(names)} columns; a field with a "
+                f"{'tab' if delimiter == TAB else 'comma'} in it must stand in quotes"
+            )
+        yield f"line {line}", row[place]
+
+
+def _table_rows(path: str, delimiter: str) -> Iterator[tuple[int, list[str]]]:
+    """The rows that are not blank, each with the line at which it starts."""
+    reader = csv.reader(_table_lines(path), delimiter=delimiter, strict=True)
+    while True:
+        line = reader.line_num + 1
+        try:
+            row = next(reader, None)
+        except csv.Error as error:
+            raise InputError(f"{path}, line {line}: {_table_fault(str(error))}") from None
+        if row is None:
+            return
+        if row:
+            yield line, row
+
+
+def _table_fault(said: str) -> str:
+    """What the parser says, in words that help."""
+    if "field limit" in said:
+        return (
+            f"a field of more than {csv.field_size_limit():,} characters; is a quote not closed? "
+            "(.jsonl takes longer prompts)"
+        )
+    if "new-line" in said:
+        return "a carriage return outside of quotes, where lines end otherwise"
+    if "end of data" in said:
+        return "a quote is opened here and not closed"
+    return f"the quotes are not balanced ({said}); a quote in a quoted field is written twice"
+
+
+def _table_lines(path: str) -> Iterator[str]:
+    """Lines with their ends, which a quoted field keeps."""
+    for n, data in enumerate(_lines(path), 1):
+        what = f"{path}, line {n}"
+        text = _decoded(data, what) if n == 1 else _utf8(data, what)
+        # Carriage returns alone end lines only where nothing else does.
+        yield from _CARRIAGE_RETURN.split(text) if n == 1 and "\n" not in text else [text]
 
 
 def _pick(rows: _Items, source: str, column: str | None) -> _Items:

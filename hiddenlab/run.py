@@ -145,10 +145,12 @@ def score(
             unseen = set(range(max(shown, default=0))) - set(shown)
             right = sum(aligned.get(place) == truth[place] for place in unseen)
             sample |= {"unseen": len(unseen), "unseen_right": right}
+    count = len(ids) if truth is None else len(truth)
     return {
         **sample,
-        "tokens": len(ids) if truth is None else len(truth),
-        "verified": sum(t.verified for t in tokens) / max(1, len(tokens)),
+        "tokens": count,
+        # Of the same tokens as the accuracy: one that was not recovered is neither right nor verified.
+        "verified": sum(t.verified for t in tokens) / max(1, count),
         "evaluated_tokens": outcome.evaluated_tokens,
         "forward_calls": outcome.forward_calls,
         "seconds": outcome.seconds,

@@ -11,6 +11,9 @@ from hiddenlab.schema import CLOSED, Count, Finite, TokenId
 
 Sample = dict[str, Any]  # one line of samples.jsonl, see ``hiddenlab.run.score``
 NOT_APPLICABLE = "not applicable"  # the status of a prompt whose observation an attack cannot use
+NO_STATE = "no state of this site"  # the stop reason of a search that gave up early, since no row fits
+# stop reason -> what to tell the user
+ADVICE = {NO_STATE: "no row looks like a state of this site; check layer, norm, padding, missing first rows"}
 
 Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -99,7 +102,7 @@ FIGURES: dict[str, tuple[str, str]] = {
 def summarise(samples: Sequence[Sample]) -> dict[str, Any]:
     """Aggregate samples; None where nothing was measured, prompts marked not applicable left out.
 
-    ``exact`` and ``verified`` are shares (of prompts, of tokens), the text scores means over prompts,
+    ``exact`` and ``verified`` are shares (of prompts, of all their tokens), the text scores means over prompts,
     ``epsilon`` the median of the prompts' thresholds. ``unseen_right`` is a share of the tokens before the last shown
     row that have no row of their own; None where every token has one.
     """
@@ -123,6 +126,16 @@ def summarise(samples: Sequence[Sample]) -> dict[str, Any]:
         "attack_over_prefill": attack / prefill if attack is not None and prefill else None,
         "epsilon": median(epsilons) if epsilons else None,
     }
+
+
+def advice(samples: Sequence[Sample]) -> list[str]:
+    """Say what to check where searches ended for a reason that has a likely cause, and of how many prompts it is."""
+    reasons = [sample.get("stop_reason") for sample in samples]
+    return [
+        f"{reasons.count(reason)} of {len(samples)} prompts: {text}"
+        for reason, text in ADVICE.items()
+        if reason in reasons
+    ]
 
 
 def figure(name: str, value: Any, kind: str | None = None) -> str:

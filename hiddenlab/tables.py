@@ -15,8 +15,9 @@ from hiddenlab.text import markdown, visible
 MORE_FIGURES = {
     "top1_agreement": "share",
     "token_set": "share",
-    "wrong_verified": "share",
-    "others_right": "share",
+    "unseen_exact": "share",
+    "unseen_verified": "share",
+    "unseen_wrong_verified": "share",
     "same_generated": "share",
     "kinds_named": "share",
     "over_plain": "times",
@@ -24,6 +25,8 @@ MORE_FIGURES = {
     "kl": "number",
 }
 PAPER = "paper: "
+NOT_RECORDED = "not recorded"  # in place of the command of a table that no single one made
+NO_COMMAND = "The command was not recorded"
 TABLE_FORMAT = 1
 
 # Names become names of files; a table names nothing outside its folder.
@@ -115,7 +118,7 @@ def kind_of(name: str) -> str:
     return MORE_FIGURES.get(stem) or (FIGURES[stem][1] if stem in FIGURES else "number")
 
 
-def _with_interval(name: str, found: Mapping[str, float] | None) -> str:
+def _with_interval(name: str, found: Mapping[str, float | int | None] | None) -> str:
     if found is None or found.get("value") is None:
         return "–"
     kind = kind_of(name)
@@ -162,7 +165,8 @@ def markdown_table(table: Mapping[str, Any]) -> str:
     ]
     lines += [_line(row) for row in cells.rows]
     command = visible(table["command"]).replace("`", "'")
-    lines += ["", f"`{command}`. {markdown(brackets(table))}"]
+    made = NO_COMMAND if command == NOT_RECORDED else f"`{command}`"
+    lines += ["", f"{made}. {markdown(brackets(table))}"]
     lines += ["", *(f"- {markdown(text)}" for text in [*table["notes"], *cells.reasons])]
     return "\n".join(lines) + "\n"
 

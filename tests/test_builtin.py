@@ -15,6 +15,7 @@ from hiddenlab.propose import store
 from hiddenlab.propose.probe import ProbeSettings
 from hiddenlab.slice import Slice, load_slice
 from hiddenlab.slice.load import BUILTIN_PACKAGE
+from hiddenlab.summary import NO_STATE
 from hiddenlab.testing import PlainModel
 
 pytestmark = pytest.mark.skipif(
@@ -86,3 +87,22 @@ def test_prompts_come_back_exactly(builtin: Slice, attacker: VocabMatch, channel
         assert all(token.verified for token in recovery.tokens)
         # The whole vocabulary would be 24,576 candidates a token on average.
         assert recovery.evaluated_tokens < 2000 * len(prompt)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["layer", "noised first row", "missing first rows"])
+def test_what_is_no_state_of_the_layer_ends_soon(builtin: Slice, attacker: VocabMatch, case: str) -> None:
+    """At the cost of the vocabulary once, and of a few hundred candidates for each of a few rows."""
+    channel, draw = Channel.parse([]), torch.Generator().manual_seed(0)
+    of = builtin.sibling(4) if case == "layer" else builtin
+    prompt = builtin.tokenize(PROMPTS[0])
+    states = channel.release(of, prompt, draw)[0].states.clone()
+    if case == "noised first row":
+        states[0] += 5 * states[0].abs().mean() * torch.randn(builtin.width, generator=draw)
+    if case == "missing first rows":
+        states = states[3:]
+    said = channel.release(builtin, prompt, draw)[0]
+    found = attacker.recover(replace(said, states=states), builtin, draw)
+    assert found.stop_reason == NO_STATE
+    assert len(found.tokens) == len(states) and not any(token.verified for token in found.tokens)
+    assert found.evaluated_tokens < 1.2 * builtin.vocab_size

@@ -415,3 +415,79 @@ def test_settings() -> None:
         Setting(scale="huge")
     assert Setting(scale="paper").source()["limit"] == 1000
     assert Setting(limit=3, prompts="x").source() == {"prompts": "x", "limit": 3, "max_tokens": 50}
+
+
+# ---- what tables say of themselves
+
+
+@pytest.fixture
+def attacked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A measure ``attack`` that answers at layer 1 and without noise at layer 2."""
+
+    def attack(spec: dict[str, Any], folder: Path, progress: Progress) -> dict[str, dict[str, float]]:
+        if spec["layer"] == 2 and "int8" in spec["defense"]:
+            raise NotApplicableError("it was too slow")
+        names = ("exact", "epsilon", "rouge_l", "evaluated_tokens_per_token")
+        return {name: {"value": 0.1 * spec["layer"], "low": 0.0, "high": 1.0, "n": 7} for name in names}
+
+    def utility(spec: dict[str, Any], folder: Path, progress: Progress) -> dict[str, dict[str, float]]:
+        return {"kl": {"value": 0.0, "low": 0.0, "high": 0.0, "n": 7}}
+
+    monkeypatch.setattr(measures, "attack", attack)
+    monkeypatch.setattr(measures, "utility", utility)
+
+
+@pytest.mark.usefixtures("attacked")
+def test_the_weakest_of_one_layer_is_called_that_layer(tiny: Callable[..., str], tmp_path: Path) -> None:
+    (table,) = command.run(["table-13"], {"model": tiny("llama"), "layers": (1,)}, {}, tmp_path)
+    assert table["title"].endswith("quantization, layer 1")
+    assert any(
+        "is of layer 1 alone; each of the paper's is the largest over" in note for note in table["notes"]
+    )
+    assert not grid(table).reasons
+
+
+@pytest.mark.usefixtures("attacked")
+def test_the_weakest_layer_says_which_layers_were_not_measured(
+    tiny: Callable[..., str], tmp_path: Path
+) -> None:
+    (table,) = command.run(["table-13"], {"model": tiny("llama"), "layers": (1, 2)}, {}, tmp_path)
+    assert table["title"].endswith("quantization, the weakest of layers 1, 2")
+    rows = {row["keys"]["method"]: row for row in table["rows"]}
+    assert rows["identity"]["figures"]["rouge_l, seq-perm"]["value"] == 0.2
+    assert rows["int8"]["figures"]["rouge_l, seq-perm"]["value"] == 0.1
+    assert "seq-perm, layer 2: it was too slow" in rows["int8"]["reason"]
+    assert rows["nf4"]["reason"] is None
+
+
+@pytest.mark.usefixtures("attacked")
+def test_a_threshold_of_shuffled_rows_is_not_presented(tiny: Callable[..., str], tmp_path: Path) -> None:
+    """Rows are put in order before a threshold is measured: it would be the one of rows in order again."""
+    (table,) = command.run(["table-9-12"], {"model": tiny("llama"), "layers": (1,)}, {}, tmp_path)
+    assert "surrogate" in table["title"] and "10" not in table["title"]
+    for row in table["rows"]:
+        ordered = row["keys"]["channel"] in ("identity", "hidden-perm")
+        assert ("epsilon" in row["figures"]) == ordered
+        assert any(row["paper"].values()) == (ordered and row["keys"]["epsilon"] == "calibrated")
+        assert "exact" in row["figures"]
+
+
+@pytest.mark.parametrize(
+    "name", ["table-1", "table-2", "table-8", "table-13", *(f"table-{n}" for n in range(18, 22))]
+)
+def test_tables_beside_the_papers_search_say_so(tiny: Callable[..., str], tmp_path: Path, name: str) -> None:
+    (table,) = command.run([name], {"model": tiny("llama"), "layers": (1,)}, {}, tmp_path, measure=False)
+    assert any(
+        "of another search: greedy" in note and "ours is speculative" in note.lower()
+        for note in table["notes"]
+    )
+
+
+def test_both_times_of_the_largest_model_are_given() -> None:
+    """Table 8 has two rows of Gemma-2-27B-IT, for an epsilon of 30 and of 40."""
+    assert paper.ATTACK_SECONDS["Gemma-2-27B-IT"] == "304 (epsilon 30), 124 (epsilon 40)"
+
+
+def test_what_the_paper_says_of_weights_on_shares() -> None:
+    """Section 7.3.2: MPCFormer was run with public weights; Puma's figures are Puma's own."""
+    assert "MPCFormer with public weights" in paper.MPC_SOURCE and "private" not in paper.MPC_SOURCE

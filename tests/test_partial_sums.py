@@ -14,7 +14,7 @@ from attacks.partial_sums import EXPLAINED, PartialSums, _one_of_each
 from attacks.vocab_match import VocabMatch
 from defenses.cascade import command
 from defenses.cascade.plan import Plan
-from eval.sums import node_view
+from eval.sums import node_view, partial_sums
 from hiddenlab.channel import Channel
 from hiddenlab.core import Observation, Recovery
 from hiddenlab.errors import InputError, NotApplicableError
@@ -107,6 +107,22 @@ def test_what_it_cannot_use(tiny_slice: TinySlice) -> None:
         VocabMatch(proposal="vocab").recover(observation, slice, torch.Generator())
     with pytest.raises(InputError, match="candidates"):
         PartialSums(candidates=0)
+
+
+def test_figures_say_which_tokens_they_are_of(tiny: TinyPath, tmp_path: Path) -> None:
+    """Two of ten tokens stand behind the node's last row: all that can be read is, and the prompt is not whole."""
+    source = tmp_path / "prompts.txt"
+    source.write_text("the ferry leaves\nat nine o'clock\n")
+    spec = {
+        "model": tiny("llama", tokenizer=True), "prompts": str(source), "limit": 2, "max_tokens": 10, "alpha": 2,
+        "c": 2, "m": 1, "node": 1, "seed": 0, "device": "cpu",
+    }  # fmt: skip
+    found = {name: figure["value"] for name, figure in partial_sums(spec, tmp_path).items()}
+    assert found["missing"] == 4  # 0, 1, 4, 5 of ten; 8 and 9 stand behind the last row
+    assert (found["unseen_exact"], found["unseen_right"], found["unseen_verified"]) == (1, 1, 1)
+    assert found["unseen_wrong_verified"] == 0
+    assert (found["exact"], found["token_accuracy"], found["verified"]) == (0, 0.8, 0.8)
+    assert 0 < found["rouge_l"] < 1 and 0 < found["bleu"] < 1
 
 
 @settings(max_examples=25)

@@ -1,11 +1,13 @@
 """Prompts arrive unchanged from every source, and every unusable source is refused in one clear line."""
 
+import csv
 import io
 import json
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -131,6 +133,40 @@ def test_jsonl_round_trip(tmp_path_factory: pytest.TempPathFactory, prompts: lis
     assert texts(str(path)) == prompts
 
 
+CELL = st.text(
+    st.characters(codec="utf-8"), min_size=1
+)  # NUL, quotes, tabs and every kind of line end included
+
+
+@settings(max_examples=100)
+@given(
+    rows=st.lists(st.tuples(CELL.filter(str.strip), CELL), min_size=1, max_size=5),
+    kind=st.sampled_from([("csv", ","), ("tsv", "\t")]),
+    ends=st.sampled_from(["\n", "\r\n"]),
+    quoting=st.sampled_from([csv.QUOTE_MINIMAL, csv.QUOTE_ALL]),
+    mark=st.booleans(),
+)
+def test_tables_round_trip(
+    tmp_path_factory: pytest.TempPathFactory,
+    rows: list[tuple[str, str]],
+    kind: tuple[str, str],
+    ends: str,
+    quoting: Any,
+    mark: bool,
+) -> None:
+    if any("\r" in cell for row in rows for cell in row):
+        quoting = csv.QUOTE_ALL  # a carriage return alone is not quoted by every version of the writer
+    path = tmp_path_factory.mktemp("round") / f"p.{kind[0]}"
+    with path.open("w", encoding="utf-8-sig" if mark else "utf-8", newline="") as file:
+        writer = csv.writer(file, delimiter=kind[1], lineterminator=ends, quoting=quoting)
+        writer.writerow(["an, odd\tname", "text"])
+        writer.writerows((other, text) for text, other in rows)
+    assert texts(str(path)) == [text for text, _ in rows]
+    assert texts(str(path), limit=1) == [rows[0][0]]
+    if all(other.strip() for _, other in rows):
+        assert texts(str(path), column="an, odd\tname") == [other for _, other in rows]
+
+
 @settings(max_examples=50)
 @given(TEXTS)
 def test_separated_text_round_trip(tmp_path_factory: pytest.TempPathFactory, prompts: list[str]) -> None:
@@ -179,6 +215,25 @@ def test_columns(write: Write) -> None:
     assert texts(both) == ["t", "u"]
     assert texts(both, column="prompt") == ["p", "q"]
     assert texts(write("p.JSONL", '{"prompt": "p"}\n')) == ["p"]
+
+
+def test_tables(write: Write) -> None:
+    table = write("t.csv", 'id,prompt\n1,"a, ""b""\nc"\n\n2, d \n')
+    assert texts(table) == ['a, "b"\nc', " d "]
+    assert texts(table, column="id") == ["1", "2"]
+    assert [p.id for p in load_prompts(table)] == ["p001", "p002"]
+    assert texts(write("t.TSV", "prompt\ttext\np\tt, u\n")) == ["t, u"]
+    assert texts(write("mac.csv", "text\rone\rtwo\r")) == ["one", "two"]
+    assert texts(write("n.ndjson", '{"text": "a"}\n"b"\n'), limit=1) == ["a"]
+
+
+def test_a_table_is_not_read_further_than_asked(write: Write) -> None:
+    assert texts(write("p.csv", 'text\na\nb\n"c\n'), limit=2) == ["a", "b"]
+
+
+def test_what_stands_where_in_a_table(write: Write) -> None:
+    """A line is counted as an editor does, also behind a field of several lines."""
+    assert "line 5: the prompt is empty" in refusal(write("p.csv", 'text\n"a\nb"\nc\n" "\n'))
 
 
 def test_json_list(write: Write) -> None:
@@ -270,6 +325,28 @@ def test_unusable_data_sets(write: Write, tmp_path: Path, monkeypatch: pytest.Mo
         ("p.txt", "a\n---\n \n---\nb\n", "the prompt at line 3: the prompt is empty"),
         ("p.txt", "a\n---\n---\nb\n", "the prompt at line 3: the prompt is empty"),
         ("p.txt", b"caf\xe9\n", "is not UTF-8 text (byte 0xe9 at offset 3)"),
+        ("p.csv", "", "holds no prompts"),
+        ("p.csv", "text\n\n", "holds no prompts"),
+        (
+            "p.csv",
+            "id,question\n1,x\n",
+            "line 1 (the names of the columns), has no column 'text' or 'prompt'; it has 'id', 'question'",
+        ),
+        ("p.csv", "text,text\na,b\n", "line 1 (the names of the columns), has 2 columns 'text'"),
+        (
+            "p.csv",
+            "id,text\n1,a\n2,b, c\n",
+            "line 3: 3 fields, where there are 2 columns; a field with a comma",
+        ),
+        ("p.tsv", "id\ttext\n1\n", "line 2: 1 fields, where there are 2 columns; a field with a tab"),
+        ("p.csv", 'text\na\n"b\nc\n', "line 3: a quote is opened here and not closed"),
+        ("p.csv", 'text\n"a" b\n', "line 2: the quotes are not balanced"),
+        ("p.csv", "id,text\n1,a\rb\n", "line 2: a carriage return outside of quotes"),
+        ("p.csv", 'text\n"' + "a\n" * 70_000, "line 2: a field of more than 131,072 characters"),
+        ("p.csv", b"text\na\ncaf\xe9\n", "line 3 is not UTF-8 text (byte 0xe9 at offset 3)"),
+        ("p.csv", "text\na\n".encode("utf-16"), "line 1 is not UTF-8 text"),
+        ("p.csv", "id,text\n1,a\n2,\n", "line 3: the prompt is empty"),
+        ("p.ndjson", '{"text": \n', "line 1 is not valid JSON"),
         ("p.parquet", "not parquet at all", "cannot load"),
         ("p.parquet", "", "cannot load"),
     ],

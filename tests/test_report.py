@@ -2,18 +2,26 @@
 
 import json
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 
+from hiddenlab import registry
+from hiddenlab.cli import app
+from hiddenlab.cli.bench import fit, parse_settings
 from hiddenlab.errors import HiddenlabError, InputError
 from hiddenlab.page import prompt_html
 from hiddenlab.record import Recorder, RunRecord
 from hiddenlab.report import load_runs, write_report
 from hiddenlab.summary import figure, summarise
+from hiddenlab.tables import NOT_RECORDED, markdown_table
 from hiddenlab.testing import attack_sample
 from hiddenlab.text import visible
+
+STORED = sorted((Path(__file__).resolve().parents[1] / "docs" / "results" / "tables").glob("*.json"))
 
 
 def sample(index: int, spans: list[tuple[str, str]], **changes: Any) -> dict[str, Any]:
@@ -292,3 +300,63 @@ def test_lines_over_layers_stand_beside_the_papers(tmp_path: Path) -> None:
     assert marks.get_offsets().tolist() == [[1, 0.5], [6, 0.5], [1, 0.1], [6, 0.1]]
     colours = marks.get_edgecolors().tolist()
     assert colours[0] == colours[1] != colours[2] == colours[3]
+
+
+# ---- stored tables
+
+
+def read_command(words: list[str]) -> str:
+    """Read a command of ``hiddenlab eval`` as the command line does, and return which experiment it is of."""
+    assert words[:2] == ["hiddenlab", "eval"]
+    group: Any = typer.main.get_command(app)
+    with group.commands["eval"].make_context("eval", words[2:]) as context:
+        given = context.params
+    experiment = str(given["name"])
+    numbers = {k: given[k] for k in ("alpha", "c", "m") if given[k] is not None}
+    fit(
+        experiment,
+        registry.resolve("experiments", experiment),
+        parse_settings(given["others"] or []) | numbers,
+    )
+    if given["layers"] is not None:
+        registry.parse_numbers("--layers", given["layers"])
+    return experiment
+
+
+@pytest.mark.parametrize("path", STORED, ids=lambda path: path.stem)
+def test_a_stored_tables_command_can_be_run(path: Path) -> None:
+    """Several are joined by ``&&``; where none made the table by itself, it says so instead."""
+    table = json.loads(path.read_text(encoding="utf-8"))
+    if table["command"] == NOT_RECORDED:
+        assert any("eval/LOG.md" in note for note in table["notes"])
+        return
+    for command in table["command"].split(" && "):
+        assert table["experiment"].startswith(read_command(shlex.split(command)))
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "hiddenlab eval noise --layers L",
+        "hiddenlab eval noise --limit 4 (layer 1: 5)",
+        "hiddenlab eval noise --set nothing=1",
+        "hiddenlab eval noise --alpha 4",
+        "python noise.py",
+    ],
+)
+def test_what_is_no_command_is_noticed(command: str) -> None:
+    with pytest.raises(Exception):  # noqa: B017 - of the parser, of the settings, or an assertion
+        read_command(shlex.split(command))
+
+
+def test_a_table_without_a_command_says_so() -> None:
+    table = {
+        "experiment": "noise", "title": "A table", "figures": {}, "rows": [], "notes": [], "command": NOT_RECORDED
+    }  # fmt: skip
+    assert "The command was not recorded. Brackets" in markdown_table(table)
+
+
+@pytest.mark.parametrize("path", STORED, ids=lambda path: path.stem)
+def test_every_stored_table_stands_in_the_stored_report(path: Path) -> None:
+    report = (path.parents[1] / "report.md").read_text(encoding="utf-8")
+    assert markdown_table(json.loads(path.read_text(encoding="utf-8"))) in report

@@ -18,6 +18,7 @@ from hiddenlab.channel import Channel
 from hiddenlab.core import Observation
 from hiddenlab.match import Matcher
 from hiddenlab.slice import Slice
+from hiddenlab.summary import NO_STATE
 
 TinySlice = Callable[..., Slice]
 CHANNELS = ("identity", "seq-perm", "hidden-perm", "2d-perm")
@@ -99,7 +100,7 @@ def test_a_first_row_that_no_token_gives_is_left_unverified(tiny_slice: TinySlic
     (first, _) = release(slice, "identity")
     first.states[0] += 5.0
     found = VocabMatch(proposal="vocab").recover(first, slice, torch.Generator())
-    assert found.stop_reason == "vocabulary exhausted"
+    assert found.stop_reason == NO_STATE
     assert not found.tokens[0].verified
     assert len(found.tokens) == len(first.states)
 

@@ -108,6 +108,8 @@ def test_matching_a_shard_says_where_its_tokens_stand(tiny_slice: TinySlice) -> 
         sample = score(slice, Case(0, "p", secret), secret, recovery, None)
         right = sum(TOKENS[p] == t for p, t in zip((0, 1, 6, 7), recovery.ids, strict=True))
         assert sample["token_accuracy"] == right / len(secret.tokens)
+        # Verified is of the same tokens as right: those that were not recovered are neither.
+        assert sample["verified"] == sum(t.verified for t in recovery.tokens) / len(secret.tokens)
         assert not sample["exact"]
         assert "unseen" not in sample
         seen = score(slice, Case(0, "p", secret), secret, recovery, None, recovery.positions)

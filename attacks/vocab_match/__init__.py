@@ -31,6 +31,7 @@ from hiddenlab.propose.probe import Probe
 from hiddenlab.propose.store import adapter_for, openings_for, probe_for
 from hiddenlab.slice import Slice
 from hiddenlab.slice.load import parse_dtype
+from hiddenlab.summary import NO_STATE
 
 # The language model is loaded before the attack where the slice has at least one layer for so many of its.
 LOAD_AHEAD = 8
@@ -221,6 +222,8 @@ class VocabMatch:
             reason = "complete"
             if task.exhausted:
                 reason = "budget exhausted" if self.budget else "vocabulary exhausted"
+            if task.foreign:
+                reason = NO_STATE
             recoveries.append(
                 Recovery(
                     believed(task.found, threshold.chance),

@@ -173,10 +173,11 @@ def _middle(sample: Sample, resolution: float) -> float:
 
 
 def calibrated_threshold(sample: Sample, seed: int) -> Threshold:
-    """The paper's ternary search (section 4.4): the threshold with the most right tokens on a training set.
+    """Choose the threshold with the most right tokens on a training set: a surrogate of the paper's ternary search.
 
-    A position is right where the first candidate within the threshold, tried in a random order, is the right one,
-    or where none is within it and the right one is nearest.
+    The paper (section 4.4) scores whole attacks. Here no attack is run and each position counts by itself. It is right
+    where the first candidate within the threshold, tried in a random order, is the right one, or where none is within
+    it and the right one is nearest.
     """
     generator = torch.Generator().manual_seed(seed)
     n, c = sample.wrong.shape

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from attacks.vocab_match.drive import Ask, Search
+from attacks.vocab_match.foreign import look_ahead, unexplained
 from attacks.vocab_match.task import Task, Tried, find_next
 from hiddenlab.core import TokenRecovery
 from hiddenlab.slice import Answer, Request
@@ -13,12 +14,23 @@ MAX_LEAVES = 3  # alternatives beside one guess in one pass
 WRONG_IN_CHAIN = 1.5  # a chain ends where this many of its guesses are expected to be wrong
 STEPWISE_BELOW = 0.5  # mean confidence of the guesses below which a chain is not worth verifying
 ROUND_COST = 1.0  # prefills that one wrong guess costs: part of a pass over what follows it
+FEW = 32  # candidates of each other row of what is not of this site; the nearest is the answer
 
 
 def stepwise(task: Task) -> Search:
     """One position after the other, candidates in proposal order (Algorithms 1, 4, 5, 6)."""
     while len(task.found) < len(task.rows):
-        yield from find_next(task)
+        yield from _next(task)
+
+
+def _next(task: Task, tried: Tried | None = None, first: Tensor | None = None) -> Search:
+    """Search the next position; where no row looks like a state of this site, end the whole search soon."""
+    opening = not task.found
+    yield from find_next(task, tried, first)
+    if opening and unexplained(task) and (yield from look_ahead(task)):
+        task.foreign, task.budget = True, FEW
+        while len(task.found) < len(task.rows):
+            yield from find_next(task)
 
 
 def speculative(task: Task) -> Search:
@@ -34,7 +46,7 @@ def speculative(task: Task) -> Search:
         yield from stepwise(task)
         return
     if task.proposer.openings is not None:
-        yield from find_next(task)
+        yield from _next(task)
         task.shortlist[0, 0] = task.found[0].token
     guess, device = (yield from _Guess.start(task)), task.rows.device
     while len(task.found) < len(task.rows):
@@ -42,7 +54,7 @@ def speculative(task: Task) -> Search:
         tried = Tried(task.limits[start : start + 1])
         if guess.needs_search(start):
             tried.add(guess.refuted_tokens().to(device), guess.refuted_distances()[:, None].to(device))
-            yield from find_next(task, tried, guess.order[start].to(device))
+            yield from _next(task, tried, guess.order[start].to(device))
             continue
         end = guess.chain_end(start)
         leaves, attach = guess.leaves(start, end)

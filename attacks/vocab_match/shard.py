@@ -14,6 +14,7 @@ from hiddenlab.channel import as_whole
 from hiddenlab.core import Observation, Recovery, TokenRecovery
 from hiddenlab.errors import NotApplicableError
 from hiddenlab.propose.probe import Probe
+from hiddenlab.summary import NO_STATE
 
 
 def leading_rows(observation: Observation) -> int:
@@ -65,4 +66,6 @@ def with_rest(recovery: Recovery | None, rest: Sequence[TokenRecovery], observat
     if recovery is None:
         return Recovery(tuple(rest), 0, 0, 0.0, reason, positions=positions)
     tokens = (*recovery.tokens, *rest)
+    if recovery.stop_reason == NO_STATE:  # which matters more than where rows are missing
+        reason = NO_STATE
     return replace(recovery, tokens=tokens, stop_reason=reason, positions=positions)

@@ -42,6 +42,7 @@ class Task:
         overlapping: right and wrong distances overlapped when the limits were measured, so that a right candidate
             may lie outside of them.
         screen: runs large batches first, where that is faster; None runs every candidate in the slice alone.
+        exhausted: vocabulary or budget were used up at some position. foreign: no row looks like a state of this site.
     """
 
     slice: Slice
@@ -60,6 +61,7 @@ class Task:
     spent: int = 0
     asked: float = 0.0
     exhausted: bool = False
+    foreign: bool = False
     overlapping: bool = False
     screen: Screen | None = None
     shadow: Prefix | None = None

@@ -11,7 +11,7 @@ from hiddenlab.cli import options as o
 from hiddenlab.cli.console import bars, only_json, print_json, stderr, stdout
 from hiddenlab.errors import InputError
 from hiddenlab.record import Recorder, RunRecord, check_new
-from hiddenlab.summary import Sample
+from hiddenlab.summary import Sample, advice
 
 if TYPE_CHECKING:
     from hiddenlab.job import AttackSpec
@@ -139,6 +139,8 @@ def conduct(
     if not json:
         screen.print(title(job.spec.to_json()), soft_wrap=True)
         screen.print(summary_table(summary))
+        for line in advice(recorder.samples):
+            screen.print(line, style="yellow", soft_wrap=True, markup=False, highlight=False)
     if recorder.path is not None:
         stderr().print(f"recorded in {recorder.path}", soft_wrap=True)
     return recorder

@@ -33,7 +33,9 @@ PromptArg = Annotated[
 PromptsOpt = Annotated[
     str | None,
     Option(
-        "--prompts", metavar="SRC", help="File (text, JSON, parquet), 'hf:NAME…', '-' or 'builtin' (default)."
+        "--prompts",
+        metavar="SRC",
+        help="File (text, JSON, CSV, parquet), 'hf:NAME…', '-' or 'builtin' (default).",
     ),
 ]
 ColumnOpt = Annotated[str | None, Option("--column", metavar="NAME", help="Column that holds the prompts.")]
