@@ -135,11 +135,14 @@ def prepare(spec: AttackSpec, progress: Progress = silent) -> Job:
     else:
         channel = Channel([])  # the states passed theirs already, which may be known to their provider alone
         observations = load_observations(Path(spec.observation))
+    # A file of somebody else may name a model, but not make this machine ask the hub for it.
+    local_only = bool(observations) and spec.model is None
+    if observations:
         spec = _with_public(spec, observations[0].public)
     sources = [] if observations else _texts(spec)
     spec = _with_site(spec)
     progress("loading the model", 0, 1)
-    slice = _load(spec)
+    slice = _load(spec, local_only)
     channel.provider_slice(slice)  # which it keeps; what cannot be loaded should fail now
     progress("loading the model", 1, 1)
     cases = _given(observations, spec, slice) if observations else _prompts(sources, spec, slice)
@@ -330,7 +333,7 @@ def _with_site(spec: AttackSpec) -> AttackSpec:
     return replace(spec, model=model, stream=stream, layer=layer)
 
 
-def _load(spec: AttackSpec) -> Slice:
+def _load(spec: AttackSpec, local_only: bool = False) -> Slice:
     assert spec.model is not None
     assert spec.stream is not None
     return load_slice(
@@ -340,4 +343,5 @@ def _load(spec: AttackSpec) -> Slice:
         dtype=spec.dtype,
         device=spec.device,
         device_map=spec.device_map,
+        local_only=local_only,
     )

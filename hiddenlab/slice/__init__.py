@@ -326,6 +326,7 @@ def load_slice(
     quantization: str | None = None,
     device_map: str | None = None,
     revision: str | None = None,
+    local_only: bool = False,
 ) -> Slice:
     """Load the first ``layer`` layers of a model.
 
@@ -335,6 +336,7 @@ def load_slice(
         stream: which states ``run`` returns, one of ``STREAMS`` (see ``Site``).
         dtype: float32, bfloat16 or float16. device: ``auto``, ``cpu``, ``cuda`` …
         quantization: None, ``int8`` or ``nf4`` (bitsandbytes). device_map: accelerate's placement, e.g. ``auto``.
+        local_only: never ask the hub; for names that come from files of others.
 
     Raises:
         InputError: unknown model, dtype or device, a layer out of range, an encoder-only model, a checkpoint that
@@ -343,7 +345,7 @@ def load_slice(
     from hiddenlab.slice.device import parse_device
 
     torch_dtype, torch_device = parse_dtype(dtype), parse_device(device)
-    ref = resolve_model(name, revision)
+    ref = resolve_model(name, revision, local_only=local_only)
     config = load_config(ref)
     total = getattr(config, "num_hidden_layers", 0)
     if stream not in STREAMS:
