@@ -1,0 +1,426 @@
+"""What is fuzzed: every reader of files and texts of others, each with valid files to start from.
+
+A reader gives the content that was accepted as JSON values, None where a damaged file counts as absent, or raises a
+``HiddenlabError``. Anything else that it raises is a fault.
+"""
+
+import dataclasses
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hiddenlab.core import Observation, Public, Secret, Site
+from hiddenlab.record import Recorder, RunRecord
+from hiddenlab.testing import attack_sample
+from tests.fuzz import reference
+
+Read = Callable[[bytes], Any]
+
+
+@dataclass(frozen=True)
+class Target:
+    """One reader.
+
+    Attributes:
+        seeds: valid files. read: by hiddenlab. reference: by the strict reader, or None where acceptance is judged by
+            ``same`` alone. same: whether accepted content must be that of the first seed (signed and committed things).
+    """
+
+    name: str
+    seeds: tuple[bytes, ...]
+    read: Read
+    reference: Read | None = None
+    same: bool = False
+
+
+def targets(folder: Path) -> list[Target]:
+    """All of them; their files are written to a folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    return [
+        _observation(folder), _truth(folder), *_run(folder), _spec(), _table(folder), _cell(folder),
+        _transcripts(folder), *_ledger(folder), *_prompts(folder), _view(folder), _proof(), _fingerprint(), _specs(),
+    ]  # fmt: skip
+
+
+def _observation(folder: Path) -> Target:
+    from hiddenlab.observation import load_observations, save_observations
+
+    path = folder / "observation.safetensors"
+    generator = torch.Generator().manual_seed(0)
+    public = Public(
+        "builtin", (0.5, -0.25), Site(2), channel=("gaussian:sigma=0.01",), noise_sigma=0.01, facts={"a": [1, {"b": None}]}
+    )
+    part = dataclasses.replace(public, positions=(0, 2, 5), noise_sigma=None, columns_permuted="shared", quantization="nf4")
+    seeds = []
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2):
+        states = torch.randn(3, 4, generator=generator).to(dtype)
+        save_observations([Observation(states, public), Observation(states, part)], path)
+        seeds.append(path.read_bytes())
+    names = {
+        torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+        torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+    }  # fmt: skip
+
+    def read(data: bytes) -> Any:
+        path.write_bytes(data)
+        out = []
+        for one in load_observations(path):
+            given = dict(dataclasses.asdict(one.public))
+            raw = one.states.contiguous().view(torch.uint8).numpy().tobytes().hex()
+            out.append([given, names.get(one.states.dtype, str(one.states.dtype)), list(one.states.shape), raw])
+        return out
+
+    def strict(data: bytes) -> Any:
+        out = []
+        for said, dtype, shape, raw in reference.observation(data):
+            site = {"stream": "resid"} | said["site"]
+            defaults = {
+                "channel": [], "rows_permuted": False, "columns_permuted": None, "noise_sigma": None,
+                "prefix_tokens": 0, "provider_dtype": "float32", "quantization": None, "positions": None, "facts": {},
+            }  # fmt: skip
+            out.append([defaults | said | {"site": site}, dtype, shape, raw])
+        return out
+
+    return Target("observation", tuple(seeds), read, strict)
+
+
+def _truth(folder: Path) -> Target:
+    from hiddenlab.job import load_truth, save_truth
+
+    path = folder / "truth.json"
+    save_truth([Secret((5, 7, 9), (2, 0, 1)), Secret((1,))], path)
+
+    def read(data: bytes) -> Any:
+        path.write_bytes(data)
+        return [[one.tokens, one.row_order] for one in load_truth(path)]
+
+    return Target("truth", (path.read_bytes(),), read, reference.truth)
+
+
+def _made_run(folder: Path) -> Path:
+    spec = {"model": "builtin", "layer": 2, "stream": "resid", "defense": ["seq-perm"], "seed": 0}
+    if not folder.exists():
+        recorder = Recorder.create(RunRecord(verb="attack", spec=spec, prompts=3, inputs_sha256="ab"), out=folder)
+        for i in range(2):
+            recorder.append(attack_sample(i, [("hello", "exact"), (" there", "wrong")], unseen=2, unseen_right=1))
+        scores = ("text", "truth_ids", "recovered", "exact", "token_accuracy", "token_bag", "rouge_l", "bleu")
+        recorder.append(
+            {"index": 2, "id": "p003", "status": "not applicable", "reason": "no", **dict.fromkeys(scores)}
+        )
+        code = {"version": "1", "commit": "a" * 40, "dirty": False}
+        recorder.record.resumed.append({"at": "2026-01-01", "after": 1, "code": code})
+        recorder.close("finished", {"prompts": 2, "exact": 0.5})
+    return folder
+
+
+def _run(folder: Path) -> list[Target]:
+    from hiddenlab.record import RECORD, SAMPLES, read_run
+    from hiddenlab.report import grid_of, load_runs, markdown
+
+    run = _made_run(folder / "run")
+    record, samples = (run / RECORD).read_bytes(), (run / SAMPLES).read_bytes()
+
+    def read(data: bytes) -> Any:
+        (run / SAMPLES).write_bytes(samples)
+        (run / RECORD).write_bytes(data)
+        return dataclasses.asdict(read_run(run)[0])
+
+    def strict(data: bytes) -> Any:
+        said = reference.record(data)
+        defaults = dataclasses.asdict(RunRecord(verb="", spec={}))
+        if said["verb"] == "attack":
+            reference.samples(samples)
+        return defaults | said
+
+    def read_samples(data: bytes) -> Any:
+        (run / RECORD).write_bytes(record)
+        (run / SAMPLES).write_bytes(data)
+        return read_run(run)[1]
+
+    def report(data: bytes) -> Any:
+        kind, _, rest = data.partition(b"\n")
+        (run / RECORD).write_bytes(rest if kind == b"record" else record)
+        (run / SAMPLES).write_bytes(samples if kind == b"record" else rest)
+        from hiddenlab.page import page
+
+        runs = load_runs([run])
+        shown = markdown(runs, [], []) + page("x", grid_of(runs), runs, [], [])
+        _safe(shown)
+        return None
+
+    return [
+        Target("record", (record,), read, strict),
+        Target("samples", (samples,), read_samples, reference.samples),
+        Target("report of a run", (b"record\n" + record, b"samples\n" + samples), report),
+    ]
+
+
+def _safe(shown: str) -> None:
+    """What is shown of a file holds no control character and no tag of its own."""
+    from hiddenlab.text import printable
+
+    if printable(shown) != shown or "<script" in shown.lower():
+        raise AssertionError("a control character or a tag of the file came through")
+
+
+def _spec() -> Target:
+    from hiddenlab.job import AttackSpec
+    from hiddenlab.schema import loads
+
+    seed = json.dumps(AttackSpec(defense=("gaussian:sigma=0.1", "seq-perm"), limit=3).to_json()).encode()
+
+    def read(data: bytes) -> Any:
+        value = loads(data, "spec.json")
+        from hiddenlab.channel import Channel
+        from hiddenlab.errors import InputError
+
+        if not isinstance(value, dict):
+            raise InputError("spec.json is no object")
+        spec = AttackSpec.from_json(value, "spec.json")
+        Channel.parse(spec.defense)
+        return None
+
+    return Target("spec", (seed,), read)
+
+
+def _table(folder: Path) -> Target:
+    from hiddenlab.page import page
+    from hiddenlab.plots import draw_table
+    from hiddenlab.report import load_study, markdown
+
+    path, out = folder / "table.json", folder / "plots"
+    out.mkdir(exist_ok=True)
+    figures = {"exact": {"value": 0.5, "low": 0.25, "high": 0.75, "n": 4}, "rouge_l": {"value": None, "low": None, "high": None, "n": 0}}
+    row = {
+        "keys": {"channel": "seq-perm", "layer": 1}, "figures": figures, "paper": {"exact": 0.9, "x": None},
+        "status": "measured", "reason": None, "commit": "abc", "cell": None,
+    }  # fmt: skip
+    table = {
+        "format": 1, "experiment": "t-1", "title": "A table", "figures": {"exact": "exact prompts", "rouge_l": "ROUGE-L"},
+        "rows": [row, row | {"keys": {"channel": "x", "layer": 11}}], "versions": ["abc"], "notes": ["a note"],
+        "over": None, "curves": None, "against": None, "command": "hiddenlab eval t-1",
+    }  # fmt: skip
+    over = table | {"over": "layer"}
+    against = table | {"against": "rouge_l"}
+    seeds = tuple(json.dumps(one).encode() for one in (table, over, against))
+    drawn = iter(range(10**9))
+
+    def read(data: bytes) -> Any:
+        path.write_bytes(data)
+        study = load_study(path)
+        _safe(markdown([], [study], []) + page("x", None, [], [study], []))
+        if next(drawn) % 40 == 0:  # a plot takes a hundred times as long as all else
+            draw_table(study.table, out)
+        return dict(study.table)
+
+    return Target("table", seeds, read, reference.table)
+
+
+def _cell(folder: Path) -> Target:
+    from eval.experiment import Cell, load_result
+
+    cell = Cell(measure="attack", spec={"layer": 1}, keys={}, paper={})
+    path = cell.folder(folder / "cells") / "result.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    seed = json.dumps(
+        {
+            "format": 1, "measure": "attack", "spec": {"layer": 1}, "digest": cell.digest, "status": "measured",
+            "reason": None, "figures": {"exact": {"value": 1.0, "low": 0.5, "high": 1.0, "n": 3}}, "seconds": 1.5,
+            "made": {"code": {"commit": "abc"}},
+        }
+    ).encode()  # fmt: skip
+
+    def read(data: bytes) -> Any:
+        path.write_bytes(data)
+        load_result(cell, folder / "cells")
+        return None
+
+    return Target("cell", (seed,), read)
+
+
+def _transcripts(folder: Path) -> Target:
+    from defenses.verification.transcript import read_transcripts
+
+    path = folder / "transcripts.jsonl"
+    seed = b"".join(json.dumps(one).encode() + b"\n" for one in _requests())
+
+    def read(data: bytes) -> Any:
+        path.write_bytes(data)
+        return [one.to_json() for one in read_transcripts(path)]
+
+    def strict(data: bytes) -> Any:
+        sampling = {"method": "gumbel", "temperature": 1.0, "top_k": 0, "top_p": 1.0}
+        return [one | {"sampling": sampling | one["sampling"]} for one in reference.transcripts(data)]
+
+    return Target("transcripts", (seed,), read, strict)
+
+
+def _requests() -> list[dict[str, Any]]:
+    from defenses.verification.sampling import Sampling
+    from defenses.verification.transcript import Fingerprint, Transcript
+
+    values = torch.randn(2, 4, generator=torch.Generator().manual_seed(0))
+    printed = Fingerprint.of(values, every=1, seed=3, kind="gaussian", dtype="bfloat16")
+    sampling = Sampling(temperature=0.7, top_k=5, top_p=0.9, seed=11)
+    plain = Transcript("r1", "builtin", (1, 2, 3), (4, 5), sampling, modes=("accept", "bonus"))
+    full = Transcript("r2", "builtin", (1,), (4, 5), sampling, proofs=("AAAA",), fingerprint=printed)
+    return [one.to_json() for one in (plain, full)]
+
+
+def _ledger(folder: Path) -> list[Target]:
+    from defenses.verification.books import included, prove
+    from defenses.verification.ledger import Ledger, read_checkpoint, verify, write_statement
+    from defenses.verification.signing import create_key, public, read_key
+
+    folder = folder / "ledger"
+    folder.mkdir(exist_ok=True)
+    path, key_file, proof, point_file = (folder / name for name in ("ledger", "key", "proof", "point"))
+    for one in (path, key_file, proof):
+        one.unlink(missing_ok=True)
+    create_key(key_file)
+    key = read_key(key_file)
+    book = Ledger.create(path, key)
+    for one in _requests():
+        book.append(one)
+    point = book.checkpoint()
+    point_file.write_text(write_statement(point) + "\n")
+    prove(path, "r1", point_file, public(key), proof)
+    good, statement, proven, secret = (one.read_bytes() for one in (path, point_file, proof, key_file))
+
+    def read_ledger(data: bytes) -> Any:
+        path.write_bytes(data)
+        verdict = verify(path, public(key), point)
+        return _signed(verdict.valid, data)
+
+    def read_point(data: bytes) -> Any:
+        found = read_checkpoint(data.decode(errors="replace"))
+        return _signed(found.authentic(public(key)), dataclasses.asdict(found))
+
+    def read_proof(data: bytes) -> Any:
+        proof.write_bytes(data)
+        return _signed(included(proof, point_file, public(key))["valid"], data.strip())
+
+    def read_private(data: bytes) -> Any:
+        key_file.write_bytes(data)
+        read_key(key_file)
+        return None
+
+    return [
+        Target("ledger", (good,), read_ledger, same=True),
+        Target("checkpoint", (statement,), read_point, same=True),
+        Target("proof of inclusion", (proven,), read_proof, same=True),
+        Target("key", (secret,), read_private),
+    ]
+
+
+class NotValid(Exception):
+    """A verdict that something is not valid: a refusal, said in another way."""
+
+
+def _signed(valid: bool, content: Any) -> Any:
+    if not valid:
+        raise NotValid
+    return content
+
+
+def _prompts(folder: Path) -> list[Target]:
+    import pyarrow
+    import pyarrow.parquet
+
+    from hiddenlab.prompts import load_prompts
+
+    rows = [{"text": "héllo\nthere", "n": 1}, {"text": "x, \"y\"", "n": 2}]
+    lines = b"".join(json.dumps(row).encode() + b"\n" for row in rows)
+    parquet = folder / "seed.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), parquet)
+    csv = 'text,n\n"a ""b"", c",1\nx,2\n'.encode()
+    seeds: dict[str, tuple[bytes, ...]] = {
+        "jsonl": (lines, b'"a"\n"b"\n'), "json": (json.dumps(rows).encode(), b'["a", "b"]'),
+        "txt": (b"one\ntwo\n", b"---\none\n\ntwo\n---\nthree\n"), "csv": (csv,), "tsv": (csv.replace(b",", b"\t"),),
+        "ndjson": (lines,), "parquet": (parquet.read_bytes(),),
+    }  # fmt: skip
+
+    def reader(kind: str) -> Read:
+        path = folder / f"prompts.{kind}"
+
+        def read(data: bytes) -> Any:
+            path.write_bytes(data)
+            return [one.text for one in load_prompts(str(path))]
+
+        return read
+
+    strict = {"jsonl": reference.prompts, "ndjson": reference.prompts}
+    return [Target(f"prompts.{kind}", data, reader(kind), strict.get(kind)) for kind, data in seeds.items()]
+
+
+def _view(folder: Path) -> Target:
+    from attacks.closed_weights.view import ServerView
+
+    generator = torch.Generator().manual_seed(0)
+    head, rows = (torch.randn(size, 4, generator=generator) for size in (6, 3))
+    path = ServerView(head, (rows, rows[:2]), 0.5).save(folder / "view")
+
+    def read(data: bytes) -> Any:
+        path.write_bytes(data)
+        ServerView.load(path.parent)
+        return None
+
+    return Target("server view", (path.read_bytes(),), read)
+
+
+def _proof() -> Target:
+    from defenses.verification.toploc import Proof, commit
+
+    states = torch.randn(4, 16, generator=torch.Generator().manual_seed(0))
+    seed = commit(states, 8).to_base64().encode()
+
+    def read(data: bytes) -> Any:
+        from hiddenlab.errors import InputError
+
+        try:
+            text = data.decode()
+        except UnicodeDecodeError:
+            raise InputError("no text") from None
+        proof = Proof.from_base64(text, 8)
+        proof.bits_at(torch.arange(64).numpy())
+        return None
+
+    return Target("proof", (seed,), read)
+
+
+def _fingerprint() -> Target:
+    from defenses.verification.transcript import Fingerprint
+    from hiddenlab.schema import parse
+
+    seed = json.dumps(_requests()[1]["fingerprint"]).encode()
+
+    def read(data: bytes) -> Any:
+        parse(data, Fingerprint, "fingerprint.json").values()
+        return None
+
+    return Target("fingerprint", (seed,), read)
+
+
+def _specs() -> Target:
+    from hiddenlab import registry
+    from hiddenlab.errors import InputError
+
+    seeds = (
+        b"gaussian:sigma=0.01", b"shard:alpha=8,c=2,node=1", b"shard:alpha=4,c=1,m=2,queries=1,keys=0",
+        b"gap:size=3,after=5", b"project:count=8,seed=1", b"toploc:k=8", b"logprobs:k=3", b"hidden-perm:per-row",
+        b"dtype:bfloat16", b"random-prefix", b"unknown-gaussian",
+    )  # fmt: skip
+
+    def read(data: bytes) -> Any:
+        try:
+            spec = data.decode()
+        except UnicodeDecodeError:
+            raise InputError("no text") from None
+        registry.build("defenses", spec)
+        return None
+
+    return Target("spec of a defense", seeds, read)
