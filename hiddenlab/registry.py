@@ -142,6 +142,7 @@ BUILTINS: dict[str, dict[str, str]] = {
         "score": "defenses.verification.scoring:score",
         "audit": "defenses.verification.audit:audit",
         "record": "defenses.verification.books:record",
+        "repair": "defenses.verification.repair:repair",
         "prove": "defenses.verification.books:prove",
         "included": "defenses.verification.books:included",
         "import": "defenses.verification.command:import_openai",

@@ -4,6 +4,8 @@ import base64
 import json
 import math
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -354,6 +356,7 @@ def test_bounds_and_sampling_rate_say_what_the_papers_say() -> None:
         ("record", "nothing.jsonl", "--ledger", "l", "--key", "k"),
         ("prove", "nothing", "--request", "a", "--checkpoint", "c", "--public-key", "00", "--out", "p"),
         ("included", "nothing", "--checkpoint", "c", "--public-key", "00"),
+        ("repair", "nothing", "--public-key", "00"),
         ("sampling-rate", "--share", "0"),
     ],
 )  # fmt: skip
@@ -668,6 +671,45 @@ def test_files_of_the_ledger_are_kept_apart_and_work_is_not_done_twice(files: Fi
         assert verify("included", tmp_path / "p", *agreed).exit_code == 1
     shown = verify("record", files["seed"], "--ledger", ledger, "--key", key)
     assert f"public key: {public}" in shown.stdout  # whole, whatever the width of the screen
+
+
+@pytest.mark.slow
+def test_commands_that_record_at_once_lose_nothing(files: Files, tmp_path: Path) -> None:
+    how = ("--ledger", tmp_path / "ledger", "--key", tmp_path / "key", "--checkpoint", tmp_path / "point")
+    program = (sys.executable, "-m", "hiddenlab", "verify", "record")
+    more = ("--no-record", "--json", "--wait", 300)
+    processes = [
+        subprocess.Popen(
+            [str(word) for word in (*program, files[name], *how, *more)],
+            cwd=Path(__file__).resolve().parents[1],
+            stdout=subprocess.PIPE,
+        )
+        for name in ("honest", "seed", "layers")
+    ]
+    answers = [json.loads(process.communicate(timeout=600)[0]) for process in processes]
+    assert [process.returncode for process in processes] == [0] * 3
+    assert sorted(one["records"] for one in answers) == [3, 6, 9]
+    made = answer("record", files["honest"], *how)
+    assert made["records"] == 9 and made["already"] == 3
+
+
+def test_a_torn_ledger_is_repaired_and_continued(files: Files, tmp_path: Path) -> None:
+    ledger, point = tmp_path / "ledger", tmp_path / "point"
+    how = ("--ledger", ledger, "--key", tmp_path / "key")
+    public = answer("record", files["honest"], *how, "--checkpoint", point)["public_key"]
+    answer("record", files["seed"], *how)
+    ledger.write_bytes(ledger.read_bytes()[:-40])
+    result = verify("record", files["seed"], *how)
+    assert result.exit_code == 2 and "hiddenlab verify repair" in result.stderr
+    agreed = ("--public-key", public, "--checkpoint", point)
+    shown = verify("repair", ledger, *agreed)
+    assert shown.exit_code == 0 and "kept in" in shown.stdout and "5 records" in shown.stdout
+    assert answer("record", files["seed"], *how)["appended"] == 1
+    assert answer("repair", ledger, *agreed)["dropped_bytes"] == 0
+    ledger.write_bytes(b"".join(ledger.read_bytes().splitlines(keepends=True)[:3]) + b"torn")
+    result = verify("repair", ledger, *agreed)  # a record that the checkpoint counts is gone
+    assert result.exit_code == 2 and "2 records, of 3 when the checkpoint was made" in result.stderr
+    assert ledger.read_bytes().endswith(b"torn")
 
 
 def test_a_place_for_records_is_looked_at_first(files: Files, tmp_path: Path) -> None:

@@ -12,7 +12,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from defenses.verification.signing import LedgerError, signed
+from defenses.verification.durable import LedgerError
+from defenses.verification.signing import signed
 
 LONGEST_LINE = 1 << 26  # bytes; a longer one is no record
 

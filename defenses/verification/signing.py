@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
@@ -14,15 +13,11 @@ from cryptography.hazmat.primitives.serialization import (
     load_pem_private_key,
 )
 
-from hiddenlab.errors import InputError
-
-
-class LedgerError(InputError):
-    """A ledger, key or entry that cannot be used as asked."""
+from defenses.verification.durable import PRIVATE, LedgerError, write_new
 
 
 def create_key(path: Path) -> str:
-    """Write a new private key (PEM, readable by its owner only) and return its public key in hexadecimal.
+    """Write a new private key (PEM, never readable by anybody but its owner) and return its public key in hexadecimal.
 
     Raises:
         LedgerError: the file exists, or cannot be written.
@@ -30,9 +25,7 @@ def create_key(path: Path) -> str:
     key = Ed25519PrivateKey.generate()
     text = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
     try:
-        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(handle, "wb") as file:
-            file.write(text)
+        write_new(path, text, PRIVATE)
     except OSError as error:
         raise LedgerError(f"cannot write a key to {path}: {error.strerror}") from error
     return public(key)
