@@ -93,14 +93,41 @@ def test_honest_proofs_are_valid_and_others_rejected(files: Files, reference: Wo
 
 def test_scores_tell_a_wrong_seed_from_an_honest_one(files: Files, reference: Words) -> None:
     level = ("--false-positives", 0.1)  # three requests a side cannot give less than 0.05
-    honest = answer("score", files["honest"], "--honest", files["honest"], *level, *reference)
+    trusted = files["honest"].with_name("trusted")
+    trusted.write_text(files["honest"].read_text())
+    honest = answer("score", files["honest"], "--honest", trusted, *level, *reference)
     assert honest["summary"]["same_token"] > 0.97 and not honest["verdict"]["diverges"]
     other = answer("score", files["seed"], "--honest", files["honest"], *level, *reference)
     assert other["summary"]["same_token"] < 0.7 and other["verdict"]["diverges"]
     assert other["verdict"]["least_p"] == 0.05
     assert verify("score", files["seed"], "--honest", files["honest"], *level, *reference).exit_code == 1
-    alone = answer("score", files["seed"], *reference)
-    assert alone["verdict"] is None
+    assert verify("score", files["honest"], "--honest", trusted, *level, *reference).exit_code == 0
+    itself = verify("score", files["honest"], "--honest", files["honest"], *level, *reference)
+    assert itself.exit_code == 2 and "compared with itself" in itself.stderr
+
+
+def test_without_a_verdict_nothing_is_called_right(files: Files, reference: Words) -> None:
+    for words, missing in (
+        ((), "--honest"),
+        (("--honest", files["honest"]), "3 honest requests and 3 to be judged cannot give a p below 0.05"),
+    ):
+        result = verify("score", files["seed"], *words, *reference)
+        assert result.exit_code == 1 and missing in result.stdout
+        found = answer("score", files["seed"], *words, *reference)
+        assert missing in found["undecided"] and not (found["verdict"] or {}).get("diverges")
+
+
+def test_files_to_be_reviewed_are_not_passed(files: Files, reference: Words, tmp_path: Path) -> None:
+    """Random bytes may look like encoded data: one request a file, of which some are to be reviewed and one is not."""
+    for i, line in enumerate(files["honest"].read_text().splitlines()):
+        (tmp_path / f"{i}.jsonl").write_text(line + "\n")
+    classes = {row["file"]: row["class"] for row in answer("audit", tmp_path, *reference)["files"]}
+    assert sorted(set(classes.values())) == ["quiet", "review"]
+    assert verify("audit", tmp_path, *reference).exit_code == 1
+    for name, level in classes.items():
+        if level == "review":
+            (tmp_path / name).unlink()
+    assert verify("audit", tmp_path, *reference).exit_code == 0
 
 
 def test_commit_gives_the_provider_s_own_proofs(files: Files, reference: Words, tmp_path: Path) -> None:
@@ -385,7 +412,9 @@ def test_runs_are_recorded_with_a_plot(
            "--proof-values", 64, "--fingerprint", 4, "--fingerprint-dtype", "float32", *keyed, *COMMON)  # fmt: skip
     answer("commit", out, "--out", tmp_path / "b.jsonl", *reference)
     answer("check", out, "--fingerprint", 4, "--proof-values", 64, *reference)
-    answer("score", out, "--honest", out, *keyed, *reference)
+    trusted = tmp_path / "trusted"
+    trusted.write_text(out.read_text())
+    answer("score", out, "--honest", trusted, *keyed, *reference)
     answer("audit", out.parent, *keyed, *reference)
     answer("bounds", "--free", 0.1, "--permitted", 4)
     answer("sampling-rate", "--share", 0.1)

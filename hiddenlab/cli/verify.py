@@ -236,19 +236,21 @@ def score(
     no_record: o.NoRecordOpt = False,
     json: o.JsonOpt = False,
 ) -> None:
-    """Token-DiFR: how far tokens are from a trusted run's; exit code 1 if they diverge, or are too few to tell."""
+    """Token-DiFR: how far tokens are from a trusted run's, and whether that is more than honest ones are.
+
+    Exit codes: 0 they do not diverge; 1 they do, or there is no verdict (no --honest, or too few requests); 2 it could
+    not be done.
+    """
     found = conduct(
         "score", json=json, threads=threads, runs_dir=runs_dir, keep=not no_record,
         path=file, honest=honest, model=model, dtype=dtype, device=device,
         key_env=noise_key_env, key_form=noise_form, false_positives=false_positives, draft=draft, ahead=ahead,
         by=by, sigma=sigma, noise_on=noise_on, ipt_sigma=ipt_sigma, trials=monte_carlo,
     )  # fmt: skip
-    show(found, "Token-DiFR", "requests", json=json)
-    verdict = found["verdict"]
-    if verdict and verdict["diverges"] is None and not json:
-        least = f"{verdict['least_p']:.3g}"
-        explain([("undecided", f"so few requests cannot give a p below {least}; compare more of them")])
-    if verdict and verdict["diverges"] is not False:
+    show(found, "Token-DiFR", "requests", json=json, left_out=("undecided",))
+    if found["undecided"] and not json:
+        explain([("undecided", found["undecided"])])
+    if found["verdict"] is None or found["verdict"]["diverges"] is not False:
         raise typer.Exit(REJECTED)
 
 
@@ -292,7 +294,10 @@ def audit(
     no_record: o.NoRecordOpt = False,
     json: o.JsonOpt = False,
 ) -> None:
-    """Classify files of transcripts: quiet, review or quarantine, and the bits a token that could have been sent."""
+    """Classify files of transcripts: quiet, review or quarantine, and the bits a token that could have been sent.
+
+    Exit codes: 0 every file is quiet; 1 one is to be reviewed or in quarantine; 2 it could not be done.
+    """
     found = conduct(
         "audit", json=json, threads=threads, runs_dir=runs_dir, keep=not no_record,
         folder=folder, model=model, dtype=dtype, device=device, noise_sd=sigma, threshold=tau,
@@ -303,7 +308,7 @@ def audit(
     show(found, "audit", "files", json=json, left_out=("reasons", "safe", "slowdown", "safe_bits_per_token"))
     if not json:
         explain((file["file"], "; ".join(file["reasons"])) for file in found["files"])
-    if any(file["class"] == "quarantine" for file in found["files"]):
+    if any(file["class"] != "quiet" for file in found["files"]):
         raise typer.Exit(REJECTED)
 
 
