@@ -145,7 +145,7 @@ BUILTINS: dict[str, dict[str, str]] = {
         "repair": "defenses.verification.repair:repair",
         "prove": "defenses.verification.books:prove",
         "included": "defenses.verification.books:included",
-        "import": "defenses.verification.command:import_openai",
+        "import": "defenses.verification.imported:import_openai",
         "bounds": "defenses.verification.command:bounds",
         "sampling-rate": "defenses.verification.command:sampling_rate",
     },

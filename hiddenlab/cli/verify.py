@@ -314,24 +314,41 @@ def audit(
 
 @app.command("import")
 def import_(
-    file: Annotated[Path, Argument(metavar="FILE", help='Lines of {"request": …, "response": …}.')],
+    file: Annotated[
+        Path,
+        Argument(
+            metavar="FILE", help='Lines of {"request": …, "response": …}, or an output of the Batch API.'
+        ),
+    ],
     out: OutArg,
-    model: o.ModelOpt = None,
+    model: Annotated[
+        str | None,
+        Option(
+            "--model",
+            metavar="NAME",
+            help="Whose tokenizer and chat template read the log. Needed unless the log itself says 'builtin'; "
+            "transcripts keep the log's own name of the model.",
+        ),
+    ] = None,
+    requests: Annotated[
+        Path | None,
+        Option("--requests", metavar="FILE", help="The Batch API's input, where FILE is its output."),
+    ] = None,
     runs_dir: o.RunsDirOpt = RUNS,
     no_record: o.NoRecordOpt = False,
     json: o.JsonOpt = False,
 ) -> None:
-    """Turn OpenAI-style requests and answers at temperature 0 into transcripts, for 'score'."""
+    """Turn a log of OpenAI-style requests and answers at temperature 0 into transcripts, for 'score'.
+
+    Token ids of the log (vLLM's return_token_ids) are taken where they are; else texts are tokenized anew. What cannot
+    be imported whole (tool calls, reasoning, echoed prompts, penalties …) is refused, with its line.
+    """  # fmt: skip
     found = conduct(
-        "import",
-        json=json,
-        runs_dir=runs_dir,
-        keep=not no_record,
-        path=file,
-        out=out,
-        model=model or "builtin",
-    )
+        "import", json=json, runs_dir=runs_dir, keep=not no_record, path=file, out=out, model=model, requests=requests,
+    )  # fmt: skip
     show(found, "imported", json=json)
+    if not json:
+        explain(("note", line) for line in found["notes"])
 
 
 @app.command("bounds")

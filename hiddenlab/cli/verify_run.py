@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 PICTURE = "plot.png"
 ROWS = ("requests", "files", "shares")  # lists of an answer that have a row a request, a file, or a share
-READ = ("path", "folder", "honest", "transcripts", "prompts")  # options that name what is read
+READ = ("path", "folder", "honest", "transcripts", "prompts", "requests")  # options that name what is read
 SHOWN = 40  # files in a plot, those with the most that is dangerous
 SECRET = ("key",)  # options that no record holds
 
