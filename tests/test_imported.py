@@ -148,6 +148,9 @@ REFUSED: dict[str, tuple[Line, str]] = {
     "something new": (chat({"wild": 1}), "'wild'"),
     "cut by a filter": (chat(choice={"finish_reason": "content_filter"}), "'content_filter'"),
     "half a character": (completion(choice={"text": "caf\ufffd"}), "U\\+FFFD"),
+    "half a pair": (completion(choice={"text": "caf\ud800"}), "surrogate"),
+    "half a pair in the prompt": (completion({"prompt": "caf\ud800"}), "surrogate"),
+    "half a pair in a message": (chat({"messages": [{"role": "user", "content": "\ud800"}]}), "cannot render"),
     "a foreign id": (completion(choice={"token_ids": [VOCABULARY]}), f"token {VOCABULARY} is not in a vocabulary"),
     "a negative id": (completion(choice={"token_ids": [-1]}), "token -1 is not in a vocabulary"),
     "a foreign id in the prompt": (chat(prompt_token_ids=[1, 10**6]), "token 1000000 is not in a vocabulary"),
@@ -263,6 +266,33 @@ def test_batches_are_read_with_their_input(tmp_path: Path) -> None:
     asked.write_text(json.dumps(lines[0]) + "\n" + json.dumps(lines[0]) + "\n")
     with pytest.raises(InputError, match=r"input.jsonl, line 2: the custom_id 'one' stands twice"):
         imported(tmp_path, [answered("one")], requests=asked)
+
+
+def test_an_imported_log_is_judged_by_simulated_honest_answers(tmp_path: Path) -> None:
+    """Greedy is greedy, whatever temperature and filters a request names beside it."""
+    model = save_tiny("llama", tmp_path / "model", tokenizer=True)
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("one prompt of bytes\nanother prompt\nand a third\n")
+    how = ("--model", model, "--dtype", "float32", "--device", "cpu")
+
+    def verify(*words: object) -> Result:
+        return CliRunner().invoke(app, ["verify", *map(str, words), "--no-record"])
+
+    for name, variant in {"honest": "honest", "cheap": "layers=2"}.items():
+        asked = ("--prompts", prompts, "--method", "greedy", "--new-tokens", 12, "--provider", variant)
+        assert verify("simulate", "--out", tmp_path / name, *asked, *how).exit_code == 0
+    for name, code in {"honest": 0, "cheap": 1}.items():
+        log, out = tmp_path / f"{name}.log", tmp_path / f"{name}.jsonl"
+        lines = [
+            completion({"prompt": list(one.prompt)}, {"text": None, "token_ids": list(one.output)}, id=one.id)
+            for one in read_transcripts(tmp_path / name)
+        ]
+        log.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        assert verify("import", log, "--out", out, "--model", model).exit_code == 0
+        level = ("--honest", tmp_path / "honest", "--false-positives", 0.1)
+        result = verify("score", out, *level, *how, "--json")
+        assert result.exit_code == code, result.output
+        assert json.loads(result.stdout)["verdict"]["diverges"] is bool(code)
 
 
 def test_an_imported_log_of_another_model_gets_no_verdict_for_free(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from defenses.verification.command import FORMAT, Made
 from defenses.verification.logs import Choice, Exchange, Message, exchanges, unanswered
-from defenses.verification.sampling import Sampling
+from defenses.verification.sampling import GREEDY
 from defenses.verification.transcript import Transcript, write_transcripts
 from hiddenlab.core import Progress, silent
 from hiddenlab.errors import InputError
@@ -46,7 +46,6 @@ BESIDE = {
     "content_filter_results", "hidden_states", "logprobs", "matched_stop", "native_finish_reason", "prompt_logprobs",
     "routed_experts", "stop_reason",
 }  # fmt: skip
-GREEDY = Sampling(method="greedy", temperature=0.0)
 ENDS = (None, "stop", "length")  # why an answer of text alone may have ended
 BROKEN = "\ufffd"  # stands for bytes that are no text
 
@@ -249,7 +248,7 @@ class _Line:
                     f"the request has {name!r}, which changes the prompt, and no prompt_token_ids"
                 )
         if isinstance(asked, str):
-            return list(self.tokenizer(asked)["input_ids"])
+            return self._tokenized(asked)
         if all(isinstance(one, int) for one in asked):
             return [one for one in asked if isinstance(one, int)]
         turns = [self._turn(one) for one in asked if isinstance(one, Message)]
@@ -307,7 +306,13 @@ class _Line:
                 "the text has U+FFFD, bytes that are no text; their tokens are known by token_ids only"
             )
         self.counts["ends_unseen"] += choice.finish_reason == "stop"
-        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        return self._tokenized(text, add_special_tokens=False)
+
+    def _tokenized(self, text: str, **how: Any) -> list[int]:
+        try:
+            return list(self.tokenizer(text, **how)["input_ids"])
+        except (TypeError, UnicodeError):
+            raise self._error("a text holds half of a surrogate pair, which is no character") from None
 
     def _text(self, choice: Choice) -> str | None:
         if choice.message is None:

@@ -16,6 +16,7 @@ from defenses.verification.closed_form import FLOOR, NoiseOn
 from defenses.verification.command import FORMAT, Made, verifier_for
 from defenses.verification.detect import clipping
 from defenses.verification.difr import Verifier
+from defenses.verification.sampling import GREEDY
 from defenses.verification.transcript import Transcript, read_transcripts
 from defenses.verification.whole import WholeModel
 from hiddenlab.core import Progress, silent
@@ -112,7 +113,8 @@ def _alike(found: Sequence[Transcript]) -> None:
     Raises:
         InputError: requests differ in their sampling (but for the seed).
     """
-    kinds = {replace(one.sampling, seed=0) for one in found}
+    # Greedy tokens depend on nothing else that a request says.
+    kinds = {GREEDY if one.sampling.greedy else replace(one.sampling, seed=0) for one in found}
     if len(kinds) > 1:
         first, second = sorted(map(str, kinds))[:2]
         raise InputError(f"requests that were sampled differently cannot be compared: {first} and {second}")
