@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from typer.testing import CliRunner, Result
 from defenses.verification.audit import _admissible, _risks
 from defenses.verification.bounds import Risk
 from defenses.verification.difr import Replay
+from defenses.verification.durable import sole_writer
 from defenses.verification.sampling import Sampling
 from defenses.verification.scoring import _verdict
 from defenses.verification.transcript import read_transcripts
@@ -697,6 +699,18 @@ def test_commands_that_record_at_once_lose_nothing(files: Files, tmp_path: Path)
     assert sorted(one["records"] for one in answers) == [3, 6, 9]
     made = answer("record", files["honest"], *how)
     assert made["records"] == 9 and made["already"] == 3
+
+
+def test_who_waits_for_a_ledger_is_told_so(files: Files, tmp_path: Path) -> None:
+    ledger = tmp_path / "ledger"
+    how = ("--ledger", ledger, "--key", tmp_path / "key", "--wait", 0.2)
+    with ThreadPoolExecutor(1) as other, sole_writer(ledger):
+        result = other.submit(verify, "record", files["honest"], *how).result()
+    said = result.stderr.splitlines()
+    assert result.exit_code == 2 and not ledger.exists() and not (tmp_path / "key").exists()
+    assert "another process is writing to" in said[0] and "waiting up to 0.2 s" in said[0]
+    assert said[-1].startswith("error: another process is writing to") and "--wait" in said[-1]
+    assert answer("record", files["honest"], *how)["records"] == 3
 
 
 def test_a_torn_ledger_is_repaired_and_continued(files: Files, tmp_path: Path) -> None:
