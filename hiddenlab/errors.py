@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+from hiddenlab.text import visible
+
 
 class HiddenlabError(Exception):
-    """Base of every error whose message is meant for the user: what is wrong, and what would be right."""
+    """Base of every error whose message is meant for the user: what is wrong, and what would be right.
+
+    The message is one line; control characters in it, which may come from files and models, are shown as pictures.
+    """
+
+    def __str__(self) -> str:
+        return visible(super().__str__())
 
 
 class InputError(HiddenlabError):

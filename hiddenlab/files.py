@@ -1,26 +1,32 @@
 """Write files so that nothing is lost: whole or not at all, on the disk, and secrets for their owner alone."""
 
+from __future__ import annotations
+
+import errno
 import os
 import secrets
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from hiddenlab.errors import InputError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 PRIVATE, SHARED = 0o600, 0o666  # before the user's umask
 
 
-def write_file(path: Path, content: str | bytes, *, private: bool = False) -> None:
+def write_file(path: Path, content: str | bytes, *, private: bool = False, new: bool = False) -> None:
     """Write a file atomically: the path holds the whole content or what was there before.
 
     Args:
         private: the file holds a secret; only its owner may read it, from the first byte on.
+        new: refuse to replace a file.
 
     Raises:
-        InputError: it cannot be written.
+        InputError: it cannot be written, or ``new`` is set and it exists.
     """
     data = content.encode() if isinstance(content, str) else content
 
@@ -31,7 +37,7 @@ def write_file(path: Path, content: str | bytes, *, private: bool = False) -> No
             file.flush()
             os.fsync(handle)
 
-    _replace(path, write)
+    _put(path, write, new)
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
@@ -47,18 +53,42 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[st
         save_file(dict(tensors), work, metadata=dict(metadata))
         work.chmod(PRIVATE)  # where safetensors made the file anew
 
-    _replace(path, write)
+    _put(path, write, new=False)
 
 
-def _replace(path: Path, write: Callable[[Path], None]) -> None:
+def _put(path: Path, write: Callable[[Path], None], new: bool) -> None:
+    """Write a file of another name beside the path, then give it the name."""
+    with _errors(path):
+        work = path.with_name(f".{path.name[:100]}.{secrets.token_hex(6)}.tmp")
+        try:
+            write(work)
+            if new:
+                os.link(work, path)  # fails where something is there
+            else:
+                os.replace(work, path)
+            _sync_directory(path)
+        finally:
+            with suppress(OSError):
+                work.unlink(missing_ok=True)
+
+
+@contextmanager
+def _errors(path: Path) -> Iterator[None]:
     from safetensors import SafetensorError
 
-    work = path.with_name(f".{path.name[:100]}.{secrets.token_hex(6)}.tmp")
     try:
-        write(work)
-        os.replace(work, path)
+        yield
     except (OSError, SafetensorError, ValueError) as error:
         raise InputError(f"cannot write {path}: {getattr(error, 'strerror', None) or error}") from None
+
+
+def _sync_directory(path: Path) -> None:
+    """Put a new name on the disk too."""
+    handle = os.open(path.resolve().parent, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # file systems that have no such thing
+            raise
     finally:
-        with suppress(OSError, ValueError):
-            work.unlink(missing_ok=True)
+        os.close(handle)

@@ -28,7 +28,6 @@ from defenses.verification.sampling import (
 from defenses.verification.transcript import (
     Fingerprint,
     Transcript,
-    from_openai,
     read_transcripts,
     write_transcripts,
 )
@@ -401,21 +400,3 @@ def test_wrong_fingerprints_are_refused(change: dict[str, Any]) -> None:
     assert good.values().tolist() == [[1.0]]
     with pytest.raises(InputError, match=r"fingerprint|projection"):
         replace(good, **change).values()
-
-
-def test_openai_answers_at_temperature_zero_become_transcripts(tiny: str, tmp_path: Path) -> None:
-    tokenizer = load_whole(tiny, device="cpu").tokenizer
-    line = {
-        "request": {"prompt": "Once", "temperature": 0},
-        "response": {"id": "r1", "choices": [{"text": " more"}]},
-    }
-    path = tmp_path / "log.jsonl"
-    path.write_text(json.dumps(line) + "\n")
-    (one,) = from_openai(path, tiny, tokenizer)
-    assert one.id == "r1"
-    assert [tokenizer.decode(ids) for ids in (one.prompt, one.output)] == ["Once", " more"]
-    assert one.sampling.greedy
-    for wrong in ({"temperature": 0.5, "prompt": "a"}, {"prompt": "a"}, {"temperature": 0}):
-        path.write_text(json.dumps(line | {"request": wrong}) + "\n")
-        with pytest.raises(InputError, match="line 1"):
-            from_openai(path, tiny, tokenizer)

@@ -3,6 +3,9 @@
 import json
 import os
 import random
+import stat
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +18,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from defenses.verification.durable import LedgerError, sole_writer
 from defenses.verification.ledger import (
     Checkpoint,
     Inclusion,
@@ -27,7 +31,8 @@ from defenses.verification.ledger import (
 )
 from defenses.verification.merkle import climb, merkle_path, merkle_root
 from defenses.verification.records import canonical
-from defenses.verification.signing import LedgerError, create_key, public, read_key
+from defenses.verification.repair import repair
+from defenses.verification.signing import create_key, public, read_key
 from hiddenlab.errors import InputError
 
 KEY = Ed25519PrivateKey.from_private_bytes(bytes(range(32)))
@@ -293,7 +298,6 @@ def test_keys(tmp_path: Path) -> None:
     path = tmp_path / "key.pem"
     name = create_key(path)
     assert public(read_key(path)) == name and len(name) == 64
-    assert os.stat(path).st_mode & 0o077 == 0
     with pytest.raises(LedgerError, match="cannot write a key"):
         create_key(path)
     with pytest.raises(LedgerError, match="cannot read the key"):
@@ -306,3 +310,200 @@ def test_keys(tmp_path: Path) -> None:
     with pytest.raises(LedgerError, match="another kind"):
         read_key(tmp_path / "ec")
     assert isinstance(written(tmp_path / "l", 1).checkpoint(), Checkpoint)
+
+
+# ---- several writers
+
+
+ROOT = Path(__file__).resolve().parents[1]
+WRITER = """
+import io
+import sys
+import time
+from pathlib import Path
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from defenses.verification.ledger import Ledger
+
+class Slow(io.FileIO):  # between looking at a ledger and writing to it, others have time
+    def seek(self, *place):
+        found = super().seek(*place)
+        time.sleep(0.01)
+        return found
+
+plain = Path.open
+Path.open = lambda path, mode="r", *how, **more: Slow(path, mode) if mode == "r+b" else plain(path, mode, *how, **more)
+key, path, name = Ed25519PrivateKey.from_private_bytes(bytes(range(32))), Path(sys.argv[1]), sys.argv[2]
+print("ready", flush=True)
+sys.stdin.readline()
+done = 0
+while done < 10:
+    try:
+        Ledger.open(path, key).append({"writer": name, "number": done})
+        done += 1
+    except Exception as error:
+        if "open it anew" not in str(error):  # another one wrote in between
+            raise
+"""
+HOLDER = """
+import sys
+from pathlib import Path
+from defenses.verification.durable import sole_writer
+with sole_writer(Path(sys.argv[1])):
+    print("ready", flush=True)
+    sys.stdin.readline()
+"""
+
+
+def started(program: str, *words: object) -> "subprocess.Popen[str]":
+    """A process of its own that has said that it is ready; it goes on when it is written a line."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, *map(str, words)],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    return process
+
+
+def test_processes_that_write_at_once_lose_nothing(tmp_path: Path) -> None:
+    path = written(tmp_path / "a.jsonl", 0).path
+    writers = [started(WRITER, path, name) for name in "abcd"]
+    for one in writers:
+        assert one.stdin is not None
+        one.stdin.write("\n")
+        one.stdin.flush()
+    assert [one.wait(timeout=300) for one in writers] == [0] * 4
+    verdict = verify(path, NAME)
+    assert verdict.valid and verdict.records == 40, verdict
+    entries = [json.loads(line)["entry"] for line in path.read_text().splitlines()[1:]]
+    for name in "abcd":  # each writer's own, in its own order
+        assert [one["number"] for one in entries if one["writer"] == name] == list(range(10))
+
+
+def test_a_second_writer_waits_and_says_so(tmp_path: Path) -> None:
+    path = written(tmp_path / "a.jsonl", 1).path
+    said: list[str] = []
+
+    def progress(what: str, done: int, total: int) -> None:
+        said.append(what)
+        assert holder.stdin is not None
+        holder.stdin.write("\n")  # now it ends
+        holder.stdin.flush()
+
+    holder = started(HOLDER, path)
+    with pytest.raises(LedgerError, match=r"another process is writing to .*--wait"), sole_writer(path, 0.1):
+        pass
+    with sole_writer(path, 60.0, progress):
+        assert holder.wait(timeout=60) == 0
+        Ledger.open(path, KEY).append({"id": "after"})  # who holds it may take it again
+    assert len(said) == 1 and "another process is writing" in said[0]
+    holder = started(HOLDER, path)
+    holder.kill()
+    holder.wait()
+    with sole_writer(path, 0.0):  # the dead hold nothing
+        assert len(Ledger.open(path, KEY)) == 2
+
+
+def test_what_cannot_be_written_whole_is_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ledger = written(tmp_path / "a.jsonl", 2)
+    before = ledger.path.read_bytes()
+
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(LedgerError, match="No space left"):
+            ledger.append({"id": "lost"})
+        with pytest.raises(LedgerError, match="No space left"):
+            Ledger.create(tmp_path / "b.jsonl", KEY)
+        with pytest.raises(LedgerError, match="No space left"):
+            create_key(tmp_path / "key.pem")
+    assert ledger.path.read_bytes() == before
+    assert ledger.append({"id": "next"}) == 2 and verify(ledger.path, NAME, ledger.checkpoint()).valid
+    assert [one.name for one in tmp_path.iterdir() if not one.name.endswith(".lock")] == ["a.jsonl"]
+
+
+def test_a_key_is_never_readable_by_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    make = os.open
+
+    def watched(path: Any, flags: int, mode: int = 0o777, **more: Any) -> int:
+        handle = make(path, flags, mode, **more)
+        seen.append(stat.S_IMODE(os.fstat(handle).st_mode) if flags & os.O_CREAT else 0)
+        return handle
+
+    monkeypatch.setattr(os, "open", watched)
+    before = os.umask(0)
+    try:
+        create_key(tmp_path / "key.pem")
+    finally:
+        os.umask(before)
+    assert max(seen) == 0o600  # from the moment when the file was made
+    assert stat.S_IMODE((tmp_path / "key.pem").stat().st_mode) == 0o600
+
+
+# ---- torn ends
+
+
+def test_a_torn_end_is_dropped_and_kept(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    ledger = written(path, 2)
+    point = tmp_path / "point.json"
+    point.write_text(write_statement(ledger.checkpoint()) + "\n")
+    ledger.append({"id": "torn"})
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-40])
+    with pytest.raises(LedgerError, match="verify repair"):
+        Ledger.open(path, KEY)
+    found = repair(path, NAME, point)
+    start = whole[:-1].rindex(b"\n") + 1
+    assert found["records"] == 2 and found["end_checked"] and not found["added"]
+    assert found["dropped_from"] == start and found["dropped_bytes"] == len(whole) - start - 40
+    assert path.read_bytes() == whole[:start]
+    assert Path(found["dropped_file"]).read_bytes() == whole[start:-40]
+    assert Ledger.open(path, KEY).append({"id": "next"}) == 2
+    # Nothing is torn now, and a copy is never overwritten.
+    assert repair(path, NAME, point)["dropped_bytes"] == 0
+    content = path.read_bytes() + b"torn again"
+    path.write_bytes(content)
+    with pytest.raises(InputError, match="--dropped"):
+        repair(path, NAME)
+    assert path.read_bytes() == content
+    assert repair(path, NAME, dropped=tmp_path / "other")["dropped_bytes"] == 10
+    assert (tmp_path / "other").read_bytes() == b"torn again"
+
+
+def test_no_whole_record_is_dropped(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    ledger = written(path, 4)
+    point = tmp_path / "point.json"
+    point.write_text(write_statement(ledger.checkpoint()) + "\n")
+    whole = path.read_bytes()
+    lines = whole.splitlines(keepends=True)
+    path.write_bytes(whole[:-1])  # the line end alone is missing
+    assert repair(path, NAME, point) | {"reason": ""} == {
+        "format": 1, "ledger": str(path), "records": 4, "dropped_bytes": 0, "dropped_from": None, "dropped_file": None,
+        "added": True, "end_checked": True, "reason": "",
+    }  # fmt: skip
+    assert path.read_bytes() == whole
+    refused = {
+        whole[:-40]: "of 4 when the checkpoint",  # others were told of the record that is torn
+        b"".join(lines[:-1]): "of 4 when the checkpoint",
+        b"".join(edited(lines)): "edited",
+        b"".join(edited(lines)[:-1]) + b"torn": "edited",
+        b"".join(lines[:-1]) + b"torn\n": "line 5",  # it has an end: nobody was interrupted
+        b"".join(lines) + lines[-1][:-1]: "in the place of",  # whole, and wrong
+        lines[0][:-9]: "empty",
+        b"": "empty",
+    }
+    for content, reason in refused.items():
+        path.write_bytes(content)
+        with pytest.raises(LedgerError, match=reason):
+            repair(path, NAME, point)
+        assert path.read_bytes() == content
+    with pytest.raises(LedgerError, match="another key"):
+        repair(path.parent / written(tmp_path / "b.jsonl", 1).path.name, public(OTHER))
+    assert not list(tmp_path.glob("*.dropped"))

@@ -4,7 +4,10 @@ import base64
 import json
 import math
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,7 @@ from typer.testing import CliRunner, Result
 from defenses.verification.audit import _admissible, _risks
 from defenses.verification.bounds import Risk
 from defenses.verification.difr import Replay
+from defenses.verification.durable import sole_writer
 from defenses.verification.sampling import Sampling
 from defenses.verification.scoring import _verdict
 from defenses.verification.transcript import read_transcripts
@@ -91,14 +95,41 @@ def test_honest_proofs_are_valid_and_others_rejected(files: Files, reference: Wo
 
 def test_scores_tell_a_wrong_seed_from_an_honest_one(files: Files, reference: Words) -> None:
     level = ("--false-positives", 0.1)  # three requests a side cannot give less than 0.05
-    honest = answer("score", files["honest"], "--honest", files["honest"], *level, *reference)
+    trusted = files["honest"].with_name("trusted")
+    trusted.write_text(files["honest"].read_text())
+    honest = answer("score", files["honest"], "--honest", trusted, *level, *reference)
     assert honest["summary"]["same_token"] > 0.97 and not honest["verdict"]["diverges"]
     other = answer("score", files["seed"], "--honest", files["honest"], *level, *reference)
     assert other["summary"]["same_token"] < 0.7 and other["verdict"]["diverges"]
     assert other["verdict"]["least_p"] == 0.05
     assert verify("score", files["seed"], "--honest", files["honest"], *level, *reference).exit_code == 1
-    alone = answer("score", files["seed"], *reference)
-    assert alone["verdict"] is None
+    assert verify("score", files["honest"], "--honest", trusted, *level, *reference).exit_code == 0
+    itself = verify("score", files["honest"], "--honest", files["honest"], *level, *reference)
+    assert itself.exit_code == 2 and "compared with itself" in itself.stderr
+
+
+def test_without_a_verdict_nothing_is_called_right(files: Files, reference: Words) -> None:
+    for words, missing in (
+        ((), "--honest"),
+        (("--honest", files["honest"]), "3 honest requests and 3 to be judged cannot give a p below 0.05"),
+    ):
+        result = verify("score", files["seed"], *words, *reference)
+        assert result.exit_code == 1 and missing in result.stdout
+        found = answer("score", files["seed"], *words, *reference)
+        assert missing in found["undecided"] and not (found["verdict"] or {}).get("diverges")
+
+
+def test_files_to_be_reviewed_are_not_passed(files: Files, reference: Words, tmp_path: Path) -> None:
+    """Random bytes may look like encoded data: one request a file, of which some are to be reviewed and one is not."""
+    for i, line in enumerate(files["honest"].read_text().splitlines()):
+        (tmp_path / f"{i}.jsonl").write_text(line + "\n")
+    classes = {row["file"]: row["class"] for row in answer("audit", tmp_path, *reference)["files"]}
+    assert sorted(set(classes.values())) == ["quiet", "review"]
+    assert verify("audit", tmp_path, *reference).exit_code == 1
+    for name, level in classes.items():
+        if level == "review":
+            (tmp_path / name).unlink()
+    assert verify("audit", tmp_path, *reference).exit_code == 0
 
 
 def test_commit_gives_the_provider_s_own_proofs(files: Files, reference: Words, tmp_path: Path) -> None:
@@ -291,30 +322,6 @@ def test_verdicts_have_the_stated_rate_of_false_alarms() -> None:
     assert few["least_p"] == 0.5 and few["diverges"] is None
 
 
-def test_openai_style_logs_can_be_scored(model: str, reference: Words, tmp_path: Path) -> None:
-    log, out = tmp_path / "log.jsonl", tmp_path / "t.jsonl"
-    lines = [
-        {
-            "request": {"prompt": "Once", "temperature": 0},
-            "response": {"id": f"r{i}", "choices": [{"text": " more"}]},
-        }
-        for i in range(2)
-    ]
-    log.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert answer("import", log, "--out", out, "--model", model)["requests"] == 2
-    assert answer("score", out, *reference)["summary"]["tokens"] > 0
-    assert verify("import", log, "--out", out, "--model", model).exit_code == 2
-    log.write_text('{"request": {}}\n')
-    assert verify("import", log, "--out", tmp_path / "u.jsonl", "--model", model).exit_code == 2
-    call = {
-        "request": {"prompt": "Once", "temperature": 0},
-        "response": {"choices": [{"message": {"content": None}}]},
-    }
-    log.write_text(json.dumps(call) + "\n")
-    result = verify("import", log, "--out", tmp_path / "u.jsonl", "--model", model)
-    assert result.exit_code == 2 and "no text" in result.stderr
-
-
 def test_bounds_and_sampling_rate_say_what_the_papers_say() -> None:
     found = answer("bounds", "--free", 0.02, "--permitted", 2)
     assert found["theorem_4_2_printed"] == pytest.approx(0.858559, abs=1e-6)
@@ -354,6 +361,8 @@ def test_bounds_and_sampling_rate_say_what_the_papers_say() -> None:
         ("record", "nothing.jsonl", "--ledger", "l", "--key", "k"),
         ("prove", "nothing", "--request", "a", "--checkpoint", "c", "--public-key", "00", "--out", "p"),
         ("included", "nothing", "--checkpoint", "c", "--public-key", "00"),
+        ("repair", "nothing", "--public-key", "00"),
+        ("import", "nothing.jsonl", "--out", "x.jsonl"),
         ("sampling-rate", "--share", "0"),
     ],
 )  # fmt: skip
@@ -382,7 +391,9 @@ def test_runs_are_recorded_with_a_plot(
            "--proof-values", 64, "--fingerprint", 4, "--fingerprint-dtype", "float32", *keyed, *COMMON)  # fmt: skip
     answer("commit", out, "--out", tmp_path / "b.jsonl", *reference)
     answer("check", out, "--fingerprint", 4, "--proof-values", 64, *reference)
-    answer("score", out, "--honest", out, *keyed, *reference)
+    trusted = tmp_path / "trusted"
+    trusted.write_text(out.read_text())
+    answer("score", out, "--honest", trusted, *keyed, *reference)
     answer("audit", out.parent, *keyed, *reference)
     answer("bounds", "--free", 0.1, "--permitted", 4)
     answer("sampling-rate", "--share", 0.1)
@@ -668,6 +679,57 @@ def test_files_of_the_ledger_are_kept_apart_and_work_is_not_done_twice(files: Fi
         assert verify("included", tmp_path / "p", *agreed).exit_code == 1
     shown = verify("record", files["seed"], "--ledger", ledger, "--key", key)
     assert f"public key: {public}" in shown.stdout  # whole, whatever the width of the screen
+
+
+@pytest.mark.slow
+def test_commands_that_record_at_once_lose_nothing(files: Files, tmp_path: Path) -> None:
+    how = ("--ledger", tmp_path / "ledger", "--key", tmp_path / "key", "--checkpoint", tmp_path / "point")
+    program = (sys.executable, "-m", "hiddenlab", "verify", "record")
+    more = ("--no-record", "--json", "--wait", 300)
+    processes = [
+        subprocess.Popen(
+            [str(word) for word in (*program, files[name], *how, *more)],
+            cwd=Path(__file__).resolve().parents[1],
+            stdout=subprocess.PIPE,
+        )
+        for name in ("honest", "seed", "layers")
+    ]
+    answers = [json.loads(process.communicate(timeout=600)[0]) for process in processes]
+    assert [process.returncode for process in processes] == [0] * 3
+    assert sorted(one["records"] for one in answers) == [3, 6, 9]
+    made = answer("record", files["honest"], *how)
+    assert made["records"] == 9 and made["already"] == 3
+
+
+def test_who_waits_for_a_ledger_is_told_so(files: Files, tmp_path: Path) -> None:
+    ledger = tmp_path / "ledger"
+    how = ("--ledger", ledger, "--key", tmp_path / "key", "--wait", 0.2)
+    with ThreadPoolExecutor(1) as other, sole_writer(ledger):
+        result = other.submit(verify, "record", files["honest"], *how).result()
+    said = result.stderr.splitlines()
+    assert result.exit_code == 2 and not ledger.exists() and not (tmp_path / "key").exists()
+    assert "another process is writing to" in said[0] and "waiting up to 0.2 s" in said[0]
+    assert said[-1].startswith("error: another process is writing to") and "--wait" in said[-1]
+    assert answer("record", files["honest"], *how)["records"] == 3
+
+
+def test_a_torn_ledger_is_repaired_and_continued(files: Files, tmp_path: Path) -> None:
+    ledger, point = tmp_path / "ledger", tmp_path / "point"
+    how = ("--ledger", ledger, "--key", tmp_path / "key")
+    public = answer("record", files["honest"], *how, "--checkpoint", point)["public_key"]
+    answer("record", files["seed"], *how)
+    ledger.write_bytes(ledger.read_bytes()[:-40])
+    result = verify("record", files["seed"], *how)
+    assert result.exit_code == 2 and "hiddenlab verify repair" in result.stderr
+    agreed = ("--public-key", public, "--checkpoint", point)
+    shown = verify("repair", ledger, *agreed)
+    assert shown.exit_code == 0 and "kept in" in shown.stdout and "5 records" in shown.stdout
+    assert answer("record", files["seed"], *how)["appended"] == 1
+    assert answer("repair", ledger, *agreed)["dropped_bytes"] == 0
+    ledger.write_bytes(b"".join(ledger.read_bytes().splitlines(keepends=True)[:3]) + b"torn")
+    result = verify("repair", ledger, *agreed)  # a record that the checkpoint counts is gone
+    assert result.exit_code == 2 and "2 records, of 3 when the checkpoint was made" in result.stderr
+    assert ledger.read_bytes().endswith(b"torn")
 
 
 def test_a_place_for_records_is_looked_at_first(files: Files, tmp_path: Path) -> None:

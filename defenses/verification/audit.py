@@ -23,6 +23,7 @@ from defenses.verification.bounds import Risk
 from defenses.verification.closed_form import FLOOR, fssl_ipt
 from defenses.verification.command import FORMAT, Made, verifier_for
 from defenses.verification.difr import Replay, Verifier
+from defenses.verification.durable import LedgerError
 from defenses.verification.filters import PerplexityFilter, SyntacticFilter
 from defenses.verification.ledger import Checkpoint
 from defenses.verification.ledger import verify as verify_ledger
@@ -30,7 +31,6 @@ from defenses.verification.likelihood import gumbel_positions
 from defenses.verification.records import canonical
 from defenses.verification.risk import classify
 from defenses.verification.sampling import probabilities
-from defenses.verification.signing import LedgerError
 from defenses.verification.transcript import Transcript, read_transcripts
 from defenses.verification.whole import WholeModel
 from hiddenlab.core import Progress, silent

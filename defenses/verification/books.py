@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from defenses.verification.command import FORMAT, Made
+from defenses.verification.durable import WAIT, LedgerError, sole_writer
 from defenses.verification.ledger import (
     Checkpoint,
     Ledger,
@@ -21,33 +22,52 @@ from defenses.verification.ledger import (
     prove as prove_record,
 )
 from defenses.verification.records import canonical, lines, parsed
-from defenses.verification.signing import LedgerError, create_key, public, read_key
-from defenses.verification.transcript import read_transcripts
+from defenses.verification.signing import create_key, public, read_key
+from defenses.verification.transcript import Transcript, read_transcripts
 from hiddenlab.core import Progress, silent
 from hiddenlab.errors import InputError
+from hiddenlab.files import write_file
+from hiddenlab.schema import read_bytes
 
 
 def record(
-    path: Path, ledger: Path, key_file: Path, checkpoint: Path | None = None, progress: Progress = silent
+    path: Path,
+    ledger: Path,
+    key_file: Path,
+    checkpoint: Path | None = None,
+    wait: float = WAIT,
+    progress: Progress = silent,
 ) -> Made:
     """Append transcripts to a signed ledger; ledger and key are made where they do not exist.
+
+    From reading the checkpoint to writing the new one, no other process writes to the ledger.
 
     Args:
         checkpoint: file of the last checkpoint. If it exists, the ledger has to go on from there; in any case the new
             one is written to it. Hand a copy to whoever is to notice that records vanish.
+        wait: seconds for which another process that writes to the ledger is waited for.
 
     Requests that stand in the ledger already, word for word, are not appended again (``already``): what was interrupted
     can be repeated.
 
     Raises:
         InputError: something cannot be read or written, two files are one, or the ledger is not valid, or not the
-            checkpoint's.
+            checkpoint's, or somebody else writes to it for too long.
     """
     _apart(path, ledger, key_file, *([] if checkpoint is None else [checkpoint]))
+    if not 0 <= wait < math.inf:
+        raise InputError(f"a wait of {wait} seconds; a number from 0")
     for place in (ledger, key_file, checkpoint):
         if place is not None and not place.resolve().parent.is_dir():
             raise InputError(f"cannot write {place}: the directory {place.parent} does not exist")
     found = read_transcripts(path)
+    with sole_writer(ledger, wait, progress):
+        return _recorded(found, ledger, key_file, checkpoint, progress)
+
+
+def _recorded(
+    found: Sequence[Transcript], ledger: Path, key_file: Path, checkpoint: Path | None, progress: Progress
+) -> Made:
     before = None if checkpoint is None or not checkpoint.exists() else _checkpoint(checkpoint)
     if before is not None and not ledger.exists():
         raise InputError(f"{checkpoint} is of a ledger with {before.size} records; {ledger} does not exist")
@@ -63,7 +83,7 @@ def record(
         progress("requests recorded", i + 1, len(found))
     now = book.checkpoint()
     if checkpoint is not None:
-        _write(checkpoint, write_statement(now) + "\n")
+        write_file(checkpoint, write_statement(now) + "\n")
     return {
         "format": FORMAT, "ledger": str(ledger), "records": len(book), "appended": appended,
         "already": len(found) - appended,
@@ -102,7 +122,7 @@ def prove(
 
     line, proof = prove_record(ledger, public_key, point, wanted)
     made = {"format": FORMAT, "record": line, "proof": asdict(proof)}
-    _write(out, canonical(made).decode() + "\n")
+    write_file(out, canonical(made).decode() + "\n")
     return {
         "format": FORMAT, "file": str(out), "request": request, "record": proof.index, "under": point.size,
         "hashes": len(proof.path),
@@ -176,17 +196,4 @@ def _checkpoint(path: Path) -> Checkpoint:
 
 
 def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError as error:
-        raise InputError(f"cannot read {path}: {error.strerror or error}") from None
-
-
-def _write(path: Path, text: str) -> None:
-    work = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        work.write_text(text, encoding="utf-8")
-        work.replace(path)
-    except OSError as error:
-        work.unlink(missing_ok=True)
-        raise InputError(f"cannot write {path}: {error.strerror or error}") from None
+    return read_bytes(path).decode(errors="replace")

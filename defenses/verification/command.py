@@ -22,7 +22,6 @@ from defenses.verification.transcript import (
     Fingerprint,
     Transcript,
     cut_torn_line,
-    from_openai,
     read_transcripts,
     write_transcripts,
 )
@@ -357,22 +356,6 @@ def relative_distance(sent: Fingerprint, own: Tensor, lens: Projection, every: i
     rows = lens(difr.rows_every(own, every))
     apart, size = difr.activation_distance(values, rows), rows.norm().clamp(min=1e-12)
     return float(apart.norm() / size), float(apart.max() / size * len(rows) ** 0.5)
-
-
-def import_openai(path: Path, out: Path, model: str = BUILTIN, progress: Progress = silent) -> Made:
-    """Turn OpenAI-style requests and answers at temperature 0 into a transcript file (DiFR, appendix D).
-
-    Raises:
-        InputError: a line is something else, the model has no tokenizer, or ``out`` exists.
-    """
-    if out.exists():
-        raise InputError(f"{out} exists; name another file")
-    tokenizer = load_tokenizer(resolve_model(model))
-    if tokenizer is None:
-        raise InputError(f"{model} has no tokenizer to read the texts with")
-    found = from_openai(path, model, tokenizer, progress)
-    write_transcripts(out, found)
-    return {"format": FORMAT, "file": str(out), "model": model, "requests": len(found)}
 
 
 def bounds(

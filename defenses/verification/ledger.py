@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from defenses.verification.durable import LedgerError, sole_writer
 from defenses.verification.merkle import climb, merkle_path, merkle_root
 from defenses.verification.records import (
     LONGEST_LINE,
@@ -25,10 +27,13 @@ from defenses.verification.records import (
     parsed,
     wrong_record,
 )
-from defenses.verification.signing import LedgerError, public, signed
+from defenses.verification.signing import public, signed
+from hiddenlab.errors import InputError
+from hiddenlab.files import write_file
 
 FORMAT = "hiddenlab-ledger"
 VERSION = 1
+INCOMPLETE = "the line is not complete; 'hiddenlab verify repair' drops a torn end"
 
 
 @dataclass(frozen=True)
@@ -77,6 +82,9 @@ class Inclusion:
 class Ledger:
     """A ledger that is being written. Made by `Ledger.create` or `Ledger.open`.
 
+    Each call keeps other writers away while it lasts. Who makes several calls and wants nobody in between holds the
+    ledger meanwhile (`durable.sole_writer`).
+
     Args:
         path: of the file. key: that signs. leaves: hashes of all records so far. head: the last line's. size: bytes.
     """
@@ -89,17 +97,17 @@ class Ledger:
 
     @classmethod
     def create(cls, path: Path, key: Ed25519PrivateKey) -> Ledger:
-        """Start an empty ledger.
+        """Start an empty ledger; it is on the disk when this returns.
 
         Raises:
             LedgerError: the file exists, or cannot be written.
         """
         line = canonical({"format": FORMAT, "public_key": public(key), "version": VERSION}) + b"\n"
         try:
-            with path.open("xb") as file:
-                file.write(line)
-        except OSError as error:
-            raise LedgerError(f"cannot start a ledger at {path}: {error.strerror}") from error
+            with sole_writer(path):
+                write_file(path, line, new=True)
+        except InputError as error:
+            raise LedgerError(f"cannot start a ledger: {error}") from None
         return cls(path, key, [], hashed(b"header", line[:-1]).hex(), len(line))
 
     @classmethod
@@ -109,16 +117,20 @@ class Ledger:
         Raises:
             LedgerError: it cannot be read, or is not valid.
         """
-        chain = _Chain(public(key))
-        for line in lines(path):
-            chain.take(line)
+        chain, size = Chain(public(key)), 0
+        with sole_writer(path):  # half of what somebody else writes is not read
+            for line in lines(path):
+                chain.take(line)
+                size += len(line)
         verdict = chain.verdict(checkpoint)
         if not verdict.valid:
             raise LedgerError(f"{path} is not continued: {verdict.reason}")
-        return cls(path, key, chain.leaves, chain.head, path.stat().st_size)
+        return cls(path, key, chain.leaves, chain.head, size)
 
     def append(self, entry: Mapping[str, Any]) -> int:
         """Write one entry and return its index; it is on the disk when this returns.
+
+        Where it cannot be written whole, what was written of it is taken back.
 
         Raises:
             LedgerError: an entry that JSON does not give back unchanged, or a file that somebody else changed.
@@ -130,12 +142,18 @@ class Ledger:
         if len(line) > LONGEST_LINE:
             raise LedgerError(f"an entry of {len(line)} bytes; at most {LONGEST_LINE} are possible")
         try:
-            with self.path.open("r+b") as file:
+            with sole_writer(self.path), self.path.open("r+b", buffering=0) as file:
                 if file.seek(0, os.SEEK_END) != self._size:
                     raise LedgerError(f"{self.path} was changed since it was opened; open it anew")
-                file.write(line)
-                file.flush()
-                os.fsync(file.fileno())
+                try:
+                    rest = memoryview(line)
+                    while rest:
+                        rest = rest[file.write(rest) :]
+                    os.fsync(file.fileno())
+                except BaseException:
+                    with suppress(OSError):
+                        file.truncate(self._size)
+                    raise
         except OSError as error:
             raise LedgerError(f"cannot write to {self.path}: {error.strerror}") from error
         self._leaves.append(digest)
@@ -174,7 +192,7 @@ def verify(path: Path, public_key: str, checkpoint: Checkpoint | None = None) ->
     Raises:
         LedgerError: the file cannot be read.
     """
-    chain = _Chain(public_key)
+    chain = Chain(public_key)
     for line in lines(path):
         chain.take(line)
     return chain.verdict(checkpoint)
@@ -189,7 +207,7 @@ def prove(
         LedgerError: the file cannot be read, is not valid or not the checkpoint's, or holds no such entry under it, or
             several.
     """
-    chain = _Chain(public_key)
+    chain = Chain(public_key)
     found: list[tuple[bytes, int]] = []
     for line in lines(path):
         chain.take(line)
@@ -229,7 +247,7 @@ def verify_inclusion(
     return Verdict(True, "the record is in the ledger", 1, True)
 
 
-class _Chain:
+class Chain:
     """Takes the lines of a ledger in turn and remembers the first thing that is wrong."""
 
     def __init__(self, public_key: str) -> None:
@@ -258,7 +276,7 @@ class _Chain:
         return ""
 
     def _record(self, line: bytes) -> str:
-        value = parsed(line.removesuffix(b"\n")) if line.endswith(b"\n") else "the line is not complete"
+        value = parsed(line.removesuffix(b"\n")) if line.endswith(b"\n") else INCOMPLETE
         if isinstance(value, str):
             return value
         if wrong := wrong_record(value, self.public_key):

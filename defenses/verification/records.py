@@ -12,7 +12,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from defenses.verification.signing import LedgerError, signed
+from defenses.verification.durable import LedgerError
+from defenses.verification.signing import signed
 from hiddenlab.errors import InputError
 from hiddenlab.schema import loads
 

@@ -67,6 +67,9 @@ class Sampling:
         return self.method == "greedy" or self.temperature == 0
 
 
+GREEDY = Sampling(method="greedy", temperature=0.0)
+
+
 @runtime_checkable
 class Noise(Protocol):
     """The random numbers of one request, in the order of its tokens. Each call is for the next token."""

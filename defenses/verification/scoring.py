@@ -16,6 +16,7 @@ from defenses.verification.closed_form import FLOOR, NoiseOn
 from defenses.verification.command import FORMAT, Made, verifier_for
 from defenses.verification.detect import clipping
 from defenses.verification.difr import Verifier
+from defenses.verification.sampling import GREEDY
 from defenses.verification.transcript import Transcript, read_transcripts
 from defenses.verification.whole import WholeModel
 from hiddenlab.core import Progress, silent
@@ -41,7 +42,8 @@ def score(
     score is whether the verifier, in the recorded mode, draws the same token (DiFR, appendix F).
 
     The verdict compares mean scores, clipped at the 99.9th percentile of all, by a permutation test of requests.
-    ``least_p`` is the smallest p that so many requests can give: with few of them nothing is ever found.
+    ``least_p`` is the smallest p that so many requests can give: with few of them nothing is ever found. Where there is
+    no verdict, ``undecided`` says what is missing; else it is None.
 
     Args:
         sigma: of honest noise in logits, for the likelihood and the Monte Carlo score (DiFR, appendices A and B.1).
@@ -51,8 +53,8 @@ def score(
             requests have: the inverse transform has no margin, speculative answers have no likelihood.
 
     Raises:
-        InputError: a file cannot be read or replayed, a share outside (0, 1), noise or trials that are no amounts, or a
-            score that the requests do not have.
+        InputError: a file cannot be read or replayed, or is compared with itself, a share outside (0, 1), noise or
+            trials that are no amounts, or a score that the requests do not have.
     """
     if not 0 < false_positives < 1:
         raise InputError(f"a share of {false_positives} of the honest to be flagged; between 0 and 1")
@@ -66,6 +68,10 @@ def score(
         raise InputError("speculative answers have no margin, likelihood or Monte Carlo score")
     if by == "monte_carlo" and not trials:
         raise InputError("a verdict by the Monte Carlo score needs trials")
+    if honest is not None and honest.resolve() == path.resolve():
+        raise InputError(
+            f"{path} is compared with itself, which tells nothing; --honest names trusted transcripts"
+        )
     found = read_transcripts(path)
     reference = None if honest is None else read_transcripts(honest)
     _alike([*found, *(reference or [])])
@@ -78,13 +84,27 @@ def score(
     name = _by(by, [*parts, *(own or [])])
     rows = [{"id": one.id, **_figures(scores)} for one, scores in zip(found, parts, strict=True)]
     made: Made = {"format": FORMAT, "summary": _figures(_joined(parts)), "requests": rows, "verdict": None}
+    made["undecided"] = (
+        "no verdict without honest transcripts of the same sampling, which say what is normal; give them with --honest"
+    )
     if reference is not None and own is not None:
         made["honest"] = _figures(_joined(own))
         made["honest_requests"] = [
             {"id": one.id, **_figures(scores)} for one, scores in zip(reference, own, strict=True)
         ]
         made["verdict"] = _verdict(name, own, parts, false_positives)
+        made["undecided"] = _undecided(made["verdict"], len(own), len(parts), false_positives)
     return made
+
+
+def _undecided(verdict: Made, honest: int, other: int, level: float) -> str | None:
+    """What is missing for a verdict; None where there is one."""
+    if verdict["diverges"] is not None:
+        return None
+    return (
+        f"no verdict: {honest} honest requests and {other} to be judged cannot give a p below "
+        f"{verdict['least_p']:.3g}, and --false-positives asks for one below {level:g}; compare more requests"
+    )
 
 
 def _alike(found: Sequence[Transcript]) -> None:
@@ -93,7 +113,8 @@ def _alike(found: Sequence[Transcript]) -> None:
     Raises:
         InputError: requests differ in their sampling (but for the seed).
     """
-    kinds = {replace(one.sampling, seed=0) for one in found}
+    # Greedy tokens depend on nothing else that a request says.
+    kinds = {GREEDY if one.sampling.greedy else replace(one.sampling, seed=0) for one in found}
     if len(kinds) > 1:
         first, second = sorted(map(str, kinds))[:2]
         raise InputError(f"requests that were sampled differently cannot be compared: {first} and {second}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
@@ -14,15 +13,13 @@ from cryptography.hazmat.primitives.serialization import (
     load_pem_private_key,
 )
 
+from defenses.verification.durable import LedgerError
 from hiddenlab.errors import InputError
-
-
-class LedgerError(InputError):
-    """A ledger, key or entry that cannot be used as asked."""
+from hiddenlab.files import write_file
 
 
 def create_key(path: Path) -> str:
-    """Write a new private key (PEM, readable by its owner only) and return its public key in hexadecimal.
+    """Write a new private key (PEM, never readable by anybody but its owner) and return its public key in hexadecimal.
 
     Raises:
         LedgerError: the file exists, or cannot be written.
@@ -30,11 +27,9 @@ def create_key(path: Path) -> str:
     key = Ed25519PrivateKey.generate()
     text = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
     try:
-        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(handle, "wb") as file:
-            file.write(text)
-    except OSError as error:
-        raise LedgerError(f"cannot write a key to {path}: {error.strerror}") from error
+        write_file(path, text, private=True, new=True)
+    except InputError as error:
+        raise LedgerError(f"no key was made: {error}") from None
     return public(key)
 
 

@@ -16,7 +16,6 @@ from pydantic import AfterValidator
 from torch import Tensor
 
 from defenses.verification.sampling import Sampling
-from hiddenlab.core import Progress, silent
 from hiddenlab.errors import HiddenlabError, InputError
 from hiddenlab.lens import Projection
 from hiddenlab.schema import CLOSED, TokenId, check, check_format, lines, loads
@@ -210,53 +209,3 @@ def read_transcripts(path: Path) -> list[Transcript]:
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
     yield from ((number, line) for number, line in lines(path) if line.strip())
-
-
-def from_openai(path: Path, model: str, tokenizer: Any, progress: Progress = silent) -> list[Transcript]:
-    """Turn a JSONL file of OpenAI-style chat requests and responses at temperature 0 into transcripts.
-
-    Each line is ``{"request": {...}, "response": {...}}`` with ``messages`` or ``prompt`` in the request and one
-    choice in the response (DiFR, appendix D). The texts are tokenized anew with the public tokenizer and chat template,
-    so that a differing template or tokenization shows as divergence.
-
-    Raises:
-        InputError: a line is something else, or was not greedy (only a greedy answer needs no seed).
-    """
-    out: list[Transcript] = []
-    given = list(_lines(path))
-    for i, (place, line) in enumerate(given):
-        progress("responses read", i + 1, len(given))
-        try:
-            value = json.loads(line)
-            request, response = value["request"], value["response"]
-            choice = response["choices"][0]
-            temperature = request["temperature"]
-            text = choice["message"]["content"] if "message" in choice else choice["text"]
-            if text is None:
-                raise InputError(
-                    f"{path}, line {place}: the answer has no text (content is null; a tool call?)"
-                )
-            if "messages" in request:
-                prompt = tokenizer.apply_chat_template(
-                    request["messages"], add_generation_prompt=True, tokenize=True, return_dict=False
-                )
-            else:
-                prompt = tokenizer(request["prompt"])["input_ids"]
-            output = tokenizer(text, add_special_tokens=False)["input_ids"]
-            name = str(response.get("id", place))
-        except InputError:
-            raise
-        except Exception as error:  # templates fail in their own ways
-            raise InputError(f"{path}, line {place}: no request with its response ({error!r})") from None
-        if temperature != 0:
-            raise InputError(
-                f"{path}, line {place}: temperature {temperature}; only greedy answers (temperature 0) can be replayed "
-                "without the provider's seed"
-            )
-        if name in {one.id for one in out} or not prompt or not output:
-            raise InputError(f"{path}, line {place}: an empty prompt or answer, or an id that stands twice")
-        greedy = Sampling(method="greedy", temperature=0.0)
-        out.append(Transcript(name, model, tuple(prompt), tuple(output), greedy))
-    if not out:
-        raise InputError(f"{path} holds no responses")
-    return out

@@ -75,7 +75,8 @@ def only_json(active: bool) -> Iterator[None]:
 class Bars:
     """A progress callback ``(what, done, total)``: bars on a terminal, elsewhere a line a minute and one at the end.
 
-    What stands behind a tab in ``what`` is a detail that changes (a loss, say), shown beside the bar.
+    What stands behind a tab in ``what`` is a detail that changes (a loss, say), shown beside the bar. Where there is
+    nothing to count (a total of 0), ``what`` is a line that is shown at once.
     """
 
     def __init__(self) -> None:
@@ -86,6 +87,9 @@ class Bars:
         self._said: dict[str, float] = {}
 
     def __call__(self, what: str, done: int, total: int) -> None:
+        if total == 0:
+            self._console.print(what, highlight=False, soft_wrap=True, markup=False)
+            return
         what, _, detail = what.partition("\t")
         now = time.monotonic()
         start, first = self._since.setdefault(what, (now, done))

@@ -1,4 +1,4 @@
-"""``hiddenlab verify record``, ``prove``, ``included``: a signed ledger, and proofs that a request stands in it."""
+"""``hiddenlab verify record``, ``repair``, ``prove``, ``included``: a signed ledger, and proofs of what is in it."""
 
 from pathlib import Path
 from typing import Annotated
@@ -14,6 +14,9 @@ from hiddenlab.cli.verify_run import conduct, explain, show
 KeyFileOpt = Annotated[Path, Option("--key", metavar="FILE", help="Private key; made if it does not exist.")]
 PublicOpt = Annotated[str, Option("--public-key", metavar="HEX", help="Of who keeps the ledger.")]
 PointOpt = Annotated[Path, Option("--checkpoint", metavar="FILE", help="What 'record' wrote.")]
+WaitOpt = Annotated[
+    float, Option("--wait", metavar="SECONDS", min=0.0, help="For another process that writes to the ledger.")
+]
 
 
 @app.command("record")
@@ -25,14 +28,15 @@ def record(
         Path | None,
         Option("--checkpoint", metavar="FILE", help="Go on from the one in it, and write the new one there."),
     ] = None,
+    wait: WaitOpt = 60.0,
     runs_dir: o.RunsDirOpt = RUNS,
     no_record: o.NoRecordOpt = False,
     json: o.JsonOpt = False,
 ) -> None:
-    """Append transcripts to a hash-chained, signed ledger."""
+    """Append transcripts to a hash-chained, signed ledger; of several processes, one writes at a time."""
     found = conduct(
         "record", json=json, runs_dir=runs_dir, keep=not no_record, path=file, ledger=ledger, key_file=key,
-        checkpoint=checkpoint,
+        checkpoint=checkpoint, wait=wait,
     )  # fmt: skip
     show(found, "recorded", json=json)
     if not json:
@@ -60,6 +64,39 @@ def prove(
         checkpoint=checkpoint, public_key=public_key, out=out, transcripts=transcripts,
     )  # fmt: skip
     show(found, "proven", json=json)
+
+
+@app.command("repair")
+def repair(
+    ledger: Annotated[Path, Argument(metavar="LEDGER", help="Whose last line is not complete.")],
+    public_key: PublicOpt,
+    checkpoint: Annotated[
+        Path | None,
+        Option("--checkpoint", metavar="FILE", help="Of the ledger: shows if whole records are missing too."),
+    ] = None,
+    dropped: Annotated[
+        Path | None,
+        Option(
+            "--dropped", metavar="FILE", help="A new file for the dropped bytes; default: LEDGER.dropped."
+        ),
+    ] = None,
+    wait: WaitOpt = 60.0,
+    runs_dir: o.RunsDirOpt = RUNS,
+    no_record: o.NoRecordOpt = False,
+    json: o.JsonOpt = False,
+) -> None:
+    """Drop a torn last line, which an interrupted write left, and keep a copy of it; whole records are never dropped.
+
+    Exit codes: 0 the ledger is valid now, 2 it is not, or records that the checkpoint counts are missing; then nothing
+    was changed.
+    """
+    found = conduct(
+        "repair", json=json, runs_dir=runs_dir, keep=not no_record, ledger=ledger, public_key=public_key,
+        checkpoint=checkpoint, dropped=dropped, wait=wait,
+    )  # fmt: skip
+    show(found, "repaired", json=json, left_out=("reason",))
+    if not json:
+        explain([(str(ledger), found["reason"])])
 
 
 @app.command("included")

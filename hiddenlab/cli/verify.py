@@ -236,19 +236,21 @@ def score(
     no_record: o.NoRecordOpt = False,
     json: o.JsonOpt = False,
 ) -> None:
-    """Token-DiFR: how far tokens are from a trusted run's; exit code 1 if they diverge, or are too few to tell."""
+    """Token-DiFR: how far tokens are from a trusted run's, and whether that is more than honest ones are.
+
+    Exit codes: 0 they do not diverge; 1 they do, or there is no verdict (no --honest, or too few requests); 2 it could
+    not be done.
+    """
     found = conduct(
         "score", json=json, threads=threads, runs_dir=runs_dir, keep=not no_record,
         path=file, honest=honest, model=model, dtype=dtype, device=device,
         key_env=noise_key_env, key_form=noise_form, false_positives=false_positives, draft=draft, ahead=ahead,
         by=by, sigma=sigma, noise_on=noise_on, ipt_sigma=ipt_sigma, trials=monte_carlo,
     )  # fmt: skip
-    show(found, "Token-DiFR", "requests", json=json)
-    verdict = found["verdict"]
-    if verdict and verdict["diverges"] is None and not json:
-        least = f"{verdict['least_p']:.3g}"
-        explain([("undecided", f"so few requests cannot give a p below {least}; compare more of them")])
-    if verdict and verdict["diverges"] is not False:
+    show(found, "Token-DiFR", "requests", json=json, left_out=("undecided",))
+    if found["undecided"] and not json:
+        explain([("undecided", found["undecided"])])
+    if found["verdict"] is None or found["verdict"]["diverges"] is not False:
         raise typer.Exit(REJECTED)
 
 
@@ -292,7 +294,10 @@ def audit(
     no_record: o.NoRecordOpt = False,
     json: o.JsonOpt = False,
 ) -> None:
-    """Classify files of transcripts: quiet, review or quarantine, and the bits a token that could have been sent."""
+    """Classify files of transcripts: quiet, review or quarantine, and the bits a token that could have been sent.
+
+    Exit codes: 0 every file is quiet; 1 one is to be reviewed or in quarantine; 2 it could not be done.
+    """
     found = conduct(
         "audit", json=json, threads=threads, runs_dir=runs_dir, keep=not no_record,
         folder=folder, model=model, dtype=dtype, device=device, noise_sd=sigma, threshold=tau,
@@ -303,30 +308,47 @@ def audit(
     show(found, "audit", "files", json=json, left_out=("reasons", "safe", "slowdown", "safe_bits_per_token"))
     if not json:
         explain((file["file"], "; ".join(file["reasons"])) for file in found["files"])
-    if any(file["class"] == "quarantine" for file in found["files"]):
+    if any(file["class"] != "quiet" for file in found["files"]):
         raise typer.Exit(REJECTED)
 
 
 @app.command("import")
 def import_(
-    file: Annotated[Path, Argument(metavar="FILE", help='Lines of {"request": …, "response": …}.')],
+    file: Annotated[
+        Path,
+        Argument(
+            metavar="FILE", help='Lines of {"request": …, "response": …}, or an output of the Batch API.'
+        ),
+    ],
     out: OutArg,
-    model: o.ModelOpt = None,
+    model: Annotated[
+        str | None,
+        Option(
+            "--model",
+            metavar="NAME",
+            help="Whose tokenizer and chat template read the log. Needed unless the log itself says 'builtin'; "
+            "transcripts keep the log's own name of the model.",
+        ),
+    ] = None,
+    requests: Annotated[
+        Path | None,
+        Option("--requests", metavar="FILE", help="The Batch API's input, where FILE is its output."),
+    ] = None,
     runs_dir: o.RunsDirOpt = RUNS,
     no_record: o.NoRecordOpt = False,
     json: o.JsonOpt = False,
 ) -> None:
-    """Turn OpenAI-style requests and answers at temperature 0 into transcripts, for 'score'."""
+    """Turn a log of OpenAI-style requests and answers at temperature 0 into transcripts, for 'score'.
+
+    Token ids of the log (vLLM's return_token_ids) are taken where they are; else texts are tokenized anew. What cannot
+    be imported whole (tool calls, reasoning, echoed prompts, penalties …) is refused, with its line.
+    """  # fmt: skip
     found = conduct(
-        "import",
-        json=json,
-        runs_dir=runs_dir,
-        keep=not no_record,
-        path=file,
-        out=out,
-        model=model or "builtin",
-    )
+        "import", json=json, runs_dir=runs_dir, keep=not no_record, path=file, out=out, model=model, requests=requests,
+    )  # fmt: skip
     show(found, "imported", json=json)
+    if not json:
+        explain(("note", line) for line in found["notes"])
 
 
 @app.command("bounds")

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 PICTURE = "plot.png"
 ROWS = ("requests", "files", "shares")  # lists of an answer that have a row a request, a file, or a share
-READ = ("path", "folder", "honest", "transcripts", "prompts")  # options that name what is read
+READ = ("path", "folder", "honest", "transcripts", "prompts", "requests")  # options that name what is read
 SHOWN = 40  # files in a plot, those with the most that is dangerous
 SECRET = ("key",)  # options that no record holds
 
@@ -207,11 +207,8 @@ def _scores(found: Mapping[str, Any], path: Path) -> None:
         label: [row[name] for row in found.get(part, []) if row.get(name) is not None]
         for part, label in (("honest_requests", "honest"), ("requests", "under test"))
     }
-    told = (
-        ""
-        if not verdict
-        else f": {'diverge' if verdict['diverges'] else 'do not diverge'}, p = {verdict['p']:.3g}"
-    )
+    names = {True: "diverge", False: "do not diverge", None: "undecided"}
+    told = f": {names[verdict['diverges']]}, p = {verdict['p']:.3g}" if verdict else ": no verdict"
     draw_shares(series, name.replace("_", " ") + ", of a request", f"Requests scored{told}", path)
 
 
@@ -275,14 +272,16 @@ def show(
     """An answer as JSON, or its plain figures as a table, and its rows as another.
 
     Args:
-        left_out: figures of rows that are not shown; those that no row has never are.
+        left_out: figures, of rows too, that are not shown; those that no row has never are.
     """
     from hiddenlab.cli.show import figures_table, rows_table
 
     if json:
         print_json(found)
         return
-    plain = {k: v for k, v in found.items() if not isinstance(v, dict | list) and k != "format"}
+    plain = {
+        k: v for k, v in found.items() if not isinstance(v, dict | list) and k not in ("format", *left_out)
+    }
     for name, value in found.items():
         if isinstance(value, dict):
             plain |= {f"{name}: {k}".replace("_", " "): v for k, v in value.items()}

@@ -1,0 +1,57 @@
+"""One writer at a time for what must not be lost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from hiddenlab.errors import InputError
+
+Told = Callable[[str, int, int], None]  # hiddenlab.core's Progress, without torch, which no ledger needs
+
+
+class LedgerError(InputError):
+    """A ledger, key or entry that cannot be used as asked."""
+
+
+WAIT = 60.0  # seconds for which a second writer waits
+
+
+@contextmanager
+def sole_writer(path: Path, wait: float = WAIT, progress: Told | None = None) -> Iterator[None]:
+    """Keep all other writers away from a file, in this process and in others; who comes second waits.
+
+    The lock is a file ``.NAME.lock`` beside it, which stays there: a lock file that is removed can be held twice. The
+    system lets go of the lock when its process ends, however it ends. Who holds it may take it again.
+
+    Args:
+        wait: seconds. progress: is told, in a line, that somebody has to be waited for.
+
+    Raises:
+        LedgerError: the other writer was not done in time, or no lock can be made there.
+    """
+    place = path.resolve()
+    if not place.parent.is_dir():  # the lock's library would make it
+        raise LedgerError(f"cannot write {path}: the directory {path.parent} does not exist")
+    try:
+        lock = FileLock(place.with_name(f".{place.name}.lock"), is_singleton=True)
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            if progress is not None:
+                progress(f"another process is writing to {path}; waiting up to {wait:g} s for it", 0, 0)
+            lock.acquire(timeout=wait)
+    except Timeout:
+        raise LedgerError(
+            f"another process is writing to {path}, and was not done in {wait:g} s; nothing was written, try again "
+            "when it is done, or wait longer with --wait SECONDS"
+        ) from None
+    except OSError as error:
+        raise LedgerError(f"cannot lock {path} for writing: {error.strerror or error}") from None
+    try:
+        yield
+    finally:
+        lock.release()

@@ -1,0 +1,121 @@
+"""``hiddenlab verify repair``: drop the torn last line of a ledger, which an interrupted write left."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from defenses.verification.books import read_point
+from defenses.verification.command import FORMAT, Made
+from defenses.verification.durable import WAIT, LedgerError, sole_writer
+from defenses.verification.ledger import Chain
+from defenses.verification.records import LONGEST_LINE, lines, parsed
+from hiddenlab.core import Progress, silent
+from hiddenlab.errors import InputError
+from hiddenlab.files import write_file
+
+
+@dataclass(frozen=True)
+class Tail:
+    """What stands behind a ledger's last line end: ``content``, from byte ``start`` on."""
+
+    content: bytes
+    start: int
+
+    @property
+    def whole(self) -> bool:
+        """Whether it is a whole object that lacks only its line end."""
+        return isinstance(parsed(self.content), dict)
+
+
+def repair(
+    ledger: Path,
+    public_key: str,
+    checkpoint: Path | None = None,
+    dropped: Path | None = None,
+    wait: float = WAIT,
+    progress: Progress = silent,
+) -> Made:
+    """Drop a ledger's torn last line, and keep a copy of what was dropped; change nothing else.
+
+    A last record that is whole but for its line end gets that line end, and stays. What is wrong in any other way is no
+    torn end, and is refused.
+
+    Args:
+        checkpoint: file of the ledger's last one. Where it counts more records than are whole, one was torn after
+            others were told of it: nothing is changed then.
+        dropped: a new file for the dropped bytes; default: the ledger's name and ``.dropped``.
+        wait: seconds for which another process that writes to the ledger is waited for.
+
+    Returns:
+        ``records`` that the ledger has now, ``dropped_bytes``, from which byte on (``dropped_from``) and to which file
+        (``dropped_file``), whether a line end was ``added``, whether a checkpoint vouched for the ``records``
+        (``end_checked``), and all this in a line, ``reason``.
+
+    Raises:
+        InputError: a file cannot be read or written, the ledger is wrong in another way, or the checkpoint's records
+            are not all there.
+    """
+    if not 0 <= wait < math.inf:
+        raise InputError(f"a wait of {wait} seconds; a number from 0")
+    if not ledger.is_file():
+        raise InputError(f"there is no ledger {ledger}")
+    copy = ledger.with_name(ledger.name + ".dropped") if dropped is None else dropped
+    point = read_point(checkpoint)
+    with sole_writer(ledger, wait, progress):
+        chain, tail = _read(ledger, public_key)
+        added = tail.whole
+        if added:
+            chain.take(tail.content + b"\n")
+        verdict = chain.verdict(point)
+        if not verdict.valid:
+            raise LedgerError(f"{ledger} is not repaired, and was not changed: {verdict.reason}")
+        torn = len(tail.content) and not added
+        if torn and copy.exists():
+            raise InputError(f"{copy} exists; name another file with --dropped")
+        try:
+            if torn:
+                write_file(copy, tail.content, private=True, new=True)
+            if tail.content:
+                _end(ledger, tail, b"\n" if added else b"")
+        except OSError as error:
+            raise InputError(f"cannot repair {ledger}: {error.strerror or error}") from None
+    if torn:
+        told = f"dropped an incomplete line of {len(tail.content)} bytes, from byte {tail.start} on, kept in {copy}"
+    else:
+        told = "the last record lacked its line end, nothing else" if added else "no line is torn"
+    return {
+        "format": FORMAT, "ledger": str(ledger), "records": verdict.records,
+        "dropped_bytes": len(tail.content) if torn else 0, "dropped_from": tail.start if torn else None,
+        "dropped_file": str(copy) if torn else None, "added": added, "end_checked": verdict.end_checked,
+        "reason": f"{told}; {verdict.reason}",
+    }  # fmt: skip
+
+
+def _read(ledger: Path, public_key: str) -> tuple[Chain, Tail]:
+    """The chain of all lines that have an end, and what stands behind them."""
+    chain, size, tail = Chain(public_key), 0, b""
+    for line in lines(ledger):
+        if tail:  # a piece of a line that is too long to be read at once
+            raise LedgerError(
+                f"{ledger} has a line of more than {LONGEST_LINE} bytes; no record is that long"
+            )
+        if line.endswith(b"\n"):
+            chain.take(line)
+            size += len(line)
+        else:
+            tail = line
+    return chain, Tail(tail, size)
+
+
+def _end(ledger: Path, tail: Tail, end: bytes) -> None:
+    """Put a line end behind the tail, or without one cut the tail off."""
+    with ledger.open("r+b", buffering=0) as file:
+        if end:
+            file.seek(0, os.SEEK_END)
+            file.write(end)
+        else:
+            file.truncate(tail.start)
+        os.fsync(file.fileno())
