@@ -294,7 +294,7 @@ def load_whole(factory: Any, ref: ModelRef, config: Any, *, final_norm: bool = T
                 raise InputError(
                     f"{told} is of type {config.model_type}, for which transformers has no {factory.__name__}"
                     + (
-                        "; without a head (--stream resid) it can be loaded"
+                        "; its states can be attacked without a language model (--proposal probe)"
                         if "CausalLM" in factory.__name__
                         else ""
                     )
