@@ -17,11 +17,15 @@ from tests.fuzz.readers import targets
 def main() -> int:
     """Run the campaign in a process of its own, so that a crash of it is a fault too."""
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
-    parser.add_argument("--minutes", type=float, help="stop after so long (default: 10, or no limit with --cases)")
+    parser.add_argument(
+        "--minutes", type=float, help="stop after so long (default: 10, or no limit with --cases)"
+    )
     parser.add_argument("--cases", type=int, help="cases a reader")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", help="readers whose names hold this text")
-    parser.add_argument("--out", type=Path, default=Path("runs/fuzz"), help="where faults and figures are written")
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs/fuzz"), help="where faults and figures are written"
+    )
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     asked = parser.parse_args()
     asked.out.mkdir(parents=True, exist_ok=True)
@@ -41,18 +45,26 @@ def inside(asked: argparse.Namespace) -> int:
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         chosen = [one for one in targets(Path(folder)) if asked.only is None or asked.only in one.name]
-        run(chosen, seed=asked.seed + 1, cases=20, minutes=None, save=None)  # imports and caches take memory once
+        run(
+            chosen, seed=asked.seed + 1, cases=20, minutes=None, save=None
+        )  # imports and caches take memory once
         before = peak_mb()
         tallies = run(
-            chosen, seed=asked.seed, cases=asked.cases, minutes=minutes, save=asked.out,
+            chosen,
+            seed=asked.seed,
+            cases=asked.cases,
+            minutes=minutes,
+            save=asked.out,
             tell=lambda line: print(line, file=sys.stderr, flush=True),
-        )  # fmt: skip
+        )
     found = {
-        "seed": asked.seed, "seconds": round(time.monotonic() - start, 1), "cases": sum(t.cases for t in tallies.values()),
+        "seed": asked.seed,
+        "seconds": round(time.monotonic() - start, 1),
+        "cases": sum(t.cases for t in tallies.values()),
         "faults": {name: dict(t.faults) for name, t in tallies.items() if t.faults},
         "by_reader": {name: t.cases for name, t in tallies.items()},
         "peak_memory_mb": {"warm": round(before), "end": round(peak_mb())},
-    }  # fmt: skip
+    }
     (asked.out / "figures.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     (asked.out / "running").unlink(missing_ok=True)
     print(json.dumps(found, indent=1))

@@ -123,9 +123,14 @@ def case(target: Target, seed: int, number: int) -> bytes:
 
 
 def run(
-    targets: list[Target], *, seed: int, cases: int | None, minutes: float | None, save: Path | None,
+    targets: list[Target],
+    *,
+    seed: int,
+    cases: int | None,
+    minutes: float | None,
+    save: Path | None,
     tell: Callable[[str], None] = lambda line: None,
-) -> dict[str, Tally]:  # fmt: skip
+) -> dict[str, Tally]:
     """Run so many cases a reader, or for so long; where ``save`` is given, faults are written there.
 
     Args:
@@ -152,7 +157,9 @@ def one(target: Target, seed: int, number: int, tally: Tally, save: Path | None)
     """Judge one case and count it."""
     data = case(target, seed, number)
     if save is not None:
-        (save / "running").write_bytes(target.name.encode() + b"\n" + data)  # what a crash of the process leaves behind
+        (save / "running").write_bytes(
+            target.name.encode() + b"\n" + data
+        )  # what a crash of the process leaves behind
     fault = judge(target, data)
     tally.cases += 1
     if fault:

@@ -7,13 +7,59 @@ from random import Random
 from typing import Any
 
 ODD_TEXTS = (
-    "0", "-1", "1e400", "-1e400", "NaN", "Infinity", "-Infinity", "null", "true", "false", '""', "[]", "{}", "1.5",
-    "1e-400", "9" * 400, "-" + "9" * 25, "18446744073709551616", "2147483648", "4294967295", "200000000", "0.1",
-    '"\\ud800"', '"\\u202e\\u001b]0;x\\u0007"', '"[bold]<script>alert(1)</script>"', '"../../../etc/passwd"',
-    '"evil/model"', '"$\\\\frac$"', '"' + "x" * 5000 + '"', "[" * 300 + "]" * 300, '{"a":' * 300 + "1" + "}" * 300,
-    "[" * 5000, "1" * 5000, '"shard:alpha=200000000,c=1,node=0"', '"random-prefix"', '"gaussian:sigma=1e308"',
-)  # fmt: skip
-ODD_BYTES = (b"\x00", b"\xff", b"\n", b"\r", b"\xef\xbb\xbf", b"{", b"}", b"[", b"]", b'"', b"\\", b",", b"1e999", b"\x1b[31m")
+    "0",
+    "-1",
+    "1e400",
+    "-1e400",
+    "NaN",
+    "Infinity",
+    "-Infinity",
+    "null",
+    "true",
+    "false",
+    '""',
+    "[]",
+    "{}",
+    "1.5",
+    "1e-400",
+    "9" * 400,
+    "-" + "9" * 25,
+    "18446744073709551616",
+    "2147483648",
+    "4294967295",
+    "200000000",
+    "0.1",
+    '"\\ud800"',
+    '"\\u202e\\u001b]0;x\\u0007"',
+    '"[bold]<script>alert(1)</script>"',
+    '"../../../etc/passwd"',
+    '"evil/model"',
+    '"$\\\\frac$"',
+    '"' + "x" * 5000 + '"',
+    "[" * 300 + "]" * 300,
+    '{"a":' * 300 + "1" + "}" * 300,
+    "[" * 5000,
+    "1" * 5000,
+    '"shard:alpha=200000000,c=1,node=0"',
+    '"random-prefix"',
+    '"gaussian:sigma=1e308"',
+)
+ODD_BYTES = (
+    b"\x00",
+    b"\xff",
+    b"\n",
+    b"\r",
+    b"\xef\xbb\xbf",
+    b"{",
+    b"}",
+    b"[",
+    b"]",
+    b'"',
+    b"\\",
+    b",",
+    b"1e999",
+    b"\x1b[31m",
+)
 _MARK = "@fuzz@"
 
 
@@ -96,7 +142,9 @@ def _json(text: bytes, random: Random) -> bytes:
     elif kind == 3:
         holder[key] = random.choice(places)[0] or _MARK
     elif kind == 4 and isinstance(holder[key], int | float):
-        holder[key] = random.choice((holder[key] + 1, -holder[key], holder[key] * 1.0, holder[key] + 0.5, not holder[key]))
+        holder[key] = random.choice(
+            (holder[key] + 1, -holder[key], holder[key] * 1.0, holder[key] + 0.5, not holder[key])
+        )
     else:
         holder[key] = _MARK
     try:
@@ -113,7 +161,9 @@ def _places(value: Any) -> Any:
     stack = [value]
     while stack:
         one = stack.pop()
-        for key, inner in one.items() if isinstance(one, dict) else enumerate(one) if isinstance(one, list) else ():
+        for key, inner in (
+            one.items() if isinstance(one, dict) else enumerate(one) if isinstance(one, list) else ()
+        ):
             yield one, key
             stack.append(inner)
 

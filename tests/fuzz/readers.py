@@ -41,9 +41,20 @@ def targets(folder: Path) -> list[Target]:
     """All of them; their files are written to a folder."""
     folder.mkdir(parents=True, exist_ok=True)
     return [
-        _observation(folder), _truth(folder), *_run(folder), _spec(), _table(folder), _cell(folder),
-        _transcripts(folder), *_ledger(folder), *_prompts(folder), _view(folder), _proof(), _fingerprint(), _specs(),
-    ]  # fmt: skip
+        _observation(folder),
+        _truth(folder),
+        *_run(folder),
+        _spec(),
+        _table(folder),
+        _cell(folder),
+        _transcripts(folder),
+        *_ledger(folder),
+        *_prompts(folder),
+        _view(folder),
+        _proof(),
+        _fingerprint(),
+        _specs(),
+    ]
 
 
 def _observation(folder: Path) -> Target:
@@ -52,18 +63,29 @@ def _observation(folder: Path) -> Target:
     path = folder / "observation.safetensors"
     generator = torch.Generator().manual_seed(0)
     public = Public(
-        "builtin", (0.5, -0.25), Site(2), channel=("gaussian:sigma=0.01",), noise_sigma=0.01, facts={"a": [1, {"b": None}]}
+        "builtin",
+        (0.5, -0.25),
+        Site(2),
+        channel=("gaussian:sigma=0.01",),
+        noise_sigma=0.01,
+        facts={"a": [1, {"b": None}]},
     )
-    part = dataclasses.replace(public, positions=(0, 2, 5), noise_sigma=None, columns_permuted="shared", quantization="nf4")
+    part = dataclasses.replace(
+        public, positions=(0, 2, 5), noise_sigma=None, columns_permuted="shared", quantization="nf4"
+    )
     seeds = []
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2):
         states = torch.randn(3, 4, generator=generator).to(dtype)
         save_observations([Observation(states, public), Observation(states, part)], path)
         seeds.append(path.read_bytes())
     names = {
-        torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
-        torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
-    }  # fmt: skip
+        torch.float64: "F64",
+        torch.float32: "F32",
+        torch.float16: "F16",
+        torch.bfloat16: "BF16",
+        torch.float8_e4m3fn: "F8_E4M3",
+        torch.float8_e5m2: "F8_E5M2",
+    }
 
     def read(data: bytes) -> Any:
         path.write_bytes(data)
@@ -71,7 +93,9 @@ def _observation(folder: Path) -> Target:
         for one in load_observations(path):
             given = dict(dataclasses.asdict(one.public))
             raw = one.states.contiguous().view(torch.uint8).numpy().tobytes().hex()
-            out.append([given, names.get(one.states.dtype, str(one.states.dtype)), list(one.states.shape), raw])
+            out.append(
+                [given, names.get(one.states.dtype, str(one.states.dtype)), list(one.states.shape), raw]
+            )
         return out
 
     def strict(data: bytes) -> Any:
@@ -79,9 +103,16 @@ def _observation(folder: Path) -> Target:
         for said, dtype, shape, raw in reference.observation(data):
             site = {"stream": "resid"} | said["site"]
             defaults = {
-                "channel": [], "rows_permuted": False, "columns_permuted": None, "noise_sigma": None,
-                "prefix_tokens": 0, "provider_dtype": "float32", "quantization": None, "positions": None, "facts": {},
-            }  # fmt: skip
+                "channel": [],
+                "rows_permuted": False,
+                "columns_permuted": None,
+                "noise_sigma": None,
+                "prefix_tokens": 0,
+                "provider_dtype": "float32",
+                "quantization": None,
+                "positions": None,
+                "facts": {},
+            }
             out.append([defaults | said | {"site": site}, dtype, shape, raw])
         return out
 
@@ -104,9 +135,13 @@ def _truth(folder: Path) -> Target:
 def _made_run(folder: Path) -> Path:
     spec = {"model": "builtin", "layer": 2, "stream": "resid", "defense": ["seq-perm"], "seed": 0}
     if not folder.exists():
-        recorder = Recorder.create(RunRecord(verb="attack", spec=spec, prompts=3, inputs_sha256="ab"), out=folder)
+        recorder = Recorder.create(
+            RunRecord(verb="attack", spec=spec, prompts=3, inputs_sha256="ab"), out=folder
+        )
         for i in range(2):
-            recorder.append(attack_sample(i, [("hello", "exact"), (" there", "wrong")], unseen=2, unseen_right=1))
+            recorder.append(
+                attack_sample(i, [("hello", "exact"), (" there", "wrong")], unseen=2, unseen_right=1)
+            )
         scores = ("text", "truth_ids", "recovered", "exact", "token_accuracy", "token_bag", "rouge_l", "bleu")
         recorder.append(
             {"index": 2, "id": "p003", "status": "not applicable", "reason": "no", **dict.fromkeys(scores)}
@@ -194,16 +229,32 @@ def _table(folder: Path) -> Target:
 
     path, out = folder / "table.json", folder / "plots"
     out.mkdir(exist_ok=True)
-    figures = {"exact": {"value": 0.5, "low": 0.25, "high": 0.75, "n": 4}, "rouge_l": {"value": None, "low": None, "high": None, "n": 0}}
+    figures = {
+        "exact": {"value": 0.5, "low": 0.25, "high": 0.75, "n": 4},
+        "rouge_l": {"value": None, "low": None, "high": None, "n": 0},
+    }
     row = {
-        "keys": {"channel": "seq-perm", "layer": 1}, "figures": figures, "paper": {"exact": 0.9, "x": None},
-        "status": "measured", "reason": None, "commit": "abc", "cell": None,
-    }  # fmt: skip
+        "keys": {"channel": "seq-perm", "layer": 1},
+        "figures": figures,
+        "paper": {"exact": 0.9, "x": None},
+        "status": "measured",
+        "reason": None,
+        "commit": "abc",
+        "cell": None,
+    }
     table = {
-        "format": 1, "experiment": "t-1", "title": "A table", "figures": {"exact": "exact prompts", "rouge_l": "ROUGE-L"},
-        "rows": [row, row | {"keys": {"channel": "x", "layer": 11}}], "versions": ["abc"], "notes": ["a note"],
-        "over": None, "curves": None, "against": None, "command": "hiddenlab eval t-1",
-    }  # fmt: skip
+        "format": 1,
+        "experiment": "t-1",
+        "title": "A table",
+        "figures": {"exact": "exact prompts", "rouge_l": "ROUGE-L"},
+        "rows": [row, row | {"keys": {"channel": "x", "layer": 11}}],
+        "versions": ["abc"],
+        "notes": ["a note"],
+        "over": None,
+        "curves": None,
+        "against": None,
+        "command": "hiddenlab eval t-1",
+    }
     over = table | {"over": "layer"}
     against = table | {"against": "rouge_l"}
     seeds = tuple(json.dumps(one).encode() for one in (table, over, against))
@@ -228,11 +279,17 @@ def _cell(folder: Path) -> Target:
     path.parent.mkdir(parents=True, exist_ok=True)
     seed = json.dumps(
         {
-            "format": 1, "measure": "attack", "spec": {"layer": 1}, "digest": cell.digest, "status": "measured",
-            "reason": None, "figures": {"exact": {"value": 1.0, "low": 0.5, "high": 1.0, "n": 3}}, "seconds": 1.5,
+            "format": 1,
+            "measure": "attack",
+            "spec": {"layer": 1},
+            "digest": cell.digest,
+            "status": "measured",
+            "reason": None,
+            "figures": {"exact": {"value": 1.0, "low": 0.5, "high": 1.0, "n": 3}},
+            "seconds": 1.5,
             "made": {"code": {"commit": "abc"}},
         }
-    ).encode()  # fmt: skip
+    ).encode()
 
     def read(data: bytes) -> Any:
         path.write_bytes(data)
@@ -333,16 +390,20 @@ def _prompts(folder: Path) -> list[Target]:
 
     from hiddenlab.prompts import load_prompts
 
-    rows = [{"text": "héllo\nthere", "n": 1}, {"text": "x, \"y\"", "n": 2}]
+    rows = [{"text": "héllo\nthere", "n": 1}, {"text": 'x, "y"', "n": 2}]
     lines = b"".join(json.dumps(row).encode() + b"\n" for row in rows)
     parquet = folder / "seed.parquet"
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), parquet)
-    csv = 'text,n\n"a ""b"", c",1\nx,2\n'.encode()
+    csv = b'text,n\n"a ""b"", c",1\nx,2\n'
     seeds: dict[str, tuple[bytes, ...]] = {
-        "jsonl": (lines, b'"a"\n"b"\n'), "json": (json.dumps(rows).encode(), b'["a", "b"]'),
-        "txt": (b"one\ntwo\n", b"---\none\n\ntwo\n---\nthree\n"), "csv": (csv,), "tsv": (csv.replace(b",", b"\t"),),
-        "ndjson": (lines,), "parquet": (parquet.read_bytes(),),
-    }  # fmt: skip
+        "jsonl": (lines, b'"a"\n"b"\n'),
+        "json": (json.dumps(rows).encode(), b'["a", "b"]'),
+        "txt": (b"one\ntwo\n", b"---\none\n\ntwo\n---\nthree\n"),
+        "csv": (csv,),
+        "tsv": (csv.replace(b",", b"\t"),),
+        "ndjson": (lines,),
+        "parquet": (parquet.read_bytes(),),
+    }
 
     def reader(kind: str) -> Read:
         path = folder / f"prompts.{kind}"
@@ -410,10 +471,18 @@ def _specs() -> Target:
     from hiddenlab.errors import InputError
 
     seeds = (
-        b"gaussian:sigma=0.01", b"shard:alpha=8,c=2,node=1", b"shard:alpha=4,c=1,m=2,queries=1,keys=0",
-        b"gap:size=3,after=5", b"project:count=8,seed=1", b"toploc:k=8", b"logprobs:k=3", b"hidden-perm:per-row",
-        b"dtype:bfloat16", b"random-prefix", b"unknown-gaussian",
-    )  # fmt: skip
+        b"gaussian:sigma=0.01",
+        b"shard:alpha=8,c=2,node=1",
+        b"shard:alpha=4,c=1,m=2,queries=1,keys=0",
+        b"gap:size=3,after=5",
+        b"project:count=8,seed=1",
+        b"toploc:k=8",
+        b"logprobs:k=3",
+        b"hidden-perm:per-row",
+        b"dtype:bfloat16",
+        b"random-prefix",
+        b"unknown-gaussian",
+    )
 
     def read(data: bytes) -> Any:
         try:

@@ -8,6 +8,7 @@ import math
 import re
 import struct
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 STREAMS = {"resid", "embed", "q", "k", "v", "kv", "qkv", "attn", "final_norm", "logits"}
@@ -111,7 +112,9 @@ def fields(needed: dict[str, Rule], optional: dict[str, Rule] | None = None) -> 
     """An object with these fields and no others."""
     rules = needed | (optional or {})
     return lambda x: (
-        isinstance(x, dict) and set(needed) <= set(x) <= set(rules) and all(rules[name](one) for name, one in x.items())
+        isinstance(x, dict)
+        and set(needed) <= set(x) <= set(rules)
+        and all(rules[name](one) for name, one in x.items())
     )
 
 
@@ -124,13 +127,17 @@ _PUBLIC = fields(
         "site": fields({"layer": whole(0, 65536)}, {"stream": lambda x: text(x) and x in STREAMS}),
     },
     {
-        "channel": each(text), "rows_permuted": flag, "columns_permuted": among(None, "per-row", "shared"),
-        "noise_sigma": maybe(lambda x: number(x) and x > 0), "prefix_tokens": whole(0, 4096),
-        "provider_dtype": among("float32", "bfloat16", "float16"), "quantization": among(None, "int8", "nf4"),
-        "positions": maybe(lambda x: each(whole())(x) and x != [] and all(a < b for a, b in zip(x, x[1:], strict=False))),
+        "channel": each(text),
+        "rows_permuted": flag,
+        "columns_permuted": among(None, "per-row", "shared"),
+        "noise_sigma": maybe(lambda x: number(x) and x > 0),
+        "prefix_tokens": whole(0, 4096),
+        "provider_dtype": among("float32", "bfloat16", "float16"),
+        "quantization": among(None, "int8", "nf4"),
+        "positions": maybe(lambda x: each(whole())(x) and x != [] and all(a < b for a, b in pairwise(x))),
         "facts": lambda x: isinstance(x, dict),
     },
-)  # fmt: skip
+)
 
 
 def observation(data: bytes) -> Any:
@@ -162,7 +169,11 @@ def safetensors(data: bytes) -> tuple[dict[str, tuple[str, list[int], bytes]], d
     need(table_of(text)(metadata))
     rest, tensors, spans = data[8 + size :], {}, []
     for name, one in header.items():
-        need(fields({"dtype": text, "shape": each(whole(0, 2**62)), "data_offsets": each(whole(0, 2**62))})(one))
+        need(
+            fields({"dtype": text, "shape": each(whole(0, 2**62)), "data_offsets": each(whole(0, 2**62))})(
+                one
+            )
+        )
         need(len(one["data_offsets"]) == 2)
         start, end = one["data_offsets"]
         need(one["dtype"] not in SIZES or end - start == SIZES[one["dtype"]] * math.prod(one["shape"]))
@@ -199,14 +210,23 @@ def truth(data: bytes) -> Any:
 _RECORD = fields(
     {"format": among(1), "verb": text, "spec": lambda x: isinstance(x, dict)},
     {
-        "status": text, "started": text, "finished": maybe(text), "command": each(text), "inputs_sha256": maybe(text),
-        "prompts": maybe(whole()), "seeds": table_of(whole(-(2**63), 2**64)), "setup": table_of(maybe(number)),
-        "summary": maybe(lambda x: isinstance(x, dict)), "error": maybe(text),
+        "status": text,
+        "started": text,
+        "finished": maybe(text),
+        "command": each(text),
+        "inputs_sha256": maybe(text),
+        "prompts": maybe(whole()),
+        "seeds": table_of(whole(-(2**63), 2**64)),
+        "setup": table_of(maybe(number)),
+        "summary": maybe(lambda x: isinstance(x, dict)),
+        "error": maybe(text),
         "resumed": each(fields({"at": text, "after": whole(), "code": lambda x: isinstance(x, dict)})),
-        "code": lambda x: isinstance(x, dict), "packages": table_of(maybe(text)),
-        "hardware": lambda x: isinstance(x, dict), "threads": maybe(whole(1)),
+        "code": lambda x: isinstance(x, dict),
+        "packages": table_of(maybe(text)),
+        "hardware": lambda x: isinstance(x, dict),
+        "threads": maybe(whole(1)),
     },
-)  # fmt: skip
+)
 
 
 def record(data: bytes) -> Any:
@@ -217,32 +237,51 @@ def record(data: bytes) -> Any:
 
 
 _SCORED: dict[str, Rule] = {
-    "index": whole(), "id": text, "text": maybe(text), "truth_ids": maybe(each(whole())), "recovered": maybe(text),
-    "exact": maybe(flag), "token_accuracy": maybe(share), "token_bag": maybe(share), "rouge_l": maybe(share),
+    "index": whole(),
+    "id": text,
+    "text": maybe(text),
+    "truth_ids": maybe(each(whole())),
+    "recovered": maybe(text),
+    "exact": maybe(flag),
+    "token_accuracy": maybe(share),
+    "token_bag": maybe(share),
+    "rouge_l": maybe(share),
     "bleu": maybe(share),
-}  # fmt: skip
+}
 _SAMPLE = fields(
     _SCORED
     | {
-        "status": among("attacked"), "tokens": whole(), "verified": share, "evaluated_tokens": maybe(whole()),
-        "forward_calls": maybe(whole()), "seconds": maybe(amount), "prefill_seconds": maybe(amount),
-        "epsilon": maybe(number), "stop_reason": maybe(text), "recovered_ids": each(whole()),
+        "status": among("attacked"),
+        "tokens": whole(),
+        "verified": share,
+        "evaluated_tokens": maybe(whole()),
+        "forward_calls": maybe(whole()),
+        "seconds": maybe(amount),
+        "prefill_seconds": maybe(amount),
+        "epsilon": maybe(number),
+        "stop_reason": maybe(text),
+        "recovered_ids": each(whole()),
         "positions": maybe(each(whole())),
         "spans": each(
-            lambda x: isinstance(x, list)
-            and len(x) == 2
-            and text(x[0])
-            and among("exact", "verified", "wrong", "unverified", "missing")(x[1])
+            lambda x: (
+                isinstance(x, list)
+                and len(x) == 2
+                and text(x[0])
+                and among("exact", "verified", "wrong", "unverified", "missing")(x[1])
+            )
         ),
         "per_token": fields(
             {
-                "row": each(whole(-1, 2**64)), "distance": each(maybe(number)), "margin": each(maybe(number)),
-                "evaluated": each(whole()), "verified": each(flag),
+                "row": each(whole(-1, 2**64)),
+                "distance": each(maybe(number)),
+                "margin": each(maybe(number)),
+                "evaluated": each(whole()),
+                "verified": each(flag),
             }
         ),
     },
     {"unseen": whole(), "unseen_right": whole()},
-)  # fmt: skip
+)
 _NOT_APPLICABLE = fields(_SCORED | {"status": among("not applicable"), "reason": text})
 
 
@@ -259,23 +298,39 @@ def samples(data: bytes) -> Any:
 _NAME = lambda x: text(x) and re.fullmatch(r"[a-z0-9][a-z0-9-]{0,99}", x) is not None and "\n" not in x  # noqa: E731
 _TABLE = fields(
     {
-        "format": among(1), "experiment": _NAME, "title": text, "figures": table_of(text), "notes": each(text),
+        "format": among(1),
+        "experiment": _NAME,
+        "title": text,
+        "figures": table_of(text),
+        "notes": each(text),
         "command": text,
         "rows": each(
             fields(
                 {
                     "keys": table_of(maybe(lambda x: text(x) or number(x) or flag(x))),
                     "figures": table_of(
-                        maybe(fields({"value": maybe(number), "low": maybe(number), "high": maybe(number), "n": whole()}))
+                        maybe(
+                            fields(
+                                {
+                                    "value": maybe(number),
+                                    "low": maybe(number),
+                                    "high": maybe(number),
+                                    "n": whole(),
+                                }
+                            )
+                        )
                     ),
-                    "paper": table_of(maybe(number)), "status": among("measured", "not run"), "reason": maybe(text),
-                    "commit": maybe(text), "cell": maybe(_NAME),
+                    "paper": table_of(maybe(number)),
+                    "status": among("measured", "not run"),
+                    "reason": maybe(text),
+                    "commit": maybe(text),
+                    "cell": maybe(_NAME),
                 }
             )
         ),
     },
     {"versions": each(text), "over": maybe(text), "curves": maybe(text), "against": maybe(text)},
-)  # fmt: skip
+)
 
 
 def table(data: bytes) -> Any:
@@ -291,24 +346,38 @@ def _line(x: Any) -> bool:
 
 _PRINTED = fields(
     {
-        "count": whole(1, 2**16), "every": whole(1, 2**31 - 1), "seed": whole(0, 2**63 - 1),
-        "kind": among("gaussian", "orthogonal"), "dtype": text, "data": text,
+        "count": whole(1, 2**16),
+        "every": whole(1, 2**31 - 1),
+        "seed": whole(0, 2**63 - 1),
+        "kind": among("gaussian", "orthogonal"),
+        "dtype": text,
+        "data": text,
     }
-)  # fmt: skip
+)
 _SAMPLING = fields(
     {"seed": whole(-(2**63), 2**63 - 1)},
     {
-        "method": among("gumbel", "ipt", "greedy"), "temperature": lambda x: number(x) and (x == 0 or 0.01 <= x <= 100),
-        "top_k": whole(0, 2**64), "top_p": lambda x: number(x) and 0 < x <= 1,
+        "method": among("gumbel", "ipt", "greedy"),
+        "temperature": lambda x: number(x) and (x == 0 or 0.01 <= x <= 100),
+        "top_k": whole(0, 2**64),
+        "top_p": lambda x: number(x) and 0 < x <= 1,
     },
-)  # fmt: skip
+)
 _TRANSCRIPT = fields(
     {
-        "format": among(1), "id": _line, "model": _line, "prompt": lambda x: each(whole())(x) and x != [],
-        "output": lambda x: each(whole())(x) and x != [], "sampling": _SAMPLING,
+        "format": among(1),
+        "id": _line,
+        "model": _line,
+        "prompt": lambda x: each(whole())(x) and x != [],
+        "output": lambda x: each(whole())(x) and x != [],
+        "sampling": _SAMPLING,
     },
-    {"proofs": maybe(each(text)), "fingerprint": maybe(_PRINTED), "modes": maybe(each(among("accept", "reject", "bonus")))},
-)  # fmt: skip
+    {
+        "proofs": maybe(each(text)),
+        "fingerprint": maybe(_PRINTED),
+        "modes": maybe(each(among("accept", "reject", "bonus"))),
+    },
+)
 
 
 def transcripts(data: bytes) -> Any:
@@ -325,7 +394,7 @@ def transcripts(data: bytes) -> Any:
 
 
 def prompts(data: bytes) -> Any:
-    """Prompts of a file of JSON lines. Of other columns nothing is asked, and of a name that stands twice the last counts."""
+    """Prompts of JSON lines. Nothing is asked of other columns; of a name that stands twice the last counts."""
     out = []
     column = None
     for line in data.removeprefix(b"\xef\xbb\xbf").split(b"\n"):
@@ -336,7 +405,11 @@ def prompts(data: bytes) -> Any:
         except (ValueError, RecursionError):
             raise Refused from None
         if isinstance(said, dict):
-            column = column if column is not None else next((name for name in ("text", "prompt") if name in said), None)
+            column = (
+                column
+                if column is not None
+                else next((name for name in ("text", "prompt") if name in said), None)
+            )
             need(column is not None and column in said)
             said = said[column]
             if isinstance(said, list) and said and all(isinstance(turn, str) for turn in said):
