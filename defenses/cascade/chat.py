@@ -48,7 +48,7 @@ class Chat:
         several = [re.escape(text) for text in self._controls if len(text) > 1]
         self._pattern = re.compile(f"(?={'|'.join(several)})(?s:(.))" if several else "(?!)")
         self._single = frozenset(text for text in self._controls if len(text) == 1)
-        self._ids = frozenset(self._controls.values())
+        self._ids = turning_ids(tokenizer)
         self._add_mark()
         # Tokenizers change themselves while they work.
         self._lock = threading.Lock()
@@ -125,3 +125,12 @@ def control_tokens(tokenizer: Any) -> dict[str, int]:
         if entry.special or (text.strip() and text in template):
             found[text] = token
     return found
+
+
+def turning_ids(tokenizer: Any) -> frozenset[int]:
+    """Ids of control tokens, but for one that is only for text that the tokenizer does not know: text gives it."""
+    named = tokenizer.special_tokens_map
+    unknown = named.get("unk_token")
+    others = [text for role, text in named.items() if role != "unk_token"]
+    controls = control_tokens(tokenizer)
+    return frozenset(token for text, token in controls.items() if text != unknown or text in others)
