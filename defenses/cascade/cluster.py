@@ -10,7 +10,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -275,6 +274,7 @@ class RayCascade(Cascade):
     def _stalled(self, work: Pass, began: float) -> NodeError | None:
         """The node that keeps a pass waiting, where one has stalled; long passes go on."""
         silent, still = self._look(began)
+        silent = [name for name in silent if name in self._involved(work)]
         if not silent and not still:
             return None
         comps = {name: "layer" for name in self._actors if name not in self._nodes}
@@ -288,6 +288,11 @@ class RayCascade(Cascade):
             return NodeError(f"{comp_name(missed)} stalled {where}", comp_name(missed))
         return NodeError(f"no node got on for {self.timeout:g} s {where}")
 
+    def _involved(self, work: Pass) -> set[str]:
+        """Nodes that a request needs: a dead one of the others is not its fault."""
+        comps = {comp_name(i) for i, shard in enumerate(work.plan.shards) if shard}
+        return comps | {attn_name(node) for node in work.plan.attn_nodes}
+
     def _look(self, began: float) -> tuple[list[str], bool]:
         """Silent nodes, and whether all stand still; one look serves every pass that asks at about the same time."""
         with self._watching:
@@ -300,8 +305,11 @@ class RayCascade(Cascade):
                 ready, _ = ray.wait(list(questions), num_returns=len(questions), timeout=self._poll / 2)
                 for call in ready:
                     del self._questions[questions[call]]
-                    with suppress(ray.exceptions.RayError):  # dead: whoever waits for its answer says so
-                        self._watch.answered(questions[call], ray.get(call))
+                    try:
+                        ticks = ray.get(call)
+                    except ray.exceptions.RayError:
+                        ticks = -1  # dead: whoever needs it says so
+                    self._watch.answered(questions[call], ticks)
                 self._looked = time.monotonic()
             return self._watch.silent(), self._watch.still(began)
 
@@ -325,9 +333,12 @@ class RayCascade(Cascade):
             f"in layer {text.split()[0].rstrip(':')}" if (text := str(error).partition("layer ")[2]) else ""
         )
         states = self._ask(dict.fromkeys(self._actors, "progress"))
-        died: list[NodeError] = [state for state in states.values() if isinstance(state, _Died)]
+        needed = self._involved(work)
+        died = [state for name, state in states.items() if name in needed and isinstance(state, _Died)]
         # A dead node may have taken others with it; the first to be lost was named by whoever missed it.
-        named = next((one for one in died if one.node == error.node), died[0] if died else None)
+        named: NodeError | None = next(
+            (one for one in died if one.node == error.node), died[0] if died else None
+        )
         if named is None:
             what = next((word for word in ("died", "stalled") if f"{error.node} {word}" in str(error)), None)
             if error.node is None or what is None:

@@ -22,11 +22,11 @@ from hiddenlab.slice.load import load_tokenizer, resolve_model
 
 APP = "hiddenlab-cascade"
 LISTENS = 60.0  # seconds until requests have to be answered
+TOO_MANY = 1000  # requests beside those that run, which are sent away at once
 SERVE_CPUS = 1.0  # that Ray keeps for the replica beside the nodes'
 
 
-# More than run at once, so that whoever is too many is told so at once, and does not wait at Ray's.
-@serve.deployment(max_ongoing_requests=1024, ray_actor_options={"num_cpus": SERVE_CPUS})
+@serve.deployment(ray_actor_options={"num_cpus": SERVE_CPUS})
 @serve.ingress()
 class _Replica:
     """The one replica: it drives the nodes, and so sees prompts and answers, as any user of them does."""
@@ -99,9 +99,9 @@ def start(
         sharding = {"alpha": alpha, "m": m, "symmetric": symmetric}
         limits = limits or Limits()
         settings = asdict(backend) | {"address": None, "loopback": own, "concurrent": limits.running}
-        app = _Replica.bind(  # type: ignore[attr-defined]
-            settings, sharding, c, key and digest(key), asdict(limits)
-        )
+        # More than run at once: whoever is too many is told so at once, and does not wait in Ray's queue.
+        replica = _Replica.options(max_ongoing_requests=limits.running + TOO_MANY)  # type: ignore[attr-defined]
+        app = replica.bind(settings, sharding, c, key and digest(key), asdict(limits))
         serve.run(app, name=APP, route_prefix="/")
         _wait_for_requests(host, port)
     except BaseException:
