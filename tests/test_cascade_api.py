@@ -669,6 +669,27 @@ def test_a_lost_node_is_told(scripted: Scripted) -> None:
     assert len(scripted.closed) == 5
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_fault_in_the_server_is_one_line(
+    scripted: Scripted, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    """Nothing of what it was about, and the place is free again."""
+
+    def fails(*_: Any) -> None:
+        raise RuntimeError("the secret prompt")
+
+    monkeypatch.setattr(scripted, "step", fails)
+    with TestClient(
+        make_app(make_service(scripted, limits=Limits(running=1))), raise_server_exceptions=False
+    ) as client:
+        for _ in range(2):
+            response = client.post(**asks(stream=stream))
+            error = events(response.text)[-1]["error"] if stream else response.json()["error"]
+            assert error["message"] == "the server failed: RuntimeError"
+            assert error["type"] == "server_error"
+            assert response.status_code == (200 if stream else 500)
+
+
 @pytest.mark.parametrize("version", ["2.3", "2.4"])
 @pytest.mark.parametrize(
     ("at", "thinking"),

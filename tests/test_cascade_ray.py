@@ -434,6 +434,22 @@ def ended(server: subprocess.Popen[bytes], log: Path) -> int:
         pytest.fail(log.read_text())
 
 
+@pytest.mark.slow
+def test_a_server_is_free_after_hang_ups_and_turns_away_the_rest(tmp_path: Path) -> None:
+    """``hiddenlab bench serving``: every request gets an answer or a 429 that says when to come again."""
+    model, _ = served_model(tmp_path)
+    command = ["-m", "hiddenlab", "bench", "serving", "--model", model, "--json", "--set", "alpha=1"]
+    command += ["--set", "running=4", "--set", "requests=40", "--set", "long=450", "--set", "repeats=2"]
+    result = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=4 * PATIENCE)
+    assert result.returncode == 0, result.stderr
+    idle, left, many = json.loads(result.stdout)["rows"]
+    assert [row["other_statuses"] for row in (idle, left, many)] == [0, 0, 0]
+    assert left["answered"] == 3
+    assert many["answered"] + many["sent_away"] == 40
+    assert many["answered"] >= 4
+    assert many["without_retry_after"] == 0
+
+
 def check_hang_ups(model: str, port: int) -> None:
     """More clients than places hang up; their work ends, and who asks then is answered."""
     url = f"http://127.0.0.1:{port}"

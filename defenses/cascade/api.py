@@ -12,6 +12,7 @@ from typing import Any
 
 import anyio
 import prometheus_client as prometheus
+from anyio.lowlevel import checkpoint_if_cancelled
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.concurrency import run_in_threadpool
@@ -22,7 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from defenses.cascade.bodies import Body, ChatBody, CompletionBody, RequestError, parse
 from defenses.cascade.hosts import NodeError
 from defenses.cascade.service import Answer, Pieces, Service
-from hiddenlab.errors import InputError
+from hiddenlab.errors import HiddenlabError, InputError
 
 PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/models", "/health", "/metrics")
 GONE = 499  # as nginx calls it: the client went away
@@ -56,7 +57,7 @@ def make_app(service: Service) -> FastAPI:
 
     @app.exception_handler(Exception)
     async def failed(request: Request, error: Exception) -> Response:
-        return _problem(500, f"the server failed: {type(error).__name__}", kind="server_error")
+        return _problem(500, _failed(error), kind="server_error")
 
     @app.get("/health")
     async def health() -> Response:
@@ -182,6 +183,7 @@ class _Reply(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         answer, kind = self.answer, self.kind
+        await checkpoint_if_cancelled()  # the client may have left while its prompt was read
         queue = self.service.begin(answer)
         about = {
             "id": f"{'chatcmpl' if kind.startswith('chat') else 'cmpl'}-{uuid.uuid4().hex[:24]}",
@@ -245,8 +247,16 @@ async def _events(
         if usage:
             yield _event(about | {"choices": [], "usage": _usage(answer)})
         yield "data: [DONE]\n\n"
-    except (InputError, NodeError) as error:
-        yield _event(json.loads(bytes(_problem(503, str(error), kind="server_error").body)))
+    except (
+        Exception
+    ) as error:  # the answer has begun: whatever it is, the client hears of it within the stream
+        text = str(error) if isinstance(error, HiddenlabError) else _failed(error)
+        yield _event(json.loads(bytes(_problem(503, text, kind="server_error").body)))
+
+
+def _failed(error: Exception) -> str:
+    """What a client is told of a fault in the server itself: its kind, and nothing of what it was about."""
+    return f"the server failed: {type(error).__name__}"
 
 
 def _event(data: Any) -> str:
@@ -261,6 +271,10 @@ def _usage(answer: Answer) -> dict[str, int]:
     }
 
 
+def _line(text: str) -> str:
+    return "".join(sign if sign.isprintable() else sign.encode("unicode_escape").decode() for sign in text)
+
+
 def _problem(
     status: int,
     message: str,
@@ -269,9 +283,9 @@ def _problem(
     param: str | None = None,
     headers: Mapping[str, str] | None = None,
 ) -> JSONResponse:
-    """An error as OpenAI's clients read it."""
+    """An error as OpenAI's clients read it: one line, whatever it quotes."""
     return JSONResponse(
-        {"error": {"message": message, "type": kind, "param": param, "code": None}},
+        {"error": {"message": _line(message), "type": kind, "param": param and _line(param), "code": None}},
         status_code=status,
         headers=headers and dict(headers),
     )
