@@ -36,7 +36,7 @@ def measure_all(
                 check_reachable(address)
                 ray.init(address, **quiet)
             else:
-                ray.init(num_cpus=workers, include_dashboard=False, **quiet)
+                ray.init(address="local", num_cpus=workers, include_dashboard=False, **quiet)
         except (ConnectionError, ValueError, RuntimeError) as error:
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise HiddenlabError(f"cannot join Ray at {address or 'this machine'}: {reason}") from None

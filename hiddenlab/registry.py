@@ -128,6 +128,7 @@ BUILTINS: dict[str, dict[str, str]] = {
         "cascade": "eval.bench_cascade:bench",
         "cascade-decode": "eval.bench_cascade:bench_decode",
         "cascade-largest": "eval.bench_cascade:bench_largest",
+        "serving": "eval.bench_serving:bench",
         "mpc": "eval.bench_mpc:bench",
     },
     "cascade": {

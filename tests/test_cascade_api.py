@@ -14,79 +14,21 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from starlette.testclient import TestClient
-from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from defenses.cascade.api import Limits, Service, digest, make_app
-from defenses.cascade.backend import Cascade, ModelFacts, load_cascade_model
+from defenses.cascade.api import digest, make_app
+from defenses.cascade.backend import load_cascade_model
 from defenses.cascade.generate import Sampling, generate
-from defenses.cascade.hosts import NodeError, Pass
 from defenses.cascade.local import LocalCascade
 from defenses.cascade.plan import Plan
-from defenses.cascade.seen import Seen
+from defenses.cascade.service import Limits
+from defenses.cascade.testing import NAME, PATIENCE, Scripted, asend, make_service, send
+from hiddenlab.errors import InputError
 from hiddenlab.slice.load import quiet_transformers
-from hiddenlab.testing import EOS, VOCABULARY, byte_tokenizer
+from hiddenlab.testing import EOS, byte_tokenizer
 
 TinyPath = Callable[..., str]
-NAME = "tiny/model"
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-TEMPLATE = (
-    "{% for message in messages %}{% if message.content == 'refuse' %}{{ raise_exception('not this') }}{% endif %}"
-    "[{{ message.role }}]{{ message.content }}\n{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
-)
-PATIENCE = 20.0
-
-
-class Scripted(Cascade):
-    """Says what it is told, whatever it is asked; the smallest Cascade there is."""
-
-    def __init__(self) -> None:
-        self.facts = ModelFacts(NAME, True, 512, VOCABULARY, (), "float32")
-        self.script: list[int] = []
-        self.asked: list[Tensor] = []
-        self.requests: list[str] = []
-        self.closed: list[str] = []
-        self.states: dict[str, str] = {}
-        self.wait = threading.Event()
-        self.wait.set()
-        self.fail_at: int | None = None
-
-    def says(self, text: str, *then: int) -> None:
-        self.script = [*byte_tokenizer()(text)["input_ids"], *then]
-
-    def step(self, work: Pass, tokens: Tensor) -> Tensor:
-        self._check(work, tokens)
-        self.asked.append(tokens)
-        self.requests.append(work.request)
-        assert self.wait.wait(PATIENCE)
-        if work.number == self.fail_at:
-            raise NodeError("AttnNode (0, 1) died in layer 3", "AttnNode (0, 1)")
-        out = torch.zeros(1, VOCABULARY)
-        out[0, self.script[work.number % len(self.script)]] = 1.0
-        return out
-
-    def _run(self, work: Pass, shares: Mapping[int, Tensor]) -> dict[int, Tensor]:
-        raise NotImplementedError
-
-    def close(self, request: str) -> None:
-        self.closed.append(request)
-
-    def counters(self) -> dict[str, dict[str, Any]]:
-        return {}
-
-    def seen(self) -> list[Seen]:
-        return []
-
-    def healthy(self) -> dict[str, str]:
-        return self.states
-
-
-def make_service(cascade: Cascade, *, template: str | None = TEMPLATE, **options: Any) -> Service:
-    tokenizer = byte_tokenizer()
-    tokenizer.chat_template = template
-    return Service(
-        cascade, lambda tokens: Plan.clustered(tokens, 1, alpha=2), tokenizer, name=NAME, **options
-    )
 
 
 @pytest.fixture
@@ -233,7 +175,7 @@ def test_a_conversation_goes_through_the_models_template(client: TestClient, scr
         {"role": "developer", "content": "Be short."},
         {"role": "user", "content": [{"type": "text", "text": "Ja"}, {"type": "text", "text": "?"}]},
         {"role": "assistant", "content": "Ja."},
-        {"role": "user", "content": "Oder nein?", "name": "ignored"},
+        {"role": "user", "content": "Oder nein?"},
     ]
     answer = client.post(**asks(CHAT, messages=messages, max_completion_tokens=2)).json()
     assert answer["choices"][0]["message"] == {"role": "assistant", "content": "ok"}
@@ -252,24 +194,46 @@ def test_an_answer_ends_with_the_models_stop_token(client: TestClient, scripted:
 
 
 def test_an_answer_is_as_long_as_may_be(scripted: Scripted) -> None:
-    """16 tokens where a completion asks for no number, all there is room for in a chat; never more than the limits."""
+    """The server's default where a request asks for no number; never beyond the room for prompt and answer."""
     scripted.says("x")
     cases: list[tuple[str, dict[str, Any], int]] = [
-        (COMPLETIONS, {}, 16),
+        (COMPLETIONS, {}, 30),
+        (COMPLETIONS, {"max_tokens": None}, 30),
         (COMPLETIONS, {"max_tokens": 21}, 21),
-        (COMPLETIONS, {"max_tokens": 10**9}, 60 - len("Say it. ")),
-        (CHAT, {}, 60 - len("[user]Say it.\n[assistant]")),
+        (COMPLETIONS, {"max_tokens": 50}, 50),
+        (COMPLETIONS, {"max_tokens": 50, "prompt": "x" * 40}, 20),
+        (CHAT, {}, 30),
         (CHAT, {"max_tokens": 5}, 5),
-        (CHAT, {"max_completion_tokens": 4, "max_tokens": 9}, 4),
+        (CHAT, {"max_completion_tokens": 4}, 4),
     ]
-    with TestClient(make_app(make_service(scripted, limits=Limits(tokens=60)))) as client:
+    limits = Limits(tokens=60, new_tokens=50, default_new_tokens=30)
+    with TestClient(make_app(make_service(scripted, limits=limits))) as client:
         for path, changes, expected in cases:
             answer = client.post(**asks(path, **changes)).json()
             assert answer["usage"]["completion_tokens"] == expected, changes
             assert answer["choices"][0]["finish_reason"] == "length"
-        refused = client.post(**asks(prompt="x" * 60))
-        assert refused.status_code == 400
-        assert "has 60 tokens; prompt and answer may have 60 together" in refused.json()["error"]["message"]
+        problem(
+            client.post(**asks(prompt="x" * 60)), 400, "has 60 tokens; prompt and answer may have 60 together"
+        )
+        for path, field in (
+            (COMPLETIONS, "max_tokens"),
+            (CHAT, "max_tokens"),
+            (CHAT, "max_completion_tokens"),
+        ):
+            for wanted in (51, 2**31 - 1):
+                error = problem(
+                    client.post(**asks(path, **{field: wanted})), 400, "an answer may have 50 tokens here"
+                )
+                assert error["param"] == field
+        assert len(scripted.asked) == sum(expected for *_, expected in cases)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"new_tokens": 10}, {"running": 0}, {"tokens": 1}, {"default_new_tokens": 0}], ids=str
+)
+def test_limits_that_cannot_be_are_refused(changes: dict[str, int]) -> None:
+    with pytest.raises(InputError, match=r"default|at least"):
+        Limits(**changes)
 
 
 # ---- stop texts
@@ -360,8 +324,8 @@ def problem(response: Any, status: int, says: str, kind: str = "invalid_request_
         (COMPLETIONS, {"prompt": ""}, "the prompt is empty; give at least one token"),
         (COMPLETIONS, {"prompt": []}, "the prompt is empty; give at least one token"),
         (COMPLETIONS, {"prompt": [300]}, "outside of the vocabulary, 0 to 299"),
-        (COMPLETIONS, {"prompt": [-1]}, ""),
-        (COMPLETIONS, {"prompt": [2**70]}, ""),
+        (COMPLETIONS, {"prompt": [-1]}, "prompt: give one text"),
+        (COMPLETIONS, {"prompt": [2**70]}, "prompt: give one text"),
         (COMPLETIONS, {"prompt": {"text": "x"}}, "prompt"),
         (COMPLETIONS, {"prompt": "x" * 600}, "prompt and answer may have 512 together"),
         (COMPLETIONS, {"temperature": -0.1}, "temperature: Input should be greater than or equal to 0"),
@@ -371,12 +335,50 @@ def problem(response: Any, status: int, says: str, kind: str = "invalid_request_
         (COMPLETIONS, {"top_k": -1}, "top_k"),
         (COMPLETIONS, {"seed": 2**70, "temperature": 1}, "seed"),
         (COMPLETIONS, {"max_tokens": 0}, "max_tokens"),
-        (COMPLETIONS, {"n": 2}, "n: Input should be 1"),
-        (COMPLETIONS, {"stop": [""]}, "stop takes up to 4 texts of 1 to 200 characters"),
-        (COMPLETIONS, {"stop": list("abcde")}, "stop takes up to 4 texts"),
-        (COMPLETIONS, {"stop": "x" * 201}, "stop takes up to 4 texts"),
+        (COMPLETIONS, {"max_tokens": True}, "max_tokens: Input should be a valid integer"),
+        (COMPLETIONS, {"max_tokens": "5"}, "max_tokens"),
+        (COMPLETIONS, {"temperature": "0"}, "temperature"),
+        (COMPLETIONS, {"stream": 1}, "stream: Input should be a valid boolean"),
+        (COMPLETIONS, {"prompt": [True]}, "prompt: give one text, or one list of token ids"),
+        (COMPLETIONS, {"prompt": ["a", "b"]}, "prompt: give one text, or one list of token ids"),
+        (COMPLETIONS, {"prompt": [2**31]}, "prompt: give one text"),
+        (COMPLETIONS, {"top_k": 2**70}, "top_k"),
+        (COMPLETIONS, {"n": 2}, "n is not offered"),
+        (COMPLETIONS, {"n": True}, "n is not offered"),
+        (COMPLETIONS, {"stop": [""]}, "stop: give up to 4 texts of 1 to 200 characters"),
+        (COMPLETIONS, {"stop": list("abcde")}, "stop: give up to 4 texts"),
+        (COMPLETIONS, {"stop": "x" * 201}, "stop: give up to 4 texts"),
+        (COMPLETIONS, {"logprobs": 0}, "logprobs is not offered"),
         (COMPLETIONS, {"logprobs": 3}, "logprobs is not offered"),
+        (COMPLETIONS, {"logprobs": False}, "logprobs is not offered"),
         (COMPLETIONS, {"echo": True}, "echo is not offered"),
+        (COMPLETIONS, {"echo": 0}, "echo is not offered"),
+        (COMPLETIONS, {"best_of": 2}, "best_of is not offered"),
+        (COMPLETIONS, {"suffix": ""}, "suffix is not offered"),
+        (COMPLETIONS, {"min_p": 0.1}, "min_p is not offered"),
+        (COMPLETIONS, {"min_p": None}, "min_p is not offered"),
+        (COMPLETIONS, {"frequency_penalty": 0.5}, "frequency_penalty is not offered"),
+        (COMPLETIONS, {"max_completion_tokens": 3}, "max_completion_tokens is not offered"),
+        (COMPLETIONS, {"": 1}, " is not offered"),
+        (COMPLETIONS, {"stream_options": {"include_usage": True}}, "stream_options goes with stream: true"),
+        (COMPLETIONS, {"stream": True, "stream_options": {"x": 1}}, "stream_options.x is not offered"),
+        (CHAT, {"logprobs": True}, "logprobs is not offered"),
+        (CHAT, {"logprobs": 0}, "logprobs is not offered"),
+        (CHAT, {"top_logprobs": 2}, "top_logprobs is not offered"),
+        (CHAT, {"tool_choice": "auto"}, "tool_choice is not offered"),
+        (CHAT, {"logit_bias": {}}, "logit_bias is not offered"),
+        (CHAT, {"max_tokens": 3, "max_completion_tokens": 3}, "are one limit; give one of them"),
+        (
+            CHAT,
+            {"messages": [{"role": "user", "content": "x", "name": "n"}]},
+            "messages.0.name is not offered",
+        ),
+        (CHAT, {"messages": [{"role": "user", "content": None}]}, "messages.0.content: give one text"),
+        (
+            CHAT,
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "y": 1}]}]},
+            "messages.0",
+        ),
         (CHAT, {"tools": [{"type": "function"}]}, "tools is not offered"),
         (CHAT, {"response_format": {"type": "json_object"}}, "response_format is not offered"),
         (CHAT, {"messages": []}, "messages"),
@@ -399,29 +401,105 @@ def test_impossible_requests_are_refused(
 
 
 @pytest.mark.parametrize(
-    "body",
+    ("body", "says"),
     [
-        b"",
-        b"{{{",
-        b"[]",
-        b'"text"',
-        b"\xff\xfe",
-        b"[" * 100_000,
-        b'{"model": "tiny/model", "prompt": "x", "temperature": NaN}',
-        b'{"model": "tiny/model", "prompt": "x", "seed": ' + b"9" * 5000 + b"}",
-        b'{"model": "tiny/model", "prompt": "\\ud800"}',
+        (b"", "the body is no JSON"),
+        (b"{{{", "the body is no JSON"),
+        (b"[]", "the body must be one JSON object"),
+        (b'"text"', "the body must be one JSON object"),
+        (b"null", "the body must be one JSON object"),
+        (b"\xff\xfe", "the body is not UTF-8"),
+        (b"[" * 100_000, "nested deeper than 16 levels"),
+        (b'{"a":' * 17 + b"1" + b"}" * 17, "nested deeper than 16 levels"),
+        (b'{"model": "tiny/model", "prompt": "x", "temperature": NaN}', "NaN is no number"),
+        (b'{"model": "tiny/model", "prompt": "x", "temperature": 1e999}', "temperature"),
+        (b'{"model": "tiny/model", "prompt": "x", "seed": ' + b"9" * 5000 + b"}", "too many digits"),
+        (b'{"model": "tiny/model", "prompt": "x", "seed": ' + b"9" * 4000 + b"}", "seed"),
+        (b'{"model": "tiny/model", "prompt": "\\ud800"}', "half of a surrogate pair"),
+        (b'{"model": "tiny/model", "prompt": "x", "\\ud800": 1}', "half of a surrogate pair"),
+        (b'{"model": "tiny/model", "prompt": "x", "prompt": "y"}', "prompt is given twice"),
     ],
-    ids=["empty", "no JSON", "list", "text", "no text", "deep", "NaN", "long number", "half a sign"],
+    ids=lambda value: repr(value)[:24],
 )
-def test_bodies_that_are_no_request_are_refused(client: TestClient, scripted: Scripted, body: bytes) -> None:
+def test_bodies_that_are_no_request_are_refused(
+    client: TestClient, scripted: Scripted, body: bytes, says: str
+) -> None:
     scripted.says("ok")
-    problem(client.post(COMPLETIONS, content=body, headers={"content-type": "application/json"}), 400, "")
+    for path in (COMPLETIONS, CHAT):
+        response = client.post(path, content=body, headers={"content-type": "application/json"})
+        error = problem(
+            response, 400, says if path == COMPLETIONS or "tiny" not in body.decode("latin1") else ""
+        )
+        assert "\n" not in error["message"]
     assert client.post(**asks()).status_code == 200
 
 
 def test_half_signs_in_a_conversation_are_refused(client: TestClient) -> None:
     body = b'{"model": "tiny/model", "messages": [{"role": "user", "content": "\\ud800"}]}'
-    problem(client.post(CHAT, content=body, headers={"content-type": "application/json"}), 400, "")
+    problem(client.post(CHAT, content=body, headers={"content-type": "application/json"}), 400, "half of")
+
+
+def test_a_body_must_say_that_it_is_json(client: TestClient, scripted: Scripted) -> None:
+    """A page of another site can send a form unasked, and no JSON."""
+    scripted.says("ok")
+    body = json.dumps(asks()["json"]).encode()
+    for kind in ("text/plain", "application/x-www-form-urlencoded", ""):
+        problem(client.post(COMPLETIONS, content=body, headers={"content-type": kind}), 415, "Content-Type")
+    assert scripted.asked == []
+    for kind in ("application/json", "Application/JSON; charset=utf-8"):
+        assert client.post(COMPLETIONS, content=body, headers={"content-type": kind}).status_code == 200
+
+
+def test_defaults_that_are_said_change_nothing(client: TestClient, scripted: Scripted) -> None:
+    """What clients send by themselves: a null of any known field, and the one value of what is not offered."""
+    scripted.says("ok")
+    nulls = {
+        "tools": None,
+        "logprobs": None,
+        "stop": None,
+        "seed": None,
+        "max_tokens": 2,
+        "user": "me",
+        "n": 1,
+    }
+    nulls |= {"frequency_penalty": 0, "presence_penalty": 0.0, "stream": False, "response_format": None}
+    for path, more in (
+        (COMPLETIONS, {"echo": False, "best_of": 1, "suffix": None}),
+        (CHAT, {"logprobs": False}),
+    ):
+        assert text_of(path, client.post(**asks(path, **(nulls | more))).json()) == "ok"
+
+
+_ODD = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=6,
+)
+_FIELDS = [
+    "model", "prompt", "messages", "max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k", "seed", "n",
+    "stream", "stream_options", "stop", "logprobs", "top_logprobs", "echo", "user", "tools", "min_p", "role",
+]  # fmt: skip
+
+
+@settings(max_examples=150)
+@given(
+    st.sampled_from([COMPLETIONS, CHAT]),
+    st.dictionaries(st.sampled_from(_FIELDS) | st.text(max_size=6), _ODD, max_size=3),
+    st.integers(0, 300),
+    st.binary(max_size=3),
+)
+def test_odd_bodies_are_answered_or_refused(
+    path: str, changes: dict[str, Any], at: int, bytes_: bytes
+) -> None:
+    """Values of all kinds in all fields, then bytes put over the text: 200 or 4xx in one line, never a 5xx."""
+    app = make_app(make_service(limits=Limits(new_tokens=8, default_new_tokens=2)))
+    plain = json.dumps(asks(path)["json"] | changes).encode()
+    for body in (plain, plain[:at] + bytes_ + plain[at + len(bytes_) :]):
+        reply = send(app, path, body)
+        assert reply.status in (200, 400, 404), reply
+        if reply.status != 200:
+            error = json.loads(reply.body)["error"]
+            assert error["message"] and "\n" not in error["message"] and "Traceback" not in error["message"]
 
 
 @pytest.mark.parametrize("temperature", [1e-30, 5e-324])
@@ -554,7 +632,9 @@ def test_too_many_requests_are_sent_away(scripted: Scripted, stream: bool) -> No
     with TestClient(make_app(service)) as client, ThreadPoolExecutor(2) as pool:
         running = [pool.submit(client.post, **asks(stream=stream)) for _ in range(2)]
         eventually(lambda: len(scripted.asked) == 2)
-        problem(client.post(**asks(stream=stream)), 429, "2 requests are running; try again later")
+        sent_away = client.post(**asks(stream=stream))
+        problem(sent_away, 429, "2 requests are running; try again later")
+        assert int(sent_away.headers["retry-after"]) > 0
         assert "cascade_running 2.0" in client.get("/metrics").text
         scripted.wait.set()
         assert [one.result(PATIENCE).status_code for one in running] == [200, 200]
@@ -589,6 +669,27 @@ def test_a_lost_node_is_told(scripted: Scripted) -> None:
     assert len(scripted.closed) == 5
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_fault_in_the_server_is_one_line(
+    scripted: Scripted, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    """Nothing of what it was about, and the place is free again."""
+
+    def fails(*_: Any) -> None:
+        raise RuntimeError("the secret prompt")
+
+    monkeypatch.setattr(scripted, "step", fails)
+    with TestClient(
+        make_app(make_service(scripted, limits=Limits(running=1))), raise_server_exceptions=False
+    ) as client:
+        for _ in range(2):
+            response = client.post(**asks(stream=stream))
+            error = events(response.text)[-1]["error"] if stream else response.json()["error"]
+            assert error["message"] == "the server failed: RuntimeError"
+            assert error["type"] == "server_error"
+            assert response.status_code == (200 if stream else 500)
+
+
 @pytest.mark.parametrize("version", ["2.3", "2.4"])
 @pytest.mark.parametrize(
     ("at", "thinking"),
@@ -608,7 +709,7 @@ def test_a_client_that_leaves_frees_its_place(
     body = json.dumps(asks(stream=True, max_tokens=400)["json"]).encode()
 
     def settled() -> bool:
-        forgotten = set(scripted.requests) == set(scripted.closed)
+        forgotten = set(scripted.requests) <= set(scripted.closed)
         return forgotten and service.registry.get_sample_value("cascade_running") == 0
 
     async def leave() -> None:
@@ -651,6 +752,68 @@ def test_a_client_that_leaves_frees_its_place(
     assert len(scripted.asked) < 3 * 100
     with TestClient(app) as client:
         assert client.post(**asks()).status_code == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_clients_that_hang_up_leave_the_server_free(scripted: Scripted, stream: bool) -> None:
+    """Each ends within the token that is being made, and its place is free; nothing is replaced or run again."""
+    scripted.says("ab")
+    scripted.fail_at = 0  # once they go on, each would find a node lost
+    service = make_service(scripted, limits=Limits(running=4, tokens=512, new_tokens=400))
+    app = make_app(service)
+    body = json.dumps(asks(stream=stream, max_tokens=400)["json"]).encode()
+    scripted.wait.clear()
+
+    async def several() -> None:
+        replies = await asyncio.gather(*(asend(app, COMPLETIONS, body, leave_after=0.2) for _ in range(4)))
+        assert {reply.status for reply in replies} == ({200} if stream else {0})
+        assert service.taken == 4  # their threads are still within a token
+        assert (await asend(app, COMPLETIONS, body)).status == 429
+        scripted.wait.set()
+        for _ in range(int(PATIENCE / 0.01)):
+            if service.taken == 0:
+                break
+            await asyncio.sleep(0.01)
+        assert service.taken == 0
+        scripted.fail_at = None
+        assert (await asend(app, COMPLETIONS, json.dumps(asks(max_tokens=2)["json"]).encode())).status == 200
+
+    asyncio.run(several())
+    assert len(scripted.asked) == 4 + 2
+    assert scripted.recovered == 0
+    assert set(scripted.requests) <= set(scripted.closed)
+
+
+def test_a_client_that_leaves_before_its_turn_costs_nothing(
+    scripted: Scripted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While its prompt waits to be read into tokens: nothing of it is computed."""
+    service = make_service(scripted)
+    app = make_app(service)
+    reading, go_on = threading.Event(), threading.Event()
+    plain = service.ids
+
+    def slowly(prompt: Any) -> Any:
+        reading.set()
+        assert go_on.wait(PATIENCE)
+        return plain(prompt)
+
+    monkeypatch.setattr(service, "ids", slowly)
+
+    async def leave() -> None:
+        await asend(app, COMPLETIONS, json.dumps(asks()["json"]).encode(), leave_after=0.1)
+        assert reading.is_set()
+        go_on.set()
+        await asyncio.sleep(0.1)
+
+    threading.Timer(1.0, go_on.set).start()
+    asyncio.run(leave())
+    assert scripted.asked == []
+    assert service.taken == 0
+    assert (
+        service.registry.get_sample_value("cascade_requests_total", {"path": COMPLETIONS, "status": "499"})
+        == 1
+    )
 
 
 # ---- beside the answers

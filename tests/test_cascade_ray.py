@@ -1,5 +1,7 @@
 """Cascade on Ray gives what it gives in one process, also when nodes die or stall, and serves OpenAI's clients."""
 
+import http.client
+import json
 import os
 import re
 import signal
@@ -7,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
@@ -24,7 +27,7 @@ from transformers import AutoModelForCausalLM
 from defenses.cascade import cluster
 from defenses.cascade.backend import Cascade, Settings, load_cascade_model
 from defenses.cascade.cluster import RayCascade
-from defenses.cascade.generate import generate
+from defenses.cascade.generate import Cancellation, generate
 from defenses.cascade.hosts import NodeError
 from defenses.cascade.local import LocalCascade
 from defenses.cascade.plan import Plan
@@ -141,43 +144,86 @@ def test_what_a_cluster_lacks_is_said(cascade: RayCascade, path: str) -> None:
 def test_an_attnnode_that_dies_is_replaced(cascade: RayCascade, local: LocalCascade) -> None:
     """Once, for all requests that it had rows of: whether they were running or between two tokens."""
     expected = [answer(local, n, 8) for n in (7, 9)]
-    left = cascade.restarts_left
+    left = cascade.restarts.left
     first, second = (generate(cascade, prompt(n, seed=n), plan(n), new_tokens=8) for n in (7, 9))
     found = [list(islice(first, 3)), list(islice(second, 2))]
     os.kill(process(cascade, "AttnNode (1, 0)"), signal.SIGKILL)
     found[0] += first
     assert found[0] == expected[0]
-    assert cascade.restarts_left == left - 1
+    assert cascade.restarts.left == left - 1
     found[1] += second
     assert found[1] == expected[1]
-    assert cascade.restarts_left == left - 1
+    assert cascade.restarts.left == left - 1
     assert set(cascade.healthy().values()) == {"ok"}
 
 
 def test_requests_that_lose_the_same_node_replace_it_once(cascade: RayCascade, local: LocalCascade) -> None:
     lost = process(cascade, "AttnNode (0, 1)")
-    left = cascade.restarts_left
+    left = cascade.restarts.left
     os.kill(lost, signal.SIGSTOP)
     with ThreadPoolExecutor(3) as pool:
         waiting = [pool.submit(answer, cascade, n) for n in (5, 6, 7)]
         time.sleep(0.5)  # until all of them wait for the node; where one comes later, less is tested
         os.kill(lost, signal.SIGKILL)
         assert [one.result(PATIENCE) for one in waiting] == [answer(local, n) for n in (5, 6, 7)]
-    assert cascade.restarts_left == left - 1
+    assert cascade.restarts.left == left - 1
 
 
 def test_a_compnode_that_stalls_is_replaced(cascade: RayCascade, local: LocalCascade) -> None:
     stopped = process(cascade, "CompNode 1")
-    left = cascade.restarts_left
+    left = cascade.restarts.left
     tokens = generate(cascade, prompt(8, seed=8), plan(8), new_tokens=6)
     found = [next(tokens)]
     os.kill(stopped, signal.SIGSTOP)
     found += tokens
     assert found == answer(local, 8)
-    assert cascade.restarts_left == left - 1
+    assert cascade.restarts.left == left - 1
     assert process(cascade, "CompNode 1") != stopped
     psutil.wait_procs([psutil.Process(stopped)] if psutil.pid_exists(stopped) else [], timeout=PATIENCE)
     assert not psutil.pid_exists(stopped)
+
+
+def test_a_slow_node_is_waited_for(cascade: RayCascade, local: LocalCascade) -> None:
+    """One layer takes longer than the timeout; the node is neither killed nor asked again."""
+    slow, left = process(cascade, "CompNode 1"), cascade.restarts.left
+
+    def slowed(self: Any, seconds: float) -> None:
+        leaves = [m for m in self.host.model.base_model.layers[1].modules() if not list(m.children())]
+        self.slow = [leaf.register_forward_pre_hook(lambda *_: time.sleep(seconds)) for leaf in leaves[:5]]
+
+    def as_before(self: Any) -> None:
+        for hook in self.slow:
+            hook.remove()
+
+    actor = cascade._actors["CompNode 1"]
+    ray.get(actor.__ray_call__.remote(slowed, 0.4 * TIMEOUT))
+    began = time.monotonic()
+    out = cascade.forward(prompt(8), plan(8))
+    assert time.monotonic() - began > 1.9 * TIMEOUT
+    ray.get(actor.__ray_call__.remote(as_before))
+    assert float((out - local.forward(prompt(8), plan(8))).abs().max()) <= 1e-5
+    assert process(cascade, "CompNode 1") == slow
+    assert cascade.restarts.left == left
+
+
+def test_a_request_that_is_given_up_costs_no_node(cascade: RayCascade, local: LocalCascade) -> None:
+    """Its pass ends soon, though a node does not answer; that node is not replaced for nobody."""
+    stopped = process(cascade, "AttnNode (0, 1)")
+    left, cancellation = cascade.restarts.left, Cancellation()
+    os.kill(stopped, signal.SIGSTOP)
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            running = pool.submit(
+                list, generate(cascade, prompt(9), plan(9), new_tokens=5, cancellation=cancellation)
+            )
+            time.sleep(0.5)
+            cancellation.cancel()
+            assert running.result(0.9 * TIMEOUT) == []
+    finally:
+        os.kill(stopped, signal.SIGCONT)
+    assert answer(cascade, 9) == answer(local, 9)
+    assert process(cascade, "AttnNode (0, 1)") == stopped
+    assert cascade.restarts.left == left
 
 
 @pytest.mark.parametrize(("sent", "says"), [(signal.SIGKILL, "died"), (signal.SIGSTOP, "stalled")])
@@ -185,7 +231,8 @@ def test_without_restarts_the_lost_node_is_named(
     cascade: RayCascade, local: LocalCascade, sent: int, says: str
 ) -> None:
     """With layer and tokens; requests that do not need it are not hurt, and it can be replaced later."""
-    left, cascade.restarts_left = cascade.restarts_left, 0
+    left, limit = cascade.restarts.left, cascade.restarts.limit
+    cascade.restarts.limit = 0
     lost = process(cascade, "AttnNode (1, 1)")
     tokens = generate(cascade, prompt(5), plan(5), new_tokens=6)
     next(tokens)
@@ -199,15 +246,16 @@ def test_without_restarts_the_lost_node_is_named(
         difference = cascade.forward(prompt(6), plan(6, alpha=1)) - local.forward(prompt(6), plan(6, alpha=1))
         assert float(difference.abs().max()) <= 1e-5
         states = cascade.healthy()
-        assert states.pop("AttnNode (1, 1)") == f"AttnNode (1, 1) {says}"
+        unwell = "died" if says == "died" else "did not answer within 1.5 s"
+        assert states.pop("AttnNode (1, 1)") == f"AttnNode (1, 1) {unwell}"
         assert set(states.values()) == {"ok"}
     finally:
         if sent == signal.SIGSTOP:
             os.kill(lost, signal.SIGCONT)
-        cascade.restarts_left = left
+        cascade.restarts.limit = limit
     # A node that only stalled goes on; one that died is replaced for the next request.
     assert answer(cascade, 5) == answer(local, 5)
-    assert cascade.restarts_left == left - (sent == signal.SIGKILL)
+    assert cascade.restarts.left == left - (sent == signal.SIGKILL)
 
 
 # ---- other clusters
@@ -229,7 +277,7 @@ def test_objects_carry_the_same(cascade: RayCascade, local: LocalCascade, path: 
         os.kill(process(objects, "AttnNode (0, 0)"), signal.SIGKILL)
         found += tokens
         assert found == answer(local, 7)
-        assert objects.restarts_left == 0
+        assert objects.restarts.left == 0
     assert ray.is_initialized()
     assert answer(cascade, 4) == answer(local, 4)
 
@@ -267,21 +315,51 @@ def free_port() -> int:
         return int(server.getsockname()[1])
 
 
-def test_openais_client_is_served(tmp_path: Path) -> None:
-    """``hiddenlab cascade serve``, from its start until Ctrl-C, with the client that others use."""
-    model = save_tiny("llama", tmp_path / "model", tokenizer=True)
+@pytest.fixture
+def another_ray() -> Iterator[str]:
+    """Address of a cluster that somebody else runs on this machine."""
+    script = (
+        "import ray, time; ray.init(address='local', num_cpus=1, include_dashboard=False, log_to_driver=False); "
+        "print('at', ray.get_runtime_context().gcs_address, flush=True); time.sleep(600)"
+    )
+    other = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    assert other.stdout is not None
+    try:
+        yield next(line.split()[1] for line in other.stdout if line.startswith("at "))
+    finally:
+        other.send_signal(signal.SIGINT)
+        other.wait(PATIENCE)
+
+
+def served_model(folder: Path) -> tuple[str, Any]:
+    """A tiny model with a tokenizer that has a chat template."""
+    model = save_tiny("llama", folder / "model", tokenizer=True)
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = (
         "{% for one in messages %}{{ one.role }}: {{ one.content }}\n{% endfor %}assistant: "
     )
     tokenizer.save_pretrained(model)
+    return model, tokenizer
+
+
+@pytest.mark.parametrize("beside", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_openais_client_is_served(tmp_path: Path, beside: bool, request: pytest.FixtureRequest) -> None:
+    """``hiddenlab cascade serve``, from its start until Ctrl-C, with the client that others use.
+
+    Also beside another Ray that the environment names: the server has a cluster of its own. A second server on its
+    port is refused.
+    """
+    model, tokenizer = served_model(tmp_path)
     port = free_port()
     command = ["-m", "hiddenlab", "cascade", "serve", "--alpha", "1", "--model", model, "--port", str(port)]
     command += ["--api-key-env", "SERVED_KEY", "--cpus", "0.5", "--timeout", "20"]
+    environment = os.environ | {"SERVED_KEY": "sk-1"}
+    if beside:
+        environment["RAY_ADDRESS"] = request.getfixturevalue("another_ray")
     with (tmp_path / "log").open("w") as log:
         server = subprocess.Popen(
             [sys.executable, "-X", "faulthandler", *command],
-            env=os.environ | {"SERVED_KEY": "sk-1"},
+            env=environment,
             stdout=log,
             stderr=log,
             # What a shell runs in the background ignores interrupts, and so would what the tests start there.
@@ -295,6 +373,17 @@ def test_openais_client_is_served(tmp_path: Path) -> None:
             time.sleep(0.2)
         children = psutil.Process(server.pid).children(recursive=True)
         check_served(model, port, tokenizer)
+        check_hang_ups(model, port)
+        second = subprocess.run(
+            [sys.executable, *command], env=environment, capture_output=True, text=True, timeout=PATIENCE
+        )
+        assert second.returncode == 2
+        assert re.fullmatch(
+            rf".*another program listens at 127\.0\.0\.1:{port}; --port \d+ is free\n",
+            second.stderr,
+            re.DOTALL,
+        )
+        assert "Traceback" not in second.stderr and "serving" not in second.stdout
         server.send_signal(signal.SIGINT)
         assert ended(server, tmp_path / "log") == 130
         with pytest.raises(ConnectionRefusedError):
@@ -307,6 +396,34 @@ def test_openais_client_is_served(tmp_path: Path) -> None:
         server.wait(PATIENCE)
 
 
+@pytest.mark.slow
+def test_a_run_beside_another_ray_has_a_cluster_of_its_own(another_ray: str, tmp_path: Path) -> None:
+    """``hiddenlab cascade run --backend ray``, whatever the environment says; the other goes on."""
+    model, _ = served_model(tmp_path)
+    command = [
+        "-m",
+        "hiddenlab",
+        "cascade",
+        "run",
+        "Tell me.",
+        "--alpha",
+        "2",
+        "--backend",
+        "ray",
+        "--model",
+        model,
+    ]
+    result = subprocess.run(
+        [sys.executable, *command, "--json"],
+        env=os.environ | {"RAY_ADDRESS": another_ray}, capture_output=True, text=True, timeout=2 * PATIENCE,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    # Three nodes' CPUs would not fit into the other cluster, which has one.
+    assert json.loads(result.stdout)["comp_nodes"] == 2
+    host, port = another_ray.rsplit(":", 1)
+    socket.create_connection((host, int(port)), timeout=PATIENCE).close()
+
+
 def ended(server: subprocess.Popen[bytes], log: Path) -> int:
     """The exit code of a server that was asked to end; where it does not, what it said and where it stands."""
     try:
@@ -315,6 +432,46 @@ def ended(server: subprocess.Popen[bytes], log: Path) -> int:
         server.send_signal(signal.SIGABRT)
         server.wait(PATIENCE)
         pytest.fail(log.read_text())
+
+
+@pytest.mark.slow
+def test_a_server_is_free_after_hang_ups_and_turns_away_the_rest(tmp_path: Path) -> None:
+    """``hiddenlab bench serving``: every request gets an answer or a 429 that says when to come again."""
+    model, _ = served_model(tmp_path)
+    command = ["-m", "hiddenlab", "bench", "serving", "--model", model, "--json", "--set", "alpha=1"]
+    command += ["--set", "running=4", "--set", "requests=40", "--set", "long=450", "--set", "repeats=2"]
+    result = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=4 * PATIENCE)
+    assert result.returncode == 0, result.stderr
+    idle, left, many = json.loads(result.stdout)["rows"]
+    assert [row["other_statuses"] for row in (idle, left, many)] == [0, 0, 0]
+    assert left["answered"] == 3
+    assert many["answered"] + many["sent_away"] == 40
+    assert many["answered"] >= 4
+    assert many["without_retry_after"] == 0
+
+
+def check_hang_ups(model: str, port: int) -> None:
+    """More clients than places hang up; their work ends, and who asks then is answered."""
+    url = f"http://127.0.0.1:{port}"
+    key = {"Authorization": "Bearer sk-1", "Content-Type": "application/json"}
+    for stream in (False, True):
+        clients = []
+        for _ in range(16):
+            client = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE)
+            body = {"model": model, "prompt": "Go on.", "temperature": 0, "max_tokens": 500, "stream": stream}
+            client.request("POST", "/v1/completions", json.dumps(body), key)
+            clients.append(client)
+        time.sleep(0.5)
+        for client in clients:
+            client.close()
+        until = time.monotonic() + PATIENCE
+        while "cascade_running 0.0" not in urllib.request.urlopen(f"{url}/metrics").read().decode():
+            assert time.monotonic() < until
+            time.sleep(0.1)
+    text = urllib.request.urlopen(f"{url}/metrics").read().decode()
+    # Had they all been answered, it would be 32 times 500.
+    made = re.search(r'cascade_tokens_total\{kind="completion"\} (\S+)', text)
+    assert made is not None and float(made[1]) < 8000, text
 
 
 def check_served(model: str, port: int, tokenizer: Any) -> None:

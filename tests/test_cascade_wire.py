@@ -459,10 +459,30 @@ def test_who_does_not_answer_in_time_is_named() -> None:
     mailbox = Mailbox(0.02)
     mailbox.put("r", 0, 1, "B", [])
     began = time.monotonic()
-    with pytest.raises(NodeError, match=r"^A did not answer in layer 3 within 0.02 s$") as caught:
+    with pytest.raises(
+        NodeError, match=r"^A did not answer in layer 3: nothing got on for 0.02 s$"
+    ) as caught:
         mailbox.get(head_of(step=1, layer=2), "A")
     assert time.monotonic() - began >= 0.02
     assert caught.value.node == "A"
+
+
+def test_a_slow_answer_is_waited_for() -> None:
+    """As long as anything gets on; only standing still is a stall."""
+    worked = 0
+
+    def progress() -> int:
+        nonlocal worked
+        worked += worked < 5
+        if worked == 5:
+            mailbox.put("r", 0, 0, "A", [])
+        return worked
+
+    mailbox = Mailbox(0.02, progress)
+    assert mailbox.get(head_of(), "A") == []
+    assert worked == 5
+    with pytest.raises(NodeError, match="nothing got on"):
+        mailbox.get(head_of(step=1), "A")
 
 
 def waiting(call: Callable[[], Any]) -> tuple[ThreadPoolExecutor, Any]:
@@ -734,7 +754,9 @@ def test_a_silent_attnnode_is_named_after_the_timeout(
     made = Plan.clustered(5, 1, alpha=1)
     with wired(tiny("llama"), made, timeout=0.3) as network:
         monkeypatch.setattr(network.attns[0].host, "receive", lambda *_: None)
-        with pytest.raises(NodeError, match=r"AttnNode \(0, 0\) did not answer in layer 1 within 0.3 s"):
+        with pytest.raises(
+            NodeError, match=r"AttnNode \(0, 0\) did not answer in layer 1: nothing got on for 0.3 s"
+        ):
             network.forward(prompt(5), made)
 
 
@@ -776,27 +798,35 @@ def test_a_plan_for_other_nodes_is_refused(tiny: TinyPath, other: dict[str, Any]
         assert [one.hub.sent.messages for one in network.comps] == before
 
 
-def test_an_attnnode_that_is_called_says_when_others_do_not_send() -> None:
-    """For carriers without a hub: the call waits for the rows of all CompNodes, and not for ever."""
+def test_an_attnnode_that_is_called_waits_until_the_request_is_given_up() -> None:
+    """For carriers without a hub: the call waits for the rows of all CompNodes, or for the end of the request."""
     made = Plan.clustered(4, 1, alpha=2)
     attn = RemoteAttn(AttnNode(0, 1), Settings(), KEY)
-    work = Pass("r", made)
     rows = [
         Rows(torch.randn(2, 2, 3), torch.randn(1, 0, 3), torch.randn(1, 0, 3)),
         Rows(torch.randn(2, 0, 3), torch.randn(1, 2, 3), torch.randn(1, 2, 3)),
     ]
-    head = Head("r", 0, 0, 0, Attention(1.0, causal=False), work)
-    with pytest.raises(NodeError, match=r"AttnNode \(0, 1\) waited in vain in layer 1"):
-        attn.answer(0, head, rows[0], 0.05)
-    assert attn.host.waiting("r") == {"step": 0, "missing": [1]}
-    assert attn.answer(1, head, rows[1], PATIENCE) == []
-    assert attn.host.waiting("r") is None
+    attention = Attention(1.0, causal=False)
     with ThreadPoolExecutor(1) as pool:
-        first = pool.submit(
-            attn.answer, 0, Head("r", 0, 1, 1, Attention(1.0, causal=False)), rows[0], PATIENCE
-        )
-        attn.answer(1, Head("r", 0, 1, 1, Attention(1.0, causal=False)), rows[1], PATIENCE)
+        first = pool.submit(attn.answer, 0, Head("r", 0, 0, 0, attention, Pass("r", made)), rows[0])
+        until(lambda: attn.host.waiting("r") == {"step": 0, "missing": [1]})
+        assert attn.answer(1, Head("r", 0, 0, 0, attention, Pass("r", made)), rows[1]) == []
         (part,) = first.result(PATIENCE)
-    scores = rows[0].queries @ rows[1].keys.transpose(1, 2)
-    assert torch.allclose(part.output, scores.softmax(-1) @ rows[1].values, atol=1e-6)
+        assert attn.host.waiting("r") is None
+        scores = rows[0].queries @ rows[1].keys.transpose(1, 2)
+        assert torch.allclose(part.output, scores.softmax(-1) @ rows[1].values, atol=1e-6)
+        second = pool.submit(attn.answer, 0, Head("r", 0, 1, 1, attention), rows[0])
+        until(lambda: attn.host.waiting("r") == {"step": 1, "missing": [1]})
+        attn.host.close("r")
+        with pytest.raises(NodeError, match="given up"):
+            second.result(PATIENCE)
+    with pytest.raises(NodeError, match="given up"):
+        attn.answer(1, Head("r", 0, 1, 1, attention), rows[1])
     attn.hub.close()
+
+
+def until(holds: Callable[[], bool]) -> None:
+    end = time.monotonic() + PATIENCE
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.005)

@@ -163,7 +163,7 @@ class Cascade(ABC):
 
     @abstractmethod
     def close(self, request: str) -> None:
-        """Have every node forget a request."""
+        """Have every node forget a request; a pass of it that runs in another thread ends with a NodeError."""
 
     @abstractmethod
     def counters(self) -> dict[str, dict[str, Any]]:

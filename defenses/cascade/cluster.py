@@ -8,7 +8,8 @@ import os
 import secrets
 import socket
 import threading
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -21,7 +22,8 @@ from torch import Tensor
 
 from defenses.cascade.backend import Cascade, ModelFacts, Settings, comp_name
 from defenses.cascade.cost import Link
-from defenses.cascade.hosts import Head, NodeError, Pass, attn_name
+from defenses.cascade.faults import Restarts, Watch, most_missed
+from defenses.cascade.hosts import GIVEN_UP, Head, NodeError, Pass, attn_name
 from defenses.cascade.nodes import Partial, Rows
 from defenses.cascade.plan import AttnNode, Plan
 from defenses.cascade.remote import RemoteAttn, RemoteComp
@@ -32,7 +34,8 @@ from hiddenlab.errors import InputError
 TRANSPORTS = ("tcp", "objects")
 LOOPBACK = "127.0.0.1"
 SPARE = 16  # calls that a node takes beside its running requests
-PING_SECONDS = 3.0  # a node that does not answer an empty call for so long is taken to be stalled
+PING_SECONDS = 3.0  # for the answers to a question to all nodes; a slower one says nothing of a node's health
+POLL_SECONDS = 5.0  # at most this long from one look at the nodes to the next, while a pass runs
 STARTING = 4  # nodes started at once
 NODE_BYTES = 350e6  # memory of a node's process beside weights, measured
 
@@ -40,27 +43,29 @@ NODE_BYTES = 350e6  # memory of a node's process beside weights, measured
 class _ObjectCarrier:
     """The paper's form: each message a Ray call, each tensor an object in Ray's store."""
 
-    def __init__(self, index: int, timeout: float) -> None:
-        self.index, self.timeout = index, timeout
+    def __init__(self, index: int, aborted: Callable[[str], bool]) -> None:
+        self.index, self.aborted = index, aborted
         self.attns: dict[AttnNode, Any] = {}
         self._pending: dict[tuple[str, int, int, AttnNode], Any] = {}
 
     def post(self, node: AttnNode, head: Head, rows: Rows) -> None:
-        call = self.attns[node].answer.remote(self.index, head, ray.put(rows.to("cpu")), self.timeout)
+        call = self.attns[node].answer.remote(self.index, head, ray.put(rows.to("cpu")))
         self._pending[head.request, head.number, head.step, node] = call
 
     def collect(self, node: AttnNode, head: Head) -> list[Partial]:
         name, where = attn_name(node), f"in layer {head.layer + 1}"
         call = self._pending.pop((head.request, head.number, head.step, node))
         try:
-            return ray.get(call, timeout=self.timeout)
+            # The driver watches the nodes; who waits here only has to hear of it.
+            while not ray.wait([call], timeout=0.5)[0]:
+                if self.aborted(head.request):
+                    raise NodeError(GIVEN_UP)
+            return ray.get(call)
         except ray.exceptions.RayTaskError as error:
             cause = error.cause
             raise (
                 cause if isinstance(cause, NodeError) else NodeError(f"{name} failed {where}: {cause}", name)
             ) from None
-        except ray.exceptions.GetTimeoutError:
-            raise NodeError(f"{name} did not answer {where} within {self.timeout:g} s", name) from None
         except ray.exceptions.RayActorError:
             raise NodeError(f"{name} died {where}", name) from None
 
@@ -73,14 +78,12 @@ class _ObjectCarrier:
 class _Comp(RemoteComp):
     """A CompNode as a Ray actor."""
 
-    def __init__(
-        self, index: int, *args: Any, transport: str, timeout: float, threads: int, **options: Any
-    ) -> None:
+    def __init__(self, index: int, *args: Any, transport: str, threads: int, **options: Any) -> None:
         torch.set_num_threads(threads)
         options["host"] = options["host"] or ray.util.get_node_ip_address()
-        super().__init__(index, *args, timeout=timeout, **options)
+        super().__init__(index, *args, **options)
         if transport == "objects":
-            self.carrier = _ObjectCarrier(index, timeout)
+            self.carrier = _ObjectCarrier(index, self.mailbox.aborted)
 
     def start(self) -> ModelFacts:
         return self.facts
@@ -131,9 +134,9 @@ class RayCascade(Cascade):
         model: name of the model. alpha, m, symmetric: as in ``Plan``; plans of requests must fit.
         settings: how the nodes work. address: of a running cluster (``auto`` finds it); None starts one here, and
             stops it in the end. transport: ``tcp`` from node to node, or ``objects``, the paper's form.
-        timeout: seconds that a node waits for another before the request fails. restarts: how often, over the life
-            of this object, a lost node is replaced. threads: of torch in each node. cpus, gpus: that Ray reserves for
-            each node (only CompNodes take gpus). dtype, device: of the CompNodes.
+        timeout: seconds without any progress after which a node counts as stalled; a slow one is waited for.
+        restarts: how many lost nodes are replaced within an hour. threads: of torch in each node. cpus, gpus: that
+            Ray reserves for each node (only CompNodes take gpus). dtype, device: of the CompNodes.
         link: simulate a network. concurrent: requests at once. strategy: of Ray's placement group;
             ``STRICT_SPREAD`` puts no two nodes on one machine. loopback: nodes listen on this machine alone; None does
             so in a cluster of our own. progress: where the start is reported.
@@ -173,7 +176,11 @@ class RayCascade(Cascade):
             raise InputError("a simulated link needs the transport tcp; Ray's objects take Ray's own way")
         self.settings, self.timeout, self.alpha = settings or Settings(), timeout, alpha
         self._concurrent = concurrent
-        self.restarts_left, self._times_replaced = restarts, dict[str, int]()
+        self.restarts, self._times_replaced = Restarts(restarts), dict[str, int]()
+        self._watch, self._watching = Watch(timeout), threading.Lock()
+        self._questions: dict[str, Any] = {}
+        self._looked = time.monotonic()
+        self._closed: dict[str, None] = {}
         nodes = Plan.clustered(alpha, 1, alpha=alpha, m=m, symmetric=symmetric).attn_nodes
         self._own = connect(address, alpha + len(nodes), (alpha + len(nodes)) * cpus, alpha * gpus)
         self._lock = threading.Lock()
@@ -199,7 +206,7 @@ class RayCascade(Cascade):
                 options = self._options(i, threads, cpus, gpus)
                 self._make[comp_name(i)] = partial(
                     ray.remote(_Comp).options(**options).remote, i, model, self.settings, key,
-                    transport=transport, timeout=timeout, dtype=dtype, device=device, **common,
+                    transport=transport, dtype=dtype, device=device, **common,
                 )  # fmt: skip
             for place, node in enumerate(nodes):
                 options = self._options(alpha + place, threads, cpus, 0.0)
@@ -238,17 +245,19 @@ class RayCascade(Cascade):
         return self._actors[comp].meet.remote(addresses, handles)
 
     def _run(self, work: Pass, shares: Mapping[int, Tensor]) -> dict[int, Tensor]:
-        replaced = dict(self._times_replaced)
+        replaced, began = dict(self._times_replaced), time.monotonic()
         calls = {self._actors[comp_name(i)].run.remote(work, share): i for i, share in shares.items()}
         waiting, out = list(calls), {}
         while waiting:
-            done, waiting = ray.wait(waiting, timeout=self.timeout)
+            done, waiting = ray.wait(waiting, timeout=self._poll)
             try:
                 for call in done:
                     out[calls[call]] = ray.get(call)
-                if not done and self._all_stuck(work, [calls[call] for call in waiting]):
-                    raise NodeError(f"no node got on for {self.timeout:g} s")
+                if not done and (lost := self._stalled(work, began)) is not None:
+                    raise lost
             except Exception as error:
+                if work.request in self._closed:
+                    raise NodeError(GIVEN_UP) from None  # by whoever drives it: no node is at fault
                 found = self._diagnose(work, _cause(error, calls, done))
                 found.replaced = replaced.get(found.node or "", 0)
                 self._abort(work.request)
@@ -258,13 +267,54 @@ class RayCascade(Cascade):
                 raise found from None
         return out
 
-    def _all_stuck(self, work: Pass, comps: list[int]) -> bool:
-        """Nothing of a pass has moved for as long as a node may wait for another; long passes go on."""
-        running = self._ask({comp_name(i): "running" for i in comps}, work.request)
-        return any(isinstance(one, NodeError) or (one or 0) > 10 * self.timeout for one in running.values())
+    @property
+    def _poll(self) -> float:
+        return min(POLL_SECONDS, self.timeout / 3)
+
+    def _stalled(self, work: Pass, began: float) -> NodeError | None:
+        """The node that keeps a pass waiting, where one has stalled; long passes go on."""
+        silent, still = self._look(began)
+        silent = [name for name in silent if name in self._involved(work)]
+        if not silent and not still:
+            return None
+        comps = {name: "layer" for name in self._actors if name not in self._nodes}
+        layers = [one for one in self._ask(comps, work.request).values() if isinstance(one, int)]
+        where = f"in layer {min(layers)}" if layers else ""
+        if silent:
+            return NodeError(f"{silent[0]} stalled {where}", silent[0])
+        waiting = self._ask(dict.fromkeys(self._nodes, "waiting"), work.request)
+        missed = most_missed({k: v for k, v in waiting.items() if not isinstance(v, NodeError)})
+        if missed is not None:
+            return NodeError(f"{comp_name(missed)} stalled {where}", comp_name(missed))
+        return NodeError(f"no node got on for {self.timeout:g} s {where}")
+
+    def _involved(self, work: Pass) -> set[str]:
+        """Nodes that a request needs: a dead one of the others is not its fault."""
+        comps = {comp_name(i) for i, shard in enumerate(work.plan.shards) if shard}
+        return comps | {attn_name(node) for node in work.plan.attn_nodes}
+
+    def _look(self, began: float) -> tuple[list[str], bool]:
+        """Silent nodes, and whether all stand still; one look serves every pass that asks at about the same time."""
+        with self._watching:
+            if time.monotonic() - self._looked >= self._poll / 2:
+                for name, actor in list(self._actors.items()):
+                    if name not in self._questions:
+                        self._questions[name] = actor.progress.remote()
+                        self._watch.ask(name)
+                questions = {call: name for name, call in self._questions.items()}
+                ready, _ = ray.wait(list(questions), num_returns=len(questions), timeout=self._poll / 2)
+                for call in ready:
+                    del self._questions[questions[call]]
+                    try:
+                        ticks = ray.get(call)
+                    except ray.exceptions.RayError:
+                        ticks = -1  # dead: whoever needs it says so
+                    self._watch.answered(questions[call], ticks)
+                self._looked = time.monotonic()
+            return self._watch.silent(), self._watch.still(began)
 
     def _ask(self, methods: Mapping[str, str], *args: Any) -> dict[str, Any]:
-        """Call a method of each of several nodes; those that are dead or stalled answer with a NodeError."""
+        """Call a method of each of several nodes; those that are dead or too slow answer with a NodeError."""
         calls = {name: getattr(self._actors[name], method).remote(*args) for name, method in methods.items()}
         ray.wait(list(calls.values()), num_returns=len(calls), timeout=PING_SECONDS)
         out: dict[str, Any] = {}
@@ -272,35 +322,35 @@ class RayCascade(Cascade):
             try:
                 out[name] = ray.get(call, timeout=0)
             except ray.exceptions.GetTimeoutError:
-                out[name] = NodeError(f"{name} stalled", name)
+                out[name] = NodeError(f"{name} did not answer within {PING_SECONDS:g} s", name)
             except ray.exceptions.RayActorError:
-                out[name] = NodeError(f"{name} died", name)
+                out[name] = _Died(f"{name} died", name)
         return out
 
     def _diagnose(self, work: Pass, error: NodeError) -> NodeError:
-        """Name the node at fault, its shard and the layer. A node that only waited is not it."""
+        """Name the node at fault, its shard and the layer. A node that is only slow, or only waited, is not it."""
         layer = (
             f"in layer {text.split()[0].rstrip(':')}" if (text := str(error).partition("layer ")[2]) else ""
         )
-        questions = {name: "waiting" if name in self._nodes else "running" for name in self._actors}
-        states = self._ask(questions, work.request)
-        broken = [state for state in states.values() if isinstance(state, NodeError)]
-        if not broken:
-            missing = [i for name in self._nodes if (state := states[name]) for i in state["missing"]]
-            if missing and (error.node is None or (error.node in self._nodes and states[error.node])):
-                stalled = comp_name(max(set(missing), key=missing.count))
-                broken = [NodeError(f"{stalled} stalled", stalled)]
-        if not broken:
-            return error
+        states = self._ask(dict.fromkeys(self._actors, "progress"))
+        needed = self._involved(work)
+        died = [state for name, state in states.items() if name in needed and isinstance(state, _Died)]
         # A dead node may have taken others with it; the first to be lost was named by whoever missed it.
-        named = next((one for one in broken if one.node == error.node), broken[0])
+        named: NodeError | None = next(
+            (one for one in died if one.node == error.node), died[0] if died else None
+        )
+        if named is None:
+            what = next((word for word in ("died", "stalled") if f"{error.node} {word}" in str(error)), None)
+            if error.node is None or what is None:
+                return error
+            named = NodeError(f"{error.node} {what}", error.node)
         name = named.node or ""
         held = (
             work.plan.held_by(self._nodes[name])
             if name in self._nodes
             else work.plan.shards[int(name.split()[-1])]
         )
-        within = f" (waited {self.timeout:g} s)" if "stalled" in str(named) else ""
+        within = f" (no progress for {self.timeout:g} s)" if "stalled" in str(named) else ""
         return NodeError(f"{named} {layer}{within}; it holds tokens {_short(held)}".replace("  ", " "), name)
 
     def recover(self, error: NodeError) -> bool:
@@ -314,9 +364,8 @@ class RayCascade(Cascade):
                 return self._times_replaced.get(name, 0) > 0
             if self._times_replaced.get(name, 0) > error.replaced:
                 return True  # another request has done it
-            if self.restarts_left < 1:
+            if not self.restarts.take():
                 return False
-            self.restarts_left -= 1
             ray.kill(self._actors[name], no_restart=True)
             self._actors[name] = self._make[name]()
             answer = _start_up(name, self._actors[name].start.remote())
@@ -326,6 +375,9 @@ class RayCascade(Cascade):
             else:
                 ray.get(self._meet(name, list(self._nodes)))
             self._times_replaced[name] = self._times_replaced.get(name, 0) + 1
+            with self._watching:
+                self._questions.pop(name, None)
+                self._watch.forget(name)
             return True
 
     def _abort(self, request: str) -> None:
@@ -333,6 +385,9 @@ class RayCascade(Cascade):
             actor.abort.remote(request)
 
     def close(self, request: str) -> None:
+        self._closed[request] = None
+        while len(self._closed) > 4096:
+            self._closed.pop(next(iter(self._closed)), None)
         self._abort(request)
 
     def counters(self) -> dict[str, dict[str, Any]]:
@@ -359,6 +414,10 @@ class RayCascade(Cascade):
             self._group = None
         if self._own and ray.is_initialized():
             ray.shutdown()
+
+
+class _Died(NodeError):
+    """A node whose process is gone."""
 
 
 def _cause(error: Exception, calls: Mapping[Any, int], done: list[Any]) -> NodeError:
@@ -420,7 +479,8 @@ def connect(address: str | None, nodes: int, cpus: float, gpus: float) -> bool:
                     f"{memory / 1e9:.1f} GB are free; {nodes - int(memory / NODE_BYTES)} nodes too many"
                 )
             logical = max(1, math.ceil(cpus))
-            ray.init(num_cpus=logical, _node_ip_address=LOOPBACK, **quiet)
+            # "local": neither RAY_ADDRESS nor another Ray on this machine is joined unasked.
+            ray.init(address="local", num_cpus=logical, _node_ip_address=LOOPBACK, **quiet)
         else:
             check_reachable(address)
             try:

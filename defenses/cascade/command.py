@@ -188,32 +188,34 @@ def serve(
     *,
     ready: Callable[[], None] = lambda: None,
     key: str | None = None,
-    body: int = 1 << 20,
-    tokens: int = 4096,
-    running: int = 16,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    limits: dict[str, int] | None = None,
     **options: Any,
 ) -> None:
     """Serve a model over HTTP until interrupted; see ``serve.start`` for the options.
 
     Args:
-        ready: called once requests are answered. key: that requests must show. body, tokens, running: see
-            ``api.Limits``.
+        ready: called once requests are answered. key: that requests must show. limits: see ``service.Limits``.
 
     Raises:
-        InputError: see ``serve.start``.
+        InputError: another program listens at that port, or see ``serve.start``.
     """
-    serving = _with_ray("defenses.cascade.serve")
-    limits = _with_ray("defenses.cascade.api").Limits(body, tokens, running)
-    own = serving.start(backend, key=key, limits=limits, **options)
-    # A service manager's way of saying Ctrl-C; set now, since Ray sets one of its own when it starts.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        ready()
-        while True:
-            # A signal that another thread receives does not wake this one; it is seen when it wakes by itself.
-            time.sleep(0.5)
-    finally:
-        serving.stop(own)
+    from defenses.cascade.port import reserved
+
+    with reserved(host, port):
+        bounds = _with_ray("defenses.cascade.service").Limits(**(limits or {}))
+        serving = _with_ray("defenses.cascade.serve")
+        own = serving.start(backend, key=key, limits=bounds, host=host, port=port, **options)
+        # A service manager's way of saying Ctrl-C; set now, since Ray sets one of its own when it starts.
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        try:
+            ready()
+            while True:
+                # A signal that another thread receives does not wake this one; it is seen when it wakes by itself.
+                time.sleep(0.5)
+        finally:
+            serving.stop(own)
 
 
 def run(

@@ -4,8 +4,10 @@ After the prompt's pass each new token is one pass of one CompNode and of the β
 its keys and values are kept where later queries will look for them.
 """
 
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -64,6 +66,31 @@ class Sampling:
         return choose
 
 
+class Cancellation:
+    """Ends a generation from another thread: within a layer of the pass that runs, and before any other begins."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._cancelled = False
+        self._close: Callable[[], None] = lambda: None
+
+    @property
+    def cancelled(self) -> bool:
+        return self._cancelled
+
+    def cancel(self) -> None:
+        """End it; does not wait until it has ended."""
+        with self._lock:
+            self._cancelled, close = True, self._close
+        close()
+
+    def watch(self, close: Callable[[], None]) -> bool:
+        """Say how the request that runs now is closed; False where it need not begin."""
+        with self._lock:
+            self._close = close
+            return not self._cancelled
+
+
 def generate(
     cascade: Cascade,
     tokens: Int[Tensor, " n"],
@@ -72,6 +99,7 @@ def generate(
     new_tokens: int,
     sampling: Sampling | None = None,
     stop: Iterable[int] = (),
+    cancellation: Cancellation | None = None,
 ) -> Iterator[int]:
     """New token ids, one as soon as it is there; the stop token is the last of them.
 
@@ -79,7 +107,8 @@ def generate(
 
     Args:
         plan: of the prompt; it grows with the answer. new_tokens: at most so many, and never beyond the context.
-        stop: ids that end the answer.
+        stop: ids that end the answer. cancellation: ends it early, without an error; what was lost meanwhile is
+            neither replaced nor run again.
 
     Raises:
         InputError: the model has no head, or the prompt leaves no room in its context. NodeError: a node is lost.
@@ -96,12 +125,15 @@ def generate(
     choose, ends = (sampling or Sampling()).chooser(), frozenset(stop)
     total = len(tokens) + new_tokens if context is None else min(len(tokens) + new_tokens, context)
     everything = tokens.to("cpu", copy=True)
+    cancellation = cancellation or Cancellation()
     work = Pass(new_request(), plan, keep=True, last=True)
     try:
-        while True:
+        while cancellation.watch(partial(cascade.close, work.request)):
             try:
                 (logits,) = cascade.step(work, everything[work.since :])
             except NodeError as error:
+                if cancellation.cancelled:
+                    return
                 if not cascade.recover(error):
                     raise
                 cascade.close(work.request)

@@ -23,6 +23,7 @@ from hiddenlab.errors import HiddenlabError
 from hiddenlab.slice.door import Attention, open_door
 
 ATTENTION_NAME = "hiddenlab-cascade"
+GIVEN_UP = "the request was given up"
 
 _ACTIVE: ContextVar["_Seat | None"] = ContextVar("hiddenlab_cascade", default=None)
 
@@ -129,11 +130,16 @@ class CompHost:
 
     Args:
         model: see ``load_cascade_model``. wire: dtype of numbers on the wire; None leaves them as they are.
+
+    Attributes:
+        ticks: grows with every layer of every pass. layers: the layer in which each running request is, from 1.
     """
 
     def __init__(self, model: nn.Module, index: int, *, wire: torch.dtype | None = None) -> None:
         self.model, self.index, self.wire = model, index, wire
         self.times = Times()
+        self.ticks = 0
+        self.layers: dict[str, int] = {}
 
     def run(
         self,
@@ -164,6 +170,7 @@ class CompHost:
                 return out
         finally:
             _ACTIVE.reset(token)
+            self.layers.pop(work.request, None)
             self.times.compute += time.perf_counter() - started - seat.away
 
     def _forward(self, work: Pass, comp: CompWorker, inputs: Tensor) -> Tensor:
@@ -207,6 +214,8 @@ class _Seat:
         work = self.work if self.step == 0 else None
         head = Head(self.work.request, self.work.number, self.step, layer, attention, work)
         self.step += 1
+        self.host.ticks += 1
+        self.host.layers[head.request] = layer + 1
         wire = self.host.wire
         for node, rows in self.comp.rows(q[0], k[0], v[0]).items():
             self.carrier.post(node, head, rows.to(None, wire))
@@ -286,6 +295,7 @@ class AttnHost:
         self.name = attn_name(node)
         self.device = device
         self.counters = Counters()
+        self.ticks = 0  # grows with every message that comes and every layer that is computed
         self.seen: list[Seen] = []
         self._open: dict[str, _Open] = {}
         self._closed: dict[str, None] = {}
@@ -294,10 +304,13 @@ class AttnHost:
     def receive(self, comp: int, head: Head, rows: Rows, reply: Reply) -> None:
         """Take a CompNode's rows; ``reply`` is called for every CompNode that asked, once all have sent."""
         with self._lock:
-            if head.request in self._closed:
-                return
-            one = self._request(head)
+            self.ticks += 1
+            closed = head.request in self._closed
+            one = None if closed else self._request(head)
             came = {} if one is None else self._came(one, comp, head, rows, reply)
+        if closed:
+            reply(NodeError(GIVEN_UP))
+            return
         if one is None:
             # To go on without what came before would give a wrong answer that looks like a right one.
             text = f"{self.name} was started anew and does not know the earlier tokens of this request"
@@ -314,6 +327,7 @@ class AttnHost:
             return
         for sender, (_, answer) in came.items():
             # Who asked nothing gets a receipt: no further pass may begin before this one is done.
+            self.ticks += 1
             parts = answers[sender] if one.worker.messages[sender].answers else []
             if self.wire is not None:
                 parts = [Partial.of([t.to(self.wire) for t in part.tensors]) for part in parts]
@@ -378,12 +392,19 @@ class AttnHost:
             return {"step": step, "missing": sorted(set(one.worker.messages) - set(came))}
 
     def close(self, request: str) -> None:
-        """Forget a request; what still comes of it is dropped."""
+        """Forget a request. Who waits for an answer of it, or still asks for one, hears that it was given up."""
         with self._lock:
-            self._open.pop(request, None)
+            one = self._open.pop(request, None)
             self._closed[request] = None
             while len(self._closed) > 4096:
                 del self._closed[next(iter(self._closed))]
+            waiting = (
+                [] if one is None else [reply for came in one.came.values() for _, reply in came.values()]
+            )
+            if one is not None:
+                one.came.clear()
+        for reply in waiting:
+            reply(NodeError(GIVEN_UP))
 
 
 def attn_name(node: AttnNode) -> str:

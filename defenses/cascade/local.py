@@ -12,7 +12,7 @@ from dataclasses import asdict
 from torch import Tensor, nn
 
 from defenses.cascade.backend import Cascade, ModelFacts, Settings, comp_name, in_threads
-from defenses.cascade.hosts import AttnHost, CompHost, Head, NodeError, Pass
+from defenses.cascade.hosts import GIVEN_UP, AttnHost, CompHost, Head, NodeError, Pass
 from defenses.cascade.nodes import Partial, Rows
 from defenses.cascade.plan import AttnNode
 from defenses.cascade.seen import Seen
@@ -39,7 +39,7 @@ class _Mail:
         with self.ready:
             self.ready.wait_for(lambda: key in self._answers or self.failed.is_set())
             if key not in self._answers:
-                raise NodeError("the request was given up")
+                raise NodeError(GIVEN_UP)
             answer = self._answers.pop(key)
         if isinstance(answer, Exception):
             raise answer

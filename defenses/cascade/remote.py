@@ -2,8 +2,7 @@
 
 import secrets
 import threading
-import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
@@ -13,7 +12,17 @@ from torch import Tensor, nn
 
 from defenses.cascade.backend import Cascade, ModelFacts, Settings, comp_name, in_threads, load_cascade_model
 from defenses.cascade.cost import Link
-from defenses.cascade.hosts import AttnHost, Carrier, CompHost, Head, NodeError, Pass, Reply, attn_name
+from defenses.cascade.hosts import (
+    GIVEN_UP,
+    AttnHost,
+    Carrier,
+    CompHost,
+    Head,
+    NodeError,
+    Pass,
+    Reply,
+    attn_name,
+)
 from defenses.cascade.nodes import Partial, Rows
 from defenses.cascade.plan import AttnNode, Plan
 from defenses.cascade.seen import Seen
@@ -45,10 +54,15 @@ def head_from_json(data: Mapping[str, Any], before: Plan | None = None) -> Head:
 
 
 class Mailbox:
-    """Answers that came, by request, pass, step and sender, until they are collected."""
+    """Answers that came, by request, pass, step and sender, until they are collected.
 
-    def __init__(self, timeout: float) -> None:
-        self.timeout = timeout
+    Args:
+        timeout: seconds to wait for an answer while nothing gets on; None waits until told otherwise.
+        progress: a number that changes while the nodes get on. A slow node is waited for, a stalled one is not.
+    """
+
+    def __init__(self, timeout: float | None, progress: Callable[[], int] = lambda: 0) -> None:
+        self.timeout, self.progress = timeout, progress
         self._ready = threading.Condition()
         self._answers: dict[tuple[str, int, int, str], list[Partial] | NodeError] = {}
         self._lost: set[str] = set()
@@ -70,22 +84,31 @@ class Mailbox:
         """
         key = head.request, head.number, head.step, sender
         with self._ready:
-            self._ready.wait_for(
-                lambda: key in self._answers or sender in self._lost or head.request in self._aborted,
-                self.timeout,
-            )
+            while True:
+                before = self.progress()
+                told = self._ready.wait_for(
+                    lambda: key in self._answers or sender in self._lost or head.request in self._aborted,
+                    self.timeout,
+                )
+                if told or self.progress() == before:
+                    break
             if key in self._answers:
                 answer = self._answers.pop(key)
                 if isinstance(answer, NodeError):
                     raise answer
                 return answer
             if head.request in self._aborted:
-                raise NodeError("the request was given up")
+                raise NodeError(GIVEN_UP)
             if sender in self._lost:
                 raise NodeError(f"{sender} died in layer {head.layer + 1}", sender)
             raise NodeError(
-                f"{sender} did not answer in layer {head.layer + 1} within {self.timeout:g} s", sender
+                f"{sender} did not answer in layer {head.layer + 1}: nothing got on for {self.timeout:g} s",
+                sender,
             )
+
+    def aborted(self, request: str) -> bool:
+        """The request was given up."""
+        return request in self._aborted
 
     def lose(self, sender: str, lost: bool = True) -> None:
         with self._ready:
@@ -110,6 +133,8 @@ class HubCarrier:
         self.hub, self.mailbox = hub, mailbox
 
     def post(self, node: AttnNode, head: Head, rows: Rows) -> None:
+        if self.mailbox.aborted(head.request):
+            raise NodeError(GIVEN_UP)
         try:
             self.hub.send(attn_name(node), head_to_json(head), rows.tensors)
         except WireError as error:
@@ -125,8 +150,8 @@ class RemoteComp:
     """A CompNode behind a hub.
 
     Args:
-        model: name of the model. loaded: its weights, where they are in this process already. timeout: seconds that
-            it waits for an AttnNode. host: address to listen on.
+        model: name of the model. loaded: its weights, where they are in this process already. timeout: see
+            ``Mailbox``. host: address to listen on.
     """
 
     def __init__(
@@ -138,7 +163,7 @@ class RemoteComp:
         *,
         host: str = "127.0.0.1",
         link: Link | None = None,
-        timeout: float = 60.0,
+        timeout: float | None = None,
         dtype: torch.dtype = torch.float32,
         device: str = "cpu",
         loaded: nn.Module | None = None,
@@ -148,10 +173,12 @@ class RemoteComp:
         self.host = CompHost(loaded, index, wire=settings.wire)
         self.facts = ModelFacts.of(model, loaded)
         self.mailbox = Mailbox(timeout)
+        # A layer can take minutes: each of its products is progress.
+        leaves = [module for module in loaded.modules() if next(module.children(), None) is None]
+        self._hooks = [leaf.register_forward_hook(self._tick) for leaf in leaves]
         self.hub = Hub(comp_name(index), key, self._receive, self.mailbox.lose, host=host, link=link)
         self.carrier: Carrier = HubCarrier(self.hub, self.mailbox)
         self._seen: dict[str, Seen] = {}
-        self._running: dict[str, float] = {}
 
     def connect(self, peers: Mapping[str, Address]) -> None:
         self.hub.connect(peers)
@@ -163,19 +190,29 @@ class RemoteComp:
         seen = None
         if self.settings.record:
             seen = self._seen.setdefault(work.request, Seen(comp_name(self.index), work.request))
-        self._running[work.request] = time.monotonic()
-        try:
-            return self.host.run(work, inputs, self.carrier, seen).cpu()
-        finally:
-            self._running.pop(work.request, None)
+        if self.mailbox.aborted(work.request):
+            raise NodeError(GIVEN_UP)
+        return self.host.run(work, inputs, self.carrier, seen).cpu()
 
-    def running(self, request: str) -> float | None:
-        """Seconds since the pass of a request began; None where none runs."""
-        began = self._running.get(request)
-        return None if began is None else time.monotonic() - began
+    def _tick(self, *_: Any) -> None:
+        self.host.ticks += 1
+
+    def progress(self) -> int:
+        """A number that grows while any pass gets on."""
+        return self.host.ticks
+
+    def layer(self, request: str) -> int | None:
+        """The layer, from 1, that the pass of a request is in; None where none runs."""
+        return self.host.layers.get(request)
 
     def abort(self, request: str) -> None:
         self.mailbox.abort(request)
+
+    def close(self) -> None:
+        """Close the connections, and leave the model as it was."""
+        self.hub.close()
+        for hook in self._hooks:
+            hook.remove()
 
     def counters(self) -> dict[str, Any]:
         return {**asdict(self.host.times), **_sent(self.hub)}
@@ -212,11 +249,15 @@ class RemoteAttn:
         )
         self.hub = Hub(self.host.name, key, self._receive, lambda peer: None, host=host, link=link)
 
-    def answer(self, comp: int, head: Head, rows: Rows, timeout: float) -> list[Partial]:
+    def progress(self) -> int:
+        """A number that grows while any pass gets on."""
+        return self.host.ticks
+
+    def answer(self, comp: int, head: Head, rows: Rows) -> list[Partial]:
         """Take rows and wait for the answer: for carriers that call a method.
 
         Raises:
-            NodeError: other CompNodes do not send theirs.
+            NodeError: the node failed, or the request was given up.
         """
         came = threading.Event()
         out: list[list[Partial] | Exception] = []
@@ -226,8 +267,7 @@ class RemoteAttn:
             came.set()
 
         self.host.receive(comp, head, rows, reply)
-        if not came.wait(timeout):
-            raise NodeError(f"{self.host.name} waited in vain in layer {head.layer + 1}", self.host.name)
+        came.wait()
         if isinstance(out[0], Exception):
             raise out[0]
         return out[0]
@@ -291,12 +331,16 @@ class WireCascade(Cascade):
             RemoteComp(i, name, settings, key, link=link, timeout=timeout, loaded=model) for i in range(alpha)
         ]
         for comp in self.comps:
+            comp.mailbox.progress = self._progress
             comp.connect({attn.host.name: attn.hub.address for attn in self.attns})
 
     def _run(self, work: Pass, shares: Mapping[int, Tensor]) -> dict[int, Tensor]:
         return in_threads(
             lambda i: self.comps[i].run(work, shares[i]), shares, lambda: self.close(work.request)
         )
+
+    def _progress(self) -> int:
+        return sum(node.progress() for nodes in (self.comps, self.attns) for node in nodes)
 
     def close(self, request: str) -> None:
         for comp in self.comps:
@@ -312,8 +356,10 @@ class WireCascade(Cascade):
         return [one for nodes in (self.comps, self.attns) for node in nodes for one in node.seen()]
 
     def shutdown(self) -> None:
-        for hub in (*(comp.hub for comp in self.comps), *(attn.hub for attn in self.attns)):
-            hub.close()
+        for comp in self.comps:
+            comp.close()
+        for attn in self.attns:
+            attn.hub.close()
 
 
 def _sent(hub: Hub) -> dict[str, int]:

@@ -10,20 +10,23 @@ import ray
 from fastapi import FastAPI
 from ray import serve
 from ray.serve.config import HTTPOptions
+from ray.serve.context import _get_global_client
 
-from defenses.cascade.api import Limits, Service, digest, make_app
+from defenses.cascade.api import digest, make_app
 from defenses.cascade.cluster import connect
 from defenses.cascade.command import Backend
 from defenses.cascade.plan import Plan
+from defenses.cascade.service import Limits, Service
 from hiddenlab.errors import HiddenlabError, InputError
 from hiddenlab.slice.load import load_tokenizer, resolve_model
 
 APP = "hiddenlab-cascade"
 LISTENS = 60.0  # seconds until requests have to be answered
+TOO_MANY = 1000  # requests beside those that run, which are sent away at once
 SERVE_CPUS = 1.0  # that Ray keeps for the replica beside the nodes'
 
 
-@serve.deployment(max_ongoing_requests=256, ray_actor_options={"num_cpus": SERVE_CPUS})
+@serve.deployment(ray_actor_options={"num_cpus": SERVE_CPUS})
 @serve.ingress()
 class _Replica:
     """The one replica: it drives the nodes, and so sees prompts and answers, as any user of them does."""
@@ -85,12 +88,20 @@ def start(
     own = connect(backend.address, nodes + 1, nodes * backend.cpus + SERVE_CPUS, alpha * backend.gpus)
     try:
         serve.start(http_options=HTTPOptions(host=host, port=port))
+        client = _get_global_client()
+        assert client is not None
+        there = client.http_config
+        if (there.host, there.port) != (host, port):
+            raise InputError(
+                f"Ray Serve runs on that cluster already and listens at {there.host}:{there.port}; give these as "
+                "--host and --port, or another cluster"
+            )
         sharding = {"alpha": alpha, "m": m, "symmetric": symmetric}
         limits = limits or Limits()
         settings = asdict(backend) | {"address": None, "loopback": own, "concurrent": limits.running}
-        app = _Replica.bind(  # type: ignore[attr-defined]
-            settings, sharding, c, key and digest(key), asdict(limits)
-        )
+        # More than run at once: whoever is too many is told so at once, and does not wait in Ray's queue.
+        replica = _Replica.options(max_ongoing_requests=limits.running + TOO_MANY)  # type: ignore[attr-defined]
+        app = replica.bind(settings, sharding, c, key and digest(key), asdict(limits))
         serve.run(app, name=APP, route_prefix="/")
         _wait_for_requests(host, port)
     except BaseException:

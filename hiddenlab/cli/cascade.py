@@ -95,17 +95,25 @@ BackendOpt = Annotated[
 ]
 AddressOpt = Annotated[
     str | None,
-    Option("--address", metavar="HOST:PORT", help="A running Ray cluster; default: one of our own."),
+    Option(
+        "--address",
+        metavar="HOST:PORT",
+        help="A running Ray cluster; default: one of our own, whatever RAY_ADDRESS says.",
+    ),
 ]
 TransportOpt = Annotated[
     Literal["tcp", "objects"], Option("--transport", help="From node to node, or through Ray's object store.")
 ]
 TimeoutOpt = Annotated[
     float,
-    Option("--timeout", metavar="S", help="Seconds that a node waits for another before the request fails."),
+    Option(
+        "--timeout",
+        metavar="S",
+        help="Seconds without any progress after which a node counts as stalled; a slow one is waited for.",
+    ),
 ]
 RestartsOpt = Annotated[
-    int, Option("--restarts", metavar="N", min=0, help="Lost nodes that may be replaced.")
+    int, Option("--restarts", metavar="N", min=0, help="Lost nodes that may be replaced within an hour.")
 ]
 CompressOpt = Annotated[
     bool, Option("--logsumexp", help="Send one logsumexp a row, not row maximum and sum.")
@@ -230,6 +238,16 @@ def serve(
     max_tokens: Annotated[
         int, Option("--max-tokens", metavar="N", min=2, help="Prompt and answer of one request together.")
     ] = 4096,
+    max_new_tokens: Annotated[
+        int,
+        Option(
+            "--max-new-tokens", metavar="N", min=1, help="The most that a request may ask for as max_tokens."
+        ),
+    ] = 1024,
+    default_new_tokens: Annotated[
+        int,
+        Option("--default-new-tokens", metavar="N", min=1, help="Of a request that does not say max_tokens."),
+    ] = 256,
     max_running: Annotated[int, Option("--max-running", metavar="N", min=1, help="Requests at once.")] = 16,
     address: AddressOpt = None,
     transport: TransportOpt = "tcp",
@@ -258,6 +276,9 @@ def serve(
         screen.print(f"serving {nodes.model} at {where}; Ctrl-C stops")
 
     registry.resolve("cascade", "serve")(
-        backend=nodes, ready=ready, key=key, body=max_body, tokens=max_tokens, running=max_running,
-        alpha=alpha, c=c, m=m, symmetric=symmetric, host=host, port=port,
+        backend=nodes, ready=ready, key=key, alpha=alpha, c=c, m=m, symmetric=symmetric, host=host, port=port,
+        limits={
+            "body": max_body, "tokens": max_tokens, "running": max_running, "new_tokens": max_new_tokens,
+            "default_new_tokens": default_new_tokens,
+        },
     )  # fmt: skip

@@ -1,0 +1,243 @@
+"""What a request to the HTTP interface may say. Every field is honoured or refused by name; none is ignored."""
+
+import json
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    ValidationError,
+    model_validator,
+)
+
+from hiddenlab.errors import InputError
+
+MAX_STOPS, MAX_STOP_LENGTH = 4, 200
+MAX_DEPTH = 16
+# Fields of OpenAI's interface that are not offered: a null of these says the default, anything else is refused.
+NOT_OFFERED = (
+    "audio", "function_call", "functions", "logit_bias", "max_completion_tokens", "metadata", "modalities",
+    "parallel_tool_calls", "prediction", "reasoning_effort", "response_format", "service_tier", "store", "suffix",
+    "tool_choice", "tools", "top_logprobs", "web_search_options",
+)  # fmt: skip
+
+Count = Annotated[int, Field(ge=1, lt=2**31)]
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+Stop = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP_LENGTH)]
+
+
+def _only_false(value: bool) -> bool:
+    if value:
+        raise ValueError("Input should be false")
+    return value
+
+
+OnlyFalse = Annotated[bool, AfterValidator(_only_false)]
+Zero = Annotated[float, Field(ge=0, le=0)]
+
+
+class RequestError(InputError):
+    """A request that is not understood.
+
+    Attributes:
+        field: the one at fault, None where it is the whole body.
+    """
+
+    def __init__(self, message: str, field: str | None = None) -> None:
+        super().__init__(message)
+        self.field = field
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class StreamOptions(_Strict):
+    include_usage: bool = False
+
+
+class Body(_Strict):
+    """What completions and chat have in common.
+
+    The fields that only take one value change nothing; clients send them by themselves.
+    """
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, data: Any) -> Any:
+        """A null says the default, of every field that is known."""
+        if not isinstance(data, dict):
+            return data
+        return {k: v for k, v in data.items() if v is not None or k not in (*cls.model_fields, *NOT_OFFERED)}
+
+    model: str
+    max_tokens: Count | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    seed: Annotated[int | None, Field(ge=-(2**63), lt=2**63)] = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] = []
+    n: Annotated[int, Field(ge=1, le=1)] = 1
+    frequency_penalty: Zero = 0.0
+    presence_penalty: Zero = 0.0
+    user: str | None = None
+
+    @model_validator(mode="after")
+    def _streamed(self) -> "Body":
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options goes with stream: true")
+        return self
+
+    @property
+    def stops(self) -> list[str]:
+        """Texts that end the answer."""
+        return [self.stop] if isinstance(self.stop, str) else self.stop
+
+    @property
+    def wanted(self) -> int | None:
+        """Tokens that are asked for; None where the request does not say."""
+        return self.max_tokens
+
+
+class CompletionBody(Body):
+    prompt: str | list[TokenId]
+    best_of: Annotated[int, Field(ge=1, le=1)] = 1
+    echo: OnlyFalse = False
+    logprobs: None = None
+
+
+class Part(_Strict):
+    type: Literal["text"]
+    text: str
+
+
+class Turn(_Strict):
+    """One message of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[Part]
+
+    def text(self) -> str:
+        """The content as one text."""
+        if isinstance(self.content, str):
+            return self.content
+        return "".join(part.text for part in self.content)
+
+
+class ChatBody(Body):
+    messages: Annotated[list[Turn], Field(min_length=1)]
+    max_completion_tokens: Count | None = None
+    logprobs: OnlyFalse = False
+
+    @model_validator(mode="after")
+    def _one_limit(self) -> "ChatBody":
+        if self.max_tokens is not None and self.max_completion_tokens is not None:
+            raise ValueError("max_tokens and max_completion_tokens are one limit; give one of them")
+        return self
+
+    @property
+    def wanted(self) -> int | None:
+        return self.max_completion_tokens or self.max_tokens
+
+
+B = TypeVar("B", bound=Body)
+# What is said of fields with more than one form, or with only one value, in place of the checker's own words.
+RULES = {
+    "prompt": "give one text, or one list of token ids",
+    "stop": f"give up to {MAX_STOPS} texts of 1 to {MAX_STOP_LENGTH} characters",
+    "messages.content": "give one text, or a list of parts of type text; only text can be read",
+}
+ONE_VALUE = ("n", "best_of", "echo", "logprobs", "frequency_penalty", "presence_penalty")
+
+
+def parse(kind: type[B], content: bytes) -> B:
+    """Read the body of a request.
+
+    Raises:
+        RequestError: it is no JSON object, or a field is wrong, missing, or not offered; the message names it.
+    """
+    data = read_json(content)
+    if not isinstance(data, dict):
+        raise RequestError("the body must be one JSON object")
+    try:
+        return kind.model_validate(data)
+    except ValidationError as error:
+        raise _fault(error) from None
+
+
+def read_json(content: bytes) -> Any:
+    """JSON as the standard has it: UTF-8, no NaN, no name twice, not too deep.
+
+    Raises:
+        RequestError: it is not.
+    """
+    try:
+        data = json.loads(content.decode(), object_pairs_hook=_once, parse_constant=_no_constant)
+    except RecursionError:
+        raise RequestError(f"the body is nested deeper than {MAX_DEPTH} levels") from None
+    except UnicodeDecodeError:
+        raise RequestError("the body is not UTF-8") from None
+    except json.JSONDecodeError as error:
+        raise RequestError(f"the body is no JSON: {error}") from None
+    except ValueError:  # Python's own bound
+        raise RequestError("a number in the body has too many digits") from None
+    level = [data]
+    for _ in range(MAX_DEPTH):
+        level = [
+            child
+            for one in level
+            if isinstance(one, dict | list)
+            for child in (one.values() if isinstance(one, dict) else one)
+        ]
+        if not level:
+            break
+    else:
+        raise RequestError(f"the body is nested deeper than {MAX_DEPTH} levels")
+    try:
+        json.dumps(data, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise RequestError(
+            "a text in the body holds half of a surrogate pair, which is no character"
+        ) from None
+    return data
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise RequestError(f"{_shown(twice)} is given twice", twice)
+    return found
+
+
+def _no_constant(name: str) -> Any:
+    raise RequestError(f"the body is no JSON: {name} is no number")
+
+
+def _fault(error: ValidationError) -> RequestError:
+    """The first fault, in one line that names the field."""
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    place, kind, text = first["loc"], first["type"], first["msg"].removeprefix("Value error, ")
+    if kind == "extra_forbidden":
+        where = ".".join(map(str, place))
+        return RequestError(f"{_shown(where)} is not offered", where)
+    for field, rule in RULES.items():
+        names = field.split(".")
+        if kind != "missing" and [part for part in place if isinstance(part, str)][: len(names)] == names:
+            # What follows is the form that was tried, which is no part of the name.
+            where = ".".join(map(str, place[: place.index(names[-1]) + 1]))
+            return RequestError(f"{where}: {rule}", where)
+    where = ".".join(map(str, place))
+    if where in ONE_VALUE:
+        return RequestError(f"{where} is not offered: {text}", where)
+    return RequestError(f"{where}: {text}" if where else text, where or None)
+
+
+def _shown(name: str) -> str:
+    return name if len(name) <= 60 else f"{name[:60]}…"
