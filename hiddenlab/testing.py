@@ -205,3 +205,48 @@ def attack_sample(
         },
         **changes,
     }  # fmt: skip
+
+
+def write_tiny_gguf(path: Path, *, drop: str = "", seed: int = 0, **options: Any) -> None:
+    """Write a tiny random Llama as a GGUF file, or as the parts of one.
+
+    Args:
+        drop: a tensor to leave out. options: of ``gguf.GGUFWriter``, such as ``split_max_tensors``.
+    """
+    import gguf
+
+    generator = torch.Generator().manual_seed(seed)
+    writer = gguf.GGUFWriter(path, "llama", **options)
+    writer.add_block_count(LAYERS)
+    writer.add_context_length(512)
+    writer.add_embedding_length(WIDTH)
+    writer.add_feed_forward_length(MLP)
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv(KV_HEADS)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_vocab_size(VOCABULARY)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(["t", "1", *(f"t{i}" for i in range(1, VOCABULARY - 1))])
+    writer.add_token_types([1] * VOCABULARY)
+    writer.add_token_merges(["t 1"])
+    writer.add_bos_token_id(256)
+    writer.add_eos_token_id(257)
+    narrow = WIDTH * KV_HEADS // HEADS
+    shapes = {"token_embd": (VOCABULARY, WIDTH), "output": (VOCABULARY, WIDTH), "output_norm": (WIDTH,)}
+    for i in range(LAYERS):
+        shapes |= {
+            f"blk.{i}.{name}": shape
+            for name, shape in {
+                "attn_norm": (WIDTH,), "attn_q": (WIDTH, WIDTH), "attn_k": (narrow, WIDTH), "attn_v": (narrow, WIDTH),
+                "attn_output": (WIDTH, WIDTH), "ffn_norm": (WIDTH,), "ffn_gate": (MLP, WIDTH), "ffn_up": (MLP, WIDTH),
+                "ffn_down": (WIDTH, MLP),
+            }.items()
+        }  # fmt: skip
+    for name, shape in shapes.items():
+        if name != drop:
+            writer.add_tensor(f"{name}.weight", (0.15 * torch.randn(shape, generator=generator)).numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()

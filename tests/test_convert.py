@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import gguf
 import pytest
 import torch
 from torch import Tensor
@@ -20,7 +19,7 @@ from hiddenlab.errors import InputError
 from hiddenlab.propose import store
 from hiddenlab.slice import load_slice
 from hiddenlab.slice.convert import converted
-from hiddenlab.testing import HEADS, KV_HEADS, LAYERS, MLP, VOCABULARY, WIDTH
+from hiddenlab.testing import LAYERS
 
 IDS = torch.tensor([17, 250, 3, 3, 99, 180, 41, 7, 256, 299, 5, 64])
 
@@ -38,45 +37,6 @@ def refused(match: str, path: Path) -> None:
 # ---- GGUF files
 
 
-def write_gguf(path: Path, *, drop: str = "", seed: int = 0, **options: Any) -> None:
-    """A tiny Llama as a GGUF file, or as the parts of one."""
-    generator = torch.Generator().manual_seed(seed)
-    writer = gguf.GGUFWriter(path, "llama", **options)
-    writer.add_block_count(LAYERS)
-    writer.add_context_length(512)
-    writer.add_embedding_length(WIDTH)
-    writer.add_feed_forward_length(MLP)
-    writer.add_head_count(HEADS)
-    writer.add_head_count_kv(KV_HEADS)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_freq_base(10000.0)
-    writer.add_vocab_size(VOCABULARY)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_token_list(["t", "1", *(f"t{i}" for i in range(1, VOCABULARY - 1))])
-    writer.add_token_types([1] * VOCABULARY)
-    writer.add_token_merges(["t 1"])
-    writer.add_bos_token_id(256)
-    writer.add_eos_token_id(257)
-    narrow = WIDTH * KV_HEADS // HEADS
-    shapes = {"token_embd": (VOCABULARY, WIDTH), "output": (VOCABULARY, WIDTH), "output_norm": (WIDTH,)}
-    for i in range(LAYERS):
-        shapes |= {
-            f"blk.{i}.{name}": shape
-            for name, shape in {
-                "attn_norm": (WIDTH,), "attn_q": (WIDTH, WIDTH), "attn_k": (narrow, WIDTH), "attn_v": (narrow, WIDTH),
-                "attn_output": (WIDTH, WIDTH), "ffn_norm": (WIDTH,), "ffn_gate": (MLP, WIDTH), "ffn_up": (MLP, WIDTH),
-                "ffn_down": (WIDTH, MLP),
-            }.items()
-        }  # fmt: skip
-    for name, shape in shapes.items():
-        if name != drop:
-            writer.add_tensor(f"{name}.weight", (0.15 * torch.randn(shape, generator=generator)).numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
 @pytest.fixture
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("HIDDENLAB_CACHE", str(tmp_path / "cache"))
@@ -84,8 +44,8 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_all_parts_of_a_split_gguf_are_read(tmp_path: Path, own_cache: Path) -> None:
-    write_gguf(tmp_path / "whole.gguf")
-    write_gguf(tmp_path / "model.gguf", split_max_tensors=15)
+    write_tiny_gguf(tmp_path / "whole.gguf")
+    write_tiny_gguf(tmp_path / "model.gguf", split_max_tensors=15)
     files = sorted(tmp_path.glob("model-*.gguf"))
     assert [file.name for file in files] == [f"model-0000{i}-of-00003.gguf" for i in (1, 2, 3)]
     for layer in (1, 2, LAYERS):
@@ -100,14 +60,14 @@ def test_all_parts_of_a_split_gguf_are_read(tmp_path: Path, own_cache: Path) -> 
 
 
 def test_gguf_files_that_are_damaged_or_lack_tensors(tmp_path: Path, own_cache: Path) -> None:
-    write_gguf(tmp_path / "lacks.gguf", drop="blk.1.ffn_up")
+    write_tiny_gguf(tmp_path / "lacks.gguf", drop="blk.1.ffn_up")
     refused("lacks.gguf does not give .*layers.1.mlp.up_proj.weight", tmp_path / "lacks.gguf")
-    write_gguf(tmp_path / "cut.gguf")
+    write_tiny_gguf(tmp_path / "cut.gguf")
     whole = (tmp_path / "cut.gguf").read_bytes()
     for size in (0, 3, 100, len(whole) // 2, len(whole) - 100):
         (tmp_path / "cut.gguf").write_bytes(whole[:size])
         refused("cannot read the GGUF file .*cut.gguf", tmp_path / "cut.gguf")
-    write_gguf(tmp_path / "parts.gguf", split_max_tensors=15)
+    write_tiny_gguf(tmp_path / "parts.gguf", split_max_tensors=15)
     part = tmp_path / "parts-00002-of-00003.gguf"
     part.write_bytes(part.read_bytes()[:200])
     refused("cannot read .*parts-0000", part)
@@ -118,8 +78,8 @@ def test_gguf_files_that_are_damaged_or_lack_tensors(tmp_path: Path, own_cache: 
 def test_two_gguf_files_of_one_name_and_size_are_two_models(tmp_path: Path) -> None:
     for i in range(2):
         (tmp_path / str(i)).mkdir()
-        write_gguf(tmp_path / str(i) / "model.gguf", seed=i)
-        write_gguf(tmp_path / str(i) / "parts.gguf", seed=i, split_max_tensors=15)
+        write_tiny_gguf(tmp_path / str(i) / "model.gguf", seed=i)
+        write_tiny_gguf(tmp_path / str(i) / "parts.gguf", seed=i, split_max_tensors=15)
     sizes = [[file.stat().st_size for file in sorted((tmp_path / str(i)).iterdir())] for i in range(2)]
     assert sizes[0] == sizes[1]
     first, second = (states(tmp_path / str(i) / "model.gguf", 1) for i in range(2))
@@ -138,7 +98,7 @@ def test_caches_that_cannot_be_used(
     tiny: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_text("")
-    write_gguf(tmp_path / "model.gguf")
+    write_tiny_gguf(tmp_path / "model.gguf")
     slice = load_slice(tiny("llama", tokenizer=True), 1, device="cpu")
     public = Public(slice.ref.name, slice.signature, slice.site)
     uses: list[Callable[[], Any]] = [
@@ -163,7 +123,7 @@ def test_caches_that_cannot_be_used(
 
 def test_the_command_line_says_so_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
-    write_gguf(tmp_path / "model.gguf")
+    write_tiny_gguf(tmp_path / "model.gguf")
     monkeypatch.setenv("HIDDENLAB_CACHE", str(tmp_path / "file"))
     done = CliRunner().invoke(app, ["attack", "x", "--model", str(tmp_path / "model.gguf"), "--no-record"])
     assert done.exit_code == 2

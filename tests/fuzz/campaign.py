@@ -140,20 +140,21 @@ def run(
     start = said = time.monotonic()
     number = 0
     while cases is None or number < cases:
-        for target in targets:
-            one(target, seed, number, tallies[target.name], save)
+        for target in (one for one in targets if number % one.every == 0):
+            one_case(target, seed, number, tallies[target.name], save)
         number += 1
         now = time.monotonic()
         if minutes is not None and now - start > 60 * minutes:
             break
         if now - said > 60:
             said = now
-            total, faults = number * len(targets), sum(sum(t.faults.values()) for t in tallies.values())
+            total = sum(t.cases for t in tallies.values())
+            faults = sum(t.faults.total() for t in tallies.values())
             tell(f"{total} cases in {now - start:.0f} s, {faults} faults, peak memory {peak_mb():.0f} MB")
     return tallies
 
 
-def one(target: Target, seed: int, number: int, tally: Tally, save: Path | None) -> None:
+def one_case(target: Target, seed: int, number: int, tally: Tally, save: Path | None) -> None:
     """Judge one case and count it."""
     data = case(target, seed, number)
     if save is not None:

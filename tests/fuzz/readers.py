@@ -28,6 +28,7 @@ class Target:
     Attributes:
         seeds: valid files. read: by hiddenlab. reference: by the strict reader, or None where acceptance is judged by
             ``same`` alone. same: whether accepted content must be that of the first seed (signed and committed things).
+        every: only each so manyth case is run, where one takes long.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Target:
     read: Read
     reference: Read | None = None
     same: bool = False
+    every: int = 1
 
 
 def targets(folder: Path) -> list[Target]:
@@ -54,6 +56,9 @@ def targets(folder: Path) -> list[Target]:
         _proof(),
         _fingerprint(),
         _specs(),
+        _log(folder),
+        *_http(),
+        *_models(folder),
     ]
 
 
@@ -493,3 +498,126 @@ def _specs() -> Target:
         return None
 
     return Target("spec of a defense", seeds, read)
+
+
+def _log(folder: Path) -> Target:
+    from defenses.verification.imported import from_openai
+    from hiddenlab.testing import VOCABULARY, byte_tokenizer
+
+    path = folder / "log.jsonl"
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}<a>"
+    chat = {
+        "request": {"model": "m", "messages": [{"role": "user", "content": "Is it?"}], "temperature": 0},
+        "response": {
+            "id": "a",
+            "model": "m",
+            "choices": [
+                {"index": 0, "message": {"role": "assistant", "content": "Yes."}, "finish_reason": "stop"}
+            ],
+            "usage": {"prompt_tokens": 12, "completion_tokens": 4},
+        },
+    }
+    plain = {
+        "request": {"model": "m", "prompt": ["Once", "Twice"], "temperature": 0, "n": 1},
+        "response": {
+            "id": "b",
+            "model": "m",
+            "choices": [
+                {"index": i, "text": " more", "token_ids": [32, 109], "prompt_token_ids": [79]}
+                for i in range(2)
+            ],
+        },
+    }
+    seed = b"".join(json.dumps(one).encode() + b"\n" for one in (chat, plain))
+
+    def read(data: bytes) -> Any:
+        path.write_bytes(data)
+        for one in from_openai(path, tokenizer, VOCABULARY, model="here").transcripts:
+            one.check_vocabulary(VOCABULARY)
+        return None
+
+    return Target("log of an API", (seed,), read)
+
+
+def _http() -> list[Target]:
+    from defenses.cascade.api import make_app
+    from defenses.cascade.testing import NAME, make_service, send
+
+    app = make_app(make_service())
+    common: dict[str, Any] = {"model": NAME, "max_tokens": 2, "temperature": 0}
+    said = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": [{"type": "text", "text": "Yes?"}]},
+    ]
+    bodies: dict[str, list[dict[str, Any]]] = {
+        "/v1/completions": [
+            common | {"prompt": "Once", "stop": ["."], "seed": 1},
+            common | {"prompt": [1, 2], "top_k": 5, "top_p": 0.5, "logprobs": None, "stream": True},
+        ],
+        "/v1/chat/completions": [
+            common | {"messages": said, "n": 1, "user": "x"},
+            common | {"messages": said[:1], "stream": True, "stream_options": {"include_usage": True}},
+        ],
+    }
+
+    def reader(path: str) -> Read:
+        def read(data: bytes) -> Any:
+            reply = send(app, path, data)
+            if not 200 <= reply.status < 500:
+                raise AssertionError(f"status {reply.status}")
+            if reply.status != 200:
+                told = json.loads(reply.body)["error"]["message"]
+                if not told or "\n" in told or "Traceback" in told:
+                    raise AssertionError("an error that is no line")
+                raise NotValid
+            return None
+
+        return read
+
+    def strict(path: str) -> Read:
+        return lambda data: reference.request(data, chat="chat" in path)
+
+    return [
+        Target(f"POST {path}", tuple(json.dumps(one).encode() for one in ones), reader(path), strict(path))
+        for path, ones in bodies.items()
+    ]
+
+
+def _models(folder: Path) -> list[Target]:
+    """A model directory's files, one mutated at a time, and a GGUF file; loading must refuse or give finite weights."""
+    import os
+
+    from hiddenlab.slice import load_slice
+    from hiddenlab.testing import save_tiny, write_tiny_gguf
+
+    os.environ["HIDDENLAB_CACHE"] = str(folder / "cache")
+    model = Path(save_tiny("llama", folder / "model", tokenizer=True))
+    names = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
+    good = {name: (model / name).read_bytes() for name in names}
+    gguf = folder / "tiny.gguf"
+    write_tiny_gguf(gguf)
+
+    def reader(name: str) -> Read:
+        def read(data: bytes) -> Any:
+            (model / name).write_bytes(data)
+            try:
+                load_slice(str(model), 1, device="cpu").tokenize("hello")
+            finally:
+                (model / name).write_bytes(good[name])
+            return None
+
+        return read
+
+    def read_gguf(data: bytes) -> Any:
+        import shutil
+
+        gguf.write_bytes(data)
+        shutil.rmtree(folder / "cache", ignore_errors=True)
+        load_slice(str(gguf), 1, device="cpu")
+        return None
+
+    return [
+        *(Target(f"model, {name}", (content,), reader(name), every=10) for name, content in good.items()),
+        Target("model, GGUF", (gguf.read_bytes(),), read_gguf, every=40),
+    ]

@@ -420,3 +420,44 @@ def prompts(data: bytes) -> Any:
         out.append(said)
     need(out)
     return out
+
+
+def request(data: bytes, chat: bool) -> Any:
+    """A request to the HTTP interface: every field is one that is honoured, or says the default."""
+    said = value_of(data)
+    need(isinstance(said, dict))
+    null = lambda x: x is None  # noqa: E731
+    nothing = (
+        "audio function_call functions logit_bias max_completion_tokens metadata modalities parallel_tool_calls "
+        "prediction reasoning_effort response_format service_tier store suffix tool_choice tools top_logprobs "
+        "web_search_options"
+    )
+    one, zero = maybe(lambda x: whole(1, 1)(x)), maybe(lambda x: number(x) and x == 0)
+    stop = lambda x: text(x) and 1 <= len(x) <= 200  # noqa: E731
+    part = fields({"type": among("text"), "text": text})
+    content = lambda x: text(x) or each(part)(x)  # noqa: E731
+    turn = fields({"role": among("system", "developer", "user", "assistant"), "content": content})
+    rules: dict[str, Rule] = dict.fromkeys(nothing.split(), null) | {
+        "max_tokens": maybe(whole(1)),
+        "temperature": maybe(lambda x: number(x) and 0 <= x <= 2),
+        "top_p": maybe(lambda x: number(x) and 0 < x <= 1),
+        "top_k": maybe(whole()),
+        "seed": maybe(whole(-(2**63), 2**63 - 1)),
+        "stream": maybe(flag),
+        "n": one,
+        "frequency_penalty": zero,
+        "presence_penalty": zero,
+        "user": maybe(text),
+        "stream_options": maybe(fields({}, {"include_usage": flag})),
+        "stop": maybe(lambda x: stop(x) or (each(stop)(x) and len(x) <= 4)),
+    }
+    if chat:
+        needed = {"model": among("tiny/model"), "messages": lambda x: each(turn)(x) and x != []}
+        rules |= {"max_completion_tokens": maybe(whole(1)), "logprobs": maybe(lambda x: x is False)}
+        need(said.get("max_tokens") is None or said.get("max_completion_tokens") is None)
+    else:
+        needed = {"model": among("tiny/model"), "prompt": lambda x: text(x) or each(whole())(x)}
+        rules |= {"best_of": one, "echo": maybe(lambda x: x is False), "logprobs": null}
+    need(fields(needed, rules)(said))
+    need(said.get("stream_options") is None or said.get("stream") is True)
+    return None
