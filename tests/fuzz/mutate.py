@@ -141,7 +141,7 @@ def _json(text: bytes, random: Random) -> bytes:
         holder.insert(random.randrange(len(holder) + 1), _MARK)
     elif kind == 3:
         holder[key] = random.choice(places)[0] or _MARK
-    elif kind == 4 and isinstance(holder[key], int | float):
+    elif kind == 4 and isinstance(holder[key], int | float) and abs(holder[key]) < 2**64:
         holder[key] = random.choice(
             (holder[key] + 1, -holder[key], holder[key] * 1.0, holder[key] + 0.5, not holder[key])
         )
