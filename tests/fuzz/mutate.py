@@ -186,7 +186,8 @@ def _safetensors(data: bytes, random: Random) -> bytes:
     except (ValueError, RecursionError):
         return _bytes(data, random)
     metadata = header.get("__metadata__") if isinstance(header, dict) else None
-    inner = [key for key, value in (metadata or {}).items() if isinstance(value, str) and value[:1] == "{"]
+    metadata = metadata if isinstance(metadata, dict) else {}
+    inner = [key for key, value in metadata.items() if isinstance(value, str) and value[:1] == "{"]
     if inner and random.random() < 0.75:
         key = random.choice(inner)
         metadata[key] = _json(metadata[key].encode(), random).decode(errors="replace")
