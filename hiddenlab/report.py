@@ -185,7 +185,10 @@ def _load_run(path: Path) -> Run:
         raise InputError(f"{path} ({record.status}) holds no samples yet; nothing to report")
     needed = {"spec": record.spec, "summary": record.summary or {}}
     summary = check(needed, _Shown, str(path / RECORD)).summary
-    return Run(path, record, samples, summary or {**record.setup, **summarise(samples)})
+    if not summary:  # of a run that has not ended
+        setup = {name: value for name, value in record.setup.items() if not isinstance(value, str)}
+        summary = {**setup, **summarise(samples)}
+    return Run(path, record, samples, summary)
 
 
 def grid_of(runs: Sequence[Run]) -> Grid:

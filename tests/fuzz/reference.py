@@ -217,7 +217,7 @@ _RECORD = fields(
         "inputs_sha256": maybe(text),
         "prompts": maybe(whole()),
         "seeds": table_of(whole(-(2**63), 2**64)),
-        "setup": table_of(maybe(number)),
+        "setup": table_of(maybe(lambda x: text(x) or number(x))),
         "summary": maybe(lambda x: isinstance(x, dict)),
         "error": maybe(text),
         "resumed": each(fields({"at": text, "after": whole(), "code": lambda x: isinstance(x, dict)})),
