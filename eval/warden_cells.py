@@ -3,14 +3,13 @@
 import hashlib
 import json
 import math
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from defenses.verification import difr, risk
@@ -24,6 +23,7 @@ from eval.intervals import Estimate, mean, share
 from eval.measures import as_figures, exactly
 from hiddenlab.core import Progress, silent
 from hiddenlab.errors import InputError
+from hiddenlab.files import save_tensors, write_file
 
 FIELDS = ("false_positives", "suspicious", "bits", "safe_bits", "quiet_bits")
 REACH = 4.5  # standard deviations of noise; what they do not bring past the filter is left out
@@ -40,9 +40,7 @@ def stored(home: Path, kind: str, key: Any, make: Callable[[], dict[str, Tensor]
     path = home / kind / f"{digest}.safetensors"
     if not path.is_file():
         path.parent.mkdir(parents=True, exist_ok=True)
-        work = path.with_name(f".{path.name}.{os.getpid()}")
-        save_file(make(), work)
-        work.replace(path)
+        save_tensors(path, make(), {})
     return load_file(path)
 
 
@@ -174,7 +172,7 @@ def pareto(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> F
     points = [
         {**vars(r), **dict(zip(FIELDS, row, strict=True))} for r, row in zip(rules(spec), means, strict=True)
     ]
-    (folder / "points.json").write_text(json.dumps(points, indent=1) + "\n", encoding="utf-8")
+    write_file(folder / "points.json", json.dumps(points, indent=1) + "\n")
     return figures
 
 

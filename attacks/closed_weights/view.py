@@ -7,10 +7,10 @@ from pathlib import Path
 import torch
 from jaxtyping import Float
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
-from hiddenlab.errors import HiddenlabError, InputError
+from hiddenlab.errors import InputError
+from hiddenlab.files import save_tensors
 
 FILE = "view.safetensors"
 
@@ -49,7 +49,7 @@ class ServerView:
         """Write it as one safetensors file.
 
         Raises:
-            HiddenlabError: the folder cannot be written.
+            InputError: the folder cannot be written.
         """
         path = folder / FILE
         tensors = {
@@ -60,9 +60,9 @@ class ServerView:
         }
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            save_file(tensors, path)
         except OSError as error:
-            raise HiddenlabError(f"cannot write {path}: {error.strerror or error}") from None
+            raise InputError(f"cannot write {path}: {error.strerror or error}") from None
+        save_tensors(path, tensors, {})
         return path
 
     @classmethod

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
@@ -11,11 +10,11 @@ from typing import Any
 import torch
 from jaxtyping import Int
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from hiddenlab.core import Progress
 from hiddenlab.errors import InputError
+from hiddenlab.files import save_tensors
 from hiddenlab.prompts import iter_prompts
 from hiddenlab.propose.probe import fast_dtype
 from hiddenlab.slice import Slice
@@ -101,6 +100,4 @@ def _load(path: Path, length: int) -> Int[Tensor, "n length"]:
 
 
 def _save(path: Path, tokens: Int[Tensor, "n length"]) -> None:
-    work = path.with_suffix(f".{os.getpid()}.tmp")
-    save_file({"tokens": tokens.int()}, work)
-    work.replace(path)
+    save_tensors(path, {"tokens": tokens.int()}, {})

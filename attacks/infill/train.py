@@ -16,7 +16,6 @@ import torch
 from filelock import FileLock, Timeout
 from jaxtyping import Bool, Float, Int
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -26,6 +25,7 @@ from attacks.infill.text import hash_seed, windows
 from hiddenlab.channel import Channel
 from hiddenlab.core import Progress, Public
 from hiddenlab.errors import InputError
+from hiddenlab.files import save_tensors
 from hiddenlab.propose.probe import fast_dtype
 from hiddenlab.propose.store import probe_for
 from hiddenlab.slice import Slice
@@ -335,9 +335,7 @@ def _save(
     # The best one first: the newest state says that there is one.
     files = ([(_best(path), weights)] if best else []) + [(path, weights | moments)]
     for target, tensors in files:
-        work = target.with_suffix(f".{os.getpid()}.tmp")
-        save_file({name: value.contiguous() for name, value in tensors.items()}, work, about)
-        work.replace(target)
+        save_tensors(target, {name: value.contiguous() for name, value in tensors.items()}, about)
 
 
 def _begun(identity: dict[str, Any], done: bool = False) -> bool:

@@ -20,6 +20,7 @@ from typing import Annotated
 import typer
 
 from hiddenlab.errors import HiddenlabError, InputError
+from hiddenlab.schema import loads, read_bytes
 from hiddenlab.slice.load import BUILTIN_PACKAGE, builtin_gguf
 
 MANIFEST, PACKAGES = "pieces.json", "packages.tar.xz"
@@ -119,12 +120,12 @@ def _read_manifest(path: Path) -> tuple[str, str, list[str]]:
         InputError: there is none, or it says something else.
     """
     try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
+        manifest = loads(read_bytes(path), str(path))
         name, digest, pieces = manifest["file"], manifest["sha256"], manifest["pieces"]
         names = [name, *pieces]
         if not pieces or not all(isinstance(one, str) and Path(one).name for one in [digest, *names]):
             raise ValueError("names are missing")
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+    except (InputError, ValueError, KeyError, TypeError) as error:
         raise InputError(
             f"{path.parent} holds no packed model: {error}; 'python -m eval.gpu.pack' makes one"
         ) from None

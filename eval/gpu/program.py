@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from hiddenlab.errors import InputError
+from hiddenlab.schema import loads, read_bytes
 
 FORMAT = 1
 RESULT, TABLE = "gpu.json", "gpu.md"
@@ -106,11 +107,11 @@ def load_result(folder: Path, setting: Setting) -> Result:
     path = folder / RESULT
     strange = InputError(f"{path} is no result of this program; --resume takes an earlier --out")
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InputError(f"cannot read {path}: {error.strerror or error}; --resume takes an --out") from None
-    except (ValueError, RecursionError):
-        raise strange from None
+        data = loads(read_bytes(path), str(path))
+    except InputError as error:
+        raise InputError(
+            f"{path} is no result of this program; --resume takes an earlier --out ({error})"
+        ) from None
     if not isinstance(data, dict):
         raise strange
     if data.get("format") != FORMAT:

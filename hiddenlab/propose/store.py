@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -12,10 +11,10 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
 from hiddenlab.channel import Channel, in_order
 from hiddenlab.core import Progress, Public, Site, silent
+from hiddenlab.files import save_tensors
 from hiddenlab.propose import contexts
 from hiddenlab.propose.adapt import FEATURE_LAYERS, Adapter
 from hiddenlab.propose.contexts import Contexts
@@ -327,11 +326,5 @@ def _load(identity: dict[str, Any], slice: Slice) -> dict[str, torch.Tensor] | N
 
 
 def _save(identity: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
-    path = _path(identity)
-    work = path.with_suffix(f".{os.getpid()}.tmp")
-    save_file(
-        {name: value.cpu().contiguous() for name, value in tensors.items()},
-        work,
-        {"hiddenlab": json.dumps(identity)},
-    )
-    work.replace(path)
+    given = {name: value.cpu().contiguous() for name, value in tensors.items()}
+    save_tensors(_path(identity), given, {"hiddenlab": json.dumps(identity)})

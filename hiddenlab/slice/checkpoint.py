@@ -10,13 +10,15 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import Field
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from hiddenlab.errors import InputError
+from hiddenlab.schema import OPEN, read
 
 ADAPTER = "adapter_config.json"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
@@ -111,16 +113,21 @@ def _names_in(file: Path) -> set[str]:
         ) from None
 
 
-def _indexed(index: Path) -> dict[str, str]:
-    import json
+@dataclass(frozen=True)
+class _Index:
+    __pydantic_config__ = OPEN
 
+    weight_map: Annotated[dict[str, str], Field(min_length=1)]
+
+
+def _indexed(index: Path) -> dict[str, str]:
     try:
-        files = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        if files and all(isinstance(name, str) and isinstance(file, str) for name, file in files.items()):
-            return dict(files)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        pass
-    raise InputError(f"cannot read {index}: it does not say in which file each tensor is (weight_map)")
+        files = read(index, _Index).weight_map
+    except InputError as error:
+        raise InputError(f"{index} does not say in which file each tensor is (weight_map): {error}") from None
+    if outside := next((file for file in files.values() if Path(file).name != file), None):
+        raise InputError(f"{index} names {outside!r}, a file outside of its folder")
+    return files
 
 
 def find_prefixes(names: Iterable[str], model: Any, told: str) -> Prefixes | None:
