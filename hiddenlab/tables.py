@@ -14,6 +14,8 @@ MORE_FIGURES = {
     "others_right": "share",
     "same_generated": "share",
     "kinds_named": "share",
+    "rejected": "share",
+    "covered": "share",
     "over_plain": "times",
     "perplexity": "number",
     "kl": "number",
