@@ -183,7 +183,8 @@ def _same_work(
             asked[one.id].prompt,
             asked[one.id].sampling,
         )
-        if not same or (one.model, one.proof_rule, len(one.output)) != (model, rule, new_tokens):
+        other_rule = rule is not None and one.proof_rule not in (None, rule)
+        if not same or other_rule or one.model != model or len(one.output) != new_tokens:
             raise InputError(
                 f"{out} holds request {one.id!r} of another command; --resume needs the same options"
             )

@@ -218,7 +218,7 @@ def values_at(proof: Proof, indices: Int[Tensor, "*shape"]) -> BFloat16[Tensor, 
 # ---- the provider
 
 
-def _finite(bits: UInt16[np.ndarray, " values"]) -> None:
+def _finite(bits: UInt16[np.ndarray, "*shape"]) -> None:
     if bool(((bits & MAGNITUDE) >= _INFINITE).any()):
         raise InputError("activations that are NaN or infinite in bfloat16 can be neither proven nor checked")
 

@@ -204,7 +204,7 @@ def check(
     show(found, "checked", "requests", json=json, left_out=("reason",))
     if not json:
         explain((row["id"], row["reason"]) for row in found["requests"] if row["verdict"] != "valid")
-        seen = found["coverage"]
+    if not json and (seen := found["coverage"])["tokens"]:
         stdout().print(
             f"Valid requests: checked {seen['covered']} of {seen['tokens']} tokens by values of their own, "
             f"{seen['without_value']} by none: a change there shows only if it moves the values of later tokens. "
