@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from defenses.verification.rules import PAPER
 from defenses.verification.toploc import TOP, commit, values_at
 from hiddenlab.channel import Stage
 from hiddenlab.core import Public
@@ -20,6 +21,8 @@ from hiddenlab.errors import InputError
 
 class Toploc(Stage):
     """Releases the TOPLOC proof of the prompt, as what its polynomial gives at every index (TOPLOC, Algorithm 1).
+
+    The proof is by the published rule: one over the whole prompt, of its k largest values (``rules.PAPER``).
 
     Row i, column j of the release is the value at the flat index i · width + j: that of the state where it was among
     the k largest, garbage elsewhere. It says as much as the proof's 2 + 2k bytes, since each follows from the other.
@@ -42,7 +45,7 @@ class Toploc(Stage):
         self, states: Float[Tensor, "rows d"], generator: torch.Generator
     ) -> tuple[Float[Tensor, "rows d"], tuple[int, ...] | None, dict[str, Any]]:
         key = int(torch.randint(2**63 - 1, (), generator=generator)) if self.keyed else None
-        proof = commit(states if key is None else scatter(states, key), self.k)
+        proof = commit(states if key is None else scatter(states, key), self.k, PAPER)
         everywhere = torch.arange(states.numel(), device=states.device).reshape(states.shape)
         values = values_at(proof, everywhere)
         # Patterns of NaN and infinity are garbage in any case: no committed value is one.

@@ -19,6 +19,7 @@ from torch import Tensor
 from defenses.verification import difr, toploc
 from defenses.verification.difr import Replay, Verifier
 from defenses.verification.provider import Provider, Request, Variant
+from defenses.verification.rules import EVERY, PAPER
 from defenses.verification.sampling import Sampling
 from defenses.verification.transcript import Transcript, read_transcripts, write_transcripts
 from defenses.verification.whole import load_whole
@@ -134,7 +135,8 @@ def scored(spec: dict[str, Any], home: Path, progress: Progress = silent) -> dic
     """A verifier's scores of all answers, by name: one number a token, or one a proof for TOPLOC's.
 
     ``margin``, ``likelihood``, ``mismatch``, ``cross_entropy``, ``rank`` (see ``difr``); ``activation:KIND:K``;
-    ``toploc:K:EVERY:exponents`` (values in disagreement), ``…:mean``, ``…:median``, ``…:accepted``.
+    ``toploc:K:EVERY:exponents`` (values in disagreement), ``…:mean``, ``…:median``, ``…:accepted``, by the published
+    rule.
     ``drawn`` and ``length`` are the output tokens and their count by request.
     """
     folder = _folder(home, "scores", spec)
@@ -204,18 +206,18 @@ def _activation_scores(outputs: Tensor, replay: Replay) -> dict[str, Tensor]:
 
 
 def _proof_scores(prompt: Tensor, outputs: Tensor, replay: Replay) -> dict[str, Tensor]:
-    """What TOPLOC's verifier sees of every proof: the prompt's and each 32 tokens' as published, and single tokens'."""
+    """What TOPLOC's verifier sees of proofs by the published rule: the prompt's, each 32 tokens', single tokens'."""
     own_prompt = replay.states[: len(prompt)]
     out: dict[str, Tensor] = {}
     for count in PROOF_COUNTS:
-        for every in (1, toploc.EVERY):
+        for every in (1, EVERY):
             if count == toploc.TOP and every == 1:
                 continue
             sides = [
-                toploc.chunks(a, b, every) for a, b in ((prompt, outputs), (own_prompt, replay.output_states))
+                PAPER.chunks(a, b, every) for a, b in ((prompt, outputs), (own_prompt, replay.output_states))
             ]
             checks = [
-                toploc.verify(own, toploc.commit(sent, count), k=count)
+                toploc.verify(own, toploc.commit(sent, count, PAPER), k=count, rule=PAPER)
                 for sent, own in zip(*sides, strict=True)
             ]
             name = f"toploc:{count}:{every}"

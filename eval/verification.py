@@ -5,6 +5,7 @@ from typing import Any
 
 from defenses.verification import toploc
 from defenses.verification.detect import frontier
+from defenses.verification.rules import EVERY
 from defenses.verification.sampling import Sampling
 from eval.answers import COUNTS, MONTE_CARLO, PROOF_COUNTS
 from eval.experiment import MEASURED, NOT_RUN, Cell, Experiment, Setting
@@ -436,7 +437,8 @@ def toploc_table(
         },
         [
             ANOTHER,
-            f"{toploc.TOP} values for the prompt and for each {toploc.EVERY} tokens. Values disagree in exponent or "
+            f"By the published rule (paper): the {toploc.TOP} largest values of the prompt, and of each "
+            f"{EVERY} tokens of the answer. Values disagree in exponent or "
             "sign, or are not among the largest of both sides.",
             "Limits: " + LIMIT_NOTES[limits],
             "TOPLOC checks the forward pass over the tokens that are claimed, not how they were drawn: providers that "

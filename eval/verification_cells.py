@@ -7,6 +7,7 @@ import numpy as np
 
 from defenses.verification import toploc
 from defenses.verification.detect import detect, mmd_test
+from defenses.verification.rules import EVERY
 from eval.answers import answered, pooled, scored, uniform_ranks
 from eval.experiment import Figures
 from eval.intervals import mean, ratio, share
@@ -125,14 +126,14 @@ def uniformity(spec: dict[str, Any], folder: Path, progress: Progress = silent) 
 
 
 def proofs(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> Figures:
-    """TOPLOC as published: shares of proofs and of requests accepted, and how near the thresholds they came.
+    """TOPLOC by the published rule: shares of proofs and of requests accepted, and how near the thresholds they came.
 
     Args:
         spec: as ``eval.answers.answered``; honest: variants that set the limits in place of the published ones, at the
             largest value of any of their proofs, the variant under test left out.
     """
     scores = scored(spec, _home(folder), progress)
-    name = f"toploc:{toploc.TOP}:{toploc.EVERY}"
+    name = f"toploc:{toploc.TOP}:{EVERY}"
     accepted = scores[f"{name}:accepted"]
     if "honest" in spec:
         seen = [scored(one, _home(folder), progress) for one in _honest(spec)]
@@ -164,9 +165,9 @@ def proof_cost(spec: dict[str, Any], folder: Path, progress: Progress = silent) 
     import time
 
     found = answered(spec, _home(folder), progress)
-    chunks = [rows[: toploc.EVERY] for rows in found.outputs if len(rows) >= toploc.EVERY]
+    chunks = [rows[:EVERY] for rows in found.outputs if len(rows) >= EVERY]
     if not chunks:
-        raise InputError(f"no answer has {toploc.EVERY} tokens")
+        raise InputError(f"no answer has {EVERY} tokens")
     for chunk in chunks[:5]:
         toploc.commit(chunk)
     took = []
@@ -175,7 +176,7 @@ def proof_cost(spec: dict[str, Any], folder: Path, progress: Progress = silent) 
         toploc.commit(chunk)
         took.append(time.perf_counter() - started)
     tokens = sum(len(rows) for rows in found.outputs)
-    decode = found.seconds / tokens * toploc.EVERY
+    decode = found.seconds / tokens * EVERY
     figures = as_figures(
         {"milliseconds": mean([1e3 * t for t in took]), "of_decoding": mean([t / decode for t in took])}
     )

@@ -20,6 +20,8 @@ MORE_FIGURES = {
     "unseen_wrong_verified": "share",
     "same_generated": "share",
     "kinds_named": "share",
+    "rejected": "share",
+    "covered": "share",
     "over_plain": "times",
     "perplexity": "number",
     "kl": "number",

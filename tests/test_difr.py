@@ -320,7 +320,9 @@ def test_unknown_variants_are_refused(text: str) -> None:
 def test_transcripts_come_back(tiny: str, tmp_path: Path) -> None:
     found = transcripts(tiny, "honest", Sampling(top_p=0.9, seed=5))
     prints = Fingerprint.of(torch.randn(3, 4), every=4, seed=1, kind="orthogonal", dtype="bfloat16")
-    found[0] = replace(found[0], proofs=("AAAA",), fingerprint=prints, modes=("accept",) * NEW)
+    found[0] = replace(
+        found[0], proofs=("AAAA",), proof_rule="rows", fingerprint=prints, modes=("accept",) * NEW
+    )
     path = tmp_path / "log" / "transcripts.jsonl"
     assert write_transcripts(path, found) == len(found)
     assert read_transcripts(path) == found
@@ -337,8 +339,9 @@ GOOD: dict[str, Any] = {
     [
         {"format": 2}, {"id": 3}, {"prompt": []}, {"output": "abc"}, {"prompt": [1.5]}, {"prompt": [True]},
         {"sampling": {}}, {"sampling": None}, {"sampling": {"seed": "1"}}, {"sampling": {"seed": 1, "beam": 2}},
-        {"sampling": {"seed": 1, "top_p": 7}}, {"proofs": [1]}, {"modes": ["maybe"]}, {"modes": ["accept"] * 2},
-        {"unknown": 1}, {"fingerprint": {"count": 1}},
+        {"sampling": {"seed": 1, "top_p": 7}}, {"proofs": [1], "proof_rule": "rows"}, {"modes": ["maybe"]},
+        {"modes": ["accept"] * 2}, {"unknown": 1}, {"fingerprint": {"count": 1}}, {"proofs": []},
+        {"proof_rule": "rows"}, {"proofs": [], "proof_rule": "mine"},
     ],
 )  # fmt: skip
 def test_wrong_transcripts_are_refused_with_their_line(change: dict[str, Any], tmp_path: Path) -> None:

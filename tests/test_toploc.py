@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from defenses.verification.rules import PAPER
 from defenses.verification.toploc import (
     BFLOAT16,
     LEAST_MODULUS,
@@ -20,7 +21,6 @@ from defenses.verification.toploc import (
     ProofError,
     Thresholds,
     bytes_per_token,
-    chunks,
     commit,
     commit_all,
     evaluate,
@@ -417,7 +417,7 @@ def test_few_values() -> None:
 
 def test_proofs_of_a_request() -> None:
     prompt, output = states(7, 0), states(70, 1)
-    parts = chunks(prompt, output)
+    parts = PAPER.chunks(prompt, output)
     assert [len(part) for part in parts] == [7, 32, 32, 6]
     proofs = commit_all(prompt, output)
     assert proofs == [commit(part) for part in parts]

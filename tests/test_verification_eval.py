@@ -5,8 +5,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from eval import answers, verification, verification_cells
+from eval import answers, tampering, verification, verification_cells
 from eval.experiment import MEASURED, Setting, measure_cell
 from hiddenlab.errors import InputError
 from hiddenlab.testing import save_tiny
@@ -225,3 +228,43 @@ def test_areas_stand_in_rows_of_their_own(spec: dict[str, Any]) -> None:
     rows = made.fold([{"keys": {"provider": "x", "score": "margin"}, "figures": figures}])
     found = {row["keys"]["score and area"]: row["figures"] for row in rows}
     assert found == {"margin, whole": {"auc_4": {"value": 0.9}}, "margin, to 1 %": {"auc_4": {"value": 0.6}}}
+
+
+# ---- changed prompt tokens
+
+
+@settings(max_examples=60)
+@given(
+    tokens=st.lists(st.integers(0, 9), min_size=1, max_size=60), others=st.lists(st.integers(0, 9), min_size=1),
+    part=st.floats(0, 1), place=st.sampled_from(tampering.PLACES), seed=st.integers(0, 99),
+)  # fmt: skip
+def test_so_many_tokens_are_changed_there(
+    tokens: list[int], others: list[int], part: float, place: str, seed: int
+) -> None:
+    found = tampering.changed(tokens, others, part, place, 10, torch.Generator().manual_seed(seed))
+    places = [i for i, (a, b) in enumerate(zip(tokens, found, strict=True)) if a != b]
+    count = max(1, round(part * len(tokens))) if part else 0
+    assert len(places) == count and all(0 <= token < 10 for token in found)
+    start = {"head": 0, "middle": (len(tokens) - count) // 2, "tail": len(tokens) - count}.get(place)
+    assert start is None or places == list(range(start, start + count))
+
+
+def test_changed_prompts_are_rejected_and_honest_ones_are_not(spec: dict[str, Any], tmp_path: Path) -> None:
+    setting = Setting(model=spec["model"], prompts=spec["prompts"], limit=3, max_tokens=60, device="cpu")
+    made = tampering.tampering(setting, honest=2)
+    rows = {(str(cell.keys["changed"]), str(cell.keys["where"])): cell for cell in made.cells}
+    assert len(rows) == len(made.cells) == 4 * 4 + 1 + 2 + 4
+    firsts = [cell.spec["first"] for cell in made.cells if cell.keys["changed"] == "nothing (honest)"]
+    assert firsts == [0, 2, 4, 6]  # other prompts for every honest provider
+    figures = {}
+    for key in (("30 % of the prompt", "tail"), ("nothing (honest)", "batch=7")):
+        result = measure_cell(rows[key], tmp_path)
+        assert result["status"] == MEASURED, result["reason"]
+        figures[key[1]] = {name: one["value"] for name, one in result["figures"].items()}
+    assert figures["tail"]["rejected,rows"] == figures["tail"]["rejected,largest"] == 1
+    assert figures["batch=7"]["rejected,rows"] == 0 and figures["batch=7"]["covered,rows"] == 1
+    assert figures["batch=7"]["bytes,paper"] < figures["batch=7"]["bytes,rows"]
+    with pytest.raises(InputError, match="unknown rule"):
+        tampering.tampering(setting, rules="paper,mine")
+    with pytest.raises(InputError, match="one of head"):
+        tampering.changed([1], [2], 0.5, "nowhere", 10, torch.Generator())

@@ -182,7 +182,7 @@ def test_nothing_to_check_is_not_valid(files: Files, reference: Words, tmp_path:
     rows = [json.loads(line) for line in files["honest"].read_text().splitlines()]
     path = tmp_path / "t.jsonl"
     for row in rows:
-        del row["proofs"], row["fingerprint"]
+        del row["proofs"], row["proof_rule"], row["fingerprint"]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert answer("check", path, *reference)["counts"] == {"valid": 0, "rejected": 0, "unchecked": 3}
 
@@ -447,9 +447,20 @@ def test_check_says_what_no_proof_covers(files: Files, reference: Words) -> None
     found = answer("check", files["honest"], *AGREED, *reference)
     limits = found["limits"]
     for row in found["requests"]:
-        assert row["covered"] == row["tokens"] - 1 and "the last 1 tokens" in row["reason"]
+        # Every token but the answer's last, behind which no state follows.
+        assert row["covered"] == row["tokens"] - 1 and row["without_value"] == 1
+        assert f"checked {row['covered']} of {row['tokens']} tokens" in row["reason"]
+        assert "no value depends on the last 1" in row["reason"] and row["faulty_rows"] == 0
         assert all(row[name] <= limits[name] for name in ("distance", "row_distance", "exponents"))
-    pruned = answer("check", files["layers"], *AGREED, *reference)["requests"]
+    tokens, covered = (sum(row[name] for row in found["requests"]) for name in ("tokens", "covered"))
+    assert found["coverage"] == {"tokens": tokens, "covered": covered, "without_value": 3}
+    shown = verify("check", files["honest"], *AGREED, *reference).stdout
+    assert f"checked {covered} of {tokens} tokens by values of their own, 3 by none" in " ".join(
+        shown.split()
+    )
+    pruned = answer("check", files["layers"], *AGREED, *reference)
+    assert pruned["coverage"] == {"tokens": 0, "covered": 0, "without_value": 0}
+    pruned = pruned["requests"]
     assert all(
         row["covered"] == 0 and row["distance"] > 0.1 and "proofs fail" in row["reason"] for row in pruned
     )
@@ -568,7 +579,7 @@ def test_short_honest_files_are_not_condemned_for_one_token(
     for n, row in enumerate(rows):
         for start in range(0, 36, 4):
             cut = {**row, "id": f"{n}-{start}", "output": row["output"][: start + 1]}
-            cut = {k: v for k, v in cut.items() if k not in ("proofs", "fingerprint")}
+            cut = {k: v for k, v in cut.items() if k not in ("proofs", "proof_rule", "fingerprint")}
             (tmp_path / f"{n}-{start}.jsonl").write_text(json.dumps(cut) + "\n")
     for row in answer("audit", tmp_path, *reference)["files"]:
         classes.append((row["suspicious"] + row["dangerous"], row["class"]))
@@ -755,7 +766,7 @@ def test_resuming_needs_the_same_command(model: str, files: Files, tmp_path: Pat
 def test_few_wrong_tokens_among_many_are_found_by_row(files: Files, reference: Words, tmp_path: Path) -> None:
     rows = [json.loads(line) for line in files["honest"].read_text().splitlines()]
     for row in rows:
-        del row["proofs"]
+        del row["proofs"], row["proof_rule"]
         row["output"][-3] = (row["output"][-3] + 1) % 256  # the last row sent is of the token before
     path = tmp_path / "t.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -775,6 +786,27 @@ def test_a_fingerprint_alone_covers_what_it_depends_on(
         "simulate", "--out", path, "--model", model, "--prompts", prompts, "--new-tokens", 40, *how, *COMMON
     )
     for row in answer("check", path, *how, *reference)["requests"]:
-        assert (
-            row["verdict"] == "valid" and row["covered"] == row["tokens"] - 40 + 32
-        )  # rows of tokens 0, 16 and 32
+        # Rows of tokens 0, 16 and 32: the states behind the prompt's last token, and the answer's 16th and 32nd.
+        assert row["verdict"] == "valid" and (row["covered"], row["without_value"]) == (3, row["tokens"] - 3)
+        assert "no value depends on the last 8" in row["reason"]
+
+
+def test_the_rule_of_proofs_is_agreed_on(model: str, files: Files, reference: Words, tmp_path: Path) -> None:
+    out, old = tmp_path / "paper.jsonl", tmp_path / "old.jsonl"
+    answer("commit", files["honest"], "--out", out, "--proof-rule", "paper", *reference)
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert {row["proof_rule"] for row in rows} == {"paper"}
+    assert answer("check", out, "--proof-rule", "paper", *reference)["counts"]["valid"] == 3
+    wrong = answer("check", out, *reference)
+    assert wrong["counts"]["rejected"] == 3
+    assert "'paper'; 'rows' was agreed on (--proof-rule)" in wrong["requests"][0]["reason"]
+    for change in ({"proof_rule": "mine"}, {"proof_rule": None}):
+        old.write_text(json.dumps(rows[0] | change) + "\n")
+        result = verify("check", old, *reference)
+        assert result.exit_code == 2 and "line 1" in result.stderr and "rule" in result.stderr
+        assert "Traceback" not in result.output
+    words = (
+        "simulate", "--out", files["honest"], "--model", model, "--prompts", files["honest"].parent / "prompts.txt",
+        "--new-tokens", 40, "--proofs", "--proof-rule", "largest", "--resume", *COMMON,
+    )  # fmt: skip
+    assert "another command" in verify(*words).stderr

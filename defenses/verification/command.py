@@ -16,6 +16,8 @@ from defenses.verification import bounds as theory
 from defenses.verification import difr, speculative, toploc
 from defenses.verification.difr import Replay, Verifier
 from defenses.verification.provider import LOADED, SAMPLED, Provider, Request, Variant
+from defenses.verification.rules import DEFAULT as DEFAULT_RULE
+from defenses.verification.rules import Rule, rule_of
 from defenses.verification.sampling import HashedNoise, Noise, Sampling, StreamNoise
 from defenses.verification.transcript import (
     FINGERPRINT_DTYPES,
@@ -25,7 +27,7 @@ from defenses.verification.transcript import (
     read_transcripts,
     write_transcripts,
 )
-from defenses.verification.whole import load_whole
+from defenses.verification.whole import WholeModel, load_whole
 from hiddenlab.core import Progress, silent
 from hiddenlab.errors import InputError
 from hiddenlab.job import generator
@@ -82,6 +84,7 @@ def simulate(
     every: int = 1,
     fingerprint_dtype: str = FINGERPRINT_DTYPE,
     proof_values: int = toploc.TOP,
+    proof_rule: str = DEFAULT_RULE,
     resume: bool = False,
     key: str | None = None,
     key_form: str = KEY_FORMS[0],
@@ -95,13 +98,15 @@ def simulate(
         out: the file, a new one unless ``resume``. provider: see ``Variant``. sampling: fields of ``Sampling``, for all
             requests; each has a seed of its own, drawn from the one here. proofs: TOPLOC's. lens: Activation-DiFR's
             projection, for every ``every``-th output token, sent in ``fingerprint_dtype``. proof_values: of a TOPLOC
-            proof. key: of hashed noise, in ``key_form``. draft: decode speculatively with this draft model
-            (``speculative.load_draft``), ``ahead`` tokens at a time, and record how each token came about.
+            proof. proof_rule: which values it commits to (``rules``). key: of hashed noise, in ``key_form``. draft:
+            decode speculatively with this draft model (``speculative.load_draft``), ``ahead`` tokens at a time, and
+            record how each token came about.
 
     Raises:
         InputError: the file exists, or something asked for is impossible.
     """
     asked, noise = Sampling(**(sampling or {})), noise_of(key, key_form)
+    rule = rule_of(proof_rule)
     _check_sent(fingerprint_dtype, proof_values)
     done, variant = _answered_before(out, resume), Variant.parse(provider)
     if draft is not None and (proofs or lens is not None):
@@ -117,7 +122,7 @@ def simulate(
         requests.append(Request(prompt.id, tokens, replace(asked, seed=seed)))
     todo = [request for request in requests if request.id not in done]
     if done:
-        _same_work(read_transcripts(out), requests, model, new_tokens, out)
+        _same_work(read_transcripts(out), requests, model, new_tokens, rule.name if proofs else None, out)
     if draft is not None:
         variant.check_only((*LOADED, *SAMPLED), "speculative decoding is simulated request by request")
         asked_for = {request.id: request.sampling for request in todo}
@@ -134,7 +139,8 @@ def simulate(
         for answer in made.answer(todo, progress):
             one = answer.transcript
             if proofs:
-                one = replace(one, proofs=_proofs(answer.prompt_states, answer.output_states, proof_values))
+                sent = _proofs(answer.prompt_states, answer.output_states, proof_values, rule, made.whole)
+                one = replace(one, proofs=sent, proof_rule=rule.name)
             if lens is not None:
                 print_ = _fingerprint(answer.output_states, lens, every, fingerprint_dtype)
                 one = replace(one, fingerprint=print_)
@@ -163,8 +169,8 @@ def _sent(found: Sequence[Transcript]) -> Made:
 
 
 def _same_work(
-    found: Sequence[Transcript], requests: Sequence[Request], model: str, new_tokens: int, out: Path
-) -> None:
+    found: Sequence[Transcript], requests: Sequence[Request], model: str, new_tokens: int, rule: str | None, out: Path
+) -> None:  # fmt: skip
     """What is gone on with was asked for as now; what the provider really did does not stand in a transcript.
 
     Raises:
@@ -176,7 +182,8 @@ def _same_work(
             asked[one.id].prompt,
             asked[one.id].sampling,
         )
-        if not same or one.model != model or len(one.output) != new_tokens:
+        other_rule = rule is not None and one.proof_rule not in (None, rule)
+        if not same or other_rule or one.model != model or len(one.output) != new_tokens:
             raise InputError(
                 f"{out} holds request {one.id!r} of another command; --resume needs the same options"
             )
@@ -191,8 +198,10 @@ def _answered_before(out: Path, resume: bool) -> set[str]:
     return {one.id for one in read_transcripts(out)} if out.stat().st_size else set()
 
 
-def _proofs(prompt: Tensor, outputs: Tensor, values: int) -> tuple[str, ...]:
-    return tuple(proof.to_base64() for proof in toploc.commit_all(prompt, outputs, values))
+def _proofs(prompt: Tensor, outputs: Tensor, values: int, rule: Rule, whole: WholeModel) -> tuple[str, ...]:
+    scale = whole.scale if rule.by_row else None
+    made = toploc.commit_all(prompt, outputs, values, rule=rule, scale=scale)
+    return tuple(proof.to_base64() for proof in made)
 
 
 def _fingerprint(outputs: Tensor, lens: Projection, every: int, dtype: str) -> Fingerprint:
@@ -219,7 +228,7 @@ def verifier_for(
 def commit(
     path: Path, out: Path, *, model: str | None = None, dtype: str = "bfloat16", device: str = "auto",
     lens: Projection | None = None, every: int = 1, fingerprint_dtype: str = FINGERPRINT_DTYPE,
-    proof_values: int = toploc.TOP, progress: Progress = silent,
+    proof_values: int = toploc.TOP, proof_rule: str = DEFAULT_RULE, progress: Progress = silent,
 ) -> Made:  # fmt: skip
     """Add TOPLOC proofs, and fingerprints where asked for, to transcripts, from one prefill of each.
 
@@ -229,13 +238,15 @@ def commit(
     if out.exists():
         raise InputError(f"{out} exists; name another file")
     _check_sent(fingerprint_dtype, proof_values)
+    rule = rule_of(proof_rule)
     found = read_transcripts(path)
     verifier = verifier_for(found, model, dtype, device)
     for i, one in enumerate(found):
         replay = verifier.replay(replace(one, modes=None))  # how tokens were drawn changes no states
         prompt = replay.states[: len(one.prompt)]
         # A fingerprint that is there already is someone else's word.
-        proven = replace(one, proofs=_proofs(prompt, replay.output_states, proof_values), fingerprint=None)
+        sent = _proofs(prompt, replay.output_states, proof_values, rule, verifier.model)
+        proven = replace(one, proofs=sent, proof_rule=rule.name, fingerprint=None)
         if lens is not None:
             print_ = _fingerprint(replay.output_states, lens, every, fingerprint_dtype)
             proven = replace(proven, fingerprint=print_)
@@ -249,24 +260,29 @@ def commit(
 def check(
     path: Path, *, model: str | None = None, dtype: str = "bfloat16", device: str = "auto",
     lens: Projection | None = None, every: int = 1, largest_distance: float = LARGEST_DISTANCE,
-    proof_values: int = toploc.TOP, progress: Progress = silent,
+    proof_values: int = toploc.TOP, proof_rule: str = DEFAULT_RULE, progress: Progress = silent,
 ) -> Made:  # fmt: skip
     """Check the proofs and fingerprints of transcripts against a recomputation.
 
     Args:
         lens, every: the projection and stride that were agreed on. A provider who could choose them would choose ones
             that hide the difference, so that fingerprints are checked only where the verifier states them.
-        proof_values: of a TOPLOC proof, as agreed on; of so many a share of 38 in 128 may disagree.
+        proof_values: of a TOPLOC proof, as agreed on; of so many a share of 38 in 128 may disagree. proof_rule: which
+            values proofs commit to (``rules``), as agreed on too: a provider who could choose it would choose the
+            weakest.
 
     Returns:
         ``requests``: for each its verdict, ``valid``, ``rejected`` or ``unchecked`` (it carries nothing that was
-        checked), the reason, ``covered`` and ``tokens`` (of prompt and answer), and where they were measured the
+        checked), the reason, ``tokens`` (of prompt and answer), ``covered``, and where they were measured the
         fingerprint's ``distance`` and ``row_distance``, and of all proofs the largest ``exponents`` (values in
-        disagreement), ``mantissa_mean`` and ``mantissa_median``; counts of verdicts; the ``limits`` of these.
+        disagreement), ``mantissa_mean`` and ``mantissa_median`` and the sum of ``faulty_rows``; of a valid one
+        ``without_value`` too. ``counts`` of verdicts; the ``limits``; ``coverage``: the sums of ``tokens``, ``covered``
+        and ``without_value`` over valid requests.
 
-        Covered are tokens on which a state that was sent depends: with proofs all but the answer's last (no state
-        follows it), with a fingerprint alone those before the last row sent. It does not mean that each was verified:
-        a proof's limits leave room for other hardware, and a few changed tokens among its 32 may stay within them.
+        Covered are tokens of which a value of their own state was committed to, was compared, and agrees; in a
+        fingerprint, tokens whose row was sent. ``without_value`` counts all others: a change there shows only if it
+        moves the values of later tokens. The answer's last token is always one of them, as no state follows it. Covered
+        does not mean verified: limits leave room for other hardware.
 
     Raises:
         InputError: the file cannot be read, or a limit is no number from 0.
@@ -274,6 +290,7 @@ def check(
     if not 0 <= largest_distance < math.inf:
         raise InputError(f"a largest distance of {largest_distance}; a number from 0")
     _check_sent(FINGERPRINT_DTYPE, proof_values)
+    rule = rule_of(proof_rule)
     found = read_transcripts(path)
     verifier = verifier_for(found, model, dtype, device)
     rows = []
@@ -286,10 +303,11 @@ def check(
         }
         try:
             replay = verifier.replay(replace(one, modes=None))
-            row |= _checked(one, replay, lens, every, largest_distance, proof_values)
+            scale = verifier.model.scale if rule.by_row and one.proofs is not None else None
+            row |= _checked(one, replay, lens, every, largest_distance, proof_values, rule, scale)
         except InputError as error:
             row |= {"verdict": "rejected", "reason": str(error)}
-        row["covered"] = row.get("covered", 0) if row["verdict"] == "valid" else 0
+        row.setdefault("covered", 0)
         rows.append(row)
         progress("requests checked", i + 1, len(found))
     counts = {
@@ -300,18 +318,29 @@ def check(
         "exponents": toploc.BFLOAT16.allowed(proof_values),
         "mantissa_mean": toploc.BFLOAT16.mean, "mantissa_median": toploc.BFLOAT16.median,
     }  # fmt: skip
-    return {"format": FORMAT, "counts": counts, "limits": limits, "requests": rows}
+    valid = [row for row in rows if row["verdict"] == "valid"]
+    coverage = {name: sum(row[name] for row in valid) for name in ("tokens", "covered", "without_value")}
+    return {"format": FORMAT, "counts": counts, "coverage": coverage, "limits": limits, "requests": rows}
 
 
 def _checked(
-    one: Transcript, replay: Replay, lens: Projection | None, every: int, largest: float, values: int
-) -> Made:
+    one: Transcript, replay: Replay, lens: Projection | None, every: int, largest: float, values: int, rule: Rule,
+    scale: Tensor | None,
+) -> Made:  # fmt: skip
     reasons: list[str] = []
     faults: list[str] = []
     row = Made()
+    covered = set[int]()  # positions of states
+    before = len(one.prompt) - 1  # of the state from which the first token of the answer was drawn
     if one.proofs is not None:
+        if one.proof_rule != rule.name:
+            raise InputError(
+                f"proofs by the rule {one.proof_rule!r}; {rule.name!r} was agreed on (--proof-rule)"
+            )
         proofs = [toploc.Proof.from_base64(text, values) for text in one.proofs]
-        result = toploc.verify_all(replay.states[: len(one.prompt)], replay.output_states, proofs, k=values)
+        prompt = replay.states[: len(one.prompt)]
+        result = toploc.verify_all(prompt, replay.output_states, proofs, k=values, rule=rule, scale=scale)
+        covered |= {*result.prompt, *(before + row for row in result.output)}
         for name, part in (
             ("exponents", "mismatches"),
             ("mantissa_mean", "mean"),
@@ -319,6 +348,8 @@ def _checked(
         ):
             seen = [value for check in result.checks if (value := getattr(check, part)) is not None]
             row[name] = max(seen, default=None)
+        if rule.by_row:
+            row["faulty_rows"] = sum(check.faulty_rows or 0 for check in result.checks)
         (reasons if result.accepted else faults).append(result.reason)
     if lens is not None and one.fingerprint is None:
         faults.append("no fingerprint; one was agreed on")
@@ -328,6 +359,7 @@ def _checked(
         told = f"the fingerprint differs by {distance:.3f} of its size, in a row by {farthest:.3f}"
         if distance <= largest and farthest <= ROWS_MORE * largest:
             reasons.append(told)
+            covered |= {before + place for place in range(0, len(one.output), every)}
         else:
             faults.append(f"{told}, allowed: {largest:g} and {ROWS_MORE * largest:g}")
     if faults:
@@ -335,9 +367,13 @@ def _checked(
     if not reasons:
         told = "" if one.fingerprint is None else "; its fingerprint is checked with --fingerprint K"
         return row | {"reason": f"no proofs{told}"}
-    unsent = 0 if one.proofs is not None else (len(one.output) - 1) % every
-    row["covered"] = len(one.prompt) + len(one.output) - 1 - unsent
-    reasons.append(f"no state that was sent depends on the last {unsent + 1} tokens")
+    tokens = len(one.prompt) + len(one.output)
+    row |= {"covered": len(covered), "without_value": tokens - len(covered)}
+    behind = tokens - 1 - max(covered, default=-1)
+    told = (
+        f"checked {len(covered)} of {tokens} tokens by values of their own, {tokens - len(covered)} by none"
+    )
+    reasons.append(f"{told}; no value depends on the last {behind}")
     return row | {"verdict": "valid", "reason": "; ".join(reasons)}
 
 

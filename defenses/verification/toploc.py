@@ -1,8 +1,10 @@
 """TOPLOC: a polynomial through the largest activations of a chunk of tokens proves which model was run.
 
-For its prompt and for each 32 tokens that it decodes, the provider sends a polynomial from the flat indices of the k
-largest final states (by absolute value) to these states (TOPLOC, Algorithm 1). The verifier runs the model once over
-all tokens and compares its own largest states with what the polynomial says at their places (Algorithm 2).
+For each chunk of tokens the provider sends a polynomial from flat indices into the final states to k of their values
+(TOPLOC, Algorithm 1). The verifier runs the model once over all tokens, chooses k of its own values in the same way,
+and compares them with what the polynomial says at their places (Algorithm 2). How a request is cut into chunks, and
+which values are chosen, is a ``Rule``; the published one takes the k largest, of the whole prompt and of each 32 tokens
+that are decoded. Functions here follow it where no other is named; commands have another default (``rules.DEFAULT``).
 
 Bytes are those of the published implementation: two of a modulus, then two of each coefficient in ascending degree,
 big-endian. All arithmetic is modulo the prime 65497; the modulus in front only folds indices, on both sides.
@@ -26,14 +28,13 @@ import torch
 from jaxtyping import BFloat16, Float, Int, Int64, UInt16
 from torch import Tensor
 
+from defenses.verification.rules import EVERY, MAGNITUDE, PAPER, Rule
 from hiddenlab.errors import InputError
 
 PRIME = 65497
 LEAST_MODULUS = 2**15 + 1  # where the search of Algorithm 6 ends
 TOP = 128
-EVERY = 32
 _MANTISSA_BITS = 7
-_MAGNITUDE = 0x7FFF
 _INFINITE = 0x7F80
 
 
@@ -217,64 +218,52 @@ def values_at(proof: Proof, indices: Int[Tensor, "*shape"]) -> BFloat16[Tensor, 
 # ---- the provider
 
 
-def _finite(bits: UInt16[np.ndarray, " values"]) -> None:
-    if bool(((bits & _MAGNITUDE) >= _INFINITE).any()):
+def _finite(bits: UInt16[np.ndarray, "*shape"]) -> None:
+    if bool(((bits & MAGNITUDE) >= _INFINITE).any()):
         raise InputError("activations that are NaN or infinite in bfloat16 can be neither proven nor checked")
 
 
-def _top(chunk: Float[Tensor, "rows d"], k: int) -> tuple[Int64[np.ndarray, " k"], UInt16[np.ndarray, " k"]]:
-    """Flat indices, ascending, and bfloat16 patterns of the k largest values by magnitude.
-
-    Values are rounded to bfloat16 before they are compared, and of equal ones the first are taken: the choice depends
-    on the 16 bits alone, so that devices and dtypes agree on it (``torch.topk`` leaves ties open).
-    """
-    if not 1 <= k <= chunk.numel():
-        raise InputError(f"k = {k}: this chunk has {chunk.numel()} values, of which 1 to all can be taken")
+def _chosen(
+    chunk: Float[Tensor, "rows d"], k: int, rule: Rule, scale: Float[Tensor, " d"] | None
+) -> tuple[Int64[np.ndarray, " k"], UInt16[np.ndarray, " k"]]:
+    """Flat indices, ascending, of the values that a rule takes, and their bfloat16 patterns."""
     rounded = chunk.detach().to(torch.bfloat16).cpu().contiguous()
-    bits = rounded.view(torch.int16).numpy().view(np.uint16).ravel()
+    bits = rounded.view(torch.int16).numpy().view(np.uint16)
     _finite(bits)
-    keys = bits & _MAGNITUDE
-    least = np.partition(keys, keys.size - k)[keys.size - k]
-    above = np.flatnonzero(keys > least)
-    equal = np.flatnonzero(keys == least)[: k - above.size]
-    indices = np.sort(np.concatenate((above, equal))).astype(np.int64)
-    return indices, bits[indices]
+    columns = None if scale is None else scale.detach().cpu().double().numpy()
+    indices = rule.choose(bits, k, columns)
+    return indices, bits.ravel()[indices]
 
 
-def commit(chunk: Float[Tensor, "rows d"], k: int = TOP) -> Proof:
+def commit(
+    chunk: Float[Tensor, "rows d"], k: int = TOP, rule: Rule = PAPER, scale: Float[Tensor, " d"] | None = None
+) -> Proof:
     """The proof of a chunk of final states (TOPLOC, Algorithm 1).
 
     Args:
         chunk: states after the final norm, of any float dtype; they are rounded to bfloat16. k: values in the proof.
+        rule: which values. scale: of the columns, for a rule by row.
 
     Raises:
-        InputError: the chunk has fewer than k values, or one that is not finite in bfloat16.
+        InputError: the chunk has fewer than k values, or one that is not finite in bfloat16, or the rule has no scale.
     """
-    return Proof.through(*_top(chunk, k))
-
-
-def chunks(
-    prefill: Float[Tensor, "n d"], decode: Float[Tensor, "t d"], every: int = EVERY
-) -> list[Float[Tensor, "_ d"]]:
-    """Cut a request as proofs are batched: the whole prompt, then each ``every`` decoded tokens (TOPLOC, section 5.6).
-
-    Raises:
-        InputError: no prompt, or chunks of no tokens.
-    """
-    if not len(prefill) or every < 1:
-        raise InputError(f"a prompt of {len(prefill)} tokens, chunks of {every}: both must have at least 1")
-    return [prefill, *(decode[start : start + every] for start in range(0, len(decode), every))]
+    return Proof.through(*_chosen(chunk, k, rule, scale))
 
 
 def commit_all(
-    prefill: Float[Tensor, "n d"], decode: Float[Tensor, "t d"], k: int = TOP, every: int = EVERY
+    prefill: Float[Tensor, "n d"],
+    decode: Float[Tensor, "t d"],
+    k: int = TOP,
+    every: int = EVERY,
+    rule: Rule = PAPER,
+    scale: Float[Tensor, " d"] | None = None,
 ) -> list[Proof]:
-    """The proofs of a request in their order; the last chunk may have fewer tokens, not fewer than k values.
+    """The proofs of a request in their order; a last chunk may have fewer tokens, not fewer than k values.
 
     Raises:
-        InputError: see ``chunks`` and ``commit``; a last chunk of few tokens in a narrow model needs a smaller k.
+        InputError: see ``Rule.chunks`` and ``commit``; a last chunk of few tokens in a narrow model needs a smaller k.
     """
-    return [commit(chunk, k) for chunk in chunks(prefill, decode, every)]
+    return [commit(chunk, k, rule, scale) for chunk in rule.chunks(prefill, decode, every)]
 
 
 # ---- the verifier
@@ -291,6 +280,8 @@ class Thresholds:
         exponents: of ``of`` values so many may disagree; for another k in proportion, rounded down (an unchanged 38
             would accept any proof of 38 values or fewer).
         mean, median: of the absolute difference of mantissas where the rest agrees, in units of the last bit.
+        row: share of each token's values, rounded down, that has to agree under a rule by row. It is not published: it
+            is ours, and holds nothing against a token with fewer than four values.
         of: the k that ``exponents`` was chosen for. mantissa_bits: of the numbers compared.
 
     Raises:
@@ -300,6 +291,7 @@ class Thresholds:
     exponents: int = 38
     mean: float = 10.0
     median: float = 8.0
+    row: float = 0.25
     of: int = TOP
     mantissa_bits: int = _MANTISSA_BITS
 
@@ -308,6 +300,8 @@ class Thresholds:
             raise InputError(f"{self.exponents} of {self.of} values may disagree: at least one has to agree")
         if not all(math.isfinite(limit) and limit >= 0 for limit in (self.mean, self.median)):
             raise InputError(f"mantissas may differ by {self.mean} and {self.median}: finite numbers from 0")
+        if not 0 <= self.row <= 1:
+            raise InputError(f"a share of {self.row} of a token's values has to agree: a number from 0 to 1")
 
     def allowed(self, k: int) -> int:
         """How many of k values may disagree."""
@@ -329,6 +323,9 @@ class Check:
             largest are here, as the polynomial is arbitrary at their places.
         sign_flips: those of them with the same exponent.
         mean, median: absolute difference of mantissas among the rest, in units of the last of 7 bits.
+        covered: rows of the chunk with a value that agrees in exponent and sign, ascending. Others were not compared:
+            the rule took none of their values, or those that it took were not found in the proof.
+        faulty_rows: rows of which fewer values agree than their limit asks for; 0 under a rule that is not by row.
     """
 
     accepted: bool
@@ -337,10 +334,17 @@ class Check:
     sign_flips: int | None = None
     mean: float | None = None
     median: float | None = None
+    covered: tuple[int, ...] = ()
+    faulty_rows: int | None = None
 
 
 def verify(
-    chunk: Float[Tensor, "rows d"], proof: Proof | bytes, thresholds: Thresholds = BFLOAT16, k: int = TOP
+    chunk: Float[Tensor, "rows d"],
+    proof: Proof | bytes,
+    thresholds: Thresholds = BFLOAT16,
+    k: int = TOP,
+    rule: Rule = PAPER,
+    scale: Float[Tensor, " d"] | None = None,
 ) -> Check:
     """Compare a proof with the verifier's own states of the same tokens (TOPLOC, Algorithm 2).
 
@@ -350,7 +354,7 @@ def verify(
 
     Args:
         chunk: the verifier's states. proof: if bytes, they are read here, and rejected where they are no proof.
-        thresholds: limits. k: values in a proof, as agreed on.
+        thresholds: limits. k, rule: values in a proof, and which, as agreed on. scale: the verifier's own.
 
     Raises:
         InputError: a chunk that cannot be checked (see ``commit``), or thresholds in another unit than bfloat16's.
@@ -359,7 +363,7 @@ def verify(
         raise InputError(
             f"limits for {thresholds.mantissa_bits} bits of mantissa; proofs hold {_MANTISSA_BITS}"
         )
-    indices, bits = _top(chunk, k)
+    indices, bits = _chosen(chunk, k, rule, scale)
     try:
         proof = proof if isinstance(proof, Proof) else Proof.from_bytes(proof, k)
     except ProofError as error:
@@ -369,30 +373,47 @@ def verify(
     distinct = len(np.unique(indices % proof.modulus))
     if (chunk.numel() <= PRIME != proof.modulus) or distinct < k - thresholds.allowed(k):
         return Check(False, f"the search for a modulus does not end at {proof.modulus} for these activations")
-    return _judge(proof.bits_at(indices), bits.astype(np.int64), thresholds)
+    own, rows = bits.astype(np.int64), indices // chunk.shape[1]
+    return _judge(proof.bits_at(indices), own, rows, thresholds, rule.by_row)
 
 
-def _judge(claimed: Int64[np.ndarray, " k"], own: Int64[np.ndarray, " k"], limits: Thresholds) -> Check:
-    """Statistics of two lists of bfloat16 patterns, and whether they are within the limits."""
+def _judge(
+    claimed: Int64[np.ndarray, " k"],
+    own: Int64[np.ndarray, " k"],
+    rows: Int64[np.ndarray, " k"],
+    limits: Thresholds,
+    by_row: bool,
+) -> Check:
+    """Statistics of two lists of bfloat16 patterns, and whether they are within the limits; rows: each one's token."""
     # Zero has two patterns and no sign that a recomputation would keep.
-    zero = ((claimed | own) & _MAGNITUDE) == 0
+    zero = ((claimed | own) & MAGNITUDE) == 0
     changed = np.where(zero, 0, (claimed ^ own) >> _MANTISSA_BITS)  # eight bits of exponent, the sign above
     agree = changed == 0
     mismatches, flips = int((~agree).sum()), int((changed == 1 << 8).sum())
+    taken, agreeing = np.bincount(rows), np.bincount(rows, agree)
+    faulty = np.flatnonzero(agreeing < np.floor(limits.row * taken)) if by_row else rows[:0]
     if not agree.any():
-        return Check(False, f"none of {len(own)} values agrees in exponent and sign", mismatches, flips)
+        reason = f"none of {len(own)} values agrees in exponent and sign"
+        return Check(False, reason, mismatches, flips, faulty_rows=len(faulty))
     mask = (1 << _MANTISSA_BITS) - 1
     errors = np.abs((claimed & mask) - (own & mask))[agree]
     mean, median = float(errors.mean()), float(np.median(errors))
     allowed, faults = limits.allowed(len(own)), []
     if mismatches > allowed:
         faults.append(f"{mismatches} of {len(own)} values disagree in exponent or sign, allowed: {allowed}")
+    if len(faulty):
+        one = int(faulty[0])
+        faults.append(
+            f"{len(faulty)} tokens have too few values that agree, the first is number {one} of its chunk with "
+            f"{agreeing[one]:.0f} of {taken[one]}"
+        )
     if not mean <= limits.mean:
         faults.append(f"mantissas differ by {mean:.2f} on average, allowed: {limits.mean:g}")
     if not median <= limits.median:
         faults.append(f"mantissas differ by {median:g} in the median, allowed: {limits.median:g}")
     reason = "; ".join(faults) or f"{mismatches} of {len(own)} values disagree, mantissas by {mean:.2f}"
-    return Check(not faults, reason, mismatches, flips, mean, median)
+    covered = tuple(np.flatnonzero(agreeing).tolist())
+    return Check(not faults, reason, mismatches, flips, mean, median, covered, len(faulty))
 
 
 @dataclass(frozen=True)
@@ -401,11 +422,14 @@ class Verdict:
 
     Attributes:
         accepted, reason: of the whole. checks: one a chunk in their order; none if the number of proofs is wrong.
+        prompt, output: covered rows (see ``Check``) of the prompt's states and of the answer's, ascending.
     """
 
     accepted: bool
     reason: str
     checks: tuple[Check, ...] = ()
+    prompt: tuple[int, ...] = ()
+    output: tuple[int, ...] = ()
 
 
 def verify_all(
@@ -415,21 +439,31 @@ def verify_all(
     thresholds: Thresholds = BFLOAT16,
     k: int = TOP,
     every: int = EVERY,
+    rule: Rule = PAPER,
+    scale: Float[Tensor, " d"] | None = None,
 ) -> Verdict:
     """Check the proofs of a request, in order, against the verifier's own states of it.
 
     Proofs in another order, of other tokens or another model fail in their chunk; a wrong number of them fails at once.
 
     Raises:
-        InputError: the verifier's own states or settings are at fault, see ``chunks`` and ``verify``.
+        InputError: the verifier's own states or settings are at fault, see ``Rule.chunks`` and ``verify``.
     """
-    parts = chunks(prefill, decode, every)
+    parts = rule.chunks(prefill, decode, every)
     if len(proofs) != len(parts):
         amount = "few" if len(proofs) < len(parts) else "many"
         return Verdict(False, f"too {amount} proofs: {len(proofs)} for {len(parts)} chunks")
-    checks = tuple(verify(part, proof, thresholds, k) for part, proof in zip(parts, proofs, strict=True))
+    checks = tuple(
+        verify(part, proof, thresholds, k, rule, scale) for part, proof in zip(parts, proofs, strict=True)
+    )
+    rows, start = list[int](), 0
+    for part, check in zip(parts, checks, strict=True):
+        rows += [start + row for row in check.covered]
+        start += len(part)
+    prompt = tuple(row for row in rows if row < len(prefill))
+    output = tuple(row - len(prefill) for row in rows if row >= len(prefill))
     failed = [number for number, check in enumerate(checks) if not check.accepted]
     if failed:
         reason = f"{len(failed)} of {len(parts)} proofs fail; number {failed[0]}: {checks[failed[0]].reason}"
-        return Verdict(False, reason, checks)
-    return Verdict(True, f"all {len(parts)} proofs agree with the recomputed states", checks)
+        return Verdict(False, reason, checks, prompt, output)
+    return Verdict(True, f"all {len(parts)} proofs agree with the recomputed states", checks, prompt, output)

@@ -15,6 +15,7 @@ from jaxtyping import Float
 from pydantic import AfterValidator
 from torch import Tensor
 
+from defenses.verification.rules import rule_of
 from defenses.verification.sampling import Sampling
 from hiddenlab.errors import HiddenlabError, InputError
 from hiddenlab.lens import Projection
@@ -102,7 +103,8 @@ class Transcript:
     Attributes:
         id: of the request, unique in its file. model: as advertised. prompt, output: token ids; the prompt includes
             everything the model is said to have read. sampling: as requested. proofs: TOPLOC proofs, base64, the
-            prompt's first. fingerprint: Activation-DiFR's. modes: of speculative decoding, one an output token.
+            prompt's first. proof_rule: which values they commit to (``rules``). fingerprint: Activation-DiFR's. modes:
+            of speculative decoding, one an output token.
     """
 
     __pydantic_config__ = CLOSED
@@ -113,12 +115,20 @@ class Transcript:
     output: tuple[TokenId, ...]
     sampling: Sampling
     proofs: tuple[str, ...] | None = None
+    proof_rule: str | None = None
     fingerprint: Fingerprint | None = None
     modes: tuple[Mode, ...] | None = None
 
     def __post_init__(self) -> None:
         if not self.prompt or not self.output:
             raise InputError(f"request {self.id!r}: prompt and output need at least one token each")
+        if (self.proofs is None) != (self.proof_rule is None):
+            raise InputError(
+                f"request {self.id!r}: proofs and their rule (proof_rule) belong together; 'hiddenlab verify commit' "
+                "makes both anew"
+            )
+        if self.proof_rule is not None:
+            rule_of(self.proof_rule)
         if self.modes is not None and len(self.modes) != len(self.output):
             raise InputError(f"request {self.id!r}: {len(self.modes)} modes for {len(self.output)} tokens")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -23,6 +24,8 @@ from hiddenlab.slice.load import (
 )
 
 ATTENTIONS = ("sdpa", "eager")
+MEASURED = 256  # tokens over which the scale of columns is taken
+_STRIDE = 2654435761  # a prime, larger than any vocabulary: its multiples are spread over all tokens
 
 
 @dataclass(frozen=True)
@@ -98,6 +101,20 @@ class WholeModel:
         inputs = torch.tensor(tokens, device=self.device)[None]
         logits, states = self._run(outputs + 1, input_ids=inputs, use_cache=False)
         return states[0], logits[0, :-1]
+
+    @cached_property
+    def scale(self) -> Float[Tensor, " d"]:
+        """The root mean square of each column of the final-norm states, over fixed tokens: 1 · s, 2 · s … modulo V.
+
+        Whoever has the model can compute it; proofs by row measure values in it (``rules.ROWS``). No text and no
+        tokenizer is needed.
+        """
+        most = getattr(self.model.config, "max_position_embeddings", None)
+        count = min(MEASURED, most) if isinstance(most, int) else MEASURED
+        tokens = [place * _STRIDE % self.vocabulary for place in range(1, count + 1)]
+        states = self.prefill(tokens, 0)[0].double()
+        # A column that is zero everywhere has no scale; any will do, as zeros stay the smallest.
+        return states.square().mean(0).sqrt().clamp(min=1e-6).cpu()
 
     def step(self, tokens: Int[Tensor, "b t"], mask: Int[Tensor, "b n"], cache: Any = None) -> Step:
         """Tokens behind what ``cache`` holds; with left padding ``mask`` says what counts, over all n positions."""

@@ -53,6 +53,14 @@ SentOpt = Annotated[
 ValuesOpt = Annotated[
     int, Option("--proof-values", metavar="K", min=1, help="Values of a TOPLOC proof; 128 as published.")
 ]
+RuleOpt = Annotated[
+    Literal["rows", "largest", "paper"],
+    Option(
+        "--proof-rule",
+        help="Values of a TOPLOC proof. rows: some of every token. largest: of each 32 tokens. paper: as published, "
+        "the largest of the whole prompt and of each 32 tokens of the answer.",
+    ),
+]
 DraftOpt = Annotated[
     str | None,
     Option(
@@ -105,6 +113,7 @@ def simulate(
     seed: o.SeedOpt = 0,
     proofs: Annotated[bool, Option("--proofs", help="Add TOPLOC proofs.")] = False,
     proof_values: ValuesOpt = 128,
+    proof_rule: RuleOpt = "rows",
     fingerprint: CountOpt = 0,
     fingerprint_dtype: SentOpt = "bfloat16",
     every: EveryOpt = 1,
@@ -130,7 +139,7 @@ def simulate(
         limit=limit, max_tokens=max_tokens, new_tokens=new_tokens, sampling=options, proofs=proofs,
         lens=_lens(fingerprint, projection_seed, projection), every=every, key_env=noise_key_env, key_form=noise_form,
         resume=resume, dtype=dtype, device=device, draft=draft, ahead=ahead, proof_values=proof_values,
-        fingerprint_dtype=fingerprint_dtype,
+        proof_rule=proof_rule, fingerprint_dtype=fingerprint_dtype,
     )  # fmt: skip
     show(found, "simulated", json=json)
 
@@ -141,6 +150,7 @@ def commit(
     out: OutArg,
     model: o.ModelOpt = None,
     proof_values: ValuesOpt = 128,
+    proof_rule: RuleOpt = "rows",
     fingerprint: CountOpt = 0,
     fingerprint_dtype: SentOpt = "bfloat16",
     every: EveryOpt = 1,
@@ -158,7 +168,7 @@ def commit(
         "commit", json=json, threads=threads, runs_dir=runs_dir, keep=not no_record,
         path=file, out=out, model=model, dtype=dtype, device=device,
         lens=_lens(fingerprint, projection_seed, projection), every=every, proof_values=proof_values,
-        fingerprint_dtype=fingerprint_dtype,
+        proof_rule=proof_rule, fingerprint_dtype=fingerprint_dtype,
     )  # fmt: skip
     show(found, "proven", json=json)
 
@@ -176,6 +186,7 @@ def check(
         Option("--largest-distance", metavar="D", min=0.0, help="Of a fingerprint, relative to its size."),
     ] = 0.1,
     proof_values: ValuesOpt = 128,
+    proof_rule: RuleOpt = "rows",
     dtype: ComputeOpt = "bfloat16",
     device: o.DeviceOpt = "auto",
     threads: o.ThreadsOpt = None,
@@ -188,15 +199,18 @@ def check(
         "check", json=json, threads=threads, runs_dir=runs_dir, keep=not no_record,
         path=file, model=model, dtype=dtype, device=device,
         lens=_lens(fingerprint, projection_seed, projection), every=every, largest_distance=largest_distance,
-        proof_values=proof_values,
+        proof_values=proof_values, proof_rule=proof_rule,
     )  # fmt: skip
     show(found, "checked", "requests", json=json, left_out=("reason",))
     if not json:
         explain((row["id"], row["reason"]) for row in found["requests"] if row["verdict"] != "valid")
+    if not json and (seen := found["coverage"])["tokens"]:
         stdout().print(
-            "Covered: what states that were sent depend on. A few changed tokens may stay within a proof's limits.",
-            style="dim",
-        )
+            f"Valid requests: checked {seen['covered']} of {seen['tokens']} tokens by values of their own, "
+            f"{seen['without_value']} by none: a change there shows only if it moves the values of later tokens. "
+            "A small change of values may stay within the limits.",
+            style="dim", soft_wrap=True, highlight=False,
+        )  # fmt: skip
     if found["counts"]["valid"] < len(found["requests"]):
         raise typer.Exit(REJECTED)
 

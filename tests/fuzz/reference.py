@@ -373,6 +373,7 @@ _TRANSCRIPT = fields(
     },
     {
         "proofs": maybe(each(text)),
+        "proof_rule": maybe(among("paper", "largest", "rows")),
         "fingerprint": maybe(_PRINTED),
         "modes": maybe(each(among("accept", "reject", "bonus"))),
     },
@@ -386,6 +387,7 @@ def transcripts(data: bytes) -> Any:
         if line.strip():
             said = value_of(line)
             need(_TRANSCRIPT(said))
+            need((said.get("proofs") is None) == (said.get("proof_rule") is None))
             need(said.get("modes") is None or len(said["modes"]) == len(said["output"]))
             out.append({name: one for name, one in said.items() if one is not None})
     need(out and len({one["id"] for one in out}) == len(out))
