@@ -188,7 +188,7 @@ def shrunk(target: Target, data: bytes, fault: str) -> bytes:
 def keep(target: Target, data: bytes, fault: str, save: Path) -> None:
     """Write a failing input; moved to ``tests/fuzz/cases`` it is a test."""
     digest = hashlib.sha256(data).hexdigest()[:8]
-    path = save / f"{target.name.replace(' ', '_')}-{digest}"
+    path = save / f"{target.name.replace(' ', '_').replace('/', '+')}-{digest}"
     path.write_bytes(data)
     path.with_name(path.name + ".txt").write_text(fault + "\n", encoding="utf-8")
 
