@@ -329,7 +329,9 @@ def _requests() -> list[dict[str, Any]]:
     printed = Fingerprint.of(values, every=1, seed=3, kind="gaussian", dtype="bfloat16")
     sampling = Sampling(temperature=0.7, top_k=5, top_p=0.9, seed=11)
     plain = Transcript("r1", "builtin", (1, 2, 3), (4, 5), sampling, modes=("accept", "bonus"))
-    full = Transcript("r2", "builtin", (1,), (4, 5), sampling, proofs=("AAAA",), proof_rule="rows", fingerprint=printed)
+    full = Transcript(
+        "r2", "builtin", (1,), (4, 5), sampling, proofs=("AAAA",), proof_rule="rows", fingerprint=printed
+    )
     return [one.to_json() for one in (plain, full)]
 
 

@@ -428,6 +428,7 @@ def request(data: bytes, chat: bool) -> Any:
     said = value_of(data)
     need(isinstance(said, dict))
     null = lambda x: x is None  # noqa: E731
+    most = whole(1, 1024)  # the server's limit
     nothing = (
         "audio function_call functions logit_bias max_completion_tokens metadata modalities parallel_tool_calls "
         "prediction reasoning_effort response_format service_tier store suffix tool_choice tools top_logprobs "
@@ -439,7 +440,7 @@ def request(data: bytes, chat: bool) -> Any:
     content = lambda x: text(x) or each(part)(x)  # noqa: E731
     turn = fields({"role": among("system", "developer", "user", "assistant"), "content": content})
     rules: dict[str, Rule] = dict.fromkeys(nothing.split(), null) | {
-        "max_tokens": maybe(whole(1)),
+        "max_tokens": maybe(most),
         "temperature": maybe(lambda x: number(x) and 0 <= x <= 2),
         "top_p": maybe(lambda x: number(x) and 0 < x <= 1),
         "top_k": maybe(whole()),
@@ -454,11 +455,28 @@ def request(data: bytes, chat: bool) -> Any:
     }
     if chat:
         needed = {"model": among("tiny/model"), "messages": lambda x: each(turn)(x) and x != []}
-        rules |= {"max_completion_tokens": maybe(whole(1)), "logprobs": maybe(lambda x: x is False)}
+        rules |= {"max_completion_tokens": maybe(most), "logprobs": maybe(lambda x: x is False)}
         need(said.get("max_tokens") is None or said.get("max_completion_tokens") is None)
     else:
-        needed = {"model": among("tiny/model"), "prompt": lambda x: text(x) or each(whole())(x)}
+        ids = each(whole(0, 299))  # of the tiny model's vocabulary
+        needed = {
+            "model": among("tiny/model"),
+            "prompt": lambda x: (text(x) or ids(x)) and 0 < _size(x) < 512,
+        }
         rules |= {"best_of": one, "echo": maybe(lambda x: x is False), "logprobs": null}
     need(fields(needed, rules)(said))
     need(said.get("stream_options") is None or said.get("stream") is True)
+    if chat:
+        need(sum(len(f"[{one['role']}]") + _size(_said(one)) + 1 for one in said["messages"]) + 11 < 512)
+        need(all(_said(one) != "refuse" for one in said["messages"]))
     return None
+
+
+def _said(message: Any) -> str:
+    content = message["content"]
+    return content if isinstance(content, str) else "".join(part["text"] for part in content)
+
+
+def _size(prompt: Any) -> int:
+    """Tokens of a prompt: a text has one a byte, and the model takes 512 with the answer's first."""
+    return len(prompt.encode()) if isinstance(prompt, str) else len(prompt)
