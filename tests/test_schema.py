@@ -5,6 +5,8 @@ import json
 import os
 import re
 import stat
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -274,3 +276,18 @@ def test_files_are_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyt
 def test_prompts_that_are_no_text_are_refused() -> None:
     code, out = run("attack", "\udcff", "--no-record")
     assert code == 2 and "is not UTF-8 text" in out
+
+
+def test_any_encoding_of_the_terminal_will_do(tmp_path: Path) -> None:
+    text = [
+        "-c",
+        "from hiddenlab.cli.console import *; accept_any_text(); stdout().print('2 × é'); stderr().print('é')",
+    ]
+    done = subprocess.run(
+        [sys.executable, *text],
+        env=os.environ | {"PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "2 \\xd7 \\xe9" in done.stdout and "\\xe9" in done.stderr
