@@ -52,7 +52,7 @@ class CellResult(TypedDict):
     digest: str
     status: Literal["measured", "not run"]
     reason: str | None
-    figures: dict[str, Figure | None]
+    figures: dict[str, Figure]
     seconds: Finite
     made: dict[str, Any]
 

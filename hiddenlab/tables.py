@@ -50,7 +50,7 @@ class Row(TypedDict):
     """A row of a table: what it is of, what was measured, what the paper says."""
 
     keys: dict[str, str | int | Finite | bool | None]
-    figures: dict[str, Figure | None]
+    figures: dict[str, Figure]
     paper: dict[str, Finite | None]
     status: Literal["measured", "not run"]
     reason: str | None

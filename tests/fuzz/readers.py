@@ -544,9 +544,10 @@ def _log(folder: Path) -> Target:
 
 def _http() -> list[Target]:
     from defenses.cascade.api import make_app
-    from defenses.cascade.testing import NAME, make_service, send
+    from defenses.cascade.testing import NAME, Scripted, make_service, send
 
-    app = make_app(make_service())
+    scripted = Scripted()
+    app = make_app(make_service(scripted))
     common: dict[str, Any] = {"model": NAME, "max_tokens": 2, "temperature": 0}
     said = [
         {"role": "user", "content": "Hi"},
@@ -566,6 +567,8 @@ def _http() -> list[Target]:
     def reader(path: str) -> Read:
         def read(data: bytes) -> Any:
             reply = send(app, path, data)
+            for kept in (scripted.asked, scripted.requests, scripted.closed):  # else its log takes the memory
+                kept.clear()
             if not 200 <= reply.status < 500:
                 raise AssertionError(f"status {reply.status}")
             if reply.status != 200:
