@@ -8,6 +8,7 @@ from eval.experiment import Experiment, Setting, conduct, refusal
 from hiddenlab import registry
 from hiddenlab.core import Progress, silent
 from hiddenlab.errors import HiddenlabError
+from hiddenlab.files import write_file
 from hiddenlab.tables import markdown_table
 
 
@@ -56,9 +57,6 @@ def run(
             measure=measure,
             progress=progress,
         )
-        try:
-            (home / f"{name}.md").write_text(markdown_table(table), encoding="utf-8")
-        except OSError as error:
-            raise HiddenlabError(f"cannot write into {home}: {error.strerror or error}") from None
+        write_file(home / f"{name}.md", markdown_table(table))
         tables.append(table)
     return tables

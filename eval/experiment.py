@@ -10,7 +10,7 @@ import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,7 +24,7 @@ from hiddenlab.errors import HiddenlabError, InputError
 from hiddenlab.files import write_file
 from hiddenlab.job import AttackSpec
 from hiddenlab.record import RECORD, commit_name, finite, read_run
-from hiddenlab.schema import CLOSED, Finite, read
+from hiddenlab.schema import CLOSED, OPEN, Finite, read
 from hiddenlab.tables import Figure
 
 FORMAT = 1
@@ -42,6 +42,14 @@ Figures = dict[str, dict[str, float]]  # name -> value, low, high, n
 Result = dict[str, Any]  # of the form ``CellResult``
 
 
+@with_config(OPEN)
+class Made(TypedDict, total=False):
+    """By which code, and where."""
+
+    commits: list[str]
+    code: dict[str, Any]
+
+
 @with_config(CLOSED)
 class CellResult(TypedDict):
     """What a cell's folder keeps of its measurement."""
@@ -54,7 +62,7 @@ class CellResult(TypedDict):
     reason: str | None
     figures: dict[str, Figure]
     seconds: Finite
-    made: dict[str, Any]
+    made: Made
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -277,11 +285,13 @@ def measure_cell(cell: Cell, home: Path, fresh: bool = False, progress: Progress
 
 
 def load_result(cell: Cell, home: Path) -> Result | None:
-    """A cell's result, which may be why it could not be measured; None without one of this format."""
+    """A cell's result, which may be why it could not be measured; None without one of this format and this cell."""
     try:
-        return dict(read(cell.folder(home) / RESULT, CellResult))
+        found: Result = dict(read(cell.folder(home) / RESULT, CellResult))
     except InputError:
         return None
+    of = replace(cell, measure=found["measure"], spec=found["spec"])
+    return found if of.digest == found["digest"] == cell.digest else None
 
 
 def is_measured(result: Result | None) -> bool:

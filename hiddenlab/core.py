@@ -16,7 +16,7 @@ from pydantic import AfterValidator, Field
 from torch import Tensor
 
 from hiddenlab.errors import InputError
-from hiddenlab.schema import CLOSED, Count, Finite, Layer, one_of
+from hiddenlab.schema import CLOSED, Count, Finite, Layer, Position, one_of
 
 if TYPE_CHECKING:
     from hiddenlab.slice import Slice
@@ -105,7 +105,7 @@ class Public:
     prefix_tokens: Annotated[Count, Field(le=MOST_PREFIX_TOKENS)] = 0
     provider_dtype: Annotated[str, one_of(*DTYPE_NAMES)] = "float32"
     quantization: Annotated[str, one_of(*QUANTIZATIONS)] | None = None
-    positions: Annotated[tuple[Count, ...], AfterValidator(_ascending)] | None = None
+    positions: Annotated[tuple[Position, ...], AfterValidator(_ascending)] | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
 
 

@@ -57,8 +57,15 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[st
 
 
 def _put(path: Path, write: Callable[[Path], None], new: bool) -> None:
-    """Write a file of another name beside the path, then give it the name."""
+    """Write a file of another name beside the path, then give it the name.
+
+    What is there must be a regular file: a link may lead anywhere, and a device or a pipe is not to be replaced.
+    """
     with _errors(path):
+        if path.is_symlink():
+            raise InputError(f"cannot write {path}: it is a link; name the file itself")
+        if path.exists() and not path.is_file():
+            raise InputError(f"cannot write {path}: it is no regular file")
         work = path.with_name(f".{path.name[:100]}.{secrets.token_hex(6)}.tmp")
         try:
             write(work)

@@ -23,6 +23,7 @@ from hiddenlab.schema import (
     Count,
     Positive,
     Seed,
+    Threads,
     TokenId,
     check,
     check_format,
@@ -68,7 +69,7 @@ class AttackSpec:
     device: str = "auto"
     device_map: str | None = None
     dtype: str = "float32"
-    threads: Positive | None = None
+    threads: Threads | None = None
 
     def to_json(self) -> dict[str, Any]:
         """All options by name."""
@@ -307,7 +308,9 @@ def _given(observations: Sequence[Observation], spec: AttackSpec, slice: Slice) 
 
 def _fits(secret: Secret, observation: Observation) -> bool:
     """Whether an observation can be of this prompt, by its length; of a shard, by its last row."""
-    places = observation.public.positions
+    places, order = observation.public.positions, secret.row_order
+    if observation.public.rows_permuted and sorted(order or ()) != list(range(len(secret.tokens))):
+        return False
     if places is None:
         return len(secret.tokens) == len(observation.states)
     return len(places) == len(observation.states) and places[-1] < len(secret.tokens)
@@ -317,7 +320,7 @@ def _with_public(spec: AttackSpec, public: Public) -> AttackSpec:
     """Model, layer and stream from the observation, where they were not given, and the channel's specs."""
     return replace(
         spec,
-        model=spec.model or public.model,
+        model=public.model if spec.model is None else spec.model,
         layer=public.site.layer if spec.layer is None else spec.layer,
         stream=spec.stream or public.site.stream,
         defense=public.channel,
@@ -326,7 +329,7 @@ def _with_public(spec: AttackSpec, public: Public) -> AttackSpec:
 
 def _with_site(spec: AttackSpec) -> AttackSpec:
     """The defaults: the built-in model, its middle layer (the last for what comes after the final norm)."""
-    model, stream, layer = spec.model or "builtin", spec.stream or "resid", spec.layer
+    model, stream, layer = "builtin" if spec.model is None else spec.model, spec.stream or "resid", spec.layer
     if layer is None:
         total = int(getattr(load_config(resolve_model(model)), "num_hidden_layers", 0))
         layer = total if stream in LAST_STREAMS else 0 if stream == "embed" else max(1, total // 2)

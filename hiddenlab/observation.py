@@ -112,7 +112,8 @@ def check_observation(observation: Observation, slice: Slice) -> None:
     """
     public, width = observation.public, observation.states.shape[1]
     lens = lens_of(public)
-    expected = slice.width if lens is None else lens.count
+    logits = public.site.stream == "logits"
+    expected = lens.count if lens is not None else slice.vocab_size if logits else slice.width
     # Parts of an attention's output come in many widths; the attack that reads them checks.
     if width != expected and public.site.stream != "attn":
         raise InputError(

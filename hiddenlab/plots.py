@@ -1,10 +1,13 @@
 """The plots of a report; matplotlib is imported only here, and only when a report is drawn."""
 
+import io
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any
+
+from hiddenlab.files import write_file
 
 if TYPE_CHECKING:
     from hiddenlab.report import Run
@@ -43,9 +46,15 @@ def draw(runs: "Sequence[Run]", out: Path) -> list[Path]:
             axis.spines[["top", "right"]].set_visible(False)
         if len(layers) > 1 and len(labels) > 1:
             _legend(drawing, axes[0], 4)
-        drawing.savefig(out / name, dpi=130)
+        _save(drawing, out / name)
         files.append(out / name)
     return files
+
+
+def _save(drawing: Any, path: Path) -> None:
+    content = io.BytesIO()
+    drawing.savefig(content, format="png", dpi=130)
+    write_file(path, content.getvalue())
 
 
 def draw_table(table: Mapping[str, Any], out: Path) -> Path | None:
@@ -65,7 +74,7 @@ def draw_table(table: Mapping[str, Any], out: Path) -> Path | None:
         return None
     path = out / f"{table['experiment']}.png"
     if table.get("curves"):
-        _curves(rows, names, table).savefig(path, dpi=130)
+        _save(_curves(rows, names, table), path)
         return path
     name = names[0]
     layers = sorted({row["keys"]["layer"] for row in rows if isinstance(row["keys"].get("layer"), int)})
@@ -96,7 +105,7 @@ def draw_table(table: Mapping[str, Any], out: Path) -> Path | None:
     _legend(drawing, axis, 2 if over else 3)
     axis.set_title(table["title"], loc="left" if over else "right", fontsize=11, pad=18 if over else None)
     axis.spines[["top", "right"]].set_visible(False)
-    drawing.savefig(path, dpi=130)
+    _save(drawing, path)
     return path
 
 
@@ -329,7 +338,7 @@ def draw_bars(
         axis.spines[["top", "right"]].set_visible(False)
     axis.set_yticks(places, [str(row[name]) for row in rows], fontsize=9)
     axis.invert_yaxis()
-    drawing.savefig(out, dpi=130)
+    _save(drawing, out)
 
 
 def draw_shares(
@@ -371,7 +380,7 @@ def draw_shares(
     axis.grid(color="#e3e5e8", linewidth=0.8)
     axis.spines[["top", "right"]].set_visible(False)
     axis.legend(frameon=False, fontsize=9)
-    drawing.savefig(out, dpi=130)
+    _save(drawing, out)
 
 
 def _bar(row: Mapping[str, Any]) -> str:

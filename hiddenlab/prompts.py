@@ -101,6 +101,8 @@ def _items(source: str, column: str | None) -> _Items:
     if source == BUILTIN:
         return _builtin_items()
     if source == "-":
+        if sys.stdin is None:
+            raise InputError("there is no standard input to read the prompt from")
         text = _decoded(sys.stdin.buffer.read(), "standard input")
         return iter([("the whole input", text.removesuffix("\n").removesuffix("\r"))])
     return _text_items(_decoded(b"".join(_lines(source)), source))

@@ -143,8 +143,7 @@ class Recorder:
                 f"the prompts or observations have changed since {path} was started; run it anew"
             )
         recorder = cls(record, path, samples)
-        if (path / SAMPLES).exists():
-            os.truncate(path / SAMPLES, good)
+        recorder._cut(good)
         record.status, record.finished, record.error = "started", None, None
         record.resumed.append({"at": _now(), "after": len(samples), "code": describe_environment()["code"]})
         recorder.save()
@@ -166,7 +165,8 @@ class Recorder:
         text = json.dumps(finite(asdict(self.record)), ensure_ascii=False, indent=1) + "\n"
         work = self.path / f".{RECORD}.{os.getpid()}"
         try:
-            with open(work, "wb", buffering=0) as handle:
+            work.unlink(missing_ok=True)
+            with open(work, "xb", buffering=0, opener=_private) as handle:
                 _write_all(handle, text.encode())
             os.replace(work, self.path / RECORD)
         except OSError as error:
@@ -184,11 +184,21 @@ class Recorder:
                 os.close(self._lock)
                 self._lock = None
 
+    def _cut(self, size: int) -> None:
+        """Leave out a torn last sample."""
+        if self.path is None or not (self.path / SAMPLES).exists():
+            return
+        try:
+            with open(self.path / SAMPLES, "r+b", buffering=0, opener=_private) as handle:
+                handle.truncate(size)
+        except OSError as error:
+            raise self._cannot_write(error) from None
+
     def _append_bytes(self, data: bytes) -> None:
         if self.path is None:
             return
         try:
-            with open(self.path / SAMPLES, "ab", buffering=0) as handle:
+            with open(self.path / SAMPLES, "ab", buffering=0, opener=_private) as handle:
                 before = os.fstat(handle.fileno()).st_size
                 try:
                     _write_all(handle, data)
@@ -241,12 +251,18 @@ def _load_samples(path: Path, verb: str) -> tuple[list[Sample], int]:
         return [], 0
     content = read_bytes(path)
     good = content.rfind(b"\n") + 1  # a torn last line is left out
-    samples = []
+    samples: list[Sample] = []
+    seen: set[int] = set()
     try:
         for number, line in enumerate(content[:good].split(b"\n")[:-1], 1):
             where = f"{path}, line {number}"
             form = sample_form(loads(line, where)) if verb == "attack" else Sample
             samples.append(parse(line, form, where))
+            if verb == "attack":
+                index = samples[-1]["index"]
+                if index in seen:
+                    raise InputError(f"{where}: the prompt {index} stands twice")
+                seen.add(index)
     except InputError as error:
         raise InputError(f"{error}; cut the file before that line to resume from there") from None
     return samples, good
@@ -285,6 +301,11 @@ def _locked(path: Path) -> int | None:
         ) from None
     except (ImportError, OSError):  # no such locks here
         return None
+
+
+def _private(name: str, flags: int) -> int:
+    """Open for the owner alone, as prompts stand in records; never through a link, which may lead anywhere."""
+    return os.open(name, flags | os.O_NOFOLLOW, 0o600)
 
 
 def _write_all(handle: FileIO, data: bytes) -> None:

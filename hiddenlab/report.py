@@ -149,7 +149,7 @@ def load_study(path: Path) -> Study:
     runs = []
     for row in table["rows"]:
         folder = path.parent / "cells" / str(row["cell"]) / "run"
-        if row["cell"] and (folder / RECORD).is_file():
+        if row["cell"] and (folder / RECORD).is_file() and read_run(folder)[1]:
             run = _load_run(folder)
             label = ", ".join(f"{key} {value}" for key, value in row["keys"].items())
             runs.append(Run(folder.parent, run.record, run.samples, run.summary, label))

@@ -10,11 +10,13 @@ object, NaN and infinity, numbers beyond 64 bits or beyond the range of float64,
 
 import json
 import math
+import os
 import re
+import stat
 from collections.abc import Hashable, Iterator
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, cast
+from typing import Annotated, Any, BinaryIO, TypeVar, cast
 
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic_core import from_json
@@ -29,16 +31,20 @@ CLOSED = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 OPEN = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
 
 LARGEST = 2**31 - 1
+MOST_THREADS = 1024  # each takes memory
+MOST_POSITIONS = 2**20  # of a prompt
 Positive = Annotated[int, Field(ge=1, le=LARGEST)]
-Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]  # what torch's generators take
+Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+Threads = Annotated[int, Field(ge=1, le=MOST_THREADS)]
 Count = Annotated[int, Field(ge=0, le=LARGEST)]
 TokenId = Annotated[int, Field(ge=0, le=LARGEST)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
+Position = Annotated[int, Field(ge=0, lt=MOST_POSITIONS)]
 Layer = Annotated[int, Field(ge=0, le=65536)]
-Hex = Annotated[str, Field(pattern=r"\A[0-9a-f]*\z", max_length=4096)]
 
 LONGEST_FILE = 1 << 30  # bytes; no file of JSON here comes near it, and /dev/zero has more
 LONGEST_LINE = 1 << 26
+DEEPEST = 200  # levels of nesting, the parser's own bound
 _SHOWN = 60  # characters of a wrong value
 _DIGITS = 20  # of a whole number of 64 bits
 
@@ -72,13 +78,18 @@ def loads(data: bytes | str, where: str) -> Any:
             parse_float=_fraction,
             parse_constant=_constant,
         )
-        from_json(text.encode(), allow_inf_nan=False)  # bounds the depth, and refuses half a surrogate pair
     except UnicodeError:
         raise InputError(f"{where} is not UTF-8 text") from None
     except RecursionError:
-        raise InputError(f"{where} is no JSON that is read here: it is nested too deeply") from None
+        raise InputError(f"{where} is nested too deeply; {DEEPEST} levels are read") from None
     except ValueError as error:
         raise InputError(f"{where} is no valid JSON: {_one_line(str(error))}") from None
+    try:
+        from_json(text.encode(), allow_inf_nan=False)
+    except ValueError as error:  # of what Python's own parser lets through
+        if "recursion" in str(error):
+            raise InputError(f"{where} is nested too deeply; {DEEPEST} levels are read") from None
+        raise InputError(f"{where}: a text holds half of a surrogate pair, which is no character") from None
     return value
 
 
@@ -143,7 +154,7 @@ def lines(path: Path) -> Iterator[tuple[int, bytes]]:
         InputError: the file cannot be read, or a line is longer than 64 MiB.
     """
     try:
-        with path.open("rb") as file:
+        with opened(path) as file:
             number = 0
             while line := file.readline(LONGEST_LINE + 1):
                 number += 1
@@ -163,7 +174,7 @@ def read_bytes(path: Path) -> bytes:
         InputError: it cannot be read, or is larger than 1 GiB.
     """
     try:
-        with path.open("rb") as file:
+        with opened(path) as file:
             data = file.read(LONGEST_FILE + 1)
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror or error}") from None
@@ -172,6 +183,19 @@ def read_bytes(path: Path) -> bytes:
     if len(data) > LONGEST_FILE:
         raise InputError(f"{path} is larger than {LONGEST_FILE} bytes; it is no file of hiddenlab's")
     return data
+
+
+def opened(path: Path) -> BinaryIO:
+    """Open a file for reading; never a pipe, which may keep its reader waiting for ever, nor a device.
+
+    Raises:
+        OSError: it cannot be opened. InputError: it is no regular file.
+    """
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise InputError(f"cannot read {path}: it is no regular file")
+    return open(handle, "rb")
 
 
 @cache
@@ -211,8 +235,8 @@ def _one_line(text: str) -> str:
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
+        seen: set[str] = set()
+        twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
         raise ValueError(f"the name {twice!r:.{_SHOWN}} stands twice in one object")
     return found
 
@@ -232,8 +256,3 @@ def _fraction(text: str) -> float:
 
 def _constant(text: str) -> Any:
     raise ValueError(f"{text} is no number in JSON")
-
-
-def is_hex(text: str, digits: int) -> bool:
-    """Tell whether a text is so many lower-case hexadecimal digits."""
-    return re.fullmatch(rf"[0-9a-f]{{{digits}}}", text) is not None

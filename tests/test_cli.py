@@ -439,7 +439,7 @@ def test_rerun_of_what_is_no_run(run: Run, tmp_path: Path) -> None:
     (tmp_path / "record.json").write_text('{"format": 99}')
     assert "format 99" in refused(run("rerun", str(tmp_path), code=2))
     (tmp_path / "record.json").write_text("[")
-    assert "cannot read" in refused(run("rerun", str(tmp_path), code=2))
+    assert "is no valid JSON" in refused(run("rerun", str(tmp_path), code=2))
 
 
 # the other verbs

@@ -131,7 +131,7 @@ REFUSED: dict[str, tuple[Line, str]] = {
     "no text": (chat(message={"content": None}), "no text"),
     "a picture": (
         chat({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}),
-        "messages.0.content",
+        r"messages\[0\].content",
     ),
     "several texts": (
         chat({"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}] * 2}]}),
@@ -150,11 +150,11 @@ REFUSED: dict[str, tuple[Line, str]] = {
     "half a character": (completion(choice={"text": "caf\ufffd"}), "U\\+FFFD"),
     "half a pair": (completion(choice={"text": "caf\ud800"}), "surrogate"),
     "half a pair in the prompt": (completion({"prompt": "caf\ud800"}), "surrogate"),
-    "half a pair in a message": (chat({"messages": [{"role": "user", "content": "\ud800"}]}), "cannot render"),
+    "half a pair in a message": (chat({"messages": [{"role": "user", "content": "\ud800"}]}), "half of a surrogate pair"),
     "a foreign id": (completion(choice={"token_ids": [VOCABULARY]}), f"token {VOCABULARY} is not in a vocabulary"),
     "a negative id": (completion(choice={"token_ids": [-1]}), "token -1 is not in a vocabulary"),
     "a foreign id in the prompt": (chat(prompt_token_ids=[1, 10**6]), "token 1000000 is not in a vocabulary"),
-    "no ids": (completion(choice={"token_ids": ["a"]}), "choices.0.token_ids.0"),
+    "no ids": (completion(choice={"token_ids": ["a"]}), r"choices\[0\].token_ids\[0\]"),
     "an empty answer": (completion(choice={"text": ""}), "empty prompt or answer"),
     "an answer of no ids": (completion(choice={"token_ids": []}), "empty prompt or answer"),
     "an empty prompt": (completion({"prompt": ""}), "empty prompt or answer"),

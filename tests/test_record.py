@@ -153,7 +153,7 @@ def test_what_is_no_record(tmp_path: Path) -> None:
         ('{"format": "1"}', "names no format version"),
         ('{"format": 1, "verb": "attack", "spec": {}, "odd": 1}', "odd is unknown"),
         ('{"format": 1, "verb": "attack", "spec": []}', "spec should be an object"),
-        ('{"format": 1, "verb": "attack", "spec": ' + '{"a":' * 400 + "1" + "}" * 401, "recursion limit"),
+        ('{"format": 1, "verb": "attack", "spec": ' + '{"a":' * 400 + "1" + "}" * 401, "nested too deeply"),
         ("[" * 100_000, "nested too deeply"),
         ('{"format": 1, "verb": "attack", "spec": {}, "setup": {"x": 1e999}}', "beyond the range"),
     ):
@@ -211,11 +211,11 @@ def test_parts_by_other_versions_are_named(tmp_path: Path, monkeypatch: pytest.M
     recorder.close("interrupted")
     kept = read_run(tmp_path / "run")[0]
     assert kept.commits == ["a" * 12]
-    for commit, dirty in (("a", False), ("b", True)):
+    for index, commit, dirty in ((1, "a", False), (2, "b", True)):
         made = {"code": {"version": "2", "commit": commit * 40, "dirty": dirty}}
         monkeypatch.setattr("hiddenlab.environment.describe_environment", lambda made=made: made)
         resumed = Recorder.resume(tmp_path / "run", "abc")
-        resumed.append(sample(1))
+        resumed.append(sample(index))
         resumed.close("interrupted")
     kept = read_run(tmp_path / "run")[0]
     assert kept.commits == ["a" * 12, "b" * 12 + "+"]

@@ -62,8 +62,8 @@ class Form:
         ('{"inner": {"layer": 1}, "more": NaN}', "NaN is no number in JSON"),
         ('{"inner": {"layer": 1}, "more": 1e400}', "beyond the range of float64"),
         ('{"inner": {"layer": 1}, "more": 99999999999999999999}', "beyond 64 bits"),
-        ('{"inner": {"layer": 1}, "more": "\\ud800"}', "f.json is no valid JSON"),
-        ('{"inner": {"layer": 1}, "more": ' + "[" * 300 + "]" * 300 + "}", "recursion limit"),
+        ('{"inner": {"layer": 1}, "more": "\\ud800"}', "f.json: a text holds half of a surrogate pair"),
+        ('{"inner": {"layer": 1}, "more": ' + "[" * 300 + "]" * 300 + "}", "nested too deeply"),
         ("[" * 100_000, "nested too deeply"),
         ("[]", "should be an object"),
         ("", "f.json is no valid JSON"),
@@ -106,7 +106,11 @@ def test_lines_have_numbers_and_a_bound(tmp_path: Path, monkeypatch: pytest.Monk
         list(schema.lines(path))
     monkeypatch.setattr(schema, "LONGEST_FILE", 10)
     with pytest.raises(InputError, match="is larger than 10 bytes"):
-        schema.read_bytes(Path("/dev/zero"))
+        schema.read_bytes(path)
+    os.mkfifo(tmp_path / "pipe")
+    for irregular in (Path("/dev/zero"), tmp_path / "pipe"):
+        with pytest.raises(InputError, match="is no regular file"):
+            schema.read_bytes(irregular)
     for wrong in (tmp_path, tmp_path / "none", Path("a\0b")):
         with pytest.raises(InputError, match="cannot read"):
             schema.read_bytes(wrong)

@@ -203,7 +203,7 @@ def test_a_massive_column_does_not_speak_for_a_prompt() -> None:
     blind = checked(PAPER, claimed)
     # Of the prompt its first 128 tokens, of the answer's states all 32, the first of them the last prompt token's.
     assert blind["verdict"] == "valid" and (blind["covered"], blind["without_value"]) == (160, 272)
-    assert "checked 160 of 432 tokens by values of their own, 272 by none" in str(blind["reason"])
+    assert "compared 160 of 432 tokens by values of their own, 272 by none" in str(blind["reason"])
     found = checked(ROWS, claimed)
     assert found["verdict"] == "rejected" and found["faulty_rows"] == 120 + 1
     honest = checked(ROWS, prompt)
@@ -228,7 +228,7 @@ def test_a_rule_stands_beside_proofs_and_is_known() -> None:
             "belong together",
         ),
         (lambda: Transcript.from_json({k: v for k, v in value.items() if k != "proofs"}), "belong together"),
-        (lambda: Transcript.from_json(value | {"proof_rule": 3}), "proof_rule: a text"),
+        (lambda: Transcript.from_json(value | {"proof_rule": 3}), "proof_rule should be a valid string"),
         (lambda: rule_of("Rows"), "unknown rule"),
         (lambda: _checked(one, replay, None, 1, 0.1, 128, PAPER, None), "'rows'; 'paper' was agreed on"),
     ]

@@ -449,13 +449,13 @@ def test_check_says_what_no_proof_covers(files: Files, reference: Words) -> None
     for row in found["requests"]:
         # Every token but the answer's last, behind which no state follows.
         assert row["covered"] == row["tokens"] - 1 and row["without_value"] == 1
-        assert f"checked {row['covered']} of {row['tokens']} tokens" in row["reason"]
+        assert f"compared {row['covered']} of {row['tokens']} tokens" in row["reason"]
         assert "no value depends on the last 1" in row["reason"] and row["faulty_rows"] == 0
         assert all(row[name] <= limits[name] for name in ("distance", "row_distance", "exponents"))
     tokens, covered = (sum(row[name] for row in found["requests"]) for name in ("tokens", "covered"))
     assert found["coverage"] == {"tokens": tokens, "covered": covered, "without_value": 3}
     shown = verify("check", files["honest"], *AGREED, *reference).stdout
-    assert f"checked {covered} of {tokens} tokens by values of their own, 3 by none" in " ".join(
+    assert f"compared {covered} of {tokens} tokens by values of their own, 3 by none" in " ".join(
         shown.split()
     )
     pruned = answer("check", files["layers"], *AGREED, *reference)
@@ -770,9 +770,11 @@ def test_few_wrong_tokens_among_many_are_found_by_row(files: Files, reference: W
         row["output"][-3] = (row["output"][-3] + 1) % 256  # the last row sent is of the token before
     path = tmp_path / "t.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    found = answer("check", path, *AGREED, *reference)
+    found = answer("check", path, *AGREED, "--no-proofs", *reference)
     assert found["counts"]["rejected"] == 3, found["requests"]
-    sparse = answer("check", path, "--fingerprint", 4, "--every", 2, "--largest-distance", 0.2, *reference)
+    assert all("no proofs" not in row["reason"] for row in found["requests"])
+    how = ("--no-proofs", "--fingerprint", 4, "--every", 2, "--largest-distance", 0.2)
+    sparse = answer("check", path, *how, *reference)
     assert all(row["row_distance"] > sparse["limits"]["distance"] for row in sparse["requests"])
 
 
@@ -785,7 +787,10 @@ def test_a_fingerprint_alone_covers_what_it_depends_on(
     answer(
         "simulate", "--out", path, "--model", model, "--prompts", prompts, "--new-tokens", 40, *how, *COMMON
     )
-    for row in answer("check", path, *how, *reference)["requests"]:
+    # Who changed a prompt would leave out its proof.
+    left_out = answer("check", path, *how, *reference)
+    assert left_out["counts"]["valid"] == 0 and "no proofs" in left_out["requests"][0]["reason"]
+    for row in answer("check", path, *how, "--no-proofs", *reference)["requests"]:
         # Rows of tokens 0, 16 and 32: the states behind the prompt's last token, and the answer's 16th and 32nd.
         assert row["verdict"] == "valid" and (row["covered"], row["without_value"]) == (3, row["tokens"] - 3)
         assert "no value depends on the last 8" in row["reason"]

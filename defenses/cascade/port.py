@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from filelock import FileLock, Timeout
 
 from hiddenlab.errors import InputError
-from hiddenlab.slice.load import cache_dir
+from hiddenlab.slice.load import cache_path
 
 TRIES = 20  # ports above a taken one that are tried, for the advice
 
@@ -24,7 +24,7 @@ def reserved(host: str, port: int) -> Iterator[None]:
         InputError: somebody listens there, or another server of this program is starting; the message names a free
             port. Or the address is not this machine's.
     """
-    lock = FileLock(cache_dir() / "ports" / f"{port}.lock")
+    lock = FileLock(cache_path("ports", f"{port}.lock"))
     try:
         lock.acquire(timeout=0)
     except Timeout:
@@ -54,6 +54,8 @@ def free(host: str, port: int) -> bool:
         if error.errno == errno.EADDRINUSE:
             return False
         raise InputError(f"cannot listen at {host}:{port}: {error.strerror or error}") from None
+    except UnicodeError:
+        raise InputError(f"cannot listen at {host[:80]!r}: that is no name of a host") from None
     return True
 
 

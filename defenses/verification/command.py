@@ -260,7 +260,8 @@ def commit(
 def check(
     path: Path, *, model: str | None = None, dtype: str = "bfloat16", device: str = "auto",
     lens: Projection | None = None, every: int = 1, largest_distance: float = LARGEST_DISTANCE,
-    proof_values: int = toploc.TOP, proof_rule: str = DEFAULT_RULE, progress: Progress = silent,
+    proof_values: int = toploc.TOP, proof_rule: str = DEFAULT_RULE, no_proofs: bool = False,
+    progress: Progress = silent,
 ) -> Made:  # fmt: skip
     """Check the proofs and fingerprints of transcripts against a recomputation.
 
@@ -269,7 +270,8 @@ def check(
             that hide the difference, so that fingerprints are checked only where the verifier states them.
         proof_values: of a TOPLOC proof, as agreed on; of so many a share of 38 in 128 may disagree. proof_rule: which
             values proofs commit to (``rules``), as agreed on too: a provider who could choose it would choose the
-            weakest.
+            weakest. no_proofs: fingerprints alone were agreed on; else a request without proofs is rejected where a
+            projection is stated, as whoever changed a prompt would leave out its proof.
 
     Returns:
         ``requests``: for each its verdict, ``valid``, ``rejected`` or ``unchecked`` (it carries nothing that was
@@ -304,7 +306,9 @@ def check(
         try:
             replay = verifier.replay(replace(one, modes=None))
             scale = verifier.model.scale if rule.by_row and one.proofs is not None else None
-            row |= _checked(one, replay, lens, every, largest_distance, proof_values, rule, scale)
+            row |= _checked(
+                one, replay, lens, every, largest_distance, proof_values, None if no_proofs else rule, scale
+            )
         except InputError as error:
             row |= {"verdict": "rejected", "reason": str(error)}
         row.setdefault("covered", 0)
@@ -324,7 +328,7 @@ def check(
 
 
 def _checked(
-    one: Transcript, replay: Replay, lens: Projection | None, every: int, largest: float, values: int, rule: Rule,
+    one: Transcript, replay: Replay, lens: Projection | None, every: int, largest: float, values: int, rule: Rule | None,
     scale: Tensor | None,
 ) -> Made:  # fmt: skip
     reasons: list[str] = []
@@ -332,7 +336,7 @@ def _checked(
     row = Made()
     covered = set[int]()  # positions of states
     before = len(one.prompt) - 1  # of the state from which the first token of the answer was drawn
-    if one.proofs is not None:
+    if one.proofs is not None and rule is not None:
         if one.proof_rule != rule.name:
             raise InputError(
                 f"proofs by the rule {one.proof_rule!r}; {rule.name!r} was agreed on (--proof-rule)"
@@ -351,6 +355,8 @@ def _checked(
         if rule.by_row:
             row["faulty_rows"] = sum(check.faulty_rows or 0 for check in result.checks)
         (reasons if result.accepted else faults).append(result.reason)
+    elif rule is not None and lens is not None:
+        faults.append("no proofs; they were agreed on (else: --no-proofs)")
     if lens is not None and one.fingerprint is None:
         faults.append("no fingerprint; one was agreed on")
     elif lens is not None and one.fingerprint is not None:
@@ -371,7 +377,7 @@ def _checked(
     row |= {"covered": len(covered), "without_value": tokens - len(covered)}
     behind = tokens - 1 - max(covered, default=-1)
     told = (
-        f"checked {len(covered)} of {tokens} tokens by values of their own, {tokens - len(covered)} by none"
+        f"compared {len(covered)} of {tokens} tokens by values of their own, {tokens - len(covered)} by none"
     )
     reasons.append(f"{told}; no value depends on the last {behind}")
     return row | {"verdict": "valid", "reason": "; ".join(reasons)}

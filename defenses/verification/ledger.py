@@ -219,7 +219,8 @@ def prove(
     if not verdict.valid:
         raise LedgerError(f"nothing of {path} can be proven: {verdict.reason}")
     if len(found) != 1:
-        many = f"{len(found)} such records" if found else "no such record"
+        several = f"{len(found)} such records (name the one meant by --transcripts FILE)"
+        many = several if found else "no such record"
         raise LedgerError(f"{many} among the {checkpoint.size} of {path} under the checkpoint")
     ((line, index),) = found
     siblings = merkle_path(chain.leaves[: checkpoint.size], index)

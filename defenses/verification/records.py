@@ -15,7 +15,7 @@ from typing import Any
 from defenses.verification.durable import LedgerError
 from defenses.verification.signing import signed
 from hiddenlab.errors import InputError
-from hiddenlab.schema import loads
+from hiddenlab.schema import loads, opened
 
 LONGEST_LINE = 1 << 26  # bytes; a longer one is no record
 
@@ -88,8 +88,8 @@ def hashed(kind: bytes, data: bytes) -> bytes:
 def lines(path: Path) -> Iterator[bytes]:
     """Lines with their ends; one that is too long comes cut, without its end."""
     try:
-        with path.open("rb") as file:
+        with opened(path) as file:
             while line := file.readline(LONGEST_LINE + 1):
                 yield line
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, InputError) as error:
         raise LedgerError(f"cannot read the ledger {path}: {error}") from error

@@ -19,9 +19,10 @@ from defenses.verification.rules import rule_of
 from defenses.verification.sampling import Sampling
 from hiddenlab.errors import HiddenlabError, InputError
 from hiddenlab.lens import Projection
-from hiddenlab.schema import CLOSED, TokenId, check, check_format, lines, loads
+from hiddenlab.schema import CLOSED, TokenId, check, check_format, lines, loads, read_bytes
 
 FORMAT = 1
+_BEGINNING = f'{{"format":{FORMAT},"id":'.encode()  # of every line that is written here
 Mode = Literal["accept", "reject", "bonus"]
 FINGERPRINT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -185,16 +186,24 @@ def write_transcripts(path: Path, transcripts: Iterable[Transcript]) -> int:
 
 
 def cut_torn_line(path: Path) -> None:
-    """Cut off a last line without its end, which an interrupted run may leave.
+    """Cut off a last line without its end, which an interrupted run may leave; a file of anything else stays whole.
 
     Raises:
-        InputError: the file cannot be read or changed.
+        InputError: the file cannot be read or changed, or is no file of transcripts.
     """
+    content = read_bytes(path)
+    end = content.rfind(b"\n") + 1
+    tail = content[end:]
+    for number, line in enumerate(content[:end].split(b"\n"), 1):
+        if line.strip():
+            where = f"{path}, line {number}"
+            Transcript.from_json(loads(line, where), where)
+    if not tail.startswith(_BEGINNING) and not _BEGINNING.startswith(tail):
+        raise InputError(f"{path} does not end in a line of a transcript; it was not changed")
     try:
-        content = path.read_bytes()
-        if content and not content.endswith(b"\n"):
+        if tail:
             with path.open("r+b") as file:
-                file.truncate(content.rfind(b"\n") + 1)
+                file.truncate(end)
     except OSError as error:
         raise InputError(f"cannot go on with {path}: {error.strerror or error}") from None
 

@@ -1,5 +1,6 @@
 """The command line, one verb a module. Nothing here imports torch before a verb runs."""
 
+import sys
 from typing import Any
 
 import typer
@@ -48,4 +49,9 @@ app.add_typer(ledger.app, name="verify")  # the ledger's commands stand among th
 def main() -> None:
     """Run the command line; the entry point of ``hiddenlab``."""
     accept_any_text()
-    app()
+    try:
+        app()
+    except (
+        OSError
+    ) as error:  # of writing to a full disk or a closed terminal; what is read has messages of its own
+        sys.exit(f"error: {error.strerror or error}")

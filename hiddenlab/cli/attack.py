@@ -11,6 +11,7 @@ from hiddenlab.cli import options as o
 from hiddenlab.cli.console import bars, only_json, print_json, stderr, stdout
 from hiddenlab.errors import InputError
 from hiddenlab.record import Recorder, RunRecord, check_new
+from hiddenlab.schema import LARGEST
 from hiddenlab.summary import Sample, advice
 
 if TYPE_CHECKING:
@@ -55,13 +56,15 @@ def attack(
         Option(metavar="auto|calibrated|NUMBER", help="When a distance is a match. Default: auto."),
     ] = None,
     budget: Annotated[
-        int | None, Option(metavar="N", min=1, help="Candidates a token at most; default: no cap.")
+        int | None,
+        Option(metavar="N", min=1, max=LARGEST, help="Candidates a token at most; default: no cap."),
     ] = None,
     batch: Annotated[
         int | None,
         Option(
             metavar="N",
             min=1,
+            max=LARGEST,
             help="Prompts attacked at once, and recorded together; default: the attack's own.",
         ),
     ] = None,

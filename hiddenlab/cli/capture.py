@@ -1,5 +1,6 @@
 """``hiddenlab capture``: save what a defense releases, to be attacked later without the secret."""
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -73,6 +74,8 @@ def _check_writable(path: Path | None) -> None:
     """Say so before the work, not after it."""
     if path is None:
         return
+    if len(os.fsencode(path.name)) > 200:
+        raise InputError(f"cannot write {str(path)[:80]}…: the name is too long")
     if path.is_dir():
         raise InputError(f"{path} is a directory; name a file")
     if not path.resolve().parent.is_dir():

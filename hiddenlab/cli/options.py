@@ -7,8 +7,9 @@ from typing import Annotated, Literal
 from typer import Argument, Option
 
 from hiddenlab.errors import InputError
+from hiddenlab.schema import LARGEST, MOST_THREADS
 
-Stream = Literal["resid", "final_norm", "embed", "q", "k", "v", "kv", "qkv", "attn"]
+Stream = Literal["resid", "final_norm", "logits", "embed", "q", "k", "v", "kv", "qkv", "attn"]
 Dtype = Literal["float32", "bfloat16", "float16"]
 
 
@@ -39,9 +40,11 @@ PromptsOpt = Annotated[
     ),
 ]
 ColumnOpt = Annotated[str | None, Option("--column", metavar="NAME", help="Column that holds the prompts.")]
-LimitOpt = Annotated[int | None, Option("--limit", metavar="N", min=1, help="At most so many prompts.")]
+LimitOpt = Annotated[
+    int | None, Option("--limit", metavar="N", min=1, max=LARGEST, help="At most so many prompts.")
+]
 MaxTokensOpt = Annotated[
-    int | None, Option("--max-tokens", metavar="N", min=1, help="Cut each prompt to N tokens.")
+    int | None, Option("--max-tokens", metavar="N", min=1, max=LARGEST, help="Cut each prompt to N tokens.")
 ]
 ModelOpt = Annotated[
     str | None,
@@ -59,11 +62,15 @@ DefenseOpt = Annotated[
         "--defense", metavar="SPEC", help="May be repeated, applied in order; see 'hiddenlab list defenses'."
     ),
 ]
-SeedOpt = Annotated[int, Option("--seed", metavar="S", help="Seed of everything that is drawn.")]
+SeedOpt = Annotated[
+    int, Option("--seed", metavar="S", min=-(2**63), max=2**63 - 1, help="Seed of everything that is drawn.")
+]
 DeviceOpt = Annotated[str, Option("--device", help="auto, cpu, cuda, cuda:N.")]
 DeviceMapOpt = Annotated[str | None, Option("--device-map", help="Placement by accelerate, e.g. auto.")]
 DtypeOpt = Annotated[Dtype, Option("--dtype", help="In which the attacker (and the provider) computes.")]
-ThreadsOpt = Annotated[int | None, Option("--threads", metavar="N", min=1, help="CPU threads of torch.")]
+ThreadsOpt = Annotated[
+    int | None, Option("--threads", metavar="N", min=1, max=MOST_THREADS, help="CPU threads of torch.")
+]
 OutOpt = Annotated[Path | None, Option("--out", metavar="DIR", help="The run's directory, a new one.")]
 RunsDirOpt = Annotated[Path, Option("--runs-dir", metavar="DIR", help="Where run directories are made.")]
 NoRecordOpt = Annotated[bool, Option("--no-record", help="Write no run directory.")]

@@ -1,5 +1,6 @@
 """``hiddenlab rerun``: run a recorded spec again, or continue an interrupted run."""
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -28,15 +29,28 @@ def rerun(
         Path | None, Option("--runs-dir", metavar="DIR", help="Default: where RUN is.")
     ] = None,
     no_record: o.NoRecordOpt = False,
+    download: Annotated[
+        bool, Option("--download", help="Let the hub give models and data sets that are not here yet.")
+    ] = False,
     json: o.JsonOpt = False,
 ) -> None:
     """Run a recorded spec again and compare (exit code 1 if results differ), or resume an interrupted run."""
     record, samples = read_run(run)
     if record.verb != "attack":
         raise InputError(f"{run} is a run of {record.verb!r}; only runs of 'attack' can be run again")
+    if not download:
+        _stay_local()
     if resume:
         _resume(run, record, samples, json, given=bool(out or runs_dir or no_record))
         return
+    if not samples:
+        raise InputError(
+            f"{run} holds no prompts to compare with; 'hiddenlab rerun {run} --resume' goes on with it"
+        )
+    if record.status == "finished" and len(samples) != record.prompts:
+        raise InputError(
+            f"{run} is damaged: it is finished and holds {len(samples)} of {record.prompts} prompts"
+        )
     from hiddenlab.job import AttackSpec
 
     if out is not None:
@@ -44,12 +58,22 @@ def rerun(
     spec = AttackSpec.from_json(record.spec)
     again = conduct(spec, out=out, runs_dir=runs_dir or run.resolve().parent, keep=not no_record, json=json)
     changes = differences(samples, again.samples)
+    if record.inputs_sha256 != again.record.inputs_sha256:
+        changes.insert(0, {"id": "inputs", "what": ["the prompts or observations are others"]})
     if json:
         print_json({**payload(again), "same": not changes, "compared": len(samples), "differences": changes})
     else:
         _say(changes, len(samples))
     if changes:
         raise typer.Exit(DIFFERENT)
+
+
+def _stay_local() -> None:
+    """Keep the libraries from asking the hub: the record may be somebody else's, and names what is loaded."""
+    os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+    from huggingface_hub import constants
+
+    constants.HF_HUB_OFFLINE = True
 
 
 def differences(before: Sequence[Sample], after: Sequence[Sample]) -> list[dict[str, Any]]:

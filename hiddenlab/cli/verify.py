@@ -187,6 +187,9 @@ def check(
     ] = 0.1,
     proof_values: ValuesOpt = 128,
     proof_rule: RuleOpt = "rows",
+    no_proofs: Annotated[
+        bool, Option("--no-proofs", help="Fingerprints alone were agreed on; else proofs may not be missing.")
+    ] = False,
     dtype: ComputeOpt = "bfloat16",
     device: o.DeviceOpt = "auto",
     threads: o.ThreadsOpt = None,
@@ -199,16 +202,17 @@ def check(
         "check", json=json, threads=threads, runs_dir=runs_dir, keep=not no_record,
         path=file, model=model, dtype=dtype, device=device,
         lens=_lens(fingerprint, projection_seed, projection), every=every, largest_distance=largest_distance,
-        proof_values=proof_values, proof_rule=proof_rule,
+        proof_values=proof_values, proof_rule=proof_rule, no_proofs=no_proofs,
     )  # fmt: skip
     show(found, "checked", "requests", json=json, left_out=("reason",))
     if not json:
         explain((row["id"], row["reason"]) for row in found["requests"] if row["verdict"] != "valid")
     if not json and (seen := found["coverage"])["tokens"]:
         stdout().print(
-            f"Valid requests: checked {seen['covered']} of {seen['tokens']} tokens by values of their own, "
+            f"Valid requests: compared {seen['covered']} of {seen['tokens']} tokens by values of their own, "
             f"{seen['without_value']} by none: a change there shows only if it moves the values of later tokens. "
-            "A small change of values may stay within the limits.",
+            "Compared is not proven: limits leave room, so that a single replaced token may pass; a fingerprint of every "
+            "token (--fingerprint) leaves less.",
             style="dim", soft_wrap=True, highlight=False,
         )  # fmt: skip
     if found["counts"]["valid"] < len(found["requests"]):
@@ -237,7 +241,14 @@ def score(
     ] = "both",
     ipt_sigma: IptOpt = 0.01,
     monte_carlo: Annotated[
-        int, Option("--monte-carlo", metavar="N", min=0, help="Trials of the Monte Carlo score; 0: none.")
+        int,
+        Option(
+            "--monte-carlo",
+            metavar="N",
+            min=0,
+            max=1_000_000,
+            help="Trials of the Monte Carlo score; 0: none.",
+        ),
     ] = 0,
     noise_key_env: KeyOpt = None,
     noise_form: FormOpt = "adaptive",

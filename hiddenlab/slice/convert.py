@@ -13,6 +13,7 @@ from hiddenlab.errors import InputError
 from hiddenlab.slice.checkpoint import check_loaded
 from hiddenlab.slice.load import cache_path, quiet_transformers
 
+MOST_PARTS = 1000
 PART = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 
 
@@ -43,10 +44,12 @@ def converted(gguf: Path) -> Path:
         _convert(whole, gguf, work / "model")
         try:
             (work / "model").rename(target)
-        except OSError:
+        except OSError as error:
             # Another process converted the same file first; its result is the same.
             if not (target / "config.json").is_file():
-                raise
+                raise InputError(
+                    f"the cache holds something damaged at {target} ({error.strerror}); remove it"
+                ) from None
     finally:
         shutil.rmtree(work, ignore_errors=True)
     return target
@@ -61,7 +64,9 @@ def parts(gguf: Path) -> list[Path]:
     named = PART.fullmatch(gguf.name)
     if named is None:
         return [gguf]
-    count = int(named["count"])
+    number, count = int(named["number"]), int(named["count"])
+    if not 1 <= number <= count <= MOST_PARTS:
+        raise InputError(f"{gguf} is named part {number} of {count}, which cannot be")
     found = [gguf.with_name(f"{named['stem']}-{i:05}-of-{count:05}.gguf") for i in range(1, count + 1)]
     for part in found:
         if not part.is_file():

@@ -24,6 +24,8 @@ def parse_device(name: str) -> torch.device:
         device = torch.device(name)
     except RuntimeError:
         raise InputError(f"unknown device {name!r}; use auto, cpu, cuda or cuda:N") from None
+    if device.type == "meta":
+        raise InputError("the device meta computes nothing; use auto, cpu, cuda or cuda:N")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise InputError("no CUDA device is available here; use --device cpu or auto")
     return device

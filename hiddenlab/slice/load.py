@@ -25,10 +25,16 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model",
 
 
 def cache_dir() -> Path:
-    """The user's cache: ``$HIDDENLAB_CACHE``, else ``$XDG_CACHE_HOME/hiddenlab``, else ``~/.cache/hiddenlab``."""
-    if own := os.environ.get("HIDDENLAB_CACHE"):
-        return Path(own).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "hiddenlab"
+    """The user's cache: ``$HIDDENLAB_CACHE``, else ``$XDG_CACHE_HOME/hiddenlab``, else ``~/.cache/hiddenlab``.
+
+    Raises:
+        InputError: it is below the home of a user that there is not.
+    """
+    own, shared = os.environ.get("HIDDENLAB_CACHE"), os.environ.get("XDG_CACHE_HOME", "~/.cache")
+    try:
+        return Path(own).expanduser() if own else Path(shared).expanduser() / "hiddenlab"
+    except RuntimeError as error:
+        raise InputError(f"there is no cache at {own or shared} ({error}); set HIDDENLAB_CACHE") from None
 
 
 def cache_path(kind: str, name: str) -> Path:
@@ -94,14 +100,18 @@ def resolve_model(name: str, revision: str | None = None, *, local_only: bool = 
 
     if name == BUILTIN:
         return ModelRef(name, str(converted(builtin_gguf())))
-    path = Path(name).expanduser()
-    if path.is_file():
+    try:
+        path = Path(name).expanduser()
+        is_file, is_dir = path.is_file(), path.is_dir()
+    except (OSError, RuntimeError, ValueError) as error:
+        raise InputError(f"no model at {name[:200]!r} ({error})") from None
+    if is_file:
         if path.suffix != ".gguf":
             raise InputError(
                 f"{name} is a file but no .gguf; give a model directory, a GGUF file or a hub id"
             )
         return ModelRef(name, str(converted(path)))
-    if path.is_dir():
+    if is_dir:
         refuse_adapter(name, str(path))
         if not (path / "config.json").is_file():
             raise InputError(f"the directory {name} holds no config.json; it is not a transformers model")

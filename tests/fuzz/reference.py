@@ -134,7 +134,9 @@ _PUBLIC = fields(
         "prefix_tokens": whole(0, 4096),
         "provider_dtype": among("float32", "bfloat16", "float16"),
         "quantization": among(None, "int8", "nf4"),
-        "positions": maybe(lambda x: each(whole())(x) and x != [] and all(a < b for a, b in pairwise(x))),
+        "positions": maybe(
+            lambda x: each(whole(0, 2**20 - 1))(x) and x != [] and all(a < b for a, b in pairwise(x))
+        ),
         "facts": lambda x: isinstance(x, dict),
     },
 )
