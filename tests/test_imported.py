@@ -150,7 +150,7 @@ REFUSED: dict[str, tuple[Line, str]] = {
     "half a character": (completion(choice={"text": "caf\ufffd"}), "U\\+FFFD"),
     "half a pair": (completion(choice={"text": "caf\ud800"}), "surrogate"),
     "half a pair in the prompt": (completion({"prompt": "caf\ud800"}), "surrogate"),
-    "half a pair in a message": (chat({"messages": [{"role": "user", "content": "\ud800"}]}), "half of a surrogate pair"),
+    "half a pair in a message": (chat({"messages": [{"role": "user", "content": "\ud800"}]}), "half of a surrogate"),
     "a foreign id": (completion(choice={"token_ids": [VOCABULARY]}), f"token {VOCABULARY} is not in a vocabulary"),
     "a negative id": (completion(choice={"token_ids": [-1]}), "token -1 is not in a vocabulary"),
     "a foreign id in the prompt": (chat(prompt_token_ids=[1, 10**6]), "token 1000000 is not in a vocabulary"),

@@ -328,8 +328,8 @@ def check(
 
 
 def _checked(
-    one: Transcript, replay: Replay, lens: Projection | None, every: int, largest: float, values: int, rule: Rule | None,
-    scale: Tensor | None,
+    one: Transcript, replay: Replay, lens: Projection | None, every: int, largest: float, values: int,
+    rule: Rule | None, scale: Tensor | None,
 ) -> Made:  # fmt: skip
     reasons: list[str] = []
     faults: list[str] = []

@@ -211,8 +211,8 @@ def check(
         stdout().print(
             f"Valid requests: compared {seen['covered']} of {seen['tokens']} tokens by values of their own, "
             f"{seen['without_value']} by none: a change there shows only if it moves the values of later tokens. "
-            "Compared is not proven: limits leave room, so that a single replaced token may pass; a fingerprint of every "
-            "token (--fingerprint) leaves less.",
+            "Compared is not proven: limits leave room, so that a single replaced token may pass; a fingerprint "
+            "of every token (--fingerprint) leaves less.",
             style="dim", soft_wrap=True, highlight=False,
         )  # fmt: skip
     if found["counts"]["valid"] < len(found["requests"]):

@@ -76,16 +76,18 @@ def parts(gguf: Path) -> list[Path]:
 
 def _join(files: list[Path], target: Path) -> None:
     """Write the parts of a split file as one: the first one's metadata, the tensors of all."""
+    try:
+        _write_joined(files, target)
+    except Exception as error:  # its readers raise whatever a damaged file makes of their arithmetic
+        raise InputError(f"cannot read {files[0]} and its other parts: {_first_line(error)}") from None
+
+
+def _write_joined(files: list[Path], target: Path) -> None:
     from gguf import GGUFReader, GGUFValueType, GGUFWriter, Keys
 
-    try:
-        readers = [GGUFReader(file) for file in files]
-        fields = readers[0].fields
-        writer = GGUFWriter(
-            target, fields[Keys.General.ARCHITECTURE].contents(), endianess=readers[0].endianess
-        )
-    except (OSError, ValueError, KeyError) as error:
-        raise InputError(f"cannot read {files[0]} and its other parts: {_first_line(error)}") from None
+    readers = [GGUFReader(file) for file in files]
+    fields = readers[0].fields
+    writer = GGUFWriter(target, fields[Keys.General.ARCHITECTURE].contents(), endianess=readers[0].endianess)
     # The writer writes the first of these itself; the others are of the split.
     left_out = ("GGUF.", Keys.General.ARCHITECTURE, "split.")
     for field in fields.values():

@@ -98,6 +98,8 @@ def resolve_model(name: str, revision: str | None = None, *, local_only: bool = 
     """
     from hiddenlab.slice.convert import converted
 
+    if not name:
+        raise InputError("no model at '': the name is empty; leave --model out for the built-in model")
     if name == BUILTIN:
         return ModelRef(name, str(converted(builtin_gguf())))
     try:
@@ -116,7 +118,7 @@ def resolve_model(name: str, revision: str | None = None, *, local_only: bool = 
         if not (path / "config.json").is_file():
             raise InputError(f"the directory {name} holds no config.json; it is not a transformers model")
         return ModelRef(name, str(path))
-    looks_local = name.startswith((".", "/", "~")) or name.count("/") > 1 or not name
+    looks_local = name.startswith((".", "/", "~")) or name.count("/") > 1
     if looks_local:
         raise InputError(f"no model at {name!r}: no such directory or GGUF file")
     if local_only:

@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,6 +17,9 @@ from hiddenlab.core import Observation, Public, Secret, Site
 from hiddenlab.record import Recorder, RunRecord
 from hiddenlab.testing import attack_sample
 from tests.fuzz import reference
+
+if TYPE_CHECKING:
+    from defenses.verification.transcript import Transcript
 
 Read = Callable[[bytes], Any]
 
@@ -308,7 +311,7 @@ def _transcripts(folder: Path) -> Target:
     from defenses.verification.transcript import read_transcripts
 
     path = folder / "transcripts.jsonl"
-    seed = b"".join(json.dumps(one).encode() + b"\n" for one in _requests())
+    seed = b"".join(json.dumps(one.to_json()).encode() + b"\n" for one in requests())
 
     def read(data: bytes) -> Any:
         path.write_bytes(data)
@@ -321,7 +324,8 @@ def _transcripts(folder: Path) -> Target:
     return Target("transcripts", (seed,), read, strict)
 
 
-def _requests() -> list[dict[str, Any]]:
+def requests() -> list["Transcript"]:
+    """Two transcripts, one of them with everything that a transcript may have."""
     from defenses.verification.sampling import Sampling
     from defenses.verification.transcript import Fingerprint, Transcript
 
@@ -332,7 +336,7 @@ def _requests() -> list[dict[str, Any]]:
     full = Transcript(
         "r2", "builtin", (1,), (4, 5), sampling, proofs=("AAAA",), proof_rule="rows", fingerprint=printed
     )
-    return [one.to_json() for one in (plain, full)]
+    return [plain, full]
 
 
 def _ledger(folder: Path) -> list[Target]:
@@ -348,8 +352,8 @@ def _ledger(folder: Path) -> list[Target]:
     create_key(key_file)
     key = read_key(key_file)
     book = Ledger.create(path, key)
-    for one in _requests():
-        book.append(one)
+    for one in requests():
+        book.append(one.to_json())
     point = book.checkpoint()
     point_file.write_text(write_statement(point) + "\n")
     prove(path, "r1", point_file, public(key), proof)
@@ -464,7 +468,7 @@ def _fingerprint() -> Target:
     from defenses.verification.transcript import Fingerprint
     from hiddenlab.schema import parse
 
-    seed = json.dumps(_requests()[1]["fingerprint"]).encode()
+    seed = json.dumps(requests()[1].to_json()["fingerprint"]).encode()
 
     def read(data: bytes) -> Any:
         parse(data, Fingerprint, "fingerprint.json").values()
