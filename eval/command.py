@@ -7,7 +7,7 @@ from typing import Any
 from eval.experiment import Experiment, Setting, conduct, refusal
 from hiddenlab import registry
 from hiddenlab.core import Progress, silent
-from hiddenlab.errors import HiddenlabError
+from hiddenlab.errors import HiddenlabError, InputError
 from hiddenlab.files import write_file
 from hiddenlab.tables import markdown_table
 
@@ -34,6 +34,10 @@ def run(
             nothing is measured then. Of several experiments, one that the setting does not fit says why; what was
             written of it before stays.
     """
+    try:
+        home.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"cannot write into {home}: {error.strerror or error}") from None
     asked, refused = Setting(**setting), dict[str, HiddenlabError]()
     asked.at(())  # a model that cannot be had is nobody's own fault
     experiments = dict[str, Experiment]()

@@ -270,11 +270,11 @@ def _texts(spec: AttackSpec) -> list[tuple[str, str]]:
 
 
 def _prompts(texts: Sequence[tuple[str, str]], spec: AttackSpec, slice: Slice) -> list[Case]:
-    longest = getattr(slice.model.config, "max_position_embeddings", None)
+    longest = _longest(slice)
     cases = []
     for index, (id, text) in enumerate(texts):
         tokens = slice.tokenize(text, spec.max_tokens)
-        if isinstance(longest, int) and len(tokens) > longest:
+        if longest is not None and len(tokens) > longest:
             raise InputError(
                 f"prompt {id} has {len(tokens)} tokens, and {spec.model} takes {longest}; use --max-tokens"
             )
@@ -282,9 +282,19 @@ def _prompts(texts: Sequence[tuple[str, str]], spec: AttackSpec, slice: Slice) -
     return cases
 
 
+def _longest(slice: Slice) -> int | None:
+    """Tokens that the model takes, None where it does not say."""
+    longest = getattr(slice.model.config, "max_position_embeddings", None)
+    return longest if isinstance(longest, int) and longest > 0 else None
+
+
 def _given(observations: Sequence[Observation], spec: AttackSpec, slice: Slice) -> list[Case]:
+    longest = _longest(slice)
     for observation in observations:
         check_observation(observation, slice)
+        last = (observation.public.positions or (len(observation.states) - 1,))[-1]
+        if longest is not None and last >= longest:
+            raise InputError(f"the observation has {last + 1} tokens, and {slice.ref.name} takes {longest}")
     truths: Sequence[Secret | None] = [None] * len(observations)
     if spec.truth is not None:
         secrets = load_truth(Path(spec.truth))

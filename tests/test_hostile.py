@@ -260,6 +260,19 @@ def test_logits_of_the_wrong_width_are_refused(tiny: Callable[..., str], tmp_pat
         check_observation(Observation(torch.ones(2, slice.width), public), slice)
 
 
+def test_more_rows_than_the_model_takes_are_refused(tiny: Callable[..., str], tmp_path: Path) -> None:
+    slice = load_slice(tiny("llama"), 1, device="cpu")
+    public = Public(tiny("llama"), slice.signature, slice.site)
+    save_observation(Observation(torch.ones(513, slice.width), public), tmp_path / "long")
+    save_observation(
+        Observation(torch.ones(1, slice.width), dataclasses.replace(public, positions=(512,))),
+        tmp_path / "far",
+    )
+    for name in ("long", "far"):
+        told = refused("attack", "--observation", str(tmp_path / name), "--no-record")
+        assert "has 513 tokens, and" in told and "takes 512" in told
+
+
 def test_rerun_asks_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from huggingface_hub import constants
 

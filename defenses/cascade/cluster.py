@@ -170,7 +170,7 @@ class RayCascade(Cascade):
     ) -> None:
         if transport not in TRANSPORTS:
             raise InputError(f"unknown transport {transport!r}; known are {', '.join(TRANSPORTS)}")
-        if alpha < 1 or m < 1 or timeout <= 0 or restarts < 0 or threads < 1:
+        if alpha < 1 or m < 1 or not 0 < timeout < math.inf or restarts < 0 or threads < 1:
             raise InputError("alpha, m and threads must be at least 1, timeout above 0, restarts at least 0")
         if transport == "objects" and link is not None:
             raise InputError("a simulated link needs the transport tcp; Ray's objects take Ray's own way")
