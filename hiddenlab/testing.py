@@ -250,3 +250,21 @@ def write_tiny_gguf(path: Path, *, drop: str = "", seed: int = 0, **options: Any
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def json_values() -> Any:
+    """A hypothesis strategy of what JSON can say and hiddenlab reads: numbers of 64 bits, any text."""
+    from hypothesis import strategies as st
+
+    plain = (
+        st.none()
+        | st.booleans()
+        | st.integers(-(2**63), 2**64 - 1)
+        | st.floats(allow_nan=False, allow_infinity=False)
+        | st.text()
+    )
+    return st.recursive(
+        plain,
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+        max_leaves=8,
+    )

@@ -27,21 +27,14 @@ from hiddenlab.observation import (
     save_observations,
 )
 from hiddenlab.slice import Slice, load_slice
+from hiddenlab.testing import json_values
 
 torch.set_num_threads(1)
 
 PUBLIC = Public(
     "a/model", (0.5, -0.25, 0.0), Site(3), channel=("seq-perm",), rows_permuted=True, facts={"a": [1, None]}
 )
-JSON = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers(-(2**63), 2**64 - 1)
-    | st.floats(allow_nan=False, allow_infinity=False)
-    | st.text(),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
-    max_leaves=6,
-)  # fmt: skip
+JSON = json_values()
 
 
 def observation(rows: int = 4, width: int = 8, public: Public = PUBLIC) -> Observation:

@@ -14,7 +14,6 @@ from typing import Annotated, Any
 import pytest
 import torch
 from hypothesis import given
-from hypothesis import strategies as st
 from pydantic import Field
 from rich.table import Table
 from typer.testing import CliRunner
@@ -28,6 +27,7 @@ from hiddenlab.files import write_file
 from hiddenlab.job import load_truth, save_truth
 from hiddenlab.observation import load_observation, save_observation
 from hiddenlab.tables import markdown_table
+from hiddenlab.testing import json_values
 from hiddenlab.text import markdown, printable, visible
 
 
@@ -77,18 +77,7 @@ def test_what_is_wrong_is_said_in_one_line_with_file_and_field(text: str | bytes
     assert str(caught.value).isprintable() and len(str(caught.value)) < 500
 
 
-JSON = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers(-(2**63), 2**64 - 1)
-    | st.floats(allow_nan=False, allow_infinity=False)
-    | st.text(),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
-    max_leaves=8,
-)
-
-
-@given(value=JSON)
+@given(value=json_values())
 def test_what_json_can_say_is_read_as_it_is(value: Any) -> None:
     assert schema.loads(json.dumps(value), "x") == value
     assert schema.parse(json.dumps({"inner": {"layer": 1}, "more": value}), Form, "x").more == value

@@ -296,6 +296,7 @@ def samples(data: bytes) -> Any:
         said = value_of(line)
         need(_SAMPLE(said) or _NOT_APPLICABLE(said))
         out.append(said)
+    need(len({one["index"] for one in out}) == len(out))
     return out
 
 
