@@ -136,6 +136,7 @@ def prepare(spec: AttackSpec, progress: Progress = silent) -> Job:
     else:
         channel = Channel([])  # the states passed theirs already, which may be known to their provider alone
         observations = load_observations(Path(spec.observation))
+    secrets = None if spec.truth is None else load_truth(Path(spec.truth))
     # A file of somebody else may name a model, but not make this machine ask the hub for it.
     local_only = bool(observations) and spec.model is None
     if observations:
@@ -146,7 +147,7 @@ def prepare(spec: AttackSpec, progress: Progress = silent) -> Job:
     slice = _load(spec, local_only)
     channel.provider_slice(slice)  # which it keeps; what cannot be loaded should fail now
     progress("loading the model", 1, 1)
-    cases = _given(observations, spec, slice) if observations else _prompts(sources, spec, slice)
+    cases = _given(observations, secrets, spec, slice) if observations else _prompts(sources, spec, slice)
     return Job(spec, slice, channel, attack, cases)
 
 
@@ -288,7 +289,9 @@ def _longest(slice: Slice) -> int | None:
     return longest if isinstance(longest, int) and longest > 0 else None
 
 
-def _given(observations: Sequence[Observation], spec: AttackSpec, slice: Slice) -> list[Case]:
+def _given(
+    observations: Sequence[Observation], secrets: Sequence[Secret] | None, spec: AttackSpec, slice: Slice
+) -> list[Case]:
     longest = _longest(slice)
     for observation in observations:
         check_observation(observation, slice)
@@ -296,8 +299,7 @@ def _given(observations: Sequence[Observation], spec: AttackSpec, slice: Slice) 
         if longest is not None and last >= longest:
             raise InputError(f"the observation has {last + 1} tokens, and {slice.ref.name} takes {longest}")
     truths: Sequence[Secret | None] = [None] * len(observations)
-    if spec.truth is not None:
-        secrets = load_truth(Path(spec.truth))
+    if secrets is not None:
         if len(secrets) != len(observations) or not all(map(_fits, secrets, observations)):
             raise InputError(
                 f"{spec.truth} is not the truth of {spec.observation}: the numbers of tokens differ"
