@@ -31,7 +31,7 @@ Progress = Callable[[str, int, int], None]  # (what, done, total)
 
 
 def _ascending(positions: tuple[int, ...]) -> tuple[int, ...]:
-    if not positions or any(a >= b for a, b in pairwise(positions)):
+    if any(a >= b for a, b in pairwise(positions)):
         raise ValueError("should ascend, each position once")
     return positions
 
