@@ -122,6 +122,8 @@ def _observation(folder: Path) -> Target:
                 "facts": {},
             }
             out.append([defaults | said | {"site": site}, dtype, shape, raw])
+        if reference.further_fields(data):
+            raise reference.Either(out)
         return out
 
     return Target("observation", tuple(seeds), read, strict)

@@ -20,6 +20,14 @@ class Refused(Exception):
     """The file is not what it should be."""
 
 
+class Either(Refused):
+    """The file may be refused; if it is not, its content has to be this one."""
+
+    def __init__(self, content: Any) -> None:
+        super().__init__()
+        self.content = content
+
+
 def need(condition: object) -> None:
     """Refuse unless a condition holds."""
     if not condition:
@@ -165,7 +173,8 @@ def safetensors(data: bytes) -> tuple[dict[str, tuple[str, list[int], bytes]], d
     need(len(data) >= 8)
     (size,) = struct.unpack("<Q", data[:8])
     need(size <= len(data) - 8)
-    # The header's own rules are the format's, whose library reads no fields but these, and of two names the last.
+    # The header's own rules are the format's: its library skips further fields of a tensor, if it can parse them, and
+    # of two names takes the last.
     try:
         header = json.loads(data[8 : 8 + size].decode())
     except (ValueError, RecursionError):
@@ -189,6 +198,13 @@ def safetensors(data: bytes) -> tuple[dict[str, tuple[str, list[int], bytes]], d
         at = end
     need(at == len(rest))
     return tensors, metadata
+
+
+def further_fields(data: bytes) -> bool:
+    """Whether the header of a readable file says more of a tensor than the format does."""
+    (size,) = struct.unpack("<Q", data[:8])
+    header = json.loads(data[8 : 8 + size].decode())
+    return any(len(one) > 3 for name, one in header.items() if name != "__metadata__")
 
 
 def _numbers(dtype: str, raw: bytes) -> Any:
