@@ -26,8 +26,6 @@ from hiddenlab.schema import (
     Threads,
     TokenId,
     check,
-    check_format,
-    loads,
     parse,
     read_bytes,
 )
@@ -252,9 +250,8 @@ def load_truth(path: Path) -> list[Secret]:
     Raises:
         InputError: the file cannot be read, is no truth file, or names rows that its prompts do not have.
     """
-    data = read_bytes(path)
-    check_format(loads(data, str(path)), TRUTH_FORMAT, str(path))
-    secrets = [row.secret() for row in parse(data, _Truths, str(path)).secrets]
+    stored = parse(read_bytes(path), _Truths, str(path), TRUTH_FORMAT)
+    secrets = [row.secret() for row in stored.secrets]
     for i, secret in enumerate(secrets):
         order = secret.row_order or ()
         if len(set(order)) < len(order) or max(order, default=0) >= len(secret.tokens):
@@ -302,7 +299,7 @@ def _given(
     if secrets is not None:
         if len(secrets) != len(observations) or not all(map(_fits, secrets, observations)):
             raise InputError(
-                f"{spec.truth} is not the truth of {spec.observation}: the numbers of tokens differ"
+                f"{spec.truth} is not the truth of {spec.observation}: its tokens, or their order, do not fit the rows"
             )
         for i, secret in enumerate(secrets):
             if (token := max(secret.tokens)) >= slice.vocab_size:

@@ -20,7 +20,7 @@ from hiddenlab.core import Observation, Public
 from hiddenlab.errors import InputError
 from hiddenlab.files import save_tensors
 from hiddenlab.lens import lens_of
-from hiddenlab.schema import CLOSED, check_format, loads, parse
+from hiddenlab.schema import CLOSED, parse
 from hiddenlab.slice import Slice
 
 FORMAT = 1
@@ -148,8 +148,7 @@ def _public_facts(path: Path, text: str | None) -> list[Public]:
     if text is None:
         raise InputError(f"{path} is no observation file: its metadata has no entry {METADATA_KEY!r}")
     where = f"{path}, metadata {METADATA_KEY!r}"
-    check_format(loads(text, where), FORMAT, where)
-    return parse(text, _Metadata, where).observations
+    return parse(text, _Metadata, where, FORMAT).observations
 
 
 def _observation(path: Path, i: int, states: torch.Tensor, public: Public) -> Observation:

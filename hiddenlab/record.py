@@ -19,7 +19,7 @@ from pydantic import with_config
 from typing_extensions import TypedDict
 
 from hiddenlab.errors import HiddenlabError, InputError
-from hiddenlab.schema import CLOSED, Count, Finite, Positive, check_format, loads, parse, read_bytes
+from hiddenlab.schema import CLOSED, Count, Finite, Positive, loads, parse, read_bytes
 from hiddenlab.summary import Sample, sample_form
 
 FORMAT = 1
@@ -239,9 +239,7 @@ def _load(path: Path) -> tuple[RunRecord, list[Sample], int]:
     """Record, samples, and how many bytes of ``samples.jsonl`` are whole lines."""
     if not (path / RECORD).is_file():
         raise InputError(f"{path} is no run directory: it holds no {RECORD}")
-    data, where = read_bytes(path / RECORD), str(path / RECORD)
-    check_format(loads(data, where), FORMAT, where)
-    record = parse(data, RunRecord, where)
+    record = parse(read_bytes(path / RECORD), RunRecord, str(path / RECORD), FORMAT)
     samples, good = _load_samples(path / SAMPLES, record.verb)
     return record, samples, good
 

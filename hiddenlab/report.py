@@ -10,7 +10,7 @@ from hiddenlab.errors import HiddenlabError, InputError
 from hiddenlab.files import write_file
 from hiddenlab.page import page
 from hiddenlab.record import RECORD, UNFINISHED, RunRecord, commit_name, read_run
-from hiddenlab.schema import CLOSED, OPEN, Finite, Layer, check, check_format, loads, parse, read_bytes
+from hiddenlab.schema import CLOSED, OPEN, Finite, Layer, check, parse, read_bytes
 from hiddenlab.summary import FIGURES, Sample, figure, summarise
 from hiddenlab.tables import TABLE_FORMAT, Grid, Table, markdown_table
 from hiddenlab.text import markdown as escaped
@@ -142,8 +142,7 @@ def load_study(path: Path) -> Study:
     """
     data = read_bytes(path)
     try:
-        check_format(loads(data, str(path)), TABLE_FORMAT, str(path))
-        table: dict[str, Any] = dict(parse(data, Table, str(path)))
+        table: dict[str, Any] = dict(parse(data, Table, str(path), TABLE_FORMAT))
     except InputError as error:
         raise InputError(f"{path} is no table of 'hiddenlab eval': {error}") from None
     runs = []

@@ -93,13 +93,18 @@ def loads(data: bytes | str, where: str) -> Any:
     return value
 
 
-def parse(data: bytes | str, form: type[T], where: str) -> T:
+def parse(data: bytes | str, form: type[T], where: str, version: int | None = None) -> T:
     """Parse one JSON value and check it against a form.
 
+    Args:
+        version: the newest format version that is known, where the file names one; see ``check_format``.
+
     Raises:
-        InputError: it is no JSON, or does not have that form; the message names the field.
+        InputError: it is no JSON, has a newer version, or not that form; the message names the field.
     """
-    loads(data, where)
+    value = loads(data, where)
+    if version is not None:
+        check_format(value, version, where)
     return _checked(data, form, where)
 
 

@@ -51,7 +51,7 @@ def main() -> None:
     accept_any_text()
     try:
         app()
-    except (
-        OSError
-    ) as error:  # of writing to a full disk or a closed terminal; what is read has messages of its own
-        sys.exit(f"error: {error.strerror or error}")
+    except OSError as error:
+        # Of printing to a full disk or a closed terminal; files that are read have messages of their own.
+        print(f"error: {error.strerror or error}", file=sys.stderr)
+        sys.exit(USER_ERROR)
