@@ -42,8 +42,8 @@ def test_conversion_happens_once(builtin: Slice) -> None:
     assert again.ref == builtin.ref
     assert weights.stat().st_mtime_ns == written
     assert again.signature == builtin.signature
-    # Nothing half-written stays beside it.
-    assert [path.name for path in weights.parent.parent.iterdir()] == [weights.parent.name]
+    # Nothing half-written stays beside it; other tests may have converted models of their own.
+    assert not list(weights.parent.parent.glob(".*"))
 
 
 def test_what_it_is(builtin: Slice) -> None:
