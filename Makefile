@@ -59,11 +59,11 @@ fuzz: setup
 OUT ?= runs/gpu
 MINUTES ?= 9
 gpu:
-	$(PYTHON) -m eval.gpu --out $(OUT) --minutes $(MINUTES)
+	$(PYTHON) -m hiddenlab.eval.gpu --out $(OUT) --minutes $(MINUTES)
 
 CUDA ?= 13.0
 gpu-pack: setup
-	$(BIN)/python -m eval.gpu.pack .gpu --cuda $(CUDA)
+	$(BIN)/python -m hiddenlab.eval.gpu.pack .gpu --cuda $(CUDA)
 
 clean:
 	rm -rf $(VENV) .venv-crypten .venv-spu .mypy_cache .pytest_cache .ruff_cache

@@ -21,7 +21,7 @@ from jaxtyping import Float, Int
 from scipy.optimize import nnls
 from torch import Tensor
 
-from attacks.first_layer import FirstLayer
+from hiddenlab.attacks.first_layer import FirstLayer
 from hiddenlab.core import Observation, Progress, Recovery, TokenRecovery, silent
 from hiddenlab.errors import InputError, NotApplicableError
 from hiddenlab.slice import Slice

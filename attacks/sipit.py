@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from attacks.vocab_match import Prepared, VocabMatch
+from hiddenlab.attacks.vocab_match import Prepared, VocabMatch
 from hiddenlab.channel import by_channel
 from hiddenlab.core import Observation, Progress, Recovery, TokenRecovery, silent
 from hiddenlab.errors import InputError, NotApplicableError

@@ -12,10 +12,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from defenses.verification.rules import PAPER
-from defenses.verification.toploc import TOP, commit, values_at
 from hiddenlab.channel import Stage
 from hiddenlab.core import Public
+from hiddenlab.defenses.verification.rules import PAPER
+from hiddenlab.defenses.verification.toploc import TOP, commit, values_at
 from hiddenlab.errors import InputError
 
 

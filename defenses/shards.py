@@ -7,9 +7,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from defenses.cascade.plan import AttnNode, Plan, Positions
 from hiddenlab.channel import Stage
 from hiddenlab.core import Public
+from hiddenlab.defenses.cascade.plan import AttnNode, Plan, Positions
 from hiddenlab.errors import InputError
 
 

@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import DynamicCache
 
-from attacks.exfiltration import (
+from hiddenlab.attacks.exfiltration import (
     ChoiceDecoder,
     ChoiceEncoder,
     Decoder,
@@ -22,11 +22,11 @@ from attacks.exfiltration import (
     rank_decoder,
     rank_encoder,
 )
-from defenses.verification.likelihood import gumbel_positions
-from defenses.verification.provider import Request
-from defenses.verification.sampling import Sampling, StreamNoise, perturbed
-from defenses.verification.whole import WholeModel
 from hiddenlab.core import Progress, silent
+from hiddenlab.defenses.verification.likelihood import gumbel_positions
+from hiddenlab.defenses.verification.provider import Request
+from hiddenlab.defenses.verification.sampling import Sampling, StreamNoise, perturbed
+from hiddenlab.defenses.verification.whole import WholeModel
 from hiddenlab.errors import InputError
 
 SAMPLES = 64  # draws of the likelihood for each position, on both sides

@@ -9,19 +9,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from defenses.cascade.after_mpc import forward_after, without_first
-from defenses.cascade.backend import load_cascade_model
-from defenses.cascade.local import LocalCascade
-from defenses.cascade.plan import Plan
-from defenses.schemes.walk import Plain, walk
-from defenses.schemes.weights import Weights
-from eval.experiment import Figures
-from eval.intervals import mean, ratio
-from eval.measures import as_figures, attack, exactly
-from eval.mpc.run import crypten_decoder
-from eval.scheme_cells import model_and_prompts
 from hiddenlab.core import Progress, silent
+from hiddenlab.defenses.cascade.after_mpc import forward_after, without_first
+from hiddenlab.defenses.cascade.backend import load_cascade_model
+from hiddenlab.defenses.cascade.local import LocalCascade
+from hiddenlab.defenses.cascade.plan import Plan
+from hiddenlab.defenses.schemes.walk import Plain, walk
+from hiddenlab.defenses.schemes.weights import Weights
 from hiddenlab.errors import InputError
+from hiddenlab.eval.experiment import Figures
+from hiddenlab.eval.intervals import mean, ratio
+from hiddenlab.eval.measures import as_figures, attack, exactly
+from hiddenlab.eval.mpc.run import crypten_decoder
+from hiddenlab.eval.scheme_cells import model_and_prompts
 from hiddenlab.job import AttackSpec, capture_all, generator, save_truth
 from hiddenlab.observation import save_observations
 

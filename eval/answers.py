@@ -16,14 +16,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from defenses.verification import difr, toploc
-from defenses.verification.difr import Replay, Verifier
-from defenses.verification.provider import Provider, Request, Variant
-from defenses.verification.rules import EVERY, PAPER
-from defenses.verification.sampling import Sampling
-from defenses.verification.transcript import Transcript, read_transcripts, write_transcripts
-from defenses.verification.whole import load_whole
 from hiddenlab.core import Progress, silent
+from hiddenlab.defenses.verification import difr, toploc
+from hiddenlab.defenses.verification.difr import Replay, Verifier
+from hiddenlab.defenses.verification.provider import Provider, Request, Variant
+from hiddenlab.defenses.verification.rules import EVERY, PAPER
+from hiddenlab.defenses.verification.sampling import Sampling
+from hiddenlab.defenses.verification.transcript import Transcript, read_transcripts, write_transcripts
+from hiddenlab.defenses.verification.whole import load_whole
 from hiddenlab.errors import InputError
 from hiddenlab.job import generator
 from hiddenlab.lens import KINDS, Projection

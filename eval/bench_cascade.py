@@ -12,12 +12,12 @@ import psutil
 import torch
 from torch import Tensor
 
-from defenses.cascade.backend import Cascade, load_cascade_model
-from defenses.cascade.command import Backend
-from defenses.cascade.cost import Shape, layer_bytes, layer_seconds
-from defenses.cascade.generate import generate
-from defenses.cascade.plan import Plan
 from hiddenlab.core import Progress, silent
+from hiddenlab.defenses.cascade.backend import Cascade, load_cascade_model
+from hiddenlab.defenses.cascade.command import Backend
+from hiddenlab.defenses.cascade.cost import Shape, layer_bytes, layer_seconds
+from hiddenlab.defenses.cascade.generate import generate
+from hiddenlab.defenses.cascade.plan import Plan
 from hiddenlab.errors import InputError
 from hiddenlab.registry import parse_numbers
 from hiddenlab.slice.load import DTYPES, load_config, parse_dtype, quiet_transformers, resolve_model

@@ -5,12 +5,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from defenses.cascade.cost import Link
-from eval import bench_cascade, paper
-from eval.bench_cascade import SHAPES
-from eval.mpc.run import crypten, spu
 from hiddenlab.core import Progress, silent
+from hiddenlab.defenses.cascade.cost import Link
 from hiddenlab.errors import HiddenlabError, InputError
+from hiddenlab.eval import bench_cascade, paper
+from hiddenlab.eval.bench_cascade import SHAPES
+from hiddenlab.eval.mpc.run import crypten, spu
 from hiddenlab.registry import parse_numbers
 
 BASELINES: dict[str, tuple[Any, dict[str, str]]] = {

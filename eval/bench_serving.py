@@ -11,9 +11,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from defenses.cascade.command import Backend
-from defenses.cascade.port import reserved
 from hiddenlab.core import Progress, silent
+from hiddenlab.defenses.cascade.command import Backend
+from hiddenlab.defenses.cascade.port import reserved
 from hiddenlab.errors import HiddenlabError
 
 PATH = "/v1/completions"
@@ -46,8 +46,8 @@ def bench(
         being sent away and asking again included; the slowest round), and of the requests at once: median seconds,
         the ratio to the idle server, answers by status, and how many were sent away without ``Retry-After``.
     """
-    from defenses.cascade import serve
-    from defenses.cascade.service import Limits
+    from hiddenlab.defenses.cascade import serve
+    from hiddenlab.defenses.cascade.service import Limits
 
     with socket.create_server(("127.0.0.1", 0)) as found:
         port = int(found.getsockname()[1])

@@ -4,10 +4,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from eval.experiment import Experiment, Setting, conduct, refusal
 from hiddenlab import registry
 from hiddenlab.core import Progress, silent
 from hiddenlab.errors import HiddenlabError, InputError
+from hiddenlab.eval.experiment import Experiment, Setting, conduct, refusal
 from hiddenlab.files import write_file
 from hiddenlab.tables import markdown_table
 

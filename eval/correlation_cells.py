@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-from eval.experiment import Figures
-from eval.intervals import mean, share
-from eval.measures import as_figures, exactly
 from hiddenlab.channel import Channel
 from hiddenlab.core import Progress, silent
 from hiddenlab.errors import HiddenlabError
+from hiddenlab.eval.experiment import Figures
+from hiddenlab.eval.intervals import mean, share
+from hiddenlab.eval.measures import as_figures, exactly
 from hiddenlab.job import generator
 from hiddenlab.prompts import load_prompts
 from hiddenlab.slice import load_slice

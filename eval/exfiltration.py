@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from eval.exfiltration_cells import BOTH, DANGEROUS
-from eval.experiment import Cell, Experiment, Setting
-from eval.verification import base
 from hiddenlab.errors import InputError
+from hiddenlab.eval.exfiltration_cells import BOTH, DANGEROUS
+from hiddenlab.eval.experiment import Cell, Experiment, Setting
+from hiddenlab.eval.verification import base
 
 Number = TypeVar("Number", int, float)
 MOST_BITS = 10**6  # of a secret

@@ -11,23 +11,24 @@ import torch
 from scipy.stats import binom
 from torch import Tensor
 
-from defenses.verification import difr, risk
-from defenses.verification import game as game_of
-from defenses.verification.bounds import Risk, game_bound
-from defenses.verification.closed_form import logit_rank
-from defenses.verification.detect import detect
-from defenses.verification.difr import Replay, Verifier
-from defenses.verification.filters import PerplexityFilter, SyntacticFilter
-from defenses.verification.likelihood import gumbel_positions
-from defenses.verification.provider import Request
-from defenses.verification.transcript import Transcript
-from defenses.verification.whole import WholeModel, load_whole
-from eval.adversaries import SAMPLES, Answer, Rule, Tactic, answers, known
-from eval.answers import requests_of
-from eval.experiment import Figures
-from eval.intervals import Estimate, mean, share
-from eval.measures import as_figures, exactly
-from eval.warden_cells import (
+from hiddenlab.core import Progress, silent
+from hiddenlab.defenses.verification import difr, risk
+from hiddenlab.defenses.verification import game as game_of
+from hiddenlab.defenses.verification.bounds import Risk, game_bound
+from hiddenlab.defenses.verification.closed_form import logit_rank
+from hiddenlab.defenses.verification.detect import detect
+from hiddenlab.defenses.verification.difr import Replay, Verifier
+from hiddenlab.defenses.verification.filters import PerplexityFilter, SyntacticFilter
+from hiddenlab.defenses.verification.likelihood import gumbel_positions
+from hiddenlab.defenses.verification.provider import Request
+from hiddenlab.defenses.verification.transcript import Transcript
+from hiddenlab.defenses.verification.whole import WholeModel, load_whole
+from hiddenlab.eval.adversaries import SAMPLES, Answer, Rule, Tactic, answers, known
+from hiddenlab.eval.answers import requests_of
+from hiddenlab.eval.experiment import Figures
+from hiddenlab.eval.intervals import Estimate, mean, share
+from hiddenlab.eval.measures import as_figures, exactly
+from hiddenlab.eval.warden_cells import (
     FIELDS,
     calibration,
     least,
@@ -37,7 +38,6 @@ from eval.warden_cells import (
     slowdown,
     stored,
 )
-from hiddenlab.core import Progress, silent
 
 GAME = (
     "messages",

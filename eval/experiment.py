@@ -209,7 +209,7 @@ def conduct(
     todo = todo if measure else []
     progress(f"cells of {name}", done, len(unique))
     if workers > 1 and len(todo) > 1:
-        from eval.parallel import measure_all
+        from hiddenlab.eval.parallel import measure_all
 
         finished: Iterator[Result] = measure_all(todo, home, fresh, workers, threads)
     else:

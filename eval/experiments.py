@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from eval import paper
-from eval.experiment import OTHER_MODEL, Cell, Experiment, Setting, attack_cell
-from eval.sharding import infill_spec
 from hiddenlab.errors import InputError
+from hiddenlab.eval import paper
+from hiddenlab.eval.experiment import OTHER_MODEL, Cell, Experiment, Setting, attack_cell
+from hiddenlab.eval.sharding import infill_spec
 from hiddenlab.job import AttackSpec
 
 EXACT = {"exact": "exact prompts", "evaluated_tokens_per_token": "evaluated tokens per token"}

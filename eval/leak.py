@@ -7,19 +7,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attacks.evidence import learn_projection
-from attacks.proofs import ProofSearch
-from defenses.fingerprints import request_seed
-from defenses.verification.toploc import proof_bytes
-from eval.answers import COUNTS, PROOF_COUNTS
-from eval.experiment import MEASURED, NOT_RUN, Cell, Experiment, Figures, Setting, attack_cell
-from eval.intervals import mean, ratio, share
-from eval.measures import as_figures
-from eval.metrics import score_text
-from eval.verification import ACTIVATION_SCORES, FEW, base, detected
+from hiddenlab.attacks.evidence import learn_projection
+from hiddenlab.attacks.proofs import ProofSearch
 from hiddenlab.channel import Channel
 from hiddenlab.core import Observation, Progress, silent
+from hiddenlab.defenses.fingerprints import request_seed
+from hiddenlab.defenses.verification.toploc import proof_bytes
 from hiddenlab.errors import InputError
+from hiddenlab.eval.answers import COUNTS, PROOF_COUNTS
+from hiddenlab.eval.experiment import MEASURED, NOT_RUN, Cell, Experiment, Figures, Setting, attack_cell
+from hiddenlab.eval.intervals import mean, ratio, share
+from hiddenlab.eval.measures import as_figures
+from hiddenlab.eval.metrics import score_text
+from hiddenlab.eval.verification import ACTIVATION_SCORES, FEW, base, detected
 from hiddenlab.job import AttackSpec, build_attack, generator
 from hiddenlab.lens import ORTHOGONAL, Projection
 from hiddenlab.prompts import load_prompts

@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-from eval.experiment import RUN, Figures
-from eval.intervals import Estimate, mean, ratio, share
 from hiddenlab import registry
 from hiddenlab.channel import Channel
 from hiddenlab.core import Progress, silent
 from hiddenlab.errors import NotApplicableError
+from hiddenlab.eval.experiment import RUN, Figures
+from hiddenlab.eval.intervals import Estimate, mean, ratio, share
 from hiddenlab.job import AttackSpec, generator, prepare
 from hiddenlab.match import choose_matcher
 from hiddenlab.prompts import load_prompts

@@ -2,8 +2,10 @@
 
 from typing import Any
 
-from eval import paper
-from eval.experiment import (
+from hiddenlab.channel import Channel
+from hiddenlab.errors import InputError
+from hiddenlab.eval import paper
+from hiddenlab.eval.experiment import (
     MEASURED,
     NOT_RUN,
     OTHER_MODEL,
@@ -13,10 +15,8 @@ from eval.experiment import (
     attack_cell,
     split_specs,
 )
-from eval.experiments import BUDGET, NOISY_BUDGET, SHUFFLED_ROWS, utility_cell
-from eval.measures import FAR, NEAR, embedding_deviation
-from hiddenlab.channel import Channel
-from hiddenlab.errors import InputError
+from hiddenlab.eval.experiments import BUDGET, NOISY_BUDGET, SHUFFLED_ROWS, utility_cell
+from hiddenlab.eval.measures import FAR, NEAR, embedding_deviation
 from hiddenlab.job import AttackSpec, build_attack
 from hiddenlab.slice.load import load_config, resolve_model
 

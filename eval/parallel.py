@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from eval.experiment import Cell, Result, measure_cell
 from hiddenlab.errors import HiddenlabError
+from hiddenlab.eval.experiment import Cell, Result, measure_cell
 
 
 def measure_all(
@@ -25,7 +25,7 @@ def measure_all(
         import ray
     except ImportError:
         raise HiddenlabError("--workers needs Ray; install hiddenlab with its ray extra") from None
-    from defenses.cascade.cluster import check_reachable
+    from hiddenlab.defenses.cascade.cluster import check_reachable
 
     own = not ray.is_initialized()
     if own:

@@ -2,10 +2,11 @@
 
 from typing import Any
 
-from defenses.cascade.cost import Shape, layer_bytes
-from defenses.cascade.plan import AttnNode, Plan
-from eval.experiment import Cell, Experiment, Setting, attack_cell
-from eval.sharding import (
+from hiddenlab.defenses.cascade.cost import Shape, layer_bytes
+from hiddenlab.defenses.cascade.plan import AttnNode, Plan
+from hiddenlab.errors import InputError
+from hiddenlab.eval.experiment import Cell, Experiment, Setting, attack_cell
+from hiddenlab.eval.sharding import (
     ATTN_ROWS,
     NODES,
     SHARDED,
@@ -15,7 +16,6 @@ from eval.sharding import (
     shard_tokens,
     sums_cell,
 )
-from hiddenlab.errors import InputError
 from hiddenlab.slice.load import load_config, resolve_model
 
 GRID = tuple((c, alpha, m) for c in (1, 4, 8) for alpha in (4, 8, 12) for m in (1, 4))

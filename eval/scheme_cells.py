@@ -9,23 +9,23 @@ from typing import Any
 
 import torch
 
-from attacks.closed_weights.model import with_table
-from attacks.closed_weights.prior import refine
-from attacks.closed_weights.recover import collect_untied, rebuild_tied, with_public_embedding
-from attacks.closed_weights.substitution import solve
-from attacks.closed_weights.view import ServerView
-from attacks.vocab_match import VocabMatch
-from defenses.schemes.shares import HELPER, Centaur, PermLLM
-from defenses.schemes.stip import SERVER, Keys, Stip
-from defenses.schemes.walk import Plain, walk
-from defenses.schemes.weights import Weights, load_weights, write_checkpoint
-from eval.experiment import Figures
-from eval.intervals import mean, ratio, share
-from eval.measures import as_figures, exactly
-from eval.metrics import score_text
+from hiddenlab.attacks.closed_weights.model import with_table
+from hiddenlab.attacks.closed_weights.prior import refine
+from hiddenlab.attacks.closed_weights.recover import collect_untied, rebuild_tied, with_public_embedding
+from hiddenlab.attacks.closed_weights.substitution import solve
+from hiddenlab.attacks.closed_weights.view import ServerView
+from hiddenlab.attacks.vocab_match import VocabMatch
 from hiddenlab.channel import Channel
 from hiddenlab.core import Observation, Progress, Public, Recovery, silent
+from hiddenlab.defenses.schemes.shares import HELPER, Centaur, PermLLM
+from hiddenlab.defenses.schemes.stip import SERVER, Keys, Stip
+from hiddenlab.defenses.schemes.walk import Plain, walk
+from hiddenlab.defenses.schemes.weights import Weights, load_weights, write_checkpoint
 from hiddenlab.errors import InputError
+from hiddenlab.eval.experiment import Figures
+from hiddenlab.eval.intervals import mean, ratio, share
+from hiddenlab.eval.measures import as_figures, exactly
+from hiddenlab.eval.metrics import score_text
 from hiddenlab.job import generator
 from hiddenlab.match import choose_matcher
 from hiddenlab.prompts import load_prompts

@@ -3,11 +3,11 @@
 import math
 from typing import Any
 
-from eval.experiment import Cell, Experiment, Setting, attack_cell
-from eval.paper import PERMUTATIONS
-from eval.scheme_cells import CLOSED, PLAIN, REVEALING, SCHEMES
-from eval.sharding import infill_spec
 from hiddenlab.errors import InputError
+from hiddenlab.eval.experiment import Cell, Experiment, Setting, attack_cell
+from hiddenlab.eval.paper import PERMUTATIONS
+from hiddenlab.eval.scheme_cells import CLOSED, PLAIN, REVEALING, SCHEMES
+from hiddenlab.eval.sharding import infill_spec
 from hiddenlab.registry import parse_numbers
 
 SAME, NONE = "same", "none"  # a language model to help: of the attacked model's name, or none

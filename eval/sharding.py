@@ -3,10 +3,10 @@
 from itertools import product
 from typing import Any
 
-from defenses.cascade.plan import AttnNode, Plan
-from eval import paper
-from eval.experiment import OTHER_MODEL, Cell, Experiment, Setting, attack_cell, split_specs
+from hiddenlab.defenses.cascade.plan import AttnNode, Plan
 from hiddenlab.errors import InputError
+from hiddenlab.eval import paper
+from hiddenlab.eval.experiment import OTHER_MODEL, Cell, Experiment, Setting, attack_cell, split_specs
 from hiddenlab.job import AttackSpec, build_attack
 
 SHARDED = {

@@ -5,15 +5,15 @@ from typing import Any
 
 import torch
 
-from attacks.partial_sums import PartialSums
-from defenses.cascade.nodes import attention_pass
-from defenses.cascade.plan import Plan
-from eval.experiment import Figures
-from eval.intervals import mean, ratio, share
-from eval.measures import as_figures
-from eval.metrics import score_text
+from hiddenlab.attacks.partial_sums import PartialSums
 from hiddenlab.core import Observation, Progress, Public, Site, silent
+from hiddenlab.defenses.cascade.nodes import attention_pass
+from hiddenlab.defenses.cascade.plan import Plan
 from hiddenlab.errors import InputError
+from hiddenlab.eval.experiment import Figures
+from hiddenlab.eval.intervals import mean, ratio, share
+from hiddenlab.eval.measures import as_figures
+from hiddenlab.eval.metrics import score_text
 from hiddenlab.job import generator
 from hiddenlab.prompts import load_prompts
 from hiddenlab.slice import Slice, load_slice

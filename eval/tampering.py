@@ -13,18 +13,18 @@ from typing import Any
 
 import torch
 
-from defenses.verification import toploc
-from defenses.verification.provider import Provider, Request, Variant
-from defenses.verification.rules import EVERY, RULES, rule_of
-from defenses.verification.sampling import Sampling
-from defenses.verification.transcript import Transcript
-from defenses.verification.whole import WholeModel, load_whole
-from eval.experiment import Cell, Experiment, Figures, Setting
-from eval.intervals import mean, share
-from eval.measures import as_figures
-from eval.verification import HONEST, base
 from hiddenlab.core import Progress, silent
+from hiddenlab.defenses.verification import toploc
+from hiddenlab.defenses.verification.provider import Provider, Request, Variant
+from hiddenlab.defenses.verification.rules import EVERY, RULES, rule_of
+from hiddenlab.defenses.verification.sampling import Sampling
+from hiddenlab.defenses.verification.transcript import Transcript
+from hiddenlab.defenses.verification.whole import WholeModel, load_whole
 from hiddenlab.errors import InputError
+from hiddenlab.eval.experiment import Cell, Experiment, Figures, Setting
+from hiddenlab.eval.intervals import mean, share
+from hiddenlab.eval.measures import as_figures
+from hiddenlab.eval.verification import HONEST, base
 from hiddenlab.job import generator
 from hiddenlab.prompts import load_prompts
 

@@ -3,14 +3,14 @@
 from collections.abc import Mapping
 from typing import Any
 
-from defenses.verification import toploc
-from defenses.verification.detect import frontier
-from defenses.verification.rules import EVERY
-from defenses.verification.sampling import Sampling
-from eval.answers import COUNTS, MONTE_CARLO, PROOF_COUNTS
-from eval.experiment import MEASURED, NOT_RUN, Cell, Experiment, Setting
-from eval.verification_cells import PERCENTILES
+from hiddenlab.defenses.verification import toploc
+from hiddenlab.defenses.verification.detect import frontier
+from hiddenlab.defenses.verification.rules import EVERY
+from hiddenlab.defenses.verification.sampling import Sampling
 from hiddenlab.errors import InputError
+from hiddenlab.eval.answers import COUNTS, MONTE_CARLO, PROOF_COUNTS
+from hiddenlab.eval.experiment import MEASURED, NOT_RUN, Cell, Experiment, Setting
+from hiddenlab.eval.verification_cells import PERCENTILES
 
 HONEST = ("honest", "batch=7", "attention=eager", "dtype=float32")
 SYSTEM = "You are a helpful assistant. Keep answers short."

@@ -5,15 +5,15 @@ from typing import Any
 
 import numpy as np
 
-from defenses.verification import toploc
-from defenses.verification.detect import detect, mmd_test
-from defenses.verification.rules import EVERY
-from eval.answers import answered, pooled, scored, uniform_ranks
-from eval.experiment import Figures
-from eval.intervals import mean, ratio, share
-from eval.measures import as_figures, exactly
 from hiddenlab.core import Progress, silent
+from hiddenlab.defenses.verification import toploc
+from hiddenlab.defenses.verification.detect import detect, mmd_test
+from hiddenlab.defenses.verification.rules import EVERY
 from hiddenlab.errors import InputError
+from hiddenlab.eval.answers import answered, pooled, scored, uniform_ranks
+from hiddenlab.eval.experiment import Figures
+from hiddenlab.eval.intervals import mean, ratio, share
+from hiddenlab.eval.measures import as_figures, exactly
 
 SPLITS = 5
 PERCENTILES = (90.0, 99.0, 99.9, 99.99)

@@ -12,17 +12,17 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from defenses.verification import difr, risk
-from defenses.verification.difr import Replay, Verifier
-from defenses.verification.sampling import kept
-from defenses.verification.whole import load_whole
-from eval.adversaries import SAMPLES, Rule
-from eval.answers import answered
-from eval.experiment import Figures
-from eval.intervals import Estimate, mean, share
-from eval.measures import as_figures, exactly
 from hiddenlab.core import Progress, silent
+from hiddenlab.defenses.verification import difr, risk
+from hiddenlab.defenses.verification.difr import Replay, Verifier
+from hiddenlab.defenses.verification.sampling import kept
+from hiddenlab.defenses.verification.whole import load_whole
 from hiddenlab.errors import InputError
+from hiddenlab.eval.adversaries import SAMPLES, Rule
+from hiddenlab.eval.answers import answered
+from hiddenlab.eval.experiment import Figures
+from hiddenlab.eval.intervals import Estimate, mean, share
+from hiddenlab.eval.measures import as_figures, exactly
 from hiddenlab.files import save_tensors, write_file
 
 FIELDS = ("false_positives", "suspicious", "bits", "safe_bits", "quiet_bits")

@@ -9,7 +9,7 @@ import hypothesis
 import pytest
 import torch
 
-from attacks.joint import gauge
+from hiddenlab.attacks.joint import gauge
 from hiddenlab.slice import Slice, load_slice
 from hiddenlab.testing import save_tiny, small_training
 

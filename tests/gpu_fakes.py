@@ -6,8 +6,8 @@ import signal
 import time
 from pathlib import Path
 
-from eval.gpu.work import Figures, Lab
 from hiddenlab.errors import InputError
+from hiddenlab.eval.gpu.work import Figures, Lab
 
 
 def double(lab: Lab, *, n: int) -> Figures:

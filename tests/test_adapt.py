@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attacks.vocab_match import VocabMatch, task
+from hiddenlab.attacks.vocab_match import VocabMatch, task
 from hiddenlab.channel import Channel
 from hiddenlab.core import Public
 from hiddenlab.propose import adapt, store

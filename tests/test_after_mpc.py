@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from defenses.cascade.after_mpc import forward_after, rows_from_shares, without_first
-from defenses.cascade.backend import load_cascade_model
-from defenses.cascade.local import LocalCascade
-from defenses.cascade.plan import Plan
-from defenses.schemes.walk import Plain, walk
-from defenses.schemes.weights import load_weights
-from eval import after_mpc_cells
+from hiddenlab.defenses.cascade.after_mpc import forward_after, rows_from_shares, without_first
+from hiddenlab.defenses.cascade.backend import load_cascade_model
+from hiddenlab.defenses.cascade.local import LocalCascade
+from hiddenlab.defenses.cascade.plan import Plan
+from hiddenlab.defenses.schemes.walk import Plain, walk
+from hiddenlab.defenses.schemes.weights import load_weights
 from hiddenlab.errors import InputError, NotApplicableError
+from hiddenlab.eval import after_mpc_cells
 
 TinyPath = Callable[..., str]
 TOKENS = [5, 17, 3, 3, 250, 41, 8, 99, 100]

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from attacks.vocab_match import VocabMatch, believed, search
-from attacks.vocab_match.drive import drive
-from attacks.vocab_match.epsilon import Sample, Threshold, auto_threshold, calibrated_threshold
-from attacks.vocab_match.rank import Proposer
-from attacks.vocab_match.task import FIRST_BATCH, SETTLE_AFTER, Candidates, Task, Tried
+from hiddenlab.attacks.vocab_match import VocabMatch, believed, search
+from hiddenlab.attacks.vocab_match.drive import drive
+from hiddenlab.attacks.vocab_match.epsilon import Sample, Threshold, auto_threshold, calibrated_threshold
+from hiddenlab.attacks.vocab_match.rank import Proposer
+from hiddenlab.attacks.vocab_match.task import FIRST_BATCH, SETTLE_AFTER, Candidates, Task, Tried
 from hiddenlab.channel import Channel
 from hiddenlab.core import Observation, Recovery, TokenRecovery
 from hiddenlab.errors import InputError, NotApplicableError

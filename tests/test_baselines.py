@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attacks.nearest import NearestEmbedding
-from attacks.sipit import SipIt
+from hiddenlab.attacks.nearest import NearestEmbedding
+from hiddenlab.attacks.sipit import SipIt
 from hiddenlab.channel import Channel
 from hiddenlab.core import Attack, Observation, Recovery
 from hiddenlab.errors import InputError, NotApplicableError

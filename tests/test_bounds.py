@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from defenses.verification.bounds import (
+from hiddenlab.defenses.verification.bounds import (
     Risk,
     divergence,
     entropy,

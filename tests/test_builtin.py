@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from attacks.vocab_match import VocabMatch
+from hiddenlab.attacks.vocab_match import VocabMatch
 from hiddenlab.channel import Channel
 from hiddenlab.errors import InputError
 from hiddenlab.propose import store

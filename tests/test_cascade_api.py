@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 from starlette.testclient import TestClient
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from defenses.cascade.api import digest, make_app
-from defenses.cascade.backend import load_cascade_model
-from defenses.cascade.generate import Sampling, generate
-from defenses.cascade.local import LocalCascade
-from defenses.cascade.plan import Plan
-from defenses.cascade.service import Limits
-from defenses.cascade.testing import NAME, PATIENCE, Scripted, asend, make_service, send
+from hiddenlab.defenses.cascade.api import digest, make_app
+from hiddenlab.defenses.cascade.backend import load_cascade_model
+from hiddenlab.defenses.cascade.generate import Sampling, generate
+from hiddenlab.defenses.cascade.local import LocalCascade
+from hiddenlab.defenses.cascade.plan import Plan
+from hiddenlab.defenses.cascade.service import Limits
+from hiddenlab.defenses.cascade.testing import NAME, PATIENCE, Scripted, asend, make_service, send
 from hiddenlab.errors import InputError
 from hiddenlab.slice.load import quiet_transformers
 from hiddenlab.testing import EOS, byte_tokenizer

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from defenses.cascade.chat import Chat, control_tokens, turning_ids
+from hiddenlab.defenses.cascade.chat import Chat, control_tokens, turning_ids
 from hiddenlab.errors import InputError
 from hiddenlab.slice.load import load_tokenizer, resolve_model
 from hiddenlab.testing import byte_tokenizer

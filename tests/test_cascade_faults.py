@@ -12,15 +12,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from defenses.cascade.backend import load_cascade_model
-from defenses.cascade.faults import Restarts, Watch, most_missed
-from defenses.cascade.generate import Cancellation, generate
-from defenses.cascade.hosts import NodeError, Pass
-from defenses.cascade.local import LocalCascade
-from defenses.cascade.plan import Plan
-from defenses.cascade.port import free, reserved
-from defenses.cascade.remote import WireCascade
-from defenses.cascade.testing import Scripted
+from hiddenlab.defenses.cascade.backend import load_cascade_model
+from hiddenlab.defenses.cascade.faults import Restarts, Watch, most_missed
+from hiddenlab.defenses.cascade.generate import Cancellation, generate
+from hiddenlab.defenses.cascade.hosts import NodeError, Pass
+from hiddenlab.defenses.cascade.local import LocalCascade
+from hiddenlab.defenses.cascade.plan import Plan
+from hiddenlab.defenses.cascade.port import free, reserved
+from hiddenlab.defenses.cascade.remote import WireCascade
+from hiddenlab.defenses.cascade.testing import Scripted
 from hiddenlab.errors import InputError
 from hiddenlab.testing import VOCABULARY
 

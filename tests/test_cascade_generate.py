@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import AutoModel, AutoModelForCausalLM
 
-from defenses.cascade.backend import Settings, load_cascade_model
-from defenses.cascade.cost import Shape
-from defenses.cascade.generate import Sampling, generate
-from defenses.cascade.hosts import CompHost, NodeError, Pass
-from defenses.cascade.local import LocalCascade
-from defenses.cascade.plan import Plan
+from hiddenlab.defenses.cascade.backend import Settings, load_cascade_model
+from hiddenlab.defenses.cascade.cost import Shape
+from hiddenlab.defenses.cascade.generate import Sampling, generate
+from hiddenlab.defenses.cascade.hosts import CompHost, NodeError, Pass
+from hiddenlab.defenses.cascade.local import LocalCascade
+from hiddenlab.defenses.cascade.plan import Plan
 from hiddenlab.errors import InputError
 from hiddenlab.slice.load import quiet_transformers
 from hiddenlab.testing import DECODERS, VOCABULARY

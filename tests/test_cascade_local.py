@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import AutoModel, AutoModelForCausalLM
 
-from defenses.cascade.backend import Settings, load_cascade_model
-from defenses.cascade.cost import Shape, layer_bytes
-from defenses.cascade.hosts import CompHost, Pass
-from defenses.cascade.local import LocalCascade
-from defenses.cascade.nodes import Partial, attention_pass, post_pass
-from defenses.cascade.plan import Plan
-from defenses.cascade.seen import Seen
+from hiddenlab.defenses.cascade.backend import Settings, load_cascade_model
+from hiddenlab.defenses.cascade.cost import Shape, layer_bytes
+from hiddenlab.defenses.cascade.hosts import CompHost, Pass
+from hiddenlab.defenses.cascade.local import LocalCascade
+from hiddenlab.defenses.cascade.nodes import Partial, attention_pass, post_pass
+from hiddenlab.defenses.cascade.plan import Plan
+from hiddenlab.defenses.cascade.seen import Seen
 from hiddenlab.errors import InputError
 from hiddenlab.slice.door import Attention
 from hiddenlab.slice.load import quiet_transformers

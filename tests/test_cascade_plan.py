@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoConfig
 
-from defenses.cascade.command import parse_shards, plan
-from defenses.cascade.cost import Link, Shape, layer_bytes, layer_seconds, rounds, sent
-from defenses.cascade.plan import AttnNode, Plan, recoverable, smallest_gap, split
+from hiddenlab.defenses.cascade.command import parse_shards, plan
+from hiddenlab.defenses.cascade.cost import Link, Shape, layer_bytes, layer_seconds, rounds, sent
+from hiddenlab.defenses.cascade.plan import AttnNode, Plan, recoverable, smallest_gap, split
 from hiddenlab.errors import InputError
 
 BERT_BASE, BERT_LARGE = Shape(12, 12, 12, 64), Shape(24, 16, 16, 64)

@@ -24,13 +24,13 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from defenses.cascade import cluster
-from defenses.cascade.backend import Cascade, Settings, load_cascade_model
-from defenses.cascade.cluster import RayCascade
-from defenses.cascade.generate import Cancellation, generate
-from defenses.cascade.hosts import NodeError
-from defenses.cascade.local import LocalCascade
-from defenses.cascade.plan import Plan
+from hiddenlab.defenses.cascade import cluster
+from hiddenlab.defenses.cascade.backend import Cascade, Settings, load_cascade_model
+from hiddenlab.defenses.cascade.cluster import RayCascade
+from hiddenlab.defenses.cascade.generate import Cancellation, generate
+from hiddenlab.defenses.cascade.hosts import NodeError
+from hiddenlab.defenses.cascade.local import LocalCascade
+from hiddenlab.defenses.cascade.plan import Plan
 from hiddenlab.errors import InputError
 from hiddenlab.slice.load import quiet_transformers
 from hiddenlab.testing import VOCABULARY, byte_tokenizer, save_tiny
@@ -302,7 +302,7 @@ def test_clusters_that_cannot_be_are_refused(
 
 def test_an_address_where_nobody_answers_is_named() -> None:
     """Soon: Ray itself would try for minutes. In a process of its own, which has no cluster yet."""
-    script = "from defenses.cascade.cluster import connect; connect('127.0.0.1:1', 1, 1.0, 0.0)"
+    script = "from hiddenlab.defenses.cascade.cluster import connect; connect('127.0.0.1:1', 1, 1.0, 0.0)"
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=PATIENCE)
     assert re.search(r"InputError: no Ray cluster answers at 127.0.0.1:1", result.stderr)
 

@@ -15,13 +15,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig
 
-from defenses.cascade.backend import Settings, load_cascade_model
-from defenses.cascade.cost import Shape
-from defenses.cascade.generate import generate
-from defenses.cascade.local import LocalCascade
-from defenses.cascade.plan import Plan, Positions
-from defenses.cascade.seen import Seen, save_seen
 from hiddenlab.core import Observation, Site
+from hiddenlab.defenses.cascade.backend import Settings, load_cascade_model
+from hiddenlab.defenses.cascade.cost import Shape
+from hiddenlab.defenses.cascade.generate import generate
+from hiddenlab.defenses.cascade.local import LocalCascade
+from hiddenlab.defenses.cascade.plan import Plan, Positions
+from hiddenlab.defenses.cascade.seen import Seen, save_seen
 from hiddenlab.errors import InputError
 from hiddenlab.job import _fits, load_truth
 from hiddenlab.observation import check_observation, load_observation

@@ -19,25 +19,25 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import Tensor
 
-from attacks.closed_weights import prior
-from attacks.closed_weights.model import with_table
-from attacks.closed_weights.order import common_order, match_sorted, number
-from attacks.closed_weights.prior import refine
-from attacks.closed_weights.recover import collect_untied, rebuild_tied, with_public_embedding
-from attacks.closed_weights.substitution import solve
-from attacks.closed_weights.view import FILE, ServerView
-from defenses.schemes.shares import Centaur
-from defenses.schemes.stip import Stip
-from defenses.schemes.walk import Plain, walk
-from defenses.schemes.weights import load_weights, write_checkpoint
-from eval import scheme_cells
-from eval.correlation_cells import projection_bound
-from eval.experiment import Setting
-from eval.scheme_cells import centaur_view, stip_view
-from eval.schemes import permuted_model, projections, schemes, substitution
 from hiddenlab import registry
+from hiddenlab.attacks.closed_weights import prior
+from hiddenlab.attacks.closed_weights.model import with_table
+from hiddenlab.attacks.closed_weights.order import common_order, match_sorted, number
+from hiddenlab.attacks.closed_weights.prior import refine
+from hiddenlab.attacks.closed_weights.recover import collect_untied, rebuild_tied, with_public_embedding
+from hiddenlab.attacks.closed_weights.substitution import solve
+from hiddenlab.attacks.closed_weights.view import FILE, ServerView
 from hiddenlab.core import silent
+from hiddenlab.defenses.schemes.shares import Centaur
+from hiddenlab.defenses.schemes.stip import Stip
+from hiddenlab.defenses.schemes.walk import Plain, walk
+from hiddenlab.defenses.schemes.weights import load_weights, write_checkpoint
 from hiddenlab.errors import InputError, NotApplicableError
+from hiddenlab.eval import scheme_cells
+from hiddenlab.eval.correlation_cells import projection_bound
+from hiddenlab.eval.experiment import Setting
+from hiddenlab.eval.scheme_cells import centaur_view, stip_view
+from hiddenlab.eval.schemes import permuted_model, projections, schemes, substitution
 from hiddenlab.propose import corpus
 from hiddenlab.slice import Request, Slice, load_slice
 
@@ -176,12 +176,12 @@ def test_the_attack_needs_no_file_but_its_view(tied: Stip, tmp_path: Path, attac
         "untied": f"collect_untied(view.requests); solve(rows, {PROMPTS}); rows",
     }[attack]
     program = (
-        "from pathlib import Path; from attacks.closed_weights.view import ServerView\n"
-        "from attacks.closed_weights.recover import collect_untied, rebuild_tied\n"
-        "from attacks.closed_weights.substitution import solve\n"
+        "from pathlib import Path; from hiddenlab.attacks.closed_weights.view import ServerView\n"
+        "from hiddenlab.attacks.closed_weights.recover import collect_untied, rebuild_tied\n"
+        "from hiddenlab.attacks.closed_weights.substitution import solve\n"
         "import sys; view = ServerView.load(Path('.'))\n"
         f"rows = {found}\nprint([list(row) for row in rows])\n"
-        "assert not [name for name in sys.modules if name.startswith('defenses')]"
+        "assert not [name for name in sys.modules if name.startswith('hiddenlab.defenses')]"
     )
     environment = {
         **os.environ,

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from typer.testing import CliRunner
 
-from attacks.infill.text import own_text
-from attacks.infill.train import checkpoint_path
+from hiddenlab.attacks.infill.text import own_text
+from hiddenlab.attacks.infill.train import checkpoint_path
 from hiddenlab.cli import app
 from hiddenlab.core import Public, silent
 from hiddenlab.errors import InputError

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from defenses.verification.detect import (
+from hiddenlab.defenses.verification.detect import (
     auc,
     detect,
     frontier,

@@ -17,15 +17,15 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModel, AutoModelForCausalLM
 
-from attacks.vocab_match.epsilon import Threshold
-from attacks.vocab_match.screen import Screen
-from attacks.vocab_match.task import Tried
-from defenses.cascade import hosts
-from defenses.cascade.hosts import AttnHost, CompHost, Head, Pass
-from defenses.cascade.nodes import AttnWorker, CompWorker, Partial, Rows, attention_pass, post_pass
-from defenses.cascade.plan import AttnNode, Plan
 from hiddenlab import registry
+from hiddenlab.attacks.vocab_match.epsilon import Threshold
+from hiddenlab.attacks.vocab_match.screen import Screen
+from hiddenlab.attacks.vocab_match.task import Tried
 from hiddenlab.core import LAST_STREAMS, Site
+from hiddenlab.defenses.cascade import hosts
+from hiddenlab.defenses.cascade.hosts import AttnHost, CompHost, Head, Pass
+from hiddenlab.defenses.cascade.nodes import AttnWorker, CompWorker, Partial, Rows, attention_pass, post_pass
+from hiddenlab.defenses.cascade.plan import AttnNode, Plan
 from hiddenlab.lens import Projection
 from hiddenlab.match import Matcher
 from hiddenlab.propose import adapt, probe

@@ -12,10 +12,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from defenses.verification import difr
-from defenses.verification.difr import Verifier
-from defenses.verification.provider import CoarseCache, Provider, Request, Variant, coarse
-from defenses.verification.sampling import (
+from hiddenlab.defenses.verification import difr
+from hiddenlab.defenses.verification.difr import Verifier
+from hiddenlab.defenses.verification.provider import CoarseCache, Provider, Request, Variant, coarse
+from hiddenlab.defenses.verification.sampling import (
     HashedNoise,
     Sampling,
     StreamNoise,
@@ -25,13 +25,13 @@ from defenses.verification.sampling import (
     probabilities,
     sample,
 )
-from defenses.verification.transcript import (
+from hiddenlab.defenses.verification.transcript import (
     Fingerprint,
     Transcript,
     read_transcripts,
     write_transcripts,
 )
-from defenses.verification.whole import load_whole
+from hiddenlab.defenses.verification.whole import load_whole
 from hiddenlab.errors import InputError
 from hiddenlab.testing import DECODERS, VOCABULARY, save_tiny
 

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attacks.exfiltration import (
+from hiddenlab.attacks.exfiltration import (
     Adversary,
     ChoiceDecoder,
     ChoiceEncoder,
@@ -21,9 +21,9 @@ from attacks.exfiltration import (
     rank_decoder,
     rank_encoder,
 )
-from defenses.verification.bounds import required_samples, support_rate
-from defenses.verification.filters import PerplexityFilter, SyntacticFilter, perplexity
-from defenses.verification.game import (
+from hiddenlab.defenses.verification.bounds import required_samples, support_rate
+from hiddenlab.defenses.verification.filters import PerplexityFilter, SyntacticFilter, perplexity
+from hiddenlab.defenses.verification.game import (
     Exchange,
     Live,
     Recorded,
@@ -35,8 +35,8 @@ from defenses.verification.game import (
     measured_false_positives,
     play,
 )
-from defenses.verification.likelihood import gumbel_positions
-from defenses.verification.sampling import HashedNoise, Sampling, sample
+from hiddenlab.defenses.verification.likelihood import gumbel_positions
+from hiddenlab.defenses.verification.sampling import HashedNoise, Sampling, sample
 from hiddenlab.errors import InputError
 
 payloads = st.binary(max_size=40).map(Payload.of) | st.integers(0, 70).flatmap(

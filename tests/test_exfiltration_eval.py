@@ -9,21 +9,21 @@ from typing import Any
 import pytest
 import torch
 
-from attacks.exfiltration import ChoiceDecoder, ChoiceEncoder, Payload
-from defenses.verification import risk
-from defenses.verification.difr import Replay, Verifier
-from defenses.verification.provider import Provider, Request, Variant
-from defenses.verification.sampling import Sampling
-from defenses.verification.transcript import Transcript
-from defenses.verification.whole import WholeModel, load_whole
-from eval import exfiltration as specs
-from eval import exfiltration_cells as cells
-from eval import warden_cells as warden
-from eval.adversaries import Rule, Tactic, answers, known
-from eval.exfiltration import adversaries, frontier, game, pareto
-from eval.experiment import Experiment, Setting, conduct
 from hiddenlab import registry
+from hiddenlab.attacks.exfiltration import ChoiceDecoder, ChoiceEncoder, Payload
+from hiddenlab.defenses.verification import risk
+from hiddenlab.defenses.verification.difr import Replay, Verifier
+from hiddenlab.defenses.verification.provider import Provider, Request, Variant
+from hiddenlab.defenses.verification.sampling import Sampling
+from hiddenlab.defenses.verification.transcript import Transcript
+from hiddenlab.defenses.verification.whole import WholeModel, load_whole
 from hiddenlab.errors import InputError
+from hiddenlab.eval import exfiltration as specs
+from hiddenlab.eval import exfiltration_cells as cells
+from hiddenlab.eval import warden_cells as warden
+from hiddenlab.eval.adversaries import Rule, Tactic, answers, known
+from hiddenlab.eval.exfiltration import adversaries, frontier, game, pareto
+from hiddenlab.eval.experiment import Experiment, Setting, conduct
 from hiddenlab.testing import VOCABULARY, save_tiny
 
 LENGTH = 12

@@ -10,15 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
-from eval import command, measures, paper
-from eval import experiment as experiment_module
-from eval.experiment import Cell, Experiment, Setting, conduct, load_result, measure_cell
-from eval.intervals import mean, ratio, share
 from hiddenlab import registry
 from hiddenlab.channel import Channel
 from hiddenlab.cli import app
 from hiddenlab.core import Progress
 from hiddenlab.errors import HiddenlabError, InputError, NotApplicableError, UnknownNameError
+from hiddenlab.eval import command, measures, paper
+from hiddenlab.eval import experiment as experiment_module
+from hiddenlab.eval.experiment import Cell, Experiment, Setting, conduct, load_result, measure_cell
+from hiddenlab.eval.intervals import mean, ratio, share
 from hiddenlab.job import AttackSpec, build_attack
 from hiddenlab.prompts import Prompt, load_prompts
 from hiddenlab.tables import grid, markdown_table
@@ -70,7 +70,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]]:
         return {"exact": {"value": spec["x"] / 10, "low": 0.1, "high": 0.9, "n": 7}}
 
     monkeypatch.setattr(measures, "count", count, raising=False)
-    monkeypatch.setitem(registry.BUILTINS["measures"], "count", "eval.measures:count")
+    monkeypatch.setitem(registry.BUILTINS["measures"], "count", "hiddenlab.eval.measures:count")
     yield calls
 
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from attacks.vocab_match import VocabMatch, search
-from attacks.vocab_match.foreign import CANDIDATES, ROWS
-from attacks.vocab_match.search import FEW
+from hiddenlab.attacks.vocab_match import VocabMatch, search
+from hiddenlab.attacks.vocab_match.foreign import CANDIDATES, ROWS
+from hiddenlab.attacks.vocab_match.search import FEW
 from hiddenlab.channel import Channel
 from hiddenlab.cli import app
 from hiddenlab.core import Observation, Recovery

@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from attacks import gap
-from attacks.gap import GapSearch
-from attacks.gap.clear import BACK, CLEAR, Clearance, measure
-from attacks.gap.slots import moved, swapped
-from attacks.vocab_match import screen
+from hiddenlab.attacks import gap
+from hiddenlab.attacks.gap import GapSearch
+from hiddenlab.attacks.gap.clear import BACK, CLEAR, Clearance, measure
+from hiddenlab.attacks.gap.slots import moved, swapped
+from hiddenlab.attacks.vocab_match import screen
 from hiddenlab.channel import Channel
 from hiddenlab.core import Observation, Recovery
 from hiddenlab.errors import InputError, NotApplicableError

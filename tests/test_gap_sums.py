@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from attacks import gap
-from attacks.first_layer import FirstLayer
-from attacks.gap import GapSearch
-from attacks.gap import missing as module
-from attacks.gap.beliefs import Beliefs
-from attacks.gap.missing import MissingTokens, Shown
-from attacks.gap.sums import EXPLAINED, Search, Sums
-from attacks.inverted import Equations
+from hiddenlab.attacks import gap
+from hiddenlab.attacks.first_layer import FirstLayer
+from hiddenlab.attacks.gap import GapSearch
+from hiddenlab.attacks.gap import missing as module
+from hiddenlab.attacks.gap.beliefs import Beliefs
+from hiddenlab.attacks.gap.missing import MissingTokens, Shown
+from hiddenlab.attacks.gap.sums import EXPLAINED, Search, Sums
+from hiddenlab.attacks.inverted import Equations
 from hiddenlab.channel import Channel
 from hiddenlab.core import Recovery
 from hiddenlab.slice import Request, Slice, load_slice

@@ -16,12 +16,22 @@ import torch
 from filelock import FileLock
 from typer.testing import CliRunner
 
-from eval.gpu import __main__ as command
-from eval.gpu import correctness, pack, parts
-from eval.gpu.program import RESULT, Cell, Part, Result, Setting, left_out, load_result, run_parts, to_json
-from eval.gpu.shapes import SHAPES, branch_flops, draw_slice
-from eval.gpu.table import markdown
 from hiddenlab.errors import InputError
+from hiddenlab.eval.gpu import __main__ as command
+from hiddenlab.eval.gpu import correctness, pack, parts
+from hiddenlab.eval.gpu.program import (
+    RESULT,
+    Cell,
+    Part,
+    Result,
+    Setting,
+    left_out,
+    load_result,
+    run_parts,
+    to_json,
+)
+from hiddenlab.eval.gpu.shapes import SHAPES, branch_flops, draw_slice
+from hiddenlab.eval.gpu.table import markdown
 from hiddenlab.slice import Slice
 
 SETTING = Setting("cpu", rehearse=True, model=None)
@@ -193,7 +203,16 @@ def test_wrong_options_get_one_line(invoke: Any, tmp_path: Path, monkeypatch: py
 
 
 def test_a_terminated_run_stops_its_part_and_says_how_to_go_on(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "eval.gpu", "--rehearse", "--parts", "recovery", "--out", str(tmp_path)]
+    command = [
+        sys.executable,
+        "-m",
+        "hiddenlab.eval.gpu",
+        "--rehearse",
+        "--parts",
+        "recovery",
+        "--out",
+        str(tmp_path),
+    ]
     run = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     assert run.stderr is not None
     assert run.stderr.readline().startswith("[1/1] recovery")

@@ -12,13 +12,13 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from defenses.cascade.port import free
-from defenses.verification.transcript import cut_torn_line, write_transcripts
-from eval.experiment import Cell, load_result, measure_cell, row_of
 from hiddenlab import registry, schema
 from hiddenlab.cli import app
 from hiddenlab.core import Observation, Public, Secret, Site
+from hiddenlab.defenses.cascade.port import free
+from hiddenlab.defenses.verification.transcript import cut_torn_line, write_transcripts
 from hiddenlab.errors import HiddenlabError, InputError
+from hiddenlab.eval.experiment import Cell, load_result, measure_cell, row_of
 from hiddenlab.files import write_file
 from hiddenlab.job import AttackSpec, _fits
 from hiddenlab.observation import load_observation, save_observation

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from defenses.verification.imported import Imported, from_openai
-from defenses.verification.transcript import read_transcripts
 from hiddenlab.cli import app
+from hiddenlab.defenses.verification.imported import Imported, from_openai
+from hiddenlab.defenses.verification.transcript import read_transcripts
 from hiddenlab.errors import InputError
 from hiddenlab.testing import EOS, VOCABULARY, byte_tokenizer, save_tiny
 

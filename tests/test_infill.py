@@ -13,15 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from attacks.infill import Infill, text
-from attacks.infill import train as training
-from attacks.infill.backbone import MaskedLM, _BothSides, average
-from attacks.infill.masks import Shards, comp_positions, missing
-from attacks.infill.model import Infiller
-from attacks.infill.train import PRESETS, Recipe
-from defenses.cascade.plan import Plan
+from hiddenlab.attacks.infill import Infill, text
+from hiddenlab.attacks.infill import train as training
+from hiddenlab.attacks.infill.backbone import MaskedLM, _BothSides, average
+from hiddenlab.attacks.infill.masks import Shards, comp_positions, missing
+from hiddenlab.attacks.infill.model import Infiller
+from hiddenlab.attacks.infill.train import PRESETS, Recipe
 from hiddenlab.channel import Channel, as_whole
 from hiddenlab.core import Observation, Recovery
+from hiddenlab.defenses.cascade.plan import Plan
 from hiddenlab.errors import InputError, NotApplicableError
 from hiddenlab.slice import Slice, load_slice
 from hiddenlab.slice.door import Attention

@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from attacks.joint import JointDecoding
-from attacks.joint.ahead import OWN, SHARE, ahead_of
-from attacks.joint.beam import decode
-from attacks.joint.clock import Clock
-from attacks.joint.continuous import Problem, _conjugate, newton, step
-from attacks.joint.evidence import (
+from hiddenlab.attacks.joint import JointDecoding
+from hiddenlab.attacks.joint.ahead import OWN, SHARE, ahead_of
+from hiddenlab.attacks.joint.beam import decode
+from hiddenlab.attacks.joint.clock import Clock
+from hiddenlab.attacks.joint.continuous import Problem, _conjugate, newton, step
+from hiddenlab.attacks.joint.evidence import (
     BEFORE,
     FEATURES,
     PLACE,
@@ -28,11 +28,11 @@ from attacks.joint.evidence import (
     likeliest,
     unseen,
 )
-from attacks.joint.hypotheses import Effort, Engines, start
-from attacks.joint.moves import Parts, _score, _told
-from attacks.joint.reading import length_of
-from attacks.joint.refine import refine_decodings
-from attacks.joint.weights import START, Table, fit, lead_of
+from hiddenlab.attacks.joint.hypotheses import Effort, Engines, start
+from hiddenlab.attacks.joint.moves import Parts, _score, _told
+from hiddenlab.attacks.joint.reading import length_of
+from hiddenlab.attacks.joint.refine import refine_decodings
+from hiddenlab.attacks.joint.weights import START, Table, fit, lead_of
 from hiddenlab.channel import Channel
 from hiddenlab.core import Observation, Public, Site
 from hiddenlab.errors import InputError, NotApplicableError
@@ -196,7 +196,7 @@ def test_conjugate_gradients_solve_each_row(monkeypatch: pytest.MonkeyPatch) -> 
     half = torch.randn(3, 6, 6, generator=generator)
     matrices = half @ half.transpose(1, 2) + torch.eye(6)
     right = torch.randn(3, 6, generator=generator)
-    monkeypatch.setattr("attacks.joint.continuous.PRODUCTS", 30)
+    monkeypatch.setattr("hiddenlab.attacks.joint.continuous.PRODUCTS", 30)
     found = _conjugate(lambda v: torch.einsum("rij,rj->ri", matrices, v), right)
     torch.testing.assert_close(found, torch.linalg.solve(matrices, right), rtol=1e-3, atol=1e-3)
 
@@ -207,7 +207,7 @@ def test_a_step_solves_what_is_linear(monkeypatch: pytest.MonkeyPatch) -> None:
     maps = torch.randn(3, 8, 5, generator=generator)
     centre, observed = torch.randn(3, 5, generator=generator), torch.randn(3, 8, generator=generator)
     sigma, tau = torch.rand(5, generator=generator) + 0.1, torch.rand(3, 8, generator=generator) + 0.5
-    monkeypatch.setattr("attacks.joint.continuous.PRODUCTS", 30)
+    monkeypatch.setattr("hiddenlab.attacks.joint.continuous.PRODUCTS", 30)
 
     def states(points: torch.Tensor, grad: bool) -> torch.Tensor:
         return torch.einsum("reu,ru->re", maps, points)
@@ -276,7 +276,7 @@ def test_prompts_come_back_where_every_token_is_tried(
     tiny_slice: Callable[..., Slice], monkeypatch: pytest.MonkeyPatch, specs: list[str]
 ) -> None:
     """A tiny model's probe knows little: with all tokens among the candidates, states in context decide."""
-    monkeypatch.setattr("attacks.joint.reading.SHORTLIST", 300)
+    monkeypatch.setattr("hiddenlab.attacks.joint.reading.SHORTLIST", 300)
     tokens = torch.randint(0, 256, (7,), generator=torch.Generator().manual_seed(5)).tolist()
     assert attack(tiny_slice("llama", 2), specs, tokens, width=3000, beam=2) == tokens
 

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-import attacks.joint
-from attacks.joint import JointDecoding, before
-from attacks.joint.before import Unknown, arrives
-from attacks.joint.hypotheses import Decoding, Hypothesis, Step
-from attacks.joint.reading import Reader
-from defenses.noise import RandomPrefix
+from hiddenlab.attacks import joint as joint_module
+from hiddenlab.attacks.joint import JointDecoding, before
+from hiddenlab.attacks.joint.before import Unknown, arrives
+from hiddenlab.attacks.joint.hypotheses import Decoding, Hypothesis, Step
+from hiddenlab.attacks.joint.reading import Reader
 from hiddenlab.channel import Channel
+from hiddenlab.defenses.noise import RandomPrefix
 from hiddenlab.errors import InputError
 from hiddenlab.match import Matcher, choose_matcher
 from hiddenlab.propose.store import probes_for
@@ -83,7 +83,7 @@ def test_few_rows_tell_which_of_them_are_first(
     table = slice.embed(torch.arange(slice.vocab_size)).float()
     centre, deviation = table.mean(0).expand(size, -1), table.std(0)
     before = slice.evaluated_tokens
-    monkeypatch.setattr("attacks.joint.before.AT_ONCE", 32)  # in several parts
+    monkeypatch.setattr("hiddenlab.attacks.joint.before.AT_ONCE", 32)  # in several parts
     found, order = search.begin(centre, deviation, centre + 0.1)
     assert [wrong[i] for i in order[:2]] == [0, 1]
     assert search.evaluated == slice.evaluated_tokens - before
@@ -103,8 +103,8 @@ def test_shuffled_prompts_that_stay_unexplained_are_begun_anew(
     tiny_slice: TinySlice, monkeypatch: pytest.MonkeyPatch, specs: list[str], found_in_own: bool, asked: bool
 ) -> None:
     """Orders are spoilt until then, and nothing else could mend them."""
-    monkeypatch.setattr("attacks.joint.arrives", lambda *_: found_in_own)
-    monkeypatch.setattr("attacks.joint.reading.SHORTLIST", 300)
+    monkeypatch.setattr("hiddenlab.attacks.joint.arrives", lambda *_: found_in_own)
+    monkeypatch.setattr("hiddenlab.attacks.joint.reading.SHORTLIST", 300)
     slice = tiny_slice("gpt2", 1)
     observation, _ = Channel.parse(specs).release(slice, TOKENS, torch.Generator().manual_seed(0))
     begun, begin, decode = list[int](), Unknown.begin, before.decode
@@ -119,7 +119,7 @@ def test_shuffled_prompts_that_stay_unexplained_are_begun_anew(
         begun.append(len(self.tokens))
         return begin(self, *given)
 
-    for module in (attacks.joint, before):
+    for module in (joint_module, before):
         monkeypatch.setattr(module, "decode", spoilt)
         monkeypatch.setattr(module, "move_parts", lambda *_: None)
     monkeypatch.setattr(Unknown, "begin", counted)
@@ -158,7 +158,7 @@ def test_prompts_behind_a_random_prefix_are_decoded_again(
     tiny_slice: TinySlice, monkeypatch: pytest.MonkeyPatch, specs: list[str]
 ) -> None:
     """A tiny model's probe knows little: with all tokens among the candidates, states in context decide."""
-    monkeypatch.setattr("attacks.joint.reading.SHORTLIST", 300)
+    monkeypatch.setattr("hiddenlab.attacks.joint.reading.SHORTLIST", 300)
     slice = tiny_slice("gpt2", 1)
     observation, _ = Channel.parse(specs).release(slice, TOKENS, torch.Generator().manual_seed(0))
     right, distances = [], []

@@ -6,17 +6,17 @@ from itertools import permutations
 import pytest
 import torch
 
-from attacks.inverted import Equations, jacobians
-from attacks.joint import displaced as module
-from attacks.joint.displaced import (
+from hiddenlab.attacks.inverted import Equations, jacobians
+from hiddenlab.attacks.joint import displaced as module
+from hiddenlab.attacks.joint.displaced import (
     Displaced,
     _expected,
     displaced,
     place_free,
 )
-from attacks.joint.explain import append
-from attacks.joint.hypotheses import Engines
-from attacks.joint.ordered import ordered
+from hiddenlab.attacks.joint.explain import append
+from hiddenlab.attacks.joint.hypotheses import Engines
+from hiddenlab.attacks.joint.ordered import ordered
 from hiddenlab.errors import InputError
 from hiddenlab.match import Matcher
 from hiddenlab.slice import Request, Slice, decoder_layers, load_slice

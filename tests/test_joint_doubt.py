@@ -5,11 +5,11 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from attacks.joint import JointDecoding
-from attacks.joint.beam import _try, _widen, propose
-from attacks.joint.doubt import Doubt
-from attacks.joint.evidence import BEFORE, Learned, candidates_of
-from attacks.joint.hypotheses import Decoding, Effort, Engines, Hypothesis, Step, Tried, start
+from hiddenlab.attacks.joint import JointDecoding
+from hiddenlab.attacks.joint.beam import _try, _widen, propose
+from hiddenlab.attacks.joint.doubt import Doubt
+from hiddenlab.attacks.joint.evidence import BEFORE, Learned, candidates_of
+from hiddenlab.attacks.joint.hypotheses import Decoding, Effort, Engines, Hypothesis, Step, Tried, start
 from hiddenlab.channel import Channel
 from hiddenlab.slice import Request, Slice
 
@@ -84,7 +84,7 @@ def test_more_is_tried_where_it_was_the_likeliest(begun: Begun) -> None:
 def test_a_right_beginning_that_is_the_second_gets_its_turn(
     begun: Begun, hypotheses: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("attacks.joint.doubt.HYPOTHESES", hypotheses)
+    monkeypatch.setattr("hiddenlab.attacks.joint.doubt.HYPOTHESES", hypotheses)
     decoding, tried, engines, weights = begun
     _widen([decoding], [tried], engines, Learned(weights, float("inf")), FEW)
     assert decoding.view.wide is not None

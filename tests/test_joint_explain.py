@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attacks.joint import JointDecoding
-from attacks.joint.continuous import UNEXPLAINED, Problem, step
-from attacks.joint.evidence import NOISE, candidates_of
-from attacks.joint.explain import DESCENTS, append, explain
-from attacks.joint.hypotheses import Effort
-from attacks.joint.reading import Reader
+from hiddenlab.attacks.joint import JointDecoding
+from hiddenlab.attacks.joint.continuous import UNEXPLAINED, Problem, step
+from hiddenlab.attacks.joint.evidence import NOISE, candidates_of
+from hiddenlab.attacks.joint.explain import DESCENTS, append, explain
+from hiddenlab.attacks.joint.hypotheses import Effort
+from hiddenlab.attacks.joint.reading import Reader
 from hiddenlab.channel import Channel
 from hiddenlab.errors import InputError
 from hiddenlab.match import Matcher
@@ -24,7 +24,7 @@ TOKENS = [5, 17, 40, 99, 140, 7, 63, 201, 33, 120]
 @pytest.fixture(autouse=True)
 def small(small_probes: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Little is learned from, and every token is among a row's candidates."""
-    monkeypatch.setattr("attacks.joint.reading.SHORTLIST", 300)
+    monkeypatch.setattr("hiddenlab.attacks.joint.reading.SHORTLIST", 300)
     for name, value in {"NOISED": 2, "BEGINNING": 6}.items():
         monkeypatch.setattr(f"attacks.joint.weights.{name}", value)
 

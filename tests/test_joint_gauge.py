@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from attacks.joint.before import prefix_of
-from attacks.joint.evidence import ROUNDING
-from attacks.joint.gauge import NEAREST, SHRUNK, Gauge, learn_gauge
+from hiddenlab.attacks.joint.before import prefix_of
+from hiddenlab.attacks.joint.evidence import ROUNDING
+from hiddenlab.attacks.joint.gauge import NEAREST, SHRUNK, Gauge, learn_gauge
 from hiddenlab.channel import Channel, in_order
 from hiddenlab.job import generator
 from hiddenlab.match import Matcher

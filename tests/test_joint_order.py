@@ -8,10 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attacks.joint import JointDecoding
-from attacks.joint.beam import decode
-from attacks.joint.hypotheses import start
-from attacks.joint.moves import SCORED, _moved, move_parts
+from hiddenlab.attacks.joint import JointDecoding
+from hiddenlab.attacks.joint.beam import decode
+from hiddenlab.attacks.joint.hypotheses import start
+from hiddenlab.attacks.joint.moves import SCORED, _moved, move_parts
 from hiddenlab.channel import Channel
 from hiddenlab.slice import Slice, load_slice
 
@@ -50,7 +50,7 @@ def test_a_part_that_was_left_for_the_end_goes_back(
     tiny_slice: Callable[..., Slice], monkeypatch: pytest.MonkeyPatch, asks: bool
 ) -> None:
     """And scores of moved prompts are those that the beam gives."""
-    monkeypatch.setattr("attacks.joint.reading.SHORTLIST", 300)
+    monkeypatch.setattr("hiddenlab.attacks.joint.reading.SHORTLIST", 300)
     slice = tiny_slice("llama", 2)
     tokens = torch.randint(0, 256, (8,), generator=torch.Generator().manual_seed(5)).tolist()
     channel = Channel.parse(["gaussian:sigma=0.003", "seq-perm"])
@@ -146,7 +146,7 @@ def test_hopeless_hypotheses_are_dropped(
     tiny_slice: Callable[..., Slice], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where the states are plain, what is far behind is not carried on, and nothing is lost by it."""
-    monkeypatch.setattr("attacks.joint.reading.SHORTLIST", 300)
+    monkeypatch.setattr("hiddenlab.attacks.joint.reading.SHORTLIST", 300)
     slice = tiny_slice("llama", 2)
     tokens = torch.randint(0, 256, (7,), generator=torch.Generator().manual_seed(5)).tolist()
     observation, _ = Channel.parse(["gaussian:sigma=0.003", "seq-perm"]).release(

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from attacks.evidence import agreement, evidence_of, learn_projection, ordinals
-from attacks.proofs import ProofSearch, _Tried
-from defenses.fingerprints import Logprobs, Toploc, request_seed, scatter
-from defenses.verification.toploc import Proof, commit, values_at, verify
-from eval import leak
-from eval.experiment import Setting, measure_cell, row_of
+from hiddenlab.attacks.evidence import agreement, evidence_of, learn_projection, ordinals
+from hiddenlab.attacks.proofs import ProofSearch, _Tried
 from hiddenlab.channel import Channel
 from hiddenlab.core import Observation, Recovery
+from hiddenlab.defenses.fingerprints import Logprobs, Toploc, request_seed, scatter
+from hiddenlab.defenses.verification.toploc import Proof, commit, values_at, verify
 from hiddenlab.errors import InputError, NotApplicableError
+from hiddenlab.eval import leak
+from hiddenlab.eval.experiment import Setting, measure_cell, row_of
 from hiddenlab.lens import ORTHOGONAL, Projection
 from hiddenlab.slice import Slice
 
@@ -107,7 +107,7 @@ def test_passes_stay_small(tiny_slice: Slices, monkeypatch: pytest.MonkeyPatch) 
     """Where nothing stands out, the whole budget is tried again behind other paths: in parts, with the same answer."""
     slice = tiny_slice("llama", None, "final_norm")
     observation = release(slice, f"{HALF}|project:count=2", prompt())
-    monkeypatch.setattr("attacks.proofs.SETTLED", math.inf)
+    monkeypatch.setattr("hiddenlab.attacks.proofs.SETTLED", math.inf)
     whole = attacked(observation, slice)
     monkeypatch.setattr(slice, "max_pass_tokens", 64)
     sizes = []
@@ -132,7 +132,7 @@ def test_tokens_that_no_evidence_would_save_are_not_run(
     def sharp(self: Any, states: torch.Tensor) -> torch.Tensor:
         return (30 * self._head(states).float()).log_softmax(1)
 
-    monkeypatch.setattr("attacks.proofs._Opening.log_probs", sharp)
+    monkeypatch.setattr("hiddenlab.attacks.proofs._Opening.log_probs", sharp)
     opening = ProofSearch()._opening(slice)
     tokens, prior = list[int](), opening.path().prior
     for _ in range(8):
@@ -142,7 +142,7 @@ def test_tokens_that_no_evidence_would_save_are_not_run(
         tokens.append(int(torch.multinomial(following.exp(), 1, generator=draw(len(tokens)))))
     observation = release(slice, channel, tokens)
     settled = attacked(observation, slice, candidates=8)
-    monkeypatch.setattr("attacks.proofs.SETTLED", math.inf)
+    monkeypatch.setattr("hiddenlab.attacks.proofs.SETTLED", math.inf)
     found = attacked(observation, slice, candidates=8)
     assert settled.ids == found.ids and settled.evaluated_tokens <= found.evaluated_tokens
     kind = type(evidence_of(observation, slice))

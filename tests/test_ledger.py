@@ -18,8 +18,8 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from defenses.verification.durable import LedgerError, sole_writer
-from defenses.verification.ledger import (
+from hiddenlab.defenses.verification.durable import LedgerError, sole_writer
+from hiddenlab.defenses.verification.ledger import (
     Checkpoint,
     Inclusion,
     Ledger,
@@ -29,10 +29,10 @@ from defenses.verification.ledger import (
     verify_inclusion,
     write_statement,
 )
-from defenses.verification.merkle import climb, merkle_path, merkle_root
-from defenses.verification.records import canonical
-from defenses.verification.repair import repair
-from defenses.verification.signing import create_key, public, read_key
+from hiddenlab.defenses.verification.merkle import climb, merkle_path, merkle_root
+from hiddenlab.defenses.verification.records import canonical
+from hiddenlab.defenses.verification.repair import repair
+from hiddenlab.defenses.verification.signing import create_key, public, read_key
 from hiddenlab.errors import InputError
 
 KEY = Ed25519PrivateKey.from_private_bytes(bytes(range(32)))
@@ -322,7 +322,7 @@ import sys
 import time
 from pathlib import Path
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from defenses.verification.ledger import Ledger
+from hiddenlab.defenses.verification.ledger import Ledger
 
 class Slow(io.FileIO):  # between looking at a ledger and writing to it, others have time
     def seek(self, *place):
@@ -347,7 +347,7 @@ while done < 10:
 HOLDER = """
 import sys
 from pathlib import Path
-from defenses.verification.durable import sole_writer
+from hiddenlab.defenses.verification.durable import sole_writer
 with sole_writer(Path(sys.argv[1])):
     print("ready", flush=True)
     sys.stdin.readline()

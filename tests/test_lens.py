@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from attacks.infill import Infill
-from attacks.sipit import SipIt
-from attacks.vocab_match import VocabMatch
+from hiddenlab.attacks.infill import Infill
+from hiddenlab.attacks.sipit import SipIt
+from hiddenlab.attacks.vocab_match import VocabMatch
 from hiddenlab.channel import Channel
 from hiddenlab.core import Observation, Public, Site
 from hiddenlab.errors import InputError, NotApplicableError

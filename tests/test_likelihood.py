@@ -10,12 +10,19 @@ from hypothesis import strategies as st
 from scipy.stats import norm
 from torch import Tensor
 
-from defenses.verification import likelihood
-from defenses.verification.bounds import Risk, extractable
-from defenses.verification.closed_form import fssl_ipt, ipt_interval, logit_rank, margins, pairwise
-from defenses.verification.likelihood import GumbelPositions, admissible, fssl_gm, gumbel_positions
-from defenses.verification.risk import Evidence, Point, classify, extractable_bits, frontier, pareto
-from defenses.verification.sampling import Sampling, StreamNoise, invert, kept, perturbed, probabilities
+from hiddenlab.defenses.verification import likelihood
+from hiddenlab.defenses.verification.bounds import Risk, extractable
+from hiddenlab.defenses.verification.closed_form import fssl_ipt, ipt_interval, logit_rank, margins, pairwise
+from hiddenlab.defenses.verification.likelihood import GumbelPositions, admissible, fssl_gm, gumbel_positions
+from hiddenlab.defenses.verification.risk import Evidence, Point, classify, extractable_bits, frontier, pareto
+from hiddenlab.defenses.verification.sampling import (
+    Sampling,
+    StreamNoise,
+    invert,
+    kept,
+    perturbed,
+    probabilities,
+)
 from hiddenlab.errors import InputError
 
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eval.measures import figures_of
-from eval.metrics import TextScore, score_text
+from hiddenlab.eval.measures import figures_of
+from hiddenlab.eval.metrics import TextScore, score_text
 from hiddenlab.run import MISSING
 from hiddenlab.summary import summarise
 

@@ -14,10 +14,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from eval import bench_mpc
-from eval.mpc import bert_layer, run
 from hiddenlab.cli import app
 from hiddenlab.errors import HiddenlabError, InputError
+from hiddenlab.eval import bench_mpc
+from hiddenlab.eval.mpc import bert_layer, run
 
 
 def test_the_plain_layer_is_transformers_own() -> None:
@@ -127,7 +127,9 @@ def test_a_party_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
         f"import sys, time; sys.path.insert(0, {str(Path(bert_layer.__file__).parent)!r}); import bert_layer\n"
         f"bert_layer.end_with_parent(); import os; open({str(note)!r}, 'w').write(str(os.getpid())); time.sleep(600)",
     )
-    parent = party(tmp_path, f"from eval.mpc.run import run_parties; run_parties([{child!r}], [{{}}], 600)")
+    parent = party(
+        tmp_path, f"from hiddenlab.eval.mpc.run import run_parties; run_parties([{child!r}], [{{}}], 600)"
+    )
     running = subprocess.Popen(parent, cwd=Path(run.__file__).parents[2])
     while not note.is_file() or not note.read_text():
         time.sleep(0.05)

@@ -10,14 +10,14 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from eval import measures, paper
-from eval.experiment import Experiment, Setting, conduct
-from eval.experiments import table_18, table_19, table_20, table_21, table_22
-from eval.noise import noise, noise_utility, order
 from hiddenlab.channel import Channel
 from hiddenlab.cli import app
 from hiddenlab.core import Progress
 from hiddenlab.errors import InputError, NotApplicableError, UnknownNameError
+from hiddenlab.eval import measures, paper
+from hiddenlab.eval.experiment import Experiment, Setting, conduct
+from hiddenlab.eval.experiments import table_18, table_19, table_20, table_21, table_22
+from hiddenlab.eval.noise import noise, noise_utility, order
 from hiddenlab.job import generator
 from hiddenlab.slice import load_slice
 from hiddenlab.tables import grid, markdown_table

@@ -5,8 +5,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from attacks.vocab_match.drive import drive
-from attacks.vocab_match.rank import LanguageModel, LazyModel
+from hiddenlab.attacks.vocab_match.drive import drive
+from hiddenlab.attacks.vocab_match.rank import LanguageModel, LazyModel
 from hiddenlab.propose.opener import LENGTH, WINDOWS, beginnings, opened, openers_of
 from hiddenlab.slice import Slice, load_slice
 
@@ -40,7 +40,7 @@ def test_the_language_model_reads_on_behind_it(
     prefix = lm.prefix()
     if opener:
         prefix.extend(torch.tensor(opener))
-    monkeypatch.setattr("attacks.vocab_match.rank.opened", lambda slice: prefix)
+    monkeypatch.setattr("hiddenlab.attacks.vocab_match.rank.opened", lambda slice: prefix)
     lazy = LazyModel(lm)
     monkeypatch.setattr(lazy, "slice", lm)
     one, tokens = LanguageModel(lazy), [5, 17, 3, 40]

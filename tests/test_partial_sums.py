@@ -10,14 +10,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attacks.partial_sums import EXPLAINED, PartialSums, _one_of_each
-from attacks.vocab_match import VocabMatch
-from defenses.cascade import command
-from defenses.cascade.plan import Plan
-from eval.sums import node_view, partial_sums
+from hiddenlab.attacks.partial_sums import EXPLAINED, PartialSums, _one_of_each
+from hiddenlab.attacks.vocab_match import VocabMatch
 from hiddenlab.channel import Channel
 from hiddenlab.core import Observation, Recovery
+from hiddenlab.defenses.cascade import command
+from hiddenlab.defenses.cascade.plan import Plan
 from hiddenlab.errors import InputError, NotApplicableError
+from hiddenlab.eval.sums import node_view, partial_sums
 from hiddenlab.observation import load_observation
 from hiddenlab.slice import Slice, load_slice
 from hiddenlab.testing import DECODERS, VOCABULARY, WINDOW, PlainModel

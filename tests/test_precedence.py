@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from attacks.joint import JointDecoding
-from attacks.joint.evidence import FEATURES, PRECEDES
-from attacks.joint.moves import Parts, _gains, _moved
+from hiddenlab.attacks.joint import JointDecoding
+from hiddenlab.attacks.joint.evidence import FEATURES, PRECEDES
+from hiddenlab.attacks.joint.moves import Parts, _gains, _moved
 from hiddenlab.channel import Channel
 from hiddenlab.propose import store
 from hiddenlab.propose.corpus import Corpus

@@ -6,14 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from attacks.joint import JointDecoding
-from attacks.joint.beam import _from_all, _screened, _try
-from attacks.joint.evidence import BEFORE, FIT
-from attacks.joint.hypotheses import start
-from attacks.joint.reading import fast_enough
-from attacks.vocab_match import VocabMatch, screen, task
-from attacks.vocab_match.screen import Screen, near_ones
-from attacks.vocab_match.task import Tried
+from hiddenlab.attacks.joint import JointDecoding
+from hiddenlab.attacks.joint.beam import _from_all, _screened, _try
+from hiddenlab.attacks.joint.evidence import BEFORE, FIT
+from hiddenlab.attacks.joint.hypotheses import start
+from hiddenlab.attacks.joint.reading import fast_enough
+from hiddenlab.attacks.vocab_match import VocabMatch, screen, task
+from hiddenlab.attacks.vocab_match.screen import Screen, near_ones
+from hiddenlab.attacks.vocab_match.task import Tried
 from hiddenlab.channel import Channel
 from hiddenlab.core import Observation
 from hiddenlab.match import Matcher

@@ -7,10 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attacks.vocab_match import VocabMatch
-from defenses.cascade.plan import AttnNode, Plan
+from hiddenlab.attacks.vocab_match import VocabMatch
 from hiddenlab.channel import Channel
 from hiddenlab.core import Recovery, Secret, TokenRecovery
+from hiddenlab.defenses.cascade.plan import AttnNode, Plan
 from hiddenlab.errors import HiddenlabError, InputError
 from hiddenlab.job import Case
 from hiddenlab.run import score

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from eval import bench_chains
 from hiddenlab.errors import InputError
+from hiddenlab.eval import bench_chains
 from hiddenlab.slice import Prefix, Request, Slice, engine, load_slice
 from hiddenlab.testing import DECODERS, LAYERS, VOCABULARY, WIDTH, WINDOW, PlainModel
 

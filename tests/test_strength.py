@@ -8,9 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attacks.joint import JointDecoding
-from attacks.joint.strength import LADDER, ROUNDS, _inverse, nearest_step, settle, strength_of
-from attacks.vocab_match import VocabMatch
+from hiddenlab.attacks.joint import JointDecoding
+from hiddenlab.attacks.joint.strength import LADDER, ROUNDS, _inverse, nearest_step, settle, strength_of
+from hiddenlab.attacks.vocab_match import VocabMatch
 from hiddenlab.channel import Channel, suppose
 from hiddenlab.errors import InputError, NotApplicableError
 from hiddenlab.match import choose_matcher
@@ -144,7 +144,7 @@ def test_a_prompt_behind_unknown_noise_comes_back(
     tiny_slice: Callable[..., Slice], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A tiny model's probe knows little: with all tokens among the candidates, states in context decide."""
-    monkeypatch.setattr("attacks.joint.reading.SHORTLIST", 300)
+    monkeypatch.setattr("hiddenlab.attacks.joint.reading.SHORTLIST", 300)
     slice, generator = tiny_slice("llama", 2), torch.Generator()
     for sigma in (0.003, 0.01):
         observation, _ = Channel.parse([f"unknown-gaussian:sigma={sigma}"]).release(

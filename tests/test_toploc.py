@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from defenses.verification.rules import PAPER
-from defenses.verification.toploc import (
+from hiddenlab.defenses.verification.rules import PAPER
+from hiddenlab.defenses.verification.toploc import (
     BFLOAT16,
     LEAST_MODULUS,
     PRIME,

@@ -12,14 +12,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from defenses.verification.command import _checked
-from defenses.verification.difr import Replay
-from defenses.verification.rules import DEFAULT, EVERY, LARGEST, PAPER, ROWS, RULES, Rule, rule_of, shares
-from defenses.verification.sampling import Sampling
-from defenses.verification.toploc import Thresholds, commit, commit_all, verify, verify_all
-from defenses.verification.transcript import Transcript
-from defenses.verification.whole import load_whole
 from hiddenlab.cli.verify import RuleOpt
+from hiddenlab.defenses.verification.command import _checked
+from hiddenlab.defenses.verification.difr import Replay
+from hiddenlab.defenses.verification.rules import (
+    DEFAULT,
+    EVERY,
+    LARGEST,
+    PAPER,
+    ROWS,
+    RULES,
+    Rule,
+    rule_of,
+    shares,
+)
+from hiddenlab.defenses.verification.sampling import Sampling
+from hiddenlab.defenses.verification.toploc import Thresholds, commit, commit_all, verify, verify_all
+from hiddenlab.defenses.verification.transcript import Transcript
+from hiddenlab.defenses.verification.whole import load_whole
 from hiddenlab.errors import InputError
 from hiddenlab.testing import save_tiny
 

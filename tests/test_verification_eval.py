@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eval import answers, tampering, verification, verification_cells
-from eval.experiment import MEASURED, Setting, measure_cell
 from hiddenlab.errors import InputError
+from hiddenlab.eval import answers, tampering, verification, verification_cells
+from hiddenlab.eval.experiment import MEASURED, Setting, measure_cell
 from hiddenlab.testing import save_tiny
 
 

@@ -16,14 +16,14 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-from defenses.verification.audit import _admissible, _risks
-from defenses.verification.bounds import Risk
-from defenses.verification.difr import Replay
-from defenses.verification.durable import sole_writer
-from defenses.verification.sampling import Sampling
-from defenses.verification.scoring import _verdict
-from defenses.verification.transcript import read_transcripts
 from hiddenlab.cli import app
+from hiddenlab.defenses.verification.audit import _admissible, _risks
+from hiddenlab.defenses.verification.bounds import Risk
+from hiddenlab.defenses.verification.difr import Replay
+from hiddenlab.defenses.verification.durable import sole_writer
+from hiddenlab.defenses.verification.sampling import Sampling
+from hiddenlab.defenses.verification.scoring import _verdict
+from hiddenlab.defenses.verification.transcript import read_transcripts
 from hiddenlab.testing import save_tiny
 
 Files = dict[str, Path]
@@ -430,7 +430,7 @@ def test_runs_are_recorded_with_a_plot(
 def test_an_interrupted_run_says_so(
     model: str, files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from defenses.verification import command
+    from hiddenlab.defenses.verification import command
 
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt

@@ -25,7 +25,7 @@ from jaxtyping import Float
 from numpy.typing import NDArray
 from torch import Tensor
 
-from attacks.closed_weights.substitution import assign
+from hiddenlab.attacks.closed_weights.substitution import assign
 from hiddenlab.core import Progress, silent
 from hiddenlab.errors import InputError
 from hiddenlab.slice import Request, Slice

@@ -7,8 +7,14 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from attacks.closed_weights.order import common_order, likeliest_order, match_sorted, nearest, number
-from attacks.closed_weights.view import ServerView, rows_of
+from hiddenlab.attacks.closed_weights.order import (
+    common_order,
+    likeliest_order,
+    match_sorted,
+    nearest,
+    number,
+)
+from hiddenlab.attacks.closed_weights.view import ServerView, rows_of
 from hiddenlab.errors import InputError, NotApplicableError
 
 SEEN_FOR_ORDER = 512  # distinct vectors from which the order of coordinates is found

@@ -19,13 +19,13 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from attacks.gap import clear
-from attacks.gap.missing import MissingTokens
-from attacks.gap.slots import Likely, Tried, moved, swapped
-from attacks.gap.view import View
-from attacks.vocab_match import Prepared, VocabMatch, believed
-from attacks.vocab_match.rank import Continuations
-from attacks.vocab_match.screen import counted, near_ones
+from hiddenlab.attacks.gap import clear
+from hiddenlab.attacks.gap.missing import MissingTokens
+from hiddenlab.attacks.gap.slots import Likely, Tried, moved, swapped
+from hiddenlab.attacks.gap.view import View
+from hiddenlab.attacks.vocab_match import Prepared, VocabMatch, believed
+from hiddenlab.attacks.vocab_match.rank import Continuations
+from hiddenlab.attacks.vocab_match.screen import counted, near_ones
 from hiddenlab.channel import as_whole
 from hiddenlab.core import Observation, Progress, Public, Recovery, TokenRecovery, silent
 from hiddenlab.errors import InputError, NotApplicableError

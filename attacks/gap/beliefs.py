@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from attacks.gap.sums import JITTER, Search, Sums, Whitening
+from hiddenlab.attacks.gap.sums import JITTER, Search, Sums, Whitening
 from hiddenlab.core import Progress, silent
 
 SWEEPS, ANEW = 10, 3  # over the places, and after how many of them lists are made anew

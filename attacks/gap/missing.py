@@ -24,10 +24,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from attacks.first_layer import FirstLayer
-from attacks.gap.beliefs import Beliefs
-from attacks.gap.sums import JITTER, Row, Search, Sums
-from attacks.inverted import EXACT, Equations
+from hiddenlab.attacks.first_layer import FirstLayer
+from hiddenlab.attacks.gap.beliefs import Beliefs
+from hiddenlab.attacks.gap.sums import JITTER, Row, Search, Sums
+from hiddenlab.attacks.inverted import EXACT, Equations
 from hiddenlab.channel import Channel, as_whole
 from hiddenlab.core import Progress, Public, silent
 from hiddenlab.propose.corpus import Corpus

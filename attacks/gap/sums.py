@@ -12,8 +12,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from attacks.first_layer import FirstLayer
-from attacks.gap.slots import moved, swapped
+from hiddenlab.attacks.first_layer import FirstLayer
+from hiddenlab.attacks.gap.slots import moved, swapped
 
 # Share of a row that a sum may miss by where others are still missing, from the first place to the last: as their
 # contributions are no normal distribution, little is believed at first.

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from jaxtyping import Float
 from torch import Tensor
 
-from attacks.gap.missing import ROWS, Shown
+from hiddenlab.attacks.gap.missing import ROWS, Shown
 from hiddenlab.core import TokenRecovery
 from hiddenlab.propose.probe import Probe
 

@@ -9,10 +9,10 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from attacks.infill.masks import Shards
-from attacks.infill.model import Infiller
-from attacks.infill.text import OWN
-from attacks.infill.train import PRESETS, State, read_tokens, train_infiller
+from hiddenlab.attacks.infill.masks import Shards
+from hiddenlab.attacks.infill.model import Infiller
+from hiddenlab.attacks.infill.text import OWN
+from hiddenlab.attacks.infill.train import PRESETS, State, read_tokens, train_infiller
 from hiddenlab.channel import as_whole
 from hiddenlab.core import Observation, Progress, Public, Recovery, TokenRecovery, silent
 from hiddenlab.errors import InputError, NotApplicableError

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from attacks.infill.backbone import Backbone, Decoder, MaskedLM
+from hiddenlab.attacks.infill.backbone import Backbone, Decoder, MaskedLM
 from hiddenlab.channel import quiet_bitsandbytes
 from hiddenlab.slice import Slice
 

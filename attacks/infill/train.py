@@ -19,9 +19,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.nn import functional as F
 
-from attacks.infill.masks import Shards
-from attacks.infill.model import Infiller
-from attacks.infill.text import hash_seed, windows
+from hiddenlab.attacks.infill.masks import Shards
+from hiddenlab.attacks.infill.model import Infiller
+from hiddenlab.attacks.infill.text import hash_seed, windows
 from hiddenlab.channel import Channel
 from hiddenlab.core import Progress, Public
 from hiddenlab.errors import InputError

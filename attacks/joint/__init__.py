@@ -7,21 +7,21 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from attacks.joint.beam import decode
-from attacks.joint.before import arrives, decode_behind, prefix_of
-from attacks.joint.clock import learn_clock
-from attacks.joint.displaced import place_free
-from attacks.joint.evidence import FEATURES, NOISE, TRACES, Learned
-from attacks.joint.gauge import learn_gauge
-from attacks.joint.hypotheses import Decoding, Effort, Engines, start
-from attacks.joint.moves import move_parts
-from attacks.joint.reading import Reader, fast_enough
-from attacks.joint.refine import Refined, refine_decodings
-from attacks.joint.reorder import reorder_decodings
-from attacks.joint.strength import first_step, settle, strength_of
-from attacks.joint.weights import learn_weights, weigh_noise
-from attacks.vocab_match.rank import LazyModel
-from attacks.vocab_match.screen import Screen
+from hiddenlab.attacks.joint.beam import decode
+from hiddenlab.attacks.joint.before import arrives, decode_behind, prefix_of
+from hiddenlab.attacks.joint.clock import learn_clock
+from hiddenlab.attacks.joint.displaced import place_free
+from hiddenlab.attacks.joint.evidence import FEATURES, NOISE, TRACES, Learned
+from hiddenlab.attacks.joint.gauge import learn_gauge
+from hiddenlab.attacks.joint.hypotheses import Decoding, Effort, Engines, start
+from hiddenlab.attacks.joint.moves import move_parts
+from hiddenlab.attacks.joint.reading import Reader, fast_enough
+from hiddenlab.attacks.joint.refine import Refined, refine_decodings
+from hiddenlab.attacks.joint.reorder import reorder_decodings
+from hiddenlab.attacks.joint.strength import first_step, settle, strength_of
+from hiddenlab.attacks.joint.weights import learn_weights, weigh_noise
+from hiddenlab.attacks.vocab_match.rank import LazyModel
+from hiddenlab.attacks.vocab_match.screen import Screen
 from hiddenlab.channel import Channel, as_whole, by_channel, suppose
 from hiddenlab.core import Observation, Progress, Public, Recovery, TokenRecovery, silent
 from hiddenlab.errors import InputError, NotApplicableError

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from attacks.joint.evidence import BEFORE, LEAST, TRACES, Rows
+from hiddenlab.attacks.joint.evidence import BEFORE, LEAST, TRACES, Rows
 from hiddenlab.slice import Prefix, Request
 
 SHARE = 0.75  # of what the language model and traces may say of a row

@@ -6,8 +6,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from attacks.joint.doubt import Doubt
-from attacks.joint.evidence import (
+from hiddenlab.attacks.joint.doubt import Doubt
+from hiddenlab.attacks.joint.evidence import (
     BEFORE,
     FIT,
     Candidates,
@@ -18,9 +18,9 @@ from attacks.joint.evidence import (
     likeliest,
     rows_at,
 )
-from attacks.joint.explain import append, explain
-from attacks.joint.hypotheses import Decoding, Effort, Engines, Hypothesis, Step, Tried
-from attacks.vocab_match.screen import near_ones
+from hiddenlab.attacks.joint.explain import append, explain
+from hiddenlab.attacks.joint.hypotheses import Decoding, Effort, Engines, Hypothesis, Step, Tried
+from hiddenlab.attacks.vocab_match.screen import near_ones
 from hiddenlab.core import Progress, silent
 from hiddenlab.slice import Prefix, Request, Slice
 

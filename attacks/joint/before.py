@@ -22,11 +22,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from attacks.joint.beam import decode
-from attacks.joint.continuous import newton
-from attacks.joint.evidence import Learned
-from attacks.joint.hypotheses import Decoding, Effort, Engines, start
-from attacks.joint.moves import move_parts
+from hiddenlab.attacks.joint.beam import decode
+from hiddenlab.attacks.joint.continuous import newton
+from hiddenlab.attacks.joint.evidence import Learned
+from hiddenlab.attacks.joint.hypotheses import Decoding, Effort, Engines, start
+from hiddenlab.attacks.joint.moves import move_parts
 from hiddenlab.channel import Channel, in_order
 from hiddenlab.core import Progress, silent
 from hiddenlab.job import generator

@@ -16,8 +16,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from attacks.inverted import BELIEVED, Equations, jacobians, times
-from attacks.joint.continuous import newton
+from hiddenlab.attacks.inverted import BELIEVED, Equations, jacobians, times
+from hiddenlab.attacks.joint.continuous import newton
 from hiddenlab.slice import Prefix, Request, Slice
 
 DRAWS = 1000  # random orders of a prompt from which is learned what attention brings its rows

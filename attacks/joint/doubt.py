@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attacks.joint.evidence import Learned, unseen
-from attacks.joint.hypotheses import Decoding, Effort, Tried
+from hiddenlab.attacks.joint.evidence import Learned, unseen
+from hiddenlab.attacks.joint.hypotheses import Decoding, Effort, Tried
 
 WIDER = 4  # by how much more is tried each time
 HYPOTHESES = 8  # behind which more may be tried

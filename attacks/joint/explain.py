@@ -13,8 +13,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from attacks.joint.continuous import UNEXPLAINED, newton
-from attacks.joint.evidence import NOISE, Candidates, Rows
+from hiddenlab.attacks.joint.continuous import UNEXPLAINED, newton
+from hiddenlab.attacks.joint.evidence import NOISE, Candidates, Rows
 from hiddenlab.match import Matcher
 from hiddenlab.slice import Prefix, Request, Slice
 from hiddenlab.slice.request import packs

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from attacks.joint.evidence import EUCLIDEAN, ROUNDING
+from hiddenlab.attacks.joint.evidence import EUCLIDEAN, ROUNDING
 from hiddenlab.channel import Channel, in_order
 from hiddenlab.job import generator
 from hiddenlab.match import Matcher

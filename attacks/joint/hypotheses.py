@@ -6,9 +6,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from attacks.joint.ahead import ahead_of
-from attacks.joint.evidence import Candidates, Rows
-from attacks.vocab_match.screen import Screen
+from hiddenlab.attacks.joint.ahead import ahead_of
+from hiddenlab.attacks.joint.evidence import Candidates, Rows
+from hiddenlab.attacks.vocab_match.screen import Screen
 from hiddenlab.match import Matcher
 from hiddenlab.propose.adapt import Adapter
 from hiddenlab.slice import Answer, Prefix, Slice

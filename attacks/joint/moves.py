@@ -14,9 +14,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from attacks.joint.ahead import after_each
-from attacks.joint.evidence import FEATURES, PLACE, PRECEDES, TRACES, Candidates, Rows
-from attacks.joint.hypotheses import Decoding, Engines, Hypothesis
+from hiddenlab.attacks.joint.ahead import after_each
+from hiddenlab.attacks.joint.evidence import FEATURES, PLACE, PRECEDES, TRACES, Candidates, Rows
+from hiddenlab.attacks.joint.hypotheses import Decoding, Engines, Hypothesis
 from hiddenlab.core import Progress, silent
 from hiddenlab.slice import Prefix, Request
 

@@ -12,11 +12,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from attacks.joint.ahead import after_each
-from attacks.joint.beam import RECENT, listen, without
-from attacks.joint.displaced import Displaced
-from attacks.joint.explain import append
-from attacks.joint.hypotheses import Engines, Hypothesis, Step
+from hiddenlab.attacks.joint.ahead import after_each
+from hiddenlab.attacks.joint.beam import RECENT, listen, without
+from hiddenlab.attacks.joint.displaced import Displaced
+from hiddenlab.attacks.joint.explain import append
+from hiddenlab.attacks.joint.hypotheses import Engines, Hypothesis, Step
 from hiddenlab.slice import Request
 
 HYPOTHESES = 96  # kept

@@ -7,10 +7,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from attacks.joint.clock import Clock
-from attacks.joint.evidence import EUCLIDEAN, TRACES, Rows
-from attacks.joint.gauge import Gauge
-from attacks.vocab_match.screen import Screen
+from hiddenlab.attacks.joint.clock import Clock
+from hiddenlab.attacks.joint.evidence import EUCLIDEAN, TRACES, Rows
+from hiddenlab.attacks.joint.gauge import Gauge
+from hiddenlab.attacks.vocab_match.screen import Screen
 from hiddenlab.channel import Channel, in_order
 from hiddenlab.core import Observation
 from hiddenlab.errors import InputError, NotApplicableError

@@ -12,8 +12,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from attacks.joint.continuous import UNEXPLAINED, Problem, step
-from attacks.joint.hypotheses import Decoding
+from hiddenlab.attacks.joint.continuous import UNEXPLAINED, Problem, step
+from hiddenlab.attacks.joint.hypotheses import Decoding
 from hiddenlab.core import Progress, silent
 from hiddenlab.slice import Slice
 from hiddenlab.slice.request import packs

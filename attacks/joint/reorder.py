@@ -11,11 +11,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from attacks.joint.displaced import TRUST, Displaced, displaced
-from attacks.joint.evidence import Learned
-from attacks.joint.hypotheses import Decoding, Engines, Hypothesis
-from attacks.joint.moves import improve, rearrange, spoken_for
-from attacks.joint.ordered import ordered
+from hiddenlab.attacks.joint.displaced import TRUST, Displaced, displaced
+from hiddenlab.attacks.joint.evidence import Learned
+from hiddenlab.attacks.joint.hypotheses import Decoding, Engines, Hypothesis
+from hiddenlab.attacks.joint.moves import improve, rearrange, spoken_for
+from hiddenlab.attacks.joint.ordered import ordered
 from hiddenlab.core import Progress, silent
 from hiddenlab.job import generator
 

@@ -10,10 +10,18 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from attacks.joint.evidence import BEFORE, Candidates, Learned, Rows, candidates_of, likeliest, unseen
-from attacks.joint.explain import append, explain
-from attacks.joint.hypotheses import Engines
-from attacks.joint.reading import Reader
+from hiddenlab.attacks.joint.evidence import (
+    BEFORE,
+    Candidates,
+    Learned,
+    Rows,
+    candidates_of,
+    likeliest,
+    unseen,
+)
+from hiddenlab.attacks.joint.explain import append, explain
+from hiddenlab.attacks.joint.hypotheses import Engines
+from hiddenlab.attacks.joint.reading import Reader
 from hiddenlab.channel import Channel
 from hiddenlab.core import Progress, Secret, silent
 from hiddenlab.job import generator

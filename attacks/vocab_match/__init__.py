@@ -6,19 +6,19 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from attacks.vocab_match.drive import Search, drive
-from attacks.vocab_match.epsilon import (
+from hiddenlab.attacks.vocab_match.drive import Search, drive
+from hiddenlab.attacks.vocab_match.epsilon import (
     Threshold,
     auto_threshold,
     calibrated_threshold,
     measure,
     parse_epsilon,
 )
-from attacks.vocab_match.rank import SHORTLIST, WIDE_SHORTLIST, LazyModel, Proposer, check_proposal
-from attacks.vocab_match.screen import Screen
-from attacks.vocab_match.search import speculative, stepwise
-from attacks.vocab_match.shard import before_gap, behind_gap, with_rest
-from attacks.vocab_match.task import Task
+from hiddenlab.attacks.vocab_match.rank import SHORTLIST, WIDE_SHORTLIST, LazyModel, Proposer, check_proposal
+from hiddenlab.attacks.vocab_match.screen import Screen
+from hiddenlab.attacks.vocab_match.search import speculative, stepwise
+from hiddenlab.attacks.vocab_match.shard import before_gap, behind_gap, with_rest
+from hiddenlab.attacks.vocab_match.task import Task
 from hiddenlab.channel import as_whole, by_channel
 from hiddenlab.core import Observation, Progress, Public, Recovery, TokenRecovery, silent
 from hiddenlab.errors import InputError, NotApplicableError

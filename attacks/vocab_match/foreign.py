@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import torch
 
-from attacks.vocab_match.drive import Ask, Search
-from attacks.vocab_match.task import Task, find_next
+from hiddenlab.attacks.vocab_match.drive import Ask, Search
+from hiddenlab.attacks.vocab_match.task import Task, find_next
 from hiddenlab.core import TokenRecovery
 from hiddenlab.slice import Answer, Request
 

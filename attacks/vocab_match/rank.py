@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from attacks.vocab_match.drive import Ask, Search
+from hiddenlab.attacks.vocab_match.drive import Ask, Search
 from hiddenlab.errors import InputError
 from hiddenlab.propose.adapt import Adapter
 from hiddenlab.propose.opener import opened

@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from attacks.vocab_match.drive import Ask, Search
-from attacks.vocab_match.foreign import look_ahead, unexplained
-from attacks.vocab_match.task import Task, Tried, find_next
+from hiddenlab.attacks.vocab_match.drive import Ask, Search
+from hiddenlab.attacks.vocab_match.foreign import look_ahead, unexplained
+from hiddenlab.attacks.vocab_match.task import Task, Tried, find_next
 from hiddenlab.core import TokenRecovery
 from hiddenlab.slice import Answer, Request
 

@@ -7,9 +7,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from attacks.vocab_match.drive import Ask, Search
-from attacks.vocab_match.rank import LanguageModel, Proposer
-from attacks.vocab_match.screen import Screen, near_ones
+from hiddenlab.attacks.vocab_match.drive import Ask, Search
+from hiddenlab.attacks.vocab_match.rank import LanguageModel, Proposer
+from hiddenlab.attacks.vocab_match.screen import Screen, near_ones
 from hiddenlab.core import TokenRecovery
 from hiddenlab.match import Matcher
 from hiddenlab.propose.adapt import log_likelihood

@@ -11,8 +11,8 @@ import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
-from defenses.cascade.backend import Cascade
-from defenses.cascade.plan import Plan
+from hiddenlab.defenses.cascade.backend import Cascade
+from hiddenlab.defenses.cascade.plan import Plan
 from hiddenlab.errors import InputError, NotApplicableError
 from hiddenlab.slice import decoder_layers
 

@@ -20,9 +20,9 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from defenses.cascade.bodies import Body, ChatBody, CompletionBody, RequestError, parse
-from defenses.cascade.hosts import NodeError
-from defenses.cascade.service import Answer, Pieces, Service
+from hiddenlab.defenses.cascade.bodies import Body, ChatBody, CompletionBody, RequestError, parse
+from hiddenlab.defenses.cascade.hosts import NodeError
+from hiddenlab.defenses.cascade.service import Answer, Pieces, Service
 from hiddenlab.errors import HiddenlabError, InputError
 
 PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/models", "/health", "/metrics")

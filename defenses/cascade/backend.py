@@ -11,9 +11,16 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from defenses.cascade.hosts import ATTENTION_NAME, NodeError, Pass, attn_name, has_head, open_cascade_door
-from defenses.cascade.plan import Plan
-from defenses.cascade.seen import Seen
+from hiddenlab.defenses.cascade.hosts import (
+    ATTENTION_NAME,
+    NodeError,
+    Pass,
+    attn_name,
+    has_head,
+    open_cascade_door,
+)
+from hiddenlab.defenses.cascade.plan import Plan
+from hiddenlab.defenses.cascade.seen import Seen
 from hiddenlab.errors import InputError
 from hiddenlab.slice import signature_of
 from hiddenlab.slice.load import load_config, load_model, resolve_model

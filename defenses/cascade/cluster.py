@@ -20,15 +20,15 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from torch import Tensor
 
-from defenses.cascade.backend import Cascade, ModelFacts, Settings, comp_name
-from defenses.cascade.cost import Link
-from defenses.cascade.faults import Restarts, Watch, most_missed
-from defenses.cascade.hosts import GIVEN_UP, Head, NodeError, Pass, attn_name
-from defenses.cascade.nodes import Partial, Rows
-from defenses.cascade.plan import AttnNode, Plan
-from defenses.cascade.remote import RemoteAttn, RemoteComp
-from defenses.cascade.seen import Seen
 from hiddenlab.core import Progress, silent
+from hiddenlab.defenses.cascade.backend import Cascade, ModelFacts, Settings, comp_name
+from hiddenlab.defenses.cascade.cost import Link
+from hiddenlab.defenses.cascade.faults import Restarts, Watch, most_missed
+from hiddenlab.defenses.cascade.hosts import GIVEN_UP, Head, NodeError, Pass, attn_name
+from hiddenlab.defenses.cascade.nodes import Partial, Rows
+from hiddenlab.defenses.cascade.plan import AttnNode, Plan
+from hiddenlab.defenses.cascade.remote import RemoteAttn, RemoteComp
+from hiddenlab.defenses.cascade.seen import Seen
 from hiddenlab.errors import InputError
 
 TRANSPORTS = ("tcp", "objects")

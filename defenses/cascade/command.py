@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from defenses.cascade.cost import STATISTICS, Link, Shape, layer_bytes, layer_seconds, rounds
-from defenses.cascade.plan import Plan, gaps, recoverable, smallest_gap
 from hiddenlab.core import Progress, silent
+from hiddenlab.defenses.cascade.cost import STATISTICS, Link, Shape, layer_bytes, layer_seconds, rounds
+from hiddenlab.defenses.cascade.plan import Plan, gaps, recoverable, smallest_gap
 from hiddenlab.errors import InputError
 
 if TYPE_CHECKING:
-    from defenses.cascade.backend import Cascade
+    from hiddenlab.defenses.cascade.backend import Cascade
 
 
 def plan(
@@ -139,9 +139,9 @@ class Backend:
         Raises:
             InputError: an option that the backend does not have, or see ``RayCascade``.
         """
-        from defenses.cascade.backend import Settings, load_cascade_model
-        from defenses.cascade.local import LocalCascade
-        from defenses.cascade.remote import WireCascade
+        from hiddenlab.defenses.cascade.backend import Settings, load_cascade_model
+        from hiddenlab.defenses.cascade.local import LocalCascade
+        from hiddenlab.defenses.cascade.remote import WireCascade
         from hiddenlab.slice.load import parse_dtype
 
         dtype = parse_dtype(self.dtype)
@@ -161,7 +161,7 @@ class Backend:
                 loaded, alpha, m=m, symmetric=symmetric, settings=settings, name=self.model, link=self.link(),
                 timeout=self.timeout,
             )  # fmt: skip
-        return _with_ray("defenses.cascade.cluster").RayCascade(
+        return _with_ray("hiddenlab.defenses.cascade.cluster").RayCascade(
             self.model, alpha, m=m, symmetric=symmetric, settings=settings, address=self.address,
             transport=self.transport, timeout=self.timeout, restarts=self.restarts, threads=self.threads,
             cpus=self.cpus, gpus=self.gpus, dtype=dtype, device=self.device, strategy=self.strategy,
@@ -201,11 +201,11 @@ def serve(
     Raises:
         InputError: another program listens at that port, or see ``serve.start``.
     """
-    from defenses.cascade.port import reserved
+    from hiddenlab.defenses.cascade.port import reserved
 
     with reserved(host, port):
-        bounds = _with_ray("defenses.cascade.service").Limits(**(limits or {}))
-        serving = _with_ray("defenses.cascade.serve")
+        bounds = _with_ray("hiddenlab.defenses.cascade.service").Limits(**(limits or {}))
+        serving = _with_ray("hiddenlab.defenses.cascade.serve")
         own = serving.start(backend, key=key, limits=bounds, host=host, port=port, **options)
         # A service manager's way of saying Ctrl-C; set now, since Ray sets one of its own when it starts.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -251,7 +251,7 @@ def run(
         InputError: the plan does not exist, the model is unknown, or the prompt is empty or too long. NodeError: a
             node died or stalled.
     """
-    from defenses.cascade.seen import save_seen
+    from hiddenlab.defenses.cascade.seen import save_seen
     from hiddenlab.record import check_new
     from hiddenlab.slice.load import load_tokenizer, resolve_model
 
@@ -300,7 +300,7 @@ def _generation(
     sampling: dict[str, Any],
     progress: Progress,
 ) -> dict[str, Any]:
-    from defenses.cascade.generate import Sampling, generate
+    from hiddenlab.defenses.cascade.generate import Sampling, generate
 
     stop = [i for i in {tokenizer.eos_token_id} if i is not None]
     found: list[int] = []
@@ -327,7 +327,7 @@ def _compared(
     backend: Backend, ids: Tensor, head: bool, result: dict[str, Any], repeats: int
 ) -> dict[str, Any]:
     """The plain model beside it, in this process."""
-    from defenses.cascade.backend import load_cascade_model
+    from hiddenlab.defenses.cascade.backend import load_cascade_model
     from hiddenlab.slice.load import parse_dtype
 
     plain: Any = load_cascade_model(backend.model, dtype=parse_dtype(backend.dtype), attention="sdpa")

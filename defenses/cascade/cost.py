@@ -4,7 +4,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-from defenses.cascade.plan import Plan
+from hiddenlab.defenses.cascade.plan import Plan
 from hiddenlab.errors import InputError
 
 STATISTICS = {"paper": 2, "logsumexp": 1}  # numbers sent back a head and row beside the partial output

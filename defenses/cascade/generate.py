@@ -14,9 +14,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from defenses.cascade.backend import Cascade, new_request
-from defenses.cascade.hosts import NodeError, Pass
-from defenses.cascade.plan import Plan
+from hiddenlab.defenses.cascade.backend import Cascade, new_request
+from hiddenlab.defenses.cascade.hosts import NodeError, Pass
+from hiddenlab.defenses.cascade.plan import Plan
 from hiddenlab.errors import InputError
 
 

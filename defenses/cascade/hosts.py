@@ -16,9 +16,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from defenses.cascade.nodes import AttnWorker, CompWorker, Partial, Rows
-from defenses.cascade.plan import AttnNode, Plan, Positions
-from defenses.cascade.seen import Seen, record_attn, record_layers, record_partials
+from hiddenlab.defenses.cascade.nodes import AttnWorker, CompWorker, Partial, Rows
+from hiddenlab.defenses.cascade.plan import AttnNode, Plan, Positions
+from hiddenlab.defenses.cascade.seen import Seen, record_attn, record_layers, record_partials
 from hiddenlab.errors import HiddenlabError
 from hiddenlab.slice.door import Attention, open_door
 

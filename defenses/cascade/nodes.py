@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from defenses.cascade.plan import AttnNode, Message, Plan, Positions, new_of
+from hiddenlab.defenses.cascade.plan import AttnNode, Message, Plan, Positions, new_of
 from hiddenlab.slice.door import Attention
 
 

@@ -10,9 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from defenses.cascade.backend import Cascade, ModelFacts, Settings, comp_name, in_threads, load_cascade_model
-from defenses.cascade.cost import Link
-from defenses.cascade.hosts import (
+from hiddenlab.defenses.cascade.backend import (
+    Cascade,
+    ModelFacts,
+    Settings,
+    comp_name,
+    in_threads,
+    load_cascade_model,
+)
+from hiddenlab.defenses.cascade.cost import Link
+from hiddenlab.defenses.cascade.hosts import (
     GIVEN_UP,
     AttnHost,
     Carrier,
@@ -23,10 +30,10 @@ from defenses.cascade.hosts import (
     Reply,
     attn_name,
 )
-from defenses.cascade.nodes import Partial, Rows
-from defenses.cascade.plan import AttnNode, Plan
-from defenses.cascade.seen import Seen
-from defenses.cascade.wire import Address, Hub, WireError
+from hiddenlab.defenses.cascade.nodes import Partial, Rows
+from hiddenlab.defenses.cascade.plan import AttnNode, Plan
+from hiddenlab.defenses.cascade.seen import Seen
+from hiddenlab.defenses.cascade.wire import Address, Hub, WireError
 from hiddenlab.slice.door import Attention
 
 

@@ -11,9 +11,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from defenses.cascade.nodes import CompWorker, Partial, Rows
-from defenses.cascade.plan import AttnNode, Message, Plan, Positions
 from hiddenlab.core import Observation, Public, Secret, Site
+from hiddenlab.defenses.cascade.nodes import CompWorker, Partial, Rows
+from hiddenlab.defenses.cascade.plan import AttnNode, Message, Plan, Positions
 from hiddenlab.job import save_truth
 from hiddenlab.observation import save_observation
 from hiddenlab.slice import decoder_layers

@@ -12,11 +12,11 @@ from ray import serve
 from ray.serve.config import HTTPOptions
 from ray.serve.context import _get_global_client
 
-from defenses.cascade.api import digest, make_app
-from defenses.cascade.cluster import connect
-from defenses.cascade.command import Backend
-from defenses.cascade.plan import Plan
-from defenses.cascade.service import Limits, Service
+from hiddenlab.defenses.cascade.api import digest, make_app
+from hiddenlab.defenses.cascade.cluster import connect
+from hiddenlab.defenses.cascade.command import Backend
+from hiddenlab.defenses.cascade.plan import Plan
+from hiddenlab.defenses.cascade.service import Limits, Service
 from hiddenlab.errors import HiddenlabError, InputError
 from hiddenlab.slice.load import load_tokenizer, resolve_model
 

@@ -13,11 +13,11 @@ import prometheus_client as prometheus
 import torch
 from starlette.exceptions import HTTPException
 
-from defenses.cascade.backend import Cascade
-from defenses.cascade.bodies import Body, RequestError, Turn
-from defenses.cascade.chat import Chat, tokenize
-from defenses.cascade.generate import Cancellation, Sampling, generate
-from defenses.cascade.plan import Plan
+from hiddenlab.defenses.cascade.backend import Cascade
+from hiddenlab.defenses.cascade.bodies import Body, RequestError, Turn
+from hiddenlab.defenses.cascade.chat import Chat, tokenize
+from hiddenlab.defenses.cascade.generate import Cancellation, Sampling, generate
+from hiddenlab.defenses.cascade.plan import Plan
 from hiddenlab.errors import InputError
 
 RETRY_SECONDS = 1  # until a client that was sent away may ask again

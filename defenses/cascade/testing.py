@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from defenses.cascade.backend import Cascade, ModelFacts
-from defenses.cascade.hosts import NodeError, Pass
-from defenses.cascade.plan import Plan
-from defenses.cascade.seen import Seen
-from defenses.cascade.service import Service
+from hiddenlab.defenses.cascade.backend import Cascade, ModelFacts
+from hiddenlab.defenses.cascade.hosts import NodeError, Pass
+from hiddenlab.defenses.cascade.plan import Plan
+from hiddenlab.defenses.cascade.seen import Seen
+from hiddenlab.defenses.cascade.service import Service
 from hiddenlab.testing import VOCABULARY, byte_tokenizer
 
 NAME = "tiny/model"

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from defenses.cascade.cost import Link
+from hiddenlab.defenses.cascade.cost import Link
 
 _LENGTHS = struct.Struct("!IQ")
 _NONCE, _DIGEST, _NAME = 32, 32, 256

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from defenses.schemes.transcript import Transcript
+from hiddenlab.defenses.schemes.transcript import Transcript
 from hiddenlab.errors import InputError
 
 FRACTION = 16  # bits behind the point

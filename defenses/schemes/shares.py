@@ -7,12 +7,12 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from defenses.schemes.ring import FRACTION, Ring, Shared
-from defenses.schemes.stip import DEVELOPER, SERVER, USER, Developer
-from defenses.schemes.stip import User as StipUser
-from defenses.schemes.transcript import Transcript
-from defenses.schemes.walk import activation, apply_norm, normalise, walk
-from defenses.schemes.weights import Linear, Norm, Weights
+from hiddenlab.defenses.schemes.ring import FRACTION, Ring, Shared
+from hiddenlab.defenses.schemes.stip import DEVELOPER, SERVER, USER, Developer
+from hiddenlab.defenses.schemes.stip import User as StipUser
+from hiddenlab.defenses.schemes.transcript import Transcript
+from hiddenlab.defenses.schemes.walk import activation, apply_norm, normalise, walk
+from hiddenlab.defenses.schemes.weights import Linear, Norm, Weights
 from hiddenlab.errors import InputError
 
 HELPER = "helper"

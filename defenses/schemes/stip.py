@@ -7,9 +7,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from defenses.schemes.transcript import Transcript
-from defenses.schemes.walk import Cache, Plain, walk
-from defenses.schemes.weights import Block, Weights, take, take_norm
+from hiddenlab.defenses.schemes.transcript import Transcript
+from hiddenlab.defenses.schemes.walk import Cache, Plain, walk
+from hiddenlab.defenses.schemes.weights import Block, Weights, take, take_norm
 from hiddenlab.errors import InputError
 
 DEVELOPER, SERVER, USER = "developer", "server", "user"

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers.activations import ACT2FN
 
-from defenses.schemes.weights import Linear, Norm, Weights
+from hiddenlab.defenses.schemes.weights import Linear, Norm, Weights
 from hiddenlab.errors import InputError
 
 T = TypeVar("T")

@@ -223,7 +223,7 @@ def read_weights(model: nn.Module) -> Weights:
     try:
         weights = _read(model, family, config)
         tokens = torch.arange(CHECK_TOKENS) * 7 % len(weights.head.weight)
-        from defenses.schemes.walk import Plain, walk
+        from hiddenlab.defenses.schemes.walk import Plain, walk
 
         own = walk(weights, weights.inputs(tokens.tolist()), Plain())[0]
         wanted = model(tokens[None]).logits[0]

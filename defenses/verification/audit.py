@@ -16,24 +16,24 @@ from jaxtyping import Bool
 from scipy.stats import binom
 from torch import Tensor
 
-from defenses.verification import bounds as theory
-from defenses.verification import difr
-from defenses.verification.books import entries, read_point
-from defenses.verification.bounds import Risk
-from defenses.verification.closed_form import FLOOR, fssl_ipt
-from defenses.verification.command import FORMAT, Made, verifier_for
-from defenses.verification.difr import Replay, Verifier
-from defenses.verification.durable import LedgerError
-from defenses.verification.filters import PerplexityFilter, SyntacticFilter
-from defenses.verification.ledger import Checkpoint
-from defenses.verification.ledger import verify as verify_ledger
-from defenses.verification.likelihood import gumbel_positions
-from defenses.verification.records import canonical
-from defenses.verification.risk import classify
-from defenses.verification.sampling import probabilities
-from defenses.verification.transcript import Transcript, read_transcripts
-from defenses.verification.whole import WholeModel
 from hiddenlab.core import Progress, silent
+from hiddenlab.defenses.verification import bounds as theory
+from hiddenlab.defenses.verification import difr
+from hiddenlab.defenses.verification.books import entries, read_point
+from hiddenlab.defenses.verification.bounds import Risk
+from hiddenlab.defenses.verification.closed_form import FLOOR, fssl_ipt
+from hiddenlab.defenses.verification.command import FORMAT, Made, verifier_for
+from hiddenlab.defenses.verification.difr import Replay, Verifier
+from hiddenlab.defenses.verification.durable import LedgerError
+from hiddenlab.defenses.verification.filters import PerplexityFilter, SyntacticFilter
+from hiddenlab.defenses.verification.ledger import Checkpoint
+from hiddenlab.defenses.verification.ledger import verify as verify_ledger
+from hiddenlab.defenses.verification.likelihood import gumbel_positions
+from hiddenlab.defenses.verification.records import canonical
+from hiddenlab.defenses.verification.risk import classify
+from hiddenlab.defenses.verification.sampling import probabilities
+from hiddenlab.defenses.verification.transcript import Transcript, read_transcripts
+from hiddenlab.defenses.verification.whole import WholeModel
 from hiddenlab.errors import InputError
 from hiddenlab.slice.load import BUILTIN
 

@@ -8,9 +8,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from defenses.verification.command import FORMAT, Made
-from defenses.verification.durable import WAIT, LedgerError, sole_writer
-from defenses.verification.ledger import (
+from hiddenlab.core import Progress, silent
+from hiddenlab.defenses.verification.command import FORMAT, Made
+from hiddenlab.defenses.verification.durable import WAIT, LedgerError, sole_writer
+from hiddenlab.defenses.verification.ledger import (
     Checkpoint,
     Ledger,
     read_checkpoint,
@@ -18,13 +19,12 @@ from defenses.verification.ledger import (
     verify_inclusion,
     write_statement,
 )
-from defenses.verification.ledger import (
+from hiddenlab.defenses.verification.ledger import (
     prove as prove_record,
 )
-from defenses.verification.records import canonical, lines, parsed
-from defenses.verification.signing import create_key, public, read_key
-from defenses.verification.transcript import Transcript, read_transcripts
-from hiddenlab.core import Progress, silent
+from hiddenlab.defenses.verification.records import canonical, lines, parsed
+from hiddenlab.defenses.verification.signing import create_key, public, read_key
+from hiddenlab.defenses.verification.transcript import Transcript, read_transcripts
 from hiddenlab.errors import InputError
 from hiddenlab.files import write_file
 from hiddenlab.schema import read_bytes

@@ -13,8 +13,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from defenses.verification.likelihood import check_tokens
-from defenses.verification.sampling import Sampling, kept
+from hiddenlab.defenses.verification.likelihood import check_tokens
+from hiddenlab.defenses.verification.sampling import Sampling, kept
 from hiddenlab.errors import InputError
 
 FLOOR = 1e-12  # ε of Algorithm 3

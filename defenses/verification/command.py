@@ -12,14 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from defenses.verification import bounds as theory
-from defenses.verification import difr, speculative, toploc
-from defenses.verification.difr import Replay, Verifier
-from defenses.verification.provider import LOADED, SAMPLED, Provider, Request, Variant
-from defenses.verification.rules import DEFAULT as DEFAULT_RULE
-from defenses.verification.rules import Rule, rule_of
-from defenses.verification.sampling import HashedNoise, Noise, Sampling, StreamNoise
-from defenses.verification.transcript import (
+from hiddenlab.core import Progress, silent
+from hiddenlab.defenses.verification import bounds as theory
+from hiddenlab.defenses.verification import difr, speculative, toploc
+from hiddenlab.defenses.verification.difr import Replay, Verifier
+from hiddenlab.defenses.verification.provider import LOADED, SAMPLED, Provider, Request, Variant
+from hiddenlab.defenses.verification.rules import DEFAULT as DEFAULT_RULE
+from hiddenlab.defenses.verification.rules import Rule, rule_of
+from hiddenlab.defenses.verification.sampling import HashedNoise, Noise, Sampling, StreamNoise
+from hiddenlab.defenses.verification.transcript import (
     FINGERPRINT_DTYPES,
     Fingerprint,
     Transcript,
@@ -27,8 +28,7 @@ from defenses.verification.transcript import (
     read_transcripts,
     write_transcripts,
 )
-from defenses.verification.whole import WholeModel, load_whole
-from hiddenlab.core import Progress, silent
+from hiddenlab.defenses.verification.whole import WholeModel, load_whole
 from hiddenlab.errors import InputError
 from hiddenlab.job import generator
 from hiddenlab.lens import Projection

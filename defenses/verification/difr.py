@@ -12,8 +12,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from defenses.verification.closed_form import NoiseOn, ipt_interval, logit_rank, margins, pairwise
-from defenses.verification.sampling import (
+from hiddenlab.defenses.verification.closed_form import NoiseOn, ipt_interval, logit_rank, margins, pairwise
+from hiddenlab.defenses.verification.sampling import (
     Noise,
     Sampling,
     StreamNoise,
@@ -21,8 +21,8 @@ from defenses.verification.sampling import (
     perturbed,
     probabilities,
 )
-from defenses.verification.transcript import Transcript
-from defenses.verification.whole import WholeModel
+from hiddenlab.defenses.verification.transcript import Transcript
+from hiddenlab.defenses.verification.whole import WholeModel
 from hiddenlab.errors import InputError
 
 SCORES = ("margin", "likelihood", "mismatch", "cross_entropy", "rank")

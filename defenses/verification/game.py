@@ -15,7 +15,7 @@ from typing import Literal, Protocol, runtime_checkable
 
 from scipy.stats import binomtest
 
-from defenses.verification.bounds import game_bound
+from hiddenlab.defenses.verification.bounds import game_bound
 from hiddenlab.errors import InputError
 
 Choices = tuple[tuple[int, ...], ...]

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from defenses.verification.command import FORMAT, Made
-from defenses.verification.logs import Choice, Exchange, Message, exchanges, unanswered
-from defenses.verification.sampling import GREEDY
-from defenses.verification.transcript import Transcript, write_transcripts
 from hiddenlab.core import Progress, silent
+from hiddenlab.defenses.verification.command import FORMAT, Made
+from hiddenlab.defenses.verification.logs import Choice, Exchange, Message, exchanges, unanswered
+from hiddenlab.defenses.verification.sampling import GREEDY
+from hiddenlab.defenses.verification.transcript import Transcript, write_transcripts
 from hiddenlab.errors import InputError
 from hiddenlab.slice.load import BUILTIN, load_config, load_tokenizer, resolve_model
 

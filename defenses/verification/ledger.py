@@ -16,9 +16,9 @@ from typing import Any
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from defenses.verification.durable import LedgerError, sole_writer
-from defenses.verification.merkle import climb, merkle_path, merkle_root
-from defenses.verification.records import (
+from hiddenlab.defenses.verification.durable import LedgerError, sole_writer
+from hiddenlab.defenses.verification.merkle import climb, merkle_path, merkle_root
+from hiddenlab.defenses.verification.records import (
     LONGEST_LINE,
     canonical,
     checked,
@@ -27,7 +27,7 @@ from defenses.verification.records import (
     parsed,
     wrong_record,
 )
-from defenses.verification.signing import public, signed
+from hiddenlab.defenses.verification.signing import public, signed
 from hiddenlab.errors import InputError
 from hiddenlab.files import write_file
 

@@ -16,7 +16,7 @@ from jaxtyping import Bool, Float, Int
 from scipy.special import ndtri_exp
 from torch import Tensor
 
-from defenses.verification.sampling import Sampling, kept
+from hiddenlab.defenses.verification.sampling import Sampling, kept
 from hiddenlab.errors import InputError
 
 SAMPLES = 256

@@ -15,10 +15,10 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import DynamicCache
 
-from defenses.verification.sampling import Noise, Sampling, StreamNoise, sample
-from defenses.verification.transcript import Transcript
-from defenses.verification.whole import WholeModel, load_whole
 from hiddenlab.core import Progress, silent
+from hiddenlab.defenses.verification.sampling import Noise, Sampling, StreamNoise, sample
+from hiddenlab.defenses.verification.transcript import Transcript
+from hiddenlab.defenses.verification.whole import WholeModel, load_whole
 from hiddenlab.errors import InputError
 
 BATCH = 50

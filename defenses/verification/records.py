@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from defenses.verification.durable import LedgerError
-from defenses.verification.signing import signed
+from hiddenlab.defenses.verification.durable import LedgerError
+from hiddenlab.defenses.verification.signing import signed
 from hiddenlab.errors import InputError
 from hiddenlab.schema import loads, opened
 

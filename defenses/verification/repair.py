@@ -7,12 +7,12 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from defenses.verification.books import read_point
-from defenses.verification.command import FORMAT, Made
-from defenses.verification.durable import WAIT, LedgerError, sole_writer
-from defenses.verification.ledger import Chain
-from defenses.verification.records import LONGEST_LINE, lines, parsed
 from hiddenlab.core import Progress, silent
+from hiddenlab.defenses.verification.books import read_point
+from hiddenlab.defenses.verification.command import FORMAT, Made
+from hiddenlab.defenses.verification.durable import WAIT, LedgerError, sole_writer
+from hiddenlab.defenses.verification.ledger import Chain
+from hiddenlab.defenses.verification.records import LONGEST_LINE, lines, parsed
 from hiddenlab.errors import InputError
 from hiddenlab.files import write_file
 

@@ -14,10 +14,10 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from defenses.verification.bounds import Risk
-from defenses.verification.closed_form import logit_rank
-from defenses.verification.likelihood import ACTIVE, SAMPLES, gumbel_positions
-from defenses.verification.sampling import Sampling
+from hiddenlab.defenses.verification.bounds import Risk
+from hiddenlab.defenses.verification.closed_form import logit_rank
+from hiddenlab.defenses.verification.likelihood import ACTIVE, SAMPLES, gumbel_positions
+from hiddenlab.defenses.verification.sampling import Sampling
 from hiddenlab.errors import InputError
 
 

@@ -11,15 +11,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from defenses.verification import difr, speculative
-from defenses.verification.closed_form import FLOOR, NoiseOn
-from defenses.verification.command import FORMAT, Made, verifier_for
-from defenses.verification.detect import clipping
-from defenses.verification.difr import Verifier
-from defenses.verification.sampling import GREEDY
-from defenses.verification.transcript import Transcript, read_transcripts
-from defenses.verification.whole import WholeModel
 from hiddenlab.core import Progress, silent
+from hiddenlab.defenses.verification import difr, speculative
+from hiddenlab.defenses.verification.closed_form import FLOOR, NoiseOn
+from hiddenlab.defenses.verification.command import FORMAT, Made, verifier_for
+from hiddenlab.defenses.verification.detect import clipping
+from hiddenlab.defenses.verification.difr import Verifier
+from hiddenlab.defenses.verification.sampling import GREEDY
+from hiddenlab.defenses.verification.transcript import Transcript, read_transcripts
+from hiddenlab.defenses.verification.whole import WholeModel
 from hiddenlab.errors import InputError
 from hiddenlab.job import generator
 from hiddenlab.slice.load import BUILTIN

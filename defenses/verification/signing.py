@@ -13,7 +13,7 @@ from cryptography.hazmat.primitives.serialization import (
     load_pem_private_key,
 )
 
-from defenses.verification.durable import LedgerError
+from hiddenlab.defenses.verification.durable import LedgerError
 from hiddenlab.errors import InputError
 from hiddenlab.files import write_file
 

@@ -28,7 +28,7 @@ import torch
 from jaxtyping import BFloat16, Float, Int, Int64, UInt16
 from torch import Tensor
 
-from defenses.verification.rules import EVERY, MAGNITUDE, PAPER, Rule
+from hiddenlab.defenses.verification.rules import EVERY, MAGNITUDE, PAPER, Rule
 from hiddenlab.errors import InputError
 
 PRIME = 65497

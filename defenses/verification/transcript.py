@@ -15,8 +15,8 @@ from jaxtyping import Float
 from pydantic import AfterValidator
 from torch import Tensor
 
-from defenses.verification.rules import rule_of
-from defenses.verification.sampling import Sampling
+from hiddenlab.defenses.verification.rules import rule_of
+from hiddenlab.defenses.verification.sampling import Sampling
 from hiddenlab.errors import HiddenlabError, InputError
 from hiddenlab.lens import Projection
 from hiddenlab.schema import CLOSED, TokenId, check, check_format, lines, loads, read_bytes

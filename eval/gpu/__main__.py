@@ -10,10 +10,20 @@ from typing import Annotated
 import typer
 from filelock import FileLock, Timeout
 
-from eval.gpu.parts import PARTS
-from eval.gpu.program import RESULT, TABLE, Part, Result, Setting, left_out, load_result, run_parts, to_json
-from eval.gpu.table import markdown
 from hiddenlab.errors import HiddenlabError, InputError
+from hiddenlab.eval.gpu.parts import PARTS
+from hiddenlab.eval.gpu.program import (
+    RESULT,
+    TABLE,
+    Part,
+    Result,
+    Setting,
+    left_out,
+    load_result,
+    run_parts,
+    to_json,
+)
+from hiddenlab.eval.gpu.table import markdown
 from hiddenlab.slice.device import parse_device
 from hiddenlab.slice.load import BUILTIN, resolve_model
 

@@ -5,12 +5,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from attacks.joint import JointDecoding
-from attacks.vocab_match import VocabMatch
-from eval.gpu.work import Figures, Lab
+from hiddenlab.attacks.joint import JointDecoding
+from hiddenlab.attacks.vocab_match import VocabMatch
 from hiddenlab.channel import Channel
 from hiddenlab.core import BatchAttack, Observation, Secret
 from hiddenlab.errors import InputError
+from hiddenlab.eval.gpu.work import Figures, Lab
 from hiddenlab.job import generator
 from hiddenlab.prompts import load_prompts
 from hiddenlab.run import time_prefill
@@ -67,7 +67,7 @@ def expected_ids(lab: Lab, channel: str, prompts: int) -> list[list[int]]:
     ids: list[list[int]] = recorded.get(channel, [])[:prompts]
     if len(ids) < prompts:
         raise InputError(
-            f"the CPU's answers for {channel!r} are not recorded; run 'python -m eval.gpu.reference'"
+            f"the CPU's answers for {channel!r} are not recorded; run 'python -m hiddenlab.eval.gpu.reference'"
         )
     return ids
 

@@ -9,11 +9,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from attacks.vocab_match.screen import Screen, near_ones
-from defenses.cascade.backend import load_cascade_model
-from defenses.cascade.local import LocalCascade
-from defenses.cascade.plan import Plan
-from eval.gpu.work import Figures, Lab
+from hiddenlab.attacks.vocab_match.screen import Screen, near_ones
+from hiddenlab.defenses.cascade.backend import load_cascade_model
+from hiddenlab.defenses.cascade.local import LocalCascade
+from hiddenlab.defenses.cascade.plan import Plan
+from hiddenlab.eval.gpu.work import Figures, Lab
 from hiddenlab.match import DISTANCES, Matcher
 from hiddenlab.propose.adapt import Adapter
 from hiddenlab.propose.probe import probe_settings, train_probe

@@ -1,7 +1,8 @@
 """Pack what a bare CUDA machine lacks, in pieces that travel, and unpack it there.
 
-``python -m eval.gpu.pack FOLDER`` writes the built-in model's GGUF file in compressed pieces and the Python packages
-that CUDA images seldom have. There ``python -m eval.gpu.pack FOLDER --unpack TARGET`` puts them together.
+``python -m hiddenlab.eval.gpu.pack FOLDER`` writes the built-in model's GGUF file in compressed pieces and the
+Python packages that CUDA images seldom have. With ``--unpack TARGET`` behind it, the same command puts them together
+there.
 """
 
 import hashlib
@@ -127,7 +128,7 @@ def _read_manifest(path: Path) -> tuple[str, str, list[str]]:
             raise ValueError("names are missing")
     except (InputError, ValueError, KeyError, TypeError) as error:
         raise InputError(
-            f"{path.parent} holds no packed model: {error}; 'python -m eval.gpu.pack' makes one"
+            f"{path.parent} holds no packed model: {error}; 'python -m hiddenlab.eval.gpu.pack' makes one"
         ) from None
     return Path(name).name, digest, [Path(one).name for one in pieces]
 

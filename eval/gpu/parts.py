@@ -2,7 +2,7 @@
 
 from itertools import product
 
-from eval.gpu.program import Cell, Part, Setting
+from hiddenlab.eval.gpu.program import Cell, Part, Setting
 
 TINY = (
     "llama",
@@ -151,7 +151,7 @@ PARTS = (
         "ceilings", "What can the card do?",
         "The matrix rate is that of a product of two random 8192 × 8192 matrices. The copy counts bytes read and "
         "written.",
-        60, "eval.gpu.speed:ceilings", _ceilings,
+        60, "hiddenlab.eval.gpu.speed:ceilings", _ceilings,
     ),
     Part(
         "engine", "Is the engine right on the card?",
@@ -162,38 +162,38 @@ PARTS = (
         "'plain model' is the plain model's own error on the card in the same dtype. 'way' says how a pass "
         "attends (docs/gpu.md). An error counts as equal up to 1e-4 in float32, and up to twice the plain "
         "model's (0.02 to 0.2) in bfloat16.",
-        150, "eval.gpu.correctness:engine", _engine,
+        150, "hiddenlab.eval.gpu.correctness:engine", _engine,
     ),
     Part(
         "components", "Are the other functions right on the card?",
         "Distances, learning from failed candidates, the bfloat16 screen and the training of a probe, against "
         "the same on the CPU. 'top1' is the share of rows whose token the probe names first.",
-        90, "eval.gpu.correctness:component", _components,
+        90, "hiddenlab.eval.gpu.correctness:component", _components,
     ),
     Part(
         "cascade-right", "Is Cascade right on the card?",
         "Relative error of the sharded model's outputs against the plain model on the CPU in float32, counted as "
         "above. 'alpha' is the number of nodes that share the tokens.",
-        60, "eval.gpu.correctness:cascade", _sharded,
+        60, "hiddenlab.eval.gpu.correctness:cascade", _sharded,
     ),
     Part(
         "branch", "How fast does one batch of candidates run?",
         "A model of Llama-3.2-1B's, Llama-3.1-8B's or Gemma-2-27B's shape with random weights, a quarter of its "
         "layers, bfloat16. The share is of the measured matrix rate; only products with weights and attention "
         "are counted. The peak is all memory held on the card, over the weights.",
-        75, "eval.gpu.speed:branch", _branch,
+        75, "hiddenlab.eval.gpu.speed:branch", _branch,
     ),
     Part(
         "ways", "What does attending as one product bring?",
         "The same passes in one process: each request attends by itself, and all attend as one product, which a "
         "card does wherever a pass is small. Prompts of 50 tokens, a quarter of the layers, bfloat16.",
-        40, "eval.gpu.speed:ways", _ways,
+        40, "hiddenlab.eval.gpu.speed:ways", _ways,
     ),
     Part(
         "screen", "What does screening in bfloat16 bring?",
         "A batch of 512 candidates, a quarter of the layers: all in float32, and all in bfloat16 with 16 of them "
         "again in float32.",
-        30, "eval.gpu.speed:screen", _screen,
+        30, "hiddenlab.eval.gpu.speed:screen", _screen,
     ),
     Part(
         "recovery", "How long does an attack on 100 tokens take?",
@@ -204,13 +204,13 @@ PARTS = (
         "rarely finds the token, so its seconds are not those of a recovery. 'over prefill' is the attack's time "
         "over one forward of the same prompt. The paper's seconds are of the real model (Table 8), on another "
         "card, with the language model's proposals.",
-        150, "eval.gpu.speed:recovery", _recovery,
+        150, "hiddenlab.eval.gpu.speed:recovery", _recovery,
     ),
     Part(
         "vocabulary", "How long does a whole vocabulary at one position take?",
         "All tokens as candidates behind 64 tokens, in passes of so many ('pass tokens'), and the distance of "
         "each to one row.",
-        75, "eval.gpu.speed:vocabulary", _vocabulary,
+        75, "hiddenlab.eval.gpu.speed:vocabulary", _vocabulary,
     ),
     Part(
         "attacks", "Does the card recover what the CPU recovers?",
@@ -219,22 +219,22 @@ PARTS = (
         "tokens whose state lies within the measured threshold; 'wrong verified' counts those of them that are "
         "wrong. 'over prefill' is the attack's time over one forward of the same prompts. The setup trains what "
         "is not cached.",
-        300, "eval.gpu.attacks:attack", _attacks,
+        300, "hiddenlab.eval.gpu.attacks:attack", _attacks,
     ),
     Part(
         "profile", "Where does the time go?",
         "The slowest kernels, and the share of the time in which the card runs none.",
-        90, "eval.gpu.profiling:operations", _profile,
+        90, "hiddenlab.eval.gpu.profiling:operations", _profile,
     ),
     Part(
         "cascade", "What does sharding cost on one card?",
         "The built-in model, all nodes threads of one process. 'alpha' is the number of nodes that share the "
         "tokens. 'difference' is the largest relative difference from the plain model's logits on the same card.",
-        90, "eval.gpu.sharding:cascade", _cascade,
+        90, "hiddenlab.eval.gpu.sharding:cascade", _cascade,
     ),
     Part(
         "noise", "How many noised and shuffled prompts a minute?",
         "The built-in model, layer 6, rows shuffled, Gaussian noise on the input embeddings, joint decoding.",
-        200, "eval.gpu.attacks:noise", _noise,
+        200, "hiddenlab.eval.gpu.attacks:noise", _noise,
     ),
 )  # fmt: skip

@@ -5,10 +5,10 @@ from typing import Any
 
 from torch.profiler import ProfilerActivity, profile
 
-from attacks.vocab_match import VocabMatch
-from eval.gpu.attacks import CHANNELS, LAYER, SEED, TOKENS, released, slice_at
-from eval.gpu.speed import drawn, drawn_ids, prefix_of
-from eval.gpu.work import Figures, Lab
+from hiddenlab.attacks.vocab_match import VocabMatch
+from hiddenlab.eval.gpu.attacks import CHANNELS, LAYER, SEED, TOKENS, released, slice_at
+from hiddenlab.eval.gpu.speed import drawn, drawn_ids, prefix_of
+from hiddenlab.eval.gpu.work import Figures, Lab
 from hiddenlab.job import generator
 from hiddenlab.prompts import load_prompts
 

@@ -202,7 +202,7 @@ def _run_part(
         **os.environ,
     }
     start = time.monotonic()
-    child = subprocess.Popen([sys.executable, "-m", "eval.gpu.work", str(job)], env=environment)
+    child = subprocess.Popen([sys.executable, "-m", "hiddenlab.eval.gpu.work", str(job)], env=environment)
     read, cut = 0, False
     try:
         while True:

@@ -1,14 +1,14 @@
-"""Record what the attacks of ``attacks`` find on a CPU: ``python -m eval.gpu.reference`` writes reference.json."""
+"""Record what the attacks find on a CPU: ``python -m hiddenlab.eval.gpu.reference`` writes reference.json."""
 
 import json
 import sys
 
 import typer
 
-from attacks.vocab_match import VocabMatch
-from eval.gpu.attacks import CHANNELS, LAYER, REFERENCE, attacked
-from eval.gpu.program import Setting
-from eval.gpu.work import Lab
+from hiddenlab.attacks.vocab_match import VocabMatch
+from hiddenlab.eval.gpu.attacks import CHANNELS, LAYER, REFERENCE, attacked
+from hiddenlab.eval.gpu.program import Setting
+from hiddenlab.eval.gpu.work import Lab
 from hiddenlab.slice import load_slice
 
 PROMPTS = 8

@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from defenses.cascade.backend import load_cascade_model
-from defenses.cascade.generate import generate
-from defenses.cascade.local import LocalCascade
-from defenses.cascade.plan import Plan
-from eval.bench_cascade import plain_tokens
-from eval.gpu.work import Figures, Lab
+from hiddenlab.defenses.cascade.backend import load_cascade_model
+from hiddenlab.defenses.cascade.generate import generate
+from hiddenlab.defenses.cascade.local import LocalCascade
+from hiddenlab.defenses.cascade.plan import Plan
 from hiddenlab.errors import InputError
+from hiddenlab.eval.bench_cascade import plain_tokens
+from hiddenlab.eval.gpu.work import Figures, Lab
 
 SEED, NEW_TOKENS = 0, 16
 

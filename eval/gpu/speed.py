@@ -5,11 +5,11 @@ from unittest import mock
 
 import torch
 
-from attacks.vocab_match import VocabMatch
-from attacks.vocab_match.screen import Screen
-from eval.gpu.shapes import SHAPES, branch_flops, draw_slice, weights_mb
-from eval.gpu.work import Figures, Lab
+from hiddenlab.attacks.vocab_match import VocabMatch
+from hiddenlab.attacks.vocab_match.screen import Screen
 from hiddenlab.channel import Channel
+from hiddenlab.eval.gpu.shapes import SHAPES, branch_flops, draw_slice, weights_mb
+from hiddenlab.eval.gpu.work import Figures, Lab
 from hiddenlab.job import generator
 from hiddenlab.match import Matcher
 from hiddenlab.run import time_prefill

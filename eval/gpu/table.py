@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from eval.gpu.program import Part, Result, Row, left_out
+from hiddenlab.eval.gpu.program import Part, Result, Row, left_out
 
 NOISE = (
     "Attacks below 5 seconds are timed in a second run, which finds everything warm; longer ones in a single run. The "

@@ -18,10 +18,10 @@ from unittest import mock
 
 import torch
 
-from attacks.joint import gauge
-from eval.gpu.program import Setting
+from hiddenlab.attacks.joint import gauge
 from hiddenlab.environment import describe_environment
 from hiddenlab.errors import HiddenlabError
+from hiddenlab.eval.gpu.program import Setting
 from hiddenlab.propose import corpus
 from hiddenlab.testing import small_training
 

@@ -19,7 +19,7 @@ from hiddenlab.testing import attack_sample
 from tests.fuzz import reference
 
 if TYPE_CHECKING:
-    from defenses.verification.transcript import Transcript
+    from hiddenlab.defenses.verification.transcript import Transcript
 
 Read = Callable[[bytes], Any]
 
@@ -282,7 +282,7 @@ def _table(folder: Path) -> Target:
 
 
 def _cell(folder: Path) -> Target:
-    from eval.experiment import Cell, load_result
+    from hiddenlab.eval.experiment import Cell, load_result
 
     cell = Cell(measure="attack", spec={"layer": 1}, keys={}, paper={})
     path = cell.folder(folder / "cells") / "result.json"
@@ -310,7 +310,7 @@ def _cell(folder: Path) -> Target:
 
 
 def _transcripts(folder: Path) -> Target:
-    from defenses.verification.transcript import read_transcripts
+    from hiddenlab.defenses.verification.transcript import read_transcripts
 
     path = folder / "transcripts.jsonl"
     seed = b"".join(json.dumps(one.to_json()).encode() + b"\n" for one in requests())
@@ -328,8 +328,8 @@ def _transcripts(folder: Path) -> Target:
 
 def requests() -> list["Transcript"]:
     """Two transcripts, one of them with everything that a transcript may have."""
-    from defenses.verification.sampling import Sampling
-    from defenses.verification.transcript import Fingerprint, Transcript
+    from hiddenlab.defenses.verification.sampling import Sampling
+    from hiddenlab.defenses.verification.transcript import Fingerprint, Transcript
 
     values = torch.randn(2, 4, generator=torch.Generator().manual_seed(0))
     printed = Fingerprint.of(values, every=1, seed=3, kind="gaussian", dtype="bfloat16")
@@ -342,9 +342,9 @@ def requests() -> list["Transcript"]:
 
 
 def _ledger(folder: Path) -> list[Target]:
-    from defenses.verification.books import included, prove
-    from defenses.verification.ledger import Ledger, read_checkpoint, verify, write_statement
-    from defenses.verification.signing import create_key, public, read_key
+    from hiddenlab.defenses.verification.books import included, prove
+    from hiddenlab.defenses.verification.ledger import Ledger, read_checkpoint, verify, write_statement
+    from hiddenlab.defenses.verification.signing import create_key, public, read_key
 
     folder = folder / "ledger"
     folder.mkdir(exist_ok=True)
@@ -432,7 +432,7 @@ def _prompts(folder: Path) -> list[Target]:
 
 
 def _view(folder: Path) -> Target:
-    from attacks.closed_weights.view import ServerView
+    from hiddenlab.attacks.closed_weights.view import ServerView
 
     generator = torch.Generator().manual_seed(0)
     head, rows = (torch.randn(size, 4, generator=generator) for size in (6, 3))
@@ -447,7 +447,7 @@ def _view(folder: Path) -> Target:
 
 
 def _proof() -> Target:
-    from defenses.verification.toploc import Proof, commit
+    from hiddenlab.defenses.verification.toploc import Proof, commit
 
     states = torch.randn(4, 16, generator=torch.Generator().manual_seed(0))
     seed = commit(states, 8).to_base64().encode()
@@ -467,7 +467,7 @@ def _proof() -> Target:
 
 
 def _fingerprint() -> Target:
-    from defenses.verification.transcript import Fingerprint
+    from hiddenlab.defenses.verification.transcript import Fingerprint
     from hiddenlab.schema import parse
 
     seed = json.dumps(requests()[1].to_json()["fingerprint"]).encode()
@@ -509,7 +509,7 @@ def _specs() -> Target:
 
 
 def _log(folder: Path) -> Target:
-    from defenses.verification.imported import from_openai
+    from hiddenlab.defenses.verification.imported import from_openai
     from hiddenlab.testing import VOCABULARY, byte_tokenizer
 
     path = folder / "log.jsonl"
@@ -549,8 +549,8 @@ def _log(folder: Path) -> Target:
 
 
 def _http() -> list[Target]:
-    from defenses.cascade.api import make_app
-    from defenses.cascade.testing import NAME, Scripted, make_service, send
+    from hiddenlab.defenses.cascade.api import make_app
+    from hiddenlab.defenses.cascade.testing import NAME, Scripted, make_service, send
 
     scripted = Scripted()
     app = make_app(make_service(scripted))
