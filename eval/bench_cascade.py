@@ -20,7 +20,8 @@ from hiddenlab.defenses.cascade.generate import generate
 from hiddenlab.defenses.cascade.plan import Plan
 from hiddenlab.errors import InputError
 from hiddenlab.registry import parse_numbers
-from hiddenlab.slice.load import DTYPES, load_config, parse_dtype, quiet_transformers, resolve_model
+from hiddenlab.slice.load import DTYPES, load_config, parse_dtype, resolve_model
+from hiddenlab.slice.reading import quiet_transformers
 
 # Shapes whose weights are drawn at random: time and bytes depend on nothing else.
 SHAPES: dict[str, dict[str, Any]] = {

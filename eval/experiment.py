@@ -211,7 +211,7 @@ def conduct(
     if workers > 1 and len(todo) > 1:
         from hiddenlab.eval.parallel import measure_all
 
-        finished: Iterator[Result] = measure_all(todo, home, fresh, workers, threads)
+        finished: Iterator[Result] = measure_all(measure_cell, todo, home, fresh, workers, threads)
     else:
         if threads is not None:
             import torch

@@ -2,18 +2,27 @@
 
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from hiddenlab.errors import HiddenlabError
-from hiddenlab.eval.experiment import Cell, Result, measure_cell
+
+Item = TypeVar("Item")
+Outcome = TypeVar("Outcome")
 
 
 def measure_all(
-    cells: Sequence[Cell], home: Path, fresh: bool, workers: int, threads: int | None
-) -> Iterator[Result]:
-    """Measure cells, as many at once as there are workers, and yield each result when it is there.
+    measure: Callable[[Item, Path, bool], Outcome],
+    items: Sequence[Item],
+    home: Path,
+    fresh: bool,
+    workers: int,
+    threads: int | None,
+) -> Iterator[Outcome]:
+    """Measure items, as many at once as there are workers, and yield each result when it is there.
+
+    ``measure`` takes an item, the folder of results, and whether to measure anew.
 
     Joins a running Ray where the environment names one (``RAY_ADDRESS``), which then must see ``home`` under the same
     path; else it starts one on this machine and stops it again.
@@ -43,14 +52,14 @@ def measure_all(
 
     where = home.resolve()  # workers stand elsewhere
 
-    def work(cell: Cell) -> Result:
+    def work(item: Item) -> Outcome:
         import torch
 
         torch.set_num_threads(threads or 1)
-        return measure_cell(cell, where, fresh)
+        return measure(item, where, fresh)
 
     remote = ray.remote(work)
-    waiting = list(cells)
+    waiting = list(items)
     running: list[ray.ObjectRef] = []
     try:
         while waiting or running:

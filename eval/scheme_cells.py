@@ -17,10 +17,11 @@ from hiddenlab.attacks.closed_weights.view import ServerView
 from hiddenlab.attacks.vocab_match import VocabMatch
 from hiddenlab.channel import Channel
 from hiddenlab.core import Observation, Progress, Public, Recovery, silent
+from hiddenlab.defenses.schemes.checkpoint import load_weights, write_checkpoint
 from hiddenlab.defenses.schemes.shares import HELPER, Centaur, PermLLM
 from hiddenlab.defenses.schemes.stip import SERVER, Keys, Stip
 from hiddenlab.defenses.schemes.walk import Plain, walk
-from hiddenlab.defenses.schemes.weights import Weights, load_weights, write_checkpoint
+from hiddenlab.defenses.schemes.weights import Weights
 from hiddenlab.errors import InputError
 from hiddenlab.eval.experiment import Figures
 from hiddenlab.eval.intervals import mean, ratio, share

@@ -4,14 +4,11 @@ import base64
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from hiddenlab.results import Run, Study
 from hiddenlab.summary import NOT_APPLICABLE, Sample, figure
 from hiddenlab.tables import NO_COMMAND, NOT_RECORDED, Grid, brackets, grid
 from hiddenlab.text import html, printable, visible
-
-if TYPE_CHECKING:
-    from hiddenlab.report import Run, Study
 
 STYLE = """\
 :root { color-scheme: light; }
@@ -52,7 +49,7 @@ SHOWN = 12  # prompts shown of each cell of an experiment; its run directory hol
 
 
 def page(
-    title: str, runs: Grid | None, listed: Sequence["Run"], studies: Sequence["Study"], images: Sequence[Path]
+    title: str, runs: Grid | None, listed: Sequence[Run], studies: Sequence[Study], images: Sequence[Path]
 ) -> str:
     """The whole page.
 

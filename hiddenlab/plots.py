@@ -5,12 +5,10 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from textwrap import wrap
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hiddenlab.files import write_file
-
-if TYPE_CHECKING:
-    from hiddenlab.report import Run
+from hiddenlab.results import Run
 
 # Okabe and Ito's colours, told apart by colour-blind readers too; the marker changes with every line.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -469,7 +467,7 @@ def _bars(axis: Any, panel: Panel, runs: "Sequence[Run]", labels: Sequence[str])
         )
 
 
-def _known(run: "Run", name: str) -> bool:
+def _known(run: Run, name: str) -> bool:
     return run.summary.get(name) is not None
 
 

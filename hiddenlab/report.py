@@ -1,20 +1,19 @@
 """Reports of runs and experiments: Markdown, PNG plots, and one HTML page that needs no other file."""
 
-import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hiddenlab.errors import HiddenlabError, InputError
 from hiddenlab.files import write_file
 from hiddenlab.page import page
-from hiddenlab.record import RECORD, UNFINISHED, RunRecord, commit_name, read_run
+from hiddenlab.record import RECORD, read_run
+from hiddenlab.results import Run, Study
 from hiddenlab.schema import CLOSED, OPEN, Finite, Layer, check, parse, read_bytes
-from hiddenlab.summary import FIGURES, Sample, figure, summarise
+from hiddenlab.summary import FIGURES, figure, summarise
 from hiddenlab.tables import TABLE_FORMAT, Grid, Table, markdown_table
 from hiddenlab.text import markdown as escaped
-from hiddenlab.text import visible
 
 MARKDOWN, PAGE = "report.md", "report.html"
 TITLE = "Recovery of prompts from hidden states"
@@ -38,47 +37,6 @@ pass of the same prompts in the same process.
 """
 
 
-@dataclass(frozen=True)
-class Run:
-    """A run as the report needs it; ``label`` tells it from the others at the same layer."""
-
-    path: Path
-    record: RunRecord
-    samples: list[Sample]
-    summary: dict[str, Any]
-    label: str = ""
-
-    @property
-    def layer(self) -> int:
-        return int(self.record.spec["layer"])
-
-    def made(self) -> str:
-        """How it ended, when, by which code on what, and the command."""
-        record, code, hardware = self.record, self.record.code, self.record.hardware
-        state = record.status
-        if record.status in UNFINISHED:
-            state += f", {len(self.samples)} of {record.prompts} prompts"
-        commit = (
-            f"commit {commit_name({**code, 'dirty': False})}" if code.get("commit") else "commit not known"
-        )
-        dirty = " with uncommitted changes" if code.get("commit") and code.get("dirty") else ""
-        if len(record.commits) > 1:
-            dirty += f" (parts by {', '.join(record.commits)})"
-        how = (
-            f"{self.path.name}: {state}, {record.started}, hiddenlab {code.get('version')}, {commit}{dirty}, "
-            f"torch {record.packages.get('torch')}, {hardware.get('cpu')}, {record.threads} threads"
-        )
-        return f"{visible(how)}\n{visible(shlex.join(record.command))}"
-
-
-@dataclass(frozen=True)
-class Study:
-    """A table of an experiment, and the runs of its attack cells where they are at hand."""
-
-    table: Mapping[str, Any]
-    runs: list[Run] = field(default_factory=list)
-
-
 def write_report(paths: Sequence[Path], out: Path) -> list[Path]:
     """Write the report of runs and experiments into a directory, replacing one that is there, and return its files.
 
@@ -89,7 +47,7 @@ def write_report(paths: Sequence[Path], out: Path) -> list[Path]:
         InputError: one of them cannot be read, is no attack and no table, or holds no samples.
         HiddenlabError: ``out`` cannot be written.
     """
-    from hiddenlab.plots import draw, draw_table
+    from hiddenlab.plots import draw, draw_table  # matplotlib is slow to load
 
     runs, studies = load(paths)
     try:

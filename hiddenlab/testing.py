@@ -77,7 +77,7 @@ def save_tiny(
     """
     from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 
-    from hiddenlab.slice.load import quiet_transformers
+    from hiddenlab.slice.reading import quiet_transformers
 
     config = tiny_config(architecture, **changes)
     factory = AutoModelForMaskedLM if architecture == "bert" else AutoModelForCausalLM
@@ -147,7 +147,7 @@ class PlainModel:
     ) -> None:
         from transformers import AutoModelForCausalLM
 
-        from hiddenlab.slice.load import quiet_transformers
+        from hiddenlab.slice.reading import quiet_transformers
 
         with quiet_transformers():
             model = AutoModelForCausalLM.from_pretrained(path, attn_implementation=attention, dtype=dtype)

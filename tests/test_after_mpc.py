@@ -14,8 +14,8 @@ from hiddenlab.defenses.cascade.after_mpc import forward_after, rows_from_shares
 from hiddenlab.defenses.cascade.backend import load_cascade_model
 from hiddenlab.defenses.cascade.local import LocalCascade
 from hiddenlab.defenses.cascade.plan import Plan
+from hiddenlab.defenses.schemes.checkpoint import load_weights
 from hiddenlab.defenses.schemes.walk import Plain, walk
-from hiddenlab.defenses.schemes.weights import load_weights
 from hiddenlab.errors import InputError, NotApplicableError
 from hiddenlab.eval import after_mpc_cells
 

@@ -18,7 +18,7 @@ from hiddenlab.defenses.cascade.plan import Plan
 from hiddenlab.defenses.cascade.seen import Seen
 from hiddenlab.errors import InputError
 from hiddenlab.slice.door import Attention
-from hiddenlab.slice.load import quiet_transformers
+from hiddenlab.slice.reading import quiet_transformers
 from hiddenlab.testing import ARCHITECTURES, VOCABULARY
 
 TinyPath = Callable[..., str]

@@ -32,7 +32,7 @@ from hiddenlab.defenses.cascade.hosts import NodeError
 from hiddenlab.defenses.cascade.local import LocalCascade
 from hiddenlab.defenses.cascade.plan import Plan
 from hiddenlab.errors import InputError
-from hiddenlab.slice.load import quiet_transformers
+from hiddenlab.slice.reading import quiet_transformers
 from hiddenlab.testing import VOCABULARY, byte_tokenizer, save_tiny
 
 TinyPath = Callable[..., str]

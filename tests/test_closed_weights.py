@@ -28,10 +28,10 @@ from hiddenlab.attacks.closed_weights.recover import collect_untied, rebuild_tie
 from hiddenlab.attacks.closed_weights.substitution import solve
 from hiddenlab.attacks.closed_weights.view import FILE, ServerView
 from hiddenlab.core import silent
+from hiddenlab.defenses.schemes.checkpoint import load_weights, write_checkpoint
 from hiddenlab.defenses.schemes.shares import Centaur
 from hiddenlab.defenses.schemes.stip import Stip
 from hiddenlab.defenses.schemes.walk import Plain, walk
-from hiddenlab.defenses.schemes.weights import load_weights, write_checkpoint
 from hiddenlab.errors import InputError, NotApplicableError
 from hiddenlab.eval import scheme_cells
 from hiddenlab.eval.correlation_cells import projection_bound

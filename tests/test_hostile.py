@@ -13,6 +13,7 @@ import torch
 from typer.testing import CliRunner
 
 from hiddenlab import registry, schema
+from hiddenlab.cache import cache_dir
 from hiddenlab.cli import app
 from hiddenlab.core import Observation, Public, Secret, Site
 from hiddenlab.defenses.cascade.port import free
@@ -26,7 +27,7 @@ from hiddenlab.record import RECORD, SAMPLES, Recorder, RecordError, RunRecord, 
 from hiddenlab.report import load_study, write_report
 from hiddenlab.slice import load_slice
 from hiddenlab.slice.convert import converted
-from hiddenlab.slice.load import cache_dir, resolve_model
+from hiddenlab.slice.load import resolve_model
 from hiddenlab.testing import attack_sample, write_tiny_gguf
 from tests.fuzz.campaign import limited
 from tests.fuzz.readers import requests

@@ -15,12 +15,13 @@ from typer.testing import CliRunner
 
 from hiddenlab.channel import Channel
 from hiddenlab.cli import app
+from hiddenlab.defenses.schemes.checkpoint import load_weights
 from hiddenlab.defenses.schemes.ring import Ring, Shared
 from hiddenlab.defenses.schemes.shares import HELPER, Centaur, PermLLM
 from hiddenlab.defenses.schemes.stip import DEVELOPER, SERVER, USER, Stip
 from hiddenlab.defenses.schemes.transcript import Transcript
 from hiddenlab.defenses.schemes.walk import Cache, Plain, walk
-from hiddenlab.defenses.schemes.weights import Weights, load_weights
+from hiddenlab.defenses.schemes.weights import Weights
 from hiddenlab.errors import InputError
 from hiddenlab.observation import save_observations
 from hiddenlab.slice import load_slice

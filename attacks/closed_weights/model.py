@@ -11,7 +11,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from hiddenlab.errors import InputError
-from hiddenlab.slice.load import load_config, load_model, quiet_transformers, resolve_model
+from hiddenlab.slice.load import load_config, load_model, resolve_model
+from hiddenlab.slice.reading import quiet_transformers
 
 
 def with_table(checkpoint: Path, table: Float[Tensor, "v d"], folder: Path) -> Path:

@@ -12,13 +12,14 @@ from jaxtyping import Int
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from hiddenlab.cache import cache_path
 from hiddenlab.core import Progress
 from hiddenlab.errors import InputError
 from hiddenlab.files import save_tensors
 from hiddenlab.prompts import iter_prompts
 from hiddenlab.propose.probe import fast_dtype
 from hiddenlab.slice import Slice
-from hiddenlab.slice.load import cache_path, load_config, load_model
+from hiddenlab.slice.load import load_config, load_model
 
 OWN = "own"
 AT_ONCE = 256  # sequences generated together

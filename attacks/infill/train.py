@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from hiddenlab.attacks.infill.masks import Shards
 from hiddenlab.attacks.infill.model import Infiller
 from hiddenlab.attacks.infill.text import hash_seed, windows
+from hiddenlab.cache import cache_path
 from hiddenlab.channel import Channel
 from hiddenlab.core import Progress, Public
 from hiddenlab.errors import InputError
@@ -29,7 +30,7 @@ from hiddenlab.files import save_tensors
 from hiddenlab.propose.probe import fast_dtype
 from hiddenlab.propose.store import probe_for
 from hiddenlab.slice import Slice
-from hiddenlab.slice.load import cache_path, resolve_model
+from hiddenlab.slice.load import resolve_model
 
 FORMAT = 2
 HELD_OUT = 32  # windows on which training is judged, each with one mask

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from hiddenlab.cache import cache_path
 from hiddenlab.channel import Channel, in_order
 from hiddenlab.core import Progress, Public, Site, silent
 from hiddenlab.files import save_tensors
@@ -23,7 +24,6 @@ from hiddenlab.propose.openings import Openings, SortedStates
 from hiddenlab.propose.precedence import Precedence, precedence_settings
 from hiddenlab.propose.probe import Probe, fast_dtype, probe_settings, token_prior, train_probe
 from hiddenlab.slice import Slice
-from hiddenlab.slice.load import cache_path
 from hiddenlab.slice.request import packs
 
 FORMAT = 3

@@ -20,10 +20,10 @@ from hiddenlab.slice.load import (
     load_model,
     load_tokenizer,
     parse_dtype,
-    reading_model,
     resolve_model,
     truncate_config,
 )
+from hiddenlab.slice.reading import reading_model
 from hiddenlab.slice.request import Answer, Prefix, Request, packs
 
 __all__ = ["Answer", "ModelRef", "Prefix", "Request", "Slice", "decoder_layers", "load_slice", "signature_of"]

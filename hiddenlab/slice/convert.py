@@ -9,9 +9,10 @@ from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
+from hiddenlab.cache import cache_path
 from hiddenlab.errors import InputError
 from hiddenlab.slice.checkpoint import check_loaded
-from hiddenlab.slice.load import cache_path, quiet_transformers
+from hiddenlab.slice.reading import quiet_transformers
 
 MOST_PARTS = 1000
 PART = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")

