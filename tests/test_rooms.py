@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -77,6 +78,19 @@ text = "import tests"
     assert imported(source) == {
         "attacks", "hiddenlab", "hiddenlab.eval", "hiddenlab.defenses", "hiddenlab.attacks",
     }  # fmt: skip
+
+
+def test_shapes_are_checked_in_every_module_but_the_measurements() -> None:
+    """The setting lists modules one by one, so that a new one would be left out without a word."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    (option,) = [o for o in settings["tool"]["pytest"]["ini_options"]["addopts"] if "jaxtyping" in o]
+    listed = set(option.partition("=")[2].split(","))
+    own = {
+        f"hiddenlab.{path.stem}"
+        for path in (ROOT / "hiddenlab").iterdir()
+        if "__" not in path.name and (path.suffix == ".py" or (path / "__init__.py").is_file())
+    }
+    assert own - {"hiddenlab.eval"} == listed - {"beartype.beartype"}
 
 
 @pytest.mark.slow
