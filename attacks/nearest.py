@@ -5,10 +5,10 @@ import time
 import torch
 from torch.nn.functional import normalize
 
-from hiddenlab.core import Observation, Recovery, TokenRecovery
 from hiddenlab.errors import NotApplicableError
+from hiddenlab.models import TruncatedModel
 from hiddenlab.observation import check_observation
-from hiddenlab.slice import Slice
+from hiddenlab.types import AttackResult, Observation, TokenPrediction
 
 
 class NearestEmbedding:
@@ -20,31 +20,33 @@ class NearestEmbedding:
     Knows: the embedding table, the released states. Does not know: tokens, permutations.
     """
 
-    def recover(self, observation: Observation, slice: Slice, generator: torch.Generator) -> Recovery:
+    def recover(
+        self, observation: Observation, model: TruncatedModel, generator: torch.Generator
+    ) -> AttackResult:
         """Recover one prompt, in the order of its rows.
 
         Raises:
             NotApplicableError: permuted coordinates, or a stream that is no hidden state.
         """
-        public = observation.public
-        check_observation(observation, slice)
-        if public.columns_permuted is not None:
+        info = observation.info
+        check_observation(observation, model)
+        if info.columns_permuted is not None:
             raise NotApplicableError("the nearest embedding needs the coordinates in order")
-        if observation.states.shape[1] != slice.embedding.shape[1]:
-            raise NotApplicableError(f"the stream {public.site.stream} is not as wide as an embedding")
+        if observation.states.shape[1] != model.embedding.shape[1]:
+            raise NotApplicableError(f"the stream {info.site.stream} is not as wide as an embedding")
         started = time.perf_counter()
         # As the embedding module gives them: some models scale what they look up.
-        table = slice.embed(torch.arange(slice.vocab_size, device=slice.device)).float()
+        table = model.embed(torch.arange(model.vocab_size, device=model.device)).float()
         rows = observation.states.to(table)
         cosines, tokens = (normalize(rows, dim=1) @ normalize(table, dim=1).T).topk(2, dim=1)
         found = tuple(
-            TokenRecovery(int(token), row, 1 - float(best), float(best - second), slice.vocab_size, False)
+            TokenPrediction(int(token), row, 1 - float(best), float(best - second), model.vocab_size, False)
             for row, (token, best, second) in enumerate(
                 zip(tokens[:, 0], cosines[:, 0], cosines[:, 1], strict=True)
             )
         )
         seconds = time.perf_counter() - started
-        return Recovery(found, 0, 0, seconds, "complete", positions=public.positions)
+        return AttackResult(found, 0, 0, seconds, "complete", positions=info.positions)
 
     def __repr__(self) -> str:
         return "NearestEmbedding: knows the embedding table and the released states; never runs the model"

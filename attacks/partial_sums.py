@@ -21,10 +21,10 @@ from jaxtyping import Float, Int
 from scipy.optimize import nnls
 from torch import Tensor
 
-from hiddenlab.attacks.first_layer import FirstLayer
-from hiddenlab.core import Observation, Progress, Recovery, TokenRecovery, silent
 from hiddenlab.errors import InputError, NotApplicableError
-from hiddenlab.slice import Slice
+from hiddenlab.matching.first_layer import FirstLayer
+from hiddenlab.models import TruncatedModel
+from hiddenlab.types import AttackResult, Observation, Progress, TokenPrediction, silent
 
 NOISE = 1e-4  # singular values below this share of the largest are rounding
 EXPLAINED = 1e-6  # share of a sum's square that the right tokens leave unexplained, at most
@@ -49,39 +49,39 @@ class PartialSums:
         if candidates < 1:
             raise InputError(f"candidates must be at least 1, not {candidates}")
         self.candidates, self.seed, self.progress = candidates, seed, progress
-        self._layer: tuple[Slice, FirstLayer] | None = None
+        self._layer: tuple[TruncatedModel, FirstLayer] | None = None
 
-    def setup(self, observation: Observation, slice: Slice, generator: torch.Generator) -> dict[str, float]:
+    def setup(
+        self, observation: Observation, model: TruncatedModel, generator: torch.Generator
+    ) -> dict[str, float]:
         """Load the first layer's projections and tabulate the vocabulary's value vectors, once a model."""
-        layer = self._first(slice)
+        layer = self._first(model)
         if not layer.moves:
             layer.values(0)
         return {}
 
-    def _first(self, slice: Slice) -> "FirstLayer":
-        if self._layer is None or self._layer[0] is not slice:
-            self._layer = slice, FirstLayer(slice)
+    def _first(self, model: TruncatedModel) -> "FirstLayer":
+        if self._layer is None or self._layer[0] is not model:
+            self._layer = model, FirstLayer(model)
         return self._layer[1]
 
-    def recover(self, observation: Observation, slice: Slice, generator: torch.Generator) -> Recovery:
+    def recover(
+        self, observation: Observation, model: TruncatedModel, generator: torch.Generator
+    ) -> AttackResult:
         """Recover one prompt up to the node's last row.
 
         Raises:
             NotApplicableError: the observation is no CompNode's combined view of the first layer.
         """
-        facts, public = observation.public.facts, observation.public
-        if (
-            not {"heads", "shards", "embed"} <= set(facts)
-            or public.positions is None
-            or public.site.layer != 1
-        ):
+        facts, info = observation.info.facts, observation.info
+        if not {"heads", "shards", "embed"} <= set(facts) or info.positions is None or info.site.layer != 1:
             raise NotApplicableError(
                 "this attack reads a CompNode's combined view of layer 1 (partials-1 of 'cascade run --record')"
             )
-        layer = self._first(slice)
+        layer = self._first(model)
         started, before = time.perf_counter(), layer.counters()
         with torch.inference_mode():
-            view = _View.of(observation, slice.device)
+            view = _View.of(observation, model.device)
             own = layer.own_tokens(view.embeddings, view.positions)
             known = dict(zip(view.positions, own, strict=True))
             heads = view.total.shape[2]
@@ -100,11 +100,11 @@ class PartialSums:
         positions = sorted(known)
         row_of = {position: row for row, position in enumerate(view.positions)}
         tokens = tuple(
-            TokenRecovery(known[p], row_of.get(p, -1), left[p], None, 0, verified[p]) for p in positions
+            TokenPrediction(known[p], row_of.get(p, -1), left[p], None, 0, verified[p]) for p in positions
         )
         complete = positions == list(range(len(positions)))
         positions_run, passes = (now - then for now, then in zip(layer.counters(), before, strict=True))
-        return Recovery(
+        return AttackResult(
             tokens,
             positions_run,
             passes,
@@ -137,7 +137,7 @@ class _View:
 
     @classmethod
     def of(cls, observation: Observation, device: torch.device) -> "_View":
-        facts = observation.public.facts
+        facts = observation.info.facts
         heads, shards, width = (
             int(facts["heads"]),
             [list(map(int, s)) for s in facts["shards"]],
@@ -153,7 +153,7 @@ class _View:
         each = parts.unflatten(1, (len(shards), -1)).transpose(0, 1)
         maximum, total, output = each[..., :heads], each[..., heads : 2 * heads], each[..., 2 * heads :]
         return cls(
-            list(observation.public.positions or ()), rows[:, :width], maximum, total,
+            list(observation.info.positions or ()), rows[:, :width], maximum, total,
             output.unflatten(2, (heads, -1)), shards,
         )  # fmt: skip
 

@@ -9,12 +9,12 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from hiddenlab.attacks.vocab_match import Prepared, VocabMatch
-from hiddenlab.channel import by_channel
-from hiddenlab.core import Observation, Progress, Recovery, TokenRecovery, silent
+from hiddenlab.channels import by_channel
 from hiddenlab.errors import InputError, NotApplicableError
-from hiddenlab.lens import lens_of
+from hiddenlab.matching.projections import projection_of
+from hiddenlab.models import Answer, Request, TruncatedModel
 from hiddenlab.observation import check_observation
-from hiddenlab.slice import Answer, Request, Slice
+from hiddenlab.types import AttackResult, Observation, Progress, TokenPrediction, silent
 
 MOMENTS = 0.9, 0.999  # of Adam
 
@@ -59,45 +59,51 @@ class SipIt:
             proposal="vocab", distance=distance, epsilon=epsilon, seed=seed, progress=progress
         )
 
-    def setup(self, observation: Observation, slice: Slice, generator: torch.Generator) -> dict[str, float]:
+    def setup(
+        self, observation: Observation, model: TruncatedModel, generator: torch.Generator
+    ) -> dict[str, float]:
         """Measure epsilon, see ``VocabMatch.setup``; nothing is trained."""
-        return self.matching.setup(observation, slice, generator)
+        return self.matching.setup(observation, model, generator)
 
-    def recover(self, observation: Observation, slice: Slice, generator: torch.Generator) -> Recovery:
+    def recover(
+        self, observation: Observation, model: TruncatedModel, generator: torch.Generator
+    ) -> AttackResult:
         """Recover one prompt; see ``recover_batch``."""
-        return self.recover_batch([observation], slice, generator)[0]
+        return self.recover_batch([observation], model, generator)[0]
 
     def recover_batch(
-        self, observations: Sequence[Observation], slice: Slice, generator: torch.Generator
-    ) -> list[Recovery]:
+        self, observations: Sequence[Observation], model: TruncatedModel, generator: torch.Generator
+    ) -> list[AttackResult]:
         """Recover prompts beside each other: every pass holds one gradient, or the tokens behind it, of each.
 
         A single token leaves the processor waiting for weights, so that many prompts cost little more than one.
 
         Raises:
-            InputError: an observation does not fit the slice.
+            InputError: an observation does not fit the truncated model.
             NotApplicableError: rows or coordinates in unknown order, or rows with gaps before them.
         """
         for observation in observations:
-            check_observation(observation, slice)
+            check_observation(observation, model)
             _check(observation)
         seed = int(torch.randint(1 << 62, (1,), generator=generator))
         return [
             recovery
             for group in by_channel(observations, self.batch)
-            for recovery in self._recover_group(group, slice, seed)
+            for recovery in self._recover_group(group, model, seed)
         ]
 
-    def _recover_group(self, observations: Sequence[Observation], slice: Slice, seed: int) -> list[Recovery]:
-        prepared, _ = self.matching.prepare(observations[0], slice)
-        table = slice.embed(torch.arange(slice.vocab_size, device=slice.device)).float()
+    def _recover_group(
+        self, observations: Sequence[Observation], model: TruncatedModel, seed: int
+    ) -> list[AttackResult]:
+        prepared, _ = self.matching.prepare(observations[0], model)
+        table = model.embed(torch.arange(model.vocab_size, device=model.device)).float()
         lengths = table.square().sum(1)
-        searches = [_Search(self, prepared, slice, observation, table, seed) for observation in observations]
+        searches = [_Search(self, prepared, model, observation, table, seed) for observation in observations]
         done, total = 0, sum(len(one.rows) for one in searches)
         while active := [one for one in searches if not one.finished]:
             started = time.perf_counter()
             if self.policy == "gradient":
-                for one, gradient in zip(active, _gradients(slice, active), strict=True):
+                for one, gradient in zip(active, _gradients(model, active), strict=True):
                     one.move(gradient)
                 points = torch.stack([one.point for one in active])
                 far = torch.addmm(
@@ -107,9 +113,9 @@ class SipIt:
                 far = torch.stack([one.order for one in active])
             tokens = [one.choose(row) for one, row in zip(active, far, strict=True)]
             requests = [
-                Request(one.prefix, some[:0], leaves=some) for one, some in zip(active, tokens, strict=True)
+                Request(one.prefix, some[:0], branches=some) for one, some in zip(active, tokens, strict=True)
             ]
-            for one, answer in zip(active, slice.run_all(requests), strict=True):
+            for one, answer in zip(active, model.run_all(requests), strict=True):
                 one.judge(answer)
             spent = (time.perf_counter() - started) / len(active)
             for one in active:
@@ -133,19 +139,19 @@ class _Search:
         self,
         attack: SipIt,
         prepared: Prepared,
-        slice: Slice,
+        model: TruncatedModel,
         observation: Observation,
         table: Float[Tensor, "v d"],
         seed: int,
     ) -> None:
-        self.attack, self.matcher, self.slice = attack, prepared.matcher, slice
-        self.rows = self.matcher.prepare(observation.states.to(slice.device))
+        self.attack, self.matcher, self.model = attack, prepared.matcher, model
+        self.rows = self.matcher.prepare(observation.states.to(model.device))
         self.limits = prepared.threshold.limits(self.matcher, self.rows)
-        self.prefix = slice.prefix(offset=observation.public.prefix_tokens)
+        self.prefix = model.prefix(offset=observation.info.prefix_tokens)
         self.generator = torch.Generator().manual_seed(seed)
         self.start, self.unit = table.mean(0), attack.step * float(table.std())
-        self.most = min(attack.budget or slice.vocab_size, slice.vocab_size)
-        self.found: list[TokenRecovery] = []
+        self.most = min(attack.budget or model.vocab_size, model.vocab_size)
+        self.found: list[TokenPrediction] = []
         self.evaluated = self.calls = 0
         self.seconds = 0.0
         self._begin()
@@ -166,7 +172,7 @@ class _Search:
         self.steps = self.count = 0
         self.best: tuple[float, int] | None = None
         self.runner_up = float("inf")
-        size, device = self.slice.vocab_size, self.slice.device
+        size, device = self.model.vocab_size, self.model.device
         self.tried = torch.zeros(size, dtype=torch.bool, device=device)
         if self.attack.policy == "random":
             self.order = torch.randperm(size, generator=self.generator).to(device).float()
@@ -194,7 +200,7 @@ class _Search:
         tokens = answer.request.inputs.tolist()
         self.evaluated += len(tokens)
         self.calls += 1
-        states = self.matcher.view(answer.leaves)
+        states = self.matcher.view(answer.branches)
         distances = self.matcher.pairs(candidates=states, observed=self.row.expand_as(states))
         for token, distance in zip(tokens, distances.tolist(), strict=True):
             if self.best is None or distance < self.best[0]:
@@ -206,45 +212,45 @@ class _Search:
         distance, token = self.best
         matched = distance <= float(self.limits[len(self.found)])
         if matched:
-            self.prefix.keep(answer, leaf=tokens.index(token))
+            self.prefix.keep(answer, branch=tokens.index(token))
         elif self.count < self.most:
             return
         else:
-            self.prefix.extend(torch.tensor([token], device=self.slice.device))
+            self.prefix.extend(torch.tensor([token], device=self.model.device))
             self.evaluated += 1
             self.calls += 1
         margin = _finite(self.runner_up - distance)
-        self.found.append(TokenRecovery(token, len(self.found), distance, margin, self.count, matched))
+        self.found.append(TokenPrediction(token, len(self.found), distance, margin, self.count, matched))
         self._begin()
 
-    def recovery(self) -> Recovery:
+    def recovery(self) -> AttackResult:
         """What was found, and its cost."""
         reason = "complete"
         if not all(one.verified for one in self.found):
             reason = "budget exhausted" if self.attack.budget else "vocabulary exhausted"
         epsilon = float(self.limits.median())
-        return Recovery(tuple(self.found), self.evaluated, self.calls, self.seconds, reason, epsilon)
+        return AttackResult(tuple(self.found), self.evaluated, self.calls, self.seconds, reason, epsilon)
 
 
 def _check(observation: Observation) -> None:
-    public = observation.public
-    if public.rows_permuted or public.columns_permuted is not None:
+    info = observation.info
+    if info.rows_permuted or info.columns_permuted is not None:
         raise NotApplicableError("gradients need rows and coordinates in order")
-    if lens_of(public) is not None:
+    if projection_of(info) is not None:
         raise NotApplicableError("gradients need whole states")
-    if public.positions is not None and public.positions != tuple(range(len(observation.states))):
+    if info.positions is not None and info.positions != tuple(range(len(observation.states))):
         raise NotApplicableError("every token before a row must be known; this observation has gaps")
 
 
-def _gradients(slice: Slice, searches: Sequence[_Search]) -> Float[Tensor, "n d"]:
+def _gradients(model: TruncatedModel, searches: Sequence[_Search]) -> Float[Tensor, "n d"]:
     """Of half the squared L2 distance between each point's state and its observed row."""
     with torch.inference_mode(False), torch.enable_grad():
-        points = torch.stack([one.point for one in searches]).to(slice.dtype).requires_grad_()
+        points = torch.stack([one.point for one in searches]).to(model.dtype).requires_grad_()
         requests = [
-            Request(one.prefix, points[:0].detach(), leaves=leaf[None])
-            for one, leaf in zip(searches, points, strict=True)
+            Request(one.prefix, points[:0].detach(), branches=branch[None])
+            for one, branch in zip(searches, points, strict=True)
         ]
-        states = torch.cat([answer.leaves for answer in slice.run(requests, keep=False, grad=True)])
+        states = torch.cat([answer.branches for answer in model.run(requests, keep=False, grad=True)])
         rows = torch.stack([one.row for one in searches])
         loss = (states.float() - rows).square().sum() / 2
         return torch.autograd.grad(loss, points)[0].float()

@@ -12,11 +12,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from hiddenlab.channel import Stage
-from hiddenlab.core import Public
+from hiddenlab.channels import Stage
 from hiddenlab.defenses.verification.rules import PAPER
 from hiddenlab.defenses.verification.toploc import TOP, commit, values_at
 from hiddenlab.errors import InputError
+from hiddenlab.types import ObservationInfo
 
 
 class Toploc(Stage):
@@ -53,9 +53,9 @@ class Toploc(Stage):
         secret = {} if key is None else {"key": key}
         return values, None, {"proof": proof.to_base64(), **secret}
 
-    def public(self, public: Public) -> Public:
-        _only(public, "final_norm", "TOPLOC proofs are of")
-        return replace(public, facts={**public.facts, "toploc": {"k": self.k, "keyed": self.keyed}})
+    def publish(self, info: ObservationInfo) -> ObservationInfo:
+        _only(info, "final_norm", "TOPLOC proofs are of")
+        return replace(info, facts={**info.facts, "toploc": {"k": self.k, "keyed": self.keyed}})
 
     def __repr__(self) -> str:
         key = ", not the permutation of its indices" * self.keyed
@@ -89,9 +89,9 @@ class Logprobs(Stage):
         # Ids up to 2²⁴ are exact in float32.
         return torch.cat([largest.values, largest.indices.float()], 1), None, {}
 
-    def public(self, public: Public) -> Public:
-        _only(public, "logits", "log-probabilities are made of")
-        return replace(public, facts={**public.facts, "logprobs": {"k": self.k}})
+    def publish(self, info: ObservationInfo) -> ObservationInfo:
+        _only(info, "logits", "log-probabilities are made of")
+        return replace(info, facts={**info.facts, "logprobs": {"k": self.k}})
 
     def __repr__(self) -> str:
         return f"{self.spec}: the attacker sees {self.k} log-probabilities a position and knows the model"
@@ -117,7 +117,7 @@ def request_seed(key: str, request: str = "") -> int:
     return int.from_bytes(hashlib.sha256(text).digest()[:8], "big") >> 1
 
 
-def _only(public: Public, stream: str, what: str) -> None:
+def _only(info: ObservationInfo, stream: str, what: str) -> None:
     # A channel asks stages about an observation of no model, to learn what they do to the rows.
-    if public.model and public.site.stream != stream:
-        raise InputError(f"{what} the stream {stream}, not {public.site.stream}; use --stream {stream}")
+    if info.model and info.site.stream != stream:
+        raise InputError(f"{what} the stream {stream}, not {info.site.stream}; use --stream {stream}")

@@ -1,6 +1,6 @@
 """No defense: the baseline of every table."""
 
-from hiddenlab.channel import Stage
+from hiddenlab.channels import Stage
 
 
 class Identity(Stage):

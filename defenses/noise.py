@@ -8,9 +8,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from hiddenlab.channel import Stage
-from hiddenlab.core import Public
+from hiddenlab.channels import Stage
 from hiddenlab.errors import InputError, NotApplicableError
+from hiddenlab.types import ObservationInfo
 
 CHUNK_ROWS = 16384  # of the vocabulary at once, so that no second table is held in double precision
 
@@ -38,8 +38,8 @@ class Gaussian(Stage):
         noise = torch.randn(embeddings.shape, generator=generator, device=generator.device)
         return (embeddings.float() + self.sigma * noise.to(embeddings.device)).to(embeddings.dtype)
 
-    def public(self, public: Public) -> Public:
-        return replace(public, noise_sigma=math.hypot(public.noise_sigma or 0.0, self.sigma))
+    def publish(self, info: ObservationInfo) -> ObservationInfo:
+        return replace(info, noise_sigma=math.hypot(info.noise_sigma or 0.0, self.sigma))
 
     def __repr__(self) -> str:
         return (
@@ -72,14 +72,12 @@ class UnknownGaussian(Stage):
         if self._stage is None:
             raise NotApplicableError(
                 f"{self.name} has no sigma here: to release states give {self.name}:sigma=S; of the attacks on such "
-                "states, joint estimates it"
+                "states, beam-decoding estimates it"
             )
         return self._stage.inputs(embeddings, table, generator)
 
-    def public(self, public: Public) -> Public:
-        return replace(
-            public, channel=tuple(self.name if spec == self.spec else spec for spec in public.channel)
-        )
+    def publish(self, info: ObservationInfo) -> ObservationInfo:
+        return replace(info, channel=tuple(self.name if spec == self.spec else spec for spec in info.channel))
 
     def supposed(self, strength: float) -> Gaussian:
         """The stage that an attacker supposes."""
@@ -111,8 +109,8 @@ class RandomPrefix(Stage):
         row = mean + deviation * noise.to(mean.device)
         return torch.cat([row[None].to(embeddings), embeddings])
 
-    def public(self, public: Public) -> Public:
-        return replace(public, prefix_tokens=public.prefix_tokens + 1)
+    def publish(self, info: ObservationInfo) -> ObservationInfo:
+        return replace(info, prefix_tokens=info.prefix_tokens + 1)
 
     def _of(self, table: Float[Tensor, "v d"]) -> tuple[Float[Tensor, " d"], Float[Tensor, " d"]]:
         """Mean and standard deviation of each coordinate; kept, as every prompt asks for the same table."""

@@ -7,8 +7,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from hiddenlab.channel import Stage
-from hiddenlab.core import Public
+from hiddenlab.channels import Stage
+from hiddenlab.types import ObservationInfo
 
 
 class SequencePermutation(Stage):
@@ -22,8 +22,8 @@ class SequencePermutation(Stage):
         released, order = _shuffle_rows(states, generator)
         return released, order, {}
 
-    def public(self, public: Public) -> Public:
-        return replace(public, rows_permuted=True)
+    def publish(self, info: ObservationInfo) -> ObservationInfo:
+        return replace(info, rows_permuted=True)
 
     def __repr__(self) -> str:
         return (
@@ -52,8 +52,8 @@ class HiddenPermutation(Stage):
         columns = _draw_columns(states, generator, shared=self.mode == "shared")
         return _shuffle_columns(states, columns), None, {"columns": columns}
 
-    def public(self, public: Public) -> Public:
-        return _with_columns(public, self.mode)
+    def publish(self, info: ObservationInfo) -> ObservationInfo:
+        return _with_columns(info, self.mode)
 
     def __repr__(self) -> str:
         scope = "each row its own" if self.mode == "per-row" else "one for all rows of a prompt"
@@ -75,8 +75,8 @@ class Factorized2D(Stage):
         released, order = _shuffle_rows(_shuffle_columns(states, columns), generator)
         return released, order, {"columns": columns}
 
-    def public(self, public: Public) -> Public:
-        return replace(_with_columns(public, "per-row"), rows_permuted=True)
+    def publish(self, info: ObservationInfo) -> ObservationInfo:
+        return replace(_with_columns(info, "per-row"), rows_permuted=True)
 
     def __repr__(self) -> str:
         return (
@@ -110,6 +110,6 @@ def _shuffle_columns(
     return states.gather(1, columns.to(states.device, torch.int64))
 
 
-def _with_columns(public: Public, mode: str) -> Public:
+def _with_columns(info: ObservationInfo, mode: str) -> ObservationInfo:
     """Permutations compose: rows that once had each its own stay that way, whatever follows."""
-    return replace(public, columns_permuted="per-row" if public.columns_permuted == "per-row" else mode)
+    return replace(info, columns_permuted="per-row" if info.columns_permuted == "per-row" else mode)

@@ -8,10 +8,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from hiddenlab.channel import Stage
-from hiddenlab.core import Public
+from hiddenlab.channels import Stage
 from hiddenlab.errors import InputError
-from hiddenlab.lens import FACT, GAUSSIAN, Projection
+from hiddenlab.matching.projections import FACT, GAUSSIAN, Projection
+from hiddenlab.types import ObservationInfo
 
 
 class Project(Stage):
@@ -44,10 +44,10 @@ class Project(Stage):
             shown = shown + self.sigma * shown.square().mean(1, keepdim=True).sqrt() * noise
         return shown, None, {}
 
-    def public(self, public: Public) -> Public:
-        if FACT in public.facts:
+    def publish(self, info: ObservationInfo) -> ObservationInfo:
+        if FACT in info.facts:
             raise InputError("states can be projected once; leave one of the 'project' stages out")
-        return replace(public, facts={**public.facts, **self.projection.fact()})
+        return replace(info, facts={**info.facts, **self.projection.fact()})
 
     def __repr__(self) -> str:
         return f"{self.spec}: the attacker sees the inner products and knows the model and the directions"

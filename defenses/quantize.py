@@ -3,8 +3,8 @@
 from dataclasses import replace
 from typing import Any, Literal
 
-from hiddenlab.channel import Stage
-from hiddenlab.core import Public
+from hiddenlab.channels import Stage
+from hiddenlab.types import ObservationInfo
 
 
 class Int8(Stage):
@@ -15,8 +15,8 @@ class Int8(Stage):
     def provider(self, options: dict[str, Any]) -> dict[str, Any]:
         return {**options, "quantization": "int8"}
 
-    def public(self, public: Public) -> Public:
-        return replace(public, quantization="int8")
+    def publish(self, info: ObservationInfo) -> ObservationInfo:
+        return replace(info, quantization="int8")
 
     def __repr__(self) -> str:
         return "int8: the attacker sees the states of the 8-bit model and knows the full-precision weights"
@@ -30,8 +30,8 @@ class Nf4(Stage):
     def provider(self, options: dict[str, Any]) -> dict[str, Any]:
         return {**options, "quantization": "nf4"}
 
-    def public(self, public: Public) -> Public:
-        return replace(public, quantization="nf4")
+    def publish(self, info: ObservationInfo) -> ObservationInfo:
+        return replace(info, quantization="nf4")
 
     def __repr__(self) -> str:
         return "nf4: the attacker sees the states of the 4-bit model and knows the full-precision weights"
@@ -51,8 +51,8 @@ class ProviderDtype(Stage):
     def provider(self, options: dict[str, Any]) -> dict[str, Any]:
         return {**options, "dtype": self.dtype}
 
-    def public(self, public: Public) -> Public:
-        return replace(public, provider_dtype=self.dtype)
+    def publish(self, info: ObservationInfo) -> ObservationInfo:
+        return replace(info, provider_dtype=self.dtype)
 
     def __repr__(self) -> str:
         return (

@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any
 
 from hiddenlab import registry
-from hiddenlab.core import Progress, silent
 from hiddenlab.errors import HiddenlabError, InputError
-from hiddenlab.eval.experiment import Experiment, Setting, conduct, refusal
-from hiddenlab.files import write_file
-from hiddenlab.tables import markdown_table
+from hiddenlab.eval.cells import Experiment, Setting, conduct, refusal
+from hiddenlab.report.tables import markdown_table
+from hiddenlab.types import Progress, silent
+from hiddenlab.utils.files import write_file
 
 
 def run(

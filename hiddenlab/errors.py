@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hiddenlab.text import visible
+from hiddenlab.utils.text import visible
 
 
 class HiddenlabError(Exception):

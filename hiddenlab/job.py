@@ -12,13 +12,15 @@ import torch
 from pydantic import Field
 
 from hiddenlab import registry
-from hiddenlab.channel import Channel
-from hiddenlab.core import LAST_STREAMS, Attack, Observation, Progress, Public, Secret, silent
+from hiddenlab.channels import Channel
 from hiddenlab.errors import InputError
-from hiddenlab.files import write_file
+from hiddenlab.models import TruncatedModel, load_model
+from hiddenlab.models.load import load_config, resolve_model
 from hiddenlab.observation import check_observation, load_observations
 from hiddenlab.prompts import load_prompts
-from hiddenlab.schema import (
+from hiddenlab.types import LAST_STREAMS, Attack, GroundTruth, Observation, ObservationInfo, Progress, silent
+from hiddenlab.utils.files import write_file
+from hiddenlab.utils.schema import (
     CLOSED,
     Count,
     Positive,
@@ -29,8 +31,6 @@ from hiddenlab.schema import (
     parse,
     read_bytes,
 )
-from hiddenlab.slice import Slice, load_slice
-from hiddenlab.slice.load import load_config, resolve_model
 
 TRUTH_FORMAT = 1
 
@@ -92,20 +92,20 @@ class Case:
 
     index: int
     id: str
-    truth: Secret | None
+    truth: GroundTruth | None
     observation: Observation | None = None
 
 
 @dataclass
 class Job:
-    """A checked run: the attacker's slice, the channel, the attack, and what to attack."""
+    """A checked run: the attacker's truncated model, the channel, the attack, and what to attack."""
 
     spec: AttackSpec
-    slice: Slice
+    model: TruncatedModel
     channel: Channel
     attack: Attack
     cases: list[Case]
-    setups: list[Public] = field(default_factory=list)
+    setups: list[ObservationInfo] = field(default_factory=list)
 
     @property
     def inputs_sha256(self) -> str:
@@ -138,18 +138,18 @@ def prepare(spec: AttackSpec, progress: Progress = silent) -> Job:
     # A file of somebody else may name a model, but not make this machine ask the hub for it.
     local_only = bool(observations) and spec.model is None
     if observations:
-        spec = _with_public(spec, observations[0].public)
+        spec = _with_public(spec, observations[0].info)
     sources = [] if observations else _texts(spec)
     spec = _with_site(spec)
     progress("loading the model", 0, 1)
-    slice = _load(spec, local_only)
-    channel.provider_slice(slice)  # which it keeps; what cannot be loaded should fail now
+    model = _load(spec, local_only)
+    channel.provider_model(model)  # which it keeps; what cannot be loaded should fail now
     progress("loading the model", 1, 1)
-    cases = _given(observations, secrets, spec, slice) if observations else _prompts(sources, spec, slice)
-    return Job(spec, slice, channel, attack, cases)
+    cases = _given(observations, secrets, spec, model) if observations else _prompts(sources, spec, model)
+    return Job(spec, model, channel, attack, cases)
 
 
-def capture_all(spec: AttackSpec, progress: Progress = silent) -> list[tuple[Observation, Secret]]:
+def capture_all(spec: AttackSpec, progress: Progress = silent) -> list[tuple[Observation, GroundTruth]]:
     """What the channel of a spec releases of each of its prompts, the same as an attack run would see.
 
     Raises:
@@ -160,12 +160,12 @@ def capture_all(spec: AttackSpec, progress: Progress = silent) -> list[tuple[Obs
     channel = Channel.parse(spec.defense)
     texts = _texts(spec)
     spec = _with_site(spec)
-    slice = _load(spec)
-    channel.provider_slice(slice)
+    model = _load(spec)
+    channel.provider_model(model)
     released = []
-    cases = _prompts(texts, spec, slice)
+    cases = _prompts(texts, spec, model)
     for case in cases:
-        released.append(_release(channel, slice, case, spec.seed))
+        released.append(_release(channel, model, case, spec.seed))
         progress("prompts", len(released), len(cases))
     return released
 
@@ -199,16 +199,18 @@ def generator(seed: int, *what: object) -> torch.Generator:
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
 
 
-def release(job: Job, case: Case) -> tuple[Observation, Secret | None]:
+def release(job: Job, case: Case) -> tuple[Observation, GroundTruth | None]:
     """What the defense shows of one prompt, and what it keeps to itself."""
     if case.observation is not None:
         return case.observation, case.truth
-    return _release(job.channel, job.slice, case, job.spec.seed)
+    return _release(job.channel, job.model, case, job.spec.seed)
 
 
-def _release(channel: Channel, slice: Slice, case: Case, seed: int) -> tuple[Observation, Secret]:
+def _release(
+    channel: Channel, model: TruncatedModel, case: Case, seed: int
+) -> tuple[Observation, GroundTruth]:
     assert case.truth is not None
-    return channel.release(slice, case.truth.tokens, generator(seed, "release", case.index))
+    return channel.release(model, case.truth.tokens, generator(seed, "release", case.index))
 
 
 @dataclass(frozen=True)
@@ -220,8 +222,8 @@ class _Truth:
     tokens: Annotated[tuple[TokenId, ...], Field(min_length=1)]
     row_order: tuple[Count, ...] | None = None
 
-    def secret(self) -> Secret:
-        return Secret(self.tokens, self.row_order)
+    def secret(self) -> GroundTruth:
+        return GroundTruth(self.tokens, self.row_order)
 
 
 @dataclass(frozen=True)
@@ -234,7 +236,7 @@ class _Truths:
     secrets: Annotated[list[_Truth], Field(min_length=1)]
 
 
-def save_truth(secrets: Sequence[Secret], path: Path) -> None:
+def save_truth(secrets: Sequence[GroundTruth], path: Path) -> None:
     """Write tokens and row orders as JSON, for scoring an attack on saved observations later; its owner alone may read.
 
     Raises:
@@ -244,7 +246,7 @@ def save_truth(secrets: Sequence[Secret], path: Path) -> None:
     write_file(path, json.dumps({"format": TRUTH_FORMAT, "secrets": rows}) + "\n", private=True)
 
 
-def load_truth(path: Path) -> list[Secret]:
+def load_truth(path: Path) -> list[GroundTruth]:
     """Read what ``save_truth`` wrote.
 
     Raises:
@@ -267,45 +269,48 @@ def _texts(spec: AttackSpec) -> list[tuple[str, str]]:
     return [("p001", spec.prompt)]
 
 
-def _prompts(texts: Sequence[tuple[str, str]], spec: AttackSpec, slice: Slice) -> list[Case]:
-    longest = _longest(slice)
+def _prompts(texts: Sequence[tuple[str, str]], spec: AttackSpec, model: TruncatedModel) -> list[Case]:
+    longest = _longest(model)
     cases = []
     for index, (id, text) in enumerate(texts):
-        tokens = slice.tokenize(text, spec.max_tokens)
+        tokens = model.tokenize(text, spec.max_tokens)
         if longest is not None and len(tokens) > longest:
             raise InputError(
                 f"prompt {id} has {len(tokens)} tokens, and {spec.model} takes {longest}; use --max-tokens"
             )
-        cases.append(Case(index, id, Secret(tuple(tokens))))
+        cases.append(Case(index, id, GroundTruth(tuple(tokens))))
     return cases
 
 
-def _longest(slice: Slice) -> int | None:
+def _longest(model: TruncatedModel) -> int | None:
     """Tokens that the model takes, None where it does not say."""
-    longest = getattr(slice.model.config, "max_position_embeddings", None)
+    longest = getattr(model.module.config, "max_position_embeddings", None)
     return longest if isinstance(longest, int) and longest > 0 else None
 
 
 def _given(
-    observations: Sequence[Observation], secrets: Sequence[Secret] | None, spec: AttackSpec, slice: Slice
+    observations: Sequence[Observation],
+    secrets: Sequence[GroundTruth] | None,
+    spec: AttackSpec,
+    model: TruncatedModel,
 ) -> list[Case]:
-    longest = _longest(slice)
+    longest = _longest(model)
     for observation in observations:
-        check_observation(observation, slice)
-        last = (observation.public.positions or (len(observation.states) - 1,))[-1]
+        check_observation(observation, model)
+        last = (observation.info.positions or (len(observation.states) - 1,))[-1]
         if longest is not None and last >= longest:
-            raise InputError(f"the observation has {last + 1} tokens, and {slice.ref.name} takes {longest}")
-    truths: Sequence[Secret | None] = [None] * len(observations)
+            raise InputError(f"the observation has {last + 1} tokens, and {model.ref.name} takes {longest}")
+    truths: Sequence[GroundTruth | None] = [None] * len(observations)
     if secrets is not None:
         if len(secrets) != len(observations) or not all(map(_fits, secrets, observations)):
             raise InputError(
                 f"{spec.truth} is not the truth of {spec.observation}: its tokens, or their order, do not fit the rows"
             )
         for i, secret in enumerate(secrets):
-            if (token := max(secret.tokens)) >= slice.vocab_size:
+            if (token := max(secret.tokens)) >= model.vocab_size:
                 raise InputError(
-                    f"{spec.truth}: secrets[{i}].tokens holds {token}, and {slice.ref.name} has "
-                    f"{slice.vocab_size} tokens; it is the truth of another model"
+                    f"{spec.truth}: secrets[{i}].tokens holds {token}, and {model.ref.name} has "
+                    f"{model.vocab_size} tokens; it is the truth of another model"
                 )
         truths = secrets
     cases = [
@@ -315,24 +320,24 @@ def _given(
     return cases[: spec.limit]
 
 
-def _fits(secret: Secret, observation: Observation) -> bool:
+def _fits(secret: GroundTruth, observation: Observation) -> bool:
     """Whether an observation can be of this prompt, by its length; of a shard, by its last row."""
-    places, order = observation.public.positions, secret.row_order
-    if observation.public.rows_permuted and sorted(order or ()) != list(range(len(secret.tokens))):
+    places, order = observation.info.positions, secret.row_order
+    if observation.info.rows_permuted and sorted(order or ()) != list(range(len(secret.tokens))):
         return False
     if places is None:
         return len(secret.tokens) == len(observation.states)
     return len(places) == len(observation.states) and places[-1] < len(secret.tokens)
 
 
-def _with_public(spec: AttackSpec, public: Public) -> AttackSpec:
+def _with_public(spec: AttackSpec, info: ObservationInfo) -> AttackSpec:
     """Model, layer and stream from the observation, where they were not given, and the channel's specs."""
     return replace(
         spec,
-        model=public.model if spec.model is None else spec.model,
-        layer=public.site.layer if spec.layer is None else spec.layer,
-        stream=spec.stream or public.site.stream,
-        defense=public.channel,
+        model=info.model if spec.model is None else spec.model,
+        layer=info.site.layer if spec.layer is None else spec.layer,
+        stream=spec.stream or info.site.stream,
+        defense=info.channel,
     )
 
 
@@ -345,10 +350,10 @@ def _with_site(spec: AttackSpec) -> AttackSpec:
     return replace(spec, model=model, stream=stream, layer=layer)
 
 
-def _load(spec: AttackSpec, local_only: bool = False) -> Slice:
+def _load(spec: AttackSpec, local_only: bool = False) -> TruncatedModel:
     assert spec.model is not None
     assert spec.stream is not None
-    return load_slice(
+    return load_model(
         spec.model,
         spec.layer,
         stream=spec.stream,

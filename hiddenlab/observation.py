@@ -16,12 +16,12 @@ import torch
 from pydantic import Field
 from safetensors import SafetensorError, safe_open
 
-from hiddenlab.core import Observation, Public
 from hiddenlab.errors import InputError
-from hiddenlab.files import save_tensors
-from hiddenlab.lens import lens_of
-from hiddenlab.schema import CLOSED, parse
-from hiddenlab.slice import Slice
+from hiddenlab.matching.projections import projection_of
+from hiddenlab.models import TruncatedModel
+from hiddenlab.types import Observation, ObservationInfo
+from hiddenlab.utils.files import save_tensors
+from hiddenlab.utils.schema import CLOSED, parse
 
 FORMAT = 1
 METADATA_KEY = "hiddenlab"
@@ -36,7 +36,7 @@ class _Metadata:
     __pydantic_config__ = CLOSED
 
     format: int
-    observations: Annotated[list[Public], Field(min_length=1)]
+    observations: Annotated[list[ObservationInfo], Field(min_length=1)]
 
 
 def save_observation(observation: Observation, path: str | Path) -> None:
@@ -66,7 +66,7 @@ def save_observations(observations: Sequence[Observation], path: str | Path) -> 
     if not observations:
         raise InputError("there are no observations to save")
     try:
-        facts = [_plain(dataclasses.asdict(observation.public)) for observation in observations]
+        facts = [_plain(dataclasses.asdict(observation.info)) for observation in observations]
         text = json.dumps({"format": FORMAT, "observations": facts}, allow_nan=False, ensure_ascii=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise InputError(f"the public facts cannot be written as JSON ({error})") from None
@@ -99,36 +99,36 @@ def load_observations(path: str | Path) -> list[Observation]:
     except (OSError, SafetensorError) as error:
         raise InputError(f"{path} is truncated or no observation file ({error})") from None
     return [
-        _observation(path, i, states, public)
-        for i, (states, public) in enumerate(zip(tensors, facts, strict=True))
+        _observation(path, i, states, info)
+        for i, (states, info) in enumerate(zip(tensors, facts, strict=True))
     ]
 
 
-def check_observation(observation: Observation, slice: Slice) -> None:
-    """Refuse an observation that the slice cannot have produced.
+def check_observation(observation: Observation, model: TruncatedModel) -> None:
+    """Refuse an observation that the truncated model cannot have produced.
 
     Raises:
         InputError: another width, another model (by signature), or another layer or stream.
     """
-    public, width = observation.public, observation.states.shape[1]
-    lens = lens_of(public)
-    logits = public.site.stream == "logits"
-    expected = lens.count if lens is not None else slice.vocab_size if logits else slice.width
+    info, width = observation.info, observation.states.shape[1]
+    view = projection_of(info)
+    logits = info.site.stream == "logits"
+    expected = view.count if view is not None else model.vocab_size if logits else model.width
     # Parts of an attention's output come in many widths; the attack that reads them checks.
-    if width != expected and public.site.stream != "attn":
+    if width != expected and info.site.stream != "attn":
         raise InputError(
-            f"the observation is {width} wide (it names the model {public.model}), "
-            f"{slice.ref.name} is {expected} wide"
+            f"the observation is {width} wide (it names the model {info.model}), "
+            f"{model.ref.name} is {expected} wide"
         )
-    if not same_signature(public.signature, slice.signature):
+    if not same_signature(info.signature, model.signature):
         raise InputError(
-            f"the observation comes from other weights (it names the model {public.model}) "
-            f"than those of {slice.ref.name}"
+            f"the observation comes from other weights (it names the model {info.model}) "
+            f"than those of {model.ref.name}"
         )
-    if public.site != slice.site:
+    if info.site != model.site:
         raise InputError(
-            f"the observation was taken from {public.site}, the slice gives {slice.site}; "
-            f"use --layer {public.site.layer} --stream {public.site.stream}"
+            f"the observation was taken from {info.site}, the truncated model gives {model.site}; "
+            f"use --layer {info.site.layer} --stream {info.site.stream}"
         )
 
 
@@ -143,7 +143,7 @@ def same_signature(one: Sequence[float], other: Sequence[float]) -> bool:
     )
 
 
-def _public_facts(path: Path, text: str | None) -> list[Public]:
+def _public_facts(path: Path, text: str | None) -> list[ObservationInfo]:
     """The public facts in a file's metadata, every field checked."""
     if text is None:
         raise InputError(f"{path} is no observation file: its metadata has no entry {METADATA_KEY!r}")
@@ -151,18 +151,16 @@ def _public_facts(path: Path, text: str | None) -> list[Public]:
     return parse(text, _Metadata, where, FORMAT).observations
 
 
-def _observation(path: Path, i: int, states: torch.Tensor, public: Public) -> Observation:
+def _observation(path: Path, i: int, states: torch.Tensor, info: ObservationInfo) -> Observation:
     if states.ndim != 2 or not states.is_floating_point():
         shape = f"{str(states.dtype).removeprefix('torch.')} {tuple(states.shape)}"
         raise InputError(
             f"{path}, observation {i}: states should be floating-point rows × width, not {shape}"
         )
-    if public.positions is not None and len(public.positions) != len(states):
-        raise InputError(
-            f"{path}, observation {i}: {len(states)} rows, but {len(public.positions)} positions"
-        )
+    if info.positions is not None and len(info.positions) != len(states):
+        raise InputError(f"{path}, observation {i}: {len(states)} rows, but {len(info.positions)} positions")
     try:
-        return Observation(states, public)
+        return Observation(states, info)
     except InputError as error:
         raise InputError(f"{path}, observation {i}: {error}") from None
 

@@ -7,9 +7,9 @@ from typing import Annotated, Any, Literal, NotRequired
 from pydantic import Field, with_config
 from typing_extensions import TypedDict
 
-from hiddenlab.schema import CLOSED, Count, Finite, TokenId
+from hiddenlab.utils.schema import CLOSED, Count, Finite, TokenId
 
-Sample = dict[str, Any]  # one line of samples.jsonl, see ``hiddenlab.run.score``
+Sample = dict[str, Any]  # one line of samples.jsonl, see ``hiddenlab.runner.score``
 NOT_APPLICABLE = "not applicable"  # the status of a prompt whose observation an attack cannot use
 NO_STATE = "no state of this site"  # the stop reason of a search that gave up early, since no row fits
 # stop reason -> what to tell the user
@@ -22,7 +22,7 @@ Status = Literal["exact", "verified", "wrong", "unverified", "missing"]
 
 @with_config(CLOSED)
 class _PerToken(TypedDict):
-    """Lists of one entry a recovered token, see ``hiddenlab.core.TokenRecovery``."""
+    """Lists of one entry a recovered token, see ``hiddenlab.types.TokenPrediction``."""
 
     row: list[Annotated[int, Field(ge=-1)]]
     distance: list[Finite | None]
@@ -40,7 +40,7 @@ class _Scored(TypedDict):
     recovered: str | None
     exact: bool | None
     token_accuracy: Share | None
-    token_bag: Share | None
+    bag_of_tokens_recall: Share | None
     rouge_l: Share | None
     bleu: Share | None
 
@@ -54,8 +54,8 @@ class _NotApplicable(_Scored):
 @with_config(CLOSED)
 class _Attacked(_Scored):
     status: Literal["attacked"]
-    unseen: NotRequired[Count]
-    unseen_right: NotRequired[Count]
+    missing_tokens: NotRequired[Count]
+    missing_tokens_right: NotRequired[Count]
     tokens: Count
     verified: Share
     evaluated_tokens: Count | None
@@ -82,8 +82,8 @@ FIGURES: dict[str, tuple[str, str]] = {
     "not_applicable": ("prompts to which the attack does not apply", "count"),
     "exact": ("exact prompts", "share"),
     "token_accuracy": ("token accuracy", "share"),
-    "token_bag": ("tokens in any order", "share"),
-    "unseen_right": ("tokens that no row shows", "share"),
+    "bag_of_tokens_recall": ("tokens in any order", "share"),
+    "missing_token_accuracy": ("tokens that no row shows", "share"),
     "rouge_l": ("ROUGE-L", "score"),
     "bleu": ("BLEU", "score"),
     "verified": ("verified tokens", "share"),
@@ -91,7 +91,7 @@ FIGURES: dict[str, tuple[str, str]] = {
     "forward_calls_per_prompt": ("forward calls per prompt", "number"),
     "attack_seconds": ("attack, seconds", "number"),
     "prefill_seconds": ("one prefill, seconds", "number"),
-    "attack_over_prefill": ("attack over prefill", "times"),
+    "slowdown_vs_prefill": ("attack over prefill", "times"),
     "setup_seconds": ("setup, seconds", "number"),
     "probe_seconds": ("probe training, seconds", "number"),
     "epsilon": ("epsilon (median)", "number"),
@@ -103,27 +103,32 @@ def summarise(samples: Sequence[Sample]) -> dict[str, Any]:
     """Aggregate samples; None where nothing was measured, prompts marked not applicable left out.
 
     ``exact`` and ``verified`` are shares (of prompts, of all their tokens), the text scores means over prompts,
-    ``epsilon`` the median of the prompts' thresholds. ``unseen_right`` is a share of the tokens before the last shown
-    row that have no row of their own; None where every token has one.
+    ``epsilon`` the median of the prompts' thresholds. ``missing_token_accuracy`` is a share of the tokens before
+    the last shown row that have no row of their own; None where every token has one.
     """
     done = [s for s in samples if s["status"] != NOT_APPLICABLE]
     tokens = sum(s["tokens"] for s in done)
     attack, prefill = _total(done, "seconds"), _total(done, "prefill_seconds")
     evaluated, calls = _total(done, "evaluated_tokens"), _total(done, "forward_calls")
-    unseen, found = (sum(s.get(name) or 0 for s in done) for name in ("unseen", "unseen_right"))
+    unseen, found = (
+        sum(s.get(name) or 0 for s in done) for name in ("missing_tokens", "missing_tokens_right")
+    )
     epsilons = [s["epsilon"] for s in done if s.get("epsilon") is not None]
     return {
         "prompts": len(samples),
         "not_applicable": len(samples) - len(done),
         "tokens": tokens if done else None,
-        **{name: _mean(done, name) for name in ("exact", "token_accuracy", "token_bag", "rouge_l", "bleu")},
-        "unseen_right": found / unseen if unseen else None,
+        **{
+            name: _mean(done, name)
+            for name in ("exact", "token_accuracy", "bag_of_tokens_recall", "rouge_l", "bleu")
+        },
+        "missing_token_accuracy": found / unseen if unseen else None,
         "verified": sum(s["verified"] * s["tokens"] for s in done) / tokens if tokens else None,
         "evaluated_tokens_per_token": evaluated / tokens if evaluated is not None and tokens else None,
         "forward_calls_per_prompt": calls / len(done) if calls is not None else None,
         "attack_seconds": attack,
         "prefill_seconds": prefill,
-        "attack_over_prefill": attack / prefill if attack is not None and prefill else None,
+        "slowdown_vs_prefill": attack / prefill if attack is not None and prefill else None,
         "epsilon": median(epsilons) if epsilons else None,
     }
 

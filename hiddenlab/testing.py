@@ -65,7 +65,7 @@ def tiny_config(architecture: str, **changes: Any) -> Any:
 def save_tiny(
     architecture: str, folder: Path | str, seed: int = 0, *, tokenizer: bool = False, **changes: Any
 ) -> str:
-    """Save a tiny random model as a transformers directory, for ``load_slice(path, layer)``.
+    """Save a tiny random model as a transformers directory, for ``load_model(path, layer)``.
 
     Args:
         architecture: one of ``ARCHITECTURES``. seed: of the weights.
@@ -77,7 +77,7 @@ def save_tiny(
     """
     from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 
-    from hiddenlab.slice.reading import quiet_transformers
+    from hiddenlab.models.reading import quiet_transformers
 
     config = tiny_config(architecture, **changes)
     factory = AutoModelForMaskedLM if architecture == "bert" else AutoModelForCausalLM
@@ -117,15 +117,15 @@ def byte_tokenizer() -> Any:
 @contextmanager
 def small_training() -> Iterator[None]:
     """Train probes in a second: an allowance for tiny models, in place of the one for real ones."""
-    from hiddenlab.propose import store
-    from hiddenlab.propose.precedence import PrecedenceSettings
-    from hiddenlab.propose.probe import ProbeSettings
+    from hiddenlab.proposals import store
+    from hiddenlab.proposals.pairwise_order import PairwiseOrderSettings
+    from hiddenlab.proposals.probe import ProbeSettings
 
     few: dict[str, Any] = {"rank": 8, "steps": 60, "every": 20}
     small: dict[str, Any] = {
         "TRAINING_TOKENS": (4000, 4000),
         "probe_settings": lambda permuted: ProbeSettings(permuted, 150, 128, negatives=300, hidden=64),
-        "precedence_settings": lambda permuted: PrecedenceSettings(sorted_states=permuted, **few),
+        "pairwise_order_settings": lambda permuted: PairwiseOrderSettings(sorted_states=permuted, **few),
     }
     with mock.patch.multiple(store, **small):
         yield
@@ -147,7 +147,7 @@ class PlainModel:
     ) -> None:
         from transformers import AutoModelForCausalLM
 
-        from hiddenlab.slice.reading import quiet_transformers
+        from hiddenlab.models.reading import quiet_transformers
 
         with quiet_transformers():
             model = AutoModelForCausalLM.from_pretrained(path, attn_implementation=attention, dtype=dtype)
@@ -166,7 +166,7 @@ class PlainModel:
     def states(
         self, tokens: Sequence[int] | Float[Tensor, "n d"], layer: int, stream: str = "resid"
     ) -> Float[Tensor, "n width"]:
-        """States of a prompt (token ids or input embeddings) after ``layer`` layers; see ``hiddenlab.core.Site``.
+        """States of a prompt (token ids or input embeddings) after ``layer`` layers; see ``hiddenlab.types.Site``.
 
         The last entry of transformers' ``hidden_states`` is after the final norm, so the state before it is
         taken by a hook.
@@ -195,8 +195,8 @@ def attack_sample(
     text = "".join(text for text, _ in spans)
     return {
         "index": index, "id": f"p{index + 1:03d}", "status": "attacked", "text": text, "truth_ids": ids,
-        "recovered": text, "exact": right == 1, "token_accuracy": right, "token_bag": right, "rouge_l": right,
-        "bleu": right, "tokens": len(ids), "verified": right, "evaluated_tokens": 3 * len(ids),
+        "recovered": text, "exact": right == 1, "token_accuracy": right, "bag_of_tokens_recall": right,
+        "rouge_l": right, "bleu": right, "tokens": len(ids), "verified": right, "evaluated_tokens": 3 * len(ids),
         "forward_calls": 2, "seconds": 1.0, "prefill_seconds": 0.4, "epsilon": 0.1, "stop_reason": "complete",
         "recovered_ids": ids, "positions": None, "spans": [tuple(span) for span in spans],
         "per_token": {

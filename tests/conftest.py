@@ -9,8 +9,8 @@ import hypothesis
 import pytest
 import torch
 
-from hiddenlab.attacks.joint import gauge
-from hiddenlab.slice import Slice, load_slice
+from hiddenlab.attacks.beam_decoding import distortion_model
+from hiddenlab.models import TruncatedModel, load_model
 from hiddenlab.testing import save_tiny, small_training
 
 torch.set_num_threads(1)
@@ -54,14 +54,14 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
 
 
 @pytest.fixture(scope="session")
-def tiny_slice(tiny: Callable[..., str]) -> Callable[..., Slice]:
-    """A tiny model's slice in float32 on the CPU: ``tiny_slice("llama", 2)``; loaded once a session."""
-    loaded: dict[tuple[str, int | None, str], Slice] = {}
+def tiny_model(tiny: Callable[..., str]) -> Callable[..., TruncatedModel]:
+    """A tiny model's truncated model in float32 on the CPU: ``tiny_model("llama", 2)``; loaded once a session."""
+    loaded: dict[tuple[str, int | None, str], TruncatedModel] = {}
 
-    def load(architecture: str, layer: int | None = None, stream: str = "resid") -> Slice:
+    def load(architecture: str, layer: int | None = None, stream: str = "resid") -> TruncatedModel:
         key = (architecture, layer, stream)
         if key not in loaded:
-            loaded[key] = load_slice(tiny(architecture), layer, stream=stream, device="cpu")
+            loaded[key] = load_model(tiny(architecture), layer, stream=stream, device="cpu")
         return loaded[key]
 
     return load
@@ -70,6 +70,6 @@ def tiny_slice(tiny: Callable[..., str]) -> Callable[..., Slice]:
 @pytest.fixture
 def small_probes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A training allowance for tiny models, in place of the one for real ones."""
-    monkeypatch.setattr(gauge, "TOKENS", 600)
+    monkeypatch.setattr(distortion_model, "TOKENS", 600)
     with small_training():
         yield

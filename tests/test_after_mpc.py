@@ -14,10 +14,10 @@ from hiddenlab.defenses.cascade.after_mpc import forward_after, rows_from_shares
 from hiddenlab.defenses.cascade.backend import load_cascade_model
 from hiddenlab.defenses.cascade.local import LocalCascade
 from hiddenlab.defenses.cascade.plan import Plan
-from hiddenlab.defenses.schemes.checkpoint import load_weights
-from hiddenlab.defenses.schemes.walk import Plain, walk
+from hiddenlab.defenses.protocols.checkpoint import load_weights
+from hiddenlab.defenses.protocols.forward import Plain, walk
 from hiddenlab.errors import InputError, NotApplicableError
-from hiddenlab.eval import after_mpc_cells
+from hiddenlab.eval.measures import after_mpc
 
 TinyPath = Callable[..., str]
 TOKENS = [5, 17, 3, 3, 250, 41, 8, 99, 100]
@@ -83,7 +83,7 @@ def on_shares(tiny: TinyPath, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         parts = [share.numpy() for share in shared(states[job["layers"]])]
         return parts, {"seconds": [1.5], "bytes": [2e6]}
 
-    monkeypatch.setattr(after_mpc_cells, "crypten_decoder", stand_in)
+    monkeypatch.setattr(after_mpc, "crypten_decoder", stand_in)
     prompts = tmp_path / "p.txt"
     prompts.write_text("hello there\nanother one")
     return {
@@ -94,7 +94,7 @@ def on_shares(tiny: TinyPath, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def test_measured_with_another_protocol_in_cryptens_place(on_shares: dict[str, Any], tmp_path: Path) -> None:
     seen = on_shares.pop("seen")
-    found = after_mpc_cells.after_mpc({**on_shares, "alpha": 2, "c": 2, "m": 1}, tmp_path)
+    found = after_mpc.after_mpc({**on_shares, "alpha": 2, "c": 2, "m": 1}, tmp_path)
     assert found["logit_error"]["value"] < 2e-3 and found["state_error"]["value"] < 1e-3
     assert found["top1_agreement"]["value"] == 1 and found["megabytes"]["value"] == 2
     weights, _ = load_weights(on_shares["model"])
@@ -107,14 +107,14 @@ def test_measured_with_another_protocol_in_cryptens_place(on_shares: dict[str, A
 def test_layers_that_cannot_run_on_shares(on_shares: dict[str, Any], tmp_path: Path, layers: int) -> None:
     del on_shares["seen"]
     with pytest.raises(InputError, match="1 to 3 layers of"):
-        after_mpc_cells.after_mpc({**on_shares, "layers": layers, "alpha": 2, "c": 2, "m": 1}, tmp_path)
+        after_mpc.after_mpc({**on_shares, "layers": layers, "alpha": 2, "c": 2, "m": 1}, tmp_path)
 
 
 @pytest.mark.parametrize(
     ("channel", "attack", "tolerant", "read"),
     [
         ("identity", "vocab-match", True, 1.0),
-        ("shard:alpha=2,c=2,node=0", "gap:budget=500", True, 0.25),
+        ("shard:alpha=2,c=2,node=0", "missing-tokens:budget=500", True, 0.25),
         ("shard:alpha=2,c=2,node=0", "vocab-match:search=speculative", False, 0.25),
     ],
 )
@@ -123,9 +123,9 @@ def test_what_comp_nodes_add_up_is_read(
 ) -> None:
     del on_shares["seen"]
     spec = {**on_shares, "device": "cpu", "channel": channel, "attack": attack, "tolerant": tolerant}
-    found = after_mpc_cells.after_mpc_attack(spec, tmp_path)
+    found = after_mpc.after_mpc_attack(spec, tmp_path)
     assert found["token_accuracy"]["value"] >= read
     if tolerant:  # the threshold is that of the approximations, which here are of 2^-16 only
         assert found["epsilon"]["value"] < 0.1
-    again = after_mpc_cells.after_mpc_attack(spec, tmp_path)  # what was put on shares is taken up again
+    again = after_mpc.after_mpc_attack(spec, tmp_path)  # what was put on shares is taken up again
     assert again["token_accuracy"] == found["token_accuracy"]

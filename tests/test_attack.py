@@ -11,19 +11,19 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from hiddenlab.attacks.vocab_match import VocabMatch, believed, search
-from hiddenlab.attacks.vocab_match.drive import drive
-from hiddenlab.attacks.vocab_match.epsilon import Sample, Threshold, auto_threshold, calibrated_threshold
-from hiddenlab.attacks.vocab_match.rank import Proposer
 from hiddenlab.attacks.vocab_match.task import FIRST_BATCH, SETTLE_AFTER, Candidates, Task, Tried
-from hiddenlab.channel import Channel
-from hiddenlab.core import Observation, Recovery, TokenRecovery
+from hiddenlab.channels import Channel
 from hiddenlab.errors import InputError, NotApplicableError
-from hiddenlab.match import Matcher, choose_matcher
-from hiddenlab.slice import Slice, load_slice
+from hiddenlab.matching.batching import run_batched
+from hiddenlab.matching.distance import Matcher, choose_matcher
+from hiddenlab.matching.epsilon import Sample, Threshold, auto_threshold, calibrated_threshold
+from hiddenlab.models import TruncatedModel, load_model
+from hiddenlab.proposals.ranking import Proposer
 from hiddenlab.summary import NO_STATE
 from hiddenlab.testing import DECODERS, LAYERS, VOCABULARY, WIDTH
+from hiddenlab.types import AttackResult, Observation, TokenPrediction
 
-TinySlice = Callable[..., Slice]
+TinySlice = Callable[..., TruncatedModel]
 TinyPath = Callable[..., str]
 Prompt = list[int]
 
@@ -39,16 +39,18 @@ def random_prompts(*lengths: int, seed: int = 0, below: int = VOCABULARY) -> lis
     return [torch.randint(0, below, (n,), generator=generator).tolist() for n in lengths]
 
 
-def release(slice: Slice, prompts: Sequence[Prompt], *specs: str) -> list[Observation]:
-    return [one for one, _ in Channel.parse(specs).release_batch(slice, prompts, seeded(1))]
+def release(model: TruncatedModel, prompts: Sequence[Prompt], *specs: str) -> list[Observation]:
+    return [one for one, _ in Channel.parse(specs).release_batch(model, prompts, seeded(1))]
 
 
-def attack(slice: Slice, prompts: Sequence[Prompt], *specs: str, **options: Any) -> list[Recovery]:
+def attack(
+    model: TruncatedModel, prompts: Sequence[Prompt], *specs: str, **options: Any
+) -> list[AttackResult]:
     options.setdefault("proposal", "vocab")
-    return VocabMatch(**options).recover_batch(release(slice, prompts, *specs), slice, seeded())
+    return VocabMatch(**options).recover_batch(release(model, prompts, *specs), model, seeded())
 
 
-def assert_exact(recoveries: Sequence[Recovery], prompts: Sequence[Prompt]) -> None:
+def assert_exact(recoveries: Sequence[AttackResult], prompts: Sequence[Prompt]) -> None:
     for recovery, prompt in zip(recoveries, prompts, strict=True):
         assert recovery.ids == prompt
         assert all(token.verified for token in recovery.tokens)
@@ -61,38 +63,38 @@ def assert_exact(recoveries: Sequence[Recovery], prompts: Sequence[Prompt]) -> N
 
 @pytest.mark.parametrize("channel", CHANNELS)
 @pytest.mark.parametrize("architecture", DECODERS)
-def test_random_tokens_are_recovered_exactly(tiny_slice: TinySlice, architecture: str, channel: str) -> None:
+def test_random_tokens_are_recovered_exactly(tiny_model: TinySlice, architecture: str, channel: str) -> None:
     prompts = random_prompts(12, 1, 7)
-    assert_exact(attack(tiny_slice(architecture, 3), prompts, channel), prompts)
+    assert_exact(attack(tiny_model(architecture, 3), prompts, channel), prompts)
 
 
 @pytest.mark.parametrize(("layer", "stream"), [(1, "resid"), (LAYERS, "resid"), (LAYERS, "final_norm")])
 @pytest.mark.parametrize("channel", ["identity", "2d-perm"])
 def test_first_and_last_layer_and_final_norm(
-    tiny_slice: TinySlice, layer: int, stream: str, channel: str
+    tiny_model: TinySlice, layer: int, stream: str, channel: str
 ) -> None:
     prompts = random_prompts(12, 5)
     for architecture in ("gemma2", "qwen3_moe"):
-        assert_exact(attack(tiny_slice(architecture, layer, stream), prompts, channel), prompts)
+        assert_exact(attack(tiny_model(architecture, layer, stream), prompts, channel), prompts)
 
 
 @pytest.mark.parametrize("stream", ["q", "k", "v"])
 @pytest.mark.parametrize("channel", ["identity", "2d-perm"])
-def test_queries_keys_and_values(tiny_slice: TinySlice, stream: str, channel: str) -> None:
+def test_queries_keys_and_values(tiny_model: TinySlice, stream: str, channel: str) -> None:
     prompts = random_prompts(12, 5)
     for architecture in ("gemma2", "gpt_neox"):
-        assert_exact(attack(tiny_slice(architecture, 3, stream), prompts, channel), prompts)
+        assert_exact(attack(tiny_model(architecture, 3, stream), prompts, channel), prompts)
 
 
 @pytest.mark.parametrize("leading", [0, 3, 9])
 def test_rows_behind_a_gap_are_guessed_and_not_verified(
-    tiny_slice: TinySlice, small_probes: None, leading: int
+    tiny_model: TinySlice, small_probes: None, leading: int
 ) -> None:
-    slice, (prompt,) = tiny_slice("llama", 2), random_prompts(9)
-    (whole,) = release(slice, [prompt])
+    model, (prompt,) = tiny_model("llama", 2), random_prompts(9)
+    (whole,) = release(model, [prompt])
     positions = (*range(leading), *range(leading + 2, 9))
-    part = Observation(whole.states[list(positions)], replace(whole.public, positions=positions))
-    found = VocabMatch().recover(part, slice, seeded())
+    part = Observation(whole.states[list(positions)], replace(whole.info, positions=positions))
+    found = VocabMatch().recover(part, model, seeded())
     assert len(found.tokens) == len(positions)
     assert found.ids[:leading] == prompt[:leading]
     assert [one.verified for one in found.tokens] == [i < leading for i in range(len(positions))]
@@ -104,23 +106,23 @@ def test_rows_behind_a_gap_are_guessed_and_not_verified(
         assert right >= 1  # by chance one in three hundred would be
         if leading == 0:
             with pytest.raises(NotApplicableError, match="behind tokens that no row shows"):
-                VocabMatch(proposal="vocab").recover(part, slice, seeded())
+                VocabMatch(proposal="vocab").recover(part, model, seeded())
 
 
 @pytest.mark.parametrize("channel", CHANNELS)
-def test_repeated_tokens(tiny_slice: TinySlice, channel: str) -> None:
+def test_repeated_tokens(tiny_model: TinySlice, channel: str) -> None:
     """Rows may be equal then: any of them is the right one."""
     prompts = [[5] * 6, [7, 7, 3, 7, 3, 3], [256, 256, 9]]
     for architecture in ("llama", "gemma2", "gpt2"):
-        assert_exact(attack(tiny_slice(architecture, 2), prompts, channel), prompts)
+        assert_exact(attack(tiny_model(architecture, 2), prompts, channel), prompts)
 
 
 @pytest.mark.parametrize("distance", ["l1", "l2", "sorted-l1", "sorted-l2"])
-def test_every_distance(tiny_slice: TinySlice, distance: str) -> None:
+def test_every_distance(tiny_model: TinySlice, distance: str) -> None:
     prompts = random_prompts(8)
     permuted = ["2d-perm"] if distance.startswith("sorted") else []
     for specs in ([], permuted):
-        assert_exact(attack(tiny_slice("llama", 2), prompts, *specs, distance=distance), prompts)
+        assert_exact(attack(tiny_model("llama", 2), prompts, *specs, distance=distance), prompts)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -128,23 +130,23 @@ def test_every_distance(tiny_slice: TinySlice, distance: str) -> None:
 def test_half_precision_slices(tiny: TinyPath, dtype: str, channel: str) -> None:
     prompts = random_prompts(10, 3)
     for architecture in ("llama", "gemma2", "gpt2"):
-        slice = load_slice(tiny(architecture), 2, dtype=dtype, device="cpu")
-        assert_exact(attack(slice, prompts, channel), prompts)
+        model = load_model(tiny(architecture), 2, dtype=dtype, device="cpu")
+        assert_exact(attack(model, prompts, channel), prompts)
 
 
 @pytest.mark.parametrize("channel", ["identity", "seq-perm", "hidden-perm"])
-def test_released_in_another_dtype(tiny: TinyPath, tiny_slice: TinySlice, channel: str) -> None:
+def test_released_in_another_dtype(tiny: TinyPath, tiny_model: TinySlice, channel: str) -> None:
     prompts = random_prompts(10, 3)
-    assert_exact(attack(tiny_slice("gpt2", 2), prompts, "dtype:bfloat16", channel), prompts)
-    half = load_slice(tiny("gpt2"), 2, dtype="bfloat16", device="cpu")
+    assert_exact(attack(tiny_model("gpt2", 2), prompts, "dtype:bfloat16", channel), prompts)
+    half = load_model(tiny("gpt2"), 2, dtype="bfloat16", device="cpu")
     assert_exact(attack(half, prompts, "dtype:float32", channel), prompts)
 
 
 @pytest.mark.parametrize("quantization", ["int8", "nf4"])
-def test_quantized_providers(tiny_slice: TinySlice, quantization: str) -> None:
+def test_quantized_providers(tiny_model: TinySlice, quantization: str) -> None:
     """Attacked with the full-precision weights; nf4 of so small a model is far from them."""
     prompts = random_prompts(10)
-    (recovery,) = attack(tiny_slice("gpt_neox", 1), prompts, quantization)
+    (recovery,) = attack(tiny_model("gpt_neox", 1), prompts, quantization)
     assert len(recovery.tokens) == 10
     assert quantization == "nf4" or recovery.ids == prompts[0]
 
@@ -162,15 +164,15 @@ def forced(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
 @pytest.mark.parametrize("architecture", ["gemma2", "llama"])
 @pytest.mark.parametrize("channel", CHANNELS)
 def test_speculative_is_greedy(
-    tiny_slice: TinySlice, small_probes: None, forced: str, architecture: str, channel: str
+    tiny_model: TinySlice, small_probes: None, forced: str, architecture: str, channel: str
 ) -> None:
     """Greedy with the plain vocabulary is the oracle. gemma2's probe is good, llama's mostly wrong."""
-    slice, prompts = tiny_slice(architecture, 2), random_prompts(16, 1, 2, 9)
-    observations = release(slice, prompts, channel)
-    oracle = VocabMatch(search="greedy", proposal="vocab").recover_batch(observations, slice, seeded())
+    model, prompts = tiny_model(architecture, 2), random_prompts(16, 1, 2, 9)
+    observations = release(model, prompts, channel)
+    oracle = VocabMatch(search="greedy", proposal="vocab").recover_batch(observations, model, seeded())
     assert_exact(oracle, prompts)
     for proposal in ("probe", "probe+lm"):
-        fast = VocabMatch(proposal=proposal).recover_batch(observations, slice, seeded())
+        fast = VocabMatch(proposal=proposal).recover_batch(observations, model, seeded())
         assert_exact(fast, prompts)
         for one, other in zip(fast, oracle, strict=True):
             assert [t.distance for t in one.tokens] == pytest.approx(
@@ -178,9 +180,9 @@ def test_speculative_is_greedy(
             )
 
 
-def test_a_good_guess_takes_one_pass(tiny_slice: TinySlice, small_probes: None) -> None:
-    slice, prompts = tiny_slice("gemma2", 2), random_prompts(20, 30)
-    recoveries = attack(slice, prompts, proposal="probe")
+def test_a_good_guess_takes_one_pass(tiny_model: TinySlice, small_probes: None) -> None:
+    model, prompts = tiny_model("gemma2", 2), random_prompts(20, 30)
+    recoveries = attack(model, prompts, proposal="probe")
     assert_exact(recoveries, prompts)
     for recovery, prompt in zip(recoveries, prompts, strict=True):
         assert recovery.forward_calls <= 3
@@ -190,30 +192,30 @@ def test_a_good_guess_takes_one_pass(tiny_slice: TinySlice, small_probes: None) 
 @pytest.mark.parametrize("proposal", ["vocab", "lm", "probe", "probe+lm"])
 @pytest.mark.parametrize("channel", ["identity", "2d-perm"])
 def test_greedy_with_every_proposal(
-    tiny_slice: TinySlice, small_probes: None, proposal: str, channel: str
+    tiny_model: TinySlice, small_probes: None, proposal: str, channel: str
 ) -> None:
     prompts = random_prompts(9, 4)
-    recoveries = attack(tiny_slice("gemma2", 2), prompts, channel, search="greedy", proposal=proposal)
+    recoveries = attack(tiny_model("gemma2", 2), prompts, channel, search="greedy", proposal=proposal)
     assert_exact(recoveries, prompts)
     if proposal == "probe" and channel == "identity":
         # The probe's first batch of 8 holds most tokens; without it half the vocabulary would be tried.
         assert sum(token.evaluated for token in recoveries[0].tokens) <= 15 * 9
 
 
-def test_vocab_is_tried_in_order_special_tokens_first(tiny_slice: TinySlice) -> None:
-    slice = tiny_slice("llama", 2)
-    (recovery,) = attack(slice, [[256, 0, 299]])
+def test_vocab_is_tried_in_order_special_tokens_first(tiny_model: TinySlice) -> None:
+    model = tiny_model("llama", 2)
+    (recovery,) = attack(model, [[256, 0, 299]])
     assert [token.evaluated for token in recovery.tokens] == [2, FIRST_BATCH, VOCABULARY]
 
 
 @pytest.mark.parametrize("channel", ["identity", "2d-perm"])
-def test_a_batch_is_one_by_one(tiny_slice: TinySlice, small_probes: None, channel: str) -> None:
-    slice, prompts = tiny_slice("llama", 3), random_prompts(9, 1, 14, 5, 9)
-    observations = release(slice, prompts, channel)
+def test_a_batch_is_one_by_one(tiny_model: TinySlice, small_probes: None, channel: str) -> None:
+    model, prompts = tiny_model("llama", 3), random_prompts(9, 1, 14, 5, 9)
+    observations = release(model, prompts, channel)
     for proposal in ("vocab", "probe+lm"):
-        whole = VocabMatch(proposal=proposal, batch=5).recover_batch(observations, slice, seeded())
-        parts = VocabMatch(proposal=proposal, batch=2).recover_batch(observations, slice, seeded())
-        single = [VocabMatch(proposal=proposal).recover(o, slice, seeded()) for o in observations]
+        whole = VocabMatch(proposal=proposal, batch=5).recover_batch(observations, model, seeded())
+        parts = VocabMatch(proposal=proposal, batch=2).recover_batch(observations, model, seeded())
+        single = [VocabMatch(proposal=proposal).recover(o, model, seeded()) for o in observations]
         assert_exact(whole, prompts)
         for recoveries in (parts, single):
             for one, other in zip(recoveries, whole, strict=True):
@@ -223,25 +225,25 @@ def test_a_batch_is_one_by_one(tiny_slice: TinySlice, small_probes: None, channe
                 assert one.evaluated_tokens == other.evaluated_tokens
 
 
-def test_observations_of_two_channels_are_each_their_own(tiny_slice: TinySlice) -> None:
+def test_observations_of_two_channels_are_each_their_own(tiny_model: TinySlice) -> None:
     """Attacked in one call, a permuted observation must not spoil a plain one."""
-    slice, prompts = tiny_slice("llama", 2), random_prompts(7, 7)
-    plain, permuted = release(slice, prompts[:1]), release(slice, prompts[1:], "2d-perm")
-    assert_exact(VocabMatch(proposal="vocab").recover_batch(plain + permuted, slice, seeded()), prompts)
-    assert_exact(VocabMatch(proposal="vocab").recover_batch(permuted + plain, slice, seeded()), prompts[::-1])
+    model, prompts = tiny_model("llama", 2), random_prompts(7, 7)
+    plain, permuted = release(model, prompts[:1]), release(model, prompts[1:], "2d-perm")
+    assert_exact(VocabMatch(proposal="vocab").recover_batch(plain + permuted, model, seeded()), prompts)
+    assert_exact(VocabMatch(proposal="vocab").recover_batch(permuted + plain, model, seeded()), prompts[::-1])
 
 
 @pytest.mark.parametrize("options", [{"proposal": "vocab"}, {"proposal": "probe+lm"}])
 def test_costs_are_what_the_slice_counted(
-    tiny_slice: TinySlice, small_probes: None, forced: str, options: dict[str, Any]
+    tiny_model: TinySlice, small_probes: None, forced: str, options: dict[str, Any]
 ) -> None:
-    slice, prompts = tiny_slice("gemma2", LAYERS), random_prompts(14, 6)
-    observations = release(slice, prompts)
+    model, prompts = tiny_model("gemma2", LAYERS), random_prompts(14, 6)
+    observations = release(model, prompts)
     attacker = VocabMatch(**options, screen=False)
-    attacker.setup(observations[0], slice, seeded())
-    before = slice.evaluated_tokens
-    recoveries = attacker.recover_batch(observations, slice, seeded())
-    assert sum(r.evaluated_tokens for r in recoveries) == slice.evaluated_tokens - before
+    attacker.setup(observations[0], model, seeded())
+    before = model.evaluated_tokens
+    recoveries = attacker.recover_batch(observations, model, seeded())
+    assert sum(r.evaluated_tokens for r in recoveries) == model.evaluated_tokens - before
     for recovery in recoveries:
         assert recovery.forward_calls >= 1
         assert recovery.seconds > 0
@@ -253,18 +255,18 @@ def test_costs_are_what_the_slice_counted(
 # ---- epsilon, budget
 
 
-def test_a_number_is_an_absolute_distance(tiny_slice: TinySlice) -> None:
-    slice, prompts = tiny_slice("llama", 2), random_prompts(6)
-    (right,) = attack(slice, prompts, epsilon="0.5")
+def test_a_number_is_an_absolute_distance(tiny_model: TinySlice) -> None:
+    model, prompts = tiny_model("llama", 2), random_prompts(6)
+    (right,) = attack(model, prompts, epsilon="0.5")
     assert_exact([right], prompts)
     assert right.epsilon == 0.5
     # Nothing is so near: all is tried, the nearest is taken and not called verified.
-    tight = attack(slice, prompts, epsilon="1e-12", search="greedy")[0]
+    tight = attack(model, prompts, epsilon="1e-12", search="greedy")[0]
     assert tight.ids == prompts[0]
     assert not any(token.verified for token in tight.tokens if token.distance > 1e-12)
     assert all(token.evaluated == VOCABULARY for token in tight.tokens if not token.verified)
     # Anything is so near: the first candidate is taken.
-    (loose,) = attack(slice, prompts, epsilon="1e9")
+    (loose,) = attack(model, prompts, epsilon="1e9")
     assert all(token.verified and token.evaluated <= 8 for token in loose.tokens)
     assert loose.ids != prompts[0]
 
@@ -272,14 +274,14 @@ def test_a_number_is_an_absolute_distance(tiny_slice: TinySlice) -> None:
 @pytest.mark.parametrize("epsilon", ["auto", "calibrated"])
 @pytest.mark.parametrize("channel", ["identity", "2d-perm", "dtype:bfloat16"])
 def test_measured_thresholds_lie_between_floor_and_gap(
-    tiny_slice: TinySlice, epsilon: str, channel: str
+    tiny_model: TinySlice, epsilon: str, channel: str
 ) -> None:
-    slice, prompts = tiny_slice("gpt2", 2), random_prompts(9, 4)
+    model, prompts = tiny_model("gpt2", 2), random_prompts(9, 4)
     attacker = VocabMatch(proposal="vocab", epsilon=epsilon)
-    observations = release(slice, prompts, channel)
-    measured = attacker.setup(observations[0], slice, seeded())
+    observations = release(model, prompts, channel)
+    measured = attacker.setup(observations[0], model, seeded())
     assert measured["epsilon_floor"] < measured["epsilon_relative"] < measured["epsilon_gap"]
-    assert_exact(attacker.recover_batch(observations, slice, seeded()), prompts)
+    assert_exact(attacker.recover_batch(observations, model, seeded()), prompts)
 
 
 def sample(right: Tensor, wrong: Tensor, sinks: int = 0) -> Sample:
@@ -348,7 +350,7 @@ def test_the_chance_of_a_wrong_match_is_known_beyond_what_was_met(numbers: int) 
 
 def test_a_match_that_chance_explains_is_not_called_verified() -> None:
     tokens = [
-        TokenRecovery(7, 0, 0.1, None, tried, within) for tried in (1, 50, 51) for within in (True, False)
+        TokenPrediction(7, 0, 0.1, None, tried, within) for tried in (1, 50, 51) for within in (True, False)
     ]
     of = [token.verified for token in believed(tokens, 1e-3)]
     assert of == [True, False, True, False, False, False]
@@ -358,10 +360,10 @@ def test_a_match_that_chance_explains_is_not_called_verified() -> None:
 
 @pytest.mark.parametrize("count", [1, 64])
 def test_one_number_of_a_row_proves_nothing_under_noise(
-    tiny_slice: TinySlice, small_probes: None, count: int
+    tiny_model: TinySlice, small_probes: None, count: int
 ) -> None:
-    slice, prompts = tiny_slice("llama", 2), random_prompts(12, 3)
-    found = attack(slice, prompts, f"project:count={count},sigma=0.05", budget=VOCABULARY)
+    model, prompts = tiny_model("llama", 2), random_prompts(12, 3)
+    found = attack(model, prompts, f"project:count={count},sigma=0.05", budget=VOCABULARY)
     assert any(token.distance <= recovery.epsilon for recovery in found for token in recovery.tokens)
     assert [token.verified for recovery in found for token in recovery.tokens] == [count == 64] * 15
     assert (count == 64) == ([recovery.ids for recovery in found] == prompts)
@@ -370,10 +372,10 @@ def test_one_number_of_a_row_proves_nothing_under_noise(
 @pytest.mark.parametrize("budget", [1, 5, 20])
 @pytest.mark.parametrize("channel", ["identity", "2d-perm"])
 def test_a_budget_bounds_the_candidates_of_a_position(
-    tiny_slice: TinySlice, budget: int, channel: str
+    tiny_model: TinySlice, budget: int, channel: str
 ) -> None:
-    slice, prompts = tiny_slice("llama", 2), [[0, 3, 200, 299]]
-    (recovery,) = attack(slice, prompts, channel, budget=budget)
+    model, prompts = tiny_model("llama", 2), [[0, 3, 200, 299]]
+    (recovery,) = attack(model, prompts, channel, budget=budget)
     assert len(recovery.tokens) == 4
     assert all(token.evaluated <= budget for token in recovery.tokens)
     assert recovery.stop_reason == "budget exhausted"
@@ -382,16 +384,16 @@ def test_a_budget_bounds_the_candidates_of_a_position(
     assert [token.verified for token in recovery.tokens][:2] == ([False] * 2 if budget == 1 else [True] * 2)
     if budget == 1:
         assert not any(token.verified for token in recovery.tokens)
-    whole = attack(slice, prompts, channel, budget=VOCABULARY)
+    whole = attack(model, prompts, channel, budget=VOCABULARY)
     assert_exact(whole, prompts)
 
 
 @pytest.mark.parametrize("budget", [1, 3])
 def test_a_budget_bounds_speculation_too(
-    tiny_slice: TinySlice, small_probes: None, forced: str, budget: int
+    tiny_model: TinySlice, small_probes: None, forced: str, budget: int
 ) -> None:
     """llama's probe is often wrong, so that alternatives stand beside most guesses."""
-    (recovery,) = attack(tiny_slice("llama", 2), random_prompts(20), proposal="probe", budget=budget)
+    (recovery,) = attack(tiny_model("llama", 2), random_prompts(20), proposal="probe", budget=budget)
     assert max(token.evaluated for token in recovery.tokens) <= budget
 
 
@@ -399,11 +401,11 @@ def test_a_budget_bounds_speculation_too(
 
 
 @pytest.mark.parametrize("channel", CHANNELS)
-def test_noise_is_never_verified(tiny_slice: TinySlice, channel: str) -> None:
-    slice = tiny_slice("gemma2", 3)
-    (real,) = release(slice, random_prompts(5), channel)
+def test_noise_is_never_verified(tiny_model: TinySlice, channel: str) -> None:
+    model = tiny_model("gemma2", 3)
+    (real,) = release(model, random_prompts(5), channel)
     states = torch.randn(5, WIDTH, generator=seeded()) * real.states.std()
-    (recovery,) = VocabMatch(proposal="vocab").recover_batch([replace(real, states=states)], slice, seeded())
+    (recovery,) = VocabMatch(proposal="vocab").recover_batch([replace(real, states=states)], model, seeded())
     assert [token.verified for token in recovery.tokens] == [False] * 5
     assert recovery.tokens[0].evaluated == VOCABULARY
     assert recovery.stop_reason == NO_STATE
@@ -412,13 +414,13 @@ def test_noise_is_never_verified(tiny_slice: TinySlice, channel: str) -> None:
 
 @pytest.mark.parametrize("proposal", ["vocab", "probe+lm"])
 def test_one_row_of_noise_spoils_only_what_follows(
-    tiny_slice: TinySlice, small_probes: None, proposal: str
+    tiny_model: TinySlice, small_probes: None, proposal: str
 ) -> None:
-    slice, prompts = tiny_slice("gemma2", 3), random_prompts(9)
-    (real,) = release(slice, prompts)
+    model, prompts = tiny_model("gemma2", 3), random_prompts(9)
+    (real,) = release(model, prompts)
     states = real.states.clone()
     states[5] = torch.randn(WIDTH, generator=seeded()) * states.std()
-    (recovery,) = VocabMatch(proposal=proposal).recover_batch([replace(real, states=states)], slice, seeded())
+    (recovery,) = VocabMatch(proposal=proposal).recover_batch([replace(real, states=states)], model, seeded())
     assert recovery.ids[:5] == prompts[0][:5]
     assert [token.verified for token in recovery.tokens] == [True] * 5 + [False] * 4
 
@@ -428,36 +430,38 @@ def test_one_row_of_noise_spoils_only_what_follows(
 )
 @pytest.mark.parametrize("proposal", ["vocab", "probe+lm"])
 def test_noised_inputs_leave_tokens_unverified(
-    tiny_slice: TinySlice, small_probes: None, specs: tuple[str, ...], proposal: str
+    tiny_model: TinySlice, small_probes: None, specs: tuple[str, ...], proposal: str
 ) -> None:
     prompts = random_prompts(8, 3)
     for recovery, prompt in zip(
-        attack(tiny_slice("llama", 2), prompts, *specs, proposal=proposal), prompts, strict=True
+        attack(tiny_model("llama", 2), prompts, *specs, proposal=proposal), prompts, strict=True
     ):
         assert len(recovery.tokens) == len(prompt)
         assert not all(token.verified for token in recovery.tokens)
         assert recovery.stop_reason == "vocabulary exhausted"
 
 
-def test_little_noise_does_not_hide_the_tokens(tiny_slice: TinySlice) -> None:
+def test_little_noise_does_not_hide_the_tokens(tiny_model: TinySlice) -> None:
     prompts = random_prompts(10)
-    assert attack(tiny_slice("gpt2", 1), prompts, "gaussian:sigma=0.001")[0].ids == prompts[0]
+    assert attack(tiny_model("gpt2", 1), prompts, "gaussian:sigma=0.001")[0].ids == prompts[0]
 
 
 # ---- models with peculiar embeddings
 
 
 @pytest.fixture(scope="module")
-def peculiar(tiny: TinyPath, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Slice]]:
+def peculiar(
+    tiny: TinyPath, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[..., TruncatedModel]]:
     """A llama whose embedding table was changed by hand."""
 
-    def make(change: Callable[[Tensor], Any]) -> Slice:
+    def make(change: Callable[[Tensor], Any]) -> TruncatedModel:
         folder: Path = tmp_path_factory.mktemp("peculiar")
         model = AutoModelForCausalLM.from_pretrained(tiny("llama"))
         with torch.no_grad():
             change(model.get_input_embeddings().weight)
         model.save_pretrained(folder)
-        return load_slice(str(folder), 2, device="cpu")
+        return load_model(str(folder), 2, device="cpu")
 
     yield make
 
@@ -465,40 +469,40 @@ def peculiar(tiny: TinyPath, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 @pytest.mark.parametrize("channel", ["identity", "2d-perm"])
 @pytest.mark.parametrize("size", [0, 1])
 def test_tokens_with_one_embedding_do_not_spoil_epsilon(
-    peculiar: Callable[..., Slice], channel: str, size: int
+    peculiar: Callable[..., TruncatedModel], channel: str, size: int
 ) -> None:
     """Padding of the vocabulary: many models hold tokens whose embeddings are all the same, or all zero."""
-    slice = peculiar(lambda table: table[290:].copy_(size * table[290].expand(10, -1)))
+    model = peculiar(lambda table: table[290:].copy_(size * table[290].expand(10, -1)))
     prompts = random_prompts(100, below=290)
-    assert_exact(attack(slice, prompts, channel), prompts)
+    assert_exact(attack(model, prompts, channel), prompts)
 
 
 @pytest.mark.parametrize("specs", [("identity",), ("seq-perm",), ("dtype:bfloat16", "seq-perm")])
-def test_rows_of_very_different_norm(peculiar: Callable[..., Slice], specs: tuple[str, ...]) -> None:
+def test_rows_of_very_different_norm(peculiar: Callable[..., TruncatedModel], specs: tuple[str, ...]) -> None:
     """Attention sinks: what is near for the large first row is far for the others beside it."""
-    slice = peculiar(lambda table: table[257].mul_(20_000))
+    model = peculiar(lambda table: table[257].mul_(20_000))
     prompts = [[257, *random_prompts(16, below=256)[0]]]
-    assert_exact(attack(slice, prompts, *specs), prompts)
+    assert_exact(attack(model, prompts, *specs), prompts)
 
 
 # ---- wrong input
 
 
-def test_an_observation_of_something_else_is_refused(tiny: TinyPath, tiny_slice: TinySlice) -> None:
-    (observation,) = release(tiny_slice("llama", 2), random_prompts(4))
-    narrow = Observation(observation.states[:, :32].clone(), observation.public)
-    cases: list[tuple[Observation, Slice, str]] = [
-        (narrow, tiny_slice("llama", 2), "32 wide"),
-        (observation, tiny_slice("mistral", 2), "other weights"),
-        (observation, load_slice(tiny("llama", 1), 2), "other weights"),
-        (observation, tiny_slice("llama", 3), "--layer 2"),
+def test_an_observation_of_something_else_is_refused(tiny: TinyPath, tiny_model: TinySlice) -> None:
+    (observation,) = release(tiny_model("llama", 2), random_prompts(4))
+    narrow = Observation(observation.states[:, :32].clone(), observation.info)
+    cases: list[tuple[Observation, TruncatedModel, str]] = [
+        (narrow, tiny_model("llama", 2), "32 wide"),
+        (observation, tiny_model("mistral", 2), "other weights"),
+        (observation, load_model(tiny("llama", 1), 2), "other weights"),
+        (observation, tiny_model("llama", 3), "--layer 2"),
     ]
-    for wrong, slice, match in cases:
+    for wrong, model, match in cases:
         with pytest.raises(InputError, match=match):
-            VocabMatch(proposal="vocab").recover(wrong, slice, seeded())
+            VocabMatch(proposal="vocab").recover(wrong, model, seeded())
         # A batch is refused whole, wherever the wrong one stands.
         with pytest.raises(InputError, match=match):
-            VocabMatch(proposal="vocab").setup(wrong, slice, seeded())
+            VocabMatch(proposal="vocab").setup(wrong, model, seeded())
 
 
 @pytest.mark.parametrize(
@@ -519,9 +523,9 @@ def test_options_are_checked_before_anything_runs(options: dict[str, Any], match
         VocabMatch(**options)
 
 
-def test_an_unknown_distance_is_refused(tiny_slice: TinySlice) -> None:
+def test_an_unknown_distance_is_refused(tiny_model: TinySlice) -> None:
     with pytest.raises(InputError, match="unknown distance 'l7'"):
-        attack(tiny_slice("llama", 2), random_prompts(2), distance="l7")
+        attack(tiny_model("llama", 2), random_prompts(2), distance="l7")
 
 
 def test_one_of_many_candidates_may_stand_out() -> None:
@@ -556,39 +560,39 @@ def test_the_nearest_few_are_those_of_a_full_sort() -> None:
     assert tried.best([0, 1], limits) == (few[0], few[0].verified)
 
 
-def prepared(slice: Slice, rows: Tensor, guess: Prompt, **options: Any) -> Task:
+def prepared(model: TruncatedModel, rows: Tensor, guess: Prompt, **options: Any) -> Task:
     """A task without engines behind it, whose shortlist is one guess a row."""
-    public = release(slice, [guess])[0].public
+    info = release(model, [guess])[0].info
     return Task(
-        slice, choose_matcher("l2", public), Proposer(VOCABULARY, None, None), rows, rows,
-        torch.full((len(rows),), 1e-3), slice.prefix(), True,
+        model, choose_matcher("l2", info), Proposer(VOCABULARY, None, None), rows, rows,
+        torch.full((len(rows),), 1e-3), model.prefix(), True,
         shortlist=torch.tensor(guess)[:, None], scores=torch.zeros(len(rows), 1), **options,
     )  # fmt: skip
 
 
 @pytest.mark.parametrize("overlapping", [True, False])
-def test_a_settled_position_is_told_by_what_follows(tiny_slice: TinySlice, overlapping: bool) -> None:
+def test_a_settled_position_is_told_by_what_follows(tiny_model: TinySlice, overlapping: bool) -> None:
     """A row that was spoiled points to a wrong token; the rows behind it know better."""
-    slice = tiny_slice("llama", 2)
+    model = tiny_model("llama", 2)
     (prompt,) = random_prompts(8)
     with torch.inference_mode():
-        rows = slice.encode(torch.tensor(prompt)).float().clone()
-        prefix = slice.prefix()
+        rows = model.encode(torch.tensor(prompt)).float().clone()
+        prefix = model.prefix()
         prefix.extend(torch.tensor(prompt[:3]))
         states = prefix.branch(torch.arange(VOCABULARY)).float()
         wrong = int((states - rows[3]).norm(dim=1).argsort()[9])
         rows[3] = 0.45 * rows[3] + 0.55 * states[wrong]
-        task = prepared(slice, rows, prompt, overlapping=overlapping)
-        drive([search.stepwise(task)])
+        task = prepared(model, rows, prompt, overlapping=overlapping)
+        run_batched([search.stepwise(task)])
     assert task.found[3].token == (prompt[3] if overlapping else wrong)
     assert not task.found[3].verified
     assert (task.tokens == prompt) == overlapping
 
 
-def test_what_was_learned_counts_for_more_the_more_it_was_learned_from(tiny_slice: TinySlice) -> None:
-    slice = tiny_slice("llama", 2)
+def test_what_was_learned_counts_for_more_the_more_it_was_learned_from(tiny_model: TinySlice) -> None:
+    model = tiny_model("llama", 2)
     (prompt,) = random_prompts(4)
-    task = prepared(slice, slice.encode(torch.tensor(prompt)).float(), prompt)
+    task = prepared(model, model.encode(torch.tensor(prompt)).float(), prompt)
     likely = torch.zeros(VOCABULARY)
     likely[[5, 6, 7]] = torch.tensor([9.0, 6.0, 3.0])
     distances = torch.full((VOCABULARY,), 40.0)
@@ -607,11 +611,11 @@ def test_what_was_learned_counts_for_more_the_more_it_was_learned_from(tiny_slic
     assert next_of(1000) == [7, 5, 6]
 
 
-def test_passes_grow_by_a_quarter_and_never_repeat_a_candidate(tiny_slice: TinySlice) -> None:
-    slice = tiny_slice("llama", 2)
+def test_passes_grow_by_a_quarter_and_never_repeat_a_candidate(tiny_model: TinySlice) -> None:
+    model = tiny_model("llama", 2)
     (prompt,) = random_prompts(4)
     candidates = Candidates(
-        prepared(slice, slice.encode(torch.tensor(prompt)).float(), prompt), Tried(torch.ones(1)), [0]
+        prepared(model, model.encode(torch.tensor(prompt)).float(), prompt), Tried(torch.ones(1)), [0]
     )
     batches = []
     while (batch := candidates.next_batch()) is not None:

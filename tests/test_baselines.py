@@ -8,13 +8,13 @@ import torch
 
 from hiddenlab.attacks.nearest import NearestEmbedding
 from hiddenlab.attacks.sipit import SipIt
-from hiddenlab.channel import Channel
-from hiddenlab.core import Attack, Observation, Recovery
+from hiddenlab.channels import Channel
 from hiddenlab.errors import InputError, NotApplicableError
-from hiddenlab.slice import Slice
+from hiddenlab.models import TruncatedModel
 from hiddenlab.testing import VOCABULARY
+from hiddenlab.types import Attack, AttackResult, Observation
 
-TinySlice = Callable[..., Slice]
+TinySlice = Callable[..., TruncatedModel]
 TOKENS = [17, 250, 3, 3, 99, 180]
 
 
@@ -22,16 +22,16 @@ def seeded() -> torch.Generator:
     return torch.Generator().manual_seed(0)
 
 
-def recover(attack: Attack, slice: Slice, *specs: str) -> Recovery:
-    observation: Observation = Channel.parse(specs).release(slice, TOKENS, seeded())[0]
-    return attack.recover(observation, slice, seeded())
+def recover(attack: Attack, model: TruncatedModel, *specs: str) -> AttackResult:
+    observation: Observation = Channel.parse(specs).release(model, TOKENS, seeded())[0]
+    return attack.recover(observation, model, seeded())
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma2", "gpt2"])
 @pytest.mark.parametrize("policy", ["gradient", "random"])
-def test_sipit_recovers_exactly(tiny_slice: TinySlice, architecture: str, policy: str) -> None:
-    slice = tiny_slice(architecture, 2)
-    found = recover(SipIt(policy=policy), slice)  # type: ignore[arg-type]
+def test_sipit_recovers_exactly(tiny_model: TinySlice, architecture: str, policy: str) -> None:
+    model = tiny_model(architecture, 2)
+    found = recover(SipIt(policy=policy), model)  # type: ignore[arg-type]
     assert found.ids == TOKENS
     assert all(one.verified and one.evaluated <= VOCABULARY for one in found.tokens)
     assert [one.row for one in found.tokens] == list(range(len(TOKENS)))
@@ -42,77 +42,77 @@ def test_sipit_recovers_exactly(tiny_slice: TinySlice, architecture: str, policy
         assert found.evaluated_tokens >= 2 * sum(one.evaluated for one in found.tokens)
 
 
-def test_gradients_lead_to_the_token(tiny_slice: TinySlice) -> None:
+def test_gradients_lead_to_the_token(tiny_model: TinySlice) -> None:
     """Else it would be the random policy at twice the price: half the vocabulary on average."""
-    found = recover(SipIt(), tiny_slice("llama", 1))
+    found = recover(SipIt(), tiny_model("llama", 1))
     assert sum(one.evaluated for one in found.tokens) < len(TOKENS) * VOCABULARY / 4
 
 
 @pytest.mark.parametrize("policy", ["gradient", "random"])
-def test_sipit_finds_the_same_beside_other_prompts(tiny_slice: TinySlice, policy: str) -> None:
-    slice = tiny_slice("llama", 2)
+def test_sipit_finds_the_same_beside_other_prompts(tiny_model: TinySlice, policy: str) -> None:
+    model = tiny_model("llama", 2)
     channel = Channel.parse([])
-    observations = [channel.release(slice, TOKENS[i:], seeded())[0] for i in range(3)]
+    observations = [channel.release(model, TOKENS[i:], seeded())[0] for i in range(3)]
     attack = SipIt(policy=policy, batch=2)  # type: ignore[arg-type]
-    together = attack.recover_batch(observations, slice, seeded())
+    together = attack.recover_batch(observations, model, seeded())
     for one, observation in zip(together, observations, strict=True):
-        alone = attack.recover(observation, slice, seeded())
+        alone = attack.recover(observation, model, seeded())
         assert one.ids == alone.ids
         assert [t.evaluated for t in one.tokens] == [t.evaluated for t in alone.tokens]
         assert (one.evaluated_tokens, one.forward_calls) == (alone.evaluated_tokens, alone.forward_calls)
 
 
-def test_sipit_counts_what_it_runs(tiny_slice: TinySlice) -> None:
-    slice = tiny_slice("llama", 2)
+def test_sipit_counts_what_it_runs(tiny_model: TinySlice) -> None:
+    model = tiny_model("llama", 2)
     for attack in (SipIt(), SipIt(policy="random", budget=3, per_step=2)):
-        observation = Channel.parse([]).release(slice, TOKENS, seeded())[0]
-        attack.setup(observation, slice, seeded())
-        before = slice.evaluated_tokens, slice.forward_calls
-        found = attack.recover(observation, slice, seeded())
-        ran = slice.evaluated_tokens - before[0], slice.forward_calls - before[1]
+        observation = Channel.parse([]).release(model, TOKENS, seeded())[0]
+        attack.setup(observation, model, seeded())
+        before = model.evaluated_tokens, model.forward_calls
+        found = attack.recover(observation, model, seeded())
+        ran = model.evaluated_tokens - before[0], model.forward_calls - before[1]
         assert (found.evaluated_tokens, found.forward_calls) == ran
 
 
-def test_sipit_within_a_budget(tiny_slice: TinySlice) -> None:
-    found = recover(SipIt(policy="random", budget=3, per_step=2), tiny_slice("llama", 2))
+def test_sipit_within_a_budget(tiny_model: TinySlice) -> None:
+    found = recover(SipIt(policy="random", budget=3, per_step=2), tiny_model("llama", 2))
     assert len(found.ids) == len(TOKENS)
     assert all(one.evaluated <= 3 for one in found.tokens)
     assert found.stop_reason == "budget exhausted"
 
 
-def test_what_sipit_cannot_use(tiny_slice: TinySlice) -> None:
+def test_what_sipit_cannot_use(tiny_model: TinySlice) -> None:
     for spec, message in (
         ("seq-perm", "in order"),
         ("hidden-perm", "in order"),
-        ("gap:size=1,after=2", "gaps"),
+        ("drop-rows:size=1,after=2", "gaps"),
     ):
         with pytest.raises(NotApplicableError, match=message):
-            recover(SipIt(), tiny_slice("llama", 2), spec)
+            recover(SipIt(), tiny_model("llama", 2), spec)
     with pytest.raises(InputError, match="must be positive"):
         SipIt(step=0.0)
-    whole = Channel.parse([]).release(tiny_slice("llama", 2), TOKENS, seeded())[0]
+    whole = Channel.parse([]).release(tiny_model("llama", 2), TOKENS, seeded())[0]
     narrow = replace(whole, states=whole.states[:, :-1])
     with pytest.raises(InputError):
-        SipIt().recover_batch([whole, narrow], tiny_slice("llama", 2), seeded())
+        SipIt().recover_batch([whole, narrow], tiny_model("llama", 2), seeded())
     with pytest.raises(InputError, match="at least 1 prompt"):
         SipIt(batch=0)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma2", "qwen3"])
-def test_the_nearest_embedding_reads_layer_0(tiny_slice: TinySlice, architecture: str) -> None:
-    found = recover(NearestEmbedding(), tiny_slice(architecture, 0, "embed"))
+def test_the_nearest_embedding_reads_layer_0(tiny_model: TinySlice, architecture: str) -> None:
+    found = recover(NearestEmbedding(), tiny_model(architecture, 0, "embed"))
     assert found.ids == TOKENS
     assert found.evaluated_tokens == found.forward_calls == 0
     assert not any(one.verified for one in found.tokens)
 
 
 def test_the_nearest_embedding_keeps_positions_and_refuses_permuted_coordinates(
-    tiny_slice: TinySlice,
+    tiny_model: TinySlice,
 ) -> None:
-    slice = tiny_slice("llama", 0, "embed")
-    found = recover(NearestEmbedding(), slice, "shard:alpha=2,c=1,node=1")
+    model = tiny_model("llama", 0, "embed")
+    found = recover(NearestEmbedding(), model, "shard:alpha=2,c=1,node=1")
     assert (found.ids, found.positions) == (TOKENS[1::2], (1, 3, 5))
     with pytest.raises(NotApplicableError, match="coordinates in order"):
-        recover(NearestEmbedding(), slice, "hidden-perm")
+        recover(NearestEmbedding(), model, "hidden-perm")
     with pytest.raises(NotApplicableError, match="not as wide"):
-        recover(NearestEmbedding(), tiny_slice("llama", 1, "k"))
+        recover(NearestEmbedding(), tiny_model("llama", 1, "k"))

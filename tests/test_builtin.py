@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from hiddenlab.attacks.vocab_match import VocabMatch
-from hiddenlab.channel import Channel
+from hiddenlab.channels import Channel
 from hiddenlab.errors import InputError
-from hiddenlab.propose import store
-from hiddenlab.propose.probe import ProbeSettings
-from hiddenlab.slice import Slice, load_slice
-from hiddenlab.slice.load import BUILTIN_PACKAGE
+from hiddenlab.models import TruncatedModel, load_model
+from hiddenlab.models.load import BUILTIN_PACKAGE
+from hiddenlab.proposals import store
+from hiddenlab.proposals.probe import ProbeSettings
 from hiddenlab.summary import NO_STATE
 from hiddenlab.testing import PlainModel
 
@@ -31,14 +31,14 @@ PROMPTS = (
 
 
 @pytest.fixture(scope="module")
-def builtin() -> Slice:
-    return load_slice("builtin", LAYER, device="cpu")
+def builtin() -> TruncatedModel:
+    return load_model("builtin", LAYER, device="cpu")
 
 
-def test_conversion_happens_once(builtin: Slice) -> None:
+def test_conversion_happens_once(builtin: TruncatedModel) -> None:
     weights = Path(builtin.ref.path) / "model.safetensors"
     written = weights.stat().st_mtime_ns
-    again = load_slice("builtin", 1, device="cpu")
+    again = load_model("builtin", 1, device="cpu")
     assert again.ref == builtin.ref
     assert weights.stat().st_mtime_ns == written
     assert again.signature == builtin.signature
@@ -46,16 +46,16 @@ def test_conversion_happens_once(builtin: Slice) -> None:
     assert not list(weights.parent.parent.glob(".*"))
 
 
-def test_what_it_is(builtin: Slice) -> None:
+def test_what_it_is(builtin: TruncatedModel) -> None:
     assert (builtin.width, builtin.vocab_size) == (576, 49152)
     assert builtin.ref.name == "builtin"
     for prompt in PROMPTS:
         assert builtin.text(builtin.tokenize(prompt)) == prompt
     with pytest.raises(InputError, match="layer 31 is out of range: builtin has layers 1 to 30"):
-        load_slice("builtin", 31)
+        load_model("builtin", 31)
 
 
-def test_states_are_the_plain_models(builtin: Slice) -> None:
+def test_states_are_the_plain_models(builtin: TruncatedModel) -> None:
     ids = builtin.tokenize(PROMPTS[0])
     expected = PlainModel(builtin.ref.path, attention="sdpa").states(ids, LAYER)
     prefix = builtin.prefix()
@@ -75,7 +75,7 @@ def attacker() -> Iterator[VocabMatch]:
 
 
 @pytest.mark.parametrize("channel", ["identity", "seq-perm"])
-def test_prompts_come_back_exactly(builtin: Slice, attacker: VocabMatch, channel: str) -> None:
+def test_prompts_come_back_exactly(builtin: TruncatedModel, attacker: VocabMatch, channel: str) -> None:
     prompts = [builtin.tokenize(prompt) for prompt in PROMPTS]
     released = Channel.parse([channel]).release_batch(builtin, prompts, torch.Generator().manual_seed(0))
     recoveries = attacker.recover_batch(
@@ -91,7 +91,9 @@ def test_prompts_come_back_exactly(builtin: Slice, attacker: VocabMatch, channel
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["layer", "noised first row", "missing first rows"])
-def test_what_is_no_state_of_the_layer_ends_soon(builtin: Slice, attacker: VocabMatch, case: str) -> None:
+def test_what_is_no_state_of_the_layer_ends_soon(
+    builtin: TruncatedModel, attacker: VocabMatch, case: str
+) -> None:
     """At the cost of the vocabulary once, and of a few hundred candidates for each of a few rows."""
     channel, draw = Channel.parse([]), torch.Generator().manual_seed(0)
     of = builtin.sibling(4) if case == "layer" else builtin

@@ -24,7 +24,7 @@ from hiddenlab.defenses.cascade.plan import Plan
 from hiddenlab.defenses.cascade.service import Limits
 from hiddenlab.defenses.cascade.testing import NAME, PATIENCE, Scripted, asend, make_service, send
 from hiddenlab.errors import InputError
-from hiddenlab.slice.reading import quiet_transformers
+from hiddenlab.models.reading import quiet_transformers
 from hiddenlab.testing import EOS, byte_tokenizer
 
 TinyPath = Callable[..., str]

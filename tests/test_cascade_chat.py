@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from hiddenlab.defenses.cascade.chat import Chat, control_tokens, turning_ids
 from hiddenlab.errors import InputError
-from hiddenlab.slice.load import load_tokenizer, resolve_model
+from hiddenlab.models.load import load_tokenizer, resolve_model
 from hiddenlab.testing import byte_tokenizer
 
 CHATML = (

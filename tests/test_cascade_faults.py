@@ -15,8 +15,8 @@ from torch import Tensor
 from hiddenlab.defenses.cascade.backend import load_cascade_model
 from hiddenlab.defenses.cascade.faults import Restarts, Watch, most_missed
 from hiddenlab.defenses.cascade.generate import Cancellation, generate
-from hiddenlab.defenses.cascade.hosts import NodeError, Pass
 from hiddenlab.defenses.cascade.local import LocalCascade
+from hiddenlab.defenses.cascade.node_state import NodeError, Pass
 from hiddenlab.defenses.cascade.plan import Plan
 from hiddenlab.defenses.cascade.port import free, reserved
 from hiddenlab.defenses.cascade.remote import WireCascade
@@ -27,7 +27,7 @@ from hiddenlab.testing import VOCABULARY
 PATIENCE = 20.0
 
 
-class Clock:
+class PositionModel:
     def __init__(self) -> None:
         self.now = 100.0
 
@@ -37,22 +37,22 @@ class Clock:
 
 def test_a_node_that_gets_on_is_not_stalled() -> None:
     """However long it takes; one that answers nothing is silent after the patience, and no sooner."""
-    clock = Clock()
-    watch = Watch(60.0, clock)
-    began = clock.now
+    position_model = PositionModel()
+    watch = Watch(60.0, position_model)
+    began = position_model.now
     for ticks in range(20):
         watch.ask("slow")
-        clock.now += 50
+        position_model.now += 50
         watch.answered("slow", ticks)
         assert watch.silent() == []
         assert not watch.still(began)
     watch.ask("slow")
     watch.ask("gone")
-    clock.now += 59
+    position_model.now += 59
     watch.ask("gone")  # asked again meanwhile: the first question counts
     watch.answered("slow", 100)
     assert watch.silent() == []
-    clock.now += 1
+    position_model.now += 1
     assert watch.silent() == ["gone"]
     assert not watch.still(began)
     watch.forget("gone")
@@ -61,17 +61,17 @@ def test_a_node_that_gets_on_is_not_stalled() -> None:
 
 def test_nodes_that_answer_and_do_nothing_stand_still() -> None:
     """Counted from the beginning of the work that waits: idle hours before it are no stall."""
-    clock = Clock()
-    watch = Watch(60.0, clock)
+    position_model = PositionModel()
+    watch = Watch(60.0, position_model)
     watch.answered("a", 7)
-    clock.now += 5000
-    began = clock.now
-    watch.answered("a", 7)
-    assert not watch.still(began)
-    clock.now += 59
+    position_model.now += 5000
+    began = position_model.now
     watch.answered("a", 7)
     assert not watch.still(began)
-    clock.now += 1
+    position_model.now += 59
+    watch.answered("a", 7)
+    assert not watch.still(began)
+    position_model.now += 1
     watch.answered("a", 7)
     assert watch.still(began)
     watch.answered("a", 8)
@@ -79,20 +79,20 @@ def test_nodes_that_answer_and_do_nothing_stand_still() -> None:
 
 
 def test_restarts_come_back_after_an_hour() -> None:
-    clock = Clock()
-    restarts = Restarts(2, clock=clock)
+    position_model = PositionModel()
+    restarts = Restarts(2, position_model=position_model)
     assert restarts.take()
-    clock.now += 1800
+    position_model.now += 1800
     assert restarts.take()
     assert not restarts.take()
     assert restarts.left == 0
-    clock.now += 1799
+    position_model.now += 1799
     assert not restarts.take()
-    clock.now += 1
+    position_model.now += 1
     assert restarts.left == 1
     assert restarts.take()
     assert not restarts.take()
-    clock.now += 10_000
+    position_model.now += 10_000
     assert restarts.left == 2
     assert not Restarts(0).take()
 

@@ -16,11 +16,11 @@ from transformers import AutoModel, AutoModelForCausalLM
 from hiddenlab.defenses.cascade.backend import Settings, load_cascade_model
 from hiddenlab.defenses.cascade.cost import Shape
 from hiddenlab.defenses.cascade.generate import Sampling, generate
-from hiddenlab.defenses.cascade.hosts import CompHost, NodeError, Pass
 from hiddenlab.defenses.cascade.local import LocalCascade
+from hiddenlab.defenses.cascade.node_state import CompHost, NodeError, Pass
 from hiddenlab.defenses.cascade.plan import Plan
 from hiddenlab.errors import InputError
-from hiddenlab.slice.reading import quiet_transformers
+from hiddenlab.models.reading import quiet_transformers
 from hiddenlab.testing import DECODERS, VOCABULARY
 
 TinyPath = Callable[..., str]

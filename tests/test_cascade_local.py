@@ -11,14 +11,14 @@ from transformers import AutoModel, AutoModelForCausalLM
 
 from hiddenlab.defenses.cascade.backend import Settings, load_cascade_model
 from hiddenlab.defenses.cascade.cost import Shape, layer_bytes
-from hiddenlab.defenses.cascade.hosts import CompHost, Pass
 from hiddenlab.defenses.cascade.local import LocalCascade
+from hiddenlab.defenses.cascade.node_state import CompHost, Pass
+from hiddenlab.defenses.cascade.node_views import Seen
 from hiddenlab.defenses.cascade.nodes import Partial, attention_pass, post_pass
 from hiddenlab.defenses.cascade.plan import Plan
-from hiddenlab.defenses.cascade.seen import Seen
 from hiddenlab.errors import InputError
-from hiddenlab.slice.door import Attention
-from hiddenlab.slice.reading import quiet_transformers
+from hiddenlab.models.attention import Attention
+from hiddenlab.models.reading import quiet_transformers
 from hiddenlab.testing import ARCHITECTURES, VOCABULARY
 
 TinyPath = Callable[..., str]

@@ -28,11 +28,11 @@ from hiddenlab.defenses.cascade import cluster
 from hiddenlab.defenses.cascade.backend import Cascade, Settings, load_cascade_model
 from hiddenlab.defenses.cascade.cluster import RayCascade
 from hiddenlab.defenses.cascade.generate import Cancellation, generate
-from hiddenlab.defenses.cascade.hosts import NodeError
 from hiddenlab.defenses.cascade.local import LocalCascade
+from hiddenlab.defenses.cascade.node_state import NodeError
 from hiddenlab.defenses.cascade.plan import Plan
 from hiddenlab.errors import InputError
-from hiddenlab.slice.reading import quiet_transformers
+from hiddenlab.models.reading import quiet_transformers
 from hiddenlab.testing import VOCABULARY, byte_tokenizer, save_tiny
 
 TinyPath = Callable[..., str]
@@ -188,8 +188,10 @@ def test_a_slow_node_is_waited_for(cascade: RayCascade, local: LocalCascade) -> 
     slow, left = process(cascade, "CompNode 1"), cascade.restarts.left
 
     def slowed(self: Any, seconds: float) -> None:
-        leaves = [m for m in self.host.model.base_model.layers[1].modules() if not list(m.children())]
-        self.slow = [leaf.register_forward_pre_hook(lambda *_: time.sleep(seconds)) for leaf in leaves[:5]]
+        branches = [m for m in self.host.model.base_model.layers[1].modules() if not list(m.children())]
+        self.slow = [
+            branch.register_forward_pre_hook(lambda *_: time.sleep(seconds)) for branch in branches[:5]
+        ]
 
     def as_before(self: Any) -> None:
         for hook in self.slow:

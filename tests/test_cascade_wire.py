@@ -23,14 +23,14 @@ from torch import Tensor
 from hiddenlab.defenses.cascade.backend import Cascade, Settings, comp_name, load_cascade_model
 from hiddenlab.defenses.cascade.cost import Link, Shape, layer_bytes, sent
 from hiddenlab.defenses.cascade.generate import generate
-from hiddenlab.defenses.cascade.hosts import Head, NodeError, Pass, attn_name
 from hiddenlab.defenses.cascade.local import LocalCascade
+from hiddenlab.defenses.cascade.node_state import Head, NodeError, Pass, attn_name
 from hiddenlab.defenses.cascade.nodes import AttnWorker, Partial, Rows
 from hiddenlab.defenses.cascade.plan import AttnNode, Plan
 from hiddenlab.defenses.cascade.remote import Mailbox, RemoteAttn, WireCascade, head_from_json, head_to_json
 from hiddenlab.defenses.cascade.wire import Hub, WireError
 from hiddenlab.errors import InputError
-from hiddenlab.slice.door import Attention
+from hiddenlab.models.attention import Attention
 from hiddenlab.testing import VOCABULARY
 
 TinyPath = Callable[..., str]

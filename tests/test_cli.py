@@ -15,19 +15,19 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner, Result
 
-from hiddenlab import record as record_module
+from hiddenlab import records as record_module
 from hiddenlab import registry
 from hiddenlab.cli import app, console
-from hiddenlab.core import Observation, Recovery, TokenRecovery
 from hiddenlab.errors import NotApplicableError
-from hiddenlab.slice import Slice
+from hiddenlab.models import TruncatedModel
+from hiddenlab.types import AttackResult, Observation, TokenPrediction
 
 Run = Callable[..., Result]
 ROOT = Path(__file__).parents[1]
 PROMPTS = ["hello é", "two\nlines", "<b>bold</b> & more"]
 SUMMARY = {
-    "prompts", "exact", "token_accuracy", "token_bag", "rouge_l", "bleu", "evaluated_tokens_per_token",
-    "forward_calls_per_prompt", "attack_seconds", "prefill_seconds", "attack_over_prefill", "verified",
+    "prompts", "exact", "token_accuracy", "bag_of_tokens_recall", "rouge_l", "bleu", "evaluated_tokens_per_token",
+    "forward_calls_per_prompt", "attack_seconds", "prefill_seconds", "slowdown_vs_prefill", "verified",
     "probe_seconds", "setup_seconds", "peak_memory_mb", "epsilon",
 }  # fmt: skip
 
@@ -43,28 +43,32 @@ class Nearest:
         self.epsilon = epsilon
         self.budget = budget
 
-    def setup(self, observation: Observation, slice: Slice, generator: torch.Generator) -> dict[str, float]:
+    def setup(
+        self, observation: Observation, model: TruncatedModel, generator: torch.Generator
+    ) -> dict[str, float]:
         return {"probe_seconds": 0.25}
 
-    def recover(self, observation: Observation, slice: Slice, generator: torch.Generator) -> Recovery:
+    def recover(
+        self, observation: Observation, model: TruncatedModel, generator: torch.Generator
+    ) -> AttackResult:
         Nearest.calls += 1
         if Nearest.calls == Nearest.stop_at:
             raise KeyboardInterrupt
-        if observation.public.rows_permuted:
+        if observation.info.rows_permuted:
             raise NotApplicableError("nearest needs the rows in order")
-        prefix, tokens = slice.prefix(), []
-        before = slice.evaluated_tokens
+        prefix, tokens = model.prefix(), []
+        before = model.evaluated_tokens
         for row, state in enumerate(observation.states):
-            distances = (prefix.branch(torch.arange(slice.vocab_size)) - state.float()).abs().sum(-1)
+            distances = (prefix.branch(torch.arange(model.vocab_size)) - state.float()).abs().sum(-1)
             best = int(distances.argmin())
             prefix.commit(best)
-            shown = (best + 1) % slice.vocab_size if row in Nearest.spoil else best
+            shown = (best + 1) % model.vocab_size if row in Nearest.spoil else best
             distance = float(distances[best])
             tokens.append(
-                TokenRecovery(shown, row, distance, None, slice.vocab_size, distance < self.epsilon)
+                TokenPrediction(shown, row, distance, None, model.vocab_size, distance < self.epsilon)
             )
-        evaluated = slice.evaluated_tokens - before
-        return Recovery(tuple(tokens), evaluated, len(tokens), 0.5, "done", self.epsilon)
+        evaluated = model.evaluated_tokens - before
+        return AttackResult(tuple(tokens), evaluated, len(tokens), 0.5, "done", self.epsilon)
 
 
 @pytest.fixture(scope="module")
@@ -153,7 +157,7 @@ def test_attack_json_is_one_object(run: Run, model: str, prompts: str, tmp_path:
     assert data["summary"]["epsilon"] == 0.01
     assert data["summary"]["evaluated_tokens_per_token"] == 256
     ratio = data["summary"]["attack_seconds"] / data["summary"]["prefill_seconds"]
-    assert data["summary"]["attack_over_prefill"] == pytest.approx(ratio)
+    assert data["summary"]["slowdown_vs_prefill"] == pytest.approx(ratio)
     assert [(s["text"], s["recovered"], s["exact"]) for s in data["samples"]] == [
         (t, t, True) for t in PROMPTS
     ]
@@ -198,7 +202,7 @@ def test_not_applicable_is_said_and_not_zero(run: Run, model: str) -> None:
     assert data["samples"][0]["status"] == "not applicable"
     assert data["samples"][0]["reason"] == "nearest needs the rows in order"
     assert data["summary"]["not_applicable"] == 1
-    for name in ("exact", "token_accuracy", "rouge_l", "attack_seconds", "verified", "attack_over_prefill"):
+    for name in ("exact", "token_accuracy", "rouge_l", "attack_seconds", "verified", "slowdown_vs_prefill"):
         assert data["summary"][name] is None
     assert "not applicable: nearest needs" in run("attack", "a prompt", *options).stdout
 
@@ -230,7 +234,7 @@ def test_capture_and_attack_without_the_secret(run: Run, model: str, prompts: st
         "2",
         "-o",
         "o.safetensors",
-        "--secret",
+        "--truth",
         "t.json",
     )
     assert "3 prompts" in run("capture", *options).stdout
@@ -239,7 +243,7 @@ def test_capture_and_attack_without_the_secret(run: Run, model: str, prompts: st
     assert blind["spec"]["layer"] == 2
     assert blind["spec"]["model"] == model
     assert [s["recovered"] for s in blind["samples"]] == PROMPTS
-    for name in ("exact", "token_accuracy", "token_bag", "rouge_l", "bleu"):
+    for name in ("exact", "token_accuracy", "bag_of_tokens_recall", "rouge_l", "bleu"):
         assert blind["summary"][name] is None
         assert blind["samples"][0][name] is None
     assert blind["summary"]["verified"] == 1.0
@@ -254,7 +258,7 @@ def test_capture_and_attack_without_the_secret(run: Run, model: str, prompts: st
 
 def test_capture_is_what_an_attack_would_see(run: Run, model: str) -> None:
     options = ("some words", "--model", model, "--defense", "gaussian:sigma=0.01", "--seed", "3")
-    run("capture", *options, "-o", "o.safetensors", "--secret", "t.json")
+    run("capture", *options, "-o", "o.safetensors", "--truth", "t.json")
     common = ("--attack", "nearest", "--no-record", "--json")
     saved = json.loads(run("attack", "--observation", "o.safetensors", "--truth", "t.json", *common).stdout)
     direct = json.loads(run("attack", *options, *common).stdout)
@@ -300,9 +304,9 @@ class Pairs(Nearest):
     batch: int | None = 2
 
     def recover_batch(
-        self, observations: Sequence[Observation], slice: Slice, generator: torch.Generator
-    ) -> list[Recovery]:
-        return [self.recover(one, slice, generator) for one in observations]
+        self, observations: Sequence[Observation], model: TruncatedModel, generator: torch.Generator
+    ) -> list[AttackResult]:
+        return [self.recover(one, model, generator) for one in observations]
 
 
 def test_what_an_attack_takes_at_once_is_recorded_at_once(
@@ -431,7 +435,7 @@ def test_usage_errors(run: Run, arguments: tuple[str, ...]) -> None:
 
 def test_capture_into_nowhere(run: Run, model: str) -> None:
     assert "does not exist" in refused(run("capture", "x", "-o", "no/where.safetensors", code=2))
-    assert "same file" in refused(run("capture", "x", "-o", "a", "--secret", "./a", code=2))
+    assert "same file" in refused(run("capture", "x", "-o", "a", "--truth", "./a", code=2))
 
 
 def test_rerun_of_what_is_no_run(run: Run, tmp_path: Path) -> None:

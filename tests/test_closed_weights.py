@@ -27,22 +27,22 @@ from hiddenlab.attacks.closed_weights.prior import refine
 from hiddenlab.attacks.closed_weights.recover import collect_untied, rebuild_tied, with_public_embedding
 from hiddenlab.attacks.closed_weights.substitution import solve
 from hiddenlab.attacks.closed_weights.view import FILE, ServerView
-from hiddenlab.core import silent
-from hiddenlab.defenses.schemes.checkpoint import load_weights, write_checkpoint
-from hiddenlab.defenses.schemes.shares import Centaur
-from hiddenlab.defenses.schemes.stip import Stip
-from hiddenlab.defenses.schemes.walk import Plain, walk
+from hiddenlab.defenses.protocols.checkpoint import load_weights, write_checkpoint
+from hiddenlab.defenses.protocols.forward import Plain, walk
+from hiddenlab.defenses.protocols.shares import Centaur
+from hiddenlab.defenses.protocols.stip import Stip
 from hiddenlab.errors import InputError, NotApplicableError
-from hiddenlab.eval import scheme_cells
-from hiddenlab.eval.correlation_cells import projection_bound
-from hiddenlab.eval.experiment import Setting
-from hiddenlab.eval.scheme_cells import centaur_view, stip_view
-from hiddenlab.eval.schemes import permuted_model, projections, schemes, substitution
-from hiddenlab.propose import corpus
-from hiddenlab.slice import Request, Slice, load_slice
+from hiddenlab.eval.cells import Setting
+from hiddenlab.eval.measures import protocols
+from hiddenlab.eval.measures.correlation import projection_bound
+from hiddenlab.eval.measures.protocols import centaur_view, stip_view
+from hiddenlab.eval.tables.protocols import permuted_model, projections, schemes, substitution
+from hiddenlab.models import Request, TruncatedModel, load_model
+from hiddenlab.proposals import corpus
+from hiddenlab.types import silent
 
 TinyPath = Callable[..., str]
-TinySlice = Callable[..., Slice]
+TinySlice = Callable[..., TruncatedModel]
 PROMPTS = [[5, 17, 3, 3, 250], [41, 8], [250, 41, 99, 7, 5, 5]]
 
 
@@ -288,23 +288,25 @@ def hits(named: dict[int, int], cipher: list[list[int]], truth: list[list[int]])
 
 
 @pytest.fixture
-def knowing(tiny_slice: TinySlice, monkeypatch: pytest.MonkeyPatch) -> Slice:
+def knowing(tiny_model: TinySlice, monkeypatch: pytest.MonkeyPatch) -> TruncatedModel:
     """A language model that knows ``chain``: it has read far more of it than the attacker has at hand."""
     table = torch.full((300, 300), 1e-6)
     table[:40, :40] = 0.01
     for text in chain(2000, 30, 9):
         for a, b in pairwise(text):
             table[a, b] += 1
-    model = tiny_slice("llama", None, "logits")
+    model = tiny_model("llama", None, "logits")
 
     def run(requests: Sequence[Request], *, keep: bool = True) -> list[SimpleNamespace]:
-        return [SimpleNamespace(chain=(table / table.sum(1, keepdim=True)).log()[r.chain]) for r in requests]
+        return [
+            SimpleNamespace(states=(table / table.sum(1, keepdim=True)).log()[r.tokens]) for r in requests
+        ]
 
     monkeypatch.setattr(model, "run", run)
     return model
 
 
-def test_a_language_model_names_what_statistics_miss(knowing: Slice) -> None:
+def test_a_language_model_names_what_statistics_miss(knowing: TruncatedModel) -> None:
     secret = list(range(40))
     random.Random(5).shuffle(secret)
     requests, reference = chain(60, 30, 2), chain(12, 30, 1)
@@ -318,8 +320,8 @@ def test_a_language_model_names_what_statistics_miss(knowing: Slice) -> None:
     assert shares[2] > 0.4 > 0.2 > max(shares[:2]), shares
 
 
-def test_what_is_known_stays_and_too_few_candidates_go_to_whom_they_fit(tiny_slice: TinySlice) -> None:
-    model = tiny_slice("llama", None, "logits")
+def test_what_is_known_stays_and_too_few_candidates_go_to_whom_they_fit(tiny_model: TinySlice) -> None:
+    model = tiny_model("llama", None, "logits")
     cipher = [[t + 100 for t in row] for row in chain(6, 30, 2)]
     kinds = {s for row in cipher for s in row}
     token = 7
@@ -332,16 +334,16 @@ def test_what_is_known_stays_and_too_few_candidates_go_to_whom_they_fit(tiny_sli
     assert len(refine([[5]], [[1], [2]], {}, model)) == 1  # nothing stands before anything
 
 
-def test_a_prior_must_be_a_language_model_of_these_tokens(tiny_slice: TinySlice) -> None:
+def test_a_prior_must_be_a_language_model_of_these_tokens(tiny_model: TinySlice) -> None:
     with pytest.raises(InputError, match="needs a language model's logits, not resid"):
-        refine([[1, 2]], [[1, 2]], {}, tiny_slice("llama", 1))
+        refine([[1, 2]], [[1, 2]], {}, tiny_model("llama", 1))
     with pytest.raises(InputError, match="does not know"):
-        refine([[1, 2]], [[1, 2000]], {}, tiny_slice("llama", None, "logits"))
+        refine([[1, 2]], [[1, 2000]], {}, tiny_model("llama", None, "logits"))
 
 
-def test_what_is_read_is_what_each_place_says_by_itself(tiny_slice: TinySlice) -> None:
+def test_what_is_read_is_what_each_place_says_by_itself(tiny_model: TinySlice) -> None:
     """The pass over whole requests, beside one forward pass for each place."""
-    model = tiny_slice("llama", None, "logits")
+    model = tiny_model("llama", None, "logits")
     symbols, tokens = prior._Texts.of(chain(4, 9, 2)), prior._Texts.of(chain(30, 9, 1))
     n, c = len(symbols.kinds), len(tokens.kinds)
     match, sure = np.random.default_rng(0).permutation(c)[:n], np.random.default_rng(1).random(n)
@@ -401,15 +403,15 @@ def spec(tiny: TinyPath, tmp_path: Path) -> dict[str, object]:
 
 
 def test_measures_of_schemes(spec: dict[str, object], tmp_path: Path) -> None:
-    for name in (scheme_cells.PLAIN, *scheme_cells.SCHEMES):
-        found = scheme_cells.scheme({**spec, "scheme": name, "generate": 0}, tmp_path)
+    for name in (protocols.PLAIN, *protocols.SCHEMES):
+        found = protocols.scheme({**spec, "scheme": name, "generate": 0}, tmp_path)
         assert found["top1_agreement"]["value"] == 1
         assert ("megabytes" in found) == (name != "plain")
         assert 0 < found["largest_logit_error"]["value"] < 2e-3
         assert found.get("transformers_error", {"value": 0})["value"] < 1e-3
-    found = scheme_cells.scheme({**spec, "scheme": "stip", "generate": 3}, tmp_path)
+    found = protocols.scheme({**spec, "scheme": "stip", "generate": 3}, tmp_path)
     assert found["same_generated"]["value"] == 1
-    wide = scheme_cells.scheme({**spec, "scheme": "stip", "generate": 0, "dtype": "float64"}, tmp_path)
+    wide = protocols.scheme({**spec, "scheme": "stip", "generate": 0, "dtype": "float64"}, tmp_path)
     assert wide["largest_logit_error"]["value"] < 1e-10
 
 
@@ -419,11 +421,11 @@ def test_measures_of_schemes(spec: dict[str, object], tmp_path: Path) -> None:
 def test_measures_of_closed_weights(
     spec: dict[str, object], tmp_path: Path, embedding: str, drift: float, exact: int
 ) -> None:
-    found = scheme_cells.closed_weights({**spec, "embedding": embedding, "drift": drift}, tmp_path)
+    found = protocols.closed_weights({**spec, "embedding": embedding, "drift": drift}, tmp_path)
     assert found["exact"]["value"] == exact and (tmp_path / FILE).is_file()
     shared = {**spec, "embedding": embedding, "drift": drift, "scheme": "centaur"}
-    assert scheme_cells.closed_weights(shared, tmp_path)["exact"]["value"] == exact
-    far = scheme_cells.closed_weights({**spec, "embedding": "base", "drift": 30.0}, tmp_path)
+    assert protocols.closed_weights(shared, tmp_path)["exact"]["value"] == exact
+    far = protocols.closed_weights({**spec, "embedding": "base", "drift": 30.0}, tmp_path)
     assert far["exact"]["value"] == 0
 
 
@@ -436,15 +438,15 @@ def test_the_permuted_model_is_made_whole(tiny: TinyPath, tmp_path: Path, archit
     write_checkpoint(stip.server.permuted, name, tmp_path / "server")
     view = ServerView.load(stip_view(stip, PROMPTS).save(tmp_path).parent)
     rebuilt = rebuild_tied(view)
-    slice = load_slice(str(with_table(tmp_path / "server", rebuilt.table, tmp_path / "whole")), 2)
+    model = load_model(str(with_table(tmp_path / "server", rebuilt.table, tmp_path / "whole")), 2)
     for tokens, symbols in zip(PROMPTS, rebuilt.symbols, strict=True):
         wanted = walk(stip.server.permuted, stip.user.encrypt(tokens), Plain())[1][2]
-        assert torch.allclose(slice.encode(torch.tensor(symbols)), wanted, atol=1e-4)
+        assert torch.allclose(model.encode(torch.tensor(symbols)), wanted, atol=1e-4)
     # Nothing of the token embedding was in the checkpoint.
-    empty = load_slice(str(tmp_path / "server"), 1).embedding
+    empty = load_model(str(tmp_path / "server"), 1).embedding
     assert not bool(empty.any())
     write_checkpoint(weights, name, tmp_path / "copy")
-    plain, copy = (load_slice(str(one), None, stream="logits") for one in (name, tmp_path / "copy"))
+    plain, copy = (load_model(str(one), None, stream="logits") for one in (name, tmp_path / "copy"))
     assert torch.equal(plain.encode(torch.arange(9)), copy.encode(torch.arange(9)))
     with pytest.raises(InputError, match="other shapes"):
         write_checkpoint(weights, tiny(architecture, num_hidden_layers=1), tmp_path / "none")
@@ -457,7 +459,7 @@ def test_the_permuted_model_is_made_whole(tiny: TinyPath, tmp_path: Path, archit
 def test_states_are_matched_with_the_permuted_model(
     spec: dict[str, object], tmp_path: Path, channel: str
 ) -> None:
-    found = scheme_cells.permuted_model({**spec, "layer": 1, "channel": channel, "budget": None}, tmp_path)
+    found = protocols.permuted_model({**spec, "layer": 1, "channel": channel, "budget": None}, tmp_path)
     assert found["exact"]["value"] == 1 and found["verified"]["value"] == 1
     assert found["evaluated_tokens_per_token"]["value"] > 1
     assert [one.name for one in tmp_path.iterdir()] == [
@@ -468,28 +470,28 @@ def test_states_are_matched_with_the_permuted_model(
 
 
 @pytest.mark.usefixtures("small_probes")
-@pytest.mark.parametrize("scheme", list(scheme_cells.REVEALING))
+@pytest.mark.parametrize("scheme", list(protocols.REVEALING))
 def test_states_that_schemes_reveal_are_matched(spec: dict[str, object], tmp_path: Path, scheme: str) -> None:
-    found = scheme_cells.revealed({**spec, "scheme": scheme, "layer": 1, "budget": None}, tmp_path)
+    found = protocols.revealed({**spec, "scheme": scheme, "layer": 1, "budget": None}, tmp_path)
     assert found["token_accuracy"]["value"] > 0.9 and found["verified"]["value"] > 0.9
     with pytest.raises(InputError, match="behind layers 1 to"):
-        scheme_cells.revealed({**spec, "scheme": scheme, "layer": 99, "budget": None}, tmp_path)
+        protocols.revealed({**spec, "scheme": scheme, "layer": 99, "budget": None}, tmp_path)
 
 
 def test_substitution_is_measured(
     spec: dict[str, object], tiny: TinyPath, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     few = corpus.standard_library_sources()[:12]
-    monkeypatch.setattr(scheme_cells, "standard_library_sources", lambda: few)
+    monkeypatch.setattr(protocols, "standard_library_sources", lambda: few)
     options = {**spec, "requests": 20, "request_tokens": 10, "size": 30}
     found = registry.resolve("measures", "substitution")(options, tmp_path)
     assert 0 < found["token_accuracy"]["value"] <= 1
     helped = {**options, "prior": spec["model"], "rounds": 1, "read": 5}
-    assert 0 < scheme_cells.substitution(helped, tmp_path)["kinds_named"]["value"] <= 1
+    assert 0 < protocols.substitution(helped, tmp_path)["kinds_named"]["value"] <= 1
     with pytest.raises(InputError, match="another vocabulary"):
-        scheme_cells.substitution({**helped, "prior": tiny("llama")}, tmp_path)
+        protocols.substitution({**helped, "prior": tiny("llama")}, tmp_path)
     with pytest.raises(InputError, match="not 10000000"):
-        scheme_cells.substitution({**options, "requests": 10**7}, tmp_path)
+        protocols.substitution({**options, "requests": 10**7}, tmp_path)
 
 
 def test_statistics_alone_stay_measurable() -> None:
@@ -504,7 +506,7 @@ def test_the_attackers_text_is_not_the_users() -> None:
     def tokenizer(text: str) -> dict[str, list[str]]:
         return {"input_ids": text.split()}  # type: ignore[dict-item]
 
-    users, own = scheme_cells._two_parts(tokenizer, 0)
+    users, own = protocols._two_parts(tokenizer, 0)
     assert sum(map(len, users)) > sum(map(len, own)) > 10_000
     texts = [" ".join(map(str, ids)) for ids in (*users, *own)]
     assert len(set(texts)) == len(texts)

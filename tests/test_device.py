@@ -18,26 +18,26 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModel, AutoModelForCausalLM
 
 from hiddenlab import registry
-from hiddenlab.attacks.vocab_match.epsilon import Threshold
-from hiddenlab.attacks.vocab_match.screen import Screen
 from hiddenlab.attacks.vocab_match.task import Tried
-from hiddenlab.core import LAST_STREAMS, Site
-from hiddenlab.defenses.cascade import hosts
-from hiddenlab.defenses.cascade.hosts import AttnHost, CompHost, Head, Pass
+from hiddenlab.defenses.cascade import node_state
+from hiddenlab.defenses.cascade.node_state import AttnHost, CompHost, Head, Pass
 from hiddenlab.defenses.cascade.nodes import AttnWorker, CompWorker, Partial, Rows, attention_pass, post_pass
 from hiddenlab.defenses.cascade.plan import AttnNode, Plan
-from hiddenlab.lens import Projection
-from hiddenlab.match import Matcher
-from hiddenlab.propose import adapt, probe
-from hiddenlab.propose.adapt import Adapter
-from hiddenlab.propose.contexts import Contexts
-from hiddenlab.propose.openings import Openings, SortedStates, packed, sorted_states
-from hiddenlab.propose.precedence import Precedence
-from hiddenlab.propose.probe import Expert, Probe, ProbeSettings, sampled_softmax
-from hiddenlab.slice import ModelRef, Prefix, Request, Slice, engine
-from hiddenlab.slice.door import Attention, open_door
-from hiddenlab.slice.load import truncate_config
+from hiddenlab.matching.distance import Matcher
+from hiddenlab.matching.epsilon import Threshold
+from hiddenlab.matching.projections import Projection
+from hiddenlab.matching.screening import Screen
+from hiddenlab.models import ModelRef, Prefix, Request, TruncatedModel, engine
+from hiddenlab.models.attention import Attention, register_attention
+from hiddenlab.models.load import truncate_config
+from hiddenlab.proposals import in_context, probe
+from hiddenlab.proposals.first_token_table import FirstTokenTable, SortedStates, packed, sorted_states
+from hiddenlab.proposals.in_context import Adapter
+from hiddenlab.proposals.pairwise_order import PairwiseOrder
+from hiddenlab.proposals.probe import Expert, Probe, ProbeSettings, sampled_softmax
+from hiddenlab.proposals.sorted_states import Contexts
 from hiddenlab.testing import DECODERS, HEADS, KV_HEADS, LAYERS, VOCABULARY, WIDTH, WINDOW, tiny_config
+from hiddenlab.types import LAST_STREAMS, Site
 
 CARD, CPU = torch.device("meta"), torch.device("cpu")
 COPIES = ("_to_copy", "to", "copy_")
@@ -108,7 +108,7 @@ def crossings() -> Iterator[Crossings]:
 @pytest.fixture(autouse=True)
 def _half_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     """A card multiplies bfloat16."""
-    for module in (probe, adapt):
+    for module in (probe, in_context):
         monkeypatch.setattr(module, "fast_dtype", lambda device: torch.bfloat16)
 
 
@@ -123,14 +123,14 @@ def model_on_card(architecture: str, attention: str, *, head: bool = True, **cha
     return model.eval().requires_grad_(False)
 
 
-def on_card(architecture: str, layer: int = LAYERS, stream: str = "resid", **changes: Any) -> Slice:
-    name = open_door(engine.ATTENTION_NAME, engine._ACTIVE, "not by itself")
+def on_card(architecture: str, layer: int = LAYERS, stream: str = "resid", **changes: Any) -> TruncatedModel:
+    name = register_attention(engine.ATTENTION_NAME, engine._ACTIVE, "not by itself")
     kinds = ["sliding_attention", "full_attention"] * LAYERS
     listed = {"layer_types": kinds[:layer]} if architecture.startswith("gemma") else {}
     model = model_on_card(
         architecture, name, head=stream == "logits", **listed, num_hidden_layers=layer, **changes
     )
-    return Slice(model, ref=ModelRef("tiny", "tiny"), site=Site(layer, stream))
+    return TruncatedModel(model, ref=ModelRef("tiny", "tiny"), site=Site(layer, stream))
 
 
 def card(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -141,11 +141,11 @@ def ids(*shape: int, device: torch.device = CARD) -> Tensor:
     return torch.zeros(shape, dtype=torch.long, device=device)
 
 
-def behind(slice: Slice, length: int, offset: int = 0) -> Prefix:
+def behind(model: TruncatedModel, length: int, offset: int = 0) -> Prefix:
     """A prefix of so many tokens, which came from the CPU: those on the card would have to be read."""
-    prefix = slice.prefix(offset=offset)
+    prefix = model.prefix(offset=offset)
     if length:
-        on(prefix.extend(ids(length, device=CPU)), length, slice.width)
+        on(prefix.extend(ids(length, device=CPU)), length, model.width)
     return prefix
 
 
@@ -175,29 +175,29 @@ def test_the_card_shows_what_goes_to_and_from_it() -> None:
 
 @pytest.mark.parametrize("architecture", DECODERS)
 def test_passes_run_on_the_card(architecture: str) -> None:
-    slice = on_card(architecture, 2)
-    prefix = behind(slice, WINDOW + 2)
+    model = on_card(architecture, 2)
+    prefix = behind(model, WINDOW + 2)
     on(prefix.branch(ids(5, device=CPU)), 5, WIDTH)
     prefix.commit(3)
     assert prefix.tokens == [0] * (WINDOW + 3)
-    fork, other = prefix.fork(), slice.prefix(offset=1)
+    fork, other = prefix.fork(), model.prefix(offset=1)
     # Embeddings leave no token ids behind, which would have to be read.
-    chain, attach = slice.embed(ids(3)), ids(4)
+    chain, parents = model.embed(ids(3)), ids(4)
     requests = [
-        Request(prefix, chain, leaves=slice.embed(ids(4)), attach=attach),
-        Request(fork, chain, leaves=slice.embed(ids(8)).unflatten(0, (4, 2)), attach=attach),
-        Request(other, chain[:0], leaves=slice.embed(ids(8)).unflatten(0, (2, 4))),
+        Request(prefix, chain, branches=model.embed(ids(4)), parents=parents),
+        Request(fork, chain, branches=model.embed(ids(8)).unflatten(0, (4, 2)), parents=parents),
+        Request(other, chain[:0], branches=model.embed(ids(8)).unflatten(0, (2, 4))),
     ]
     with Crossings() as seen:
-        on(slice.encode(ids(9)), 9, WIDTH)
+        on(model.encode(ids(9)), 9, WIDTH)
         on(prefix.branch(ids(5)), 5, WIDTH)
-        answers = slice.run(requests)
-        prefix.keep(answers[0], chain=2, leaf=1)
-        fork.keep(answers[1], chain=1, leaf=3)
+        answers = model.run(requests)
+        prefix.keep(answers[0], tokens=2, branch=1)
+        fork.keep(answers[1], tokens=1, branch=3)
         assert seen.seen == []
     for request, answer in zip(requests, answers, strict=True):
-        on(answer.chain, len(request.chain), WIDTH)
-        on(answer.leaves, request.size - len(request.chain), WIDTH)
+        on(answer.states, len(request.tokens), WIDTH)
+        on(answer.branches, request.size - len(request.tokens), WIDTH)
     assert (prefix.length, fork.length, other.length) == (WINDOW + 6, WINDOW + 6, 0)
     for layer in range(2):
         assert {part.device for part in (*prefix.store.view(layer), *fork.store.view(layer))} == {CARD}
@@ -205,20 +205,20 @@ def test_passes_run_on_the_card(architecture: str) -> None:
 
 @pytest.mark.parametrize("architecture", DECODERS)
 def test_chains_together_run_on_the_card(architecture: str) -> None:
-    slice = on_card(architecture, 2)
-    requests = [Request(behind(slice, length), ids(2)) for length in (0, 0, 5, 5, 5, 2)]
+    model = on_card(architecture, 2)
+    requests = [Request(behind(model, length), ids(2)) for length in (0, 0, 5, 5, 5, 2)]
     with Crossings() as seen:
-        for answer in slice.run(requests, together=True):
-            on(answer.chain, 2, WIDTH)
+        for answer in model.run(requests, together=True):
+            on(answer.states, 2, WIDTH)
         assert seen.seen == ["tensor"]  # where the chains begin
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma2"])
 def test_gradients_on_the_card(architecture: str) -> None:
-    slice = on_card(architecture, 2)
-    prefix, given = behind(slice, 3), slice.embed(ids(6)).clone().requires_grad_()
+    model = on_card(architecture, 2)
+    prefix, given = behind(model, 3), model.embed(ids(6)).clone().requires_grad_()
     with Crossings() as seen:
-        slice.run([Request(prefix, given)], keep=False, grad=True)[0].chain.sum().backward()
+        model.run([Request(prefix, given)], keep=False, grad=True)[0].states.sum().backward()
         assert seen.seen == []
     assert given.grad is not None
     on(given.grad, 6, WIDTH)
@@ -227,31 +227,31 @@ def test_gradients_on_the_card(architecture: str) -> None:
 @pytest.mark.parametrize("stream", ["q", "k", "qkv", "attn", "final_norm", "logits"])
 def test_streams_on_the_card(stream: str) -> None:
     layer = LAYERS if stream in LAST_STREAMS else 2
-    slice = on_card("gemma2", layer, stream)
-    width = VOCABULARY if stream == "logits" else slice.width
+    model = on_card("gemma2", layer, stream)
+    width = VOCABULARY if stream == "logits" else model.width
     for device, copied in ((CARD, 0), (CPU, 2)):
         with Crossings() as seen:
-            on(slice.encode(ids(7, device=device)), 7, width)
+            on(model.encode(ids(7, device=device)), 7, width)
             assert len(seen.seen) == copied
 
 
 @pytest.mark.parametrize("architecture", DECODERS)
 def test_states_behind_given_attention_on_the_card(architecture: str, crossings: Crossings) -> None:
-    slice = on_card(architecture, 1)
-    inputs = slice.embed(ids(5))
-    attended = slice.run([Request(slice.prefix(), inputs)], keep=False, show="attn")[0].chain
+    model = on_card(architecture, 1)
+    inputs = model.embed(ids(5))
+    attended = model.run([Request(model.prefix(), inputs)], keep=False, show="attn")[0].states
     positions = torch.arange(5, device=CARD)
-    on(slice.run_given(inputs, attended, positions), 5, WIDTH)
+    on(model.run_given(inputs, attended, positions), 5, WIDTH)
     second = on_card(architecture, 2, "qkv")
     on(second.run_given(inputs, attended, positions), 5, second.width)
 
 
 def test_a_shadow_prefix_on_the_card() -> None:
-    slice = on_card("llama", 2)
-    screen = Screen(slice)
-    vars(screen)["slice"] = on_card("llama", 2)
-    screen.slice.model.to(torch.bfloat16)
-    prefix = behind(slice, 5)
+    model = on_card("llama", 2)
+    screen = Screen(model)
+    vars(screen)["model"] = on_card("llama", 2)
+    screen.model.module.to(torch.bfloat16)
+    prefix = behind(model, 5)
     shadow = screen.follow(prefix)
     prefix.extend(ids(70, device=CPU))
     with Crossings() as seen:
@@ -267,21 +267,21 @@ def test_a_shadow_prefix_on_the_card() -> None:
 @pytest.mark.parametrize("depth", [1, 3])
 def test_a_pass_copies_its_inputs_and_their_places_once(architecture: str, depth: int) -> None:
     for layers in (1, 3):
-        slice = on_card(architecture, layers)
-        prefixes = [behind(slice, 3 + i, offset=i) for i in range(4)]
-        for requests, leaves in ((1, 2), (4, 40)):
+        model = on_card(architecture, layers)
+        prefixes = [behind(model, 3 + i, offset=i) for i in range(4)]
+        for requests, branches in ((1, 2), (4, 40)):
             for device, copied in ((CARD, 0), (CPU, 2)):
-                chain, attach = ids(2, device=device), ids(leaves, device=device)
-                tokens = ids(leaves, depth, device=device)
+                chain, parents = ids(2, device=device), ids(branches, device=device)
+                tokens = ids(branches, depth, device=device)
                 with Crossings() as seen:
-                    slice.run([Request(one, chain, tokens, attach) for one in prefixes[:requests]])
+                    model.run([Request(one, chain, tokens, parents) for one in prefixes[:requests]])
                 assert len(seen.seen) == copied
 
 
 def test_what_a_prefix_copies_does_not_grow() -> None:
     for layers in (1, 3):
-        slice = on_card("gemma2", layers)
-        prefix = slice.prefix()
+        model = on_card("gemma2", layers)
+        prefix = model.prefix()
         with Crossings() as seen:
             prefix.extend(ids(5, device=CPU))
             prefix.branch(ids(50, device=CPU))
@@ -292,10 +292,10 @@ def test_what_a_prefix_copies_does_not_grow() -> None:
 
 def test_chains_together_copy_where_they_begin_once() -> None:
     for layers, requests in ((1, 4), (3, 4), (3, 10)):
-        slice = on_card("llama", layers)
-        asked = [Request(behind(slice, 3 + i % 2), ids(1)) for i in range(requests)]  # two groups
+        model = on_card("llama", layers)
+        asked = [Request(behind(model, 3 + i % 2), ids(1)) for i in range(requests)]  # two groups
         with Crossings() as seen:
-            slice.run(asked, together=True)
+            model.run(asked, together=True)
         assert seen.seen == ["tensor"]
 
 
@@ -341,30 +341,30 @@ HEAD = WIDTH // HEADS
 def test_attention_to_a_prefix_holds_a_chunk_of_scores_or_its_rows(
     monkeypatch: pytest.MonkeyPatch, architecture: str, chain: int, depth: int
 ) -> None:
-    """max(SCORE_ELEMENTS, a leaf's scores, a row of each head a token, keys of prefix and chain) elements."""
+    """max(SCORE_ELEMENTS, a branch's scores, a row of each head a token, keys of prefix and chain) elements."""
     bound = 1 << 20
-    monkeypatch.setattr("hiddenlab.slice.attend.SCORE_ELEMENTS", bound)
-    slice = on_card(architecture, 1)
-    for prefix, leaves in ((200, 16), (3000, 16), (3000, 512 // depth)):
-        held = behind(slice, prefix)
-        request = Request(held, ids(chain), ids(leaves, depth))
-        largest = largest_of_attention(monkeypatch, lambda: slice.run([request]))  # noqa: B023
-        shared, tokens = prefix + chain, chain + leaves * depth
+    monkeypatch.setattr("hiddenlab.models.packed_attention.SCORE_ELEMENTS", bound)
+    model = on_card(architecture, 1)
+    for prefix, branches in ((200, 16), (3000, 16), (3000, 512 // depth)):
+        held = behind(model, prefix)
+        request = Request(held, ids(chain), ids(branches, depth))
+        largest = largest_of_attention(monkeypatch, lambda: model.run([request]))  # noqa: B023
+        shared, tokens = prefix + chain, chain + branches * depth
         rows, keys = tokens * HEADS * HEAD, KV_HEADS * shared * HEAD
         assert largest <= max(bound, HEADS * depth * (shared + depth), rows, keys)
-        if leaves > 16:
+        if branches > 16:
             assert 4 * largest < HEADS * tokens * shared
 
 
 def test_chains_together_hold_a_chunk_of_scores_and_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     """max(SCORE_ELEMENTS, one chain's scores or keys, a row of each head a token) elements."""
     bound = 1 << 15
-    monkeypatch.setattr("hiddenlab.slice.attend.SCORE_ELEMENTS", bound)
-    slice = on_card("llama", 1)
+    monkeypatch.setattr("hiddenlab.models.packed_attention.SCORE_ELEMENTS", bound)
+    model = on_card("llama", 1)
     for prefix, chain, requests in ((20, 1, 8), (200, 1, 60), (400, 4, 60)):
-        held = behind(slice, prefix)
+        held = behind(model, prefix)
         asked = [Request(held, ids(chain)) for _ in range(requests)]
-        largest = largest_of_attention(monkeypatch, lambda: slice.run(asked, together=True))  # noqa: B023
+        largest = largest_of_attention(monkeypatch, lambda: model.run(asked, together=True))  # noqa: B023
         one = max(HEADS * chain, KV_HEADS * HEAD) * (prefix + chain)
         assert largest <= max(bound, one, requests * chain * HEADS * HEAD)
         if requests > 8:
@@ -376,15 +376,15 @@ def test_chains_together_hold_a_chunk_of_scores_and_keys(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("norm", [1, 2])
 @pytest.mark.parametrize("ordered", [True, False])
-@pytest.mark.parametrize("lens", [None, Projection(8), Projection(8, kind="orthogonal")])
-def test_distances_on_the_card(norm: int, ordered: bool, lens: Projection | None) -> None:
-    matcher = Matcher(norm, not ordered, lens)
+@pytest.mark.parametrize("projection", [None, Projection(8), Projection(8, kind="orthogonal")])
+def test_distances_on_the_card(norm: int, ordered: bool, projection: Projection | None) -> None:
+    matcher = Matcher(norm, not ordered, projection)
     with Crossings() as seen:
         for _ in range(3):
             states = matcher.view(card(50, WIDTH))
         assert len(seen.seen) <= 1  # the directions, once
     with Crossings() as seen:
-        width = WIDTH if lens is None else 8
+        width = WIDTH if projection is None else 8
         rows = matcher.prepare(card(6, width))
         on(states, 50, width)
         on(matcher.table(candidates=states, observed=rows), 50, 6)
@@ -428,7 +428,7 @@ def probe_on_card(ordered: bool, groups: int, screen: int | None = None) -> Prob
     inner = None if ordered else 32
     experts = [expert(inner) for _ in range(groups)]
     found = Probe(ProbeSettings(not ordered), experts, border, card(WIDTH), card(WIDTH, WIDTH))
-    return found.attach(card(VOCABULARY, WIDTH), screen)
+    return found.parents(card(VOCABULARY, WIDTH), screen)
 
 
 def states_of_all() -> SortedStates:
@@ -468,15 +468,15 @@ def test_a_step_of_training_on_the_card(inner: int | None, crossings: Crossings)
 
 
 def test_tables_of_sorted_states_on_the_card() -> None:
-    slice = on_card("llama", 2)
-    slice.max_pass_tokens = 128
-    prefix, contexts = behind(slice, 4), Contexts(states_of_all(), (1.0, 2.0))
+    model = on_card("llama", 2)
+    model.max_pass_tokens = 128
+    prefix, contexts = behind(model, 4), Contexts(states_of_all(), (1.0, 2.0))
     with Crossings() as seen:
-        openings = Openings.make(slice)
-        on(openings.table, VOCABULARY, WIDTH)
-        on(openings.squares(card(5, WIDTH)), 5, VOCABULARY)
-        on(openings.nearest(card(5, WIDTH), 10), 10)
-        assert [len(part) for part in sorted_states(slice, prefix, "")] == [128, 128, 44]
+        first_tokens = FirstTokenTable.make(model)
+        on(first_tokens.table, VOCABULARY, WIDTH)
+        on(first_tokens.squares(card(5, WIDTH)), 5, VOCABULARY)
+        on(first_tokens.nearest(card(5, WIDTH), 10), 10)
+        assert [len(part) for part in sorted_states(model, prefix, "")] == [128, 128, 44]
         on(contexts.with_probe(card(5, WIDTH), card(5, VOCABULARY)), 5, VOCABULARY)
         assert seen.seen == []
 
@@ -490,7 +490,7 @@ def test_learning_from_failures_on_the_card(crossings: Crossings) -> None:
 def test_precedence_on_the_card(crossings: Crossings) -> None:
     shapes = {"slope": (WIDTH,), "before": (WIDTH, 8), "after": (WIDTH, 8)}
     parameters = {name: card(*shape).requires_grad_() for name, shape in shapes.items()}
-    found = Precedence(Expert.of(card(40, WIDTH)), parameters)
+    found = PairwiseOrder(Expert.of(card(40, WIDTH)), parameters)
     on(found(card(20, WIDTH)), 20, 20)
     found._loss(card(3, 20, WIDTH)).backward()
     assert crossings.seen == []
@@ -510,7 +510,7 @@ STAGES = (
     "project:count=8,sigma=0.1,kind=orthogonal",
     "shard:alpha=2",
     "shard:alpha=2,m=2,queries=0,keys=1",
-    "gap:size=2,after=3",
+    "drop-rows:size=2,after=3",
     "logprobs:k=3",
     "identity",
 )
@@ -608,12 +608,12 @@ class AtOnce:
 
 @pytest.mark.parametrize("architecture", DECODERS)
 def test_a_compnode_on_the_card_copies_as_much_for_any_layers(architecture: str) -> None:
-    hosts.open_cascade_door()
+    node_state.register_cascade_attention()
     counts = []
     for layers in (2, 3):
         kinds = ["sliding_attention", "full_attention"] * LAYERS
         listed = {"layer_types": kinds[:layers]} if architecture.startswith("gemma") else {}
-        model = model_on_card(architecture, hosts.ATTENTION_NAME, num_hidden_layers=layers, **listed)
+        model = model_on_card(architecture, node_state.ATTENTION_NAME, num_hidden_layers=layers, **listed)
         host, carrier, plan = CompHost(model, 0), AtOnce(), Plan.clustered(9, 1, alpha=1, m=3)
         with Crossings() as seen:
             work = Pass("a", plan, keep=True, last=True)

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hiddenlab.defenses.verification import difr
+from hiddenlab.defenses.verification.causal_lm import load_whole
 from hiddenlab.defenses.verification.difr import Verifier
 from hiddenlab.defenses.verification.provider import CoarseCache, Provider, Request, Variant, coarse
 from hiddenlab.defenses.verification.sampling import (
@@ -31,7 +32,6 @@ from hiddenlab.defenses.verification.transcript import (
     read_transcripts,
     write_transcripts,
 )
-from hiddenlab.defenses.verification.whole import load_whole
 from hiddenlab.errors import InputError
 from hiddenlab.testing import DECODERS, VOCABULARY, save_tiny
 

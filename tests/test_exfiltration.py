@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hiddenlab.attacks.exfiltration import (
+from hiddenlab.defenses.verification.adversaries import (
     Adversary,
     ChoiceDecoder,
     ChoiceEncoder,

@@ -10,20 +10,20 @@ import pytest
 import torch
 
 from hiddenlab import registry
-from hiddenlab.attacks.exfiltration import ChoiceDecoder, ChoiceEncoder, Payload
 from hiddenlab.defenses.verification import risk
+from hiddenlab.defenses.verification.adversaries import ChoiceDecoder, ChoiceEncoder, Payload
+from hiddenlab.defenses.verification.causal_lm import WholeModel, load_whole
 from hiddenlab.defenses.verification.difr import Replay, Verifier
 from hiddenlab.defenses.verification.provider import Provider, Request, Variant
 from hiddenlab.defenses.verification.sampling import Sampling
 from hiddenlab.defenses.verification.transcript import Transcript
-from hiddenlab.defenses.verification.whole import WholeModel, load_whole
 from hiddenlab.errors import InputError
-from hiddenlab.eval import exfiltration as specs
-from hiddenlab.eval import exfiltration_cells as cells
-from hiddenlab.eval import warden_cells as warden
-from hiddenlab.eval.adversaries import Rule, Tactic, answers, known
-from hiddenlab.eval.exfiltration import adversaries, frontier, game, pareto
-from hiddenlab.eval.experiment import Experiment, Setting, conduct
+from hiddenlab.eval.cells import Experiment, Setting, conduct
+from hiddenlab.eval.measures import exfiltration as cells
+from hiddenlab.eval.measures import warden as warden
+from hiddenlab.eval.measures.adversaries import Rule, Tactic, answers, known
+from hiddenlab.eval.tables import exfiltration as specs
+from hiddenlab.eval.tables.exfiltration import adversaries, frontier, game, pareto
 from hiddenlab.testing import VOCABULARY, save_tiny
 
 LENGTH = 12

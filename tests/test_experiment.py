@@ -11,17 +11,19 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
 from hiddenlab import registry
-from hiddenlab.channel import Channel
+from hiddenlab.channels import Channel
 from hiddenlab.cli import app
-from hiddenlab.core import Progress
 from hiddenlab.errors import HiddenlabError, InputError, NotApplicableError, UnknownNameError
-from hiddenlab.eval import command, measures, paper
-from hiddenlab.eval import experiment as experiment_module
-from hiddenlab.eval.experiment import Cell, Experiment, Setting, conduct, load_result, measure_cell
-from hiddenlab.eval.intervals import mean, ratio, share
+from hiddenlab.eval import cells as experiment_module
+from hiddenlab.eval import command
+from hiddenlab.eval.cells import Cell, Experiment, Setting, conduct, load_result, measure_cell
+from hiddenlab.eval.measures import attack
+from hiddenlab.eval.measures.intervals import mean, ratio, share
+from hiddenlab.eval.tables import paper
 from hiddenlab.job import AttackSpec, build_attack
 from hiddenlab.prompts import Prompt, load_prompts
-from hiddenlab.tables import grid, markdown_table
+from hiddenlab.report.tables import grid, markdown_table
+from hiddenlab.types import Progress
 
 Measure = Callable[[dict[str, Any], Path, Progress], Any]
 
@@ -69,8 +71,8 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]]:
             raise NotApplicableError("there is nothing to attack")
         return {"exact": {"value": spec["x"] / 10, "low": 0.1, "high": 0.9, "n": 7}}
 
-    monkeypatch.setattr(measures, "count", count, raising=False)
-    monkeypatch.setitem(registry.BUILTINS["measures"], "count", "hiddenlab.eval.measures:count")
+    monkeypatch.setattr(attack, "count", count, raising=False)
+    monkeypatch.setitem(registry.BUILTINS["measures"], "count", "hiddenlab.eval.measures.attack:count")
     yield calls
 
 
@@ -250,14 +252,17 @@ def test_a_plan_shows_its_weakest_node_first(tiny: Callable[..., str]) -> None:
 
 def test_small_plans_are_attacked_in_every_way_asked_for(tiny: Callable[..., str]) -> None:
     make, setting = registry.resolve("experiments", "gap-plans"), Setting(model=tiny("llama"), layers=(1, 2))
-    cells = make(setting, grid="1/2,2/3", attacks="joint:beam=4,width=9,gap,infill", budget=7).cells
+    cells = make(
+        setting, grid="1/2,2/3", attacks="beam-decoding:beam=4,width=9,missing-tokens,infill", budget=7
+    ).cells
     assert [(cell.keys["c"], cell.keys["alpha"]) for cell in cells] == [(1, 2)] * 5 + [(2, 3)] * 5
     assert {cell.keys["node"] for cell in cells} == {"CompNode 0"}
     assert [(cell.keys["layer"], cell.keys["attack"]) for cell in cells[:5]] == [
-        (0, "infill"), (1, "joint:beam=4,width=9"), (1, "gap"), (2, "joint:beam=4,width=9"), (2, "gap")
+        (0, "infill"), (1, "beam-decoding:beam=4,width=9"), (1, "missing-tokens"), (2, "beam-decoding:beam=4,width=9"),
+        (2, "missing-tokens"),
     ]  # fmt: skip
     assert {cell.spec["attack"] for cell in cells} == {
-        "joint:beam=4,width=9", "gap:budget=7", "infill:preset=small,plan=any"
+        "beam-decoding:beam=4,width=9", "missing-tokens:budget=7", "infill:preset=small,plan=any"
     }  # fmt: skip
     for wrong in ("2", "1/1", "a/b"):
         with pytest.raises(InputError, match=r"c/alpha|missing"):
@@ -270,7 +275,7 @@ def test_small_plans_are_attacked_in_every_way_asked_for(tiny: Callable[..., str
 
 def test_attention_nodes_of_small_plans_are_attacked_at_the_layer_behind(tiny: Callable[..., str]) -> None:
     make, setting = registry.resolve("experiments", "gap-plans"), Setting(model=tiny("llama"), layers=(1,))
-    cells = make(setting, grid="1/4", attacks="gap", streams="resid,qkv,k", keys=2).cells
+    cells = make(setting, grid="1/4", attacks="missing-tokens", streams="resid,qkv,k", keys=2).cells
     assert [(cell.spec["layer"], cell.spec["stream"]) for cell in cells] == [
         (1, "resid"), (2, "qkv"), (2, "k")
     ]  # fmt: skip
@@ -360,7 +365,7 @@ def test_eval_measures_what_defenses_cost(
             raise InputError("the hub cannot be reached")
         return load_prompts(source, **options)
 
-    monkeypatch.setattr(measures, "load_prompts", offline)
+    monkeypatch.setattr(attack, "load_prompts", offline)
     run(
         "eval", "table-22", "--model", tiny("llama", tokenizer=True), "--prompts",
         few(["hello there", "abc"], tmp_path), "--threads", "1",
@@ -433,8 +438,8 @@ def attacked(monkeypatch: pytest.MonkeyPatch) -> None:
     def utility(spec: dict[str, Any], folder: Path, progress: Progress) -> dict[str, dict[str, float]]:
         return {"kl": {"value": 0.0, "low": 0.0, "high": 0.0, "n": 7}}
 
-    monkeypatch.setattr(measures, "attack", attack)
-    monkeypatch.setattr(measures, "utility", utility)
+    monkeypatch.setattr(attack, "attack", attack)
+    monkeypatch.setattr(attack, "utility", utility)
 
 
 @pytest.mark.usefixtures("attacked")

@@ -1,4 +1,4 @@
-"""A short slice of ``make fuzz``, and every input that once failed; the campaign itself takes minutes."""
+"""A short truncated model of ``make fuzz``, and every input that once failed; the campaign itself takes minutes."""
 
 from pathlib import Path
 

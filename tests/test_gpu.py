@@ -30,9 +30,9 @@ from hiddenlab.eval.gpu.program import (
     run_parts,
     to_json,
 )
-from hiddenlab.eval.gpu.shapes import SHAPES, branch_flops, draw_slice
+from hiddenlab.eval.gpu.shapes import SHAPES, branch_flops, draw_truncated
 from hiddenlab.eval.gpu.table import markdown
-from hiddenlab.slice import Slice
+from hiddenlab.models import TruncatedModel
 
 SETTING = Setting("cpu", rehearse=True, model=None)
 
@@ -252,8 +252,8 @@ def test_the_parts_of_a_card_ask_for_nothing_twice() -> None:
 
 def test_layers_are_the_same_however_many_there_are() -> None:
     for name in ("tiny", "tiny-gemma"):
-        two, three = (draw_slice(name, layers, dtype="float32", device="cpu") for layers in (2, 3))
-        shallow, deep = two.model.state_dict(), three.model.state_dict()
+        two, three = (draw_truncated(name, layers, dtype="float32", device="cpu") for layers in (2, 3))
+        shallow, deep = two.module.state_dict(), three.module.state_dict()
         assert all(torch.equal(value, deep[key]) for key, value in shallow.items())
         sibling = three.sibling(2, dtype="float32")
         tokens = torch.tensor([5, 400, 7])
@@ -266,13 +266,13 @@ def test_layers_are_the_same_however_many_there_are() -> None:
 def test_operations_are_those_that_torch_counts() -> None:
     from torch.utils.flop_counter import FlopCounterMode
 
-    slice: Slice = draw_slice("tiny", 2, dtype="float32", device="cpu")
-    held = slice.prefix()
+    model: TruncatedModel = draw_truncated("tiny", 2, dtype="float32", device="cpu")
+    held = model.prefix()
     held.extend(torch.arange(30))
     with FlopCounterMode(display=False) as counter:
         held.branch(torch.arange(100))
     # Products with a candidate's own key and value are no matrix products: torch does not count them.
-    assert counter.get_total_flops() == pytest.approx(branch_flops(slice, 100, 30), rel=0.02)
+    assert counter.get_total_flops() == pytest.approx(branch_flops(model, 100, 30), rel=0.02)
 
 
 def test_shapes_of_the_paper_are_of_their_size() -> None:

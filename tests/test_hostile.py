@@ -12,28 +12,29 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from hiddenlab import registry, schema
-from hiddenlab.cache import cache_dir
+from hiddenlab import registry
 from hiddenlab.cli import app
-from hiddenlab.core import Observation, Public, Secret, Site
 from hiddenlab.defenses.cascade.port import free
 from hiddenlab.defenses.verification.transcript import cut_torn_line, write_transcripts
 from hiddenlab.errors import HiddenlabError, InputError
-from hiddenlab.eval.experiment import Cell, load_result, measure_cell, row_of
-from hiddenlab.files import write_file
+from hiddenlab.eval.cells import Cell, load_result, measure_cell, row_of
 from hiddenlab.job import AttackSpec, _fits
+from hiddenlab.models import load_model
+from hiddenlab.models.gguf import converted
+from hiddenlab.models.load import resolve_model
 from hiddenlab.observation import load_observation, save_observation
-from hiddenlab.record import RECORD, SAMPLES, Recorder, RecordError, RunRecord, read_run
-from hiddenlab.report import load_study, write_report
-from hiddenlab.slice import load_slice
-from hiddenlab.slice.convert import converted
-from hiddenlab.slice.load import resolve_model
+from hiddenlab.records import RECORD, SAMPLES, Recorder, RecordError, RunRecord, read_run
+from hiddenlab.report.markdown import load_study, write_report
 from hiddenlab.testing import attack_sample, write_tiny_gguf
+from hiddenlab.types import GroundTruth, Observation, ObservationInfo, Site
+from hiddenlab.utils import schema
+from hiddenlab.utils.cache import cache_dir
+from hiddenlab.utils.files import write_file
 from tests.fuzz.campaign import limited
 from tests.fuzz.readers import requests
 
 SPEC = {"model": "builtin", "layer": 1, "stream": "resid", "defense": [], "seed": 0}
-PUBLIC = Public("m", (0.5,), Site(1))
+PUBLIC = ObservationInfo("m", (0.5,), Site(1))
 
 
 def refused(*arguments: str) -> str:
@@ -176,9 +177,9 @@ def test_an_empty_name_is_no_model(tmp_path: Path) -> None:
 def test_a_truth_fits_the_rows() -> None:
     shuffled = dataclasses.replace(PUBLIC, rows_permuted=True)
     observation = Observation(torch.ones(3, 2), shuffled)
-    assert _fits(Secret((1, 2, 3), (2, 0, 1)), observation)
+    assert _fits(GroundTruth((1, 2, 3), (2, 0, 1)), observation)
     for order in (None, (), (0, 1), (2, 0, 3)):
-        assert not _fits(Secret((1, 2, 3), order), observation)
+        assert not _fits(GroundTruth((1, 2, 3), order), observation)
 
 
 # ---- numbers and names out of range
@@ -205,9 +206,9 @@ def test_what_options_allow_a_record_can_say() -> None:
 
 
 def test_a_place_beyond_any_prompt_is_refused(tmp_path: Path) -> None:
-    public = dataclasses.replace(PUBLIC, positions=(0, 2**31 - 1))
+    info = dataclasses.replace(PUBLIC, positions=(0, 2**31 - 1))
     with pytest.raises(InputError, match=r"positions\[1\] should be less than"):
-        save_observation(Observation(torch.ones(2, 2), public), tmp_path / "o")
+        save_observation(Observation(torch.ones(2, 2), info), tmp_path / "o")
 
 
 def test_names_that_are_no_paths(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,19 +255,19 @@ def test_something_damaged_in_the_cache_is_named(tmp_path: Path, monkeypatch: py
 def test_logits_of_the_wrong_width_are_refused(tiny: Callable[..., str], tmp_path: Path) -> None:
     from hiddenlab.observation import check_observation
 
-    slice = load_slice(tiny("llama"), None, stream="logits", device="cpu")
-    public = Public("m", slice.signature, slice.site)
-    check_observation(Observation(torch.ones(2, slice.vocab_size), public), slice)
+    model = load_model(tiny("llama"), None, stream="logits", device="cpu")
+    info = ObservationInfo("m", model.signature, model.site)
+    check_observation(Observation(torch.ones(2, model.vocab_size), info), model)
     with pytest.raises(InputError, match="wide"):
-        check_observation(Observation(torch.ones(2, slice.width), public), slice)
+        check_observation(Observation(torch.ones(2, model.width), info), model)
 
 
 def test_more_rows_than_the_model_takes_are_refused(tiny: Callable[..., str], tmp_path: Path) -> None:
-    slice = load_slice(tiny("llama"), 1, device="cpu")
-    public = Public(tiny("llama"), slice.signature, slice.site)
-    save_observation(Observation(torch.ones(513, slice.width), public), tmp_path / "long")
+    model = load_model(tiny("llama"), 1, device="cpu")
+    info = ObservationInfo(tiny("llama"), model.signature, model.site)
+    save_observation(Observation(torch.ones(513, model.width), info), tmp_path / "long")
     save_observation(
-        Observation(torch.ones(1, slice.width), dataclasses.replace(public, positions=(512,))),
+        Observation(torch.ones(1, model.width), dataclasses.replace(info, positions=(512,))),
         tmp_path / "far",
     )
     for name in ("long", "far"):

@@ -19,15 +19,15 @@ from hiddenlab.attacks.infill.backbone import MaskedLM, _BothSides, average
 from hiddenlab.attacks.infill.masks import Shards, comp_positions, missing
 from hiddenlab.attacks.infill.model import Infiller
 from hiddenlab.attacks.infill.train import PRESETS, Recipe
-from hiddenlab.channel import Channel, as_whole
-from hiddenlab.core import Observation, Recovery
+from hiddenlab.channels import Channel, as_whole
 from hiddenlab.defenses.cascade.plan import Plan
 from hiddenlab.errors import InputError, NotApplicableError
-from hiddenlab.slice import Slice, load_slice
-from hiddenlab.slice.door import Attention
+from hiddenlab.models import TruncatedModel, load_model
+from hiddenlab.models.attention import Attention
 from hiddenlab.testing import DECODERS, VOCABULARY
+from hiddenlab.types import AttackResult, Observation
 
-TinySlice = Callable[..., Slice]
+TinySlice = Callable[..., TruncatedModel]
 TinyPath = Callable[..., str]
 LETTERS = "abcdefgh"
 SMALL = {"windows": 64, "length": 24, "batch": 8, "rank": 8, "every": 20, "warmup": 5, "learning_rate": 1e-2}
@@ -47,8 +47,8 @@ def texts(tmp_path: Path) -> str:
     return str(path)
 
 
-def released(slice: Slice, tokens: list[int], *specs: str) -> Observation:
-    return Channel.parse(specs).release(slice, tokens, torch.Generator().manual_seed(0))[0]
+def released(model: TruncatedModel, tokens: list[int], *specs: str) -> Observation:
+    return Channel.parse(specs).release(model, tokens, torch.Generator().manual_seed(0))[0]
 
 
 # ---- which positions
@@ -78,12 +78,12 @@ def test_views_are_of_nodes_of_the_plan(
     assert sorted([*held, *missing(tokens, held)]) == list(range(tokens))
 
 
-def test_whose_view_an_observation_is(tiny_slice: TinySlice) -> None:
-    slice = tiny_slice("llama", 1)
+def test_whose_view_an_observation_is(tiny_model: TinySlice) -> None:
+    model = tiny_model("llama", 1)
     tokens = list(range(12))
-    assert Shards.of(released(slice, tokens).public).whole
-    assert Shards.of(released(slice, tokens, "shard:alpha=2,c=3,node=1").public) == Shards(2, 3, 1)
-    assert Shards.of(released(slice, tokens, "gap:size=1,after=3").public) == Shards()
+    assert Shards.of(released(model, tokens).info).whole
+    assert Shards.of(released(model, tokens, "shard:alpha=2,c=3,node=1").info) == Shards(2, 3, 1)
+    assert Shards.of(released(model, tokens, "drop-rows:size=1,after=3").info) == Shards()
 
 
 def test_any_plan_shows_little_and_much() -> None:
@@ -96,9 +96,9 @@ def test_any_plan_shows_little_and_much() -> None:
 
 
 @pytest.mark.parametrize("architecture", DECODERS)
-def test_it_sees_both_sides_and_nothing_that_is_not_held(tiny_slice: TinySlice, architecture: str) -> None:
-    slice = tiny_slice(architecture, 1)
-    infiller = Infiller(slice, 4, torch.float32)
+def test_it_sees_both_sides_and_nothing_that_is_not_held(tiny_model: TinySlice, architecture: str) -> None:
+    model = tiny_model(architecture, 1)
+    infiller = Infiller(model, 4, torch.float32)
     torch.manual_seed(1)
     for name, p in infiller.named_parameters():
         if p.requires_grad and "lora_B" in name:
@@ -106,7 +106,7 @@ def test_it_sees_both_sides_and_nothing_that_is_not_held(tiny_slice: TinySlice, 
     infiller.states.weight.data.normal_(0, 0.1)
     tokens = torch.randint(0, VOCABULARY, (2, 6))
     known = torch.tensor([[1, 0, 0, 1, 0, 1], [0, 1, 1, 1, 0, 1]], dtype=torch.bool)
-    states = torch.randn(2, 6, slice.width)
+    states = torch.randn(2, 6, model.width)
 
     def run(tokens: Tensor, states: Tensor) -> Tensor:
         with torch.no_grad():
@@ -150,11 +150,11 @@ def attack_on(texts: str, monkeypatch: pytest.MonkeyPatch, **options: Any) -> In
     return Infill(**options)
 
 
-def letters(slice: Slice, start: int = 3, count: int = 24) -> list[int]:
-    return slice.tokenize("".join(LETTERS[(start + i) % 8] for i in range(count)))
+def letters(model: TruncatedModel, start: int = 3, count: int = 24) -> list[int]:
+    return model.tokenize("".join(LETTERS[(start + i) % 8] for i in range(count)))
 
 
-def check(found: Recovery, tokens: list[int], held: list[int]) -> float:
+def check(found: AttackResult, tokens: list[int], held: list[int]) -> float:
     """Held tokens are there as read; returns the share of the others that is right."""
     assert len(found.ids) == len(tokens)
     assert [one.row for one in found.tokens] == [
@@ -168,38 +168,38 @@ def check(found: Recovery, tokens: list[int], held: list[int]) -> float:
 
 @pytest.mark.usefixtures("own_cache")
 def test_it_learns_what_the_texts_say(tiny: TinyPath, texts: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    slice = load_slice(tiny("llama", tokenizer=True), 0, stream="embed", device="cpu")
-    tokens = letters(slice)
+    model = load_model(tiny("llama", tokenizer=True), 0, stream="embed", device="cpu")
+    tokens = letters(model)
     attack = attack_on(texts, monkeypatch)
-    observation = released(slice, tokens, "shard:alpha=3,c=2,node=1")
-    measured = attack.setup(observation, slice, torch.Generator())
+    observation = released(model, tokens, "shard:alpha=3,c=2,node=1")
+    measured = attack.setup(observation, model, torch.Generator())
     assert measured["held_out_loss"] < 1.0  # ln 300 is 5.7, ln 8 is 2.1
-    found = attack.recover(observation, slice, torch.Generator())
-    assert check(found, tokens, list(observation.public.positions or ())) > 0.8
+    found = attack.recover(observation, model, torch.Generator())
+    assert check(found, tokens, list(observation.info.positions or ())) > 0.8
     # Training for one plan never showed more than a node holds, as later rounds do: worse, but far above 1 in 8.
-    several = attack_on(texts, monkeypatch, rounds=3).recover(observation, slice, torch.Generator())
-    assert check(several, tokens, list(observation.public.positions or ())) > 0.4
+    several = attack_on(texts, monkeypatch, rounds=3).recover(observation, model, torch.Generator())
+    assert check(several, tokens, list(observation.info.positions or ())) > 0.4
 
 
 @pytest.mark.usefixtures("own_cache", "small_probes")
 def test_states_of_deeper_layers(tiny: TinyPath, texts: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    slice = load_slice(tiny("llama", tokenizer=True), 1, device="cpu")
-    tokens = letters(slice)
+    model = load_model(tiny("llama", tokenizer=True), 1, device="cpu")
+    tokens = letters(model)
     attack = attack_on(texts, monkeypatch, steps=60)
-    observation = released(slice, tokens, "shard:alpha=2,c=2,m=2,queries=0,keys=3")
-    assert attack.setup(observation, slice, torch.Generator())["held_out_loss"] < 2.5
-    found = attack.recover(observation, slice, torch.Generator())
+    observation = released(model, tokens, "shard:alpha=2,c=2,m=2,queries=0,keys=3")
+    assert attack.setup(observation, model, torch.Generator())["held_out_loss"] < 2.5
+    found = attack.recover(observation, model, torch.Generator())
     assert len(found.ids) == len(tokens)
 
 
 @pytest.mark.usefixtures("own_cache", "small_probes")
 def test_one_that_reads_states_starts_from_what_tokens_taught(tiny: TinyPath, texts: str) -> None:
-    slice = load_slice(tiny("llama", tokenizer=True), 1, device="cpu")
-    plain = slice.sibling(0, stream="embed")
+    model = load_model(tiny("llama", tokenizer=True), 1, device="cpu")
+    plain = model.sibling(0, stream="embed")
     recipe = Recipe(text=texts, steps=60, **SMALL)
-    public = as_whole(released(slice, letters(slice), "shard:alpha=3,c=2").public)
-    _, after = training.train_infiller(slice, public, Shards(3, 2, 1), recipe, lambda *_: None)
-    alone = as_whole(released(plain, letters(slice), "shard:alpha=3,c=2").public)
+    info = as_whole(released(model, letters(model), "shard:alpha=3,c=2").info)
+    _, after = training.train_infiller(model, info, Shards(3, 2, 1), recipe, lambda *_: None)
+    alone = as_whole(released(plain, letters(model), "shard:alpha=3,c=2").info)
     heard: list[str] = []
     _, before = training.train_infiller(
         plain, alone, Shards(3, 2, 1), recipe, lambda what, *_: heard.append(what)
@@ -207,9 +207,9 @@ def test_one_that_reads_states_starts_from_what_tokens_taught(tiny: TinyPath, te
     assert not heard  # it was trained on the way, and kept
     assert after.history[0][1] < 0.7 * before.history[0][1]
     assert after.seconds > before.seconds  # both trainings are what the attack cost
-    path = training.checkpoint_path(training._identity(slice, public, Shards(3, 2, 1), recipe))
+    path = training.checkpoint_path(training._identity(model, info, Shards(3, 2, 1), recipe))
     path.write_bytes(path.read_bytes()[:100])
-    again = training.train_infiller(slice, public, Shards(3, 2, 1), recipe, lambda *_: None)[1]
+    again = training.train_infiller(model, info, Shards(3, 2, 1), recipe, lambda *_: None)[1]
     assert again.history == after.history  # a damaged checkpoint is begun anew in the same way
 
 
@@ -217,9 +217,9 @@ def test_one_that_reads_states_starts_from_what_tokens_taught(tiny: TinyPath, te
 def test_an_interrupted_training_ends_as_an_uninterrupted_one(
     tiny: TinyPath, texts: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    slice = load_slice(tiny("llama", tokenizer=True), 0, stream="embed", device="cpu")
-    observation = released(slice, letters(slice), "shard:alpha=3,c=2")
-    shards, public = Shards.of(observation.public), as_whole(observation.public)
+    model = load_model(tiny("llama", tokenizer=True), 0, stream="embed", device="cpu")
+    observation = released(model, letters(model), "shard:alpha=3,c=2")
+    shards, info = Shards.of(observation.info), as_whole(observation.info)
     recipe = Recipe(text=texts, steps=40, **SMALL)
 
     def stop(what: str, done: int, total: int) -> None:
@@ -230,17 +230,17 @@ def test_an_interrupted_training_ends_as_an_uninterrupted_one(
         pass
 
     with pytest.raises(KeyboardInterrupt):
-        training.train_infiller(slice, public, shards, recipe, stop)
+        training.train_infiller(model, info, shards, recipe, stop)
     steps: list[int] = []
 
     def count(what: str, done: int, total: int) -> None:
         if what.startswith("training the infiller\t"):
             steps.append(done)
 
-    resumed, state = training.train_infiller(slice, public, shards, recipe, count)
+    resumed, state = training.train_infiller(model, info, shards, recipe, count)
     assert steps == list(range(21, 41))  # from the last evaluation on
     monkeypatch.setenv("HIDDENLAB_CACHE", str(tmp_path / "other"))
-    whole, expected = training.train_infiller(slice, public, shards, recipe, quiet)
+    whole, expected = training.train_infiller(model, info, shards, recipe, quiet)
     assert [step for step, _ in state.history] == [20, 40]
     assert state.history[1][1] == pytest.approx(expected.history[1][1], abs=1e-5)
     for name, value in whole.trained().items():
@@ -251,41 +251,40 @@ def test_an_interrupted_training_ends_as_an_uninterrupted_one(
 def test_it_stops_where_nothing_is_gained_and_keeps_the_best(
     tiny: TinyPath, texts: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    slice = load_slice(tiny("llama", tokenizer=True), 0, stream="embed", device="cpu")
-    observation = released(slice, letters(slice), "shard:alpha=3,c=2")
-    shards, public = Shards.of(observation.public), as_whole(observation.public)
+    model = load_model(tiny("llama", tokenizer=True), 0, stream="embed", device="cpu")
+    observation = released(model, letters(model), "shard:alpha=3,c=2")
+    shards, info = Shards.of(observation.info), as_whole(observation.info)
     heard: list[str] = []
     recipe = Recipe(text=texts, steps=400, **{**SMALL, "learning_rate": 1e-9, "every": 2, "patience": 2})
-    _, state = training.train_infiller(slice, public, shards, recipe, lambda what, *_: heard.append(what))
+    _, state = training.train_infiller(model, info, shards, recipe, lambda what, *_: heard.append(what))
     assert state.done and state.step == 6 and state.best == state.history[0][1]
     assert any("loss" in what for what in heard)
     # The second call only loads; a damaged checkpoint is trained anew.
     heard.clear()
-    again = training.train_infiller(slice, public, shards, recipe, lambda what, *_: heard.append(what))[1]
+    again = training.train_infiller(model, info, shards, recipe, lambda what, *_: heard.append(what))[1]
     assert again == state and not heard
-    (path,) = {training.checkpoint_path(training._identity(slice, public, shards, recipe))}
+    (path,) = {training.checkpoint_path(training._identity(model, info, shards, recipe))}
     path.write_bytes(path.read_bytes()[:100])
     assert (
-        training.train_infiller(slice, public, shards, recipe, lambda what, *_: heard.append(what))[1].step
-        == 6
+        training.train_infiller(model, info, shards, recipe, lambda what, *_: heard.append(what))[1].step == 6
     )
     assert heard
     # One of another plan under this one's name is neither used nor overwritten.
-    other = training.checkpoint_path(training._identity(slice, public, Shards(2, 2, 1), recipe))
+    other = training.checkpoint_path(training._identity(model, info, Shards(2, 2, 1), recipe))
     other.write_bytes(path.read_bytes())
     with pytest.raises(InputError, match=r"is of another training: shards .*'alpha': 3.*not .*'alpha': 2"):
-        training.train_infiller(slice, public, Shards(2, 2, 1), recipe, lambda *_: None)
+        training.train_infiller(model, info, Shards(2, 2, 1), recipe, lambda *_: None)
     assert other.read_bytes() == path.read_bytes()
 
 
 @pytest.mark.usefixtures("own_cache")
 def test_the_same_infiller_is_trained_once(tiny: TinyPath, texts: str) -> None:
-    slice = load_slice(tiny("llama", tokenizer=True), 0, stream="embed", device="cpu")
-    observation = released(slice, letters(slice), "shard:alpha=3,c=2")
+    model = load_model(tiny("llama", tokenizer=True), 0, stream="embed", device="cpu")
+    observation = released(model, letters(model), "shard:alpha=3,c=2")
     given = (
-        slice,
-        as_whole(observation.public),
-        Shards.of(observation.public),
+        model,
+        as_whole(observation.info),
+        Shards.of(observation.info),
         Recipe(text=texts, steps=4, **SMALL),
     )
     path = training.checkpoint_path(training._identity(*given))
@@ -316,31 +315,31 @@ def test_the_same_infiller_is_trained_once(tiny: TinyPath, texts: str) -> None:
 
 @pytest.mark.usefixtures("own_cache")
 def test_texts(tiny: TinyPath, tmp_path: Path) -> None:
-    slice = load_slice(tiny("llama", tokenizer=True), 1, device="cpu")
+    model = load_model(tiny("llama", tokenizer=True), 1, device="cpu")
     state = torch.random.get_rng_state()
-    first = text.windows(slice, "own", 5, 6, 0, lambda *_: None)
+    first = text.windows(model, "own", 5, 6, 0, lambda *_: None)
     assert torch.equal(torch.random.get_rng_state(), state)  # the library's sampling leaves no trace
     assert first.shape == (5, 6)
-    assert torch.equal(text.windows(slice, "own", 5, 6, 0, lambda *_: None), first)
+    assert torch.equal(text.windows(model, "own", 5, 6, 0, lambda *_: None), first)
     (tmp_path / "long.jsonl").write_text('"abcdefghijklmnop"\nno JSON')
     assert (
-        len(text.windows(slice, str(tmp_path / "long.jsonl"), 2, 3, 0, lambda *_: None)) == 2
+        len(text.windows(model, str(tmp_path / "long.jsonl"), 2, 3, 0, lambda *_: None)) == 2
     )  # no more is read
     (tmp_path / "short.txt").write_text("abc")
     with pytest.raises(InputError, match=r"no text of .*short.txt has 6 tokens"):
-        text.windows(slice, str(tmp_path / "short.txt"), 5, 6, 0, lambda *_: None)
+        text.windows(model, str(tmp_path / "short.txt"), 5, 6, 0, lambda *_: None)
     with pytest.raises(InputError, match="gives 5 windows of 3 tokens; at least"):
         (tmp_path / "few.txt").write_text("abc\n" * 5)
         recipe = Recipe(text=str(tmp_path / "few.txt"), length=3)
-        public = as_whole(released(slice, [1, 2, 3]).public)
-        training.Data(slice, public, Shards(), recipe, lambda *_: None)
+        info = as_whole(released(model, [1, 2, 3]).info)
+        training.Data(model, info, Shards(), recipe, lambda *_: None)
 
 
-def test_what_it_cannot_use(tiny_slice: TinySlice) -> None:
-    slice = tiny_slice("llama", 1)
+def test_what_it_cannot_use(tiny_model: TinySlice) -> None:
+    model = tiny_model("llama", 1)
     for spec in ("seq-perm", "hidden-perm"):
         with pytest.raises(NotApplicableError, match="in order"):
-            Infill().recover(released(slice, [1, 2, 3], spec), slice, torch.Generator())
+            Infill().recover(released(model, [1, 2, 3], spec), model, torch.Generator())
     with pytest.raises(InputError, match="at least 1"):
         Infill(rounds=0)
 
@@ -399,21 +398,21 @@ def test_a_masked_model_of_the_same_tokens_says_what_it_said(
 ) -> None:
     from transformers import AutoModelForMaskedLM
 
-    slice = load_slice(tiny("llama", tokenizer=True), 0, stream="embed", device="cpu")
+    truncated = load_model(tiny("llama", tokenizer=True), 0, stream="embed", device="cpu")
     path = masked(architecture)
-    backbone = MaskedLM(path, slice, torch.float32)
+    backbone = MaskedLM(path, truncated, torch.float32)
     model = AutoModelForMaskedLM.from_pretrained(path).eval()
     names = masked_tokenizer()
     tokens = torch.tensor([[72, 11, 80, 80], [32, 33, 34, 35]])
-    same = torch.tensor([[names(slice.text([int(i)]))["input_ids"][0] for i in row] for row in tokens])
+    same = torch.tensor([[names(truncated.text([int(i)]))["input_ids"][0] for i in row] for row in tokens])
     ends = [torch.full((2, 1), i) for i in (names.cls_token_id, names.sep_token_id)]
     with torch.no_grad():
         wanted = model(torch.cat([ends[0], same, ends[1]], 1)).logits[:, 1:-1]
         backbone.model.eval()
         found = backbone.logits(backbone.embed(tokens), torch.ones(2, 4, dtype=torch.bool)).view(2, 4, -1)
-    assert found.shape[2] == slice.vocab_size
+    assert found.shape[2] == truncated.vocab_size
     for token in range(90):  # single bytes of text
-        (own,) = names(slice.text([token]))["input_ids"]
+        (own,) = names(truncated.text([token]))["input_ids"]
         assert torch.allclose(found[..., token], wanted[..., own], atol=1e-5)
 
 
@@ -421,18 +420,18 @@ def test_a_masked_model_of_the_same_tokens_says_what_it_said(
 def test_a_masked_model_of_other_tokens_learns_too(
     tiny: TinyPath, masked: Callable[..., str], texts: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    slice = load_slice(tiny("llama", tokenizer=True), 0, stream="embed", device="cpu")
-    tokens = letters(slice)
+    model = load_model(tiny("llama", tokenizer=True), 0, stream="embed", device="cpu")
+    tokens = letters(model)
     path = masked(pairs=("ab", "cd"))
-    observation = released(slice, tokens, "shard:alpha=3,c=2,node=1")
+    observation = released(model, tokens, "shard:alpha=3,c=2,node=1")
     attack = attack_on(texts, monkeypatch, masked=path)
     before = attack_on(texts, monkeypatch, masked=path, steps=1)
-    losses = [one.setup(observation, slice, torch.Generator())["held_out_loss"] for one in (before, attack)]
+    losses = [one.setup(observation, model, torch.Generator())["held_out_loss"] for one in (before, attack)]
     assert losses[1] < 0.5 * losses[0]
     check(
-        attack.recover(observation, slice, torch.Generator()),
+        attack.recover(observation, model, torch.Generator()),
         tokens,
-        list(observation.public.positions or ()),
+        list(observation.info.positions or ()),
     )
 
 
@@ -440,16 +439,16 @@ def test_a_masked_model_of_other_tokens_learns_too(
 def test_masked_models_that_do_not_do(
     tiny: TinyPath, masked: Callable[..., str], texts: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    slice = load_slice(tiny("llama", tokenizer=True), 0, stream="embed", device="cpu")
-    observation = released(slice, letters(slice), "shard:alpha=3,c=2,node=1")
+    model = load_model(tiny("llama", tokenizer=True), 0, stream="embed", device="cpu")
+    observation = released(model, letters(model), "shard:alpha=3,c=2,node=1")
     for path, words in (
         (masked(mask=False), "has no mask token"),
         (tiny("llama", tokenizer=True), "has no mask token"),
         (str(Path("/nowhere/bert")), "no model at"),
     ):
         with pytest.raises(InputError, match=words):
-            attack_on(texts, monkeypatch, masked=path).setup(observation, slice, torch.Generator())
-    backbone = MaskedLM(masked("bert"), slice, torch.float32)
+            attack_on(texts, monkeypatch, masked=path).setup(observation, model, torch.Generator())
+    backbone = MaskedLM(masked("bert"), model, torch.float32)
     with pytest.raises(InputError, match="reads 64 tokens at most, not 66"):
         backbone.logits(torch.zeros(1, 64, 48), torch.ones(1, 64, dtype=torch.bool))
 
@@ -461,12 +460,12 @@ def test_masked_models_that_do_not_do(
 def test_with_every_row_it_names_all_tokens_anew(
     tiny: TinyPath, texts: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    slice = load_slice(tiny("llama", tokenizer=True), 1, device="cpu")
-    tokens = letters(slice)
+    model = load_model(tiny("llama", tokenizer=True), 1, device="cpu")
+    tokens = letters(model)
     attack = attack_on(texts, monkeypatch, steps=60)
-    observation = released(slice, tokens)
-    attack.setup(observation, slice, torch.Generator())
-    found = attack.recover(observation, slice, torch.Generator())
+    observation = released(model, tokens)
+    attack.setup(observation, model, torch.Generator())
+    found = attack.recover(observation, model, torch.Generator())
     right = sum(a == b for a, b in zip(found.ids, tokens, strict=True))
     assert right > 0.9 * len(tokens)
     assert [one.row for one in found.tokens] == list(range(len(tokens)))

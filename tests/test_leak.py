@@ -9,19 +9,19 @@ from typing import Any
 import pytest
 import torch
 
-from hiddenlab.attacks.evidence import agreement, evidence_of, learn_projection, ordinals
-from hiddenlab.attacks.proofs import ProofSearch, _Tried
-from hiddenlab.channel import Channel
-from hiddenlab.core import Observation, Recovery
+from hiddenlab.attacks.fingerprint_inversion import FingerprintInversion, _Tried
+from hiddenlab.channels import Channel
 from hiddenlab.defenses.fingerprints import Logprobs, Toploc, request_seed, scatter
 from hiddenlab.defenses.verification.toploc import Proof, commit, values_at, verify
 from hiddenlab.errors import InputError, NotApplicableError
-from hiddenlab.eval import leak
-from hiddenlab.eval.experiment import Setting, measure_cell, row_of
-from hiddenlab.lens import ORTHOGONAL, Projection
-from hiddenlab.slice import Slice
+from hiddenlab.eval.cells import Setting, measure_cell, row_of
+from hiddenlab.eval.tables import leak
+from hiddenlab.matching.fingerprint_evidence import agreement, evidence_of, learn_projection, ordinals
+from hiddenlab.matching.projections import ORTHOGONAL, Projection
+from hiddenlab.models import TruncatedModel
+from hiddenlab.types import AttackResult, Observation
 
-Slices = Callable[..., Slice]
+Slices = Callable[..., TruncatedModel]
 HALF = "dtype:bfloat16"
 LENGTH = 10
 
@@ -34,13 +34,13 @@ def prompt(seed: int = 0, length: int = LENGTH) -> list[int]:
     return torch.randint(0, 256, (length,), generator=draw(seed)).tolist()
 
 
-def release(slice: Slice, channel: str, tokens: list[int], seed: int = 3) -> Observation:
-    return Channel.parse(channel.split("|")).release(slice, tokens, draw(seed))[0]
+def release(model: TruncatedModel, channel: str, tokens: list[int], seed: int = 3) -> Observation:
+    return Channel.parse(channel.split("|")).release(model, tokens, draw(seed))[0]
 
 
-def attacked(observation: Observation, slice: Slice, **options: object) -> Recovery:
-    search = ProofSearch(**{"breadth": 4, "candidates": 300, "budget": 300, **options})  # type: ignore[arg-type]
-    return search.recover(observation, slice, draw())
+def attacked(observation: Observation, model: TruncatedModel, **options: object) -> AttackResult:
+    search = FingerprintInversion(**{"breadth": 4, "candidates": 300, "budget": 300, **options})  # type: ignore[arg-type]
+    return search.recover(observation, model, draw())
 
 
 # ---- recovery
@@ -57,10 +57,10 @@ def attacked(observation: Observation, slice: Slice, **options: object) -> Recov
         (f"{HALF}|logprobs:k=5", "logits"),
     ],
 )
-def test_a_fingerprint_gives_the_prompt_away(tiny_slice: Slices, channel: str, stream: str) -> None:
-    slice = tiny_slice("llama", None, stream)
+def test_a_fingerprint_gives_the_prompt_away(tiny_model: Slices, channel: str, stream: str) -> None:
+    model = tiny_model("llama", None, stream)
     tokens = prompt(length=8)
-    recovery = attacked(release(slice, channel, tokens), slice)
+    recovery = attacked(release(model, channel, tokens), model)
     assert recovery.ids == tokens
     sure = sum(token.verified for token in recovery.tokens)
     assert (
@@ -69,87 +69,87 @@ def test_a_fingerprint_gives_the_prompt_away(tiny_slice: Slices, channel: str, s
 
 
 @pytest.mark.parametrize("architecture", ["gemma2", "gpt2", "qwen3_moe"])
-def test_other_architectures_and_tied_heads(tiny_slice: Slices, architecture: str) -> None:
-    slice = tiny_slice(architecture, None, "final_norm")
+def test_other_architectures_and_tied_heads(tiny_model: Slices, architecture: str) -> None:
+    model = tiny_model(architecture, None, "final_norm")
     tokens = prompt(1, 6)
-    assert attacked(release(slice, f"{HALF}|toploc:k=64", tokens), slice).ids == tokens
+    assert attacked(release(model, f"{HALF}|toploc:k=64", tokens), model).ids == tokens
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma2"])
-def test_the_prior_is_the_models_own(tiny_slice: Slices, architecture: str) -> None:
-    states, logits = (tiny_slice(architecture, None, stream) for stream in ("final_norm", "logits"))
-    one, other = (ProofSearch()._opening(slice) for slice in (states, logits))
+def test_the_prior_is_the_models_own(tiny_model: Slices, architecture: str) -> None:
+    states, logits = (tiny_model(architecture, None, stream) for stream in ("final_norm", "logits"))
+    one, other = (FingerprintInversion()._opening(model) for model in (states, logits))
     torch.testing.assert_close(one.following, other.following, atol=1e-4, rtol=1e-4)
 
 
-def test_evidence_of_the_answer_is_that_of_a_plain_prefill(tiny_slice: Slices) -> None:
-    slice = tiny_slice("llama", None, "final_norm")
+def test_evidence_of_the_answer_is_that_of_a_plain_prefill(tiny_model: Slices) -> None:
+    model = tiny_model("llama", None, "final_norm")
     tokens = prompt(2)
-    observation = release(slice, f"{HALF}|toploc:k=64", tokens)
-    recovery = attacked(observation, slice)
-    evidence, states = evidence_of(observation, slice), slice.encode(torch.tensor(tokens))
+    observation = release(model, f"{HALF}|toploc:k=64", tokens)
+    recovery = attacked(observation, model)
+    evidence, states = evidence_of(observation, model), model.encode(torch.tensor(tokens))
     for row, found in enumerate(recovery.tokens):
         assert -found.distance == pytest.approx(float(evidence.score(row, states[row : row + 1])), abs=0.5)
 
 
-def test_every_position_run_is_counted(tiny_slice: Slices) -> None:
-    slice = tiny_slice("llama", None, "final_norm")
-    observation = release(slice, "toploc:k=64", prompt())
-    search = ProofSearch(breadth=2, candidates=300)
-    assert search.setup(observation, slice, draw())["opening_tokens"] > 250
-    before = slice.evaluated_tokens
-    recovery = search.recover(observation, slice, draw())
-    assert recovery.evaluated_tokens == slice.evaluated_tokens - before > 300 * (LENGTH - 1)
+def test_every_position_run_is_counted(tiny_model: Slices) -> None:
+    model = tiny_model("llama", None, "final_norm")
+    observation = release(model, "toploc:k=64", prompt())
+    search = FingerprintInversion(breadth=2, candidates=300)
+    assert search.setup(observation, model, draw())["opening_tokens"] > 250
+    before = model.evaluated_tokens
+    recovery = search.recover(observation, model, draw())
+    assert recovery.evaluated_tokens == model.evaluated_tokens - before > 300 * (LENGTH - 1)
     assert recovery.tokens[0].evaluated == 300  # the first tokens' states, from the setup
 
 
-def test_passes_stay_small(tiny_slice: Slices, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_passes_stay_small(tiny_model: Slices, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where nothing stands out, the whole budget is tried again behind other paths: in parts, with the same answer."""
-    slice = tiny_slice("llama", None, "final_norm")
-    observation = release(slice, f"{HALF}|project:count=2", prompt())
-    monkeypatch.setattr("hiddenlab.attacks.proofs.SETTLED", math.inf)
-    whole = attacked(observation, slice)
-    monkeypatch.setattr(slice, "max_pass_tokens", 64)
+    model = tiny_model("llama", None, "final_norm")
+    observation = release(model, f"{HALF}|project:count=2", prompt())
+    monkeypatch.setattr("hiddenlab.attacks.fingerprint_inversion.SETTLED", math.inf)
+    whole = attacked(observation, model)
+    monkeypatch.setattr(model, "max_pass_tokens", 64)
     sizes = []
-    run = slice.run
+    run = model.run
     monkeypatch.setattr(
-        slice,
+        model,
         "run",
         lambda asked, **options: sizes.append(sum(one.size for one in asked)) or run(asked, **options),
     )
-    parts = attacked(observation, slice)
+    parts = attacked(observation, model)
     assert max(sizes) <= 64
     assert parts.ids == whole.ids and parts.evaluated_tokens == whole.evaluated_tokens
 
 
 @pytest.mark.parametrize("channel", [f"{HALF}|project:count=2", f"{HALF}|project:count=1", "toploc:k=64"])
 def test_tokens_that_no_evidence_would_save_are_not_run(
-    tiny_slice: Slices, monkeypatch: pytest.MonkeyPatch, channel: str
+    tiny_model: Slices, monkeypatch: pytest.MonkeyPatch, channel: str
 ) -> None:
     """Behind a language model that is sure of much, the same prompt is found as when every token is run."""
-    slice = tiny_slice("llama", None, "final_norm")
+    model = tiny_model("llama", None, "final_norm")
 
     def sharp(self: Any, states: torch.Tensor) -> torch.Tensor:
         return (30 * self._head(states).float()).log_softmax(1)
 
-    monkeypatch.setattr("hiddenlab.attacks.proofs._Opening.log_probs", sharp)
-    opening = ProofSearch()._opening(slice)
+    monkeypatch.setattr("hiddenlab.attacks.fingerprint_inversion._Opening.log_probs", sharp)
+    opening = FingerprintInversion()._opening(model)
     tokens, prior = list[int](), opening.path().prior
     for _ in range(8):
         following = (
             opening.following if not tokens else opening.log_probs(prior.extend(torch.tensor(tokens[-1:])))[0]
         )
         tokens.append(int(torch.multinomial(following.exp(), 1, generator=draw(len(tokens)))))
-    observation = release(slice, channel, tokens)
-    settled = attacked(observation, slice, candidates=8)
-    monkeypatch.setattr("hiddenlab.attacks.proofs.SETTLED", math.inf)
-    found = attacked(observation, slice, candidates=8)
+    observation = release(model, channel, tokens)
+    settled = attacked(observation, model, candidates=8)
+    monkeypatch.setattr("hiddenlab.attacks.fingerprint_inversion.SETTLED", math.inf)
+    found = attacked(observation, model, candidates=8)
     assert settled.ids == found.ids and settled.evaluated_tokens <= found.evaluated_tokens
-    kind = type(evidence_of(observation, slice))
+    kind = type(evidence_of(observation, model))
     least = min(-one.distance for one in found.tokens)
-    assert least <= evidence_of(observation, slice).most
+    assert least <= evidence_of(observation, model).most
     monkeypatch.setattr(kind, "most", property(lambda self: 1e9))
-    whole = attacked(observation, slice, candidates=8)
+    whole = attacked(observation, model, candidates=8)
     assert found.ids == whole.ids
     assert found.stop_reason == "complete"
     if "project" in channel:
@@ -157,10 +157,10 @@ def test_tokens_that_no_evidence_would_save_are_not_run(
 
 
 @pytest.mark.parametrize("channel", ["toploc:k=64", f"{HALF}|project:count=3"])
-def test_the_right_states_have_the_most_evidence(tiny_slice: Slices, channel: str) -> None:
-    slice = tiny_slice("llama", None, "final_norm")
-    evidence = evidence_of(release(slice, channel, prompt()), slice)
-    states = slice.encode(torch.tensor(prompt()))
+def test_the_right_states_have_the_most_evidence(tiny_model: Slices, channel: str) -> None:
+    model = tiny_model("llama", None, "final_norm")
+    evidence = evidence_of(release(model, channel, prompt()), model)
+    states = model.encode(torch.tensor(prompt()))
     right = torch.cat([evidence.score(row, states[row : row + 1]) for row in range(LENGTH)])
     assert bool((right <= evidence.most + 1e-4).all()) and float(right.max()) > 0.5 * evidence.most
 
@@ -168,33 +168,33 @@ def test_the_right_states_have_the_most_evidence(tiny_slice: Slices, channel: st
 # ---- what is not there is not found, and not claimed
 
 
-def test_one_inner_product_verifies_nothing(tiny_slice: Slices) -> None:
-    slice = tiny_slice("llama", None, "final_norm")
-    recovery = attacked(release(slice, f"{HALF}|project:count=1", prompt()), slice, budget=200)
+def test_one_inner_product_verifies_nothing(tiny_model: Slices) -> None:
+    model = tiny_model("llama", None, "final_norm")
+    recovery = attacked(release(model, f"{HALF}|project:count=1", prompt()), model, budget=200)
     assert not any(token.verified for token in recovery.tokens)
     assert recovery.stop_reason == "budget exhausted"
 
 
-def test_without_the_key_of_the_indices_nothing_is_recovered(tiny_slice: Slices) -> None:
-    slice = tiny_slice("llama", None, "final_norm")
+def test_without_the_key_of_the_indices_nothing_is_recovered(tiny_model: Slices) -> None:
+    model = tiny_model("llama", None, "final_norm")
     for seed in range(2):
         tokens = prompt(seed)
-        recovery = attacked(release(slice, f"{HALF}|toploc:k=64,keyed=true", tokens), slice, budget=300)
+        recovery = attacked(release(model, f"{HALF}|toploc:k=64,keyed=true", tokens), model, budget=300)
         assert sum(a == b for a, b in zip(recovery.ids, tokens, strict=True)) <= 2
         assert not any(token.verified for token in recovery.tokens)
 
 
-def test_the_floor_runs_no_candidates(tiny_slice: Slices) -> None:
-    slice = tiny_slice("llama", None, "final_norm")
-    recovery = attacked(release(slice, "toploc:k=64", prompt()), slice, evidence=False)
+def test_the_floor_runs_no_candidates(tiny_model: Slices) -> None:
+    model = tiny_model("llama", None, "final_norm")
+    recovery = attacked(release(model, "toploc:k=64", prompt()), model, evidence=False)
     assert len(recovery.ids) == LENGTH and not any(token.verified for token in recovery.tokens)
     assert recovery.evaluated_tokens <= 1 + 2 * 4 * LENGTH
 
 
-def test_positions_without_a_fingerprint_are_left_to_the_prior(tiny_slice: Slices) -> None:
-    slice = tiny_slice("llama", None, "final_norm")
+def test_positions_without_a_fingerprint_are_left_to_the_prior(tiny_model: Slices) -> None:
+    model = tiny_model("llama", None, "final_norm")
     tokens = prompt()
-    recovery = attacked(release(slice, "project:count=16", tokens), slice, every=2)
+    recovery = attacked(release(model, "project:count=16", tokens), model, every=2)
     assert not any(token.verified for token in recovery.tokens[1::2])
     assert sum(a == b for a, b in zip(recovery.ids, tokens, strict=True)) < LENGTH
 
@@ -202,11 +202,11 @@ def test_positions_without_a_fingerprint_are_left_to_the_prior(tiny_slice: Slice
 # ---- the released form
 
 
-def test_a_release_holds_the_committed_values(tiny_slice: Slices) -> None:
-    slice = tiny_slice("llama", None, "final_norm")
+def test_a_release_holds_the_committed_values(tiny_model: Slices) -> None:
+    model = tiny_model("llama", None, "final_norm")
     tokens = prompt()
-    observation, secret = Channel.parse([HALF, "toploc:k=64"]).release(slice, tokens, draw())
-    provider = Channel.parse([HALF]).release(slice, tokens, draw())[0].states
+    observation, secret = Channel.parse([HALF, "toploc:k=64"]).release(model, tokens, draw())
+    provider = Channel.parse([HALF]).release(model, tokens, draw())[0].states
     largest = provider.float().abs().flatten().topk(40).indices  # not up to the last, where there may be ties
     assert torch.equal(observation.states.flatten()[largest], provider.flatten()[largest])
     details = next(value for value in secret.details.values() if isinstance(value, dict))
@@ -215,11 +215,11 @@ def test_a_release_holds_the_committed_values(tiny_slice: Slices) -> None:
     assert torch.equal(observation.states.flatten()[finite], again[finite])
 
 
-def test_log_probabilities_are_the_models(tiny_slice: Slices) -> None:
-    slice = tiny_slice("llama", None, "logits")
+def test_log_probabilities_are_the_models(tiny_model: Slices) -> None:
+    model = tiny_model("llama", None, "logits")
     tokens = prompt()
-    shown = release(slice, "logprobs:k=3", tokens).states
-    plain = slice.encode(torch.tensor(tokens)).log_softmax(1)
+    shown = release(model, "logprobs:k=3", tokens).states
+    plain = model.encode(torch.tensor(tokens)).log_softmax(1)
     assert torch.allclose(shown[:, :3], plain.gather(1, shown[:, 3:].long()), atol=1e-5)
     assert torch.equal(shown[:, 3], plain.argmax(1).float())
 
@@ -237,16 +237,16 @@ def test_agreement_falls_with_the_gap_down_to_no_relation() -> None:
 # ---- keys
 
 
-def test_proofs_with_keyed_indices_still_verify(tiny_slice: Slices) -> None:
-    slice = tiny_slice("llama", None, "final_norm")
+def test_proofs_with_keyed_indices_still_verify(tiny_model: Slices) -> None:
+    model = tiny_model("llama", None, "final_norm")
     tokens = prompt(4, 24)
-    provider, own = release(slice, HALF, tokens).states, slice.encode(torch.tensor(tokens))
+    provider, own = release(model, HALF, tokens).states, model.encode(torch.tensor(tokens))
     key, other = request_seed("a", "1"), request_seed("a", "2")
     proof = commit(scatter(provider, key), 64)
     assert verify(scatter(own, key), proof, k=64).accepted
     assert not verify(scatter(own, other), proof, k=64).accepted
     assert not verify(own, proof, k=64).accepted
-    assert not verify(scatter(slice.encode(torch.tensor(prompt(5, 24))), key), proof, k=64).accepted
+    assert not verify(scatter(model.encode(torch.tensor(prompt(5, 24))), key), proof, k=64).accepted
 
 
 def test_seeds_differ_by_key_and_request() -> None:
@@ -254,33 +254,33 @@ def test_seeds_differ_by_key_and_request() -> None:
     assert len(seeds) == 5 and min(seeds) >= 0
 
 
-def test_a_secret_projection_is_learned_from_enough_positions(tiny_slice: Slices) -> None:
-    slice = tiny_slice("llama", None, "final_norm")
+def test_a_secret_projection_is_learned_from_enough_positions(tiny_model: Slices) -> None:
+    model = tiny_model("llama", None, "final_norm")
     secret = Projection(8, request_seed("key"), ORTHOGONAL)
-    states = slice.encode(torch.tensor(prompt(7, 160)))
-    true = secret(torch.eye(slice.width))
+    states = model.encode(torch.tensor(prompt(7, 160)))
+    true = secret(torch.eye(model.width))
     errors = []
     for known in (16, 32, 160):
         learned = learn_projection(states[:known], secret(states[:known]))
         errors.append(float(torch.linalg.matrix_norm(learned - true) / torch.linalg.matrix_norm(true)))
     assert errors[0] > 0.7 and errors[0] > errors[1] > 0.5 and errors[2] < 1e-3
     tokens = prompt(8)
-    plain = release(slice, "identity", tokens)
-    observation = Observation(secret(plain.states), plain.public)
-    assert attacked(observation, slice, directions=learned).ids == tokens
+    plain = release(model, "identity", tokens)
+    observation = Observation(secret(plain.states), plain.info)
+    assert attacked(observation, model, directions=learned).ids == tokens
     keyed = Observation(
-        Projection(8, request_seed("key", "user"), ORTHOGONAL)(plain.states), observation.public
+        Projection(8, request_seed("key", "user"), ORTHOGONAL)(plain.states), observation.info
     )
-    recovery = attacked(keyed, slice, directions=learned)
+    recovery = attacked(keyed, model, directions=learned)
     assert recovery.ids != tokens and not any(token.verified for token in recovery.tokens)
 
 
-def test_ridge_does_not_fit_noise(tiny_slice: Slices) -> None:
-    slice = tiny_slice("llama", None, "final_norm")
+def test_ridge_does_not_fit_noise(tiny_model: Slices) -> None:
+    model = tiny_model("llama", None, "final_norm")
     secret = Projection(4, 1, ORTHOGONAL)
-    states = slice.encode(torch.tensor(prompt(7, 70)))
+    states = model.encode(torch.tensor(prompt(7, 70)))
     noisy = secret(states) + 0.05 * torch.randn(70, 4, generator=draw())
-    true = secret(torch.eye(slice.width))
+    true = secret(torch.eye(model.width))
     plain, ridged = (learn_projection(states, noisy, ridge) for ridge in (0.0, 0.1))
     assert torch.linalg.matrix_norm(ridged - true) < torch.linalg.matrix_norm(plain - true)
 
@@ -288,60 +288,60 @@ def test_ridge_does_not_fit_noise(tiny_slice: Slices) -> None:
 # ---- wrong input
 
 
-def test_wrong_observations_get_a_clear_answer(tiny_slice: Slices) -> None:
-    slice = tiny_slice("llama", None, "final_norm")
+def test_wrong_observations_get_a_clear_answer(tiny_model: Slices) -> None:
+    model = tiny_model("llama", None, "final_norm")
     tokens = prompt()
-    fine = release(slice, "toploc:k=64", tokens)
+    fine = release(model, "toploc:k=64", tokens)
     with pytest.raises(NotApplicableError, match="vocab-match is for whole states"):
-        attacked(release(slice, "identity", tokens), slice)
+        attacked(release(model, "identity", tokens), model)
     with pytest.raises(NotApplicableError, match="in order"):
-        attacked(release(slice, "toploc:k=64|seq-perm", tokens), slice)
+        attacked(release(model, "toploc:k=64|seq-perm", tokens), model)
     with pytest.raises(NotApplicableError, match="gaps"):
-        attacked(release(slice, "toploc:k=64|gap:size=2,after=3", tokens), slice)
-    with pytest.raises(InputError, match="the slice gives"):
-        attacked(fine, tiny_slice("llama", None, "logits"))
+        attacked(release(model, "toploc:k=64|drop-rows:size=2,after=3", tokens), model)
+    with pytest.raises(InputError, match="the truncated model gives"):
+        attacked(fine, tiny_model("llama", None, "logits"))
     with pytest.raises(InputError, match="other weights"):
-        attacked(fine, tiny_slice("qwen3", None, "final_norm"))
+        attacked(fine, tiny_model("qwen3", None, "final_norm"))
     for fact in (None, {"k": 0}, {"k": True}, "128"):
         with pytest.raises(InputError, match="how many values k"):
-            attacked(Observation(fine.states, replace(fine.public, facts={"toploc": fact})), slice)
+            attacked(Observation(fine.states, replace(fine.info, facts={"toploc": fact})), model)
     with pytest.raises(InputError, match="wide"):
-        attacked(Observation(fine.states[:, 1:], fine.public), slice)
+        attacked(Observation(fine.states[:, 1:], fine.info), model)
     with pytest.raises(InputError, match="wide"):
-        attacked(fine, slice, directions=torch.zeros(slice.width, 3))
-    resid = tiny_slice("llama", 2)
-    public = replace(release(resid, "identity", tokens).public, facts=fine.public.facts)
+        attacked(fine, model, directions=torch.zeros(model.width, 3))
+    resid = tiny_model("llama", 2)
+    info = replace(release(resid, "identity", tokens).info, facts=fine.info.facts)
     with pytest.raises(NotApplicableError, match="final_norm and logits"):
-        attacked(Observation(fine.states, public), resid)
+        attacked(Observation(fine.states, info), resid)
 
 
-def test_tokens_outside_the_vocabulary_are_refused(tiny_slice: Slices) -> None:
-    slice = tiny_slice("llama", None, "logits")
-    observation = release(slice, "logprobs:k=2", prompt())
+def test_tokens_outside_the_vocabulary_are_refused(tiny_model: Slices) -> None:
+    model = tiny_model("llama", None, "logits")
+    observation = release(model, "logprobs:k=2", prompt())
     states = observation.states.clone()
     states[0, 2] = 300.0
     with pytest.raises(InputError, match="outside the vocabulary"):
-        attacked(Observation(states, observation.public), slice)
+        attacked(Observation(states, observation.info), model)
 
 
-def test_wrong_settings_get_a_clear_answer(tiny_slice: Slices) -> None:
-    slice = tiny_slice("llama", None, "final_norm")
+def test_wrong_settings_get_a_clear_answer(tiny_model: Slices) -> None:
+    model = tiny_model("llama", None, "final_norm")
     for make in (
         lambda: Toploc(0),
         lambda: Logprobs(0),
-        lambda: ProofSearch(0),
-        lambda: ProofSearch(error=0.0),
+        lambda: FingerprintInversion(0),
+        lambda: FingerprintInversion(error=0.0),
     ):
         with pytest.raises(InputError):
             make()
     with pytest.raises(InputError, match="use --stream logits"):
-        release(slice, "logprobs", prompt())
+        release(model, "logprobs", prompt())
     with pytest.raises(InputError, match="use --stream final_norm"):
-        release(tiny_slice("llama", 2), "toploc", prompt())
+        release(tiny_model("llama", 2), "toploc", prompt())
     with pytest.raises(InputError, match="640 values"):
-        release(slice, "toploc:k=641", prompt())
+        release(model, "toploc:k=641", prompt())
     with pytest.raises(InputError, match="vocabulary of 300"):
-        release(tiny_slice("llama", None, "logits"), "logprobs:k=301", prompt())
+        release(tiny_model("llama", None, "logits"), "logprobs:k=301", prompt())
     with pytest.raises(InputError):
         learn_projection(torch.zeros(3, 4), torch.zeros(2, 1))
 
@@ -385,9 +385,9 @@ def test_rows_are_chosen_by_name_or_by_part(tiny: Callable[..., str]) -> None:
         chosen(";")
     with pytest.raises(InputError):
         leak.leak(setting, budget="abc")  # type: ignore[arg-type]
-    same = {cell.digest for cell in leak.leak(setting, openings=2048).cells}
+    same = {cell.digest for cell in leak.leak(setting, first_tokens=2048).cells}
     assert same == {cell.digest for cell in leak.leak(setting).cells}
-    assert "openings=9" in leak.leak(setting, openings=9).cells[0].spec["attack"]
+    assert "first_tokens=9" in leak.leak(setting, first_tokens=9).cells[0].spec["attack"]
 
 
 def test_detection_and_recovery_share_a_row(tiny: Callable[..., str], tmp_path: Path) -> None:

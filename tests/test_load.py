@@ -15,8 +15,8 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from hiddenlab.errors import InputError
-from hiddenlab.slice import load_slice
-from hiddenlab.slice.load import load_config, load_model, resolve_model, truncate_config
+from hiddenlab.models import load_model
+from hiddenlab.models.load import load_config, load_module, resolve_model, truncate_config
 from hiddenlab.testing import HEADS, KV_HEADS, LAYERS, MLP, VOCABULARY, WIDTH, WINDOW, PlainModel
 
 TinyPath = Callable[..., str]
@@ -28,7 +28,7 @@ TOLERANCE = 1e-4
 
 
 def states(path: Path | str, layer: int | None, stream: str = "resid") -> Tensor:
-    return load_slice(str(path), layer, stream=stream, device="cpu").encode(IDS)
+    return load_model(str(path), layer, stream=stream, device="cpu").encode(IDS)
 
 
 def close(actual: Tensor, expected: Tensor) -> None:
@@ -39,7 +39,7 @@ def close(actual: Tensor, expected: Tensor) -> None:
 
 def refused(match: str, *args: Any, **options: Any) -> None:
     with pytest.raises(InputError, match=match) as caught:
-        load_slice(*args, device="cpu", **options)
+        load_model(*args, device="cpu", **options)
     assert "\n" not in str(caught.value)
 
 
@@ -78,7 +78,7 @@ def test_local_only_never_asks_the_hub(
     (home / "refs" / "main").write_text("abc")
     ref = resolve_model("somebody/something", local_only=True)
     assert ref.name == "somebody/something"
-    assert load_slice(ref.path, 1).signature == load_slice(tiny("llama"), 1).signature
+    assert load_model(ref.path, 1).signature == load_model(tiny("llama"), 1).signature
 
 
 def test_adapters_are_refused(tiny: TinyPath, tmp_path: Path) -> None:
@@ -182,7 +182,7 @@ def test_what_stands_before_the_names_is_found_in_the_file(
 def test_what_was_mapped_is_saved_as_a_plain_model(tiny: TinyPath, tmp_path: Path) -> None:
     change = renamed("language_model.model.", "language_model.", "model.")
     ref = resolve_model(changed(tiny("llama"), tmp_path / "mapped", change))
-    model: Any = load_model(
+    model: Any = load_module(
         ref, load_config(ref), head=True, dtype=torch.float32, device=torch.device("cpu"), attention=None
     )
     model.save_pretrained(tmp_path / "saved")
@@ -232,7 +232,7 @@ def test_a_tensor_that_the_slice_needs(
     refused(rf"does not give {gone.removeprefix(own + '.')}, which is needed.*'{own}\.'", path, layer)
     with pytest.raises(InputError, match="does not give"):
         ref = resolve_model(path)
-        load_model(
+        load_module(
             ref, load_config(ref), head=True, dtype=torch.bfloat16, device=torch.device("cpu"), attention=None
         )
 
@@ -240,7 +240,7 @@ def test_a_tensor_that_the_slice_needs(
 def test_one_expert_of_many(tiny: TinyPath, tmp_path: Path) -> None:
     path = changed(tiny("qwen3_moe"), tmp_path / "model", without("layers.0.mlp.experts.2.up_proj"))
     with pytest.raises(InputError, match=r"layers\.0\.mlp\.experts\.gate_up_proj|conversion of the weights"):
-        load_slice(path, 1)
+        load_model(path, 1)
 
 
 def test_no_tensor_of_the_architecture(tiny: TinyPath, tmp_path: Path) -> None:
@@ -313,7 +313,7 @@ def test_files_that_are_damaged_or_missing(tiny: TinyPath, tmp_path: Path) -> No
     refused(f"cannot read .*{files[1].name}.*copy it again", path, 1)
     files[1].unlink()
     refused(f"names {files[1].name}, which is missing", path, 1)
-    # Without one that no layer of the slice is in, transformers does not read the others either.
+    # Without one that no layer of the truncated model is in, transformers does not read the others either.
     files[1].write_bytes(whole)
     files[-1].unlink()
     refused(f"names {files[-1].name}, which is missing", path, 1)
@@ -400,7 +400,7 @@ def test_the_language_model_of_a_multimodal_one(tmp_path: Path, family: str, tie
                 str(tmp_path / "model"), LAYERS, stream="logits")  # fmt: skip
     else:
         close(states(tmp_path / "model", LAYERS, "logits"), out.logits[0])
-    # The image part and the layers behind the slice may be missing.
+    # The image part and the layers behind the truncated model may be missing.
     path = changed(
         tmp_path / "model", tmp_path / "blind", without("visual" if family == "qwen3_vl" else "vision")
     )

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hiddenlab.eval.measures import figures_of
-from hiddenlab.eval.metrics import TextScore, score_text
-from hiddenlab.run import MISSING
+from hiddenlab.eval.measures.attack import figures_of
+from hiddenlab.eval.measures.metrics import TextScore, score_text
+from hiddenlab.runner import MISSING
 from hiddenlab.summary import summarise
 
 
@@ -29,7 +29,7 @@ def test_a_perfect_recovery_scores_one(text: str) -> None:
     assert score(text, text) == {
         "exact": True,
         "token_accuracy": 1.0,
-        "token_bag": 1.0,
+        "bag_of_tokens_recall": 1.0,
         "rouge_l": 1.0,
         "bleu": 1.0,
     }
@@ -47,7 +47,7 @@ def test_known_values() -> None:
 def test_token_accuracy_is_over_the_truth() -> None:
     assert score("x", "y", [1, 2, 3, 4], [1, 2])["token_accuracy"] == 0.5
     assert score("x", "y", [1, 2], [1, 2, 3, 4]) == pytest.approx(
-        {"exact": False, "token_accuracy": 1.0, "token_bag": 1.0, "rouge_l": 0.0, "bleu": 0.0}
+        {"exact": False, "token_accuracy": 1.0, "bag_of_tokens_recall": 1.0, "rouge_l": 0.0, "bleu": 0.0}
     )
     assert score("x", "y", [1, 2, 3, 4], [9, 1, 2, 3])["token_accuracy"] == 0.0
 
@@ -58,20 +58,20 @@ def test_texts_without_latin_words_are_compared_by_their_ids() -> None:
 
 
 def test_nothing_recovered_and_nothing_to_recover() -> None:
-    nothing = dict.fromkeys(("token_accuracy", "token_bag", "rouge_l", "bleu"), 0.0)
+    nothing = dict.fromkeys(("token_accuracy", "bag_of_tokens_recall", "rouge_l", "bleu"), 0.0)
     assert score("the cat", "") == {"exact": False, **nothing}
     with pytest.raises(ValueError, match="no tokens"):
         score("", "")
 
 
 def test_tokens_are_counted_in_any_order() -> None:
-    assert score("x", "y", [1, 2, 3, 4], [4, 3, 2, 1])["token_bag"] == 1.0
-    assert score("x", "y", [1, 2, 3, 4], [9, 1, 2, 3])["token_bag"] == 0.75
+    assert score("x", "y", [1, 2, 3, 4], [4, 3, 2, 1])["bag_of_tokens_recall"] == 1.0
+    assert score("x", "y", [1, 2, 3, 4], [9, 1, 2, 3])["bag_of_tokens_recall"] == 0.75
     # Each only as often as both hold it; a missing token stands for none.
-    assert score("x", "y", [1, 1, 1, 2], [1, 1, 3, 3])["token_bag"] == 0.5
-    assert score("x", "y", [1, 2, 3, 4], [1, 1, 1, 1])["token_bag"] == 0.25
-    assert score("x", "y", [1, 2], [MISSING, 1])["token_bag"] == 0.5
-    assert score("x", "y", [1, 2], [MISSING, MISSING])["token_bag"] == 0.0
+    assert score("x", "y", [1, 1, 1, 2], [1, 1, 3, 3])["bag_of_tokens_recall"] == 0.5
+    assert score("x", "y", [1, 2, 3, 4], [1, 1, 1, 1])["bag_of_tokens_recall"] == 0.25
+    assert score("x", "y", [1, 2], [MISSING, 1])["bag_of_tokens_recall"] == 0.5
+    assert score("x", "y", [1, 2], [MISSING, MISSING])["bag_of_tokens_recall"] == 0.0
 
 
 few = st.integers(0, 5)
@@ -80,21 +80,23 @@ few = st.integers(0, 5)
 @given(truth=st.lists(few, min_size=1), recovered=st.lists(few | st.just(MISSING)), data=st.data())
 def test_order_matters_to_accuracy_alone(truth: list[int], recovered: list[int], data: st.DataObject) -> None:
     found = score("x", "x", truth, recovered)
-    assert found["token_accuracy"] <= found["token_bag"] <= 1
-    assert (found["token_bag"] == 1) == all(recovered.count(token) >= truth.count(token) for token in truth)
+    assert found["token_accuracy"] <= found["bag_of_tokens_recall"] <= 1
+    assert (found["bag_of_tokens_recall"] == 1) == all(
+        recovered.count(token) >= truth.count(token) for token in truth
+    )
     shuffled = score("x", "x", truth, data.draw(st.permutations(recovered)))
-    assert shuffled["token_bag"] == found["token_bag"]
+    assert shuffled["bag_of_tokens_recall"] == found["bag_of_tokens_recall"]
 
 
 def test_older_records_lack_the_figure() -> None:
     sample: dict[str, Any] = {
         "status": "attacked", "tokens": 4, "exact": False, "token_accuracy": 0.5, "rouge_l": 0.5, "bleu": 0.5,
-        "token_bag": 0.75, "verified": 0.0, "evaluated_tokens": 8, "forward_calls": 2, "seconds": 1.0,
+        "bag_of_tokens_recall": 0.75, "verified": 0.0, "evaluated_tokens": 8, "forward_calls": 2, "seconds": 1.0,
         "prefill_seconds": None, "epsilon": None, "per_token": {"evaluated": [2, 2, 2, 2]},
     }  # fmt: skip
-    older = {name: value for name, value in sample.items() if name != "token_bag"}
-    assert figures_of([sample, sample])["token_bag"]["value"] == 0.75
-    assert summarise([sample])["token_bag"] == 0.75
+    older = {name: value for name, value in sample.items() if name != "bag_of_tokens_recall"}
+    assert figures_of([sample, sample])["bag_of_tokens_recall"]["value"] == 0.75
+    assert summarise([sample])["bag_of_tokens_recall"] == 0.75
     for samples in ([older], [sample, older]):
-        assert "token_bag" not in figures_of(samples)
-    assert summarise([older])["token_bag"] is None
+        assert "bag_of_tokens_recall" not in figures_of(samples)
+    assert summarise([older])["bag_of_tokens_recall"] is None

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from hiddenlab.cli import app
 from hiddenlab.errors import HiddenlabError, InputError
-from hiddenlab.eval import bench_mpc
+from hiddenlab.eval.bench import mpc
 from hiddenlab.eval.mpc import bert_layer, run
 
 
@@ -191,7 +191,7 @@ def test_the_bench_without_the_libraries_says_how_to_get_them(
         "intermediate_size": 48,
         "vocab_size": 99,
     }
-    monkeypatch.setitem(bench_mpc.SHAPES, "bert-base", tiny)
+    monkeypatch.setitem(mpc.SHAPES, "bert-base", tiny)
     args = ["bench", "mpc", "--max-tokens", "8", "--set", "alphas=4", "--set", "backends=local", "--json"]
     result = CliRunner().invoke(app, [*args, "--set", "repeats=2", "--set", f"plot={tmp_path / 'p.png'}"])
     assert result.exit_code == 0, result.output
@@ -214,17 +214,17 @@ def test_ratios_are_of_one_run(monkeypatch: pytest.MonkeyPatch) -> None:
             "mb_on_wire": 10.0, "mb_formula": 9.0, "max_difference": 1e-6, "seconds_formula": 1.0,
         }
     ]  # fmt: skip
-    monkeypatch.setattr(bench_mpc.bench_cascade, "bench", lambda **_: {"rows": rows})
+    monkeypatch.setattr(mpc.bench_cascade, "bench", lambda **_: {"rows": rows})
     answer: Callable[..., dict[str, Any]] = lambda job, timeout: {  # noqa: E731
         "seconds": [8.0, 6.0, 7.0], "bytes": [4e7] * 3, "error": 0.1, "error_exact": 0.2,
         "rounds": [5] * 3, "parties": 2,
     }  # fmt: skip
-    monkeypatch.setattr(bench_mpc, "BASELINES", {"one": (answer, {"variant": "exact"})})
-    found = {row["scheme"]: row for row in bench_mpc.bench()["rows"]}
+    monkeypatch.setattr(mpc, "BASELINES", {"one": (answer, {"variant": "exact"})})
+    found = {row["scheme"]: row for row in mpc.bench()["rows"]}
     assert found["one"]["seconds_over_cascade"] == 3.5 and found["one"]["megabytes_over_cascade"] == 4.0
     assert found["plain"]["seconds_over_cascade"] == 0.25
     assert found["one"]["seconds_on_link"] == pytest.approx(7 + 5 * 1e-3 + 2e7 / (1e9 / 8))
-    bare = {row["scheme"]: row for row in bench_mpc.bench(bandwidth=0)["rows"]}
+    bare = {row["scheme"]: row for row in mpc.bench(bandwidth=0)["rows"]}
     assert "seconds_on_link" not in bare["one"] and not [name for name in bare if "link" in name]
     for wrong, words in (
         ({"repeats": 0}, "repeats"), ({"only": "nobody"}, "no baseline.s name holds"),
@@ -232,6 +232,6 @@ def test_ratios_are_of_one_run(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"max_tokens": 600}, "at most 512"), ({"depth": 99}, "at most 12"), ({"timeout": float("nan")}, "timeout"),
     ):  # fmt: skip
         with pytest.raises(InputError, match=words):
-            bench_mpc.bench(**wrong)  # type: ignore[arg-type]
+            mpc.bench(**wrong)  # type: ignore[arg-type]
     with pytest.raises(InputError, match="unknown shape"):
-        bench_mpc.bench(model="gpt")
+        mpc.bench(model="gpt")

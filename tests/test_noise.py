@@ -10,18 +10,19 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from hiddenlab.channel import Channel
+from hiddenlab.channels import Channel
 from hiddenlab.cli import app
-from hiddenlab.core import Progress
 from hiddenlab.errors import InputError, NotApplicableError, UnknownNameError
-from hiddenlab.eval import measures, paper
-from hiddenlab.eval.experiment import Experiment, Setting, conduct
-from hiddenlab.eval.experiments import table_18, table_19, table_20, table_21, table_22
-from hiddenlab.eval.noise import noise, noise_utility, order
+from hiddenlab.eval.cells import Experiment, Setting, conduct
+from hiddenlab.eval.measures import attack
+from hiddenlab.eval.tables import paper
+from hiddenlab.eval.tables.attack import table_18, table_19, table_20, table_21, table_22
+from hiddenlab.eval.tables.noise import noise, noise_utility, order
 from hiddenlab.job import generator
-from hiddenlab.slice import load_slice
-from hiddenlab.tables import grid, markdown_table
+from hiddenlab.models import load_model
+from hiddenlab.report.tables import grid, markdown_table
 from hiddenlab.testing import PlainModel
+from hiddenlab.types import Progress
 
 TABLES = {"identity": table_18, "seq-perm": table_19, "hidden-perm": table_20, "2d-perm": table_21}
 
@@ -59,12 +60,12 @@ def test_every_method_channel_layer_and_attack_has_a_row(deep: str) -> None:
     (row,) = (
         cell
         for cell in found.cells
-        if tuple(cell.keys.values()) == ("gaussian:sigma=0.1", "2d-perm", 11, "joint")
+        if tuple(cell.keys.values()) == ("gaussian:sigma=0.1", "2d-perm", 11, "beam-decoding")
     )
-    assert (row.spec["attack"], row.spec["budget"], row.spec["layer"]) == ("joint", None, 11)
+    assert (row.spec["attack"], row.spec["budget"], row.spec["layer"]) == ("beam-decoding", None, 11)
     assert row.spec["defense"] == ["gaussian:sigma=0.1", "2d-perm"]
     assert row.paper == {f"ROUGE-L, {paper.GEMMA}": 0.0016}
-    assert list(found.figures)[:2] == ["rouge_l", "token_bag"]
+    assert list(found.figures)[:2] == ["rouge_l", "bag_of_tokens_recall"]
     assert [note for note in found.notes if "at most 64 candidates" in note]
 
 
@@ -73,12 +74,12 @@ def test_what_is_asked_for_is_what_is_measured(deep: str) -> None:
         Setting(model=deep, layers=(2,)),
         channels="seq-perm",
         methods="gaussian:0.10, gaussian:sigma=0.1,int8",
-        attacks="joint:beam=4,sweeps=0,joint",
+        attacks="beam-decoding:beam=4,sweeps=0,beam-decoding",
     )
     assert [tuple(cell.keys.values()) for cell in asked.cells] == [
         (method, "seq-perm", 2, attack)
         for method in ("gaussian:sigma=0.1", "int8")
-        for attack in ("joint:beam=4,sweeps=0", "joint")
+        for attack in ("beam-decoding:beam=4,sweeps=0", "beam-decoding")
     ]
     assert {cell.paper[f"ROUGE-L, {paper.GEMMA}"] for cell in asked.cells} == {None}
     assert not [note for note in asked.notes if "candidates a token" in note]
@@ -88,19 +89,19 @@ def test_what_is_asked_for_is_what_is_measured(deep: str) -> None:
 
 
 def test_strengths_relative_to_the_embeddings(deep: str) -> None:
-    unit = measures.embedding_deviation(deep)
-    slice = load_slice(deep, 0, stream="embed")
-    table = slice.embed(torch.arange(slice.vocab_size)).double()
+    unit = attack.embedding_deviation(deep)
+    model = load_model(deep, 0, stream="embed")
+    table = model.embed(torch.arange(model.vocab_size)).double()
     assert unit == pytest.approx(float(table.std(correction=0)), rel=1e-5)
     asked = noise(
-        Setting(model=deep, layers=(1,)), channels="identity", attacks="joint", relative="0.07,0.5"
+        Setting(model=deep, layers=(1,)), channels="identity", attacks="beam-decoding", relative="0.07,0.5"
     ).cells
     assert [cell.keys["over deviation"] for cell in asked] == [0.07, 0.5]
     for cell in asked:
         sigma = float(cell.spec["defense"][0].removeprefix("gaussian:sigma="))
         assert sigma == pytest.approx(cell.keys["over deviation"] * unit, rel=1e-3)
     (alone,) = noise(
-        Setting(model=deep, layers=(1,)), channels="identity", attacks="joint", relative=0.5
+        Setting(model=deep, layers=(1,)), channels="identity", attacks="beam-decoding", relative=0.5
     ).cells
     assert alone.digest == asked[1].digest
 
@@ -117,8 +118,12 @@ def test_strengths_relative_to_the_embeddings(deep: str) -> None:
         ({"methods": "gausian:sigma=0.1"}, UnknownNameError, "unknown defense 'gausian'; did you mean gauss"),
         ({"methods": "gaussian:sigma=0"}, InputError, "gaussian needs sigma > 0"),
         ({"methods": ""}, InputError, "names nothing"),
-        ({"attacks": "joint,jiont"}, UnknownNameError, "unknown attack 'jiont'; did you mean joint"),
-        ({"attacks": "joint:beams=2"}, InputError, "joint has no parameter 'beams'"),
+        (
+            {"attacks": "beam-decoding,beam-decodign"},
+            UnknownNameError,
+            "unknown attack 'beam-decodign'; did you mean beam-decoding",
+        ),
+        ({"attacks": "beam-decoding:beams=2"}, InputError, "beam-decoding has no parameter 'beams'"),
         ({"relative": "much"}, InputError, "a relative strength is a number, not 'much'"),
         ({"relative": ""}, InputError, "a relative strength is a number, not ''"),
         ({"relative": "-0.1"}, InputError, "gaussian needs sigma > 0"),
@@ -155,7 +160,7 @@ def test_layer_channel_and_sigmas(deep: str, tiny: Callable[..., str]) -> None:
     assert {spec["layer"] for spec in read(deep)} == {11}
     assert {spec["layer"] for spec in read(tiny("llama"))} == {2}
     found = read(deep, (3,), sigmas="0.2, 0.20,1e-3", channel="seq-perm")
-    assert {(spec["layer"], spec["attack"]) for spec in found} == {(3, "joint")}
+    assert {(spec["layer"], spec["attack"]) for spec in found} == {(3, "beam-decoding")}
     assert [spec["defense"] for spec in found] == [
         [method, "seq-perm"]
         for method in ("gaussian:sigma=0.2", "gaussian:sigma=0.001", "random-prefix", "int8", "nf4")
@@ -205,7 +210,7 @@ def test_a_row_is_a_defense(deep: str) -> None:
     )
     unit = hand_made("embedding", embedding_deviation=0.25)
     rows = [
-        hand_made("recovery", keys=weak, rouge_l=0.9, token_bag=0.95),
+        hand_made("recovery", keys=weak, rouge_l=0.9, bag_of_tokens_recall=0.95),
         hand_made("utility", keys=strong, kl=3.0),
         hand_made("utility", keys=weak, kl=0.2, top1_agreement=0.7),
         hand_made("recovery", keys=strong, status="not run", reason="no memory"),
@@ -215,7 +220,7 @@ def test_a_row_is_a_defense(deep: str) -> None:
     first, second, third = fold([unit, *rows])
     assert [row["keys"] for row in (first, second, third)] == [weak, strong, prefix]
     assert {name: figure["value"] for name, figure in first["figures"].items()} == {
-        "rouge_l": 0.9, "token_bag": 0.95, "kl": 0.2, "top1_agreement": 0.7, "sigma_over_deviation": 0.4
+        "rouge_l": 0.9, "bag_of_tokens_recall": 0.95, "kl": 0.2, "top1_agreement": 0.7, "sigma_over_deviation": 0.4
     }  # fmt: skip
     assert first["paper"] == {"of recovery": 0.5, "of utility": 0.5}
     assert (first["status"], first["reason"], first["cell"]) == ("measured", None, "recovery-1")
@@ -233,24 +238,27 @@ def test_a_row_is_a_defense(deep: str) -> None:
 def test_the_embeddings_spread(tiny: Callable[..., str], tmp_path: Path, architecture: str) -> None:
     """As the module gives them: Gemma's scales what it looks up by the root of the width."""
     path = tiny(architecture)
-    found = measures.embedding({"model": path}, tmp_path)["embedding_deviation"]
+    found = attack.embedding({"model": path}, tmp_path)["embedding_deviation"]
     model = PlainModel(path).model
     table = model.get_input_embeddings().weight.detach().double()
     scale = model.config.hidden_size**0.5 if architecture == "gemma2" else 1.0
     expected = scale * float((table - table.mean()).square().mean().sqrt())
     assert found["value"] == pytest.approx(expected, rel=1e-3)
     assert found["low"] == found["value"] == found["high"]
-    assert found["n"] == len(table) == load_slice(path, 1, device="cpu").vocab_size
+    assert found["n"] == len(table) == load_model(path, 1, device="cpu").vocab_size
 
 
 def test_the_whole_table(tiny: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Measured but for the attack, which is another test's business."""
 
     def attack(spec: dict[str, Any], folder: Path, progress: Progress) -> dict[str, dict[str, float]]:
-        assert spec["attack"] == "joint"
-        return {name: {"value": 0.5, "low": 0.4, "high": 0.6, "n": 2} for name in ("rouge_l", "token_bag")}
+        assert spec["attack"] == "beam-decoding"
+        return {
+            name: {"value": 0.5, "low": 0.4, "high": 0.6, "n": 2}
+            for name in ("rouge_l", "bag_of_tokens_recall")
+        }
 
-    monkeypatch.setattr(measures, "attack", attack)
+    monkeypatch.setattr(attack, "attack", attack)
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("hello there\nabc")
     model = tiny("llama", tokenizer=True)
@@ -272,7 +280,7 @@ def test_the_whole_table(tiny: Callable[..., str], tmp_path: Path, monkeypatch: 
     ]  # fmt: skip
     assert cells.reasons == []
     assert "| gaussian | 2 | identity | 2 |" in markdown_table(table)
-    from hiddenlab.plots import draw_table
+    from hiddenlab.report.plots import draw_table
 
     assert draw_table(table, tmp_path) == tmp_path / "noise-utility.png"
 
@@ -289,18 +297,18 @@ def test_what_rows_tell_of_their_order(
         lengths = rows.norm(dim=1)
         return lengths[:, None] - lengths
 
-    monkeypatch.setattr(measures, "precedence_for", lambda *_: (by_length, 0.0))
+    monkeypatch.setattr(attack, "pairwise_order_for", lambda *_: (by_length, 0.0))
     model = tiny("llama", tokenizer=True)
     setting = Setting(model=model, prompts=str(prompts), layers=(2,))
     (cell,) = order(setting, sigmas=0.1).cells
     assert cell.spec["defense"] == ["gaussian:sigma=0.1", "seq-perm"]
-    found = measures.order(dict(cell.spec), tmp_path)
-    slice = load_slice(model, 2, device="cpu")
+    found = attack.order(dict(cell.spec), tmp_path)
+    truncated = load_model(model, 2, device="cpu")
     counts, off = {"pairs": [0, 0], "near_pairs": [0, 0], "far_pairs": [0, 0]}, []
     for i, text in enumerate(texts[:2]):  # one row has no order
         release = generator(0, "release", i)
         observation, secret = Channel.parse(cell.spec["defense"]).release(
-            slice, slice.tokenize(text), release
+            truncated, truncated.tokenize(text), release
         )
         rows = dict(zip(secret.row_order, observation.states, strict=True))
         for a, b in itertools.combinations(sorted(rows), 2):
@@ -314,7 +322,7 @@ def test_what_rows_tell_of_their_order(
         assert found[name]["value"] == pytest.approx(hits / pairs)
     assert found["places_off"]["value"] == pytest.approx(sum(off) / 2)
     with pytest.raises(NotApplicableError):
-        measures.order({**cell.spec, "defense": ["hidden-perm"]}, tmp_path)
+        attack.order({**cell.spec, "defense": ["hidden-perm"]}, tmp_path)
     for wrong in ("identity", "seq-perm,2d-perm"):
         with pytest.raises(InputError, match="one channel of seq-perm, 2d-perm"):
             order(setting, channel=wrong)
@@ -327,7 +335,7 @@ def test_the_command_knows_both(deep: str, tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.chdir(tmp_path)
     for name, option in (("noise", "methods=gaussian:sigma=0.1"), ("noise-utility", "sigmas=0.1")):
         result = CliRunner().invoke(
-            app, ["eval", name, "--set", option, "--model", deep, "--measured", "--json"]
+            app, ["eval", name, "--set", option, "--model", deep, "--cached-only", "--json"]
         )
         assert result.exit_code == 0, result.output
         rows = json.loads(result.stdout)["rows"]

@@ -16,9 +16,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hiddenlab.channel import Channel
-from hiddenlab.core import Observation, Public, Site
+from hiddenlab.channels import Channel
 from hiddenlab.errors import InputError
+from hiddenlab.models import TruncatedModel, load_model
 from hiddenlab.observation import (
     check_observation,
     load_observation,
@@ -26,24 +26,24 @@ from hiddenlab.observation import (
     save_observation,
     save_observations,
 )
-from hiddenlab.slice import Slice, load_slice
 from hiddenlab.testing import json_values
+from hiddenlab.types import Observation, ObservationInfo, Site
 
 torch.set_num_threads(1)
 
-PUBLIC = Public(
+PUBLIC = ObservationInfo(
     "a/model", (0.5, -0.25, 0.0), Site(3), channel=("seq-perm",), rows_permuted=True, facts={"a": [1, None]}
 )
 JSON = json_values()
 
 
-def observation(rows: int = 4, width: int = 8, public: Public = PUBLIC) -> Observation:
-    return Observation(torch.randn(rows, width, generator=torch.Generator().manual_seed(rows)), public)
+def observation(rows: int = 4, width: int = 8, info: ObservationInfo = PUBLIC) -> Observation:
+    return Observation(torch.randn(rows, width, generator=torch.Generator().manual_seed(rows)), info)
 
 
 @pytest.fixture
-def slices(tmp_path: Path) -> Callable[..., Slice]:
-    def _slice(seed: int = 0, layer: int = 1, width: int = 64, dtype: str = "float32") -> Slice:
+def models(tmp_path: Path) -> Callable[..., TruncatedModel]:
+    def _slice(seed: int = 0, layer: int = 1, width: int = 64, dtype: str = "float32") -> TruncatedModel:
         folder = tmp_path / f"model-{seed}-{width}"
         if not folder.exists():
             torch.manual_seed(seed)
@@ -55,7 +55,7 @@ def slices(tmp_path: Path) -> Callable[..., Slice]:
                 num_attention_heads=2,
             )
             LlamaForCausalLM(config).save_pretrained(folder)
-        return load_slice(str(folder), layer, dtype=dtype, device="cpu")
+        return load_model(str(folder), layer, dtype=dtype, device="cpu")
 
     return _slice
 
@@ -83,18 +83,18 @@ def test_what_is_saved_is_loaded(
     sigma: float | None,
     facts: dict[str, Any],
 ) -> None:
-    public = Public(
+    info = ObservationInfo(
         model, tuple(signature), Site(2), channel=("a:b=1",), columns_permuted=columns, noise_sigma=sigma,
         prefix_tokens=2, provider_dtype="bfloat16", quantization="nf4", facts=facts,
     )  # fmt: skip
     saved = [
-        Observation(torch.randn(size).to(dtype), replace(public, prefix_tokens=i))
+        Observation(torch.randn(size).to(dtype), replace(info, prefix_tokens=i))
         for i, size in enumerate(sizes)
     ]
     path = tmp_path_factory.mktemp("saved") / "several.safetensors"
     save_observations(saved, path)
     loaded = load_observations(path)
-    assert [one.public for one in loaded] == [one.public for one in saved]
+    assert [one.info for one in loaded] == [one.info for one in saved]
     for one, other in zip(loaded, saved, strict=True):
         assert one.states.dtype == dtype and torch.equal(one.states, other.states)
 
@@ -118,14 +118,14 @@ def test_views_of_one_buffer_are_saved_apart(tmp_path: Path) -> None:
     assert torch.equal(first.states, buffer[:2]) and torch.equal(second.states, buffer[1:].T)
 
 
-def test_a_file_holds_no_trace_of_the_secret(slices: Callable[..., Slice], tmp_path: Path) -> None:
-    slice, channel = (
-        slices(),
+def test_a_file_holds_no_trace_of_the_secret(models: Callable[..., TruncatedModel], tmp_path: Path) -> None:
+    model, channel = (
+        models(),
         Channel.parse(["gaussian:sigma=0.1", "random-prefix", "hidden-perm", "seq-perm"]),
     )
     tokens = [[7, 13, 42, 96, 5], [8, 8, 8, 8, 8]]
     released = [
-        channel.release(slice, prompt, torch.Generator().manual_seed(i)) for i, prompt in enumerate(tokens)
+        channel.release(model, prompt, torch.Generator().manual_seed(i)) for i, prompt in enumerate(tokens)
     ]
     texts = []
     for i, (one, secret) in enumerate(released):
@@ -168,7 +168,7 @@ def test_writing_replaces_at_once_or_not_at_all(tmp_path: Path, monkeypatch: pyt
 def test_what_cannot_be_written_is_refused(tmp_path: Path) -> None:
     for facts in ({"x": object()}, {"x": float("nan")}):
         with pytest.raises(InputError, match="cannot be written as JSON"):
-            save_observation(observation(public=replace(PUBLIC, facts=facts)), tmp_path / "o.safetensors")
+            save_observation(observation(info=replace(PUBLIC, facts=facts)), tmp_path / "o.safetensors")
     with pytest.raises(InputError, match="no observations"):
         save_observations([], tmp_path / "o.safetensors")
     assert os.listdir(tmp_path) == []
@@ -191,7 +191,7 @@ def write(
 
 
 def test_the_form_described_is_read(tmp_path: Path) -> None:
-    assert load_observation(write(tmp_path / "o", noise_sigma="drop", facts="drop")).public == replace(
+    assert load_observation(write(tmp_path / "o", noise_sigma="drop", facts="drop")).info == replace(
         PUBLIC, facts={}
     )
 
@@ -285,24 +285,24 @@ def test_a_path_without_a_file_is_refused(tmp_path: Path) -> None:
 # ---- whose observation it is
 
 
-def test_an_observation_fits_its_own_model_in_every_dtype(slices: Callable[..., Slice]) -> None:
-    slice = slices()
+def test_an_observation_fits_its_own_model_in_every_dtype(models: Callable[..., TruncatedModel]) -> None:
+    model = models()
     for spec in ("identity", "dtype:bfloat16", "dtype:float16", "int8"):
-        one, _ = Channel.parse([spec]).release(slice, [1, 2], torch.Generator())
-        check_observation(one, slice)
-        check_observation(one, slices(dtype="bfloat16"))
+        one, _ = Channel.parse([spec]).release(model, [1, 2], torch.Generator())
+        check_observation(one, model)
+        check_observation(one, models(dtype="bfloat16"))
 
 
-def test_an_observation_of_something_else_is_refused(slices: Callable[..., Slice]) -> None:
-    one, _ = Channel.parse([]).release(slices(), [1, 2], torch.Generator())
+def test_an_observation_of_something_else_is_refused(models: Callable[..., TruncatedModel]) -> None:
+    one, _ = Channel.parse([]).release(models(), [1, 2], torch.Generator())
     with pytest.raises(InputError, match=r"64 wide .* is 32 wide"):
-        check_observation(one, slices(width=32))
+        check_observation(one, models(width=32))
     with pytest.raises(InputError, match="comes from other weights"):
-        check_observation(one, slices(seed=1))
+        check_observation(one, models(seed=1))
     with pytest.raises(
         InputError, match=r"resid at layer 1, .* resid at layer 2; use --layer 1 --stream resid"
     ):
-        check_observation(one, slices(layer=2))
-    unsigned = Observation(one.states, replace(one.public, signature=()))
+        check_observation(one, models(layer=2))
+    unsigned = Observation(one.states, replace(one.info, signature=()))
     with pytest.raises(InputError, match="other weights"):
-        check_observation(unsigned, slices())
+        check_observation(unsigned, models())

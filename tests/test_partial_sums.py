@@ -12,17 +12,17 @@ from hypothesis import strategies as st
 
 from hiddenlab.attacks.partial_sums import EXPLAINED, PartialSums, _one_of_each
 from hiddenlab.attacks.vocab_match import VocabMatch
-from hiddenlab.channel import Channel
-from hiddenlab.core import Observation, Recovery
+from hiddenlab.channels import Channel
 from hiddenlab.defenses.cascade import command
 from hiddenlab.defenses.cascade.plan import Plan
 from hiddenlab.errors import InputError, NotApplicableError
-from hiddenlab.eval.sums import node_view, partial_sums
+from hiddenlab.eval.measures.partial_sums import node_view, partial_sums
+from hiddenlab.models import TruncatedModel, load_model
 from hiddenlab.observation import load_observation
-from hiddenlab.slice import Slice, load_slice
 from hiddenlab.testing import DECODERS, VOCABULARY, WINDOW, PlainModel
+from hiddenlab.types import AttackResult, Observation
 
-TinySlice = Callable[..., Slice]
+TinySlice = Callable[..., TruncatedModel]
 TinyPath = Callable[..., str]
 
 
@@ -30,22 +30,22 @@ def tokens_of(count: int, seed: int = 0) -> list[int]:
     return torch.randint(0, VOCABULARY, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-def view(tiny_slice: TinySlice, architecture: str, tokens: list[int], plan: Plan, node: int) -> Observation:
-    streams = {name: tiny_slice(architecture, 1, name) for name in "qkv"}
-    streams["embed"] = tiny_slice(architecture, 0, "embed")
+def view(tiny_model: TinySlice, architecture: str, tokens: list[int], plan: Plan, node: int) -> Observation:
+    streams = {name: tiny_model(architecture, 1, name) for name in "qkv"}
+    streams["embed"] = tiny_model(architecture, 0, "embed")
     return node_view(streams, tokens, plan, node)
 
 
-def recover(tiny_slice: TinySlice, architecture: str, observation: Observation) -> Recovery:
-    return PartialSums().recover(observation, tiny_slice(architecture, 1, "attn"), torch.Generator())
+def recover(tiny_model: TinySlice, architecture: str, observation: Observation) -> AttackResult:
+    return PartialSums().recover(observation, tiny_model(architecture, 1, "attn"), torch.Generator())
 
 
 @pytest.mark.parametrize("architecture", DECODERS)
 @pytest.mark.parametrize("m", [1, 2])
-def test_a_node_reads_the_others_tokens(tiny_slice: TinySlice, architecture: str, m: int) -> None:
+def test_a_node_reads_the_others_tokens(tiny_model: TinySlice, architecture: str, m: int) -> None:
     tokens = tokens_of(18)
     plan = Plan.clustered(len(tokens), 3, alpha=3, m=m)
-    found = recover(tiny_slice, architecture, view(tiny_slice, architecture, tokens, plan, 2))
+    found = recover(tiny_model, architecture, view(tiny_model, architecture, tokens, plan, 2))
     last = plan.shards[2][-1]
     places = found.positions or tuple(range(len(found.ids)))
     right = {p: token for p, token in zip(places, found.ids, strict=True) if tokens[p] == token}
@@ -57,23 +57,23 @@ def test_a_node_reads_the_others_tokens(tiny_slice: TinySlice, architecture: str
         assert not one.verified or tokens[place] == one.token
 
 
-def test_repeated_tokens(tiny_slice: TinySlice) -> None:
+def test_repeated_tokens(tiny_model: TinySlice) -> None:
     tokens = [5, 5, 5, 9, 5, 9, 7, 7, 1, 2, 3, 4]
     plan = Plan.clustered(12, 4, alpha=3)
-    found = recover(tiny_slice, "llama", view(tiny_slice, "llama", tokens, plan, 2))
+    found = recover(tiny_model, "llama", view(tiny_model, "llama", tokens, plan, 2))
     assert found.ids == tokens[:12]
     assert all(one.verified for one in found.tokens)
     assert found.evaluated_tokens > VOCABULARY and found.forward_calls > 0  # the table of values, at least
     assert all(one.distance < EXPLAINED for one in found.tokens if one.row < 0)
 
 
-def test_what_is_not_explained_is_not_verified(tiny_slice: TinySlice) -> None:
+def test_what_is_not_explained_is_not_verified(tiny_model: TinySlice) -> None:
     tokens = tokens_of(12)
     plan = Plan.clustered(12, 2, alpha=3)
-    observation = view(tiny_slice, "llama", tokens, plan, 2)
+    observation = view(tiny_model, "llama", tokens, plan, 2)
     noise = 0.3 * torch.randn(observation.states.shape, generator=torch.Generator().manual_seed(0))
-    noise[:, : int(observation.public.facts["embed"])] = 0
-    found = recover(tiny_slice, "llama", Observation(observation.states + noise, observation.public))
+    noise[:, : int(observation.info.facts["embed"])] = 0
+    found = recover(tiny_model, "llama", Observation(observation.states + noise, observation.info))
     assert not any(one.verified for one in found.tokens if one.row < 0)
 
 
@@ -86,25 +86,25 @@ def test_a_recorded_request_is_read(tiny: TinyPath, tmp_path: Path) -> None:
         backend = command.Backend(kind="local", model=model, compress=compress)
         command.run(prompt, backend, alpha=3, c=3, record=str(folder))
         observation = load_observation(folder / "CompNode-2" / "partials-1.safetensors")
-        slice = load_slice(model, 1, stream="attn", device="cpu")
-        found = PartialSums().recover(observation, slice, torch.Generator())
-        assert slice.text(found.ids) == prompt[: len(found.ids)]
-        assert len(found.ids) == 1 + max(observation.public.positions or ())
+        truncated = load_model(model, 1, stream="attn", device="cpu")
+        found = PartialSums().recover(observation, truncated, torch.Generator())
+        assert truncated.text(found.ids) == prompt[: len(found.ids)]
+        assert len(found.ids) == 1 + max(observation.info.positions or ())
         assert all(one.verified for one in found.tokens)
 
 
-def test_what_it_cannot_use(tiny_slice: TinySlice) -> None:
-    slice = tiny_slice("llama", 1, "attn")
-    states, _ = Channel.parse([]).release(slice, [1, 2, 3], torch.Generator())
+def test_what_it_cannot_use(tiny_model: TinySlice) -> None:
+    model = tiny_model("llama", 1, "attn")
+    states, _ = Channel.parse([]).release(model, [1, 2, 3], torch.Generator())
     with pytest.raises(NotApplicableError, match="combined view of layer 1"):
-        PartialSums().recover(states, slice, torch.Generator())
-    observation = view(tiny_slice, "llama", tokens_of(6), Plan.clustered(6, 1, alpha=2), 1)
-    facts = {**observation.public.facts, "heads": 5}
-    broken = Observation(observation.states, replace(observation.public, facts=facts))
+        PartialSums().recover(states, model, torch.Generator())
+    observation = view(tiny_model, "llama", tokens_of(6), Plan.clustered(6, 1, alpha=2), 1)
+    facts = {**observation.info.facts, "heads": 5}
+    broken = Observation(observation.states, replace(observation.info, facts=facts))
     with pytest.raises(InputError, match="do not hold m, e and u"):
-        PartialSums().recover(broken, slice, torch.Generator())
+        PartialSums().recover(broken, model, torch.Generator())
     with pytest.raises(NotApplicableError, match="see the attack partial-sums"):
-        VocabMatch(proposal="vocab").recover(observation, slice, torch.Generator())
+        VocabMatch(proposal="vocab").recover(observation, model, torch.Generator())
     with pytest.raises(InputError, match="candidates"):
         PartialSums(candidates=0)
 
@@ -119,8 +119,8 @@ def test_figures_say_which_tokens_they_are_of(tiny: TinyPath, tmp_path: Path) ->
     }  # fmt: skip
     found = {name: figure["value"] for name, figure in partial_sums(spec, tmp_path).items()}
     assert found["missing"] == 4  # 0, 1, 4, 5 of ten; 8 and 9 stand behind the last row
-    assert (found["unseen_exact"], found["unseen_right"], found["unseen_verified"]) == (1, 1, 1)
-    assert found["unseen_wrong_verified"] == 0
+    assert (found["missing_exact"], found["missing_token_accuracy"], found["missing_verified"]) == (1, 1, 1)
+    assert found["missing_wrong_verified"] == 0
     assert (found["exact"], found["token_accuracy"], found["verified"]) == (0, 0.8, 0.8)
     assert 0 < found["rouge_l"] < 1 and 0 < found["bleu"] < 1
 
@@ -145,7 +145,7 @@ def test_one_of_each_against_all_choices(n: int, c: int, seed: int) -> None:
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma2", "gpt2"])
 def test_the_attention_stream_is_what_enters_the_output_projection(
-    tiny: TinyPath, tiny_slice: TinySlice, architecture: str
+    tiny: TinyPath, tiny_model: TinySlice, architecture: str
 ) -> None:
     tokens = tokens_of(7)
     model = PlainModel(tiny(architecture)).model
@@ -155,5 +155,5 @@ def test_the_attention_stream_is_what_enters_the_output_projection(
             module.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
     with torch.no_grad():
         model(input_ids=torch.tensor([tokens]))
-    states = tiny_slice(architecture, 2, "attn").encode(torch.tensor(tokens))
+    states = tiny_model(architecture, 2, "attn").encode(torch.tensor(tokens))
     assert torch.allclose(states, seen[0].reshape(len(tokens), -1), atol=1e-4)

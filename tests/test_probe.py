@@ -11,21 +11,21 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from hiddenlab.channel import Channel
-from hiddenlab.core import Public
-from hiddenlab.propose import store
-from hiddenlab.propose.corpus import MIN_CHARS, WINDOW_LENGTHS, Corpus, standard_library_texts
-from hiddenlab.propose.probe import (
+from hiddenlab.channels import Channel
+from hiddenlab.models import TruncatedModel, load_model
+from hiddenlab.proposals import store
+from hiddenlab.proposals.corpus import MIN_CHARS, WINDOW_LENGTHS, Corpus, standard_library_texts
+from hiddenlab.proposals.probe import (
     Probe,
     ProbeSettings,
     train_probe,
     whitened_table,
     whitening,
 )
-from hiddenlab.slice import Slice, load_slice
 from hiddenlab.testing import VOCABULARY, WIDTH
+from hiddenlab.types import ObservationInfo
 
-TinySlice = Callable[..., Slice]
+TinySlice = Callable[..., TruncatedModel]
 TinyPath = Callable[..., str]
 QUICK = ProbeSettings(steps=150, batch=128, negatives=VOCABULARY, hidden=64)
 
@@ -34,8 +34,8 @@ QUICK = ProbeSettings(steps=150, batch=128, negatives=VOCABULARY, hidden=64)
 
 
 @pytest.fixture(scope="module")
-def spoken(tiny: TinyPath) -> Slice:
-    return load_slice(tiny("gemma2", tokenizer=True), 2, device="cpu")
+def spoken(tiny: TinyPath) -> TruncatedModel:
+    return load_model(tiny("gemma2", tokenizer=True), 2, device="cpu")
 
 
 def test_the_standard_library_has_texts_enough() -> None:
@@ -44,7 +44,7 @@ def test_the_standard_library_has_texts_enough() -> None:
     assert min(map(len, texts)) >= MIN_CHARS
 
 
-def test_windows_are_seeded_valid_and_varied(spoken: Slice) -> None:
+def test_windows_are_seeded_valid_and_varied(spoken: TruncatedModel) -> None:
     one, again, other = (
         [w.tolist() for w in islice(Corpus(spoken, s).windows(10**9), 400)] for s in (0, 0, 1)
     )
@@ -63,20 +63,20 @@ def test_windows_are_seeded_valid_and_varied(spoken: Slice) -> None:
     assert sum(len(window) > 1 and window[0] == window[1] for window in one) > 20
 
 
-def test_text_windows_are_readable_text(spoken: Slice) -> None:
+def test_text_windows_are_readable_text(spoken: TruncatedModel) -> None:
     corpus = Corpus(spoken)
     texts = [spoken.text(corpus.text_window(64).tolist()) for _ in range(20)]
     assert sum(" " in text and text.isascii() for text in texts) > 15
     assert all(1 <= len(corpus.text_window(n)) <= n for n in (1, 2, 24))
 
 
-def test_windows_hold_as_many_tokens_as_asked(spoken: Slice) -> None:
+def test_windows_hold_as_many_tokens_as_asked(spoken: TruncatedModel) -> None:
     sizes = [len(window) for window in Corpus(spoken).windows(500)]
     assert sum(sizes) >= 500 > sum(sizes[:-1])
 
 
-def test_without_a_tokenizer_windows_are_random(tiny_slice: TinySlice) -> None:
-    corpus = Corpus(tiny_slice("llama", 2))
+def test_without_a_tokenizer_windows_are_random(tiny_model: TinySlice) -> None:
+    corpus = Corpus(tiny_model("llama", 2))
     counts = torch.bincount(torch.cat(list(corpus.windows(20_000))), minlength=VOCABULARY)
     assert int(counts.min()) > 20
     assert int(counts.max()) < 300
@@ -85,8 +85,8 @@ def test_without_a_tokenizer_windows_are_random(tiny_slice: TinySlice) -> None:
 # ---- training
 
 
-def states_of(slice: Slice, tokens: int, seed: int) -> tuple[Tensor, Tensor]:
-    states, labels, _ = store.collect_states(slice, [], tokens, seed)
+def states_of(model: TruncatedModel, tokens: int, seed: int) -> tuple[Tensor, Tensor]:
+    states, labels, _ = store.collect_states(model, [], tokens, seed)
     return states, labels
 
 
@@ -96,13 +96,13 @@ def mean_rank(probe: Probe, rows: Tensor, tokens: Tensor) -> float:
 
 
 @pytest.mark.parametrize("permuted", [False, True])
-def test_training_brings_the_right_token_forward(tiny_slice: TinySlice, permuted: bool) -> None:
-    slice = tiny_slice("gpt_neox", 1) if permuted else tiny_slice("gemma2", 2)
+def test_training_brings_the_right_token_forward(tiny_model: TinySlice, permuted: bool) -> None:
+    model = tiny_model("gpt_neox", 1) if permuted else tiny_model("gemma2", 2)
     settings = ProbeSettings(permuted, steps=300, batch=256, negatives=VOCABULARY, hidden=256)
-    rows, tokens = states_of(slice, 4000, 0)
-    fresh, right = states_of(slice, 1000, 1)
+    rows, tokens = states_of(model, 4000, 0)
+    fresh, right = states_of(model, 1000, 1)
     seen: list[tuple[str, int, int]] = []
-    probe = train_probe(rows, tokens, slice.embedding.clone(), settings, lambda *step: seen.append(step))
+    probe = train_probe(rows, tokens, model.embedding.clone(), settings, lambda *step: seen.append(step))
     if permuted:
         fresh = torch.stack([row[torch.randperm(WIDTH)] for row in fresh])
     rank = mean_rank(probe, fresh, right)
@@ -128,8 +128,8 @@ def test_the_training_texts_own_prior_is_left_out() -> None:
     assert share(1.0) < 0.02  # by chance 1 in 300
 
 
-def test_whitening(tiny_slice: TinySlice) -> None:
-    table = tiny_slice("llama", 1).embedding.clone()
+def test_whitening(tiny_model: TinySlice) -> None:
+    table = tiny_model("llama", 1).embedding.clone()
     table[:, 0] *= 50
     mean, matrix = whitening(table)
     white = (table - mean) @ matrix
@@ -157,24 +157,24 @@ def test_rows_of_very_different_norm_get_their_own_map() -> None:
 
 
 @pytest.fixture(scope="module")
-def trained(tiny_slice: TinySlice) -> Probe:
-    slice = tiny_slice("gemma2", 2)
-    rows, tokens = states_of(slice, 4000, 0)
-    return train_probe(rows, tokens, slice.embedding.clone(), QUICK)
+def trained(tiny_model: TinySlice) -> Probe:
+    model = tiny_model("gemma2", 2)
+    rows, tokens = states_of(model, 4000, 0)
+    return train_probe(rows, tokens, model.embedding.clone(), QUICK)
 
 
-def test_tensors_rebuild_the_probe(trained: Probe, tiny_slice: TinySlice) -> None:
-    slice = tiny_slice("gemma2", 2)
-    rows, _ = states_of(slice, 200, 3)
-    again = Probe.from_tensors(QUICK, trained.tensors()).attach(slice.embedding)
+def test_tensors_rebuild_the_probe(trained: Probe, tiny_model: TinySlice) -> None:
+    model = tiny_model("gemma2", 2)
+    rows, _ = states_of(model, 200, 3)
+    again = Probe.from_tensors(QUICK, trained.tensors()).parents(model.embedding)
     assert torch.equal(again.log_probs(rows), trained.log_probs(rows))
 
 
 @pytest.mark.parametrize("k", [1, 8, 32, VOCABULARY, 10 * VOCABULARY])
-def test_shortlists_are_the_best_of_the_vocabulary(trained: Probe, tiny_slice: TinySlice, k: int) -> None:
-    slice = tiny_slice("gemma2", 2)
-    trained.attach(slice.embedding)
-    rows, _ = states_of(slice, 400, 3)
+def test_shortlists_are_the_best_of_the_vocabulary(trained: Probe, tiny_model: TinySlice, k: int) -> None:
+    model = tiny_model("gemma2", 2)
+    trained.parents(model.embedding)
+    rows, _ = states_of(model, 400, 3)
     scores, ids = trained.shortlist(rows, k)
     k = min(k, VOCABULARY)
     assert scores.shape == ids.shape == (len(rows), k)
@@ -196,24 +196,24 @@ def test_a_screen_keeps_the_right_tokens_in_the_shortlist() -> None:
     rows = table[tokens] + 0.5 * torch.randn(500, 256)
     probe = train_probe(rows, tokens, table, ProbeSettings(steps=2, batch=64, negatives=64))
     assert torch.allclose(probe.mean, mean) and torch.allclose(probe.matrix, matrix, atol=1e-4)
-    exact = probe.attach(table).shortlist(rows, 8)
-    screened = probe.attach(table, screen=64).shortlist(rows, 32)
+    exact = probe.parents(table).shortlist(rows, 8)
+    screened = probe.parents(table, screen=64).shortlist(rows, 32)
     found = [set(a) for a in screened[1].tolist()]
     recall = sum(row[0] in seen for row, seen in zip(exact[1].tolist(), found, strict=True)) / len(rows)
     assert recall > 0.95
     agree = exact[1][:, 0] == screened[1][:, 0]
     assert float(agree.float().mean()) > 0.95
     # A screen as wide as the space changes nothing.
-    wide = probe.attach(table, screen=256).shortlist(rows, 8)
+    wide = probe.parents(table, screen=256).shortlist(rows, 8)
     assert torch.equal(wide[1], exact[1])
 
 
 # ---- cache
 
 
-def public_of(slice: Slice, *specs: str) -> Public:
+def public_of(model: TruncatedModel, *specs: str) -> ObservationInfo:
     channel = Channel.parse(specs)
-    return channel.release(slice, [1, 2, 3], torch.Generator().manual_seed(0))[0].public
+    return channel.release(model, [1, 2, 3], torch.Generator().manual_seed(0))[0].info
 
 
 @pytest.fixture
@@ -222,34 +222,34 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_probes: None) -
     return tmp_path / "probes"
 
 
-def test_a_trained_probe_is_kept(cache: Path, tiny_slice: TinySlice) -> None:
-    slice = tiny_slice("gemma2", 2)
-    rows, _ = states_of(slice, 200, 3)
+def test_a_trained_probe_is_kept(cache: Path, tiny_model: TinySlice) -> None:
+    model = tiny_model("gemma2", 2)
+    rows, _ = states_of(model, 200, 3)
     heard: list[str] = []
-    first, seconds = store.probe_for(slice, public_of(slice), progress=lambda what, *_: heard.append(what))
+    first, seconds = store.probe_for(model, public_of(model), progress=lambda what, *_: heard.append(what))
     assert seconds > 0
     assert len(set(heard)) == 2
     assert [path.suffix for path in cache.iterdir()] == [".safetensors"]
     heard.clear()
     # Mere permutations of rows do not change what a probe has to learn.
     second, again = store.probe_for(
-        slice, public_of(slice, "seq-perm"), progress=lambda what, *_: heard.append(what)
+        model, public_of(model, "seq-perm"), progress=lambda what, *_: heard.append(what)
     )
     assert again == 0
     assert not heard
     assert torch.equal(first.log_probs(rows), second.log_probs(rows))
 
 
-def test_what_changes_states_needs_a_probe_of_its_own(cache: Path, tiny_slice: TinySlice) -> None:
-    slice = tiny_slice("llama", 2)
-    cases: list[tuple[Slice, tuple[str, ...]]] = [
-        (slice, ()),
-        (slice, ("hidden-perm",)),
-        (slice, ("gaussian:sigma=0.1",)),
-        (slice, ("gaussian:sigma=0.2",)),
-        (slice, ("random-prefix",)),
-        (tiny_slice("llama", 3), ()),
-        (tiny_slice("mistral", 2), ()),
+def test_what_changes_states_needs_a_probe_of_its_own(cache: Path, tiny_model: TinySlice) -> None:
+    model = tiny_model("llama", 2)
+    cases: list[tuple[TruncatedModel, tuple[str, ...]]] = [
+        (model, ()),
+        (model, ("hidden-perm",)),
+        (model, ("gaussian:sigma=0.1",)),
+        (model, ("gaussian:sigma=0.2",)),
+        (model, ("random-prefix",)),
+        (tiny_model("llama", 3), ()),
+        (tiny_model("mistral", 2), ()),
     ]
     for own, specs in cases:
         before = len(list(cache.glob("*"))) if cache.exists() else 0
@@ -258,51 +258,51 @@ def test_what_changes_states_needs_a_probe_of_its_own(cache: Path, tiny_slice: T
         new = 2 if "hidden-perm" in specs else 1
         assert (seconds > 0, len(list(cache.iterdir()))) == (True, before + new), specs
         assert probe.settings.sorted_states == ("hidden-perm" in specs)
-    assert store.probe_for(slice, public_of(slice, "2d-perm"))[1] == 0
-    assert store.probe_for(slice, public_of(slice, "seq-perm", "gaussian:sigma=0.1"))[1] == 0
+    assert store.probe_for(model, public_of(model, "2d-perm"))[1] == 0
+    assert store.probe_for(model, public_of(model, "seq-perm", "gaussian:sigma=0.1"))[1] == 0
 
 
 def test_a_finetuned_model_is_another_model(cache: Path, tiny: TinyPath, tmp_path: Path) -> None:
     """Fine-tuning often leaves the embeddings as they were."""
-    store.probe_for(slice := load_slice(tiny("llama"), 2, device="cpu"), public_of(slice))
+    store.probe_for(truncated := load_model(tiny("llama"), 2, device="cpu"), public_of(truncated))
     model = AutoModelForCausalLM.from_pretrained(tiny("llama"))
     with torch.no_grad():
         model.model.layers[0].mlp.up_proj.weight += 0.3 * torch.randn(128, WIDTH)
     model.save_pretrained(tmp_path / "tuned")
-    tuned = load_slice(str(tmp_path / "tuned"), 2, device="cpu")
+    tuned = load_model(str(tmp_path / "tuned"), 2, device="cpu")
     assert store.probe_for(tuned, public_of(tuned))[1] > 0
 
 
-def test_a_damaged_file_is_trained_again(cache: Path, tiny_slice: TinySlice) -> None:
-    slice = tiny_slice("gemma2", 2)
-    store.probe_for(slice, public_of(slice))
+def test_a_damaged_file_is_trained_again(cache: Path, tiny_model: TinySlice) -> None:
+    model = tiny_model("gemma2", 2)
+    store.probe_for(model, public_of(model))
     (path,) = cache.iterdir()
     path.write_bytes(path.read_bytes()[:100])
-    assert store.probe_for(slice, public_of(slice))[1] > 0
-    assert store.probe_for(slice, public_of(slice))[1] == 0
+    assert store.probe_for(model, public_of(model))[1] > 0
+    assert store.probe_for(model, public_of(model))[1] == 0
 
 
-def test_an_interrupted_training_leaves_nothing(cache: Path, tiny_slice: TinySlice) -> None:
-    slice = tiny_slice("gemma2", 2)
+def test_an_interrupted_training_leaves_nothing(cache: Path, tiny_model: TinySlice) -> None:
+    model = tiny_model("gemma2", 2)
 
     def stop(what: str, done: int, total: int) -> None:
         if "training the" in what:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        store.probe_for(slice, public_of(slice), progress=stop)
+        store.probe_for(model, public_of(model), progress=stop)
     assert not cache.exists() or not list(cache.iterdir())
 
 
-def test_training_states_are_those_of_the_channel(tiny_slice: TinySlice) -> None:
+def test_training_states_are_those_of_the_channel(tiny_model: TinySlice) -> None:
     """Rows are put back in order, so that each stands beside its token."""
-    slice = tiny_slice("gemma2", 2)
-    plain = store.collect_states(slice, [], 300, 0)
-    shuffled = store.collect_states(slice, ["seq-perm"], 300, 0)
+    model = tiny_model("gemma2", 2)
+    plain = store.collect_states(model, [], 300, 0)
+    shuffled = store.collect_states(model, ["seq-perm"], 300, 0)
     assert torch.equal(plain[1], shuffled[1])
     assert torch.allclose(plain[0], shuffled[0], atol=1e-5)
     assert torch.equal((plain[2] == 0).nonzero()[0], torch.tensor([0])) and int(plain[2].max()) > 5
-    noised = store.collect_states(slice, ["gaussian:sigma=0.1"], 300, 0)
+    noised = store.collect_states(model, ["gaussian:sigma=0.1"], 300, 0)
     assert float((noised[0] - plain[0]).norm() / plain[0].norm()) > 0.01
 
 
@@ -311,25 +311,25 @@ def test_probes_for_earlier_tokens(tiny: TinyPath, monkeypatch: pytest.MonkeyPat
     """A probe for earlier tokens knows them better than the one for own tokens; one collection of states serves all."""
     monkeypatch.setenv("HIDDENLAB_CACHE", str(tmp_path))
     monkeypatch.setattr(store, "EARLIER_STEPS", 150)
-    slice = load_slice(tiny("llama"), 1, device="cpu")
+    model = load_model(tiny("llama"), 1, device="cpu")
     calls = []
     collect = store.collect_states
     monkeypatch.setattr(store, "collect_states", lambda *args: calls.append(args) or collect(*args))
-    probes, seconds = store.probes_for(slice, public_of(slice), (0, 1))
+    probes, seconds = store.probes_for(model, public_of(model), (0, 1))
     assert seconds > 0 and len(calls) == 1
     # In a random model a token among many leaves hardly a trace; among two it does.
     texts = torch.randint(0, VOCABULARY, (300, 2), generator=torch.Generator().manual_seed(5))
-    rows = torch.cat([slice.encode(text)[1:] for text in texts])
+    rows = torch.cat([model.encode(text)[1:] for text in texts])
     own, before = texts[:, 1:].flatten(), texts[:, :-1].flatten()
     assert mean_rank(probes[0], rows, own) < 0.6 * mean_rank(probes[0], rows, before)
     assert mean_rank(probes[1], rows, before) < 0.9 * mean_rank(probes[0], rows, before)
     assert mean_rank(probes[1], rows, before) < 0.3 * VOCABULARY  # by chance half of them rank higher
-    assert store.probes_for(slice, public_of(slice), (1,))[1] == 0 and len(calls) == 1
+    assert store.probes_for(model, public_of(model), (1,))[1] == 0 and len(calls) == 1
 
 
-def test_the_training_allowance_depends_on_depth(monkeypatch: pytest.MonkeyPatch, tiny_slice: Any) -> None:
+def test_the_training_allowance_depends_on_depth(monkeypatch: pytest.MonkeyPatch, tiny_model: Any) -> None:
     monkeypatch.setattr(store, "TRAINING_TOKENS", (10, 10**9))
-    shallow, deep = (store.training_tokens(tiny_slice("llama", layer)) for layer in (1, 4))
+    shallow, deep = (store.training_tokens(tiny_model("llama", layer)) for layer in (1, 4))
     assert shallow == pytest.approx(4 * deep, rel=0.01)
     monkeypatch.setattr(store, "TRAINING_TOKENS", (10, 500))
-    assert store.training_tokens(tiny_slice("llama", 1)) == 500
+    assert store.training_tokens(tiny_model("llama", 1)) == 500

@@ -71,7 +71,7 @@ def test_unknown_names_get_the_nearest_and_the_list() -> None:
 def test_every_builtin_defense_is_there_and_says_who_knows_what(name: str) -> None:
     needed = {
         "gaussian": ":sigma=0.5", "dtype": ":bfloat16", "shard": ":alpha=4,c=2,m=2,queries=0,keys=3",
-        "gap": ":size=2", "project": ":count=4,seed=2,sigma=0.5",
+        "drop-rows": ":size=2", "project": ":count=4,seed=2,sigma=0.5",
     }  # fmt: skip
     defense = registry.build("defenses", name + needed.get(name, ""))
     again = registry.build("defenses", defense.spec)
@@ -216,9 +216,9 @@ import torch
 torch.set_num_threads(1)
 from transformers import LlamaConfig, LlamaForCausalLM
 from hiddenlab import registry
-from hiddenlab.channel import Channel
-from hiddenlab.core import Attack
-from hiddenlab.slice import load_slice
+from hiddenlab.channels import Channel
+from hiddenlab.types import Attack
+from hiddenlab.models import load_model
 
 assert registry.names("defenses")[-1] == "round" and "seq-perm" in registry.names("defenses")
 assert registry.names("attacks")[-1] == "nearest-embedding"
@@ -230,19 +230,19 @@ torch.manual_seed(0)
 size = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
 config = LlamaConfig(vocab_size=50, **size)
 LlamaForCausalLM(config).save_pretrained(folder)
-slice = load_slice(folder, 1, device="cpu")
+truncated model = load_model(folder, 1, device="cpu")
 tokens = [7, 3, 3, 40, 12, 9]
 channel = Channel.parse(["round:2", "seq-perm"])
-observation, secret = channel.release(slice, tokens, torch.Generator().manual_seed(1))
-plain = slice.encode(torch.tensor(tokens))
-assert observation.public.channel == ("round:decimals=2", "seq-perm")
-assert observation.public.rows_permuted and observation.public.facts == {"decimals": 2}
+observation, secret = channel.release(truncated model, tokens, torch.Generator().manual_seed(1))
+plain = model.encode(torch.tensor(tokens))
+assert observation.info.channel == ("round:decimals=2", "seq-perm")
+assert observation.info.rows_permuted and observation.info.facts == {"decimals": 2}
 expected = plain[list(secret.row_order)].round(decimals=2)
 assert not torch.equal(expected, plain) and torch.allclose(observation.states, expected, atol=1e-6)
 
 attack = registry.build("attacks", "nearest-embedding", budget=None)
 assert isinstance(attack, Attack)
-recovery = attack.recover(observation, slice, torch.Generator())
+recovery = attack.recover(observation, truncated model, torch.Generator())
 assert recovery.ids == [tokens[r] for r in secret.row_order], recovery.ids
 print("used")
 """

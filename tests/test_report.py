@@ -13,13 +13,13 @@ from hiddenlab import registry
 from hiddenlab.cli import app
 from hiddenlab.cli.bench import fit, parse_settings
 from hiddenlab.errors import HiddenlabError, InputError
-from hiddenlab.page import prompt_html
-from hiddenlab.record import Recorder, RunRecord
-from hiddenlab.report import load_runs, write_report
+from hiddenlab.records import Recorder, RunRecord
+from hiddenlab.report.html import prompt_html
+from hiddenlab.report.markdown import load_runs, write_report
+from hiddenlab.report.tables import NOT_RECORDED, markdown_table
 from hiddenlab.summary import figure, summarise
-from hiddenlab.tables import NOT_RECORDED, markdown_table
 from hiddenlab.testing import attack_sample
-from hiddenlab.text import visible
+from hiddenlab.utils.text import visible
 
 STORED = sorted((Path(__file__).resolve().parents[1] / "docs" / "results" / "tables").glob("*.json"))
 
@@ -86,9 +86,18 @@ def test_runs_are_told_apart_by_what_differs(tmp_path: Path) -> None:
 
 
 def test_unfinished_and_unscored_runs(tmp_path: Path) -> None:
-    scores = dict.fromkeys(("exact", "token_accuracy", "token_bag", "rouge_l", "bleu"))
+    scores = dict.fromkeys(("exact", "token_accuracy", "bag_of_tokens_recall", "rouge_l", "bleu"))
     unscored = sample(0, [("a", "verified")], **scores)
-    scores = ("text", "truth_ids", "recovered", "exact", "token_accuracy", "token_bag", "rouge_l", "bleu")
+    scores = (
+        "text",
+        "truth_ids",
+        "recovered",
+        "exact",
+        "token_accuracy",
+        "bag_of_tokens_recall",
+        "rouge_l",
+        "bleu",
+    )
     other = {
         "index": 1, "id": "p002", "status": "not applicable", "reason": "no <rows>", **dict.fromkeys(scores),
     }  # fmt: skip
@@ -162,7 +171,7 @@ def test_tables_of_nothing_and_of_one_layer(tmp_path: Path) -> None:
 
 
 def test_a_picture_over_a_key_shows_every_figure(tmp_path: Path) -> None:
-    from hiddenlab.plots import draw_table
+    from hiddenlab.report.plots import draw_table
 
     figures = {"rouge_l, a": "ROUGE-L, a", "rouge_l, b": "ROUGE-L, b"}
 
@@ -211,7 +220,7 @@ def test_figures() -> None:
     assert figure("exact", 0) == "0.0 %"
     assert figure("exact", None) == "–"
     assert figure("prompts", 100) == "100"
-    assert figure("attack_over_prefill", 3.456) == "3.46 ×"
+    assert figure("slowdown_vs_prefill", 3.456) == "3.46 ×"
     assert figure("evaluated_tokens_per_token", 27653.3) == "27,653"
     assert figure("epsilon", 0.000123456) == "0.0001235"
 
@@ -225,7 +234,7 @@ def test_visible_text_holds_no_controls() -> None:
 
 
 def test_curves_are_panels_by_the_first_key(tmp_path: Path) -> None:
-    from hiddenlab.plots import _curves, draw_table
+    from hiddenlab.report.plots import _curves, draw_table
 
     def row(provider: str, score: str, **values: float) -> dict[str, Any]:
         figures = {name: {"value": v, "low": v, "high": v, "n": 5} for name, v in values.items()}
@@ -248,7 +257,7 @@ def test_curves_are_panels_by_the_first_key(tmp_path: Path) -> None:
 def test_a_picture_over_another_figure(tmp_path: Path) -> None:
     from matplotlib.figure import Figure
 
-    from hiddenlab.plots import _over_figure, draw_table
+    from hiddenlab.report.plots import _over_figure, draw_table
 
     def row(sigma: float, **values: float) -> dict[str, Any]:
         figures = {name: {"value": v, "low": v - 0.1, "high": v + 0.1, "n": 5} for name, v in values.items()}
@@ -274,7 +283,7 @@ def test_a_picture_over_another_figure(tmp_path: Path) -> None:
 def test_lines_over_layers_stand_beside_the_papers(tmp_path: Path) -> None:
     from matplotlib.figure import Figure
 
-    from hiddenlab.plots import _over_layers
+    from hiddenlab.report.plots import _over_layers
 
     def row(channel: str, attack: str, layer: int, value: float, paper: float | None) -> dict[str, Any]:
         keys = {"method": "nf4", "channel": channel, "layer": layer, "attack": attack}

@@ -18,17 +18,17 @@ from pydantic import Field
 from rich.table import Table
 from typer.testing import CliRunner
 
-from hiddenlab import schema
 from hiddenlab.cli import app
 from hiddenlab.cli.console import Bars, SafeConsole
-from hiddenlab.core import Observation, Public, Secret, Site
 from hiddenlab.errors import HiddenlabError, InputError
-from hiddenlab.files import write_file
 from hiddenlab.job import load_truth, save_truth
 from hiddenlab.observation import load_observation, save_observation
-from hiddenlab.tables import markdown_table
+from hiddenlab.report.tables import markdown_table
 from hiddenlab.testing import json_values
-from hiddenlab.text import markdown, printable, visible
+from hiddenlab.types import GroundTruth, Observation, ObservationInfo, Site
+from hiddenlab.utils import schema
+from hiddenlab.utils.files import write_file
+from hiddenlab.utils.text import markdown, printable, visible
 
 
 @dataclass(frozen=True)
@@ -169,10 +169,10 @@ def test_tables_are_escaped_in_markdown() -> None:
 # ---- the command line on files of others
 
 
-def observed(folder: Path, **public: Any) -> Path:
+def observed(folder: Path, **info: Any) -> Path:
     path = folder / "o.safetensors"
-    given = {"model": "builtin", "signature": (0.5,), "site": Site(1), **public}
-    save_observation(Observation(torch.ones(2, 4), Public(**given)), path)
+    given = {"model": "builtin", "signature": (0.5,), "site": Site(1), **info}
+    save_observation(Observation(torch.ones(2, 4), ObservationInfo(**given)), path)
     return path
 
 
@@ -212,10 +212,10 @@ def test_numbers_of_specs_are_bounded(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
 def test_states_in_eight_bits_are_read(tmp_path: Path, dtype: torch.dtype) -> None:
     states = torch.tensor([[1.0, -2.0], [0.5, 4.0]]).to(dtype)
-    save_observation(Observation(states, Public("m", (0.5,), Site(1))), tmp_path / "o")
+    save_observation(Observation(states, ObservationInfo("m", (0.5,), Site(1))), tmp_path / "o")
     assert load_observation(tmp_path / "o").states.float().tolist() == [[1.0, -2.0], [0.5, 4.0]]
     with pytest.raises(InputError, match="NaN or infinity"):
-        Observation(torch.tensor([[float("nan")]]).to(dtype), Public("m", (0.5,), Site(1)))
+        Observation(torch.tensor([[float("nan")]]).to(dtype), ObservationInfo("m", (0.5,), Site(1)))
 
 
 @pytest.mark.parametrize(
@@ -241,8 +241,8 @@ def test_truths_are_checked(tmp_path: Path, text: str, says: str) -> None:
 def test_secrets_and_states_are_for_their_owner_alone(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
-        save_truth([Secret((1, 2))], tmp_path / "t.json")
-        save_observation(Observation(torch.ones(1, 2), Public("m", (0.5,), Site(1))), tmp_path / "o")
+        save_truth([GroundTruth((1, 2))], tmp_path / "t.json")
+        save_observation(Observation(torch.ones(1, 2), ObservationInfo("m", (0.5,), Site(1))), tmp_path / "o")
         write_file(tmp_path / "plain", "x")
     finally:
         os.umask(before)

@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hiddenlab.defenses.verification import speculative
+from hiddenlab.defenses.verification.causal_lm import WholeModel, load_whole
 from hiddenlab.defenses.verification.provider import Request
 from hiddenlab.defenses.verification.sampling import HashedNoise, Sampling, StreamNoise, probabilities
 from hiddenlab.defenses.verification.speculative import Numbers, accepts, draft_token, own_token, possible
-from hiddenlab.defenses.verification.whole import WholeModel, load_whole
 from hiddenlab.errors import InputError
 from hiddenlab.testing import save_tiny
 

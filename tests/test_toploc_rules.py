@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hiddenlab.cli.verify import RuleOpt
+from hiddenlab.defenses.verification.causal_lm import load_whole
 from hiddenlab.defenses.verification.command import _checked
 from hiddenlab.defenses.verification.difr import Replay
 from hiddenlab.defenses.verification.rules import (
@@ -29,7 +30,6 @@ from hiddenlab.defenses.verification.rules import (
 from hiddenlab.defenses.verification.sampling import Sampling
 from hiddenlab.defenses.verification.toploc import Thresholds, commit, commit_all, verify, verify_all
 from hiddenlab.defenses.verification.transcript import Transcript
-from hiddenlab.defenses.verification.whole import load_whole
 from hiddenlab.errors import InputError
 from hiddenlab.testing import save_tiny
 
@@ -279,7 +279,7 @@ def test_the_scale_is_the_models_own(tmp_path_factory: pytest.TempPathFactory) -
     assert exact.scale.shape == (exact.width,) and bool((exact.scale > 0).all())
     assert torch.equal(exact.scale, load_whole(path, dtype="float32", device="cpu").scale)
     assert torch.allclose(exact.scale, coarse.scale, rtol=0.05)
-    most = int(exact.model.config.max_position_embeddings)  # type: ignore[union-attr,arg-type]
+    most = int(exact.module.config.max_position_embeddings)  # type: ignore[union-attr,arg-type]
     tokens = [place * 2654435761 % exact.vocabulary for place in range(1, min(256, most) + 1)]
     states, _ = exact.prefill([*tokens, 0], 1)
     wanted = states[:-1].double().square().mean(0).sqrt()

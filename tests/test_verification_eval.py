@@ -10,8 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hiddenlab.errors import InputError
-from hiddenlab.eval import answers, tampering, verification, verification_cells
-from hiddenlab.eval.experiment import MEASURED, Setting, measure_cell
+from hiddenlab.eval.cells import MEASURED, Setting, measure_cell
+from hiddenlab.eval.measures import answers
+from hiddenlab.eval.measures import verification as measures
+from hiddenlab.eval.tables import tampering, verification
 from hiddenlab.testing import save_tiny
 
 
@@ -86,7 +88,7 @@ def test_cells_measure(
     measure: str, extra: dict[str, Any], figure: str, spec: dict[str, Any], home: Path
 ) -> None:
     folder = home / "cells" / measure
-    figures = getattr(verification_cells, measure)({**spec, **extra, "variant": "seed=1"}, folder)
+    figures = getattr(measures, measure)({**spec, **extra, "variant": "seed=1"}, folder)
     low, value, high = (figures[figure][name] for name in ("low", "value", "high"))
     assert low <= value <= high
 
@@ -95,12 +97,12 @@ def test_detection_tells_a_seed_from_an_honest_provider(spec: dict[str, Any], ho
     folder = home / "cells" / "one"
     given = {**spec, "honest": ["honest", "batch=3"], "score": "margin", "sizes": [60]}
     found = {
-        v: verification_cells.detection({**given, "variant": v}, folder)["auc_60"]["value"]
+        v: measures.detection({**given, "variant": v}, folder)["auc_60"]["value"]
         for v in ("seed=1", "batch=3")
     }
     assert found["seed=1"] > 0.95 > found["batch=3"]
     with pytest.raises(InputError, match="too few"):
-        verification_cells.detection({**given, "variant": "seed=1", "sizes": [10_000]}, folder)
+        measures.detection({**given, "variant": "seed=1", "sizes": [10_000]}, folder)
 
 
 def test_a_frontier_of_bytes_keeps_what_nothing_cheaper_beats(spec: dict[str, Any]) -> None:
@@ -152,13 +154,13 @@ def test_other_ways_of_sampling_have_their_own_scores(spec: dict[str, Any], home
     found = {}
     for cell in made.cells:
         given = {**cell.spec, "dtype": "float32", "honest": ["honest", "batch=3"], "sizes": [60]}
-        found[cell.spec["score"]] = verification_cells.detection(given, home / "cells" / "ipt")
+        found[cell.spec["score"]] = measures.detection(given, home / "cells" / "ipt")
     for name in ("likelihood", "mismatch", "monte_carlo:20"):
         assert found[name]["auc_60"]["value"] > 0.95 and found[name]["whole_60"]["value"] > 0.95
     assert found["cross_entropy"]["auc_60"]["value"] < 0.9  # a seed does not show in it
     ipt = {**spec, "sampling": {**spec["sampling"], "method": "ipt"}, "variant": "seed=1", "score": "margin"}
     with pytest.raises(InputError, match="no score 'margin'"):
-        verification_cells.statistics(ipt, home / "cells" / "ipt")
+        measures.statistics(ipt, home / "cells" / "ipt")
     with pytest.raises(InputError, match="sampling method"):
         verification.detection(setting, method="beam")
 
@@ -167,12 +169,12 @@ def test_statistics_are_those_of_the_tokens(spec: dict[str, Any], home: Path) ->
     given = {**spec, "variant": "seed=1"}
     margins = answers.scored(given, home)["margin"]
     finite = margins[np.isfinite(margins)]
-    found = verification_cells.statistics({**given, "score": "margin"}, home / "cells" / "statistics")
+    found = measures.statistics({**given, "score": "margin"}, home / "cells" / "statistics")
     assert found["mean"]["value"] == pytest.approx(finite.mean()) and found["mean"]["n"] == len(margins)
     assert found["p90"]["value"] == pytest.approx(np.percentile(finite, 90))
     assert found["infinite"]["value"] == pytest.approx(1 - len(finite) / len(margins))
     sharp, blunt = (
-        verification_cells.statistics({**given, "score": f"likelihood:{sd}"}, home / "cells" / "s")["mean"]
+        measures.statistics({**given, "score": f"likelihood:{sd}"}, home / "cells" / "s")["mean"]
         for sd in (0.02, 0.08)
     )
     assert sharp["value"] > blunt["value"] > 0
@@ -182,8 +184,8 @@ def test_calibrated_limits_accept_the_honest_and_are_no_looser(spec: dict[str, A
     folder = home / "cells" / "limits"
     honest = ["honest", "batch=3", "batch=1"]
     for variant in ("batch=3", "layers=3"):
-        published = verification_cells.proofs({**spec, "variant": variant}, folder)
-        tight = verification_cells.proofs({**spec, "variant": variant, "honest": honest}, folder)
+        published = measures.proofs({**spec, "variant": variant}, folder)
+        tight = measures.proofs({**spec, "variant": variant, "honest": honest}, folder)
         assert tight["proofs_accepted"]["value"] <= published["proofs_accepted"]["value"]
         if variant == "batch=3":  # as honest as those that set the limits
             assert tight["proofs_accepted"]["value"] > 0.5

@@ -409,7 +409,7 @@ def test_runs_are_recorded_with_a_plot(
     assert commands["verify-check"][0] == 3 and commands["verify-check"][1]["counts"]["valid"] == 3
     assert commands["verify-score"][1]["summary"]["same_token"] > 0.97  # the key was the same on both sides
     assert commands["verify-score"][2]["noise_key_env"] == "NOISE"
-    assert commands["verify-simulate"][2]["lens"] == {"count": 4, "seed": 0, "kind": "orthogonal"}
+    assert commands["verify-simulate"][2]["projection"] == {"count": 4, "seed": 0, "kind": "orthogonal"}
     # 64 values a proof, three proofs of an answer of 40 tokens; four float32 a token.
     assert commands["verify-simulate"][1]["bytes"] == {
         "proofs": pytest.approx(3 * 130 / 40),
@@ -491,7 +491,7 @@ def test_inverse_transform_answers_are_scored_and_audited(
     assert found["verdict"]["score"] == "likelihood" and found["verdict"]["diverges"]
     assert found["summary"]["mean_margin"] is None
     assert found["summary"]["likelihood"] > found["honest"]["likelihood"] + 1
-    assert verify("score", inverse["seed"], "--by", "margin", *reference).exit_code == 2
+    assert verify("score", inverse["seed"], "--score", "margin", *reference).exit_code == 2
     # Honest numbers depend on how tokens are drawn.
     mixed = verify("score", inverse["seed"], "--honest", files["honest"], *reference)
     assert mixed.exit_code == 2 and "sampled differently" in mixed.stderr
@@ -503,7 +503,7 @@ def test_inverse_transform_answers_are_scored_and_audited(
 def test_the_monte_carlo_score_depends_on_the_request_alone(
     files: Files, reference: Words, tmp_path: Path
 ) -> None:
-    how = ("--monte-carlo", 30, "--by", "monte_carlo", "--false-positives", 0.1)
+    how = ("--monte-carlo", 30, "--score", "monte_carlo", "--false-positives", 0.1)
     found = answer("score", files["seed"], "--honest", files["honest"], *how, *reference)
     assert found["verdict"]["diverges"] and found["verdict"]["score"] == "monte_carlo"
     last = tmp_path / "last.jsonl"

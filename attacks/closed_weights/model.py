@@ -11,8 +11,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from hiddenlab.errors import InputError
-from hiddenlab.slice.load import load_config, load_model, resolve_model
-from hiddenlab.slice.reading import quiet_transformers
+from hiddenlab.models.load import load_config, load_module, resolve_model
+from hiddenlab.models.reading import quiet_transformers
 
 
 def with_table(checkpoint: Path, table: Float[Tensor, "v d"], folder: Path) -> Path:
@@ -26,7 +26,7 @@ def with_table(checkpoint: Path, table: Float[Tensor, "v d"], folder: Path) -> P
         InputError: no such model, or a table of another shape.
     """
     ref = resolve_model(str(checkpoint))
-    model = load_model(
+    model = load_module(
         ref, load_config(ref), head=True, dtype=torch.float32, device=torch.device("cpu"), attention="eager"
     )
     own = model.get_input_embeddings().weight  # type: ignore[operator]

@@ -26,9 +26,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hiddenlab.attacks.closed_weights.substitution import assign
-from hiddenlab.core import Progress, silent
 from hiddenlab.errors import InputError
-from hiddenlab.slice import Request, Slice
+from hiddenlab.models import Request, TruncatedModel
+from hiddenlab.types import Progress, silent
 
 Numbers = NDArray[np.int64]
 Shares = NDArray[np.float64]
@@ -76,7 +76,7 @@ def refine(
     cipher: Sequence[Sequence[int]],
     reference: Sequence[Sequence[int]],
     named: dict[int, int],
-    language_model: Slice,
+    language_model: TruncatedModel,
     *,
     seeds: dict[int, int] | None = None,
     rounds: int = 4,
@@ -196,7 +196,7 @@ def _chosen(rows: Sequence[Numbers], sure: Shares, most: int) -> list[int]:
 
 
 def _read(
-    language_model: Slice,
+    language_model: TruncatedModel,
     symbols: _Texts,
     tokens: _Texts,
     chosen: Sequence[int],
@@ -214,7 +214,7 @@ def _read(
         named = [torch.from_numpy(np.maximum(match[row[:-1]], 0)).to(device) for row in rows]
         passes = [Request(language_model.prefix(), candidates[one]) for one in named]
         for row, answer in zip(rows, language_model.run(passes, keep=False), strict=True):
-            likely = answer.chain.float().log_softmax(1)[:, candidates].cpu()
+            likely = answer.states.float().log_softmax(1)[:, candidates].cpu()
             out.index_add_(0, torch.from_numpy(row[1:]), _mixed(likely - usual, sure[row[:-1]]))
         progress("requests read", min(at + PASS_REQUESTS, len(chosen)), len(chosen))
     return out.double().numpy()

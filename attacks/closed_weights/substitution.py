@@ -14,7 +14,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from hiddenlab.core import Progress, silent
+from hiddenlab.types import Progress, silent
 
 Matrix = NDArray[np.float64]
 

@@ -10,7 +10,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from hiddenlab.errors import InputError
-from hiddenlab.files import save_tensors
+from hiddenlab.utils.files import save_tensors
 
 FILE = "view.safetensors"
 

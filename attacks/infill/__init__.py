@@ -13,13 +13,13 @@ from hiddenlab.attacks.infill.masks import Shards
 from hiddenlab.attacks.infill.model import Infiller
 from hiddenlab.attacks.infill.text import OWN
 from hiddenlab.attacks.infill.train import PRESETS, State, read_tokens, train_infiller
-from hiddenlab.channel import as_whole
-from hiddenlab.core import Observation, Progress, Public, Recovery, TokenRecovery, silent
+from hiddenlab.channels import as_whole
 from hiddenlab.errors import InputError, NotApplicableError
-from hiddenlab.lens import lens_of
+from hiddenlab.matching.projections import projection_of
+from hiddenlab.models import TruncatedModel
 from hiddenlab.observation import check_observation
-from hiddenlab.propose.store import probe_for
-from hiddenlab.slice import Slice
+from hiddenlab.proposals.store import probe_for
+from hiddenlab.types import AttackResult, Observation, ObservationInfo, Progress, TokenPrediction, silent
 
 
 class Infill:
@@ -60,10 +60,10 @@ class Infill:
         recipe = recipe if text is None else replace(recipe, text=text)
         self.recipe = recipe if steps is None else replace(recipe, steps=steps)
         self.plan, self.masked, self.rounds, self.progress = plan, masked, rounds, progress
-        self._trained: tuple[tuple[Slice, Public, Shards], Infiller, State] | None = None
+        self._trained: tuple[tuple[TruncatedModel, ObservationInfo, Shards], Infiller, State] | None = None
 
     def setup(
-        self, observation: Observation, slice: Slice, generator: torch.Generator
+        self, observation: Observation, model: TruncatedModel, generator: torch.Generator
     ) -> dict[str, float | str]:
         """Train the model, or take it from the cache.
 
@@ -71,7 +71,7 @@ class Infill:
             ``training_seconds`` (over all sessions, and with those of the infiller of tokens that it started from),
             ``training_steps`` (its own), ``held_out_loss``, in nats a token, and ``training_text``.
         """
-        _, state = self._model(observation, slice)
+        _, state = self._model(observation, model)
         return {
             "training_seconds": state.seconds,
             "training_steps": float(state.step),
@@ -79,52 +79,56 @@ class Infill:
             "training_text": "sampled from the model itself" if self.recipe.text == OWN else self.recipe.text,
         }
 
-    def _model(self, observation: Observation, slice: Slice) -> tuple[Infiller, State]:
-        check_observation(observation, slice)
-        public = observation.public
-        if public.rows_permuted or public.columns_permuted is not None:
+    def _model(self, observation: Observation, model: TruncatedModel) -> tuple[Infiller, State]:
+        check_observation(observation, model)
+        info = observation.info
+        if info.rows_permuted or info.columns_permuted is not None:
             raise NotApplicableError("the infiller needs rows and coordinates in order")
-        if lens_of(public) is not None:
+        if projection_of(info) is not None:
             raise NotApplicableError("the infiller needs whole states")
-        shards = Shards.of(public)
+        shards = Shards.of(info)
         if self.plan == "any" and not shards.whole:
             shards = Shards()
-        key = slice, as_whole(public), shards
+        key = model, as_whole(info), shards
         if self._trained is None or self._trained[0] != key:
             infiller, state = train_infiller(*key, self.recipe, self.progress, self.masked)
             self._trained = key, infiller, state
         return self._trained[1:]
 
-    def recover(self, observation: Observation, slice: Slice, generator: torch.Generator) -> Recovery:
+    def recover(
+        self, observation: Observation, model: TruncatedModel, generator: torch.Generator
+    ) -> AttackResult:
         """Recover one prompt: held tokens as read, the others as the model names them, unverified.
 
         Raises:
             NotApplicableError: rows or coordinates in unknown order.
         """
-        infiller, _ = self._model(observation, slice)
-        started, public = time.perf_counter(), observation.public
-        count = int(public.facts.get("tokens", 1 + max(public.positions or (len(observation.states) - 1,))))
-        positions = list(public.positions or range(count))
-        rows = observation.states.to(slice.device).float()
+        infiller, _ = self._model(observation, model)
+        started, info = time.perf_counter(), observation.info
+        count = int(info.facts.get("tokens", 1 + max(info.positions or (len(observation.states) - 1,))))
+        positions = list(info.positions or range(count))
+        rows = observation.states.to(model.device).float()
         with torch.inference_mode():
-            tokens = torch.zeros(1, count, dtype=torch.long, device=slice.device)
-            known = torch.zeros(1, count, dtype=torch.bool, device=slice.device)
-            states = torch.zeros(1, count, rows.shape[1], device=slice.device)
-            tokens[0, positions], known[0, positions] = self._read(rows, public, slice), True
+            tokens = torch.zeros(1, count, dtype=torch.long, device=model.device)
+            known = torch.zeros(1, count, dtype=torch.bool, device=model.device)
+            states = torch.zeros(1, count, rows.shape[1], device=model.device)
+            tokens[0, positions], known[0, positions] = self._read(rows, info, model), True
             states[0, positions] = rows
             certain = self._fill(infiller, tokens, known, states if infiller.reads_states else None)
         row_of = {position: row for row, position in enumerate(positions)}
         found = tuple(
-            TokenRecovery(int(token), row_of.get(i, -1), 1 - float(certain[i]), None, 0, False)
+            TokenPrediction(int(token), row_of.get(i, -1), 1 - float(certain[i]), None, 0, False)
             for i, token in enumerate(tokens[0])
         )
-        return Recovery(found, 0, 0, time.perf_counter() - started, "complete")
+        return AttackResult(found, 0, 0, time.perf_counter() - started, "complete")
 
-    def _read(self, rows: Float[Tensor, "rows d"], public: Public, slice: Slice) -> Int[Tensor, " rows"]:
+    def _read(
+        self, rows: Float[Tensor, "rows d"], info: ObservationInfo, model: TruncatedModel
+    ) -> Int[Tensor, " rows"]:
         """The tokens of the held rows."""
-        if slice.site.stream != "embed":
-            return read_tokens(probe_for(slice, as_whole(public), self.progress)[0], rows[None])[0]
-        table = slice.embed(torch.arange(slice.vocab_size, device=slice.device)).float()
+        if model.site.stream != "embed":
+            return read_tokens(probe_for(model, as_whole(info), self.progress)[0], rows[None])[0]
+        table = model.embed(torch.arange(model.vocab_size, device=model.device)).float()
         return (normalize(rows, dim=1) @ normalize(table, dim=1).T).argmax(1)
 
     def _fill(

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hiddenlab.errors import InputError
-from hiddenlab.slice import Slice
-from hiddenlab.slice.door import Attention, open_door
-from hiddenlab.slice.load import load_config, load_model, load_tokenizer, load_whole, resolve_model
+from hiddenlab.models import TruncatedModel
+from hiddenlab.models.attention import Attention, register_attention
+from hiddenlab.models.load import load_config, load_module, load_tokenizer, load_whole, resolve_model
 
 DOOR = "hiddenlab-infill"
 SHORT = 512  # tokens up to which attention is written out on a processor
@@ -69,14 +69,14 @@ class Decoder:
     the language model's own knowledge of what comes next.
     """
 
-    def __init__(self, slice: Slice, dtype: torch.dtype) -> None:
-        self.model: Any = load_model(
-            slice.ref, load_config(slice.ref), head=True, dtype=dtype, device=slice.device,
-            attention=open_door(DOOR, _ACTIVE, "an infiller is run through Infiller.forward"),
+    def __init__(self, model: TruncatedModel, dtype: torch.dtype) -> None:
+        self.model: Any = load_module(
+            model.ref, load_config(model.ref), head=True, dtype=dtype, device=model.device,
+            attention=register_attention(DOOR, _ACTIVE, "an infiller is run through Infiller.forward"),
         )  # fmt: skip
         table: Tensor = self.model.get_input_embeddings().weight  # type: ignore[operator]
         self.mask = table.float().mean(0)
-        self.opening = int((slice.special_ids or [0])[0])
+        self.opening = int((model.special_ids or [0])[0])
 
     def embed(self, tokens: Int[Tensor, "b n"]) -> Float[Tensor, "b n d"]:
         return self.model.get_input_embeddings()(tokens).float()  # type: ignore[no-any-return]
@@ -107,7 +107,7 @@ class MaskedLM:
         InputError: no such model, no masked language model, or one without a mask token.
     """
 
-    def __init__(self, name: str, slice: Slice, dtype: torch.dtype) -> None:
+    def __init__(self, name: str, truncated: TruncatedModel, dtype: torch.dtype) -> None:
         from transformers import AutoModelForMaskedLM
 
         ref = resolve_model(name)
@@ -132,17 +132,17 @@ class MaskedLM:
             table[i].float().clone() if i is not None else None
             for i in (tokenizer.cls_token_id, tokenizer.sep_token_id)
         ]
-        pieces = cut(slice, tokenizer)
-        self.table = nn.Embedding.from_pretrained(average(table.float(), pieces)).to(slice.device)
+        pieces = cut(truncated, tokenizer)
+        self.table = nn.Embedding.from_pretrained(average(table.float(), pieces)).to(truncated.device)
         new = nn.Linear(head.in_features, len(pieces), bias=head.bias is not None).to(dtype)
         with torch.no_grad():
             new.weight.copy_(average(head.weight.float(), pieces))
             if head.bias is not None:
                 new.bias.copy_(average(head.bias.float()[:, None], pieces)[:, 0])
         model.set_output_embeddings(new)
-        self.model = model.to(slice.device).requires_grad_(False)
-        self._ends = [None if end is None else end.to(slice.device) for end in self._ends]
-        self.mask = self.mask.to(slice.device)
+        self.model = model.to(truncated.device).requires_grad_(False)
+        self._ends = [None if end is None else end.to(truncated.device) for end in self._ends]
+        self.mask = self.mask.to(truncated.device)
 
     def embed(self, tokens: Int[Tensor, "b n"]) -> Float[Tensor, "b n d"]:
         return self.table(tokens)  # type: ignore[no-any-return]
@@ -159,9 +159,9 @@ class MaskedLM:
         return out[:, len(before) : len(before) + inputs.shape[1]][wanted].float()  # type: ignore[no-any-return]
 
 
-def cut(slice: Slice, tokenizer: Any) -> list[list[int]]:
+def cut(model: TruncatedModel, tokenizer: Any) -> list[list[int]]:
     """The pieces of every token of the attacked model in another vocabulary; those of no text are its unknown token."""
-    texts = [slice.text([i]) for i in range(slice.vocab_size)]
+    texts = [model.text([i]) for i in range(model.vocab_size)]
     found = tokenizer(texts, add_special_tokens=False)["input_ids"]
     unknown = tokenizer.unk_token_id if tokenizer.unk_token_id is not None else tokenizer.mask_token_id
     return [list(pieces) or [unknown] for pieces in found]

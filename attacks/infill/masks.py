@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hiddenlab.core import Public
+from hiddenlab.types import ObservationInfo
 
 CLUSTERS = (1, 2, 4, 8)
 NODES = (2, 3, 4, 6, 8, 12)
@@ -27,11 +27,11 @@ class Shards:
     attn: bool = False
 
     @classmethod
-    def of(cls, public: Public) -> "Shards":
+    def of(cls, info: ObservationInfo) -> "Shards":
         """The plan that an observation was shown under; every row, or any plan where it does not say."""
-        facts: Mapping[str, Any] = public.facts.get("shard") or {}
+        facts: Mapping[str, Any] = info.facts.get("shard") or {}
         if not {"alpha", "c", "m", "attn"} <= set(facts):
-            return cls() if "tokens" in public.facts else cls(1, 1, 1)
+            return cls() if "tokens" in info.facts else cls(1, 1, 1)
         return cls(int(facts["alpha"]), int(facts["c"]), int(facts["m"]), bool(facts["attn"]))
 
     @property

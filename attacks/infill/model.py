@@ -13,45 +13,47 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from hiddenlab.attacks.infill.backbone import Backbone, Decoder, MaskedLM
-from hiddenlab.channel import quiet_bitsandbytes
-from hiddenlab.slice import Slice
+from hiddenlab.channels import quiet_bitsandbytes
+from hiddenlab.models import TruncatedModel
 
 
 class Infiller(nn.Module):
     """Logits for every position of a text, of which only some tokens (and states) are known.
 
     Args:
-        slice: names the model that is tuned, and gives the states' site. rank: of LoRA. dtype: of the frozen weights.
-        masked: a masked language model to tune in place of the slice's own.
+        model: names the model that is tuned, and gives the states' site. rank: of LoRA. dtype: of the frozen weights.
+        masked: a masked language model to tune in place of the model's own.
 
     Raises:
         InputError: no such masked language model.
     """
 
-    def __init__(self, slice: Slice, rank: int, dtype: torch.dtype, masked: str | None = None) -> None:
+    def __init__(
+        self, model: TruncatedModel, rank: int, dtype: torch.dtype, masked: str | None = None
+    ) -> None:
         with quiet_bitsandbytes():
             from peft import LoraConfig, get_peft_model
 
         super().__init__()
         # In a list, so that the weights are registered once, under the adapter's names.
         self._backbone: list[Backbone] = [
-            Decoder(slice, dtype) if masked is None else MaskedLM(masked, slice, dtype)
+            Decoder(model, dtype) if masked is None else MaskedLM(masked, model, dtype)
         ]
         config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", lora_dropout=0.0)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of names that the libraries are about to change, and of Conv1D
             self.model: Any = get_peft_model(self._backbone[0].model, config)  # type: ignore[arg-type]
         self.mask = nn.Parameter(self._backbone[0].mask)
-        self.reads_states = slice.site.stream != "embed"
+        self.reads_states = model.site.stream != "embed"
         self.mean: Tensor
         self.scale: Tensor
         if self.reads_states:
-            self.states = nn.Linear(slice.width, len(self.mask))
+            self.states = nn.Linear(model.width, len(self.mask))
             nn.init.zeros_(self.states.weight)
             nn.init.zeros_(self.states.bias)
-            self.register_buffer("mean", torch.zeros(slice.width))
-            self.register_buffer("scale", torch.ones(slice.width))
-        self.to(slice.device)
+            self.register_buffer("mean", torch.zeros(model.width))
+            self.register_buffer("scale", torch.ones(model.width))
+        self.to(model.device)
 
     def standardise(self, states: Float[Tensor, "rows d"]) -> None:
         """Fit mean and scale of the states that come in."""

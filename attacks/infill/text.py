@@ -12,14 +12,14 @@ from jaxtyping import Int
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from hiddenlab.cache import cache_path
-from hiddenlab.core import Progress
 from hiddenlab.errors import InputError
-from hiddenlab.files import save_tensors
+from hiddenlab.models import TruncatedModel
+from hiddenlab.models.load import load_config, load_module
 from hiddenlab.prompts import iter_prompts
-from hiddenlab.propose.probe import fast_dtype
-from hiddenlab.slice import Slice
-from hiddenlab.slice.load import load_config, load_model
+from hiddenlab.proposals.probe import fast_dtype
+from hiddenlab.types import Progress
+from hiddenlab.utils.cache import cache_path
+from hiddenlab.utils.files import save_tensors
 
 OWN = "own"
 AT_ONCE = 256  # sequences generated together
@@ -27,7 +27,7 @@ TOP_K = 100
 
 
 def windows(
-    slice: Slice, source: str, count: int, length: int, seed: int, progress: Progress
+    model: TruncatedModel, source: str, count: int, length: int, seed: int, progress: Progress
 ) -> Int[Tensor, "n length"]:
     """Token windows of one length.
 
@@ -39,10 +39,10 @@ def windows(
         InputError: the source cannot be read, or no text of it is that long.
     """
     if source == OWN:
-        return own_text(slice, count, length, seed, progress)
+        return own_text(model, count, length, seed, progress)
     found: list[Tensor] = []
     for prompt in islice(iter_prompts(source), count):
-        ids = torch.tensor(slice.tokenize(prompt.text))
+        ids = torch.tensor(model.tokenize(prompt.text))
         found += list(ids[: len(ids) // length * length].view(-1, length))
         progress("reading texts", min(len(found), count), count)
         if len(found) >= count:
@@ -52,31 +52,33 @@ def windows(
     return torch.stack(found[:count])
 
 
-def own_text(slice: Slice, count: int, length: int, seed: int, progress: Progress) -> Int[Tensor, "n length"]:
+def own_text(
+    truncated: TruncatedModel, count: int, length: int, seed: int, progress: Progress
+) -> Int[Tensor, "n length"]:
     """Text sampled from the whole model, each from a token of its own, kept in the cache.
 
     It has the model's knowledge and style, not those of any data set; tables made from it say so.
     """
-    path = _path(slice, length, seed)
+    path = _path(truncated, length, seed)
     done = _load(path, length)
     if len(done) >= count:
         return done[:count]
-    model: Any = load_model(
-        slice.ref, load_config(slice.ref), head=True, dtype=fast_dtype(slice.device), device=slice.device,
-        attention=None,
+    model: Any = load_module(
+        truncated.ref, load_config(truncated.ref), head=True, dtype=fast_dtype(truncated.device),
+        device=truncated.device, attention=None,
     )  # fmt: skip
     # Sampling is the library's and draws from the global generator: put back afterwards.
     with torch.random.fork_rng():
         while len(done) < count:
             progress("generating texts to train on", len(done), count)
             torch.manual_seed(hash_seed(seed, len(done)))
-            start = torch.randint(0, slice.vocab_size, (AT_ONCE, 1), device=slice.device)
+            start = torch.randint(0, truncated.vocab_size, (AT_ONCE, 1), device=truncated.device)
             with torch.inference_mode():
                 new = model.generate(
                     start, attention_mask=torch.ones_like(start), do_sample=True, top_p=1.0, top_k=TOP_K,
                     temperature=1.0,
                     min_new_tokens=length - 1, max_new_tokens=length - 1,
-                    pad_token_id=int(slice.special_ids[0]) if slice.special_ids else 0,
+                    pad_token_id=int(truncated.special_ids[0]) if truncated.special_ids else 0,
                 )  # fmt: skip
             done = torch.cat([done, new.cpu()])
             _save(path, done)
@@ -89,8 +91,8 @@ def hash_seed(*numbers: int) -> int:
     return int.from_bytes(hashlib.sha256(json.dumps(numbers).encode()).digest()[:7], "big")
 
 
-def _path(slice: Slice, length: int, seed: int) -> Path:
-    text = json.dumps([slice.signature, slice.vocab_size, length, seed, TOP_K, AT_ONCE])
+def _path(model: TruncatedModel, length: int, seed: int) -> Path:
+    text = json.dumps([model.signature, model.vocab_size, length, seed, TOP_K, AT_ONCE])
     return cache_path("texts", f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.safetensors")
 
 

@@ -22,15 +22,15 @@ from torch.nn import functional as F
 from hiddenlab.attacks.infill.masks import Shards
 from hiddenlab.attacks.infill.model import Infiller
 from hiddenlab.attacks.infill.text import hash_seed, windows
-from hiddenlab.cache import cache_path
-from hiddenlab.channel import Channel
-from hiddenlab.core import Progress, Public
+from hiddenlab.channels import Channel
 from hiddenlab.errors import InputError
-from hiddenlab.files import save_tensors
-from hiddenlab.propose.probe import fast_dtype
-from hiddenlab.propose.store import probe_for
-from hiddenlab.slice import Slice
-from hiddenlab.slice.load import resolve_model
+from hiddenlab.models import TruncatedModel
+from hiddenlab.models.load import resolve_model
+from hiddenlab.proposals.probe import fast_dtype
+from hiddenlab.proposals.store import probe_for
+from hiddenlab.types import ObservationInfo, Progress
+from hiddenlab.utils.cache import cache_path
+from hiddenlab.utils.files import save_tensors
 
 FORMAT = 2
 HELD_OUT = 32  # windows on which training is judged, each with one mask
@@ -102,20 +102,20 @@ class Data:
     """Batches for every step, always the same for a seed, so that a resumed training goes on as it was."""
 
     def __init__(
-        self, slice: Slice, public: Public, shards: Shards, recipe: Recipe, progress: Progress
+        self, model: TruncatedModel, info: ObservationInfo, shards: Shards, recipe: Recipe, progress: Progress
     ) -> None:
-        self.slice, self.shards, self.recipe = slice, shards, recipe
-        self.channel = Channel.parse(public.channel)
+        self.model, self.shards, self.recipe = model, shards, recipe
+        self.channel = Channel.parse(info.channel)
         self.texts = windows(
-            slice, recipe.text, recipe.windows + HELD_OUT, recipe.length, recipe.seed, progress
+            model, recipe.text, recipe.windows + HELD_OUT, recipe.length, recipe.seed, progress
         )
         if len(self.texts) < HELD_OUT + recipe.batch:
             raise InputError(
                 f"{recipe.text} gives {len(self.texts)} windows of {recipe.length} tokens; at least "
                 f"{HELD_OUT + recipe.batch} are needed"
             )
-        self.reads_states = slice.site.stream != "embed"
-        self.probe = probe_for(slice, public, progress)[0] if self.reads_states else None
+        self.reads_states = model.site.stream != "embed"
+        self.probe = probe_for(model, info, progress)[0] if self.reads_states else None
 
     def held_out(self) -> list[Batch]:
         """The windows on which training is judged."""
@@ -133,14 +133,14 @@ class Data:
 
     def _batch(self, rows: list[int], step: int) -> Batch:
         draw = random.Random(hash_seed(self.recipe.seed, step, 1))
-        truth = self.texts[rows].to(self.slice.device)
+        truth = self.texts[rows].to(self.model.device)
         known = torch.zeros_like(truth, dtype=torch.bool)
         for row in known:
             row[self.shards.draw(len(row), draw)] = True
         if not self.reads_states:
             return Batch(truth, known, None)
         generator = torch.Generator().manual_seed(hash_seed(self.recipe.seed, step, 2))
-        released = self.channel.release_batch(self.slice, truth.tolist(), generator)
+        released = self.channel.release_batch(self.model, truth.tolist(), generator)
         states = torch.stack([one.states.float() for one, _ in released])
         return Batch(truth, known, states)
 
@@ -157,8 +157,8 @@ def read_tokens(probe: Any, states: Float[Tensor, "b n d"]) -> Int[Tensor, "b n"
 
 
 def train_infiller(
-    slice: Slice,
-    public: Public,
+    model: TruncatedModel,
+    info: ObservationInfo,
     shards: Shards,
     recipe: Recipe,
     progress: Progress,
@@ -171,15 +171,15 @@ def train_infiller(
     that need the same infiller the second waits for the first.
 
     Args:
-        public: the channel, as if every row had been shown. masked: a masked language model to tune, else the slice's.
+        info: the channel, as if every row had been shown. masked: a masked language model to tune, else the model's.
 
     Raises:
         InputError: the texts cannot be had, there is no such masked language model, or the checkpoint is another's.
     """
-    identity = _identity(slice, public, shards, recipe, masked)
+    identity = _identity(model, info, shards, recipe, masked)
     # Processes that accelerate started together train together.
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 or _begun(identity, done=True):
-        return _trained(identity, slice, public, shards, recipe, progress, masked)
+        return _trained(identity, model, info, shards, recipe, progress, masked)
     path = checkpoint_path(identity)
     lock = FileLock(path.with_suffix(".lock"))
     try:
@@ -191,40 +191,45 @@ def train_infiller(
     except OSError as error:
         raise InputError(f"cannot write into {path.parent}: {error.strerror or error}") from None
     try:
-        return _trained(identity, slice, public, shards, recipe, progress, masked)
+        return _trained(identity, model, info, shards, recipe, progress, masked)
     finally:
         lock.release()
 
 
 def _trained(
-    identity: dict[str, Any], slice: Slice, public: Public, shards: Shards, recipe: Recipe, progress: Progress,
-    masked: str | None,
+    identity: dict[str, Any], model: TruncatedModel, info: ObservationInfo, shards: Shards, recipe: Recipe,
+    progress: Progress, masked: str | None,
 ) -> tuple[Infiller, State]:  # fmt: skip
     start: dict[str, Tensor] = {}
     before = 0.0
-    if slice.site.stream != "embed" and not shards.whole and not _begun(identity):
+    if model.site.stream != "embed" and not shards.whole and not _begun(identity):
         # Before this one's weights are loaded, so that only one is in memory at a time.
-        start, before = _from_tokens(slice, public, shards, recipe, progress, masked)
+        start, before = _from_tokens(model, info, shards, recipe, progress, masked)
     torch.manual_seed(recipe.seed)  # of LoRA's first weights
-    infiller = Infiller(slice, recipe.rank, fast_dtype(slice.device), masked)
+    infiller = Infiller(model, recipe.rank, fast_dtype(model.device), masked)
     infiller.restore(infiller.trained() | start)
     state, moments = _load(identity, infiller)
     if state.done:
         return infiller, state
     state.seconds += before
-    data = Data(slice, public, shards, recipe, progress)
+    data = Data(model, info, shards, recipe, progress)
     _run(infiller, data, recipe, state, moments, identity, progress)
     _restore_best(identity, infiller)
     return infiller, state
 
 
 def _from_tokens(
-    slice: Slice, public: Public, shards: Shards, recipe: Recipe, progress: Progress, masked: str | None
+    model: TruncatedModel,
+    info: ObservationInfo,
+    shards: Shards,
+    recipe: Recipe,
+    progress: Progress,
+    masked: str | None,
 ) -> tuple[dict[str, Tensor], float]:
     """What the infiller that is given tokens in place of states has learned, and in how many seconds."""
-    plain = slice.sibling(0, stream="embed", dtype=str(slice.dtype).removeprefix("torch."))
-    public = replace(public, site=plain.site, channel=())
-    infiller, state = train_infiller(plain, public, shards, recipe, progress, masked)
+    plain = model.sibling(0, stream="embed", dtype=str(model.dtype).removeprefix("torch."))
+    info = replace(info, site=plain.site, channel=())
+    infiller, state = train_infiller(plain, info, shards, recipe, progress, masked)
     return infiller.trained(), state.seconds
 
 
@@ -234,7 +239,7 @@ def _run(
 ) -> None:  # fmt: skip
     from accelerate import Accelerator
 
-    accelerator = Accelerator(cpu=data.slice.device.type == "cpu")
+    accelerator = Accelerator(cpu=data.model.device.type == "cpu")
     parameters = {name: p for name, p in infiller.named_parameters() if p.requires_grad}
     optimizer = torch.optim.AdamW(parameters.values(), lr=recipe.learning_rate, weight_decay=0.0)
     for name, p in parameters.items():
@@ -291,15 +296,15 @@ def loss_of(model: Any, data: Data, batch: Batch) -> Tensor:
 
 
 def _identity(
-    slice: Slice, public: Public, shards: Shards, recipe: Recipe, masked: str | None = None
+    model: TruncatedModel, info: ObservationInfo, shards: Shards, recipe: Recipe, masked: str | None = None
 ) -> dict[str, Any]:
     other = {} if masked is None else {"masked": resolve_model(masked).path}
     return {
         "format": FORMAT,
-        "signature": slice.signature,
-        "site": asdict(slice.site),
-        "channel": list(public.channel),
-        "dtype": str(slice.dtype),
+        "signature": model.signature,
+        "site": asdict(model.site),
+        "channel": list(info.channel),
+        "dtype": str(model.dtype),
         "shards": asdict(shards),
         "recipe": asdict(recipe),
         **other,

@@ -6,34 +6,34 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from hiddenlab.attacks.vocab_match.drive import Search, drive
-from hiddenlab.attacks.vocab_match.epsilon import (
+from hiddenlab.attacks.vocab_match.search import speculative, stepwise
+from hiddenlab.attacks.vocab_match.task import Task
+from hiddenlab.attacks.vocab_match.visible_rows import before_gap, behind_gap, with_rest
+from hiddenlab.channels import as_whole, by_channel
+from hiddenlab.errors import InputError, NotApplicableError
+from hiddenlab.matching.batching import Search, run_batched
+from hiddenlab.matching.distance import Matcher, choose_matcher
+from hiddenlab.matching.epsilon import (
     Threshold,
     auto_threshold,
     calibrated_threshold,
     measure,
     parse_epsilon,
 )
-from hiddenlab.attacks.vocab_match.rank import SHORTLIST, WIDE_SHORTLIST, LazyModel, Proposer, check_proposal
-from hiddenlab.attacks.vocab_match.screen import Screen
-from hiddenlab.attacks.vocab_match.search import speculative, stepwise
-from hiddenlab.attacks.vocab_match.shard import before_gap, behind_gap, with_rest
-from hiddenlab.attacks.vocab_match.task import Task
-from hiddenlab.channel import as_whole, by_channel
-from hiddenlab.core import Observation, Progress, Public, Recovery, TokenRecovery, silent
-from hiddenlab.errors import InputError, NotApplicableError
-from hiddenlab.lens import lens_of
-from hiddenlab.match import Matcher, choose_matcher
+from hiddenlab.matching.projections import projection_of
+from hiddenlab.matching.screening import Screen
+from hiddenlab.models import TruncatedModel
+from hiddenlab.models.load import parse_dtype
 from hiddenlab.observation import check_observation
-from hiddenlab.propose.adapt import Adapter
-from hiddenlab.propose.openings import Openings
-from hiddenlab.propose.probe import Probe
-from hiddenlab.propose.store import adapter_for, openings_for, probe_for
-from hiddenlab.slice import Slice
-from hiddenlab.slice.load import parse_dtype
+from hiddenlab.proposals.first_token_table import FirstTokenTable
+from hiddenlab.proposals.in_context import Adapter
+from hiddenlab.proposals.probe import Probe
+from hiddenlab.proposals.ranking import SHORTLIST, WIDE_SHORTLIST, LazyModel, Proposer, check_proposal
+from hiddenlab.proposals.store import adapter_for, first_token_table_for, probe_for
 from hiddenlab.summary import NO_STATE
+from hiddenlab.types import AttackResult, Observation, ObservationInfo, Progress, TokenPrediction, silent
 
-# The language model is loaded before the attack where the slice has at least one layer for so many of its.
+# The language model is loaded before the attack where the truncated model has at least one layer for so many of its.
 LOAD_AHEAD = 8
 DOUBT = 0.05  # wrong candidates within the threshold, expected among those tried for a token that counts as verified
 SEARCHES = {"speculative": speculative, "greedy": stepwise}
@@ -43,8 +43,8 @@ SEARCHES = {"speculative": speculative, "greedy": stepwise}
 class Prepared:
     """What one channel at one site needs: how states are compared, in which order candidates come, what matches."""
 
-    public: Public
-    slice: Slice
+    info: ObservationInfo
+    model: TruncatedModel
     matcher: Matcher
     proposer: Proposer
     threshold: Threshold
@@ -91,10 +91,12 @@ class VocabMatch:
         self.budget, self.batch, self.seed, self.progress = budget, batch, seed, progress
         self.screen = screen and search != "greedy"
         self._prepared: Prepared | None = None
-        self._model: tuple[Slice, LazyModel] | None = None
+        self._lm: tuple[TruncatedModel, LazyModel] | None = None
         self._screen: Screen | None = None
 
-    def setup(self, observation: Observation, slice: Slice, generator: torch.Generator) -> dict[str, float]:
+    def setup(
+        self, observation: Observation, model: TruncatedModel, generator: torch.Generator
+    ) -> dict[str, float]:
         """Train or load the probe and measure epsilon, for all observations of one channel.
 
         Returns:
@@ -102,7 +104,7 @@ class VocabMatch:
             ``epsilon_relative`` (fraction of a row's norm), with ``epsilon_floor`` and ``epsilon_gap``, between
             which it was put.
         """
-        prepared, seconds = self.prepare(observation, slice)
+        prepared, seconds = self.prepare(observation, model)
         threshold = prepared.threshold
         return {
             "probe_seconds": seconds,
@@ -111,112 +113,114 @@ class VocabMatch:
             "epsilon_gap": threshold.gap,
         }
 
-    def prepare(self, observation: Observation, slice: Slice) -> tuple[Prepared, float]:
+    def prepare(self, observation: Observation, model: TruncatedModel) -> tuple[Prepared, float]:
         """What ``setup`` makes, kept for the next observation of the same channel, and the seconds probes took.
 
         Raises:
-            InputError: the observation does not fit the slice.
+            InputError: the observation does not fit the truncated model.
         """
-        check_observation(observation, slice)
-        if observation.states.shape[1] != slice.width and lens_of(observation.public) is None:
+        check_observation(observation, model)
+        if observation.states.shape[1] != model.width and projection_of(observation.info) is None:
             raise NotApplicableError(
                 "these rows are parts of an attention's output; see the attack partial-sums"
             )
-        public = as_whole(observation.public)
+        info = as_whole(observation.info)
         seconds = 0.0
         kept = self._prepared
-        if kept is None or (kept.public, kept.slice) != (public, slice):
-            matcher = choose_matcher(self.distance, public)
+        if kept is None or (kept.info, kept.model) != (info, model):
+            matcher = choose_matcher(self.distance, info)
             # The language model first: while it is loaded its file is in memory as well, when little else is.
-            proposer, seconds = self._proposer(slice, public)
-            threshold = self._threshold(slice, public, matcher)
-            screen = self._screened(slice, public) if threshold.separable else None
-            kept = Prepared(public, slice, matcher, proposer, threshold, screen)
+            proposer, seconds = self._proposer(model, info)
+            threshold = self._threshold(model, info, matcher)
+            screen = self._screened(model, info) if threshold.separable else None
+            kept = Prepared(info, model, matcher, proposer, threshold, screen)
             self._prepared = kept
         return kept, seconds
 
-    def _screened(self, slice: Slice, public: Public) -> Screen | None:
-        if not self.screen or not Screen.pays(slice):
+    def _screened(self, model: TruncatedModel, info: ObservationInfo) -> Screen | None:
+        if not self.screen or not Screen.pays(model):
             return None
-        if self._screen is None or self._screen.of is not slice:
-            self._screen = Screen(slice)
-        if public.columns_permuted is not None:
+        if self._screen is None or self._screen.of is not model:
+            self._screen = Screen(model)
+        if info.columns_permuted is not None:
             # Every prompt will need it: now, so that the time of the attack is the attack's.
-            _ = self._screen.slice
+            _ = self._screen.model
         return self._screen
 
-    def _proposer(self, slice: Slice, public: Public) -> tuple[Proposer, float]:
+    def _proposer(self, model: TruncatedModel, info: ObservationInfo) -> tuple[Proposer, float]:
         probe: Probe | None = None
-        openings: Openings | None = None
+        first_tokens: FirstTokenTable | None = None
         adapter: Adapter | None = None
         seconds = 0.0
-        model = None
+        lm = None
         if "lm" in self.proposal:
-            if self._model is None or self._model[0] is not slice:
-                self._model = (slice, LazyModel(slice))
-            model = self._model[1]
-            if "probe" not in self.proposal or model.layers <= LOAD_AHEAD * slice.site.layer:
+            if self._lm is None or self._lm[0] is not model:
+                self._lm = (model, LazyModel(model))
+            lm = self._lm[1]
+            if "probe" not in self.proposal or lm.layers <= LOAD_AHEAD * model.site.layer:
                 # Now, so that the time of the attack is the attack's, and before the probe: while a model is
                 # loaded its file is in memory as well.
-                _ = model.opened
+                _ = lm.opened
         if "probe" in self.proposal:
-            probe, trained = probe_for(slice, public, progress=self.progress)
-            openings, made = openings_for(slice, public, self.progress)
-            adapter, described = adapter_for(slice, self.progress)
+            probe, trained = probe_for(model, info, progress=self.progress)
+            first_tokens, made = first_token_table_for(model, info, self.progress)
+            adapter, described = adapter_for(model, self.progress)
             seconds = trained + made + described
-        proposer = Proposer(slice.vocab_size, probe, model, openings, adapter)
+        proposer = Proposer(model.vocab_size, probe, lm, first_tokens, adapter)
         return proposer, seconds
 
-    def _threshold(self, slice: Slice, public: Public, matcher: Matcher) -> Threshold:
+    def _threshold(self, model: TruncatedModel, info: ObservationInfo, matcher: Matcher) -> Threshold:
         number = parse_epsilon(self.epsilon)
         if number is not None:
             return Threshold(float("nan"), float("nan"), float("nan"), absolute=number)
         self.progress("measuring epsilon", 0, 1)
-        sample = measure(slice, public, matcher, self.seed)
+        sample = measure(model, info, matcher, self.seed)
         self.progress("measuring epsilon", 1, 1)
         if self.epsilon == "calibrated":
             return calibrated_threshold(sample, self.seed)
-        coarser = max(torch.finfo(slice.dtype).eps, torch.finfo(parse_dtype(public.provider_dtype)).eps)
+        coarser = max(torch.finfo(model.dtype).eps, torch.finfo(parse_dtype(info.provider_dtype)).eps)
         return auto_threshold(sample, coarser)
 
-    def recover(self, observation: Observation, slice: Slice, generator: torch.Generator) -> Recovery:
+    def recover(
+        self, observation: Observation, model: TruncatedModel, generator: torch.Generator
+    ) -> AttackResult:
         """Recover one prompt; see ``recover_batch``."""
-        return self.recover_batch([observation], slice, generator)[0]
+        return self.recover_batch([observation], model, generator)[0]
 
     def recover_batch(
-        self, observations: Sequence[Observation], slice: Slice, generator: torch.Generator
-    ) -> list[Recovery]:
+        self, observations: Sequence[Observation], model: TruncatedModel, generator: torch.Generator
+    ) -> list[AttackResult]:
         """Recover prompts of one channel together; every answer is the same as alone, up to rounding.
 
         Raises:
-            InputError: an observation does not fit the slice.
+            InputError: an observation does not fit the truncated model.
         """
         groups = by_channel(observations, self.batch)
-        return [one for group in groups for one in self._recover_group(group, slice, generator)]
+        return [one for group in groups for one in self._recover_group(group, model, generator)]
 
     def _recover_group(
-        self, observations: Sequence[Observation], slice: Slice, generator: torch.Generator
-    ) -> list[Recovery]:
+        self, observations: Sequence[Observation], model: TruncatedModel, generator: torch.Generator
+    ) -> list[AttackResult]:
         for observation in observations:
-            check_observation(observation, slice)
-        probe = self.prepare(observations[0], slice)[0].proposer.probe
+            check_observation(observation, model)
+        probe = self.prepare(observations[0], model)[0].proposer.probe
         parts = [before_gap(observation) for observation in observations]
-        matched = iter(self._match([part for part in parts if part is not None], slice))
+        matched = iter(self._match([part for part in parts if part is not None], model))
         return [
             with_rest(None if part is None else next(matched), behind_gap(observation, probe), observation)
             for observation, part in zip(observations, parts, strict=True)
         ]
 
-    def _match(self, observations: Sequence[Observation], slice: Slice) -> list[Recovery]:
+    def _match(self, observations: Sequence[Observation], model: TruncatedModel) -> list[AttackResult]:
         if not observations:
             return []
         assert self._prepared is not None
         started, threshold = time.perf_counter(), self._prepared.threshold
         with torch.inference_mode():
-            tasks = self._tasks(observations, slice)
+            tasks = self._tasks(observations, model)
             searches: list[Search] = [SEARCHES[self.search](task) for task in tasks]
             spent = time.perf_counter() - started
-            results = drive(searches, self.progress, share=spent)
+            results = run_batched(searches, self.progress, share=spent)
         recoveries = []
         for task, (_, cost) in zip(tasks, results, strict=True):
             reason = "complete"
@@ -225,7 +229,7 @@ class VocabMatch:
             if task.foreign:
                 reason = NO_STATE
             recoveries.append(
-                Recovery(
+                AttackResult(
                     believed(task.found, threshold.chance),
                     cost.evaluated,
                     cost.calls,
@@ -236,15 +240,15 @@ class VocabMatch:
             )
         return recoveries
 
-    def _tasks(self, observations: Sequence[Observation], slice: Slice) -> list[Task]:
+    def _tasks(self, observations: Sequence[Observation], model: TruncatedModel) -> list[Task]:
         assert self._prepared is not None
-        public, matcher = self._prepared.public, self._prepared.matcher
+        info, matcher = self._prepared.info, self._prepared.matcher
         proposer, threshold = self._prepared.proposer, self._prepared.threshold
-        states = [o.states.to(slice.device).float() for o in observations]
+        states = [o.states.to(model.device).float() for o in observations]
         scores = ids = [None] * len(states)
         if proposer.probe is not None and self.search == "speculative":
             counts = [len(s) for s in states]
-            width = WIDE_SHORTLIST if proposer.asks_model(slice.site.layer) else SHORTLIST
+            width = WIDE_SHORTLIST if proposer.asks_model(model.site.layer) else SHORTLIST
             top, tokens = proposer.probe.shortlist(torch.cat(states), width)
             scores, ids = top.split(counts), tokens.split(counts)  # type: ignore[assignment]
         tasks = []
@@ -252,14 +256,14 @@ class VocabMatch:
             rows = matcher.prepare(raw)
             tasks.append(
                 Task(
-                    slice,
+                    model,
                     matcher,
                     proposer,
                     raw,
                     rows,
                     threshold.limits(matcher, rows),
-                    slice.prefix(offset=public.prefix_tokens),
-                    not public.rows_permuted,
+                    model.prefix(offset=info.prefix_tokens),
+                    not info.rows_permuted,
                     self.budget,
                     shortlist,
                     score,
@@ -276,7 +280,7 @@ class VocabMatch:
         )
 
 
-def believed(tokens: Sequence[TokenRecovery], chance: float) -> tuple[TokenRecovery, ...]:
+def believed(tokens: Sequence[TokenPrediction], chance: float) -> tuple[TokenPrediction, ...]:
     """Tokens, those unverified for which a wrong candidate among so many tried could well be within the threshold.
 
     Where noise or few numbers leave right and wrong candidates apart by chance alone, the first within the threshold

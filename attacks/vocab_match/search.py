@@ -3,11 +3,11 @@
 import torch
 from torch import Tensor
 
-from hiddenlab.attacks.vocab_match.drive import Ask, Search
-from hiddenlab.attacks.vocab_match.foreign import look_ahead, unexplained
+from hiddenlab.attacks.vocab_match.mismatch import look_ahead, unexplained
 from hiddenlab.attacks.vocab_match.task import Task, Tried, find_next
-from hiddenlab.core import TokenRecovery
-from hiddenlab.slice import Answer, Request
+from hiddenlab.matching.batching import ForwardCall, Search
+from hiddenlab.models import Answer, Request
+from hiddenlab.types import TokenPrediction
 
 SURE = 0.9  # alternatives are tried beside a guess until this much of the probe's probability is covered
 MAX_LEAVES = 3  # alternatives beside one guess in one pass
@@ -36,16 +36,16 @@ def _next(task: Task, tried: Tried | None = None, first: Tensor | None = None) -
 def speculative(task: Task) -> Search:
     """Verify a whole guess in one pass, with alternatives at its weak places in the same pass (docs/architecture.md).
 
-    Each round runs the guessed remainder as a chain and, where the guess is unsure, alternatives as leaves. The
-    longest matching run is committed. At the first miss the leaves had the exact context, so a match among them
-    is committed too. Further right the context is slightly wrong; there the nearest of guess and leaves becomes
-    the next round's guess, so that several misses are mended by one pass. Only where leaves fail is a
+    Each round runs the guessed remainder as a chain and, where the guess is unsure, alternatives as branches. The
+    longest matching run is committed. At the first miss the branches had the exact context, so a match among them
+    is committed too. Further right the context is slightly wrong; there the nearest of guess and branches becomes
+    the next round's guess, so that several misses are mended by one pass. Only where branches fail is a
     position searched by itself.
     """
     if task.shortlist is None or not task.ordered or _confidence(task).mean() < STEPWISE_BELOW:
         yield from stepwise(task)
         return
-    if task.proposer.openings is not None:
+    if task.proposer.first_tokens is not None:
         yield from _next(task)
         task.shortlist[0, 0] = task.found[0].token
     guess, device = (yield from _Guess.start(task)), task.rows.device
@@ -57,11 +57,11 @@ def speculative(task: Task) -> Search:
             yield from _next(task, tried, guess.order[start].to(device))
             continue
         end = guess.chain_end(start)
-        leaves, attach = guess.leaves(start, end)
+        branches, parents = guess.branches(start, end)
         chain = guess.best[start:end].to(device)
-        request = Request(task.prefix, chain, leaves=leaves.to(device), attach=attach.to(device))
-        answer: Answer = yield Ask(task.slice, request)
-        guess.digest(answer, start, end, leaves, attach)
+        request = Request(task.prefix, chain, branches=branches.to(device), parents=parents.to(device))
+        answer: Answer = yield ForwardCall(task.model, request)
+        guess.digest(answer, start, end, branches, parents)
 
 
 def _confidence(task: Task) -> Tensor:
@@ -93,9 +93,9 @@ class _Guess:
         assert task.shortlist is not None and task.scores is not None
         order, scores = task.shortlist, task.scores
         misses = float((1 - _confidence(task)).sum())
-        pays = task.model is not None and misses * ROUND_COST > task.model.cost_of_prefill(task.slice)
-        if task.model is not None and len(order) > 1 and pays:
-            along = yield from task.model.along(order[:, 0].tolist())
+        pays = task.lm is not None and misses * ROUND_COST > task.lm.cost_of_prefill(task.model)
+        if task.lm is not None and len(order) > 1 and pays:
+            along = yield from task.lm.along(order[:, 0].tolist())
             mixed = scores.clone()
             mixed[1:] += task.proposer.weight * along.gather(1, order[1:].to(along.device)).to(scores.device)
             mixed = mixed.log_softmax(1)
@@ -119,9 +119,9 @@ class _Guess:
         expected = self.wrong[start:].cumsum(0)
         return start + max(1, int((expected <= WRONG_IN_CHAIN).sum()))
 
-    def leaves(self, start: int, end: int) -> tuple[Tensor, Tensor]:
+    def branches(self, start: int, end: int) -> tuple[Tensor, Tensor]:
         """Alternatives for unsure positions and the chain tokens before each."""
-        tokens, attach = [], []
+        tokens, parents = [], []
         for position in range(start, end):
             first = self.offset[position]
             if self.task.budget is not None:
@@ -130,73 +130,80 @@ class _Guess:
             part = part[part != self.best[position]]
             self.offset[position] += self.extra[position]
             tokens.append(part)
-            attach += [position - start] * len(part)
-        return torch.cat(tokens), torch.tensor(attach, dtype=torch.long)
+            parents += [position - start] * len(part)
+        return torch.cat(tokens), torch.tensor(parents, dtype=torch.long)
 
-    def digest(self, answer: Answer, start: int, end: int, leaves: Tensor, attach: Tensor) -> None:
+    def digest(self, answer: Answer, start: int, end: int, branches: Tensor, parents: Tensor) -> None:
         """Commit what matched, remember what was refuted, and mend the guess further right."""
         task, matcher = self.task, self.task.matcher
         rows = task.rows[start:end]
-        chain = matcher.pairs(candidates=matcher.view(answer.chain), observed=rows).cpu()
-        beside_rows = rows[attach.to(rows.device)]
-        beside = matcher.pairs(candidates=matcher.view(answer.leaves), observed=beside_rows).cpu()
+        chain = matcher.pairs(candidates=matcher.view(answer.states), observed=rows).cpu()
+        beside_rows = rows[parents.to(rows.device)]
+        beside = matcher.pairs(candidates=matcher.view(answer.branches), observed=beside_rows).cpu()
         within = chain <= self.limits[start:end]
         run = int(within.long().cumprod(0).sum())
         distances = chain.tolist()
-        runner_up = self._runner_up(beside, attach, end - start)
+        runner_up = self._runner_up(beside, parents, end - start)
         for i in range(run):
-            count = 1 + int((attach == i).sum())
+            count = 1 + int((parents == i).sum())
             margin = None if runner_up[i] is None else runner_up[i] - distances[i]
             task.accept(
-                TokenRecovery(int(self.best[start + i]), start + i, distances[i], margin, count, True)
+                TokenPrediction(int(self.best[start + i]), start + i, distances[i], margin, count, True)
             )
         miss = start + run
         self._refuted = None
         if miss == end:
-            task.prefix.keep(answer, chain=run)
+            task.prefix.keep(answer, tokens=run)
             return
-        here = (attach == run).nonzero()[:, 0]
-        tokens = torch.cat([self.best[miss : miss + 1], leaves[here]])
+        here = (parents == run).nonzero()[:, 0]
+        tokens = torch.cat([self.best[miss : miss + 1], branches[here]])
         nearest = torch.cat([chain[run : run + 1], beside[here]])
         tried = Tried(self.limits[miss : miss + 1])
         tried.add(tokens, nearest[:, None])
         best, matched = tried.best([miss], self.limits)
         if matched:
             task.prefix.keep(
-                answer, chain=run, leaf=int(here[int((leaves[here] == best.token).nonzero()[0, 0])])
+                answer, tokens=run, branch=int(here[int((branches[here] == best.token).nonzero()[0, 0])])
             )
             task.accept(best)
         else:
-            task.prefix.keep(answer, chain=run)
+            task.prefix.keep(answer, tokens=run)
             self._refuted = (miss, tokens, nearest)
-        self._mend(chain, beside, start, end, miss, leaves, attach)
+        self._mend(chain, beside, start, end, miss, branches, parents)
 
     @staticmethod
-    def _runner_up(beside: Tensor, attach: Tensor, n: int) -> list[float | None]:
+    def _runner_up(beside: Tensor, parents: Tensor, n: int) -> list[float | None]:
         out: list[float | None] = [None] * n
-        for i, distance in zip(attach.tolist(), beside.tolist(), strict=True):
+        for i, distance in zip(parents.tolist(), beside.tolist(), strict=True):
             current = out[i]
             out[i] = distance if current is None else min(current, distance)
         return out
 
     def _mend(
-        self, chain: Tensor, beside: Tensor, start: int, end: int, miss: int, leaves: Tensor, attach: Tensor
+        self,
+        chain: Tensor,
+        beside: Tensor,
+        start: int,
+        end: int,
+        miss: int,
+        branches: Tensor,
+        parents: Tensor,
     ) -> None:
         """Beyond the miss: take the nearest candidate as guess, and try more where even that is far.
 
         Far means more than half the distance that wrong candidates typically have.
         """
         norms = self.task.matcher.norms(self.task.rows[start:end]).cpu()
-        typical = (beside / norms[attach]).median() if len(beside) else (chain / norms).median()
+        typical = (beside / norms[parents]).median() if len(beside) else (chain / norms).median()
         for position in range(miss + 1, end):
             i = position - start
-            here = (attach == i).nonzero()[:, 0]
+            here = (parents == i).nonzero()[:, 0]
             nearest = chain[i]
             if len(here):
                 j = here[beside[here].argmin()]
                 if beside[j] < nearest:
                     nearest = beside[j]
-                    self.best[position] = leaves[j]
+                    self.best[position] = branches[j]
             near = bool(nearest / norms[i] < 0.5 * typical)
             self.extra[position] = 0 if near else MAX_LEAVES
             self.wrong[position] = 0.05 if near else 0.7

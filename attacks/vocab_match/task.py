@@ -7,13 +7,13 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from hiddenlab.attacks.vocab_match.drive import Ask, Search
-from hiddenlab.attacks.vocab_match.rank import LanguageModel, Proposer
-from hiddenlab.attacks.vocab_match.screen import Screen, near_ones
-from hiddenlab.core import TokenRecovery
-from hiddenlab.match import Matcher
-from hiddenlab.propose.adapt import log_likelihood
-from hiddenlab.slice import Answer, Prefix, Request, Slice
+from hiddenlab.matching.batching import ForwardCall, Search
+from hiddenlab.matching.distance import Matcher
+from hiddenlab.matching.screening import Screen, near_ones
+from hiddenlab.models import Answer, Prefix, Request, TruncatedModel
+from hiddenlab.proposals.in_context import log_likelihood
+from hiddenlab.proposals.ranking import LanguageModel, Proposer
+from hiddenlab.types import TokenPrediction
 
 # Candidates in one pass: doubled while that is cheap, then a quarter of those tried in the same order, since what is
 # tried beyond the match is wasted.
@@ -41,11 +41,11 @@ class Task:
         spent, asked: candidates searched through so far, and what asking the language model has cost in candidates.
         overlapping: right and wrong distances overlapped when the limits were measured, so that a right candidate
             may lie outside of them.
-        screen: runs large batches first, where that is faster; None runs every candidate in the slice alone.
+        screen: runs large batches first, where that is faster; None runs every candidate in the truncated model alone.
         exhausted: vocabulary or budget were used up at some position. foreign: no row looks like a state of this site.
     """
 
-    slice: Slice
+    model: TruncatedModel
     matcher: Matcher
     proposer: Proposer
     raw: Float[Tensor, "rows d"]
@@ -56,7 +56,7 @@ class Task:
     budget: int | None = None
     shortlist: Int[Tensor, "rows k"] | None = None
     scores: Float[Tensor, "rows k"] | None = None
-    found: list[TokenRecovery] = field(default_factory=list)
+    found: list[TokenPrediction] = field(default_factory=list)
     free: list[int] = field(default_factory=list)
     spent: int = 0
     asked: float = 0.0
@@ -68,7 +68,7 @@ class Task:
 
     def __post_init__(self) -> None:
         self.free = list(range(len(self.rows)))
-        self.model = LanguageModel(self.proposer.lm) if self.proposer.lm is not None else None
+        self.lm = LanguageModel(self.proposer.lm) if self.proposer.lm is not None else None
 
     @property
     def tokens(self) -> list[int]:
@@ -82,7 +82,7 @@ class Task:
         """Rows that the next token may match: its own, or all free ones where the order is unknown."""
         return [len(self.found)] if self.ordered else self.free
 
-    def accept(self, one: TokenRecovery) -> None:
+    def accept(self, one: TokenPrediction) -> None:
         self.found.append(one)
         self.free.remove(one.row)
 
@@ -95,14 +95,14 @@ class Tried:
     tokens: list[Tensor] = field(default_factory=list)
     nearest: list[Tensor] = field(default_factory=list)  # distance of each candidate to its nearest target
     rows: list[Tensor] = field(default_factory=list)  # which target that is
-    screened: list[Tensor] = field(default_factory=list)  # the distance is a screen's, not the slice's
+    screened: list[Tensor] = field(default_factory=list)  # the distance is a screen's, not the model's
 
     def add(self, tokens: Tensor, table: Float[Tensor, "c targets"], exact: Tensor | None = None) -> None:
-        """Take note of candidates; ``exact`` are the places of those that the slice ran, if it did not run all."""
+        """Take note of candidates; ``exact`` are the places of those that the model ran, if it did not run all."""
         nearest, rows = self._nearest(table)
         screened = torch.full_like(tokens, exact is not None, dtype=torch.bool)
         screened[exact if exact is not None else slice(0)] = False
-        # Whatever a screen says, only what the slice ran can match.
+        # Whatever a screen says, only what the truncated model ran can match.
         nearest = torch.where(screened, nearest.maximum(BEYOND * self._units[rows]), nearest)
         self.tokens.append(tokens)
         self.nearest.append(nearest)
@@ -121,7 +121,7 @@ class Tried:
         return which[(self.nearest[0] / self._units[self.rows[0]])[which].argsort()]
 
     def correct(self, places: Int[Tensor, " n"], table: Float[Tensor, "n targets"]) -> None:
-        """The slice's own distances of candidates at places that ``doubtful`` named."""
+        """The model's own distances of candidates at places that ``doubtful`` named."""
         self.nearest[0][places], self.rows[0][places] = self._nearest(table)
         self.screened[0][places] = False
 
@@ -145,12 +145,12 @@ class Tried:
         first, second = nearest.topk(2, largest=False).values.tolist()
         return bool((1 + SETTLE_AFTER / self.count) * first <= second)
 
-    def best(self, targets: list[int], limits: Tensor) -> tuple[TokenRecovery, bool]:
+    def best(self, targets: list[int], limits: Tensor) -> tuple[TokenPrediction, bool]:
         """The nearest candidate, and whether it is within its row's limit."""
         (one,) = self.nearest_few(1, targets, limits)
         return one, one.verified
 
-    def nearest_few(self, count: int, targets: list[int], limits: Tensor) -> list[TokenRecovery]:
+    def nearest_few(self, count: int, targets: list[int], limits: Tensor) -> list[TokenPrediction]:
         """The nearest candidates, best first; margins are to the nearest other one."""
         tokens, nearest, rows = torch.cat(self.tokens), torch.cat(self.nearest), torch.cat(self.rows)
         relative = nearest / self._units[rows]
@@ -162,7 +162,7 @@ class Tried:
             row = targets[target]
             other = values[0] if k else values[1] if len(values) > 1 else None
             margin = None if other is None else (other - values[k]) * within[row]
-            out.append(TokenRecovery(token, row, distance, margin, len(tokens), distance <= within[row]))
+            out.append(TokenPrediction(token, row, distance, margin, len(tokens), distance <= within[row]))
         return out
 
 
@@ -202,11 +202,11 @@ class Candidates:
         self._order = first_of_each(order[~self._seen[order]], len(self._seen))
 
     def _stages(self) -> Iterator[Tensor]:
-        task, openings = self.task, self.task.proposer.openings
-        if not task.found and openings is not None:
-            yield openings.nearest(task.raw[self.targets], LAST_BATCH).to(self._seen.device)
-        if not task.found and task.slice.special_ids:
-            yield torch.tensor(task.slice.special_ids, device=self._seen.device)
+        task, first_tokens = self.task, self.task.proposer.first_tokens
+        if not task.found and first_tokens is not None:
+            yield first_tokens.nearest(task.raw[self.targets], LAST_BATCH).to(self._seen.device)
+        if not task.found and task.model.special_ids:
+            yield torch.tensor(task.model.special_ids, device=self._seen.device)
         if self._next_token is None:
             if self.first is not None:
                 yield self.first
@@ -269,16 +269,16 @@ def find_next(task: Task, tried: Tried | None = None, first: Tensor | None = Non
     tried = tried or Tried(task.limits[targets])
     candidates = Candidates(task, tried, targets, first)
     observed = task.rows[targets]
-    asked = task.model is None
+    asked = task.lm is None
     states: list[Tensor] = []
     adapt_at, copied = list(ADAPT_AT), False
     while not (task.overlapping and tried.stands_out()):
-        if not asked and task.model is not None:
-            cost = task.model.cost(task.tokens, max(1, task.slice.site.layer))
+        if not asked and task.lm is not None:
+            cost = task.lm.cost(task.tokens, max(1, task.model.site.layer))
             if task.shortlist is None or task.spent + FIRST_BATCH > task.asked + cost:
                 asked = True
                 task.asked += cost
-                candidates.rank((yield from task.model.next_token(task.tokens)))
+                candidates.rank((yield from task.lm.next_token(task.tokens)))
         batch = candidates.next_batch()
         if batch is None:
             if (yield from _second_look(task, tried, targets, observed)):
@@ -309,21 +309,21 @@ def _run(
     observed: Float[Tensor, "targets d"],
     states: list[Tensor],
 ) -> Search:
-    """Run candidates, take note of their distances and append their states; the slice's answer, of those it ran.
+    """Run candidates, take note of their distances and append their states; the model's answer, of those it ran.
 
-    Large batches the screen runs first, and the slice only the near ones of them.
+    Large batches the screen runs first, and the truncated model only the near ones of them.
     """
     exact, table = None, None
     # States of first tokens may be attention sinks, of which half precision resolves nothing.
     if task.screen is not None and task.found and task.screen.runs(len(batch)):
         task.shadow = task.screen.follow(task.prefix, task.shadow)
-        seen: Answer = yield Ask(task.screen.slice, Request(task.shadow, batch[:0], leaves=batch))
-        states.append(task.matcher.view(seen.leaves))
+        seen: Answer = yield ForwardCall(task.screen.model, Request(task.shadow, batch[:0], branches=batch))
+        states.append(task.matcher.view(seen.branches))
         table = task.matcher.table(candidates=states[-1], observed=observed)
         exact = near_ones(tried.relative(table))
-    leaves = batch if exact is None else batch[exact]
-    answer: Answer = yield Ask(task.slice, Request(task.prefix, batch[:0], leaves=leaves))
-    own = task.matcher.view(answer.leaves)
+    branches = batch if exact is None else batch[exact]
+    answer: Answer = yield ForwardCall(task.model, Request(task.prefix, batch[:0], branches=branches))
+    own = task.matcher.view(answer.branches)
     if table is None:
         states.append(own)
         table = task.matcher.table(candidates=own, observed=observed)
@@ -334,25 +334,25 @@ def _run(
 
 
 def _commit(task: Task, tried: Tried, targets: list[int], answer: Answer) -> bool:
-    """Accept the nearest candidate if it is within its limit; ``answer`` is of those that the slice just ran."""
+    """Accept the nearest candidate if it is within its limit; ``answer`` is of those that the model just ran."""
     best, matched = tried.best(targets, task.limits)
     if matched:
-        assert answer.request.leaves is not None
-        task.prefix.keep(answer, leaf=int((answer.request.leaves == best.token).nonzero()[0, 0]))
+        assert answer.request.branches is not None
+        task.prefix.keep(answer, branch=int((answer.request.branches == best.token).nonzero()[0, 0]))
         task.accept(best)
     return matched
 
 
 def _second_look(task: Task, tried: Tried, targets: list[int], observed: Tensor) -> Search:
-    """Run in the slice what only the screen has run, nearest first; whether a candidate matched and was committed."""
+    """Run in the model what only the screen has run, nearest first; whether a candidate matched and was committed."""
     if task.screen is None:
         return False
     doubtful = tried.doubtful()
     for start in range(0, len(doubtful), LAST_BATCH):  # split() of none would give one empty part
         places = doubtful[start : start + LAST_BATCH]
         tokens = tried.tokens[0][places]
-        answer: Answer = yield Ask(task.slice, Request(task.prefix, tokens[:0], leaves=tokens))
-        own = task.matcher.view(answer.leaves)
+        answer: Answer = yield ForwardCall(task.model, Request(task.prefix, tokens[:0], branches=tokens))
+        own = task.matcher.view(answer.branches)
         tried.correct(places, task.matcher.table(candidates=own, observed=observed))
         if _commit(task, tried, targets, answer):
             return True
@@ -375,14 +375,14 @@ def _settle(task: Task, tried: Tried, targets: list[int]) -> Search:
     if task.shortlist is not None and len(contenders) > 1:
         guesses = task.shortlist[start + 1 : start + 1 + AHEAD, 0]
     rows = task.rows[start : start + 1 + len(guesses)]
-    kept: tuple[float, TokenRecovery, Answer] | None = None
+    kept: tuple[float, TokenPrediction, Answer] | None = None
     for one in contenders:
         chain = torch.cat([torch.tensor([one.token], device=guesses.device), guesses])
-        answer: Answer = yield Ask(task.slice, Request(task.prefix, chain))
-        along = task.matcher.pairs(candidates=task.matcher.view(answer.chain), observed=rows)
+        answer: Answer = yield ForwardCall(task.model, Request(task.prefix, chain))
+        along = task.matcher.pairs(candidates=task.matcher.view(answer.states), observed=rows)
         total = float(along.clamp(min=1e-30).log().sum())
         if kept is None or total < kept[0]:
             kept = total, one, answer
     assert kept is not None
-    task.prefix.keep(kept[2], chain=1)
+    task.prefix.keep(kept[2], tokens=1)
     task.accept(kept[1])

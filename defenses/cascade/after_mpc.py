@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from hiddenlab.defenses.cascade.backend import Cascade
 from hiddenlab.defenses.cascade.plan import Plan
 from hiddenlab.errors import InputError, NotApplicableError
-from hiddenlab.slice import decoder_layers
+from hiddenlab.models import decoder_layers
 
 
 def without_first(model: nn.Module, layers: int) -> nn.Module:

@@ -21,7 +21,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hiddenlab.defenses.cascade.bodies import Body, ChatBody, CompletionBody, RequestError, parse
-from hiddenlab.defenses.cascade.hosts import NodeError
+from hiddenlab.defenses.cascade.node_state import NodeError
 from hiddenlab.defenses.cascade.service import Answer, Pieces, Service
 from hiddenlab.errors import HiddenlabError, InputError
 

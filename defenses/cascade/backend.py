@@ -11,19 +11,19 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from hiddenlab.defenses.cascade.hosts import (
+from hiddenlab.defenses.cascade.node_state import (
     ATTENTION_NAME,
     NodeError,
     Pass,
     attn_name,
     has_head,
-    open_cascade_door,
+    register_cascade_attention,
 )
+from hiddenlab.defenses.cascade.node_views import Seen
 from hiddenlab.defenses.cascade.plan import Plan
-from hiddenlab.defenses.cascade.seen import Seen
 from hiddenlab.errors import InputError
-from hiddenlab.slice import signature_of
-from hiddenlab.slice.load import load_config, load_model, resolve_model
+from hiddenlab.models import signature_of
+from hiddenlab.models.load import load_config, load_module, resolve_model
 
 
 @dataclass(frozen=True)
@@ -247,13 +247,13 @@ def load_cascade_model(
     Raises:
         InputError: the model or device is unknown, or the model has no attention.
     """
-    from hiddenlab.slice.device import parse_device
+    from hiddenlab.models.device import parse_device
 
-    open_cascade_door()
+    register_cascade_attention()
     torch_device = parse_device(device)
     ref = resolve_model(name)
     config = load_config(ref)
     if not getattr(config, "num_attention_heads", None):
         raise InputError(f"{name} ({config.model_type}) has no attention to shard")
     head = any("CausalLM" in kind or "LMHead" in kind for kind in config.architectures or ())
-    return load_model(ref, config, head=head, dtype=dtype, device=torch_device, attention=attention)
+    return load_module(ref, config, head=head, dtype=dtype, device=torch_device, attention=attention)

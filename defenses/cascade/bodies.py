@@ -12,7 +12,7 @@ from pydantic import (
 )
 
 from hiddenlab.errors import InputError
-from hiddenlab.schema import CLOSED, loads
+from hiddenlab.utils.schema import CLOSED, loads
 
 MAX_STOPS, MAX_STOP_LENGTH = 4, 200
 # Fields of OpenAI's interface that are not offered: a null of these says the default, anything else is refused.

@@ -20,16 +20,16 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from torch import Tensor
 
-from hiddenlab.core import Progress, silent
 from hiddenlab.defenses.cascade.backend import Cascade, ModelFacts, Settings, comp_name
 from hiddenlab.defenses.cascade.cost import Link
 from hiddenlab.defenses.cascade.faults import Restarts, Watch, most_missed
-from hiddenlab.defenses.cascade.hosts import GIVEN_UP, Head, NodeError, Pass, attn_name
+from hiddenlab.defenses.cascade.node_state import GIVEN_UP, Head, NodeError, Pass, attn_name
+from hiddenlab.defenses.cascade.node_views import Seen
 from hiddenlab.defenses.cascade.nodes import Partial, Rows
 from hiddenlab.defenses.cascade.plan import AttnNode, Plan
 from hiddenlab.defenses.cascade.remote import RemoteAttn, RemoteComp
-from hiddenlab.defenses.cascade.seen import Seen
 from hiddenlab.errors import InputError
+from hiddenlab.types import Progress, silent
 
 TRANSPORTS = ("tcp", "objects")
 LOOPBACK = "127.0.0.1"

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from hiddenlab.core import Progress, silent
 from hiddenlab.defenses.cascade.cost import STATISTICS, Link, Shape, layer_bytes, layer_seconds, rounds
 from hiddenlab.defenses.cascade.plan import Plan, gaps, recoverable, smallest_gap
 from hiddenlab.errors import InputError
+from hiddenlab.types import Progress, silent
 
 if TYPE_CHECKING:
     from hiddenlab.defenses.cascade.backend import Cascade
@@ -49,7 +49,7 @@ def plan(
     Raises:
         InputError: the plan does not exist, or the model is unknown.
     """
-    from hiddenlab.slice.load import load_config, resolve_model
+    from hiddenlab.models.load import load_config, resolve_model
 
     if rho < 1 or element_bytes < 1:
         raise InputError("rho and the bytes of an element must be at least 1")
@@ -142,7 +142,7 @@ class Backend:
         from hiddenlab.defenses.cascade.backend import Settings, load_cascade_model
         from hiddenlab.defenses.cascade.local import LocalCascade
         from hiddenlab.defenses.cascade.remote import WireCascade
-        from hiddenlab.slice.load import parse_dtype
+        from hiddenlab.models.load import parse_dtype
 
         dtype = parse_dtype(self.dtype)
         wire = None if self.wire is None else parse_dtype(self.wire)
@@ -251,9 +251,9 @@ def run(
         InputError: the plan does not exist, the model is unknown, or the prompt is empty or too long. NodeError: a
             node died or stalled.
     """
-    from hiddenlab.defenses.cascade.seen import save_seen
-    from hiddenlab.record import check_new
-    from hiddenlab.slice.load import load_tokenizer, resolve_model
+    from hiddenlab.defenses.cascade.node_views import save_seen
+    from hiddenlab.models.load import load_tokenizer, resolve_model
+    from hiddenlab.records import check_new
 
     tokenizer = load_tokenizer(resolve_model(backend.model))
     if tokenizer is None:
@@ -328,7 +328,7 @@ def _compared(
 ) -> dict[str, Any]:
     """The plain model beside it, in this process."""
     from hiddenlab.defenses.cascade.backend import load_cascade_model
-    from hiddenlab.slice.load import parse_dtype
+    from hiddenlab.models.load import parse_dtype
 
     plain: Any = load_cascade_model(backend.model, dtype=parse_dtype(backend.dtype), attention="sdpa")
     with torch.inference_mode():

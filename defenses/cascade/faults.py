@@ -5,7 +5,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 
-Clock = Callable[[], float]
+PositionModel = Callable[[], float]
 HOUR = 3600.0
 
 
@@ -19,11 +19,11 @@ class Watch:
         patience: seconds. clock: monotonic, in seconds.
     """
 
-    def __init__(self, patience: float, clock: Clock = time.monotonic) -> None:
-        self.patience, self._clock = patience, clock
+    def __init__(self, patience: float, position_model: PositionModel = time.monotonic) -> None:
+        self.patience, self._clock = patience, position_model
         self._ticks: dict[str, int] = {}
         self._asked: dict[str, float] = {}
-        self._moved = clock()
+        self._moved = position_model()
 
     def ask(self, name: str) -> None:
         """Note that a node was asked, where no earlier question to it is open."""
@@ -62,8 +62,10 @@ class Restarts:
         limit: replacements within ``window`` seconds. clock: monotonic, in seconds.
     """
 
-    def __init__(self, limit: int, *, window: float = HOUR, clock: Clock = time.monotonic) -> None:
-        self.limit, self.window, self._clock = limit, window, clock
+    def __init__(
+        self, limit: int, *, window: float = HOUR, position_model: PositionModel = time.monotonic
+    ) -> None:
+        self.limit, self.window, self._clock = limit, window, position_model
         self._taken: deque[float] = deque()
         self._lock = threading.Lock()
 

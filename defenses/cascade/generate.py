@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from hiddenlab.defenses.cascade.backend import Cascade, new_request
-from hiddenlab.defenses.cascade.hosts import NodeError, Pass
+from hiddenlab.defenses.cascade.node_state import NodeError, Pass
 from hiddenlab.defenses.cascade.plan import Plan
 from hiddenlab.errors import InputError
 

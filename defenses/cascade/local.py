@@ -12,10 +12,10 @@ from dataclasses import asdict
 from torch import Tensor, nn
 
 from hiddenlab.defenses.cascade.backend import Cascade, ModelFacts, Settings, comp_name, in_threads
-from hiddenlab.defenses.cascade.hosts import GIVEN_UP, AttnHost, CompHost, Head, NodeError, Pass
+from hiddenlab.defenses.cascade.node_state import GIVEN_UP, AttnHost, CompHost, Head, NodeError, Pass
+from hiddenlab.defenses.cascade.node_views import Seen
 from hiddenlab.defenses.cascade.nodes import Partial, Rows
 from hiddenlab.defenses.cascade.plan import AttnNode
-from hiddenlab.defenses.cascade.seen import Seen
 
 
 class _Mail:

@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from hiddenlab.defenses.cascade.plan import AttnNode, Message, Plan, Positions, new_of
-from hiddenlab.slice.door import Attention
+from hiddenlab.models.attention import Attention
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 
 from filelock import FileLock, Timeout
 
-from hiddenlab.cache import cache_path
 from hiddenlab.errors import InputError
+from hiddenlab.utils.cache import cache_path
 
 TRIES = 20  # ports above a taken one that are tried, for the advice
 

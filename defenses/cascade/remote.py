@@ -19,7 +19,7 @@ from hiddenlab.defenses.cascade.backend import (
     load_cascade_model,
 )
 from hiddenlab.defenses.cascade.cost import Link
-from hiddenlab.defenses.cascade.hosts import (
+from hiddenlab.defenses.cascade.node_state import (
     GIVEN_UP,
     AttnHost,
     Carrier,
@@ -30,11 +30,11 @@ from hiddenlab.defenses.cascade.hosts import (
     Reply,
     attn_name,
 )
+from hiddenlab.defenses.cascade.node_views import Seen
 from hiddenlab.defenses.cascade.nodes import Partial, Rows
 from hiddenlab.defenses.cascade.plan import AttnNode, Plan
-from hiddenlab.defenses.cascade.seen import Seen
 from hiddenlab.defenses.cascade.wire import Address, Hub, WireError
-from hiddenlab.slice.door import Attention
+from hiddenlab.models.attention import Attention
 
 
 def head_to_json(head: Head) -> dict[str, Any]:
@@ -181,8 +181,8 @@ class RemoteComp:
         self.facts = ModelFacts.of(model, loaded)
         self.mailbox = Mailbox(timeout)
         # A layer can take minutes: each of its products is progress.
-        leaves = [module for module in loaded.modules() if next(module.children(), None) is None]
-        self._hooks = [leaf.register_forward_hook(self._tick) for leaf in leaves]
+        branches = [module for module in loaded.modules() if next(module.children(), None) is None]
+        self._hooks = [branch.register_forward_hook(self._tick) for branch in branches]
         self.hub = Hub(comp_name(index), key, self._receive, self.mailbox.lose, host=host, link=link)
         self.carrier: Carrier = HubCarrier(self.hub, self.mailbox)
         self._seen: dict[str, Seen] = {}

@@ -18,7 +18,7 @@ from hiddenlab.defenses.cascade.command import Backend
 from hiddenlab.defenses.cascade.plan import Plan
 from hiddenlab.defenses.cascade.service import Limits, Service
 from hiddenlab.errors import HiddenlabError, InputError
-from hiddenlab.slice.load import load_tokenizer, resolve_model
+from hiddenlab.models.load import load_tokenizer, resolve_model
 
 APP = "hiddenlab-cascade"
 LISTENS = 60.0  # seconds until requests have to be answered

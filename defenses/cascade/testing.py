@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from hiddenlab.defenses.cascade.backend import Cascade, ModelFacts
-from hiddenlab.defenses.cascade.hosts import NodeError, Pass
+from hiddenlab.defenses.cascade.node_state import NodeError, Pass
+from hiddenlab.defenses.cascade.node_views import Seen
 from hiddenlab.defenses.cascade.plan import Plan
-from hiddenlab.defenses.cascade.seen import Seen
 from hiddenlab.defenses.cascade.service import Service
 from hiddenlab.testing import VOCABULARY, byte_tokenizer
 

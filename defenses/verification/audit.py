@@ -16,11 +16,10 @@ from jaxtyping import Bool
 from scipy.stats import binom
 from torch import Tensor
 
-from hiddenlab.core import Progress, silent
 from hiddenlab.defenses.verification import bounds as theory
 from hiddenlab.defenses.verification import difr
-from hiddenlab.defenses.verification.books import entries, read_point
 from hiddenlab.defenses.verification.bounds import Risk
+from hiddenlab.defenses.verification.causal_lm import WholeModel
 from hiddenlab.defenses.verification.closed_form import FLOOR, fssl_ipt
 from hiddenlab.defenses.verification.command import FORMAT, Made, verifier_for
 from hiddenlab.defenses.verification.difr import Replay, Verifier
@@ -28,14 +27,15 @@ from hiddenlab.defenses.verification.durable import LedgerError
 from hiddenlab.defenses.verification.filters import PerplexityFilter, SyntacticFilter
 from hiddenlab.defenses.verification.ledger import Checkpoint
 from hiddenlab.defenses.verification.ledger import verify as verify_ledger
+from hiddenlab.defenses.verification.ledger_commands import entries, read_point
 from hiddenlab.defenses.verification.likelihood import gumbel_positions
 from hiddenlab.defenses.verification.records import canonical
 from hiddenlab.defenses.verification.risk import classify
 from hiddenlab.defenses.verification.sampling import probabilities
 from hiddenlab.defenses.verification.transcript import Transcript, read_transcripts
-from hiddenlab.defenses.verification.whole import WholeModel
 from hiddenlab.errors import InputError
-from hiddenlab.slice.load import BUILTIN
+from hiddenlab.models.load import BUILTIN
+from hiddenlab.types import Progress, silent
 
 CONFIDENCE = 0.99
 RARE = 0.01  # share of honest answers whose perplexity is left out of what is usual

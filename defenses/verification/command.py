@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hiddenlab.core import Progress, silent
 from hiddenlab.defenses.verification import bounds as theory
 from hiddenlab.defenses.verification import difr, speculative, toploc
+from hiddenlab.defenses.verification.causal_lm import WholeModel, load_whole
 from hiddenlab.defenses.verification.difr import Replay, Verifier
 from hiddenlab.defenses.verification.provider import LOADED, SAMPLED, Provider, Request, Variant
 from hiddenlab.defenses.verification.rules import DEFAULT as DEFAULT_RULE
@@ -28,12 +28,12 @@ from hiddenlab.defenses.verification.transcript import (
     read_transcripts,
     write_transcripts,
 )
-from hiddenlab.defenses.verification.whole import WholeModel, load_whole
 from hiddenlab.errors import InputError
 from hiddenlab.job import generator
-from hiddenlab.lens import Projection
+from hiddenlab.matching.projections import Projection
+from hiddenlab.models.load import BUILTIN, load_tokenizer, resolve_model
 from hiddenlab.prompts import load_prompts
-from hiddenlab.slice.load import BUILTIN, load_tokenizer, resolve_model
+from hiddenlab.types import Progress, silent
 
 FORMAT = 1
 FINGERPRINT_DTYPE = "bfloat16"
@@ -80,7 +80,7 @@ def simulate(
     dtype: str = "bfloat16",
     device: str = "auto",
     proofs: bool = False,
-    lens: Projection | None = None,
+    projection: Projection | None = None,
     every: int = 1,
     fingerprint_dtype: str = FINGERPRINT_DTYPE,
     proof_values: int = toploc.TOP,
@@ -96,8 +96,9 @@ def simulate(
 
     Args:
         out: the file, a new one unless ``resume``. provider: see ``Variant``. sampling: fields of ``Sampling``, for all
-            requests; each has a seed of its own, drawn from the one here. proofs: TOPLOC's. lens: Activation-DiFR's
-            projection, for every ``every``-th output token, sent in ``fingerprint_dtype``. proof_values: of a TOPLOC
+            requests; each has a seed of its own, drawn from the one here. proofs: TOPLOC's.
+        projection: Activation-DiFR's, for every ``every``-th output token, sent in ``fingerprint_dtype``.
+        proof_values: of a TOPLOC
             proof. proof_rule: which values it commits to (``rules``). key: of hashed noise, in ``key_form``. draft:
             decode speculatively with this draft model (``speculative.load_draft``), ``ahead`` tokens at a time, and
             record how each token came about.
@@ -109,7 +110,7 @@ def simulate(
     rule = rule_of(proof_rule)
     _check_sent(fingerprint_dtype, proof_values)
     done, variant = _answered_before(out, resume), Variant.parse(provider)
-    if draft is not None and (proofs or lens is not None):
+    if draft is not None and (proofs or projection is not None):
         raise InputError("speculative answers are proven afterwards, with 'hiddenlab verify commit'")
     # What is advertised reads the prompts, whatever runs.
     tokenizer = load_tokenizer(resolve_model(model))
@@ -141,8 +142,8 @@ def simulate(
             if proofs:
                 sent = _proofs(answer.prompt_states, answer.output_states, proof_values, rule, made.whole)
                 one = replace(one, proofs=sent, proof_rule=rule.name)
-            if lens is not None:
-                print_ = _fingerprint(answer.output_states, lens, every, fingerprint_dtype)
+            if projection is not None:
+                print_ = _fingerprint(answer.output_states, projection, every, fingerprint_dtype)
                 one = replace(one, fingerprint=print_)
             write_transcripts(out, [one])
     return {
@@ -204,9 +205,9 @@ def _proofs(prompt: Tensor, outputs: Tensor, values: int, rule: Rule, whole: Who
     return tuple(proof.to_base64() for proof in made)
 
 
-def _fingerprint(outputs: Tensor, lens: Projection, every: int, dtype: str) -> Fingerprint:
-    rows = lens(difr.rows_every(outputs, every))
-    return Fingerprint.of(rows, every=every, seed=lens.seed, kind=lens.kind, dtype=dtype)
+def _fingerprint(outputs: Tensor, projection: Projection, every: int, dtype: str) -> Fingerprint:
+    rows = projection(difr.rows_every(outputs, every))
+    return Fingerprint.of(rows, every=every, seed=projection.seed, kind=projection.kind, dtype=dtype)
 
 
 def verifier_for(
@@ -227,7 +228,7 @@ def verifier_for(
 
 def commit(
     path: Path, out: Path, *, model: str | None = None, dtype: str = "bfloat16", device: str = "auto",
-    lens: Projection | None = None, every: int = 1, fingerprint_dtype: str = FINGERPRINT_DTYPE,
+    projection: Projection | None = None, every: int = 1, fingerprint_dtype: str = FINGERPRINT_DTYPE,
     proof_values: int = toploc.TOP, proof_rule: str = DEFAULT_RULE, progress: Progress = silent,
 ) -> Made:  # fmt: skip
     """Add TOPLOC proofs, and fingerprints where asked for, to transcripts, from one prefill of each.
@@ -247,8 +248,8 @@ def commit(
         # A fingerprint that is there already is someone else's word.
         sent = _proofs(prompt, replay.output_states, proof_values, rule, verifier.model)
         proven = replace(one, proofs=sent, proof_rule=rule.name, fingerprint=None)
-        if lens is not None:
-            print_ = _fingerprint(replay.output_states, lens, every, fingerprint_dtype)
+        if projection is not None:
+            print_ = _fingerprint(replay.output_states, projection, every, fingerprint_dtype)
             proven = replace(proven, fingerprint=print_)
         write_transcripts(out, [proven])
         progress("requests proven", i + 1, len(found))
@@ -259,15 +260,15 @@ def commit(
 
 def check(
     path: Path, *, model: str | None = None, dtype: str = "bfloat16", device: str = "auto",
-    lens: Projection | None = None, every: int = 1, largest_distance: float = LARGEST_DISTANCE,
+    projection: Projection | None = None, every: int = 1, largest_distance: float = LARGEST_DISTANCE,
     proof_values: int = toploc.TOP, proof_rule: str = DEFAULT_RULE, no_proofs: bool = False,
     progress: Progress = silent,
 ) -> Made:  # fmt: skip
     """Check the proofs and fingerprints of transcripts against a recomputation.
 
     Args:
-        lens, every: the projection and stride that were agreed on. A provider who could choose them would choose ones
-            that hide the difference, so that fingerprints are checked only where the verifier states them.
+        projection, every: the projection and stride that were agreed on. A provider who could choose them would
+            choose ones that hide the difference, so that fingerprints are checked only where the verifier states them.
         proof_values: of a TOPLOC proof, as agreed on; of so many a share of 38 in 128 may disagree. proof_rule: which
             values proofs commit to (``rules``), as agreed on too: a provider who could choose it would choose the
             weakest. no_proofs: fingerprints alone were agreed on; else a request without proofs is rejected where a
@@ -307,7 +308,14 @@ def check(
             replay = verifier.replay(replace(one, modes=None))
             scale = verifier.model.scale if rule.by_row and one.proofs is not None else None
             row |= _checked(
-                one, replay, lens, every, largest_distance, proof_values, None if no_proofs else rule, scale
+                one,
+                replay,
+                projection,
+                every,
+                largest_distance,
+                proof_values,
+                None if no_proofs else rule,
+                scale,
             )
         except InputError as error:
             row |= {"verdict": "rejected", "reason": str(error)}
@@ -328,7 +336,7 @@ def check(
 
 
 def _checked(
-    one: Transcript, replay: Replay, lens: Projection | None, every: int, largest: float, values: int,
+    one: Transcript, replay: Replay, projection: Projection | None, every: int, largest: float, values: int,
     rule: Rule | None, scale: Tensor | None,
 ) -> Made:  # fmt: skip
     reasons: list[str] = []
@@ -355,12 +363,12 @@ def _checked(
         if rule.by_row:
             row["faulty_rows"] = sum(check.faulty_rows or 0 for check in result.checks)
         (reasons if result.accepted else faults).append(result.reason)
-    elif rule is not None and lens is not None:
+    elif rule is not None and projection is not None:
         faults.append("no proofs; they were agreed on (else: --no-proofs)")
-    if lens is not None and one.fingerprint is None:
+    if projection is not None and one.fingerprint is None:
         faults.append("no fingerprint; one was agreed on")
-    elif lens is not None and one.fingerprint is not None:
-        distance, farthest = relative_distance(one.fingerprint, replay.output_states, lens, every)
+    elif projection is not None and one.fingerprint is not None:
+        distance, farthest = relative_distance(one.fingerprint, replay.output_states, projection, every)
         row |= {"distance": distance, "row_distance": farthest}
         told = f"the fingerprint differs by {distance:.3f} of its size, in a row by {farthest:.3f}"
         if distance <= largest and farthest <= ROWS_MORE * largest:
@@ -383,7 +391,9 @@ def _checked(
     return row | {"verdict": "valid", "reason": "; ".join(reasons)}
 
 
-def relative_distance(sent: Fingerprint, own: Tensor, lens: Projection, every: int) -> tuple[float, float]:
+def relative_distance(
+    sent: Fingerprint, own: Tensor, projection: Projection, every: int
+) -> tuple[float, float]:
     """The distance of a fingerprint from the verifier's own over all rows, and in the row where it is largest.
 
     Both relative to the verifier's size, of all rows or of a mean one: rows are as many as tokens, and a few wrong ones
@@ -392,10 +402,15 @@ def relative_distance(sent: Fingerprint, own: Tensor, lens: Projection, every: i
     Raises:
         InputError: it is of another projection or stride than agreed on, or has too few or too many rows.
     """
-    if (sent.count, sent.seed, sent.kind, sent.every) != (lens.count, lens.seed, lens.kind, every):
+    if (sent.count, sent.seed, sent.kind, sent.every) != (
+        projection.count,
+        projection.seed,
+        projection.kind,
+        every,
+    ):
         raise InputError("the fingerprint is of another projection or stride than agreed on")
     values = sent.values()
-    rows = lens(difr.rows_every(own, every))
+    rows = projection(difr.rows_every(own, every))
     apart, size = difr.activation_distance(values, rows), rows.norm().clamp(min=1e-12)
     return float(apart.norm() / size), float(apart.max() / size * len(rows) ** 0.5)
 

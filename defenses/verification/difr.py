@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from hiddenlab.defenses.verification.causal_lm import WholeModel
 from hiddenlab.defenses.verification.closed_form import NoiseOn, ipt_interval, logit_rank, margins, pairwise
 from hiddenlab.defenses.verification.sampling import (
     Noise,
@@ -22,7 +23,6 @@ from hiddenlab.defenses.verification.sampling import (
     probabilities,
 )
 from hiddenlab.defenses.verification.transcript import Transcript
-from hiddenlab.defenses.verification.whole import WholeModel
 from hiddenlab.errors import InputError
 
 SCORES = ("margin", "likelihood", "mismatch", "cross_entropy", "rank")

@@ -10,7 +10,7 @@ from filelock import FileLock, Timeout
 
 from hiddenlab.errors import InputError
 
-Told = Callable[[str, int, int], None]  # hiddenlab.core's Progress, without torch, which no ledger needs
+Told = Callable[[str, int, int], None]  # hiddenlab.types's Progress, without torch, which no ledger needs
 
 
 class LedgerError(InputError):

@@ -29,7 +29,7 @@ from hiddenlab.defenses.verification.records import (
 )
 from hiddenlab.defenses.verification.signing import public, signed
 from hiddenlab.errors import InputError
-from hiddenlab.files import write_file
+from hiddenlab.utils.files import write_file
 
 FORMAT = "hiddenlab-ledger"
 VERSION = 1

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, Field
 
 from hiddenlab.errors import InputError
-from hiddenlab.schema import CLOSED, OPEN, check, lines, loads
+from hiddenlab.utils.schema import CLOSED, OPEN, check, lines, loads
 
 MOST_CHOICES = 1024  # of a prompt
 SUCCESS = 200  # HTTP

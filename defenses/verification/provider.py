@@ -15,11 +15,11 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import DynamicCache
 
-from hiddenlab.core import Progress, silent
+from hiddenlab.defenses.verification.causal_lm import WholeModel, load_whole
 from hiddenlab.defenses.verification.sampling import Noise, Sampling, StreamNoise, sample
 from hiddenlab.defenses.verification.transcript import Transcript
-from hiddenlab.defenses.verification.whole import WholeModel, load_whole
 from hiddenlab.errors import InputError
+from hiddenlab.types import Progress, silent
 
 BATCH = 50
 QUANTIZATIONS = ("int8", "nf4")

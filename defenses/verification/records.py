@@ -15,7 +15,7 @@ from typing import Any
 from hiddenlab.defenses.verification.durable import LedgerError
 from hiddenlab.defenses.verification.signing import signed
 from hiddenlab.errors import InputError
-from hiddenlab.schema import loads, opened
+from hiddenlab.utils.schema import loads, opened
 
 LONGEST_LINE = 1 << 26  # bytes; a longer one is no record
 

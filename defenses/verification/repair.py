@@ -7,14 +7,14 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from hiddenlab.core import Progress, silent
-from hiddenlab.defenses.verification.books import read_point
 from hiddenlab.defenses.verification.command import FORMAT, Made
 from hiddenlab.defenses.verification.durable import WAIT, LedgerError, sole_writer
 from hiddenlab.defenses.verification.ledger import Chain
+from hiddenlab.defenses.verification.ledger_commands import read_point
 from hiddenlab.defenses.verification.records import LONGEST_LINE, lines, parsed
 from hiddenlab.errors import InputError
-from hiddenlab.files import write_file
+from hiddenlab.types import Progress, silent
+from hiddenlab.utils.files import write_file
 
 
 @dataclass(frozen=True)

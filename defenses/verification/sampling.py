@@ -18,7 +18,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from hiddenlab.errors import InputError
-from hiddenlab.schema import CLOSED
+from hiddenlab.utils.schema import CLOSED
 
 TEMPERATURES = (
     0.01,

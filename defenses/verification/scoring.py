@@ -11,18 +11,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hiddenlab.core import Progress, silent
 from hiddenlab.defenses.verification import difr, speculative
+from hiddenlab.defenses.verification.causal_lm import WholeModel
 from hiddenlab.defenses.verification.closed_form import FLOOR, NoiseOn
 from hiddenlab.defenses.verification.command import FORMAT, Made, verifier_for
 from hiddenlab.defenses.verification.detect import clipping
 from hiddenlab.defenses.verification.difr import Verifier
 from hiddenlab.defenses.verification.sampling import GREEDY
 from hiddenlab.defenses.verification.transcript import Transcript, read_transcripts
-from hiddenlab.defenses.verification.whole import WholeModel
 from hiddenlab.errors import InputError
 from hiddenlab.job import generator
-from hiddenlab.slice.load import BUILTIN
+from hiddenlab.models.load import BUILTIN
+from hiddenlab.types import Progress, silent
 
 LARGEST_MARGIN = 3.0  # where margins are clipped when nothing honest says where
 LARGEST_LIKELIHOOD = -math.log(FLOOR)  # the inverse transform's own floor
@@ -34,7 +34,7 @@ def score(
     path: Path, *, honest: Path | None = None, model: str | None = None, dtype: str = "bfloat16",
     device: str = "auto", key: str | None = None, key_form: str = "adaptive", false_positives: float = 0.01,
     draft: str | None = None, ahead: int = 4, sigma: float = difr.SIGMA, noise_on: NoiseOn = "both",
-    ipt_sigma: float = difr.IPT_SIGMA, trials: int = 0, by: str | None = None, progress: Progress = silent,
+    ipt_sigma: float = difr.IPT_SIGMA, trials: int = 0, score_name: str | None = None, progress: Progress = silent,
 ) -> Made:  # fmt: skip
     """Token-DiFR scores of transcripts, and a verdict where honest transcripts calibrate it.
 
@@ -49,7 +49,7 @@ def score(
         sigma: of honest noise in logits, for the likelihood and the Monte Carlo score (DiFR, appendices A and B.1).
         noise_on: both logits of a comparison, or one (see ``closed_form.pairwise``). ipt_sigma: of honest noise in
             probability, where tokens were drawn by the inverse transform (B.2). trials: of the Monte Carlo score; 0
-            leaves it out. by: the verdict's score, one of ``SCORES``; default the first of ``PREFERRED`` that all
+            leaves it out. score_name: of the verdict, , one of ``SCORES``; default the first of ``PREFERRED`` that all
             requests have: the inverse transform has no margin, speculative answers have no likelihood.
 
     Raises:
@@ -62,11 +62,11 @@ def score(
         raise InputError(
             f"sigma {sigma}, ipt-sigma {ipt_sigma}, {trials} trials: above 0, above 0, and from 0"
         )
-    if by is not None and by not in SCORES:
-        raise InputError(f"no score {by!r}; known are {', '.join(SCORES)}")
-    if draft is not None and (trials or by in ("margin", "likelihood", "monte_carlo")):
+    if score_name is not None and score_name not in SCORES:
+        raise InputError(f"no score {score_name!r}; known are {', '.join(SCORES)}")
+    if draft is not None and (trials or score_name in ("margin", "likelihood", "monte_carlo")):
         raise InputError("speculative answers have no margin, likelihood or Monte Carlo score")
-    if by == "monte_carlo" and not trials:
+    if score_name == "monte_carlo" and not trials:
         raise InputError("a verdict by the Monte Carlo score needs trials")
     if honest is not None and honest.resolve() == path.resolve():
         raise InputError(
@@ -81,7 +81,7 @@ def score(
     judge = token_judge if drafting is None else _drafting(verifier, drafting, ahead)
     parts = _scored(found, judge, "requests scored", progress)
     own = None if reference is None else _scored(reference, judge, "honest requests scored", progress)
-    name = _by(by, [*parts, *(own or [])])
+    name = _by(score_name, [*parts, *(own or [])])
     rows = [{"id": one.id, **_figures(scores)} for one, scores in zip(found, parts, strict=True)]
     made: Made = {"format": FORMAT, "summary": _figures(_joined(parts)), "requests": rows, "verdict": None}
     made["undecided"] = (
@@ -120,14 +120,14 @@ def _alike(found: Sequence[Transcript]) -> None:
         raise InputError(f"requests that were sampled differently cannot be compared: {first} and {second}")
 
 
-def _by(by: str | None, parts: Sequence[dict[str, np.ndarray]]) -> str:
+def _by(score_name: str | None, parts: Sequence[dict[str, np.ndarray]]) -> str:
     shared = set.intersection(*(set(part) for part in parts))
-    if by is None:
+    if score_name is None:
         return next(name for name in PREFERRED if name in shared)
-    if by not in shared:
+    if score_name not in shared:
         have = ", ".join(name for name in SCORES if name in shared)
-        raise InputError(f"not all requests have the score {by!r}; all have {have}")
-    return by
+        raise InputError(f"not all requests have the score {score_name!r}; all have {have}")
+    return score_name
 
 
 def _trusting(

@@ -15,7 +15,7 @@ from cryptography.hazmat.primitives.serialization import (
 
 from hiddenlab.defenses.verification.durable import LedgerError
 from hiddenlab.errors import InputError
-from hiddenlab.files import write_file
+from hiddenlab.utils.files import write_file
 
 
 def create_key(path: Path) -> str:

@@ -14,10 +14,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from hiddenlab.defenses.verification.causal_lm import WholeModel
 from hiddenlab.defenses.verification.provider import LOADED, Request, Variant
 from hiddenlab.defenses.verification.sampling import Noise, Sampling, StreamNoise, perturbed, probabilities
 from hiddenlab.defenses.verification.transcript import Mode, Transcript
-from hiddenlab.defenses.verification.whole import WholeModel
 from hiddenlab.errors import InputError
 
 ACCEPT: Mode = "accept"

@@ -18,8 +18,8 @@ from torch import Tensor
 from hiddenlab.defenses.verification.rules import rule_of
 from hiddenlab.defenses.verification.sampling import Sampling
 from hiddenlab.errors import HiddenlabError, InputError
-from hiddenlab.lens import Projection
-from hiddenlab.schema import CLOSED, TokenId, check, check_format, lines, loads, read_bytes
+from hiddenlab.matching.projections import Projection
+from hiddenlab.utils.schema import CLOSED, TokenId, check, check_format, lines, loads, read_bytes
 
 FORMAT = 1
 _BEGINNING = f'{{"format":{FORMAT},"id":'.encode()  # of every line that is written here

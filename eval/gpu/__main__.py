@@ -24,8 +24,8 @@ from hiddenlab.eval.gpu.program import (
     to_json,
 )
 from hiddenlab.eval.gpu.table import markdown
-from hiddenlab.slice.device import parse_device
-from hiddenlab.slice.load import BUILTIN, resolve_model
+from hiddenlab.models.device import parse_device
+from hiddenlab.models.load import BUILTIN, resolve_model
 
 INTERRUPTED = 130
 

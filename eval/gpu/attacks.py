@@ -5,16 +5,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hiddenlab.attacks.joint import JointDecoding
+from hiddenlab.attacks.beam_decoding import BeamDecoding
 from hiddenlab.attacks.vocab_match import VocabMatch
-from hiddenlab.channel import Channel
-from hiddenlab.core import BatchAttack, Observation, Secret
+from hiddenlab.channels import Channel
 from hiddenlab.errors import InputError
 from hiddenlab.eval.gpu.work import Figures, Lab
 from hiddenlab.job import generator
+from hiddenlab.models import TruncatedModel, load_model
 from hiddenlab.prompts import load_prompts
-from hiddenlab.run import time_prefill
-from hiddenlab.slice import Slice, load_slice
+from hiddenlab.runner import time_prefill
+from hiddenlab.types import BatchAttack, GroundTruth, Observation
 
 LAYER, NOISE_LAYER, TOKENS, SEED = 11, 6, 50, 0
 WARM_UP = 5.0  # seconds; an attack that takes longer is not run twice
@@ -32,22 +32,22 @@ CHANNELS = {
 
 def attack(lab: Lab, *, channel: str, prompts: int, options: dict[str, Any]) -> Figures:
     """Attack prompts of 50 tokens at layer 11 in float32; the CPU's answers are in reference.json (``reference``)."""
-    slice = slice_at(lab, LAYER)
+    model = model_at(lab, LAYER)
     if channel in ("int8", "nf4"):
         _need_bitsandbytes()
     expected = expected_ids(lab, channel, prompts)
-    found, figures = attacked(lab, slice, VocabMatch(**options), CHANNELS[channel], prompts)
+    found, figures = attacked(lab, model, VocabMatch(**options), CHANNELS[channel], prompts)
     same = sum(a == b for a, b in zip(found, expected, strict=True))
     return {"same_as_cpu": same, "equal": same == prompts and not figures["wrong_verified"], **figures}
 
 
 def noise(lab: Lab, *, sigma: float, prompts: int) -> Figures:
     """Decode prompts of 50 tokens at layer 6 jointly, from shuffled rows of noised embeddings."""
-    slice = slice_at(lab, NOISE_LAYER)
+    model = model_at(lab, NOISE_LAYER)
     less: dict[str, Any] = {"model": False, "sweeps": 0, "beam": 2, "width": 8}
-    joint = JointDecoding(**lab.sized({}, less))
+    attack = BeamDecoding(**lab.sized({}, less))
     channel = (f"gaussian:sigma={sigma}", "seq-perm")
-    _, figures = attacked(lab, slice, joint, channel, prompts, again=False)
+    _, figures = attacked(lab, model, attack, channel, prompts, again=False)
     return {
         **figures,
         "prompts_a_minute": 60 * prompts / figures["attack_seconds"],
@@ -61,8 +61,8 @@ def expected_ids(lab: Lab, channel: str, prompts: int) -> list[list[int]]:
         InputError: it was not recorded for this channel and as many prompts.
     """
     if lab.setting.rehearse:
-        slice = load_slice(str(lab.setting.model), depth_of(lab, LAYER), device="cpu")
-        return attacked(lab, slice, VocabMatch(), CHANNELS[channel], prompts)[0]
+        model = load_model(str(lab.setting.model), depth_of(lab, LAYER), device="cpu")
+        return attacked(lab, model, VocabMatch(), CHANNELS[channel], prompts)[0]
     recorded = json.loads(REFERENCE.read_text(encoding="utf-8")) if REFERENCE.is_file() else {}
     ids: list[list[int]] = recorded.get(channel, [])[:prompts]
     if len(ids) < prompts:
@@ -74,7 +74,7 @@ def expected_ids(lab: Lab, channel: str, prompts: int) -> list[list[int]]:
 
 def attacked(
     lab: Lab,
-    slice: Slice,
+    model: TruncatedModel,
     attack: BatchAttack,
     channel: Sequence[str],
     prompts: int,
@@ -86,20 +86,20 @@ def attacked(
         again: a short attack is run twice, and the second, which finds everything warm, is timed.
     """
     texts = [prompt.text for prompt in load_prompts(limit=prompts)]
-    tokens = [slice.tokenize(text, lab.sized(TOKENS, 20)) for text in texts]
-    pairs = released(slice, channel, tokens)
+    tokens = [model.tokenize(text, lab.sized(TOKENS, 20)) for text in texts]
+    pairs = released(model, channel, tokens)
     observations, secrets = [one for one, _ in pairs], [secret for _, secret in pairs]
     start = lab.now()
-    attack.setup(observations[0], slice, generator(SEED, "setup"))  # type: ignore[attr-defined]
+    attack.setup(observations[0], model, generator(SEED, "setup"))  # type: ignore[attr-defined]
     setup = lab.now() - start
     seconds = 0.0
     for _ in range(2 if again else 1):
         if seconds > WARM_UP:
             break
         start = lab.now()
-        found = attack.recover_batch(observations, slice, generator(SEED, "attack"))
+        found = attack.recover_batch(observations, model, generator(SEED, "attack"))
         seconds = lab.now() - start
-    prefill = sum(one or 0.0 for one in time_prefill(slice, tokens))
+    prefill = sum(one or 0.0 for one in time_prefill(model, tokens))
     truths = [list(secret.tokens) for secret in secrets]
     total = sum(map(len, tokens))
     recovered = list(zip(found, truths, strict=True))
@@ -123,14 +123,14 @@ def attacked(
 
 
 def released(
-    slice: Slice, channel: Sequence[str], tokens: Sequence[Sequence[int]]
-) -> list[tuple[Observation, Secret]]:
+    model: TruncatedModel, channel: Sequence[str], tokens: Sequence[Sequence[int]]
+) -> list[tuple[Observation, GroundTruth]]:
     """Release prompts through a channel, each with draws of its own."""
     pipe = Channel.parse(list(channel))
-    return [pipe.release(slice, prompt, generator(SEED, "release", i)) for i, prompt in enumerate(tokens)]
+    return [pipe.release(model, prompt, generator(SEED, "release", i)) for i, prompt in enumerate(tokens)]
 
 
-def slice_at(lab: Lab, layer: int) -> Slice:
+def model_at(lab: Lab, layer: int) -> TruncatedModel:
     """Load the model at hand up to a layer, or take what was loaded last.
 
     Raises:
@@ -139,7 +139,7 @@ def slice_at(lab: Lab, layer: int) -> Slice:
     if lab.setting.model is None:
         raise InputError("the built-in model is not here; see docs/gpu.md for how it is packed")
     name, depth = lab.setting.model, depth_of(lab, layer)
-    return lab.keep("slice", depth, lambda: load_slice(name, depth, device=str(lab.device)))
+    return lab.keep("slice", depth, lambda: load_model(name, depth, device=str(lab.device)))
 
 
 def depth_of(lab: Lab, layer: int) -> int:

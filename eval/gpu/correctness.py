@@ -9,18 +9,18 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from hiddenlab.attacks.vocab_match.screen import Screen, near_ones
 from hiddenlab.defenses.cascade.backend import load_cascade_model
 from hiddenlab.defenses.cascade.local import LocalCascade
 from hiddenlab.defenses.cascade.plan import Plan
 from hiddenlab.eval.gpu.work import Figures, Lab
-from hiddenlab.match import DISTANCES, Matcher
-from hiddenlab.propose.adapt import Adapter
-from hiddenlab.propose.probe import probe_settings, train_probe
-from hiddenlab.propose.store import collect_states
-from hiddenlab.slice import Request, load_slice
-from hiddenlab.slice import engine as passes
-from hiddenlab.slice.load import resolve_model
+from hiddenlab.matching.distance import DISTANCES, Matcher
+from hiddenlab.matching.screening import Screen, near_ones
+from hiddenlab.models import Request, load_model
+from hiddenlab.models import engine as passes
+from hiddenlab.models.load import resolve_model
+from hiddenlab.proposals.in_context import Adapter
+from hiddenlab.proposals.probe import probe_settings, train_probe
+from hiddenlab.proposals.store import collect_states
 from hiddenlab.testing import PlainModel, save_tiny
 
 # A state may differ from the oracle's by so much of its length. In bfloat16 what the plain model itself differs by on
@@ -34,7 +34,7 @@ def engine(lab: Lab, *, model: str, dtype: str, way: str) -> Figures:
     """The engine's passes against the plain model's full forwards, as relative errors of states.
 
     Args:
-        way: how small passes attend, ``one product`` or ``each request`` (see ``hiddenlab.slice.engine``).
+        way: how small passes attend, ``one product`` or ``each request`` (see ``hiddenlab.models.engine``).
     """
     devices = frozenset({lab.device.type} if way == "one product" else ())
     with mock.patch.object(passes, "DENSE_DEVICES", devices):
@@ -43,10 +43,10 @@ def engine(lab: Lab, *, model: str, dtype: str, way: str) -> Figures:
 
 def _engine(lab: Lab, model: str, dtype: str) -> Figures:
     path, layer = _model(lab, model)
-    slice = load_slice(path, layer, dtype=dtype, device=str(lab.device))
+    truncated = load_model(path, layer, dtype=dtype, device=str(lab.device))
     oracle = lab.keep("oracle", model, lambda: PlainModel(path))
     drawn = torch.Generator().manual_seed(SEED)
-    high = min(slice.vocab_size, 256 if model != "builtin" else slice.vocab_size)
+    high = min(truncated.vocab_size, 256 if model != "builtin" else truncated.vocab_size)
     ids = torch.randint(0, high, (TOKENS,), generator=drawn).tolist()
     others = torch.randint(0, high, (CANDIDATES,), generator=drawn).tolist()
     cut, middle = TOKENS // 2, TOKENS // 4
@@ -65,68 +65,68 @@ def _engine(lab: Lab, model: str, dtype: str) -> Figures:
 
     @check
     def encode() -> tuple[Tensor, Tensor]:
-        return slice.encode(_on(lab, ids)), whole
+        return truncated.encode(_on(lab, ids)), whole
 
     @check
     def branch() -> tuple[Tensor, Tensor]:
-        held = slice.prefix()
+        held = truncated.prefix()
         held.extend(_on(lab, ids[:cut]))
         return held.branch(_on(lab, others)), torch.stack([last([*ids[:cut], one]) for one in others])
 
     @check
     def commit() -> tuple[Tensor, Tensor]:
-        held = slice.prefix()
+        held = truncated.prefix()
         held.extend(_on(lab, ids[:cut]))
         held.branch(_on(lab, [*others, ids[cut]]))
         held.commit(CANDIDATES)
         return held.extend(_on(lab, ids[cut + 1 :])), whole[cut + 1 :]
 
-    # Two prompts in one pass: a chain with alternatives beside it, and leaves of two tokens behind a prefix.
-    behind = slice.prefix()
+    # Two prompts in one pass: a chain with alternatives beside it, and branches of two tokens behind a prefix.
+    behind = truncated.prefix()
     behind.extend(_on(lab, ids[:middle]))
     pairs = [[a, b] for a, b in zip(others, reversed(others), strict=True)]
-    first, second = slice.run(
+    first, second = truncated.run(
         [
             Request(
-                slice.prefix(),
+                truncated.prefix(),
                 _on(lab, ids[:cut]),
-                leaves=_on(lab, others),
-                attach=torch.arange(CANDIDATES, device=lab.device),
+                branches=_on(lab, others),
+                parents=torch.arange(CANDIDATES, device=lab.device),
             ),
-            Request(behind, _on(lab, []), leaves=torch.tensor(pairs, device=lab.device)),
+            Request(behind, _on(lab, []), branches=torch.tensor(pairs, device=lab.device)),
         ]
     )
 
     @check
     def packed_chain() -> tuple[Tensor, Tensor]:
-        return first.chain, whole[:cut]
+        return first.states, whole[:cut]
 
     @check
     def packed_leaves() -> tuple[Tensor, Tensor]:
-        return first.leaves, torch.stack([last([*ids[:i], one]) for i, one in enumerate(others)])
+        return first.branches, torch.stack([last([*ids[:i], one]) for i, one in enumerate(others)])
 
     @check
     def packed_pairs() -> tuple[Tensor, Tensor]:
-        return second.leaves, torch.cat([right([*ids[:middle], *pair])[-2:] for pair in pairs])
+        return second.branches, torch.cat([right([*ids[:middle], *pair])[-2:] for pair in pairs])
 
     @check
     def keep() -> tuple[Tensor, Tensor]:
-        held = slice.prefix()
-        (answer,) = slice.run([Request(held, _on(lab, ids[:cut]), leaves=_on(lab, [*others, ids[cut]]),
-                                       attach=torch.full((CANDIDATES + 1,), cut, device=lab.device))])  # fmt: skip
-        held.keep(answer, chain=cut, leaf=CANDIDATES)
+        held = truncated.prefix()
+        (answer,) = truncated.run([Request(held, _on(lab, ids[:cut]), branches=_on(lab, [*others, ids[cut]]),
+                                       parents=torch.full((CANDIDATES + 1,), cut, device=lab.device))])  # fmt: skip
+        held.keep(answer, tokens=cut, branch=CANDIDATES)
         return held.extend(_on(lab, ids[cut + 1 :])), whole[cut + 1 :]
 
     @check
     def together() -> tuple[Tensor, Tensor]:
         prefixes = []
         for start in range(3):
-            held = slice.prefix()
+            held = truncated.prefix()
             held.extend(_on(lab, ids[start : start + middle]))
             prefixes.append(held)
-        answers = slice.run([Request(one, _on(lab, others[:1])) for one in prefixes], together=True)
+        answers = truncated.run([Request(one, _on(lab, others[:1])) for one in prefixes], together=True)
         expected = [last([*ids[i : i + middle], others[0]]) for i in range(3)]
-        return torch.cat([a.chain for a in answers]), torch.stack(expected)
+        return torch.cat([a.states for a in answers]), torch.stack(expected)
 
     found = {name: _errors(*work()) for name, work in checks.items()}
     plain = PlainModel(path, dtype=getattr(torch, dtype), device=lab.device)
@@ -159,17 +159,17 @@ def _matcher(lab: Lab) -> Figures:
 
 
 def _screen(lab: Lab) -> Figures:
-    """The right token is among those of a screened batch that the slice itself runs."""
+    """The right token is among those of a screened batch that the truncated model itself runs."""
     path, layer = _model(lab, lab.sized("builtin", "llama"))
-    slice = load_slice(path, layer, device=str(lab.device))
-    screen, matcher = Screen(slice), Matcher(1, False)
+    model = load_model(path, layer, device=str(lab.device))
+    screen, matcher = Screen(model), Matcher(1, False)
     drawn = torch.Generator().manual_seed(SEED)
     found = 0
     for _ in range(8):
-        ids = torch.randint(0, slice.vocab_size, (20 + 256,), generator=drawn).to(lab.device)
-        held = slice.prefix()
+        ids = torch.randint(0, model.vocab_size, (20 + 256,), generator=drawn).to(lab.device)
+        held = model.prefix()
         held.extend(ids[:19])
-        row = slice.encode(ids[:20])[-1:].float()
+        row = model.encode(ids[:20])[-1:].float()
         shadow = screen.follow(held)
         batch = ids[19:]
         table = matcher.table(candidates=matcher.view(shadow.branch(batch)), observed=row)
@@ -180,17 +180,17 @@ def _screen(lab: Lab) -> Figures:
 def _probe(lab: Lab) -> Figures:
     """A probe that is trained on the device reads as many rows right as one that is trained on the CPU."""
     path, layer = _model(lab, lab.sized("builtin", "llama"))
-    slice = load_slice(path, layer, device="cpu")
+    model = load_model(path, layer, device="cpu")
     count = lab.sized(6000, 3000)
     with torch.inference_mode():
-        states, tokens, _ = collect_states(slice, [], count, SEED)
+        states, tokens, _ = collect_states(model, [], count, SEED)
     settings = probe_settings(False)
     settings = type(settings)(steps=lab.sized(300, 150))
     held = len(states) // 6
     right = {}
     with torch.inference_mode(False):
         for device in (lab.device, torch.device("cpu")):
-            rows, table = states.clone().to(device), slice.embedding.detach().clone().to(device)
+            rows, table = states.clone().to(device), model.embedding.detach().clone().to(device)
             probe = train_probe(rows[held:], tokens[held:], table, settings)
             named = probe.shortlist(rows[:held], 1)[1][:, 0].cpu()
             right[device.type] = float((named == tokens[:held]).float().mean())

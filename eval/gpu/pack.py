@@ -21,8 +21,8 @@ from typing import Annotated
 import typer
 
 from hiddenlab.errors import HiddenlabError, InputError
-from hiddenlab.schema import loads, read_bytes
-from hiddenlab.slice.load import BUILTIN_PACKAGE, builtin_gguf
+from hiddenlab.models.load import BUILTIN_PACKAGE, builtin_gguf
+from hiddenlab.utils.schema import loads, read_bytes
 
 MANIFEST, PACKAGES = "pieces.json", "packages.tar.xz"
 # gguf reads the model file; bitsandbytes quantizes to int8 and nf4; jaxtyping annotates shapes.

@@ -234,7 +234,7 @@ PARTS = (
     ),
     Part(
         "noise", "How many noised and shuffled prompts a minute?",
-        "The built-in model, layer 6, rows shuffled, Gaussian noise on the input embeddings, joint decoding.",
+        "The built-in model, layer 6, rows shuffled, Gaussian noise on the input embeddings, beam decoding.",
         200, "hiddenlab.eval.gpu.attacks:noise", _noise,
     ),
 )  # fmt: skip

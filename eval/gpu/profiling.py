@@ -6,7 +6,7 @@ from typing import Any
 from torch.profiler import ProfilerActivity, profile
 
 from hiddenlab.attacks.vocab_match import VocabMatch
-from hiddenlab.eval.gpu.attacks import CHANNELS, LAYER, SEED, TOKENS, released, slice_at
+from hiddenlab.eval.gpu.attacks import CHANNELS, LAYER, SEED, TOKENS, model_at, released
 from hiddenlab.eval.gpu.speed import drawn, drawn_ids, prefix_of
 from hiddenlab.eval.gpu.work import Figures, Lab
 from hiddenlab.job import generator
@@ -57,25 +57,25 @@ def _own(event: Any, card: bool) -> float:
 
 
 def _candidates(lab: Lab, shape: str) -> Callable[[], Any]:
-    slice = drawn(lab, shape, lab.sized(8, 2))
-    held, tokens = prefix_of(slice, lab.sized(128, 16)), drawn_ids(slice, lab.sized(512, 16))
+    model = drawn(lab, shape, lab.sized(8, 2))
+    held, tokens = prefix_of(model, lab.sized(128, 16)), drawn_ids(model, lab.sized(512, 16))
     return lambda: held.branch(tokens)
 
 
 def _attack(lab: Lab, shape: str) -> Callable[[], Any]:
-    slice = drawn(lab, shape, lab.sized(8, 2))
-    ((observation, _),) = released(slice, (), [drawn_ids(slice, lab.sized(100, 20)).tolist()])
+    model = drawn(lab, shape, lab.sized(8, 2))
+    ((observation, _),) = released(model, (), [drawn_ids(model, lab.sized(100, 20)).tolist()])
     attack = VocabMatch(proposal="probe")
-    attack.setup(observation, slice, generator(SEED, "setup"))
-    return lambda: attack.recover(observation, slice, generator(SEED, "attack"))
+    attack.setup(observation, model, generator(SEED, "setup"))
+    return lambda: attack.recover(observation, model, generator(SEED, "attack"))
 
 
 def _real_attack(lab: Lab, channel: str) -> Callable[[], Any]:
     """Eight prompts of the built-in model behind a channel."""
-    slice = slice_at(lab, LAYER)
+    model = model_at(lab, LAYER)
     prompts = lab.sized(8, 1)
-    tokens = [slice.tokenize(one.text, lab.sized(TOKENS, 8)) for one in load_prompts(limit=prompts)]
-    observations = [one for one, _ in released(slice, CHANNELS[channel], tokens)]
+    tokens = [model.tokenize(one.text, lab.sized(TOKENS, 8)) for one in load_prompts(limit=prompts)]
+    observations = [one for one, _ in released(model, CHANNELS[channel], tokens)]
     attack = VocabMatch()
-    attack.setup(observations[0], slice, generator(SEED, "setup"))
-    return lambda: attack.recover_batch(observations, slice, generator(SEED, "attack"))
+    attack.setup(observations[0], model, generator(SEED, "setup"))
+    return lambda: attack.recover_batch(observations, model, generator(SEED, "attack"))

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from hiddenlab.errors import InputError
-from hiddenlab.schema import loads, read_bytes
+from hiddenlab.utils.schema import loads, read_bytes
 
 FORMAT = 1
 RESULT, TABLE = "gpu.json", "gpu.md"

@@ -9,7 +9,7 @@ from hiddenlab.attacks.vocab_match import VocabMatch
 from hiddenlab.eval.gpu.attacks import CHANNELS, LAYER, REFERENCE, attacked
 from hiddenlab.eval.gpu.program import Setting
 from hiddenlab.eval.gpu.work import Lab
-from hiddenlab.slice import load_slice
+from hiddenlab.models import load_model
 
 PROMPTS = 8
 
@@ -17,10 +17,10 @@ PROMPTS = 8
 def main() -> None:
     """Attack the first prompts behind each channel on the CPU and write the recovered ids; it takes half an hour."""
     lab = Lab(Setting("cpu"))
-    slice = load_slice("builtin", LAYER, device="cpu")
+    model = load_model("builtin", LAYER, device="cpu")
     found = {}
     for name, channel in CHANNELS.items():
-        found[name], figures = attacked(lab, slice, VocabMatch(), channel, PROMPTS, again=False)
+        found[name], figures = attacked(lab, model, VocabMatch(), channel, PROMPTS, again=False)
         print(f"{name}: {figures}", file=sys.stderr)
     REFERENCE.write_text(json.dumps(found) + "\n", encoding="utf-8")
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from hiddenlab.core import Site
-from hiddenlab.slice import Slice
-from hiddenlab.slice.door import open_door
-from hiddenlab.slice.engine import _ACTIVE, ATTENTION_NAME
-from hiddenlab.slice.load import ModelRef, parse_dtype
+from hiddenlab.models import TruncatedModel
+from hiddenlab.models.attention import register_attention
+from hiddenlab.models.engine import _ACTIVE, ATTENTION_NAME
+from hiddenlab.models.load import ModelRef, parse_dtype
+from hiddenlab.types import Site
 
 BRANCH = 0.25  # root mean square of what attention, or the MLP, adds to a residual stream of about 1
 
@@ -113,27 +113,33 @@ def _draw(key: str, parameter: torch.Tensor, shape: Shape) -> None:
     parameter.normal_(0, scale, generator=generator)
 
 
-def draw_slice(name: str, layers: int, *, dtype: str = "bfloat16", device: str = "cuda") -> Slice:
-    """Make the slice of a shape's first layers with random weights; its siblings are drawn in the same way."""
-    attention = open_door(
-        ATTENTION_NAME, _ACTIVE, "a hiddenlab slice is run through Slice.run, not by itself"
+def draw_truncated(
+    name: str, layers: int, *, dtype: str = "bfloat16", device: str = "cuda"
+) -> TruncatedModel:
+    """Make the model of a shape's first layers with random weights; its siblings are drawn in the same way."""
+    attention = register_attention(
+        ATTENTION_NAME,
+        _ACTIVE,
+        "a hiddenlab truncated model is run through TruncatedModel.run, not by itself",
     )
     model = draw_model(
         name, layers, dtype=parse_dtype(dtype), device=torch.device(device), attention=attention
     )
 
-    def sibling(layer: int | None = None, *, dtype: str = dtype, **_: Any) -> Slice:
-        return draw_slice(name, SHAPES[name].layers if layer is None else layer, dtype=dtype, device=device)
+    def sibling(layer: int | None = None, *, dtype: str = dtype, **_: Any) -> TruncatedModel:
+        return draw_truncated(
+            name, SHAPES[name].layers if layer is None else layer, dtype=dtype, device=device
+        )
 
-    return Slice(model, ref=ModelRef(f"shape {name}", ""), site=Site(layers), load_sibling=sibling)
+    return TruncatedModel(model, ref=ModelRef(f"shape {name}", ""), site=Site(layers), load_sibling=sibling)
 
 
-def branch_flops(slice: Slice, candidates: int, prefix: int) -> float:
+def branch_flops(model: TruncatedModel, candidates: int, prefix: int) -> float:
     """Floating-point operations of candidates behind a shared prefix: products with weights, and attention."""
-    config: Any = slice.model.config
+    config: Any = model.module.config
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    attention = 2 * 2 * config.num_attention_heads * head * (prefix + 1) * slice.site.layer
-    return float(candidates * (2 * slice.layer_weights + attention))
+    attention = 2 * 2 * config.num_attention_heads * head * (prefix + 1) * model.site.layer
+    return float(candidates * (2 * model.layer_weights + attention))
 
 
 def weights_mb(model: Any) -> float:

@@ -12,7 +12,7 @@ from hiddenlab.defenses.cascade.generate import generate
 from hiddenlab.defenses.cascade.local import LocalCascade
 from hiddenlab.defenses.cascade.plan import Plan
 from hiddenlab.errors import InputError
-from hiddenlab.eval.bench_cascade import plain_tokens
+from hiddenlab.eval.bench.cascade import plain_tokens
 from hiddenlab.eval.gpu.work import Figures, Lab
 
 SEED, NEW_TOKENS = 0, 16

@@ -6,14 +6,14 @@ from unittest import mock
 import torch
 
 from hiddenlab.attacks.vocab_match import VocabMatch
-from hiddenlab.attacks.vocab_match.screen import Screen
-from hiddenlab.channel import Channel
-from hiddenlab.eval.gpu.shapes import SHAPES, branch_flops, draw_slice, weights_mb
+from hiddenlab.channels import Channel
+from hiddenlab.eval.gpu.shapes import SHAPES, branch_flops, draw_truncated, weights_mb
 from hiddenlab.eval.gpu.work import Figures, Lab
 from hiddenlab.job import generator
-from hiddenlab.match import Matcher
-from hiddenlab.run import time_prefill
-from hiddenlab.slice import Prefix, Request, Slice, engine, load_slice
+from hiddenlab.matching.distance import Matcher
+from hiddenlab.matching.screening import Screen
+from hiddenlab.models import Prefix, Request, TruncatedModel, engine, load_model
+from hiddenlab.runner import time_prefill
 
 SEED = 0
 COPY_BYTES = 1 << 33
@@ -32,30 +32,30 @@ def ceilings(lab: Lab, *, what: str) -> Figures:
 def branch(lab: Lab, *, shape: str, candidates: int, prefix: int) -> Figures:
     """Time one batch of candidates behind one prefix, a quarter of the layers deep, beside the matrix rate."""
     rate = lab.rate()  # before memory is counted
-    slice = drawn(lab, shape, layers_at(shape, "quarter"))
+    model = drawn(lab, shape, layers_at(shape, "quarter"))
     lab.free()
-    held, tokens = prefix_of(slice, prefix), drawn_ids(slice, candidates)
+    held, tokens = prefix_of(model, prefix), drawn_ids(model, candidates)
     seconds = lab.seconds(lambda: held.branch(tokens), repeats=10)
     return {
         "ms": 1e3 * seconds,
-        "share_of_rate": branch_flops(slice, candidates, prefix) / seconds / rate,
-        "peak_over_weights": _over(lab.peak_mb(), weights_mb(slice.model)),
+        "share_of_rate": branch_flops(model, candidates, prefix) / seconds / rate,
+        "peak_over_weights": _over(lab.peak_mb(), weights_mb(model.module)),
     }
 
 
 def vocabulary(lab: Lab, *, shape: str, layer: int, pass_tokens: int) -> Figures:
     """Time all tokens of a vocabulary as candidates at one position behind 64 tokens, and find the right one."""
     if shape == "builtin":
-        slice: Slice = lab.keep("slice", (shape, layer), lambda: _builtin(lab, layer, "bfloat16"))
+        model: TruncatedModel = lab.keep("slice", (shape, layer), lambda: _builtin(lab, layer, "bfloat16"))
     else:
-        slice = drawn(lab, shape, layer)
+        model = drawn(lab, shape, layer)
     rate = lab.rate()
     lab.free()
-    slice.max_pass_tokens = pass_tokens
-    prompt = drawn_ids(slice, 65)
-    held, right = prefix_of(slice, 64), int(prompt[-1])
-    row = slice.encode(prompt)[-1:].float()
-    everything, matcher = torch.arange(slice.vocab_size, device=slice.device), Matcher(1, False)
+    model.max_pass_tokens = pass_tokens
+    prompt = drawn_ids(model, 65)
+    held, right = prefix_of(model, 64), int(prompt[-1])
+    row = model.encode(prompt)[-1:].float()
+    everything, matcher = torch.arange(model.vocab_size, device=model.device), Matcher(1, False)
     nearest: list[torch.Tensor] = []
 
     def search() -> None:
@@ -67,36 +67,36 @@ def vocabulary(lab: Lab, *, shape: str, layer: int, pass_tokens: int) -> Figures
 
     seconds = lab.seconds(search, repeats=1)
     return {
-        "candidates": slice.vocab_size,
+        "candidates": model.vocab_size,
         "seconds": seconds,
-        "share_of_rate": branch_flops(slice, slice.vocab_size, 64) / seconds / rate,
+        "share_of_rate": branch_flops(model, model.vocab_size, 64) / seconds / rate,
         "right_is_nearest": int(nearest[0]) == right,
         "peak_mb": lab.peak_mb(),
-        "peak_over_weights": _over(lab.peak_mb(), weights_mb(slice.model)),
+        "peak_over_weights": _over(lab.peak_mb(), weights_mb(model.module)),
     }
 
 
 def ways(lab: Lab, *, what: str, shape: str) -> Figures:
     """Time the same passes twice in one process: attended request by request, and as one product (see the engine)."""
-    slice = drawn(lab, shape, layers_at(shape, "quarter"))
+    model = drawn(lab, shape, layers_at(shape, "quarter"))
     length = lab.sized(50, 8)
     prompts = torch.randint(
-        0, slice.vocab_size, (8, length + 16), generator=torch.Generator().manual_seed(SEED)
+        0, model.vocab_size, (8, length + 16), generator=torch.Generator().manual_seed(SEED)
     )
-    prompts = prompts.to(slice.device)
-    requests = [Request(slice.prefix(), one[:length]) for one in prompts]
+    prompts = prompts.to(model.device)
+    requests = [Request(model.prefix(), one[:length]) for one in prompts]
     if what == "16 candidates behind 8 prefixes":
-        answers = slice.run(requests)
+        answers = model.run(requests)
         for request, answer in zip(requests, answers, strict=True):
-            request.prefix.keep(answer, chain=length)
+            request.prefix.keep(answer, tokens=length)
         requests = [
-            Request(one.prefix, row[:0], leaves=row[length:])
+            Request(one.prefix, row[:0], branches=row[length:])
             for one, row in zip(requests, prompts, strict=True)
         ]
     seconds = {}
     for devices in (frozenset[str](), frozenset({lab.device.type})):
         with mock.patch.object(engine, "DENSE_DEVICES", devices):
-            seconds[bool(devices)] = lab.seconds(lambda: slice.run(requests), repeats=10)
+            seconds[bool(devices)] = lab.seconds(lambda: model.run(requests), repeats=10)
     return {
         "ms_each": 1e3 * seconds[False],
         "ms_together": 1e3 * seconds[True],
@@ -107,13 +107,13 @@ def ways(lab: Lab, *, what: str, shape: str) -> Figures:
 def screen(lab: Lab, *, shape: str) -> Figures:
     """Time a batch of 512 candidates in float32, and screened: all in bfloat16, then 16 of them in float32."""
     if shape == "builtin":
-        exact: Slice = lab.keep("slice", (shape, "exact"), lambda: _builtin(lab, 11, "float32"))
+        exact: TruncatedModel = lab.keep("slice", (shape, "exact"), lambda: _builtin(lab, 11, "float32"))
     else:
         layers = layers_at(shape, "quarter")
         exact = lab.keep(
             "slice",
             (shape, "exact"),
-            lambda: draw_slice(shape, layers, dtype="float32", device=str(lab.device)),
+            lambda: draw_truncated(shape, layers, dtype="float32", device=str(lab.device)),
         )
     faster = Screen(exact)
     held, tokens = prefix_of(exact, lab.sized(64, 16)), drawn_ids(exact, lab.sized(512, 32))
@@ -129,32 +129,32 @@ def screen(lab: Lab, *, shape: str) -> Figures:
 
 
 def recovery(lab: Lab, *, shape: str, depth: str, search: str) -> Figures:
-    """Attack 100 tokens of raw states, the probe trained on the device first; the states are in bfloat16, as the slice.
+    """Attack 100 tokens of raw states, the probe trained on the device first; the states are in bfloat16, as the model.
 
     Args:
         depth: ``quarter`` or ``half`` of the model's layers.
         search: ``ours``, or ``greedy:N``: the paper's loop in the vocabulary's order with N candidates a token at most.
     """
-    slice = drawn(lab, shape, layers_at(shape, depth))
-    tokens = drawn_ids(slice, lab.sized(100, 20)).tolist()
-    observation, _ = Channel.parse(()).release(slice, tokens, generator(SEED, "gpu"))
+    model = drawn(lab, shape, layers_at(shape, depth))
+    tokens = drawn_ids(model, lab.sized(100, 20)).tolist()
+    observation, _ = Channel.parse(()).release(model, tokens, generator(SEED, "gpu"))
     greedy = search.startswith("greedy")
     options: dict[str, Any] = {"proposal": "probe"}
     if greedy:
         options = {"search": "greedy", "proposal": "vocab", "budget": int(search.partition(":")[2])}
     attack = VocabMatch(**options)
     start = lab.now()
-    measured = attack.setup(observation, slice, generator(SEED, "setup"))
+    measured = attack.setup(observation, model, generator(SEED, "setup"))
     setup = lab.now() - start
     runs = []
     for _ in range(1 if greedy else 2):  # the first warms up
         start = lab.now()
-        found = attack.recover(observation, slice, generator(SEED, "attack"))
+        found = attack.recover(observation, model, generator(SEED, "attack"))
         runs.append(lab.now() - start)
-    (prefill,) = time_prefill(slice, [tokens])
+    (prefill,) = time_prefill(model, [tokens])
     assert prefill is not None
     return {
-        "layers": slice.site.layer,
+        "layers": model.site.layer,
         "setup_seconds": setup,
         "probe_seconds": measured["probe_seconds"],
         "attack_seconds": runs[-1],
@@ -164,7 +164,7 @@ def recovery(lab: Lab, *, shape: str, depth: str, search: str) -> Figures:
         "evaluated_per_token": found.evaluated_tokens / len(tokens),
         "calls": found.forward_calls,
         "peak_mb": lab.peak_mb(),
-        "weights_mb": weights_mb(slice.model),
+        "weights_mb": weights_mb(model.module),
         "paper_seconds": SHAPES[shape].paper_seconds,
     }
 
@@ -174,26 +174,26 @@ def layers_at(shape: str, depth: str) -> int:
     return max(1, round(SHAPES[shape].layers * {"quarter": 0.25, "half": 0.5}[depth]))
 
 
-def drawn(lab: Lab, shape: str, layers: int) -> Slice:
+def drawn(lab: Lab, shape: str, layers: int) -> TruncatedModel:
     """Draw a shape's first layers in bfloat16, or take those that were drawn last."""
-    return lab.keep("slice", (shape, layers), lambda: draw_slice(shape, layers, device=str(lab.device)))
+    return lab.keep("slice", (shape, layers), lambda: draw_truncated(shape, layers, device=str(lab.device)))
 
 
-def _builtin(lab: Lab, layer: int, dtype: str) -> Slice:
+def _builtin(lab: Lab, layer: int, dtype: str) -> TruncatedModel:
     assert lab.setting.model is not None
-    return load_slice(lab.setting.model, layer, device=str(lab.device), dtype=dtype)
+    return load_model(lab.setting.model, layer, device=str(lab.device), dtype=dtype)
 
 
-def drawn_ids(slice: Slice, count: int) -> torch.Tensor:
+def drawn_ids(model: TruncatedModel, count: int) -> torch.Tensor:
     """Draw token ids, the same for the same count."""
     source = torch.Generator().manual_seed(SEED)
-    return torch.randint(0, slice.vocab_size, (count,), generator=source).to(slice.device)
+    return torch.randint(0, model.vocab_size, (count,), generator=source).to(model.device)
 
 
-def prefix_of(slice: Slice, length: int) -> Prefix:
+def prefix_of(model: TruncatedModel, length: int) -> Prefix:
     """Run drawn tokens as a prefix."""
-    held = slice.prefix()
-    held.extend(drawn_ids(slice, length))
+    held = model.prefix()
+    held.extend(drawn_ids(model, length))
     return held
 
 

@@ -18,12 +18,12 @@ from unittest import mock
 
 import torch
 
-from hiddenlab.attacks.joint import gauge
-from hiddenlab.environment import describe_environment
+from hiddenlab.attacks.beam_decoding import distortion_model
 from hiddenlab.errors import HiddenlabError
 from hiddenlab.eval.gpu.program import Setting
-from hiddenlab.propose import corpus
+from hiddenlab.proposals import corpus
 from hiddenlab.testing import small_training
+from hiddenlab.utils.environment import describe_environment
 
 T = TypeVar("T")
 Figures = dict[str, Any]
@@ -171,7 +171,7 @@ def rehearsed() -> Iterator[None]:
     torch.set_num_threads(1)
     with (
         small_training(),
-        mock.patch.object(gauge, "TOKENS", 600),
+        mock.patch.object(distortion_model, "TOKENS", 600),
         mock.patch.object(corpus, "standard_library_texts", lambda: texts()[::REHEARSED_TEXTS]),
     ):
         yield

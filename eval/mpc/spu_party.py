@@ -52,8 +52,8 @@ def main(job: dict, rank: int) -> None:
     )
     secret = share(io, link, rank, plain, len(parties))
     for name, value, visibility in zip(names, [plain, *flat], sight, strict=True):
-        public = visibility == libspu.Visibility.VIS_PUBLIC
-        runtime.set_var(name, io.make_shares(value, visibility)[rank] if public else secret)
+        info = visibility == libspu.Visibility.VIS_PUBLIC
+        runtime.set_var(name, io.make_shares(value, visibility)[rank] if info else secret)
     result: dict = {"seconds": []}
     for _ in range(job["repeats"]):
         link.barrier()

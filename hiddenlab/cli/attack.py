@@ -10,9 +10,9 @@ from typer import Option
 from hiddenlab.cli import options as o
 from hiddenlab.cli.console import bars, only_json, print_json, stderr, stdout
 from hiddenlab.errors import InputError
-from hiddenlab.record import Recorder, RunRecord, check_new
-from hiddenlab.schema import LARGEST
+from hiddenlab.records import Recorder, RunRecord, check_new
 from hiddenlab.summary import Sample, advice
+from hiddenlab.utils.schema import LARGEST
 
 if TYPE_CHECKING:
     from hiddenlab.job import AttackSpec
@@ -33,7 +33,7 @@ def attack(
     truth: Annotated[
         str | None,
         Option(
-            "--truth", metavar="FILE", help="Score against 'capture --secret FILE'; the attack never sees it."
+            "--truth", metavar="FILE", help="Score against 'capture --truth FILE'; the attack never sees it."
         ),
     ] = None,
     model: o.ModelOpt = None,
@@ -110,7 +110,7 @@ def conduct(
     """
     from hiddenlab.cli.show import sample_line, summary_table, title
     from hiddenlab.job import prepare
-    from hiddenlab.run import run_attack
+    from hiddenlab.runner import run_attack
 
     recorder: Recorder | None = None
     screen = stdout()

@@ -25,8 +25,13 @@ def capture(
     layer: o.LayerOpt = None,
     stream: o.StreamOpt = None,
     defense: o.DefenseOpt = None,
-    secret: Annotated[
-        Path | None, Option("--secret", metavar="FILE", help="Save the truth too, apart, for scoring (JSON).")
+    truth: Annotated[
+        Path | None,
+        Option(
+            "--truth",
+            metavar="FILE",
+            help="Also save the prompts' tokens, for scoring, in this file (JSON).",
+        ),
     ] = None,
     seed: o.SeedOpt = 0,
     device: o.DeviceOpt = "auto",
@@ -38,10 +43,10 @@ def capture(
     """Save the hidden states of prompts as a defense releases them; one file, several prompts."""
     if prompt is not None and (prompts is not None or column is not None):
         raise InputError("give a PROMPT or --prompts (with its --column), not both")
-    for path in (output, secret):
+    for path in (output, truth):
         _check_writable(path)
-    if secret is not None and secret.resolve() == output.resolve():
-        raise InputError("--secret and --output name the same file; the secret must stand apart")
+    if truth is not None and truth.resolve() == output.resolve():
+        raise InputError("--truth and --output name the same file; the truth needs a file of its own")
     from hiddenlab.job import AttackSpec, capture_all, save_truth
     from hiddenlab.observation import save_observations
 
@@ -53,19 +58,19 @@ def capture(
     with bars() as progress:
         released = capture_all(with_stdin(spec), progress)
     save_observations([observation for observation, _ in released], output)
-    if secret is not None:
-        save_truth([kept for _, kept in released], secret)
-    public = released[0][0].public
+    if truth is not None:
+        save_truth([kept for _, kept in released], truth)
+    info = released[0][0].info
     rows = sum(len(observation.states) for observation, _ in released)
     if json:
-        files = {"observation": str(output), "secret": None if secret is None else str(secret)}
-        facts = {"model": public.model, "layer": public.site.layer, "stream": public.site.stream}
+        files = {"observation": str(output), "truth": None if truth is None else str(truth)}
+        facts = {"model": info.model, "layer": info.site.layer, "stream": info.site.stream}
         counts = {"prompts": len(released), "rows": rows}
-        print_json({"format": 1, **files, **counts, **facts, "defense": list(public.channel)})
+        print_json({"format": 1, **files, **counts, **facts, "defense": list(info.channel)})
         return
-    channel = " | ".join(public.channel) or "identity"
+    channel = " | ".join(info.channel) or "identity"
     stdout().print(
-        f"{output}: {len(released)} prompts, {rows} rows, {public.site} of {public.model}, channel {channel}",
+        f"{output}: {len(released)} prompts, {rows} rows, {info.site} of {info.model}, channel {channel}",
         soft_wrap=True,
     )
 

@@ -46,9 +46,9 @@ def eval_(
     out: Annotated[
         Path, Option("--out", metavar="DIR", help="Where cells and tables are kept and taken up again.")
     ] = Path("runs/eval"),
-    fresh: Annotated[bool, Option("--fresh", help="Measure anew what was measured before.")] = False,
-    measured: Annotated[
-        bool, Option("--measured", help="Measure nothing: show what was measured before.")
+    no_cache: Annotated[bool, Option("--no-cache", help="Measure anew what was measured before.")] = False,
+    cached_only: Annotated[
+        bool, Option("--cached-only", help="Measure nothing: show what was measured before.")
     ] = False,
     json: o.JsonOpt = False,
 ) -> None:
@@ -69,7 +69,7 @@ def eval_(
     try:
         with only_json(json), bars() as progress:
             tables = run(
-                names, setting, options, out, fresh=fresh, workers=workers, threads=threads, measure=not measured,
+                names, setting, options, out, fresh=no_cache, workers=workers, threads=threads, measure=not cached_only,
                 progress=progress,
             )  # fmt: skip
     except KeyboardInterrupt:
@@ -87,6 +87,6 @@ def eval_(
                 stdout().print(part)
         stderr().print(f"tables and cells are in {out}", soft_wrap=True)
     rows = [row for table in tables for row in table["rows"]]
-    if rows and not measured and not any(row["figures"] for row in rows):
+    if rows and not cached_only and not any(row["figures"] for row in rows):
         reasons = dict.fromkeys(str(row["reason"]) for row in rows if row["reason"])
         raise InputError(f"nothing was measured: {'; '.join(reasons) or 'no cell says why'}")

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from typer import Argument, Option
 
 from hiddenlab.errors import InputError
-from hiddenlab.schema import LARGEST, MOST_THREADS
+from hiddenlab.utils.schema import LARGEST, MOST_THREADS
 
 Stream = Literal["resid", "final_norm", "logits", "embed", "q", "k", "v", "kv", "qkv", "attn"]
 Dtype = Literal["float32", "bfloat16", "float16"]

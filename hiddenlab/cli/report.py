@@ -18,7 +18,7 @@ def report(
     ] = None,
 ) -> None:
     """Write a report of runs and experiments: one HTML page with tables, plots and coloured prompts; also Markdown."""
-    from hiddenlab.report import write_report
+    from hiddenlab.report.markdown import write_report
 
     for path in write_report(runs, out or runs[0].resolve().parent / "report"):
         stdout().print(str(path), soft_wrap=True)

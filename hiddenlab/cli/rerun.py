@@ -12,7 +12,7 @@ from hiddenlab.cli import options as o
 from hiddenlab.cli.attack import conduct, payload
 from hiddenlab.cli.console import print_json, stderr, stdout
 from hiddenlab.errors import InputError
-from hiddenlab.record import RunRecord, check_new, read_run
+from hiddenlab.records import RunRecord, check_new, read_run
 from hiddenlab.summary import Sample
 
 DIFFERENT = 1

@@ -6,10 +6,10 @@ from typing import Any, Literal
 from rich.table import Table
 from rich.text import Text
 
-from hiddenlab.report import channel_of
+from hiddenlab.report.markdown import channel_of
+from hiddenlab.report.tables import grid
 from hiddenlab.summary import FIGURES, NOT_APPLICABLE, Sample, figure
-from hiddenlab.tables import grid
-from hiddenlab.text import visible
+from hiddenlab.utils.text import visible
 
 STYLES = {"exact": "green", "verified": "", "wrong": "bold red", "unverified": "yellow", "missing": "dim"}
 

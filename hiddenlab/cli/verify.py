@@ -82,8 +82,8 @@ FalseOpt = Annotated[
 ]
 
 
-def _lens(count: int, seed: int, kind: str) -> Any:
-    from hiddenlab.lens import Projection
+def _projection(count: int, seed: int, kind: str) -> Any:
+    from hiddenlab.matching.projections import Projection
 
     return Projection(count, seed, kind) if count else None
 
@@ -137,9 +137,9 @@ def simulate(
         "simulate", json=json, threads=threads, runs_dir=runs_dir, keep=not no_record,
         out=out, provider=provider, model=model or "builtin", prompts=prompts, column=column,
         limit=limit, max_tokens=max_tokens, new_tokens=new_tokens, sampling=options, proofs=proofs,
-        lens=_lens(fingerprint, projection_seed, projection), every=every, key_env=noise_key_env, key_form=noise_form,
-        resume=resume, dtype=dtype, device=device, draft=draft, ahead=ahead, proof_values=proof_values,
-        proof_rule=proof_rule, fingerprint_dtype=fingerprint_dtype,
+        projection=_projection(fingerprint, projection_seed, projection), every=every,
+        key_env=noise_key_env, key_form=noise_form, resume=resume, dtype=dtype, device=device, draft=draft,
+        ahead=ahead, proof_values=proof_values, proof_rule=proof_rule, fingerprint_dtype=fingerprint_dtype,
     )  # fmt: skip
     show(found, "simulated", json=json)
 
@@ -167,7 +167,7 @@ def commit(
     found = conduct(
         "commit", json=json, threads=threads, runs_dir=runs_dir, keep=not no_record,
         path=file, out=out, model=model, dtype=dtype, device=device,
-        lens=_lens(fingerprint, projection_seed, projection), every=every, proof_values=proof_values,
+        projection=_projection(fingerprint, projection_seed, projection), every=every, proof_values=proof_values,
         proof_rule=proof_rule, fingerprint_dtype=fingerprint_dtype,
     )  # fmt: skip
     show(found, "proven", json=json)
@@ -201,8 +201,8 @@ def check(
     found = conduct(
         "check", json=json, threads=threads, runs_dir=runs_dir, keep=not no_record,
         path=file, model=model, dtype=dtype, device=device,
-        lens=_lens(fingerprint, projection_seed, projection), every=every, largest_distance=largest_distance,
-        proof_values=proof_values, proof_rule=proof_rule, no_proofs=no_proofs,
+        projection=_projection(fingerprint, projection_seed, projection), every=every,
+        largest_distance=largest_distance, proof_values=proof_values, proof_rule=proof_rule, no_proofs=no_proofs,
     )  # fmt: skip
     show(found, "checked", "requests", json=json, left_out=("reason",))
     if not json:
@@ -227,10 +227,11 @@ def score(
     ] = None,
     model: o.ModelOpt = None,
     false_positives: FalseOpt = 0.01,
-    by: Annotated[
+    score_name: Annotated[
         Literal["margin", "likelihood", "mismatch", "monte_carlo", "cross_entropy"] | None,
         Option(
-            "--by", help="The verdict's score; default: the first of the first three that all requests have."
+            "--score",
+            help="The verdict's score; default: the first of the first three that all requests have.",
         ),
     ] = None,
     sigma: Annotated[
@@ -270,7 +271,7 @@ def score(
         "score", json=json, threads=threads, runs_dir=runs_dir, keep=not no_record,
         path=file, honest=honest, model=model, dtype=dtype, device=device,
         key_env=noise_key_env, key_form=noise_form, false_positives=false_positives, draft=draft, ahead=ahead,
-        by=by, sigma=sigma, noise_on=noise_on, ipt_sigma=ipt_sigma, trials=monte_carlo,
+        score_name=score_name, sigma=sigma, noise_on=noise_on, ipt_sigma=ipt_sigma, trials=monte_carlo,
     )  # fmt: skip
     show(found, "Token-DiFR", "requests", json=json, left_out=("undecided",))
     if found["undecided"] and not json:

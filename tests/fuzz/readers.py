@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hiddenlab.core import Observation, Public, Secret, Site
-from hiddenlab.record import Recorder, RunRecord
+from hiddenlab.records import Recorder, RunRecord
 from hiddenlab.testing import attack_sample
+from hiddenlab.types import GroundTruth, Observation, ObservationInfo, Site
 from tests.fuzz import reference
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def _observation(folder: Path) -> Target:
 
     path = folder / "observation.safetensors"
     generator = torch.Generator().manual_seed(0)
-    public = Public(
+    info = ObservationInfo(
         "builtin",
         (0.5, -0.25),
         Site(2),
@@ -79,12 +79,12 @@ def _observation(folder: Path) -> Target:
         facts={"a": [1, {"b": None}]},
     )
     part = dataclasses.replace(
-        public, positions=(0, 2, 5), noise_sigma=None, columns_permuted="shared", quantization="nf4"
+        info, positions=(0, 2, 5), noise_sigma=None, columns_permuted="shared", quantization="nf4"
     )
     seeds = []
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2):
         states = torch.randn(3, 4, generator=generator).to(dtype)
-        save_observations([Observation(states, public), Observation(states, part)], path)
+        save_observations([Observation(states, info), Observation(states, part)], path)
         seeds.append(path.read_bytes())
     names = {
         torch.float64: "F64",
@@ -99,7 +99,7 @@ def _observation(folder: Path) -> Target:
         path.write_bytes(data)
         out = []
         for one in load_observations(path):
-            given = dict(dataclasses.asdict(one.public))
+            given = dict(dataclasses.asdict(one.info))
             raw = one.states.contiguous().view(torch.uint8).numpy().tobytes().hex()
             out.append(
                 [given, names.get(one.states.dtype, str(one.states.dtype)), list(one.states.shape), raw]
@@ -133,7 +133,7 @@ def _truth(folder: Path) -> Target:
     from hiddenlab.job import load_truth, save_truth
 
     path = folder / "truth.json"
-    save_truth([Secret((5, 7, 9), (2, 0, 1)), Secret((1,))], path)
+    save_truth([GroundTruth((5, 7, 9), (2, 0, 1)), GroundTruth((1,))], path)
 
     def read(data: bytes) -> Any:
         path.write_bytes(data)
@@ -150,9 +150,20 @@ def _made_run(folder: Path) -> Path:
         )
         for i in range(2):
             recorder.append(
-                attack_sample(i, [("hello", "exact"), (" there", "wrong")], unseen=2, unseen_right=1)
+                attack_sample(
+                    i, [("hello", "exact"), (" there", "wrong")], missing_tokens=2, missing_tokens_right=1
+                )
             )
-        scores = ("text", "truth_ids", "recovered", "exact", "token_accuracy", "token_bag", "rouge_l", "bleu")
+        scores = (
+            "text",
+            "truth_ids",
+            "recovered",
+            "exact",
+            "token_accuracy",
+            "bag_of_tokens_recall",
+            "rouge_l",
+            "bleu",
+        )
         recorder.append(
             {"index": 2, "id": "p003", "status": "not applicable", "reason": "no", **dict.fromkeys(scores)}
         )
@@ -163,8 +174,8 @@ def _made_run(folder: Path) -> Path:
 
 
 def _run(folder: Path) -> list[Target]:
-    from hiddenlab.record import RECORD, SAMPLES, read_run
-    from hiddenlab.report import grid_of, load_runs, markdown
+    from hiddenlab.records import RECORD, SAMPLES, read_run
+    from hiddenlab.report.markdown import grid_of, load_runs, markdown
 
     run = _made_run(folder / "run")
     record, samples = (run / RECORD).read_bytes(), (run / SAMPLES).read_bytes()
@@ -190,7 +201,7 @@ def _run(folder: Path) -> list[Target]:
         kind, _, rest = data.partition(b"\n")
         (run / RECORD).write_bytes(rest if kind == b"record" else record)
         (run / SAMPLES).write_bytes(samples if kind == b"record" else rest)
-        from hiddenlab.page import page
+        from hiddenlab.report.html import page
 
         runs = load_runs([run])
         shown = markdown(runs, [], []) + page("x", grid_of(runs), runs, [], [])
@@ -206,7 +217,7 @@ def _run(folder: Path) -> list[Target]:
 
 def _safe(shown: str) -> None:
     """What is shown of a file holds no control character and no tag of its own."""
-    from hiddenlab.text import printable
+    from hiddenlab.utils.text import printable
 
     if printable(shown) != shown or "<script" in shown.lower():
         raise AssertionError("a control character or a tag of the file came through")
@@ -214,13 +225,13 @@ def _safe(shown: str) -> None:
 
 def _spec() -> Target:
     from hiddenlab.job import AttackSpec
-    from hiddenlab.schema import loads
+    from hiddenlab.utils.schema import loads
 
     seed = json.dumps(AttackSpec(defense=("gaussian:sigma=0.1", "seq-perm"), limit=3).to_json()).encode()
 
     def read(data: bytes) -> Any:
         value = loads(data, "spec.json")
-        from hiddenlab.channel import Channel
+        from hiddenlab.channels import Channel
         from hiddenlab.errors import InputError
 
         if not isinstance(value, dict):
@@ -233,9 +244,9 @@ def _spec() -> Target:
 
 
 def _table(folder: Path) -> Target:
-    from hiddenlab.page import page
-    from hiddenlab.plots import draw_table
-    from hiddenlab.report import load_study, markdown
+    from hiddenlab.report.html import page
+    from hiddenlab.report.markdown import load_study, markdown
+    from hiddenlab.report.plots import draw_table
 
     path, out = folder / "table.json", folder / "plots"
     out.mkdir(exist_ok=True)
@@ -282,7 +293,7 @@ def _table(folder: Path) -> Target:
 
 
 def _cell(folder: Path) -> Target:
-    from hiddenlab.eval.experiment import Cell, load_result
+    from hiddenlab.eval.cells import Cell, load_result
 
     cell = Cell(measure="attack", spec={"layer": 1}, keys={}, paper={})
     path = cell.folder(folder / "cells") / "result.json"
@@ -342,8 +353,8 @@ def requests() -> list["Transcript"]:
 
 
 def _ledger(folder: Path) -> list[Target]:
-    from hiddenlab.defenses.verification.books import included, prove
     from hiddenlab.defenses.verification.ledger import Ledger, read_checkpoint, verify, write_statement
+    from hiddenlab.defenses.verification.ledger_commands import included, prove
     from hiddenlab.defenses.verification.signing import create_key, public, read_key
 
     folder = folder / "ledger"
@@ -468,7 +479,7 @@ def _proof() -> Target:
 
 def _fingerprint() -> Target:
     from hiddenlab.defenses.verification.transcript import Fingerprint
-    from hiddenlab.schema import parse
+    from hiddenlab.utils.schema import parse
 
     seed = json.dumps(requests()[1].to_json()["fingerprint"]).encode()
 
@@ -487,7 +498,7 @@ def _specs() -> Target:
         b"gaussian:sigma=0.01",
         b"shard:alpha=8,c=2,node=1",
         b"shard:alpha=4,c=1,m=2,queries=1,keys=0",
-        b"gap:size=3,after=5",
+        b"drop-rows:size=3,after=5",
         b"project:count=8,seed=1",
         b"toploc:k=8",
         b"logprobs:k=3",
@@ -509,7 +520,7 @@ def _specs() -> Target:
 
 
 def _log(folder: Path) -> Target:
-    from hiddenlab.defenses.verification.imported import from_openai
+    from hiddenlab.defenses.verification.import_logs import from_openai
     from hiddenlab.testing import VOCABULARY, byte_tokenizer
 
     path = folder / "log.jsonl"
@@ -599,7 +610,7 @@ def _models(folder: Path) -> list[Target]:
     """A model directory's files, one mutated at a time, and a GGUF file; loading must refuse or give finite weights."""
     import os
 
-    from hiddenlab.slice import load_slice
+    from hiddenlab.models import load_model
     from hiddenlab.testing import save_tiny, write_tiny_gguf
 
     os.environ["HIDDENLAB_CACHE"] = str(folder / "cache")
@@ -613,7 +624,7 @@ def _models(folder: Path) -> list[Target]:
         def read(data: bytes) -> Any:
             (model / name).write_bytes(data)
             try:
-                load_slice(str(model), 1, device="cpu").tokenize("hello")
+                load_model(str(model), 1, device="cpu").tokenize("hello")
             finally:
                 (model / name).write_bytes(good[name])
             return None
@@ -625,7 +636,7 @@ def _models(folder: Path) -> list[Target]:
 
         gguf.write_bytes(data)
         shutil.rmtree(folder / "cache", ignore_errors=True)
-        load_slice(str(gguf), 1, device="cpu")
+        load_model(str(gguf), 1, device="cpu")
         return None
 
     return [

@@ -158,13 +158,13 @@ def observation(data: bytes) -> Any:
     need(fields({"format": among(1), "observations": each(_PUBLIC)})(said) and said["observations"])
     need(set(tensors) == {f"states.{i}" for i in range(len(said["observations"]))})
     out = []
-    for i, public in enumerate(said["observations"]):
+    for i, info in enumerate(said["observations"]):
         dtype, shape, raw = tensors[f"states.{i}"]
         need(dtype in SIZES and len(shape) == 2 and shape[0] > 0)
-        positions = public.get("positions")
+        positions = info.get("positions")
         need(positions is None or len(positions) == shape[0])
         need(all(math.isfinite(x) for x in _numbers(dtype, raw)))
-        out.append([public, dtype, shape, raw.hex()])
+        out.append([info, dtype, shape, raw.hex()])
     return out
 
 
@@ -264,7 +264,7 @@ _SCORED: dict[str, Rule] = {
     "recovered": maybe(text),
     "exact": maybe(flag),
     "token_accuracy": maybe(share),
-    "token_bag": maybe(share),
+    "bag_of_tokens_recall": maybe(share),
     "rouge_l": maybe(share),
     "bleu": maybe(share),
 }
@@ -300,7 +300,7 @@ _SAMPLE = fields(
             }
         ),
     },
-    {"unseen": whole(), "unseen_right": whole()},
+    {"missing_tokens": whole(), "missing_tokens_right": whole()},
 )
 _NOT_APPLICABLE = fields(_SCORED | {"status": among("not applicable"), "reason": text})
 

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hiddenlab.channel import Stage
-from hiddenlab.core import Public
+from hiddenlab.channels import Stage
 from hiddenlab.errors import InputError
+from hiddenlab.types import ObservationInfo
 
 
 class Round(Stage):
@@ -25,8 +25,8 @@ class Round(Stage):
     ) -> tuple[Tensor, tuple[int, ...] | None, dict[str, Any]]:
         return states.round(decimals=self.decimals), None, {}
 
-    def public(self, public: Public) -> Public:
-        return replace(public, facts={**public.facts, "decimals": self.decimals})
+    def publish(self, info: ObservationInfo) -> ObservationInfo:
+        return replace(info, facts={**info.facts, "decimals": self.decimals})
 
     def __repr__(self) -> str:
         return (

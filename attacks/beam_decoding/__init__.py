@@ -1,0 +1,419 @@
+"""Beam decoding: the likeliest prompt behind states that were changed, shuffled, or shown only in part."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from hiddenlab.attacks.beam_decoding.beam import decode
+from hiddenlab.attacks.beam_decoding.distortion_model import learn_distortion_model
+from hiddenlab.attacks.beam_decoding.features import FEATURES, NOISE, TRACES, Learned
+from hiddenlab.attacks.beam_decoding.hypotheses import Decoding, Effort, Engines, start
+from hiddenlab.attacks.beam_decoding.local_search import move_parts
+from hiddenlab.attacks.beam_decoding.noise_refine import Refined, refine_decodings
+from hiddenlab.attacks.beam_decoding.noise_strength import first_step, settle, strength_of
+from hiddenlab.attacks.beam_decoding.order_linearized import place_free
+from hiddenlab.attacks.beam_decoding.order_refine import reorder_decodings
+from hiddenlab.attacks.beam_decoding.position_model import learn_position_model
+from hiddenlab.attacks.beam_decoding.prefix_inversion import arrives, decode_behind, prefix_of
+from hiddenlab.attacks.beam_decoding.row_features import Reader, fast_enough
+from hiddenlab.attacks.beam_decoding.weights import learn_weights, weigh_noise
+from hiddenlab.channels import Channel, as_whole, by_channel, suppose
+from hiddenlab.errors import InputError, NotApplicableError
+from hiddenlab.job import generator
+from hiddenlab.matching.distance import choose_matcher
+from hiddenlab.matching.projections import projection_of
+from hiddenlab.matching.screening import Screen
+from hiddenlab.models import Prefix, Request, TruncatedModel
+from hiddenlab.observation import check_observation
+from hiddenlab.proposals.ranking import LazyModel
+from hiddenlab.proposals.store import adapter_for, first_token_table_for, pairwise_order_for, probes_for
+from hiddenlab.types import AttackResult, Observation, ObservationInfo, Progress, TokenPrediction, silent
+
+SURE = 16.0  # nats by which the token that a tokenizer puts first is likelier than any other
+
+# Where the right candidate is the best so often, behind the right tokens, no candidate need be solved for.
+CERTAIN = 0.99
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What one channel at one site needs.
+
+    Attributes:
+        observed: the public facts that it is for. public: the same with what was estimated.
+    """
+
+    observed: ObservationInfo
+    info: ObservationInfo
+    model: TruncatedModel
+    engines: Engines
+    reader: Reader
+    learned: Learned
+
+    @property
+    def solves(self) -> bool:
+        """Candidates can be solved for the noise on their embeddings: rows are out of order behind nothing but that.
+
+        In half precision the finite differences would be rounding errors.
+        """
+        info = self.info
+        return (
+            info.rows_permuted
+            and info.columns_permuted is None
+            and info.noise_sigma is not None
+            and not info.prefix_tokens
+            and self.model.dtype == torch.float32
+        )
+
+
+class BeamDecoding:
+    """Recovers the likeliest prompt by weighing probe, language model, traces in other rows, and states in context.
+
+    For channels that change values, where no distance tells right from wrong by itself. A beam of hypotheses is
+    extended token by token; a candidate is a token and the row that it explains. Evidence: the probe's probability
+    (trained on states as the channel releases them), the language model's, the traces that a token branches in the rows
+    behind it, and the distance between the row and the candidate's state behind this hypothesis. How much each counts
+    is learned on texts of the attacker's own. Nothing is verified, since the right state is not known exactly; margins
+    are in nats, and negative where what follows spoke for a token.
+
+    Knows: the weights, the released states, the channel. Does not know: tokens, permutations, noise. The strength of
+    noise of which it is not told it finds out from the first prompt of a channel, and takes it to be that of all (see
+    ``strength``).
+
+    Args:
+        beam: hypotheses kept, at least four times as many where rows are out of order or missing (``Effort.kept``).
+            width: candidates run for each, many more where columns are shuffled and the best is in doubt. Where noise
+            drowns what states say of an order, more hypotheses with fewer candidates read more (24 and 12, say).
+            batch: prompts at once. lm: ask the language model.
+        sweeps: of the second look at noised embeddings (see ``refine``), which needs float32; 0 for none.
+        rounds: of looking for unknown embeddings before the prompt (see ``before``) at most, also in float32; as many
+            again where an order has to be begun anew.
+        solved: where rows are out of order behind noise, the likeliest continuations of a prompt that are solved for
+            the noise on their embeddings (see ``explain``), at every token, 16 say, also in float32; 0 for none. It
+            takes minutes, and what it brings is not settled.
+        orders: order rows behind one layer of noised embeddings by how much noise they need (see ``reorder``), also in
+            float32; it takes minutes a prompt.
+        seed: of learning. progress: where progress is reported.
+    """
+
+    def __init__(
+        self,
+        beam: int = 8,
+        width: int = 48,
+        batch: int = 8,
+        lm: bool = True,
+        sweeps: int = 6,
+        rounds: int = 3,
+        solved: int = 0,
+        orders: bool = False,
+        seed: int = 0,
+        progress: Progress = silent,
+    ) -> None:
+        if min(beam, width, batch) < 1:
+            raise InputError(f"beam, width and batch must be at least 1, not {beam}, {width} and {batch}")
+        if min(sweeps, rounds, solved) < 0:
+            raise InputError(
+                f"sweeps, rounds and solved must be at least 0, not {sweeps}, {rounds} and {solved}"
+            )
+        self.effort, self.sweeps, self.rounds = Effort(beam, width, solved=solved), sweeps, rounds
+        self.batch, self.asks, self.seed, self.progress = batch, lm, seed, progress
+        self.orders = orders
+        self._prepared: Prepared | None = None
+        self._found_begun: tuple[Prepared, bool] | None = None  # see ``_begins``
+        self._lm: tuple[TruncatedModel, LazyModel] | None = None
+        self._screen: Screen | None = None
+
+    def setup(
+        self, observation: Observation, model: TruncatedModel, generator: torch.Generator
+    ) -> dict[str, float]:
+        """Train or load the probes and learn the weights, for all observations of one channel.
+
+        Returns:
+            ``probe_seconds`` (0 where all were cached), the weight of each piece of evidence, and ``noise_sigma`` where
+            it was estimated.
+        """
+        prepared, seconds = self.prepare(observation, model)
+        learned = {
+            f"weight_{name}": float(x) for name, x in zip(FEATURES, prepared.learned.weights, strict=True)
+        }
+        if prepared.info.noise_sigma != prepared.observed.noise_sigma:
+            learned["noise_sigma"] = float(prepared.info.noise_sigma or 0.0)
+        return {"probe_seconds": seconds, **learned}
+
+    def prepare(self, observation: Observation, model: TruncatedModel) -> tuple[Prepared, float]:
+        """What ``setup`` makes, kept for the next observation of the same channel, and the seconds probes took.
+
+        Raises:
+            InputError: the observation does not fit the truncated model. NotApplicableError: it shows no states.
+        """
+        check_observation(observation, model)
+        info = as_whole(observation.info)
+        if projection_of(info) is not None or observation.states.shape[1] != model.width:
+            raise NotApplicableError("beam decoding needs whole states")
+        self._check(observation)
+        kept, channel = self._prepared, Channel.parse(list(info.channel))
+        if kept is not None and (kept.observed, kept.model) == (info, model):
+            return kept, 0.0
+        if channel.unknown:
+            prepared, seconds = self._estimate(observation, channel, info, model)
+        else:
+            prepared, seconds = self._learn(info, model)
+        if prepared.solves and self.effort.solved and prepared.learned.right < CERTAIN:
+            prepared = self._weigh_noise(prepared)
+        self._prepared = replace(prepared, observed=info)
+        return self._prepared, seconds
+
+    def _weigh_noise(self, prepared: Prepared) -> Prepared:
+        """Solve for candidates from now on, if what that says speaks against wrong ones."""
+        reader = prepared.reader
+        engines = replace(prepared.engines, model=prepared.model, sigma=prepared.info.noise_sigma)
+        with torch.inference_mode():
+            learned = weigh_noise(prepared.learned, reader.channel, engines, reader, self.seed, self.progress)
+        return replace(prepared, engines=engines, learned=learned) if learned.weights[NOISE] < 0 else prepared
+
+    def _speaker(self, model: TruncatedModel) -> Prefix | None:
+        """The language model, if it is to be asked, with what it reads before every prompt."""
+        if self.asks and (self._lm is None or self._lm[0] is not model):
+            self._lm = model, LazyModel(model)
+        return self._lm[1].opened if self.asks and self._lm is not None else None
+
+    def _check(self, observation: Observation) -> None:
+        if observation.info.positions is not None and not self.asks:
+            raise NotApplicableError("tokens without a row can only be guessed by a language model")
+
+    def _learn(self, info: ObservationInfo, model: TruncatedModel) -> tuple[Prepared, float]:
+        """Probes and weights for a channel of known strength, and the seconds probes took."""
+        speaker = self._speaker(model)
+        shuffled = info.columns_permuted is not None
+        probes, seconds = probes_for(model, info, (0,) if shuffled else (0, *TRACES), self.progress)
+        first_tokens, made = first_token_table_for(model, info, self.progress)
+        adapter, described = adapter_for(model, self.progress) if shuffled else (None, 0.0)
+        pairwise_order, compared = pairwise_order_for(model, info, self.progress)
+        seconds += made + described + compared
+        channel, matcher = Channel.parse(list(info.channel)), choose_matcher("auto", info)
+        with torch.inference_mode():
+            position_model = (
+                learn_position_model(model, channel, matcher, self.seed) if info.rows_permuted else None
+            )
+            mixed = info.rows_permuted or shuffled
+            added = channel.added(model, generator(self.seed, "joint", "before"))
+            before = prefix_of(added, model) if len(added) else None
+            distortion_model = (
+                learn_distortion_model(model, channel, matcher, self.seed, before) if mixed else None
+            )
+            reader = Reader(
+                model,
+                channel,
+                matcher,
+                tuple(probes),
+                position_model,
+                distortion_model,
+                first_tokens,
+                pairwise_order,
+            )
+            screen = self._screen if self._screen is not None and self._screen.of is model else None
+            if screen is None and Screen.pays(model):
+                screen = Screen(model)
+            fast = screen is not None and fast_enough(screen, channel, matcher, self.seed)
+            self._screen = screen if fast or shuffled else None
+            runs = screen.model if screen is not None and fast else model
+            first = _opening(model, None if speaker is None else speaker.model)
+            engines = Engines(
+                runs, matcher, speaker, first, adapter, None if fast else self._screen,
+                prefix_of(added, runs) if len(added) else None, info.prefix_tokens,
+            )  # fmt: skip
+            learned = learn_weights(channel, engines, reader, self.seed, self.progress)
+        return Prepared(info, info, model, engines, reader, learned), seconds
+
+    def _estimate(
+        self, observation: Observation, channel: Channel, info: ObservationInfo, model: TruncatedModel
+    ) -> tuple[Prepared, float]:
+        """The same for a channel of unknown strength, which this observation tells."""
+        made, seconds = dict[float, Prepared](), 0.0
+
+        def found(supposed: float) -> float:
+            nonlocal seconds
+            made[supposed], spent = self._learn(suppose(info, supposed), model)
+            seconds += spent
+            with torch.inference_mode():
+                (decoding,) = self._decode([observation], made[supposed])
+                steps = decoding.beam[0].steps
+                shown = [(step.row, place) for place, step in enumerate(steps) if step.row >= 0]
+                rows, places = torch.tensor(shown, device=model.device).T
+                tokens = torch.tensor([step.token for step in steps], device=model.device)
+                matcher = made[supposed].engines.matcher
+                seen = decoding.view.shown[rows]
+                return strength_of(seen, places, tokens, channel.whole(), matcher, model, self.seed)
+
+        step, strength = settle(first_step(model), found)
+        return replace(made[step], info=suppose(info, strength)), seconds
+
+    def recover(
+        self, observation: Observation, model: TruncatedModel, generator: torch.Generator
+    ) -> AttackResult:
+        """Recover one prompt; see ``recover_batch``."""
+        return self.recover_batch([observation], model, generator)[0]
+
+    def recover_batch(
+        self, observations: Sequence[Observation], model: TruncatedModel, generator: torch.Generator
+    ) -> list[AttackResult]:
+        """Recover prompts of one channel together.
+
+        Raises:
+            InputError: an observation does not fit the model. NotApplicableError: it shows no states, or rows are
+                missing and there is no language model.
+        """
+        groups = by_channel(observations, self.batch)
+        return [one for group in groups for one in self._recover(group, model)]
+
+    def _recover(self, observations: Sequence[Observation], model: TruncatedModel) -> list[AttackResult]:
+        prepared, _ = self.prepare(observations[0], model)
+        for observation in observations:
+            check_observation(observation, model)
+            self._check(observation)
+        started = time.perf_counter()
+        with torch.inference_mode():
+            decodings = self._decode(observations, prepared)
+            decodings = self._decode_behind(observations, decodings, prepared)
+            self._reorder(observations, decodings, prepared)
+        refined = self._look_again(observations, decodings, prepared)
+        seconds = time.perf_counter() - started
+        costs = [
+            one.evaluated + (0 if new is None else new.evaluated)
+            for one, new in zip(decodings, refined, strict=True)
+        ]
+        return [
+            _recovery(one, new, cost, seconds * cost / max(1, sum(costs)))
+            for one, new, cost in zip(decodings, refined, costs, strict=True)
+        ]
+
+    def _decode(self, observations: Sequence[Observation], prepared: Prepared) -> list[Decoding]:
+        engines, weights = prepared.engines, prepared.learned.weights
+        decodings = [start(prepared.reader.read(one), engines, weights) for one in observations]
+        decode(decodings, engines, prepared.learned, self.effort, self.progress)
+        move_parts(decodings, engines, weights, self.progress)
+        return decodings
+
+    def _decode_behind(
+        self, observations: Sequence[Observation], decodings: Sequence[Decoding], prepared: Prepared
+    ) -> list[Decoding]:
+        """Find what stood before each decoded prompt and decode it again behind that, as long as more is explained.
+
+        Only where every token has a row, and in float32: what is looked for is smaller than bfloat16's rounding.
+        """
+        info, model, out = prepared.info, prepared.model, list(decodings)
+        whole = [i for i, one in enumerate(observations) if one.info.positions is None]
+        if not info.prefix_tokens or model.dtype != torch.float32:
+            return out
+        again = decode_behind(
+            [out[i] for i in whole],
+            replace(prepared.engines, model=model),
+            prepared.learned,
+            self.effort.less(),
+            info.prefix_tokens,
+            self.rounds,
+            lambda: self._begins(prepared),
+            self.progress,
+        )
+        for i, one in zip(whole, again, strict=True):
+            out[i] = one
+        return out
+
+    def _reorder(
+        self, observations: Sequence[Observation], decodings: Sequence[Decoding], prepared: Prepared
+    ) -> None:
+        """Order rows behind one layer anew by how much noise they need, where every token has a row."""
+        if not (self.orders and prepared.solves and place_free(prepared.model)):
+            return
+        whole = [i for i, one in enumerate(observations) if one.info.positions is None]
+        sigma = prepared.info.noise_sigma
+        assert sigma is not None
+        reorder_decodings(
+            [decodings[i] for i in whole],
+            [observations[i].states.to(prepared.model.device).float() for i in whole],
+            replace(prepared.engines, model=prepared.model), prepared.learned, sigma, self.seed,
+            self.progress,
+        )  # fmt: skip
+
+    def _begins(self, prepared: Prepared) -> bool:
+        """Prompts that stay unexplained are begun anew; not where rows are changed in another way as well.
+
+        Found out when the first of them asks, in whose time it counts: most channels never need to know.
+        """
+        if self._found_begun is None or self._found_begun[0] is not prepared:
+            size, channel = prepared.info.prefix_tokens, prepared.reader.channel
+            found = prepared.info.noise_sigma is None and arrives(
+                channel, prepared.model, prepared.engines.matcher, size, self.seed, self.progress
+            )
+            self._found_begun = prepared, found
+        return self._found_begun[1]
+
+    def _look_again(
+        self, observations: Sequence[Observation], decodings: Sequence[Decoding], prepared: Prepared
+    ) -> list[Refined | None]:
+        """Solve for noised embeddings, of prompts whose every token has a row in known coordinates.
+
+        In half precision the finite differences would be rounding errors.
+        """
+        info, model = prepared.info, prepared.model
+        sigma, out = info.noise_sigma, list[Refined | None]([None] * len(decodings))
+        if (
+            not self.sweeps
+            or sigma is None
+            or info.columns_permuted is not None
+            or model.dtype != torch.float32
+        ):
+            return out
+        whole = [i for i, one in enumerate(observations) if one.info.positions is None]
+        states = [observations[i].states.to(model.device).float() for i in whole]
+        solved = refine_decodings(
+            [decodings[i] for i in whole],
+            states,
+            model,
+            sigma,
+            self.sweeps,
+            info.prefix_tokens,
+            self.progress,
+        )
+        for i, one in zip(whole, solved, strict=True):
+            out[i] = one
+        return out
+
+    def __repr__(self) -> str:
+        return (
+            f"BeamDecoding(beam {self.effort.beam}; knows the weights, the released states and the channel, "
+            "not tokens, permutations or noise)"
+        )
+
+
+def _opening(model: TruncatedModel, lm: TruncatedModel | None) -> Tensor | None:
+    """What the language model expects first: the tokenizer's own start of prompts, or what follows a document's end."""
+    if lm is None:
+        return None
+    # Some tokenizers append a token: only what a text begins with counts.
+    own = [] if model.tokenizer is None else model.tokenizer("a")["input_ids"][:1]
+    own = [token for token in own if token in model.tokenizer.all_special_ids]
+    if own or not model.special_ids:
+        expected = torch.zeros(model.vocab_size, device=lm.device)
+        expected[own] = SURE
+        return expected.log_softmax(-1)
+    with torch.inference_mode():
+        first = torch.tensor(model.special_ids[:1], device=lm.device)
+        return lm.run([Request(lm.prefix(), first)], keep=False)[0].states[0].float().log_softmax(-1)
+
+
+def _recovery(decoding: Decoding, refined: Refined | None, evaluated: int, seconds: float) -> AttackResult:
+    steps = decoding.beam[0].steps
+    if refined is None:
+        tokens, margins, calls = [step.token for step in steps], [step.margin for step in steps], 0
+    else:
+        tokens, margins, calls = refined.tokens, refined.margins, refined.calls
+    found = []
+    for token, margin, step in zip(tokens, margins, steps, strict=True):
+        # The distance of a mended token was not measured.
+        distance = step.distance if token == step.token else float("nan")
+        found.append(TokenPrediction(token, step.row, distance, margin, step.evaluated, False))
+    return AttackResult(tuple(found), evaluated, decoding.calls + calls, seconds, "complete")

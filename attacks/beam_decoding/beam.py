@@ -1,0 +1,318 @@
+"""Beam search over whole prompts: which token comes next, and which row is its."""
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from hiddenlab.attacks.beam_decoding.adaptive_width import Doubt
+from hiddenlab.attacks.beam_decoding.features import (
+    BEFORE,
+    FIT,
+    Candidates,
+    Learned,
+    Rows,
+    candidates_of,
+    chosen,
+    likeliest,
+    rows_at,
+)
+from hiddenlab.attacks.beam_decoding.hypotheses import Decoding, Effort, Engines, Hypothesis, Step, Tried
+from hiddenlab.attacks.beam_decoding.noise_solver import append, explain
+from hiddenlab.matching.screening import near_ones
+from hiddenlab.models import Prefix, Request, TruncatedModel
+from hiddenlab.types import Progress, silent
+
+OTHERS = 4  # of a row's tokens that were not taken, how many are remembered
+RECENT = 3  # of hypotheses that agree in so many last tokens and in the rows they used, the best is kept
+ENOUGH = 256  # candidates that failed from which it is worth learning
+PLENTY = 1024  # of them that are learned from at most
+TAKEN = 256  # candidates of a hypothesis that may become part of the beam
+
+
+def propose(
+    decoding: Decoding, hypothesis: Hypothesis, weights: Float[Tensor, " features"], effort: Effort
+) -> Candidates:
+    """The candidates of one hypothesis that are worth running."""
+    view, place = decoding.view, decoding.place
+    if not chosen(view, place):
+        found = candidates_of(view, place, hypothesis.free, hypothesis.columns, hypothesis.following)
+    else:
+        found = _from_all(decoding, hypothesis, weights, effort.width)
+        if int(found.rows[0]) >= 0:
+            return found
+    before = found.features[:, :BEFORE] @ weights[:BEFORE]
+    best = before.topk(min(effort.width, len(before)))
+    return found.keep(best.indices[best.values >= best.values[0] - effort.gap])
+
+
+def _from_all(
+    decoding: Decoding,
+    hypothesis: Hypothesis,
+    weights: Tensor,
+    most: int,
+    but: Tensor | None = None,
+    learned: Tensor | None = None,
+) -> Candidates:
+    """The vocabulary's likeliest tokens without some, each for every row: a state serves all of them."""
+    place = decoding.view, decoding.place, hypothesis.free
+    tokens = likeliest(*place, hypothesis.following, weights, most, learned)
+    if but is not None:
+        tokens = tokens[~torch.isin(tokens, but)]
+    elif not decoding.place and decoding.view.openers is not None and rows_at(*place) is not None:
+        tokens = torch.cat([tokens, decoding.view.openers]).unique()
+    return candidates_of(*place, hypothesis.columns, hypothesis.following, tokens)
+
+
+def decode(
+    decodings: Sequence[Decoding],
+    engines: Engines,
+    learned: Learned,
+    effort: Effort,
+    progress: Progress = silent,
+) -> None:
+    """Take all decodings to their ends, token by token in common passes."""
+    total = sum(one.view.length for one in decodings)
+    while active := [one for one in decodings if not one.finished]:
+        pairs = [(one, hypothesis) for one in active for hypothesis in one.beam]
+        proposed = [propose(*pair, learned.weights, effort) for pair in pairs]
+        tried = iter(_try(pairs, proposed, engines, learned.weights))
+        beams = [[next(tried) for _ in one.beam] for one in active]
+        _widen(active, beams, engines, learned, effort)
+        if engines.sigma is not None:
+            _solve(active, beams, engines, learned.weights, effort)
+        for one, beam in zip(active, beams, strict=True):
+            one.calls += 1
+            one.beam = _extend(one, beam, learned.weights, effort)
+        del tried, beams  # and with them the keys and values of all that was tried
+        listen([hypothesis for one in active if not one.finished for hypothesis in one.beam], engines.lm)
+        progress("decoding", sum(one.place for one in decodings), total)
+
+
+def _try(
+    pairs: Sequence[tuple[Decoding, Hypothesis]],
+    proposed: Sequence[Candidates],
+    engines: Engines,
+    weights: Tensor,
+) -> list[Tried]:
+    """Run each hypothesis' candidates, every token once, and keep the best."""
+    distinct = [candidates.tokens.unique(return_inverse=True) for candidates in proposed]
+    requests = [
+        Request(hypothesis.prefix, tokens[:0], branches=tokens)
+        for (_, hypothesis), (tokens, _) in zip(pairs, distinct, strict=True)
+    ]
+    out = []
+    for (one, _), candidates, (tokens, branch), answer in zip(
+        pairs, proposed, distinct, engines.model.run_all(requests), strict=True
+    ):
+        one.evaluated += len(tokens)
+        states = engines.matcher.view(answer.branches)
+        candidates.measure(states, branch, one.view, engines.matcher)
+        ran = [tokens], [states]
+        tried = Tried(candidates, [answer], torch.zeros_like(branch), branch, len(tokens), *ran)
+        if len(candidates) > TAKEN:
+            tried.keep((candidates.features @ weights).topk(TAKEN).indices)
+        out.append(tried)
+    return out
+
+
+def _screened(
+    pairs: Sequence[tuple[Decoding, Hypothesis]],
+    proposed: Sequence[Candidates],
+    engines: Engines,
+    weights: Tensor,
+) -> list[Tried]:
+    """The same, but the screen runs them first, and the truncated model only those that are near."""
+    assert engines.screen is not None
+    distinct = [candidates.tokens.unique(return_inverse=True) for candidates in proposed]
+    requests = [
+        Request(engines.screen.follow(hypothesis.prefix), tokens[:0], branches=tokens)
+        for (_, hypothesis), (tokens, _) in zip(pairs, distinct, strict=True)
+    ]
+    answers = engines.screen.model.run_all(requests, keep=False)
+    seen, near = list[Tensor](), list[Candidates]()
+    for (one, _), candidates, (tokens, branch), answer in zip(
+        pairs, proposed, distinct, answers, strict=True
+    ):
+        one.evaluated += len(tokens)
+        seen.append(engines.matcher.view(answer.branches))
+        candidates.measure(seen[-1], branch, one.view, engines.matcher)
+        fits = candidates.features[:, FIT]
+        nearest = torch.full_like(tokens, float("inf"), dtype=fits.dtype)
+        nearest.scatter_reduce_(0, branch, fits.exp(), "amin")
+        near.append(candidates.keep(torch.isin(branch, near_ones(nearest))))
+    out = _try(pairs, near, engines, weights)
+    for tried, (tokens, _), states in zip(out, distinct, seen, strict=True):
+        tried.evaluated, tried.tokens, tried.states = tried.evaluated + len(tokens), [tokens], [states]
+    return out
+
+
+def _widen(
+    active: Sequence[Decoding],
+    beams: Sequence[list[Tried]],
+    engines: Engines,
+    learned: Learned,
+    effort: Effort,
+) -> None:
+    """Where the best is not to be believed and the whole vocabulary is at hand, try more.
+
+    Each time behind the hypothesis whose candidates that were not run are the likeliest: the best one first, but where
+    it began wrongly, another one's turn comes as soon as enough was tried in vain.
+    """
+    doubts = [
+        Doubt.of(one, beam, learned.weights, effort)
+        for one, beam in zip(active, beams, strict=True)
+        if learned.lead > float("-inf") and one.view.wide is not None and int(beam[0].candidates.rows[0]) >= 0
+    ]
+    while open := [one for one in doubts if one.remains(learned)]:
+        pairs = [(one.decoding, one.decoding.beam[one.next]) for one in open]
+        suggested = [
+            _from_all(
+                *pair, learned.weights, one.wider(), torch.cat(one.tried[one.next].tokens),
+                _suggested(*pair, one.tried[one.next], engines),
+            )
+            for one, pair in zip(open, pairs, strict=True)
+        ]  # fmt: skip
+        # Not where all of these were tried.
+        rest = [i for i, one in enumerate(suggested) if len(one)]
+        # States of first tokens may be attention sinks, of which half precision resolves nothing.
+        run = _screened if engines.screen is not None and active[0].place else _try
+        more = iter(run([pairs[i] for i in rest], [suggested[i] for i in rest], engines, learned.weights))
+        for i, one in enumerate(open):
+            one.add(next(more) if i in rest else None, learned.weights)
+
+
+def _suggested(
+    decoding: Decoding, hypothesis: Hypothesis, tried: Tried, engines: Engines
+) -> Float[Tensor, " v"] | None:
+    """Log-likelihoods of the whole vocabulary that candidates which failed suggest, where there are enough."""
+    tokens, view = torch.cat(tried.tokens), decoding.view
+    rows = rows_at(view, decoding.place, hypothesis.free)
+    if engines.adapter is None or len(tokens) < ENOUGH or rows is None:
+        return None
+    some = torch.linspace(0, len(tokens) - 1, min(PLENTY, len(tokens)), device=tokens.device).long()
+    return engines.adapter.log_likelihoods(tokens[some], torch.cat(tried.states)[some], view.shown[rows])
+
+
+def _solve(
+    active: Sequence[Decoding],
+    beams: Sequence[list[Tried]],
+    engines: Engines,
+    weights: Tensor,
+    effort: Effort,
+) -> None:
+    """Solve for the noise of the likeliest candidates, and forget the others."""
+    assert engines.sigma is not None
+    asked, tried = list[tuple[Prefix, Rows, Candidates]](), list[tuple[Decoding, Tried]]()
+    for one, beam in zip(active, beams, strict=True):
+        picks = _likeliest(one, beam, *_totals(one, beam, weights), effort.solves(one.place), effort.behind)
+        for i, (hypothesis, own) in enumerate(zip(one.beam, beam, strict=True)):
+            places = [place for parent, place in picks if parent == i]
+            own.keep(torch.tensor(places, dtype=torch.long, device=own.branch.device))
+            if places:
+                asked.append((hypothesis.prefix, one.view, own.candidates))
+                tried.append((one, own))
+    found, run = explain(asked, engines.model, engines.matcher, engines.sigma)
+    for (one, own), embeddings in zip(tried, found, strict=True):
+        own.embeddings = embeddings
+        one.evaluated += run * len(embeddings)
+
+
+def _totals(
+    decoding: Decoding, tried: Sequence[Tried], weights: Tensor
+) -> tuple[list[Float[Tensor, " _"]], list[Float[Tensor, " _"]]]:
+    """What each candidate's hypothesis would score, and what its rows were expected to."""
+    pairs = list(zip(decoding.beam, tried, strict=True))
+    return (
+        [hypothesis.score + one.candidates.features @ weights for hypothesis, one in pairs],
+        [hypothesis.used + decoding.expects(one.candidates.rows) for hypothesis, one in pairs],
+    )
+
+
+def _likeliest(
+    decoding: Decoding,
+    tried: Sequence[Tried],
+    totals: Sequence[Tensor],
+    used: Sequence[Tensor],
+    most: int,
+    behind: float,
+) -> list[tuple[int, int]]:
+    """The best candidates, each by its hypothesis and its place there; of those that come to the same, the best."""
+    ranks = torch.cat(list(totals)) - torch.cat(list(used))
+    order = ranks.argsort(descending=True)
+    order = order[ranks[order] >= ranks[order[0]] - behind]
+    starts = [0]
+    for part in totals:
+        starts.append(starts[-1] + len(part))
+    kept, seen = list[tuple[int, int]](), set()
+    for place in order.tolist():
+        parent = next(i for i in range(len(totals)) if place < starts[i + 1])
+        i, before = place - starts[parent], decoding.beam[parent]
+        row, token = (int(x[i]) for x in (tried[parent].candidates.rows, tried[parent].candidates.tokens))
+        key = without(before.free, row), (*[one.token for one in before.steps[1 - RECENT :]], token)
+        if key in seen:
+            continue
+        seen.add(key)
+        kept.append((parent, i))
+        if len(kept) == most:
+            break
+    return kept
+
+
+def without(free: tuple[int, ...], row: int) -> tuple[int, ...]:
+    """Rows that are free once one is taken."""
+    return free if row < 0 else tuple(r for r in free if r != row)
+
+
+def _extend(decoding: Decoding, tried: Sequence[Tried], weights: Tensor, effort: Effort) -> list[Hypothesis]:
+    """The best continuations of all hypotheses."""
+    totals, used = _totals(decoding, tried, weights)
+    most = effort.kept(decoding.view, decoding.place)
+    kept, noised = list[Hypothesis](), list[tuple[Prefix, Tensor]]()
+    for parent, i in _likeliest(decoding, tried, totals, used, most, effort.behind):
+        before, one = decoding.beam[parent], tried[parent]
+        step = _step(one, totals[parent], i)
+        prefix = before.prefix.fork()
+        if one.embeddings is None:
+            prefix.keep(one.answers[int(one.answer[i])], branch=int(one.branch[i]))
+        else:
+            noised.append((prefix, one.embeddings[i]))
+        columns = (*before.columns, int(one.candidates.columns[i]))
+        sums = float(totals[parent][i]), float(used[parent][i])
+        free, steps = without(before.free, step.row), (*before.steps, step)
+        kept.append(Hypothesis(prefix, free, before.spoken, None, columns, steps, *sums))
+    append(noised)
+    decoding.evaluated += len(noised)
+    return kept
+
+
+def _step(tried: Tried, totals: Tensor, i: int) -> Step:
+    """What taking a candidate means."""
+    candidates = tried.candidates
+    row = int(candidates.rows[i])
+    others = torch.cat([totals[:i], totals[i + 1 :]])
+    margin = float(totals[i] - others.max()) if len(others) else None
+    assert candidates.distances is not None
+    same = ((candidates.rows == row) & (candidates.tokens != candidates.tokens[i])).nonzero()[:, 0]
+    best = same[totals[same].argsort(descending=True)][:OTHERS]
+    behind = (totals[i] - totals[best]).tolist()
+    return Step(
+        int(candidates.tokens[i]), row, float(candidates.distances[i]), margin, tried.evaluated,
+        tuple(zip(candidates.tokens[best].tolist(), behind, strict=True)),
+    )  # fmt: skip
+
+
+def listen(hypotheses: Sequence[Hypothesis], model: TruncatedModel | None) -> None:
+    """Let the language model read the last token of each hypothesis."""
+    if model is None:
+        return
+    requests = []
+    for one in hypotheses:
+        assert one.spoken is not None
+        one.spoken = one.spoken.fork()
+        requests.append(Request(one.spoken, torch.tensor([one.steps[-1].token], device=model.device)))
+    for one, answer in zip(hypotheses, model.run_all(requests, together=True), strict=True):
+        assert one.spoken is not None
+        one.spoken.keep(answer, tokens=1)
+        one.following = answer.states[0].float().log_softmax(-1)

@@ -1,0 +1,94 @@
+"""How far, and in which directions, the channel moves rows like some that are observed.
+
+A right candidate's plain state lies as far from its row as the channel moved it: how far that is depends on the row (an
+attention sink's state is moved ten times further than others), and noise moves states further in some directions than
+in others. Both are learned from texts of the attacker's own, released as by the provider: how far rows that look alike
+were moved, and the second moments of their displacements, by which coordinates are whitened. In these a Euclidean
+distance counts what the channel seldom does (Mahalanobis, shrunk).
+"""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from hiddenlab.attacks.beam_decoding.features import EUCLIDEAN, ROUNDING
+from hiddenlab.channels import Channel, in_order
+from hiddenlab.job import generator
+from hiddenlab.matching.distance import Matcher
+from hiddenlab.models import Prefix, Request, TruncatedModel
+from hiddenlab.proposals.corpus import Corpus
+
+TOKENS = 12_000  # of the attacker's own texts
+REFERENCE = 0.75  # share of the rows that others are compared with; the rest says which directions count
+NEAREST = 8  # rows that are taken to be alike
+SHRUNK = 0.3  # of the mean second moment, added to each
+
+
+@dataclass(frozen=True)
+class DistortionModel:
+    """What the channel does to rows.
+
+    Attributes:
+        rows: the attacker's own, as released, in the matcher's form. moved: logarithms of how far each is from its
+            plain state, in the matcher's norm, and no less than rounding moves it.
+        whitening: displacements over what is expected, times this, have moments that are more alike in all directions
+            (a moment m becomes m / (m + 0.3), in units of their mean); None where the channel moves rows no further
+            than rounding does, which says nothing of directions.
+    """
+
+    matcher: Matcher
+    rows: Float[Tensor, "n d"]
+    moved: Float[Tensor, " n"]
+    whitening: Float[Tensor, "d d"] | None
+
+    def expected(self, shown: Float[Tensor, "rows d"]) -> Float[Tensor, " rows"]:
+        """How far rows like these were moved, in the matcher's norm."""
+        return _expected(shown, self.rows, self.moved)
+
+    @classmethod
+    def of(
+        cls, matcher: Matcher, rows: Float[Tensor, "n d"], plain: Float[Tensor, "n d"]
+    ) -> "DistortionModel":
+        """From released rows and their plain states, both in the matcher's form."""
+        cut = max(1, round(REFERENCE * len(rows)))
+        distances, rounding = matcher.pairs(candidates=rows, observed=plain), ROUNDING * matcher.norms(rows)
+        known, moved = rows[:cut].clone(), distances.maximum(rounding).log()[:cut]
+        displaced = ((rows[cut:] - plain[cut:]) / _expected(rows[cut:], known, moved)[:, None]).double()
+        values, vectors = torch.linalg.eigh(displaced.T @ displaced)
+        if not bool((distances > rounding).double().mean() > 0.5 and values.mean() > 0):
+            return cls(matcher, known, moved, None)
+        scale = (values.clamp(min=0) / values.mean() + SHRUNK).rsqrt()
+        return cls(matcher, known, moved, (vectors * scale).to(rows.dtype))
+
+
+def _expected(
+    shown: Float[Tensor, "rows d"], known: Float[Tensor, "n d"], moved: Float[Tensor, " n"]
+) -> Float[Tensor, " rows"]:
+    """The geometric mean of what those of some rows were moved that are alike: in direction, and in length."""
+    (direction, length), (others, lengths) = (
+        (rows / norms[:, None], norms.log())
+        for rows, norms in ((one, EUCLIDEAN.norms(one)) for one in (shown, known))
+    )
+    apart = torch.cdist(direction, others) + (length[:, None] - lengths).abs()
+    alike = apart.topk(min(NEAREST, len(known)), largest=False).indices
+    return moved[alike].mean(1).exp()
+
+
+def learn_distortion_model(
+    model: TruncatedModel, channel: Channel, matcher: Matcher, seed: int, before: Prefix | None = None
+) -> DistortionModel:
+    """Learn a distortion model from texts of the attacker's own, released as the provider does.
+
+    Args:
+        before: what candidates are run behind where a prompt's beginning is unknown: what the channel did to a row is
+            then how far it is from the plain state behind this.
+    """
+    windows = list(Corpus(model, seed + 8).windows(TOKENS))
+    prefix = model.prefix() if before is None else before
+    plain = [one.states for one in model.run_all([Request(prefix, one) for one in windows], keep=False)]
+    drawn = generator(seed, "joint", "gauge")
+    released = channel.release_batch(model, [one.tolist() for one in windows], drawn)
+    shown = [in_order(one, secret).to(model.device) for one, secret in released]
+    return DistortionModel.of(matcher, matcher.prepare(torch.cat(shown)), matcher.view(torch.cat(plain)))

@@ -1,0 +1,123 @@
+"""Continuous inversion: which embeddings explain the observed states, and how far are they from the tokens' own?
+
+Noise on the input embeddings loses nothing: behind a known prefix the state at layer l is a function of one noised
+embedding, of as many dimensions. For a row and a token the most probable noise is the least of
+
+    |observed - state(embedding + sigma u)|² / tau² + |u|²
+
+with tau a small share of the row (the prefix's own noise is known only roughly). The right token needs noise of about
+one sigma a coordinate and explains the row; a wrong one needs more, or leaves a residual. Steps are Gauss-Newton's,
+each solved by conjugate gradients: J v is a finite difference (one pass), Jᵀ v a gradient through the truncated model.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from hiddenlab.models import Request, TruncatedModel
+
+PRODUCTS = 12  # of conjugate gradients, a step
+UNEXPLAINED = 0.1  # share of a row that the noise before it may leave unexplained
+STEPS = (1.0, 0.5, 0.2)  # lengths tried of each step
+FINITE = 0.05  # root mean square, in sigma, of the displacement of a finite difference
+
+
+@dataclass
+class Problem:
+    """Rows of one prompt, each explained by one token's noised embedding behind a common chain.
+
+    Attributes:
+        chain: embeddings of the prompt, as believed now. parents: position of each row. centre: embedding of each row's
+            token. observed: the rows. tau: what is left unexplained, a coordinate. noise: in sigma. cost: see ``step``.
+    """
+
+    chain: Float[Tensor, "n d"]
+    parents: Int[Tensor, " r"]
+    centre: Float[Tensor, "r d"]
+    observed: Float[Tensor, "r e"]
+    tau: Float[Tensor, "r 1"]
+    noise: Float[Tensor, "r d"]
+    cost: Float[Tensor, " r"]
+
+
+def step(model: TruncatedModel, prompts: Sequence[Problem], sigma: float, offset: int = 0) -> None:
+    """One Gauss-Newton step for all rows, each by itself; ``noise`` and ``cost`` (in nats) are replaced."""
+    sizes = [len(one.parents) for one in prompts]
+    centre, observed, tau, noise = (
+        torch.cat([getattr(one, name) for one in prompts]) for name in ("centre", "observed", "tau", "noise")
+    )
+
+    def states(rows: Tensor, grad: bool) -> Tensor:
+        requests = [
+            Request(model.prefix(offset=offset), one.chain, branches=part, parents=one.parents)
+            for one, part in zip(prompts, rows.split(sizes), strict=True)
+        ]
+        return torch.cat([answer.branches for answer in model.run(requests, keep=False, grad=grad)])
+
+    best, least = newton(states, centre, sigma, noise, observed, tau)
+    for one, own, value in zip(prompts, best.split(sizes), least.split(sizes), strict=True):
+        one.noise, one.cost = own, value
+
+
+def newton(
+    states: Callable[[Tensor, bool], Tensor],
+    centre: Float[Tensor, "r d"],
+    sigma: float | Float[Tensor, " d"],
+    noise: Float[Tensor, "r d"],
+    observed: Float[Tensor, "r e"],
+    tau: Float[Tensor, "_ _"],
+    products: int = PRODUCTS,
+) -> tuple[Float[Tensor, "r d"], Float[Tensor, " r"]]:
+    """One Gauss-Newton step for problems that have nothing to do with one another.
+
+    Args:
+        states: what points [r, d] would be observed as [r, e], and whether gradients are wanted. Other arguments are as
+            in ``Problem``, the point being centre + sigma * noise; tau may differ from number to number.
+        products: of conjugate gradients.
+
+    Returns:
+        The noise after the step, and its cost in nats; neither is worse than before.
+    """
+
+    def cost(noise: Tensor, residual: Tensor) -> Tensor:
+        return ((residual / tau).square().sum(1) + noise.square().sum(1)) / 2
+
+    with torch.inference_mode(False), torch.enable_grad():
+        point = (centre + sigma * noise).detach().clone().requires_grad_()
+        shown = states(point, True)
+        here = shown.detach()
+        residual = observed - here
+
+        def back(v: Tensor) -> Tensor:
+            return torch.autograd.grad(shown, point, v / tau.square(), retain_graph=True)[0] * sigma
+
+        def ahead(v: Tensor) -> Tensor:
+            size = FINITE * v.shape[1] ** 0.5 / v.norm(dim=1, keepdim=True).clamp(min=1e-12)
+            return (states(point.detach() + sigma * size * v, False) - here) / size
+
+        change = _conjugate(lambda v: back(ahead(v)) + v, back(residual) - noise, products)
+        best, least = noise, cost(noise, residual)
+        for length in STEPS:
+            tried = noise + length * change
+            value = cost(tried, observed - states(centre + sigma * tried, False))
+            better = value < least
+            best, least = torch.where(better[:, None], tried, best), torch.where(better, value, least)
+    return best, least
+
+
+def _conjugate(
+    apply: Callable[[Tensor], Tensor], right: Float[Tensor, "r d"], products: int = PRODUCTS
+) -> Float[Tensor, "r d"]:
+    """Solve A x = b for every row by itself, A symmetric and positive definite."""
+    out, left = torch.zeros_like(right), right.clone()
+    direction, size = left.clone(), left.square().sum(1, keepdim=True)
+    for _ in range(products):
+        image = apply(direction)
+        length = size / (direction * image).sum(1, keepdim=True).clamp(min=1e-20)
+        out, left = out + length * direction, left - length * image
+        new = left.square().sum(1, keepdim=True)
+        direction, size = left + new / size.clamp(min=1e-20) * direction, new
+    return out

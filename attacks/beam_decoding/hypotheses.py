@@ -1,0 +1,191 @@
+"""What a decoding consists of: hypotheses, what they are run on, and how many there may be."""
+
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from hiddenlab.attacks.beam_decoding.features import Candidates, Rows
+from hiddenlab.attacks.beam_decoding.future_cost import ahead_of
+from hiddenlab.matching.distance import Matcher
+from hiddenlab.matching.screening import Screen
+from hiddenlab.models import Answer, Prefix, TruncatedModel
+from hiddenlab.proposals.in_context import Adapter
+
+HARDER = 4  # times as many hypotheses are kept where rows are in unknown order or missing
+
+
+@dataclass(frozen=True)
+class Engines:
+    """What hypotheses are run on: the truncated model under attack in some dtype, and the language model or None.
+
+    Attributes:
+        speaker: the language model, with what it reads before every prompt; never extended itself.
+        screen: runs many candidates at once first, where it is faster than ``model``, or None.
+        before: what is supposed to stand before every prompt, where that is not known; never extended itself.
+        offset: positions before the first token, where nothing is supposed to stand there.
+        sigma: of noise on embeddings that the likeliest candidates are solved for (see ``explain``), or None.
+    """
+
+    model: TruncatedModel
+    matcher: Matcher
+    speaker: Prefix | None
+    opening: Tensor | None = None  # the language model's log-probabilities [v] of a first token
+    adapter: Adapter | None = None  # learns from candidates that failed
+    screen: Screen | None = None
+    before: Prefix | None = None
+    offset: int = 0
+    sigma: float | None = None
+
+    def beginning(self, before: Prefix | None = None) -> Prefix:
+        """What a prompt begins with: embeddings that were found, those that are supposed, or room for them."""
+        before = before or self.before
+        return self.model.prefix(offset=self.offset) if before is None else before.fork()
+
+    @property
+    def lm(self) -> TruncatedModel | None:
+        """The language model."""
+        return None if self.speaker is None else self.speaker.model
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much is tried.
+
+    Attributes:
+        beam: hypotheses kept. width: candidates run for each. gap: candidates whose score before they are run is so
+            much (nats) under the best's are not. behind: hypotheses so many nats behind are dropped.
+        opening: hypotheses kept after the first token where rows are in unknown order, halved with each that follows,
+            and after a token that no row shows: what they are shows only in what comes after them.
+        most: candidates tried at once where the best is in doubt (see ``doubt``). spare: of these, how many
+            a token a prompt may cost.
+        solved: candidates of a prompt that are solved for at every token, where any are; first as many as ``opening``.
+    """
+
+    beam: int = 8
+    width: int = 48
+    gap: float = 12.0
+    opening: int = 64
+    behind: float = 20.0
+    most: int = 8192
+    spare: int = 2048
+    solved: int = 0
+
+    def less(self) -> "Effort":
+        """For prompts of which most is known by now."""
+        return replace(self, beam=-(-self.beam // HARDER), opening=-(-self.opening // HARDER))
+
+    def solves(self, place: int) -> int:
+        """Candidates that are solved for at a place."""
+        return max(self.solved, self.opening >> place // 3)
+
+    def kept(self, view: Rows, place: int) -> int:
+        """Hypotheses kept after the token at a place: more where they differ in more than it."""
+        if view.places is None:
+            return max(HARDER * self.beam, self.opening >> place)
+        if len(view.shown) == view.length:
+            return self.beam
+        return max(HARDER * self.beam, self.opening if view.row_at(place) is None else 0)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One decided token.
+
+    Attributes:
+        row: its row, -1 without. distance: to it. margin: how far the runner-up was behind, in nats.
+        others: the row's other tokens and how far each was behind, the nearest first.
+    """
+
+    token: int
+    row: int
+    distance: float
+    margin: float | None
+    evaluated: int
+    others: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass
+class Hypothesis:
+    """A beginning of the prompt."""
+
+    prefix: Prefix
+    free: tuple[int, ...]
+    spoken: Prefix | None = None
+    following: Tensor | None = None  # the language model's log-probabilities [v] of the next token
+    columns: tuple[int, ...] = ()
+    steps: tuple[Step, ...] = ()
+    score: float = 0.0
+    used: float = 0.0  # what its rows were expected to score
+
+
+@dataclass
+class Decoding:
+    """One prompt under way."""
+
+    view: Rows
+    beam: list[Hypothesis]
+    evaluated: int = 0
+    calls: int = 0
+    widened: int = 0  # positions run because the best was in doubt
+    before: Prefix | None = None  # what stands before the first token, where it was found (see ``before``)
+    ahead: Float[Tensor, " rows"] | None = None  # see ``ahead_of``
+
+    @property
+    def place(self) -> int:
+        return len(self.beam[0].steps)
+
+    @property
+    def finished(self) -> bool:
+        return self.place == self.view.length
+
+    def expects(self, rows: Int[Tensor, " c"]) -> Float[Tensor, " c"]:
+        """What each of some rows is expected to score; 0 where none competes with another."""
+        return torch.zeros(rows.shape, device=rows.device) if self.ahead is None else self.ahead[rows]
+
+
+def start(
+    view: Rows, engines: Engines, weights: Float[Tensor, " features"], before: Prefix | None = None
+) -> Decoding:
+    """A decoding that knows nothing yet, but perhaps what stands before the first token."""
+    free = tuple(range(len(view.shown)))
+    spoken = None if engines.speaker is None else engines.speaker.fork()
+    begun = Hypothesis(engines.beginning(before), free, spoken, engines.opening)
+    ahead = ahead_of(view, engines.speaker, weights)
+    return Decoding(view, [begun], before=before, ahead=ahead)
+
+
+@dataclass
+class Tried:
+    """Candidates of one hypothesis that were run.
+
+    Attributes:
+        answers: what ran them. answer: which of them is each candidate's. branch: its place there. evaluated: run.
+        tokens, states: all that were run so far, kept or not, and their states in the matcher's form, part by part.
+        embeddings: noised, those of the candidates, where they were solved for.
+    """
+
+    candidates: Candidates
+    answers: list[Answer]
+    answer: Int[Tensor, " c"]
+    branch: Int[Tensor, " c"]
+    evaluated: int
+    tokens: list[Int[Tensor, " _"]]
+    states: list[Float[Tensor, "_ d"]]
+    embeddings: Float[Tensor, "c d"] | None = None
+
+    def add(self, other: "Tried") -> None:
+        """More candidates of the same hypothesis."""
+        self.candidates = self.candidates.and_also(other.candidates)
+        self.answer = torch.cat([self.answer, other.answer + len(self.answers)])
+        self.branch = torch.cat([self.branch, other.branch])
+        self.answers += other.answers
+        self.evaluated += other.evaluated
+        self.tokens += other.tokens
+        self.states += other.states
+
+    def keep(self, which: Tensor) -> None:
+        """Forget the others."""
+        self.candidates = self.candidates.keep(which)
+        self.answer, self.branch = self.answer[which], self.branch[which]

@@ -1,0 +1,287 @@
+"""Rows in unknown order, once more: parts of a decoded prompt move to where they explain more.
+
+The beam goes from left to right: a row that it passes over once is left for the end, though all that was decoded since
+shows where it belongs. So every token is run at every place of the decoded order, which says about how much each move
+of a part would gain; prompts with the most promising moves made are scored anew, and about the best of these the
+language model is asked, the dearest witness, which until then only said what it makes of pairs of tokens.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from hiddenlab.attacks.beam_decoding.features import FEATURES, PLACE, PRECEDES, TRACES, Candidates, Rows
+from hiddenlab.attacks.beam_decoding.future_cost import after_each
+from hiddenlab.attacks.beam_decoding.hypotheses import Decoding, Engines, Hypothesis
+from hiddenlab.models import Prefix, Request
+from hiddenlab.types import Progress, silent
+
+LONGEST = 24  # rows that move together
+SCORED, ASKED = 48, 8  # moves of a round that are scored anew, and about which the language model is asked
+ROUNDS = 24
+GAIN = 0.1  # nats that a move must bring
+
+
+@runtime_checkable
+class Witness(Protocol):
+    """Says something of orders beside what states and the language model do, in nats; rows are given by number."""
+
+    def orders(self, rows: Int[Tensor, "m n"]) -> Float[Tensor, "m n"]:
+        """What speaks for each row of each order at its place there."""
+        ...
+
+    def places(self, rows: Int[Tensor, " n"]) -> Float[Tensor, "n n"]:
+        """What speaks for each row of an order (first axis) at each place, behind the rows that stand before it."""
+        ...
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The decoded tokens with their rows, in the order in which they were decoded.
+
+    Attributes:
+        columns: places of the tokens among the rows' distinct ones, -1 without. after: what the language model and
+            traces say of each token (second axis) right behind each of the others (first axis), weighted.
+        before: what stands before the first token; never extended itself.
+    """
+
+    tokens: Int[Tensor, " n"]
+    rows: Int[Tensor, " n"]
+    columns: Int[Tensor, " n"]
+    after: Float[Tensor, "n n"]
+    before: Prefix
+
+
+def move_parts(
+    decodings: Sequence[Decoding],
+    engines: Engines,
+    weights: Float[Tensor, " features"],
+    progress: Progress = silent,
+) -> None:
+    """Put decoded prompts whose rows are in unknown order into a likelier order, where there is one."""
+    unordered = [one for one in decodings if one.ahead is not None and one.view.length > 1]
+    for i, decoding in enumerate(unordered):
+        improve(decoding, engines, weights)
+        progress("moving parts", i + 1, len(unordered))
+
+
+def improve(
+    decoding: Decoding, engines: Engines, weights: Float[Tensor, " features"], witness: Witness | None = None
+) -> bool:
+    """Move parts of one decoded prompt, as long as that gains something.
+
+    Args:
+        witness: what else speaks for orders.
+
+    Returns:
+        Whether anything was moved.
+    """
+    view, best = decoding.view, decoding.beam[0]
+    device = view.shown.device
+    parts = _parts(decoding, engines, weights)
+    rows, after = parts.rows, parts.after
+    order = torch.arange(len(rows), device=device)
+
+    def score(orders: Tensor) -> tuple[Tensor, Tensor]:
+        decoding.evaluated += orders.numel()
+        decoding.calls += 1
+        scores, distances = _score(parts, orders, view, engines, weights)
+        return (scores if witness is None else scores + witness.orders(rows[orders])), distances
+
+    (scores,), (distances,) = score(order[None])
+    spoken = _told(parts, order[None], engines, weights)[0]
+    begun = float(scores.sum() + spoken.sum())
+    for _ in range(ROUNDS):
+        before = engines.model.evaluated_tokens
+        table = None if witness is None else witness.places(rows[order])
+        orders = _moved(order, _gains(parts, order, view, engines, weights, table))
+        decoding.evaluated += engines.model.evaluated_tokens - before
+        decoding.calls += 1
+        tried, apart = score(orders)
+        pairs = after[orders[:, :-1], orders[:, 1:]].sum(1)
+        likely = (tried.sum(1) + pairs).topk(min(ASKED, len(orders))).indices
+        told = _told(parts, orders[likely], engines, weights)
+        totals = tried[likely].sum(1) + told.sum(1)
+        chosen = int(totals.argmax())
+        if float(totals[chosen]) < float(scores.sum() + spoken.sum()) + GAIN:
+            break
+        i = likely[chosen]
+        order, scores, distances, spoken = orders[i], tried[i], apart[i], told[chosen]
+    if torch.equal(order, torch.arange(len(order), device=device)):
+        return False
+    gained = float(scores.sum() + spoken.sum()) - begun
+    decoding.beam[0] = replace(_arranged(best, parts, order, distances), score=best.score + gained)
+    return True
+
+
+def rearrange(
+    decoding: Decoding, order: Int[Tensor, " n"], engines: Engines, weights: Float[Tensor, " features"]
+) -> None:
+    """Put one decoded prompt into another order, given as places of the present one; its score stays what it was."""
+    parts = _parts(decoding, engines, weights)
+    _, (distances,) = _score(parts, order[None], decoding.view, engines, weights)
+    decoding.evaluated += len(order)
+    decoding.calls += 1
+    decoding.beam[0] = _arranged(decoding.beam[0], parts, order, distances)
+
+
+def _arranged(
+    best: Hypothesis, parts: Parts, order: Int[Tensor, " n"], distances: Float[Tensor, " n"]
+) -> Hypothesis:
+    """A hypothesis in another order; what margins said of a token was said behind other tokens."""
+    steps = tuple(
+        replace(best.steps[k], distance=float(distance), margin=best.steps[k].margin if k == place else None)
+        for place, (k, distance) in enumerate(zip(order.tolist(), distances, strict=True))
+    )
+    return replace(best, steps=steps, columns=tuple(parts.columns[order].tolist()))
+
+
+def spoken_for(decoding: Decoding, engines: Engines, weights: Float[Tensor, " features"]) -> float:
+    """What speaks for the order of a decoded prompt, without witnesses, in nats; the probe is left out."""
+    parts = _parts(decoding, engines, weights)
+    order = torch.arange(len(parts.rows), device=parts.rows.device)[None]
+    scores, _ = _score(parts, order, decoding.view, engines, weights)
+    decoding.evaluated += order.numel()
+    decoding.calls += 1
+    return float(scores.sum() + _told(parts, order, engines, weights).sum())
+
+
+def _parts(decoding: Decoding, engines: Engines, weights: Tensor) -> Parts:
+    best, device = decoding.beam[0], decoding.view.shown.device
+    tokens = torch.tensor([one.token for one in best.steps], device=device)
+    rows = torch.tensor([one.row for one in best.steps], device=device)
+    after = torch.zeros(len(tokens), len(tokens), device=device)
+    if engines.speaker is not None:
+        after += weights[1] * after_each(tokens, engines.speaker).to(device)
+    columns = torch.tensor(best.columns, device=device)
+    return Parts(tokens, rows, columns, after, engines.beginning(decoding.before))
+
+
+def _gains(
+    parts: Parts,
+    order: Int[Tensor, " n"],
+    view: Rows,
+    engines: Engines,
+    weights: Tensor,
+    told: Float[Tensor, "n n"] | None = None,
+) -> list[Float[Tensor, "_ n"]]:
+    """About how much it gains to move the part of each length that begins at a place (first axis) before another.
+
+    States are those of single tokens behind the tokens of the order as it is; of pairs, only new neighbours count.
+    Places within the part, or with no room for it, gain minus infinity. ``told``: see ``Witness.places``.
+    """
+    n, device = len(order), order.device
+    tokens, rows = parts.tokens[order], parts.rows[order]
+    each, where = tokens.repeat_interleave(n), torch.arange(n, device=device).repeat(n)
+    size = max(n, engines.model.max_pass_tokens - n)
+    requests = [
+        Request(parts.before, tokens, branches=branches, parents=parents)
+        for branches, parents in zip(each.split(size), where.split(size), strict=True)
+    ]
+    answers = engines.model.run_all(requests, keep=False)
+    states = engines.matcher.view(torch.cat([answer.branches for answer in answers]))
+    features = torch.zeros(n * n, len(FEATURES), device=device)
+    if view.when is not None:
+        features[:, PLACE] = view.when[rows].flatten()
+    candidates = Candidates(each, rows.repeat_interleave(n), torch.full_like(each, -1), features)
+    candidates.measure(states, torch.arange(n * n, device=device), view, engines.matcher)
+    alone = (candidates.features @ weights).view(n, n)  # a token of the order, at a place
+    alone = alone if told is None else alone + told
+    pair = parts.after[order][:, order].clone()
+    if view.traces is not None and bool((parts.columns >= 0).all()):
+        pair += weights[2] * view.traces[0][rows][:, parts.columns[order]].T
+    edged = torch.zeros(
+        n + 1, n + 1, device=device
+    )  # the last index is what stands before the first, behind the last
+    edged[:n, :n] = pair
+    here, out = torch.arange(n, device=device), []
+    # What stands before another does so no longer where it moves behind it: twice the difference of sums of odds.
+    odds = torch.zeros(n + 1, n, device=device)  # of all rows up to one (first axis) before all up to another
+    if view.precedes is not None:
+        ordered = weights[PRECEDES] * view.precedes[rows][:, rows]
+        odds[1:] = (ordered.cumsum(1) - ordered).cumsum(0)
+    for length in range(1, min(LONGEST, n - 1) + 1):
+        first = here[: n - length + 1]
+        last, left, right = first + length - 1, first - 1, (first + length).where(first + length < n, n)
+        left = left.where(left >= 0, n)
+        to = here.where(here > 0, n + 1) - 1  # what stands before each place
+        gain = edged[left, right] - edged[left, first] - edged[last, right]  # without the part
+        gain = gain[:, None] + edged[to][:, first].T + edged[last][:, here] - edged[to, here]
+        for step in range(length):
+            new = (here + step).clamp(max=n - 1)
+            gain = gain + alone[first + step][:, new] - alone[first + step, first + step][:, None]
+        part = odds[first + length] - odds[first]
+        gain = gain + 2 * (part.gather(1, first[:, None]) - part)
+        inside = (here >= first[:, None]) & (here <= last[:, None] + 1)
+        out.append(gain.masked_fill(inside, float("-inf")))
+    return out
+
+
+def _moved(order: Int[Tensor, " n"], gains: Sequence[Float[Tensor, "_ n"]]) -> Int[Tensor, "m n"]:
+    """The order with each of the most promising moves made."""
+    n = len(order)
+    flat = torch.cat([one.flatten() for one in gains])
+    best = flat.topk(min(SCORED, len(flat)))
+    chosen = best.indices[best.values > float("-inf")].tolist()
+    bounds = [0]
+    for one in gains:
+        bounds.append(bounds[-1] + one.numel())
+    out = []
+    for index in chosen:
+        length = next(i for i in range(1, len(bounds)) if index < bounds[i])
+        first, to = divmod(index - bounds[length - 1], n)
+        part = order[first : first + length]
+        if to < first:
+            out.append(torch.cat([order[:to], part, order[to:first], order[first + length :]]))
+        else:
+            out.append(torch.cat([order[:first], order[first + length : to], part, order[to:]]))
+    return torch.stack(out)
+
+
+def _score(
+    parts: Parts, orders: Int[Tensor, "m n"], view: Rows, engines: Engines, weights: Tensor
+) -> tuple[Float[Tensor, "m n"], Float[Tensor, "m n"]]:
+    """What speaks for each token of each order, without probe (always the same) and language model; and distances."""
+    m, n = orders.shape
+    tokens, rows, columns = parts.tokens[orders], parts.rows[orders], parts.columns[orders]
+    features = torch.zeros(m, n, len(FEATURES), device=tokens.device)
+    for i, offset in enumerate(TRACES if view.traces is not None else ()):
+        assert view.traces is not None
+        before = columns[:, :-offset]
+        told = view.traces[i, rows[:, offset:], before.clamp(min=0)]
+        features[:, offset:, 2 + i] = told.masked_fill(before < 0, 0.0)
+    if view.when is not None:
+        features[..., PLACE] = view.when[rows, torch.arange(n, device=tokens.device)]
+    if view.precedes is not None:
+        features[..., PRECEDES] = view.precedes[rows[:, :, None], rows[:, None, :]].triu(1).sum(2)
+    requests = [Request(parts.before, one) for one in tokens]
+    answers = engines.model.run_all(requests, keep=False)
+    states = engines.matcher.view(torch.cat([answer.states for answer in answers]))
+    candidates = Candidates(tokens.flatten(), rows.flatten(), columns.flatten(), features.flatten(0, 1))
+    candidates.measure(states, torch.arange(m * n, device=tokens.device), view, engines.matcher)
+    assert candidates.distances is not None
+    return (candidates.features @ weights).view(m, n), candidates.distances.view(m, n)
+
+
+def _told(
+    parts: Parts, orders: Int[Tensor, "m n"], engines: Engines, weights: Tensor
+) -> Float[Tensor, "m n"]:
+    """What the language model says of each token of each order, weighted."""
+    speaker, tokens = engines.speaker, parts.tokens[orders]
+    out = torch.zeros(orders.shape, device=tokens.device)
+    if speaker is None:
+        return out
+    at_once = max(1, speaker.model.max_pass_tokens // tokens.shape[1])
+    for rows, orders_told in zip(out.split(at_once), tokens.split(at_once), strict=True):
+        requests = [Request(speaker, one[:-1].to(speaker.model.device)) for one in orders_told]
+        answers = speaker.model.run(requests, keep=False)
+        for row, one, answer in zip(rows, orders_told, answers, strict=True):
+            following = answer.states.float().log_softmax(-1).to(out.device)
+            row[1:] = following.gather(1, one[1:, None])[:, 0]
+    if engines.opening is not None:
+        out[:, 0] = engines.opening.to(out.device)[tokens[:, 0]]
+    return weights[1] * out

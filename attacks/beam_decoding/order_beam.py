@@ -1,0 +1,97 @@
+"""Rows behind one layer, behind noise: an order from its beginning on, embeddings solved for as rows are placed.
+
+What attention brings a row depends on the rows before it, and on the noise on them more than on their tokens. Behind
+rows that are placed and solved for, what the next one needs is known; so hypotheses grow row by row, the likeliest
+continuations are solved for behind each, and the language model reads along. Beginnings that used other rows are
+compared by what each row needs over what it can be expected to need, and by what the language model says of its token
+over the most that it says of it behind any other token of the prompt: otherwise what is cheap is used up first, and
+what is dear is left for the end.
+"""
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from hiddenlab.attacks.beam_decoding.beam import RECENT, listen, without
+from hiddenlab.attacks.beam_decoding.future_cost import after_each
+from hiddenlab.attacks.beam_decoding.hypotheses import Engines, Hypothesis, Step
+from hiddenlab.attacks.beam_decoding.noise_solver import append
+from hiddenlab.attacks.beam_decoding.order_linearized import Displaced
+from hiddenlab.models import Request
+
+HYPOTHESES = 96  # kept
+SOLVED = 3  # times as many continuations are solved for
+
+
+def ordered(
+    witness: Displaced, tokens: Int[Tensor, " n"], engines: Engines, spoken: float, share: float = 1.0
+) -> tuple[Int[Tensor, " n"], Float[Tensor, "n d"]]:
+    """The likeliest order of rows, by noise and language model.
+
+    Args:
+        tokens: of each row. spoken: what a nat of the language model counts for. share: of what the witness says that
+            counts.
+
+    Returns:
+        Rows in their order, and the noised embedding of each, by row.
+    """
+    n, speaker = len(tokens), engines.speaker
+    expected = -share * witness.trust * witness.expected
+    if speaker is not None and n > 1:
+        after = after_each(tokens, speaker).to(tokens.device)
+        expected = expected + spoken * after.fill_diagonal_(float("-inf")).amax(0)
+    heard = None if speaker is None else speaker.fork()
+    beam = [Hypothesis(witness.model.prefix(), tuple(range(n)), heard, engines.opening)]
+    noised = witness.begun[None]
+    for place in range(n):
+        said = torch.stack([_said(one, tokens, spoken) for one in beam])
+        used = torch.tensor([one.used for one in beam], device=said.device)[:, None] + expected
+        likely = (said + share * _told(witness, beam) - used).flatten()
+        best = likely.topk(min(SOLVED * HYPOTHESES, int(likely.isfinite().sum()))).indices
+        # Those behind one hypothesis beside each other: they are solved for together.
+        best = best.sort().values
+        parents, rows = best // n, best % n
+        own, counts = parents.unique_consecutive(return_counts=True)
+        embeddings, need = witness.behind([beam[i].prefix for i in own], rows.split(counts.tolist()))
+        scores, used = said[parents, rows] + share * need, used[parents, rows]
+        kept, grown, seen = list[int](), list[Hypothesis](), set()
+        for k in (scores - used).argsort(descending=True).tolist():
+            before, row = beam[int(parents[k])], int(rows[k])
+            free, step = without(before.free, row), Step(int(tokens[row]), row, float("nan"), None, 0)
+            steps = (*before.steps, step)
+            # Of those that come to the same the best: which of two rows of one token was used makes little difference.
+            key = (
+                tuple(tokens[list(free)].sort().values.tolist()),
+                tuple(one.token for one in steps[-RECENT:]),
+            )
+            if key not in seen and len(kept) < HYPOTHESES:
+                seen.add(key)
+                kept.append(k)
+                sums = float(scores[k]), float(used[k])
+                grown.append(Hypothesis(before.prefix.fork(), free, before.spoken, None, (), steps, *sums))
+        noised = noised[parents[kept]]
+        noised[torch.arange(len(kept)), rows[kept]] = embeddings[kept]
+        beam = grown
+        if place + 1 < n:
+            append([(one.prefix, embeddings[k]) for one, k in zip(beam, kept, strict=True)])
+            listen(beam, engines.lm)
+    return torch.tensor([step.row for step in beam[0].steps], device=tokens.device), noised[0]
+
+
+def _said(one: Hypothesis, tokens: Int[Tensor, " n"], spoken: float) -> Float[Tensor, " n"]:
+    """Scores of a hypothesis with each row, but for what the witness says of it; minus infinity with those it used."""
+    out = torch.full(tokens.shape, float("-inf"), device=tokens.device)
+    free = list(one.free)
+    out[free] = one.score
+    if one.following is not None:
+        out[free] += spoken * one.following.to(out.device)[tokens[free]]
+    return out
+
+
+def _told(witness: Displaced, beam: list[Hypothesis]) -> Float[Tensor, "m n"]:
+    """What speaks for each row behind each hypothesis, its embedding being what it tells by itself."""
+    begun = witness.begun
+    requests = [Request(one.prefix, begun[:0], branches=begun) for one in beam]
+    answers = witness.model.run_all(requests, keep=False, show="attn")
+    attended = torch.stack([one.branches for one in answers])
+    return -witness.trust * witness.needed(attended.transpose(0, 1)).T

@@ -1,0 +1,283 @@
+"""Rows behind one layer, in unknown order behind noise: how much noise does an order need?
+
+Behind one layer a row is a function of two things: its own noised embedding, and what attention brings it from the
+rows before it. So it can be solved for by itself, in no order at all: attention is held at what it brings the row on
+average, and what is different about the row, its noise and attention's deviation, comes out as one displacement of its
+embedding. An order then says what attention does bring, and with that how much of each displacement is noise. The true
+order needs the least: by hundreds of nats less than others in a prompt of fifty tokens, where distances between rows
+and candidates say next to nothing (eval/LOG.md, twenty-eighth entry).
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from hiddenlab.attacks.beam_decoding.embedding_inversion import newton
+from hiddenlab.matching.layer_inversion import BELIEVED, Equations, jacobians, times
+from hiddenlab.models import Prefix, Request, TruncatedModel
+
+DRAWS = 1000  # random orders of a prompt from which is learned what attention brings its rows
+OWN = 0.05  # share of the noise's covariance in that of displacements, where draws are fewer than directions
+LINEARISED = 12  # times that rows are linearised over what is believed of them
+PACE = 0.4  # share of the way to what is believed then that each of these goes
+SAMPLED, JUDGED = 2, 32  # points at which a linearisation is taken, and at which its errors are
+DOUBLED = 2.0  # times what a linearisation errs, as errors of coordinates are not independent
+SLACK = 0.4  # sigma; what an order may leave unexplained of a displacement, a coordinate
+SEARCHED = 80  # steps towards the noised embeddings that explain an order
+PRODUCTS = 5  # of conjugate gradients, towards the embedding of one row behind others
+TRUST = 0.85  # of what a nat of the language model counts for, one of the noise does
+SAME = 1e-2  # share of itself in which one row's mixing may differ from another's
+DIRECTIONS = 24  # in which attention's deviation from the usual may stand out of the noise
+
+
+@dataclass
+class Displaced:
+    """What moved each row of a prompt; a witness of orders (``moves.Witness``).
+
+    Attributes:
+        centre: embedding of each row's token. moved: displacement that explains each row with attention as ``usual``.
+        mixing: what a change of a row's attention does, as displacement; one for all rows where it is the same.
+        sigma: of the noise on each coordinate.
+        begun: noised embeddings as far as rows by themselves tell. noised: those with which orders are run,
+            ``begun`` at first and then what ``explain`` found.
+        expected: nats of the noise that each row can be expected to need behind the right rows. trust: what one of
+            these nats counts for: embeddings are estimates, and their errors count as noise.
+    """
+
+    model: TruncatedModel
+    sigma: float
+    centre: Float[Tensor, "n d"]
+    moved: Float[Tensor, "n d"]
+    usual: Float[Tensor, "n a"]
+    mixing: Float[Tensor, "_ d a"]
+    begun: Float[Tensor, "n d"]
+    noised: Float[Tensor, "n d"]
+    expected: Float[Tensor, " n"]
+    trust: float = 1.0
+
+    def _mixing(self, rows: Int[Tensor, " r"]) -> Float[Tensor, "_ d a"]:
+        return self.mixing.clone() if len(self.mixing) == 1 else self.mixing[rows].clone()
+
+    def needed(self, attended: Float[Tensor, "n m a"]) -> Float[Tensor, "n m"]:
+        """Nats of the noise that each row needs if attention brings it this, in m cases."""
+        change = _displacing(self.mixing, attended - self.usual[:, None])
+        return ((self.moved[:, None] - change) / self.sigma).square().sum(2) / 2
+
+    def orders(self, rows: Int[Tensor, "m n"]) -> Float[Tensor, "m n"]:
+        """What speaks for each row of each order; see ``moves.Witness``."""
+        answers = self.model.run_all(
+            [Request(self.model.prefix(), self.noised[one]) for one in rows], keep=False, show="attn"
+        )
+        attended, places = torch.stack([one.states for one in answers]), rows.argsort(1)
+        own = attended.gather(1, places[..., None].expand_as(attended))  # by row
+        return -self.trust * self.needed(own.transpose(0, 1)).T.gather(1, rows)
+
+    def places(self, rows: Int[Tensor, " n"]) -> Float[Tensor, "n n"]:
+        """What speaks for each row of an order at each place; see ``moves.Witness``."""
+        n, chain = len(rows), self.noised[rows]
+        where = torch.arange(n, device=rows.device)
+        requests = [
+            Request(self.model.prefix(), chain, branches=one.expand(n, -1), parents=where) for one in chain
+        ]
+        answers = self.model.run_all(requests, keep=False, show="attn")
+        attended = torch.empty(n, n, self.usual.shape[1], device=rows.device)
+        attended[rows] = torch.stack([one.branches for one in answers])
+        return -self.trust * self.needed(attended)[rows]
+
+    def explain(self, rows: Int[Tensor, " n"]) -> float:
+        """Solve for the noised embeddings behind an order, and go on with them.
+
+        Returns:
+            Nats of the noise and of what it leaves unexplained; infinity where the search for them fails.
+        """
+        with torch.inference_mode(False), torch.enable_grad():
+            centre, moved, usual = (one[rows].clone() for one in (self.centre, self.moved, self.usual))
+            mixing = self._mixing(rows)
+            point = self.begun[rows].clone().requires_grad_()
+            search = torch.optim.LBFGS(
+                [point], max_iter=SEARCHED, history_size=20, line_search_fn="strong_wolfe"
+            )
+
+            def cost() -> Tensor:
+                search.zero_grad()
+                request = Request(self.model.prefix(), point)
+                (answer,) = self.model.run([request], keep=False, grad=True, show="attn")
+                change = _displacing(mixing, answer.states - usual)
+                noise = point - centre
+                left = (moved - noise - change) / (SLACK * self.sigma)
+                nats = (left.square().sum() + (noise / self.sigma).square().sum()) / 2
+                nats.backward()  # type: ignore[no-untyped-call]
+                return nats.detach()
+
+            search.step(cost)  # type: ignore[no-untyped-call]
+            found = float(cost())
+        if not math.isfinite(found):  # the search went astray: what rows tell by themselves stays
+            self.noised = self.begun
+            return math.inf
+        self.noised = self.begun.clone()
+        self.noised[rows] = point.detach()
+        return found
+
+    def behind(
+        self, prefixes: Sequence[Prefix], rows: Sequence[Int[Tensor, " _"]]
+    ) -> tuple[Float[Tensor, "r d"], Float[Tensor, " r"]]:
+        """Solve for the noised embeddings of rows behind prefixes.
+
+        Args:
+            prefixes: of embeddings that were solved for. rows: those that may follow each.
+
+        Returns:
+            For all rows, those behind one prefix after those behind another, embeddings, and what speaks for each.
+        """
+        every, sizes = torch.cat(list(rows)), [len(one) for one in rows]
+        with torch.inference_mode(False):
+            own = [one[every].clone() for one in (self.centre, self.moved, self.usual, self.begun)]
+            centre, moved, usual, begun = own
+            mixing = self._mixing(every)
+
+            def attended(points: Tensor, grad: bool) -> Tensor:
+                requests = [
+                    Request(prefix, points[:0], branches=part)
+                    for prefix, part in zip(prefixes, points.split(sizes), strict=True)
+                ]
+                answers = self.model.run(requests, keep=False, grad=grad, show="attn")
+                return torch.cat([one.branches for one in answers])
+
+            def explained(points: Tensor, grad: bool) -> Tensor:
+                return points + _displacing(mixing, attended(points, grad) - usual)
+
+            noise = (begun - centre) / self.sigma
+            tau = torch.full((1, 1), SLACK * self.sigma, device=centre.device)
+            target = centre + moved
+            noise, _ = newton(explained, centre, self.sigma, noise, target, tau, PRODUCTS)
+            found = centre + self.sigma * noise
+            left = target - explained(found, False) + found - centre  # what attention does not account for
+        return found, -self.trust * (left / self.sigma).square().sum(1) / 2
+
+
+def displaced(
+    model: TruncatedModel,
+    tokens: Int[Tensor, " n"],
+    observed: Float[Tensor, "n e"],
+    sigma: float,
+    generator: torch.Generator,
+) -> Displaced:
+    """Solve for what moved each row; rows · d² numbers in double precision are held several times.
+
+    Args:
+        model: of one layer. tokens: of each row. observed: the rows. sigma: of the noise. generator: for drawn orders.
+    """
+    centre = model.embed(tokens).float()
+    noise, attended = _draw(model, centre, sigma, generator)
+    usual = attended.mean(0)
+    with torch.inference_mode(False):
+        centre, observed, usual = centre.clone(), observed.float().clone(), usual.clone()
+    by_input, by_attention = jacobians(model, centre, usual)
+    mixing = torch.linalg.solve(by_input, by_attention).float()
+    if float((mixing - mixing[:1]).norm(dim=(1, 2)).max()) < SAME * float(mixing[0].norm()):
+        mixing = mixing[:1].clone()  # attention's output is simply added
+    # What displaces a row: the noise itself, and attention where it is not the usual one.
+    drawn = noise + _displacing(mixing, (attended - usual).transpose(0, 1)).transpose(0, 1)
+    mean = drawn.mean(0)
+    spread = (drawn - mean).transpose(0, 1)
+    own = sigma**2 * torch.eye(centre.shape[1], device=centre.device)
+    covariance = (1 - OWN) * torch.bmm(spread.transpose(1, 2), spread) / len(drawn) + OWN * own
+    equations = Equations(
+        model, centre, usual, observed, mean.double(), torch.linalg.inv(covariance.double())
+    )
+    moved = equations.solve(_linearised(equations, generator)).float()
+    # The share of noise in it, by regression on what was drawn.
+    together = (1 - OWN) * torch.bmm(spread.transpose(1, 2), noise.transpose(0, 1)) / len(drawn) + OWN * own
+    share = torch.linalg.solve(covariance.double(), (moved - mean).double()[..., None]).float()
+    begun = centre + noise.mean(0) + torch.bmm(together.transpose(1, 2), share)[..., 0]
+    expected = _expected(moved, attended - usual, mixing, sigma)
+    return Displaced(model, sigma, centre, moved, usual, mixing, begun, begun, expected)
+
+
+def _expected(
+    moved: Float[Tensor, "n d"],
+    changes: Float[Tensor, "draws n a"],
+    mixing: Float[Tensor, "_ d a"],
+    sigma: float,
+) -> Float[Tensor, " n"]:
+    """Nats of the noise in each displacement, on average over what attention may have brought: the rest of it."""
+    out = list[Tensor]()
+    for i, own in enumerate(moved):
+        shown = changes[:, i] @ mixing[min(i, len(mixing) - 1)].T / len(changes) ** 0.5
+        variances, directions = (one[..., -DIRECTIONS:] for one in torch.linalg.eigh(shown.T @ shown))
+        along, signal = directions.T @ own / sigma, variances.clamp(min=0) / sigma**2
+        # In each direction, of what was observed there the noise's share by variances, and its own uncertainty.
+        noise = (along / (1 + signal)).square() + signal / (1 + signal)
+        out.append(((own / sigma).square().sum() - along.square().sum() + noise.sum()) / 2)
+    return torch.stack(out)
+
+
+def _draw(
+    model: TruncatedModel, centre: Tensor, sigma: float, generator: torch.Generator
+) -> tuple[Float[Tensor, "draws n d"], Float[Tensor, "draws n a"]]:
+    """Noise on each row, and what attention brings it, in random orders."""
+    noises, attended = list[Tensor](), list[Tensor]()
+    n = len(centre)
+    for first in range(0, DRAWS, 100):
+        drawn = range(min(100, DRAWS - first))
+        orders = torch.stack([torch.randperm(n, generator=generator) for _ in drawn]).to(centre.device)
+        noise = torch.randn(len(orders), *centre.shape, generator=generator).to(centre.device) * sigma
+        requests = [
+            Request(model.prefix(), (centre + one)[order]) for order, one in zip(orders, noise, strict=True)
+        ]
+        answers = model.run_all(requests, keep=False, show="attn")
+        own = zip(orders, answers, strict=True)
+        attended += [answer.states[order.argsort()] for order, answer in own]
+        noises.append(noise)
+    return torch.cat(noises), torch.stack(attended).float()
+
+
+def _linearised(equations: Equations, generator: torch.Generator) -> Float[Tensor, "n d"]:
+    """About where each row's displacement lies, by linearising the layer over all that is still possible.
+
+    The noise moves a row so far that the layer bends on the way, and steps that linearise it at one point end in minima
+    close to where they began. So it is linearised over a normal distribution, a Jacobian being the mean of a few drawn
+    points', and what that errs at drawn points counts as noise on the row: little is believed at first, and more as the
+    distribution narrows (statistical linearisation, as in iterated sigma-point filters).
+    """
+    moved, prior, observed = equations.mean, equations.prior, equations.observed.double()
+    precision, least = prior, BELIEVED * equations.unit()
+    every = torch.arange(len(moved), device=moved.device)
+    for _ in range(LINEARISED):
+        upper = torch.linalg.cholesky(precision).transpose(1, 2)
+        drawn = torch.randn(JUDGED // 2, *moved.shape, generator=generator).to(moved)
+        off = torch.linalg.solve_triangular(upper, torch.cat([drawn, -drawn]).permute(1, 2, 0), upper=True)
+        at = moved + off.permute(2, 0, 1)
+        shown = equations.states(every.repeat(JUDGED), at.flatten(0, 1)).unflatten(0, at.shape[:2])
+        jacobian = torch.zeros_like(precision)
+        for k in range(SAMPLED):  # a point and its mirror image, then another one
+            jacobian += equations.jacobian(every, at[k // 2 + k % 2 * (JUDGED // 2)]) / SAMPLED
+        middle = shown.mean(0)
+        errors = shown - middle - (jacobian @ off).permute(2, 0, 1)
+        weighed = jacobian.transpose(1, 2) / (DOUBLED * errors.square().mean(0) + least.square())[:, None]
+        precision = (1 - PACE) * precision + PACE * (prior + weighed @ jacobian)
+        towards = times(weighed, observed - middle) - equations.unlikely(every, moved)
+        lower = torch.linalg.cholesky(precision)
+        moved = moved + PACE * torch.cholesky_solve(towards[..., None], lower)[..., 0]
+    return moved
+
+
+def _displacing(mixing: Float[Tensor, "_ d a"], changes: Float[Tensor, "n *m a"]) -> Float[Tensor, "n *m d"]:
+    """What changes of attention do, as displacements."""
+    return changes @ mixing[0].T if len(mixing) == 1 else torch.einsum("nda,n...a->n...d", mixing, changes)
+
+
+def place_free(model: TruncatedModel) -> bool:
+    """Whether a position shows in nothing but attention, so that a row can be solved for without its place."""
+    if model.site.layer != 1 or model.site.stream != "resid":
+        return False
+    with torch.inference_mode():
+        one = model.embed(torch.zeros(2, dtype=torch.long))
+        (answer,) = model.run([Request(model.prefix(), one)], keep=False, show="attn")
+        given = answer.states[:1].expand(2, -1)
+        first, second = model.run_given(one, given, torch.tensor([0, 7]))
+    return torch.allclose(first, second, rtol=1e-4, atol=1e-6)

@@ -1,0 +1,103 @@
+"""Rows behind one layer, behind noise: prompts are ordered anew by how much noise an order needs (``displaced``).
+
+An order is found from its beginning on (``ordered``); then, by turns, parts of the prompt move to where the rows need
+less noise, and the noised embeddings are solved for behind the order that is believed. The order that explains most of
+all that were met is kept, the decoder's own among them.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from hiddenlab.attacks.beam_decoding.features import Learned
+from hiddenlab.attacks.beam_decoding.hypotheses import Decoding, Engines, Hypothesis
+from hiddenlab.attacks.beam_decoding.local_search import improve, rearrange, spoken_for
+from hiddenlab.attacks.beam_decoding.order_beam import ordered
+from hiddenlab.attacks.beam_decoding.order_linearized import TRUST, Displaced, displaced
+from hiddenlab.job import generator
+from hiddenlab.types import Progress, silent
+
+SHARES = (1.0, 0.6)  # of what noise says, in searches from the beginning on
+STAGES = 1 + len(SHARES)  # the solve, and a search each
+TURNS = 3  # of moving and solving
+FEW = 3  # rows of which an order is not worth this
+
+
+def reorder_decodings(
+    decodings: Sequence[Decoding],
+    states: Sequence[Float[Tensor, "_ d"]],
+    engines: Engines,
+    learned: Learned,
+    sigma: float,
+    seed: int,
+    progress: Progress = silent,
+) -> None:
+    """Put decoded prompts into the order that needs the least noise, the language model asked as well.
+
+    Args:
+        states: the rows of each as observed. sigma: of the noise on each embedding's coordinate.
+    """
+    for i, (decoding, observed) in enumerate(zip(decodings, states, strict=True)):
+        if decoding.ahead is not None and decoding.view.length >= FEW:
+            for done in _reorder(decoding, observed, engines, learned.weights, sigma, seed):
+                progress("ordering by noise", i * STAGES + done, STAGES * len(decodings))
+        progress("ordering by noise", (i + 1) * STAGES, STAGES * len(decodings))
+
+
+def _reorder(
+    decoding: Decoding, observed: Tensor, engines: Engines, weights: Tensor, sigma: float, seed: int
+) -> Iterator[int]:
+    """Order one prompt, and say after each stage how many are done."""
+    model = engines.model
+    before, calls = model.evaluated_tokens, model.forward_calls
+    asked = decoding.evaluated, decoding.calls
+    order = _order(decoding)
+    tokens = torch.empty_like(order)
+    tokens[order] = torch.tensor([step.token for step in decoding.beam[0].steps], device=order.device)
+    witness = displaced(model, tokens, observed, sigma, generator(seed, "joint", "displaced"))
+    spoken = 1.0 if engines.speaker is None else float(weights[1])
+    witness.trust = TRUST * spoken
+    yield 1
+    tried = [_met(decoding, witness, engines, weights)]
+    for done, share in enumerate(SHARES, 2):
+        found, noised = ordered(witness, tokens, engines, spoken, share)
+        rearrange(decoding, _order(decoding).argsort()[found], engines, weights)
+        tried += _settle(decoding, witness, noised, engines, weights)
+        yield done
+    decoding.beam[0] = max(tried, key=lambda one: one[0])[1]
+    # The truncated model itself counts them all, solves and gradients too.
+    decoding.evaluated = asked[0] + model.evaluated_tokens - before
+    decoding.calls = asked[1] + model.forward_calls - calls
+
+
+def _order(decoding: Decoding) -> Tensor:
+    return torch.tensor([step.row for step in decoding.beam[0].steps], device=decoding.view.shown.device)
+
+
+def _met(
+    decoding: Decoding, witness: Displaced, engines: Engines, weights: Tensor
+) -> tuple[float, Hypothesis]:
+    """An order, and what speaks for it in nats; the embeddings that explain it stay with the witness."""
+    nats = witness.explain(_order(decoding))
+    return spoken_for(decoding, engines, weights) - witness.trust * nats, decoding.beam[0]
+
+
+def _settle(
+    decoding: Decoding, witness: Displaced, noised: Tensor, engines: Engines, weights: Tensor
+) -> list[tuple[float, Hypothesis]]:
+    """The order of a decoding, and those that moving its parts leads to.
+
+    Embeddings that were solved for behind a wrong order hold it where it is, those that rows tell by themselves are
+    less exact: parts move by either.
+    """
+    begun = decoding.beam[0]
+    out = [_met(decoding, witness, engines, weights)]
+    for first in (noised, witness.begun):
+        decoding.beam[0], witness.noised = begun, first
+        for _ in range(TURNS):
+            if not improve(decoding, engines, weights, witness):
+                break
+            out.append(_met(decoding, witness, engines, weights))
+    return out

@@ -1,0 +1,127 @@
+"""At which position each row of a shuffled prompt stood, as far as rows tell by themselves.
+
+A regression reads a position (its logarithm) from a row. What it reads is drawn to the mean, the more the less rows
+tell: taken at its word it would put every row into the middle, and speak against the right row at the first places,
+where most depends on it. So a second model learns, on other texts, how likely each position is where that is read:
+a multinomial logit over ranges of positions, by powers of the reading and by the row itself.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from hiddenlab.channels import Channel
+from hiddenlab.job import generator
+from hiddenlab.matching.distance import Matcher
+from hiddenlab.models import TruncatedModel
+from hiddenlab.proposals.corpus import Corpus
+from hiddenlab.proposals.probe import Expert
+
+TOKENS, WINDOW = 12_000, 64  # of the attacker's own texts, half of them for either model
+RIDGE = 300.0  # of the regression
+# Where ranges of positions begin; the last has no end.
+EDGES = (0, 1, 2, 3, 4, 5, 6, 8, 10, 13, 17, 22, 28, 36, 46)
+POWERS = 3  # of the reading
+READING = 5.0  # how much less these are drawn to nothing than the row's coordinates
+DRAWN = 1e-3  # to nothing are the logit's weights
+STEPS = 100  # of the optimiser
+
+
+@dataclass(frozen=True)
+class PositionModel:
+    """What rows say of their positions.
+
+    Attributes:
+        expert: standardises rows. slope, level: of the regression on the logarithm of one plus the position.
+        middle, spread: of the reading's powers. weights: of the logit, with its intercepts last. usual: logarithm of
+            how often each range occurred in what that was learned from.
+    """
+
+    expert: Expert
+    slope: Float[Tensor, " d"]
+    level: float
+    middle: Float[Tensor, " powers"]
+    spread: Float[Tensor, " powers"]
+    weights: Float[Tensor, "features ranges"]
+    usual: Float[Tensor, " ranges"]
+
+    def __call__(self, rows: Float[Tensor, "rows d"], length: int) -> Float[Tensor, "rows length"]:
+        """Log-likelihood of each position of a prompt over that of all positions alike."""
+        coordinates = self.expert.features(rows)
+        powers = _powers(coordinates @ self.slope + self.level)
+        logits = _features(coordinates, powers, self.middle, self.spread) @ self.weights
+        # What was usual in other texts says nothing of a row: they were of another length.
+        told = (logits - self.usual)[:, _ranges(length, rows.device)]
+        return told.log_softmax(1) + math.log(length)
+
+    @classmethod
+    def learn(cls, rows: Float[Tensor, "rows d"], places: Float[Tensor, " rows"]) -> "PositionModel":
+        """From rows and their positions; the latter half says what is read from rows that nothing was fitted to."""
+        expert = Expert.of(rows)
+        coordinates, target, half = expert.features(rows), places.log1p(), len(rows) // 2
+        known, level = coordinates[:half], float(target[:half].mean())
+        gram = known.T @ known + RIDGE * torch.eye(known.shape[1], device=rows.device)
+        slope = torch.linalg.solve(gram, known.T @ (target[:half] - level))
+        powers = _powers(coordinates[half:] @ slope + level)
+        middle, spread = powers.mean(0), powers.std(0).clamp(min=1e-6)
+        features = _features(coordinates[half:], powers, middle, spread)
+        ranges = _ranges(1 + int(places.max()), rows.device)[places[half:].long()]
+        usual = torch.bincount(ranges, minlength=len(EDGES)).clamp(min=1).log()
+        return cls(expert, slope, level, middle, spread, _logit(features, ranges), usual)
+
+
+def learn_position_model(
+    model: TruncatedModel, channel: Channel, matcher: Matcher, seed: int
+) -> PositionModel:
+    """Learn a position model from texts of the attacker's own, released as the provider does."""
+    corpus = Corpus(model, seed + 3)
+    windows = [corpus.text_window(WINDOW).tolist() for _ in range(TOKENS // WINDOW)]
+    released = channel.release_batch(model, windows, generator(seed, "joint", "clock"))
+    rows = torch.cat([matcher.prepare(one.states.to(model.device)) for one, _ in released])
+    orders = [
+        range(len(w)) if s.row_order is None else s.row_order
+        for w, (_, s) in zip(windows, released, strict=True)
+    ]
+    places = torch.tensor([place for order in orders for place in order], device=model.device).float()
+    return PositionModel.learn(rows, places)
+
+
+def _powers(reading: Float[Tensor, " rows"]) -> Float[Tensor, "rows powers"]:
+    return torch.stack([reading**k for k in range(1, 1 + POWERS)], 1)
+
+
+def _features(
+    coordinates: Float[Tensor, "rows d"],
+    powers: Float[Tensor, "rows powers"],
+    middle: Float[Tensor, " powers"],
+    spread: Float[Tensor, " powers"],
+) -> Float[Tensor, "rows features"]:
+    unit = coordinates / coordinates.shape[1] ** 0.5
+    return torch.cat([READING * (powers - middle) / spread, unit, torch.ones_like(powers[:, :1])], 1)
+
+
+def _ranges(length: int, device: torch.device) -> Int[Tensor, " length"]:
+    """The range of each position of a prompt."""
+    edges = torch.tensor(EDGES, device=device)
+    return torch.bucketize(torch.arange(length, device=device), edges, right=True) - 1
+
+
+def _logit(features: Tensor, ranges: Tensor) -> Float[Tensor, "features ranges"]:
+    """Weights under which the ranges are likeliest."""
+    with torch.inference_mode(False), torch.enable_grad():
+        known, right = features.clone(), ranges.clone()
+        weights = torch.zeros(known.shape[1], len(EDGES), device=known.device, requires_grad=True)
+        optimiser = torch.optim.LBFGS([weights], max_iter=STEPS, line_search_fn="strong_wolfe")
+
+        def loss() -> Tensor:
+            optimiser.zero_grad()
+            value = cross_entropy(known @ weights, right) + DRAWN * weights[:-1].square().sum()
+            value.backward()
+            return value
+
+        optimiser.step(loss)
+    return weights.detach().clone()

@@ -1,0 +1,304 @@
+"""What stood before a prompt whose beginning is unknown: the embedding that explains what its rows leave over.
+
+A random embedding before the prompt (paper, appendix F.1) moves every row, and all of them in ways that one vector of d
+numbers decides: a prompt of n tokens has n·d numbers to find it by. Behind the decoded tokens it is found by gradients
+through the model (L-BFGS), with a loss that grows with the logarithm of what is left, so that tokens decoded wrongly
+or in a wrong place count little. Behind what was found, distances tell right from wrong again, and decoding is done
+once more.
+
+The first time a prompt is decoded behind a draw of the attacker's own. Nothing in that place would be worse: the first
+token of all that a model reads is an attention sink, whose state is like no other.
+
+Where rows are shuffled, a first order may be too wrong for any embedding to explain it. But a few rows are enough to
+find one by, if they are the first: so each row is tried as the first, those that are nearest then behind the best of
+these, and so on, every time with the embedding that explains them best. Where one embedding is unknown and few layers
+are between, only the right ones are explained (eval/LOG.md, twentieth entry). Through many layers the steps do not
+arrive: so before any prompt is begun anew, the attacker does it with texts of its own, whose first rows it knows.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from hiddenlab.attacks.beam_decoding.beam import decode
+from hiddenlab.attacks.beam_decoding.embedding_inversion import newton
+from hiddenlab.attacks.beam_decoding.features import Learned
+from hiddenlab.attacks.beam_decoding.hypotheses import Decoding, Effort, Engines, start
+from hiddenlab.attacks.beam_decoding.local_search import move_parts
+from hiddenlab.channels import Channel, in_order
+from hiddenlab.job import generator
+from hiddenlab.matching.distance import Matcher
+from hiddenlab.models import Prefix, Request, TruncatedModel
+from hiddenlab.proposals.corpus import Corpus
+from hiddenlab.types import Progress, silent
+
+STAGES, STEPS = 6, 10  # of the optimiser; between stages the loss is adapted to what is left
+BETTER = 0.9  # of what is left: a stage that leaves more is the last
+EXPLAINED = 1e-5  # of a row's norm: less is rounding
+STUCK = 0.01  # of a row's norm: where more stays unexplained, the order may be too wrong
+FIRST = 4  # rows that are tried as the first ones, where one embedding is unknown; one more for each other
+KEPT, NEAREST = 8, 6  # beginnings kept after each of them, and rows tried behind each of these
+DESCENTS, TAU = 4, 0.1  # steps for each beginning, and how much of a row it may leave unexplained
+OWN, LENGTH = 2, 40  # texts of the attacker's own that are begun first, and how long they are
+AT_ONCE = 256  # positions that gradients are taken through at once, or as many as the prompt has
+
+
+def prefix_of(points: Float[Tensor, "p d"], model: TruncatedModel) -> Prefix:
+    """Embeddings as what was committed before a prompt: their keys and values."""
+    prefix = model.prefix()
+    prefix.keep(model.run([Request(prefix, points.to(model.dtype))])[0], tokens=len(points))
+    return prefix
+
+
+def decode_behind(
+    decodings: Sequence[Decoding],
+    engines: Engines,
+    learned: Learned,
+    effort: Effort,
+    size: int,
+    rounds: int,
+    anew: Callable[[], bool],
+    progress: Progress = silent,
+) -> list[Decoding]:
+    """Find what stood before each decoded prompt and decode it again behind that, as long as more is explained.
+
+    Args:
+        size: embeddings before each prompt. rounds: of looking for them at most. anew: whether to begin shuffled
+            prompts anew that stay unexplained, and look for what is before them in as many rounds again; asked where
+            there are any (see ``arrives``).
+    """
+    model, matcher, out = engines.model, engines.matcher, list(decodings)
+    if not out or not rounds:
+        return out
+    centre, deviation = believed(model, size)
+    known = [centre] * len(out)  # what is found
+    left = [float("inf")] * len(out)  # what that leaves unexplained
+
+    def look(which: list[int], find: Callable[[Unknown, Tensor], Tensor]) -> list[int]:
+        """Decode some prompts behind what is found before them; which of them it explains more of."""
+        searches = [Unknown.of(out[i], model, matcher) for i in which]
+        points, again = list[Tensor](), list[Decoding]()
+        for done, (i, search) in enumerate(zip(which, searches, strict=True)):
+            points.append(find(search, known[i]))
+            again.append(start(out[i].view, engines, learned.weights, search.prefix(points[-1])))
+            again[-1].evaluated = 0  # the rows were read before
+            progress("looking before the prompts", done + 1, len(which))
+        decode(again, engines, learned, effort, progress)
+        move_parts(again, engines, learned.weights, progress)
+        better = []
+        for i, search, point, new in zip(which, searches, points, again, strict=True):
+            after = Unknown.of(new, model, matcher)
+            if find is begin:  # found by few of the rows: no match yet for what is found by all of them
+                point = after.solve(point)
+            now, was = after.left(point), search.left(point)
+            new.evaluated += out[i].evaluated + search.evaluated + after.evaluated
+            new.calls += out[i].calls + search.calls + after.calls
+            if was < left[i]:
+                known[i], left[i] = point, was
+            if now <= left[i]:  # the same tokens too: their distances are those behind what was found
+                if now < left[i]:
+                    better.append(i)
+                out[i], known[i], left[i] = new, point, now
+            else:
+                out[i].evaluated, out[i].calls = new.evaluated, new.calls
+        return better
+
+    def begin(search: Unknown, point: Tensor) -> Tensor:
+        return search.begin(centre, deviation, point)[0]
+
+    open = list(range(len(out)))
+    for _ in range(rounds):
+        open = look(open, Unknown.solve)
+    # Sorted coordinates fold: what explains few rows says nothing there.
+    stuck = [i for i, one in enumerate(out) if one.ahead is not None and STUCK < left[i] < float("inf")]
+    stuck = stuck if stuck and not matcher.sorted and anew() else []
+    for find in (begin, *[Unknown.solve] * rounds):
+        stuck = look(stuck, find)
+    return out
+
+
+def believed(model: TruncatedModel, size: int) -> tuple[Float[Tensor, "p d"], Float[Tensor, " d"]]:
+    """Of what may stand before a prompt, before any row is seen: mean, and deviation of each coordinate."""
+    table = model.embed(torch.arange(model.vocab_size, device=model.device)).float()
+    return table.mean(0).expand(size, -1), table.std(0).clamp(min=1e-12)
+
+
+def arrives(
+    channel: Channel,
+    model: TruncatedModel,
+    matcher: Matcher,
+    size: int,
+    seed: int,
+    progress: Progress = silent,
+) -> bool:
+    """Whether the first rows of a text of the attacker's own are found to be the first, its tokens being known."""
+    corpus, (centre, deviation) = Corpus(model, seed + 6), believed(model, size)
+    texts = [corpus.text_window(LENGTH).tolist() for _ in range(OWN)]
+    released, found = channel.release_batch(model, texts, generator(seed, "joint", "first rows")), False
+    for done, (one, secret) in enumerate(released):
+        progress("looking before own texts", done, OWN)
+        rows = matcher.prepare(in_order(one, secret).to(model.device).float())
+        search = Unknown(torch.tensor(secret.tokens, device=model.device), rows, model, matcher)
+        _, order = search.begin(centre, deviation, centre)
+        found = order.tolist() == list(range(len(order)))
+        if found:
+            break
+    progress("looking before own texts", OWN, OWN)
+    return found
+
+
+class Unknown:
+    """The embeddings before one prompt, whose tokens are believed and whose rows are in their order.
+
+    Attributes:
+        evaluated: positions run to find them. calls: passes.
+    """
+
+    def __init__(
+        self,
+        tokens: Int[Tensor, " n"],
+        observed: Float[Tensor, "n e"],
+        model: TruncatedModel,
+        matcher: Matcher,
+    ) -> None:
+        self.model, self.matcher = model, matcher
+        with torch.inference_mode(False):  # copies, as autograd takes no tensors of inference mode
+            self.tokens = model.embed(tokens).clone()
+            self.observed = observed.clone()
+            self.lengths = self.observed.norm(dim=1).clamp(min=1e-12)
+        self.evaluated = self.calls = 0
+
+    @classmethod
+    def of(cls, decoding: Decoding, model: TruncatedModel, matcher: Matcher) -> "Unknown":
+        """Behind a decoding of which every token has a row."""
+        steps = decoding.beam[0].steps
+        tokens, rows = (
+            torch.tensor([getattr(one, name) for one in steps], device=model.device)
+            for name in ("token", "row")
+        )
+        return cls(tokens, decoding.view.shown[rows], model, matcher)
+
+    def begin(
+        self, centre: Float[Tensor, "p d"], deviation: Float[Tensor, " d"], start: Float[Tensor, "p d"]
+    ) -> tuple[Float[Tensor, "p d"], Int[Tensor, " place"]]:
+        """The embeddings that best explain some few rows as the first of the prompt, and these rows in their order.
+
+        Args:
+            centre, deviation: mean and standard deviation of what may stand before the prompt, in each coordinate.
+            start: what is believed to stand there, tried as well as the mean.
+        """
+        before, passes = self.model.evaluated_tokens, self.model.forward_calls
+        noise = torch.stack([torch.zeros_like(centre), (start - centre) / deviation]).flatten(1).unique(dim=0)
+        kept = torch.empty(len(noise), 0, dtype=torch.long, device=centre.device)
+        at_once = max(AT_ONCE, len(centre) + len(self.tokens))
+        for _ in range(min(FIRST + len(centre) - 1, len(self.tokens))):
+            behind, rows = self._next(kept, centre + deviation * noise.view(-1, *centre.shape))
+            orders = torch.cat([kept[behind], rows[:, None]], 1)
+            size = max(1, at_once // (len(centre) + orders.shape[1]))
+            parts = zip(orders.split(size), noise[behind].split(size), strict=True)
+            noises, costs = zip(*[self._explain(*part, centre, deviation) for part in parts], strict=True)
+            best, seen = list[int](), set[tuple[int, ...]]()
+            for place in torch.cat(costs).argsort().tolist():
+                if len(best) < KEPT and (order := tuple(orders[place].tolist())) not in seen:
+                    best.append(place)
+                    seen.add(order)
+            kept, noise = orders[best], torch.cat(noises)[best]
+        self.evaluated += self.model.evaluated_tokens - before
+        self.calls += self.model.forward_calls - passes
+        return centre + deviation * noise[0].view_as(centre), kept[0]
+
+    def _next(
+        self, orders: Int[Tensor, "k place"], points: Float[Tensor, "k p d"]
+    ) -> tuple[Int[Tensor, " c"], Int[Tensor, " c"]]:
+        """Which beginning (by its place) should be tried with which row behind it; at first all rows."""
+        every = torch.arange(len(self.tokens), device=self.tokens.device)
+        if not orders.shape[1]:
+            starts = torch.arange(len(orders), device=every.device)
+            return starts.repeat_interleave(len(every)), every.repeat(len(orders))
+        rests = [every[~torch.isin(every, order)] for order in orders]
+        chains = [
+            torch.cat([point.to(self.tokens), self.tokens[order]])
+            for order, point in zip(orders, points, strict=True)
+        ]
+        requests = [
+            Request(self.model.prefix(), chain, self.tokens[rest], torch.full_like(rest, len(chain)))
+            for rest, chain in zip(rests, chains, strict=True)
+        ]
+        behind, rows = list[Tensor](), list[Tensor]()
+        answers = self.model.run_all(requests, keep=False)
+        for i, (rest, answer) in enumerate(zip(rests, answers, strict=True)):
+            left = (self.matcher.view(answer.branches) - self.observed[rest]).norm(dim=1) / self.lengths[rest]
+            rows.append(rest[left.topk(min(NEAREST, len(rest)), largest=False).indices])
+            behind.append(torch.full_like(rows[-1], i))
+        return torch.cat(behind), torch.cat(rows)
+
+    def _explain(
+        self, orders: Int[Tensor, "c place"], noise: Float[Tensor, "c n"], centre: Tensor, deviation: Tensor
+    ) -> tuple[Float[Tensor, "c n"], Float[Tensor, " c"]]:
+        """What before each beginning explains it best, in deviations from ``centre``, and how badly, in nats.
+
+        All beginnings are alternatives behind nothing: one product serves them all.
+        """
+        with torch.inference_mode(False), torch.enable_grad():
+            tokens = self.tokens[orders]
+            observed = self.observed[orders].flatten(1)
+            width = self.observed.shape[1]
+            tau = (TAU / width**0.5 * self.lengths[orders]).repeat_interleave(width, 1)
+
+            def states(points: Tensor, grad: bool) -> Tensor:
+                whole = torch.cat([points.view(-1, *centre.shape).to(tokens), tokens], 1)
+                request = Request(self.model.prefix(), whole[0, :0], whole)
+                branches = self.model.run([request], keep=False, grad=grad)[0].branches.view(
+                    *whole.shape[:2], -1
+                )
+                return self.matcher.view(branches[:, len(centre) :].flatten(0, 1)).view(len(whole), -1)
+
+            noise, cost = noise.clone(), noise[:, 0]
+            middle = centre.flatten().expand_as(noise).clone()
+            for _ in range(DESCENTS):
+                noise, cost = newton(states, middle, deviation.repeat(len(centre)), noise, observed, tau)
+            return noise, cost
+
+    def solve(self, start: Float[Tensor, "p d"]) -> Float[Tensor, "p d"]:
+        """The embeddings that leave least unexplained, found from some others."""
+        with torch.inference_mode(False), torch.enable_grad():
+            points = start.clone().requires_grad_()
+            left = self.left(points)
+            best = left, start
+            for _ in range(STAGES):
+                scale = max(left, EXPLAINED) ** 2
+                optimiser = torch.optim.LBFGS([points], max_iter=STEPS, line_search_fn="strong_wolfe")
+
+                def loss(optimiser: torch.optim.LBFGS = optimiser, scale: float = scale) -> Tensor:
+                    optimiser.zero_grad()
+                    value = (self._squared(points, grad=True) / scale).log1p().mean()
+                    value.backward()  # type: ignore[no-untyped-call]
+                    return value
+
+                optimiser.step(loss)  # type: ignore[no-untyped-call]
+                before, left = left, self.left(points)
+                if left < best[0]:
+                    best = left, points.detach().clone()
+                if not EXPLAINED <= left <= BETTER * before:  # nor where it is not a number
+                    break
+            return best[1]
+
+    def left(self, points: Float[Tensor, "p d"]) -> float:
+        """Median share of the rows' norms that some embeddings leave unexplained."""
+        return float(self._squared(points.detach()).median().sqrt())
+
+    def prefix(self, points: Float[Tensor, "p d"]) -> Prefix:
+        """For prompts to stand behind."""
+        self.evaluated += len(points)
+        self.calls += 1
+        return prefix_of(points, self.model)
+
+    def _squared(self, points: Tensor, grad: bool = False) -> Float[Tensor, " n"]:
+        request = Request(self.model.prefix(), torch.cat([points.to(self.tokens), self.tokens]))
+        (answer,) = self.model.run([request], keep=False, grad=grad)
+        self.evaluated += request.size
+        self.calls += 1
+        states = self.matcher.view(answer.states[len(points) :])
+        return (states - self.observed).square().sum(1) / self.lengths.square()

@@ -1,0 +1,256 @@
+"""How much each piece of evidence counts: learned on the attacker's own texts, released as by the provider."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from hiddenlab.attacks.beam_decoding.features import (
+    BEFORE,
+    Candidates,
+    Learned,
+    Rows,
+    candidates_of,
+    likeliest,
+    unseen,
+)
+from hiddenlab.attacks.beam_decoding.hypotheses import Engines
+from hiddenlab.attacks.beam_decoding.noise_solver import append, explain
+from hiddenlab.attacks.beam_decoding.row_features import Reader
+from hiddenlab.channels import Channel
+from hiddenlab.job import generator
+from hiddenlab.models import Prefix, Request
+from hiddenlab.proposals.corpus import Corpus
+from hiddenlab.types import GroundTruth, Progress, silent
+
+WINDOWS, LENGTH = 16, 40
+# Where learning starts, and what it is drawn to: as ``FEATURES``.
+START = (1.0, 0.8, 0.3, 0.15, 1.0, 0.05, -3.0, -3.0, -3.0, -3.0)
+RIDGE = 1e-3
+STEPS = 60  # of the optimiser
+TRIED = 32  # wrong candidates a position
+# Texts whose candidates are solved for, how long they are, and wrong candidates a position: the beginning is hardest.
+NOISED, BEGINNING, WRONG = 8, 16, 5
+# Shares: of positions where the right candidate was not run, where a wrong one may be believed; of right ones that are
+# not believed though no wrong one comes near; and of right ones that must be believed for the rule to matter.
+MISTAKEN, MISSED, TELLING = 0.02, 0.02, 0.1
+
+
+@dataclass(frozen=True)
+class Table:
+    """Candidates for one position, the right one first.
+
+    Attributes:
+        offset: logarithm of how many of the vocabulary's tokens each stands for. Wrong ones that score well are there
+            themselves; one drawn by chance stands for many, without which scoring well would speak against a token.
+        tried: the likeliest before any is run, as a decoder runs them. unseen: under some weights, what
+            ``evidence.unseen`` says of all others; None where the whole vocabulary is not at hand.
+    """
+
+    features: Float[Tensor, "c features"]
+    offset: Float[Tensor, " c"]
+    tried: Bool[Tensor, " c"]
+    unseen: Callable[[Float[Tensor, " features"]], float] | None = None
+
+
+def learn_weights(
+    channel: Channel, engines: Engines, reader: Reader, seed: int, progress: Progress = silent
+) -> Learned:
+    """Fit a conditional logit: at each position of the attacker's texts, behind the right tokens, what is right?"""
+    corpus = Corpus(reader.model, seed + 2)
+    windows = [corpus.text_window(LENGTH) for _ in range(WINDOWS)]
+    drawn = generator(seed, "joint")
+    released = channel.release_batch(reader.model, [w.tolist() for w in windows], drawn)
+    start = torch.tensor(START, device=engines.model.device)
+    tables: list[Table] = []
+    for i, (observation, secret) in enumerate(released):
+        tables += _tables(reader.read(observation), secret, engines, start, drawn)
+        progress("weighing the evidence", i + 1, len(released))
+    weights = fit(tables, start)
+    return Learned(weights, lead_of(tables, weights), right_of(tables, weights))
+
+
+def _tables(
+    view: Rows, secret: GroundTruth, engines: Engines, weights: Tensor, drawn: torch.Generator
+) -> list[Table]:
+    """Candidates at each position of one text, the right one first."""
+    device, vocabulary = view.shown.device, engines.model.vocab_size
+    truth = torch.tensor(secret.tokens, device=device)
+    following = spoken(engines, truth)
+    where = torch.arange(len(truth)) if secret.row_order is None else torch.tensor(secret.row_order).argsort()
+    rows, path, found = where.tolist(), list[int](), list[tuple[Candidates, Table]]()
+    branches, parents = list[Tensor](), list[Tensor]()
+    for place, token in enumerate(secret.tokens):
+        free, tokens, chance, unrun = rows[place:], None, truth[:0], None
+        if view.wide is not None:
+            hard = likeliest(view, place, free, following[place], weights, TRIED)
+            chance = torch.randperm(vocabulary, generator=drawn)[:TRIED].to(device)
+            chance = chance[~torch.isin(chance, hard) & (chance != token)]
+            tokens = torch.cat([truth[place : place + 1], hard[hard != token], chance])
+            said = following[place]
+            # In half precision: they are kept for every position, and the vocabulary may be large.
+            unrun = partial(unseen, view, place, free, None if said is None else said.half(), tokens=hard)
+        candidates = candidates_of(view, place, free, path, following[place], tokens)
+        right = (candidates.tokens == token) & (candidates.rows == rows[place])
+        path.append(int(candidates.columns[right][0]) if bool(right.any()) else -1)
+        if not bool(right.any()) or len(right) == 1:
+            continue
+        before = (candidates.features[:, :BEFORE] @ weights[:BEFORE]).masked_fill(right, float("inf"))
+        most = 1 + TRIED if tokens is None else len(before)
+        candidates = candidates.keep(before.topk(min(most, len(before))).indices)
+        stands_for = (vocabulary - (0 if tokens is None else len(tokens))) / max(1, len(chance))
+        offset = torch.where(torch.isin(candidates.tokens, chance), math.log(max(1.0, stands_for)), 0.0)
+        tried = torch.isin(candidates.tokens, hard) if tokens is not None else torch.ones_like(offset).bool()
+        found.append((candidates, Table(candidates.features, offset, tried, unrun)))
+        branches.append(candidates.tokens.unique())
+        parents.append(torch.full_like(branches[-1], place))
+    if not found:
+        return []
+    request = Request(engines.beginning(), truth, branches=torch.cat(branches), parents=torch.cat(parents))
+    states = engines.matcher.view(engines.model.run_all([request])[0].branches)
+    parts = states.split([len(one) for one in branches])
+    for (candidates, _), ran, own in zip(found, branches, parts, strict=True):
+        candidates.measure(own, torch.searchsorted(ran, candidates.tokens), view, engines.matcher)
+    return [table for _, table in found]
+
+
+@dataclass
+class _Text:
+    """One text of the attacker's own, as released, up to some place."""
+
+    view: Rows
+    tokens: Tensor
+    rows: list[int]
+    following: list[Tensor | None]
+    prefix: Prefix
+    path: list[int]
+
+
+def weigh_noise(
+    learned: Learned,
+    channel: Channel,
+    engines: Engines,
+    reader: Reader,
+    seed: int,
+    progress: Progress = silent,
+) -> Learned:
+    """Learn weights once more, with what solving for candidates says of them, behind the embeddings that were found.
+
+    Args:
+        learned: without it. engines: that solve for the noise (``sigma``).
+    """
+    assert engines.sigma is not None
+    device, corpus = engines.model.device, Corpus(reader.model, seed + 5)
+    windows = [corpus.text_window(BEGINNING).tolist() for _ in range(NOISED)]
+    texts = []
+    for observation, secret in channel.release_batch(
+        reader.model, windows, generator(seed, "joint", "noise")
+    ):
+        truth, order = torch.tensor(secret.tokens, device=device), range(len(secret.tokens))
+        rows = torch.tensor(order if secret.row_order is None else secret.row_order).argsort().tolist()
+        view = reader.read(observation)
+        texts.append(_Text(view, truth, rows, spoken(engines, truth), engines.beginning(), []))
+    tables = list[Table]()
+    for place in range(BEGINNING):
+        active = [text for text in texts if place < len(text.tokens)]
+        found = [_rivals(text, place, engines, learned.weights) for text in active]
+        asked = [(text.prefix, text.view, candidates) for text, candidates in zip(active, found, strict=True)]
+        embeddings, _ = explain(asked, engines.model, engines.matcher, engines.sigma)
+        append([(text.prefix, own[0]) for text, own in zip(active, embeddings, strict=True)])
+        for text, candidates in zip(active, found, strict=True):
+            text.path.append(int(candidates.columns[0]))
+            if len(candidates) > 1:
+                nothing = torch.zeros(len(candidates), device=device)
+                tables.append(Table(candidates.features, nothing, nothing == 0))
+        progress("weighing the noise", place + 1, BEGINNING)
+    return replace(learned, weights=fit(tables, learned.weights))
+
+
+def _rivals(text: _Text, place: int, engines: Engines, weights: Tensor) -> Candidates:
+    """The right candidate for a place of a text, and the likeliest wrong ones behind it."""
+    view, token, row = text.view, int(text.tokens[place]), text.rows[place]
+    candidates = candidates_of(view, place, text.rows[place:], text.path, text.following[place])
+    right = (candidates.tokens == token) & (candidates.rows == row)
+    if not bool(right.any()):
+        only = candidates.keep(torch.zeros(1, dtype=torch.long, device=right.device))
+        only.tokens, only.rows = torch.full_like(only.tokens, token), torch.full_like(only.rows, row)
+        only.columns = torch.full_like(only.columns, -1)
+        return only
+    before = (candidates.features[:, :BEFORE] @ weights[:BEFORE]).masked_fill(right, float("inf"))
+    candidates = candidates.keep(before.topk(min(1 + TRIED, len(before))).indices)
+    tokens, branch = candidates.tokens.unique(return_inverse=True)
+    (answer,) = engines.model.run_all([Request(text.prefix, tokens[:0], branches=tokens)], keep=False)
+    candidates.measure(engines.matcher.view(answer.branches), branch, view, engines.matcher)
+    scores = candidates.features @ weights
+    scores[0] = float("inf")
+    return candidates.keep(scores.topk(min(1 + WRONG, len(scores))).indices)
+
+
+def spoken(engines: Engines, tokens: Tensor) -> list[Tensor | None]:
+    """The language model's log-probabilities of every token of a text and of what follows it."""
+    speaker = engines.speaker
+    if speaker is None:
+        return [None] * (len(tokens) + 1)
+    answer = speaker.model.run_all([Request(speaker, tokens.to(speaker.model.device))])[0]
+    return [engines.opening, *answer.states.float().log_softmax(-1)]
+
+
+def lead_of(tables: Sequence[Table], weights: Float[Tensor, " features"]) -> float:
+    """How far the best candidate that was run must be ahead of all others to be believed, in nats.
+
+    Of positions whose right candidate was not run, ``MISTAKEN`` have one that is further ahead; where the two cases lie
+    apart, all but ``MISSED`` of the right ones are, since leads of wrong ones grow with what was run. Minus infinity
+    where there are none of either, or where fewer than ``TELLING`` of the right ones would be believed.
+    """
+    right, wrong = list[float](), list[float]()
+    for one in tables:
+        if one.unseen is None:
+            continue
+        totals = (one.features @ weights).masked_fill(~one.tried, float("-inf"))
+        lead = float(totals.max()) - one.unseen(weights)
+        if not bool(one.tried[0]):
+            wrong.append(lead)
+        elif int(totals.argmax()) == 0:
+            right.append(lead)
+    if not right or not wrong:
+        return -math.inf
+    believed = torch.tensor(right)
+    limit = torch.tensor(wrong).quantile(1 - MISTAKEN).maximum(believed.quantile(MISSED))
+    return float(limit) if float((believed >= limit).float().mean()) >= TELLING else -math.inf
+
+
+def right_of(tables: Sequence[Table], weights: Float[Tensor, " features"]) -> float:
+    """Share of positions at which the right candidate scores best of those that would be run; 1 without positions."""
+    best = [int((one.features @ weights).masked_fill(~one.tried, float("-inf")).argmax()) for one in tables]
+    return sum(place == 0 for place in best) / len(best) if best else 1.0
+
+
+def fit(tables: Sequence[Table], start: Float[Tensor, " features"]) -> Float[Tensor, " features"]:
+    """The weights under which the first of each table is likeliest, drawn to where they start."""
+    if not tables:
+        return start
+    scale = torch.cat([one.features - one.features[:1] for one in tables]).std(0).clamp(min=1e-3)
+    padded = pad_sequence([one.features for one in tables], batch_first=True)
+    # What is no candidate has no chance.
+    offset = pad_sequence([one.offset for one in tables], batch_first=True, padding_value=float("-inf"))
+    with torch.inference_mode(False), torch.enable_grad():
+        table, chance = padded.clone(), offset.clone()
+        weights = start.clone().requires_grad_()
+        optimiser = torch.optim.LBFGS([weights], max_iter=STEPS, line_search_fn="strong_wolfe")
+
+        def loss() -> Tensor:
+            optimiser.zero_grad()
+            drawn = ((weights - start) * scale.clone()).square().sum()
+            value = -(table @ weights + chance).log_softmax(1)[:, 0].mean() + RIDGE * drawn
+            value.backward()
+            return value
+
+        optimiser.step(loss)
+    learned = weights.detach().clone()
+    learned[:BEFORE].clamp_(min=0)  # what speaks for a token by itself never speaks against it
+    return learned if bool(learned.isfinite().all()) else start

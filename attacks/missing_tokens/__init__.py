@@ -1,0 +1,508 @@
+"""Tokens that no row shows: the generalised vocabulary-matching attack, with priors (paper, appendix C, Algorithm 3).
+
+Between two observed rows lie g unknown tokens. Algorithm 3 enumerates V^(g+1) sequences (the unknown tokens and the
+row's own); the paper calls it a theoretical threat. Here four sources order the search: the language model, probes
+that read *earlier* tokens from the observed row (attention leaves traces of them), the probe for its own token, and
+the distances of what was tried, which fall with every right token of a sequence, so that one slot can be searched
+while the others are held.
+
+Behind one layer nothing needs to be tried: a row is a sum to which every missing token contributes by itself, and the
+tokens are solved for (``missing``). What is found so is run like any other sequence, and counts once it matches.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import combinations
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from hiddenlab.attacks.missing_tokens import clearance
+from hiddenlab.attacks.missing_tokens.attention_sums import AttentionSums
+from hiddenlab.attacks.missing_tokens.gap_view import View
+from hiddenlab.attacks.missing_tokens.slots import Likely, Tried, moved, swapped
+from hiddenlab.attacks.vocab_match import Prepared, VocabMatch, believed
+from hiddenlab.channels import as_whole
+from hiddenlab.errors import InputError, NotApplicableError
+from hiddenlab.matching.screening import counted, near_ones
+from hiddenlab.models import Answer, Prefix, Request, TruncatedModel
+from hiddenlab.proposals.probe import Probe
+from hiddenlab.proposals.ranking import Continuations
+from hiddenlab.proposals.store import probes_for
+from hiddenlab.types import AttackResult, Observation, ObservationInfo, Progress, TokenPrediction, silent
+
+REACH = 3  # how far before a row probes look for tokens
+# Of the language model, about, that a beam of the priors may run for one gap, as long as it is wider than one.
+BEAM_POSITIONS = 8192
+NEARNESS = 8  # power of the ratio of distances by which a likely sequence counts for less than the nearest
+BEHIND = 512  # sequences tried for a row behind tokens that were not found
+WIDEN = 512  # sequences tried after which one more of the likeliest is searched slot by slot
+LM_WEIGHT = 0.8  # of the language model beside traces
+NAMED = 32  # of the fillings that were solved for, run at once
+DOUBT = 1.25  # times the screen's largest rounding: what is nearer than that to a row, the truncated model itself runs
+
+
+class MissingTokenSearch:
+    """Recover every token up to the last observed row, those that no row shows included.
+
+    Rows before the first gap are matched one by one (``vocab-match``). At a gap behind one layer its tokens are solved
+    for, from its row and those that follow at once; what a gap leaves open is solved for again with the next one's
+    rows. Then, and at other layers, whole sequences are tried: first those that the priors like, then one slot at a
+    time of the sequences that came nearest. A gap that is not closed within the budget gets the nearest sequence,
+    unverified, and the search goes on behind it, with few candidates a row, since none can match there.
+
+    Knows: the weights, the released rows and where in the prompt they stand. Does not know: the other rows, tokens.
+
+    Args:
+        budget: sequences tried for one gap at most; V of them are what one unknown token can take.
+        breadth: sequences, nearest first, of which single slots are searched at once; the beam of the priors, whose
+            slots are searched in time as well, is four times as wide.
+        longest: gaps of more unknown tokens are not searched: they get the nearest of what the priors propose.
+        sums: solve for missing tokens where that is possible: behind one layer (or from the second one's queries, keys
+            and values), without noise or unknown prefix, though rows may be rounded; up to 64 of them at once, of more
+            than 16 no more than eight for each row that is asked, whatever ``longest`` says.
+        proposal: ``probe+lm`` or ``probe``. distance, epsilon, screen: as in ``vocab-match``.
+        seed: of calibration. progress: where progress is reported.
+    """
+
+    def __init__(
+        self,
+        budget: int = 200_000,
+        breadth: int = 8,
+        longest: int = 8,
+        sums: bool = True,
+        proposal: str = "probe+lm",
+        distance: str = "auto",
+        epsilon: str = "auto",
+        screen: bool = True,
+        seed: int = 0,
+        progress: Progress = silent,
+    ) -> None:
+        if min(budget, breadth, longest) < 1:
+            raise InputError(
+                f"budget, breadth and longest must be at least 1, not {budget}, {breadth} and {longest}"
+            )
+        if "probe" not in proposal:
+            raise InputError(
+                f"the search for missing tokens cannot do without the probe; {proposal!r} has none"
+            )
+        self.budget, self.breadth, self.longest, self.progress = budget, breadth, longest, progress
+        self.sums = sums
+        self.matching = VocabMatch(
+            proposal=proposal, distance=distance, epsilon=epsilon, screen=screen, seed=seed, progress=progress
+        )
+        self._earlier: tuple[Prepared, list[Probe], clearance.Clearance] | None = None
+        self._named: tuple[TruncatedModel, ObservationInfo, AttentionSums] | None = None
+
+    def setup(
+        self, observation: Observation, model: TruncatedModel, generator: torch.Generator
+    ) -> dict[str, float]:
+        """Probes, for the rows' own tokens and for earlier ones, and epsilon; see ``VocabMatch.setup``."""
+        measured = self.matching.setup(observation, model, generator)
+        *_, seconds = self._prepare(observation, model)
+        self._names(observation, model)
+        return {**measured, "probe_seconds": measured["probe_seconds"] + seconds}
+
+    def _prepare(
+        self, observation: Observation, model: TruncatedModel
+    ) -> tuple[list[Probe], clearance.Clearance, float]:
+        """Probes for the tokens 1 to ``REACH`` positions before a row, how near right and wrong tokens there bring it,
+        and seconds of training."""
+        prepared, _ = self.matching.prepare(observation, model)
+        seconds = 0.0
+        if self._earlier is None or self._earlier[0] is not prepared:
+            probes, seconds = probes_for(model, prepared.info, range(1, REACH + 1), self.progress)
+            measured = clearance.measure(model, prepared.info, prepared.matcher, self.matching.seed)
+            self._earlier = prepared, probes, measured
+        return *self._earlier[1:], seconds
+
+    def _names(self, observation: Observation, model: TruncatedModel) -> AttentionSums | None:
+        """What solves for missing tokens; None where that is not possible, or not wanted."""
+        if not self.sums or not AttentionSums.applies(observation.info, model):
+            return None
+        info = as_whole(observation.info)
+        if self._named is None or self._named[:2] != (model, info):
+            self.progress("tabulating the first layer", 0, 1)
+            self._named = model, info, AttentionSums(model, info, self.matching.seed, self.progress)
+        return self._named[2]
+
+    def recover(
+        self, observation: Observation, model: TruncatedModel, generator: torch.Generator
+    ) -> AttackResult:
+        """Recover one prompt.
+
+        Raises:
+            NotApplicableError: rows in unknown order, or of layer 0, where a row says nothing of other tokens.
+        """
+        info = observation.info
+        if info.rows_permuted:
+            raise NotApplicableError("the search for missing tokens needs to know where each row stands")
+        if info.site.stream == "embed":
+            raise NotApplicableError(
+                "rows of layer 0 say nothing of other tokens; no gap can be closed there"
+            )
+        earlier, clearance, _ = self._prepare(observation, model)
+        prepared, _ = self.matching.prepare(observation, model)
+        positions = list(info.positions or range(len(observation.states)))
+        names = self._names(observation, model)
+        started, before = time.perf_counter(), self._counters(model, prepared)
+        lead = next((i for i, p in enumerate(positions) if p != i), len(positions))
+        found: list[TokenPrediction] = []
+        epsilon = None
+        if lead:
+            whole = replace(info, positions=None)
+            first = self.matching.recover(Observation(observation.states[:lead], whole), model, generator)
+            found, epsilon = list(first.tokens), first.epsilon
+        lm = Continuations(prepared.proposer.lm, model.special_ids)
+        rows = {position: row for row, position in enumerate(positions)}
+        searched = dict[int, bool]()  # rows that were not matched, and whether they were searched for
+        left = set[int]()  # places in gaps that were not closed
+        unclear = set[int]()  # rows that were matched as wrong tokens before them would be too
+        with torch.inference_mode():
+            prefix = _prefix_of(model, info.prefix_tokens, found)
+            states = observation.states.to(model.device).float()
+            for row in range(lead, len(positions)):
+                gap = _Gap(self, prepared, earlier, clearance, lm, prefix, states[row])
+                missing = positions[row] - len(found)
+                closed = False
+                if names is not None and missing:
+                    assert prepared.proposer.probe is not None
+                    view, anew = View(states, positions, found, prepared.proposer.probe, left), gap
+                    if view.begun < len(found):
+                        base = _prefix_of(model, info.prefix_tokens, found[: view.begun])
+                        anew = _Gap(self, prepared, earlier, clearance, lm, base, states[row])
+                    if closed := anew.named(names, view, row):
+                        gap, prefix, found = anew, anew.prefix, found[: view.begun]
+                        unclear = {r for r in unclear if positions[r] < view.begun}
+                        searched.clear()
+                        left.clear()
+                if not closed:
+                    within = missing <= self.longest
+                    # Behind tokens that are not known no row can match: the nearest of a few is all that can be had.
+                    budget = (min(self.budget, BEHIND) if searched else self.budget) if within else 0
+                    if not gap.search(missing, budget):
+                        searched[row] = within
+                        left |= set(range(len(found), positions[row]))
+                if gap.closed and not gap.clear:
+                    unclear.add(row)
+                found += gap.recovered(rows, len(found))
+                self.progress("closing gaps", row - lead + 1, len(positions) - lead)
+        evaluated, calls = (
+            now - then for now, then in zip(self._counters(model, prepared), before, strict=True)
+        )
+        unclosed, count = sum(searched.values()), len(positions) - lead
+        skipped = len(searched) - unclosed
+        reasons = [f"{unclosed} of {count} rows not matched within the budget"] * bool(unclosed)
+        reasons += [f"{skipped} of {count} gaps longer than {self.longest}, not searched"] * bool(skipped)
+        nears = f"{len(unclear)} of {count} rows matched where wrong tokens come as near as right ones"
+        reasons += [nears] * bool(unclear)
+        reason = "; ".join(reasons) or "complete"
+        return AttackResult(tuple(found), evaluated, calls, time.perf_counter() - started, reason, epsilon)
+
+    def _counters(self, model: TruncatedModel, prepared: Prepared) -> tuple[int, int]:
+        """Positions and passes that ran so far."""
+        positions, passes = counted(model, prepared.screen)
+        tabulated = self._named[2].counters() if self._named is not None else (0, 0)
+        return positions + tabulated[0], passes + tabulated[1]
+
+    def __repr__(self) -> str:
+        return (
+            f"MissingTokenSearch(budget {self.budget}); knows the weights, the shown rows and where they stand, "
+            "not the other rows nor any token"
+        )
+
+
+def _prefix_of(model: TruncatedModel, offset: int, found: Sequence[TokenPrediction]) -> Prefix:
+    prefix = model.prefix(offset=offset)
+    if found:
+        prefix.extend(torch.tensor([one.token for one in found], device=model.device))
+    return prefix
+
+
+class _Gap:
+    """The search for the unknown tokens before one row, and for its own."""
+
+    def __init__(
+        self, attack: MissingTokenSearch, prepared: Prepared, earlier: Sequence[Probe], clearance: clearance.Clearance,
+        lm: Continuations, prefix: Prefix, raw: Float[Tensor, " d"],
+    ) -> None:  # fmt: skip
+        self.attack, self.prepared, self.lm, self.prefix = attack, prepared, lm, prefix
+        self.size, self.budget = 1, 0
+        self.model, self.matcher = prefix.model, prepared.matcher
+        self.row = self.matcher.prepare(raw[None])
+        self.clearance, self.norm = clearance, float(self.matcher.norms(self.row)[0])
+        assert prepared.proposer.probe is not None
+        own = prepared.proposer.probe.log_probs(raw[None])[0]
+        self.traces = [own, *(probe.log_probs(raw[None])[0] for probe in earlier)]
+        self.pool: dict[tuple[int, ...], float] = {}
+        self.rough: set[tuple[int, ...]] = set()  # those of the pool whose distance is the screen's
+        self.shadow: Prefix | None = None
+        self.likely: list[Likely] = []  # by the priors alone, likeliest first
+        self.priors: dict[tuple[int, tuple[int, ...]], Tensor] = {}
+        self.slots: dict[tuple[int, tuple[int, ...]], Tried] = {}
+        self.rearranged: set[tuple[int, ...]] = set()
+        self.spent = 0
+        self.closed = False
+        self.best: tuple[int, ...] = ()
+
+    @property
+    def limit(self) -> float:
+        """How near a sequence must come: nearer than for a row's own token alone."""
+        threshold = self.prepared.threshold
+        limit = float(threshold.limits(self.matcher, self.row)[0])
+        if threshold.absolute is not None:
+            return limit
+        return min(limit, self.clearance.limit(self.size - 1, threshold.floor) * self.norm)
+
+    @property
+    def clear(self) -> bool:
+        """Whether no sequence with a wrong token before the row is expected within ``limit``."""
+        return self.size == 1 or self.limit <= self.clearance.clear(self.size - 1) * self.norm
+
+    def search(self, missing: int, budget: int) -> bool:
+        """Close a gap of so many unknown tokens; the prefix then holds them and the row's own token.
+
+        Args:
+            budget: sequences tried at most, but for those that the priors propose at once.
+        """
+        self.size, self.budget = missing + 1, budget
+        self._beam()
+        while not self.closed and self.spent < budget:
+            if self._look_again() or self._rearrange():
+                continue
+            context = self._most_promising()
+            if context is None:
+                break
+            self._expand(context)
+        while not self.closed and self._look_again():
+            pass
+        if not self.closed:
+            self.best = min(self.pool, key=self.pool.__getitem__)
+            self.prefix.extend(torch.tensor(self.best, device=self.model.device))
+        return self.closed
+
+    def named(self, names: AttentionSums, view: View, row: int) -> bool:
+        """Solve for what is missing before a row, and run what comes out; see ``search``."""
+        known, asked = view.rows(row)
+        places = range(view.begun, view.positions[row] + 1)
+        self.size = len(places)
+        for rows in asked:
+            for fillings in names.name(rows):
+                self._run([tuple((known | one)[p] for p in places) for one in fillings[:NAMED]])
+                if self.closed:
+                    return True
+        return False
+
+    def recovered(self, rows: Mapping[int, int], begun: int) -> list[TokenPrediction]:
+        """The tokens found, from a position on; those that no row shows are verified by the row that they explain.
+
+        Args:
+            rows: by position.
+        """
+        others = sorted(d for sequence, d in self.pool.items() if sequence != self.best)[:1]
+        distance = self.pool[self.best]
+        margin = others[0] - distance if others else None
+        tokens = [
+            TokenPrediction(
+                token, rows.get(begun + slot, -1), distance, margin, self.spent, self.closed and self.clear
+            )
+            for slot, token in enumerate(self.best)
+        ]
+        return list(believed(tokens, self.prepared.threshold.chance)) if self.size == 1 else tokens
+
+    # ---- what is tried
+
+    def _beam(self) -> None:
+        """Sequences from left to right by the priors alone, all run at once; their slots are searched afterwards."""
+        # A long gap's beam is as many passes of as long branches: it narrows, so as to cost what a short one's does.
+        width = max(1, min(4 * self.attack.breadth, BEAM_POSITIONS // self.size**2))
+        beams = [Likely((), ())]
+        first = beams[0]
+        for slot in range(self.size):
+            first = beams[0]
+            scores = self._scores(slot, [one.tokens for one in beams]).log_softmax(1)
+            top = scores.topk(min(width, scores.shape[1]), dim=1)
+            grown = [
+                one.with_token(token, value)
+                for one, values, found in zip(beams, top.values.tolist(), top.indices.tolist(), strict=True)
+                for value, token in zip(values, found, strict=True)
+            ]
+            beams = sorted(grown, key=lambda one: -sum(one.scores))[
+                : width if slot < self.size - 1 else 3 * width
+            ]
+        # The likeliest often have one and the same last token: others of it follow the likeliest beginning.
+        last = self.traces[0].log_softmax(0).topk(min(width, len(self.traces[0])))
+        others = [
+            first.with_token(token, value)
+            for token, value in zip(last.indices.tolist(), last.values.tolist(), strict=True)
+        ]
+        unique = {one.tokens: one for one in beams + others}
+        self.likely = sorted(unique.values(), key=lambda one: -sum(one.scores))
+        first_batch = dict.fromkeys(one.tokens for one in beams[:width])
+        rest = [one.tokens for one in self.likely if one.tokens not in first_batch]
+        for part in (list(first_batch), rest):
+            if not self.closed:
+                self._run(part[: self.attack.budget - self.spent])
+        self.likely = [
+            replace(one, distance=self.pool[one.tokens]) for one in self.likely if one.tokens in self.pool
+        ]
+
+    def _rearrange(self) -> bool:
+        """Try the unknown tokens of the nearest sequence in other orders, once; false where there is nothing to try.
+
+        A row shows which tokens stand before it better than where: the right ones in a wrong order come near.
+        """
+        nearest = min(self.pool, key=self.pool.__getitem__)
+        if self.size < 3 or nearest in self.rearranged:
+            return False
+        self.rearranged.add(nearest)
+        orders = {moved(nearest[:-1], i, j) for i in range(self.size - 1) for j in range(self.size - 1)}
+        orders |= {swapped(nearest[:-1], i, j) for i, j in combinations(range(self.size - 1), 2)}
+        fresh = sorted({(*order, nearest[-1]) for order in orders} - self.pool.keys())
+        fresh = fresh[: self.budget - self.spent]
+        if fresh:
+            self._run(fresh)
+        return bool(fresh)
+
+    def _run(self, sequences: list[tuple[int, ...]]) -> None:
+        """Whole sequences, after the prefix."""
+        limit = max(1, self.model.max_pass_tokens // self.size)
+        for start in range(0, len(sequences), limit):
+            part = sequences[start : start + limit]
+            branches = torch.tensor(part, device=self.model.device)
+            self._try(branches[0, :0], branches, part)
+            if self.closed:
+                return
+
+    def _look_again(self) -> bool:
+        """Run in the model what only the screen has run of the nearest sequences; false where there is none."""
+        nearest = sorted(self.pool, key=self.pool.__getitem__)[: self.attack.breadth]
+        if not (doubtful := [sequence for sequence in nearest if sequence in self.rough]):
+            return False
+        branches = torch.tensor(doubtful, device=self.model.device)
+        answer = self.model.run([Request(self.prefix, branches[0, :0], branches=branches)])[0]
+        self._digest(answer, doubtful, 0)
+        return True
+
+    def _try(
+        self, chain: Int[Tensor, " t"], branches: Int[Tensor, "c g"], sequences: list[tuple[int, ...]]
+    ) -> Float[Tensor, "c d"]:
+        """Run sequences that begin with the chain, and note their distances; returns their last tokens' states.
+
+        Large batches the screen runs first, and the model those that are near, or nearer than the screen's rounding
+        can tell from near.
+        """
+        screen = self.prepared.screen
+        self.spent += len(sequences)
+        parents = torch.full((len(branches),), len(chain), device=branches.device)
+        # States of first tokens may be attention sinks, of which half precision resolves nothing.
+        if screen is None or not self.prefix.length or not screen.runs(len(sequences)):
+            answer = self.model.run([Request(self.prefix, chain, branches=branches, parents=parents)])[0]
+            return self._digest(answer, sequences, len(chain))[0]
+        self.shadow = self.shadow or screen.follow(self.prefix)
+        request = Request(self.shadow, chain, branches=branches, parents=parents)
+        states, distances = self._measured(screen.model.run([request], keep=False)[0], len(sequences))
+        for sequence, distance in zip(sequences, distances.tolist(), strict=True):
+            if sequence not in self.pool:  # what the truncated model ran before stays as it is
+                self.pool[sequence] = distance
+                self.rough.add(sequence)
+        chosen, seen = near_ones(distances), torch.zeros_like(distances, dtype=torch.bool)
+        while len(chosen) and not self.closed:
+            seen[chosen] = True
+            request = Request(self.prefix, chain, branches=branches[chosen], parents=parents[chosen])
+            own, exact = self._digest(
+                self.model.run([request])[0], [sequences[i] for i in chosen.tolist()], len(chain)
+            )
+            states[chosen] = own.to(states.dtype)
+            rounding = DOUBT * float((distances[chosen] ** 2 - exact**2).clamp(min=0).max().sqrt())
+            (chosen,) = ((distances <= rounding) & ~seen).nonzero(as_tuple=True)
+        return states
+
+    def _scores(self, slot: int, before: Sequence[tuple[int, ...]]) -> Float[Tensor, "c v"]:
+        """Log-probabilities, not normalised, of a slot's token behind each choice of the tokens before it.
+
+        The row's own token is left to its probe: asking the language model for every sequence would cost more than
+        it knows.
+        """
+        back = self.size - 1 - slot
+        trace = self.traces[back] if back < len(self.traces) else torch.zeros_like(self.traces[0])
+        following = self.lm.after(self.prefix.tokens, before) if back else None
+        if following is None:
+            return trace.expand(len(before), -1)
+        return trace + LM_WEIGHT * following.to(trace.device)
+
+    def _most_promising(self) -> "Tried | None":
+        """The slot whose next candidates are likeliest to be right, of the nearest sequences and of likely ones.
+
+        Nearer sequences count for more. Likely ones count for what the priors give the tokens that are held, less
+        where they are far: a row may come nearer with a wrong token of its own than with the right one, as long as
+        those before it are wrong, and then the priors know better where to look.
+        """
+        best: tuple[float, Tried] | None = None
+        nearest = sorted(self.pool, key=self.pool.__getitem__)
+        taken = 0
+        for sequence in nearest:
+            open_ = [c for slot in range(self.size) if not (c := self._context(slot, sequence)).exhausted]
+            for context in open_:
+                value = context.chance() / (1 + taken)
+                if best is None or value > best[0]:
+                    best = value, context
+            taken += bool(open_)
+            if taken == self.attack.breadth:
+                break
+        least = self.pool[nearest[0]]
+        for likely in self.likely[: self.attack.breadth + self.spent // WIDEN]:
+            nearness = (least / max(likely.distance, 1e-30)) ** NEARNESS
+            for slot in range(self.size):
+                context = self._context(slot, likely.tokens)
+                value = context.chance() * likely.held(slot) * nearness
+                if not context.exhausted and (best is None or value > best[0]):
+                    best = value, context
+        return None if best is None else best[1]
+
+    def _context(self, slot: int, sequence: tuple[int, ...]) -> Tried:
+        key = slot, sequence[:slot] + sequence[slot + 1 :]
+        if key not in self.slots:
+            # The row's own token is expected from its probe alone, whatever stands before it.
+            before = sequence[:slot] if slot < self.size - 1 else ()
+            if (slot, before) not in self.priors:
+                self.priors[slot, before] = self._scores(slot, [sequence[:slot]])[0]
+            self.slots[key] = Tried(slot, sequence, self.priors[slot, before])
+        return self.slots[key]
+
+    def _expand(self, context: Tried) -> None:
+        """Run the next candidates of one slot, the tokens before it shared by all of them."""
+        slot, held = context.slot, context.held
+        tokens = context.next(min(self.budget - self.spent, self.model.max_pass_tokens // (self.size - slot)))
+        chain = torch.tensor(held[:slot], dtype=torch.long, device=self.model.device)
+        behind = torch.tensor(held[slot + 1 :], dtype=torch.long, device=self.model.device)
+        branches = torch.cat([tokens[:, None], behind.expand(len(tokens), -1)], 1)
+        sequences = [(*held[:slot], token, *held[slot + 1 :]) for token in tokens.tolist()]
+        states = self._try(chain, branches, sequences)
+        if self.prepared.proposer.adapter is not None and not self.closed:
+            context.learn(tokens, states, self.row, self.prepared.proposer.adapter)
+
+    def _measured(self, answer: Answer, count: int) -> tuple[Float[Tensor, "c d"], Float[Tensor, " c"]]:
+        """States of the last tokens of so many branches, and how far each is from the row."""
+        states = self.matcher.view(answer.branches.unflatten(0, (count, -1))[:, -1])
+        return states, self.matcher.pairs(candidates=states, observed=self.row.expand_as(states))
+
+    def _digest(
+        self, answer: Answer, sequences: list[tuple[int, ...]], chain: int
+    ) -> tuple[Float[Tensor, "c d"], Float[Tensor, " c"]]:
+        """Note what the truncated model ran, and commit a sequence that matches; returns states and distances."""
+        states, distances = self._measured(answer, len(sequences))
+        self.pool.update(zip(sequences, distances.tolist(), strict=True))
+        self.rough.difference_update(sequences)
+        if len(self.pool) > 4096:  # the far ones are never looked at again
+            kept = sorted(self.pool, key=self.pool.__getitem__)[:1024]
+            self.pool = {sequence: self.pool[sequence] for sequence in kept}
+            self.rough &= self.pool.keys()
+        nearest = int(distances.argmin())
+        if float(distances[nearest]) <= self.limit:
+            self.closed, self.best = True, sequences[nearest]
+            self.pool[self.best] = float(distances[nearest])
+            self.prefix.keep(answer, tokens=chain, branch=nearest)
+        return states, distances

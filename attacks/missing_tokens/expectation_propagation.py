@@ -1,0 +1,163 @@
+"""Tokens of many places at once: what each may be, given what all others may be (``sums`` chooses one after another).
+
+Where dozens of tokens are missing, a beam over the places loses the right one within a few: what is not chosen yet
+differs too much from a normal distribution. Here no place is chosen for good. Each holds a list of tokens and how
+likely each of them is; mean and covariance of what they contribute, in place of those of any token, are what a place's
+tokens are weighed against, and a place's own are taken out again for it (expectation propagation with normal
+messages: Minka, 2001; in multiuser detection, soft interference cancellation). Likelihoods begin flat, since a normal
+distribution believes too much, and sharpen from sweep to sweep; lists are made anew where tokens fit least.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from hiddenlab.attacks.missing_tokens.sum_search import JITTER, Search, Sums, Whitening
+from hiddenlab.types import Progress, silent
+
+SWEEPS, ANEW = 10, 3  # over the places, and after how many of them lists are made anew
+HEAT = 16.0  # by which log-likelihoods are divided at first; 1 in the end
+# Share of what any token may contribute that is believed of all places, first and last.
+DOUBT, CERTAIN = 0.2, 1e-4
+DAMPED = 0.3  # share of its likelihood that a token keeps from the sweep before
+LISTED, KEPT = 512, 64  # tokens of a list, and how many of the likeliest a new one takes over
+LEAST = 1e-9  # likelihood of tokens that count
+LOOKED = 256  # directions in which the vocabulary is looked at
+BELIEVED, EXACT = 3e-3, 3e-4  # share of a row that sums may miss, first and last
+AGAIN = 3  # one place of so many gets a new list, those that fit least
+
+
+@dataclass
+class _Belief:
+    """Tokens that a place may have: how likely each is, what it would contribute and weigh."""
+
+    tokens: Int[Tensor, " c"]
+    share: Float[Tensor, " c"]
+    parts: Float[Tensor, "c y"]
+    weights: Float[Tensor, "c h"]
+
+    def mean(self) -> Float[Tensor, " y"]:
+        return self.share @ self.parts.double()
+
+    def spread(self) -> Float[Tensor, "c y"]:
+        """Its square is the covariance of what is contributed; of tokens that count."""
+        some = self.share > LEAST
+        return (self.parts[some].double() - self.mean()) * self.share[some].sqrt()[:, None]
+
+
+class Beliefs:
+    """What the tokens of all places of a search may be."""
+
+    def __init__(self, search: Search, progress: Progress = silent) -> None:
+        self.progress = progress
+        self.search, self.places = search, list(search.places)
+        self.any = search.covariance(self.places)  # of what any tokens contribute
+        self.held: dict[int, _Belief] = {}
+        self.misfit = dict.fromkeys(self.places, 0.0)
+
+    def settle(self) -> Sums:
+        """Sums of the likeliest tokens, those that explain the rows best first; in order of the search's places."""
+        self._list(self.places, HEAT, DOUBT, BELIEVED)
+        found = self._likeliest()
+        for sweep in range(1, SWEEPS + 1):
+            self.progress("weighing missing tokens", sweep - 1, SWEEPS)
+            done = (sweep - 1) / (SWEEPS - 1)
+            heat, doubt = HEAT ** (1 - done), DOUBT * (CERTAIN / DOUBT) ** done
+            believed = BELIEVED * (EXACT / BELIEVED) ** done
+            self._weigh(heat, doubt, believed)
+            if sweep % ANEW == 0:
+                found = self._likeliest()
+                if self.search.explained(found):
+                    break
+                least = sorted(self.places, key=self.misfit.__getitem__, reverse=True)
+                self._list(least[: -(-len(least) // AGAIN)], heat, doubt, believed)
+        self.progress("weighing missing tokens", SWEEPS, SWEEPS)
+        return found if self.search.explained(found) else self._likeliest()
+
+    def _likeliest(self) -> Sums:
+        sums = self.search.begun
+        for place in self.places:
+            belief = self.held[place]
+            sums = self.search.with_token(sums, place, belief.tokens[belief.share.argmax()][None])
+        return self.search.rearranged(sums)
+
+    def _missed(self, doubt: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What is believed of the sum of all places: what it branches, its covariance, its mass, covariance of that."""
+        search = self.search
+        left, mass = search.begun.left[0].clone(), search.begun.mass[0].clone()
+        covariance, spread = doubt * self.any, torch.zeros(len(mass), len(mass)).to(self.any)
+        for place in self.places:
+            moments, belief = search.moments[place], self.held.get(place)
+            if belief is None:
+                left -= moments.part
+                mass += moments.weight
+                spread += moments.weights
+                continue
+            left -= belief.mean()
+            rows = belief.spread()
+            covariance.addmm_(rows.T, rows, alpha=1 - doubt)
+            usual = belief.share @ belief.weights.double()
+            mass += usual
+            off = (belief.weights.double() - usual) * belief.share.sqrt()[:, None]
+            spread += off.T @ off + doubt * moments.weights
+        return left, covariance, mass, spread
+
+    def _list(self, places: Sequence[int], heat: float, doubt: float, believed: float) -> None:
+        """Lists of some places, of the whole vocabulary by what all others may contribute."""
+        search = self.search
+        left, covariance, mass, spread = self._missed(doubt if self.held else 1.0)
+        for i, place in enumerate(places):
+            self.progress("listing missing tokens", i, len(places))
+            belief, moments = self.held.get(place), search.moments[place]
+            if belief is None:
+                own, mean = search.varies(place), moments.part
+            else:
+                rows, mean = belief.spread(), belief.mean()
+                own = (1 - doubt) * rows.T @ rows
+            whitened = search.whitening(mass, covariance - own, believed, spread)
+            directions = search.most_telling(whitened, [place], LOOKED)
+            target = ((left + mean) @ directions.T).float()
+            table = search.along(place, directions)
+            score = search.prior.float() + table @ target - table.square().sum(1) / 2
+            tokens = score.topk(min(LISTED, search.size)).indices
+            if belief is not None:
+                kept = belief.tokens[belief.share.topk(min(KEPT, len(belief.tokens))).indices]
+                tokens = torch.cat([kept, tokens]).unique()
+            self.held[place] = _Belief(
+                tokens, (score[tokens] / heat).double().softmax(0),
+                search.parts(place, tokens), search.weights(place, tokens),
+            )  # fmt: skip
+        self.progress("listing missing tokens", len(places), len(places))
+
+    def _weigh(self, heat: float, doubt: float, believed: float) -> None:
+        """Likelihoods of all places' tokens, each by what the others are believed to contribute."""
+        left, covariance, mass, spread = self._missed(doubt)
+        whitened = self.search.whitening(mass, covariance, believed, spread)
+        missed = whitened(left[None])[0]
+        for place, belief in self.held.items():
+            score, self.misfit[place] = self._said(belief, whitened, missed, 1 - doubt)
+            share = ((self.search.prior[belief.tokens] + score) / heat).softmax(0)
+            belief.share = DAMPED * belief.share + (1 - DAMPED) * share
+
+    def _said(
+        self, belief: _Belief, whitened: Whitening, missed: Float[Tensor, " x"], counted: float
+    ) -> tuple[Float[Tensor, " c"], float]:
+        """Log-likelihood of a place's tokens, up to a constant, and how badly the best of them fits.
+
+        Args:
+            whitened: by what all places may contribute, this one too. missed: what is left of the sum in its units.
+            counted: share of the place's own covariance that is in it, and is taken out (Woodbury's identity).
+        """
+        parts = whitened(belief.parts.double() - belief.mean())
+        inner, along = parts @ parts.T, parts @ missed
+        root = (belief.share * counted * (belief.share > LEAST)).sqrt()
+        rest = torch.eye(len(root)).to(inner) - root[:, None] * inner * root
+        rest.diagonal().add_(JITTER)
+        own = root[:, None] * (inner - along[:, None])
+        lower = torch.linalg.cholesky(rest)
+        taken = torch.linalg.solve_triangular(lower, own, upper=False).square().sum(0)
+        score = -(inner.diagonal() - 2 * along + taken) / 2
+        return score, -float(score.max())

@@ -1,0 +1,398 @@
+"""Choosing tokens whose contributions add up to what rows of one layer miss (``missing``).
+
+A beam goes over the places, nearest first. A sum over some of them is weighed by how far those still missing can be
+expected to change it; the last two are chosen together, and sums that miss little are mended.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import combinations
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from hiddenlab.attacks.missing_tokens.slots import moved, swapped
+from hiddenlab.matching.first_layer import FirstLayer
+
+# Share of a row that a sum may miss by where others are still missing, from the first place to the last: as their
+# contributions are no normal distribution, little is believed at first.
+BELIEVED = (3e-3, 2e-3, 2e-3, 1e-3, 5e-4, 3e-4)
+JITTER = 1e-12  # share of all variance that is added to each, so that rounding makes none negative
+BEAM, LONGLIST = 64, 8  # sums kept, and how many times as many are looked at in all directions
+ALONG = 128  # directions in which the vocabulary is looked at first, those in which it varies most
+SAMPLED = 768  # tokens that tell which these are
+PAIRED, KEPT = 16, 8  # sums whose last two places are sought together, and pairs kept of each
+PAIRS = 2000  # tokens of one of the two that are tried with all of the other
+PAIR_ALONG = 64  # directions in which pairs are looked at
+AT_ONCE, PAIRS_AT_ONCE = 4096, 256  # tokens tabulated at once, and tried with all others at once
+# Share of a row that the right sum leaves unexplained at most; wrong ones leave several times as much.
+EXPLAINED = 1e-4
+REARRANGED = 8  # sums whose tokens are tried in other orders
+APART, ORDERS_AT_ONCE = 16, 32  # places at most between which a token is moved, and orders tried at once
+NEARER = 0.99  # share of what a sum leaves unexplained that another order has to stay below
+
+
+@dataclass
+class Row:
+    """What one row tells of the sum of what is missing before it.
+
+    Attributes:
+        token, position: the row's own. jacobian: of the row by what attention brings it, in units of the row's root
+            mean square. unsure: covariance of what the solve errs. brought: what attention brings, by head. sum, mass:
+            what the missing tokens contribute in all, and how much the known ones weigh. scale: logarithm by head that
+            all weights are divided by.
+    """
+
+    layer: FirstLayer
+    token: int
+    position: int
+    jacobian: Float[Tensor, "e a"]
+    unsure: Float[Tensor, "a a"]
+    brought: Float[Tensor, "h w"]
+    sum: Float[Tensor, " a"]
+    mass: Float[Tensor, " h"]
+    scale: Float[Tensor, "h 1"]
+    _weights: dict[int, Tensor] = field(default_factory=dict)
+
+    def weights(self, place: int, tokens: Int[Tensor, " c"] | None = None) -> Float[Tensor, "h c"]:
+        """What tokens would weigh at a place; nothing where the row does not see it."""
+        if place not in self._weights:
+            scores = self.layer.scores(self.token, self.position, place)
+            self._weights[place] = (scores - self.scale).exp()
+        every = self._weights[place]
+        return every if tokens is None else every[:, tokens]
+
+    def parts(self, place: int, tokens: Int[Tensor, " c"]) -> Float[Tensor, "c a"]:
+        """What tokens would contribute at a place."""
+        values = self.layer.spread(self.layer.values(place)[tokens])
+        return (self.weights(place, tokens).T[..., None] * (values - self.brought)).flatten(1)
+
+
+@dataclass(frozen=True)
+class _Moments:
+    """Of what a missing token contributes at a place, and of what it weighs."""
+
+    part: Float[Tensor, " a"]
+    weight: Float[Tensor, " h"]
+    weights: Float[Tensor, "h h"]
+
+
+@dataclass(frozen=True)
+class Whitening:
+    """Turns what is left of sums into units of what it may miss by: divided row by row, then whitened together."""
+
+    divided: Float[Tensor, "r e a"]
+    lower: Float[Tensor, "x x"]
+
+    def __call__(self, sums: Float[Tensor, "b y"]) -> Float[Tensor, "b x"]:
+        seen = _by_row(sums.double(), self.divided)
+        return torch.linalg.solve_triangular(self.lower, seen.T, upper=False).T
+
+    def back(self, directions: Float[Tensor, "x k"]) -> Float[Tensor, "k y"]:
+        """What to take of sums to have them whitened along some directions."""
+        turned = torch.linalg.solve_triangular(self.lower.T, directions, upper=True)
+        rows = turned.unflatten(0, self.divided.shape[:2])
+        return (self.divided.transpose(1, 2) @ rows).flatten(0, 1).T
+
+
+@dataclass
+class Sums:
+    """Choices of tokens for some places, one a row.
+
+    Attributes:
+        chosen: the tokens. left: what the other places still have to contribute. mass: what all that are known weigh.
+        prior: log-probability of the tokens.
+    """
+
+    chosen: Int[Tensor, "b k"]
+    left: Float[Tensor, "b a"]
+    mass: Float[Tensor, "b h"]
+    prior: Float[Tensor, " b"]
+
+    def __getitem__(self, which: Tensor | slice) -> "Sums":
+        return Sums(self.chosen[which], self.left[which], self.mass[which], self.prior[which])
+
+
+class Search:
+    """The sums of what some rows miss.
+
+    Args:
+        places: that are missing, in the order in which they are chosen. prior: log-probability of every token. pool:
+            tokens that stand for what may be missing. rounding: share of a row that no sum explains.
+    """
+
+    def __init__(
+        self, rows: Sequence[Row], places: Sequence[int], prior: Float[Tensor, " v"], pool: Int[Tensor, " n"],
+        rounding: float = 0.0,
+    ) -> None:  # fmt: skip
+        self.rows, self.places, self.prior, self.pool = list(rows), list(places), prior, pool
+        self.size, self.rounding = len(prior), rounding
+        self.jacobian = torch.stack([row.jacobian for row in rows])
+        self.unsure = torch.stack([row.unsure for row in rows])
+        self.width = rows[0].brought.shape[1]
+        tokens, counts = pool.unique(return_counts=True)
+        self.usual = tokens, counts.double() / len(pool)
+        self.moments = {place: self._moments(place) for place in places}
+        self.varied: tuple[tuple[int, ...], Tensor] | None = None  # see ``covariance``
+        self.begun = Sums(
+            torch.zeros(1, 0, dtype=torch.long, device=self.prior.device),
+            torch.cat([row.sum for row in rows])[None],
+            torch.cat([row.mass for row in rows])[None],
+            torch.zeros(1, dtype=torch.double, device=self.prior.device),
+        )
+
+    # ---- the tables
+
+    def parts(self, place: int, tokens: Int[Tensor, " c"]) -> Float[Tensor, "c a"]:
+        return torch.cat([row.parts(place, tokens) for row in self.rows], 1)
+
+    def weights(self, place: int, tokens: Int[Tensor, " c"]) -> Float[Tensor, "c h"]:
+        return torch.cat([row.weights(place, tokens) for row in self.rows]).T
+
+    def _moments(self, place: int) -> _Moments:
+        tokens, share = self.usual
+        weights = self.weights(place, tokens).double()
+        mean = share @ weights
+        spread = (weights - mean) * share.sqrt()[:, None]
+        return _Moments(share @ self.parts(place, tokens).double(), mean, spread.T @ spread)
+
+    def varies(self, place: int) -> Float[Tensor, "y y"]:
+        """Covariance of what a missing token contributes at a place; as large as all rows together, so not held."""
+        tokens, share = self.usual
+        spread = (self.parts(place, tokens).double() - self.moments[place].part) * share.sqrt()[:, None]
+        return spread.T @ spread
+
+    def covariance(self, places: Sequence[int]) -> Float[Tensor, "y y"]:
+        """Of what missing tokens contribute at some places; what was asked for last is held, as the next are fewer."""
+        held, total = self.varied or ((), torch.empty(0))
+        gone = [p for p in held if p not in places]
+        if self.varied is not None and set(places) <= set(held) and len(gone) < len(places):
+            for place in gone:
+                total = total - self.varies(place)
+        else:
+            wide = self.begun.left.shape[1]
+            total = torch.zeros(wide, wide, dtype=torch.double, device=self.prior.device)
+            for place in places:
+                total += self.varies(place)
+        self.varied = tuple(places), total
+        return total
+
+    def along(self, place: int, directions: Float[Tensor, "r a"]) -> Float[Tensor, "v r"]:
+        """What the whole vocabulary contributes at a place, along some directions."""
+        turned = directions.float().T.contiguous()
+        out = torch.empty(self.size, turned.shape[1], device=turned.device)
+        for tokens in torch.arange(self.size, device=turned.device).split(AT_ONCE):
+            out[tokens] = self.parts(place, tokens) @ turned
+        return out
+
+    # ---- how sums are weighed
+
+    def _divided(self, mass: Float[Tensor, " h"]) -> Float[Tensor, "r e a"]:
+        """How rows change with what is left of their sums, which mass divides."""
+        return self.jacobian / mass.repeat_interleave(self.width).unflatten(0, (len(self.rows), 1, -1))
+
+    def _whitened(self, sums: Sums, rest: Sequence[int], free: Sequence[int], believed: float) -> Whitening:
+        """Units of what is left of a sum: what it may miss by.
+
+        Args:
+            rest: places still missing. free: those of them that are about to be chosen, which only their weight makes
+                uncertain: it is what the sum is divided by.
+        """
+        mass = sums.mass.mean(0) + sum(self.moments[p].weight for p in rest)
+        spread = torch.stack([self.moments[p].weights for p in rest]).sum(0)
+        return self.whitening(mass, self.covariance([p for p in rest if p not in free]), believed, spread)
+
+    def whitening(
+        self,
+        mass: Float[Tensor, " h"],
+        covariance: Float[Tensor, "y y"],
+        believed: float,
+        spread: Float[Tensor, "h h"] | None = None,
+    ) -> Whitening:
+        """Units of what sums may miss: by what may still be contributed, and what is believed anyway.
+
+        Args:
+            mass: that sums are divided by. spread: its covariance, by which what each row's solve errs shows.
+        """
+        divided = self._divided(mass)
+        rows, seen, width = divided.shape
+        blocks = covariance.unflatten(1, (rows, width)).unflatten(0, (rows, width)).transpose(1, 2).clone()
+        if spread is not None:
+            own = spread.unflatten(1, (rows, -1)).unflatten(0, (rows, -1))
+            for r in range(rows):
+                alike = own[r, :, r].repeat_interleave(self.width, 0).repeat_interleave(self.width, 1)
+                blocks[r, r] += self.unsure[r] * alike
+        noise = divided[:, None] @ blocks @ divided.transpose(1, 2)[None]
+        noise = noise.transpose(1, 2).reshape(rows * seen, rows * seen)
+        noise.diagonal().add_(believed**2 + self.rounding**2 + JITTER * float(noise.trace()))
+        return Whitening(divided, torch.linalg.cholesky(noise))
+
+    def most_telling(self, whitening: Whitening, places: Sequence[int], count: int) -> Float[Tensor, "k y"]:
+        """Directions in which what is about to be chosen varies most, as far as some tokens tell."""
+        some = self.pool[: SAMPLED // len(places)]
+        spread = [self.parts(p, some).double() - self.moments[p].part for p in places]
+        seen = whitening(torch.cat(spread))
+        # Of samples by samples, of which there are fewer than coordinates where rows are asked together.
+        length, of = torch.linalg.eigh(seen @ seen.T)
+        told = length[-count:] > JITTER * length[-1]
+        return whitening.back(seen.T @ (of[:, -count:] / length[-count:].clamp(min=1e-300).sqrt())[:, told])
+
+    def with_token(self, sums: Sums, place: int, tokens: Int[Tensor, " b"]) -> Sums:
+        """Sums, each with a token at a place."""
+        return Sums(
+            torch.cat([sums.chosen, tokens[:, None]], 1),
+            sums.left - self.parts(place, tokens).double(),
+            sums.mass + self.weights(place, tokens).double(),
+            sums.prior + self.prior[tokens],
+        )
+
+    def beam(self) -> Sums:
+        """Sums over all places, those that explain the rows best first."""
+        sums, places = self.begun, self.places
+        for k in range(len(places) - 2 if len(places) > 1 else 1):
+            stage = len(BELIEVED) - 1 - (len(places) - 2 - k) if len(places) > len(BELIEVED) else k
+            sums = self._extended(sums, places[k:], BELIEVED[max(stage, 0)])
+        if len(places) > 1:
+            sums = self._paired(sums[:PAIRED], places[-2], places[-1])
+        return self.rearranged(self._ordered(sums))
+
+    def _extended(self, sums: Sums, rest: Sequence[int], believed: float) -> Sums:
+        """Sums with the first of the remaining places chosen, the others at what they may be."""
+        place, others = rest[0], rest[1:]
+        whitened = self._whitened(sums, rest, [place], believed)
+        mean = sum((self.moments[p].part for p in others), torch.zeros_like(sums.left[0]))
+        left = sums.left - mean
+        directions = self.most_telling(whitened, [place], ALONG)
+        table, target = self.along(place, directions), (left @ directions.T).float()
+        said = torch.addmm(self.prior.float() - table.square().sum(1) / 2, target, table.T)
+        said += (sums.prior - (target.square().sum(1) / 2).double()).float()[:, None]
+        which = said.flatten().topk(min(LONGLIST * BEAM, said.numel())).indices
+        before, tokens = which // self.size, which % self.size
+        exactly = whitened(left[before] - self.parts(place, tokens).double())
+        score = sums.prior[before] + self.prior[tokens] - exactly.square().sum(1) / 2
+        best = score.topk(min(BEAM, len(score))).indices
+        return self.with_token(sums[before[best]], place, tokens[best])
+
+    def _paired(self, sums: Sums, first: int, second: int) -> Sums:
+        """Sums with their last two places chosen together: what one is believed to be does not fit every token."""
+        ahead = self._whitened(sums, [first, second], [first], BELIEVED[-1])
+        directions = self.most_telling(ahead, [first], ALONG)
+        table = self.along(first, directions)
+        target = ((sums.left - self.moments[second].part) @ directions.T).float()
+        likely = torch.addmm(self.prior.float() - table.square().sum(1) / 2, target, table.T)
+        both = self._whitened(sums, [first, second], [first, second], BELIEVED[-1])
+        directions = self.most_telling(both, [first, second], PAIR_ALONG)
+        firsts, seconds = self.along(first, directions), self.along(second, directions)
+        target, cost = (sums.left @ directions.T).float(), self.prior.float() - seconds.square().sum(1) / 2
+        out = list[Sums]()
+        for i, row in enumerate(likely):
+            one = row.topk(min(PAIRS, self.size)).indices
+            left = target[i] - firsts[one]
+            score, other = list[Tensor](), list[Tensor]()
+            for part in left.split(PAIRS_AT_ONCE):
+                value, token = torch.addmm(cost, part, seconds.T).max(1)
+                score.append(value)
+                other.append(token)
+            total = torch.cat(score) + self.prior[one].float() - left.square().sum(1) / 2
+            best = total.topk(min(KEPT, len(total))).indices
+            at = torch.full_like(best, i)
+            grown = self.with_token(
+                self.with_token(sums[at], first, one[best]), second, torch.cat(other)[best]
+            )
+            out.append(grown)
+            if self.explained(grown):
+                break
+        return _joined(out)
+
+    # ---- what comes out
+
+    def _unexplained(self, sums: Sums) -> Float[Tensor, " b"]:
+        """Share of the rows that whole sums leave unexplained."""
+        left = sums.left / sums.mass.repeat_interleave(self.width, 1)
+        return _by_row(left, self.jacobian).square().mean(1).sqrt()
+
+    def best(self, sums: Sums) -> float:
+        return float(self._unexplained(sums).min())
+
+    def explained(self, sums: Sums) -> bool:
+        """Whether one of some whole sums is right."""
+        return self.best(sums) < EXPLAINED
+
+    def _ordered(self, sums: Sums) -> Sums:
+        return sums[self._unexplained(sums).argsort()]
+
+    def rearranged(self, sums: Sums) -> Sums:
+        """Whole sums, of which the best got their tokens in the order that explains the rows best.
+
+        Which tokens are missing shows better than where: the right ones in a wrong order come near.
+        """
+        if len(self.places) == 1 or self.explained(sums):
+            return sums
+        out = list[Sums]()
+        for i in range(min(REARRANGED, len(sums.chosen))):
+            best = sums[i : i + 1]
+            tokens = best.chosen[0]
+            parts = torch.stack([self.parts(place, tokens) for place in self.places]).double()
+            weights = torch.stack([self.weights(place, tokens) for place in self.places]).double()
+            places, order = torch.arange(len(tokens), device=tokens.device), tuple(range(len(tokens)))
+            while True:
+                orders = {swapped(order, *pair) for pair in combinations(order, 2)}
+                orders |= {moved(order, a, b) for a in order for b in order if abs(a - b) <= APART}
+                which = torch.tensor(sorted(orders - {order}), device=tokens.device)
+                left, mass = (
+                    torch.cat([begun - of[places, some].sum(1) for some in which.split(ORDERS_AT_ONCE)])
+                    for begun, of in ((self.begun.left, parts), (-self.begun.mass, weights))
+                )
+                tried = Sums(tokens[which], left, -mass, best.prior.expand(len(which)))
+                nearest = int(self._unexplained(tried).argmin())
+                # Where a token is there twice, orders differ by rounding alone.
+                if self.best(tried) > NEARER * self.best(best):
+                    break
+                best, order = tried[nearest : nearest + 1], tuple(which[nearest].tolist())
+            out.append(best)
+            if self.explained(best):
+                break
+        return self._ordered(_joined([*out, sums]))
+
+    def fillings(self, sums: Sums) -> list[dict[int, int]]:
+        """Tokens by place."""
+        return [dict(zip(self.places, one, strict=True)) for one in sums.chosen.tolist()]
+
+    def doubtful(self, sums: Sums) -> list[tuple[int, int]]:
+        """Pairs of places by index, first those where other tokens, each by itself, explain most of what is missed."""
+        one = sums[:1]
+        # Another wrong token adds as much as a token varies.
+        usual = 2 / len(self.places) * self.covariance(self.places)
+        whitened = self.whitening(one.mass[0], usual, BELIEVED[-1])
+        directions = self.most_telling(whitened, self.places, ALONG)
+        gains = list[float]()
+        for k, place in enumerate(self.places):
+            token = one.chosen[:, k]
+            target = ((one.left + self.parts(place, token).double()) @ directions.T).float()[0]
+            table = self.along(place, directions)
+            said = self.prior.float() + table @ target - table.square().sum(1) / 2
+            gains.append(float(said.max() - said[token[0]]))
+        return sorted(combinations(range(len(gains)), 2), key=lambda pair: -gains[pair[0]] - gains[pair[1]])
+
+    def sought_anew(self, sums: Sums, pair: tuple[int, int]) -> Sums:
+        """The first of whole sums with the tokens at two of its places (by index) sought anew."""
+        kept = [k for k in range(len(self.places)) if k not in pair]
+        base = self.begun
+        for k in kept:
+            base = self.with_token(base, self.places[k], sums.chosen[:1, k])
+        found = self._paired(base, *(self.places[k] for k in pair))
+        order = torch.tensor([*kept, *pair]).argsort()
+        found = Sums(found.chosen[:, order], found.left, found.mass, found.prior)
+        return self.rearranged(self._ordered(found))
+
+
+def _by_row(sums: Float[Tensor, "b y"], matrices: Float[Tensor, "r e a"]) -> Float[Tensor, "b x"]:
+    """Each row's part of sums, by the row's matrix."""
+    parts = sums.unflatten(1, (len(matrices), -1)).transpose(0, 1)
+    return (parts @ matrices.transpose(1, 2)).transpose(0, 1).flatten(1)
+
+
+def _joined(sums: Sequence[Sums]) -> Sums:
+    parts = zip(*((one.chosen, one.left, one.mass, one.prior) for one in sums), strict=True)
+    return Sums(*(torch.cat(part) for part in parts))

@@ -1,0 +1,263 @@
+"""Arithmetic on additive shares between two parties: fixed-point numbers in the ring of 64-bit integers.
+
+A trusted dealer hands out correlated randomness beforehand (Beaver's triples, masks of truncation); its bytes are
+counted apart. Everything is exact but for rounding to the fixed point. What a `Holder` computes takes its own share,
+messages that were sent to it, and what the dealer gave it, and nothing else.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from hiddenlab.defenses.protocols.transcript import Transcript
+from hiddenlab.errors import InputError
+
+FRACTION = 16  # bits behind the point
+_OFFSET_BIT = 62
+
+
+@dataclass(frozen=True)
+class Shared:
+    """A tensor as two integer tensors, one with each holder, that sum to it (modulo 2⁶⁴)."""
+
+    first: Int[Tensor, "*shape"]
+    second: Int[Tensor, "*shape"]
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> "Shared":
+        """The same linear change to both."""
+        return Shared(change(self.first), change(self.second))
+
+    def __add__(self, other: "Shared") -> "Shared":
+        if self.first.shape != other.first.shape:
+            raise InputError(f"shares of shapes {_shapes(self, other)} cannot be added")
+        return Shared(self.first + other.first, self.second + other.second)
+
+
+@dataclass(frozen=True)
+class Holder:
+    """A party that holds a share of everything. ``leads``: of what is known to both, one of them adds it."""
+
+    name: str
+    leads: bool
+
+    def opened(self, own: Tensor, received: Tensor) -> Tensor:
+        """A value, from this party's share of it and the other's."""
+        return own + received
+
+    def shifted(self, own: Tensor, by: Tensor) -> Tensor:
+        """The share of a sum with public integers."""
+        return own + by if self.leads else own
+
+    def product(
+        self,
+        e: Tensor,
+        f: Tensor,
+        triple: tuple[Tensor, Tensor, Tensor],
+        times: Callable[[Tensor, Tensor], Tensor],
+    ) -> Tensor:
+        """The share of a product: e and f are the factors, opened under the triple's masks u and v; w is u times v."""
+        u, v, w = triple
+        own = times(e, v) + times(u, f) + w
+        return own + times(e, f) if self.leads else own
+
+    def truncated(self, z: Tensor, upper: Tensor, top: Tensor, fraction: int) -> Tensor:
+        """The share of z's value over 2^fraction; z is opened under a mask, of which ``upper`` and ``top`` are bits."""
+        wrapped = (1 - _logical(z, 63)) << (64 - fraction)
+        own = wrapped * top - upper
+        return own + _logical(z, fraction) - (1 << (_OFFSET_BIT - fraction)) if self.leads else own
+
+
+class Ring:
+    """Two holders of shares, the messages between them, and the dealer.
+
+    Args:
+        transcript: where messages are counted. holders: names of the two parties. fraction: bits behind the point.
+        seed: of the dealer's and the parties' randomness.
+
+    Raises:
+        InputError: too many bits for products to fit the ring.
+    """
+
+    def __init__(
+        self, transcript: Transcript, holders: tuple[str, str], *, fraction: int = FRACTION, seed: int = 0
+    ) -> None:
+        if not 1 <= fraction <= 24:
+            raise InputError(f"fixed-point numbers have 1 to 24 bits behind the point here, not {fraction}")
+        self.transcript, self.holders, self.fraction = transcript, holders, fraction
+        self.first, self.second = Holder(holders[0], True), Holder(holders[1], False)
+        self._generator = torch.Generator().manual_seed(seed)
+
+    # ---- numbers
+
+    @property
+    def step(self) -> float:
+        """How far apart neighbouring numbers are."""
+        return float(2.0**-self.fraction)
+
+    def encode(self, x: Tensor) -> Int[Tensor, "*shape"]:
+        """Fixed-point integers.
+
+        Raises:
+            InputError: a value that a product with a number below 1 would push out of the ring.
+        """
+        if bool((x.abs() >= 2.0 ** (_OFFSET_BIT - 2 * self.fraction)).any()) or not bool(x.isfinite().all()):
+            raise InputError(
+                f"values of {float(x.abs().max()):.3g} do not fit the ring with {self.fraction} fraction bits"
+            )
+        return (x.double() * 2**self.fraction).round().long()
+
+    def decode(self, x: Int[Tensor, "*shape"]) -> Tensor:
+        """The float32 numbers of fixed-point integers."""
+        return (x.double() / 2**self.fraction).float()
+
+    def random(self, *shape: int) -> Int[Tensor, "*shape"]:
+        """Uniform ring elements."""
+        high, low = (torch.randint(0, 1 << 32, shape, generator=self._generator) for _ in range(2))
+        return (high << 32) + low
+
+    # ---- in and out
+
+    def share(self, x: Tensor, owner: str) -> Shared:
+        """Cut a party's numbers into shares; it sends the holders what it does not keep."""
+        whole = self.encode(x)
+        mask = self.random(*whole.shape)
+        parts = (whole - mask, mask)
+        held = [
+            part if holder == owner else self.transcript.send(owner, holder, part)
+            for holder, part in zip(self.holders, parts, strict=True)
+        ]
+        self.transcript.turn()
+        return Shared(*held)
+
+    def reveal(self, x: Shared, to: str, label: str, layer: int) -> Tensor:
+        """Let a party learn the numbers: the holders send it their shares."""
+        known = [
+            part if holder == to else self.transcript.send(holder, to, part)
+            for holder, part in zip(self.holders, (x.first, x.second), strict=True)
+        ]
+        self.transcript.turn()
+        return self.transcript.learn(to, label, layer, self.decode(known[0] + known[1]))
+
+    # ---- arithmetic
+
+    def shift(self, x: Shared, by: Int[Tensor, "*shape"]) -> Shared:
+        """Add public integers."""
+        return Shared(self.first.shifted(x.first, by), self.second.shifted(x.second, by))
+
+    def product(
+        self, a: Shared, b: Shared, times: Callable[[Tensor, Tensor], Tensor] = torch.matmul
+    ) -> Shared:
+        """A product of shared tensors, bilinear, by a triple from the dealer (Beaver 1991).
+
+        Raises:
+            InputError: the product leaves the ring (no party could notice; this is a simulation, and looks), or the
+                shapes do not fit.
+        """
+        self._check(self._magnitude(a), self._magnitude(b), times)
+        u, v = self.random(*a.first.shape), self.random(*b.first.shape)
+        one, two = zip(*(self._deal(part) for part in (u, v, times(u, v))), strict=True)
+        e = self._open(Shared(a.first - one[0], a.second - two[0]))
+        f = self._open(Shared(b.first - one[1], b.second - two[1]))
+        self.transcript.turn()
+        return self.truncate(
+            Shared(self.first.product(e[0], f[0], one, times), self.second.product(e[1], f[1], two, times))
+        )
+
+    def by_public(
+        self, x: Shared, weight: Tensor, times: Callable[[Tensor, Tensor], Tensor] = torch.matmul
+    ) -> Shared:
+        """A product with fixed-point numbers that both holders know.
+
+        Raises:
+            InputError: see ``product``.
+        """
+        self._check(self._magnitude(x), weight.double().abs(), times)
+        return self.truncate(x.map(lambda part: times(part, weight)))
+
+    def by_private(
+        self, x: Shared, weight: Tensor, owner: str, times: Callable[[Tensor, Tensor], Tensor] = torch.matmul
+    ) -> Shared:
+        """A product with fixed-point numbers that one holder and the dealer know.
+
+        Raises:
+            InputError: see ``product``.
+        """
+        self._check(self._magnitude(x), weight.double().abs(), times)
+        return self.truncate(self.by_owner(x, lambda part: times(part, weight), owner))
+
+    def by_owner(self, x: Shared, function: Callable[[Tensor], Tensor], owner: str) -> Shared:
+        """A linear function that only one holder and the dealer know: private weights, or a permutation.
+
+        The other sends its share under a mask u; the dealer has given the owner a random s, and the other
+        function(u) − s.
+        """
+        mine, other = (x.first, x.second) if owner == self.holders[0] else (x.second, x.first)
+        u = self.random(*other.shape)
+        image = function(u)
+        s = self.random(*image.shape)
+        self.transcript.dealt += 8 * (u.numel() + 2 * s.numel())
+        received = self.transcript.send(self._partner(owner), owner, other - u)
+        self.transcript.turn()
+        own, rest = function(mine + received) + s, image - s
+        return Shared(own, rest) if owner == self.holders[0] else Shared(rest, own)
+
+    def truncate(self, x: Shared) -> Shared:
+        """Divide numbers below 2⁶² by 2^fraction, rounding up or down at random, never wrong by more.
+
+        The dealer shares a random r, its upper bits and its highest bit; x + r is opened, and whether that sum wrapped
+        around follows from its highest bit and r's (as in Escudero et al. 2020).
+        """
+        f = self.fraction
+        r = self.random(*x.first.shape)
+        one, two = zip(*(self._deal(part) for part in (r, _logical(r, f), _logical(r, 63))), strict=True)
+        z = self._open(Shared(x.first + one[0] + (1 << _OFFSET_BIT), x.second + two[0]))
+        self.transcript.turn()
+        return Shared(
+            self.first.truncated(z[0], one[1], one[2], f), self.second.truncated(z[1], two[1], two[2], f)
+        )
+
+    def _magnitude(self, x: Shared) -> Tensor:
+        return (x.first + x.second).double().abs()
+
+    def _check(self, a: Tensor, b: Tensor, times: Callable[[Tensor, Tensor], Tensor]) -> None:
+        """Whether a product of numbers of these magnitudes stays in the ring, whatever their signs."""
+        try:
+            bound = times(a, b)
+        except RuntimeError:
+            raise InputError(
+                f"no product of shapes {tuple(a.shape)} and {tuple(b.shape)}: they do not fit"
+            ) from None
+        if float(bound.max()) >= 2.0**_OFFSET_BIT:
+            raise InputError(f"a product does not fit the ring with {self.fraction} fraction bits")
+
+    def _open(self, x: Shared) -> tuple[Tensor, Tensor]:
+        """Both holders learn a value that a mask makes random: as each puts it together."""
+        there, here = (
+            self.transcript.send(sender.name, receiver.name, part)
+            for sender, receiver, part in (
+                (self.first, self.second, x.first),
+                (self.second, self.first, x.second),
+            )
+        )
+        return self.first.opened(x.first, here), self.second.opened(x.second, there)
+
+    def _deal(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Shares of the dealer's randomness."""
+        mask = self.random(*x.shape)
+        self.transcript.dealt += 16 * x.numel()
+        return x - mask, mask
+
+    def _partner(self, holder: str) -> str:
+        return self.holders[1] if holder == self.holders[0] else self.holders[0]
+
+
+def _shapes(*parts: Shared) -> str:
+    return " and ".join(str(tuple(part.first.shape)) for part in parts)
+
+
+def _logical(x: Int[Tensor, "*shape"], bits: int) -> Int[Tensor, "*shape"]:
+    """Shift right as unsigned numbers."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)

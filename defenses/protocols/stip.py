@@ -1,0 +1,176 @@
+"""STIP: the whole model permuted, one server runs it on permuted vectors (Yuan et al. 2024; paper, appendix I.1)."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from hiddenlab.defenses.protocols.decoder import Block, Weights, take, take_norm
+from hiddenlab.defenses.protocols.forward import Cache, Plain, walk
+from hiddenlab.defenses.protocols.transcript import Transcript
+from hiddenlab.errors import InputError
+
+DEVELOPER, SERVER, USER = "developer", "server", "user"
+
+
+@dataclass(frozen=True)
+class Keys:
+    """The developer's secret orders: of the hidden dimensions (π) and of the output vocabulary (π_c).
+
+    ``permuted[i] = plain[order[i]]``.
+    """
+
+    hidden: Int[Tensor, " d"]
+    vocabulary: Int[Tensor, " v"]
+
+
+def permute_weights(weights: Weights, keys: Keys, generator: torch.Generator) -> Weights:
+    """Θ′: every weight in another order of its rows and columns, so that the model computes on permuted vectors.
+
+    Hidden dimensions follow π everywhere; the inner dimensions of each MLP and the value dimensions of each head have
+    orders of their own. Queries and keys keep theirs: they cancel in their product, and rotary embedding ties them.
+    Without the token embedding, which only the user gets.
+    """
+    d = keys.hidden
+    return replace(
+        weights,
+        embedding=None,
+        positions=None if weights.positions is None else weights.positions[:, d],
+        blocks=tuple(_permute_block(block, weights, d, generator) for block in weights.blocks),
+        final=take_norm(weights.final, d),
+        head=take(weights.head, rows=keys.vocabulary, columns=d),
+    )
+
+
+def _permute_block(block: Block, weights: Weights, d: Tensor, generator: torch.Generator) -> Block:
+    inner = torch.randperm(block.up.weight.shape[0], generator=generator)
+    size = weights.head_dim
+    orders = torch.stack([torch.randperm(size, generator=generator) for _ in range(weights.kv_heads)])
+    values = (orders + size * torch.arange(weights.kv_heads)[:, None]).flatten()
+    groups = weights.heads // weights.kv_heads
+    mixed = (orders.repeat_interleave(groups, 0) + size * torch.arange(weights.heads)[:, None]).flatten()
+    return Block(
+        norm1=take_norm(block.norm1, d), q=take(block.q, columns=d), k=take(block.k, columns=d),
+        v=take(block.v, rows=values, columns=d), o=take(block.o, rows=d, columns=mixed),
+        norm2=take_norm(block.norm2, d), up=take(block.up, rows=inner, columns=d),
+        gate=None if block.gate is None else take(block.gate, rows=inner, columns=d),
+        down=take(block.down, rows=d, columns=inner),
+    )  # fmt: skip
+
+
+class Developer:
+    """Owns the model: draws π and π_c, gives them to the user and the permuted model to the server."""
+
+    def __init__(self, weights: Weights, seed: int = 0) -> None:
+        self.weights = weights
+        self._generator = torch.Generator().manual_seed(seed)
+        self.keys = Keys(
+            torch.randperm(weights.width, generator=self._generator),
+            torch.randperm(len(weights.head.weight), generator=self._generator),
+        )
+
+    def permuted(self) -> Weights:
+        """Θ′."""
+        return permute_weights(self.weights, self.keys, self._generator)
+
+
+class Server:
+    """Runs Θ′ on what the user sends; learns neither Θ nor π."""
+
+    def __init__(self, permuted: Weights) -> None:
+        self.permuted = permuted
+        self._caches: dict[int, Cache[Tensor]] = {}
+
+    def answer(self, request: int, vectors: Float[Tensor, "n d"]) -> Float[Tensor, "n v"]:
+        """Permuted logits; keys and values of a request are kept for its next tokens."""
+        cache = self._caches.setdefault(request, Cache())
+        return walk(self.permuted, vectors, Plain(), cache)[0]  # type: ignore[no-any-return]
+
+    def forget(self, request: int) -> None:
+        """End a request."""
+        self._caches.pop(request, None)
+
+
+class User:
+    """Has the token embedding and both keys: permutes vectors, and puts logits back into order."""
+
+    def __init__(self, embedding: Float[Tensor, "v d"], keys: Keys) -> None:
+        self.embedding, self.keys = embedding, keys
+
+    def encrypt(self, tokens: Sequence[int]) -> Float[Tensor, "n d"]:
+        """Xπ.
+
+        Raises:
+            InputError: no tokens, or none of the vocabulary.
+        """
+        if not tokens or not 0 <= min(tokens) <= max(tokens) < len(self.embedding):
+            raise InputError(f"tokens must be numbers below {len(self.embedding)}, and at least one")
+        return self.embedding[torch.tensor(list(tokens))][:, self.keys.hidden]
+
+    def decrypt(self, logits: Float[Tensor, "n v"]) -> Float[Tensor, "n v"]:
+        """Logits in the order of the vocabulary."""
+        out = torch.empty_like(logits)
+        out[:, self.keys.vocabulary] = logits
+        return out
+
+
+class Stip:
+    """The three parties together, and what they sent each other.
+
+    ``setup_bytes``: what the developer sends once, before all requests: Θ′ to the server, embedding and keys to the
+    user. Exact: permutations are orthogonal, so logits differ from the plain model's by float rounding only.
+    """
+
+    parties = (DEVELOPER, SERVER, USER)
+
+    def __init__(self, weights: Weights, seed: int = 0) -> None:
+        developer = Developer(weights, seed)
+        self.transcript = Transcript(self.parties)
+        self.server = Server(developer.permuted())
+        embedding = weights.inputs(range(len(weights.head.weight)))
+        self.user = User(embedding, developer.keys)
+        self.setup_bytes = {
+            SERVER: sum(t.nbytes for t in self.server.permuted.tensors()),
+            USER: sum(t.nbytes for t in (embedding, developer.keys.hidden, developer.keys.vocabulary)),
+        }
+        self._requests = 0
+
+    @torch.inference_mode()
+    def logits(self, tokens: Sequence[int]) -> Float[Tensor, "n v"]:
+        """Logits of a prompt, as the user gets them."""
+        self._requests += 1
+        out = self._exchange(self._requests, tokens)
+        self.server.forget(self._requests)
+        return out
+
+    @torch.inference_mode()
+    def generate(self, tokens: Sequence[int], new: int) -> list[int]:
+        """Greedy continuation by ``new`` tokens, a message each way for every one."""
+        self._requests += 1
+        out: list[int] = []
+        step = list(tokens)
+        try:
+            for _ in range(new):
+                step = [int(self._exchange(self._requests, step)[-1].argmax())]
+                out += step
+        finally:
+            self.server.forget(self._requests)
+        return out
+
+    def ask(self, tokens: Sequence[int]) -> Float[Tensor, "n d"]:
+        """The user's message alone: what the server gets to see, before it computes anything."""
+        vectors = self.user.encrypt(tokens)
+        self.transcript.send(USER, SERVER, vectors)
+        self.transcript.turn()
+        return self.transcript.learn(SERVER, "inputs", 0, vectors)
+
+    def _exchange(self, request: int, tokens: Sequence[int]) -> Float[Tensor, "n v"]:
+        vectors = self.ask(tokens)
+        logits = self.server.answer(request, vectors)
+        self.transcript.send(SERVER, USER, logits)
+        self.transcript.turn()
+        return self.user.decrypt(
+            self.transcript.learn(USER, "logits", len(self.server.permuted.blocks) + 1, logits)
+        )

@@ -1,0 +1,163 @@
+"""A whole language model as provider and verifier run it: prefill with final states and logits, and cached decoding."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from hiddenlab.channels import quiet_bitsandbytes
+from hiddenlab.errors import InputError
+from hiddenlab.models.device import parse_device
+from hiddenlab.models.load import (
+    load_config,
+    load_module,
+    load_tokenizer,
+    parse_dtype,
+    resolve_model,
+    truncate_config,
+)
+
+ATTENTIONS = ("sdpa", "eager")
+MEASURED = 256  # tokens over which the scale of columns is taken
+_STRIDE = 2654435761  # a prime, larger than any vocabulary: its multiples are spread over all tokens
+
+
+@dataclass(frozen=True)
+class Step:
+    """One pass over a batch: what the sampler and the fingerprints need.
+
+    Attributes:
+        logits: of the last position of each row of the batch. states: final-norm states of all positions passed.
+    """
+
+    logits: Float[Tensor, "b v"]
+    states: Float[Tensor, "b t d"]
+
+
+class WholeModel:
+    """A causal language model with its head, run by transformers' own attention.
+
+    Attributes:
+        name: as the user named it. tokenizer: may be None. vocabulary: width of the logits.
+    """
+
+    def __init__(self, model: nn.Module, name: str, tokenizer: Any = None) -> None:
+        self.model = model
+        self.name = name
+        self.tokenizer = tokenizer
+        self._states: Tensor | None = None
+        self.base.register_forward_hook(self._capture)
+
+    @property
+    def base(self) -> nn.Module:
+        """The model without its head; its output is the state after the final norm."""
+        return self.model.base_model  # type: ignore[return-value]
+
+    @property
+    def vocabulary(self) -> int:
+        return int(self.model.get_output_embeddings().weight.shape[0])  # type: ignore[operator]
+
+    @property
+    def width(self) -> int:
+        return int(self.model.config.hidden_size)  # type: ignore[union-attr,arg-type]
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.get_input_embeddings().weight.device  # type: ignore[operator,no-any-return]
+
+    def check_length(self, tokens: int, what: str) -> None:
+        """Raises InputError where the model has fewer positions than that."""
+        limit = getattr(self.model.config, "max_position_embeddings", None)
+        if isinstance(limit, int) and tokens > limit:
+            raise InputError(f"{what}: {tokens} tokens; {self.name} takes {limit} together")
+
+    def _capture(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        self._states = output[0]
+
+    def _run(self, keep: int, **inputs: Any) -> tuple[Tensor, Tensor]:
+        with torch.inference_mode():
+            output = self.model(**inputs, logits_to_keep=keep)
+        assert self._states is not None
+        states, self._states = self._states, None
+        return output.logits, states
+
+    def prefill(
+        self, tokens: Sequence[int], outputs: int
+    ) -> tuple[Float[Tensor, "t d"], Float[Tensor, "n v"]]:
+        """One pass over prompt and output.
+
+        Args:
+            tokens: all of them. outputs: how many at the end are output.
+
+        Returns:
+            Final-norm states of all positions, and the logits from which each output token was to be drawn.
+        """
+        inputs = torch.tensor(tokens, device=self.device)[None]
+        logits, states = self._run(outputs + 1, input_ids=inputs, use_cache=False)
+        return states[0], logits[0, :-1]
+
+    @cached_property
+    def scale(self) -> Float[Tensor, " d"]:
+        """The root mean square of each column of the final-norm states, over fixed tokens: 1 · s, 2 · s … modulo V.
+
+        Whoever has the model can compute it; proofs by row measure values in it (``rules.ROWS``). No text and no
+        tokenizer is needed.
+        """
+        most = getattr(self.model.config, "max_position_embeddings", None)
+        count = min(MEASURED, most) if isinstance(most, int) else MEASURED
+        tokens = [place * _STRIDE % self.vocabulary for place in range(1, count + 1)]
+        states = self.prefill(tokens, 0)[0].double()
+        # A column that is zero everywhere has no scale; any will do, as zeros stay the smallest.
+        return states.square().mean(0).sqrt().clamp(min=1e-6).cpu()
+
+    def step(self, tokens: Int[Tensor, "b t"], mask: Int[Tensor, "b n"], cache: Any = None) -> Step:
+        """Tokens behind what ``cache`` holds; with left padding ``mask`` says what counts, over all n positions."""
+        positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
+        options = {"past_key_values": cache, "use_cache": True} if cache is not None else {"use_cache": False}
+        logits, states = self._run(
+            1, input_ids=tokens, attention_mask=mask, position_ids=positions, **options
+        )
+        return Step(logits[:, -1], states)
+
+    def __repr__(self) -> str:
+        return f"WholeModel({self.name}, {self.model.dtype}, {self.device})"
+
+
+def load_whole(
+    name: str = "builtin",
+    *,
+    dtype: str = "float32",
+    device: str = "auto",
+    quantization: str | None = None,
+    attention: str | None = None,
+    layers: int | None = None,
+) -> WholeModel:
+    """Load a model to generate with, or to verify with.
+
+    Args:
+        name: ``builtin``, a local directory, a GGUF file, or a hub id. dtype, device, quantization: see ``load_model``.
+        attention: ``sdpa``, ``eager``, or None for the model's default. layers: run only so many of the first.
+
+    Raises:
+        InputError: unknown model, dtype, device or attention, or more layers than there are.
+    """
+    if attention not in (None, *ATTENTIONS):
+        raise InputError(f"unknown attention {attention!r}; known are {', '.join(ATTENTIONS)}")
+    ref = resolve_model(name)
+    config = load_config(ref)
+    if layers is not None:
+        if not 1 <= layers <= config.num_hidden_layers:
+            raise InputError(f"{layers} layers are out of range: {name} has 1 to {config.num_hidden_layers}")
+        config = truncate_config(config, layers)
+    with quiet_bitsandbytes():
+        model = load_module(
+            ref, config, head=True, dtype=parse_dtype(dtype), device=parse_device(device),
+            quantization=quantization, attention=attention,
+        )  # fmt: skip
+    return WholeModel(model, name, load_tokenizer(ref))

@@ -1,0 +1,135 @@
+"""``hiddenlab bench attack``: prefill, speculative search and the paper's greedy search, timed in one process."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hiddenlab import registry
+from hiddenlab.channels import Channel
+from hiddenlab.job import generator
+from hiddenlab.models import TruncatedModel, load_model
+from hiddenlab.prompts import load_prompts
+from hiddenlab.runner import time_prefill
+from hiddenlab.types import AttackResult, GroundTruth, Observation, Progress, silent
+from hiddenlab.utils.environment import peak_memory_mb
+
+DEFAULT_LAYERS = (1, 6, 11)
+BATCH = 32
+
+
+@dataclass(frozen=True)
+class Timed:
+    """What one search did with some prompts."""
+
+    exact: float
+    token_accuracy: float
+    verified: float
+    evaluated_per_token: float
+    seconds: float
+    setup: dict[str, float]
+
+
+def bench(
+    model: str = "builtin",
+    layers: Sequence[int] = DEFAULT_LAYERS,
+    defense: Sequence[str] = (),
+    prompts: str | None = None,
+    limit: int = 8,
+    max_tokens: int = 50,
+    greedy_limit: int = 1,
+    seed: int = 0,
+    unscreened: bool = False,
+    progress: Progress = silent,
+) -> dict[str, Any]:
+    """Measure at each layer; the greedy baseline (lm proposal) on the first ``greedy_limit`` prompts only.
+
+    ``over_prefill`` is the speculative attack's time, probe cached, over one plain forward of the same prompts in
+    the same batches. ``greedy_over_speculative`` compares both searches on the same prompts, one at a time.
+    ``unscreened`` runs the attack once more with every candidate in the model itself: ``unscreened_over_screened``.
+
+    Returns:
+        ``rows``, one a layer, and the settings.
+    """
+    rows: list[dict[str, Any]] = []
+    texts = [prompt.text for prompt in load_prompts(prompts, limit=limit)]
+    for layer in layers:
+        truncated = load_model(model, layer)
+        tokens = [truncated.tokenize(text, max_tokens) for text in texts]
+        rows.append(_row(truncated, tokens, list(defense), greedy_limit, seed, unscreened, progress))
+    return {
+        "rows": rows,
+        "prompts": len(texts),
+        "max_tokens": max_tokens,
+        "defense": " | ".join(defense) or "identity",
+        "threads": torch.get_num_threads(),
+        "seed": seed,
+    }
+
+
+def _row(
+    model: TruncatedModel,
+    tokens: list[list[int]],
+    defense: list[str],
+    greedy_limit: int,
+    seed: int,
+    unscreened: bool,
+    progress: Progress,
+) -> dict[str, Any]:
+    channel = Channel.parse(defense)
+    released = [
+        channel.release(model, prompt, generator(seed, "release", i)) for i, prompt in enumerate(tokens)
+    ]
+    speculative = registry.build("attacks", "vocab-match", batch=BATCH, progress=progress)
+    # The first pass trains or loads the probe and warms up; the second is timed.
+    first = _attack(speculative, released[:BATCH], model, seed)
+    fast = _attack(speculative, released, model, seed)
+    prefill = 0.0
+    for start in range(0, len(tokens), BATCH):
+        prefill += sum(s or 0.0 for s in time_prefill(model, tokens[start : start + BATCH]))
+    row: dict[str, Any] = {
+        "layer": model.site.layer,
+        "exact": fast.exact,
+        "token_accuracy": fast.token_accuracy,
+        "verified": fast.verified,
+        "evaluated_per_token": fast.evaluated_per_token,
+        "prefill_seconds": prefill,
+        "attack_seconds": fast.seconds,
+        "over_prefill": fast.seconds / prefill,
+        "probe_seconds": first.setup["probe_seconds"],
+    }
+    if greedy_limit:
+        few = released[:greedy_limit]
+        greedy = registry.build("attacks", "vocab-match", search="greedy", proposal="lm", batch=1)
+        single = registry.build("attacks", "vocab-match", batch=1)
+        slow, alone = _attack(greedy, few, model, seed), _attack(single, few, model, seed)
+        row |= {
+            "greedy_seconds": slow.seconds,
+            "greedy_evaluated_per_token": slow.evaluated_per_token,
+            "greedy_exact": slow.exact,
+            "greedy_over_speculative": slow.seconds / alone.seconds,
+        }
+    if unscreened:
+        plain = registry.build("attacks", "vocab-match", batch=BATCH, screen=False, progress=progress)
+        _attack(plain, released[:1], model, seed)
+        row["unscreened_over_screened"] = _attack(plain, released, model, seed).seconds / fast.seconds
+    return row | {"peak_memory_mb": peak_memory_mb()}
+
+
+def _attack(
+    attack: Any, released: list[tuple[Observation, GroundTruth]], model: TruncatedModel, seed: int
+) -> Timed:
+    observations = [observation for observation, _ in released]
+    setup = attack.setup(observations[0], model, generator(seed, "setup"))
+    recoveries: list[AttackResult] = attack.recover_batch(observations, model, generator(seed, "attack"))
+    pairs = [(r, list(s.tokens)) for r, (_, s) in zip(recoveries, released, strict=True)]
+    total = sum(len(truth) for _, truth in pairs)
+    return Timed(
+        exact=sum(r.ids == truth for r, truth in pairs) / len(pairs),
+        token_accuracy=sum(a == b for r, truth in pairs for a, b in zip(r.ids, truth, strict=True)) / total,
+        verified=sum(t.verified for r, _ in pairs for t in r.tokens) / total,
+        evaluated_per_token=sum(r.evaluated_tokens for r in recoveries) / total,
+        seconds=sum(r.seconds for r in recoveries),
+        setup=setup,
+    )

@@ -1,0 +1,319 @@
+"""Experiments as data: cells to be measured once each, and a table made of them.
+
+A cell's result depends on its measure and its spec alone, and is kept under a digest of both: an interrupted
+experiment goes on where it was, two tables share their common cells, and nothing is measured twice.
+"""
+
+import hashlib
+import json
+import shlex
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import with_config
+from typing_extensions import TypedDict
+
+from hiddenlab import registry
+from hiddenlab.errors import HiddenlabError, InputError
+from hiddenlab.job import AttackSpec
+from hiddenlab.records import RECORD, commit_name, finite, read_run
+from hiddenlab.report.tables import Figure
+from hiddenlab.types import Progress, silent
+from hiddenlab.utils.environment import describe_environment
+from hiddenlab.utils.files import write_file
+from hiddenlab.utils.schema import CLOSED, OPEN, Finite, read
+
+FORMAT = 1
+RESULT = "result.json"
+RUN = "run"  # an attack cell's folder holds a run, which 'hiddenlab report' reads
+MEASURED, NOT_RUN = "measured", "not run"
+SCALES = ("small", "paper")
+OTHER_MODEL = (
+    "The paper's columns are of other models and of texts of FineWeb-Edu (1,000 in Tables 1, 2, 13 and 18 to 21); they "
+    "are comparable in kind, not digit by digit."
+)
+FINEWEB = "hf:HuggingFaceFW/fineweb-edu:CC-MAIN-2024-10:train:text"
+
+Figures = dict[str, dict[str, float]]  # name -> value, low, high, n
+Result = dict[str, Any]  # of the form ``CellResult``
+
+
+@with_config(OPEN)
+class Made(TypedDict, total=False):
+    """By which code, and where."""
+
+    commits: list[str]
+    code: dict[str, Any]
+
+
+@with_config(CLOSED)
+class CellResult(TypedDict):
+    """What a cell's folder keeps of its measurement."""
+
+    format: Literal[1]
+    measure: str
+    spec: dict[str, Any]
+    digest: str
+    status: Literal["measured", "not run"]
+    reason: str | None
+    figures: dict[str, Figure]
+    seconds: Finite
+    made: Made
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What every experiment can be asked: on what, how much of it. ``None`` is the experiment's own choice.
+
+    ``scale`` is ``small`` (a laptop, the shipped prompts) or ``paper`` (the paper's size and texts).
+    """
+
+    model: str = "builtin"
+    layers: tuple[int, ...] | None = None
+    limit: int | None = None
+    max_tokens: int | None = None
+    prompts: str | None = None
+    scale: str = "small"
+    seed: int = 0
+    device: str = "auto"
+    dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        if self.scale not in SCALES:
+            raise InputError(f"unknown scale {self.scale!r}; known are {', '.join(SCALES)}")
+
+    def source(self, limit: int = 50, max_tokens: int = 50) -> dict[str, Any]:
+        """Which texts, how many and how long; given are an experiment's own numbers at the small scale."""
+        paper = self.scale == "paper"
+        return {
+            "prompts": self.prompts or (FINEWEB if paper else None),
+            "limit": self.limit or (1000 if paper else limit),
+            "max_tokens": self.max_tokens or max_tokens,
+        }
+
+    def at(self, default: Sequence[int]) -> tuple[int, ...]:
+        """The layers asked for, else those of the default that the model has."""
+        from hiddenlab.models.load import load_config, resolve_model
+
+        if self.layers is not None:
+            return self.layers
+        total = int(load_config(resolve_model(self.model)).num_hidden_layers)
+        return tuple(layer for layer in default if layer <= total)
+
+    def where(self) -> dict[str, Any]:
+        """Model and place of computation, for a cell's spec."""
+        return {"model": self.model, "seed": self.seed, "device": self.device, "dtype": self.dtype}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One measurement of a table.
+
+    Attributes:
+        measure: which function measures it (registry kind ``measures``). spec: its arguments, JSON values only.
+        keys: what names its row. paper: published figures for the same place, by column.
+    """
+
+    measure: str
+    spec: Mapping[str, Any]
+    keys: Mapping[str, Any]
+    paper: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def digest(self) -> str:
+        text = json.dumps([FORMAT, self.measure, self.spec], sort_keys=True, default=list)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def folder(self, home: Path) -> Path:
+        """Where it is kept."""
+        return home / "cells" / f"{self.measure}-{self.digest}"
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A table: its cells, the figures to show of each, and what a reader must know to read it.
+
+    Attributes:
+        figures: names of figures with their labels, in order. notes: what is comparable with the paper, and what not.
+        fold: makes the rows of the table from those of the cells, where a row is not a cell. over: a key with numbers
+            over which the picture shows every figure; without one it shows the first figure by row or layer.
+        curves: what the numbers at the end of figures' names are, if the picture shows figures over them.
+        against: a figure over which the picture shows those before it, a point a row.
+    """
+
+    title: str
+    cells: Sequence[Cell]
+    figures: Mapping[str, str]
+    notes: Sequence[str] = ()
+    fold: Callable[[list[dict[str, Any]]], list[dict[str, Any]]] | None = None
+    over: str | None = None
+    curves: str | None = None
+    against: str | None = None
+
+
+def attack_cell(
+    setting: Setting,
+    keys: dict[str, Any],
+    layer: int,
+    channel: str = "identity",
+    paper: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> Cell:
+    """An attack's cell; the channel's stages are joined by ``|``, options are those of ``AttackSpec``."""
+    defense = tuple(stage for stage in channel.split("|") if stage != "identity")
+    site = {"layer": layer, "stream": "resid" if layer else "embed"}
+    spec = AttackSpec(**{**setting.where(), **setting.source(), **site, "defense": defense, **options})
+    return Cell("attack", spec.to_json(), keys, paper or {})
+
+
+def split_specs(text: str) -> list[str]:
+    """Specs separated by commas, each once; ``key=value`` without a name goes on with the spec before it."""
+    found: list[str] = []
+    for part in (piece.strip() for piece in text.split(",")):
+        if found and "=" in part and ":" not in part:
+            found[-1] += f",{part}"
+        else:
+            found.append(part)
+    return list(dict.fromkeys(found))
+
+
+def conduct(
+    name: str,
+    experiment: Experiment,
+    home: Path,
+    *,
+    fresh: bool = False,
+    workers: int = 1,
+    threads: int | None = None,
+    measure: bool = True,
+    progress: Progress = silent,
+) -> dict[str, Any]:
+    """Measure the cells that are not measured yet, and return the table; it is written to ``home`` as well.
+
+    Args:
+        fresh: measure all cells anew. workers: processes, over Ray. threads: of torch, in each process. measure:
+            else the table is made of what was measured before, the rest of it "not measured yet".
+
+    Raises:
+        HiddenlabError: ``home`` cannot be written, or a measure does not exist.
+    """
+    for cell in experiment.cells:
+        registry.resolve("measures", cell.measure)
+    unique = {cell.digest: cell for cell in experiment.cells}
+    todo = [cell for cell in unique.values() if fresh or not is_measured(load_result(cell, home))]
+    done = len(unique) - len(todo)
+    todo = todo if measure else []
+    progress(f"cells of {name}", done, len(unique))
+    if workers > 1 and len(todo) > 1:
+        from hiddenlab.eval.parallel import measure_all
+
+        finished: Iterator[Result] = measure_all(measure_cell, todo, home, fresh, workers, threads)
+    else:
+        if threads is not None:
+            import torch
+
+            torch.set_num_threads(threads)
+        finished = (measure_cell(cell, home, fresh, progress) for cell in todo)
+    results = {}
+    for result in finished:
+        results[result["digest"]] = result
+        done += 1
+        progress(f"cells of {name}", done, len(unique))
+    rows = [
+        row_of(cell, results.get(cell.digest) or load_result(cell, home) or {}) for cell in experiment.cells
+    ]
+    table = {
+        "format": FORMAT,
+        "experiment": name,
+        "title": experiment.title,
+        "figures": dict(experiment.figures),
+        "rows": rows if experiment.fold is None else experiment.fold(rows),
+        "versions": list(
+            dict.fromkeys(
+                one
+                for row in rows
+                if row["status"] == MEASURED and row["commit"]
+                for one in row["commit"].split(", ")
+            )
+        ),
+        "notes": list(experiment.notes),
+        "over": experiment.over,
+        "curves": experiment.curves,
+        "against": experiment.against,
+        "command": shlex.join(describe_environment()["command"]),
+    }
+    write_file(home / f"{name}.json", json.dumps(finite(table), ensure_ascii=False, indent=1) + "\n")
+    return table
+
+
+def refusal(name: str, error: HiddenlabError) -> dict[str, Any]:
+    """The table, written nowhere, of an experiment that cannot be asked this."""
+    return {
+        "format": FORMAT, "experiment": name, "title": name, "figures": {}, "rows": [], "versions": [],
+        "notes": [f"not run: {error}"], "command": shlex.join(describe_environment()["command"]),
+    }  # fmt: skip
+
+
+def measure_cell(cell: Cell, home: Path, fresh: bool = False, progress: Progress = silent) -> Result:
+    """Measure one cell and keep the result; what cannot be measured says why, and is tried again another time."""
+    folder = cell.folder(home)
+    if fresh:
+        _clear(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    measure = registry.resolve("measures", cell.measure)
+    result: Result = {
+        "format": FORMAT, "measure": cell.measure, "spec": dict(cell.spec), "digest": cell.digest,
+        "status": MEASURED, "reason": None,
+    }  # fmt: skip
+    started = time.perf_counter()
+    try:
+        result["figures"] = measure(dict(cell.spec), folder, progress)
+    except HiddenlabError as error:
+        result |= {"status": NOT_RUN, "reason": str(error), "figures": {}}
+    result["seconds"] = time.perf_counter() - started
+    result["made"] = describe_environment()
+    with suppress(HiddenlabError):  # of a run that may have been taken up by another version
+        result["made"]["commits"] = (
+            read_run(folder / RUN)[0].commits if (folder / RUN / RECORD).is_file() else []
+        )
+    write_file(folder / RESULT, json.dumps(finite(result), ensure_ascii=False, indent=1) + "\n")
+    return result
+
+
+def load_result(cell: Cell, home: Path) -> Result | None:
+    """A cell's result, which may be why it could not be measured; None without one of this format and this cell."""
+    try:
+        found: Result = dict(read(cell.folder(home) / RESULT, CellResult))
+    except InputError:
+        return None
+    of = replace(cell, measure=found["measure"], spec=found["spec"])
+    return found if of.digest == found["digest"] == cell.digest else None
+
+
+def is_measured(result: Result | None) -> bool:
+    """Else it is tried again another time."""
+    return result is not None and result.get("status") == MEASURED
+
+
+def row_of(cell: Cell, result: Result) -> dict[str, Any]:
+    """A row of the table: what it is of, what was measured, what the paper says."""
+    made = result.get("made", {})
+    return {
+        "keys": dict(cell.keys),
+        "figures": result.get("figures", {}),
+        "paper": dict(cell.paper),
+        "status": result.get("status", NOT_RUN),
+        "reason": result.get("reason"),
+        "commit": ", ".join(made.get("commits", ())) or commit_name(made.get("code", {})),
+        "cell": f"{cell.measure}-{cell.digest}",
+    }
+
+
+def _clear(folder: Path) -> None:
+    import shutil
+
+    shutil.rmtree(folder, ignore_errors=True)

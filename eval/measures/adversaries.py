@@ -1,0 +1,179 @@
+"""Adversaries on a real model: a server's decode loop in which a tactic chooses every token, and its receivers."""
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from transformers import DynamicCache
+
+from hiddenlab.defenses.verification.adversaries import (
+    ChoiceDecoder,
+    ChoiceEncoder,
+    Decoder,
+    Encoder,
+    Payload,
+    TextDecoder,
+    TextEncoder,
+    rank_decoder,
+    rank_encoder,
+)
+from hiddenlab.defenses.verification.causal_lm import WholeModel
+from hiddenlab.defenses.verification.likelihood import gumbel_positions
+from hiddenlab.defenses.verification.provider import Request
+from hiddenlab.defenses.verification.sampling import Sampling, StreamNoise, perturbed
+from hiddenlab.errors import InputError
+from hiddenlab.types import Progress, silent
+
+SAMPLES = 64  # draws of the likelihood for each position, on both sides
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A warden's setting: σ, log τ, R."""
+
+    noise_sd: float
+    threshold: float
+    cutoff: int
+
+
+@dataclass(frozen=True)
+class Tactic:
+    """How an adversary chooses its tokens.
+
+    Attributes:
+        kind: ``honest``, ``admissible``, ``strict``, ``leading``, ``ranks`` or ``base64``. rule: of the warden, with
+            the threshold that the adversary keeps itself; None where it heeds none.
+    """
+
+    kind: str
+    rule: Rule | None = None
+
+    @classmethod
+    def of(cls, kind: str, rule: Rule, margin: float = 0.0) -> "Tactic":
+        """Against a warden; with a margin, only tokens whose log-likelihood keeps that much away from log τ."""
+        if kind in ("honest", "ranks", "base64"):
+            return cls(kind)
+        return cls(kind, Rule(rule.noise_sd, rule.threshold * (1 - margin), rule.cutoff))
+
+    def choices(
+        self, logits: Float[Tensor, "1 v"], gumbel: Float[Tensor, "1 v"], sampling: Sampling, seed: int
+    ) -> tuple[int, ...]:
+        """The tokens of one step that it may send; the honest one alone where it may not choose.
+
+        Args:
+            seed: of the draws, the receiver's too.
+        """
+        own = int(perturbed(logits, gumbel, sampling).argmax())
+        if self.kind == "ranks":
+            return tuple(logits[0].topk(2).indices.tolist())
+        if self.rule is None:
+            return (own,)
+        positions = gumbel_positions(
+            logits, gumbel, sampling, noise_sd=self.rule.noise_sd, samples=SAMPLES,
+            generator=torch.Generator().manual_seed(seed),
+        )  # fmt: skip
+        found = positions.choices(self.rule.threshold)[0]
+        if self.kind == "leading" and self.rule.cutoff:
+            ranked = logits[0].topk(self.rule.cutoff).indices.tolist()
+            found += tuple(token for token in ranked if token not in found)
+        return found or (own,)
+
+    def halves(self, payload: Payload, tokenizer: Any) -> tuple[Encoder, Decoder]:
+        """Server's and receiver's half for one answer.
+
+        Raises:
+            InputError: it sends text, and there is no tokenizer.
+        """
+        if self.kind == "ranks":
+            return rank_encoder(payload), rank_decoder(payload.bits)
+        if self.kind != "base64":
+            return ChoiceEncoder(payload), ChoiceDecoder(payload.bits)
+        if tokenizer is None:
+            raise InputError("base64 text needs the model's tokenizer")
+
+        def encode(text: str) -> list[int]:
+            return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+        def decode(tokens: Sequence[int]) -> str:
+            return str(tokenizer.decode(list(tokens)))
+
+        return TextEncoder(payload, encode), TextDecoder(payload.bits, decode)
+
+    def payload(self, request: Request, length: int, vocabulary: int) -> Payload:
+        """A random payload that no answer of this length can hold all of; an honest server's is empty."""
+        bits = 0 if self.kind == "honest" else length * math.ceil(math.log2(vocabulary))
+        return Payload.draw(bits, random.Random(request.sampling.seed))
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a server sent.
+
+    Attributes:
+        tokens: the output. sent: bits of payload in it. received: bits that the receiver has right, who was shown the
+            same choices.
+    """
+
+    tokens: tuple[int, ...]
+    sent: float
+    received: float
+
+
+def answers(
+    whole: WholeModel, tactic: Tactic, requests: Sequence[Request], length: int, progress: Progress = silent
+) -> list[Answer]:
+    """Generate all answers at once with a KV cache, every token chosen by the adversary; then decode them.
+
+    Raises:
+        InputError: a request without Gumbel-max sampling.
+    """
+    if any(r.sampling.greedy or r.sampling.method != "gumbel" for r in requests):
+        raise InputError("these adversaries choose among Gumbel-max samples")
+    payloads = [tactic.payload(r, length, whole.vocabulary) for r in requests]
+    halves = [tactic.halves(payload, whole.tokenizer) for payload in payloads]
+    noises = [StreamNoise(r.sampling.seed) for r in requests]
+    steps: list[list[tuple[int, ...]]] = [[] for _ in requests]
+    outputs: list[list[int]] = [[] for _ in requests]
+    longest, cache = max(len(r.prompt) for r in requests), DynamicCache()
+    feed = torch.tensor([[r.prompt[0]] * (longest - len(r.prompt)) + list(r.prompt) for r in requests])
+    mask = torch.tensor([[0] * (longest - len(r.prompt)) + [1] * len(r.prompt) for r in requests])
+    for place in range(length):
+        logits = whole.step(feed.to(whole.device), mask.to(whole.device), cache).logits.float().cpu()
+        for i, request in enumerate(requests):
+            gumbel = noises[i].gumbel(logits.shape[1], outputs[i])
+            seed = request.sampling.seed + place
+            steps[i].append(tactic.choices(logits[i : i + 1], gumbel[None], request.sampling, seed))
+            outputs[i].append(halves[i][0].choose(steps[i][-1]))
+        feed = torch.tensor([[one[-1]] for one in outputs])
+        mask = torch.cat([mask, torch.ones_like(feed)], 1)
+        progress("tokens", place + 1, length)
+    made = []
+    for (encoder, decoder), payload, seen, tokens in zip(halves, payloads, steps, outputs, strict=True):
+        received = known(decoder, payload, seen, tokens)
+        # What part of a text carries is what can be read of it.
+        sent = received if tactic.kind == "base64" else encoder.bits_sent
+        made.append(Answer(tuple(tokens), sent, min(received, sent)))
+    return made
+
+
+def known(decoder: Decoder, payload: Payload, steps: Sequence[Sequence[int]], tokens: Sequence[int]) -> float:
+    """Bits of the payload that a receiver has right; it reads until a token is none that could have been sent.
+
+    A receiver whose sets differ may read something else from there on: what is wrong counts for nothing, and so does
+    all that comes after it.
+    """
+    right = 0.0
+    for step, token in zip(steps, tokens, strict=True):
+        try:
+            received = decoder.decode([step], [token])
+        except InputError:
+            break
+        if not received.low <= payload.value < received.high:
+            break
+        right = received.known_bits
+    return right

@@ -1,0 +1,196 @@
+"""What is measured of Cascade behind secret sharing: the first layers under CrypTen, the rest by its nodes."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hiddenlab.defenses.cascade.after_mpc import forward_after, without_first
+from hiddenlab.defenses.cascade.backend import load_cascade_model
+from hiddenlab.defenses.cascade.local import LocalCascade
+from hiddenlab.defenses.cascade.plan import Plan
+from hiddenlab.defenses.protocols.decoder import Weights
+from hiddenlab.defenses.protocols.forward import Plain, walk
+from hiddenlab.errors import InputError
+from hiddenlab.eval.cells import Figures
+from hiddenlab.eval.measures.attack import as_figures, attack, exactly
+from hiddenlab.eval.measures.intervals import mean, ratio
+from hiddenlab.eval.measures.protocols import model_and_prompts
+from hiddenlab.eval.mpc.run import crypten_decoder
+from hiddenlab.job import AttackSpec, capture_all, generator, save_truth
+from hiddenlab.observation import save_observations
+from hiddenlab.types import Progress, silent
+
+CRYPTEN_FRACTION = 16  # CrypTen's own bits behind the point
+OWN_PROMPTS, OWN_TOKENS = 2, 48  # of the attacker, to see what CrypTen's approximations do to a row
+EPSILON_ROOM = 2.0  # how much more a user's row may be moved
+
+
+def after_mpc(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> Figures:
+    """The first layers under CrypTen, Cascade for the rest: cost of the first part, and the logits' error (appendix H).
+
+    Args:
+        spec: model, prompts, limit, max_tokens, seed, layers (on shares), alpha, c, m, timeout.
+
+    Raises:
+        InputError: CrypTen's environment is missing, or the model is not of Llama type.
+    """
+    weights, prompts = model_and_prompts(spec)
+    first = _OnShares(weights, spec)
+    cascade = LocalCascade(
+        without_first(load_cascade_model(spec["model"]), spec["layers"]), name=spec["model"]
+    )
+    rows = []
+    for i, tokens in enumerate(prompts):
+        shares, cost = first(tokens)
+        plan = Plan.clustered(len(tokens), spec["c"], alpha=spec["alpha"], m=spec["m"])
+        logits = forward_after(cascade, shares, CRYPTEN_FRACTION, plan)
+        with torch.inference_mode():
+            plain, states = walk(weights, weights.inputs(tokens), Plain())
+        states_error = (_summed(shares) - states[spec["layers"]]).abs().max()
+        agree = float((logits.argmax(1) == plain.argmax(1)).sum())
+        rows.append(
+            (
+                cost["seconds"][0], cost["bytes"][0] / 1e6, float((logits - plain).abs().max()), float(states_error),
+                agree, float(len(tokens)),
+            )
+        )  # fmt: skip
+        progress("prompts", i + 1, len(prompts))
+    seconds, megabytes, errors, states_errors, agreed, counts = (
+        list(column) for column in zip(*rows, strict=True)
+    )
+    return as_figures(
+        {
+            "mpc_seconds": mean(seconds), "megabytes": mean(megabytes), "logit_error": mean(errors),
+            "state_error": mean(states_errors), "top1_agreement": ratio(agreed, counts),
+        }
+    ) | {"largest_logit_error": exactly(max(errors), len(errors))}  # fmt: skip
+
+
+def after_mpc_attack(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> Figures:
+    """An attack on what CompNodes add up: states behind layers under CrypTen, its approximations included.
+
+    Args:
+        spec: model, prompts, limit, max_tokens, seed, device, layers, timeout; channel: which rows are seen
+            (``shard:…`` or ``identity``); attack: its spec; tolerant: whether it takes ``epsilon``, which is then
+            measured on prompts of the attacker's own that it ran on shares itself.
+
+    Raises:
+        InputError: see ``after_mpc``.
+    """
+    weights, _ = model_and_prompts({**spec, "limit": 1})
+    first = _OnShares(weights, spec)
+    seen, truth = folder / "seen.safetensors", folder / "truth.json"
+    where = {name: spec[name] for name in ("model", "seed", "device")}
+    more: dict[str, Any] = {"attack": spec["attack"]}
+    if spec["tolerant"]:
+        more["epsilon"] = str(EPSILON_ROOM * first.largest_error(spec["seed"]))
+    if not (seen.is_file() and truth.is_file()):
+        released = AttackSpec(
+            **where, **{name: spec[name] for name in ("prompts", "limit", "max_tokens")}, layer=spec["layers"],
+            defense=tuple(stage for stage in (spec["channel"],) if stage != "identity"),
+        )  # fmt: skip
+        observations, secrets = [], []
+        for observation, secret in (captured := capture_all(released)):
+            whole = _summed(first(secret.tokens)[0])
+            places = observation.info.positions
+            rows = whole if places is None else whole[list(places)]
+            observations.append(replace(observation, states=rows))
+            secrets.append(secret)
+            progress("prompts on shares", len(secrets), len(captured))
+        save_truth(secrets, truth)
+        save_observations(observations, seen)
+    own = AttackSpec(**where, **more, observation=str(seen), truth=str(truth))
+    return attack(own.to_json(), folder, progress)
+
+
+class _OnShares:
+    """The first layers of a Llama-type decoder under CrypTen.
+
+    Raises:
+        InputError: the model is of another type.
+    """
+
+    def __init__(self, weights: Weights, spec: Mapping[str, Any]) -> None:
+        plain_llama = (
+            weights.rotary is not None and weights.window is None and weights.activation in ("silu", "swish")
+        )
+        for block in weights.blocks:
+            linear = [block.q, block.k, block.v, block.o, block.up, block.down]
+            plain_llama &= block.gate is not None and not any(part.bias is not None for part in linear)
+            plain_llama &= (
+                not block.norm1.centred and block.norm1.eps == block.norm2.eps == weights.blocks[0].norm1.eps
+            )
+        if not plain_llama:
+            raise InputError(
+                f"{spec['model']} is not of Llama's plain type, which the layers on shares are written for"
+            )
+        if not 1 <= spec["layers"] < len(weights.blocks):
+            most = len(weights.blocks) - 1
+            raise InputError(f"1 to {most} layers of {spec['model']} can run on shares, not {spec['layers']}")
+        self.weights, self.layers, self.timeout = weights, spec["layers"], spec["timeout"]
+        self.job = {
+            "threads": 1, "heads": weights.heads, "kv_heads": weights.kv_heads, "layers": self.layers,
+            "eps": weights.blocks[0].norm1.eps,
+        }  # fmt: skip
+        self._scales = _norm_scales(weights, self._own(spec["seed"], "own prompts", 64), self.layers)
+
+    def __call__(self, tokens: Sequence[int]) -> tuple[list[Tensor], dict[str, Any]]:
+        """Each party's share of the states behind the layers, fixed point, and what they cost."""
+        arrays = _decoder_arrays(self.weights, tokens, self._scales)
+        shares, cost = crypten_decoder(arrays, self.job, self.timeout)
+        return [torch.from_numpy(share) for share in shares], cost
+
+    @torch.inference_mode()
+    def largest_error(self, seed: int) -> float:
+        """How far (L1) the approximations moved a row of prompts of random tokens at most."""
+        worst = 0.0
+        for i in range(OWN_PROMPTS):
+            tokens = self._own(seed, f"own prompt {i} on shares", OWN_TOKENS)
+            exact = walk(self.weights, self.weights.inputs(tokens), Plain(), depth=self.layers)[1][-1]
+            worst = max(worst, float((_summed(self(tokens)[0]) - exact).abs().sum(1).max()))
+        return worst
+
+    def _own(self, seed: int, what: str, count: int) -> list[int]:
+        draw = generator(seed, what)
+        return torch.randint(len(self.weights.head.weight), (count,), generator=draw).tolist()  # type: ignore[no-any-return]
+
+
+def _summed(shares: Sequence[Tensor]) -> Tensor:
+    """The numbers behind shares of CrypTen's."""
+    return (torch.stack(list(shares)).sum(0).double() / 2**CRYPTEN_FRACTION).float()
+
+
+def _norm_scales(weights: Weights, tokens: Sequence[int], layers: int) -> list[tuple[float, float]]:
+    """What typical inputs of each norm must be multiplied with to have a mean square of 1: public, from own text."""
+    seen: dict[tuple[int, str], float] = {}
+
+    class Looking(Plain):
+        def norm(self, x: Tensor, norm: Any, layer: int, where: str) -> Tensor:
+            seen[layer, where] = float(x.square().mean(1).median().rsqrt())
+            return super().norm(x, norm, layer, where)
+
+    with torch.inference_mode():
+        walk(weights, weights.inputs(tokens), Looking())
+    return [(seen[layer, "norm1"], seen[layer, "norm2"]) for layer in range(1, layers + 1)]
+
+
+def _decoder_arrays(
+    weights: Weights, tokens: Sequence[int], scales: Sequence[tuple[float, float]]
+) -> dict[str, Any]:
+    """What ``eval/mpc/crypten_party.py`` reads of the model and the prompt."""
+    assert weights.rotary is not None
+    cos, sin = weights.rotary.tables(torch.arange(len(tokens)))
+    out: dict[str, Any] = {"x": weights.inputs(tokens).numpy(), "cos": cos.numpy(), "sin": sin.numpy()}
+    for i, ((first, second), block) in enumerate(zip(scales, weights.blocks, strict=False)):
+        assert block.gate is not None
+        out |= {
+            f"{i}.{n}": getattr(block, n).weight.T.numpy() for n in ("q", "k", "v", "o", "gate", "up", "down")
+        }
+        out |= {f"{i}.norm1": block.norm1.weight.numpy(), f"{i}.norm2": block.norm2.weight.numpy()}
+        out |= {f"{i}.scale1": np.float32(first), f"{i}.scale2": np.float32(second)}
+    return out

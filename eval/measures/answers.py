@@ -1,0 +1,279 @@
+"""What simulated providers answered and how a verifier scores it, kept on disk: experiments share both."""
+
+import hashlib
+import json
+import math
+import shutil
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from hiddenlab.defenses.verification import difr, toploc
+from hiddenlab.defenses.verification.causal_lm import load_whole
+from hiddenlab.defenses.verification.difr import Replay, Verifier
+from hiddenlab.defenses.verification.provider import Provider, Request, Variant
+from hiddenlab.defenses.verification.rules import EVERY, PAPER
+from hiddenlab.defenses.verification.sampling import Sampling
+from hiddenlab.defenses.verification.transcript import Transcript, read_transcripts, write_transcripts
+from hiddenlab.errors import InputError
+from hiddenlab.job import generator
+from hiddenlab.matching.projections import KINDS, Projection
+from hiddenlab.prompts import load_prompts
+from hiddenlab.types import Progress, silent
+
+COUNTS = (1, 2, 4, 8, 16, 32)  # numbers of a fingerprint
+PROOF_COUNTS = (
+    1,
+    4,
+    16,
+    128,
+)  # values of a TOPLOC proof; the last for 32 tokens, the others for single ones too
+PROJECTION_SEED = 1234
+ANSWERS, STATES, SCORES = "transcripts.jsonl", "states.safetensors", "scores.safetensors"
+MONTE_CARLO = "monte_carlo"  # a score of its own
+TUNED = "tuned"  # as a temperature: where mean cross-entropy is that of the honest provider
+TUNING_AT, TUNING_SHARE = 0.85, 5
+TUNING_RANGE = (0.5, 1.5)  # of the temperature asked for
+
+
+@dataclass(frozen=True)
+class Answered:
+    """A provider's answers to all requests, and its final-norm states (bfloat16) of prompts and outputs."""
+
+    transcripts: list[Transcript]
+    prompts: list[Tensor]
+    outputs: list[Tensor]
+    seconds: float
+
+
+def requests_of(spec: dict[str, Any]) -> list[Request]:
+    """The requests of a spec: every prompt so many times, each time with another seed."""
+    from hiddenlab.models.load import load_tokenizer, resolve_model
+
+    tokenizer = load_tokenizer(resolve_model(spec["model"]))
+    if tokenizer is None:
+        raise InputError(f"{spec['model']} has no tokenizer to read prompts with")
+    asked = Sampling(**spec["sampling"])
+    found = []
+    for i, prompt in enumerate(load_prompts(spec["prompts"], limit=spec["limit"])):
+        tokens = tuple(tokenizer(prompt.text)["input_ids"])[: spec["max_tokens"]]
+        for turn in range(spec["turns"]):
+            seed = int(torch.randint(2**31, (1,), generator=generator(spec["seed"], "request", i, turn)))
+            found.append(Request(f"{prompt.id}-{turn}", tokens, replace(asked, seed=seed)))
+    return found
+
+
+def answered(spec: dict[str, Any], home: Path, progress: Progress = silent) -> Answered:
+    """Answers of the provider that a spec names, generated once.
+
+    Args:
+        spec: model, prompts, limit, max_tokens, turns, new_tokens, sampling, variant, seed, device, dtype.
+    """
+    folder = _folder(home, "answers", spec)
+    if not (folder / STATES).is_file():
+        provider = Provider(
+            spec["model"], Variant.parse(_settled(spec, home, progress)), new_tokens=spec["new_tokens"],
+            dtype=spec["dtype"], device=spec["device"],
+        )  # fmt: skip
+        started = time.perf_counter()
+        answers = list(provider.answer(requests_of(spec), progress))
+        seconds = time.perf_counter() - started
+        work = _work(folder)
+        write_transcripts(work / ANSWERS, (one.transcript for one in answers))
+        tensors = {f"prompt.{i}": one.prompt_states.bfloat16() for i, one in enumerate(answers)}
+        tensors |= {f"output.{i}": one.output_states.bfloat16() for i, one in enumerate(answers)}
+        save_file(tensors | {"seconds": torch.tensor(seconds)}, work / STATES)
+        _settle(work, folder)
+    transcripts, states = read_transcripts(folder / ANSWERS), load_file(folder / STATES)
+    prompts, outputs = (
+        [states[f"{kind}.{i}"] for i in range(len(transcripts))] for kind in ("prompt", "output")
+    )
+    return Answered(transcripts, prompts, outputs, float(states["seconds"]))
+
+
+def _settled(spec: dict[str, Any], home: Path, progress: Progress) -> str:
+    """The variant with the temperature that an adversary would choose (DiFR, figure 2), where it asks for that.
+
+    Mean cross-entropy under the verifier is close to linear in the temperature: it is measured at two temperatures, and
+    the one between or beyond them is taken where it meets the honest provider's.
+    """
+    variant = str(spec["variant"])
+    part = f"temperature={TUNED}"
+    if part not in variant.split("+"):
+        return variant
+    plain = "+".join(p for p in variant.split("+") if p != part)
+    asked = float(spec["sampling"].get("temperature", 1.0))
+    few = {"limit": max(1, (spec["limit"] or 100) // TUNING_SHARE)}
+    aim = _entropy({**spec, "variant": "honest"}, home, progress)
+    at_asked = _entropy({**spec, "variant": plain}, home, progress)
+    low = TUNING_AT * asked
+    cold = _entropy({**spec, **few, "variant": f"{plain}+temperature={low!r}"}, home, progress)
+    hot = _entropy({**spec, **few, "variant": plain}, home, progress)
+    slope = (hot - cold) / (asked - low)
+    if slope <= 0:
+        raise InputError(
+            f"{variant}: cross-entropy does not rise with the temperature; there is nothing to tune"
+        )
+    least, most = (asked * part for part in TUNING_RANGE)
+    found = round(min(most, max(least, asked - (at_asked - aim) / slope)), 4)
+    return "+".join(f"temperature={found!r}" if p == part else p for p in variant.split("+"))
+
+
+def _entropy(spec: dict[str, Any], home: Path, progress: Progress) -> float:
+    return float(np.mean(scored(spec, home, progress)["cross_entropy"]))
+
+
+def scored(spec: dict[str, Any], home: Path, progress: Progress = silent) -> dict[str, np.ndarray]:
+    """A verifier's scores of all answers, by name: one number a token, or one a proof for TOPLOC's.
+
+    ``margin``, ``likelihood``, ``mismatch``, ``cross_entropy``, ``rank`` (see ``difr``); ``activation:KIND:K``;
+    ``toploc:K:EVERY:exponents`` (values in disagreement), ``…:mean``, ``…:median``, ``…:accepted``, by the published
+    rule.
+    ``drawn`` and ``length`` are the output tokens and their count by request.
+    """
+    folder = _folder(home, "scores", spec)
+    path = folder / SCORES
+    if not path.is_file():
+        found = answered(spec, home, progress)
+        verifier = Verifier(load_whole(spec["model"], dtype=spec["dtype"], device=spec["device"]))
+        parts: list[dict[str, Tensor]] = []
+        for i, transcript in enumerate(found.transcripts):
+            replay = verifier.replay(transcript)
+            parts.append(
+                difr.token_scores(replay)
+                | {"drawn": replay.tokens, "length": torch.tensor([len(replay.tokens)])}
+                | _activation_scores(found.outputs[i], replay)
+                | _proof_scores(found.prompts[i], found.outputs[i], replay)
+            )
+            progress("requests verified", i + 1, len(found.transcripts))
+        work = _work(folder)
+        save_file(
+            {name: torch.cat([p[name] for p in parts]).contiguous() for name in parts[0]}, work / SCORES
+        )
+        _settle(work, folder)
+    return {name: value.numpy() for name, value in load_file(path).items()}
+
+
+def simulated(
+    spec: dict[str, Any], home: Path, trials: int, progress: Progress = silent
+) -> dict[str, np.ndarray]:
+    """The Monte Carlo score of all answers' tokens (DiFR, appendix B.1), kept apart for what it costs."""
+    folder = _folder(home, f"trials-{trials}", spec)
+    path = folder / SCORES
+    if not path.is_file():
+        found = answered(spec, home, progress).transcripts
+        verifier = Verifier(load_whole(spec["model"], dtype=spec["dtype"], device=spec["device"]))
+        parts = []
+        for i, transcript in enumerate(found):
+            draws = generator(spec["seed"], "trials", i)
+            parts.append(difr.monte_carlo(verifier.replay(transcript), difr.SIGMA, draws, trials=trials))
+            progress("requests simulated", i + 1, len(found))
+        work = _work(folder)
+        save_file({MONTE_CARLO: torch.cat(parts)}, work / SCORES)
+        _settle(work, folder)
+    return {name: value.numpy() for name, value in load_file(path).items()}
+
+
+def uniform_ranks(spec: dict[str, Any], home: Path, requests: int, progress: Progress = silent) -> np.ndarray:
+    """Ranks of the first requests' tokens in the verifier's distribution, as numbers in [0, 1) (see ``difr``)."""
+    found = answered(spec, home, progress).transcripts[:requests]
+    verifier = Verifier(load_whole(spec["model"], dtype=spec["dtype"], device=spec["device"]))
+    draws = generator(spec["seed"], "ranks")
+    parts = []
+    for i, transcript in enumerate(found):
+        parts.append(difr.uniform_ranks(verifier.replay(transcript), draws))
+        progress("requests ranked", i + 1, len(found))
+    return torch.cat(parts).numpy()
+
+
+def _activation_scores(outputs: Tensor, replay: Replay) -> dict[str, Tensor]:
+    """Distances of fingerprints sent in bfloat16."""
+    out = {}
+    for kind in KINDS:
+        for count in COUNTS:
+            projection = Projection(count, PROJECTION_SEED, kind)
+            sent = projection(outputs).bfloat16().float()
+            out[f"activation:{kind}:{count}"] = difr.activation_distance(
+                sent, projection(replay.output_states)
+            )
+    return out
+
+
+def _proof_scores(prompt: Tensor, outputs: Tensor, replay: Replay) -> dict[str, Tensor]:
+    """What TOPLOC's verifier sees of proofs by the published rule: the prompt's, each 32 tokens', single tokens'."""
+    own_prompt = replay.states[: len(prompt)]
+    out: dict[str, Tensor] = {}
+    for count in PROOF_COUNTS:
+        for every in (1, EVERY):
+            if count == toploc.TOP and every == 1:
+                continue
+            sides = [
+                PAPER.chunks(a, b, every) for a, b in ((prompt, outputs), (own_prompt, replay.output_states))
+            ]
+            checks = [
+                toploc.verify(own, toploc.commit(sent, count, PAPER), k=count, rule=PAPER)
+                for sent, own in zip(*sides, strict=True)
+            ]
+            name = f"toploc:{count}:{every}"
+            out[f"{name}:exponents"] = torch.tensor([_or(c.mismatches, count) for c in checks])
+            out[f"{name}:mean"] = torch.tensor([_or(c.mean, math.inf) for c in checks])
+            out[f"{name}:median"] = torch.tensor([_or(c.median, math.inf) for c in checks])
+            out[f"{name}:accepted"] = torch.tensor([float(c.accepted) for c in checks])
+    return out
+
+
+def _or(value: float | None, other: float) -> float:
+    return float(other if value is None else value)
+
+
+def _folder(home: Path, kind: str, spec: dict[str, Any]) -> Path:
+    names = (
+        "model", "prompts", "limit", "max_tokens", "turns", "new_tokens", "sampling", "variant", "seed", "device",
+        "dtype",
+    )  # fmt: skip
+    text = json.dumps({name: spec[name] for name in names}, sort_keys=True)
+    return home / kind / hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _work(folder: Path) -> Path:
+    """A folder beside the one that is to be; several processes may measure at once."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    return Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}-"))
+
+
+def _settle(work: Path, folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    try:
+        work.rename(folder)
+    except OSError:  # another process was first; its result is the same
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def pooled(
+    specs: Sequence[dict[str, Any]], home: Path, score: str, progress: Progress = silent
+) -> np.ndarray:
+    """One score of several providers' answers, as one list.
+
+    Besides the names of ``scored``: ``likelihood:SIGMA`` (of the margins) and ``monte_carlo:TRIALS``.
+    """
+    return np.concatenate([_score(spec, home, score, progress).astype(float) for spec in specs])
+
+
+def _score(spec: dict[str, Any], home: Path, score: str, progress: Progress) -> np.ndarray:
+    name, _, number = score.partition(":")
+    if name == MONTE_CARLO:
+        return simulated(spec, home, int(number), progress)[name]
+    scores = scored(spec, home, progress)
+    if name == "likelihood" and number:
+        return difr.likelihood(torch.from_numpy(scores["margin"]), float(number)).numpy()
+    if score not in scores:
+        raise InputError(f"answers sampled by {spec['sampling']['method']} have no score {score!r}")
+    return scores[score]

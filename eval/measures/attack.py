@@ -1,0 +1,242 @@
+"""What a cell of an experiment can measure; each function answers with figures and their intervals over prompts."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hiddenlab import registry
+from hiddenlab.channels import Channel
+from hiddenlab.errors import NotApplicableError
+from hiddenlab.eval.cells import RUN, Figures
+from hiddenlab.eval.measures.intervals import Estimate, mean, ratio, share
+from hiddenlab.job import AttackSpec, generator, prepare
+from hiddenlab.matching.distance import choose_matcher
+from hiddenlab.models import load_model
+from hiddenlab.prompts import load_prompts
+from hiddenlab.proposals.store import pairwise_order_for
+from hiddenlab.records import RECORD, Recorder, RunRecord, read_run
+from hiddenlab.runner import run_attack
+from hiddenlab.summary import NOT_APPLICABLE, Sample
+from hiddenlab.types import Progress, silent
+
+NEAR, FAR = 4, 16  # positions
+
+
+def attack(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> Figures:
+    """Run an attack (``AttackSpec``) and estimate its figures; an interrupted run goes on where it was.
+
+    Raises:
+        NotApplicableError: the attack cannot use what the channel releases.
+        HiddenlabError: see ``hiddenlab.job.prepare``.
+    """
+    path = folder / RUN
+    if (path / RECORD).is_file() and read_run(path)[0].status == "finished":
+        samples = read_run(path)[1]
+    else:
+        job = prepare(AttackSpec.from_json(spec), progress)
+        if (path / RECORD).is_file():
+            recorder = Recorder.resume(path, job.inputs_sha256)
+        else:
+            record = RunRecord(
+                verb="attack", spec=job.spec.to_json(), seeds={"seed": job.spec.seed},
+                inputs_sha256=job.inputs_sha256, prompts=len(job.cases),
+            )  # fmt: skip
+            recorder = Recorder.create(record, out=path)
+        run_attack(job, recorder, progress=progress)
+        samples = recorder.samples
+    return figures_of(samples)
+
+
+def figures_of(samples: Sequence[Sample]) -> Figures:
+    """Estimates from the samples of an attack run, prompts to which it does not apply left out.
+
+    Raises:
+        NotApplicableError: it applies to none of them.
+    """
+    done = [sample for sample in samples if sample["status"] != NOT_APPLICABLE]
+    if not done:
+        raise NotApplicableError(samples[0]["reason"] if samples else "there are no prompts")
+    tokens = [sample["tokens"] for sample in done]
+    out = {
+        "exact": share([sample["exact"] for sample in done]),
+        "verified": ratio([sample["verified"] * sample["tokens"] for sample in done], tokens),
+        "evaluated_tokens_per_token": ratio([sample["evaluated_tokens"] for sample in done], tokens),
+        "forward_calls_per_prompt": mean([sample["forward_calls"] for sample in done]),
+        "last_evaluated": mean([sample["per_token"]["evaluated"][-1] for sample in done]),
+        "seconds_per_prompt": mean([sample["seconds"] for sample in done]),
+    }
+    for name in ("token_accuracy", "rouge_l", "bleu"):
+        out[name] = mean([sample[name] for sample in done])
+    if all("bag_of_tokens_recall" in sample for sample in done):  # records of older versions lack it
+        out["bag_of_tokens_recall"] = mean([sample["bag_of_tokens_recall"] for sample in done])
+    if sum(unseen := [sample.get("missing_tokens") or 0 for sample in done]):
+        out["missing_token_accuracy"] = ratio(
+            [sample.get("missing_tokens_right") or 0 for sample in done], unseen
+        )
+    if all(sample["prefill_seconds"] for sample in done):
+        seconds, prefills = ([sample[name] for sample in done] for name in ("seconds", "prefill_seconds"))
+        out["slowdown_vs_prefill"] = ratio(seconds, prefills)
+    if all(sample["epsilon"] is not None for sample in done):
+        out["epsilon"] = mean([sample["epsilon"] for sample in done])
+    return as_figures(out)
+
+
+def utility(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> Figures:
+    """What a defense costs the model itself: perplexity, KL from the clean model, agreement of the likeliest token.
+
+    Texts pass the channel at the stream ``logits`` of the whole model, beside a clean pass of the same weights, both
+    teacher-forced: the model predicts every token of the text after the first.
+
+    Args:
+        spec: model, prompts, limit, max_tokens, defense (a list), seed, device, dtype.
+    """
+    model = load_model(spec["model"], stream="logits", device=spec["device"], dtype=spec["dtype"])
+    clean, defended = Channel.parse([]), Channel.parse(spec["defense"])
+    if defended.whole().specs != defended.specs:
+        raise NotApplicableError("a channel that shows only some rows leaves the model itself as it is")
+    texts = [p.text for p in load_prompts(spec["prompts"], limit=spec["limit"])]
+    tokens = [model.tokenize(text, spec["max_tokens"]) for text in texts]
+    tokens = [prompt for prompt in tokens if len(prompt) > 1]
+    rows: list[tuple[int, float, float, float, float]] = []
+    for i, prompt in enumerate(tokens):
+        plain, changed = (
+            channel.release(model, prompt, generator(spec["seed"], "release", i))[0]
+            .states[:-1]
+            .float()
+            .log_softmax(-1)
+            for channel in (clean, defended)
+        )
+        following = torch.tensor(prompt[1:], device=plain.device)[:, None]
+        rows.append(
+            (
+                len(following),
+                -float(plain.gather(1, following).sum()),
+                -float(changed.gather(1, following).sum()),
+                float((plain.exp() * (plain - changed)).sum()),
+                float((plain.argmax(1) == changed.argmax(1)).sum()),
+            )
+        )
+        progress("measuring the model's own quality", i + 1, len(tokens))
+    counts, before, after, divergence, agreed = (list(column) for column in zip(*rows, strict=True))
+    return as_figures(
+        {
+            "perplexity": _exp(ratio(after, counts)),
+            "clean_perplexity": _exp(ratio(before, counts)),
+            "kl": ratio(divergence, counts),
+            "top1_agreement": ratio(agreed, counts),
+        }
+    )
+
+
+def order(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> Figures:
+    """What shuffled rows tell of their order by themselves: no token, no language model, nothing but pairs of rows.
+
+    Of every two rows of a prompt, which stood first (``hiddenlab.proposals.pairwise_order``)? Pairs up to ``NEAR``
+    positions apart and those more than ``FAR`` apart are counted by themselves too. Then rows are sorted by the sum of
+    their
+    log-odds: by how many positions are they off?
+
+    Args:
+        spec: model, prompts, limit, max_tokens, layer, defense (a list that shuffles rows), seed, device, dtype.
+
+    Raises:
+        NotApplicableError: rows are in order, or some are not shown; no prompt has two tokens, or there are no texts
+            long enough to learn from.
+    """
+    model = load_model(spec["model"], spec["layer"], device=spec["device"], dtype=spec["dtype"])
+    channel = Channel.parse(spec["defense"])
+    texts = [p.text for p in load_prompts(spec["prompts"], limit=spec["limit"])]
+    prompts = [tokens for text in texts if len(tokens := model.tokenize(text, spec["max_tokens"])) > 1]
+    counts: dict[str, list[tuple[float, float]]] = {"pairs": [], "near_pairs": [], "far_pairs": []}
+    off, pairwise_order = list[float](), None
+    if not prompts:
+        raise NotApplicableError("no prompt has two tokens")
+    for i, tokens in enumerate(prompts):
+        observation, secret = channel.release(model, tokens, generator(spec["seed"], "release", i))
+        if secret.row_order is None or len(secret.row_order) != len(tokens):
+            raise NotApplicableError("only rows that are all shown, out of order, have an order to tell")
+        if pairwise_order is None:
+            pairwise_order, _ = pairwise_order_for(model, observation.info, progress)
+        if pairwise_order is None:
+            raise NotApplicableError("there are no texts long enough to learn an order from")
+        rows = choose_matcher("auto", observation.info).prepare(observation.states.to(model.device))
+        odds = pairwise_order(rows).cpu()
+        places = torch.tensor(secret.row_order)
+        first, second = torch.triu_indices(len(places), len(places), 1)
+        apart = places[second] - places[first]
+        right, apart = odds[first, second] * apart > 0, apart.abs()
+        for name, some in (("pairs", apart > 0), ("near_pairs", apart <= NEAR), ("far_pairs", apart > FAR)):
+            if bool(some.any()):
+                counts[name].append((float(right[some].sum()), float(some.sum())))
+        told = odds.sum(1).argsort(descending=True).argsort()
+        off.append(float((told - places).abs().float().mean()))
+        progress("comparing rows", i + 1, len(prompts))
+    shares = {
+        name: ratio([hits for hits, _ in found], [pairs for _, pairs in found])
+        for name, found in counts.items()
+        if found
+    }
+    return as_figures({**shares, "places_off": mean(off)})
+
+
+def embedding(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> Figures:
+    """The standard deviation of all coordinates of the vocabulary's input embeddings, as the model's module gives them.
+
+    It is the unit in which noise on embeddings is strong or weak. No interval: it is of the whole vocabulary.
+
+    Args:
+        spec: ``model``.
+    """
+    deviation, tokens = _deviation(spec["model"])
+    return as_figures({"embedding_deviation": Estimate(deviation, deviation, deviation, tokens)})
+
+
+def embedding_deviation(model: str) -> float:
+    """The same number by itself, for experiments that ask for noise of a strength relative to it.
+
+    Raises:
+        HiddenlabError: see ``load_model``.
+    """
+    return _deviation(model)[0]
+
+
+def _deviation(model: str) -> tuple[float, int]:
+    truncated = load_model(model, 0, stream="embed", device="cpu")
+    table = truncated.embed(torch.arange(truncated.vocab_size))
+    return float(table.float().std(correction=0)), len(table)
+
+
+def bench(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> Figures:
+    """One setting of a bench (``hiddenlab bench``), repeated in its own process; the figures are its row's.
+
+    Args:
+        spec: ``bench`` names it, ``options`` are its arguments.
+    """
+    result = registry.resolve("benches", spec["bench"])(**spec["options"], progress=progress)
+    row = result["rows"][0]
+    repeats = result.get("repeats", 1)
+    out = {
+        name: {"value": float(value), "low": float(value), "high": float(value), "n": repeats}
+        for name, value in row.items()
+        if isinstance(value, int | float)
+    }
+    if {"seconds", "seconds_low", "seconds_high"} <= set(row):
+        out["seconds"] |= {"low": row["seconds_low"], "high": row["seconds_high"]}
+    return out
+
+
+def as_figures(estimates: dict[str, Estimate]) -> Figures:
+    """Estimates as plain data."""
+    return {name: dict(estimate._asdict()) for name, estimate in estimates.items()}
+
+
+def exactly(value: float, n: int) -> dict[str, float]:
+    """A figure that is counted, not estimated."""
+    return {"value": value, "low": value, "high": value, "n": n}
+
+
+def _exp(estimate: Estimate) -> Estimate:
+    value, low, high = torch.tensor(estimate[:3], dtype=torch.float64).exp().tolist()
+    return Estimate(value, low, high, estimate.n)

@@ -1,0 +1,128 @@
+"""What a CompNode reads from partial attention at the first layer, measured prompt by prompt."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hiddenlab.attacks.partial_sums import PartialSums
+from hiddenlab.defenses.cascade.nodes import attention_pass
+from hiddenlab.defenses.cascade.plan import Plan
+from hiddenlab.errors import InputError
+from hiddenlab.eval.cells import Figures
+from hiddenlab.eval.measures.attack import as_figures
+from hiddenlab.eval.measures.intervals import mean, ratio, share
+from hiddenlab.eval.measures.metrics import score_text
+from hiddenlab.job import generator
+from hiddenlab.models import TruncatedModel, load_model
+from hiddenlab.prompts import load_prompts
+from hiddenlab.types import Observation, ObservationInfo, Progress, Site, silent
+
+STREAMS = ("q", "k", "v")
+
+
+def node_view(streams: dict[str, TruncatedModel], tokens: list[int], plan: Plan, node: int) -> Observation:
+    """What a CompNode holds and receives of the first layer: the rows of ``defenses.cascade.seen.first_layer_view``.
+
+    Computed with the AttnNodes' own function on the model's queries, keys and values, so that no cluster is started
+    for each prompt.
+
+    Args:
+        streams: truncated models of ``q``, ``k``, ``v`` at layer 1 and of ``embed``, by stream.
+    """
+    held, prompt = list(plan.shards[node]), torch.tensor(tokens)
+    q, k, v = (streams[name].encode(prompt) for name in STREAMS)
+    attention = streams["k"].attention
+    assert attention is not None
+    heads = int(streams["q"].module.config.num_attention_heads)  # type: ignore[union-attr,arg-type]
+    width = q.shape[1] // heads
+    q, k, v = (rows.unflatten(1, (-1, width)).transpose(0, 1) for rows in (q, k, v))
+    columns = [streams["embed"].encode(prompt)[held]]
+    for split in plan.splits:
+        keys = list(split)
+        part = attention_pass(q[:, held], k[:, keys], v[:, keys], attention.visible(held, keys), attention)
+        assert part.total is not None
+        columns += [part.maximum.T, part.total.T, part.output.transpose(0, 1).flatten(1)]
+    lowest = torch.finfo(columns[0].dtype).min  # rows that see no key
+    embed = streams["embed"]
+    info = ObservationInfo(
+        embed.ref.name, embed.signature, Site(1, "attn"), positions=tuple(held),
+        facts={"heads": heads, "shards": [list(split) for split in plan.splits], "embed": columns[0].shape[1]},
+    )  # fmt: skip
+    return Observation(torch.cat(columns, 1).clamp(min=lowest), info)
+
+
+def partial_sums(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> Figures:
+    """The attack ``partial-sums`` on one CompNode of a plan.
+
+    What figures are of is in their names, and is the same as in the figures of every other attack. ``unseen_…`` are of
+    the tokens before the node's last row that it does not hold: ``missing_exact`` the share of prompts in which all of
+    them are right, the others shares of these tokens. ``exact``, ``verified`` and the text scores are of the whole
+    prompt, in which tokens behind the node's last row count as wrong.
+
+    Prompts shorter than the plan needs are left out.
+
+    Args:
+        spec: model, prompts, limit, max_tokens, alpha, c, m, node, seed, device.
+
+    Raises:
+        InputError: no prompt is long enough for the node to hold anything.
+    """
+    model, length = spec["model"], spec["max_tokens"]
+    streams = {name: load_model(model, 1, stream=name, device=spec["device"]) for name in STREAMS}
+    streams["embed"] = load_model(model, 0, stream="embed", device=spec["device"])
+    truncated = load_model(model, 1, stream="attn", device=spec["device"])
+    attack = PartialSums(seed=spec["seed"])
+    prompts = [truncated.tokenize(p.text, length) for p in load_prompts(spec["prompts"])]
+    prompts = [tokens for tokens in prompts if len(tokens) == length][: spec["limit"]]
+    plan = Plan.clustered(length, spec["c"], alpha=spec["alpha"], m=spec["m"])
+    held = plan.shards[spec["node"]]
+    missing = [p for p in range(max(held, default=0)) if p not in held]
+    if not prompts or not missing:
+        raise InputError(f"no prompt of {length} tokens gives CompNode {spec['node']} anything to find")
+    rows = []
+    for i, tokens in enumerate(prompts):
+        observation = node_view(streams, tokens, plan, spec["node"])
+        found = attack.recover(observation, truncated, generator(spec["seed"], "attack"))
+        places = found.positions or range(len(found.tokens))
+        right = {
+            p: (one.token == tokens[p], one.verified) for p, one in zip(places, found.tokens, strict=True)
+        }
+        hits = [right.get(p, (False, False)) for p in missing]
+        got = dict(zip(places, found.ids, strict=True))
+        score = score_text(
+            truth_ids=tokens, recovered_ids=[got.get(p, -1) for p in range(max(got) + 1)],
+            truth_text=truncated.text(tokens), recovered_text=truncated.text(found.ids),
+        )  # fmt: skip
+        rows.append(
+            (
+                score["exact"],
+                score["token_accuracy"],
+                score["rouge_l"],
+                score["bleu"],
+                sum(one.verified for one in found.tokens),
+                sum(hit for hit, _ in hits),
+                sum(sure for _, sure in hits),
+                sum(sure and not hit for hit, sure in hits),
+                found.seconds,
+            )
+        )
+        progress("prompts", i + 1, len(prompts))
+    columns = [[float(x) for x in column] for column in zip(*rows, strict=True)]
+    exact, accuracy, rouge_l, bleu, verified, hits_, sure, wrong, seconds = columns
+    total = [float(len(missing))] * len(rows)
+    return as_figures(
+        {
+            "exact": share([one == 1 for one in exact]),
+            "token_accuracy": mean(accuracy),
+            "rouge_l": mean(rouge_l),
+            "bleu": mean(bleu),
+            "verified": ratio(verified, [float(length)] * len(rows)),
+            "missing_exact": share([hit == len(missing) for hit in hits_]),
+            "missing_token_accuracy": ratio(hits_, total),
+            "missing_verified": ratio(sure, total),
+            "missing_wrong_verified": ratio(wrong, total),
+            "missing": mean(total),
+            "seconds_per_prompt": mean(seconds),
+        }
+    )

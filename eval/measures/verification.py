@@ -1,0 +1,185 @@
+"""What cells of the verification experiments measure: detection, cost, and the distributional baselines."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hiddenlab.defenses.verification import toploc
+from hiddenlab.defenses.verification.detect import detect, mmd_test
+from hiddenlab.defenses.verification.rules import EVERY
+from hiddenlab.errors import InputError
+from hiddenlab.eval.cells import Figures
+from hiddenlab.eval.measures.answers import answered, pooled, scored, uniform_ranks
+from hiddenlab.eval.measures.attack import as_figures, exactly
+from hiddenlab.eval.measures.intervals import mean, ratio, share
+from hiddenlab.types import Progress, silent
+
+SPLITS = 5
+PERCENTILES = (90.0, 99.0, 99.9, 99.99)
+
+
+def _home(folder: Path) -> Path:
+    """Where answers and scores are kept: beside the cells."""
+    return folder.parent.parent
+
+
+def _honest(spec: dict[str, Any]) -> list[dict[str, Any]]:
+    """Specs of the honest providers that calibrate: all named but the one under test."""
+    return [{**spec, "variant": v} for v in spec["honest"] if v != spec["variant"]]
+
+
+def detection(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> Figures:
+    """Standardised AUC at 1 % false positives by batch size, over five divisions of the tokens into halves.
+
+    Args:
+        spec: as ``eval.answers.answered``; honest (variants), score, sizes; pooling (see ``detect.poolings``).
+
+    Returns:
+        For each size N ``auc_N``, ``whole_N`` (the whole area) and ``tail_N``: the share of divisions in which a
+        tail-focused mean was chosen.
+    """
+    home = _home(folder)
+    honest = pooled(_honest(spec), home, spec["score"], progress)
+    other = pooled([spec], home, spec["score"], progress)
+    figures: Figures = {}
+    for size in spec["sizes"]:
+        if size > min(len(honest), len(other)) // 2:
+            continue
+        found = [
+            detect(
+                honest, other, size, np.random.default_rng([spec["seed"], split]), which=spec.get("pooling", "best")
+            )
+            for split in range(SPLITS)
+        ]  # fmt: skip
+        tails = [float(one.pooling is not None and one.pooling.floor > 0) for one in found]
+        for name, values in (
+            ("auc", [one.auc_low_fpr for one in found]), ("whole", [one.auc for one in found]), ("tail", tails)
+        ):  # fmt: skip
+            figures[f"{name}_{size}"] = {
+                "value": float(np.mean(values)), "low": min(values), "high": max(values), "n": len(other)
+            }  # fmt: skip
+    if not figures:
+        raise InputError(
+            f"{len(other)} scores of {spec['score']} are too few for a batch of {min(spec['sizes'])}"
+        )
+    return figures
+
+
+def agreement(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> Figures:
+    """A provider's raw scores (DiFR, appendix I), and the MMD test, which needs no seed.
+
+    Args:
+        spec: as ``eval.answers.answered``; against: a variant to compare distributions with.
+    """
+    home = _home(folder)
+    scores = scored(spec, home, progress)
+    shape = (len(scores["length"]), -1)
+    out = {
+        "same_token": mean((scores["mismatch"].reshape(shape) == 0).mean(1).tolist()),
+        "cross_entropy": mean(scores["cross_entropy"].reshape(shape).mean(1).tolist()),
+    }
+    figures: Figures = {}
+    if "margin" in scores:
+        margins = scores["margin"]
+        finite = np.isfinite(margins)
+        kept = np.where(finite, margins, 0.0).reshape(shape)
+        out["margin"] = ratio(kept.sum(1).tolist(), finite.reshape(shape).sum(1).tolist())
+        out["filtered"] = mean((~finite).reshape(shape).mean(1).tolist())
+        figures["margin_p99.9"] = exactly(float(np.percentile(margins[finite], 99.9)), int(finite.sum()))
+    figures |= as_figures(out)
+    rows = scores["drawn"].reshape(shape)
+    theirs = scored({**spec, "variant": spec["against"]}, home, progress)["drawn"].reshape(shape)
+    figures["mmd_p"] = exactly(mmd_test(rows, theirs, np.random.default_rng(spec["seed"])), len(rows))
+    if spec["turns"] > 1:
+        of = [i // spec["turns"] for i in range(len(rows))]
+        p = mmd_test(rows, theirs, np.random.default_rng(spec["seed"]), prompts=of)
+        figures["mmd_by_prompt_p"] = exactly(p, len(rows))
+    return figures
+
+
+def statistics(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> Figures:
+    """One score's distribution over a provider's tokens (DiFR, tables 4 to 8): mean, deviation, percentiles.
+
+    Args:
+        spec: as ``eval.answers.answered``; score.
+    """
+    values = pooled([spec], _home(folder), spec["score"], progress)
+    finite = values[np.isfinite(values)]
+    if not len(finite):
+        raise InputError(f"no token has a finite {spec['score']}")
+    found = {"infinite": float(1 - len(finite) / len(values)), "mean": finite.mean(), "sd": finite.std()}
+    found |= {f"p{p:g}": np.percentile(finite, p) for p in PERCENTILES}
+    return {name: exactly(float(value), len(values)) for name, value in found.items()}
+
+
+def uniformity(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> Figures:
+    """The rank-uniformity test, which needs no seed: Kolmogorov-Smirnov on the ranks of tokens.
+
+    Args:
+        spec: as ``eval.answers.answered``; requests: how many.
+    """
+    from scipy.stats import kstest
+
+    found = kstest(uniform_ranks(spec, _home(folder), spec["requests"], progress), "uniform")
+    return {"rank_uniformity_p": exactly(float(found.pvalue), spec["requests"])}
+
+
+def proofs(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> Figures:
+    """TOPLOC by the published rule: shares of proofs and of requests accepted, and how near the thresholds they came.
+
+    Args:
+        spec: as ``eval.answers.answered``; honest: variants that set the limits in place of the published ones, at the
+            largest value of any of their proofs, the variant under test left out.
+    """
+    scores = scored(spec, _home(folder), progress)
+    name = f"toploc:{toploc.TOP}:{EVERY}"
+    accepted = scores[f"{name}:accepted"]
+    if "honest" in spec:
+        seen = [scored(one, _home(folder), progress) for one in _honest(spec)]
+        parts = [f"{name}:{part}" for part in ("exponents", "mean", "median")]
+        limits = {part: max(float(one[part].max()) for one in seen) for part in parts}
+        accepted = np.logical_and.reduce([scores[part] <= limits[part] for part in parts])
+    per_request = accepted.reshape(len(scores["length"]), -1)
+    figures = as_figures(
+        {
+            "proofs_accepted": share([bool(a) for a in accepted]),
+            "requests_accepted": share(np.atleast_1d(per_request.all(1)).tolist()),
+            "exponents": mean(scores[f"{name}:exponents"].tolist()),
+        }
+    )
+    figures["most_exponents"] = exactly(float(scores[f"{name}:exponents"].max()), len(accepted))
+    figures["fewest_exponents"] = exactly(float(scores[f"{name}:exponents"].min()), len(accepted))
+    finite = scores[f"{name}:mean"][np.isfinite(scores[f"{name}:mean"])]
+    if len(finite):
+        figures["mean_mantissa"] = as_figures({"m": mean(finite.tolist())})["m"]
+    return figures
+
+
+def proof_cost(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> Figures:
+    """Milliseconds of one commitment to 32 tokens, and the share of the time in which the tokens were generated.
+
+    Args:
+        spec: as ``eval.answers.answered``.
+    """
+    import time
+
+    found = answered(spec, _home(folder), progress)
+    chunks = [rows[:EVERY] for rows in found.outputs if len(rows) >= EVERY]
+    if not chunks:
+        raise InputError(f"no answer has {EVERY} tokens")
+    for chunk in chunks[:5]:
+        toploc.commit(chunk)
+    took = []
+    for chunk in chunks:
+        started = time.perf_counter()
+        toploc.commit(chunk)
+        took.append(time.perf_counter() - started)
+    tokens = sum(len(rows) for rows in found.outputs)
+    decode = found.seconds / tokens * EVERY
+    figures = as_figures(
+        {"milliseconds": mean([1e3 * t for t in took]), "of_decoding": mean([t / decode for t in took])}
+    )
+    figures["slowest_milliseconds"] = exactly(1e3 * max(took), len(took))
+    figures["tokens_per_second"] = exactly(tokens / found.seconds, tokens)
+    return figures

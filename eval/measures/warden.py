@@ -1,0 +1,233 @@
+"""What cells measure of a warden set on honest answers: its settings, and what they let an adversary carry."""
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from hiddenlab.defenses.verification import difr, risk
+from hiddenlab.defenses.verification.causal_lm import load_whole
+from hiddenlab.defenses.verification.difr import Replay, Verifier
+from hiddenlab.defenses.verification.sampling import kept
+from hiddenlab.errors import InputError
+from hiddenlab.eval.cells import Figures
+from hiddenlab.eval.measures.adversaries import SAMPLES, Rule
+from hiddenlab.eval.measures.answers import answered
+from hiddenlab.eval.measures.attack import as_figures, exactly
+from hiddenlab.eval.measures.intervals import Estimate, mean, share
+from hiddenlab.types import Progress, silent
+from hiddenlab.utils.files import save_tensors, write_file
+
+FIELDS = ("false_positives", "suspicious", "bits", "safe_bits", "quiet_bits")
+REACH = 4.5  # standard deviations of noise; what they do not bring past the filter is left out
+WIDEST = 4096  # columns
+ANSWERS = (
+    "model", "prompts", "limit", "max_tokens", "turns", "new_tokens", "sampling", "variant", "seed", "device",
+)  # fmt: skip
+GRID = ("dtype", "requests", "noise_sds", "thresholds", "cutoffs")
+
+
+def stored(home: Path, kind: str, key: Any, make: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Tensors made once, under a digest of what they depend on."""
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
+    path = home / kind / f"{digest}.safetensors"
+    if not path.is_file():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_tensors(path, make(), {})
+    return load_file(path)
+
+
+def narrowed(replay: Replay, noise_sd: float, least: int) -> risk.Evidence:
+    """A replayed answer with only the tokens that noise can bring past the sampler's filter, by falling logit.
+
+    A draw of the likelihood's makes another token admissible only beyond ``REACH`` standard deviations, or, with noise
+    as large as the logits, beyond the first ``WIDEST`` tokens. Without these a vocabulary of 50,000 is a hundred wide.
+    A claimed token among them takes the last column, so that its rank is still beyond every cutoff up to ``least``.
+
+    Args:
+        least: fewest columns.
+    """
+    if replay.uniform is not None:
+        raise InputError("the warden's score here is for Gumbel-max sampling")
+    gumbel = torch.zeros_like(replay.logits) if replay.gumbel is None else replay.gumbel
+    width = replay.logits.shape[1]
+    filtered = not replay.sampling.greedy and 0 < replay.sampling.top_k < WIDEST < width
+    ids = replay.logits.topk(WIDEST if filtered else width, dim=1).indices.sort(1).values
+    order = replay.logits.gather(1, ids).sort(dim=1, descending=True, stable=True).indices
+    ids = ids.gather(1, order)
+    values = replay.logits.gather(1, ids)
+    if filtered:
+        last = kept(values, replay.sampling).sum(1, keepdim=True)
+        boundary = (values.gather(1, last - 1) + values.gather(1, last)) / 2
+        able = int((values > boundary - REACH * noise_sd).sum(1).max())
+        ids = ids[:, : max(able, least) + 1].clone()
+        outside = ~(ids == replay.tokens[:, None]).any(1)
+        ids[outside, -1] = replay.tokens[outside]
+    return risk.Evidence(
+        replay.logits.gather(1, ids), gumbel.gather(1, ids),
+        (ids == replay.tokens[:, None]).int().argmax(1), replay.sampling,
+    )  # fmt: skip
+
+
+def calibration(spec: dict[str, Any], home: Path, progress: Progress = silent) -> dict[str, Tensor]:
+    """Sums over each honest answer's tokens for every setting of the grid, measured once.
+
+    Args:
+        spec: as ``eval.answers.answered``; requests (how many of the answers), noise_sds, thresholds, cutoffs.
+
+    Returns:
+        ``sums`` (answers, settings, ``FIELDS``) in the order of ``rules``, ``tokens`` (answers), ``vocabulary``, and
+        by token ``margin`` and ``cross_entropy`` (answers, tokens).
+    """
+    key = {name: spec[name] for name in (*ANSWERS, *GRID)}
+    return stored(home, "warden", key, lambda: _calibrate(spec, home, progress))
+
+
+def _calibrate(spec: dict[str, Any], home: Path, progress: Progress) -> dict[str, Tensor]:
+    transcripts = answered(spec, home, progress).transcripts
+    chosen = transcripts[:: max(1, len(transcripts) // spec["requests"])][: spec["requests"]]
+    verifier = Verifier(load_whole(spec["model"], dtype=spec["dtype"], device=spec["device"]))
+    vocabulary = verifier.model.vocabulary
+    sums, margins, surprisals = [], [], []
+    for i, transcript in enumerate(chosen):
+        replay = verifier.replay(transcript)
+        rows = [row for sd in spec["noise_sds"] for row in _points(replay, sd, spec, vocabulary, i)]
+        sums.append(torch.tensor(rows, dtype=torch.float64) * len(replay.tokens))
+        margins.append(difr.margin(replay))
+        surprisals.append(difr.cross_entropy(replay))
+        progress("honest answers measured", i + 1, len(chosen))
+    return {
+        "sums": torch.stack(sums), "tokens": torch.tensor([len(one.output) for one in chosen]),
+        "vocabulary": torch.tensor(vocabulary), "margin": torch.stack(margins),
+        "cross_entropy": torch.stack(surprisals),
+    }  # fmt: skip
+
+
+def _points(
+    replay: Replay, noise_sd: float, spec: dict[str, Any], vocabulary: int, seed: int
+) -> Iterator[tuple[float, ...]]:
+    """One answer's means at every threshold and cutoff, in the order of ``FIELDS``."""
+    evidence = narrowed(replay, noise_sd, max(spec["cutoffs"]))
+    missing = math.log2(vocabulary / evidence.logits.shape[1])
+    for p in risk.pareto(
+        [evidence], [noise_sd], spec["thresholds"], spec["cutoffs"], samples=SAMPLES, seed=seed
+    ):
+        # A dangerous token is one of the whole vocabulary, not only of the columns kept here.
+        bits = p.bits + missing * p.false_positive_rate
+        yield p.false_positive_rate, p.suspicious, bits, p.safe_bits, p.quiet_bits
+
+
+def rules(spec: dict[str, Any]) -> list[Rule]:
+    """All settings of the grid."""
+    return [
+        Rule(sd, threshold, cutoff)
+        for sd in spec["noise_sds"]
+        for threshold in spec["thresholds"]
+        for cutoff in spec["cutoffs"]
+    ]
+
+
+def least(found: dict[str, Tensor], spec: dict[str, Any]) -> int:
+    """Place of the setting with the least of ``criterion`` among those whose honest shares are low enough.
+
+    Raises:
+        InputError: there is none.
+    """
+    means = (found["sums"].sum(0) / found["tokens"].sum()).numpy()
+    fit = (means[:, 0] <= spec["rate"]) & (means[:, 1] <= spec["most_suspicious"])
+    if not fit.any():
+        raise InputError(f"no setting of the grid calls only {spec['rate']:.2%} of honest tokens dangerous")
+    return int(np.where(fit, means[:, FIELDS.index(spec["criterion"])], np.inf).argmin())
+
+
+def pareto(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> Figures:
+    """The warden's best setting at a false positive rate; the whole grid goes to ``points.json`` in the folder.
+
+    Args:
+        spec: as ``calibration``; rate, criterion, most_suspicious.
+    """
+    found = calibration(spec, folder.parent.parent, progress)
+    place, rule = least(found, spec), rules(spec)[least(found, spec)]
+    sums, tokens = found["sums"][:, place], found["tokens"]
+    whole = math.log2(int(found["vocabulary"]))
+    bits, safe, quiet = (mean((sums[:, i] / tokens).tolist()) for i in (2, 3, 4))
+    figures = as_figures(
+        {
+            "bits": bits, "safe_bits": safe, "quiet_bits": quiet, "slowdown": slowdown(bits, whole),
+            "share": Estimate(bits.value / whole, bits.low / whole, bits.high / whole, bits.n),
+            "suspicious": of_tokens(sums[:, 1], tokens), "false_positives": of_tokens(sums[:, 0], tokens),
+        }
+    )  # fmt: skip
+    for name in ("noise_sd", "threshold", "cutoff"):
+        value = float(getattr(rule, name))
+        figures[name] = exactly(value, int(tokens.sum()))
+    means = (found["sums"].sum(0) / tokens.sum()).tolist()
+    points = [
+        {**vars(r), **dict(zip(FIELDS, row, strict=True))} for r, row in zip(rules(spec), means, strict=True)
+    ]
+    write_file(folder / "points.json", json.dumps(points, indent=1) + "\n")
+    return figures
+
+
+def frontier(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> Figures:
+    """For each rank cutoff R the fewest bits a token at a false positive rate: a column of figure 10.
+
+    Args:
+        spec: as ``calibration``; rate, most_suspicious.
+
+    Returns:
+        ``bits_R``, ``sigma_R`` and ``threshold_R`` of the setting, for every R that has one.
+
+    Raises:
+        InputError: none has.
+    """
+    found = calibration(spec, folder.parent.parent, progress)
+    tokens, whole = found["tokens"], math.log2(int(found["vocabulary"]))
+    means = (found["sums"].sum(0) / tokens.sum()).tolist()
+    settings = rules(spec)
+    points = []
+    for r, (false, suspicious, bits, safe, quiet) in zip(settings, means, strict=True):
+        point = risk.Point(
+            r.noise_sd,
+            r.threshold,
+            r.cutoff,
+            int(tokens.sum()),
+            false,
+            suspicious,
+            bits,
+            safe,
+            quiet,
+            bits / whole,
+        )
+        points.append(point)
+    figures: Figures = {}
+    for cutoff in spec["cutoffs"]:
+        own = [p for p in points if p.rank_cutoff == cutoff and p.false_positive_rate <= spec["rate"]]
+        if best := risk.frontier(own, most_suspicious=spec["most_suspicious"]):
+            place = settings.index(Rule(best[-1].noise_sd, best[-1].threshold, cutoff))
+            sums = found["sums"][:, place, FIELDS.index("bits")]
+            figures |= as_figures({f"bits_{cutoff}": mean((sums / tokens).tolist())})
+            figures[f"sigma_{cutoff}"] = exactly(best[-1].noise_sd, int(tokens.sum()))
+            figures[f"threshold_{cutoff}"] = exactly(best[-1].threshold, int(tokens.sum()))
+    if not figures:
+        raise InputError(f"no setting of the grid calls only {spec['rate']:.2%} of honest tokens dangerous")
+    return figures
+
+
+def of_tokens(sums: Tensor, tokens: Tensor) -> Estimate:
+    """A share of tokens, each taken for itself."""
+    count, total = round(float(sums.sum())), int(tokens.sum())
+    return share([True] * count + [False] * (total - count))
+
+
+def slowdown(bits: Estimate, whole: float) -> Estimate:
+    """log₂ of the vocabulary over a rate; infinite at 0."""
+    value, low, high = (whole / b if b > 0 else math.inf for b in (bits.value, bits.high, bits.low))
+    return Estimate(value, low, high, bits.n)

@@ -1,0 +1,274 @@
+"""Experiments on token-sharding: what one node's rows, and what it receives, tell of the rest of a prompt."""
+
+from itertools import product
+from typing import Any
+
+from hiddenlab.defenses.cascade.plan import AttnNode, Plan
+from hiddenlab.errors import InputError
+from hiddenlab.eval.cells import OTHER_MODEL, Cell, Experiment, Setting, attack_cell, split_specs
+from hiddenlab.eval.tables import paper
+from hiddenlab.job import AttackSpec, build_attack
+
+SHARDED = {
+    "rouge_l": "ROUGE-L", "bleu": "BLEU", "missing_token_accuracy": "tokens that no row shows",
+    "token_accuracy": "token accuracy", "exact": "exact prompts",
+}  # fmt: skip
+SHARD_TOKENS = 96  # the shortest prompt in which every node of the largest table holds tokens
+GAP_BUDGET = 200_000
+NODE_STREAMS = ("resid", "qkv", "kv", "q", "k", "v")
+ATTN_ROWS = (
+    "AttnNodes get queries, keys and values; as in the paper (appendix M) the attacker is given the hidden states of "
+    "the same rows."
+)
+NODES = (
+    "CompNodes are from the middle of the plan. Where alpha times c does not divide the prompt's length, nodes before "
+    f"them hold a cluster more. {ATTN_ROWS}"
+)
+
+
+def gap(setting: Setting, sizes: str = "1,2,3", after: int = 20, budget: int = GAP_BUDGET) -> Experiment:
+    """Unknown tokens between known rows: how many the attack closes, at what cost, by layer (Algorithm 3)."""
+    cells = []
+    missing = [_whole(text) for text in split_specs(sizes)]
+    for layer in setting.at((1, 11, 21)):
+        for size in missing:
+            channel = f"drop-rows:size={size},after={after}"
+            keys = {"layer": layer, "missing tokens": size}
+            attack = f"missing-tokens:budget={budget},sums=false"  # searching is what is measured
+            cells.append(
+                attack_cell(setting, keys, layer, channel, attack=attack, max_tokens=after + size + 1)
+            )
+    return Experiment(
+        "Generalized gap attack (Algorithm 3, which the paper does not run)",
+        cells,
+        {"exact": "gaps closed", "last_evaluated": "sequences tried", "seconds_per_prompt": "seconds"},
+        [
+            f"One gap a prompt, behind {after} known rows; at most {budget:,} sequences are tried. Enumerating "
+            "would take V^(g+1) sequences for g missing tokens and the row behind them.",
+            "The threshold rho of Definition 7.2 is the smallest gap that is not closed.",
+        ],
+    )  # fmt: skip
+
+
+def gap_plans(
+    setting: Setting,
+    grid: str = "1/2,1/3,1/4,2/2,2/3",
+    attacks: str = "missing-tokens,beam-decoding",
+    budget: int = 5000,
+    streams: str = "resid",
+    keys: int = 0,
+) -> Experiment:
+    """Tokens that a node does not hold, under small (c, alpha): the paper counts on their gaps.
+
+    Args:
+        grid: plans as ``c/alpha``, separated by commas. attacks: specs, separated by commas; ``infill`` is the learned
+            one, given the tokens of the node's rows (layer 0, as in the paper's Figure 2), whatever the layers:
+            states say hardly more to it. budget: of ``missing-tokens``, sequences a gap.
+        streams: what is seen, separated by commas: ``resid``, states of CompNode 0, or what AttnNode (0, ``keys``) is
+            sent at the layer behind them: ``qkv``, or of that ``q``, ``k``, ``v`` or ``kv`` alone.
+
+    Raises:
+        InputError: a plan, an attack or a stream is none. UnknownNameError: an attack is unknown.
+    """
+    known = {"missing-tokens": f"missing-tokens:budget={budget}", "infill": infill_spec(setting)}
+    learned = [attack for attack in split_specs(attacks) if attack.partition(":")[0] == "infill"]
+    searched = [attack for attack in split_specs(attacks) if attack not in learned]
+    cells = []
+    seen = split_specs(streams)
+    if wrong := [stream for stream in seen if stream not in NODE_STREAMS]:
+        raise InputError(f"a node sees one of {', '.join(NODE_STREAMS)}, not {wrong[0]!r}")
+    tried = [(0, "embed", attack) for attack in learned] + list(product(setting.at((1,)), seen, searched))
+    for c, alpha in map(_small_plan, split_specs(grid)):
+        for layer, stream, attack in tried:
+            spec = known.get(attack, attack)
+            build_attack(AttackSpec(attack=spec))  # so that a wrong one is refused before anything is run
+            node, at = "CompNode 0", "node=0"
+            if stream in NODE_STREAMS[1:]:
+                node, at, layer = f"AttnNode (0, {keys})", f"m=1,queries=0,keys={keys}", layer + 1
+            where = {"node": node, "layer": layer, "stream": stream}
+            channel = f"shard:alpha={alpha},c={c},{at}"
+            labels = {**where, "c": c, "alpha": alpha, "attack": attack}
+            cells.append(attack_cell(setting, labels, layer, channel, attack=spec, stream=stream))
+    return Experiment(
+        "Tokens that a node does not hold, under small (c, alpha)",
+        cells,
+        {
+            "missing_token_accuracy": "tokens that no row shows",
+            "token_accuracy": "token accuracy",
+            "rouge_l": "ROUGE-L",
+            "verified": "verified tokens",
+            "exact": "exact",
+            "seconds_per_prompt": "seconds a prompt",
+        },
+        [
+            f"missing-tokens: at most {budget:,} sequences a gap. One that is not closed spoils what follows.",
+            "AttnNodes are sent queries, keys and values of all their rows where (j, k) and (k, j) are one node.",
+            "Tokens that no row shows: of those before the node's last row. Those behind it depend on nothing that "
+            "the node sees; in the other figures, which are of the whole prompt, they count as wrong and unverified.",
+            *(infill_notes(setting) if learned else []),
+        ],
+    )  # fmt: skip
+
+
+def _whole(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise InputError(f"a number of missing tokens is whole and at least 1, not {text!r}")
+    return int(text)
+
+
+def _small_plan(text: str) -> tuple[int, int]:
+    try:
+        c, alpha = (int(part) for part in text.split("/"))
+    except ValueError:
+        raise InputError(f"a plan of the grid is c/alpha, such as 1/3, not {text!r}") from None
+    if c < 1 or alpha < 2:
+        raise InputError(f"c must be at least 1 and alpha at least 2 for tokens to be missing, not {text!r}")
+    return c, alpha
+
+
+def partial_sums(setting: Setting) -> Experiment:
+    """Partial attention at the first layer: how much of the other nodes' tokens a CompNode reads (Theorem 7.3, P.2)."""
+    tokens = shard_tokens(setting)
+    cells = []
+    for alpha, c, m in ((4, 4, 1), (8, 8, 1), (8, 8, 4), (12, 8, 8)):
+        keys = {"alpha": alpha, "c": c, "m": m, "node": f"CompNode {alpha - 1}"}
+        cells.append(sums_cell(setting, keys, alpha, c, m, alpha - 1))
+    return Experiment(
+        "What m, e and u of the first layer tell a CompNode",
+        cells,
+        {
+            "missing_exact": "prompts read in full up to its last row",
+            "missing_token_accuracy": "others' tokens right",
+            "missing_verified": "verified",
+            "missing_wrong_verified": "verified but wrong",
+            "missing": "tokens it does not hold",
+            "seconds_per_prompt": "seconds",
+        },
+        [
+            f"Prompts of {tokens} tokens. Every column is of the tokens that other nodes hold before the node's last "
+            "row; what stands behind that row does not reach it.",
+            "The paper argues that finding them is a subset-sum problem, intractable for c of 8 or more (appendix P.2, "
+            "assumption B2); it recommends alpha, c of 8 and m of 4.",
+            "Rows are what AttnNodes answer, computed with their own function; float32 on the wire.",
+        ],
+    )
+
+
+def sums_cell(setting: Setting, keys: dict[str, Any], alpha: int, c: int, m: int, node: int) -> Cell:
+    """What a CompNode reads of the others' tokens in m, e and u of the first layer."""
+    source = {**setting.source(), "max_tokens": shard_tokens(setting)}
+    spec = {**setting.where(), **source, "alpha": alpha, "c": c, "m": m, "node": node}
+    return Cell("partial-sums", spec, keys)
+
+
+def shard_tokens(setting: Setting) -> int:
+    """Tokens of a sharded prompt."""
+    return int(setting.source(max_tokens=SHARD_TOKENS)["max_tokens"])
+
+
+def figure_2(setting: Setting, masked: str = "") -> Experiment:
+    """Layer 0: how much of a prompt infilling gives a CompNode, by clusters and nodes (Figure 2).
+
+    Args:
+        masked: a masked language model to tune (the paper's is answerdotai/ModernBERT-large), in place of the model
+            itself with a bidirectional mask.
+
+    Raises:
+        InputError: other layers were asked for.
+    """
+    if setting.layers not in (None, (0,)):
+        raise InputError("figure-2 is of layer 0; table-5 has the deeper ones")
+    cells = [infilled(setting, 0, alpha, c, masked=masked) for c in (1, 4, 8) for alpha in (4, 8, 12)]
+    return Experiment(
+        "Figure 2: infilling from a CompNode's tokens",
+        cells,
+        SHARDED,
+        [
+            *infill_notes(setting),
+            NODES,
+            "The paper prints this figure as curves of ModernBERT-large, without numbers.",
+        ],
+    )
+
+
+def table_5(setting: Setting) -> Experiment:
+    """Deeper layers: ROUGE-L of learned reconstruction from a CompNode's states (Tables 5 and 14)."""
+    cells = []
+    for layer in setting.at((1,)):
+        for c in (1, 4, 8):
+            for alpha in (4, 8, 12):
+                published = {
+                    f"ROUGE-L, {paper.GEMMA}": paper.SHARD_ROUGE.get((c, alpha)),
+                    f"BLEU, {paper.GEMMA}": paper.SHARD_BLEU.get((c, alpha)),
+                }
+                cells.append(infilled(setting, layer, alpha, c, published if layer == 1 else {}))
+    return Experiment(
+        "Tables 5 and 14: learned reconstruction from a CompNode's states",
+        cells,
+        SHARDED,
+        [*infill_notes(setting), NODES],
+    )
+
+
+def table_15(setting: Setting) -> Experiment:
+    """Learned reconstruction by layer, for c = alpha = 4 and 8 (Table 15)."""
+    cells = [
+        infilled(setting, layer, n, n, {f"ROUGE-L, {paper.GEMMA}": paper.SHARD_LAYERS[n].get(layer)})
+        for n in (4, 8)
+        for layer in setting.at((1, 11, 21))
+    ]
+    title = "Table 15: learned reconstruction by layer"
+    return Experiment(title, cells, SHARDED, [*infill_notes(setting), NODES])
+
+
+def table_16(setting: Setting) -> Experiment:
+    """Learned reconstruction from an AttnNode's rows, by m (Table 16)."""
+    cells = [
+        infilled(setting, layer, 8, 8, {f"ROUGE-L, {paper.GEMMA}": paper.SHARD_SPLITS[m]}, m=m, attn=True)
+        for m in (2, 3, 4)
+        for layer in setting.at((1,))
+    ]
+    title = "Table 16: learned reconstruction from an AttnNode's rows"
+    return Experiment(title, cells, SHARDED, [*infill_notes(setting), NODES])
+
+
+def infilled(
+    setting: Setting,
+    layer: int,
+    alpha: int,
+    c: int,
+    published: dict[str, Any] | None = None,
+    m: int = 1,
+    attn: bool = False,
+    masked: str = "",
+) -> Cell:
+    """The learned attack on a node in the middle of the plan; ``rows held`` is of prompts that were not shorter."""
+    tokens = shard_tokens(setting)
+    plan = Plan.clustered(tokens, c, alpha=alpha, m=m, symmetric=True)
+    channel = f"shard:alpha={alpha},c={c},node={alpha // 2}"
+    keys: dict[str, Any] = {"layer": layer, "c": c, "alpha": alpha}
+    held = plan.shards[alpha // 2]
+    if attn:
+        node = AttnNode(0, m * alpha // 2)
+        channel = f"shard:alpha={alpha},c={c},m={m},queries={node.queries},keys={node.keys}"
+        keys["m"] = m
+        held = plan.held_by(node)
+    keys["rows held"] = f"{len(held)} of {tokens}"
+    attack = infill_spec(setting) + (f",masked={masked}" if masked else "")
+    return attack_cell(setting, keys, layer, channel, published, attack=attack, max_tokens=tokens)
+
+
+def infill_spec(setting: Setting) -> str:
+    """The paper trains a model for every plan; on a laptop one model a layer serves all plans."""
+    return "infill:preset=paper,plan=own" if setting.scale == "paper" else "infill:preset=small,plan=any"
+
+
+def infill_notes(setting: Setting) -> list[str]:
+    if setting.scale == "paper":
+        return [OTHER_MODEL, "One model for each layer and plan, trained on FineWeb-Edu."]
+    return [
+        OTHER_MODEL,
+        "One infiller a layer, trained on text that the model sampled itself, masked by all common plans: a lower "
+        "bound of what training for one plan, for longer, on real text gives.",
+        "Held tokens count, but for the column of tokens that no row shows (those before the node's last row).",
+    ]

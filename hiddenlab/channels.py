@@ -1,0 +1,399 @@
+"""The channel between provider and attacker: the defenses that hidden states pass before they are released.
+
+A defense is one stage. It may change how the provider loads the model, the input embeddings, or the states,
+and it says what of that is public. Stages of one level apply left to right; levels follow one another as in
+the computation (load, inputs, states), so ``seq-perm`` and ``gaussian`` do the same in either order.
+"""
+
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import groupby, islice
+from typing import Any, Protocol, runtime_checkable
+from weakref import WeakKeyDictionary
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from hiddenlab import registry
+from hiddenlab.errors import HiddenlabError, InputError
+from hiddenlab.models import Request, TruncatedModel
+from hiddenlab.models.request import packs
+from hiddenlab.types import GroundTruth, Observation, ObservationInfo, Site
+
+LOAD_OPTIONS = ("dtype", "quantization")
+SELECTION_FACTS = ("tokens", "shard")  # of a prompt of which only some rows are shown
+
+
+@runtime_checkable
+class Defense(Protocol):
+    """One stage of a channel. Randomness comes from the generator alone, so that a seed repeats a release.
+
+    ``spec`` is the text that builds the same defense again, e.g. ``gaussian:sigma=0.01``. A stage that shows only
+    some of the rows says so with ``selects = True``. One whose strength only the provider knows has
+    ``supposed(strength)``, the same stage with a strength that an attacker supposes.
+    """
+
+    spec: str
+
+    def provider(self, options: dict[str, Any]) -> dict[str, Any]:
+        """Load options of the provider's truncated model (``dtype``, ``quantization``), changed or as given."""
+        ...
+
+    def inputs(
+        self, embeddings: Float[Tensor, "n d"], table: Float[Tensor, "v d"], generator: torch.Generator
+    ) -> Float[Tensor, "m d"]:
+        """Input embeddings, changed or as given; added rows stand first and count as ``prefix_tokens``."""
+        ...
+
+    def states(
+        self, states: Float[Tensor, "rows d"], generator: torch.Generator
+    ) -> tuple[Float[Tensor, "rows d"], tuple[int, ...] | None, dict[str, Any]]:
+        """Released states; the order of rows where changed (row r was row ``order[r]``); secret details.
+
+        A stage that selects leaves rows out: the order then names those that stay, ascending.
+        """
+        ...
+
+    def publish(self, info: ObservationInfo) -> ObservationInfo:
+        """The public facts with those of this stage added."""
+        ...
+
+
+class Stage:
+    """A defense that does nothing; built-ins override what they change and leave the rest."""
+
+    spec = "identity"
+    selects = False
+
+    def provider(self, options: dict[str, Any]) -> dict[str, Any]:
+        return options
+
+    def inputs(
+        self, embeddings: Float[Tensor, "n d"], table: Float[Tensor, "v d"], generator: torch.Generator
+    ) -> Float[Tensor, "m d"]:
+        return embeddings
+
+    def states(
+        self, states: Float[Tensor, "rows d"], generator: torch.Generator
+    ) -> tuple[Float[Tensor, "rows d"], tuple[int, ...] | None, dict[str, Any]]:
+        return states, None, {}
+
+    def publish(self, info: ObservationInfo) -> ObservationInfo:
+        return info
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """One prompt on its way through: what the provider runs, and the randomness drawn for it."""
+
+    tokens: tuple[int, ...]
+    inputs: Tensor
+    seed: int
+    generator: torch.Generator
+
+
+class Channel:
+    """Defenses applied left to right; the model's owner runs it, the attacker sees what it releases.
+
+    Raises:
+        InputError: two stages contradict each other.
+    """
+
+    def __init__(self, defenses: Sequence[Defense]) -> None:
+        self.defenses = tuple(defenses)
+        self.specs: tuple[str, ...] = tuple(defense.spec for defense in self.defenses)
+        self._changes_inputs = any(_overrides(defense, "inputs") for defense in self.defenses)
+        self._providers: dict[tuple[Any, ...], TruncatedModel] = {}
+        self._tables: WeakKeyDictionary[TruncatedModel, Tensor] = WeakKeyDictionary()
+        selecting = [defense.spec for defense in self.defenses if _selects(defense)]
+        if selecting and (len(selecting) > 1 or any(_permutes_rows(d) for d in self.defenses)):
+            raise InputError(
+                f"{selecting[0]} shows rows of known positions; it goes with neither permuted rows nor another "
+                "choice of rows"
+            )
+        if len(unknown := [defense.spec for defense in self.defenses if _unknown(defense)]) > 1:
+            raise InputError(f"{' and '.join(unknown)}: only one stage may be of unknown strength")
+        # Load options that contradict each other are refused here, before any model is loaded.
+        self._load_options(dict.fromkeys(LOAD_OPTIONS))
+
+    @classmethod
+    def parse(cls, specs: Sequence[str]) -> "Channel":
+        """The channel of specs such as ``["gaussian:sigma=0.01", "seq-perm"]``; none means identity.
+
+        Raises:
+            UnknownNameError: unknown defense. InputError: unknown, missing or malformed parameter.
+            HiddenlabError: a plugin's class lacks a part of ``Defense``.
+        """
+        return cls([_as_defense(registry.build("defenses", spec)) for spec in specs])
+
+    def whole(self) -> "Channel":
+        """The channel without the stages that only leave rows out: what the rows that are shown went through."""
+        return Channel([defense for defense in self.defenses if not _selects(defense)])
+
+    @property
+    def unknown(self) -> bool:
+        """Whether the strength of a stage is the provider's secret."""
+        return any(map(_unknown, self.defenses))
+
+    def supposed(self, strength: float) -> "Channel":
+        """The channel as it would be if the stage of unknown strength had this one."""
+        return Channel([_supposed(defense, strength) for defense in self.defenses])
+
+    def provider_model(self, model: TruncatedModel) -> TruncatedModel:
+        """The truncated model that the provider runs: the given one, or the same layers loaded as the stages ask.
+
+        Raises:
+            InputError: the model cannot be loaded that way.
+        """
+        plain = {"dtype": _name(model.dtype), "quantization": model.quantization}
+        options = self._load_options(plain)
+        if options == plain:
+            return model
+        key = (model.ref.path, model.ref.revision, model.site, str(model.device), *options.values())
+        if key not in self._providers:
+            with quiet_bitsandbytes():
+                self._providers[key] = model.sibling(model.site.layer, stream=model.site.stream, **options)
+        provider = self._providers[key]
+        provider.max_pass_tokens = model.max_pass_tokens
+        return provider
+
+    def release(
+        self, model: TruncatedModel, tokens: Sequence[int], generator: torch.Generator
+    ) -> tuple[Observation, GroundTruth]:
+        """Release the states of one prompt.
+
+        Raises:
+            InputError: no tokens, or tokens outside the vocabulary.
+        """
+        return self.release_batch(model, [tokens], generator)[0]
+
+    def release_batch(
+        self, model: TruncatedModel, prompts: Sequence[Sequence[int]], generator: torch.Generator
+    ) -> list[tuple[Observation, GroundTruth]]:
+        """Release several prompts, packed in passes of up to ``model.max_pass_tokens`` tokens.
+
+        Each prompt draws one seed from the generator and the rest from that seed, so what is drawn for a
+        prompt depends on neither the packing nor the other prompts' lengths.
+
+        Raises:
+            InputError: a prompt has no tokens, or tokens outside the vocabulary.
+        """
+        for tokens in prompts:
+            _check_tokens(tokens, model)
+        provider = self.provider_model(model)
+        info = self._public(model, provider)
+        released = []
+        prepared = (self._prepare(provider, p, generator) for p in prompts)
+        for pack in packs(prepared, lambda one: len(one.inputs), provider.max_pass_tokens):
+            with quiet_bitsandbytes():
+                answers = provider.run([Request(provider.prefix(), one.inputs) for one in pack], keep=False)
+            released += [
+                self._finish(one, answer.states, info) for one, answer in zip(pack, answers, strict=True)
+            ]
+        return released
+
+    def added(self, model: TruncatedModel, generator: torch.Generator) -> Float[Tensor, "p d"]:
+        """Embeddings such as the channel puts before a prompt, drawn anew; none where it puts none there."""
+        inputs = self._prepare(model, [0], generator).inputs
+        return inputs[:-1] if inputs.is_floating_point() else model.embed(inputs[:0])
+
+    def _load_options(self, plain: dict[str, Any]) -> dict[str, Any]:
+        options, setters = dict(plain), dict[str, str]()
+        for defense in self.defenses:
+            changed = options | defense.provider(dict(options))
+            if unknown := sorted(set(changed) - set(LOAD_OPTIONS)):
+                raise HiddenlabError(
+                    f"the defense {defense.spec} sets unknown load options: {', '.join(unknown)}"
+                )
+            for name in LOAD_OPTIONS:
+                if changed[name] == options[name]:
+                    continue
+                if name in setters:
+                    both = f"{setters[name]} and {defense.spec}"
+                    raise InputError(f"the defenses {both} both set the provider's {name}; give one")
+                setters[name] = defense.spec
+            options = changed
+        return options
+
+    def _public(self, model: TruncatedModel, provider: TruncatedModel) -> ObservationInfo:
+        info = ObservationInfo(
+            model=model.ref.name,
+            signature=provider.signature,
+            site=model.site,
+            channel=self.specs,
+            provider_dtype=_name(provider.dtype),
+            quantization=provider.quantization,
+        )
+        for defense in self.defenses:
+            info = defense.publish(info)
+        return info
+
+    def _prepare(
+        self, provider: TruncatedModel, tokens: Sequence[int], generator: torch.Generator
+    ) -> _Prepared:
+        seed = int(torch.randint(2**63 - 1, (), generator=generator, device=generator.device))
+        # The prompt's own generator lives on the CPU, so that a seed gives the same secret on every device.
+        own = torch.Generator().manual_seed(seed)
+        inputs = torch.tensor(list(tokens), device=provider.device)
+        if self._changes_inputs:
+            # Token ids are kept where nothing changes them: some architectures need more than the embedding.
+            inputs, table = provider.embed(inputs), self._table(provider)
+            for defense in self.defenses:
+                inputs = defense.inputs(inputs, table, own).to(provider.dtype)
+        return _Prepared(tuple(tokens), inputs, seed, own)
+
+    def _table(self, provider: TruncatedModel) -> Tensor:
+        """The embedding of every token as the model's embedding module gives it (some modules scale it)."""
+        probe = torch.arange(min(4, provider.vocab_size), device=provider.device)
+        if torch.equal(provider.embed(probe), provider.embedding[probe]):
+            return provider.embedding
+        if provider not in self._tables:
+            self._tables[provider] = provider.embed(torch.arange(provider.vocab_size))
+        return self._tables[provider]
+
+    def _finish(
+        self, prepared: _Prepared, states: Float[Tensor, "m d"], info: ObservationInfo
+    ) -> tuple[Observation, GroundTruth]:
+        rows = len(prepared.tokens)
+        if len(states) != rows + info.prefix_tokens:
+            raise HiddenlabError(
+                f"the channel {' | '.join(self.specs)} added {len(states) - rows} input rows, "
+                f"but its public facts say {info.prefix_tokens}"
+            )
+        order: tuple[int, ...] | None = None
+        details: dict[str, Any] = {"seed": prepared.seed}
+        # A copy: the pass's buffer holds the states of the prefix and of other prompts too.
+        states = states[len(states) - rows :].clone()
+        for defense in self.defenses:
+            before = len(states)
+            states, step, drawn = defense.states(states, prepared.generator)
+            _check_stage(defense, states, step, before)
+            if step is not None:
+                order = step if order is None else tuple(order[r] for r in step)
+                drawn = {**drawn, "row_order": step}
+            if drawn:
+                details[_unused(defense.spec, details)] = drawn
+        if len(states) < rows:
+            # Whoever is shown some rows of a prompt knows how long it is, and which rows they are.
+            info = replace(info, positions=order, facts={**info.facts, "tokens": rows})
+        return Observation(states.clone().contiguous(), info), GroundTruth(prepared.tokens, order, details)
+
+    def __repr__(self) -> str:
+        stages = (
+            "; ".join(repr(defense) for defense in self.defenses) or "identity: states released as they are"
+        )
+        return f"Channel({stages})"
+
+
+def as_whole(info: ObservationInfo) -> ObservationInfo:
+    """The public facts as if every row had been shown: what one preparation serves, whichever rows a prompt shows."""
+    facts = {name: value for name, value in info.facts.items() if name not in SELECTION_FACTS}
+    return replace(info, positions=None, channel=Channel.parse(info.channel).whole().specs, facts=facts)
+
+
+def suppose(info: ObservationInfo, strength: float) -> ObservationInfo:
+    """The public facts as they would be if the stage of unknown strength had this one."""
+    channel = Channel.parse(info.channel)
+    supposed = channel.supposed(strength)
+    info = replace(info, channel=supposed.specs)
+    for before, stage in zip(channel.defenses, supposed.defenses, strict=True):
+        info = info if before is stage else stage.publish(info)
+    return info
+
+
+def in_order(observation: Observation, secret: GroundTruth) -> Float[Tensor, "rows d"]:
+    """The rows of one's own release as the prompt has them."""
+    states = observation.states
+    return (
+        states
+        if secret.row_order is None
+        else states[torch.tensor(secret.row_order, device=states.device).argsort()]
+    )
+
+
+def by_channel(observations: Iterable[Observation], size: int) -> Iterator[list[Observation]]:
+    """Neighbours that one preparation serves, at most ``size`` together."""
+    for _, same in groupby(observations, key=lambda one: as_whole(one.info)):
+        while group := list(islice(same, size)):
+            yield group
+
+
+def _as_defense(built: Any) -> Defense:
+    if not isinstance(built, Defense):
+        parts = ("spec", "provider", "inputs", "states", "public")
+        lacking = ", ".join(part for part in parts if not hasattr(built, part))
+        raise HiddenlabError(f"{type(built).__name__} is no defense: it lacks {lacking}")
+    return built
+
+
+def _overrides(defense: Defense, method: str) -> bool:
+    return getattr(type(defense), method, None) is not getattr(Stage, method)
+
+
+@contextmanager
+def quiet_bitsandbytes() -> Iterator[None]:
+    """Without this LLM.int8 warns at every product of every pass that it casts to float16, as it should."""
+    logger = logging.getLogger("bitsandbytes")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _unused(spec: str, details: dict[str, Any]) -> str:
+    """The key of a stage's secret details: its spec, numbered where the channel holds it more than once."""
+    key, count = spec, 1
+    while key in details:
+        count += 1
+        key = f"{spec}#{count}"
+    return key
+
+
+def _check_tokens(tokens: Sequence[int], model: TruncatedModel) -> None:
+    if not len(tokens):
+        raise InputError("the prompt is empty; give at least one token")
+    if bad := [token for token in tokens if not 0 <= token < model.vocab_size]:
+        raise InputError(
+            f"token {bad[0]} is outside the vocabulary of {model.ref.name} (0 to {model.vocab_size - 1})"
+        )
+
+
+def _selects(defense: Defense) -> bool:
+    return bool(getattr(defense, "selects", False))
+
+
+def _unknown(defense: Defense) -> bool:
+    return hasattr(defense, "supposed")
+
+
+def _supposed(defense: Defense, strength: float) -> Defense:
+    """A stage of unknown strength with this one; any other as it is."""
+    return _as_defense(defense.supposed(strength)) if hasattr(defense, "supposed") else defense
+
+
+def _permutes_rows(defense: Defense) -> bool:
+    return defense.publish(ObservationInfo("", (), Site(1))).rows_permuted
+
+
+def _check_stage(defense: Defense, states: Tensor, order: tuple[int, ...] | None, rows: int) -> None:
+    """A plugin that loses rows, or reports no permutation, would spoil the scores without a word."""
+    if _selects(defense):
+        kept = () if order is None else order
+        if states.ndim != 2 or len(states) != len(kept) or list(kept) != sorted(set(kept) & set(range(rows))):
+            raise HiddenlabError(f"the defense {defense.spec} does not say which of {rows} rows it released")
+        return
+    if states.ndim != 2 or len(states) != rows:
+        raise HiddenlabError(f"the defense {defense.spec} released {tuple(states.shape)}, not {rows} rows")
+    if order is not None and sorted(order) != list(range(rows)):
+        raise HiddenlabError(
+            f"the defense {defense.spec} reports a row order that is no permutation of {rows} rows"
+        )

@@ -1,0 +1,1 @@
+"""Compare candidate states with observed rows: distances, thresholds, screening, batched runs."""

@@ -1,0 +1,99 @@
+"""Running several searches at once: each is a generator that asks for states; asks are packed into passes."""
+
+import time
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hiddenlab.models import Answer, Request, TruncatedModel
+from hiddenlab.types import Progress, silent
+
+
+@dataclass
+class ForwardCall:
+    """A request to one engine: the truncated model under attack, its screen, or a language model that proposes.
+
+    Attributes:
+        counts: the engine runs candidates, so that its positions count as evaluated.
+    """
+
+    engine: TruncatedModel
+    request: Request
+    counts: bool = True
+
+
+@dataclass
+class Cost:
+    """What one search has used so far; positions and passes that ran candidates, seconds of everything."""
+
+    evaluated: int = 0
+    calls: int = 0
+    seconds: float = 0.0
+
+
+Search = Generator[ForwardCall, Answer, Any]
+
+
+@dataclass
+class _Running:
+    search: Search
+    cost: Cost = field(default_factory=Cost)
+    ask: ForwardCall | None = None
+    result: Any = None
+
+    def advance(self, answer: Answer | None) -> None:
+        try:
+            self.ask = next(self.search) if answer is None else self.search.send(answer)
+        except StopIteration as stop:
+            self.ask, self.result = None, stop.value
+
+
+def run_batched(
+    searches: Sequence[Search], progress: Progress = silent, share: float = 0.0
+) -> list[tuple[Any, Cost]]:
+    """Run searches to their ends and return each one's result and cost.
+
+    Every round packs the pending asks of one engine into one forward pass (up to its token limit). A round's time
+    is divided by positions asked for, so that the seconds of all searches add up to the time that passed.
+
+    Args:
+        share: seconds already spent for all, divided evenly.
+    """
+    running = [_Running(search) for search in searches]
+    for one in running:
+        one.cost.seconds = share / len(running)
+    started = time.perf_counter()
+    for one in running:
+        one.advance(None)
+    _divide(running, time.perf_counter() - started)
+    while active := [one for one in running if one.ask is not None]:
+        started = time.perf_counter()
+        engine = active[0].ask.engine  # type: ignore[union-attr]
+        batch: list[_Running] = []
+        size = 0
+        for one in active:
+            assert one.ask is not None
+            if one.ask.engine is engine and (
+                not batch or size + one.ask.request.size <= engine.max_pass_tokens
+            ):
+                batch.append(one)
+                size += one.ask.request.size
+        sizes = [one.ask.request.size for one in batch]  # type: ignore[union-attr]
+        answers = engine.run([one.ask.request for one in batch])  # type: ignore[union-attr]
+        for one, answer, asked in zip(batch, answers, sizes, strict=True):
+            if one.ask is not None and one.ask.counts:
+                one.cost.evaluated += asked
+                one.cost.calls += 1
+            one.advance(answer)
+        _divide(batch, time.perf_counter() - started, sizes)
+        # Those that were served wait behind the others, so that engines take turns.
+        running.sort(key=lambda one: id(one) in {id(b) for b in batch})
+        progress("attacking", sum(one.ask is None for one in running), len(running))
+    by_search = {id(one.search): one for one in running}
+    return [(by_search[id(search)].result, by_search[id(search)].cost) for search in searches]
+
+
+def _divide(batch: Sequence[_Running], seconds: float, sizes: Sequence[int] | None = None) -> None:
+    weights = sizes or [1] * len(batch)
+    for one, weight in zip(batch, weights, strict=True):
+        one.cost.seconds += seconds * weight / sum(weights)

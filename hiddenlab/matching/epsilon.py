@@ -1,0 +1,223 @@
+"""When a distance counts as a match, measured by the attacker on sequences of his own.
+
+Thresholds are relative to the norm of the observed row, since the rounding errors of large states are large too.
+"""
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from hiddenlab.channels import Channel, in_order
+from hiddenlab.errors import InputError
+from hiddenlab.matching.distance import Matcher
+from hiddenlab.models import Request, TruncatedModel
+from hiddenlab.proposals.corpus import Corpus
+from hiddenlab.proposals.probe import norm_border
+from hiddenlab.types import ObservationInfo
+
+FALSE_WEIGHT = 10.0  # a wrong candidate accepted costs more than a right one searched for in vain
+NEAR_TOKENS = 4  # hard negatives a position: tokens with nearby embeddings
+WINDOWS, WINDOWS_PER_PASS = 50, 8
+ENOUGH_FALSE = 10  # wrong candidates within the threshold, from which their share is known
+ENOUGH_SINKS = 16  # rows from which a threshold for attention sinks is measured
+
+
+@dataclass(frozen=True)
+class Threshold:
+    """A relative threshold and how it came about.
+
+    Attributes:
+        relative: fraction of the row's norm. floor: largest relative distance of a right
+            candidate. gap: smallest relative distance of a wrong one. absolute: used instead where
+            the user gave a number. sinks: in place of ``relative`` for rows whose log norm is above ``border``.
+        chance: share of wrong candidates that were within it in the measurement, near tokens all of them.
+    """
+
+    relative: float
+    floor: float
+    gap: float
+    absolute: float | None = None
+    sinks: float | None = None
+    border: float = math.inf
+    chance: float = 0.0
+
+    @property
+    def separable(self) -> bool:
+        """Right and wrong candidates never overlapped in the measurement."""
+        return self.floor < self.gap
+
+    def seen_on(self, sample: "Sample") -> "Threshold":
+        """The same, with the chance of a wrong candidate to be within it.
+
+        Where too few were measured to meet one, it is extrapolated from their nearest tenth, as a power of distance:
+        wrong rows of k numbers are within t with a chance that falls as t to the k.
+        """
+        limits = torch.full_like(sample.norms, self.relative)
+        if self.sinks is not None:
+            limits[sample.norms.log() > self.border] = self.sinks
+        apart = (sample.wrong / limits[:, None].clamp(min=1e-30)).flatten().double()
+        chance = float((apart <= 1).double().mean())
+        nearest, near = apart.quantile(
+            torch.tensor([0.01, 0.1], dtype=apart.dtype, device=apart.device)
+        ).tolist()
+        if chance * len(apart) < ENOUGH_FALSE and near > 1 and 0 < nearest < near:
+            chance = max(chance, 0.1 * math.exp(-math.log(near) * math.log(10) / math.log(near / nearest)))
+        return replace(self, chance=chance)
+
+    def limits(self, matcher: Matcher, rows: Float[Tensor, "rows d"]) -> Float[Tensor, " rows"]:
+        """The distance within which each row counts as matched, in the matcher's norm."""
+        if self.absolute is not None:
+            return torch.full((len(rows),), self.absolute, device=rows.device)
+        norms = matcher.norms(rows)
+        if self.sinks is None:
+            return self.relative * norms
+        return torch.where(norms.log() > self.border, self.sinks, self.relative) * norms
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Relative distances of right and wrong candidates at positions of the attacker's own sequences.
+
+    Attributes:
+        norms: of the observed rows, in the matcher's norm.
+    """
+
+    right: Float[Tensor, " n"]
+    wrong: Float[Tensor, "n c"]
+    norms: Float[Tensor, " n"]
+
+    def where(self, which: Bool[Tensor, " n"]) -> "Sample":
+        """Some of the positions."""
+        return Sample(self.right[which], self.wrong[which], self.norms[which])
+
+
+def measure(model: TruncatedModel, info: ObservationInfo, matcher: Matcher, seed: int) -> Sample:
+    """Run own windows through the channel as the provider would, and match them as the attacker will.
+
+    The windows are released by the channel (another pass shape, dtype or quantization, noise …) and evaluated
+    by the truncated model with hard negatives beside every right token.
+    """
+    corpus = Corpus(model, seed + 1)
+    windows = [corpus.window()[:32] for _ in range(WINDOWS)]
+    channel = Channel.parse(list(info.channel))
+    generator = torch.Generator().manual_seed(seed)
+    released = channel.release_batch(model, [w.tolist() for w in windows], generator)
+    embedding = model.embedding.detach()
+    lengths = embedding.float().norm(dim=1)
+    requests, observed = [], []
+    for window, (observation, secret) in zip(windows, released, strict=True):
+        window = window.to(model.device)
+        states = in_order(observation, secret).to(model.device)
+        observed.append(matcher.prepare(states))
+        dots = (embedding[window] @ embedding.T).float()
+        both = lengths[window, None].square() + lengths.square()
+        # Tokens with nearby embeddings (by cosine), but neither the token itself nor its twins: padded
+        # vocabularies hold many tokens with one embedding.
+        twins = both - 2 * dots <= max(1e-4, 4 * torch.finfo(embedding.dtype).eps) * both
+        cosines = (dots / lengths.clamp(min=1e-12)).masked_fill(twins, float("-inf"))
+        near = cosines.topk(NEAR_TOKENS, dim=1).indices
+        parents = torch.arange(len(window), device=model.device).repeat_interleave(NEAR_TOKENS)
+        prefix = model.prefix(offset=info.prefix_tokens)
+        requests.append(Request(prefix, window, branches=near.flatten(), parents=parents))
+    right, wrong, units = [], [], []
+    for start in range(0, WINDOWS, WINDOWS_PER_PASS):
+        part = model.run(requests[start : start + WINDOWS_PER_PASS], keep=False)
+        for answer, rows in zip(part, observed[start:], strict=False):
+            norms = matcher.norms(rows)
+            right.append(matcher.pairs(candidates=matcher.view(answer.states), observed=rows) / norms)
+            wide = rows.repeat_interleave(NEAR_TOKENS, dim=0)
+            distances = matcher.pairs(candidates=matcher.view(answer.branches), observed=wide)
+            wrong.append(distances.view(-1, NEAR_TOKENS) / norms[:, None])
+            units.append(norms)
+    return Sample(torch.cat(right), torch.cat(wrong), torch.cat(units))
+
+
+def auto_threshold(sample: Sample, resolution: float) -> Threshold:
+    """The geometric middle between the noise floor and the gap to the nearest wrong candidate.
+
+    Where they overlap (noise, coarse numbers) no threshold is right for all. Attention sinks then get one of their
+    own: in many models the states of first positions, and of repeats of the first token, are ten times longer than
+    others and nearly the same for every token, so that one threshold would be far too narrow for all other rows.
+
+    Args:
+        resolution: relative rounding error of one operation in the coarser dtype of both sides.
+    """
+    floor, gap = float(sample.right.max()), float(sample.wrong.min())
+    border = math.inf if floor < gap else norm_border(sample.norms, ENOUGH_SINKS)
+    if math.isinf(border):
+        return Threshold(_middle(sample, resolution), floor, gap).seen_on(sample)
+    long = sample.norms.log() > border
+    rest, sinks = (_middle(sample.where(which), resolution) for which in (~long, long))
+    return Threshold(rest, floor, gap, sinks=sinks, border=border).seen_on(sample)
+
+
+def _middle(sample: Sample, resolution: float) -> float:
+    """A threshold between right and wrong; where they overlap the one with the fewest errors of both kinds.
+
+    Wrong acceptances weigh more.
+    """
+    nearest = sample.wrong.amin(1)
+    floor, gap = float(sample.right.max()), float(nearest.min())
+    if floor < gap:
+        # A floor measured on few windows is no bound (and is zero where both sides happened to run passes of one
+        # shape): leave it room, but stay below half the gap.
+        middle = math.sqrt(max(floor, resolution) * gap)
+        return min(max(middle, 4 * floor), max(gap / 2, floor))
+    grid = torch.cat([sample.right, nearest]).sort().values
+    missed = (sample.right[None] > grid[:, None]).float().mean(1)
+    false = (nearest[None] <= grid[:, None]).float().mean(1)
+    return float(grid[(missed + FALSE_WEIGHT * false).argmin()])
+
+
+def calibrated_threshold(sample: Sample, seed: int) -> Threshold:
+    """Choose the threshold with the most right tokens on a training set: a surrogate of the paper's ternary search.
+
+    The paper (section 4.4) scores whole attacks. Here no attack is run and each position counts by itself. It is right
+    where the first candidate within the threshold, tried in a random order, is the right one, or where none is within
+    it and the right one is nearest.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    n, c = sample.wrong.shape
+    place = torch.randint(0, c + 1, (n,), generator=generator).to(sample.wrong.device)
+    before = torch.arange(c, device=place.device)[None] < place[:, None]
+    first_wrong = sample.wrong.masked_fill(~before, float("inf")).amin(1)
+    nearest = sample.wrong.amin(1)
+
+    def score(log_eps: float) -> float:
+        eps = math.exp(log_eps)
+        accepted = sample.right <= eps
+        right = torch.where(accepted, first_wrong > eps, (sample.right < nearest) & (nearest > eps))
+        return float(right.float().mean())
+
+    low = math.log(max(float(sample.right.min()), 1e-12))
+    high = math.log(float(sample.wrong.max()) + 1e-12)
+    for _ in range(40):
+        a, b = low + (high - low) / 3, high - (high - low) / 3
+        # On a plateau the larger threshold costs fewer candidates, but the middle is safer: shrink both ends.
+        left, right = score(a), score(b)
+        if left <= right:
+            low = a
+        if right <= left:
+            high = b
+    found = Threshold(math.exp((low + high) / 2), float(sample.right.max()), float(nearest.min()))
+    return found.seen_on(sample)
+
+
+def parse_epsilon(text: str) -> float | None:
+    """The number of a numeric epsilon, None for ``auto`` and ``calibrated``.
+
+    Raises:
+        InputError: anything else, or a number that is not positive.
+    """
+    if text in ("auto", "calibrated"):
+        return None
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not value > 0 or math.isinf(value):
+        raise InputError(f"epsilon {text!r} is neither auto, calibrated nor a positive number")
+    return value

@@ -1,0 +1,131 @@
+"""The first layer's queries, keys and values, which depend on one token each."""
+
+from collections.abc import Sequence
+from functools import cached_property
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from hiddenlab.models import TruncatedModel
+from hiddenlab.models.attention import Attention
+
+TABLES = 2**30  # bytes of tables of the vocabulary that are held, of keys and of values, one a place at least
+
+
+class FirstLayer:
+    """Queries, keys and values of the first layer, of any token at any position.
+
+    Through the model's streams, so for any architecture: at the first layer they depend on nothing else.
+    """
+
+    def __init__(self, model: TruncatedModel) -> None:
+        self.q, self.k, self.v, self.embed = (
+            model.sibling(0 if stream == "embed" else 1, stream=stream, dtype="float32")
+            for stream in ("q", "k", "v", "embed")
+        )
+        some = torch.arange(min(4, model.vocab_size), device=model.device)
+        # Learned positions are added to the embedding and so move the values; rotary ones do not.
+        self.moves = not torch.allclose(self._at(self.v, some, 0), self._at(self.v, some, 7), atol=1e-5)
+        self._values: dict[int, Tensor] = {}
+        self._keys: dict[int, Tensor] = {}
+        self.heads = int(model.module.config.num_attention_heads)  # type: ignore[union-attr,arg-type]
+
+    def counters(self) -> tuple[int, int]:
+        """Positions and passes run so far."""
+        models = (self.q, self.k, self.v, self.embed)
+        return sum(s.evaluated_tokens for s in models), sum(s.forward_calls for s in models)
+
+    @property
+    def attention(self) -> Attention:
+        how = self.v.attention  # it has run: the values were tabulated
+        assert how is not None
+        return how
+
+    @staticmethod
+    def _at(model: TruncatedModel, tokens: Int[Tensor, " c"], position: int) -> Float[Tensor, "c w"]:
+        return model.prefix(offset=position).branch(tokens)
+
+    def own_tokens(self, rows: Float[Tensor, "rows d"], positions: Sequence[int]) -> list[int]:
+        """Tokens of embeddings as they enter the first layer: what a learned position adds is taken off first."""
+        table = self.embed.embed(torch.arange(self.embed.vocab_size, device=rows.device)).float()
+        zero = torch.zeros(1, dtype=torch.long, device=rows.device)
+        added = torch.cat([self._at(self.embed, zero, p) for p in positions]) - table[:1]
+        return [int(torch.cdist(row[None], table).argmin()) for row in rows - added]
+
+    def along(self, model: TruncatedModel, known: dict[int, int]) -> Float[Tensor, "n w"]:
+        """Rows of all positions of a prompt of which some tokens are known; the others' rows mean nothing."""
+        tokens = torch.zeros(max(known) + 1, dtype=torch.long, device=model.device)
+        for position, token in known.items():
+            tokens[position] = token
+        return model.encode(tokens)
+
+    def values(self, position: int, tokens: Int[Tensor, " c"] | None = None) -> Float[Tensor, "c w"]:
+        """Value vectors of tokens, or of the whole vocabulary where None, at a position."""
+        if tokens is not None and self.moves:
+            return self._at(self.v, tokens, position)
+        table = self._table(self._values, self.v, position if self.moves else 0)
+        return table if tokens is None else table[tokens]
+
+    def _table(self, held: dict[int, Tensor], model: TruncatedModel, position: int) -> Float[Tensor, "v w"]:
+        """A stream of the whole vocabulary; few are held at once, as each is as large as the vocabulary."""
+        if position not in held:
+            table = self._at(model, torch.arange(model.vocab_size, device=model.device), position)
+            while held and (len(held) + 1) * table.nbytes > TABLES:
+                del held[next(iter(held))]
+            held[position] = table
+        return held[position]
+
+    def keys(self, tokens: Int[Tensor, " c"], position: int) -> Float[Tensor, "c w"]:
+        """Keys of some tokens at a position."""
+        return self._at(self.k, tokens, position)
+
+    @cached_property
+    def turns(self) -> bool:
+        """Whether scores depend on how far a key is from a query, and not on where the two are (rotary positions)."""
+        some = torch.arange(min(4, self.k.vocab_size), device=self.k.device)
+        here, there = (
+            self.scored(self._by_head(self._at(self.q, some, place + 3)), self._at(self.k, some, place))
+            for place in (0, 7)
+        )
+        return torch.allclose(here, there, rtol=1e-4, atol=1e-5)
+
+    def scored(self, queries: Float[Tensor, "h r d"], keys: Float[Tensor, "c w"]) -> Float[Tensor, "h r c"]:
+        """What softmax is taken of, for queries of every head and tokens with these keys."""
+        scores = torch.einsum("hrd,chd->hrc", queries, self.spread(keys)) * self.attention.scaling
+        if (cap := self.attention.softcap) is not None:
+            scores = torch.tanh(scores / cap) * cap
+        return scores
+
+    def scores(
+        self, token: int, position: int, place: int, tokens: Int[Tensor, " c"] | None = None
+    ) -> Float[Tensor, "h c"]:
+        """What softmax is taken of, for a token that looks from its position at others at an earlier place.
+
+        Args:
+            tokens: None is the whole vocabulary.
+        """
+        if not bool(self.attention.visible([position], [place])):
+            count = self.k.vocab_size if tokens is None else len(tokens)
+            return torch.full((self.heads, count), float("-inf"), device=self.k.device)
+        # Where only distance counts, one table serves all places.
+        away = place if self.turns else 0
+        query = self._at(self.q, torch.tensor([token], device=self.q.device), position - away)
+        if tokens is None or self.turns:
+            keys = self._table(self._keys, self.k, place - away)
+            keys = keys if tokens is None else keys[tokens]
+        else:
+            keys = self.keys(tokens, place)
+        return self.scored(self._by_head(query), keys)[:, 0]
+
+    def _by_head(self, rows: Float[Tensor, "r w"]) -> Float[Tensor, "h r d"]:
+        return rows.unflatten(1, (self.heads, -1)).transpose(0, 1)
+
+    @cached_property
+    def groups(self) -> int:
+        """Query heads of one key/value head."""
+        return self.q.width // self.k.width
+
+    def spread(self, values: Float[Tensor, "c w"]) -> Float[Tensor, "c h d"]:
+        """Value vectors for every query head; those of one key/value head share them."""
+        return values.unflatten(1, (self.heads // self.groups, -1)).repeat_interleave(self.groups, 1)

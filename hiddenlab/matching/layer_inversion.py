@@ -1,0 +1,155 @@
+"""Rows behind one layer, turned back into what went in.
+
+A row is a function of its own embedding and of what attention brings it. Where one of the two is known, or held at a
+guess, the row tells the other: as many equations as unknowns, and a solution that most rows give up to rounding
+(eval/LOG.md, thirty-first entry), though the layer's Jacobian all but loses some directions and the way there bends.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from hiddenlab.models import TruncatedModel
+
+BELIEVED = 0.006  # share of a row that a linearisation of the layer may leave unexplained
+EXACT = 3e-5  # and the solve in the end; rounding makes a tenth of that
+STEPS, TRIES = 15, 4  # of the solve, and dampings tried at each
+AHEAD = 0.5  # of a step, where the layer is looked at to see how it bends
+BENT = 0.375  # times a step's length that its bend may be long
+SETTLED = 0.1  # nats that another step has to gain
+AT_ONCE = 48  # outputs of which gradients are taken together
+
+
+@dataclass(frozen=True)
+class Equations:
+    """What each row tells of how far what went in lies from a guess; all but the guess in double precision.
+
+    Attributes:
+        model: of one layer. embeddings, attended: the guess, of what enters each row and of what attention brings it
+            (the layer's stream ``attn``). by_attention: the unknown is what attention brings, not the embedding.
+        observed: the rows. mean, prior: of the unknown's distance from the guess, and the inverse of its covariance.
+        positions: of the rows; None where they make no difference (see ``TruncatedModel.run_given``).
+        exact: share of a row that the solve may leave unexplained.
+    """
+
+    model: TruncatedModel
+    embeddings: Float[Tensor, "n d"]
+    attended: Float[Tensor, "n a"]
+    observed: Float[Tensor, "n e"]
+    mean: Float[Tensor, "n u"]
+    prior: Float[Tensor, "n u u"]
+    by_attention: bool = False
+    positions: Int[Tensor, " n"] | None = None
+    exact: float = EXACT
+
+    def _at(self, rows: Tensor, moved: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        embeddings, attended = self.embeddings[rows], self.attended[rows]
+        positions = None if self.positions is None else self.positions[rows]
+        if self.by_attention:
+            return embeddings, (attended + moved).float(), positions
+        return (embeddings + moved).float(), attended, positions
+
+    def states(self, rows: Int[Tensor, " r"], moved: Float[Tensor, "r u"]) -> Float[Tensor, "r e"]:
+        """What some rows would be if what went in lay so far from the guess."""
+        return self.model.run_given(*self._at(rows, moved)).double()
+
+    def jacobian(self, rows: Int[Tensor, " r"], moved: Float[Tensor, "r u"]) -> Float[Tensor, "r e u"]:
+        """How some rows change with it."""
+        embeddings, attended, positions = self._at(rows, moved)
+        wanted = (False, True) if self.by_attention else (True, False)
+        return jacobians(self.model, embeddings, attended, wanted, positions)[0]
+
+    def unlikely(self, rows: Int[Tensor, " r"], moved: Float[Tensor, "r u"]) -> Float[Tensor, "r u"]:
+        """The gradient of what it costs, in nats."""
+        return times(self.prior[rows], moved - self.mean[rows])
+
+    def unit(self) -> Float[Tensor, "n 1"]:
+        """Root mean square of each row's coordinates."""
+        rows = self.observed.double()
+        return rows.norm(dim=1, keepdim=True).clamp(min=1e-12) / rows.shape[1] ** 0.5
+
+    def solve(self, begun: Float[Tensor, "n u"]) -> Float[Tensor, "n u"]:
+        """The likeliest unknown of each row that explains it, by damped Gauss-Newton steps from where it is begun.
+
+        Steps are bent by what the layer's second derivative along them says (geodesic acceleration: Transtrum, Machta
+        and Sethna, Phys. Rev. E 83, 2011): what is left of a row lies along narrow, winding valleys, in which straight
+        steps have to be several times as many. Most rows that end at what rounding allows are known, some are at
+        another solution beyond a fold of the layer; rows that end short of it lie at folds.
+        """
+        moved, tau = begun.clone(), self.exact * self.unit()
+        every = torch.arange(len(moved), device=moved.device)
+
+        def cost(rows: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
+            left = (self.observed[rows].double() - self.states(rows, at)) / tau[rows]
+            off = at - self.mean[rows]
+            return left, (left.square().sum(1) + (off * self.unlikely(rows, at)).sum(1)) / 2
+
+        left, least = cost(every, moved)
+        # At first as if no more than linearisation believes were to be explained.
+        damping = torch.full_like(least, max(1.0, BELIEVED / self.exact) ** 2)
+        growth = torch.full_like(least, 2.0)
+        settled = torch.zeros_like(every, dtype=torch.bool)
+        for _ in range(STEPS):
+            rows = (~settled).nonzero()[:, 0]
+            if not len(rows):
+                break
+            jacobian = self.jacobian(rows, moved[rows]) / tau[rows, None]
+            normal = jacobian.transpose(1, 2) @ jacobian
+            towards = times(jacobian.transpose(1, 2), left[rows]) - self.unlikely(rows, moved[rows])
+            for _ in range(TRIES):
+                prior, here = self.prior[rows], moved[rows]
+                lower = torch.linalg.cholesky(normal + (1 + damping[rows, None, None]) * prior)
+                straight = torch.cholesky_solve(towards[..., None], lower)[..., 0]
+                # The second derivative along the step, from a point a little way on.
+                shown = (cost(rows, here + AHEAD * straight)[0] - left[rows]) / AHEAD
+                shown = shown + times(jacobian, straight)
+                bend = times(jacobian.transpose(1, 2), 2 / AHEAD * shown)
+                bend = torch.cholesky_solve(bend[..., None], lower)[..., 0] / 2
+                near = bend.norm(dim=1) < BENT * straight.norm(dim=1)
+                tried = here + straight + bend * near[:, None]
+                found, nats = cost(rows, tried)
+                promised = (straight * (towards + damping[rows, None] * times(prior, straight))).sum(1) / 2
+                better, gain = nats < least[rows], least[rows] - nats
+                good, bad = rows[better], rows[~better]
+                moved[good], left[good], least[good] = tried[better], found[better], nats[better]
+                settled[good] = gain[better] < SETTLED
+                agreed = 1 - (2 * gain / promised - 1).pow(3)
+                damping[good], growth[good] = damping[good] * agreed[better].clamp(0.1, 1.0), 2.0
+                damping[bad], growth[bad] = damping[bad] * growth[bad] * 2, growth[bad] * 2
+                settled[bad] = promised[~better] < SETTLED  # or it would be damped until numbers overflow
+                if not len(bad):
+                    break
+                rows, jacobian, normal, towards = (one[~better] for one in (rows, jacobian, normal, towards))
+        return moved
+
+
+def jacobians(
+    model: TruncatedModel,
+    embeddings: Float[Tensor, "n d"],
+    attended: Float[Tensor, "n a"],
+    wanted: tuple[bool, bool] = (True, True),
+    positions: Int[Tensor, " n"] | None = None,
+) -> list[Float[Tensor, "n e _"]]:
+    """Of each row's state behind one layer, by its embedding and by what attention brings it; in double precision.
+
+    Args:
+        wanted: which of the two.
+    """
+    parts = list[tuple[Tensor, ...]]()
+    with torch.inference_mode(False), torch.enable_grad():
+        inputs, given = (one.detach().clone().requires_grad_() for one in (embeddings, attended))
+        states = model.run_given(inputs, given, positions, grad=True)
+        by = [one for one, asked in zip((inputs, given), wanted, strict=True) if asked]
+        n, width = states.shape
+        # Rows have nothing to do with one another: the gradient of one output of all of them is that of each.
+        for part in torch.arange(width, device=states.device).split(AT_ONCE):
+            outputs = torch.nn.functional.one_hot(part, width).to(states.dtype)[:, None].expand(-1, n, -1)
+            parts.append(torch.autograd.grad(states, by, outputs, retain_graph=True, is_grads_batched=True))
+    return [torch.cat(one).double().transpose(0, 1) for one in zip(*parts, strict=True)]
+
+
+def times(matrices: Float[Tensor, "n a b"], vectors: Float[Tensor, "n b"]) -> Float[Tensor, "n a"]:
+    """Matrices, each times its own vector."""
+    return torch.bmm(matrices, vectors[..., None])[..., 0]

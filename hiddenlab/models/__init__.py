@@ -1,0 +1,383 @@
+"""The model: the first l layers of a causal language model, and only those in memory."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import cached_property
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from hiddenlab.errors import InputError
+from hiddenlab.models.attention import Attention, register_attention
+from hiddenlab.models.checkpoint import decoder_layers
+from hiddenlab.models.engine import _ACTIVE, ATTENTION_NAME, GivenPass, PackedPass, ShownError
+from hiddenlab.models.load import (
+    ModelRef,
+    load_config,
+    load_module,
+    load_tokenizer,
+    parse_dtype,
+    resolve_model,
+    truncate_config,
+)
+from hiddenlab.models.reading import reading_model
+from hiddenlab.models.request import Answer, Prefix, Request, packs
+from hiddenlab.types import INNER_STREAMS, LAST_STREAMS, STREAMS, Site
+
+__all__ = [
+    "Answer",
+    "ModelRef",
+    "Prefix",
+    "Request",
+    "TruncatedModel",
+    "decoder_layers",
+    "load_model",
+    "signature_of",
+]
+
+SIGNATURE_ENTRIES = 16
+
+
+class TruncatedModel:
+    """The first l layers of a causal LM, run through one attention function (see ``engine``).
+
+    Args:
+        load_sibling: loads other parts of a model that is not on disk, see ``sibling``; None loads them by ``ref``.
+
+    Attributes:
+        ref: which model. site: layer and stream of the states it returns. dtype, device: where it computes.
+        evaluated_tokens, forward_calls: counters over the life of the truncated model; every position run counts.
+        attention: how its last layer attends (scaling, window, cap), known once something ran.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        ref: ModelRef,
+        site: Site,
+        tokenizer: Any = None,
+        quantization: str | None = None,
+        load_sibling: Callable[..., "TruncatedModel"] | None = None,
+    ) -> None:
+        self.module = module
+        self.ref = ref
+        self._load_sibling = load_sibling
+        self.site = site
+        self.tokenizer = tokenizer
+        self.quantization = quantization
+        self.max_pass_tokens = 2048
+        self.evaluated_tokens = 0
+        self.forward_calls = 0
+        self.attention: Attention | None = None
+        self._captured: Tensor | None = None
+        self._check_causal()
+
+    @contextmanager
+    def _capturing(self) -> Iterator[None]:
+        """Keep the states at the site, for one pass; a hook that stays would keep the model in memory, by a cycle."""
+        layers = decoder_layers(self.module)
+        if self.site.stream == "resid":
+            hook = layers[-1].register_forward_hook(self._capture)
+        elif self.site.stream == "embed":
+            hook = layers[0].register_forward_pre_hook(self._capture_inputs, with_kwargs=True)
+        else:
+            hook = None
+        try:
+            yield
+        finally:
+            if hook is not None:
+                hook.remove()
+
+    def _capture(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        self._captured = output[0] if isinstance(output, tuple) else output
+
+    def _capture_inputs(self, module: nn.Module, inputs: Any, options: Any) -> None:
+        self._captured = inputs[0] if inputs else options["hidden_states"]
+
+    def _check_causal(self) -> None:
+        """A state that changes with a later token means a bidirectional model, which this attack is not for."""
+        if getattr(self.module.config, "model_type", "") and not _is_causal(self.module):
+            raise InputError(
+                f"{self.ref.name} is an encoder-only (bidirectional) model; the attack needs a causal decoder"
+            )
+
+    @property
+    def embedding(self) -> Float[Tensor, "v d"]:
+        """The input embedding table."""
+        return self.module.get_input_embeddings().weight  # type: ignore[operator,no-any-return]
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.embedding.shape[0])
+
+    @cached_property
+    def width(self) -> int:
+        """Coordinates of a state."""
+        if self.site.stream not in INNER_STREAMS:
+            return int(self.module.config.hidden_size)  # type: ignore[union-attr,arg-type]
+        counted = self.evaluated_tokens, self.forward_calls
+        width = self.encode(torch.zeros(1, dtype=torch.long)).shape[1]
+        self.evaluated_tokens, self.forward_calls = counted
+        return width
+
+    @cached_property
+    def layer_weights(self) -> int:
+        """Weights of its layers, which every token is multiplied with: all but the embedding table."""
+        return max(1, sum(p.numel() for p in self.module.parameters()) - self.embedding.numel())
+
+    @property
+    def device(self) -> torch.device:
+        return self.embedding.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embedding.dtype
+
+    @cached_property
+    def signature(self) -> tuple[float, ...]:
+        """What tells the model's weights from others."""
+        return signature_of(self.embedding)
+
+    @property
+    def special_ids(self) -> list[int]:
+        """BOS first, then the other special tokens: what is tried first at the first position."""
+        config, tokenizer = self.module.config, self.tokenizer
+        found = [getattr(config, "bos_token_id", None)]
+        found += list(tokenizer.all_special_ids) if tokenizer is not None else [config.eos_token_id]  # type: ignore[union-attr,list-item]
+        flat = [i for item in found for i in (item if isinstance(item, list) else [item]) if i is not None]
+        return list(dict.fromkeys(i for i in flat if 0 <= i < self.vocab_size))
+
+    def tokenize(self, text: str, max_tokens: int | None = None) -> list[int]:
+        """Token ids of a text with the tokenizer's own special tokens, cut to ``max_tokens``.
+
+        Raises:
+            InputError: the text is empty, gives no tokens, or the model came without a tokenizer.
+        """
+        if self.tokenizer is None:
+            raise InputError(f"{self.ref.name} has no tokenizer; pass token ids instead")
+        with reading_model(f"the tokenizer of {self.ref.name!r} cannot read the prompt"):
+            ids = list(self.tokenizer(text)["input_ids"])[:max_tokens]
+        if not ids or not text:
+            raise InputError("the prompt is empty; give at least one token")
+        return ids
+
+    def text(self, ids: Sequence[int]) -> str:
+        """The text of token ids, special tokens shown."""
+        if self.tokenizer is None:
+            return " ".join(str(i) for i in ids)
+        return str(
+            self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        )
+
+    def prefix(self, *, offset: int = 0) -> Prefix:
+        """An empty prefix."""
+        return Prefix(self, offset=offset)
+
+    def run(
+        self,
+        requests: Sequence[Request],
+        *,
+        keep: bool = True,
+        grad: bool = False,
+        together: bool = False,
+        show: str | None = None,
+    ) -> list[Answer]:
+        """One forward pass over several requests, packed on one token axis.
+
+        On a card the last digits of an answer depend on what else is in the pass.
+
+        Args:
+            requests: token chains and leaves after their prefixes; all token ids, or all embeddings.
+            keep: hold the new keys and values, so that answers can be kept as prefix.
+            grad: record gradients (inputs given as embeddings).
+            together: let short chains attend in one product, which is faster for many of them; the last digits of an
+                answer then depend on what else was asked.
+            show: an inner stream of the last layer to answer with, in place of the model's own stream.
+        """
+        stream = show or self.site.stream
+        inner = (self.site.layer - 1, stream) if stream in INNER_STREAMS else None
+        packed = PackedPass(requests, keep, inner, together)
+        inputs = torch.cat([r.inputs for r in requests]).to(self.device)[None]
+        name = "inputs_embeds" if inputs.is_floating_point() else "input_ids"
+        output = self._pass(packed, grad, **{name: inputs}, position_ids=packed.positions(self.device))
+        self.attention = packed.attention
+        states = packed.shown if packed.shown is not None else self._states(output)[0]
+        answers = []
+        for request, start in zip(requests, packed.starts, strict=False):
+            middle, end = start + len(request.tokens), start + request.size
+            answers.append(Answer(states[start:middle], states[middle:end], request, packed.kept, start))
+        return answers
+
+    def run_all(
+        self,
+        requests: Sequence[Request],
+        *,
+        keep: bool = True,
+        together: bool = False,
+        show: str | None = None,
+    ) -> list[Answer]:
+        """``run`` in as few passes as ``max_pass_tokens`` allows; a request larger than it goes alone."""
+        passes = packs(requests, lambda one: one.size, self.max_pass_tokens)
+        return [a for one in passes for a in self.run(one, keep=keep, together=together, show=show)]
+
+    def run_given(
+        self,
+        inputs: Float[Tensor, "t d"],
+        attended: Float[Tensor, "t a"],
+        positions: Int[Tensor, " t"] | None = None,
+        *,
+        grad: bool = False,
+    ) -> Float[Tensor, "t e"]:
+        """States of single positions, of which each is given what the first layer's attention says.
+
+        Args:
+            inputs: embeddings. attended: the first layer's stream ``attn`` (see ``run``). positions: zeros where None;
+                where a model rotates queries and keys alone, states of the first layer do not depend on them.
+            grad: record gradients.
+
+        Raises:
+            InputError: the model's states depend on the attention of another layer.
+        """
+        if not self.behind_one_attention:
+            raise InputError(
+                "attention can be given to models of one layer, or that show the second one's queries, keys or values; "
+                f"not for {self.site}"
+            )
+        where = torch.zeros(len(inputs), dtype=torch.long) if positions is None else positions
+        places = where.to(self.device)[None]
+        given = GivenPass(attended, self.site.stream if self.site.stream in INNER_STREAMS else None)
+        output = self._pass(given, grad, inputs_embeds=inputs[None], position_ids=places)
+        return given.shown if given.shown is not None else self._states(output)[0]
+
+    @property
+    def behind_one_attention(self) -> bool:
+        """Whether a state depends on no attention but the first layer's."""
+        if self.site.stream in INNER_STREAMS:
+            return self.site.layer == 2 and self.site.stream != "attn"
+        return self.site.layer == 1
+
+    def _pass(self, how: PackedPass | GivenPass, grad: bool, **inputs: Tensor) -> Any:
+        """Run the model with attention as a pass gives it; what it answers, None where that was shown on the way."""
+        active, output = _ACTIVE.set(how), None
+        try:
+            mode = torch.set_grad_enabled(True) if grad else torch.inference_mode()
+            with mode, self._capturing(), suppress(ShownError):
+                output = self.module(**inputs, use_cache=False)
+        finally:
+            _ACTIVE.reset(active)
+        self.evaluated_tokens += inputs["position_ids"].shape[1]
+        self.forward_calls += 1
+        return output
+
+    def _states(self, output: Any) -> Tensor:
+        if self.site.stream == "logits":
+            return output.logits  # type: ignore[no-any-return]
+        if self.site.stream == "final_norm":
+            return output.last_hidden_state  # type: ignore[no-any-return]
+        assert self._captured is not None
+        states, self._captured = self._captured, None
+        return states
+
+    def encode(self, tokens: Int[Tensor, " n"] | Float[Tensor, "n d"]) -> Float[Tensor, "n d"]:
+        """States of a prompt (token ids, or input embeddings), in one plain prefill."""
+        return self.run([Request(self.prefix(), tokens)], keep=False)[0].states
+
+    def embed(self, tokens: Int[Tensor, " n"]) -> Float[Tensor, "n d"]:
+        """Input embeddings of tokens, as the model's own embedding module gives them."""
+        with torch.inference_mode():
+            return self.module.get_input_embeddings()(tokens.to(self.device))  # type: ignore[operator,no-any-return]
+
+    @property
+    def divided(self) -> bool:
+        """Its layers are placed on several devices."""
+        return len(set((getattr(self.module, "hf_device_map", None) or {}).values())) > 1
+
+    def sibling(self, layer: int | None = None, **options: Any) -> "TruncatedModel":
+        """Load another part of the same model, or another form of this one, to the same device or devices.
+
+        Args:
+            layer: as for ``load_model``; None means all. options: further options of ``load_model``.
+        """
+        if self._load_sibling is not None:
+            return self._load_sibling(layer, **options)
+        loaded = load_model(
+            self.ref.path, layer, device=str(self.device), revision=self.ref.revision,
+            device_map="auto" if self.divided else None, **options,
+        )  # fmt: skip
+        loaded.ref = self.ref  # it was loaded by path; the name that users gave is what becomes public
+        return loaded
+
+    def __repr__(self) -> str:
+        return (
+            f"TruncatedModel({self.ref.name}, {self.site}, {self.dtype}, {self.device}; weights are public)"
+        )
+
+
+def signature_of(embedding: Float[Tensor, "v d"]) -> tuple[float, ...]:
+    """Entries spread over an embedding table, rounded to bfloat16 (the coarsest dtype in use)."""
+    flat = embedding.detach().flatten()
+    index = torch.linspace(0, flat.numel() - 1, SIGNATURE_ENTRIES, dtype=torch.float64).long()
+    return tuple(flat[index.to(flat.device)].bfloat16().float().tolist())
+
+
+def _is_causal(module: nn.Module) -> bool:
+    """True where every attention module of the model says that it is causal."""
+    flags = [bool(m.is_causal) for m in module.modules() if isinstance(getattr(m, "is_causal", None), bool)]
+    return bool(flags) and all(flags)
+
+
+def load_model(
+    name: str = "builtin",
+    layer: int | None = None,
+    *,
+    stream: str = "resid",
+    dtype: str = "float32",
+    device: str = "auto",
+    quantization: str | None = None,
+    device_map: str | None = None,
+    revision: str | None = None,
+    local_only: bool = False,
+) -> TruncatedModel:
+    """Load the first ``layer`` layers of a model.
+
+    Args:
+        name: ``builtin``, a local directory, a GGUF file, or a hub id.
+        layer: 1 … number of layers; None means all. ``final_norm`` and ``logits`` need all; ``embed`` is layer 0.
+        stream: which states ``run`` returns, one of ``STREAMS`` (see ``Site``).
+        dtype: float32, bfloat16 or float16. device: ``auto``, ``cpu``, ``cuda`` …
+        quantization: None, ``int8`` or ``nf4`` (bitsandbytes). device_map: accelerate's placement, e.g. ``auto``.
+        local_only: never ask the hub; for names that come from files of others.
+
+    Raises:
+        InputError: unknown model, dtype or device, a layer out of range, an encoder-only model, a checkpoint that
+            lacks a tensor of these layers.
+    """
+    from hiddenlab.models.device import parse_device
+
+    torch_dtype, torch_device = parse_dtype(dtype), parse_device(device)
+    ref = resolve_model(name, revision, local_only=local_only)
+    config = load_config(ref)
+    total = getattr(config, "num_hidden_layers", 0)
+    if stream not in STREAMS:
+        raise InputError(f"unknown stream {stream!r} of a truncated model; known are {', '.join(STREAMS)}")
+    layer = (0 if stream == "embed" else total) if layer is None else layer
+    if stream == "embed" and layer:
+        raise InputError(f"the stream embed exists only at layer 0; layer {layer} was asked for")
+    if not 1 <= layer <= total and stream != "embed":
+        also = "; layer 0 is --stream embed" if layer == 0 else ""
+        raise InputError(f"layer {layer} is out of range: {name} has layers 1 to {total}{also}")
+    if stream in LAST_STREAMS and layer != total:
+        raise InputError(
+            f"the stream {stream} exists only after the last layer, {total}; layer {layer} was asked for"
+        )
+    module = load_module(
+        ref, truncate_config(config, max(1, layer)), head=stream == "logits", dtype=torch_dtype, device=torch_device,
+        quantization=quantization, device_map=device_map, final_norm=stream in LAST_STREAMS,
+        attention=register_attention(ATTENTION_NAME, _ACTIVE, "run it through TruncatedModel.run, not by itself"),
+    )  # fmt: skip
+    return TruncatedModel(
+        module, ref=ref, site=Site(layer, stream), tokenizer=load_tokenizer(ref), quantization=quantization
+    )

@@ -1,0 +1,100 @@
+"""The one way into every Hugging Face model's attention: transformers' ``AttentionInterface``."""
+
+from collections.abc import Sequence, Set
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from jaxtyping import Bool
+from torch import Tensor, nn
+
+from hiddenlab.errors import HiddenlabError
+
+
+@dataclass(frozen=True)
+class Attention:
+    """How a layer attends. scaling: of the scores. window: keys at this distance or further are hidden."""
+
+    scaling: float
+    causal: bool = True
+    window: int | None = None
+    softcap: float | None = None
+
+    def sees_all(self, queries: Sequence[int], keys: Sequence[int], hidden: Set[int] = frozenset()) -> bool:
+        """Whether every query sees every key, by position in the prompt: ``visible`` has no False."""
+        if not queries or not keys:
+            return True
+        furthest = max(max(queries) - min(keys), max(keys) - min(queries))
+        return (
+            (not self.causal or max(keys) <= min(queries))
+            and (self.window is None or furthest < self.window)
+            and hidden.isdisjoint(keys)
+        )
+
+    def visible(
+        self, queries: Sequence[int], keys: Sequence[int], hidden: Set[int] = frozenset()
+    ) -> Bool[Tensor, "a b"]:
+        """Which keys each query sees, by position in the prompt; ``hidden`` ones (padding) nobody sees."""
+        q, k = torch.tensor(queries)[:, None], torch.tensor(keys)[None]
+        seen = torch.ones(len(queries), len(keys), dtype=torch.bool)
+        if self.causal:
+            seen &= k <= q
+        if self.window is not None:
+            seen &= (q - k).abs() < self.window
+        if hidden:
+            seen &= ~torch.tensor([key in hidden for key in keys], dtype=torch.bool)
+        return seen
+
+
+class Attender(Protocol):
+    """Computes attention for the pass that is running."""
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, attention: Attention) -> Tensor:
+        """Outputs ``[1, t, h, width]`` of queries ``[1, h, t, width]``, new keys and values ``[1, kv, t, width]``."""
+        ...
+
+
+def register_attention(name: str, active: ContextVar[Any], misuse: str) -> str:
+    """Register ``attn_implementation=name``: the active ``Attender`` gets q, k, v after rotary embedding.
+
+    Masks that transformers makes are ignored; whoever attends knows the positions.
+
+    Args:
+        active: holds the ``Attender`` of the running pass, or None. misuse: says how such a model is to be run.
+
+    Returns:
+        The name.
+    """
+    from transformers import AttentionInterface
+
+    def attention(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        scaling: float | None = None,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        s_aux: Tensor | None = None,
+        **_: Any,
+    ) -> tuple[Tensor, None]:
+        attender: Attender | None = active.get()
+        if s_aux is not None:
+            raise HiddenlabError(
+                "models with learned attention sinks are not supported: their states would be wrong"
+            )
+        if attender is None:
+            raise RuntimeError(misuse)
+        how = Attention(
+            query.shape[-1] ** -0.5 if scaling is None else scaling,
+            bool(getattr(module, "is_causal", True)),
+            sliding_window,
+            softcap,
+        )
+        return attender.attend(int(module.layer_idx), query, key, value, how), None  # type: ignore[arg-type]
+
+    AttentionInterface.register(name, attention)
+    return name

@@ -1,0 +1,280 @@
+"""What a checkpoint's files hold, and whether a loaded model got all of it: nothing is left at random weights.
+
+transformers fills what a checkpoint does not give with random weights and goes on. Here the names of a checkpoint's
+tensors are read first, what stands before them is mapped to what the model calls them, and what is still missing
+afterwards is an error.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+from pydantic import Field
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+from hiddenlab.errors import InputError
+from hiddenlab.utils.schema import OPEN, read
+
+ADAPTER = "adapter_config.json"
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+NAMED = 3  # tensors that an error names
+
+
+@dataclass(frozen=True)
+class Prefixes:
+    """What stands before the names of a checkpoint's tensors.
+
+    Attributes:
+        base: before the decoder's (``layers.0.…``). head: before the language-model head's.
+    """
+
+    base: str
+    head: str
+
+    def mapping(self, model: Any) -> dict[str, str]:
+        """Patterns of the checkpoint's names and what transformers puts in their place; empty where they fit."""
+        own = _own_prefix(model)
+        if self.base in ("", own):
+            return {}
+        above = self.base.removesuffix(own) if own else ""
+        heads = "|".join(sorted({re.escape(name.split(".")[0]) for name in _split(model)[1]}))
+        found = {}
+        if self.head and heads:
+            found[f"^{re.escape(self.head)}(?=({heads})\\.)"] = ""
+        found[f"^{re.escape(self.base)}"] = own
+        if above not in ("", self.base):
+            found[f"^{re.escape(above)}"] = ""
+        return found
+
+
+def refuse_adapter(name: str, path: str, revision: str | None = None) -> None:
+    """Raise InputError where a directory or hub id holds an adapter (PEFT): it is not a model by itself."""
+    if _find(path, ADAPTER, revision):
+        raise InputError(
+            f"{name} holds an adapter ({ADAPTER}); merge it into its model first (PEFT's merge_and_unload, then "
+            "save_pretrained), and name the merged model"
+        )
+
+
+def tensor_names(name: str, path: str, revision: str | None = None) -> set[str]:
+    """Names of the tensors of a model directory or hub id; a single file is downloaded, of several only the index.
+
+    Args:
+        name: the model's name in errors.
+
+    Raises:
+        InputError: there are no safetensors, or a file is missing or cannot be read.
+    """
+    from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+
+    if single := _find(path, SAFE_WEIGHTS_NAME, revision):
+        return _names_in(single)
+    index = _find(path, SAFE_WEIGHTS_INDEX_NAME, revision)
+    if index is None:
+        pickles = sorted(file.name for kind in PICKLES for file in Path(path).glob(kind))
+        raise InputError(
+            f"cannot load the model {name!r}: it holds no {SAFE_WEIGHTS_NAME} or {SAFE_WEIGHTS_INDEX_NAME}"
+            + (f"; {pickles[0]} is a pickle, which is not loaded: save it as safetensors" if pickles else "")
+        )
+    files = _indexed(index)
+    if not Path(path).is_dir():
+        return set(files)
+    found = set[str]()
+    for file in sorted(set(files.values())):
+        if not (index.parent / file).is_file():
+            raise InputError(
+                f"{index} names {file}, which is missing; copy the model again, with all of its files"
+            )
+        found |= _names_in(index.parent / file)
+    return found
+
+
+def _find(path: str, file: str, revision: str | None) -> Path | None:
+    from transformers.utils.hub import cached_file
+
+    if Path(path).is_dir():
+        return Path(path) / file if (Path(path) / file).is_file() else None
+    found = cached_file(path, file, revision=revision, _raise_exceptions_for_missing_entries=False)
+    return None if found is None else Path(found)
+
+
+def _names_in(file: Path) -> set[str]:
+    try:
+        with safe_open(file, "pt") as opened:
+            return set(opened.keys())
+    except (OSError, SafetensorError) as error:
+        raise InputError(
+            f"cannot read {file}: {str(error).splitlines()[0]}; the file is damaged or incomplete, copy it again"
+        ) from None
+
+
+@dataclass(frozen=True)
+class _Index:
+    __pydantic_config__ = OPEN
+
+    weight_map: Annotated[dict[str, str], Field(min_length=1)]
+
+
+def _indexed(index: Path) -> dict[str, str]:
+    try:
+        files = read(index, _Index).weight_map
+    except InputError as error:
+        raise InputError(f"{index} does not say in which file each tensor is (weight_map): {error}") from None
+    if outside := next((file for file in files.values() if Path(file).name != file), None):
+        raise InputError(f"{index} names {outside!r}, a file outside of its folder")
+    return files
+
+
+def find_prefixes(names: Iterable[str], model: Any, told: str) -> Prefixes | None:
+    """What stands before a model's names in a checkpoint: where most of the names that follow are the model's own.
+
+    Args:
+        names: of the checkpoint's tensors. model: of the architecture, its weights unimportant. told: the
+            checkpoint's name in errors.
+
+    Returns:
+        None where no name is the model's, whatever stands before it.
+
+    Raises:
+        InputError: several parts of the checkpoint could be the model.
+    """
+    names = set(names)
+    base, head = _split(model)
+    counts = Counter[str]()
+    for name in names:
+        parts = name.split(".")
+        counts.update(".".join([*parts[:i], ""]) for i in range(len(parts)) if ".".join(parts[i:]) in base)
+    if not counts:
+        return None
+    own = ("", _own_prefix(model))
+    best = max(counts, key=lambda prefix: (counts[prefix], prefix in own, -len(prefix)))
+    table = _table_name(model)
+    rivals = [
+        prefix for prefix in counts
+        if prefix != best and not prefix.startswith(best or "-") and f"{prefix}{table}" in names
+    ]  # fmt: skip
+    if rivals and best not in own:
+        shown = " and ".join(repr(prefix) for prefix in sorted([best, *rivals]))
+        raise InputError(
+            f"{told} holds several language models, beneath {shown}; save the one that is meant by itself"
+        )
+    above = [".".join([*best.split(".")[:i], ""]) if i else "" for i in range(len(best.split(".")))]
+    heads = [prefix for prefix in above if any(f"{prefix}{name}" in names for name in head)]
+    return Prefixes(best, heads[-1] if heads else "")
+
+
+def _own_prefix(model: Any) -> str:
+    """What stands before the decoder's names in a model of its architecture with a head, ``model.`` mostly."""
+    return f"{model.base_model_prefix}." if model.base_model_prefix else ""
+
+
+def _split(model: Any) -> tuple[set[str], set[str]]:
+    """Names of the decoder's tensors, without what stands before them, and of the others."""
+    own, names = _own_prefix(model), set(model.state_dict())
+    if not own or not hasattr(model, model.base_model_prefix):
+        return names, set()
+    base = {name for name in names if name.startswith(own)}
+    return {name.removeprefix(own) for name in base}, names - base
+
+
+def _table_name(model: Any) -> str:
+    """Name of the input embeddings' weight in the decoder."""
+    table = model.get_input_embeddings()
+    found = next((name for name, module in model.named_modules() if module is table), "")
+    return f"{found.removeprefix(_own_prefix(model))}.weight"
+
+
+def check_loaded(
+    model: Any, info: dict[str, Any], prefixes: Prefixes | None, told: str, *, final_norm: bool = True
+) -> None:
+    """Compare what a model needs with what its checkpoint gave.
+
+    Args:
+        info: transformers' loading info. told: the checkpoint's name in errors. final_norm: whether the norm behind
+            the last layer is needed.
+
+    Raises:
+        InputError: a tensor is missing, has another shape, or belongs to a layer of another architecture.
+    """
+    if prefixes is None:
+        stands = "none of its tensors has a name of this architecture"
+    elif prefixes.base:
+        stands = f"the names of its tensors begin with {prefixes.base!r}"
+    else:
+        stands = "nothing stands before the names of its tensors"
+    missing = set(info["missing_keys"])
+    if not final_norm:
+        missing -= _final_norm(model)
+    if missing:
+        raise InputError(f"{told} does not give {_listed(missing)}, which is needed; {stands}")
+    if wrong := sorted(info["mismatched_keys"]):
+        _, given, needed = wrong[0]
+        raise InputError(
+            f"{told} gives {_listed(one[0] for one in wrong)} in another shape than is needed, {tuple(given)} and not "
+            f"{tuple(needed)}: it does not fit its config.json, or the first layers cannot be loaded without the others"
+        )
+    own, layers = _own_prefix(model), _layers_name(model)
+    if layers is not None:
+        count = len(model.get_submodule(layers))
+        kept = tuple(f"{layers.removeprefix(own)}.{i}." for i in range(count))
+        if strange := [n for n in info["unexpected_keys"] if n.removeprefix(own).startswith(kept)]:
+            raise InputError(
+                f"{told} gives {_listed(strange)}, which {type(model).__name__} has no place for: its layers "
+                "compute something else (an adapter that is not merged, or another architecture)"
+            )
+
+
+def _listed(names: Iterable[str]) -> str:
+    first = sorted(
+        sorted(names), key=lambda name: [int(part) if part.isdigit() else 0 for part in name.split(".")]
+    )
+    more = f" and {len(first) - NAMED} more" if len(first) > NAMED else ""
+    return ", ".join(first[:NAMED]) + more
+
+
+def decoder_layers(model: nn.Module) -> nn.ModuleList:
+    """The model's list of layers.
+
+    Raises:
+        InputError: it has none.
+    """
+    name = _layers_name(model)
+    if name is None:
+        raise InputError(
+            f"{type(model).__name__} has no list of {model.config.num_hidden_layers} layers; "  # type: ignore[union-attr]
+            "its architecture is not supported"
+        )
+    return model.get_submodule(name)  # type: ignore[return-value]
+
+
+def _layers_name(model: nn.Module) -> str | None:
+    count = getattr(model.config, "num_hidden_layers", None)
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and len(module) == count:
+            return name
+    return None
+
+
+def _final_norm(model: nn.Module) -> set[str]:
+    """Names of the tensors of the norm behind the last layer: the first that follow, all of a state's width."""
+    layers = _layers_name(model)
+    if layers is None:
+        return set()
+    parent, _, last = layers.rpartition(".")
+    children = list(model.get_submodule(parent).named_children())
+    after = children[[name for name, _ in children].index(last) + 1 :]
+    for name, module in after:
+        tensors = dict(module.named_parameters())
+        if tensors:
+            width = torch.Size([model.config.hidden_size])  # type: ignore[union-attr,list-item]
+            return {
+                f"{parent}.{name}.{tensor}".lstrip(".")
+                for tensor, value in tensors.items()
+                if value.shape == width
+            }
+    return set()

@@ -1,0 +1,134 @@
+"""GGUF files, read once and kept in the cache as safetensors; the parts of a split file are put together first."""
+
+import hashlib
+import io
+import re
+import shutil
+import tempfile
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+from hiddenlab.errors import InputError
+from hiddenlab.models.checkpoint import check_loaded
+from hiddenlab.models.reading import quiet_transformers
+from hiddenlab.utils.cache import cache_path
+
+MOST_PARTS = 1000
+PART = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
+
+
+def converted(gguf: Path) -> Path:
+    """Directory with the safetensors form of a GGUF file; converted into a temporary folder, then renamed.
+
+    Args:
+        gguf: the file, or any part of a split one.
+
+    Raises:
+        InputError: a part is missing, the file cannot be read, or it lacks a tensor.
+    """
+    files = parts(gguf)
+    key = hashlib.sha256()
+    for file in files:
+        with file.open("rb") as opened:
+            key.update(hashlib.file_digest(opened, "sha256").digest())
+    target = cache_path("models", f"{gguf.stem}-{key.hexdigest()[:16]}")
+    if (target / "config.json").is_file():
+        return target
+    work = Path(tempfile.mkdtemp(dir=target.parent, prefix=".converting-"))
+    try:
+        whole = gguf
+        if len(files) > 1:
+            whole = work / "whole" / "model.gguf"
+            whole.parent.mkdir()
+            _join(files, whole)
+        _convert(whole, gguf, work / "model")
+        try:
+            (work / "model").rename(target)
+        except OSError as error:
+            # Another process converted the same file first; its result is the same.
+            if not (target / "config.json").is_file():
+                raise InputError(
+                    f"the cache holds something damaged at {target} ({error.strerror}); remove it"
+                ) from None
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    return target
+
+
+def parts(gguf: Path) -> list[Path]:
+    """The files that a GGUF model consists of, in order; the file alone where its name is not that of a part.
+
+    Raises:
+        InputError: one of them is missing.
+    """
+    named = PART.fullmatch(gguf.name)
+    if named is None:
+        return [gguf]
+    number, count = int(named["number"]), int(named["count"])
+    if not 1 <= number <= count <= MOST_PARTS:
+        raise InputError(f"{gguf} is named part {number} of {count}, which cannot be")
+    found = [gguf.with_name(f"{named['stem']}-{i:05}-of-{count:05}.gguf") for i in range(1, count + 1)]
+    for part in found:
+        if not part.is_file():
+            raise InputError(f"{gguf} is one of {count} parts of a model, of which {part.name} is missing")
+    return found
+
+
+def _join(files: list[Path], target: Path) -> None:
+    """Write the parts of a split file as one: the first one's metadata, the tensors of all."""
+    try:
+        _write_joined(files, target)
+    except Exception as error:  # its readers raise whatever a damaged file makes of their arithmetic
+        raise InputError(f"cannot read {files[0]} and its other parts: {_first_line(error)}") from None
+
+
+def _write_joined(files: list[Path], target: Path) -> None:
+    from gguf import GGUFReader, GGUFValueType, GGUFWriter, Keys
+
+    readers = [GGUFReader(file) for file in files]
+    fields = readers[0].fields
+    writer = GGUFWriter(target, fields[Keys.General.ARCHITECTURE].contents(), endianess=readers[0].endianess)
+    # The writer writes the first of these itself; the others are of the split.
+    left_out = ("GGUF.", Keys.General.ARCHITECTURE, "split.")
+    for field in fields.values():
+        if not field.name.startswith(left_out):
+            kind = field.types[0]
+            inner = field.types[-1] if kind == GGUFValueType.ARRAY else None
+            writer.add_key_value(field.name, field.contents(), kind, sub_type=inner)
+    tensors = [tensor for reader in readers for tensor in reader.tensors]
+    for tensor in tensors:
+        data = tensor.data
+        writer.add_tensor_info(tensor.name, data.shape, data.dtype, data.nbytes, tensor.tensor_type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    for tensor in tensors:
+        writer.write_tensor_data(tensor.data)
+    writer.close()
+
+
+def _convert(gguf: Path, named: Path, target: Path) -> None:
+    """Write a GGUF file as a transformers directory; ``named`` is its name in errors."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    factory: Any = AutoModelForCausalLM
+    try:
+        # The reader of GGUF files draws a bar of its own, whatever transformers' settings say.
+        with quiet_transformers(), redirect_stderr(io.StringIO()), redirect_stdout(io.StringIO()):
+            model, info = factory.from_pretrained(
+                gguf.parent, gguf_file=gguf.name, quantization_config=GgufConfig(dequantize=True),
+                output_loading_info=True, ignore_mismatched_sizes=True,
+            )  # fmt: skip
+            check_loaded(model, info, None, f"the GGUF file {named}")
+            model.save_pretrained(target)
+            AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(target)
+    except InputError:
+        raise
+    except Exception as error:
+        # Its readers raise whatever a damaged file makes of their arithmetic.
+        raise InputError(f"cannot read the GGUF file {named}: {_first_line(error)}") from None
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

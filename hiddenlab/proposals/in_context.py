@@ -1,0 +1,141 @@
+"""Learning from candidates that failed: predict the states of all others in the context of one position.
+
+A probe is trained once and knows no context. At a position where it fails, the attacker has already run some
+hundred wrong candidates in the exact context; their states show what this context does to a token. A kernel
+ridge regression from a context-free description of every token (its state after the first layers, behind a fixed
+opening) to its state here predicts the states of the whole vocabulary, and the tokens whose prediction lies
+nearest to the observed row come first. "Nearest" is measured with the covariance of the leave-one-out errors,
+since some directions are predicted well and others not at all. No paper describes this (eval/LOG.md has figures).
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from hiddenlab.models import TruncatedModel
+from hiddenlab.proposals.probe import fast_dtype
+from hiddenlab.types import Progress, silent
+
+FEATURE_LAYERS = 2  # deeper descriptions predict no better, and these cost little (eval/LOG.md)
+OPENING = "x = 3\n"
+MAX_FEATURES = 1024  # wider states are projected
+RIDGE, SHRINK, LINEAR, BANDWIDTH, CLIP = 0.3, 0.1, 0.5, 1.0, 6.0
+CHUNK = 2048
+LEARN_HALF = 1000  # candidates learned from at which a prediction counts half (eval/LOG.md)
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """Predicts in-context states from those of candidates already tried.
+
+    Attributes:
+        features: a context-free description of every token, see ``describe``.
+    """
+
+    features: Float[Tensor, "v f"]
+
+    @classmethod
+    def describe(cls, shallow: TruncatedModel, progress: Progress = silent) -> "Adapter":
+        """Describe tokens by their states in a shallow truncated model, behind a fixed opening; standardised, bounded.
+
+        Args:
+            shallow: the first ``FEATURE_LAYERS`` layers (or fewer) of the model under attack.
+        """
+        opening = shallow.tokenize(OPENING) if shallow.tokenizer is not None else [1 % shallow.vocab_size] * 4
+        prefix = shallow.prefix()
+        prefix.extend(torch.tensor(opening, device=shallow.device))
+        parts, narrower = [], None
+        if shallow.width > MAX_FEATURES:
+            generator = torch.Generator().manual_seed(0)
+            narrower = torch.randn(shallow.width, MAX_FEATURES, generator=generator).to(shallow.device)
+        vocabulary = torch.arange(shallow.vocab_size, device=shallow.device)
+        for i, tokens in enumerate(vocabulary.split(shallow.max_pass_tokens)):
+            progress("describing the vocabulary", i * shallow.max_pass_tokens, shallow.vocab_size)
+            states = prefix.branch(tokens).float()
+            parts.append(states if narrower is None else states @ narrower)
+        progress("describing the vocabulary", shallow.vocab_size, shallow.vocab_size)
+        features = torch.cat(parts)
+        features = (features - features.mean(0)) / (features.std(0) + 1e-6)
+        return cls(features.clamp_(-CLIP, CLIP).to(fast_dtype(shallow.device)))
+
+    def distances(
+        self,
+        tokens: Int[Tensor, " n"],
+        states: Float[Tensor, "n d"],
+        observed: Float[Tensor, "rows d"],
+    ) -> Float[Tensor, " v"]:
+        """Squared distance from each token's predicted state to the nearest observed row.
+
+        Args:
+            tokens, states: candidates tried in this context and their states, in the matcher's form.
+            observed: the target rows, in the same form.
+        """
+        known = self.features[tokens]
+        mean = states.mean(0)
+        # In half precision the gram matrix of tokens that are nearly equal is not positive definite.
+        gram = _kernel(known.float(), known.float())
+        gram.diagonal().add_(RIDGE)
+        inverse = torch.cholesky_inverse(torch.linalg.cholesky(gram))
+        weights = inverse @ (states - mean)
+        errors = (
+            weights / inverse.diagonal()[:, None]
+        )  # what each candidate's own prediction lacks without it
+        covariance = errors.T @ errors / len(errors)
+        covariance.diagonal().add_(SHRINK * covariance.diagonal().mean() + 1e-20)
+        root = torch.linalg.cholesky(covariance)
+        # Whitened once here, not for every token of the vocabulary.
+        weights = torch.linalg.solve_triangular(root, weights.T, upper=False).T
+        targets = torch.linalg.solve_triangular(root, (observed - mean).T, upper=False).T
+        out = [
+            torch.cdist(predicted, targets).square().amin(1)
+            for predicted in _predicted(self.features, known, weights)
+        ]
+        return torch.cat(out)
+
+    def log_likelihoods(
+        self, tokens: Int[Tensor, " n"], states: Float[Tensor, "n d"], observed: Float[Tensor, "rows d"]
+    ) -> Float[Tensor, " v"]:
+        """``distances`` as log-likelihoods, up to a constant: see ``log_likelihood``."""
+        return log_likelihood(self.distances(tokens, states, observed), len(tokens))
+
+
+def log_likelihood(distances: Float[Tensor, " v"], count: int) -> Float[Tensor, " v"]:
+    """What predictions learned from so many candidates say: half a squared distance is a Gaussian's, in nats.
+
+    It counts for less the fewer candidates the prediction and its covariance were learned from.
+    """
+    return -count / (count + LEARN_HALF) / 2 * distances
+
+
+def _predicted(
+    features: Float[Tensor, "v f"], known: Float[Tensor, "n f"], weights: Float[Tensor, "n d"]
+) -> Iterator[Float[Tensor, "_ d"]]:
+    """``_kernel(features, known) @ weights``, part by part.
+
+    The linear kernel is one small product. Of the Gaussian one only exp(a·b) is made for every pair, since the factors
+    of a alone and of b alone go to the rows of the result and of the weights.
+    """
+    dtype, count = features.dtype, features.shape[1]
+    linear = (LINEAR / count * (known.float().T @ weights)).to(dtype)
+    scaled = 2 * _own_factor(known)[:, None] * weights
+    scaled = scaled.to(dtype)
+    scale = 1 / (BANDWIDTH * count)
+    for part in features.split(CHUNK):
+        pairs = ((part * scale) @ known.T).exp_()
+        yield (pairs @ scaled).float().mul_(_own_factor(part)[:, None]).add_((part @ linear).float())
+
+
+def _own_factor(a: Float[Tensor, "m f"]) -> Float[Tensor, " m"]:
+    """exp(−|a|²/2) in the kernel's units."""
+    return (a.float().square().sum(1) / (-2 * BANDWIDTH * a.shape[1])).exp_()
+
+
+def _kernel(a: Float[Tensor, "m f"], b: Float[Tensor, "n f"]) -> Float[Tensor, "m n"]:
+    """A Gaussian kernel plus a linear one, in units of the number of features."""
+    inner = (a @ b.T).float()
+    half = inner - b.float().square().sum(1) / 2
+    half -= a.float().square().sum(1)[:, None] / 2  # minus half the squared distance
+    return inner.mul_(LINEAR / a.shape[1]).add_(half.div_(BANDWIDTH * a.shape[1]).exp_(), alpha=2)

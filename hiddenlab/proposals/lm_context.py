@@ -1,0 +1,71 @@
+"""What a language model reads before every prompt: a few tokens behind which it knows more of the first ones.
+
+Many models attend to their first position whatever stands there (an attention sink), so that a prompt's own first
+token, read first, tells them little of the second: it is some 1,500th in the built-in model's order, and 36th behind
+a line break (eval/LOG.md). A tokenizer that puts a special token first has done the same already.
+"""
+
+from collections.abc import Callable
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from hiddenlab.models import Prefix, Request, TruncatedModel
+
+WINDOWS, LENGTH, CHARACTERS = 24, 16, 400  # of the attacker's own text, on which openers are compared
+TOGETHER = 6  # windows in a pass: logits are as wide as the vocabulary
+SPECIALS = 4  # special tokens tried at most
+
+
+def openers_of(model: TruncatedModel) -> list[Int[Tensor, " n"]]:
+    """What may be read first: nothing, a special token, a line break."""
+    found: list[list[int]] = [[], *([one] for one in model.special_ids[:SPECIALS])]
+    if model.tokenizer is not None:
+        found.append(model.tokenizer("\n", add_special_tokens=False)["input_ids"])
+    return [torch.tensor(one, dtype=torch.long, device=model.device) for one in found]
+
+
+def beginnings(model: TruncatedModel, seed: int) -> list[Int[Tensor, " n"]]:
+    """How texts of the attacker's own begin: topics of Python's language reference, or random tokens.
+
+    Not ``Corpus``, which holds the whole standard library in memory.
+    """
+    if model.tokenizer is None:
+        generator = torch.Generator().manual_seed(seed)
+        drawn = torch.randint(model.vocab_size, (WINDOWS, LENGTH), generator=generator)
+        return list(drawn.to(model.device))
+    from pydoc_data.topics import topics
+
+    texts = [str(topics[name]) for name in sorted(topics)][:: max(1, len(topics) // WINDOWS)][:WINDOWS]
+    # As prompts begin: with the tokenizer's own special token, if it puts one first.
+    ids = [model.tokenize(text[:CHARACTERS], LENGTH) for text in texts]
+    return [torch.tensor(one, device=model.device) for one in ids if len(one) > 1]
+
+
+@torch.inference_mode()
+def opened(
+    model: TruncatedModel, seed: int = 0, log_probs: Callable[[Tensor], Tensor] | None = None
+) -> Prefix:
+    """The opener behind which the attacker's own text is likeliest, run once; forks of it read prompts.
+
+    Args:
+        model: the language model. log_probs: of the next token, by its states ``n d``; None where these are logits.
+    """
+    windows = beginnings(model, seed)
+    best, most = model.prefix(), -float("inf")
+    for opener in openers_of(model):
+        prefix = model.prefix()
+        if len(opener):
+            prefix.extend(opener)
+        total = 0.0
+        for start in range(0, len(windows), TOGETHER):
+            part = windows[start : start + TOGETHER]
+            answers = model.run_all([Request(prefix, window) for window in part], keep=False)
+            for window, answer in zip(part, answers, strict=True):
+                states = answer.states[:-1]
+                following = states.float().log_softmax(-1) if log_probs is None else log_probs(states)
+                total += float(following.gather(1, window[1:, None]).sum())
+        if total > most:
+            best, most = prefix, total
+    return best

@@ -1,0 +1,373 @@
+"""The probe: from one observed state straight to a ranking of the vocabulary.
+
+A map from the state to a whitened embedding space, scored by cosine against every token's embedding and trained
+with sampled-softmax cross-entropy on text and random tokens that the attacker ran through the truncated model itself
+(docs/architecture.md; no paper describes it). Linear for states whose coordinates are known, a two-layer network
+over the sorted state where they are permuted. Whitening the embedding table makes training faster (eval/LOG.md).
+
+States at the first position (and at repeats of the first token) are attention sinks with a norm many times that
+of the others, so rows are sorted by norm into at most two groups, each with its own map.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from hiddenlab.proposals.sorted_states import Contexts
+from hiddenlab.types import Progress, silent
+
+CHUNK = 8192  # rows of the embedding table whitened at once, to hold one table in memory and not three
+HELD_OUT = 512  # rows kept back to set the temperature
+BLOCK = 64  # tokens of the vocabulary whose best is found in one step
+PART = 128  # rows scored at once: their scores for all tokens are large
+CLIP = 8.0  # features are clipped at this many standard deviations
+SINK_RATIO = 3.0  # two groups of rows are kept apart where their median norms differ by more than this
+
+
+@dataclass(frozen=True)
+class ProbeSettings:
+    """How a probe is trained; part of its cache key.
+
+    Attributes:
+        sorted_states: features are the sorted coordinates (columns permuted).
+        steps, batch, negatives, learning_rate: of the optimisation. hidden: units of the sorted-state network.
+        prior: how much of the training text's token frequencies is taken out of the answer (1: all, so that it is a
+            likelihood; 0: none).
+        seed: of batches and initialisation.
+    """
+
+    sorted_states: bool = False
+    steps: int = 3000
+    batch: int = 256
+    negatives: int = 1024
+    learning_rate: float = 1e-3
+    hidden: int = 1536
+    ridge: float = 300.0
+    prior: float = 0.25
+    seed: int = 0
+
+
+def probe_settings(sorted_states: bool) -> ProbeSettings:
+    """What serves best within the allowance (eval/LOG.md): the network over sorted states overfits sooner."""
+    if not sorted_states:
+        return ProbeSettings()
+    return ProbeSettings(sorted_states=True, steps=1500, negatives=2048, prior=0.5)
+
+
+def whitening(table: Float[Tensor, "v d"]) -> tuple[Float[Tensor, " d"], Float[Tensor, "d d"]]:
+    """Mean and whitening matrix of an embedding table (eigenvalues floored at 1e-4 of the largest)."""
+    table = table.float()
+    mean = table.mean(0)
+    values, vectors = torch.linalg.eigh(torch.cov(table.T))
+    return mean, vectors * values.clamp(min=values.max() * 1e-4).rsqrt()
+
+
+def whitened_table(table: Float[Tensor, "v d"], mean: Tensor, matrix: Tensor) -> Float[Tensor, "v d"]:
+    """Unit-norm rows: the embeddings of all tokens in the probe's space."""
+    out = torch.empty(len(table), matrix.shape[1], device=mean.device)
+    for rows, place in zip(table.split(CHUNK), out.split(CHUNK), strict=True):
+        torch.matmul(rows.float() - mean, matrix, out=place)
+        place /= place.norm(dim=1, keepdim=True).clamp(min=1e-12)
+    return out
+
+
+@dataclass
+class Expert:
+    """The map of one group of rows: standardise, normalise, then linear plus (sorted states) a hidden layer."""
+
+    mean: Float[Tensor, " d"]
+    scale: Float[Tensor, " d"]
+    parameters: dict[str, Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, rows: Float[Tensor, "rows d"]) -> "Expert":
+        """One that standardises rows like these, and maps nothing yet."""
+        return cls(rows.mean(0), rows.std(0) + 1e-4 * rows.std() + 1e-8)
+
+    def features(self, rows: Float[Tensor, "rows d"]) -> Float[Tensor, "rows d"]:
+        standard = ((rows - self.mean) / self.scale).clamp(-CLIP, CLIP)
+        return F.normalize(standard, dim=1) * math.sqrt(rows.shape[1])
+
+    def direction(self, features: Float[Tensor, "rows d"]) -> Float[Tensor, "rows e"]:
+        """Unit vectors in the whitened embedding space."""
+        p = self.parameters
+        out = features @ p["linear"] + p["bias"]
+        if "hidden_in" in p:
+            out = out + F.gelu(features @ p["hidden_in"] + p["hidden_bias"]) @ p["hidden_out"]
+        return F.normalize(out, dim=1)
+
+
+class Probe:
+    """Scores of every token for observed rows.
+
+    Attributes:
+        experts: one map, or two where rows fall into two groups by norm. border: log norm between the groups.
+    """
+
+    def __init__(
+        self, settings: ProbeSettings, experts: Sequence[Expert], border: float, mean: Tensor, matrix: Tensor
+    ) -> None:
+        self.settings = settings
+        self.experts = list(experts)
+        self.border = border
+        self.mean, self.matrix = mean, matrix
+        self._table: Tensor | None = None
+        self._contexts: Contexts | None = None
+
+    def beside(self, contexts: Contexts) -> "Probe":
+        """Score with mean sorted states behind texts as well, where they were found useful."""
+        self._contexts = contexts
+        return self
+
+    def parents(self, table: Float[Tensor, "v d"], screen: int | None = None) -> "Probe":
+        """Give the probe the model's embedding table to score against.
+
+        Args:
+            screen: width of the random orthogonal projection in which shortlists are first drawn (distances
+                survive it, Johnson and Lindenstrauss), or None to draw them at full width. Worth it where the
+                truncated model is so shallow that scoring the vocabulary would cost more than running the model.
+        """
+        self._table = whitened_table(table.to(self.mean.device), self.mean, self.matrix)
+        self._screen = None
+        if screen is not None and screen < self._table.shape[1]:
+            generator = torch.Generator().manual_seed(self.settings.seed)
+            square = torch.randn(self._table.shape[1], screen, generator=generator)
+            self._screen = torch.linalg.qr(square).Q.to(self._table.device)
+        narrow = self._table if self._screen is None else self._table @ self._screen
+        # Whole blocks, so that the best of each block is found in one vectorised pass.
+        padding = -len(narrow) % BLOCK
+        self._fast = F.pad(narrow, (0, 0, 0, padding)).to(fast_dtype(narrow.device))
+        return self
+
+    def group(self, rows: Float[Tensor, "rows d"]) -> Bool[Tensor, " rows"]:
+        """True for the rows of the second (large-norm) group."""
+        return rows.float().norm(dim=1).log() > self.border
+
+    def direction(self, rows: Float[Tensor, "rows d"]) -> Float[Tensor, "rows e"]:
+        """Where each row points in the whitened embedding space, scaled by the learned inverse temperature."""
+        rows = self._prepare(rows)
+        # Every map reads every row: to ask which rows are whose would hold up a card more than the work does.
+        scaled = [
+            expert.direction(expert.features(rows)) * expert.parameters["log_scale"].exp()
+            for expert in self.experts
+        ]
+        return scaled[0] if len(scaled) == 1 else torch.where(self.group(rows)[:, None], scaled[1], scaled[0])
+
+    def _prepare(self, rows: Tensor) -> Tensor:
+        rows = rows.to(self.mean.device).float()
+        return rows.sort(dim=1).values if self.settings.sorted_states else rows
+
+    def log_probs(self, rows: Float[Tensor, "rows d"]) -> Float[Tensor, "rows v"]:
+        """Log-probabilities over the vocabulary, in float32."""
+        assert self._table is not None
+        own = (self.direction(rows) @ self._table.T).log_softmax(-1)
+        return own if self._contexts is None else self._contexts.with_probe(rows, own)
+
+    def shortlist(
+        self, rows: Float[Tensor, "rows d"], k: int
+    ) -> tuple[Float[Tensor, "rows k"], Int[Tensor, "rows k"]]:
+        """The k best tokens of each row and their log-probabilities among themselves.
+
+        Scored in the fastest dtype at hand: the best blocks of the vocabulary are picked by their maximum, and
+        only those are looked into. Where mean states behind texts count too, all tokens are scored.
+        """
+        assert self._table is not None
+        vocab = len(self._table)
+        k = min(k, vocab)
+        values, ids = [], []
+        if self._contexts is not None:
+            best = [self.log_probs(part).topk(k, dim=1) for part in rows.split(PART)]
+            return torch.cat([one.values.log_softmax(1) for one in best]), torch.cat(
+                [one.indices for one in best]
+            )
+        for directions in self.direction(rows).split(PART):
+            narrow = directions if self._screen is None else directions @ self._screen
+            scores = (narrow.to(self._fast.dtype) @ self._fast.T).view(len(narrow), -1, BLOCK)
+            best = scores.amax(2).topk(min(k, scores.shape[1]), dim=1).indices
+            inside = torch.take_along_dim(scores, best[:, :, None], 1).flatten(1).float()
+            tokens = (best[:, :, None] * BLOCK + torch.arange(BLOCK, device=best.device)).flatten(1)
+            inside = inside.masked_fill(tokens >= vocab, float("-inf"))
+            top = inside.topk(min(k, inside.shape[1]), dim=1)
+            chosen, found = tokens.gather(1, top.indices), top.values
+            if self._screen is not None:
+                exact = torch.einsum("rd,rkd->rk", directions, self._table[chosen.clamp(max=vocab - 1)])
+                exact = exact.masked_fill(chosen >= vocab, float("-inf"))
+                found, place = exact.sort(dim=1, descending=True)
+                chosen = chosen.gather(1, place)
+            values.append(found.log_softmax(1))
+            ids.append(chosen)
+        return torch.cat(values), torch.cat(ids)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Everything to save, by name."""
+        out = {"border": torch.tensor(self.border), "mean": self.mean, "matrix": self.matrix}
+        for i, expert in enumerate(self.experts):
+            named = {"mean": expert.mean, "scale": expert.scale, **expert.parameters}
+            out |= {f"expert.{i}.{name}": value.contiguous() for name, value in named.items()}
+        return out
+
+    @classmethod
+    def from_tensors(cls, settings: ProbeSettings, tensors: dict[str, Tensor]) -> "Probe":
+        """Rebuild from ``tensors``."""
+        experts: list[Expert] = []
+        while any(name.startswith(f"expert.{len(experts)}.") for name in tensors):
+            start = f"expert.{len(experts)}."
+            own = {
+                name.removeprefix(start): value for name, value in tensors.items() if name.startswith(start)
+            }
+            experts.append(Expert(own.pop("mean"), own.pop("scale"), own))
+        return cls(settings, experts, float(tensors["border"]), tensors["mean"], tensors["matrix"])
+
+
+def fast_dtype(device: torch.device) -> torch.dtype:
+    """bfloat16 where the processor multiplies it natively, else float32."""
+    if device.type == "cuda":
+        return torch.bfloat16
+    supported = getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
+    return torch.bfloat16 if supported() else torch.float32
+
+
+def norm_border(norms: Float[Tensor, " rows"], enough: int = 64) -> float:
+    """Log norm that splits rows into two groups far apart, or infinity where there is one group.
+
+    One-dimensional two-means on log norms, started at the extremes.
+
+    Args:
+        enough: rows that a group must have.
+    """
+    norms = norms.clamp(min=1e-30).log()
+    low, high = norms.min(), norms.max()
+    for _ in range(20):
+        upper = norms > (low + high) / 2
+        if not bool(upper.any()) or bool(upper.all()):
+            return math.inf
+        low, high = norms[~upper].median(), norms[upper].median()
+    two = min(int(upper.sum()), int((~upper).sum())) >= enough and float(high - low) > math.log(SINK_RATIO)
+    return float((low + high) / 2) if two else math.inf
+
+
+def train_probe(
+    states: Float[Tensor, "rows d"],
+    tokens: Int[Tensor, " rows"],
+    table: Float[Tensor, "v e"],
+    settings: ProbeSettings,
+    progress: Progress = silent,
+) -> Probe:
+    """Train a probe on the attacker's own states.
+
+    Args:
+        states: one row a training position, unsorted. tokens: the token of each row. table: input embeddings.
+    """
+    device = states.device
+    generator = torch.Generator().manual_seed(settings.seed)
+    mean, matrix = (x.to(device) for x in whitening(table.to(device)))
+    targets = whitened_table(table.to(device), mean, matrix)
+    rows = states.float()
+    if settings.sorted_states:
+        rows = rows.sort(dim=1).values
+    labels = tokens.cpu()
+    border = norm_border(rows.norm(dim=1))
+    sink = rows.norm(dim=1).log() > border
+    masks = [~sink] if not bool(sink.any()) else [~sink, sink]
+    experts = []
+    total = settings.steps * len(masks)
+    for i, mask in enumerate(masks):
+        # The sink group is small and simple: fewer steps do.
+        steps = settings.steps if i == 0 else settings.steps // 2
+        # Indices, not copies: the rows are the largest tensor of the training.
+        index = mask.nonzero()[:, 0].cpu()
+        index = index[torch.randperm(len(index), generator=generator)]
+        cut = min(HELD_OUT, len(index) // 10)
+        held, kept = index[:cut], index[cut:]
+        tick = partial(_tick, progress, i * settings.steps, total)
+        own = labels[kept].to(device)
+        prior = token_prior(own, len(targets), settings)
+        expert = _train_expert(rows[kept.to(device)], own, targets, prior, settings, steps, generator, tick)
+        if len(held):
+            _calibrate(expert, rows[held.to(device)], labels[held].to(device), targets, prior)
+        experts.append(expert)
+    progress("training the probe", total, total)
+    return Probe(settings, experts, border, mean, matrix).parents(table)
+
+
+def _tick(progress: Progress, before: int, total: int, done: int) -> None:
+    progress("training the probe", before + done, total)
+
+
+def token_prior(tokens: Tensor, vocab: int, settings: ProbeSettings) -> Tensor:
+    """Logits that training adds and the probe leaves out (logit adjustment, Menon et al. 2021)."""
+    counts = torch.bincount(tokens, minlength=vocab).float() + 1
+    return settings.prior * (counts / counts.sum()).log()
+
+
+def _calibrate(expert: Expert, rows: Tensor, tokens: Tensor, targets: Tensor, prior: Tensor) -> None:
+    """Set the temperature on held-out rows: training sees few of the vocabulary's classes and is too unsure."""
+    cosines = expert.direction(expert.features(rows)) @ targets.T
+    scales = expert.parameters["log_scale"].exp() * torch.linspace(0.5, 4.0, 29, device=rows.device)
+    losses = torch.stack([F.cross_entropy(cosines * scale + prior, tokens) for scale in scales])
+    expert.parameters["log_scale"] = scales[losses.argmin()].log()
+
+
+def sampled_softmax(
+    expert: Expert,
+    features: Float[Tensor, "rows d"],
+    place: Int[Tensor, " rows"],
+    targets: Float[Tensor, "classes e"],
+    prior: Float[Tensor, " classes"],
+) -> Float[Tensor, ""]:
+    """Cross-entropy of each row's token among a sample of the vocabulary, in the dtype of its embeddings.
+
+    Args:
+        place: of each row's token in the sample. targets, prior: of the tokens in the sample.
+    """
+    unit = expert.direction(features).to(targets.dtype)
+    logits = (unit @ targets.T).float() * expert.parameters["log_scale"].exp()
+    return F.cross_entropy(logits + prior, place)
+
+
+def _train_expert(
+    rows: Tensor, tokens: Tensor, targets: Tensor, prior: Tensor, settings: ProbeSettings, steps: int,
+    generator: torch.Generator, tick: Callable[[int], None],
+) -> Expert:  # fmt: skip
+    device, d, out = rows.device, rows.shape[1], targets.shape[1]
+    # Half precision is enough for logits, and their product is most of the work.
+    fast = targets.to(fast_dtype(device))
+    expert = Expert.of(rows)
+    features = expert.features(rows)
+    gram = features.T @ features + settings.ridge * torch.eye(d, device=device)
+    linear = torch.linalg.solve(gram, features.T @ targets[tokens])
+    p = {
+        "linear": linear,
+        "bias": torch.zeros(out, device=device),
+        "log_scale": torch.tensor(3.0, device=device),
+    }
+    if settings.sorted_states:
+        p["hidden_in"] = (torch.randn(d, settings.hidden, generator=generator) / math.sqrt(d)).to(device)
+        p["hidden_bias"] = torch.zeros(settings.hidden, device=device)
+        p["hidden_out"] = torch.zeros(settings.hidden, out, device=device)
+    expert.parameters = {name: value.requires_grad_() for name, value in p.items()}
+    optimizer = torch.optim.AdamW(p.values(), lr=settings.learning_rate, weight_decay=0.01)
+    vocab = len(targets)
+    with torch.enable_grad():
+        for step in range(steps):
+            for group in optimizer.param_groups:
+                group["lr"] = settings.learning_rate * 0.5 * (1 + math.cos(math.pi * step / steps))
+            pick = torch.randint(0, len(tokens), (settings.batch,), generator=generator).to(device)
+            negatives = torch.randint(0, vocab, (min(settings.negatives, vocab),), generator=generator).to(
+                device
+            )
+            classes, place = torch.cat([tokens[pick], negatives]).unique(return_inverse=True)
+            loss = sampled_softmax(expert, features[pick], place[: len(pick)], fast[classes], prior[classes])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            if step % 20 == 0:
+                tick(step)
+    expert.parameters = {name: value.detach() for name, value in p.items()}
+    return expert

@@ -1,0 +1,168 @@
+"""In which order candidates are tried: probe, language model, both, or the plain vocabulary."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from hiddenlab.errors import InputError
+from hiddenlab.matching.batching import ForwardCall, Search
+from hiddenlab.models import Answer, Prefix, Request, TruncatedModel
+from hiddenlab.models.load import load_config
+from hiddenlab.proposals.first_token_table import FirstTokenTable
+from hiddenlab.proposals.in_context import Adapter
+from hiddenlab.proposals.lm_context import opened
+from hiddenlab.proposals.probe import Probe, fast_dtype
+
+PROPOSALS = ("probe+lm", "probe", "lm", "vocab")
+SHORTLIST = 32  # tokens a row that the probe names cheaply
+# The same where the language model is likely to be asked: it then chooses among them.
+WIDE_SHORTLIST = 128
+DEEP = 4  # a truncated model of at least this fraction of all layers makes the language model worth asking
+# Weight of the language model's log-probability beside the probe's (eval/LOG.md).
+LM_WEIGHT = 1.2
+
+
+class LazyModel:
+    """The proposing language model, all layers and the head, loaded when a search first asks for it.
+
+    Attributes:
+        layers: how many layers it has, known without loading it.
+    """
+
+    def __init__(self, model: TruncatedModel) -> None:
+        self._of = model
+        self.layers = int(load_config(model.ref).num_hidden_layers)
+
+    @cached_property
+    def model(self) -> TruncatedModel:
+        """Loaded in the fastest dtype at hand: it only orders candidates, so its last digits do not matter."""
+        dtype = str(fast_dtype(self._of.device)).removeprefix("torch.")
+        return self._of.sibling(stream="logits", dtype=dtype)
+
+    @cached_property
+    def opened(self) -> Prefix:
+        """What it reads before every prompt; fork it to go on."""
+        return opened(self.model)
+
+
+@dataclass(frozen=True)
+class Proposer:
+    """The engines behind a proposal name; any may be absent."""
+
+    vocab_size: int
+    probe: Probe | None
+    lm: LazyModel | None
+    first_tokens: FirstTokenTable | None = None
+    adapter: Adapter | None = None
+
+    @property
+    def weight(self) -> float:
+        """Weight of the language model's log-probabilities."""
+        return 1.0 if self.probe is None else LM_WEIGHT
+
+    def asks_model(self, layer: int) -> bool:
+        """The language model is likely to be asked: by itself, or beside a truncated model that costs about as much."""
+        return self.lm is not None and (self.probe is None or self.lm.layers <= DEEP * layer)
+
+    def scores(
+        self, rows: Float[Tensor, "rows d"], next_token: Float[Tensor, " v"] | None
+    ) -> Float[Tensor, " v"]:
+        """How likely each token is: the probe's log-probability for the best of the rows, and the model's.
+
+        All are as likely where neither is there.
+        """
+        scores = torch.zeros(self.vocab_size, device=rows.device)
+        if self.probe is not None:
+            scores = self.probe.log_probs(rows).amax(0)
+        if next_token is not None:
+            scores = scores + self.weight * next_token.to(scores.device)
+        return scores
+
+
+class LanguageModel:
+    """One prompt's view of the proposing language model: its prefix follows the recovered tokens."""
+
+    def __init__(self, model: LazyModel) -> None:
+        self.model = model
+        self._prefix: Prefix | None = None
+        self._next: Tensor | None = None
+
+    def cost(self, tokens: list[int], model_layers: int) -> float:
+        """What ``next_token`` costs, in candidates of a truncated model with so many layers."""
+        held = self._prefix.length - self.model.opened.length if self._prefix is not None else 0
+        return (len(tokens) - held) * self.model.layers / model_layers
+
+    def cost_of_prefill(self, model: TruncatedModel) -> float:
+        """What one pass over a prompt costs, in passes of the truncated model over the same prompt."""
+        return self.model.layers / max(1, model.site.layer)
+
+    def next_token(self, tokens: list[int]) -> Search:
+        """Log-probabilities ``[v]`` of the token after ``tokens``; None for the first token."""
+        lm = self.model.model
+        self._prefix = self._prefix or self.model.opened.fork()
+        missing = tokens[self._prefix.length - self.model.opened.length :]
+        if missing:
+            answer: Answer = yield ForwardCall(
+                lm, Request(self._prefix, torch.tensor(missing, device=lm.device)), counts=False
+            )
+            self._prefix.keep(answer, tokens=len(missing))
+            self._next = answer.states[-1].float().log_softmax(-1)
+        return self._next
+
+    def along(self, guess: list[int]) -> Search:
+        """Log-probabilities ``[len(guess) - 1, v]`` of the second and later tokens of a guess."""
+        lm = self.model.model
+        tokens = torch.tensor(guess[:-1], device=lm.device)
+        answer: Answer = yield ForwardCall(lm, Request(self.model.opened, tokens), counts=False)
+        return answer.states.float().log_softmax(-1)
+
+
+class Continuations:
+    """What the proposing language model, if there is one, expects behind a prompt's recovered tokens and several more.
+
+    Unlike ``LanguageModel`` it answers at once, outside of any search's passes.
+    """
+
+    def __init__(self, model: LazyModel | None, special_ids: Sequence[int]) -> None:
+        self.model, self.start = model, list(special_ids[:1])
+        self._first: Tensor | None = None
+        self._prefix: Prefix | None = None
+        self._next: Tensor | None = None
+
+    def after(self, tokens: list[int], more: Sequence[tuple[int, ...]]) -> Float[Tensor, "c v"] | None:
+        """Log-probabilities of what follows the tokens and each continuation of one length; None without a model.
+
+        The first token of a prompt is expected as behind a special token, the others as behind the model's opener.
+        """
+        if self.model is None:
+            return None
+        speaker = self.model.model
+        branches = torch.tensor(more, dtype=torch.long, device=speaker.device)
+        if not tokens and branches.shape[1] == 0:
+            if not self.start:
+                return None
+            if self._first is None:
+                start = torch.tensor(self.start, device=speaker.device)
+                answer = speaker.run([Request(speaker.prefix(), start)], keep=False)[0]
+                self._first = answer.states[-1].float().log_softmax(-1)
+            return self._first.expand(len(more), -1)
+        opened = self.model.opened.length
+        if self._prefix is None or self._prefix.tokens[opened:] != tokens[: self._prefix.length - opened]:
+            self._prefix = self.model.opened.fork()
+        if missing := tokens[self._prefix.length - opened :]:
+            self._next = self._prefix.extend(torch.tensor(missing, device=speaker.device))[-1]
+        if branches.shape[1] == 0:
+            assert self._next is not None
+            return self._next.float().log_softmax(-1).expand(len(more), -1)
+        answer = speaker.run([Request(self._prefix, branches[0, :0], branches=branches)], keep=False)[0]
+        return answer.branches.unflatten(0, branches.shape)[:, -1].float().log_softmax(-1)
+
+
+def check_proposal(name: str) -> None:
+    """Raises InputError for an unknown proposal name."""
+    if name not in PROPOSALS:
+        raise InputError(f"unknown proposal {name!r}; known are {', '.join(PROPOSALS)}")

@@ -1,0 +1,330 @@
+"""Probes and opening tables in the cache, by model, layer, channel and settings: the second attack starts at once."""
+
+import hashlib
+import json
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from hiddenlab.channels import Channel, in_order
+from hiddenlab.models import TruncatedModel
+from hiddenlab.models.request import packs
+from hiddenlab.proposals import sorted_states
+from hiddenlab.proposals.corpus import Corpus
+from hiddenlab.proposals.first_token_table import FirstTokenTable, SortedStates
+from hiddenlab.proposals.in_context import FEATURE_LAYERS, Adapter
+from hiddenlab.proposals.pairwise_order import PairwiseOrder, pairwise_order_settings
+from hiddenlab.proposals.probe import Probe, fast_dtype, probe_settings, token_prior, train_probe
+from hiddenlab.proposals.sorted_states import Contexts
+from hiddenlab.types import ObservationInfo, Progress, Site, silent
+from hiddenlab.utils.cache import cache_path
+from hiddenlab.utils.files import save_tensors
+
+FORMAT = 3
+# Floating-point operations spent on the attacker's own training states: about 50 s on two CPU cores that multiply
+# bfloat16.
+STATE_FLOPS = {"cpu": 10.8e12, "cuda": 3e15}
+SCREEN_WIDTH = 128
+# Large half-precision products of the regression on failed candidates, against small passes of a truncated model.
+REGRESSION_SPEED = 4
+TRAINING_TOKENS = (20_000, 100_000)
+# A probe for an earlier token has less to learn: most of what it can know of one is which kind of token it is.
+EARLIER_STEPS = 1000
+# What states behind texts may cost over what training states may: two texts up to layer 16 of the built-in model. At
+# its layer 26 they say less than nothing (eval/LOG.md).
+TEXTS_ALLOWANCE = 1.05
+FEWEST_TEXTS = 16  # from which an order is learned
+DRAWN = 2  # texts for each of those, as some are too short
+CONTEXT_WINDOWS, CONTEXT_LENGTH = 8, 40  # of text, on which states behind texts are weighed beside a probe
+
+
+def _affordable_tokens(model: TruncatedModel) -> float:
+    """Positions that the compute allowance runs through the truncated model."""
+    return STATE_FLOPS.get(model.device.type, STATE_FLOPS["cpu"]) / (2 * model.layer_weights)
+
+
+def training_tokens(model: TruncatedModel) -> int:
+    """How many training positions the compute allowance buys at this depth."""
+    low, high = TRAINING_TOKENS
+    return int(min(max(_affordable_tokens(model), low), high))
+
+
+def screen_width(model: TruncatedModel) -> int | None:
+    """Width of the shortlist's projection where the vocabulary is dearer than the truncated model itself, else None."""
+    return SCREEN_WIDTH if model.embedding.numel() > 4 * model.layer_weights else None
+
+
+def training_channel(model: TruncatedModel, info: ObservationInfo) -> list[str]:
+    """The stages that change values; mere permutations do not change what a probe must learn.
+
+    Where the processor is faster in bfloat16, the attacker's own states are made in it: their rounding is far
+    below what a probe can see (eval/LOG.md).
+    """
+    channel = Channel.parse(list(info.channel))
+    stages = [defense.spec for defense in channel.defenses if not _only_permutes(defense)]
+    fast = fast_dtype(model.device)
+    plain = info.provider_dtype == "float32" and info.quantization is None
+    if plain and model.dtype == torch.float32 and model.quantization is None and fast != torch.float32:
+        stages.append(f"dtype:{str(fast).removeprefix('torch.')}")
+    return stages
+
+
+def _only_permutes(defense: object) -> bool:
+    options = {"dtype": "float32", "quantization": None}
+    if defense.provider(dict(options)) != options:  # type: ignore[attr-defined]
+        return False
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(5, 64, generator=generator)
+    if not torch.equal(defense.inputs(rows, rows, generator), rows):  # type: ignore[attr-defined]
+        return False
+    out = defense.states(rows, generator)[0]  # type: ignore[attr-defined]
+    return out.shape == rows.shape and torch.equal(out.flatten().sort().values, rows.flatten().sort().values)
+
+
+def collect_states(
+    model: TruncatedModel, channel: list[str], tokens: int, seed: int, progress: Progress = silent
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The attacker's training set: states as the channel releases them, and each row's token and position."""
+    corpus, pipe = Corpus(model, seed), Channel.parse(channel)
+    generator = torch.Generator().manual_seed(seed)
+    states: list[torch.Tensor] = []
+    labels: list[torch.Tensor] = []
+    places: list[torch.Tensor] = []
+    pack: list[torch.Tensor] = []
+    done = 0
+
+    def flush() -> None:
+        for observation, secret in pipe.release_batch(model, [w.tolist() for w in pack], generator):
+            states.append(in_order(observation, secret))
+            labels.append(torch.tensor(secret.tokens))
+            places.append(torch.arange(len(secret.tokens)))
+
+    for window in corpus.windows(tokens):
+        pack.append(window)
+        if sum(map(len, pack)) >= model.max_pass_tokens // 2:
+            flush()
+            done += sum(map(len, pack))
+            pack = []
+            progress("collecting the probe's training states", min(done, tokens), tokens)
+    if pack:
+        flush()
+    progress("collecting the probe's training states", tokens, tokens)
+    return torch.cat(states).float().to(model.device), torch.cat(labels), torch.cat(places)
+
+
+def probe_for(
+    model: TruncatedModel, info: ObservationInfo, progress: Progress = silent
+) -> tuple[Probe, float]:
+    """The probe for a channel, from the cache or trained now, and the seconds that training took (0 if cached)."""
+    probes, seconds = probes_for(model, info, (0,), progress)
+    return probes[0], seconds
+
+
+def probes_for(
+    model: TruncatedModel, info: ObservationInfo, offsets: Sequence[int], progress: Progress = silent
+) -> tuple[list[Probe], float]:
+    """Probes for a channel that name the token so many positions before the row's own, and the seconds they took.
+
+    Attention leaves traces of earlier tokens in a state; a probe for them is a proposal where their own rows are
+    not shown. All are trained on the same states.
+
+    Args:
+        offsets: 0 is the row's own token.
+    """
+    own = probe_settings(info.columns_permuted is not None)
+    channel = training_channel(model, info)
+    tokens = training_tokens(model)
+    base = _identity(model, channel) | {"tokens": tokens}
+    collected = None
+    started = time.perf_counter()
+    probes = []
+    for offset in offsets:
+        settings = own if offset == 0 else replace(own, steps=EARLIER_STEPS)
+        identity = base | {"settings": asdict(settings)} | ({"offset": offset} if offset else {})
+        tensors = _load(identity, model)
+        if tensors is None:
+            if collected is None:
+                collected = collect_states(model, channel, tokens, settings.seed, progress)
+            states, labels, places = collected
+            if offset:  # the first rows of a window have no such token before them
+                states, labels = (
+                    states[(places >= offset).to(states.device)],
+                    labels.roll(offset)[places >= offset],
+                )
+            with torch.inference_mode(False):
+                probe = train_probe(states, labels, model.embedding.detach().clone(), settings, progress)
+            tensors = probe.tensors()
+            _save(identity, tensors)
+        probes.append(Probe.from_tensors(settings, tensors).parents(model.embedding, screen_width(model)))
+    trained = collected is not None
+    if own.sorted_states and 0 in offsets:
+        probe = probes[list(offsets).index(0)]
+        found, made = _contexts_for(model, channel, probe, base, progress)
+        trained |= made
+        if found is not None and found.useful:
+            probe.beside(found)
+    return probes, time.perf_counter() - started if trained else 0.0
+
+
+def _contexts_for(
+    model: TruncatedModel, channel: list[str], probe: Probe, base: dict[str, Any], progress: Progress
+) -> tuple[Contexts | None, bool]:
+    """Mean states behind texts, weighed beside a probe, and whether they were made now; none for deep truncated models.
+
+    Args:
+        base: what the probe depends on, but for its settings.
+    """
+    count = min(sorted_states.MOST, int(TEXTS_ALLOWANCE * _affordable_tokens(model) // model.vocab_size))
+    if count < sorted_states.FEWEST:
+        return None, False
+    identity = base | {"contexts": count, "settings": asdict(probe.settings)}
+    tensors = _load(identity, model)
+    if tensors is not None:
+        weights = tensors.pop("weights").tolist()
+        return Contexts(SortedStates(**tensors), (weights[0], weights[1])), False
+    pipe, corpus = Channel.parse(channel), Corpus(model, probe.settings.seed + 5)
+    texts = [corpus.text_window(sorted_states.LENGTH) for _ in range(count)]
+    made = Contexts.make(pipe.provider_model(model), texts, progress)
+    windows = [corpus.text_window(CONTEXT_LENGTH).tolist() for _ in range(CONTEXT_WINDOWS)]
+    drawn = torch.Generator().manual_seed(probe.settings.seed)
+    released = pipe.release_batch(model, windows, drawn)
+    # The table of first tokens reads first rows.
+    rows = torch.cat([in_order(one, secret)[1:] for one, secret in released]).float().to(model.device)
+    tokens = torch.tensor([token for window in windows for token in window[1:]], device=model.device)
+    usual = torch.cat(list(Corpus(model, probe.settings.seed).windows(TRAINING_TOKENS[0]))).to(model.device)
+    prior = token_prior(usual, model.vocab_size, probe.settings)
+    made = made.weighed(probe.log_probs, rows, tokens, prior)
+    _save(identity, made.states.tensors() | {"weights": torch.tensor(made.weights)})
+    return made, True
+
+
+def first_token_table_for(
+    model: TruncatedModel, info: ObservationInfo, progress: Progress = silent
+) -> tuple[FirstTokenTable | None, float]:
+    """States of all one-token prompts for a channel, from the cache or made now, and the seconds that took.
+
+    Worth it where columns are permuted, since the probe then says little of the first token. None where they are
+    not, where unknown embeddings stand before the first token, and where the vocabulary is more than the
+    attacker's allowance runs through the truncated model.
+    """
+    if info.columns_permuted is None or info.prefix_tokens or _affordable_tokens(model) < model.vocab_size:
+        return None, 0.0
+    channel = training_channel(model, info)
+    identity = _identity(model, channel) | {"openings": True}
+    tensors = _load(identity, model)
+    seconds = 0.0
+    if tensors is None:
+        started = time.perf_counter()
+        tensors = FirstTokenTable.make(Channel.parse(channel).provider_model(model), progress).tensors()
+        _save(identity, tensors)
+        seconds = time.perf_counter() - started
+    return FirstTokenTable(**tensors), seconds
+
+
+def pairwise_order_for(
+    model: TruncatedModel, info: ObservationInfo, progress: Progress = silent
+) -> tuple[PairwiseOrder | None, float]:
+    """Which rows of a channel come first, from the cache or learned now, and the seconds that took (0 if cached).
+
+    None where rows are in known order, and where the attacker's texts are too short to learn from.
+    """
+    if not info.rows_permuted:
+        return None, 0.0
+    settings = pairwise_order_settings(info.columns_permuted is not None)
+    channel, tokens = training_channel(model, info), training_tokens(model)
+    identity = _identity(model, channel) | {"tokens": tokens, "precedence": asdict(settings)}
+    tensors = _load(identity, model)
+    if tensors is not None:
+        return PairwiseOrder.from_tensors(tensors), 0.0
+    started = time.perf_counter()
+    pipe, corpus = Channel.parse(channel), Corpus(model, settings.seed + 7)
+    generator = torch.Generator().manual_seed(settings.seed)
+    wanted, whole = -(-tokens // settings.length), list[list[int]]()
+    for i in range(DRAWN * wanted):
+        if len(whole) == wanted:
+            break
+        window = corpus.text_window(settings.length)
+        if len(window) == settings.length:
+            # Half of them with random tokens in it: of text alone it learns more about its subjects than about order.
+            whole.append((window if i % 2 else corpus.strewn(window)).tolist())
+    if len(whole) < FEWEST_TEXTS:
+        return None, 0.0
+    texts = list[torch.Tensor]()
+    for group in packs(whole, len, model.max_pass_tokens // 2):
+        progress("collecting rows in their order", len(texts), len(whole))
+        rows = [
+            in_order(*one).float().to(model.device) for one in pipe.release_batch(model, group, generator)
+        ]
+        rows = [one for one in rows if bool(one.isfinite().all())]  # float16 may overflow
+        texts += [one.sort(dim=1).values for one in rows] if settings.sorted_states else rows
+    progress("collecting rows in their order", len(whole), len(whole))
+    if len(texts) < FEWEST_TEXTS:
+        return None, time.perf_counter() - started
+    learned = PairwiseOrder.learn(texts, settings, progress)
+    _save(identity, learned.tensors())
+    return learned, time.perf_counter() - started
+
+
+def adapter_for(model: TruncatedModel, progress: Progress = silent) -> tuple[Adapter | None, float]:
+    """Descriptions of the vocabulary to learn from failed candidates with, and the seconds they took (0 if cached).
+
+    They are the same at every layer and for every channel of a model. None where the truncated model is so shallow that
+    running the vocabulary costs less than predicting it.
+    """
+    if REGRESSION_SPEED * model.layer_weights < model.vocab_size * 2 * model.width:
+        return None, 0.0
+    layers = max(1, min(FEATURE_LAYERS, model.site.layer))
+    shallow = model
+    if model.site != Site(layers) or model.quantization is not None:
+        shallow = model.sibling(layers, dtype=str(model.dtype).removeprefix("torch."))
+    identity = _identity(shallow, []) | {"features": True}
+    tensors = _load(identity, model)
+    seconds = 0.0
+    if tensors is None:
+        started = time.perf_counter()
+        adapter = Adapter.describe(shallow, progress)
+        tensors = {"features": adapter.features}
+        _save(identity, tensors)
+        seconds = time.perf_counter() - started
+    return Adapter(**tensors), seconds
+
+
+def _identity(model: TruncatedModel, channel: list[str]) -> dict[str, Any]:
+    """What states depend on: with the settings of what is made from them, the key of a file in the cache."""
+    return {
+        "format": FORMAT,
+        "signature": model.signature,
+        "site": asdict(model.site),
+        "width": model.width,
+        "vocabulary": model.vocab_size,
+        # Fine-tuned models often share their embeddings, hence their signature.
+        "weights": [round(float(p.flatten()[0]), 6) for p in model.module.parameters()],
+        "dtype": str(model.dtype),
+        "channel": channel,
+        # Without a tokenizer the training windows hold no text.
+        **({} if model.tokenizer is not None else {"text": False}),
+    }
+
+
+def _path(identity: dict[str, Any]) -> Path:
+    key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
+    return cache_path("probes", f"{key}.safetensors")
+
+
+def _load(identity: dict[str, Any], model: TruncatedModel) -> dict[str, torch.Tensor] | None:
+    path = _path(identity)
+    if path.is_file():
+        with suppress(OSError, SafetensorError, KeyError, ValueError), safe_open(path, "pt") as file:
+            return {name: file.get_tensor(name).to(model.device) for name in file.keys()}  # noqa: SIM118
+    return None
+
+
+def _save(identity: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    given = {name: value.cpu().contiguous() for name, value in tensors.items()}
+    save_tensors(_path(identity), given, {"hiddenlab": json.dumps(identity)})

@@ -1,0 +1,331 @@
+"""Records of runs: a directory with ``record.json`` (what was asked, how it ended) and ``samples.jsonl``.
+
+``record.json`` is written first with status ``started`` and replaced atomically afterwards; ``samples.jsonl``
+grows by one line a prompt. So a run that was killed, or whose disk filled up, stays readable and resumable.
+"""
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+from pydantic import with_config
+from typing_extensions import TypedDict
+
+from hiddenlab.errors import HiddenlabError, InputError
+from hiddenlab.summary import Sample, sample_form
+from hiddenlab.utils.schema import CLOSED, Count, Finite, Positive, loads, parse, read_bytes
+
+FORMAT = 1
+RECORD, SAMPLES = "record.json", "samples.jsonl"
+UNFINISHED = ("started", "interrupted", "failed")
+
+
+class RecordError(HiddenlabError):
+    """A record could not be written or read."""
+
+
+@with_config(CLOSED)
+class Resumed(TypedDict):
+    """When a run was taken up, after how many prompts, and by which code."""
+
+    at: str
+    after: Count
+    code: dict[str, Any]
+
+
+@dataclass(kw_only=True)
+class RunRecord:
+    """The content of ``record.json``. What was not measured is None, never zero.
+
+    Attributes:
+        code: by which the run was started. resumed: each time that it was taken up.
+    """
+
+    __pydantic_config__ = CLOSED
+
+    format: int = FORMAT
+    verb: str
+    status: str = "started"
+    spec: dict[str, Any]
+    started: str = ""
+    finished: str | None = None
+    command: list[str] = field(default_factory=list)
+    inputs_sha256: str | None = None
+    prompts: Count | None = None
+    seeds: dict[str, int] = field(default_factory=dict)
+    setup: dict[str, Finite | str | None] = field(default_factory=dict)
+    summary: dict[str, Any] | None = None
+    error: str | None = None
+    resumed: list[Resumed] = field(default_factory=list)
+    code: dict[str, Any] = field(default_factory=dict)
+    packages: dict[str, str | None] = field(default_factory=dict)
+    hardware: dict[str, Any] = field(default_factory=dict)
+    threads: Positive | None = None
+
+    @property
+    def commits(self) -> list[str]:
+        """The commits whose code made the run's prompts, each once; "unknown" where that of some is not recorded."""
+        parts = [(0, self.code), *((part["after"], part["code"]) for part in self.resumed)]
+        # What was interrupted before its first prompt made none.
+        made = [
+            code
+            for (after, code), then in zip(parts, [*parts[1:], None], strict=True)
+            if then is None or then[0] != after
+        ]
+        names = list(dict.fromkeys(map(commit_name, made)))
+        return [name or "unknown" for name in names] if any(names) else []
+
+
+def commit_name(code: Mapping[str, Any]) -> str | None:
+    """Short name of a record's commit, with a plus if files had changed since; None where it is not known."""
+    if not code.get("commit"):
+        return None
+    return str(code["commit"])[:12] + ("+" if code.get("dirty") else "")
+
+
+class Recorder:
+    """Keeps a run's samples and, unless ``path`` is None, writes them and the record to that directory."""
+
+    def __init__(self, record: RunRecord, path: Path | None, samples: Sequence[Sample] = ()) -> None:
+        self.record = record
+        self.path = path
+        self.samples = list(samples)
+        self._lock = None if path is None else _locked(path)
+
+    @classmethod
+    def create(
+        cls, record: RunRecord, *, out: Path | None = None, runs_dir: Path = Path("runs"), keep: bool = True
+    ) -> "Recorder":
+        """Start a run, in ``out`` or in a new directory of ``runs_dir``; nowhere when ``keep`` is false.
+
+        Raises:
+            InputError: ``out`` exists and is not an empty directory.
+            RecordError: the directory cannot be written.
+        """
+        from hiddenlab.utils.environment import describe_environment
+
+        record.started = _now()
+        if not keep:
+            return cls(record, None)
+        for name, value in describe_environment().items():
+            setattr(record, name, value)
+        if out is not None:
+            check_new(out)
+        try:
+            path = _new_directory(record, runs_dir) if out is None else out
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise RecordError(f"cannot make the run directory: {_reason(error)} ({error.filename})") from None
+        recorder = cls(record, path)
+        recorder._append_bytes(b"")
+        recorder.save()
+        return recorder
+
+    @classmethod
+    def resume(cls, path: Path, inputs_sha256: str) -> "Recorder":
+        """Take up a run that has not finished; a torn last sample is cut off.
+
+        Raises:
+            InputError: there is no record, its samples are damaged, or it was started on other inputs.
+        """
+        from hiddenlab.utils.environment import describe_environment
+
+        record, samples, good = _load(path)
+        if record.inputs_sha256 != inputs_sha256:
+            raise InputError(
+                f"the prompts or observations have changed since {path} was started; run it anew"
+            )
+        recorder = cls(record, path, samples)
+        recorder._cut(good)
+        record.status, record.finished, record.error = "started", None, None
+        record.resumed.append({"at": _now(), "after": len(samples), "code": describe_environment()["code"]})
+        recorder.save()
+        return recorder
+
+    def append(self, sample: Sample) -> None:
+        """Record one prompt's outcome at once.
+
+        Raises:
+            RecordError: it cannot be written (a full disk); earlier samples stay as they were.
+        """
+        self._append_bytes((json.dumps(finite(sample), ensure_ascii=False) + "\n").encode())
+        self.samples.append(sample)
+
+    def save(self) -> None:
+        """Replace ``record.json`` atomically."""
+        if self.path is None:
+            return
+        text = json.dumps(finite(asdict(self.record)), ensure_ascii=False, indent=1) + "\n"
+        work = self.path / f".{RECORD}.{os.getpid()}"
+        try:
+            work.unlink(missing_ok=True)
+            with open(work, "xb", buffering=0, opener=_private) as handle:
+                _write_all(handle, text.encode())
+            os.replace(work, self.path / RECORD)
+        except OSError as error:
+            work.unlink(missing_ok=True)
+            raise self._cannot_write(error) from None
+
+    def close(self, status: str, summary: dict[str, Any] | None = None, error: str | None = None) -> None:
+        """Write how the run ended: ``finished``, ``interrupted`` or ``failed``."""
+        self.record.status, self.record.error, self.record.finished = status, error, _now()
+        self.record.summary = summary
+        try:
+            self.save()
+        finally:
+            if self._lock is not None:
+                os.close(self._lock)
+                self._lock = None
+
+    def _cut(self, size: int) -> None:
+        """Leave out a torn last sample."""
+        if self.path is None or not (self.path / SAMPLES).exists():
+            return
+        try:
+            with open(self.path / SAMPLES, "r+b", buffering=0, opener=_private) as handle:
+                handle.truncate(size)
+        except OSError as error:
+            raise self._cannot_write(error) from None
+
+    def _append_bytes(self, data: bytes) -> None:
+        if self.path is None:
+            return
+        try:
+            with open(self.path / SAMPLES, "ab", buffering=0, opener=_private) as handle:
+                before = os.fstat(handle.fileno()).st_size
+                try:
+                    _write_all(handle, data)
+                except BaseException:
+                    os.ftruncate(handle.fileno(), before)
+                    raise
+        except OSError as error:
+            raise self._cannot_write(error) from None
+
+    def _cannot_write(self, error: OSError) -> RecordError:
+        return RecordError(
+            f"cannot write the record in {self.path}: {_reason(error)}; its {len(self.samples)} recorded "
+            f"prompts stay readable, and 'hiddenlab rerun {self.path} --resume' continues it"
+        )
+
+
+def read_run(path: Path) -> tuple[RunRecord, list[Sample]]:
+    """The record and the samples of a run directory, finished or not; a torn last sample is left out.
+
+    Raises:
+        InputError: there is no record, it is damaged, or of a newer format.
+    """
+    record, samples, _ = _load(path)
+    return record, samples
+
+
+def check_new(path: Path) -> None:
+    """Refuse a directory for something new that exists and holds something.
+
+    Raises:
+        InputError: it does.
+    """
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise InputError(f"{path} exists and is not an empty directory; name a new one")
+
+
+def _load(path: Path) -> tuple[RunRecord, list[Sample], int]:
+    """Record, samples, and how many bytes of ``samples.jsonl`` are whole lines."""
+    if not (path / RECORD).is_file():
+        raise InputError(f"{path} is no run directory: it holds no {RECORD}")
+    record = parse(read_bytes(path / RECORD), RunRecord, str(path / RECORD), FORMAT)
+    samples, good = _load_samples(path / SAMPLES, record.verb)
+    return record, samples, good
+
+
+def _load_samples(path: Path, verb: str) -> tuple[list[Sample], int]:
+    if not path.exists():
+        return [], 0
+    content = read_bytes(path)
+    good = content.rfind(b"\n") + 1  # a torn last line is left out
+    samples: list[Sample] = []
+    seen: set[int] = set()
+    try:
+        for number, line in enumerate(content[:good].split(b"\n")[:-1], 1):
+            where = f"{path}, line {number}"
+            form = sample_form(loads(line, where)) if verb == "attack" else Sample
+            samples.append(parse(line, form, where))
+            if verb == "attack":
+                index = samples[-1]["index"]
+                if index in seen:
+                    raise InputError(f"{where}: the prompt {index} stands twice")
+                seen.add(index)
+    except InputError as error:
+        raise InputError(f"{error}; cut the file before that line to resume from there") from None
+    return samples, good
+
+
+def _new_directory(record: RunRecord, runs_dir: Path) -> Path:
+    stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
+    digest = hashlib.sha256(json.dumps(record.spec, sort_keys=True).encode()).hexdigest()[:8]
+    runs_dir.mkdir(parents=True, exist_ok=True)
+    for suffix in ("", *(f"-{n}" for n in range(2, 100))):
+        path = runs_dir / f"{stamp}-{record.verb}-{digest}{suffix}"
+        try:
+            path.mkdir()
+            return path
+        except FileExistsError:
+            continue
+    raise RecordError(f"cannot find a free name for a run in {runs_dir}")
+
+
+def _locked(path: Path) -> int | None:
+    """Keep other processes from writing the same run; the lock goes with the process.
+
+    Raises:
+        InputError: another process writes it now.
+    """
+    try:
+        import fcntl
+
+        handle = os.open(path, os.O_RDONLY)
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return handle
+    except BlockingIOError:
+        os.close(handle)
+        raise InputError(
+            f"{path} is being written by another process; wait for it, or stop it first"
+        ) from None
+    except (ImportError, OSError):  # no such locks here
+        return None
+
+
+def _private(name: str, flags: int) -> int:
+    """Open for the owner alone, as prompts stand in records; never through a link, which may lead anywhere."""
+    return os.open(name, flags | os.O_NOFOLLOW, 0o600)
+
+
+def _write_all(handle: FileIO, data: bytes) -> None:
+    # An unbuffered write may take only a part (a disk about to fill up), and says so only by its count.
+    while data:
+        data = data[handle.write(data) or 0 :]
+
+
+def finite(value: Any) -> Any:
+    """A JSON value with NaN and infinity as null: JSON has neither."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    return value
+
+
+def _reason(error: OSError) -> str:
+    return error.strerror or str(error)
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")

@@ -1,0 +1,52 @@
+"""What a report is made of: a run with its samples and figures, and a table with the runs of its cells."""
+
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hiddenlab.records import UNFINISHED, RunRecord, commit_name
+from hiddenlab.summary import Sample
+from hiddenlab.utils.text import visible
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run as the report needs it; ``label`` tells it from the others at the same layer."""
+
+    path: Path
+    record: RunRecord
+    samples: list[Sample]
+    summary: dict[str, Any]
+    label: str = ""
+
+    @property
+    def layer(self) -> int:
+        return int(self.record.spec["layer"])
+
+    def made(self) -> str:
+        """How it ended, when, by which code on what, and the command."""
+        record, code, hardware = self.record, self.record.code, self.record.hardware
+        state = record.status
+        if record.status in UNFINISHED:
+            state += f", {len(self.samples)} of {record.prompts} prompts"
+        commit = (
+            f"commit {commit_name({**code, 'dirty': False})}" if code.get("commit") else "commit not known"
+        )
+        dirty = " with uncommitted changes" if code.get("commit") and code.get("dirty") else ""
+        if len(record.commits) > 1:
+            dirty += f" (parts by {', '.join(record.commits)})"
+        how = (
+            f"{self.path.name}: {state}, {record.started}, hiddenlab {code.get('version')}, {commit}{dirty}, "
+            f"torch {record.packages.get('torch')}, {hardware.get('cpu')}, {record.threads} threads"
+        )
+        return f"{visible(how)}\n{visible(shlex.join(record.command))}"
+
+
+@dataclass(frozen=True)
+class Study:
+    """A table of an experiment, and the runs of its attack cells where they are at hand."""
+
+    table: Mapping[str, Any]
+    runs: list[Run] = field(default_factory=list)

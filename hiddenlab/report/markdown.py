@@ -1,0 +1,195 @@
+"""Reports of runs and experiments: Markdown, PNG plots, and one HTML page that needs no other file."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hiddenlab.errors import HiddenlabError, InputError
+from hiddenlab.records import RECORD, read_run
+from hiddenlab.report.data import Run, Study
+from hiddenlab.report.html import page
+from hiddenlab.report.tables import TABLE_FORMAT, Grid, Table, markdown_table
+from hiddenlab.summary import FIGURES, figure, summarise
+from hiddenlab.utils.files import write_file
+from hiddenlab.utils.schema import CLOSED, OPEN, Finite, Layer, check, parse, read_bytes
+from hiddenlab.utils.text import markdown as escaped
+
+MARKDOWN, PAGE = "report.md", "report.html"
+TITLE = "Recovery of prompts from hidden states"
+
+COLUMNS = (
+    "prompts", "exact", "token_accuracy", "bag_of_tokens_recall", "rouge_l", "bleu", "verified",
+    "evaluated_tokens_per_token", "slowdown_vs_prefill", "attack_seconds", "probe_seconds", "peak_memory_mb",
+)  # fmt: skip
+VARIANTS = (
+    "model", "attack", "stream", "search", "proposal", "distance", "epsilon", "budget", "dtype", "device",
+    "max_tokens", "limit", "prompts", "seed", "batch",
+)  # fmt: skip
+
+EXPLANATION = """\
+Shares and scores are means over the prompts to which the attack applies; a dash means not measured.
+*Exact* prompts came back token for token; *tokens in any order* are those that came back at all, wherever they
+stand; *verified* tokens were matched within epsilon.
+*Evaluated tokens per token* counts every position that the attack ran through the truncated model, verification passes
+included and probe training apart. *Attack over prefill* compares the attack's time with one plain forward
+pass of the same prompts in the same process.
+"""
+
+
+def write_report(paths: Sequence[Path], out: Path) -> list[Path]:
+    """Write the report of runs and experiments into a directory, replacing one that is there, and return its files.
+
+    Args:
+        paths: run directories, tables that ``hiddenlab eval`` wrote (``NAME.json``), or its folder for all of them.
+
+    Raises:
+        InputError: one of them cannot be read, is no attack and no table, or holds no samples.
+        HiddenlabError: ``out`` cannot be written.
+    """
+    from hiddenlab.report.plots import draw, draw_table  # matplotlib is slow to load
+
+    runs, studies = load(paths)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        images = draw(runs, out) if runs else []
+        images += [image for study in studies if (image := draw_table(study.table, out)) is not None]
+        shown = grid_of(runs) if runs else None
+        write_file(out / PAGE, page(TITLE, shown, runs, studies, images))
+        write_file(out / MARKDOWN, markdown(runs, studies, images))
+    except OSError as error:
+        raise HiddenlabError(f"cannot write the report into {out}: {error.strerror or error}") from None
+    return [out / MARKDOWN, out / PAGE, *images]
+
+
+def load(paths: Sequence[Path]) -> tuple[list[Run], list[Study]]:
+    """Runs and experiments behind paths.
+
+    Raises:
+        InputError: one of them is neither.
+    """
+    runs: list[Path] = []
+    tables: list[Path] = []
+    for path in paths:
+        inside = sorted(path.glob("*.json")) if path.is_dir() and not (path / RECORD).is_file() else []
+        if path.suffix == ".json":
+            tables.append(path)
+        elif inside:
+            tables += inside
+        else:
+            runs.append(path)
+    return load_runs(runs), [load_study(path) for path in tables]
+
+
+def load_runs(paths: Sequence[Path]) -> list[Run]:
+    """Read attack runs and label each by its channel and by the options in which they differ.
+
+    Raises:
+        InputError: a run cannot be read, is no attack, or holds no samples.
+    """
+    found = [_load_run(path) for path in paths]
+    varying = [name for name in VARIANTS if len({str(run.record.spec.get(name)) for run in found}) > 1]
+    return [Run(r.path, r.record, r.samples, r.summary, _label(r.record.spec, varying)) for r in found]
+
+
+def load_study(path: Path) -> Study:
+    """Read a table of ``hiddenlab eval`` and the runs of its cells, which lie beside it.
+
+    Raises:
+        InputError: it is no such table.
+    """
+    data = read_bytes(path)
+    try:
+        table: dict[str, Any] = dict(parse(data, Table, str(path), TABLE_FORMAT))
+    except InputError as error:
+        raise InputError(f"{path} is no table of 'hiddenlab eval': {error}") from None
+    runs = []
+    for row in table["rows"]:
+        folder = path.parent / "cells" / str(row["cell"]) / "run"
+        if row["cell"] and (folder / RECORD).is_file() and read_run(folder)[1]:
+            run = _load_run(folder)
+            label = ", ".join(f"{key} {value}" for key, value in row["keys"].items())
+            runs.append(Run(folder.parent, run.record, run.samples, run.summary, label))
+    return Study(table, runs)
+
+
+@dataclass(frozen=True)
+class _Spec:
+    """What a report needs of an attack's spec; the rest is shown as it stands."""
+
+    __pydantic_config__ = OPEN
+
+    model: str
+    layer: Layer
+    defense: list[str]
+
+
+@dataclass(frozen=True)
+class _Shown:
+    """What a report shows of an attack's record."""
+
+    __pydantic_config__ = CLOSED
+
+    spec: _Spec
+    summary: dict[str, Finite | None]
+
+
+def _load_run(path: Path) -> Run:
+    record, samples = read_run(path)
+    if record.verb != "attack":
+        raise InputError(f"{path} is a run of {record.verb!r}; the report is of runs of 'attack'")
+    if not samples:
+        raise InputError(f"{path} ({record.status}) holds no samples yet; nothing to report")
+    needed = {"spec": record.spec, "summary": record.summary or {}}
+    summary = check(needed, _Shown, str(path / RECORD)).summary
+    if not summary:  # of a run that has not ended
+        setup = {name: value for name, value in record.setup.items() if not isinstance(value, str)}
+        summary = {**setup, **summarise(samples)}
+    return Run(path, record, samples, summary)
+
+
+def grid_of(runs: Sequence[Run]) -> Grid:
+    """The table of some runs, a row each."""
+    rows = [
+        [str(run.layer), run.label, *(figure(name, run.summary.get(name)) for name in COLUMNS)]
+        for run in sorted(runs, key=lambda run: (run.label, run.layer))
+    ]
+    return Grid(["layer", "channel", *(FIGURES[name][0] for name in COLUMNS)], rows, 2, 0, [])
+
+
+def markdown(runs: Sequence[Run], studies: Sequence[Study], images: Sequence[Path]) -> str:
+    """The report's text."""
+    lines = [f"# {TITLE}", ""]
+    for study in studies:
+        lines.append(markdown_table(study.table))
+        own = [image for image in images if image.stem == study.table["experiment"]]
+        lines += [line for image in own for line in _image_lines(image)]
+    if runs:
+        cells = grid_of(runs)
+        lines += ["", "## Single runs", ""] * bool(studies)
+        lines += [EXPLANATION, f"| {' | '.join(cells.header)} |", f"|---|---|{'---:|' * len(COLUMNS)}"]
+        lines += [f"| {' | '.join(map(escaped, row))} |" for row in cells.rows]
+        own_names = {study.table["experiment"] for study in studies}
+        lines += [line for image in images if image.stem not in own_names for line in _image_lines(image)]
+    everything = [*runs, *(run for study in studies for run in study.runs)]
+    if everything:
+        shown = f"Each prompt, with wrong and unverified tokens coloured: [{PAGE}]({PAGE})"
+        lines += ["", shown, "", "## Runs", ""]
+    for run in everything:
+        what, _, command = run.made().partition("\n")
+        lines += [f"- {escaped(what)}", "", f"      {command}", ""]
+    return "\n".join(lines) + "\n"
+
+
+def channel_of(spec: Mapping[str, Any]) -> str:
+    """The defenses of a spec, in order."""
+    return " | ".join(spec.get("defense") or ()) or "identity"
+
+
+def _label(spec: Mapping[str, Any], varying: Sequence[str]) -> str:
+    extras = [f"{name.replace('_', ' ')} {spec[name]}" for name in varying if spec.get(name) is not None]
+    return ", ".join([channel_of(spec), *extras])
+
+
+def _image_lines(image: Path) -> list[str]:
+    return ["", f"![{image.stem.replace('_', ' ')}]({image.name})"]

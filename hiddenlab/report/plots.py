@@ -1,0 +1,503 @@
+"""The plots of a report; matplotlib is imported only here, and only when a report is drawn."""
+
+import io
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from textwrap import wrap
+from typing import Any
+
+from hiddenlab.report.data import Run
+from hiddenlab.utils.files import write_file
+
+# Okabe and Ito's colours, told apart by colour-blind readers too; the marker changes with every line.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+MARKERS = "osD^vPX*"
+MOST_BARS = 50
+
+Panel = tuple[str, str, bool]  # name in the summary, title, whether it is a share
+FILES: dict[str, tuple[Panel, Panel]] = {
+    "recovery.png": (("exact", "exact prompts", True), ("token_accuracy", "token accuracy", True)),
+    "cost.png": (
+        ("evaluated_tokens_per_token", "evaluated tokens per token", False),
+        ("slowdown_vs_prefill", "attack time over prefill time", False),
+    ),
+}
+
+
+def draw(runs: "Sequence[Run]", out: Path) -> list[Path]:
+    """Draw every plot into a directory and return the files: lines over layers, bars for a single layer."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    labels = sorted({run.label for run in runs})
+    layers = sorted({run.layer for run in runs})
+    one = _bars if len(layers) == 1 else _lines
+    height = 1.4 + 0.45 * len(labels) if len(layers) == 1 else 4.2
+    files = []
+    for name, panels in FILES.items():
+        drawing = Figure(figsize=(10.5, height), layout="constrained")
+        FigureCanvasAgg(drawing)
+        axes = drawing.subplots(1, 2, sharey=len(layers) == 1)
+        for axis, panel in zip(axes, panels, strict=True):
+            one(axis, panel, runs, labels)
+            axis.spines[["top", "right"]].set_visible(False)
+        if len(layers) > 1 and len(labels) > 1:
+            _legend(drawing, axes[0], 4)
+        _save(drawing, out / name)
+        files.append(out / name)
+    return files
+
+
+def _save(drawing: Any, path: Path) -> None:
+    content = io.BytesIO()
+    drawing.savefig(content, format="png", dpi=130)
+    write_file(path, content.getvalue())
+
+
+def draw_table(table: Mapping[str, Any], out: Path) -> Path | None:
+    """Draw an experiment's table with its intervals.
+
+    Every figure over the key that the table names, if it names one (``over``); figures as curves over the numbers in
+    their names (``curves``), or over another figure (``against``), where the table says so; else its first figure, as
+    lines over layers where it has several, or a bar a row with the paper's figure beside it. None where nothing was
+    measured, or where there would be too many bars to be read.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    rows = [row for row in table["rows"] if row["figures"]]
+    names = [name for name in table["figures"] if any(_value(row, name) is not None for row in rows)]
+    if not names:
+        return None
+    path = out / f"{table['experiment']}.png"
+    if table.get("curves"):
+        _save(_curves(rows, names, table), path)
+        return path
+    name = names[0]
+    layers = sorted({row["keys"]["layer"] for row in rows if isinstance(row["keys"].get("layer"), int)})
+    over_layers = len(layers) > 1 and all("layer" in row["keys"] for row in rows)
+    over_layers = over_layers and len({_series(row, True) for row in rows}) <= len(MARKERS)
+    over = table.get("over")
+    against = str(table.get("against"))
+    if against not in names[1:] or not any({name, against} <= set(row["figures"]) for row in rows):
+        against = ""
+    if not over:
+        rows = [row for row in rows if _value(row, name) is not None]
+    if not (over or against or over_layers) and len(rows) > MOST_BARS:
+        return None
+    series = len({_series(row, True) for row in rows}) if over_layers else 0
+    lines = sum(1 + _bar(row).count("\n") for row in rows)
+    height = 5.2 if over or against else 3.9 + 0.12 * series if over_layers else 1.2 + 0.36 * lines
+    drawing = Figure(figsize=(8.5, height), layout="constrained")
+    FigureCanvasAgg(drawing)
+    axis: Any = drawing.subplots()
+    if over:
+        _over_key(axis, rows, over, {name: table["figures"][name] for name in names})
+    elif against:
+        _over_figure(axis, rows, against, table["figures"], names[: names.index(against)])
+    elif over_layers:
+        _over_layers(axis, rows, name, layers, table["figures"][name])
+    else:
+        _by_row(axis, rows, name, table["figures"][name])
+    _legend(drawing, axis, 2 if over else 3)
+    axis.set_title(table["title"], loc="left" if over else "right", fontsize=11, pad=18 if over else None)
+    axis.spines[["top", "right"]].set_visible(False)
+    _save(drawing, path)
+    return path
+
+
+def _curves(rows: Sequence[Mapping[str, Any]], names: Sequence[str], table: Mapping[str, Any]) -> Any:
+    """A panel for each value of the first key, in it a line for each of the second, over the numbers in names."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    first, second = list(rows[0]["keys"])[:2]
+    panels = list(dict.fromkeys(str(row["keys"][first]) for row in rows))
+    lines = list(dict.fromkeys(str(row["keys"][second]) for row in rows))
+    columns = min(3, len(panels))
+    height = -(-len(panels) // columns)
+    drawing = Figure(
+        figsize=(3.4 * columns, 0.9 + 2.3 * height + 0.22 * -(-len(lines) // 3)), layout="constrained"
+    )
+    FigureCanvasAgg(drawing)
+    drawing.suptitle(f"{table['title']}\nover {table['curves']}", x=0.01, ha="left", fontsize=11)
+    axes = drawing.subplots(height, columns, sharex=True, sharey=True, squeeze=False).ravel()
+    for axis in axes[len(panels) :]:
+        axis.set_visible(False)
+    for axis, panel in zip(axes, panels, strict=False):
+        for row in (row for row in rows if str(row["keys"][first]) == panel):
+            own = [name for name in names if _value(row, name) is not None]
+            n = lines.index(str(row["keys"][second]))
+            axis.plot(
+                [float(name.rpartition("_")[2]) for name in own], [_value(row, name) for name in own],
+                label=lines[n], linewidth=1.1, markersize=3.5, **_style(n),
+            )  # fmt: skip
+        axis.set_xscale("log")
+        axis.set_title(panel if len(panel) <= 40 else f"{panel[:39]}…", loc="left", fontsize=8)
+        axis.grid(color="#e3e5e8", linewidth=0.8)
+        axis.spines[["top", "right"]].set_visible(False)
+    _legend(drawing, axes[0], 3, size=8)
+    return drawing
+
+
+def _legend(drawing: Any, axis: Any, most: int, size: int = 10) -> None:
+    """The axis' series under the drawing, in as many columns as fit beside each other, ``most`` at most."""
+    handles, texts = axis.get_legend_handles_labels()
+    if not handles:
+        return
+    # A letter is about 0.55 of its size wide, of which there are 72 to an inch; the marker takes four more.
+    fit = int(72 * drawing.get_figwidth() / (0.55 * size * (max(map(len, texts)) + 5)))
+    columns = max(1, min(most, fit, len(texts)))
+    drawing.legend(handles, texts, loc="outside lower center", ncols=columns, frameon=False, fontsize=size)
+
+
+def _over_layers(
+    axis: Any, rows: Sequence[Mapping[str, Any]], name: str, layers: Sequence[int], label: str
+) -> None:
+    alike = [key for key in rows[0]["keys"] if len({str(row["keys"].get(key)) for row in rows}) == 1]
+    told = {id(row): _series(row, True, alike) for row in rows}
+    series = list(dict.fromkeys(told.values()))
+    gap = float(min(b - a for a, b in pairwise(layers)))
+    papers: dict[tuple[int, float], str] = {}  # an attack's figure stands beside others on the same states
+    for n, one in enumerate(series):
+        own = sorted((row for row in rows if told[id(row)] == one), key=lambda row: row["keys"]["layer"])
+        places = [row["keys"]["layer"] + _aside(n, len(series), gap) for row in own]
+        values, errors = _values(own, name)
+        shown = one if len(series) > 1 else None
+        axis.errorbar(
+            places, values, errors, label=shown, linewidth=1.2, markersize=5, capsize=3, **_style(n)
+        )
+        for row in own:
+            for value in _papers(row, label):
+                papers.setdefault((row["keys"]["layer"], value), _style(n)["color"])
+    if papers:
+        where, marks = zip(*papers, strict=True)
+        colours = list(papers.values())
+        axis.scatter(where, marks, 30, "none", marker="D", edgecolors=colours, linewidths=1.2, zorder=4)
+        # A series of its own in the legend, behind the others and in no channel's colour.
+        axis.errorbar(
+            [], [], label="the paper's, hollow", linestyle="", marker="D", mfc="none", color="#666666"
+        )
+    axis.set_xticks(layers)
+    common = _series({"keys": {key: rows[0]["keys"][key] for key in alike}}, True)
+    axis.set_xlabel(f"layer ({common})" if common and len(series) > 1 else "layer")
+    axis.set_ylabel(label)
+    axis.grid(axis="y", color="#e3e5e8", linewidth=0.8)
+
+
+def _by_row(axis: Any, rows: Sequence[Mapping[str, Any]], name: str, label: str) -> None:
+    places = list(range(len(rows)))
+    values, errors = _values(rows, name)
+    axis.barh(places, values, xerr=errors, color=COLOURS[0], height=0.6, zorder=3, capsize=3)
+    axis.set_yticks(places, [_bar(row) for row in rows], fontsize=9)
+    axis.invert_yaxis()
+    axis.set_xlabel(label)
+    axis.grid(axis="x", color="#e3e5e8", linewidth=0.8)
+    published = [(place, value) for place, row in enumerate(rows) for value in _papers(row, label)]
+    if published:
+        spots, marks = zip(*published, strict=True)
+        axis.plot(marks, spots, "D", color=COLOURS[1], markersize=5, zorder=4, label="the paper's")
+
+
+def _over_key(axis: Any, rows: Sequence[Mapping[str, Any]], over: str, figures: Mapping[str, str]) -> None:
+    """A place for each row, by rising value of the key, those of the same value together; every figure as a point."""
+    rows = sorted(rows, key=lambda row: float(row["keys"][over]))
+    steps = [a["keys"][over] != b["keys"][over] for a, b in pairwise(rows)]
+    places = [float(n + sum(steps[:n])) for n in range(len(rows))]
+    shared = {label.partition(", ")[0] for label in figures.values()}
+    axis.set_ylabel(shared.pop() if len(shared) == 1 else "")
+    for n, (name, label) in enumerate(figures.items()):
+        label = label.partition(", ")[2] if axis.get_ylabel() else label
+        own = [(x, row) for x, row in zip(places, rows, strict=True) if _value(row, name) is not None]
+        values, errors = _values([row for _, row in own], name)
+        spread = [x + 2 * _aside(n, len(figures), 0.6) for x, _ in own]
+        axis.errorbar(spread, values, errors, label=label, linestyle="", markersize=5, capsize=2, **_style(n))
+    names = [key for key in rows[0]["keys"] if key != over]
+    told = ["\n".join(str(row["keys"][key]) for key in names) or f"{row['keys'][over]:g}" for row in rows]
+    axis.set_xticks(places, told, fontsize=8)
+    groups: dict[float, list[float]] = {}
+    for x, row in zip(places, rows, strict=True):
+        groups.setdefault(float(row["keys"][over]), []).append(x)
+    for value, group in groups.items() if names else ():
+        axis.annotate(
+            f"{value:g}", (sum(group) / len(group), 1.0), xycoords=("data", "axes fraction"), xytext=(0, 3),
+            textcoords="offset points", ha="center", fontsize=8,
+        )  # fmt: skip
+    axis.set_xlabel(f"{', '.join(names)}, from above; over the plot: {over}" if names else over)
+    axis.set_ylim(bottom=min(0.0, axis.get_ylim()[0]))
+    axis.grid(axis="y", color="#e3e5e8", linewidth=0.8)
+
+
+def _over_figure(
+    axis: Any,
+    rows: Sequence[Mapping[str, Any]],
+    against: str,
+    labels: Mapping[str, str],
+    names: Sequence[str],
+) -> None:
+    """Figures over another one, each row named at its highest point."""
+    rows = [row for row in rows if _value(row, against) is not None]
+    told = [key for key in rows[0]["keys"] if len({str(row["keys"].get(key)) for row in rows}) > 1]
+    for n, name in enumerate(names):
+        own = [row for row in rows if _value(row, name) is not None]
+        (places, beside), (values, errors) = _values(own, against), _values(own, name)
+        axis.errorbar(
+            places,
+            values,
+            errors,
+            beside,
+            label=labels[name],
+            linestyle="",
+            markersize=5,
+            capsize=2,
+            **_style(n),
+        )
+    for row in rows:
+        highest = max(row["figures"][name]["high"] for name in names if _value(row, name) is not None)
+        keys = [(key, row["keys"][key]) for key in told if row["keys"].get(key) is not None]
+        text = " ".join(value if isinstance(value, str) else f"{key} {value}" for key, value in keys)
+        axis.annotate(
+            text,
+            (_value(row, against), highest),
+            xytext=(3, 4),
+            textcoords="offset points",
+            fontsize=8,
+            rotation=40,
+        )
+    axis.set_xlabel(labels[against])
+    if axis.get_ylim()[1] <= 1.2:  # shares: room for the names above them
+        axis.set_ylim(bottom=0.0, top=1.25)
+        axis.set_yticks([0.0, 0.2, 0.4, 0.6, 0.8, 1.0])
+    axis.grid(color="#e3e5e8", linewidth=0.8)
+
+
+def _style(n: int) -> dict[str, Any]:
+    return {"color": COLOURS[n % len(COLOURS)], "marker": MARKERS[n % len(MARKERS)]}
+
+
+def _aside(n: int, count: int, gap: float) -> float:
+    """How far series ``n`` stands beside its layer: series that agree (all exact, say) would hide one another."""
+    return 0.5 * gap * ((n + 0.5) / count - 0.5)
+
+
+def _value(row: Mapping[str, Any], name: str) -> float | None:
+    return row["figures"].get(name, {}).get("value")  # type: ignore[no-any-return]
+
+
+def draw_bars(
+    rows: Sequence[Mapping[str, Any]],
+    name: str,
+    panels: Mapping[str, str],
+    title: str,
+    out: Path,
+    logarithmic: bool = True,
+) -> None:
+    """Bars of some numbers of each row, a panel a number; what is None is left out.
+
+    Args:
+        name: key of a row's name. panels: keys of the numbers with their titles. logarithmic: scales, which leave out
+            0; else they begin there.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    drawing = Figure(figsize=(10.5, 1.4 + 0.34 * len(rows)), layout="constrained")
+    FigureCanvasAgg(drawing)
+    drawing.suptitle(title, x=0.01, ha="left", fontsize=11)
+    places = list(range(len(rows)))
+    axes = drawing.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+    for axis, (key, label) in zip(axes, panels.items(), strict=True):
+        known = [
+            (place, float(row[key]))
+            for place, row in zip(places, rows, strict=True)
+            if row.get(key) or (not logarithmic and row.get(key) is not None)
+        ]
+        if known:
+            axis.barh(*zip(*known, strict=True), color=COLOURS[0], height=0.6, zorder=3)
+            low, high = min(v for _, v in known), max(v for _, v in known)
+            if logarithmic:
+                axis.set_xscale("log")
+                axis.set_xlim(0.5 * low, 4 * high)
+                _plain(axis.xaxis)
+            else:
+                axis.set_xlim(0, 1.25 * high or 1.0)
+        for place, value in known:
+            axis.annotate(
+                f"{value:,.0f}" if value >= 1000 else f"{value:.3g}",
+                (value, place),
+                xytext=(4, 0),
+                textcoords="offset points",
+                va="center",
+                fontsize=8,
+            )
+        axis.set_xlabel(label)
+        axis.grid(axis="x", color="#e3e5e8", linewidth=0.8)
+        axis.spines[["top", "right"]].set_visible(False)
+    axis.set_yticks(places, [str(row[name]) for row in rows], fontsize=9)
+    axis.invert_yaxis()
+    _save(drawing, out)
+
+
+def draw_shares(
+    series: Mapping[str, Sequence[float]],
+    label: str,
+    title: str,
+    out: Path,
+    marks: Mapping[str, float] | None = None,
+) -> None:
+    """Shares of values up to each, a line a series; those without values are left out, nothing is drawn without any.
+
+    Args:
+        label: of the values. marks: values to be marked, by name.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    known = {name: sorted(values) for name, values in series.items() if values}
+    if not known:
+        return
+    drawing = Figure(figsize=(7.5, 4.2), layout="constrained")
+    FigureCanvasAgg(drawing)
+    axis: Any = drawing.subplots()
+    for n, (name, values) in enumerate(known.items()):
+        shares = [(i + 1) / len(values) for i in range(len(values))]
+        axis.plot(
+            values, shares, label=f"{name} ({len(values)})", drawstyle="steps-post", zorder=3, **_style(n)
+        )
+    for name, value in (marks or {}).items():
+        axis.axvline(value, color="#666666", linestyle="--", linewidth=1.2)
+        axis.annotate(
+            name, (value, 0.02), xytext=(4, 0), textcoords="offset points", fontsize=9, color="#444444"
+        )
+    axis.set_ylim(0, 1.03)
+    axis.yaxis.set_major_formatter(_percent())
+    axis.set_xlabel(label)
+    axis.set_ylabel("share of requests up to it")
+    axis.set_title(title, loc="left", fontsize=11)
+    axis.grid(color="#e3e5e8", linewidth=0.8)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(frameon=False, fontsize=9)
+    _save(drawing, out)
+
+
+def _bar(row: Mapping[str, Any]) -> str:
+    """A row's name beside its bar; a prompt among its keys may be as long as it likes."""
+    return "\n".join(wrap(_series(row, False), 60))
+
+
+def _papers(row: Mapping[str, Any], label: str) -> list[float]:
+    """The paper's figures of that name, a model each."""
+    named = (value for key, value in row["paper"].items() if key.partition(",")[0] == label)
+    return [value for value in named if isinstance(value, int | float)]
+
+
+def _series(row: Mapping[str, Any], over_layers: bool, but: Sequence[str] = ()) -> str:
+    """A row's name; short, over layers: texts speak for themselves, and some keys are left out."""
+    if not over_layers:
+        return ", ".join(f"{key} {value}" for key, value in row["keys"].items())
+    keys = [(key, value) for key, value in row["keys"].items() if key not in (*but, "layer")]
+    return ", ".join(value if isinstance(value, str) else f"{key} {value}" for key, value in keys)
+
+
+def _values(rows: Sequence[Mapping[str, Any]], name: str) -> tuple[list[float], list[list[float]]]:
+    """Values, and how far their intervals reach below and above them."""
+    found = [row["figures"][name] for row in rows]
+    values = [one["value"] for one in found]
+    below = [max(0.0, one["value"] - one["low"]) for one in found]
+    above = [max(0.0, one["high"] - one["value"]) for one in found]
+    return values, [below, above]
+
+
+def _lines(axis: Any, panel: Panel, runs: "Sequence[Run]", labels: Sequence[str]) -> None:
+    name, title, share = panel
+    layers = sorted({run.layer for run in runs})
+    gap = float(min(b - a for a, b in pairwise(layers)))
+    for n, label in enumerate(labels):
+        points = sorted((r.layer, r.summary[name]) for r in runs if r.label == label and _known(r, name))
+        if not points:
+            continue
+        xs, ys = zip(*points, strict=True)
+        places = [x + _aside(n, len(labels), gap) for x in xs]
+        axis.plot(places, ys, label=label, linewidth=1.2, markersize=6, clip_on=False, zorder=3, **_style(n))
+    axis.set_xticks(layers)
+    axis.set_xlabel("layer")
+    axis.set_title(title, loc="left", fontsize=11)
+    axis.grid(axis="y", color="#e3e5e8", linewidth=0.8)
+    if share:
+        axis.set_ylim(0, 1.02)
+        axis.yaxis.set_major_formatter(_percent())
+    else:
+        _scale(axis, [run.summary[name] for run in runs if _known(run, name)])
+
+
+def _bars(axis: Any, panel: Panel, runs: "Sequence[Run]", labels: Sequence[str]) -> None:
+    from hiddenlab.summary import figure
+
+    name, title, share = panel
+    values = {run.label: run.summary[name] for run in runs if _known(run, name)}
+    places = range(len(labels))
+    axis.barh(places, [values.get(label, 0) for label in labels], color=COLOURS[0], height=0.6, zorder=3)
+    axis.set_yticks(places, ["\n".join(wrap(label, 34)) for label in labels], fontsize=9)
+    axis.set_ylim(len(labels) - 0.3, -0.7)
+    axis.set_title(title, loc="left", fontsize=11)
+    axis.set_xlabel(f"layer {runs[0].layer}")
+    axis.grid(axis="x", color="#e3e5e8", linewidth=0.8)
+    known = list(values.values())
+    if not share and _wide(known):
+        axis.set_xscale("log")
+        _plain(axis.xaxis)
+        low, high = min(known), max(known)
+        axis.set_xlim(0.5 * low, high * (high / low) ** 0.3)  # room for the figures beside the bars
+    else:
+        axis.set_xlim(0, 1.25 * (1.0 if share else max(known, default=1.0)))
+    if share:
+        axis.set_xticks([0, 0.25, 0.5, 0.75, 1.0])
+        axis.xaxis.set_major_formatter(_percent())
+    for place, label in zip(places, labels, strict=True):
+        value = values.get(label)
+        text = "not measured" if value is None else figure(name, value)
+        axis.annotate(
+            text,
+            (value or axis.get_xlim()[0], place),
+            xytext=(4, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=9,
+        )
+
+
+def _known(run: Run, name: str) -> bool:
+    return run.summary.get(name) is not None
+
+
+def _percent() -> Any:
+    from matplotlib.ticker import PercentFormatter
+
+    return PercentFormatter(1.0, decimals=0)
+
+
+def _scale(axis: Any, values: Sequence[float]) -> None:
+    """A logarithmic scale where values spread over more than a decade, else one from zero."""
+    if _wide(values):
+        axis.set_yscale("log")
+        _plain(axis.yaxis)
+        axis.set_ylim(0.8 * min(values), 1.25 * max(values))
+    else:
+        axis.set_ylim(0, 1.12 * max([*values, 1e-9]))
+
+
+def _wide(values: Sequence[float]) -> bool:
+    return bool(values) and min(values) > 0 and max(values) > 10 * min(values)
+
+
+def _plain(ticks: Any) -> None:
+    """Numbers in place of powers of ten."""
+    from matplotlib.ticker import FuncFormatter, NullFormatter
+
+    ticks.set_major_formatter(FuncFormatter(_short))
+    ticks.set_minor_formatter(NullFormatter())
+
+
+def _short(value: float, _: int) -> str:
+    return f"{value / 1e6:g}M" if value >= 1e6 else f"{value / 1e3:g}k" if value >= 1e4 else f"{value:g}"

@@ -1,0 +1,177 @@
+"""Tables of experiments as text: figures with their intervals, the paper's beside them, a reason where none is."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, NotRequired
+
+from pydantic import Field, with_config
+from typing_extensions import TypedDict
+
+from hiddenlab.summary import FIGURES, figure
+from hiddenlab.utils.schema import CLOSED, Count, Finite
+from hiddenlab.utils.text import markdown, visible
+
+# Figures that only experiments have; see ``hiddenlab.summary`` for the kinds.
+MORE_FIGURES = {
+    "top1_agreement": "share",
+    "token_set": "share",
+    "missing_exact": "share",
+    "missing_verified": "share",
+    "missing_wrong_verified": "share",
+    "same_generated": "share",
+    "kinds_named": "share",
+    "rejected": "share",
+    "covered": "share",
+    "over_plain": "times",
+    "perplexity": "number",
+    "kl": "number",
+}
+PAPER = "paper: "
+NOT_RECORDED = "not recorded"  # in place of the command of a table that no single one made
+NO_COMMAND = "The command was not recorded"
+TABLE_FORMAT = 1
+
+# Names become names of files; a table names nothing outside its folder.
+Name = Annotated[str, Field(pattern=r"\A[a-z0-9][a-z0-9-]*\z", max_length=100)]
+
+
+@with_config(CLOSED)
+class Figure(TypedDict):
+    """What was measured, with its 95 % interval and over how many; null where nothing was."""
+
+    value: Finite | None
+    low: Finite | None
+    high: Finite | None
+    n: Count
+
+
+@with_config(CLOSED)
+class Row(TypedDict):
+    """A row of a table: what it is of, what was measured, what the paper says."""
+
+    keys: dict[str, str | int | Finite | bool | None]
+    figures: dict[str, Figure]
+    paper: dict[str, Finite | None]
+    status: Literal["measured", "not run"]
+    reason: str | None
+    commit: str | None
+    cell: Name | None
+
+
+@with_config(CLOSED)
+class Table(TypedDict):
+    """A table of ``hiddenlab eval`` as it is stored."""
+
+    format: int
+    experiment: Name
+    title: str
+    figures: dict[str, str]
+    rows: list[Row]
+    versions: NotRequired[list[str]]
+    notes: list[str]
+    over: NotRequired[str | None]
+    curves: NotRequired[str | None]
+    against: NotRequired[str | None]
+    command: str
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A table's cells as text; ``keys`` columns name the row, ``published`` ones are the paper's."""
+
+    header: list[str]
+    rows: list[list[str]]
+    keys: int
+    published: int
+    reasons: list[str]
+
+
+def grid(table: Mapping[str, Any]) -> Grid:
+    """The text of a table that ``hiddenlab eval`` wrote.
+
+    A figure is followed by its 95 % interval. A dash is what was not measured; why a whole row was not run stands in
+    ``reasons``.
+    """
+    rows: Sequence[Mapping[str, Any]] = table["rows"]
+    keys = list(dict.fromkeys(key for row in rows for key in row["keys"]))
+    names = [name for name in table["figures"] if any(name in row["figures"] for row in rows)]
+    published = list(
+        dict.fromkeys(key for row in rows for key, value in row["paper"].items() if value is not None)
+    )
+    reasons: list[str] = []
+    lines = []
+    for row in rows:
+        line = [_plain(row["keys"].get(key)) for key in keys]
+        line += [_with_interval(name, row["figures"].get(name)) for name in names]
+        line += [_published(key, row["paper"].get(key)) for key in published]
+        measured = row["status"] == "measured"
+        if not measured or row["reason"]:
+            what = ", ".join(map(_plain, row["keys"].values()))
+            how = "in part not run" if measured else "not run"
+            reasons.append(f"{how}: {what}: {row['reason'] or 'not measured yet'}")
+        lines.append(line)
+    header = [*keys, *(table["figures"][name] for name in names), *(PAPER + key for key in published)]
+    return Grid(header, lines, len(keys), len(published), list(dict.fromkeys(reasons)))
+
+
+def kind_of(name: str) -> str:
+    """How a figure is written; what stands behind a comma in its name does not matter."""
+    stem = name.partition(",")[0]
+    return MORE_FIGURES.get(stem) or (FIGURES[stem][1] if stem in FIGURES else "number")
+
+
+def _with_interval(name: str, found: Mapping[str, float | int | None] | None) -> str:
+    if found is None or found.get("value") is None:
+        return "–"
+    kind = kind_of(name)
+    value = figure(name, found["value"], kind)
+    low, high = (
+        figure(name, found[end], kind).removesuffix(" %").removesuffix(" ×") for end in ("low", "high")
+    )
+    return value if found["low"] == found["high"] else f"{value} [{low}, {high}]"
+
+
+def _published(key: str, value: Any) -> str:
+    if value is None:
+        return "–"
+    stem = key.partition(",")[0]
+    share = stem in ("exact", "exact prompts")
+    return figure("exact", value) if share else _plain(value)
+
+
+def _plain(value: Any) -> str:
+    if value is None:
+        return "–"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def brackets(table: Mapping[str, Any]) -> str:
+    """What brackets mean, and which versions of the code measured the rows."""
+    versions = table.get("versions")
+    if versions is None:  # of an older version
+        rows = [row for row in table["rows"] if row["status"] == "measured" and row.get("commit")]
+        versions = list(dict.fromkeys(row["commit"] for row in rows))
+    made = f" Measured by {', '.join(versions)}." if versions else ""
+    return f"Brackets are 95 % intervals over prompts.{made}"
+
+
+def markdown_table(table: Mapping[str, Any]) -> str:
+    """Title, table, reasons and notes as Markdown."""
+    cells = grid(table)
+    numbers = len(cells.header) - cells.keys
+    lines = [
+        f"## {markdown(table['title'])}",
+        "",
+        _line(cells.header),
+        f"|{'---|' * cells.keys}{'---:|' * numbers}",
+    ]
+    lines += [_line(row) for row in cells.rows]
+    command = visible(table["command"]).replace("`", "'")
+    made = NO_COMMAND if command == NOT_RECORDED else f"`{command}`"
+    lines += ["", f"{made}. {markdown(brackets(table))}"]
+    lines += ["", *(f"- {markdown(text)}" for text in [*table["notes"], *cells.reasons])]
+    return "\n".join(lines) + "\n"
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(map(markdown, cells))} |"

@@ -1,0 +1,229 @@
+"""The types that every room shares: what a defense releases, what an attack answers, what stays secret.
+
+Axis names used in shape annotations everywhere: ``n`` prompt tokens, ``rows`` observed rows, ``d`` width of a
+hidden state, ``c`` candidates, ``v`` vocabulary, ``h`` attention heads, ``k`` key/value heads, ``t`` tokens of
+one forward pass.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import TYPE_CHECKING, Annotated, Any, Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Float
+from pydantic import AfterValidator, Field
+from torch import Tensor
+
+from hiddenlab.errors import InputError
+from hiddenlab.utils.schema import CLOSED, Count, Finite, Layer, Position, one_of
+
+if TYPE_CHECKING:
+    from hiddenlab.models import TruncatedModel
+
+LAST_STREAMS = ("final_norm", "logits")  # which exist after the last layer only
+INNER_STREAMS = ("q", "k", "v", "kv", "qkv", "attn")
+STREAMS = ("resid", "embed", *INNER_STREAMS, *LAST_STREAMS)
+DTYPE_NAMES = ("float32", "bfloat16", "float16")
+QUANTIZATIONS = ("int8", "nf4")
+MOST_PREFIX_TOKENS = 4096
+Progress = Callable[[str, int, int], None]  # (what, done, total)
+
+
+def _ascending(positions: tuple[int, ...]) -> tuple[int, ...]:
+    if any(a >= b for a, b in pairwise(positions)):
+        raise ValueError("should ascend, each position once")
+    return positions
+
+
+def _known_stream(stream: str) -> str:
+    if stream not in STREAMS:
+        raise ValueError(f"unknown stream {stream!r}; known are {', '.join(STREAMS)}")
+    return stream
+
+
+def silent(what: str, done: int, total: int) -> None:
+    """The progress callback that shows nothing."""
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where in the model a state was taken.
+
+    ``resid`` at layer l is the state after l decoder layers and before any final norm; ``final_norm`` the state
+    after the last layer and the final norm; ``logits`` the language-model head's output (used by proposals).
+    ``embed`` is layer 0, what enters the first layer. ``q``, ``k`` and ``v`` are of layer l's attention (the first
+    is 1), all heads side by side, after rotary embedding; k and v are what a KV cache holds (``kv``: both, side by
+    side), ``qkv`` what an attention node is sent. ``attn`` is what the attention gives, before its output projection;
+    nodes of a distributed scheme see it in parts.
+    """
+
+    __pydantic_config__ = CLOSED
+
+    layer: Layer
+    stream: Annotated[str, AfterValidator(_known_stream)] = "resid"
+
+    def __post_init__(self) -> None:
+        try:
+            _known_stream(self.stream)
+        except ValueError as error:
+            raise InputError(str(error)) from None
+
+    def __str__(self) -> str:
+        return f"{self.stream} at layer {self.layer}"
+
+
+@dataclass(frozen=True)
+class ObservationInfo:
+    """What everyone may know of an observation, the attacker included (Kerckhoffs: the scheme is public).
+
+    Attributes:
+        model: name of the model, as the user gave it.
+        signature: a few entries of the embedding table, to notice another model (compared with a tolerance, so
+            that another dtype of the same weights passes).
+        site: where the states were taken.
+        channel: specs of the defenses that the states passed, in order.
+        rows_permuted: the order of the rows was shuffled.
+        columns_permuted: None, ``"per-row"`` or ``"shared"``: coordinates were shuffled.
+        noise_sigma: standard deviation of Gaussian noise on the input embeddings, or None.
+        prefix_tokens: unknown embeddings that stand before the first token; their rows are not released.
+        provider_dtype: dtype in which the provider ran the model.
+        quantization: None, ``"int8"`` or ``"nf4"``: how the provider's weights were quantized.
+        positions: positions of the rows in the prompt, ascending, where only some were seen; None is all.
+        facts: further public facts that a third party's defense adds; JSON values only.
+    """
+
+    __pydantic_config__ = CLOSED
+
+    model: str
+    signature: tuple[Finite, ...]
+    site: Site
+    channel: tuple[str, ...] = ()
+    rows_permuted: bool = False
+    columns_permuted: Annotated[str, one_of("per-row", "shared")] | None = None
+    noise_sigma: Annotated[Finite, Field(gt=0)] | None = None
+    prefix_tokens: Annotated[Count, Field(le=MOST_PREFIX_TOKENS)] = 0
+    provider_dtype: Annotated[str, one_of(*DTYPE_NAMES)] = "float32"
+    quantization: Annotated[str, one_of(*QUANTIZATIONS)] | None = None
+    positions: Annotated[tuple[Position, ...], AfterValidator(_ascending)] | None = None
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Observation:
+    """Hidden states as a defense released them, with every public fact about them.
+
+    Attributes:
+        states: one row a prompt token, in the released order, dtype as released.
+        info: the public facts.
+    """
+
+    states: Float[Tensor, "rows d"]
+    info: ObservationInfo
+
+    def __post_init__(self) -> None:
+        if self.states.shape[0] == 0:
+            raise InputError("the observation has no rows")
+        # Not every 8-bit float has such a test of its own.
+        finite = torch.isfinite(self.states.float() if self.states.dtype.itemsize == 1 else self.states)
+        if not bool(finite.all()):
+            bad = int((~finite).any(dim=-1).nonzero()[0, 0])
+            raise InputError(
+                f"the observation holds NaN or infinity (first in row {bad}); nothing can be matched"
+            )
+
+    def __repr__(self) -> str:
+        rows, width = self.states.shape
+        channel = " | ".join(self.info.channel) or "identity"
+        return (
+            f"Observation({rows} rows × {width}, {self.info.site} of {self.info.model}, channel {channel}; "
+            f"the attacker knows the states and the channel, not tokens, permutations or noise)"
+        )
+
+
+@dataclass(frozen=True)
+class GroundTruth:
+    """What the attacker must not see; only the defense, the runner and the scorer touch it.
+
+    Attributes:
+        tokens: the prompt's token ids.
+        row_order: released row r is the state of token ``row_order[r]``, or None where rows were not permuted.
+        details: whatever else a defense drew (column permutations, noise …), by defense spec.
+    """
+
+    tokens: tuple[int, ...]
+    row_order: tuple[int, ...] | None = None
+    details: Mapping[str, Any] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        return f"GroundTruth({len(self.tokens)} tokens, not shown)"
+
+
+@dataclass(frozen=True)
+class TokenPrediction:
+    """One recovered token and how sure the attack is of it.
+
+    Attributes:
+        token: the token id.
+        row: the observed row it was matched with, -1 for a token that no row shows.
+        distance: distance of its state to that row, in the matcher's norm.
+        margin: how much farther the nearest other candidate was, or None where none was evaluated.
+        evaluated: candidates evaluated for this position, the accepted one included.
+        verified: the distance is within epsilon, where by chance no wrong one among those evaluated would be.
+    """
+
+    token: int
+    row: int
+    distance: float
+    margin: float | None
+    evaluated: int
+    verified: bool
+
+
+@dataclass(frozen=True)
+class AttackResult:
+    """What an attack got back from one observation.
+
+    ``evaluated_tokens`` counts every position run through the truncated model, verification passes included;
+    ``forward_calls`` the passes this prompt took part in; ``seconds`` this prompt's share of its batch's time.
+    ``positions`` are the tokens' places in the prompt where not all of its tokens were recovered, None where
+    nothing is missing before the last.
+    """
+
+    tokens: tuple[TokenPrediction, ...]
+    evaluated_tokens: int
+    forward_calls: int
+    seconds: float
+    stop_reason: str
+    epsilon: float | None = None
+    positions: tuple[int, ...] | None = None
+
+    @property
+    def ids(self) -> list[int]:
+        """The recovered token ids, in order."""
+        return [token.token for token in self.tokens]
+
+
+@runtime_checkable
+class Attack(Protocol):
+    """Recovers tokens from an observation. Sees the observation and the model, never a GroundTruth."""
+
+    def recover(
+        self, observation: Observation, model: "TruncatedModel", generator: torch.Generator
+    ) -> AttackResult:
+        """Recover one prompt; raises NotApplicableError where a stated need is unmet."""
+        ...
+
+
+@runtime_checkable
+class BatchAttack(Protocol):
+    """An attack that is faster on several observations at once.
+
+    Its attribute ``batch``, where it has one, says how many: they are recorded together when all are done.
+    """
+
+    def recover_batch(
+        self, observations: Sequence[Observation], model: "TruncatedModel", generator: torch.Generator
+    ) -> list[AttackResult]:
+        """Recover several prompts; same answers as one by one."""
+        ...

@@ -1,0 +1,1 @@
+"""Serve every room: files, cache, checked JSON, safe text, the description of the machine."""
