@@ -17,7 +17,7 @@ from hiddenlab.errors import HiddenlabError, InputError, NotApplicableError, Unk
 from hiddenlab.eval import cells as experiment_module
 from hiddenlab.eval import command
 from hiddenlab.eval.cells import Cell, Experiment, Setting, conduct, load_result, measure_cell
-from hiddenlab.eval.measures import attack
+from hiddenlab.eval.measures import attack as measures
 from hiddenlab.eval.measures.intervals import mean, ratio, share
 from hiddenlab.eval.tables import paper
 from hiddenlab.job import AttackSpec, build_attack
@@ -71,7 +71,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]]:
             raise NotApplicableError("there is nothing to attack")
         return {"exact": {"value": spec["x"] / 10, "low": 0.1, "high": 0.9, "n": 7}}
 
-    monkeypatch.setattr(attack, "count", count, raising=False)
+    monkeypatch.setattr(measures, "count", count, raising=False)
     monkeypatch.setitem(registry.BUILTINS["measures"], "count", "hiddenlab.eval.measures.attack:count")
     yield calls
 
@@ -365,7 +365,7 @@ def test_eval_measures_what_defenses_cost(
             raise InputError("the hub cannot be reached")
         return load_prompts(source, **options)
 
-    monkeypatch.setattr(attack, "load_prompts", offline)
+    monkeypatch.setattr(measures, "load_prompts", offline)
     run(
         "eval", "table-22", "--model", tiny("llama", tokenizer=True), "--prompts",
         few(["hello there", "abc"], tmp_path), "--threads", "1",
@@ -438,8 +438,8 @@ def attacked(monkeypatch: pytest.MonkeyPatch) -> None:
     def utility(spec: dict[str, Any], folder: Path, progress: Progress) -> dict[str, dict[str, float]]:
         return {"kl": {"value": 0.0, "low": 0.0, "high": 0.0, "n": 7}}
 
-    monkeypatch.setattr(attack, "attack", attack)
-    monkeypatch.setattr(attack, "utility", utility)
+    monkeypatch.setattr(measures, "attack", attack)
+    monkeypatch.setattr(measures, "utility", utility)
 
 
 @pytest.mark.usefixtures("attacked")

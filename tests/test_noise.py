@@ -14,7 +14,7 @@ from hiddenlab.channels import Channel
 from hiddenlab.cli import app
 from hiddenlab.errors import InputError, NotApplicableError, UnknownNameError
 from hiddenlab.eval.cells import Experiment, Setting, conduct
-from hiddenlab.eval.measures import attack
+from hiddenlab.eval.measures import attack as measures
 from hiddenlab.eval.tables import paper
 from hiddenlab.eval.tables.attack import table_18, table_19, table_20, table_21, table_22
 from hiddenlab.eval.tables.noise import noise, noise_utility, order
@@ -89,7 +89,7 @@ def test_what_is_asked_for_is_what_is_measured(deep: str) -> None:
 
 
 def test_strengths_relative_to_the_embeddings(deep: str) -> None:
-    unit = attack.embedding_deviation(deep)
+    unit = measures.embedding_deviation(deep)
     model = load_model(deep, 0, stream="embed")
     table = model.embed(torch.arange(model.vocab_size)).double()
     assert unit == pytest.approx(float(table.std(correction=0)), rel=1e-5)
@@ -238,7 +238,7 @@ def test_a_row_is_a_defense(deep: str) -> None:
 def test_the_embeddings_spread(tiny: Callable[..., str], tmp_path: Path, architecture: str) -> None:
     """As the module gives them: Gemma's scales what it looks up by the root of the width."""
     path = tiny(architecture)
-    found = attack.embedding({"model": path}, tmp_path)["embedding_deviation"]
+    found = measures.embedding({"model": path}, tmp_path)["embedding_deviation"]
     model = PlainModel(path).model
     table = model.get_input_embeddings().weight.detach().double()
     scale = model.config.hidden_size**0.5 if architecture == "gemma2" else 1.0
@@ -258,7 +258,7 @@ def test_the_whole_table(tiny: Callable[..., str], tmp_path: Path, monkeypatch: 
             for name in ("rouge_l", "bag_of_tokens_recall")
         }
 
-    monkeypatch.setattr(attack, "attack", attack)
+    monkeypatch.setattr(measures, "attack", attack)
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("hello there\nabc")
     model = tiny("llama", tokenizer=True)
@@ -297,12 +297,12 @@ def test_what_rows_tell_of_their_order(
         lengths = rows.norm(dim=1)
         return lengths[:, None] - lengths
 
-    monkeypatch.setattr(attack, "pairwise_order_for", lambda *_: (by_length, 0.0))
+    monkeypatch.setattr(measures, "pairwise_order_for", lambda *_: (by_length, 0.0))
     model = tiny("llama", tokenizer=True)
     setting = Setting(model=model, prompts=str(prompts), layers=(2,))
     (cell,) = order(setting, sigmas=0.1).cells
     assert cell.spec["defense"] == ["gaussian:sigma=0.1", "seq-perm"]
-    found = attack.order(dict(cell.spec), tmp_path)
+    found = measures.order(dict(cell.spec), tmp_path)
     truncated = load_model(model, 2, device="cpu")
     counts, off = {"pairs": [0, 0], "near_pairs": [0, 0], "far_pairs": [0, 0]}, []
     for i, text in enumerate(texts[:2]):  # one row has no order
@@ -322,7 +322,7 @@ def test_what_rows_tell_of_their_order(
         assert found[name]["value"] == pytest.approx(hits / pairs)
     assert found["places_off"]["value"] == pytest.approx(sum(off) / 2)
     with pytest.raises(NotApplicableError):
-        attack.order({**cell.spec, "defense": ["hidden-perm"]}, tmp_path)
+        measures.order({**cell.spec, "defense": ["hidden-perm"]}, tmp_path)
     for wrong in ("identity", "seq-perm,2d-perm"):
         with pytest.raises(InputError, match="one channel of seq-perm, 2d-perm"):
             order(setting, channel=wrong)

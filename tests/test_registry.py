@@ -230,10 +230,10 @@ torch.manual_seed(0)
 size = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
 config = LlamaConfig(vocab_size=50, **size)
 LlamaForCausalLM(config).save_pretrained(folder)
-truncated model = load_model(folder, 1, device="cpu")
+model = load_model(folder, 1, device="cpu")
 tokens = [7, 3, 3, 40, 12, 9]
 channel = Channel.parse(["round:2", "seq-perm"])
-observation, secret = channel.release(truncated model, tokens, torch.Generator().manual_seed(1))
+observation, secret = channel.release(model, tokens, torch.Generator().manual_seed(1))
 plain = model.encode(torch.tensor(tokens))
 assert observation.info.channel == ("round:decimals=2", "seq-perm")
 assert observation.info.rows_permuted and observation.info.facts == {"decimals": 2}
@@ -242,7 +242,7 @@ assert not torch.equal(expected, plain) and torch.allclose(observation.states, e
 
 attack = registry.build("attacks", "nearest-embedding", budget=None)
 assert isinstance(attack, Attack)
-recovery = attack.recover(observation, truncated model, torch.Generator())
+recovery = attack.recover(observation, model, torch.Generator())
 assert recovery.ids == [tokens[r] for r in secret.row_order], recovery.ids
 print("used")
 """
