@@ -13,11 +13,12 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from hiddenlab.base import Attack
 from hiddenlab.errors import InputError, NotApplicableError
 from hiddenlab.matching.fingerprint_evidence import Evidence, evidence_of
 from hiddenlab.models import Prefix, Request, TruncatedModel
 from hiddenlab.proposals.lm_context import opened
-from hiddenlab.types import AttackResult, Observation, Progress, TokenPrediction, silent
+from hiddenlab.types import AttackResult, Observation, ObservationInfo, TokenPrediction
 
 CERTAIN = 7.0  # nats: less than one in a thousand
 FIRST_PATHS = 8  # times as many paths behind the first token: the next ones tell them apart
@@ -28,7 +29,7 @@ OPENERS = 4  # special tokens, behind one of which first tokens are expected
 SPECIAL_FIRST = 1e-3  # least probability of a special token as a prompt's first
 
 
-class FingerprintInversion:
+class FingerprintInversion(Attack):
     """Beam search for the prompt behind verification fingerprints, from left to right.
 
     The language model proposes continuations; each is run, and its state compared with what the fingerprint of its
@@ -51,7 +52,7 @@ class FingerprintInversion:
         first_tokens: first tokens compared. evidence: false leaves the language model's own guess, the floor.
         every: only each so-manieth row is looked at, as if the provider had sent no others (DiFR's stride).
         directions: of a secret projection, as learned (``attacks.evidence``). error: typical error of their inner
-            products, as a share of these; None is what half precision does. progress: where progress is reported.
+            products, as a share of these; None is what half precision does.
     """
 
     def __init__(
@@ -64,7 +65,6 @@ class FingerprintInversion:
         every: int = 1,
         directions: Tensor | None = None,
         error: float | None = None,
-        progress: Progress = silent,
     ) -> None:
         if min(breadth, candidates, budget, first_tokens, every) < 1:
             raise InputError(
@@ -79,30 +79,26 @@ class FingerprintInversion:
             budget,
             first_tokens,
         )
-        self.evidence, self.every, self.progress = evidence, every, progress
+        self.evidence, self.every = evidence, every
         self.directions, self.error = directions, error
         self._prepared: tuple[TruncatedModel, _Opening] | None = None
 
-    def setup(
-        self, observation: Observation, model: TruncatedModel, generator: torch.Generator
-    ) -> dict[str, float]:
+    def _fit(self, info: ObservationInfo) -> dict[str, float | str]:
         """Run the first tokens that the language model expects, once for all prompts."""
-        started, before = time.perf_counter(), model.evaluated_tokens
-        evidence_of(observation, model, self.directions, self.error)
-        self._opening(model)
+        started, before = time.perf_counter(), self.model.evaluated_tokens
+        self._opening(self.model)
         return {
             "opening_seconds": time.perf_counter() - started,
-            "opening_tokens": float(model.evaluated_tokens - before),
+            "opening_tokens": float(self.model.evaluated_tokens - before),
         }
 
-    def recover(
-        self, observation: Observation, model: TruncatedModel, generator: torch.Generator
-    ) -> AttackResult:
+    def _recover(self, observation: Observation) -> AttackResult:
         """Recover one prompt.
 
         Raises:
             InputError, NotApplicableError: see ``evidence_of``.
         """
+        model = self.model
         evidence = evidence_of(observation, model, self.directions, self.error)
         opening = self._opening(model)
         started, before = time.perf_counter(), (model.evaluated_tokens, model.forward_calls)

@@ -5,13 +5,12 @@ import time
 import torch
 from torch.nn.functional import normalize
 
+from hiddenlab.base import Attack
 from hiddenlab.errors import NotApplicableError
-from hiddenlab.models import TruncatedModel
-from hiddenlab.observation import check_observation
 from hiddenlab.types import AttackResult, Observation, TokenPrediction
 
 
-class NearestEmbedding:
+class NearestEmbedding(Attack):
     """Reads each row as the token with the nearest input embedding by cosine; never runs the model.
 
     A baseline: exact at layer 0, and a measure of how far a deeper state has moved from its token. Nothing is
@@ -20,16 +19,13 @@ class NearestEmbedding:
     Knows: the embedding table, the released states. Does not know: tokens, permutations.
     """
 
-    def recover(
-        self, observation: Observation, model: TruncatedModel, generator: torch.Generator
-    ) -> AttackResult:
+    def _recover(self, observation: Observation) -> AttackResult:
         """Recover one prompt, in the order of its rows.
 
         Raises:
             NotApplicableError: permuted coordinates, or a stream that is no hidden state.
         """
-        info = observation.info
-        check_observation(observation, model)
+        info, model = observation.info, self.model
         if info.columns_permuted is not None:
             raise NotApplicableError("the nearest embedding needs the coordinates in order")
         if observation.states.shape[1] != model.embedding.shape[1]:

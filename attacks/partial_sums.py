@@ -21,10 +21,11 @@ from jaxtyping import Float, Int
 from scipy.optimize import nnls
 from torch import Tensor
 
+from hiddenlab.base import Attack
 from hiddenlab.errors import InputError, NotApplicableError
 from hiddenlab.matching.first_layer import FirstLayer
 from hiddenlab.models import TruncatedModel
-from hiddenlab.types import AttackResult, Observation, Progress, TokenPrediction, silent
+from hiddenlab.types import AttackResult, Observation, ObservationInfo, TokenPrediction
 
 NOISE = 1e-4  # singular values below this share of the largest are rounding
 EXPLAINED = 1e-6  # share of a sum's square that the right tokens leave unexplained, at most
@@ -32,7 +33,7 @@ CANDIDATES = 4  # a missing token's candidates that are looked at with their wei
 SWEEPS, STARTS = 20, 16
 
 
-class PartialSums:
+class PartialSums(Attack):
     """Recovers the tokens before a CompNode's last row from what it receives at the first layer.
 
     Needs a node's combined view, ``partials-1.safetensors`` of ``hiddenlab cascade run --record``: its embeddings, and
@@ -42,20 +43,18 @@ class PartialSums:
     Knows: the weights of the first layer, the plan, what the node holds and receives. Does not know: other nodes' rows.
 
     Args:
-        candidates: tokens looked at for each missing one. seed: of restarts. progress: where progress is reported.
+        candidates: tokens looked at for each missing one.
     """
 
-    def __init__(self, candidates: int = CANDIDATES, seed: int = 0, progress: Progress = silent) -> None:
+    def __init__(self, candidates: int = CANDIDATES) -> None:
         if candidates < 1:
             raise InputError(f"candidates must be at least 1, not {candidates}")
-        self.candidates, self.seed, self.progress = candidates, seed, progress
+        self.candidates = candidates
         self._layer: tuple[TruncatedModel, FirstLayer] | None = None
 
-    def setup(
-        self, observation: Observation, model: TruncatedModel, generator: torch.Generator
-    ) -> dict[str, float]:
+    def _fit(self, info: ObservationInfo) -> dict[str, float | str]:
         """Load the first layer's projections and tabulate the vocabulary's value vectors, once a model."""
-        layer = self._first(model)
+        layer = self._first(self.model)
         if not layer.moves:
             layer.values(0)
         return {}
@@ -65,9 +64,7 @@ class PartialSums:
             self._layer = model, FirstLayer(model)
         return self._layer[1]
 
-    def recover(
-        self, observation: Observation, model: TruncatedModel, generator: torch.Generator
-    ) -> AttackResult:
+    def _recover(self, observation: Observation) -> AttackResult:
         """Recover one prompt up to the node's last row.
 
         Raises:
@@ -78,10 +75,10 @@ class PartialSums:
             raise NotApplicableError(
                 "this attack reads a CompNode's combined view of layer 1 (partials-1 of 'cascade run --record')"
             )
-        layer = self._first(model)
+        layer = self._first(self.model)
         started, before = time.perf_counter(), layer.counters()
         with torch.inference_mode():
-            view = _View.of(observation, model.device)
+            view = _View.of(observation, self.model.device)
             own = layer.own_tokens(view.embeddings, view.positions)
             known = dict(zip(view.positions, own, strict=True))
             heads = view.total.shape[2]

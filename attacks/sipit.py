@@ -9,17 +9,18 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from hiddenlab.attacks.vocab_match import Prepared, VocabMatch
+from hiddenlab.base import Attack
 from hiddenlab.channels import by_channel
 from hiddenlab.errors import InputError, NotApplicableError
 from hiddenlab.matching.projections import projection_of
 from hiddenlab.models import Answer, Request, TruncatedModel
-from hiddenlab.observation import check_observation
-from hiddenlab.types import AttackResult, Observation, Progress, TokenPrediction, silent
+from hiddenlab.types import AttackResult, Observation, ObservationInfo, TokenPrediction
+from hiddenlab.utils.random import generator
 
 MOMENTS = 0.9, 0.999  # of Adam
 
 
-class SipIt:
+class SipIt(Attack):
     """Recovers one token after another: a gradient moves an embedding, its nearest untried token is verified.
 
     For each position an embedding starts at the table's mean and follows the gradient of half the squared distance
@@ -44,8 +45,6 @@ class SipIt:
         distance: str = "auto",
         epsilon: str = "auto",
         batch: int = 32,
-        seed: int = 0,
-        progress: Progress = silent,
     ) -> None:
         if not step > 0 or per_step < 1 or (budget is not None and budget < 1):
             raise InputError(
@@ -54,48 +53,35 @@ class SipIt:
         self.policy, self.step, self.per_step, self.budget = policy, step, per_step, budget
         if batch < 1:
             raise InputError(f"the batch must be at least 1 prompt, not {batch}")
-        self.batch, self.progress = batch, progress
-        self.matching = VocabMatch(
-            proposal="vocab", distance=distance, epsilon=epsilon, seed=seed, progress=progress
-        )
+        self.batch = batch
+        self.matching = VocabMatch(proposal="vocab", distance=distance, epsilon=epsilon)
 
-    def setup(
-        self, observation: Observation, model: TruncatedModel, generator: torch.Generator
-    ) -> dict[str, float]:
-        """Measure epsilon, see ``VocabMatch.setup``; nothing is trained."""
-        return self.matching.setup(observation, model, generator)
+    def _fit(self, info: ObservationInfo) -> dict[str, float | str]:
+        """Measure epsilon, as ``VocabMatch`` does; nothing is trained."""
+        self.matching.progress = self.progress
+        return self.matching.fit(info, self.model, self.seed).measured
 
-    def recover(
-        self, observation: Observation, model: TruncatedModel, generator: torch.Generator
-    ) -> AttackResult:
-        """Recover one prompt; see ``recover_batch``."""
-        return self.recover_batch([observation], model, generator)[0]
-
-    def recover_batch(
-        self, observations: Sequence[Observation], model: TruncatedModel, generator: torch.Generator
-    ) -> list[AttackResult]:
+    def _recover_batch(self, observations: Sequence[Observation]) -> list[AttackResult]:
         """Recover prompts beside each other: every pass holds one gradient, or the tokens behind it, of each.
 
         A single token leaves the processor waiting for weights, so that many prompts cost little more than one.
 
         Raises:
-            InputError: an observation does not fit the truncated model.
             NotApplicableError: rows or coordinates in unknown order, or rows with gaps before them.
         """
         for observation in observations:
-            check_observation(observation, model)
             _check(observation)
-        seed = int(torch.randint(1 << 62, (1,), generator=generator))
+        seed = int(torch.randint(1 << 62, (1,), generator=generator(self.seed, "attack")))
         return [
             recovery
             for group in by_channel(observations, self.batch)
-            for recovery in self._recover_group(group, model, seed)
+            for recovery in self._recover_group(group, self.model, seed)
         ]
 
     def _recover_group(
         self, observations: Sequence[Observation], model: TruncatedModel, seed: int
     ) -> list[AttackResult]:
-        prepared, _ = self.matching.prepare(observations[0], model)
+        prepared, _ = self.matching.prepare(observations[0].info)
         table = model.embed(torch.arange(model.vocab_size, device=model.device)).float()
         lengths = table.square().sum(1)
         searches = [_Search(self, prepared, model, observation, table, seed) for observation in observations]

@@ -18,8 +18,8 @@ from pydantic import with_config
 from typing_extensions import TypedDict
 
 from hiddenlab import registry
+from hiddenlab.config import AttackConfig
 from hiddenlab.errors import HiddenlabError, InputError
-from hiddenlab.job import AttackSpec
 from hiddenlab.records import RECORD, commit_name, finite, read_run
 from hiddenlab.report.tables import Figure
 from hiddenlab.types import Progress, silent
@@ -163,10 +163,10 @@ def attack_cell(
     paper: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Cell:
-    """An attack's cell; the channel's stages are joined by ``|``, options are those of ``AttackSpec``."""
+    """An attack's cell; the channel's stages are joined by ``|``, options are those of ``AttackConfig``."""
     defense = tuple(stage for stage in channel.split("|") if stage != "identity")
     site = {"layer": layer, "stream": "resid" if layer else "embed"}
-    spec = AttackSpec(**{**setting.where(), **setting.source(), **site, "defense": defense, **options})
+    spec = AttackConfig(**{**setting.where(), **setting.source(), **site, "defense": defense, **options})
     return Cell("attack", spec.to_json(), keys, paper or {})
 
 

@@ -3,87 +3,36 @@
 import hashlib
 import inspect
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, cast
 
 import torch
 from pydantic import Field
 
 from hiddenlab import registry
+from hiddenlab.base import Attack
 from hiddenlab.channels import Channel
-from hiddenlab.errors import InputError
+from hiddenlab.config import ATTACK_OPTIONS, AttackConfig
+from hiddenlab.errors import HiddenlabError, InputError
 from hiddenlab.models import TruncatedModel, load_model
 from hiddenlab.models.load import load_config, resolve_model
 from hiddenlab.observation import check_observation, load_observations
+from hiddenlab.options import Stream
 from hiddenlab.prompts import load_prompts
-from hiddenlab.types import LAST_STREAMS, Attack, GroundTruth, Observation, ObservationInfo, Progress, silent
+from hiddenlab.types import LAST_STREAMS, GroundTruth, Observation, ObservationInfo, Progress, silent
 from hiddenlab.utils.files import write_file
+from hiddenlab.utils.random import generator
 from hiddenlab.utils.schema import (
     CLOSED,
     Count,
-    Positive,
-    Seed,
-    Threads,
     TokenId,
-    check,
     parse,
     read_bytes,
 )
 
 TRUTH_FORMAT = 1
-
-
-@dataclass(frozen=True)
-class AttackSpec:
-    """Every option of ``hiddenlab attack`` that can change its result; ``rerun`` starts from it.
-
-    ``prompt`` holds the text where it came as an argument or on standard input. None means the default;
-    model, layer and stream are resolved before the spec is recorded.
-    """
-
-    __pydantic_config__ = CLOSED
-
-    attack: str = "vocab-match"
-    prompt: str | None = None
-    prompts: str | None = None
-    column: str | None = None
-    limit: Positive | None = None
-    max_tokens: Positive | None = None
-    observation: str | None = None
-    truth: str | None = None
-    model: str | None = None
-    layer: int | None = None
-    stream: str | None = None
-    defense: tuple[str, ...] = ()
-    search: str | None = None
-    proposal: str | None = None
-    distance: str | None = None
-    epsilon: str | None = None
-    budget: Positive | None = None
-    batch: Positive | None = None
-    seed: Seed = 0
-    device: str = "auto"
-    device_map: str | None = None
-    dtype: str = "float32"
-    threads: Threads | None = None
-
-    def to_json(self) -> dict[str, Any]:
-        """All options by name."""
-        return {**asdict(self), "defense": list(self.defense)}
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any], where: str = "the spec") -> "AttackSpec":
-        """Rebuild a recorded spec.
-
-        Args:
-            where: names the spec's place in an error.
-
-        Raises:
-            InputError: an option is unknown to this version, or has a value that it cannot have.
-        """
-        return check(dict(data), cls, where)
 
 
 @dataclass(frozen=True)
@@ -100,12 +49,12 @@ class Case:
 class Job:
     """A checked run: the attacker's truncated model, the channel, the attack, and what to attack."""
 
-    spec: AttackSpec
+    config: AttackConfig
     model: TruncatedModel
     channel: Channel
     attack: Attack
     cases: list[Case]
-    setups: list[ObservationInfo] = field(default_factory=list)
+    fitted: list[ObservationInfo] = field(default_factory=list)
 
     @property
     def inputs_sha256(self) -> str:
@@ -119,91 +68,88 @@ class Job:
         return digest.hexdigest()
 
 
-def prepare(spec: AttackSpec, progress: Progress = silent) -> Job:
-    """Check a spec and load what it needs.
+def prepare(config: AttackConfig, progress: Progress = silent) -> Job:
+    """Check a configuration and load what it needs.
 
     Raises:
         HiddenlabError: anything in it is unknown, out of range, unreadable or does not fit together.
     """
-    if spec.threads is not None:
-        torch.set_num_threads(spec.threads)
-    attack = build_attack(spec, progress)
+    config = AttackConfig.from_json(config.to_json(), "the configuration")
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    attack = build_attack(config, progress)
     observations: list[Observation] = []
-    if spec.observation is None:
-        channel = Channel.parse(spec.defense)
+    if config.observation is None:
+        channel = Channel.parse(config.defense)
     else:
         channel = Channel([])  # the states passed theirs already, which may be known to their provider alone
-        observations = load_observations(Path(spec.observation))
-    secrets = None if spec.truth is None else load_truth(Path(spec.truth))
+        observations = load_observations(Path(config.observation))
+    secrets = None if config.truth is None else load_truth(Path(config.truth))
     # A file of somebody else may name a model, but not make this machine ask the hub for it.
-    local_only = bool(observations) and spec.model is None
+    local_only = bool(observations) and config.model is None
     if observations:
-        spec = _with_public(spec, observations[0].info)
-    sources = [] if observations else _texts(spec)
-    spec = _with_site(spec)
+        config = _with_public(config, observations[0].info)
+    sources = [] if observations else _texts(config)
+    config = _with_site(config)
     progress("loading the model", 0, 1)
-    model = _load(spec, local_only)
+    model = _load(config, local_only)
     channel.provider_model(model)  # which it keeps; what cannot be loaded should fail now
     progress("loading the model", 1, 1)
-    cases = _given(observations, secrets, spec, model) if observations else _prompts(sources, spec, model)
-    return Job(spec, model, channel, attack, cases)
+    cases = _given(observations, secrets, config, model) if observations else _prompts(sources, config, model)
+    return Job(config, model, channel, attack, cases)
 
 
-def capture_all(spec: AttackSpec, progress: Progress = silent) -> list[tuple[Observation, GroundTruth]]:
-    """What the channel of a spec releases of each of its prompts, the same as an attack run would see.
+def capture_all(config: AttackConfig, progress: Progress = silent) -> list[tuple[Observation, GroundTruth]]:
+    """What the channel of a config releases of each of its prompts, the same as an attack run would see.
 
     Raises:
         HiddenlabError: see ``prepare``.
     """
-    if spec.threads is not None:
-        torch.set_num_threads(spec.threads)
-    channel = Channel.parse(spec.defense)
-    texts = _texts(spec)
-    spec = _with_site(spec)
-    model = _load(spec)
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    channel = Channel.parse(config.defense)
+    texts = _texts(config)
+    config = _with_site(config)
+    model = _load(config)
     channel.provider_model(model)
     released = []
-    cases = _prompts(texts, spec, model)
+    cases = _prompts(texts, config, model)
     for case in cases:
-        released.append(_release(channel, model, case, spec.seed))
+        released.append(_release(channel, model, case, config.seed))
         progress("prompts", len(released), len(cases))
     return released
 
 
-def build_attack(spec: AttackSpec, progress: Progress = silent) -> Attack:
+def build_attack(config: AttackConfig, progress: Progress = silent) -> Attack:
     """The attack with those of the options that it declares.
 
     Raises:
         InputError: an option was given that it does not have.
     """
-    name, _ = registry.parse_spec(spec.attack)
+    name, _ = registry.parse_spec(config.attack)
     parameters = inspect.signature(registry.resolve("attacks", name)).parameters
     anything = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    named = ("search", "proposal", "distance", "epsilon", "budget")
-    given = {key: getattr(spec, key) for key in named if getattr(spec, key) is not None}
+    given = {key: value for key in ATTACK_OPTIONS if (value := getattr(config, key)) is not None}
     if not anything and (strange := [f"--{key}" for key in given if key not in parameters]):
         raise InputError(
             f"the attack {name} has no option {', '.join(strange)}; it takes {', '.join(parameters)}"
         )
-    offered = {"seed": spec.seed, "progress": progress}
-    if spec.batch is not None:
-        offered["batch"] = spec.batch
-    taken = {key: value for key, value in offered.items() if anything or key in parameters}
-    attack: Attack = registry.build("attacks", spec.attack, **given, **taken)
+    if config.batch is not None and (anything or "batch" in parameters):
+        given["batch"] = config.batch
+    attack = registry.build("attacks", config.attack, **given)
+    if not isinstance(attack, Attack):
+        raise HiddenlabError(
+            f"{type(attack).__name__} is no attack: it does not extend hiddenlab.base.Attack"
+        )
+    attack.progress = progress
     return attack
-
-
-def generator(seed: int, *what: object) -> torch.Generator:
-    """A generator of its own for each purpose, so that no result depends on what else is run."""
-    digest = hashlib.sha256(json.dumps([seed, *map(str, what)]).encode()).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
 
 
 def release(job: Job, case: Case) -> tuple[Observation, GroundTruth | None]:
     """What the defense shows of one prompt, and what it keeps to itself."""
     if case.observation is not None:
         return case.observation, case.truth
-    return _release(job.channel, job.model, case, job.spec.seed)
+    return _release(job.channel, job.model, case, job.config.seed)
 
 
 def _release(
@@ -261,22 +207,24 @@ def load_truth(path: Path) -> list[GroundTruth]:
     return secrets
 
 
-def _texts(spec: AttackSpec) -> list[tuple[str, str]]:
-    if spec.prompt is None:
-        return [(p.id, p.text) for p in load_prompts(spec.prompts, column=spec.column, limit=spec.limit)]
-    if not spec.prompt.strip():
+def _texts(config: AttackConfig) -> list[tuple[str, str]]:
+    if config.prompt is None:
+        return [
+            (p.id, p.text) for p in load_prompts(config.prompts, column=config.column, limit=config.limit)
+        ]
+    if not config.prompt.strip():
         raise InputError("the prompt is empty; give at least one token")
-    return [("p001", spec.prompt)]
+    return [("p001", config.prompt)]
 
 
-def _prompts(texts: Sequence[tuple[str, str]], spec: AttackSpec, model: TruncatedModel) -> list[Case]:
+def _prompts(texts: Sequence[tuple[str, str]], config: AttackConfig, model: TruncatedModel) -> list[Case]:
     longest = _longest(model)
     cases = []
     for index, (id, text) in enumerate(texts):
-        tokens = model.tokenize(text, spec.max_tokens)
+        tokens = model.tokenize(text, config.max_tokens)
         if longest is not None and len(tokens) > longest:
             raise InputError(
-                f"prompt {id} has {len(tokens)} tokens, and {spec.model} takes {longest}; use --max-tokens"
+                f"prompt {id} has {len(tokens)} tokens, and {config.model} takes {longest}; use --max-tokens"
             )
         cases.append(Case(index, id, GroundTruth(tuple(tokens))))
     return cases
@@ -291,7 +239,7 @@ def _longest(model: TruncatedModel) -> int | None:
 def _given(
     observations: Sequence[Observation],
     secrets: Sequence[GroundTruth] | None,
-    spec: AttackSpec,
+    config: AttackConfig,
     model: TruncatedModel,
 ) -> list[Case]:
     longest = _longest(model)
@@ -304,12 +252,13 @@ def _given(
     if secrets is not None:
         if len(secrets) != len(observations) or not all(map(_fits, secrets, observations)):
             raise InputError(
-                f"{spec.truth} is not the truth of {spec.observation}: its tokens, or their order, do not fit the rows"
+                f"{config.truth} is not the truth of {config.observation}: "
+                "its tokens, or their order, do not fit the rows"
             )
         for i, secret in enumerate(secrets):
             if (token := max(secret.tokens)) >= model.vocab_size:
                 raise InputError(
-                    f"{spec.truth}: secrets[{i}].tokens holds {token}, and {model.ref.name} has "
+                    f"{config.truth}: secrets[{i}].tokens holds {token}, and {model.ref.name} has "
                     f"{model.vocab_size} tokens; it is the truth of another model"
                 )
         truths = secrets
@@ -317,7 +266,7 @@ def _given(
         Case(index, f"p{index + 1:03d}", truth, observation)
         for index, (truth, observation) in enumerate(zip(truths, observations, strict=True))
     ]
-    return cases[: spec.limit]
+    return cases[: config.limit]
 
 
 def _fits(secret: GroundTruth, observation: Observation) -> bool:
@@ -330,35 +279,39 @@ def _fits(secret: GroundTruth, observation: Observation) -> bool:
     return len(places) == len(observation.states) and places[-1] < len(secret.tokens)
 
 
-def _with_public(spec: AttackSpec, info: ObservationInfo) -> AttackSpec:
+def _with_public(config: AttackConfig, info: ObservationInfo) -> AttackConfig:
     """Model, layer and stream from the observation, where they were not given, and the channel's specs."""
     return replace(
-        spec,
-        model=info.model if spec.model is None else spec.model,
-        layer=info.site.layer if spec.layer is None else spec.layer,
-        stream=spec.stream or info.site.stream,
+        config,
+        model=info.model if config.model is None else config.model,
+        layer=info.site.layer if config.layer is None else config.layer,
+        stream=cast(Stream, info.site.stream) if config.stream is None else config.stream,
         defense=info.channel,
     )
 
 
-def _with_site(spec: AttackSpec) -> AttackSpec:
+def _with_site(config: AttackConfig) -> AttackConfig:
     """The defaults: the built-in model, its middle layer (the last for what comes after the final norm)."""
-    model, stream, layer = "builtin" if spec.model is None else spec.model, spec.stream or "resid", spec.layer
+    model, stream, layer = (
+        "builtin" if config.model is None else config.model,
+        config.stream or "resid",
+        config.layer,
+    )
     if layer is None:
         total = int(getattr(load_config(resolve_model(model)), "num_hidden_layers", 0))
         layer = total if stream in LAST_STREAMS else 0 if stream == "embed" else max(1, total // 2)
-    return replace(spec, model=model, stream=stream, layer=layer)
+    return replace(config, model=model, stream=stream, layer=layer)
 
 
-def _load(spec: AttackSpec, local_only: bool = False) -> TruncatedModel:
-    assert spec.model is not None
-    assert spec.stream is not None
+def _load(config: AttackConfig, local_only: bool = False) -> TruncatedModel:
+    assert config.model is not None
+    assert config.stream is not None
     return load_model(
-        spec.model,
-        spec.layer,
-        stream=spec.stream,
-        dtype=spec.dtype,
-        device=spec.device,
-        device_map=spec.device_map,
+        config.model,
+        config.layer,
+        stream=config.stream,
+        dtype=config.dtype,
+        device=config.device,
+        device_map=config.device_map,
         local_only=local_only,
     )

@@ -120,6 +120,15 @@ def check_observation(observation: Observation, model: TruncatedModel) -> None:
             f"the observation is {width} wide (it names the model {info.model}), "
             f"{model.ref.name} is {expected} wide"
         )
+    check_info(info, model)
+
+
+def check_info(info: ObservationInfo, model: TruncatedModel) -> None:
+    """Refuse public facts of another model or site than the truncated model's.
+
+    Raises:
+        InputError: another model (by signature), or another layer or stream.
+    """
     if not same_signature(info.signature, model.signature):
         raise InputError(
             f"the observation comes from other weights (it names the model {info.model}) "

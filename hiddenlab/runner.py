@@ -1,52 +1,135 @@
-"""A run, read as the protocol: release → recover → score → record."""
+"""Run an attack on prompts, read as the protocol: release → recover → score → record."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 
-from hiddenlab import registry
+from hiddenlab.config import AttackConfig
 from hiddenlab.errors import NotApplicableError
-from hiddenlab.job import Case, Job, generator, release
+from hiddenlab.job import Case, Job, prepare, release
 from hiddenlab.models import Request, TruncatedModel
 from hiddenlab.models.request import packs
-from hiddenlab.records import Recorder
-from hiddenlab.summary import NOT_APPLICABLE, Sample, summarise
-from hiddenlab.types import AttackResult, BatchAttack, GroundTruth, Observation, Progress, silent
+from hiddenlab.records import Recorder, RunRecord
+from hiddenlab.scoring import missing_tokens, pieces_of, score
+from hiddenlab.summary import NOT_APPLICABLE, Sample, figures_of, summarise
+from hiddenlab.types import AttackResult, GroundTruth, Observation, Progress, silent
 from hiddenlab.utils.environment import peak_memory_mb
+from hiddenlab.utils.text import coloured, html
 
 PREFILL_REPEATS = 3
-DEFAULT_BATCH = 32  # prompts attacked together, where neither the attack nor the user says how many
-MISSING = -1  # stands for a token that was not recovered, and equals none
 
 Outcome = AttackResult | NotApplicableError
 
 
-def run_attack(
-    job: Job, recorder: Recorder, *, progress: Progress = silent, show: Callable[[Sample], None] | None = None
-) -> dict[str, Any]:
-    """Attack the prompts that the record does not hold yet, and return the summary of all.
+@dataclass(frozen=True)
+class Run:
+    """A run that has ended: its record, one sample a prompt, and the directory where both are kept, if any.
 
-    The attack gets observations and the attacker's truncated model. Secrets pass it by: from ``release`` to ``score``.
+    Attributes:
+        samples: one dictionary a prompt, the lines of ``samples.jsonl``.
+        path: the run's directory; None where nothing was written.
+    """
+
+    record: RunRecord
+    samples: list[Sample]
+    path: Path | None
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """The figures over all prompts; None stands for what was not measured."""
+        return self.record.summary or {}
+
+    def _repr_html_(self) -> str:
+        rows = []
+        for sample in self.samples:
+            shown = coloured(sample["spans"]) if "spans" in sample else html(str(sample.get("reason", "")))
+            rows.append(f"<tr><td>{html(sample['id'])}</td><td style='text-align:left'>{shown}</td></tr>")
+        figures = "".join(
+            f"<tr><td>{name}</td><td>{value}</td></tr>" for name, value in figures_of(self.summary)
+        )
+        return f"<table>{''.join(rows)}</table><table>{figures}</table>"
+
+
+def run(
+    config: AttackConfig,
+    out: str | Path | None = None,
+    *,
+    runs_dir: str | Path = "runs",
+    keep: bool = True,
+    resume: str | Path | None = None,
+    progress: Progress = silent,
+    show: Callable[[Sample], None] | None = None,
+) -> Run:
+    """Attack every prompt that a configuration names, and record what came of it; what ``hiddenlab attack`` does.
+
+    Args:
+        config: every option that can change a result.
+        out: the run's directory, a new one; None makes one in ``runs_dir``. keep: false writes nothing.
+        resume: continue the run in this directory.
+        progress: where progress is reported. show: called with each prompt's sample as soon as it is there.
+
+    Raises:
+        HiddenlabError: anything in the configuration is unknown, out of range, unreadable or does not fit together, or
+            the record cannot be written.
+        Interrupted: from the keyboard; its ``run`` holds what is recorded.
+    """
+    recorder: Recorder | None = None
+    try:
+        job = prepare(config, progress)
+        if resume is None:
+            record = RunRecord(
+                verb="attack",
+                spec=job.config.to_json(),
+                seeds={"seed": config.seed},
+                inputs_sha256=job.inputs_sha256,
+                prompts=len(job.cases),
+            )
+            where = None if out is None else Path(out)
+            recorder = Recorder.create(record, out=where, runs_dir=Path(runs_dir), keep=keep)
+        else:
+            recorder = Recorder.resume(Path(resume), job.inputs_sha256)
+        attack_all(job, recorder, progress=progress, show=show)
+    except KeyboardInterrupt:
+        raise Interrupted(None if recorder is None else _ended(recorder)) from None
+    return _ended(recorder)
+
+
+class Interrupted(KeyboardInterrupt):
+    """A run was interrupted from the keyboard; ``run`` is what is recorded of it, None where nothing is."""
+
+    def __init__(self, run: Run | None) -> None:
+        super().__init__()
+        self.run = run
+
+
+def attack_all(
+    job: Job, recorder: Recorder, *, progress: Progress = silent, show: Callable[[Sample], None] | None = None
+) -> None:
+    """Attack the prompts that the record does not hold yet: release, recover, score, record.
+
+    The attack gets observations and the attacker's own model. Truths pass it by: from ``release`` to ``sample_of``.
 
     Raises:
         RecordError: the disk is full.
     """
-    todo = _not_recorded(job, recorder)
+    done = {sample["index"] for sample in recorder.samples}
+    todo = [case for case in job.cases if case.index not in done]
     try:
-        progress("prompts", len(job.cases) - len(todo), len(job.cases))
-        for batch in _batches(todo, _at_once(job)):
+        progress("prompts", len(done), len(job.cases))
+        for batch in _batches(todo, min(job.attack.batch, job.config.batch or job.attack.batch)):
             released = [release(job, case) for case in batch]
-            observations = [observation for observation, _ in released]
-            secrets = [secret for _, secret in released]
-            outcomes = recover(job, observations, recorder)
-            prefills = time_prefill(job.model, _prompt_tokens(secrets, outcomes))
-            for case, (observation, secret), outcome, prefill in zip(
+            truths = [truth for _, truth in released]
+            outcomes = recover(job, [observation for observation, _ in released], recorder)
+            prefills = time_prefill(job.model, _prompt_tokens(truths, outcomes))
+            for case, (observation, truth), outcome, prefill in zip(
                 batch, released, outcomes, prefills, strict=True
             ):
-                sample = score(job.model, case, secret, outcome, prefill, observation.info.positions)
+                sample = sample_of(job.model, case, truth, outcome, prefill, observation.info.positions)
                 recorder.append(sample)
                 if show is not None:
                     show(sample)
@@ -57,100 +140,88 @@ def run_attack(
     except BaseException as error:
         _close_failed(recorder, error)
         raise
-    summary = summary_of(recorder)
-    recorder.close("finished", summary)
-    return summary
+    recorder.close("finished", summary_of(recorder))
 
 
 def recover(job: Job, observations: Sequence[Observation], recorder: Recorder) -> list[Outcome]:
-    """Set the attack up for this channel, once, and let it recover a batch."""
+    """Fit the attack to this channel, once, and let it recover a batch."""
+    info = observations[0].info
     try:
-        _set_up(job, observations[0], recorder)
+        if info not in job.fitted:
+            started = time.perf_counter()
+            job.attack.fit(info, job.model, job.config.seed)
+            _record_setup(job, recorder, time.perf_counter() - started)
+            job.fitted.append(info)
     except NotApplicableError as error:
         return [error] * len(observations)
-    random = generator(job.spec.seed, "attack")
-    if isinstance(job.attack, BatchAttack) and len(observations) > 1:
-        try:
-            return list(job.attack.recover_batch(observations, job.model, random))
-        except NotApplicableError:
-            pass  # perhaps not for all of them
-    return [_recover_one(job, observation) for observation in observations]
+    before = dict(job.attack.measured)
+    try:
+        return list(job.attack.recover_batch(observations))
+    except NotApplicableError:  # perhaps not for all of them
+        return [_recover_one(job, observation) for observation in observations]
+    finally:
+        if job.attack.measured != before:  # some attacks measure on the first prompt
+            _record_setup(job, recorder, 0.0)
 
 
 def _recover_one(job: Job, observation: Observation) -> Outcome:
     try:
-        return job.attack.recover(observation, job.model, generator(job.spec.seed, "attack"))
+        return job.attack.recover(observation)
     except NotApplicableError as error:
         return error
 
 
-def _set_up(job: Job, observation: Observation, recorder: Recorder) -> None:
-    setup = getattr(job.attack, "setup", None)
-    if setup is None or observation.info in job.setups:
-        return
-    start = time.perf_counter()
-    measured = setup(observation, job.model, generator(job.spec.seed, "setup")) or {}
-    measured = {**measured, "setup_seconds": time.perf_counter() - start}
-    # Seconds add up over the parts of a resumed run; other figures are those of the last setup.
-    before = {name: value for name, value in recorder.record.setup.items() if name.endswith("seconds")}
+def _record_setup(job: Job, recorder: Recorder, seconds: float) -> None:
+    """Record what preparation measured; seconds add up over the parts of a resumed run and over channels."""
+    measured = {**job.attack.measured, "setup_seconds": seconds}
+    before = recorder.record.setup
     spent = {
-        name: value + (before.get(name) or 0.0)
+        name: value + float(before.get(name) or 0.0)
         for name, value in measured.items()
-        if name.endswith("seconds")
+        if name.endswith("seconds") and isinstance(value, float)
     }
-    recorder.record.setup = {**recorder.record.setup, **measured, **spent}
+    recorder.record.setup = {**before, **measured, **spent}
     recorder.save()
-    job.setups.append(observation.info)
 
 
-def score(
+def sample_of(
     model: TruncatedModel,
     case: Case,
-    secret: GroundTruth | None,
+    truth: GroundTruth | None,
     outcome: Outcome,
     prefill: float | None,
     shown: Sequence[int] | None = None,
 ) -> Sample:
-    """One line of the record; None is what was not measured, for want of a truth or a fitting attack.
+    """Make one line of the record; None is what was not measured, for want of a truth or a fitting attack.
 
     Args:
         shown: positions that have a row, None where all have. Of the tokens before the last of them that have none
-            the record says how many there are (``missing_tokens``) and how many were found (``missing_tokens_right``).
+            the record says how many there are (``missing_tokens``) and how many were found
+            (``missing_tokens_right``).
     """
-    truth = None if secret is None else list(secret.tokens)
+    if truth is not None and truth.text is None:
+        truth = replace(truth, text=model.text(truth.tokens))
     sample: Sample = {
         "index": case.index,
         "id": case.id,
         "status": "attacked",
-        "text": None if truth is None else model.text(truth),
-        "truth_ids": truth,
+        "text": None if truth is None else truth.text,
+        "truth_ids": None if truth is None else list(truth.tokens),
         **dict.fromkeys(("recovered", "exact", "token_accuracy", "bag_of_tokens_recall", "rouge_l", "bleu")),
     }
     if isinstance(outcome, NotApplicableError):
         return {**sample, "status": NOT_APPLICABLE, "reason": str(outcome)}
     tokens, ids = outcome.tokens, outcome.ids
-    sample["recovered"] = model.text(ids)
-    places = _places(outcome, truth)
+    sample["recovered"] = outcome.text
+    # Of the same tokens as the accuracy: one that was not recovered is neither right nor verified.
+    sample["verified"] = sum(t.verified for t in tokens) / max(1, len(ids))
     if truth is not None:
-        # Tokens that were not recovered count as wrong, and those behind them are compared at their own places.
-        aligned = dict(zip(places, ids, strict=True))
-        metric = registry.resolve("metrics", "text")
-        sample |= metric(
-            truth_ids=truth,
-            recovered_ids=[aligned.get(place, MISSING) for place in range(max(aligned, default=-1) + 1)],
-            truth_text=sample["text"],
-            recovered_text=sample["recovered"],
-        )
-        if shown is not None and max(shown, default=0) < len(truth):
-            unseen = set(range(max(shown, default=0))) - set(shown)
-            right = sum(aligned.get(place) == truth[place] for place in unseen)
-            sample |= {"missing_tokens": len(unseen), "missing_tokens_right": right}
-    count = len(ids) if truth is None else len(truth)
+        sample |= asdict(score(outcome, truth))
+        if (hidden := missing_tokens(outcome, truth, shown)) is not None:
+            sample["missing_tokens"], sample["missing_tokens_right"] = hidden
     return {
         **sample,
-        "tokens": count,
-        # Of the same tokens as the accuracy: one that was not recovered is neither right nor verified.
-        "verified": sum(t.verified for t in tokens) / max(1, count),
+        "tokens": len(ids if truth is None else truth.tokens),
         "evaluated_tokens": outcome.evaluated_tokens,
         "forward_calls": outcome.forward_calls,
         "seconds": outcome.seconds,
@@ -159,12 +230,16 @@ def score(
         "stop_reason": outcome.stop_reason,
         "recovered_ids": ids,
         "positions": outcome.positions,
-        "spans": _spans(model, outcome, places, truth),
+        "spans": list(pieces_of(model, outcome, truth)),
         "per_token": {
             name: [getattr(t, name) for t in tokens]
             for name in ("row", "distance", "margin", "evaluated", "verified")
         },
     }
+
+
+def _ended(recorder: Recorder) -> Run:
+    return Run(recorder.record, recorder.samples, recorder.path)
 
 
 def summary_of(recorder: Recorder) -> dict[str, Any]:
@@ -206,64 +281,16 @@ def _synchronize(model: TruncatedModel) -> None:
 
 
 def _prompt_tokens(
-    secrets: Sequence[GroundTruth | None], outcomes: Sequence[Outcome]
+    truths: Sequence[GroundTruth | None], outcomes: Sequence[Outcome]
 ) -> list[Sequence[int] | None]:
     """The tokens to time a prefill with: the true ones, else the recovered ones, which are as many."""
     prompts: list[Sequence[int] | None] = []
-    for secret, outcome in zip(secrets, outcomes, strict=True):
+    for truth, outcome in zip(truths, outcomes, strict=True):
         if isinstance(outcome, NotApplicableError):
             prompts.append(None)
         else:
-            prompts.append(outcome.ids if secret is None else secret.tokens)
+            prompts.append(outcome.ids if truth is None else truth.tokens)
     return prompts
-
-
-def _places(recovery: AttackResult, truth: Sequence[int] | None) -> Sequence[int]:
-    """Where in the truth each recovered token stands; the truth of one node's rows holds these alone."""
-    if recovery.positions is None or (truth is not None and len(truth) == len(recovery.tokens)):
-        return range(len(recovery.tokens))
-    return recovery.positions
-
-
-def _spans(
-    model: TruncatedModel, recovery: AttackResult, places: Sequence[int], truth: Sequence[int] | None
-) -> list[tuple[str, str]]:
-    """The recovered text in pieces with a status: exact, wrong, unverified, missing, or verified without a truth.
-
-    Several tokens may share one character; such a piece has the worst of their statuses.
-    """
-    order = ("verified", "exact", "unverified", "wrong")
-    spans: list[tuple[str, str]] = []
-    ids, start, read, status = recovery.ids, 0, 0, "verified"
-    expected = 0
-    for index, (place, token) in enumerate(zip(places, recovery.tokens, strict=True)):
-        if place > expected:
-            spans.append((f"⟨{place - expected}⟩", "missing"))
-            start = read = index  # text does not join across a gap
-        expected = place + 1
-        status = max(status, _status(token.token, token.verified, truth, place), key=order.index)
-        before, after = model.text(ids[start:read]), model.text(ids[start : index + 1])
-        if after.endswith("\ufffd") and index + 1 < len(ids) and places[index + 1] == expected:
-            continue
-        spans.append((after[len(before) :], status))
-        start, read, status = read, index + 1, "verified"
-    return spans
-
-
-def _status(token: int, verified: bool, truth: Sequence[int] | None, place: int) -> str:
-    if truth is not None and (place >= len(truth) or truth[place] != token):
-        return "wrong"
-    if not verified:
-        return "unverified"
-    return "verified" if truth is None else "exact"
-
-
-def _at_once(job: Job) -> int:
-    """Prompts that are attacked together: no more than the attack takes at once, which would delay their record."""
-    if not isinstance(job.attack, BatchAttack):
-        return 1
-    sizes = (getattr(job.attack, "batch", None), job.spec.batch)
-    return min((one for one in sizes if isinstance(one, int) and one > 0), default=DEFAULT_BATCH)
 
 
 def _batches(cases: Sequence[Case], size: int) -> Iterator[list[Case]]:
@@ -280,11 +307,6 @@ def _batches(cases: Sequence[Case], size: int) -> Iterator[list[Case]]:
 
 def _public(case: Case) -> object:
     return None if case.observation is None else case.observation.info
-
-
-def _not_recorded(job: Job, recorder: Recorder) -> list[Case]:
-    done = {sample["index"] for sample in recorder.samples}
-    return [case for case in job.cases if case.index not in done]
 
 
 def _close_failed(recorder: Recorder, error: BaseException) -> None:

@@ -1,6 +1,6 @@
 """The figures of a run: what they are called, how they follow from its samples, how they are written."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean, median
 from typing import Annotated, Any, Literal, NotRequired
 
@@ -8,6 +8,7 @@ from pydantic import Field, with_config
 from typing_extensions import TypedDict
 
 from hiddenlab.utils.schema import CLOSED, Count, Finite, TokenId
+from hiddenlab.utils.text import Status
 
 Sample = dict[str, Any]  # one line of samples.jsonl, see ``hiddenlab.runner.score``
 NOT_APPLICABLE = "not applicable"  # the status of a prompt whose observation an attack cannot use
@@ -17,7 +18,6 @@ ADVICE = {NO_STATE: "no row looks like a state of this site; check layer, norm, 
 
 Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Status = Literal["exact", "verified", "wrong", "unverified", "missing"]
 
 
 @with_config(CLOSED)
@@ -160,6 +160,13 @@ def figure(name: str, value: Any, kind: str | None = None) -> str:
     whole = kind in ("count", "whole") or value >= 1000
     number = f"{value:,.0f}" if whole else f"{value:.2f}" if kind == "times" else f"{value:.4g}"
     return f"{number} ×" if kind == "times" else number
+
+
+def figures_of(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the label and the written value of each figure of a summary."""
+    for name, (label, _) in FIGURES.items():
+        if name != "not_applicable" or summary.get(name):
+            yield label, figure(name, summary.get(name))
 
 
 def _mean(samples: Sequence[Sample], name: str) -> float | None:

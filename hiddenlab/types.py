@@ -5,10 +5,10 @@ hidden state, ``c`` candidates, ``v`` vocabulary, ``h`` attention heads, ``k`` k
 one forward pass.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TYPE_CHECKING, Annotated, Any, Protocol, runtime_checkable
+from typing import Annotated, Any
 
 import torch
 from jaxtyping import Float
@@ -17,9 +17,7 @@ from torch import Tensor
 
 from hiddenlab.errors import InputError
 from hiddenlab.utils.schema import CLOSED, Count, Finite, Layer, Position, one_of
-
-if TYPE_CHECKING:
-    from hiddenlab.models import TruncatedModel
+from hiddenlab.utils.text import Status, coloured, html
 
 LAST_STREAMS = ("final_norm", "logits")  # which exist after the last layer only
 INNER_STREAMS = ("q", "k", "v", "kv", "qkv", "attn")
@@ -149,11 +147,13 @@ class GroundTruth:
         tokens: the prompt's token ids.
         row_order: released row r is the state of token ``row_order[r]``, or None where rows were not permuted.
         details: whatever else a defense drew (column permutations, noise …), by defense spec.
+        text: the prompt's text, None where only its tokens are known.
     """
 
     tokens: tuple[int, ...]
     row_order: tuple[int, ...] | None = None
     details: Mapping[str, Any] = field(default_factory=dict)
+    text: str | None = None
 
     def __repr__(self) -> str:
         return f"GroundTruth({len(self.tokens)} tokens, not shown)"
@@ -187,7 +187,8 @@ class AttackResult:
     ``evaluated_tokens`` counts every position run through the truncated model, verification passes included;
     ``forward_calls`` the passes this prompt took part in; ``seconds`` this prompt's share of its batch's time.
     ``positions`` are the tokens' places in the prompt where not all of its tokens were recovered, None where
-    nothing is missing before the last.
+    nothing is missing before the last. ``text`` is the recovered text, and ``pieces`` are its parts, each with a
+    status; an attack leaves both to its base class.
     """
 
     tokens: tuple[TokenPrediction, ...]
@@ -197,33 +198,24 @@ class AttackResult:
     stop_reason: str
     epsilon: float | None = None
     positions: tuple[int, ...] | None = None
+    text: str = ""
+    pieces: tuple[tuple[str, Status], ...] = ()
+
+    @property
+    def verified(self) -> bool:
+        """Whether every recovered token is verified."""
+        return all(token.verified for token in self.tokens)
 
     @property
     def ids(self) -> list[int]:
         """The recovered token ids, in order."""
         return [token.token for token in self.tokens]
 
+    def __str__(self) -> str:
+        return self.text or " ".join(map(str, self.ids))
 
-@runtime_checkable
-class Attack(Protocol):
-    """Recovers tokens from an observation. Sees the observation and the model, never a GroundTruth."""
-
-    def recover(
-        self, observation: Observation, model: "TruncatedModel", generator: torch.Generator
-    ) -> AttackResult:
-        """Recover one prompt; raises NotApplicableError where a stated need is unmet."""
-        ...
-
-
-@runtime_checkable
-class BatchAttack(Protocol):
-    """An attack that is faster on several observations at once.
-
-    Its attribute ``batch``, where it has one, says how many: they are recorded together when all are done.
-    """
-
-    def recover_batch(
-        self, observations: Sequence[Observation], model: "TruncatedModel", generator: torch.Generator
-    ) -> list[AttackResult]:
-        """Recover several prompts; same answers as one by one."""
-        ...
+    def _repr_html_(self) -> str:
+        """Show the text coloured in a notebook: green for verified tokens, yellow for others, grey for missing ones."""
+        sure = sum(token.verified for token in self.tokens)
+        said = f"{sure} of {len(self.tokens)} tokens verified; {self.stop_reason}"
+        return f"<div>{coloured(self.pieces or ((str(self), 'unverified'),))}<br><small>{html(said)}</small></div>"

@@ -47,7 +47,11 @@ def attack(
     model: TruncatedModel, prompts: Sequence[Prompt], *specs: str, **options: Any
 ) -> list[AttackResult]:
     options.setdefault("proposal", "vocab")
-    return VocabMatch(**options).recover_batch(release(model, prompts, *specs), model, seeded())
+    return (
+        VocabMatch(**options)
+        .fit((shown := release(model, prompts, *specs))[0].info, model)
+        .recover_batch(shown)
+    )
 
 
 def assert_exact(recoveries: Sequence[AttackResult], prompts: Sequence[Prompt]) -> None:
@@ -94,7 +98,7 @@ def test_rows_behind_a_gap_are_guessed_and_not_verified(
     (whole,) = release(model, [prompt])
     positions = (*range(leading), *range(leading + 2, 9))
     part = Observation(whole.states[list(positions)], replace(whole.info, positions=positions))
-    found = VocabMatch().recover(part, model, seeded())
+    found = VocabMatch().fit(part.info, model).recover(part)
     assert len(found.tokens) == len(positions)
     assert found.ids[:leading] == prompt[:leading]
     assert [one.verified for one in found.tokens] == [i < leading for i in range(len(positions))]
@@ -106,7 +110,7 @@ def test_rows_behind_a_gap_are_guessed_and_not_verified(
         assert right >= 1  # by chance one in three hundred would be
         if leading == 0:
             with pytest.raises(NotApplicableError, match="behind tokens that no row shows"):
-                VocabMatch(proposal="vocab").recover(part, model, seeded())
+                VocabMatch(proposal="vocab").fit(part.info, model).recover(part)
 
 
 @pytest.mark.parametrize("channel", CHANNELS)
@@ -169,10 +173,14 @@ def test_speculative_is_greedy(
     """Greedy with the plain vocabulary is the oracle. gemma2's probe is good, llama's mostly wrong."""
     model, prompts = tiny_model(architecture, 2), random_prompts(16, 1, 2, 9)
     observations = release(model, prompts, channel)
-    oracle = VocabMatch(search="greedy", proposal="vocab").recover_batch(observations, model, seeded())
+    oracle = (
+        VocabMatch(search="greedy", proposal="vocab")
+        .fit(observations[0].info, model)
+        .recover_batch(observations)
+    )
     assert_exact(oracle, prompts)
     for proposal in ("probe", "probe+lm"):
-        fast = VocabMatch(proposal=proposal).recover_batch(observations, model, seeded())
+        fast = VocabMatch(proposal=proposal).fit(observations[0].info, model).recover_batch(observations)
         assert_exact(fast, prompts)
         for one, other in zip(fast, oracle, strict=True):
             assert [t.distance for t in one.tokens] == pytest.approx(
@@ -213,9 +221,17 @@ def test_a_batch_is_one_by_one(tiny_model: TinySlice, small_probes: None, channe
     model, prompts = tiny_model("llama", 3), random_prompts(9, 1, 14, 5, 9)
     observations = release(model, prompts, channel)
     for proposal in ("vocab", "probe+lm"):
-        whole = VocabMatch(proposal=proposal, batch=5).recover_batch(observations, model, seeded())
-        parts = VocabMatch(proposal=proposal, batch=2).recover_batch(observations, model, seeded())
-        single = [VocabMatch(proposal=proposal).recover(o, model, seeded()) for o in observations]
+        whole = (
+            VocabMatch(proposal=proposal, batch=5)
+            .fit(observations[0].info, model)
+            .recover_batch(observations)
+        )
+        parts = (
+            VocabMatch(proposal=proposal, batch=2)
+            .fit(observations[0].info, model)
+            .recover_batch(observations)
+        )
+        single = [VocabMatch(proposal=proposal).fit(o.info, model).recover(o) for o in observations]
         assert_exact(whole, prompts)
         for recoveries in (parts, single):
             for one, other in zip(recoveries, whole, strict=True):
@@ -229,8 +245,14 @@ def test_observations_of_two_channels_are_each_their_own(tiny_model: TinySlice) 
     """Attacked in one call, a permuted observation must not spoil a plain one."""
     model, prompts = tiny_model("llama", 2), random_prompts(7, 7)
     plain, permuted = release(model, prompts[:1]), release(model, prompts[1:], "2d-perm")
-    assert_exact(VocabMatch(proposal="vocab").recover_batch(plain + permuted, model, seeded()), prompts)
-    assert_exact(VocabMatch(proposal="vocab").recover_batch(permuted + plain, model, seeded()), prompts[::-1])
+    assert_exact(
+        VocabMatch(proposal="vocab").fit((shown := plain + permuted)[0].info, model).recover_batch(shown),
+        prompts,
+    )
+    assert_exact(
+        VocabMatch(proposal="vocab").fit((shown := permuted + plain)[0].info, model).recover_batch(shown),
+        prompts[::-1],
+    )
 
 
 @pytest.mark.parametrize("options", [{"proposal": "vocab"}, {"proposal": "probe+lm"}])
@@ -240,9 +262,9 @@ def test_costs_are_what_the_slice_counted(
     model, prompts = tiny_model("gemma2", LAYERS), random_prompts(14, 6)
     observations = release(model, prompts)
     attacker = VocabMatch(**options, screen=False)
-    attacker.setup(observations[0], model, seeded())
+    attacker.fit(observations[0].info, model)
     before = model.evaluated_tokens
-    recoveries = attacker.recover_batch(observations, model, seeded())
+    recoveries = attacker.fit(observations[0].info, model).recover_batch(observations)
     assert sum(r.evaluated_tokens for r in recoveries) == model.evaluated_tokens - before
     for recovery in recoveries:
         assert recovery.forward_calls >= 1
@@ -279,9 +301,9 @@ def test_measured_thresholds_lie_between_floor_and_gap(
     model, prompts = tiny_model("gpt2", 2), random_prompts(9, 4)
     attacker = VocabMatch(proposal="vocab", epsilon=epsilon)
     observations = release(model, prompts, channel)
-    measured = attacker.setup(observations[0], model, seeded())
+    measured = attacker.fit(observations[0].info, model).measured
     assert measured["epsilon_floor"] < measured["epsilon_relative"] < measured["epsilon_gap"]
-    assert_exact(attacker.recover_batch(observations, model, seeded()), prompts)
+    assert_exact(attacker.fit(observations[0].info, model).recover_batch(observations), prompts)
 
 
 def sample(right: Tensor, wrong: Tensor, sinks: int = 0) -> Sample:
@@ -405,7 +427,11 @@ def test_noise_is_never_verified(tiny_model: TinySlice, channel: str) -> None:
     model = tiny_model("gemma2", 3)
     (real,) = release(model, random_prompts(5), channel)
     states = torch.randn(5, WIDTH, generator=seeded()) * real.states.std()
-    (recovery,) = VocabMatch(proposal="vocab").recover_batch([replace(real, states=states)], model, seeded())
+    (recovery,) = (
+        VocabMatch(proposal="vocab")
+        .fit((shown := [replace(real, states=states)])[0].info, model)
+        .recover_batch(shown)
+    )
     assert [token.verified for token in recovery.tokens] == [False] * 5
     assert recovery.tokens[0].evaluated == VOCABULARY
     assert recovery.stop_reason == NO_STATE
@@ -420,7 +446,11 @@ def test_one_row_of_noise_spoils_only_what_follows(
     (real,) = release(model, prompts)
     states = real.states.clone()
     states[5] = torch.randn(WIDTH, generator=seeded()) * states.std()
-    (recovery,) = VocabMatch(proposal=proposal).recover_batch([replace(real, states=states)], model, seeded())
+    (recovery,) = (
+        VocabMatch(proposal=proposal)
+        .fit((shown := [replace(real, states=states)])[0].info, model)
+        .recover_batch(shown)
+    )
     assert recovery.ids[:5] == prompts[0][:5]
     assert [token.verified for token in recovery.tokens] == [True] * 5 + [False] * 4
 
@@ -499,10 +529,11 @@ def test_an_observation_of_something_else_is_refused(tiny: TinyPath, tiny_model:
     ]
     for wrong, model, match in cases:
         with pytest.raises(InputError, match=match):
-            VocabMatch(proposal="vocab").recover(wrong, model, seeded())
-        # A batch is refused whole, wherever the wrong one stands.
-        with pytest.raises(InputError, match=match):
-            VocabMatch(proposal="vocab").setup(wrong, model, seeded())
+            VocabMatch(proposal="vocab").fit(wrong.info, model).recover(wrong)
+    # A batch is refused whole, wherever the wrong one stands.
+    model = tiny_model("llama", 2)
+    with pytest.raises(InputError, match="32 wide"):
+        VocabMatch(proposal="vocab").fit(observation.info, model).recover_batch([observation, narrow])
 
 
 @pytest.mark.parametrize(

@@ -8,11 +8,12 @@ import torch
 
 from hiddenlab.attacks.nearest import NearestEmbedding
 from hiddenlab.attacks.sipit import SipIt
+from hiddenlab.base import Attack
 from hiddenlab.channels import Channel
 from hiddenlab.errors import InputError, NotApplicableError
 from hiddenlab.models import TruncatedModel
 from hiddenlab.testing import VOCABULARY
-from hiddenlab.types import Attack, AttackResult, Observation
+from hiddenlab.types import AttackResult, Observation
 
 TinySlice = Callable[..., TruncatedModel]
 TOKENS = [17, 250, 3, 3, 99, 180]
@@ -24,7 +25,7 @@ def seeded() -> torch.Generator:
 
 def recover(attack: Attack, model: TruncatedModel, *specs: str) -> AttackResult:
     observation: Observation = Channel.parse(specs).release(model, TOKENS, seeded())[0]
-    return attack.recover(observation, model, seeded())
+    return attack.fit(observation.info, model).recover(observation)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma2", "gpt2"])
@@ -54,9 +55,9 @@ def test_sipit_finds_the_same_beside_other_prompts(tiny_model: TinySlice, policy
     channel = Channel.parse([])
     observations = [channel.release(model, TOKENS[i:], seeded())[0] for i in range(3)]
     attack = SipIt(policy=policy, batch=2)  # type: ignore[arg-type]
-    together = attack.recover_batch(observations, model, seeded())
+    together = attack.fit(observations[0].info, model).recover_batch(observations)
     for one, observation in zip(together, observations, strict=True):
-        alone = attack.recover(observation, model, seeded())
+        alone = attack.fit(observation.info, model).recover(observation)
         assert one.ids == alone.ids
         assert [t.evaluated for t in one.tokens] == [t.evaluated for t in alone.tokens]
         assert (one.evaluated_tokens, one.forward_calls) == (alone.evaluated_tokens, alone.forward_calls)
@@ -66,9 +67,9 @@ def test_sipit_counts_what_it_runs(tiny_model: TinySlice) -> None:
     model = tiny_model("llama", 2)
     for attack in (SipIt(), SipIt(policy="random", budget=3, per_step=2)):
         observation = Channel.parse([]).release(model, TOKENS, seeded())[0]
-        attack.setup(observation, model, seeded())
+        attack.fit(observation.info, model)
         before = model.evaluated_tokens, model.forward_calls
-        found = attack.recover(observation, model, seeded())
+        found = attack.fit(observation.info, model).recover(observation)
         ran = model.evaluated_tokens - before[0], model.forward_calls - before[1]
         assert (found.evaluated_tokens, found.forward_calls) == ran
 
@@ -93,7 +94,7 @@ def test_what_sipit_cannot_use(tiny_model: TinySlice) -> None:
     whole = Channel.parse([]).release(tiny_model("llama", 2), TOKENS, seeded())[0]
     narrow = replace(whole, states=whole.states[:, :-1])
     with pytest.raises(InputError):
-        SipIt().recover_batch([whole, narrow], tiny_model("llama", 2), seeded())
+        SipIt().fit((shown := [whole, narrow])[0].info, tiny_model("llama", 2)).recover_batch(shown)
     with pytest.raises(InputError, match="at least 1 prompt"):
         SipIt(batch=0)
 

@@ -40,7 +40,7 @@ def test_more_is_tried_until_the_right_token_is_found(
 
     def found() -> list[list[int]]:
         attack = BeamDecoding(lm=False)
-        return [one.ids for one in attack.recover_batch(observations, model, torch.Generator())]
+        return [one.ids for one in attack.fit(observations[0].info, model).recover_batch(observations)]
 
     assert found() == prompts
     monkeypatch.setattr(Doubt, "lead", lambda *_: float("inf"))
@@ -52,7 +52,7 @@ def begun(tiny_model: Callable[..., TruncatedModel], small_probes: None) -> Begu
     """Two beginnings of a prompt, of which the better one is wrong, and two candidates for the next token of each."""
     model = tiny_model("llama", 2)
     observation, _ = Channel.parse(["hidden-perm"]).release(model, PROMPT, torch.Generator().manual_seed(0))
-    prepared, _ = BeamDecoding(lm=False).prepare(observation, model)
+    prepared = BeamDecoding(lm=False).fit(observation.info, model).prepare(observation)
     engines, weights = prepared.engines, prepared.learned.weights
     decoding = start(prepared.reader.read(observation), engines, weights)
     beam = []

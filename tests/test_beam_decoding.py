@@ -272,8 +272,8 @@ def test_the_right_token_needs_the_least_noise(
 def attack(model: TruncatedModel, specs: list[str], tokens: list[int], **options: object) -> list[int]:
     observation, _ = Channel.parse(specs).release(model, tokens, torch.Generator().manual_seed(0))
     attack = BeamDecoding(lm=False, **options)  # type: ignore[arg-type]
-    attack.setup(observation, model, torch.Generator())
-    return attack.recover(observation, model, torch.Generator().manual_seed(0)).ids
+    attack.fit(observation.info, model)
+    return attack.fit(observation.info, model).recover(observation).ids
 
 
 @pytest.mark.usefixtures("small_probes")
@@ -396,7 +396,7 @@ def test_a_second_look_mends_what_the_decoder_got_wrong(tiny_model: Callable[...
         model, tokens, torch.Generator().manual_seed(0)
     )
     attack = BeamDecoding(lm=False)
-    prepared, _ = attack.prepare(observation, model)
+    prepared = attack.fit(observation.info, model).prepare(observation)
     with torch.inference_mode():
         decoding = start(prepared.reader.read(observation), prepared.engines, prepared.learned.weights)
         decode([decoding], prepared.engines, prepared.learned, attack.effort)
@@ -424,8 +424,8 @@ def test_batches_are_answered_as_one_by_one(tiny_model: Callable[..., TruncatedM
     prompts = [torch.randint(0, 256, (n,), generator=generator).tolist() for n in (9, 4, 12)]
     released = Channel.parse(["gaussian:sigma=0.01"]).release_batch(model, prompts, generator)
     attack = BeamDecoding(lm=False)
-    together = attack.recover_batch([one for one, _ in released], model, generator)
-    alone = [attack.recover(one, model, generator) for one, _ in released]
+    together = attack.fit((shown := [one for one, _ in released])[0].info, model).recover_batch(shown)
+    alone = [attack.fit(one.info, model).recover(one) for one, _ in released]
     assert [one.ids for one in together] == [one.ids for one in alone]
     assert all(not token.verified for one in together for token in one.tokens)
 
@@ -439,7 +439,7 @@ def test_a_shards_missing_tokens_are_guessed(tiny: Callable[..., str], node: int
     observation, secret = channel.release(
         model, model.tokenize("ten bytes!"), torch.Generator().manual_seed(0)
     )
-    found = BeamDecoding(beam=2).recover(observation, model, torch.Generator())
+    found = BeamDecoding(beam=2).fit(observation.info, model).recover(observation)
     held = observation.info.positions
     assert held is not None
     assert len(found.tokens) == len(secret.tokens)
@@ -458,10 +458,10 @@ def test_a_partly_shown_prompt_beside_it_changes_nothing(tiny_model: Callable[..
     long = channel.release(model, list(range(14)), generator)[0]
     attack = BeamDecoding(lm=False)
     with pytest.raises(NotApplicableError, match="language model"):
-        attack.recover_batch([short, long], model, generator)
+        attack.fit((shown := [short, long])[0].info, model).recover_batch(shown)
     attack = BeamDecoding(beam=2, sweeps=2)
-    alone = attack.recover(short, model, generator)
-    together = attack.recover_batch([short, long], model, generator)[0]
+    alone = attack.fit(short.info, model).recover(short)
+    together = attack.fit((shown := [short, long])[0].info, model).recover_batch(shown)[0]
     assert (alone.ids, alone.evaluated_tokens) == (together.ids, together.evaluated_tokens)
 
 
@@ -471,9 +471,9 @@ def test_every_position_run_is_counted(tiny_model: Callable[..., TruncatedModel]
     model = tiny_model("llama", 2)
     observation, _ = Channel.parse(specs).release(model, list(range(9)), torch.Generator().manual_seed(1))
     attack = BeamDecoding(lm=False, beam=2)
-    attack.prepare(observation, model)
+    attack.fit(observation.info, model).prepare(observation)
     before = model.evaluated_tokens
-    found = attack.recover(observation, model, torch.Generator())
+    found = attack.fit(observation.info, model).recover(observation)
     assert abs(model.evaluated_tokens - before - found.evaluated_tokens) <= 6  # a sweep's share is rounded
 
 
@@ -483,7 +483,7 @@ def test_a_half_precision_attacker_gets_no_second_look(tiny: Callable[..., str])
     observation, _ = Channel.parse(["gaussian:sigma=0.05"]).release(
         model, [1, 2, 3, 4], torch.Generator().manual_seed(1)
     )
-    assert len(BeamDecoding(lm=False).recover(observation, model, torch.Generator()).ids) == 4
+    assert len(BeamDecoding(lm=False).fit(observation.info, model).recover(observation).ids) == 4
 
 
 @pytest.mark.parametrize(
@@ -507,7 +507,7 @@ def test_noise_with_missing_rows_alone(tiny_model: Callable[..., TruncatedModel]
     model = tiny_model("llama", 2)
     channel = Channel.parse(["gaussian:sigma=0.15", "shard:alpha=2,c=6,node=0"])
     observation = channel.release(model, list(range(14)), torch.Generator().manual_seed(3))[0]
-    assert len(BeamDecoding(beam=2).recover(observation, model, torch.Generator()).ids) == 14
+    assert len(BeamDecoding(beam=2).fit(observation.info, model).recover(observation).ids) == 14
 
 
 def test_lengths() -> None:
@@ -527,10 +527,10 @@ def test_what_it_cannot_use_is_refused(tiny_model: Callable[..., TruncatedModel]
         model, [1, 2, 3], torch.Generator().manual_seed(0)
     )
     with pytest.raises(NotApplicableError, match="whole states"):
-        BeamDecoding().recover(observation, model, torch.Generator())
+        BeamDecoding().fit(observation.info, model).recover(observation)
     narrow = Observation(observation.states[:, :3], observation.info)
     with pytest.raises(InputError):
-        BeamDecoding().recover(narrow, model, torch.Generator())
+        BeamDecoding().fit(narrow.info, model).recover(narrow)
     for options in ({"beam": 0}, {"width": 0}, {"sweeps": -1}):
         with pytest.raises(InputError):
             BeamDecoding(**options)  # type: ignore[arg-type]

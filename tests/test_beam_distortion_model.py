@@ -16,9 +16,9 @@ from hiddenlab.attacks.beam_decoding.distortion_model import (
 from hiddenlab.attacks.beam_decoding.features import ROUNDING
 from hiddenlab.attacks.beam_decoding.prefix_inversion import prefix_of
 from hiddenlab.channels import Channel, in_order
-from hiddenlab.job import generator
 from hiddenlab.matching.distance import Matcher
 from hiddenlab.models import Prefix, Request, TruncatedModel
+from hiddenlab.utils.random import generator
 
 SORTED = Matcher(1, True)
 

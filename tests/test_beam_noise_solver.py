@@ -36,7 +36,7 @@ def strength(model: TruncatedModel, share: float) -> float:
 def prepared(model: TruncatedModel, specs: list[str], **options: object) -> tuple:
     observation, secret = Channel.parse(specs).release(model, TOKENS, torch.Generator().manual_seed(0))
     attack = BeamDecoding(lm=False, **options)  # type: ignore[arg-type]
-    return observation, secret, attack, attack.prepare(observation, model)[0]
+    return observation, secret, attack, attack.fit(observation.info, model).prepare(observation)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma2", "gpt2"])

@@ -42,7 +42,7 @@ def test_the_strength_is_not_published(tiny_model: Callable[..., TruncatedModel]
     with pytest.raises(NotApplicableError, match="beam-decoding estimates it"):
         channel.release(model, TOKENS, generator)
     with pytest.raises(NotApplicableError, match="beam-decoding estimates it"):
-        VocabMatch().setup(observation, model, generator)
+        VocabMatch().fit(observation.info, model)
     with pytest.raises(InputError, match="only one stage"):
         Channel.parse(["unknown-gaussian", "unknown-gaussian:sigma=1"])
     with pytest.raises(InputError, match="sigma > 0"):
@@ -145,7 +145,7 @@ def test_missing_rows_of_unknown_noise_need_a_language_model(
     channel = Channel.parse(["unknown-gaussian:sigma=0.01", "drop-rows:size=2,after=4"])
     observation, _ = channel.release(model, TOKENS, torch.Generator().manual_seed(0))
     with pytest.raises(NotApplicableError, match="language model"):
-        BeamDecoding(lm=False).setup(observation, model, torch.Generator())
+        BeamDecoding(lm=False).fit(observation.info, model)
 
 
 @pytest.mark.usefixtures("small_probes")
@@ -160,8 +160,8 @@ def test_a_prompt_behind_unknown_noise_comes_back(
             model, TOKENS, torch.Generator().manual_seed(0)
         )
         attack = BeamDecoding(lm=False, sweeps=1, width=3000, beam=2)
-        told = attack.setup(observation, model, generator)
+        told = attack.fit(observation.info, model).measured
         assert told["noise_sigma"] == pytest.approx(sigma, rel=0.5)
-        assert attack.recover(observation, model, generator).ids == TOKENS
+        assert attack.fit(observation.info, model).recover(observation).ids == TOKENS
     known, _ = Channel.parse(["gaussian:sigma=0.01"]).release(model, TOKENS, generator)
-    assert "noise_sigma" not in BeamDecoding(lm=False).setup(known, model, generator)
+    assert "noise_sigma" not in BeamDecoding(lm=False).fit(known.info, model).measured

@@ -56,7 +56,7 @@ def test_a_part_that_was_left_for_the_end_goes_back(
     channel = Channel.parse(["gaussian:sigma=0.003", "seq-perm"])
     observation, _ = channel.release(model, tokens, torch.Generator().manual_seed(0))
     attack = BeamDecoding(lm=asks, width=3000, beam=2)
-    prepared, _ = attack.prepare(observation, model)
+    prepared = attack.fit(observation.info, model).prepare(observation)
     engines, weights = prepared.engines, prepared.learned.weights
     with torch.inference_mode():
         decoding = start(prepared.reader.read(observation), engines, weights)
@@ -94,12 +94,12 @@ def test_the_search_ends_where_a_candidate_is_believed(
             model, tokens, torch.Generator().manual_seed(0)
         )
         attack = BeamDecoding(lm=False, width=width, beam=1)
-        prepared, _ = attack.prepare(observation, model)
-        found = attack.recover(observation, model, torch.Generator())
+        prepared = attack.fit(observation.info, model).prepare(observation)
+        found = attack.fit(observation.info, model).recover(observation)
         assert found.ids == tokens
         # Never satisfied, it searches on.
         attack._prepared = replace(prepared, learned=replace(prepared.learned, lead=1e9))
-        more = attack.recover(observation, model, torch.Generator())
+        more = attack.fit(observation.info, model).recover(observation)
         assert more.evaluated_tokens > found.evaluated_tokens or width >= 298
         assert more.forward_calls > found.forward_calls or width >= 298
 
@@ -109,7 +109,7 @@ def test_rows_tell_of_tokens_before_them_that_have_no_row(tiny: Callable[..., st
     model = load_model(tiny("llama", tokenizer=True), 2, device="cpu")
     channel = Channel.parse(["shard:alpha=2,c=3,node=1"])  # positions 3 to 5, 9 to 11
     observation, _ = channel.release(model, model.tokenize("twelve bytes"), torch.Generator())
-    prepared, _ = BeamDecoding().prepare(observation, model)
+    prepared = BeamDecoding().fit(observation.info, model).prepare(observation)
     with torch.inference_mode():
         view = prepared.reader.read(observation)
     assert view.openers is None
@@ -129,17 +129,17 @@ def test_what_the_probe_does_not_name_is_searched_for(
     tokens = torch.randint(0, 256, (7,), generator=torch.Generator().manual_seed(5)).tolist()
     observation, _ = Channel.parse([channel]).release(model, tokens, torch.Generator().manual_seed(0))
     attack = BeamDecoding(lm=False, width=4, beam=2)
-    found = attack.recover(observation, model, torch.Generator())
+    found = attack.fit(observation.info, model).recover(observation)
     assert found.ids == tokens
     assert all(one.distance < 1e-2 for one in found.tokens)
     attack.effort = replace(attack.effort, most=4)
-    few = attack.recover(observation, model, torch.Generator())
+    few = attack.fit(observation.info, model).recover(observation)
     assert few.ids != tokens
     assert few.evaluated_tokens < found.evaluated_tokens
     attack.effort = replace(
         attack.effort, most=300, spare=1
     )  # what a prompt may cost beyond the beam is bounded
-    spared = attack.recover(observation, model, torch.Generator())
+    spared = attack.fit(observation.info, model).recover(observation)
     # (More candidates may also mean fewer: hypotheses behind a good one are dropped.)
     assert spared.evaluated_tokens < found.evaluated_tokens
     assert few.forward_calls < spared.forward_calls < found.forward_calls
@@ -157,8 +157,8 @@ def test_hopeless_hypotheses_are_dropped(
         model, tokens, torch.Generator().manual_seed(0)
     )
     attack = BeamDecoding(lm=False, width=3000, beam=2)
-    found = attack.recover(observation, model, torch.Generator())
+    found = attack.fit(observation.info, model).recover(observation)
     attack.effort = replace(attack.effort, behind=1e9)
-    everything = attack.recover(observation, model, torch.Generator())
+    everything = attack.fit(observation.info, model).recover(observation)
     assert found.ids == everything.ids == tokens
     assert found.evaluated_tokens < everything.evaluated_tokens / 2

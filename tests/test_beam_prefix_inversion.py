@@ -124,9 +124,9 @@ def test_shuffled_prompts_that_stay_unexplained_are_begun_anew(
         monkeypatch.setattr(module, "move_parts", lambda *_: None)
     monkeypatch.setattr(Unknown, "begin", counted)
     attack = BeamDecoding(lm=False, width=3000, beam=2, rounds=1, sweeps=0)
-    attack.prepare(observation, model)
+    attack.fit(observation.info, model).prepare(observation)
     start = model.evaluated_tokens
-    found = attack.recover(observation, model, torch.Generator().manual_seed(0))
+    found = attack.fit(observation.info, model).recover(observation)
     assert model.evaluated_tokens - start == found.evaluated_tokens
     assert begun == [len(TOKENS)] * asked
     if asked:
@@ -164,9 +164,9 @@ def test_prompts_behind_a_random_prefix_are_decoded_again(
     right, distances = [], []
     for rounds in (0, 3):
         attack = BeamDecoding(lm=False, width=3000, beam=2, rounds=rounds)
-        attack.prepare(observation, model)
+        attack.fit(observation.info, model).prepare(observation)
         before = model.evaluated_tokens, model.forward_calls
-        found = attack.recover(observation, model, torch.Generator().manual_seed(0))
+        found = attack.fit(observation.info, model).recover(observation)
         assert model.evaluated_tokens - before[0] == found.evaluated_tokens
         right.append(sum(a == b for a, b in zip(found.ids, TOKENS, strict=True)))
         distances.append(sum(one.distance for one in found.tokens))
@@ -186,7 +186,7 @@ def test_a_decoding_that_explains_less_is_not_taken(
         monkeypatch.setattr(Unknown, "left", lambda *_, growing=growing: next(growing))
         monkeypatch.setattr(Unknown, "solve", lambda self, start: start)
         attack = BeamDecoding(lm=False, beam=2, rounds=rounds)
-        found.append(attack.recover(observation, model, torch.Generator().manual_seed(0)))
+        found.append(attack.fit(observation.info, model).recover(observation))
     assert [one.distance for one in found[0].tokens] == [one.distance for one in found[1].tokens]
     assert found[0].evaluated_tokens < found[1].evaluated_tokens
 
@@ -198,7 +198,9 @@ def test_the_facts_count_where_no_stage_says_what_stands_before(tiny_model: Tiny
     observation, _ = Channel.parse([]).release(model, TOKENS, torch.Generator().manual_seed(0))
     info = replace(observation.info, prefix_tokens=2)
     attack = BeamDecoding(lm=False, beam=2)
-    prepared, _ = attack.prepare(replace(observation, info=info), model)
+    prepared = attack.fit(replace(observation, info=info).info, model).prepare(
+        replace(observation, info=info)
+    )
     beginning = prepared.engines.beginning()
     assert (beginning.length, beginning.offset) == (0, 2)
 

@@ -78,9 +78,9 @@ def attacker() -> Iterator[VocabMatch]:
 def test_prompts_come_back_exactly(builtin: TruncatedModel, attacker: VocabMatch, channel: str) -> None:
     prompts = [builtin.tokenize(prompt) for prompt in PROMPTS]
     released = Channel.parse([channel]).release_batch(builtin, prompts, torch.Generator().manual_seed(0))
-    recoveries = attacker.recover_batch(
-        [observation for observation, _ in released], builtin, torch.Generator().manual_seed(0)
-    )
+    recoveries = attacker.fit(
+        (shown := [observation for observation, _ in released])[0].info, builtin
+    ).recover_batch(shown)
     for recovery, prompt, text in zip(recoveries, prompts, PROMPTS, strict=True):
         assert recovery.ids == prompt
         assert builtin.text(recovery.ids) == text
@@ -104,7 +104,7 @@ def test_what_is_no_state_of_the_layer_ends_soon(
     if case == "missing first rows":
         states = states[3:]
     said = channel.release(builtin, prompt, draw)[0]
-    found = attacker.recover(replace(said, states=states), builtin, draw)
+    found = attacker.fit((shown := replace(said, states=states)).info, builtin).recover(shown)
     assert found.stop_reason == NO_STATE
     assert len(found.tokens) == len(states) and not any(token.verified for token in found.tokens)
     assert found.evaluated_tokens < 1.2 * builtin.vocab_size

@@ -5,7 +5,7 @@ import json
 import subprocess
 import sys
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,10 @@ from typer.testing import CliRunner, Result
 
 from hiddenlab import records as record_module
 from hiddenlab import registry
+from hiddenlab.base import Attack
 from hiddenlab.cli import app, console
 from hiddenlab.errors import NotApplicableError
-from hiddenlab.models import TruncatedModel
-from hiddenlab.types import AttackResult, Observation, TokenPrediction
+from hiddenlab.types import AttackResult, Observation, ObservationInfo, TokenPrediction
 
 Run = Callable[..., Result]
 ROOT = Path(__file__).parents[1]
@@ -32,7 +32,7 @@ SUMMARY = {
 }  # fmt: skip
 
 
-class Nearest:
+class Nearest(Attack):
     """Tries the whole vocabulary at each position and takes the nearest state."""
 
     calls = 0
@@ -43,14 +43,11 @@ class Nearest:
         self.epsilon = epsilon
         self.budget = budget
 
-    def setup(
-        self, observation: Observation, model: TruncatedModel, generator: torch.Generator
-    ) -> dict[str, float]:
+    def _fit(self, info: ObservationInfo) -> dict[str, float | str]:
         return {"probe_seconds": 0.25}
 
-    def recover(
-        self, observation: Observation, model: TruncatedModel, generator: torch.Generator
-    ) -> AttackResult:
+    def _recover(self, observation: Observation) -> AttackResult:
+        model = self.model
         Nearest.calls += 1
         if Nearest.calls == Nearest.stop_at:
             raise KeyboardInterrupt
@@ -299,14 +296,7 @@ def test_interrupted_run_is_resumed(run: Run, model: str, prompts: str, tmp_path
 
 
 class Pairs(Nearest):
-    """Takes two prompts at once."""
-
-    batch: int | None = 2
-
-    def recover_batch(
-        self, observations: Sequence[Observation], model: TruncatedModel, generator: torch.Generator
-    ) -> list[AttackResult]:
-        return [self.recover(one, model, generator) for one in observations]
+    """Takes several prompts at once."""
 
 
 def test_what_an_attack_takes_at_once_is_recorded_at_once(
@@ -314,12 +304,12 @@ def test_what_an_attack_takes_at_once_is_recorded_at_once(
 ) -> None:
     monkeypatch.setattr(sys.modules["hiddenlab_test_fakes"], "Nearest", Pairs)
     options = ("attack", "--prompts", prompts, "--model", model, "--attack", "nearest")
-    # What the attack does not say is the default, all three prompts; none of them is recorded then.
-    for batch, asked, recorded in ((2, (), 2), (3, ("--batch", "1"), 2), (None, (), 0), (0, (), 0)):
+    # The third call is interrupted: of three prompts taken at once none is recorded.
+    for batch, asked, recorded in ((1, (), 2), (2, (), 2), (3, ("--batch", "1"), 2), (3, (), 0)):
         monkeypatch.setattr(Pairs, "batch", batch)
         Nearest.calls, Nearest.stop_at = 0, 3
-        run(*options, *asked, "--out", f"out-{batch}", code=130)
-        samples = tmp_path / f"out-{batch}" / "samples.jsonl"
+        run(*options, *asked, "--out", f"out-{batch}{len(asked)}", code=130)
+        samples = tmp_path / f"out-{batch}{len(asked)}" / "samples.jsonl"
         assert len(samples.read_text().splitlines() if samples.exists() else []) == recorded
 
 

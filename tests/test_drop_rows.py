@@ -102,7 +102,7 @@ def test_matching_a_shard_says_where_its_tokens_stand(tiny_model: TinySlice) -> 
     model = tiny_model("llama", 1)
     channel = Channel.parse(["shard:alpha=3,c=2"])
     found = [channel.release(model, TOKENS[:n], seeded()) for n in (12, 11)]
-    recoveries = VocabMatch().recover_batch([o for o, _ in found], model, seeded())
+    recoveries = VocabMatch().fit((shown := [o for o, _ in found])[0].info, model).recover_batch(shown)
     for (observation, secret), recovery in zip(found, recoveries, strict=True):
         assert recovery.positions == observation.info.positions == (0, 1, 6, 7)
         assert recovery.ids[:2] == TOKENS[:2]
@@ -150,7 +150,7 @@ def test_layer_0_is_open_to_matching(tiny_model: TinySlice, channel: str) -> Non
     model = tiny_model("gpt2", 0, "embed")
     prompt = torch.randint(0, VOCABULARY, (9,), generator=seeded()).tolist()
     observation, _ = Channel.parse([channel]).release(model, prompt, seeded())
-    found = VocabMatch(proposal="vocab").recover(observation, model, seeded())
+    found = VocabMatch(proposal="vocab").fit(observation.info, model).recover(observation)
     assert found.ids == prompt
 
 

@@ -13,6 +13,7 @@ from typer.testing import CliRunner, Result
 from hiddenlab import registry
 from hiddenlab.channels import Channel
 from hiddenlab.cli import app
+from hiddenlab.config import AttackConfig
 from hiddenlab.errors import HiddenlabError, InputError, NotApplicableError, UnknownNameError
 from hiddenlab.eval import cells as experiment_module
 from hiddenlab.eval import command
@@ -20,7 +21,7 @@ from hiddenlab.eval.cells import Cell, Experiment, Setting, conduct, load_result
 from hiddenlab.eval.measures import attack as measures
 from hiddenlab.eval.measures.intervals import mean, ratio, share
 from hiddenlab.eval.tables import paper
-from hiddenlab.job import AttackSpec, build_attack
+from hiddenlab.job import build_attack
 from hiddenlab.prompts import Prompt, load_prompts
 from hiddenlab.report.tables import grid, markdown_table
 from hiddenlab.types import Progress
@@ -217,7 +218,7 @@ def test_every_experiment_asks_for_what_exists(tiny: Callable[..., str], name: s
         registry.resolve("measures", cell.measure)
         json.dumps(cell.spec)
         if cell.measure == "attack":
-            spec = AttackSpec.from_json(cell.spec)
+            spec = AttackConfig.from_json(cell.spec)
             Channel.parse(spec.defense)
             build_attack(spec)
 

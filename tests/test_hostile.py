@@ -14,11 +14,12 @@ from typer.testing import CliRunner
 
 from hiddenlab import registry
 from hiddenlab.cli import app
+from hiddenlab.config import AttackConfig
 from hiddenlab.defenses.cascade.port import free
 from hiddenlab.defenses.verification.transcript import cut_torn_line, write_transcripts
 from hiddenlab.errors import HiddenlabError, InputError
 from hiddenlab.eval.cells import Cell, load_result, measure_cell, row_of
-from hiddenlab.job import AttackSpec, _fits
+from hiddenlab.job import _fits
 from hiddenlab.models import load_model
 from hiddenlab.models.gguf import converted
 from hiddenlab.models.load import resolve_model
@@ -198,11 +199,11 @@ def test_numbers_that_no_record_could_hold_are_refused_before(options: tuple[str
 
 
 def test_what_options_allow_a_record_can_say() -> None:
-    spec = AttackSpec(seed=2**63 - 1, limit=2**31 - 1, max_tokens=2**31 - 1, budget=2**31 - 1, threads=1024)
-    assert AttackSpec.from_json(spec.to_json()) == spec
+    spec = AttackConfig(seed=2**63 - 1, limit=2**31 - 1, max_tokens=2**31 - 1, budget=2**31 - 1, threads=1024)
+    assert AttackConfig.from_json(spec.to_json()) == spec
     for wrong in ({"seed": 2**64 - 1}, {"threads": 2**31 - 1}, {"limit": 0}):
         with pytest.raises(InputError):
-            AttackSpec.from_json(spec.to_json() | wrong)
+            AttackConfig.from_json(spec.to_json() | wrong)
 
 
 def test_a_place_beyond_any_prompt_is_refused(tmp_path: Path) -> None:

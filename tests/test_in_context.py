@@ -96,7 +96,9 @@ def test_a_first_token_is_tried_first(tiny_model: TinySlice, small_probes: None,
     prompts = [[200, 7, 31], [123, 123, 9]]
     released = [one for one, _ in Channel.parse([channel]).release_batch(model, prompts, seeded(1))]
     for search in ("speculative", "greedy"):
-        recoveries = VocabMatch(proposal="probe", search=search).recover_batch(released, model, seeded())
+        recoveries = (
+            VocabMatch(proposal="probe", search=search).fit(released[0].info, model).recover_batch(released)
+        )
         assert [r.ids for r in recoveries] == prompts
         assert all(r.tokens[0].evaluated <= task.FIRST_BATCH for r in recoveries)
 
@@ -195,7 +197,7 @@ def test_the_attack_learns_and_stays_exact(
     evaluated = {}
     for start in ((16, 64), ()):
         monkeypatch.setattr(task, "ADAPT_AT", start)
-        recoveries = VocabMatch(proposal="probe").recover_batch(released, model, seeded())
+        recoveries = VocabMatch(proposal="probe").fit(released[0].info, model).recover_batch(released)
         assert [r.ids for r in recoveries] == prompts
         evaluated[start] = sum(r.evaluated_tokens for r in recoveries)
     assert evaluated[16, 64] < 0.8 * evaluated[()]

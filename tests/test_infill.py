@@ -172,12 +172,12 @@ def test_it_learns_what_the_texts_say(tiny: TinyPath, texts: str, monkeypatch: p
     tokens = letters(model)
     attack = attack_on(texts, monkeypatch)
     observation = released(model, tokens, "shard:alpha=3,c=2,node=1")
-    measured = attack.setup(observation, model, torch.Generator())
+    measured = attack.fit(observation.info, model).measured
     assert measured["held_out_loss"] < 1.0  # ln 300 is 5.7, ln 8 is 2.1
-    found = attack.recover(observation, model, torch.Generator())
+    found = attack.fit(observation.info, model).recover(observation)
     assert check(found, tokens, list(observation.info.positions or ())) > 0.8
     # Training for one plan never showed more than a node holds, as later rounds do: worse, but far above 1 in 8.
-    several = attack_on(texts, monkeypatch, rounds=3).recover(observation, model, torch.Generator())
+    several = attack_on(texts, monkeypatch, rounds=3).fit(observation.info, model).recover(observation)
     assert check(several, tokens, list(observation.info.positions or ())) > 0.4
 
 
@@ -187,8 +187,8 @@ def test_states_of_deeper_layers(tiny: TinyPath, texts: str, monkeypatch: pytest
     tokens = letters(model)
     attack = attack_on(texts, monkeypatch, steps=60)
     observation = released(model, tokens, "shard:alpha=2,c=2,m=2,queries=0,keys=3")
-    assert attack.setup(observation, model, torch.Generator())["held_out_loss"] < 2.5
-    found = attack.recover(observation, model, torch.Generator())
+    assert attack.fit(observation.info, model).measured["held_out_loss"] < 2.5
+    found = attack.fit(observation.info, model).recover(observation)
     assert len(found.ids) == len(tokens)
 
 
@@ -339,7 +339,7 @@ def test_what_it_cannot_use(tiny_model: TinySlice) -> None:
     model = tiny_model("llama", 1)
     for spec in ("seq-perm", "hidden-perm"):
         with pytest.raises(NotApplicableError, match="in order"):
-            Infill().recover(released(model, [1, 2, 3], spec), model, torch.Generator())
+            Infill().fit((shown := released(model, [1, 2, 3], spec)).info, model).recover(shown)
     with pytest.raises(InputError, match="at least 1"):
         Infill(rounds=0)
 
@@ -426,10 +426,10 @@ def test_a_masked_model_of_other_tokens_learns_too(
     observation = released(model, tokens, "shard:alpha=3,c=2,node=1")
     attack = attack_on(texts, monkeypatch, masked=path)
     before = attack_on(texts, monkeypatch, masked=path, steps=1)
-    losses = [one.setup(observation, model, torch.Generator())["held_out_loss"] for one in (before, attack)]
+    losses = [one.fit(observation.info, model).measured["held_out_loss"] for one in (before, attack)]
     assert losses[1] < 0.5 * losses[0]
     check(
-        attack.recover(observation, model, torch.Generator()),
+        attack.fit(observation.info, model).recover(observation),
         tokens,
         list(observation.info.positions or ()),
     )
@@ -447,7 +447,7 @@ def test_masked_models_that_do_not_do(
         (str(Path("/nowhere/bert")), "no model at"),
     ):
         with pytest.raises(InputError, match=words):
-            attack_on(texts, monkeypatch, masked=path).setup(observation, model, torch.Generator())
+            attack_on(texts, monkeypatch, masked=path).fit(observation.info, model)
     backbone = MaskedLM(masked("bert"), model, torch.float32)
     with pytest.raises(InputError, match="reads 64 tokens at most, not 66"):
         backbone.logits(torch.zeros(1, 64, 48), torch.ones(1, 64, dtype=torch.bool))
@@ -464,8 +464,8 @@ def test_with_every_row_it_names_all_tokens_anew(
     tokens = letters(model)
     attack = attack_on(texts, monkeypatch, steps=60)
     observation = released(model, tokens)
-    attack.setup(observation, model, torch.Generator())
-    found = attack.recover(observation, model, torch.Generator())
+    attack.fit(observation.info, model)
+    found = attack.fit(observation.info, model).recover(observation)
     right = sum(a == b for a, b in zip(found.ids, tokens, strict=True))
     assert right > 0.9 * len(tokens)
     assert [one.row for one in found.tokens] == list(range(len(tokens)))

@@ -40,7 +40,7 @@ def release(model: TruncatedModel, channel: str, tokens: list[int], seed: int = 
 
 def attacked(observation: Observation, model: TruncatedModel, **options: object) -> AttackResult:
     search = FingerprintInversion(**{"breadth": 4, "candidates": 300, "budget": 300, **options})  # type: ignore[arg-type]
-    return search.recover(observation, model, draw())
+    return search.fit(observation.info, model).recover(observation)
 
 
 # ---- recovery
@@ -96,9 +96,9 @@ def test_every_position_run_is_counted(tiny_model: Slices) -> None:
     model = tiny_model("llama", None, "final_norm")
     observation = release(model, "toploc:k=64", prompt())
     search = FingerprintInversion(breadth=2, candidates=300)
-    assert search.setup(observation, model, draw())["opening_tokens"] > 250
+    assert search.fit(observation.info, model).measured["opening_tokens"] > 250
     before = model.evaluated_tokens
-    recovery = search.recover(observation, model, draw())
+    recovery = search.fit(observation.info, model).recover(observation)
     assert recovery.evaluated_tokens == model.evaluated_tokens - before > 300 * (LENGTH - 1)
     assert recovery.tokens[0].evaluated == 300  # the first tokens' states, from the setup
 

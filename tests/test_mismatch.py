@@ -35,7 +35,7 @@ def release(model: TruncatedModel, *specs: str, tokens: list[int] = TOKENS) -> O
 
 
 def recover(model: TruncatedModel, observation: Observation, **options: Any) -> AttackResult:
-    return VocabMatch(**options).recover(observation, model, seeded())
+    return VocabMatch(**options).fit(observation.info, model).recover(observation)
 
 
 def noised(states: torch.Tensor) -> torch.Tensor:

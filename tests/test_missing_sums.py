@@ -222,7 +222,7 @@ def test_sums_are_weighed_as_one_by_one(tiny_model: TinySlice, monkeypatch: pyte
 
 def released(model: TruncatedModel, tokens: Sequence[int], *specs: str, **options: Any) -> AttackResult:
     observation = Channel.parse(specs).release(model, tokens, torch.Generator().manual_seed(1))[0]
-    return MissingTokenSearch(**options).recover(observation, model, torch.Generator())
+    return MissingTokenSearch(**options).fit(observation.info, model).recover(observation)
 
 
 def test_what_is_solved_for_is_run_and_verified(tiny_model: TinySlice) -> None:

@@ -37,7 +37,11 @@ def released(model: TruncatedModel, tokens: Sequence[int], *specs: str) -> Obser
 
 
 def recover(model: TruncatedModel, tokens: Sequence[int], *specs: str, **options: Any) -> AttackResult:
-    return MissingTokenSearch(**options).recover(released(model, tokens, *specs), model, torch.Generator())
+    return (
+        MissingTokenSearch(**options)
+        .fit((shown := released(model, tokens, *specs)).info, model)
+        .recover(shown)
+    )
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma2", "gpt2"])
@@ -79,12 +83,12 @@ def test_right_tokens_match_however_passes_round(tiny_model: TinySlice) -> None:
     for tokens in prompts_of(8, 8):
         observation = released(model, tokens, "drop-rows:size=1,after=4")
         attack = MissingTokenSearch(budget=40 * VOCABULARY)
-        prepared, _ = attack.matching.prepare(observation, model)
+        prepared, _ = attack.matching.fit(observation.info, model).prepare(observation.info)
         attack.matching._prepared = replace(prepared, threshold=replace(prepared.threshold, floor=0.0))
         noise = torch.randn(observation.states.shape[1], generator=torch.Generator().manual_seed(0))
         rounded = observation.states[-1] * (1 + 2e-7 * noise)
         states = torch.cat([observation.states[:-1], rounded[None]])
-        found = attack.recover(replace(observation, states=states), model, torch.Generator())
+        found = attack.fit((shown := replace(observation, states=states)).info, model).recover(shown)
         assert found.ids == tokens[:6] and all(one.verified for one in found.tokens)
 
 
@@ -111,11 +115,11 @@ def test_screened_in_a_faster_dtype_it_finds_the_same(
         ran = []
         for screened in (False, True):
             attack = MissingTokenSearch(budget=40 * VOCABULARY, screen=screened)
-            attack.setup(observation, model, torch.Generator())
-            prepared, _ = attack.matching.prepare(observation, model)
+            attack.fit(observation.info, model)
+            prepared, _ = attack.matching.fit(observation.info, model).prepare(observation.info)
             engines = [model] + ([prepared.screen.model] if prepared.screen is not None else [])
             before = [one.evaluated_tokens for one in engines]
-            found = attack.recover(observation, model, torch.Generator())
+            found = attack.fit(observation.info, model).recover(observation)
             ran.append([one.evaluated_tokens - b for one, b in zip(engines, before, strict=True)])
             assert found.evaluated_tokens == sum(ran[-1])
             assert found.ids == tokens[: 7 + size] and all(one.verified for one in found.tokens)
@@ -173,7 +177,7 @@ def test_rows_that_show_less_than_states(tiny_model: TinySlice, channel: str) ->
     (tokens,) = prompts_of(8)
     observation = released(model, tokens, channel, "drop-rows:size=1,after=4")
     attack = MissingTokenSearch(budget=40 * VOCABULARY)
-    found = attack.recover(observation, model, torch.Generator())
+    found = attack.fit(observation.info, model).recover(observation)
     assert found.ids == tokens[:6] and all(one.verified for one in found.tokens)
     assert attack._earlier is not None and attack._earlier[2].floor < 1e-4
 

@@ -18,11 +18,11 @@ from hiddenlab.eval.measures import attack as measures
 from hiddenlab.eval.tables import paper
 from hiddenlab.eval.tables.attack import table_18, table_19, table_20, table_21, table_22
 from hiddenlab.eval.tables.noise import noise, noise_utility, order
-from hiddenlab.job import generator
 from hiddenlab.models import load_model
 from hiddenlab.report.tables import grid, markdown_table
 from hiddenlab.testing import PlainModel
 from hiddenlab.types import Progress
+from hiddenlab.utils.random import generator
 
 TABLES = {"identity": table_18, "seq-perm": table_19, "hidden-perm": table_20, "2d-perm": table_21}
 

@@ -101,7 +101,7 @@ def test_moves_gain_what_they_change_in_the_order_of_pairs(tiny_model: Callable[
     model = tiny_model("llama", 1)
     tokens = torch.randint(0, 256, (7,), generator=torch.Generator().manual_seed(5)).tolist()
     observation, _ = Channel.parse(["seq-perm"]).release(model, tokens, torch.Generator().manual_seed(0))
-    prepared, _ = BeamDecoding(lm=False, width=8).prepare(observation, model)
+    prepared = BeamDecoding(lm=False, width=8).fit(observation.info, model).prepare(observation)
     with torch.inference_mode():
         view = prepared.reader.read(observation)
         odds = torch.randn(7, 7, generator=torch.Generator().manual_seed(1))

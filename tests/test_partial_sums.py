@@ -37,7 +37,7 @@ def view(tiny_model: TinySlice, architecture: str, tokens: list[int], plan: Plan
 
 
 def recover(tiny_model: TinySlice, architecture: str, observation: Observation) -> AttackResult:
-    return PartialSums().recover(observation, tiny_model(architecture, 1, "attn"), torch.Generator())
+    return PartialSums().fit(observation.info, tiny_model(architecture, 1, "attn")).recover(observation)
 
 
 @pytest.mark.parametrize("architecture", DECODERS)
@@ -87,7 +87,7 @@ def test_a_recorded_request_is_read(tiny: TinyPath, tmp_path: Path) -> None:
         command.run(prompt, backend, alpha=3, c=3, record=str(folder))
         observation = load_observation(folder / "CompNode-2" / "partials-1.safetensors")
         truncated = load_model(model, 1, stream="attn", device="cpu")
-        found = PartialSums().recover(observation, truncated, torch.Generator())
+        found = PartialSums().fit(observation.info, truncated).recover(observation)
         assert truncated.text(found.ids) == prompt[: len(found.ids)]
         assert len(found.ids) == 1 + max(observation.info.positions or ())
         assert all(one.verified for one in found.tokens)
@@ -97,14 +97,14 @@ def test_what_it_cannot_use(tiny_model: TinySlice) -> None:
     model = tiny_model("llama", 1, "attn")
     states, _ = Channel.parse([]).release(model, [1, 2, 3], torch.Generator())
     with pytest.raises(NotApplicableError, match="combined view of layer 1"):
-        PartialSums().recover(states, model, torch.Generator())
+        PartialSums().fit(states.info, model).recover(states)
     observation = view(tiny_model, "llama", tokens_of(6), Plan.clustered(6, 1, alpha=2), 1)
     facts = {**observation.info.facts, "heads": 5}
     broken = Observation(observation.states, replace(observation.info, facts=facts))
     with pytest.raises(InputError, match="do not hold m, e and u"):
-        PartialSums().recover(broken, model, torch.Generator())
+        PartialSums().fit(broken.info, model).recover(broken)
     with pytest.raises(NotApplicableError, match="see the attack partial-sums"):
-        VocabMatch(proposal="vocab").recover(observation, model, torch.Generator())
+        VocabMatch(proposal="vocab").fit(observation.info, model).recover(observation)
     with pytest.raises(InputError, match="candidates"):
         PartialSums(candidates=0)
 

@@ -42,7 +42,7 @@ def test_enough_projections_give_the_prompt_away(tiny_model: TinySlice) -> None:
     model = tiny_model("llama", 2)
     observation = released(model, "project:count=16")
     assert observation.states.shape == (len(TOKENS), 16)
-    found = VocabMatch().recover(observation, model, torch.Generator())
+    found = VocabMatch().fit(observation.info, model).recover(observation)
     assert found.ids == TOKENS and all(one.verified for one in found.tokens)
 
 
@@ -52,7 +52,7 @@ def test_noise_on_projections(tiny_model: TinySlice) -> None:
     plain, noisy = released(model, "project:count=4"), released(model, "project:count=4,sigma=0.1")
     error = (noisy.states - plain.states).square().mean(1).sqrt() / plain.states.square().mean(1).sqrt()
     assert 0.02 < float(error.median()) < 0.3
-    found = VocabMatch(budget=64).recover(noisy, model, torch.Generator())
+    found = VocabMatch(budget=64).fit(noisy.info, model).recover(noisy)
     assert len(found.ids) == len(TOKENS)
 
 
@@ -68,10 +68,10 @@ def test_what_projections_do_not_go_with(tiny_model: TinySlice) -> None:
     model = tiny_model("llama", 1)
     both = released(model, "project:count=4", "hidden-perm")
     with pytest.raises(NotApplicableError, match="permuted coordinates"):
-        VocabMatch().recover(both, model, torch.Generator())
+        VocabMatch().fit(both.info, model).recover(both)
     for attack in (SipIt(), Infill()):
         with pytest.raises(NotApplicableError, match="whole states"):
-            attack.recover(released(model, "project:count=4"), model, torch.Generator())
+            attack.fit((shown := released(model, "project:count=4")).info, model).recover(shown)
     for facts in ({"projection": 3}, {"projection": {"count": 0, "seed": 0}}, {"projection": {"count": 2}}):
         with pytest.raises(InputError, match="projection"):
             choose_matcher("auto", ObservationInfo("m", (1.0,), Site(1), facts=facts))

@@ -217,7 +217,7 @@ torch.set_num_threads(1)
 from transformers import LlamaConfig, LlamaForCausalLM
 from hiddenlab import registry
 from hiddenlab.channels import Channel
-from hiddenlab.types import Attack
+from hiddenlab.base import Attack
 from hiddenlab.models import load_model
 
 assert registry.names("defenses")[-1] == "round" and "seq-perm" in registry.names("defenses")
@@ -242,7 +242,7 @@ assert not torch.equal(expected, plain) and torch.allclose(observation.states, e
 
 attack = registry.build("attacks", "nearest-embedding", budget=None)
 assert isinstance(attack, Attack)
-recovery = attack.recover(observation, model, torch.Generator())
+recovery = attack.fit(observation.info, model).recover(observation)
 assert recovery.ids == [tokens[r] for r in secret.row_order], recovery.ids
 print("used")
 """

@@ -46,12 +46,12 @@ def test_the_same_as_without(tiny_model: TinySlice, channel: str, stream: str) -
     found = {}
     for screened in (False, True):
         attacker = VocabMatch(proposal="vocab", screen=screened)
-        attacker.setup(observations[0], model, torch.Generator())
+        attacker.fit(observations[0].info, model)
         assert attacker._prepared is not None
         engines = [model] + ([attacker._prepared.screen.model] if attacker._prepared.screen else [])
         assert len(engines) == 1 + screened
         before = [one.evaluated_tokens for one in engines]
-        found[screened] = attacker.recover_batch(observations, model, torch.Generator())
+        found[screened] = attacker.fit(observations[0].info, model).recover_batch(observations)
         ran = [one.evaluated_tokens - start for one, start in zip(engines, before, strict=True)]
         assert sum(one.evaluated_tokens for one in found[screened]) == sum(ran)
         if screened:
@@ -73,7 +73,9 @@ def test_a_screen_that_is_wrong_costs_time_only(
     model = tiny_model("llama", 2)
     attacker = VocabMatch(proposal="vocab")
     for recovery, prompt in zip(
-        attacker.recover_batch(release(model, channel), model, torch.Generator()), PROMPTS, strict=True
+        attacker.fit((shown := release(model, channel))[0].info, model).recover_batch(shown),
+        PROMPTS,
+        strict=True,
     ):
         assert recovery.ids == prompt
         assert all(token.verified for token in recovery.tokens)
@@ -86,7 +88,7 @@ def test_what_no_token_gives_is_left_unverified_with_the_nearest(tiny_model: Tin
     (first, _) = release(model, "hidden-perm")
     first.states[2] += 0.3 * torch.randn(first.states.shape[1], generator=torch.Generator().manual_seed(3))
     plain, fast = (
-        VocabMatch(proposal="vocab", screen=screened).recover(first, model, torch.Generator())
+        VocabMatch(proposal="vocab", screen=screened).fit(first.info, model).recover(first)
         for screened in (False, True)
     )
     assert plain.stop_reason == fast.stop_reason == "vocabulary exhausted"
@@ -100,7 +102,7 @@ def test_a_first_row_that_no_token_gives_is_left_unverified(tiny_model: TinySlic
     model = tiny_model("llama", 2)
     (first, _) = release(model, "identity")
     first.states[0] += 5.0
-    found = VocabMatch(proposal="vocab").recover(first, model, torch.Generator())
+    found = VocabMatch(proposal="vocab").fit(first.info, model).recover(first)
     assert found.stop_reason == NO_STATE
     assert not found.tokens[0].verified
     assert len(found.tokens) == len(first.states)
@@ -156,7 +158,7 @@ def test_of_screened_candidates_the_beam_keeps_near_ones_with_their_exact_distan
     model = tiny_model("llama", 2)
     observation = release(model, "gaussian:sigma=0.001", channel)[0]
     attack = BeamDecoding(lm=False)
-    prepared, _ = attack.prepare(observation, model)
+    prepared = attack.fit(observation.info, model).prepare(observation)
     engines, weights = prepared.engines, prepared.learned.weights
     assert engines.screen is not None
     assert engines.model is model

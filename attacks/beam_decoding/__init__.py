@@ -20,17 +20,17 @@ from hiddenlab.attacks.beam_decoding.position_model import learn_position_model
 from hiddenlab.attacks.beam_decoding.prefix_inversion import arrives, decode_behind, prefix_of
 from hiddenlab.attacks.beam_decoding.row_features import Reader, fast_enough
 from hiddenlab.attacks.beam_decoding.weights import learn_weights, weigh_noise
+from hiddenlab.base import Attack
 from hiddenlab.channels import Channel, as_whole, by_channel, suppose
 from hiddenlab.errors import InputError, NotApplicableError
-from hiddenlab.job import generator
 from hiddenlab.matching.distance import choose_matcher
 from hiddenlab.matching.projections import projection_of
 from hiddenlab.matching.screening import Screen
 from hiddenlab.models import Prefix, Request, TruncatedModel
-from hiddenlab.observation import check_observation
 from hiddenlab.proposals.ranking import LazyModel
 from hiddenlab.proposals.store import adapter_for, first_token_table_for, pairwise_order_for, probes_for
-from hiddenlab.types import AttackResult, Observation, ObservationInfo, Progress, TokenPrediction, silent
+from hiddenlab.types import AttackResult, Observation, ObservationInfo, TokenPrediction
+from hiddenlab.utils.random import generator
 
 SURE = 16.0  # nats by which the token that a tokenizer puts first is likelier than any other
 
@@ -69,7 +69,7 @@ class Prepared:
         )
 
 
-class BeamDecoding:
+class BeamDecoding(Attack):
     """Recovers the likeliest prompt by weighing probe, language model, traces in other rows, and states in context.
 
     For channels that change values, where no distance tells right from wrong by itself. A beam of hypotheses is
@@ -96,7 +96,6 @@ class BeamDecoding:
             takes minutes, and what it brings is not settled.
         orders: order rows behind one layer of noised embeddings by how much noise they need (see ``reorder``), also in
             float32; it takes minutes a prompt.
-        seed: of learning. progress: where progress is reported.
     """
 
     def __init__(
@@ -109,8 +108,6 @@ class BeamDecoding:
         rounds: int = 3,
         solved: int = 0,
         orders: bool = False,
-        seed: int = 0,
-        progress: Progress = silent,
     ) -> None:
         if min(beam, width, batch) < 1:
             raise InputError(f"beam, width and batch must be at least 1, not {beam}, {width} and {batch}")
@@ -119,52 +116,65 @@ class BeamDecoding:
                 f"sweeps, rounds and solved must be at least 0, not {sweeps}, {rounds} and {solved}"
             )
         self.effort, self.sweeps, self.rounds = Effort(beam, width, solved=solved), sweeps, rounds
-        self.batch, self.asks, self.seed, self.progress = batch, lm, seed, progress
+        self.batch, self.asks = batch, lm
         self.orders = orders
         self._prepared: Prepared | None = None
         self._found_begun: tuple[Prepared, bool] | None = None  # see ``_begins``
         self._lm: tuple[TruncatedModel, LazyModel] | None = None
         self._screen: Screen | None = None
 
-    def setup(
-        self, observation: Observation, model: TruncatedModel, generator: torch.Generator
-    ) -> dict[str, float]:
+    def _fit(self, info: ObservationInfo) -> dict[str, float | str]:
         """Train or load the probes and learn the weights, for all observations of one channel.
+
+        Where the strength of noise is not known, that waits for the first prompt, which tells it.
 
         Returns:
             ``probe_seconds`` (0 where all were cached), the weight of each piece of evidence, and ``noise_sigma`` where
             it was estimated.
         """
-        prepared, seconds = self.prepare(observation, model)
-        learned = {
+        self._check(info)
+        whole = as_whole(info)
+        channel = Channel.parse(list(whole.channel))
+        if channel.unknown:
+            return {}
+        if self._prepared is None or (self._prepared.observed, self._prepared.model) != (whole, self.model):
+            return self._keep(whole, *self._learn(whole, self.model))
+        return self._measured(self._prepared, 0.0)
+
+    def prepare(self, observation: Observation) -> Prepared:
+        """Give what a channel needs: what ``fit`` prepared, or made now, by this observation.
+
+        Raises:
+            NotApplicableError: it shows no states.
+        """
+        self._check(observation.info)
+        info, model = as_whole(observation.info), self.model
+        kept, channel = self._prepared, Channel.parse(list(info.channel))
+        if kept is None or (kept.observed, kept.model) != (info, model):
+            started = time.perf_counter()
+            made = (
+                self._estimate(observation, channel, info, model)
+                if channel.unknown
+                else self._learn(info, model)
+            )
+            measured = self._keep(info, *made)
+            self.measured = {**measured, "estimation_seconds": time.perf_counter() - started}
+        assert self._prepared is not None
+        return self._prepared
+
+    def _keep(self, info: ObservationInfo, prepared: Prepared, seconds: float) -> dict[str, float | str]:
+        if prepared.solves and self.effort.solved and prepared.learned.right < CERTAIN:
+            prepared = self._weigh_noise(prepared)
+        self._prepared = replace(prepared, observed=info)
+        return self._measured(self._prepared, seconds)
+
+    def _measured(self, prepared: Prepared, seconds: float) -> dict[str, float | str]:
+        learned: dict[str, float | str] = {
             f"weight_{name}": float(x) for name, x in zip(FEATURES, prepared.learned.weights, strict=True)
         }
         if prepared.info.noise_sigma != prepared.observed.noise_sigma:
             learned["noise_sigma"] = float(prepared.info.noise_sigma or 0.0)
         return {"probe_seconds": seconds, **learned}
-
-    def prepare(self, observation: Observation, model: TruncatedModel) -> tuple[Prepared, float]:
-        """What ``setup`` makes, kept for the next observation of the same channel, and the seconds probes took.
-
-        Raises:
-            InputError: the observation does not fit the truncated model. NotApplicableError: it shows no states.
-        """
-        check_observation(observation, model)
-        info = as_whole(observation.info)
-        if projection_of(info) is not None or observation.states.shape[1] != model.width:
-            raise NotApplicableError("beam decoding needs whole states")
-        self._check(observation)
-        kept, channel = self._prepared, Channel.parse(list(info.channel))
-        if kept is not None and (kept.observed, kept.model) == (info, model):
-            return kept, 0.0
-        if channel.unknown:
-            prepared, seconds = self._estimate(observation, channel, info, model)
-        else:
-            prepared, seconds = self._learn(info, model)
-        if prepared.solves and self.effort.solved and prepared.learned.right < CERTAIN:
-            prepared = self._weigh_noise(prepared)
-        self._prepared = replace(prepared, observed=info)
-        return self._prepared, seconds
 
     def _weigh_noise(self, prepared: Prepared) -> Prepared:
         """Solve for candidates from now on, if what that says speaks against wrong ones."""
@@ -180,8 +190,10 @@ class BeamDecoding:
             self._lm = model, LazyModel(model)
         return self._lm[1].opened if self.asks and self._lm is not None else None
 
-    def _check(self, observation: Observation) -> None:
-        if observation.info.positions is not None and not self.asks:
+    def _check(self, info: ObservationInfo) -> None:
+        if projection_of(info) is not None or "heads" in info.facts:
+            raise NotApplicableError("beam decoding needs whole states")
+        if info.positions is not None and not self.asks:
             raise NotApplicableError("tokens without a row can only be guessed by a language model")
 
     def _learn(self, info: ObservationInfo, model: TruncatedModel) -> tuple[Prepared, float]:
@@ -251,29 +263,19 @@ class BeamDecoding:
         step, strength = settle(first_step(model), found)
         return replace(made[step], info=suppose(info, strength)), seconds
 
-    def recover(
-        self, observation: Observation, model: TruncatedModel, generator: torch.Generator
-    ) -> AttackResult:
-        """Recover one prompt; see ``recover_batch``."""
-        return self.recover_batch([observation], model, generator)[0]
-
-    def recover_batch(
-        self, observations: Sequence[Observation], model: TruncatedModel, generator: torch.Generator
-    ) -> list[AttackResult]:
+    def _recover_batch(self, observations: Sequence[Observation]) -> list[AttackResult]:
         """Recover prompts of one channel together.
 
         Raises:
-            InputError: an observation does not fit the model. NotApplicableError: it shows no states, or rows are
-                missing and there is no language model.
+            NotApplicableError: there are no whole states, or rows are missing and there is no language model.
         """
         groups = by_channel(observations, self.batch)
-        return [one for group in groups for one in self._recover(group, model)]
+        return [one for group in groups for one in self._recover_group(group)]
 
-    def _recover(self, observations: Sequence[Observation], model: TruncatedModel) -> list[AttackResult]:
-        prepared, _ = self.prepare(observations[0], model)
+    def _recover_group(self, observations: Sequence[Observation]) -> list[AttackResult]:
+        prepared = self.prepare(observations[0])
         for observation in observations:
-            check_observation(observation, model)
-            self._check(observation)
+            self._check(observation.info)
         started = time.perf_counter()
         with torch.inference_mode():
             decodings = self._decode(observations, prepared)

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from hiddenlab.attacks.beam_decoding.features import EUCLIDEAN, ROUNDING
 from hiddenlab.channels import Channel, in_order
-from hiddenlab.job import generator
 from hiddenlab.matching.distance import Matcher
 from hiddenlab.models import Prefix, Request, TruncatedModel
 from hiddenlab.proposals.corpus import Corpus
+from hiddenlab.utils.random import generator
 
 TOKENS = 12_000  # of the attacker's own texts
 REFERENCE = 0.75  # share of the rows that others are compared with; the rest says which directions count

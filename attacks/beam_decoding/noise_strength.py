@@ -15,9 +15,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from hiddenlab.channels import Channel, in_order
-from hiddenlab.job import generator
 from hiddenlab.matching.distance import Matcher
 from hiddenlab.models import TruncatedModel
+from hiddenlab.utils.random import generator
 
 LADDER = tuple(m * 10.0**e for e in range(-5, 2) for m in (1, 3))  # strengths that are supposed
 FIRST = 0.25  # times the embedding's standard deviation: supposed at first

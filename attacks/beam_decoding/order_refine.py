@@ -16,8 +16,8 @@ from hiddenlab.attacks.beam_decoding.hypotheses import Decoding, Engines, Hypoth
 from hiddenlab.attacks.beam_decoding.local_search import improve, rearrange, spoken_for
 from hiddenlab.attacks.beam_decoding.order_beam import ordered
 from hiddenlab.attacks.beam_decoding.order_linearized import TRUST, Displaced, displaced
-from hiddenlab.job import generator
 from hiddenlab.types import Progress, silent
+from hiddenlab.utils.random import generator
 
 SHARES = (1.0, 0.6)  # of what noise says, in searches from the beginning on
 STAGES = 1 + len(SHARES)  # the solve, and a search each

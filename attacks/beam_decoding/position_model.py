@@ -15,11 +15,11 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from hiddenlab.channels import Channel
-from hiddenlab.job import generator
 from hiddenlab.matching.distance import Matcher
 from hiddenlab.models import TruncatedModel
 from hiddenlab.proposals.corpus import Corpus
 from hiddenlab.proposals.probe import Expert
+from hiddenlab.utils.random import generator
 
 TOKENS, WINDOW = 12_000, 64  # of the attacker's own texts, half of them for either model
 RIDGE = 300.0  # of the regression

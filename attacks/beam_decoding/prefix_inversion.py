@@ -28,11 +28,11 @@ from hiddenlab.attacks.beam_decoding.features import Learned
 from hiddenlab.attacks.beam_decoding.hypotheses import Decoding, Effort, Engines, start
 from hiddenlab.attacks.beam_decoding.local_search import move_parts
 from hiddenlab.channels import Channel, in_order
-from hiddenlab.job import generator
 from hiddenlab.matching.distance import Matcher
 from hiddenlab.models import Prefix, Request, TruncatedModel
 from hiddenlab.proposals.corpus import Corpus
 from hiddenlab.types import Progress, silent
+from hiddenlab.utils.random import generator
 
 STAGES, STEPS = 6, 10  # of the optimiser; between stages the loss is adapted to what is left
 BETTER = 0.9  # of what is left: a stage that leaves more is the last

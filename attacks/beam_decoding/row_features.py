@@ -12,7 +12,6 @@ from hiddenlab.attacks.beam_decoding.features import EUCLIDEAN, TRACES, Rows
 from hiddenlab.attacks.beam_decoding.position_model import PositionModel
 from hiddenlab.channels import Channel, in_order
 from hiddenlab.errors import InputError, NotApplicableError
-from hiddenlab.job import generator
 from hiddenlab.matching.distance import Matcher
 from hiddenlab.matching.screening import Screen
 from hiddenlab.models import TruncatedModel
@@ -21,6 +20,7 @@ from hiddenlab.proposals.first_token_table import FirstTokenTable
 from hiddenlab.proposals.pairwise_order import PairwiseOrder
 from hiddenlab.proposals.probe import PART, Probe
 from hiddenlab.types import Observation
+from hiddenlab.utils.random import generator
 
 SHORTLIST = 128  # tokens of each row that the probe names
 ROUNDED, WINDOW = 8, 64  # texts that are rounded, and how long they are

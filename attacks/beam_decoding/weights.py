@@ -23,10 +23,10 @@ from hiddenlab.attacks.beam_decoding.hypotheses import Engines
 from hiddenlab.attacks.beam_decoding.noise_solver import append, explain
 from hiddenlab.attacks.beam_decoding.row_features import Reader
 from hiddenlab.channels import Channel
-from hiddenlab.job import generator
 from hiddenlab.models import Prefix, Request
 from hiddenlab.proposals.corpus import Corpus
 from hiddenlab.types import GroundTruth, Progress, silent
+from hiddenlab.utils.random import generator
 
 WINDOWS, LENGTH = 16, 40
 # Where learning starts, and what it is drawn to: as ``FEATURES``.

@@ -13,16 +13,16 @@ from hiddenlab.attacks.infill.masks import Shards
 from hiddenlab.attacks.infill.model import Infiller
 from hiddenlab.attacks.infill.text import OWN
 from hiddenlab.attacks.infill.train import PRESETS, State, read_tokens, train_infiller
+from hiddenlab.base import Attack
 from hiddenlab.channels import as_whole
 from hiddenlab.errors import InputError, NotApplicableError
 from hiddenlab.matching.projections import projection_of
 from hiddenlab.models import TruncatedModel
-from hiddenlab.observation import check_observation
 from hiddenlab.proposals.store import probe_for
-from hiddenlab.types import AttackResult, Observation, ObservationInfo, Progress, TokenPrediction, silent
+from hiddenlab.types import AttackResult, Observation, ObservationInfo, TokenPrediction
 
 
-class Infill:
+class Infill(Attack):
     """Names every token of a prompt from the rows that one node holds, with a model trained for it.
 
     The tokens of the held rows are read by a probe (exactly, at layer 0); the others are named by a bidirectional,
@@ -40,7 +40,6 @@ class Infill:
         text: what to train on, in place of the preset's: ``own`` (the model's own samples) or a source of prompts.
         steps: of training at most, in place of the preset's. rounds: the most certain tokens are fixed first, in so
             many forward passes; the paper has one.
-        seed: of training. progress: where progress is reported.
     """
 
     def __init__(
@@ -51,27 +50,23 @@ class Infill:
         text: str | None = None,
         steps: int | None = None,
         rounds: int = 1,
-        seed: int = 0,
-        progress: Progress = silent,
     ) -> None:
         if rounds < 1 or (steps is not None and steps < 1):
             raise InputError(f"rounds and steps must be at least 1, not {rounds} and {steps}")
-        recipe = replace(PRESETS[preset], seed=seed)
+        recipe = PRESETS[preset]
         recipe = recipe if text is None else replace(recipe, text=text)
         self.recipe = recipe if steps is None else replace(recipe, steps=steps)
-        self.plan, self.masked, self.rounds, self.progress = plan, masked, rounds, progress
+        self.plan, self.masked, self.rounds = plan, masked, rounds
         self._trained: tuple[tuple[TruncatedModel, ObservationInfo, Shards], Infiller, State] | None = None
 
-    def setup(
-        self, observation: Observation, model: TruncatedModel, generator: torch.Generator
-    ) -> dict[str, float | str]:
+    def _fit(self, info: ObservationInfo) -> dict[str, float | str]:
         """Train the model, or take it from the cache.
 
         Returns:
             ``training_seconds`` (over all sessions, and with those of the infiller of tokens that it started from),
             ``training_steps`` (its own), ``held_out_loss``, in nats a token, and ``training_text``.
         """
-        _, state = self._model(observation, model)
+        _, state = self._infiller(info)
         return {
             "training_seconds": state.seconds,
             "training_steps": float(state.step),
@@ -79,9 +74,7 @@ class Infill:
             "training_text": "sampled from the model itself" if self.recipe.text == OWN else self.recipe.text,
         }
 
-    def _model(self, observation: Observation, model: TruncatedModel) -> tuple[Infiller, State]:
-        check_observation(observation, model)
-        info = observation.info
+    def _infiller(self, info: ObservationInfo) -> tuple[Infiller, State]:
         if info.rows_permuted or info.columns_permuted is not None:
             raise NotApplicableError("the infiller needs rows and coordinates in order")
         if projection_of(info) is not None:
@@ -89,22 +82,22 @@ class Infill:
         shards = Shards.of(info)
         if self.plan == "any" and not shards.whole:
             shards = Shards()
-        key = model, as_whole(info), shards
+        key = self.model, as_whole(info), shards
         if self._trained is None or self._trained[0] != key:
-            infiller, state = train_infiller(*key, self.recipe, self.progress, self.masked)
+            infiller, state = train_infiller(
+                *key, replace(self.recipe, seed=self.seed), self.progress, self.masked
+            )
             self._trained = key, infiller, state
         return self._trained[1:]
 
-    def recover(
-        self, observation: Observation, model: TruncatedModel, generator: torch.Generator
-    ) -> AttackResult:
+    def _recover(self, observation: Observation) -> AttackResult:
         """Recover one prompt: held tokens as read, the others as the model names them, unverified.
 
         Raises:
             NotApplicableError: rows or coordinates in unknown order.
         """
-        infiller, _ = self._model(observation, model)
-        started, info = time.perf_counter(), observation.info
+        infiller, _ = self._infiller(observation.info)
+        started, info, model = time.perf_counter(), observation.info, self.model
         count = int(info.facts.get("tokens", 1 + max(info.positions or (len(observation.states) - 1,))))
         positions = list(info.positions or range(count))
         rows = observation.states.to(model.device).float()

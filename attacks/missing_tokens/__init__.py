@@ -24,6 +24,7 @@ from hiddenlab.attacks.missing_tokens.attention_sums import AttentionSums
 from hiddenlab.attacks.missing_tokens.gap_view import View
 from hiddenlab.attacks.missing_tokens.slots import Likely, Tried, moved, swapped
 from hiddenlab.attacks.vocab_match import Prepared, VocabMatch, believed
+from hiddenlab.base import Attack
 from hiddenlab.channels import as_whole
 from hiddenlab.errors import InputError, NotApplicableError
 from hiddenlab.matching.screening import counted, near_ones
@@ -31,7 +32,7 @@ from hiddenlab.models import Answer, Prefix, Request, TruncatedModel
 from hiddenlab.proposals.probe import Probe
 from hiddenlab.proposals.ranking import Continuations
 from hiddenlab.proposals.store import probes_for
-from hiddenlab.types import AttackResult, Observation, ObservationInfo, Progress, TokenPrediction, silent
+from hiddenlab.types import AttackResult, Observation, ObservationInfo, TokenPrediction
 
 REACH = 3  # how far before a row probes look for tokens
 # Of the language model, about, that a beam of the priors may run for one gap, as long as it is wider than one.
@@ -44,7 +45,7 @@ NAMED = 32  # of the fillings that were solved for, run at once
 DOUBT = 1.25  # times the screen's largest rounding: what is nearer than that to a row, the truncated model itself runs
 
 
-class MissingTokenSearch:
+class MissingTokenSearch(Attack):
     """Recover every token up to the last observed row, those that no row shows included.
 
     Rows before the first gap are matched one by one (``vocab-match``). At a gap behind one layer its tokens are solved
@@ -64,7 +65,6 @@ class MissingTokenSearch:
             and values), without noise or unknown prefix, though rows may be rounded; up to 64 of them at once, of more
             than 16 no more than eight for each row that is asked, whatever ``longest`` says.
         proposal: ``probe+lm`` or ``probe``. distance, epsilon, screen: as in ``vocab-match``.
-        seed: of calibration. progress: where progress is reported.
     """
 
     def __init__(
@@ -77,8 +77,6 @@ class MissingTokenSearch:
         distance: str = "auto",
         epsilon: str = "auto",
         screen: bool = True,
-        seed: int = 0,
-        progress: Progress = silent,
     ) -> None:
         if min(budget, breadth, longest) < 1:
             raise InputError(
@@ -88,72 +86,66 @@ class MissingTokenSearch:
             raise InputError(
                 f"the search for missing tokens cannot do without the probe; {proposal!r} has none"
             )
-        self.budget, self.breadth, self.longest, self.progress = budget, breadth, longest, progress
+        self.budget, self.breadth, self.longest = budget, breadth, longest
         self.sums = sums
-        self.matching = VocabMatch(
-            proposal=proposal, distance=distance, epsilon=epsilon, screen=screen, seed=seed, progress=progress
-        )
+        self.matching = VocabMatch(proposal=proposal, distance=distance, epsilon=epsilon, screen=screen)
         self._earlier: tuple[Prepared, list[Probe], clearance.Clearance] | None = None
         self._named: tuple[TruncatedModel, ObservationInfo, AttentionSums] | None = None
 
-    def setup(
-        self, observation: Observation, model: TruncatedModel, generator: torch.Generator
-    ) -> dict[str, float]:
-        """Probes, for the rows' own tokens and for earlier ones, and epsilon; see ``VocabMatch.setup``."""
-        measured = self.matching.setup(observation, model, generator)
-        *_, seconds = self._prepare(observation, model)
-        self._names(observation, model)
-        return {**measured, "probe_seconds": measured["probe_seconds"] + seconds}
+    def _fit(self, info: ObservationInfo) -> dict[str, float | str]:
+        """Prepare probes, for the rows' own tokens and for earlier ones, and epsilon; see ``VocabMatch``."""
+        self.matching.progress = self.progress
+        measured = self.matching.fit(info, self.model, self.seed).measured
+        *_, seconds = self._prepare(info)
+        self._names(info)
+        return {**measured, "probe_seconds": float(measured["probe_seconds"]) + seconds}
 
-    def _prepare(
-        self, observation: Observation, model: TruncatedModel
-    ) -> tuple[list[Probe], clearance.Clearance, float]:
+    def _prepare(self, info: ObservationInfo) -> tuple[list[Probe], clearance.Clearance, float]:
         """Probes for the tokens 1 to ``REACH`` positions before a row, how near right and wrong tokens there bring it,
         and seconds of training."""
-        prepared, _ = self.matching.prepare(observation, model)
+        prepared, _ = self.matching.prepare(info)
         seconds = 0.0
         if self._earlier is None or self._earlier[0] is not prepared:
-            probes, seconds = probes_for(model, prepared.info, range(1, REACH + 1), self.progress)
-            measured = clearance.measure(model, prepared.info, prepared.matcher, self.matching.seed)
+            probes, seconds = probes_for(self.model, prepared.info, range(1, REACH + 1), self.progress)
+            measured = clearance.measure(self.model, prepared.info, prepared.matcher, self.seed)
             self._earlier = prepared, probes, measured
         return *self._earlier[1:], seconds
 
-    def _names(self, observation: Observation, model: TruncatedModel) -> AttentionSums | None:
+    def _names(self, info: ObservationInfo) -> AttentionSums | None:
         """What solves for missing tokens; None where that is not possible, or not wanted."""
-        if not self.sums or not AttentionSums.applies(observation.info, model):
+        model = self.model
+        if not self.sums or not AttentionSums.applies(info, model):
             return None
-        info = as_whole(observation.info)
+        info = as_whole(info)
         if self._named is None or self._named[:2] != (model, info):
             self.progress("tabulating the first layer", 0, 1)
-            self._named = model, info, AttentionSums(model, info, self.matching.seed, self.progress)
+            self._named = model, info, AttentionSums(model, info, self.seed, self.progress)
         return self._named[2]
 
-    def recover(
-        self, observation: Observation, model: TruncatedModel, generator: torch.Generator
-    ) -> AttackResult:
+    def _recover(self, observation: Observation) -> AttackResult:
         """Recover one prompt.
 
         Raises:
             NotApplicableError: rows in unknown order, or of layer 0, where a row says nothing of other tokens.
         """
-        info = observation.info
+        info, model = observation.info, self.model
         if info.rows_permuted:
             raise NotApplicableError("the search for missing tokens needs to know where each row stands")
         if info.site.stream == "embed":
             raise NotApplicableError(
                 "rows of layer 0 say nothing of other tokens; no gap can be closed there"
             )
-        earlier, clearance, _ = self._prepare(observation, model)
-        prepared, _ = self.matching.prepare(observation, model)
+        earlier, clearance, _ = self._prepare(info)
+        prepared, _ = self.matching.prepare(info)
         positions = list(info.positions or range(len(observation.states)))
-        names = self._names(observation, model)
+        names = self._names(info)
         started, before = time.perf_counter(), self._counters(model, prepared)
         lead = next((i for i, p in enumerate(positions) if p != i), len(positions))
         found: list[TokenPrediction] = []
         epsilon = None
         if lead:
             whole = replace(info, positions=None)
-            first = self.matching.recover(Observation(observation.states[:lead], whole), model, generator)
+            first = self.matching.recover(Observation(observation.states[:lead], whole))
             found, epsilon = list(first.tokens), first.epsilon
         lm = Continuations(prepared.proposer.lm, model.special_ids)
         rows = {position: row for row, position in enumerate(positions)}

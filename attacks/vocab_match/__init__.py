@@ -9,6 +9,7 @@ import torch
 from hiddenlab.attacks.vocab_match.search import speculative, stepwise
 from hiddenlab.attacks.vocab_match.task import Task
 from hiddenlab.attacks.vocab_match.visible_rows import before_gap, behind_gap, with_rest
+from hiddenlab.base import Attack
 from hiddenlab.channels import as_whole, by_channel
 from hiddenlab.errors import InputError, NotApplicableError
 from hiddenlab.matching.batching import Search, run_batched
@@ -24,14 +25,13 @@ from hiddenlab.matching.projections import projection_of
 from hiddenlab.matching.screening import Screen
 from hiddenlab.models import TruncatedModel
 from hiddenlab.models.load import parse_dtype
-from hiddenlab.observation import check_observation
 from hiddenlab.proposals.first_token_table import FirstTokenTable
 from hiddenlab.proposals.in_context import Adapter
 from hiddenlab.proposals.probe import Probe
 from hiddenlab.proposals.ranking import SHORTLIST, WIDE_SHORTLIST, LazyModel, Proposer, check_proposal
 from hiddenlab.proposals.store import adapter_for, first_token_table_for, probe_for
 from hiddenlab.summary import NO_STATE
-from hiddenlab.types import AttackResult, Observation, ObservationInfo, Progress, TokenPrediction, silent
+from hiddenlab.types import AttackResult, Observation, ObservationInfo, TokenPrediction
 
 # The language model is loaded before the attack where the truncated model has at least one layer for so many of its.
 LOAD_AHEAD = 8
@@ -51,7 +51,7 @@ class Prepared:
     screen: Screen | None
 
 
-class VocabMatch:
+class VocabMatch(Attack):
     """Recover tokens by running candidates through the open weights and matching their states.
 
     Knows: the model's weights, the released states, the channel. Does not know: tokens, permutations, noise.
@@ -62,7 +62,7 @@ class VocabMatch:
         distance: ``auto``, ``l1``, ``l2``, ``sorted-l1`` or ``sorted-l2``.
         epsilon: ``auto``, ``calibrated`` or a number (an absolute distance, as in the paper).
         budget: candidates for one position at most; None searches the whole vocabulary.
-        batch: prompts attacked at once. seed: of calibration. progress: where progress is reported.
+        batch: prompts attacked at once.
         screen: run large batches in a faster dtype first, where the processor has one (not in greedy search, which is
             the paper's).
     """
@@ -75,9 +75,7 @@ class VocabMatch:
         epsilon: str = "auto",
         budget: int | None = None,
         batch: int = 32,
-        seed: int = 0,
         screen: bool = True,
-        progress: Progress = silent,
     ) -> None:
         if search not in SEARCHES:
             raise InputError(f"unknown search {search!r}; known are {', '.join(SEARCHES)}")
@@ -88,15 +86,13 @@ class VocabMatch:
         if batch < 1:
             raise InputError(f"the batch must be at least 1 prompt, not {batch}")
         self.search, self.proposal, self.distance, self.epsilon = search, proposal, distance, epsilon
-        self.budget, self.batch, self.seed, self.progress = budget, batch, seed, progress
+        self.budget, self.batch = budget, batch
         self.screen = screen and search != "greedy"
         self._prepared: Prepared | None = None
         self._lm: tuple[TruncatedModel, LazyModel] | None = None
         self._screen: Screen | None = None
 
-    def setup(
-        self, observation: Observation, model: TruncatedModel, generator: torch.Generator
-    ) -> dict[str, float]:
+    def _fit(self, info: ObservationInfo) -> dict[str, float | str]:
         """Train or load the probe and measure epsilon, for all observations of one channel.
 
         Returns:
@@ -104,7 +100,7 @@ class VocabMatch:
             ``epsilon_relative`` (fraction of a row's norm), with ``epsilon_floor`` and ``epsilon_gap``, between
             which it was put.
         """
-        prepared, seconds = self.prepare(observation, model)
+        prepared, seconds = self.prepare(info)
         threshold = prepared.threshold
         return {
             "probe_seconds": seconds,
@@ -113,18 +109,17 @@ class VocabMatch:
             "epsilon_gap": threshold.gap,
         }
 
-    def prepare(self, observation: Observation, model: TruncatedModel) -> tuple[Prepared, float]:
-        """What ``setup`` makes, kept for the next observation of the same channel, and the seconds probes took.
+    def prepare(self, info: ObservationInfo) -> tuple[Prepared, float]:
+        """Make what a channel needs, kept for its next observation; return it with the seconds probes took.
 
         Raises:
-            InputError: the observation does not fit the truncated model.
+            NotApplicableError: the rows are no states.
         """
-        check_observation(observation, model)
-        if observation.states.shape[1] != model.width and projection_of(observation.info) is None:
+        if "heads" in info.facts and projection_of(info) is None:
             raise NotApplicableError(
                 "these rows are parts of an attention's output; see the attack partial-sums"
             )
-        info = as_whole(observation.info)
+        model, info = self.model, as_whole(info)
         seconds = 0.0
         kept = self._prepared
         if kept is None or (kept.info, kept.model) != (info, model):
@@ -181,29 +176,14 @@ class VocabMatch:
         coarser = max(torch.finfo(model.dtype).eps, torch.finfo(parse_dtype(info.provider_dtype)).eps)
         return auto_threshold(sample, coarser)
 
-    def recover(
-        self, observation: Observation, model: TruncatedModel, generator: torch.Generator
-    ) -> AttackResult:
-        """Recover one prompt; see ``recover_batch``."""
-        return self.recover_batch([observation], model, generator)[0]
-
-    def recover_batch(
-        self, observations: Sequence[Observation], model: TruncatedModel, generator: torch.Generator
-    ) -> list[AttackResult]:
-        """Recover prompts of one channel together; every answer is the same as alone, up to rounding.
-
-        Raises:
-            InputError: an observation does not fit the truncated model.
-        """
+    def _recover_batch(self, observations: Sequence[Observation]) -> list[AttackResult]:
+        """Recover prompts of one channel together."""
         groups = by_channel(observations, self.batch)
-        return [one for group in groups for one in self._recover_group(group, model, generator)]
+        return [one for group in groups for one in self._recover_group(group)]
 
-    def _recover_group(
-        self, observations: Sequence[Observation], model: TruncatedModel, generator: torch.Generator
-    ) -> list[AttackResult]:
-        for observation in observations:
-            check_observation(observation, model)
-        probe = self.prepare(observations[0], model)[0].proposer.probe
+    def _recover_group(self, observations: Sequence[Observation]) -> list[AttackResult]:
+        model = self.model
+        probe = self.prepare(observations[0].info)[0].proposer.probe
         parts = [before_gap(observation) for observation in observations]
         matched = iter(self._match([part for part in parts if part is not None], model))
         return [

@@ -20,9 +20,9 @@ from hiddenlab.defenses.verification.difr import Verifier
 from hiddenlab.defenses.verification.sampling import GREEDY
 from hiddenlab.defenses.verification.transcript import Transcript, read_transcripts
 from hiddenlab.errors import InputError
-from hiddenlab.job import generator
 from hiddenlab.models.load import BUILTIN
 from hiddenlab.types import Progress, silent
+from hiddenlab.utils.random import generator
 
 LARGEST_MARGIN = 3.0  # where margins are clipped when nothing honest says where
 LARGEST_LIKELIHOOD = -math.log(FLOOR)  # the inverse transform's own floor

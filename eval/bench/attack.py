@@ -7,13 +7,14 @@ from typing import Any
 import torch
 
 from hiddenlab import registry
+from hiddenlab.base import Attack
 from hiddenlab.channels import Channel
-from hiddenlab.job import generator
 from hiddenlab.models import TruncatedModel, load_model
 from hiddenlab.prompts import load_prompts
 from hiddenlab.runner import time_prefill
-from hiddenlab.types import AttackResult, GroundTruth, Observation, Progress, silent
+from hiddenlab.types import GroundTruth, Observation, Progress, silent
 from hiddenlab.utils.environment import peak_memory_mb
+from hiddenlab.utils.random import generator
 
 DEFAULT_LAYERS = (1, 6, 11)
 BATCH = 32
@@ -28,7 +29,7 @@ class Timed:
     verified: float
     evaluated_per_token: float
     seconds: float
-    setup: dict[str, float]
+    setup: dict[str, float | str]
 
 
 def bench(
@@ -111,18 +112,18 @@ def _row(
             "greedy_over_speculative": slow.seconds / alone.seconds,
         }
     if unscreened:
-        plain = registry.build("attacks", "vocab-match", batch=BATCH, screen=False, progress=progress)
+        plain = registry.build("attacks", "vocab-match", batch=BATCH, screen=False)
+        plain.progress = progress
         _attack(plain, released[:1], model, seed)
         row["unscreened_over_screened"] = _attack(plain, released, model, seed).seconds / fast.seconds
     return row | {"peak_memory_mb": peak_memory_mb()}
 
 
 def _attack(
-    attack: Any, released: list[tuple[Observation, GroundTruth]], model: TruncatedModel, seed: int
+    attack: Attack, released: list[tuple[Observation, GroundTruth]], model: TruncatedModel, seed: int
 ) -> Timed:
     observations = [observation for observation, _ in released]
-    setup = attack.setup(observations[0], model, generator(seed, "setup"))
-    recoveries: list[AttackResult] = attack.recover_batch(observations, model, generator(seed, "attack"))
+    recoveries = attack.fit(observations[0].info, model, seed).recover_batch(observations)
     pairs = [(r, list(s.tokens)) for r, (_, s) in zip(recoveries, released, strict=True)]
     total = sum(len(truth) for _, truth in pairs)
     return Timed(
@@ -131,5 +132,5 @@ def _attack(
         verified=sum(t.verified for r, _ in pairs for t in r.tokens) / total,
         evaluated_per_token=sum(r.evaluated_tokens for r in recoveries) / total,
         seconds=sum(r.seconds for r in recoveries),
-        setup=setup,
+        setup=attack.measured,
     )

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 from hiddenlab.errors import InputError
-from hiddenlab.job import generator
 from hiddenlab.models import Prefix, Request, TruncatedModel, load_model
 from hiddenlab.proposals.probe import fast_dtype
 from hiddenlab.types import Progress, silent
+from hiddenlab.utils.random import generator
 
 
 def bench(

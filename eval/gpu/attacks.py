@@ -7,14 +7,15 @@ from typing import Any
 
 from hiddenlab.attacks.beam_decoding import BeamDecoding
 from hiddenlab.attacks.vocab_match import VocabMatch
+from hiddenlab.base import Attack
 from hiddenlab.channels import Channel
 from hiddenlab.errors import InputError
 from hiddenlab.eval.gpu.work import Figures, Lab
-from hiddenlab.job import generator
 from hiddenlab.models import TruncatedModel, load_model
 from hiddenlab.prompts import load_prompts
 from hiddenlab.runner import time_prefill
-from hiddenlab.types import BatchAttack, GroundTruth, Observation
+from hiddenlab.types import GroundTruth, Observation
+from hiddenlab.utils.random import generator
 
 LAYER, NOISE_LAYER, TOKENS, SEED = 11, 6, 50, 0
 WARM_UP = 5.0  # seconds; an attack that takes longer is not run twice
@@ -75,7 +76,7 @@ def expected_ids(lab: Lab, channel: str, prompts: int) -> list[list[int]]:
 def attacked(
     lab: Lab,
     model: TruncatedModel,
-    attack: BatchAttack,
+    attack: Attack,
     channel: Sequence[str],
     prompts: int,
     again: bool = True,
@@ -90,14 +91,14 @@ def attacked(
     pairs = released(model, channel, tokens)
     observations, secrets = [one for one, _ in pairs], [secret for _, secret in pairs]
     start = lab.now()
-    attack.setup(observations[0], model, generator(SEED, "setup"))  # type: ignore[attr-defined]
+    attack.fit(observations[0].info, model, SEED)
     setup = lab.now() - start
     seconds = 0.0
     for _ in range(2 if again else 1):
         if seconds > WARM_UP:
             break
         start = lab.now()
-        found = attack.recover_batch(observations, model, generator(SEED, "attack"))
+        found = attack.recover_batch(observations)
         seconds = lab.now() - start
     prefill = sum(one or 0.0 for one in time_prefill(model, tokens))
     truths = [list(secret.tokens) for secret in secrets]

@@ -9,7 +9,6 @@ from hiddenlab.attacks.vocab_match import VocabMatch
 from hiddenlab.eval.gpu.attacks import CHANNELS, LAYER, SEED, TOKENS, model_at, released
 from hiddenlab.eval.gpu.speed import drawn, drawn_ids, prefix_of
 from hiddenlab.eval.gpu.work import Figures, Lab
-from hiddenlab.job import generator
 from hiddenlab.prompts import load_prompts
 
 SLOWEST = 10
@@ -66,8 +65,8 @@ def _attack(lab: Lab, shape: str) -> Callable[[], Any]:
     model = drawn(lab, shape, lab.sized(8, 2))
     ((observation, _),) = released(model, (), [drawn_ids(model, lab.sized(100, 20)).tolist()])
     attack = VocabMatch(proposal="probe")
-    attack.setup(observation, model, generator(SEED, "setup"))
-    return lambda: attack.recover(observation, model, generator(SEED, "attack"))
+    attack.fit(observation.info, model, SEED)
+    return lambda: attack.recover(observation)
 
 
 def _real_attack(lab: Lab, channel: str) -> Callable[[], Any]:
@@ -77,5 +76,5 @@ def _real_attack(lab: Lab, channel: str) -> Callable[[], Any]:
     tokens = [model.tokenize(one.text, lab.sized(TOKENS, 8)) for one in load_prompts(limit=prompts)]
     observations = [one for one, _ in released(model, CHANNELS[channel], tokens)]
     attack = VocabMatch()
-    attack.setup(observations[0], model, generator(SEED, "setup"))
-    return lambda: attack.recover_batch(observations, model, generator(SEED, "attack"))
+    attack.fit(observations[0].info, model, SEED)
+    return lambda: attack.recover_batch(observations)

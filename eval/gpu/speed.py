@@ -9,11 +9,11 @@ from hiddenlab.attacks.vocab_match import VocabMatch
 from hiddenlab.channels import Channel
 from hiddenlab.eval.gpu.shapes import SHAPES, branch_flops, draw_truncated, weights_mb
 from hiddenlab.eval.gpu.work import Figures, Lab
-from hiddenlab.job import generator
 from hiddenlab.matching.distance import Matcher
 from hiddenlab.matching.screening import Screen
 from hiddenlab.models import Prefix, Request, TruncatedModel, engine, load_model
 from hiddenlab.runner import time_prefill
+from hiddenlab.utils.random import generator
 
 SEED = 0
 COPY_BYTES = 1 << 33
@@ -144,12 +144,12 @@ def recovery(lab: Lab, *, shape: str, depth: str, search: str) -> Figures:
         options = {"search": "greedy", "proposal": "vocab", "budget": int(search.partition(":")[2])}
     attack = VocabMatch(**options)
     start = lab.now()
-    measured = attack.setup(observation, model, generator(SEED, "setup"))
+    measured = attack.fit(observation.info, model, SEED).measured
     setup = lab.now() - start
     runs = []
     for _ in range(1 if greedy else 2):  # the first warms up
         start = lab.now()
-        found = attack.recover(observation, model, generator(SEED, "attack"))
+        found = attack.recover(observation)
         runs.append(lab.now() - start)
     (prefill,) = time_prefill(model, [tokens])
     assert prefill is not None

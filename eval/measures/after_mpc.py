@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hiddenlab.config import AttackConfig
 from hiddenlab.defenses.cascade.after_mpc import forward_after, without_first
 from hiddenlab.defenses.cascade.backend import load_cascade_model
 from hiddenlab.defenses.cascade.local import LocalCascade
@@ -21,9 +22,10 @@ from hiddenlab.eval.measures.attack import as_figures, attack, exactly
 from hiddenlab.eval.measures.intervals import mean, ratio
 from hiddenlab.eval.measures.protocols import model_and_prompts
 from hiddenlab.eval.mpc.run import crypten_decoder
-from hiddenlab.job import AttackSpec, capture_all, generator, save_truth
+from hiddenlab.job import capture_all, save_truth
 from hiddenlab.observation import save_observations
 from hiddenlab.types import Progress, silent
+from hiddenlab.utils.random import generator
 
 CRYPTEN_FRACTION = 16  # CrypTen's own bits behind the point
 OWN_PROMPTS, OWN_TOKENS = 2, 48  # of the attacker, to see what CrypTen's approximations do to a row
@@ -90,7 +92,7 @@ def after_mpc_attack(spec: dict[str, Any], folder: Path, progress: Progress = si
     if spec["tolerant"]:
         more["epsilon"] = str(EPSILON_ROOM * first.largest_error(spec["seed"]))
     if not (seen.is_file() and truth.is_file()):
-        released = AttackSpec(
+        released = AttackConfig(
             **where, **{name: spec[name] for name in ("prompts", "limit", "max_tokens")}, layer=spec["layers"],
             defense=tuple(stage for stage in (spec["channel"],) if stage != "identity"),
         )  # fmt: skip
@@ -104,7 +106,7 @@ def after_mpc_attack(spec: dict[str, Any], folder: Path, progress: Progress = si
             progress("prompts on shares", len(secrets), len(captured))
         save_truth(secrets, truth)
         save_observations(observations, seen)
-    own = AttackSpec(**where, **more, observation=str(seen), truth=str(truth))
+    own = AttackConfig(**where, **more, observation=str(seen), truth=str(truth))
     return attack(own.to_json(), folder, progress)
 
 

@@ -24,10 +24,10 @@ from hiddenlab.defenses.verification.rules import EVERY, PAPER
 from hiddenlab.defenses.verification.sampling import Sampling
 from hiddenlab.defenses.verification.transcript import Transcript, read_transcripts, write_transcripts
 from hiddenlab.errors import InputError
-from hiddenlab.job import generator
 from hiddenlab.matching.projections import KINDS, Projection
 from hiddenlab.prompts import load_prompts
 from hiddenlab.types import Progress, silent
+from hiddenlab.utils.random import generator
 
 COUNTS = (1, 2, 4, 8, 16, 32)  # numbers of a fingerprint
 PROOF_COUNTS = (

@@ -8,44 +8,39 @@ import torch
 
 from hiddenlab import registry
 from hiddenlab.channels import Channel
+from hiddenlab.config import AttackConfig
 from hiddenlab.errors import NotApplicableError
 from hiddenlab.eval.cells import RUN, Figures
 from hiddenlab.eval.measures.intervals import Estimate, mean, ratio, share
-from hiddenlab.job import AttackSpec, generator, prepare
 from hiddenlab.matching.distance import choose_matcher
 from hiddenlab.models import load_model
 from hiddenlab.prompts import load_prompts
 from hiddenlab.proposals.store import pairwise_order_for
-from hiddenlab.records import RECORD, Recorder, RunRecord, read_run
-from hiddenlab.runner import run_attack
+from hiddenlab.records import RECORD, read_run
+from hiddenlab.runner import run
 from hiddenlab.summary import NOT_APPLICABLE, Sample
 from hiddenlab.types import Progress, silent
+from hiddenlab.utils.random import generator
 
 NEAR, FAR = 4, 16  # positions
 
 
 def attack(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> Figures:
-    """Run an attack (``AttackSpec``) and estimate its figures; an interrupted run goes on where it was.
+    """Run an attack (``AttackConfig``) and estimate its figures; an interrupted run goes on where it was.
 
     Raises:
         NotApplicableError: the attack cannot use what the channel releases.
-        HiddenlabError: see ``hiddenlab.job.prepare``.
+        HiddenlabError: see ``hiddenlab.runner.run``.
     """
     path = folder / RUN
     if (path / RECORD).is_file() and read_run(path)[0].status == "finished":
         samples = read_run(path)[1]
     else:
-        job = prepare(AttackSpec.from_json(spec), progress)
-        if (path / RECORD).is_file():
-            recorder = Recorder.resume(path, job.inputs_sha256)
-        else:
-            record = RunRecord(
-                verb="attack", spec=job.spec.to_json(), seeds={"seed": job.spec.seed},
-                inputs_sha256=job.inputs_sha256, prompts=len(job.cases),
-            )  # fmt: skip
-            recorder = Recorder.create(record, out=path)
-        run_attack(job, recorder, progress=progress)
-        samples = recorder.samples
+        begun = (path / RECORD).is_file()
+        config = AttackConfig.from_json(spec)
+        samples = run(
+            config, None if begun else path, resume=path if begun else None, progress=progress
+        ).samples
     return figures_of(samples)
 
 

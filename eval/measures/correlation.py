@@ -11,10 +11,10 @@ from hiddenlab.errors import HiddenlabError
 from hiddenlab.eval.cells import Figures
 from hiddenlab.eval.measures.attack import as_figures, exactly
 from hiddenlab.eval.measures.intervals import mean, share
-from hiddenlab.job import generator
 from hiddenlab.models import load_model
 from hiddenlab.prompts import load_prompts
 from hiddenlab.types import Progress, silent
+from hiddenlab.utils.random import generator
 
 LINEAR_MAPS = {"linear": None, "projection": 1}  # columns of the map; None: as many as there are dimensions
 DISCORR_ROWS = 500  # tokens that one value is computed from

@@ -13,7 +13,6 @@ from hiddenlab.eval.cells import Figures
 from hiddenlab.eval.measures.attack import as_figures
 from hiddenlab.eval.measures.intervals import mean, ratio, share
 from hiddenlab.eval.measures.metrics import score_text
-from hiddenlab.job import generator
 from hiddenlab.models import TruncatedModel, load_model
 from hiddenlab.prompts import load_prompts
 from hiddenlab.types import Observation, ObservationInfo, Progress, Site, silent
@@ -72,7 +71,7 @@ def partial_sums(spec: dict[str, Any], folder: Path, progress: Progress = silent
     streams = {name: load_model(model, 1, stream=name, device=spec["device"]) for name in STREAMS}
     streams["embed"] = load_model(model, 0, stream="embed", device=spec["device"])
     truncated = load_model(model, 1, stream="attn", device=spec["device"])
-    attack = PartialSums(seed=spec["seed"])
+    attack = PartialSums()
     prompts = [truncated.tokenize(p.text, length) for p in load_prompts(spec["prompts"])]
     prompts = [tokens for tokens in prompts if len(tokens) == length][: spec["limit"]]
     plan = Plan.clustered(length, spec["c"], alpha=spec["alpha"], m=spec["m"])
@@ -83,7 +82,7 @@ def partial_sums(spec: dict[str, Any], folder: Path, progress: Progress = silent
     rows = []
     for i, tokens in enumerate(prompts):
         observation = node_view(streams, tokens, plan, spec["node"])
-        found = attack.recover(observation, truncated, generator(spec["seed"], "attack"))
+        found = attack.fit(observation.info, truncated, spec["seed"]).recover(observation)
         places = found.positions or range(len(found.tokens))
         right = {
             p: (one.token == tokens[p], one.verified) for p, one in zip(places, found.tokens, strict=True)

@@ -26,7 +26,6 @@ from hiddenlab.eval.cells import Figures
 from hiddenlab.eval.measures.attack import as_figures, exactly
 from hiddenlab.eval.measures.intervals import mean, ratio, share
 from hiddenlab.eval.measures.metrics import score_text
-from hiddenlab.job import generator
 from hiddenlab.matching.distance import choose_matcher
 from hiddenlab.models import TruncatedModel, load_model
 from hiddenlab.models.device import parse_device
@@ -35,6 +34,7 @@ from hiddenlab.prompts import load_prompts
 from hiddenlab.proposals.corpus import standard_library_sources
 from hiddenlab.proposals.probe import fast_dtype
 from hiddenlab.types import AttackResult, Observation, ObservationInfo, Progress, silent
+from hiddenlab.utils.random import generator
 
 PLAIN = "plain"
 NOISE_PROMPTS, NOISE_ROOM = (
@@ -314,10 +314,10 @@ def revealed(spec: dict[str, Any], folder: Path, progress: Progress = silent) ->
     model = load_model(spec["model"], layer, device=spec["device"])
     info = Channel.parse([how.channel]).release(model, prompts[0][:2], generator(0))[0].info
     epsilon = _rounding(how, weights, model, layer, spec["seed"])
-    attack = VocabMatch(epsilon=str(epsilon), budget=spec["budget"], seed=spec["seed"], progress=progress)
+    attack = VocabMatch(epsilon=str(epsilon), budget=spec["budget"]).fit(info, model, spec["seed"])
     found, truths = [], []
     for i, (tokens, shown) in enumerate(_shown(how, weights, prompts, layer, spec["seed"], info)):
-        found.append(attack.recover(shown, model, generator(spec["seed"], "attack", i)))
+        found.append(attack.recover(shown))
         truths.append(tokens)
         progress("prompts", i + 1, len(prompts))
     figures = _matched(found, truths)
@@ -359,8 +359,9 @@ def permuted_model(spec: dict[str, Any], folder: Path, progress: Progress = sile
                 states = stage.states(states, draw)[0]
             observations.append(Observation(states, info))
             truths.append([names[token] for token in tokens])
-        attack = VocabMatch(budget=spec["budget"], seed=spec["seed"], progress=progress)
-        found = attack.recover_batch(observations, model, generator(spec["seed"], "attack"))
+        attack = VocabMatch(budget=spec["budget"])
+        attack.progress = progress
+        found = attack.fit(info, model, spec["seed"]).recover_batch(observations)
     return _matched(found, truths)
 
 

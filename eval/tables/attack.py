@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from hiddenlab.config import AttackConfig
 from hiddenlab.errors import InputError
 from hiddenlab.eval.cells import OTHER_MODEL, Cell, Experiment, Setting, attack_cell
 from hiddenlab.eval.tables import paper
 from hiddenlab.eval.tables.sharding import infill_spec
-from hiddenlab.job import AttackSpec
 
 EXACT = {"exact": "exact prompts", "evaluated_tokens_per_token": "evaluated tokens per token"}
 TEXT = {"rouge_l": "ROUGE-L", "token_accuracy": "token accuracy", "exact": "exact prompts"}
@@ -67,7 +67,7 @@ def table_8(setting: Setting, models: str = "") -> Experiment:
     source["limit"] = setting.limit or 10
     cells = []
     for name in names:
-        spec = AttackSpec(**{**setting.where(), "model": name}, **source, layer=_one(setting.layers))
+        spec = AttackConfig(**{**setting.where(), "model": name}, **source, layer=_one(setting.layers))
         published = {"seconds a prompt": paper.ATTACK_SECONDS.get(name.rpartition("/")[2])}
         cells.append(Cell("attack", spec.to_json(), {"model": name}, published))
     return Experiment(

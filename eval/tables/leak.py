@@ -9,6 +9,7 @@ from torch import Tensor
 
 from hiddenlab.attacks.fingerprint_inversion import FingerprintInversion
 from hiddenlab.channels import Channel
+from hiddenlab.config import AttackConfig
 from hiddenlab.defenses.fingerprints import request_seed
 from hiddenlab.defenses.verification.toploc import proof_bytes
 from hiddenlab.errors import InputError
@@ -18,13 +19,14 @@ from hiddenlab.eval.measures.attack import as_figures
 from hiddenlab.eval.measures.intervals import mean, ratio, share
 from hiddenlab.eval.measures.metrics import score_text
 from hiddenlab.eval.tables.verification import ACTIVATION_SCORES, FEW, base, detected
-from hiddenlab.job import AttackSpec, build_attack, generator
+from hiddenlab.job import build_attack
 from hiddenlab.matching.fingerprint_evidence import learn_projection
 from hiddenlab.matching.projections import ORTHOGONAL, Projection
 from hiddenlab.models import TruncatedModel, load_model
 from hiddenlab.models.load import load_config, resolve_model
 from hiddenlab.prompts import load_prompts
 from hiddenlab.types import Observation, Progress, silent
+from hiddenlab.utils.random import generator
 
 PROVIDER = "dtype:bfloat16"
 PROOFS, LOGPROBS, STRIDES = (16, 32, 128, 512), (1, 5, 20), (2, 4)
@@ -207,7 +209,7 @@ def _effort(budget: int, breadth: int, first_tokens: int) -> str:
     effort = f"budget={budget},breadth={breadth}" + (
         f",first_tokens={first_tokens}" if first_tokens != FIRST_TOKENS else ""
     )
-    build_attack(AttackSpec(attack=f"fingerprint-inversion:{effort}"))
+    build_attack(AttackConfig(attack=f"fingerprint-inversion:{effort}"))
     return effort
 
 
@@ -271,8 +273,8 @@ def learned_projection(spec: dict[str, Any], folder: Path, progress: Progress = 
     for i, tokens in enumerate(prompts):
         whole, _ = channel.release(model, tokens, generator(spec["seed"], "release", i))
         true = _secret(spec, f"user {i}")
-        recovery = attack.recover(
-            Observation(true(whole.states), whole.info), model, generator(spec["seed"], "attack", i)
+        recovery = attack.fit(whole.info, model, spec["seed"]).recover(
+            Observation(true(whole.states), whole.info)
         )
         score = score_text(
             truth_ids=tokens, recovered_ids=recovery.ids,

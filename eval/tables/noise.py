@@ -3,6 +3,7 @@
 from typing import Any
 
 from hiddenlab.channels import Channel
+from hiddenlab.config import AttackConfig
 from hiddenlab.errors import InputError
 from hiddenlab.eval.cells import (
     MEASURED,
@@ -17,7 +18,7 @@ from hiddenlab.eval.cells import (
 from hiddenlab.eval.measures.attack import FAR, NEAR, embedding_deviation
 from hiddenlab.eval.tables import paper
 from hiddenlab.eval.tables.attack import BUDGET, NOISY_BUDGET, SHUFFLED_ROWS, utility_cell
-from hiddenlab.job import AttackSpec, build_attack
+from hiddenlab.job import build_attack
 from hiddenlab.models.load import load_config, resolve_model
 
 MATCHING, BEAM = "vocab-match", "beam-decoding"
@@ -250,7 +251,7 @@ def _options(attack: str, budget: int) -> dict[str, Any]:
     options: dict[str, Any] = {"attack": attack}
     if attack == MATCHING:
         options["budget"] = budget
-    build_attack(AttackSpec(**options))  # what is wrong with it should be said before anything is measured
+    build_attack(AttackConfig(**options))  # what is wrong with it should be said before anything is measured
     return options
 
 

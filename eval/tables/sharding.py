@@ -3,11 +3,12 @@
 from itertools import product
 from typing import Any
 
+from hiddenlab.config import AttackConfig
 from hiddenlab.defenses.cascade.plan import AttnNode, Plan
 from hiddenlab.errors import InputError
 from hiddenlab.eval.cells import OTHER_MODEL, Cell, Experiment, Setting, attack_cell, split_specs
 from hiddenlab.eval.tables import paper
-from hiddenlab.job import AttackSpec, build_attack
+from hiddenlab.job import build_attack
 
 SHARDED = {
     "rouge_l": "ROUGE-L", "bleu": "BLEU", "missing_token_accuracy": "tokens that no row shows",
@@ -81,7 +82,7 @@ def gap_plans(
     for c, alpha in map(_small_plan, split_specs(grid)):
         for layer, stream, attack in tried:
             spec = known.get(attack, attack)
-            build_attack(AttackSpec(attack=spec))  # so that a wrong one is refused before anything is run
+            build_attack(AttackConfig(attack=spec))  # so that a wrong one is refused before anything is run
             node, at = "CompNode 0", "node=0"
             if stream in NODE_STREAMS[1:]:
                 node, at, layer = f"AttnNode (0, {keys})", f"m=1,queries=0,keys={keys}", layer + 1

@@ -24,9 +24,9 @@ from hiddenlab.eval.cells import Cell, Experiment, Figures, Setting
 from hiddenlab.eval.measures.attack import as_figures
 from hiddenlab.eval.measures.intervals import mean, share
 from hiddenlab.eval.tables.verification import HONEST, base
-from hiddenlab.job import generator
 from hiddenlab.prompts import load_prompts
 from hiddenlab.types import Progress, silent
+from hiddenlab.utils.random import generator
 
 PLACES = ("head", "middle", "tail", "spread")
 SHARES = (0.01, 0.05, 0.1, 0.3)  # and all of it, which has no place

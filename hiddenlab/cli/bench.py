@@ -6,8 +6,8 @@ from typing import Annotated, Any, get_type_hints
 
 from typer import Argument, Option
 
+from hiddenlab import options as o
 from hiddenlab import registry
-from hiddenlab.cli import options as o
 from hiddenlab.cli.console import bars, only_json, print_json, stdout
 from hiddenlab.errors import InputError
 
@@ -21,7 +21,7 @@ def bench(
         str | None,
         Option("--layers", metavar="1,6,11", help="Layers to measure at; default: the bench's own."),
     ] = None,
-    defense: o.DefenseOpt = None,
+    defense: o.DefensesOpt = None,
     prompts: o.PromptsOpt = None,
     limit: o.LimitOpt = None,
     max_tokens: o.MaxTokensOpt = None,

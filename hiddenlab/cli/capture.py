@@ -6,57 +6,40 @@ from typing import Annotated
 
 from typer import Option
 
-from hiddenlab.cli import options as o
+from hiddenlab import options as o
 from hiddenlab.cli.attack import with_stdin
 from hiddenlab.cli.console import bars, print_json, stdout
+from hiddenlab.cli.from_config import takes
+from hiddenlab.config import ATTACK_OPTIONS, AttackConfig
 from hiddenlab.errors import InputError
 
 
+@takes(AttackConfig, leave_out=(*ATTACK_OPTIONS, "attack", "batch", "observation", "truth"))
 def capture(
+    config: AttackConfig,
     output: Annotated[
         Path, Option("-o", "--output", metavar="FILE", help="The observation file (safetensors).")
     ],
-    prompt: o.PromptArg = None,
-    prompts: o.PromptsOpt = None,
-    column: o.ColumnOpt = None,
-    limit: o.LimitOpt = None,
-    max_tokens: o.MaxTokensOpt = None,
-    model: o.ModelOpt = None,
-    layer: o.LayerOpt = None,
-    stream: o.StreamOpt = None,
-    defense: o.DefenseOpt = None,
     truth: Annotated[
         Path | None,
         Option(
-            "--truth",
-            metavar="FILE",
-            help="Also save the prompts' tokens, for scoring, in this file (JSON).",
+            "--truth", metavar="FILE", help="Also save the prompts' tokens, for scoring, in this file (JSON)."
         ),
     ] = None,
-    seed: o.SeedOpt = 0,
-    device: o.DeviceOpt = "auto",
-    device_map: o.DeviceMapOpt = None,
-    dtype: o.DtypeOpt = "float32",
-    threads: o.ThreadsOpt = None,
     json: o.JsonOpt = False,
 ) -> None:
     """Save the hidden states of prompts as a defense releases them; one file, several prompts."""
-    if prompt is not None and (prompts is not None or column is not None):
+    if config.prompt is not None and (config.prompts is not None or config.column is not None):
         raise InputError("give a PROMPT or --prompts (with its --column), not both")
     for path in (output, truth):
         _check_writable(path)
     if truth is not None and truth.resolve() == output.resolve():
         raise InputError("--truth and --output name the same file; the truth needs a file of its own")
-    from hiddenlab.job import AttackSpec, capture_all, save_truth
+    from hiddenlab.job import capture_all, save_truth
     from hiddenlab.observation import save_observations
 
-    spec = AttackSpec(
-        prompt=prompt, prompts=prompts, column=column, limit=limit, max_tokens=max_tokens, model=model,
-        layer=layer, stream=stream, defense=tuple(defense or ()), seed=seed, device=device,
-        device_map=device_map, dtype=dtype, threads=threads,
-    )  # fmt: skip
     with bars() as progress:
-        released = capture_all(with_stdin(spec), progress)
+        released = capture_all(with_stdin(config), progress)
     save_observations([observation for observation, _ in released], output)
     if truth is not None:
         save_truth([kept for _, kept in released], truth)

@@ -5,8 +5,8 @@ from typing import Annotated, Any, Literal
 import typer
 from typer import Option
 
+from hiddenlab import options as o
 from hiddenlab import registry
-from hiddenlab.cli import options as o
 from hiddenlab.cli.console import bars, only_json, print_json, stdout
 from hiddenlab.errors import InputError
 

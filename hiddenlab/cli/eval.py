@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 import typer
 from typer import Argument, Option
 
+from hiddenlab import options as o
 from hiddenlab import registry
-from hiddenlab.cli import options as o
 from hiddenlab.cli.bench import fit, parse_settings
 from hiddenlab.cli.console import bars, only_json, print_json, stderr, stdout
 from hiddenlab.errors import InputError

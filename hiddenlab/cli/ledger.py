@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 from typer import Argument, Option
 
-from hiddenlab.cli import options as o
+from hiddenlab import options as o
 from hiddenlab.cli.verify import REJECTED, RUNS, FileArg
 from hiddenlab.cli.verify import app as app
 from hiddenlab.cli.verify_run import conduct, explain, show

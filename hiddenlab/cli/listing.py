@@ -6,8 +6,8 @@ from rich.table import Table
 from rich.text import Text
 from typer import Argument
 
+from hiddenlab import options as o
 from hiddenlab import registry
-from hiddenlab.cli import options as o
 from hiddenlab.cli.console import print_json, stdout
 
 

@@ -8,9 +8,10 @@ from typing import Annotated, Any
 import typer
 from typer import Argument, Option
 
-from hiddenlab.cli import options as o
+from hiddenlab import options as o
 from hiddenlab.cli.attack import conduct, payload
 from hiddenlab.cli.console import print_json, stderr, stdout
+from hiddenlab.config import AttackConfig
 from hiddenlab.errors import InputError
 from hiddenlab.records import RunRecord, check_new, read_run
 from hiddenlab.summary import Sample
@@ -51,12 +52,10 @@ def rerun(
         raise InputError(
             f"{run} is damaged: it is finished and holds {len(samples)} of {record.prompts} prompts"
         )
-    from hiddenlab.job import AttackSpec
-
     if out is not None:
         check_new(out)
-    spec = AttackSpec.from_json(record.spec)
-    again = conduct(spec, out=out, runs_dir=runs_dir or run.resolve().parent, keep=not no_record, json=json)
+    config = AttackConfig.from_json(record.spec)
+    again = conduct(config, out=out, runs_dir=runs_dir or run.resolve().parent, keep=not no_record, json=json)
     changes = differences(samples, again.samples)
     if record.inputs_sha256 != again.record.inputs_sha256:
         changes.insert(0, {"id": "inputs", "what": ["the prompts or observations are others"]})
@@ -97,11 +96,9 @@ def _resume(run: Path, record: RunRecord, samples: list[Sample], json: bool, *, 
         if json:
             print_json({"format": 1, "spec": record.spec, "summary": record.summary, "samples": samples})
         return
-    from hiddenlab.job import AttackSpec
-
-    recorder = conduct(AttackSpec.from_json(record.spec), json=json, resume=run)
+    run_again = conduct(AttackConfig.from_json(record.spec), json=json, resume=run)
     if json:
-        print_json(payload(recorder))
+        print_json(payload(run_again))
 
 
 def _say(changes: Sequence[dict[str, Any]], compared: int) -> None:

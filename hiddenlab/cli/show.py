@@ -8,7 +8,7 @@ from rich.text import Text
 
 from hiddenlab.report.markdown import channel_of
 from hiddenlab.report.tables import grid
-from hiddenlab.summary import FIGURES, NOT_APPLICABLE, Sample, figure
+from hiddenlab.summary import NOT_APPLICABLE, Sample, figure, figures_of
 from hiddenlab.utils.text import visible
 
 STYLES = {"exact": "green", "verified": "", "wrong": "bold red", "unverified": "yellow", "missing": "dim"}
@@ -41,10 +41,8 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
     table = Table()
     table.add_column("figure")
     table.add_column("value", justify="right")
-    for name, (label, _) in FIGURES.items():
-        if name == "not_applicable" and not summary.get(name):
-            continue
-        table.add_row(label, figure(name, summary.get(name)))
+    for label, value in figures_of(summary):
+        table.add_row(label, value)
     return table
 
 

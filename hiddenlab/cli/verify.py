@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 import typer
 from typer import Argument, Option
 
-from hiddenlab.cli import options as o
+from hiddenlab import options as o
 from hiddenlab.cli.console import stdout
 from hiddenlab.cli.verify_run import conduct, explain, show
 

@@ -1,7 +1,20 @@
 """Text that is safe to print and to show, whoever wrote it."""
 
 import unicodedata
+from collections.abc import Iterable
 from html import escape
+from typing import Literal
+
+# Of a piece of recovered text. Without a truth to compare with, a matched token is "verified", any other "unverified".
+Status = Literal["exact", "verified", "wrong", "unverified", "missing"]
+# As the report's page has them, but inline: a notebook has no style sheet of ours.
+_STYLES: dict[Status, str] = {
+    "exact": "color:#14612f",
+    "verified": "color:#14612f",
+    "wrong": "color:#8f1414;background:#fde0de;text-decoration:underline wavy #c62828",
+    "unverified": "color:#6b4a00;background:#fff0c2;text-decoration:underline dotted #a87900",
+    "missing": "color:#5a6069;background:#eceef0",
+}
 
 # Joiners that Persian, Indian scripts and emoji need; they change neither order nor colour.
 _KEPT = "\u200c\u200d"
@@ -23,6 +36,12 @@ def printable(text: str) -> str:
 def html(text: str) -> str:
     """Escape a text for a page: no tags, no control characters."""
     return escape(visible(text))
+
+
+def coloured(pieces: Iterable[tuple[str, Status]]) -> str:
+    """Colour pieces of text by their status, as HTML for a notebook; control characters are shown as pictures."""
+    spans = (f'<span style="{_STYLES[status]}">{html(piece)}</span>' for piece, status in pieces)
+    return f'<span style="font-family:monospace;white-space:pre-wrap">{"".join(spans)}</span>'
 
 
 def markdown(text: str) -> str:

@@ -224,10 +224,10 @@ def _safe(shown: str) -> None:
 
 
 def _spec() -> Target:
-    from hiddenlab.job import AttackSpec
+    from hiddenlab.config import AttackConfig
     from hiddenlab.utils.schema import loads
 
-    seed = json.dumps(AttackSpec(defense=("gaussian:sigma=0.1", "seq-perm"), limit=3).to_json()).encode()
+    seed = json.dumps(AttackConfig(defense=("gaussian:sigma=0.1", "seq-perm"), limit=3).to_json()).encode()
 
     def read(data: bytes) -> Any:
         value = loads(data, "spec.json")
@@ -236,7 +236,7 @@ def _spec() -> Target:
 
         if not isinstance(value, dict):
             raise InputError("spec.json is no object")
-        spec = AttackSpec.from_json(value, "spec.json")
+        spec = AttackConfig.from_json(value, "spec.json")
         Channel.parse(spec.defense)
         return None
 

@@ -2,24 +2,21 @@
 
 import time
 
-import torch
 from torch.nn.functional import normalize
 
+from hiddenlab.base import Attack
 from hiddenlab.errors import NotApplicableError
-from hiddenlab.models import TruncatedModel
 from hiddenlab.types import AttackResult, Observation, TokenPrediction
 
 
-class NearestEmbedding:
+class NearestEmbedding(Attack):
     """Takes the token whose input embedding has the largest cosine with the state; for shallow layers."""
 
-    def recover(
-        self, observation: Observation, model: TruncatedModel, generator: torch.Generator
-    ) -> AttackResult:
+    def _recover(self, observation: Observation) -> AttackResult:
         if observation.info.columns_permuted is not None:
             raise NotApplicableError("nearest-embedding needs the coordinates in order")
         start = time.perf_counter()
-        table = normalize(model.embedding.float(), dim=-1)
+        table = normalize(self.model.embedding.float(), dim=-1)
         rows = normalize(observation.states.to(table), dim=-1)
         best = (rows @ table.T).topk(2, dim=-1)
         tokens = tuple(
@@ -28,7 +25,7 @@ class NearestEmbedding:
                 row=row,
                 distance=1 - float(best.values[row, 0]),
                 margin=float(best.values[row, 0] - best.values[row, 1]),
-                evaluated=model.vocab_size,
+                evaluated=self.model.vocab_size,
                 verified=False,
             )
             for row in range(len(rows))

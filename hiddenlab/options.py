@@ -1,4 +1,4 @@
-"""Options that several verbs share, each declared once."""
+"""Declare the options that several commands share, each once."""
 
 import os
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from typer import Argument, Option
 
 from hiddenlab.errors import InputError
-from hiddenlab.utils.schema import LARGEST, MOST_THREADS
+from hiddenlab.utils.schema import LARGEST, MOST_THREADS, Positive, Seed, Threads
 
 Stream = Literal["resid", "final_norm", "logits", "embed", "q", "k", "v", "kv", "qkv", "attn"]
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -41,10 +41,11 @@ PromptsOpt = Annotated[
 ]
 ColumnOpt = Annotated[str | None, Option("--column", metavar="NAME", help="Column that holds the prompts.")]
 LimitOpt = Annotated[
-    int | None, Option("--limit", metavar="N", min=1, max=LARGEST, help="At most so many prompts.")
+    Positive | None, Option("--limit", metavar="N", min=1, max=LARGEST, help="At most so many prompts.")
 ]
 MaxTokensOpt = Annotated[
-    int | None, Option("--max-tokens", metavar="N", min=1, max=LARGEST, help="Cut each prompt to N tokens.")
+    Positive | None,
+    Option("--max-tokens", metavar="N", min=1, max=LARGEST, help="Cut each prompt to N tokens."),
 ]
 ModelOpt = Annotated[
     str | None,
@@ -56,20 +57,19 @@ LayerOpt = Annotated[
 StreamOpt = Annotated[
     Stream | None, Option("--stream", help="Which states (k, v: a KV cache; embed: layer 0); default: resid.")
 ]
-DefenseOpt = Annotated[
-    list[str] | None,
-    Option(
-        "--defense", metavar="SPEC", help="May be repeated, applied in order; see 'hiddenlab list defenses'."
-    ),
-]
+_defense = Option(
+    "--defense", metavar="SPEC", help="May be repeated, applied in order; see 'hiddenlab list defenses'."
+)
+DefenseOpt = Annotated[tuple[str, ...], _defense]
+DefensesOpt = Annotated[list[str] | None, _defense]
 SeedOpt = Annotated[
-    int, Option("--seed", metavar="S", min=-(2**63), max=2**63 - 1, help="Seed of everything that is drawn.")
+    Seed, Option("--seed", metavar="S", min=-(2**63), max=2**63 - 1, help="Seed of everything that is drawn.")
 ]
 DeviceOpt = Annotated[str, Option("--device", help="auto, cpu, cuda, cuda:N.")]
 DeviceMapOpt = Annotated[str | None, Option("--device-map", help="Placement by accelerate, e.g. auto.")]
 DtypeOpt = Annotated[Dtype, Option("--dtype", help="In which the attacker (and the provider) computes.")]
 ThreadsOpt = Annotated[
-    int | None, Option("--threads", metavar="N", min=1, max=MOST_THREADS, help="CPU threads of torch.")
+    Threads | None, Option("--threads", metavar="N", min=1, max=MOST_THREADS, help="CPU threads of torch.")
 ]
 OutOpt = Annotated[Path | None, Option("--out", metavar="DIR", help="The run's directory, a new one.")]
 RunsDirOpt = Annotated[Path, Option("--runs-dir", metavar="DIR", help="Where run directories are made.")]

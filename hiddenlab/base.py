@@ -1,0 +1,104 @@
+"""Define the base class of every attack, built-in or plugin."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Self
+
+from hiddenlab.errors import InputError
+from hiddenlab.models import TruncatedModel
+from hiddenlab.observation import check_info, check_observation
+from hiddenlab.scoring import pieces_of
+from hiddenlab.types import AttackResult, Observation, ObservationInfo, Progress, silent
+
+
+class Attack:
+    """Recover tokens from observations. An attack sees observations and the public model, never a ground truth.
+
+    ``fit`` comes first: it gives the attack its model and seed, and prepares what one channel needs. Then ``recover``
+    and ``recover_batch`` may be called as often as there are observations of that channel. An attack of one's own
+    defines ``_recover``, or ``_recover_batch`` where several prompts at once are faster, and ``_fit`` where it
+    prepares anything.
+
+    Attributes:
+        batch: how many observations are worth taking at once; the runner records so many prompts together.
+        progress: where progress is reported; called with what is done, how much of it, and of how much.
+        seed: of everything that the attack draws, as given to ``fit``.
+        measured: what preparation measured, by name (seconds of training, epsilon, weights); part of a run's record.
+    """
+
+    batch: int = 1
+    progress: Progress = staticmethod(silent)
+    seed: int = 0
+    measured: dict[str, float | str]
+    _model: TruncatedModel | None = None
+
+    def fit(self, info: ObservationInfo, model: TruncatedModel, seed: int = 0) -> Self:
+        """Prepare for observations of one channel.
+
+        Args:
+            info: the public facts of the observations to come.
+            model: the attacker's own truncated model, of the same weights and site.
+            seed: of everything that the attack draws.
+
+        Returns:
+            The attack itself.
+
+        Raises:
+            InputError: the facts are of another model or site. NotApplicableError: no observation with these facts can
+                be attacked.
+        """
+        check_info(info, model)
+        self._model, self.seed = model, seed
+        self.measured = self._fit(info)
+        return self
+
+    def recover(self, observation: Observation) -> AttackResult:
+        """Recover one prompt.
+
+        Raises:
+            InputError: the observation does not fit the model, or ``fit`` was not called.
+            NotApplicableError: the attack needs something that this observation lacks.
+        """
+        return self.recover_batch([observation])[0]
+
+    def recover_batch(self, observations: Sequence[Observation]) -> list[AttackResult]:
+        """Recover several prompts; the answers are those of ``recover``, up to rounding.
+
+        Raises:
+            InputError, NotApplicableError: see ``recover``; one observation is enough.
+        """
+        for observation in observations:
+            check_observation(observation, self.model)
+        return [
+            replace(result, text=self.model.text(result.ids), pieces=tuple(pieces_of(self.model, result)))
+            for result in self._recover_batch(observations)
+        ]
+
+    @property
+    def model(self) -> TruncatedModel:
+        """The model that ``fit`` was given.
+
+        Raises:
+            InputError: ``fit`` was not called.
+        """
+        if self._model is None:
+            name = type(self).__name__
+            raise InputError(f"{name} has no model yet; call fit(observation.info, model) first")
+        return self._model
+
+    def _fit(self, info: ObservationInfo) -> dict[str, float | str]:
+        """Prepare for a channel; return what that measured."""
+        return {}
+
+    def _recover(self, observation: Observation) -> AttackResult:
+        """Recover one prompt that fits the model."""
+        return self._recover_batch([observation])[0]
+
+    def _recover_batch(self, observations: Sequence[Observation]) -> list[AttackResult]:
+        """Recover prompts that fit the model."""
+        return [self._recover(observation) for observation in observations]
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if cls._recover is Attack._recover and cls._recover_batch is Attack._recover_batch:
+            raise TypeError(f"the attack {cls.__name__} defines neither _recover nor _recover_batch")

@@ -1,0 +1,93 @@
+"""Declare every option of an attack run, once: the command line, the API, records and ``rerun`` read this class."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any, Literal
+
+from typer import Option
+
+from hiddenlab import options as o
+from hiddenlab.utils.schema import CLOSED, LARGEST, Positive, check
+
+# Options of single attacks; one that an attack's constructor does not take is refused.
+ATTACK_OPTIONS = ("search", "proposal", "distance", "epsilon", "budget")
+
+
+@dataclass(frozen=True)
+class AttackConfig:
+    """Hold every option of ``hiddenlab attack`` that can change its result.
+
+    None means the default. Model, layer and stream are resolved before a run is recorded, so that a record can be run
+    again with the same result. ``prompt`` holds the text where it came as an argument or on standard input.
+    """
+
+    __pydantic_config__ = CLOSED
+
+    attack: Annotated[str, Option("--attack", metavar="NAME", help="See 'hiddenlab list attacks'.")] = (
+        "vocab-match"
+    )
+    prompt: o.PromptArg = None
+    prompts: o.PromptsOpt = None
+    column: o.ColumnOpt = None
+    limit: o.LimitOpt = None
+    max_tokens: o.MaxTokensOpt = None
+    observation: Annotated[
+        str | None,
+        Option("--observation", metavar="FILE", help="Attack saved states; see 'hiddenlab capture'."),
+    ] = None
+    truth: Annotated[
+        str | None,
+        Option(
+            "--truth", metavar="FILE", help="Score against 'capture --truth FILE'; the attack never sees it."
+        ),
+    ] = None
+    model: o.ModelOpt = None
+    layer: o.LayerOpt = None
+    stream: o.StreamOpt = None
+    defense: o.DefenseOpt = ()
+    search: Annotated[Literal["speculative", "greedy"] | None, Option(help="Default: speculative.")] = None
+    proposal: Annotated[
+        Literal["probe+lm", "probe", "lm", "vocab"] | None, Option(help="Default: probe+lm.")
+    ] = None
+    distance: Annotated[
+        Literal["auto", "l1", "l2", "sorted-l1", "sorted-l2"] | None,
+        Option(help="Default: auto, by the channel."),
+    ] = None
+    epsilon: Annotated[
+        str | None,
+        Option(metavar="auto|calibrated|NUMBER", help="When a distance is a match. Default: auto."),
+    ] = None
+    budget: Annotated[
+        Positive | None,
+        Option(metavar="N", min=1, max=LARGEST, help="Candidates a token at most; default: no cap."),
+    ] = None
+    batch: Annotated[
+        Positive | None,
+        Option(
+            metavar="N",
+            min=1,
+            max=LARGEST,
+            help="Prompts attacked at once, and recorded together; default: the attack's own.",
+        ),
+    ] = None
+    seed: o.SeedOpt = 0
+    device: o.DeviceOpt = "auto"
+    device_map: o.DeviceMapOpt = None
+    dtype: o.DtypeOpt = "float32"
+    threads: o.ThreadsOpt = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return all options by name, as JSON values."""
+        return {**asdict(self), "defense": list(self.defense)}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any], where: str = "the spec") -> "AttackConfig":
+        """Rebuild a configuration from what ``to_json`` gave, every option checked.
+
+        Args:
+            where: names its place in an error.
+
+        Raises:
+            InputError: an option is unknown to this version, or has a value that it cannot have.
+        """
+        return check(dict(data), cls, where)

@@ -1,0 +1,108 @@
+"""Compare what an attack recovered with the truth: as text, as tokens, piece by piece."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from hiddenlab import registry
+from hiddenlab.errors import InputError
+from hiddenlab.models import TruncatedModel
+from hiddenlab.types import AttackResult, GroundTruth
+from hiddenlab.utils.text import Status
+
+MISSING = -1  # stands for a token that was not recovered, and equals none
+
+
+@dataclass(frozen=True)
+class Score:
+    """How near a recovered prompt is to the true one; all are shares between 0 and 1.
+
+    Attributes:
+        exact: every token is right. token_accuracy: right tokens, each at its own place. bag_of_tokens_recall: tokens
+            of the truth that were recovered anywhere. rouge_l, bleu: of the texts.
+        verified: tokens of the truth whose recovered token is verified.
+    """
+
+    exact: bool
+    token_accuracy: float
+    bag_of_tokens_recall: float
+    rouge_l: float
+    bleu: float
+    verified: float
+
+
+def score(result: AttackResult, truth: GroundTruth) -> Score:
+    """Score a result against the truth; tokens that were not recovered count as wrong.
+
+    Raises:
+        InputError: the truth has no text (it was read from a file; see ``with_text``).
+    """
+    if truth.text is None:
+        raise InputError("the truth has tokens but no text; give it one: dataclasses.replace(truth, text=…)")
+    # Tokens behind missing ones are compared at their own places.
+    aligned = dict(zip(places_of(result, truth), result.ids, strict=True))
+    metric = registry.resolve("metrics", "text")
+    figures = metric(
+        truth_ids=list(truth.tokens),
+        recovered_ids=[aligned.get(place, MISSING) for place in range(max(aligned, default=-1) + 1)],
+        truth_text=truth.text,
+        recovered_text=result.text,
+    )
+    sure = sum(token.verified for token in result.tokens)
+    return Score(**figures, verified=sure / max(1, len(truth.tokens)))
+
+
+def missing_tokens(
+    result: AttackResult, truth: GroundTruth, shown: Sequence[int] | None
+) -> tuple[int, int] | None:
+    """Count the tokens before the last row that no row shows, and how many of them were recovered.
+
+    Args:
+        shown: positions that have a row; None where all have.
+
+    Returns:
+        None where every token has a row, or the truth is that of the rows alone.
+    """
+    if shown is None or max(shown, default=0) >= len(truth.tokens):
+        return None
+    aligned = dict(zip(places_of(result, truth), result.ids, strict=True))
+    hidden = set(range(max(shown, default=0))) - set(shown)
+    return len(hidden), sum(aligned.get(place) == truth.tokens[place] for place in hidden)
+
+
+def places_of(result: AttackResult, truth: GroundTruth | None) -> Sequence[int]:
+    """Where in the truth each recovered token stands; the truth of one node's rows holds these alone."""
+    if result.positions is None or (truth is not None and len(truth.tokens) == len(result.tokens)):
+        return range(len(result.tokens))
+    return result.positions
+
+
+def pieces_of(
+    model: TruncatedModel, result: AttackResult, truth: GroundTruth | None = None
+) -> Iterator[tuple[str, Status]]:
+    """Yield the recovered text in pieces with a status: exact or wrong where there is a truth, verified or not else.
+
+    Several tokens may share one character; such a piece has the worst of their statuses.
+    """
+    order: tuple[Status, ...] = ("verified", "exact", "unverified", "wrong")
+    ids, start, read, expected = result.ids, 0, 0, 0
+    status: Status = "verified"
+    places = places_of(result, truth)
+    for index, (place, token) in enumerate(zip(places, result.tokens, strict=True)):
+        if place > expected:
+            yield f"⟨{place - expected}⟩", "missing"
+            start = read = index  # text does not join across a gap
+        expected = place + 1
+        status = max(status, _status(token.token, token.verified, truth, place), key=order.index)
+        before, after = model.text(ids[start:read]), model.text(ids[start : index + 1])
+        if after.endswith("\ufffd") and index + 1 < len(ids) and places[index + 1] == expected:
+            continue
+        yield after[len(before) :], status
+        start, read, status = read, index + 1, "verified"
+
+
+def _status(token: int, verified: bool, truth: GroundTruth | None, place: int) -> Status:
+    if truth is not None and (place >= len(truth.tokens) or truth.tokens[place] != token):
+        return "wrong"
+    if not verified:
+        return "unverified"
+    return "verified" if truth is None else "exact"
