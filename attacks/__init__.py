@@ -1,4 +1,8 @@
-"""Attacks: each recovers tokens from an observation and the public model, and never sees a secret.
+"""Recover tokens from an observation and the public model: one class an attack, listed in ``__init__.pyi``.
 
-They import only ``hiddenlab``; names resolve through ``hiddenlab.registry``.
+An attack never sees a ground truth. Attacks import ``hiddenlab``, neither defenses nor experiments.
 """
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hiddenlab.channels import Stage
 from hiddenlab.errors import InputError
-from hiddenlab.matching.projections import FACT, GAUSSIAN, Projection
+from hiddenlab.projections import FACT, GAUSSIAN, Projection
 from hiddenlab.types import ObservationInfo
 
 

@@ -2,13 +2,15 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Self
+from typing import TypeVar
 
 from hiddenlab.errors import InputError
 from hiddenlab.models import TruncatedModel
 from hiddenlab.observation import check_info, check_observation
 from hiddenlab.scoring import pieces_of
 from hiddenlab.types import AttackResult, Observation, ObservationInfo, Progress, silent
+
+Fitted = TypeVar("Fitted", bound="Attack")
 
 
 class Attack:
@@ -32,7 +34,7 @@ class Attack:
     measured: dict[str, float | str]
     _model: TruncatedModel | None = None
 
-    def fit(self, info: ObservationInfo, model: TruncatedModel, seed: int = 0) -> Self:
+    def fit(self: Fitted, info: ObservationInfo, model: TruncatedModel, seed: int = 0) -> Fitted:
         """Prepare for observations of one channel.
 
         Args:

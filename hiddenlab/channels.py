@@ -22,6 +22,7 @@ from hiddenlab.errors import HiddenlabError, InputError
 from hiddenlab.models import Request, TruncatedModel
 from hiddenlab.models.request import packs
 from hiddenlab.types import GroundTruth, Observation, ObservationInfo, Site
+from hiddenlab.utils.random import generator
 
 LOAD_OPTIONS = ("dtype", "quantization")
 SELECTION_FACTS = ("tokens", "shard")  # of a prompt of which only some rows are shown
@@ -120,14 +121,14 @@ class Channel:
         self._load_options(dict.fromkeys(LOAD_OPTIONS))
 
     @classmethod
-    def parse(cls, specs: Sequence[str]) -> "Channel":
-        """The channel of specs such as ``["gaussian:sigma=0.01", "seq-perm"]``; none means identity.
+    def parse(cls, specs: Sequence[str | Defense]) -> "Channel":
+        """Make the channel of specs such as ``["gaussian:sigma=0.01", "seq-perm"]``, or of defenses; none is identity.
 
         Raises:
             UnknownNameError: unknown defense. InputError: unknown, missing or malformed parameter.
             HiddenlabError: a plugin's class lacks a part of ``Defense``.
         """
-        return cls([_as_defense(registry.build("defenses", spec)) for spec in specs])
+        return cls([_as_defense(registry.build("defenses", s) if isinstance(s, str) else s) for s in specs])
 
     def whole(self) -> "Channel":
         """The channel without the stages that only leave rows out: what the rows that are shown went through."""
@@ -161,14 +162,25 @@ class Channel:
         return provider
 
     def release(
-        self, model: TruncatedModel, tokens: Sequence[int], generator: torch.Generator
+        self, model: TruncatedModel, prompt: str | Sequence[int], seed: int | torch.Generator = 0
     ) -> tuple[Observation, GroundTruth]:
         """Release the states of one prompt.
+
+        Args:
+            model: of the attacker; the provider runs it too, or the same layers loaded as the stages ask.
+            prompt: a text, or its token ids.
+            seed: of all that the stages draw; a generator goes on from where it is.
+
+        Returns:
+            The observation, which an attack may see, and the truth, which it may not.
 
         Raises:
             InputError: no tokens, or tokens outside the vocabulary.
         """
-        return self.release_batch(model, [tokens], generator)[0]
+        random = seed if isinstance(seed, torch.Generator) else generator(seed, "release", 0)
+        tokens = model.tokenize(prompt) if isinstance(prompt, str) else prompt
+        ((observation, truth),) = self.release_batch(model, [tokens], random)
+        return observation, replace(truth, text=model.text(tokens))
 
     def release_batch(
         self, model: TruncatedModel, prompts: Sequence[Sequence[int]], generator: torch.Generator

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hiddenlab.utils.text import visible
+from hiddenlab.text import visible
 
 
 class HiddenlabError(Exception):

@@ -17,8 +17,8 @@ from pydantic import Field
 from safetensors import SafetensorError, safe_open
 
 from hiddenlab.errors import InputError
-from hiddenlab.matching.projections import projection_of
 from hiddenlab.models import TruncatedModel
+from hiddenlab.projections import projection_of
 from hiddenlab.types import Observation, ObservationInfo
 from hiddenlab.utils.files import save_tensors
 from hiddenlab.utils.schema import CLOSED, parse

@@ -275,6 +275,15 @@ def build(kind: str, spec: str, **extra: Any) -> Any:
         raise InputError(f"the {what} refuses its parameters ({_first_line(error)}); {takes}") from error
 
 
+def parameters(kind: str, name: str) -> dict[str, inspect.Parameter]:
+    """Return the named parameters of what stands behind a name, their annotations resolved to types where possible.
+
+    Raises:
+        UnknownNameError: see ``resolve``.
+    """
+    return _parameters(resolve(kind, name))
+
+
 def describe(kind: str) -> list[Description]:
     """Every name, its docstring's first line and its parameters; a broken plugin does not end the list."""
     lines = []

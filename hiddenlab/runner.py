@@ -17,9 +17,9 @@ from hiddenlab.models.request import packs
 from hiddenlab.records import Recorder, RunRecord
 from hiddenlab.scoring import missing_tokens, pieces_of, score
 from hiddenlab.summary import NOT_APPLICABLE, Sample, figures_of, summarise
+from hiddenlab.text import coloured, html
 from hiddenlab.types import AttackResult, GroundTruth, Observation, Progress, silent
 from hiddenlab.utils.environment import peak_memory_mb
-from hiddenlab.utils.text import coloured, html
 
 PREFILL_REPEATS = 3
 

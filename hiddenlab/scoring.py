@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from hiddenlab import registry
 from hiddenlab.errors import InputError
 from hiddenlab.models import TruncatedModel
+from hiddenlab.text import Status
 from hiddenlab.types import AttackResult, GroundTruth
-from hiddenlab.utils.text import Status
 
 MISSING = -1  # stands for a token that was not recovered, and equals none
 

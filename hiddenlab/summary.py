@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal, NotRequired
 from pydantic import Field, with_config
 from typing_extensions import TypedDict
 
+from hiddenlab.text import Status
 from hiddenlab.utils.schema import CLOSED, Count, Finite, TokenId
-from hiddenlab.utils.text import Status
 
 Sample = dict[str, Any]  # one line of samples.jsonl, see ``hiddenlab.runner.score``
 NOT_APPLICABLE = "not applicable"  # the status of a prompt whose observation an attack cannot use

@@ -8,7 +8,7 @@ one forward pass.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Annotated, Any
+from typing import Annotated, Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float
@@ -16,8 +16,8 @@ from pydantic import AfterValidator, Field
 from torch import Tensor
 
 from hiddenlab.errors import InputError
+from hiddenlab.text import Status, coloured, html
 from hiddenlab.utils.schema import CLOSED, Count, Finite, Layer, Position, one_of
-from hiddenlab.utils.text import Status, coloured, html
 
 LAST_STREAMS = ("final_norm", "logits")  # which exist after the last layer only
 INNER_STREAMS = ("q", "k", "v", "kv", "qkv", "attn")
@@ -107,6 +107,20 @@ class ObservationInfo:
     facts: Mapping[str, Any] = field(default_factory=dict)
 
 
+@runtime_checkable
+class Sited(Protocol):
+    """A model that says where its states are from."""
+
+    ref: Any
+    site: Site
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def signature(self) -> tuple[float, ...]: ...
+
+
 @dataclass(frozen=True)
 class Observation:
     """Hidden states as a defense released them, with every public fact about them.
@@ -129,6 +143,38 @@ class Observation:
             raise InputError(
                 f"the observation holds NaN or infinity (first in row {bad}); nothing can be matched"
             )
+
+    @classmethod
+    def from_states(cls, states: Any, model: "Sited", **facts: Any) -> "Observation":
+        """Make an observation of states from elsewhere: rows ``[tokens, width]``, or ``[1, tokens, width]``.
+
+        Args:
+            states: a torch tensor or a NumPy array of floating-point numbers.
+            model: the truncated model whose states they are; it gives model name, layer and stream.
+            facts: what else is known of them, fields of ``ObservationInfo``: ``rows_permuted=True``,
+                ``provider_dtype="bfloat16"`` …
+
+        Raises:
+            InputError: another shape, no floating-point numbers, NaN or infinity, or a fact that there is not.
+        """
+        rows = torch.as_tensor(states).detach()
+        if rows.ndim == 3 and rows.shape[0] == 1:
+            rows = rows[0]
+        if rows.ndim != 2 or not rows.is_floating_point():
+            raise InputError(
+                f"states should be floating-point numbers [tokens, width], not {rows.dtype} {list(rows.shape)}"
+            )
+        known = ObservationInfo.__dataclass_fields__
+        if unknown := sorted(set(facts) - set(known)):
+            raise InputError(f"an observation has no fact {unknown[0]!r}; known are {', '.join(known)}")
+        dtype = str(model.dtype).removeprefix("torch.")
+        own = {
+            "model": model.ref.name,
+            "signature": model.signature,
+            "site": model.site,
+            "provider_dtype": dtype,
+        }
+        return cls(rows, ObservationInfo(**{**own, **facts}))
 
     def __repr__(self) -> str:
         rows, width = self.states.shape

@@ -17,8 +17,8 @@ from hiddenlab.errors import InputError, NotApplicableError
 from hiddenlab.matching.batching import run_batched
 from hiddenlab.matching.distance import Matcher, choose_matcher
 from hiddenlab.matching.epsilon import Sample, Threshold, auto_threshold, calibrated_threshold
+from hiddenlab.matching.ranking import Proposer
 from hiddenlab.models import TruncatedModel, load_model
-from hiddenlab.proposals.ranking import Proposer
 from hiddenlab.summary import NO_STATE
 from hiddenlab.testing import DECODERS, LAYERS, VOCABULARY, WIDTH
 from hiddenlab.types import AttackResult, Observation, TokenPrediction

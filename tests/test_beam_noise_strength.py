@@ -160,8 +160,8 @@ def test_a_prompt_behind_unknown_noise_comes_back(
             model, TOKENS, torch.Generator().manual_seed(0)
         )
         attack = BeamDecoding(lm=False, sweeps=1, width=3000, beam=2)
-        told = attack.fit(observation.info, model).measured
-        assert told["noise_sigma"] == pytest.approx(sigma, rel=0.5)
-        assert attack.fit(observation.info, model).recover(observation).ids == TOKENS
+        assert attack.fit(observation.info, model).measured == {}  # the first prompt tells the strength
+        assert attack.recover(observation).ids == TOKENS
+        assert attack.measured["noise_sigma"] == pytest.approx(sigma, rel=0.5)
     known, _ = Channel.parse(["gaussian:sigma=0.01"]).release(model, TOKENS, generator)
     assert "noise_sigma" not in BeamDecoding(lm=False).fit(known.info, model).measured

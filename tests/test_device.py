@@ -25,11 +25,11 @@ from hiddenlab.defenses.cascade.nodes import AttnWorker, CompWorker, Partial, Ro
 from hiddenlab.defenses.cascade.plan import AttnNode, Plan
 from hiddenlab.matching.distance import Matcher
 from hiddenlab.matching.epsilon import Threshold
-from hiddenlab.matching.projections import Projection
 from hiddenlab.matching.screening import Screen
 from hiddenlab.models import ModelRef, Prefix, Request, TruncatedModel, engine
 from hiddenlab.models.attention import Attention, register_attention
 from hiddenlab.models.load import truncate_config
+from hiddenlab.projections import Projection
 from hiddenlab.proposals import in_context, probe
 from hiddenlab.proposals.first_token_table import FirstTokenTable, SortedStates, packed, sorted_states
 from hiddenlab.proposals.in_context import Adapter

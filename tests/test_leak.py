@@ -17,8 +17,8 @@ from hiddenlab.errors import InputError, NotApplicableError
 from hiddenlab.eval.cells import Setting, measure_cell, row_of
 from hiddenlab.eval.tables import leak
 from hiddenlab.matching.fingerprint_evidence import agreement, evidence_of, learn_projection, ordinals
-from hiddenlab.matching.projections import ORTHOGONAL, Projection
 from hiddenlab.models import TruncatedModel
+from hiddenlab.projections import ORTHOGONAL, Projection
 from hiddenlab.types import AttackResult, Observation
 
 Slices = Callable[..., TruncatedModel]

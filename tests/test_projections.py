@@ -12,9 +12,9 @@ from hiddenlab.attacks.vocab_match import VocabMatch
 from hiddenlab.channels import Channel
 from hiddenlab.errors import InputError, NotApplicableError
 from hiddenlab.matching.distance import choose_matcher
-from hiddenlab.matching.projections import Projection, projection_of
 from hiddenlab.models import TruncatedModel
 from hiddenlab.observation import load_observations, save_observations
+from hiddenlab.projections import Projection, projection_of
 from hiddenlab.types import Observation, ObservationInfo, Site
 
 TinySlice = Callable[..., TruncatedModel]

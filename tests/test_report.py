@@ -19,7 +19,7 @@ from hiddenlab.report.markdown import load_runs, write_report
 from hiddenlab.report.tables import NOT_RECORDED, markdown_table
 from hiddenlab.summary import figure, summarise
 from hiddenlab.testing import attack_sample
-from hiddenlab.utils.text import visible
+from hiddenlab.text import visible
 
 STORED = sorted((Path(__file__).resolve().parents[1] / "docs" / "results" / "tables").glob("*.json"))
 

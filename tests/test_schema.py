@@ -25,10 +25,10 @@ from hiddenlab.job import load_truth, save_truth
 from hiddenlab.observation import load_observation, save_observation
 from hiddenlab.report.tables import markdown_table
 from hiddenlab.testing import json_values
+from hiddenlab.text import markdown, printable, visible
 from hiddenlab.types import GroundTruth, Observation, ObservationInfo, Site
 from hiddenlab.utils import schema
 from hiddenlab.utils.files import write_file
-from hiddenlab.utils.text import markdown, printable, visible
 
 
 @dataclass(frozen=True)

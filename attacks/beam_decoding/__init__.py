@@ -24,10 +24,10 @@ from hiddenlab.base import Attack
 from hiddenlab.channels import Channel, as_whole, by_channel, suppose
 from hiddenlab.errors import InputError, NotApplicableError
 from hiddenlab.matching.distance import choose_matcher
-from hiddenlab.matching.projections import projection_of
+from hiddenlab.matching.ranking import LazyModel
 from hiddenlab.matching.screening import Screen
 from hiddenlab.models import Prefix, Request, TruncatedModel
-from hiddenlab.proposals.ranking import LazyModel
+from hiddenlab.projections import projection_of
 from hiddenlab.proposals.store import adapter_for, first_token_table_for, pairwise_order_for, probes_for
 from hiddenlab.types import AttackResult, Observation, ObservationInfo, TokenPrediction
 from hiddenlab.utils.random import generator

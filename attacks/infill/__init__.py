@@ -16,8 +16,8 @@ from hiddenlab.attacks.infill.train import PRESETS, State, read_tokens, train_in
 from hiddenlab.base import Attack
 from hiddenlab.channels import as_whole
 from hiddenlab.errors import InputError, NotApplicableError
-from hiddenlab.matching.projections import projection_of
 from hiddenlab.models import TruncatedModel
+from hiddenlab.projections import projection_of
 from hiddenlab.proposals.store import probe_for
 from hiddenlab.types import AttackResult, Observation, ObservationInfo, TokenPrediction
 

@@ -27,10 +27,10 @@ from hiddenlab.attacks.vocab_match import Prepared, VocabMatch, believed
 from hiddenlab.base import Attack
 from hiddenlab.channels import as_whole
 from hiddenlab.errors import InputError, NotApplicableError
+from hiddenlab.matching.ranking import Continuations
 from hiddenlab.matching.screening import counted, near_ones
 from hiddenlab.models import Answer, Prefix, Request, TruncatedModel
 from hiddenlab.proposals.probe import Probe
-from hiddenlab.proposals.ranking import Continuations
 from hiddenlab.proposals.store import probes_for
 from hiddenlab.types import AttackResult, Observation, ObservationInfo, TokenPrediction
 

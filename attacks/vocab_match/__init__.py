@@ -21,14 +21,14 @@ from hiddenlab.matching.epsilon import (
     measure,
     parse_epsilon,
 )
-from hiddenlab.matching.projections import projection_of
+from hiddenlab.matching.ranking import SHORTLIST, WIDE_SHORTLIST, LazyModel, Proposer, check_proposal
 from hiddenlab.matching.screening import Screen
 from hiddenlab.models import TruncatedModel
 from hiddenlab.models.load import parse_dtype
+from hiddenlab.projections import projection_of
 from hiddenlab.proposals.first_token_table import FirstTokenTable
 from hiddenlab.proposals.in_context import Adapter
 from hiddenlab.proposals.probe import Probe
-from hiddenlab.proposals.ranking import SHORTLIST, WIDE_SHORTLIST, LazyModel, Proposer, check_proposal
 from hiddenlab.proposals.store import adapter_for, first_token_table_for, probe_for
 from hiddenlab.summary import NO_STATE
 from hiddenlab.types import AttackResult, Observation, ObservationInfo, TokenPrediction

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from hiddenlab.matching.batching import ForwardCall, Search
 from hiddenlab.matching.distance import Matcher
+from hiddenlab.matching.ranking import LanguageModel, Proposer
 from hiddenlab.matching.screening import Screen, near_ones
 from hiddenlab.models import Answer, Prefix, Request, TruncatedModel
 from hiddenlab.proposals.in_context import log_likelihood
-from hiddenlab.proposals.ranking import LanguageModel, Proposer
 from hiddenlab.types import TokenPrediction
 
 # Candidates in one pass: doubled while that is cheap, then a quarter of those tried in the same order, since what is

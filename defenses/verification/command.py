@@ -29,8 +29,8 @@ from hiddenlab.defenses.verification.transcript import (
     write_transcripts,
 )
 from hiddenlab.errors import InputError
-from hiddenlab.matching.projections import Projection
 from hiddenlab.models.load import BUILTIN, load_tokenizer, resolve_model
+from hiddenlab.projections import Projection
 from hiddenlab.prompts import load_prompts
 from hiddenlab.types import Progress, silent
 from hiddenlab.utils.random import generator

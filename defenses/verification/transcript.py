@@ -18,7 +18,7 @@ from torch import Tensor
 from hiddenlab.defenses.verification.rules import rule_of
 from hiddenlab.defenses.verification.sampling import Sampling
 from hiddenlab.errors import HiddenlabError, InputError
-from hiddenlab.matching.projections import Projection
+from hiddenlab.projections import Projection
 from hiddenlab.utils.schema import CLOSED, TokenId, check, check_format, lines, loads, read_bytes
 
 FORMAT = 1

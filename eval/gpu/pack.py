@@ -26,7 +26,7 @@ from hiddenlab.utils.schema import loads, read_bytes
 
 MANIFEST, PACKAGES = "pieces.json", "packages.tar.xz"
 # gguf reads the model file; bitsandbytes quantizes to int8 and nf4; jaxtyping annotates shapes.
-NEEDED = ("gguf", "bitsandbytes", "jaxtyping", "wadler_lindig")
+NEEDED = ("gguf", "bitsandbytes", "jaxtyping", "wadler_lindig", "lazy-loader")
 BLOCK = 1 << 20
 
 

@@ -24,7 +24,7 @@ from hiddenlab.defenses.verification.rules import EVERY, PAPER
 from hiddenlab.defenses.verification.sampling import Sampling
 from hiddenlab.defenses.verification.transcript import Transcript, read_transcripts, write_transcripts
 from hiddenlab.errors import InputError
-from hiddenlab.matching.projections import KINDS, Projection
+from hiddenlab.projections import KINDS, Projection
 from hiddenlab.prompts import load_prompts
 from hiddenlab.types import Progress, silent
 from hiddenlab.utils.random import generator

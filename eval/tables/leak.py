@@ -21,9 +21,9 @@ from hiddenlab.eval.measures.metrics import score_text
 from hiddenlab.eval.tables.verification import ACTIVATION_SCORES, FEW, base, detected
 from hiddenlab.job import build_attack
 from hiddenlab.matching.fingerprint_evidence import learn_projection
-from hiddenlab.matching.projections import ORTHOGONAL, Projection
 from hiddenlab.models import TruncatedModel, load_model
 from hiddenlab.models.load import load_config, resolve_model
+from hiddenlab.projections import ORTHOGONAL, Projection
 from hiddenlab.prompts import load_prompts
 from hiddenlab.types import Observation, Progress, silent
 from hiddenlab.utils.random import generator

@@ -21,7 +21,7 @@ from rich.progress import (
 from rich.segment import Segment
 
 from hiddenlab.records import finite
-from hiddenlab.utils.text import printable
+from hiddenlab.text import printable
 
 SLOW_SECONDS = 1.0
 QUIET_SECONDS = 60.0  # between lines of one task, where there is no terminal

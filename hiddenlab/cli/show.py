@@ -9,7 +9,7 @@ from rich.text import Text
 from hiddenlab.report.markdown import channel_of
 from hiddenlab.report.tables import grid
 from hiddenlab.summary import NOT_APPLICABLE, Sample, figure, figures_of
-from hiddenlab.utils.text import visible
+from hiddenlab.text import visible
 
 STYLES = {"exact": "green", "verified": "", "wrong": "bold red", "unverified": "yellow", "missing": "dim"}
 

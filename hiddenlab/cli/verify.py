@@ -83,7 +83,7 @@ FalseOpt = Annotated[
 
 
 def _projection(count: int, seed: int, kind: str) -> Any:
-    from hiddenlab.matching.projections import Projection
+    from hiddenlab.projections import Projection
 
     return Projection(count, seed, kind) if count else None
 

@@ -7,7 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from hiddenlab.errors import InputError
-from hiddenlab.matching.projections import Projection, projection_of
+from hiddenlab.projections import Projection, projection_of
 from hiddenlab.types import ObservationInfo
 
 DISTANCES = ("l1", "l2", "sorted-l1", "sorted-l2")

@@ -13,9 +13,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from hiddenlab.errors import InputError, NotApplicableError
-from hiddenlab.matching.projections import projection_of
 from hiddenlab.models import TruncatedModel
 from hiddenlab.observation import same_signature
+from hiddenlab.projections import projection_of
 from hiddenlab.types import Observation
 
 PATTERNS = 65497  # values that TOPLOC's polynomial takes where nothing was committed, about evenly

@@ -8,7 +8,7 @@ from typing import Any
 
 from hiddenlab.records import UNFINISHED, RunRecord, commit_name
 from hiddenlab.summary import Sample
-from hiddenlab.utils.text import visible
+from hiddenlab.text import visible
 
 
 @dataclass(frozen=True)

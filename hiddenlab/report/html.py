@@ -8,7 +8,7 @@ from pathlib import Path
 from hiddenlab.report.data import Run, Study
 from hiddenlab.report.tables import NO_COMMAND, NOT_RECORDED, Grid, brackets, grid
 from hiddenlab.summary import NOT_APPLICABLE, Sample, figure
-from hiddenlab.utils.text import html, printable, visible
+from hiddenlab.text import html, printable, visible
 
 STYLE = """\
 :root { color-scheme: light; }

@@ -11,9 +11,9 @@ from hiddenlab.report.data import Run, Study
 from hiddenlab.report.html import page
 from hiddenlab.report.tables import TABLE_FORMAT, Grid, Table, markdown_table
 from hiddenlab.summary import FIGURES, figure, summarise
+from hiddenlab.text import markdown as escaped
 from hiddenlab.utils.files import write_file
 from hiddenlab.utils.schema import CLOSED, OPEN, Finite, Layer, check, parse, read_bytes
-from hiddenlab.utils.text import markdown as escaped
 
 MARKDOWN, PAGE = "report.md", "report.html"
 TITLE = "Recovery of prompts from hidden states"

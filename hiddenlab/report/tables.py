@@ -8,8 +8,8 @@ from pydantic import Field, with_config
 from typing_extensions import TypedDict
 
 from hiddenlab.summary import FIGURES, figure
+from hiddenlab.text import markdown, visible
 from hiddenlab.utils.schema import CLOSED, Count, Finite
-from hiddenlab.utils.text import markdown, visible
 
 # Figures that only experiments have; see ``hiddenlab.summary`` for the kinds.
 MORE_FIGURES = {

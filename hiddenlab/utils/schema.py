@@ -22,7 +22,7 @@ from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationE
 from pydantic_core import from_json
 
 from hiddenlab.errors import HiddenlabError, InputError
-from hiddenlab.utils.text import visible
+from hiddenlab.text import visible
 
 T = TypeVar("T")
 

@@ -217,7 +217,7 @@ def _run(folder: Path) -> list[Target]:
 
 def _safe(shown: str) -> None:
     """What is shown of a file holds no control character and no tag of its own."""
-    from hiddenlab.utils.text import printable
+    from hiddenlab.text import printable
 
     if printable(shown) != shown or "<script" in shown.lower():
         raise AssertionError("a control character or a tag of the file came through")

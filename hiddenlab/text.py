@@ -3,6 +3,7 @@
 import unicodedata
 from collections.abc import Iterable
 from html import escape
+from itertools import groupby
 from typing import Literal
 
 # Of a piece of recovered text. Without a truth to compare with, a matched token is "verified", any other "unverified".
@@ -40,7 +41,10 @@ def html(text: str) -> str:
 
 def coloured(pieces: Iterable[tuple[str, Status]]) -> str:
     """Colour pieces of text by their status, as HTML for a notebook; control characters are shown as pictures."""
-    spans = (f'<span style="{_STYLES[status]}">{html(piece)}</span>' for piece, status in pieces)
+    spans = (
+        f'<span style="{_STYLES[status]}">{html("".join(piece for piece, _ in same))}</span>'
+        for status, same in groupby(pieces, key=lambda piece: piece[1])
+    )
     return f'<span style="font-family:monospace;white-space:pre-wrap">{"".join(spans)}</span>'
 
 

@@ -1,0 +1,15 @@
+from .drop_rows import DropRows as DropRows
+from .drop_rows import Shard as Shard
+from .fingerprints import Logprobs as Logprobs
+from .fingerprints import Toploc as Toploc
+from .identity import Identity as Identity
+from .noise import Gaussian as Gaussian
+from .noise import RandomPrefix as RandomPrefix
+from .noise import UnknownGaussian as UnknownGaussian
+from .permute import Factorized2D as Factorized2D
+from .permute import HiddenPermutation as HiddenPermutation
+from .permute import SequencePermutation as SequencePermutation
+from .project import Project as Project
+from .quantize import Int8 as Int8
+from .quantize import Nf4 as Nf4
+from .quantize import ProviderDtype as ProviderDtype

@@ -1,0 +1,88 @@
+"""Attack observations in one call, from a notebook or a script."""
+
+from collections.abc import Sequence
+from typing import Any, overload
+
+from hiddenlab import registry
+from hiddenlab.base import Attack
+from hiddenlab.channels import Channel, Defense
+from hiddenlab.errors import InputError
+from hiddenlab.models import TruncatedModel
+from hiddenlab.types import AttackResult, Observation
+
+
+def channel(*stages: str | Defense) -> Channel:
+    """Make the channel between provider and attacker: defenses applied from left to right; none releases states as
+    they are.
+
+    Args:
+        stages: specs such as ``"gaussian:sigma=0.01"`` (see ``hiddenlab list defenses``), or defense objects.
+
+    Raises:
+        InputError: an unknown name, or a missing or malformed parameter.
+    """
+    return Channel.parse(stages)
+
+
+@overload
+def attack(
+    observation: Observation,
+    model: TruncatedModel,
+    attack: str | Attack = ...,
+    *,
+    seed: int = ...,
+    **options: Any,
+) -> AttackResult: ...
+@overload
+def attack(
+    observation: Sequence[Observation],
+    model: TruncatedModel,
+    attack: str | Attack = ...,
+    *,
+    seed: int = ...,
+    **options: Any,
+) -> list[AttackResult]: ...
+def attack(
+    observation: Observation | Sequence[Observation],
+    model: TruncatedModel,
+    attack: str | Attack = "vocab-match",
+    *,
+    seed: int = 0,
+    **options: Any,
+) -> AttackResult | list[AttackResult]:
+    """Recover the prompt behind an observation, or the prompts behind several of one channel.
+
+    Args:
+        observation: released states with their public facts. model: the attacker's own truncated model.
+        attack: a spec such as ``"vocab-match:search=greedy"`` (see ``hiddenlab list attacks``), or an attack object.
+        seed: of everything that the attack draws.
+        options: of the attack, where it is given by a spec.
+
+    Returns:
+        What was recovered: ``result.text``, ``result.verified``, and ``result.tokens`` with all details. For a list of
+        observations, a list.
+
+    Raises:
+        InputError: the observation does not fit the model, or an option is unknown.
+        NotApplicableError: the attack needs something that the observation lacks.
+    """
+    several = [observation] if isinstance(observation, Observation) else list(observation)
+    if not several:
+        return []
+    if isinstance(attack, str):
+        chosen: Attack = registry.build("attacks", attack, **_known(attack, options))
+    elif options:
+        raise InputError(f"give {', '.join(options)} to the attack object itself")
+    else:
+        chosen = attack
+    results = chosen.fit(several[0].info, model, seed).recover_batch(several)
+    return results[0] if isinstance(observation, Observation) else results
+
+
+def _known(spec: str, options: dict[str, Any]) -> dict[str, Any]:
+    """The options, all of which the attack must have; a misspelt one would change nothing without a word."""
+    name, _ = registry.parse_spec(spec)
+    known = registry.parameters("attacks", name)
+    if unknown := [key for key in options if key not in known]:
+        raise InputError(f"the attack {name} has no option {unknown[0]!r}; it takes {', '.join(known)}")
+    return options

@@ -1,0 +1,127 @@
+"""The names at the top of the package: what a notebook uses."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import hiddenlab as hl
+from hiddenlab.errors import InputError
+from hiddenlab.records import read_run
+
+TEXT = "My password is hunter2"
+Load = Callable[..., hl.TruncatedModel]
+
+
+@pytest.fixture(scope="module")
+def model(tiny: Callable[..., str]) -> hl.TruncatedModel:
+    """Two layers of a tiny model that knows letters."""
+    return hl.load_model(tiny("llama", tokenizer=True), 2, device="cpu")
+
+
+def test_importing_the_package_loads_no_torch() -> None:
+    code = (
+        "import sys, time; start = time.perf_counter(); import hiddenlab\n"
+        "assert 'torch' not in sys.modules and 'transformers' not in sys.modules\n"
+        "assert hiddenlab.AttackConfig and 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_every_name_is_there_and_documented() -> None:
+    assert set(hl.__all__) <= set(dir(hl)) and len(hl.__all__) <= 20
+    for name in hl.__all__:
+        value = getattr(hl, name)
+        assert name.startswith("__") or (value.__doc__ or "").strip(), name
+    with pytest.raises(AttributeError, match="No hiddenlab attribute atack"):
+        hl.atack  # noqa: B018
+
+
+def test_a_prompt_comes_back_in_five_lines(model: hl.TruncatedModel, small_probes: None) -> None:
+    observation, truth = hl.channel("gaussian:sigma=1e-6", "seq-perm").release(model, TEXT, seed=3)
+    assert truth.text == model.text(truth.tokens) and TEXT in truth.text
+    again, _ = hl.channel("gaussian:sigma=1e-6", "seq-perm").release(model, TEXT, seed=3)
+    assert torch.equal(observation.states, again.states)
+    result = hl.attack(observation, model)
+    assert result.text == str(result) == truth.text and result.verified
+    assert result.pieces and "".join(text for text, _ in result.pieces) == truth.text
+    assert hl.score(result, truth) == hl.Score(True, 1.0, 1.0, 1.0, 1.0, 1.0)
+    several = hl.attack([observation, again], model, "vocab-match", proposal="vocab")
+    assert [one.text for one in several] == [truth.text] * 2
+    assert hl.attack([], model) == []
+    own = hl.attacks.VocabMatch(proposal="vocab").fit(observation.info, model).recover(observation)
+    assert own.ids == result.ids
+
+
+def test_a_notebook_shows_what_was_recovered(model: hl.TruncatedModel) -> None:
+    observation, _ = hl.channel().release(model, "<b>é</b>")
+    shown = hl.attack(observation, model, proposal="vocab")._repr_html_()
+    assert "&lt;b&gt;é&lt;/b&gt;" in shown and "<b>" not in shown
+    missed = hl.AttackResult((), 0, 0, 0.0, "complete", text="two", pieces=(("t", "exact"), ("wo", "wrong")))
+    assert "underline wavy" in missed._repr_html_()
+
+
+def test_what_the_call_refuses(model: hl.TruncatedModel) -> None:
+    observation, truth = hl.channel().release(model, TEXT)
+    with pytest.raises(InputError, match="no option 'serach'"):
+        hl.attack(observation, model, serach="greedy")
+    with pytest.raises(InputError, match="give proposal to the attack object"):
+        hl.attack(observation, model, hl.attacks.VocabMatch(), proposal="vocab")
+    with pytest.raises(InputError, match="call fit"):
+        hl.attacks.VocabMatch().recover(observation)
+    with pytest.raises(InputError, match="no text"):
+        hl.score(hl.attack(observation, model, "nearest"), hl.GroundTruth(truth.tokens))
+    with pytest.raises(TypeError, match="neither _recover nor _recover_batch"):
+        type("Idle", (hl.Attack,), {})
+
+
+@pytest.mark.parametrize("form", ["torch", "numpy", "batched", "half"])
+def test_states_from_elsewhere(tiny_model: Load, form: str) -> None:
+    model = tiny_model("llama", 2)
+    tokens = [5, 80, 7]
+    states = model.encode(torch.tensor(tokens))
+    given = {
+        "torch": states,
+        "numpy": states.numpy(),
+        "batched": states[None].numpy(),
+        "half": states.bfloat16(),
+    }[form]
+    observation = hl.Observation.from_states(given, model)
+    assert observation.states.shape == states.shape and observation.info.site == model.site
+    found = hl.attack(observation, model, proposal="vocab", epsilon="0.5" if form == "half" else "auto")
+    assert found.ids == tokens
+
+
+def test_states_that_are_none(tiny_model: Load) -> None:
+    model = tiny_model("llama", 2)
+    states = np.zeros((3, 64), np.float32)
+    for wrong, match in (
+        (np.zeros((2, 3, 64), np.float32), r"\[2, 3, 64\]"),
+        (np.zeros((3, 64), np.int64), "int64"),
+        (np.zeros(64, np.float32), r"\[64\]"),
+        (np.full((3, 64), np.nan, np.float32), "NaN"),
+    ):
+        with pytest.raises(InputError, match=match):
+            hl.Observation.from_states(wrong, model)
+    with pytest.raises(InputError, match="no fact 'sigma'"):
+        hl.Observation.from_states(states, model, sigma=0.1)
+    assert hl.Observation.from_states(states, model, rows_permuted=True).info.rows_permuted
+
+
+def test_a_run_is_what_the_command_line_records(tiny: Callable[..., str], tmp_path: Path) -> None:
+    config = hl.AttackConfig(
+        attack="nearest", model=tiny("llama", tokenizer=True), layer=1, prompt="two\nlines", device="cpu"
+    )
+    run = hl.run(config, tmp_path / "x")
+    assert run.path == tmp_path / "x" and len(run.samples) == 1
+    record, samples = read_run(tmp_path / "x")
+    assert record.spec == config.to_json() | {"stream": "resid"}
+    assert samples[0]["recovered_ids"] == run.samples[0]["recovered_ids"]
+    assert run.summary["prompts"] == 1 and "two" in run._repr_html_()
+    assert hl.run(config, keep=False).path is None
+    with pytest.raises(InputError, match=r"the configuration: limit"):
+        hl.run(hl.AttackConfig(limit=0))
