@@ -121,7 +121,7 @@ def test_a_run_is_what_the_command_line_records(tiny: Callable[..., str], tmp_pa
     record, samples = read_run(tmp_path / "x")
     assert record.spec == config.to_json() | {"stream": "resid"}
     assert samples[0]["recovered_ids"] == run.samples[0]["recovered_ids"]
-    assert run.summary["prompts"] == 1 and "two" in run._repr_html_()
+    assert run.summary["prompts"] == 1 and "p001" in run._repr_html_()
     assert hl.run(config, keep=False).path is None
     with pytest.raises(InputError, match=r"the configuration: limit"):
         hl.run(hl.AttackConfig(limit=0))
