@@ -8,8 +8,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from hiddenlab.channels import Stage
-from hiddenlab.defenses.cascade.plan import AttnNode, Plan, Positions
 from hiddenlab.errors import InputError
+from hiddenlab.sharding import AttnNode, Plan, Positions
 from hiddenlab.types import ObservationInfo
 
 

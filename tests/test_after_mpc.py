@@ -13,11 +13,11 @@ from transformers import AutoModelForCausalLM
 from hiddenlab.defenses.cascade.after_mpc import forward_after, rows_from_shares, without_first
 from hiddenlab.defenses.cascade.backend import load_cascade_model
 from hiddenlab.defenses.cascade.local import LocalCascade
-from hiddenlab.defenses.cascade.plan import Plan
 from hiddenlab.defenses.protocols.checkpoint import load_weights
 from hiddenlab.defenses.protocols.forward import Plain, walk
 from hiddenlab.errors import InputError, NotApplicableError
 from hiddenlab.eval.measures import after_mpc
+from hiddenlab.sharding import Plan
 
 TinyPath = Callable[..., str]
 TOKENS = [5, 17, 3, 3, 250, 41, 8, 99, 100]

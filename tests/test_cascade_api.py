@@ -20,11 +20,11 @@ from hiddenlab.defenses.cascade.api import digest, make_app
 from hiddenlab.defenses.cascade.backend import load_cascade_model
 from hiddenlab.defenses.cascade.generate import Sampling, generate
 from hiddenlab.defenses.cascade.local import LocalCascade
-from hiddenlab.defenses.cascade.plan import Plan
 from hiddenlab.defenses.cascade.service import Limits
 from hiddenlab.defenses.cascade.testing import NAME, PATIENCE, Scripted, asend, make_service, send
 from hiddenlab.errors import InputError
 from hiddenlab.models.reading import quiet_transformers
+from hiddenlab.sharding import Plan
 from hiddenlab.testing import EOS, byte_tokenizer
 
 TinyPath = Callable[..., str]

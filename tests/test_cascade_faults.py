@@ -17,11 +17,11 @@ from hiddenlab.defenses.cascade.faults import Restarts, Watch, most_missed
 from hiddenlab.defenses.cascade.generate import Cancellation, generate
 from hiddenlab.defenses.cascade.local import LocalCascade
 from hiddenlab.defenses.cascade.node_state import NodeError, Pass
-from hiddenlab.defenses.cascade.plan import Plan
 from hiddenlab.defenses.cascade.port import free, reserved
 from hiddenlab.defenses.cascade.remote import WireCascade
 from hiddenlab.defenses.cascade.testing import Scripted
 from hiddenlab.errors import InputError
+from hiddenlab.sharding import Plan
 from hiddenlab.testing import VOCABULARY
 
 PATIENCE = 20.0

@@ -18,9 +18,9 @@ from hiddenlab.defenses.cascade.cost import Shape
 from hiddenlab.defenses.cascade.generate import Sampling, generate
 from hiddenlab.defenses.cascade.local import LocalCascade
 from hiddenlab.defenses.cascade.node_state import CompHost, NodeError, Pass
-from hiddenlab.defenses.cascade.plan import Plan
 from hiddenlab.errors import InputError
 from hiddenlab.models.reading import quiet_transformers
+from hiddenlab.sharding import Plan
 from hiddenlab.testing import DECODERS, VOCABULARY
 
 TinyPath = Callable[..., str]

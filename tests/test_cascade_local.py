@@ -15,10 +15,10 @@ from hiddenlab.defenses.cascade.local import LocalCascade
 from hiddenlab.defenses.cascade.node_state import CompHost, Pass
 from hiddenlab.defenses.cascade.node_views import Seen
 from hiddenlab.defenses.cascade.nodes import Partial, attention_pass, post_pass
-from hiddenlab.defenses.cascade.plan import Plan
 from hiddenlab.errors import InputError
 from hiddenlab.models.attention import Attention
 from hiddenlab.models.reading import quiet_transformers
+from hiddenlab.sharding import Plan
 from hiddenlab.testing import ARCHITECTURES, VOCABULARY
 
 TinyPath = Callable[..., str]

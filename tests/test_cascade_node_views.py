@@ -20,11 +20,11 @@ from hiddenlab.defenses.cascade.cost import Shape
 from hiddenlab.defenses.cascade.generate import generate
 from hiddenlab.defenses.cascade.local import LocalCascade
 from hiddenlab.defenses.cascade.node_views import Seen, save_seen
-from hiddenlab.defenses.cascade.plan import Plan, Positions
 from hiddenlab.errors import InputError
 from hiddenlab.job import _fits, load_truth
 from hiddenlab.models import TruncatedModel, load_model
 from hiddenlab.observation import check_observation, load_observation
+from hiddenlab.sharding import Plan, Positions
 from hiddenlab.testing import LAYERS, VOCABULARY, WIDTH, PlainModel
 from hiddenlab.types import Observation, Site
 

@@ -12,8 +12,8 @@ from transformers import AutoConfig
 
 from hiddenlab.defenses.cascade.command import parse_shards, plan
 from hiddenlab.defenses.cascade.cost import Link, Shape, layer_bytes, layer_seconds, rounds, sent
-from hiddenlab.defenses.cascade.plan import AttnNode, Plan, recoverable, smallest_gap, split
 from hiddenlab.errors import InputError
+from hiddenlab.sharding import AttnNode, Plan, recoverable, smallest_gap, split
 
 BERT_BASE, BERT_LARGE = Shape(12, 12, 12, 64), Shape(24, 16, 16, 64)
 

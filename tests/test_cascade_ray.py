@@ -30,9 +30,9 @@ from hiddenlab.defenses.cascade.cluster import RayCascade
 from hiddenlab.defenses.cascade.generate import Cancellation, generate
 from hiddenlab.defenses.cascade.local import LocalCascade
 from hiddenlab.defenses.cascade.node_state import NodeError
-from hiddenlab.defenses.cascade.plan import Plan
 from hiddenlab.errors import InputError
 from hiddenlab.models.reading import quiet_transformers
+from hiddenlab.sharding import Plan
 from hiddenlab.testing import VOCABULARY, byte_tokenizer, save_tiny
 
 TinyPath = Callable[..., str]

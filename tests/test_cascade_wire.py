@@ -26,11 +26,11 @@ from hiddenlab.defenses.cascade.generate import generate
 from hiddenlab.defenses.cascade.local import LocalCascade
 from hiddenlab.defenses.cascade.node_state import Head, NodeError, Pass, attn_name
 from hiddenlab.defenses.cascade.nodes import AttnWorker, Partial, Rows
-from hiddenlab.defenses.cascade.plan import AttnNode, Plan
 from hiddenlab.defenses.cascade.remote import Mailbox, RemoteAttn, WireCascade, head_from_json, head_to_json
 from hiddenlab.defenses.cascade.wire import Hub, WireError
 from hiddenlab.errors import InputError
 from hiddenlab.models.attention import Attention
+from hiddenlab.sharding import AttnNode, Plan
 from hiddenlab.testing import VOCABULARY
 
 TinyPath = Callable[..., str]

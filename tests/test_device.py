@@ -22,7 +22,6 @@ from hiddenlab.attacks.vocab_match.task import Tried
 from hiddenlab.defenses.cascade import node_state
 from hiddenlab.defenses.cascade.node_state import AttnHost, CompHost, Head, Pass
 from hiddenlab.defenses.cascade.nodes import AttnWorker, CompWorker, Partial, Rows, attention_pass, post_pass
-from hiddenlab.defenses.cascade.plan import AttnNode, Plan
 from hiddenlab.matching.distance import Matcher
 from hiddenlab.matching.epsilon import Threshold
 from hiddenlab.matching.screening import Screen
@@ -36,6 +35,7 @@ from hiddenlab.proposals.in_context import Adapter
 from hiddenlab.proposals.pairwise_order import PairwiseOrder
 from hiddenlab.proposals.probe import Expert, Probe, ProbeSettings, sampled_softmax
 from hiddenlab.proposals.sorted_states import Contexts
+from hiddenlab.sharding import AttnNode, Plan
 from hiddenlab.testing import DECODERS, HEADS, KV_HEADS, LAYERS, VOCABULARY, WIDTH, WINDOW, tiny_config
 from hiddenlab.types import LAST_STREAMS, Site
 

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from hiddenlab.attacks.vocab_match import VocabMatch
 from hiddenlab.channels import Channel
-from hiddenlab.defenses.cascade.plan import AttnNode, Plan
 from hiddenlab.errors import HiddenlabError, InputError
 from hiddenlab.job import Case
 from hiddenlab.models import TruncatedModel
 from hiddenlab.runner import score
+from hiddenlab.sharding import AttnNode, Plan
 from hiddenlab.summary import summarise
 from hiddenlab.testing import VOCABULARY
 from hiddenlab.types import AttackResult, GroundTruth, TokenPrediction

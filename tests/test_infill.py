@@ -16,14 +16,14 @@ from torch import Tensor
 from hiddenlab.attacks.infill import Infill, text
 from hiddenlab.attacks.infill import train as training
 from hiddenlab.attacks.infill.backbone import MaskedLM, _BothSides, average
-from hiddenlab.attacks.infill.masks import Shards, comp_positions, missing
+from hiddenlab.attacks.infill.masks import Shards, missing
 from hiddenlab.attacks.infill.model import Infiller
 from hiddenlab.attacks.infill.train import PRESETS, Recipe
 from hiddenlab.channels import Channel, as_whole
-from hiddenlab.defenses.cascade.plan import Plan
 from hiddenlab.errors import InputError, NotApplicableError
 from hiddenlab.models import TruncatedModel, load_model
 from hiddenlab.models.attention import Attention
+from hiddenlab.sharding import Plan
 from hiddenlab.testing import DECODERS, VOCABULARY
 from hiddenlab.types import AttackResult, Observation
 
@@ -52,14 +52,6 @@ def released(model: TruncatedModel, tokens: list[int], *specs: str) -> Observati
 
 
 # ---- which positions
-
-
-@given(tokens=st.integers(1, 60), alpha=st.integers(1, 6), c=st.integers(1, 5), data=st.data())
-def test_positions_are_those_of_the_plan(tokens: int, alpha: int, c: int, data: st.DataObject) -> None:
-    node = data.draw(st.integers(0, alpha - 1))
-    assert (
-        tuple(comp_positions(tokens, alpha, c, node)) == Plan.clustered(tokens, c, alpha=alpha).shards[node]
-    )
 
 
 @settings(max_examples=60)

@@ -14,11 +14,11 @@ from hiddenlab.attacks.partial_sums import EXPLAINED, PartialSums, _one_of_each
 from hiddenlab.attacks.vocab_match import VocabMatch
 from hiddenlab.channels import Channel
 from hiddenlab.defenses.cascade import command
-from hiddenlab.defenses.cascade.plan import Plan
 from hiddenlab.errors import InputError, NotApplicableError
 from hiddenlab.eval.measures.partial_sums import node_view, partial_sums
 from hiddenlab.models import TruncatedModel, load_model
 from hiddenlab.observation import load_observation
+from hiddenlab.sharding import Plan
 from hiddenlab.testing import DECODERS, VOCABULARY, WINDOW, PlainModel
 from hiddenlab.types import AttackResult, Observation
 

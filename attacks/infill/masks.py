@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from hiddenlab.sharding import Plan
 from hiddenlab.types import ObservationInfo
 
 CLUSTERS = (1, 2, 4, 8)
@@ -49,17 +50,12 @@ class Shards:
             m = (self.m or random.choice(SPLITS)) if attn else 1
             held: set[int] = set()
             for _ in range(2 if attn else 1):
-                shard = comp_positions(tokens, alpha, c, random.randrange(alpha))
+                shard = Plan.clustered(tokens, c, alpha=alpha).shards[random.randrange(alpha)]
                 held.update(shard[random.randrange(m) :: m])
             if 0 < len(held) < tokens:
                 return sorted(held)
             if self.alpha and self.alpha * self.c > tokens:  # type: ignore[operator]
                 return sorted(held)[: tokens - 1] or [0]
-
-
-def comp_positions(tokens: int, alpha: int, c: int, node: int) -> list[int]:
-    """Positions of CompNode ``node`` under (c, αc)-sharding."""
-    return [t for t in range(tokens) if t % (alpha * c) // c == node]
 
 
 def missing(tokens: int, held: Sequence[int]) -> list[int]:

@@ -12,9 +12,9 @@ from jaxtyping import Int
 from torch import Tensor, nn
 
 from hiddenlab.defenses.cascade.backend import Cascade
-from hiddenlab.defenses.cascade.plan import Plan
 from hiddenlab.errors import InputError, NotApplicableError
 from hiddenlab.models import decoder_layers
+from hiddenlab.sharding import Plan
 
 
 def without_first(model: nn.Module, layers: int) -> nn.Module:

@@ -20,10 +20,10 @@ from hiddenlab.defenses.cascade.node_state import (
     register_cascade_attention,
 )
 from hiddenlab.defenses.cascade.node_views import Seen
-from hiddenlab.defenses.cascade.plan import Plan
 from hiddenlab.errors import InputError
 from hiddenlab.models import signature_of
 from hiddenlab.models.load import load_config, load_module, resolve_model
+from hiddenlab.sharding import Plan
 
 
 @dataclass(frozen=True)

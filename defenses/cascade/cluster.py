@@ -26,9 +26,9 @@ from hiddenlab.defenses.cascade.faults import Restarts, Watch, most_missed
 from hiddenlab.defenses.cascade.node_state import GIVEN_UP, Head, NodeError, Pass, attn_name
 from hiddenlab.defenses.cascade.node_views import Seen
 from hiddenlab.defenses.cascade.nodes import Partial, Rows
-from hiddenlab.defenses.cascade.plan import AttnNode, Plan
 from hiddenlab.defenses.cascade.remote import RemoteAttn, RemoteComp
 from hiddenlab.errors import InputError
+from hiddenlab.sharding import AttnNode, Plan
 from hiddenlab.types import Progress, silent
 
 TRANSPORTS = ("tcp", "objects")

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from hiddenlab.defenses.cascade.cost import STATISTICS, Link, Shape, layer_bytes, layer_seconds, rounds
-from hiddenlab.defenses.cascade.plan import Plan, gaps, recoverable, smallest_gap
 from hiddenlab.errors import InputError
+from hiddenlab.sharding import Plan, gaps, recoverable, smallest_gap
 from hiddenlab.types import Progress, silent
 
 if TYPE_CHECKING:

@@ -4,8 +4,8 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-from hiddenlab.defenses.cascade.plan import Plan
 from hiddenlab.errors import InputError
+from hiddenlab.sharding import Plan
 
 STATISTICS = {"paper": 2, "logsumexp": 1}  # numbers sent back a head and row beside the partial output
 

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from hiddenlab.defenses.cascade.backend import Cascade, new_request
 from hiddenlab.defenses.cascade.node_state import NodeError, Pass
-from hiddenlab.defenses.cascade.plan import Plan
 from hiddenlab.errors import InputError
+from hiddenlab.sharding import Plan
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from hiddenlab.defenses.cascade.backend import Cascade, ModelFacts, Settings, co
 from hiddenlab.defenses.cascade.node_state import GIVEN_UP, AttnHost, CompHost, Head, NodeError, Pass
 from hiddenlab.defenses.cascade.node_views import Seen
 from hiddenlab.defenses.cascade.nodes import Partial, Rows
-from hiddenlab.defenses.cascade.plan import AttnNode
+from hiddenlab.sharding import AttnNode
 
 
 class _Mail:

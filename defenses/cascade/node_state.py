@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from hiddenlab.defenses.cascade.node_views import Seen, record_attn, record_layers, record_partials
 from hiddenlab.defenses.cascade.nodes import AttnWorker, CompWorker, Partial, Rows
-from hiddenlab.defenses.cascade.plan import AttnNode, Plan, Positions
 from hiddenlab.errors import HiddenlabError
 from hiddenlab.models.attention import Attention, register_attention
+from hiddenlab.sharding import AttnNode, Plan, Positions
 
 ATTENTION_NAME = "hiddenlab-cascade"
 GIVEN_UP = "the request was given up"

@@ -12,8 +12,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from hiddenlab.defenses.cascade.plan import AttnNode, Message, Plan, Positions, new_of
 from hiddenlab.models.attention import Attention
+from hiddenlab.sharding import AttnNode, Message, Plan, Positions, new_of
 
 
 @dataclass(frozen=True)

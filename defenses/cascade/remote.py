@@ -32,9 +32,9 @@ from hiddenlab.defenses.cascade.node_state import (
 )
 from hiddenlab.defenses.cascade.node_views import Seen
 from hiddenlab.defenses.cascade.nodes import Partial, Rows
-from hiddenlab.defenses.cascade.plan import AttnNode, Plan
 from hiddenlab.defenses.cascade.wire import Address, Hub, WireError
 from hiddenlab.models.attention import Attention
+from hiddenlab.sharding import AttnNode, Plan
 
 
 def head_to_json(head: Head) -> dict[str, Any]:

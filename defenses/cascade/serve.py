@@ -15,10 +15,10 @@ from ray.serve.context import _get_global_client
 from hiddenlab.defenses.cascade.api import digest, make_app
 from hiddenlab.defenses.cascade.cluster import connect
 from hiddenlab.defenses.cascade.command import Backend
-from hiddenlab.defenses.cascade.plan import Plan
 from hiddenlab.defenses.cascade.service import Limits, Service
 from hiddenlab.errors import HiddenlabError, InputError
 from hiddenlab.models.load import load_tokenizer, resolve_model
+from hiddenlab.sharding import Plan
 
 APP = "hiddenlab-cascade"
 LISTENS = 60.0  # seconds until requests have to be answered

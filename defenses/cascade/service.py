@@ -17,8 +17,8 @@ from hiddenlab.defenses.cascade.backend import Cascade
 from hiddenlab.defenses.cascade.bodies import Body, RequestError, Turn
 from hiddenlab.defenses.cascade.chat import Chat, tokenize
 from hiddenlab.defenses.cascade.generate import Cancellation, Sampling, generate
-from hiddenlab.defenses.cascade.plan import Plan
 from hiddenlab.errors import InputError
+from hiddenlab.sharding import Plan
 
 RETRY_SECONDS = 1  # until a client that was sent away may ask again
 # What is made of an answer as it comes; then None, or the error that ended it.

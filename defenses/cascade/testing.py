@@ -12,8 +12,8 @@ from torch import Tensor
 from hiddenlab.defenses.cascade.backend import Cascade, ModelFacts
 from hiddenlab.defenses.cascade.node_state import NodeError, Pass
 from hiddenlab.defenses.cascade.node_views import Seen
-from hiddenlab.defenses.cascade.plan import Plan
 from hiddenlab.defenses.cascade.service import Service
+from hiddenlab.sharding import Plan
 from hiddenlab.testing import VOCABULARY, byte_tokenizer
 
 NAME = "tiny/model"

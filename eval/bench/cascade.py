@@ -16,11 +16,11 @@ from hiddenlab.defenses.cascade.backend import Cascade, load_cascade_model
 from hiddenlab.defenses.cascade.command import Backend
 from hiddenlab.defenses.cascade.cost import Shape, layer_bytes, layer_seconds
 from hiddenlab.defenses.cascade.generate import generate
-from hiddenlab.defenses.cascade.plan import Plan
 from hiddenlab.errors import InputError
 from hiddenlab.models.load import DTYPES, load_config, parse_dtype, resolve_model
 from hiddenlab.models.reading import quiet_transformers
 from hiddenlab.registry import parse_numbers
+from hiddenlab.sharding import Plan
 from hiddenlab.types import Progress, silent
 
 # Shapes whose weights are drawn at random: time and bytes depend on nothing else.

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from hiddenlab.defenses.cascade.backend import load_cascade_model
 from hiddenlab.defenses.cascade.local import LocalCascade
-from hiddenlab.defenses.cascade.plan import Plan
 from hiddenlab.eval.gpu.work import Figures, Lab
 from hiddenlab.matching.distance import DISTANCES, Matcher
 from hiddenlab.matching.screening import Screen, near_ones
@@ -21,6 +20,7 @@ from hiddenlab.models.load import resolve_model
 from hiddenlab.proposals.in_context import Adapter
 from hiddenlab.proposals.probe import probe_settings, train_probe
 from hiddenlab.proposals.store import collect_states
+from hiddenlab.sharding import Plan
 from hiddenlab.testing import PlainModel, save_tiny
 
 # A state may differ from the oracle's by so much of its length. In bfloat16 what the plain model itself differs by on

@@ -10,10 +10,10 @@ import torch
 from hiddenlab.defenses.cascade.backend import load_cascade_model
 from hiddenlab.defenses.cascade.generate import generate
 from hiddenlab.defenses.cascade.local import LocalCascade
-from hiddenlab.defenses.cascade.plan import Plan
 from hiddenlab.errors import InputError
 from hiddenlab.eval.bench.cascade import plain_tokens
 from hiddenlab.eval.gpu.work import Figures, Lab
+from hiddenlab.sharding import Plan
 
 SEED, NEW_TOKENS = 0, 16
 

@@ -13,7 +13,6 @@ from hiddenlab.config import AttackConfig
 from hiddenlab.defenses.cascade.after_mpc import forward_after, without_first
 from hiddenlab.defenses.cascade.backend import load_cascade_model
 from hiddenlab.defenses.cascade.local import LocalCascade
-from hiddenlab.defenses.cascade.plan import Plan
 from hiddenlab.defenses.protocols.decoder import Weights
 from hiddenlab.defenses.protocols.forward import Plain, walk
 from hiddenlab.errors import InputError
@@ -24,6 +23,7 @@ from hiddenlab.eval.measures.protocols import model_and_prompts
 from hiddenlab.eval.mpc.run import crypten_decoder
 from hiddenlab.job import capture_all, save_truth
 from hiddenlab.observation import save_observations
+from hiddenlab.sharding import Plan
 from hiddenlab.types import Progress, silent
 from hiddenlab.utils.random import generator
 

@@ -7,7 +7,6 @@ import torch
 
 from hiddenlab.attacks.partial_sums import PartialSums
 from hiddenlab.defenses.cascade.nodes import attention_pass
-from hiddenlab.defenses.cascade.plan import Plan
 from hiddenlab.errors import InputError
 from hiddenlab.eval.cells import Figures
 from hiddenlab.eval.measures.attack import as_figures
@@ -15,6 +14,7 @@ from hiddenlab.eval.measures.intervals import mean, ratio, share
 from hiddenlab.eval.measures.metrics import score_text
 from hiddenlab.models import TruncatedModel, load_model
 from hiddenlab.prompts import load_prompts
+from hiddenlab.sharding import Plan
 from hiddenlab.types import Observation, ObservationInfo, Progress, Site, silent
 
 STREAMS = ("q", "k", "v")

@@ -3,7 +3,6 @@
 from typing import Any
 
 from hiddenlab.defenses.cascade.cost import Shape, layer_bytes
-from hiddenlab.defenses.cascade.plan import AttnNode, Plan
 from hiddenlab.errors import InputError
 from hiddenlab.eval.cells import Cell, Experiment, Setting, attack_cell
 from hiddenlab.eval.tables.sharding import (
@@ -17,6 +16,7 @@ from hiddenlab.eval.tables.sharding import (
     sums_cell,
 )
 from hiddenlab.models.load import load_config, resolve_model
+from hiddenlab.sharding import AttnNode, Plan
 
 GRID = tuple((c, alpha, m) for c in (1, 4, 8) for alpha in (4, 8, 12) for m in (1, 4))
 COST = "MB a pass"

@@ -4,11 +4,11 @@ from itertools import product
 from typing import Any
 
 from hiddenlab.config import AttackConfig
-from hiddenlab.defenses.cascade.plan import AttnNode, Plan
 from hiddenlab.errors import InputError
 from hiddenlab.eval.cells import OTHER_MODEL, Cell, Experiment, Setting, attack_cell, split_specs
 from hiddenlab.eval.tables import paper
 from hiddenlab.job import build_attack
+from hiddenlab.sharding import AttnNode, Plan
 
 SHARDED = {
     "rouge_l": "ROUGE-L", "bleu": "BLEU", "missing_token_accuracy": "tokens that no row shows",
