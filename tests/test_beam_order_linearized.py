@@ -8,8 +8,7 @@ import torch
 
 from hiddenlab.attacks.beam_decoding import order_linearized as module
 from hiddenlab.attacks.beam_decoding.hypotheses import Engines
-from hiddenlab.attacks.beam_decoding.noise_solver import append
-from hiddenlab.attacks.beam_decoding.order_beam import ordered
+from hiddenlab.attacks.beam_decoding.order_beam import append, ordered
 from hiddenlab.attacks.beam_decoding.order_linearized import (
     Displaced,
     _expected,
