@@ -1,6 +1,4 @@
-"""Release only some rows of the states: those of one node of a token-sharding scheme, or all but a gap (paper, section
-7).
-"""
+"""Release only some rows of the states: those of one token-sharding node, or all but a gap (paper, section 7)."""
 
 from dataclasses import replace
 from typing import Any

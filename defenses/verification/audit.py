@@ -218,8 +218,9 @@ def _risks(replay: Replay, settings: Made) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _admissible(replay: Replay, threshold: float, settings: Made) -> Bool[Tensor, "n v"]:
-    """Find the tokens that honest noise can have drawn: FSSL-GM (Algorithm 4), or FSSL-IPT (3) for the inverse
-    transform.
+    """Find the tokens that honest noise can have drawn, by FSSL-GM (Algorithm 4), or by FSSL-IPT (Algorithm 3).
+
+    FSSL-IPT is for tokens drawn by the inverse transform.
     """
     if replay.uniform is not None:
         shares = probabilities(replay.logits, replay.sampling)

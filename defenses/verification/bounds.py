@@ -324,7 +324,9 @@ def required_samples(share: float, confidence: float, needed: int = 1) -> int:
 
 
 def _at_least(needed: int, draws: int, share: float) -> float:
-    """Return P(Bin(draws, share) ≥ needed) as an incomplete beta function; scipy's binomial tail stops at 32-bit draws.
+    """Return P(Bin(draws, share) ≥ needed) as an incomplete beta function.
+
+    scipy's binomial tail stops at 32-bit draws.
     """
     return float(betainc(needed, draws - needed + 1, share))
 
@@ -333,8 +335,7 @@ def _at_least(needed: int, draws: int, share: float) -> float:
 
 
 def extractable(risk: Risk, admissible: int, rank_cutoff: int, vocabulary: int) -> float:
-    """Return the bits that one token of a class can have carried: log₂ of |A|, of R, or of the vocabulary (section
-    6.1).
+    """Return the bits that one token of a class can carry: log₂ of |A|, of R, or of the vocabulary (section 6.1).
 
     Raises:
         InputError: the count that the class needs is below 1.

@@ -50,7 +50,9 @@ def standardised_auc(honest: Scores, other: Scores, max_fpr: float = MAX_FPR) ->
 
 
 def standardised(fpr: Scores, tpr: Scores, max_fpr: float = MAX_FPR) -> float:
-    """Return McClish's standardised partial area of a curve, given by its corners with ascending false positive rates.
+    """Return McClish's standardised partial area of a curve, given by its corners.
+
+    False positive rates have to ascend.
     """
     inside = fpr <= max_fpr
     x = np.append(fpr[inside], max_fpr)

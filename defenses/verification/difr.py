@@ -172,8 +172,9 @@ def rank(replay: Replay) -> Float[Tensor, " n"]:
 
 
 def ipt_likelihood(replay: Replay, sigma: float = IPT_SIGMA) -> Float[Tensor, " n"]:
-    """Return −log of the Gaussian mass, around the shared uniform number, on the claimed token's interval (appendix
-    B.2).
+    """Return −log of the Gaussian mass, around the shared uniform number, on the claimed token's interval.
+
+    DiFR, appendix B.2.
 
     Raises:
         InputError: the request was not sampled by inverse probability transform.

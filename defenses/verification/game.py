@@ -337,8 +337,7 @@ class _RecordedSide:
 
 
 def play(rules: Rules, match: Match, seed: int) -> Outcome:
-    """Play one game (Experiment 3.2): the warden inspects B_I of the M messages, chosen secretly and at random
-    beforehand.
+    """Play one game in which the warden inspects B_I of the M messages, chosen secretly in advance (Experiment 3.2).
 
     A message is dishonest if its tokens are not the honest ones. An alarm within the budget on such a message wins the
     game for the warden. More alarms than the budget, or an outside that knows the secret, win it for the adversary.

@@ -281,8 +281,7 @@ class _Line:
     # ---- what was answered
 
     def _output(self, choice: Choice) -> list[int]:
-        """Return the token ids that the model drew: the log's with the end token, or else the tokenizer's without it.
-        """
+        """Return the token ids that the model drew: the log's with the end token, or the tokenizer's without it."""
         text = self._text(choice)
         if choice.token_ids is not None:
             self.counts["from_ids"] += 1

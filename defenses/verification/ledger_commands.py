@@ -1,5 +1,6 @@
-"""Write a signed ledger, prove that a record is in it, and check proofs: ``hiddenlab verify record``, ``prove``,
-``included``.
+"""Record transcripts in a signed ledger, prove that one is in it, and check such proofs.
+
+Commands: ``hiddenlab verify record``, ``prove`` and ``included``.
 """
 
 from __future__ import annotations

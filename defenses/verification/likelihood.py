@@ -82,9 +82,7 @@ class GumbelPositions:
     def _products(
         self, rows: Int[Tensor, " p"], own: Float[Tensor, " p"], without: Int[Tensor, " p"]
     ) -> Float[Tensor, "p m"]:
-        """Return for each draw the log-probability that all rivals but one stay behind a score or are filtered (line
-        18).
-        """
+        """Return for each draw the log-probability that all other rivals stay behind or are filtered (line 18)."""
         draws = self.draws[rows]
         # Rivals are in order; those out of reach below even the lowest draw have a factor of 1.
         within = self.rival_scores[rows] > (own + draws.amin(1) - _REACH * self.noise_sd)[:, None]

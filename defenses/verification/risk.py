@@ -24,8 +24,9 @@ from hiddenlab.errors import InputError
 def classify(
     scores: Float[Tensor, " n"], ranks: Int[Tensor, " n"], threshold: float, rank_cutoff: int
 ) -> Int[Tensor, " n"]:
-    """Return each token's `Risk`: safe from the threshold up; below it suspicious to rank R, then dangerous (Algorithm
-    7).
+    """Return each token's `Risk` (Algorithm 7).
+
+    Safe from the threshold up; below it suspicious to rank R, then dangerous.
 
     Section 6.1 calls every rank above R dangerous, however likely; Algorithm 7 only if the token is also below the
     threshold. This follows the algorithm, since the section argues about tokens that the score wrongly rejects.
@@ -52,8 +53,7 @@ def classify(
 def extractable_bits(
     risks: Int[Tensor, " n"], sizes: Int[Tensor, " n"], rank_cutoff: int, vocabulary: int
 ) -> Float[Tensor, " n"]:
-    """Return the bits that each token can have carried: log₂ of |A_t| if safe, of R if suspicious, else of the
-    vocabulary.
+    """Return the bits that each token can carry: log₂ of |A_t| if safe, of R if suspicious, else of the vocabulary.
 
     Raises:
         InputError: other classes, a safe token of an empty set, or a cutoff or vocabulary that fits no class.

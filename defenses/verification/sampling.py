@@ -171,7 +171,9 @@ def kept(logits: Float[Tensor, "n v"], sampling: Sampling) -> Bool[Tensor, "n v"
 
 
 def probabilities(logits: Float[Tensor, "n v"], sampling: Sampling) -> Float[Tensor, "n v"]:
-    """Return the distribution that the sampler draws from: softmax of the filtered logits over the temperature, by row.
+    """Return the distribution that the sampler draws from, one row per position.
+
+    It is the softmax of the filtered logits over the temperature.
     """
     if sampling.greedy:
         return torch.nn.functional.one_hot(logits.argmax(dim=1), logits.shape[1]).float()

@@ -1,6 +1,4 @@
-"""Score transcripts with Token-DiFR, and give a verdict where honest transcripts calibrate it: ``hiddenlab verify
-score``.
-"""
+"""Score transcripts with Token-DiFR, and give a verdict calibrated by honest ones: ``hiddenlab verify score``."""
 
 from __future__ import annotations
 

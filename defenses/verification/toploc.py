@@ -384,8 +384,9 @@ def _judge(
     limits: Thresholds,
     by_row: bool,
 ) -> Check:
-    """Compare two lists of bfloat16 patterns and decide whether they are within the limits; ``rows`` is each one's
-    token.
+    """Compare two lists of bfloat16 patterns and decide whether they are within the limits.
+
+    ``rows`` is the token of each pattern.
     """
     # Zero has two patterns and no sign that a recomputation would keep.
     zero = ((claimed | own) & MAGNITUDE) == 0
