@@ -300,7 +300,9 @@ class RayCascade(Cascade):
         return comps | {attn_name(node) for node in work.plan.attn_nodes}
 
     def _look(self, began: float) -> tuple[list[str], bool]:
-        """Return the silent nodes, and whether all stand still; passes that ask soon after each other share one look.
+        """Return the silent nodes, and whether all stand still.
+
+        Passes that ask soon after each other share one look.
         """
         with self._watching:
             if time.monotonic() - self._looked >= self._poll / 2:
