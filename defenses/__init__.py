@@ -1,7 +1,7 @@
-"""Change what a provider releases: one class a stage of a channel, listed in ``__init__.pyi``.
+"""Define what a provider releases in place of raw hidden states: each class is one stage of a channel.
 
-Beside the stages stand the schemes that are more than a stage: Cascade, protocols, verification. Defenses import
-``hiddenlab``, neither attacks nor experiments.
+The stages are listed in ``__init__.pyi``. Three folders hold schemes that are more than a stage: Cascade, protocols and
+verification. Defenses import ``hiddenlab``, but neither attacks nor experiments.
 """
 
 import lazy_loader

@@ -1,4 +1,4 @@
-"""Only some rows are shown: what one node of a token-sharded scheme holds, and single gaps (paper, section 7)."""
+"""Release only some rows of the states: those of one token-sharding node, or all but a gap (paper, section 7)."""
 
 from dataclasses import replace
 from typing import Any
@@ -14,7 +14,20 @@ from hiddenlab.types import ObservationInfo
 
 
 class Shard(Stage):
-    """Shows the rows that one Cascade node holds under (c, δ)-sharding; the others stay with other nodes.
+    """Release the rows that one Cascade node holds under (c, δ)-sharding; all other rows stay with other nodes.
+
+    By default the node is a CompNode (paper, sections 7.2.1 and 7.2.2). With ``queries`` and ``keys`` it is an
+    AttnNode, and the rows are those of which it receives queries, keys or values under m-splitting (appendix M).
+
+    Args:
+        alpha: number of CompNodes.
+        c: tokens of a cluster, so that δ = α·c.
+        node: index of the CompNode, from 0.
+        m: splits of each shard.
+        queries, keys: indices of the AttnNode; give both or neither.
+
+    Raises:
+        InputError: there is no such node, or it holds no row of the prompt.
 
     A CompNode's by default (paper, section 7.2.1 and 7.2.2); with ``queries`` and ``keys`` the rows of which an
     AttnNode receives queries, keys or values under m-splitting (appendix M).
@@ -56,7 +69,7 @@ class Shard(Stage):
         self.spec = f"shard:alpha={alpha},c={c},m={m},queries={queries},keys={keys}"
 
     def positions(self, tokens: int) -> Positions:
-        """Positions of a prompt that the node holds."""
+        """Return the positions of a prompt that the node holds."""
         plan = Plan.clustered(tokens, self.c, alpha=self.alpha, m=self.m)
         return plan.shards[self.node] if self.attn is None else plan.held_by(self.attn)
 
@@ -89,13 +102,16 @@ class Shard(Stage):
 
 
 class DropRows(Stage):
-    """Shows the first ``after`` rows, leaves out ``size`` and shows the next one: one gap, to be closed (appendix C).
+    """Release the first ``after`` rows, leave out ``size`` rows and release the next one (paper, appendix C).
+
+    The result has one gap, at a known place.
 
     Args:
-        size: rows left out. after: rows before them.
+        size: rows that are left out.
+        after: rows before the gap.
 
     Raises:
-        InputError: a negative number, or a prompt that ends before the gap does.
+        InputError: ``size`` is below 1, ``after`` is negative, or a prompt ends before the gap does.
     """
 
     selects = True

@@ -1,7 +1,7 @@
-"""What inference verification publishes in place of states: TOPLOC proofs, and top-k log-probabilities.
+"""Release what inference verification publishes in place of states: TOPLOC proofs, or the top-k log-probabilities.
 
-Fingerprints of Activation-DiFR are random projections, which the stage ``project`` releases. All three are meant to
-prove which model ran; here they are observations, so that an attack can be asked what they tell of the prompt.
+Both, and the random projections of Activation-DiFR (the stage ``project``), are meant to prove which model ran. Here
+they are observations, so that an attack can measure what they reveal about the prompt.
 """
 
 import hashlib
@@ -20,16 +20,18 @@ from hiddenlab.types import ObservationInfo
 
 
 class Toploc(Stage):
-    """Releases the TOPLOC proof of the prompt, as what its polynomial gives at every index (TOPLOC, Algorithm 1).
+    """Release the TOPLOC proof of a prompt as the values of its polynomial at every index (TOPLOC, Algorithm 1).
 
-    The proof is by the published rule: one over the whole prompt, of its k largest values (``rules.PAPER``).
+    The proof follows the published rule: one proof for the whole prompt, of its k largest values (``rules.PAPER``).
 
-    Row i, column j of the release is the value at the flat index i · width + j: that of the state where it was among
-    the k largest, garbage elsewhere. It says as much as the proof's 2 + 2k bytes, since each follows from the other.
+    Row i, column j of the release is the value at the flat index i · width + j. It is the state's value where that is
+    among the k largest, and arbitrary elsewhere. The release holds the same information as the 2 + 2k bytes of the
+    proof.
 
     Args:
-        k: values in the proof. keyed: coordinates are scattered over the prompt by a secret permutation, drawn for
-            each prompt, before the polynomial is laid through them (see ``scatter``).
+        k: values in the proof.
+        keyed: permute all coordinates of the prompt with a secret permutation, drawn for each prompt, before the
+            proof is made (see ``scatter``).
 
     Raises:
         InputError: k < 1.
@@ -63,15 +65,15 @@ class Toploc(Stage):
 
 
 class Logprobs(Stage):
-    """Releases the k largest log-probabilities of the next token at each position, as many providers do.
+    """Release the k largest log-probabilities of the next token at each position, as many providers do.
 
-    Row i holds k log-probabilities in nats, descending, and then the k token ids that they belong to.
+    Row i holds k log-probabilities in nats, in descending order, and then the k token ids that they belong to.
 
     Args:
-        k: how many.
+        k: number of log-probabilities.
 
     Raises:
-        InputError: k < 1, or more than the vocabulary has.
+        InputError: k < 1, or k exceeds the size of the vocabulary.
     """
 
     def __init__(self, k: int = 5) -> None:
@@ -98,19 +100,21 @@ class Logprobs(Stage):
 
 
 def scatter(states: Float[Tensor, "n d"], key: int) -> Float[Tensor, "n d"]:
-    """All coordinates of a chunk in the order that a key gives; what a proof with keyed indices is made of.
+    """Permute all coordinates of a chunk with the permutation that a key gives.
 
-    Provider and verifier, who share the key, both scatter and then commit and check as before: the k largest values
-    stay the k largest. Whoever lacks the key does not know which place of the polynomial belongs to which coordinate.
+    A proof with keyed indices is made of the result. Provider and verifier share the key; both permute and then commit
+    and check as before, because the k largest values stay the same. Without the key, nobody knows which index of the
+    polynomial belongs to which coordinate.
     """
     order = torch.randperm(states.numel(), generator=torch.Generator().manual_seed(key))
     return states.flatten()[order.to(states.device)].reshape(states.shape)
 
 
 def request_seed(key: str, request: str = "") -> int:
-    """The seed of a secret projection or permutation: of a whole key, or of one request's under that key.
+    """Derive the seed of a secret projection or permutation from a key, or from a key and a request id.
 
-    SHA-256 of both with their lengths, so that no two pairs read the same; 63 bits.
+    The seed is 63 bits of the SHA-256 hash of both texts with their lengths, so that different pairs give different
+    input.
     """
     parts = (part.encode() for part in (key, request))
     text = b"".join(len(part).to_bytes(8, "big") + part for part in parts)

@@ -1,10 +1,10 @@
-"""No defense: the baseline of every table."""
+"""Release hidden states without any defense; this is the baseline of every table."""
 
 from hiddenlab.channels import Stage
 
 
 class Identity(Stage):
-    """States are released as they are."""
+    """Release every state unchanged and in order."""
 
     spec = "identity"
 

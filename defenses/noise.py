@@ -1,4 +1,4 @@
-"""Noise on the input of the model (paper, section 6 and appendix F)."""
+"""Add noise to the input of the model (paper, section 6 and appendix F)."""
 
 import math
 from dataclasses import replace
@@ -16,7 +16,7 @@ CHUNK_ROWS = 16384  # of the vocabulary at once, so that no second table is held
 
 
 class Gaussian(Stage):
-    """Adds N(0, sigma²) to every coordinate of the input embeddings (paper, appendix F).
+    """Add Gaussian noise N(0, sigma²) to every coordinate of the input embeddings (paper, appendix F).
 
     Args:
         sigma: standard deviation of the noise, in the units of the embedding module's output.
@@ -49,12 +49,13 @@ class Gaussian(Stage):
 
 
 class UnknownGaussian(Stage):
-    """``gaussian`` of a strength that is not published: the attacker has to find it out.
+    """Add Gaussian noise like ``gaussian``, but keep its standard deviation secret.
 
-    With a random prefix he takes it for stronger than it is: what an unknown prefix does looks like noise.
+    The attacker has to estimate sigma. Together with a random prefix the estimate is too high, because the effect of an
+    unknown prefix looks like noise.
 
     Args:
-        sigma: as ``gaussian``'s; the attacker's own copy of the stage has none.
+        sigma: as for ``gaussian``; the attacker's own copy of the stage has none.
 
     Raises:
         InputError: sigma is not a positive finite number.
@@ -80,7 +81,7 @@ class UnknownGaussian(Stage):
         return replace(info, channel=tuple(self.name if spec == self.spec else spec for spec in info.channel))
 
     def supposed(self, strength: float) -> Gaussian:
-        """The stage that an attacker supposes."""
+        """Return the stage with the standard deviation that an attacker supposes."""
         return Gaussian(strength)
 
     def __repr__(self) -> str:
@@ -91,9 +92,9 @@ class UnknownGaussian(Stage):
 
 
 class RandomPrefix(Stage):
-    """Puts one random embedding before the prompt; its own state is not released (paper, appendix F.1).
+    """Put one random embedding before the prompt, and do not release its state (paper, appendix F.1).
 
-    Each coordinate is drawn from a Gaussian with its mean and standard deviation over the vocabulary.
+    Each coordinate is drawn from a Gaussian with the coordinate's mean and standard deviation over the vocabulary.
     """
 
     spec = "random-prefix"
@@ -113,7 +114,7 @@ class RandomPrefix(Stage):
         return replace(info, prefix_tokens=info.prefix_tokens + 1)
 
     def _of(self, table: Float[Tensor, "v d"]) -> tuple[Float[Tensor, " d"], Float[Tensor, " d"]]:
-        """Mean and standard deviation of each coordinate; kept, as every prompt asks for the same table."""
+        """Return the mean and standard deviation of each coordinate; the result for the last table is cached."""
         if self._moments is None or self._moments[0]() is not table:
             parts = [table.detach()[i : i + CHUNK_ROWS] for i in range(0, len(table), CHUNK_ROWS)]
             mean = torch.stack([part.double().sum(0) for part in parts]).sum(0) / len(table)

@@ -1,4 +1,4 @@
-"""Permutations of released states: rows, coordinates, or both (paper, section 5.2)."""
+"""Permute released states: their rows, their coordinates, or both (paper, section 5.2)."""
 
 from dataclasses import replace
 from typing import Any, Literal
@@ -12,7 +12,7 @@ from hiddenlab.types import ObservationInfo
 
 
 class SequencePermutation(Stage):
-    """Shuffles the rows (paper, section 5.2.1)."""
+    """Shuffle the rows of the states (paper, section 5.2.1)."""
 
     spec = "seq-perm"
 
@@ -32,11 +32,10 @@ class SequencePermutation(Stage):
 
 
 class HiddenPermutation(Stage):
-    """Shuffles the coordinates of each row, differently per row or alike for all rows of a prompt.
+    """Shuffle the coordinates of the states, with one permutation per row or one for all rows of a prompt.
 
-    ``per-row`` is the paper's setting (section 5.2.2), as in PermLLM; ``shared`` uses one permutation for all
-    rows, as STIP and Centaur do. Either is drawn anew for each prompt, so that seeing several prompts
-    does not help the attacker.
+    ``per-row`` is the paper's setting (section 5.2.2), as in PermLLM. ``shared`` uses one permutation for all rows, as
+    STIP and Centaur do. Permutations are drawn anew for each prompt, so that several prompts do not help the attacker.
 
     Args:
         mode: ``per-row`` or ``shared``.
@@ -64,7 +63,7 @@ class HiddenPermutation(Stage):
 
 
 class Factorized2D(Stage):
-    """Shuffles the coordinates of each row by its own permutation, then the rows (paper, section 5.2.3)."""
+    """Shuffle the coordinates of each row with its own permutation, and then the rows (paper, section 5.2.3)."""
 
     spec = "2d-perm"
 
@@ -95,7 +94,7 @@ def _shuffle_rows(
 def _draw_columns(
     states: Float[Tensor, "rows d"], generator: torch.Generator, *, shared: bool
 ) -> Int[Tensor, "rows d"]:
-    """Row r of the answer says which coordinate of row r is released at each place."""
+    """Draw permutations of coordinates: row r says which coordinate of row r is released at each place."""
     rows, width = states.shape
     # Sorting uniform numbers gives a uniform permutation up to ties, which double precision makes negligible.
     keys = torch.rand(
@@ -111,5 +110,5 @@ def _shuffle_columns(
 
 
 def _with_columns(info: ObservationInfo, mode: str) -> ObservationInfo:
-    """Permutations compose: rows that once had each its own stay that way, whatever follows."""
+    """Note the permutation of coordinates in the public facts; ``per-row`` stays so when stages are combined."""
     return replace(info, columns_permuted="per-row" if info.columns_permuted == "per-row" else mode)

@@ -1,4 +1,4 @@
-"""Random projections in place of states (paper, appendix J.1: what the schemes' authors compare permutations with)."""
+"""Release random projections of states in place of the states (paper, appendix J.1)."""
 
 import math
 from dataclasses import replace
@@ -15,15 +15,17 @@ from hiddenlab.types import ObservationInfo
 
 
 class Project(Stage):
-    """Releases inner products of each state with a few random directions, which the attacker knows.
+    """Release inner products of each state with random directions that the attacker knows.
 
     Args:
-        count: how many. seed: of the directions. kind: ``gaussian`` or ``orthogonal`` (fingerprints of DiFR).
-        sigma: standard deviation of Gaussian noise on each inner product, as a fraction of the row's root mean square
-            over its inner products.
+        count: number of directions.
+        seed: of the directions.
+        kind: ``gaussian``, or ``orthogonal`` as in the fingerprints of DiFR.
+        sigma: standard deviation of Gaussian noise on each inner product, as a fraction of the root mean square of
+            the row's inner products.
 
     Raises:
-        InputError: a number out of range.
+        InputError: a number is out of range.
     """
 
     def __init__(self, count: int, seed: int = 0, sigma: float = 0.0, kind: str = GAUSSIAN) -> None:

@@ -1,4 +1,4 @@
-"""The provider runs quantized weights (paper, appendix F) or another dtype than the attacker."""
+"""Run the provider's model with quantized weights (paper, appendix F) or in another dtype than the attacker's."""
 
 from dataclasses import replace
 from typing import Any, Literal
@@ -8,7 +8,7 @@ from hiddenlab.types import ObservationInfo
 
 
 class Int8(Stage):
-    """The provider's weights are quantized to 8 bits (bitsandbytes LLM.int8)."""
+    """Compute the states with weights quantized to 8 bits (bitsandbytes LLM.int8)."""
 
     spec = "int8"
 
@@ -23,7 +23,7 @@ class Int8(Stage):
 
 
 class Nf4(Stage):
-    """The provider's weights are quantized to 4 bits (bitsandbytes NF4)."""
+    """Compute the states with weights quantized to 4 bits (bitsandbytes NF4)."""
 
     spec = "nf4"
 
@@ -38,7 +38,7 @@ class Nf4(Stage):
 
 
 class ProviderDtype(Stage):
-    """The provider runs the model in another dtype; states are released in it.
+    """Compute and release the states in another dtype than the attacker's.
 
     Args:
         dtype: ``float32``, ``bfloat16`` or ``float16``.

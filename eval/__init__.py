@@ -1,1 +1,4 @@
-"""Experiments (one a paper table or figure), metrics and benchmarks; may import every other room."""
+"""Run experiments (one per table or figure of a paper), compute their metrics, and run benchmarks.
+
+These modules may import every other folder of the package.
+"""

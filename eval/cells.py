@@ -1,7 +1,7 @@
-"""Experiments as data: cells to be measured once each, and a table made of them.
+"""Run experiments as data: measure each cell once, and make a table of the cells.
 
-A cell's result depends on its measure and its spec alone, and is kept under a digest of both: an interrupted
-experiment goes on where it was, two tables share their common cells, and nothing is measured twice.
+A cell's result depends only on its measure and its spec, and is kept under a digest of both. So an interrupted
+experiment resumes where it was, two tables share their common cells, and nothing is measured twice.
 """
 
 import hashlib
@@ -44,7 +44,7 @@ Result = dict[str, Any]  # of the form ``CellResult``
 
 @with_config(OPEN)
 class Made(TypedDict, total=False):
-    """By which code, and where."""
+    """The commits of the code that measured a cell, and its environment."""
 
     commits: list[str]
     code: dict[str, Any]
@@ -52,7 +52,7 @@ class Made(TypedDict, total=False):
 
 @with_config(CLOSED)
 class CellResult(TypedDict):
-    """What a cell's folder keeps of its measurement."""
+    """The result of a cell as its folder keeps it."""
 
     format: Literal[1]
     measure: str
@@ -67,7 +67,7 @@ class CellResult(TypedDict):
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What every experiment can be asked: on what, how much of it. ``None`` is the experiment's own choice.
+    """The options of every experiment: on which model and texts, and how many; ``None`` is the experiment's own choice.
 
     ``scale`` is ``small`` (a laptop, the shipped prompts) or ``paper`` (the paper's size and texts).
     """
@@ -87,7 +87,7 @@ class Setting:
             raise InputError(f"unknown scale {self.scale!r}; known are {', '.join(SCALES)}")
 
     def source(self, limit: int = 50, max_tokens: int = 50) -> dict[str, Any]:
-        """Which texts, how many and how long; given are an experiment's own numbers at the small scale."""
+        """Return which texts are used, how many and how long; the arguments are the defaults at the small scale."""
         paper = self.scale == "paper"
         return {
             "prompts": self.prompts or (FINEWEB if paper else None),
@@ -96,7 +96,7 @@ class Setting:
         }
 
     def at(self, default: Sequence[int]) -> tuple[int, ...]:
-        """The layers asked for, else those of the default that the model has."""
+        """Return the layers asked for, else those of the default that the model has."""
         from hiddenlab.models.load import load_config, resolve_model
 
         if self.layers is not None:
@@ -105,7 +105,7 @@ class Setting:
         return tuple(layer for layer in default if layer <= total)
 
     def where(self) -> dict[str, Any]:
-        """Model and place of computation, for a cell's spec."""
+        """Return the model, seed, device and dtype, for a cell's spec."""
         return {"model": self.model, "seed": self.seed, "device": self.device, "dtype": self.dtype}
 
 
@@ -114,8 +114,10 @@ class Cell:
     """One measurement of a table.
 
     Attributes:
-        measure: which function measures it (registry kind ``measures``). spec: its arguments, JSON values only.
-        keys: what names its row. paper: published figures for the same place, by column.
+        measure: name of the function that measures it (registry kind ``measures``).
+        spec: its arguments, JSON values only.
+        keys: labels of its row.
+        paper: published figures for the same place, by column.
     """
 
     measure: str
@@ -129,20 +131,22 @@ class Cell:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def folder(self, home: Path) -> Path:
-        """Where it is kept."""
+        """Return the folder in which the cell's result is kept."""
         return home / "cells" / f"{self.measure}-{self.digest}"
 
 
 @dataclass(frozen=True)
 class Experiment:
-    """A table: its cells, the figures to show of each, and what a reader must know to read it.
+    """A table: its cells, the figures to show of each, and notes for its reader.
 
     Attributes:
-        figures: names of figures with their labels, in order. notes: what is comparable with the paper, and what not.
-        fold: makes the rows of the table from those of the cells, where a row is not a cell. over: a key with numbers
-            over which the picture shows every figure; without one it shows the first figure by row or layer.
+        figures: names of figures with their labels, in order.
+        notes: what is comparable with the paper, and what is not.
+        fold: makes the rows of the table from those of the cells, where a row is not a cell.
+        over: a key with numbers over which the picture shows every figure; without one it shows the first figure by row
+            or layer.
         curves: what the numbers at the end of figures' names are, if the picture shows figures over them.
-        against: a figure over which the picture shows those before it, a point a row.
+        against: a figure over which the picture shows those before it, one point per row.
     """
 
     title: str
@@ -163,7 +167,7 @@ def attack_cell(
     paper: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Cell:
-    """An attack's cell; the channel's stages are joined by ``|``, options are those of ``AttackConfig``."""
+    """Make an attack's cell; the channel's stages are joined by ``|``, and options are those of ``AttackConfig``."""
     defense = tuple(stage for stage in channel.split("|") if stage != "identity")
     site = {"layer": layer, "stream": "resid" if layer else "embed"}
     spec = AttackConfig(**{**setting.where(), **setting.source(), **site, "defense": defense, **options})
@@ -171,7 +175,7 @@ def attack_cell(
 
 
 def split_specs(text: str) -> list[str]:
-    """Specs separated by commas, each once; ``key=value`` without a name goes on with the spec before it."""
+    """Split specs at commas, each once; ``key=value`` without a name belongs to the spec before it."""
     found: list[str] = []
     for part in (piece.strip() for piece in text.split(",")):
         if found and "=" in part and ":" not in part:
@@ -192,11 +196,16 @@ def conduct(
     measure: bool = True,
     progress: Progress = silent,
 ) -> dict[str, Any]:
-    """Measure the cells that are not measured yet, and return the table; it is written to ``home`` as well.
+    """Measure the cells that are not measured yet, write the table to ``home`` and return it.
 
     Args:
-        fresh: measure all cells anew. workers: processes, over Ray. threads: of torch, in each process. measure:
-            else the table is made of what was measured before, the rest of it "not measured yet".
+        name: of the experiment.
+        experiment: its cells.
+        home: folder of results.
+        fresh: measure all cells anew.
+        workers: processes, over Ray.
+        threads: of torch, in each process.
+        measure: if False, only earlier results enter the table, and the rest is "not measured yet".
 
     Raises:
         HiddenlabError: ``home`` cannot be written, or a measure does not exist.
@@ -251,7 +260,7 @@ def conduct(
 
 
 def refusal(name: str, error: HiddenlabError) -> dict[str, Any]:
-    """The table, written nowhere, of an experiment that cannot be asked this."""
+    """Return the table of an experiment that refuses its setting; it is not written to disk."""
     return {
         "format": FORMAT, "experiment": name, "title": name, "figures": {}, "rows": [], "versions": [],
         "notes": [f"not run: {error}"], "command": shlex.join(describe_environment()["command"]),
@@ -259,7 +268,7 @@ def refusal(name: str, error: HiddenlabError) -> dict[str, Any]:
 
 
 def measure_cell(cell: Cell, home: Path, fresh: bool = False, progress: Progress = silent) -> Result:
-    """Measure one cell and keep the result; what cannot be measured says why, and is tried again another time."""
+    """Measure one cell and keep the result; a failed one keeps its reason, and is tried again next time."""
     folder = cell.folder(home)
     if fresh:
         _clear(folder)
@@ -285,7 +294,7 @@ def measure_cell(cell: Cell, home: Path, fresh: bool = False, progress: Progress
 
 
 def load_result(cell: Cell, home: Path) -> Result | None:
-    """A cell's result, which may be why it could not be measured; None without one of this format and this cell."""
+    """Load a cell's result, or the reason why it failed; None without one of this format and this cell."""
     try:
         found: Result = dict(read(cell.folder(home) / RESULT, CellResult))
     except InputError:
@@ -295,12 +304,12 @@ def load_result(cell: Cell, home: Path) -> Result | None:
 
 
 def is_measured(result: Result | None) -> bool:
-    """Else it is tried again another time."""
+    """Return whether a cell was measured; otherwise it is tried again."""
     return result is not None and result.get("status") == MEASURED
 
 
 def row_of(cell: Cell, result: Result) -> dict[str, Any]:
-    """A row of the table: what it is of, what was measured, what the paper says."""
+    """Return a row of the table: its labels, the measured figures and the paper's."""
     made = result.get("made", {})
     return {
         "keys": dict(cell.keys),

@@ -1,4 +1,4 @@
-"""``hiddenlab eval``: run experiments by name; one that cannot run does not end the others."""
+"""Run experiments by name: ``hiddenlab eval``; one that cannot run does not end the others."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -24,15 +24,19 @@ def run(
     measure: bool = True,
     progress: Progress = silent,
 ) -> list[dict[str, Any]]:
-    """The tables of some experiments, written to ``home`` as JSON and Markdown.
+    """Run experiments, write their tables to ``home`` as JSON and Markdown, and return them.
 
     Args:
-        setting: fields of ``Setting``. options: of the experiment itself, where there is one.
+        names: of the experiments.
+        setting: fields of ``Setting``.
+        options: of the experiment itself, where there is one.
+        home: folder of results.
+        fresh, workers, threads, measure: see ``cells.conduct``.
 
     Raises:
-        HiddenlabError: the folder cannot be written, the model is not there, or no experiment can be asked this;
-            nothing is measured then. Of several experiments, one that the setting does not fit says why; what was
-            written of it before stays.
+        HiddenlabError: the folder cannot be written, the model is missing, or every experiment refuses the setting;
+            nothing is measured then. Of several experiments, one that refuses the setting gives its reason, and its
+            earlier files stay.
     """
     try:
         home.mkdir(parents=True, exist_ok=True)

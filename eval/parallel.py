@@ -1,4 +1,4 @@
-"""Cells of an experiment on several processes or machines, over Ray."""
+"""Measure the cells of an experiment in several processes or on several machines, over Ray."""
 
 import logging
 import os
@@ -20,12 +20,18 @@ def measure_all(
     workers: int,
     threads: int | None,
 ) -> Iterator[Outcome]:
-    """Measure items, as many at once as there are workers, and yield each result when it is there.
+    """Measure items, as many at once as there are workers, and yield each result when it is ready.
 
-    ``measure`` takes an item, the folder of results, and whether to measure anew.
+    It joins a running Ray where the environment names one (``RAY_ADDRESS``), which then must see ``home`` under the
+    same path; else it starts one on this machine and stops it again.
 
-    Joins a running Ray where the environment names one (``RAY_ADDRESS``), which then must see ``home`` under the same
-    path; else it starts one on this machine and stops it again.
+    Args:
+        measure: takes an item, the folder of results, and whether to measure anew.
+        items: what to measure.
+        home: folder of results.
+        fresh: measure anew.
+        workers: processes.
+        threads: of torch, in each process.
 
     Raises:
         HiddenlabError: Ray is not installed or not reached, or a worker died.

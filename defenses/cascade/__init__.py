@@ -1,1 +1,1 @@
-"""Cascade: private inference sharded by tokens (paper, section 7): who holds what, and what each node computes."""
+"""Run a model in Cascade: private inference sharded by tokens over several nodes (paper, section 7)."""

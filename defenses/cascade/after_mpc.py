@@ -1,7 +1,7 @@
-"""Cascade behind secret sharing: the first layers on shares, the rest on CompNodes (paper, appendix H).
+"""Run the first layers on secret shares, and the rest on Cascade's CompNodes (paper, appendix H).
 
-Parties of any protocol with additive sharing send each CompNode its own rows of their shares of the hidden states; the
-CompNode adds them up. So no CompNode holds tokens, and none sees states before the layer where sharing ends.
+The parties of any protocol with additive sharing send each CompNode its own rows of their shares of the hidden states;
+the CompNode adds them up. So no CompNode holds tokens, and none sees states before the layer where sharing ends.
 """
 
 from collections.abc import Sequence
@@ -18,12 +18,17 @@ from hiddenlab.sharding import Plan
 
 
 def without_first(model: nn.Module, layers: int) -> nn.Module:
-    """The model without its first layers, changed in place: its input vectors are the states behind them.
+    """Remove a model's first layers in place; its input vectors are then the states after them.
 
-    What nodes record counts layers from there.
+    Recorded layers count from there.
+
+    Args:
+        model: a decoder.
+        layers: how many to remove.
 
     Raises:
-        InputError: it has no more layers than that. NotApplicableError: it adds position vectors to its inputs.
+        InputError: it has no more layers than that.
+        NotApplicableError: it adds position vectors to its inputs.
     """
     found = decoder_layers(model)
     if not 0 <= layers < len(found):
@@ -47,13 +52,18 @@ def without_first(model: nn.Module, layers: int) -> nn.Module:
 
 
 def rows_from_shares(shares: Sequence[Int[Tensor, "n d"]], fraction: int, plan: Plan) -> dict[int, Tensor]:
-    """What each CompNode adds up: its rows of every party's share, as numbers.
+    """Add up every party's shares into the rows of each CompNode.
 
     Args:
-        shares: fixed-point integers of each party, modulo 2⁶⁴. fraction: bits behind the point.
+        shares: fixed-point integers of each party, modulo 2⁶⁴.
+        fraction: bits behind the point.
+        plan: of the prompt.
+
+    Returns:
+        The float32 rows of each CompNode that holds any.
 
     Raises:
-        InputError: no shares, or of another prompt.
+        InputError: there are no shares, or they are of another prompt.
     """
     if not shares or any(share.shape != shares[0].shape or len(share) != plan.tokens for share in shares):
         raise InputError(f"the shares are not all of a prompt of {plan.tokens} tokens")

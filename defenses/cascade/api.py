@@ -1,4 +1,4 @@
-"""An OpenAI-compatible HTTP interface over a Cascade: completions, chat, streaming, health and metrics."""
+"""Serve a Cascade over an OpenAI-compatible HTTP interface: completions, chat, streaming, health and metrics."""
 
 import asyncio
 import hashlib
@@ -30,12 +30,12 @@ GONE = 499  # as nginx calls it: the client went away
 
 
 def digest(key: str) -> str:
-    """What a server keeps of its key."""
+    """Return the SHA-256 digest of a key; a server keeps only this."""
     return hashlib.sha256(key.encode()).hexdigest()
 
 
 def make_app(service: Service) -> FastAPI:
-    """The HTTP interface of a service."""
+    """Make the HTTP interface of a service."""
     app = FastAPI(title="hiddenlab cascade", docs_url=None, redoc_url=None)
     app.add_middleware(_Guard, service=service)
 
@@ -94,7 +94,7 @@ def make_app(service: Service) -> FastAPI:
 
 
 async def _json(request: Request) -> bytes:
-    """The body of a request that says that it is JSON: pages of other sites cannot say so unasked."""
+    """Return the body of a request if its header says JSON; other sites' pages cannot send that header unasked."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise HTTPException(415, "send the request as JSON, with the header 'Content-Type: application/json'")
@@ -102,9 +102,9 @@ async def _json(request: Request) -> bytes:
 
 
 class _Guard:
-    """Refuses who may not ask or asks too much, before anything reads the request, and counts every answer.
+    """A check that refuses unauthorized or too large requests before they are parsed, and counts every answer.
 
-    A client that goes away ends the work for it, wherever that is: waiting for a thread, or computing.
+    When a client disconnects, the work for it ends, whether it waits for a thread or computes.
     """
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
@@ -159,7 +159,7 @@ class _Guard:
             self.service.requests.labels(path, str(status)).inc()
 
     async def _read(self, request: Request) -> tuple[Response | None, bytes]:
-        """An answer to who is refused, and the request's body."""
+        """Read a request's body; return a refusal or None, and the body."""
         service = self.service
         if service.key is not None and request.url.path.startswith("/v1/"):
             scheme, _, shown = request.headers.get("authorization", "").partition(" ")
@@ -175,7 +175,7 @@ class _Guard:
 
 
 class _Reply(Response):
-    """An answer, streamed or whole. Whatever ends the reply early ends the answer."""
+    """An answer, streamed or whole; whatever ends the reply early also ends the answer."""
 
     def __init__(self, service: Service, body: Body, answer: Answer, kind: str) -> None:
         self.service, self.body_, self.answer, self.kind = service, body, answer, kind
@@ -224,7 +224,7 @@ async def _events(
     kind: str,
     usage: bool,
 ) -> AsyncIterator[str]:
-    """Server-sent events of a streamed answer."""
+    """Yield the server-sent events of a streamed answer."""
     chat = kind == "chat.completion"
     about = about | {"object": "chat.completion.chunk" if chat else kind}
 
@@ -255,7 +255,7 @@ async def _events(
 
 
 def _failed(error: Exception) -> str:
-    """What a client is told of a fault in the server itself: its kind, and nothing of what it was about."""
+    """Return what a client is told of a server fault: the kind of error, and nothing about its content."""
     return f"the server failed: {type(error).__name__}"
 
 
@@ -283,7 +283,7 @@ def _problem(
     param: str | None = None,
     headers: Mapping[str, str] | None = None,
 ) -> JSONResponse:
-    """An error as OpenAI's clients read it: one line, whatever it quotes."""
+    """Return an error in the form that OpenAI's clients read, on one line."""
     return JSONResponse(
         {"error": {"message": _line(message), "type": kind, "param": param and _line(param), "code": None}},
         status_code=status,

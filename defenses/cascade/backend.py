@@ -1,4 +1,4 @@
-"""What every Cascade backend offers: passes of requests over the nodes of a plan (paper, Algorithm 2)."""
+"""Run the passes of requests over the nodes of a plan: the common part of all Cascade backends (paper, Algorithm 2)."""
 
 import uuid
 from abc import ABC, abstractmethod
@@ -28,11 +28,12 @@ from hiddenlab.sharding import Plan
 
 @dataclass(frozen=True)
 class Settings:
-    """How the nodes of a backend work.
+    """The settings of a backend's nodes.
 
     Attributes:
-        compress: AttnNodes send one logsumexp a row in place of the paper's maximum and sum.
-        wire: dtype of numbers on the wire; None sends them as computed. record: nodes keep what they saw.
+        compress: AttnNodes send one logsumexp per row in place of the paper's maximum and sum.
+        wire: dtype of numbers on the wire; None sends them as computed.
+        record: nodes keep what they saw.
     """
 
     compress: bool = False
@@ -42,7 +43,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What a driver knows of the model without holding its weights."""
+    """The facts about a model that a driver knows without its weights."""
 
     name: str
     head: bool
@@ -66,10 +67,11 @@ class ModelFacts:
 
 
 class Cascade(ABC):
-    """A model run by nodes. The driver handles the user's own tokens and the result, and nothing else.
+    """A model run by nodes; the driver handles only the user's own tokens and the result.
 
     Attributes:
-        facts: of the model. started: CompNodes, and AttnNodes by name, where they do not come and go with plans.
+        facts: of the model.
+        started: number of CompNodes, and names of AttnNodes, where they exist independent of plans.
     """
 
     facts: ModelFacts
@@ -82,15 +84,17 @@ class Cascade(ABC):
         *,
         mask: Bool[Tensor, " n"] | None = None,
     ) -> Float[Tensor, "n width"]:
-        """Logits of a causal LM, or the last hidden states of a model without a head, for every token.
+        """Return logits of a causal LM, or last hidden states of a model without a head, for every token.
 
         Args:
-            tokens: ids, or embeddings that the user made himself. mask: False for padding, which no token sees;
-                rows of padding are without meaning.
+            tokens: ids, or embeddings that the user computed.
+            plan: for so many tokens.
+            mask: False for padding, which no token sees; rows of padding are meaningless.
 
         Raises:
-            InputError: the plan is for another number of tokens, ids outside of the vocabulary, a prompt longer
-                than the model's context. NodeError: a node died or stalled.
+            InputError: the plan is for another number of tokens, an id is outside of the vocabulary, or the prompt is
+                longer than the model's context.
+            NodeError: a node died or stalled.
         """
         hidden = () if mask is None else tuple((~mask).nonzero()[:, 0].tolist())
         while True:
@@ -104,7 +108,7 @@ class Cascade(ABC):
                 self.close(work.request)
 
     def step(self, work: Pass, tokens: Tensor) -> Float[Tensor, "n width"]:
-        """One pass over new tokens; with ``work.last`` the answer is the last position's row alone.
+        """Run one pass over new tokens; with ``work.last`` return only the last position's row.
 
         Raises:
             see ``forward``.
@@ -116,13 +120,17 @@ class Cascade(ABC):
         )
 
     def forward_rows(self, rows: Mapping[int, Float[Tensor, "r d"]], plan: Plan) -> Float[Tensor, "n width"]:
-        """As ``forward``, with each CompNode's own rows of input vectors: nobody puts the whole prompt together.
+        """Run a pass in which each CompNode already has its own rows of input vectors (see ``forward``).
+
+        Nobody holds the whole prompt.
 
         Args:
             rows: by CompNode, those of its positions.
+            plan: of the prompt.
 
         Raises:
-            InputError: rows that are not those of the plan. NodeError: a node died or stalled.
+            InputError: the rows are not those of the plan.
+            NodeError: a node died or stalled.
         """
         wanted = {i: len(shard) for i, shard in enumerate(plan.shards) if shard}
         if {i: len(part) for i, part in rows.items()} != wanted:
@@ -134,7 +142,7 @@ class Cascade(ABC):
             self.close(work.request)
 
     def _joined(self, work: Pass, parts: Mapping[int, Tensor]) -> Float[Tensor, "n width"]:
-        """The nodes' outputs in the order of the prompt."""
+        """Join the nodes' outputs in the order of the prompt."""
         if work.last:
             return next(part for part in parts.values() if len(part))
         width = next(iter(parts.values()))
@@ -166,26 +174,26 @@ class Cascade(ABC):
 
     @abstractmethod
     def _run(self, work: Pass, shares: Mapping[int, Tensor]) -> dict[int, Tensor]:
-        """Run a pass on the CompNodes that have new tokens; their outputs."""
+        """Run a pass on the CompNodes that have new tokens, and return their outputs."""
 
     @abstractmethod
     def close(self, request: str) -> None:
-        """Have every node forget a request; a pass of it that runs in another thread ends with a NodeError."""
+        """Make every node forget a request; a pass of it that runs in another thread ends with a NodeError."""
 
     @abstractmethod
     def counters(self) -> dict[str, dict[str, Any]]:
-        """What each node did since the start, by name."""
+        """Return each node's counters since the start, by name."""
 
     @abstractmethod
     def seen(self) -> list[Seen]:
-        """What nodes saw, where they record; taken from them."""
+        """Return what nodes saw, where they record, and remove it from them."""
 
     def recover(self, error: NodeError) -> bool:
         """Replace a lost node where that is allowed; the request can then be run again from its tokens."""
         return False
 
     def healthy(self) -> dict[str, str]:
-        """``ok`` or what is wrong, for each node that runs by itself."""
+        """Return ``ok`` or the fault of each node that runs by itself."""
         return {}
 
     def shutdown(self) -> None:  # noqa: B027 (nothing to stop is the common case)
@@ -199,22 +207,24 @@ class Cascade(ABC):
 
 
 def new_request() -> str:
-    """A name that no other request has."""
+    """Return a name that no other request has."""
     return uuid.uuid4().hex[:12]
 
 
 def comp_name(index: int) -> str:
-    """How a CompNode is called in errors and counters."""
+    """Return the name of a CompNode in errors and counters."""
     return f"CompNode {index}"
 
 
 def in_threads(
     run: Callable[[int], Tensor], comps: Iterable[int], give_up: Callable[[], None]
 ) -> dict[int, Tensor]:
-    """Run CompNodes of this process at once; where one fails the others are told, and the cause is raised.
+    """Run CompNodes of this process at once; if one fails, stop the others and raise the cause.
 
     Args:
-        run: a CompNode's pass. give_up: wakes CompNodes that would wait for ever, which then raise a NodeError.
+        run: a CompNode's pass.
+        comps: indices of the CompNodes.
+        give_up: wakes CompNodes that would wait for ever, which then raise a NodeError.
     """
 
     def guarded(i: int) -> Tensor:
@@ -239,9 +249,10 @@ def in_threads(
 def load_cascade_model(
     name: str, *, dtype: torch.dtype = torch.float32, device: str = "cpu", attention: str = ATTENTION_NAME
 ) -> nn.Module:
-    """A model for CompNodes: a causal LM with its head, any other model without one.
+    """Load a model for CompNodes: a causal LM with its head, any other model without one.
 
     Args:
+        name, dtype, device: see ``load_model``.
         attention: one of transformers' own gives the plain model, to compare with.
 
     Raises:

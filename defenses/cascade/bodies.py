@@ -1,4 +1,4 @@
-"""What a request to the HTTP interface may say. Every field is honoured or refused by name; none is ignored."""
+"""Parse requests to the HTTP interface; every field is honoured or refused by name, and none is ignored."""
 
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -38,10 +38,10 @@ Zero = Annotated[float, Field(ge=0, le=0)]
 
 
 class RequestError(InputError):
-    """A request that is not understood.
+    """A request is not understood.
 
     Attributes:
-        field: the one at fault, None where it is the whole body.
+        field: the field at fault, None where it is the whole body.
     """
 
     def __init__(self, message: str, field: str | None = None) -> None:
@@ -58,15 +58,15 @@ class StreamOptions(_Strict):
 
 
 class Body(_Strict):
-    """What completions and chat have in common.
+    """The fields that completions and chat share.
 
-    The fields that only take one value change nothing; clients send them by themselves.
+    Some fields allow one value only, which changes nothing; clients send them by default.
     """
 
     @model_validator(mode="before")
     @classmethod
     def _without_nulls(cls, data: Any) -> Any:
-        """A null says the default, of every field that is known."""
+        """Remove known fields that are null, so that they take their default."""
         if not isinstance(data, dict):
             return data
         return {k: v for k, v in data.items() if v is not None or k not in (*cls.model_fields, *NOT_OFFERED)}
@@ -98,7 +98,7 @@ class Body(_Strict):
 
     @property
     def wanted(self) -> int | None:
-        """Tokens that are asked for; None where the request does not say."""
+        """The number of tokens asked for; None where the request does not say."""
         return self.max_tokens
 
 
@@ -121,7 +121,7 @@ class Turn(_Strict):
     content: str | list[Part]
 
     def text(self) -> str:
-        """The content as one text."""
+        """Return the content as one text."""
         if isinstance(self.content, str):
             return self.content
         return "".join(part.text for part in self.content)
@@ -154,7 +154,7 @@ ONE_VALUE = ("n", "best_of", "echo", "logprobs", "frequency_penalty", "presence_
 
 
 def parse(kind: type[B], content: bytes) -> B:
-    """Read the body of a request.
+    """Parse the body of a request.
 
     Raises:
         RequestError: it is no JSON object, or a field is wrong, missing, or not offered; the message names it.
@@ -172,7 +172,7 @@ def parse(kind: type[B], content: bytes) -> B:
 
 
 def _fault(error: ValidationError) -> RequestError:
-    """The first fault, in one line that names the field."""
+    """Return the first fault as one line that names the field."""
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     place, kind, text = first["loc"], first["type"], first["msg"].removeprefix("Value error, ")
     if kind == "extra_forbidden":

@@ -1,9 +1,9 @@
-"""A conversation as token ids, in the model's own form, in which what was written by users stays plain text.
+"""Convert a conversation to token ids in the model's chat format, so that users' text cannot write control tokens.
 
 A tokenizer finds its control tokens in any text: a message that holds ``<|im_end|>`` would end its own turn and could
-begin another. Here each control token within a message is cut in two by a mark, an added token of a copy of the
-tokenizer, which nothing else can write; the mark's id is dropped from the result. Where no message holds a control
-token, there is no mark, and the ids are those of the plain template.
+begin another. Here each control token within a message is split by a mark, an added token of a copy of the tokenizer,
+which no other text contains. The mark's id is removed from the result. Where no message holds a control token, there is
+no mark, and the ids are those of the plain template.
 """
 
 import copy
@@ -19,10 +19,10 @@ Message = Mapping[str, str]
 
 
 def tokenize(tokenizer: Any, text: str, **options: Any) -> list[int]:
-    """Token ids of a text, control tokens in it included.
+    """Return the token ids of a text, including control tokens in it.
 
     Raises:
-        InputError: the text is no text.
+        InputError: the text is not valid Unicode.
     """
     try:
         return list(tokenizer(text, **options)["input_ids"])
@@ -31,11 +31,12 @@ def tokenize(tokenizer: Any, text: str, **options: Any) -> list[int]:
 
 
 class Chat:
-    """Makes ids of conversations.
+    """A converter from conversations to token ids.
 
     Args:
-        tokenizer: of the model. name: of the model, for messages. longest: tokens of a conversation that is used;
-            the ids of a longer one only say that it is too long.
+        tokenizer: of the model.
+        name: of the model, for error messages.
+        longest: most tokens of a conversation; ids of a longer one only show that it is too long.
     """
 
     def __init__(self, tokenizer: Any, name: str, longest: int) -> None:
@@ -61,7 +62,7 @@ class Chat:
         self._mark_id = self._tokenizer.convert_tokens_to_ids(self._mark)
 
     def ids(self, messages: Sequence[Message]) -> list[int]:
-        """Token ids of a conversation, up to where the model's turn begins.
+        """Return the token ids of a conversation, up to where the model's turn begins.
 
         Args:
             messages: each a ``role``, which is no user's text, and a ``content``.
@@ -114,9 +115,9 @@ class Chat:
 
 
 def control_tokens(tokenizer: Any) -> dict[str, int]:
-    """Tokens that no user may write: those that are marked as special, and added ones that the chat template writes.
+    """Return the tokens that no user may write: special ones, and added ones that the chat template writes.
 
-    The second are how some models mark turns; added tokens of blanks alone are text.
+    Some models mark turns with the second kind. Added tokens of blanks alone are text.
     """
     template = getattr(tokenizer, "chat_template", None) or ""
     found = {text: tokenizer.convert_tokens_to_ids(text) for text in tokenizer.all_special_tokens if text}
@@ -128,7 +129,7 @@ def control_tokens(tokenizer: Any) -> dict[str, int]:
 
 
 def turning_ids(tokenizer: Any) -> frozenset[int]:
-    """Ids of control tokens, but for one that is only for text that the tokenizer does not know: text gives it."""
+    """Return the ids of control tokens, except the one for unknown text, which ordinary text produces."""
     named = tokenizer.special_tokens_map
     unknown = named.get("unk_token")
     others = [text for role, text in named.items() if role != "unk_token"]

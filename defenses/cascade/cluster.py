@@ -1,6 +1,6 @@
-"""Cascade on a Ray cluster. Ray places the nodes, keeps them and calls them; tensors go from node to node.
+"""Run Cascade on a Ray cluster: Ray places, keeps and calls the nodes, and tensors go from node to node.
 
-This is the one file of the project, beside the serving file, that imports Ray.
+Only this file and the serving file import Ray.
 """
 
 import math
@@ -41,7 +41,7 @@ NODE_BYTES = 350e6  # memory of a node's process beside weights, measured
 
 
 class _ObjectCarrier:
-    """The paper's form: each message a Ray call, each tensor an object in Ray's store."""
+    """A carrier in the paper's form: each message is a Ray call, each tensor an object in Ray's store."""
 
     def __init__(self, index: int, aborted: Callable[[str], bool]) -> None:
         self.index, self.aborted = index, aborted
@@ -96,7 +96,7 @@ class _Comp(RemoteComp):
                 self.carrier.forget(work.request)
 
     def meet(self, addresses: Mapping[AttnNode, Any], handles: Mapping[AttnNode, Any]) -> None:
-        """Connect to AttnNodes: addresses over the wire, or Ray's handles."""
+        """Connect to AttnNodes, by addresses over the wire or by Ray's handles."""
         if isinstance(self.carrier, _ObjectCarrier):
             self.carrier.attns.update(handles)
         else:
@@ -131,18 +131,24 @@ class RayCascade(Cascade):
     """A model run by Ray actors: α CompNodes and the AttnNodes of β = mα key shards.
 
     Args:
-        model: name of the model. alpha, m, symmetric: as in ``Plan``; plans of requests must fit.
-        settings: how the nodes work. address: of a running cluster (``auto`` finds it); None starts one here, and
-            stops it in the end. transport: ``tcp`` from node to node, or ``objects``, the paper's form.
+        model: name of the model.
+        alpha, m, symmetric: as in ``Plan``; plans of requests must fit.
+        settings: how the nodes work.
+        address: of a running cluster (``auto`` finds it); None starts one here, and stops it in the end.
+        transport: ``tcp`` from node to node, or ``objects``, the paper's form.
         timeout: seconds without any progress after which a node counts as stalled; a slow one is waited for.
-        restarts: how many lost nodes are replaced within an hour. threads: of torch in each node. cpus, gpus: that
-            Ray reserves for each node (only CompNodes take gpus). dtype, device: of the CompNodes.
-        link: simulate a network. concurrent: requests at once. strategy: of Ray's placement group;
-            ``STRICT_SPREAD`` puts no two nodes on one machine. loopback: nodes listen on this machine alone; None does
-            so in a cluster of our own. progress: where the start is reported.
+        restarts: how many lost nodes are replaced within an hour.
+        threads: of torch in each node.
+        cpus, gpus: that Ray reserves for each node (only CompNodes take gpus).
+        dtype, device: of the CompNodes.
+        link: simulate a network.
+        concurrent: requests at once.
+        strategy: of Ray's placement group; ``STRICT_SPREAD`` puts no two nodes on one machine.
+        loopback: nodes listen on this machine alone; None does so in a cluster that is started here.
+        progress: where the start is reported.
 
     Raises:
-        InputError: the cluster cannot be reached or has too little for all nodes; the model is unknown.
+        InputError: the cluster cannot be reached or has too little for all nodes, or the model is unknown.
     """
 
     def __init__(
@@ -272,7 +278,7 @@ class RayCascade(Cascade):
         return min(POLL_SECONDS, self.timeout / 3)
 
     def _stalled(self, work: Pass, began: float) -> NodeError | None:
-        """The node that keeps a pass waiting, where one has stalled; long passes go on."""
+        """Find the node that has stalled and keeps a pass waiting; None while the pass makes progress."""
         silent, still = self._look(began)
         silent = [name for name in silent if name in self._involved(work)]
         if not silent and not still:
@@ -289,12 +295,15 @@ class RayCascade(Cascade):
         return NodeError(f"no node got on for {self.timeout:g} s {where}")
 
     def _involved(self, work: Pass) -> set[str]:
-        """Nodes that a request needs: a dead one of the others is not its fault."""
+        """Return the names of the nodes that a request needs; a dead one of the others is not its fault."""
         comps = {comp_name(i) for i, shard in enumerate(work.plan.shards) if shard}
         return comps | {attn_name(node) for node in work.plan.attn_nodes}
 
     def _look(self, began: float) -> tuple[list[str], bool]:
-        """Silent nodes, and whether all stand still; one look serves every pass that asks at about the same time."""
+        """Return the silent nodes, and whether all stand still.
+
+        Passes that ask soon after each other share one look.
+        """
         with self._watching:
             if time.monotonic() - self._looked >= self._poll / 2:
                 for name, actor in list(self._actors.items()):
@@ -314,7 +323,7 @@ class RayCascade(Cascade):
             return self._watch.silent(), self._watch.still(began)
 
     def _ask(self, methods: Mapping[str, str], *args: Any) -> dict[str, Any]:
-        """Call a method of each of several nodes; those that are dead or too slow answer with a NodeError."""
+        """Call a method of each of several nodes; dead or slow ones answer with a NodeError."""
         calls = {name: getattr(self._actors[name], method).remote(*args) for name, method in methods.items()}
         ray.wait(list(calls.values()), num_returns=len(calls), timeout=PING_SECONDS)
         out: dict[str, Any] = {}
@@ -328,7 +337,7 @@ class RayCascade(Cascade):
         return out
 
     def _diagnose(self, work: Pass, error: NodeError) -> NodeError:
-        """Name the node at fault, its shard and the layer. A node that is only slow, or only waited, is not it."""
+        """Name the node at fault, its shard and the layer; a node that is slow or waits is not at fault."""
         layer = (
             f"in layer {text.split()[0].rstrip(':')}" if (text := str(error).partition("layer ")[2]) else ""
         )
@@ -394,14 +403,14 @@ class RayCascade(Cascade):
         return self._ask(dict.fromkeys(self._actors, "counters"))
 
     def memory(self) -> dict[str, int]:
-        """Resident bytes of each node's process."""
+        """Return the resident bytes of each node's process."""
         return self._ask(dict.fromkeys(self._actors, "memory"))
 
     def seen(self) -> list[Seen]:
         return [one for found in self._ask(dict.fromkeys(self._actors, "seen")).values() for one in found]
 
     def healthy(self) -> dict[str, str]:
-        """``ok`` or what is wrong, for each node."""
+        """Return ``ok`` or the fault of each node."""
         states = self._ask(dict.fromkeys(self._actors, "memory"))
         return {name: str(one) if isinstance(one, NodeError) else "ok" for name, one in states.items()}
 
@@ -421,7 +430,7 @@ class _Died(NodeError):
 
 
 def _cause(error: Exception, calls: Mapping[Any, int], done: list[Any]) -> NodeError:
-    """What a failed call of a CompNode says."""
+    """Return the error of a CompNode's failed call as a NodeError."""
     comp = comp_name(calls[done[0]]) if done else None
     if isinstance(error, ray.exceptions.RayTaskError):
         cause = error.cause
@@ -434,10 +443,11 @@ def _cause(error: Exception, calls: Mapping[Any, int], done: list[Any]) -> NodeE
 
 
 def _start_up(name: str, call: Any) -> Any:
-    """What a node says when it is up.
+    """Wait until a node is up, and return its answer.
 
     Raises:
-        InputError: the model cannot be loaded there. NodeError: it died at once.
+        InputError: the model cannot be loaded there.
+        NodeError: the node died at once.
     """
     try:
         return ray.get(call)
@@ -501,7 +511,7 @@ def connect(address: str | None, nodes: int, cpus: float, gpus: float) -> bool:
 
 
 def check_reachable(address: str | None) -> None:
-    """Ray itself would try for many minutes.
+    """Check that a Ray cluster listens at an address; Ray itself would try for many minutes.
 
     Raises:
         InputError: nothing listens at that host and port.

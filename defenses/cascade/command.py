@@ -1,4 +1,4 @@
-"""``hiddenlab cascade``: plan who would hold what at which cost, and run a model that way."""
+"""Plan which node would hold which tokens, at which cost, and run a model that way: ``hiddenlab cascade``."""
 
 import signal
 import time
@@ -35,15 +35,20 @@ def plan(
     bandwidth: float = 2.5e8,
     latency: float = 0.38e-3,
 ) -> dict[str, Any]:
-    """A plan and its figures.
+    """Make a plan and compute its security and cost figures.
 
     Args:
+        tokens: length of the prompt.
         shards: positions written by hand, ``0,1,4;2,3,5``, in place of (c, δ)-sharding.
-        rho: vocab-matching threshold. model: gives the shape for the cost. bandwidth: bytes a second.
-        latency: seconds, one way. The other arguments are those of ``Plan.clustered``.
+        rho: threshold of vocabulary matching in Theorem 7.3.
+        model: gives the shape for the cost.
+        element_bytes: bytes of a number on the wire.
+        bandwidth: bytes per second.
+        latency: seconds, one way.
+        alpha, c, delta, m, symmetric: see ``Plan.clustered``.
 
     Returns:
-        ``plan`` (settings and node counts), ``rows`` (one a CompNode), ``attn`` (over all AttnNodes), ``holders``
+        ``plan`` (settings and node counts), ``rows`` (one per CompNode), ``attn`` (over all AttnNodes), ``holders``
         (the CompNode of each token), ``violations`` of Theorem 7.3 and ``cost``.
 
     Raises:
@@ -100,13 +105,14 @@ def plan(
 
 @dataclass(frozen=True)
 class Backend:
-    """Where the nodes are, and how they work; see ``RayCascade``.
+    """Where the nodes run, and how; see ``RayCascade``.
 
     Attributes:
         kind: ``local`` (threads of this process), ``wire`` (the same, with TCP between them) or ``ray``.
-        model, dtype, device: of the CompNodes. compress, wire, record: see ``backend.Settings``.
-        bandwidth, latency: of a simulated network, in bytes a second and seconds.
-        The others are those of ``RayCascade``.
+        model, dtype, device: of the CompNodes.
+        compress, wire, record: see ``backend.Settings``.
+        bandwidth, latency: of a simulated network, in bytes per second and seconds.
+    The others are those of ``RayCascade``.
     """
 
     kind: str = "local"
@@ -130,14 +136,14 @@ class Backend:
     concurrent: int = 16
 
     def link(self) -> Link | None:
-        """The simulated network."""
+        """Return the simulated network, or None."""
         return None if self.bandwidth is None else Link(self.bandwidth, self.latency)
 
     def start(self, alpha: int, m: int, symmetric: bool, progress: Progress = silent) -> "Cascade":
-        """The nodes of α CompNodes and β = mα key shards, up and running.
+        """Start the nodes of α CompNodes and β = mα key shards.
 
         Raises:
-            InputError: an option that the backend does not have, or see ``RayCascade``.
+            InputError: the backend does not have an option, or see ``RayCascade``.
         """
         from hiddenlab.defenses.cascade.backend import Settings, load_cascade_model
         from hiddenlab.defenses.cascade.local import LocalCascade
@@ -170,7 +176,7 @@ class Backend:
 
 
 def _with_ray(module: str) -> Any:
-    """A module that imports Ray.
+    """Import a module that needs Ray.
 
     Raises:
         InputError: Ray is not installed.
@@ -234,22 +240,27 @@ def run(
     record: str | None = None,
     progress: Progress = silent,
 ) -> dict[str, Any]:
-    """One forward pass of a prompt over the nodes of a plan, or a generation.
+    """Run one forward pass of a prompt over the nodes of a plan, or a generation.
 
     Args:
-        compare: run the plain model as well. repeats: passes that are timed, after one that is not. new_tokens:
-            generate so many, in place of a forward pass. sampling: see ``generate.Sampling``. record: folder for
-            what each node saw. The other arguments are those of ``plan``.
+        prompt: its text.
+        backend: where the nodes run.
+        compare: run the plain model as well.
+        repeats: passes that are timed, after one that is not.
+        new_tokens: generate so many, in place of a forward pass.
+        sampling: see ``generate.Sampling``.
+        record: folder for what each node saw.
+    The other arguments are those of ``plan``.
 
     Returns:
-        ``tokens``, ``comp_nodes``, ``attn_nodes``, ``seconds`` (median), ``nodes`` (counters of each node), and for
-        a pass ``next_token`` (None for a model without a head), for a generation ``text``, ``new_tokens`` and
-        ``seconds_per_token``; compared, ``plain_seconds``, ``over_plain`` and ``max_difference`` or
-        ``same_tokens``; recorded, ``seen``.
+        ``tokens``, ``comp_nodes``, ``attn_nodes``, ``seconds`` (median), ``nodes`` (counters of each node). For a pass:
+        ``next_token`` (None for a model without a head). For a generation: ``text``, ``new_tokens`` and
+        ``seconds_per_token``. With ``compare``: ``plain_seconds``, ``over_plain`` and ``max_difference`` or
+        ``same_tokens``. With ``record``: ``seen``.
 
     Raises:
-        InputError: the plan does not exist, the model is unknown, or the prompt is empty or too long. NodeError: a
-            node died or stalled.
+        InputError: the plan does not exist, the model is unknown, or the prompt is empty or too long.
+        NodeError: a node died or stalled.
     """
     from hiddenlab.defenses.cascade.node_views import save_seen
     from hiddenlab.models.load import load_tokenizer, resolve_model
@@ -326,7 +337,7 @@ def _generation(
 def _compared(
     backend: Backend, ids: Tensor, head: bool, result: dict[str, Any], repeats: int
 ) -> dict[str, Any]:
-    """The plain model beside it, in this process."""
+    """Run the plain model in this process, and compare output and time."""
     from hiddenlab.defenses.cascade.backend import load_cascade_model
     from hiddenlab.models.load import parse_dtype
 
@@ -346,7 +357,7 @@ def _compared(
 
 
 def timed(call: Callable[[], Any], repeats: int) -> tuple[Any, float]:
-    """The first result, and the median time of the calls after it (of the first where there are none)."""
+    """Return the first result, and the median time of the calls after it (of the first where there are none)."""
     started = time.perf_counter()
     first = call()
     if not repeats:
@@ -362,7 +373,7 @@ def timed(call: Callable[[], Any], repeats: int) -> tuple[Any, float]:
 def make_plan(
     tokens: int, alpha: int | None, c: int, delta: int | None, m: int, shards: str | None, symmetric: bool
 ) -> Plan:
-    """(c, δ)-sharding, or the shards given by hand.
+    """Make a plan by (c, δ)-sharding, or from shards given by hand.
 
     Raises:
         InputError: the plan does not exist, or both were given.
@@ -378,10 +389,10 @@ def make_plan(
 
 
 def parse_shards(text: str) -> list[list[int]]:
-    """``0,1,4;2,3,5`` as positions of each CompNode.
+    """Parse ``0,1,4;2,3,5`` into the positions of each CompNode.
 
     Raises:
-        InputError: something in it is no number.
+        InputError: a part is no number.
     """
     try:
         return [

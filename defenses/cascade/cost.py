@@ -1,4 +1,4 @@
-"""What a Cascade plan costs on the wire: the paper's formulas (section 7.3.1, appendix O) and an exact count."""
+"""Compute the traffic and time of a Cascade plan, by the paper's formulas (section 7.3.1, appendix O) and exactly."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -12,10 +12,11 @@ STATISTICS = {"paper": 2, "logsumexp": 1}  # numbers sent back a head and row be
 
 @dataclass(frozen=True)
 class Shape:
-    """What of a model decides the traffic.
+    """The properties of a model that determine the traffic.
 
     Attributes:
-        layers, heads, kv_heads, head_dim: of the attention. element_bytes: bytes of a number on the wire.
+        layers, heads, kv_heads, head_dim: of the attention.
+        element_bytes: bytes of a number on the wire.
     """
 
     layers: int
@@ -26,7 +27,7 @@ class Shape:
 
     @classmethod
     def of(cls, config: Any, element_bytes: int = 2) -> "Shape":
-        """The shape of a Hugging Face configuration.
+        """Read the shape from a Hugging Face configuration.
 
         Raises:
             InputError: the model has no attention heads.
@@ -41,7 +42,12 @@ class Shape:
 
 @dataclass(frozen=True)
 class Link:
-    """A link between nodes. bandwidth: bytes a second. latency: seconds, one way."""
+    """A network link between nodes.
+
+    Attributes:
+        bandwidth: bytes per second.
+        latency: seconds, one way.
+    """
 
     bandwidth: float
     latency: float
@@ -52,19 +58,20 @@ class Link:
 
 
 def layer_bytes(plan: Plan, shape: Shape, mode: str = "paper") -> int:
-    """Bytes that all nodes send in one layer (Equation 1): βF(2dH + 2dH_KV + sH)N.
+    """Return the bytes that all nodes send in one layer: βF(2dH + 2dH_KV + sH)N (Equation 1).
 
     Args:
-        mode: ``paper`` sends row maximum and sum (s = 2) beside each partial output, ``logsumexp`` one number.
+        plan, shape: of the prompt and the model.
+        mode: ``paper`` sends row maximum and sum (s = 2) beside each partial output, ``logsumexp`` one number (s = 1).
     """
     h, kv, d = shape.heads, shape.kv_heads, shape.head_dim
     return plan.beta * shape.element_bytes * (2 * d * h + 2 * d * kv + STATISTICS[mode] * h) * plan.tokens
 
 
 def layer_seconds(plan: Plan, shape: Shape, link: Link, mode: str = "paper") -> float:
-    """Time of one layer's traffic, nodes sending in parallel and waiting for each other (Equation 2).
+    """Return the seconds of one layer's traffic, where nodes send in parallel and wait for each other (Equation 2).
 
-    The exact count stands in for the formula's maxima, which are for β² nodes; without ``symmetric`` both agree.
+    An exact count replaces the formula's maxima, which are for β² nodes; without ``symmetric`` both agree.
     """
     by_comp, by_attn = sent(plan, shape, mode)
     slowest = max(by_comp.values(), default=0) + max(by_attn.values(), default=0)
@@ -72,12 +79,15 @@ def layer_seconds(plan: Plan, shape: Shape, link: Link, mode: str = "paper") -> 
 
 
 def rounds(plan: Plan) -> int:
-    """Messages of one layer: both directions of every pair of nodes that talk, at most 2αβ² (appendix O)."""
+    """Return the number of messages of one layer: both directions of every pair that talks.
+
+    At most 2αβ² (appendix O).
+    """
     return sum(1 + bool(message.answers) for message in plan.messages())
 
 
 def sent(plan: Plan, shape: Shape, mode: str = "paper") -> tuple[Counter[int], Counter[Any]]:
-    """Bytes that each CompNode and each AttnNode sends in one layer, counted message by message."""
+    """Return the bytes that each CompNode and each AttnNode sends in one layer, counted message by message."""
     size, d = shape.element_bytes, shape.head_dim
     by_comp: Counter[int] = Counter()
     by_attn: Counter[Any] = Counter()

@@ -1,4 +1,4 @@
-"""When a node counts as stalled, and how often lost nodes are replaced."""
+"""Decide when a node counts as stalled, and limit how often lost nodes are replaced."""
 
 import threading
 import time
@@ -10,13 +10,14 @@ HOUR = 3600.0
 
 
 class Watch:
-    """Tells slow nodes from stalled ones, by numbers that grow while a node works.
+    """A watch that tells slow nodes from stalled ones, by numbers that grow while a node works.
 
-    A node is silent where it has left a question unanswered for ``patience`` seconds. All are still where no number
-    has grown for as long. Anything less is slowness, however long a pass takes.
+    A node is silent if it has left a question unanswered for ``patience`` seconds. The nodes are still if no number has
+    grown for as long. Anything less is slowness, however long a pass takes.
 
     Args:
-        patience: seconds. clock: monotonic, in seconds.
+        patience: seconds.
+        position_model: monotonic clock, in seconds.
     """
 
     def __init__(self, patience: float, position_model: PositionModel = time.monotonic) -> None:
@@ -30,7 +31,7 @@ class Watch:
         self._asked.setdefault(name, self._clock())
 
     def answered(self, name: str, ticks: int) -> None:
-        """Note a node's answer: its number."""
+        """Note a node's answer, the number of its progress."""
         self._asked.pop(name, None)
         if self._ticks.get(name) != ticks:
             self._ticks[name], self._moved = ticks, self._clock()
@@ -42,24 +43,25 @@ class Watch:
         self._moved = self._clock()
 
     def silent(self) -> list[str]:
-        """Nodes that have been asked and have not answered for too long."""
+        """Return the nodes that were asked and have not answered for too long."""
         now = self._clock()
         return [name for name, asked in self._asked.items() if now - asked >= self.patience]
 
     def still(self, since: float) -> bool:
-        """Nothing has moved for too long.
+        """Return whether no number has grown for too long.
 
         Args:
-            since: when the work began that waits, by the same clock; standing still before that is no fault.
+            since: start of the work that waits, by the same clock; standing still before that is no fault.
         """
         return self._clock() - max(self._moved, since) >= self.patience
 
 
 class Restarts:
-    """So many replacements within an hour: one that is an hour old counts no more.
+    """A limit on replacements within a sliding window of time.
 
     Args:
-        limit: replacements within ``window`` seconds. clock: monotonic, in seconds.
+        limit: replacements within ``window`` seconds.
+        position_model: monotonic clock, in seconds.
     """
 
     def __init__(
@@ -71,12 +73,12 @@ class Restarts:
 
     @property
     def left(self) -> int:
-        """How many are left now."""
+        """The number of replacements left now."""
         with self._lock:
             return self._left()
 
     def take(self) -> bool:
-        """Take one; False where none is left."""
+        """Take one replacement; return False where none is left."""
         with self._lock:
             if self._left() < 1:
                 return False
@@ -91,10 +93,10 @@ class Restarts:
 
 
 def most_missed(waiting: Mapping[str, Mapping[str, object] | None]) -> int | None:
-    """The CompNode whose rows most AttnNodes wait for; None where none waits.
+    """Return the CompNode whose rows most AttnNodes wait for; None where none waits.
 
     Args:
-        waiting: what each AttnNode says, see ``AttnHost.waiting``.
+        waiting: the state of each AttnNode, see ``AttnHost.waiting``.
     """
     missing = [i for state in waiting.values() if state is not None for i in state["missing"]]  # type: ignore[attr-defined]
     return max(sorted(set(missing)), key=missing.count) if missing else None

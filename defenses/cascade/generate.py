@@ -1,7 +1,7 @@
-"""Generation over Cascade nodes with token-sharded KV caching (paper, appendix Q).
+"""Generate text over Cascade nodes with token-sharded KV caching (paper, appendix Q).
 
-After the prompt's pass each new token is one pass of one CompNode and of the β AttnNodes that hold its query row;
-its keys and values are kept where later queries will look for them.
+After the prompt's pass, each new token is one pass of one CompNode and of the β AttnNodes that hold its query row. Its
+keys and values are kept at the nodes where later queries need them.
 """
 
 import threading
@@ -25,8 +25,10 @@ class Sampling:
     """How the next token is chosen.
 
     Attributes:
-        temperature: 0 takes the most likely token. top_k: only among so many; 0 is all. top_p: only among the most
-            likely that together have this probability. seed: of the draws.
+        temperature: 0 takes the most likely token.
+        top_k: draw among so many of the most likely; 0 for all.
+        top_p: draw among the most likely that together have this probability.
+        seed: of the draws.
     """
 
     temperature: float = 0.0
@@ -39,7 +41,7 @@ class Sampling:
             raise InputError("temperature and top_k must be at least 0, top_p above 0 and at most 1")
 
     def chooser(self) -> Callable[[Float[Tensor, " v"]], int]:
-        """A function from logits to a token id; draws come from a generator of its own."""
+        """Return a function from logits to a token id; its draws come from its own generator."""
         if self.temperature == 0:
             return lambda logits: int(logits.argmax())
         from transformers import (
@@ -67,7 +69,7 @@ class Sampling:
 
 
 class Cancellation:
-    """Ends a generation from another thread: within a layer of the pass that runs, and before any other begins."""
+    """A handle that ends a generation from another thread, within a layer of the running pass."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -79,13 +81,13 @@ class Cancellation:
         return self._cancelled
 
     def cancel(self) -> None:
-        """End it; does not wait until it has ended."""
+        """End the generation; do not wait until it has ended."""
         with self._lock:
             self._cancelled, close = True, self._close
         close()
 
     def watch(self, close: Callable[[], None]) -> bool:
-        """Say how the request that runs now is closed; False where it need not begin."""
+        """Register how the running request is closed; return False if it need not begin."""
         with self._lock:
             self._close = close
             return not self._cancelled
@@ -101,17 +103,22 @@ def generate(
     stop: Iterable[int] = (),
     cancellation: Cancellation | None = None,
 ) -> Iterator[int]:
-    """New token ids, one as soon as it is there; the stop token is the last of them.
+    """Yield new token ids, each as soon as it is known; a stop token is the last of them.
 
-    A lost node that the backend may replace costs a new pass over all tokens so far; what was yielded stands.
+    If the backend may replace a lost node, all tokens so far are run again; what was yielded remains.
 
     Args:
-        plan: of the prompt; it grows with the answer. new_tokens: at most so many, and never beyond the context.
-        stop: ids that end the answer. cancellation: ends it early, without an error; what was lost meanwhile is
-            neither replaced nor run again.
+        cascade: the nodes.
+        tokens: ids of the prompt.
+        plan: of the prompt; it grows with the answer.
+        new_tokens: at most so many, and never beyond the context.
+        sampling: default: greedy.
+        stop: ids that end the answer.
+        cancellation: ends it early, without an error; lost nodes are then neither replaced nor run again.
 
     Raises:
-        InputError: the model has no head, or the prompt leaves no room in its context. NodeError: a node is lost.
+        InputError: the model has no head, or the prompt leaves no room in its context.
+        NodeError: a node is lost.
     """
     if not cascade.facts.head:
         raise InputError(f"{cascade.facts.name} has no language-model head; it cannot generate")

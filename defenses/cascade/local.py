@@ -1,8 +1,8 @@
-"""Cascade in one process: every CompNode a thread with its own tokens, AttnNodes run by the thread that comes last.
+"""Run Cascade in one process: each CompNode is a thread, and the last sender's thread computes for an AttnNode.
 
-The oracle of other backends, and what the tests compare with the plain model. All threads share one copy of the
-weights; each runs the model's own forward on its tokens at their own positions, and meets the others only in the
-attention function (docs/architecture.md).
+It is the reference for other backends, and the tests compare it with the plain model. All threads share one copy of the
+weights. Each runs the model's own forward on its tokens at their own positions, and exchanges rows with the others only
+in the attention function (docs/architecture.md).
 """
 
 import threading
@@ -19,7 +19,7 @@ from hiddenlab.sharding import AttnNode
 
 
 class _Mail:
-    """Answers of one pass of one CompNode, from whichever thread computed them."""
+    """The answers to one pass of one CompNode, from whichever thread computed them."""
 
     def __init__(self, cascade: "LocalCascade", comp: int, failed: threading.Event) -> None:
         self.cascade, self.comp, self.failed = cascade, comp, failed
@@ -54,7 +54,9 @@ class LocalCascade(Cascade):
     """A model run by the nodes of a plan, in one process.
 
     Args:
-        model: see ``load_cascade_model``. name: of the model, for what is recorded.
+        model: see ``load_cascade_model``.
+        settings: how the nodes work.
+        name: of the model, for what is recorded.
     """
 
     def __init__(self, model: nn.Module, settings: Settings | None = None, *, name: str = "model") -> None:
@@ -66,7 +68,7 @@ class LocalCascade(Cascade):
         self._lock = threading.Lock()
 
     def attn_host(self, node: AttnNode) -> AttnHost:
-        """The AttnNode of a name, made when first needed."""
+        """Return the AttnNode with that name; make it when first needed."""
         with self._lock:
             if node not in self._attns:
                 settings = self.settings
@@ -76,7 +78,7 @@ class LocalCascade(Cascade):
             return self._attns[node]
 
     def comp_host(self, index: int) -> CompHost:
-        """The CompNode of a name, made when first needed."""
+        """Return the CompNode with that index; make it when first needed."""
         with self._lock:
             if index not in self._comps:
                 self._comps[index] = CompHost(self.model, index, wire=self.settings.wire)

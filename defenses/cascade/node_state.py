@@ -1,8 +1,8 @@
-"""CompNodes and AttnNodes as the backends run them: what a node keeps between messages, whoever carries these.
+"""Keep the state of CompNodes and AttnNodes between messages, for every backend.
 
-A request is one prompt with everything generated after it. It consists of passes: the first over the prompt, then
-one over each new token. In a pass a CompNode runs the model's own forward on its new tokens; in each layer's
-attention it posts its rows to AttnNodes and collects their answers. AttnNodes only react to what they are sent.
+A request is one prompt with everything generated after it. It consists of passes: the first over the prompt, then one
+over each new token. In a pass a CompNode runs the model's own forward on its new tokens. In each layer's attention it
+posts its rows to AttnNodes and collects their answers. AttnNodes only react to what they are sent.
 """
 
 import threading
@@ -32,8 +32,8 @@ class NodeError(HiddenlabError):
     """A node died, stalled or failed.
 
     Attributes:
-        node: its name, ``CompNode 1`` or ``AttnNode (0, 2)``, or None where nobody can say which it was.
-        forgot: the node is well, but was replaced and does not know what was sent to the one before it.
+        node: its name, ``CompNode 1`` or ``AttnNode (0, 2)``, or None where it is unknown.
+        forgot: the node works, but was replaced and does not know what was sent to the one before it.
         replaced: how often that node had been replaced when the pass began.
     """
 
@@ -58,9 +58,13 @@ class Pass:
     """One forward pass of a request.
 
     Attributes:
-        request: its name. number: of the pass, from 0. plan: for all tokens so far, the new ones included.
-        since: first new position. keep: keep keys and values for further passes. last: only the last position's
-            output is wanted. hidden: padding, which no token sees.
+        request: its name.
+        plan: for all tokens so far, including the new ones.
+        number: of the pass, from 0.
+        since: first new position.
+        keep: keep keys and values for further passes.
+        last: only the last position's output is wanted.
+        hidden: padding, which no token sees.
     """
 
     request: str
@@ -72,17 +76,18 @@ class Pass:
     hidden: Positions = ()
 
     def inputs(self, index: int, tokens: Tensor) -> Tensor | None:
-        """A CompNode's share of the new tokens' ids or embeddings, None where it has none."""
+        """Return a CompNode's share of the new tokens' ids or embeddings; None where it has none."""
         mine = [p - self.since for p in self.plan.shards[index] if p >= self.since]
         return tokens[mine] if mine else None
 
 
 @dataclass(frozen=True)
 class Head:
-    """What comes with a CompNode's rows: of which pass and layer they are, and how the layer attends.
+    """The header of a CompNode's rows: their pass and layer, and how the layer attends.
 
     Attributes:
-        step: attention calls before this one in the pass. work: the pass, with the first message of it only.
+        step: attention calls before this one in the pass.
+        work: the pass, in its first message only.
     """
 
     request: str
@@ -95,10 +100,10 @@ class Head:
 
 @runtime_checkable
 class Carrier(Protocol):
-    """Carries a CompNode's messages."""
+    """A carrier of a CompNode's messages."""
 
     def post(self, node: AttnNode, head: Head, rows: Rows) -> None:
-        """Send rows; does not wait for an answer."""
+        """Send rows; do not wait for an answer."""
         ...
 
     def collect(self, node: AttnNode, head: Head) -> list[Partial]:
@@ -112,11 +117,13 @@ class Carrier(Protocol):
 
 @dataclass
 class Times:
-    """Where a CompNode's time went, in seconds, over its passes.
+    """The time of a CompNode's passes, in seconds, by activity.
 
     Attributes:
-        compute: in the model. send: handing rows to the carrier. wait: until the answers were there. merge: of
-            partial outputs.
+        compute: in the model.
+        send: handing rows to the carrier.
+        wait: until the answers arrived.
+        merge: of partial outputs.
     """
 
     compute: float = 0.0
@@ -129,10 +136,13 @@ class CompHost:
     """A CompNode: the model's weights, and the passes that run on them.
 
     Args:
-        model: see ``load_cascade_model``. wire: dtype of numbers on the wire; None leaves them as they are.
+        model: see ``load_cascade_model``.
+        index: of the CompNode.
+        wire: dtype of numbers on the wire; None leaves them as they are.
 
     Attributes:
-        ticks: grows with every layer of every pass. layers: the layer in which each running request is, from 1.
+        ticks: grows with every layer of every pass.
+        layers: the layer in which each running request is, from 1.
     """
 
     def __init__(self, model: nn.Module, index: int, *, wire: torch.dtype | None = None) -> None:
@@ -148,9 +158,9 @@ class CompHost:
         carrier: Carrier,
         seen: Seen | None = None,
     ) -> Float[Tensor, "rows width"]:
-        """Logits (last hidden states where the model has no head) of the node's new tokens.
+        """Return logits (last hidden states where the model has no head) of the node's new tokens.
 
-        With ``work.last``, only those of the prompt's last position, and no rows where another node holds it.
+        With ``work.last``, return only those of the prompt's last position, and no rows where another node holds it.
 
         Raises:
             NodeError: an answer does not come.
@@ -192,13 +202,13 @@ class CompHost:
 
 
 def has_head(model: nn.Module) -> bool:
-    """The model gives logits, not only hidden states."""
+    """Return whether the model gives logits, not only hidden states."""
     return model.get_output_embeddings() is not None  # type: ignore[operator]
 
 
 @dataclass
 class _Seat:
-    """One CompNode's place in a pass, found by the attention function."""
+    """The state of one CompNode in a pass, which the attention function looks up."""
 
     host: CompHost
     work: Pass
@@ -235,7 +245,7 @@ class _Seat:
         return out
 
     def finish(self) -> None:
-        """Take the receipts of nodes that only keep what they were sent, one layer late: nobody waits for them."""
+        """Take the receipts of nodes that only store what they were sent, one layer late, so that nobody waits."""
         if self.owed is not None:
             for message in self.comp.messages:
                 if not message.answers:
@@ -245,10 +255,11 @@ class _Seat:
 
 @dataclass
 class Counters:
-    """What an AttnNode did.
+    """The counters of an AttnNode.
 
     Attributes:
-        passes: in which it computed attention. stored: in which it only kept keys and values.
+        passes: passes in which it computed attention.
+        stored: passes in which it only kept keys and values.
         elements_in, elements_out: numbers received and answered.
     """
 
@@ -263,7 +274,7 @@ Reply = Callable[[list[Partial] | Exception], None]
 
 @dataclass
 class _Open:
-    """A request as an AttnNode sees it."""
+    """The state of a request at an AttnNode."""
 
     worker: AttnWorker
     plan: Plan
@@ -273,13 +284,16 @@ class _Open:
 
 
 class AttnHost:
-    """An AttnNode: keeps what it was sent of each request, and answers once all rows of a layer are there.
+    """An AttnNode: keeps the rows of each request, and answers once all rows of a layer have arrived.
 
     The thread that brings the last rows computes.
 
     Args:
-        compress: answer with one logsumexp a row. wire: dtype of numbers on the wire.
-        record: keep everything received, see ``seen``. device: where it computes; None is where the rows are.
+        node: which AttnNode.
+        compress: answer with one logsumexp per row.
+        wire: dtype of numbers on the wire.
+        record: keep everything received, see ``seen``.
+        device: where it computes; None is where the rows are.
     """
 
     def __init__(
@@ -302,7 +316,7 @@ class AttnHost:
         self._lock = threading.Lock()
 
     def receive(self, comp: int, head: Head, rows: Rows, reply: Reply) -> None:
-        """Take a CompNode's rows; ``reply`` is called for every CompNode that asked, once all have sent."""
+        """Take a CompNode's rows; once all have sent, call ``reply`` for every CompNode that asked."""
         with self._lock:
             self.ticks += 1
             closed = head.request in self._closed
@@ -337,7 +351,10 @@ class AttnHost:
     def _came(
         self, one: _Open, comp: int, head: Head, rows: Rows, reply: Reply
     ) -> dict[int, tuple[Rows, Reply]]:
-        """Keep a CompNode's rows; those of all CompNodes once these were the last, else none. Needs the lock."""
+        """Keep a CompNode's rows; return all CompNodes' rows if these were the last, else none.
+
+        The caller has to hold the lock.
+        """
         came = one.came.setdefault((head.number, head.step), {})
         came[comp] = (rows, reply)
         self.counters.elements_in += rows.elements
@@ -360,7 +377,7 @@ class AttnHost:
             return one.worker.run(head.layer, taken, head.attention)
 
     def _request(self, head: Head) -> _Open | None:
-        """The request of a message, its pass begun; None where rows that came before it are not here."""
+        """Return the request of a message and begin its pass; None where earlier rows are missing."""
         one = self._open.get(head.request)
         if head.work is not None and (one is None or head.number > one.number):
             work = head.work
@@ -378,12 +395,12 @@ class AttnHost:
         return one
 
     def plan(self, request: str) -> Plan | None:
-        """The plan of a request's last pass, None where nothing came of it."""
+        """Return the plan of a request's last pass; None where nothing of it arrived."""
         one = self._open.get(request)
         return None if one is None else one.plan
 
     def waiting(self, request: str) -> dict[str, Any] | None:
-        """The oldest layer that a request waits for rows of: ``layer`` step and missing CompNodes; None if none."""
+        """Return the oldest layer of which a request misses rows: ``step`` and ``missing`` CompNodes; None if none."""
         with self._lock:
             one = self._open.get(request)
             if one is None or not one.came:
@@ -392,7 +409,7 @@ class AttnHost:
             return {"step": step, "missing": sorted(set(one.worker.messages) - set(came))}
 
     def close(self, request: str) -> None:
-        """Forget a request. Who waits for an answer of it, or still asks for one, hears that it was given up."""
+        """Forget a request; answer whoever waits for it, or still asks, that it was given up."""
         with self._lock:
             one = self._open.pop(request, None)
             self._closed[request] = None
@@ -408,7 +425,7 @@ class AttnHost:
 
 
 def attn_name(node: AttnNode) -> str:
-    """How an AttnNode is called in messages, errors and counters."""
+    """Return the name of an AttnNode in messages, errors and counters."""
     return f"AttnNode ({node.queries}, {node.keys})"
 
 

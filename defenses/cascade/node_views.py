@@ -1,4 +1,4 @@
-"""What each node saw of a request, as observations that attacks can be pointed at (``cascade run --record``)."""
+"""Turn what each node saw of a request into observations for attacks: ``cascade run --record``."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,7 +21,7 @@ from hiddenlab.types import GroundTruth, Observation, ObservationInfo, Site
 
 @dataclass(frozen=True)
 class Entry:
-    """Rows that a node held or received: of which stream and layer, and for which positions, one a row."""
+    """Rows that a node held or received, of one stream and layer, with the position of each row."""
 
     site: Site
     positions: Positions
@@ -31,7 +31,7 @@ class Entry:
 
 @dataclass
 class Seen:
-    """All that one node saw of one request, in order."""
+    """Everything that one node saw of one request, in order."""
 
     node: str
     request: str
@@ -44,10 +44,11 @@ class Seen:
             self.entries.append(Entry(Site(layer, stream), positions, rows.detach().cpu().clone(), facts))
 
     def observations(self, model: str, signature: Sequence[float], dtype: str) -> list[Observation]:
-        """One observation for each stream, layer and key shard; rows of all passes, in order of position.
+        """Return one observation for each stream, layer and key shard, with the rows of all passes by position.
 
         Args:
-            model, signature: of the weights, see ``hiddenlab.types.Public``. dtype: in which the nodes computed.
+            model, signature: of the weights, see ``hiddenlab.types.ObservationInfo``.
+            dtype: in which the nodes computed.
         """
         groups: dict[tuple[str, int, Any], list[Entry]] = {}
         for entry in self.entries:
@@ -70,7 +71,7 @@ class Seen:
 
 
 def record_attn(seen: Seen, messages: Mapping[int, Message], layer: int, rows: Mapping[int, Rows]) -> None:
-    """Queries, keys and values that an AttnNode received in a layer (counted from 1)."""
+    """Record queries, keys and values that an AttnNode received in a layer."""
     for comp, sent in rows.items():
         message = messages[comp]
         for stream, positions, tensor in (
@@ -84,7 +85,7 @@ def record_attn(seen: Seen, messages: Mapping[int, Message], layer: int, rows: M
 def record_partials(
     seen: Seen, plan: Plan, comp: CompWorker, layer: int, answers: Mapping[AttnNode, Sequence[Partial]]
 ) -> None:
-    """Partial outputs that a CompNode received: a row holds m, e (unless compressed) and u of all heads."""
+    """Record partial outputs that a CompNode received; a row holds m, e (unless compressed) and u of all heads."""
     mine = set(comp.positions)
     for node, parts in answers.items():
         for block, part in zip(plan.blocks(node), parts, strict=True):
@@ -106,10 +107,11 @@ def record_partials(
 def record_layers(
     seen: Seen | None, model: nn.Module, positions: Positions, mine: Callable[[], bool]
 ) -> Iterator[None]:
-    """The node's own hidden states: ``embed`` before the first layer, ``resid`` after each.
+    """Record the node's own hidden states: ``embed`` before the first layer, ``resid`` after each.
 
     Args:
-        mine: the running pass is this node's; nodes of one process share their model.
+        seen: where to record; None records nothing.
+        mine: whether the running pass is this node's; nodes of one process share their model.
     """
     if seen is None:
         yield
@@ -137,11 +139,11 @@ def record_layers(
 
 
 def first_layer_view(observations: Sequence[Observation]) -> Observation | None:
-    """All that a CompNode holds and receives of the first layer, as one observation a request.
+    """Join all that a CompNode holds and receives in the first layer into one observation.
 
     A row is an embedding, then m, e and u of all heads for each key shard (m the logsumexp and e 1 where answers were
-    compressed). The facts say which columns are what: ``embed`` (width of the embedding), ``heads``, and ``shards``,
-    the positions of each key shard. None where the node saw no such rows.
+    compressed). The facts describe the columns: ``embed`` (width of the embedding), ``heads``, and ``shards``, the
+    positions of each key shard. None where the node saw no such rows.
     """
     own = next((o for o in observations if o.info.site == Site(0, "embed")), None)
     answers = [o for o in observations if o.info.site == Site(1, "attn")]
@@ -165,10 +167,10 @@ def first_layer_view(observations: Sequence[Observation]) -> Observation | None:
 
 
 def second_layer_view(observations: Sequence[Observation]) -> Observation | None:
-    """What an AttnNode was sent at the second layer, side by side, as one observation a request.
+    """Join what an AttnNode was sent in the second layer into one observation.
 
-    Queries, keys and values (``qkv``) where they are of the same rows, else keys and values (``kv``). They are
-    functions of what the first layer's attention brought each row. None where the node was sent none.
+    It holds queries, keys and values (``qkv``) where they are of the same rows, else keys and values (``kv``). They are
+    functions of the first layer's attention output of each row. None where the node was sent none.
     """
     sent = {o.info.site.stream: o for o in observations if o.info.site.layer == 2}
     if "k" not in sent or "v" not in sent:
@@ -188,13 +190,16 @@ def save_seen(
     dtype: str,
     tokens: Sequence[int] = (),
 ) -> dict[str, dict[str, Any]]:
-    """Write what nodes saw: ``folder/<node>/<stream>-<layer>.safetensors``.
+    """Write what nodes saw to ``folder/<node>/<stream>-<layer>.safetensors``.
 
-    CompNodes have ``partials-1`` too, AttnNodes ``qkv-2`` or ``kv-2``: what attacks read together.
+    CompNodes also get ``partials-1``, AttnNodes ``qkv-2`` or ``kv-2``: the joint views that attacks read.
 
     Args:
-        tokens: of the prompt and what was generated; those that any node computed on become ``truth.json`` in each
-            folder, with which an attack on what the node saw is scored.
+        seen: what nodes saw.
+        folder: where to write.
+        model, signature, dtype: see ``Seen.observations``.
+        tokens: of the prompt and what was generated. Those that any node computed on become ``truth.json`` in each
+            folder, which scores attacks on what the node saw.
 
     Returns:
         For each node, the positions that it saw rows of, files and rows written.

@@ -1,8 +1,8 @@
-"""What CompNodes and AttnNodes compute, on tensors alone (paper, appendix G, Algorithms 7 to 9).
+"""Compute what CompNodes and AttnNodes do, on tensors alone (paper, appendix G, Algorithms 7 to 9).
 
 The pre-pass (Algorithm 7) is the model's own projections and rotary embedding, run by transformers on the node's
-tokens; what is left of it here is which rows go where. Projection, residual and MLP after the post-pass are the
-model's own as well.
+tokens; this file only decides which rows go where. Projection, residual and MLP after the post-pass are the model's own
+as well.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,7 +18,7 @@ from hiddenlab.sharding import AttnNode, Message, Plan, Positions, new_of
 
 @dataclass(frozen=True)
 class Rows:
-    """What a CompNode sends an AttnNode in a layer: rows of the positions that ``Message`` names."""
+    """The rows that a CompNode sends to an AttnNode in a layer, of the positions that ``Message`` names."""
 
     queries: Float[Tensor, "h a d"]
     keys: Float[Tensor, "kv b d"]
@@ -29,7 +29,7 @@ class Rows:
         return self.queries, self.keys, self.values
 
     def to(self, device: str | None = None, dtype: torch.dtype | None = None) -> "Rows":
-        """The same elsewhere, or in another dtype."""
+        """Return the rows on another device, or in another dtype."""
         if device is None and dtype is None:
             return self
         return Rows(*(tensor.to(device=device, dtype=dtype) for tensor in self.tensors))
@@ -41,10 +41,10 @@ class Rows:
 
 @dataclass(frozen=True)
 class Partial:
-    """Attention of some rows over one key shard: row maximum m, sum e of exp(score - m), and output u.
+    """The attention of some rows over one key shard: row maximum m, sum e of exp(score - m), and output u.
 
-    Rows that see no key of the shard have m = -inf, e = 0, u = 0. With ``total`` None, ``maximum`` is the
-    logsumexp of the row's scores, which says the same in one number.
+    Rows that see no key of the shard have m = -inf, e = 0, u = 0. If ``total`` is None, ``maximum`` is the logsumexp of
+    the row's scores, which replaces both numbers.
     """
 
     maximum: Float[Tensor, "h a"]
@@ -52,12 +52,12 @@ class Partial:
     output: Float[Tensor, "h a dv"]
 
     def rows(self, index: slice) -> "Partial":
-        """Some of the rows."""
+        """Return some of the rows."""
         total = None if self.total is None else self.total[:, index]
         return Partial(self.maximum[:, index], total, self.output[:, index])
 
     def compressed(self) -> "Partial":
-        """The same with one logsumexp a row."""
+        """Replace maximum and sum by one logsumexp per row."""
         if self.total is None:
             return self
         return replace(self, maximum=self.maximum + self.total.log(), total=None)
@@ -68,7 +68,7 @@ class Partial:
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor]) -> "Partial":
-        """The inverse of ``tensors``."""
+        """Make a partial from its ``tensors``."""
         return cls(tensors[0], tensors[1] if len(tensors) == 3 else None, tensors[-1])
 
     @property
@@ -83,10 +83,14 @@ def attention_pass(
     visible: Bool[Tensor, "a b"] | None,
     attention: Attention,
 ) -> Partial:
-    """One block of an AttnNode (Algorithm 8); query heads are grouped over key/value heads, not repeated.
+    """Compute attention of queries over one key shard (Algorithm 8).
+
+    Query heads are grouped over key/value heads, not repeated.
 
     Args:
+        queries, keys, values: rows by head.
         visible: which keys each query sees; None for all.
+        attention: how the layer attends.
     """
     heads, a, d = queries.shape
     kv, b, width = values.shape
@@ -106,7 +110,10 @@ def attention_pass(
 
 
 def post_pass(parts: Sequence[Partial]) -> Float[Tensor, "h a dv"]:
-    """Merge the partial outputs of all key shards (Algorithm 9): a softmax over shards. No visible key gives 0."""
+    """Merge the partial outputs of all key shards by a softmax over shards (Algorithm 9).
+
+    Rows without a visible key are 0.
+    """
     if len(parts) == 1:
         return parts[0].output
     maxima = torch.stack([part.maximum for part in parts])
@@ -124,8 +131,9 @@ class AttnWorker:
     """An AttnNode's part of one request: no weights, only the rows it is sent, kept from pass to pass.
 
     Args:
-        node: which. compress: answer with one logsumexp a row. keep: keep keys and values for further passes
-            (token-sharded KV caching, appendix Q).
+        node: which AttnNode.
+        compress: answer with one logsumexp per row.
+        keep: keep keys and values for further passes (token-sharded KV caching, appendix Q).
     """
 
     def __init__(self, node: AttnNode, *, compress: bool = False, keep: bool = False) -> None:
@@ -139,6 +147,8 @@ class AttnWorker:
         """Start a pass over the positions from ``since`` on.
 
         Args:
+            plan: for all tokens so far.
+            since: first new position.
             hidden: padding, which no query may see.
         """
         self.messages = {message.comp: message for message in plan.messages(since, (self.node,))}
@@ -157,10 +167,10 @@ class AttnWorker:
             self._blocks.append(_Block(block.keys, tuple(asked)))
 
     def run(self, layer: int, rows: Mapping[int, Rows], attention: Attention) -> dict[int, list[Partial]]:
-        """Attention of the new query rows of all CompNodes over all key rows so far.
+        """Compute attention of the new query rows of all CompNodes over all key rows so far.
 
         Returns:
-            For each CompNode, a partial result a block, its rows in the order of the CompNode's positions.
+            For each CompNode, one partial result per block, its rows in the order of the CompNode's positions.
         """
         held = {name: shard.take(layer, rows, self.keep) for name, shard in self._shards.items()}
         out: dict[int, list[Partial]] = {comp: [] for comp in rows}
@@ -180,7 +190,7 @@ class AttnWorker:
         return out
 
     def _visible(self, attention: Attention, device: torch.device) -> list[Tensor | None]:
-        """The mask of each block, None where everything is seen; made once a pass and kind of attention."""
+        """Return the mask of each block, made once per pass and kind of attention; None where all keys are seen."""
         kind = attention.causal, attention.window, device
         if kind not in self._masks:
             masks = self._masks[kind] = []
@@ -193,7 +203,7 @@ class AttnWorker:
 
 @dataclass(frozen=True)
 class _Piece:
-    """Rows of one CompNode's message: the positions, and how they are picked from the message."""
+    """Rows of one CompNode's message: their positions, and how they are picked from the message."""
 
     comp: int
     positions: Positions
@@ -213,7 +223,7 @@ class _Block:
 
 
 class _KeyShard:
-    """Keys and values of one shard, in the order in which they came, which is all that attention needs to know."""
+    """Keys and values of one shard, in order of arrival, which does not matter to attention."""
 
     def __init__(self) -> None:
         self.positions: list[int] = []
@@ -227,7 +237,7 @@ class _KeyShard:
         self.positions += [p for piece in pieces for p in piece.positions]
 
     def take(self, layer: int, rows: Mapping[int, Rows], keep: bool) -> tuple[Tensor, Tensor]:
-        """All keys and values of a layer, the new ones included."""
+        """Return all keys and values of a layer, including the new ones."""
         some = next(iter(rows.values()))
         if not self._new:
             if layer in self._kept:
@@ -248,7 +258,7 @@ class _KeyShard:
 
 
 def _appended(buffer: Tensor | None, rows: Tensor, at: int) -> Tensor:
-    """A buffer with rows written behind its first ``at``; it doubles when it is full."""
+    """Write rows to a buffer after its first ``at`` rows; the buffer doubles when it is full."""
     n = at + rows.shape[1]
     if buffer is None or buffer.shape[1] < n:
         grown = rows.new_empty(rows.shape[0], max(n + 16, 2 * at), rows.shape[2])
@@ -260,7 +270,7 @@ def _appended(buffer: Tensor | None, rows: Tensor, at: int) -> Tensor:
 
 
 def _pieces(messages: Mapping[int, Positions], wanted: Positions) -> list[_Piece]:
-    """Where rows of these positions come from."""
+    """Find the messages that rows of these positions come from."""
     out = []
     for comp in sorted(messages):
         place = _places(messages[comp])
@@ -271,10 +281,11 @@ def _pieces(messages: Mapping[int, Positions], wanted: Positions) -> list[_Piece
 
 
 class CompWorker:
-    """A CompNode's part of a pass: cut its rows up for the AttnNodes, and merge what comes back.
+    """A CompNode's part of a pass: it splits its rows among AttnNodes, and merges their answers.
 
     Attributes:
-        positions: of its shard, those from ``since`` on. messages: what it sends, one an AttnNode.
+        positions: of its shard, from ``since`` on.
+        messages: what it sends, one per AttnNode.
     """
 
     def __init__(self, plan: Plan, index: int, since: int = 0) -> None:
@@ -300,14 +311,14 @@ class CompWorker:
         keys: Float[Tensor, "kv n d"],
         values: Float[Tensor, "kv n dv"],
     ) -> dict[AttnNode, Rows]:
-        """What each AttnNode is sent of the node's own rows."""
+        """Return the node's own rows for each AttnNode."""
         return {
             message.attn: Rows(query(queries), key(keys), key(values))
             for message, query, key in zip(self.messages, self._queries, self._keys, strict=True)
         }
 
     def merge(self, answers: Mapping[AttnNode, Sequence[Partial]]) -> Float[Tensor, "h n dv"]:
-        """The node's rows of the attention output, from all AttnNodes that answered it."""
+        """Merge the answers of all AttnNodes into the node's rows of the attention output."""
         merged = [
             post_pass([answers[node][block] for node, block in parts]) for parts in self._parts.values()
         ]
@@ -319,10 +330,11 @@ def _places(positions: Iterable[int]) -> dict[int, int]:
 
 
 class _Pick:
-    """Picks rows by their places; the index goes to the rows' device once, not in each layer.
+    """A choice of rows by their places, whose index is copied to the rows' device once.
 
     Args:
-        total: how many rows there are; all of them in order are passed on as they are.
+        places: of the rows.
+        total: number of rows; if all are taken in order, rows are passed on unchanged.
     """
 
     def __init__(self, places: Sequence[int], total: int) -> None:

@@ -1,6 +1,6 @@
-"""A port of this machine, taken before anything starts on it.
+"""Reserve a port of this machine before anything starts on it.
 
-Ray's proxies share a port without a word (SO_REUSEPORT): two servers would answer in turn.
+Ray's proxies share a port silently (SO_REUSEPORT): two servers would answer in turn.
 """
 
 import errno
@@ -18,11 +18,11 @@ TRIES = 20  # ports above a taken one that are tried, for the advice
 
 @contextmanager
 def reserved(host: str, port: int) -> Iterator[None]:
-    """Hold a port against other servers of this program, once nobody listens on it.
+    """Reserve a port against other servers of this program, once nobody listens on it.
 
     Raises:
-        InputError: somebody listens there, or another server of this program is starting; the message names a free
-            port. Or the address is not this machine's.
+        InputError: somebody listens there, or another server of this program is starting (the message names a free
+            port); or the address is not this machine's.
     """
     lock = FileLock(cache_path("ports", f"{port}.lock"))
     try:
@@ -38,7 +38,7 @@ def reserved(host: str, port: int) -> Iterator[None]:
 
 
 def free(host: str, port: int) -> bool:
-    """Nobody listens at an address of this machine.
+    """Return whether nobody listens at an address of this machine.
 
     Raises:
         InputError: it is no address of this machine, or may not be used.

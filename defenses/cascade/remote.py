@@ -1,4 +1,4 @@
-"""Nodes that talk over a hub: how passes and rows become messages, and what a CompNode does while it waits."""
+"""Run nodes that exchange messages over TCP: convert passes and rows to messages, and wait for answers."""
 
 import secrets
 import threading
@@ -38,7 +38,7 @@ from hiddenlab.sharding import AttnNode, Plan
 
 
 def head_to_json(head: Head) -> dict[str, Any]:
-    """A head as plain data."""
+    """Convert a head to plain data."""
     work = head.work
     out = {**vars(head), "attention": vars(head.attention)}
     if work is not None:
@@ -47,10 +47,11 @@ def head_to_json(head: Head) -> dict[str, Any]:
 
 
 def head_from_json(data: Mapping[str, Any], before: Plan | None = None) -> Head:
-    """The inverse of ``head_to_json``.
+    """Convert plain data to a head.
 
     Args:
-        before: plan of the request's last pass that was seen here; growing it is cheaper than making one anew.
+        data: what ``head_to_json`` gave.
+        before: plan of the request's last pass that was seen here; growing it is cheaper than making a new one.
     """
     work = data["work"]
     if work is not None:
@@ -61,11 +62,11 @@ def head_from_json(data: Mapping[str, Any], before: Plan | None = None) -> Head:
 
 
 class Mailbox:
-    """Answers that came, by request, pass, step and sender, until they are collected.
+    """Answers that arrived, by request, pass, step and sender, until they are collected.
 
     Args:
-        timeout: seconds to wait for an answer while nothing gets on; None waits until told otherwise.
-        progress: a number that changes while the nodes get on. A slow node is waited for, a stalled one is not.
+        timeout: seconds to wait for an answer without progress; None waits until told otherwise.
+        progress: a number that changes while the nodes work. A slow node is waited for, a stalled one is not.
     """
 
     def __init__(self, timeout: float | None, progress: Callable[[], int] = lambda: 0) -> None:
@@ -114,7 +115,7 @@ class Mailbox:
             )
 
     def aborted(self, request: str) -> bool:
-        """The request was given up."""
+        """Return whether the request was given up."""
         return request in self._aborted
 
     def lose(self, sender: str, lost: bool = True) -> None:
@@ -123,7 +124,7 @@ class Mailbox:
             self._ready.notify_all()
 
     def abort(self, request: str) -> None:
-        """Wake whoever waits for this request, and drop what still comes of it."""
+        """Wake whoever waits for this request, and drop answers that still arrive for it."""
         with self._ready:
             self._aborted[request] = None
             while len(self._aborted) > 4096:
@@ -134,7 +135,7 @@ class Mailbox:
 
 
 class HubCarrier:
-    """Carries a CompNode's messages over its hub."""
+    """A carrier of a CompNode's messages over its hub."""
 
     def __init__(self, hub: Hub, mailbox: Mailbox) -> None:
         self.hub, self.mailbox = hub, mailbox
@@ -154,11 +155,14 @@ class HubCarrier:
 
 
 class RemoteComp:
-    """A CompNode behind a hub.
+    """A CompNode that communicates over a hub.
 
     Args:
-        model: name of the model. loaded: its weights, where they are in this process already. timeout: see
-            ``Mailbox``. host: address to listen on.
+        index: of the CompNode.
+        model: name of the model.
+        loaded: its weights, where they are in this process already.
+        timeout: see ``Mailbox``.
+        host: address to listen on.
     """
 
     def __init__(
@@ -193,7 +197,7 @@ class RemoteComp:
             self.mailbox.lose(peer, False)
 
     def run(self, work: Pass, inputs: Tensor) -> Tensor:
-        """See ``CompHost.run``."""
+        """Run a pass (see ``CompHost.run``)."""
         seen = None
         if self.settings.record:
             seen = self._seen.setdefault(work.request, Seen(comp_name(self.index), work.request))
@@ -205,11 +209,11 @@ class RemoteComp:
         self.host.ticks += 1
 
     def progress(self) -> int:
-        """A number that grows while any pass gets on."""
+        """Return a number that grows while any pass makes progress."""
         return self.host.ticks
 
     def layer(self, request: str) -> int | None:
-        """The layer, from 1, that the pass of a request is in; None where none runs."""
+        """Return the layer, from 1, that the pass of a request is in; None where none runs."""
         return self.host.layers.get(request)
 
     def abort(self, request: str) -> None:
@@ -239,7 +243,7 @@ class RemoteComp:
 
 
 class RemoteAttn:
-    """An AttnNode behind a hub: no weights, and no rows but those it is sent."""
+    """An AttnNode that communicates over a hub; it has no weights, and no rows but those it is sent."""
 
     def __init__(
         self,
@@ -257,11 +261,11 @@ class RemoteAttn:
         self.hub = Hub(self.host.name, key, self._receive, lambda peer: None, host=host, link=link)
 
     def progress(self) -> int:
-        """A number that grows while any pass gets on."""
+        """Return a number that grows while any pass makes progress."""
         return self.host.ticks
 
     def answer(self, comp: int, head: Head, rows: Rows) -> list[Partial]:
-        """Take rows and wait for the answer: for carriers that call a method.
+        """Take rows and wait for the answer, for carriers that call a method.
 
         Raises:
             NodeError: the node failed, or the request was given up.
@@ -311,10 +315,11 @@ class RemoteAttn:
 
 
 class WireCascade(Cascade):
-    """All nodes in one process, with everything between them over TCP: to count bytes, and to test without Ray.
+    """All nodes in one process, with TCP between them, to count bytes and to test without Ray.
 
     Args:
-        model: see ``load_cascade_model``; all CompNodes share it. alpha, m, symmetric: as in ``Plan``.
+        model: see ``load_cascade_model``; all CompNodes share it.
+        alpha, m, symmetric: as in ``Plan``.
     """
 
     def __init__(

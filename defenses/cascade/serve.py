@@ -1,4 +1,4 @@
-"""``hiddenlab cascade serve``: the HTTP interface on Ray Serve, its nodes on the same Ray cluster."""
+"""Serve the HTTP interface on Ray Serve, with its nodes on the same Ray cluster: ``hiddenlab cascade serve``."""
 
 import logging
 import time
@@ -29,7 +29,7 @@ SERVE_CPUS = 1.0  # that Ray keeps for the replica beside the nodes'
 @serve.deployment(ray_actor_options={"num_cpus": SERVE_CPUS})
 @serve.ingress()
 class _Replica:
-    """The one replica: it drives the nodes, and so sees prompts and answers, as any user of them does."""
+    """The only replica: it drives the nodes, and so sees prompts and answers as any driver does."""
 
     def __init__(
         self,
@@ -73,13 +73,18 @@ def start(
     """Start nodes and server, and return once requests are answered.
 
     Args:
-        backend: of kind ``ray``. key: that requests must show. The other arguments are those of ``Plan``.
+        backend: of kind ``ray``.
+        host, port: where the server listens.
+        key: that requests must show.
+        limits: of requests.
+    The other arguments are those of ``Plan``.
 
     Returns:
         True where the cluster was started here.
 
     Raises:
-        InputError: the plan, the model, the cluster or its resources. HiddenlabError: nothing listens after a minute.
+        InputError: the plan, the model, the cluster or its resources do not allow it.
+        HiddenlabError: nothing listens after a minute.
     """
     if load_tokenizer(resolve_model(backend.model)) is None:
         raise InputError(f"{backend.model} has no tokenizer")
@@ -111,7 +116,7 @@ def start(
 
 
 def _wait_for_requests(host: str, port: int) -> None:
-    """Ray starts what listens for requests by itself, and says that the application runs before that does."""
+    """Wait until the server answers; Ray reports the application as running before that."""
     near = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, host)
     direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     until = time.monotonic() + LISTENS

@@ -1,4 +1,4 @@
-"""Requests over one Cascade, whoever brings them: what they may ask for, and answers in threads of their own."""
+"""Answer requests over one Cascade: check them, limit how many run, and generate each answer in its own thread."""
 
 import asyncio
 import time
@@ -27,11 +27,14 @@ Pieces: TypeAlias = "asyncio.Queue[str | BaseException | None]"
 
 @dataclass(frozen=True)
 class Limits:
-    """What one request may ask for, and how many there may be.
+    """The limits of one request, and of how many run.
 
     Attributes:
-        body: bytes of a request. tokens: of prompt and answer together. running: requests at once.
-        new_tokens: of an answer, at most. default_new_tokens: of an answer where the request does not say.
+        body: bytes of a request.
+        tokens: of prompt and answer together.
+        running: requests at once.
+        new_tokens: of an answer, at most.
+        default_new_tokens: of an answer where the request does not say.
     """
 
     body: int = 1 << 20
@@ -52,7 +55,7 @@ class Limits:
 
 @dataclass
 class Answer:
-    """A text as it grows: pieces that are whole characters, until a stop text, a stop token or the limit."""
+    """A growing text in pieces of whole characters, until a stop text, a stop token or the limit."""
 
     pieces: Iterator[str]
     prompt_tokens: int
@@ -63,11 +66,15 @@ class Answer:
 
 
 class Service:
-    """Requests over one Cascade.
+    """A service that answers requests over one Cascade.
 
     Args:
-        plan: of a prompt with so many tokens. tokenizer: of the model. name: under which the model is served.
+        cascade: the nodes.
+        plan: makes the plan of a prompt with so many tokens.
+        tokenizer: of the model.
+        name: under which the model is served.
         key: digest of the key that requests must show, or None.
+        limits: of requests.
     """
 
     def __init__(
@@ -99,7 +106,7 @@ class Service:
         self._threads = ThreadPoolExecutor(self.limits.running, thread_name_prefix="answer")
 
     def ids(self, prompt: str | Sequence[int]) -> torch.Tensor:
-        """Token ids of a raw prompt; control tokens that are written in it count as such.
+        """Return the token ids of a raw prompt; control tokens in its text keep their meaning.
 
         Raises:
             InputError: it is empty, too long or holds an id that is no token.
@@ -107,7 +114,7 @@ class Service:
         return self._checked(tokenize(self.tokenizer, prompt) if isinstance(prompt, str) else list(prompt))
 
     def chat_ids(self, messages: Sequence[Turn]) -> torch.Tensor:
-        """Token ids of a conversation in the model's own form; control tokens in messages are plain text.
+        """Return the token ids of a conversation in the model's format; control tokens in messages are plain text.
 
         Raises:
             InputError: see ``Chat.ids``, or it is too long.
@@ -133,10 +140,11 @@ class Service:
         return torch.tensor(ids, dtype=torch.long)
 
     def check(self, body: Body) -> None:
-        """Refuse what is not here before any work.
+        """Refuse requests for another model or a longer answer before any work.
 
         Raises:
-            HTTPException: the model is another. RequestError: the answer may not be so long.
+            HTTPException: the model is another.
+            RequestError: the answer may not be so long.
         """
         if body.model != self.name:
             raise HTTPException(404, f"the model {body.model!r} is not served here; {self.name!r} is")
@@ -145,7 +153,7 @@ class Service:
             raise RequestError(f"{field}: an answer may have {self.limits.new_tokens} tokens here", field)
 
     def answer(self, body: Body, ids: torch.Tensor) -> Answer:
-        """An answer that nothing has been computed of: its pieces are made as they are asked for."""
+        """Return an answer whose pieces are computed as they are asked for."""
         new = min(body.wanted or self.limits.default_new_tokens, self.context - len(ids))
         seed = body.seed if body.seed is not None else int.from_bytes(uuid.uuid4().bytes[:4], "big")
         sampling = Sampling(body.temperature, body.top_k, body.top_p, seed)
@@ -190,10 +198,10 @@ class Service:
             tokens.close()  # type: ignore[attr-defined]
 
     def begin(self, answer: Answer) -> Pieces:
-        """Make an answer in a thread of its own.
+        """Start to generate an answer in its own thread.
 
-        Its place among the running requests is free again once that thread has ended, and not before: who leaves
-        cancels the answer, and others are sent away until it has stopped. Nobody waits in a queue.
+        Its place among the running requests is free again once that thread has ended. A client that leaves cancels the
+        answer; until it has stopped, others are refused. There is no queue.
 
         Returns:
             The pieces as they come; then None, or the error that ended it.

@@ -1,4 +1,4 @@
-"""The HTTP interface in process, without Ray or a socket: for tests and for campaigns of odd requests."""
+"""Call the HTTP interface in process, without Ray or a socket, for tests and for campaigns of malformed requests."""
 
 import asyncio
 import threading
@@ -25,12 +25,15 @@ PATIENCE = 20.0
 
 
 class Scripted(Cascade):
-    """Says what it is told, whatever it is asked; the smallest Cascade there is.
+    """The smallest Cascade: it answers every request with the same script.
 
     Attributes:
-        script: token ids of the answer, again and again. asked: tokens of every pass. requests, closed: names of
-            requests, one a pass, and those that were closed. states: of nodes, for ``healthy``. wait: passes wait
-            while it is not set. fail_at: the pass in which a node is lost.
+        script: token ids of the answer, repeated.
+        asked: tokens of every pass.
+        requests, closed: names of requests, one per pass, and those that were closed.
+        states: of nodes, for ``healthy``.
+        wait: passes wait while it is not set.
+        fail_at: the pass in which a node is lost.
     """
 
     def __init__(self) -> None:
@@ -83,11 +86,13 @@ class Scripted(Cascade):
 def make_service(
     cascade: Cascade | None = None, *, template: str | None = TEMPLATE, tokenizer: Any = None, **options: Any
 ) -> Service:
-    """A service over a Cascade; by default over one that answers ``xxx…`` at once.
+    """Make a service over a Cascade; by default over one that answers ``xxx…`` at once.
 
     Args:
-        template: of conversations; None leaves the model without one. tokenizer: in place of the byte-level one,
-            with its own template. options: see ``Service``.
+        cascade: the nodes.
+        template: of conversations; None leaves the model without one.
+        tokenizer: in place of the byte-level one, with its own template.
+        options: see ``Service``.
     """
     if tokenizer is None:
         tokenizer = byte_tokenizer()
@@ -103,7 +108,7 @@ def make_service(
 
 @dataclass
 class Reply:
-    """What a client gets. status: 0 where the server sent nothing."""
+    """A client's view of an answer; ``status`` is 0 where the server sent nothing."""
 
     status: int = 0
     headers: dict[str, str] = field(default_factory=dict)
@@ -157,5 +162,5 @@ async def asend(
 
 
 def send(app: Any, path: str, body: bytes = b"", **options: Any) -> Reply:
-    """``asend``, from outside of an event loop."""
+    """Run ``asend`` from outside of an event loop."""
     return asyncio.run(asend(app, path, body, **options))

@@ -1,8 +1,8 @@
-"""Tensors from node to node over TCP: who may connect, how a message is framed, and a network that is simulated.
+"""Send tensors from node to node over TCP, with authentication, framing and an optional simulated network.
 
-A frame is twelve bytes (length of head and of payload), a JSON head, and the tensors' bytes: nothing is unpickled.
-Both ends of a connection prove that they know the cluster's key (HMAC-SHA256 over a nonce of the other's) before
-anything else is read. Nothing is encrypted: across machines this belongs into a private network or a tunnel.
+A frame is twelve bytes (length of head and of payload), a JSON head, and the tensors' bytes; nothing is unpickled. Both
+ends of a connection prove that they know the cluster's key (HMAC-SHA256 over a nonce of the other's) before anything
+else is read. Nothing is encrypted: across machines, use a private network or a tunnel.
 """
 
 import hashlib
@@ -47,7 +47,13 @@ class WireError(OSError):
 
 @dataclass
 class Bytes:
-    """What a hub sent. payload: tensors. framing: everything else."""
+    """The traffic that a hub sent.
+
+    Attributes:
+        payload: bytes of tensors.
+        framing: bytes of everything else.
+        messages: number of messages.
+    """
 
     payload: int = 0
     framing: int = 0
@@ -55,13 +61,16 @@ class Bytes:
 
 
 class Hub:
-    """A node's end of the wire: it listens, connects, sends, and hands over what comes.
+    """A node's network endpoint: it listens, connects, sends, and hands over what arrives.
 
     Args:
-        name: of the node. key: shared by the nodes of one cluster. receive: called with the sender's name, head and
-            tensors, in the thread of that connection. lost: called when a peer's connection ends.
-        host: address to listen on. link: simulate a network of this bandwidth and latency: messages of a node share
-            its bandwidth, and each is handed over at send time + latency + bytes / bandwidth.
+        name: of the node.
+        key: shared by the nodes of one cluster.
+        receive: called with the sender's name, head and tensors, in the thread of that connection.
+        lost: called when a peer's connection ends.
+        host: address to listen on.
+        link: simulate a network of this bandwidth and latency: messages of a node share its bandwidth, and each is
+            handed over at send time + latency + bytes / bandwidth.
     """
 
     def __init__(
@@ -101,10 +110,10 @@ class Hub:
             self._serve(peer, connection)
 
     def send(self, peer: str, head: Mapping[str, Any], tensors: Sequence[Tensor] = ()) -> None:
-        """Send a message; returns when the operating system has it.
+        """Send a message; return when the operating system has it.
 
         Raises:
-            WireError: no connection to that node, or it broke.
+            WireError: there is no connection to that node, or it broke.
         """
         with self._lock:
             if peer not in self._peers:
@@ -148,7 +157,7 @@ class Hub:
             _close(connection)
 
     def _due(self, size: int) -> float:
-        """When a message sent now is handed over; the clock is the machine's, common to its processes."""
+        """Return when a message sent now is handed over, by the machine's clock, which its processes share."""
         assert self.link is not None
         with self._lock:
             self._free = max(self._free, time.monotonic()) + size / self.link.bandwidth
@@ -163,7 +172,7 @@ class Hub:
             threading.Thread(target=self._welcome, args=(connection,), daemon=True).start()
 
     def _greet(self, connection: socket.socket, peer: str) -> None:
-        """The side that connects: prove the key, and have the other prove it."""
+        """Prove the key as the side that connects, and check that the other side knows it."""
         theirs, mine = _read(connection, _NONCE), os.urandom(_NONCE)
         name = self.name.encode()
         connection.sendall(struct.pack("!H", len(name)) + name + mine + self._proof(theirs, name))
@@ -230,7 +239,7 @@ class Hub:
 
 
 def _tensors(described: Sequence[Any], payload: bytearray) -> list[Tensor]:
-    """The tensors of a payload, without a copy."""
+    """Return the tensors of a payload, without a copy."""
     out, at = [], 0
     for dtype, shape in described:
         count = 1
@@ -246,7 +255,7 @@ def _tensors(described: Sequence[Any], payload: bytearray) -> list[Tensor]:
 
 
 def _send_all(connection: socket.socket, buffers: list[Any]) -> None:
-    """All buffers in as few system calls as they take, without joining them first."""
+    """Send all buffers in as few system calls as possible, without joining them first."""
     views = [memoryview(buffer).cast("B") for buffer in buffers if len(buffer)]
     while views:
         sent = connection.sendmsg(views[:512])
@@ -258,7 +267,7 @@ def _send_all(connection: socket.socket, buffers: list[Any]) -> None:
 
 
 def _read(connection: socket.socket, size: int) -> bytearray:
-    """So many bytes.
+    """Read so many bytes.
 
     Raises:
         WireError: the connection ended before.

@@ -1,1 +1,1 @@
-"""Private-inference schemes whose permutations the lab attacks, as protocols: STIP, Centaur, PermLLM."""
+"""Run private-inference schemes as protocols: STIP, Centaur and PermLLM, whose permutations the attacks target."""

@@ -32,13 +32,13 @@ FAMILIES: dict[str, dict[str, str]] = {
 
 
 def load_weights(name: str) -> tuple[Weights, Any]:
-    """A model's weights in float32, and its tokenizer or None.
+    """Load a model's weights in float32, and its tokenizer or None.
 
-    The result is run beside the model itself on a few tokens: an architecture with more to it than these parts is
-    refused, whatever it is called, as far as a dozen tokens show it.
+    The result is run beside the model itself on a dozen tokens. An architecture with further parts is refused, whatever
+    its name, if its logits differ there.
 
     Raises:
-        InputError: no such model, or one that is not of Llama or GPT-2 type.
+        InputError: there is no such model, or it is not of Llama or GPT-2 type.
     """
     ref = resolve_model(name)
     config = load_config(ref)
@@ -51,13 +51,17 @@ def load_weights(name: str) -> tuple[Weights, Any]:
 
 @torch.inference_mode()
 def write_checkpoint(weights: Weights, name: str, folder: Path) -> None:
-    """Weights as a transformers checkpoint; without an embedding, that of the tokens is zeros. No tokenizer.
+    """Write weights as a transformers checkpoint, without a tokenizer.
+
+    A missing embedding is written as zeros.
 
     Args:
+        weights: what to write.
         name: a model with weights of the same shapes.
+        folder: of the new checkpoint.
 
     Raises:
-        InputError: no such model, or other shapes.
+        InputError: there is no such model, or shapes differ.
     """
     ref = resolve_model(name)
     model: Any = load_module(
@@ -86,7 +90,7 @@ def write_checkpoint(weights: Weights, name: str, folder: Path) -> None:
 
 @torch.inference_mode()
 def read_weights(model: nn.Module) -> Weights:
-    """The parts of a transformers model (see ``load_weights``)."""
+    """Read the parts of a transformers model as plain tensors (see ``load_weights``)."""
     config: Any = model.config
     kind = _refusal(config)
     family = _family(model)
@@ -137,7 +141,7 @@ def _read(model: nn.Module, names: dict[str, str], config: Any) -> Weights:
 
 
 def _window(config: Any) -> int | None:
-    """How many tokens back attention reaches; some configurations name a window that their layers do not use."""
+    """Return how many tokens back attention reaches; some configurations name a window that no layer uses."""
     kinds = getattr(config, "layer_types", None)
     return getattr(config, "sliding_window", None) if not kinds or kinds[0] == "sliding_attention" else None
 
@@ -162,7 +166,7 @@ def _linear(module: nn.Module, path: str) -> Linear:
 
 
 def _view(module: nn.Module, path: str) -> tuple[Tensor, Tensor | None]:
-    """Weight and bias of a part of a model, in place: ``out in`` where it is a linear layer."""
+    """Return weight and bias of a part of a model, in place; the weight of a linear layer is ``out in``."""
     path, _, part = path.partition("[")
     found: Any = _find(module, path)
     weight, bias = found.weight.detach(), getattr(found, "bias", None)

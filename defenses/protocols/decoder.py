@@ -1,4 +1,4 @@
-"""A decoder of Llama or GPT-2 type as plain tensors: what schemes permute, share and run step by step.
+"""Hold a decoder of Llama or GPT-2 type as plain tensors, which schemes permute, share and run step by step.
 
 The attacks run models through transformers; a scheme changes the arithmetic inside a layer, and needs its parts.
 """
@@ -16,7 +16,7 @@ from hiddenlab.errors import InputError
 
 @dataclass(frozen=True)
 class Linear:
-    """y = x Wᵀ + b; weight ``out in``."""
+    """A linear layer y = x Wᵀ + b, with a weight of shape ``out in``."""
 
     weight: Float[Tensor, "out in"]
     bias: Float[Tensor, " out"] | None
@@ -24,7 +24,7 @@ class Linear:
 
 @dataclass(frozen=True)
 class Norm:
-    """RMS norm, or layer norm where ``centred``."""
+    """An RMS norm, or a layer norm where ``centred``."""
 
     weight: Float[Tensor, " d"]
     bias: Float[Tensor, " d"] | None
@@ -55,7 +55,7 @@ class Rotary:
     scaling: float
 
     def tables(self, positions: Int[Tensor, " n"]) -> tuple[Float[Tensor, "n d"], Float[Tensor, "n d"]]:
-        """Cosines and sines, both halves of a head alike."""
+        """Return cosines and sines of positions, both halves of a head alike."""
         angles = positions.float()[:, None] * self.frequencies
         angles = torch.cat([angles, angles], 1)
         return angles.cos() * self.scaling, angles.sin() * self.scaling
@@ -63,12 +63,14 @@ class Rotary:
 
 @dataclass(frozen=True)
 class Weights:
-    """All of a decoder.
+    """All weights of a decoder.
 
     Attributes:
-        embedding: token vectors, or None for a party that does not have them. positions: learned position vectors
-            (GPT-2 type). rotary: rotary ones (Llama type). limit: longest prompt. window: how many tokens back
-            attention reaches, or None.
+        embedding: token vectors, or None for a party that does not have them.
+        positions: learned position vectors (GPT-2 type).
+        rotary: rotary position embedding (Llama type).
+        limit: longest prompt in tokens.
+        window: how many tokens back attention reaches, or None.
     """
 
     embedding: Float[Tensor, "v d"] | None
@@ -97,19 +99,19 @@ class Weights:
         return self.embedding is not None and torch.equal(self.embedding, self.head.weight)
 
     def to(self, dtype: torch.dtype) -> "Weights":
-        """The same numbers in another precision."""
+        """Return the same weights in another dtype."""
         return _cast(self, dtype)  # type: ignore[no-any-return]
 
     def tensors(self) -> Iterator[Tensor]:
-        """Every tensor in it."""
+        """Yield every tensor of the weights."""
         for part in (self.embedding, self.positions, self.rotary, *self.blocks, self.final, self.head):
             yield from _tensors(part)
 
     def inputs(self, tokens: Sequence[int]) -> Float[Tensor, "n d"]:
-        """Vectors of tokens, without positions.
+        """Return the vectors of tokens, without positions.
 
         Raises:
-            InputError: this party has no embedding, or the tokens are none of it.
+            InputError: this party has no embedding, there are no tokens, or one is outside of the vocabulary.
         """
         if self.embedding is None:
             raise InputError("this party has no embedding")
@@ -139,7 +141,7 @@ def _cast(part: Any, dtype: torch.dtype) -> Any:
 
 
 def take(linear: Linear, rows: Tensor | None = None, columns: Tensor | None = None) -> Linear:
-    """A linear layer with its outputs (``rows``) and inputs (``columns``) in another order."""
+    """Return a linear layer with its outputs (``rows``) and inputs (``columns``) in another order."""
     weight, bias = linear.weight, linear.bias
     if rows is not None:
         weight, bias = weight[rows], None if bias is None else bias[rows]
@@ -147,5 +149,5 @@ def take(linear: Linear, rows: Tensor | None = None, columns: Tensor | None = No
 
 
 def take_norm(norm: Norm, order: Tensor) -> Norm:
-    """A norm with its dimensions in another order."""
+    """Return a norm with its dimensions in another order."""
     return replace(norm, weight=norm.weight[order], bias=None if norm.bias is None else norm.bias[order])

@@ -1,4 +1,4 @@
-"""The way through a decoder, once: every scheme brings its own arithmetic (plain, or on shares)."""
+"""Run a decoder with any arithmetic: in floating point, or on the shares of a scheme."""
 
 from collections.abc import Callable
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
@@ -17,10 +17,10 @@ T = TypeVar("T")
 
 @runtime_checkable
 class Arithmetic(Protocol[T]):
-    """What a decoder needs; ``layer`` is the number of the decoder layer, from 1."""
+    """The operations that a decoder needs; ``layer`` is the number of the decoder layer, from 1."""
 
     def local(self, change: Callable[[Tensor], Tensor], x: T) -> T:
-        """A change of order or shape, the same for every share."""
+        """Apply a change of order or shape, the same for every share."""
         ...
 
     def add(self, a: T, b: T) -> T: ...
@@ -30,17 +30,17 @@ class Arithmetic(Protocol[T]):
         ...
 
     def scale(self, x: T, by: Tensor | float) -> T:
-        """Multiply with public values, element by element."""
+        """Multiply by public values, element by element."""
         ...
 
     def linear(self, x: T, linear: Linear) -> T: ...
 
     def product(self, a: T, b: T) -> T:
-        """Matrix product."""
+        """Multiply two matrices."""
         ...
 
     def times(self, a: T, b: T) -> T:
-        """Product element by element."""
+        """Multiply element by element."""
         ...
 
     def norm(self, x: T, norm: Norm, layer: int, where: str) -> T: ...
@@ -50,12 +50,12 @@ class Arithmetic(Protocol[T]):
     def activate(self, x: T, kind: str, layer: int) -> T: ...
 
     def output(self, x: T, head: Linear) -> T:
-        """The last linear layer, for the user."""
+        """Apply the last linear layer, for the user."""
         ...
 
 
 class Cache(Generic[T]):
-    """Keys and values of what was run before, by layer."""
+    """Keys and values of the tokens before, by layer."""
 
     def __init__(self) -> None:
         self.keys: dict[int, Any] = {}
@@ -70,11 +70,16 @@ def walk(
     cache: Cache[Any] | None = None,
     depth: int | None = None,
 ) -> tuple[Any, list[Any]]:
-    """Logits of a prompt's vectors, and the state after each layer (0: the inputs, positions added).
+    """Run a decoder on a prompt's vectors; return its logits and the state after each layer.
+
+    State 0 are the inputs with positions added.
 
     Args:
-        x: token vectors ``n d``, as the arithmetic holds them. cache: keys and values of the tokens before; extended.
-        depth: run so many layers only; there are no logits then (None).
+        weights: of the decoder.
+        x: token vectors ``n d``, as the arithmetic holds them.
+        arithmetic: the operations.
+        cache: keys and values of the tokens before; it is extended.
+        depth: run only so many layers; the logits are None then.
 
     Raises:
         InputError: the prompt is longer than the model's attention reaches.
@@ -143,7 +148,7 @@ def _rotate(a: Arithmetic[Any], x: Any, tables: tuple[Float[Tensor, "n d"], Floa
 
 
 class Plain:
-    """Floating point, nothing hidden: the oracle."""
+    """Floating-point arithmetic that hides nothing; the reference for the schemes."""
 
     def local(self, change: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         return change(x)
@@ -180,17 +185,17 @@ class Plain:
 
 
 def normalise(x: Float[Tensor, "n d"], norm: Norm) -> Float[Tensor, "n d"]:
-    """A norm's division (and centring), which does not depend on the order of the dimensions."""
+    """Divide (and centre) as a norm does; this does not depend on the order of the dimensions."""
     if norm.centred:
         x = x - x.mean(-1, keepdim=True)
     return x * (x.square().mean(-1, keepdim=True) + norm.eps).rsqrt()
 
 
 def apply_norm(x: Float[Tensor, "n d"], norm: Norm) -> Float[Tensor, "n d"]:
-    """A norm's weight and bias, which do."""
+    """Apply a norm's weight and bias, which depend on the order of the dimensions."""
     return x * norm.weight if norm.bias is None else x * norm.weight + norm.bias
 
 
 def activation(x: Tensor, kind: str) -> Tensor:
-    """An activation by transformers' name for it."""
+    """Apply an activation by transformers' name for it."""
     return ACT2FN[kind](x)  # type: ignore[no-any-return]

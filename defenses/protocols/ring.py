@@ -1,8 +1,8 @@
-"""Arithmetic on additive shares between two parties: fixed-point numbers in the ring of 64-bit integers.
+"""Compute on additive shares between two parties, with fixed-point numbers in the ring of 64-bit integers.
 
-A trusted dealer hands out correlated randomness beforehand (Beaver's triples, masks of truncation); its bytes are
-counted apart. Everything is exact but for rounding to the fixed point. What a `Holder` computes takes its own share,
-messages that were sent to it, and what the dealer gave it, and nothing else.
+A trusted dealer hands out correlated randomness in advance (Beaver's triples, masks of truncation); its bytes are
+counted separately. Everything is exact but for rounding to the fixed point. A `Holder` computes with its own share, the
+messages that were sent to it, and what the dealer gave it, and with nothing else.
 """
 
 from collections.abc import Callable
@@ -27,7 +27,7 @@ class Shared:
     second: Int[Tensor, "*shape"]
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "Shared":
-        """The same linear change to both."""
+        """Apply the same linear change to both shares."""
         return Shared(change(self.first), change(self.second))
 
     def __add__(self, other: "Shared") -> "Shared":
@@ -38,17 +38,17 @@ class Shared:
 
 @dataclass(frozen=True)
 class Holder:
-    """A party that holds a share of everything. ``leads``: of what is known to both, one of them adds it."""
+    """A party that holds a share of every value; of the two, the one that ``leads`` adds what both know."""
 
     name: str
     leads: bool
 
     def opened(self, own: Tensor, received: Tensor) -> Tensor:
-        """A value, from this party's share of it and the other's."""
+        """Reconstruct a value from this party's share and the other's."""
         return own + received
 
     def shifted(self, own: Tensor, by: Tensor) -> Tensor:
-        """The share of a sum with public integers."""
+        """Return the share of a sum with public integers."""
         return own + by if self.leads else own
 
     def product(
@@ -58,13 +58,25 @@ class Holder:
         triple: tuple[Tensor, Tensor, Tensor],
         times: Callable[[Tensor, Tensor], Tensor],
     ) -> Tensor:
-        """The share of a product: e and f are the factors, opened under the triple's masks u and v; w is u times v."""
+        """Return the share of a product by a Beaver triple.
+
+        Args:
+            e, f: the factors, opened under the triple's masks u and v.
+            triple: this party's shares of u, v and w = u times v.
+            times: the bilinear product.
+        """
         u, v, w = triple
         own = times(e, v) + times(u, f) + w
         return own + times(e, f) if self.leads else own
 
     def truncated(self, z: Tensor, upper: Tensor, top: Tensor, fraction: int) -> Tensor:
-        """The share of z's value over 2^fraction; z is opened under a mask, of which ``upper`` and ``top`` are bits."""
+        """Return the share of a value divided by 2^fraction.
+
+        Args:
+            z: the value, opened under a random mask.
+            upper, top: this party's shares of the mask's upper bits and of its highest bit.
+            fraction: bits to remove.
+        """
         wrapped = (1 - _logical(z, 63)) << (64 - fraction)
         own = wrapped * top - upper
         return own + _logical(z, fraction) - (1 << (_OFFSET_BIT - fraction)) if self.leads else own
@@ -74,7 +86,9 @@ class Ring:
     """Two holders of shares, the messages between them, and the dealer.
 
     Args:
-        transcript: where messages are counted. holders: names of the two parties. fraction: bits behind the point.
+        transcript: where messages are counted.
+        holders: names of the two parties.
+        fraction: bits behind the point.
         seed: of the dealer's and the parties' randomness.
 
     Raises:
@@ -94,14 +108,14 @@ class Ring:
 
     @property
     def step(self) -> float:
-        """How far apart neighbouring numbers are."""
+        """The distance between neighbouring numbers."""
         return float(2.0**-self.fraction)
 
     def encode(self, x: Tensor) -> Int[Tensor, "*shape"]:
-        """Fixed-point integers.
+        """Convert numbers to fixed-point integers.
 
         Raises:
-            InputError: a value that a product with a number below 1 would push out of the ring.
+            InputError: a value is not finite, or a product with a number below 1 would leave the ring.
         """
         if bool((x.abs() >= 2.0 ** (_OFFSET_BIT - 2 * self.fraction)).any()) or not bool(x.isfinite().all()):
             raise InputError(
@@ -110,18 +124,18 @@ class Ring:
         return (x.double() * 2**self.fraction).round().long()
 
     def decode(self, x: Int[Tensor, "*shape"]) -> Tensor:
-        """The float32 numbers of fixed-point integers."""
+        """Convert fixed-point integers to float32 numbers."""
         return (x.double() / 2**self.fraction).float()
 
     def random(self, *shape: int) -> Int[Tensor, "*shape"]:
-        """Uniform ring elements."""
+        """Draw uniform ring elements."""
         high, low = (torch.randint(0, 1 << 32, shape, generator=self._generator) for _ in range(2))
         return (high << 32) + low
 
     # ---- in and out
 
     def share(self, x: Tensor, owner: str) -> Shared:
-        """Cut a party's numbers into shares; it sends the holders what it does not keep."""
+        """Split a party's numbers into shares; it sends the holders what it does not keep."""
         whole = self.encode(x)
         mask = self.random(*whole.shape)
         parts = (whole - mask, mask)
@@ -133,7 +147,7 @@ class Ring:
         return Shared(*held)
 
     def reveal(self, x: Shared, to: str, label: str, layer: int) -> Tensor:
-        """Let a party learn the numbers: the holders send it their shares."""
+        """Let a party learn shared numbers: the holders send it their shares."""
         known = [
             part if holder == to else self.transcript.send(holder, to, part)
             for holder, part in zip(self.holders, (x.first, x.second), strict=True)
@@ -150,10 +164,10 @@ class Ring:
     def product(
         self, a: Shared, b: Shared, times: Callable[[Tensor, Tensor], Tensor] = torch.matmul
     ) -> Shared:
-        """A product of shared tensors, bilinear, by a triple from the dealer (Beaver 1991).
+        """Multiply shared tensors by a bilinear product, with a triple from the dealer (Beaver 1991).
 
         Raises:
-            InputError: the product leaves the ring (no party could notice; this is a simulation, and looks), or the
+            InputError: the product leaves the ring (which the simulation checks, though no party could notice), or the
                 shapes do not fit.
         """
         self._check(self._magnitude(a), self._magnitude(b), times)
@@ -169,7 +183,7 @@ class Ring:
     def by_public(
         self, x: Shared, weight: Tensor, times: Callable[[Tensor, Tensor], Tensor] = torch.matmul
     ) -> Shared:
-        """A product with fixed-point numbers that both holders know.
+        """Multiply by fixed-point numbers that both holders know.
 
         Raises:
             InputError: see ``product``.
@@ -180,7 +194,7 @@ class Ring:
     def by_private(
         self, x: Shared, weight: Tensor, owner: str, times: Callable[[Tensor, Tensor], Tensor] = torch.matmul
     ) -> Shared:
-        """A product with fixed-point numbers that one holder and the dealer know.
+        """Multiply by fixed-point numbers that only one holder and the dealer know.
 
         Raises:
             InputError: see ``product``.
@@ -189,9 +203,9 @@ class Ring:
         return self.truncate(self.by_owner(x, lambda part: times(part, weight), owner))
 
     def by_owner(self, x: Shared, function: Callable[[Tensor], Tensor], owner: str) -> Shared:
-        """A linear function that only one holder and the dealer know: private weights, or a permutation.
+        """Apply a linear function that only one holder and the dealer know: private weights, or a permutation.
 
-        The other sends its share under a mask u; the dealer has given the owner a random s, and the other
+        The other holder sends its share under a mask u. The dealer has given the owner a random s, and the other holder
         function(u) − s.
         """
         mine, other = (x.first, x.second) if owner == self.holders[0] else (x.second, x.first)
@@ -205,9 +219,9 @@ class Ring:
         return Shared(own, rest) if owner == self.holders[0] else Shared(rest, own)
 
     def truncate(self, x: Shared) -> Shared:
-        """Divide numbers below 2⁶² by 2^fraction, rounding up or down at random, never wrong by more.
+        """Divide numbers below 2⁶² by 2^fraction, rounding up or down at random.
 
-        The dealer shares a random r, its upper bits and its highest bit; x + r is opened, and whether that sum wrapped
+        The dealer shares a random r, its upper bits and its highest bit. The sum x + r is opened. Whether it wrapped
         around follows from its highest bit and r's (as in Escudero et al. 2020).
         """
         f = self.fraction
@@ -223,7 +237,7 @@ class Ring:
         return (x.first + x.second).double().abs()
 
     def _check(self, a: Tensor, b: Tensor, times: Callable[[Tensor, Tensor], Tensor]) -> None:
-        """Whether a product of numbers of these magnitudes stays in the ring, whatever their signs."""
+        """Check that a product of numbers of these magnitudes stays in the ring, whatever their signs."""
         try:
             bound = times(a, b)
         except RuntimeError:
@@ -234,7 +248,7 @@ class Ring:
             raise InputError(f"a product does not fit the ring with {self.fraction} fraction bits")
 
     def _open(self, x: Shared) -> tuple[Tensor, Tensor]:
-        """Both holders learn a value that a mask makes random: as each puts it together."""
+        """Open a value that a mask makes random; return it as each holder reconstructs it."""
         there, here = (
             self.transcript.send(sender.name, receiver.name, part)
             for sender, receiver, part in (
@@ -245,7 +259,7 @@ class Ring:
         return self.first.opened(x.first, here), self.second.opened(x.second, there)
 
     def _deal(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Shares of the dealer's randomness."""
+        """Split the dealer's randomness into shares."""
         mask = self.random(*x.shape)
         self.transcript.dealt += 16 * x.numel()
         return x - mask, mask
@@ -259,5 +273,5 @@ def _shapes(*parts: Shared) -> str:
 
 
 def _logical(x: Int[Tensor, "*shape"], bits: int) -> Int[Tensor, "*shape"]:
-    """Shift right as unsigned numbers."""
+    """Shift integers right as if they were unsigned."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)

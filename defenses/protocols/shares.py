@@ -1,4 +1,4 @@
-"""Centaur and PermLLM: linear parts on additive shares, non-linear parts in the clear but permuted."""
+"""Run Centaur and PermLLM: linear parts on additive shares, non-linear parts in the clear but permuted."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,22 +20,22 @@ MASKED = -1024.0  # added to scores that must not count: its exponential is 0 in
 
 
 class _OnShares:
-    """What both schemes share: order and shape, sums, products of shared values."""
+    """Common operations of both schemes: order and shape, sums, and products of shared values."""
 
     ring: Ring
 
     @torch.inference_mode()
     def logits(self, tokens: Sequence[int]) -> Float[Tensor, "n v"]:
-        """Logits of a prompt, as the user gets them."""
+        """Return the logits of a prompt, as the user gets them."""
         return self._walk(tokens, None)  # type: ignore[no-any-return]
 
     @torch.inference_mode()
     def show(self, tokens: Sequence[int], depth: int) -> None:
-        """Run a prompt through the first layers only, for what the parties learn of it there (``transcript``)."""
+        """Run a prompt through the first layers only, so that ``transcript`` records what the parties learn there."""
         self._walk(tokens, depth)
 
     def _walk(self, tokens: Sequence[int], depth: int | None) -> Any:
-        """What comes out for the user; None behind so many layers only."""
+        """Run a prompt and return its logits for the user; None if only the first layers are run."""
         raise NotImplementedError
 
     def local(self, change: Callable[[Tensor], Tensor], x: Shared) -> Shared:
@@ -59,16 +59,18 @@ class _OnShares:
 
 
 class Centaur(_OnShares):
-    """Θ′ on shares between developer and server, one of whom reconstructs at non-linearities (Luo et al. 2024).
+    """Centaur: a permuted model on shares, whose non-linear parts one holder reconstructs (Luo et al. 2024).
 
-    Appendix I.1 has the developer reconstruct, who knows π and so would see plain states; here it is the server. The
-    user shares Xπ, and so has the embedding (I.3; I.1 says that the scheme wants to keep it from him). At norms and
-    activations the server sees values in Θ′'s own order of dimensions, the same for every prompt. At the softmax the
-    keys of a layer are in an order that the developer draws anew, which hides nothing from who counts how many rows a
-    key is masked in.
+    The holders are the developer and the server. Appendix I.1 has the developer reconstruct; but he knows π and would
+    see plain states, so here it is the server. The user shares Xπ and so has the embedding (I.3; I.1 says that the
+    scheme wants to hide it from him). At norms and activations the server sees values in Θ′'s own order of dimensions,
+    the same for every prompt. At the softmax the keys of a layer are in an order that the developer draws anew; but the
+    number of rows in which a key is masked reveals its place.
 
     Args:
-        weights: of the model. fraction: bits behind the point. seed: of all that is drawn.
+        weights: of the model.
+        fraction: bits behind the point.
+        seed: of all random draws.
     """
 
     parties = (DEVELOPER, SERVER, USER)
@@ -111,15 +113,19 @@ class Centaur(_OnShares):
 
 
 class PermLLM(_OnShares):
-    """Private weights on shares, every non-linearity under a fresh permutation (Zheng et al. 2024; section 5.1).
+    """PermLLM: private weights on shares, non-linear parts under fresh permutations (Zheng et al. 2024; section 5.1).
 
-    The server owns the weights and draws the permutations; the other holder sees permuted values: at norms and the
-    softmax each row in an order of its own and the rows shuffled (factorized-2D), at activations all numbers shuffled.
-    Under a causal mask the number of masked entries tells a shuffled row of the softmax its place all the same.
+    The server owns the weights and draws the permutations; the other holder sees permuted values. At norms and the
+    softmax each row has its own order and the rows are shuffled (factorized-2D); at activations all numbers are
+    shuffled. Under a causal mask, the number of masked entries still reveals the place of a shuffled row of the
+    softmax.
 
     Args:
-        weights: of the model. second: the other holder: ``user``, as the scheme wants it, or ``helper``, a server that
-            takes the work off the user, where the paper's attack applies.
+        weights: of the model.
+        second: the other holder: ``user``, as the scheme intends, or ``helper``, a server that takes the user's work,
+            where the paper's attack applies.
+        fraction: bits behind the point.
+        seed: of all random draws.
     """
 
     def __init__(
@@ -166,7 +172,7 @@ class PermLLM(_OnShares):
         return self.ring.reveal(self.linear(x, head), USER, "logits", len(self.weights.blocks) + 1)
 
     def _permuted(self, x: Shared, function: Callable[[Tensor], Tensor], label: str, layer: int) -> Shared:
-        """A row-wise function in the clear, rows shuffled and each row's numbers in an order of its own."""
+        """Apply a row-wise function in the clear, with shuffled rows and each row's numbers in its own order."""
         count, width = x.first.shape
         columns = torch.rand(count, width, generator=self._orders, dtype=torch.float64).argsort(1)
         rows = torch.randperm(count, generator=self._orders)

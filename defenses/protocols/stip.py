@@ -1,4 +1,4 @@
-"""STIP: the whole model permuted, one server runs it on permuted vectors (Yuan et al. 2024; paper, appendix I.1)."""
+"""Run STIP: one server runs a permuted model on permuted vectors (Yuan et al. 2024; paper, appendix I.1)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +17,7 @@ DEVELOPER, SERVER, USER = "developer", "server", "user"
 
 @dataclass(frozen=True)
 class Keys:
-    """The developer's secret orders: of the hidden dimensions (π) and of the output vocabulary (π_c).
+    """The developer's secret permutations: of the hidden dimensions (π) and of the output vocabulary (π_c).
 
     ``permuted[i] = plain[order[i]]``.
     """
@@ -27,11 +27,11 @@ class Keys:
 
 
 def permute_weights(weights: Weights, keys: Keys, generator: torch.Generator) -> Weights:
-    """Θ′: every weight in another order of its rows and columns, so that the model computes on permuted vectors.
+    """Permute rows and columns of all weights, so that the model computes on permuted vectors (Θ′).
 
-    Hidden dimensions follow π everywhere; the inner dimensions of each MLP and the value dimensions of each head have
-    orders of their own. Queries and keys keep theirs: they cancel in their product, and rotary embedding ties them.
-    Without the token embedding, which only the user gets.
+    Hidden dimensions follow π everywhere. The inner dimensions of each MLP and the value dimensions of each head have
+    their own orders. Queries and keys keep theirs: they cancel in their product, and rotary embedding ties them. The
+    result has no token embedding, which only the user gets.
     """
     d = keys.hidden
     return replace(
@@ -61,7 +61,7 @@ def _permute_block(block: Block, weights: Weights, d: Tensor, generator: torch.G
 
 
 class Developer:
-    """Owns the model: draws π and π_c, gives them to the user and the permuted model to the server."""
+    """The owner of the model: draws π and π_c, gives them to the user and the permuted model to the server."""
 
     def __init__(self, weights: Weights, seed: int = 0) -> None:
         self.weights = weights
@@ -72,19 +72,19 @@ class Developer:
         )
 
     def permuted(self) -> Weights:
-        """Θ′."""
+        """Return the permuted model Θ′."""
         return permute_weights(self.weights, self.keys, self._generator)
 
 
 class Server:
-    """Runs Θ′ on what the user sends; learns neither Θ nor π."""
+    """The party that runs Θ′ on what the user sends, and learns neither Θ nor π."""
 
     def __init__(self, permuted: Weights) -> None:
         self.permuted = permuted
         self._caches: dict[int, Cache[Tensor]] = {}
 
     def answer(self, request: int, vectors: Float[Tensor, "n d"]) -> Float[Tensor, "n v"]:
-        """Permuted logits; keys and values of a request are kept for its next tokens."""
+        """Return permuted logits; keys and values of a request are kept for its next tokens."""
         cache = self._caches.setdefault(request, Cache())
         return walk(self.permuted, vectors, Plain(), cache)[0]  # type: ignore[no-any-return]
 
@@ -94,33 +94,34 @@ class Server:
 
 
 class User:
-    """Has the token embedding and both keys: permutes vectors, and puts logits back into order."""
+    """The party with the token embedding and both keys: permutes vectors, and restores the order of logits."""
 
     def __init__(self, embedding: Float[Tensor, "v d"], keys: Keys) -> None:
         self.embedding, self.keys = embedding, keys
 
     def encrypt(self, tokens: Sequence[int]) -> Float[Tensor, "n d"]:
-        """Xπ.
+        """Return the permuted vectors Xπ of tokens.
 
         Raises:
-            InputError: no tokens, or none of the vocabulary.
+            InputError: there are no tokens, or one is outside of the vocabulary.
         """
         if not tokens or not 0 <= min(tokens) <= max(tokens) < len(self.embedding):
             raise InputError(f"tokens must be numbers below {len(self.embedding)}, and at least one")
         return self.embedding[torch.tensor(list(tokens))][:, self.keys.hidden]
 
     def decrypt(self, logits: Float[Tensor, "n v"]) -> Float[Tensor, "n v"]:
-        """Logits in the order of the vocabulary."""
+        """Return logits in the order of the vocabulary."""
         out = torch.empty_like(logits)
         out[:, self.keys.vocabulary] = logits
         return out
 
 
 class Stip:
-    """The three parties together, and what they sent each other.
+    """The three parties of STIP together, and the messages between them.
 
     ``setup_bytes``: what the developer sends once, before all requests: Θ′ to the server, embedding and keys to the
-    user. Exact: permutations are orthogonal, so logits differ from the plain model's by float rounding only.
+    user. The scheme is exact: permutations are orthogonal, so logits differ from the plain model's by float rounding
+    only.
     """
 
     parties = (DEVELOPER, SERVER, USER)
@@ -139,7 +140,7 @@ class Stip:
 
     @torch.inference_mode()
     def logits(self, tokens: Sequence[int]) -> Float[Tensor, "n v"]:
-        """Logits of a prompt, as the user gets them."""
+        """Return the logits of a prompt, as the user gets them."""
         self._requests += 1
         out = self._exchange(self._requests, tokens)
         self.server.forget(self._requests)
@@ -147,7 +148,7 @@ class Stip:
 
     @torch.inference_mode()
     def generate(self, tokens: Sequence[int], new: int) -> list[int]:
-        """Greedy continuation by ``new`` tokens, a message each way for every one."""
+        """Generate ``new`` tokens greedily, with a message each way for every token."""
         self._requests += 1
         out: list[int] = []
         step = list(tokens)
@@ -160,7 +161,7 @@ class Stip:
         return out
 
     def ask(self, tokens: Sequence[int]) -> Float[Tensor, "n d"]:
-        """The user's message alone: what the server gets to see, before it computes anything."""
+        """Send the user's message alone, and return what the server sees before it computes anything."""
         vectors = self.user.encrypt(tokens)
         self.transcript.send(USER, SERVER, vectors)
         self.transcript.turn()

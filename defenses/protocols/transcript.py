@@ -1,4 +1,4 @@
-"""What parties of a protocol send each other, and what each of them learns from it."""
+"""Record what the parties of a protocol send each other, and what each of them learns in the clear."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -13,10 +13,12 @@ from hiddenlab.types import Observation, ObservationInfo
 
 @dataclass(frozen=True)
 class Learnt:
-    """A value that a party got to know: of shares and masked values, which look random, there are none.
+    """A value that a party learnt in the clear; shares and masked values, which look random, do not count.
 
     Attributes:
-        label: what it is (``inputs``, ``norm1``, ``softmax`` …). layer: of the decoder, from 1; 0 for the inputs.
+        party: who learnt it.
+        label: what it is (``inputs``, ``norm1``, ``softmax`` …).
+        layer: of the decoder, from 1; 0 for the inputs.
     """
 
     party: str
@@ -27,11 +29,12 @@ class Learnt:
 
 @dataclass
 class Transcript:
-    """A protocol run as seen from outside: bytes sent, rounds, and what each party learnt.
+    """The record of a protocol run: bytes sent, rounds, and what each party learnt.
 
     Attributes:
-        sent: bytes by sender and receiver. rounds: messages that had to wait for another; those sent at once count
-            once. dealt: bytes of correlated randomness handed out beforehand by a trusted dealer.
+        sent: bytes by sender and receiver.
+        rounds: number of sequential rounds; messages sent at once count once.
+        dealt: bytes of correlated randomness that a trusted dealer handed out in advance.
     """
 
     parties: tuple[str, ...]
@@ -41,10 +44,10 @@ class Transcript:
     dealt: int = 0
 
     def send(self, sender: str, receiver: str, tensor: Tensor) -> Tensor:
-        """Deliver a tensor from one party to another, counted: what the receiver goes on with.
+        """Deliver a tensor from one party to another and count its bytes; return it.
 
         Raises:
-            InputError: a party that there is not, or the sender itself.
+            InputError: a party is unknown, or sends to itself.
         """
         if sender == receiver or not {sender, receiver} <= set(self.parties):
             raise InputError(
@@ -54,30 +57,32 @@ class Transcript:
         return tensor
 
     def learn(self, party: str, label: str, layer: int, value: Tensor) -> Tensor:
-        """Note a value that a party learns; returns it."""
+        """Record a value that a party learns, and return it."""
         self.learnt.append(Learnt(party, label, layer, value))
         return value
 
     def turn(self) -> None:
-        """A round ends: what comes next waits for what was sent."""
+        """End a round: what follows waits for what was sent."""
         self.rounds += 1
 
     @property
     def bytes(self) -> int:
-        """Of all messages between the parties."""
+        """The bytes of all messages between the parties."""
         return sum(self.sent.values())
 
     def seen(self, party: str, **wanted: Any) -> Iterator[Learnt]:
-        """What a party learnt, chosen by label or layer."""
+        """Yield what a party learnt, chosen by label or layer."""
         for one in self.learnt:
             if one.party == party and all(getattr(one, name) == value for name, value in wanted.items()):
                 yield one
 
     def observations(self, party: str, label: str, layer: int, info: ObservationInfo) -> list[Observation]:
-        """Hidden states that a party learnt, as attacks take them and ``save_observations`` writes them.
+        """Return hidden states that a party learnt as observations for attacks and ``save_observations``.
 
         Args:
-            label, layer: of the values, see ``Learnt``. public: what everyone knows of them: site, what is permuted.
+            party: whose values.
+            label, layer: of the values, see ``Learnt``.
+            info: the public facts: site, and what is permuted.
 
         Raises:
             InputError: the party learnt no such values.

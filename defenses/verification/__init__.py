@@ -1,1 +1,1 @@
-"""Inference verification: did the provider run the model and the sampler that it advertises?"""
+"""Verify that an inference provider ran the model and the sampler that it advertises."""

@@ -1,9 +1,9 @@
-"""Adversaries on an inference server that hide a payload in its output, each with the receiver that gets it back.
+"""Hide a payload in the output of an inference server, and recover it from the tokens: encoders and their decoders.
 
-At each step an encoder is shown tokens that it may send and picks one. `ChoiceEncoder` loses nothing of what a choice
-carries; among the two likeliest tokens it is the naive coding of Rinberg et al. 2025, section 2.4 (`rank_encoder`).
-`TextEncoder` sends base64 and heeds nothing (section 4.2). Receivers are shown the same tokens; where these depend on
-the seed, the receiver has to know it (the setting of Theorem 4.1).
+At each step an encoder receives the tokens that it may send and picks one. `ChoiceEncoder` uses the full capacity of
+each choice; restricted to the two likeliest tokens it is the naive coding of Rinberg et al. 2025, section 2.4
+(`rank_encoder`). `TextEncoder` sends base64 and ignores the allowed set (section 4.2). Decoders receive the same
+tokens. Where these depend on the seed, the decoder has to know it (the setting of Theorem 4.1).
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from hiddenlab.errors import InputError
 
 @dataclass(frozen=True)
 class Payload:
-    """Bits to be sent, as a number; the first bit is the highest.
+    """The bits to be sent, as a number whose highest bit comes first.
 
     Attributes:
-        value: from 0, below 2^bits. bits: how many.
+        value: from 0, below 2^bits.
+        bits: number of bits.
     """
 
     value: int
@@ -36,27 +37,28 @@ class Payload:
 
     @classmethod
     def of(cls, data: bytes) -> Payload:
-        """Bytes as a payload."""
+        """Convert bytes to a payload."""
         return cls(int.from_bytes(data, "big"), 8 * len(data))
 
     @classmethod
     def draw(cls, bits: int, generator: random.Random) -> Payload:
-        """Uniformly random bits."""
+        """Draw a payload of uniformly random bits."""
         return cls(generator.getrandbits(bits) if bits else 0, bits)
 
     @property
     def data(self) -> bytes:
-        """The payload in bytes, the last filled up with zeros."""
+        """The payload in bytes; the last byte is filled up with zeros."""
         spare = -self.bits % 8
         return (self.value << spare).to_bytes((self.bits + spare) // 8, "big")
 
 
 @dataclass(frozen=True)
 class Received:
-    """What a receiver knows of a payload of `bits` bits: it lies in [low, high).
+    """The range of values in which a payload of `bits` bits lies, as far as the receiver knows: [low, high).
 
     Attributes:
-        low, high: the range. bits: length of the whole payload.
+        low, high: the range.
+        bits: length of the whole payload.
     """
 
     low: int
@@ -65,50 +67,53 @@ class Received:
 
     @property
     def known_bits(self) -> float:
-        """Information received; the whole length when complete."""
+        """The information received, in bits; the whole length once the payload is complete."""
         return self.bits - math.log2(self.high - self.low)
 
     @property
     def payload(self) -> Payload:
-        """The payload.
+        """The payload, once it is known completely.
 
         Raises:
-            InputError: more than one is possible.
+            InputError: more than one payload is still possible.
         """
         if self.high - self.low != 1:
             raise InputError(f"only {self.known_bits:.1f} of {self.bits} bits were received")
         return Payload(self.low, self.bits)
 
     def guess(self, generator: random.Random) -> Payload:
-        """One of the payloads that are still possible, each as likely."""
+        """Draw one of the payloads that are still possible, uniformly."""
         return Payload(self.low + generator.randrange(self.high - self.low), self.bits)
 
 
 @runtime_checkable
 class Encoder(Protocol):
-    """The half of an adversary that sits on the server."""
+    """The half of an adversary that runs on the server."""
 
     def choose(self, step_tokens: Sequence[int]) -> int:
-        """The token to send at this step, of those that it may send, best first."""
+        """Choose the token to send at this step among those that it may send (best first)."""
         ...
 
     @property
     def bits_sent(self) -> float:
-        """How much of the payload the tokens so far carry, in bits."""
+        """The part of the payload, in bits, that the tokens so far carry."""
         ...
 
     @property
     def done(self) -> bool:
-        """Whether all of it is sent."""
+        """Whether the whole payload is sent."""
         ...
 
 
 @runtime_checkable
 class Decoder(Protocol):
-    """The half outside, which sees tokens only."""
+    """The half of an adversary outside of the server, which sees the tokens only."""
 
     def decode(self, steps: Sequence[Sequence[int]], tokens: Sequence[int]) -> Received:
-        """What a message's tokens say, given what could have been sent at each step. Messages follow each other."""
+        """Decode the next message from its tokens and from what could have been sent at each step.
+
+        Messages are passed in their order.
+        """
         ...
 
 
@@ -116,13 +121,20 @@ class Decoder(Protocol):
 
 
 def _part(low: int, high: int, count: int, index: int) -> tuple[int, int]:
-    """The `index`-th of `count` nearly equal parts of a range, which may be empty."""
+    """Return the `index`-th of `count` nearly equal parts of a range; a part may be empty."""
     width = high - low
     return low + index * width // count, low + (index + 1) * width // count
 
 
 class ChoiceEncoder:
-    """Arithmetic coding with equal weights: a choice among c tokens leaves one c-th of the range of the payload.
+    """Arithmetic coder with equal weights: choosing one of c tokens keeps one c-th of the payload's range.
+
+    Ranges are exact integers, so the payload is complete once the product of the numbers of choices reaches 2^bits.
+    After that the first token is sent. The cost of a step grows with the payload's length; cut megabytes into blocks.
+
+    Args:
+        payload: what to send.
+        most: use at most so many tokens of each step (0: all).
 
     Ranges are exact integers, so all is sent by the time that the product of the numbers of choices reaches 2^bits,
     whatever they are. After that the first token is sent. The work of a step grows with the payload's length;
@@ -137,10 +149,10 @@ class ChoiceEncoder:
         self._range, self._carried = Received(0, 1 << payload.bits, payload.bits), 0.0
 
     def choose(self, step_tokens: Sequence[int]) -> int:
-        """See `Encoder`.
+        """Choose the token whose part of the range holds the payload.
 
         Raises:
-            InputError: nothing may be sent.
+            InputError: no token may be sent.
         """
         usable = _usable(step_tokens, self._most)
         low, high = self._range.low, self._range.high
@@ -154,20 +166,20 @@ class ChoiceEncoder:
 
     @property
     def bits_sent(self) -> float:
-        """See `Encoder`; never more than the choices so far can carry.
+        """The bits sent, at most what the choices so far can carry.
 
-        A lucky payload, in ranges that were rounded down, is known up to a bit sooner. That is no rate to count on.
+        A payload may become known up to a bit sooner where ranges were rounded down; that is not counted.
         """
         return min(self._carried, self._range.known_bits)
 
     @property
     def done(self) -> bool:
-        """See `Encoder`."""
+        """Whether the whole payload is sent."""
         return self._range.high - self._range.low == 1
 
 
 class ChoiceDecoder:
-    """The receiver of `ChoiceEncoder`.
+    """The decoder of `ChoiceEncoder`.
 
     Args:
         bits: length of the payload. most: as the encoder's.
@@ -177,10 +189,10 @@ class ChoiceDecoder:
         self._range, self._most = Received(0, 1 << bits, bits), most
 
     def decode(self, steps: Sequence[Sequence[int]], tokens: Sequence[int]) -> Received:
-        """See `Decoder`.
+        """Narrow the payload's range by one message.
 
         Raises:
-            InputError: a token that could not have been sent.
+            InputError: a token could not have been sent.
         """
         for step_tokens, token in zip(steps, tokens, strict=True):
             usable = _usable(step_tokens, self._most)
@@ -204,12 +216,15 @@ def _usable(step_tokens: Sequence[int], most: int) -> Sequence[int]:
 
 
 def rank_encoder(payload: Payload) -> ChoiceEncoder:
-    """Naive coding of one bit per step: the likeliest token for 0, the second for 1. Steps are by falling logit."""
+    """Make the naive encoder of one bit per step: the likeliest token means 0, the second likeliest 1.
+
+    The tokens of a step have to be sorted by falling logit.
+    """
     return ChoiceEncoder(payload, most=2)
 
 
 def rank_decoder(bits: int) -> ChoiceDecoder:
-    """The receiver of `rank_encoder`. It needs the model, but no seed."""
+    """Make the decoder of `rank_encoder`; it needs the model, but no seed."""
     return ChoiceDecoder(bits, most=2)
 
 
@@ -217,10 +232,11 @@ def rank_decoder(bits: int) -> ChoiceDecoder:
 
 
 class TextEncoder:
-    """Sends the payload as base64 text, token by token, whatever the steps allow.
+    """Encoder that sends the payload as base64 text, token by token, and ignores the allowed set.
 
     Args:
-        payload: what to send. encode: the tokenizer's, without special tokens.
+        payload: what to send.
+        encode: the tokenizer's function, without special tokens.
     """
 
     def __init__(self, payload: Payload, encode: Callable[[str], Sequence[int]]) -> None:
@@ -229,10 +245,10 @@ class TextEncoder:
         self._sent = 0
 
     def choose(self, step_tokens: Sequence[int]) -> int:
-        """See `Encoder`; the step counts only when all is sent.
+        """Send the next token of the text; once all is sent, the first token of the step.
 
         Raises:
-            InputError: nothing may be sent.
+            InputError: all is sent, and no token may be sent.
         """
         if self.done:
             return _usable(step_tokens, 0)[0]
@@ -241,27 +257,28 @@ class TextEncoder:
 
     @property
     def bits_sent(self) -> float:
-        """See `Encoder`; in proportion to the tokens."""
+        """The bits sent, in proportion to the tokens of the text."""
         return self._bits * self._sent / len(self._tokens) if self._tokens else 0.0
 
     @property
     def done(self) -> bool:
-        """See `Encoder`."""
+        """Whether the whole text is sent."""
         return self._sent == len(self._tokens)
 
 
 class TextDecoder:
-    """The receiver of `TextEncoder`. It needs the tokenizer, and neither model nor seed.
+    """The decoder of `TextEncoder`, which needs the tokenizer but neither model nor seed.
 
     Args:
-        bits: length of the payload. decode: the tokenizer's.
+        bits: length of the payload.
+        decode: the tokenizer's function.
     """
 
     def __init__(self, bits: int, decode: Callable[[Sequence[int]], str]) -> None:
         self._bits, self._decode, self._tokens = bits, decode, list[int]()
 
     def decode(self, steps: Sequence[Sequence[int]], tokens: Sequence[int]) -> Received:
-        """See `Decoder`. What follows the payload is ignored.
+        """Decode the text of all messages so far; what follows the payload is ignored.
 
         Raises:
             InputError: the tokens are no base64.
@@ -284,7 +301,7 @@ class TextDecoder:
 
 
 class Adversary:
-    """Inside and outside of an attack, as the exfiltration game plays against it.
+    """Both halves of an adversary, as the exfiltration game plays them.
 
     Args:
         encoder, decoder: its halves. generator: of the guess at what could not be sent.
@@ -313,9 +330,14 @@ class Adversary:
         ranked: Sequence[Sequence[int]],
         honest: Sequence[int],
     ) -> list[int]:
-        """The tokens of one message, given both kinds of choices at each step and the honest tokens.
+        """Return the tokens of one message, and pass them to the decoder as well.
 
-        The outside reads them too. Where nothing may be chosen, or all is sent, the honest token stays.
+        Where no token may be chosen, or all is sent, the honest token stays.
+
+        Args:
+            turn: number of the message.
+            admissible, ranked: both kinds of choices at each step, best first.
+            honest: the honest tokens.
         """
         if self._encoder.done or (self._turns is not None and turn not in self._turns):
             return list(honest)
@@ -329,7 +351,7 @@ class Adversary:
         return tokens
 
     def guess(self) -> int:
-        """The payload's value as the outside has it, the unknown rest guessed.
+        """Return the payload's value as the decoder knows it; unknown bits are guessed.
 
         Raises:
             InputError: no message was used.

@@ -1,4 +1,4 @@
-"""``hiddenlab verify audit``: what could have been smuggled out in a directory of transcripts, and what to do about it.
+"""Measure how much data could have been smuggled out in a directory of transcripts: ``hiddenlab verify audit``.
 
 Source: Rinberg et al. 2025, section 6 and appendix F.
 """
@@ -101,14 +101,17 @@ def audit(
 
 
 def _name(file: Path) -> str:
-    """A file's name as any screen and record can hold it."""
+    """Return a file's name with characters that cannot be encoded replaced."""
     return file.name.encode(errors="replace").decode()
 
 
 def _usual(
     found: Sequence[Transcript], verifier: Verifier, progress: Progress
 ) -> tuple[PerplexityFilter, float] | None:
-    """What perplexity honest answers have, and what share of further ones is outside; None without any."""
+    """Fit a perplexity filter to honest answers; return it with the share of further honest answers that it flags.
+
+    None if there are no honest answers.
+    """
     logs = []
     for i, one in enumerate(found):
         logs.append(-difr.cross_entropy(verifier.replay(one)))
@@ -122,7 +125,7 @@ def _usual(
 def _ledger(
     ledger: Path | None, public_key: str | None, checkpoint: Checkpoint | None
 ) -> tuple[set[bytes] | None, Made | None]:
-    """Entries of a ledger, if it is valid; else none of them, so that no request stands in it."""
+    """Return the entries of a ledger and its verdict; an invalid ledger counts as empty."""
     if ledger is None:
         return None, None
     if public_key is None:
@@ -198,10 +201,10 @@ def _audited(
 
 
 def _risks(replay: Replay, settings: Made) -> tuple[Tensor, Tensor, Tensor]:
-    """Classes of a request's tokens, the bits that each can have carried, and those of its admissible set.
+    """Return each token's class, the bits that it can have carried, and the bits of its admissible set.
 
-    Who sent a token that is not dangerous had the admissible ones and those of the first R ranks to choose from, even
-    where the one sent is safe; a dangerous one may be any of the vocabulary.
+    A sender of a token that is not dangerous could choose among the admissible tokens and the first R ranks, even where
+    the one sent is safe. A dangerous token may be any of the vocabulary.
     """
     threshold = math.log(settings["threshold"])
     admitted = _admissible(replay, threshold, settings)
@@ -215,7 +218,10 @@ def _risks(replay: Replay, settings: Made) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _admissible(replay: Replay, threshold: float, settings: Made) -> Bool[Tensor, "n v"]:
-    """Tokens that honest noise can have drawn: FSSL-GM (Algorithm 4), or FSSL-IPT (3) for the inverse transform."""
+    """Find the tokens that honest noise can have drawn, by FSSL-GM (Algorithm 4), or by FSSL-IPT (Algorithm 3).
+
+    FSSL-IPT is for tokens drawn by the inverse transform.
+    """
     if replay.uniform is not None:
         shares = probabilities(replay.logits, replay.sampling)
         found = fssl_ipt(shares, replay.uniform, noise_sd=settings["ipt_sigma"])

@@ -1,7 +1,8 @@
-"""How much a compromised server can smuggle out, and how much has to be inspected: numbers in, numbers out.
+"""Compute bounds on what a compromised server can smuggle out, and on how much has to be inspected.
 
 Source of every statement: Rinberg et al. 2025, "Verifying LLM Inference to Detect Model Weight Exfiltration". All
-information is in bits. Where the paper's print and its proof disagree, both values are here and the docstring says why.
+information is in bits. Where the paper's printed statement and its proof disagree, both values are computed here and
+the docstring says why.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ _LARGEST = 2**53  # beyond it, doubles skip whole numbers
 
 
 class Risk(IntEnum):
-    """Classes of a token (Algorithm 7), with its numbers."""
+    """The classes of a token (Algorithm 7), with their numbers."""
 
     SAFE = 0
     SUSPICIOUS = 1
@@ -29,7 +30,7 @@ class Risk(IntEnum):
 
 
 def entropy(p: float) -> float:
-    """Binary entropy h(p) in bits.
+    """Return the binary entropy h(p) in bits.
 
     Raises:
         InputError: p is no probability.
@@ -39,7 +40,7 @@ def entropy(p: float) -> float:
 
 
 def divergence(p: float, q: float) -> float:
-    """Kullback-Leibler divergence of Bernoulli(p) from Bernoulli(q) in nats; infinite where q excludes p.
+    """Return the Kullback-Leibler divergence of Bernoulli(p) from Bernoulli(q) in nats; infinite where q excludes p.
 
     Raises:
         InputError: p or q is no probability.
@@ -54,7 +55,14 @@ def divergence(p: float, q: float) -> float:
 
 
 def symmetric_capacity(symbols: int, error: float) -> float:
-    """Capacity of a channel that delivers another of its symbols, all alike, with probability `error` (Theorem 2.4).
+    """Return the capacity, in bits per use, of a symmetric channel that errs with probability `error` (Theorem 2.4).
+
+    log q − h(e) − e·log(q−1): each of the other symbols is equally likely in an error. The paper calls its argument the
+    probability that the symbol is "uniformly random". The formula holds for the probability that it is *wrong*; a
+    random symbol is right once in q times.
+
+    Raises:
+        InputError: there are no symbols, or the error is no probability.
 
     log q − h(e) − e·log(q−1). The paper calls its argument the probability that the symbol is "uniformly random"; the
     formula holds for the probability that it is *wrong*, and a random symbol is right once in q times.
@@ -70,7 +78,7 @@ def symmetric_capacity(symbols: int, error: float) -> float:
 
 
 def uses_needed(bits: float, capacity: float, error: float = 0.0) -> float:
-    """How often a channel must be used at least to send `bits` with at most that probability of a wrong message.
+    """Return the least number of uses of a channel that sends `bits` with at most that probability of a wrong message.
 
     Theorem 2.4 (Fano): n ≥ (log q − h(ε) − ε·log(q−1)) / C with log q = bits; infinite for a capacity of 0.
 
@@ -92,10 +100,10 @@ def uses_needed(bits: float, capacity: float, error: float = 0.0) -> float:
 
 
 def support_rate(sizes: Sequence[int]) -> float:
-    """Bits per token that tokens from the warden's admissible sets can carry: the mean of log₂|A_t|.
+    """Return the bits per token that tokens from the warden's admissible sets can carry: the mean of log₂|A_t|.
 
-    Theorem 4.1 as section 6 applies it, |A_t| being position t's number of admissible tokens. It holds for a receiver
-    who knows the seed. Where nothing is admissible nothing passes, so nothing is sent.
+    Theorem 4.1 as section 6 applies it; |A_t| is the number of admissible tokens at position t. It holds for a receiver
+    who knows the seed. A position without admissible tokens carries nothing.
 
     Raises:
         InputError: no positions, or a negative size.
@@ -108,7 +116,13 @@ def support_rate(sizes: Sequence[int]) -> float:
 
 
 def response_rate(log2_support: float, tokens: int, rate: float) -> float:
-    """Bits per token of responses that an FSSL policy set at `rate` lets pass: min(log₂|Supp| / tokens, rate).
+    """Return the bits per token of responses that an FSSL policy with limit `rate` lets pass (Theorem 4.1).
+
+    min(log₂|Supp| / tokens, rate). `log2_support` counts the responses whose surprisal is at most `rate` bits per
+    token. There are at most 2^(rate·tokens) of them, as their probabilities sum to at most 1.
+
+    Raises:
+        InputError: no tokens, or a negative amount.
 
     Theorem 4.1. `log2_support` counts the responses whose surprisal is at most `rate` bits per token. There are at
     most 2^(rate·tokens) of them, as their probabilities sum to at most 1.
@@ -123,7 +137,18 @@ def response_rate(log2_support: float, tokens: int, rate: float) -> float:
 
 
 def hidden_seed_rate_printed(free: float, permitted: int) -> float:
-    """Theorem 4.2 as printed: log q − h(1−p) − (1−p)·log(q−1), cut off at 0.
+    """Return the rate of Theorem 4.2 as printed: log q − h(1−p) − (1−p)·log(q−1), at least 0.
+
+    It is kept for comparison only and is no bound. It takes 1−p for the channel's error, although a token over which
+    the sender has no control still is the wanted one with probability 1/q. At p = 0, q = 2 it allows 1 bit per token,
+    where nothing can be sent. At p = 0.5, q = 4 it forbids what its own channel carries (0.45 bits, not 0.21).
+
+    Args:
+        free: p, the share of positions at which more than one token is permitted.
+        permitted: q, the number of tokens that are permitted there.
+
+    Raises:
+        InputError: p is no probability, or q is below 2.
 
     Kept for comparison only; it is no bound. It takes 1−p for the channel's error, though a token over which the
     sender has no say still is the wanted one with probability 1/q. At p = 0, q = 2 it allows 1 bit per token, where
@@ -141,7 +166,15 @@ def hidden_seed_rate_printed(free: float, permitted: int) -> float:
 
 
 def hidden_seed_rate(free: float, permitted: int) -> float:
-    """Theorem 4.2 corrected: log q − h(e) − e·log(q−1) with the error e = (1−p)(q−1)/q of the proof's channel.
+    """Return the corrected rate of Theorem 4.2: log q − h(e) − e·log(q−1) with e = (1−p)(q−1)/q.
+
+    The error e is that of the proof's channel, which gives the sender's symbol with probability p and else a uniform
+    one of q. It needs the theorem's assumptions: a receiver without the seed, and a sender who commits to each token
+    before the next random number exists. A sender who knows in advance which positions are free reaches p·log q (memory
+    with known defects), which is what `searching_rate` allows. The theorem also assumes that forced and free tokens
+    look alike; a receiver who can tell them apart is bounded by p·log q only.
+
+    Args and Raises: see `hidden_seed_rate_printed`.
 
     The proof's channel gives the sender's symbol with probability p and else a uniform one of q. It needs the theorem's
     assumptions: a receiver without the seed, and a sender who commits to each token before the next random number
@@ -156,7 +189,13 @@ def hidden_seed_rate(free: float, permitted: int) -> float:
 
 
 def searching_rate(free: float, slack: float, permitted: int) -> float:
-    """Theorem 4.3: (p + ε)·log q bits per token, for an adversary who searches O(k) continuations of k tokens.
+    """Return the rate of Theorem 4.3: (p + ε)·log q bits per token, for an adversary who searches O(k) continuations.
+
+    Continuations have k tokens. `searching_risk` bounds the probability that a number of queries finds more free
+    positions than p + ε.
+
+    Raises:
+        InputError: p or ε is no probability, or q is below 2.
 
     `searching_risk` says with what probability a given number of queries finds more free positions than p + ε.
 
@@ -169,7 +208,12 @@ def searching_rate(free: float, slack: float, permitted: int) -> float:
 
 
 def searching_risk(free: float, wanted: float, tokens: int, queries: int) -> float:
-    """Lemma 4.4: at most this probability that some queried response of k tokens has p'·k free positions.
+    """Bound the probability that some queried response of k tokens has p'·k free positions (Lemma 4.4).
+
+    N·exp(−k·D(p'‖p)), a union bound over N queries with Chernoff's bound; 1 where that is vacuous, as for p' ≤ p.
+
+    Raises:
+        InputError: p or p' is no probability, or there is less than one token or query.
 
     N·exp(−k·D(p'‖p)), a union bound over N queries and Chernoff's; 1 where that says nothing (p' ≤ p among them).
 
@@ -192,7 +236,22 @@ def searching_risk(free: float, wanted: float, tokens: int, queries: int) -> flo
 def game_bound(
     bits: float, capacity: float, messages: int, inspections: int, alarms: int, false_positive_rate: float
 ) -> float:
-    """Most that any adversary can expect to win of the exfiltration game (end of section 4.6), cut off at 1.
+    """Bound the probability that any adversary wins the exfiltration game (end of section 4.6); at most 1.
+
+    (M − B_I)/M + 2^(C−n) + exp(−B_I·D(B_A/B_I ‖ α)): the decisive message is not inspected, or the rest is guessed, or
+    false alarms use up the budget. `capacity` C is log₂M plus what all messages can carry unflagged; the warden is
+    assumed to flag every message that carries more. The last term needs α < B_A/B_I and counts as 1 without it.
+
+    Args:
+        bits: n, length of the secret.
+        capacity: C.
+        messages: M.
+        inspections: B_I, at most M.
+        alarms: B_A, at most B_I.
+        false_positive_rate: α, of an inspected honest message.
+
+    Raises:
+        InputError: an amount is below 0, there are no messages, or a budget is too large.
 
     (M − B_I)/M + 2^(C−n) + exp(−B_I·D(B_A/B_I ‖ α)): the telling message is not inspected, or the rest is guessed, or
     false alarms use up the budget. `capacity` C is log₂M plus what all messages can carry unflagged, and the warden
@@ -224,7 +283,13 @@ def game_bound(
 
 
 def required_samples(share: float, confidence: float, needed: int = 1) -> int:
-    """Fewest draws among which are at least `needed` malicious messages with that confidence (appendix C.2).
+    """Return the fewest draws that hold `needed` malicious messages with that confidence (appendix C.2).
+
+    The least n with P(Bin(n, share) ≥ needed) ≥ confidence, exactly, by bisection. The paper prints 460 for 1 %, 99 %
+    and one message; 459 suffice.
+
+    Raises:
+        InputError: a share or confidence is outside (0, 1], needed is below 1, or more than 2⁵³ draws are needed.
 
     The least n with P(Bin(n, share) ≥ needed) ≥ confidence, exactly, by bisection. The paper prints 460 for 1 %, 99 %
     and one message; 459 suffice.
@@ -259,7 +324,10 @@ def required_samples(share: float, confidence: float, needed: int = 1) -> int:
 
 
 def _at_least(needed: int, draws: int, share: float) -> float:
-    """P(Bin(draws, share) ≥ needed), as an incomplete beta function: scipy's binomial tail stops at 32-bit draws."""
+    """Return P(Bin(draws, share) ≥ needed) as an incomplete beta function.
+
+    scipy's binomial tail stops at 32-bit draws.
+    """
     return float(betainc(needed, draws - needed + 1, share))
 
 
@@ -267,10 +335,10 @@ def _at_least(needed: int, draws: int, share: float) -> float:
 
 
 def extractable(risk: Risk, admissible: int, rank_cutoff: int, vocabulary: int) -> float:
-    """Bits that one token of that class can have carried (section 6.1): log₂ of |A|, of R, or of the vocabulary.
+    """Return the bits that one token of a class can carry: log₂ of |A|, of R, or of the vocabulary (section 6.1).
 
     Raises:
-        InputError: a count below 1 where it is needed.
+        InputError: the count that the class needs is below 1.
     """
     counts = {Risk.SAFE: admissible, Risk.SUSPICIOUS: rank_cutoff, Risk.DANGEROUS: vocabulary}
     _whole(f"number of tokens that a {risk.name.lower()} one may be", counts[risk], 1)
@@ -278,7 +346,7 @@ def extractable(risk: Risk, admissible: int, rank_cutoff: int, vocabulary: int) 
 
 
 def slowdown(bits_per_token: float, vocabulary: int) -> float:
-    """How many times longer an exfiltration takes than with tokens of free choice; infinite at 0 bits.
+    """Return how many times longer an exfiltration takes than with free choice of all tokens; infinite at 0 bits.
 
     Raises:
         InputError: negative bits, or a vocabulary below 2.

@@ -1,4 +1,4 @@
-"""A whole language model as provider and verifier run it: prefill with final states and logits, and cached decoding."""
+"""Run a whole language model as provider and verifier do: prefill with final states and logits, and cached decoding."""
 
 from __future__ import annotations
 
@@ -30,10 +30,11 @@ _STRIDE = 2654435761  # a prime, larger than any vocabulary: its multiples are s
 
 @dataclass(frozen=True)
 class Step:
-    """One pass over a batch: what the sampler and the fingerprints need.
+    """The result of one pass over a batch.
 
     Attributes:
-        logits: of the last position of each row of the batch. states: final-norm states of all positions passed.
+        logits: of the last position of each row of the batch.
+        states: final-norm states of all positions of the pass.
     """
 
     logits: Float[Tensor, "b v"]
@@ -72,7 +73,15 @@ class WholeModel:
         return self.model.get_input_embeddings().weight.device  # type: ignore[operator,no-any-return]
 
     def check_length(self, tokens: int, what: str) -> None:
-        """Raises InputError where the model has fewer positions than that."""
+        """Check that the model has enough positions.
+
+        Args:
+            tokens: number of positions.
+            what: names the text in the error.
+
+        Raises:
+            InputError: the model has fewer positions.
+        """
         limit = getattr(self.model.config, "max_position_embeddings", None)
         if isinstance(limit, int) and tokens > limit:
             raise InputError(f"{what}: {tokens} tokens; {self.name} takes {limit} together")
@@ -90,7 +99,7 @@ class WholeModel:
     def prefill(
         self, tokens: Sequence[int], outputs: int
     ) -> tuple[Float[Tensor, "t d"], Float[Tensor, "n v"]]:
-        """One pass over prompt and output.
+        """Run one pass over prompt and output.
 
         Args:
             tokens: all of them. outputs: how many at the end are output.
@@ -104,10 +113,10 @@ class WholeModel:
 
     @cached_property
     def scale(self) -> Float[Tensor, " d"]:
-        """The root mean square of each column of the final-norm states, over fixed tokens: 1 · s, 2 · s … modulo V.
+        """The root mean square of each column of the final-norm states, over fixed tokens.
 
-        Whoever has the model can compute it; proofs by row measure values in it (``rules.ROWS``). No text and no
-        tokenizer is needed.
+        The tokens are 1 · s, 2 · s … modulo the vocabulary. Anybody who has the model can compute the scale; proofs by
+        row measure values in units of it (``rules.ROWS``). It needs neither text nor tokenizer.
         """
         most = getattr(self.model.config, "max_position_embeddings", None)
         count = min(MEASURED, most) if isinstance(most, int) else MEASURED
@@ -117,7 +126,13 @@ class WholeModel:
         return states.square().mean(0).sqrt().clamp(min=1e-6).cpu()
 
     def step(self, tokens: Int[Tensor, "b t"], mask: Int[Tensor, "b n"], cache: Any = None) -> Step:
-        """Tokens behind what ``cache`` holds; with left padding ``mask`` says what counts, over all n positions."""
+        """Run one pass over tokens that follow what ``cache`` holds.
+
+        Args:
+            tokens: new tokens of each row of the batch.
+            mask: which of all n positions are not left padding.
+            cache: KV cache of the positions before; None to run without one.
+        """
         positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
         options = {"past_key_values": cache, "use_cache": True} if cache is not None else {"use_cache": False}
         logits, states = self._run(
@@ -138,7 +153,7 @@ def load_whole(
     attention: str | None = None,
     layers: int | None = None,
 ) -> WholeModel:
-    """Load a model to generate with, or to verify with.
+    """Load a whole model to generate or to verify with.
 
     Args:
         name: ``builtin``, a local directory, a GGUF file, or a hub id. dtype, device, quantization: see ``load_model``.

@@ -1,4 +1,4 @@
-"""Scores of claimed tokens with a closed form: FSSL-IPT, the pairwise shortcut for Gumbel-max, the logit rank.
+"""Score claimed tokens in closed form: FSSL-IPT, the pairwise shortcut for Gumbel-max, and the logit rank.
 
 All likelihoods are natural logarithms. Sources: Rinberg et al. 2025, Algorithm 3 and section 6.1; Karvonen et al. 2025
 (DiFR), appendices A and B.2.
@@ -27,7 +27,7 @@ NoiseOn = Literal["both", "one"]
 def margins(
     logits: Float[Tensor, "n v"], gumbel: Float[Tensor, "n v"], sampling: Sampling
 ) -> Float[Tensor, "n v"]:
-    """Every token's distance Δ ≥ 0 in ℓ + T·g from the sampler's choice; infinite for filtered tokens."""
+    """Return every token's distance Δ ≥ 0 in ℓ + T·g from the sampler's choice; infinite for filtered tokens."""
     scores = logits.double() + (0.0 if sampling.greedy else sampling.temperature) * gumbel.double()
     scores = scores.masked_fill(~kept(logits, sampling), -math.inf)
     return scores.amax(1, keepdim=True) - scores
@@ -36,7 +36,7 @@ def margins(
 def pairwise(
     margin: Float[Tensor, "*shape"], noise_sd: float, *, noise_on: NoiseOn = "both"
 ) -> Float[Tensor, "*shape"]:
-    """The shortcut score: log-probability that a token overtakes the verifier's choice, and no other token matters.
+    """Return the log-probability that noise moves a token above the verifier's choice, ignoring all other tokens.
 
     Args:
         margin: Δ, how far the token's ℓ + T·g is behind. noise_sd: σ, of one logit.
@@ -65,7 +65,18 @@ def fssl_ipt(
     noise_sd: float,
     floor: float = FLOOR,
 ) -> Float[Tensor, "n v"]:
-    """FSSL-IPT of every token (Algorithm 3): log(Φ((b−u)/σ) − Φ((a−u)/σ) + ε), [a, b] its interval of the CDF.
+    """Return the FSSL-IPT score of every token (Algorithm 3).
+
+    log(Φ((b−u)/σ) − Φ((a−u)/σ) + ε), where [a, b] is the token's interval of the cumulative distribution.
+
+    Args:
+        probability: what the sampler draws from, after temperature and filters.
+        uniform: the request's numbers u.
+        noise_sd: σ, on the scale of probabilities.
+        floor: ε; no score is below its logarithm.
+
+    Raises:
+        InputError: a parameter is not above 0, the numbers of rows differ, or rows are no distributions.
 
     Args:
         probability: what the sampler draws from, after temperature and filters. uniform: the request's numbers u.
@@ -94,7 +105,7 @@ def ipt_interval(
     noise_sd: float,
     floor: float = FLOOR,
 ) -> Float[Tensor, "*shape"]:
-    """Lines 7 to 9 of Algorithm 3 for intervals of the cumulative distribution."""
+    """Return the FSSL-IPT score of intervals of the cumulative distribution (lines 7 to 9 of Algorithm 3)."""
     a, b = ((edge.double() - uniform.double()) / noise_sd for edge in (lower, upper))
     # Above the mean both values are near 1; their mirror images keep the difference's digits.
     flip = a > 0
@@ -107,7 +118,7 @@ def ipt_interval(
 
 
 def logit_rank(logits: Float[Tensor, "n v"], tokens: Int[Tensor, " n"]) -> Int[Tensor, " n"]:
-    """Rank of each claimed token by raw logit, before temperature and filters; the highest has rank 1.
+    """Return the rank of each claimed token by raw logit, before temperature and filters; the highest has rank 1.
 
     Equal logits are ranked by id, so that exactly R tokens have a rank of at most R, as log₂R bits suppose. (The
     paper's figure 9 counts from 0, its cutoff from 1.)

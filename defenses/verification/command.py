@@ -1,4 +1,4 @@
-"""``hiddenlab verify``: simulate a provider, prove and check what one claims; theorems in numbers."""
+"""Simulate a provider, prove and check what one claims, and evaluate the bounds: ``hiddenlab verify``."""
 
 from __future__ import annotations
 
@@ -47,13 +47,14 @@ Made = dict[str, Any]
 
 
 def noise_of(key: str | None, form: str = KEY_FORMS[0]) -> Callable[[int], Noise]:
-    """vLLM's stream, or hashed numbers where a key is given (text; its bytes are the key).
+    """Return the noise of requests: vLLM's stream, or hashed numbers where a key is given.
 
     Args:
+        key: text, whose bytes are the key.
         form: ``adaptive`` for H(K, σ, x), ``by-place`` for H(K, σ) (see ``HashedNoise``).
 
     Raises:
-        InputError: a key that is too short, or another form.
+        InputError: the key is too short, or the form is unknown.
     """
     if form not in KEY_FORMS:
         raise InputError(f"noise of the form {form!r}: {' or '.join(KEY_FORMS)}")
@@ -95,16 +96,19 @@ def simulate(
     """Answer prompts as a provider would, honest or not, and write what it claims to a transcript file.
 
     Args:
-        out: the file, a new one unless ``resume``. provider: see ``Variant``. sampling: fields of ``Sampling``, for all
-            requests; each has a seed of its own, drawn from the one here. proofs: TOPLOC's.
+        out: the file, a new one unless ``resume``.
+        provider: what it really does, see ``Variant``.
+        sampling: fields of ``Sampling``, for all requests; each has a seed of its own, derived from this one.
+        proofs: add TOPLOC proofs.
         projection: Activation-DiFR's, for every ``every``-th output token, sent in ``fingerprint_dtype``.
-        proof_values: of a TOPLOC
-            proof. proof_rule: which values it commits to (``rules``). key: of hashed noise, in ``key_form``. draft:
-            decode speculatively with this draft model (``speculative.load_draft``), ``ahead`` tokens at a time, and
-            record how each token came about.
+        proof_values: values of a TOPLOC proof.
+        proof_rule: which values it commits to (``rules``).
+        key: of hashed noise, in ``key_form``.
+        draft: decode speculatively with this draft model (``speculative.load_draft``), ``ahead`` tokens at a time,
+            and record each token's mode.
 
     Raises:
-        InputError: the file exists, or something asked for is impossible.
+        InputError: the file exists, or the options cannot be combined.
     """
     asked, noise = Sampling(**(sampling or {})), noise_of(key, key_form)
     rule = rule_of(proof_rule)
@@ -153,7 +157,7 @@ def simulate(
 
 
 def _check_sent(dtype: str, proof_values: int) -> None:
-    """Say what is wrong with a form of evidence before anything is computed."""
+    """Check the options of proofs and fingerprints before anything is computed."""
     if dtype not in FINGERPRINT_DTYPES:
         raise InputError(f"a fingerprint of dtype {dtype!r}: one of {', '.join(FINGERPRINT_DTYPES)}")
     if proof_values < 1:
@@ -161,7 +165,7 @@ def _check_sent(dtype: str, proof_values: int) -> None:
 
 
 def _sent(found: Sequence[Transcript]) -> Made:
-    """Bytes an output token that a provider sends beside the answer, and by kind."""
+    """Return the bytes per output token that a provider sends beside the answer, in total and by kind."""
     tokens = sum(len(one.output) for one in found)
     proofs = sum(len(b64decode(text)) for one in found for text in one.proofs or ())
     prints = sum(one.fingerprint.size for one in found if one.fingerprint is not None)
@@ -172,10 +176,12 @@ def _sent(found: Sequence[Transcript]) -> Made:
 def _same_work(
     found: Sequence[Transcript], requests: Sequence[Request], model: str, new_tokens: int, rule: str | None, out: Path
 ) -> None:  # fmt: skip
-    """What is gone on with was asked for as now; what the provider really did does not stand in a transcript.
+    """Check that a file to be resumed was asked for with the same options.
+
+    A transcript does not say what the provider really did; that is not checked.
 
     Raises:
-        InputError: it was not.
+        InputError: the options differ.
     """
     asked = {request.id: request for request in requests}
     for one in found:
@@ -214,7 +220,7 @@ def verifier_for(
     found: Sequence[Transcript], model: str | None, dtype: str, device: str, key: str | None = None,
     key_form: str = KEY_FORMS[0],
 ) -> Verifier:  # fmt: skip
-    """The reference to verify against: ``model``, or else ``builtin``; never what an untrusted file names.
+    """Load the reference to verify against: ``model``, or else ``builtin``, but never a model that a file names.
 
     Raises:
         InputError: no model was given, and the transcripts claim another one than ``builtin``.
@@ -231,7 +237,7 @@ def commit(
     projection: Projection | None = None, every: int = 1, fingerprint_dtype: str = FINGERPRINT_DTYPE,
     proof_values: int = toploc.TOP, proof_rule: str = DEFAULT_RULE, progress: Progress = silent,
 ) -> Made:  # fmt: skip
-    """Add TOPLOC proofs, and fingerprints where asked for, to transcripts, from one prefill of each.
+    """Add TOPLOC proofs, and fingerprints where asked for, to transcripts, from one prefill of each request.
 
     Raises:
         InputError: the transcripts cannot be read or replayed, or ``out`` exists.
@@ -285,7 +291,7 @@ def check(
         Covered are tokens of which a value of their own state was committed to, was compared, and agrees; in a
         fingerprint, tokens whose row was sent. ``without_value`` counts all others: a change there shows only if it
         moves the values of later tokens. The answer's last token is always one of them, as no state follows it. Covered
-        does not mean verified: limits leave room for other hardware.
+        does not mean verified: the limits tolerate other hardware.
 
     Raises:
         InputError: the file cannot be read, or a limit is no number from 0.
@@ -394,13 +400,13 @@ def _checked(
 def relative_distance(
     sent: Fingerprint, own: Tensor, projection: Projection, every: int
 ) -> tuple[float, float]:
-    """The distance of a fingerprint from the verifier's own over all rows, and in the row where it is largest.
+    """Return the distance of a fingerprint from the verifier's own: over all rows, and in the worst row.
 
-    Both relative to the verifier's size, of all rows or of a mean one: rows are as many as tokens, and a few wrong ones
-    are little among many.
+    Both are relative to the verifier's norm, of all rows or of a mean row. The worst row matters because a few wrong
+    rows are little among many.
 
     Raises:
-        InputError: it is of another projection or stride than agreed on, or has too few or too many rows.
+        InputError: the projection or stride is not the one agreed on, or the number of rows differs.
     """
     if (sent.count, sent.seed, sent.kind, sent.every) != (
         projection.count,
@@ -421,13 +427,15 @@ def bounds(
     tokens: int = 1000, queries: int = 1_000_000, error: float = 0.01, rate: float | None = None,
     progress: Progress = silent,
 ) -> Made:  # fmt: skip
-    """The exfiltration theorems in numbers.
+    """Evaluate the exfiltration theorems (Rinberg et al. 2025) in numbers.
 
     Args:
-        free: p, share of positions with more than one permitted token. permitted: q. slack: ε of Theorem 4.3.
-        tokens, queries: k and N of Lemma 4.4: how long an answer is, and how many the adversary searches.
-        error: of Theorem 2.4, the largest share of messages that arrive wrong. rate: of Theorem 4.1, bits a token up to
-            which the warden's policy lets a response pass; default: it does not say.
+        free: p, share of positions with more than one permitted token.
+        permitted: q, number of permitted tokens there.
+        slack: ε of Theorem 4.3.
+        tokens, queries: k and N of Lemma 4.4, the length of an answer and how many the adversary searches.
+        error: of Theorem 2.4, the largest share of messages that arrive wrong.
+        rate: of Theorem 4.1, the most bits per token that the warden's policy lets pass; default: no limit.
         messages, inspections, alarms, false_positives, capacity, bits: M, B_I, B_A, α, C and n of the game.
     """
     if not 1 <= max(tokens, queries) <= MOST:
@@ -448,9 +456,9 @@ def bounds(
 def sampling_rate(
     *, share: float, confidence: float = 0.99, needed: int = 1, progress: Progress = silent
 ) -> Made:
-    """How many messages have to be verified to meet so many dishonest ones (exfiltration paper, appendix C.2).
+    """Return how many messages have to be verified to find so many dishonest ones (exfiltration paper, appendix C.2).
 
-    ``shares``: the same for shares around the one asked for, by factors of two.
+    ``shares`` holds the same for shares around the one asked for, by factors of two.
     """
     wanted = [share * 2.0**step for step in range(-4, 5)]
     rows = [

@@ -1,7 +1,7 @@
-"""From scores of tokens to a verdict on a provider: clipping, pooling over batches, and how well that detects.
+"""Turn scores of tokens into a verdict on a provider: clip them, pool them over batches, and measure the detection.
 
-All scores here grow with divergence. One number a batch is compared with a threshold, so a detector is fitted by its
-clipping and pooling alone, and is judged by the area under its ROC curve.
+All scores grow with divergence. One number per batch is compared with a threshold. So a detector is defined by its
+clipping and pooling alone, and is measured by the area under its ROC curve.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ BATCHES = 500
 
 
 def auc(honest: Scores, other: Scores) -> float:
-    """The probability that another provider's statistic is above an honest one's; ties count half."""
+    """Return the probability that another provider's statistic is above an honest one's; ties count half."""
     from scipy.stats import mannwhitneyu
 
     return float(mannwhitneyu(other, honest).statistic) / (len(honest) * len(other))
 
 
 def standardised_auc(honest: Scores, other: Scores, max_fpr: float = MAX_FPR) -> float:
-    """The area under the ROC curve up to a false positive rate, standardised by McClish: 0.5 chance, 1 perfect.
+    """Return McClish's standardised area under the ROC curve up to a false positive rate: 0.5 is chance, 1 perfect.
 
     Raises:
         InputError: fewer than two statistics a side, or a rate outside (0, 1].
@@ -50,7 +50,10 @@ def standardised_auc(honest: Scores, other: Scores, max_fpr: float = MAX_FPR) ->
 
 
 def standardised(fpr: Scores, tpr: Scores, max_fpr: float = MAX_FPR) -> float:
-    """McClish's standardised partial area of a curve given by its corners, false positive rates ascending."""
+    """Return McClish's standardised partial area of a curve, given by its corners.
+
+    False positive rates have to ascend.
+    """
     inside = fpr <= max_fpr
     x = np.append(fpr[inside], max_fpr)
     y = np.append(tpr[inside], np.interp(max_fpr, fpr, tpr))
@@ -61,23 +64,24 @@ def standardised(fpr: Scores, tpr: Scores, max_fpr: float = MAX_FPR) -> float:
 
 @dataclass(frozen=True)
 class Pooling:
-    """How a batch's token scores become one number: the mean after clipping.
+    """A rule that turns the token scores of a batch into one number: the mean after clipping.
 
     Attributes:
-        top: scores are clipped here (a value, not a percentile). floor: those below count as 0.
+        top: value at which scores are clipped (not a percentile).
+        floor: scores below this value count as 0.
     """
 
     top: float
     floor: float = 0.0
 
     def __call__(self, scores: Scores) -> Scores:
-        """Scores of tokens as they enter the mean."""
+        """Return the scores of tokens as they enter the mean."""
         cut = np.minimum(scores, self.top)
         return np.where(scores >= self.floor, cut, 0.0) if self.floor else cut
 
 
 def clipping(honest: Scores, top: float = 99.9, floor: float = 0.0) -> Pooling:
-    """A pooling by percentiles of honest scores: clipped at the first, zero below the second.
+    """Fit a pooling to honest scores: clip at the percentile ``top``, and set scores below ``floor`` to zero.
 
     Infinite scores (filtered tokens) do not enter the percentiles and are clipped like the others.
 
@@ -93,7 +97,7 @@ def clipping(honest: Scores, top: float = 99.9, floor: float = 0.0) -> Pooling:
 
 
 def poolings(honest: Scores, which: str = "best") -> list[Pooling]:
-    """Winsorized means and tail-focused means, each once (DiFR, section 5.2 and appendix E).
+    """List the winsorized means and tail-focused means, each once (DiFR, section 5.2 and appendix E).
 
     Args:
         which: ``best`` for both kinds, ``mean`` for the first alone, ``tail`` for the second, ``plain`` for the mean
@@ -111,7 +115,7 @@ def poolings(honest: Scores, which: str = "best") -> list[Pooling]:
 
 @dataclass(frozen=True)
 class Verdict:
-    """A detector on held-out tokens.
+    """The quality of a detector on held-out tokens.
 
     Attributes:
         auc, auc_low_fpr: whole, and standardised at 1 % false positives; 0.5 where the provider diverges less than the
@@ -127,7 +131,7 @@ class Verdict:
 def detect(
     honest: Scores, other: Scores, size: int, rng: np.random.Generator, batches: int = BATCHES, which: str = "best"
 ) -> Verdict:  # fmt: skip
-    """Split tokens in half, choose clipping and pooling on one half, judge on the other (DiFR, section 5.2).
+    """Choose clipping and pooling on one half of the tokens and measure them on the other (DiFR, section 5.2).
 
     Args:
         honest, other: scores of tokens. size: tokens of a batch, drawn without replacement. batches: so many a side.
@@ -156,7 +160,7 @@ def detect(
 
 
 def _picks(tokens: int, size: int, batches: int, rng: np.random.Generator) -> NDArray[np.int64]:
-    """Batches without replacement, many of them from one shuffling of all tokens."""
+    """Draw batches without replacement, many of them from one shuffling of all tokens."""
     each = tokens // size
     shuffled = [
         rng.permutation(tokens)[: each * size].reshape(each, size) for _ in range(-(-batches // each))
@@ -165,7 +169,9 @@ def _picks(tokens: int, size: int, batches: int, rng: np.random.Generator) -> ND
 
 
 def mmd(ours: NDArray[np.int64], theirs: NDArray[np.int64]) -> float:
-    """Squared maximum mean discrepancy (unbiased) of token sequences, Hamming kernel (model equality testing).
+    """Return the unbiased squared maximum mean discrepancy of token sequences with the Hamming kernel.
+
+    This is the statistic of model equality testing.
 
     Args:
         ours, theirs: token ids, one completion a row, all of one length.
@@ -180,7 +186,7 @@ def mmd_test(
     permutations: int = 500,
     prompts: Sequence[int] | None = None,
 ) -> float:
-    """The p-value of ``mmd``: how often a random division of all completions differs as much.
+    """Return the p-value of ``mmd``: how often a random division of all completions differs as much.
 
     Args:
         prompts: which prompt each of ``ours`` answers, and each of ``theirs`` in the same order; then only completions
@@ -226,7 +232,7 @@ def _mmd(kernel: Scores, first: int) -> float:
 
 
 def frontier(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The points that no other beats: none is both cheaper (first) and better (second)."""
+    """Return the points that no other beats: no other is both cheaper (first) and better (second)."""
     out: list[tuple[float, float]] = []
     for cost, value in sorted(points, key=lambda p: (p[0], -p[1])):
         if not out or value > out[-1][1]:

@@ -1,6 +1,6 @@
-"""DiFR: how far a provider's tokens and activations are from a trusted reference's, token by token.
+"""Score how far a provider's tokens and activations are from a trusted reference's (DiFR), token by token.
 
-Scores grow with divergence. All of a request's positions are scored from one prefill over prompt and output.
+Scores grow with divergence. All positions of a request are scored from one prefill over prompt and output.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ IPT_SIGMA = 0.01  # of the same for the inverse transform, in probability
 
 @dataclass(frozen=True)
 class Replay:
-    """What the verifier has of a request after one prefill.
+    """What the verifier knows about a request after one prefill.
 
     Attributes:
         logits: at each output token, float32. gumbel: shared noise (gumbel sampling only). uniform: shared numbers
@@ -48,12 +48,12 @@ class Replay:
 
     @property
     def output_states(self) -> Float[Tensor, "n d"]:
-        """The state from which each output token was drawn."""
+        """The states from which the output tokens were drawn, one row per token."""
         return self.states[-1 - len(self.tokens) : -1]
 
 
 class Verifier:
-    """A trusted reference that replays requests.
+    """A trusted reference that recomputes requests.
 
     Args:
         model: as advertised. noise: the same as the provider's.
@@ -64,7 +64,7 @@ class Verifier:
         self.noise = noise
 
     def replay(self, transcript: Transcript) -> Replay:
-        """One prefill, and the request's random numbers.
+        """Recompute a request with one prefill, and draw its random numbers.
 
         Raises:
             InputError: tokens outside the vocabulary, or too many for the model.
@@ -87,7 +87,7 @@ class Verifier:
 def draws(
     transcript: Transcript, width: int, noise: Callable[[int], Noise]
 ) -> tuple[Float[Tensor, "n v"] | None, Float[Tensor, " n"] | None]:
-    """The random numbers of a request's output tokens: Gumbel noise or uniform numbers, as its method needs."""
+    """Draw the random numbers of a request's output tokens: Gumbel noise or uniform numbers, as its method needs."""
     sampling = transcript.sampling
     if sampling.greedy:
         return None, None
@@ -104,7 +104,7 @@ def draws(
 
 
 def _gumbel(replay: Replay) -> Float[Tensor, "n v"]:
-    """The shared noise; none for a greedy request."""
+    """Return the shared Gumbel noise; zeros for a greedy request."""
     if replay.gumbel is not None:
         return replay.gumbel
     if not replay.sampling.greedy:
@@ -113,7 +113,10 @@ def _gumbel(replay: Replay) -> Float[Tensor, "n v"]:
 
 
 def margin(replay: Replay) -> Float[Tensor, " n"]:
-    """How far, in logits after noise, the claimed token is below the verifier's; ∞ for a filtered one (Equation 1)."""
+    """Return how far the claimed token is below the verifier's, in logits after noise (DiFR, Equation 1).
+
+    Infinite for a filtered token.
+    """
     everything = margins(replay.logits, _gumbel(replay), replay.sampling)
     return everything.gather(1, replay.tokens[:, None])[:, 0].float()
 
@@ -121,31 +124,35 @@ def margin(replay: Replay) -> Float[Tensor, " n"]:
 def likelihood(
     behind: Float[Tensor, " n"], sigma: float = SIGMA, noise_on: NoiseOn = "both"
 ) -> Float[Tensor, " n"]:
-    """−log of the probability that noise of σ a logit overcomes a margin (DiFR, appendix A; larger: worse).
+    """Return −log of the probability that noise of σ per logit closes a margin (DiFR, appendix A).
+
+    Larger values mean more divergence.
 
     Args:
-        behind: margins. noise_on: see ``closed_form.pairwise``.
+        behind: margins.
+        sigma: standard deviation of the noise, in logits.
+        noise_on: see ``closed_form.pairwise``.
     """
     # Where tokens agree nothing has to be overcome; the paper's tables have 0 there, not the log 2 of its formula.
     return torch.where(behind == 0, 0.0, -pairwise(behind, sigma, noise_on=noise_on)).float()
 
 
 def mismatch(replay: Replay) -> Float[Tensor, " n"]:
-    """1 where the verifier draws another token from the same random numbers, else 0."""
+    """Return 1 where the verifier draws another token from the same random numbers, else 0."""
     return (verifier_tokens(replay) != replay.tokens).float()
 
 
 def verifier_tokens(replay: Replay) -> Int[Tensor, " n"]:
-    """What the verifier itself draws at each position."""
+    """Return the token that the verifier draws at each position."""
     if replay.uniform is not None:
         return invert(probabilities(replay.logits, replay.sampling), replay.uniform)
     return perturbed(replay.logits, _gumbel(replay), replay.sampling).argmax(1)
 
 
 def cross_entropy(replay: Replay) -> Float[Tensor, " n"]:
-    """−log probability of the claimed token under the model at the request's temperature, unfiltered, in nats.
+    """Return −log probability of each claimed token, in nats, at the request's temperature and without filters.
 
-    The baseline that needs no seed. A greedy request is scored at temperature 1.
+    It is the baseline that needs no seed. A greedy request is scored at temperature 1.
     """
     return surprise(replay.logits, replay.tokens, replay.sampling)
 
@@ -153,19 +160,21 @@ def cross_entropy(replay: Replay) -> Float[Tensor, " n"]:
 def surprise(
     logits: Float[Tensor, "n v"], tokens: Int[Tensor, " n"], sampling: Sampling
 ) -> Float[Tensor, " n"]:
-    """−log probability of tokens at a request's temperature, see ``cross_entropy``."""
+    """Return −log probability of tokens, in nats, at a request's temperature (see ``cross_entropy``)."""
     temperature = 1.0 if sampling.greedy else sampling.temperature
     logs = (logits / temperature).log_softmax(1)
     return -logs.gather(1, tokens[:, None])[:, 0]
 
 
 def rank(replay: Replay) -> Float[Tensor, " n"]:
-    """The claimed token's place by raw logit: 1 is the likeliest."""
+    """Return the claimed token's rank by raw logit; the likeliest has rank 1."""
     return logit_rank(replay.logits, replay.tokens).float()
 
 
 def ipt_likelihood(replay: Replay, sigma: float = IPT_SIGMA) -> Float[Tensor, " n"]:
-    """−log of the Gaussian mass, around the shared uniform number, on the claimed token's interval (appendix B.2).
+    """Return −log of the Gaussian mass, around the shared uniform number, on the claimed token's interval.
+
+    DiFR, appendix B.2.
 
     Raises:
         InputError: the request was not sampled by inverse probability transform.
@@ -188,7 +197,10 @@ def monte_carlo(
     top: int = 100,
     epsilon: float = 1e-6,
 ) -> Float[Tensor, " n"]:
-    """−log share of trials in which the sampler, on logits with Gaussian noise σ, draws the claimed token (B.1).
+    """Return −log share of trials with noisy logits in which the sampler draws the claimed token (appendix B.1).
+
+    The noise is Gaussian with standard deviation σ. Only the ``top`` largest logits take part, as in the paper; the
+    random numbers of the request stay the same.
 
     Only the ``top`` largest logits take part, as in the paper; the random numbers of the request stay the same.
     """
@@ -214,7 +226,7 @@ def monte_carlo(
 def token_scores(
     replay: Replay, sigma: float = SIGMA, *, noise_on: NoiseOn = "both", ipt_sigma: float = IPT_SIGMA
 ) -> dict[str, Float[Tensor, " n"]]:
-    """All cheap per-token scores of a request, by name (``SCORES``).
+    """Return all cheap per-token scores of a request, by name (``SCORES``).
 
     Args:
         sigma, noise_on: of ``likelihood``. ipt_sigma: of ``ipt_likelihood``.
@@ -230,10 +242,10 @@ def token_scores(
 
 
 def uniform_ranks(replay: Replay, generator: torch.Generator) -> Float[Tensor, " n"]:
-    """The claimed token's place in the verifier's distribution, as a number in [0, 1) (rank-uniformity test).
+    """Return the claimed token's place in the verifier's distribution, in [0, 1] (rank-uniformity test).
 
-    Tokens in order of falling probability fill the unit interval; a number is drawn evenly from the claimed token's
-    piece. Under the claimed distribution it is uniform, whatever the seed was. A filtered token gives 1.
+    Tokens in order of falling probability fill the unit interval; a number is drawn uniformly from the claimed token's
+    piece. Under the claimed distribution it is uniform for any seed. A filtered token gives 1.
     """
     shares = probabilities(replay.logits, replay.sampling)
     own = shares.gather(1, replay.tokens[:, None])
@@ -247,10 +259,10 @@ def uniform_ranks(replay: Replay, generator: torch.Generator) -> Float[Tensor, "
 def activation_distance(
     fingerprint: Float[Tensor, "_ _"], own: Float[Tensor, "rows k"]
 ) -> Float[Tensor, " rows"]:
-    """Activation-DiFR's score: the L2 distance of fingerprints (DiFR, Algorithm 3).
+    """Return the L2 distance of fingerprints in each row, the score of Activation-DiFR (DiFR, Algorithm 3).
 
     Raises:
-        InputError: another number of rows or of projections.
+        InputError: the numbers of rows or of projections differ.
     """
     if fingerprint.shape != own.shape:
         raise InputError(
@@ -260,7 +272,7 @@ def activation_distance(
 
 
 def rows_every(rows: Float[Tensor, "n d"], every: int) -> Float[Tensor, "m d"]:
-    """Every so-manieth row, from the first on."""
+    """Return every ``every``-th row, from the first on."""
     if every < 1:
         raise InputError(f"every {every}: a whole number from 1")
     return rows[::every]

@@ -1,4 +1,4 @@
-"""One writer at a time for what must not be lost."""
+"""Lock a file, so that one process at a time writes to it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Told = Callable[[str, int, int], None]  # hiddenlab.types's Progress, without to
 
 
 class LedgerError(InputError):
-    """A ledger, key or entry that cannot be used as asked."""
+    """A ledger, key or entry cannot be used as asked."""
 
 
 WAIT = 60.0  # seconds for which a second writer waits
@@ -22,13 +22,15 @@ WAIT = 60.0  # seconds for which a second writer waits
 
 @contextmanager
 def sole_writer(path: Path, wait: float = WAIT, progress: Told | None = None) -> Iterator[None]:
-    """Keep all other writers away from a file, in this process and in others; who comes second waits.
+    """Keep all other writers away from a file, in this process and in others; a second writer waits.
 
-    The lock is a file ``.NAME.lock`` beside it, which stays there: a lock file that is removed can be held twice. The
-    system lets go of the lock when its process ends, however it ends. Who holds it may take it again.
+    The lock is a file ``.NAME.lock`` beside it, which is not removed: a lock file that is removed can be held twice.
+    The system releases the lock when its process ends. The holder may take it again.
 
     Args:
-        wait: seconds. progress: is told, in a line, that somebody has to be waited for.
+        path: the file.
+        wait: seconds to wait for another writer.
+        progress: is told, in a line, that another writer is waited for.
 
     Raises:
         LedgerError: the other writer was not done in time, or no lock can be made there.

@@ -1,6 +1,6 @@
-"""The two naive filters of outgoing messages: by the look of the text, and by how well a model predicts it.
+"""Filter outgoing messages in two naive ways: by patterns in the text, and by how well a model predicts it.
 
-Both are baselines: cheap, and easily evaded (Rinberg et al. 2025, section 4.2). A verdict says why.
+Both are baselines: cheap, and easily evaded (Rinberg et al. 2025, section 4.2). A verdict states its reason.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hiddenlab.errors import InputError
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether a message is flagged.
+    """Whether a message is flagged, and why.
 
     Attributes:
         flagged: it is. reason: one line. start, end: where in the text (characters), both 0 for no place.
@@ -36,7 +36,9 @@ class Verdict:
 
 @dataclass(frozen=True)
 class SyntacticFilter:
-    """Flags runs that look like data: base64, base32, hexadecimal, digits, bits, escapes, invisible characters.
+    """A filter that flags runs that look like encoded data.
+
+    These are base64, base32, hexadecimal, decimal digits, bits, lists of numbers, escapes and invisible characters.
 
     Attributes:
         letters: shortest run of base64 or base32. hexadecimal: of hexadecimal digits. digits: of decimal digits, also
@@ -57,7 +59,7 @@ class SyntacticFilter:
             raise InputError("a filter's shortest runs are whole numbers from 1")
 
     def verdict(self, text: str) -> Verdict:
-        """The first kind of suspicious run that the text holds."""
+        """Return a verdict on the first kind of suspicious run in the text."""
         for name, pattern, least in self._patterns():
             for match in re.finditer(pattern, text):
                 run = re.sub(r"\s", "", match.group())
@@ -69,7 +71,7 @@ class SyntacticFilter:
         return Verdict(False, "no structured encoding")
 
     def _patterns(self) -> list[tuple[str, str, int]]:
-        """Name, pattern and shortest run. Line breaks inside a run are allowed: encoders wrap lines."""
+        """Return name, pattern and shortest run of each kind; encoders wrap lines, so runs may hold line breaks."""
         return [
             ("bits", r"[01](?:[ \t\r\n,]{0,2}[01])+", self.bits),
             ("decimal digits", r"\d(?:[ \t\r\n._-]?\d)+", self.digits),
@@ -82,7 +84,7 @@ class SyntacticFilter:
 
 
 def _counts(name: str, run: str) -> int:
-    """How long a run is as data of its kind, 0 if it is more likely something else."""
+    """Return a run's length as data of its kind, or 0 if it is more likely something else."""
     if name == "numbers":
         return len(re.findall(r"\d+", run)) if re.search(r"[,;]", run) else 0
     if name == "escapes":
@@ -114,10 +116,10 @@ def _invisible(char: str) -> bool:
 
 
 def perplexity(log_probabilities: Float[Tensor, " n"]) -> float:
-    """exp of the mean surprisal of a message's tokens (natural logarithms); infinite if one had probability 0.
+    """Return the perplexity of a message: exp of its tokens' mean surprisal; infinite if one had probability 0.
 
     Raises:
-        InputError: no tokens, or numbers that are no logarithms of probabilities.
+        InputError: there are no tokens, or the numbers are no (natural) logarithms of probabilities.
     """
     if not len(log_probabilities):
         raise InputError("the perplexity of no tokens is not defined")
@@ -129,7 +131,7 @@ def perplexity(log_probabilities: Float[Tensor, " n"]) -> float:
 
 @dataclass(frozen=True)
 class PerplexityFilter:
-    """Flags messages that the reference model finds too surprising, or not surprising enough.
+    """A filter that flags messages with an unusually high or low perplexity under the reference model.
 
     Attributes:
         low, high: the perplexities between which a message passes.
@@ -146,7 +148,7 @@ class PerplexityFilter:
     def fit(
         cls, honest: Sequence[Float[Tensor, " _"]], false_positive_rate: float = 0.01
     ) -> PerplexityFilter:
-        """The range that flags this share of honest messages, half of them on either side.
+        """Fit the range of perplexities that flags this share of honest messages, half of them on either side.
 
         Raises:
             InputError: no messages, or a rate outside [0, 1).
@@ -158,7 +160,10 @@ class PerplexityFilter:
         return cls(float(found[aside]), float(found[len(found) - 1 - aside]))
 
     def verdict(self, log_probabilities: Float[Tensor, " n"]) -> Verdict:
-        """Whether a message's perplexity is in the range. Raises: see `perplexity`."""
+        """Return a verdict on a message: flagged if its perplexity is outside the range.
+
+        Raises: see `perplexity`.
+        """
         found = perplexity(log_probabilities)
         if found > self.high:
             return Verdict(True, f"perplexity {found:.4g}, above {self.high:.4g}")

@@ -1,7 +1,7 @@
-"""``hiddenlab verify import``: logs of greedy answers of OpenAI-style APIs, as transcripts (DiFR, appendix D).
+"""Convert logs of greedy answers of OpenAI-style APIs to transcripts (DiFR, appendix D): ``hiddenlab verify import``.
 
-Where a log has token ids, they are taken; else texts are tokenized anew with the public tokenizer and chat template.
-Nothing is left out: a field that may change what the model read or drew, and that is not understood here, is an error.
+Token ids are taken from the log where it has them; else texts are tokenized with the public tokenizer and chat
+template. A field that may change what the model read or drew, and that is not understood here, is an error.
 """
 
 from __future__ import annotations
@@ -62,11 +62,12 @@ NOTES = {
 
 @dataclass
 class Imported:
-    """What was read from a log.
+    """The transcripts and notes that were read from a log.
 
     Attributes:
-        transcripts: their model is the one that the log names. asked: models that requests named, where other ones.
-        counts: of what is worth knowing, by the names of ``NOTES``, and ``from_ids``, outputs taken from token ids.
+        transcripts: their model is the one that the log names.
+        asked: models that requests named, where they differ.
+        counts: by the names of ``NOTES``, and ``from_ids``, the outputs taken from token ids.
     """
 
     transcripts: list[Transcript] = field(default_factory=list)
@@ -77,20 +78,22 @@ class Imported:
 def import_openai(
     path: Path, out: Path, model: str | None = None, requests: Path | None = None, progress: Progress = silent
 ) -> Made:
-    """Turn a log of OpenAI-style requests and greedy answers into a transcript file.
+    """Convert a log of OpenAI-style requests and greedy answers to a transcript file.
 
     Args:
-        path: the log, see ``logs``. model: whose tokenizer and chat template read the texts, and whose vocabulary the
-            ids are of. It has to be named unless the log's own name is ``builtin``; transcripts keep the log's name.
+        path: the log, see ``logs``.
+        out: the new transcript file.
+        model: whose tokenizer and chat template read the texts, and whose vocabulary the ids belong to. It has to be
+            named unless the log's own name is ``builtin``; transcripts keep the log's name.
         requests: the Batch API's input, where ``path`` is its output.
 
     Returns:
         ``model`` as the log names it, ``asked_model`` if requests named another one, ``requests``, ``from_ids``, and
-        ``notes``: lines on what does not fit together in the log, or is not in it.
+        ``notes``: lines on what the log lacks or contradicts.
 
     Raises:
-        InputError: a line is not understood whole, or is not greedy; the log is of several models, or of one that
-            ``model`` does not vouch for; the model has no tokenizer; or ``out`` exists.
+        InputError: a line is not completely understood, or is not greedy; the log is of several models, or of one
+            that ``model`` does not vouch for; the model has no tokenizer; or ``out`` exists.
     """
     if out.exists():
         raise InputError(f"{out} exists; name another file")
@@ -147,7 +150,7 @@ def from_openai(
 
 
 def _model(exchange: Exchange, model: str | None, so_far: Imported) -> str:
-    """The name that the log gives the model that answered; one log, one model."""
+    """Return the name that the log gives the model that answered; one log has one model."""
     asked, name = exchange.request.model, exchange.response.model or exchange.request.model or model
     if name is None or (model is None and name != BUILTIN):
         told = "names no model" if name is None else f"is an answer of the model {name!r}"
@@ -167,14 +170,14 @@ def _model(exchange: Exchange, model: str | None, so_far: Imported) -> str:
 
 
 class _Line:
-    """One request and its choices, turned into transcripts."""
+    """One request and its choices, to be turned into transcripts."""
 
     def __init__(self, exchange: Exchange, tokenizer: Any, counts: Counter[str]) -> None:
         self.exchange, self.tokenizer, self.counts = exchange, tokenizer, counts
         self.request, self.response = exchange.request, exchange.response
 
     def transcripts(self, model: str) -> list[Transcript]:
-        """One for each choice; prompts of a list have theirs in turn, as many as ``n`` says."""
+        """Make one transcript for each choice; a list of prompts has ``n`` choices for each prompt in turn."""
         self._check_greedy()
         prompts, each = self._prompts(), self.request.n or 1
         choices = {
@@ -228,7 +231,7 @@ class _Line:
         return [prompt]  # type: ignore[list-item]  # one text, or one list of token ids
 
     def _prompt(self, asked: Prompt, choice: Choice, alone: bool) -> list[int]:
-        """Token ids that the model read: the log's, or else the tokenizer's."""
+        """Return the token ids that the model read: the log's, or else the tokenizer's."""
         said = choice.prompt_token_ids
         if said is None and alone:
             said = self.response.prompt_token_ids
@@ -278,7 +281,7 @@ class _Line:
     # ---- what was answered
 
     def _output(self, choice: Choice) -> list[int]:
-        """Token ids that the model drew: the log's, with the end token, or else the tokenizer's, without."""
+        """Return the token ids that the model drew: the log's with the end token, or the tokenizer's without it."""
         text = self._text(choice)
         if choice.token_ids is not None:
             self.counts["from_ids"] += 1
@@ -321,7 +324,7 @@ class _Line:
         return "".join(part.text for part in content) if isinstance(content, list) else content
 
     def _says(self, ids: Sequence[int], text: str) -> bool:
-        """Whether ids are that text, up to special tokens, and up to what a server cuts off where it stops."""
+        """Return whether ids decode to that text, up to special tokens and to what a server cuts off at a stop text."""
         try:
             read = [self.tokenizer.decode(list(ids), skip_special_tokens=skip) for skip in (True, False)]
         except (OverflowError, TypeError, IndexError):  # no token of this vocabulary, which is said later
@@ -330,7 +333,7 @@ class _Line:
         return text in read or (bool(cut) and read[0].startswith(text))
 
     def _check_usage(self, found: Sequence[Transcript]) -> None:
-        """Count where the log's own numbers of tokens are other ones; an end token may be in them."""
+        """Count requests whose number of tokens differs from the log's usage; an end token may be included there."""
         usage = self.response.usage
         if usage is None or len(found) != 1:
             return

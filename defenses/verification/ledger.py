@@ -1,8 +1,8 @@
-"""An append-only ledger of inference records: hash-chained, signed, with proofs that a record is in it.
+"""Keep inference records in an append-only ledger: hash-chained and signed, with proofs that a record is in it.
 
-The first line of the file names format and key, each further one is a record (see `records`). A `Checkpoint`, kept
-elsewhere, fixes length, last hash and Merkle root at a time: without one, a ledger that was cut off, or written anew by
-whoever has the key, cannot be told from a short one. What it is for: Rinberg et al. 2025, appendix D.2.
+The first line of the file names format and key; each further line is a record (see `records`). A `Checkpoint`, kept
+elsewhere, fixes the length, the last hash and the Merkle root at one time. Without one, a ledger that was cut off, or
+rewritten by the owner of the key, looks like a short one. Its purpose: Rinberg et al. 2025, appendix D.2.
 """
 
 from __future__ import annotations
@@ -38,12 +38,13 @@ INCOMPLETE = "the line is not complete; 'hiddenlab verify repair' drops a torn e
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether something is as it was written, and if not, why.
+    """Whether something is valid, and if not, why.
 
     Attributes:
-        valid: true only if everything was checked that the verifier gave the means to check.
-        reason: one line. records: how many were read before it was clear.
-        end_checked: whether a checkpoint vouched for the ledger's length.
+        valid: true only if everything was checked for which the verifier gave the means.
+        reason: one line.
+        records: number of records that were read before the decision.
+        end_checked: whether a checkpoint confirmed the ledger's length.
     """
 
     valid: bool
@@ -54,7 +55,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Length, last hash and Merkle root of a ledger at one time, signed with its key. Hashes are hexadecimal."""
+    """The length, last hash and Merkle root of a ledger at one time, signed with its key. Hashes are hexadecimal."""
 
     size: int
     head: str
@@ -62,14 +63,14 @@ class Checkpoint:
     signature: str
 
     def authentic(self, public_key: str) -> bool:
-        """Whether that key signed it."""
+        """Return whether that key signed it."""
         fields = asdict(self)
         return signed(public_key, fields.pop("signature"), _statement(fields))
 
 
 @dataclass(frozen=True)
 class Inclusion:
-    """Proof that the record at `index` is among the first `size`: sibling hashes from the leaf up."""
+    """A proof that the record at `index` is among the first `size`: sibling hashes from the leaf up."""
 
     index: int
     size: int
@@ -80,13 +81,17 @@ class Inclusion:
 
 
 class Ledger:
-    """A ledger that is being written. Made by `Ledger.create` or `Ledger.open`.
+    """A ledger that is being written, made by `Ledger.create` or `Ledger.open`.
 
-    Each call keeps other writers away while it lasts. Who makes several calls and wants nobody in between holds the
-    ledger meanwhile (`durable.sole_writer`).
+    Each call keeps other writers away while it lasts. To keep them away over several calls, hold the ledger meanwhile
+    (`durable.sole_writer`).
 
     Args:
-        path: of the file. key: that signs. leaves: hashes of all records so far. head: the last line's. size: bytes.
+        path: of the file.
+        key: private key that signs.
+        leaves: hashes of all records so far.
+        head: hash of the last line.
+        size: of the file in bytes.
     """
 
     def __init__(self, path: Path, key: Ed25519PrivateKey, leaves: list[bytes], head: str, size: int) -> None:
@@ -97,7 +102,7 @@ class Ledger:
 
     @classmethod
     def create(cls, path: Path, key: Ed25519PrivateKey) -> Ledger:
-        """Start an empty ledger; it is on the disk when this returns.
+        """Start an empty ledger, and write it to the disk.
 
         Raises:
             LedgerError: the file exists, or cannot be written.
@@ -112,7 +117,7 @@ class Ledger:
 
     @classmethod
     def open(cls, path: Path, key: Ed25519PrivateKey, checkpoint: Checkpoint | None = None) -> Ledger:
-        """Continue a ledger, after verifying it.
+        """Verify a ledger and open it to append to it.
 
         Raises:
             LedgerError: it cannot be read, or is not valid.
@@ -128,12 +133,12 @@ class Ledger:
         return cls(path, key, chain.leaves, chain.head, size)
 
     def append(self, entry: Mapping[str, Any]) -> int:
-        """Write one entry and return its index; it is on the disk when this returns.
+        """Append one entry, write it to the disk and return its index.
 
-        Where it cannot be written whole, what was written of it is taken back.
+        If it cannot be written completely, the part that was written is removed.
 
         Raises:
-            LedgerError: an entry that JSON does not give back unchanged, or a file that somebody else changed.
+            LedgerError: JSON does not give the entry back unchanged, or somebody else changed the file.
         """
         body = {"entry": checked(entry), "index": len(self), "previous": self._head}
         digest = hashed(b"record", canonical(body))
@@ -161,7 +166,7 @@ class Ledger:
         return len(self) - 1
 
     def checkpoint(self) -> Checkpoint:
-        """What to hand to others now, so that they notice if the ledger is ever cut or rewritten."""
+        """Return a signed checkpoint; whoever holds it notices if the ledger is cut or rewritten later."""
         fields: dict[str, Any] = {
             "size": len(self),
             "head": self._head,
@@ -170,7 +175,7 @@ class Ledger:
         return Checkpoint(**fields, signature=self._key.sign(_statement(fields)).hex())
 
     def prove(self, index: int) -> Inclusion:
-        """Proof that a record is under the root of the present checkpoint.
+        """Prove that a record is under the root of the present checkpoint.
 
         Raises:
             LedgerError: no such record.
@@ -184,10 +189,10 @@ class Ledger:
 
 
 def verify(path: Path, public_key: str, checkpoint: Checkpoint | None = None) -> Verdict:
-    """Check a whole ledger: every hash, signature and link, against the key, and the end against a checkpoint.
+    """Check a whole ledger: every hash, signature and link against the key, and its end against a checkpoint.
 
-    A checkpoint may be older than the ledger; then what has been appended since is checked like all the rest. Without
-    one, records missing at the end cannot be noticed, and the verdict says so.
+    A checkpoint may be older than the ledger; what was appended since is checked like the rest. Without one, records
+    that are missing at the end cannot be noticed, and the verdict says so.
 
     Raises:
         LedgerError: the file cannot be read.
@@ -201,11 +206,13 @@ def verify(path: Path, public_key: str, checkpoint: Checkpoint | None = None) ->
 def prove(
     path: Path, public_key: str, checkpoint: Checkpoint, wanted: Callable[[Mapping[str, Any]], bool]
 ) -> tuple[str, Inclusion]:
-    """The line of the one wanted entry under a checkpoint, and the proof that it is there; needs no private key.
+    """Find the one wanted entry under a checkpoint, and return its line with a proof of inclusion.
+
+    No private key is needed.
 
     Raises:
-        LedgerError: the file cannot be read, is not valid or not the checkpoint's, or holds no such entry under it, or
-            several.
+        LedgerError: the file cannot be read, is not valid or does not match the checkpoint; or not exactly one such
+            entry is under it.
     """
     chain = Chain(public_key)
     found: list[tuple[bytes, int]] = []
@@ -249,7 +256,7 @@ def verify_inclusion(
 
 
 class Chain:
-    """Takes the lines of a ledger in turn and remembers the first thing that is wrong."""
+    """A check of a ledger's lines in order, which keeps the first fault."""
 
     def __init__(self, public_key: str) -> None:
         self.public_key, self.wrong, self.head = public_key, "", ""
@@ -292,7 +299,7 @@ class Chain:
         return ""
 
     def verdict(self, checkpoint: Checkpoint | None) -> Verdict:
-        """What is to be said when all lines are taken."""
+        """Return the verdict once all lines are taken."""
         count = len(self.leaves)
         if self.wrong or not self.heads:
             return Verdict(False, self.wrong or "the file is empty", count)
@@ -316,12 +323,12 @@ class Chain:
 
 
 def write_statement(value: Checkpoint | Inclusion) -> str:
-    """A checkpoint or proof as one line of JSON."""
+    """Write a checkpoint or a proof as one line of JSON."""
     return canonical(asdict(value)).decode()
 
 
 def read_checkpoint(text: str) -> Checkpoint:
-    """A checkpoint from what `write_statement` gave.
+    """Read a checkpoint from what `write_statement` gave.
 
     Raises:
         LedgerError: the text is something else.
@@ -331,7 +338,7 @@ def read_checkpoint(text: str) -> Checkpoint:
 
 
 def read_inclusion(text: str) -> Inclusion:
-    """A proof from what `write_statement` gave.
+    """Read a proof of inclusion from what `write_statement` gave.
 
     Raises:
         LedgerError: the text is something else.
@@ -352,7 +359,7 @@ def _fields(text: str, types: Mapping[str, type], what: str) -> dict[str, Any]:
 
 
 def _hashes(path: tuple[str, ...]) -> list[bytes]:
-    """Hashes of a proof; what is no hash becomes one that fits nowhere."""
+    """Decode the hashes of a proof; invalid ones become empty, so that they match nothing."""
     good = all(len(one) == 64 and not set(one) - set("0123456789abcdef") for one in path)
     return [bytes.fromhex(one) if good else b"" for one in path]
 

@@ -1,4 +1,7 @@
-"""``hiddenlab verify record``, ``prove``, ``included``: the signed ledger, checkpoints and proofs of inclusion."""
+"""Record transcripts in a signed ledger, prove that one is in it, and check such proofs.
+
+Commands: ``hiddenlab verify record``, ``prove`` and ``included``.
+"""
 
 from __future__ import annotations
 
@@ -40,19 +43,21 @@ def record(
 ) -> Made:
     """Append transcripts to a signed ledger; ledger and key are made where they do not exist.
 
-    From reading the checkpoint to writing the new one, no other process writes to the ledger.
+    No other process writes to the ledger from the reading of the checkpoint to the writing of the new one. Requests
+    that are in the ledger already, word for word, are not appended again (``already``), so an interrupted command can
+    be repeated.
 
     Args:
-        checkpoint: file of the last checkpoint. If it exists, the ledger has to go on from there; in any case the new
-            one is written to it. Hand a copy to whoever is to notice that records vanish.
-        wait: seconds for which another process that writes to the ledger is waited for.
-
-    Requests that stand in the ledger already, word for word, are not appended again (``already``): what was interrupted
-    can be repeated.
+        path: the transcripts.
+        ledger: file of the ledger.
+        key_file: file of the private key.
+        checkpoint: file of the last checkpoint. If it exists, the ledger has to continue from there; the new one is
+            written to it. Give a copy to whoever has to notice that records vanish.
+        wait: seconds to wait for another process that writes to the ledger.
 
     Raises:
-        InputError: something cannot be read or written, two files are one, or the ledger is not valid, or not the
-            checkpoint's, or somebody else writes to it for too long.
+        InputError: a file cannot be read or written, two files are one, the ledger is invalid or does not match the
+            checkpoint, or somebody else writes to it for too long.
     """
     _apart(path, ledger, key_file, *([] if checkpoint is None else [checkpoint]))
     if not 0 <= wait < math.inf:
@@ -100,7 +105,7 @@ def prove(
     transcripts: Path | None = None,
     progress: Progress = silent,
 ) -> Made:
-    """Write a proof that a request stands in a ledger, for somebody who has the checkpoint and not the ledger.
+    """Write a proof that a request is in a ledger, for somebody who has the checkpoint but not the ledger.
 
     Args:
         request: its id. transcripts: a file with it, where several requests of the ledger have that id.
@@ -136,13 +141,13 @@ def included(
     transcripts: Path | None = None,
     progress: Progress = silent,
 ) -> Made:
-    """Check a proof of inclusion against a checkpoint, and where transcripts are given, that it is of one of them.
+    """Check a proof of inclusion against a checkpoint, and against transcripts where they are given.
 
     Returns:
         ``valid``, the ``reason``, and the ``request`` that the record is of (only where it is valid).
 
     Raises:
-        InputError: a file cannot be read, or the checkpoint is none.
+        InputError: a file cannot be read, or the checkpoint file holds none.
     """
     point = _checkpoint(checkpoint)
     none = {"format": FORMAT, "valid": False, "request": None}
@@ -171,13 +176,17 @@ def included(
 
 
 def entries(ledger: Path) -> set[bytes]:
-    """What stands in a ledger that was verified, in canonical form."""
+    """Return the entries of a verified ledger in canonical form."""
     read = (parsed(line.removesuffix(b"\n")) for line in lines(ledger))
     return {canonical(one["entry"]) for one in read if isinstance(one, dict) and "entry" in one}
 
 
 def _apart(*paths: Path) -> None:
-    """Raises InputError where two of them are one file."""
+    """Check that all paths are different files.
+
+    Raises:
+        InputError: two of them are one file.
+    """
     resolved = [path.resolve() for path in paths]
     for i, path in enumerate(resolved):
         if path in resolved[:i]:
@@ -187,7 +196,7 @@ def _apart(*paths: Path) -> None:
 
 
 def read_point(path: Path | None) -> Checkpoint | None:
-    """The checkpoint in a file; None without one."""
+    """Read the checkpoint in a file; None without a file."""
     return None if path is None else _checkpoint(path)
 
 

@@ -1,4 +1,4 @@
-"""How likely an honest server would have sent a token with this seed: FSSL-GM, for tokens sampled by Gumbel-max.
+"""Estimate how likely an honest server would have sent a token with a given seed: FSSL-GM, for Gumbel-max sampling.
 
 Honest servers compute slightly different logits. The score is the natural logarithm of the probability that such noise
 makes the sampler choose the token, given the verifier's own logits and the request's random numbers. Rows are positions
@@ -33,7 +33,9 @@ _ANCHORS = 32
 
 @dataclass(frozen=True)
 class GumbelPositions:
-    """What Algorithm 4 computes of every position before any token is claimed. Made by `gumbel_positions`.
+    """The quantities that Algorithm 4 computes for every position before any token is claimed.
+
+    Made by `gumbel_positions`.
 
     One row of `draws` serves all tokens of its position, so the score of a claimed token and its place in the
     admissible set never disagree.
@@ -57,16 +59,16 @@ class GumbelPositions:
     fallback: Int[Tensor, " n"]
 
     def score(self, tokens: Int[Tensor, " n"]) -> Float[Tensor, " n"]:
-        """Log-likelihood of one claimed token per position (Algorithm 4).
+        """Return the log-likelihood of one claimed token per position (Algorithm 4).
 
         Raises:
-            InputError: another number of tokens than positions, or a token outside the vocabulary.
+            InputError: the number of tokens is not that of positions, or a token is outside the vocabulary.
         """
         check_tokens(tokens, self.logits)
         return self.pairs(torch.arange(len(tokens), device=tokens.device), tokens.long())
 
     def pairs(self, rows: Int[Tensor, " p"], tokens: Int[Tensor, " p"]) -> Float[Tensor, " p"]:
-        """Log-likelihood of any (position, token) pairs, in pieces that fit memory."""
+        """Return the log-likelihood of any (position, token) pairs, computed in pieces that fit memory."""
         size = max(1, _CHUNK // max(1, self.draws.shape[1] * self.rivals.shape[1]))
         parts = [self._some(r, t) for r, t in zip(rows.split(size), tokens.split(size), strict=True)]
         return torch.cat(parts) if parts else self.logits.new_zeros(0)
@@ -80,7 +82,7 @@ class GumbelPositions:
     def _products(
         self, rows: Int[Tensor, " p"], own: Float[Tensor, " p"], without: Int[Tensor, " p"]
     ) -> Float[Tensor, "p m"]:
-        """Line 18 for each draw: log-probability that every rival but one stays behind a score, or is filtered."""
+        """Return for each draw the log-probability that all other rivals stay behind or are filtered (line 18)."""
         draws = self.draws[rows]
         # Rivals are in order; those out of reach below even the lowest draw have a factor of 1.
         within = self.rival_scores[rows] > (own + draws.amin(1) - _REACH * self.noise_sd)[:, None]
@@ -91,15 +93,15 @@ class GumbelPositions:
         return torch.special.log_ndtr(lead / self.noise_sd).masked_fill(itself, 0.0).sum(2)
 
     def admissible(self, threshold: float) -> Bool[Tensor, "n v"]:
-        """Every token whose log-likelihood is at least `threshold`, without scoring every token.
+        """Find every token whose log-likelihood is at least `threshold`, without scoring every token.
 
-        Tokens behind a rival by more than the largest draw and the threshold's quantile are out, as one factor bounds
-        a product of factors. Among those left whose logit no draw takes below the filter's boundary, the likelihood
-        falls with ℓ + T·g: each factor does, and of two active tokens the worse meets the better. So their set ends
-        at one place, found by bisection. For those at the boundary see `_border`.
+        A token is out if one rival leads it by more than the largest draw and the threshold's quantile allow, since one
+        factor bounds a product of factors. Consider the others whose logit no draw takes below the filter's boundary.
+        Their likelihood falls with ℓ + T·g: each factor does, and of two active tokens the worse meets the better. So
+        their set ends at one place, which bisection finds. `_border` treats those at the boundary.
 
         Raises:
-            InputError: a threshold that is not a negative logarithm.
+            InputError: the threshold is not a negative finite logarithm.
         """
         if not -math.inf < threshold < 0:
             raise InputError(
@@ -115,7 +117,10 @@ class GumbelPositions:
         return result
 
     def choices(self, threshold: float) -> list[tuple[int, ...]]:
-        """The admissible set of every position as token ids, the likeliest first. Raises: see `admissible`."""
+        """Return the admissible set of every position as token ids, the likeliest first.
+
+        Raises: see `admissible`.
+        """
         rows, tokens = self.admissible(threshold).nonzero(as_tuple=True)
         order = self.pairs(rows, tokens).argsort(descending=True, stable=True)
         found: list[list[int]] = [[] for _ in range(len(self.logits))]
@@ -124,7 +129,7 @@ class GumbelPositions:
         return [tuple(one) for one in found]
 
     def _border(self, row: int, tokens: Int[Tensor, " p"], threshold: float) -> Bool[Tensor, " p"]:
-        """Which tokens reach the threshold, when some draws take them below the filter's boundary.
+        """Decide which tokens reach the threshold where some draws take them below the filter's boundary.
 
         The draws that count are then the highest k. For a token that is not active, the likelihood rises with its
         score and with k; so the k needed at a few scores decides for nearly all, and only the rest are scored.
@@ -148,7 +153,7 @@ class GumbelPositions:
         return sure
 
     def _maybe(self, threshold: float) -> Bool[Tensor, "n v"]:
-        """Tokens that the bound by one rival does not rule out."""
+        """Find the tokens that the bound by one rival does not rule out."""
         pick = self.fallback[:, None]
         rival, floor = self.rival_scores.gather(1, pick), self.rival_floors.gather(1, pick)
         top = self.draws.amax(1)[:, None]
@@ -159,7 +164,7 @@ class GumbelPositions:
         return maybe & (self.logits + top > self.boundary[:, None])
 
     def _leading(self, among: Bool[Tensor, "n v"], threshold: float) -> Bool[Tensor, "n v"]:
-        """The longest run of best-scored tokens that reach the threshold, by bisection in all rows at once."""
+        """Find the longest run of best-scored tokens that reach the threshold, by bisection in all rows at once."""
         high = among.sum(1)
         result = torch.zeros_like(among)
         most = int(high.max()) if len(high) else 0
@@ -190,21 +195,25 @@ def gumbel_positions(
     samples: int = SAMPLES,
     active: int = ACTIVE,
 ) -> GumbelPositions:
-    """Lines 4 to 8 of Algorithm 4 for all positions, and the draws of its loop.
+    """Compute lines 4 to 8 of Algorithm 4 for all positions, and the draws of its loop.
 
-    Two readings of the print. It makes the boundary the *lowest* logit that fails the filter, which would filter
-    next to nothing. Here it is midway between the lowest that passes and the highest that fails: at either of the two,
-    noise would move that token across half of the time, however far the other is. And the active set is of tokens
-    that noise can bring past the boundary: places taken by others, whose factor is 1, would push out the sampler's
-    real winner under a narrow filter.
+    This differs from the printed algorithm in two points. The print makes the boundary the *lowest* logit that fails
+    the filter, which would filter next to nothing. Here it is midway between the lowest that passes and the highest
+    that fails: at either of the two, noise would move that token across half of the time, however far the other is. And
+    the active set holds only tokens that noise can bring past the boundary. Others have a factor of 1; in the set, they
+    would displace the sampler's real winner under a narrow filter.
 
     Args:
-        logits: the verifier's, before temperature and filters. gumbel: the request's noise, the same shape.
-        sampling: of the request, by Gumbel-max or greedy. noise_sd: σ, standard deviation of logits' noise.
-        generator: of the draws, on the CPU. samples: M, draws per position. active: s, rivals per position.
+        logits: the verifier's, before temperature and filters.
+        gumbel: the request's noise, the same shape.
+        sampling: of the request, by Gumbel-max or greedy.
+        noise_sd: σ, standard deviation of the noise on logits.
+        generator: of the draws, on the CPU.
+        samples: M, draws per position.
+        active: s, rivals per position.
 
     Raises:
-        InputError: another sampler, shapes or parameters that do not fit, or logits that are NaN or +∞.
+        InputError: the sampler is another one, shapes or parameters do not fit, or logits are NaN or +∞.
     """
     if sampling.method == "ipt":
         raise InputError(
@@ -245,7 +254,7 @@ def fssl_gm(
     samples: int = SAMPLES,
     active: int = ACTIVE,
 ) -> Float[Tensor, " n"]:
-    """FSSL-GM of claimed tokens: log of Algorithm 4's estimate, −∞ where it is 0.
+    """Return the FSSL-GM score of claimed tokens: log of Algorithm 4's estimate, −∞ where it is 0.
 
     Args and Raises: see `gumbel_positions` and `GumbelPositions.score`.
     """
@@ -266,7 +275,7 @@ def admissible(
     samples: int = SAMPLES,
     active: int = ACTIVE,
 ) -> Bool[Tensor, "n v"]:
-    """The admissible set A_t = {i : FSSL-GM_t(i) ≥ τ} of every position (section 6), `threshold` being log τ.
+    """Find the admissible set A_t = {i : FSSL-GM_t(i) ≥ τ} of every position (section 6); `threshold` is log τ.
 
     Args and Raises: see `gumbel_positions` and `GumbelPositions.admissible`.
     """
@@ -277,7 +286,7 @@ def admissible(
 
 
 def check_tokens(tokens: Int[Tensor, " k"], logits: Float[Tensor, "n v"]) -> None:
-    """One token per position, of the vocabulary.
+    """Check that there is one token per position, and that it is in the vocabulary.
 
     Raises:
         InputError: otherwise.

@@ -1,7 +1,7 @@
-"""Logs of OpenAI-style APIs: which fields they have, and how requests and responses are found in files.
+"""Read logs of OpenAI-style APIs: define their fields, and pair requests with responses.
 
-A log is a JSONL file. A line is ``{"request": …, "response": …}``, or a line of the Batch API's output, whose request
-stands in the batch's input file under the same ``custom_id``. Fields are those of OpenAI's API and of vLLM's additions.
+A log is a JSONL file. A line is ``{"request": …, "response": …}``, or a line of the Batch API's output; its request is
+in the batch's input file under the same ``custom_id``. Fields are those of OpenAI's API and of vLLM's additions.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ _SHOWN = 200  # characters of what somebody else wrote, in a message
 
 
 class _Open(BaseModel):
-    """Unknown fields are kept: whoever gives the rest a meaning says which of them may be there."""
+    """A model that keeps unknown fields; the code that interprets the rest decides which of them are allowed."""
 
     model_config = OPEN
 
     @property
     def further(self) -> dict[str, Any]:
-        """Unknown fields that say something."""
+        """The unknown fields that are not empty."""
         return {
             name: value for name, value in (self.model_extra or {}).items() if value not in (None, "", [], {})
         }
@@ -40,21 +40,21 @@ class _Closed(BaseModel):
 
 
 class TextPart(_Closed):
-    """A piece of a message that is text."""
+    """A text part of a message."""
 
     type: Literal["text"]
     text: str
 
 
 class Message(_Open):
-    """What one side of a chat said."""
+    """One message of a chat."""
 
     role: str | None = None
     content: str | list[TextPart] | None = None
 
 
 class Request(_Open):
-    """What a client asked for: a chat (``messages``) or completions of one prompt or of several."""
+    """A client's request: a chat (``messages``), or completions of one or several prompts."""
 
     model: str | None = None
     temperature: float | None = None
@@ -75,13 +75,13 @@ class Choice(_Open):
 
 
 class Details(_Open):
-    """Which of the drawn tokens were thoughts."""
+    """The number of drawn tokens that were reasoning."""
 
     reasoning_tokens: int | None = None
 
 
 class Usage(_Open):
-    """Tokens that were read and drawn, of all choices."""
+    """The numbers of tokens that were read and drawn, over all choices."""
 
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
@@ -89,7 +89,7 @@ class Usage(_Open):
 
 
 class Response(_Open):
-    """What the server answered."""
+    """The server's response."""
 
     id: str | None = None
     model: str | None = None
@@ -123,7 +123,8 @@ class Exchange:
     """A request with its response.
 
     Attributes:
-        where: file and line, for messages. name: of the request, where the log gives it one, else the line's number.
+        where: file and line, for error messages.
+        name: the log's name of the request, else the line's number.
     """
 
     where: str
@@ -136,6 +137,7 @@ def exchanges(path: Path, requests: Path | None = None) -> Iterator[Exchange]:
     """Read a log.
 
     Args:
+        path: the log.
         requests: the input of the Batch API, where ``path`` is its output.
 
     Raises:
@@ -154,7 +156,7 @@ def exchanges(path: Path, requests: Path | None = None) -> Iterator[Exchange]:
 
 
 def unanswered(path: Path, requests: Path) -> list[str]:
-    """The ``custom_id`` of each request of a batch that has no line in its output.
+    """Return the ``custom_id`` of each request of a batch that has no line in its output.
 
     Raises:
         InputError: as ``exchanges`` does.
@@ -190,7 +192,7 @@ def _asked(path: Path) -> dict[str, Request]:
 
 
 def _values(path: Path) -> Iterator[tuple[int, Any]]:
-    """The values of a JSONL file with their lines' numbers."""
+    """Yield the values of a JSONL file with their line numbers."""
     for number, line in lines(path):
         if line.strip():
             yield number, loads(line, f"{path}, line {number}")

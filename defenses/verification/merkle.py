@@ -1,7 +1,8 @@
-"""Merkle trees over records' hashes: one root for all, and a short path that ties one record to it.
+"""Build Merkle trees over the hashes of records: one root for all, and a short path that proves one record's place.
 
-The shape is RFC 9162's (section 2.1): the left half of a tree is the largest full tree with something beside it.
-Hashes are SHA3-256; leaves and inner nodes are hashed with different first bytes, so that none passes for the other.
+The shape follows RFC 9162 (section 2.1): the left half of a tree is the largest full tree that leaves something on the
+right. Hashes are SHA3-256. Leaves and inner nodes are hashed with different first bytes, so that neither passes for the
+other.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ def _node(left: bytes, right: bytes) -> bytes:
 
 
 def _above(level: Sequence[bytes]) -> list[bytes]:
-    """The next level: neighbours joined, an odd last one carried up unchanged."""
+    """Return the next level: neighbours are joined, and an odd last one is carried up unchanged."""
     joined = [_node(level[i], level[i + 1]) for i in range(0, len(level) - 1, 2)]
     return joined + list(level[len(joined) * 2 :])
 
 
 def merkle_root(leaves: Sequence[bytes]) -> bytes:
-    """The tree's hash; of no leaves, the hash of nothing."""
+    """Return the hash of the tree's root; without leaves, the hash of no bytes."""
     level = [_leaf(one) for one in leaves]
     while len(level) > 1:
         level = _above(level)
@@ -33,7 +34,7 @@ def merkle_root(leaves: Sequence[bytes]) -> bytes:
 
 
 def merkle_path(leaves: Sequence[bytes], index: int) -> list[bytes]:
-    """Hashes beside the way from a leaf to the root, lowest first."""
+    """Return the sibling hashes on the way from a leaf to the root, lowest first."""
     level, path = [_leaf(one) for one in leaves], []
     while len(level) > 1:
         if index ^ 1 < len(level):
@@ -43,7 +44,7 @@ def merkle_path(leaves: Sequence[bytes], index: int) -> list[bytes]:
 
 
 def climb(leaf: bytes, index: int, size: int, path: Sequence[bytes]) -> bytes | None:
-    """The root that a path leads to from the leaf at `index` of `size`, or None if a path has not that length."""
+    """Return the root that a path leads to from the leaf at `index` of `size`; None if the path's length is wrong."""
     if not 0 <= index < size < 1 << 64 or len(path) > size.bit_length():
         return None
     return _climb(_leaf(leaf), index, size, list(path))

@@ -1,7 +1,8 @@
-"""A provider simulated: prompts in, tokens out, with everything a verifier may ask for, honestly or not.
+"""Simulate a provider, honest or not: it turns prompts into tokens, and gives a verifier the states behind them.
 
-What a provider really does is a `Variant`, written as parts joined by ``+``: ``nf4``, ``kv=fp8+temperature=0.96``,
-``batch=1+attention=eager``. What it *claims* is in its transcripts: the model and the sampling that were asked for.
+A `Variant` says what the provider really does. It is written as parts joined by ``+``: ``nf4``,
+``kv=fp8+temperature=0.96``, ``batch=1+attention=eager``. Its transcripts *claim* the model and the sampling that were
+asked for.
 """
 
 from __future__ import annotations
@@ -31,14 +32,19 @@ SAMPLED = ("temperature", "top_p", "top_k", "seed")  # and how it draws
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """What a provider does, where it differs from what was asked. None and 0 differ in nothing.
+    """A provider's deviations from what was asked; None and 0 mean no deviation.
 
     Attributes:
-        dtype, attention, batch, threads, cache: how it computes (cache 0: every token by a prefill of all before it).
-        quantization: of weights. kv: of the KV cache. model: another one than advertised. layers: only so many of the
-            first run. system: a text put before every prompt. temperature, top_p, top_k: other than asked. seed: added
-            to the asked one.
-        bug: with probability ``rate`` a token is drawn evenly from the so many likeliest (DiFR, section 5.1).
+        dtype, attention, batch, threads: how it computes.
+        cache: 1 for a KV cache; 0 computes every token by a prefill of all before it.
+        quantization: of weights.
+        kv: rounding of the KV cache.
+        model: another one than advertised.
+        layers: run only so many of the first.
+        system: a text put before every prompt.
+        temperature, top_p, top_k: used in place of those asked for.
+        seed: added to the one asked for.
+        bug, rate: with probability ``rate`` a token is drawn uniformly from the ``bug`` likeliest (DiFR, section 5.1).
     """
 
     dtype: str | None = None
@@ -69,10 +75,10 @@ class Variant:
 
     @classmethod
     def parse(cls, text: str) -> Variant:
-        """Read a variant.
+        """Read a variant from text.
 
         Raises:
-            InputError: an unknown part, or a value of another kind.
+            InputError: a part is unknown, or a value is of another kind.
         """
         known = {f.name: str(f.type) for f in fields(cls)}
         found: dict[str, Any] = {}
@@ -95,13 +101,21 @@ class Variant:
         return cls(**found)
 
     def check_only(self, names: Sequence[str], why: str) -> None:
-        """Raises InputError where it differs from what was asked in more than these parts."""
+        """Check that the variant deviates in these parts only.
+
+        Args:
+            names: the parts that are allowed.
+            why: reason for the error message.
+
+        Raises:
+            InputError: another part deviates.
+        """
         for part in fields(self):
             if part.name not in names and getattr(self, part.name) != part.default:
                 raise InputError(f"provider: {part.name} has no meaning here: {why}")
 
     def sampling(self, asked: Sampling) -> Sampling:
-        """How it really samples."""
+        """Return how the provider really samples."""
         changes = {
             name: value
             for name in ("temperature", "top_p", "top_k")
@@ -110,7 +124,7 @@ class Variant:
         return replace(asked, **changes, seed=asked.seed + self.seed)
 
     def load(self, model: str, dtype: str, device: str) -> WholeModel:
-        """The model it runs where ``model`` in ``dtype`` was advertised."""
+        """Load the model that the provider runs where ``model`` in ``dtype`` was advertised."""
         return load_whole(
             self.model or model, dtype=self.dtype or dtype, device=device, quantization=self.quantization,
             attention=self.attention, layers=self.layers,
@@ -128,9 +142,9 @@ def _number(text: str, name: str, value: str, kind: str) -> Any:
 
 
 class CoarseCache(DynamicCache):
-    """A KV cache whose new entries are rounded as a low-precision cache would hold them.
+    """A KV cache whose new entries are rounded as in a low-precision cache.
 
-    fp8 is float8 e4m3 with one scale a tensor; int8 and int4 have one scale for each position and head.
+    fp8 is float8 e4m3 with one scale per tensor; int8 and int4 have one scale for each position and head.
     """
 
     def __init__(self, kind: str) -> None:
@@ -140,14 +154,14 @@ class CoarseCache(DynamicCache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Round what comes in, then keep it."""
+        """Round new entries, then store them."""
         return super().update(
             coarse(key_states, self.kind), coarse(value_states, self.kind), layer_idx, *args, **kwargs
         )
 
 
 def coarse(values: Float[Tensor, "*shape d"], kind: str) -> Float[Tensor, "*shape d"]:
-    """Values as a cache of ``kind`` gives them back."""
+    """Return values rounded as a cache of ``kind`` stores them."""
     if kind == "fp8":
         scale = values.abs().amax().float().clamp(min=1e-12) / torch.finfo(torch.float8_e4m3fn).max
         return ((values / scale).to(torch.float8_e4m3fn).to(values.dtype) * scale).to(values.dtype)
@@ -158,7 +172,7 @@ def coarse(values: Float[Tensor, "*shape d"], kind: str) -> Float[Tensor, "*shap
 
 @dataclass(frozen=True)
 class Request:
-    """What a user asks for."""
+    """A user's request: its id, the prompt's token ids, and the sampling."""
 
     id: str
     prompt: tuple[int, ...]
@@ -167,7 +181,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Answer:
-    """A provider's answer: the transcript, and the final-norm states that it computed on the way.
+    """A provider's answer: the transcript, and the final-norm states that it computed for it.
 
     Attributes:
         prompt_states: of the prompt. output_states: row i is the state from which output token i was drawn.
@@ -179,11 +193,14 @@ class Answer:
 
 
 class Provider:
-    """Generates as its variant says, and claims what was asked.
+    """A simulated provider that generates as its variant says, and claims what was asked.
 
     Args:
-        model: as advertised. variant: what it does. new_tokens: of each answer (there is no stop at an end token: every
-            answer has the same length). noise: of a request, by its seed; default vLLM's stream.
+        model: as advertised.
+        variant: what it does.
+        new_tokens: length of each answer; generation does not stop at an end token.
+        dtype, device: as advertised.
+        noise: makes a request's noise from its seed; default: vLLM's stream.
     """
 
     def __init__(
@@ -211,7 +228,7 @@ class Provider:
         return list(self.whole.tokenizer(text)["input_ids"])
 
     def answer(self, requests: Sequence[Request], progress: Progress = silent) -> Iterator[Answer]:
-        """Answers in order, computed in batches."""
+        """Answer requests in order, computed in batches."""
         size = self.variant.batch or BATCH
         before = torch.get_num_threads()
         if self.variant.threads is not None:
@@ -267,7 +284,7 @@ class Provider:
         return DynamicCache() if self.variant.kv is None else CoarseCache(self.variant.kv)
 
     def _drawer(self, request: Request) -> Callable[[Float[Tensor, "1 v"]], int]:
-        """Draws one request's tokens, one after the other."""
+        """Return a function that draws one request's tokens, one after the other."""
         sampling = self.variant.sampling(request.sampling)
         noise = self.noise(sampling.seed)
         bugs = torch.Generator().manual_seed(sampling.seed ^ 0x5EED)

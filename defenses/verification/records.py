@@ -1,7 +1,7 @@
-"""The lines of a ledger: canonical JSON, hashed with SHA3-256 and signed with Ed25519.
+"""Write and check the records of a ledger: canonical JSON, hashed with SHA3-256 and signed with Ed25519.
 
 A record holds an entry (any JSON object), its index, the hash of the line before, its own hash over these three, and
-the signature of that hash. Only canonical lines are read, so that no two lines say the same.
+the signature of that hash. Only canonical lines are read, so that no two lines have the same meaning.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ LONGEST_LINE = 1 << 26  # bytes; a longer one is no record
 
 
 def canonical(value: Any) -> bytes:
-    """The one way that a value is written: JSON with sorted names, no spaces, ASCII, no NaN.
+    """Encode a value in its only canonical form: JSON with sorted names, no spaces, ASCII, no NaN.
 
     Raises:
-        ValueError, TypeError, RecursionError: JSON cannot say it.
+        ValueError, TypeError, RecursionError: JSON cannot hold the value.
     """
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
 
 
 def parsed(line: bytes) -> dict[str, Any] | str:
-    """The object of a line without its end, or what is wrong with it."""
+    """Parse a line without its line end; return its object, or a text that says what is wrong."""
     if len(line) > LONGEST_LINE:
         return "the line is too long"
     try:
@@ -43,7 +43,7 @@ def parsed(line: bytes) -> dict[str, Any] | str:
 
 
 def checked(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """An entry as it will be read back: names as text, tuples as lists.
+    """Return an entry as it will be read back: names as text, tuples as lists.
 
     Raises:
         LedgerError: JSON cannot hold it, or two names become one.
@@ -62,7 +62,7 @@ _LENGTHS = {"hash": 64, "previous": 64, "signature": 128}
 
 
 def wrong_record(value: Mapping[str, Any], public_key: str) -> str:
-    """What is wrong with a record by itself, or nothing."""
+    """Return what is wrong with a record by itself, or an empty text."""
     if set(value) != {"entry", "index", *_LENGTHS} or type(value["index"]) is not int:
         return "not a record"
     if not isinstance(value["entry"], dict) or value["index"] < 0:
@@ -81,12 +81,12 @@ def wrong_record(value: Mapping[str, Any], public_key: str) -> str:
 
 
 def hashed(kind: bytes, data: bytes) -> bytes:
-    """SHA3-256 of some bytes, other for every kind of bytes."""
+    """Return the SHA3-256 hash of bytes, separated by kind."""
     return hashlib.sha3_256(kind + b"\0" + data).digest()
 
 
 def lines(path: Path) -> Iterator[bytes]:
-    """Lines with their ends; one that is too long comes cut, without its end."""
+    """Yield the lines of a file with their ends; a line that is too long is cut and has no end."""
     try:
         with opened(path) as file:
             while line := file.readline(LONGEST_LINE + 1):

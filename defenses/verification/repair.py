@@ -1,4 +1,4 @@
-"""``hiddenlab verify repair``: drop the torn last line of a ledger, which an interrupted write left."""
+"""Drop the incomplete last line of a ledger that an interrupted write left: ``hiddenlab verify repair``."""
 
 from __future__ import annotations
 
@@ -19,14 +19,19 @@ from hiddenlab.utils.files import write_file
 
 @dataclass(frozen=True)
 class Tail:
-    """What stands behind a ledger's last line end: ``content``, from byte ``start`` on."""
+    """The bytes after a ledger's last line end.
+
+    Attributes:
+        content: the bytes.
+        start: offset of the first one.
+    """
 
     content: bytes
     start: int
 
     @property
     def whole(self) -> bool:
-        """Whether it is a whole object that lacks only its line end."""
+        """Whether it is a complete object that lacks only its line end."""
         return isinstance(parsed(self.content), dict)
 
 
@@ -38,25 +43,25 @@ def repair(
     wait: float = WAIT,
     progress: Progress = silent,
 ) -> Made:
-    """Drop a ledger's torn last line, and keep a copy of what was dropped; change nothing else.
+    """Drop a ledger's incomplete last line, keep a copy of what was dropped, and change nothing else.
 
-    A last record that is whole but for its line end gets that line end, and stays. What is wrong in any other way is no
-    torn end, and is refused.
+    A last record that is complete but for its line end gets one and stays. A ledger with any other fault is refused.
 
     Args:
-        checkpoint: file of the ledger's last one. Where it counts more records than are whole, one was torn after
-            others were told of it: nothing is changed then.
+        ledger: its file.
+        public_key: of the ledger, hexadecimal.
+        checkpoint: file of the last checkpoint. If it counts more records than are complete, nothing is changed.
         dropped: a new file for the dropped bytes; default: the ledger's name and ``.dropped``.
-        wait: seconds for which another process that writes to the ledger is waited for.
+        wait: seconds to wait for another process that writes to the ledger.
 
     Returns:
-        ``records`` that the ledger has now, ``dropped_bytes``, from which byte on (``dropped_from``) and to which file
-        (``dropped_file``), whether a line end was ``added``, whether a checkpoint vouched for the ``records``
-        (``end_checked``), and all this in a line, ``reason``.
+        ``records`` in the ledger now, ``dropped_bytes``, the offset of the first (``dropped_from``), their file
+        (``dropped_file``), whether a line end was ``added``, whether a checkpoint confirmed the ``records``
+        (``end_checked``), and a summary in one line, ``reason``.
 
     Raises:
-        InputError: a file cannot be read or written, the ledger is wrong in another way, or the checkpoint's records
-            are not all there.
+        InputError: a file cannot be read or written, the ledger has another fault, or records of the checkpoint are
+            missing.
     """
     if not 0 <= wait < math.inf:
         raise InputError(f"a wait of {wait} seconds; a number from 0")
@@ -95,7 +100,7 @@ def repair(
 
 
 def _read(ledger: Path, public_key: str) -> tuple[Chain, Tail]:
-    """The chain of all lines that have an end, and what stands behind them."""
+    """Read the chain of all complete lines, and what follows them."""
     chain, size, tail = Chain(public_key), 0, b""
     for line in lines(ledger):
         if tail:  # a piece of a line that is too long to be read at once
@@ -111,7 +116,7 @@ def _read(ledger: Path, public_key: str) -> tuple[Chain, Tail]:
 
 
 def _end(ledger: Path, tail: Tail, end: bytes) -> None:
-    """Put a line end behind the tail, or without one cut the tail off."""
+    """Append a line end after the tail, or without one cut the tail off."""
     with ledger.open("r+b", buffering=0) as file:
         if end:
             file.seek(0, os.SEEK_END)

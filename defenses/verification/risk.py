@@ -1,4 +1,4 @@
-"""The warden's three classes of tokens, what each lets through, and the choice of its thresholds.
+"""Classify tokens as safe, suspicious or dangerous, measure what each class lets through, and choose thresholds.
 
 Source: Rinberg et al. 2025, section 6, Algorithm 7, figures 10 and 13 to 18. `bounds.extractable` has the same rule for
 one token.
@@ -24,16 +24,21 @@ from hiddenlab.errors import InputError
 def classify(
     scores: Float[Tensor, " n"], ranks: Int[Tensor, " n"], threshold: float, rank_cutoff: int
 ) -> Int[Tensor, " n"]:
-    """Each token's `Risk` (Algorithm 7): safe from the threshold up; below it suspicious to rank R, then dangerous.
+    """Return each token's `Risk` (Algorithm 7).
 
-    Section 6.1 calls dangerous whatever has a rank above R, however likely; Algorithm 7 only what is also below the
-    threshold. This is the algorithm, as the section's own argument is about tokens that the score wrongly rejects.
+    Safe from the threshold up; below it suspicious to rank R, then dangerous.
+
+    Section 6.1 calls every rank above R dangerous, however likely; Algorithm 7 only if the token is also below the
+    threshold. This follows the algorithm, since the section argues about tokens that the score wrongly rejects.
 
     Args:
-        scores: log-likelihoods. ranks: by logit, from 1. threshold: log τ. rank_cutoff: R, 0 for two classes.
+        scores: log-likelihoods.
+        ranks: by logit, from 1.
+        threshold: log τ.
+        rank_cutoff: R, 0 for two classes.
 
     Raises:
-        InputError: another number of ranks than scores, a negative cutoff, or scores or a threshold that are NaN.
+        InputError: the numbers of ranks and scores differ, the cutoff is negative, or a score or threshold is NaN.
     """
     if len(scores) != len(ranks) or rank_cutoff < 0:
         raise InputError(
@@ -48,7 +53,7 @@ def classify(
 def extractable_bits(
     risks: Int[Tensor, " n"], sizes: Int[Tensor, " n"], rank_cutoff: int, vocabulary: int
 ) -> Float[Tensor, " n"]:
-    """Bits that each token can have carried: log₂ of |A_t| if safe, of R if suspicious, else of the vocabulary.
+    """Return the bits that each token can carry: log₂ of |A_t| if safe, of R if suspicious, else of the vocabulary.
 
     Raises:
         InputError: other classes, a safe token of an empty set, or a cutoff or vocabulary that fits no class.
@@ -67,7 +72,7 @@ def extractable_bits(
 
 @dataclass(frozen=True)
 class Evidence:
-    """Honest tokens of one request with what a verifier has of them.
+    """Honest tokens of one request with what a verifier knows about them.
 
     Attributes:
         logits: the verifier's. gumbel: the request's noise. tokens: what was sent. sampling: of the request.
@@ -85,9 +90,9 @@ class Point:
 
     Attributes:
         noise_sd: σ. threshold: log τ. rank_cutoff: R. tokens: how many were measured.
-        false_positive_rate: share of them that is dangerous. suspicious: share that is.
+        false_positive_rate: share of tokens that is dangerous. suspicious: share that is suspicious.
         bits: mean extractable information per token, as the paper has it: every honest token counts by its class. An
-            adversary is free to have more of his tokens in a class, so this bounds him only with all classes' rates.
+            adversary may put more tokens into a class, so this bounds him only together with all classes' rates.
         safe_bits: mean log₂|A_t|, the most that tokens which are all safe can carry.
         quiet_bits: mean log₂|A_t ∪ {rank ≤ R}|, the most that tokens of which none is dangerous can carry.
         share: `bits` of log₂ of the vocabulary.
@@ -115,7 +120,7 @@ def pareto(
     active: int = ACTIVE,
     seed: int = 0,
 ) -> list[Point]:
-    """False positive rate on honest tokens against extractable bits, for every (σ, log τ, R) of the grid.
+    """Measure the false positive rate on honest tokens and the extractable bits for every (σ, log τ, R) of a grid.
 
     One pass over the evidence, so that it may be a generator; every σ sees the same draws, scaled.
 
@@ -158,7 +163,7 @@ def _measure(
     active: int,
     generator: torch.Generator,
 ) -> list[tuple[float, ...]]:
-    """Sums over one request's tokens, in the order of the grid and of `Point`."""
+    """Return sums over one request's tokens, in the order of the grid and of `Point`."""
     positions = gumbel_positions(
         one.logits,
         one.gumbel,
@@ -191,22 +196,22 @@ def _measure(
 
 
 def _leading(logits: Float[Tensor, "n v"], count: int) -> Int[Tensor, "n r"]:
-    """The tokens of rank 1 to `count`, ranked as `logit_rank` does."""
+    """Return the tokens of rank 1 to `count`, ranked as `logit_rank` does."""
     return logits.sort(dim=1, descending=True, stable=True).indices[:, :count]
 
 
 def _union(admitted: Bool[Tensor, "n v"], leading: Int[Tensor, "n r"]) -> Int[Tensor, " n"]:
-    """How many tokens are admissible or leading."""
+    """Return how many tokens are admissible or leading."""
     return admitted.sum(1) + leading.shape[1] - admitted.gather(1, leading).sum(1)
 
 
 def _log2(sizes: Int[Tensor, " n"]) -> Float[Tensor, " n"]:
-    """Bits of a choice; a position where nothing is admissible carries none."""
+    """Return the bits of a choice; a position without admissible tokens carries none."""
     return sizes.clamp_min(1).double().log2()
 
 
 def frontier(points: Iterable[Point], *, most_suspicious: float = 1.0) -> list[Point]:
-    """Points that no other beats in false positive rate and bits alike, by rising false positive rate.
+    """Return the points that no other beats in both false positive rate and bits, by rising false positive rate.
 
     Args:
         points: from `pareto`. most_suspicious: leave out settings with a larger share of suspicious tokens (the

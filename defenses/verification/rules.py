@@ -1,17 +1,16 @@
-"""Which values a TOPLOC proof commits to. Provider and verifier agree on the rule by its name.
+"""Choose which values a TOPLOC proof commits to; provider and verifier agree on the rule by its name.
 
 ``paper`` is the published rule: the prompt is one chunk, and the k largest values of a chunk are taken. Language models
 have massive activations: a few columns are far larger than all others, at every token. Such a column can take all k
-places of a long prompt, one a token. Tokens beyond the k-th then have no value, and the values that there are say
+places of a long prompt, one per token. Tokens beyond the k-th then have no value, and the values that are taken say
 little, as the column hardly depends on the token.
 
-``largest`` cuts the prompt like the answer, and else is the published rule.
+``largest`` cuts the prompt into chunks like the answer; else it is the published rule.
 
-``rows`` cuts the prompt like the answer, deals the k places out evenly over the tokens of a chunk, and takes of each
-token the values that are largest for their column: each is divided by the column's scale. The scale is the column's
-root mean square over states of fixed tokens (``WholeModel.scale``). Both sides compute it from the advertised model;
-no word of the provider is needed. As each token has values of its own, it has a limit of its own too
-(``toploc.Thresholds``).
+``rows`` cuts the prompt like the answer, and divides the k places evenly among the tokens of a chunk. It takes of each
+token the values that are largest for their column, after division by the column's scale. The scale is the column's root
+mean square over states of fixed tokens (``WholeModel.scale``). Both sides compute it from the advertised model, without
+the provider's word. As each token has its own values, it has its own limit too (``toploc.Thresholds``).
 """
 
 from __future__ import annotations
@@ -31,11 +30,13 @@ MAGNITUDE = 0x7FFF  # of a bfloat16 pattern
 
 @dataclass(frozen=True)
 class Rule:
-    """A way of choosing values.
+    """A way of choosing the values of a proof.
 
     Attributes:
-        name: as it stands in a transcript. whole_prompt: the prompt is one chunk, however long. by_row: places are
-            dealt out over the tokens of a chunk, and values are compared in units of their column's scale.
+        name: as it is written in a transcript.
+        whole_prompt: the prompt is one chunk, however long.
+        by_row: places are divided among the tokens of a chunk, and values are compared in units of their column's
+            scale.
     """
 
     name: str
@@ -45,7 +46,7 @@ class Rule:
     def chunks(
         self, prefill: Float[Tensor, "n d"], decode: Float[Tensor, "t d"], every: int = EVERY
     ) -> list[Float[Tensor, "_ d"]]:
-        """Cut a request into chunks, a proof each: first the prompt, then the answer.
+        """Cut a request into chunks, one proof each: first the prompt, then the answer.
 
         Raises:
             InputError: no prompt, or chunks of no tokens.
@@ -64,7 +65,7 @@ class Rule:
     def choose(
         self, bits: UInt16[np.ndarray, "rows d"], k: int, scale: Float[np.ndarray, " d"] | None = None
     ) -> Int64[np.ndarray, " k"]:
-        """Flat indices (row · width + column), ascending, of the values that a chunk's proof commits to.
+        """Return the flat indices (row · width + column), ascending, of the values that a chunk's proof commits to.
 
         The choice depends on the 16 bits and on the scale alone; of equal values the first are taken. So devices and
         dtypes agree on it (``torch.topk`` leaves ties open).
@@ -90,7 +91,7 @@ class Rule:
 
 
 def largest(values: Num[np.ndarray, " n"], count: int) -> Int64[np.ndarray, " count"]:
-    """Places, ascending, of the largest values; of equal ones the first."""
+    """Return the places, ascending, of the largest values; of equal ones the first."""
     if not count:
         return np.zeros(0, dtype=np.int64)
     least = np.partition(values, values.size - count)[values.size - count]
@@ -100,7 +101,7 @@ def largest(values: Num[np.ndarray, " n"], count: int) -> Int64[np.ndarray, " co
 
 
 def shares(k: int, rows: int) -> list[int]:
-    """Deal k places out over rows as evenly as whole numbers allow, and spread over them where k is smaller."""
+    """Divide k places among rows as evenly as possible; a smaller k is spread over the rows."""
     return np.diff(np.arange(rows + 1) * k // rows).tolist()
 
 

@@ -1,8 +1,8 @@
-"""How a provider turns logits into tokens, so that a verifier can do the same with the same seed.
+"""Turn logits into tokens, so that provider and verifier draw the same token from the same seed.
 
 The random numbers of a request come from one `Noise`: the stream of a seeded generator, as vLLM draws them, or a hash
 of key, seed and all tokens so far (exfiltration paper, appendix D.6). Everything else is a function of logits, noise
-and `Sampling`, for one position or all positions of a prefill at once.
+and `Sampling`, for one position or for all positions of a prefill at once.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ METHODS = ("gumbel", "ipt", "greedy")
 
 @dataclass(frozen=True)
 class Sampling:
-    """What a request says about sampling.
+    """The sampling parameters of a request.
 
     Attributes:
         method: "gumbel" (argmax of probabilities over exponential noise, as vLLM samples), "ipt" (inverse probability
@@ -63,7 +63,7 @@ class Sampling:
 
     @property
     def greedy(self) -> bool:
-        """Whether no randomness takes part."""
+        """Whether sampling uses no randomness."""
         return self.method == "greedy" or self.temperature == 0
 
 
@@ -72,49 +72,51 @@ GREEDY = Sampling(method="greedy", temperature=0.0)
 
 @runtime_checkable
 class Noise(Protocol):
-    """The random numbers of one request, in the order of its tokens. Each call is for the next token."""
+    """The random numbers of one request, in the order of its tokens; each call is for the next token."""
 
     def gumbel(self, width: int, before: Sequence[int]) -> Float[Tensor, " v"]:
-        """Gumbel(0, 1) noise for every token of a vocabulary of `width`, given all tokens `before` this one."""
+        """Return Gumbel(0, 1) noise for each of `width` tokens, given all tokens `before` this one."""
         ...
 
     def uniform(self, before: Sequence[int]) -> float:
-        """One number in [0, 1), given all tokens `before` this one."""
+        """Return one number in [0, 1), given all tokens `before` this one."""
         ...
 
 
 class StreamNoise:
-    """Numbers of one generator with the request's seed, as vLLM draws them: `width` exponentials for each token.
+    """Random numbers of one generator with the request's seed, as vLLM draws them.
 
-    The generator lives on the CPU: a CUDA generator with the same seed gives other numbers, so both sides have to
-    agree on it, as on `width` (the width of the logits that were sampled from).
+    It draws `width` exponentials for each token. The generator runs on the CPU: a CUDA generator gives other numbers
+    from the same seed. So both sides have to agree on the device and on `width`, the width of the logits.
     """
 
     def __init__(self, seed: int) -> None:
         self._generator = torch.Generator().manual_seed(seed)
 
     def gumbel(self, width: int, before: Sequence[int]) -> Float[Tensor, " v"]:
-        """See `Noise`."""
+        """Draw the next token's Gumbel noise."""
         return _gumbel(width, self._generator)
 
     def uniform(self, before: Sequence[int]) -> float:
-        """See `Noise`."""
+        """Draw the next token's uniform number."""
         return float(torch.rand(1, generator=self._generator, dtype=torch.float64))
 
 
 class HashedNoise:
-    """Numbers from H(K, σ, x): SHAKE-256 (SHA-3's extendable form) of a key, the seed and all tokens so far.
+    """Random numbers from a hash of a key, the seed and all tokens so far: H(K, σ, x) with SHAKE-256.
 
-    Without the key nobody can compute them ahead, and a token has to be committed to before the next numbers exist
+    Without the key nobody can compute them in advance, and a token has to be committed to before the next numbers exist
     (exfiltration paper, theorems 4.2, 4.3; appendix D.6). Every number is output of the hash itself: a generator seeded
-    from it would have no more secrets than its seed has bits.
+    from it would have no more entropy than its seed.
 
     Args:
-        key: K, at least 16 bytes. seed: σ. adaptive: as said; else H(K, σ) alone is expanded, so that numbers depend on
-            a token's place only and can be had ahead by who knows the key (theorem 4.1 needs no more).
+        key: K, at least 16 bytes.
+        seed: σ.
+        adaptive: hash the tokens as well. Else only H(K, σ) is expanded: numbers depend on a token's place alone, and
+            the owner of the key can compute them in advance (theorem 4.1 needs no more).
 
     Raises:
-        InputError: a shorter key.
+        InputError: the key is shorter.
     """
 
     def __init__(self, key: bytes, seed: int, adaptive: bool = True) -> None:
@@ -132,23 +134,23 @@ class HashedNoise:
         return digest.digest(count)
 
     def gumbel(self, width: int, before: Sequence[int]) -> Float[Tensor, " v"]:
-        """See `Noise`."""
+        """Compute the next token's Gumbel noise."""
         drawn = np.frombuffer(self._bytes(before, 4 * width), dtype=">u4").astype(np.float64)
         # In the middle of 2³² equal steps, so that neither 0 nor 1, of which there is no logarithm, is ever drawn.
         return torch.from_numpy(-np.log(-np.log((drawn + 0.5) / 2**32))).float()
 
     def uniform(self, before: Sequence[int]) -> float:
-        """See `Noise`."""
+        """Compute the next token's uniform number."""
         return (int.from_bytes(self._bytes(before, 8), "big") >> 11) / 2**53
 
 
 def _gumbel(width: int, generator: torch.Generator) -> Float[Tensor, " v"]:
-    """−log E with E exponential: argmax(p / E) of vLLM is argmax(log p + Gumbel)."""
+    """Draw −log E with E exponential: vLLM's argmax(p / E) equals argmax(log p + Gumbel)."""
     return torch.empty(width).exponential_(generator=generator).log_().neg_()
 
 
 def kept(logits: Float[Tensor, "n v"], sampling: Sampling) -> Bool[Tensor, "n v"]:
-    """Which tokens the filters leave: top-k first, then top-p of what is left, with the temperature applied.
+    """Return which tokens the filters keep: first top-k, then top-p of the rest, with the temperature applied.
 
     Tokens that tie with the last one kept are kept too where top-k alone filters.
     """
@@ -169,7 +171,10 @@ def kept(logits: Float[Tensor, "n v"], sampling: Sampling) -> Bool[Tensor, "n v"
 
 
 def probabilities(logits: Float[Tensor, "n v"], sampling: Sampling) -> Float[Tensor, "n v"]:
-    """What the sampler draws from: softmax of the filtered logits over the temperature, one row a position."""
+    """Return the distribution that the sampler draws from, one row per position.
+
+    It is the softmax of the filtered logits over the temperature.
+    """
     if sampling.greedy:
         return torch.nn.functional.one_hot(logits.argmax(dim=1), logits.shape[1]).float()
     masked = logits.float().masked_fill(~kept(logits, sampling), float("-inf"))
@@ -179,7 +184,7 @@ def probabilities(logits: Float[Tensor, "n v"], sampling: Sampling) -> Float[Ten
 def perturbed(
     logits: Float[Tensor, "n v"], gumbel: Float[Tensor, "n v"], sampling: Sampling
 ) -> Float[Tensor, "n v"]:
-    """Post-Gumbel scores ℓ + T·g, −∞ for filtered tokens; their argmax is the token (DiFR, Algorithm 1)."""
+    """Return post-Gumbel scores ℓ + T·g, −∞ for filtered tokens; their argmax is the token (DiFR, Algorithm 1)."""
     if sampling.greedy:
         return logits.float()
     scores = logits.float() + sampling.temperature * gumbel
@@ -187,7 +192,7 @@ def perturbed(
 
 
 def invert(probability: Float[Tensor, "n v"], uniform: Float[Tensor, " n"]) -> Int[Tensor, " n"]:
-    """The first token whose cumulative probability exceeds the uniform number (DiFR, Algorithm 4)."""
+    """Return the first token whose cumulative probability exceeds the uniform number (DiFR, Algorithm 4)."""
     cumulative = probability.double().cumsum(dim=1)
     # Rounding may leave the last sum below 1; the last token with any probability then takes the rest.
     last = probability.shape[1] - 1 - (probability.flip(1) > 0).int().argmax(dim=1)
@@ -195,7 +200,7 @@ def invert(probability: Float[Tensor, "n v"], uniform: Float[Tensor, " n"]) -> I
 
 
 def sample(logits: Float[Tensor, "1 v"], noise: Noise, sampling: Sampling, before: Sequence[int]) -> int:
-    """The next token of one request; draws from `noise` what the method needs."""
+    """Sample the next token of one request; draw from `noise` what the method needs."""
     if sampling.greedy:
         return int(logits.argmax())
     if sampling.method == "gumbel":

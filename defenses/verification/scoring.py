@@ -1,4 +1,4 @@
-"""``hiddenlab verify score``: Token-DiFR's scores of transcripts, and a verdict where honest ones calibrate it."""
+"""Score transcripts with Token-DiFR, and give a verdict calibrated by honest ones: ``hiddenlab verify score``."""
 
 from __future__ import annotations
 
@@ -36,20 +36,20 @@ def score(
     draft: str | None = None, ahead: int = 4, sigma: float = difr.SIGMA, noise_on: NoiseOn = "both",
     ipt_sigma: float = difr.IPT_SIGMA, trials: int = 0, score_name: str | None = None, progress: Progress = silent,
 ) -> Made:  # fmt: skip
-    """Token-DiFR scores of transcripts, and a verdict where honest transcripts calibrate it.
+    """Score transcripts with Token-DiFR, and give a verdict where honest transcripts calibrate it.
 
     Answers that were decoded speculatively need the ``draft`` model and how many tokens it was ``ahead``; their only
     score is whether the verifier, in the recorded mode, draws the same token (DiFR, appendix F).
 
     The verdict compares mean scores, clipped at the 99.9th percentile of all, by a permutation test of requests.
-    ``least_p`` is the smallest p that so many requests can give: with few of them nothing is ever found. Where there is
-    no verdict, ``undecided`` says what is missing; else it is None.
+    ``least_p`` is the smallest p that so many requests can give: with few of them there is never a verdict. Without a
+    verdict, ``undecided`` says what is missing; else it is None.
 
     Args:
         sigma: of honest noise in logits, for the likelihood and the Monte Carlo score (DiFR, appendices A and B.1).
         noise_on: both logits of a comparison, or one (see ``closed_form.pairwise``). ipt_sigma: of honest noise in
             probability, where tokens were drawn by the inverse transform (B.2). trials: of the Monte Carlo score; 0
-            leaves it out. score_name: of the verdict, , one of ``SCORES``; default the first of ``PREFERRED`` that all
+            leaves it out. score_name: of the verdict, one of ``SCORES``; default the first of ``PREFERRED`` that all
             requests have: the inverse transform has no margin, speculative answers have no likelihood.
 
     Raises:
@@ -98,7 +98,7 @@ def score(
 
 
 def _undecided(verdict: Made, honest: int, other: int, level: float) -> str | None:
-    """What is missing for a verdict; None where there is one."""
+    """Return what is missing for a verdict; None where there is one."""
     if verdict["diverges"] is not None:
         return None
     return (
@@ -108,10 +108,10 @@ def _undecided(verdict: Made, honest: int, other: int, level: float) -> str | No
 
 
 def _alike(found: Sequence[Transcript]) -> None:
-    """Scores of honest tokens depend on how they were drawn: only what was drawn alike is compared.
+    """Check that requests have the same sampling but for the seed, as scores of honest tokens depend on it.
 
     Raises:
-        InputError: requests differ in their sampling (but for the seed).
+        InputError: they do not.
     """
     # Greedy tokens depend on nothing else that a request says.
     kinds = {GREEDY if one.sampling.greedy else replace(one.sampling, seed=0) for one in found}
@@ -133,7 +133,7 @@ def _by(score_name: str | None, parts: Sequence[dict[str, np.ndarray]]) -> str:
 def _trusting(
     verifier: Verifier, sigma: float, noise_on: NoiseOn, ipt_sigma: float, trials: int
 ) -> Callable[[Transcript], dict[str, Tensor]]:
-    """What scores the tokens of one request that was decoded token by token."""
+    """Return a function that scores the tokens of a request that was decoded token by token."""
 
     def judge(one: Transcript) -> dict[str, Tensor]:
         replay = verifier.replay(one)
@@ -148,7 +148,7 @@ def _trusting(
 
 
 def _drafting(verifier: Verifier, draft: WholeModel, ahead: int) -> Callable[[Transcript], dict[str, Tensor]]:
-    """The same of one that was decoded speculatively."""
+    """Return a function that scores the tokens of a request that was decoded speculatively."""
 
     def speculated(one: Transcript) -> dict[str, Tensor]:
         found = speculative.replay(one, verifier.model, draft)
@@ -201,11 +201,10 @@ def _verdict(
     level: float,
     draws: int = 10_000,
 ) -> Made:
-    """A permutation test of whole requests; ``diverges`` is None where so few of them cannot tell.
+    """Test by permutation of whole requests whether the scores differ; ``diverges`` is None where there are too few.
 
-    The question: how often does a random division of them differ as much?
-
-    Tokens of one request share their text, so that requests are exchanged, not tokens.
+    The p-value is the share of random divisions that differ as much. Requests are exchanged, not tokens, because the
+    tokens of a request share their text.
     """
     pooling = clipping(np.concatenate([part[name] for part in (*honest, *other)]))
     sums = np.array([[pooling(part[name]).sum(), len(part[name])] for part in (*honest, *other)])

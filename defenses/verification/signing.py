@@ -1,4 +1,4 @@
-"""Ed25519 keys on disk, and signatures that are checked without an exception."""
+"""Create and read Ed25519 keys on disk, and check signatures."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hiddenlab.utils.files import write_file
 
 
 def create_key(path: Path) -> str:
-    """Write a new private key (PEM, never readable by anybody but its owner) and return its public key in hexadecimal.
+    """Write a new private key (PEM, readable by its owner only) and return its public key in hexadecimal.
 
     Raises:
         LedgerError: the file exists, or cannot be written.
@@ -34,7 +34,7 @@ def create_key(path: Path) -> str:
 
 
 def read_key(path: Path) -> Ed25519PrivateKey:
-    """The private key of a file.
+    """Read the private key in a file.
 
     Raises:
         LedgerError: no such file, or no Ed25519 key in it.
@@ -51,12 +51,12 @@ def read_key(path: Path) -> Ed25519PrivateKey:
 
 
 def public(key: Ed25519PrivateKey) -> str:
-    """A private key's public key in hexadecimal."""
+    """Return a private key's public key in hexadecimal."""
     return key.public_key().public_bytes_raw().hex()
 
 
 def signed(public_key: str, signature: str, statement: bytes) -> bool:
-    """Whether that key (hexadecimal) made that signature (hexadecimal); false for what is no key or signature."""
+    """Return whether that key (hexadecimal) made that signature (hexadecimal); False for malformed ones."""
     try:
         key = Ed25519PublicKey.from_public_bytes(bytes.fromhex(public_key))
         key.verify(bytes.fromhex(signature), statement)

@@ -1,8 +1,8 @@
-"""Speculative decoding that can be verified: a draft model proposes, the target accepts, each token says how it came.
+"""Decode speculatively so that it can be verified: a draft model proposes, the target accepts, modes are recorded.
 
 The random numbers of an output position are drawn once, in the order of positions: the draft's Gumbel noise, a uniform
-number for the acceptance, and the target's Gumbel noise. So they are the same however often a position is drafted anew,
-and a verifier who knows the recorded modes needs one prefill of each model (DiFR, appendix F).
+number for the acceptance, and the target's Gumbel noise. So they stay the same however often a position is drafted, and
+a verifier who knows the recorded modes needs one prefill of each model (DiFR, appendix F).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Numbers:
 
 
 class Positions:
-    """Random numbers by output position, each drawn once; they do not depend on tokens."""
+    """The random numbers of output positions, each drawn once; they do not depend on tokens."""
 
     def __init__(self, noise: Noise, width: int) -> None:
         self._noise = noise
@@ -53,14 +53,14 @@ class Positions:
 
 
 def draft_token(logits: Float[Tensor, " v"], numbers: Numbers, sampling: Sampling) -> int:
-    """What the draft model proposes."""
+    """Return the token that the draft model proposes."""
     return int(perturbed(logits[None], numbers.draft[None], sampling).argmax())
 
 
 def accepts(
     target: Float[Tensor, " v"], draft: Float[Tensor, " v"], token: int, numbers: Numbers, sampling: Sampling
 ) -> bool:
-    """Whether the target keeps a proposed token: u < q(x) / p(x) (Leviathan et al. 2023; Chen et al. 2023)."""
+    """Return whether the target keeps a proposed token: u < q(x) / p(x) (Leviathan et al. 2023; Chen et al. 2023)."""
     q, p = (float(probabilities(side[None], sampling)[0, token]) for side in (target, draft))
     return numbers.uniform * p < q
 
@@ -68,7 +68,7 @@ def accepts(
 def own_token(
     target: Float[Tensor, " v"], draft: Float[Tensor, " v"] | None, numbers: Numbers, sampling: Sampling
 ) -> int:
-    """The target's token: of max(q − p, 0) where it rejected a draft, of q where there was none (bonus)."""
+    """Draw the target's own token: from max(q − p, 0) after a rejection, from q where there was no draft (bonus)."""
     shares = probabilities(target[None], sampling)[0]
     if draft is not None:
         rest = (shares - probabilities(draft[None], sampling)[0]).clamp(min=0)
@@ -80,10 +80,10 @@ def own_token(
 
 
 def load_draft(spec: str, model: str, dtype: str, device: str) -> WholeModel:
-    """The draft model beside ``model``: ``layers=N`` (its own first layers), ``model=NAME``, ``nf4`` …
+    """Load the draft model beside ``model``: ``layers=N`` (its own first layers), ``model=NAME``, ``nf4`` …
 
     Raises:
-        InputError: it says more than which model runs.
+        InputError: the text says more than which model runs.
     """
     variant = Variant.parse(spec)
     variant.check_only(LOADED, "a draft model is only loaded")
@@ -152,7 +152,7 @@ def _round(
     numbers: Positions,
     sampling: Sampling,
 ) -> tuple[list[int], list[Mode]]:
-    """Draft K tokens and let the target judge them all in one pass."""
+    """Draft K tokens and let the target check them all in one pass."""
     proposed: list[int] = []
     rows: list[Tensor] = []
     for i in range(ahead):
@@ -171,7 +171,7 @@ def _round(
 
 @dataclass(frozen=True)
 class Speculated:
-    """What a verifier has of a request after one prefill of either model: logits at each output token."""
+    """The logits of target and draft at each output token, which a verifier gets from one prefill of each."""
 
     target: Float[Tensor, "n v"]
     draft: Float[Tensor, "n v"]
@@ -179,7 +179,7 @@ class Speculated:
 
 
 def replay(transcript: Transcript, target: WholeModel, draft: WholeModel) -> Speculated:
-    """One prefill of each model.
+    """Recompute a request with one prefill of each model.
 
     Raises:
         InputError: the transcript has no modes, another sampler, tokens outside the vocabulary, or too many for one
@@ -200,7 +200,7 @@ def replay(transcript: Transcript, target: WholeModel, draft: WholeModel) -> Spe
 
 
 def possible(modes: Sequence[Mode], ahead: int) -> bool:
-    """Whether modes can have come about: after K accepted tokens comes a bonus, and never elsewhere."""
+    """Return whether modes are consistent: a bonus follows after K accepted tokens, and nowhere else."""
     run = 0
     for mode in modes:
         if (mode == BONUS) != (run == ahead):
@@ -212,7 +212,7 @@ def possible(modes: Sequence[Mode], ahead: int) -> bool:
 def mismatch(
     found: Speculated, ahead: int, noise: Callable[[int], Noise] = StreamNoise
 ) -> Float[Tensor, " n"]:
-    """1 where the verifier, in the recorded mode, gets another token or would not have been in that mode; else 0.
+    """Return 1 where the verifier gets another token, or another mode, than the one recorded; else 0.
 
     Raises:
         InputError: the modes are impossible for so many tokens ahead.
@@ -224,7 +224,7 @@ def mismatch(
 def _replayed(
     found: Speculated, ahead: int, noise: Callable[[int], Noise], target: Tensor, draft: Tensor
 ) -> Int[Tensor, " n"]:
-    """The verifier's tokens in the recorded modes; −1 where the mode itself would have been another."""
+    """Return the verifier's tokens in the recorded modes; −1 where the mode itself would have been another."""
     transcript = found.transcript
     modes = transcript.modes or ()
     if not possible(modes, ahead):
@@ -253,7 +253,10 @@ def monte_carlo(
     epsilon: float = 1e-3,
     noise: Callable[[int], Noise] = StreamNoise,
 ) -> Float[Tensor, " n"]:
-    """−log share of trials, with Gaussian noise σ on both models' logits, that give the claimed token in its mode."""
+    """Return −log share of trials with noisy logits that give the claimed token in its mode.
+
+    The noise is Gaussian with standard deviation σ, on the logits of both models.
+    """
     claimed = torch.tensor(found.transcript.output)
     hits = torch.zeros(len(claimed))
     for _ in range(trials):

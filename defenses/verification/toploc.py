@@ -1,18 +1,18 @@
-"""TOPLOC: a polynomial through the largest activations of a chunk of tokens proves which model was run.
+"""Prove which model was run by a polynomial through the largest activations of a chunk of tokens (TOPLOC).
 
 For each chunk of tokens the provider sends a polynomial from flat indices into the final states to k of their values
 (TOPLOC, Algorithm 1). The verifier runs the model once over all tokens, chooses k of its own values in the same way,
-and compares them with what the polynomial says at their places (Algorithm 2). How a request is cut into chunks, and
-which values are chosen, is a ``Rule``; the published one takes the k largest, of the whole prompt and of each 32 tokens
-that are decoded. Functions here follow it where no other is named; commands have another default (``rules.DEFAULT``).
+and compares them with the polynomial's values at their places (Algorithm 2). A ``Rule`` says how a request is cut into
+chunks, and which values are chosen. The published one takes the k largest, of the whole prompt and of each 32 decoded
+tokens. It is the default of the functions here; commands have another default (``rules.DEFAULT``).
 
-Bytes are those of the published implementation: two of a modulus, then two of each coefficient in ascending degree,
-big-endian. All arithmetic is modulo the prime 65497; the modulus in front only folds indices, on both sides.
+The bytes are those of the published implementation: two of a modulus, then two of each coefficient in ascending degree,
+big-endian. All arithmetic is modulo the prime 65497; the modulus only folds indices, on both sides.
 
-Values are raw bfloat16 patterns. 16 bits reach beyond the prime, finite numbers do not: their largest pattern is
-0xFF7F = 65407, and all from 65497 on are NaN. Activations that are not finite are refused, so that no committed value
-changes modulo the prime and no honest proof fails for it. Where a polynomial gives a pattern of NaN or infinity,
-which it may anywhere else, it agrees with no activation.
+Values are raw bfloat16 patterns. 16 bits exceed the prime, but finite numbers do not: their largest pattern is 0xFF7F =
+65407, and all from 65497 on are NaN. Activations that are not finite are refused. So no committed value changes modulo
+the prime, and no honest proof fails for it. A pattern of NaN or infinity, which the polynomial may give at other
+places, agrees with no activation.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _INFINITE = 0x7F80
 
 
 class ProofError(InputError):
-    """A proof that no honest provider sends: its bytes or numbers are outside of the format."""
+    """A proof's bytes or numbers are outside of the format, so that no honest provider can have sent it."""
 
 
 # ---- arithmetic modulo the prime
@@ -47,12 +47,12 @@ class ProofError(InputError):
 
 @cache
 def _inverses() -> Int64[np.ndarray, " prime"]:
-    """The inverse of every residue; 0, which has none, stands for itself."""
+    """Return the inverse of every residue modulo the prime; 0, which has none, stands for itself."""
     return np.array([0, *(pow(residue, -1, PRIME) for residue in range(1, PRIME))], dtype=np.int64)
 
 
 def interpolate(x: Int64[np.ndarray, " k"], y: Int64[np.ndarray, " k"]) -> Int64[np.ndarray, " k"]:
-    """The polynomial of degree below k through k points, by Newton's divided differences (TOPLOC, Algorithm 3).
+    """Return the polynomial of degree below k through k points, by Newton's divided differences (TOPLOC, Algorithm 3).
 
     Args:
         x: places, distinct modulo the prime. y: values, which count modulo the prime.
@@ -81,7 +81,7 @@ def interpolate(x: Int64[np.ndarray, " k"], y: Int64[np.ndarray, " k"]) -> Int64
 
 
 def evaluate(coefficients: Sequence[int], x: Int64[np.ndarray, " points"]) -> Int64[np.ndarray, " points"]:
-    """A polynomial at many places at once, by Horner's rule modulo the prime (TOPLOC, Algorithm 5).
+    """Evaluate a polynomial at many places, by Horner's rule modulo the prime (TOPLOC, Algorithm 5).
 
     Coefficients come in ascending degree.
     """
@@ -95,12 +95,12 @@ def evaluate(coefficients: Sequence[int], x: Int64[np.ndarray, " points"]) -> In
 
 
 def injective_modulus(indices: Int64[np.ndarray, " k"]) -> int:
-    """The largest modulus up to 65497 that keeps the indices apart (TOPLOC, Algorithm 6).
+    """Return the largest modulus up to 65497 that keeps the indices distinct (TOPLOC, Algorithm 6).
 
     The paper starts at 65536, which 16 bits do not hold; the published bytes start at the prime, and so does this.
 
     Raises:
-        InputError: none from 32769 on does.
+        InputError: no modulus from 32769 on does.
     """
     if len(np.unique(indices)) == len(indices) <= PRIME:
         for modulus in range(PRIME, LEAST_MODULUS - 1, -1):
@@ -114,7 +114,7 @@ def injective_modulus(indices: Int64[np.ndarray, " k"]) -> int:
 
 @dataclass(frozen=True)
 class Proof:
-    """What a provider sends for one chunk of tokens; one that exists is within the format.
+    """The proof of one chunk of tokens; every instance is within the format.
 
     Attributes:
         modulus: folds flat indices, 32769 to 65497. coefficients: of the polynomial modulo 65497, ascending degree.
@@ -136,7 +136,7 @@ class Proof:
 
     @classmethod
     def through(cls, indices: Int64[np.ndarray, " k"], bits: UInt16[np.ndarray, " k"]) -> Proof:
-        """The proof of given points: flat indices, and the bfloat16 patterns of finite values there.
+        """Make the proof of given points: flat indices, and the bfloat16 patterns of finite values there.
 
         Raises:
             InputError: negative or repeated indices, patterns of no finite number, or no modulus for the indices.
@@ -148,12 +148,12 @@ class Proof:
         return cls(modulus, tuple(interpolate(indices % modulus, bits.astype(np.int64)).tolist()))
 
     def to_bytes(self) -> bytes:
-        """The published form, 2 + 2k bytes."""
+        """Encode the proof in the published form, 2 + 2k bytes."""
         return np.array((self.modulus, *self.coefficients), dtype=">u2").tobytes()
 
     @classmethod
     def from_bytes(cls, data: bytes, k: int = TOP) -> Proof:
-        """Read a proof that anyone may have written.
+        """Read a proof from untrusted bytes.
 
         Raises:
             ProofError: not k coefficients, or numbers out of their ranges; nothing else, whatever the bytes.
@@ -164,12 +164,12 @@ class Proof:
         return cls(modulus, tuple(coefficients))
 
     def to_base64(self) -> str:
-        """The published form as text."""
+        """Encode the published form as base64 text."""
         return base64.b64encode(self.to_bytes()).decode()
 
     @classmethod
     def from_base64(cls, text: str, k: int = TOP) -> Proof:
-        """Read a proof from text; of the spellings of the same bytes only the usual one is read.
+        """Read a proof from base64 text; only the standard spelling of the same bytes is accepted.
 
         Raises:
             ProofError: not base64, or not a proof (see ``from_bytes``).
@@ -183,7 +183,7 @@ class Proof:
         return cls.from_bytes(data, k)
 
     def bits_at(self, indices: Int64[np.ndarray, " points"]) -> Int64[np.ndarray, " points"]:
-        """16-bit patterns that the polynomial gives at flat indices, folded by the modulus."""
+        """Return the 16-bit patterns that the polynomial gives at flat indices, folded by the modulus."""
         return evaluate(self.coefficients, indices % self.modulus)
 
     def __repr__(self) -> str:
@@ -191,22 +191,22 @@ class Proof:
 
 
 def proof_bytes(k: int = TOP) -> int:
-    """Bytes of one proof: 258 with 128 values."""
+    """Return the size of one proof in bytes: 258 with 128 values."""
     return 2 + 2 * k
 
 
 def bytes_per_token(k: int = TOP, every: int = EVERY) -> float:
-    """Bytes for each decoded token, without the prompt's proof; the paper's 8 leaves out the modulus."""
+    """Return the bytes for each decoded token, without the prompt's proof; the paper's 8 leave out the modulus."""
     return proof_bytes(k) / every
 
 
 def values_at(proof: Proof, indices: Int[Tensor, "*shape"]) -> BFloat16[Tensor, "*shape"]:
-    """What a proof says of activations: its polynomial at flat indices (row · width + column), as bfloat16.
+    """Return a proof's polynomial at flat indices (row · width + column), as bfloat16.
 
-    It is the committed value where the index was among the k largest, an arbitrary one, maybe not finite, elsewhere.
+    It is the committed value where the index was among those chosen, and arbitrary, maybe not finite, elsewhere.
 
     Raises:
-        InputError: a negative index.
+        InputError: an index is negative.
     """
     places = indices.detach().cpu().long().numpy().reshape(-1)
     if places.size and places.min() < 0:
@@ -226,7 +226,7 @@ def _finite(bits: UInt16[np.ndarray, "*shape"]) -> None:
 def _chosen(
     chunk: Float[Tensor, "rows d"], k: int, rule: Rule, scale: Float[Tensor, " d"] | None
 ) -> tuple[Int64[np.ndarray, " k"], UInt16[np.ndarray, " k"]]:
-    """Flat indices, ascending, of the values that a rule takes, and their bfloat16 patterns."""
+    """Return the flat indices, ascending, of the values that a rule takes, and their bfloat16 patterns."""
     rounded = chunk.detach().to(torch.bfloat16).cpu().contiguous()
     bits = rounded.view(torch.int16).numpy().view(np.uint16)
     _finite(bits)
@@ -238,7 +238,7 @@ def _chosen(
 def commit(
     chunk: Float[Tensor, "rows d"], k: int = TOP, rule: Rule = PAPER, scale: Float[Tensor, " d"] | None = None
 ) -> Proof:
-    """The proof of a chunk of final states (TOPLOC, Algorithm 1).
+    """Make the proof of a chunk of final states (TOPLOC, Algorithm 1).
 
     Args:
         chunk: states after the final norm, of any float dtype; they are rounded to bfloat16. k: values in the proof.
@@ -258,7 +258,7 @@ def commit_all(
     rule: Rule = PAPER,
     scale: Float[Tensor, " d"] | None = None,
 ) -> list[Proof]:
-    """The proofs of a request in their order; a last chunk may have fewer tokens, not fewer than k values.
+    """Make the proofs of a request in their order; the last chunk may have fewer tokens, but not fewer than k values.
 
     Raises:
         InputError: see ``Rule.chunks`` and ``commit``; a last chunk of few tokens in a narrow model needs a smaller k.
@@ -271,7 +271,7 @@ def commit_all(
 
 @dataclass(frozen=True)
 class Thresholds:
-    """What a proof may differ by and still be accepted.
+    """The limits within which a proof may differ and still be accepted.
 
     The published limits leave room for other hardware; a mild quantisation may stay within them (TOPLOC, sections 6.1
     and 6.5). Where both sides are known, tighter ones tell more apart.
@@ -304,7 +304,7 @@ class Thresholds:
             raise InputError(f"a share of {self.row} of a token's values has to agree: a number from 0 to 1")
 
     def allowed(self, k: int) -> int:
-        """How many of k values may disagree."""
+        """Return how many of k values may disagree."""
         return self.exponents * k // self.of
 
 
@@ -315,7 +315,7 @@ BFLOAT16 = PUBLISHED["bfloat16"]
 
 @dataclass(frozen=True)
 class Check:
-    """What the comparison of one chunk gave; None is what was not measured.
+    """The result of comparing one chunk; None is what was not measured.
 
     Attributes:
         accepted: whether the proof is believed. reason: why, or why not, in words.
@@ -384,7 +384,10 @@ def _judge(
     limits: Thresholds,
     by_row: bool,
 ) -> Check:
-    """Statistics of two lists of bfloat16 patterns, and whether they are within the limits; rows: each one's token."""
+    """Compare two lists of bfloat16 patterns and decide whether they are within the limits.
+
+    ``rows`` is the token of each pattern.
+    """
     # Zero has two patterns and no sign that a recomputation would keep.
     zero = ((claimed | own) & MAGNITUDE) == 0
     changed = np.where(zero, 0, (claimed ^ own) >> _MANTISSA_BITS)  # eight bits of exponent, the sign above
@@ -418,7 +421,7 @@ def _judge(
 
 @dataclass(frozen=True)
 class Verdict:
-    """What came of a request: accepted only if each of its chunks is.
+    """The result for a whole request, which is accepted only if each of its chunks is.
 
     Attributes:
         accepted, reason: of the whole. checks: one a chunk in their order; none if the number of proofs is wrong.
@@ -442,7 +445,7 @@ def verify_all(
     rule: Rule = PAPER,
     scale: Float[Tensor, " d"] | None = None,
 ) -> Verdict:
-    """Check the proofs of a request, in order, against the verifier's own states of it.
+    """Check the proofs of a request, in order, against the verifier's own states.
 
     Proofs in another order, of other tokens or another model fail in their chunk; a wrong number of them fails at once.
 

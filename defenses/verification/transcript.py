@@ -1,4 +1,4 @@
-"""What a provider claims to have done, one request a line of JSON; a real provider's log can be turned into it."""
+"""Read and write transcripts: what a provider claims to have done, one request per line of JSON."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ OneLine = Annotated[str, AfterValidator(_one_line)]
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """Activation-DiFR's projections of a request (DiFR, Algorithm 2).
+    """The random projections of a request's states that Activation-DiFR sends (DiFR, Algorithm 2).
 
     Attributes:
         count: k, numbers a position. every: positions from one recorded output token to the next (stride).
@@ -63,13 +63,13 @@ class Fingerprint:
     def of(
         cls, values: Float[Tensor, "rows k"], *, every: int, seed: int, kind: str, dtype: str
     ) -> Fingerprint:
-        """Pack projected rows."""
+        """Pack projected rows into a fingerprint."""
         raw = values.to(FINGERPRINT_DTYPES[dtype]).contiguous().view(torch.uint8).numpy().tobytes()
         return cls(values.shape[1], every, seed, kind, dtype, base64.b64encode(raw).decode())
 
     @property
     def size(self) -> int:
-        """On the wire, without base64."""
+        """The size in bytes on the wire, without base64."""
         return len(self._raw())
 
     def _raw(self) -> bytes:
@@ -79,7 +79,7 @@ class Fingerprint:
             raise InputError("a fingerprint is not base64") from None
 
     def values(self) -> Float[Tensor, "rows k"]:
-        """The numbers.
+        """Return the numbers as float32, one row for each recorded token.
 
         Raises:
             InputError: they do not fit the stated shape or dtype, or are not finite.
@@ -134,10 +134,13 @@ class Transcript:
             raise InputError(f"request {self.id!r}: {len(self.modes)} modes for {len(self.output)} tokens")
 
     def check_vocabulary(self, size: int) -> None:
-        """Every token has to be one of the model's.
+        """Check that every token is in the model's vocabulary.
+
+        Args:
+            size: of the vocabulary.
 
         Raises:
-            InputError: one is not; the transcript is of another tokenizer, or damaged.
+            InputError: a token is not; the transcript is of another tokenizer, or damaged.
         """
         for token in (*self.prompt, *self.output):
             if not 0 <= token < size:
@@ -146,12 +149,12 @@ class Transcript:
                 )
 
     def to_json(self) -> dict[str, Any]:
-        """As it stands in a file."""
+        """Return the transcript as it is written to a file."""
         return {"format": FORMAT, **{k: v for k, v in asdict(self).items() if v is not None}}
 
     @classmethod
     def from_json(cls, value: Any, where: str = "the transcript") -> Transcript:
-        """Rebuild what ``to_json`` gave, every field checked.
+        """Rebuild a transcript from what ``to_json`` gave, and check every field.
 
         Args:
             where: names its place in an error.
@@ -167,7 +170,7 @@ class Transcript:
 
 
 def write_transcripts(path: Path, transcripts: Iterable[Transcript]) -> int:
-    """Append to a JSONL file, each line complete before the next is begun; returns how many.
+    """Append transcripts to a JSONL file, each line complete before the next is begun; return how many.
 
     Raises:
         HiddenlabError: the file cannot be written.
@@ -186,7 +189,7 @@ def write_transcripts(path: Path, transcripts: Iterable[Transcript]) -> int:
 
 
 def cut_torn_line(path: Path) -> None:
-    """Cut off a last line without its end, which an interrupted run may leave; a file of anything else stays whole.
+    """Cut off a last line without its end, which an interrupted run may leave; leave any other file unchanged.
 
     Raises:
         InputError: the file cannot be read or changed, or is no file of transcripts.
@@ -209,10 +212,10 @@ def cut_torn_line(path: Path) -> None:
 
 
 def read_transcripts(path: Path) -> list[Transcript]:
-    """All requests of a JSONL file.
+    """Read all requests of a JSONL file.
 
     Raises:
-        InputError: it cannot be read, is empty, a line is no transcript (the line is named), or an id stands twice.
+        InputError: it cannot be read, is empty, a line is no transcript (the line is named), or an id occurs twice.
     """
     out: dict[str, Transcript] = {}
     for place, line in _lines(path):

@@ -1,1 +1,1 @@
-"""Time the engine, Cascade and MPC baselines against each other: one module a bench."""
+"""Time the attacks, Cascade and MPC baselines against each other: one module per bench."""

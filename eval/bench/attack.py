@@ -1,4 +1,4 @@
-"""``hiddenlab bench attack``: prefill, speculative search and the paper's greedy search, timed in one process."""
+"""Time prefill, speculative search and the paper's greedy search in one process: ``hiddenlab bench attack``."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ BATCH = 32
 
 @dataclass(frozen=True)
 class Timed:
-    """What one search did with some prompts."""
+    """The result of one search on some prompts: shares of tokens or prompts, and total seconds."""
 
     exact: float
     token_accuracy: float
@@ -44,14 +44,15 @@ def bench(
     unscreened: bool = False,
     progress: Progress = silent,
 ) -> dict[str, Any]:
-    """Measure at each layer; the greedy baseline (lm proposal) on the first ``greedy_limit`` prompts only.
+    """Time prefill and attacks at each layer.
 
-    ``over_prefill`` is the speculative attack's time, probe cached, over one plain forward of the same prompts in
-    the same batches. ``greedy_over_speculative`` compares both searches on the same prompts, one at a time.
-    ``unscreened`` runs the attack once more with every candidate in the model itself: ``unscreened_over_screened``.
+    The greedy baseline (lm proposal) runs on the first ``greedy_limit`` prompts only. ``over_prefill`` is the
+    speculative attack's time, with a cached probe, over one plain forward of the same prompts in the same batches.
+    ``greedy_over_speculative`` compares both searches on the same prompts, one at a time. ``unscreened`` runs the
+    attack once more with every candidate in the model itself: ``unscreened_over_screened``.
 
     Returns:
-        ``rows``, one a layer, and the settings.
+        ``rows``, one per layer, and the settings.
     """
     rows: list[dict[str, Any]] = []
     texts = [prompt.text for prompt in load_prompts(prompts, limit=limit)]

@@ -1,4 +1,7 @@
-"""``hiddenlab bench cascade``: the plain model, Cascade in one process and on Ray, in one run (paper, Tables 6, 7)."""
+"""Time the plain model, Cascade in one process and Cascade on Ray in one run: ``hiddenlab bench cascade``.
+
+Compare the paper's Tables 6 and 7.
+"""
 
 import statistics
 import tempfile
@@ -64,18 +67,21 @@ def bench(
     timeout: float = 120.0,
     progress: Progress = silent,
 ) -> dict[str, Any]:
-    """One forward pass of random tokens, plain and sharded, each pass of one beside a pass of the other.
+    """Time one forward pass of random tokens, plain and sharded in alternation.
 
     Args:
-        model: a shape of ``SHAPES`` with random weights, or a model. depth: layers of the shape, None for all.
-        alphas: CompNodes to measure with.
+        model: a shape of ``SHAPES`` with random weights, or a model.
+        depth: layers of the shape, None for all.
+        max_tokens: length of the prompt.
+        alphas: numbers of CompNodes to measure with.
         backends: ``local`` (threads of this process), ``wire`` (the same over TCP), ``tcp`` and ``objects`` (Ray).
-        objects_alpha: largest α for the latter. repeats: passes that are timed, after two that are not.
-        threads: of torch in every process. bandwidth, latency: of a simulated network (``wire`` and ``tcp``),
-            gigabits a second and milliseconds one way.
+        objects_alpha: largest α for ``objects``.
+        repeats: passes that are timed, after two that are not.
+        threads: of torch in every process.
+        bandwidth, latency: of a simulated network (``wire`` and ``tcp``), gigabits per second and milliseconds one way.
 
     Returns:
-        ``rows``, one a setting: median seconds with the 2.5th and 97.5th percentile, the ratio to the plain model
+        ``rows``, one per setting: median seconds with the 2.5th and 97.5th percentile, the ratio to the plain model
         in the same loop, megabytes counted on the wire and by Equation 1, the longest CompNode's seconds by kind, the
         largest difference from the plain output, start-up time and memory of a node.
     """
@@ -140,14 +146,15 @@ def bench_decode(
     timeout: float = 120.0,
     progress: Progress = silent,
 ) -> dict[str, Any]:
-    """Time of a new token after prompts of several lengths: Cascade with token-sharded caching, and the plain model.
+    """Time a new token after prompts of several lengths: Cascade with token-sharded caching, and the plain model.
 
     Args:
-        lengths: tokens of the prompts, drawn at random. new_tokens: generated after each, greedily; the median of
-            all but the first counts. backend: ``local`` or ``ray``.
+        lengths: tokens of the prompts, drawn at random.
+        new_tokens: generated after each, greedily; the median of all but the first counts.
+        backend: ``local`` or ``ray``.
 
     Returns:
-        ``rows``, one a length: median milliseconds a token of both and their ratio, whether both gave the same
+        ``rows``, one per length: median milliseconds per token of both and their ratio, whether both gave the same
         tokens, and each one's time relative to its own after the shortest prompt.
     """
     torch.set_num_threads(threads or 1)
@@ -178,7 +185,7 @@ def bench_decode(
 
 
 def _timed_tokens(tokens: Iterator[int]) -> tuple[list[int], float]:
-    """The tokens, and the median time between them."""
+    """Return the tokens, and the median seconds between them."""
     found, times = [], []
     for token in tokens:
         found.append(token)
@@ -187,7 +194,7 @@ def _timed_tokens(tokens: Iterator[int]) -> tuple[list[int], float]:
 
 
 def plain_tokens(model: Any, tokens: Tensor, new: int) -> Iterator[int]:
-    """Greedy generation with transformers' own cache."""
+    """Generate greedily with transformers' own cache."""
     cache, inputs = None, tokens[None]
     for _ in range(new):
         with torch.inference_mode():
@@ -207,13 +214,13 @@ def bench_largest(
     timeout: float = 300.0,
     progress: Progress = silent,
 ) -> dict[str, Any]:
-    """Plans of more and more nodes on this machine, until the next would not fit its memory.
+    """Run plans of more and more nodes on this machine, until the next would not fit its memory.
 
     Args:
         share: of the memory that is free at the start, which the nodes may take.
 
     Returns:
-        ``rows``, one a plan: nodes, seconds to start, memory of nodes in megabytes (largest of each kind, and all
+        ``rows``, one per plan: nodes, seconds to start, memory of nodes in megabytes (largest of each kind, and all
         together), seconds of one pass, largest difference from the plain output.
     """
     torch.set_num_threads(threads or 1)
@@ -306,7 +313,7 @@ def _percentile(values: Sequence[float], share: float) -> float:
 
 
 def _plain_and_prompt(name: str, tokens: int, seed: int) -> tuple[Any, Any, Tensor]:
-    """The plain model, its configuration, and random tokens."""
+    """Return the plain model, its configuration, and random tokens."""
     config = load_config(resolve_model(name))
     generator = torch.Generator().manual_seed(seed)
     return (
@@ -318,10 +325,10 @@ def _plain_and_prompt(name: str, tokens: int, seed: int) -> tuple[Any, Any, Tens
 
 @contextmanager
 def _random_weights(model: str, seed: int, depth: int | None = None) -> Iterator[str]:
-    """A folder with random weights of a shape, for as long as it is needed; other names as they are.
+    """Yield a folder with random weights of a shape, removed afterwards; yield other names unchanged.
 
     Raises:
-        InputError: a depth for a model that is no shape.
+        InputError: ``depth`` is given for a model that is no shape.
     """
     if model not in SHAPES:
         if depth is not None:

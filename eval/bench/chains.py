@@ -1,4 +1,4 @@
-"""``hiddenlab bench chains``: the next token of many hypotheses, attended together and one request after another."""
+"""Time the next token of many hypotheses, attended together or one after another: ``hiddenlab bench chains``."""
 
 import time
 from statistics import median
@@ -21,13 +21,15 @@ def bench(
     seed: int = 0,
     progress: Progress = silent,
 ) -> dict[str, Any]:
-    """One token behind each of many prefixes of one length, through the whole model in its fastest dtype.
+    """Time one token after each of many prefixes of one length, in the whole model and its fastest dtype.
 
-    What a beam of hypotheses asks of the language model after every token. Prompts are drawn at random: time does not
-    depend on them.
+    A beam of hypotheses needs this of the language model after every token. Prompts are drawn at random, because time
+    does not depend on them.
 
     Args:
-        limit: hypotheses. max_tokens: of each prefix. repeats: of each way, in turns; the median counts.
+        limit: number of hypotheses.
+        max_tokens: length of each prefix.
+        repeats: of each way, in alternation; the median counts.
 
     Returns:
         ``rows``: one, with the seconds of both ways and their ratio; and the settings.

@@ -1,4 +1,7 @@
-"""``hiddenlab bench mpc``: plain, Cascade, CrypTen and SPU on the same shape in one run (paper, Tables 6 and 7)."""
+"""Time the plain model, Cascade, CrypTen and SPU on the same shape in one run: ``hiddenlab bench mpc``.
+
+Compare the paper's Tables 6 and 7.
+"""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -54,26 +57,31 @@ def bench(
     timeout: float = 600.0,
     progress: Progress = silent,
 ) -> dict[str, Any]:
-    """Time and bytes of a forward pass: the plain model, Cascade, and MPC libraries as they are.
+    """Measure time and bytes of a forward pass: the plain model, Cascade, and unmodified MPC libraries.
 
     Args:
-        model: ``bert-base`` or ``bert-large``, random weights, known to all. depth: layers, 0 for all.
-        alphas, backends: of Cascade, see the bench ``cascade``; all on bare loopback. tcp_alpha: largest α that runs as
-            processes (α of 8 are 72 of them). repeats: of everything.
-        only: baselines whose name holds this. bandwidth, latency: of a link between all parties, gigabits a second and
-            milliseconds one way; 0 gigabits: no such rows and columns.
-        plot: a PNG to draw. timeout: for each baseline, seconds.
+        model: ``bert-base`` or ``bert-large``, with random public weights.
+        depth: layers, 0 for all.
+        alphas, backends: of Cascade, see the bench ``cascade``; all on bare loopback.
+        tcp_alpha: largest α that runs as processes (α of 8 are 72 of them).
+        repeats: of everything.
+        only: baselines whose name contains this.
+        bandwidth, latency: of a link between all parties, gigabits per second and milliseconds one way; 0 gigabits
+            leaves out rows and columns of a link.
+        plot: a PNG to draw.
+        timeout: for each baseline, seconds.
 
     Returns:
         ``rows`` with median seconds and their range, megabytes sent, rounds (SPU's are messages of the party that sent
         most), the largest difference from a plain computation of the same formulas (``error``) and of BERT's own
         (``error_exact``), and time and bytes as ratios to Cascade with α = 4 over TCP in this run.
-        ``seconds_on_link``: Cascade's nodes are measured on a simulated link; the libraries' transports cannot be
-        slowed from outside, so theirs are reckoned, as seconds on loopback, a latency for each round, and each party's
+        ``seconds_on_link``: Cascade's nodes are measured on a simulated link. The libraries' transports cannot be
+        slowed from outside, so theirs are computed: seconds on loopback, a latency for each round, and each party's
         bytes over the bandwidth. ``published``: the papers' figures for the full model on other machines.
 
     Raises:
-        InputError: an unknown shape. HiddenlabError: the plot cannot be written.
+        InputError: the shape is unknown.
+        HiddenlabError: the plot cannot be written.
     """
     if model not in SHAPES:
         raise InputError(f"unknown shape {model!r}; known are {', '.join(SHAPES)}")
@@ -178,13 +186,13 @@ def _shape(model: str) -> dict[str, int]:
 
 
 def _cascade_name(row: Mapping[str, Any]) -> str:
-    """Where Cascade's nodes ran, and with what α."""
+    """Return a row's name: where Cascade's nodes ran, and with what α."""
     place, _, alpha = row["setting"].partition(" ")
     return f"Cascade, {PLACES.get(place, place)} {alpha}"
 
 
 def _published() -> list[dict[str, Any]]:
-    """The papers' own figures, of whole models on other machines."""
+    """Return the papers' own figures, of whole models on other machines."""
     return [
         {"scheme": scheme, "model": model, "seconds": seconds, "megabytes": 1e3 * gigabytes}
         for model, schemes in paper.MPC.items()
@@ -193,7 +201,7 @@ def _published() -> list[dict[str, Any]]:
 
 
 def _baseline(run: Any, job: Mapping[str, Any], timeout: float, link: Link | None) -> dict[str, Any]:
-    """A library's row; where it cannot run, the reason."""
+    """Run a library and return its row; where it cannot run, the row holds the reason."""
     try:
         found = run(job, timeout)
     except HiddenlabError as error:
@@ -216,7 +224,7 @@ def _baseline(run: Any, job: Mapping[str, Any], timeout: float, link: Link | Non
 
 
 def draw(rows: Sequence[Mapping[str, Any]], title: str, out: Path) -> None:
-    """Seconds, on a link too where there is one, and megabytes of every scheme, as bars on logarithmic scales.
+    """Draw seconds (also on a link, where there is one) and megabytes of every scheme as bars on logarithmic scales.
 
     Raises:
         HiddenlabError: the file cannot be written.

@@ -1,4 +1,4 @@
-"""``hiddenlab bench serving``: what a served Cascade does when clients hang up, and when many ask at once."""
+"""Measure a served Cascade when clients hang up and when many ask at once: ``hiddenlab bench serving``."""
 
 import http.client
 import json
@@ -34,17 +34,21 @@ def bench(
     timeout: float = 60.0,
     progress: Progress = silent,
 ) -> dict[str, Any]:
-    """Serve a model here, and measure: an idle server, one that all clients just left, and many requests at once.
+    """Serve a model here and time an idle server, one that all clients just left, and many requests at once.
 
     Args:
-        alpha: CompNodes. running: places of the server, and clients that hang up, half of them streamed.
-        requests: at once. new_tokens: of the request that is timed, and of those at once. long: of those whose
-            clients hang up. repeats: timed requests on the idle server. rounds: times that all clients hang up.
+        alpha: number of CompNodes.
+        running: places of the server, and number of clients that hang up, half of them streamed.
+        requests: sent at once.
+        new_tokens: of the request that is timed, and of those at once.
+        long: new tokens of the requests whose clients hang up.
+        repeats: timed requests on the idle server.
+        rounds: times that all clients hang up.
 
     Returns:
-        ``rows``: of the idle server, of the first request after all clients have hung up (from the moment they did,
-        being sent away and asking again included; the slowest round), and of the requests at once: median seconds,
-        the ratio to the idle server, answers by status, and how many were sent away without ``Retry-After``.
+        ``rows``: of the idle server, of the first request after all clients hung up (timed from then, including
+        refusals and retries; the slowest round), and of the requests at once: median seconds, the ratio to the idle
+        server, answers by status, and how many were refused without ``Retry-After``.
     """
     from hiddenlab.defenses.cascade import serve
     from hiddenlab.defenses.cascade.service import Limits
@@ -116,7 +120,7 @@ class _Reply:
 
 
 class _Client:
-    """Asks a server of this machine."""
+    """A client of a server on this machine."""
 
     def __init__(self, port: int, model: str) -> None:
         self.port, self.model = port, model
@@ -138,7 +142,7 @@ class _Client:
         return _Reply(response.status, time.perf_counter() - started, headers)
 
     def ask(self, new_tokens: int) -> _Reply:
-        """As ``once``, for a request that must be answered.
+        """Send a request that must be answered (see ``once``).
 
         Raises:
             HiddenlabError: it is not.
@@ -149,7 +153,7 @@ class _Client:
         return reply
 
     def after_hang_up(self, clients: int, long: int, new_tokens: int) -> tuple[float, int]:
-        """Have so many clients ask and hang up, then ask: seconds from the hang-up to the answer, and refusals."""
+        """Let so many clients ask and hang up, then ask; return seconds until the answer, and refusals."""
         connections = [self._send(long, stream=i % 2 == 1) for i in range(clients)]
         until = time.monotonic() + PATIENCE
         while self._running() < clients:

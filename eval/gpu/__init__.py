@@ -1,1 +1,1 @@
-"""Prove and time the engine on a graphics card: ``python -m hiddenlab.eval.gpu`` (see docs/gpu.md)."""
+"""Check and time passes and attacks on a graphics card: ``python -m hiddenlab.eval.gpu`` (see docs/gpu.md)."""

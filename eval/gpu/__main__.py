@@ -1,4 +1,4 @@
-"""The command line of the GPU program."""
+"""Parse the command line of the GPU program and run it."""
 
 import json
 import signal
@@ -45,7 +45,7 @@ def main(
         bool, typer.Option("--rehearse", help="Try every part on the CPU with tiny models.")
     ] = False,
 ) -> None:
-    """Prove the engine right on a graphics card and time it; see docs/gpu.md."""
+    """Check the engine on a graphics card and time it; see docs/gpu.md."""
     try:
         raise typer.Exit(run(out, minutes, resume, parts, "cpu" if rehearse else device, commit, rehearse))
     except HiddenlabError as error:
@@ -62,13 +62,13 @@ def run(
     commit: str | None,
     rehearse: bool,
 ) -> int:
-    """Measure what is asked for and write it to ``out``.
+    """Run the chosen measurements and write them to ``out``.
 
     Returns:
         0, 1 where a measurement failed, found the card wrong, or lost its process, 130 where it was interrupted.
 
     Raises:
-        InputError: an unknown part, no card, or nothing to go on from.
+        InputError: a part is unknown, there is no card, or there is nothing to resume.
     """
     asked = _asked(names)
     if not rehearse:
@@ -144,7 +144,7 @@ def _make(folder: Path) -> None:
 
 
 def _with_model(setting: Setting, out: Path) -> Setting:
-    """The setting with the model that is at hand: the built-in one, or a tiny one in a rehearsal."""
+    """Return the setting with the available model: the built-in one, or a tiny one in a rehearsal."""
     if setting.rehearse:
         from hiddenlab.testing import save_tiny
 

@@ -1,4 +1,4 @@
-"""Attack real states of the built-in model on the device, and compare with what the same attack finds on a CPU."""
+"""Attack real states of the built-in model on the device, and compare with the same attack on a CPU."""
 
 import json
 from collections.abc import Sequence
@@ -56,7 +56,7 @@ def noise(lab: Lab, *, sigma: float, prompts: int) -> Figures:
 
 
 def expected_ids(lab: Lab, channel: str, prompts: int) -> list[list[int]]:
-    """What the attack finds on a CPU: recorded for the built-in model, found out now for a rehearsal's model.
+    """Return what the attack finds on a CPU: recorded for the built-in model, measured now in a rehearsal.
 
     Raises:
         InputError: it was not recorded for this channel and as many prompts.
@@ -81,10 +81,15 @@ def attacked(
     prompts: int,
     again: bool = True,
 ) -> tuple[list[list[int]], dict[str, Any]]:
-    """Recovered ids of the first prompts of the shipped set, and figures.
+    """Attack the first shipped prompts; return their recovered ids and figures.
 
     Args:
-        again: a short attack is run twice, and the second, which finds everything warm, is timed.
+        lab: the device.
+        model: truncated at the attacked layer.
+        attack: to run.
+        channel: the stages' specs.
+        prompts: how many.
+        again: run a short attack twice, and time the second run, which finds everything warm.
     """
     texts = [prompt.text for prompt in load_prompts(limit=prompts)]
     tokens = [model.tokenize(text, lab.sized(TOKENS, 20)) for text in texts]
@@ -126,13 +131,13 @@ def attacked(
 def released(
     model: TruncatedModel, channel: Sequence[str], tokens: Sequence[Sequence[int]]
 ) -> list[tuple[Observation, GroundTruth]]:
-    """Release prompts through a channel, each with draws of its own."""
+    """Release prompts through a channel, each with its own draws."""
     pipe = Channel.parse(list(channel))
     return [pipe.release(model, prompt, generator(SEED, "release", i)) for i, prompt in enumerate(tokens)]
 
 
 def model_at(lab: Lab, layer: int) -> TruncatedModel:
-    """Load the model at hand up to a layer, or take what was loaded last.
+    """Load the available model up to a layer, or reuse the one that was loaded last.
 
     Raises:
         InputError: the built-in model is not here.
@@ -144,7 +149,7 @@ def model_at(lab: Lab, layer: int) -> TruncatedModel:
 
 
 def depth_of(lab: Lab, layer: int) -> int:
-    """The layer to attack: a rehearsal's tiny model has four."""
+    """Return the layer to attack; a rehearsal's tiny model has four."""
     return lab.sized(layer, 2)
 
 

@@ -1,4 +1,4 @@
-"""Compare what the device computes with slow oracles: the plain model, one full forward a call, on the CPU."""
+"""Compare what the device computes with a slow reference: full forwards of the plain model on the CPU."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -31,7 +31,7 @@ TOKENS, CANDIDATES, SEED = 24, 6, 0
 
 
 def engine(lab: Lab, *, model: str, dtype: str, way: str) -> Figures:
-    """The engine's passes against the plain model's full forwards, as relative errors of states.
+    """Compare the engine's passes with the plain model's full forwards, as relative errors of states.
 
     Args:
         way: how small passes attend, ``one product`` or ``each request`` (see ``hiddenlab.models.engine``).
@@ -137,7 +137,7 @@ def _engine(lab: Lab, model: str, dtype: str) -> Figures:
 
 
 def component(lab: Lab, *, what: str) -> Figures:
-    """One other tensor function on the device against the same on the CPU."""
+    """Compare one other tensor function on the device with the same on the CPU."""
     return COMPONENTS[what](lab)
 
 
@@ -159,7 +159,7 @@ def _matcher(lab: Lab) -> Figures:
 
 
 def _screen(lab: Lab) -> Figures:
-    """The right token is among those of a screened batch that the truncated model itself runs."""
+    """Check that the right token is among those of a screened batch that the truncated model itself runs."""
     path, layer = _model(lab, lab.sized("builtin", "llama"))
     model = load_model(path, layer, device=str(lab.device))
     screen, matcher = Screen(model), Matcher(1, False)
@@ -178,7 +178,7 @@ def _screen(lab: Lab) -> Figures:
 
 
 def _probe(lab: Lab) -> Figures:
-    """A probe that is trained on the device reads as many rows right as one that is trained on the CPU."""
+    """Check that a probe trained on the device reads as many rows right as one trained on the CPU."""
     path, layer = _model(lab, lab.sized("builtin", "llama"))
     model = load_model(path, layer, device="cpu")
     count = lab.sized(6000, 3000)
@@ -213,7 +213,7 @@ def _adapter(lab: Lab) -> Figures:
 
 
 def cascade(lab: Lab, *, model: str, dtype: str, alpha: int) -> Figures:
-    """Cascade's nodes on the device against the plain model on the CPU, as relative errors of outputs."""
+    """Compare Cascade's nodes on the device with the plain model on the CPU, as relative errors of outputs."""
     path, _ = _model(lab, model)
     kind = getattr(torch, dtype)
     sharded = LocalCascade(load_cascade_model(path, dtype=kind, device=str(lab.device)))
@@ -239,25 +239,25 @@ COMPONENTS: dict[str, Callable[[Lab], Figures]] = {
 
 
 def _typical(errors: Float[Tensor, " rows"], dtype: str) -> float:
-    """The error that counts: the largest in float32, the median else; NaN where any is NaN."""
+    """Return the error that counts: the largest in float32, else the median; NaN where any is NaN."""
     if bool(errors.isnan().any()):
         return math.nan
     return float(errors.max() if dtype == "float32" else errors.median())
 
 
 def _verdict(errors: Sequence[float], plain: float, dtype: str) -> Figures:
-    """The bound of errors, and whether all are within it; a NaN is not."""
+    """Return the bound of errors, and whether all are within it; a NaN is not."""
     bound = EXACT if dtype == "float32" else min(max(PLAIN * plain, ROUNDED), MOST)
     return {"bound": bound, "equal": all(error <= bound for error in errors)}
 
 
 def _output(answer: Any) -> Tensor:
-    """Logits of a causal model, else the last hidden states, of the one prompt."""
+    """Return the logits of a causal model, else the last hidden states, of the one prompt."""
     return (answer.logits if hasattr(answer, "logits") else answer.last_hidden_state)[0]
 
 
 def _errors(found: Tensor, expected: Tensor) -> Float[Tensor, " rows"]:
-    """Distance of each row to the expected one, relative to that one's length."""
+    """Return the distance of each row to the expected one, relative to the expected row's length."""
     a, b = found.detach().cpu().double(), expected.detach().cpu().double()
     return (a - b).norm(dim=-1) / b.norm(dim=-1).clamp(min=1e-12)
 
@@ -267,7 +267,7 @@ def _on(lab: Lab, ids: Sequence[int]) -> Tensor:
 
 
 def _model(lab: Lab, name: str) -> tuple[str, int]:
-    """A model's path and the layer to look at: a tiny one's last, the built-in model's eleventh."""
+    """Return a model's path and the layer to compare: a tiny model's last, the built-in model's eleventh."""
     if name == "builtin":
         return resolve_model(name).path, 11
     folder = lab.folder / name

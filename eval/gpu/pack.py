@@ -1,8 +1,7 @@
-"""Pack what a bare CUDA machine lacks, in pieces that travel, and unpack it there.
+"""Pack what a bare CUDA machine lacks into pieces to copy, and unpack it there.
 
-``python -m hiddenlab.eval.gpu.pack FOLDER`` writes the built-in model's GGUF file in compressed pieces and the
-Python packages that CUDA images seldom have. With ``--unpack TARGET`` behind it, the same command puts them together
-there.
+``python -m hiddenlab.eval.gpu.pack FOLDER`` writes the built-in model's GGUF file in compressed pieces, and the Python
+packages that CUDA images seldom have. With ``--unpack TARGET`` the same command joins them on the other machine.
 """
 
 import hashlib
@@ -31,7 +30,7 @@ BLOCK = 1 << 20
 
 
 def pack(folder: Path, piece_mb: float, cuda: str) -> list[Path]:
-    """Write the model in compressed pieces and the packages as one archive.
+    """Pack the model into compressed pieces and the packages into one archive.
 
     Args:
         piece_mb: the largest piece, in MB (10⁶ bytes). cuda: version of the machine's torch, such as 13.0; of
@@ -69,10 +68,10 @@ def pack(folder: Path, piece_mb: float, cuda: str) -> list[Path]:
 
 
 def unpack(folder: Path, target: Path) -> bool:
-    """Put packages and model where ``PYTHONPATH=target`` finds them; pieces may come one after another.
+    """Unpack packages and model where ``PYTHONPATH=target`` finds them; pieces may arrive one after another.
 
     Returns:
-        Whether the model is whole.
+        Whether the model is complete.
 
     Raises:
         InputError: the folder holds no packed model, or pieces that do not belong together.
@@ -115,10 +114,10 @@ def unpack(folder: Path, target: Path) -> bool:
 
 
 def _read_manifest(path: Path) -> tuple[str, str, list[str]]:
-    """File name, digest and pieces' names of a packed model, names without any folder.
+    """Read file name, digest and pieces' names of a packed model; names have no folder.
 
     Raises:
-        InputError: there is none, or it says something else.
+        InputError: there is no manifest, or it is malformed.
     """
     try:
         manifest = loads(read_bytes(path), str(path))

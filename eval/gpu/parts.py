@@ -1,4 +1,4 @@
-"""The parts of the GPU program, the most important first."""
+"""List the parts of the GPU program, the most important first."""
 
 from itertools import product
 
@@ -25,7 +25,7 @@ def _shapes(setting: Setting) -> tuple[str, ...]:
 
 
 def _real(setting: Setting) -> bool:
-    """The built-in model is at hand, and no tiny one in its place."""
+    """Return whether the built-in model is available, and no tiny one replaces it."""
     return setting.model is not None and not setting.rehearse
 
 

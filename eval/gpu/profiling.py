@@ -1,4 +1,4 @@
-"""Profile the candidate pass and whole attacks: the slowest operations, and how long the card stands idle."""
+"""Profile the candidate pass and whole attacks: the slowest operations, and the card's idle time."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +15,7 @@ SLOWEST = 10
 
 
 def operations(lab: Lab, *, what: str, shape: str) -> Figures:
-    """Profile a piece of work once it is warm; times are of the device's own kernels."""
+    """Profile one piece of work after a warm-up; times are of the device's own kernels."""
     work = {"candidates": _candidates, "attack": _attack, "real attack": _real_attack}[what](lab, shape)
     work()
     start = lab.now()
@@ -47,7 +47,7 @@ def operations(lab: Lab, *, what: str, shape: str) -> Figures:
 
 
 def _own(event: Any, card: bool) -> float:
-    """Microseconds of an entry itself: of a kernel on the card, of an operation on a CPU."""
+    """Return the microseconds of an entry itself: of a kernel on the card, of an operation on a CPU."""
     if not card:
         return float(event.self_cpu_time_total)
     # An operator's entry repeats the time of the kernels that it starts.
@@ -70,7 +70,7 @@ def _attack(lab: Lab, shape: str) -> Callable[[], Any]:
 
 
 def _real_attack(lab: Lab, channel: str) -> Callable[[], Any]:
-    """Eight prompts of the built-in model behind a channel."""
+    """Prepare an attack on eight prompts of the built-in model behind a channel."""
     model = model_at(lab, LAYER)
     prompts = lab.sized(8, 1)
     tokens = [model.tokenize(one.text, lab.sized(TOKENS, 8)) for one in load_prompts(limit=prompts)]

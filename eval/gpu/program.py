@@ -1,8 +1,8 @@
-"""Run the parts of the GPU program, each in a process of its own, and keep what they measured.
+"""Run the parts of the GPU program, each in its own process, and keep what they measured.
 
-A fault on a card (an illegal access, a full memory, a hang) spoils every later call of its process. So a part runs
-in its own process, with its own time limit, and appends a row for each measured cell at once; what a killed part had
-measured is kept. This module loads no torch.
+A fault on a card (an illegal access, a full memory, a hang) breaks every later call of its process. So a part runs in
+its own process, with its own time limit, and appends a row for each measured cell at once. The rows of a killed part
+are kept. This module does not import torch.
 """
 
 import json
@@ -31,7 +31,7 @@ Row = dict[str, Any]  # a cell, its part, and what came of it
 
 @dataclass(frozen=True)
 class Setting:
-    """Where and how large everything runs.
+    """The device and the size of everything that runs.
 
     Attributes:
         device: torch's name of the card, or ``cpu`` in a rehearsal.
@@ -66,7 +66,7 @@ class Part:
 
 @dataclass
 class Result:
-    """Everything that was measured so far, and on what.
+    """Everything that was measured so far, and where.
 
     Attributes:
         setting: where it ran. facts: card, versions, commit. rows: one a cell, in the order of measurement.
@@ -79,17 +79,17 @@ class Result:
     faults: list[str] = field(default_factory=list)
 
     def done(self, part: str) -> list[Cell]:
-        """Cells of a part that need not be measured again."""
+        """Return the cells of a part that need not be measured again."""
         return [row["cell"] for row in self.rows if row["part"] == part and row["status"] == "measured"]
 
     def of(self, part: str) -> list[Row]:
-        """The latest row of each cell of a part."""
+        """Return the latest row of each cell of a part."""
         latest = {json.dumps(row["cell"], sort_keys=True): row for row in self.rows if row["part"] == part}
         return list(latest.values())
 
 
 def left_out(result: Result, parts: Sequence[Part]) -> dict[str, list[Cell]]:
-    """Cells without a row, by part."""
+    """Return the cells without a row, by part."""
     out = {}
     for part in parts:
         seen = [row["cell"] for row in result.of(part.name)]
@@ -99,7 +99,7 @@ def left_out(result: Result, parts: Sequence[Part]) -> dict[str, list[Cell]]:
 
 
 def load_result(folder: Path, setting: Setting) -> Result:
-    """What an earlier run measured in the same setting, to go on from there.
+    """Load what an earlier run measured in the same setting, to resume it.
 
     Raises:
         InputError: the folder holds no result of this format, or one of another setting.
@@ -141,7 +141,7 @@ def run_parts(
     tell: Callable[[str], None],
     write: Callable[[Result], None],
 ) -> None:
-    """Run parts, the most important first, until the time is up; the tables are written after every part.
+    """Run parts, the most important first, until the time is up; write the tables after every part.
 
     Args:
         result: where rows go; what it holds already is not measured again.
@@ -190,7 +190,7 @@ def _run_in_turn(
 def _run_part(
     part: Part, result: Result, todo: Sequence[Cell], folder: Path, limit: float, tell: Callable[[str], None]
 ) -> None:
-    """Start the part's process, read its rows as they come, and stop it at its limit."""
+    """Start the part's process, read its rows as they arrive, and stop it at its limit."""
     rows, job = folder / "rows.jsonl", folder / "part.json"
     rows.write_text("", encoding="utf-8")
     orders = {"part": part.name, "measure": part.measure, "cells": list(todo), "rows": str(rows)}
@@ -240,7 +240,7 @@ def _take(row: Row, result: Result, tell: Callable[[str], None]) -> None:
 
 
 def _check_same(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """One table holds figures of one card and one version of the code.
+    """Check that one table holds figures of one card and one version of the code.
 
     Raises:
         InputError: the two differ.
@@ -252,7 +252,7 @@ def _check_same(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
 
 
 def to_json(result: Result, parts: Sequence[Part]) -> Mapping[str, Any]:
-    """The result as one JSON object; what was left out is named."""
+    """Return the result as one JSON object, including the names of what was left out."""
     return {
         "format": FORMAT,
         "setting": asdict(result.setting),

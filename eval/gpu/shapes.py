@@ -1,7 +1,7 @@
-"""Shapes of models at full size with random weights: what a card does with them takes the time that real ones take.
+"""Make models of full size with random weights, on which a card takes as long as on real ones.
 
-Only time and memory are meant. Residual branches are kept small beside the embeddings, as trained models have them, so
-that a probe can read tokens from states at all; how well it does is part of each row.
+Only time and memory are meaningful. Residual branches are kept small relative to the embeddings, as in trained models,
+so that a probe can read tokens from states; its accuracy is part of each row.
 """
 
 import zlib
@@ -21,10 +21,12 @@ BRANCH = 0.25  # root mean square of what attention, or the MLP, adds to a resid
 
 @dataclass(frozen=True)
 class Shape:
-    """A published model's sizes.
+    """The sizes of a published model.
 
     Attributes:
-        name: of the model whose shape it is. type: transformers' model type. layers: of the whole model.
+        name: of the model.
+        type: transformers' model type.
+        layers: of the whole model.
         paper_seconds: the published attack time (Hidden No More, Table 8), where the paper has this model.
         config: sizes as transformers names them.
     """
@@ -77,7 +79,7 @@ SHAPES = {
 
 
 def draw_model(name: str, layers: int, *, dtype: torch.dtype, device: torch.device, attention: str) -> Any:
-    """Make a model of a shape's first layers, its weights drawn on the device.
+    """Make a model of a shape's first layers, with weights drawn on the device.
 
     Every parameter has a seed of its own, so that a layer has the same weights however many there are.
 
@@ -116,7 +118,7 @@ def _draw(key: str, parameter: torch.Tensor, shape: Shape) -> None:
 def draw_truncated(
     name: str, layers: int, *, dtype: str = "bfloat16", device: str = "cuda"
 ) -> TruncatedModel:
-    """Make the model of a shape's first layers with random weights; its siblings are drawn in the same way."""
+    """Make the truncated model of a shape's first layers with random weights; siblings are drawn in the same way."""
     attention = register_attention(
         ATTENTION_NAME,
         _ACTIVE,
@@ -135,7 +137,10 @@ def draw_truncated(
 
 
 def branch_flops(model: TruncatedModel, candidates: int, prefix: int) -> float:
-    """Floating-point operations of candidates behind a shared prefix: products with weights, and attention."""
+    """Return the floating-point operations of candidates after a shared prefix.
+
+    Products with weights and attention are counted.
+    """
     config: Any = model.module.config
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     attention = 2 * 2 * config.num_attention_heads * head * (prefix + 1) * model.site.layer
@@ -143,5 +148,5 @@ def branch_flops(model: TruncatedModel, candidates: int, prefix: int) -> float:
 
 
 def weights_mb(model: Any) -> float:
-    """Memory of a model's weights in MB (10⁶ bytes)."""
+    """Return the memory of a model's weights in MB (10⁶ bytes)."""
     return sum(p.nbytes for p in model.parameters()) / 1e6

@@ -19,7 +19,7 @@ SEED, NEW_TOKENS = 0, 16
 
 
 def cascade(lab: Lab, *, tokens: int, alpha: int, dtype: str) -> Figures:
-    """One prompt and 16 new tokens, sharded and plain, all nodes threads of one process on one device."""
+    """Time one prompt and 16 new tokens, sharded and plain; all nodes are threads of one process on one device."""
     name, kind = lab.setting.model, getattr(torch, dtype)
     if name is None:
         raise InputError("the built-in model is not here; see docs/gpu.md for how it is packed")
@@ -58,7 +58,7 @@ def cascade(lab: Lab, *, tokens: int, alpha: int, dtype: str) -> Figures:
 
 
 def _tokens(lab: Lab, start: Any) -> tuple[list[int], float]:
-    """New tokens, and the median seconds between them; generated twice, the first time to warm up."""
+    """Generate tokens twice, the first time to warm up; return them and the median seconds between them."""
     for _ in range(2):
         found, times = [], []
         for token in start():

@@ -20,7 +20,7 @@ COPY_BYTES = 1 << 33
 
 
 def ceilings(lab: Lab, *, what: str) -> Figures:
-    """Measure a rate that nothing on the device exceeds: a large matrix product, or a copy within its memory."""
+    """Measure an upper limit of the device's rate: of a large matrix product, or of a copy within its memory."""
     if what == "copy":
         size = lab.sized(COPY_BYTES, 1 << 20) // 2
         a = torch.randint(0, 255, (size,), device=lab.device, dtype=torch.uint8)
@@ -30,7 +30,7 @@ def ceilings(lab: Lab, *, what: str) -> Figures:
 
 
 def branch(lab: Lab, *, shape: str, candidates: int, prefix: int) -> Figures:
-    """Time one batch of candidates behind one prefix, a quarter of the layers deep, beside the matrix rate."""
+    """Time one batch of candidates after one prefix, in a quarter of the layers, beside the matrix rate."""
     rate = lab.rate()  # before memory is counted
     model = drawn(lab, shape, layers_at(shape, "quarter"))
     lab.free()
@@ -44,7 +44,7 @@ def branch(lab: Lab, *, shape: str, candidates: int, prefix: int) -> Figures:
 
 
 def vocabulary(lab: Lab, *, shape: str, layer: int, pass_tokens: int) -> Figures:
-    """Time all tokens of a vocabulary as candidates at one position behind 64 tokens, and find the right one."""
+    """Time all tokens of a vocabulary as candidates at one position after 64 tokens, and find the right one."""
     if shape == "builtin":
         model: TruncatedModel = lab.keep("slice", (shape, layer), lambda: _builtin(lab, layer, "bfloat16"))
     else:
@@ -77,7 +77,7 @@ def vocabulary(lab: Lab, *, shape: str, layer: int, pass_tokens: int) -> Figures
 
 
 def ways(lab: Lab, *, what: str, shape: str) -> Figures:
-    """Time the same passes twice in one process: attended request by request, and as one product (see the engine)."""
+    """Time the same passes twice in one process: attended request by request, and as one product."""
     model = drawn(lab, shape, layers_at(shape, "quarter"))
     length = lab.sized(50, 8)
     prompts = torch.randint(
@@ -129,7 +129,7 @@ def screen(lab: Lab, *, shape: str) -> Figures:
 
 
 def recovery(lab: Lab, *, shape: str, depth: str, search: str) -> Figures:
-    """Attack 100 tokens of raw states, the probe trained on the device first; the states are in bfloat16, as the model.
+    """Time an attack on 100 tokens of raw states in bfloat16, after training the probe on the device.
 
     Args:
         depth: ``quarter`` or ``half`` of the model's layers.
@@ -170,12 +170,12 @@ def recovery(lab: Lab, *, shape: str, depth: str, search: str) -> Figures:
 
 
 def layers_at(shape: str, depth: str) -> int:
-    """Count the layers in a quarter or half of a shape."""
+    """Return the number of layers in a quarter or half of a shape."""
     return max(1, round(SHAPES[shape].layers * {"quarter": 0.25, "half": 0.5}[depth]))
 
 
 def drawn(lab: Lab, shape: str, layers: int) -> TruncatedModel:
-    """Draw a shape's first layers in bfloat16, or take those that were drawn last."""
+    """Draw a shape's first layers in bfloat16, or reuse those that were drawn last."""
     return lab.keep("slice", (shape, layers), lambda: draw_truncated(shape, layers, device=str(lab.device)))
 
 

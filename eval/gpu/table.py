@@ -1,4 +1,4 @@
-"""The measured rows as Markdown, one table a part."""
+"""Write the measured rows as Markdown, one table per part."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +13,7 @@ NOISE = (
 
 
 def markdown(result: Result, parts: Sequence[Part]) -> str:
-    """Every part that has rows, what failed and why, and what was left out."""
+    """Return every part that has rows, what failed and why, and what was left out, as Markdown."""
     lines = ["# On a graphics card", ""]
     if result.setting.rehearse:
         lines += ["**A rehearsal on a CPU with tiny models: these figures say nothing of a card.**", ""]
@@ -35,7 +35,7 @@ def markdown(result: Result, parts: Sequence[Part]) -> str:
 
 
 def _facts(facts: dict[str, Any]) -> str:
-    """Card, versions and commit in one line."""
+    """Return card, versions and commit in one line."""
     card, packages, code = facts.get("card"), facts.get("packages", {}), facts.get("code", {})
     on = (
         f"{card['name']} ({card['memory_mb'] / 1e3:.0f} GB, CUDA {card['cuda']})"
@@ -63,7 +63,7 @@ def _table(rows: Sequence[Row]) -> list[str]:
 
 
 def _slowest(rows: Sequence[Row]) -> list[str]:
-    """The slowest operations of each profile, as a table of its own."""
+    """Return the slowest operations of each profile as a separate table."""
     lines = []
     for row in rows:
         if row["status"] == "measured" and row["figures"].get("slowest"):

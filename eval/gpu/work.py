@@ -1,4 +1,4 @@
-"""Measure the cells of one part, in a process of its own (``program`` starts it)."""
+"""Measure the cells of one part in its own process, which ``program`` starts."""
 
 import gc
 import json
@@ -33,10 +33,10 @@ REHEARSED_TEXTS = 50  # one text in so many
 
 @dataclass
 class Lab:
-    """What measurements share: the device, its clock, its measured matrix rate, and what was made last.
+    """The common state of measurements: the device, its clock, its measured matrix rate, and objects made last.
 
     Attributes:
-        setting: where and how large everything runs.
+        setting: the device and the size of everything that runs.
     """
 
     setting: Setting
@@ -50,16 +50,16 @@ class Lab:
 
     @property
     def folder(self) -> Path:
-        """A folder that lasts as long as the part."""
+        """A temporary folder that lasts as long as the part."""
         self._folder = self._folder or tempfile.TemporaryDirectory(prefix="hiddenlab-gpu-")
         return Path(self._folder.name)
 
     def sized(self, full: T, rehearsed: T) -> T:
-        """The first on a card, the second in a rehearsal."""
+        """Return the first value on a card, and the second in a rehearsal."""
         return rehearsed if self.setting.rehearse else full
 
     def keep(self, what: str, key: Hashable, make: Callable[[], T]) -> T:
-        """The thing of that kind and key, made where the last one had another key; that one's memory is freed."""
+        """Return the object of that kind and key; if the last one had another key, free it and make a new one."""
         if what not in self._kept or self._kept[what][0] != key:
             self._kept.pop(what, None)
             self.free()
@@ -67,7 +67,7 @@ class Lab:
         return self._kept[what][1]  # type: ignore[no-any-return]
 
     def free(self) -> None:
-        """Give memory that nothing holds back to the card, and forget its peak."""
+        """Return unused memory to the card, and reset its peak."""
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -79,16 +79,16 @@ class Lab:
             torch.cuda.synchronize()
 
     def now(self) -> float:
-        """Seconds of the host's clock when the device has done all that it was given."""
+        """Return the seconds of the host's clock when the device has done all that it was given."""
         self.wait()
         return time.perf_counter()
 
     def peak_mb(self) -> float | None:
-        """Most memory held on the card since ``free``, in MB (10⁶ bytes); None without a card."""
+        """Return the most memory held on the card since ``free``, in MB (10⁶ bytes); None without a card."""
         return torch.cuda.max_memory_allocated() / 1e6 if self.device.type == "cuda" else None
 
     def seconds(self, work: Callable[[], Any], repeats: int = 5) -> float:
-        """Median seconds of a piece of work on the device, after one run that is not counted."""
+        """Return the median seconds of a piece of work on the device, after one run that is not counted."""
         times = []
         for _ in range(1 + self.sized(repeats, 1)):
             start = self.now()
@@ -97,7 +97,7 @@ class Lab:
         return median(times[1:])
 
     def rate(self, dtype: torch.dtype = torch.bfloat16) -> float:
-        """Measured floating-point operations a second of a large square matrix product of random numbers."""
+        """Measure the floating-point operations per second of a large square matrix product of random numbers."""
         if dtype not in self._rates:
             n = self.sized(MATRIX, REHEARSED_MATRIX)
             a, b = (torch.randn(n, n, device=self.device, dtype=dtype) for _ in range(2))
@@ -107,7 +107,7 @@ class Lab:
 
 
 def facts(setting: Setting) -> dict[str, Any]:
-    """The card and its memory, and the versions of everything."""
+    """Return the card and its memory, and the versions of all software."""
     found = {key: value for key, value in describe_environment().items() if key != "command"}
     device = torch.device(setting.device)
     if setting.commit is not None:
@@ -125,7 +125,7 @@ def facts(setting: Setting) -> dict[str, Any]:
 
 
 def measure_cells(orders: dict[str, Any]) -> None:
-    """Measure each cell and append its row to the file that the orders name; a failed cell is a row with its reason."""
+    """Measure each cell and append its row to the file that the orders name; a failed cell's row has its reason."""
     lab = Lab(Setting(**orders["setting"]))
     module, _, name = orders["measure"].partition(":")
     with Path(orders["rows"]).open("a", encoding="utf-8") as file:
@@ -166,7 +166,7 @@ def measure_cells(orders: dict[str, Any]) -> None:
 
 @contextmanager
 def rehearsed() -> Iterator[None]:
-    """Train little, on few texts, with one thread (beside another busy process two are many times slower)."""
+    """Train little, on few texts, with one thread; two threads beside another busy process are many times slower."""
     texts = corpus.standard_library_texts
     torch.set_num_threads(1)
     with (

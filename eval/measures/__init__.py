@@ -1,1 +1,1 @@
-"""Measure cells of experiments: each function takes a cell and answers with figures and intervals."""
+"""Measure cells of experiments: each function takes a cell's spec and returns figures with their intervals."""

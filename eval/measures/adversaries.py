@@ -1,4 +1,4 @@
-"""Adversaries on a real model: a server's decode loop in which a tactic chooses every token, and its receivers."""
+"""Run adversaries on a real model: each chooses every token of a server's answers, and a receiver decodes them."""
 
 import math
 import random
@@ -34,7 +34,7 @@ SAMPLES = 64  # draws of the likelihood for each position, on both sides
 
 @dataclass(frozen=True)
 class Rule:
-    """A warden's setting: σ, log τ, R."""
+    """A warden's setting: noise σ, log τ and rank cutoff R."""
 
     noise_sd: float
     threshold: float
@@ -46,8 +46,8 @@ class Tactic:
     """How an adversary chooses its tokens.
 
     Attributes:
-        kind: ``honest``, ``admissible``, ``strict``, ``leading``, ``ranks`` or ``base64``. rule: of the warden, with
-            the threshold that the adversary keeps itself; None where it heeds none.
+        kind: ``honest``, ``admissible``, ``strict``, ``leading``, ``ranks`` or ``base64``.
+        rule: of the warden, with the threshold that the adversary keeps itself; None where it follows none.
     """
 
     kind: str
@@ -55,7 +55,7 @@ class Tactic:
 
     @classmethod
     def of(cls, kind: str, rule: Rule, margin: float = 0.0) -> "Tactic":
-        """Against a warden; with a margin, only tokens whose log-likelihood keeps that much away from log τ."""
+        """Make a tactic against a warden; with a margin, its log-likelihoods stay that share of log τ above log τ."""
         if kind in ("honest", "ranks", "base64"):
             return cls(kind)
         return cls(kind, Rule(rule.noise_sd, rule.threshold * (1 - margin), rule.cutoff))
@@ -63,10 +63,12 @@ class Tactic:
     def choices(
         self, logits: Float[Tensor, "1 v"], gumbel: Float[Tensor, "1 v"], sampling: Sampling, seed: int
     ) -> tuple[int, ...]:
-        """The tokens of one step that it may send; the honest one alone where it may not choose.
+        """Return the tokens that it may send at one step; only the honest one where it may not choose.
 
         Args:
-            seed: of the draws, the receiver's too.
+            logits, gumbel: of the step.
+            sampling: of the request.
+            seed: of the draws, shared with the receiver.
         """
         own = int(perturbed(logits, gumbel, sampling).argmax())
         if self.kind == "ranks":
@@ -84,7 +86,7 @@ class Tactic:
         return found or (own,)
 
     def halves(self, payload: Payload, tokenizer: Any) -> tuple[Encoder, Decoder]:
-        """Server's and receiver's half for one answer.
+        """Return the server's encoder and the receiver's decoder for one answer.
 
         Raises:
             InputError: it sends text, and there is no tokenizer.
@@ -105,18 +107,19 @@ class Tactic:
         return TextEncoder(payload, encode), TextDecoder(payload.bits, decode)
 
     def payload(self, request: Request, length: int, vocabulary: int) -> Payload:
-        """A random payload that no answer of this length can hold all of; an honest server's is empty."""
+        """Draw a random payload that exceeds any answer of this length; an honest server's is empty."""
         bits = 0 if self.kind == "honest" else length * math.ceil(math.log2(vocabulary))
         return Payload.draw(bits, random.Random(request.sampling.seed))
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a server sent.
+    """A server's answer.
 
     Attributes:
-        tokens: the output. sent: bits of payload in it. received: bits that the receiver has right, who was shown the
-            same choices.
+        tokens: the output.
+        sent: bits of payload in it.
+        received: bits that a receiver with the same choices decodes correctly.
     """
 
     tokens: tuple[int, ...]
@@ -127,7 +130,7 @@ class Answer:
 def answers(
     whole: WholeModel, tactic: Tactic, requests: Sequence[Request], length: int, progress: Progress = silent
 ) -> list[Answer]:
-    """Generate all answers at once with a KV cache, every token chosen by the adversary; then decode them.
+    """Generate all answers at once with a KV cache, with every token chosen by the adversary; then decode them.
 
     Raises:
         InputError: a request without Gumbel-max sampling.
@@ -162,10 +165,10 @@ def answers(
 
 
 def known(decoder: Decoder, payload: Payload, steps: Sequence[Sequence[int]], tokens: Sequence[int]) -> float:
-    """Bits of the payload that a receiver has right; it reads until a token is none that could have been sent.
+    """Return the bits of the payload that a receiver decodes correctly.
 
-    A receiver whose sets differ may read something else from there on: what is wrong counts for nothing, and so does
-    all that comes after it.
+    It reads until a token could not have been sent. A receiver whose sets differ may decode something else from there
+    on: what is wrong, and all that follows it, does not count.
     """
     right = 0.0
     for step, token in zip(steps, tokens, strict=True):

@@ -1,4 +1,4 @@
-"""What is measured of Cascade behind secret sharing: the first layers under CrypTen, the rest by its nodes."""
+"""Measure Cascade behind secret sharing: the first layers run under CrypTen, the rest on its nodes."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -33,7 +33,7 @@ EPSILON_ROOM = 2.0  # how much more a user's row may be moved
 
 
 def after_mpc(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> Figures:
-    """The first layers under CrypTen, Cascade for the rest: cost of the first part, and the logits' error (appendix H).
+    """Run the first layers under CrypTen and the rest on Cascade; measure cost and the logits' error (appendix H).
 
     Args:
         spec: model, prompts, limit, max_tokens, seed, layers (on shares), alpha, c, m, timeout.
@@ -74,12 +74,12 @@ def after_mpc(spec: dict[str, Any], folder: Path, progress: Progress = silent) -
 
 
 def after_mpc_attack(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> Figures:
-    """An attack on what CompNodes add up: states behind layers under CrypTen, its approximations included.
+    """Attack what CompNodes add up: states behind layers under CrypTen, including its approximations.
 
     Args:
         spec: model, prompts, limit, max_tokens, seed, device, layers, timeout; channel: which rows are seen
             (``shard:…`` or ``identity``); attack: its spec; tolerant: whether it takes ``epsilon``, which is then
-            measured on prompts of the attacker's own that it ran on shares itself.
+            measured on the attacker's own prompts, run on shares by itself.
 
     Raises:
         InputError: see ``after_mpc``.
@@ -142,14 +142,14 @@ class _OnShares:
         self._scales = _norm_scales(weights, self._own(spec["seed"], "own prompts", 64), self.layers)
 
     def __call__(self, tokens: Sequence[int]) -> tuple[list[Tensor], dict[str, Any]]:
-        """Each party's share of the states behind the layers, fixed point, and what they cost."""
+        """Return each party's share of the states behind the layers, in fixed point, and their cost."""
         arrays = _decoder_arrays(self.weights, tokens, self._scales)
         shares, cost = crypten_decoder(arrays, self.job, self.timeout)
         return [torch.from_numpy(share) for share in shares], cost
 
     @torch.inference_mode()
     def largest_error(self, seed: int) -> float:
-        """How far (L1) the approximations moved a row of prompts of random tokens at most."""
+        """Return the largest L1 distance by which the approximations moved a row of random prompts."""
         worst = 0.0
         for i in range(OWN_PROMPTS):
             tokens = self._own(seed, f"own prompt {i} on shares", OWN_TOKENS)
@@ -163,12 +163,12 @@ class _OnShares:
 
 
 def _summed(shares: Sequence[Tensor]) -> Tensor:
-    """The numbers behind shares of CrypTen's."""
+    """Add up CrypTen's shares and return the float32 numbers."""
     return (torch.stack(list(shares)).sum(0).double() / 2**CRYPTEN_FRACTION).float()
 
 
 def _norm_scales(weights: Weights, tokens: Sequence[int], layers: int) -> list[tuple[float, float]]:
-    """What typical inputs of each norm must be multiplied with to have a mean square of 1: public, from own text."""
+    """Return the factors that give typical inputs of each norm a mean square of 1; public, from the attacker's text."""
     seen: dict[tuple[int, str], float] = {}
 
     class Looking(Plain):
@@ -184,7 +184,7 @@ def _norm_scales(weights: Weights, tokens: Sequence[int], layers: int) -> list[t
 def _decoder_arrays(
     weights: Weights, tokens: Sequence[int], scales: Sequence[tuple[float, float]]
 ) -> dict[str, Any]:
-    """What ``eval/mpc/crypten_party.py`` reads of the model and the prompt."""
+    """Return the arrays of the model and the prompt that ``eval/mpc/crypten_party.py`` reads."""
     assert weights.rotary is not None
     cos, sin = weights.rotary.tables(torch.arange(len(tokens)))
     out: dict[str, Any] = {"x": weights.inputs(tokens).numpy(), "cos": cos.numpy(), "sin": sin.numpy()}

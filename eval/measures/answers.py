@@ -1,4 +1,4 @@
-"""What simulated providers answered and how a verifier scores it, kept on disk: experiments share both."""
+"""Keep the answers of simulated providers and a verifier's scores of them on disk, for all experiments."""
 
 import hashlib
 import json
@@ -55,7 +55,7 @@ class Answered:
 
 
 def requests_of(spec: dict[str, Any]) -> list[Request]:
-    """The requests of a spec: every prompt so many times, each time with another seed."""
+    """Return the requests of a spec: every prompt ``turns`` times, each time with another seed."""
     from hiddenlab.models.load import load_tokenizer, resolve_model
 
     tokenizer = load_tokenizer(resolve_model(spec["model"]))
@@ -72,10 +72,11 @@ def requests_of(spec: dict[str, Any]) -> list[Request]:
 
 
 def answered(spec: dict[str, Any], home: Path, progress: Progress = silent) -> Answered:
-    """Answers of the provider that a spec names, generated once.
+    """Return the answers of the provider that a spec names; they are generated once.
 
     Args:
         spec: model, prompts, limit, max_tokens, turns, new_tokens, sampling, variant, seed, device, dtype.
+        home: folder of results.
     """
     folder = _folder(home, "answers", spec)
     if not (folder / STATES).is_file():
@@ -100,10 +101,10 @@ def answered(spec: dict[str, Any], home: Path, progress: Progress = silent) -> A
 
 
 def _settled(spec: dict[str, Any], home: Path, progress: Progress) -> str:
-    """The variant with the temperature that an adversary would choose (DiFR, figure 2), where it asks for that.
+    """Return the variant, with the temperature that an adversary would choose where it asks for that (DiFR, figure 2).
 
-    Mean cross-entropy under the verifier is close to linear in the temperature: it is measured at two temperatures, and
-    the one between or beyond them is taken where it meets the honest provider's.
+    Mean cross-entropy under the verifier is close to linear in the temperature. It is measured at two temperatures; the
+    temperature at which the line meets the honest provider's is taken.
     """
     variant = str(spec["variant"])
     part = f"temperature={TUNED}"
@@ -132,12 +133,11 @@ def _entropy(spec: dict[str, Any], home: Path, progress: Progress) -> float:
 
 
 def scored(spec: dict[str, Any], home: Path, progress: Progress = silent) -> dict[str, np.ndarray]:
-    """A verifier's scores of all answers, by name: one number a token, or one a proof for TOPLOC's.
+    """Return a verifier's scores of all answers, by name: one number per token, or one per proof for TOPLOC's.
 
     ``margin``, ``likelihood``, ``mismatch``, ``cross_entropy``, ``rank`` (see ``difr``); ``activation:KIND:K``;
     ``toploc:K:EVERY:exponents`` (values in disagreement), ``…:mean``, ``…:median``, ``…:accepted``, by the published
-    rule.
-    ``drawn`` and ``length`` are the output tokens and their count by request.
+    rule. ``drawn`` and ``length`` are the output tokens and their count by request.
     """
     folder = _folder(home, "scores", spec)
     path = folder / SCORES
@@ -165,7 +165,10 @@ def scored(spec: dict[str, Any], home: Path, progress: Progress = silent) -> dic
 def simulated(
     spec: dict[str, Any], home: Path, trials: int, progress: Progress = silent
 ) -> dict[str, np.ndarray]:
-    """The Monte Carlo score of all answers' tokens (DiFR, appendix B.1), kept apart for what it costs."""
+    """Return the Monte Carlo score of all answers' tokens (DiFR, appendix B.1).
+
+    It is costly, so it is kept separately.
+    """
     folder = _folder(home, f"trials-{trials}", spec)
     path = folder / SCORES
     if not path.is_file():
@@ -183,7 +186,7 @@ def simulated(
 
 
 def uniform_ranks(spec: dict[str, Any], home: Path, requests: int, progress: Progress = silent) -> np.ndarray:
-    """Ranks of the first requests' tokens in the verifier's distribution, as numbers in [0, 1) (see ``difr``)."""
+    """Return ranks of the first requests' tokens in the verifier's distribution, from 0 to 1 (see ``difr``)."""
     found = answered(spec, home, progress).transcripts[:requests]
     verifier = Verifier(load_whole(spec["model"], dtype=spec["dtype"], device=spec["device"]))
     draws = generator(spec["seed"], "ranks")
@@ -195,7 +198,7 @@ def uniform_ranks(spec: dict[str, Any], home: Path, requests: int, progress: Pro
 
 
 def _activation_scores(outputs: Tensor, replay: Replay) -> dict[str, Tensor]:
-    """Distances of fingerprints sent in bfloat16."""
+    """Return the distances of fingerprints sent in bfloat16."""
     out = {}
     for kind in KINDS:
         for count in COUNTS:
@@ -208,7 +211,7 @@ def _activation_scores(outputs: Tensor, replay: Replay) -> dict[str, Tensor]:
 
 
 def _proof_scores(prompt: Tensor, outputs: Tensor, replay: Replay) -> dict[str, Tensor]:
-    """What TOPLOC's verifier sees of proofs by the published rule: the prompt's, each 32 tokens', single tokens'."""
+    """Return TOPLOC's comparison of proofs by the published rule: for the prompt, each 32 tokens and single tokens."""
     own_prompt = replay.states[: len(prompt)]
     out: dict[str, Tensor] = {}
     for count in PROOF_COUNTS:
@@ -244,7 +247,7 @@ def _folder(home: Path, kind: str, spec: dict[str, Any]) -> Path:
 
 
 def _work(folder: Path) -> Path:
-    """A folder beside the one that is to be; several processes may measure at once."""
+    """Make a temporary folder beside the final one; several processes may measure at once."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     return Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}-"))
 
@@ -260,7 +263,7 @@ def _settle(work: Path, folder: Path) -> None:
 def pooled(
     specs: Sequence[dict[str, Any]], home: Path, score: str, progress: Progress = silent
 ) -> np.ndarray:
-    """One score of several providers' answers, as one list.
+    """Return one score of several providers' answers, as one array.
 
     Besides the names of ``scored``: ``likelihood:SIGMA`` (of the margins) and ``monte_carlo:TRIALS``.
     """

@@ -1,4 +1,4 @@
-"""What a cell of an experiment can measure; each function answers with figures and their intervals over prompts."""
+"""Measure attacks, defenses' effect on the model, row order and benches; return figures with intervals over prompts."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,7 +26,7 @@ NEAR, FAR = 4, 16  # positions
 
 
 def attack(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> Figures:
-    """Run an attack (``AttackConfig``) and estimate its figures; an interrupted run goes on where it was.
+    """Run an attack (``AttackConfig``) and estimate its figures; an interrupted run resumes where it was.
 
     Raises:
         NotApplicableError: the attack cannot use what the channel releases.
@@ -45,7 +45,7 @@ def attack(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> F
 
 
 def figures_of(samples: Sequence[Sample]) -> Figures:
-    """Estimates from the samples of an attack run, prompts to which it does not apply left out.
+    """Estimate figures from the samples of an attack run; prompts to which it does not apply are left out.
 
     Raises:
         NotApplicableError: it applies to none of them.
@@ -79,10 +79,10 @@ def figures_of(samples: Sequence[Sample]) -> Figures:
 
 
 def utility(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> Figures:
-    """What a defense costs the model itself: perplexity, KL from the clean model, agreement of the likeliest token.
+    """Measure how a defense degrades the model itself: perplexity, KL from the clean model, top-1 agreement.
 
-    Texts pass the channel at the stream ``logits`` of the whole model, beside a clean pass of the same weights, both
-    teacher-forced: the model predicts every token of the text after the first.
+    Texts pass the channel at the stream ``logits`` of the whole model, beside a clean pass of the same weights. Both
+    are teacher-forced: the model predicts every token of the text after the first.
 
     Args:
         spec: model, prompts, limit, max_tokens, defense (a list), seed, device, dtype.
@@ -126,12 +126,11 @@ def utility(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> 
 
 
 def order(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> Figures:
-    """What shuffled rows tell of their order by themselves: no token, no language model, nothing but pairs of rows.
+    """Measure how well the order of shuffled rows is recovered from pairs of rows alone.
 
-    Of every two rows of a prompt, which stood first (``hiddenlab.proposals.pairwise_order``)? Pairs up to ``NEAR``
-    positions apart and those more than ``FAR`` apart are counted by themselves too. Then rows are sorted by the sum of
-    their
-    log-odds: by how many positions are they off?
+    No token and no language model is used. For every two rows of a prompt it is predicted which stood first
+    (``hiddenlab.proposals.pairwise_order``). Pairs up to ``NEAR`` positions apart and those more than ``FAR`` apart are
+    also counted separately. Then rows are sorted by the sum of their log-odds, and the error in positions is measured.
 
     Args:
         spec: model, prompts, limit, max_tokens, layer, defense (a list that shuffles rows), seed, device, dtype.
@@ -177,9 +176,9 @@ def order(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> Fi
 
 
 def embedding(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> Figures:
-    """The standard deviation of all coordinates of the vocabulary's input embeddings, as the model's module gives them.
+    """Measure the standard deviation of all coordinates of the vocabulary's input embeddings.
 
-    It is the unit in which noise on embeddings is strong or weak. No interval: it is of the whole vocabulary.
+    It is the unit for the strength of noise on embeddings. It has no interval, since it covers the whole vocabulary.
 
     Args:
         spec: ``model``.
@@ -189,7 +188,7 @@ def embedding(spec: dict[str, Any], folder: Path, progress: Progress = silent) -
 
 
 def embedding_deviation(model: str) -> float:
-    """The same number by itself, for experiments that ask for noise of a strength relative to it.
+    """Return the standard deviation of input embeddings, for noise of a strength relative to it.
 
     Raises:
         HiddenlabError: see ``load_model``.
@@ -204,7 +203,7 @@ def _deviation(model: str) -> tuple[float, int]:
 
 
 def bench(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> Figures:
-    """One setting of a bench (``hiddenlab bench``), repeated in its own process; the figures are its row's.
+    """Run one setting of a bench (``hiddenlab bench``), which repeats it in its own process; return its row's figures.
 
     Args:
         spec: ``bench`` names it, ``options`` are its arguments.
@@ -223,12 +222,12 @@ def bench(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> Fi
 
 
 def as_figures(estimates: dict[str, Estimate]) -> Figures:
-    """Estimates as plain data."""
+    """Convert estimates to plain data."""
     return {name: dict(estimate._asdict()) for name, estimate in estimates.items()}
 
 
 def exactly(value: float, n: int) -> dict[str, float]:
-    """A figure that is counted, not estimated."""
+    """Return a figure that is counted, not estimated, with an interval of zero width."""
     return {"value": value, "low": value, "high": value, "n": n}
 
 

@@ -1,4 +1,4 @@
-"""What is measured of appendix J: random directions of states, and their distance correlation with what is shown."""
+"""Measure random directions of states, and distance correlation of released states with inputs (paper, appendix J)."""
 
 import math
 from pathlib import Path
@@ -21,7 +21,7 @@ DISCORR_ROWS = 500  # tokens that one value is computed from
 
 
 def theorem_j1(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> Figures:
-    """How often a random one-dimensional projection keeps two states apart (Theorem J.1), and what the theorem says.
+    """Measure how often a random one-dimensional projection keeps two states apart, beside Theorem J.1's bound.
 
     Two states of L1 distance D are apart by at least kD in a Gaussian direction of unit variance with probability
     2 − 2Φ(k√d) or more.
@@ -45,12 +45,12 @@ def theorem_j1(spec: dict[str, Any], folder: Path, progress: Progress = silent) 
 
 
 def projection_bound(k: float, width: int) -> float:
-    """Theorem J.1's lower bound, for directions of independent standard normal numbers."""
+    """Return Theorem J.1's lower bound, for directions of independent standard normal numbers."""
     return math.erfc(k * math.sqrt(width / 2))
 
 
 def discorr(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> Figures:
-    """Distance correlation between input embeddings and what is shown of the prompt (Székely et al. 2007; Equation 3).
+    """Measure distance correlation of input embeddings and what is shown (Székely et al. 2007; Equation 3).
 
     Squared and bias-corrected (Székely and Rizzo 2014), so that independent vectors have 0 whatever their width.
 

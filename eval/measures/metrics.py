@@ -1,4 +1,4 @@
-"""How near a recovered prompt is to the true one, as text and as tokens."""
+"""Score how close a recovered prompt is to the true one, as text and as tokens."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ def score_text(
     ``exact`` is equality of the token ids. ``token_accuracy`` is the share of the truth's positions that hold
     the right token, so that a recovery that is too short loses what is missing and one shifted by a token
     loses nearly all. ``bag_of_tokens_recall`` is the share of the truth's tokens that the recovery holds in any order,
-    each as often as both hold it: of permuted rows the words may be known where their order is not. ``rouge_l`` is
+    each as often as both hold it: of permuted rows the words may be known but not their order. ``rouge_l`` is
     ROUGE-L's F1 (rouge-score, its own tokenizer, no stemming) on the texts, the score of the tables of Hidden
     No More; that tokenizer knows only latin letters and digits, so that where it finds no word in the truth the
     token ids are compared instead. ``bleu`` is sacrebleu's sentence BLEU over 100, with the effective order, so

@@ -1,4 +1,4 @@
-"""What a CompNode reads from partial attention at the first layer, measured prompt by prompt."""
+"""Measure which tokens of other nodes a CompNode reads from partial attention at the first layer."""
 
 from pathlib import Path
 from typing import Any
@@ -21,13 +21,16 @@ STREAMS = ("q", "k", "v")
 
 
 def node_view(streams: dict[str, TruncatedModel], tokens: list[int], plan: Plan, node: int) -> Observation:
-    """What a CompNode holds and receives of the first layer: the rows of ``defenses.cascade.seen.first_layer_view``.
+    """Compute what a CompNode holds and receives in the first layer, as an observation.
 
-    Computed with the AttnNodes' own function on the model's queries, keys and values, so that no cluster is started
-    for each prompt.
+    The rows are those of ``node_views.first_layer_view``. They are computed with the AttnNodes' own function on the
+    model's queries, keys and values, so that no cluster is started for each prompt.
 
     Args:
         streams: truncated models of ``q``, ``k``, ``v`` at layer 1 and of ``embed``, by stream.
+        tokens: of the prompt.
+        plan: of the prompt.
+        node: index of the CompNode.
     """
     held, prompt = list(plan.shards[node]), torch.tensor(tokens)
     q, k, v = (streams[name].encode(prompt) for name in STREAMS)
@@ -52,20 +55,20 @@ def node_view(streams: dict[str, TruncatedModel], tokens: list[int], plan: Plan,
 
 
 def partial_sums(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> Figures:
-    """The attack ``partial-sums`` on one CompNode of a plan.
+    """Run the attack ``partial-sums`` on one CompNode of a plan, prompt by prompt.
 
-    What figures are of is in their names, and is the same as in the figures of every other attack. ``unseen_…`` are of
-    the tokens before the node's last row that it does not hold: ``missing_exact`` the share of prompts in which all of
-    them are right, the others shares of these tokens. ``exact``, ``verified`` and the text scores are of the whole
-    prompt, in which tokens behind the node's last row count as wrong.
+    Figures have the same names as those of every other attack. ``missing_…`` are of the tokens before the node's last
+    row that it does not hold: ``missing_exact`` is the share of prompts in which all of them are right, and the others
+    are shares of these tokens. ``exact``, ``verified`` and the text scores are of the whole prompt, in which tokens
+    after the node's last row count as wrong.
 
-    Prompts shorter than the plan needs are left out.
+    Prompts shorter than ``max_tokens`` are left out.
 
     Args:
         spec: model, prompts, limit, max_tokens, alpha, c, m, node, seed, device.
 
     Raises:
-        InputError: no prompt is long enough for the node to hold anything.
+        InputError: no prompt is long enough, or the node misses no token before its last row.
     """
     model, length = spec["model"], spec["max_tokens"]
     streams = {name: load_model(model, 1, stream=name, device=spec["device"]) for name in STREAMS}

@@ -1,4 +1,4 @@
-"""What is measured of private-inference schemes: how exact and dear they are, how much of a prompt they give away."""
+"""Measure private-inference schemes: their error and cost, and how much of a prompt they reveal."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -45,7 +45,7 @@ NOISE_PROMPTS, NOISE_ROOM = (
 
 @dataclass(frozen=True)
 class _Revealing:
-    """A scheme whose non-linearities show permuted states: to whom, and what of the states is permuted."""
+    """A scheme whose non-linear parts show permuted states: to which party, and what is permuted."""
 
     make: Any
     party: str
@@ -61,7 +61,7 @@ SCHEMES: dict[str, Any] = {"stip": Stip, **{name: one.make for name, one in REVE
 
 
 def scheme(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> Figures:
-    """A scheme's logits and cost beside the plain model's, run step by step by the same code.
+    """Compare a scheme's logits and cost with the plain model's, run step by step by the same code.
 
     Args:
         spec: model, prompts, limit, max_tokens, seed, scheme, generate (new tokens to compare, STIP only); dtype, in
@@ -118,7 +118,7 @@ def scheme(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> F
 
 @torch.inference_mode()
 def _off_transformers(name: str, weights: Weights, prompts: Sequence[Sequence[int]]) -> float:
-    """The largest difference of a logit between the step-by-step code and transformers' own model."""
+    """Return the largest difference of a logit between the step-by-step code and transformers' own model."""
     ref = resolve_model(name)
     model: Any = load_module(
         ref, load_config(ref), head=True, dtype=torch.float32, device=torch.device("cpu"), attention="eager"
@@ -131,7 +131,7 @@ def _off_transformers(name: str, weights: Weights, prompts: Sequence[Sequence[in
 
 
 def _told(own: Any) -> tuple[float, float, float]:
-    """Megabytes sent, rounds and megabytes dealt so far; what parties learnt is forgotten."""
+    """Return megabytes sent, rounds and megabytes dealt so far, and clear what the parties learnt."""
     if own is None:
         return 0.0, 0.0, 0.0
     transcript = own.transcript
@@ -140,13 +140,13 @@ def _told(own: Any) -> tuple[float, float, float]:
 
 
 def closed_weights(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> Figures:
-    """A scheme's server reads its users, given its own view as a file and nothing else.
+    """Attack a scheme's users as its server, given only its own view as a file.
 
     Args:
         spec: model, prompts, limit, max_tokens, seed; scheme: ``stip`` (default) or ``centaur``; embedding: ``public``
             (the attacker has the token embedding), ``base`` (it has that of a public model, from which the private one
-            was tuned: every value moved by ``drift`` standard deviations) or ``tied`` (it has no embedding; recovered
-            are symbols, one for each token).
+            was tuned: every value moved by ``drift`` standard deviations) or ``tied`` (it has no embedding; symbols are
+            recovered, one for each token).
     """
     weights, prompts = model_and_prompts(spec)
     assert weights.embedding is not None
@@ -177,7 +177,7 @@ def closed_weights(spec: dict[str, Any], folder: Path, progress: Progress = sile
 
 
 def stip_view(stip: Stip, prompts: Sequence[Sequence[int]]) -> ServerView:
-    """What STIP's server holds after some requests, of which nothing is run."""
+    """Return what STIP's server holds after some requests; the model is not run."""
     stip.transcript.learnt.clear()
     for tokens in prompts:
         stip.ask(tokens)
@@ -186,9 +186,9 @@ def stip_view(stip: Stip, prompts: Sequence[Sequence[int]]) -> ServerView:
 
 
 def centaur_view(centaur: Centaur, prompts: Sequence[Sequence[int]]) -> ServerView:
-    """What Centaur's server holds after some requests: it puts together at the first norm what users shared.
+    """Return what Centaur's server holds after some requests: it reconstructs users' vectors at the first norm.
 
-    Position vectors (GPT-2 type) are in it, which the server has itself.
+    Position vectors (GPT-2 type) are subtracted, as the server has them itself.
     """
     ring, positions, shown = centaur.ring, centaur.permuted.positions, []
     for tokens in prompts:
@@ -203,7 +203,7 @@ def centaur_view(centaur: Centaur, prompts: Sequence[Sequence[int]]) -> ServerVi
 def _closed(
     scheme: str, weights: Weights, prompts: Sequence[Sequence[int]], seed: int
 ) -> tuple[ServerView, Keys]:
-    """The view of a scheme's server, and the keys that it does not have."""
+    """Return the view of a scheme's server, and the keys that it does not have."""
     if scheme == "centaur":
         centaur = Centaur(weights, seed=seed)
         return centaur_view(centaur, prompts), centaur.user.keys
@@ -212,16 +212,16 @@ def _closed(
 
 
 def substitution(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> Figures:
-    """Tokens named from requests alone: equal vectors are equal symbols, and symbols are named by their company.
+    """Name tokens from requests alone: equal vectors are equal symbols, which are named by their neighbours.
 
     Requests and the attacker's own text are of different modules of Python's standard library.
 
     Args:
-        spec: model, seed, requests, request_tokens, size (kinds that statistics name at most); and where a language
-            model joins in: prior (its name), rounds, read (requests it reads in each), device.
+        spec: model, seed, requests, request_tokens, size (most kinds that statistics name); and with a language model:
+            prior (its name), rounds, read (requests it reads in each), device.
 
     Raises:
-        InputError: no tokenizer, too few texts, or a prior with another vocabulary.
+        InputError: there is no tokenizer, there are too few texts, or the prior has another vocabulary.
     """
     weights, tokenizer = load_weights(spec["model"])
     if tokenizer is None:
@@ -260,7 +260,7 @@ def substitution(spec: dict[str, Any], folder: Path, progress: Progress = silent
 
 
 def _prior(spec: dict[str, Any], tokenizer: Any) -> TruncatedModel:
-    """The public language model that the attacker reads symbols with.
+    """Load the public language model that the attacker reads symbols with.
 
     Raises:
         InputError: its tokens are not those of the attacked model.
@@ -276,9 +276,9 @@ def _prior(spec: dict[str, Any], tokenizer: Any) -> TruncatedModel:
 
 
 def _two_parts(tokenizer: Any, seed: int) -> list[list[list[int]]]:
-    """Tokens of texts for the users' requests (three quarters of the sources) and for the attacker.
+    """Return tokens of texts for the users' requests (three quarters of the sources) and for the attacker.
 
-    A source (module or topic) belongs to one side, and a text that stands in another one counts once.
+    A source (module or topic) belongs to one side, and a text that is contained in another one counts once.
     """
     sources = standard_library_sources()
     order = torch.randperm(len(sources), generator=generator(seed, "documents")).tolist()
@@ -296,10 +296,10 @@ def _two_parts(tokenizer: Any, seed: int) -> list[list[list[int]]]:
 
 
 def revealed(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> Figures:
-    """Vocabulary matching on the states that a scheme's non-linearities reveal to a party.
+    """Match vocabulary on the states that a scheme's non-linear parts reveal to a party.
 
-    The attacker has the open weights and what the party learnt at the first norm behind a layer. What the fixed point
-    moves states by is measured on prompts of its own.
+    The attacker has the open weights and what the party learnt at the first norm behind a layer. The error of the fixed
+    point is measured on prompts of its own.
 
     Args:
         spec: model, prompts, limit, max_tokens, seed, scheme, layer, budget.
@@ -332,10 +332,10 @@ def revealed(spec: dict[str, Any], folder: Path, progress: Progress = silent) ->
 
 
 def permuted_model(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> Figures:
-    """STIP's server reads states behind a layer, with its permuted model and the vocabulary that it rebuilt.
+    """Match states behind a layer as STIP's server, with its permuted model and its rebuilt vocabulary.
 
     The attacker has what the server's view holds (as a file), the permuted model as a checkpoint, and the states that
-    this model makes of a user's vectors, shuffled further if so asked. Recovered are symbols (``rebuild_tied``).
+    this model computes from a user's vectors, shuffled further if so asked. It recovers symbols (``rebuild_tied``).
 
     Args:
         spec: model, prompts, limit, max_tokens, seed, device, layer, channel, budget.
@@ -366,7 +366,7 @@ def permuted_model(spec: dict[str, Any], folder: Path, progress: Progress = sile
 
 
 def _matched(found: Sequence[AttackResult], truths: Sequence[Sequence[int]]) -> Figures:
-    """What vocabulary matching recovered, and at what cost."""
+    """Return figures of what vocabulary matching recovered, and at what cost."""
     counts = [float(len(tokens)) for tokens in truths]
     right = [
         sum(a == b for a, b in zip(one.ids, tokens, strict=True))
@@ -391,7 +391,7 @@ def _shown(
     seed: int,
     info: ObservationInfo,
 ) -> Iterator[tuple[list[int], Observation]]:
-    """Prompts, and what the party learnt of their states behind a layer."""
+    """Yield prompts, and what the party learnt of their states behind a layer."""
     run = how.make(weights, seed=seed)
     for tokens in prompts:
         run.transcript.learnt.clear()
@@ -401,7 +401,7 @@ def _shown(
 
 
 def _rounding(how: _Revealing, weights: Weights, model: TruncatedModel, layer: int, seed: int) -> float:
-    """A distance well above that of a right token's state to what the scheme shows of it."""
+    """Return a distance well above that of a right token's state to what the scheme shows of it."""
     draw = generator(seed, "own prompts")
     own = [
         torch.randint(len(weights.head.weight), (32,), generator=draw).tolist() for _ in range(NOISE_PROMPTS)

@@ -1,4 +1,4 @@
-"""What cells of the verification experiments measure: detection, cost, and the distributional baselines."""
+"""Measure inference verification: detection, cost, and the baselines that need no seed."""
 
 from pathlib import Path
 from typing import Any
@@ -20,20 +20,20 @@ PERCENTILES = (90.0, 99.0, 99.9, 99.99)
 
 
 def _home(folder: Path) -> Path:
-    """Where answers and scores are kept: beside the cells."""
+    """Return the folder in which answers and scores are kept, beside the cells."""
     return folder.parent.parent
 
 
 def _honest(spec: dict[str, Any]) -> list[dict[str, Any]]:
-    """Specs of the honest providers that calibrate: all named but the one under test."""
+    """Return specs of the honest providers that calibrate: all that are named but the one under test."""
     return [{**spec, "variant": v} for v in spec["honest"] if v != spec["variant"]]
 
 
 def detection(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> Figures:
-    """Standardised AUC at 1 % false positives by batch size, over five divisions of the tokens into halves.
+    """Measure standardised AUC at 1 % false positives by batch size, over five divisions of the tokens.
 
     Args:
-        spec: as ``eval.answers.answered``; honest (variants), score, sizes; pooling (see ``detect.poolings``).
+        spec: as ``answers.answered``; honest (variants), score, sizes; pooling (see ``detect.poolings``).
 
     Returns:
         For each size N ``auc_N``, ``whole_N`` (the whole area) and ``tail_N``: the share of divisions in which a
@@ -67,10 +67,10 @@ def detection(spec: dict[str, Any], folder: Path, progress: Progress = silent) -
 
 
 def agreement(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> Figures:
-    """A provider's raw scores (DiFR, appendix I), and the MMD test, which needs no seed.
+    """Measure a provider's raw scores (DiFR, appendix I), and run the MMD test, which needs no seed.
 
     Args:
-        spec: as ``eval.answers.answered``; against: a variant to compare distributions with.
+        spec: as ``answers.answered``; against: a variant to compare distributions with.
     """
     home = _home(folder)
     scores = scored(spec, home, progress)
@@ -99,10 +99,10 @@ def agreement(spec: dict[str, Any], folder: Path, progress: Progress = silent) -
 
 
 def statistics(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> Figures:
-    """One score's distribution over a provider's tokens (DiFR, tables 4 to 8): mean, deviation, percentiles.
+    """Measure one score's distribution over a provider's tokens: mean, deviation, percentiles (DiFR, tables 4 to 8).
 
     Args:
-        spec: as ``eval.answers.answered``; score.
+        spec: as ``answers.answered``; score.
     """
     values = pooled([spec], _home(folder), spec["score"], progress)
     finite = values[np.isfinite(values)]
@@ -114,10 +114,10 @@ def statistics(spec: dict[str, Any], folder: Path, progress: Progress = silent) 
 
 
 def uniformity(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> Figures:
-    """The rank-uniformity test, which needs no seed: Kolmogorov-Smirnov on the ranks of tokens.
+    """Run the rank-uniformity test, a Kolmogorov-Smirnov test on the ranks of tokens that needs no seed.
 
     Args:
-        spec: as ``eval.answers.answered``; requests: how many.
+        spec: as ``answers.answered``; requests: how many.
     """
     from scipy.stats import kstest
 
@@ -126,10 +126,10 @@ def uniformity(spec: dict[str, Any], folder: Path, progress: Progress = silent) 
 
 
 def proofs(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> Figures:
-    """TOPLOC by the published rule: shares of proofs and of requests accepted, and how near the thresholds they came.
+    """Measure shares of TOPLOC proofs and requests accepted, by the published rule, and how close they come to limits.
 
     Args:
-        spec: as ``eval.answers.answered``; honest: variants that set the limits in place of the published ones, at the
+        spec: as ``answers.answered``; honest: variants that set the limits in place of the published ones, at the
             largest value of any of their proofs, the variant under test left out.
     """
     scores = scored(spec, _home(folder), progress)
@@ -157,10 +157,10 @@ def proofs(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> F
 
 
 def proof_cost(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> Figures:
-    """Milliseconds of one commitment to 32 tokens, and the share of the time in which the tokens were generated.
+    """Measure milliseconds of one commitment to 32 tokens, and their share of the time of generation.
 
     Args:
-        spec: as ``eval.answers.answered``.
+        spec: as ``answers.answered``.
     """
     import time
 

@@ -1,4 +1,4 @@
-"""What cells measure of a warden set on honest answers: its settings, and what they let an adversary carry."""
+"""Calibrate a warden on honest answers, and measure what its settings let an adversary carry."""
 
 import hashlib
 import json
@@ -35,7 +35,7 @@ GRID = ("dtype", "requests", "noise_sds", "thresholds", "cutoffs")
 
 
 def stored(home: Path, kind: str, key: Any, make: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Tensors made once, under a digest of what they depend on."""
+    """Load tensors, or make and keep them under a digest of what they depend on."""
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
     path = home / kind / f"{digest}.safetensors"
     if not path.is_file():
@@ -45,13 +45,15 @@ def stored(home: Path, kind: str, key: Any, make: Callable[[], dict[str, Tensor]
 
 
 def narrowed(replay: Replay, noise_sd: float, least: int) -> risk.Evidence:
-    """A replayed answer with only the tokens that noise can bring past the sampler's filter, by falling logit.
+    """Reduce a replayed answer to the tokens that noise can bring past the sampler's filter, by falling logit.
 
-    A draw of the likelihood's makes another token admissible only beyond ``REACH`` standard deviations, or, with noise
-    as large as the logits, beyond the first ``WIDEST`` tokens. Without these a vocabulary of 50,000 is a hundred wide.
-    A claimed token among them takes the last column, so that its rank is still beyond every cutoff up to ``least``.
+    Other tokens become admissible only by a draw beyond ``REACH`` standard deviations, or, with noise as large as the
+    logits, beyond the first ``WIDEST`` tokens. This reduces a vocabulary of 50,000 to a hundred columns. A claimed
+    token outside takes the last column, so that its rank is still beyond every cutoff up to ``least``.
 
     Args:
+        replay: of the answer.
+        noise_sd: σ.
         least: fewest columns.
     """
     if replay.uniform is not None:
@@ -77,10 +79,10 @@ def narrowed(replay: Replay, noise_sd: float, least: int) -> risk.Evidence:
 
 
 def calibration(spec: dict[str, Any], home: Path, progress: Progress = silent) -> dict[str, Tensor]:
-    """Sums over each honest answer's tokens for every setting of the grid, measured once.
+    """Measure sums over each honest answer's tokens for every setting of the grid, once.
 
     Args:
-        spec: as ``eval.answers.answered``; requests (how many of the answers), noise_sds, thresholds, cutoffs.
+        spec: as ``answers.answered``; requests (how many of the answers), noise_sds, thresholds, cutoffs.
 
     Returns:
         ``sums`` (answers, settings, ``FIELDS``) in the order of ``rules``, ``tokens`` (answers), ``vocabulary``, and
@@ -113,7 +115,7 @@ def _calibrate(spec: dict[str, Any], home: Path, progress: Progress) -> dict[str
 def _points(
     replay: Replay, noise_sd: float, spec: dict[str, Any], vocabulary: int, seed: int
 ) -> Iterator[tuple[float, ...]]:
-    """One answer's means at every threshold and cutoff, in the order of ``FIELDS``."""
+    """Yield one answer's means at every threshold and cutoff, in the order of ``FIELDS``."""
     evidence = narrowed(replay, noise_sd, max(spec["cutoffs"]))
     missing = math.log2(vocabulary / evidence.logits.shape[1])
     for p in risk.pareto(
@@ -125,7 +127,7 @@ def _points(
 
 
 def rules(spec: dict[str, Any]) -> list[Rule]:
-    """All settings of the grid."""
+    """Return all settings of the grid."""
     return [
         Rule(sd, threshold, cutoff)
         for sd in spec["noise_sds"]
@@ -135,7 +137,7 @@ def rules(spec: dict[str, Any]) -> list[Rule]:
 
 
 def least(found: dict[str, Tensor], spec: dict[str, Any]) -> int:
-    """Place of the setting with the least of ``criterion`` among those whose honest shares are low enough.
+    """Return the place of the setting with the least ``criterion``, among those whose honest shares are low enough.
 
     Raises:
         InputError: there is none.
@@ -148,10 +150,11 @@ def least(found: dict[str, Tensor], spec: dict[str, Any]) -> int:
 
 
 def pareto(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> Figures:
-    """The warden's best setting at a false positive rate; the whole grid goes to ``points.json`` in the folder.
+    """Measure the warden's best setting at a false positive rate; write the whole grid to ``points.json``.
 
     Args:
         spec: as ``calibration``; rate, criterion, most_suspicious.
+        folder: of ``points.json``.
     """
     found = calibration(spec, folder.parent.parent, progress)
     place, rule = least(found, spec), rules(spec)[least(found, spec)]
@@ -177,7 +180,7 @@ def pareto(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> F
 
 
 def frontier(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> Figures:
-    """For each rank cutoff R the fewest bits a token at a false positive rate: a column of figure 10.
+    """Measure the fewest bits per token at a false positive rate, for each rank cutoff R: a column of figure 10.
 
     Args:
         spec: as ``calibration``; rate, most_suspicious.
@@ -222,12 +225,12 @@ def frontier(spec: dict[str, Any], folder: Path, progress: Progress = silent) ->
 
 
 def of_tokens(sums: Tensor, tokens: Tensor) -> Estimate:
-    """A share of tokens, each taken for itself."""
+    """Estimate a share of tokens, each counted independently."""
     count, total = round(float(sums.sum())), int(tokens.sum())
     return share([True] * count + [False] * (total - count))
 
 
 def slowdown(bits: Estimate, whole: float) -> Estimate:
-    """log₂ of the vocabulary over a rate; infinite at 0."""
+    """Return log₂ of the vocabulary over a rate in bits per token; infinite at 0."""
     value, low, high = (whole / b if b > 0 else math.inf for b in (bits.value, bits.high, bits.low))
     return Estimate(value, low, high, bits.n)

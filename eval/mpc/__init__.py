@@ -1,1 +1,1 @@
-"""MPC baselines, each run in an environment of its own: 'make mpc'."""
+"""Run the MPC baselines, each in its own environment, which 'make mpc' installs."""

@@ -1,6 +1,6 @@
-"""A BERT layer in numpy: public weights from a seed, and the plain result that secret computation is compared with.
+"""Compute a BERT layer in numpy, with public weights from a seed; secret computations are compared with it.
 
-Imported by the parties' programs in their own environments: numpy only.
+The parties' programs import this file in their own environments, so it needs numpy only.
 """
 
 import os
@@ -26,7 +26,7 @@ Layer = dict[str, Array]
 
 
 def end_with_parent() -> None:
-    """End this process when the one that started it is gone: its end of our standard input closes then."""
+    """End this process when its parent is gone, which closes the parent's end of standard input."""
 
     def watch() -> None:
         sys.stdin.read()
@@ -36,7 +36,10 @@ def end_with_parent() -> None:
 
 
 def layer_weights(width: int, inner: int, seed: int) -> Layer:
-    """Weights (BERT's initialisation: N(0, 0.02²), biases alike small) of one layer, ``in out``."""
+    """Draw the weights of one layer, of shape ``in out``, by BERT's initialisation N(0, 0.02²).
+
+    Biases are drawn alike.
+    """
     draw = np.random.default_rng(seed)
 
     def linear(a: int, b: int) -> tuple[Array, Array]:
@@ -57,12 +60,12 @@ def layer_weights(width: int, inner: int, seed: int) -> Layer:
 
 
 def inputs(tokens: int, width: int, seed: int) -> Array:
-    """Embeddings after their norm: standard normal."""
+    """Draw embeddings after their norm, which are standard normal."""
     return np.random.default_rng(seed + 10_000).standard_normal((tokens, width)).astype(np.float32)
 
 
 def plain_layer(x: Array, w: Layer, heads: int, variant: str) -> Array:
-    """One layer in float64, by the variant's own formulas."""
+    """Compute one layer in float64 by the variant's own formulas."""
     x = x.astype(np.float64)
     q, k, v = (_heads(x @ w[f"{n}.w"] + w[f"{n}.b"], heads) for n in "qkv")
     chances = SOFTMAX[variant](q @ k.transpose(0, 2, 1) / np.sqrt(q.shape[-1]))
@@ -73,7 +76,7 @@ def plain_layer(x: Array, w: Layer, heads: int, variant: str) -> Array:
 
 
 def errors(found: Array, job: dict[str, Any]) -> dict[str, float]:
-    """The largest difference of an output from the same layers in float64, by the variant's formulas and by BERT's.
+    """Return the largest differences from the same layers in float64, by the variant's formulas and by BERT's.
 
     Args:
         job: tokens, width, inner, heads, layers, seed, variant.
@@ -116,7 +119,12 @@ def _quad(x: Array) -> Array:
 
 
 def puma_polynomials(x: Array, square: Callable[[Array], Array]) -> tuple[Array, Array]:
-    """Both of Puma's polynomials with few products, for whatever can add and multiply; ``square`` is the cheap way."""
+    """Compute both of Puma's polynomials with few products, on any type that adds and multiplies.
+
+    Args:
+        x: the values.
+        square: the cheapest way to square them.
+    """
     second = square(x)
     third, fourth = second * x, square(second)
     sixth = fourth * second

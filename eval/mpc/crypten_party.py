@@ -1,6 +1,6 @@
-"""One party of CrypTen, run by ``eval/mpc/run.py`` in CrypTen's own environment; prints one JSON line.
+"""Run one party of CrypTen in CrypTen's own environment, and print one JSON line; ``eval/mpc/run.py`` starts it.
 
-CrypTen's triples come from a trusted first party: there is no offline traffic, and none is counted.
+CrypTen's triples come from a trusted first party, so there is no offline traffic to count.
 """
 
 import json
@@ -56,12 +56,15 @@ def main(job: dict) -> None:
 
 
 def revealed(x):
-    """The numbers behind shares. CrypTen's own decoder is off by one for some negative numbers near whole ones."""
+    """Reveal the numbers of shares.
+
+    CrypTen's own decoder is off by one for some negative numbers near whole ones.
+    """
     return x.reveal().double() / x.encoder.scale
 
 
 def layer(x, w, heads, variant):
-    """A layer on shares; weights are public."""
+    """Compute a layer on shares, with public weights."""
     q, k, v = (split(x.matmul(w[f"{n}.w"]) + w[f"{n}.b"], heads) for n in "qkv")
     scores = q.matmul(k.transpose(1, 2)) * (q.size(2) ** -0.5)
     chances = two_quad(scores) if variant == "2quad" else scores.softmax(-1)
@@ -105,10 +108,10 @@ def puma(x):
 
 
 def decoder(job):
-    """The first layers of a Llama-type decoder on shares; each party writes its own share of the states.
+    """Run the first layers of a Llama-type decoder on shares; each party writes its own share of the states.
 
     ``job["decoder"]`` is a file with the weights, the rotary tables and the input vectors. Norms divide by public
-    scales first: CrypTen's inverse square root is right for numbers near 1 only.
+    scales first: CrypTen's inverse square root is accurate for numbers near 1 only.
     """
     with np.load(job["decoder"], allow_pickle=False) as file:
         t = {name: torch.tensor(file[name]) for name in file.files}
@@ -168,7 +171,7 @@ ACTIVATION = {"2quad": quad, "puma": puma, "exact": gelu}
 
 
 def embedding(job):
-    """Looking up tokens by one-hot rows and a public table: apart from the layers."""
+    """Measure the lookup of tokens by one-hot rows and a public table, separately from the layers."""
     ids = torch.arange(job["tokens"]) * 7 % job["vocabulary"]
     hot = torch.nn.functional.one_hot(ids, job["vocabulary"]).float()
     table = torch.randn(job["vocabulary"], job["width"], generator=torch.Generator().manual_seed(0))
@@ -182,7 +185,7 @@ def embedding(job):
 
 
 def end():
-    """Leave without the interpreter's own ending: there, gloo's threads abort the process now and then."""
+    """Leave without the interpreter's own shutdown, in which gloo's threads sometimes abort the process."""
     comm.get().barrier()
     sys.stdout.flush()
     os._exit(0)

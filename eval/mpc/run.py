@@ -25,7 +25,7 @@ _RESULT = "RESULT "
 
 
 def interpreter(library: str) -> Path:
-    """The Python of a library's environment.
+    """Return the Python interpreter of a library's environment.
 
     Raises:
         InputError: it is not there.
@@ -38,12 +38,17 @@ def interpreter(library: str) -> Path:
 
 
 def crypten(job: Mapping[str, Any], timeout: float) -> dict[str, Any]:
-    """CrypTen's two parties: seconds, bytes and rounds of each repeat, largest error against plain.
+    """Run CrypTen's two parties; return seconds, bytes and rounds of each repeat, and the largest error against plain.
 
-    Bytes are CrypTen's own count, sent and received, over both parties and halved: each byte once.
+    Bytes are CrypTen's own count, sent and received, over both parties and halved, so that each byte counts once.
+
+    Args:
+        job: see ``crypten_party``.
+        timeout: seconds.
 
     Raises:
-        InputError: no environment. HiddenlabError: a party failed or did not answer in time.
+        InputError: there is no environment.
+        HiddenlabError: a party failed or did not answer in time.
     """
     (port,) = _free_ports(1)
     command = [str(interpreter("crypten")), str(FOLDER / "crypten_party.py"), json.dumps(job)]
@@ -61,13 +66,18 @@ def crypten(job: Mapping[str, Any], timeout: float) -> dict[str, Any]:
 def crypten_decoder(
     weights: Mapping[str, Any], job: Mapping[str, Any], timeout: float
 ) -> tuple[list[Any], dict[str, Any]]:
-    """A decoder's first layers under CrypTen: each party's share of the states (fixed point), and what it cost.
+    """Run a decoder's first layers under CrypTen; return each party's share of the states, and the cost.
+
+    Shares are in fixed point.
 
     Args:
         weights: arrays by name, see ``crypten_party.decoder``.
+        job: see ``crypten_party``.
+        timeout: seconds.
 
     Raises:
-        InputError: no environment. HiddenlabError: a party failed or did not answer in time.
+        InputError: there is no environment.
+        HiddenlabError: a party failed or did not answer in time.
     """
     with tempfile.TemporaryDirectory(prefix="hiddenlab-") as folder:
         path = Path(folder)
@@ -77,12 +87,14 @@ def crypten_decoder(
 
 
 def spu(job: Mapping[str, Any], timeout: float) -> dict[str, Any]:
-    """SPU's two or three parties (``protocol``: ``semi2k`` or ``aby3``): see ``crypten``; bytes sent by all parties.
+    """Run SPU's two or three parties (``protocol``: ``semi2k`` or ``aby3``); return figures as ``crypten`` does.
 
-    SPU counts no rounds; here they are the messages of the party that sent most. Messages sent at once count each.
+    Bytes are those sent by all parties. SPU counts no rounds; here they are the messages of the party that sent most,
+    where messages sent at once count separately.
 
     Raises:
-        InputError: no environment. HiddenlabError: a party failed or did not answer in time.
+        InputError: there is no environment.
+        HiddenlabError: a party failed or did not answer in time.
     """
     count = {"semi2k": 2, "aby3": 3}[job["protocol"]]
     whole = json.dumps({**job, "ports": _free_ports(count)})
@@ -103,12 +115,12 @@ def spu(job: Mapping[str, Any], timeout: float) -> dict[str, Any]:
 def run_parties(
     commands: Sequence[Sequence[str]], environments: Sequence[Mapping[str, str]], timeout: float
 ) -> list[str]:
-    """Start all parties, wait for all, and return what each printed; none outlives an error here or in another party.
+    """Start all parties, wait for all, and return what each printed; stop all of them on any error.
 
     Parties end by themselves when this process is killed.
 
     Raises:
-        HiddenlabError: a party failed, or did not end in time; the others are stopped then.
+        HiddenlabError: a party failed, or did not end in time.
     """
     with tempfile.TemporaryDirectory(prefix="hiddenlab-") as folder, contextlib.ExitStack() as files:
         logs = [Path(folder) / f"party{i}" for i in range(len(commands))]

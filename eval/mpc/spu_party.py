@@ -1,4 +1,4 @@
-"""One party of SPU, run by ``eval/mpc/run.py`` in SPU's own environment; prints one JSON line.
+"""Run one party of SPU in SPU's own environment, and print one JSON line; ``eval/mpc/run.py`` starts it.
 
 The input is secret, weights are public. Bytes are those that SPU's own profile reports for this party.
 """
@@ -69,7 +69,7 @@ def main(job: dict, rank: int) -> None:
 
 
 def share(io, link, rank, value, parties):
-    """The input, cut into shares by its owner (rank 0) and sent to the others."""
+    """Split the input into shares at its owner (rank 0), send them, and return this party's share."""
     texts = [""] * parties
     if rank == 0:
         texts = [json.dumps(pack(one)) for one in io.make_shares(value, libspu.Visibility.VIS_SECRET)]

@@ -1,1 +1,1 @@
-"""List the cells of each experiment and name the table that is made of them; nothing is measured here."""
+"""List the cells of each experiment and describe the table that is made of them; nothing is measured here."""

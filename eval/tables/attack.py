@@ -1,6 +1,7 @@
-"""The experiments: each says which cells its table has; nothing is measured here.
+"""Define the experiments on vocabulary matching, noise and quantization that reproduce the paper's tables.
 
-The defaults fit a laptop; ``--scale paper`` asks for the paper's texts and numbers of prompts.
+Each says which cells its table has; nothing is measured here. The defaults fit a laptop; ``--scale paper`` asks for the
+paper's texts and numbers of prompts.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,12 +34,12 @@ BUDGET = (
 
 
 def table_1(setting: Setting) -> Experiment:
-    """Raw states: share of prompts recovered exactly, by layer (Table 1)."""
+    """Measure the share of prompts recovered exactly from raw hidden states, by layer (Table 1)."""
     return _exactness("Table 1: exact recovery from raw states", setting, ["identity"], paper.LAYERS)
 
 
 def table_2(setting: Setting, channels: str = ",".join(paper.PERMUTATIONS[1:])) -> Experiment:
-    """Permuted states: share of prompts recovered exactly, by permutation and layer (Table 2)."""
+    """Measure the share of prompts recovered exactly from permuted states, by permutation and layer (Table 2)."""
     names = channels.split(",")
     for name in names:
         if name not in paper.PERMUTATIONS:
@@ -61,7 +62,7 @@ def _exactness(title: str, setting: Setting, channels: Sequence[str], layers: Se
 
 
 def table_8(setting: Setting, models: str = "") -> Experiment:
-    """Mean time of an attack by model size (Table 8); name further models with --set models=A,B."""
+    """Measure the mean time of an attack by model size (Table 8); name further models with --set models=A,B."""
     names = [setting.model, *(name for name in models.split(",") if name)]
     source = setting.source(limit=10, max_tokens=100)
     source["limit"] = setting.limit or 10
@@ -82,7 +83,7 @@ def table_8(setting: Setting, models: str = "") -> Experiment:
 
 
 def table_9_12(setting: Setting) -> Experiment:
-    """Thresholds, measured and by a surrogate of the paper's ternary search, and what each gives (Tables 9 and 11)."""
+    """Compare measured matching thresholds with those of a search like the paper's ternary search (Tables 9 and 11)."""
     cells = []
     for channel in paper.PERMUTATIONS:
         for layer in setting.at((1, 11) if setting.scale == "small" else paper.LAYERS):
@@ -114,7 +115,7 @@ def table_9_12(setting: Setting) -> Experiment:
 
 
 def _of_rows_in_order(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows, without an epsilon where rows were shuffled: it was not measured on shuffled ones."""
+    """Return the rows, without an epsilon where rows were shuffled; it was not measured on shuffled ones."""
     return [
         {**row, "figures": {k: v for k, v in row["figures"].items() if k != "epsilon"}}
         if row["keys"]["channel"] in SHUFFLED_ROWS
@@ -124,7 +125,7 @@ def _of_rows_in_order(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def table_13(setting: Setting, budget: int = NOISY_BUDGET) -> Experiment:
-    """Noise and quantization: the best layer's ROUGE-L by permutation, and the model's own loss (Table 13)."""
+    """Compare noise and quantization: the best layer's ROUGE-L by permutation, and the model's own loss (Table 13)."""
     layers = setting.at(_small(setting))
     cells = [cell for channel in paper.PERMUTATIONS for cell in _noised(setting, channel, budget)]
     cells += _exactness("", setting, paper.PERMUTATIONS, layers).cells
@@ -151,7 +152,7 @@ def table_13(setting: Setting, budget: int = NOISY_BUDGET) -> Experiment:
 
 
 def _weakest(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A row a method: for each permutation the layer with the largest ROUGE-L, and the utility."""
+    """Make one row per method: for each permutation the layer with the largest ROUGE-L, and the utility."""
     out = []
     for method in ("identity", *paper.METHODS):
         figures: dict[str, Any] = {}
@@ -186,22 +187,22 @@ def _weakest(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def table_18(setting: Setting, budget: int = NOISY_BUDGET) -> Experiment:
-    """ROUGE-L with noise or quantization, no permutation, by layer (Table 18)."""
+    """Measure ROUGE-L of prompts recovered behind noise or quantization, without permutation, by layer (Table 18)."""
     return _noise_table(18, setting, "identity", budget)
 
 
 def table_19(setting: Setting, budget: int = NOISY_BUDGET) -> Experiment:
-    """ROUGE-L with noise or quantization and permuted rows, by layer (Table 19)."""
+    """Measure ROUGE-L of prompts recovered behind noise or quantization with permuted rows, by layer (Table 19)."""
     return _noise_table(19, setting, "seq-perm", budget)
 
 
 def table_20(setting: Setting, budget: int = NOISY_BUDGET) -> Experiment:
-    """ROUGE-L with noise or quantization and permuted coordinates, by layer (Table 20)."""
+    """Measure ROUGE-L of prompts recovered behind noise or quantization with permuted coordinates (Table 20)."""
     return _noise_table(20, setting, "hidden-perm", budget)
 
 
 def table_21(setting: Setting, budget: int = NOISY_BUDGET) -> Experiment:
-    """ROUGE-L with noise or quantization and both permuted, by layer (Table 21)."""
+    """Measure ROUGE-L of prompts recovered behind noise or quantization with both permutations, by layer (Table 21)."""
     return _noise_table(21, setting, "2d-perm", budget)
 
 
@@ -227,7 +228,7 @@ def _noised(setting: Setting, channel: str, budget: int) -> list[Cell]:
 
 
 def table_17(setting: Setting, shapes: str = "bert-base,bert-large") -> Experiment:
-    """Cascade's time by model size at alpha 2 (Table 17); name shapes or models with --set shapes=A,B."""
+    """Measure Cascade's time by model size at alpha 2 (Table 17); name shapes or models with --set shapes=A,B."""
     cells = []
     for shape in shapes.split(","):
         options = {
@@ -249,7 +250,7 @@ def table_17(setting: Setting, shapes: str = "bert-base,bert-large") -> Experime
 
 
 def table_22(setting: Setting) -> Experiment:
-    """What noise and quantization cost the model itself (Tables 13 and 22, with quantities a small model can show)."""
+    """Measure how noise and quantization degrade the model itself: perplexity, KL, top-1 (compare Tables 13 and 22)."""
     return Experiment(
         "Table 22: the defended model's own quality",
         [*_utility(setting), *_livebench(setting)],
@@ -268,7 +269,10 @@ def _utility(setting: Setting) -> list[Cell]:
 def utility_cell(
     setting: Setting, method: str, keys: Mapping[str, Any], published: Mapping[str, Any] | None = None
 ) -> Cell:
-    """What a method costs the model itself; published is the paper's LiveBench, where it has the method."""
+    """Make a cell that measures how a method degrades the model itself.
+
+    ``published`` is the paper's LiveBench score, where it has the method.
+    """
     if published is None:
         published = {"LiveBench": paper.LIVEBENCH[method]} if method in paper.LIVEBENCH else {}
     source = setting.source(limit=100, max_tokens=200)
@@ -281,7 +285,7 @@ def utility_cell(
 
 
 def _livebench(setting: Setting) -> list[Cell]:
-    """LiveBench's questions, read as text: perplexity and agreement on them, not the scores of its judges."""
+    """Make cells of LiveBench's questions as text: perplexity and agreement on them, not the scores of its judges."""
     asked = replace(
         setting, prompts="hf:livebench/reasoning::test:turns", limit=setting.source(limit=20)["limit"]
     )
@@ -292,11 +296,11 @@ def _livebench(setting: Setting) -> list[Cell]:
 
 
 def baselines(setting: Setting, sipit_budget: int = 4096, inverter_steps: int = 200) -> Experiment:
-    """Speculative search beside greedy search, SipIt, the nearest embedding and a trained inverter.
+    """Compare speculative search with greedy search, SipIt, the nearest embedding and a trained inverter.
 
     Args:
-        sipit_budget: tokens that SipIt verifies for one position at most. inverter_steps: of training, at the small
-            scale.
+        sipit_budget: most tokens that SipIt verifies for one position.
+        inverter_steps: of training, at the small scale.
     """
     inverter = infill_spec(setting) + (f",steps={inverter_steps}" if setting.scale == "small" else "")
     # name, whether it is too slow for many prompts on a laptop, and how it is asked for

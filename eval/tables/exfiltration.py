@@ -1,4 +1,4 @@
-"""Experiments on exfiltration: what a warden's settings allow on honest answers, and what real adversaries achieve."""
+"""Define experiments on exfiltration: what a warden's settings allow, and what real adversaries achieve."""
 
 from collections.abc import Mapping
 from typing import Any, TypeVar
@@ -32,7 +32,7 @@ PAPER = (
 def _warden(
     setting: Setting, requests: int, most_suspicious: float, turns: int, new_tokens: int
 ) -> dict[str, Any]:
-    """What calibrates the warden: honest answers, shared with the experiments on detection, and the grid."""
+    """Return the spec that calibrates the warden: honest answers, shared with the detection experiments, and a grid."""
     if requests < 1 or not 0 <= most_suspicious <= 1:
         raise InputError("a warden needs at least one request, and a share of suspicious tokens up to 1")
     return {
@@ -49,7 +49,10 @@ def pareto(
     turns: int = 2,
     new_tokens: int = 100,
 ) -> Experiment:
-    """The warden's setting with the least to smuggle out at each false positive rate (exfiltration, figure 10)."""
+    """Find the warden's setting that lets the least information out at each false positive rate.
+
+    Exfiltration paper, figure 10.
+    """
     spec = _warden(setting, requests, most_suspicious, turns, new_tokens)
     cells = [
         Cell(
@@ -89,9 +92,13 @@ def frontier(
     new_tokens: int = 100,
     rates: str = FRONTIER,
 ) -> Experiment:
-    """Extractable information over the false positive rate, a curve a rank cutoff R (exfiltration, figure 10).
+    """Measure extractable information over the false positive rate, one curve per rank cutoff R.
 
-    ``rates``: of dangerous honest tokens, joined by commas. The rest as in ``exfiltration-pareto``.
+    Exfiltration paper, figure 10.
+
+    Args:
+        rates: of dangerous honest tokens, joined by commas.
+    The others are those of ``exfiltration-pareto``.
     """
     listed = _listed("rates", rates, float)
     if not all(0 < rate < 1 for rate in listed):
@@ -126,11 +133,15 @@ def adversaries(
     turns: int = 2,
     new_tokens: int = 100,
 ) -> Experiment:
-    """Real adversaries against the warden: rate, detection and slowdown at each false positive rate.
+    """Run real adversaries against the warden: rate, detection and slowdown at each false positive rate.
 
-    ``count`` answers of ``length`` tokens each. ``criterion``: what the warden's setting makes least, bits or
-    quiet_bits. ``adversaries``: names joined by ``;``. ``margin``: how much stricter the cautious adversary is than the
-    warden, as a share of log τ. ``level``: of the test by which an answer is flagged.
+    Args:
+        count, length: answers, and tokens of each.
+        criterion: what the warden's setting minimizes, bits or quiet_bits.
+        adversaries: names joined by ``;``.
+        margin: how much stricter the cautious adversary is than the warden, as a share of log τ.
+        level: of the test by which an answer is flagged.
+    The others are those of ``exfiltration-pareto``.
     """
     names = _names(adversaries, ADVERSARIES)
     spec = {
@@ -192,12 +203,16 @@ def game(
     turns: int = 2,
     new_tokens: int = 100,
 ) -> Experiment:
-    """The exfiltration game, played with answers of a real model: an adversary's chance beside the theorem's bound.
+    """Play the exfiltration game with answers of a real model: an adversary's chance beside the theorem's bound.
 
-    ``bits``: of the secret, joined by commas. ``inspected``: shares of the ``messages`` that the warden inspects.
-    ``watched``: classes of tokens that the warden flags an answer for, joined by ``;``. ``alarms``: the budget of
-    alarms as a share of inspections. ``rounds``: games. ``rate``: of dangerous honest tokens. The
-    rest as in ``exfiltration``.
+    Args:
+        bits: of the secret, joined by commas.
+        inspected: shares of the ``messages`` that the warden inspects, joined by commas.
+        watched: classes of tokens that the warden flags an answer for, joined by ``;``.
+        alarms: the budget of alarms, as a share of inspections.
+        rounds: games.
+        rate: of dangerous honest tokens.
+    The others are those of ``exfiltration``.
     """
     names = _names(adversaries, ADVERSARIES)
     if not adversaries.strip() or "honest" in names:
@@ -261,7 +276,7 @@ def game(
 
 
 def _names(text: str, known: Mapping[str, str]) -> tuple[str, ...]:
-    """Names joined by semicolons; all where there are none."""
+    """Split names at semicolons; return all known ones where there are none."""
     names = tuple(name.strip() for name in text.split(";") if name.strip()) or tuple(known)
     if unknown := [name for name in names if name not in known]:
         raise InputError(f"unknown adversary {unknown[0]!r}; known are {', '.join(known)}")
@@ -271,7 +286,7 @@ def _names(text: str, known: Mapping[str, str]) -> tuple[str, ...]:
 def _answers(
     criterion: str, count: int, prompt_tokens: int, length: int, level: float, margin: float
 ) -> dict[str, Any]:
-    """Which setting of the warden, how many answers of adversaries, and how they are judged."""
+    """Return the part of a spec on the warden's setting, the adversaries' answers and how they are judged."""
     if criterion not in CRITERIA:
         raise InputError(f"unknown criterion {criterion!r}; known are {', '.join(CRITERIA)}")
     if min(count, prompt_tokens, length) < 1 or not 0 < level < 1 or not 0 <= margin < 1:
@@ -285,7 +300,7 @@ def _answers(
 
 
 def _listed(name: str, text: object, kind: type[Number]) -> list[Number]:
-    """Numbers joined by commas."""
+    """Split numbers at commas."""
     try:
         found = list(dict.fromkeys(kind(part) for part in str(text).split(",") if part.strip()))
     except ValueError:

@@ -1,4 +1,4 @@
-"""What verification fingerprints leak of the prompt: recovery by bytes a token, and what mitigates it."""
+"""Define experiments on what verification fingerprints reveal about the prompt, by bytes per token."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -40,12 +40,14 @@ FIRST_TOKENS = 2048  # first tokens compared
 def leak(
     setting: Setting, budget: int = 256, breadth: int = 16, first_tokens: int = FIRST_TOKENS, only: str = ""
 ) -> Experiment:
-    """Recovery of prompts from TOPLOC proofs, Activation-DiFR fingerprints and log-probabilities, by bytes a token.
+    """Measure how much of a prompt TOPLOC proofs, DiFR fingerprints and log-probabilities reveal, by bytes per token.
 
     Args:
-        budget: candidates tried for one position at most. breadth: paths of the beam. first_tokens: first tokens
-            compared. only: rows of these names, joined by ``;``, or else whose names have these parts (all rows are
-            hours of one core on a model of 30 layers).
+        budget: most candidates tried for one position.
+        breadth: paths of the beam.
+        first_tokens: first tokens compared.
+        only: rows of these names, joined by ``;``, or else whose names contain these parts (all rows take hours of one
+            core on a model of 30 layers).
 
     Raises:
         InputError: ``only`` names no row.
@@ -111,11 +113,14 @@ def leak_pareto(
     breadth: int = 16,
     first_tokens: int = FIRST_TOKENS,
 ) -> Experiment:
-    """Bytes a token, detection and recovered prompts in one picture: what each fingerprint is worth to either side.
+    """Compare bytes per token, detection and recovered prompts of each fingerprint in one picture.
 
     Args:
-        provider: the variant to be detected. tokens: from so many tokens. counts: numbers of Activation-DiFR's
-            fingerprints. proofs: values a token of TOPLOC's. budget, breadth, first_tokens: see ``leak``.
+        provider: the variant to be detected.
+        tokens: number of tokens that detection uses.
+        counts: numbers per token of Activation-DiFR's fingerprints.
+        proofs: values per token of TOPLOC's proofs.
+        budget, breadth, first_tokens: see ``leak``.
 
     Raises:
         InputError: a number that is not among those of the experiment ``activations``.
@@ -160,7 +165,7 @@ def leak_pareto(
 
 
 def _both(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A row a fingerprint: what its attack and its detection measured."""
+    """Make one row per fingerprint, from its attack and its detection."""
     out: dict[str, dict[str, Any]] = {}
     for row in rows:
         name = row["keys"]["fingerprint"]
@@ -186,7 +191,7 @@ def _numbers(text: str, known: Sequence[int]) -> list[int]:
 def _search(
     setting: Setting, keys: dict[str, Any], stage: str, effort: str, stream: str = "final_norm"
 ) -> Cell:
-    """The beam search of prompts behind one kind of fingerprint."""
+    """Make the cell of a beam search for prompts behind one kind of fingerprint."""
     layer = int(load_config(resolve_model(setting.model)).num_hidden_layers)
     source = setting.source(4, 12)
     return attack_cell(
@@ -201,7 +206,7 @@ def _search(
 
 
 def _effort(budget: int, breadth: int, first_tokens: int) -> str:
-    """The attack's parameters; those that were not changed are left out, so that their cells stay the same.
+    """Return the attack's parameters; unchanged ones are left out, so that their cells stay the same.
 
     Raises:
         InputError: one of them is no whole number from 1.
@@ -214,7 +219,7 @@ def _effort(budget: int, breadth: int, first_tokens: int) -> str:
 
 
 def _chosen(cells: list[Cell], parts: list[str]) -> list[Cell]:
-    """Rows that are called like a part, or where none is, whose names have it."""
+    """Return the rows with exactly that name, or where there is none, those whose names contain it."""
     names = [str(cell.keys["released"]) for cell in cells]
     wanted: set[str] = set()
     for part in parts:
@@ -232,7 +237,7 @@ def _chosen(cells: list[Cell], parts: list[str]) -> list[Cell]:
 def _secret_cells(
     setting: Setting, source: dict[str, Any], budget: int, breadth: int, first_tokens: int
 ) -> list[Cell]:
-    """A projection that the attacker has to learn, from so many positions of his own."""
+    """Make the cells of a projection that the attacker learns from a number of its own positions."""
     width = int(load_config(resolve_model(setting.model)).hidden_size)
     cells = []
     for keyed, shares in ((False, SHARES), (True, SHARES[-1:])):
@@ -254,7 +259,7 @@ def _secret_cells(
 
 
 def learned_projection(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> Figures:
-    """Learn a secret projection from the attacker's own requests, and attack others' prompts with what was learned.
+    """Learn a secret projection from the attacker's own requests, and attack others' prompts with it.
 
     Args:
         spec: model, prompts, limit, max_tokens, seed, device, dtype; count (of directions), known (positions of the
@@ -298,7 +303,7 @@ def learned_projection(spec: dict[str, Any], folder: Path, progress: Progress = 
 
 
 def _learn(spec: dict[str, Any], model: TruncatedModel, channel: Channel) -> tuple[Tensor, float]:
-    """The directions as learned, and the typical error of an inner product on positions held out."""
+    """Return the learned directions, and the typical error of an inner product on held-out positions."""
     draw = generator(spec["seed"], "own requests")
     total = spec["known"] + max(OWN_TOKENS, round(HELD_OUT * spec["known"]))
     own, shown = [], []

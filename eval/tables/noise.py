@@ -1,4 +1,4 @@
-"""Noise is not a defense: what is read behind it, alone and with permutations, and what it costs the model."""
+"""Define experiments on noise: what is recovered behind it, alone or with permutations, and its effect on the model."""
 
 from typing import Any
 
@@ -44,17 +44,19 @@ def noise(
     budget: int = NOISY_BUDGET,
     relative: str | float | None = None,
 ) -> Experiment:
-    """Noise is not a defense: vocabulary matching and beam decoding behind noise and permutations, by layer.
+    """Compare vocabulary matching and beam decoding behind noise and permutations, by layer.
 
     Args:
-        channels: permutations behind the noise. methods: defenses. attacks: both as specs. All separated by commas;
-            a part such as ``sweeps=0`` belongs to the spec before it.
-        budget: candidates a token of plain ``vocab-match``.
+        channels: permutations behind the noise.
+        methods: defenses.
+        attacks: their specs. All three are separated by commas; a part such as ``sweeps=0`` belongs to the spec before.
+        budget: candidates per token of plain ``vocab-match``.
         relative: strengths of ``gaussian`` over the standard deviation of the model's own embeddings, separated by
             commas, in place of methods: the same noise for models whose embeddings have other units.
 
     Raises:
-        InputError: an unknown channel, or a spec that does not read. UnknownNameError: an unknown method or attack.
+        InputError: the channel is unknown, or a spec is malformed.
+        UnknownNameError: the method or attack is unknown.
     """
     asked = {attack: _options(attack, budget) for attack in split_specs(attacks)}
     behind, notes = _channels(channels), [UNITS]
@@ -104,10 +106,10 @@ def noise(
 
 
 def noise_utility(setting: Setting, sigmas: str | float = SIGMAS, channel: str = "identity") -> Experiment:
-    """Noise strong enough to hide prompts, beside what it costs the model: recovery and quality by sigma.
+    """Compare recovery of prompts with the quality of the model, by strength of the noise.
 
     Args:
-        sigmas: of ``gaussian``, separated by commas; a random prefix and 8-bit and 4-bit providers stand beside them.
+        sigmas: of ``gaussian``, separated by commas. A random prefix and 8-bit and 4-bit providers are added.
         channel: the permutation behind the noise.
 
     Raises:
@@ -150,10 +152,13 @@ def noise_utility(setting: Setting, sigmas: str | float = SIGMAS, channel: str =
 
 
 def order(setting: Setting, sigmas: str | float = "0,0.01,0.1", channel: str = "seq-perm") -> Experiment:
-    """What shuffled rows tell of their order by themselves, without tokens or a language model, by noise and layer.
+    """Measure how well the order of shuffled rows is recovered from the rows alone, by noise and layer.
+
+    No tokens and no language model are used.
 
     Args:
-        sigmas: of ``gaussian``, separated by commas; 0 for none. channel: the permutation behind the noise.
+        sigmas: of ``gaussian``, separated by commas; 0 for none.
+        channel: the permutation behind the noise.
 
     Raises:
         InputError: a sigma is no number from 0, or the channel is unknown or does not shuffle rows.
@@ -185,7 +190,7 @@ def order(setting: Setting, sigmas: str | float = "0,0.01,0.1", channel: str = "
 
 
 def _beside(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A row a defense: what is read behind it, what it costs, and its noise in units of the embedding's own spread."""
+    """Make one row per defense: recovery, degradation, and noise in units of the embedding's own deviation."""
     unit = next(row for row in rows if row["keys"]["part"] == UNIT)
     costs = {_place(row): row for row in rows if row["keys"]["part"] == COST}
     out = []
@@ -212,17 +217,17 @@ def _beside(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _place(row: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
-    """The row's keys, but for what it measures there."""
+    """Return the row's keys, without what it measures."""
     return tuple((key, value) for key, value in row["keys"].items() if key != "part")
 
 
 def _canonical(method: str) -> str:
-    """A method as its stages spell themselves, so that one method means one cell however it was written."""
+    """Return a method in the spelling of its stages, so that one method is one cell however it is written."""
     return "|".join(Channel.parse(method.split("|")).specs)
 
 
 def _numbers(text: str | float, what: str) -> list[float]:
-    """Strengths, separated by commas; one alone comes as a number from the command line."""
+    """Split strengths at commas; a single one arrives as a number from the command line."""
     out = []
     for part in str(text).split(","):
         try:
@@ -243,10 +248,11 @@ def _channels(text: str) -> list[str]:
 
 
 def _options(attack: str, budget: int) -> dict[str, Any]:
-    """What an attack's cells say of it; the budget is vocabulary matching's alone, as in Tables 18 to 21.
+    """Return an attack's options for its cells; only vocabulary matching has a budget, as in Tables 18 to 21.
 
     Raises:
-        InputError: the spec does not read, or the attack has no such parameter. UnknownNameError: no such attack.
+        InputError: the spec is malformed, or the attack has no such parameter.
+        UnknownNameError: there is no such attack.
     """
     options: dict[str, Any] = {"attack": attack}
     if attack == MATCHING:
@@ -260,7 +266,7 @@ def _published(method: str, channel: str, layer: int) -> dict[str, Any]:
 
 
 def _one_layer(setting: Setting) -> int:
-    """The layer asked for, else the default one, or the middle of a model that is not as deep."""
+    """Return the layer asked for, else the default, or the middle of a shallower model."""
     total = int(load_config(resolve_model(setting.model)).num_hidden_layers)
     layers = setting.at((DEPTH,)) or (max(1, total // 2),)
     if len(layers) > 1:

@@ -1,7 +1,7 @@
-"""Figures that Hidden No More publishes, for the columns beside ours. Its models, texts and sizes differ from ours.
+"""Hold the figures that the paper Hidden No More publishes, for the columns beside ours.
 
-Gemma is Gemma-2-2B-IT and Llama is Llama-3.1-8B-Instruct, on 1,000 texts of FineWeb-Edu cut to 50 tokens unless a
-table says otherwise. Shares and scores are fractions.
+Its models, texts and sizes differ from ours: Gemma is Gemma-2-2B-IT and Llama is Llama-3.1-8B-Instruct, on 1,000 texts
+of FineWeb-Edu cut to 50 tokens unless a table says otherwise. Shares and scores are fractions.
 """
 
 LAYERS = (1, 6, 11, 16, 21, 26)

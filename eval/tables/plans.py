@@ -1,4 +1,4 @@
-"""Experiments on whole plans of Cascade: the security of one, and of many against what they cost."""
+"""Define experiments on whole plans of Cascade: the security of one, and of many against their cost."""
 
 from typing import Any
 
@@ -25,13 +25,15 @@ COST = "MB a pass"
 def plan(
     setting: Setting, alpha: int = 8, c: int = 8, m: int = 4, budget: int = 2000, sums: bool = False
 ) -> Experiment:
-    """Security of one plan: every attack that applies to each kind of node's view, worst first.
+    """Run every applicable attack on each kind of node of one Cascade plan, and list the worst nodes first.
 
-    Nodes at the start, in the middle and at the end of the prompt are looked at: the others see rows of the same kind.
+    Nodes at the start, in the middle and at the end of the prompt are attacked; the others see rows of the same kind.
 
     Args:
-        budget: of ``missing-tokens``, sequences a gap. sums: whether it also solves for missing tokens at layer 1,
-            which takes minutes a prompt where dozens are missing (``gap-plans`` measures it by itself).
+        alpha, c, m: of the plan.
+        budget: of ``missing-tokens``, sequences per gap.
+        sums: whether it also solves for missing tokens at layer 1, which takes minutes per prompt where dozens are
+            missing (``gap-plans`` measures it by itself).
     """
     _check(alpha=alpha, c=c, m=m)
     tokens = shard_tokens(setting)
@@ -87,7 +89,7 @@ def plan(
 
 
 def _worst_first(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Nodes by the best that any attack gets from them, and within a node the best attack first."""
+    """Sort nodes by the best attack on them, and the attacks on a node by their result."""
 
     def got(row: dict[str, Any]) -> float:
         return float(row["figures"].get("rouge_l", {}).get("value") or 0.0)
@@ -100,13 +102,13 @@ def _worst_first(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def plans(setting: Setting, grid: str = "") -> Experiment:
-    """Security against cost over (c, alpha, m): what attacks get from a node in the middle and the last, and the bytes.
+    """Compare the security and the traffic of many Cascade plans (c, alpha, m), for a middle node and the last one.
 
     Args:
         grid: plans as ``c/alpha/m,c/alpha/m,...``, in place of the built-in ones.
 
     Raises:
-        InputError: a plan is none, or does not fit the prompts.
+        InputError: a plan is malformed, or does not fit the prompts.
     """
     tokens = shard_tokens(setting)
     chosen = [_parse(text) for text in grid.split(",")] if grid else GRID
@@ -147,7 +149,7 @@ def plans(setting: Setting, grid: str = "") -> Experiment:
 
 
 def _by_plan(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A row a plan, with the ROUGE-L of every view."""
+    """Make one row per plan, with the ROUGE-L of every view."""
     out: dict[tuple[Any, ...], dict[str, Any]] = {}
     for row in rows:
         keys = dict(row["keys"])
@@ -179,6 +181,6 @@ def _check(**numbers: int) -> None:
 
 
 def _megabytes(setting: Setting, plan: Plan) -> float:
-    """Of a pass through all layers (Equation 1), two bytes an element."""
+    """Return the megabytes of a pass through all layers (Equation 1), with two bytes per element."""
     shape = Shape.of(load_config(resolve_model(setting.model)), 2)
     return shape.layers * layer_bytes(plan, shape, "paper") / 1e6

@@ -1,4 +1,4 @@
-"""Experiments on private-inference schemes: what they cost, and how they are broken (paper, appendices I and J)."""
+"""Define experiments on private-inference schemes: their cost, and attacks on them (paper, appendices I and J)."""
 
 import math
 from typing import Any
@@ -18,7 +18,7 @@ READS = {
 
 
 def schemes(setting: Setting, generate: int = 8) -> Experiment:
-    """STIP, Centaur and PermLLM beside the plain model: error, time, bytes, rounds."""
+    """Compare STIP, Centaur and PermLLM with the plain model: error, time, bytes and rounds."""
     if generate < 0:
         raise InputError(f"{generate} tokens to generate; a number from 0")
     cells = []
@@ -66,7 +66,7 @@ MATCHED = {
 
 
 def closed_weights(setting: Setting) -> Experiment:
-    """STIP and Centaur broken by their server: public, tied, and fine-tuned embeddings (appendices I.2 and I.3)."""
+    """Attack STIP and Centaur as their server, with public, tied and fine-tuned embeddings (appendices I.2 and I.3)."""
     spec = {"model": setting.model, "seed": setting.seed, **setting.source()}
     knows: list[tuple[str, float, str]] = [
         ("public", 0.0, "the embedding"),
@@ -99,7 +99,10 @@ def closed_weights(setting: Setting) -> Experiment:
 def substitution(
     setting: Setting, size: int = 1500, prior: str = SAME, rounds: int = 4, read: int = 1000
 ) -> Experiment:
-    """Untied, private embeddings: tokens named from requests alone, by how many there were (appendix I.3)."""
+    """Measure how many tokens requests alone reveal, by number of requests, for private embeddings (appendix I.3).
+
+    Embeddings and head are untied.
+    """
     cells = []
     priors: dict[str, dict[str, Any]] = {"neighbours": {}}
     if prior != NONE:
@@ -130,10 +133,11 @@ def substitution(
 
 
 def permuted_model(setting: Setting, channels: str = "identity,hidden-perm", budget: int = 0) -> Experiment:
-    """Closed weights, tied head: states behind a layer matched with the permuted model alone (appendix I.3).
+    """Match states with STIP's permuted model alone, where weights are closed and the head is tied (appendix I.3).
 
-    ``channels``: what is shuffled of the states beyond STIP's own order, joined by commas. ``budget``: candidates for
-    a position, 0 for all.
+    Args:
+        channels: what is shuffled of the states beyond STIP's own order, joined by commas.
+        budget: candidates for a position, 0 for all.
     """
     cells = []
     asked = dict.fromkeys(part.strip() for part in channels.split(","))
@@ -160,7 +164,7 @@ def permuted_model(setting: Setting, channels: str = "identity,hidden-perm", bud
 
 
 def revealed(setting: Setting, budget: int = 0) -> Experiment:
-    """Open weights: Centaur's and PermLLM's permuted states matched by the party that sees them (appendix I.2)."""
+    """Match the permuted states that Centaur and PermLLM show to a party, where weights are open (appendix I.2)."""
     cells = []
     for name, how in REVEALING.items():
         for layer in setting.at((1, 11)):
@@ -185,7 +189,7 @@ def revealed(setting: Setting, budget: int = 0) -> Experiment:
 
 
 def theorem_j1(setting: Setting, draws: int = 100_000) -> Experiment:
-    """How far apart one random direction keeps two states, beside the bound of Theorem J.1."""
+    """Measure how far apart one random direction keeps two states, beside the bound of Theorem J.1."""
     cells = []
     for layer in setting.at((1, 11)):
         for k in (1 / 256, 1 / 64, 1 / 32, 1 / 16):
@@ -205,7 +209,7 @@ def theorem_j1(setting: Setting, draws: int = 100_000) -> Experiment:
 
 
 def projections(setting: Setting, budget: int = FEW, noise: str = "0,0.01,0.1") -> Experiment:
-    """Matching on a few random projections of each state: recovery by their number and noise (theorem J.1)."""
+    """Match vocabulary on a few random projections of each state, by their number and noise (theorem J.1)."""
     cells = []
     for layer in setting.at((1, 11)):
         for count in (1, 2, 4, 8, 16, 64):
@@ -229,7 +233,7 @@ def projections(setting: Setting, budget: int = FEW, noise: str = "0,0.01,0.1") 
 
 
 def _sigmas(text: str) -> list[float]:
-    """Noise levels, joined by commas.
+    """Split noise levels at commas.
 
     Raises:
         InputError: one of them is no number from 0.
@@ -244,7 +248,7 @@ def _sigmas(text: str) -> list[float]:
 
 
 def distance_correlation(setting: Setting, budget: int = 4096, draws: int = 20) -> Experiment:
-    """Distance correlation beside recovery: the first does not foretell the second (appendix J)."""
+    """Compare distance correlation with recovery; the first does not predict the second (appendix J)."""
     cells = []
     (layer,) = setting.at((1,))[:1]
     shown = ("linear", "projection", "identity", "seq-perm", "hidden-perm:shared", "hidden-perm", "2d-perm")
@@ -281,7 +285,7 @@ LABELS = {"linear": "embeddings, x W π (square)", "projection": "embeddings, x 
 
 
 def _by_shown(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One row for what is shown, from the cell of its correlation and that of the attack on it."""
+    """Make one row for what is shown, from the cell of its correlation and that of the attack on it."""
     out: dict[str, dict[str, Any]] = {}
     for row in rows:
         one = out.setdefault(row["keys"]["shown"], {**row, "figures": {}, "cell": None})
@@ -294,10 +298,10 @@ def _by_shown(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def after_mpc(
     setting: Setting, alpha: int = 4, c: int = 4, m: int = 1, learned: str = "1,11", timeout: float = 600.0
 ) -> Experiment:
-    """Cascade behind secret sharing: what the first layers cost under CrypTen, and what CompNodes see then.
+    """Run the first layers under CrypTen and the rest on CompNodes: measure the cost, and attack what they see.
 
     Args:
-        learned: layers at which the learned attack is tried too (an infiller of each is trained first).
+        learned: layers at which the learned attack is run too (an infiller for each is trained first).
     """
     cells = []
     tokens = setting.max_tokens or 48

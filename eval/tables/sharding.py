@@ -1,4 +1,4 @@
-"""Experiments on token-sharding: what one node's rows, and what it receives, tell of the rest of a prompt."""
+"""Define experiments on token-sharding: what one node's rows reveal about the rest of a prompt."""
 
 from itertools import product
 from typing import Any
@@ -28,7 +28,7 @@ NODES = (
 
 
 def gap(setting: Setting, sizes: str = "1,2,3", after: int = 20, budget: int = GAP_BUDGET) -> Experiment:
-    """Unknown tokens between known rows: how many the attack closes, at what cost, by layer (Algorithm 3)."""
+    """Measure how many unknown tokens between known rows are recovered, and at what cost, by layer (Algorithm 3)."""
     cells = []
     missing = [_whole(text) for text in split_specs(sizes)]
     for layer in setting.at((1, 11, 21)):
@@ -59,17 +59,21 @@ def gap_plans(
     streams: str = "resid",
     keys: int = 0,
 ) -> Experiment:
-    """Tokens that a node does not hold, under small (c, alpha): the paper counts on their gaps.
+    """Measure how many tokens that a node does not hold are recovered, under small plans (c, alpha).
+
+    The paper relies on these gaps.
 
     Args:
-        grid: plans as ``c/alpha``, separated by commas. attacks: specs, separated by commas; ``infill`` is the learned
-            one, given the tokens of the node's rows (layer 0, as in the paper's Figure 2), whatever the layers:
-            states say hardly more to it. budget: of ``missing-tokens``, sequences a gap.
+        grid: plans as ``c/alpha``, separated by commas.
+        attacks: specs, separated by commas; ``infill`` is the learned one, given tokens of the node's rows (layer 0,
+            as in the paper's Figure 2), whatever the layers: states add hardly anything to it.
+        budget: of ``missing-tokens``, sequences per gap.
         streams: what is seen, separated by commas: ``resid``, states of CompNode 0, or what AttnNode (0, ``keys``) is
-            sent at the layer behind them: ``qkv``, or of that ``q``, ``k``, ``v`` or ``kv`` alone.
+            sent at the next layer: ``qkv``, or of that ``q``, ``k``, ``v`` or ``kv`` alone.
 
     Raises:
-        InputError: a plan, an attack or a stream is none. UnknownNameError: an attack is unknown.
+        InputError: a plan, an attack or a stream is malformed.
+        UnknownNameError: an attack is unknown.
     """
     known = {"missing-tokens": f"missing-tokens:budget={budget}", "infill": infill_spec(setting)}
     learned = [attack for attack in split_specs(attacks) if attack.partition(":")[0] == "infill"]
@@ -128,7 +132,7 @@ def _small_plan(text: str) -> tuple[int, int]:
 
 
 def partial_sums(setting: Setting) -> Experiment:
-    """Partial attention at the first layer: how much of the other nodes' tokens a CompNode reads (Theorem 7.3, P.2)."""
+    """Measure how many of other nodes' tokens a CompNode reads from first-layer attention (Theorem 7.3, P.2)."""
     tokens = shard_tokens(setting)
     cells = []
     for alpha, c, m in ((4, 4, 1), (8, 8, 1), (8, 8, 4), (12, 8, 8)):
@@ -156,26 +160,26 @@ def partial_sums(setting: Setting) -> Experiment:
 
 
 def sums_cell(setting: Setting, keys: dict[str, Any], alpha: int, c: int, m: int, node: int) -> Cell:
-    """What a CompNode reads of the others' tokens in m, e and u of the first layer."""
+    """Make the cell of what a CompNode reads of the others' tokens in m, e and u of the first layer."""
     source = {**setting.source(), "max_tokens": shard_tokens(setting)}
     spec = {**setting.where(), **source, "alpha": alpha, "c": c, "m": m, "node": node}
     return Cell("partial-sums", spec, keys)
 
 
 def shard_tokens(setting: Setting) -> int:
-    """Tokens of a sharded prompt."""
+    """Return the number of tokens of a sharded prompt."""
     return int(setting.source(max_tokens=SHARD_TOKENS)["max_tokens"])
 
 
 def figure_2(setting: Setting, masked: str = "") -> Experiment:
-    """Layer 0: how much of a prompt infilling gives a CompNode, by clusters and nodes (Figure 2).
+    """Measure how much of a prompt infilling recovers from a CompNode's tokens, by clusters and nodes (Figure 2).
 
     Args:
         masked: a masked language model to tune (the paper's is answerdotai/ModernBERT-large), in place of the model
             itself with a bidirectional mask.
 
     Raises:
-        InputError: other layers were asked for.
+        InputError: other layers than 0 were asked for.
     """
     if setting.layers not in (None, (0,)):
         raise InputError("figure-2 is of layer 0; table-5 has the deeper ones")
@@ -193,7 +197,7 @@ def figure_2(setting: Setting, masked: str = "") -> Experiment:
 
 
 def table_5(setting: Setting) -> Experiment:
-    """Deeper layers: ROUGE-L of learned reconstruction from a CompNode's states (Tables 5 and 14)."""
+    """Measure ROUGE-L of learned reconstruction from a CompNode's states, by c and alpha (Tables 5 and 14)."""
     cells = []
     for layer in setting.at((1,)):
         for c in (1, 4, 8):
@@ -212,7 +216,7 @@ def table_5(setting: Setting) -> Experiment:
 
 
 def table_15(setting: Setting) -> Experiment:
-    """Learned reconstruction by layer, for c = alpha = 4 and 8 (Table 15)."""
+    """Measure learned reconstruction from a CompNode's states by layer, for c = alpha = 4 and 8 (Table 15)."""
     cells = [
         infilled(setting, layer, n, n, {f"ROUGE-L, {paper.GEMMA}": paper.SHARD_LAYERS[n].get(layer)})
         for n in (4, 8)
@@ -223,7 +227,7 @@ def table_15(setting: Setting) -> Experiment:
 
 
 def table_16(setting: Setting) -> Experiment:
-    """Learned reconstruction from an AttnNode's rows, by m (Table 16)."""
+    """Measure learned reconstruction from an AttnNode's rows, by the number of splits m (Table 16)."""
     cells = [
         infilled(setting, layer, 8, 8, {f"ROUGE-L, {paper.GEMMA}": paper.SHARD_SPLITS[m]}, m=m, attn=True)
         for m in (2, 3, 4)
@@ -243,7 +247,10 @@ def infilled(
     attn: bool = False,
     masked: str = "",
 ) -> Cell:
-    """The learned attack on a node in the middle of the plan; ``rows held`` is of prompts that were not shorter."""
+    """Make the cell of the learned attack on a node in the middle of the plan.
+
+    ``rows held`` is of prompts that are not shorter.
+    """
     tokens = shard_tokens(setting)
     plan = Plan.clustered(tokens, c, alpha=alpha, m=m, symmetric=True)
     channel = f"shard:alpha={alpha},c={c},node={alpha // 2}"
@@ -260,7 +267,10 @@ def infilled(
 
 
 def infill_spec(setting: Setting) -> str:
-    """The paper trains a model for every plan; on a laptop one model a layer serves all plans."""
+    """Return the spec of the learned attack.
+
+    The paper trains a model for every plan; on a laptop one model per layer serves all plans.
+    """
     return "infill:preset=paper,plan=own" if setting.scale == "paper" else "infill:preset=small,plan=any"
 
 

@@ -1,4 +1,4 @@
-"""Changed prompt tokens behind TOPLOC proofs: how often each rule of choosing values notices them.
+"""Measure how often TOPLOC proofs reveal changed prompt tokens, for each rule of choosing values.
 
 A provider computes one prompt, and claims another in which some tokens are replaced. Its proofs, of prompt and answer,
 are those of what it computed. The verifier recomputes what is claimed.
@@ -36,10 +36,11 @@ OTHER_MODELS = ("nf4", "int8")
 
 
 def tampering(setting: Setting, rules: str = ",".join(RULES), honest: int = HONEST_PROMPTS) -> Experiment:
-    """Changed prompt tokens noticed by TOPLOC's proofs, by share, place and rule; false alarms on honest providers.
+    """Measure how often TOPLOC proofs reveal changed prompt tokens, by share, place and rule, and false alarms.
 
-    ``rules``: of choosing values, joined by commas. ``honest``: prompts of each honest provider, other ones each;
-    ``--limit`` is of all other rows.
+    Args:
+        rules: of choosing values, joined by commas.
+        honest: prompts of each honest provider, different for each; ``--limit`` is of all other rows.
     """
     names = [rule_of(name.strip()).name for name in rules.split(",")]
     most = setting.max_tokens or MOST
@@ -87,14 +88,16 @@ def tampering(setting: Setting, rules: str = ",".join(RULES), honest: int = HONE
 
 @dataclass(frozen=True)
 class _Sent:
-    """What a provider computed of some prompts, and its proofs by rule."""
+    """A provider's answers to some prompts, and its proofs by rule."""
 
     answers: list[Transcript]
     proofs: dict[str, list[list[toploc.Proof]]]
 
 
 def measure(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> Figures:
-    """Share of requests whose proofs are rejected, by rule; where no token is changed, what they cover and weigh.
+    """Measure the share of requests whose proofs are rejected, by rule.
+
+    Where no token is changed, measure what the proofs cover and their bytes too.
 
     Args:
         spec: model, prompts, first and limit (of the long prompts), least, most, new_tokens, sampling, variant, seed,
@@ -132,14 +135,18 @@ def measure(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> 
 def changed(
     tokens: Sequence[int], others: Sequence[int], part: float, place: str, vocabulary: int, draws: torch.Generator
 ) -> tuple[int, ...]:  # fmt: skip
-    """Tokens of which a share is replaced by others of the same places; one that is the same there becomes the next.
+    """Replace a share of tokens by those of another prompt at the same places; an equal one becomes the next token id.
 
     Args:
-        others: repeated where they are fewer. part: share, at least one token unless it is 0. place: ``head``,
-            ``middle``, ``tail`` (in a row) or ``spread`` (drawn at random).
+        tokens: the prompt.
+        others: the other prompt, repeated where it is shorter.
+        part: share, at least one token unless it is 0.
+        place: ``head``, ``middle``, ``tail`` (in a row) or ``spread`` (drawn at random).
+        vocabulary: number of tokens.
+        draws: generator for ``spread``.
 
     Raises:
-        InputError: another place, or no share.
+        InputError: the place is unknown, or the share is outside of 0 to 1.
     """
     if place not in PLACES or not 0 <= part <= 1:
         raise InputError(
@@ -161,7 +168,7 @@ def changed(
 
 
 def prompts_of(spec: dict[str, Any], tokenizer: Any) -> list[tuple[int, ...]]:
-    """Prompts of ``least`` to ``most`` tokens: texts of the source, joined in a random order, then cut."""
+    """Make prompts of ``least`` to ``most`` tokens: join texts of the source in a random order, then cut them."""
     texts = [prompt.text for prompt in load_prompts(spec["prompts"])]
     found = []
     for i in range(spec["first"], spec["first"] + spec["limit"]):
@@ -177,7 +184,7 @@ def prompts_of(spec: dict[str, Any], tokenizer: Any) -> list[tuple[int, ...]]:
 
 @lru_cache(maxsize=1)
 def _sent(key: str, progress: Progress) -> _Sent:
-    """A provider's answers and proofs; consecutive cells of one process share them."""
+    """Return a provider's answers and proofs; consecutive cells of one process share them."""
     spec = json.loads(key)
     variant = Variant.parse(spec["variant"])
     provider = Provider(
@@ -204,5 +211,5 @@ def _sent(key: str, progress: Progress) -> _Sent:
 
 @lru_cache(maxsize=1)
 def _whole(model: str, dtype: str, device: str) -> WholeModel:
-    """The verifier's model."""
+    """Load the verifier's model."""
     return load_whole(model, dtype=dtype, device=device)

@@ -1,4 +1,4 @@
-"""Experiments on inference verification: who is detected from how many tokens, at what cost (DiFR, TOPLOC)."""
+"""Define experiments on inference verification: which deviation is detected from how many tokens (DiFR, TOPLOC)."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -65,10 +65,12 @@ ACTIVATION_SCORES = {
 
 
 def base(setting: Setting, new_tokens: int = 100, turns: int = 2, method: str = "gumbel") -> dict[str, Any]:
-    """Requests as DiFR asks them: temperature 1, top-k 50, top-p 0.95, a seed each; 100 prompts twice.
+    """Return the requests that DiFR uses: temperature 1, top-k 50, top-p 0.95, and a seed each.
+
+    By default each of 100 prompts is asked twice.
 
     Raises:
-        InputError: no such way of sampling.
+        InputError: the sampling method is unknown.
     """
     Sampling(method=method)
     return {
@@ -81,13 +83,14 @@ def base(setting: Setting, new_tokens: int = 100, turns: int = 2, method: str = 
 
 
 def token_scores(method: str, trials: int = 0) -> dict[str, str]:
-    """Scores of tokens with their labels; the inverse probability transform has no margin.
+    """Return scores of tokens with their labels; the inverse probability transform has no margin.
 
     Args:
+        method: of sampling.
         trials: of the Monte Carlo score; 0 leaves it out.
 
     Raises:
-        InputError: a number of trials below 0.
+        InputError: ``trials`` is below 0.
     """
     if trials < 0:
         raise InputError(f"trials {trials}: a whole number from 0")
@@ -106,7 +109,7 @@ def detected(
     sizes: tuple[int, ...],
     keys: Mapping[str, Any] | None = None,
 ) -> list[Cell]:
-    """Cells of detection, one a variant and score; ``keys`` name their rows in place of these two."""
+    """Make cells of detection, one per variant and score; ``keys`` replace these two as labels of their rows."""
     return [
         Cell(
             "detection",
@@ -126,10 +129,12 @@ def detection(
     method: str = "gumbel",
     trials: int = 0,
 ) -> Experiment:
-    """Token-DiFR: which deviation is detected from how many tokens, beside cross-entropy (DiFR, figures 1 to 3).
+    """Measure from how many tokens Token-DiFR detects each deviation, beside cross-entropy (DiFR, figures 1 to 3).
 
-    ``providers``: variants joined by ``;`` in place of the experiment's own. ``method``: of sampling, gumbel, ipt or
-    greedy. ``trials``: of the Monte Carlo score, which is left out without them.
+    Args:
+        providers: variants joined by ``;``, in place of the experiment's own.
+        method: of sampling, gumbel, ipt or greedy.
+        trials: of the Monte Carlo score; 0 leaves it out.
     """
     spec = base(setting, new_tokens, turns, method)
     variants = _list(providers) or (*OTHERS, "batch=7")
@@ -159,9 +164,10 @@ def areas(
     new_tokens: int = 100,
     scores: str = "margin;activation:orthogonal:8",
 ) -> Experiment:
-    """Whole area under the ROC curve beside the one up to 1 % false positives (DiFR, tables 2 and 3 in form).
+    """Compare the whole area under the ROC curve with that up to 1 % false positives (DiFR, tables 2 and 3 in form).
 
-    ``scores``: names joined by ``;`` of those of ``detection`` and ``activations``. Cells are theirs.
+    Args:
+        scores: names joined by ``;``, of those of ``detection`` and ``activations``, whose cells are shared.
     """
     spec = base(setting, new_tokens, turns)
     known = TOKEN_SCORES | ACTIVATION_SCORES
@@ -182,7 +188,7 @@ def areas(
 
 
 def _by_area(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Two rows for each: its whole areas, and those up to 1 % false positives."""
+    """Make two rows for each: its whole areas, and those up to 1 % false positives."""
     out = []
     for row in rows:
         for name, label in (("whole", "whole"), ("auc", "to 1 %")):
@@ -203,9 +209,11 @@ def pooling(
     new_tokens: int = 100,
     score: str = "margin",
 ) -> Experiment:
-    """Means against tail-focused means of one score: what pooling does for rare faults (DiFR, figure 6).
+    """Compare means with tail-focused means of one score, for providers with rare faults (DiFR, figure 6).
 
-    ``providers``: variants joined by ``;``. ``score``: of tokens.
+    Args:
+        providers: variants joined by ``;``.
+        score: of tokens.
     """
     if score not in TOKEN_SCORES:
         raise InputError(f"no score {score!r}; known are {', '.join(TOKEN_SCORES)}")
@@ -233,9 +241,10 @@ def pooling(
 def score_tables(
     setting: Setting, providers: str = "", turns: int = 2, new_tokens: int = 100, scores: str = ""
 ) -> Experiment:
-    """The distribution of every score over each provider's tokens (DiFR, tables 4 to 8 in form).
+    """Measure the distribution of every score over each provider's tokens (DiFR, tables 4 to 8 in form).
 
-    ``scores``: names joined by ``;`` in place of the tables' own.
+    Args:
+        scores: names joined by ``;``, in place of the tables' own.
     """
     spec = base(setting, new_tokens, turns)
     chosen = _list(scores) or tuple(RAW_SCORES)
@@ -263,7 +272,7 @@ def score_tables(
 
 
 def activations(setting: Setting, providers: str = "", turns: int = 2, new_tokens: int = 100) -> Experiment:
-    """Activation-DiFR: detection from a few tokens by numbers a fingerprint, beside TOPLOC (DiFR, figure 4)."""
+    """Measure detection from a few tokens by Activation-DiFR, beside TOPLOC, by numbers per token (DiFR, figure 4)."""
     spec = base(setting, new_tokens, turns)
     return Experiment(
         "Activation-DiFR: detection by number of tokens",
@@ -278,9 +287,10 @@ def activations(setting: Setting, providers: str = "", turns: int = 2, new_token
 def fingerprint_pareto(
     setting: Setting, provider: str = "nf4", turns: int = 2, new_tokens: int = 100
 ) -> Experiment:
-    """Bytes of fingerprints against detection in 32 tokens, Activation-DiFR beside TOPLOC (DiFR, figures 7 to 10).
+    """Compare fingerprint bytes with detection from 32 tokens, for Activation-DiFR and TOPLOC (DiFR, figures 7 to 10).
 
-    ``provider``: the variant to be detected. Cells are those of ``activations``.
+    Args:
+        provider: the variant to be detected. Cells are those of ``activations``.
     """
     cells = detected(base(setting, new_tokens, turns), (provider,), ACTIVATION_SCORES, FEW)
     return Experiment(
@@ -301,9 +311,10 @@ def fingerprint_pareto(
 def fingerprint_cost(
     setting: Setting, provider: str = "kv=fp8", turns: int = 2, new_tokens: int = 100
 ) -> Experiment:
-    """The fewest bytes a token that reach an AUC, Activation-DiFR beside TOPLOC (DiFR, table 1, figures 9 and 10).
+    """Find the fewest bytes per token that reach an AUC, for Activation-DiFR and TOPLOC (DiFR, table 1, figures 9, 10).
 
-    ``provider``: the variant to be detected. Cells are those of ``activations``.
+    Args:
+        provider: the variant to be detected. Cells are those of ``activations``.
     """
     return Experiment(
         f"Bytes a token that detection needs: {provider}",
@@ -320,7 +331,7 @@ def fingerprint_cost(
 
 
 def _by_target(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A row for each AUC to be reached, with the least bytes of each method."""
+    """Make one row for each target AUC, with the least bytes of each method."""
     points = _points(rows)
     out = []
     for target in TARGETS:
@@ -340,7 +351,7 @@ Point = tuple[float, float, dict[str, Any], dict[str, Any]]
 
 
 def _points(rows: list[dict[str, Any]]) -> dict[str, list[Point]]:
-    """Bytes a token, AUC, its figure and its row, of every setting of each method."""
+    """Return bytes per token, AUC, its figure and its row, for every setting of each method."""
     points: dict[str, list[Point]] = {m: [] for m in METHODS}
     for row in rows:
         score = str(row["keys"]["score"])
@@ -357,7 +368,7 @@ def _points(rows: list[dict[str, Any]]) -> dict[str, list[Point]]:
 
 
 def _by_bytes(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The settings that no cheaper one of the same method beats, as rows over bytes a token."""
+    """Return the settings that no cheaper one of the same method beats, as rows over bytes per token."""
     points = _points(rows)
     out: dict[float, dict[str, Any]] = {}
     for method, found in points.items():
@@ -377,9 +388,11 @@ def providers(
     method: str = "gumbel",
     ranked: int = RANKED,
 ) -> Experiment:
-    """Every simulated provider's raw scores, and the tests that need no seed.
+    """Measure every simulated provider's raw scores, and run the tests that need no seed.
 
-    ``providers``, ``method``: see ``detection``. ``ranked``: requests of the rank-uniformity test.
+    Args:
+        providers, method: see ``detection``.
+        ranked: requests of the rank-uniformity test.
     """
     spec = {**base(setting, new_tokens, turns, method), "against": "seed=2"}
     variants = _list(providers) or (*HONEST, *OTHERS)
@@ -413,10 +426,10 @@ def toploc_table(
     new_tokens: int = 100,
     limits: str = LIMITS[0],
 ) -> Experiment:
-    """TOPLOC over honest and dishonest providers (TOPLOC, tables 1 to 4 in form).
+    """Check TOPLOC proofs of honest and dishonest providers (TOPLOC, tables 1 to 4 in form).
 
-    ``limits``: published, or calibrated: the largest values of any proof of the honest providers but the one under
-    test.
+    Args:
+        limits: published; or calibrated: the largest values of any honest proof, without the provider under test.
     """
     if limits not in LIMITS:
         raise InputError(f"limits {limits!r}: {' or '.join(LIMITS)}")
