@@ -44,6 +44,10 @@ class Run:
         """The figures over all prompts; None stands for what was not measured."""
         return self.record.summary or {}
 
+    def __repr__(self) -> str:
+        where = "not recorded" if self.path is None else self.path
+        return f"Run({len(self.samples)} prompts, {self.record.status}, {where})"
+
     def _repr_html_(self) -> str:
         rows = []
         for sample in self.samples:

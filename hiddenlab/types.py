@@ -260,6 +260,12 @@ class AttackResult:
     def __str__(self) -> str:
         return self.text or " ".join(map(str, self.ids))
 
+    def __repr__(self) -> str:
+        sure = sum(token.verified for token in self.tokens)
+        return (
+            f"AttackResult({str(self)!r}, {sure} of {len(self.tokens)} tokens verified, {self.stop_reason})"
+        )
+
     def _repr_html_(self) -> str:
         """Show the text coloured in a notebook: green for verified tokens, yellow for others, grey for missing ones."""
         sure = sum(token.verified for token in self.tokens)

@@ -1,5 +1,6 @@
 """The names at the top of the package: what a notebook uses."""
 
+import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,7 +13,9 @@ import torch
 import hiddenlab as hl
 from hiddenlab.errors import InputError
 from hiddenlab.records import read_run
+from tests.notebook import run
 
+NOTEBOOK = Path(__file__).parents[1] / "docs" / "quickstart.ipynb"
 TEXT = "My password is hunter2"
 Load = Callable[..., hl.TruncatedModel]
 
@@ -116,12 +119,22 @@ def test_a_run_is_what_the_command_line_records(tiny: Callable[..., str], tmp_pa
     config = hl.AttackConfig(
         attack="nearest", model=tiny("llama", tokenizer=True), layer=1, prompt="two\nlines", device="cpu"
     )
-    run = hl.run(config, tmp_path / "x")
-    assert run.path == tmp_path / "x" and len(run.samples) == 1
+    made = hl.run(config, tmp_path / "x")
+    assert made.path == tmp_path / "x" and len(made.samples) == 1
     record, samples = read_run(tmp_path / "x")
     assert record.spec == config.to_json() | {"stream": "resid"}
-    assert samples[0]["recovered_ids"] == run.samples[0]["recovered_ids"]
-    assert run.summary["prompts"] == 1 and "p001" in run._repr_html_()
+    assert samples[0]["recovered_ids"] == made.samples[0]["recovered_ids"]
+    assert made.summary["prompts"] == 1 and "p001" in made._repr_html_()
     assert hl.run(config, keep=False).path is None
     with pytest.raises(InputError, match=r"the configuration: limit"):
         hl.run(hl.AttackConfig(limit=0))
+
+
+def test_the_notebook_runs(tiny: Callable[..., str], small_probes: None) -> None:
+    """On a tiny model, as a stand-in for the built-in one; tests/slow runs it as it is."""
+    path = repr(tiny("llama", tokenizer=True))
+    source = NOTEBOOK.read_text(encoding="utf-8")
+    small = source.replace('\\"builtin\\"', json.dumps(path)[1:-1]).replace("layer=11", "layer=2")
+    shown = [cell["outputs"] for cell in run(json.loads(small))["cells"] if cell["cell_type"] == "code"]
+    assert all(shown)
+    assert "text/html" in shown[2][0]["data"]
