@@ -91,7 +91,7 @@ def clipping(honest: Scores, top: float = 99.9, floor: float = 0.0) -> Pooling:
     finite = honest[np.isfinite(honest)]
     if not len(finite):
         raise InputError("no honest token has a finite score; nothing can be calibrated")
-    # Where honest tokens are all alike the percentile is 0, and would cut off every difference.
+    # If no honest token diverges, the percentile is 0 and would clip away every difference.
     cut = float(np.percentile(finite, top)) or UNIT
     return Pooling(cut, float(np.percentile(finite, floor)) if floor else 0.0)
 
@@ -118,8 +118,10 @@ class Verdict:
     """The quality of a detector on held-out tokens.
 
     Attributes:
-        auc, auc_low_fpr: whole, and standardised at 1 % false positives; 0.5 where the provider diverges less than the
-            honest ones (which is not suspicious). pooling: chosen on the training half. batches: a side.
+        auc, auc_low_fpr: the whole area, and the area up to 1 % false positives, standardised. Both are 0.5 where the
+            provider diverges less than the honest ones, which is not suspicious.
+        pooling: chosen on the training half.
+        batches: number of batches per side.
     """
 
     auc: float
@@ -134,7 +136,10 @@ def detect(
     """Choose clipping and pooling on one half of the tokens and measure them on the other (DiFR, section 5.2).
 
     Args:
-        honest, other: scores of tokens. size: tokens of a batch, drawn without replacement. batches: so many a side.
+        honest, other: scores of tokens.
+        size: tokens of a batch, drawn without replacement.
+        rng: of all draws.
+        batches: number of batches per side.
         which: poolings to choose from, see ``poolings``.
 
     Raises:
@@ -213,7 +218,7 @@ def mmd_test(
     for _ in range(permutations):
         orders = [rng.permutation(len(kernel)) for kernel, _ in kernels]
         value = sum(_mmd(k[np.ix_(o, o)], first) for (k, first), o in zip(kernels, orders, strict=True))
-        above += value >= found - 1e-12  # of equal divisions none is lost to rounding
+        above += value >= found - 1e-12  # the margin keeps equal divisions in spite of rounding
     return (above + 1) / (permutations + 1)
 
 

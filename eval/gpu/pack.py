@@ -145,7 +145,7 @@ def _pack_packages(archive: Path, cuda: str) -> Path:
                 if ".." in file.parts or "__pycache__" in file.parts:
                     continue
                 found |= file.name == library
-                # One library for each version of CUDA and ROCm: twenty megabytes each.
+                # There is one library of twenty megabytes for each version of CUDA and ROCm.
                 if file.name.startswith("libbitsandbytes_") and file.name not in (
                     library,
                     "libbitsandbytes_cpu.so",
