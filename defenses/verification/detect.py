@@ -35,7 +35,7 @@ def standardised_auc(honest: Scores, other: Scores, max_fpr: float = MAX_FPR) ->
     """Return McClish's standardised area under the ROC curve up to a false positive rate: 0.5 is chance, 1 perfect.
 
     Raises:
-        InputError: fewer than two statistics a side, or a rate outside (0, 1].
+        InputError: fewer than two statistics per side, or a rate outside (0, 1].
     """
     if min(len(honest), len(other)) < 2:
         raise InputError("an ROC curve needs at least two statistics a side")
@@ -179,7 +179,7 @@ def mmd(ours: NDArray[np.int64], theirs: NDArray[np.int64]) -> float:
     This is the statistic of model equality testing.
 
     Args:
-        ours, theirs: token ids, one completion a row, all of one length.
+        ours, theirs: token ids, one completion per row, all of one length.
     """
     return _mmd(_agreement(np.concatenate([ours, theirs])), len(ours))
 
@@ -195,10 +195,10 @@ def mmd_test(
 
     Args:
         prompts: which prompt each of ``ours`` answers, and each of ``theirs`` in the same order; then only completions
-            of one prompt are compared and exchanged, as model equality testing does. A prompt needs two a side.
+            of one prompt are compared and exchanged, as model equality testing does. Each prompt needs two per side.
 
     Raises:
-        InputError: fewer than two completions a side (of a prompt), or unequal lengths.
+        InputError: fewer than two completions per side (of a prompt), or unequal lengths.
     """
     of = np.asarray([0] * len(ours) if prompts is None else prompts)
     theirs_of = np.zeros(len(theirs), dtype=int) if prompts is None else of

@@ -428,7 +428,7 @@ class Verdict:
     """The result for a whole request, which is accepted only if each of its chunks is.
 
     Attributes:
-        accepted, reason: of the whole. checks: one a chunk in their order; none if the number of proofs is wrong.
+        accepted, reason: of the whole. checks: one per chunk in their order; none if the number of proofs is wrong.
         prompt, output: covered rows (see ``Check``) of the prompt's states and of the answer's, ascending.
     """
 

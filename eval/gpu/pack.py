@@ -33,8 +33,10 @@ def pack(folder: Path, piece_mb: float, cuda: str) -> list[Path]:
     """Pack the model into compressed pieces and the packages into one archive.
 
     Args:
-        piece_mb: the largest piece, in MB (10⁶ bytes). cuda: version of the machine's torch, such as 13.0; of
-            bitsandbytes's libraries, one a CUDA version, only that one is packed.
+        folder: where the files go.
+        piece_mb: the largest piece, in MB (10⁶ bytes).
+        cuda: version of the machine's torch, such as 13.0. bitsandbytes has one library per CUDA version; only this
+            one is packed.
 
     Returns:
         The files, the manifest first.

@@ -51,8 +51,11 @@ class Part:
     """One question, and the measurements that answer it.
 
     Attributes:
-        name: on the command line. title: of its table. says: what the figures mean, in a sentence or two.
-        limit: seconds at most. measure: ``module:function``, called with a ``Lab`` and a cell's values.
+        name: on the command line.
+        title: of its table.
+        says: what the figures mean, in a sentence or two.
+        limit: seconds at most.
+        measure: ``module:function``, called with a ``Lab`` and a cell's values.
         cells: what to measure, the most valuable first.
     """
 
@@ -69,7 +72,9 @@ class Result:
     """Everything that was measured so far, and where.
 
     Attributes:
-        setting: where it ran. facts: card, versions, commit. rows: one a cell, in the order of measurement.
+        setting: where it ran.
+        facts: card, versions, commit.
+        rows: one per cell, in the order of measurement.
         faults: what went wrong with a part's process, in words.
     """
 
