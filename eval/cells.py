@@ -4,7 +4,6 @@ A cell's result depends only on its measure and its spec, and is kept under a di
 experiment resumes where it was, two tables share their common cells, and nothing is measured twice.
 """
 
-import hashlib
 import json
 import shlex
 import time
@@ -23,6 +22,7 @@ from hiddenlab.errors import HiddenlabError, InputError
 from hiddenlab.records import RECORD, commit_name, finite, read_run
 from hiddenlab.report.tables import Figure
 from hiddenlab.types import Progress, silent
+from hiddenlab.utils.digests import digest_of
 from hiddenlab.utils.environment import describe_environment
 from hiddenlab.utils.files import write_file
 from hiddenlab.utils.schema import CLOSED, OPEN, Finite, read
@@ -127,8 +127,7 @@ class Cell:
 
     @property
     def digest(self) -> str:
-        text = json.dumps([FORMAT, self.measure, self.spec], sort_keys=True, default=list)
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
+        return digest_of([FORMAT, self.measure, self.spec])
 
     def folder(self, home: Path) -> Path:
         """Return the folder in which the cell's result is kept."""

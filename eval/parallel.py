@@ -40,7 +40,7 @@ def measure_all(
         import ray
     except ImportError:
         raise HiddenlabError("--workers needs Ray; install hiddenlab with its ray extra") from None
-    from hiddenlab.defenses.cascade.cluster import check_reachable
+    from hiddenlab.defenses.cascade.ray_connection import check_reachable
 
     own = not ray.is_initialized()
     if own:

@@ -4,7 +4,6 @@
 grows by one line a prompt. So a run that was killed, or whose disk filled up, stays readable and resumable.
 """
 
-import hashlib
 import json
 import math
 import os
@@ -20,6 +19,7 @@ from typing_extensions import TypedDict
 
 from hiddenlab.errors import HiddenlabError, InputError
 from hiddenlab.summary import Sample, sample_form
+from hiddenlab.utils.digests import digest_of
 from hiddenlab.utils.schema import CLOSED, Count, Finite, Positive, loads, parse, read_bytes
 
 FORMAT = 1
@@ -268,7 +268,7 @@ def _load_samples(path: Path, verb: str) -> tuple[list[Sample], int]:
 
 def _new_directory(record: RunRecord, runs_dir: Path) -> Path:
     stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
-    digest = hashlib.sha256(json.dumps(record.spec, sort_keys=True).encode()).hexdigest()[:8]
+    digest = digest_of(record.spec)[:8]
     runs_dir.mkdir(parents=True, exist_ok=True)
     for suffix in ("", *(f"-{n}" for n in range(2, 100))):
         path = runs_dir / f"{stamp}-{record.verb}-{digest}{suffix}"

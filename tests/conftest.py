@@ -21,6 +21,25 @@ hypothesis.settings.register_profile("hiddenlab", deadline=None)
 hypothesis.settings.load_profile("hiddenlab")
 
 
+# Cases of otherwise quick tests that take seconds; whole files of such stand in tests/slow.
+SLOW_CASES = Path(__file__).parent / "slow_cases.txt"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark what ``make test`` leaves out: the folder tests/slow, and the cases that are listed."""
+    listed = [line for line in SLOW_CASES.read_text(encoding="utf-8").splitlines() if line]
+    found, files = set(), {item.nodeid.partition("::")[0] for item in items}
+    for item in items:
+        name = item.nodeid
+        matches = {case for case in (name, name.partition("[")[0]) if case in listed}
+        found |= matches
+        if matches or name.startswith("tests/slow/"):
+            item.add_marker(pytest.mark.slow)
+    narrowed = any("::" in argument for argument in config.args) or config.option.keyword
+    if not narrowed and (stale := [x for x in listed if x.partition("::")[0] in files and x not in found]):
+        raise pytest.UsageError(f"{SLOW_CASES.name} lists what is no test: {', '.join(stale)}")
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Nothing that a test trains or converts touches the user's cache."""

@@ -23,7 +23,7 @@ from hiddenlab.summary import NO_STATE
 from hiddenlab.testing import DECODERS, LAYERS, VOCABULARY, WIDTH
 from hiddenlab.types import AttackResult, Observation, TokenPrediction
 
-TinySlice = Callable[..., TruncatedModel]
+LoadModel = Callable[..., TruncatedModel]
 TinyPath = Callable[..., str]
 Prompt = list[int]
 
@@ -67,7 +67,7 @@ def assert_exact(recoveries: Sequence[AttackResult], prompts: Sequence[Prompt]) 
 
 @pytest.mark.parametrize("channel", CHANNELS)
 @pytest.mark.parametrize("architecture", DECODERS)
-def test_random_tokens_are_recovered_exactly(tiny_model: TinySlice, architecture: str, channel: str) -> None:
+def test_random_tokens_are_recovered_exactly(tiny_model: LoadModel, architecture: str, channel: str) -> None:
     prompts = random_prompts(12, 1, 7)
     assert_exact(attack(tiny_model(architecture, 3), prompts, channel), prompts)
 
@@ -75,7 +75,7 @@ def test_random_tokens_are_recovered_exactly(tiny_model: TinySlice, architecture
 @pytest.mark.parametrize(("layer", "stream"), [(1, "resid"), (LAYERS, "resid"), (LAYERS, "final_norm")])
 @pytest.mark.parametrize("channel", ["identity", "2d-perm"])
 def test_first_and_last_layer_and_final_norm(
-    tiny_model: TinySlice, layer: int, stream: str, channel: str
+    tiny_model: LoadModel, layer: int, stream: str, channel: str
 ) -> None:
     prompts = random_prompts(12, 5)
     for architecture in ("gemma2", "qwen3_moe"):
@@ -84,7 +84,7 @@ def test_first_and_last_layer_and_final_norm(
 
 @pytest.mark.parametrize("stream", ["q", "k", "v"])
 @pytest.mark.parametrize("channel", ["identity", "2d-perm"])
-def test_queries_keys_and_values(tiny_model: TinySlice, stream: str, channel: str) -> None:
+def test_queries_keys_and_values(tiny_model: LoadModel, stream: str, channel: str) -> None:
     prompts = random_prompts(12, 5)
     for architecture in ("gemma2", "gpt_neox"):
         assert_exact(attack(tiny_model(architecture, 3, stream), prompts, channel), prompts)
@@ -92,7 +92,7 @@ def test_queries_keys_and_values(tiny_model: TinySlice, stream: str, channel: st
 
 @pytest.mark.parametrize("leading", [0, 3, 9])
 def test_rows_behind_a_gap_are_guessed_and_not_verified(
-    tiny_model: TinySlice, small_probes: None, leading: int
+    tiny_model: LoadModel, small_probes: None, leading: int
 ) -> None:
     model, (prompt,) = tiny_model("llama", 2), random_prompts(9)
     (whole,) = release(model, [prompt])
@@ -114,7 +114,7 @@ def test_rows_behind_a_gap_are_guessed_and_not_verified(
 
 
 @pytest.mark.parametrize("channel", CHANNELS)
-def test_repeated_tokens(tiny_model: TinySlice, channel: str) -> None:
+def test_repeated_tokens(tiny_model: LoadModel, channel: str) -> None:
     """Rows may be equal then: any of them is the right one."""
     prompts = [[5] * 6, [7, 7, 3, 7, 3, 3], [256, 256, 9]]
     for architecture in ("llama", "gemma2", "gpt2"):
@@ -122,7 +122,7 @@ def test_repeated_tokens(tiny_model: TinySlice, channel: str) -> None:
 
 
 @pytest.mark.parametrize("distance", ["l1", "l2", "sorted-l1", "sorted-l2"])
-def test_every_distance(tiny_model: TinySlice, distance: str) -> None:
+def test_every_distance(tiny_model: LoadModel, distance: str) -> None:
     prompts = random_prompts(8)
     permuted = ["2d-perm"] if distance.startswith("sorted") else []
     for specs in ([], permuted):
@@ -131,7 +131,7 @@ def test_every_distance(tiny_model: TinySlice, distance: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("channel", ["identity", "2d-perm"])
-def test_half_precision_slices(tiny: TinyPath, dtype: str, channel: str) -> None:
+def test_half_precision_models(tiny: TinyPath, dtype: str, channel: str) -> None:
     prompts = random_prompts(10, 3)
     for architecture in ("llama", "gemma2", "gpt2"):
         model = load_model(tiny(architecture), 2, dtype=dtype, device="cpu")
@@ -139,7 +139,7 @@ def test_half_precision_slices(tiny: TinyPath, dtype: str, channel: str) -> None
 
 
 @pytest.mark.parametrize("channel", ["identity", "seq-perm", "hidden-perm"])
-def test_released_in_another_dtype(tiny: TinyPath, tiny_model: TinySlice, channel: str) -> None:
+def test_released_in_another_dtype(tiny: TinyPath, tiny_model: LoadModel, channel: str) -> None:
     prompts = random_prompts(10, 3)
     assert_exact(attack(tiny_model("gpt2", 2), prompts, "dtype:bfloat16", channel), prompts)
     half = load_model(tiny("gpt2"), 2, dtype="bfloat16", device="cpu")
@@ -147,7 +147,7 @@ def test_released_in_another_dtype(tiny: TinyPath, tiny_model: TinySlice, channe
 
 
 @pytest.mark.parametrize("quantization", ["int8", "nf4"])
-def test_quantized_providers(tiny_model: TinySlice, quantization: str) -> None:
+def test_quantized_providers(tiny_model: LoadModel, quantization: str) -> None:
     """Attacked with the full-precision weights; nf4 of so small a model is far from them."""
     prompts = random_prompts(10)
     (recovery,) = attack(tiny_model("gpt_neox", 1), prompts, quantization)
@@ -168,7 +168,7 @@ def forced(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
 @pytest.mark.parametrize("architecture", ["gemma2", "llama"])
 @pytest.mark.parametrize("channel", CHANNELS)
 def test_speculative_is_greedy(
-    tiny_model: TinySlice, small_probes: None, forced: str, architecture: str, channel: str
+    tiny_model: LoadModel, small_probes: None, forced: str, architecture: str, channel: str
 ) -> None:
     """Greedy with the plain vocabulary is the oracle. gemma2's probe is good, llama's mostly wrong."""
     model, prompts = tiny_model(architecture, 2), random_prompts(16, 1, 2, 9)
@@ -188,7 +188,7 @@ def test_speculative_is_greedy(
             )
 
 
-def test_a_good_guess_takes_one_pass(tiny_model: TinySlice, small_probes: None) -> None:
+def test_a_good_guess_takes_one_pass(tiny_model: LoadModel, small_probes: None) -> None:
     model, prompts = tiny_model("gemma2", 2), random_prompts(20, 30)
     recoveries = attack(model, prompts, proposal="probe")
     assert_exact(recoveries, prompts)
@@ -200,7 +200,7 @@ def test_a_good_guess_takes_one_pass(tiny_model: TinySlice, small_probes: None) 
 @pytest.mark.parametrize("proposal", ["vocab", "lm", "probe", "probe+lm"])
 @pytest.mark.parametrize("channel", ["identity", "2d-perm"])
 def test_greedy_with_every_proposal(
-    tiny_model: TinySlice, small_probes: None, proposal: str, channel: str
+    tiny_model: LoadModel, small_probes: None, proposal: str, channel: str
 ) -> None:
     prompts = random_prompts(9, 4)
     recoveries = attack(tiny_model("gemma2", 2), prompts, channel, search="greedy", proposal=proposal)
@@ -210,14 +210,14 @@ def test_greedy_with_every_proposal(
         assert sum(token.evaluated for token in recoveries[0].tokens) <= 15 * 9
 
 
-def test_vocab_is_tried_in_order_special_tokens_first(tiny_model: TinySlice) -> None:
+def test_vocab_is_tried_in_order_special_tokens_first(tiny_model: LoadModel) -> None:
     model = tiny_model("llama", 2)
     (recovery,) = attack(model, [[256, 0, 299]])
     assert [token.evaluated for token in recovery.tokens] == [2, FIRST_BATCH, VOCABULARY]
 
 
 @pytest.mark.parametrize("channel", ["identity", "2d-perm"])
-def test_a_batch_is_one_by_one(tiny_model: TinySlice, small_probes: None, channel: str) -> None:
+def test_a_batch_is_one_by_one(tiny_model: LoadModel, small_probes: None, channel: str) -> None:
     model, prompts = tiny_model("llama", 3), random_prompts(9, 1, 14, 5, 9)
     observations = release(model, prompts, channel)
     for proposal in ("vocab", "probe+lm"):
@@ -241,7 +241,7 @@ def test_a_batch_is_one_by_one(tiny_model: TinySlice, small_probes: None, channe
                 assert one.evaluated_tokens == other.evaluated_tokens
 
 
-def test_observations_of_two_channels_are_each_their_own(tiny_model: TinySlice) -> None:
+def test_observations_of_two_channels_are_each_their_own(tiny_model: LoadModel) -> None:
     """Attacked in one call, a permuted observation must not spoil a plain one."""
     model, prompts = tiny_model("llama", 2), random_prompts(7, 7)
     plain, permuted = release(model, prompts[:1]), release(model, prompts[1:], "2d-perm")
@@ -256,8 +256,8 @@ def test_observations_of_two_channels_are_each_their_own(tiny_model: TinySlice) 
 
 
 @pytest.mark.parametrize("options", [{"proposal": "vocab"}, {"proposal": "probe+lm"}])
-def test_costs_are_what_the_slice_counted(
-    tiny_model: TinySlice, small_probes: None, forced: str, options: dict[str, Any]
+def test_costs_are_what_the_model_counted(
+    tiny_model: LoadModel, small_probes: None, forced: str, options: dict[str, Any]
 ) -> None:
     model, prompts = tiny_model("gemma2", LAYERS), random_prompts(14, 6)
     observations = release(model, prompts)
@@ -277,7 +277,7 @@ def test_costs_are_what_the_slice_counted(
 # ---- epsilon, budget
 
 
-def test_a_number_is_an_absolute_distance(tiny_model: TinySlice) -> None:
+def test_a_number_is_an_absolute_distance(tiny_model: LoadModel) -> None:
     model, prompts = tiny_model("llama", 2), random_prompts(6)
     (right,) = attack(model, prompts, epsilon="0.5")
     assert_exact([right], prompts)
@@ -296,7 +296,7 @@ def test_a_number_is_an_absolute_distance(tiny_model: TinySlice) -> None:
 @pytest.mark.parametrize("epsilon", ["auto", "calibrated"])
 @pytest.mark.parametrize("channel", ["identity", "2d-perm", "dtype:bfloat16"])
 def test_measured_thresholds_lie_between_floor_and_gap(
-    tiny_model: TinySlice, epsilon: str, channel: str
+    tiny_model: LoadModel, epsilon: str, channel: str
 ) -> None:
     model, prompts = tiny_model("gpt2", 2), random_prompts(9, 4)
     attacker = VocabMatch(proposal="vocab", epsilon=epsilon)
@@ -382,7 +382,7 @@ def test_a_match_that_chance_explains_is_not_called_verified() -> None:
 
 @pytest.mark.parametrize("count", [1, 64])
 def test_one_number_of_a_row_proves_nothing_under_noise(
-    tiny_model: TinySlice, small_probes: None, count: int
+    tiny_model: LoadModel, small_probes: None, count: int
 ) -> None:
     model, prompts = tiny_model("llama", 2), random_prompts(12, 3)
     found = attack(model, prompts, f"project:count={count},sigma=0.05", budget=VOCABULARY)
@@ -394,7 +394,7 @@ def test_one_number_of_a_row_proves_nothing_under_noise(
 @pytest.mark.parametrize("budget", [1, 5, 20])
 @pytest.mark.parametrize("channel", ["identity", "2d-perm"])
 def test_a_budget_bounds_the_candidates_of_a_position(
-    tiny_model: TinySlice, budget: int, channel: str
+    tiny_model: LoadModel, budget: int, channel: str
 ) -> None:
     model, prompts = tiny_model("llama", 2), [[0, 3, 200, 299]]
     (recovery,) = attack(model, prompts, channel, budget=budget)
@@ -412,7 +412,7 @@ def test_a_budget_bounds_the_candidates_of_a_position(
 
 @pytest.mark.parametrize("budget", [1, 3])
 def test_a_budget_bounds_speculation_too(
-    tiny_model: TinySlice, small_probes: None, forced: str, budget: int
+    tiny_model: LoadModel, small_probes: None, forced: str, budget: int
 ) -> None:
     """llama's probe is often wrong, so that alternatives stand beside most guesses."""
     (recovery,) = attack(tiny_model("llama", 2), random_prompts(20), proposal="probe", budget=budget)
@@ -423,7 +423,7 @@ def test_a_budget_bounds_speculation_too(
 
 
 @pytest.mark.parametrize("channel", CHANNELS)
-def test_noise_is_never_verified(tiny_model: TinySlice, channel: str) -> None:
+def test_noise_is_never_verified(tiny_model: LoadModel, channel: str) -> None:
     model = tiny_model("gemma2", 3)
     (real,) = release(model, random_prompts(5), channel)
     states = torch.randn(5, WIDTH, generator=seeded()) * real.states.std()
@@ -440,7 +440,7 @@ def test_noise_is_never_verified(tiny_model: TinySlice, channel: str) -> None:
 
 @pytest.mark.parametrize("proposal", ["vocab", "probe+lm"])
 def test_one_row_of_noise_spoils_only_what_follows(
-    tiny_model: TinySlice, small_probes: None, proposal: str
+    tiny_model: LoadModel, small_probes: None, proposal: str
 ) -> None:
     model, prompts = tiny_model("gemma2", 3), random_prompts(9)
     (real,) = release(model, prompts)
@@ -460,7 +460,7 @@ def test_one_row_of_noise_spoils_only_what_follows(
 )
 @pytest.mark.parametrize("proposal", ["vocab", "probe+lm"])
 def test_noised_inputs_leave_tokens_unverified(
-    tiny_model: TinySlice, small_probes: None, specs: tuple[str, ...], proposal: str
+    tiny_model: LoadModel, small_probes: None, specs: tuple[str, ...], proposal: str
 ) -> None:
     prompts = random_prompts(8, 3)
     for recovery, prompt in zip(
@@ -471,7 +471,7 @@ def test_noised_inputs_leave_tokens_unverified(
         assert recovery.stop_reason == "vocabulary exhausted"
 
 
-def test_little_noise_does_not_hide_the_tokens(tiny_model: TinySlice) -> None:
+def test_little_noise_does_not_hide_the_tokens(tiny_model: LoadModel) -> None:
     prompts = random_prompts(10)
     assert attack(tiny_model("gpt2", 1), prompts, "gaussian:sigma=0.001")[0].ids == prompts[0]
 
@@ -518,7 +518,7 @@ def test_rows_of_very_different_norm(peculiar: Callable[..., TruncatedModel], sp
 # ---- wrong input
 
 
-def test_an_observation_of_something_else_is_refused(tiny: TinyPath, tiny_model: TinySlice) -> None:
+def test_an_observation_of_something_else_is_refused(tiny: TinyPath, tiny_model: LoadModel) -> None:
     (observation,) = release(tiny_model("llama", 2), random_prompts(4))
     narrow = Observation(observation.states[:, :32].clone(), observation.info)
     cases: list[tuple[Observation, TruncatedModel, str]] = [
@@ -554,7 +554,7 @@ def test_options_are_checked_before_anything_runs(options: dict[str, Any], match
         VocabMatch(**options)
 
 
-def test_an_unknown_distance_is_refused(tiny_model: TinySlice) -> None:
+def test_an_unknown_distance_is_refused(tiny_model: LoadModel) -> None:
     with pytest.raises(InputError, match="unknown distance 'l7'"):
         attack(tiny_model("llama", 2), random_prompts(2), distance="l7")
 
@@ -602,7 +602,7 @@ def prepared(model: TruncatedModel, rows: Tensor, guess: Prompt, **options: Any)
 
 
 @pytest.mark.parametrize("overlapping", [True, False])
-def test_a_settled_position_is_told_by_what_follows(tiny_model: TinySlice, overlapping: bool) -> None:
+def test_a_settled_position_is_told_by_what_follows(tiny_model: LoadModel, overlapping: bool) -> None:
     """A row that was spoiled points to a wrong token; the rows behind it know better."""
     model = tiny_model("llama", 2)
     (prompt,) = random_prompts(8)
@@ -620,7 +620,7 @@ def test_a_settled_position_is_told_by_what_follows(tiny_model: TinySlice, overl
     assert (task.tokens == prompt) == overlapping
 
 
-def test_what_was_learned_counts_for_more_the_more_it_was_learned_from(tiny_model: TinySlice) -> None:
+def test_what_was_learned_counts_for_more_the_more_it_was_learned_from(tiny_model: LoadModel) -> None:
     model = tiny_model("llama", 2)
     (prompt,) = random_prompts(4)
     task = prepared(model, model.encode(torch.tensor(prompt)).float(), prompt)
@@ -642,7 +642,7 @@ def test_what_was_learned_counts_for_more_the_more_it_was_learned_from(tiny_mode
     assert next_of(1000) == [7, 5, 6]
 
 
-def test_passes_grow_by_a_quarter_and_never_repeat_a_candidate(tiny_model: TinySlice) -> None:
+def test_passes_grow_by_a_quarter_and_never_repeat_a_candidate(tiny_model: LoadModel) -> None:
     model = tiny_model("llama", 2)
     (prompt,) = random_prompts(4)
     candidates = Candidates(

@@ -15,7 +15,7 @@ from hiddenlab.models import TruncatedModel
 from hiddenlab.testing import VOCABULARY
 from hiddenlab.types import AttackResult, Observation
 
-TinySlice = Callable[..., TruncatedModel]
+LoadModel = Callable[..., TruncatedModel]
 TOKENS = [17, 250, 3, 3, 99, 180]
 
 
@@ -30,7 +30,7 @@ def recover(attack: Attack, model: TruncatedModel, *specs: str) -> AttackResult:
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma2", "gpt2"])
 @pytest.mark.parametrize("policy", ["gradient", "random"])
-def test_sipit_recovers_exactly(tiny_model: TinySlice, architecture: str, policy: str) -> None:
+def test_sipit_recovers_exactly(tiny_model: LoadModel, architecture: str, policy: str) -> None:
     model = tiny_model(architecture, 2)
     found = recover(SipIt(policy=policy), model)  # type: ignore[arg-type]
     assert found.ids == TOKENS
@@ -43,14 +43,14 @@ def test_sipit_recovers_exactly(tiny_model: TinySlice, architecture: str, policy
         assert found.evaluated_tokens >= 2 * sum(one.evaluated for one in found.tokens)
 
 
-def test_gradients_lead_to_the_token(tiny_model: TinySlice) -> None:
+def test_gradients_lead_to_the_token(tiny_model: LoadModel) -> None:
     """Else it would be the random policy at twice the price: half the vocabulary on average."""
     found = recover(SipIt(), tiny_model("llama", 1))
     assert sum(one.evaluated for one in found.tokens) < len(TOKENS) * VOCABULARY / 4
 
 
 @pytest.mark.parametrize("policy", ["gradient", "random"])
-def test_sipit_finds_the_same_beside_other_prompts(tiny_model: TinySlice, policy: str) -> None:
+def test_sipit_finds_the_same_beside_other_prompts(tiny_model: LoadModel, policy: str) -> None:
     model = tiny_model("llama", 2)
     channel = Channel.parse([])
     observations = [channel.release(model, TOKENS[i:], seeded())[0] for i in range(3)]
@@ -63,7 +63,7 @@ def test_sipit_finds_the_same_beside_other_prompts(tiny_model: TinySlice, policy
         assert (one.evaluated_tokens, one.forward_calls) == (alone.evaluated_tokens, alone.forward_calls)
 
 
-def test_sipit_counts_what_it_runs(tiny_model: TinySlice) -> None:
+def test_sipit_counts_what_it_runs(tiny_model: LoadModel) -> None:
     model = tiny_model("llama", 2)
     for attack in (SipIt(), SipIt(policy="random", budget=3, per_step=2)):
         observation = Channel.parse([]).release(model, TOKENS, seeded())[0]
@@ -74,14 +74,14 @@ def test_sipit_counts_what_it_runs(tiny_model: TinySlice) -> None:
         assert (found.evaluated_tokens, found.forward_calls) == ran
 
 
-def test_sipit_within_a_budget(tiny_model: TinySlice) -> None:
+def test_sipit_within_a_budget(tiny_model: LoadModel) -> None:
     found = recover(SipIt(policy="random", budget=3, per_step=2), tiny_model("llama", 2))
     assert len(found.ids) == len(TOKENS)
     assert all(one.evaluated <= 3 for one in found.tokens)
     assert found.stop_reason == "budget exhausted"
 
 
-def test_what_sipit_cannot_use(tiny_model: TinySlice) -> None:
+def test_what_sipit_cannot_use(tiny_model: LoadModel) -> None:
     for spec, message in (
         ("seq-perm", "in order"),
         ("hidden-perm", "in order"),
@@ -100,7 +100,7 @@ def test_what_sipit_cannot_use(tiny_model: TinySlice) -> None:
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma2", "qwen3"])
-def test_the_nearest_embedding_reads_layer_0(tiny_model: TinySlice, architecture: str) -> None:
+def test_the_nearest_embedding_reads_layer_0(tiny_model: LoadModel, architecture: str) -> None:
     found = recover(NearestEmbedding(), tiny_model(architecture, 0, "embed"))
     assert found.ids == TOKENS
     assert found.evaluated_tokens == found.forward_calls == 0
@@ -108,7 +108,7 @@ def test_the_nearest_embedding_reads_layer_0(tiny_model: TinySlice, architecture
 
 
 def test_the_nearest_embedding_keeps_positions_and_refuses_permuted_coordinates(
-    tiny_model: TinySlice,
+    tiny_model: LoadModel,
 ) -> None:
     model = tiny_model("llama", 0, "embed")
     found = recover(NearestEmbedding(), model, "shard:alpha=2,c=1,node=1")

@@ -39,7 +39,7 @@ from hiddenlab.matching.distance import Matcher
 from hiddenlab.models import TruncatedModel, load_model
 from hiddenlab.types import Observation, ObservationInfo, Site
 
-WEIGHTS = torch.tensor([0.7, 0.5, 0.3, 0.2, 1.0, 0.4, -2.0, -1.0, -0.5, 0.0])
+WEIGHTS = torch.tensor([0.7, 0.5, 0.3, 0.2, 1.0, 0.4, -2.0, -1.0, -0.5])
 MATCHER = Matcher(1, False)
 
 
@@ -528,7 +528,8 @@ def test_what_it_cannot_use_is_refused(tiny_model: Callable[..., TruncatedModel]
     )
     with pytest.raises(NotApplicableError, match="whole states"):
         BeamDecoding().fit(observation.info, model).recover(observation)
-    narrow = Observation(observation.states[:, :3], observation.info)
+    whole, _ = Channel.parse([]).release(model, [1, 2, 3])
+    narrow = Observation(whole.states[:, :3], whole.info)
     with pytest.raises(InputError):
         BeamDecoding().fit(narrow.info, model).recover(narrow)
     for options in ({"beam": 0}, {"width": 0}, {"sweeps": -1}):

@@ -8,8 +8,7 @@ import torch
 
 from hiddenlab.attacks.beam_decoding import order_linearized as module
 from hiddenlab.attacks.beam_decoding.hypotheses import Engines
-from hiddenlab.attacks.beam_decoding.noise_solver import append
-from hiddenlab.attacks.beam_decoding.order_beam import ordered
+from hiddenlab.attacks.beam_decoding.order_beam import append, ordered
 from hiddenlab.attacks.beam_decoding.order_linearized import (
     Displaced,
     _expected,
@@ -66,7 +65,7 @@ def test_what_the_second_layer_asks_follows_from_what_the_first_ones_attention_g
 @pytest.mark.parametrize(("layer", "stream"), [(2, "resid"), (3, "q"), (2, "attn"), (1, "k")])
 def test_attention_is_given_to_one_layer_only(tiny: Callable[..., str], layer: int, stream: str) -> None:
     model = load_model(tiny("llama"), layer, stream=stream)
-    with pytest.raises(InputError, match=f"truncated models of one layer.* not for {model.site}"):
+    with pytest.raises(InputError, match=f"models of one layer.* not for {model.site}"):
         model.run_given(model.embed(TOKENS), torch.zeros(len(TOKENS), 64))
 
 

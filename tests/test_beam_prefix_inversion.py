@@ -20,7 +20,7 @@ from hiddenlab.matching.distance import Matcher, choose_matcher
 from hiddenlab.models import Request, TruncatedModel
 from hiddenlab.proposals.store import probes_for
 
-TinySlice = Callable[..., TruncatedModel]
+LoadModel = Callable[..., TruncatedModel]
 DRAW = RandomPrefix.inputs
 TOKENS = torch.randint(0, 256, (12,), generator=torch.Generator().manual_seed(5)).tolist()
 
@@ -50,7 +50,7 @@ def decoding_of(model: TruncatedModel, specs: list[str], tokens: list[int]) -> t
     ("specs", "share"), [(["random-prefix"], 0.2), (["random-prefix", "hidden-perm"], 0.8)]
 )
 def test_what_stood_before_is_found_behind_tokens_that_are_mostly_right(
-    tiny_model: TinySlice, architecture: str, specs: list[str], share: float
+    tiny_model: LoadModel, architecture: str, specs: list[str], share: float
 ) -> None:
     """Behind the tokens' own coordinates nearly all is explained; sorted ones have many hollows to end in."""
     model = tiny_model(architecture, 2)
@@ -70,7 +70,7 @@ def test_what_stood_before_is_found_behind_tokens_that_are_mostly_right(
 @pytest.mark.parametrize("architecture", ["llama", "gemma2", "gpt2"])
 @pytest.mark.parametrize(("size", "share"), [(1, 0.3), (2, 0.6)])
 def test_few_rows_tell_which_of_them_are_first(
-    tiny_model: TinySlice, architecture: str, size: int, share: float, monkeypatch: pytest.MonkeyPatch
+    tiny_model: LoadModel, architecture: str, size: int, share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However wrong the order in which the rows were decoded, the true one is explained by what is found."""
     model = tiny_model(architecture, 2)
@@ -100,7 +100,7 @@ def test_few_rows_tell_which_of_them_are_first(
     (["random-prefix", "gaussian:sigma=0.001", "seq-perm"], True, False),
 ])  # fmt: skip
 def test_shuffled_prompts_that_stay_unexplained_are_begun_anew(
-    tiny_model: TinySlice, monkeypatch: pytest.MonkeyPatch, specs: list[str], found_in_own: bool, asked: bool
+    tiny_model: LoadModel, monkeypatch: pytest.MonkeyPatch, specs: list[str], found_in_own: bool, asked: bool
 ) -> None:
     """Orders are spoilt until then, and nothing else could mend them."""
     monkeypatch.setattr("hiddenlab.attacks.beam_decoding.arrives", lambda *_: found_in_own)
@@ -134,7 +134,7 @@ def test_shuffled_prompts_that_stay_unexplained_are_begun_anew(
 
 
 def test_beginnings_are_looked_for_where_those_of_own_texts_are_found(
-    tiny_model: TinySlice, monkeypatch: pytest.MonkeyPatch
+    tiny_model: LoadModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny_model("gpt2", 1)
     channel, begin, orders = Channel.parse(["random-prefix", "seq-perm"]), Unknown.begin, list[list[int]]()
@@ -155,7 +155,7 @@ def test_beginnings_are_looked_for_where_those_of_own_texts_are_found(
 @pytest.mark.usefixtures("small_probes")
 @pytest.mark.parametrize("specs", [["random-prefix"], ["random-prefix", "seq-perm"]])
 def test_prompts_behind_a_random_prefix_are_decoded_again(
-    tiny_model: TinySlice, monkeypatch: pytest.MonkeyPatch, specs: list[str]
+    tiny_model: LoadModel, monkeypatch: pytest.MonkeyPatch, specs: list[str]
 ) -> None:
     """A tiny model's probe knows little: with all tokens among the candidates, states in context decide."""
     monkeypatch.setattr("hiddenlab.attacks.beam_decoding.row_features.SHORTLIST", 300)
@@ -176,7 +176,7 @@ def test_prompts_behind_a_random_prefix_are_decoded_again(
 
 @pytest.mark.usefixtures("small_probes")
 def test_a_decoding_that_explains_less_is_not_taken(
-    tiny_model: TinySlice, monkeypatch: pytest.MonkeyPatch
+    tiny_model: LoadModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny_model("gpt2", 1)
     observation, _ = Channel.parse(["random-prefix"]).release(model, TOKENS, torch.Generator().manual_seed(0))
@@ -192,7 +192,7 @@ def test_a_decoding_that_explains_less_is_not_taken(
 
 
 @pytest.mark.usefixtures("small_probes")
-def test_the_facts_count_where_no_stage_says_what_stands_before(tiny_model: TinySlice) -> None:
+def test_the_facts_count_where_no_stage_says_what_stands_before(tiny_model: LoadModel) -> None:
     """Positions are those behind as many embeddings as there are said to be, though nothing is known of them."""
     model = tiny_model("gpt2", 1)
     observation, _ = Channel.parse([]).release(model, TOKENS, torch.Generator().manual_seed(0))
@@ -206,7 +206,7 @@ def test_the_facts_count_where_no_stage_says_what_stands_before(tiny_model: Tiny
 
 
 @pytest.mark.usefixtures("small_probes")
-def test_what_is_not_a_number_is_not_kept(tiny_model: TinySlice, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_not_a_number_is_not_kept(tiny_model: LoadModel, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model("llama", 1)
     decoding, _ = decoding_of(model, ["random-prefix"], TOKENS)
     search, start = Unknown.of(decoding, model, Matcher(1, False)), model.embed(torch.tensor([3])).clone()

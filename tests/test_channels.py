@@ -207,7 +207,7 @@ def test_quantized_providers_release_other_states(model: TruncatedModel, kind: s
     )  # quantized, but still states of this prompt: unrelated ones differ by about 1.4
 
 
-def test_the_provider_dtype_is_released_and_the_attackers_slice_stays(model: TruncatedModel) -> None:
+def test_the_provider_dtype_is_released_and_the_attackers_model_stays(model: TruncatedModel) -> None:
     observation, _ = release(model, "dtype:bfloat16")
     assert observation.states.dtype == torch.bfloat16 and observation.info.provider_dtype == "bfloat16"
     assert model.dtype == torch.float32
@@ -218,12 +218,12 @@ def test_the_provider_dtype_is_released_and_the_attackers_slice_stays(model: Tru
     assert noised.states.dtype == torch.bfloat16
 
 
-def test_the_slice_itself_is_the_provider_where_nothing_changes(model: TruncatedModel) -> None:
+def test_the_model_itself_is_the_provider_where_nothing_changes(model: TruncatedModel) -> None:
     for specs in ([], ["identity"], ["dtype:float32"], ["gaussian:sigma=1", "2d-perm"]):
         assert Channel.parse(specs).provider_model(model) is model
 
 
-def test_a_provider_given_as_the_slice_releases_the_same(
+def test_a_provider_given_as_the_model_releases_the_same(
     model: TruncatedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(model, "ref", replace(model.ref, name="what the user typed"))

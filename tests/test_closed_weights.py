@@ -42,7 +42,7 @@ from hiddenlab.proposals import corpus
 from hiddenlab.types import silent
 
 TinyPath = Callable[..., str]
-TinySlice = Callable[..., TruncatedModel]
+LoadModel = Callable[..., TruncatedModel]
 PROMPTS = [[5, 17, 3, 3, 250], [41, 8], [250, 41, 99, 7, 5, 5]]
 
 
@@ -288,7 +288,7 @@ def hits(named: dict[int, int], cipher: list[list[int]], truth: list[list[int]])
 
 
 @pytest.fixture
-def knowing(tiny_model: TinySlice, monkeypatch: pytest.MonkeyPatch) -> TruncatedModel:
+def knowing(tiny_model: LoadModel, monkeypatch: pytest.MonkeyPatch) -> TruncatedModel:
     """A language model that knows ``chain``: it has read far more of it than the attacker has at hand."""
     table = torch.full((300, 300), 1e-6)
     table[:40, :40] = 0.01
@@ -320,7 +320,7 @@ def test_a_language_model_names_what_statistics_miss(knowing: TruncatedModel) ->
     assert shares[2] > 0.4 > 0.2 > max(shares[:2]), shares
 
 
-def test_what_is_known_stays_and_too_few_candidates_go_to_whom_they_fit(tiny_model: TinySlice) -> None:
+def test_what_is_known_stays_and_too_few_candidates_go_to_whom_they_fit(tiny_model: LoadModel) -> None:
     model = tiny_model("llama", None, "logits")
     cipher = [[t + 100 for t in row] for row in chain(6, 30, 2)]
     kinds = {s for row in cipher for s in row}
@@ -334,14 +334,14 @@ def test_what_is_known_stays_and_too_few_candidates_go_to_whom_they_fit(tiny_mod
     assert len(refine([[5]], [[1], [2]], {}, model)) == 1  # nothing stands before anything
 
 
-def test_a_prior_must_be_a_language_model_of_these_tokens(tiny_model: TinySlice) -> None:
+def test_a_prior_must_be_a_language_model_of_these_tokens(tiny_model: LoadModel) -> None:
     with pytest.raises(InputError, match="needs a language model's logits, not resid"):
         refine([[1, 2]], [[1, 2]], {}, tiny_model("llama", 1))
     with pytest.raises(InputError, match="does not know"):
         refine([[1, 2]], [[1, 2000]], {}, tiny_model("llama", None, "logits"))
 
 
-def test_what_is_read_is_what_each_place_says_by_itself(tiny_model: TinySlice) -> None:
+def test_what_is_read_is_what_each_place_says_by_itself(tiny_model: LoadModel) -> None:
     """The pass over whole requests, beside one forward pass for each place."""
     model = tiny_model("llama", None, "logits")
     symbols, tokens = prior._Texts.of(chain(4, 9, 2)), prior._Texts.of(chain(30, 9, 1))

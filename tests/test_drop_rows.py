@@ -18,7 +18,7 @@ from hiddenlab.summary import summarise
 from hiddenlab.testing import VOCABULARY
 from hiddenlab.types import AttackResult, GroundTruth, TokenPrediction
 
-TinySlice = Callable[..., TruncatedModel]
+LoadModel = Callable[..., TruncatedModel]
 TOKENS = [17, 250, 3, 3, 99, 180, 41, 7, 256, 299, 0, 64]
 
 
@@ -35,7 +35,7 @@ def seeded() -> torch.Generator:
     data=st.data(),
 )
 def test_a_node_sees_the_rows_of_its_plan(
-    tiny_model: TinySlice, alpha: int, c: int, m: int, length: int, data: st.DataObject
+    tiny_model: LoadModel, alpha: int, c: int, m: int, length: int, data: st.DataObject
 ) -> None:
     model = tiny_model("llama", 2)
     tokens = list(range(length))
@@ -62,7 +62,7 @@ def test_a_node_sees_the_rows_of_its_plan(
         assert channel.whole().specs == ()
 
 
-def test_a_shard_of_noised_and_permuted_coordinates(tiny_model: TinySlice) -> None:
+def test_a_shard_of_noised_and_permuted_coordinates(tiny_model: LoadModel) -> None:
     model = tiny_model("llama", 2)
     channel = Channel.parse(["gaussian:sigma=0.1", "shard:alpha=2,c=2", "hidden-perm"])
     observation, _ = channel.release(model, TOKENS, seeded())
@@ -71,7 +71,7 @@ def test_a_shard_of_noised_and_permuted_coordinates(tiny_model: TinySlice) -> No
     assert channel.whole().specs == ("gaussian:sigma=0.1", "hidden-perm")
 
 
-def test_gap_shows_what_is_around_it(tiny_model: TinySlice) -> None:
+def test_gap_shows_what_is_around_it(tiny_model: LoadModel) -> None:
     observation, _ = Channel.parse(["drop-rows:size=2,after=3"]).release(
         tiny_model("llama", 1), TOKENS, seeded()
     )
@@ -98,7 +98,7 @@ def test_what_does_not_exist_or_fit(specs: list[str], message: str) -> None:
 
 
 @pytest.mark.usefixtures("small_probes")
-def test_matching_a_shard_says_where_its_tokens_stand(tiny_model: TinySlice) -> None:
+def test_matching_a_shard_says_where_its_tokens_stand(tiny_model: LoadModel) -> None:
     model = tiny_model("llama", 1)
     channel = Channel.parse(["shard:alpha=3,c=2"])
     found = [channel.release(model, TOKENS[:n], seeded()) for n in (12, 11)]
@@ -122,7 +122,7 @@ def test_matching_a_shard_says_where_its_tokens_stand(tiny_model: TinySlice) -> 
         assert [s for s in sample["spans"] if s[1] == "missing"] == [("⟨4⟩", "missing")]
 
 
-def test_a_truth_of_the_nodes_own_tokens_is_compared_as_it_stands(tiny_model: TinySlice) -> None:
+def test_a_truth_of_the_nodes_own_tokens_is_compared_as_it_stands(tiny_model: LoadModel) -> None:
     """``cascade run --record`` keeps no more of the truth than the node's own tokens."""
     tokens = tuple(TokenPrediction(t, i, 0.0, None, 1, True) for i, t in enumerate((5, 6)))
     recovery = AttackResult(tokens, 2, 1, 0.1, "complete", positions=(3, 9))
@@ -135,7 +135,7 @@ def test_a_truth_of_the_nodes_own_tokens_is_compared_as_it_stands(tiny_model: Ti
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma2", "gpt2", "phi3"])
-def test_layer_0_is_what_enters_the_first_layer(tiny_model: TinySlice, architecture: str) -> None:
+def test_layer_0_is_what_enters_the_first_layer(tiny_model: LoadModel, architecture: str) -> None:
     model = tiny_model(architecture, 0, "embed")
     states = model.encode(torch.tensor(TOKENS))
     expected = model.embed(torch.tensor(TOKENS))
@@ -146,7 +146,7 @@ def test_layer_0_is_what_enters_the_first_layer(tiny_model: TinySlice, architect
 
 
 @pytest.mark.parametrize("channel", ["identity", "seq-perm", "hidden-perm", "2d-perm"])
-def test_layer_0_is_open_to_matching(tiny_model: TinySlice, channel: str) -> None:
+def test_layer_0_is_open_to_matching(tiny_model: LoadModel, channel: str) -> None:
     model = tiny_model("gpt2", 0, "embed")
     prompt = torch.randint(0, VOCABULARY, (9,), generator=seeded()).tolist()
     observation, _ = Channel.parse([channel]).release(model, prompt, seeded())
@@ -154,7 +154,7 @@ def test_layer_0_is_open_to_matching(tiny_model: TinySlice, channel: str) -> Non
     assert found.ids == prompt
 
 
-def test_layers_of_embeddings_and_states_do_not_mix(tiny_model: TinySlice) -> None:
+def test_layers_of_embeddings_and_states_do_not_mix(tiny_model: LoadModel) -> None:
     with pytest.raises(InputError, match="embed exists only at layer 0"):
         tiny_model("llama", 2, "embed")
     with pytest.raises(InputError, match="layer 0 is --stream embed"):

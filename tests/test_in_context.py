@@ -17,7 +17,7 @@ from hiddenlab.proposals.in_context import Adapter
 from hiddenlab.testing import VOCABULARY
 from hiddenlab.types import ObservationInfo
 
-TinySlice = Callable[..., TruncatedModel]
+LoadModel = Callable[..., TruncatedModel]
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +38,7 @@ def public_of(model: TruncatedModel, *specs: str) -> ObservationInfo:
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma2", "gpt2"])
-def test_the_table_names_every_first_token(tiny_model: TinySlice, architecture: str) -> None:
+def test_the_table_names_every_first_token(tiny_model: LoadModel, architecture: str) -> None:
     model = tiny_model(architecture, 2)
     table, seconds = store.first_token_table_for(model, public_of(model, "hidden-perm"))
     assert table is not None
@@ -53,7 +53,7 @@ def test_the_table_names_every_first_token(tiny_model: TinySlice, architecture: 
         assert token in table.nearest(observation.states, 2).tolist()
 
 
-def test_the_table_is_kept_and_agrees_with_an_exact_search(tiny_model: TinySlice, cache: Path) -> None:
+def test_the_table_is_kept_and_agrees_with_an_exact_search(tiny_model: LoadModel, cache: Path) -> None:
     model = tiny_model("gemma2", 2)
     info = public_of(model, "hidden-perm")
     made, _ = store.first_token_table_for(model, info)
@@ -68,7 +68,7 @@ def test_the_table_is_kept_and_agrees_with_an_exact_search(tiny_model: TinySlice
     assert kept.nearest(rows, 20).tolist() == best.tolist()
 
 
-def test_huge_first_states_fit_the_table(tiny_model: TinySlice, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_huge_first_states_fit_the_table(tiny_model: LoadModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention sinks can be beyond the range of float16, and rows of zeros have no scale."""
     model = tiny_model("llama", 2)
     states = torch.randn(VOCABULARY, model.width, generator=seeded()) * 1e6
@@ -80,7 +80,7 @@ def test_huge_first_states_fit_the_table(tiny_model: TinySlice, monkeypatch: pyt
 
 
 def test_no_table_where_it_would_not_help_or_not_pay(
-    tiny_model: TinySlice, monkeypatch: pytest.MonkeyPatch
+    tiny_model: LoadModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny_model("llama", 2)
     permuted = public_of(model, "hidden-perm")
@@ -91,7 +91,7 @@ def test_no_table_where_it_would_not_help_or_not_pay(
 
 
 @pytest.mark.parametrize("channel", ["hidden-perm", "2d-perm"])
-def test_a_first_token_is_tried_first(tiny_model: TinySlice, small_probes: None, channel: str) -> None:
+def test_a_first_token_is_tried_first(tiny_model: LoadModel, small_probes: None, channel: str) -> None:
     model = tiny_model("llama", 2)
     prompts = [[200, 7, 31], [123, 123, 9]]
     released = [one for one, _ in Channel.parse([channel]).release_batch(model, prompts, seeded(1))]
@@ -149,7 +149,7 @@ def slow_distances(features: Tensor, tokens: Tensor, states: Tensor, observed: T
     return torch.stack(out).amin(0)
 
 
-def test_distances_equal_the_slow_regression(tiny_model: TinySlice, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_distances_equal_the_slow_regression(tiny_model: LoadModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(in_context, "fast_dtype", lambda device: torch.float32)
     model = tiny_model("llama", 2)
     adapter, states = described(model), in_place(model, [3, 200, 41])
@@ -161,7 +161,7 @@ def test_distances_equal_the_slow_regression(tiny_model: TinySlice, monkeypatch:
 
 
 @pytest.mark.parametrize("architecture", ["gpt2", "gemma2"])
-def test_failed_candidates_bring_the_right_one_forward(tiny_model: TinySlice, architecture: str) -> None:
+def test_failed_candidates_bring_the_right_one_forward(tiny_model: LoadModel, architecture: str) -> None:
     """Sorted states of random weights hold no more than chance would; eval/LOG.md has them on a real model."""
     model = tiny_model(architecture, 3)
     adapter = described(model)
@@ -177,7 +177,7 @@ def test_failed_candidates_bring_the_right_one_forward(tiny_model: TinySlice, ar
     assert sum(ranks) / len(ranks) < 15
 
 
-def test_wide_states_are_projected(tiny_model: TinySlice, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wide_states_are_projected(tiny_model: LoadModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(in_context, "MAX_FEATURES", 16)
     model = tiny_model("llama", 3)
     assert described(model).features.shape == (VOCABULARY, 16)
@@ -185,7 +185,7 @@ def test_wide_states_are_projected(tiny_model: TinySlice, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("channel", ["identity", "seq-perm"])
 def test_the_attack_learns_and_stays_exact(
-    tiny_model: TinySlice, small_probes: None, monkeypatch: pytest.MonkeyPatch, channel: str
+    tiny_model: LoadModel, small_probes: None, monkeypatch: pytest.MonkeyPatch, channel: str
 ) -> None:
     """A probe that knows nothing stands for one that fails; what was tried then has to do."""
     model = tiny_model("gpt2", 3)
@@ -204,7 +204,7 @@ def test_the_attack_learns_and_stays_exact(
 
 
 def test_descriptions_are_kept_for_all_layers_of_a_model(
-    tiny_model: TinySlice, cache: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_model: LoadModel, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made, seconds = store.adapter_for(tiny_model("llama", 3))
     assert seconds > 0

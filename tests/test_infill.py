@@ -27,7 +27,7 @@ from hiddenlab.sharding import Plan
 from hiddenlab.testing import DECODERS, VOCABULARY
 from hiddenlab.types import AttackResult, Observation
 
-TinySlice = Callable[..., TruncatedModel]
+LoadModel = Callable[..., TruncatedModel]
 TinyPath = Callable[..., str]
 LETTERS = "abcdefgh"
 SMALL = {"windows": 64, "length": 24, "batch": 8, "rank": 8, "every": 20, "warmup": 5, "learning_rate": 1e-2}
@@ -70,7 +70,7 @@ def test_views_are_of_nodes_of_the_plan(
     assert sorted([*held, *missing(tokens, held)]) == list(range(tokens))
 
 
-def test_whose_view_an_observation_is(tiny_model: TinySlice) -> None:
+def test_whose_view_an_observation_is(tiny_model: LoadModel) -> None:
     model = tiny_model("llama", 1)
     tokens = list(range(12))
     assert Shards.of(released(model, tokens).info).whole
@@ -88,7 +88,7 @@ def test_any_plan_shows_little_and_much() -> None:
 
 
 @pytest.mark.parametrize("architecture", DECODERS)
-def test_it_sees_both_sides_and_nothing_that_is_not_held(tiny_model: TinySlice, architecture: str) -> None:
+def test_it_sees_both_sides_and_nothing_that_is_not_held(tiny_model: LoadModel, architecture: str) -> None:
     model = tiny_model(architecture, 1)
     infiller = Infiller(model, 4, torch.float32)
     torch.manual_seed(1)
@@ -327,7 +327,7 @@ def test_texts(tiny: TinyPath, tmp_path: Path) -> None:
         training.Data(model, info, Shards(), recipe, lambda *_: None)
 
 
-def test_what_it_cannot_use(tiny_model: TinySlice) -> None:
+def test_what_it_cannot_use(tiny_model: LoadModel) -> None:
     model = tiny_model("llama", 1)
     for spec in ("seq-perm", "hidden-perm"):
         with pytest.raises(NotApplicableError, match="in order"):

@@ -224,7 +224,7 @@ def test_two_language_models_in_one_file(tiny: TinyPath, tmp_path: Path) -> None
         ("phi3", "model.layers.0.self_attn.qkv_proj.weight", 2),
     ],
 )
-def test_a_tensor_that_the_slice_needs(
+def test_a_tensor_that_the_model_needs(
     tiny: TinyPath, tmp_path: Path, architecture: str, gone: str, layer: int
 ) -> None:
     path = changed(tiny(architecture), tmp_path / "model", without(gone))
@@ -248,7 +248,7 @@ def test_no_tensor_of_the_architecture(tiny: TinyPath, tmp_path: Path) -> None:
     refused("none of its tensors has a name of this architecture", path, 1)
 
 
-def test_what_the_slice_does_not_need_may_be_missing(tiny: TinyPath, tmp_path: Path) -> None:
+def test_what_the_model_does_not_need_may_be_missing(tiny: TinyPath, tmp_path: Path) -> None:
     plain = PlainModel(tiny("llama"))
     path = changed(
         tiny("llama"), tmp_path / "model", without("model.norm", "lm_head", "layers.2.", "layers.3.")

@@ -20,7 +20,7 @@ from hiddenlab.summary import ADVICE, NO_STATE, advice
 from hiddenlab.testing import LAYERS, VOCABULARY
 from hiddenlab.types import AttackResult, Observation
 
-TinySlice = Callable[..., TruncatedModel]
+LoadModel = Callable[..., TruncatedModel]
 TOKENS = torch.randint(0, VOCABULARY, (24,), generator=torch.Generator().manual_seed(3)).tolist()
 
 CASES = ("layer", "final norm", "noised first row", "missing first rows")
@@ -44,7 +44,7 @@ def noised(states: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def foreign(tiny_model: TinySlice, case: str, *specs: str) -> tuple[TruncatedModel, Observation]:
+def foreign(tiny_model: LoadModel, case: str, *specs: str) -> tuple[TruncatedModel, Observation]:
     """A truncated model, and what is said to be its states."""
     if case == "final norm":
         model = tiny_model("llama", LAYERS)
@@ -70,7 +70,7 @@ def foreign(tiny_model: TinySlice, case: str, *specs: str) -> tuple[TruncatedMod
         ("layer", {"search": "greedy", "proposal": "lm"}),
     ],
 )
-def test_what_is_not_of_the_site_ends_soon(tiny_model: TinySlice, case: str, options: dict[str, str]) -> None:
+def test_what_is_not_of_the_site_ends_soon(tiny_model: LoadModel, case: str, options: dict[str, str]) -> None:
     model, observation = foreign(tiny_model, case)
     found = recover(model, observation, **options)
     assert found.stop_reason == NO_STATE
@@ -82,7 +82,7 @@ def test_what_is_not_of_the_site_ends_soon(tiny_model: TinySlice, case: str, opt
 
 
 @pytest.mark.parametrize("channel", ["hidden-perm", "seq-perm", "2d-perm"])
-def test_permuted_states_of_another_layer_end_soon(tiny_model: TinySlice, channel: str) -> None:
+def test_permuted_states_of_another_layer_end_soon(tiny_model: LoadModel, channel: str) -> None:
     model, observation = foreign(tiny_model, "layer", channel)
     found = recover(model, observation, proposal="vocab")
     assert found.stop_reason == NO_STATE
@@ -93,7 +93,7 @@ def test_permuted_states_of_another_layer_end_soon(tiny_model: TinySlice, channe
 @pytest.mark.usefixtures("small_probes")
 @pytest.mark.parametrize("proposal", ["vocab", "probe"])
 def test_a_first_row_whose_nearest_token_is_right_is_gone_beyond(
-    tiny_model: TinySlice, monkeypatch: pytest.MonkeyPatch, proposal: str
+    tiny_model: LoadModel, monkeypatch: pytest.MonkeyPatch, proposal: str
 ) -> None:
     """The rows behind it match, and what comes back is what came back before anybody looked ahead."""
     model = tiny_model("llama", 2)
@@ -111,7 +111,7 @@ def test_a_first_row_whose_nearest_token_is_right_is_gone_beyond(
     assert [t.verified for t in plain.tokens] == [t.verified for t in found.tokens]
 
 
-def test_a_number_as_epsilon_that_is_too_small_loses_nothing(tiny_model: TinySlice) -> None:
+def test_a_number_as_epsilon_that_is_too_small_loses_nothing(tiny_model: LoadModel) -> None:
     """The threshold does not decide there: the nearest token is so much nearer than any other."""
     model = tiny_model("llama", 2)
     observation = release(model)
@@ -121,20 +121,20 @@ def test_a_number_as_epsilon_that_is_too_small_loses_nothing(tiny_model: TinySli
     assert found.stop_reason == "vocabulary exhausted"
 
 
-def test_a_number_as_epsilon(tiny_model: TinySlice) -> None:
+def test_a_number_as_epsilon(tiny_model: LoadModel) -> None:
     model, observation = foreign(tiny_model, "layer")
     assert recover(model, observation, proposal="vocab", epsilon="0.01").stop_reason == NO_STATE
     assert recover(model, release(model), proposal="vocab", epsilon="0.01").stop_reason == "complete"
 
 
-def test_a_budget_is_what_the_user_wants(tiny_model: TinySlice) -> None:
+def test_a_budget_is_what_the_user_wants(tiny_model: LoadModel) -> None:
     """Of a vocabulary that was tried in part nothing follows."""
     model, observation = foreign(tiny_model, "layer")
     assert recover(model, observation, proposal="vocab", budget=20).stop_reason == "budget exhausted"
 
 
 @pytest.mark.parametrize("spec", ["gaussian:sigma=0.5", "random-prefix"])
-def test_what_is_declared_is_no_reason(tiny_model: TinySlice, spec: str) -> None:
+def test_what_is_declared_is_no_reason(tiny_model: LoadModel, spec: str) -> None:
     """Right and wrong candidates overlap behind noise, and the first row is not free of context behind a prefix."""
     model = tiny_model("llama", 2)
     tokens = TOKENS[:6]
@@ -142,7 +142,7 @@ def test_what_is_declared_is_no_reason(tiny_model: TinySlice, spec: str) -> None
 
 
 @pytest.mark.usefixtures("small_probes")
-def test_a_nodes_rows(tiny_model: TinySlice) -> None:
+def test_a_nodes_rows(tiny_model: LoadModel) -> None:
     """The rows before the first gap tell it; the rest is read by the probe as ever."""
     model, spec = tiny_model("llama", 2), "shard:alpha=3,c=4"
     right = release(model, spec)

@@ -21,7 +21,7 @@ from hiddenlab.models import Request, TruncatedModel, load_model
 from hiddenlab.testing import DECODERS, VOCABULARY, WINDOW
 from hiddenlab.types import AttackResult
 
-TinySlice = Callable[..., TruncatedModel]
+LoadModel = Callable[..., TruncatedModel]
 
 pytestmark = pytest.mark.usefixtures("small_probes")
 
@@ -46,7 +46,7 @@ def named(names: AttentionSums, rows: Sequence[Shown]) -> dict[int, int]:
 
 @pytest.mark.parametrize("architecture", DECODERS)
 def test_what_attention_brings_is_the_sum_of_what_tokens_contribute(
-    tiny_model: TinySlice, architecture: str
+    tiny_model: LoadModel, architecture: str
 ) -> None:
     model, tokens = tiny_model(architecture, 1), torch.tensor(tokens_of(7))
     (answer,) = model.run([Request(model.prefix(), tokens)], keep=False, show="attn")
@@ -63,7 +63,7 @@ def test_what_attention_brings_is_the_sum_of_what_tokens_contribute(
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "gpt_neox"])
-def test_a_row_gives_back_what_attention_brought_it(tiny_model: TinySlice, architecture: str) -> None:
+def test_a_row_gives_back_what_attention_brought_it(tiny_model: LoadModel, architecture: str) -> None:
     model, tokens = tiny_model(architecture, 1), torch.tensor(tokens_of(9))
     (answer,) = model.run([Request(model.prefix(), tokens)], keep=False, show="attn")
     places = torch.tensor([5, 8])
@@ -105,7 +105,7 @@ def test_a_row_gives_back_what_attention_brought_it(tiny_model: TinySlice, archi
 @pytest.mark.parametrize("architecture", ["llama", "gemma2", "gpt2", "gpt_neox", "phi3", "qwen3", "olmo2"])
 @pytest.mark.parametrize("size", [1, 2])
 def test_missing_tokens_are_named_without_running_any(
-    tiny_model: TinySlice, architecture: str, size: int
+    tiny_model: LoadModel, architecture: str, size: int
 ) -> None:
     model = tiny_model(architecture, 1)
     names = AttentionSums(model)
@@ -120,7 +120,7 @@ def test_missing_tokens_are_named_without_running_any(
 @pytest.mark.parametrize("architecture", ["llama", "gemma2", "gpt2", "gpt_neox", "phi3", "qwen3", "olmo2"])
 @pytest.mark.parametrize("stream", ["qkv", "kv", "q"])
 def test_so_they_are_from_what_an_attention_node_is_sent(
-    tiny_model: TinySlice, architecture: str, stream: str
+    tiny_model: LoadModel, architecture: str, stream: str
 ) -> None:
     model = tiny_model(architecture, 2, stream)
     names = AttentionSums(model)
@@ -131,7 +131,7 @@ def test_so_they_are_from_what_an_attention_node_is_sent(
     assert right >= 3
 
 
-def test_rows_are_asked_together(tiny_model: TinySlice) -> None:
+def test_rows_are_asked_together(tiny_model: LoadModel) -> None:
     """What one row does not tell, several do; also where they do not miss the same."""
     model = tiny_model("gpt_neox", 1)
     names, right = AttentionSums(model), [0, 0]
@@ -146,7 +146,7 @@ def test_rows_are_asked_together(tiny_model: TinySlice) -> None:
     assert named(names, rows) == {p: tokens[p] for p in missing}
 
 
-def test_what_no_row_sees_is_not_named(tiny_model: TinySlice) -> None:
+def test_what_no_row_sees_is_not_named(tiny_model: LoadModel) -> None:
     model, tokens = tiny_model("mistral", 1), tokens_of(12)
     names = AttentionSums(model)
     assert not named(names, [shown(model, tokens, 9, [9 - WINDOW])])
@@ -154,14 +154,14 @@ def test_what_no_row_sees_is_not_named(tiny_model: TinySlice) -> None:
     assert not named(names, [shown(model, tokens, 9, [])])
 
 
-def test_more_than_can_be_solved_for_is_left(tiny_model: TinySlice, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_than_can_be_solved_for_is_left(tiny_model: LoadModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "LONGEST", 2)
     model, tokens = tiny_model("llama", 1), tokens_of(9)
     assert not named(AttentionSums(model), [shown(model, tokens, 8, [5, 6, 7])])
 
 
 @pytest.mark.parametrize("scale", [0.0, 1.0, 1e20])
-def test_rows_that_are_no_states_explain_nothing(tiny_model: TinySlice, scale: float) -> None:
+def test_rows_that_are_no_states_explain_nothing(tiny_model: LoadModel, scale: float) -> None:
     model, tokens = tiny_model("llama", 1), tokens_of(9)
     row = shown(model, tokens, 8, [6, 7])
     noise = torch.randn(row.state.shape, generator=torch.Generator().manual_seed(1))
@@ -201,7 +201,7 @@ def test_two_wrong_tokens_are_found_out_and_sought_anew(tiny: Callable[..., str]
         assert sum(ranks) / len(ranks) < 3  # of ten; 4.5 by chance
 
 
-def test_sums_are_weighed_as_one_by_one(tiny_model: TinySlice, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sums_are_weighed_as_one_by_one(tiny_model: LoadModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stage of the beam against every token's whole distance, in double precision."""
     model, tokens = tiny_model("llama", 1), tokens_of(9, 1)
     with torch.inference_mode():
@@ -225,7 +225,7 @@ def released(model: TruncatedModel, tokens: Sequence[int], *specs: str, **option
     return MissingTokenSearch(**options).fit(observation.info, model).recover(observation)
 
 
-def test_what_is_solved_for_is_run_and_verified(tiny_model: TinySlice) -> None:
+def test_what_is_solved_for_is_run_and_verified(tiny_model: LoadModel) -> None:
     model, tokens = tiny_model("gpt_neox", 1), tokens_of(13, 4)
     plan = "shard:alpha=4,c=1,node=0"
     found, tried = (released(model, tokens, plan, budget=40, sums=sums) for sums in (True, False))
@@ -237,7 +237,7 @@ def test_what_is_solved_for_is_run_and_verified(tiny_model: TinySlice) -> None:
 
 
 @pytest.mark.parametrize("stream", ["qkv", "v"])
-def test_also_from_what_an_attention_node_is_sent(tiny_model: TinySlice, stream: str) -> None:
+def test_also_from_what_an_attention_node_is_sent(tiny_model: LoadModel, stream: str) -> None:
     model, tokens = tiny_model("gpt_neox", 2, stream), tokens_of(9, 4)
     found = released(model, tokens, "shard:alpha=4,c=1,m=1,queries=0,keys=2", budget=40)
     assert found.ids == tokens and found.stop_reason == "complete"
@@ -245,7 +245,7 @@ def test_also_from_what_an_attention_node_is_sent(tiny_model: TinySlice, stream:
 
 
 def test_a_gap_that_stays_open_is_closed_with_the_next(
-    tiny_model: TinySlice, monkeypatch: pytest.MonkeyPatch
+    tiny_model: LoadModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, tokens = tiny_model("gpt_neox", 1), tokens_of(10, 4)
     name, asked = AttentionSums.name, list[list[int]]()
@@ -262,7 +262,7 @@ def test_a_gap_that_stays_open_is_closed_with_the_next(
     assert [one.row for one in found.tokens if one.row >= 0] == [0, 1, 2, 3]
 
 
-def test_wrong_sums_verify_nothing(tiny_model: TinySlice, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_sums_verify_nothing(tiny_model: LoadModel, monkeypatch: pytest.MonkeyPatch) -> None:
     model, tokens = tiny_model("gpt_neox", 1), tokens_of(7, 4)
 
     def wrong(self: AttentionSums, rows: Sequence[Shown]) -> Iterator[list[dict[int, int]]]:
@@ -277,7 +277,7 @@ def test_wrong_sums_verify_nothing(tiny_model: TinySlice, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("silent", [0, 1])
 def test_more_rows_of_a_cluster_are_asked_where_one_does_not_tell(
-    tiny_model: TinySlice, monkeypatch: pytest.MonkeyPatch, silent: int
+    tiny_model: LoadModel, monkeypatch: pytest.MonkeyPatch, silent: int
 ) -> None:
     model, tokens = tiny_model("gpt_neox", 1), tokens_of(15, 5)
     name, asked = AttentionSums.name, list[list[int]]()
@@ -311,7 +311,7 @@ def test_more_rows_of_a_cluster_are_asked_where_one_does_not_tell(
     ],
 )  # fmt: skip
 def test_where_rows_can_be_turned_back(
-    tiny_model: TinySlice, layer: int | tuple[int, str], specs: list[str], can: bool
+    tiny_model: LoadModel, layer: int | tuple[int, str], specs: list[str], can: bool
 ) -> None:
     model = tiny_model("llama", *(layer if isinstance(layer, tuple) else (layer,)))
     observation = Channel.parse(specs).release(model, tokens_of(6), torch.Generator())[0]
@@ -337,13 +337,13 @@ def test_rows_that_are_rounded_are_explained_as_far_as_rounding_allows(
     assert right >= 3
 
 
-def test_a_right_sum_leaves_what_rounding_leaves(tiny_model: TinySlice) -> None:
+def test_a_right_sum_leaves_what_rounding_leaves(tiny_model: LoadModel) -> None:
     with torch.inference_mode():
         search, right = searching(tiny_model("gpt_neox", 1), tokens_of(9, 3), [4, 5, 6])
     assert search.best(right) < EXPLAINED / 5
 
 
-def test_many_places_are_weighed_together(tiny_model: TinySlice, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_places_are_weighed_together(tiny_model: LoadModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "BEAMED", 4)
     model, right = tiny_model("gpt_neox", 1), 0
     names = AttentionSums(model)
@@ -357,7 +357,7 @@ def test_many_places_are_weighed_together(tiny_model: TinySlice, monkeypatch: py
     assert not named(names, [shown(model, tokens, 9, missing)])
 
 
-def test_tokens_are_weighed_as_without_their_own_place(tiny_model: TinySlice) -> None:
+def test_tokens_are_weighed_as_without_their_own_place(tiny_model: LoadModel) -> None:
     """Taking a place's own covariance out of what all may contribute, against factorising what the others may."""
     model, tokens = tiny_model("llama", 1), tokens_of(9, 1)
     with torch.inference_mode():

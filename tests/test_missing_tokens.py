@@ -22,7 +22,7 @@ from hiddenlab.models import TruncatedModel
 from hiddenlab.testing import VOCABULARY
 from hiddenlab.types import AttackResult, Observation
 
-TinySlice = Callable[..., TruncatedModel]
+LoadModel = Callable[..., TruncatedModel]
 
 pytestmark = pytest.mark.usefixtures("small_probes")
 
@@ -47,7 +47,7 @@ def recover(model: TruncatedModel, tokens: Sequence[int], *specs: str, **options
 @pytest.mark.parametrize("architecture", ["llama", "gemma2", "gpt2"])
 @pytest.mark.parametrize("layer", [1, 3])
 def test_one_missing_token_is_found_within_the_vocabulary(
-    tiny_model: TinySlice, architecture: str, layer: int
+    tiny_model: LoadModel, architecture: str, layer: int
 ) -> None:
     model = tiny_model(architecture, layer)
     for tokens in prompts_of(8, 8):
@@ -60,7 +60,7 @@ def test_one_missing_token_is_found_within_the_vocabulary(
 
 
 @pytest.mark.parametrize("proposal", ["probe", "probe+lm"])
-def test_two_missing_tokens(tiny_model: TinySlice, proposal: str) -> None:
+def test_two_missing_tokens(tiny_model: LoadModel, proposal: str) -> None:
     model = tiny_model("llama", 1)
     for tokens in prompts_of(9, 9, seed=3):
         found = recover(model, tokens, "drop-rows:size=2,after=5", proposal=proposal)
@@ -70,14 +70,14 @@ def test_two_missing_tokens(tiny_model: TinySlice, proposal: str) -> None:
         assert found.tokens[-1].evaluated < VOCABULARY**3
 
 
-def test_gaps_before_the_first_row_and_between_all(tiny_model: TinySlice) -> None:
+def test_gaps_before_the_first_row_and_between_all(tiny_model: LoadModel) -> None:
     (tokens,) = prompts_of(7, seed=5)
     found = recover(tiny_model("llama", 1), tokens, "shard:alpha=2,c=1,node=1")
     assert found.ids == tokens[:6]
     assert [one.row for one in found.tokens] == [-1, 0, -1, 1, -1, 2]
 
 
-def test_right_tokens_match_however_passes_round(tiny_model: TinySlice) -> None:
+def test_right_tokens_match_however_passes_round(tiny_model: LoadModel) -> None:
     """A threshold measured where both sides rounded alike is 0, and would have the whole budget spent."""
     model = tiny_model("llama", 3)
     for tokens in prompts_of(8, 8):
@@ -100,7 +100,7 @@ def farthest(relative: Tensor) -> Tensor:
 @pytest.mark.parametrize("safeguard", [None, "rounding", "second look"])
 @pytest.mark.parametrize("size", [1, 2])
 def test_screened_in_a_faster_dtype_it_finds_the_same(
-    tiny_model: TinySlice, monkeypatch: pytest.MonkeyPatch, size: int, safeguard: str | None
+    tiny_model: LoadModel, monkeypatch: pytest.MonkeyPatch, size: int, safeguard: str | None
 ) -> None:
     """Also where the screen chooses badly: by what is within its rounding, or by a second look at the nearest."""
     monkeypatch.setattr(screening, "fast_dtype", lambda device: torch.bfloat16)
@@ -130,7 +130,7 @@ def test_screened_in_a_faster_dtype_it_finds_the_same(
         assert safeguard == "rounding" or ran[1][0] < ran[0][0]
 
 
-def test_a_budget_ends_the_search_and_says_so(tiny_model: TinySlice) -> None:
+def test_a_budget_ends_the_search_and_says_so(tiny_model: LoadModel) -> None:
     (tokens,) = prompts_of(12)
     found = recover(tiny_model("llama", 3), tokens, "drop-rows:size=4,after=3", budget=5)
     assert len(found.ids) == 8 and found.ids[:3] == tokens[:3]
@@ -140,7 +140,7 @@ def test_a_budget_ends_the_search_and_says_so(tiny_model: TinySlice) -> None:
 
 
 def test_long_gaps_get_what_the_priors_propose(
-    tiny_model: TinySlice, monkeypatch: pytest.MonkeyPatch
+    tiny_model: LoadModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They are not searched, and their beam narrows; what stands between other rows is still found."""
     model = tiny_model("llama", 1)
@@ -157,7 +157,7 @@ def test_long_gaps_get_what_the_priors_propose(
     assert found.ids == tokens[:6] and found.tokens[-1].verified
 
 
-def test_behind_an_open_gap_few_are_tried(tiny_model: TinySlice, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_behind_an_open_gap_few_are_tried(tiny_model: LoadModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """No row can match there: its own probe, and the nearest of a few, are all that can be had."""
     monkeypatch.setattr(missing_tokens, "BEHIND", 20)
     model = tiny_model("llama", 2)
@@ -172,7 +172,7 @@ def test_behind_an_open_gap_few_are_tried(tiny_model: TinySlice, monkeypatch: py
 
 
 @pytest.mark.parametrize("channel", ["project:count=16", "project:count=64", "hidden-perm"])
-def test_rows_that_show_less_than_states(tiny_model: TinySlice, channel: str) -> None:
+def test_rows_that_show_less_than_states(tiny_model: LoadModel, channel: str) -> None:
     model = tiny_model("llama", 2)
     (tokens,) = prompts_of(8)
     observation = released(model, tokens, channel, "drop-rows:size=1,after=4")
@@ -182,7 +182,7 @@ def test_rows_that_show_less_than_states(tiny_model: TinySlice, channel: str) ->
     assert attack._earlier is not None and attack._earlier[2].floor < 1e-4
 
 
-def test_the_same_seed_finds_the_same(tiny_model: TinySlice) -> None:
+def test_the_same_seed_finds_the_same(tiny_model: LoadModel) -> None:
     (tokens,) = prompts_of(9)
     first, second = (
         recover(tiny_model("llama", 2), tokens, "drop-rows:size=2,after=4", budget=500) for _ in "ab"
@@ -190,12 +190,12 @@ def test_the_same_seed_finds_the_same(tiny_model: TinySlice) -> None:
     assert first.tokens == second.tokens
 
 
-def test_rows_without_gaps_are_matched_as_ever(tiny_model: TinySlice) -> None:
+def test_rows_without_gaps_are_matched_as_ever(tiny_model: LoadModel) -> None:
     (tokens,) = prompts_of(10)
     assert recover(tiny_model("llama", 2), tokens).ids == tokens
 
 
-def test_what_it_cannot_use(tiny_model: TinySlice) -> None:
+def test_what_it_cannot_use(tiny_model: LoadModel) -> None:
     (tokens,) = prompts_of(8)
     with pytest.raises(NotApplicableError, match="where each row stands"):
         recover(tiny_model("llama", 2), tokens, "seq-perm")
@@ -217,7 +217,7 @@ def test_rearrangements_keep_the_tokens(tokens: list[int], data: st.DataObject) 
 
 
 @pytest.mark.parametrize("noise", ["gaussian:sigma=0.1", "dtype:bfloat16"])
-def test_where_wrong_tokens_come_as_near_nothing_is_verified(tiny_model: TinySlice, noise: str) -> None:
+def test_where_wrong_tokens_come_as_near_nothing_is_verified(tiny_model: LoadModel, noise: str) -> None:
     """A row that is coarse or noised is nearest to the right tokens at best; that proves none of them."""
     model = tiny_model("llama", 1)
     for tokens in prompts_of(9, 9, 9, seed=3):
@@ -246,7 +246,7 @@ def test_what_proves_a_gap_is_out_of_reach_of_wrong_tokens(
         assert limit == measured.least > CLEAR * nearest
 
 
-def test_in_full_precision_wrong_tokens_stay_out_of_reach(tiny_model: TinySlice) -> None:
+def test_in_full_precision_wrong_tokens_stay_out_of_reach(tiny_model: LoadModel) -> None:
     model = tiny_model("llama", 2)
     info = released(model, prompts_of(4)[0]).info
     measured = measure(model, info, choose_matcher("auto", info), 0)

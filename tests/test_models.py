@@ -20,7 +20,7 @@ from hiddenlab.eval.bench import chains
 from hiddenlab.models import Prefix, Request, TruncatedModel, engine, load_model
 from hiddenlab.testing import DECODERS, LAYERS, VOCABULARY, WIDTH, WINDOW, PlainModel
 
-TinySlice = Callable[..., TruncatedModel]
+LoadModel = Callable[..., TruncatedModel]
 TinyPath = Callable[..., str]
 Plain = Callable[[str], PlainModel]
 
@@ -65,7 +65,7 @@ def close(actual: Tensor, expected: Tensor, tolerance: float = TOLERANCE) -> Non
 @pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("architecture", DECODERS)
 def test_encode_is_the_plain_model_at_every_layer(
-    tiny_model: TinySlice, plain: Plain, architecture: str
+    tiny_model: LoadModel, plain: Plain, architecture: str
 ) -> None:
     for layer in range(1, LAYERS + 1):
         close(tiny_model(architecture, layer).encode(ids(LONG)), plain(architecture).states(LONG, layer))
@@ -77,7 +77,7 @@ def test_encode_is_the_plain_model_at_every_layer(
 @pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("architecture", DECODERS)
 def test_embeddings_in_place_of_tokens_give_the_same(
-    tiny_model: TinySlice, plain: Plain, architecture: str
+    tiny_model: LoadModel, plain: Plain, architecture: str
 ) -> None:
     model = tiny_model(architecture, 3)
     embedded = model.embed(ids(LONG))
@@ -90,7 +90,7 @@ def test_embeddings_in_place_of_tokens_give_the_same(
 
 
 @pytest.mark.parametrize("architecture", ["gemma2", "gemma3_text", "mistral"])
-def test_tiny_windows_and_caps_matter(tiny: TinyPath, tiny_model: TinySlice, architecture: str) -> None:
+def test_tiny_windows_and_caps_matter(tiny: TinyPath, tiny_model: LoadModel, architecture: str) -> None:
     """Else the tests above would pass without them."""
     states = tiny_model(architecture, 3).encode(ids(LONG))
     unlimited = load_model(tiny(architecture, sliding_window=400), 3, device="cpu").encode(ids(LONG))
@@ -101,7 +101,7 @@ def test_tiny_windows_and_caps_matter(tiny: TinyPath, tiny_model: TinySlice, arc
         assert float((states - uncapped.encode(ids(LONG))).abs().max()) > 1
 
 
-def test_only_the_first_layers_are_in_memory(tiny_model: TinySlice) -> None:
+def test_only_the_first_layers_are_in_memory(tiny_model: LoadModel) -> None:
     def weights(model: TruncatedModel) -> int:
         return sum(p.numel() for p in model.module.parameters())
 
@@ -119,7 +119,7 @@ def test_only_the_first_layers_are_in_memory(tiny_model: TinySlice) -> None:
 @pytest.mark.parametrize("architecture", DECODERS)
 @pytest.mark.parametrize("layer", [1, LAYERS])
 def test_branch_is_one_full_forward_per_candidate(
-    tiny_model: TinySlice, plain: Plain, architecture: str, layer: int
+    tiny_model: LoadModel, plain: Plain, architecture: str, layer: int
 ) -> None:
     model, oracle = tiny_model(architecture, layer), plain(architecture)
     candidates = [0, 3, 256, 299, 41, 41, 120]
@@ -168,7 +168,7 @@ def trees(draw: Any) -> Tree:
 @settings(max_examples=30)
 @given(forest=st.lists(trees(), min_size=1, max_size=3), layer=st.sampled_from([2, LAYERS]))
 def test_packed_trees_of_several_prompts(
-    tiny_model: TinySlice, plain: Plain, architecture: str, forest: list[Tree], layer: int
+    tiny_model: LoadModel, plain: Plain, architecture: str, forest: list[Tree], layer: int
 ) -> None:
     model = tiny_model(architecture, layer)
     requests = []
@@ -199,7 +199,7 @@ def test_packed_trees_of_several_prompts(
     small=st.booleans(),
 )
 def test_short_chains_attend_together(
-    tiny_model: TinySlice,
+    tiny_model: LoadModel,
     plain: Plain,
     architecture: str,
     prefixes: list[list[int]],
@@ -259,7 +259,7 @@ Step = tuple[str, list[int], int]
     )
 )
 def test_any_way_of_growing_a_prefix(
-    tiny_model: TinySlice, plain: Plain, architecture: str, steps: list[Step]
+    tiny_model: LoadModel, plain: Plain, architecture: str, steps: list[Step]
 ) -> None:
     model, prefix, oracle = (
         tiny_model(architecture, 3),
@@ -291,7 +291,7 @@ def test_any_way_of_growing_a_prefix(
 
 
 @pytest.mark.usefixtures("way")
-def test_more_candidates_than_one_pass_holds(tiny_model: TinySlice, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_candidates_than_one_pass_holds(tiny_model: LoadModel, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model("gemma2", 3)
     prefix, candidates = model.prefix(), torch.arange(100)
     prefix.extend(ids(LONG))
@@ -305,7 +305,7 @@ def test_more_candidates_than_one_pass_holds(tiny_model: TinySlice, monkeypatch:
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma2", "gpt2"])
 def test_scores_in_small_chunks_are_the_same(
-    tiny_model: TinySlice, monkeypatch: pytest.MonkeyPatch, architecture: str
+    tiny_model: LoadModel, monkeypatch: pytest.MonkeyPatch, architecture: str
 ) -> None:
     model = tiny_model(architecture, 3)
     whole = model.encode(ids(LONG))
@@ -314,7 +314,7 @@ def test_scores_in_small_chunks_are_the_same(
 
 
 @pytest.mark.usefixtures("way")
-def test_positions_start_after_an_unknown_prefix(tiny_model: TinySlice, plain: Plain) -> None:
+def test_positions_start_after_an_unknown_prefix(tiny_model: LoadModel, plain: Plain) -> None:
     """Learned positions (gpt2) show the offset; its own state and keys are unknown and take no part."""
     truncated, model = tiny_model("gpt2", 2), plain("gpt2").model
     prefix = truncated.prefix(offset=1)
@@ -327,7 +327,7 @@ def test_positions_start_after_an_unknown_prefix(tiny_model: TinySlice, plain: P
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma2", "gpt_neox"])
-def test_gradients_reach_the_embeddings(tiny_model: TinySlice, plain: Plain, architecture: str) -> None:
+def test_gradients_reach_the_embeddings(tiny_model: LoadModel, plain: Plain, architecture: str) -> None:
     model, oracle = tiny_model(architecture, 3), plain(architecture).model
     given_, expected = (model.embed(ids(LONG)).clone().requires_grad_() for _ in range(2))
     weight = torch.randn(len(LONG), WIDTH)
@@ -370,7 +370,7 @@ def largest_of_branch(model: TruncatedModel, prefix: int, candidates: int) -> in
 
 
 def test_branch_holds_nothing_that_grows_with_candidates_times_prefix(
-    tiny_model: TinySlice, monkeypatch: pytest.MonkeyPatch
+    tiny_model: LoadModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, many = tiny_model("llama", 2), 8192
     monkeypatch.setattr(model, "max_pass_tokens", many)
@@ -387,7 +387,7 @@ def test_branch_holds_nothing_that_grows_with_candidates_times_prefix(
 
 
 def test_one_product_is_for_passes_with_few_scores(
-    tiny_model: TinySlice, monkeypatch: pytest.MonkeyPatch
+    tiny_model: LoadModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """heads × tokens × keys scores, at most DENSE_ELEMENTS; a larger pass attends in chunks of SCORE_ELEMENTS."""
     model, heads, prefix, most = tiny_model("llama", 2), 4, 300, 1 << 20
@@ -400,7 +400,7 @@ def test_one_product_is_for_passes_with_few_scores(
     assert largest_of_branch(model, prefix, exceeds) <= most // 4
 
 
-def test_prefix_keys_and_values_are_views(tiny_model: TinySlice) -> None:
+def test_prefix_keys_and_values_are_views(tiny_model: LoadModel) -> None:
     model = tiny_model("llama", 2)
     prefix = model.prefix()
     prefix.extend(ids(LONG))
@@ -464,7 +464,7 @@ def test_tokens_and_text(tiny: TinyPath) -> None:
 
 
 @pytest.mark.parametrize("architecture", DECODERS)
-def test_a_model_without_tokenizer_files_has_no_tokenizer(tiny_model: TinySlice, architecture: str) -> None:
+def test_a_model_without_tokenizer_files_has_no_tokenizer(tiny_model: LoadModel, architecture: str) -> None:
     """transformers makes an empty one up for some architectures, which reads every text as nothing."""
     model = tiny_model(architecture, 1)
     assert model.special_ids == [256, 257]
@@ -478,7 +478,7 @@ def test_a_model_without_tokenizer_files_has_no_tokenizer(tiny_model: TinySlice,
 @pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("architecture", DECODERS)
 def test_keys_and_values_are_those_of_the_plain_models_cache(
-    tiny_model: TinySlice, plain: Plain, architecture: str
+    tiny_model: LoadModel, plain: Plain, architecture: str
 ) -> None:
     with torch.no_grad():
         cache = plain(architecture).model(input_ids=ids(LONG)[None], use_cache=True).past_key_values
@@ -491,14 +491,14 @@ def test_keys_and_values_are_those_of_the_plain_models_cache(
 
 
 @pytest.mark.parametrize("stream", ["kv", "qkv"])
-def test_queries_keys_and_values_side_by_side(tiny_model: TinySlice, stream: str) -> None:
+def test_queries_keys_and_values_side_by_side(tiny_model: LoadModel, stream: str) -> None:
     parts = [tiny_model("gemma2", 2, one).encode(ids(LONG)) for one in stream]
     close(tiny_model("gemma2", 2, stream).encode(ids(LONG)), torch.cat(parts, 1))
 
 
 @pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("stream", ["q", "k", "v", "kv", "qkv", "attn"])
-def test_inner_streams_of_alternatives(tiny_model: TinySlice, stream: str) -> None:
+def test_inner_streams_of_alternatives(tiny_model: LoadModel, stream: str) -> None:
     model = tiny_model("gemma2", 3, stream)
     assert model.width == model.encode(ids(LONG)).shape[1]
     prefix = model.prefix()
@@ -557,12 +557,12 @@ def test_unknown_options(tiny: TinyPath) -> None:
     refused("unknown quantization 'int3'", tiny("llama"), 1, quantization="int3")
 
 
-def test_a_slice_is_not_called_directly(tiny_model: TinySlice) -> None:
+def test_a_model_is_not_called_directly(tiny_model: LoadModel) -> None:
     with pytest.raises(RuntimeError, match=r"TruncatedModel\.run"):
         tiny_model("llama", 1).module(ids([1])[None])
 
 
-def test_a_slice_is_freed_at_once_and_can_be_copied(tiny: TinyPath) -> None:
+def test_a_model_is_freed_at_once_and_can_be_copied(tiny: TinyPath) -> None:
     for stream in ("resid", "embed", "final_norm"):
         model = load_model(tiny("llama"), stream=stream, device="cpu")
         expected = model.encode(ids(LONG))
@@ -578,7 +578,7 @@ def test_a_slice_is_freed_at_once_and_can_be_copied(tiny: TinyPath) -> None:
 
 
 @pytest.mark.usefixtures("way")
-def test_a_prompt_that_overflowed_spoils_no_other(tiny_model: TinySlice) -> None:
+def test_a_prompt_that_overflowed_spoils_no_other(tiny_model: LoadModel) -> None:
     model = tiny_model("llama", 2)
     clean, spoilt = model.embed(ids(LONG[:6])), model.embed(ids(LONG[6:12])).clone()
     spoilt[2] = float("nan")
@@ -588,7 +588,7 @@ def test_a_prompt_that_overflowed_spoils_no_other(tiny_model: TinySlice) -> None
 
 
 @pytest.mark.usefixtures("way")
-def test_prefixes_of_one_slice_do_not_disturb_one_another(tiny_model: TinySlice) -> None:
+def test_prefixes_of_one_model_do_not_disturb_one_another(tiny_model: LoadModel) -> None:
     model = tiny_model("mistral", 2)
     prompts: Sequence[list[int]] = (LONG, LONG[::-1], [5] * 9)
     prefixes: list[Prefix] = [model.prefix() for _ in prompts]

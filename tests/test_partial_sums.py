@@ -22,7 +22,7 @@ from hiddenlab.sharding import Plan
 from hiddenlab.testing import DECODERS, VOCABULARY, WINDOW, PlainModel
 from hiddenlab.types import AttackResult, Observation
 
-TinySlice = Callable[..., TruncatedModel]
+LoadModel = Callable[..., TruncatedModel]
 TinyPath = Callable[..., str]
 
 
@@ -30,19 +30,19 @@ def tokens_of(count: int, seed: int = 0) -> list[int]:
     return torch.randint(0, VOCABULARY, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-def view(tiny_model: TinySlice, architecture: str, tokens: list[int], plan: Plan, node: int) -> Observation:
+def view(tiny_model: LoadModel, architecture: str, tokens: list[int], plan: Plan, node: int) -> Observation:
     streams = {name: tiny_model(architecture, 1, name) for name in "qkv"}
     streams["embed"] = tiny_model(architecture, 0, "embed")
     return node_view(streams, tokens, plan, node)
 
 
-def recover(tiny_model: TinySlice, architecture: str, observation: Observation) -> AttackResult:
+def recover(tiny_model: LoadModel, architecture: str, observation: Observation) -> AttackResult:
     return PartialSums().fit(observation.info, tiny_model(architecture, 1, "attn")).recover(observation)
 
 
 @pytest.mark.parametrize("architecture", DECODERS)
 @pytest.mark.parametrize("m", [1, 2])
-def test_a_node_reads_the_others_tokens(tiny_model: TinySlice, architecture: str, m: int) -> None:
+def test_a_node_reads_the_others_tokens(tiny_model: LoadModel, architecture: str, m: int) -> None:
     tokens = tokens_of(18)
     plan = Plan.clustered(len(tokens), 3, alpha=3, m=m)
     found = recover(tiny_model, architecture, view(tiny_model, architecture, tokens, plan, 2))
@@ -57,7 +57,7 @@ def test_a_node_reads_the_others_tokens(tiny_model: TinySlice, architecture: str
         assert not one.verified or tokens[place] == one.token
 
 
-def test_repeated_tokens(tiny_model: TinySlice) -> None:
+def test_repeated_tokens(tiny_model: LoadModel) -> None:
     tokens = [5, 5, 5, 9, 5, 9, 7, 7, 1, 2, 3, 4]
     plan = Plan.clustered(12, 4, alpha=3)
     found = recover(tiny_model, "llama", view(tiny_model, "llama", tokens, plan, 2))
@@ -67,7 +67,7 @@ def test_repeated_tokens(tiny_model: TinySlice) -> None:
     assert all(one.distance < EXPLAINED for one in found.tokens if one.row < 0)
 
 
-def test_what_is_not_explained_is_not_verified(tiny_model: TinySlice) -> None:
+def test_what_is_not_explained_is_not_verified(tiny_model: LoadModel) -> None:
     tokens = tokens_of(12)
     plan = Plan.clustered(12, 2, alpha=3)
     observation = view(tiny_model, "llama", tokens, plan, 2)
@@ -93,7 +93,7 @@ def test_a_recorded_request_is_read(tiny: TinyPath, tmp_path: Path) -> None:
         assert all(one.verified for one in found.tokens)
 
 
-def test_what_it_cannot_use(tiny_model: TinySlice) -> None:
+def test_what_it_cannot_use(tiny_model: LoadModel) -> None:
     model = tiny_model("llama", 1, "attn")
     states, _ = Channel.parse([]).release(model, [1, 2, 3], torch.Generator())
     with pytest.raises(NotApplicableError, match="combined view of layer 1"):
@@ -145,7 +145,7 @@ def test_one_of_each_against_all_choices(n: int, c: int, seed: int) -> None:
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma2", "gpt2"])
 def test_the_attention_stream_is_what_enters_the_output_projection(
-    tiny: TinyPath, tiny_model: TinySlice, architecture: str
+    tiny: TinyPath, tiny_model: LoadModel, architecture: str
 ) -> None:
     tokens = tokens_of(7)
     model = PlainModel(tiny(architecture)).model

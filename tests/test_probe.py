@@ -25,7 +25,7 @@ from hiddenlab.proposals.probe import (
 from hiddenlab.testing import VOCABULARY, WIDTH
 from hiddenlab.types import ObservationInfo
 
-TinySlice = Callable[..., TruncatedModel]
+LoadModel = Callable[..., TruncatedModel]
 TinyPath = Callable[..., str]
 QUICK = ProbeSettings(steps=150, batch=128, negatives=VOCABULARY, hidden=64)
 
@@ -75,7 +75,7 @@ def test_windows_hold_as_many_tokens_as_asked(spoken: TruncatedModel) -> None:
     assert sum(sizes) >= 500 > sum(sizes[:-1])
 
 
-def test_without_a_tokenizer_windows_are_random(tiny_model: TinySlice) -> None:
+def test_without_a_tokenizer_windows_are_random(tiny_model: LoadModel) -> None:
     corpus = Corpus(tiny_model("llama", 2))
     counts = torch.bincount(torch.cat(list(corpus.windows(20_000))), minlength=VOCABULARY)
     assert int(counts.min()) > 20
@@ -96,7 +96,7 @@ def mean_rank(probe: Probe, rows: Tensor, tokens: Tensor) -> float:
 
 
 @pytest.mark.parametrize("permuted", [False, True])
-def test_training_brings_the_right_token_forward(tiny_model: TinySlice, permuted: bool) -> None:
+def test_training_brings_the_right_token_forward(tiny_model: LoadModel, permuted: bool) -> None:
     model = tiny_model("gpt_neox", 1) if permuted else tiny_model("gemma2", 2)
     settings = ProbeSettings(permuted, steps=300, batch=256, negatives=VOCABULARY, hidden=256)
     rows, tokens = states_of(model, 4000, 0)
@@ -128,7 +128,7 @@ def test_the_training_texts_own_prior_is_left_out() -> None:
     assert share(1.0) < 0.02  # by chance 1 in 300
 
 
-def test_whitening(tiny_model: TinySlice) -> None:
+def test_whitening(tiny_model: LoadModel) -> None:
     table = tiny_model("llama", 1).embedding.clone()
     table[:, 0] *= 50
     mean, matrix = whitening(table)
@@ -157,13 +157,13 @@ def test_rows_of_very_different_norm_get_their_own_map() -> None:
 
 
 @pytest.fixture(scope="module")
-def trained(tiny_model: TinySlice) -> Probe:
+def trained(tiny_model: LoadModel) -> Probe:
     model = tiny_model("gemma2", 2)
     rows, tokens = states_of(model, 4000, 0)
     return train_probe(rows, tokens, model.embedding.clone(), QUICK)
 
 
-def test_tensors_rebuild_the_probe(trained: Probe, tiny_model: TinySlice) -> None:
+def test_tensors_rebuild_the_probe(trained: Probe, tiny_model: LoadModel) -> None:
     model = tiny_model("gemma2", 2)
     rows, _ = states_of(model, 200, 3)
     again = Probe.from_tensors(QUICK, trained.tensors()).parents(model.embedding)
@@ -171,7 +171,7 @@ def test_tensors_rebuild_the_probe(trained: Probe, tiny_model: TinySlice) -> Non
 
 
 @pytest.mark.parametrize("k", [1, 8, 32, VOCABULARY, 10 * VOCABULARY])
-def test_shortlists_are_the_best_of_the_vocabulary(trained: Probe, tiny_model: TinySlice, k: int) -> None:
+def test_shortlists_are_the_best_of_the_vocabulary(trained: Probe, tiny_model: LoadModel, k: int) -> None:
     model = tiny_model("gemma2", 2)
     trained.parents(model.embedding)
     rows, _ = states_of(model, 400, 3)
@@ -222,7 +222,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_probes: None) -
     return tmp_path / "probes"
 
 
-def test_a_trained_probe_is_kept(cache: Path, tiny_model: TinySlice) -> None:
+def test_a_trained_probe_is_kept(cache: Path, tiny_model: LoadModel) -> None:
     model = tiny_model("gemma2", 2)
     rows, _ = states_of(model, 200, 3)
     heard: list[str] = []
@@ -240,7 +240,7 @@ def test_a_trained_probe_is_kept(cache: Path, tiny_model: TinySlice) -> None:
     assert torch.equal(first.log_probs(rows), second.log_probs(rows))
 
 
-def test_what_changes_states_needs_a_probe_of_its_own(cache: Path, tiny_model: TinySlice) -> None:
+def test_what_changes_states_needs_a_probe_of_its_own(cache: Path, tiny_model: LoadModel) -> None:
     model = tiny_model("llama", 2)
     cases: list[tuple[TruncatedModel, tuple[str, ...]]] = [
         (model, ()),
@@ -273,7 +273,7 @@ def test_a_finetuned_model_is_another_model(cache: Path, tiny: TinyPath, tmp_pat
     assert store.probe_for(tuned, public_of(tuned))[1] > 0
 
 
-def test_a_damaged_file_is_trained_again(cache: Path, tiny_model: TinySlice) -> None:
+def test_a_damaged_file_is_trained_again(cache: Path, tiny_model: LoadModel) -> None:
     model = tiny_model("gemma2", 2)
     store.probe_for(model, public_of(model))
     (path,) = cache.iterdir()
@@ -282,7 +282,7 @@ def test_a_damaged_file_is_trained_again(cache: Path, tiny_model: TinySlice) -> 
     assert store.probe_for(model, public_of(model))[1] == 0
 
 
-def test_an_interrupted_training_leaves_nothing(cache: Path, tiny_model: TinySlice) -> None:
+def test_an_interrupted_training_leaves_nothing(cache: Path, tiny_model: LoadModel) -> None:
     model = tiny_model("gemma2", 2)
 
     def stop(what: str, done: int, total: int) -> None:
@@ -294,7 +294,7 @@ def test_an_interrupted_training_leaves_nothing(cache: Path, tiny_model: TinySli
     assert not cache.exists() or not list(cache.iterdir())
 
 
-def test_training_states_are_those_of_the_channel(tiny_model: TinySlice) -> None:
+def test_training_states_are_those_of_the_channel(tiny_model: LoadModel) -> None:
     """Rows are put back in order, so that each stands beside its token."""
     model = tiny_model("gemma2", 2)
     plain = store.collect_states(model, [], 300, 0)

@@ -17,7 +17,7 @@ from hiddenlab.observation import load_observations, save_observations
 from hiddenlab.projections import Projection, projection_of
 from hiddenlab.types import Observation, ObservationInfo, Site
 
-TinySlice = Callable[..., TruncatedModel]
+LoadModel = Callable[..., TruncatedModel]
 TOKENS = [5, 77, 3, 3, 200, 41, 8, 150]
 
 
@@ -38,7 +38,7 @@ def test_projections_are_inner_products_with_known_directions() -> None:
 
 
 @pytest.mark.usefixtures("small_probes")
-def test_enough_projections_give_the_prompt_away(tiny_model: TinySlice) -> None:
+def test_enough_projections_give_the_prompt_away(tiny_model: LoadModel) -> None:
     model = tiny_model("llama", 2)
     observation = released(model, "project:count=16")
     assert observation.states.shape == (len(TOKENS), 16)
@@ -47,7 +47,7 @@ def test_enough_projections_give_the_prompt_away(tiny_model: TinySlice) -> None:
 
 
 @pytest.mark.usefixtures("small_probes")
-def test_noise_on_projections(tiny_model: TinySlice) -> None:
+def test_noise_on_projections(tiny_model: LoadModel) -> None:
     model = tiny_model("llama", 1)
     plain, noisy = released(model, "project:count=4"), released(model, "project:count=4,sigma=0.1")
     error = (noisy.states - plain.states).square().mean(1).sqrt() / plain.states.square().mean(1).sqrt()
@@ -56,7 +56,7 @@ def test_noise_on_projections(tiny_model: TinySlice) -> None:
     assert len(found.ids) == len(TOKENS)
 
 
-def test_files_keep_the_projection(tiny_model: TinySlice, tmp_path: Path) -> None:
+def test_files_keep_the_projection(tiny_model: LoadModel, tmp_path: Path) -> None:
     model = tiny_model("llama", 1)
     save_observations([released(model, "project:count=4,seed=3")], tmp_path / "o.safetensors")
     (back,) = load_observations(tmp_path / "o.safetensors")
@@ -64,7 +64,7 @@ def test_files_keep_the_projection(tiny_model: TinySlice, tmp_path: Path) -> Non
 
 
 @pytest.mark.usefixtures("small_probes")
-def test_what_projections_do_not_go_with(tiny_model: TinySlice) -> None:
+def test_what_projections_do_not_go_with(tiny_model: LoadModel) -> None:
     model = tiny_model("llama", 1)
     both = released(model, "project:count=4", "hidden-perm")
     with pytest.raises(NotApplicableError, match="permuted coordinates"):

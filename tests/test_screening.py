@@ -21,7 +21,7 @@ from hiddenlab.models import TruncatedModel
 from hiddenlab.summary import NO_STATE
 from hiddenlab.types import Observation
 
-TinySlice = Callable[..., TruncatedModel]
+LoadModel = Callable[..., TruncatedModel]
 CHANNELS = ("identity", "seq-perm", "hidden-perm", "2d-perm")
 PROMPTS = [[5, 250, 17, 17, 3, 99, 204, 5], [77, 8, 131]]
 
@@ -40,7 +40,7 @@ def release(model: TruncatedModel, *specs: str) -> list[Observation]:
 
 @pytest.mark.parametrize("stream", ["resid", "final_norm"])
 @pytest.mark.parametrize("channel", CHANNELS)
-def test_the_same_as_without(tiny_model: TinySlice, channel: str, stream: str) -> None:
+def test_the_same_as_without(tiny_model: LoadModel, channel: str, stream: str) -> None:
     model = tiny_model("gemma2", 4 if stream == "final_norm" else 2, stream=stream)
     observations = release(model, channel)
     found = {}
@@ -66,7 +66,7 @@ def test_the_same_as_without(tiny_model: TinySlice, channel: str, stream: str) -
 
 @pytest.mark.parametrize("channel", ["hidden-perm", "2d-perm"])
 def test_a_screen_that_is_wrong_costs_time_only(
-    tiny_model: TinySlice, monkeypatch: pytest.MonkeyPatch, channel: str
+    tiny_model: LoadModel, monkeypatch: pytest.MonkeyPatch, channel: str
 ) -> None:
     """Where the model is only given the farthest candidates, a second look at all the others finds the right one."""
     monkeypatch.setattr(task, "near_ones", lambda relative: relative.argsort(descending=True)[:2])
@@ -82,7 +82,7 @@ def test_a_screen_that_is_wrong_costs_time_only(
         assert recovery.stop_reason == "complete"
 
 
-def test_what_no_token_gives_is_left_unverified_with_the_nearest(tiny_model: TinySlice) -> None:
+def test_what_no_token_gives_is_left_unverified_with_the_nearest(tiny_model: LoadModel) -> None:
     """Whether or not there is a screen, the model's own distances choose the best guess."""
     model = tiny_model("llama", 2)
     (first, _) = release(model, "hidden-perm")
@@ -97,7 +97,7 @@ def test_what_no_token_gives_is_left_unverified_with_the_nearest(tiny_model: Tin
     assert fast.tokens[2].distance == pytest.approx(plain.tokens[2].distance, rel=1e-4)
 
 
-def test_a_first_row_that_no_token_gives_is_left_unverified(tiny_model: TinySlice) -> None:
+def test_a_first_row_that_no_token_gives_is_left_unverified(tiny_model: LoadModel) -> None:
     """First positions run without the screen, so that nothing is left for a second look."""
     model = tiny_model("llama", 2)
     (first, _) = release(model, "identity")
@@ -108,7 +108,7 @@ def test_a_first_row_that_no_token_gives_is_left_unverified(tiny_model: TinySlic
     assert len(found.tokens) == len(first.states)
 
 
-def test_where_it_does_not_pay(tiny_model: TinySlice, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_it_does_not_pay(tiny_model: LoadModel, monkeypatch: pytest.MonkeyPatch) -> None:
     assert Screen.pays(tiny_model("llama", 2))
     assert not Screen.pays(tiny_model("llama", 1))
     assert not Screen.pays(tiny_model("llama", 2).sibling(2, dtype="bfloat16"))
@@ -128,7 +128,7 @@ def test_the_near_ones(relative: Tensor, expected: list[int]) -> None:
     assert sorted(near_ones(relative).tolist()) == sorted(expected)
 
 
-def test_a_followed_prefix_gives_nearly_the_same_states(tiny_model: TinySlice) -> None:
+def test_a_followed_prefix_gives_nearly_the_same_states(tiny_model: LoadModel) -> None:
     """The rounded prefix is the exact one's, brought up to date piece by piece."""
     model = tiny_model("qwen3", 3)
     fast, prefix, shadow = Screen(model), model.prefix(), None
@@ -144,7 +144,7 @@ def test_a_followed_prefix_gives_nearly_the_same_states(tiny_model: TinySlice) -
 
 @pytest.mark.parametrize(("channel", "fast"), [("gaussian:sigma=0.5", True), ("seq-perm", False)])
 def test_beam_decoding_runs_in_a_faster_dtype_only_behind_what_changes_states(
-    tiny_model: TinySlice, channel: str, fast: bool
+    tiny_model: LoadModel, channel: str, fast: bool
 ) -> None:
     model = tiny_model("llama", 2)
     assert fast_enough(Screen(model), Channel.parse([channel]), Matcher(1, False), 0) == fast
@@ -153,7 +153,7 @@ def test_beam_decoding_runs_in_a_faster_dtype_only_behind_what_changes_states(
 @pytest.mark.usefixtures("small_probes")
 @pytest.mark.parametrize("channel", ["hidden-perm", "2d-perm"])
 def test_of_screened_candidates_the_beam_keeps_near_ones_with_their_exact_distances(
-    tiny_model: TinySlice, channel: str
+    tiny_model: LoadModel, channel: str
 ) -> None:
     model = tiny_model("llama", 2)
     observation = release(model, "gaussian:sigma=0.001", channel)[0]
@@ -199,7 +199,7 @@ def test_of_screened_candidates_the_beam_keeps_near_ones_with_their_exact_distan
             assert values[BEFORE:].tolist() == pytest.approx(features[token, row][BEFORE:].tolist(), abs=1e-3)
 
 
-def test_a_screen_is_loaded_once_enough_was_asked_of_it(tiny_model: TinySlice) -> None:
+def test_a_screen_is_loaded_once_enough_was_asked_of_it(tiny_model: LoadModel) -> None:
     one = Screen(tiny_model("llama", 2))
     assert not one.runs(screening.FEWEST - 1)
     assert not one.runs(screening.LOAD_AFTER)
@@ -211,7 +211,7 @@ def test_a_screen_is_loaded_once_enough_was_asked_of_it(tiny_model: TinySlice) -
     assert other.runs(screening.FEWEST)
 
 
-def test_only_what_the_slice_ran_can_match() -> None:
+def test_only_what_the_model_ran_can_match() -> None:
     """A screened candidate within the limit is put just outside of it, and found by the second look."""
     tried = Tried(torch.tensor([1.0, 2.0]))
     table = torch.tensor([[0.5, 9.0], [9.0, 0.4], [7.0, 8.0], [6.0, 9.0]])

@@ -15,7 +15,7 @@ from hiddenlab.proposals.first_token_table import SortedStates, packed
 from hiddenlab.proposals.sorted_states import OF_DISTANCE, OF_PROBE, Contexts
 from hiddenlab.types import ObservationInfo
 
-TinySlice = Callable[..., TruncatedModel]
+LoadModel = Callable[..., TruncatedModel]
 TEXTS = [torch.tensor([3, 40, 7]), torch.tensor([250, 9, 9, 61])]
 
 
@@ -40,7 +40,7 @@ def test_squared_distances_are_those_of_sorted_rows(seed: int, rows: int, size: 
     assert torch.allclose(found, expected, rtol=1e-2, atol=1e-2)
 
 
-def test_states_are_the_mean_behind_the_texts(tiny_model: TinySlice) -> None:
+def test_states_are_the_mean_behind_the_texts(tiny_model: LoadModel) -> None:
     model = tiny_model("gemma2", 2)
     made = Contexts.make(model, TEXTS)
     assert not made.useful
@@ -111,7 +111,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_probes: None) -
 
 
 def test_a_probe_of_permuted_columns_scores_beside_them(
-    tiny_model: TinySlice, cache: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_model: LoadModel, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny_model("llama", 2)
     info = public_of(model, "hidden-perm")
@@ -148,7 +148,7 @@ def test_a_probe_of_permuted_columns_scores_beside_them(
     assert rank(scores) < 0.9 * rank(alone.log_probs(rows))
 
 
-def test_rows_in_known_coordinates_do_without(tiny_model: TinySlice, cache: Path) -> None:
+def test_rows_in_known_coordinates_do_without(tiny_model: LoadModel, cache: Path) -> None:
     model = tiny_model("llama", 2)
     probes, _ = store.probes_for(model, public_of(model, "seq-perm"), (0, 1))
     assert all(one._contexts is None for one in probes)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hiddenlab.attacks.beam_decoding.beam import decode
 from hiddenlab.attacks.beam_decoding.distortion_model import learn_distortion_model
-from hiddenlab.attacks.beam_decoding.features import FEATURES, NOISE, TRACES, Learned
+from hiddenlab.attacks.beam_decoding.features import FEATURES, TRACES, Learned
 from hiddenlab.attacks.beam_decoding.hypotheses import Decoding, Effort, Engines, start
 from hiddenlab.attacks.beam_decoding.local_search import move_parts
 from hiddenlab.attacks.beam_decoding.noise_refine import Refined, refine_decodings
@@ -19,7 +19,7 @@ from hiddenlab.attacks.beam_decoding.order_refine import reorder_decodings
 from hiddenlab.attacks.beam_decoding.position_model import learn_position_model
 from hiddenlab.attacks.beam_decoding.prefix_inversion import arrives, decode_behind, prefix_of
 from hiddenlab.attacks.beam_decoding.row_features import Reader, fast_enough
-from hiddenlab.attacks.beam_decoding.weights import learn_weights, weigh_noise
+from hiddenlab.attacks.beam_decoding.weights import learn_weights
 from hiddenlab.base import Attack
 from hiddenlab.channels import Channel, as_whole, by_channel, suppose
 from hiddenlab.errors import InputError, NotApplicableError
@@ -33,9 +33,6 @@ from hiddenlab.types import AttackResult, Observation, ObservationInfo, TokenPre
 from hiddenlab.utils.random import generator
 
 SURE = 16.0  # nats by which the token that a tokenizer puts first is likelier than any other
-
-# Where the right candidate is the best so often, behind the right tokens, no candidate need be solved for.
-CERTAIN = 0.99
 
 
 @dataclass(frozen=True)
@@ -55,7 +52,7 @@ class Prepared:
 
     @property
     def solves(self) -> bool:
-        """Candidates can be solved for the noise on their embeddings: rows are out of order behind nothing but that.
+        """Whether orders can be compared by the noise they need: rows are out of order behind nothing but noise.
 
         In half precision the finite differences would be rounding errors.
         """
@@ -91,9 +88,6 @@ class BeamDecoding(Attack):
         sweeps: of the second look at noised embeddings (see ``refine``), which needs float32; 0 for none.
         rounds: of looking for unknown embeddings before the prompt (see ``before``) at most, also in float32; as many
             again where an order has to be begun anew.
-        solved: where rows are out of order behind noise, the likeliest continuations of a prompt that are solved for
-            the noise on their embeddings (see ``explain``), at every token, 16 say, also in float32; 0 for none. It
-            takes minutes, and what it brings is not settled.
         orders: order rows behind one layer of noised embeddings by how much noise they need (see ``reorder``), also in
             float32; it takes minutes a prompt.
     """
@@ -106,16 +100,13 @@ class BeamDecoding(Attack):
         lm: bool = True,
         sweeps: int = 6,
         rounds: int = 3,
-        solved: int = 0,
         orders: bool = False,
     ) -> None:
         if min(beam, width, batch) < 1:
             raise InputError(f"beam, width and batch must be at least 1, not {beam}, {width} and {batch}")
-        if min(sweeps, rounds, solved) < 0:
-            raise InputError(
-                f"sweeps, rounds and solved must be at least 0, not {sweeps}, {rounds} and {solved}"
-            )
-        self.effort, self.sweeps, self.rounds = Effort(beam, width, solved=solved), sweeps, rounds
+        if min(sweeps, rounds) < 0:
+            raise InputError(f"sweeps and rounds must be at least 0, not {sweeps} and {rounds}")
+        self.effort, self.sweeps, self.rounds = Effort(beam, width), sweeps, rounds
         self.batch, self.asks = batch, lm
         self.orders = orders
         self._prepared: Prepared | None = None
@@ -163,8 +154,6 @@ class BeamDecoding(Attack):
         return self._prepared
 
     def _keep(self, info: ObservationInfo, prepared: Prepared, seconds: float) -> dict[str, float | str]:
-        if prepared.solves and self.effort.solved and prepared.learned.right < CERTAIN:
-            prepared = self._weigh_noise(prepared)
         self._prepared = replace(prepared, observed=info)
         return self._measured(self._prepared, seconds)
 
@@ -175,14 +164,6 @@ class BeamDecoding(Attack):
         if prepared.info.noise_sigma != prepared.observed.noise_sigma:
             learned["noise_sigma"] = float(prepared.info.noise_sigma or 0.0)
         return {"probe_seconds": seconds, **learned}
-
-    def _weigh_noise(self, prepared: Prepared) -> Prepared:
-        """Solve for candidates from now on, if what that says speaks against wrong ones."""
-        reader = prepared.reader
-        engines = replace(prepared.engines, model=prepared.model, sigma=prepared.info.noise_sigma)
-        with torch.inference_mode():
-            learned = weigh_noise(prepared.learned, reader.channel, engines, reader, self.seed, self.progress)
-        return replace(prepared, engines=engines, learned=learned) if learned.weights[NOISE] < 0 else prepared
 
     def _speaker(self, model: TruncatedModel) -> Prefix | None:
         """The language model, if it is to be asked, with what it reads before every prompt."""

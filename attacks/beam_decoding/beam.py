@@ -12,16 +12,14 @@ from hiddenlab.attacks.beam_decoding.features import (
     FIT,
     Candidates,
     Learned,
-    Rows,
     candidates_of,
     chosen,
     likeliest,
     rows_at,
 )
 from hiddenlab.attacks.beam_decoding.hypotheses import Decoding, Effort, Engines, Hypothesis, Step, Tried
-from hiddenlab.attacks.beam_decoding.noise_solver import append, explain
 from hiddenlab.matching.screening import near_ones
-from hiddenlab.models import Prefix, Request, TruncatedModel
+from hiddenlab.models import Request, TruncatedModel
 from hiddenlab.types import Progress, silent
 
 OTHERS = 4  # of a row's tokens that were not taken, how many are remembered
@@ -80,8 +78,6 @@ def decode(
         tried = iter(_try(pairs, proposed, engines, learned.weights))
         beams = [[next(tried) for _ in one.beam] for one in active]
         _widen(active, beams, engines, learned, effort)
-        if engines.sigma is not None:
-            _solve(active, beams, engines, learned.weights, effort)
         for one, beam in zip(active, beams, strict=True):
             one.calls += 1
             one.beam = _extend(one, beam, learned.weights, effort)
@@ -195,30 +191,6 @@ def _suggested(
     return engines.adapter.log_likelihoods(tokens[some], torch.cat(tried.states)[some], view.shown[rows])
 
 
-def _solve(
-    active: Sequence[Decoding],
-    beams: Sequence[list[Tried]],
-    engines: Engines,
-    weights: Tensor,
-    effort: Effort,
-) -> None:
-    """Solve for the noise of the likeliest candidates, and forget the others."""
-    assert engines.sigma is not None
-    asked, tried = list[tuple[Prefix, Rows, Candidates]](), list[tuple[Decoding, Tried]]()
-    for one, beam in zip(active, beams, strict=True):
-        picks = _likeliest(one, beam, *_totals(one, beam, weights), effort.solves(one.place), effort.behind)
-        for i, (hypothesis, own) in enumerate(zip(one.beam, beam, strict=True)):
-            places = [place for parent, place in picks if parent == i]
-            own.keep(torch.tensor(places, dtype=torch.long, device=own.branch.device))
-            if places:
-                asked.append((hypothesis.prefix, one.view, own.candidates))
-                tried.append((one, own))
-    found, run = explain(asked, engines.model, engines.matcher, engines.sigma)
-    for (one, own), embeddings in zip(tried, found, strict=True):
-        own.embeddings = embeddings
-        one.evaluated += run * len(embeddings)
-
-
 def _totals(
     decoding: Decoding, tried: Sequence[Tried], weights: Tensor
 ) -> tuple[list[Float[Tensor, " _"]], list[Float[Tensor, " _"]]]:
@@ -269,21 +241,16 @@ def _extend(decoding: Decoding, tried: Sequence[Tried], weights: Tensor, effort:
     """The best continuations of all hypotheses."""
     totals, used = _totals(decoding, tried, weights)
     most = effort.kept(decoding.view, decoding.place)
-    kept, noised = list[Hypothesis](), list[tuple[Prefix, Tensor]]()
+    kept = list[Hypothesis]()
     for parent, i in _likeliest(decoding, tried, totals, used, most, effort.behind):
         before, one = decoding.beam[parent], tried[parent]
         step = _step(one, totals[parent], i)
         prefix = before.prefix.fork()
-        if one.embeddings is None:
-            prefix.keep(one.answers[int(one.answer[i])], branch=int(one.branch[i]))
-        else:
-            noised.append((prefix, one.embeddings[i]))
+        prefix.keep(one.answers[int(one.answer[i])], branch=int(one.branch[i]))
         columns = (*before.columns, int(one.candidates.columns[i]))
         sums = float(totals[parent][i]), float(used[parent][i])
         free, steps = without(before.free, step.row), (*before.steps, step)
         kept.append(Hypothesis(prefix, free, before.spoken, None, columns, steps, *sums))
-    append(noised)
-    decoding.evaluated += len(noised)
     return kept
 
 

@@ -12,14 +12,13 @@ from hiddenlab.matching.distance import Matcher
 
 FEATURES = (
     "probe", "language model", "trace 1", "trace 2", "place", "pairwise order", "log distance",
-    "log whitened distance", "log distance over expected", "log noise",
+    "log whitened distance", "log distance over expected",
 )  # fmt: skip
 TRACES = (1, 2)  # how many positions before a row's own the tokens are that it is asked for
 PLACE = 2 + len(TRACES)
 PRECEDES = PLACE + 1
 BEFORE = PRECEDES + 1  # features known before a candidate is run; the others need its state
 FIT = BEFORE + 2  # the distance over what the channel is expected to make of it
-NOISE = FIT + 1  # cost of the noise that explains the row, where it was solved for (``explain``); 0 elsewhere
 ROUNDING = 1e-5  # of a row's norm
 PART = 8192  # pairs compared at once, so that copies of rows stay small
 DENSE = 2  # where so many times the pairs asked for are all there are, all are compared, which copies less
@@ -83,12 +82,10 @@ class Learned:
     Attributes:
         weights: of each piece of evidence. lead: nats by which the best candidate that was run has to be ahead of all
             that were not (``unseen``) to be believed; less, and others should be tried.
-        right: share of positions at which the right candidate scores best, behind the right tokens.
     """
 
     weights: Float[Tensor, " features"]
     lead: float = -math.inf
-    right: float = 0.0
 
 
 @dataclass

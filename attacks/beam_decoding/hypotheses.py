@@ -25,7 +25,6 @@ class Engines:
         screen: runs many candidates at once first, where it is faster than ``model``, or None.
         before: what is supposed to stand before every prompt, where that is not known; never extended itself.
         offset: positions before the first token, where nothing is supposed to stand there.
-        sigma: of noise on embeddings that the likeliest candidates are solved for (see ``explain``), or None.
     """
 
     model: TruncatedModel
@@ -36,7 +35,6 @@ class Engines:
     screen: Screen | None = None
     before: Prefix | None = None
     offset: int = 0
-    sigma: float | None = None
 
     def beginning(self, before: Prefix | None = None) -> Prefix:
         """What a prompt begins with: embeddings that were found, those that are supposed, or room for them."""
@@ -60,7 +58,6 @@ class Effort:
             and after a token that no row shows: what they are shows only in what comes after them.
         most: candidates tried at once where the best is in doubt (see ``doubt``). spare: of these, how many
             a token a prompt may cost.
-        solved: candidates of a prompt that are solved for at every token, where any are; first as many as ``opening``.
     """
 
     beam: int = 8
@@ -70,15 +67,10 @@ class Effort:
     behind: float = 20.0
     most: int = 8192
     spare: int = 2048
-    solved: int = 0
 
     def less(self) -> "Effort":
         """For prompts of which most is known by now."""
         return replace(self, beam=-(-self.beam // HARDER), opening=-(-self.opening // HARDER))
-
-    def solves(self, place: int) -> int:
-        """Candidates that are solved for at a place."""
-        return max(self.solved, self.opening >> place // 3)
 
     def kept(self, view: Rows, place: int) -> int:
         """Hypotheses kept after the token at a place: more where they differ in more than it."""
@@ -163,7 +155,6 @@ class Tried:
     Attributes:
         answers: what ran them. answer: which of them is each candidate's. branch: its place there. evaluated: run.
         tokens, states: all that were run so far, kept or not, and their states in the matcher's form, part by part.
-        embeddings: noised, those of the candidates, where they were solved for.
     """
 
     candidates: Candidates
@@ -173,7 +164,6 @@ class Tried:
     evaluated: int
     tokens: list[Int[Tensor, " _"]]
     states: list[Float[Tensor, "_ d"]]
-    embeddings: Float[Tensor, "c d"] | None = None
 
     def add(self, other: "Tried") -> None:
         """More candidates of the same hypothesis."""

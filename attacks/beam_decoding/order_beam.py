@@ -8,6 +8,8 @@ over the most that it says of it behind any other token of the prompt: otherwise
 what is dear is left for the end.
 """
 
+from collections.abc import Sequence
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -15,9 +17,8 @@ from torch import Tensor
 from hiddenlab.attacks.beam_decoding.beam import RECENT, listen, without
 from hiddenlab.attacks.beam_decoding.future_cost import after_each
 from hiddenlab.attacks.beam_decoding.hypotheses import Engines, Hypothesis, Step
-from hiddenlab.attacks.beam_decoding.noise_solver import append
 from hiddenlab.attacks.beam_decoding.order_linearized import Displaced
-from hiddenlab.models import Request
+from hiddenlab.models import Prefix, Request
 
 HYPOTHESES = 96  # kept
 SOLVED = 3  # times as many continuations are solved for
@@ -95,3 +96,13 @@ def _told(witness: Displaced, beam: list[Hypothesis]) -> Float[Tensor, "m n"]:
     answers = witness.model.run_all(requests, keep=False, show="attn")
     attended = torch.stack([one.branches for one in answers])
     return -witness.trust * witness.needed(attended.transpose(0, 1)).T
+
+
+def append(noised: Sequence[tuple[Prefix, Float[Tensor, " d"]]]) -> None:
+    """Continue each prefix, all of them of one truncated model, with a noised embedding."""
+    if not noised:
+        return
+    model = noised[0][0].model
+    requests = [Request(prefix, embedding[None].to(model.dtype)) for prefix, embedding in noised]
+    for (prefix, _), answer in zip(noised, model.run_all(requests, together=True), strict=True):
+        prefix.keep(answer, tokens=1)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -20,22 +20,19 @@ from hiddenlab.attacks.beam_decoding.features import (
     unseen,
 )
 from hiddenlab.attacks.beam_decoding.hypotheses import Engines
-from hiddenlab.attacks.beam_decoding.noise_solver import append, explain
 from hiddenlab.attacks.beam_decoding.row_features import Reader
 from hiddenlab.channels import Channel
-from hiddenlab.models import Prefix, Request
+from hiddenlab.models import Request
 from hiddenlab.proposals.corpus import Corpus
 from hiddenlab.types import GroundTruth, Progress, silent
 from hiddenlab.utils.random import generator
 
 WINDOWS, LENGTH = 16, 40
 # Where learning starts, and what it is drawn to: as ``FEATURES``.
-START = (1.0, 0.8, 0.3, 0.15, 1.0, 0.05, -3.0, -3.0, -3.0, -3.0)
+START = (1.0, 0.8, 0.3, 0.15, 1.0, 0.05, -3.0, -3.0, -3.0)
 RIDGE = 1e-3
 STEPS = 60  # of the optimiser
 TRIED = 32  # wrong candidates a position
-# Texts whose candidates are solved for, how long they are, and wrong candidates a position: the beginning is hardest.
-NOISED, BEGINNING, WRONG = 8, 16, 5
 # Shares: of positions where the right candidate was not run, where a wrong one may be believed; of right ones that are
 # not believed though no wrong one comes near; and of right ones that must be believed for the rule to matter.
 MISTAKEN, MISSED, TELLING = 0.02, 0.02, 0.1
@@ -72,7 +69,7 @@ def learn_weights(
         tables += _tables(reader.read(observation), secret, engines, start, drawn)
         progress("weighing the evidence", i + 1, len(released))
     weights = fit(tables, start)
-    return Learned(weights, lead_of(tables, weights), right_of(tables, weights))
+    return Learned(weights, lead_of(tables, weights))
 
 
 def _tables(
@@ -119,78 +116,6 @@ def _tables(
     return [table for _, table in found]
 
 
-@dataclass
-class _Text:
-    """One text of the attacker's own, as released, up to some place."""
-
-    view: Rows
-    tokens: Tensor
-    rows: list[int]
-    following: list[Tensor | None]
-    prefix: Prefix
-    path: list[int]
-
-
-def weigh_noise(
-    learned: Learned,
-    channel: Channel,
-    engines: Engines,
-    reader: Reader,
-    seed: int,
-    progress: Progress = silent,
-) -> Learned:
-    """Learn weights once more, with what solving for candidates says of them, behind the embeddings that were found.
-
-    Args:
-        learned: without it. engines: that solve for the noise (``sigma``).
-    """
-    assert engines.sigma is not None
-    device, corpus = engines.model.device, Corpus(reader.model, seed + 5)
-    windows = [corpus.text_window(BEGINNING).tolist() for _ in range(NOISED)]
-    texts = []
-    for observation, secret in channel.release_batch(
-        reader.model, windows, generator(seed, "joint", "noise")
-    ):
-        truth, order = torch.tensor(secret.tokens, device=device), range(len(secret.tokens))
-        rows = torch.tensor(order if secret.row_order is None else secret.row_order).argsort().tolist()
-        view = reader.read(observation)
-        texts.append(_Text(view, truth, rows, spoken(engines, truth), engines.beginning(), []))
-    tables = list[Table]()
-    for place in range(BEGINNING):
-        active = [text for text in texts if place < len(text.tokens)]
-        found = [_rivals(text, place, engines, learned.weights) for text in active]
-        asked = [(text.prefix, text.view, candidates) for text, candidates in zip(active, found, strict=True)]
-        embeddings, _ = explain(asked, engines.model, engines.matcher, engines.sigma)
-        append([(text.prefix, own[0]) for text, own in zip(active, embeddings, strict=True)])
-        for text, candidates in zip(active, found, strict=True):
-            text.path.append(int(candidates.columns[0]))
-            if len(candidates) > 1:
-                nothing = torch.zeros(len(candidates), device=device)
-                tables.append(Table(candidates.features, nothing, nothing == 0))
-        progress("weighing the noise", place + 1, BEGINNING)
-    return replace(learned, weights=fit(tables, learned.weights))
-
-
-def _rivals(text: _Text, place: int, engines: Engines, weights: Tensor) -> Candidates:
-    """The right candidate for a place of a text, and the likeliest wrong ones behind it."""
-    view, token, row = text.view, int(text.tokens[place]), text.rows[place]
-    candidates = candidates_of(view, place, text.rows[place:], text.path, text.following[place])
-    right = (candidates.tokens == token) & (candidates.rows == row)
-    if not bool(right.any()):
-        only = candidates.keep(torch.zeros(1, dtype=torch.long, device=right.device))
-        only.tokens, only.rows = torch.full_like(only.tokens, token), torch.full_like(only.rows, row)
-        only.columns = torch.full_like(only.columns, -1)
-        return only
-    before = (candidates.features[:, :BEFORE] @ weights[:BEFORE]).masked_fill(right, float("inf"))
-    candidates = candidates.keep(before.topk(min(1 + TRIED, len(before))).indices)
-    tokens, branch = candidates.tokens.unique(return_inverse=True)
-    (answer,) = engines.model.run_all([Request(text.prefix, tokens[:0], branches=tokens)], keep=False)
-    candidates.measure(engines.matcher.view(answer.branches), branch, view, engines.matcher)
-    scores = candidates.features @ weights
-    scores[0] = float("inf")
-    return candidates.keep(scores.topk(min(1 + WRONG, len(scores))).indices)
-
-
 def spoken(engines: Engines, tokens: Tensor) -> list[Tensor | None]:
     """The language model's log-probabilities of every token of a text and of what follows it."""
     speaker = engines.speaker
@@ -222,12 +147,6 @@ def lead_of(tables: Sequence[Table], weights: Float[Tensor, " features"]) -> flo
     believed = torch.tensor(right)
     limit = torch.tensor(wrong).quantile(1 - MISTAKEN).maximum(believed.quantile(MISSED))
     return float(limit) if float((believed >= limit).float().mean()) >= TELLING else -math.inf
-
-
-def right_of(tables: Sequence[Table], weights: Float[Tensor, " features"]) -> float:
-    """Share of positions at which the right candidate scores best of those that would be run; 1 without positions."""
-    best = [int((one.features @ weights).masked_fill(~one.tried, float("-inf")).argmax()) for one in tables]
-    return sum(place == 0 for place in best) / len(best) if best else 1.0
 
 
 def fit(tables: Sequence[Table], start: Float[Tensor, " features"]) -> Float[Tensor, " features"]:

@@ -19,6 +19,7 @@ from hiddenlab.prompts import iter_prompts
 from hiddenlab.proposals.probe import fast_dtype
 from hiddenlab.types import Progress
 from hiddenlab.utils.cache import cache_path
+from hiddenlab.utils.digests import digest_of
 from hiddenlab.utils.files import save_tensors
 
 OWN = "own"
@@ -92,8 +93,8 @@ def hash_seed(*numbers: int) -> int:
 
 
 def _path(model: TruncatedModel, length: int, seed: int) -> Path:
-    text = json.dumps([model.signature, model.vocab_size, length, seed, TOP_K, AT_ONCE])
-    return cache_path("texts", f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.safetensors")
+    identity = [model.signature, model.vocab_size, length, seed, TOP_K, AT_ONCE]
+    return cache_path("texts", f"{digest_of(identity)}.safetensors")
 
 
 def _load(path: Path, length: int) -> Int[Tensor, "n length"]:

@@ -1,6 +1,5 @@
 """Training an infiller: on the attacker's own texts, masked as the plan masks, until a held-out set says stop."""
 
-import hashlib
 import json
 import math
 import os
@@ -30,6 +29,7 @@ from hiddenlab.proposals.probe import fast_dtype
 from hiddenlab.proposals.store import probe_for
 from hiddenlab.types import ObservationInfo, Progress
 from hiddenlab.utils.cache import cache_path
+from hiddenlab.utils.digests import digest_of
 from hiddenlab.utils.files import save_tensors
 
 FORMAT = 2
@@ -313,8 +313,7 @@ def _identity(
 
 def checkpoint_path(identity: dict[str, Any]) -> Path:
     """Where a training is kept: the newest state and, beside it, the best."""
-    key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
-    return cache_path("infill", f"{key}.safetensors")
+    return cache_path("infill", f"{digest_of(identity)}.safetensors")
 
 
 def _best(path: Path) -> Path:

@@ -1,12 +1,10 @@
 """Run Cascade on a Ray cluster: Ray places, keeps and calls the nodes, and tensors go from node to node.
 
-Only this file and the serving file import Ray.
+Only this file, ``ray_connection``, ``serve`` and ``eval.parallel`` import Ray.
 """
 
 import math
-import os
 import secrets
-import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -26,18 +24,17 @@ from hiddenlab.defenses.cascade.faults import Restarts, Watch, most_missed
 from hiddenlab.defenses.cascade.node_state import GIVEN_UP, Head, NodeError, Pass, attn_name
 from hiddenlab.defenses.cascade.node_views import Seen
 from hiddenlab.defenses.cascade.nodes import Partial, Rows
+from hiddenlab.defenses.cascade.ray_connection import LOOPBACK, connect, free_resources
 from hiddenlab.defenses.cascade.remote import RemoteAttn, RemoteComp
 from hiddenlab.errors import InputError
 from hiddenlab.sharding import AttnNode, Plan
 from hiddenlab.types import Progress, silent
 
 TRANSPORTS = ("tcp", "objects")
-LOOPBACK = "127.0.0.1"
 SPARE = 16  # calls that a node accepts beside its running requests
 PING_SECONDS = 3.0  # limit for answers to a question to all nodes; a slower answer does not mean a fault
 POLL_SECONDS = 5.0  # longest time between two checks of the nodes while a pass runs
 STARTING = 4  # nodes started at once
-NODE_BYTES = 350e6  # memory of a node's process beside weights, measured
 
 
 class _ObjectCarrier:
@@ -198,7 +195,7 @@ class RayCascade(Cascade):
             if not self._group.wait(timeout_seconds=max(timeout, 60.0)):
                 raise InputError(
                     f"the cluster could not place {len(bundles)} nodes ({strategy}); free resources: "
-                    f"{_free('CPU'):g} CPUs, {_free('GPU'):g} GPUs"
+                    f"{free_resources('CPU'):g} CPUs, {free_resources('GPU'):g} GPUs"
                 )
             key = secrets.token_bytes(32)
             # A cluster that is started here runs on this machine alone, so its nodes listen on loopback.
@@ -464,69 +461,6 @@ def _start_up(name: str, call: Any) -> Any:
         if "InputError" in reason:
             raise InputError(reason.partition("InputError: ")[2] or reason) from None
         raise NodeError(f"{name} did not start: {reason}", name) from None
-
-
-def connect(address: str | None, nodes: int, cpus: float, gpus: float) -> bool:
-    """Join a cluster, or start one on this machine with as many (logical) CPUs as there are nodes.
-
-    Returns:
-        True where it was started here.
-    """
-    # The error of the node at fault reaches the user; Ray would also print those of the other nodes.
-    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
-    # Ray reports no usage statistics of a private deployment unless its owner enables them.
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    if ray.is_initialized():
-        own = False
-    else:
-        quiet: dict[str, Any] = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
-        own = address is None
-        if own:
-            memory = psutil.virtual_memory().available
-            if nodes * NODE_BYTES > memory:
-                raise InputError(
-                    f"{nodes} nodes take about {nodes * NODE_BYTES / 1e9:.1f} GB before any weights, "
-                    f"{memory / 1e9:.1f} GB are free; {nodes - int(memory / NODE_BYTES)} nodes too many"
-                )
-            logical = max(1, math.ceil(cpus))
-            # "local" prevents joining RAY_ADDRESS or another Ray on this machine by accident.
-            ray.init(address="local", num_cpus=logical, _node_ip_address=LOOPBACK, **quiet)
-        else:
-            check_reachable(address)
-            try:
-                ray.init(address=address, **quiet)
-            except (ConnectionError, RuntimeError, ValueError) as error:
-                raise InputError(
-                    f"no Ray cluster answers at {address}: {str(error).splitlines()[0]}"
-                ) from None
-    for kind, needed in (("CPU", cpus), ("GPU", gpus)):
-        if needed > _free(kind) + 1e-6:
-            found = _free(kind)
-            if own:
-                ray.shutdown()
-            raise InputError(
-                f"the nodes need {needed:g} {kind}s, the cluster has {found:g} free: {needed - found:g} are missing"
-            )
-    return own
-
-
-def check_reachable(address: str | None) -> None:
-    """Check that a Ray cluster listens at an address; Ray itself would try for many minutes.
-
-    Raises:
-        InputError: nothing listens at that host and port.
-    """
-    host, _, port = (address or "").rpartition("//")[2].rpartition(":")
-    if not host:
-        return  # "auto" and the like: Ray knows where to look
-    try:
-        socket.create_connection((host, int(port)), timeout=5.0).close()
-    except (OSError, ValueError) as error:
-        raise InputError(f"no Ray cluster answers at {address}: {error}") from None
-
-
-def _free(kind: str) -> float:
-    return float(ray.available_resources().get(kind, 0.0))
 
 
 def _short(positions: tuple[int, ...]) -> str:

@@ -13,8 +13,8 @@ from ray.serve.config import HTTPOptions
 from ray.serve.context import _get_global_client
 
 from hiddenlab.defenses.cascade.api import digest, make_app
-from hiddenlab.defenses.cascade.cluster import connect
 from hiddenlab.defenses.cascade.command import Backend
+from hiddenlab.defenses.cascade.ray_connection import connect
 from hiddenlab.defenses.cascade.service import Limits, Service
 from hiddenlab.errors import HiddenlabError, InputError
 from hiddenlab.models.load import load_tokenizer, resolve_model

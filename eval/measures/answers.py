@@ -1,7 +1,5 @@
 """Keep the answers of simulated providers and a verifier's scores of them on disk, for all experiments."""
 
-import hashlib
-import json
 import math
 import shutil
 import tempfile
@@ -27,6 +25,7 @@ from hiddenlab.errors import InputError
 from hiddenlab.projections import KINDS, Projection
 from hiddenlab.prompts import load_prompts
 from hiddenlab.types import Progress, silent
+from hiddenlab.utils.digests import digest_of
 from hiddenlab.utils.random import generator
 
 COUNTS = (1, 2, 4, 8, 16, 32)  # numbers of a fingerprint
@@ -242,8 +241,7 @@ def _folder(home: Path, kind: str, spec: dict[str, Any]) -> Path:
         "model", "prompts", "limit", "max_tokens", "turns", "new_tokens", "sampling", "variant", "seed", "device",
         "dtype",
     )  # fmt: skip
-    text = json.dumps({name: spec[name] for name in names}, sort_keys=True)
-    return home / kind / hashlib.sha256(text.encode()).hexdigest()[:16]
+    return home / kind / digest_of({name: spec[name] for name in names})
 
 
 def _work(folder: Path) -> Path:

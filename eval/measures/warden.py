@@ -1,6 +1,5 @@
 """Calibrate a warden on honest answers, and measure what its settings let an adversary carry."""
 
-import hashlib
 import json
 import math
 from collections.abc import Callable, Iterator
@@ -23,6 +22,7 @@ from hiddenlab.eval.measures.answers import answered
 from hiddenlab.eval.measures.attack import as_figures, exactly
 from hiddenlab.eval.measures.intervals import Estimate, mean, share
 from hiddenlab.types import Progress, silent
+from hiddenlab.utils.digests import digest_of
 from hiddenlab.utils.files import save_tensors, write_file
 
 FIELDS = ("false_positives", "suspicious", "bits", "safe_bits", "quiet_bits")
@@ -36,8 +36,7 @@ GRID = ("dtype", "requests", "noise_sds", "thresholds", "cutoffs")
 
 def stored(home: Path, kind: str, key: Any, make: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
     """Load tensors, or make and keep them under a digest of what they depend on."""
-    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
-    path = home / kind / f"{digest}.safetensors"
+    path = home / kind / f"{digest_of(key)}.safetensors"
     if not path.is_file():
         path.parent.mkdir(parents=True, exist_ok=True)
         save_tensors(path, make(), {})

@@ -1,6 +1,5 @@
 """Probes and opening tables in the cache, by model, layer, channel and settings: the second attack starts at once."""
 
-import hashlib
 import json
 import time
 from collections.abc import Sequence
@@ -24,6 +23,7 @@ from hiddenlab.proposals.probe import Probe, fast_dtype, probe_settings, token_p
 from hiddenlab.proposals.sorted_states import Contexts
 from hiddenlab.types import ObservationInfo, Progress, Site, silent
 from hiddenlab.utils.cache import cache_path
+from hiddenlab.utils.digests import digest_of
 from hiddenlab.utils.files import save_tensors
 
 FORMAT = 3
@@ -313,8 +313,7 @@ def _identity(model: TruncatedModel, channel: list[str]) -> dict[str, Any]:
 
 
 def _path(identity: dict[str, Any]) -> Path:
-    key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
-    return cache_path("probes", f"{key}.safetensors")
+    return cache_path("probes", f"{digest_of(identity)}.safetensors")
 
 
 def _load(identity: dict[str, Any], model: TruncatedModel) -> dict[str, torch.Tensor] | None:

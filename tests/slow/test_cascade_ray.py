@@ -304,7 +304,9 @@ def test_clusters_that_cannot_be_are_refused(
 
 def test_an_address_where_nobody_answers_is_named() -> None:
     """Soon: Ray itself would try for minutes. In a process of its own, which has no cluster yet."""
-    script = "from hiddenlab.defenses.cascade.cluster import connect; connect('127.0.0.1:1', 1, 1.0, 0.0)"
+    script = (
+        "from hiddenlab.defenses.cascade.ray_connection import connect; connect('127.0.0.1:1', 1, 1.0, 0.0)"
+    )
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=PATIENCE)
     assert re.search(r"InputError: no Ray cluster answers at 127.0.0.1:1", result.stderr)
 
