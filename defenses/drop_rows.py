@@ -28,16 +28,6 @@ class Shard(Stage):
 
     Raises:
         InputError: there is no such node, or it holds no row of the prompt.
-
-    A CompNode's by default (paper, section 7.2.1 and 7.2.2); with ``queries`` and ``keys`` the rows of which an
-    AttnNode receives queries, keys or values under m-splitting (appendix M).
-
-    Args:
-        alpha: CompNodes. c: tokens of a cluster, so that δ = α·c. node: which CompNode, from 0.
-        m: splits of each shard. queries, keys: which AttnNode, both or neither.
-
-    Raises:
-        InputError: no such node, or a prompt of which the node holds nothing.
     """
 
     selects = True

@@ -50,7 +50,7 @@ class Toploc(Stage):
         proof = commit(states if key is None else scatter(states, key), self.k, PAPER)
         everywhere = torch.arange(states.numel(), device=states.device).reshape(states.shape)
         values = values_at(proof, everywhere)
-        # Patterns of NaN and infinity are garbage in any case: no committed value is one.
+        # Committed values are finite, so NaN and infinity are arbitrary values and can be replaced.
         values = torch.where(torch.isfinite(values), values, 0)
         secret = {} if key is None else {"key": key}
         return values, None, {"proof": proof.to_base64(), **secret}
@@ -122,6 +122,6 @@ def request_seed(key: str, request: str = "") -> int:
 
 
 def _only(info: ObservationInfo, stream: str, what: str) -> None:
-    # A channel asks stages about an observation of no model, to learn what they do to the rows.
+    # A channel also calls ``publish`` without a model, to find out what stages do to the rows.
     if info.model and info.site.stream != stream:
         raise InputError(f"{what} the stream {stream}, not {info.site.stream}; use --stream {stream}")

@@ -34,7 +34,7 @@ class Gaussian(Stage):
     def inputs(
         self, embeddings: Float[Tensor, "n d"], table: Float[Tensor, "v d"], generator: torch.Generator
     ) -> Float[Tensor, "m d"]:
-        # In single precision, so that one seed means one noise for every dtype of the provider.
+        # In single precision, so that one seed gives the same noise for every dtype of the provider.
         noise = torch.randn(embeddings.shape, generator=generator, device=generator.device)
         return (embeddings.float() + self.sigma * noise.to(embeddings.device)).to(embeddings.dtype)
 

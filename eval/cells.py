@@ -284,7 +284,7 @@ def measure_cell(cell: Cell, home: Path, fresh: bool = False, progress: Progress
         result |= {"status": NOT_RUN, "reason": str(error), "figures": {}}
     result["seconds"] = time.perf_counter() - started
     result["made"] = describe_environment()
-    with suppress(HiddenlabError):  # of a run that may have been taken up by another version
+    with suppress(HiddenlabError):  # another version may have resumed the run
         result["made"]["commits"] = (
             read_run(folder / RUN)[0].commits if (folder / RUN / RECORD).is_file() else []
         )

@@ -43,7 +43,7 @@ def run(
     except OSError as error:
         raise InputError(f"cannot write into {home}: {error.strerror or error}") from None
     asked, refused = Setting(**setting), dict[str, HiddenlabError]()
-    asked.at(())  # a model that cannot be had is nobody's own fault
+    asked.at(())  # fail here if the model is missing, before any experiment does
     experiments = dict[str, Experiment]()
     for name in names:
         make = registry.resolve("experiments", name)

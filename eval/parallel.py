@@ -56,7 +56,7 @@ def measure_all(
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise HiddenlabError(f"cannot join Ray at {address or 'this machine'}: {reason}") from None
 
-    where = home.resolve()  # workers stand elsewhere
+    where = home.resolve()  # workers have another current directory
 
     def work(item: Item) -> Outcome:
         import torch

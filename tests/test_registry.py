@@ -94,10 +94,8 @@ def test_describe_gives_summary_and_parameters() -> None:
     found = {line.name: line for line in registry.describe("defenses")}
     assert found["gaussian"].parameters == "sigma: float"
     assert found["hidden-perm"].parameters == "mode: per-row|shared = per-row"
-    assert (
-        found["seq-perm"].summary == "Shuffles the rows (paper, section 5.2.1)."
-        and not found["seq-perm"].parameters
-    )
+    assert found["seq-perm"].summary == "Shuffle the rows of the states (paper, section 5.2.1)."
+    assert not found["seq-perm"].parameters
 
 
 def test_describe_lists_what_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -114,13 +114,13 @@ class _Guard:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        # Each path that is counted is kept for ever: strangers' paths share one entry.
+        # Counted paths are kept for ever, so unknown paths share one entry.
         path, status, finished = scope["path"] if scope["path"] in PATHS else "other", 500, False
         body: list[Message] = []
 
         async def again() -> Message:
             if not body:
-                await anyio.sleep_forever()  # this class hears what else the client says
+                await anyio.sleep_forever()  # this class receives the client's further messages
             return body.pop()
 
         async def noted(message: Message) -> None:
@@ -130,7 +130,7 @@ class _Guard:
             finished = message["type"] == "http.response.body" and not message.get("more_body", False)
             try:
                 await send(message)
-            except OSError:  # nobody takes it
+            except OSError:  # the client is gone
                 raise ClientDisconnect from None
 
         async def listen() -> None:
@@ -165,7 +165,7 @@ class _Guard:
             scheme, _, shown = request.headers.get("authorization", "").partition(" ")
             if scheme.lower() != "bearer" or not hmac.compare_digest(digest(shown), service.key):
                 return _problem(401, "this server wants its API key as 'Authorization: Bearer …'"), b""
-        # Counted as it comes: a length that is announced need not be true.
+        # Counted while it arrives, because the announced length may be wrong.
         content = bytearray()
         async for chunk in request.stream():
             content += chunk
@@ -247,9 +247,7 @@ async def _events(
         if usage:
             yield _event(about | {"choices": [], "usage": _usage(answer)})
         yield "data: [DONE]\n\n"
-    except (
-        Exception
-    ) as error:  # the answer has begun: whatever it is, the client hears of it within the stream
+    except Exception as error:  # the answer has begun, so the client gets any error within the stream
         text = str(error) if isinstance(error, HiddenlabError) else _failed(error)
         yield _event(json.loads(bytes(_problem(503, text, kind="server_error").body)))
 

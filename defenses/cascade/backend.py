@@ -241,7 +241,7 @@ def in_threads(
         futures = {i: pool.submit(guarded, i) for i in order}
     errors = [error for future in futures.values() if (error := future.exception()) is not None]
     if errors:
-        # One that only waited in vain says nothing of the cause, and one that names a node more than one that does not.
+        # Other errors are the cause; of NodeErrors, those of nodes that were told to give up name no node.
         raise min(errors, key=lambda e: 0 if not isinstance(e, NodeError) else 1 if e.node else 2)
     return {i: future.result() for i, future in futures.items()}
 

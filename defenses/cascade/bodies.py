@@ -15,7 +15,7 @@ from hiddenlab.errors import InputError
 from hiddenlab.utils.schema import CLOSED, loads
 
 MAX_STOPS, MAX_STOP_LENGTH = 4, 200
-# Fields of OpenAI's interface that are not offered: a null of these says the default, anything else is refused.
+# Fields of OpenAI's interface that are not offered: null means the default, anything else is refused.
 NOT_OFFERED = (
     "audio", "function_call", "functions", "logit_bias", "max_completion_tokens", "metadata", "modalities",
     "parallel_tool_calls", "prediction", "reasoning_effort", "response_format", "service_tier", "store", "suffix",
@@ -144,7 +144,7 @@ class ChatBody(Body):
 
 
 B = TypeVar("B", bound=Body)
-# What is said of fields with more than one form, or with only one value, in place of the checker's own words.
+# Error messages for fields with more than one form, and the fields that allow one value only.
 RULES = {
     "prompt": "give one text, or one list of token ids",
     "stop": f"give up to {MAX_STOPS} texts of 1 to {MAX_STOP_LENGTH} characters",
@@ -181,7 +181,7 @@ def _fault(error: ValidationError) -> RequestError:
     for field, rule in RULES.items():
         names = field.split(".")
         if kind != "missing" and [part for part in place if isinstance(part, str)][: len(names)] == names:
-            # What follows is the form that was tried, which is no part of the name.
+            # The rest of the place is the form that was tried, which does not belong to the name.
             where = ".".join(map(str, place[: place.index(names[-1]) + 1]))
             return RequestError(f"{where}: {rule}", where)
     where = ".".join(map(str, place))

@@ -45,13 +45,13 @@ class Chat:
         self._mark = f"\ue000{secrets.token_hex(8)}\ue001"
         self._tokenizer = copy.deepcopy(tokenizer)
         self._controls = control_tokens(tokenizer)
-        # Overlapping ones too: each is cut behind its first sign.
+        # The pattern also finds overlapping ones; each is split after its first character.
         several = [re.escape(text) for text in self._controls if len(text) > 1]
         self._pattern = re.compile(f"(?={'|'.join(several)})(?s:(.))" if several else "(?!)")
         self._single = frozenset(text for text in self._controls if len(text) == 1)
         self._ids = turning_ids(tokenizer)
         self._add_mark()
-        # Tokenizers change themselves while they work.
+        # Tokenizers change their own state while they work.
         self._lock = threading.Lock()
 
     def _add_mark(self) -> None:
@@ -65,7 +65,7 @@ class Chat:
         """Return the token ids of a conversation, up to where the model's turn begins.
 
         Args:
-            messages: each a ``role``, which is no user's text, and a ``content``.
+            messages: each has a ``role``, which users cannot choose, and a ``content``.
 
         Raises:
             InputError: the model has no chat template, it refuses these messages, or one holds a control token of a
@@ -87,11 +87,11 @@ class Chat:
             return ids
         try:
             own = self._tokens(messages, lambda text: "x" if text.strip() else text)
-        except InputError:  # a template that wants certain contents
+        except InputError:  # a template that accepts only certain contents
             own = []
         if self._control(ids) == self._control(own):
             return ids
-        # A control token was made of a message's end and the template's text, or by the tokenizer's normalizer.
+        # A control token arose from a message's end and the template's text, or from the tokenizer's normalizer.
         return self._tokens(messages, lambda text: self._mark + self._mark.join(text) + self._mark)
 
     def _cut(self, text: str) -> str:
@@ -104,7 +104,7 @@ class Chat:
         turns = [{**message, "content": change(message["content"])} for message in messages]
         try:
             text = self._tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
-        except Exception as error:  # templates are programs of the model's makers
+        except Exception as error:  # templates are programs by the model's authors
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise InputError(f"the model's chat template refuses these messages: {reason}") from None
         return [

@@ -1,6 +1,6 @@
 """Run Cascade on a Ray cluster: Ray places, keeps and calls the nodes, and tensors go from node to node.
 
-Only this file, the connection and the serving file import Ray.
+Only this file, ``ray_connection``, ``serve`` and ``eval.parallel`` import Ray.
 """
 
 import math
@@ -31,9 +31,9 @@ from hiddenlab.sharding import AttnNode, Plan
 from hiddenlab.types import Progress, silent
 
 TRANSPORTS = ("tcp", "objects")
-SPARE = 16  # calls that a node takes beside its running requests
-PING_SECONDS = 3.0  # for the answers to a question to all nodes; a slower one says nothing of a node's health
-POLL_SECONDS = 5.0  # at most this long from one look at the nodes to the next, while a pass runs
+SPARE = 16  # calls that a node accepts beside its running requests
+PING_SECONDS = 3.0  # limit for answers to a question to all nodes; a slower answer does not mean a fault
+POLL_SECONDS = 5.0  # longest time between two checks of the nodes while a pass runs
 STARTING = 4  # nodes started at once
 
 
@@ -53,7 +53,7 @@ class _ObjectCarrier:
         name, where = attn_name(node), f"in layer {head.layer + 1}"
         call = self._pending.pop((head.request, head.number, head.step, node))
         try:
-            # The driver watches the nodes; who waits here only has to hear of it.
+            # The driver watches the nodes; this loop only has to notice when the request is given up.
             while not ray.wait([call], timeout=0.5)[0]:
                 if self.aborted(head.request):
                     raise NodeError(GIVEN_UP)
@@ -198,7 +198,7 @@ class RayCascade(Cascade):
                     f"{free_resources('CPU'):g} CPUs, {free_resources('GPU'):g} GPUs"
                 )
             key = secrets.token_bytes(32)
-            # A cluster of our own is this machine: its nodes listen nowhere else.
+            # A cluster that is started here runs on this machine alone, so its nodes listen on loopback.
             common: dict[str, Any] = {
                 "link": link,
                 "threads": threads,
@@ -221,7 +221,7 @@ class RayCascade(Cascade):
             answers: dict[str, Any] = {}
             names = list(self._make)
             for begin in range(0, len(names), STARTING):
-                # All at once would be no faster: they share the machine's processors while they import.
+                # Starting all at once is no faster: they share the machine's processors while they import.
                 wave = names[begin : begin + STARTING]
                 self._actors |= {name: self._make[name]() for name in wave}
                 calls = {name: self._actors[name].start.remote() for name in wave}
@@ -260,11 +260,11 @@ class RayCascade(Cascade):
                     raise lost
             except Exception as error:
                 if work.request in self._closed:
-                    raise NodeError(GIVEN_UP) from None  # by whoever drives it: no node is at fault
+                    raise NodeError(GIVEN_UP) from None  # the driver gave it up, so no node is at fault
                 found = self._diagnose(work, _cause(error, calls, done))
                 found.replaced = replaced.get(found.node or "", 0)
                 self._abort(work.request)
-                # Those that only waited come back now; a pass of theirs must not outlive the request.
+                # CompNodes that only waited return now; their passes must not outlive the request.
                 if waiting:
                     ray.wait(waiting, num_returns=len(waiting), timeout=PING_SECONDS)
                 raise found from None
@@ -314,7 +314,7 @@ class RayCascade(Cascade):
                     try:
                         ticks = ray.get(call)
                     except ray.exceptions.RayError:
-                        ticks = -1  # dead: whoever needs it says so
+                        ticks = -1  # dead; the requests that need it report it
                     self._watch.answered(questions[call], ticks)
                 self._looked = time.monotonic()
             return self._watch.silent(), self._watch.still(began)
@@ -341,7 +341,7 @@ class RayCascade(Cascade):
         states = self._ask(dict.fromkeys(self._actors, "progress"))
         needed = self._involved(work)
         died = [state for name, state in states.items() if name in needed and isinstance(state, _Died)]
-        # A dead node may have taken others with it; the first to be lost was named by whoever missed it.
+        # A dead node may have caused others to die; the error names the first one that was missed.
         named: NodeError | None = next(
             (one for one in died if one.node == error.node), died[0] if died else None
         )
@@ -366,7 +366,7 @@ class RayCascade(Cascade):
             return False
         with self._lock:
             if error.forgot:
-                # It was replaced already: there is nothing to do but to run again.
+                # It was replaced already, so the request only has to run again.
                 return self._times_replaced.get(name, 0) > 0
             if self._times_replaced.get(name, 0) > error.replaced:
                 return True  # another request has done it

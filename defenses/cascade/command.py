@@ -202,7 +202,11 @@ def serve(
     """Serve a model over HTTP until interrupted; see ``serve.start`` for the options.
 
     Args:
-        ready: called once requests are answered. key: that requests must show. limits: see ``service.Limits``.
+        backend: where the nodes run.
+        ready: called once requests are answered.
+        key: that requests must show.
+        host, port: where the server listens.
+        limits: see ``service.Limits``.
 
     Raises:
         InputError: another program listens at that port, or see ``serve.start``.
@@ -213,12 +217,12 @@ def serve(
         bounds = _with_ray("hiddenlab.defenses.cascade.service").Limits(**(limits or {}))
         serving = _with_ray("hiddenlab.defenses.cascade.serve")
         own = serving.start(backend, key=key, limits=bounds, host=host, port=port, **options)
-        # A service manager's way of saying Ctrl-C; set now, since Ray sets one of its own when it starts.
+        # Service managers stop a program by SIGTERM. Set the handler now, since Ray sets its own when it starts.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         try:
             ready()
             while True:
-                # A signal that another thread receives does not wake this one; it is seen when it wakes by itself.
+                # A signal that another thread receives does not wake this one, so wake regularly to see it.
                 time.sleep(0.5)
         finally:
             serving.stop(own)

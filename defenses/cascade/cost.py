@@ -7,7 +7,7 @@ from typing import Any
 from hiddenlab.errors import InputError
 from hiddenlab.sharding import Plan
 
-STATISTICS = {"paper": 2, "logsumexp": 1}  # numbers sent back a head and row beside the partial output
+STATISTICS = {"paper": 2, "logsumexp": 1}  # numbers per head and row beside the partial output
 
 
 @dataclass(frozen=True)

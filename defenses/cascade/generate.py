@@ -60,7 +60,7 @@ class Sampling:
 
         def choose(logits: Tensor) -> int:
             history: Any = torch.empty(1, 0, dtype=torch.long)  # which these warpers do not read
-            # In this form the smallest temperature overflows to minus infinity, never to NaN.
+            # Shifted so that the largest logit is 0, logits over a tiny temperature overflow to -inf, never to NaN.
             scores = logits.double().cpu()
             scores = warpers(history, (scores - scores.max())[None])[0]  # type: ignore[arg-type]
             return int(torch.multinomial(scores.softmax(-1), 1, generator=generator))
@@ -144,7 +144,7 @@ def generate(
                 if not cascade.recover(error):
                     raise
                 cascade.close(work.request)
-                # What nodes kept of the request is gone with one of them: begin again, with what is known.
+                # The lost node's part of the cache is gone, so run all known tokens again.
                 work = Pass(new_request(), work.plan, keep=True, last=True)
                 continue
             token = choose(logits)

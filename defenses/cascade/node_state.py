@@ -170,7 +170,7 @@ class CompHost:
         token = _ACTIVE.set(seat)
         started = time.perf_counter()
         try:
-            # A thread starts outside of the caller's inference mode.
+            # A new thread does not inherit the caller's inference mode.
             with (
                 torch.inference_mode(),
                 record_layers(seen, self.model, comp.positions, lambda: _ACTIVE.get() is seat),
@@ -193,7 +193,7 @@ class CompHost:
             output = self.model(**options)
             return output.logits[0] if hasattr(output, "logits") else output.last_hidden_state[0]
         if comp.positions[-1] != work.plan.tokens - 1:
-            # The head would be work for nothing; so would the last layer, if the keys of it were not wanted.
+            # Skip the head, whose output is not wanted. The last layer runs, because others need its keys.
             states = self.model.base_model(**options).last_hidden_state  # type: ignore[operator, union-attr]
             return states[0, :0]
         if has_head(self.model):
@@ -309,7 +309,7 @@ class AttnHost:
         self.name = attn_name(node)
         self.device = device
         self.counters = Counters()
-        self.ticks = 0  # grows with every message that comes and every layer that is computed
+        self.ticks = 0  # grows with every message received and every layer computed
         self.seen: list[Seen] = []
         self._open: dict[str, _Open] = {}
         self._closed: dict[str, None] = {}
@@ -326,7 +326,7 @@ class AttnHost:
             reply(NodeError(GIVEN_UP))
             return
         if one is None:
-            # To go on without what came before would give a wrong answer that looks like a right one.
+            # Without the earlier rows, the answer would be wrong but look right.
             text = f"{self.name} was started anew and does not know the earlier tokens of this request"
             reply(NodeError(text, self.name, forgot=True))
             return
@@ -335,12 +335,12 @@ class AttnHost:
         try:
             answers = self._attend(one, head, came)
         except Exception as error:
-            # Whoever waits must hear of it; the node itself lives on.
+            # Every waiting CompNode gets the error; the node itself continues.
             for _, answer in came.values():
                 answer(NodeError(f"{self.name} failed in layer {head.layer + 1}: {error}", self.name))
             return
         for sender, (_, answer) in came.items():
-            # Who asked nothing gets a receipt: no further pass may begin before this one is done.
+            # A CompNode without queries gets a receipt, since no further pass may begin before this one is done.
             self.ticks += 1
             parts = answers[sender] if one.worker.messages[sender].answers else []
             if self.wire is not None:

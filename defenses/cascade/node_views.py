@@ -208,7 +208,7 @@ def save_seen(
     last = max((p for one in seen for entry in one.entries for p in entry.positions), default=0)
     for one in seen:
         target = folder / re.sub(r"[^A-Za-z0-9]+", "-", one.node).strip("-")
-        if one.node in out:  # of a request that ran again, after a node was lost
+        if one.node in out:  # the request ran again after a node was lost
             target = target.with_name(f"{target.name}-{one.request}")
         target.mkdir(parents=True, exist_ok=True)
         held: set[int] = set()

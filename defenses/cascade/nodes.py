@@ -100,7 +100,7 @@ def attention_pass(
         scores = torch.tanh(scores / attention.softcap) * attention.softcap
     if visible is not None:
         scores.masked_fill_(~visible.to(scores.device), float("-inf"))
-    # No key at all (an empty shard) is like no visible key.
+    # An empty shard is treated like one without visible keys.
     maximum = scores.amax(2) if b else scores.new_full((heads, a), float("-inf"))
     weights = scores.sub_(maximum.clamp(min=torch.finfo(scores.dtype).min)[..., None]).exp_()
     total = weights.sum(2)

@@ -13,7 +13,7 @@ from filelock import FileLock, Timeout
 from hiddenlab.errors import InputError
 from hiddenlab.utils.cache import cache_path
 
-TRIES = 20  # ports above a taken one that are tried, for the advice
+TRIES = 20  # ports above a taken one that are tried for the message
 
 
 @contextmanager
@@ -46,7 +46,7 @@ def free(host: str, port: int) -> bool:
     try:
         ((family, kind, _, _, address), *_) = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         with socket.socket(family, kind) as probe:
-            # Connections that ended a moment ago do not count; who listens does, whatever it shares.
+            # With this option, connections that just ended do not count; a listener does, even if it shares its port.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
             probe.listen(1)

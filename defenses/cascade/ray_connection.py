@@ -1,4 +1,4 @@
-"""Join a Ray cluster, or start one on this machine, and say plainly why that fails."""
+"""Join a Ray cluster, or start one on this machine; errors state why that fails."""
 
 import math
 import os
@@ -20,9 +20,9 @@ def connect(address: str | None, nodes: int, cpus: float, gpus: float) -> bool:
     Returns:
         True where it was started here.
     """
-    # Errors of nodes reach the user through the node that is at fault; Ray would print the others' too.
+    # The error of the node at fault reaches the user; Ray would also print those of the other nodes.
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
-    # Nothing about a private deployment is reported to anybody, unless its owner asks for it.
+    # Ray reports no usage statistics of a private deployment unless its owner enables them.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     if ray.is_initialized():
         own = False
@@ -37,7 +37,7 @@ def connect(address: str | None, nodes: int, cpus: float, gpus: float) -> bool:
                     f"{memory / 1e9:.1f} GB are free; {nodes - int(memory / NODE_BYTES)} nodes too many"
                 )
             logical = max(1, math.ceil(cpus))
-            # "local": neither RAY_ADDRESS nor another Ray on this machine is joined unasked.
+            # "local" prevents joining RAY_ADDRESS or another Ray on this machine by accident.
             ray.init(address="local", num_cpus=logical, _node_ip_address=LOOPBACK, **quiet)
         else:
             check_reachable(address)

@@ -184,7 +184,7 @@ class RemoteComp:
         self.host = CompHost(loaded, index, wire=settings.wire)
         self.facts = ModelFacts.of(model, loaded)
         self.mailbox = Mailbox(timeout)
-        # A layer can take minutes: each of its products is progress.
+        # A layer can take minutes, so each of its modules counts as progress.
         branches = [module for module in loaded.modules() if next(module.children(), None) is None]
         self._hooks = [branch.register_forward_hook(self._tick) for branch in branches]
         self.hub = Hub(comp_name(index), key, self._receive, self.mailbox.lose, host=host, link=link)
@@ -308,7 +308,7 @@ class RemoteAttn:
             tensors = [tensor for part in parts for tensor in part.tensors]
             if parts:
                 about["size"] = len(parts[0].tensors)
-            with suppress(WireError):  # the CompNode is gone; whoever waits for it will say so
+            with suppress(WireError):  # the CompNode is gone, and the driver will notice
                 self.hub.send(sender, about, tensors)
 
         return reply

@@ -22,8 +22,8 @@ from hiddenlab.sharding import Plan
 
 APP = "hiddenlab-cascade"
 LISTENS = 60.0  # seconds until requests have to be answered
-TOO_MANY = 1000  # requests beside those that run, which are sent away at once
-SERVE_CPUS = 1.0  # that Ray keeps for the replica beside the nodes'
+TOO_MANY = 1000  # requests beside the running ones, which are refused at once
+SERVE_CPUS = 1.0  # that Ray reserves for the replica, in addition to the nodes'
 
 
 @serve.deployment(ray_actor_options={"num_cpus": SERVE_CPUS})
@@ -104,7 +104,7 @@ def start(
         sharding = {"alpha": alpha, "m": m, "symmetric": symmetric}
         limits = limits or Limits()
         settings = asdict(backend) | {"address": None, "loopback": own, "concurrent": limits.running}
-        # More than run at once: whoever is too many is told so at once, and does not wait in Ray's queue.
+        # More than may run at once, so that a request too many is refused at once and does not wait in Ray's queue.
         replica = _Replica.options(max_ongoing_requests=limits.running + TOO_MANY)  # type: ignore[attr-defined]
         app = replica.bind(settings, sharding, c, key and digest(key), asdict(limits))
         serve.run(app, name=APP, route_prefix="/")
@@ -135,7 +135,7 @@ def stop(own: bool) -> None:
     if not ray.is_initialized():
         return
     if own:
-        # Everything on it is ours and ends with it; asking each part to stop would hang where one was killed before.
+        # Everything on this cluster was started here and ends with it. Stopping each part would hang if one was killed.
         ray.shutdown()
     else:
         serve.delete(APP)

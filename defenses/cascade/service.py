@@ -20,8 +20,8 @@ from hiddenlab.defenses.cascade.generate import Cancellation, Sampling, generate
 from hiddenlab.errors import InputError
 from hiddenlab.sharding import Plan
 
-RETRY_SECONDS = 1  # until a client that was sent away may ask again
-# What is made of an answer as it comes; then None, or the error that ended it.
+RETRY_SECONDS = 1  # until a refused client may ask again
+# The pieces of an answer as they are generated; then None, or the error that ended it.
 Pieces: TypeAlias = "asyncio.Queue[str | BaseException | None]"
 
 
@@ -186,7 +186,7 @@ class Service:
                     if cut > len(given):
                         yield text[len(given) : cut]
                     return
-                # The end may be part of a character, or the beginning of a stop text.
+                # The text may end with part of a character, or with the beginning of a stop text.
                 safe = len(text.rstrip("\ufffd")) - max(0, longest - 1)
                 if safe > len(given):
                     yield text[len(given) : safe]
@@ -234,7 +234,7 @@ class Service:
             try:
                 for piece in answer.pieces:
                     loop.call_soon_threadsafe(pieces.put_nowait, piece)
-            except BaseException as error:  # whatever it is, the place must be given back
+            except BaseException as error:  # after any error, the place must be freed
                 failure = error
             with suppress(RuntimeError):  # the server has ended meanwhile
                 loop.call_soon_threadsafe(end, failure)

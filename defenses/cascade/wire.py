@@ -87,7 +87,7 @@ class Hub:
         self._key, self._receive, self._lost = key, receive, lost
         self._peers: dict[str, tuple[socket.socket, threading.Lock]] = {}
         self._lock = threading.Lock()
-        self._free = 0.0  # when the simulated link has sent all it was given
+        self._free = 0.0  # time at which the simulated link has sent everything
         self._open = True
         self._server = socket.create_server((host, 0), backlog=1024)
         self.address: Address = (host, int(self._server.getsockname()[1]))
@@ -192,7 +192,7 @@ class Hub:
             if not hmac.compare_digest(proof, self._proof(nonce, name)):
                 raise ValueError("it does not know this cluster's key")
             peer = name.decode()
-            # Answered only when messages can be sent back.
+            # Greet only once messages can be sent back.
             self._serve(peer, connection, greeting=self._proof(theirs, self.name.encode()))
         except (OSError, ValueError):
             _close(connection)
@@ -225,7 +225,7 @@ class Hub:
                 if (wait := text.get("due", 0.0) - time.monotonic()) > 0:
                     time.sleep(wait)
                 self._receive(peer, text["head"], tensors)
-        except Exception as error:  # whatever a peer sends, only its own connection ends
+        except Exception as error:  # a malformed message ends only its sender's connection
             if not isinstance(error, OSError):
                 logging.getLogger(__name__).warning("%s drops %s: %r", self.name, peer, error)
         with self._lock:
@@ -233,7 +233,7 @@ class Hub:
             if current is not None and current[0] is connection:
                 del self._peers[peer]
                 if self._open:
-                    # With the lock: said later, it might be of a node that has been started again meanwhile.
+                    # Report under the lock; later, the name might belong to a node that was started again.
                     self._lost(peer)
         _close(connection)
 

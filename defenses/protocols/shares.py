@@ -64,8 +64,8 @@ class Centaur(_OnShares):
     The holders are the developer and the server. Appendix I.1 has the developer reconstruct; but he knows π and would
     see plain states, so here it is the server. The user shares Xπ and so has the embedding (I.3; I.1 says that the
     scheme wants to hide it from him). At norms and activations the server sees values in Θ′'s own order of dimensions,
-    the same for every prompt. At the softmax the keys of a layer are in an order that the developer draws anew; but the
-    number of rows in which a key is masked reveals its place.
+    the same for every prompt. At the softmax the keys of a layer are in an order that the developer draws each time;
+    the number of rows in which a key is masked still reveals its place.
 
     Args:
         weights: of the model.

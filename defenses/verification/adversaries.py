@@ -135,13 +135,6 @@ class ChoiceEncoder:
     Args:
         payload: what to send.
         most: use at most so many tokens of each step (0: all).
-
-    Ranges are exact integers, so all is sent by the time that the product of the numbers of choices reaches 2^bits,
-    whatever they are. After that the first token is sent. The work of a step grows with the payload's length;
-    megabytes should be cut into blocks.
-
-    Args:
-        payload: what to send. most: use at most so many tokens of each step (0: all).
     """
 
     def __init__(self, payload: Payload, most: int = 0) -> None:
@@ -158,7 +151,7 @@ class ChoiceEncoder:
         low, high = self._range.low, self._range.high
         if self.done:
             return usable[0]
-        # The part that holds the payload: the largest index whose part does not begin above it.
+        # Find the part that holds the payload: the last one that does not begin above it.
         index = ((self._payload.value - low + 1) * len(usable) - 1) // (high - low)
         self._range = Received(*_part(low, high, len(usable), index), self._payload.bits)
         self._carried += math.log2(len(usable))

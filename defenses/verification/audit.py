@@ -38,7 +38,7 @@ from hiddenlab.models.load import BUILTIN
 from hiddenlab.types import Progress, silent
 
 CONFIDENCE = 0.99
-RARE = 0.01  # share of honest answers whose perplexity is left out of what is usual
+RARE = 0.01  # share of honest answers whose perplexity is outside of the usual range
 QUIET, REVIEW, QUARANTINE = "quiet", "review", "quarantine"
 
 
@@ -50,23 +50,29 @@ def audit(
     checkpoint: Path | None = None,
     progress: Progress = silent,
 ) -> Made:  # fmt: skip
-    """Look for smuggled data in a directory of transcript files (exfiltration paper, section 6, appendix F).
+    """Estimate how much data could have been smuggled out in a directory of transcript files.
+
+    Source: the exfiltration paper (Rinberg et al. 2025), section 6 and appendix F.
 
     Args:
-        folder: of ``*.jsonl`` files. noise_sd, threshold, rank_cutoff: σ, τ and R of the three classes.
-        false_positives, suspicious: shares of dangerous and of suspicious tokens up to which a file is quiet, being
-            what honest noise gives. Without the second, bits pass among the suspicious (eval/LOG.md).
+        folder: directory of ``*.jsonl`` files.
+        model, dtype, device, key, key_form: see ``command.verifier_for``.
+        noise_sd, threshold, rank_cutoff: σ, τ and R of the three classes.
+        false_positives, suspicious: shares of dangerous and of suspicious tokens that honest noise gives; a file within
+            both is quiet. Without the second, bits pass among the suspicious tokens (eval/LOG.md).
         ipt_sigma: noise in probability, for answers drawn by the inverse transform (FSSL-IPT, Algorithm 3).
-        honest: trusted transcripts; answers whose perplexity is outside of theirs are looked at (section 4.2).
-        ledger: a signed ledger in which every request has to stand; needs ``public_key``. checkpoint: file of one, kept
-            apart; without it nobody notices if the ledger's end is missing, and the verdict says so.
+        honest: trusted transcripts; answers whose perplexity is outside of theirs are reviewed (section 4.2).
+        ledger: a signed ledger that has to contain every request; needs ``public_key``.
+        checkpoint: file of a checkpoint that was kept elsewhere. Without it, nobody notices if the ledger's end is
+            missing, and the verdict says so.
 
     Returns:
-        ``files``: for each its class (``quiet``, ``review``, ``quarantine``), why, tokens by class, and the most bits a
-        token that an adversary could have sent through them. A file that cannot be read or replayed is in quarantine.
+        ``files``: for each its class (``quiet``, ``review``, ``quarantine``), why, tokens by class, and the most bits
+        per token that an adversary could have sent through them. A file that cannot be read or replayed is in
+        quarantine.
 
     Raises:
-        InputError: no such directory, no transcripts in it, or a ledger without a key.
+        InputError: there is no such directory, it has no transcripts, or a ledger comes without a key.
     """
     _check_settings(noise_sd, threshold, rank_cutoff, false_positives, suspicious)
     if not 0 < ipt_sigma < math.inf:
@@ -118,7 +124,7 @@ def _usual(
         progress("honest requests read", i + 1, len(found))
     if not logs:
         return None
-    # Between the least and the most of n, the next one is with a chance of (n − 1) / (n + 1).
+    # The next value lies between the least and the most of n with probability (n − 1) / (n + 1).
     return PerplexityFilter.fit(logs, RARE), max(RARE, 2 / (len(logs) + 1))
 
 
@@ -178,7 +184,7 @@ def _audited(
         (Risk.SUSPICIOUS, settings["suspicious"]),
     ):
         share = counts[risk] / tokens
-        # As many as honest noise gives in 99 of 100 files of this length: a short one is not condemned for one token.
+        # Allow what honest noise gives in 99 of 100 files of this length, so that one token does not fail a short file.
         allowed = int(binom.ppf(CONFIDENCE, tokens, limit))
         told = (
             f"{share:.2%} of tokens are {risk.name.lower()}; honest noise gives up to {allowed / tokens:.2%}"
@@ -225,8 +231,8 @@ def _admissible(replay: Replay, threshold: float, settings: Made) -> Bool[Tensor
     if replay.uniform is not None:
         shares = probabilities(replay.logits, replay.sampling)
         found = fssl_ipt(shares, replay.uniform, noise_sd=settings["ipt_sigma"])
-        # A rare token's interval never has much of the noise's mass, even around its middle: what says that a token was
-        # not drawn is how much less it has than it could have.
+        # A rare token's interval never holds much of the noise's mass, even around its middle. So the evidence against
+        # a token is how much less mass it has than it could have.
         half = torch.special.erf(shares.double() / (2 * math.sqrt(2) * settings["ipt_sigma"]))
         near = (found - (half + FLOOR).log() >= threshold) & (half * math.exp(threshold) > FLOOR)
         return (found >= threshold) | near

@@ -63,12 +63,6 @@ def symmetric_capacity(symbols: int, error: float) -> float:
 
     Raises:
         InputError: there are no symbols, or the error is no probability.
-
-    log q − h(e) − e·log(q−1). The paper calls its argument the probability that the symbol is "uniformly random"; the
-    formula holds for the probability that it is *wrong*, and a random symbol is right once in q times.
-
-    Raises:
-        InputError: no symbols, or an error that is no probability.
     """
     _whole("symbols", symbols, 1)
     _probability("error", error)
@@ -123,12 +117,6 @@ def response_rate(log2_support: float, tokens: int, rate: float) -> float:
 
     Raises:
         InputError: no tokens, or a negative amount.
-
-    Theorem 4.1. `log2_support` counts the responses whose surprisal is at most `rate` bits per token. There are at
-    most 2^(rate·tokens) of them, as their probabilities sum to at most 1.
-
-    Raises:
-        InputError: no tokens, or a negative amount.
     """
     _amount("log2_support", log2_support)
     _amount("rate", rate)
@@ -149,17 +137,6 @@ def hidden_seed_rate_printed(free: float, permitted: int) -> float:
 
     Raises:
         InputError: p is no probability, or q is below 2.
-
-    Kept for comparison only; it is no bound. It takes 1−p for the channel's error, though a token over which the
-    sender has no say still is the wanted one with probability 1/q. At p = 0, q = 2 it allows 1 bit per token, where
-    nothing can be sent, and at p = 0.5, q = 4 it forbids what its own channel carries (0.45 bits, not 0.21).
-
-    Args:
-        free: p, the share of positions at which more than one token is permitted.
-        permitted: q, how many tokens are permitted there.
-
-    Raises:
-        InputError: p is no probability, or q below 2.
     """
     _free(free, permitted)
     return symmetric_capacity(permitted, 1 - free)
@@ -175,14 +152,6 @@ def hidden_seed_rate(free: float, permitted: int) -> float:
     look alike; a receiver who can tell them apart is bounded by p·log q only.
 
     Args and Raises: see `hidden_seed_rate_printed`.
-
-    The proof's channel gives the sender's symbol with probability p and else a uniform one of q. It needs the theorem's
-    assumptions: a receiver without the seed, and a sender who commits to each token before the next random number
-    exists. A sender who knows ahead where he is free reaches p·log q (memory with known defects), which is what
-    `searching_rate` allows. It also takes the proof's word that forced and free tokens look alike; a receiver who can
-    tell them apart is bounded by p·log q only.
-
-    Args and Raises: see `hidden_seed_rate_printed`.
     """
     _free(free, permitted)
     return symmetric_capacity(permitted, (1 - free) * (permitted - 1) / permitted)
@@ -196,11 +165,6 @@ def searching_rate(free: float, slack: float, permitted: int) -> float:
 
     Raises:
         InputError: p or ε is no probability, or q is below 2.
-
-    `searching_risk` says with what probability a given number of queries finds more free positions than p + ε.
-
-    Raises:
-        InputError: p or ε is no probability, or q below 2.
     """
     _free(free, permitted)
     _probability("slack", slack)
@@ -214,11 +178,6 @@ def searching_risk(free: float, wanted: float, tokens: int, queries: int) -> flo
 
     Raises:
         InputError: p or p' is no probability, or there is less than one token or query.
-
-    N·exp(−k·D(p'‖p)), a union bound over N queries and Chernoff's; 1 where that says nothing (p' ≤ p among them).
-
-    Raises:
-        InputError: p or p' is no probability, or fewer than one token or query.
     """
     _probability("free", free)
     _probability("wanted", wanted)
@@ -252,17 +211,6 @@ def game_bound(
 
     Raises:
         InputError: an amount is below 0, there are no messages, or a budget is too large.
-
-    (M − B_I)/M + 2^(C−n) + exp(−B_I·D(B_A/B_I ‖ α)): the telling message is not inspected, or the rest is guessed, or
-    false alarms use up the budget. `capacity` C is log₂M plus what all messages can carry unflagged, and the warden
-    is taken to flag every message that carries more. The last term needs α < B_A/B_I and counts as 1 without it.
-
-    Args:
-        bits: n, length of the secret. capacity: C. messages: M. inspections: B_I, at most M. alarms: B_A.
-        false_positive_rate: α, of an inspected honest message.
-
-    Raises:
-        InputError: an amount below 0, no messages, more inspections than messages, more alarms than inspections.
     """
     _amount("bits", bits)
     _amount("capacity", capacity)
@@ -290,12 +238,6 @@ def required_samples(share: float, confidence: float, needed: int = 1) -> int:
 
     Raises:
         InputError: a share or confidence is outside (0, 1], needed is below 1, or more than 2⁵³ draws are needed.
-
-    The least n with P(Bin(n, share) ≥ needed) ≥ confidence, exactly, by bisection. The paper prints 460 for 1 %, 99 %
-    and one message; 459 suffice.
-
-    Raises:
-        InputError: a share or confidence outside (0, 1], needed below 1, or more draws than 2⁵³.
     """
     for name, value in (("share", share), ("confidence", confidence)):
         _probability(name, value)

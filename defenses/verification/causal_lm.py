@@ -102,7 +102,8 @@ class WholeModel:
         """Run one pass over prompt and output.
 
         Args:
-            tokens: all of them. outputs: how many at the end are output.
+            tokens: of prompt and output.
+            outputs: how many at the end are output.
 
         Returns:
             Final-norm states of all positions, and the logits from which each output token was to be drawn.
@@ -122,7 +123,7 @@ class WholeModel:
         count = min(MEASURED, most) if isinstance(most, int) else MEASURED
         tokens = [place * _STRIDE % self.vocabulary for place in range(1, count + 1)]
         states = self.prefill(tokens, 0)[0].double()
-        # A column that is zero everywhere has no scale; any will do, as zeros stay the smallest.
+        # A column of zeros has no scale; any positive one will do, as zeros stay the smallest.
         return states.square().mean(0).sqrt().clamp(min=1e-6).cpu()
 
     def step(self, tokens: Int[Tensor, "b t"], mask: Int[Tensor, "b n"], cache: Any = None) -> Step:

@@ -39,9 +39,10 @@ def pairwise(
     """Return the log-probability that noise moves a token above the verifier's choice, ignoring all other tokens.
 
     Args:
-        margin: Δ, how far the token's ℓ + T·g is behind. noise_sd: σ, of one logit.
-        noise_on: "both" logits, log Φ(−Δ/(√2·σ)), which is what the DiFR paper's tables 7 and 8 hold; or "one",
-            log Φ(−Δ/σ), which is what it prints.
+        margin: Δ, how far the token's ℓ + T·g is below the choice's.
+        noise_sd: σ, of one logit.
+        noise_on: "both" logits, log Φ(−Δ/(√2·σ)), which matches the DiFR paper's tables 7 and 8; or "one",
+            log Φ(−Δ/σ), which is the paper's printed formula.
 
     Raises:
         InputError: no such option, or noise that is not above 0.
@@ -77,13 +78,6 @@ def fssl_ipt(
 
     Raises:
         InputError: a parameter is not above 0, the numbers of rows differ, or rows are no distributions.
-
-    Args:
-        probability: what the sampler draws from, after temperature and filters. uniform: the request's numbers u.
-        noise_sd: σ, on the scale of probabilities. floor: ε; no score is below its logarithm.
-
-    Raises:
-        InputError: parameters not above 0, another number of rows, or rows that are no distributions.
     """
     if not 0 < noise_sd < math.inf or not 0 < floor < 1:
         raise InputError(f"noise_sd {noise_sd} must be above 0, floor {floor} between 0 and 1")
@@ -107,7 +101,7 @@ def ipt_interval(
 ) -> Float[Tensor, "*shape"]:
     """Return the FSSL-IPT score of intervals of the cumulative distribution (lines 7 to 9 of Algorithm 3)."""
     a, b = ((edge.double() - uniform.double()) / noise_sd for edge in (lower, upper))
-    # Above the mean both values are near 1; their mirror images keep the difference's digits.
+    # Above the mean both values are near 1; mirroring them keeps the digits of their difference.
     flip = a > 0
     a, b = torch.where(flip, -b, a), torch.where(flip, -a, b)
     mass = torch.special.ndtr(b) - torch.special.ndtr(a)

@@ -38,10 +38,10 @@ from hiddenlab.utils.random import generator
 FORMAT = 1
 FINGERPRINT_DTYPE = "bfloat16"
 MOST = 2**53  # tokens or queries that a double can count
-LEAST_SHARE = 1e-9  # of those listed beside the one asked for
+LEAST_SHARE = 1e-9  # smallest of the shares listed around the one asked for
 KEY_FORMS = ("adaptive", "by-place")
-ROWS_MORE = 5.0  # times as much as over all rows is allowed in one: honest rounding differs by row
-LARGEST_DISTANCE = 0.1  # of a fingerprint, relative to its size: above it another computation
+ROWS_MORE = 5.0  # factor on the limit over all rows for a single one, as honest rounding differs by row
+LARGEST_DISTANCE = 0.1  # of a fingerprint, relative to its norm; a larger one means another computation
 
 Made = dict[str, Any]
 
@@ -63,7 +63,7 @@ def noise_of(key: str | None, form: str = KEY_FORMS[0]) -> Callable[[int], Noise
             raise InputError(f"noise of the form {form!r} is hashed with a key; none is given")
         return StreamNoise
     raw = key.encode()
-    HashedNoise(raw, 0)  # says what is wrong with the key
+    HashedNoise(raw, 0)  # raises an error about a wrong key
     return lambda seed: HashedNoise(raw, seed, adaptive=form == KEY_FORMS[0])
 
 
@@ -116,7 +116,7 @@ def simulate(
     done, variant = _answered_before(out, resume), Variant.parse(provider)
     if draft is not None and (proofs or projection is not None):
         raise InputError("speculative answers are proven afterwards, with 'hiddenlab verify commit'")
-    # What is advertised reads the prompts, whatever runs.
+    # The advertised model's tokenizer reads the prompts, whichever model runs.
     tokenizer = load_tokenizer(resolve_model(model))
     if tokenizer is None:
         raise InputError(f"{model} has no tokenizer to read prompts with")
@@ -251,7 +251,7 @@ def commit(
     for i, one in enumerate(found):
         replay = verifier.replay(replace(one, modes=None))  # how tokens were drawn changes no states
         prompt = replay.states[: len(one.prompt)]
-        # A fingerprint that is there already is someone else's word.
+        # An existing fingerprint was made by somebody else, so it is dropped.
         sent = _proofs(prompt, replay.output_states, proof_values, rule, verifier.model)
         proven = replace(one, proofs=sent, proof_rule=rule.name, fingerprint=None)
         if projection is not None:
@@ -273,12 +273,13 @@ def check(
     """Check the proofs and fingerprints of transcripts against a recomputation.
 
     Args:
-        projection, every: the projection and stride that were agreed on. A provider who could choose them would
-            choose ones that hide the difference, so that fingerprints are checked only where the verifier states them.
-        proof_values: of a TOPLOC proof, as agreed on; of so many a share of 38 in 128 may disagree. proof_rule: which
-            values proofs commit to (``rules``), as agreed on too: a provider who could choose it would choose the
-            weakest. no_proofs: fingerprints alone were agreed on; else a request without proofs is rejected where a
-            projection is stated, as whoever changed a prompt would leave out its proof.
+        projection, every: the projection and stride that were agreed on. Fingerprints are checked only where the
+            verifier states them, because a provider who could choose them would choose ones that hide the difference.
+        largest_distance: of a fingerprint, relative to its norm.
+        proof_values: values of a TOPLOC proof, as agreed on; a share of 38 in 128 of them may disagree.
+        proof_rule: which values proofs commit to (``rules``), as agreed on; a provider would choose the weakest rule.
+        no_proofs: fingerprints alone were agreed on. Else a request without proofs is rejected where a projection is
+            stated, since a provider who changed a prompt would leave out its proof.
 
     Returns:
         ``requests``: for each its verdict, ``valid``, ``rejected`` or ``unchecked`` (it carries nothing that was
@@ -288,10 +289,10 @@ def check(
         ``without_value`` too. ``counts`` of verdicts; the ``limits``; ``coverage``: the sums of ``tokens``, ``covered``
         and ``without_value`` over valid requests.
 
-        Covered are tokens of which a value of their own state was committed to, was compared, and agrees; in a
-        fingerprint, tokens whose row was sent. ``without_value`` counts all others: a change there shows only if it
-        moves the values of later tokens. The answer's last token is always one of them, as no state follows it. Covered
-        does not mean verified: the limits tolerate other hardware.
+        A token is covered if a value of its own state was committed to, was compared, and agrees; in a fingerprint, if
+        its row was sent. ``without_value`` counts all others: a change there shows only if it moves the values of later
+        tokens. The answer's last token is always among them, as no state follows it. Covered does not mean verified:
+        the limits tolerate other hardware.
 
     Raises:
         InputError: the file cannot be read, or a limit is no number from 0.

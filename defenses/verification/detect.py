@@ -35,7 +35,7 @@ def standardised_auc(honest: Scores, other: Scores, max_fpr: float = MAX_FPR) ->
     """Return McClish's standardised area under the ROC curve up to a false positive rate: 0.5 is chance, 1 perfect.
 
     Raises:
-        InputError: fewer than two statistics a side, or a rate outside (0, 1].
+        InputError: fewer than two statistics per side, or a rate outside (0, 1].
     """
     if min(len(honest), len(other)) < 2:
         raise InputError("an ROC curve needs at least two statistics a side")
@@ -91,7 +91,7 @@ def clipping(honest: Scores, top: float = 99.9, floor: float = 0.0) -> Pooling:
     finite = honest[np.isfinite(honest)]
     if not len(finite):
         raise InputError("no honest token has a finite score; nothing can be calibrated")
-    # Where honest tokens are all alike the percentile is 0, and would cut off every difference.
+    # If no honest token diverges, the percentile is 0 and would clip away every difference.
     cut = float(np.percentile(finite, top)) or UNIT
     return Pooling(cut, float(np.percentile(finite, floor)) if floor else 0.0)
 
@@ -118,8 +118,10 @@ class Verdict:
     """The quality of a detector on held-out tokens.
 
     Attributes:
-        auc, auc_low_fpr: whole, and standardised at 1 % false positives; 0.5 where the provider diverges less than the
-            honest ones (which is not suspicious). pooling: chosen on the training half. batches: a side.
+        auc, auc_low_fpr: the whole area, and the area up to 1 % false positives, standardised. Both are 0.5 where the
+            provider diverges less than the honest ones, which is not suspicious.
+        pooling: chosen on the training half.
+        batches: number of batches per side.
     """
 
     auc: float
@@ -134,7 +136,10 @@ def detect(
     """Choose clipping and pooling on one half of the tokens and measure them on the other (DiFR, section 5.2).
 
     Args:
-        honest, other: scores of tokens. size: tokens of a batch, drawn without replacement. batches: so many a side.
+        honest, other: scores of tokens.
+        size: tokens of a batch, drawn without replacement.
+        rng: of all draws.
+        batches: number of batches per side.
         which: poolings to choose from, see ``poolings``.
 
     Raises:
@@ -174,7 +179,7 @@ def mmd(ours: NDArray[np.int64], theirs: NDArray[np.int64]) -> float:
     This is the statistic of model equality testing.
 
     Args:
-        ours, theirs: token ids, one completion a row, all of one length.
+        ours, theirs: token ids, one completion per row, all of one length.
     """
     return _mmd(_agreement(np.concatenate([ours, theirs])), len(ours))
 
@@ -190,10 +195,10 @@ def mmd_test(
 
     Args:
         prompts: which prompt each of ``ours`` answers, and each of ``theirs`` in the same order; then only completions
-            of one prompt are compared and exchanged, as model equality testing does. A prompt needs two a side.
+            of one prompt are compared and exchanged, as model equality testing does. Each prompt needs two per side.
 
     Raises:
-        InputError: fewer than two completions a side (of a prompt), or unequal lengths.
+        InputError: fewer than two completions per side (of a prompt), or unequal lengths.
     """
     of = np.asarray([0] * len(ours) if prompts is None else prompts)
     theirs_of = np.zeros(len(theirs), dtype=int) if prompts is None else of
@@ -213,7 +218,7 @@ def mmd_test(
     for _ in range(permutations):
         orders = [rng.permutation(len(kernel)) for kernel, _ in kernels]
         value = sum(_mmd(k[np.ix_(o, o)], first) for (k, first), o in zip(kernels, orders, strict=True))
-        above += value >= found - 1e-12  # of equal divisions none is lost to rounding
+        above += value >= found - 1e-12  # the margin keeps equal divisions in spite of rounding
     return (above + 1) / (permutations + 1)
 
 

@@ -35,8 +35,12 @@ class Replay:
     """What the verifier knows about a request after one prefill.
 
     Attributes:
-        logits: at each output token, float32. gumbel: shared noise (gumbel sampling only). uniform: shared numbers
-            (inverse probability transform only). tokens: as claimed. states: final-norm states of all positions.
+        logits: at each output token, float32.
+        gumbel: shared noise (gumbel sampling only).
+        uniform: shared numbers (inverse probability transform only).
+        tokens: as claimed.
+        sampling: of the request.
+        states: final-norm states of all positions.
     """
 
     logits: Float[Tensor, "n v"]
@@ -133,7 +137,7 @@ def likelihood(
         sigma: standard deviation of the noise, in logits.
         noise_on: see ``closed_form.pairwise``.
     """
-    # Where tokens agree nothing has to be overcome; the paper's tables have 0 there, not the log 2 of its formula.
+    # Where tokens agree the margin is 0 and the score is 0, as in the paper's tables; its formula gives log 2.
     return torch.where(behind == 0, 0.0, -pairwise(behind, sigma, noise_on=noise_on)).float()
 
 
@@ -201,13 +205,11 @@ def monte_carlo(
 
     The noise is Gaussian with standard deviation σ. Only the ``top`` largest logits take part, as in the paper; the
     random numbers of the request stay the same.
-
-    Only the ``top`` largest logits take part, as in the paper; the random numbers of the request stay the same.
     """
     top = min(top, replay.logits.shape[1])
     values, places = replay.logits.topk(top, dim=1)
     hits = torch.zeros(len(replay.tokens))
-    # In the order of the vocabulary, so that the inverse transform meets the tokens in its own order.
+    # Restore the order of the vocabulary, which the inverse transform depends on.
     places, order = places.sort(dim=1)
     values = values.gather(1, order)
     gumbel = None if replay.gumbel is None else replay.gumbel.gather(1, places)
@@ -249,7 +251,7 @@ def uniform_ranks(replay: Replay, generator: torch.Generator) -> Float[Tensor, "
     """
     shares = probabilities(replay.logits, replay.sampling)
     own = shares.gather(1, replay.tokens[:, None])
-    # Logits of 16 bits are often equal: without an order among equals their pieces would lie on each other.
+    # Logits of 16 bits are often equal; an order among equals keeps their pieces from overlapping.
     before = torch.arange(shares.shape[1]) < replay.tokens[:, None]
     above = (shares * ((shares > own) | ((shares == own) & before))).sum(1)
     drawn = above + own[:, 0] * torch.rand(len(above), generator=generator)

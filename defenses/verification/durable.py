@@ -10,7 +10,7 @@ from filelock import FileLock, Timeout
 
 from hiddenlab.errors import InputError
 
-Told = Callable[[str, int, int], None]  # hiddenlab.types's Progress, without torch, which no ledger needs
+Told = Callable[[str, int, int], None]  # the same as hiddenlab.types.Progress, whose import would load torch
 
 
 class LedgerError(InputError):
@@ -36,7 +36,7 @@ def sole_writer(path: Path, wait: float = WAIT, progress: Told | None = None) ->
         LedgerError: the other writer was not done in time, or no lock can be made there.
     """
     place = path.resolve()
-    if not place.parent.is_dir():  # the lock's library would make it
+    if not place.parent.is_dir():  # otherwise the lock's library would create it
         raise LedgerError(f"cannot write {path}: the directory {path.parent} does not exist")
     try:
         lock = FileLock(place.with_name(f".{place.name}.lock"), is_singleton=True)

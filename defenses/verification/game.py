@@ -95,7 +95,7 @@ class SyntheticTraffic:
         counts = generator.choices(list(self.sizes), list(self.sizes.values()), k=self.tokens)
         admissible, ranked, honest = [], [], []
         for size in counts:
-            # Neighbouring ids from a random place: only their number matters.
+            # Use neighbouring ids from a random place, since only their number matters.
             first, likeliest = (generator.randrange(self.vocabulary) for _ in range(2))
             tokens = [(first + i) % self.vocabulary for i in range(size + 1)]
             admissible.append(tuple(tokens[:size]))
@@ -411,7 +411,7 @@ def compare(rules: Rules, match: Match, *, rounds: int, seed: int = 0) -> Compar
     false = match.false_positive_rate(rules, seed)
     scale = [
         one.capacity * rules.messages / one.turns for one in outcomes
-    ]  # of games that ended early, projected
+    ]  # games that ended early are extrapolated
     bound = game_bound(
         float(rules.bits), math.log2(rules.messages) + max(scale), rules.messages, rules.inspections, rules.alarms,
         false,

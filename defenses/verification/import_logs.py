@@ -22,7 +22,7 @@ from hiddenlab.types import Progress, silent
 
 Prompt = Sequence[Message] | str | Sequence[int]
 
-# Fields of a request that change neither what a greedy model reads nor what it draws, but for where it ends.
+# Fields of a request that change neither what a greedy model reads nor what it draws, except where it ends.
 HARMLESS = {
     "ignore_eos", "include_stop_str_in_output", "logprobs", "max_completion_tokens", "max_tokens", "metadata", "min_p",
     "priority", "prompt_cache_key", "prompt_logprobs", "request_id", "return_token_ids", "return_tokens_as_token_ids",
@@ -36,12 +36,12 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tool_choice": ("none", "auto"), "add_generation_prompt": (True,), "continue_final_message": (False,),
     "add_special_tokens": (True,), "parallel_tool_calls": (True, False),
 }  # fmt: skip
-# Fields that change the prompt alone: where its token ids are in the log, they may have any value.
+# Fields that change the prompt only; if its token ids are in the log, they may have any value.
 OF_THE_PROMPT = {
     "add_generation_prompt", "add_special_tokens", "chat_template", "chat_template_kwargs", "continue_final_message",
     "documents", "functions", "reasoning_effort", "tools", "truncate_prompt_tokens",
 }  # fmt: skip
-# Fields of an answer that are no part of what was drawn.
+# Fields of an answer that do not describe what was drawn.
 BESIDE = {
     "content_filter_results", "hidden_states", "logprobs", "matched_stop", "native_finish_reason", "prompt_logprobs",
     "routed_experts", "stop_reason",
@@ -327,7 +327,7 @@ class _Line:
         """Return whether ids decode to that text, up to special tokens and to what a server cuts off at a stop text."""
         try:
             read = [self.tokenizer.decode(list(ids), skip_special_tokens=skip) for skip in (True, False)]
-        except (OverflowError, TypeError, IndexError):  # no token of this vocabulary, which is said later
+        except (OverflowError, TypeError, IndexError):  # an id outside of the vocabulary is reported later
             return False
         cut = {"stop", "stop_token_ids"} & set(self.request.further)
         return text in read or (bool(cut) and read[0].startswith(text))

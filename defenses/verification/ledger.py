@@ -123,7 +123,7 @@ class Ledger:
             LedgerError: it cannot be read, or is not valid.
         """
         chain, size = Chain(public(key)), 0
-        with sole_writer(path):  # half of what somebody else writes is not read
+        with sole_writer(path):  # so that no half-written record is read
             for line in lines(path):
                 chain.take(line)
                 size += len(line)
@@ -261,7 +261,7 @@ class Chain:
     def __init__(self, public_key: str) -> None:
         self.public_key, self.wrong, self.head = public_key, "", ""
         self.leaves: list[bytes] = []
-        self.heads: list[str] = []  # the head when so many records were written
+        self.heads: list[str] = []  # heads[n] is the head after n records
 
     def take(self, line: bytes) -> None:
         if self.wrong:

@@ -22,7 +22,7 @@ from hiddenlab.errors import InputError
 SAMPLES = 256
 ACTIVE = 32
 
-# Gaussian noise beyond so many standard deviations changes no double.
+# Gaussian tails beyond so many standard deviations do not change a double.
 _REACH = 9.0
 _CHUNK = 1 << 21  # numbers held at once
 _ANCHORS = 32
@@ -74,7 +74,7 @@ class GumbelPositions:
         return torch.cat(parts) if parts else self.logits.new_zeros(0)
 
     def _some(self, rows: Int[Tensor, " p"], tokens: Int[Tensor, " p"]) -> Float[Tensor, " p"]:
-        # A token does not compete with itself: the print's factor for it would halve a certain token's likelihood.
+        # A token does not compete with itself; the printed factor for it would halve the likelihood of a certain token.
         products = self._products(rows, self.scores[rows, tokens], tokens)
         passes = self.logits[rows, tokens][:, None] + self.draws[rows] > self.boundary[rows][:, None]
         return products.masked_fill(~passes, -math.inf).logsumexp(1) - math.log(self.draws.shape[1])
@@ -84,7 +84,7 @@ class GumbelPositions:
     ) -> Float[Tensor, "p m"]:
         """Return for each draw the log-probability that all other rivals stay behind or are filtered (line 18)."""
         draws = self.draws[rows]
-        # Rivals are in order; those out of reach below even the lowest draw have a factor of 1.
+        # Rivals are sorted; those far below even the lowest draw have a factor of 1.
         within = self.rival_scores[rows] > (own + draws.amin(1) - _REACH * self.noise_sd)[:, None]
         width = int(within.sum(1).max()) if len(rows) else 0
         lead = (own[:, None] + draws)[:, :, None] - self.rival_scores[rows, None, :width]
@@ -170,7 +170,7 @@ class GumbelPositions:
         most = int(high.max()) if len(high) else 0
         if not most:
             return result
-        # Of equal scores (greedy sampling of rounded logits) the active ones lead: they have one rival less.
+        # Among equal scores (greedy sampling of rounded logits) the active ones come first: they have one rival less.
         ahead = torch.nextafter(self.scores.gather(1, self.rivals), self.scores.new_tensor(math.inf))
         keys = self.scores.scatter(1, self.rivals, ahead).masked_fill(~among, -math.inf)
         order = keys.topk(most, dim=1).indices
@@ -228,7 +228,7 @@ def gumbel_positions(
     keep = kept(logits, sampling)
     wide = logits.double()
     scores = wide + (0.0 if sampling.greedy else sampling.temperature) * gumbel.double()
-    # −∞ where nothing, or only what has no probability, is filtered.
+    # −∞ if the filter removes nothing, or only tokens of probability 0.
     boundary = (wide.masked_fill(keep, -math.inf).amax(1) + wide.masked_fill(~keep, math.inf).amin(1)) / 2
     boundary = boundary.nan_to_num(nan=-math.inf, neginf=-math.inf)
     able = wide > (boundary - _REACH * noise_sd)[:, None]

@@ -19,7 +19,7 @@ from hiddenlab.utils.schema import CLOSED, OPEN, check, lines, loads
 
 MOST_CHOICES = 1024  # of a prompt
 SUCCESS = 200  # HTTP
-_SHOWN = 200  # characters of what somebody else wrote, in a message
+_SHOWN = 200  # characters of foreign text that an error message shows
 
 
 class _Open(BaseModel):
@@ -134,7 +134,7 @@ class Exchange:
 
 
 def exchanges(path: Path, requests: Path | None = None) -> Iterator[Exchange]:
-    """Read a log.
+    """Read the requests and responses of a log.
 
     Args:
         path: the log.

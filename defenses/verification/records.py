@@ -51,7 +51,7 @@ def checked(entry: Mapping[str, Any]) -> dict[str, Any]:
     try:
         written = canonical(dict(entry))
         value = loads(written, "the entry")
-        if canonical(value) != written:  # of two equal names, one is lost
+        if canonical(value) != written:  # of two equal names, JSON keeps one
             raise ValueError("it does not come back as it was")
     except (ValueError, TypeError, RecursionError, InputError) as error:
         raise LedgerError(f"an entry that JSON cannot hold: {error}") from error

@@ -103,7 +103,7 @@ def _read(ledger: Path, public_key: str) -> tuple[Chain, Tail]:
     """Read the chain of all complete lines, and what follows them."""
     chain, size, tail = Chain(public_key), 0, b""
     for line in lines(ledger):
-        if tail:  # a piece of a line that is too long to be read at once
+        if tail:  # the last piece had no line end, so this line is too long
             raise LedgerError(
                 f"{ledger} has a line of more than {LONGEST_LINE} bytes; no record is that long"
             )

@@ -179,7 +179,7 @@ def _measure(
     for threshold in thresholds:
         admitted = positions.admissible(threshold)
         sizes = admitted.sum(1)
-        # Score and set share their draws, but not their order of summation: the honest token itself is settled here.
+        # Score and set share their draws but sum in different orders, so decide about the honest token itself here.
         safe = admitted.gather(1, one.tokens.long()[:, None])[:, 0]
         settled = torch.where(
             safe, scores.clamp_min(threshold), scores.masked_fill(scores >= threshold, -math.inf)

@@ -84,7 +84,7 @@ class Rule:
         rows, width = bits.shape
         if scale is None or scale.shape != (width,) or not bool((np.isfinite(scale) & (scale > 0)).all()):
             raise InputError(f"the rule {self.name!r} needs a scale, positive, for each of {width} columns")
-        # A bfloat16 pattern is the upper half of a float32's.
+        # A bfloat16 pattern is the upper half of a float32 pattern.
         measured = (sizes.astype(np.uint32) << 16).view(np.float32) / scale.astype(np.float64)
         taken = [row * width + largest(measured[row], places) for row, places in enumerate(shares(k, rows))]
         return np.concatenate(taken)

@@ -123,7 +123,7 @@ class HashedNoise:
         if len(key) < 16:
             raise InputError(f"a key of {len(key)} bytes: at least 16 are needed")
         self.adaptive = adaptive
-        # Lengths before contents: no two (form, key, seed) give the same bytes.
+        # The length precedes the content, so that different (form, key, seed) give different bytes.
         self._start = hashlib.shake_256(b"adaptive" if adaptive else b"by place")
         self._start.update(len(key).to_bytes(8, "big") + key + seed.to_bytes(16, "big", signed=True))
 
@@ -136,7 +136,7 @@ class HashedNoise:
     def gumbel(self, width: int, before: Sequence[int]) -> Float[Tensor, " v"]:
         """Compute the next token's Gumbel noise."""
         drawn = np.frombuffer(self._bytes(before, 4 * width), dtype=">u4").astype(np.float64)
-        # In the middle of 2³² equal steps, so that neither 0 nor 1, of which there is no logarithm, is ever drawn.
+        # Take the middle of one of 2³² equal steps, so that 0 and 1, which have no finite result, are never drawn.
         return torch.from_numpy(-np.log(-np.log((drawn + 0.5) / 2**32))).float()
 
     def uniform(self, before: Sequence[int]) -> float:
@@ -162,7 +162,7 @@ def kept(logits: Float[Tensor, "n v"], sampling: Sampling) -> Bool[Tensor, "n v"
     scaled = logits.float() / sampling.temperature
     if sampling.top_p == 1:
         return scaled >= scaled.topk(count, dim=1).values[:, -1:]
-    # Sorting only what top-k leaves: sorting a whole vocabulary costs more than a step of a small model.
+    # Sort only what top-k leaves: sorting a whole vocabulary costs more than a step of a small model.
     ordered, order = scaled.topk(count, dim=1)
     share = ordered.softmax(dim=1)
     # A token stays while those before it have not yet reached top_p; the first always does.
@@ -194,7 +194,7 @@ def perturbed(
 def invert(probability: Float[Tensor, "n v"], uniform: Float[Tensor, " n"]) -> Int[Tensor, " n"]:
     """Return the first token whose cumulative probability exceeds the uniform number (DiFR, Algorithm 4)."""
     cumulative = probability.double().cumsum(dim=1)
-    # Rounding may leave the last sum below 1; the last token with any probability then takes the rest.
+    # Rounding may leave the last sum below 1; then the last token with any probability takes the rest.
     last = probability.shape[1] - 1 - (probability.flip(1) > 0).int().argmax(dim=1)
     return torch.minimum((cumulative <= uniform.double()[:, None]).sum(dim=1), last)
 

@@ -24,9 +24,9 @@ from hiddenlab.models.load import BUILTIN
 from hiddenlab.types import Progress, silent
 from hiddenlab.utils.random import generator
 
-LARGEST_MARGIN = 3.0  # where margins are clipped when nothing honest says where
+LARGEST_MARGIN = 3.0  # where margins are clipped without honest tokens to calibrate
 LARGEST_LIKELIHOOD = -math.log(FLOOR)  # the inverse transform's own floor
-PREFERRED = ("margin", "likelihood", "mismatch")  # what a verdict is by, the first that all requests have
+PREFERRED = ("margin", "likelihood", "mismatch")  # a verdict uses the first that all requests have
 SCORES = (*PREFERRED, "monte_carlo", "cross_entropy")
 
 
@@ -38,7 +38,7 @@ def score(
 ) -> Made:  # fmt: skip
     """Score transcripts with Token-DiFR, and give a verdict where honest transcripts calibrate it.
 
-    Answers that were decoded speculatively need the ``draft`` model and how many tokens it was ``ahead``; their only
+    Answers that were decoded speculatively need the ``draft`` model and how many tokens it was ``ahead``. Their only
     score is whether the verifier, in the recorded mode, draws the same token (DiFR, appendix F).
 
     The verdict compares mean scores, clipped at the 99.9th percentile of all, by a permutation test of requests.
@@ -47,14 +47,15 @@ def score(
 
     Args:
         sigma: of honest noise in logits, for the likelihood and the Monte Carlo score (DiFR, appendices A and B.1).
-        noise_on: both logits of a comparison, or one (see ``closed_form.pairwise``). ipt_sigma: of honest noise in
-            probability, where tokens were drawn by the inverse transform (B.2). trials: of the Monte Carlo score; 0
-            leaves it out. score_name: of the verdict, one of ``SCORES``; default the first of ``PREFERRED`` that all
-            requests have: the inverse transform has no margin, speculative answers have no likelihood.
+        noise_on: both logits of a comparison, or one (see ``closed_form.pairwise``).
+        ipt_sigma: of honest noise in probability, where tokens were drawn by the inverse transform (B.2).
+        trials: of the Monte Carlo score; 0 leaves it out.
+        score_name: of the verdict, one of ``SCORES``; default the first of ``PREFERRED`` that all requests have: the
+            inverse transform has no margin, and speculative answers have no likelihood.
 
     Raises:
-        InputError: a file cannot be read or replayed, or is compared with itself, a share outside (0, 1), noise or
-            trials that are no amounts, or a score that the requests do not have.
+        InputError: a file cannot be read or replayed, or is compared with itself; a share is outside (0, 1); noise or
+            trials are out of range; or the requests do not have the score.
     """
     if not 0 < false_positives < 1:
         raise InputError(f"a share of {false_positives} of the honest to be flagged; between 0 and 1")
@@ -113,7 +114,7 @@ def _alike(found: Sequence[Transcript]) -> None:
     Raises:
         InputError: they do not.
     """
-    # Greedy tokens depend on nothing else that a request says.
+    # Greedy tokens depend on no other field of the sampling.
     kinds = {GREEDY if one.sampling.greedy else replace(one.sampling, seed=0) for one in found}
     if len(kinds) > 1:
         first, second = sorted(map(str, kinds))[:2]
@@ -139,7 +140,7 @@ def _trusting(
         replay = verifier.replay(one)
         scores = difr.token_scores(replay, sigma, noise_on=noise_on, ipt_sigma=ipt_sigma)
         if trials:
-            # Of its own for each request, so that a request's score does not depend on what else is in the file.
+            # Each request has its own generator, so that its score does not depend on the rest of the file.
             draws = generator(one.sampling.seed, "trials", one.id)
             scores["monte_carlo"] = difr.monte_carlo(replay, sigma, draws, trials=trials)
         return scores

@@ -44,7 +44,7 @@ class Positions:
 
     def __getitem__(self, place: int) -> Numbers:
         while len(self._drawn) <= place:
-            # Hashed noise depends on what stands before, or on how much; here place and use say both, not tokens.
+            # Hashed noise depends on the tokens before, or on their number; here the place and the use replace both.
             now = 3 * len(self._drawn)
             draft = self._noise.gumbel(self._width, range(now))
             uniform = self._noise.uniform(range(now + 1))
@@ -72,7 +72,7 @@ def own_token(
     shares = probabilities(target[None], sampling)[0]
     if draft is not None:
         rest = (shares - probabilities(draft[None], sampling)[0]).clamp(min=0)
-        # Equal distributions leave nothing; then no token can have been rejected but by rounding.
+        # Equal distributions leave nothing; a token can then be rejected only because of rounding.
         shares = rest if float(rest.sum()) > 0 else shares
     if sampling.greedy:
         return int(shares.argmax())
@@ -114,7 +114,7 @@ def answer(
     for request in requests:
         _check_sampler(request.sampling)
         for side in (target, draft):
-            # Drafts run over the end.
+            # Drafts may run beyond the end.
             side.check_length(len(request.prompt) + new_tokens + ahead, f"request {request.id!r}, speculated")
         numbers = Positions(noise(request.sampling.seed), target.vocabulary)
         output: list[int] = []
@@ -156,7 +156,7 @@ def _round(
     proposed: list[int] = []
     rows: list[Tensor] = []
     for i in range(ahead):
-        # A prefill for each drafted token: what the cache would give, and a simulation needs no speed.
+        # Run a prefill for each drafted token: it gives the same as a cache, and a simulation need not be fast.
         row = draft.prefill((*before, *proposed, 0), 1)[1][0].float().cpu()
         rows.append(row)
         proposed.append(draft_token(row, numbers[place + i], sampling))

@@ -273,16 +273,17 @@ def commit_all(
 class Thresholds:
     """The limits within which a proof may differ and still be accepted.
 
-    The published limits leave room for other hardware; a mild quantisation may stay within them (TOPLOC, sections 6.1
-    and 6.5). Where both sides are known, tighter ones tell more apart.
+    The published limits tolerate other hardware; a mild quantisation may stay within them (TOPLOC, sections 6.1 and
+    6.5). If the hardware of both sides is known, tighter limits separate better.
 
     Attributes:
-        exponents: of ``of`` values so many may disagree; for another k in proportion, rounded down (an unchanged 38
+        exponents: how many of ``of`` values may disagree; for another k in proportion, rounded down (an unchanged 38
             would accept any proof of 38 values or fewer).
         mean, median: of the absolute difference of mantissas where the rest agrees, in units of the last bit.
-        row: share of each token's values, rounded down, that has to agree under a rule by row. It is not published: it
-            is ours, and holds nothing against a token with fewer than four values.
-        of: the k that ``exponents`` was chosen for. mantissa_bits: of the numbers compared.
+        row: share of each token's values, rounded down, that has to agree under a rule by row. This limit is not
+            published; it is 0 for a token with fewer than four values.
+        of: the k that ``exponents`` was chosen for.
+        mantissa_bits: of the numbers compared.
 
     Raises:
         InputError: limits that are no numbers, or under which no value has to agree.
@@ -319,8 +320,8 @@ class Check:
 
     Attributes:
         accepted: whether the proof is believed. reason: why, or why not, in words.
-        mismatches: values with another exponent or sign, or none at all; those that only one side has among its
-            largest are here, as the polynomial is arbitrary at their places.
+        mismatches: values with another exponent or sign, or none at all; values that only one side has among its
+            largest count too, as the polynomial is arbitrary at their places.
         sign_flips: those of them with the same exponent.
         mean, median: absolute difference of mantissas among the rest, in units of the last of 7 bits.
         covered: rows of the chunk with a value that agrees in exponent and sign, ascending. Others were not compared:
@@ -348,13 +349,16 @@ def verify(
 ) -> Check:
     """Compare a proof with the verifier's own states of the same tokens (TOPLOC, Algorithm 2).
 
-    Two things are beyond the algorithm. Signs have to agree like exponents. And the modulus has to be one where an
-    honest search can have ended: a multiple of the width, for example, might fold the indices into fewer places than
-    have to agree, where few numbers answer for many tokens.
+    This adds two conditions to the algorithm. Signs have to agree like exponents. And an honest search for a modulus
+    must be able to end at this modulus. A multiple of the width, for example, might fold the indices into fewer places
+    than values have to agree; few numbers would then answer for many tokens.
 
     Args:
-        chunk: the verifier's states. proof: if bytes, they are read here, and rejected where they are no proof.
-        thresholds: limits. k, rule: values in a proof, and which, as agreed on. scale: the verifier's own.
+        chunk: the verifier's states.
+        proof: if bytes, they are read here, and rejected where they are no proof.
+        thresholds: limits.
+        k, rule: number of values in a proof, and which ones, as agreed on.
+        scale: the verifier's own.
 
     Raises:
         InputError: a chunk that cannot be checked (see ``commit``), or thresholds in another unit than bfloat16's.
@@ -388,7 +392,7 @@ def _judge(
 
     ``rows`` is the token of each pattern.
     """
-    # Zero has two patterns and no sign that a recomputation would keep.
+    # Zero has two patterns, and a recomputation need not keep its sign.
     zero = ((claimed | own) & MAGNITUDE) == 0
     changed = np.where(zero, 0, (claimed ^ own) >> _MANTISSA_BITS)  # eight bits of exponent, the sign above
     agree = changed == 0
@@ -424,7 +428,7 @@ class Verdict:
     """The result for a whole request, which is accepted only if each of its chunks is.
 
     Attributes:
-        accepted, reason: of the whole. checks: one a chunk in their order; none if the number of proofs is wrong.
+        accepted, reason: of the whole. checks: one per chunk in their order; none if the number of proofs is wrong.
         prompt, output: covered rows (see ``Check``) of the prompt's states and of the answer's, ascending.
     """
 

@@ -22,7 +22,7 @@ from hiddenlab.projections import Projection
 from hiddenlab.utils.schema import CLOSED, TokenId, check, check_format, lines, loads, read_bytes
 
 FORMAT = 1
-_BEGINNING = f'{{"format":{FORMAT},"id":'.encode()  # of every line that is written here
+_BEGINNING = f'{{"format":{FORMAT},"id":'.encode()  # every line written here begins so
 Mode = Literal["accept", "reject", "bonus"]
 FINGERPRINT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -41,8 +41,12 @@ class Fingerprint:
     """The random projections of a request's states that Activation-DiFR sends (DiFR, Algorithm 2).
 
     Attributes:
-        count: k, numbers a position. every: positions from one recorded output token to the next (stride).
-        seed: of the projection. kind: ``orthogonal`` or ``gaussian``. dtype: of the numbers sent. data: them, base64.
+        count: k, numbers per position.
+        every: positions from one recorded output token to the next (stride).
+        seed: of the projection.
+        kind: ``orthogonal`` or ``gaussian``.
+        dtype: of the numbers sent.
+        data: the numbers in base64.
     """
 
     __pydantic_config__ = CLOSED
@@ -55,7 +59,7 @@ class Fingerprint:
     data: str
 
     def __post_init__(self) -> None:
-        Projection(self.count, self.seed, self.kind)  # says what is wrong with them
+        Projection(self.count, self.seed, self.kind)  # raises an error about wrong values
         if not 1 <= self.every < 2**31:
             raise InputError(f"a fingerprint of every {self.every} tokens: a whole number from 1")
 
@@ -102,10 +106,14 @@ class Transcript:
     """One request as the provider reports it.
 
     Attributes:
-        id: of the request, unique in its file. model: as advertised. prompt, output: token ids; the prompt includes
-            everything the model is said to have read. sampling: as requested. proofs: TOPLOC proofs, base64, the
-            prompt's first. proof_rule: which values they commit to (``rules``). fingerprint: Activation-DiFR's. modes:
-            of speculative decoding, one an output token.
+        id: of the request, unique in its file.
+        model: as advertised.
+        prompt, output: token ids; the prompt includes everything the model is said to have read.
+        sampling: as requested.
+        proofs: TOPLOC proofs, base64, the prompt's first.
+        proof_rule: which values they commit to (``rules``).
+        fingerprint: Activation-DiFR's.
+        modes: of speculative decoding, one per output token.
     """
 
     __pydantic_config__ = CLOSED

@@ -44,7 +44,7 @@ def bench(
     unscreened: bool = False,
     progress: Progress = silent,
 ) -> dict[str, Any]:
-    """Time prefill and attacks at each layer.
+    """Time a plain prefill, the speculative attack and the greedy attack at each layer.
 
     The greedy baseline (lm proposal) runs on the first ``greedy_limit`` prompts only. ``over_prefill`` is the
     speculative attack's time, with a cached probe, over one plain forward of the same prompts in the same batches.

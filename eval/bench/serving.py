@@ -18,7 +18,7 @@ from hiddenlab.types import Progress, silent
 
 PATH = "/v1/completions"
 PATIENCE = 600.0
-AGAIN = 0.05  # seconds until a request that was sent away is sent again
+AGAIN = 0.05  # seconds until a refused request is sent again
 
 
 def bench(

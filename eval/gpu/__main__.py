@@ -65,7 +65,7 @@ def run(
     """Run the chosen measurements and write them to ``out``.
 
     Returns:
-        0, 1 where a measurement failed, found the card wrong, or lost its process, 130 where it was interrupted.
+        The exit code: 0; 1 if a measurement failed, found a wrong result, or lost its process; 130 if interrupted.
 
     Raises:
         InputError: a part is unknown, there is no card, or there is nothing to resume.
@@ -90,7 +90,7 @@ def run(
         _replace(out / TABLE, markdown(result, PARTS))
 
     code = 0
-    # Whoever ends this process by a signal has its part stopped, and what was measured written.
+    # When a signal ends this process, stop its part and write what was measured.
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         run_parts(asked, result, minutes=minutes, tell=_tell, write=write)

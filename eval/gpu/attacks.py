@@ -32,7 +32,10 @@ CHANNELS = {
 
 
 def attack(lab: Lab, *, channel: str, prompts: int, options: dict[str, Any]) -> Figures:
-    """Attack prompts of 50 tokens at layer 11 in float32; the CPU's answers are in reference.json (``reference``)."""
+    """Attack prompts of 50 tokens at layer 11 in float32, and compare with the CPU's answers in reference.json.
+
+    ``reference`` records these answers.
+    """
     model = model_at(lab, LAYER)
     if channel in ("int8", "nf4"):
         _need_bitsandbytes()
@@ -43,7 +46,7 @@ def attack(lab: Lab, *, channel: str, prompts: int, options: dict[str, Any]) -> 
 
 
 def noise(lab: Lab, *, sigma: float, prompts: int) -> Figures:
-    """Decode prompts of 50 tokens at layer 6 jointly, from shuffled rows of noised embeddings."""
+    """Attack prompts of 50 tokens at layer 6 by beam decoding, from shuffled rows of noised embeddings."""
     model = model_at(lab, NOISE_LAYER)
     less: dict[str, Any] = {"model": False, "sweeps": 0, "beam": 2, "width": 8}
     attack = BeamDecoding(**lab.sized({}, less))

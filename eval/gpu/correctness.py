@@ -23,9 +23,9 @@ from hiddenlab.proposals.store import collect_states
 from hiddenlab.sharding import Plan
 from hiddenlab.testing import PlainModel, save_tiny
 
-# A state may differ from the oracle's by so much of its length. In bfloat16 what the plain model itself differs by on
-# this device counts, twice, up to a fifth: sums in another order round otherwise. There the median of the states
-# counts, since a router that rounds may choose other experts.
+# A state may differ from the reference by this fraction of its norm (EXACT in float32). In bfloat16 the limit is twice
+# the plain model's own error on this device, from ROUNDED to MOST, because sums in another order round differently.
+# There the median over states counts, since a router that rounds may choose other experts.
 EXACT, PLAIN, ROUNDED, MOST = 1e-4, 2.0, 0.02, 0.2
 TOKENS, CANDIDATES, SEED = 24, 6, 0
 

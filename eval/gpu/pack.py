@@ -33,8 +33,10 @@ def pack(folder: Path, piece_mb: float, cuda: str) -> list[Path]:
     """Pack the model into compressed pieces and the packages into one archive.
 
     Args:
-        piece_mb: the largest piece, in MB (10⁶ bytes). cuda: version of the machine's torch, such as 13.0; of
-            bitsandbytes's libraries, one a CUDA version, only that one is packed.
+        folder: where the files go.
+        piece_mb: the largest piece, in MB (10⁶ bytes).
+        cuda: version of the machine's torch, such as 13.0. bitsandbytes has one library per CUDA version; only this
+            one is packed.
 
     Returns:
         The files, the manifest first.
@@ -145,7 +147,7 @@ def _pack_packages(archive: Path, cuda: str) -> Path:
                 if ".." in file.parts or "__pycache__" in file.parts:
                     continue
                 found |= file.name == library
-                # One library for each version of CUDA and ROCm: twenty megabytes each.
+                # There is one library of twenty megabytes for each version of CUDA and ROCm.
                 if file.name.startswith("libbitsandbytes_") and file.name not in (
                     library,
                     "libbitsandbytes_cpu.so",

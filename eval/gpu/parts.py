@@ -75,7 +75,7 @@ def _attacks(setting: Setting) -> list[Cell]:
             "nf4",
         )
     ]
-    # What packing several prompts in a pass and screening in bfloat16 bring.
+    # Measure what packing several prompts in a pass, and screening in bfloat16, gain.
     cells.append({"channel": "raw", "prompts": PROMPTS, "options": {"batch": 1}})
     cells.append({"channel": "columns permuted", "prompts": PROMPTS, "options": {"screen": False}})
     return cells

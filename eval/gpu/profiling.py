@@ -50,7 +50,7 @@ def _own(event: Any, card: bool) -> float:
     """Return the microseconds of an entry itself: of a kernel on the card, of an operation on a CPU."""
     if not card:
         return float(event.self_cpu_time_total)
-    # An operator's entry repeats the time of the kernels that it starts.
+    # An operator's entry includes the time of the kernels that it starts, so it is not counted.
     on_card = str(getattr(event, "device_type", "")).endswith("CUDA")
     return float(event.self_device_time_total) if on_card else 0.0
 

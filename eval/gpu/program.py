@@ -23,7 +23,7 @@ FORMAT = 1
 RESULT, TABLE = "gpu.json", "gpu.md"
 CACHE = "HIDDENLAB_CACHE"
 POLL_SECONDS = 0.2
-SLOWER = 10  # times a part's limit in a rehearsal, on whatever else the processor is busy with
+SLOWER = 10  # factor on a part's limit in a rehearsal, since the processor may be busy
 
 Cell = dict[str, Any]  # names one measurement: the arguments of the part's function
 Row = dict[str, Any]  # a cell, its part, and what came of it
@@ -36,7 +36,7 @@ class Setting:
     Attributes:
         device: torch's name of the card, or ``cpu`` in a rehearsal.
         rehearse: take tiny models and shapes, to try every part without a card.
-        model: the real model, ``builtin`` where it is at hand; None leaves out what needs one.
+        model: the real model, ``builtin`` where it is available; None leaves out what needs one.
         commit: of this code, where it lies outside a checkout.
     """
 
@@ -51,8 +51,11 @@ class Part:
     """One question, and the measurements that answer it.
 
     Attributes:
-        name: on the command line. title: of its table. says: what the figures mean, in a sentence or two.
-        limit: seconds at most. measure: ``module:function``, called with a ``Lab`` and a cell's values.
+        name: on the command line.
+        title: of its table.
+        says: what the figures mean, in a sentence or two.
+        limit: seconds at most.
+        measure: ``module:function``, called with a ``Lab`` and a cell's values.
         cells: what to measure, the most valuable first.
     """
 
@@ -69,7 +72,9 @@ class Result:
     """Everything that was measured so far, and where.
 
     Attributes:
-        setting: where it ran. facts: card, versions, commit. rows: one a cell, in the order of measurement.
+        setting: where it ran.
+        facts: card, versions, commit.
+        rows: one per cell, in the order of measurement.
         faults: what went wrong with a part's process, in words.
     """
 
@@ -150,7 +155,7 @@ def run_parts(
     Raises:
         InputError: what the result holds was measured on another card, or with other code.
     """
-    # Probes and tables that are trained here are neither taken from a user's cache nor left in it.
+    # Use a temporary cache, so that probes and tables are neither taken from the user's cache nor left in it.
     with tempfile.TemporaryDirectory(prefix="hiddenlab-gpu-") as own:
         _run_in_turn(parts, result, Path(own), 60 * minutes, tell, write)
 
@@ -195,7 +200,7 @@ def _run_part(
     rows.write_text("", encoding="utf-8")
     orders = {"part": part.name, "measure": part.measure, "cells": list(todo), "rows": str(rows)}
     job.write_text(json.dumps(orders | {"setting": asdict(result.setting)}), encoding="utf-8")
-    # Large and small tensors in turn: without this the allocator holds memory that no later size fits into.
+    # Large and small tensors alternate; without this the allocator keeps memory that no later size fits into.
     environment = {
         "PYTORCH_ALLOC_CONF": "expandable_segments:True",
         CACHE: str(folder / "cache"),
@@ -207,7 +212,7 @@ def _run_part(
     try:
         while True:
             ended = child.poll() is not None
-            # A line that is not whole is still being written, or was when the process died.
+            # An incomplete line is still being written, or the process died while writing it.
             lines = rows.read_text(encoding="utf-8").split("\n")[:-1]
             for line in lines[read:]:
                 _take(json.loads(line), result, tell)

@@ -102,13 +102,13 @@ def _draw(key: str, parameter: torch.Tensor, shape: Shape) -> None:
     generator = torch.Generator(parameter.device).manual_seed(zlib.crc32(key.encode()))
     gemma = shape.type == "gemma2"
     if parameter.ndim == 1:
-        # Gemma's norms store their weight less one, and norm what a branch adds.
+        # Gemma's norms store their weight minus one, and some normalize what a branch adds.
         post = gemma and ("post_attention" in key or "post_feedforward" in key)
         parameter.fill_(BRANCH - 1 if post else 0.0 if gemma else 1.0)
         return
     scale = parameter.shape[1] ** -0.5
     if "embed_tokens" in key:
-        # Gemma multiplies embeddings by the root of their width.
+        # Gemma multiplies embeddings by the square root of their width.
         scale = parameter.shape[1] ** -0.5 if gemma else 1.0
     elif not gemma and key.endswith(("o_proj.weight", "down_proj.weight")):
         scale *= BRANCH

@@ -158,7 +158,7 @@ def answers(
     made = []
     for (encoder, decoder), payload, seen, tokens in zip(halves, payloads, steps, outputs, strict=True):
         received = known(decoder, payload, seen, tokens)
-        # What part of a text carries is what can be read of it.
+        # A part of a text carries what can be decoded from it.
         sent = received if tactic.kind == "base64" else encoder.bits_sent
         made.append(Answer(tuple(tokens), sent, min(received, sent)))
     return made

@@ -28,8 +28,8 @@ from hiddenlab.types import Progress, silent
 from hiddenlab.utils.random import generator
 
 CRYPTEN_FRACTION = 16  # CrypTen's own bits behind the point
-OWN_PROMPTS, OWN_TOKENS = 2, 48  # of the attacker, to see what CrypTen's approximations do to a row
-EPSILON_ROOM = 2.0  # how much more a user's row may be moved
+OWN_PROMPTS, OWN_TOKENS = 2, 48  # the attacker's prompts that measure the error of CrypTen's approximations
+EPSILON_ROOM = 2.0  # factor by which a user's row may differ more
 
 
 def after_mpc(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> Figures:

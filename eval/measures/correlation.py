@@ -88,7 +88,7 @@ def discorr(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> 
                 y.shape[1], LINEAR_MAPS[spec["shown"]] or y.shape[1], generator=draw
             ).double()
             y = y @ weights  # the permutation behind it changes no distance
-        # The plain estimate is near 0.9 for independent vectors of this width: the bias must come off.
+        # The plain estimate is near 0.9 for independent vectors of this width, so the bias has to be removed.
         values.append(float(dcor.u_distance_correlation_sqr(x.numpy(), y.numpy())))
         progress("draws", i + 1, spec["draws"])
     return as_figures({"discorr": mean(values)})

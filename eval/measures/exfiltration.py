@@ -168,7 +168,7 @@ def game(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> Fig
     figures["won"] = Estimate(one.rate, one.low, one.high, one.rounds)
     figures["bits_an_answer"] = mean([answer.bits for answer in sent])
     false = figures["false_alarms"] = share(honest)
-    # What the bound says depends on a rate of false alarms that few answers tell.
+    # Few answers estimate the rate of false alarms poorly, so compute the bound at both ends of its interval.
     capacity = math.log2(rules.messages) + one.capacity
     low, high = (
         game_bound(float(rules.bits), capacity, rules.messages, rules.inspections, rules.alarms, alpha)
@@ -290,7 +290,7 @@ def _figures(rows: Sequence[dict[str, Any]], length: int, whole: float) -> Figur
     out["received_elsewhere"] = rate([row["elsewhere"] for row in rows])
     out["passed"] = rate([0.0 if row["flagged"] else row["received"] for row in rows])
     out["slowdown"] = slowdown(out["passed"], whole)
-    # A rounding error is no breach of the bound.
+    # A rounding error does not violate the bound.
     out["within"] = share([row["received"] <= row["bound"] + 1e-6 for row in rows])
     for name in ("flagged", "flagged_suspicious", "syntactic", "perplexity"):
         out[name] = share([row[name] for row in rows])

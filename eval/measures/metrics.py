@@ -62,7 +62,7 @@ def _rouge_l(truth_ids: Sequence[int], recovered_ids: Sequence[int], truth: str,
 
 
 def _bleu(truth: str, recovered: str) -> float:
-    # White space alone gives sacrebleu no words, and with no words even equal texts get 0.
+    # Texts of white space have no words, and sacrebleu scores equal texts without words as 0.
     if truth == recovered:
         return 1.0
     import sacrebleu

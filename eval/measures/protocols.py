@@ -40,7 +40,7 @@ PLAIN = "plain"
 NOISE_PROMPTS, NOISE_ROOM = (
     4,
     4.0,
-)  # own prompts on which a scheme's rounding is measured, and how much above it is let
+)  # the attacker's prompts that measure a scheme's rounding, and a safety factor on it
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ REVEALING = {
     "centaur": _Revealing(Centaur, SERVER, "hidden-perm:shared"),
     "permllm": _Revealing(PermLLM, HELPER, "2d-perm"),
 }
-CLOSED = ("stip", "centaur")  # schemes whose server has a permuted model, and users' vectors in its order
+CLOSED = ("stip", "centaur")  # schemes whose server has a permuted model and users' vectors in the same order
 SCHEMES: dict[str, Any] = {"stip": Stip, **{name: one.make for name, one in REVEALING.items()}}
 
 

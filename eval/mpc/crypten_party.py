@@ -9,7 +9,7 @@ import sys
 import time
 import types
 
-# CrypTen 0.4.1 asks torch for a module that torch no longer has; it only looks the name up.
+# CrypTen 0.4.1 imports a module that torch no longer has, but only looks up a name in it.
 _stub = types.ModuleType("torch.onnx._internal.registration")
 _stub.registry = None  # type: ignore[attr-defined]
 sys.modules["torch.onnx._internal.registration"] = _stub
@@ -86,7 +86,7 @@ def norm(x, weight, bias):
 
 def two_quad(x):
     s = (x + bert.TWO_QUAD_SHIFT).square()
-    # Newton's reciprocal starts well near 1 only: the mean is brought there before it is inverted.
+    # Newton's reciprocal converges near 1 only, so scale the mean to about 1 before inverting it.
     mean = s.mean(-1, keepdim=True) * (1 / bert.TWO_QUAD_SHIFT**2)
     return s * (mean.reciprocal() * (1 / (x.size(-1) * bert.TWO_QUAD_SHIFT**2)))
 

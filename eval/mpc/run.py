@@ -152,7 +152,7 @@ def _wait(parties: Sequence[subprocess.Popen[bytes]], logs: Sequence[Path], time
     deadline = time.monotonic() + timeout
     while True:
         codes = [party.poll() for party in parties]
-        # The first to fail is the cause: the others fail because it is gone.
+        # The first party to fail is the cause; the others fail because it is gone.
         failed = next((i for i, code in enumerate(codes) if code not in (None, 0)), None)
         if failed is not None:
             lines = logs[failed].read_text(encoding="utf-8", errors="replace").strip().splitlines()

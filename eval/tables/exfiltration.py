@@ -49,7 +49,7 @@ def pareto(
     turns: int = 2,
     new_tokens: int = 100,
 ) -> Experiment:
-    """Find the warden's setting that lets the least information out at each false positive rate.
+    """Find the inspection setting that lets the least hidden data out, at each false positive rate.
 
     Exfiltration paper, figure 10.
     """
@@ -92,7 +92,7 @@ def frontier(
     new_tokens: int = 100,
     rates: str = FRONTIER,
 ) -> Experiment:
-    """Measure extractable information over the false positive rate, one curve per rank cutoff R.
+    """Measure how much hidden data an inspection lets out by its false positive rate, one curve per rank cutoff R.
 
     Exfiltration paper, figure 10.
 
@@ -133,7 +133,7 @@ def adversaries(
     turns: int = 2,
     new_tokens: int = 100,
 ) -> Experiment:
-    """Run real adversaries against the warden: rate, detection and slowdown at each false positive rate.
+    """Hide data in a model's answers; measure its rate, detection and slowdown at each false positive rate.
 
     Args:
         count, length: answers, and tokens of each.
@@ -203,7 +203,7 @@ def game(
     turns: int = 2,
     new_tokens: int = 100,
 ) -> Experiment:
-    """Play the exfiltration game with answers of a real model: an adversary's chance beside the theorem's bound.
+    """Play the exfiltration game with a real model's answers: the chance that a secret gets out, beside the bound.
 
     Args:
         bits: of the secret, joined by commas.

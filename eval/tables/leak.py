@@ -31,7 +31,7 @@ from hiddenlab.utils.random import generator
 PROVIDER = "dtype:bfloat16"
 PROOFS, LOGPROBS, STRIDES = (16, 32, 128, 512), (1, 5, 20), (2, 4)
 SECRET_COUNT, STRIDE_COUNT = 8, 32
-SHARES = (0.25, 0.5, 1.0, 2.0, 4.0)  # known positions, in widths of a state
+SHARES = (0.25, 0.5, 1.0, 2.0, 4.0)  # known positions, as multiples of a state's width
 OWN_TOKENS, HELD_OUT = 32, 0.2
 KEY = "provider"
 FIRST_TOKENS = 2048  # first tokens compared
@@ -314,7 +314,7 @@ def _learn(spec: dict[str, Any], model: TruncatedModel, channel: Channel) -> tup
         shown.append(_secret(spec, f"attacker {i}")(provided.states).cpu())
     states, fingerprints = torch.cat(own)[:total], torch.cat(shown)[:total]
     known = spec["known"]
-    # The provider's rounding is about this share of a state: fitting closer than that would fit the noise.
+    # The provider's rounding error is about this share of a state; a closer fit would fit the noise.
     directions = learn_projection(states[:known], fingerprints[:known], ridge=known * 2e-4)
     size = torch.linalg.vector_norm(states[known:], dim=1, keepdim=True) / states.shape[1] ** 0.5
     error = float(((states[known:] @ directions - fingerprints[known:]).abs() / size).mean())

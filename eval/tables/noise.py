@@ -68,7 +68,7 @@ def noise(
         strengths, unit = _numbers(relative, "a relative strength"), embedding_deviation(setting.model)
         named = {}
         for over in strengths:
-            # Four digits say a strength well enough, and one strength is one cell wherever it was computed.
+            # Four digits are precise enough, and make a strength the same cell on every machine.
             named.setdefault(
                 _canonical(f"gaussian:sigma={float(f'{over * unit:.4g}')!r}"), {"over deviation": over}
             )
@@ -257,7 +257,7 @@ def _options(attack: str, budget: int) -> dict[str, Any]:
     options: dict[str, Any] = {"attack": attack}
     if attack == MATCHING:
         options["budget"] = budget
-    build_attack(AttackConfig(**options))  # what is wrong with it should be said before anything is measured
+    build_attack(AttackConfig(**options))  # raise errors before anything is measured
     return options
 
 

@@ -260,7 +260,7 @@ def distance_correlation(setting: Setting, budget: int = 4096, draws: int = 20) 
         keys = {"shown": LABELS.get(channel, channel)}
         cells.append(Cell("discorr", spec, keys))
         if channel not in LABELS:
-            # One direction matches many tokens: searching on would only find more of them.
+            # Many tokens match one direction; a longer search would only find more of them.
             few = FEW if channel.startswith("project") else budget
             cells.append(attack_cell(setting, keys, layer, channel, budget=few))
     return Experiment(

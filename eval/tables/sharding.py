@@ -86,7 +86,7 @@ def gap_plans(
     for c, alpha in map(_small_plan, split_specs(grid)):
         for layer, stream, attack in tried:
             spec = known.get(attack, attack)
-            build_attack(AttackConfig(attack=spec))  # so that a wrong one is refused before anything is run
+            build_attack(AttackConfig(attack=spec))  # refuse a wrong spec before anything runs
             node, at = "CompNode 0", "node=0"
             if stream in NODE_STREAMS[1:]:
                 node, at, layer = f"AttnNode (0, {keys})", f"m=1,queries=0,keys={keys}", layer + 1

@@ -29,7 +29,7 @@ from hiddenlab.types import Progress, silent
 from hiddenlab.utils.random import generator
 
 PLACES = ("head", "middle", "tail", "spread")
-SHARES = (0.01, 0.05, 0.1, 0.3)  # and all of it, which has no place
+SHARES = (0.01, 0.05, 0.1, 0.3)  # the whole prompt, which has no place, is added
 LEAST, MOST = 100, 400  # tokens of a prompt
 HONEST_PROMPTS, PROMPTS = 50, 20
 OTHER_MODELS = ("nf4", "int8")
@@ -197,7 +197,7 @@ def _sent(key: str, progress: Progress) -> _Sent:
         Request(f"t{i}", tokens, replace(asked, seed=i))
         for i, tokens in enumerate(prompts_of(spec, provider.whole.tokenizer))
     ]
-    # A provider with a cheaper model can compute the full one's scale once: it is the same for all requests.
+    # A provider with a cheaper model can compute the full model's scale once, as it is the same for all requests.
     honest = spec["variant"] in HONEST
     own = provider.whole if honest else _whole(spec["model"], spec["dtype"], spec["device"])
     sent = _Sent([], {name: [] for name in spec["rules"]})
