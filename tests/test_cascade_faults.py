@@ -27,7 +27,7 @@ from hiddenlab.testing import VOCABULARY
 PATIENCE = 20.0
 
 
-class PositionModel:
+class Clock:
     def __init__(self) -> None:
         self.now = 100.0
 
@@ -37,22 +37,22 @@ class PositionModel:
 
 def test_a_node_that_gets_on_is_not_stalled() -> None:
     """However long it takes; one that answers nothing is silent after the patience, and no sooner."""
-    position_model = PositionModel()
-    watch = Watch(60.0, position_model)
-    began = position_model.now
+    clock = Clock()
+    watch = Watch(60.0, clock)
+    began = clock.now
     for ticks in range(20):
         watch.ask("slow")
-        position_model.now += 50
+        clock.now += 50
         watch.answered("slow", ticks)
         assert watch.silent() == []
         assert not watch.still(began)
     watch.ask("slow")
     watch.ask("gone")
-    position_model.now += 59
+    clock.now += 59
     watch.ask("gone")  # asked again meanwhile: the first question counts
     watch.answered("slow", 100)
     assert watch.silent() == []
-    position_model.now += 1
+    clock.now += 1
     assert watch.silent() == ["gone"]
     assert not watch.still(began)
     watch.forget("gone")
@@ -61,17 +61,17 @@ def test_a_node_that_gets_on_is_not_stalled() -> None:
 
 def test_nodes_that_answer_and_do_nothing_stand_still() -> None:
     """Counted from the beginning of the work that waits: idle hours before it are no stall."""
-    position_model = PositionModel()
-    watch = Watch(60.0, position_model)
+    clock = Clock()
+    watch = Watch(60.0, clock)
     watch.answered("a", 7)
-    position_model.now += 5000
-    began = position_model.now
-    watch.answered("a", 7)
-    assert not watch.still(began)
-    position_model.now += 59
+    clock.now += 5000
+    began = clock.now
     watch.answered("a", 7)
     assert not watch.still(began)
-    position_model.now += 1
+    clock.now += 59
+    watch.answered("a", 7)
+    assert not watch.still(began)
+    clock.now += 1
     watch.answered("a", 7)
     assert watch.still(began)
     watch.answered("a", 8)
@@ -79,20 +79,20 @@ def test_nodes_that_answer_and_do_nothing_stand_still() -> None:
 
 
 def test_restarts_come_back_after_an_hour() -> None:
-    position_model = PositionModel()
-    restarts = Restarts(2, position_model=position_model)
+    clock = Clock()
+    restarts = Restarts(2, clock=clock)
     assert restarts.take()
-    position_model.now += 1800
+    clock.now += 1800
     assert restarts.take()
     assert not restarts.take()
     assert restarts.left == 0
-    position_model.now += 1799
+    clock.now += 1799
     assert not restarts.take()
-    position_model.now += 1
+    clock.now += 1
     assert restarts.left == 1
     assert restarts.take()
     assert not restarts.take()
-    position_model.now += 10_000
+    clock.now += 10_000
     assert restarts.left == 2
     assert not Restarts(0).take()
 

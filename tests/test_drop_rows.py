@@ -12,7 +12,7 @@ from hiddenlab.channels import Channel
 from hiddenlab.errors import HiddenlabError, InputError
 from hiddenlab.job import Case
 from hiddenlab.models import TruncatedModel
-from hiddenlab.runner import score
+from hiddenlab.runner import sample_of
 from hiddenlab.sharding import AttnNode, Plan
 from hiddenlab.summary import summarise
 from hiddenlab.testing import VOCABULARY
@@ -107,14 +107,14 @@ def test_matching_a_shard_says_where_its_tokens_stand(tiny_model: LoadModel) -> 
         assert recovery.positions == observation.info.positions == (0, 1, 6, 7)
         assert recovery.ids[:2] == TOKENS[:2]
         assert recovery.stop_reason == "gap before position 6"
-        sample = score(model, Case(0, "p", secret), secret, recovery, None)
+        sample = sample_of(model, Case(0, "p", secret), secret, recovery, None)
         right = sum(TOKENS[p] == t for p, t in zip((0, 1, 6, 7), recovery.ids, strict=True))
         assert sample["token_accuracy"] == right / len(secret.tokens)
         # Verified is of the same tokens as right: those that were not recovered are neither.
         assert sample["verified"] == sum(t.verified for t in recovery.tokens) / len(secret.tokens)
         assert not sample["exact"]
         assert "missing_tokens" not in sample
-        seen = score(model, Case(0, "p", secret), secret, recovery, None, recovery.positions)
+        seen = sample_of(model, Case(0, "p", secret), secret, recovery, None, recovery.positions)
         assert (seen["missing_tokens"], seen["missing_tokens_right"]) == (4, 0)  # positions 2 to 5
         assert summarise([seen])["missing_token_accuracy"] == 0.0
         assert summarise([sample])["missing_token_accuracy"] is None
@@ -127,7 +127,7 @@ def test_a_truth_of_the_nodes_own_tokens_is_compared_as_it_stands(tiny_model: Lo
     tokens = tuple(TokenPrediction(t, i, 0.0, None, 1, True) for i, t in enumerate((5, 6)))
     recovery = AttackResult(tokens, 2, 1, 0.1, "complete", positions=(3, 9))
     secret = GroundTruth((5, 6))
-    sample = score(tiny_model("llama", 1), Case(0, "p", secret), secret, recovery, None)
+    sample = sample_of(tiny_model("llama", 1), Case(0, "p", secret), secret, recovery, None)
     assert sample["exact"] and sample["token_accuracy"] == 1
 
 

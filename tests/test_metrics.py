@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from hiddenlab.eval.measures.attack import figures_of
 from hiddenlab.eval.measures.metrics import TextScore, score_text
-from hiddenlab.runner import MISSING
+from hiddenlab.scoring import MISSING
 from hiddenlab.summary import summarise
 
 

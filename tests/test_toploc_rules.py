@@ -279,7 +279,7 @@ def test_the_scale_is_the_models_own(tmp_path_factory: pytest.TempPathFactory) -
     assert exact.scale.shape == (exact.width,) and bool((exact.scale > 0).all())
     assert torch.equal(exact.scale, load_whole(path, dtype="float32", device="cpu").scale)
     assert torch.allclose(exact.scale, coarse.scale, rtol=0.05)
-    most = int(exact.module.config.max_position_embeddings)  # type: ignore[union-attr,arg-type]
+    most = int(exact.model.config.max_position_embeddings)  # type: ignore[union-attr,arg-type]
     tokens = [place * 2654435761 % exact.vocabulary for place in range(1, min(256, most) + 1)]
     states, _ = exact.prefill([*tokens, 0], 1)
     wanted = states[:-1].double().square().mean(0).sqrt()

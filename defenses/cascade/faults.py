@@ -5,7 +5,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 
-PositionModel = Callable[[], float]
+Clock = Callable[[], float]
 HOUR = 3600.0
 
 
@@ -17,14 +17,14 @@ class Watch:
 
     Args:
         patience: seconds.
-        position_model: monotonic clock, in seconds.
+        clock: monotonic clock, in seconds.
     """
 
-    def __init__(self, patience: float, position_model: PositionModel = time.monotonic) -> None:
-        self.patience, self._clock = patience, position_model
+    def __init__(self, patience: float, clock: Clock = time.monotonic) -> None:
+        self.patience, self._clock = patience, clock
         self._ticks: dict[str, int] = {}
         self._asked: dict[str, float] = {}
-        self._moved = position_model()
+        self._moved = clock()
 
     def ask(self, name: str) -> None:
         """Note that a node was asked, where no earlier question to it is open."""
@@ -61,13 +61,11 @@ class Restarts:
 
     Args:
         limit: replacements within ``window`` seconds.
-        position_model: monotonic clock, in seconds.
+        clock: monotonic clock, in seconds.
     """
 
-    def __init__(
-        self, limit: int, *, window: float = HOUR, position_model: PositionModel = time.monotonic
-    ) -> None:
-        self.limit, self.window, self._clock = limit, window, position_model
+    def __init__(self, limit: int, *, window: float = HOUR, clock: Clock = time.monotonic) -> None:
+        self.limit, self.window, self._clock = limit, window, clock
         self._taken: deque[float] = deque()
         self._lock = threading.Lock()
 
