@@ -55,7 +55,8 @@ def audit(
     Args:
         folder: of ``*.jsonl`` files. noise_sd, threshold, rank_cutoff: σ, τ and R of the three classes.
         false_positives, suspicious: shares of dangerous and of suspicious tokens up to which a file is quiet, being
-            what honest noise gives. Without the second, bits pass among the suspicious (eval/LOG.md).
+            what honest noise gives. Without the second, bits pass among the suspicious
+            (docs/log/009-verification-and-leaks.md).
         ipt_sigma: noise in probability, for answers drawn by the inverse transform (FSSL-IPT, Algorithm 3).
         honest: trusted transcripts; answers whose perplexity is outside of theirs are looked at (section 4.2).
         ledger: a signed ledger in which every request has to stand; needs ``public_key``. checkpoint: file of one, kept
