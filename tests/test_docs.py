@@ -131,10 +131,10 @@ def called(block: Block) -> Iterator[list[str]]:
         lexer.whitespace_split, lexer.commenters = True, "#"
         words: list[str] = []
         for word in [*lexer, ";"]:
-            if not set(word) <= set(";&|"):
+            if not set(word) <= set(";&|()"):
                 words.append(word)
             elif words:
-                yield words
+                yield words[: words.index(">")] if ">" in words else words
                 words = []
 
 
@@ -151,9 +151,9 @@ def check(words: list[str]) -> None:
     elif words[0].partition("=")[0] == "PYTHONPATH":
         check(words[1:])
     elif words[0].endswith(("python", "python3")):
-        assert words[1] == "-m" and (words[2] == "pytest" or find_spec(words[2])), words
+        assert words[1] == "-c" or (words[1] == "-m" and (words[2] == "pytest" or find_spec(words[2]))), words
     else:
-        assert words[0] in ("git", "cd", "echo", "curl"), words
+        assert words[0] in ("git", "cd", "echo", "curl") or words[0].endswith("=$"), words
 
 
 @pytest.mark.parametrize("block", SHELL_BLOCKS, ids=str)
