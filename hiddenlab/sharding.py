@@ -219,7 +219,7 @@ class Plan:
         """Where the plan breaks Theorem 7.3's condition: every gap inside a CompNode's shard holds at least ρ tokens.
 
         The condition is necessary, not sufficient: partial attention at the first layer gave the tokens away
-        under every plan that was measured (``attacks/partial_sums.py``, eval/LOG.md).
+        under every plan that was measured (``attacks/partial_sums.py``, docs/log/007-cascade-partial-sums.md).
 
         Args:
             rho: the vocab-matching threshold (Definition 7.2): one more than the unknown tokens in a row that an

@@ -162,7 +162,10 @@ def test_distances_equal_the_slow_regression(tiny_model: LoadModel, monkeypatch:
 
 @pytest.mark.parametrize("architecture", ["gpt2", "gemma2"])
 def test_failed_candidates_bring_the_right_one_forward(tiny_model: LoadModel, architecture: str) -> None:
-    """Sorted states of random weights hold no more than chance would; eval/LOG.md has them on a real model."""
+    """Sorted states of random weights hold no more than chance would.
+
+    docs/log/002-cheaper-proposals.md has them on a real model.
+    """
     model = tiny_model(architecture, 3)
     adapter = described(model)
     ranks = []

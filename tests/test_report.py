@@ -337,7 +337,7 @@ def test_a_stored_tables_command_can_be_run(path: Path) -> None:
     """Several are joined by ``&&``; where none made the table by itself, it says so instead."""
     table = json.loads(path.read_text(encoding="utf-8"))
     if table["command"] == NOT_RECORDED:
-        assert any("eval/LOG.md" in note for note in table["notes"])
+        assert any("docs/log/" in note for note in table["notes"])
         return
     for command in table["command"].split(" && "):
         assert table["experiment"].startswith(read_command(shlex.split(command)))

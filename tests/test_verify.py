@@ -298,7 +298,10 @@ def test_an_untrusted_file_does_not_choose_the_model(files: Files, model: str, t
 
 
 def test_choosing_among_leading_tokens_is_seen(model: str, files: Files, tmp_path: Path) -> None:
-    """An adversary who ignores the seed and keeps to the first ranks has no dangerous token (eval/LOG.md)."""
+    """An adversary who ignores the seed and keeps to the first ranks has no dangerous token.
+
+    docs/log/009-verification-and-leaks.md has the figures.
+    """
     folder = tmp_path / "logs"
     folder.mkdir()
     made = answer(

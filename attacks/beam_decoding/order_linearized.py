@@ -5,7 +5,7 @@ rows before it. So it can be solved for by itself, in no order at all: attention
 average, and what is different about the row, its noise and attention's deviation, comes out as one displacement of its
 embedding. An order then says what attention does bring, and with that how much of each displacement is noise. The true
 order needs the least: by hundreds of nats less than others in a prompt of fifty tokens, where distances between rows
-and candidates say next to nothing (eval/LOG.md, twenty-eighth entry).
+and candidates say next to nothing (docs/log/028-order-in-noise.md).
 """
 
 import math

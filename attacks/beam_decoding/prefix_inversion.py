@@ -12,8 +12,8 @@ token of all that a model reads is an attention sink, whose state is like no oth
 Where rows are shuffled, a first order may be too wrong for any embedding to explain it. But a few rows are enough to
 find one by, if they are the first: so each row is tried as the first, those that are nearest then behind the best of
 these, and so on, every time with the embedding that explains them best. Where one embedding is unknown and few layers
-are between, only the right ones are explained (eval/LOG.md, twentieth entry). Through many layers the steps do not
-arrive: so before any prompt is begun anew, the attacker does it with texts of its own, whose first rows it knows.
+are between, only the right ones are explained (docs/log/020-prefix-by-four-rows.md). Through many layers the steps do
+not arrive: so before any prompt is begun anew, the attacker does it with texts of its own, whose first rows it knows.
 """
 
 from collections.abc import Callable, Sequence

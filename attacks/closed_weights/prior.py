@@ -37,7 +37,8 @@ PASS_REQUESTS = 50
 EACH = 20  # occurrences of a symbol, after which its requests are read last
 RECENT = (0.5, 0.3, 0.2)  # how much the last, the one before … count for how sure a context is
 TRUST = (0.03, 0.9)  # least and most share of the language model in a token's probability
-TEMPERATURE = 3.0  # occurrences are not independent: untempered, names look surer than they are (eval/LOG.md)
+# Occurrences are not independent: untempered, names look surer than they are (docs/log/009-verification-and-leaks.md).
+TEMPERATURE = 3.0
 STEP = 0.5  # how far scores move in a round: two names that swap places would do so for ever
 SMOOTHING = 20.0  # pairs that a token is given beforehand, spread by frequency
 LEFT_PAIRS = 0.5  # the language model has read the left neighbour already

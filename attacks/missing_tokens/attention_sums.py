@@ -10,8 +10,9 @@ query head, with o what attention brings the row, s over all places and x their 
 where what is known contributes a known part, and every missing token one column of a table as long as the vocabulary.
 There are as many equations as attention's output has coordinates, hundreds a row, for a handful of missing tokens:
 a beam goes over the places, nearest first, weighing each sum by how far those still missing can be expected to
-change it (``sums``), and needs neither a language model nor a single run of the model (eval/LOG.md, thirty-second
-entry). Dozens of tokens, behind as many rows of a cluster, are weighed together (``beliefs``, thirty-third entry).
+change it (``sums``), and needs neither a language model nor a single run of the model
+(docs/log/032-missing-tokens-solved.md). Dozens of tokens, behind as many rows of a cluster, are weighed together
+(``beliefs``, docs/log/033-attention-nodes.md).
 
 Queries, keys and values of the second layer, which attention nodes are sent, are functions of the same.
 """

@@ -2,7 +2,7 @@
 
 A row is a function of its own embedding and of what attention brings it. Where one of the two is known, or held at a
 guess, the row tells the other: as many equations as unknowns, and a solution that most rows give up to rounding
-(eval/LOG.md, thirty-first entry), though the layer's Jacobian all but loses some directions and the way there bends.
+(docs/log/031-row-displacements.md), though the layer's Jacobian all but loses some directions and the way there bends.
 """
 
 from dataclasses import dataclass

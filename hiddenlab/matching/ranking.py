@@ -22,7 +22,7 @@ SHORTLIST = 32  # tokens a row that the probe names cheaply
 # The same where the language model is likely to be asked: it then chooses among them.
 WIDE_SHORTLIST = 128
 DEEP = 4  # a truncated model of at least this fraction of all layers makes the language model worth asking
-# Weight of the language model's log-probability beside the probe's (eval/LOG.md).
+# Weight of the language model's log-probability beside the probe's (docs/log/013-opener.md).
 LM_WEIGHT = 1.2
 
 

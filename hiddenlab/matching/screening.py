@@ -1,6 +1,7 @@
 """Screening: large batches of candidates run in a faster dtype first, and only the near ones in the model itself.
 
-A processor that multiplies bfloat16 natively runs candidates three to four times as fast as in float32 (eval/LOG.md).
+A processor that multiplies bfloat16 natively runs candidates three to four times as fast as in float32
+(docs/log/012-prompts-from-fingerprints.md).
 What decides is never the screen's distance: a candidate counts as matched only after the truncated model itself ran it.
 Vocabulary matching calls a position searched in vain only after the model ran all of its candidates; the search for
 missing tokens, whose sequences are too many for that, runs those in the model that are nearer than the rounding seen

@@ -5,7 +5,8 @@ hundred wrong candidates in the exact context; their states show what this conte
 ridge regression from a context-free description of every token (its state after the first layers, behind a fixed
 opening) to its state here predicts the states of the whole vocabulary, and the tokens whose prediction lies
 nearest to the observed row come first. "Nearest" is measured with the covariance of the leave-one-out errors,
-since some directions are predicted well and others not at all. No paper describes this (eval/LOG.md has figures).
+since some directions are predicted well and others not at all. No paper describes this
+(docs/log/002-cheaper-proposals.md has figures).
 """
 
 from collections.abc import Iterator
@@ -19,12 +20,13 @@ from hiddenlab.models import TruncatedModel
 from hiddenlab.proposals.probe import fast_dtype
 from hiddenlab.types import Progress, silent
 
-FEATURE_LAYERS = 2  # deeper descriptions predict no better, and these cost little (eval/LOG.md)
+# Deeper descriptions predict no better, and these cost little (docs/log/002-cheaper-proposals.md).
+FEATURE_LAYERS = 2
 OPENING = "x = 3\n"
 MAX_FEATURES = 1024  # wider states are projected
 RIDGE, SHRINK, LINEAR, BANDWIDTH, CLIP = 0.3, 0.1, 0.5, 1.0, 6.0
 CHUNK = 2048
-LEARN_HALF = 1000  # candidates learned from at which a prediction counts half (eval/LOG.md)
+LEARN_HALF = 1000  # candidates learned from at which a prediction counts half (docs/log/005-better-probe.md)
 
 
 @dataclass(frozen=True)

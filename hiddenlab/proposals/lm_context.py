@@ -2,7 +2,7 @@
 
 Many models attend to their first position whatever stands there (an attention sink), so that a prompt's own first
 token, read first, tells them little of the second: it is some 1,500th in the built-in model's order, and 36th behind
-a line break (eval/LOG.md). A tokenizer that puts a special token first has done the same already.
+a line break (docs/log/013-opener.md). A tokenizer that puts a special token first has done the same already.
 """
 
 from collections.abc import Callable

@@ -49,7 +49,7 @@ class PairwiseOrderSettings:
 
 
 def pairwise_order_settings(sorted_states: bool) -> PairwiseOrderSettings:
-    """What serves best (eval/LOG.md)."""
+    """What serves best (docs/log/022-pairs-of-rows.md)."""
     return PairwiseOrderSettings(sorted_states=sorted_states)
 
 

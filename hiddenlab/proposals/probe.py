@@ -3,7 +3,8 @@
 A map from the state to a whitened embedding space, scored by cosine against every token's embedding and trained
 with sampled-softmax cross-entropy on text and random tokens that the attacker ran through the truncated model itself
 (docs/architecture.md; no paper describes it). Linear for states whose coordinates are known, a two-layer network
-over the sorted state where they are permuted. Whitening the embedding table makes training faster (eval/LOG.md).
+over the sorted state where they are permuted. Whitening the embedding table makes training faster
+(docs/log/001-first-attack.md).
 
 States at the first position (and at repeats of the first token) are attention sinks with a norm many times that
 of the others, so rows are sorted by norm into at most two groups, each with its own map.
@@ -54,7 +55,10 @@ class ProbeSettings:
 
 
 def probe_settings(sorted_states: bool) -> ProbeSettings:
-    """What serves best within the allowance (eval/LOG.md): the network over sorted states overfits sooner."""
+    """What serves best within the allowance: the network over sorted states overfits sooner.
+
+    Measured in docs/log/005-better-probe.md.
+    """
     if not sorted_states:
         return ProbeSettings()
     return ProbeSettings(sorted_states=True, steps=1500, negatives=2048, prior=0.5)

@@ -3,7 +3,7 @@
 Sorting a state's coordinates undoes any permutation of them. Behind one fixed text a token's sorted state says little
 of what it is behind another; the mean over a few texts, compared in L2, says much in shallow layers and something in
 middle ones, also beside a network that was trained on a sample of texts and tokens. No paper describes this
-(eval/LOG.md has figures).
+(docs/log/014-states-behind-texts.md has figures).
 """
 
 from collections.abc import Callable, Sequence

@@ -37,7 +37,7 @@ TRAINING_TOKENS = (20_000, 100_000)
 # A probe for an earlier token has less to learn: most of what it can know of one is which kind of token it is.
 EARLIER_STEPS = 1000
 # What states behind texts may cost over what training states may: two texts up to layer 16 of the built-in model. At
-# its layer 26 they say less than nothing (eval/LOG.md).
+# its layer 26 they say less than nothing (docs/log/014-states-behind-texts.md).
 TEXTS_ALLOWANCE = 1.05
 FEWEST_TEXTS = 16  # from which an order is learned
 DRAWN = 2  # texts for each of those, as some are too short
@@ -64,7 +64,7 @@ def training_channel(model: TruncatedModel, info: ObservationInfo) -> list[str]:
     """The stages that change values; mere permutations do not change what a probe must learn.
 
     Where the processor is faster in bfloat16, the attacker's own states are made in it: their rounding is far
-    below what a probe can see (eval/LOG.md).
+    below what a probe can see (docs/log/002-cheaper-proposals.md).
     """
     channel = Channel.parse(list(info.channel))
     stages = [defense.spec for defense in channel.defenses if not _only_permutes(defense)]

@@ -1,0 +1,136 @@
+"""Make docs/reference/ and docs/files.md from the code: ``python -m tests.reference``, or ``make reference``.
+
+A test compares the committed pages with what this makes.
+"""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from hiddenlab import registry
+from hiddenlab.cli import app
+
+ROOT = Path(__file__).resolve().parents[1]
+ROOMS = ("hiddenlab", "attacks", "defenses", "eval")
+NOTE = "<!-- Made by `make reference`; change the code, not this page. -->"
+KINDS = {
+    "attacks": ("Attacks", "`--attack NAME:parameter=value,…`; more of each in [attacks.md](../attacks.md)."),
+    "defenses": (
+        "Defenses",
+        "`--defense NAME:parameter=value,…`, as often as wanted; more of each in [defenses.md](../defenses.md).",
+    ),
+    "experiments": (
+        "Experiments",
+        "`hiddenlab eval NAME --set parameter=value`; more in [experiments.md](../experiments.md).",
+    ),
+    "benches": ("Benches", "`hiddenlab bench NAME --set parameter=value`."),
+}
+
+
+def main() -> None:
+    """Write every page, and remove those that are no longer made."""
+    made = pages()
+    for old in (ROOT / "docs" / "reference").glob("*.md"):
+        old.unlink()
+    for name, text in made.items():
+        path = ROOT / "docs" / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+
+
+def pages() -> dict[str, str]:
+    """The text of every page, by its path under docs/."""
+    listed = {f"reference/{kind}.md": _kind(kind) for kind in KINDS}
+    index = ["# Reference", NOTE, "Made from the code: what there is, with all options and defaults."]
+    index.append(
+        "- [commands.md](commands.md): every command.\n"
+        + "\n".join(f"- [{kind}.md]({kind}.md): {KINDS[kind][0].lower()}." for kind in KINDS)
+    )
+    commands = {"reference/commands.md": _commands(), "files.md": _files()}
+    return {"reference/README.md": _joined(index)} | listed | commands
+
+
+def _commands() -> str:
+    parts = ["# Commands", NOTE, "Every command takes `--help`."]
+    for name, command in commands():
+        context = command.context_class(command)
+        usage = " ".join([name, *command.collect_usage_pieces(context)])
+        parts += [f"## {name}", _text(command.help or ""), f"`{usage}`"]
+        rows = [_row(context, parameter) for parameter in command.params if parameter.name != "help"]
+        if rows:
+            parts.append(_table(("option", "meaning", "default"), rows))
+    return _joined(parts)
+
+
+def commands() -> Iterator[tuple[str, Any]]:
+    """Every command by the words that call it, in the order of ``--help``."""
+
+    def walk(name: str, command: Any) -> Iterator[tuple[str, Any]]:
+        if subcommands := getattr(command, "commands", None):
+            for verb, below in subcommands.items():
+                yield from walk(f"{name} {verb}", below)
+        else:
+            yield name, command
+
+    yield from walk("hiddenlab", typer.main.get_command(app))
+
+
+def _row(context: Any, parameter: Any) -> tuple[str, str, str]:
+    name, _ = parameter.get_help_record(context)
+    default = parameter.default
+    if parameter.required:
+        shown = "required"
+    else:
+        shown = "" if default is None or default is False or default in ("", (), []) else f"`{default}`"
+    return f"`{name}`", _text(parameter.help or ""), shown
+
+
+def _kind(kind: str) -> str:
+    title, lead = KINDS[kind]
+    rows = [
+        (f"`{name}`", _text(summary), f"`{parameters}`" if parameters else "")
+        for name, summary, parameters in registry.describe(kind)
+        if name in registry.BUILTINS[kind]
+    ]
+    return _joined([f"# {title}", NOTE, lead, _table(("name", "what it does", "parameters"), rows)])
+
+
+def _files() -> str:
+    parts = ["# Files", NOTE, "One line a source file; [architecture.md](architecture.md) says how they fit."]
+    for room in ROOMS:
+        rows = [(f"`{path.relative_to(ROOT)}`", _text(first_line(path))) for path in sources(room)]
+        parts += [f"## {room}/", _table(("file", "what it is"), rows)]
+    return _joined(parts)
+
+
+def sources(room: str) -> list[Path]:
+    """The Python files of a room in order of their paths; links into other rooms are not followed."""
+    linked = [path for path in (ROOT / room).iterdir() if path.is_symlink()]
+    found = (path for path in (ROOT / room).rglob("*.py") if not any(p in path.parents for p in linked))
+    return sorted(found)
+
+
+def first_line(path: Path) -> str:
+    """The first line of a module's docstring; empty where it has none."""
+    return (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").partition("\n")[0]
+
+
+def _text(text: str) -> str:
+    return re.sub(r"\s+", " ", text.replace("``", "`").replace("\f", " ")).strip()
+
+
+def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    lines = [head, ("---",) * len(head), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
+def _joined(parts: list[str]) -> str:
+    return "\n\n".join(parts) + "\n"
+
+
+if __name__ == "__main__":
+    main()
