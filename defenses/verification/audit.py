@@ -59,7 +59,8 @@ def audit(
         model, dtype, device, key, key_form: see ``command.verifier_for``.
         noise_sd, threshold, rank_cutoff: σ, τ and R of the three classes.
         false_positives, suspicious: shares of dangerous and of suspicious tokens that honest noise gives; a file within
-            both is quiet. Without the second, bits pass among the suspicious tokens (docs/log/009-verification-and-leaks.md).
+            both is quiet. Without the second, bits pass among the suspicious tokens
+            (docs/log/009-verification-and-leaks.md).
         ipt_sigma: noise in probability, for answers drawn by the inverse transform (FSSL-IPT, Algorithm 3).
         honest: trusted transcripts; answers whose perplexity is outside of theirs are reviewed (section 4.2).
         ledger: a signed ledger that has to contain every request; needs ``public_key``.
