@@ -55,6 +55,8 @@ class FingerprintInversion(Attack):
             products, as a share of these; None is what half precision does.
     """
 
+    any_width = True
+
     def __init__(
         self,
         breadth: int = 16,

@@ -25,10 +25,13 @@ class Attack:
         batch: how many observations are worth taking at once; the runner records so many prompts together.
         progress: where progress is reported; called with what is done, how much of it, and of how much.
         seed: of everything that the attack draws, as given to ``fit``.
+        any_width: the attack reads rows of any width and checks them itself: fingerprints, parts of states. Others get
+            rows as wide as the model's states alone.
         measured: what preparation measured, by name (seconds of training, epsilon, weights); part of a run's record.
     """
 
     batch: int = 1
+    any_width: bool = False
     progress: Progress = staticmethod(silent)
     seed: int = 0
     measured: dict[str, float | str]
@@ -70,7 +73,10 @@ class Attack:
             InputError, NotApplicableError: see ``recover``; one observation is enough.
         """
         for observation in observations:
-            check_observation(observation, self.model)
+            if self.any_width:
+                check_info(observation.info, self.model)
+            else:
+                check_observation(observation, self.model)
         return [
             replace(result, text=self.model.text(result.ids), pieces=tuple(pieces_of(self.model, result)))
             for result in self._recover_batch(observations)

@@ -171,7 +171,7 @@ def test_failed_candidates_bring_the_right_one_forward(tiny_model: LoadModel, ar
     ranks = []
     for seed in range(12):
         order = torch.randperm(VOCABULARY, generator=seeded(seed))
-        states = in_context(model, order[:5].tolist())
+        states = in_place(model, order[:5].tolist())
         tried, truth = order[5:105], int(order[-1])
         distances = adapter.distances(tried, states[tried], states[truth : truth + 1])
         rest = torch.tensor([t for t in range(VOCABULARY) if t not in set(tried.tolist())])
