@@ -60,9 +60,7 @@ class PositionModel:
 
     @classmethod
     def learn(cls, rows: Float[Tensor, "rows d"], places: Float[Tensor, " rows"]) -> "PositionModel":
-        """Learn from rows and their positions; the latter half calibrates predictions on rows not used for the
-        regression.
-        """
+        """Learn from rows and their positions: the regression on the first half, its calibration on the other."""
         expert = Expert.of(rows)
         coordinates, target, half = expert.features(rows), places.log1p(), len(rows) // 2
         known, level = coordinates[:half], float(target[:half].mean())

@@ -237,8 +237,7 @@ class Unknown:
     def _explain(
         self, orders: Int[Tensor, "c place"], noise: Float[Tensor, "c n"], centre: Tensor, deviation: Tensor
     ) -> tuple[Float[Tensor, "c n"], Float[Tensor, " c"]]:
-        """Solve for the embeddings that best explain each beginning, in deviations from ``centre``, and the cost in
-        nats.
+        """Solve for the embeddings that best explain each beginning; return their deviations and the costs in nats.
 
         All beginnings are alternatives behind an empty prefix: one product serves them all.
         """

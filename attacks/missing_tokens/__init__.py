@@ -296,8 +296,7 @@ class _Gap:
         return False
 
     def recovered(self, rows: Mapping[int, int], begun: int) -> list[TokenPrediction]:
-        """Return the tokens found, from position ``begun`` on; those without a row are verified by the row they
-        explain.
+        """Return the tokens found from a position on; those without a row are verified by the row they explain.
 
         Args:
             rows: row index by position.
@@ -435,8 +434,7 @@ class _Gap:
         return trace + LM_WEIGHT * following.to(trace.device)
 
     def _most_promising(self) -> "Tried | None":
-        """Return the slot whose next candidates are likeliest to be right, among the nearest and the likeliest
-        sequences.
+        """Return the slot whose next candidates are likeliest to be right, of near and of likely sequences.
 
         Nearer sequences have more weight. Likely ones are weighted by the prior of the tokens that are held, and less
         where they are far. A row may come nearer with a wrong token of its own than with the right one, as long as

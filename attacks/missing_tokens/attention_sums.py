@@ -220,9 +220,7 @@ class AttentionSums:
         return out
 
     def _known(self, row: Shown) -> tuple[Tensor, Tensor, Tensor]:
-        """Return weights ``[h, k]``, values ``[k, h, w]`` and scale of the known tokens that a row sees, itself
-        included.
-        """
+        """Return weights ``[h, k]``, values ``[k, h, w]`` and scale of the known tokens a row sees, with its own."""
         tokens = {**row.known, row.position: row.token}
         scores, values = [], []
         for place, token in tokens.items():

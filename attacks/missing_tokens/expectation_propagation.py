@@ -59,8 +59,7 @@ class Beliefs:
         self.misfit = dict.fromkeys(self.places, 0.0)
 
     def settle(self) -> Sums:
-        """Return the sums of the likeliest tokens, the one that explains the rows best first, in the order of places.
-        """
+        """Return the sums of the likeliest tokens, those that explain the rows best first, in order of the places."""
         self._list(self.places, HEAT, DOUBT, BELIEVED)
         found = self._likeliest()
         for sweep in range(1, SWEEPS + 1):

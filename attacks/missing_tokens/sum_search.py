@@ -276,9 +276,7 @@ class Search:
         return self.with_token(sums[before[best]], place, tokens[best])
 
     def _paired(self, sums: Sums, first: int, second: int) -> Sums:
-        """Return sums with their last two places chosen together, since a normal approximation of one excludes rare
-        tokens.
-        """
+        """Return sums with their last two places chosen together; a normal approximation excludes rare tokens."""
         ahead = self._whitened(sums, [first, second], [first], BELIEVED[-1])
         directions = self.most_telling(ahead, [first], ALONG)
         table = self.along(first, directions)
