@@ -123,7 +123,7 @@ class Channel:
 
     @classmethod
     def parse(cls, specs: Sequence[str | Defense]) -> "Channel":
-        """Build a channel from specs such as ``["gaussian:sigma=0.01", "seq-perm"]``, or from defenses; empty means identity.
+        """Build a channel from specs such as ``["gaussian:sigma=0.01", "seq-perm"]`` or defenses; empty is identity.
 
         Raises:
             UnknownNameError: unknown defense.
