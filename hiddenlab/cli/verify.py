@@ -408,9 +408,7 @@ def bounds(
     no_record: o.NoRecordOpt = False,
     json: o.JsonOpt = False,
 ) -> None:
-    """Compute the bits per token that an uncaught adversary can send by theorems, and his chance in the exfiltration
-    game.
-    """
+    """Compute the bits per token that theorems allow an uncaught adversary, and his chance in the exfiltration game."""
     found = conduct(
         "bounds", json=json, runs_dir=runs_dir, keep=not no_record,
         free=free, permitted=permitted, slack=slack, messages=messages, inspections=inspections, alarms=alarms,

@@ -61,7 +61,7 @@ def refuse_adapter(name: str, path: str, revision: str | None = None) -> None:
 
 
 def tensor_names(name: str, path: str, revision: str | None = None) -> set[str]:
-    """Names of the tensors of a model directory or hub id; a single file is downloaded, of several only the index.
+    """Return the tensor names of a model directory or hub id; of several files on the hub only the index is downloaded.
 
     Args:
         name: the model's name in errors.
