@@ -34,7 +34,7 @@ def score(result: AttackResult, truth: GroundTruth) -> Score:
     """Score a result against the truth; tokens that were not recovered count as wrong.
 
     Raises:
-        InputError: the truth has no text (it was read from a file; see ``with_text``).
+        InputError: the truth has no text (it was read from a file).
     """
     if truth.text is None:
         raise InputError("the truth has tokens but no text; give it one: dataclasses.replace(truth, text=…)")

@@ -1,10 +1,11 @@
 """Name symbols with a language model's predictions at every place where they occur (appendix I.3).
 
 Neighbour statistics compare how a kind is used overall, which says little about a symbol that was seen five times. Here
-    every occurrence counts by itself. For each symbol and candidate token these log-probabilities are added:
+every occurrence counts by itself. For each symbol and candidate token these log-probabilities are added:
 
-- the token behind what stands to its left in the request, as that is named now: by a public language model, - the
-neighbours beside the token: by pairs in the attacker's own text, - the token being seen so often: by its frequency.
+- of the token behind the text to its left in the request, as named now, by a public language model,
+- of the neighbours beside the token, by pairs in the attacker's own text,
+- of how often the token is seen, by its frequency.
 
 Symbols and tokens are assigned one to one again, and the next round reads the requests with the new names. Wrong names
 in a context mislead, and can support each other: the language model alone drives requests to one repeated phrase. Its

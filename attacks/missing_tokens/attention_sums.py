@@ -5,7 +5,7 @@ up to rounding (``hiddenlab.matching.layer_inversion``). Attention's output is a
 row, each with a softmax weight times a value. Both are functions of that token and its position alone. So for every
 query head, with o the attention output of the row, s over all positions and x their tokens,
 
-sum over s of  exp(q k(x_s)) (v(x_s) - o) = 0,
+    sum over s of  exp(q k(x_s)) (v(x_s) - o) = 0,
 
 where known tokens contribute a known part, and every missing token one column of a table as long as the vocabulary.
 There are as many equations as attention's output has coordinates, hundreds a row, for a handful of missing tokens. A
