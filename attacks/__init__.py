@@ -1,6 +1,6 @@
-"""Recover tokens from an observation and the public model: one class an attack, listed in ``__init__.pyi``.
+"""Recover tokens from an observation and the public model; each attack is one class, listed in ``__init__.pyi``.
 
-An attack never sees a ground truth. Attacks import ``hiddenlab``, neither defenses nor experiments.
+An attack never sees a ground truth. Attacks import ``hiddenlab``, but neither defenses nor experiments.
 """
 
 import lazy_loader

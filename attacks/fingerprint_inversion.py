@@ -1,7 +1,7 @@
-"""The prompt behind the fingerprints of inference verification: a beam search over the model's own proposals.
+"""Recover the prompt behind fingerprints of inference verification, by a beam search over the model's proposals.
 
-A fingerprint is evidence about the state at each position (``attacks.evidence``); with the language model, which is
-public, it makes a posterior over prompts.
+A fingerprint is evidence about the state at each position (``hiddenlab.matching.fingerprint_evidence``). With the
+public language model as prior it gives a posterior over prompts.
 """
 
 import math
@@ -21,27 +21,27 @@ from hiddenlab.proposals.lm_context import opened
 from hiddenlab.types import AttackResult, Observation, ObservationInfo, TokenPrediction
 
 CERTAIN = 7.0  # nats: less than one in a thousand
-FIRST_PATHS = 8  # times as many paths behind the first token: the next ones tell them apart
+FIRST_PATHS = 8  # factor of paths kept behind the first token: later tokens distinguish them
 SETTLED = 4.6  # nats: less than one in a hundred
-ENOUGH = 40  # wrong tokens from which the usual evidence of wrong ones is known
-HOPELESS = 25.0  # nats behind the best path
-OPENERS = 4  # special tokens, behind one of which first tokens are expected
+ENOUGH = 40  # wrong tokens needed to estimate the usual evidence of wrong ones
+HOPELESS = 25.0  # nats behind the best path at which a path is dropped
+OPENERS = 4  # special tokens that are compared as the context of first tokens
 SPECIAL_FIRST = 1e-3  # least probability of a special token as a prompt's first
 
 
 class FingerprintInversion(Attack):
-    """Beam search for the prompt behind verification fingerprints, from left to right.
+    """Recover the prompt behind verification fingerprints by a beam search from left to right.
 
-    The language model proposes continuations; each is run, and its state compared with what the fingerprint of its
-    position says. A path's score is the language model's log-probability plus these log-likelihood ratios, so that
-    positions about which the fingerprint is silent are carried by the prior, and by what follows: a wrong token
-    changes later states as well. Proposals are taken in the order of score over all paths, in chunks that double,
-    until one stands out, what was not tried is unlikely to hold the right one (where evidence is calibrated), the best
-    evidence that this row could give would not bring the next one near the best, or the budget is spent.
+    The language model proposes continuations; each is run, and its state compared with the fingerprint of its position.
+    A path's score is the language model's log-probability plus these log-likelihood ratios. Positions whose fingerprint
+    says nothing rest on the prior and on what follows: a wrong token changes later states as well. Proposals are taken
+    in the order of score over all paths, in chunks that double. This ends when one stands out, when the remaining ones
+    are unlikely to contain the right one (where evidence is calibrated), when the largest possible evidence would not
+    bring the next one near the best, or when the budget is spent.
 
-    A token is verified where its evidence is above every other tried token's by e⁷, and so far above what wrong ones
-    have that not one in a thousand vocabularies would hold such a token by chance. ``distance`` in the answer is minus
-    the evidence, in nats. States of first tokens are the same for all prompts: they are run once, in ``setup``.
+    A token is verified where its evidence exceeds every other tried token's by e⁷, and so far exceeds that of wrong
+    ones that not one in a thousand vocabularies would contain such a token by chance. ``distance`` in the answer is
+    minus the evidence, in nats. States of first tokens are the same for all prompts: they are run once, in ``fit``.
 
     Knows: the weights, the fingerprints, the channel. Does not know: the states, keys of projections or indices.
 
@@ -49,10 +49,11 @@ class FingerprintInversion(Attack):
         breadth: paths kept; behind the first token eight times as many. candidates: continuations in the first chunk.
         budget: tokens tried for a position at most, and up to ``breadth`` × ``candidates`` behind other paths where
             none stands out.
-        first_tokens: first tokens compared. evidence: false leaves the language model's own guess, the floor.
-        every: only each so-manieth row is looked at, as if the provider had sent no others (DiFR's stride).
-        directions: of a secret projection, as learned (``attacks.evidence``). error: typical error of their inner
-            products, as a share of these; None is what half precision does.
+        first_tokens: first tokens compared. evidence: false ignores the fingerprints and leaves the language model's
+            own guess, a lower bound.
+        every: only one row in so many is used, as if the provider had sent no others (DiFR's stride).
+        directions: of a secret projection, as learned (``hiddenlab.matching.fingerprint_evidence``). error: typical
+            error of their inner products, as a share of these; None is that of half precision.
     """
 
     any_width = True
@@ -124,11 +125,11 @@ class FingerprintInversion(Attack):
     def _try(
         self, opening: "_Opening", paths: list["_Path"], row: int, evidence: Evidence | None
     ) -> tuple["_Tried", bool]:
-        """Tokens behind the paths that expect them most, the likeliest first; whether the budget was enough.
+        """Try the likeliest tokens behind the paths that expect them most; return them and whether the budget sufficed.
 
-        It was where one stands out, where the others are too unlikely for any evidence, or where none is left. The
-        best are then tried behind the other paths too: a wrong token early on may change little here, and which path is
-        right is left to what follows.
+        The budget sufficed where one token stands out, where the others are too unlikely for any evidence, or where
+        none is left. The best are then tried behind the other paths too: a wrong earlier token may change little here,
+        and later rows decide which path is right.
         """
         model, limit = opening.model, self.first_tokens if row == 0 else self.budget
         scores = torch.stack([path.score + path.following for path in paths])
@@ -145,7 +146,7 @@ class FingerprintInversion(Attack):
             tried.evidence = evidence.score(0, opening.states)
             return tried, tried.stands_out() or len(tokens) == model.vocab_size
         everything = float(torch.tensor([path.score for path in paths]).logsumexp(0))
-        # The prior falls: from here on no evidence would bring a token near the best.
+        # The prior falls along the tokens: from ``reach`` on no evidence brings a token near the best.
         start, size, reach = 0, self.candidates, len(tokens)
         while start < reach:
             end = start + min(size, model.max_pass_tokens, reach - start)
@@ -160,7 +161,7 @@ class FingerprintInversion(Attack):
             reach = min(reach, int((tried.prior >= tried.first(end).floor(evidence.most)).sum()))
         tried, enough = tried.first(start), reach < len(tokens) or len(tokens) == model.vocab_size
         found = tried.stands_out() or (evidence.calibrated and tried.settled(everything))
-        # The whole vocabulary again would double the cost for what mostly decides between paths alone.
+        # The whole vocabulary again would double the cost, mostly to decide between paths.
         others = self.candidates if found else min(self.budget, self.breadth * self.candidates)
         parents, tokens = tried.elsewhere(scores, evidence.most, others)
         more = _scored(model, paths, parents, tokens, evidence, row)
@@ -178,8 +179,8 @@ class _Path:
     """One hypothesis: the tokens so far.
 
     Attributes:
-        score: log-probability plus evidence. known: as the provider ran it. prior: the same behind the opener, for the
-            language model. following: log-probabilities of the next token. found: the answer so far.
+        score: log-probability plus evidence. known: prefix as the provider ran it. prior: the same tokens behind the
+            opener, for the language model. following: log-probabilities of the next token. found: the answer so far.
     """
 
     score: float
@@ -204,19 +205,19 @@ class _Tried:
     vocabulary: int
 
     def first(self, count: int) -> "_Tried":
-        """Those tried so far."""
+        """Return the first ``count`` continuations."""
         return _Tried(
             self.parents[:count], self.tokens[:count], self.prior[:count], self.evidence[:count], self.vocabulary
         )  # fmt: skip
 
     def floor(self, most: float) -> float:
-        """The prior below which the most evidence there is leaves a continuation behind the best by e⁷."""
+        """Return the prior below which even the largest evidence leaves a continuation behind the best by e⁷."""
         return float((self.prior + self.evidence).max()) - most - CERTAIN
 
     def elsewhere(
         self, scores: Float[Tensor, "paths v"], most: float, limit: int
     ) -> tuple[Int[Tensor, " more"], Int[Tensor, " more"]]:
-        """Good tokens behind paths that they were not tried behind: paths and tokens, the likeliest first."""
+        """Return good tokens with paths that they were not tried behind, as (paths, tokens), the likeliest first."""
         total = self.prior + self.evidence
         open_ = torch.zeros_like(scores, dtype=torch.bool)
         open_[:, self.tokens[total >= total.max() - HOPELESS]] = True
@@ -226,24 +227,24 @@ class _Tried:
         return order // scores.shape[1], order % scores.shape[1]
 
     def with_more(self, parents: Tensor, tokens: Tensor, prior: Tensor, evidence: Tensor) -> "_Tried":
-        """These and further ones."""
+        """Return these and further continuations."""
         return _Tried(
             torch.cat([self.parents, parents]), torch.cat([self.tokens, tokens]),
             torch.cat([self.prior, prior]), torch.cat([self.evidence, evidence]), self.vocabulary,
         )  # fmt: skip
 
     def margin(self, i: int) -> float | None:
-        """How far a continuation's evidence is above that of any other token; None where there is no other."""
+        """Return how far a continuation's evidence is above any other token's; None where there is no other."""
         others = self.evidence[self.tokens != self.tokens[i]]
         return float(self.evidence[i] - others.max()) if len(others) else None
 
     def sure(self, i: int) -> bool:
-        """True where its evidence cannot be chance, see ``FingerprintInversion``."""
+        """Return whether a continuation's evidence cannot be chance, see ``FingerprintInversion``."""
         others = self.evidence[self.tokens != self.tokens[i]]
         if len(others) < ENOUGH:
             return False
-        # Wrong tokens of one context resemble each other, so that some agree more than chance alone would have it:
-        # their evidence is extrapolated from its largest tenth, as if it fell off exponentially.
+        # Wrong tokens of one context resemble each other, so that some agree more than by chance alone:
+        # their evidence is extrapolated from its largest tenth with an exponential tail.
         start = others.quantile(0.9)
         fall = float((others[others >= start] - start).mean().clamp(min=1.0))
         usual = float(start.clamp(min=0.0)) + fall * (
@@ -252,12 +253,12 @@ class _Tried:
         return float(self.evidence[i]) >= max(usual, CERTAIN + float(others.max()))
 
     def settled(self, everything: float) -> bool:
-        """True where what was not tried holds the right continuation with less than one chance in a hundred.
+        """Return whether the untried continuations contain the right one with a chance below one in a hundred.
 
-        Evidence compares a state with any other, so that what was not tried has its prior for a posterior.
+        Evidence compares a state with any other, so the posterior of untried continuations is their prior.
 
         Args:
-            everything: logarithm of the weight of all paths, that of all their continuations.
+            everything: logarithm of the weight of all paths, which is that of all their continuations.
         """
         posterior, tried = (
             float(part.double().logsumexp(0)) for part in (self.prior + self.evidence, self.prior)
@@ -266,14 +267,14 @@ class _Tried:
         return posterior - rest >= SETTLED
 
     def stands_out(self) -> bool:
-        """True where the best by score is sure: going on would find nothing better."""
+        """Return whether the best by score is certain, so that further candidates cannot be better."""
         return self.sure(int((self.prior + self.evidence).argmax()))
 
 
 class _Opening:
-    """What precedes every prompt: what the language model reads first, and states of first tokens.
+    """What precedes every prompt: the opener of the language model, and the states of first tokens.
 
-    First tokens are expected as behind the special token that leaves most open, all others as behind the opener that
+    First tokens are predicted behind the special token with the highest entropy, all others behind the opener that
     suits the attacker's own text (``hiddenlab.proposals.lm_context``).
 
     Attributes:
@@ -290,22 +291,22 @@ class _Opening:
             guesses = self.log_probs(model.prefix().branch(openers))
             most = int((-(guesses.exp() * guesses).sum(1)).argmax())
             self.following = guesses[most].clone()
-            # A tokenizer may put one of them first, which the model never saw behind another.
+            # A tokenizer may put a special token first, which the model never saw behind another.
             self.following[openers] = self.following[openers].clamp(min=math.log(SPECIAL_FIRST))
         self.tokens = self.following.topk(min(count, model.vocab_size)).indices
         self.states = model.prefix().branch(self.tokens) if run else model.embedding[:0].detach()
 
     def log_probs(self, states: Float[Tensor, "c d"]) -> Float[Tensor, "c v"]:
-        """Of the next token, by the states of the truncated model."""
+        """Return log-probabilities of the next token from the truncated model's states."""
         return self._head(states).float().log_softmax(1)
 
     def path(self) -> _Path:
-        """The empty hypothesis."""
+        """Return the empty hypothesis."""
         return _Path(0.0, self.model.prefix(), self._opened.fork(), self.following)
 
 
 def _head(model: TruncatedModel) -> Callable[[Tensor], Tensor]:
-    """From a model's states to logits: a product with the head, which may be the embedding table."""
+    """Return the map from a model's states to logits: a product with the head, which may be the embedding table."""
     if model.site.stream == "logits":
         return lambda states: states
     if model.site.stream != "final_norm":
@@ -331,7 +332,7 @@ def _scored(
     evidence: Evidence,
     row: int,
 ) -> Float[Tensor, " c"]:
-    """Evidence of tokens behind their paths, in passes of bounded size: states may be as wide as the vocabulary."""
+    """Return the evidence of tokens behind their paths, in passes of bounded size, since states may be very wide."""
     out = torch.zeros(len(tokens), device=parents.device)
     for part in torch.arange(len(tokens), device=parents.device).split(model.max_pass_tokens):
         states = _continued(model, paths, parents[part], tokens[part])
@@ -342,7 +343,7 @@ def _scored(
 def _continued(
     model: TruncatedModel, paths: Sequence[_Path], parents: Int[Tensor, " c"], tokens: Int[Tensor, " c"]
 ) -> Float[Tensor, "c d"]:
-    """States of tokens behind their paths, in one pass; each path's keys and values are shared by its tokens."""
+    """Return states of tokens behind their paths, in one pass; tokens of one path share its keys and values."""
     if not len(tokens):
         return model.embedding[:0].detach()
     order = parents.argsort(stable=True)
@@ -357,7 +358,7 @@ def _continued(
 def _survivors(
     opening: _Opening, paths: Sequence[_Path], tried: _Tried, row: int, breadth: int, last: bool
 ) -> list[_Path]:
-    """The best continuations as paths, best first; those that cannot come back are left out."""
+    """Return the best continuations as paths, best first, without those too far behind to recover."""
     scores = tried.prior + tried.evidence
     best = scores.topk(min(breadth, len(scores)))
     kept = best.indices[best.values >= best.values[0] - HOPELESS].tolist()

@@ -1,4 +1,4 @@
-"""The simplest reading of a state: the token whose input embedding points the same way."""
+"""Predict each row's token as the one whose input embedding is nearest by cosine."""
 
 import time
 
@@ -11,10 +11,10 @@ from hiddenlab.types import AttackResult, Observation, TokenPrediction
 
 
 class NearestEmbedding(Attack):
-    """Reads each row as the token with the nearest input embedding by cosine; never runs the model.
+    """Recover each row's token as the one with the nearest input embedding by cosine, without running the model.
 
-    A baseline: exact at layer 0, and a measure of how far a deeper state has moved from its token. Nothing is
-    verified, since nothing is recomputed.
+    A baseline: exact at layer 0, and a measure of how far a deeper state has moved from its token. Nothing is verified,
+    since nothing is recomputed.
 
     Knows: the embedding table, the released states. Does not know: tokens, permutations.
     """
@@ -31,7 +31,7 @@ class NearestEmbedding(Attack):
         if observation.states.shape[1] != model.embedding.shape[1]:
             raise NotApplicableError(f"the stream {info.site.stream} is not as wide as an embedding")
         started = time.perf_counter()
-        # As the embedding module gives them: some models scale what they look up.
+        # From the embedding module: some models scale the table's rows.
         table = model.embed(torch.arange(model.vocab_size, device=model.device)).float()
         rows = observation.states.to(table)
         cosines, tokens = (normalize(rows, dim=1) @ normalize(table, dim=1).T).topk(2, dim=1)

@@ -1,14 +1,14 @@
-"""What a CompNode learns from partial attention at the first layer (paper, Theorem 7.3 and appendix P).
+"""Recover tokens from the partial attention sums that a CompNode receives at the first layer.
 
-For each of its rows r and each key shard a CompNode receives m, e and u, from which the sum over the shard's visible
-keys s of p(r, s) [1, v(s)] follows, p being softmax weights. At the first layer p and v depend on one unknown token
-each, and the node knows its own queries. Appendix P.2 calls finding the tokens of such a sum a subset-sum problem, and
-leaves it to assumption B2 that it is intractable. It is not: all rows of one cluster and all query heads of one
-key/value head mix the *same* few value vectors with different weights, so that these span the rows' common space. A
-token stands in the sum if and only if its value vector lies in that span (the idea of MUSIC in array processing): one
-projection of the vocabulary names the tokens, whatever their positions. Which stands where follows from the weights,
-by non-negative least squares over a handful of candidates. Under (c, delta)-sharding with m splits there are
-c/m unknown tokens and c rows at every step with a full cluster, so there are enough equations.
+See the paper, Theorem 7.3 and appendix P. For each of its rows r and each key shard a CompNode receives m, e and u.
+From these follows the sum over the shard's visible keys s of p(r, s) [1, v(s)], p being softmax weights. At the first
+layer p and v depend on one unknown token each, and the node knows its own queries. Appendix P.2 calls finding the
+tokens of such a sum a subset-sum problem, and assumption B2 takes it to be intractable. It is not: all rows of one
+cluster and all query heads of one key/value head mix the *same* few value vectors with different weights, so that these
+span the rows' common space. A token is in the sum if and only if its value vector lies in that span (the idea of MUSIC
+in array processing): one projection of the vocabulary finds the tokens, whatever their positions. Their positions
+follow from the weights, by non-negative least squares over a handful of candidates. Under (c, delta)-sharding with m
+splits there are c/m unknown tokens and c rows at every step with a full cluster, so there are enough equations.
 """
 
 import math
@@ -29,12 +29,12 @@ from hiddenlab.types import AttackResult, Observation, ObservationInfo, TokenPre
 
 NOISE = 1e-4  # singular values below this share of the largest are rounding
 EXPLAINED = 1e-6  # share of a sum's square that the right tokens leave unexplained, at most
-CANDIDATES = 4  # a missing token's candidates that are looked at with their weights
+CANDIDATES = 4  # candidates of a missing token that are compared with their weights
 SWEEPS, STARTS = 20, 16
 
 
 class PartialSums(Attack):
-    """Recovers the tokens before a CompNode's last row from what it receives at the first layer.
+    """Recover the tokens before a CompNode's last row from what it receives at the first layer.
 
     Needs a node's combined view, ``partials-1.safetensors`` of ``hiddenlab cascade run --record``: its embeddings, and
     m, e, u of every key shard. A sum that is explained exactly verifies its tokens; their distance is the share of the
@@ -43,7 +43,7 @@ class PartialSums(Attack):
     Knows: the weights of the first layer, the plan, what the node holds and receives. Does not know: other nodes' rows.
 
     Args:
-        candidates: tokens looked at for each missing one.
+        candidates: tokens compared for each missing one.
     """
 
     def __init__(self, candidates: int = CANDIDATES) -> None:
@@ -53,7 +53,7 @@ class PartialSums(Attack):
         self._layer: tuple[TruncatedModel, FirstLayer] | None = None
 
     def _fit(self, info: ObservationInfo) -> dict[str, float | str]:
-        """Load the first layer's projections and tabulate the vocabulary's value vectors, once a model."""
+        """Load the first layer's projections and tabulate the vocabulary's value vectors, once for each model."""
         layer = self._first(self.model)
         if not layer.moves:
             layer.values(0)
@@ -171,7 +171,7 @@ class _Shard:
     def solve(
         self, known: dict[int, int], candidates: int, seed: int
     ) -> tuple[dict[int, int], dict[int, bool]]:
-        """Tokens of the shard's unknown keys, and whether the sums they stand in were explained."""
+        """Return the tokens of the shard's unknown keys, and whether the sums they are in were explained."""
         unknown = [s for s in self.keys if s not in self.held]
         found: dict[int, int] = {}
         groups: dict[int, list[int]] = {}
@@ -179,13 +179,13 @@ class _Shard:
             groups.setdefault(sum(s <= position for s in unknown), []).append(row)
         before = 0
         for count, rows in sorted(groups.items()):
-            # A sliding window may hide a key from every row: nothing is known of it then.
+            # A sliding window may hide a key from every row: it cannot be found then.
             positions = [self.view.positions[row] for row in rows]
             seen = self.layer.attention.visible(positions, unknown[before:count]).any(0)
             if new := [s for s, shown in zip(unknown[before:count], seen.tolist(), strict=True) if shown]:
                 step = self._step(rows, self._seen(rows, known | found), new)
                 tokens, left = step.solve(candidates, seed)
-                # What stands on a wrong token is not verified by fitting.
+                # A fit that rests on a wrong token verifies nothing.
                 sure = left < EXPLAINED and all(self.exact.values())
                 found |= tokens
                 self.exact |= dict.fromkeys(new, sure)
@@ -198,10 +198,10 @@ class _Shard:
         return {s: known[s] for s in self.keys if s in known and s <= last}
 
     def _step(self, rows: list[int], seen: dict[int, int], new: list[int]) -> "_Step":
-        """The sums of some rows over the new keys, with what known keys contribute taken off."""
+        """Return the sums of some rows over the new keys, with the contributions of known keys subtracted."""
         view, layer = self.view, self.layer
         total = view.total[self.index, rows].T
-        some = total > 0  # else the row sees no key of the shard, and its numbers mean nothing
+        some = total > 0  # otherwise the row sees no key of the shard, and its numbers are meaningless
         scale = torch.where(some, view.maximum[self.index, rows].T + total.clamp(min=1e-30).log(), 0.0)
         sums = view.output[self.index, rows].transpose(0, 1).clone()
         positions = [view.positions[row] for row in rows]
@@ -220,8 +220,8 @@ class _Step:
     """Rows that see the same unknown keys, and what these contribute to them.
 
     Attributes:
-        queries: ``[h, rows, d]``. scale: ``[h, rows]``, log of what a weight is divided by. mass, sums: what the
-            unknown keys contribute, ``[h, rows]`` and ``[h, rows, dv]``. new: their positions.
+        queries: ``[h, rows, d]``. scale: ``[h, rows]``, log of the divisor of the weights. mass, sums: what the unknown
+            keys contribute, ``[h, rows]`` and ``[h, rows, dv]``. new: their positions.
     """
 
     layer: FirstLayer
@@ -233,17 +233,17 @@ class _Step:
     positions: list[int]
 
     def weights(self, keys: Float[Tensor, "c w"], position: int) -> Float[Tensor, "h rows c"]:
-        """Softmax weights that tokens with these keys have at a position, for every row."""
+        """Return the softmax weights of tokens with these keys at a position, for every row."""
         scores = self.layer.scored(self.queries, keys)
         seen = self.layer.attention.visible(self.positions, [position]).to(scores.device)
         return (scores - self.scale[..., None]).exp().masked_fill(~seen, 0.0)
 
     def spread(self, values: Float[Tensor, "c w"]) -> Float[Tensor, "h 1 c dv"]:
-        """Value vectors for every query head."""
+        """Return value vectors for every query head."""
         return self.layer.spread(values).transpose(0, 1)[:, None]
 
     def shortlist(self, count: int) -> Int[Tensor, "n c"]:
-        """For each missing position the tokens whose value vectors lie nearest to the span of the sums."""
+        """Return for each missing position the tokens whose value vectors lie nearest to the span of the sums."""
         lists = []
         for position in self.new:
             values = self.layer.values(position)
@@ -262,7 +262,7 @@ class _Step:
         return torch.stack(lists)
 
     def solve(self, candidates: int, seed: int) -> tuple[dict[int, int], float]:
-        """The tokens of the missing positions, and the share of the sums' square that they leave unexplained."""
+        """Return the tokens of the missing positions, and the share of the sums' square that they leave unexplained."""
         tokens = self.shortlist(max(16, candidates * len(self.new)))
         atoms = []
         for position, own in zip(self.new, tokens, strict=True):
@@ -279,16 +279,16 @@ class _Step:
 def _one_of_each(
     dictionary: Float[Tensor, "n c equations"], target: Float[Tensor, " equations"], seed: int
 ) -> tuple[list[int], float]:
-    """One atom of each of n lists, so that they add up to the target; and the share that is left of its square.
+    """Choose one atom of each of n lists so that they add up to the target; also return the unexplained share.
 
-    Non-negative least squares over all atoms gives a start; then each list's atom is chosen anew with the others held,
-    from several starts, until nothing changes.
+    The share is of the target's square. Non-negative least squares over all atoms gives a start. Then each list's atom
+    is chosen again with the others held, from several starts, until nothing changes.
     """
     n, c, _ = dictionary.shape
     flat = dictionary.flatten(0, 1)
     gram, along = (flat @ flat.T).cpu().numpy(), (flat @ target).cpu().numpy()
     total = float(target.square().sum())
-    # The same minimum as over the equations themselves, which are many more than atoms.
+    # This has the same minimum as the equations themselves, which are many more than the atoms.
     root = np.linalg.cholesky(gram + 1e-12 * np.trace(gram) / len(gram) * np.eye(len(gram)))
     relaxed = nnls(root.T, np.linalg.solve(root, along))[0].reshape(n, c)
     draw = np.random.default_rng(seed)

@@ -1,4 +1,4 @@
-"""Gradient-guided search for tokens, as a baseline (SipIt, Nikolaou et al. 2025, arXiv 2510.15511)."""
+"""Recover tokens one after another by gradient-guided search, a baseline (SipIt, Nikolaou et al. 2025, 2510.15511)."""
 
 import time
 from collections.abc import Sequence
@@ -21,19 +21,19 @@ MOMENTS = 0.9, 0.999  # of Adam
 
 
 class SipIt(Attack):
-    """Recovers one token after another: a gradient moves an embedding, its nearest untried token is verified.
+    """Recover tokens by following a gradient over embeddings and running the nearest untried tokens (SipIt).
 
     For each position an embedding starts at the table's mean and follows the gradient of half the squared distance
-    between its state and the observed one; after each step the nearest tokens not tried yet are run, until one
-    matches. The paper's policy takes a plain gradient step and one token a step; here the step is Adam's, since
-    gradients differ by orders of magnitude between layers. ``policy=random`` tries tokens in random order.
+    between its state and the observed one. After each step the nearest tokens not tried yet are run, until one matches.
+    The paper's policy takes a plain gradient step and one token a step; here the step is Adam's, since gradients differ
+    by orders of magnitude between layers. ``policy=random`` tries tokens in random order.
 
     Knows: the weights, the released states, the channel. Does not know: tokens, noise.
 
     Args:
         policy: ``gradient`` or ``random``. step: Adam's, in standard deviations of the embedding table's entries.
-        per_step: tokens verified after each gradient. budget: tokens verified for one position at most; None: V.
-        distance, epsilon: as in ``vocab-match``. batch: prompts searched beside each other.
+        per_step: tokens run after each gradient. budget: tokens run for one position at most; None: the whole
+            vocabulary. distance, epsilon: as in ``vocab-match``. batch: prompts searched together.
     """
 
     def __init__(
@@ -62,9 +62,9 @@ class SipIt(Attack):
         return self.matching.fit(info, self.model, self.seed).measured
 
     def _recover_batch(self, observations: Sequence[Observation]) -> list[AttackResult]:
-        """Recover prompts beside each other: every pass holds one gradient, or the tokens behind it, of each.
+        """Recover prompts together: every pass holds one gradient, or the tokens behind it, of each prompt.
 
-        A single token leaves the processor waiting for weights, so that many prompts cost little more than one.
+        A pass with one token mostly waits for weights, so that many prompts cost little more than one.
 
         Raises:
             NotApplicableError: rows or coordinates in unknown order, or rows with gaps before them.
@@ -118,7 +118,7 @@ class SipIt(Attack):
 class _Search:
     """The search through one prompt: what was found, and what was tried for the next position.
 
-    ``order`` is the random policy's: the tokens' places in a permutation, as far from here as others are by distance.
+    With ``policy=random``, ``order`` holds the tokens' places in a permutation, used in place of distances.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class _Search:
 
     @property
     def finished(self) -> bool:
-        """Every position was searched."""
+        """Whether every position was searched."""
         return len(self.found) == len(self.rows)
 
     @property
@@ -164,7 +164,7 @@ class _Search:
             self.order = torch.randperm(size, generator=self.generator).to(device).float()
 
     def move(self, gradient: Float[Tensor, " d"]) -> None:
-        """One step of Adam."""
+        """Take one step of Adam."""
         self.evaluated += 1
         self.calls += 1
         self.steps += 1
@@ -174,7 +174,7 @@ class _Search:
         self.point = self.point - self.unit * self.first / (1 - MOMENTS[0] ** self.steps) / scale
 
     def choose(self, far: Float[Tensor, " v"]) -> Int[Tensor, " c"]:
-        """The nearest tokens that were not tried."""
+        """Return the nearest tokens that were not tried."""
         count = min(self.attack.per_step, self.most - self.count)
         tokens = far.masked_fill(self.tried, float("inf")).topk(count, largest=False).indices
         self.tried[tokens] = True
@@ -182,7 +182,7 @@ class _Search:
         return tokens
 
     def judge(self, answer: Answer) -> None:
-        """Keep a token that matches, or the nearest where no more may be tried."""
+        """Commit a token that matches, or the nearest where no more may be tried."""
         tokens = answer.request.inputs.tolist()
         self.evaluated += len(tokens)
         self.calls += 1
@@ -210,7 +210,7 @@ class _Search:
         self._begin()
 
     def recovery(self) -> AttackResult:
-        """What was found, and its cost."""
+        """Return the tokens found, and their cost."""
         reason = "complete"
         if not all(one.verified for one in self.found):
             reason = "budget exhausted" if self.attack.budget else "vocabulary exhausted"
@@ -229,7 +229,7 @@ def _check(observation: Observation) -> None:
 
 
 def _gradients(model: TruncatedModel, searches: Sequence[_Search]) -> Float[Tensor, "n d"]:
-    """Of half the squared L2 distance between each point's state and its observed row."""
+    """Return the gradients of half the squared L2 distance between each point's state and its observed row."""
     with torch.inference_mode(False), torch.enable_grad():
         points = torch.stack([one.point for one in searches]).to(model.dtype).requires_grad_()
         requests = [

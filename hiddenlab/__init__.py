@@ -1,4 +1,4 @@
-"""hiddenlab: a lab in which hidden states of language models are attacked and defended.
+"""A lab in which hidden states of language models are attacked and defended.
 
 The names of this package are listed in ``__init__.pyi``. Each is imported when it is first used, so that importing the
 package costs nothing.

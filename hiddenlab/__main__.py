@@ -1,4 +1,4 @@
-"""``python -m hiddenlab``."""
+"""Run the command line as ``python -m hiddenlab``."""
 
 from hiddenlab.cli import main
 

@@ -12,8 +12,9 @@ from hiddenlab.types import AttackResult, Observation
 
 
 def channel(*stages: str | Defense) -> Channel:
-    """Make the channel between provider and attacker: defenses applied from left to right; none releases states as
-    they are.
+    """Build the channel between provider and attacker from defenses, applied from left to right.
+
+    Without stages it releases states unchanged.
 
     Args:
         stages: specs such as ``"gaussian:sigma=0.01"`` (see ``hiddenlab list defenses``), or defense objects.
@@ -80,7 +81,7 @@ def attack(
 
 
 def _known(spec: str, options: dict[str, Any]) -> dict[str, Any]:
-    """The options, all of which the attack must have; a misspelt one would change nothing without a word."""
+    """Return the options, all of which the attack must have; a misspelt one would otherwise be ignored silently."""
     name, _ = registry.parse_spec(spec)
     known = registry.parameters("attacks", name)
     if unknown := [key for key in options if key not in known]:

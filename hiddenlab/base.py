@@ -14,7 +14,7 @@ Fitted = TypeVar("Fitted", bound="Attack")
 
 
 class Attack:
-    """Recover tokens from observations. An attack sees observations and the public model, never a ground truth.
+    """Recover tokens from observations; an attack sees observations and the public model, never a ground truth.
 
     ``fit`` comes first: it gives the attack its model and seed, and prepares what one channel needs. Then ``recover``
     and ``recover_batch`` may be called as often as there are observations of that channel. An attack of one's own
@@ -49,8 +49,8 @@ class Attack:
             The attack itself.
 
         Raises:
-            InputError: the facts are of another model or site. NotApplicableError: no observation with these facts can
-                be attacked.
+            InputError: the facts are of another model or site.
+            NotApplicableError: no observation with these facts can be attacked.
         """
         check_info(info, model)
         self._model, self.seed = model, seed
@@ -70,7 +70,7 @@ class Attack:
         """Recover several prompts; the answers are those of ``recover``, up to rounding.
 
         Raises:
-            InputError, NotApplicableError: see ``recover``; one observation is enough.
+            InputError, NotApplicableError: see ``recover``; one such observation is enough.
         """
         for observation in observations:
             if self.any_width:
@@ -95,7 +95,7 @@ class Attack:
         return self._model
 
     def _fit(self, info: ObservationInfo) -> dict[str, float | str]:
-        """Prepare for a channel; return what that measured."""
+        """Prepare for a channel; return the measurements by name."""
         return {}
 
     def _recover(self, observation: Observation) -> AttackResult:

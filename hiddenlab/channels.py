@@ -1,8 +1,8 @@
-"""The channel between provider and attacker: the defenses that hidden states pass before they are released.
+"""Release hidden states through a channel: the defenses that they pass between provider and attacker.
 
-A defense is one stage. It may change how the provider loads the model, the input embeddings, or the states,
-and it says what of that is public. Stages of one level apply left to right; levels follow one another as in
-the computation (load, inputs, states), so ``seq-perm`` and ``gaussian`` do the same in either order.
+A defense is one stage. It may change how the provider loads the model, the input embeddings, or the states, and it says
+which of its facts are public. Stages of one level apply left to right. The levels follow one another as in the
+computation (load, inputs, states), so ``seq-perm`` and ``gaussian`` have the same effect in either order.
 """
 
 import logging
@@ -25,41 +25,42 @@ from hiddenlab.types import GroundTruth, Observation, ObservationInfo, Site
 from hiddenlab.utils.random import generator
 
 LOAD_OPTIONS = ("dtype", "quantization")
-SELECTION_FACTS = ("tokens", "shard")  # of a prompt of which only some rows are shown
+SELECTION_FACTS = ("tokens", "shard")  # facts of prompts of which only some rows are shown
 
 
 @runtime_checkable
 class Defense(Protocol):
-    """One stage of a channel. Randomness comes from the generator alone, so that a seed repeats a release.
+    """One stage of a channel. All randomness comes from the generator, so that a seed repeats a release.
 
-    ``spec`` is the text that builds the same defense again, e.g. ``gaussian:sigma=0.01``. A stage that shows only
-    some of the rows says so with ``selects = True``. One whose strength only the provider knows has
-    ``supposed(strength)``, the same stage with a strength that an attacker supposes.
+    ``spec`` is the text that builds the same defense again, e.g. ``gaussian:sigma=0.01``. A stage that shows only some
+    of the rows has ``selects = True``. One whose strength only the provider knows has ``supposed(strength)``, which
+    returns the same stage with a strength that an attacker assumes.
     """
 
     spec: str
 
     def provider(self, options: dict[str, Any]) -> dict[str, Any]:
-        """Load options of the provider's truncated model (``dtype``, ``quantization``), changed or as given."""
+        """Return load options of the provider's truncated model (``dtype``, ``quantization``), changed or as given."""
         ...
 
     def inputs(
         self, embeddings: Float[Tensor, "n d"], table: Float[Tensor, "v d"], generator: torch.Generator
     ) -> Float[Tensor, "m d"]:
-        """Input embeddings, changed or as given; added rows stand first and count as ``prefix_tokens``."""
+        """Return the input embeddings, changed or as given; added rows come first and count as ``prefix_tokens``."""
         ...
 
     def states(
         self, states: Float[Tensor, "rows d"], generator: torch.Generator
     ) -> tuple[Float[Tensor, "rows d"], tuple[int, ...] | None, dict[str, Any]]:
-        """Released states; the order of rows where changed (row r was row ``order[r]``); secret details.
+        """Return the released states, the order of rows where changed, and secret details.
 
-        A stage that selects leaves rows out: the order then names those that stay, ascending.
+        Released row r was row ``order[r]``. A stage that selects leaves rows out: the order then lists those that stay,
+        ascending.
         """
         ...
 
     def publish(self, info: ObservationInfo) -> ObservationInfo:
-        """The public facts with those of this stage added."""
+        """Return the public facts with those of this stage added."""
         ...
 
 
@@ -88,7 +89,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class _Prepared:
-    """One prompt on its way through: what the provider runs, and the randomness drawn for it."""
+    """One prompt in the channel: what the provider runs, and the randomness drawn for it."""
 
     tokens: tuple[int, ...]
     inputs: Tensor
@@ -97,7 +98,7 @@ class _Prepared:
 
 
 class Channel:
-    """Defenses applied left to right; the model's owner runs it, the attacker sees what it releases.
+    """Defenses applied left to right; the model's owner runs them, the attacker sees what they release.
 
     Raises:
         InputError: two stages contradict each other.
@@ -117,21 +118,22 @@ class Channel:
             )
         if len(unknown := [defense.spec for defense in self.defenses if _unknown(defense)]) > 1:
             raise InputError(f"{' and '.join(unknown)}: only one stage may be of unknown strength")
-        # Load options that contradict each other are refused here, before any model is loaded.
+        # Contradictory load options are refused here, before any model is loaded.
         self._load_options(dict.fromkeys(LOAD_OPTIONS))
 
     @classmethod
     def parse(cls, specs: Sequence[str | Defense]) -> "Channel":
-        """Make the channel of specs such as ``["gaussian:sigma=0.01", "seq-perm"]``, or of defenses; none is identity.
+        """Build a channel from specs such as ``["gaussian:sigma=0.01", "seq-perm"]`` or defenses; empty is identity.
 
         Raises:
-            UnknownNameError: unknown defense. InputError: unknown, missing or malformed parameter.
+            UnknownNameError: unknown defense.
+            InputError: unknown, missing or malformed parameter.
             HiddenlabError: a plugin's class lacks a part of ``Defense``.
         """
         return cls([_as_defense(registry.build("defenses", s) if isinstance(s, str) else s) for s in specs])
 
     def whole(self) -> "Channel":
-        """The channel without the stages that only leave rows out: what the rows that are shown went through."""
+        """Return the channel without the stages that only leave rows out; shown rows went through all others."""
         return Channel([defense for defense in self.defenses if not _selects(defense)])
 
     @property
@@ -140,11 +142,11 @@ class Channel:
         return any(map(_unknown, self.defenses))
 
     def supposed(self, strength: float) -> "Channel":
-        """The channel as it would be if the stage of unknown strength had this one."""
+        """Return the channel with an assumed strength in the stage of unknown strength."""
         return Channel([_supposed(defense, strength) for defense in self.defenses])
 
     def provider_model(self, model: TruncatedModel) -> TruncatedModel:
-        """The truncated model that the provider runs: the given one, or the same layers loaded as the stages ask.
+        """Return the truncated model that the provider runs: the given one, or the same layers with other load options.
 
         Raises:
             InputError: the model cannot be loaded that way.
@@ -167,9 +169,9 @@ class Channel:
         """Release the states of one prompt.
 
         Args:
-            model: of the attacker; the provider runs it too, or the same layers loaded as the stages ask.
+            model: of the attacker; the provider runs it too, or the same layers loaded as the stages require.
             prompt: a text, or its token ids.
-            seed: of all that the stages draw; a generator goes on from where it is.
+            seed: of all that the stages draw; a generator continues from its present state.
 
         Returns:
             The observation, which an attack may see, and the truth, which it may not.
@@ -208,7 +210,7 @@ class Channel:
         return released
 
     def added(self, model: TruncatedModel, generator: torch.Generator) -> Float[Tensor, "p d"]:
-        """Embeddings such as the channel puts before a prompt, drawn anew; none where it puts none there."""
+        """Draw embeddings such as the channel puts before a prompt; empty where it puts none there."""
         inputs = self._prepare(model, [0], generator).inputs
         return inputs[:-1] if inputs.is_floating_point() else model.embed(inputs[:0])
 
@@ -251,14 +253,14 @@ class Channel:
         own = torch.Generator().manual_seed(seed)
         inputs = torch.tensor(list(tokens), device=provider.device)
         if self._changes_inputs:
-            # Token ids are kept where nothing changes them: some architectures need more than the embedding.
+            # Token ids are kept where no stage changes inputs: some architectures need more than the embedding.
             inputs, table = provider.embed(inputs), self._table(provider)
             for defense in self.defenses:
                 inputs = defense.inputs(inputs, table, own).to(provider.dtype)
         return _Prepared(tuple(tokens), inputs, seed, own)
 
     def _table(self, provider: TruncatedModel) -> Tensor:
-        """The embedding of every token as the model's embedding module gives it (some modules scale it)."""
+        """Return every token's embedding as the model's embedding module gives it (some modules scale it)."""
         probe = torch.arange(min(4, provider.vocab_size), device=provider.device)
         if torch.equal(provider.embed(probe), provider.embedding[probe]):
             return provider.embedding
@@ -289,7 +291,7 @@ class Channel:
             if drawn:
                 details[_unused(defense.spec, details)] = drawn
         if len(states) < rows:
-            # Whoever is shown some rows of a prompt knows how long it is, and which rows they are.
+            # Who sees some rows of a prompt also knows its length and their positions.
             info = replace(info, positions=order, facts={**info.facts, "tokens": rows})
         return Observation(states.clone().contiguous(), info), GroundTruth(prepared.tokens, order, details)
 
@@ -301,13 +303,13 @@ class Channel:
 
 
 def as_whole(info: ObservationInfo) -> ObservationInfo:
-    """The public facts as if every row had been shown: what one preparation serves, whichever rows a prompt shows."""
+    """Return the public facts as if every row had been shown, so that one preparation serves any choice of rows."""
     facts = {name: value for name, value in info.facts.items() if name not in SELECTION_FACTS}
     return replace(info, positions=None, channel=Channel.parse(info.channel).whole().specs, facts=facts)
 
 
 def suppose(info: ObservationInfo, strength: float) -> ObservationInfo:
-    """The public facts as they would be if the stage of unknown strength had this one."""
+    """Return the public facts with an assumed strength in the stage of unknown strength."""
     channel = Channel.parse(info.channel)
     supposed = channel.supposed(strength)
     info = replace(info, channel=supposed.specs)
@@ -317,7 +319,7 @@ def suppose(info: ObservationInfo, strength: float) -> ObservationInfo:
 
 
 def in_order(observation: Observation, secret: GroundTruth) -> Float[Tensor, "rows d"]:
-    """The rows of one's own release as the prompt has them."""
+    """Return the rows of one's own release in the prompt's order."""
     states = observation.states
     return (
         states
@@ -327,7 +329,7 @@ def in_order(observation: Observation, secret: GroundTruth) -> Float[Tensor, "ro
 
 
 def by_channel(observations: Iterable[Observation], size: int) -> Iterator[list[Observation]]:
-    """Neighbours that one preparation serves, at most ``size`` together."""
+    """Yield groups of neighbouring observations that one preparation serves, at most ``size`` in each."""
     for _, same in groupby(observations, key=lambda one: as_whole(one.info)):
         while group := list(islice(same, size)):
             yield group
@@ -335,7 +337,7 @@ def by_channel(observations: Iterable[Observation], size: int) -> Iterator[list[
 
 def _as_defense(built: Any) -> Defense:
     if not isinstance(built, Defense):
-        parts = ("spec", "provider", "inputs", "states", "public")
+        parts = ("spec", "provider", "inputs", "states", "publish")
         lacking = ", ".join(part for part in parts if not hasattr(built, part))
         raise HiddenlabError(f"{type(built).__name__} is no defense: it lacks {lacking}")
     return built
@@ -347,7 +349,7 @@ def _overrides(defense: Defense, method: str) -> bool:
 
 @contextmanager
 def quiet_bitsandbytes() -> Iterator[None]:
-    """Without this LLM.int8 warns at every product of every pass that it casts to float16, as it should."""
+    """Silence LLM.int8's warning, at every product, that it casts to float16."""
     logger = logging.getLogger("bitsandbytes")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -362,7 +364,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _unused(spec: str, details: dict[str, Any]) -> str:
-    """The key of a stage's secret details: its spec, numbered where the channel holds it more than once."""
+    """Return the key of a stage's secret details: its spec, numbered where the channel holds it more than once."""
     key, count = spec, 1
     while key in details:
         count += 1
@@ -388,7 +390,7 @@ def _unknown(defense: Defense) -> bool:
 
 
 def _supposed(defense: Defense, strength: float) -> Defense:
-    """A stage of unknown strength with this one; any other as it is."""
+    """Return a stage of unknown strength with an assumed one; any other stage unchanged."""
     return _as_defense(defense.supposed(strength)) if hasattr(defense, "supposed") else defense
 
 
@@ -397,7 +399,7 @@ def _permutes_rows(defense: Defense) -> bool:
 
 
 def _check_stage(defense: Defense, states: Tensor, order: tuple[int, ...] | None, rows: int) -> None:
-    """A plugin that loses rows, or reports no permutation, would spoil the scores without a word."""
+    """Check the rows and order of a stage: a plugin that loses rows would otherwise corrupt the scores silently."""
     if _selects(defense):
         kept = () if order is None else order
         if states.ndim != 2 or len(states) != len(kept) or list(kept) != sorted(set(kept) & set(range(rows))):

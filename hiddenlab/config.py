@@ -82,12 +82,12 @@ class AttackConfig:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any], where: str = "the spec") -> "AttackConfig":
-        """Rebuild a configuration from what ``to_json`` gave, every option checked.
+        """Rebuild a configuration from the result of ``to_json``, with every option checked.
 
         Args:
             where: names its place in an error.
 
         Raises:
-            InputError: an option is unknown to this version, or has a value that it cannot have.
+            InputError: an option is unknown to this version, or has an invalid value.
         """
         return check(dict(data), cls, where)

@@ -1,4 +1,4 @@
-"""The errors a user can cause, all under one base so that the command line prints one clear line."""
+"""Define the errors a user can cause, with one base class, so that the command line prints one clear line."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hiddenlab.text import visible
 class HiddenlabError(Exception):
     """Base of every error whose message is meant for the user: what is wrong, and what would be right.
 
-    The message is one line; control characters in it, which may come from files and models, are shown as pictures.
+    The message is one line; control characters in it, which may come from files and models, are shown as symbols.
     """
 
     def __str__(self) -> str:
@@ -24,4 +24,4 @@ class UnknownNameError(HiddenlabError):
 
 
 class NotApplicableError(HiddenlabError):
-    """An attack's stated needs are not met by an observation; recorded as such, never as a zero."""
+    """An observation does not meet an attack's stated needs; recorded as such, never as a zero."""

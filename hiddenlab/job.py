@@ -1,4 +1,4 @@
-"""From the options of a run to something that runs: all is checked here, before any record exists."""
+"""Check the options of a run and load what it needs, before any record exists."""
 
 import hashlib
 import inspect
@@ -37,7 +37,7 @@ TRUTH_FORMAT = 1
 
 @dataclass(frozen=True)
 class Case:
-    """One prompt to attack: its truth where that is known, its observation where that came from a file."""
+    """One prompt to attack: its truth where that is known, its observation where that comes from a file."""
 
     index: int
     id: str
@@ -58,7 +58,7 @@ class Job:
 
     @property
     def inputs_sha256(self) -> str:
-        """A digest of what is attacked, to notice that a file or a data set has changed since."""
+        """A digest of the inputs, which shows whether a file or a data set has changed since."""
         digest = hashlib.sha256()
         for case in self.cases:
             tokens = None if case.truth is None else case.truth.tokens
@@ -82,10 +82,10 @@ def prepare(config: AttackConfig, progress: Progress = silent) -> Job:
     if config.observation is None:
         channel = Channel.parse(config.defense)
     else:
-        channel = Channel([])  # the states passed theirs already, which may be known to their provider alone
+        channel = Channel([])  # saved states passed their channel already
         observations = load_observations(Path(config.observation))
     secrets = None if config.truth is None else load_truth(Path(config.truth))
-    # A file of somebody else may name a model, but not make this machine ask the hub for it.
+    # A file of somebody else may name a model, but must not make this machine contact the hub.
     local_only = bool(observations) and config.model is None
     if observations:
         config = _with_public(config, observations[0].info)
@@ -93,14 +93,14 @@ def prepare(config: AttackConfig, progress: Progress = silent) -> Job:
     config = _with_site(config)
     progress("loading the model", 0, 1)
     model = _load(config, local_only)
-    channel.provider_model(model)  # which it keeps; what cannot be loaded should fail now
+    channel.provider_model(model)  # loaded now and kept, so that errors come early
     progress("loading the model", 1, 1)
     cases = _given(observations, secrets, config, model) if observations else _prompts(sources, config, model)
     return Job(config, model, channel, attack, cases)
 
 
 def capture_all(config: AttackConfig, progress: Progress = silent) -> list[tuple[Observation, GroundTruth]]:
-    """What the channel of a config releases of each of its prompts, the same as an attack run would see.
+    """Release every prompt of a configuration through its channel; an attack run sees the same states.
 
     Raises:
         HiddenlabError: see ``prepare``.
@@ -121,7 +121,7 @@ def capture_all(config: AttackConfig, progress: Progress = silent) -> list[tuple
 
 
 def build_attack(config: AttackConfig, progress: Progress = silent) -> Attack:
-    """The attack with those of the options that it declares.
+    """Build the attack with those of the options that it declares.
 
     Raises:
         InputError: an option was given that it does not have.
@@ -146,7 +146,7 @@ def build_attack(config: AttackConfig, progress: Progress = silent) -> Attack:
 
 
 def release(job: Job, case: Case) -> tuple[Observation, GroundTruth | None]:
-    """What the defense shows of one prompt, and what it keeps to itself."""
+    """Return what the defense shows of one prompt, and its truth."""
     if case.observation is not None:
         return case.observation, case.truth
     return _release(job.channel, job.model, case, job.config.seed)
@@ -183,7 +183,7 @@ class _Truths:
 
 
 def save_truth(secrets: Sequence[GroundTruth], path: Path) -> None:
-    """Write tokens and row orders as JSON, for scoring an attack on saved observations later; its owner alone may read.
+    """Write tokens and row orders as JSON, to score attacks on saved observations; readable by its owner only.
 
     Raises:
         InputError: the file cannot be written.
@@ -231,7 +231,7 @@ def _prompts(texts: Sequence[tuple[str, str]], config: AttackConfig, model: Trun
 
 
 def _longest(model: TruncatedModel) -> int | None:
-    """Tokens that the model takes, None where it does not say."""
+    """Return how many tokens the model takes, None where its configuration does not say."""
     longest = getattr(model.module.config, "max_position_embeddings", None)
     return longest if isinstance(longest, int) and longest > 0 else None
 
@@ -270,7 +270,7 @@ def _given(
 
 
 def _fits(secret: GroundTruth, observation: Observation) -> bool:
-    """Whether an observation can be of this prompt, by its length; of a shard, by its last row."""
+    """Return whether an observation can be of this prompt, by its length; of a shard, by its last row."""
     places, order = observation.info.positions, secret.row_order
     if observation.info.rows_permuted and sorted(order or ()) != list(range(len(secret.tokens))):
         return False
@@ -280,7 +280,7 @@ def _fits(secret: GroundTruth, observation: Observation) -> bool:
 
 
 def _with_public(config: AttackConfig, info: ObservationInfo) -> AttackConfig:
-    """Model, layer and stream from the observation, where they were not given, and the channel's specs."""
+    """Take model, layer and stream from the observation where they are not given, and the channel's specs."""
     return replace(
         config,
         model=info.model if config.model is None else config.model,
@@ -291,7 +291,7 @@ def _with_public(config: AttackConfig, info: ObservationInfo) -> AttackConfig:
 
 
 def _with_site(config: AttackConfig) -> AttackConfig:
-    """The defaults: the built-in model, its middle layer (the last for what comes after the final norm)."""
+    """Fill in the defaults: the built-in model, and its middle layer (the last for streams after the final norm)."""
     model, stream, layer = (
         "builtin" if config.model is None else config.model,
         config.stream or "resid",

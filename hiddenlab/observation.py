@@ -1,8 +1,8 @@
-"""Observations as files: one safetensors file, the public facts as JSON in its metadata.
+"""Save and load observations: one safetensors file, with the public facts as JSON in its metadata.
 
-A file holds the states of one or several prompts (``states.0``, ``states.1`` …) and nothing of the secret; it
-loads without the defense that made it. The format: metadata key ``hiddenlab`` with
-``{"format": 1, "observations": [public facts, one a tensor]}``.
+A file holds the states of one or several prompts (``states.0``, ``states.1`` …) and nothing of the secret. It loads
+without the defense that made it. The format: metadata key ``hiddenlab`` with ``{"format": 1, "observations": [public
+facts, one for each tensor]}``.
 """
 
 import dataclasses
@@ -57,7 +57,7 @@ def load_observation(path: str | Path) -> Observation:
 
 
 def save_observations(observations: Sequence[Observation], path: str | Path) -> None:
-    """Write one safetensors file, atomically: the path holds the whole file or what was there before.
+    """Write one safetensors file atomically: the path holds the whole file or what was there before.
 
     Raises:
         InputError: nothing to write, facts that are no JSON, or the file cannot be written.
@@ -70,7 +70,7 @@ def save_observations(observations: Sequence[Observation], path: str | Path) -> 
         text = json.dumps({"format": FORMAT, "observations": facts}, allow_nan=False, ensure_ascii=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise InputError(f"the public facts cannot be written as JSON ({error})") from None
-    _public_facts(path, text)  # what is written can be read again
+    _public_facts(path, text)  # raises if it could not be read again
     # Copies: safetensors refuses tensors that share memory, as the rows of one packed pass may.
     tensors = {
         f"states.{i}": o.states.detach().cpu().contiguous().clone() for i, o in enumerate(observations)
@@ -114,7 +114,7 @@ def check_observation(observation: Observation, model: TruncatedModel) -> None:
     view = projection_of(info)
     logits = info.site.stream == "logits"
     expected = view.count if view is not None else model.vocab_size if logits else model.width
-    # Parts of an attention's output come in many widths; the attack that reads them checks.
+    # Parts of an attention's output have many widths; the attack that reads them checks them.
     if width != expected and info.site.stream != "attn":
         raise InputError(
             f"the observation is {width} wide (it names the model {info.model}), "
@@ -142,7 +142,7 @@ def check_info(info: ObservationInfo, model: TruncatedModel) -> None:
 
 
 def same_signature(one: Sequence[float], other: Sequence[float]) -> bool:
-    """True where every entry agrees within 2 %, or within 1 % of the entries' root mean square."""
+    """Return whether every entry agrees within 2 %, or within 1 % of the entries' root mean square."""
     if len(one) != len(other) or not one:
         return False
     slack = SIGNATURE_ABSOLUTE * math.sqrt(sum(x * x for x in other) / len(other))
@@ -153,7 +153,7 @@ def same_signature(one: Sequence[float], other: Sequence[float]) -> bool:
 
 
 def _public_facts(path: Path, text: str | None) -> list[ObservationInfo]:
-    """The public facts in a file's metadata, every field checked."""
+    """Return the public facts in a file's metadata, every field checked."""
     if text is None:
         raise InputError(f"{path} is no observation file: its metadata has no entry {METADATA_KEY!r}")
     where = f"{path}, metadata {METADATA_KEY!r}"
@@ -175,7 +175,7 @@ def _observation(path: Path, i: int, states: torch.Tensor, info: ObservationInfo
 
 
 def _plain(value: Any) -> Any:
-    """Tuples as lists and mappings as dictionaries, so that JSON writes what it will read."""
+    """Convert tuples to lists and mappings to dictionaries, so that JSON reads what it writes."""
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

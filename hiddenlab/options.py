@@ -14,7 +14,7 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 
 
 def _text(prompt: str | None) -> str | None:
-    """Refuse what is no text, and a path where a text is meant: its letters would be the prompt."""
+    """Refuse a prompt that is no text, or a path given by mistake: its letters would be the prompt."""
     try:
         path = prompt is not None and os.path.exists(prompt)
         (prompt or "").encode()

@@ -1,4 +1,4 @@
-"""What an observation shows of a state, where it is not the state itself: known random projections of it."""
+"""Project states onto known random directions, for observations that show projections instead of states."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ class Projection:
     """Inner products of a state with random directions.
 
     Attributes:
-        count: directions. seed: of them; who knows it knows the directions.
+        count: number of directions. seed: of them; who knows it knows the directions.
         kind: ``gaussian`` (paper, theorem J.1: spherically symmetric, N(0, 1/d) coordinates) or ``orthogonal`` (DiFR,
             section 4.3: orthonormal, evenly distributed).
     """
@@ -41,7 +41,7 @@ class Projection:
             raise InputError(f"a projection's kind must be one of {', '.join(KINDS)}, not {self.kind!r}")
 
     def __call__(self, states: Float[Tensor, "rows d"]) -> Float[Tensor, "rows k"]:
-        """The inner products, in float32.
+        """Return the inner products, in float32.
 
         Raises:
             InputError: more orthogonal directions than dimensions.
@@ -50,7 +50,7 @@ class Projection:
         return states.float() @ _directions(width, self.count, self.seed, self.kind, states.device)
 
     def fact(self) -> dict[str, Any]:
-        """Its form among the public facts."""
+        """Return its form among the public facts."""
         return {FACT: {"count": self.count, "seed": self.seed, "kind": self.kind}}
 
 
@@ -63,15 +63,16 @@ def _directions(width: int, count: int, seed: int, kind: str, device: torch.devi
     if count > width:
         raise InputError(f"{count} orthogonal directions do not exist in {width} dimensions")
     basis, upper = torch.linalg.qr(drawn)
-    # Signs by the triangle's diagonal: only then is the basis evenly distributed, and the same for every library.
+    # Signs from the triangle's diagonal make the basis evenly distributed, and the same for every library.
     return (basis * upper.diagonal().sign()).to(device)
 
 
 def projection_of(info: ObservationInfo) -> Projection | None:
-    """The projection that an observation went through, or None.
+    """Return the projection that an observation went through, or None.
 
     Raises:
-        InputError: its facts are malformed. NotApplicableError: coordinates were permuted as well.
+        InputError: its facts are malformed.
+        NotApplicableError: coordinates were permuted as well.
     """
     facts = info.facts.get(FACT)
     if facts is None:

@@ -1,4 +1,4 @@
-"""Where prompts come from: the shipped set, standard input, a file (text, JSON, CSV, parquet), a Hub data set."""
+"""Load prompts from the shipped set, standard input, a file (text, JSON, CSV, parquet), or a Hub data set."""
 
 import csv
 import json
@@ -38,7 +38,7 @@ class Prompt:
 def load_prompts(
     source: str | None = None, *, column: str | None = None, limit: int | None = None
 ) -> list[Prompt]:
-    """Load prompts, unchanged to the last space.
+    """Load prompts, unchanged including white space.
 
     Args:
         source: one of
@@ -74,17 +74,17 @@ def load_prompts(
 
 
 def iter_prompts(source: str, *, column: str | None = None) -> Iterator[Prompt]:
-    """The same, one after another; nothing is read that is not asked for, where the source's form allows.
+    """Yield the prompts of a source one after another, reading only what is needed where its form allows.
 
     Raises:
-        InputError: as ``load_prompts``, when it comes to what is wrong.
+        InputError: as ``load_prompts``, when the invalid part is reached.
     """
     for n, (where, value) in enumerate(_items(source, column), 1):
         yield Prompt(f"p{n:03d}", _checked(value, f"{source}, {where}"), source)
 
 
 def _items(source: str, column: str | None) -> _Items:
-    """The raw values of a source, lazily where its form allows."""
+    """Yield the raw values of a source, lazily where its form allows."""
     if source.startswith("hf:"):
         return _hub_items(source, column)
     if source not in (BUILTIN, "-"):
@@ -109,7 +109,7 @@ def _items(source: str, column: str | None) -> _Items:
 
 
 def _first_turn(value: Any) -> Any:
-    """Of a column's list of strings, the turns of a conversation, the first."""
+    """Return the first of a list of strings (the turns of a conversation); any other value unchanged."""
     turns = isinstance(value, list) and bool(value) and all(isinstance(turn, str) for turn in value)
     return value[0] if turns else value
 
@@ -147,7 +147,7 @@ def _lines(path: str) -> Iterator[bytes]:
 
 
 def _decoded(data: bytes, what: str) -> str:
-    return _utf8(data, what).removeprefix("\ufeff")  # a byte order mark is no part of the first prompt
+    return _utf8(data, what).removeprefix("\ufeff")  # without a byte order mark
 
 
 def _utf8(data: bytes, what: str) -> str:
@@ -196,7 +196,7 @@ def _parsed(data: bytes, what: str) -> Any:
 
 
 def _table_items(path: str, column: str | None, delimiter: str) -> _Items:
-    """One column of a table whose first line names its columns."""
+    """Yield one column of a table whose first line names its columns."""
     rows = _table_rows(path, delimiter)
     header = next(rows, None)
     if header is None:
@@ -217,7 +217,7 @@ def _table_items(path: str, column: str | None, delimiter: str) -> _Items:
 
 
 def _table_rows(path: str, delimiter: str) -> Iterator[tuple[int, list[str]]]:
-    """The rows that are not blank, each with the line at which it starts."""
+    """Yield the rows that are not blank, each with the line at which it starts."""
     reader = csv.reader(_table_lines(path), delimiter=delimiter, strict=True)
     while True:
         line = reader.line_num + 1
@@ -232,7 +232,7 @@ def _table_rows(path: str, delimiter: str) -> Iterator[tuple[int, list[str]]]:
 
 
 def _table_fault(said: str) -> str:
-    """What the parser says, in words that help."""
+    """Return the parser's error in words that help."""
     if "field limit" in said:
         return (
             f"a field of more than {csv.field_size_limit():,} characters; is a quote not closed? "
@@ -246,7 +246,7 @@ def _table_fault(said: str) -> str:
 
 
 def _table_lines(path: str) -> Iterator[str]:
-    """Lines with their ends, which a quoted field keeps."""
+    """Yield lines with their ends, which a quoted field keeps."""
     for n, data in enumerate(_lines(path), 1):
         what = f"{path}, line {n}"
         text = _decoded(data, what) if n == 1 else _utf8(data, what)
@@ -255,7 +255,7 @@ def _table_lines(path: str) -> Iterator[str]:
 
 
 def _pick(rows: _Items, source: str, column: str | None) -> _Items:
-    """The text of each row: the row itself if it is a string, else its column (found in the first object)."""
+    """Yield the text of each row: a string row itself, or its column (found in the first object)."""
     for where, row in rows:
         if isinstance(row, dict):
             column = _column(list(row), f"{source}, {where},", column)
@@ -267,7 +267,7 @@ def _pick(rows: _Items, source: str, column: str | None) -> _Items:
 
 
 def _column(names: list[str], what: str, wanted: str | None) -> str:
-    """The column to read: the one asked for, else the first default that exists."""
+    """Return the column to read: the requested one, otherwise the first default that exists."""
     chosen = [name for name in (DEFAULT_COLUMNS if wanted is None else [wanted]) if name in names]
     if chosen:
         return chosen[0]
@@ -277,7 +277,7 @@ def _column(names: list[str], what: str, wanted: str | None) -> str:
 
 @contextmanager
 def _loading(source: str, unreachable: str = "") -> Iterator[None]:
-    """Turn what a loader raises into one line; such errors (network, hub, arrow ...) share no base class."""
+    """Turn any error of a loader into one line; such errors (network, hub, arrow ...) share no base class."""
     try:
         yield
     except InputError:

@@ -1,7 +1,7 @@
-"""Records of runs: a directory with ``record.json`` (what was asked, how it ended) and ``samples.jsonl``.
+"""Write and read records of runs: a directory with ``record.json`` (the request and outcome) and ``samples.jsonl``.
 
-``record.json`` is written first with status ``started`` and replaced atomically afterwards; ``samples.jsonl``
-grows by one line a prompt. So a run that was killed, or whose disk filled up, stays readable and resumable.
+``record.json`` is written first with status ``started`` and replaced atomically afterwards; ``samples.jsonl`` grows by
+one line for each prompt. So a run that was killed, or whose disk filled up, stays readable and resumable.
 """
 
 import json
@@ -33,7 +33,7 @@ class RecordError(HiddenlabError):
 
 @with_config(CLOSED)
 class Resumed(TypedDict):
-    """When a run was taken up, after how many prompts, and by which code."""
+    """When a run was resumed, after how many prompts, and by which code."""
 
     at: str
     after: Count
@@ -45,7 +45,7 @@ class RunRecord:
     """The content of ``record.json``. What was not measured is None, never zero.
 
     Attributes:
-        code: by which the run was started. resumed: each time that it was taken up.
+        code: by which the run was started. resumed: each time that it was resumed.
     """
 
     __pydantic_config__ = CLOSED
@@ -71,9 +71,9 @@ class RunRecord:
 
     @property
     def commits(self) -> list[str]:
-        """The commits whose code made the run's prompts, each once; "unknown" where that of some is not recorded."""
+        """The commits whose code ran the prompts, each once; "unknown" where one is not recorded."""
         parts = [(0, self.code), *((part["after"], part["code"]) for part in self.resumed)]
-        # What was interrupted before its first prompt made none.
+        # Parts that were interrupted before their first prompt ran none.
         made = [
             code
             for (after, code), then in zip(parts, [*parts[1:], None], strict=True)
@@ -84,7 +84,7 @@ class RunRecord:
 
 
 def commit_name(code: Mapping[str, Any]) -> str | None:
-    """Short name of a record's commit, with a plus if files had changed since; None where it is not known."""
+    """Return the short name of a record's commit, with a plus if files had changed since; None if it is not known."""
     if not code.get("commit"):
         return None
     return str(code["commit"])[:12] + ("+" if code.get("dirty") else "")
@@ -130,7 +130,7 @@ class Recorder:
 
     @classmethod
     def resume(cls, path: Path, inputs_sha256: str) -> "Recorder":
-        """Take up a run that has not finished; a torn last sample is cut off.
+        """Resume a run that has not finished; a torn last sample is cut off.
 
         Raises:
             InputError: there is no record, its samples are damaged, or it was started on other inputs.
@@ -174,7 +174,7 @@ class Recorder:
             raise self._cannot_write(error) from None
 
     def close(self, status: str, summary: dict[str, Any] | None = None, error: str | None = None) -> None:
-        """Write how the run ended: ``finished``, ``interrupted`` or ``failed``."""
+        """Record how the run ended: ``finished``, ``interrupted`` or ``failed``."""
         self.record.status, self.record.error, self.record.finished = status, error, _now()
         self.record.summary = summary
         try:
@@ -185,7 +185,7 @@ class Recorder:
                 self._lock = None
 
     def _cut(self, size: int) -> None:
-        """Leave out a torn last sample."""
+        """Cut off a torn last sample."""
         if self.path is None or not (self.path / SAMPLES).exists():
             return
         try:
@@ -216,7 +216,7 @@ class Recorder:
 
 
 def read_run(path: Path) -> tuple[RunRecord, list[Sample]]:
-    """The record and the samples of a run directory, finished or not; a torn last sample is left out.
+    """Return the record and the samples of a run directory, finished or not; a torn last sample is left out.
 
     Raises:
         InputError: there is no record, it is damaged, or of a newer format.
@@ -226,17 +226,17 @@ def read_run(path: Path) -> tuple[RunRecord, list[Sample]]:
 
 
 def check_new(path: Path) -> None:
-    """Refuse a directory for something new that exists and holds something.
+    """Check that a directory for something new does not exist, or is empty.
 
     Raises:
-        InputError: it does.
+        InputError: it exists and holds something.
     """
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise InputError(f"{path} exists and is not an empty directory; name a new one")
 
 
 def _load(path: Path) -> tuple[RunRecord, list[Sample], int]:
-    """Record, samples, and how many bytes of ``samples.jsonl`` are whole lines."""
+    """Return record, samples, and how many bytes of ``samples.jsonl`` are whole lines."""
     if not (path / RECORD).is_file():
         raise InputError(f"{path} is no run directory: it holds no {RECORD}")
     record = parse(read_bytes(path / RECORD), RunRecord, str(path / RECORD), FORMAT)
@@ -281,7 +281,7 @@ def _new_directory(record: RunRecord, runs_dir: Path) -> Path:
 
 
 def _locked(path: Path) -> int | None:
-    """Keep other processes from writing the same run; the lock goes with the process.
+    """Lock a run against other writing processes; the lock ends with the process.
 
     Raises:
         InputError: another process writes it now.
@@ -302,18 +302,18 @@ def _locked(path: Path) -> int | None:
 
 
 def _private(name: str, flags: int) -> int:
-    """Open for the owner alone, as prompts stand in records; never through a link, which may lead anywhere."""
+    """Open for the owner alone, since records hold prompts; never through a link, which may lead anywhere."""
     return os.open(name, flags | os.O_NOFOLLOW, 0o600)
 
 
 def _write_all(handle: FileIO, data: bytes) -> None:
-    # An unbuffered write may take only a part (a disk about to fill up), and says so only by its count.
+    # An unbuffered write may take only a part (a nearly full disk), and tells so only by its count.
     while data:
         data = data[handle.write(data) or 0 :]
 
 
 def finite(value: Any) -> Any:
-    """A JSON value with NaN and infinity as null: JSON has neither."""
+    """Return a JSON value with NaN and infinity as null: JSON has neither."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):

@@ -1,7 +1,7 @@
-"""Names of attacks, defenses, metrics and benches: built-ins and installed plugins go through the same door.
+"""Look up attacks, defenses, metrics, experiments and benches by name, built-in or from plugins.
 
-A spec is ``name``, ``name:key=value,key=value`` or ``name:value`` (the constructor's first parameter).
-Nothing is imported before a name is resolved, so listing names loads no torch.
+A spec is ``name``, ``name:key=value,key=value`` or ``name:value`` (the constructor's first parameter). Nothing is
+imported before a name is resolved, so listing names loads no torch.
 """
 
 import difflib
@@ -180,7 +180,7 @@ class Description(NamedTuple):
 
 
 def names(kind: str) -> list[str]:
-    """Known names of a kind, built-ins first; imports none of them.
+    """Return the known names of a kind, built-ins first; imports none of them.
 
     Raises:
         HiddenlabError: a plugin claims a name that is taken.
@@ -189,11 +189,11 @@ def names(kind: str) -> list[str]:
 
 
 def resolve(kind: str, name: str) -> Callable[..., Any]:
-    """The class or function behind a name.
+    """Return the class or function of a name.
 
     Raises:
-        UnknownNameError: nobody registered the name; the message names the nearest ones.
-        HiddenlabError: what stands behind the name cannot be imported, or a plugin claims a taken name.
+        UnknownNameError: nobody registered the name; the message gives the nearest ones.
+        HiddenlabError: the object of the name cannot be imported, or a plugin claims a taken name.
     """
     table = _table(kind)
     if name not in table:
@@ -238,15 +238,16 @@ def parse_spec(spec: str) -> tuple[str, dict[str, str]]:
 
 
 def build(kind: str, spec: str, **extra: Any) -> Any:
-    """Construct what a spec names; texts are converted by the constructor's annotations.
+    """Construct the object of a spec; texts are converted by the constructor's annotations.
 
     Args:
         kind: attacks or defenses. spec: see ``parse_spec``.
-        extra: further values by parameter name, from the command line's own options. Those that the
-            constructor does not declare are left out, and what the spec itself says goes before them.
+        extra: further values by parameter name, from the command line's own options. Those that the constructor does
+            not declare are left out, and values of the spec take precedence.
 
     Raises:
-        UnknownNameError: unknown name. InputError: unknown, missing or malformed parameter.
+        UnknownNameError: unknown name.
+        InputError: unknown, missing or malformed parameter.
     """
     name, texts = parse_spec(spec)
     factory = resolve(kind, name)
@@ -276,7 +277,7 @@ def build(kind: str, spec: str, **extra: Any) -> Any:
 
 
 def parameters(kind: str, name: str) -> dict[str, inspect.Parameter]:
-    """Return the named parameters of what stands behind a name, their annotations resolved to types where possible.
+    """Return the named parameters of a name's class or function, with annotations resolved to types where possible.
 
     Raises:
         UnknownNameError: see ``resolve``.
@@ -285,7 +286,7 @@ def parameters(kind: str, name: str) -> dict[str, inspect.Parameter]:
 
 
 def describe(kind: str) -> list[Description]:
-    """Every name, its docstring's first line and its parameters; a broken plugin does not end the list."""
+    """Return every name with its docstring's first line and its parameters; a broken plugin does not end the list."""
     lines = []
     for name in names(kind):
         try:
@@ -299,7 +300,7 @@ def describe(kind: str) -> list[Description]:
 
 
 def _table(kind: str) -> dict[str, EntryPoint]:
-    """Every known name of a kind with its entry point; built-ins are written as entry points too."""
+    """Return every known name of a kind with its entry point; built-ins are written as entry points too."""
     if kind not in BUILTINS:
         raise UnknownNameError(f"unknown kind {kind!r}; known: {', '.join(BUILTINS)}")
     table = {name: EntryPoint(name, value, "builtin") for name, value in BUILTINS[kind].items()}
@@ -325,11 +326,11 @@ def _first_line(error: Exception) -> str:
 
 
 def _parameters(factory: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    """Named parameters of a constructor or function, annotations resolved to types where that is possible."""
+    """Return the named parameters of a constructor or function, with annotations resolved to types where possible."""
     function = factory.__init__ if inspect.isclass(factory) else factory
     try:
         hints: Mapping[str, Any] = get_type_hints(function)
-    except Exception:  # annotations may name what only a type checker imports; they stay texts then
+    except Exception:  # annotations that only a type checker can resolve stay texts
         hints = {}
     found = {}
     for name, parameter in inspect.signature(factory).parameters.items():
@@ -339,7 +340,7 @@ def _parameters(factory: Callable[..., Any]) -> dict[str, inspect.Parameter]:
 
 
 def _listing(known: Mapping[str, inspect.Parameter]) -> str:
-    """Parameters as a user reads them: ``sigma: float``, ``mode: per-row|shared = per-row``.
+    """Return parameters as a user reads them: ``sigma: float``, ``mode: per-row|shared = per-row``.
 
     Those that no text can set (a progress callback, say) are left out.
     """
@@ -375,7 +376,7 @@ def _kind(annotation: Any) -> str:
 
 
 def _convert(text: str, annotation: Any) -> Any:
-    """The value that a text stands for under an annotation; ValueError says what was expected."""
+    """Convert a text to the type of an annotation; ValueError says what was expected."""
     if get_origin(annotation) is Literal:
         for choice in get_args(annotation):
             if str(choice) == text:
@@ -409,13 +410,13 @@ def _convert(text: str, annotation: Any) -> Any:
 
 
 def parse_numbers(name: str, text: str) -> list[int]:
-    """``1,6,11`` as numbers.
+    """Return ``1,6,11`` as numbers.
 
     Args:
         name: of the option, for the error.
 
     Raises:
-        InputError: something in it is no positive number.
+        InputError: some part is no positive number.
     """
     try:
         numbers = [int(part) for part in text.split(",")]

@@ -1,4 +1,4 @@
-"""Run an attack on prompts, read as the protocol: release → recover → score → record."""
+"""Run an attack on prompts in the order of the protocol: release → recover → score → record."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -28,10 +28,10 @@ Outcome = AttackResult | NotApplicableError
 
 @dataclass(frozen=True)
 class Run:
-    """A run that has ended: its record, one sample a prompt, and the directory where both are kept, if any.
+    """A run that has ended: its record, one sample for each prompt, and its directory, if any.
 
     Attributes:
-        samples: one dictionary a prompt, the lines of ``samples.jsonl``.
+        samples: one dictionary for each prompt, the lines of ``samples.jsonl``.
         path: the run's directory; None where nothing was written.
     """
 
@@ -69,13 +69,13 @@ def run(
     progress: Progress = silent,
     show: Callable[[Sample], None] | None = None,
 ) -> Run:
-    """Attack every prompt that a configuration names, and record what came of it; what ``hiddenlab attack`` does.
+    """Attack every prompt of a configuration and record the results, as ``hiddenlab attack`` does.
 
     Args:
         config: every option that can change a result.
         out: the run's directory, a new one; None makes one in ``runs_dir``. keep: false writes nothing.
         resume: continue the run in this directory.
-        progress: where progress is reported. show: called with each prompt's sample as soon as it is there.
+        progress: where progress is reported. show: called with each prompt's sample as soon as it is recorded.
 
     Raises:
         HiddenlabError: anything in the configuration is unknown, out of range, unreadable or does not fit together, or
@@ -116,7 +116,7 @@ def attack_all(
 ) -> None:
     """Attack the prompts that the record does not hold yet: release, recover, score, record.
 
-    The attack gets observations and the attacker's own model. Truths pass it by: from ``release`` to ``sample_of``.
+    The attack gets observations and the attacker's own model. Truths go directly from ``release`` to ``sample_of``.
 
     Raises:
         RecordError: the disk is full.
@@ -148,7 +148,7 @@ def attack_all(
 
 
 def recover(job: Job, observations: Sequence[Observation], recorder: Recorder) -> list[Outcome]:
-    """Fit the attack to this channel, once, and let it recover a batch."""
+    """Fit the attack to this channel, once, and recover a batch."""
     info = observations[0].info
     try:
         if info not in job.fitted:
@@ -196,12 +196,11 @@ def sample_of(
     prefill: float | None,
     shown: Sequence[int] | None = None,
 ) -> Sample:
-    """Make one line of the record; None is what was not measured, for want of a truth or a fitting attack.
+    """Return one line of the record; None stands for what was not measured, for lack of a truth or a fitting attack.
 
     Args:
-        shown: positions that have a row, None where all have. Of the tokens before the last of them that have none
-            the record says how many there are (``missing_tokens``) and how many were found
-            (``missing_tokens_right``).
+        shown: positions that have a row, None where all have. The record counts the tokens without a row before the
+            last shown one (``missing_tokens``), and how many of them were found (``missing_tokens_right``).
     """
     if truth is not None and truth.text is None:
         truth = replace(truth, text=model.text(truth.tokens))
@@ -217,7 +216,7 @@ def sample_of(
         return {**sample, "status": NOT_APPLICABLE, "reason": str(outcome)}
     tokens, ids = outcome.tokens, outcome.ids
     sample["recovered"] = outcome.text
-    # Of the same tokens as the accuracy: one that was not recovered is neither right nor verified.
+    # Over the same tokens as the accuracy: one that was not recovered is neither right nor verified.
     sample["verified"] = sum(t.verified for t in tokens) / max(1, len(ids))
     if truth is not None:
         sample |= asdict(score(outcome, truth))
@@ -247,7 +246,7 @@ def _ended(recorder: Recorder) -> Run:
 
 
 def summary_of(recorder: Recorder) -> dict[str, Any]:
-    """The aggregates of a run's samples, with what was measured once for all of them."""
+    """Return the aggregates of a run's samples, with what was measured once for all of them."""
     setup = recorder.record.setup
     return {
         **summarise(recorder.samples),
@@ -261,10 +260,9 @@ def summary_of(recorder: Recorder) -> dict[str, Any]:
 
 
 def time_prefill(model: TruncatedModel, prompts: Sequence[Sequence[int] | None]) -> list[float | None]:
-    """Seconds of one plain forward of the prompts together, shared out by their tokens; None for None.
+    """Measure the seconds of one plain forward of the prompts together, divided by tokens; None for None.
 
-    They go in passes of up to ``model.max_pass_tokens`` tokens, once to warm up, then three times for the
-    median.
+    They run in passes of up to ``model.max_pass_tokens`` tokens, once to warm up, then three times for the median.
     """
     known = [torch.tensor(list(tokens)) for tokens in prompts if tokens]
     times = []
@@ -287,7 +285,7 @@ def _synchronize(model: TruncatedModel) -> None:
 def _prompt_tokens(
     truths: Sequence[GroundTruth | None], outcomes: Sequence[Outcome]
 ) -> list[Sequence[int] | None]:
-    """The tokens to time a prefill with: the true ones, else the recovered ones, which are as many."""
+    """Return the tokens to time a prefill with: the true ones, otherwise the recovered ones, which are as many."""
     prompts: list[Sequence[int] | None] = []
     for truth, outcome in zip(truths, outcomes, strict=True):
         if isinstance(outcome, NotApplicableError):
@@ -298,7 +296,7 @@ def _prompt_tokens(
 
 
 def _batches(cases: Sequence[Case], size: int) -> Iterator[list[Case]]:
-    """Neighbours with the same public facts, at most ``size`` together."""
+    """Yield groups of neighbours with the same public facts, at most ``size`` in each."""
     batch: list[Case] = []
     for case in cases:
         if batch and (len(batch) == size or _public(case) != _public(batch[0])):
@@ -316,5 +314,5 @@ def _public(case: Case) -> object:
 def _close_failed(recorder: Recorder, error: BaseException) -> None:
     try:
         recorder.close("failed", summary_of(recorder), f"{type(error).__name__}: {error}")
-    except Exception:  # the first error is the one to tell
+    except Exception:  # report the first error
         return

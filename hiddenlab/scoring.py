@@ -1,4 +1,4 @@
-"""Compare what an attack recovered with the truth: as text, as tokens, piece by piece."""
+"""Compare what an attack recovered with the truth: as text, as tokens, and piece by piece."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ MISSING = -1  # stands for a token that was not recovered, and equals none
 
 @dataclass(frozen=True)
 class Score:
-    """How near a recovered prompt is to the true one; all are shares between 0 and 1.
+    """How close a recovered prompt is to the true one; all are shares between 0 and 1.
 
     Attributes:
         exact: every token is right. token_accuracy: right tokens, each at its own place. bag_of_tokens_recall: tokens
@@ -34,7 +34,7 @@ def score(result: AttackResult, truth: GroundTruth) -> Score:
     """Score a result against the truth; tokens that were not recovered count as wrong.
 
     Raises:
-        InputError: the truth has no text (it was read from a file; see ``with_text``).
+        InputError: the truth has no text (it was read from a file).
     """
     if truth.text is None:
         raise InputError("the truth has tokens but no text; give it one: dataclasses.replace(truth, text=…)")
@@ -70,7 +70,7 @@ def missing_tokens(
 
 
 def places_of(result: AttackResult, truth: GroundTruth | None) -> Sequence[int]:
-    """Where in the truth each recovered token stands; the truth of one node's rows holds these alone."""
+    """Return the position in the truth of each recovered token; the truth of one node's rows holds these alone."""
     if result.positions is None or (truth is not None and len(truth.tokens) == len(result.tokens)):
         return range(len(result.tokens))
     return result.positions
@@ -79,7 +79,7 @@ def places_of(result: AttackResult, truth: GroundTruth | None) -> Sequence[int]:
 def pieces_of(
     model: TruncatedModel, result: AttackResult, truth: GroundTruth | None = None
 ) -> Iterator[tuple[str, Status]]:
-    """Yield the recovered text in pieces with a status: exact or wrong where there is a truth, verified or not else.
+    """Yield the recovered text in pieces with a status: exact or wrong with a truth, otherwise verified or unverified.
 
     Several tokens may share one character; such a piece has the worst of their statuses.
     """

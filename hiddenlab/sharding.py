@@ -1,7 +1,7 @@
-"""Who holds which tokens in Cascade: index mathematics, no tensors (paper, section 7.1 and appendices M, O, P, Q).
+"""Compute which node holds which tokens in Cascade, without tensors (paper, section 7.1, appendices M, O, P, Q).
 
-Positions count from 0; the paper counts from 1. ``R_i`` are the positions of CompNode i, ``S_j`` those of query and
-key shard j; AttnNode (j, k) computes the attention of the queries ``S_j`` over the keys ``S_k``.
+Positions count from 0; the paper counts from 1. ``R_i`` are the positions of CompNode i, ``S_j`` those of query and key
+shard j; AttnNode (j, k) computes the attention of the queries ``S_j`` over the keys ``S_k``.
 """
 
 from bisect import bisect_left
@@ -27,11 +27,11 @@ class AttnNode:
 
 @dataclass(frozen=True)
 class Message:
-    """What one CompNode and one AttnNode send each other in one layer.
+    """The rows that one CompNode and one AttnNode send each other in one layer.
 
     Attributes:
-        comp, attn: the two nodes. queries, keys: positions whose query rows, and whose key and value rows, the
-            CompNode sends. answers: positions whose partial attention comes back, one entry a row and block.
+        comp, attn: the two nodes. queries, keys: positions whose query rows, and whose key and value rows, the CompNode
+            sends. answers: positions whose partial attention comes back, one entry for each row and block.
     """
 
     comp: int
@@ -80,11 +80,11 @@ class Plan:
         m: int = 1,
         symmetric: bool = False,
     ) -> "Plan":
-        """(c, δ)-sharding: clusters of c tokens, dealt to the CompNodes in turn (Definition 7.1), m-split.
+        """Build a (c, δ)-sharding: clusters of c tokens, dealt to the CompNodes in turn (Definition 7.1), m-split.
 
         Args:
-            c: tokens of a cluster. alpha: CompNodes, so that δ = α·c. delta: distance from one cluster of a node to
-                its next, so that α = ⌈δ/c⌉; give one of both. m: splits of each shard, see ``split``.
+            c: tokens of a cluster. alpha: CompNodes, so that δ = α·c. delta: distance from one cluster of a node to its
+                next, so that α = ⌈δ/c⌉; give one of both. m: splits of each shard, see ``split``.
 
         Raises:
             InputError: a number below 1, not exactly one of alpha and delta, or more than 65,536 shards.
@@ -107,7 +107,7 @@ class Plan:
 
     @classmethod
     def by_hand(cls, shards: Sequence[Sequence[int]], *, m: int = 1, symmetric: bool = False) -> "Plan":
-        """A plan from positions written by hand, one sequence a CompNode, m-split.
+        """Build a plan from positions written by hand, one sequence for each CompNode, m-split.
 
         Raises:
             InputError: they do not partition the positions from 0 on.
@@ -118,10 +118,10 @@ class Plan:
         return cls(sum(map(len, held)), held, split(held, m), symmetric, None, m)
 
     def grown(self, tokens: int) -> "Plan":
-        """The plan of a longer sequence that leaves every node what it holds (generation, appendix Q).
+        """Return the plan of a longer sequence in which every node keeps what it holds (generation, appendix Q).
 
-        (c, δ)-sharding goes on as it began. With shards by hand each new token goes to the CompNode whose last
-        token is furthest back.
+        (c, δ)-sharding continues its pattern. With shards by hand each new token goes to the CompNode whose last token
+        is furthest back.
 
         Raises:
             InputError: fewer tokens than before, or splits by hand.
@@ -141,7 +141,7 @@ class Plan:
             j = self.m * i + len(shards[i]) % self.m
             splits[j] += (t,)
             shards[i] += (t,)
-        # Grown from a valid plan it is valid: checking all positions again would cost more than the new ones.
+        # The plan was valid before: checking all positions again would cost more than adding the new ones.
         out = object.__new__(Plan)
         for name, value in vars(self).items():
             object.__setattr__(out, name, value)
@@ -151,12 +151,12 @@ class Plan:
 
     @property
     def alpha(self) -> int:
-        """CompNodes."""
+        """The number of CompNodes."""
         return len(self.shards)
 
     @property
     def beta(self) -> int:
-        """Query and key shards."""
+        """The number of query and key shards."""
         return len(self.splits)
 
     @cached_property
@@ -167,17 +167,17 @@ class Plan:
         )
 
     def blocks(self, node: AttnNode) -> tuple[AttnNode, ...]:
-        """The (query shard, key shard) blocks that a node computes."""
+        """Return the (query shard, key shard) blocks that a node computes."""
         if self.symmetric and node.queries != node.keys:
             return node, AttnNode(node.keys, node.queries)
         return (node,)
 
     def held_by(self, node: AttnNode) -> Positions:
-        """Positions of which an attention node receives any row: ``S_j ∪ S_k``."""
+        """Return the positions of which an attention node receives any row: ``S_j ∪ S_k``."""
         return tuple(sorted({*self.splits[node.queries], *self.splits[node.keys]}))
 
     def describe(self) -> dict[str, Any]:
-        """The plan as plain data for ``described``; a few numbers where it was dealt."""
+        """Return the plan as plain data for ``described``; a few numbers where it was dealt."""
         out: dict[str, Any] = {"tokens": self.tokens, "symmetric": self.symmetric, "m": self.m}
         if self.dealt is not None:
             return out | {"dealt": list(self.dealt)}
@@ -185,7 +185,7 @@ class Plan:
 
     @classmethod
     def described(cls, data: Mapping[str, Any]) -> "Plan":
-        """The inverse of ``describe``."""
+        """Rebuild a plan from the result of ``describe``."""
         if dealt := data.get("dealt"):
             c, delta = dealt
             return cls.clustered(data["tokens"], c, delta=delta, m=data["m"], symmetric=data["symmetric"])
@@ -193,7 +193,7 @@ class Plan:
         return cls(data["tokens"], shards, splits, data["symmetric"], None, data["m"])
 
     def messages(self, since: int = 0, nodes: Sequence[AttnNode] | None = None) -> Iterator[Message]:
-        """What goes between each pair of nodes that talk in a layer (Algorithm 2); pairs without rows are left out.
+        """Yield the messages between each pair of nodes in a layer (Algorithm 2); pairs without rows are left out.
 
         Args:
             since: first position that is new; the rows of earlier ones were sent before and are kept.
@@ -216,10 +216,10 @@ class Plan:
                 )
 
     def violations(self, rho: int) -> list[str]:
-        """Where the plan breaks Theorem 7.3's condition: every gap inside a CompNode's shard holds at least ρ tokens.
+        """Return where the plan breaks Theorem 7.3's condition that gaps in a CompNode's shard hold at least ρ tokens.
 
-        The condition is necessary, not sufficient: partial attention at the first layer gave the tokens away
-        under every plan that was measured (``attacks/partial_sums.py``, docs/log/007-cascade-partial-sums.md).
+        The condition is necessary, not sufficient: partial attention at the first layer revealed the tokens under every
+        plan that was measured (``attacks/partial_sums.py``, docs/log/007-cascade-partial-sums.md).
 
         Args:
             rho: the vocab-matching threshold (Definition 7.2): one more than the unknown tokens in a row that an
@@ -238,34 +238,34 @@ class Plan:
 
 
 def split(shards: Sequence[Positions], m: int) -> tuple[Positions, ...]:
-    """m-splitting (appendix M): S_{mi+x} holds every m-th position of sorted R_i, from its x-th on.
+    """Split each shard into m (appendix M): S_{mi+x} holds every m-th position of sorted R_i from its x-th on.
 
-    The paper writes a stride of δ over the sorted shard; its worked example has a stride of m = c, taken here.
+    The paper writes a stride of δ over the sorted shard; its worked example has a stride of m = c, used here.
     """
     return tuple(tuple(sorted(shard))[x::m] for shard in shards for x in range(m))
 
 
 def new_of(positions: Positions, since: int) -> Positions:
-    """The positions from ``since`` on, of ascending ones."""
+    """Return the positions from ``since`` on, given ascending ones."""
     return positions[bisect_left(positions, since) :]
 
 
 def gaps(positions: Positions) -> list[tuple[int, int]]:
-    """Neighbouring held positions with missing ones between them."""
+    """Return the pairs of neighbouring held positions with missing ones between them."""
     return [(a, b) for a, b in pairwise(positions) if b > a + 1]
 
 
 def smallest_gap(positions: Positions) -> int | None:
-    """Tokens missing in the smallest gap between clusters; None where there is no gap."""
+    """Return how many tokens are missing in the smallest gap between clusters; None where there is no gap."""
     return min((b - a - 1 for a, b in gaps(positions)), default=None)
 
 
 def recoverable(positions: Positions, rho: int) -> int:
-    """Tokens of the prompt that vocabulary matching gives the holder of unidirectional states at some positions.
+    """Return how many tokens vocabulary matching recovers for the holder of unidirectional states at some positions.
 
-    The attack goes from left to right; a held state after g unknown tokens takes up to V^(g+1) forward passes and
-    then gives those tokens too (appendix C), until a step needs an exponent of ρ or more. Theorem 7.3 speaks of
-    gaps between clusters only: the first cluster of the node that holds position 0 is open under every plan.
+    The attack goes from left to right; a held state after g unknown tokens takes up to V^(g+1) forward passes and then
+    gives those tokens too (appendix C), until a step needs an exponent of ρ or more. Theorem 7.3 covers gaps between
+    clusters only: the first cluster of the node that holds position 0 is open under every plan.
     """
     known = 0
     for position in positions:

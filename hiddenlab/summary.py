@@ -1,4 +1,4 @@
-"""The figures of a run: what they are called, how they follow from its samples, how they are written."""
+"""Compute the figures of a run from its samples, with their names and number formats."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean, median
@@ -10,7 +10,7 @@ from typing_extensions import TypedDict
 from hiddenlab.text import Status
 from hiddenlab.utils.schema import CLOSED, Count, Finite, TokenId
 
-Sample = dict[str, Any]  # one line of samples.jsonl, see ``hiddenlab.runner.score``
+Sample = dict[str, Any]  # one line of samples.jsonl, see ``hiddenlab.runner.sample_of``
 NOT_APPLICABLE = "not applicable"  # the status of a prompt whose observation an attack cannot use
 NO_STATE = "no state of this site"  # the stop reason of a search that gave up early, since no row fits
 # stop reason -> what to tell the user
@@ -22,7 +22,7 @@ Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 @with_config(CLOSED)
 class _PerToken(TypedDict):
-    """Lists of one entry a recovered token, see ``hiddenlab.types.TokenPrediction``."""
+    """Lists with one entry for each recovered token, see ``hiddenlab.types.TokenPrediction``."""
 
     row: list[Annotated[int, Field(ge=-1)]]
     distance: list[Finite | None]
@@ -71,7 +71,7 @@ class _Attacked(_Scored):
 
 
 def sample_form(sample: Any) -> Any:
-    """Give the form of one sample of ``attack``, by its status."""
+    """Return the form of one sample of ``attack``, by its status."""
     status = sample.get("status") if isinstance(sample, dict) else None
     return _NotApplicable if status == NOT_APPLICABLE else _Attacked
 
@@ -134,7 +134,7 @@ def summarise(samples: Sequence[Sample]) -> dict[str, Any]:
 
 
 def advice(samples: Sequence[Sample]) -> list[str]:
-    """Say what to check where searches ended for a reason that has a likely cause, and of how many prompts it is."""
+    """Return what to check where searches ended for a reason with a likely cause, and how many prompts it concerns."""
     reasons = [sample.get("stop_reason") for sample in samples]
     return [
         f"{reasons.count(reason)} of {len(samples)} prompts: {text}"
@@ -144,10 +144,10 @@ def advice(samples: Sequence[Sample]) -> list[str]:
 
 
 def figure(name: str, value: Any, kind: str | None = None) -> str:
-    """A value of a summary as it is shown; a dash where it was not measured.
+    """Return a value of a summary as text; a dash where it was not measured.
 
     Args:
-        kind: how it is written, where the summary does not know the name.
+        kind: its number format, where the summary does not know the name.
     """
     if value is None:
         return "–"
@@ -163,7 +163,7 @@ def figure(name: str, value: Any, kind: str | None = None) -> str:
 
 
 def figures_of(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the label and the written value of each figure of a summary."""
+    """Yield the label and the formatted value of each figure of a summary."""
     for name, (label, _) in FIGURES.items():
         if name != "not_applicable" or summary.get(name):
             yield label, figure(name, summary.get(name))

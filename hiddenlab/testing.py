@@ -1,7 +1,7 @@
-"""Tiny random models of every supported architecture, and the plain transformers model as their oracle.
+"""Build tiny random models of every supported architecture, and run the plain transformers model as their oracle.
 
-For tests, here and in plugins: nothing is downloaded, a model is some 0.3 MB and loads in milliseconds. Weights
-are drawn larger than an initialised model's, so that attention, windows and caps all show in the states.
+For tests, here and in plugins: nothing is downloaded, a model is some 0.3 MB and loads in milliseconds. Weights are
+drawn larger than an initialised model's, so that attention, windows and caps all show in the states.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,7 +25,7 @@ _COMMON: dict[str, Any] = {
 }  # fmt: skip
 _GROUPED: dict[str, Any] = {"num_key_value_heads": KV_HEADS}
 _ALTERNATE = ["sliding_attention", "full_attention"] * (LAYERS // 2)
-# What each architecture's configuration says beyond the common part.
+# What each architecture's configuration adds to the common part.
 SETTINGS: dict[str, dict[str, Any]] = {
     "llama": _GROUPED,
     "gemma2": _GROUPED
@@ -52,7 +52,7 @@ DECODERS = tuple(name for name in ARCHITECTURES if name != "bert")
 
 
 def tiny_config(architecture: str, **changes: Any) -> Any:
-    """The configuration of a tiny model.
+    """Return the configuration of a tiny model.
 
     Args:
         architecture: one of ``ARCHITECTURES``. changes: values other than ``SETTINGS``'.
@@ -82,7 +82,7 @@ def save_tiny(
     config = tiny_config(architecture, **changes)
     factory = AutoModelForMaskedLM if architecture == "bert" else AutoModelForCausalLM
     with torch.random.fork_rng():
-        # Architectures draw in the same order: without its own seed each, their embeddings would be the same.
+        # Architectures draw in the same order: with one seed their embeddings would be the same.
         torch.manual_seed(len(ARCHITECTURES) * seed + ARCHITECTURES.index(architecture))
         model = factory.from_config(config, dtype=torch.float32)
         _shake(model)
@@ -102,7 +102,7 @@ def _shake(model: nn.Module) -> None:
 
 
 def byte_tokenizer() -> Any:
-    """A tokenizer that knows the 256 bytes, ``<s>`` and ``</s>``; it reads and writes any text."""
+    """Return a tokenizer that knows the 256 bytes, ``<s>`` and ``</s>``; it reads and writes any text."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -116,7 +116,7 @@ def byte_tokenizer() -> Any:
 
 @contextmanager
 def small_training() -> Iterator[None]:
-    """Train probes in a second: an allowance for tiny models, in place of the one for real ones."""
+    """Train probes in a second, with an allowance for tiny models in place of the one for real ones."""
     from hiddenlab.proposals import store
     from hiddenlab.proposals.pairwise_order import PairwiseOrderSettings
     from hiddenlab.proposals.probe import ProbeSettings
@@ -132,7 +132,7 @@ def small_training() -> Iterator[None]:
 
 
 class PlainModel:
-    """The oracle: the whole model as transformers runs it, one full forward a call, nothing shared or cached.
+    """The oracle: the whole model as transformers runs it, one full forward for each call, nothing shared or cached.
 
     Args:
         path: a transformers directory. attention: transformers' own implementation. dtype, device: where it computes.
@@ -166,10 +166,10 @@ class PlainModel:
     def states(
         self, tokens: Sequence[int] | Float[Tensor, "n d"], layer: int, stream: str = "resid"
     ) -> Float[Tensor, "n width"]:
-        """States of a prompt (token ids or input embeddings) after ``layer`` layers; see ``hiddenlab.types.Site``.
+        """Return states of a prompt (token ids or input embeddings) after ``layer`` layers; see ``Site``.
 
-        The last entry of transformers' ``hidden_states`` is after the final norm, so the state before it is
-        taken by a hook.
+        The last entry of transformers' ``hidden_states`` is after the final norm, so the state before it is taken by a
+        hook.
         """
         if isinstance(tokens, Tensor):
             inputs: dict[str, Any] = {"inputs_embeds": tokens[None].to(self.model.device)}
@@ -190,7 +190,7 @@ class PlainModel:
 def attack_sample(
     index: int, spans: Sequence[tuple[str, str]] = (("a", "exact"),), **changes: Any
 ) -> dict[str, Any]:
-    """Make a sample of ``attack`` such as a run records it; a span is a token, and changes replace fields."""
+    """Return a sample of ``attack`` as a run records it; each span is a token, and changes replace fields."""
     ids, right = list(range(len(spans))), sum(status == "exact" for _, status in spans) / len(spans)
     text = "".join(text for text, _ in spans)
     return {
@@ -253,7 +253,7 @@ def write_tiny_gguf(path: Path, *, drop: str = "", seed: int = 0, **options: Any
 
 
 def json_values() -> Any:
-    """A hypothesis strategy of what JSON can say and hiddenlab reads: numbers of 64 bits, any text."""
+    """Return a hypothesis strategy of JSON values that hiddenlab reads: numbers of 64 bits, any text."""
     from hypothesis import strategies as st
 
     plain = (

@@ -1,4 +1,4 @@
-"""Text that is safe to print and to show, whoever wrote it."""
+"""Make text safe to print and to show, whoever wrote it."""
 
 import unicodedata
 from collections.abc import Iterable
@@ -8,7 +8,7 @@ from typing import Literal
 
 # Of a piece of recovered text. Without a truth to compare with, a matched token is "verified", any other "unverified".
 Status = Literal["exact", "verified", "wrong", "unverified", "missing"]
-# As the report's page has them, but inline: a notebook has no style sheet of ours.
+# The styles of the report's page, but inline: a notebook has no style sheet of hiddenlab's.
 _STYLES: dict[Status, str] = {
     "exact": "color:#14612f",
     "verified": "color:#14612f",
@@ -23,14 +23,14 @@ _UNSAFE = {"Cc", "Cf", "Cs", "Zl", "Zp"}  # controls, formats (reading order), h
 
 
 def visible(text: str) -> str:
-    """Show control characters as pictures, so that a text can be printed: no escapes, no reversed reading order."""
+    """Replace control characters with symbols, so that a printed text has no escapes and no reversed reading order."""
     if text.isascii() and text.isprintable():
         return text
     return "".join(map(_shown, text))
 
 
 def printable(text: str) -> str:
-    """Show control characters as ``visible`` does, but keep line breaks."""
+    """Replace control characters as ``visible`` does, but keep line breaks."""
     return text if text.isprintable() else "\n".join(map(visible, text.split("\n")))
 
 
@@ -40,7 +40,7 @@ def html(text: str) -> str:
 
 
 def coloured(pieces: Iterable[tuple[str, Status]]) -> str:
-    """Colour pieces of text by their status, as HTML for a notebook; control characters are shown as pictures."""
+    """Colour pieces of text by their status, as HTML for a notebook; control characters are shown as symbols."""
     spans = (
         f'<span style="{_STYLES[status]}">{html("".join(piece for piece, _ in same))}</span>'
         for status, same in groupby(pieces, key=lambda piece: piece[1])

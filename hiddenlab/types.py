@@ -1,8 +1,8 @@
-"""The types that every room shares: what a defense releases, what an attack answers, what stays secret.
+"""Define the types that every room shares: what a defense releases, what an attack returns, what stays secret.
 
-Axis names used in shape annotations everywhere: ``n`` prompt tokens, ``rows`` observed rows, ``d`` width of a
-hidden state, ``c`` candidates, ``v`` vocabulary, ``h`` attention heads, ``k`` key/value heads, ``t`` tokens of
-one forward pass.
+Axis names used in shape annotations everywhere: ``n`` prompt tokens, ``rows`` observed rows, ``d`` width of a hidden
+state, ``c`` candidates, ``v`` vocabulary, ``h`` attention heads, ``k`` key/value heads, ``t`` tokens of one forward
+pass.
 """
 
 from collections.abc import Callable, Mapping
@@ -41,19 +41,19 @@ def _known_stream(stream: str) -> str:
 
 
 def silent(what: str, done: int, total: int) -> None:
-    """The progress callback that shows nothing."""
+    """Show no progress."""
 
 
 @dataclass(frozen=True)
 class Site:
-    """Where in the model a state was taken.
+    """The layer and stream of the model from which states are taken.
 
-    ``resid`` at layer l is the state after l decoder layers and before any final norm; ``final_norm`` the state
-    after the last layer and the final norm; ``logits`` the language-model head's output (used by proposals).
-    ``embed`` is layer 0, what enters the first layer. ``q``, ``k`` and ``v`` are of layer l's attention (the first
-    is 1), all heads side by side, after rotary embedding; k and v are what a KV cache holds (``kv``: both, side by
-    side), ``qkv`` what an attention node is sent. ``attn`` is what the attention gives, before its output projection;
-    nodes of a distributed scheme see it in parts.
+    ``resid`` at layer l is the state after l decoder layers and before any final norm; ``final_norm`` the state after
+    the last layer and the final norm; ``logits`` the language-model head's output (used by proposals). ``embed`` is
+    layer 0, the input of the first layer. ``q``, ``k`` and ``v`` are of layer l's attention (the first is 1), all heads
+    side by side, after rotary embedding; k and v are what a KV cache holds (``kv``: both, side by side), ``qkv`` what
+    an attention node receives. ``attn`` is the attention's output before its output projection; nodes of a distributed
+    scheme see it in parts.
     """
 
     __pydantic_config__ = CLOSED
@@ -77,14 +77,14 @@ class ObservationInfo:
 
     Attributes:
         model: name of the model, as the user gave it.
-        signature: a few entries of the embedding table, to notice another model (compared with a tolerance, so
-            that another dtype of the same weights passes).
+        signature: a few entries of the embedding table, to detect another model (compared with a tolerance, so that
+            another dtype of the same weights passes).
         site: where the states were taken.
         channel: specs of the defenses that the states passed, in order.
         rows_permuted: the order of the rows was shuffled.
         columns_permuted: None, ``"per-row"`` or ``"shared"``: coordinates were shuffled.
         noise_sigma: standard deviation of Gaussian noise on the input embeddings, or None.
-        prefix_tokens: unknown embeddings that stand before the first token; their rows are not released.
+        prefix_tokens: unknown embeddings before the first token; their rows are not released.
         provider_dtype: dtype in which the provider ran the model.
         quantization: None, ``"int8"`` or ``"nf4"``: how the provider's weights were quantized.
         positions: positions of the rows in the prompt, ascending, where only some were seen; None is all.
@@ -109,7 +109,7 @@ class ObservationInfo:
 
 @runtime_checkable
 class Sited(Protocol):
-    """A model that says where its states are from."""
+    """A model with the site of its states."""
 
     ref: Any
     site: Site
@@ -126,7 +126,7 @@ class Observation:
     """Hidden states as a defense released them, with every public fact about them.
 
     Attributes:
-        states: one row a prompt token, in the released order, dtype as released.
+        states: one row for each prompt token, in the released order, dtype as released.
         info: the public facts.
     """
 
@@ -146,16 +146,16 @@ class Observation:
 
     @classmethod
     def from_states(cls, states: Any, model: "Sited", **facts: Any) -> "Observation":
-        """Make an observation of states from elsewhere: rows ``[tokens, width]``, or ``[1, tokens, width]``.
+        """Build an observation from states of another source: rows ``[tokens, width]``, or ``[1, tokens, width]``.
 
         Args:
             states: a torch tensor or a NumPy array of floating-point numbers.
             model: the truncated model whose states they are; it gives model name, layer and stream.
-            facts: what else is known of them, fields of ``ObservationInfo``: ``rows_permuted=True``,
+            facts: other known facts, fields of ``ObservationInfo``: ``rows_permuted=True``,
                 ``provider_dtype="bfloat16"`` …
 
         Raises:
-            InputError: another shape, no floating-point numbers, NaN or infinity, or a fact that there is not.
+            InputError: another shape, no floating-point numbers, NaN or infinity, or an unknown fact.
         """
         rows = torch.as_tensor(states).detach()
         if rows.ndim == 3 and rows.shape[0] == 1:
@@ -187,7 +187,7 @@ class Observation:
 
 @dataclass(frozen=True)
 class GroundTruth:
-    """What the attacker must not see; only the defense, the runner and the scorer touch it.
+    """The secret part of a release; only the defense, the runner and the scorer use it.
 
     Attributes:
         tokens: the prompt's token ids.
@@ -207,7 +207,7 @@ class GroundTruth:
 
 @dataclass(frozen=True)
 class TokenPrediction:
-    """One recovered token and how sure the attack is of it.
+    """One recovered token and how certain the attack is of it.
 
     Attributes:
         token: the token id.
@@ -228,13 +228,13 @@ class TokenPrediction:
 
 @dataclass(frozen=True)
 class AttackResult:
-    """What an attack got back from one observation.
+    """What an attack recovered from one observation.
 
     ``evaluated_tokens`` counts every position run through the truncated model, verification passes included;
     ``forward_calls`` the passes this prompt took part in; ``seconds`` this prompt's share of its batch's time.
-    ``positions`` are the tokens' places in the prompt where not all of its tokens were recovered, None where
-    nothing is missing before the last. ``text`` is the recovered text, and ``pieces`` are its parts, each with a
-    status; an attack leaves both to its base class.
+    ``positions`` are the tokens' places in the prompt where not all of its tokens were recovered, None where nothing is
+    missing before the last. ``text`` is the recovered text, and ``pieces`` are its parts, each with a status; the base
+    class of attacks sets both.
     """
 
     tokens: tuple[TokenPrediction, ...]

@@ -1,4 +1,4 @@
-"""Beam decoding: the likeliest prompt behind states that were changed, shuffled, or shown only in part."""
+"""Recover the likeliest prompt from hidden states that were changed, shuffled, or shown only in part."""
 
 import time
 from collections.abc import Sequence
@@ -32,15 +32,15 @@ from hiddenlab.proposals.store import adapter_for, first_token_table_for, pairwi
 from hiddenlab.types import AttackResult, Observation, ObservationInfo, TokenPrediction
 from hiddenlab.utils.random import generator
 
-SURE = 16.0  # nats by which the token that a tokenizer puts first is likelier than any other
+SURE = 16.0  # nats by which the tokenizer's own first token is likelier than any other
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """What one channel at one site needs.
+    """Everything that beam decoding needs for one channel at one site.
 
     Attributes:
-        observed: the public facts that it is for. public: the same with what was estimated.
+        observed: the public facts that it is for. info: the same facts with what was estimated (the noise strength).
     """
 
     observed: ObservationInfo
@@ -52,9 +52,9 @@ class Prepared:
 
     @property
     def solves(self) -> bool:
-        """Whether orders can be compared by the noise they need: rows are out of order behind nothing but noise.
+        """Whether orders can be compared by the noise they need: rows are out of order and changed by noise alone.
 
-        In half precision the finite differences would be rounding errors.
+        Float32 is required: in half precision the finite differences would be rounding errors.
         """
         info = self.info
         return (
@@ -67,29 +67,29 @@ class Prepared:
 
 
 class BeamDecoding(Attack):
-    """Recovers the likeliest prompt by weighing probe, language model, traces in other rows, and states in context.
+    """Recover the likeliest prompt by beam search over tokens and rows.
 
     For channels that change values, where no distance tells right from wrong by itself. A beam of hypotheses is
     extended token by token; a candidate is a token and the row that it explains. Evidence: the probe's probability
-    (trained on states as the channel releases them), the language model's, the traces that a token branches in the rows
-    behind it, and the distance between the row and the candidate's state behind this hypothesis. How much each counts
-    is learned on texts of the attacker's own. Nothing is verified, since the right state is not known exactly; margins
-    are in nats, and negative where what follows spoke for a token.
+    (trained on states as the channel releases them), the language model's probability, the traces that a token leaves
+    in the rows behind it, and the distance between the row and the candidate's state behind this hypothesis. The weight
+    of each is learned on the attacker's own texts. Nothing is verified, since the right state is not known exactly.
+    Margins are in nats; a margin is negative where another token scored better at its place and later tokens decided
+    against it.
 
-    Knows: the weights, the released states, the channel. Does not know: tokens, permutations, noise. The strength of
-    noise of which it is not told it finds out from the first prompt of a channel, and takes it to be that of all (see
-    ``strength``).
+    Knows: the weights, the released states, the channel. Does not know: tokens, permutations, noise. Where the strength
+    of noise is not given, it is estimated from the first prompt of a channel and used for all (see ``noise_strength``).
 
     Args:
         beam: hypotheses kept, at least four times as many where rows are out of order or missing (``Effort.kept``).
-            width: candidates run for each, many more where columns are shuffled and the best is in doubt. Where noise
-            drowns what states say of an order, more hypotheses with fewer candidates read more (24 and 12, say).
-            batch: prompts at once. lm: ask the language model.
-        sweeps: of the second look at noised embeddings (see ``refine``), which needs float32; 0 for none.
-        rounds: of looking for unknown embeddings before the prompt (see ``before``) at most, also in float32; as many
-            again where an order has to be begun anew.
-        orders: order rows behind one layer of noised embeddings by how much noise they need (see ``reorder``), also in
-            float32; it takes minutes a prompt.
+        width: candidates run for each hypothesis, many more where columns are shuffled and the best is in doubt. Where
+            noise hides the order, more hypotheses with fewer candidates recover more (24 and 12, say).
+        batch: prompts at once. lm: use the language model.
+        sweeps: passes over noised embeddings (see ``noise_refine``), which need float32; 0 for none.
+        rounds: searches for unknown embeddings before the prompt (see ``prefix_inversion``) at most, also in float32;
+            as many again where an order has to be started anew.
+        orders: order rows behind one layer of noised embeddings by how much noise they need (see ``order_refine``),
+            also in float32; it takes minutes a prompt.
     """
 
     def __init__(
@@ -117,11 +117,11 @@ class BeamDecoding(Attack):
     def _fit(self, info: ObservationInfo) -> dict[str, float | str]:
         """Train or load the probes and learn the weights, for all observations of one channel.
 
-        Where the strength of noise is not known, that waits for the first prompt, which tells it.
+        Where the strength of noise is not known, this waits for the first prompt, from which it is estimated.
 
         Returns:
-            ``probe_seconds`` (0 where all were cached), the weight of each piece of evidence, and ``noise_sigma`` where
-            it was estimated.
+            ``probe_seconds`` (0 where all were cached), the weight of each feature, and ``noise_sigma`` where it was
+                estimated.
         """
         self._check(info)
         whole = as_whole(info)
@@ -133,10 +133,10 @@ class BeamDecoding(Attack):
         return self._measured(self._prepared, 0.0)
 
     def prepare(self, observation: Observation) -> Prepared:
-        """Give what a channel needs: what ``fit`` prepared, or made now, by this observation.
+        """Return what a channel needs: what ``fit`` prepared, or what is made now from this observation.
 
         Raises:
-            NotApplicableError: it shows no states.
+            NotApplicableError: the observation shows no states.
         """
         self._check(observation.info)
         info, model = as_whole(observation.info), self.model
@@ -166,7 +166,7 @@ class BeamDecoding(Attack):
         return {"probe_seconds": seconds, **learned}
 
     def _speaker(self, model: TruncatedModel) -> Prefix | None:
-        """The language model, if it is to be asked, with what it reads before every prompt."""
+        """Return the language model with what it reads before every prompt, None where it is not used."""
         if self.asks and (self._lm is None or self._lm[0] is not model):
             self._lm = model, LazyModel(model)
         return self._lm[1].opened if self.asks and self._lm is not None else None
@@ -178,7 +178,7 @@ class BeamDecoding(Attack):
             raise NotApplicableError("tokens without a row can only be guessed by a language model")
 
     def _learn(self, info: ObservationInfo, model: TruncatedModel) -> tuple[Prepared, float]:
-        """Probes and weights for a channel of known strength, and the seconds probes took."""
+        """Learn probes and weights for a channel of known noise strength; also return the seconds that probes took."""
         speaker = self._speaker(model)
         shuffled = info.columns_permuted is not None
         probes, seconds = probes_for(model, info, (0,) if shuffled else (0, *TRACES), self.progress)
@@ -224,7 +224,7 @@ class BeamDecoding(Attack):
     def _estimate(
         self, observation: Observation, channel: Channel, info: ObservationInfo, model: TruncatedModel
     ) -> tuple[Prepared, float]:
-        """The same for a channel of unknown strength, which this observation tells."""
+        """Learn probes and weights for a channel of unknown noise strength, estimated from this observation."""
         made, seconds = dict[float, Prepared](), 0.0
 
         def found(supposed: float) -> float:
@@ -283,9 +283,9 @@ class BeamDecoding(Attack):
     def _decode_behind(
         self, observations: Sequence[Observation], decodings: Sequence[Decoding], prepared: Prepared
     ) -> list[Decoding]:
-        """Find what stood before each decoded prompt and decode it again behind that, as long as more is explained.
+        """Find the unknown embeddings before each prompt and decode behind them, as long as more is explained.
 
-        Only where every token has a row, and in float32: what is looked for is smaller than bfloat16's rounding.
+        Only where every token has a row, and in float32: bfloat16's rounding hides the differences that matter here.
         """
         info, model, out = prepared.info, prepared.model, list(decodings)
         whole = [i for i, one in enumerate(observations) if one.info.positions is None]
@@ -308,7 +308,7 @@ class BeamDecoding(Attack):
     def _reorder(
         self, observations: Sequence[Observation], decodings: Sequence[Decoding], prepared: Prepared
     ) -> None:
-        """Order rows behind one layer anew by how much noise they need, where every token has a row."""
+        """Order rows behind one layer again by how much noise they need, where every token has a row."""
         if not (self.orders and prepared.solves and place_free(prepared.model)):
             return
         whole = [i for i, one in enumerate(observations) if one.info.positions is None]
@@ -322,9 +322,10 @@ class BeamDecoding(Attack):
         )  # fmt: skip
 
     def _begins(self, prepared: Prepared) -> bool:
-        """Prompts that stay unexplained are begun anew; not where rows are changed in another way as well.
+        """Return whether prompts that stay unexplained are started again from their first rows.
 
-        Found out when the first of them asks, in whose time it counts: most channels never need to know.
+        They are not where the channel also changes rows in another way. This is measured when the first such prompt
+        asks, and counts in its time: most channels never need it.
         """
         if self._found_begun is None or self._found_begun[0] is not prepared:
             size, channel = prepared.info.prefix_tokens, prepared.reader.channel
@@ -337,9 +338,9 @@ class BeamDecoding(Attack):
     def _look_again(
         self, observations: Sequence[Observation], decodings: Sequence[Decoding], prepared: Prepared
     ) -> list[Refined | None]:
-        """Solve for noised embeddings, of prompts whose every token has a row in known coordinates.
+        """Solve for noised embeddings of prompts whose every token has a row in known coordinates.
 
-        In half precision the finite differences would be rounding errors.
+        Float32 is required: in half precision the finite differences would be rounding errors.
         """
         info, model = prepared.info, prepared.model
         sigma, out = info.noise_sigma, list[Refined | None]([None] * len(decodings))
@@ -373,10 +374,10 @@ class BeamDecoding(Attack):
 
 
 def _opening(model: TruncatedModel, lm: TruncatedModel | None) -> Tensor | None:
-    """What the language model expects first: the tokenizer's own start of prompts, or what follows a document's end."""
+    """Return log-probabilities ``[v]`` of the first token: the tokenizer's own start, or what follows a document."""
     if lm is None:
         return None
-    # Some tokenizers append a token: only what a text begins with counts.
+    # Some tokenizers append a token: only the first one counts.
     own = [] if model.tokenizer is None else model.tokenizer("a")["input_ids"][:1]
     own = [token for token in own if token in model.tokenizer.all_special_ids]
     if own or not model.special_ids:
@@ -396,7 +397,7 @@ def _recovery(decoding: Decoding, refined: Refined | None, evaluated: int, secon
         tokens, margins, calls = refined.tokens, refined.margins, refined.calls
     found = []
     for token, margin, step in zip(tokens, margins, steps, strict=True):
-        # The distance of a mended token was not measured.
+        # The distance of a corrected token was not measured.
         distance = step.distance if token == step.token else float("nan")
         found.append(TokenPrediction(token, step.row, distance, margin, step.evaluated, False))
     return AttackResult(tuple(found), evaluated, decoding.calls + calls, seconds, "complete")

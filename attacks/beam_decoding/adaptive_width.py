@@ -1,9 +1,10 @@
-"""When the best candidate is not to be believed, and behind which hypothesis to try more.
+"""Run more candidates for a position when the best candidate is not clearly ahead of those that were not run.
 
-Where columns are shuffled, a probe's shortlist is too short for first tokens, so that how far the best candidate is
-ahead of all that were not run decides whether more are (``Learned.lead``). What comes first shows only in what comes
-after it: the right beginning may be the second or third by then, and its right continuation among thousands. So what is
-tried is shared between the best hypotheses by what was not run behind each.
+Where columns are shuffled, a probe's shortlist is too short for first tokens. More candidates are run where the best
+one is not far enough ahead of all that were not run (``Learned.lead``). Whether a first token is right shows only in
+the tokens after it: the right beginning may be second or third by then, with its right continuation among thousands. So
+the additional candidates are shared between the best hypotheses, by how likely the candidates are that were not run
+behind each.
 """
 
 from collections.abc import Sequence
@@ -15,20 +16,20 @@ from torch import Tensor
 from hiddenlab.attacks.beam_decoding.features import Learned, unseen
 from hiddenlab.attacks.beam_decoding.hypotheses import Decoding, Effort, Tried
 
-WIDER = 4  # by how much more is tried each time
-HYPOTHESES = 8  # behind which more may be tried
-DEAREST = 2  # times as many candidates as one hypothesis may get, for all hypotheses of a token together
+WIDER = 4  # factor by which the number of candidates grows each time
+HYPOTHESES = 8  # hypotheses that may get more candidates
+DEAREST = 2  # limit for all hypotheses of a token together, in multiples of the limit for one
 
 
 @dataclass
 class Doubt:
-    """A prompt of which the next token may be among candidates that were not run.
+    """A prompt whose next token may be among the candidates that were not run.
 
     Attributes:
-        tried: what was run, hypothesis by hypothesis. widths: candidates run for each of the best. most: of them.
-        unrun: how likely it is that none of these comes next, counted as hypotheses are ranked; minus infinity where
-            no more are to be run.
-        allowed: positions that may still be run here; what exceeds it is the last.
+        tried: candidates that were run, by hypothesis. widths: candidates run for each of the best hypotheses.
+        most: limit of ``widths``. unrun: log-likelihood, ranked as hypotheses are, that the next token is among the
+            candidates not run; minus infinity where no more are to be run.
+        allowed: positions that may still be run here; a batch that exceeds it is the last.
     """
 
     decoding: Decoding
@@ -48,30 +49,30 @@ class Doubt:
 
     @property
     def next(self) -> int:
-        """The hypothesis behind which more is to be tried."""
+        """Index of the hypothesis that gets more candidates next."""
         return max(range(len(self.unrun)), key=self.unrun.__getitem__)
 
     def wider(self) -> int:
-        """How many candidates it gets now."""
+        """Return how many candidates that hypothesis gets now."""
         return min(WIDER * self.widths[self.next], self.most)
 
     def remains(self, learned: Learned) -> bool:
-        """The best candidate is not to be believed, and there are others to try."""
+        """Return whether the best candidate is not reliable and others can be run."""
         open = self.allowed > 0 and self.unrun[self.next] > float("-inf")
         return open and self.lead(learned.weights) <= learned.lead
 
     def lead(self, weights: Tensor) -> float:
-        """How far the best candidate of any hypothesis is ahead of what was not run, in nats.
+        """Return how far the best candidate of any hypothesis is ahead of those that were not run, in nats.
 
-        Counted is the hypothesis that leaves most of it; those behind which all was run, or nothing more may be, and
-        those beyond the first ``HYPOTHESES`` leave nothing.
+        The hypothesis with the likeliest candidates not run is compared. Hypotheses whose candidates were all run, that
+        may get no more, or that rank beyond the first ``HYPOTHESES`` do not count.
         """
         pairs = zip(self.decoding.beam, self.tried, strict=True)
         best = max(one.score - one.used + float((x.candidates.features @ weights).max()) for one, x in pairs)
         return best - max(self.unrun)
 
     def add(self, more: Tried | None, weights: Tensor) -> None:
-        """What was run of the candidates that came next, None where all of them had been."""
+        """Add the candidates that were run for the next hypothesis; None where all of them had been run before."""
         i = self.next
         self.widths[i] = self.wider()
         if more is not None:

@@ -1,4 +1,4 @@
-"""Beam search over whole prompts: which token comes next, and which row is its."""
+"""Search whole prompts with a beam: choose the next token of each hypothesis and the row that belongs to it."""
 
 from collections.abc import Sequence
 
@@ -22,17 +22,17 @@ from hiddenlab.matching.screening import near_ones
 from hiddenlab.models import Request, TruncatedModel
 from hiddenlab.types import Progress, silent
 
-OTHERS = 4  # of a row's tokens that were not taken, how many are remembered
-RECENT = 3  # of hypotheses that agree in so many last tokens and in the rows they used, the best is kept
-ENOUGH = 256  # candidates that failed from which it is worth learning
-PLENTY = 1024  # of them that are learned from at most
+OTHERS = 4  # runners-up of a row that a step keeps
+RECENT = 3  # hypotheses that agree in so many last tokens and in the rows used are merged into the best
+ENOUGH = 256  # failed candidates at least before the adapter learns from them
+PLENTY = 1024  # failed candidates at most that the adapter learns from
 TAKEN = 256  # candidates of a hypothesis that may become part of the beam
 
 
 def propose(
     decoding: Decoding, hypothesis: Hypothesis, weights: Float[Tensor, " features"], effort: Effort
 ) -> Candidates:
-    """The candidates of one hypothesis that are worth running."""
+    """Return the candidates of one hypothesis that are worth running."""
     view, place = decoding.view, decoding.place
     if not chosen(view, place):
         found = candidates_of(view, place, hypothesis.free, hypothesis.columns, hypothesis.following)
@@ -53,7 +53,7 @@ def _from_all(
     but: Tensor | None = None,
     learned: Tensor | None = None,
 ) -> Candidates:
-    """The vocabulary's likeliest tokens without some, each for every row: a state serves all of them."""
+    """Return the vocabulary's likeliest tokens except ``but``, each for every row: one state serves all rows."""
     place = decoding.view, decoding.place, hypothesis.free
     tokens = likeliest(*place, hypothesis.following, weights, most, learned)
     if but is not None:
@@ -70,7 +70,7 @@ def decode(
     effort: Effort,
     progress: Progress = silent,
 ) -> None:
-    """Take all decodings to their ends, token by token in common passes."""
+    """Extend all decodings to their ends, token by token in shared passes."""
     total = sum(one.view.length for one in decodings)
     while active := [one for one in decodings if not one.finished]:
         pairs = [(one, hypothesis) for one in active for hypothesis in one.beam]
@@ -81,7 +81,7 @@ def decode(
         for one, beam in zip(active, beams, strict=True):
             one.calls += 1
             one.beam = _extend(one, beam, learned.weights, effort)
-        del tried, beams  # and with them the keys and values of all that was tried
+        del tried, beams  # frees the keys and values of all candidates
         listen([hypothesis for one in active if not one.finished for hypothesis in one.beam], engines.lm)
         progress("decoding", sum(one.place for one in decodings), total)
 
@@ -119,7 +119,7 @@ def _screened(
     engines: Engines,
     weights: Tensor,
 ) -> list[Tried]:
-    """The same, but the screen runs them first, and the truncated model only those that are near."""
+    """Run candidates in the screen first, and only those near a row in the truncated model."""
     assert engines.screen is not None
     distinct = [candidates.tokens.unique(return_inverse=True) for candidates in proposed]
     requests = [
@@ -151,10 +151,10 @@ def _widen(
     learned: Learned,
     effort: Effort,
 ) -> None:
-    """Where the best is not to be believed and the whole vocabulary is at hand, try more.
+    """Run more candidates where the best is not reliable and the whole vocabulary is available.
 
-    Each time behind the hypothesis whose candidates that were not run are the likeliest: the best one first, but where
-    it began wrongly, another one's turn comes as soon as enough was tried in vain.
+    Each time the hypothesis with the likeliest candidates not yet run gets more: first the best one. If its beginning
+    is wrong, another hypothesis gets its turn once enough candidates have failed.
     """
     doubts = [
         Doubt.of(one, beam, learned.weights, effort)
@@ -170,9 +170,9 @@ def _widen(
             )
             for one, pair in zip(open, pairs, strict=True)
         ]  # fmt: skip
-        # Not where all of these were tried.
+        # Skip hypotheses whose candidates were all run.
         rest = [i for i, one in enumerate(suggested) if len(one)]
-        # States of first tokens may be attention sinks, of which half precision resolves nothing.
+        # First tokens may be attention sinks, whose states half precision cannot tell apart.
         run = _screened if engines.screen is not None and active[0].place else _try
         more = iter(run([pairs[i] for i in rest], [suggested[i] for i in rest], engines, learned.weights))
         for i, one in enumerate(open):
@@ -182,7 +182,7 @@ def _widen(
 def _suggested(
     decoding: Decoding, hypothesis: Hypothesis, tried: Tried, engines: Engines
 ) -> Float[Tensor, " v"] | None:
-    """Log-likelihoods of the whole vocabulary that candidates which failed suggest, where there are enough."""
+    """Return log-likelihoods of the whole vocabulary learned from failed candidates; None where there are too few."""
     tokens, view = torch.cat(tried.tokens), decoding.view
     rows = rows_at(view, decoding.place, hypothesis.free)
     if engines.adapter is None or len(tokens) < ENOUGH or rows is None:
@@ -194,7 +194,7 @@ def _suggested(
 def _totals(
     decoding: Decoding, tried: Sequence[Tried], weights: Tensor
 ) -> tuple[list[Float[Tensor, " _"]], list[Float[Tensor, " _"]]]:
-    """What each candidate's hypothesis would score, and what its rows were expected to."""
+    """Return each candidate's total score and the score that its used rows were expected to reach."""
     pairs = list(zip(decoding.beam, tried, strict=True))
     return (
         [hypothesis.score + one.candidates.features @ weights for hypothesis, one in pairs],
@@ -210,7 +210,7 @@ def _likeliest(
     most: int,
     behind: float,
 ) -> list[tuple[int, int]]:
-    """The best candidates, each by its hypothesis and its place there; of those that come to the same, the best."""
+    """Return the best candidates as (hypothesis, index) pairs; of equivalent candidates only the best."""
     ranks = torch.cat(list(totals)) - torch.cat(list(used))
     order = ranks.argsort(descending=True)
     order = order[ranks[order] >= ranks[order[0]] - behind]
@@ -233,12 +233,12 @@ def _likeliest(
 
 
 def without(free: tuple[int, ...], row: int) -> tuple[int, ...]:
-    """Rows that are free once one is taken."""
+    """Return the free rows after one is taken."""
     return free if row < 0 else tuple(r for r in free if r != row)
 
 
 def _extend(decoding: Decoding, tried: Sequence[Tried], weights: Tensor, effort: Effort) -> list[Hypothesis]:
-    """The best continuations of all hypotheses."""
+    """Return the best continuations of all hypotheses."""
     totals, used = _totals(decoding, tried, weights)
     most = effort.kept(decoding.view, decoding.place)
     kept = list[Hypothesis]()
@@ -255,7 +255,7 @@ def _extend(decoding: Decoding, tried: Sequence[Tried], weights: Tensor, effort:
 
 
 def _step(tried: Tried, totals: Tensor, i: int) -> Step:
-    """What taking a candidate means."""
+    """Return the decided step of a candidate: token, row, distance, margin and runners-up."""
     candidates = tried.candidates
     row = int(candidates.rows[i])
     others = torch.cat([totals[:i], totals[i + 1 :]])

@@ -1,10 +1,10 @@
-"""How far, and in which directions, the channel moves rows like some that are observed.
+"""Learn how far, and in which directions, a channel moves rows from their plain states.
 
-A right candidate's plain state lies as far from its row as the channel moved it: how far that is depends on the row (an
+A right candidate's plain state lies as far from its row as the channel moved it. This distance depends on the row (an
 attention sink's state is moved ten times further than others), and noise moves states further in some directions than
-in others. Both are learned from texts of the attacker's own, released as by the provider: how far rows that look alike
-were moved, and the second moments of their displacements, by which coordinates are whitened. In these a Euclidean
-distance counts what the channel seldom does (Mahalanobis, shrunk).
+in others. Both are learned from the attacker's own texts, released as by the provider: how far similar rows were moved,
+and the second moments of their displacements, by which coordinates are whitened. In whitened coordinates a Euclidean
+distance weighs rare displacements more (Mahalanobis distance, with shrinkage).
 """
 
 from dataclasses import dataclass
@@ -21,21 +21,21 @@ from hiddenlab.proposals.corpus import Corpus
 from hiddenlab.utils.random import generator
 
 TOKENS = 12_000  # of the attacker's own texts
-REFERENCE = 0.75  # share of the rows that others are compared with; the rest says which directions count
-NEAREST = 8  # rows that are taken to be alike
+REFERENCE = 0.75  # share of the rows that others are compared with; the rest gives the second moments
+NEAREST = 8  # similar rows that are averaged
 SHRUNK = 0.3  # of the mean second moment, added to each
 
 
 @dataclass(frozen=True)
 class DistortionModel:
-    """What the channel does to rows.
+    """A model of what a channel does to rows.
 
     Attributes:
-        rows: the attacker's own, as released, in the matcher's form. moved: logarithms of how far each is from its
-            plain state, in the matcher's norm, and no less than rounding moves it.
-        whitening: displacements over what is expected, times this, have moments that are more alike in all directions
-            (a moment m becomes m / (m + 0.3), in units of their mean); None where the channel moves rows no further
-            than rounding does, which says nothing of directions.
+        rows: the attacker's own rows, as released, in the matcher's form. moved: logarithm of each row's distance from
+            its plain state, in the matcher's norm, at least as large as rounding makes it.
+        whitening: matrix that makes the moments of displacements, each divided by its expected length, more alike in
+            all directions (a moment m becomes m / (m + 0.3), in units of their mean); None where the channel moves rows
+            no further than rounding does, which says nothing about directions.
     """
 
     matcher: Matcher
@@ -44,14 +44,14 @@ class DistortionModel:
     whitening: Float[Tensor, "d d"] | None
 
     def expected(self, shown: Float[Tensor, "rows d"]) -> Float[Tensor, " rows"]:
-        """How far rows like these were moved, in the matcher's norm."""
+        """Return how far rows like these were moved, in the matcher's norm."""
         return _expected(shown, self.rows, self.moved)
 
     @classmethod
     def of(
         cls, matcher: Matcher, rows: Float[Tensor, "n d"], plain: Float[Tensor, "n d"]
     ) -> "DistortionModel":
-        """From released rows and their plain states, both in the matcher's form."""
+        """Build the model from released rows and their plain states, both in the matcher's form."""
         cut = max(1, round(REFERENCE * len(rows)))
         distances, rounding = matcher.pairs(candidates=rows, observed=plain), ROUNDING * matcher.norms(rows)
         known, moved = rows[:cut].clone(), distances.maximum(rounding).log()[:cut]
@@ -66,7 +66,7 @@ class DistortionModel:
 def _expected(
     shown: Float[Tensor, "rows d"], known: Float[Tensor, "n d"], moved: Float[Tensor, " n"]
 ) -> Float[Tensor, " rows"]:
-    """The geometric mean of what those of some rows were moved that are alike: in direction, and in length."""
+    """Return the geometric mean of the displacements of the most similar known rows, by direction and length."""
     (direction, length), (others, lengths) = (
         (rows / norms[:, None], norms.log())
         for rows, norms in ((one, EUCLIDEAN.norms(one)) for one in (shown, known))
@@ -79,11 +79,11 @@ def _expected(
 def learn_distortion_model(
     model: TruncatedModel, channel: Channel, matcher: Matcher, seed: int, before: Prefix | None = None
 ) -> DistortionModel:
-    """Learn a distortion model from texts of the attacker's own, released as the provider does.
+    """Learn a distortion model from the attacker's own texts, released as the provider does.
 
     Args:
-        before: what candidates are run behind where a prompt's beginning is unknown: what the channel did to a row is
-            then how far it is from the plain state behind this.
+        before: prefix that candidates are run behind where a prompt's beginning is unknown; displacements are then
+            measured from the plain states behind it.
     """
     windows = list(Corpus(model, seed + 8).windows(TOKENS))
     prefix = model.prefix() if before is None else before

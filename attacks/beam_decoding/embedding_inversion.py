@@ -1,7 +1,7 @@
-"""Continuous inversion: which embeddings explain the observed states, and how far are they from the tokens' own?
+"""Find the embeddings that explain observed states, and measure how far they are from the tokens' own embeddings.
 
-Noise on the input embeddings loses nothing: behind a known prefix the state at layer l is a function of one noised
-embedding, of as many dimensions. For a row and a token the most probable noise is the least of
+Noise on the input embeddings destroys no information: behind a known prefix the state at layer l is a function of one
+noised embedding with as many dimensions. For a row and a token the most probable noise u minimises
 
     |observed - state(embedding + sigma u)|² / tau² + |u|²
 
@@ -19,9 +19,9 @@ from torch import Tensor
 
 from hiddenlab.models import Request, TruncatedModel
 
-PRODUCTS = 12  # of conjugate gradients, a step
+PRODUCTS = 12  # conjugate gradient iterations of a step
 UNEXPLAINED = 0.1  # share of a row that the noise before it may leave unexplained
-STEPS = (1.0, 0.5, 0.2)  # lengths tried of each step
+STEPS = (1.0, 0.5, 0.2)  # step lengths that are tried
 FINITE = 0.05  # root mean square, in sigma, of the displacement of a finite difference
 
 
@@ -30,8 +30,9 @@ class Problem:
     """Rows of one prompt, each explained by one token's noised embedding behind a common chain.
 
     Attributes:
-        chain: embeddings of the prompt, as believed now. parents: position of each row. centre: embedding of each row's
-            token. observed: the rows. tau: what is left unexplained, a coordinate. noise: in sigma. cost: see ``step``.
+        chain: embeddings of the prompt, as estimated now. parents: position of each row. centre: embedding of each
+            row's token. observed: the rows. tau: standard deviation of the residual of each coordinate. noise: in units
+            of sigma. cost: see ``step``.
     """
 
     chain: Float[Tensor, "n d"]
@@ -44,7 +45,7 @@ class Problem:
 
 
 def step(model: TruncatedModel, prompts: Sequence[Problem], sigma: float, offset: int = 0) -> None:
-    """One Gauss-Newton step for all rows, each by itself; ``noise`` and ``cost`` (in nats) are replaced."""
+    """Take one Gauss-Newton step for every row independently; replace ``noise`` and ``cost`` (in nats) in place."""
     sizes = [len(one.parents) for one in prompts]
     centre, observed, tau, noise = (
         torch.cat([getattr(one, name) for one in prompts]) for name in ("centre", "observed", "tau", "noise")
@@ -71,15 +72,15 @@ def newton(
     tau: Float[Tensor, "_ _"],
     products: int = PRODUCTS,
 ) -> tuple[Float[Tensor, "r d"], Float[Tensor, " r"]]:
-    """One Gauss-Newton step for problems that have nothing to do with one another.
+    """Take one Gauss-Newton step for independent problems.
 
     Args:
-        states: what points [r, d] would be observed as [r, e], and whether gradients are wanted. Other arguments are as
-            in ``Problem``, the point being centre + sigma * noise; tau may differ from number to number.
-        products: of conjugate gradients.
+        states: maps points [r, d] to what would be observed [r, e]; its second argument asks for gradients. Other
+            arguments are as in ``Problem``, a point being centre + sigma * noise; tau may differ from number to number.
+        products: conjugate gradient iterations.
 
     Returns:
-        The noise after the step, and its cost in nats; neither is worse than before.
+        The noise after the step, and its cost in nats; the cost is never higher than before.
     """
 
     def cost(noise: Tensor, residual: Tensor) -> Tensor:
@@ -111,7 +112,7 @@ def newton(
 def _conjugate(
     apply: Callable[[Tensor], Tensor], right: Float[Tensor, "r d"], products: int = PRODUCTS
 ) -> Float[Tensor, "r d"]:
-    """Solve A x = b for every row by itself, A symmetric and positive definite."""
+    """Solve A x = b for every row independently by conjugate gradients, A symmetric and positive definite."""
     out, left = torch.zeros_like(right), right.clone()
     direction, size = left.clone(), left.square().sum(1, keepdim=True)
     for _ in range(products):

@@ -1,4 +1,4 @@
-"""What speaks for a token at a place: the probe, the language model, traces in other rows, its state in context."""
+"""Compute the features that score a candidate token: probe, language model, traces in other rows, state distances."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -14,41 +14,42 @@ FEATURES = (
     "probe", "language model", "trace 1", "trace 2", "place", "pairwise order", "log distance",
     "log whitened distance", "log distance over expected",
 )  # fmt: skip
-TRACES = (1, 2)  # how many positions before a row's own the tokens are that it is asked for
+TRACES = (1, 2)  # how many positions before a row the tokens stand that its traces predict
 PLACE = 2 + len(TRACES)
 PRECEDES = PLACE + 1
 BEFORE = PRECEDES + 1  # features known before a candidate is run; the others need its state
-FIT = BEFORE + 2  # the distance over what the channel is expected to make of it
+FIT = BEFORE + 2  # the distance over the distance that the channel is expected to cause
 ROUNDING = 1e-5  # of a row's norm
 PART = 8192  # pairs compared at once, so that copies of rows stay small
-DENSE = 2  # where so many times the pairs asked for are all there are, all are compared, which copies less
+DENSE = 2  # all pairs are compared where they are at most so many times those asked for: this copies less
 EUCLIDEAN = Matcher(2, False)
 LEAST = 1e-6  # relative distances are no smaller than this, so that their logarithm is bounded
 
 
 @dataclass
 class Rows:
-    """One observation, as the decoder needs it.
+    """One observation in the form that the decoder uses.
 
     Attributes:
-        shown: rows in the matcher's form. norms: of them, in the matcher's norm.
-        white: the same times ``whitening``, or themselves without; candidates' states are compared with them in
-            the Euclidean norm. units: what these distances are compared with.
+        shown: rows in the matcher's form. norms: their norms, in the matcher's norm.
+        white: rows times ``whitening``, or the rows themselves without; candidates' states are compared with them in
+            the Euclidean norm. units: divisors of these distances.
         ids, scores: each row's likeliest tokens by the probe, and their log-probabilities.
-        columns: place of each of ``ids`` among the distinct ones, which are the columns of ``traces``.
+        columns: index of each of ``ids`` among the distinct ones, which are the columns of ``traces``.
         traces: for each offset, log-probability that a token stands so many positions before a row; None without.
         places: position of each row in the prompt, or None where rows are in unknown order.
         length: tokens of the prompt.
-        when: what each row says for each position (see ``position_model``), where rows are in unknown order.
+        when: log-likelihood ratio of each row for each position (see ``position_model``), where rows are in unknown
+            order.
         precedes: log-odds that each row stood before each of the others, where rows are in unknown order.
-        expected: distance between a row and the right candidate's state that the channel is expected to make.
-        whitening: of what the channel does to rows (see ``distortion_model``), where rows are in unknown order or
-            columns shuffled, and the channel does anything; None elsewhere.
-        wide: where the probe's shortlist is too short for a first guess (shuffled columns), log-probabilities of the
-            whole vocabulary in half precision; None elsewhere.
-        missed: for each position without a row that has one soon after it, what that row tells of its token, as
+        expected: distance between a row and the right candidate's state that the channel is expected to cause.
+        whitening: matrix of the distortion model (see ``distortion_model``), where rows are in unknown order or columns
+            shuffled and the channel changes values; None elsewhere.
+        wide: log-probabilities of the whole vocabulary in half precision, where the probe's shortlist is too short for
+            a first guess (shuffled columns); None elsewhere.
+        missed: for each position without a row that has one soon after it, what that row says about its token, as
             ``traces`` but for the whole vocabulary; zeros for an offset that has no row.
-        openers: tokens whose state alone comes nearest to some row, tried first of all; none unless ``wide``.
+        openers: tokens whose state alone comes nearest to some row, tried first; None unless ``wide`` is given.
     """
 
     shown: Float[Tensor, "rows d"]
@@ -70,18 +71,18 @@ class Rows:
     openers: Int[Tensor, " k"] | None = None
 
     def row_at(self, place: int) -> int | None:
-        """The row of a position, where rows are in order and it is among them."""
+        """Return the row of a position where rows are in order; None where that position has no row."""
         assert self.places is not None
         return self.places.index(place) if place in self.places else None
 
 
 @dataclass(frozen=True)
 class Learned:
-    """What the attacker's own texts taught.
+    """The weights and the threshold that were learned on the attacker's own texts.
 
     Attributes:
-        weights: of each piece of evidence. lead: nats by which the best candidate that was run has to be ahead of all
-            that were not (``unseen``) to be believed; less, and others should be tried.
+        weights: one for each feature. lead: nats by which the best candidate that was run has to be ahead of all that
+            were not (``unseen``) to be reliable; below it, more candidates are run.
     """
 
     weights: Float[Tensor, " features"]
@@ -93,9 +94,9 @@ class Candidates:
     """Tokens that may come next in one hypothesis.
 
     Attributes:
-        rows: the row that each would belong to, -1 where none is shown. columns: its place among the distinct tokens,
-            -1 where it has none. features: see ``FEATURES``; those of states are zero until ``measure``.
-        distances: to its row, in the matcher's norm, once measured.
+        rows: the row that each would belong to, -1 where no row is shown. columns: index of each among the distinct
+            tokens, -1 where it has none. features: see ``FEATURES``; those that need states are zero until ``measure``.
+        distances: to the row, in the matcher's norm, once measured.
     """
 
     tokens: Int[Tensor, " c"]
@@ -108,14 +109,14 @@ class Candidates:
         return len(self.tokens)
 
     def keep(self, which: Tensor) -> "Candidates":
-        """Some of them."""
+        """Return the selected candidates."""
         distances = None if self.distances is None else self.distances[which]
         return Candidates(
             self.tokens[which], self.rows[which], self.columns[which], self.features[which], distances
         )
 
     def and_also(self, other: "Candidates") -> "Candidates":
-        """These and others, all measured."""
+        """Return these candidates and others, all of them measured."""
         assert self.distances is not None
         assert other.distances is not None
         return Candidates(
@@ -127,10 +128,10 @@ class Candidates:
     def measure(
         self, states: Float[Tensor, "s d"], of: Int[Tensor, " c"], view: Rows, matcher: Matcher
     ) -> None:
-        """Fill in what states in context say; candidates without a row get zeros, as all of them do there.
+        """Fill in the features that need states in context; candidates without a row get zeros there.
 
         Args:
-            states: of distinct tokens, in the matcher's form. of: which of them is each candidate's.
+            states: of distinct tokens, in the matcher's form. of: index of each candidate's state.
         """
         shown = self.rows >= 0
         self.distances = torch.full((len(self),), float("nan"), device=states.device)
@@ -145,7 +146,7 @@ class Candidates:
         self.features[shown, BEFORE] = relative.log()
         self.features[shown, BEFORE + 1] = (apart / view.units[rows]).clamp(min=LEAST).log()
         if view.expected is not None:
-            # Where the channel moves nothing, rounding is what is left of a right candidate's distance.
+            # Where the channel moves nothing, a right candidate's distance is rounding alone.
             rounding = ROUNDING * view.norms[rows]
             self.features[shown, FIT] = (distances.maximum(rounding) / view.expected[rows]).log()
 
@@ -157,7 +158,7 @@ def _distances(
     rows: Int[Tensor, " c"],
     matcher: Matcher,
 ) -> Float[Tensor, " c"]:
-    """The distance of each pair of a state and a row."""
+    """Return the distance of each pair of a state and a row."""
     distinct, place = rows.unique(return_inverse=True)
     if len(distinct) > 1 and len(rows) * DENSE >= len(states) * len(distinct):
         return matcher.table(candidates=states, observed=shown[distinct])[of, place]
@@ -175,7 +176,7 @@ def candidates_of(
     following: Float[Tensor, " v"] | None,
     tokens: Int[Tensor, " k"] | None = None,
 ) -> Candidates:
-    """All candidates for a position of one hypothesis, with what is known of them before they are run.
+    """Return all candidates for a position of one hypothesis, with the features known before they are run.
 
     Args:
         free: rows not used yet (rows in unknown order). path: columns of the tokens before, the last one last.
@@ -207,11 +208,11 @@ def candidates_of(
     for i, offset in enumerate(TRACES if view.traces is not None else ()):
         assert view.traces is not None
         if view.places is None:
-            # The row tells of the tokens before it, which are known.
+            # The row's traces score the tokens before it, which are known.
             if len(path) >= offset and path[-offset] >= 0:
                 features[..., 2 + i] = view.traces[i, which, path[-offset]][:, None]
         elif (later := view.row_at(place + offset)) is not None:
-            # Later rows tell of this token.
+            # Later rows' traces score this token.
             features[..., 2 + i] = view.traces[i, later][columns]
     if view.places is None:
         features[..., PLACE : PRECEDES + 1] = order_of(view, place, which)[:, None]
@@ -220,7 +221,7 @@ def candidates_of(
 
 
 def order_of(view: Rows, place: int, free: Int[Tensor, " r"]) -> Float[Tensor, "r 2"]:
-    """What each of the rows that are free says for a place: by itself, and beside the others, which come later."""
+    """Return how well each free row fits a place: by itself, and against the other free rows, which come later."""
     out = torch.zeros(len(free), 2, device=view.shown.device)
     if view.when is not None:
         out[:, 0] = view.when[free, place]
@@ -230,7 +231,7 @@ def order_of(view: Rows, place: int, free: Int[Tensor, " r"]) -> Float[Tensor, "
 
 
 def chosen(view: Rows, place: int) -> bool:
-    """Candidates for a position come from the whole vocabulary, not from the rows' shortlists."""
+    """Return whether a position takes its candidates from the whole vocabulary instead of the rows' shortlists."""
     return view.wide is not None or (view.places is not None and view.row_at(place) is None)
 
 
@@ -243,10 +244,10 @@ def likeliest(
     most: int,
     learned: Float[Tensor, " v"] | None = None,
 ) -> Int[Tensor, " most"]:
-    """Of the whole vocabulary the tokens that may come next, the likeliest for any row first (see ``chosen``).
+    """Return the tokens of the whole vocabulary that are likeliest for any row, best first (see ``chosen``).
 
     Args:
-        learned: log-likelihoods that candidates which failed suggest, or None.
+        learned: log-likelihoods learned from failed candidates, or None.
     """
     best = _likely(view, place, free, following, weights)
     if learned is not None:
@@ -262,7 +263,7 @@ def unseen(
     weights: Float[Tensor, " features"],
     tokens: Int[Tensor, " k"],
 ) -> float:
-    """How likely it was, before any candidate was run, that none of some tokens comes next: in nats, as scores are."""
+    """Return the log-likelihood, before any candidate is run, that the next token is none of ``tokens`` (in nats)."""
     best = _likely(view, place, free, following, weights)
     return float(best.index_fill(0, tokens, float("-inf")).logsumexp(0))
 
@@ -274,7 +275,7 @@ def _likely(
     following: Float[Tensor, " v"] | None,
     weights: Float[Tensor, " features"],
 ) -> Float[Tensor, " v"]:
-    """What speaks for each token of the vocabulary before it is run, in the row for which most does."""
+    """Return each vocabulary token's score before it is run, in the row where that is highest."""
     which = rows_at(view, place, free)
     if which is None:
         best = weights[2:PLACE] @ view.missed[place] if place in view.missed else torch.zeros(())
@@ -290,7 +291,7 @@ def _likely(
 
 
 def rows_at(view: Rows, place: int, free: Sequence[int]) -> Int[Tensor, " r"] | None:
-    """Rows that may belong to a position: those that are free, or in known order its own, or None without one."""
+    """Return the rows that may belong to a position: all free ones, or its own in known order; None without one."""
     if view.places is None:
         return torch.tensor(list(free), device=view.shown.device)
     row = view.row_at(place)

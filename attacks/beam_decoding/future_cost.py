@@ -1,9 +1,9 @@
-"""What each row will be worth once it is used: rows in unknown order compete fairly only with it.
+"""Estimate the score that each unused row will still bring, so that hypotheses with different rows compare fairly.
 
 A hypothesis that used rows which any order explains well looks better than one that used the others, though each row
-must be used in the end. So hypotheses are compared by what they scored over what their rows can be expected to score,
-as decoders of phrases do that translate words in any order (future cost). The expectation is rough, and not all of it
-counts (docs/log/011-permuted-every-layer.md and 029-rows-linearised.md).
+must be used in the end. So hypotheses are ranked by their score minus the score that their rows were expected to bring,
+as phrase-based translation decoders do (future cost). The estimate is rough, so only a share of it counts
+(docs/log/011-permuted-every-layer.md, eleventh and twenty-ninth entries).
 """
 
 import torch
@@ -13,20 +13,20 @@ from torch import Tensor
 from hiddenlab.attacks.beam_decoding.features import BEFORE, LEAST, TRACES, Rows
 from hiddenlab.models import Prefix, Request
 
-SHARE = 0.75  # of what the language model and traces may say of a row
-OWN = 0.5  # of what the row says by itself, by probe and distance
+SHARE = 0.75  # of the best score of a row by language model and traces
+OWN = 0.5  # of a row's own score, by probe and distance
 
 
 def ahead_of(
     view: Rows, speaker: Prefix | None, weights: Float[Tensor, " features"]
 ) -> Float[Tensor, " rows"] | None:
-    """Shares of what each row's likeliest token will score behind the best of the other rows' tokens.
+    """Return the score that each row is expected to bring, behind the best of the other rows' likeliest tokens.
 
     Args:
         speaker: the language model, or None.
 
     Returns:
-        None where rows are in known order, and none competes with another.
+        None where rows are in known order, so that no row competes with another.
     """
     if view.places is not None or view.expected is None:
         return None
@@ -46,7 +46,7 @@ def ahead_of(
 
 
 def after_each(tokens: Int[Tensor, " n"], speaker: Prefix) -> Float[Tensor, "n n"]:
-    """The language model's log-probability of each token (second axis) behind each token alone (first axis)."""
+    """Return the language model's log-probability of each token (second axis) behind each token alone (first axis)."""
     tokens = tokens.to(speaker.model.device)
     answers = speaker.model.run_all(
         [Request(speaker, one) for one in tokens.split(1)], keep=False, together=True

@@ -1,4 +1,4 @@
-"""What a decoding consists of: hypotheses, what they are run on, and how many there may be."""
+"""Define the data of a decoding: hypotheses, the models they run on, and the limits of the search."""
 
 from dataclasses import dataclass, replace
 
@@ -13,18 +13,18 @@ from hiddenlab.matching.screening import Screen
 from hiddenlab.models import Answer, Prefix, TruncatedModel
 from hiddenlab.proposals.in_context import Adapter
 
-HARDER = 4  # times as many hypotheses are kept where rows are in unknown order or missing
+HARDER = 4  # factor of hypotheses kept where rows are in unknown order or missing
 
 
 @dataclass(frozen=True)
 class Engines:
-    """What hypotheses are run on: the truncated model under attack in some dtype, and the language model or None.
+    """The models that hypotheses run on: the attacked truncated model in some dtype, and the language model or None.
 
     Attributes:
         speaker: the language model, with what it reads before every prompt; never extended itself.
         screen: runs many candidates at once first, where it is faster than ``model``, or None.
-        before: what is supposed to stand before every prompt, where that is not known; never extended itself.
-        offset: positions before the first token, where nothing is supposed to stand there.
+        before: assumed content before every prompt, where that is not known; never extended itself.
+        offset: positions before the first token, where nothing is assumed to stand there.
     """
 
     model: TruncatedModel
@@ -37,7 +37,7 @@ class Engines:
     offset: int = 0
 
     def beginning(self, before: Prefix | None = None) -> Prefix:
-        """What a prompt begins with: embeddings that were found, those that are supposed, or room for them."""
+        """Return the prefix of a prompt: embeddings that were found, those that are assumed, or empty positions."""
         before = before or self.before
         return self.model.prefix(offset=self.offset) if before is None else before.fork()
 
@@ -49,15 +49,15 @@ class Engines:
 
 @dataclass(frozen=True)
 class Effort:
-    """How much is tried.
+    """The limits of the search.
 
     Attributes:
-        beam: hypotheses kept. width: candidates run for each. gap: candidates whose score before they are run is so
-            much (nats) under the best's are not. behind: hypotheses so many nats behind are dropped.
-        opening: hypotheses kept after the first token where rows are in unknown order, halved with each that follows,
-            and after a token that no row shows: what they are shows only in what comes after them.
-        most: candidates tried at once where the best is in doubt (see ``doubt``). spare: of these, how many
-            a token a prompt may cost.
+        beam: hypotheses kept. width: candidates run for each. gap: nats below the best, before running, beyond which
+            candidates are not run. behind: nats below the best beyond which hypotheses are dropped.
+        opening: hypotheses kept after the first token where rows are in unknown order, halved with each token that
+            follows, and after a token that no row shows: only later tokens show whether these are right.
+        most: candidates run at once where the best is in doubt (see ``adaptive_width``). spare: limit of these for each
+            token of a prompt.
     """
 
     beam: int = 8
@@ -69,11 +69,11 @@ class Effort:
     spare: int = 2048
 
     def less(self) -> "Effort":
-        """For prompts of which most is known by now."""
+        """Return smaller limits, for prompts of which most is known."""
         return replace(self, beam=-(-self.beam // HARDER), opening=-(-self.opening // HARDER))
 
     def kept(self, view: Rows, place: int) -> int:
-        """Hypotheses kept after the token at a place: more where they differ in more than it."""
+        """Return how many hypotheses are kept after a position: more where rows are out of order or missing."""
         if view.places is None:
             return max(HARDER * self.beam, self.opening >> place)
         if len(view.shown) == view.length:
@@ -86,7 +86,7 @@ class Step:
     """One decided token.
 
     Attributes:
-        row: its row, -1 without. distance: to it. margin: how far the runner-up was behind, in nats.
+        row: its row, -1 without. distance: to that row. margin: how far the runner-up was behind, in nats.
         others: the row's other tokens and how far each was behind, the nearest first.
     """
 
@@ -100,7 +100,7 @@ class Step:
 
 @dataclass
 class Hypothesis:
-    """A beginning of the prompt."""
+    """A beginning of the prompt: its tokens, the rows they used, and its score."""
 
     prefix: Prefix
     free: tuple[int, ...]
@@ -114,14 +114,14 @@ class Hypothesis:
 
 @dataclass
 class Decoding:
-    """One prompt under way."""
+    """One prompt that is being decoded."""
 
     view: Rows
     beam: list[Hypothesis]
     evaluated: int = 0
     calls: int = 0
     widened: int = 0  # positions run because the best was in doubt
-    before: Prefix | None = None  # what stands before the first token, where it was found (see ``before``)
+    before: Prefix | None = None  # found before the first token (see ``prefix_inversion``), or None
     ahead: Float[Tensor, " rows"] | None = None  # see ``ahead_of``
 
     @property
@@ -133,14 +133,14 @@ class Decoding:
         return self.place == self.view.length
 
     def expects(self, rows: Int[Tensor, " c"]) -> Float[Tensor, " c"]:
-        """What each of some rows is expected to score; 0 where none competes with another."""
+        """Return the score that each row is expected to bring; 0 where rows do not compete."""
         return torch.zeros(rows.shape, device=rows.device) if self.ahead is None else self.ahead[rows]
 
 
 def start(
     view: Rows, engines: Engines, weights: Float[Tensor, " features"], before: Prefix | None = None
 ) -> Decoding:
-    """A decoding that knows nothing yet, but perhaps what stands before the first token."""
+    """Return a decoding without tokens, behind what stands before the first token where that is known."""
     free = tuple(range(len(view.shown)))
     spoken = None if engines.speaker is None else engines.speaker.fork()
     begun = Hypothesis(engines.beginning(before), free, spoken, engines.opening)
@@ -153,7 +153,8 @@ class Tried:
     """Candidates of one hypothesis that were run.
 
     Attributes:
-        answers: what ran them. answer: which of them is each candidate's. branch: its place there. evaluated: run.
+        answers: of the passes that ran them. answer: index of each candidate's answer. branch: index within it.
+            evaluated: positions run.
         tokens, states: all that were run so far, kept or not, and their states in the matcher's form, part by part.
     """
 
@@ -166,7 +167,7 @@ class Tried:
     states: list[Float[Tensor, "_ d"]]
 
     def add(self, other: "Tried") -> None:
-        """More candidates of the same hypothesis."""
+        """Add candidates of the same hypothesis."""
         self.candidates = self.candidates.and_also(other.candidates)
         self.answer = torch.cat([self.answer, other.answer + len(self.answers)])
         self.branch = torch.cat([self.branch, other.branch])
@@ -176,6 +177,6 @@ class Tried:
         self.states += other.states
 
     def keep(self, which: Tensor) -> None:
-        """Forget the others."""
+        """Keep the selected candidates and forget the others."""
         self.candidates = self.candidates.keep(which)
         self.answer, self.branch = self.answer[which], self.branch[which]

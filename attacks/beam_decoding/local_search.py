@@ -1,9 +1,9 @@
-"""Rows in unknown order, once more: parts of a decoded prompt move to where they explain more.
+"""Improve the order of a decoded prompt's rows by moving parts of it to where they fit better.
 
-The beam goes from left to right: a row that it passes over once is left for the end, though all that was decoded since
-shows where it belongs. So every token is run at every place of the decoded order, which says about how much each move
-of a part would gain; prompts with the most promising moves made are scored anew, and about the best of these the
-language model is asked, the dearest witness, which until then only said what it makes of pairs of tokens.
+Beam search goes from left to right: a row that it passes over is left for the end, though the tokens decoded since show
+where it belongs. So every token is run at every place of the decoded order, which approximates the gain of each move of
+a part. Prompts with the most promising moves are scored again, and the language model rescores the best of these. Until
+then, as the costliest feature, it only scores pairs of tokens.
 """
 
 from collections.abc import Sequence
@@ -21,21 +21,21 @@ from hiddenlab.models import Prefix, Request
 from hiddenlab.types import Progress, silent
 
 LONGEST = 24  # rows that move together
-SCORED, ASKED = 48, 8  # moves of a round that are scored anew, and about which the language model is asked
+SCORED, ASKED = 48, 8  # moves of a round that are scored again, and those that the language model rescores
 ROUNDS = 24
 GAIN = 0.1  # nats that a move must bring
 
 
 @runtime_checkable
 class Witness(Protocol):
-    """Says something of orders beside what states and the language model do, in nats; rows are given by number."""
+    """An additional score of orders, in nats, beside states and language model; rows are given by number."""
 
     def orders(self, rows: Int[Tensor, "m n"]) -> Float[Tensor, "m n"]:
-        """What speaks for each row of each order at its place there."""
+        """Return the score of each row of each order at its place there."""
         ...
 
     def places(self, rows: Int[Tensor, " n"]) -> Float[Tensor, "n n"]:
-        """What speaks for each row of an order (first axis) at each place, behind the rows that stand before it."""
+        """Return the score of each row of an order (first axis) at each place, behind the rows that stand before it."""
         ...
 
 
@@ -44,8 +44,8 @@ class Parts:
     """The decoded tokens with their rows, in the order in which they were decoded.
 
     Attributes:
-        columns: places of the tokens among the rows' distinct ones, -1 without. after: what the language model and
-            traces say of each token (second axis) right behind each of the others (first axis), weighted.
+        columns: index of each token among the rows' distinct ones, -1 without. after: weighted log-probability, by
+            language model and traces, of each token (second axis) right behind each of the others (first axis).
         before: what stands before the first token; never extended itself.
     """
 
@@ -72,10 +72,10 @@ def move_parts(
 def improve(
     decoding: Decoding, engines: Engines, weights: Float[Tensor, " features"], witness: Witness | None = None
 ) -> bool:
-    """Move parts of one decoded prompt, as long as that gains something.
+    """Move parts of one decoded prompt as long as that raises its score.
 
     Args:
-        witness: what else speaks for orders.
+        witness: an additional score of orders, or None.
 
     Returns:
         Whether anything was moved.
@@ -121,7 +121,7 @@ def improve(
 def rearrange(
     decoding: Decoding, order: Int[Tensor, " n"], engines: Engines, weights: Float[Tensor, " features"]
 ) -> None:
-    """Put one decoded prompt into another order, given as places of the present one; its score stays what it was."""
+    """Put one decoded prompt into another order, given as places of the present one; its score does not change."""
     parts = _parts(decoding, engines, weights)
     _, (distances,) = _score(parts, order[None], decoding.view, engines, weights)
     decoding.evaluated += len(order)
@@ -132,7 +132,7 @@ def rearrange(
 def _arranged(
     best: Hypothesis, parts: Parts, order: Int[Tensor, " n"], distances: Float[Tensor, " n"]
 ) -> Hypothesis:
-    """A hypothesis in another order; what margins said of a token was said behind other tokens."""
+    """Return a hypothesis in another order; tokens that moved lose their margins, which no longer hold."""
     steps = tuple(
         replace(best.steps[k], distance=float(distance), margin=best.steps[k].margin if k == place else None)
         for place, (k, distance) in enumerate(zip(order.tolist(), distances, strict=True))
@@ -141,7 +141,7 @@ def _arranged(
 
 
 def spoken_for(decoding: Decoding, engines: Engines, weights: Float[Tensor, " features"]) -> float:
-    """What speaks for the order of a decoded prompt, without witnesses, in nats; the probe is left out."""
+    """Return the score of a decoded prompt's order in nats, without witnesses; the probe is left out."""
     parts = _parts(decoding, engines, weights)
     order = torch.arange(len(parts.rows), device=parts.rows.device)[None]
     scores, _ = _score(parts, order, decoding.view, engines, weights)
@@ -169,10 +169,10 @@ def _gains(
     weights: Tensor,
     told: Float[Tensor, "n n"] | None = None,
 ) -> list[Float[Tensor, "_ n"]]:
-    """About how much it gains to move the part of each length that begins at a place (first axis) before another.
+    """Return the approximate gain of moving the part of each length that starts at a place (first axis) before another.
 
-    States are those of single tokens behind the tokens of the order as it is; of pairs, only new neighbours count.
-    Places within the part, or with no room for it, gain minus infinity. ``told``: see ``Witness.places``.
+    States are those of single tokens behind the tokens of the present order; for pairs, only new neighbours count.
+    Places within the part, or without room for it, gain minus infinity. ``told``: see ``Witness.places``.
     """
     n, device = len(order), order.device
     tokens, rows = parts.tokens[order], parts.rows[order]
@@ -196,10 +196,10 @@ def _gains(
         pair += weights[2] * view.traces[0][rows][:, parts.columns[order]].T
     edged = torch.zeros(
         n + 1, n + 1, device=device
-    )  # the last index is what stands before the first, behind the last
+    )  # the last index stands for what precedes the first token and follows the last
     edged[:n, :n] = pair
     here, out = torch.arange(n, device=device), []
-    # What stands before another does so no longer where it moves behind it: twice the difference of sums of odds.
+    # Moving a part past others reverses their pairs: the gain is twice the difference of sums of odds.
     odds = torch.zeros(n + 1, n, device=device)  # of all rows up to one (first axis) before all up to another
     if view.precedes is not None:
         ordered = weights[PRECEDES] * view.precedes[rows][:, rows]
@@ -222,7 +222,7 @@ def _gains(
 
 
 def _moved(order: Int[Tensor, " n"], gains: Sequence[Float[Tensor, "_ n"]]) -> Int[Tensor, "m n"]:
-    """The order with each of the most promising moves made."""
+    """Return the order with each of the most promising moves made."""
     n = len(order)
     flat = torch.cat([one.flatten() for one in gains])
     best = flat.topk(min(SCORED, len(flat)))
@@ -245,7 +245,7 @@ def _moved(order: Int[Tensor, " n"], gains: Sequence[Float[Tensor, "_ n"]]) -> I
 def _score(
     parts: Parts, orders: Int[Tensor, "m n"], view: Rows, engines: Engines, weights: Tensor
 ) -> tuple[Float[Tensor, "m n"], Float[Tensor, "m n"]]:
-    """What speaks for each token of each order, without probe (always the same) and language model; and distances."""
+    """Return each token's score in each order, without probe (constant) and language model, and its distance."""
     m, n = orders.shape
     tokens, rows, columns = parts.tokens[orders], parts.rows[orders], parts.columns[orders]
     features = torch.zeros(m, n, len(FEATURES), device=tokens.device)
@@ -270,7 +270,7 @@ def _score(
 def _told(
     parts: Parts, orders: Int[Tensor, "m n"], engines: Engines, weights: Tensor
 ) -> Float[Tensor, "m n"]:
-    """What the language model says of each token of each order, weighted."""
+    """Return the language model's weighted log-probability of each token of each order."""
     speaker, tokens = engines.speaker, parts.tokens[orders]
     out = torch.zeros(orders.shape, device=tokens.device)
     if speaker is None:

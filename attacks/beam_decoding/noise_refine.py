@@ -1,8 +1,8 @@
-"""Second look at a decoded prompt whose embeddings were noised: which tokens does the least noise explain?
+"""Correct a decoded prompt with noised embeddings: find the tokens that need the least noise to explain their rows.
 
-Every row is solved for its embedding (``continuous``) under its decoded token and, where the decoder was not sure,
-under the runners-up. After each sweep a row's best explanation becomes part of the chain behind which later rows are
-solved, so that a mended token makes the next ones clearer.
+Every row is solved for its embedding (``embedding_inversion``) under its decoded token and, where the decoder was not
+sure, under the runners-up. After each sweep a row's best explanation becomes part of the chain behind which later rows
+are solved, so that a corrected token improves the ones behind it.
 """
 
 from collections.abc import Sequence
@@ -18,18 +18,18 @@ from hiddenlab.models import TruncatedModel
 from hiddenlab.models.request import packs
 from hiddenlab.types import Progress, silent
 
-UNSURE = 5.0  # nats by which runners-up are behind at most to be looked at again
+UNSURE = 5.0  # runners-up at most so many nats behind are solved for too
 RUNNERS_UP = 3  # of them at most
-# Costs of solves that have not converged differ by tens of nats for no reason; so many count as one of the decoder's.
+# Solves that have not converged differ by tens of nats by chance: so many nats count as one of the decoder's.
 TEMPER = 20.0
 
 
 @dataclass
 class Refined:
-    """A decoded prompt after the second look.
+    """A decoded prompt after its tokens were corrected.
 
     Attributes:
-        tokens: as believed now. margins: nats by which each token's runner-up is behind, None without one.
+        tokens: as estimated now. margins: nats by which each token's runner-up is behind, None without one.
         noise: root mean square of the noise that explains each row, in sigma. evaluated: positions run. calls: passes.
     """
 
@@ -49,11 +49,11 @@ def refine_decodings(
     offset: int = 0,
     progress: Progress = silent,
 ) -> list[Refined]:
-    """Look again at decoded prompts of which every token has a row.
+    """Correct decoded prompts in which every token has a row.
 
     Args:
-        states: the rows as observed. sigma: of the noise on each embedding's coordinate. sweeps: over all rows.
-            offset: positions before the first token.
+        states: the rows as observed. sigma: standard deviation of the noise on each embedding coordinate.
+        sweeps: over all rows. offset: positions before the first token.
     """
     cases = [_Case(one, rows, model) for one, rows in zip(decodings, states, strict=True)]
     for sweep in range(sweeps):
@@ -70,7 +70,7 @@ def refine_decodings(
 
 
 class _Case:
-    """One prompt: its rows' explanations, and which of them are believed."""
+    """One prompt: the explanations of its rows, and the chosen one of each row."""
 
     def __init__(self, decoding: Decoding, states: Tensor, model: TruncatedModel) -> None:
         steps = decoding.beam[0].steps
@@ -84,7 +84,7 @@ class _Case:
         self.behind = torch.tensor(behind, device=device)
         order = torch.tensor([one.row for one in steps], device=device)
         observed = states[order][self.places].float().clone()
-        # Attention sinks are far longer than other rows, and no noise before them grows with them.
+        # Attention sinks are far longer than other rows, but the noise on them is not.
         lengths = observed.norm(dim=1, keepdim=True)
         unit = lengths.minimum(lengths.median()) / observed.shape[1] ** 0.5
         centre = model.embed(self.tokens).float().clone()
@@ -100,7 +100,7 @@ class _Case:
         return len(self.places) + len(self.believed)
 
     def choose(self, sigma: float) -> None:
-        """Believe the best explanation of each row, and put it into the chain."""
+        """Choose the best explanation of each row and put it into the chain."""
         scores = self._scores()
         for place in range(len(self.believed)):
             own = (self.places == place).nonzero()[:, 0]

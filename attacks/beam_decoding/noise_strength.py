@@ -1,10 +1,9 @@
-"""How strong is noise of which the attacker is not told the strength? Estimated from what a decoded prompt leaves over.
+"""Estimate the unknown strength of embedding noise from the residuals of a decoded prompt.
 
-Decoded under some supposed strength, most tokens are right where noise leaves a chance at all; how far their plain
-states are from the rows says how strong it is, whatever was supposed. So decoding and estimate take turns, until the
-strength supposed is the one that is found. Strengths supposed are few, so that what was trained for one serves again.
-A wrong token changes all plain states behind it, and so does an unknown prefix: noise is then taken for stronger than
-it is.
+Decoded under an assumed strength, most tokens are right unless noise hides everything. The distance of their plain
+states from the rows tells the strength, whatever was assumed. Decoding and estimate alternate until the assumed
+strength is the estimated one. Only a few strengths are assumed, so that what was trained for one is used again. A wrong
+token changes all plain states behind it, and so does an unknown prefix: the noise is then overestimated.
 """
 
 import math
@@ -19,21 +18,21 @@ from hiddenlab.matching.distance import Matcher
 from hiddenlab.models import TruncatedModel
 from hiddenlab.utils.random import generator
 
-LADDER = tuple(m * 10.0**e for e in range(-5, 2) for m in (1, 3))  # strengths that are supposed
-FIRST = 0.25  # times the embedding's standard deviation: supposed at first
+LADDER = tuple(m * 10.0**e for e in range(-5, 2) for m in (1, 3))  # strengths that are assumed
+FIRST = 0.25  # first assumed strength, in standard deviations of the embedding
 FINE = 4  # strengths measured between neighbours of the ladder
-RELEASES = 4  # of the decoded prompt, at each of them
-NEARER = 0.25  # share of the rows that is nearer than what is compared
+RELEASES = 4  # releases of the decoded prompt at each strength
+NEARER = 0.25  # quantile of the rows' distances that is compared
 ROUNDS = 5  # of decoding and estimate at most
 
 
 def nearest_step(strength: float) -> float:
-    """The step of the ladder that is nearest, by ratio."""
+    """Return the step of the ladder that is nearest, by ratio."""
     return min(LADDER, key=lambda one: abs(math.log(one / strength)))
 
 
 def first_step(model: TruncatedModel) -> float:
-    """What is supposed before anything is known: noise that is felt, but hides little."""
+    """Return the strength assumed first: strong enough to matter, weak enough to hide little."""
     return nearest_step(FIRST * float(model.embedding.float().std()))
 
 
@@ -46,10 +45,10 @@ def strength_of(
     model: TruncatedModel,
     seed: int,
 ) -> float:
-    """The strength at which the decoded prompt's own rows would lie as far from plain states as the observed ones do.
+    """Return the strength at which the decoded prompt's own releases lie as far from plain states as the observed rows.
 
-    The nearer rows are compared (a quantile), so that those behind the first wrong token need not count. A prompt that
-    explains nothing gives much too strong a noise.
+    A quantile of the nearer rows is compared, so that rows behind the first wrong token need not count. A prompt that
+    explains nothing gives a strength that is much too high.
 
     Args:
         rows: as observed, prepared by the matcher. places: of their tokens in the prompt. tokens: as decoded.
@@ -73,7 +72,7 @@ def strength_of(
 
 
 def _inverse(expected: Callable[[float], float], seen: float) -> float:
-    """Where a growing function of strength reaches what was seen, between the ends of the ladder."""
+    """Find the strength, between the ends of the ladder, at which a growing function reaches ``seen``."""
     low, high = 0, len(LADDER) - 1
     known: dict[int, float] = {}
 
@@ -97,14 +96,14 @@ def _inverse(expected: Callable[[float], float], seen: float) -> float:
 
 
 def settle(first: float, found: Callable[[float], float]) -> tuple[float, float]:
-    """Suppose, decode, estimate, until the step supposed is the one found.
+    """Assume a strength, decode and estimate, until the assumed step is the estimated one.
 
     Args:
-        found: the strength found under a supposed one.
+        found: returns the strength estimated under an assumed one.
 
     Returns:
-        The step that is supposed in the end, and the strength found there. Where estimates go in circles, the
-        stronger step: noise supposed too weak makes a decoder trust what it should not.
+        The step assumed last, and the strength estimated there. Where estimates go in circles, the stronger step: under
+            too weak a noise the decoder trusts wrong evidence.
     """
     supposed, seen = first, dict[float, float]()
     while supposed not in seen and len(seen) < ROUNDS:

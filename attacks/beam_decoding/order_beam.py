@@ -1,11 +1,11 @@
-"""Rows behind one layer, behind noise: an order from its beginning on, embeddings solved for as rows are placed.
+"""Order rows behind one noised layer with a beam, solving for each row's embedding as it is placed.
 
-What attention brings a row depends on the rows before it, and on the noise on them more than on their tokens. Behind
-rows that are placed and solved for, what the next one needs is known; so hypotheses grow row by row, the likeliest
-continuations are solved for behind each, and the language model reads along. Beginnings that used other rows are
-compared by what each row needs over what it can be expected to need, and by what the language model says of its token
-over the most that it says of it behind any other token of the prompt: otherwise what is cheap is used up first, and
-what is dear is left for the end.
+What attention adds to a row depends on the rows before it, and on their noise more than on their tokens. Behind rows
+that are placed and solved for, the noise that the next row needs is known. So hypotheses grow row by row: the likeliest
+continuations are solved for behind each, and the language model scores them. Hypotheses that used different rows are
+compared by what each row needs minus what it can be expected to need, and by the language model's score of its token
+minus the highest score behind any other token of the prompt. Otherwise the cheap rows would be used first and the
+costly ones left for the end.
 """
 
 from collections.abc import Sequence
@@ -21,17 +21,16 @@ from hiddenlab.attacks.beam_decoding.order_linearized import Displaced
 from hiddenlab.models import Prefix, Request
 
 HYPOTHESES = 96  # kept
-SOLVED = 3  # times as many continuations are solved for
+SOLVED = 3  # continuations that are solved for, in multiples of the hypotheses kept
 
 
 def ordered(
     witness: Displaced, tokens: Int[Tensor, " n"], engines: Engines, spoken: float, share: float = 1.0
 ) -> tuple[Int[Tensor, " n"], Float[Tensor, "n d"]]:
-    """The likeliest order of rows, by noise and language model.
+    """Return the likeliest order of rows, by noise and language model.
 
     Args:
-        tokens: of each row. spoken: what a nat of the language model counts for. share: of what the witness says that
-            counts.
+        tokens: of each row. spoken: weight of a nat of the language model. share: weight of the witness' score.
 
     Returns:
         Rows in their order, and the noised embedding of each, by row.
@@ -49,7 +48,7 @@ def ordered(
         used = torch.tensor([one.used for one in beam], device=said.device)[:, None] + expected
         likely = (said + share * _told(witness, beam) - used).flatten()
         best = likely.topk(min(SOLVED * HYPOTHESES, int(likely.isfinite().sum()))).indices
-        # Those behind one hypothesis beside each other: they are solved for together.
+        # Rows behind one hypothesis are solved for together, so they are sorted next to each other.
         best = best.sort().values
         parents, rows = best // n, best % n
         own, counts = parents.unique_consecutive(return_counts=True)
@@ -60,7 +59,7 @@ def ordered(
             before, row = beam[int(parents[k])], int(rows[k])
             free, step = without(before.free, row), Step(int(tokens[row]), row, float("nan"), None, 0)
             steps = (*before.steps, step)
-            # Of those that come to the same the best: which of two rows of one token was used makes little difference.
+            # Of equivalent hypotheses keep the best: which of two rows of one token was used matters little.
             key = (
                 tuple(tokens[list(free)].sort().values.tolist()),
                 tuple(one.token for one in steps[-RECENT:]),
@@ -80,7 +79,7 @@ def ordered(
 
 
 def _said(one: Hypothesis, tokens: Int[Tensor, " n"], spoken: float) -> Float[Tensor, " n"]:
-    """Scores of a hypothesis with each row, but for what the witness says of it; minus infinity with those it used."""
+    """Return a hypothesis' score with each row, without the witness' part; minus infinity for rows it used."""
     out = torch.full(tokens.shape, float("-inf"), device=tokens.device)
     free = list(one.free)
     out[free] = one.score
@@ -90,7 +89,7 @@ def _said(one: Hypothesis, tokens: Int[Tensor, " n"], spoken: float) -> Float[Te
 
 
 def _told(witness: Displaced, beam: list[Hypothesis]) -> Float[Tensor, "m n"]:
-    """What speaks for each row behind each hypothesis, its embedding being what it tells by itself."""
+    """Return the witness' score of each row behind each hypothesis, with the embedding estimated from the row alone."""
     begun = witness.begun
     requests = [Request(one.prefix, begun[:0], branches=begun) for one in beam]
     answers = witness.model.run_all(requests, keep=False, show="attn")
@@ -99,7 +98,7 @@ def _told(witness: Displaced, beam: list[Hypothesis]) -> Float[Tensor, "m n"]:
 
 
 def append(noised: Sequence[tuple[Prefix, Float[Tensor, " d"]]]) -> None:
-    """Continue each prefix, all of them of one truncated model, with a noised embedding."""
+    """Continue each prefix, all of one truncated model, with a noised embedding."""
     if not noised:
         return
     model = noised[0][0].model

@@ -1,11 +1,11 @@
-"""Rows behind one layer, in unknown order behind noise: how much noise does an order need?
+"""Measure how much noise an order of rows needs, behind one layer with noised embeddings.
 
-Behind one layer a row is a function of two things: its own noised embedding, and what attention brings it from the
-rows before it. So it can be solved for by itself, in no order at all: attention is held at what it brings the row on
-average, and what is different about the row, its noise and attention's deviation, comes out as one displacement of its
-embedding. An order then says what attention does bring, and with that how much of each displacement is noise. The true
-order needs the least: by hundreds of nats less than others in a prompt of fifty tokens, where distances between rows
-and candidates say next to nothing (docs/log/028-order-in-noise.md).
+Behind one layer a row is a function of two things: its own noised embedding, and what attention adds from the rows
+before it. So it can be solved for by itself, without any order: attention is held at its average, and the difference of
+the row (its noise and attention's deviation) is solved for as one displacement of its embedding. An order then
+determines what attention adds, and so how much of each displacement is noise. The true order needs the least: hundreds
+of nats less than others in a prompt of fifty tokens, where distances between rows and candidates tell almost nothing
+(docs/log/028-order-in-noise.md).
 """
 
 import math
@@ -20,32 +20,33 @@ from hiddenlab.attacks.beam_decoding.embedding_inversion import newton
 from hiddenlab.matching.layer_inversion import BELIEVED, Equations, jacobians, times
 from hiddenlab.models import Prefix, Request, TruncatedModel
 
-DRAWS = 1000  # random orders of a prompt from which is learned what attention brings its rows
-OWN = 0.05  # share of the noise's covariance in that of displacements, where draws are fewer than directions
-LINEARISED = 12  # times that rows are linearised over what is believed of them
-PACE = 0.4  # share of the way to what is believed then that each of these goes
-SAMPLED, JUDGED = 2, 32  # points at which a linearisation is taken, and at which its errors are
-DOUBLED = 2.0  # times what a linearisation errs, as errors of coordinates are not independent
-SLACK = 0.4  # sigma; what an order may leave unexplained of a displacement, a coordinate
+DRAWS = 1000  # random orders of a prompt from which attention's effect on its rows is learned
+OWN = 0.05  # weight of the noise's covariance in the covariance of displacements (shrinkage)
+LINEARISED = 12  # linearisations of each row over its posterior
+PACE = 0.4  # step length of each update towards the new posterior
+SAMPLED, JUDGED = 2, 32  # points at which Jacobians are taken, and at which their errors are measured
+DOUBLED = 2.0  # factor on the linearisation's error, as errors of coordinates are not independent
+SLACK = 0.4  # residual of a displacement's coordinate that an order may leave, in sigma
 SEARCHED = 80  # steps towards the noised embeddings that explain an order
-PRODUCTS = 5  # of conjugate gradients, towards the embedding of one row behind others
-TRUST = 0.85  # of what a nat of the language model counts for, one of the noise does
-SAME = 1e-2  # share of itself in which one row's mixing may differ from another's
-DIRECTIONS = 24  # in which attention's deviation from the usual may stand out of the noise
+PRODUCTS = 5  # conjugate gradient iterations for the embedding of one row behind others
+TRUST = 0.85  # weight of a nat of the noise, relative to a nat of the language model
+SAME = 1e-2  # relative difference up to which all rows' mixing counts as one
+DIRECTIONS = 24  # directions in which attention's deviation from its average may exceed the noise
 
 
 @dataclass
 class Displaced:
-    """What moved each row of a prompt; a witness of orders (``moves.Witness``).
+    """The displacement of each row of a prompt; scores orders as a witness (``local_search.Witness``).
 
     Attributes:
-        centre: embedding of each row's token. moved: displacement that explains each row with attention as ``usual``.
-        mixing: what a change of a row's attention does, as displacement; one for all rows where it is the same.
-        sigma: of the noise on each coordinate.
-        begun: noised embeddings as far as rows by themselves tell. noised: those with which orders are run,
-            ``begun`` at first and then what ``explain`` found.
-        expected: nats of the noise that each row can be expected to need behind the right rows. trust: what one of
-            these nats counts for: embeddings are estimates, and their errors count as noise.
+        centre: embedding of each row's token. moved: displacement that explains each row with attention at ``usual``,
+            its average.
+        mixing: maps a change of a row's attention to a displacement; one matrix for all rows where it is the same.
+        sigma: standard deviation of the noise on each coordinate.
+        begun: noised embeddings estimated from each row alone. noised: those with which orders are run, ``begun`` at
+            first and then what ``explain`` found.
+        expected: nats of the noise that each row is expected to need behind the right rows. trust: weight of one of
+            these nats: embeddings are estimates, and their errors count as noise.
     """
 
     model: TruncatedModel
@@ -63,12 +64,12 @@ class Displaced:
         return self.mixing.clone() if len(self.mixing) == 1 else self.mixing[rows].clone()
 
     def needed(self, attended: Float[Tensor, "n m a"]) -> Float[Tensor, "n m"]:
-        """Nats of the noise that each row needs if attention brings it this, in m cases."""
+        """Return the nats of noise that each row needs if attention adds ``attended`` to it, in m cases."""
         change = _displacing(self.mixing, attended - self.usual[:, None])
         return ((self.moved[:, None] - change) / self.sigma).square().sum(2) / 2
 
     def orders(self, rows: Int[Tensor, "m n"]) -> Float[Tensor, "m n"]:
-        """What speaks for each row of each order; see ``moves.Witness``."""
+        """Return the score of each row of each order; see ``local_search.Witness``."""
         answers = self.model.run_all(
             [Request(self.model.prefix(), self.noised[one]) for one in rows], keep=False, show="attn"
         )
@@ -77,7 +78,7 @@ class Displaced:
         return -self.trust * self.needed(own.transpose(0, 1)).T.gather(1, rows)
 
     def places(self, rows: Int[Tensor, " n"]) -> Float[Tensor, "n n"]:
-        """What speaks for each row of an order at each place; see ``moves.Witness``."""
+        """Return the score of each row of an order at each place; see ``local_search.Witness``."""
         n, chain = len(rows), self.noised[rows]
         where = torch.arange(n, device=rows.device)
         requests = [
@@ -89,10 +90,10 @@ class Displaced:
         return -self.trust * self.needed(attended)[rows]
 
     def explain(self, rows: Int[Tensor, " n"]) -> float:
-        """Solve for the noised embeddings behind an order, and go on with them.
+        """Solve for the noised embeddings behind an order, and use them from now on.
 
         Returns:
-            Nats of the noise and of what it leaves unexplained; infinity where the search for them fails.
+            Nats of the noise and of the residual; infinity where the solve fails.
         """
         with torch.inference_mode(False), torch.enable_grad():
             centre, moved, usual = (one[rows].clone() for one in (self.centre, self.moved, self.usual))
@@ -115,7 +116,7 @@ class Displaced:
 
             search.step(cost)  # type: ignore[no-untyped-call]
             found = float(cost())
-        if not math.isfinite(found):  # the search went astray: what rows tell by themselves stays
+        if not math.isfinite(found):  # the solve diverged: keep the estimates from rows alone
             self.noised = self.begun
             return math.inf
         self.noised = self.begun.clone()
@@ -131,7 +132,7 @@ class Displaced:
             prefixes: of embeddings that were solved for. rows: those that may follow each.
 
         Returns:
-            For all rows, those behind one prefix after those behind another, embeddings, and what speaks for each.
+            Embeddings and scores of all rows, grouped by prefix.
         """
         every, sizes = torch.cat(list(rows)), [len(one) for one in rows]
         with torch.inference_mode(False):
@@ -155,7 +156,7 @@ class Displaced:
             target = centre + moved
             noise, _ = newton(explained, centre, self.sigma, noise, target, tau, PRODUCTS)
             found = centre + self.sigma * noise
-            left = target - explained(found, False) + found - centre  # what attention does not account for
+            left = target - explained(found, False) + found - centre  # noise: what attention does not explain
         return found, -self.trust * (left / self.sigma).square().sum(1) / 2
 
 
@@ -166,7 +167,7 @@ def displaced(
     sigma: float,
     generator: torch.Generator,
 ) -> Displaced:
-    """Solve for what moved each row; rows · d² numbers in double precision are held several times.
+    """Solve for the displacement of each row; several arrays of rows · d² numbers in double precision are held.
 
     Args:
         model: of one layer. tokens: of each row. observed: the rows. sigma: of the noise. generator: for drawn orders.
@@ -180,7 +181,7 @@ def displaced(
     mixing = torch.linalg.solve(by_input, by_attention).float()
     if float((mixing - mixing[:1]).norm(dim=(1, 2)).max()) < SAME * float(mixing[0].norm()):
         mixing = mixing[:1].clone()  # attention's output is simply added
-    # What displaces a row: the noise itself, and attention where it is not the usual one.
+    # A displacement is the noise and attention's deviation from its average.
     drawn = noise + _displacing(mixing, (attended - usual).transpose(0, 1)).transpose(0, 1)
     mean = drawn.mean(0)
     spread = (drawn - mean).transpose(0, 1)
@@ -190,7 +191,7 @@ def displaced(
         model, centre, usual, observed, mean.double(), torch.linalg.inv(covariance.double())
     )
     moved = equations.solve(_linearised(equations, generator)).float()
-    # The share of noise in it, by regression on what was drawn.
+    # The share of noise in it, by regression on the draws.
     together = (1 - OWN) * torch.bmm(spread.transpose(1, 2), noise.transpose(0, 1)) / len(drawn) + OWN * own
     share = torch.linalg.solve(covariance.double(), (moved - mean).double()[..., None]).float()
     begun = centre + noise.mean(0) + torch.bmm(together.transpose(1, 2), share)[..., 0]
@@ -204,13 +205,13 @@ def _expected(
     mixing: Float[Tensor, "_ d a"],
     sigma: float,
 ) -> Float[Tensor, " n"]:
-    """Nats of the noise in each displacement, on average over what attention may have brought: the rest of it."""
+    """Return the expected nats of noise in each displacement, averaged over attention's possible contributions."""
     out = list[Tensor]()
     for i, own in enumerate(moved):
         shown = changes[:, i] @ mixing[min(i, len(mixing) - 1)].T / len(changes) ** 0.5
         variances, directions = (one[..., -DIRECTIONS:] for one in torch.linalg.eigh(shown.T @ shown))
         along, signal = directions.T @ own / sigma, variances.clamp(min=0) / sigma**2
-        # In each direction, of what was observed there the noise's share by variances, and its own uncertainty.
+        # In each direction: the noise's share of the observation, by variances, and its posterior variance.
         noise = (along / (1 + signal)).square() + signal / (1 + signal)
         out.append(((own / sigma).square().sum() - along.square().sum() + noise.sum()) / 2)
     return torch.stack(out)
@@ -219,7 +220,7 @@ def _expected(
 def _draw(
     model: TruncatedModel, centre: Tensor, sigma: float, generator: torch.Generator
 ) -> tuple[Float[Tensor, "draws n d"], Float[Tensor, "draws n a"]]:
-    """Noise on each row, and what attention brings it, in random orders."""
+    """Draw noise on each row and measure what attention adds to it, in random orders."""
     noises, attended = list[Tensor](), list[Tensor]()
     n = len(centre)
     for first in range(0, DRAWS, 100):
@@ -237,12 +238,12 @@ def _draw(
 
 
 def _linearised(equations: Equations, generator: torch.Generator) -> Float[Tensor, "n d"]:
-    """About where each row's displacement lies, by linearising the layer over all that is still possible.
+    """Return the approximate displacement of each row, by linearising the layer over its posterior.
 
-    The noise moves a row so far that the layer bends on the way, and steps that linearise it at one point end in minima
-    close to where they began. So it is linearised over a normal distribution, a Jacobian being the mean of a few drawn
-    points', and what that errs at drawn points counts as noise on the row: little is believed at first, and more as the
-    distribution narrows (statistical linearisation, as in iterated sigma-point filters).
+    The noise moves a row so far that the layer is not linear on the way, and steps that linearise it at one point end
+    in minima close to their start. So it is linearised over a normal distribution: the Jacobian is the mean over a few
+    drawn points, and its error at drawn points counts as noise on the row. The first linearisations have little weight,
+    and more as the distribution narrows (statistical linearisation, as in iterated sigma-point filters).
     """
     moved, prior, observed = equations.mean, equations.prior, equations.observed.double()
     precision, least = prior, BELIEVED * equations.unit()
@@ -267,12 +268,12 @@ def _linearised(equations: Equations, generator: torch.Generator) -> Float[Tenso
 
 
 def _displacing(mixing: Float[Tensor, "_ d a"], changes: Float[Tensor, "n *m a"]) -> Float[Tensor, "n *m d"]:
-    """What changes of attention do, as displacements."""
+    """Return the displacements that changes of attention cause."""
     return changes @ mixing[0].T if len(mixing) == 1 else torch.einsum("nda,n...a->n...d", mixing, changes)
 
 
 def place_free(model: TruncatedModel) -> bool:
-    """Whether a position shows in nothing but attention, so that a row can be solved for without its place."""
+    """Return whether positions affect states through attention alone, so that a row can be solved without its place."""
     if model.site.layer != 1 or model.site.stream != "resid":
         return False
     with torch.inference_mode():

@@ -1,8 +1,8 @@
-"""Rows behind one layer, behind noise: prompts are ordered anew by how much noise an order needs (``displaced``).
+"""Order rows of a noised prompt by how much noise each order needs, behind one layer.
 
-An order is found from its beginning on (``ordered``); then, by turns, parts of the prompt move to where the rows need
-less noise, and the noised embeddings are solved for behind the order that is believed. The order that explains most of
-all that were met is kept, the decoder's own among them.
+An order is found from its beginning on (``order_beam``). Then two steps alternate: parts of the prompt move to where
+the rows need less noise, and the noised embeddings are solved for behind the present order (``order_linearized``). The
+order with the highest score is kept, the decoder's own among them.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,10 +19,10 @@ from hiddenlab.attacks.beam_decoding.order_linearized import TRUST, Displaced, d
 from hiddenlab.types import Progress, silent
 from hiddenlab.utils.random import generator
 
-SHARES = (1.0, 0.6)  # of what noise says, in searches from the beginning on
+SHARES = (1.0, 0.6)  # weights of the noise's score, one search each
 STAGES = 1 + len(SHARES)  # the solve, and a search each
 TURNS = 3  # of moving and solving
-FEW = 3  # rows of which an order is not worth this
+FEW = 3  # rows at least for which this is done
 
 
 def reorder_decodings(
@@ -34,10 +34,10 @@ def reorder_decodings(
     seed: int,
     progress: Progress = silent,
 ) -> None:
-    """Put decoded prompts into the order that needs the least noise, the language model asked as well.
+    """Put decoded prompts into the order that needs the least noise, also scored by the language model.
 
     Args:
-        states: the rows of each as observed. sigma: of the noise on each embedding's coordinate.
+        states: the rows of each as observed. sigma: standard deviation of the noise on each embedding coordinate.
     """
     for i, (decoding, observed) in enumerate(zip(decodings, states, strict=True)):
         if decoding.ahead is not None and decoding.view.length >= FEW:
@@ -49,7 +49,7 @@ def reorder_decodings(
 def _reorder(
     decoding: Decoding, observed: Tensor, engines: Engines, weights: Tensor, sigma: float, seed: int
 ) -> Iterator[int]:
-    """Order one prompt, and say after each stage how many are done."""
+    """Order one prompt, and yield after each stage how many are done."""
     model = engines.model
     before, calls = model.evaluated_tokens, model.forward_calls
     asked = decoding.evaluated, decoding.calls
@@ -67,7 +67,7 @@ def _reorder(
         tried += _settle(decoding, witness, noised, engines, weights)
         yield done
     decoding.beam[0] = max(tried, key=lambda one: one[0])[1]
-    # The truncated model itself counts them all, solves and gradients too.
+    # The truncated model's own counters include solves and gradients.
     decoding.evaluated = asked[0] + model.evaluated_tokens - before
     decoding.calls = asked[1] + model.forward_calls - calls
 
@@ -79,7 +79,7 @@ def _order(decoding: Decoding) -> Tensor:
 def _met(
     decoding: Decoding, witness: Displaced, engines: Engines, weights: Tensor
 ) -> tuple[float, Hypothesis]:
-    """An order, and what speaks for it in nats; the embeddings that explain it stay with the witness."""
+    """Return the score of the present order in nats, and its hypothesis; the witness keeps the embeddings found."""
     nats = witness.explain(_order(decoding))
     return spoken_for(decoding, engines, weights) - witness.trust * nats, decoding.beam[0]
 
@@ -87,10 +87,10 @@ def _met(
 def _settle(
     decoding: Decoding, witness: Displaced, noised: Tensor, engines: Engines, weights: Tensor
 ) -> list[tuple[float, Hypothesis]]:
-    """The order of a decoding, and those that moving its parts leads to.
+    """Return the order of a decoding, and those that moving its parts leads to.
 
-    Embeddings that were solved for behind a wrong order hold it where it is, those that rows tell by themselves are
-    less exact: parts move by either.
+    Embeddings solved for behind a wrong order favour that order; those estimated from rows alone are less exact. Parts
+    move by either.
     """
     begun = decoding.beam[0]
     out = [_met(decoding, witness, engines, weights)]

@@ -1,9 +1,9 @@
-"""At which position each row of a shuffled prompt stood, as far as rows tell by themselves.
+"""Predict the position of each row of a shuffled prompt from the row alone.
 
-A regression reads a position (its logarithm) from a row. What it reads is drawn to the mean, the more the less rows
-tell: taken at its word it would put every row into the middle, and speak against the right row at the first places,
-where most depends on it. So a second model learns, on other texts, how likely each position is where that is read:
-a multinomial logit over ranges of positions, by powers of the reading and by the row itself.
+A regression predicts a position (its logarithm) from a row. Regression shrinks to the mean on uninformative rows: used
+directly, it would place every row in the middle and penalise the right row at the first places, which matter most. So a
+second model, a multinomial logit over ranges of positions, learns on other texts how likely each position is given the
+prediction's powers and the row itself.
 """
 
 import math
@@ -22,23 +22,23 @@ from hiddenlab.proposals.probe import Expert
 from hiddenlab.utils.random import generator
 
 TOKENS, WINDOW = 12_000, 64  # of the attacker's own texts, half of them for either model
-RIDGE = 300.0  # of the regression
+RIDGE = 300.0  # penalty of the regression
 # Where ranges of positions begin; the last has no end.
 EDGES = (0, 1, 2, 3, 4, 5, 6, 8, 10, 13, 17, 22, 28, 36, 46)
-POWERS = 3  # of the reading
-READING = 5.0  # how much less these are drawn to nothing than the row's coordinates
-DRAWN = 1e-3  # to nothing are the logit's weights
+POWERS = 3  # powers of the regression's prediction
+READING = 5.0  # scale of these powers: they are penalised less than the row's coordinates
+DRAWN = 1e-3  # penalty of the logit's weights
 STEPS = 100  # of the optimiser
 
 
 @dataclass(frozen=True)
 class PositionModel:
-    """What rows say of their positions.
+    """The trained model of row positions.
 
     Attributes:
         expert: standardises rows. slope, level: of the regression on the logarithm of one plus the position.
-        middle, spread: of the reading's powers. weights: of the logit, with its intercepts last. usual: logarithm of
-            how often each range occurred in what that was learned from.
+        middle, spread: mean and standard deviation of the prediction's powers. weights: of the logit, with its
+            intercepts last. usual: logarithm of each range's count in the training rows.
     """
 
     expert: Expert
@@ -50,17 +50,17 @@ class PositionModel:
     usual: Float[Tensor, " ranges"]
 
     def __call__(self, rows: Float[Tensor, "rows d"], length: int) -> Float[Tensor, "rows length"]:
-        """Log-likelihood of each position of a prompt over that of all positions alike."""
+        """Return the log-likelihood of each position of a prompt, relative to all positions being alike."""
         coordinates = self.expert.features(rows)
         powers = _powers(coordinates @ self.slope + self.level)
         logits = _features(coordinates, powers, self.middle, self.spread) @ self.weights
-        # What was usual in other texts says nothing of a row: they were of another length.
+        # The frequencies of other texts are removed: those texts had another length.
         told = (logits - self.usual)[:, _ranges(length, rows.device)]
         return told.log_softmax(1) + math.log(length)
 
     @classmethod
     def learn(cls, rows: Float[Tensor, "rows d"], places: Float[Tensor, " rows"]) -> "PositionModel":
-        """From rows and their positions; the latter half says what is read from rows that nothing was fitted to."""
+        """Learn from rows and their positions: the regression on the first half, its calibration on the other."""
         expert = Expert.of(rows)
         coordinates, target, half = expert.features(rows), places.log1p(), len(rows) // 2
         known, level = coordinates[:half], float(target[:half].mean())
@@ -77,7 +77,7 @@ class PositionModel:
 def learn_position_model(
     model: TruncatedModel, channel: Channel, matcher: Matcher, seed: int
 ) -> PositionModel:
-    """Learn a position model from texts of the attacker's own, released as the provider does."""
+    """Learn a position model from the attacker's own texts, released as the provider does."""
     corpus = Corpus(model, seed + 3)
     windows = [corpus.text_window(WINDOW).tolist() for _ in range(TOKENS // WINDOW)]
     released = channel.release_batch(model, windows, generator(seed, "joint", "clock"))
@@ -105,13 +105,13 @@ def _features(
 
 
 def _ranges(length: int, device: torch.device) -> Int[Tensor, " length"]:
-    """The range of each position of a prompt."""
+    """Return the range index of each position of a prompt."""
     edges = torch.tensor(EDGES, device=device)
     return torch.bucketize(torch.arange(length, device=device), edges, right=True) - 1
 
 
 def _logit(features: Tensor, ranges: Tensor) -> Float[Tensor, "features ranges"]:
-    """Weights under which the ranges are likeliest."""
+    """Fit the weights under which the ranges are likeliest."""
     with torch.inference_mode(False), torch.enable_grad():
         known, right = features.clone(), ranges.clone()
         weights = torch.zeros(known.shape[1], len(EDGES), device=known.device, requires_grad=True)

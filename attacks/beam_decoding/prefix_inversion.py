@@ -1,19 +1,19 @@
-"""What stood before a prompt whose beginning is unknown: the embedding that explains what its rows leave over.
+"""Find the unknown embeddings before a prompt from what its rows leave unexplained.
 
-A random embedding before the prompt (paper, appendix F.1) moves every row, and all of them in ways that one vector of d
-numbers decides: a prompt of n tokens has n·d numbers to find it by. Behind the decoded tokens it is found by gradients
-through the model (L-BFGS), with a loss that grows with the logarithm of what is left, so that tokens decoded wrongly
-or in a wrong place count little. Behind what was found, distances tell right from wrong again, and decoding is done
+A random embedding before the prompt (paper, appendix F.1) moves every row, in ways that one vector of d numbers
+determines: a prompt of n tokens gives n·d numbers to find it from. Behind the decoded tokens it is found by gradients
+through the model (L-BFGS). The loss grows with the logarithm of the residual, so that tokens decoded wrongly or in a
+wrong place count little. Behind the embedding found, distances tell right from wrong again, and the prompt is decoded
 once more.
 
-The first time a prompt is decoded behind a draw of the attacker's own. Nothing in that place would be worse: the first
-token of all that a model reads is an attention sink, whose state is like no other.
+At first a prompt is decoded behind a random draw of the attacker's own. Leaving that place empty would be worse: the
+first token that a model reads is an attention sink, whose state is unlike any other.
 
 Where rows are shuffled, a first order may be too wrong for any embedding to explain it. But a few rows are enough to
-find one by, if they are the first: so each row is tried as the first, those that are nearest then behind the best of
-these, and so on, every time with the embedding that explains them best. Where one embedding is unknown and few layers
-are between, only the right ones are explained (docs/log/020-prefix-by-four-rows.md). Through many layers the steps do
-not arrive: so before any prompt is begun anew, the attacker does it with texts of its own, whose first rows it knows.
+find one, if they are the first. So each row is tried as the first, then the nearest rows behind the best of these, and
+so on, each time with the embedding that explains them best. Where one embedding is unknown and the layers are few, only
+the right rows are explained (docs/log/020-prefix-by-four-rows.md). Through many layers the solve does not converge:
+so before any prompt is started again, the attacker tests it on his own texts, whose first rows he knows.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,18 +35,18 @@ from hiddenlab.types import Progress, silent
 from hiddenlab.utils.random import generator
 
 STAGES, STEPS = 6, 10  # of the optimiser; between stages the loss is adapted to what is left
-BETTER = 0.9  # of what is left: a stage that leaves more is the last
+BETTER = 0.9  # a stage that leaves more than this share of the residual is the last
 EXPLAINED = 1e-5  # of a row's norm: less is rounding
-STUCK = 0.01  # of a row's norm: where more stays unexplained, the order may be too wrong
-FIRST = 4  # rows that are tried as the first ones, where one embedding is unknown; one more for each other
+STUCK = 0.01  # of a row's norm: with a larger residual the order may be too wrong
+FIRST = 4  # rows of a beginning, where one embedding is unknown; one more for each further embedding
 KEPT, NEAREST = 8, 6  # beginnings kept after each of them, and rows tried behind each of these
-DESCENTS, TAU = 4, 0.1  # steps for each beginning, and how much of a row it may leave unexplained
-OWN, LENGTH = 2, 40  # texts of the attacker's own that are begun first, and how long they are
+DESCENTS, TAU = 4, 0.1  # steps for each beginning, and the share of a row it may leave unexplained
+OWN, LENGTH = 2, 40  # the attacker's own texts that the search is tested on, and their length
 AT_ONCE = 256  # positions that gradients are taken through at once, or as many as the prompt has
 
 
 def prefix_of(points: Float[Tensor, "p d"], model: TruncatedModel) -> Prefix:
-    """Embeddings as what was committed before a prompt: their keys and values."""
+    """Return embeddings as a committed prefix: their keys and values."""
     prefix = model.prefix()
     prefix.keep(model.run([Request(prefix, points.to(model.dtype))])[0], tokens=len(points))
     return prefix
@@ -62,12 +62,12 @@ def decode_behind(
     anew: Callable[[], bool],
     progress: Progress = silent,
 ) -> list[Decoding]:
-    """Find what stood before each decoded prompt and decode it again behind that, as long as more is explained.
+    """Find the embeddings before each prompt and decode behind them, as long as more is explained.
 
     Args:
-        size: embeddings before each prompt. rounds: of looking for them at most. anew: whether to begin shuffled
-            prompts anew that stay unexplained, and look for what is before them in as many rounds again; asked where
-            there are any (see ``arrives``).
+        size: embeddings before each prompt. rounds: searches for them at most. anew: returns whether shuffled prompts
+            that stay unexplained are started again, with as many rounds; called only where there are any (see
+            ``arrives``).
     """
     model, matcher, out = engines.model, engines.matcher, list(decodings)
     if not out or not rounds:
@@ -77,7 +77,7 @@ def decode_behind(
     left = [float("inf")] * len(out)  # what that leaves unexplained
 
     def look(which: list[int], find: Callable[[Unknown, Tensor], Tensor]) -> list[int]:
-        """Decode some prompts behind what is found before them; which of them it explains more of."""
+        """Decode some prompts behind the embeddings found; return those of which more is explained now."""
         searches = [Unknown.of(out[i], model, matcher) for i in which]
         points, again = list[Tensor](), list[Decoding]()
         for done, (i, search) in enumerate(zip(which, searches, strict=True)):
@@ -90,14 +90,14 @@ def decode_behind(
         better = []
         for i, search, point, new in zip(which, searches, points, again, strict=True):
             after = Unknown.of(new, model, matcher)
-            if find is begin:  # found by few of the rows: no match yet for what is found by all of them
+            if find is begin:  # fitted to few rows: fit it to all of them before the comparison
                 point = after.solve(point)
             now, was = after.left(point), search.left(point)
             new.evaluated += out[i].evaluated + search.evaluated + after.evaluated
             new.calls += out[i].calls + search.calls + after.calls
             if was < left[i]:
                 known[i], left[i] = point, was
-            if now <= left[i]:  # the same tokens too: their distances are those behind what was found
+            if now <= left[i]:  # with equal tokens too: their distances are now behind the embedding found
                 if now < left[i]:
                     better.append(i)
                 out[i], known[i], left[i] = new, point, now
@@ -111,7 +111,7 @@ def decode_behind(
     open = list(range(len(out)))
     for _ in range(rounds):
         open = look(open, Unknown.solve)
-    # Sorted coordinates fold: what explains few rows says nothing there.
+    # With sorted coordinates an explanation of few rows proves nothing.
     stuck = [i for i, one in enumerate(out) if one.ahead is not None and STUCK < left[i] < float("inf")]
     stuck = stuck if stuck and not matcher.sorted and anew() else []
     for find in (begin, *[Unknown.solve] * rounds):
@@ -120,7 +120,7 @@ def decode_behind(
 
 
 def believed(model: TruncatedModel, size: int) -> tuple[Float[Tensor, "p d"], Float[Tensor, " d"]]:
-    """Of what may stand before a prompt, before any row is seen: mean, and deviation of each coordinate."""
+    """Return the prior of an embedding before a prompt: the mean, and the standard deviation of each coordinate."""
     table = model.embed(torch.arange(model.vocab_size, device=model.device)).float()
     return table.mean(0).expand(size, -1), table.std(0).clamp(min=1e-12)
 
@@ -133,7 +133,7 @@ def arrives(
     seed: int,
     progress: Progress = silent,
 ) -> bool:
-    """Whether the first rows of a text of the attacker's own are found to be the first, its tokens being known."""
+    """Return whether the search finds the first rows of the attacker's own texts, whose tokens are known."""
     corpus, (centre, deviation) = Corpus(model, seed + 6), believed(model, size)
     texts = [corpus.text_window(LENGTH).tolist() for _ in range(OWN)]
     released, found = channel.release_batch(model, texts, generator(seed, "joint", "first rows")), False
@@ -150,7 +150,7 @@ def arrives(
 
 
 class Unknown:
-    """The embeddings before one prompt, whose tokens are believed and whose rows are in their order.
+    """The search for the embeddings before one prompt, given its tokens and its rows in order.
 
     Attributes:
         evaluated: positions run to find them. calls: passes.
@@ -172,7 +172,7 @@ class Unknown:
 
     @classmethod
     def of(cls, decoding: Decoding, model: TruncatedModel, matcher: Matcher) -> "Unknown":
-        """Behind a decoding of which every token has a row."""
+        """Build the search behind a decoding in which every token has a row."""
         steps = decoding.beam[0].steps
         tokens, rows = (
             torch.tensor([getattr(one, name) for one in steps], device=model.device)
@@ -183,11 +183,11 @@ class Unknown:
     def begin(
         self, centre: Float[Tensor, "p d"], deviation: Float[Tensor, " d"], start: Float[Tensor, "p d"]
     ) -> tuple[Float[Tensor, "p d"], Int[Tensor, " place"]]:
-        """The embeddings that best explain some few rows as the first of the prompt, and these rows in their order.
+        """Find the embeddings that best explain a few rows as the first of the prompt; return both, rows in order.
 
         Args:
             centre, deviation: mean and standard deviation of what may stand before the prompt, in each coordinate.
-            start: what is believed to stand there, tried as well as the mean.
+            start: a first estimate of what stands there, tried as well as the mean.
         """
         before, passes = self.model.evaluated_tokens, self.model.forward_calls
         noise = torch.stack([torch.zeros_like(centre), (start - centre) / deviation]).flatten(1).unique(dim=0)
@@ -212,7 +212,7 @@ class Unknown:
     def _next(
         self, orders: Int[Tensor, "k place"], points: Float[Tensor, "k p d"]
     ) -> tuple[Int[Tensor, " c"], Int[Tensor, " c"]]:
-        """Which beginning (by its place) should be tried with which row behind it; at first all rows."""
+        """Return the pairs of a beginning (by index) and a row to try behind it; at first all rows."""
         every = torch.arange(len(self.tokens), device=self.tokens.device)
         if not orders.shape[1]:
             starts = torch.arange(len(orders), device=every.device)
@@ -237,9 +237,9 @@ class Unknown:
     def _explain(
         self, orders: Int[Tensor, "c place"], noise: Float[Tensor, "c n"], centre: Tensor, deviation: Tensor
     ) -> tuple[Float[Tensor, "c n"], Float[Tensor, " c"]]:
-        """What before each beginning explains it best, in deviations from ``centre``, and how badly, in nats.
+        """Solve for the embeddings that best explain each beginning; return their deviations and the costs in nats.
 
-        All beginnings are alternatives behind nothing: one product serves them all.
+        All beginnings are alternatives behind an empty prefix: one product serves them all.
         """
         with torch.inference_mode(False), torch.enable_grad():
             tokens = self.tokens[orders]
@@ -262,7 +262,7 @@ class Unknown:
             return noise, cost
 
     def solve(self, start: Float[Tensor, "p d"]) -> Float[Tensor, "p d"]:
-        """The embeddings that leave least unexplained, found from some others."""
+        """Return the embeddings with the smallest residual, found from ``start``."""
         with torch.inference_mode(False), torch.enable_grad():
             points = start.clone().requires_grad_()
             left = self.left(points)
@@ -281,16 +281,16 @@ class Unknown:
                 before, left = left, self.left(points)
                 if left < best[0]:
                     best = left, points.detach().clone()
-                if not EXPLAINED <= left <= BETTER * before:  # nor where it is not a number
+                if not EXPLAINED <= left <= BETTER * before:  # also ends where the residual is not a number
                     break
             return best[1]
 
     def left(self, points: Float[Tensor, "p d"]) -> float:
-        """Median share of the rows' norms that some embeddings leave unexplained."""
+        """Return the median share of the rows' norms that some embeddings leave unexplained."""
         return float(self._squared(points.detach()).median().sqrt())
 
     def prefix(self, points: Float[Tensor, "p d"]) -> Prefix:
-        """For prompts to stand behind."""
+        """Return the embeddings as a prefix for prompts."""
         self.evaluated += len(points)
         self.calls += 1
         return prefix_of(points, self.model)

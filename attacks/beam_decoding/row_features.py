@@ -1,4 +1,4 @@
-"""What one observation says by itself, before any hypothesis: of its rows' tokens, their places, the channel's mark."""
+"""Compute what an observation's rows tell before any hypothesis: likely tokens, positions and expected distances."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,16 +22,17 @@ from hiddenlab.proposals.probe import PART, Probe
 from hiddenlab.types import Observation
 from hiddenlab.utils.random import generator
 
-SHORTLIST = 128  # tokens of each row that the probe names
-ROUNDED, WINDOW = 8, 64  # texts that are rounded, and how long they are
-SMALL = 0.25  # how small a share of the channel's doing rounding may be
+SHORTLIST = 128  # tokens that the probe proposes for each row
+ROUNDED, WINDOW = 8, 64  # texts on which rounding is measured, and their length
+SMALL = 0.25  # largest ratio of the screen's rounding to the channel's displacement
 
 
 def length_of(observation: Observation) -> int:
-    """Tokens of the prompt.
+    """Return the number of the prompt's tokens.
 
     Raises:
-        InputError: the facts contradict the rows. NotApplicableError: rows are missing and in unknown order.
+        InputError: the facts contradict the rows.
+        NotApplicableError: rows are missing and in unknown order.
     """
     info = observation.info
     if info.positions is None:
@@ -50,7 +51,7 @@ def length_of(observation: Observation) -> int:
 
 
 def fast_enough(screen: Screen, channel: Channel, matcher: Matcher, seed: int) -> bool:
-    """Whether the screen's rounding is small beside what the channel does to states, so that it may decide."""
+    """Return whether the screen's rounding is small beside the channel's displacements, so that it may decide alone."""
     model, fast = screen.of, screen.model
     corpus = Corpus(model, seed + 4)
     windows = [corpus.text_window(WINDOW).tolist() for _ in range(ROUNDED)]
@@ -73,8 +74,8 @@ class Reader:
     Attributes:
         probes: for a row's own token, and for those before it (or none).
         position_model, pairwise_order: where rows are in unknown order.
-        distortion_model: where rows are in unknown order or columns shuffled; elsewhere a row's own length says enough.
-            first_tokens: of shuffled columns, or None.
+        distortion_model: where rows are in unknown order or columns shuffled; elsewhere a row's own length suffices.
+        first_tokens: of shuffled columns, or None.
     """
 
     model: TruncatedModel
@@ -87,7 +88,7 @@ class Reader:
     pairwise_order: PairwiseOrder | None = None
 
     def read(self, observation: Observation) -> Rows:
-        """What the rows say."""
+        """Compute the features of an observation's rows."""
         info = observation.info
         length = length_of(observation)
         places = None if info.rows_permuted else info.positions or tuple(range(length))
@@ -117,7 +118,7 @@ class Reader:
 def _missed(
     told: Sequence[Float[Tensor, "rows v"]], places: Sequence[int], length: int
 ) -> dict[int, Float[Tensor, "offsets v"]]:
-    """What rows tell (for each offset) of tokens shortly before them that have no row of their own."""
+    """Return what rows predict (for each offset) about tokens shortly before them that have no row."""
     row_of, out = {place: row for row, place in enumerate(places)}, {}
     for place in sorted(set(range(length)) - set(places)):
         rows = [row_of.get(place + offset) for offset in TRACES]

@@ -1,4 +1,4 @@
-"""How much each piece of evidence counts: learned on the attacker's own texts, released as by the provider."""
+"""Learn the weight of each feature on the attacker's own texts, released as by the provider."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -28,13 +28,13 @@ from hiddenlab.types import GroundTruth, Progress, silent
 from hiddenlab.utils.random import generator
 
 WINDOWS, LENGTH = 16, 40
-# Where learning starts, and what it is drawn to: as ``FEATURES``.
+# Start of the fit, and the mean of its prior, in the order of ``FEATURES``.
 START = (1.0, 0.8, 0.3, 0.15, 1.0, 0.05, -3.0, -3.0, -3.0)
 RIDGE = 1e-3
 STEPS = 60  # of the optimiser
 TRIED = 32  # wrong candidates a position
-# Shares: of positions where the right candidate was not run, where a wrong one may be believed; of right ones that are
-# not believed though no wrong one comes near; and of right ones that must be believed for the rule to matter.
+# Shares: of wrong best candidates that may count as reliable; of right ones that may count as unreliable though no
+# wrong one comes near; and of right ones that must count as reliable for the rule to be used.
 MISTAKEN, MISSED, TELLING = 0.02, 0.02, 0.1
 
 
@@ -43,10 +43,11 @@ class Table:
     """Candidates for one position, the right one first.
 
     Attributes:
-        offset: logarithm of how many of the vocabulary's tokens each stands for. Wrong ones that score well are there
-            themselves; one drawn by chance stands for many, without which scoring well would speak against a token.
-        tried: the likeliest before any is run, as a decoder runs them. unseen: under some weights, what
-            ``evidence.unseen`` says of all others; None where the whole vocabulary is not at hand.
+        offset: logarithm of how many vocabulary tokens each candidate stands for. Wrong ones that score well are
+            included themselves; a randomly drawn one stands for many. Without this, a good score would count against a
+            token.
+        tried: the likeliest before any is run, as a decoder runs them. unseen: maps weights to ``features.unseen`` of
+            all others; None where the whole vocabulary is not available.
     """
 
     features: Float[Tensor, "c features"]
@@ -58,7 +59,7 @@ class Table:
 def learn_weights(
     channel: Channel, engines: Engines, reader: Reader, seed: int, progress: Progress = silent
 ) -> Learned:
-    """Fit a conditional logit: at each position of the attacker's texts, behind the right tokens, what is right?"""
+    """Fit a conditional logit that picks the right candidate at each position of the attacker's texts."""
     corpus = Corpus(reader.model, seed + 2)
     windows = [corpus.text_window(LENGTH) for _ in range(WINDOWS)]
     drawn = generator(seed, "joint")
@@ -75,7 +76,7 @@ def learn_weights(
 def _tables(
     view: Rows, secret: GroundTruth, engines: Engines, weights: Tensor, drawn: torch.Generator
 ) -> list[Table]:
-    """Candidates at each position of one text, the right one first."""
+    """Return the candidates at each position of one text, the right one first."""
     device, vocabulary = view.shown.device, engines.model.vocab_size
     truth = torch.tensor(secret.tokens, device=device)
     following = spoken(engines, truth)
@@ -90,7 +91,7 @@ def _tables(
             chance = chance[~torch.isin(chance, hard) & (chance != token)]
             tokens = torch.cat([truth[place : place + 1], hard[hard != token], chance])
             said = following[place]
-            # In half precision: they are kept for every position, and the vocabulary may be large.
+            # In half precision to save memory: they are kept for every position.
             unrun = partial(unseen, view, place, free, None if said is None else said.half(), tokens=hard)
         candidates = candidates_of(view, place, free, path, following[place], tokens)
         right = (candidates.tokens == token) & (candidates.rows == rows[place])
@@ -117,7 +118,7 @@ def _tables(
 
 
 def spoken(engines: Engines, tokens: Tensor) -> list[Tensor | None]:
-    """The language model's log-probabilities of every token of a text and of what follows it."""
+    """Return the language model's log-probabilities of every token of a text and of what follows it."""
     speaker = engines.speaker
     if speaker is None:
         return [None] * (len(tokens) + 1)
@@ -126,11 +127,12 @@ def spoken(engines: Engines, tokens: Tensor) -> list[Tensor | None]:
 
 
 def lead_of(tables: Sequence[Table], weights: Float[Tensor, " features"]) -> float:
-    """How far the best candidate that was run must be ahead of all others to be believed, in nats.
+    """Return the lead over all candidates not run that makes the best candidate reliable, in nats.
 
-    Of positions whose right candidate was not run, ``MISTAKEN`` have one that is further ahead; where the two cases lie
-    apart, all but ``MISSED`` of the right ones are, since leads of wrong ones grow with what was run. Minus infinity
-    where there are none of either, or where fewer than ``TELLING`` of the right ones would be believed.
+    At positions whose right candidate was not run, a share of ``MISTAKEN`` has a best candidate that is further ahead.
+    Where the two cases lie apart, all but ``MISSED`` of the right ones are further ahead, since leads of wrong ones
+    grow with the number of candidates run. Minus infinity where there are none of either, or where fewer than
+    ``TELLING`` of the right ones would be reliable.
     """
     right, wrong = list[float](), list[float]()
     for one in tables:
@@ -150,12 +152,12 @@ def lead_of(tables: Sequence[Table], weights: Float[Tensor, " features"]) -> flo
 
 
 def fit(tables: Sequence[Table], start: Float[Tensor, " features"]) -> Float[Tensor, " features"]:
-    """The weights under which the first of each table is likeliest, drawn to where they start."""
+    """Return the weights under which each table's first candidate is likeliest, with a penalty around ``start``."""
     if not tables:
         return start
     scale = torch.cat([one.features - one.features[:1] for one in tables]).std(0).clamp(min=1e-3)
     padded = pad_sequence([one.features for one in tables], batch_first=True)
-    # What is no candidate has no chance.
+    # Padding gets probability 0.
     offset = pad_sequence([one.offset for one in tables], batch_first=True, padding_value=float("-inf"))
     with torch.inference_mode(False), torch.enable_grad():
         table, chance = padded.clone(), offset.clone()
@@ -171,5 +173,5 @@ def fit(tables: Sequence[Table], start: Float[Tensor, " features"]) -> Float[Ten
 
         optimiser.step(loss)
     learned = weights.detach().clone()
-    learned[:BEFORE].clamp_(min=0)  # what speaks for a token by itself never speaks against it
+    learned[:BEFORE].clamp_(min=0)  # these features never count against a token
     return learned if bool(learned.isfinite().all()) else start

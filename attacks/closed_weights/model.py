@@ -1,7 +1,7 @@
-"""The server's permuted model made whole: with the vocabulary that it rebuilt, it runs candidates (appendix I.3).
+"""Complete the server's permuted model with the vocabulary it rebuilt, so that it can run candidates (appendix I.3).
 
-In the users' order of coordinates the permuted weights are a decoder like any other, of which only the names of the
-tokens are missing. So the attacks on open weights work on it as they are, and find symbols in place of tokens.
+In the users' order of coordinates the permuted weights are an ordinary decoder; only the names of the tokens are
+missing. So the attacks on open weights run on it unchanged, and find symbols in place of tokens.
 """
 
 from pathlib import Path
@@ -16,11 +16,11 @@ from hiddenlab.models.reading import quiet_transformers
 
 
 def with_table(checkpoint: Path, table: Float[Tensor, "v d"], folder: Path) -> Path:
-    """Write the server's model again, with a token embedding.
+    """Write the server's model again, with a token embedding, and return the folder.
 
     Args:
-        checkpoint: the permuted model as a transformers checkpoint, its token embedding empty. table: the embedding,
-            in the users' order of coordinates (``rebuild_tied``). folder: where the whole model goes.
+        checkpoint: the permuted model as a transformers checkpoint, its token embedding empty. table: the embedding, in
+            the users' order of coordinates (``rebuild_tied``). folder: where the whole model goes.
 
     Raises:
         InputError: no such model, or a table of another shape.

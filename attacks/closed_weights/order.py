@@ -1,4 +1,4 @@
-"""Vectors in an unknown order of coordinates: found by their sorted values, the order by their columns."""
+"""Match vectors whose coordinates are in an unknown order, and find that order."""
 
 from collections.abc import Hashable
 
@@ -9,16 +9,16 @@ from torch import Tensor
 from hiddenlab.errors import NotApplicableError
 
 CHUNK = 1024  # rows compared with a table at once
-EXACT_FEW = 4  # nearest by the fast form that are compared digit by digit
+EXACT_FEW = 4  # nearest rows by the fast form that are compared exactly
 
 
 def match_sorted(
     rows: Float[Tensor, "rows d"], table: Float[Tensor, "v d"]
 ) -> tuple[Int[Tensor, " rows"], Float[Tensor, " rows"], Float[Tensor, " rows"]]:
-    """The table row whose sorted values are nearest (L2) to each row's: coordinates may be in any order.
+    """Return the table row whose sorted values are nearest (L2) to each row's; coordinates may be in any order.
 
     Returns:
-        Which one, its distance, and how much farther the next one is.
+        Its index, its distance, and how much farther the next one is.
     """
     return nearest(rows.float().sort(dim=1).values, table.float().sort(dim=1).values)
 
@@ -26,11 +26,11 @@ def match_sorted(
 def nearest(
     rows: Float[Tensor, "rows d"], table: Float[Tensor, "v d"]
 ) -> tuple[Int[Tensor, " rows"], Float[Tensor, " rows"], Float[Tensor, " rows"]]:
-    """The nearest table row (L2) of each row, coordinate by coordinate; see ``match_sorted``."""
+    """Return the nearest table row (L2) of each row, coordinate by coordinate; see ``match_sorted``."""
     found, distance, margin = [], [], []
     norms = table.square().sum(1)
     for chunk in rows.split(CHUNK):
-        # The fast form loses the last digits, which decide between near equals: the best few are compared again.
+        # The fast form loses the last digits, so the best few are compared again exactly.
         few = (norms - 2 * chunk @ table.T).topk(min(EXACT_FEW, len(table)), largest=False).indices
         exact = torch.linalg.vector_norm(table[few] - chunk[:, None], dim=2)
         values, places = exact.sort(dim=1)
@@ -43,7 +43,7 @@ def nearest(
 
 
 def likeliest_order(rows: Float[Tensor, "m d"], guessed: Float[Tensor, "m d"]) -> Int[Tensor, " d"]:
-    """The order of coordinates in which rows agree best with vectors of which only some are the right ones."""
+    """Return the order of coordinates in which rows agree best with guessed vectors, some of them wrong."""
     from scipy.optimize import linear_sum_assignment
 
     agreement = (rows - rows.mean(0)).T @ guessed
@@ -54,12 +54,13 @@ def likeliest_order(rows: Float[Tensor, "m d"], guessed: Float[Tensor, "m d"]) -
 def common_order(
     rows: Float[Tensor, "m d"], matched: Float[Tensor, "m d"], tolerance: float = 1e-5, rounding: float = 0.0
 ) -> Int[Tensor, " d"]:
-    """The one order of coordinates with ``rows[:, j] = matched[:, order[j]]`` for all rows.
+    """Return the order of coordinates with ``rows[:, j] = matched[:, order[j]]`` for all rows.
 
-    A coordinate is told from the others by its values in all rows; those that agree everywhere are interchangeable.
+    A coordinate is identified by its values in all rows; coordinates that agree everywhere are interchangeable.
 
     Args:
-        tolerance: largest difference, relative to the rows' largest value. rounding: what comes on top, as it is.
+        tolerance: largest difference, relative to the rows' largest value. rounding: an absolute difference allowed in
+            addition.
 
     Raises:
         NotApplicableError: there is no such order.
@@ -80,7 +81,7 @@ def common_order(
 
 
 def number(rows: Float[Tensor, "rows d"], known: dict[Hashable, int] | None = None) -> list[int]:
-    """A number for each distinct row, whatever the order of its coordinates: first come, first numbered.
+    """Assign a number to each distinct row, whatever the order of its coordinates, by first appearance.
 
     Args:
         known: numbers given before; extended.

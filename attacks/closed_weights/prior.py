@@ -1,16 +1,15 @@
-"""A language model's say in which symbol is which token (appendix I.3): what fits the places where it stands.
+"""Name symbols with a language model's predictions at every place where they occur (appendix I.3).
 
-Neighbour statistics compare how a kind is used on the whole, which says little of a symbol that was seen five times.
-Here every occurrence counts by itself. For each symbol and candidate token the log-probabilities are added of
+Neighbour statistics compare how a kind is used overall, which says little about a symbol that was seen five times. Here
+every occurrence counts by itself. For each symbol and candidate token these log-probabilities are added:
 
-- the token behind what stands to its left in the request, as that is named now: by a public language model,
-- the neighbours beside the token: by pairs in the attacker's own text,
-- the token being seen so often: by its frequency.
+- of the token behind the text to its left in the request, as named now, by a public language model,
+- of the neighbours beside the token, by pairs in the attacker's own text,
+- of how often the token is seen, by its frequency.
 
-Symbols and tokens are assigned one to one again, and the next round reads the requests as they are named then. A
-context with a wrong name in it misleads, and names that mislead each other agree: left to itself the language model
-drives requests to one repeated phrase. What it says is therefore mixed with the plain frequency, by how sure the
-names of the last tokens are.
+Symbols and tokens are assigned one to one again, and the next round reads the requests with the new names. Wrong names
+in a context mislead, and can support each other: the language model alone drives requests to one repeated phrase. Its
+predictions are therefore mixed with the plain frequency, by the confidence in the names of the last tokens.
 """
 
 from collections import Counter
@@ -34,19 +33,19 @@ Numbers = NDArray[np.int64]
 Shares = NDArray[np.float64]
 
 PASS_REQUESTS = 50
-EACH = 20  # occurrences of a symbol, after which its requests are read last
-RECENT = (0.5, 0.3, 0.2)  # how much the last, the one before … count for how sure a context is
+EACH = 20  # occurrences of a symbol after which its requests are read last
+RECENT = (0.5, 0.3, 0.2)  # weights of the last name, the one before … in a context's confidence
 TRUST = (0.03, 0.9)  # least and most share of the language model in a token's probability
-# Occurrences are not independent: untempered, names look surer than they are (docs/log/009-verification-and-leaks.md).
+# Occurrences are not independent: without it confidence is too high (docs/log/009-verification-and-leaks.md).
 TEMPERATURE = 3.0
-STEP = 0.5  # how far scores move in a round: two names that swap places would do so for ever
-SMOOTHING = 20.0  # pairs that a token is given beforehand, spread by frequency
-LEFT_PAIRS = 0.5  # the language model has read the left neighbour already
+STEP = 0.5  # share of a round's change that is applied: otherwise two names could swap forever
+SMOOTHING = 20.0  # pseudo-count of pairs for each token, spread by frequency
+LEFT_PAIRS = 0.5  # weight of left neighbours, which the language model has read already
 
 
 @dataclass(frozen=True)
 class _Texts:
-    """Some texts with their kinds numbered, most frequent first.
+    """Texts with their kinds numbered, most frequent first.
 
     Attributes:
         kinds: what the numbers stand for. rows: the numbers by text. counts: of each. pairs: how often number j stands
@@ -84,12 +83,12 @@ def refine(
     requests: int = 1000,
     progress: Progress = silent,
 ) -> dict[int, int]:
-    """Name symbols anew, and those that have no name yet, with the help of a public language model.
+    """Name symbols again, and those that have no name yet, with a public language model.
 
     Args:
         cipher: symbols by request. reference: tokens of the attacker's own texts; its kinds are the candidates.
         named: symbols named so far, one to one (see ``solve``). language_model: with the stream ``logits``.
-        seeds: what is known, by symbol. rounds: of reading and naming. requests: read by the language model each round.
+        seeds: known names, by symbol. rounds: of reading and naming. requests: read by the language model each round.
 
     Returns:
         Symbol to token, one to one; where there are more symbols than candidates, those that fit worst have no name.
@@ -121,7 +120,7 @@ def refine(
 
 
 def _numbered(symbols: _Texts, tokens: _Texts, names: dict[int, int]) -> dict[int, int]:
-    """The same names in the numbers of both texts, as far as these have them."""
+    """Return the names as numbers of both texts, as far as the texts contain them."""
     place = {kind: j for j, kind in enumerate(tokens.kinds)}
     return {
         i: place[names[kind]]
@@ -131,7 +130,7 @@ def _numbered(symbols: _Texts, tokens: _Texts, names: dict[int, int]) -> dict[in
 
 
 def _completed(symbols: _Texts, tokens: _Texts, named: dict[int, int]) -> Numbers:
-    """A token for each symbol; those without a name get what is free, in the order of frequency."""
+    """Return a token for each symbol; those without a name get the free tokens, in the order of frequency."""
     match = np.full(len(symbols.kinds), -1)
     for i, j in _numbered(symbols, tokens, named).items():
         match[i] = j
@@ -142,7 +141,7 @@ def _completed(symbols: _Texts, tokens: _Texts, named: dict[int, int]) -> Number
 
 
 class _Statistics:
-    """What frequencies and pairs of the attacker's own text say of each symbol and token, as log-likelihoods."""
+    """Log-likelihoods of each symbol and token by frequencies and pairs of the attacker's own text."""
 
     def __init__(self, symbols: _Texts, tokens: _Texts) -> None:
         self.symbols = symbols
@@ -154,7 +153,7 @@ class _Statistics:
         self.right, self.left = (_ratios(pairs, self.shares) for pairs in (tokens.pairs, tokens.pairs.T))
 
     def scores(self, match: Numbers, sure: Shares) -> Shares:
-        """Log-likelihoods, symbol by token, with neighbours as they are named now and as sure as that is."""
+        """Return log-likelihoods, symbol by token, with neighbours as they are named now, weighted by confidence."""
         out: Shares = self.often.copy()
         pairs = self.symbols.pairs
         for weight, follow, ratios in ((1.0, pairs, self.right), (LEFT_PAIRS, pairs.T, self.left)):
@@ -165,7 +164,7 @@ class _Statistics:
 
 
 def _ratios(pairs: Any, shares: Shares) -> NDArray[np.float32]:
-    """How many times more often than elsewhere a neighbour (column) stands beside a token (row)."""
+    """Return how many times more often than elsewhere a neighbour (column) stands beside a token (row)."""
     total = np.asarray(pairs.sum(axis=1)).reshape(-1, 1)
     seen = pairs.toarray() / (total + SMOOTHING) / shares
     ratios: NDArray[np.float32] = (seen + SMOOTHING / (total + SMOOTHING)).astype(np.float32)
@@ -173,7 +172,7 @@ def _ratios(pairs: Any, shares: Shares) -> NDArray[np.float32]:
 
 
 def _sureness(scores: Shares, match: Numbers) -> Shares:
-    """The tempered probability of each symbol's name among all candidates."""
+    """Return the tempered probability of each symbol's name among all candidates."""
     names = np.maximum(match, 0)[:, None]
     best = scores.max(axis=1, keepdims=True)
     weights = np.exp((scores - best) / TEMPERATURE)
@@ -182,7 +181,7 @@ def _sureness(scores: Shares, match: Numbers) -> Shares:
 
 
 def _chosen(rows: Sequence[Numbers], sure: Shares, most: int) -> list[int]:
-    """Which requests to read: the surest first, those whose symbols were all met often last."""
+    """Return the requests to read: the most confident first, those of symbols already read often last."""
     met = np.zeros(len(sure))
     first: list[int] = []
     later: list[int] = []
@@ -205,7 +204,7 @@ def _read(
     sure: Shares,
     progress: Progress,
 ) -> Shares:
-    """How much more probable than by frequency each token is where each symbol stands, in logarithms, added up."""
+    """Sum, over a symbol's places, how much more probable each token is than by frequency, in logarithms."""
     device = language_model.device
     candidates = torch.tensor(tokens.kinds, device=device)
     usual = torch.from_numpy(tokens.counts / tokens.counts.sum()).float().log()
@@ -222,7 +221,7 @@ def _read(
 
 
 def _mixed(ratios: Float[Tensor, "n c"], sure: Shares) -> Float[Tensor, "n c"]:
-    """Log ratios to the frequency, after a mixture with it by how sure the last tokens before each place are."""
+    """Return log ratios to the frequency, after a mixture with it by the confidence in the last tokens."""
     weights = np.array(RECENT[: len(sure)])
     reach = np.convolve(np.ones_like(sure), weights)[: len(sure)]
     context = np.convolve(sure, weights)[: len(sure)] / reach

@@ -1,4 +1,4 @@
-"""From what users sent to symbols, and to tokens where an embedding is public (paper, appendices I.2 and I.3)."""
+"""Turn what users sent into symbols, and into tokens where an embedding is public (paper, appendices I.2 and I.3)."""
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
@@ -25,14 +25,14 @@ EXACT = 1e-5  # of a vector's norm: a match up to float rounding
 def with_public_embedding(
     view: ServerView, embedding: Float[Tensor, "v d"]
 ) -> tuple[list[list[int]], Float[Tensor, " rows"]]:
-    """The tokens of every request, by the sorted values of a public embedding (appendix I.2).
+    """Recover the tokens of every request by the sorted values of a public embedding (appendix I.2).
 
-    The embedding may be of a public model that the private one was made from: the nearest vector is taken. Since one
-    order of coordinates serves all requests, it is estimated from the first guesses, which are guessed again in that
-    order, and so on: few right ones are enough (no paper describes it).
+    The embedding may be of a public model that the private one was made from: the nearest vector is taken. One order of
+    coordinates serves all requests. It is estimated from the first guesses, tokens are guessed again in that order, and
+    so on: few right guesses are enough (no paper describes it).
 
     Returns:
-        Tokens by request, and each row's relative margin over the next token: 0 says nothing, 1 is sure.
+        Tokens by request, and each row's relative margin over the next token: 0 is undecided, 1 is certain.
 
     Raises:
         InputError: another width.
@@ -42,7 +42,7 @@ def with_public_embedding(
     rows, counts = rows_of(view.requests)
     found, distance, margin = match_sorted(rows, embedding)
     norms = torch.linalg.vector_norm(embedding[found], dim=1)
-    if bool((distance > EXACT * norms + _rounding(view)).any()):  # not these very vectors: the order helps
+    if bool((distance > EXACT * norms + _rounding(view)).any()):  # not these very vectors: order them
         found, distance, margin = _in_one_order(rows, embedding, found)
     sure = margin / (margin + distance).clamp(min=1e-30)
     return [part.tolist() for part in found.split(counts)], sure
@@ -51,7 +51,7 @@ def with_public_embedding(
 def _in_one_order(
     rows: Float[Tensor, "rows d"], table: Float[Tensor, "v d"], found: Int[Tensor, " rows"]
 ) -> tuple[Int[Tensor, " rows"], Float[Tensor, " rows"], Float[Tensor, " rows"]]:
-    """Guess tokens and the one order of coordinates in turns, until the guesses stay."""
+    """Guess tokens and the one order of coordinates in turns, until the guesses do not change."""
     centre = table.mean(0)
     for _ in range(ORDER_ROUNDS):
         order = likeliest_order(rows, table[found] - centre)
@@ -80,8 +80,8 @@ class Rebuilt:
 def rebuild_tied(view: ServerView) -> Rebuilt:
     """Rebuild a private embedding from the permuted output layer that it is tied to (appendix I.3).
 
-    Each vector that a user sent has the values of one row of the head, in another order; the order is the same for
-    all, and turns the head into the permuted vocabulary.
+    Each vector that a user sent has the values of one row of the head, in another order. The order is the same for all
+    rows, and turns the head into the permuted vocabulary's embedding.
 
     Raises:
         NotApplicableError: the head is not tied to the embedding, or the requests have no common order.
@@ -105,14 +105,14 @@ def rebuild_tied(view: ServerView) -> Rebuilt:
 
 
 def _rounding(view: ServerView) -> float:
-    """How far (L2) rounding to fixed-point numbers can move a vector; twice that, for what float32 adds."""
+    """Return how far (L2) fixed-point rounding can move a vector, doubled to allow for float32."""
     return float(view.step * view.head.shape[1] ** 0.5)
 
 
 def _nearest(
     rows: Float[Tensor, "rows d"], table: Float[Tensor, "v d"]
 ) -> tuple[Int[Tensor, " rows"], float]:
-    """The table row with each row's very values, or else the nearest; coordinates are in order now."""
+    """Return the table row with each row's exact values, or else the nearest; coordinates are in order here."""
     known: dict[Hashable, int] = {}
     for i, row in enumerate(table.numpy()):
         known.setdefault(row.tobytes(), i)
@@ -123,6 +123,6 @@ def _nearest(
 
 
 def collect_untied(requests: Sequence[Float[Tensor, "_ d"]]) -> list[list[int]]:
-    """A symbol for every token, from the requests alone (appendix I.3, not tied): equal vectors, equal symbols."""
+    """Return a symbol for every token, from the requests alone (appendix I.3, not tied): equal vectors share one."""
     known: dict[Hashable, int] = {}
     return [number(rows, known) for rows in requests]

@@ -1,9 +1,9 @@
-"""Breaking a substitution of tokens: which symbol is which token, from how symbols follow each other (appendix I.3).
+"""Solve a substitution of tokens: find each symbol's token from how symbols follow each other (appendix I.3).
 
 The attacker has symbols of many requests and text of its own. Frequencies, and how often a kind opens a text, give a
-first guess. The most frequent kinds are then told apart by the company they keep: shares of left and right neighbours
-among those named so far are compared, and an optimal one-to-one assignment is made of the similarities, again and
-again while the circle of neighbours grows.
+first guess. The most frequent kinds are then distinguished by their neighbours: shares of left and right neighbours
+among those named so far are compared, and an optimal one-to-one assignment is made of the similarities. This is
+repeated while the set of neighbours grows.
 """
 
 from collections import Counter
@@ -35,7 +35,7 @@ class Statistics:
 
     @classmethod
     def of(cls, texts: Sequence[Sequence[int]], size: int) -> "Statistics":
-        """Count some texts."""
+        """Count kinds, first kinds and pairs of some texts."""
         counts = Counter(kind for text in texts for kind in text)
         kinds = tuple(kind for kind, _ in counts.most_common(size))
         place = {kind: i for i, kind in enumerate(kinds)}
@@ -63,7 +63,7 @@ def solve(
 
     Args:
         cipher: symbols by request. reference: tokens of the attacker's own texts. size: how many symbols to name.
-        seeds: what is known already, by symbol (a fixed opening of all requests, say). rounds: of refinement.
+        seeds: known names, by symbol (a fixed opening of all requests, say). rounds: of refinement.
 
     Returns:
         Symbol to token, one to one.
@@ -103,7 +103,7 @@ def _fixed(a: Statistics, b: Statistics, n: int, seeds: dict[int, int]) -> dict[
 
 
 def _frequency_similarity(a: Statistics, b: Statistics, n: int) -> Matrix:
-    """Minus the difference of log frequencies, and of how often a text begins with it."""
+    """Return minus the difference of log frequencies, and of how often a text begins with the kind."""
     total, other = a.counts.sum(), b.counts.sum()
     x, y = np.log(a.counts[:n] / total), np.log(b.counts[:n] / other)
     out = -np.abs(x[:, None] - y[None])
@@ -112,7 +112,7 @@ def _frequency_similarity(a: Statistics, b: Statistics, n: int) -> Matrix:
 
 
 def _context_similarity(a: Statistics, b: Statistics, n: int, match: NDArray[np.int64], core: int) -> Matrix:
-    """How alike the neighbours are, counted over the most frequent kinds as they are named now (Hellinger)."""
+    """Return the similarity of neighbours (Hellinger), counted over the most frequent kinds as they are named now."""
     named = match[:core]
     out = np.zeros((n, n))
     for left, right in (
@@ -131,7 +131,7 @@ def _root_shares(follow: Matrix, counts: Matrix) -> Matrix:
 
 
 def assign(similar: Matrix, fixed: dict[int, int]) -> NDArray[np.int64]:
-    """The best one-to-one assignment: the column of each row, -1 for rows that are left over.
+    """Return the best one-to-one assignment: the column of each row, -1 for rows that are left over.
 
     Args:
         fixed: columns of rows that are known.

@@ -1,4 +1,4 @@
-"""What the server of a permuted model has, as files: its model, and the vectors that users sent."""
+"""Save and load what the server of a permuted model has: its output layer and the vectors that users sent."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,14 +17,14 @@ FILE = "view.safetensors"
 
 @dataclass(frozen=True)
 class ServerView:
-    """What the attacks here are given of the server's knowledge: its permuted output layer, and what users sent.
+    """The part of the server's knowledge that these attacks use: its permuted output layer, and users' vectors.
 
-    Neither the weights, nor the token embedding, nor an order of dimensions or tokens is in it.
+    It holds neither the weights, nor the token embedding, nor an order of dimensions or tokens.
 
     Attributes:
         head: the permuted output layer, a row for each token of the (permuted) vocabulary.
-        requests: for each request the permuted embeddings that the user sent. step: how far apart the fixed-point
-            numbers are that these were rounded to; 0 where they were not.
+        requests: for each request the permuted embeddings that the user sent. step: distance between the fixed-point
+            numbers that these were rounded to; 0 where they were not.
     """
 
     head: Float[Tensor, "v d"]
@@ -94,5 +94,5 @@ class ServerView:
 
 
 def rows_of(requests: Sequence[Float[Tensor, "_ d"]]) -> tuple[Float[Tensor, "rows d"], list[int]]:
-    """All rows of some requests, and how many each has."""
+    """Return all rows of some requests, and how many each has."""
     return torch.cat(list(requests)), [len(rows) for rows in requests]

@@ -1,4 +1,4 @@
-"""Learned infilling: name the tokens that a node of a token-sharded scheme does not hold (paper, section 7.2)."""
+"""Predict the tokens that a node of a token-sharded scheme does not hold, with a trained model (paper, section 7.2)."""
 
 import time
 from dataclasses import replace
@@ -23,23 +23,23 @@ from hiddenlab.types import AttackResult, Observation, ObservationInfo, TokenPre
 
 
 class Infill(Attack):
-    """Names every token of a prompt from the rows that one node holds, with a model trained for it.
+    """Recover every token of a prompt from the rows that one node holds, with a model trained for it.
 
-    The tokens of the held rows are read by a probe (exactly, at layer 0); the others are named by a bidirectional,
-    LoRA-tuned copy of the model, or by a masked language model (``attacks/infill/model.py``). With every row shown it
-    is the trained transformer inverter of the literature (Wan et al., Morris et al.) and names every token anew. The
-    attacker knows the plan (the paper's worst case) and trains on its own texts, masked like it.
+    The tokens of the held rows are predicted by a probe (read exactly, at layer 0). The others are predicted by a
+    bidirectional, LoRA-tuned copy of the model, or by a masked language model (``attacks/infill/model.py``). With every
+    row shown it is the trained transformer inverter of the literature (Wan et al., Morris et al.) and predicts every
+    token again. The attacker knows the plan (the paper's worst case) and trains on its own texts, masked like it.
 
     Knows: the weights, the held rows, their positions, the prompt's length, the plan. Does not know: tokens, other
     rows.
 
     Args:
         preset: ``small`` (a laptop), ``medium`` or ``paper``. plan: ``own`` trains a model for the observation's plan,
-            ``any`` one for all common plans of the layer, which serves every table.
+            ``any`` one for all common plans of the layer.
         masked: a masked language model to tune in place of the attacked one: a directory or hub id.
-        text: what to train on, in place of the preset's: ``own`` (the model's own samples) or a source of prompts.
-        steps: of training at most, in place of the preset's. rounds: the most certain tokens are fixed first, in so
-            many forward passes; the paper has one.
+        text: training text, in place of the preset's: ``own`` (the model's own samples) or a source of prompts.
+        steps: of training at most, in place of the preset's. rounds: forward passes, each of which fixes the most
+            certain tokens; the paper has one.
     """
 
     def __init__(
@@ -60,11 +60,11 @@ class Infill(Attack):
         self._trained: tuple[tuple[TruncatedModel, ObservationInfo, Shards], Infiller, State] | None = None
 
     def _fit(self, info: ObservationInfo) -> dict[str, float | str]:
-        """Train the model, or take it from the cache.
+        """Train the model, or load it from the cache.
 
         Returns:
-            ``training_seconds`` (over all sessions, and with those of the infiller of tokens that it started from),
-            ``training_steps`` (its own), ``held_out_loss``, in nats a token, and ``training_text``.
+            ``training_seconds`` (over all sessions, including the infiller of tokens that it started from),
+                ``training_steps`` (its own), ``held_out_loss``, in nats a token, and ``training_text``.
         """
         _, state = self._infiller(info)
         return {
@@ -91,7 +91,7 @@ class Infill(Attack):
         return self._trained[1:]
 
     def _recover(self, observation: Observation) -> AttackResult:
-        """Recover one prompt: held tokens as read, the others as the model names them, unverified.
+        """Recover one prompt: held tokens as the probe reads them, the others as the model predicts them, unverified.
 
         Raises:
             NotApplicableError: rows or coordinates in unknown order.
@@ -118,7 +118,7 @@ class Infill(Attack):
     def _read(
         self, rows: Float[Tensor, "rows d"], info: ObservationInfo, model: TruncatedModel
     ) -> Int[Tensor, " rows"]:
-        """The tokens of the held rows."""
+        """Return the tokens of the held rows."""
         if model.site.stream != "embed":
             return read_tokens(probe_for(model, as_whole(info), self.progress)[0], rows[None])[0]
         table = model.embed(torch.arange(model.vocab_size, device=model.device)).float()
@@ -131,9 +131,9 @@ class Infill(Attack):
         known: Bool[Tensor, "1 n"],
         states: Float[Tensor, "1 n d"] | None,
     ) -> Float[Tensor, " n"]:
-        """Name what is missing, in place; returns the probability of each named token, 1 for those that were held.
+        """Fill in the missing tokens in place; return each predicted token's probability, 1 for those that were held.
 
-        Where every row is shown, all tokens are named anew.
+        Where every row is shown, all tokens are predicted again.
         """
         if bool(known.all()):
             chances, best = infiller(tokens, known, states, known).softmax(-1).max(-1)

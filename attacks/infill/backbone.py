@@ -1,4 +1,4 @@
-"""The language models that an infiller can be made of: the attacked decoder itself, or a masked language model."""
+"""Provide the language models that an infiller can tune: the attacked decoder itself, or a masked language model."""
 
 from contextvars import ContextVar
 from typing import Any, Protocol, runtime_checkable
@@ -14,35 +14,35 @@ from hiddenlab.models.attention import Attention, register_attention
 from hiddenlab.models.load import load_config, load_module, load_tokenizer, load_whole, resolve_model
 
 DOOR = "hiddenlab-infill"
-SHORT = 512  # tokens up to which attention is written out on a processor
+SHORT = 512  # tokens up to which attention is computed step by step on a CPU
 _ACTIVE: ContextVar["_BothSides | None"] = ContextVar("hiddenlab_infill", default=None)
 
 
 @runtime_checkable
 class Backbone(Protocol):
-    """A language model that reads vectors of the attacked model's tokens and answers with logits over its vocabulary.
+    """A language model that reads vectors of the attacked model's tokens and returns logits over its vocabulary.
 
     Attributes:
-        model: what LoRA is put into. mask: the first vector of an unknown token.
+        model: what LoRA is applied to. mask: the initial vector of an unknown token.
     """
 
     model: Any
     mask: Float[Tensor, " d"]
 
     def embed(self, tokens: Int[Tensor, "b n"]) -> Float[Tensor, "b n d"]:
-        """Input vectors of tokens of the attacked model."""
+        """Return input vectors of tokens of the attacked model."""
         ...
 
     def logits(self, inputs: Float[Tensor, "b n d"], wanted: Bool[Tensor, "b n"]) -> Float[Tensor, "w v"]:
-        """Logits of the tokens at the wanted positions."""
+        """Return logits of the tokens at the wanted positions."""
         ...
 
 
 class _BothSides:
     """Attention over all tokens of each text, in both directions.
 
-    Written out for short texts on a processor, where the fused kernel takes seven times as long in bfloat16, most of
-    it in its backward pass.
+    It is computed step by step for short texts on a CPU, where the fused kernel takes seven times as long in bfloat16,
+    mostly in its backward pass.
     """
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, attention: Attention) -> Tensor:
@@ -63,10 +63,10 @@ class _BothSides:
 
 
 class Decoder:
-    """The attacked model itself, its attention opened to both sides.
+    """The attacked model itself, with attention in both directions.
 
-    The token at position i is predicted at position i − 1, as the decoder always did, so that training starts from
-    the language model's own knowledge of what comes next.
+    The token at position i is predicted at position i − 1, as in the decoder, so that training starts from the language
+    model's own knowledge of the next token.
     """
 
     def __init__(self, model: TruncatedModel, dtype: torch.dtype) -> None:
@@ -95,10 +95,10 @@ class Decoder:
 
 
 class MaskedLM:
-    """A masked language model of another vocabulary, moved to the attacked model's (paper, section 7.2.1: ModernBERT).
+    """A masked language model with its vocabulary replaced by the attacked model's (paper, section 7.2.1: ModernBERT).
 
-    A token of the attacked model gets the mean of the vectors, and of the output weights, of the pieces into which the
-    masked model's tokenizer cuts its text; training does the rest. Positions are the attacked model's.
+    A token of the attacked model gets the mean of the input vectors, and of the output weights, of the pieces into
+    which the masked model's tokenizer splits its text; training adapts them. Positions are the attacked model's.
 
     Args:
         name: a directory or hub id.
@@ -160,7 +160,7 @@ class MaskedLM:
 
 
 def cut(model: TruncatedModel, tokenizer: Any) -> list[list[int]]:
-    """The pieces of every token of the attacked model in another vocabulary; those of no text are its unknown token."""
+    """Return each attacked token's pieces in another vocabulary; its unknown token where there is no text."""
     texts = [model.text([i]) for i in range(model.vocab_size)]
     found = tokenizer(texts, add_special_tokens=False)["input_ids"]
     unknown = tokenizer.unk_token_id if tokenizer.unk_token_id is not None else tokenizer.mask_token_id
@@ -168,7 +168,7 @@ def cut(model: TruncatedModel, tokenizer: Any) -> list[list[int]]:
 
 
 def average(weights: Float[Tensor, "old d"], pieces: list[list[int]]) -> Float[Tensor, "v d"]:
-    """The mean of the rows of each token's pieces."""
+    """Return the mean of the rows of each token's pieces."""
     flat = torch.tensor([i for one in pieces for i in one], device=weights.device)
     starts = torch.tensor([0, *map(len, pieces)], device=weights.device).cumsum(0)[:-1]
     return F.embedding_bag(flat, weights, starts, mode="mean")

@@ -1,4 +1,4 @@
-"""Which positions a node of a token-sharded scheme holds, drawn at random for training (paper, Definition 7.1)."""
+"""Draw at random the positions that a node of a token-sharded scheme holds, for training (paper, Definition 7.1)."""
 
 import random
 from collections.abc import Mapping, Sequence
@@ -19,7 +19,7 @@ class Shards:
 
     Attributes:
         alpha, c, m: of the plan; all None for any plan, ``alpha`` of 1 for the view of every row. attn: AttnNodes'
-            views, else CompNodes'.
+            views, otherwise CompNodes'.
     """
 
     alpha: int | None = None
@@ -29,7 +29,7 @@ class Shards:
 
     @classmethod
     def of(cls, info: ObservationInfo) -> "Shards":
-        """The plan that an observation was shown under; every row, or any plan where it does not say."""
+        """Return the plan that an observation was shown under; every row, or any plan, where it does not say."""
         facts: Mapping[str, Any] = info.facts.get("shard") or {}
         if not {"alpha", "c", "m", "attn"} <= set(facts):
             return cls() if "tokens" in info.facts else cls(1, 1, 1)
@@ -37,11 +37,11 @@ class Shards:
 
     @property
     def whole(self) -> bool:
-        """Whether every row is shown: nothing is missing, and what is learned is to read states."""
+        """Whether every row is shown, so that nothing is missing and training learns to read states."""
         return self.alpha == 1 and not (self.attn and self.m != 1)
 
     def draw(self, tokens: int, random: random.Random) -> list[int]:
-        """Positions that a random node holds of a text, ascending; never none, and all only for ``alpha`` of 1."""
+        """Draw the positions of a text that a node holds, ascending; never none, and all only for ``alpha`` of 1."""
         if self.whole:
             return list(range(tokens))
         while True:
@@ -59,5 +59,5 @@ class Shards:
 
 
 def missing(tokens: int, held: Sequence[int]) -> list[int]:
-    """The positions that are not held."""
+    """Return the positions that are not held."""
     return sorted(set(range(tokens)) - set(held))

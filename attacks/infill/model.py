@@ -1,8 +1,8 @@
-"""The infiller: a language model, LoRA-tuned to name the tokens that a node does not hold.
+"""Define the infiller: a language model, LoRA-tuned to predict the tokens that a node does not hold.
 
-Attention sees both sides and unknown tokens are a learned vector. At deeper layers the input of a known position is
-the token that a probe reads there plus a learned linear map of its state, which starts at zero: what the states say
-beyond their own tokens is learned on top.
+Attention goes in both directions and unknown tokens are a learned vector. At deeper layers the input of a known
+position is the token that a probe reads there plus a learned linear map of its state. The map starts at zero, so that
+training adds what the states tell beyond their own tokens.
 """
 
 import warnings
@@ -21,7 +21,7 @@ class Infiller(nn.Module):
     """Logits for every position of a text, of which only some tokens (and states) are known.
 
     Args:
-        model: names the model that is tuned, and gives the states' site. rank: of LoRA. dtype: of the frozen weights.
+        model: determines the model that is tuned, and the states' site. rank: of LoRA. dtype: of the frozen weights.
         masked: a masked language model to tune in place of the model's own.
 
     Raises:
@@ -35,7 +35,7 @@ class Infiller(nn.Module):
             from peft import LoraConfig, get_peft_model
 
         super().__init__()
-        # In a list, so that the weights are registered once, under the adapter's names.
+        # In a list, so that the weights are registered only once, under the adapter's names.
         self._backbone: list[Backbone] = [
             Decoder(model, dtype) if masked is None else MaskedLM(masked, model, dtype)
         ]
@@ -56,17 +56,17 @@ class Infiller(nn.Module):
         self.to(model.device)
 
     def standardise(self, states: Float[Tensor, "rows d"]) -> None:
-        """Fit mean and scale of the states that come in."""
+        """Fit mean and scale of the input states."""
         self.mean.copy_(states.mean(0))
         self.scale.copy_(states.std(0) + 1e-6)
 
     def trained(self) -> dict[str, Tensor]:
-        """What training changes, by name, and what states are standardised with."""
+        """Return the trained tensors by name, and the mean and scale of states."""
         out = {name: p.data for name, p in self.named_parameters() if p.requires_grad}
         return out | {name: b for name, b in self.named_buffers() if name in ("mean", "scale")}
 
     def restore(self, tensors: dict[str, Tensor]) -> None:
-        """Put back what ``trained`` gave.
+        """Restore what ``trained`` returned.
 
         Raises:
             KeyError, RuntimeError: it is of another model or other settings.
@@ -82,10 +82,10 @@ class Infiller(nn.Module):
         states: Float[Tensor, "b n d"] | None,
         wanted: Bool[Tensor, "b n"],
     ) -> Float[Tensor, "w v"]:
-        """Logits at the wanted positions.
+        """Return logits ``[w, v]`` at the wanted positions.
 
         Args:
-            tokens: known tokens; what stands elsewhere is not looked at. states: at the known positions, or None.
+            tokens: known tokens; other positions are ignored. states: at the known positions, or None.
         """
         (backbone,) = self._backbone
         inputs = backbone.embed(torch.where(known, tokens, 0))

@@ -1,4 +1,4 @@
-"""Texts to train on: a source of prompts, or, where no data can be had, text that the model generates itself."""
+"""Load texts to train on from a source of prompts, or sample them from the model itself."""
 
 import hashlib
 import json
@@ -30,11 +30,11 @@ TOP_K = 100
 def windows(
     model: TruncatedModel, source: str, count: int, length: int, seed: int, progress: Progress
 ) -> Int[Tensor, "n length"]:
-    """Token windows of one length.
+    """Return token windows of one length.
 
     Args:
         source: ``own``, or a source of ``hiddenlab.prompts.load_prompts``, whose texts are cut into windows.
-        count: at most so many.
+        count: of windows at most.
 
     Raises:
         InputError: the source cannot be read, or no text of it is that long.
@@ -56,7 +56,7 @@ def windows(
 def own_text(
     truncated: TruncatedModel, count: int, length: int, seed: int, progress: Progress
 ) -> Int[Tensor, "n length"]:
-    """Text sampled from the whole model, each from a token of its own, kept in the cache.
+    """Sample text from the whole model, each from a random first token, and keep it in the cache.
 
     It has the model's knowledge and style, not those of any data set; tables made from it say so.
     """
@@ -68,7 +68,7 @@ def own_text(
         truncated.ref, load_config(truncated.ref), head=True, dtype=fast_dtype(truncated.device),
         device=truncated.device, attention=None,
     )  # fmt: skip
-    # Sampling is the library's and draws from the global generator: put back afterwards.
+    # The library samples from the global generator, which is restored afterwards.
     with torch.random.fork_rng():
         while len(done) < count:
             progress("generating texts to train on", len(done), count)
@@ -88,7 +88,7 @@ def own_text(
 
 
 def hash_seed(*numbers: int) -> int:
-    """A seed for each place in a sequence of draws."""
+    """Return a seed for each place in a sequence of draws."""
     return int.from_bytes(hashlib.sha256(json.dumps(numbers).encode()).digest()[:7], "big")
 
 

@@ -1,4 +1,4 @@
-"""Training an infiller: on the attacker's own texts, masked as the plan masks, until a held-out set says stop."""
+"""Train an infiller on the attacker's own texts, masked like the plan, until a held-out loss stops improving."""
 
 import json
 import math
@@ -33,20 +33,20 @@ from hiddenlab.utils.digests import digest_of
 from hiddenlab.utils.files import save_tensors
 
 FORMAT = 2
-HELD_OUT = 32  # windows on which training is judged, each with one mask
-DAMAGED = OSError, SafetensorError, KeyError, ValueError, TypeError, AttributeError  # what one may raise
+HELD_OUT = 32  # windows of the held-out set, each with one mask
+DAMAGED = OSError, SafetensorError, KeyError, ValueError, TypeError, AttributeError  # damaged files
 WAITING = "waiting for another process that trains this infiller"
 MIN_GAIN = 1e-3  # of the held-out loss, for an evaluation to count as better
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How an infiller is trained; part of its key.
+    """The training settings of an infiller, part of its cache key.
 
     Attributes:
         text: ``own`` or a source of prompts. windows, length: training texts and their tokens. steps: at most.
-        batch, rank, learning_rate, warmup: of the optimisation. every: steps between evaluations. patience:
-            evaluations without gain after which training ends.
+        batch, rank, learning_rate, warmup: of the optimisation. every: steps between evaluations. patience: evaluations
+            without gain after which training ends.
     """
 
     text: str = "own"
@@ -74,7 +74,7 @@ PRESETS = {
 
 @dataclass
 class State:
-    """How far training has come."""
+    """The progress of a training."""
 
     step: int = 0
     best: float = math.inf
@@ -86,7 +86,7 @@ class State:
 
 @dataclass(frozen=True)
 class Batch:
-    """Texts and what is known of them."""
+    """Texts, and which of their tokens and states are known."""
 
     tokens: Int[Tensor, "b n"]
     known: Bool[Tensor, "b n"]
@@ -94,12 +94,12 @@ class Batch:
 
     @property
     def wanted(self) -> Bool[Tensor, "b n"]:
-        """What is to be named: what is not held, or, where every row is shown, all of it."""
+        """The positions to predict: those not held, or all of them where every row is shown."""
         return torch.ones_like(self.known) if bool(self.known.all()) else ~self.known
 
 
 class Data:
-    """Batches for every step, always the same for a seed, so that a resumed training goes on as it was."""
+    """Batches for every step, the same for each seed, so that a resumed training continues unchanged."""
 
     def __init__(
         self, model: TruncatedModel, info: ObservationInfo, shards: Shards, recipe: Recipe, progress: Progress
@@ -118,14 +118,14 @@ class Data:
         self.probe = probe_for(model, info, progress)[0] if self.reads_states else None
 
     def held_out(self) -> list[Batch]:
-        """The windows on which training is judged."""
+        """Return the batches of the held-out windows."""
         size = self.recipe.batch
         return [
             self._batch(list(range(i, min(i + size, HELD_OUT))), -1 - i) for i in range(0, HELD_OUT, size)
         ]
 
     def at(self, step: int) -> Batch:
-        """The batch of a step."""
+        """Return the batch of a step."""
         draw = random.Random(hash_seed(self.recipe.seed, step))
         return self._batch(
             [draw.randrange(HELD_OUT, len(self.texts)) for _ in range(self.recipe.batch)], step
@@ -145,14 +145,14 @@ class Data:
         return Batch(truth, known, states)
 
     def inputs(self, batch: Batch) -> Int[Tensor, "b n"]:
-        """The tokens that the attacker reads at the known positions."""
+        """Return the tokens that the attacker reads at the known positions."""
         if batch.states is None:
             return batch.tokens
         return read_tokens(self.probe, batch.states)
 
 
 def read_tokens(probe: Any, states: Float[Tensor, "b n d"]) -> Int[Tensor, "b n"]:
-    """The probe's guess for each state."""
+    """Return the probe's best guess for each state."""
     return probe.shortlist(states.flatten(0, 1), 1)[1][:, 0].view(states.shape[:2])  # type: ignore[no-any-return]
 
 
@@ -164,20 +164,21 @@ def train_infiller(
     progress: Progress,
     masked: str | None = None,
 ) -> tuple[Infiller, State]:
-    """An infiller for a site and a family of views: from the cache, where training ended or was interrupted.
+    """Train an infiller for a site and a family of views, or load it from the cache; resume what was interrupted.
 
-    One that reads states starts from the infiller of tokens alone, which is trained first: what states say beyond
-    their own tokens is little, and would not be found beside a language that has yet to be learned. Of two processes
-    that need the same infiller the second waits for the first.
+    An infiller that reads states starts from the infiller of tokens alone, which is trained first: states tell little
+    beyond their own tokens, which could not be learned together with the language. Of two processes that need the same
+    infiller the second waits for the first.
 
     Args:
-        info: the channel, as if every row had been shown. masked: a masked language model to tune, else the model's.
+        info: the channel, as if every row had been shown. masked: a masked language model to tune, otherwise the
+            attacked model is tuned.
 
     Raises:
         InputError: the texts cannot be had, there is no such masked language model, or the checkpoint is another's.
     """
     identity = _identity(model, info, shards, recipe, masked)
-    # Processes that accelerate started together train together.
+    # Processes that accelerate started together train one infiller together.
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 or _begun(identity, done=True):
         return _trained(identity, model, info, shards, recipe, progress, masked)
     path = checkpoint_path(identity)
@@ -203,7 +204,7 @@ def _trained(
     start: dict[str, Tensor] = {}
     before = 0.0
     if model.site.stream != "embed" and not shards.whole and not _begun(identity):
-        # Before this one's weights are loaded, so that only one is in memory at a time.
+        # Runs before this infiller's weights are loaded, so that only one is in memory at a time.
         start, before = _from_tokens(model, info, shards, recipe, progress, masked)
     torch.manual_seed(recipe.seed)  # of LoRA's first weights
     infiller = Infiller(model, recipe.rank, fast_dtype(model.device), masked)
@@ -226,7 +227,7 @@ def _from_tokens(
     progress: Progress,
     masked: str | None,
 ) -> tuple[dict[str, Tensor], float]:
-    """What the infiller that is given tokens in place of states has learned, and in how many seconds."""
+    """Return the trained tensors of the infiller that reads tokens in place of states, and its seconds of training."""
     plain = model.sibling(0, stream="embed", dtype=str(model.dtype).removeprefix("torch."))
     info = replace(info, site=plain.site, channel=())
     infiller, state = train_infiller(plain, info, shards, recipe, progress, masked)
@@ -282,11 +283,11 @@ def _run(
     progress("training the infiller", recipe.steps, recipe.steps)
     if accelerator.is_main_process:
         _save(identity, infiller, optimizer, parameters, state, False)
-    accelerator.wait_for_everyone()  # before the best one is read back
+    accelerator.wait_for_everyone()  # before the best checkpoint is read
 
 
 def loss_of(model: Any, data: Data, batch: Batch) -> Tensor:
-    """Mean cross-entropy of the wanted tokens, in nats."""
+    """Return the mean cross-entropy of the wanted tokens, in nats."""
     states = (
         None if batch.states is None else batch.states.clone()
     )  # inference tensors take no part in autograd
@@ -312,7 +313,7 @@ def _identity(
 
 
 def checkpoint_path(identity: dict[str, Any]) -> Path:
-    """Where a training is kept: the newest state and, beside it, the best."""
+    """Return where a training's newest state is kept; the best is beside it."""
     return cache_path("infill", f"{digest_of(identity)}.safetensors")
 
 
@@ -337,14 +338,14 @@ def _save(
         if own:
             moments |= {f"m.{name}": own["exp_avg"].cpu(), f"v.{name}": own["exp_avg_sq"].cpu()}
     about = {"hiddenlab": json.dumps({"identity": identity, "state": asdict(state)})}
-    # The best one first: the newest state says that there is one.
+    # The best one is written first: the newest state refers to it.
     files = ([(_best(path), weights)] if best else []) + [(path, weights | moments)]
     for target, tensors in files:
         save_tensors(target, {name: value.contiguous() for name, value in tensors.items()}, about)
 
 
 def _begun(identity: dict[str, Any], done: bool = False) -> bool:
-    """Whether there is a checkpoint to go on from, or one of a training that has ended; a damaged one is none."""
+    """Return whether a readable checkpoint exists, or with ``done`` one of a finished training."""
     path = checkpoint_path(identity)
     with suppress(*DAMAGED), safe_open(path, "pt") as file:
         about = _described(file, identity, path)
@@ -353,7 +354,7 @@ def _begun(identity: dict[str, Any], done: bool = False) -> bool:
 
 
 def _described(file: Any, identity: dict[str, Any], path: Path) -> dict[str, Any]:
-    """What a checkpoint says of itself.
+    """Return a checkpoint's description of itself.
 
     Raises:
         InputError: it is of another model, site, channel, plan or recipe.
@@ -368,7 +369,7 @@ def _described(file: Any, identity: dict[str, Any], path: Path) -> dict[str, Any
 
 
 def _load(identity: dict[str, Any], infiller: Infiller) -> tuple[State, dict[str, Tensor]]:
-    """The state of a training and its optimiser's moments; a new one where there is no readable checkpoint."""
+    """Return the state of a training and its optimiser's moments; a new state where no checkpoint is readable."""
     path = checkpoint_path(identity)
     with suppress(*DAMAGED), safe_open(path, "pt") as file:
         about = _described(file, identity, path)

@@ -1,13 +1,15 @@
-"""Tokens that no row shows: the generalised vocabulary-matching attack, with priors (paper, appendix C, Algorithm 3).
+"""Recover tokens that no row shows by searching sequences that explain the next observed row.
 
-Between two observed rows lie g unknown tokens. Algorithm 3 enumerates V^(g+1) sequences (the unknown tokens and the
-row's own); the paper calls it a theoretical threat. Here four sources order the search: the language model, probes
-that read *earlier* tokens from the observed row (attention leaves traces of them), the probe for its own token, and
-the distances of what was tried, which fall with every right token of a sequence, so that one slot can be searched
-while the others are held.
+This is the generalised vocabulary-matching attack, with priors (paper, appendix C, Algorithm 3). Between two observed
+rows lie g unknown tokens. Algorithm 3 enumerates V^(g+1) sequences (the unknown tokens and the row's own); the paper
+calls it a theoretical threat. Here four sources order the search: the language model, probes that predict *earlier*
+tokens from the observed row (attention leaves traces of them), the probe for its own token, and the distances of the
+sequences already run. Distances fall with every right token of a sequence, so that one slot can be searched while the
+others are held.
 
-Behind one layer nothing needs to be tried: a row is a sum to which every missing token contributes by itself, and the
-tokens are solved for (``missing``). What is found so is run like any other sequence, and counts once it matches.
+Behind one layer no sequence needs to be tried: a row gives a sum to which every missing token contributes separately,
+and the tokens are solved for (``attention_sums``). A solution is run like any other sequence, and counts once it
+matches.
 """
 
 import time
@@ -34,36 +36,36 @@ from hiddenlab.proposals.probe import Probe
 from hiddenlab.proposals.store import probes_for
 from hiddenlab.types import AttackResult, Observation, ObservationInfo, TokenPrediction
 
-REACH = 3  # how far before a row probes look for tokens
-# Of the language model, about, that a beam of the priors may run for one gap, as long as it is wider than one.
+REACH = 3  # how many tokens before a row probes predict
+# Positions, about, that the language model may run for the beam of one gap, as long as the beam is wider than one.
 BEAM_POSITIONS = 8192
-NEARNESS = 8  # power of the ratio of distances by which a likely sequence counts for less than the nearest
+NEARNESS = 8  # power of the ratio of distances that lowers a likely sequence's weight against the nearest
 BEHIND = 512  # sequences tried for a row behind tokens that were not found
 WIDEN = 512  # sequences tried after which one more of the likeliest is searched slot by slot
-LM_WEIGHT = 0.8  # of the language model beside traces
-NAMED = 32  # of the fillings that were solved for, run at once
-DOUBT = 1.25  # times the screen's largest rounding: what is nearer than that to a row, the truncated model itself runs
+LM_WEIGHT = 0.8  # weight of the language model beside traces
+NAMED = 32  # solved fillings that are run at once
+DOUBT = 1.25  # the truncated model runs sequences within so many times the screen's largest rounding of a row
 
 
 class MissingTokenSearch(Attack):
-    """Recover every token up to the last observed row, those that no row shows included.
+    """Recover every token up to the last observed row, including those that no row shows.
 
-    Rows before the first gap are matched one by one (``vocab-match``). At a gap behind one layer its tokens are solved
-    for, from its row and those that follow at once; what a gap leaves open is solved for again with the next one's
-    rows. Then, and at other layers, whole sequences are tried: first those that the priors like, then one slot at a
-    time of the sequences that came nearest. A gap that is not closed within the budget gets the nearest sequence,
-    unverified, and the search goes on behind it, with few candidates a row, since none can match there.
+    Rows before the first gap are matched one by one (``vocab-match``). At a gap behind one layer the missing tokens are
+    solved for, from the gap's row and those that follow it at once; what one gap leaves open is solved for again with
+    the next one's rows. Then, and at other layers, whole sequences are run: first those that the priors favour, then
+    one slot at a time of the nearest sequences. A gap that is not closed within the budget gets the nearest sequence,
+    unverified. The search goes on behind it with few candidates a row, since none can match there.
 
-    Knows: the weights, the released rows and where in the prompt they stand. Does not know: the other rows, tokens.
+    Knows: the weights, the released rows and their positions in the prompt. Does not know: the other rows, tokens.
 
     Args:
-        budget: sequences tried for one gap at most; V of them are what one unknown token can take.
-        breadth: sequences, nearest first, of which single slots are searched at once; the beam of the priors, whose
-            slots are searched in time as well, is four times as wide.
+        budget: sequences tried for one gap at most; an unknown token can take V values.
+        breadth: nearest sequences of which single slots are searched at once; the beam of the priors, whose slots are
+            searched later as well, is four times as wide.
         longest: gaps of more unknown tokens are not searched: they get the nearest of what the priors propose.
         sums: solve for missing tokens where that is possible: behind one layer (or from the second one's queries, keys
-            and values), without noise or unknown prefix, though rows may be rounded; up to 64 of them at once, of more
-            than 16 no more than eight for each row that is asked, whatever ``longest`` says.
+            and values), without noise or unknown prefix, though rows may be rounded; up to 64 tokens at once, and of
+            more than 16 no more than eight for each row used, whatever ``longest`` says.
         proposal: ``probe+lm`` or ``probe``. distance, epsilon, screen: as in ``vocab-match``.
     """
 
@@ -93,7 +95,7 @@ class MissingTokenSearch(Attack):
         self._named: tuple[TruncatedModel, ObservationInfo, AttentionSums] | None = None
 
     def _fit(self, info: ObservationInfo) -> dict[str, float | str]:
-        """Prepare probes, for the rows' own tokens and for earlier ones, and epsilon; see ``VocabMatch``."""
+        """Prepare epsilon and the probes for the rows' own and for earlier tokens; see ``VocabMatch``."""
         self.matching.progress = self.progress
         measured = self.matching.fit(info, self.model, self.seed).measured
         *_, seconds = self._prepare(info)
@@ -101,8 +103,11 @@ class MissingTokenSearch(Attack):
         return {**measured, "probe_seconds": float(measured["probe_seconds"]) + seconds}
 
     def _prepare(self, info: ObservationInfo) -> tuple[list[Probe], clearance.Clearance, float]:
-        """Probes for the tokens 1 to ``REACH`` positions before a row, how near right and wrong tokens there bring it,
-        and seconds of training."""
+        """Return the probes for tokens before a row, the clearance, and the seconds of training.
+
+        There is one probe for each offset from 1 to ``REACH``. The clearance says how near right and wrong tokens there
+        bring the row.
+        """
         prepared, _ = self.matching.prepare(info)
         seconds = 0.0
         if self._earlier is None or self._earlier[0] is not prepared:
@@ -112,7 +117,7 @@ class MissingTokenSearch(Attack):
         return *self._earlier[1:], seconds
 
     def _names(self, info: ObservationInfo) -> AttentionSums | None:
-        """What solves for missing tokens; None where that is not possible, or not wanted."""
+        """Return the solver for missing tokens; None where solving is impossible or not wanted."""
         model = self.model
         if not self.sums or not AttentionSums.applies(info, model):
             return None
@@ -126,7 +131,7 @@ class MissingTokenSearch(Attack):
         """Recover one prompt.
 
         Raises:
-            NotApplicableError: rows in unknown order, or of layer 0, where a row says nothing of other tokens.
+            NotApplicableError: rows in unknown order, or of layer 0, where a row does not depend on other tokens.
         """
         info, model = observation.info, self.model
         if info.rows_permuted:
@@ -151,7 +156,7 @@ class MissingTokenSearch(Attack):
         rows = {position: row for row, position in enumerate(positions)}
         searched = dict[int, bool]()  # rows that were not matched, and whether they were searched for
         left = set[int]()  # places in gaps that were not closed
-        unclear = set[int]()  # rows that were matched as wrong tokens before them would be too
+        unclear = set[int]()  # rows that wrong tokens before them would match too
         with torch.inference_mode():
             prefix = _prefix_of(model, info.prefix_tokens, found)
             states = observation.states.to(model.device).float()
@@ -172,7 +177,7 @@ class MissingTokenSearch(Attack):
                         left.clear()
                 if not closed:
                     within = missing <= self.longest
-                    # Behind tokens that are not known no row can match: the nearest of a few is all that can be had.
+                    # Behind unknown tokens no row can match: only the nearest of a few candidates is taken.
                     budget = (min(self.budget, BEHIND) if searched else self.budget) if within else 0
                     if not gap.search(missing, budget):
                         searched[row] = within
@@ -194,7 +199,7 @@ class MissingTokenSearch(Attack):
         return AttackResult(tuple(found), evaluated, calls, time.perf_counter() - started, reason, epsilon)
 
     def _counters(self, model: TruncatedModel, prepared: Prepared) -> tuple[int, int]:
-        """Positions and passes that ran so far."""
+        """Return the positions and passes that ran so far."""
         positions, passes = counted(model, prepared.screen)
         tabulated = self._named[2].counters() if self._named is not None else (0, 0)
         return positions + tabulated[0], passes + tabulated[1]
@@ -229,7 +234,7 @@ class _Gap:
         own = prepared.proposer.probe.log_probs(raw[None])[0]
         self.traces = [own, *(probe.log_probs(raw[None])[0] for probe in earlier)]
         self.pool: dict[tuple[int, ...], float] = {}
-        self.rough: set[tuple[int, ...]] = set()  # those of the pool whose distance is the screen's
+        self.rough: set[tuple[int, ...]] = set()  # sequences of the pool whose distance is the screen's
         self.shadow: Prefix | None = None
         self.likely: list[Likely] = []  # by the priors alone, likeliest first
         self.priors: dict[tuple[int, tuple[int, ...]], Tensor] = {}
@@ -241,7 +246,7 @@ class _Gap:
 
     @property
     def limit(self) -> float:
-        """How near a sequence must come: nearer than for a row's own token alone."""
+        """The distance within which a sequence matches; smaller than for a row's own token alone."""
         threshold = self.prepared.threshold
         limit = float(threshold.limits(self.matcher, self.row)[0])
         if threshold.absolute is not None:
@@ -254,10 +259,13 @@ class _Gap:
         return self.size == 1 or self.limit <= self.clearance.clear(self.size - 1) * self.norm
 
     def search(self, missing: int, budget: int) -> bool:
-        """Close a gap of so many unknown tokens; the prefix then holds them and the row's own token.
+        """Search a gap of so many unknown tokens; the prefix then holds them and the row's own token.
 
         Args:
-            budget: sequences tried at most, but for those that the priors propose at once.
+            budget: sequences tried at most, apart from those that the priors propose at once.
+
+        Returns:
+            Whether a sequence matched.
         """
         self.size, self.budget = missing + 1, budget
         self._beam()
@@ -276,7 +284,7 @@ class _Gap:
         return self.closed
 
     def named(self, names: AttentionSums, view: View, row: int) -> bool:
-        """Solve for what is missing before a row, and run what comes out; see ``search``."""
+        """Solve for the tokens missing before a row, and run the solutions; return whether one matched."""
         known, asked = view.rows(row)
         places = range(view.begun, view.positions[row] + 1)
         self.size = len(places)
@@ -288,10 +296,10 @@ class _Gap:
         return False
 
     def recovered(self, rows: Mapping[int, int], begun: int) -> list[TokenPrediction]:
-        """The tokens found, from a position on; those that no row shows are verified by the row that they explain.
+        """Return the tokens found from a position on; those without a row are verified by the row they explain.
 
         Args:
-            rows: by position.
+            rows: row index by position.
         """
         others = sorted(d for sequence, d in self.pool.items() if sequence != self.best)[:1]
         distance = self.pool[self.best]
@@ -307,8 +315,8 @@ class _Gap:
     # ---- what is tried
 
     def _beam(self) -> None:
-        """Sequences from left to right by the priors alone, all run at once; their slots are searched afterwards."""
-        # A long gap's beam is as many passes of as long branches: it narrows, so as to cost what a short one's does.
+        """Propose sequences from left to right by the priors alone and run them; their slots are searched later."""
+        # The beam of a long gap takes more and longer passes: it is narrower, so that it costs as much as a short one.
         width = max(1, min(4 * self.attack.breadth, BEAM_POSITIONS // self.size**2))
         beams = [Likely((), ())]
         first = beams[0]
@@ -324,7 +332,7 @@ class _Gap:
             beams = sorted(grown, key=lambda one: -sum(one.scores))[
                 : width if slot < self.size - 1 else 3 * width
             ]
-        # The likeliest often have one and the same last token: others of it follow the likeliest beginning.
+        # The likeliest sequences often share their last token: add other last tokens behind the likeliest beginning.
         last = self.traces[0].log_softmax(0).topk(min(width, len(self.traces[0])))
         others = [
             first.with_token(token, value)
@@ -342,7 +350,7 @@ class _Gap:
         ]
 
     def _rearrange(self) -> bool:
-        """Try the unknown tokens of the nearest sequence in other orders, once; false where there is nothing to try.
+        """Try the nearest sequence's unknown tokens in other orders, once; return False where none is left to try.
 
         A row shows which tokens stand before it better than where: the right ones in a wrong order come near.
         """
@@ -359,7 +367,7 @@ class _Gap:
         return bool(fresh)
 
     def _run(self, sequences: list[tuple[int, ...]]) -> None:
-        """Whole sequences, after the prefix."""
+        """Run whole sequences behind the prefix."""
         limit = max(1, self.model.max_pass_tokens // self.size)
         for start in range(0, len(sequences), limit):
             part = sequences[start : start + limit]
@@ -369,7 +377,7 @@ class _Gap:
                 return
 
     def _look_again(self) -> bool:
-        """Run in the model what only the screen has run of the nearest sequences; false where there is none."""
+        """Run the nearest sequences that only the screen has run in the model; return False where there are none."""
         nearest = sorted(self.pool, key=self.pool.__getitem__)[: self.attack.breadth]
         if not (doubtful := [sequence for sequence in nearest if sequence in self.rough]):
             return False
@@ -381,15 +389,15 @@ class _Gap:
     def _try(
         self, chain: Int[Tensor, " t"], branches: Int[Tensor, "c g"], sequences: list[tuple[int, ...]]
     ) -> Float[Tensor, "c d"]:
-        """Run sequences that begin with the chain, and note their distances; returns their last tokens' states.
+        """Run sequences that begin with the chain, note their distances, and return their last tokens' states.
 
-        Large batches the screen runs first, and the model those that are near, or nearer than the screen's rounding
-        can tell from near.
+        The screen runs large batches first. Then the model runs those that are near, or whose distance is within the
+        screen's rounding.
         """
         screen = self.prepared.screen
         self.spent += len(sequences)
         parents = torch.full((len(branches),), len(chain), device=branches.device)
-        # States of first tokens may be attention sinks, of which half precision resolves nothing.
+        # First tokens may be attention sinks, whose states half precision cannot tell apart.
         if screen is None or not self.prefix.length or not screen.runs(len(sequences)):
             answer = self.model.run([Request(self.prefix, chain, branches=branches, parents=parents)])[0]
             return self._digest(answer, sequences, len(chain))[0]
@@ -397,7 +405,7 @@ class _Gap:
         request = Request(self.shadow, chain, branches=branches, parents=parents)
         states, distances = self._measured(screen.model.run([request], keep=False)[0], len(sequences))
         for sequence, distance in zip(sequences, distances.tolist(), strict=True):
-            if sequence not in self.pool:  # what the truncated model ran before stays as it is
+            if sequence not in self.pool:  # keep distances that the truncated model measured
                 self.pool[sequence] = distance
                 self.rough.add(sequence)
         chosen, seen = near_ones(distances), torch.zeros_like(distances, dtype=torch.bool)
@@ -413,10 +421,10 @@ class _Gap:
         return states
 
     def _scores(self, slot: int, before: Sequence[tuple[int, ...]]) -> Float[Tensor, "c v"]:
-        """Log-probabilities, not normalised, of a slot's token behind each choice of the tokens before it.
+        """Return log-probabilities (not normalised) of a slot's token behind each choice of the tokens before it.
 
-        The row's own token is left to its probe: asking the language model for every sequence would cost more than
-        it knows.
+        The row's own token is scored by its probe alone: asking the language model for every sequence would cost more
+        than it tells.
         """
         back = self.size - 1 - slot
         trace = self.traces[back] if back < len(self.traces) else torch.zeros_like(self.traces[0])
@@ -426,11 +434,11 @@ class _Gap:
         return trace + LM_WEIGHT * following.to(trace.device)
 
     def _most_promising(self) -> "Tried | None":
-        """The slot whose next candidates are likeliest to be right, of the nearest sequences and of likely ones.
+        """Return the slot whose next candidates are likeliest to be right, of near and of likely sequences.
 
-        Nearer sequences count for more. Likely ones count for what the priors give the tokens that are held, less
-        where they are far: a row may come nearer with a wrong token of its own than with the right one, as long as
-        those before it are wrong, and then the priors know better where to look.
+        Nearer sequences have more weight. Likely ones are weighted by the prior of the tokens that are held, and less
+        where they are far. A row may come nearer with a wrong token of its own than with the right one, as long as
+        those before it are wrong; the priors then show better where to search.
         """
         best: tuple[float, Tried] | None = None
         nearest = sorted(self.pool, key=self.pool.__getitem__)
@@ -457,7 +465,7 @@ class _Gap:
     def _context(self, slot: int, sequence: tuple[int, ...]) -> Tried:
         key = slot, sequence[:slot] + sequence[slot + 1 :]
         if key not in self.slots:
-            # The row's own token is expected from its probe alone, whatever stands before it.
+            # The prior of the row's own token is its probe alone, whatever stands before it.
             before = sequence[:slot] if slot < self.size - 1 else ()
             if (slot, before) not in self.priors:
                 self.priors[slot, before] = self._scores(slot, [sequence[:slot]])[0]
@@ -465,7 +473,7 @@ class _Gap:
         return self.slots[key]
 
     def _expand(self, context: Tried) -> None:
-        """Run the next candidates of one slot, the tokens before it shared by all of them."""
+        """Run the next candidates of one slot; all of them share the tokens before it."""
         slot, held = context.slot, context.held
         tokens = context.next(min(self.budget - self.spent, self.model.max_pass_tokens // (self.size - slot)))
         chain = torch.tensor(held[:slot], dtype=torch.long, device=self.model.device)
@@ -477,18 +485,18 @@ class _Gap:
             context.learn(tokens, states, self.row, self.prepared.proposer.adapter)
 
     def _measured(self, answer: Answer, count: int) -> tuple[Float[Tensor, "c d"], Float[Tensor, " c"]]:
-        """States of the last tokens of so many branches, and how far each is from the row."""
+        """Return the states of the last tokens of so many branches, and their distances from the row."""
         states = self.matcher.view(answer.branches.unflatten(0, (count, -1))[:, -1])
         return states, self.matcher.pairs(candidates=states, observed=self.row.expand_as(states))
 
     def _digest(
         self, answer: Answer, sequences: list[tuple[int, ...]], chain: int
     ) -> tuple[Float[Tensor, "c d"], Float[Tensor, " c"]]:
-        """Note what the truncated model ran, and commit a sequence that matches; returns states and distances."""
+        """Note what the truncated model ran, and commit a sequence that matches; return states and distances."""
         states, distances = self._measured(answer, len(sequences))
         self.pool.update(zip(sequences, distances.tolist(), strict=True))
         self.rough.difference_update(sequences)
-        if len(self.pool) > 4096:  # the far ones are never looked at again
+        if len(self.pool) > 4096:  # far sequences are not searched again
             kept = sorted(self.pool, key=self.pool.__getitem__)[:1024]
             self.pool = {sequence: self.pool[sequence] for sequence in kept}
             self.rough &= self.pool.keys()

@@ -1,20 +1,20 @@
-"""Missing tokens behind one layer, solved for: a row is turned back into what attention brought it, which is a sum.
+"""Solve for missing tokens behind one layer from the sum that attention adds to each row.
 
-Behind one layer a row is a function of its own token and of what attention brings it, and gives the latter back to
-rounding (``attacks.inverted``). What attention brings is an average over all tokens before the row, in which each
-takes part with a softmax weight times a value. Both are functions of that token and its place alone. So for every
-query head, with o what attention brings the row, s over all places and x their tokens,
+Behind one layer a row is a function of its own token and of what attention adds to it, and the latter can be solved for
+up to rounding (``hiddenlab.matching.layer_inversion``). Attention's output is an average over all tokens before the
+row, each with a softmax weight times a value. Both are functions of that token and its position alone. So for every
+query head, with o the attention output of the row, s over all positions and x their tokens,
 
     sum over s of  exp(q k(x_s)) (v(x_s) - o) = 0,
 
-where what is known contributes a known part, and every missing token one column of a table as long as the vocabulary.
-There are as many equations as attention's output has coordinates, hundreds a row, for a handful of missing tokens:
-a beam goes over the places, nearest first, weighing each sum by how far those still missing can be expected to
-change it (``sums``), and needs neither a language model nor a single run of the model
-(docs/log/032-missing-tokens-solved.md). Dozens of tokens, behind as many rows of a cluster, are weighed together
-(``beliefs``, docs/log/033-attention-nodes.md).
+where known tokens contribute a known part, and every missing token one column of a table as long as the vocabulary.
+There are as many equations as attention's output has coordinates, hundreds a row, for a handful of missing tokens. A
+beam goes over the places, nearest first, and weighs each sum by how far the tokens still missing can be expected to
+change it (``sum_search``). It needs neither a language model nor a single run of the model
+(docs/log/032-missing-tokens-solved.md, thirty-second entry). Dozens of tokens, behind as many rows of a cluster, are
+estimated together (``expectation_propagation``, thirty-third entry).
 
-Queries, keys and values of the second layer, which attention nodes are sent, are functions of the same.
+Queries, keys and values of the second layer, which attention nodes receive, are functions of the same.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -35,24 +35,24 @@ from hiddenlab.proposals.corpus import Corpus
 from hiddenlab.registry import parse_spec
 from hiddenlab.types import ObservationInfo, Progress, silent
 
-DRAWS = 600  # fillings from which is learned what attention may bring a row
-OWN = 0.05  # share of its mean variance in the covariance of that, as draws are hardly more than directions
-STARTS = 6  # of the solve, the first from the mean, the others from drawn fillings; some lead astray
+DRAWS = 600  # drawn fillings from which the prior of a row's attention is learned
+OWN = 0.05  # weight of the mean variance in the prior's covariance (shrinkage: draws are hardly more than directions)
+STARTS = 6  # starts of the solve: the first is the mean, the others drawn fillings; some do not converge
 ROUNDING = 1e-5  # share of a row that the solve leaves unexplained, at most, in full precision
-ROUNDED = {"identity", "dtype", "int8", "nf4"}  # channels that do no more to a row than to round it
-UNEVEN = 2.0  # times as much as on average coarse numbers may leave of a row unexplained
+ROUNDED = {"identity", "dtype", "int8", "nf4"}  # channels that only round rows
+UNEVEN = 2.0  # largest residual of a rounded row, in multiples of the mean rounding
 WINDOWS, TOKENS = 8, 32  # on which that is measured
-POOL = 6000  # tokens that stand for what may be missing
-UNIFORM = 0.2  # share of them that are any of the vocabulary; the others come as often as in text
+POOL = 6000  # sampled tokens that represent what may be missing
+UNIFORM = 0.2  # share of them drawn uniformly from the vocabulary; the others are as frequent as in text
 TEXTS = 60_000  # tokens of text that tell how often that is
-ANEW, DOUBTFUL = 4, 6  # times that pairs of tokens are sought anew, and pairs tried at most each time
-LONGEST, ROWS = 64, 8  # missing tokens that are solved for, and rows that are asked together, at most
+ANEW, DOUBTFUL = 4, 6  # rounds of searching pairs of tokens again, and pairs tried at most in each
+LONGEST, ROWS = 64, 8  # missing tokens that are solved for, and rows used together, at most
 BEAMED, PER_ROW = 16, 8  # missing tokens of which a beam is tried; of more than these at most so many a row
 
 
 @dataclass(frozen=True)
 class Shown:
-    """A row: its state, its own token, its position, and the tokens before it that are known, by position."""
+    """A row: its state, its own token, its position, and the known tokens before it, by position."""
 
     state: Float[Tensor, " e"]
     token: int
@@ -65,10 +65,11 @@ class Shown:
 
 
 class AttentionSums:
-    """Names the tokens before rows of one layer that no row shows.
+    """Finds the tokens before rows of one layer that no row shows.
 
     Args:
-        model: whose states depend on no attention but the first layer's. public: of whole prompts; rows may be rounded.
+        model: whose states depend on no attention but the first layer's. info: facts of whole prompts; rows may be
+            rounded.
         seed: of draws of what may be missing. progress: where progress is reported.
     """
 
@@ -96,17 +97,17 @@ class AttentionSums:
         self.pool: Int[Tensor, " n"] = drawn.to(device)
 
     def _draws(self) -> torch.Generator:
-        """The same draws for every gap, so that none depends on those before it."""
+        """Return the same random draws for every gap, so that no gap depends on those before it."""
         return torch.Generator().manual_seed(self.seed)
 
     @staticmethod
     def applies(info: ObservationInfo, model: TruncatedModel) -> bool:
-        """Whether rows can be turned back: states of one layer, shown as they are, though perhaps rounded."""
+        """Return whether rows can be solved: states of one layer, released unchanged or only rounded."""
         names = {parse_spec(spec)[0] for spec in as_whole(info).channel}
         return model.behind_one_attention and names <= ROUNDED
 
     def _coarseness(self, model: TruncatedModel, channel: Sequence[str]) -> float:
-        """Share of a row by which it differs from full precision, released as the provider would; the mean of some."""
+        """Return the mean relative difference of rows from full precision, released as by the provider."""
         if model is self.model and set(channel) <= {"identity"}:
             return 0.0
         corpus = Corpus(model, seed=1)
@@ -120,21 +121,21 @@ class AttentionSums:
         return float(torch.cat(apart).mean())
 
     def counters(self) -> tuple[int, int]:
-        """Positions and passes run so far, those of the truncated model itself left out."""
+        """Return positions and passes run so far, without those of the truncated model itself."""
         return self.layer.counters()
 
     def name(self, rows: Sequence[Shown]) -> Iterator[list[dict[int, int]]]:
-        """Tokens of the places that are missing before some rows.
+        """Find the tokens at the missing places before some rows.
 
         Args:
             rows: at most ``ROWS`` of them count, the last ones.
 
         Yields:
-            Fillings by place, the one that explains the rows best first, and then, as long as none explains them, the
-            fillings found when pairs of tokens are sought anew. Nothing where too many places are missing, in all or
-            for so many rows, no row sees one of them, or no row can be turned back.
+            Fillings by place, the one that explains the rows best first. As long as none explains them, further
+                fillings found when pairs of tokens are searched again. Nothing where too many places are missing, in
+                all or for so many rows, no row sees one of them, or no row can be solved.
         """
-        # Rows may be no states of this layer: their numbers fit nothing then.
+        # Rows may be no states of this layer: the equations then have no solution.
         with suppress(torch.linalg.LinAlgError):  # type: ignore[attr-defined]
             yield from self._name(rows)
 
@@ -146,7 +147,7 @@ class AttentionSums:
         turned = self._turned_back(rows)
         own = [row.position for row in turned]
         if not turned or not bool(self.layer.attention.visible(own, places).any(0).all()):
-            return  # nothing can be said of what no row sees
+            return  # a token that no row sees cannot be found
         search = Search(turned, places, self.prior, self.pool, self.coarse)
         few = len(places) <= BEAMED
         found = search.beam() if few else Beliefs(search, self.progress).settle()
@@ -161,7 +162,7 @@ class AttentionSums:
 
     @staticmethod
     def _mended(search: Search, found: Sums) -> Iterator[list[dict[int, int]]]:
-        """Fillings with pairs of tokens sought anew: which two would explain what a sum misses, if it misses little?"""
+        """Yield fillings whose sum was improved by searching pairs of tokens again, until one explains the rows."""
         for _ in range(ANEW):
             for pair in search.doubtful(found)[:DOUBTFUL]:
                 anew = search.sought_anew(found, pair)
@@ -175,7 +176,7 @@ class AttentionSums:
                 return
 
     def _turned_back(self, rows: Sequence[Shown]) -> list[Row]:
-        """What attention brought rows, and what that says of a sum; those that nothing explains are left out."""
+        """Solve for each row's attention output and the sum it implies; rows that nothing explains are left out."""
         known = [self._known(row) for row in rows]
         draws = self._draws()
         guesses = [self._fillings(row, *part, draws) for row, part in zip(rows, known, strict=True)]
@@ -219,7 +220,7 @@ class AttentionSums:
         return out
 
     def _known(self, row: Shown) -> tuple[Tensor, Tensor, Tensor]:
-        """Weights ``[h, k]`` and values ``[k, h, w]`` of what a row sees that is known, itself too, and their scale."""
+        """Return weights ``[h, k]``, values ``[k, h, w]`` and scale of the known tokens a row sees, with its own."""
         tokens = {**row.known, row.position: row.token}
         scores, values = [], []
         for place, token in tokens.items():
@@ -234,7 +235,7 @@ class AttentionSums:
     def _fillings(
         self, row: Shown, weights: Tensor, values: Tensor, scale: Tensor, draws: torch.Generator
     ) -> Float[Tensor, "n a"]:
-        """What attention would bring a row behind drawn tokens."""
+        """Return what attention would add to a row behind randomly drawn tokens."""
         total = torch.einsum("hk,khw->hw", weights, values).float().expand(DRAWS, -1, -1).clone()
         mass = weights.sum(1).float().expand(DRAWS, -1).clone()
         for place in row.missing:

@@ -1,7 +1,7 @@
-"""How near a row comes with the right tokens before it, and how near with one of them wrong.
+"""Measure how near a row right and wrong earlier tokens come, to set the threshold of the gap search.
 
 A wrong token before a row changes it less than a wrong token of its own, from which vocabulary matching measures its
-threshold, and the less the further back it stands. Where numbers are coarse or noised, wrong tokens come as near as
+threshold, and less the further back it stands. Where numbers are coarse or noised, wrong tokens come as near as
 rounding or noise lets right ones: then the nearest is the best answer, and nothing is verified.
 """
 
@@ -19,21 +19,21 @@ from hiddenlab.types import ObservationInfo
 
 WINDOWS, TOKENS = 16, 24  # of the attacker's own text, and tokens of each
 BACK = (1, 2, 4, 8)  # how far before the row a token is replaced
-WRONG = 8  # tokens that are tried there
-TWIN = 0.01  # share of its length by which an embedding has to differ for its token to be another
-FLOOR_ROOM = 8.0  # a sequence counts as right within so many times the largest distance of a right one
-# Share of the way to the nearest wrong one within which no other is expected: of a whole vocabulary, and behind rows
-# that heed what stands before them less, wrong ones come a few times nearer than the few that are measured.
+WRONG = 8  # tokens that are tried at each
+TWIN = 0.01  # tokens whose embeddings differ by less than this share of the norm count as equal
+FLOOR_ROOM = 8.0  # a sequence counts as right within so many times the largest right distance
+# Share of the smallest wrong distance within which no wrong one is expected: in a whole vocabulary, and at rows that
+# depend less on earlier tokens, wrong ones come a few times nearer than the few that are measured.
 CLEAR = 0.2
 
 
 @dataclass(frozen=True)
 class Clearance:
-    """Relative distances from a row, as measured.
+    """Measured relative distances from a row.
 
     Attributes:
-        floor: the largest of right sequences, run as the attack runs them; see ``least``. wrong: the smallest with one
-            token replaced, by how far before the row it stands. resolution: of the dtype.
+        floor: the largest of right sequences, run as the attack runs them; see ``least``.
+        wrong: the smallest with one token replaced, by how far before the row it stands. resolution: of the dtype.
     """
 
     floor: float
@@ -42,15 +42,15 @@ class Clearance:
 
     @property
     def least(self) -> float:
-        """The floor, with room where both sides happened to round alike: errors of a row's numbers average out."""
+        """The floor, with a margin for errors that happened to cancel: both sides may round alike."""
         return max(self.floor, self.resolution / 4)
 
     def clear(self, missing: int) -> float:
-        """How near nothing wrong comes that may differ in so many tokens before the row."""
+        """Return the distance within which no sequence is wrong in any of so many tokens before the row."""
         return CLEAR * min(distance for back, distance in self.wrong.items() if back <= missing)
 
     def limit(self, missing: int, floor: float) -> float:
-        """How near a sequence must come to count as right.
+        """Return the distance within which a sequence counts as right, relative to the row's norm.
 
         Args:
             missing: unknown tokens before the row; 0 where only its own is. floor: another measurement's.
@@ -60,10 +60,10 @@ class Clearance:
 
 
 def measure(model: TruncatedModel, info: ObservationInfo, matcher: Matcher, seed: int) -> Clearance:
-    """Windows of text, released as the provider would, and matched behind a prefix as the attack does it.
+    """Measure windows of text, released as by the provider, and matched behind a prefix as the attack does it.
 
     Args:
-        info: of whole prompts (``channel.as_whole``).
+        info: of whole prompts (``channels.as_whole``).
     """
     corpus, generator = Corpus(model, seed + 2), torch.Generator().manual_seed(seed)
     text = torch.cat([corpus.text_window(TOKENS) for _ in range(WINDOWS)])  # some may be shorter

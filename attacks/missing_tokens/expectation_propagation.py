@@ -1,11 +1,11 @@
-"""Tokens of many places at once: what each may be, given what all others may be (``sums`` chooses one after another).
+"""Estimate the missing tokens of many places at once by expectation propagation.
 
-Where dozens of tokens are missing, a beam over the places loses the right one within a few: what is not chosen yet
-differs too much from a normal distribution. Here no place is chosen for good. Each holds a list of tokens and how
-likely each of them is; mean and covariance of what they contribute, in place of those of any token, are what a place's
-tokens are weighed against, and a place's own are taken out again for it (expectation propagation with normal
-messages: Minka, 2001; in multiuser detection, soft interference cancellation). Likelihoods begin flat, since a normal
-distribution believes too much, and sharpen from sweep to sweep; lists are made anew where tokens fit least.
+Where dozens of tokens are missing, a beam over the places (``sum_search``) loses the right one within a few: the sum of
+the places not chosen yet is too far from a normal distribution. Here no place is decided for good. Each holds a list of
+tokens and their probabilities. Mean and covariance of its contribution replace those of a random token when other
+places are scored, and are taken out again when its own tokens are (expectation propagation with normal messages: Minka,
+2001; in multiuser detection, soft interference cancellation). Likelihoods start flat, since the normal approximation is
+overconfident, and sharpen from sweep to sweep. Lists are rebuilt for the places that fit least.
 """
 
 from collections.abc import Sequence
@@ -18,21 +18,21 @@ from torch import Tensor
 from hiddenlab.attacks.missing_tokens.sum_search import JITTER, Search, Sums, Whitening
 from hiddenlab.types import Progress, silent
 
-SWEEPS, ANEW = 10, 3  # over the places, and after how many of them lists are made anew
+SWEEPS, ANEW = 10, 3  # sweeps over the places, and sweeps between two rebuilds of lists
 HEAT = 16.0  # by which log-likelihoods are divided at first; 1 in the end
-# Share of what any token may contribute that is believed of all places, first and last.
+# Weight of a random token's covariance in that of each place, first and last.
 DOUBT, CERTAIN = 0.2, 1e-4
-DAMPED = 0.3  # share of its likelihood that a token keeps from the sweep before
-LISTED, KEPT = 512, 64  # tokens of a list, and how many of the likeliest a new one takes over
-LEAST = 1e-9  # likelihood of tokens that count
-LOOKED = 256  # directions in which the vocabulary is looked at
-BELIEVED, EXACT = 3e-3, 3e-4  # share of a row that sums may miss, first and last
-AGAIN = 3  # one place of so many gets a new list, those that fit least
+DAMPED = 0.3  # weight of the previous sweep's probabilities
+LISTED, KEPT = 512, 64  # tokens of a list, and how many of the likeliest are kept when it is rebuilt
+LEAST = 1e-9  # smallest probability of tokens that count
+LOOKED = 256  # directions along which the vocabulary is scored
+BELIEVED, EXACT = 3e-3, 3e-4  # residual that sums may leave, as share of a row, first and last
+AGAIN = 3  # one place of so many gets a new list: those that fit least
 
 
 @dataclass
 class _Belief:
-    """Tokens that a place may have: how likely each is, what it would contribute and weigh."""
+    """The tokens that a place may have, with their probabilities, contributions and weights."""
 
     tokens: Int[Tensor, " c"]
     share: Float[Tensor, " c"]
@@ -43,13 +43,13 @@ class _Belief:
         return self.share @ self.parts.double()
 
     def spread(self) -> Float[Tensor, "c y"]:
-        """Its square is the covariance of what is contributed; of tokens that count."""
+        """Return the weighted deviations of the contributions; their product with themselves is the covariance."""
         some = self.share > LEAST
         return (self.parts[some].double() - self.mean()) * self.share[some].sqrt()[:, None]
 
 
 class Beliefs:
-    """What the tokens of all places of a search may be."""
+    """The estimated distribution of tokens at all places of a search."""
 
     def __init__(self, search: Search, progress: Progress = silent) -> None:
         self.progress = progress
@@ -59,7 +59,7 @@ class Beliefs:
         self.misfit = dict.fromkeys(self.places, 0.0)
 
     def settle(self) -> Sums:
-        """Sums of the likeliest tokens, those that explain the rows best first; in order of the search's places."""
+        """Return the sums of the likeliest tokens, those that explain the rows best first, in order of the places."""
         self._list(self.places, HEAT, DOUBT, BELIEVED)
         found = self._likeliest()
         for sweep in range(1, SWEEPS + 1):
@@ -85,7 +85,7 @@ class Beliefs:
         return self.search.rearranged(sums)
 
     def _missed(self, doubt: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """What is believed of the sum of all places: what it branches, its covariance, its mass, covariance of that."""
+        """Return the estimate of the sum of all places: residual, its covariance, mass, and the mass' covariance."""
         search = self.search
         left, mass = search.begun.left[0].clone(), search.begun.mass[0].clone()
         covariance, spread = doubt * self.any, torch.zeros(len(mass), len(mass)).to(self.any)
@@ -106,7 +106,7 @@ class Beliefs:
         return left, covariance, mass, spread
 
     def _list(self, places: Sequence[int], heat: float, doubt: float, believed: float) -> None:
-        """Lists of some places, of the whole vocabulary by what all others may contribute."""
+        """Rebuild the lists of some places from the whole vocabulary, given the estimates of all others."""
         search = self.search
         left, covariance, mass, spread = self._missed(doubt if self.held else 1.0)
         for i, place in enumerate(places):
@@ -133,7 +133,7 @@ class Beliefs:
         self.progress("listing missing tokens", len(places), len(places))
 
     def _weigh(self, heat: float, doubt: float, believed: float) -> None:
-        """Likelihoods of all places' tokens, each by what the others are believed to contribute."""
+        """Update the probabilities of all places' tokens, each given the estimates of the others."""
         left, covariance, mass, spread = self._missed(doubt)
         whitened = self.search.whitening(mass, covariance, believed, spread)
         missed = whitened(left[None])[0]
@@ -145,10 +145,10 @@ class Beliefs:
     def _said(
         self, belief: _Belief, whitened: Whitening, missed: Float[Tensor, " x"], counted: float
     ) -> tuple[Float[Tensor, " c"], float]:
-        """Log-likelihood of a place's tokens, up to a constant, and how badly the best of them fits.
+        """Return the log-likelihoods of a place's tokens, up to a constant, and the misfit of the best.
 
         Args:
-            whitened: by what all places may contribute, this one too. missed: what is left of the sum in its units.
+            whitened: by the covariance of all places, this one included. missed: whitened residual of the sum.
             counted: share of the place's own covariance that is in it, and is taken out (Woodbury's identity).
         """
         parts = whitened(belief.parts.double() - belief.mean())

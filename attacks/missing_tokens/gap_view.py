@@ -1,4 +1,4 @@
-"""What is known of a prompt when a gap is reached, and which rows are asked for what is missing."""
+"""Collect what is known of a prompt at a gap, and choose the rows that are used to solve for its tokens."""
 
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
@@ -10,16 +10,16 @@ from hiddenlab.attacks.missing_tokens.attention_sums import ROWS, Shown
 from hiddenlab.proposals.probe import Probe
 from hiddenlab.types import TokenPrediction
 
-PER_ROW = 4  # missing tokens for each row that is asked at first
-AGAIN = 4  # rows that are asked together where tokens were left open
+PER_ROW = 4  # missing tokens for each row that is used at first
+AGAIN = 4  # rows that are used together where tokens were left open
 
 
 @dataclass(frozen=True)
 class View:
-    """What is known when a gap is reached.
+    """What is known when the search reaches a gap.
 
     Attributes:
-        states: the rows. positions: of the rows. found: tokens so far. probe: names rows' own tokens.
+        states: the rows. positions: of the rows. found: tokens so far. probe: predicts rows' own tokens.
         open: positions of tokens that no row shows, in gaps that were not closed.
     """
 
@@ -35,17 +35,17 @@ class View:
         return min(self.open, default=len(self.found))
 
     def _known(self, last: int) -> dict[int, int]:
-        """Tokens by position, up to a row: those of rows, as the probe names them, and others of closed gaps."""
+        """Return tokens by position, up to a row: those of rows, as the probe predicts them, and of closed gaps."""
         rows = [row for row in range(last + 1) if self.positions[row] >= self.begun]
         named = self.probe.log_probs(self.states[rows]).argmax(1).tolist()
         read = {self.positions[row]: token for row, token in zip(rows, named, strict=True)}
         return {p: one.token for p, one in enumerate(self.found) if p not in self.open} | read
 
     def rows(self, row: int) -> tuple[dict[int, int], list[list[Shown]]]:
-        """What is known up to a row, its own token included, and which rows are asked, first and where that fails.
+        """Return the tokens known up to a row, its own included, and the sets of rows to use, in the order to try them.
 
-        Behind what is open all that see it are asked together. Else the row and those that follow without a gap: few
-        rows tell few tokens, in less time; where they do not, more of them are asked.
+        Behind open gaps all rows that see the gap are used together. Otherwise the row and those that follow without a
+        gap are used: few rows take less time but resolve fewer tokens; where they fail, more are used.
         """
         last = row
         while last + 1 < len(self.positions) and self.positions[last + 1] == self.positions[last] + 1:

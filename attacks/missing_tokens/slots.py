@@ -1,4 +1,4 @@
-"""Enumerate what the search for missing tokens tries: slots of sequences, the other tokens held, in which order."""
+"""Order the candidates that the search for missing tokens runs: one slot of a sequence, the other tokens held."""
 
 import math
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ from hiddenlab.proposals.in_context import Adapter
 
 LEARN_FROM, LEARN_TO = 256, 4096  # candidates whose states are learned from, and again at each doubling
 FIRST_CHUNK, LAST_CHUNK = 32, 512
-UNEXPECTED = 0.02  # share of the probability that is spread evenly over what the priors do not expect
+UNEXPECTED = 0.02  # share of the probability that is spread evenly over the vocabulary
 
 
 @dataclass(frozen=True)
@@ -26,17 +26,17 @@ class Likely:
         return Likely((*self.tokens, token), (*self.scores, score))
 
     def held(self, slot: int) -> float:
-        """Probability, by the priors, of all tokens but the one at the slot."""
+        """Return the probability, by the priors, of all tokens but the one at the slot."""
         return math.exp(sum(self.scores) - self.scores[slot])
 
 
 @dataclass
 class Tried:
-    """A slot of a sequence whose other tokens are held: what was tried there, and what comes next.
+    """The candidates of one slot of a sequence whose other tokens are held: those tried, and those that come next.
 
     Attributes:
-        held: the sequence; its token at ``slot`` is of no account. prior: scores of the slot's tokens. order,
-            cumulated: the tokens by score, and their probability up to each; made when the first are asked for.
+        held: the sequence; its token at ``slot`` does not matter. prior: scores of the slot's tokens.
+        order, cumulated: the tokens by score, and their probability up to each; made when the first are needed.
     """
 
     slot: int
@@ -68,7 +68,7 @@ class Tried:
         return self.order is not None and self.place >= len(self.order)
 
     def chance(self) -> float:
-        """Probability, by the priors, that a candidate of the next chunk is right here: per candidate."""
+        """Return the probability, by the priors, that a candidate of the next chunk is right: per candidate."""
         likely = self._first
         if self.order is not None and self.cumulated is not None:
             end = min(self.place + self.chunk, len(self.order))
@@ -88,7 +88,7 @@ class Tried:
     def learn(
         self, tokens: Int[Tensor, " c"], states: Float[Tensor, "c d"], row: Tensor, adapter: Adapter
     ) -> None:
-        """Reorder the rest by what the states of those tried here say of it (``proposals/in_context.py``)."""
+        """Reorder the remaining candidates by the states of those tried here (``proposals/in_context.py``)."""
         self.tokens.append(tokens)
         self.states.append(states)
         tried = sum(map(len, self.tokens))
@@ -105,7 +105,7 @@ class Tried:
 
 
 def moved(tokens: tuple[int, ...], i: int, j: int) -> tuple[int, ...]:
-    """The token at i taken out and put in at j."""
+    """Return the tokens with the one at i moved to j."""
     rest = tokens[:i] + tokens[i + 1 :]
     return (*rest[:j], tokens[i], *rest[j:])
 

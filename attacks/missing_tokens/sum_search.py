@@ -1,7 +1,7 @@
-"""Choosing tokens whose contributions add up to what rows of one layer miss (``missing``).
+"""Choose missing tokens whose contributions add up to the sums that rows of one layer leave open (``attention_sums``).
 
-A beam goes over the places, nearest first. A sum over some of them is weighed by how far those still missing can be
-expected to change it; the last two are chosen together, and sums that miss little are mended.
+A beam goes over the places, nearest first. A partial sum is weighed by how far the tokens still missing can be expected
+to change it. The last two places are chosen together, and sums with a small residual are corrected.
 """
 
 from collections.abc import Sequence
@@ -15,16 +15,16 @@ from torch import Tensor
 from hiddenlab.attacks.missing_tokens.slots import moved, swapped
 from hiddenlab.matching.first_layer import FirstLayer
 
-# Share of a row that a sum may miss by where others are still missing, from the first place to the last: as their
-# contributions are no normal distribution, little is believed at first.
+# Residual allowed while other places are still missing, as share of a row, from the first place to the last: their
+# contributions are not normally distributed, so the first values are larger.
 BELIEVED = (3e-3, 2e-3, 2e-3, 1e-3, 5e-4, 3e-4)
 JITTER = 1e-12  # share of all variance that is added to each, so that rounding makes none negative
-BEAM, LONGLIST = 64, 8  # sums kept, and how many times as many are looked at in all directions
-ALONG = 128  # directions in which the vocabulary is looked at first, those in which it varies most
-SAMPLED = 768  # tokens that tell which these are
-PAIRED, KEPT = 16, 8  # sums whose last two places are sought together, and pairs kept of each
+BEAM, LONGLIST = 64, 8  # sums kept, and how many times as many are scored in all directions
+ALONG = 128  # directions in which the vocabulary is scored first: those in which it varies most
+SAMPLED = 768  # tokens from which these directions are computed
+PAIRED, KEPT = 16, 8  # sums whose last two places are searched together, and pairs kept of each
 PAIRS = 2000  # tokens of one of the two that are tried with all of the other
-PAIR_ALONG = 64  # directions in which pairs are looked at
+PAIR_ALONG = 64  # directions in which pairs are scored
 AT_ONCE, PAIRS_AT_ONCE = 4096, 256  # tokens tabulated at once, and tried with all others at once
 # Share of a row that the right sum leaves unexplained at most; wrong ones leave several times as much.
 EXPLAINED = 1e-4
@@ -35,13 +35,13 @@ NEARER = 0.99  # share of what a sum leaves unexplained that another order has t
 
 @dataclass
 class Row:
-    """What one row tells of the sum of what is missing before it.
+    """What one row tells about the sum of the tokens missing before it.
 
     Attributes:
-        token, position: the row's own. jacobian: of the row by what attention brings it, in units of the row's root
-            mean square. unsure: covariance of what the solve errs. brought: what attention brings, by head. sum, mass:
-            what the missing tokens contribute in all, and how much the known ones weigh. scale: logarithm by head that
-            all weights are divided by.
+        token, position: the row's own. jacobian: of the row by its attention output, in units of the row's root mean
+            square. unsure: covariance of the solve's error. brought: attention output, by head.
+        sum, mass: total contribution of the missing tokens, and total weight of the known ones. scale: logarithm by
+            head that all weights are divided by.
     """
 
     layer: FirstLayer
@@ -56,7 +56,7 @@ class Row:
     _weights: dict[int, Tensor] = field(default_factory=dict)
 
     def weights(self, place: int, tokens: Int[Tensor, " c"] | None = None) -> Float[Tensor, "h c"]:
-        """What tokens would weigh at a place; nothing where the row does not see it."""
+        """Return the attention weights of tokens at a place; zero where the row does not see it."""
         if place not in self._weights:
             scores = self.layer.scores(self.token, self.position, place)
             self._weights[place] = (scores - self.scale).exp()
@@ -64,14 +64,14 @@ class Row:
         return every if tokens is None else every[:, tokens]
 
     def parts(self, place: int, tokens: Int[Tensor, " c"]) -> Float[Tensor, "c a"]:
-        """What tokens would contribute at a place."""
+        """Return the contributions of tokens at a place."""
         values = self.layer.spread(self.layer.values(place)[tokens])
         return (self.weights(place, tokens).T[..., None] * (values - self.brought)).flatten(1)
 
 
 @dataclass(frozen=True)
 class _Moments:
-    """Of what a missing token contributes at a place, and of what it weighs."""
+    """Moments of a random missing token at a place: mean contribution, mean weight, covariance of weights."""
 
     part: Float[Tensor, " a"]
     weight: Float[Tensor, " h"]
@@ -80,7 +80,7 @@ class _Moments:
 
 @dataclass(frozen=True)
 class Whitening:
-    """Turns what is left of sums into units of what it may miss by: divided row by row, then whitened together."""
+    """Whitens residuals of sums by their expected covariance: divided row by row, then whitened together."""
 
     divided: Float[Tensor, "r e a"]
     lower: Float[Tensor, "x x"]
@@ -90,7 +90,7 @@ class Whitening:
         return torch.linalg.solve_triangular(self.lower, seen.T, upper=False).T
 
     def back(self, directions: Float[Tensor, "x k"]) -> Float[Tensor, "k y"]:
-        """What to take of sums to have them whitened along some directions."""
+        """Return the vectors whose products with sums give their whitened values along some directions."""
         turned = torch.linalg.solve_triangular(self.lower.T, directions, upper=True)
         rows = turned.unflatten(0, self.divided.shape[:2])
         return (self.divided.transpose(1, 2) @ rows).flatten(0, 1).T
@@ -101,7 +101,8 @@ class Sums:
     """Choices of tokens for some places, one a row.
 
     Attributes:
-        chosen: the tokens. left: what the other places still have to contribute. mass: what all that are known weigh.
+        chosen: the tokens. left: what the other places still have to contribute. mass: total weight of all known
+            tokens.
         prior: log-probability of the tokens.
     """
 
@@ -115,11 +116,11 @@ class Sums:
 
 
 class Search:
-    """The sums of what some rows miss.
+    """The search for tokens whose sums explain some rows.
 
     Args:
-        places: that are missing, in the order in which they are chosen. prior: log-probability of every token. pool:
-            tokens that stand for what may be missing. rounding: share of a row that no sum explains.
+        places: that are missing, in the order in which they are chosen. prior: log-probability of every token.
+        pool: sampled tokens that represent what may be missing. rounding: share of a row that no sum explains.
     """
 
     def __init__(
@@ -158,13 +159,13 @@ class Search:
         return _Moments(share @ self.parts(place, tokens).double(), mean, spread.T @ spread)
 
     def varies(self, place: int) -> Float[Tensor, "y y"]:
-        """Covariance of what a missing token contributes at a place; as large as all rows together, so not held."""
+        """Return the covariance of a random token's contribution at a place; too large to be stored for all places."""
         tokens, share = self.usual
         spread = (self.parts(place, tokens).double() - self.moments[place].part) * share.sqrt()[:, None]
         return spread.T @ spread
 
     def covariance(self, places: Sequence[int]) -> Float[Tensor, "y y"]:
-        """Of what missing tokens contribute at some places; what was asked for last is held, as the next are fewer."""
+        """Return the covariance of random tokens' contributions at some places; the last result serves subsets."""
         held, total = self.varied or ((), torch.empty(0))
         gone = [p for p in held if p not in places]
         if self.varied is not None and set(places) <= set(held) and len(gone) < len(places):
@@ -179,7 +180,7 @@ class Search:
         return total
 
     def along(self, place: int, directions: Float[Tensor, "r a"]) -> Float[Tensor, "v r"]:
-        """What the whole vocabulary contributes at a place, along some directions."""
+        """Return the contributions of the whole vocabulary at a place, along some directions."""
         turned = directions.float().T.contiguous()
         out = torch.empty(self.size, turned.shape[1], device=turned.device)
         for tokens in torch.arange(self.size, device=turned.device).split(AT_ONCE):
@@ -189,15 +190,15 @@ class Search:
     # ---- how sums are weighed
 
     def _divided(self, mass: Float[Tensor, " h"]) -> Float[Tensor, "r e a"]:
-        """How rows change with what is left of their sums, which mass divides."""
+        """Return how rows change with the residual of their sums, which is divided by the mass."""
         return self.jacobian / mass.repeat_interleave(self.width).unflatten(0, (len(self.rows), 1, -1))
 
     def _whitened(self, sums: Sums, rest: Sequence[int], free: Sequence[int], believed: float) -> Whitening:
-        """Units of what is left of a sum: what it may miss by.
+        """Return the whitening of partial sums by what is still missing.
 
         Args:
-            rest: places still missing. free: those of them that are about to be chosen, which only their weight makes
-                uncertain: it is what the sum is divided by.
+            rest: places still missing. free: those of them that are about to be chosen; only the uncertainty of their
+                weight counts, since it divides the sum.
         """
         mass = sums.mass.mean(0) + sum(self.moments[p].weight for p in rest)
         spread = torch.stack([self.moments[p].weights for p in rest]).sum(0)
@@ -210,10 +211,10 @@ class Search:
         believed: float,
         spread: Float[Tensor, "h h"] | None = None,
     ) -> Whitening:
-        """Units of what sums may miss: by what may still be contributed, and what is believed anyway.
+        """Return the whitening by the covariance of what may still be contributed and the allowed residual.
 
         Args:
-            mass: that sums are divided by. spread: its covariance, by which what each row's solve errs shows.
+            mass: that sums are divided by. spread: its covariance, which scales the error of each row's solve.
         """
         divided = self._divided(mass)
         rows, seen, width = divided.shape
@@ -229,17 +230,17 @@ class Search:
         return Whitening(divided, torch.linalg.cholesky(noise))
 
     def most_telling(self, whitening: Whitening, places: Sequence[int], count: int) -> Float[Tensor, "k y"]:
-        """Directions in which what is about to be chosen varies most, as far as some tokens tell."""
+        """Return the directions in which the places about to be chosen vary most, measured on sampled tokens."""
         some = self.pool[: SAMPLED // len(places)]
         spread = [self.parts(p, some).double() - self.moments[p].part for p in places]
         seen = whitening(torch.cat(spread))
-        # Of samples by samples, of which there are fewer than coordinates where rows are asked together.
+        # Samples by samples: where rows are used together there are fewer samples than coordinates.
         length, of = torch.linalg.eigh(seen @ seen.T)
         told = length[-count:] > JITTER * length[-1]
         return whitening.back(seen.T @ (of[:, -count:] / length[-count:].clamp(min=1e-300).sqrt())[:, told])
 
     def with_token(self, sums: Sums, place: int, tokens: Int[Tensor, " b"]) -> Sums:
-        """Sums, each with a token at a place."""
+        """Return the sums, each with one more token at a place."""
         return Sums(
             torch.cat([sums.chosen, tokens[:, None]], 1),
             sums.left - self.parts(place, tokens).double(),
@@ -248,7 +249,7 @@ class Search:
         )
 
     def beam(self) -> Sums:
-        """Sums over all places, those that explain the rows best first."""
+        """Return sums over all places, those that explain the rows best first."""
         sums, places = self.begun, self.places
         for k in range(len(places) - 2 if len(places) > 1 else 1):
             stage = len(BELIEVED) - 1 - (len(places) - 2 - k) if len(places) > len(BELIEVED) else k
@@ -258,7 +259,7 @@ class Search:
         return self.rearranged(self._ordered(sums))
 
     def _extended(self, sums: Sums, rest: Sequence[int], believed: float) -> Sums:
-        """Sums with the first of the remaining places chosen, the others at what they may be."""
+        """Return sums with the first remaining place chosen, the others at their mean."""
         place, others = rest[0], rest[1:]
         whitened = self._whitened(sums, rest, [place], believed)
         mean = sum((self.moments[p].part for p in others), torch.zeros_like(sums.left[0]))
@@ -275,7 +276,7 @@ class Search:
         return self.with_token(sums[before[best]], place, tokens[best])
 
     def _paired(self, sums: Sums, first: int, second: int) -> Sums:
-        """Sums with their last two places chosen together: what one is believed to be does not fit every token."""
+        """Return sums with their last two places chosen together; a normal approximation excludes rare tokens."""
         ahead = self._whitened(sums, [first, second], [first], BELIEVED[-1])
         directions = self.most_telling(ahead, [first], ALONG)
         table = self.along(first, directions)
@@ -308,7 +309,7 @@ class Search:
     # ---- what comes out
 
     def _unexplained(self, sums: Sums) -> Float[Tensor, " b"]:
-        """Share of the rows that whole sums leave unexplained."""
+        """Return the share of the rows that whole sums leave unexplained."""
         left = sums.left / sums.mass.repeat_interleave(self.width, 1)
         return _by_row(left, self.jacobian).square().mean(1).sqrt()
 
@@ -316,14 +317,14 @@ class Search:
         return float(self._unexplained(sums).min())
 
     def explained(self, sums: Sums) -> bool:
-        """Whether one of some whole sums is right."""
+        """Return whether one of some whole sums explains the rows."""
         return self.best(sums) < EXPLAINED
 
     def _ordered(self, sums: Sums) -> Sums:
         return sums[self._unexplained(sums).argsort()]
 
     def rearranged(self, sums: Sums) -> Sums:
-        """Whole sums, of which the best got their tokens in the order that explains the rows best.
+        """Return whole sums, the best of them with their tokens in the order that explains the rows best.
 
         Which tokens are missing shows better than where: the right ones in a wrong order come near.
         """
@@ -346,7 +347,7 @@ class Search:
                 )
                 tried = Sums(tokens[which], left, -mass, best.prior.expand(len(which)))
                 nearest = int(self._unexplained(tried).argmin())
-                # Where a token is there twice, orders differ by rounding alone.
+                # Orders that swap equal tokens differ by rounding alone.
                 if self.best(tried) > NEARER * self.best(best):
                     break
                 best, order = tried[nearest : nearest + 1], tuple(which[nearest].tolist())
@@ -356,13 +357,13 @@ class Search:
         return self._ordered(_joined([*out, sums]))
 
     def fillings(self, sums: Sums) -> list[dict[int, int]]:
-        """Tokens by place."""
+        """Return the tokens by place."""
         return [dict(zip(self.places, one, strict=True)) for one in sums.chosen.tolist()]
 
     def doubtful(self, sums: Sums) -> list[tuple[int, int]]:
-        """Pairs of places by index, first those where other tokens, each by itself, explain most of what is missed."""
+        """Return pairs of places by index, first those where other tokens would explain most of the residual."""
         one = sums[:1]
-        # Another wrong token adds as much as a token varies.
+        # A wrong token adds as much as a random token varies.
         usual = 2 / len(self.places) * self.covariance(self.places)
         whitened = self.whitening(one.mass[0], usual, BELIEVED[-1])
         directions = self.most_telling(whitened, self.places, ALONG)
@@ -376,7 +377,7 @@ class Search:
         return sorted(combinations(range(len(gains)), 2), key=lambda pair: -gains[pair[0]] - gains[pair[1]])
 
     def sought_anew(self, sums: Sums, pair: tuple[int, int]) -> Sums:
-        """The first of whole sums with the tokens at two of its places (by index) sought anew."""
+        """Return the first of whole sums with the tokens at two of its places (by index) searched again."""
         kept = [k for k in range(len(self.places)) if k not in pair]
         base = self.begun
         for k in kept:
@@ -388,7 +389,7 @@ class Search:
 
 
 def _by_row(sums: Float[Tensor, "b y"], matrices: Float[Tensor, "r e a"]) -> Float[Tensor, "b x"]:
-    """Each row's part of sums, by the row's matrix."""
+    """Return each row's part of sums, multiplied by the row's matrix."""
     parts = sums.unflatten(1, (len(matrices), -1)).transpose(0, 1)
     return (parts @ matrices.transpose(1, 2)).transpose(0, 1).flatten(1)
 

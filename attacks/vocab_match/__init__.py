@@ -1,4 +1,4 @@
-"""Vocabulary matching: recover a prompt from hidden states by matching candidate states (paper, sections 4 to 6)."""
+"""Recover a prompt from hidden states by running candidate tokens and matching states (paper, sections 4 to 6)."""
 
 import time
 from collections.abc import Sequence
@@ -33,15 +33,15 @@ from hiddenlab.proposals.store import adapter_for, first_token_table_for, probe_
 from hiddenlab.summary import NO_STATE
 from hiddenlab.types import AttackResult, Observation, ObservationInfo, TokenPrediction
 
-# The language model is loaded before the attack where the truncated model has at least one layer for so many of its.
+# The language model is loaded before the attack where it has at most so many layers for each of the truncated model's.
 LOAD_AHEAD = 8
-DOUBT = 0.05  # wrong candidates within the threshold, expected among those tried for a token that counts as verified
+DOUBT = 0.05  # most wrong candidates expected within the threshold, among those tried, for a token to count as verified
 SEARCHES = {"speculative": speculative, "greedy": stepwise}
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """What one channel at one site needs: how states are compared, in which order candidates come, what matches."""
+    """Everything that matching needs for one channel at one site: matcher, order of candidates, threshold, screen."""
 
     info: ObservationInfo
     model: TruncatedModel
@@ -63,7 +63,7 @@ class VocabMatch(Attack):
         epsilon: ``auto``, ``calibrated`` or a number (an absolute distance, as in the paper).
         budget: candidates for one position at most; None searches the whole vocabulary.
         batch: prompts attacked at once.
-        screen: run large batches in a faster dtype first, where the processor has one (not in greedy search, which is
+        screen: run large batches in a faster dtype first, where the processor has one (never in greedy search, which is
             the paper's).
     """
 
@@ -96,9 +96,8 @@ class VocabMatch(Attack):
         """Train or load the probe and measure epsilon, for all observations of one channel.
 
         Returns:
-            ``probe_seconds`` (of the probe and the tables beside it; 0 where all were cached) and
-            ``epsilon_relative`` (fraction of a row's norm), with ``epsilon_floor`` and ``epsilon_gap``, between
-            which it was put.
+            ``probe_seconds`` (of the probe and its tables; 0 where all were cached) and ``epsilon_relative`` (share of
+                a row's norm), with ``epsilon_floor`` and ``epsilon_gap``, between which it was chosen.
         """
         prepared, seconds = self.prepare(info)
         threshold = prepared.threshold
@@ -110,7 +109,7 @@ class VocabMatch(Attack):
         }
 
     def prepare(self, info: ObservationInfo) -> tuple[Prepared, float]:
-        """Make what a channel needs, kept for its next observation; return it with the seconds probes took.
+        """Prepare what a channel needs and keep it for its next observation; also return the seconds that probes took.
 
         Raises:
             NotApplicableError: the rows are no states.
@@ -124,7 +123,7 @@ class VocabMatch(Attack):
         kept = self._prepared
         if kept is None or (kept.info, kept.model) != (info, model):
             matcher = choose_matcher(self.distance, info)
-            # The language model first: while it is loaded its file is in memory as well, when little else is.
+            # The language model is loaded first, while memory is free: its file is in memory as well.
             proposer, seconds = self._proposer(model, info)
             threshold = self._threshold(model, info, matcher)
             screen = self._screened(model, info) if threshold.separable else None
@@ -138,7 +137,7 @@ class VocabMatch(Attack):
         if self._screen is None or self._screen.of is not model:
             self._screen = Screen(model)
         if info.columns_permuted is not None:
-            # Every prompt will need it: now, so that the time of the attack is the attack's.
+            # Every prompt needs it: load it now, so that loading does not count in the attack's time.
             _ = self._screen.model
         return self._screen
 
@@ -153,8 +152,8 @@ class VocabMatch(Attack):
                 self._lm = (model, LazyModel(model))
             lm = self._lm[1]
             if "probe" not in self.proposal or lm.layers <= LOAD_AHEAD * model.site.layer:
-                # Now, so that the time of the attack is the attack's, and before the probe: while a model is
-                # loaded its file is in memory as well.
+                # Load it now, so that loading does not count in the attack's time, and before the probe: its
+                # file is in memory as well.
                 _ = lm.opened
         if "probe" in self.proposal:
             probe, trained = probe_for(model, info, progress=self.progress)
@@ -261,10 +260,10 @@ class VocabMatch(Attack):
 
 
 def believed(tokens: Sequence[TokenPrediction], chance: float) -> tuple[TokenPrediction, ...]:
-    """Tokens, those unverified for which a wrong candidate among so many tried could well be within the threshold.
+    """Return the tokens; mark as unverified those that a wrong candidate could well have matched by chance.
 
-    Where noise or few numbers leave right and wrong candidates apart by chance alone, the first within the threshold
-    is still the best answer, but it proves nothing.
+    Where noise or few numbers leave right and wrong candidates apart by chance alone, the first within the threshold is
+    still the best answer, but it proves nothing.
 
     Args:
         chance: of one wrong candidate, as measured (``Threshold``).

@@ -1,7 +1,7 @@
-"""Whether observed rows are states of the model's site at all: what is not is no reason to try every token behind it.
+"""Detect rows that are no states of the model's site, so that the search does not try every token for each.
 
-States of another layer or another stream, without their first rows, or with noise that nobody declared, match nothing.
-The first row tells so at the cost of one vocabulary, since its state depends on no token but its own.
+States of another layer or another stream, without their first rows, or with undeclared noise match nothing. The first
+row shows this at the cost of one vocabulary, since its state depends on no token but its own.
 """
 
 from dataclasses import replace
@@ -13,15 +13,15 @@ from hiddenlab.matching.batching import ForwardCall, Search
 from hiddenlab.models import Answer, Request
 from hiddenlab.types import TokenPrediction
 
-ROWS, CANDIDATES = 8, 512  # that are looked at behind a first row that no token explains
-BLIND_ROWS = 2  # the same where nothing orders candidates, so that each row takes the whole vocabulary
-STANDS_OUT = 10.0  # so many times nearer than any other candidate is no accident, whatever the limit
+ROWS, CANDIDATES = 8, 512  # rows searched behind a first row that no token explains, and candidates for each
+BLIND_ROWS = 2  # rows where candidates are unordered, so that each takes the whole vocabulary
+STANDS_OUT = 10.0  # a candidate so many times nearer than any other fits, whatever the limit
 
 
 def unexplained(task: Task) -> bool:
-    """Whether the first position is decided, and no token explains its row.
+    """Return whether the first position is decided and no token explains its row.
 
-    It is where every token was tried, none behind anything unknown, and distances tell right from wrong.
+    This holds where every token was tried, nothing unknown stands before it, and distances separate right from wrong.
     """
     decided = task.exhausted and not task.overlapping and task.prefix.offset == 0
     whole = task.budget is None or task.budget >= task.proposer.vocab_size
@@ -29,9 +29,9 @@ def unexplained(task: Task) -> bool:
 
 
 def look_ahead(task: Task) -> Search:
-    """Search some rows behind the first, few candidates each, and say whether none of them fits.
+    """Search a few rows behind the first with few candidates each; return True if none of them fits.
 
-    The task itself stays as it is: if one fits, the search goes on as if nobody had looked.
+    The task itself is not changed: if one row fits, the search continues as before.
     """
     blind = task.proposer.probe is None and task.proposer.lm is None
     look = replace(

@@ -1,4 +1,4 @@
-"""The searches: greedy (the paper's), step by step with a probe, and speculative tree verification (ours)."""
+"""Search a prompt's tokens: greedily as in the paper, step by step with a probe, or by speculative verification."""
 
 import torch
 from torch import Tensor
@@ -14,17 +14,17 @@ MAX_LEAVES = 3  # alternatives beside one guess in one pass
 WRONG_IN_CHAIN = 1.5  # a chain ends where this many of its guesses are expected to be wrong
 STEPWISE_BELOW = 0.5  # mean confidence of the guesses below which a chain is not worth verifying
 ROUND_COST = 1.0  # prefills that one wrong guess costs: part of a pass over what follows it
-FEW = 32  # candidates of each other row of what is not of this site; the nearest is the answer
+FEW = 32  # candidates of each further row where rows are not of this site; the nearest is taken
 
 
 def stepwise(task: Task) -> Search:
-    """One position after the other, candidates in proposal order (Algorithms 1, 4, 5, 6)."""
+    """Search one position after the other, candidates in proposal order (Algorithms 1, 4, 5, 6)."""
     while len(task.found) < len(task.rows):
         yield from _next(task)
 
 
 def _next(task: Task, tried: Tried | None = None, first: Tensor | None = None) -> Search:
-    """Search the next position; where no row looks like a state of this site, end the whole search soon."""
+    """Search the next position; where no row looks like a state of this site, end the whole search early."""
     opening = not task.found
     yield from find_next(task, tried, first)
     if opening and unexplained(task) and (yield from look_ahead(task)):
@@ -34,13 +34,12 @@ def _next(task: Task, tried: Tried | None = None, first: Tensor | None = None) -
 
 
 def speculative(task: Task) -> Search:
-    """Verify a whole guess in one pass, with alternatives at its weak places in the same pass (docs/architecture.md).
+    """Verify a whole guess in one pass, with alternatives at its unsure places in the same pass (docs/architecture.md).
 
     Each round runs the guessed remainder as a chain and, where the guess is unsure, alternatives as branches. The
-    longest matching run is committed. At the first miss the branches had the exact context, so a match among them
-    is committed too. Further right the context is slightly wrong; there the nearest of guess and branches becomes
-    the next round's guess, so that several misses are mended by one pass. Only where branches fail is a
-    position searched by itself.
+    longest matching run is committed. At the first miss the branches had the exact context, so a match among them is
+    committed too. Further right the context is slightly wrong; there the nearest of guess and branches becomes the next
+    round's guess, so that one pass corrects several misses. Only where branches fail is a position searched by itself.
     """
     if task.shortlist is None or not task.ordered or _confidence(task).mean() < STEPWISE_BELOW:
         yield from stepwise(task)
@@ -70,9 +69,9 @@ def _confidence(task: Task) -> Tensor:
 
 
 class _Guess:
-    """The current guess of every position, and what is known against it.
+    """The current guess of every position, and the candidates that were refuted.
 
-    It is kept on the CPU, where single positions are looked at: a card would be waited for at each of them.
+    It is kept on the CPU, since single positions are read: on a GPU each read would wait for the device.
     """
 
     def __init__(self, task: Task, order: Tensor, scores: Tensor) -> None:
@@ -89,7 +88,7 @@ class _Guess:
 
     @classmethod
     def start(cls, task: Task) -> Search:
-        """The probe's guess, reranked by the language model where that is cheaper than its expected misses."""
+        """Return the probe's guess, reranked by the language model where that costs less than the expected misses."""
         assert task.shortlist is not None and task.scores is not None
         order, scores = task.shortlist, task.scores
         misses = float((1 - _confidence(task)).sum())
@@ -115,12 +114,12 @@ class _Guess:
         return self._refuted[2]
 
     def chain_end(self, start: int) -> int:
-        """Verify up to where too many guesses are expected to be wrong for the rest to mean anything."""
+        """Return where the chain ends: before too many guesses are expected to be wrong."""
         expected = self.wrong[start:].cumsum(0)
         return start + max(1, int((expected <= WRONG_IN_CHAIN).sum()))
 
     def branches(self, start: int, end: int) -> tuple[Tensor, Tensor]:
-        """Alternatives for unsure positions and the chain tokens before each."""
+        """Return alternatives for unsure positions, and how many chain tokens stand before each."""
         tokens, parents = [], []
         for position in range(start, end):
             first = self.offset[position]
@@ -134,7 +133,7 @@ class _Guess:
         return torch.cat(tokens), torch.tensor(parents, dtype=torch.long)
 
     def digest(self, answer: Answer, start: int, end: int, branches: Tensor, parents: Tensor) -> None:
-        """Commit what matched, remember what was refuted, and mend the guess further right."""
+        """Commit what matched, remember what was refuted, and improve the guess further right."""
         task, matcher = self.task, self.task.matcher
         rows = task.rows[start:end]
         chain = matcher.pairs(candidates=matcher.view(answer.states), observed=rows).cpu()
@@ -189,7 +188,7 @@ class _Guess:
         branches: Tensor,
         parents: Tensor,
     ) -> None:
-        """Beyond the miss: take the nearest candidate as guess, and try more where even that is far.
+        """Take the nearest candidate as guess beyond the miss, and try more alternatives where even that is far.
 
         Far means more than half the distance that wrong candidates typically have.
         """

@@ -1,4 +1,4 @@
-"""One prompt under attack: what is known, and the step that all searches share."""
+"""Hold the state of one prompt under attack, and search its next position; all searches share this step."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -15,19 +15,19 @@ from hiddenlab.models import Answer, Prefix, Request, TruncatedModel
 from hiddenlab.proposals.in_context import log_likelihood
 from hiddenlab.types import TokenPrediction
 
-# Candidates in one pass: doubled while that is cheap, then a quarter of those tried in the same order, since what is
-# tried beyond the match is wasted.
+# Candidates in one pass: doubled while that is cheap, then a quarter of those tried in the same order, since
+# candidates beyond the match are wasted.
 FIRST_BATCH, SMALL_BATCH, LAST_BATCH = 4, 16, 512
 # Candidates tried at one position before the prompt's own tokens are, and how many of these at most.
 COPY_FROM, MAX_COPIES = 24, 64
-# Where right and wrong distances overlap: candidates tried at one position before one is taken that is not within
-# its limit, but twice as near as any other; the more were tried, the less it has to stand out.
+# Where right and wrong distances overlap: candidates tried at one position before one outside its limit is taken
+# because it is twice as near as any other; the more were tried, the smaller that ratio has to be.
 SETTLE_AFTER = 1024
-# Of a settled position's candidates so many at most, if not further than so many times the nearest, are told apart
-# by so many rows that follow.
+# Where no candidate matched: at most so many, within so many times the nearest distance, are compared by so many
+# following rows.
 CONTENDERS, NEARLY, AHEAD = 64, 2.0, 8
 ADAPT_AT = (256, 1024)  # candidates tried at one position when their states are learned from
-BEYOND = 1.001  # times its row's limit is what a candidate is away at least that only a screen ran
+BEYOND = 1.001  # least distance of a candidate that only the screen ran, in limits of its row
 
 
 @dataclass
@@ -35,12 +35,12 @@ class Task:
     """One observation, prepared for search.
 
     Attributes:
-        raw: rows as observed (for the probe). rows: rows in the matcher's form. limits: distance within which a
-            row counts as matched. shortlist, scores: best tokens of each row and their log-probabilities.
+        raw: rows as observed (for the probe). rows: rows in the matcher's form. limits: distance within which a row
+            counts as matched. shortlist, scores: best tokens of each row and their log-probabilities.
         budget: candidates for one position at most, or None.
-        spent, asked: candidates searched through so far, and what asking the language model has cost in candidates.
-        overlapping: right and wrong distances overlapped when the limits were measured, so that a right candidate
-            may lie outside of them.
+        spent, asked: candidates searched so far, and the cost of asking the language model, in candidates.
+        overlapping: right and wrong distances overlapped when the limits were measured, so that a right candidate may
+            lie outside of them.
         screen: runs large batches first, where that is faster; None runs every candidate in the truncated model alone.
         exhausted: vocabulary or budget were used up at some position. foreign: no row looks like a state of this site.
     """
@@ -75,11 +75,11 @@ class Task:
         return [one.token for one in self.found]
 
     def recent(self) -> list[int]:
-        """Distinct tokens found so far, the latest first, at most ``MAX_COPIES``."""
+        """Return the distinct tokens found so far, the latest first, at most ``MAX_COPIES``."""
         return list(dict.fromkeys(reversed(self.tokens)))[:MAX_COPIES]
 
     def targets(self) -> list[int]:
-        """Rows that the next token may match: its own, or all free ones where the order is unknown."""
+        """Return the rows that the next token may match: its own, or all free ones where the order is unknown."""
         return [len(self.found)] if self.ordered else self.free
 
     def accept(self, one: TokenPrediction) -> None:
@@ -91,18 +91,18 @@ class Task:
 class Tried:
     """Candidates evaluated at one position, in its exact context."""
 
-    limits: Tensor  # of the targets; nearness is measured in them, since rows' norms may differ by much
+    limits: Tensor  # of the targets; distances are divided by them, since rows' norms may differ by much
     tokens: list[Tensor] = field(default_factory=list)
     nearest: list[Tensor] = field(default_factory=list)  # distance of each candidate to its nearest target
     rows: list[Tensor] = field(default_factory=list)  # which target that is
     screened: list[Tensor] = field(default_factory=list)  # the distance is a screen's, not the model's
 
     def add(self, tokens: Tensor, table: Float[Tensor, "c targets"], exact: Tensor | None = None) -> None:
-        """Take note of candidates; ``exact`` are the places of those that the model ran, if it did not run all."""
+        """Add candidates; ``exact`` are the indices of those that the model ran, if it did not run all."""
         nearest, rows = self._nearest(table)
         screened = torch.full_like(tokens, exact is not None, dtype=torch.bool)
         screened[exact if exact is not None else slice(0)] = False
-        # Whatever a screen says, only what the truncated model ran can match.
+        # Only what the truncated model ran can match, whatever the screen's distance.
         nearest = torch.where(screened, nearest.maximum(BEYOND * self._units[rows]), nearest)
         self.tokens.append(tokens)
         self.nearest.append(nearest)
@@ -110,18 +110,18 @@ class Tried:
         self.screened.append(screened)
 
     def relative(self, table: Float[Tensor, "c targets"]) -> Float[Tensor, " c"]:
-        """Distance of each candidate to its nearest row, in units of that row's limit."""
+        """Return the distance of each candidate to its nearest row, in units of that row's limit."""
         return (table / self._units).amin(dim=1)
 
     def doubtful(self) -> Int[Tensor, " n"]:
-        """Places of candidates that only a screen has run, nearest first."""
+        """Return the indices of candidates that only the screen has run, nearest first."""
         for of in (self.tokens, self.nearest, self.rows, self.screened):
             of[:] = [torch.cat(of)]
         (which,) = self.screened[0].nonzero(as_tuple=True)
         return which[(self.nearest[0] / self._units[self.rows[0]])[which].argsort()]
 
     def correct(self, places: Int[Tensor, " n"], table: Float[Tensor, "n targets"]) -> None:
-        """The model's own distances of candidates at places that ``doubtful`` named."""
+        """Set the model's own distances of candidates at indices that ``doubtful`` returned."""
         self.nearest[0][places], self.rows[0][places] = self._nearest(table)
         self.screened[0][places] = False
 
@@ -138,7 +138,7 @@ class Tried:
         return sum(len(t) for t in self.tokens)
 
     def stands_out(self) -> bool:
-        """One of many candidates is far nearer than any other."""
+        """Return whether one of many candidates is far nearer than any other."""
         if self.count < SETTLE_AFTER:
             return False
         nearest = torch.cat(self.nearest) / self._units[torch.cat(self.rows)]
@@ -146,12 +146,12 @@ class Tried:
         return bool((1 + SETTLE_AFTER / self.count) * first <= second)
 
     def best(self, targets: list[int], limits: Tensor) -> tuple[TokenPrediction, bool]:
-        """The nearest candidate, and whether it is within its row's limit."""
+        """Return the nearest candidate, and whether it is within its row's limit."""
         (one,) = self.nearest_few(1, targets, limits)
         return one, one.verified
 
     def nearest_few(self, count: int, targets: list[int], limits: Tensor) -> list[TokenPrediction]:
-        """The nearest candidates, best first; margins are to the nearest other one."""
+        """Return the nearest candidates, best first; margins are to the nearest other one."""
         tokens, nearest, rows = torch.cat(self.tokens), torch.cat(self.nearest), torch.cat(self.rows)
         relative = nearest / self._units[rows]
         near = relative.topk(min(count + 1, len(nearest)), largest=False)
@@ -169,8 +169,8 @@ class Tried:
 class Candidates:
     """Candidates of one position in proposal order, each once, to the end of the vocabulary or the budget.
 
-    The cheap shortlist of the target rows (or ``first``, where the caller has a better order of it) comes first;
-    the whole vocabulary is ordered only when that is used up, or when the language model was asked.
+    The cheap shortlist of the target rows (or ``first``, where the caller has a better order of it) comes first. The
+    whole vocabulary is ordered only when that is used up, or when the language model was asked.
     """
 
     def __init__(self, task: Task, tried: Tried, targets: list[int], first: Tensor | None = None) -> None:
@@ -182,7 +182,7 @@ class Candidates:
         self.rank(None)
 
     def rank(self, next_token: Tensor | None) -> None:
-        """(Re)order what is left, with the language model's log-probabilities where they are known."""
+        """Order the remaining candidates again, with the language model's log-probabilities where they are known."""
         self._next_token = next_token
         self._scores: Tensor | None = None
         self._waiting = self._stages()
@@ -215,14 +215,14 @@ class Candidates:
         yield self._likely().argsort(descending=True, stable=True)
 
     def _likely(self) -> Float[Tensor, " v"]:
-        """Scores of the vocabulary, made when they are first needed."""
+        """Return the scores of the vocabulary, computed when first needed."""
         if self._scores is None:
             scores = self.task.proposer.scores(self.task.raw[self.targets], self._next_token)
             self._scores = scores.to(self._seen.device)
         return self._scores
 
     def next_batch(self) -> Int[Tensor, " c"] | None:
-        """The next batch, or None when vocabulary or budget are used up."""
+        """Return the next batch, or None when vocabulary or budget are used up."""
         while len(self._order) == 0:
             stage = next(self._waiting, None)
             if stage is None or self.left <= 0:
@@ -240,7 +240,7 @@ class Candidates:
 
 
 def first_of_each(tokens: Int[Tensor, " n"], vocab: int) -> Int[Tensor, " m"]:
-    """Tokens without their later repeats, in order."""
+    """Return the tokens without their later repeats, in order."""
     place = torch.full((vocab,), len(tokens), device=tokens.device)
     steps = torch.arange(len(tokens), device=tokens.device)
     place.scatter_reduce_(0, tokens, steps, "amin")
@@ -248,7 +248,7 @@ def first_of_each(tokens: Int[Tensor, " n"], vocab: int) -> Int[Tensor, " m"]:
 
 
 def _merged_shortlist(task: Task, targets: list[int]) -> Int[Tensor, " m"]:
-    """The shortlists of all target rows as one list, best first, each token at its best score."""
+    """Return the shortlists of all target rows as one list, best first, each token at its best score."""
     assert task.shortlist is not None and task.scores is not None
     ids, scores = task.shortlist[targets].flatten(), task.scores[targets].flatten()
     ids = ids[scores.argsort(descending=True)]
@@ -258,12 +258,12 @@ def _merged_shortlist(task: Task, targets: list[int]) -> Int[Tensor, " m"]:
 def find_next(task: Task, tried: Tried | None = None, first: Tensor | None = None) -> Search:
     """Search the next position until a candidate matches; commit it, or else the nearest as unverified.
 
-    Nothing else ends a search but the end of vocabulary or budget and, where limits are known to miss right
-    candidates, one that stands out from more than a thousand others.
+    A search otherwise ends only with the vocabulary or the budget or, where limits are known to exclude right
+    candidates, at a candidate that stands out from more than a thousand others.
 
-    This is the inner loop of the paper's Algorithms 1, 4, 5 and 6: the matcher decides between 1 and 5 or 4 and
-    6, the targets between 1 and 4 or 5 and 6. The language model is asked once as much has been spent on this
-    prompt's candidates as on asking it, so that neither costs much more than the other.
+    This is the inner loop of the paper's Algorithms 1, 4, 5 and 6: the matcher decides between 1 and 5 or 4 and 6, the
+    targets between 1 and 4 or 5 and 6. The language model is asked once as much has been spent on this prompt's
+    candidates as asking it costs, so that neither costs much more than the other.
     """
     targets = list(task.targets())
     tried = tried or Tried(task.limits[targets])
@@ -287,11 +287,11 @@ def find_next(task: Task, tried: Tried | None = None, first: Tensor | None = Non
             break
         answer = yield from _run(task, tried, batch, observed, states)
         task.spent += len(batch)
-        # The accepted token is always among those just run: an earlier match would have ended the search.
+        # An accepted token is always among those just run: an earlier match would have ended the search.
         if _commit(task, tried, targets, answer):
             return
         if task.proposer.probe is not None and not copied and tried.count >= COPY_FROM:
-            # Prompts repeat themselves, also where neither probe nor language model expects it ("no no no no").
+            # Prompts repeat their tokens, also where neither probe nor language model expects it ("no no no no").
             candidates.promote(torch.tensor(task.recent(), dtype=torch.long, device=task.rows.device))
             copied = True
         if task.proposer.adapter is not None and adapt_at and tried.count >= adapt_at[0]:
@@ -309,12 +309,12 @@ def _run(
     observed: Float[Tensor, "targets d"],
     states: list[Tensor],
 ) -> Search:
-    """Run candidates, take note of their distances and append their states; the model's answer, of those it ran.
+    """Run candidates, note their distances and append their states; return the model's answer for those it ran.
 
-    Large batches the screen runs first, and the truncated model only the near ones of them.
+    The screen runs large batches first, and the truncated model only the near ones of them.
     """
     exact, table = None, None
-    # States of first tokens may be attention sinks, of which half precision resolves nothing.
+    # First tokens may be attention sinks, whose states half precision cannot tell apart.
     if task.screen is not None and task.found and task.screen.runs(len(batch)):
         task.shadow = task.screen.follow(task.prefix, task.shadow)
         seen: Answer = yield ForwardCall(task.screen.model, Request(task.shadow, batch[:0], branches=batch))
@@ -344,11 +344,11 @@ def _commit(task: Task, tried: Tried, targets: list[int], answer: Answer) -> boo
 
 
 def _second_look(task: Task, tried: Tried, targets: list[int], observed: Tensor) -> Search:
-    """Run in the model what only the screen has run, nearest first; whether a candidate matched and was committed."""
+    """Run what only the screen has run in the model, nearest first; return whether a candidate was committed."""
     if task.screen is None:
         return False
     doubtful = tried.doubtful()
-    for start in range(0, len(doubtful), LAST_BATCH):  # split() of none would give one empty part
+    for start in range(0, len(doubtful), LAST_BATCH):  # split() of an empty tensor would give one empty part
         places = doubtful[start : start + LAST_BATCH]
         tokens = tried.tokens[0][places]
         answer: Answer = yield ForwardCall(task.model, Request(task.prefix, tokens[:0], branches=tokens))
@@ -362,14 +362,14 @@ def _second_look(task: Task, tried: Tried, targets: list[int], observed: Tensor)
 def _settle(task: Task, tried: Tried, targets: list[int]) -> Search:
     """Commit the nearest of the candidates although none matched.
 
-    Where right and wrong distances overlap, those about as near as the nearest are told apart by what follows: each
-    is run with the guesses for the next rows behind it, and the one with the least sum of log distances is taken. A
-    wrong guess is about as far from its row behind any of them.
+    Where right and wrong distances overlap, those about as near as the nearest are compared by what follows: each is
+    run with the guesses for the next rows behind it, and the one with the least sum of log distances is taken. A wrong
+    guess is about as far from its row behind any of them.
     """
     start = len(task.found)
     count, guesses = 1, torch.empty(0, dtype=torch.long, device=task.rows.device)
     if task.overlapping and task.ordered and task.shortlist is not None:
-        count = max(1, min(CONTENDERS, tried.count // (1 + AHEAD)))  # never dearer than what was tried
+        count = max(1, min(CONTENDERS, tried.count // (1 + AHEAD)))  # costs no more than what was tried
     contenders = tried.nearest_few(count, targets, task.limits)
     contenders = [one for one in contenders if one.distance <= NEARLY * contenders[0].distance]
     if task.shortlist is not None and len(contenders) > 1:

@@ -1,7 +1,8 @@
-"""Rows of only some positions, as one node of a distributed scheme sees them (paper, section 7 and appendix C).
+"""Split rows of only some positions at the first gap, as one node of a distributed scheme sees them.
 
-From left to right vocabulary matching needs every earlier token. A gap of g unknown tokens would take V^(g+1)
-candidates, so the search ends at the first gap; the rows behind it get what the probe reads from each alone.
+See the paper, section 7 and appendix C. Vocabulary matching goes from left to right and needs every earlier token. A
+gap of g unknown tokens would take V^(g+1) candidates, so the search ends at the first gap; the rows behind it get the
+probe's prediction from each row alone.
 """
 
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ from hiddenlab.types import AttackResult, Observation, TokenPrediction
 
 
 def leading_rows(observation: Observation) -> int:
-    """Rows before the first gap."""
+    """Return the number of rows before the first gap."""
     positions = observation.info.positions
     if positions is None:
         return len(observation.states)
@@ -26,7 +27,7 @@ def leading_rows(observation: Observation) -> int:
 
 
 def before_gap(observation: Observation) -> Observation | None:
-    """The rows before the first gap, None where there is none."""
+    """Return the rows before the first gap, None where there is none."""
     n = leading_rows(observation)
     if n == 0:
         return None
@@ -34,7 +35,7 @@ def before_gap(observation: Observation) -> Observation | None:
 
 
 def behind_gap(observation: Observation, probe: Probe | None) -> list[TokenPrediction]:
-    """For each row behind the first gap the probe's best guess, unverified.
+    """Return the probe's best guess for each row behind the first gap, unverified.
 
     Raises:
         NotApplicableError: there are such rows and no probe.
@@ -59,7 +60,7 @@ def behind_gap(observation: Observation, probe: Probe | None) -> list[TokenPredi
 def with_rest(
     recovery: AttackResult | None, rest: Sequence[TokenPrediction], observation: Observation
 ) -> AttackResult:
-    """What matching found before the first gap, and guesses behind it."""
+    """Join what matching found before the first gap and the guesses behind it."""
     if not rest:
         assert recovery is not None
         return recovery
@@ -68,6 +69,6 @@ def with_rest(
     if recovery is None:
         return AttackResult(tuple(rest), 0, 0, 0.0, reason, positions=positions)
     tokens = (*recovery.tokens, *rest)
-    if recovery.stop_reason == NO_STATE:  # which matters more than where rows are missing
+    if recovery.stop_reason == NO_STATE:  # more important than where rows are missing
         reason = NO_STATE
     return replace(recovery, tokens=tokens, stop_reason=reason, positions=positions)

@@ -1,4 +1,4 @@
-"""The command line, one verb a module. Nothing here imports torch before a verb runs."""
+"""Define the command line, one module for each verb; nothing here imports torch before a verb runs."""
 
 import sys
 from typing import Any
@@ -14,7 +14,7 @@ USER_ERROR, INTERRUPTED = 2, 130
 
 
 class Verbs(TyperGroup):
-    """Turns what a user can cause into one line on stderr and an exit code."""
+    """Reports errors that a user can cause as one line on stderr, with an exit code."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -43,7 +43,7 @@ app.command("report")(report.report)
 app.command("rerun")(rerun.rerun)
 app.command("list")(listing.list_)
 app.add_typer(cascade.app, name="cascade")
-app.add_typer(ledger.app, name="verify")  # the ledger's commands stand among those of `verify`
+app.add_typer(ledger.app, name="verify")  # the ledger's commands belong to `verify`
 
 
 def main() -> None:
@@ -52,6 +52,6 @@ def main() -> None:
     try:
         app()
     except OSError as error:
-        # Of printing to a full disk or a closed terminal; files that are read have messages of their own.
+        # Raised by printing to a full disk or a closed terminal; errors of files that are read have their own messages.
         print(f"error: {error.strerror or error}", file=sys.stderr)
         sys.exit(USER_ERROR)

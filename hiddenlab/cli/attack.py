@@ -1,4 +1,4 @@
-"""``hiddenlab attack``: recover prompts from hidden states."""
+"""Recover prompts from hidden states (``hiddenlab attack``)."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -44,7 +44,7 @@ def conduct(
     json: bool = False,
     resume: Path | None = None,
 ) -> "Run":
-    """Run a configuration, showing it unless ``json``; with ``resume``, continue the run in that directory.
+    """Run a configuration and show it unless ``json``; with ``resume``, continue the run in that directory.
 
     Raises:
         HiddenlabError: see ``hiddenlab.runner.run``. typer.Exit: it was interrupted.
@@ -76,7 +76,7 @@ def conduct(
 
 
 def payload(run: "Run") -> dict[str, Any]:
-    """Return what ``--json`` prints."""
+    """Return the object that ``--json`` prints."""
     return {
         "format": JSON_FORMAT,
         "spec": run.record.spec,
@@ -86,7 +86,7 @@ def payload(run: "Run") -> dict[str, Any]:
 
 
 def with_stdin(config: AttackConfig) -> AttackConfig:
-    """Take a prompt on standard input into the configuration, so that the run can be repeated."""
+    """Read a prompt from standard input into the configuration, so that the run can be repeated."""
     if "-" not in (config.prompt, config.prompts):
         return config
     from hiddenlab.prompts import load_prompts

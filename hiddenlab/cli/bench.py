@@ -1,4 +1,4 @@
-"""``hiddenlab bench``: measure, in one process."""
+"""Measure time, evaluated tokens and memory in one process (``hiddenlab bench``)."""
 
 import inspect
 import json as json_module
@@ -62,7 +62,7 @@ def bench(
     from hiddenlab.cli.show import cell, figures_table, rows_table
 
     screen = stdout()
-    if columns := result.get("columns"):  # many rows, of which the screen shows some figures
+    if columns := result.get("columns"):  # many rows: the screen shows only some figures
         screen.print(rows_table(result["rows"], f"bench {name}", columns))
         for row in result["rows"]:
             if row.get("not_run"):
@@ -79,7 +79,7 @@ def bench(
 
 
 def parse_settings(settings: list[str]) -> dict[str, Any]:
-    """``name=value`` as options; a value that reads as JSON is what it says, any other a text.
+    """Parse ``name=value`` options; a value that is JSON is parsed, any other is a text.
 
     Raises:
         InputError: there is no ``=``.
@@ -97,10 +97,10 @@ def parse_settings(settings: list[str]) -> dict[str, Any]:
 
 
 def fit(name: str, function: Any, given: dict[str, Any]) -> dict[str, Any]:
-    """The options given, all of which the function must declare, of the kinds that it declares.
+    """Return the given options, converted to the types that the function declares.
 
     Raises:
-        InputError: it does not declare one of them, or one is of another kind.
+        InputError: the function does not declare one of them, or one has another type.
     """
     taken = _declared(function, given)
     if strange := [f"--{key.replace('_', '-')}" for key in given if key not in taken]:
@@ -110,7 +110,7 @@ def fit(name: str, function: Any, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _of_kind(key: str, value: Any, kind: Any) -> Any:
-    """A value as a text, a number or a truth value, where that is what is asked for; any other kind is left alone."""
+    """Return a value as the wanted text, number or truth value; values for other types are returned unchanged."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if kind is str:
         return value if isinstance(value, str) else json_module.dumps(value)

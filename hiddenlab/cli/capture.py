@@ -1,4 +1,4 @@
-"""``hiddenlab capture``: save what a defense releases, to be attacked later without the secret."""
+"""Save what a defense releases, to be attacked later without the secret (``hiddenlab capture``)."""
 
 import os
 from pathlib import Path
@@ -59,7 +59,7 @@ def capture(
 
 
 def _check_writable(path: Path | None) -> None:
-    """Say so before the work, not after it."""
+    """Check that a file can be written, before the work starts."""
     if path is None:
         return
     if len(os.fsencode(path.name)) > 200:

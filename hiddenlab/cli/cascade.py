@@ -1,4 +1,4 @@
-"""``hiddenlab cascade``: private inference sharded by tokens: plan it, run it, serve it."""
+"""Plan, run and serve private inference that is sharded by tokens (``hiddenlab cascade``)."""
 
 from typing import Annotated, Any, Literal
 
@@ -15,7 +15,7 @@ app = typer.Typer(no_args_is_help=True, help="Cascade: private inference sharded
 
 @app.callback()
 def cascade() -> None:
-    """Cascade: private inference sharded by tokens."""
+    """Run private inference sharded by tokens (Cascade)."""
 
 
 AlphaOpt = Annotated[int | None, Option("--alpha", metavar="N", help="CompNodes.")]

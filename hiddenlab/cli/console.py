@@ -1,4 +1,4 @@
-"""What the verbs share: consoles, progress bars on stderr, one JSON object on stdout."""
+"""Provide what the verbs share: consoles, progress bars on stderr, one JSON object on stdout."""
 
 import contextlib
 import io
@@ -28,13 +28,13 @@ QUIET_SECONDS = 60.0  # between lines of one task, where there is no terminal
 
 
 class SafeConsole(Console):
-    """A console on which texts of files, models and peers stay texts: no markup, no escape sequence of theirs."""
+    """A console that prints texts of files, models and peers literally, without markup or escape sequences."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(markup=False, highlight=False, emoji=False, **options)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
-        """Render as rich does, with control characters shown as pictures."""
+        """Render as rich does, with control characters shown as symbols."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else Segment(printable(segment.text), segment.style)
 
@@ -75,15 +75,15 @@ def only_json(active: bool) -> Iterator[None]:
 class Bars:
     """A progress callback ``(what, done, total)``: bars on a terminal, elsewhere a line a minute and one at the end.
 
-    What stands behind a tab in ``what`` is a detail that changes (a loss, say), shown beside the bar. Where there is
-    nothing to count (a total of 0), ``what`` is a line that is shown at once.
+    Text behind a tab in ``what`` is a detail that changes (a loss, say), shown beside the bar. Where there is nothing
+    to count (a total of 0), ``what`` is a line that is shown at once.
     """
 
     def __init__(self) -> None:
         self._console = stderr()
         self._live: Progress | None = None
         self._tasks: dict[str, TaskID] = {}
-        self._since: dict[str, tuple[float, int]] = {}  # when, and how much was done by then
+        self._since: dict[str, tuple[float, int]] = {}  # time of the first call, and how much was done then
         self._said: dict[str, float] = {}
 
     def __call__(self, what: str, done: int, total: int) -> None:
@@ -128,7 +128,7 @@ class Bars:
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
-        """Take the bars away while something else is printed, which may go to the same terminal."""
+        """Hide the bars while something else is printed, which may go to the same terminal."""
         if self._live is not None:
             self._live.stop()
         yield
@@ -136,7 +136,7 @@ class Bars:
             self._live.start()
 
     def close(self) -> None:
-        """Take the bars away."""
+        """Remove the bars."""
         if self._live is not None:
             self._live.stop()
             self._live = None
@@ -144,7 +144,7 @@ class Bars:
 
 @contextlib.contextmanager
 def bars() -> Iterator[Bars]:
-    """Progress bars for a block."""
+    """Show progress bars for a block."""
     found = Bars()
     try:
         yield found

@@ -1,4 +1,4 @@
-"""``hiddenlab eval``: run an experiment, one a table or figure of a paper."""
+"""Run an experiment, one for each table or figure of a paper (``hiddenlab eval``)."""
 
 from pathlib import Path
 from typing import Annotated, Literal

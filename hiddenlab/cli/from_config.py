@@ -1,4 +1,4 @@
-"""Build a command from a configuration class: each field is an option, declared nowhere else."""
+"""Build a command from a configuration class: each field is an option, declared only there."""
 
 import dataclasses
 import inspect
@@ -58,7 +58,7 @@ def _is_tuple(hint: Any) -> bool:
 
 
 def _for_typer(hint: Any) -> Any:
-    """The annotation with its option, without the checks of values within it, which typer does not know."""
+    """Return the annotation with its option, without the value checks within it, which typer does not know."""
     inner, *options = get_args(hint)
     if _is_tuple(hint):
         return Annotated[list[str] | None, options[0]]

@@ -1,4 +1,4 @@
-"""``hiddenlab verify record``, ``repair``, ``prove``, ``included``: a signed ledger, and proofs of what is in it."""
+"""Write a signed ledger and prove what is in it (``hiddenlab verify record``, ``repair``, ``prove``, ``included``)."""
 
 from pathlib import Path
 from typing import Annotated
@@ -85,7 +85,7 @@ def repair(
     no_record: o.NoRecordOpt = False,
     json: o.JsonOpt = False,
 ) -> None:
-    """Drop a torn last line, which an interrupted write left, and keep a copy of it; whole records are never dropped.
+    """Drop the torn last line of an interrupted write, and keep a copy of it; whole records are never dropped.
 
     Exit codes: 0 the ledger is valid now, 2 it is not, or records that the checkpoint counts are missing; then nothing
     was changed.

@@ -1,4 +1,4 @@
-"""``hiddenlab list``: what there is to choose from."""
+"""List attacks, defenses, experiments or benches (``hiddenlab list``)."""
 
 from typing import Annotated, Literal
 

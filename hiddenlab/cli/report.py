@@ -1,4 +1,4 @@
-"""``hiddenlab report``: Markdown, plots and coloured prompts of one or more runs."""
+"""Write Markdown, plots and coloured prompts of one or more runs (``hiddenlab report``)."""
 
 from pathlib import Path
 from typing import Annotated

@@ -1,4 +1,4 @@
-"""``hiddenlab rerun``: run a recorded spec again, or continue an interrupted run."""
+"""Run a recorded spec again, or continue an interrupted run (``hiddenlab rerun``)."""
 
 import os
 from collections.abc import Sequence
@@ -68,7 +68,7 @@ def rerun(
 
 
 def _stay_local() -> None:
-    """Keep the libraries from asking the hub: the record may be somebody else's, and names what is loaded."""
+    """Keep the libraries from contacting the hub: the record may be somebody else's, and names what is loaded."""
     os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
     from huggingface_hub import constants
 
@@ -76,7 +76,7 @@ def _stay_local() -> None:
 
 
 def differences(before: Sequence[Sample], after: Sequence[Sample]) -> list[dict[str, Any]]:
-    """What differs between two runs of one spec, times apart, over the prompts that the first one reached."""
+    """Return the differences between two runs of one spec, without times, over the prompts that the first reached."""
     found = []
     second = {sample["index"]: sample for sample in after}
     for sample in before:

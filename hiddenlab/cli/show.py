@@ -1,4 +1,4 @@
-"""What an attack looks like on a terminal: a coloured line per prompt, a table of figures."""
+"""Show an attack on a terminal: a coloured line per prompt, a table of figures."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
@@ -15,7 +15,7 @@ STYLES = {"exact": "green", "verified": "", "wrong": "bold red", "unverified": "
 
 
 def sample_line(sample: Sample) -> Text:
-    """Id, outcome and recovered text: right tokens green, wrong ones red, unverified ones yellow."""
+    """Return id, outcome and recovered text of a sample: right tokens green, wrong ones red, unverified ones yellow."""
     line = Text().append(f"{sample['id']} ", style="bold")
     if sample["status"] == NOT_APPLICABLE:
         return line.append(f"{NOT_APPLICABLE}: {visible(sample['reason'])}", style="magenta")
@@ -31,13 +31,13 @@ def sample_line(sample: Sample) -> Text:
 
 
 def title(spec: Mapping[str, Any]) -> Text:
-    """What was attacked, in a line."""
+    """Return one line that says what was attacked."""
     where = f"{spec['model']}, {spec['stream']} at layer {spec['layer']}, channel {channel_of(spec)}"
     return Text(f"\n{visible(where)}", style="bold")
 
 
 def summary_table(summary: Mapping[str, Any]) -> Table:
-    """The figures of a run."""
+    """Return the table of a run's figures."""
     table = Table()
     table.add_column("figure")
     table.add_column("value", justify="right")
@@ -47,7 +47,7 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
 
 
 def figures_table(rows: Sequence[Mapping[str, Any]], title: str) -> Table:
-    """A table for few rows of many figures, narrow enough for any terminal: a column each, a line a figure."""
+    """Return a table for few rows of many figures: one column for each row, so that it fits any terminal."""
     first, *keys = dict.fromkeys(key for row in rows for key in row)
     table = Table(title=title)
     table.add_column(Text(first.replace("_", " ")))
@@ -59,7 +59,7 @@ def figures_table(rows: Sequence[Mapping[str, Any]], title: str) -> Table:
 
 
 def experiment_table(found: Mapping[str, Any]) -> list[Table | Text]:
-    """An experiment's table, its notes, and why some of it was not run."""
+    """Return an experiment's table, its notes, and the reasons why parts of it were not run."""
     cells = grid(found)
     table = Table(title=Text(found["title"]))
     for index, name in enumerate(cells.header):
@@ -74,7 +74,7 @@ def experiment_table(found: Mapping[str, Any]) -> list[Table | Text]:
 def rows_table(
     rows: Sequence[Mapping[str, Any]], title: str, columns: Mapping[str, str] | None = None
 ) -> Table:
-    """A table of dictionaries: those columns, with their headings, or all in the order in which they first appear."""
+    """Return a table of dictionaries, with the given columns and headings, or all in order of first appearance."""
     if columns is None:
         columns = {key: key.replace("_", " ") for row in rows for key in row}
     table = Table(title=title)
@@ -87,7 +87,7 @@ def rows_table(
 
 
 def holders_picture(holders: Sequence[int], nodes: int, width: int) -> Text:
-    """A line a CompNode and a character a token, full where the node holds it; cut into blocks of the width."""
+    """Draw a line for each CompNode, with a mark at each token that it holds; cut into blocks of the width."""
     label = len(f"CompNode {nodes - 1} ")
     step = max(1, width - label)
     out = Text()
@@ -101,7 +101,7 @@ def holders_picture(holders: Sequence[int], nodes: int, width: int) -> Text:
 
 
 def cell(value: Any) -> str:
-    """A value as a reader wants it: four figures, a dash for what was not measured."""
+    """Return a value as text: four significant digits, a dash for what was not measured."""
     if value is None:
         return "–"
     if isinstance(value, float):

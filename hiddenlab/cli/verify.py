@@ -1,4 +1,4 @@
-"""``hiddenlab verify``: did a provider run what it advertises, and what could it have smuggled out?"""
+"""Check whether a provider runs what it advertises, and what it could leak (``hiddenlab verify``)."""
 
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -18,7 +18,7 @@ app = typer.Typer(no_args_is_help=True, help="Inference verification: simulate, 
 
 @app.callback()
 def verify() -> None:
-    """Inference verification: simulate, prove, check, score, audit."""
+    """Verify inference: simulate, prove, check, score, audit."""
 
 
 FileArg = Annotated[Path, Argument(metavar="FILE", help="Transcripts, one request a line of JSON.")]
@@ -262,7 +262,7 @@ def score(
     no_record: o.NoRecordOpt = False,
     json: o.JsonOpt = False,
 ) -> None:
-    """Token-DiFR: how far tokens are from a trusted run's, and whether that is more than honest ones are.
+    """Measure how far tokens are from a trusted run's, and whether that is more than honest ones are (Token-DiFR).
 
     Exit codes: 0 they do not diverge; 1 they do, or there is no verdict (no --honest, or too few requests); 2 it could
     not be done.
@@ -320,7 +320,7 @@ def audit(
     no_record: o.NoRecordOpt = False,
     json: o.JsonOpt = False,
 ) -> None:
-    """Classify files of transcripts: quiet, review or quarantine, and the bits a token that could have been sent.
+    """Classify files of transcripts as quiet, review or quarantine, and bound the bits per token that they could carry.
 
     Exit codes: 0 every file is quiet; 1 one is to be reviewed or in quarantine; 2 it could not be done.
     """
@@ -408,7 +408,7 @@ def bounds(
     no_record: o.NoRecordOpt = False,
     json: o.JsonOpt = False,
 ) -> None:
-    """Bits a token that theorems allow an adversary who is not caught, and his chance in the exfiltration game."""
+    """Compute the bits per token that theorems allow an uncaught adversary, and his chance in the exfiltration game."""
     found = conduct(
         "bounds", json=json, runs_dir=runs_dir, keep=not no_record,
         free=free, permitted=permitted, slack=slack, messages=messages, inspections=inspections, alarms=alarms,
@@ -427,7 +427,7 @@ def sampling_rate(
     no_record: o.NoRecordOpt = False,
     json: o.JsonOpt = False,
 ) -> None:
-    """How many messages have to be verified to meet so many dishonest ones."""
+    """Compute how many messages have to be verified to meet so many dishonest ones."""
     found = conduct(
         "sampling-rate", json=json, runs_dir=runs_dir, keep=not no_record,
         share=share, confidence=confidence,

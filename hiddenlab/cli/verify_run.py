@@ -1,4 +1,4 @@
-"""What the commands of ``hiddenlab verify`` share: a record of each run with its plot, and how answers are shown."""
+"""Record each run of ``hiddenlab verify`` with its plot, and show answers."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from hiddenlab.errors import InputError
 from hiddenlab.records import Recorder, RunRecord
 
 if TYPE_CHECKING:
-    from hiddenlab.types import Progress  # it brings torch, which no help text needs
+    from hiddenlab.types import Progress  # it imports torch, which no help text needs
 
 PICTURE = "plot.png"
-ROWS = ("requests", "files", "shares")  # lists of an answer that have a row a request, a file, or a share
-READ = ("path", "folder", "honest", "transcripts", "prompts", "requests")  # options that name what is read
-SHOWN = 40  # files in a plot, those with the most that is dangerous
+ROWS = ("requests", "files", "shares")  # lists of an answer with a row for each request, file or share
+READ = ("path", "folder", "honest", "transcripts", "prompts", "requests")  # options that name files to read
+SHOWN = 40  # files in a plot, those with the largest dangerous shares
 SECRET = ("key",)  # options that no record holds
 
 
@@ -31,9 +31,9 @@ def conduct(
 ) -> dict[str, Any]:  # fmt: skip
     """Run a command of the lab, record it and draw what it found.
 
-    The record is begun with the first sign of work, so that a misspelt name leaves none behind; that one can be made is
-    looked at before. It holds the options
-    (of a key the name of its environment variable), a digest of the files read, the answer, and its rows as samples.
+    The record is created at the first sign of work, so that a misspelt name leaves none behind; whether it can be
+    created is checked before. It holds the options (of a key only the name of its environment variable), a digest of
+    the files read, the answer, and its rows as samples.
 
     Args:
         command: its name in the registry. json: whether standard output is for JSON alone. key_env: environment
@@ -67,7 +67,7 @@ def conduct(
 
 
 def _check_place(runs_dir: Path) -> None:
-    """Say so before the work, not after it.
+    """Check that a run can be recorded, before the work starts.
 
     Raises:
         InputError: no directory can be made there.
@@ -80,7 +80,7 @@ def _check_place(runs_dir: Path) -> None:
 
 
 class _Run:
-    """A record that is begun when there is something to record."""
+    """A record that is created when there is something to record."""
 
     def __init__(self, command: str, options: Mapping[str, Any], runs_dir: Path, keep: bool) -> None:
         self.command, self.options, self.runs_dir, self.keep = command, options, runs_dir, keep
@@ -117,7 +117,7 @@ class _Run:
         recorder.close("finished", {k: v for k, v in found.items() if k not in rows})
 
     def draw(self, found: Mapping[str, Any]) -> None:
-        """Draw what was found beside the record; a plot that fails takes no answer with it."""
+        """Draw the answer beside the record; a plot that fails does not lose the answer."""
         if self.recorder is None or self.recorder.path is None:
             return
         screen = stderr()
@@ -141,7 +141,7 @@ def _plain(value: Any) -> Any:
 
 
 def _digest(options: Mapping[str, Any]) -> str | None:
-    """Of the files that a command reads and does not write."""
+    """Return a digest of the files that a command reads and does not write."""
     paths = [Path(options[name]) for name in READ if options.get(name)]
     files = [
         file for path in paths for file in (sorted(path.glob("*.jsonl")) if path.is_dir() else [path])
@@ -159,7 +159,7 @@ def _digest(options: Mapping[str, Any]) -> str | None:
 
 
 def draw(command: str, found: Mapping[str, Any], path: Path) -> None:
-    """Draw what a command found, where there is something to be drawn."""
+    """Draw what a command found, if it has a plot."""
     if one := PICTURES.get(command):
         one(found, path)
 
@@ -269,7 +269,7 @@ def show(
     json: bool = False,
     left_out: Collection[str] = (),
 ) -> None:
-    """An answer as JSON, or its plain figures as a table, and its rows as another.
+    """Print an answer as JSON, or its plain figures as a table, and its rows as another.
 
     Args:
         left_out: figures, of rows too, that are not shown; those that no row has never are.
@@ -300,12 +300,12 @@ def show(
 
 
 def _readable(name: str) -> str:
-    """A figure's name in words; theorem_4_1 is theorem 4.1."""
+    """Return a figure's name in words; theorem_4_1 is theorem 4.1."""
     return re.sub(r"(\d)_(\d)", r"\1.\2", name).replace("_", " ")
 
 
 def explain(named: Iterable[tuple[str, str]]) -> None:
-    """A line for each thing with a reason, below a table."""
+    """Print a line for each name with a reason, below a table."""
     for name, why in named:
         if why:
             stdout().print(f"{name}: {why}", soft_wrap=True)

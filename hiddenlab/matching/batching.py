@@ -1,4 +1,7 @@
-"""Running several searches at once: each is a generator that asks for states; asks are packed into passes."""
+"""Run several searches at once by packing their forward calls into shared passes.
+
+Each search is a generator that yields forward calls and gets answers back.
+"""
 
 import time
 from collections.abc import Generator, Sequence
@@ -11,10 +14,10 @@ from hiddenlab.types import Progress, silent
 
 @dataclass
 class ForwardCall:
-    """A request to one engine: the truncated model under attack, its screen, or a language model that proposes.
+    """A request to one engine: the truncated model under attack, its screen, or a proposing language model.
 
     Attributes:
-        counts: the engine runs candidates, so that its positions count as evaluated.
+        counts: whether the engine runs candidates, so that its positions count as evaluated.
     """
 
     engine: TruncatedModel
@@ -24,7 +27,7 @@ class ForwardCall:
 
 @dataclass
 class Cost:
-    """What one search has used so far; positions and passes that ran candidates, seconds of everything."""
+    """The cost of one search so far: positions and passes that ran candidates, and seconds of everything."""
 
     evaluated: int = 0
     calls: int = 0
@@ -53,8 +56,8 @@ def run_batched(
 ) -> list[tuple[Any, Cost]]:
     """Run searches to their ends and return each one's result and cost.
 
-    Every round packs the pending asks of one engine into one forward pass (up to its token limit). A round's time
-    is divided by positions asked for, so that the seconds of all searches add up to the time that passed.
+    Every round packs the pending calls of one engine into one forward pass (up to its token limit). A round's time is
+    divided by the positions of each call, so that the seconds of all searches add up to the time that passed.
 
     Args:
         share: seconds already spent for all, divided evenly.
@@ -86,7 +89,7 @@ def run_batched(
                 one.cost.calls += 1
             one.advance(answer)
         _divide(batch, time.perf_counter() - started, sizes)
-        # Those that were served wait behind the others, so that engines take turns.
+        # Searches that were served go behind the others, so that engines take turns.
         running.sort(key=lambda one: id(one) in {id(b) for b in batch})
         progress("attacking", sum(one.ask is None for one in running), len(running))
     by_search = {id(one.search): one for one in running}

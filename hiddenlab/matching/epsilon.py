@@ -1,4 +1,4 @@
-"""When a distance counts as a match, measured by the attacker on sequences of his own.
+"""Measure the distance threshold within which a candidate counts as a match, on the attacker's own sequences.
 
 Thresholds are relative to the norm of the observed row, since the rounding errors of large states are large too.
 """
@@ -18,22 +18,23 @@ from hiddenlab.proposals.corpus import Corpus
 from hiddenlab.proposals.probe import norm_border
 from hiddenlab.types import ObservationInfo
 
-FALSE_WEIGHT = 10.0  # a wrong candidate accepted costs more than a right one searched for in vain
+FALSE_WEIGHT = 10.0  # cost of accepting a wrong candidate, relative to missing a right one
 NEAR_TOKENS = 4  # hard negatives a position: tokens with nearby embeddings
 WINDOWS, WINDOWS_PER_PASS = 50, 8
-ENOUGH_FALSE = 10  # wrong candidates within the threshold, from which their share is known
-ENOUGH_SINKS = 16  # rows from which a threshold for attention sinks is measured
+ENOUGH_FALSE = 10  # wrong candidates within the threshold needed to measure their share directly
+ENOUGH_SINKS = 16  # rows needed to measure a threshold for attention sinks
 
 
 @dataclass(frozen=True)
 class Threshold:
-    """A relative threshold and how it came about.
+    """A relative threshold, and the measurements that it was chosen from.
 
     Attributes:
-        relative: fraction of the row's norm. floor: largest relative distance of a right
-            candidate. gap: smallest relative distance of a wrong one. absolute: used instead where
-            the user gave a number. sinks: in place of ``relative`` for rows whose log norm is above ``border``.
-        chance: share of wrong candidates that were within it in the measurement, near tokens all of them.
+        relative: share of the row's norm. floor: largest relative distance of a right candidate. gap: smallest relative
+            distance of a wrong one. absolute: used instead where the user gave a number. sinks: used in place of
+            ``relative`` for rows whose log norm is above ``border``.
+        chance: share of wrong candidates within the threshold in the measurement, all of them tokens with near
+            embeddings.
     """
 
     relative: float
@@ -46,14 +47,14 @@ class Threshold:
 
     @property
     def separable(self) -> bool:
-        """Right and wrong candidates never overlapped in the measurement."""
+        """Whether right and wrong candidates did not overlap in the measurement."""
         return self.floor < self.gap
 
     def seen_on(self, sample: "Sample") -> "Threshold":
-        """The same, with the chance of a wrong candidate to be within it.
+        """Return the threshold with the chance that a wrong candidate is within it, measured on a sample.
 
-        Where too few were measured to meet one, it is extrapolated from their nearest tenth, as a power of distance:
-        wrong rows of k numbers are within t with a chance that falls as t to the k.
+        Where too few wrong candidates are within it, the chance is extrapolated from the nearest tenth, as a power of
+        distance: wrong rows of k numbers are within t with a chance that falls as t to the k.
         """
         limits = torch.full_like(sample.norms, self.relative)
         if self.sinks is not None:
@@ -68,7 +69,7 @@ class Threshold:
         return replace(self, chance=chance)
 
     def limits(self, matcher: Matcher, rows: Float[Tensor, "rows d"]) -> Float[Tensor, " rows"]:
-        """The distance within which each row counts as matched, in the matcher's norm."""
+        """Return the distance within which each row counts as matched, in the matcher's norm."""
         if self.absolute is not None:
             return torch.full((len(rows),), self.absolute, device=rows.device)
         norms = matcher.norms(rows)
@@ -90,15 +91,15 @@ class Sample:
     norms: Float[Tensor, " n"]
 
     def where(self, which: Bool[Tensor, " n"]) -> "Sample":
-        """Some of the positions."""
+        """Return the selected positions."""
         return Sample(self.right[which], self.wrong[which], self.norms[which])
 
 
 def measure(model: TruncatedModel, info: ObservationInfo, matcher: Matcher, seed: int) -> Sample:
-    """Run own windows through the channel as the provider would, and match them as the attacker will.
+    """Release the attacker's own windows through the channel and match them as the attack does.
 
-    The windows are released by the channel (another pass shape, dtype or quantization, noise …) and evaluated
-    by the truncated model with hard negatives beside every right token.
+    The windows are released by the channel (another pass shape, dtype or quantization, noise …) and evaluated by the
+    truncated model with hard negatives beside every right token.
     """
     corpus = Corpus(model, seed + 1)
     windows = [corpus.window()[:32] for _ in range(WINDOWS)]
@@ -136,7 +137,7 @@ def measure(model: TruncatedModel, info: ObservationInfo, matcher: Matcher, seed
 
 
 def auto_threshold(sample: Sample, resolution: float) -> Threshold:
-    """The geometric middle between the noise floor and the gap to the nearest wrong candidate.
+    """Return the geometric mean of the noise floor and the gap to the nearest wrong candidate.
 
     Where they overlap (noise, coarse numbers) no threshold is right for all. Attention sinks then get one of their
     own: in many models the states of first positions, and of repeats of the first token, are ten times longer than
@@ -155,9 +156,9 @@ def auto_threshold(sample: Sample, resolution: float) -> Threshold:
 
 
 def _middle(sample: Sample, resolution: float) -> float:
-    """A threshold between right and wrong; where they overlap the one with the fewest errors of both kinds.
+    """Return a threshold between right and wrong distances; where they overlap, the one with the fewest errors.
 
-    Wrong acceptances weigh more.
+    Wrong acceptances have more weight.
     """
     nearest = sample.wrong.amin(1)
     floor, gap = float(sample.right.max()), float(nearest.min())
@@ -173,11 +174,11 @@ def _middle(sample: Sample, resolution: float) -> float:
 
 
 def calibrated_threshold(sample: Sample, seed: int) -> Threshold:
-    """Choose the threshold with the most right tokens on a training set: a surrogate of the paper's ternary search.
+    """Choose the threshold with the most right tokens on a training set, in place of the paper's ternary search.
 
-    The paper (section 4.4) scores whole attacks. Here no attack is run and each position counts by itself. It is right
-    where the first candidate within the threshold, tried in a random order, is the right one, or where none is within
-    it and the right one is nearest.
+    The paper (section 4.4) scores whole attacks. Here no attack is run and each position counts by itself. A position
+    is right where the first candidate within the threshold, tried in a random order, is the right one, or where none is
+    within it and the right one is nearest.
     """
     generator = torch.Generator().manual_seed(seed)
     n, c = sample.wrong.shape
@@ -207,7 +208,7 @@ def calibrated_threshold(sample: Sample, seed: int) -> Threshold:
 
 
 def parse_epsilon(text: str) -> float | None:
-    """The number of a numeric epsilon, None for ``auto`` and ``calibrated``.
+    """Return the number of a numeric epsilon, None for ``auto`` and ``calibrated``.
 
     Raises:
         InputError: anything else, or a number that is not positive.

@@ -1,6 +1,7 @@
-"""What a fingerprint of inference verification says about states: TOPLOC, Activation-DiFR, log-probabilities.
+"""Score states by how well they agree with a published fingerprint: TOPLOC, Activation-DiFR or log-probabilities.
 
-``evidence_of`` reads an observation; the log-likelihood ratios that it gives are searched with in ``attacks.proofs``.
+``evidence_of`` reads an observation and returns log-likelihood ratios; ``attacks.fingerprint_inversion`` searches with
+them.
 """
 
 import math
@@ -18,44 +19,44 @@ from hiddenlab.observation import same_signature
 from hiddenlab.projections import projection_of
 from hiddenlab.types import Observation
 
-PATTERNS = 65497  # values that TOPLOC's polynomial takes where nothing was committed, about evenly
+PATTERNS = 65497  # values that TOPLOC's polynomial takes about evenly where nothing was committed
 HALVES = ("bfloat16", "float16")
 # Typical differences between a provider in half precision and an attacker in another: units of bfloat16's last bit and
-# share of an inner product's size, both near what the built-in model shows, and nats, a guess.
+# share of an inner product's size, both near those of the built-in model, and nats, a guess.
 HALF_ULPS, HALF_SHARE, HALF_NATS = 2.0, 0.015, 0.06
-# Densities of a projection's values, in units of a random direction's, and of log-probabilities, in nats, where they
-# have no relation to the shown ones; share of these that is what it seems to be.
+# Densities of unrelated projection values, in units of a random direction's, and of unrelated log-probabilities, in
+# nats; probability that a shown value is related to the state.
 SPREAD, NATS, TRUST = 1 / 6, 1 / 10, 0.99
 SAME_ULPS, SAME_SHARE, SAME_NATS = 0.5, 1e-3, 1e-3
 
 
 @runtime_checkable
 class Evidence(Protocol):
-    """What one observation says about states."""
+    """Scores states against one observation."""
 
     def score(self, row: int, states: Float[Tensor, "c d"]) -> Float[Tensor, " c"]:
-        """Log-likelihood ratio of each state, for one row: that it is the released one against any other."""
+        """Return the log-likelihood ratio of each state for one row: that it is the released one against any other."""
         ...
 
     @property
     def most(self) -> float:
-        """The largest that ``score`` can be."""
+        """The largest value that ``score`` can return."""
         ...
 
     @property
     def calibrated(self) -> bool:
-        """Whether wrong tokens have no more of it than states without relation, so that it can be taken at its word."""
+        """Whether wrong tokens score no higher than unrelated states, so that the ratio can be used directly."""
         ...
 
 
 @dataclass(frozen=True)
 class Proofs:
-    """TOPLOC: agreement of a state's largest coordinates with the polynomial's values at their places.
+    """TOPLOC evidence: agreement of a state's largest coordinates with the polynomial's values at their indices.
 
     Attributes:
-        codes: bfloat16 patterns of the values, as signed ordinals (see ``ordinals``). top: coordinates looked at, the
+        codes: bfloat16 patterns of the values, as signed ordinals (see ``ordinals``). top: coordinates compared, the
             largest of each state. trust: share of these that was committed. slack: typical difference of a committed
-            value to the attacker's, in units of the last bit.
+            value from the attacker's, in units of the last bit.
     """
 
     codes: Int[Tensor, "rows d"]
@@ -78,7 +79,7 @@ class Proofs:
 
 @dataclass(frozen=True)
 class Projected:
-    """Activation-DiFR: inner products of the state with directions that the attacker knows or has learned.
+    """Activation-DiFR evidence: inner products of the state with directions that the attacker knows or has learned.
 
     Attributes:
         shown: the fingerprints. directions: of the projection. error: typical difference of an inner product, as a
@@ -93,7 +94,7 @@ class Projected:
     def score(self, row: int, states: Float[Tensor, "c d"]) -> Float[Tensor, " c"]:
         states = states.float()
         gaps = (states @ self.directions.to(states.device) - self.shown[row].to(states.device)).abs()
-        # In units of what a random direction gives of this state; a wrong state's are spread over some six of them.
+        # In units of a random direction's inner product; those of a wrong state spread over about six of them.
         size = torch.linalg.vector_norm(states, dim=1, keepdim=True) / states.shape[1] ** 0.5
         return agreement(gaps / size.clamp(min=1e-9), self.error, SPREAD, TRUST).sum(1)
 
@@ -104,7 +105,7 @@ class Projected:
 
 @dataclass(frozen=True)
 class Likelihoods:
-    """Top-k log-probabilities: those of the candidate's state for the same tokens.
+    """Log-probability evidence: agreement of the shown top-k values with the candidate state's for the same tokens.
 
     Attributes:
         values: as shown, nats. ids: the tokens they are of. error: typical difference, nats.
@@ -127,22 +128,23 @@ class Likelihoods:
 def agreement(
     gaps: Float[Tensor, "c places"], slack: float, chance: float, trust: float
 ) -> Float[Tensor, "c places"]:
-    """Log-likelihood ratio of a difference: Laplace-distributed errors, or with 1 − ``trust`` no relation at all.
+    """Return the log-likelihood ratio of differences: a related value has Laplace errors, an unrelated one any value.
 
     Args:
-        gaps: absolute differences. slack: mean of honest ones. chance: density of values that have no relation.
+        gaps: absolute differences. slack: mean of honest ones. chance: density of unrelated values. trust: probability
+            that a value is related.
     """
     density = (-gaps / slack).exp() / (2 * slack)
     return (1 - trust + trust * density / chance).log()
 
 
 def full_agreement(slack: float, chance: float, trust: float) -> float:
-    """``agreement`` without any difference: the most that one place can say."""
+    """Return ``agreement`` for a difference of 0: the largest that one coordinate can contribute."""
     return float(agreement(torch.zeros(1, 1), slack, chance, trust))
 
 
 def ordinals(values: Tensor) -> Int[Tensor, "*shape"]:
-    """bfloat16 numbers as integers in the same order, neighbours 1 apart: differences are in units of the last bit."""
+    """Return bfloat16 numbers as integers in the same order: a difference of 1 is one unit of the last bit."""
     bits = values.view(torch.int16).int()
     return torch.where(bits < 0, -(bits & 0x7FFF), bits)
 
@@ -150,10 +152,10 @@ def ordinals(values: Tensor) -> Int[Tensor, "*shape"]:
 def learn_projection(
     states: Float[Tensor, "m d"], fingerprints: Float[Tensor, "_ k"], ridge: float = 0.0
 ) -> Float[Tensor, "d k"]:
-    """The directions of a fixed secret projection, from positions whose tokens are known.
+    """Learn the directions of a fixed secret projection from positions whose tokens are known.
 
-    An attacker's own requests give them: he computes the states himself and is sent their fingerprints. Least squares
-    in float64, of smallest norm while there are fewer positions than dimensions.
+    The attacker's own requests give such positions: he computes the states himself and receives their fingerprints.
+    Least squares in float64, of smallest norm while there are fewer positions than dimensions.
 
     Args:
         ridge: weight of the directions' squared norm, as a share of the states' mean square; above 0 where the
@@ -178,7 +180,7 @@ def evidence_of(
     directions: Float[Tensor, "d k"] | None = None,
     error: float | None = None,
 ) -> Evidence:
-    """What an observation shows, as evidence; its form follows from the public facts.
+    """Return the evidence that an observation shows; its form follows from the public facts.
 
     Args:
         directions: of a projection that the attacker learned, in place of one that the facts name. error: of their

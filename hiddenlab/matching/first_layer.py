@@ -1,4 +1,4 @@
-"""The first layer's queries, keys and values, which depend on one token each."""
+"""Compute the first layer's queries, keys and values, which depend on one token and its position alone."""
 
 from collections.abc import Sequence
 from functools import cached_property
@@ -10,13 +10,13 @@ from torch import Tensor
 from hiddenlab.models import TruncatedModel
 from hiddenlab.models.attention import Attention
 
-TABLES = 2**30  # bytes of tables of the vocabulary that are held, of keys and of values, one a place at least
+TABLES = 2**30  # bytes of vocabulary tables that are held, each for keys and values; at least one table
 
 
 class FirstLayer:
     """Queries, keys and values of the first layer, of any token at any position.
 
-    Through the model's streams, so for any architecture: at the first layer they depend on nothing else.
+    They are computed through the model's streams, so this works for any architecture.
     """
 
     def __init__(self, model: TruncatedModel) -> None:
@@ -32,13 +32,13 @@ class FirstLayer:
         self.heads = int(model.module.config.num_attention_heads)  # type: ignore[union-attr,arg-type]
 
     def counters(self) -> tuple[int, int]:
-        """Positions and passes run so far."""
+        """Return the positions and passes run so far."""
         models = (self.q, self.k, self.v, self.embed)
         return sum(s.evaluated_tokens for s in models), sum(s.forward_calls for s in models)
 
     @property
     def attention(self) -> Attention:
-        how = self.v.attention  # it has run: the values were tabulated
+        how = self.v.attention  # set, since the values were computed before
         assert how is not None
         return how
 
@@ -47,28 +47,28 @@ class FirstLayer:
         return model.prefix(offset=position).branch(tokens)
 
     def own_tokens(self, rows: Float[Tensor, "rows d"], positions: Sequence[int]) -> list[int]:
-        """Tokens of embeddings as they enter the first layer: what a learned position adds is taken off first."""
+        """Return the tokens of embeddings at the first layer's input; learned positions are subtracted first."""
         table = self.embed.embed(torch.arange(self.embed.vocab_size, device=rows.device)).float()
         zero = torch.zeros(1, dtype=torch.long, device=rows.device)
         added = torch.cat([self._at(self.embed, zero, p) for p in positions]) - table[:1]
         return [int(torch.cdist(row[None], table).argmin()) for row in rows - added]
 
     def along(self, model: TruncatedModel, known: dict[int, int]) -> Float[Tensor, "n w"]:
-        """Rows of all positions of a prompt of which some tokens are known; the others' rows mean nothing."""
+        """Return rows of all positions of a prompt with some known tokens; rows of other positions are meaningless."""
         tokens = torch.zeros(max(known) + 1, dtype=torch.long, device=model.device)
         for position, token in known.items():
             tokens[position] = token
         return model.encode(tokens)
 
     def values(self, position: int, tokens: Int[Tensor, " c"] | None = None) -> Float[Tensor, "c w"]:
-        """Value vectors of tokens, or of the whole vocabulary where None, at a position."""
+        """Return value vectors of tokens, or of the whole vocabulary where None, at a position."""
         if tokens is not None and self.moves:
             return self._at(self.v, tokens, position)
         table = self._table(self._values, self.v, position if self.moves else 0)
         return table if tokens is None else table[tokens]
 
     def _table(self, held: dict[int, Tensor], model: TruncatedModel, position: int) -> Float[Tensor, "v w"]:
-        """A stream of the whole vocabulary; few are held at once, as each is as large as the vocabulary."""
+        """Return a stream of the whole vocabulary; few tables are held at once, since each is large."""
         if position not in held:
             table = self._at(model, torch.arange(model.vocab_size, device=model.device), position)
             while held and (len(held) + 1) * table.nbytes > TABLES:
@@ -77,12 +77,12 @@ class FirstLayer:
         return held[position]
 
     def keys(self, tokens: Int[Tensor, " c"], position: int) -> Float[Tensor, "c w"]:
-        """Keys of some tokens at a position."""
+        """Return keys of some tokens at a position."""
         return self._at(self.k, tokens, position)
 
     @cached_property
     def turns(self) -> bool:
-        """Whether scores depend on how far a key is from a query, and not on where the two are (rotary positions)."""
+        """Whether scores depend only on the distance between key and query (rotary positions)."""
         some = torch.arange(min(4, self.k.vocab_size), device=self.k.device)
         here, there = (
             self.scored(self._by_head(self._at(self.q, some, place + 3)), self._at(self.k, some, place))
@@ -91,7 +91,7 @@ class FirstLayer:
         return torch.allclose(here, there, rtol=1e-4, atol=1e-5)
 
     def scored(self, queries: Float[Tensor, "h r d"], keys: Float[Tensor, "c w"]) -> Float[Tensor, "h r c"]:
-        """What softmax is taken of, for queries of every head and tokens with these keys."""
+        """Return the attention scores before softmax, for queries of every head and tokens with these keys."""
         scores = torch.einsum("hrd,chd->hrc", queries, self.spread(keys)) * self.attention.scaling
         if (cap := self.attention.softcap) is not None:
             scores = torch.tanh(scores / cap) * cap
@@ -100,7 +100,7 @@ class FirstLayer:
     def scores(
         self, token: int, position: int, place: int, tokens: Int[Tensor, " c"] | None = None
     ) -> Float[Tensor, "h c"]:
-        """What softmax is taken of, for a token that looks from its position at others at an earlier place.
+        """Return the attention scores before softmax of a token at its position for others at an earlier place.
 
         Args:
             tokens: None is the whole vocabulary.
@@ -108,7 +108,7 @@ class FirstLayer:
         if not bool(self.attention.visible([position], [place])):
             count = self.k.vocab_size if tokens is None else len(tokens)
             return torch.full((self.heads, count), float("-inf"), device=self.k.device)
-        # Where only distance counts, one table serves all places.
+        # Where only the distance matters, one table serves all places.
         away = place if self.turns else 0
         query = self._at(self.q, torch.tensor([token], device=self.q.device), position - away)
         if tokens is None or self.turns:
@@ -127,5 +127,5 @@ class FirstLayer:
         return self.q.width // self.k.width
 
     def spread(self, values: Float[Tensor, "c w"]) -> Float[Tensor, "c h d"]:
-        """Value vectors for every query head; those of one key/value head share them."""
+        """Return value vectors for every query head; query heads of one key/value head share them."""
         return values.unflatten(1, (self.heads // self.groups, -1)).repeat_interleave(self.groups, 1)

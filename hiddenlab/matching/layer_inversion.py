@@ -1,8 +1,9 @@
-"""Rows behind one layer, turned back into what went in.
+"""Invert one layer: solve for the embedding or the attention output that produced a row.
 
-A row is a function of its own embedding and of what attention brings it. Where one of the two is known, or held at a
-guess, the row tells the other: as many equations as unknowns, and a solution that most rows give up to rounding
-(docs/log/031-row-displacements.md), though the layer's Jacobian all but loses some directions and the way there bends.
+A row is a function of its own embedding and of what attention adds to it. Where one of the two is known, or held at a
+guess, the row determines the other: there are as many equations as unknowns. Most rows can be solved up to rounding
+(docs/log/031-row-displacements.md), though the layer's Jacobian is nearly singular in some directions and the path to
+the solution is curved.
 """
 
 from dataclasses import dataclass
@@ -13,23 +14,24 @@ from torch import Tensor
 
 from hiddenlab.models import TruncatedModel
 
-BELIEVED = 0.006  # share of a row that a linearisation of the layer may leave unexplained
-EXACT = 3e-5  # and the solve in the end; rounding makes a tenth of that
+BELIEVED = 0.006  # residual that a linearisation of the layer may leave, as share of a row
+EXACT = 3e-5  # residual that the solve may leave in the end; rounding makes a tenth of that
 STEPS, TRIES = 15, 4  # of the solve, and dampings tried at each
-AHEAD = 0.5  # of a step, where the layer is looked at to see how it bends
-BENT = 0.375  # times a step's length that its bend may be long
-SETTLED = 0.1  # nats that another step has to gain
+AHEAD = 0.5  # share of a step at which the second derivative is measured
+BENT = 0.375  # largest length of the second-order correction, relative to the step
+SETTLED = 0.1  # a step that gains fewer nats is the last
 AT_ONCE = 48  # outputs of which gradients are taken together
 
 
 @dataclass(frozen=True)
 class Equations:
-    """What each row tells of how far what went in lies from a guess; all but the guess in double precision.
+    """The equations that tie each row to the unknown's distance from a guess; all but the guess in double precision.
 
     Attributes:
-        model: of one layer. embeddings, attended: the guess, of what enters each row and of what attention brings it
-            (the layer's stream ``attn``). by_attention: the unknown is what attention brings, not the embedding.
-        observed: the rows. mean, prior: of the unknown's distance from the guess, and the inverse of its covariance.
+        model: of one layer. embeddings, attended: the guess of each row's embedding and of its attention output (the
+            layer's stream ``attn``). by_attention: the unknown is the attention output, not the embedding.
+        observed: the rows. mean, prior: mean of the unknown's distance from the guess, and the inverse of its
+            covariance.
         positions: of the rows; None where they make no difference (see ``TruncatedModel.run_given``).
         exact: share of a row that the solve may leave unexplained.
     """
@@ -52,31 +54,31 @@ class Equations:
         return (embeddings + moved).float(), attended, positions
 
     def states(self, rows: Int[Tensor, " r"], moved: Float[Tensor, "r u"]) -> Float[Tensor, "r e"]:
-        """What some rows would be if what went in lay so far from the guess."""
+        """Return what some rows would be if the unknown lay so far from the guess."""
         return self.model.run_given(*self._at(rows, moved)).double()
 
     def jacobian(self, rows: Int[Tensor, " r"], moved: Float[Tensor, "r u"]) -> Float[Tensor, "r e u"]:
-        """How some rows change with it."""
+        """Return the Jacobian of some rows by the unknown."""
         embeddings, attended, positions = self._at(rows, moved)
         wanted = (False, True) if self.by_attention else (True, False)
         return jacobians(self.model, embeddings, attended, wanted, positions)[0]
 
     def unlikely(self, rows: Int[Tensor, " r"], moved: Float[Tensor, "r u"]) -> Float[Tensor, "r u"]:
-        """The gradient of what it costs, in nats."""
+        """Return the gradient of the prior's cost, in nats."""
         return times(self.prior[rows], moved - self.mean[rows])
 
     def unit(self) -> Float[Tensor, "n 1"]:
-        """Root mean square of each row's coordinates."""
+        """Return the root mean square of each row's coordinates."""
         rows = self.observed.double()
         return rows.norm(dim=1, keepdim=True).clamp(min=1e-12) / rows.shape[1] ** 0.5
 
     def solve(self, begun: Float[Tensor, "n u"]) -> Float[Tensor, "n u"]:
-        """The likeliest unknown of each row that explains it, by damped Gauss-Newton steps from where it is begun.
+        """Solve for the likeliest unknown of each row that explains it, by damped Gauss-Newton steps from ``begun``.
 
-        Steps are bent by what the layer's second derivative along them says (geodesic acceleration: Transtrum, Machta
-        and Sethna, Phys. Rev. E 83, 2011): what is left of a row lies along narrow, winding valleys, in which straight
-        steps have to be several times as many. Most rows that end at what rounding allows are known, some are at
-        another solution beyond a fold of the layer; rows that end short of it lie at folds.
+        Steps are corrected by the layer's second derivative along them (geodesic acceleration: Transtrum, Machta and
+        Sethna, Phys. Rev. E 83, 2011): the residual falls along narrow, curved valleys, in which straight steps would
+        have to be several times as many. Most rows whose residual ends at rounding are solved, and some are at another
+        solution beyond a fold of the layer; rows with a larger residual lie at folds.
         """
         moved, tau = begun.clone(), self.exact * self.unit()
         every = torch.arange(len(moved), device=moved.device)
@@ -87,7 +89,7 @@ class Equations:
             return left, (left.square().sum(1) + (off * self.unlikely(rows, at)).sum(1)) / 2
 
         left, least = cost(every, moved)
-        # At first as if no more than linearisation believes were to be explained.
+        # The first damping allows the residual of a linearisation.
         damping = torch.full_like(least, max(1.0, BELIEVED / self.exact) ** 2)
         growth = torch.full_like(least, 2.0)
         settled = torch.zeros_like(every, dtype=torch.bool)
@@ -102,7 +104,7 @@ class Equations:
                 prior, here = self.prior[rows], moved[rows]
                 lower = torch.linalg.cholesky(normal + (1 + damping[rows, None, None]) * prior)
                 straight = torch.cholesky_solve(towards[..., None], lower)[..., 0]
-                # The second derivative along the step, from a point a little way on.
+                # The second derivative along the step, from a point ahead on it.
                 shown = (cost(rows, here + AHEAD * straight)[0] - left[rows]) / AHEAD
                 shown = shown + times(jacobian, straight)
                 bend = times(jacobian.transpose(1, 2), 2 / AHEAD * shown)
@@ -118,7 +120,7 @@ class Equations:
                 agreed = 1 - (2 * gain / promised - 1).pow(3)
                 damping[good], growth[good] = damping[good] * agreed[better].clamp(0.1, 1.0), 2.0
                 damping[bad], growth[bad] = damping[bad] * growth[bad] * 2, growth[bad] * 2
-                settled[bad] = promised[~better] < SETTLED  # or it would be damped until numbers overflow
+                settled[bad] = promised[~better] < SETTLED  # else the damping overflows
                 if not len(bad):
                     break
                 rows, jacobian, normal, towards = (one[~better] for one in (rows, jacobian, normal, towards))
@@ -132,7 +134,7 @@ def jacobians(
     wanted: tuple[bool, bool] = (True, True),
     positions: Int[Tensor, " n"] | None = None,
 ) -> list[Float[Tensor, "n e _"]]:
-    """Of each row's state behind one layer, by its embedding and by what attention brings it; in double precision.
+    """Return the Jacobians of each row behind one layer by embedding and by attention output, in double precision.
 
     Args:
         wanted: which of the two.
@@ -143,7 +145,7 @@ def jacobians(
         states = model.run_given(inputs, given, positions, grad=True)
         by = [one for one, asked in zip((inputs, given), wanted, strict=True) if asked]
         n, width = states.shape
-        # Rows have nothing to do with one another: the gradient of one output of all of them is that of each.
+        # Rows are independent: the gradient of one output summed over all of them is that of each.
         for part in torch.arange(width, device=states.device).split(AT_ONCE):
             outputs = torch.nn.functional.one_hot(part, width).to(states.dtype)[:, None].expand(-1, n, -1)
             parts.append(torch.autograd.grad(states, by, outputs, retain_graph=True, is_grads_batched=True))
@@ -151,5 +153,5 @@ def jacobians(
 
 
 def times(matrices: Float[Tensor, "n a b"], vectors: Float[Tensor, "n b"]) -> Float[Tensor, "n a"]:
-    """Matrices, each times its own vector."""
+    """Multiply each matrix with its own vector."""
     return torch.bmm(matrices, vectors[..., None])[..., 0]

@@ -1,4 +1,4 @@
-"""In which order candidates are tried: probe, language model, both, or the plain vocabulary."""
+"""Rank the candidates to try by probe, language model, both, or the plain vocabulary."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,16 +18,16 @@ from hiddenlab.proposals.lm_context import opened
 from hiddenlab.proposals.probe import Probe, fast_dtype
 
 PROPOSALS = ("probe+lm", "probe", "lm", "vocab")
-SHORTLIST = 32  # tokens a row that the probe names cheaply
-# The same where the language model is likely to be asked: it then chooses among them.
+SHORTLIST = 32  # tokens for each row that the probe proposes cheaply
+# The same where the language model is likely to be used: it reranks them.
 WIDE_SHORTLIST = 128
-DEEP = 4  # a truncated model of at least this fraction of all layers makes the language model worth asking
+DEEP = 4  # the language model is used where it has at most so many layers for each of the truncated model's
 # Weight of the language model's log-probability beside the probe's (docs/log/013-opener.md).
 LM_WEIGHT = 1.2
 
 
 class LazyModel:
-    """The proposing language model, all layers and the head, loaded when a search first asks for it.
+    """The proposing language model, all layers and the head, loaded when a search first needs it.
 
     Attributes:
         layers: how many layers it has, known without loading it.
@@ -39,13 +39,13 @@ class LazyModel:
 
     @cached_property
     def model(self) -> TruncatedModel:
-        """Loaded in the fastest dtype at hand: it only orders candidates, so its last digits do not matter."""
+        """The model, loaded in the fastest dtype available: it only orders candidates, so rounding does not matter."""
         dtype = str(fast_dtype(self._of.device)).removeprefix("torch.")
         return self._of.sibling(stream="logits", dtype=dtype)
 
     @cached_property
     def opened(self) -> Prefix:
-        """What it reads before every prompt; fork it to go on."""
+        """What the model reads before every prompt; fork it to continue."""
         return opened(self.model)
 
 
@@ -65,15 +65,15 @@ class Proposer:
         return 1.0 if self.probe is None else LM_WEIGHT
 
     def asks_model(self, layer: int) -> bool:
-        """The language model is likely to be asked: by itself, or beside a truncated model that costs about as much."""
+        """Return whether the language model is likely to be used: without a probe, or where it is relatively cheap."""
         return self.lm is not None and (self.probe is None or self.lm.layers <= DEEP * layer)
 
     def scores(
         self, rows: Float[Tensor, "rows d"], next_token: Float[Tensor, " v"] | None
     ) -> Float[Tensor, " v"]:
-        """How likely each token is: the probe's log-probability for the best of the rows, and the model's.
+        """Return each token's score: the probe's log-probability for the best of the rows plus the model's, weighted.
 
-        All are as likely where neither is there.
+        All scores are 0 where neither is available.
         """
         scores = torch.zeros(self.vocab_size, device=rows.device)
         if self.probe is not None:
@@ -92,16 +92,16 @@ class LanguageModel:
         self._next: Tensor | None = None
 
     def cost(self, tokens: list[int], model_layers: int) -> float:
-        """What ``next_token`` costs, in candidates of a truncated model with so many layers."""
+        """Return the cost of ``next_token``, in candidates of a truncated model with so many layers."""
         held = self._prefix.length - self.model.opened.length if self._prefix is not None else 0
         return (len(tokens) - held) * self.model.layers / model_layers
 
     def cost_of_prefill(self, model: TruncatedModel) -> float:
-        """What one pass over a prompt costs, in passes of the truncated model over the same prompt."""
+        """Return the cost of one pass over a prompt, in passes of the truncated model over the same prompt."""
         return self.model.layers / max(1, model.site.layer)
 
     def next_token(self, tokens: list[int]) -> Search:
-        """Log-probabilities ``[v]`` of the token after ``tokens``; None for the first token."""
+        """Return log-probabilities ``[v]`` of the token after ``tokens``; None for the first token."""
         lm = self.model.model
         self._prefix = self._prefix or self.model.opened.fork()
         missing = tokens[self._prefix.length - self.model.opened.length :]
@@ -114,7 +114,7 @@ class LanguageModel:
         return self._next
 
     def along(self, guess: list[int]) -> Search:
-        """Log-probabilities ``[len(guess) - 1, v]`` of the second and later tokens of a guess."""
+        """Return log-probabilities ``[len(guess) - 1, v]`` of the second and later tokens of a guess."""
         lm = self.model.model
         tokens = torch.tensor(guess[:-1], device=lm.device)
         answer: Answer = yield ForwardCall(lm, Request(self.model.opened, tokens), counts=False)
@@ -122,7 +122,7 @@ class LanguageModel:
 
 
 class Continuations:
-    """What the proposing language model, if there is one, expects behind a prompt's recovered tokens and several more.
+    """The proposing language model's predictions behind a prompt's recovered tokens and several more.
 
     Unlike ``LanguageModel`` it answers at once, outside of any search's passes.
     """
@@ -134,9 +134,9 @@ class Continuations:
         self._next: Tensor | None = None
 
     def after(self, tokens: list[int], more: Sequence[tuple[int, ...]]) -> Float[Tensor, "c v"] | None:
-        """Log-probabilities of what follows the tokens and each continuation of one length; None without a model.
+        """Return log-probabilities of the token after each continuation of one length; None without a model.
 
-        The first token of a prompt is expected as behind a special token, the others as behind the model's opener.
+        The first token of a prompt is predicted behind a special token, the others behind the model's opener.
         """
         if self.model is None:
             return None
@@ -163,6 +163,10 @@ class Continuations:
 
 
 def check_proposal(name: str) -> None:
-    """Raises InputError for an unknown proposal name."""
+    """Check the name of a proposal.
+
+    Raises:
+        InputError: the name is unknown.
+    """
     if name not in PROPOSALS:
         raise InputError(f"unknown proposal {name!r}; known are {', '.join(PROPOSALS)}")

@@ -1,11 +1,10 @@
-"""Screening: large batches of candidates run in a faster dtype first, and only the near ones in the model itself.
+"""Run large batches of candidates in a faster dtype first, and only the near ones in the model itself.
 
 A processor that multiplies bfloat16 natively runs candidates three to four times as fast as in float32
-(docs/log/012-prompts-from-fingerprints.md).
-What decides is never the screen's distance: a candidate counts as matched only after the truncated model itself ran it.
-Vocabulary matching calls a position searched in vain only after the model ran all of its candidates; the search for
-missing tokens, whose sequences are too many for that, runs those in the model that are nearer than the rounding seen
-so far.
+(docs/log/012-prompts-from-fingerprints.md). The screen's distance never decides: a candidate counts as matched only
+after the truncated model itself ran it. Vocabulary matching gives up a position only after the model ran all of its
+candidates. The search for missing tokens has too many sequences for that: it runs those in the model that are nearer
+than the rounding seen so far.
 """
 
 from functools import cached_property
@@ -17,17 +16,17 @@ from torch import Tensor
 from hiddenlab.models import Prefix, TruncatedModel
 from hiddenlab.proposals.probe import fast_dtype
 
-FEWEST = 16  # candidates in a batch from which two passes are cheaper than one
-# Candidates in such batches after which it is loaded, which takes about as long as running them in the model; at once
-# where every prompt will need it.
+FEWEST = 16  # candidates in a batch at least for two passes to be cheaper than one
+# Candidates in such batches before the screen is loaded: loading takes about as long as running them in the model.
+# Where every prompt needs the screen it is loaded at once.
 LOAD_AFTER = 4096
-LEAST_LAYERS = 4  # below, sorting and comparing states costs as much as running them
-# Of a screened batch the truncated model runs those nearer than so much of the median, and in any case one in so many.
+LEAST_LAYERS = 4  # with fewer layers, sorting and comparing states costs as much as running them
+# The truncated model runs screened candidates nearer than this share of the median, and at least one in so many.
 NEAR, ONE_IN, AT_LEAST = 0.5, 32, 2
 
 
 class Screen:
-    """The truncated model in a faster dtype, loaded when it is first asked for.
+    """The truncated model in a faster dtype, loaded when it is first needed.
 
     Attributes:
         of: the truncated model itself.
@@ -39,7 +38,7 @@ class Screen:
 
     @staticmethod
     def pays(model: TruncatedModel) -> bool:
-        """Whether a faster dtype exists, and the truncated model is deep and whole enough for it to matter."""
+        """Return whether a faster dtype exists and the model is deep enough, not quantized and on one device."""
         fast = fast_dtype(model.device)
         return (
             torch.finfo(fast).bits < torch.finfo(model.dtype).bits
@@ -55,25 +54,25 @@ class Screen:
 
     @property
     def loaded(self) -> bool:
-        """Whether it was asked for yet."""
+        """Whether the faster model was loaded already."""
         return "model" in vars(self)
 
     def runs(self, batch: int) -> bool:
-        """Whether a batch of so many candidates is to be screened."""
+        """Return whether a batch of so many candidates is screened."""
         if batch < FEWEST:
             return False
         self._wanted += batch
         return self.loaded or self._wanted > LOAD_AFTER
 
     def follow(self, prefix: Prefix, shadow: Prefix | None = None) -> Prefix:
-        """The screen's form of a prefix: the exact keys and values, rounded; ``shadow`` is the last such form."""
+        """Return the screen's form of a prefix: exact keys and values, rounded; ``shadow`` is the last such form."""
         shadow = shadow or self.model.prefix(offset=prefix.offset)
         shadow.store.follow(prefix.store, self.model.dtype)
         return shadow
 
 
 def near_ones(relative: Float[Tensor, " c"]) -> Int[Tensor, " n"]:
-    """Places of a screened batch's candidates that the truncated model itself is to run, nearest first.
+    """Return the indices of a screened batch's candidates that the truncated model itself runs, nearest first.
 
     Args:
         relative: distance of each to its nearest row, in units of that row's limit.
@@ -83,6 +82,6 @@ def near_ones(relative: Float[Tensor, " c"]) -> Int[Tensor, " n"]:
 
 
 def counted(model: TruncatedModel, screen: Screen | None) -> tuple[int, int]:
-    """Positions and passes that ran so far, in the truncated model and in its screen."""
+    """Return the positions and passes that ran so far, in the truncated model and in its screen."""
     engines = [model, *([screen.model] if screen is not None and screen.loaded else [])]
     return sum(one.evaluated_tokens for one in engines), sum(one.forward_calls for one in engines)

@@ -1,4 +1,4 @@
-"""The model: the first l layers of a causal language model, and only those in memory."""
+"""Run the first l layers of a causal language model, with only those in memory."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -41,7 +41,7 @@ SIGNATURE_ENTRIES = 16
 
 
 class TruncatedModel:
-    """The first l layers of a causal LM, run through one attention function (see ``engine``).
+    """The first l layers of a causal language model, run through one attention function (see ``engine``).
 
     Args:
         load_sibling: loads other parts of a model that is not on disk, see ``sibling``; None loads them by ``ref``.
@@ -77,7 +77,7 @@ class TruncatedModel:
 
     @contextmanager
     def _capturing(self) -> Iterator[None]:
-        """Keep the states at the site, for one pass; a hook that stays would keep the model in memory, by a cycle."""
+        """Capture the states at the site for one pass; a permanent hook would keep the model in memory by a cycle."""
         layers = decoder_layers(self.module)
         if self.site.stream == "resid":
             hook = layers[-1].register_forward_hook(self._capture)
@@ -98,7 +98,7 @@ class TruncatedModel:
         self._captured = inputs[0] if inputs else options["hidden_states"]
 
     def _check_causal(self) -> None:
-        """A state that changes with a later token means a bidirectional model, which this attack is not for."""
+        """Raise InputError for a bidirectional model, whose states change with later tokens."""
         if getattr(self.module.config, "model_type", "") and not _is_causal(self.module):
             raise InputError(
                 f"{self.ref.name} is an encoder-only (bidirectional) model; the attack needs a causal decoder"
@@ -115,7 +115,7 @@ class TruncatedModel:
 
     @cached_property
     def width(self) -> int:
-        """Coordinates of a state."""
+        """The number of coordinates of a state."""
         if self.site.stream not in INNER_STREAMS:
             return int(self.module.config.hidden_size)  # type: ignore[union-attr,arg-type]
         counted = self.evaluated_tokens, self.forward_calls
@@ -125,7 +125,7 @@ class TruncatedModel:
 
     @cached_property
     def layer_weights(self) -> int:
-        """Weights of its layers, which every token is multiplied with: all but the embedding table."""
+        """The number of weights that every token is multiplied with: all but the embedding table."""
         return max(1, sum(p.numel() for p in self.module.parameters()) - self.embedding.numel())
 
     @property
@@ -138,12 +138,12 @@ class TruncatedModel:
 
     @cached_property
     def signature(self) -> tuple[float, ...]:
-        """What tells the model's weights from others."""
+        """Values that distinguish the model's weights from others (see ``signature_of``)."""
         return signature_of(self.embedding)
 
     @property
     def special_ids(self) -> list[int]:
-        """BOS first, then the other special tokens: what is tried first at the first position."""
+        """Special token ids, BOS first: the candidates tried first at the first position."""
         config, tokenizer = self.module.config, self.tokenizer
         found = [getattr(config, "bos_token_id", None)]
         found += list(tokenizer.all_special_ids) if tokenizer is not None else [config.eos_token_id]  # type: ignore[union-attr,list-item]
@@ -151,7 +151,7 @@ class TruncatedModel:
         return list(dict.fromkeys(i for i in flat if 0 <= i < self.vocab_size))
 
     def tokenize(self, text: str, max_tokens: int | None = None) -> list[int]:
-        """Token ids of a text with the tokenizer's own special tokens, cut to ``max_tokens``.
+        """Return token ids of a text with the tokenizer's own special tokens, cut to ``max_tokens``.
 
         Raises:
             InputError: the text is empty, gives no tokens, or the model came without a tokenizer.
@@ -165,7 +165,7 @@ class TruncatedModel:
         return ids
 
     def text(self, ids: Sequence[int]) -> str:
-        """The text of token ids, special tokens shown."""
+        """Return the text of token ids, special tokens included."""
         if self.tokenizer is None:
             return " ".join(str(i) for i in ids)
         return str(
@@ -173,7 +173,7 @@ class TruncatedModel:
         )
 
     def prefix(self, *, offset: int = 0) -> Prefix:
-        """An empty prefix."""
+        """Return an empty prefix, with ``offset`` positions before its first token."""
         return Prefix(self, offset=offset)
 
     def run(
@@ -185,17 +185,17 @@ class TruncatedModel:
         together: bool = False,
         show: str | None = None,
     ) -> list[Answer]:
-        """One forward pass over several requests, packed on one token axis.
+        """Run several requests in one forward pass, packed on one token axis.
 
-        On a card the last digits of an answer depend on what else is in the pass.
+        On a GPU the last digits of an answer depend on what else is in the pass.
 
         Args:
             requests: token chains and leaves after their prefixes; all token ids, or all embeddings.
             keep: hold the new keys and values, so that answers can be kept as prefix.
             grad: record gradients (inputs given as embeddings).
             together: let short chains attend in one product, which is faster for many of them; the last digits of an
-                answer then depend on what else was asked.
-            show: an inner stream of the last layer to answer with, in place of the model's own stream.
+                answer then depend on the other requests.
+            show: an inner stream of the last layer to return, in place of the model's own stream.
         """
         stream = show or self.site.stream
         inner = (self.site.layer - 1, stream) if stream in INNER_STREAMS else None
@@ -219,7 +219,7 @@ class TruncatedModel:
         together: bool = False,
         show: str | None = None,
     ) -> list[Answer]:
-        """``run`` in as few passes as ``max_pass_tokens`` allows; a request larger than it goes alone."""
+        """Run requests in as few passes as ``max_pass_tokens`` allows; a larger request goes alone. See ``run``."""
         passes = packs(requests, lambda one: one.size, self.max_pass_tokens)
         return [a for one in passes for a in self.run(one, keep=keep, together=together, show=show)]
 
@@ -231,11 +231,11 @@ class TruncatedModel:
         *,
         grad: bool = False,
     ) -> Float[Tensor, "t e"]:
-        """States of single positions, of which each is given what the first layer's attention says.
+        """Return states of single positions whose attention output at the first layer is given.
 
         Args:
             inputs: embeddings. attended: the first layer's stream ``attn`` (see ``run``). positions: zeros where None;
-                where a model rotates queries and keys alone, states of the first layer do not depend on them.
+                where a model only rotates queries and keys, states of the first layer do not depend on them.
             grad: record gradients.
 
         Raises:
@@ -260,7 +260,7 @@ class TruncatedModel:
         return self.site.layer == 1
 
     def _pass(self, how: PackedPass | GivenPass, grad: bool, **inputs: Tensor) -> Any:
-        """Run the model with attention as a pass gives it; what it answers, None where that was shown on the way."""
+        """Run the model with a pass' attention; return its output, None where the pass ended early."""
         active, output = _ACTIVE.set(how), None
         try:
             mode = torch.set_grad_enabled(True) if grad else torch.inference_mode()
@@ -282,17 +282,17 @@ class TruncatedModel:
         return states
 
     def encode(self, tokens: Int[Tensor, " n"] | Float[Tensor, "n d"]) -> Float[Tensor, "n d"]:
-        """States of a prompt (token ids, or input embeddings), in one plain prefill."""
+        """Return states of a prompt (token ids, or input embeddings), in one plain prefill."""
         return self.run([Request(self.prefix(), tokens)], keep=False)[0].states
 
     def embed(self, tokens: Int[Tensor, " n"]) -> Float[Tensor, "n d"]:
-        """Input embeddings of tokens, as the model's own embedding module gives them."""
+        """Return input embeddings of tokens, as the model's own embedding module gives them."""
         with torch.inference_mode():
             return self.module.get_input_embeddings()(tokens.to(self.device))  # type: ignore[operator,no-any-return]
 
     @property
     def divided(self) -> bool:
-        """Its layers are placed on several devices."""
+        """Whether its layers are placed on several devices."""
         return len(set((getattr(self.module, "hf_device_map", None) or {}).values())) > 1
 
     def sibling(self, layer: int | None = None, **options: Any) -> "TruncatedModel":
@@ -307,7 +307,7 @@ class TruncatedModel:
             self.ref.path, layer, device=str(self.device), revision=self.ref.revision,
             device_map="auto" if self.divided else None, **options,
         )  # fmt: skip
-        loaded.ref = self.ref  # it was loaded by path; the name that users gave is what becomes public
+        loaded.ref = self.ref  # it was loaded by path, but the name that the user gave is the public one
         return loaded
 
     def __repr__(self) -> str:
@@ -317,14 +317,14 @@ class TruncatedModel:
 
 
 def signature_of(embedding: Float[Tensor, "v d"]) -> tuple[float, ...]:
-    """Entries spread over an embedding table, rounded to bfloat16 (the coarsest dtype in use)."""
+    """Return entries spread over an embedding table, rounded to bfloat16 (the coarsest dtype in use)."""
     flat = embedding.detach().flatten()
     index = torch.linspace(0, flat.numel() - 1, SIGNATURE_ENTRIES, dtype=torch.float64).long()
     return tuple(flat[index.to(flat.device)].bfloat16().float().tolist())
 
 
 def _is_causal(module: nn.Module) -> bool:
-    """True where every attention module of the model says that it is causal."""
+    """Return whether every attention module of the model declares itself causal."""
     flags = [bool(m.is_causal) for m in module.modules() if isinstance(getattr(m, "is_causal", None), bool)]
     return bool(flags) and all(flags)
 

@@ -1,4 +1,4 @@
-"""The one way into every Hugging Face model's attention: transformers' ``AttentionInterface``."""
+"""Register one attention function for every Hugging Face model through transformers' ``AttentionInterface``."""
 
 from collections.abc import Sequence, Set
 from contextvars import ContextVar
@@ -14,7 +14,11 @@ from hiddenlab.errors import HiddenlabError
 
 @dataclass(frozen=True)
 class Attention:
-    """How a layer attends. scaling: of the scores. window: keys at this distance or further are hidden."""
+    """How a layer attends.
+
+    Attributes:
+        scaling: of the scores. window: keys at this distance or further are hidden. softcap: scores stay within it.
+    """
 
     scaling: float
     causal: bool = True
@@ -22,7 +26,7 @@ class Attention:
     softcap: float | None = None
 
     def sees_all(self, queries: Sequence[int], keys: Sequence[int], hidden: Set[int] = frozenset()) -> bool:
-        """Whether every query sees every key, by position in the prompt: ``visible`` has no False."""
+        """Return whether every query sees every key, by position in the prompt (``visible`` has no False)."""
         if not queries or not keys:
             return True
         furthest = max(max(queries) - min(keys), max(keys) - min(queries))
@@ -35,7 +39,7 @@ class Attention:
     def visible(
         self, queries: Sequence[int], keys: Sequence[int], hidden: Set[int] = frozenset()
     ) -> Bool[Tensor, "a b"]:
-        """Which keys each query sees, by position in the prompt; ``hidden`` ones (padding) nobody sees."""
+        """Return which keys each query sees, by position in the prompt; no query sees ``hidden`` ones (padding)."""
         q, k = torch.tensor(queries)[:, None], torch.tensor(keys)[None]
         seen = torch.ones(len(queries), len(keys), dtype=torch.bool)
         if self.causal:
@@ -48,20 +52,21 @@ class Attention:
 
 
 class Attender(Protocol):
-    """Computes attention for the pass that is running."""
+    """An object that computes attention for the running pass."""
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, attention: Attention) -> Tensor:
-        """Outputs ``[1, t, h, width]`` of queries ``[1, h, t, width]``, new keys and values ``[1, kv, t, width]``."""
+        """Return outputs ``[1, t, h, width]`` of queries ``[1, h, t, width]`` and new k, v ``[1, kv, t, width]``."""
         ...
 
 
 def register_attention(name: str, active: ContextVar[Any], misuse: str) -> str:
     """Register ``attn_implementation=name``: the active ``Attender`` gets q, k, v after rotary embedding.
 
-    Masks that transformers makes are ignored; whoever attends knows the positions.
+    Masks that transformers makes are ignored; the attender knows the positions.
 
     Args:
-        active: holds the ``Attender`` of the running pass, or None. misuse: says how such a model is to be run.
+        active: holds the ``Attender`` of the running pass, or None. misuse: error text that says how to run such a
+            model.
 
     Returns:
         The name.

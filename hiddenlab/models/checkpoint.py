@@ -1,8 +1,7 @@
-"""What a checkpoint's files hold, and whether a loaded model got all of it: nothing is left at random weights.
+"""Read the tensor names of a checkpoint and check that a loaded model got all of its weights.
 
-transformers fills what a checkpoint does not give with random weights and goes on. Here the names of a checkpoint's
-tensors are read first, what stands before them is mapped to what the model calls them, and what is still missing
-afterwards is an error.
+transformers fills what a checkpoint does not give with random weights and continues. Here the names of a checkpoint's
+tensors are read first, their prefix is mapped to the model's own, and whatever is still missing afterwards is an error.
 """
 
 import re
@@ -27,7 +26,7 @@ NAMED = 3  # tensors that an error names
 
 @dataclass(frozen=True)
 class Prefixes:
-    """What stands before the names of a checkpoint's tensors.
+    """The prefixes of the names of a checkpoint's tensors.
 
     Attributes:
         base: before the decoder's (``layers.0.…``). head: before the language-model head's.
@@ -37,7 +36,7 @@ class Prefixes:
     head: str
 
     def mapping(self, model: Any) -> dict[str, str]:
-        """Patterns of the checkpoint's names and what transformers puts in their place; empty where they fit."""
+        """Return patterns of the checkpoint's names and what transformers replaces them with; empty where names fit."""
         own = _own_prefix(model)
         if self.base in ("", own):
             return {}
@@ -62,7 +61,7 @@ def refuse_adapter(name: str, path: str, revision: str | None = None) -> None:
 
 
 def tensor_names(name: str, path: str, revision: str | None = None) -> set[str]:
-    """Names of the tensors of a model directory or hub id; a single file is downloaded, of several only the index.
+    """Return the tensor names of a model directory or hub id; of several files on the hub only the index is downloaded.
 
     Args:
         name: the model's name in errors.
@@ -131,14 +130,14 @@ def _indexed(index: Path) -> dict[str, str]:
 
 
 def find_prefixes(names: Iterable[str], model: Any, told: str) -> Prefixes | None:
-    """What stands before a model's names in a checkpoint: where most of the names that follow are the model's own.
+    """Find the prefix in a checkpoint behind which most names are the model's own.
 
     Args:
-        names: of the checkpoint's tensors. model: of the architecture, its weights unimportant. told: the
-            checkpoint's name in errors.
+        names: of the checkpoint's tensors. model: of the architecture, its weights unimportant. told: the checkpoint's
+            name in errors.
 
     Returns:
-        None where no name is the model's, whatever stands before it.
+        None where no name is the model's, with any prefix.
 
     Raises:
         InputError: several parts of the checkpoint could be the model.
@@ -169,12 +168,12 @@ def find_prefixes(names: Iterable[str], model: Any, told: str) -> Prefixes | Non
 
 
 def _own_prefix(model: Any) -> str:
-    """What stands before the decoder's names in a model of its architecture with a head, ``model.`` mostly."""
+    """Return the prefix of the decoder's names in a model of its architecture with a head, mostly ``model.``."""
     return f"{model.base_model_prefix}." if model.base_model_prefix else ""
 
 
 def _split(model: Any) -> tuple[set[str], set[str]]:
-    """Names of the decoder's tensors, without what stands before them, and of the others."""
+    """Return the names of the decoder's tensors, without prefix, and those of the others."""
     own, names = _own_prefix(model), set(model.state_dict())
     if not own or not hasattr(model, model.base_model_prefix):
         return names, set()
@@ -183,7 +182,7 @@ def _split(model: Any) -> tuple[set[str], set[str]]:
 
 
 def _table_name(model: Any) -> str:
-    """Name of the input embeddings' weight in the decoder."""
+    """Return the name of the input embeddings' weight in the decoder."""
     table = model.get_input_embeddings()
     found = next((name for name, module in model.named_modules() if module is table), "")
     return f"{found.removeprefix(_own_prefix(model))}.weight"
@@ -238,7 +237,7 @@ def _listed(names: Iterable[str]) -> str:
 
 
 def decoder_layers(model: nn.Module) -> nn.ModuleList:
-    """The model's list of layers.
+    """Return the model's list of layers.
 
     Raises:
         InputError: it has none.
@@ -261,7 +260,7 @@ def _layers_name(model: nn.Module) -> str | None:
 
 
 def _final_norm(model: nn.Module) -> set[str]:
-    """Names of the tensors of the norm behind the last layer: the first that follow, all of a state's width."""
+    """Return the names of the final norm's tensors: the first behind the layers, all of a state's width."""
     layers = _layers_name(model)
     if layers is None:
         return set()

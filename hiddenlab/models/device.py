@@ -1,4 +1,4 @@
-"""Device names."""
+"""Parse device names."""
 
 import os
 
@@ -8,12 +8,12 @@ from hiddenlab.errors import InputError
 
 
 def parse_device(name: str) -> torch.device:
-    """The torch device of a name; ``auto`` is CUDA where there is one, else the CPU.
+    """Return the torch device of a name; ``auto`` is CUDA where available, else the CPU.
 
-    Of several processes that torchrun or accelerate started each gets its own.
+    Each of several processes that torchrun or accelerate started gets its own device.
 
     Raises:
-        InputError: the name is no device, or the device is not there.
+        InputError: the name is no device, or the device is not available.
     """
     if name == "auto":
         if not torch.cuda.is_available():

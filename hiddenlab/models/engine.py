@@ -1,17 +1,17 @@
-"""How tokens run through a model: one attention function, shared prefixes, many prompts packed in one pass.
+"""Run many prompts in one forward pass, with one attention function and shared prefixes.
 
-A pass packs the requests of several prompts on one token axis. Each request holds a *chain* (tokens that follow
-one another) and *branches* (alternatives, each seeing the prefix, the chain up to its attachment, and itself; a branch
-may be several tokens long). A plain prefill is a chain without branches; the branching of vocabulary matching (paper,
+A pass packs the requests of several prompts on one token axis. Each request holds a *chain* (tokens that follow one
+another) and *branches* (alternatives, each seeing the prefix, the chain up to its attachment, and itself; a branch may
+be several tokens long). A plain prefill is a chain without branches; the branching of vocabulary matching (paper,
 section 4.2 and appendix A) is branches without a chain; its generalisation to gaps (Algorithm 3) is branches of several
-tokens; verifying a guess while trying alternatives at its weak places is a chain with branches.
+tokens; verifying a guess while trying alternatives at its unsure places is a chain with branches.
 
-All Hugging Face architectures come through transformers' ``AttentionInterface``: the registered function gets
-queries, keys and values after projection and rotary embedding, and attends to the prefix's keys and values where
-they lie, one GEMM per key/value head with the tokens of a request folded into the query axis. Nothing of the
-prefix is copied or repeated per candidate. Where asked to (``together``), short chains behind many prefixes of one
-length, what a beam of hypotheses asks of a language model, are attended to in one product, their prefixes side by side.
-On a card small passes attend as one product. ``attend`` holds these ways, ``request`` what is asked and answered.
+All Hugging Face architectures come through transformers' ``AttentionInterface``: the registered function gets queries,
+keys and values after projection and rotary embedding. It attends to the prefix's keys and values in place, with one
+GEMM per key/value head and the tokens of a request folded into the query axis. Nothing of the prefix is copied or
+repeated per candidate. With ``together``, short chains behind many prefixes of one length (what a beam of hypotheses
+needs of a language model) attend in one product, their prefixes side by side. On a GPU small passes attend as one
+product. ``packed_attention`` holds these three forms, ``request`` the requests and answers.
 """
 
 from collections.abc import Sequence
@@ -27,22 +27,22 @@ from hiddenlab.models.packed_attention import Alike, Alone, Dense
 from hiddenlab.models.request import Request
 
 ATTENTION_NAME = "hiddenlab"
-# On a card a pass attends as one product if its scores are at most so many, those between different prompts included.
+# On a GPU a pass attends as one product if its scores are at most so many, those between different prompts included.
 DENSE_DEVICES, DENSE_ELEMENTS = frozenset({"cuda"}), 1 << 25
-# Chains of at most so many tokens attend together: of longer ones the products are large enough by themselves.
+# Chains of at most so many tokens attend together: the products of longer ones are large enough alone.
 SHORT = 4
-# Bytes of one prefix's keys and values: more of them take longer to put side by side than a call for each prefix takes.
+# Bytes of one prefix's keys and values at most: copying more of them takes longer than a call for each prefix.
 SIDE_BY_SIDE = 1 << 18
 
 _ACTIVE: ContextVar["PackedPass | GivenPass | None"] = ContextVar("hiddenlab_pass", default=None)
 
 
 class ShownError(Exception):
-    """A pass has shown what it was run for, and what is left of it need not be computed."""
+    """Signals that a pass has captured the stream it was run for, so that the rest need not be computed."""
 
 
 class PackedPass:
-    """One forward pass over the packed tokens of several requests; the attention function asks it to attend.
+    """One forward pass over the packed tokens of several requests; the attention function calls its ``attend``.
 
     Attributes:
         together: short chains behind prefixes of one length attend in one product; last digits depend on the others.
@@ -74,7 +74,7 @@ class PackedPass:
         return slice(self.starts[i], self.starts[i + 1])
 
     def _alike(self, size: int) -> list[list[int]]:
-        """Requests by index, those together that one product can serve: as short, behind a prefix as long.
+        """Group requests by index: those with equally short chains and equally long prefixes share one product.
 
         Args:
             size: bytes of one position's keys and values.
@@ -88,13 +88,13 @@ class PackedPass:
         return list(groups.values())
 
     def _dense(self, heads: int, device: torch.device) -> bool:
-        """Whether all requests attend as one product, which is faster where starting a kernel is what costs."""
+        """Return whether all requests attend as one product, which is faster where kernel starts dominate."""
         keys = self.starts[-1] + sum(one.prefix.store.length for one in self.requests)
         few = heads * self.starts[-1] * keys <= DENSE_ELEMENTS
         return device.type in DENSE_DEVICES and few and not torch.is_grad_enabled()
 
     def _parted(self, heads: int, size: int, device: torch.device) -> "list[Alone | Alike | Dense]":
-        """What attends by itself; its index tensors are made once for all layers on one device."""
+        """Return the groups that attend separately; their index tensors are made once for all layers on a device."""
         if (heads, size, device) not in self._parts:
             reach = self._reaches(device)
             if self._dense(heads, device):
@@ -114,14 +114,14 @@ class PackedPass:
         return self._parts[heads, size, device]
 
     def _reaches(self, device: torch.device) -> Int[Tensor, " t"]:
-        """How many tokens precede each packed token in its own prompt, those that its prefix holds included."""
+        """Return how many tokens precede each packed token in its own prompt, including its prefix."""
         if device not in self._reach:
             reach = torch.cat([one.reach + one.prefix.length for one in self.requests])
             self._reach[device] = reach.to(device)
         return self._reach[device]
 
     def positions(self, device: torch.device) -> Int[Tensor, "1 t"]:
-        """Position of every packed token within its own prompt."""
+        """Return the position of every packed token within its own prompt."""
         reach, offsets = self._reaches(device), [one.prefix.offset for one in self.requests]
         if any(offsets):
             reach = torch.cat([reach[self._own(i)] + offset for i, offset in enumerate(offsets)])
@@ -135,7 +135,7 @@ class PackedPass:
         v: Tensor,
         attention: Attention,
     ) -> Tensor:
-        """Attention of all packed tokens at one layer.
+        """Compute the attention of all packed tokens at one layer.
 
         Args:
             layer: the module's layer index, under which the prefix's keys and values are stored.
@@ -162,18 +162,18 @@ class PackedPass:
 
 
 def _beside(stream: str, q: Tensor, k: Tensor, v: Tensor) -> Float[Tensor, "t w"]:
-    """Queries, keys and values of a pass, those that a stream's name lists, all heads side by side."""
+    """Return those of a pass' queries, keys and values that a stream's name lists, all heads side by side."""
     parts = {"q": q, "k": k, "v": v}
     return torch.cat([parts[one][0].transpose(0, 1).flatten(1) for one in stream], 1)
 
 
 @dataclass
 class GivenPass:
-    """A pass whose first layer's attention was computed before; that layer's queries, keys and values are ignored.
+    """A pass whose attention output at the first layer is given; that layer's queries, keys and values are ignored.
 
     Attributes:
-        attended: what it gives, ``[t, h · width]``. show: stream of the second layer (``q``, ``k`` … ``qkv``) to keep
-            in ``shown``, or None.
+        attended: the given output, ``[t, h · width]``. show: stream of the second layer (``q``, ``k`` … ``qkv``) to
+            keep in ``shown``, or None.
     """
 
     attended: Tensor
@@ -181,7 +181,7 @@ class GivenPass:
     shown: Tensor | None = None
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, attention: Attention) -> Tensor:
-        """What was given, as ``[1, t, h, width]``.
+        """Return the given attention output as ``[1, t, h, width]``.
 
         Raises:
             ShownError: this was the second layer.

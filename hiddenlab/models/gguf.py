@@ -1,4 +1,4 @@
-"""GGUF files, read once and kept in the cache as safetensors; the parts of a split file are put together first."""
+"""Convert GGUF files to safetensors in the cache, once; the parts of a split file are joined first."""
 
 import hashlib
 import io
@@ -19,7 +19,9 @@ PART = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 
 
 def converted(gguf: Path) -> Path:
-    """Directory with the safetensors form of a GGUF file; converted into a temporary folder, then renamed.
+    """Return the directory with the safetensors form of a GGUF file, converted now if it is not cached.
+
+    It is converted into a temporary folder, which is then renamed.
 
     Args:
         gguf: the file, or any part of a split one.
@@ -57,7 +59,7 @@ def converted(gguf: Path) -> Path:
 
 
 def parts(gguf: Path) -> list[Path]:
-    """The files that a GGUF model consists of, in order; the file alone where its name is not that of a part.
+    """Return the files of a GGUF model in order; the file alone where its name is not that of a part.
 
     Raises:
         InputError: one of them is missing.
@@ -76,10 +78,10 @@ def parts(gguf: Path) -> list[Path]:
 
 
 def _join(files: list[Path], target: Path) -> None:
-    """Write the parts of a split file as one: the first one's metadata, the tensors of all."""
+    """Write the parts of a split file as one: the metadata of the first, the tensors of all."""
     try:
         _write_joined(files, target)
-    except Exception as error:  # its readers raise whatever a damaged file makes of their arithmetic
+    except Exception as error:  # the readers raise errors of any type for damaged files
         raise InputError(f"cannot read {files[0]} and its other parts: {_first_line(error)}") from None
 
 
@@ -89,7 +91,7 @@ def _write_joined(files: list[Path], target: Path) -> None:
     readers = [GGUFReader(file) for file in files]
     fields = readers[0].fields
     writer = GGUFWriter(target, fields[Keys.General.ARCHITECTURE].contents(), endianess=readers[0].endianess)
-    # The writer writes the first of these itself; the others are of the split.
+    # The writer writes the first two itself; the last belongs to the split.
     left_out = ("GGUF.", Keys.General.ARCHITECTURE, "split.")
     for field in fields.values():
         if not field.name.startswith(left_out):
@@ -114,7 +116,7 @@ def _convert(gguf: Path, named: Path, target: Path) -> None:
 
     factory: Any = AutoModelForCausalLM
     try:
-        # The reader of GGUF files draws a bar of its own, whatever transformers' settings say.
+        # The reader of GGUF files draws its own progress bar, whatever transformers' settings are.
         with quiet_transformers(), redirect_stderr(io.StringIO()), redirect_stdout(io.StringIO()):
             model, info = factory.from_pretrained(
                 gguf.parent, gguf_file=gguf.name, quantization_config=GgufConfig(dequantize=True),
@@ -126,7 +128,7 @@ def _convert(gguf: Path, named: Path, target: Path) -> None:
     except InputError:
         raise
     except Exception as error:
-        # Its readers raise whatever a damaged file makes of their arithmetic.
+        # The readers raise errors of any type for damaged files.
         raise InputError(f"cannot read the GGUF file {named}: {_first_line(error)}") from None
 
 

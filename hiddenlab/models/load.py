@@ -1,4 +1,4 @@
-"""Finding a model and loading its first layers: a hub id, a local directory, a GGUF file, or ``builtin``."""
+"""Find a model and load its first layers from a hub id, a local directory, a GGUF file, or ``builtin``."""
 
 import importlib.util
 import inspect
@@ -25,7 +25,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model",
 
 
 def parse_dtype(name: str) -> torch.dtype:
-    """The torch dtype of a name.
+    """Return the torch dtype of a name.
 
     Raises:
         InputError: the name is not one of float32, bfloat16, float16.
@@ -52,8 +52,8 @@ def resolve_model(name: str, revision: str | None = None, *, local_only: bool = 
     """Find a model by name; GGUF files (``builtin`` is one) are converted to safetensors in the cache, once.
 
     Args:
-        local_only: never ask the hub; of hub ids, only those that were downloaded before are found. For names that
-            come from files of others.
+        local_only: never contact the hub; hub ids are found only if downloaded before. Meant for names that come from
+            files of others.
 
     Raises:
         InputError: nothing of that name exists locally and it does not look like a hub id, or ``local_only`` is set.
@@ -87,7 +87,7 @@ def resolve_model(name: str, revision: str | None = None, *, local_only: bool = 
 
 
 def _downloaded(name: str, revision: str | None) -> Path:
-    """Directory of a hub's model that was downloaded before."""
+    """Return the directory of a hub model that was downloaded before."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
@@ -116,7 +116,7 @@ def builtin_gguf() -> Path:
 
 
 def load_config(ref: ModelRef) -> Any:
-    """The model's (text) configuration, with every layer still in it.
+    """Return the model's (text) configuration, with every layer still in it.
 
     Raises:
         InputError: the model is unknown, or no transformers model.
@@ -137,7 +137,7 @@ def load_config(ref: ModelRef) -> Any:
 
 
 def _complete_text_config(text: Any, whole: Any, ref: ModelRef) -> None:
-    """Write into a language model's configuration what only the one of the multimodal model around it says."""
+    """Copy settings that only the surrounding multimodal model has into its language model's configuration."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     if getattr(whole, "quantization_config", None):
@@ -151,7 +151,7 @@ def _complete_text_config(text: Any, whole: Any, ref: ModelRef) -> None:
 
 
 def load_tokenizer(ref: ModelRef) -> Any:
-    """The model's tokenizer, or None where it has none that knows any text.
+    """Return the model's tokenizer, or None where it has none that knows any text.
 
     Raises:
         InputError: there are files of a tokenizer, and they cannot be read.
@@ -186,7 +186,7 @@ def truncate_config(config: Any, layers: int) -> Any:
 
 
 def quantization_config(kind: str | None) -> Any:
-    """bitsandbytes settings for ``int8`` or ``nf4``; None for None."""
+    """Return bitsandbytes settings for ``int8`` or ``nf4``; None for None."""
     if kind is None:
         return None
     from transformers import BitsAndBytesConfig
@@ -215,8 +215,8 @@ def load_module(
     """Load the layers that ``config`` still names, with or without the language-model head.
 
     Args:
-        attention: transformers' name of an attention function, None its own choice for the model.
-        final_norm: whether the norm behind the last layer is needed; else a checkpoint may lack it.
+        attention: transformers' name of an attention function; None lets transformers choose.
+        final_norm: whether the norm behind the last layer is needed; otherwise a checkpoint may lack it.
 
     Raises:
         InputError: the files cannot be read, or lack a tensor.
@@ -238,11 +238,11 @@ def load_module(
 
 
 def load_whole(factory: Any, ref: ModelRef, config: Any, *, final_norm: bool = True, **options: Any) -> Any:
-    """Load a model of which every weight comes from its checkpoint; only safetensors, and no code of others.
+    """Load a model with every weight from its checkpoint; only safetensors, and no code of others.
 
     Args:
         factory: one of transformers' ``Auto`` classes. config: the model's, or one with fewer layers.
-        final_norm: see ``load_model``. options: of ``from_pretrained``.
+        final_norm: see ``load_module``. options: of ``from_pretrained``.
 
     Raises:
         InputError: the files cannot be read, or lack a tensor.
@@ -261,7 +261,7 @@ def load_whole(factory: Any, ref: ModelRef, config: Any, *, final_norm: bool = T
             )
         with torch.device("meta"):
             skeleton = factory.from_config(config, trust_remote_code=False)
-        # What a pooler makes of the states is not asked for, and few checkpoints hold one.
+        # The pooler's output is not used, and few checkpoints hold one.
         if "add_pooling_layer" in inspect.signature(type(skeleton)).parameters:
             options["add_pooling_layer"] = False
         prefixes = find_prefixes(names, skeleton, told)
@@ -273,6 +273,6 @@ def load_whole(factory: Any, ref: ModelRef, config: Any, *, final_norm: bool = T
             )  # fmt: skip
     check_loaded(model, info, prefixes, told, final_norm=final_norm)
     if mapping:
-        # Else it would be saved under the names of the checkpoint that it came from.
+        # Otherwise the model would be saved under the checkpoint's names.
         model._weight_conversions = None
     return model

@@ -1,4 +1,4 @@
-"""How the tokens of a pass attend: each request by itself, short chains side by side, or all as one product.
+"""Compute the attention of a pass: each request by itself, short chains side by side, or all as one product.
 
 Each class makes its index tensors and masks once, for all layers of a pass.
 """
@@ -13,17 +13,17 @@ from hiddenlab.models.attention import Attention
 from hiddenlab.models.request import Request
 
 # Scores of one attention step are held in chunks of at most this many elements, so that memory does not grow
-# with candidates × prefix. A card needs larger ones: starting its kernels takes longer than running them.
+# with candidates × prefix. A GPU needs larger ones: starting its kernels takes longer than running them.
 SCORE_ELEMENTS, CARD_SCORE_ELEMENTS = 1 << 22, 1 << 26
 
 
 def score_elements(device: torch.device) -> int:
-    """Scores that one attention step holds at most."""
+    """Return how many scores one attention step holds at most."""
     return CARD_SCORE_ELEMENTS if device.type == "cuda" else SCORE_ELEMENTS
 
 
 def scaled(scores: Float[Tensor, "..."], attention: Attention) -> Float[Tensor, "..."]:
-    """Scores of a layer, in place where it has no cap: times its scaling, within its cap."""
+    """Scale the scores of a layer and apply its cap; in place where it has none."""
     scores *= attention.scaling
     if attention.softcap is None:
         return scores
@@ -33,7 +33,7 @@ def scaled(scores: Float[Tensor, "..."], attention: Attention) -> Float[Tensor, 
 class Alike:
     """Short chains of one length behind prefixes of one length, which attend as one product.
 
-    Unlike elsewhere the prefixes' keys and values are copied side by side: what a call for each request costs is more.
+    Only here the prefixes' keys and values are copied side by side: a call for each request would cost more.
 
     Args:
         starts: where each chain begins in the pass.
@@ -47,7 +47,7 @@ class Alike:
         self._hidden: dict[int | None, Tensor] = {}
 
     def hidden(self, window: int | None) -> Bool[Tensor, "t s"]:
-        """Which keys each token of a chain does not see."""
+        """Return which keys each token of a chain does not see."""
         if window not in self._hidden:
             keys = torch.arange(self.prefix + self.tokens, device=self.here.device)
             ahead = keys[None] - self.prefix - self.here[:, None]  # how far each key is ahead of each query
@@ -63,7 +63,7 @@ class Alike:
         out: Float[Tensor, "t h vwidth"],
         attention: Attention,
     ) -> None:
-        """Attention of the chains' tokens at one layer, written into ``out``."""
+        """Compute the attention of the chains' tokens at one layer and write it into ``out``."""
         tokens, prefix, hidden = self.tokens, self.prefix, self.hidden(attention.window)
         heads, kv_heads, length = q.shape[0], k.shape[0], prefix + tokens
         step = max(1, score_elements(q.device) // (max(heads * tokens, kv_heads * q.shape[2]) * length))
@@ -87,10 +87,10 @@ class Alike:
 
 
 class Dense:
-    """All requests of a pass as one product: every token's scores for all keys, those that it does not see masked.
+    """All requests of a pass as one product: scores of every token for all keys, with unseen keys masked.
 
-    Most scores are of other prompts' keys and wasted. On a card a small pass still gains: the product of all takes as
-    long as starting a few kernels, and each request by itself takes dozens of them in every layer.
+    Most scores are of other prompts' keys and wasted. On a GPU a small pass still gains: the whole product takes as
+    long as starting a few kernels, and each request alone takes dozens of them in every layer.
 
     Args:
         reach: how many tokens precede each packed token in its prompt.
@@ -100,7 +100,7 @@ class Dense:
         self.requests = list(requests)
         prefixes = [one.prefix.store.length for one in requests]
         self.held = [one.prefix.store for one in requests if one.prefix.store.length]
-        # Of each token: its prompt, the first token of its own branch (by place in the pass), and how deep in it it is.
+        # Of each token: its prompt, the first token of its own branch (by place in the pass), and its depth there.
         prompts, branches, depths, shared = list[int](), list[int](), list[int](), list[bool]()
         for i, one in enumerate(requests):
             chain, start = len(one.tokens), len(prompts)
@@ -133,7 +133,7 @@ class Dense:
         self._hidden: dict[int | None, Tensor] = {}
 
     def hidden(self, window: int | None) -> Bool[Tensor, "t s"]:
-        """Which keys each token does not see: the prefixes', one after another, then those of the pass."""
+        """Return which keys each token does not see: the prefixes' keys in order, then those of the pass."""
         if window not in self._hidden:
             seen = self.seen
             if window is not None:
@@ -150,12 +150,12 @@ class Dense:
         out: Float[Tensor, "t h vwidth"],
         attention: Attention,
     ) -> None:
-        """Attention of all packed tokens at one layer, written into ``out``."""
+        """Compute the attention of all packed tokens at one layer and write it into ``out``."""
         heads, kv_heads = q.shape[0], k.shape[0]
         held = [store.view(layer) for store in self.held]
         keys = torch.cat([*(each for each, _ in held), k], 1)
         values = torch.cat([*(each for _, each in held), v], 1)
-        # A weight of 0 times NaN is NaN: a prompt that overflowed would spoil the others. Its own rows see NaN scores.
+        # A weight of 0 times NaN is NaN: a prompt that overflowed would corrupt others. Its own rows get NaN scores.
         spoilt = (values * 0).sum(-1)[:, None]
         values = values.nan_to_num(0, 0, 0)
         # Query heads of one key/value head stand beside each other.
@@ -176,7 +176,7 @@ class Alone:
 
     def __init__(self, request: Request, own: slice, reach: Int[Tensor, " t"]) -> None:
         self.request, self.own = request, own
-        # A chain token is a branch of one token that stands where it stands.
+        # A chain token is treated as a branch of one token at its place.
         chain, depth = len(request.tokens), request.depth
         parts = [(1, slice(0, len(reach)))]
         if depth > 1:
@@ -194,7 +194,7 @@ class Alone:
         out: Float[Tensor, "t h vwidth"],
         attention: Attention,
     ) -> None:
-        """Attention of the request's tokens at one layer, written into ``out``."""
+        """Compute the attention of the request's tokens at one layer and write it into ``out``."""
         q, k, v, out = q[:, self.own], k[:, self.own], v[:, self.own], out[self.own]
         chain = len(self.request.tokens)
         shared_k, shared_v = k[:, :chain], v[:, :chain]
@@ -229,7 +229,7 @@ class Leaves:
         self._later: dict[int | None, Tensor] = {}
 
     def hidden(self, a: int, b: int, window: int | None) -> Bool[Tensor, "t s"] | None:
-        """Which shared keys the tokens from a to b do not see; None where they see all of them."""
+        """Return which shared keys the tokens from a to b do not see; None where they see all of them."""
         if not self.chained and (window is None or self.shared + self.depth <= window):
             return None
         if window in self._hidden:
@@ -239,12 +239,12 @@ class Leaves:
         if window is not None:
             hidden = hidden | (self.reach[a:b, None] - keys[None] >= window)
         if b - a == len(self.reach):
-            # Kept for the other layers, where it is no larger than a chunk.
+            # Kept for the other layers if it is no larger than a chunk.
             self._hidden[window] = hidden
         return hidden
 
     def later(self, window: int | None) -> Bool[Tensor, "g g"]:
-        """Which tokens of its own branch a token does not see."""
+        """Return which tokens of its own branch a token does not see."""
         if window not in self._later:
             later = torch.ones(self.depth, self.depth, dtype=torch.bool, device=self.reach.device).triu(1)
             if window is not None:
@@ -262,7 +262,7 @@ class Leaves:
         out: Float[Tensor, "t h vwidth"],
         attention: Attention,
     ) -> None:
-        """Attention over the shared keys before each token and over its own branch, written into ``out``."""
+        """Compute attention over the shared keys before each token and over its own branch; write it into ``out``."""
         heads, tokens, width = q.shape
         kv_heads, groups = k.shape[0], heads // k.shape[0]
         shared, depth, window = self.shared, self.depth, attention.window

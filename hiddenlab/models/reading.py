@@ -1,4 +1,4 @@
-"""Read a model's files through transformers: quietly, and with one line where a library fails over them."""
+"""Read a model's files through transformers without output, and report failures in one line."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +10,7 @@ from hiddenlab.errors import InputError
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Silence loading bars and the report of layers that are left out on purpose."""
+    """Silence progress bars and the report of layers that are left out on purpose."""
     from transformers.utils import logging
 
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
@@ -26,7 +26,7 @@ def quiet_transformers() -> Iterator[None]:
 
 @contextmanager
 def reading_model(told: str, then: str = "") -> Iterator[None]:
-    """Turn whatever a library raises over a model's files into one line: they come from others, and may be damaged.
+    """Turn any error of a library over a model's files into one InputError line; files may be damaged.
 
     Args:
         told: what cannot be done, for the error. then: what to do about it.

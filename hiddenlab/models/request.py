@@ -1,4 +1,4 @@
-"""What is asked of the engine and what it answers: prefixes, their keys and values, chains and branches."""
+"""Define the engine's requests and answers: prefixes with keys and values, chains and branches."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -26,11 +26,11 @@ class KeyValueStore:
         self._values: dict[int, Tensor] = {}
 
     def view(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of the prefix at a layer, not copied."""
+        """Return keys and values of the prefix at a layer, not copied."""
         return self._keys[layer][:, : self.length], self._values[layer][:, : self.length]
 
     def append(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Write keys and values after the current length; ``length`` itself is moved by the caller."""
+        """Write keys and values after the current length; the caller updates ``length`` itself."""
         end = self.length + keys.shape[1]
         for store, new in ((self._keys, keys), (self._values, values)):
             buffer = store.get(layer)
@@ -50,7 +50,7 @@ class KeyValueStore:
         self.length = other.length
 
     def fork(self) -> "KeyValueStore":
-        """A copy that grows by itself."""
+        """Return a copy that grows independently."""
         copy = KeyValueStore()
         copy.length = self.length
         copy._keys = {layer: buffer.clone() for layer, buffer in self._keys.items()}
@@ -96,7 +96,7 @@ class Request:
 
     @property
     def size(self) -> int:
-        """Positions this request runs through the model."""
+        """The number of positions this request runs through the model."""
         return len(self.reach)
 
     @property
@@ -106,7 +106,7 @@ class Request:
 
 
 def packs(items: Iterable[T], size: Callable[[T], int], limit: int) -> Iterator[list[T]]:
-    """Neighbours of together at most ``limit`` positions, in order; what is larger by itself goes alone."""
+    """Yield groups of neighbours with at most ``limit`` positions, in order; a larger item goes alone."""
     pack: list[T] = []
     held = 0
     for item in items:
@@ -124,7 +124,7 @@ class Answer:
     """States of one request, and what is needed to keep some of its tokens as prefix.
 
     Attributes:
-        states: one of each token. branches: a state a branch token, the tokens of one branch after another.
+        states: one for each chain token. branches: one for each branch token, branch by branch.
     """
 
     states: Float[Tensor, "t d"]
@@ -146,7 +146,8 @@ class Answer:
 class Prefix:
     """Committed tokens of one prompt and their keys and values.
 
-    ``offset`` is the number of positions before the first token (an unknown prefix embedding takes one).
+    Attributes:
+        offset: number of positions before the first token (an unknown prefix embedding takes one).
     """
 
     model: "TruncatedModel"
@@ -157,11 +158,11 @@ class Prefix:
 
     @property
     def length(self) -> int:
-        """Positions held, embeddings without a token included."""
+        """The number of positions held, embeddings without a token included."""
         return self.store.length
 
     def fork(self) -> "Prefix":
-        """The same tokens, to be continued in another way; keys and values are copied."""
+        """Return the same tokens, to be continued in another way; keys and values are copied."""
         return Prefix(self.model, list(self.tokens), self.store.fork(), self.offset)
 
     def extend(self, tokens: Int[Tensor, " t"]) -> Float[Tensor, "t d"]:
@@ -171,7 +172,7 @@ class Prefix:
         return answer.states
 
     def branch(self, candidates: Int[Tensor, " c"]) -> Float[Tensor, "c d"]:
-        """States of alternatives for the next position; ``commit`` makes one of them part of the prefix."""
+        """Return states of alternatives for the next position; ``commit`` makes one of them part of the prefix."""
         empty = candidates[:0]
         limit = self.model.max_pass_tokens
         parts = []
@@ -191,7 +192,7 @@ class Prefix:
         self._branch = None
 
     def keep(self, answer: Answer, *, tokens: int = 0, branch: int | None = None) -> None:
-        """Append the first ``tokens`` tokens of an answered request, and then one of its branches, whole."""
+        """Append the first ``tokens`` tokens of an answered request, and then one of its whole branches."""
         request = answer.request
         parts = [slice(0, tokens)] if tokens else []
         if branch is not None:

@@ -1,1 +1,1 @@
-"""Proposals: which token to try first, given observed states (probe) and the recovered prefix (language model)."""
+"""Propose which tokens to try first, from observed states (probe) and the recovered prefix (language model)."""

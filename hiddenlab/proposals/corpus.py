@@ -1,9 +1,9 @@
-"""The attacker's own token sequences, to train and calibrate on: no data set is needed, none is downloaded.
+"""Generate the attacker's own token sequences for training and calibration, without any data set.
 
-Text is the documentation and source of the running Python's standard library (on every machine that runs this),
-cut into windows; random tokens, alone and strewn into text, cover the vocabulary that such text never uses.
-The first few positions behave unlike the rest (attention sinks: huge states at position 0 and at repeats of
-the first token), so short windows and repeats are drawn on purpose.
+Text is the documentation and source of the running Python's standard library, cut into windows. Random tokens, alone
+and mixed into text, cover the vocabulary that such text never uses. The first few positions behave unlike the rest
+(attention sinks: huge states at position 0 and at repeats of the first token), so short windows and repeats are drawn
+on purpose.
 """
 
 import ast
@@ -24,15 +24,15 @@ WINDOW_LENGTHS = (24, 48, 64, 96)
 
 
 def standard_library_texts() -> list[str]:
-    """Docstrings and source openings of the standard library's top-level modules, and its language reference."""
+    """Return docstrings and source openings of the standard library's top-level modules, and its language reference."""
     return [text for source in standard_library_sources() for text in source]
 
 
 @cache
 def standard_library_sources() -> list[list[str]]:
-    """The same by source: each module's texts, which overlap, and each topic of the reference by itself.
+    """Return these texts by source: each module's texts, which overlap, and each topic of the reference by itself.
 
-    Read once, which takes two seconds; nobody changes the lists.
+    They are read once, which takes two seconds; callers must not change the lists.
     """
     import pydoc_data.topics as reference
 
@@ -76,7 +76,7 @@ class Corpus:
         return torch.randint(0, self.vocab_size, (n,), generator=self._torch)
 
     def text_window(self, n: int) -> Int[Tensor, " n"]:
-        """Up to n tokens of running text, from a random place, as the tokenizer would start a prompt."""
+        """Return up to n tokens of running text, from a random place, as the tokenizer would start a prompt."""
         if not self._documents:
             return self._uniform(n)
         ids = self._random.choice(self._documents)
@@ -84,7 +84,7 @@ class Corpus:
         return torch.tensor((self._special + ids[start : start + n])[:n])
 
     def window(self) -> Int[Tensor, " n"]:
-        """One training window: text, text strewn with random tokens, random tokens, or an opening."""
+        """Return one training window: text, text mixed with random tokens, random tokens, or an opening."""
         draw = self._random.random()
         if draw < 0.55:
             return self._opening()
@@ -95,12 +95,12 @@ class Corpus:
         return self.strewn(ids) if draw < 0.80 else ids
 
     def strewn(self, ids: Int[Tensor, " n"]) -> Int[Tensor, " n"]:
-        """The same with random tokens in about a third of the places."""
+        """Replace about a third of the tokens with random ones."""
         places = torch.rand(len(ids), generator=self._torch) < 0.35
         return torch.where(places, self._uniform(len(ids)), ids)
 
     def _opening(self) -> Tensor:
-        """One to six tokens, sometimes with the first one repeated."""
+        """Return one to six tokens, sometimes with the first one repeated."""
         n = self._random.randint(1, 6)
         ids = self._uniform(n) if self._random.random() < 0.5 else self.text_window(n)
         if self._random.random() < 0.2:
@@ -109,7 +109,7 @@ class Corpus:
         return ids
 
     def windows(self, tokens: int) -> Iterator[Int[Tensor, " n"]]:
-        """Windows that hold at least ``tokens`` tokens in all."""
+        """Yield windows that hold at least ``tokens`` tokens in all."""
         drawn = 0
         while drawn < tokens:
             window = self.window()

@@ -1,8 +1,8 @@
-"""The first token under permuted columns: the states of all one-token prompts, made once and looked up.
+"""Look up the first token under permuted columns in a table of the states of all one-token prompts.
 
-The first state depends on nothing but its token, and sorting its coordinates undoes any permutation of them, so
-that the nearest sorted state in a table of the whole vocabulary names the token. Later states depend on the tokens
-before them: see ``contexts``.
+The first state depends on its token alone, and sorting its coordinates undoes any permutation of them. So the nearest
+sorted state in a table of the whole vocabulary gives the token. Later states depend on the tokens before them: see
+``sorted_states``.
 """
 
 from collections.abc import Iterable, Iterator
@@ -17,7 +17,7 @@ from hiddenlab.models import Prefix, TruncatedModel
 from hiddenlab.types import Progress, silent
 
 PART, ROWS = 8192, 128  # tokens and rows compared at once
-LEAST = 1e-9  # of the largest state, a row's norm at least, so that distances stay finite
+LEAST = 1e-9  # smallest norm of a row, relative to the largest state, so that distances stay finite
 
 
 @dataclass(frozen=True)
@@ -25,21 +25,21 @@ class SortedStates:
     """Sorted states of every token of a vocabulary.
 
     Attributes:
-        table: in float16, as fractions of ``scale``. scale: largest magnitude of each row, since the states of
-            first positions can be too large for float16.
+        table: in float16, in units of ``scale``. scale: largest magnitude of each row, since the states of first
+            positions can be too large for float16.
     """
 
     table: Float[Tensor, "v d"]
     scale: Float[Tensor, " v"]
 
     def tensors(self) -> dict[str, Tensor]:
-        """Everything to save, by name."""
+        """Return everything to save, by name."""
         return {"table": self.table, "scale": self.scale}
 
     def squares(self, rows: Float[Tensor, "rows d"]) -> Float[Tensor, "rows v"]:
-        """Squared distances (L2) of rows, sorted here, to each token's state, in units of the row's norm.
+        """Return squared L2 distances of rows, sorted here, to each token's state, in units of the row's norm.
 
-        By GEMM, so that a distance of a thousandth of the norm and less is lost in rounding.
+        Computed by GEMM, so distances of a thousandth of the norm and less are lost in rounding.
         """
         rows = rows.float().sort(dim=1).values.to(self.table.device)
         norms = rows.norm(dim=1, keepdim=True).clamp(min=LEAST * self.scale.max())
@@ -66,7 +66,7 @@ class FirstTokenTable(SortedStates):
         return cls(*packed(sorted_states(model, model.prefix(), "collecting one-token states", progress)))
 
     def nearest(self, rows: Float[Tensor, "rows d"], k: int) -> Int[Tensor, " k"]:
-        """The k tokens whose state, alone, comes nearest (L2) to any of the rows, best first."""
+        """Return the k tokens whose state, alone, is nearest (L2) to any of the rows, best first."""
         best = torch.stack([self.squares(part).amin(0) for part in rows.split(ROWS)]).amin(0)
         return best.topk(min(k, len(best)), largest=False).indices
 
@@ -74,7 +74,7 @@ class FirstTokenTable(SortedStates):
 def sorted_states(
     model: TruncatedModel, prefix: Prefix, stage: str, progress: Progress = silent
 ) -> Iterator[Float[Tensor, "_ d"]]:
-    """Sorted states of every token behind a prefix, in float32, part by part."""
+    """Yield sorted states of every token behind a prefix, in float32, part by part."""
     parts = torch.arange(model.vocab_size, device=model.device).split(model.max_pass_tokens)
     for i, part in enumerate(parts):
         progress(stage, i * model.max_pass_tokens, model.vocab_size)
@@ -85,7 +85,7 @@ def sorted_states(
 def packed(
     parts: Iterable[Float[Tensor, "_ d"]],
 ) -> tuple[Float[Tensor, "v d"], Float[Tensor, " v"]]:
-    """Table and scale of ``SortedStates``, from sorted states part by part."""
+    """Return table and scale of ``SortedStates``, from sorted states part by part."""
     tables, scales = [], []
     for states in parts:
         scale = states.abs().amax(1).clamp(min=1e-12)

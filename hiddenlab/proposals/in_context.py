@@ -1,12 +1,11 @@
-"""Learning from candidates that failed: predict the states of all others in the context of one position.
+"""Predict the states of all untried tokens at one position from those of candidates that failed there.
 
-A probe is trained once and knows no context. At a position where it fails, the attacker has already run some
-hundred wrong candidates in the exact context; their states show what this context does to a token. A kernel
-ridge regression from a context-free description of every token (its state after the first layers, behind a fixed
-opening) to its state here predicts the states of the whole vocabulary, and the tokens whose prediction lies
-nearest to the observed row come first. "Nearest" is measured with the covariance of the leave-one-out errors,
-since some directions are predicted well and others not at all. No paper describes this
-(docs/log/002-cheaper-proposals.md has figures).
+A probe is trained once and has no context. At a position where it fails, the attacker has already run some hundred
+wrong candidates in the exact context; their states show what this context does to a token. A kernel ridge regression
+maps a context-free description of every token (its state after the first layers, behind a fixed opening) to its state
+here, and so predicts the states of the whole vocabulary. Tokens whose prediction lies nearest to the observed row come
+first. "Nearest" is measured with the covariance of the leave-one-out errors, since some directions are predicted well
+and others not at all. No paper describes this (docs/log/002-cheaper-proposals.md has figures).
 """
 
 from collections.abc import Iterator
@@ -26,7 +25,7 @@ OPENING = "x = 3\n"
 MAX_FEATURES = 1024  # wider states are projected
 RIDGE, SHRINK, LINEAR, BANDWIDTH, CLIP = 0.3, 0.1, 0.5, 1.0, 6.0
 CHUNK = 2048
-LEARN_HALF = 1000  # candidates learned from at which a prediction counts half (docs/log/005-better-probe.md)
+LEARN_HALF = 1000  # candidates at which a prediction has half its weight (docs/log/005-better-probe.md)
 
 
 @dataclass(frozen=True)
@@ -69,7 +68,7 @@ class Adapter:
         states: Float[Tensor, "n d"],
         observed: Float[Tensor, "rows d"],
     ) -> Float[Tensor, " v"]:
-        """Squared distance from each token's predicted state to the nearest observed row.
+        """Return the squared distance from each token's predicted state to the nearest observed row.
 
         Args:
             tokens, states: candidates tried in this context and their states, in the matcher's form.
@@ -84,7 +83,7 @@ class Adapter:
         weights = inverse @ (states - mean)
         errors = (
             weights / inverse.diagonal()[:, None]
-        )  # what each candidate's own prediction lacks without it
+        )  # leave-one-out errors: what each candidate's own prediction misses without it
         covariance = errors.T @ errors / len(errors)
         covariance.diagonal().add_(SHRINK * covariance.diagonal().mean() + 1e-20)
         root = torch.linalg.cholesky(covariance)
@@ -100,14 +99,14 @@ class Adapter:
     def log_likelihoods(
         self, tokens: Int[Tensor, " n"], states: Float[Tensor, "n d"], observed: Float[Tensor, "rows d"]
     ) -> Float[Tensor, " v"]:
-        """``distances`` as log-likelihoods, up to a constant: see ``log_likelihood``."""
+        """Return ``distances`` as log-likelihoods, up to a constant: see ``log_likelihood``."""
         return log_likelihood(self.distances(tokens, states, observed), len(tokens))
 
 
 def log_likelihood(distances: Float[Tensor, " v"], count: int) -> Float[Tensor, " v"]:
-    """What predictions learned from so many candidates say: half a squared distance is a Gaussian's, in nats.
+    """Return a Gaussian log-likelihood: minus half the squared distance, in nats, weighted by a candidate count.
 
-    It counts for less the fewer candidates the prediction and its covariance were learned from.
+    The weight is smaller the fewer candidates the prediction and its covariance were learned from.
     """
     return -count / (count + LEARN_HALF) / 2 * distances
 
@@ -115,10 +114,10 @@ def log_likelihood(distances: Float[Tensor, " v"], count: int) -> Float[Tensor, 
 def _predicted(
     features: Float[Tensor, "v f"], known: Float[Tensor, "n f"], weights: Float[Tensor, "n d"]
 ) -> Iterator[Float[Tensor, "_ d"]]:
-    """``_kernel(features, known) @ weights``, part by part.
+    """Yield ``_kernel(features, known) @ weights``, part by part.
 
-    The linear kernel is one small product. Of the Gaussian one only exp(a·b) is made for every pair, since the factors
-    of a alone and of b alone go to the rows of the result and of the weights.
+    The linear kernel is one small product. Of the Gaussian one only exp(a·b) is computed for every pair; the factors of
+    a alone and of b alone are applied to the rows of the result and of the weights.
     """
     dtype, count = features.dtype, features.shape[1]
     linear = (LINEAR / count * (known.float().T @ weights)).to(dtype)
@@ -131,12 +130,12 @@ def _predicted(
 
 
 def _own_factor(a: Float[Tensor, "m f"]) -> Float[Tensor, " m"]:
-    """exp(−|a|²/2) in the kernel's units."""
+    """Return exp(−|a|²/2) in the kernel's units."""
     return (a.float().square().sum(1) / (-2 * BANDWIDTH * a.shape[1])).exp_()
 
 
 def _kernel(a: Float[Tensor, "m f"], b: Float[Tensor, "n f"]) -> Float[Tensor, "m n"]:
-    """A Gaussian kernel plus a linear one, in units of the number of features."""
+    """Return a Gaussian kernel plus a linear one, in units of the number of features."""
     inner = (a @ b.T).float()
     half = inner - b.float().square().sum(1) / 2
     half -= a.float().square().sum(1)[:, None] / 2  # minus half the squared distance

@@ -1,8 +1,8 @@
-"""What a language model reads before every prompt: a few tokens behind which it knows more of the first ones.
+"""Find the tokens that a language model reads before every prompt so that it predicts the first ones better.
 
-Many models attend to their first position whatever stands there (an attention sink), so that a prompt's own first
-token, read first, tells them little of the second: it is some 1,500th in the built-in model's order, and 36th behind
-a line break (docs/log/013-opener.md). A tokenizer that puts a special token first has done the same already.
+Many models attend to their first position whatever stands there (an attention sink). So a prompt's own first token,
+read first, tells them little about the second: the second is about the 1,500th in the built-in model's order, and 36th
+behind a line break (docs/log/013-opener.md). A tokenizer that puts a special token first has the same effect.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ SPECIALS = 4  # special tokens tried at most
 
 
 def openers_of(model: TruncatedModel) -> list[Int[Tensor, " n"]]:
-    """What may be read first: nothing, a special token, a line break."""
+    """Return what may be read first: nothing, a special token, a line break."""
     found: list[list[int]] = [[], *([one] for one in model.special_ids[:SPECIALS])]
     if model.tokenizer is not None:
         found.append(model.tokenizer("\n", add_special_tokens=False)["input_ids"])
@@ -27,9 +27,9 @@ def openers_of(model: TruncatedModel) -> list[Int[Tensor, " n"]]:
 
 
 def beginnings(model: TruncatedModel, seed: int) -> list[Int[Tensor, " n"]]:
-    """How texts of the attacker's own begin: topics of Python's language reference, or random tokens.
+    """Return openings of the attacker's own texts: topics of Python's language reference, or random tokens.
 
-    Not ``Corpus``, which holds the whole standard library in memory.
+    ``Corpus`` is not used, since it holds the whole standard library in memory.
     """
     if model.tokenizer is None:
         generator = torch.Generator().manual_seed(seed)
@@ -47,7 +47,7 @@ def beginnings(model: TruncatedModel, seed: int) -> list[Int[Tensor, " n"]]:
 def opened(
     model: TruncatedModel, seed: int = 0, log_probs: Callable[[Tensor], Tensor] | None = None
 ) -> Prefix:
-    """The opener behind which the attacker's own text is likeliest, run once; forks of it read prompts.
+    """Return the opener behind which the attacker's own text is likeliest, run once; forks of it read prompts.
 
     Args:
         model: the language model. log_probs: of the next token, by its states ``n d``; None where these are logits.

@@ -1,13 +1,13 @@
-"""Which of two rows of a shuffled prompt stood before the other, as far as the two rows tell.
+"""Predict which of two rows of a shuffled prompt stood before the other, from the two rows alone.
 
-A row drifts with its position, and attention leaves traces in it of what stood before: where the noise on a single row
-hides its position, two rows still tell which of them is the later one, and all pairs of a prompt together tell the
-order of its parts. The log-odds of a pair are a difference of one number a row plus an antisymmetric form of low rank,
+A row changes with its position, and attention leaves traces of earlier tokens in it. Where noise hides the position of
+a single row, two rows still show which is the later one, and all pairs of a prompt together show the order of its
+parts. The log-odds of a pair are a difference of one number a row plus an antisymmetric form of low rank,
 
     odds(i before j) = u(j) - u(i) + a(j)·b(i) - a(i)·b(j)
 
-trained on all pairs of rows of the attacker's own texts, released as by the provider; the step whose odds are best on
-texts that were kept back is taken.
+trained on all pairs of rows of the attacker's own texts, released as by the provider. The parameters with the lowest
+loss on held-out texts are kept.
 """
 
 import math
@@ -22,17 +22,17 @@ from torch import Tensor
 from hiddenlab.proposals.probe import Expert
 from hiddenlab.types import Progress, silent
 
-LENGTH = 64  # of the texts that it is learned from
+LENGTH = 64  # tokens of each training text
 SURE = 5.0  # log-odds of a pair are no larger, so that no single pair decides an order
 
 
 @dataclass(frozen=True)
 class PairwiseOrderSettings:
-    """How it is trained; part of its cache key.
+    """The training settings, part of the cache key.
 
     Attributes:
         length: of the texts. rank: of the antisymmetric form. steps, batch (texts), learning_rate, decay: of the
-            optimisation. kept_back: share of the texts that are not trained on. every: steps between looks at them.
+            optimisation. kept_back: share of the texts that are held out. every: steps between evaluations on them.
         sorted_states: rows are sorted coordinates (columns permuted). seed: of texts, batches and initialisation.
     """
 
@@ -49,7 +49,7 @@ class PairwiseOrderSettings:
 
 
 def pairwise_order_settings(sorted_states: bool) -> PairwiseOrderSettings:
-    """What serves best (docs/log/022-pairs-of-rows.md)."""
+    """Return the settings that work best (docs/log/022-pairs-of-rows.md)."""
     return PairwiseOrderSettings(sorted_states=sorted_states)
 
 
@@ -58,16 +58,17 @@ class PairwiseOrder:
     """Log-odds of the order of two rows.
 
     Attributes:
-        expert: standardises rows. slope: u. after, before: a and b, as maps from a standardised row.
+        expert: standardises rows. parameters: ``slope`` is u; ``after`` and ``before`` give a and b, as maps from a
+            standardised row.
     """
 
     expert: Expert
     parameters: dict[str, Tensor] = field(default_factory=dict)
 
     def __call__(self, rows: Float[Tensor, "n d"]) -> Float[Tensor, "n n"]:
-        """How likely each row (first axis) stood before each of the others (second axis).
+        """Return the log-odds that each row (first axis) stood before each of the others (second axis).
 
-        Pairs of one row are not independent of each other: of more rows than were learned from, each pair says less.
+        Pairs that share a row are not independent: in prompts longer than the training texts each pair has less weight.
         """
         share = min(1.0, LENGTH / max(1, len(rows)))
         return share * self._odds(self.expert.features(rows.float())).clamp(-SURE, SURE)
@@ -79,12 +80,12 @@ class PairwiseOrder:
         return (single[..., None, :] - single[..., :, None]) + pair - pair.transpose(-1, -2)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Everything to save, by name."""
+        """Return everything to save, by name."""
         return {"mean": self.expert.mean, "scale": self.expert.scale, **self.parameters}
 
     @classmethod
     def from_tensors(cls, tensors: dict[str, Tensor]) -> "PairwiseOrder":
-        """From what ``tensors`` gave."""
+        """Rebuild from the result of ``tensors``."""
         rest = dict(tensors)
         return cls(Expert(rest.pop("mean"), rest.pop("scale")), rest)
 
@@ -95,7 +96,7 @@ class PairwiseOrder:
         settings: PairwiseOrderSettings,
         progress: Progress = silent,
     ) -> "PairwiseOrder":
-        """From the rows of texts of one length, in their order."""
+        """Learn from the rows of texts of one length, in their order."""
         generator = torch.Generator().manual_seed(settings.seed)
         with torch.inference_mode(False), torch.enable_grad():
             rows = torch.stack(list(texts)).float()
@@ -107,7 +108,7 @@ class PairwiseOrder:
             def drawn(*shape: int) -> Tensor:
                 return (torch.randn(*shape, generator=generator) * scale).to(rows.device).requires_grad_()
 
-            # Features have the length sqrt(d): forms of all pairs begin at a small share of a nat.
+            # Features have the length sqrt(d): the odds of all pairs start at a small share of a nat.
             scale = 0.15 / math.sqrt(width) / settings.rank**0.25
             own = cls(expert, {"slope": torch.zeros(width, device=rows.device, requires_grad=True)})
             own.parameters |= {name: drawn(width, settings.rank) for name in ("before", "after")}
@@ -134,7 +135,7 @@ class PairwiseOrder:
         return best
 
     def _loss(self, features: Float[Tensor, "texts n d"]) -> Float[Tensor, ""]:
-        """Mean negative log-likelihood of the true order of a pair."""
+        """Return the mean negative log-likelihood of the true order of a pair."""
         n = features.shape[1]
         first, second = torch.triu_indices(n, n, 1, device=features.device)
         return F.softplus(-self._odds(features)[:, first, second]).mean()

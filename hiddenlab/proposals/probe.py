@@ -1,13 +1,13 @@
-"""The probe: from one observed state straight to a ranking of the vocabulary.
+"""Train and apply a probe that ranks the whole vocabulary for one observed state.
 
-A map from the state to a whitened embedding space, scored by cosine against every token's embedding and trained
+The probe maps a state to a whitened embedding space, scored by cosine against every token's embedding. It is trained
 with sampled-softmax cross-entropy on text and random tokens that the attacker ran through the truncated model itself
-(docs/architecture.md; no paper describes it). Linear for states whose coordinates are known, a two-layer network
-over the sorted state where they are permuted. Whitening the embedding table makes training faster
+(docs/architecture.md; no paper describes it). It is linear for states whose coordinates are known, and a two-layer
+network over the sorted state where they are permuted. Whitening the embedding table makes training faster
 (docs/log/001-first-attack.md).
 
-States at the first position (and at repeats of the first token) are attention sinks with a norm many times that
-of the others, so rows are sorted by norm into at most two groups, each with its own map.
+States at the first position (and at repeats of the first token) are attention sinks with a norm many times that of the
+others, so rows are divided by norm into at most two groups, each with its own map.
 """
 
 import math
@@ -24,8 +24,8 @@ from hiddenlab.proposals.sorted_states import Contexts
 from hiddenlab.types import Progress, silent
 
 CHUNK = 8192  # rows of the embedding table whitened at once, to hold one table in memory and not three
-HELD_OUT = 512  # rows kept back to set the temperature
-BLOCK = 64  # tokens of the vocabulary whose best is found in one step
+HELD_OUT = 512  # held-out rows that set the temperature
+BLOCK = 64  # tokens of a vocabulary block whose best is found in one step
 PART = 128  # rows scored at once: their scores for all tokens are large
 CLIP = 8.0  # features are clipped at this many standard deviations
 SINK_RATIO = 3.0  # two groups of rows are kept apart where their median norms differ by more than this
@@ -33,12 +33,13 @@ SINK_RATIO = 3.0  # two groups of rows are kept apart where their median norms d
 
 @dataclass(frozen=True)
 class ProbeSettings:
-    """How a probe is trained; part of its cache key.
+    """The training settings of a probe, part of its cache key.
 
     Attributes:
         sorted_states: features are the sorted coordinates (columns permuted).
-        steps, batch, negatives, learning_rate: of the optimisation. hidden: units of the sorted-state network.
-        prior: how much of the training text's token frequencies is taken out of the answer (1: all, so that it is a
+        steps, batch, negatives, learning_rate: of the optimisation. hidden: units of the sorted-state network. ridge:
+            of the linear map's initial fit.
+        prior: share of the training text's token frequencies that is removed from the output (1: all, so that it is a
             likelihood; 0: none).
         seed: of batches and initialisation.
     """
@@ -55,9 +56,9 @@ class ProbeSettings:
 
 
 def probe_settings(sorted_states: bool) -> ProbeSettings:
-    """What serves best within the allowance: the network over sorted states overfits sooner.
+    """Return the settings that work best within the allowance (docs/log/005-better-probe.md.).
 
-    Measured in docs/log/005-better-probe.md.
+    The sorted-state network overfits sooner.
     """
     if not sorted_states:
         return ProbeSettings()
@@ -65,7 +66,7 @@ def probe_settings(sorted_states: bool) -> ProbeSettings:
 
 
 def whitening(table: Float[Tensor, "v d"]) -> tuple[Float[Tensor, " d"], Float[Tensor, "d d"]]:
-    """Mean and whitening matrix of an embedding table (eigenvalues floored at 1e-4 of the largest)."""
+    """Return mean and whitening matrix of an embedding table (eigenvalues floored at 1e-4 of the largest)."""
     table = table.float()
     mean = table.mean(0)
     values, vectors = torch.linalg.eigh(torch.cov(table.T))
@@ -73,7 +74,7 @@ def whitening(table: Float[Tensor, "v d"]) -> tuple[Float[Tensor, " d"], Float[T
 
 
 def whitened_table(table: Float[Tensor, "v d"], mean: Tensor, matrix: Tensor) -> Float[Tensor, "v d"]:
-    """Unit-norm rows: the embeddings of all tokens in the probe's space."""
+    """Return the embeddings of all tokens in the probe's space, as rows of norm 1."""
     out = torch.empty(len(table), matrix.shape[1], device=mean.device)
     for rows, place in zip(table.split(CHUNK), out.split(CHUNK), strict=True):
         torch.matmul(rows.float() - mean, matrix, out=place)
@@ -91,7 +92,7 @@ class Expert:
 
     @classmethod
     def of(cls, rows: Float[Tensor, "rows d"]) -> "Expert":
-        """One that standardises rows like these, and maps nothing yet."""
+        """Build an expert that standardises rows like these, without a map yet."""
         return cls(rows.mean(0), rows.std(0) + 1e-4 * rows.std() + 1e-8)
 
     def features(self, rows: Float[Tensor, "rows d"]) -> Float[Tensor, "rows d"]:
@@ -99,7 +100,7 @@ class Expert:
         return F.normalize(standard, dim=1) * math.sqrt(rows.shape[1])
 
     def direction(self, features: Float[Tensor, "rows d"]) -> Float[Tensor, "rows e"]:
-        """Unit vectors in the whitened embedding space."""
+        """Return unit vectors in the whitened embedding space."""
         p = self.parameters
         out = features @ p["linear"] + p["bias"]
         if "hidden_in" in p:
@@ -125,17 +126,17 @@ class Probe:
         self._contexts: Contexts | None = None
 
     def beside(self, contexts: Contexts) -> "Probe":
-        """Score with mean sorted states behind texts as well, where they were found useful."""
+        """Also score with mean sorted states behind texts; return the probe."""
         self._contexts = contexts
         return self
 
     def parents(self, table: Float[Tensor, "v d"], screen: int | None = None) -> "Probe":
-        """Give the probe the model's embedding table to score against.
+        """Give the probe the model's embedding table to score against; return the probe.
 
         Args:
-            screen: width of the random orthogonal projection in which shortlists are first drawn (distances
-                survive it, Johnson and Lindenstrauss), or None to draw them at full width. Worth it where the
-                truncated model is so shallow that scoring the vocabulary would cost more than running the model.
+            screen: width of the random orthogonal projection in which shortlists are first drawn (distances survive it,
+                Johnson and Lindenstrauss), or None to draw them at full width. Useful where the truncated model is so
+                shallow that scoring the vocabulary would cost more than running the model.
         """
         self._table = whitened_table(table.to(self.mean.device), self.mean, self.matrix)
         self._screen = None
@@ -150,13 +151,13 @@ class Probe:
         return self
 
     def group(self, rows: Float[Tensor, "rows d"]) -> Bool[Tensor, " rows"]:
-        """True for the rows of the second (large-norm) group."""
+        """Return True for the rows of the second (large-norm) group."""
         return rows.float().norm(dim=1).log() > self.border
 
     def direction(self, rows: Float[Tensor, "rows d"]) -> Float[Tensor, "rows e"]:
-        """Where each row points in the whitened embedding space, scaled by the learned inverse temperature."""
+        """Return each row's direction in the whitened embedding space, scaled by the learned inverse temperature."""
         rows = self._prepare(rows)
-        # Every map reads every row: to ask which rows are whose would hold up a card more than the work does.
+        # Every map reads every row: splitting the rows would make a GPU wait longer than the extra work takes.
         scaled = [
             expert.direction(expert.features(rows)) * expert.parameters["log_scale"].exp()
             for expert in self.experts
@@ -168,7 +169,7 @@ class Probe:
         return rows.sort(dim=1).values if self.settings.sorted_states else rows
 
     def log_probs(self, rows: Float[Tensor, "rows d"]) -> Float[Tensor, "rows v"]:
-        """Log-probabilities over the vocabulary, in float32."""
+        """Return log-probabilities over the vocabulary, in float32."""
         assert self._table is not None
         own = (self.direction(rows) @ self._table.T).log_softmax(-1)
         return own if self._contexts is None else self._contexts.with_probe(rows, own)
@@ -176,10 +177,11 @@ class Probe:
     def shortlist(
         self, rows: Float[Tensor, "rows d"], k: int
     ) -> tuple[Float[Tensor, "rows k"], Int[Tensor, "rows k"]]:
-        """The k best tokens of each row and their log-probabilities among themselves.
+        """Return the k best tokens of each row and their log-probabilities among themselves.
 
-        Scored in the fastest dtype at hand: the best blocks of the vocabulary are picked by their maximum, and
-        only those are looked into. Where mean states behind texts count too, all tokens are scored.
+        Scores are computed in the fastest dtype available: the best blocks of the vocabulary are chosen by their
+        maximum, and only tokens within them are ranked. Where mean states behind texts count too, all tokens are
+        scored.
         """
         assert self._table is not None
         vocab = len(self._table)
@@ -209,7 +211,7 @@ class Probe:
         return torch.cat(values), torch.cat(ids)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Everything to save, by name."""
+        """Return everything to save, by name."""
         out = {"border": torch.tensor(self.border), "mean": self.mean, "matrix": self.matrix}
         for i, expert in enumerate(self.experts):
             named = {"mean": expert.mean, "scale": expert.scale, **expert.parameters}
@@ -230,7 +232,7 @@ class Probe:
 
 
 def fast_dtype(device: torch.device) -> torch.dtype:
-    """bfloat16 where the processor multiplies it natively, else float32."""
+    """Return bfloat16 where the processor multiplies it natively, else float32."""
     if device.type == "cuda":
         return torch.bfloat16
     supported = getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
@@ -238,7 +240,7 @@ def fast_dtype(device: torch.device) -> torch.dtype:
 
 
 def norm_border(norms: Float[Tensor, " rows"], enough: int = 64) -> float:
-    """Log norm that splits rows into two groups far apart, or infinity where there is one group.
+    """Return the log norm that splits rows into two groups far apart, or infinity where there is one group.
 
     One-dimensional two-means on log norms, started at the extremes.
 
@@ -266,7 +268,7 @@ def train_probe(
     """Train a probe on the attacker's own states.
 
     Args:
-        states: one row a training position, unsorted. tokens: the token of each row. table: input embeddings.
+        states: one row for each training position, unsorted. tokens: the token of each row. table: input embeddings.
     """
     device = states.device
     generator = torch.Generator().manual_seed(settings.seed)
@@ -282,7 +284,7 @@ def train_probe(
     experts = []
     total = settings.steps * len(masks)
     for i, mask in enumerate(masks):
-        # The sink group is small and simple: fewer steps do.
+        # The sink group is small and simple: fewer steps are enough.
         steps = settings.steps if i == 0 else settings.steps // 2
         # Indices, not copies: the rows are the largest tensor of the training.
         index = mask.nonzero()[:, 0].cpu()
@@ -305,13 +307,13 @@ def _tick(progress: Progress, before: int, total: int, done: int) -> None:
 
 
 def token_prior(tokens: Tensor, vocab: int, settings: ProbeSettings) -> Tensor:
-    """Logits that training adds and the probe leaves out (logit adjustment, Menon et al. 2021)."""
+    """Return logits that training adds and the probe leaves out (logit adjustment, Menon et al. 2021)."""
     counts = torch.bincount(tokens, minlength=vocab).float() + 1
     return settings.prior * (counts / counts.sum()).log()
 
 
 def _calibrate(expert: Expert, rows: Tensor, tokens: Tensor, targets: Tensor, prior: Tensor) -> None:
-    """Set the temperature on held-out rows: training sees few of the vocabulary's classes and is too unsure."""
+    """Set the temperature on held-out rows, since training on a sample of the vocabulary makes scores too uncertain."""
     cosines = expert.direction(expert.features(rows)) @ targets.T
     scales = expert.parameters["log_scale"].exp() * torch.linspace(0.5, 4.0, 29, device=rows.device)
     losses = torch.stack([F.cross_entropy(cosines * scale + prior, tokens) for scale in scales])
@@ -325,10 +327,10 @@ def sampled_softmax(
     targets: Float[Tensor, "classes e"],
     prior: Float[Tensor, " classes"],
 ) -> Float[Tensor, ""]:
-    """Cross-entropy of each row's token among a sample of the vocabulary, in the dtype of its embeddings.
+    """Return the cross-entropy of each row's token among a sample of the vocabulary, in the dtype of its embeddings.
 
     Args:
-        place: of each row's token in the sample. targets, prior: of the tokens in the sample.
+        place: index of each row's token in the sample. targets, prior: of the tokens in the sample.
     """
     unit = expert.direction(features).to(targets.dtype)
     logits = (unit @ targets.T).float() * expert.parameters["log_scale"].exp()

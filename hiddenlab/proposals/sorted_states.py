@@ -1,9 +1,9 @@
-"""Tokens under permuted columns, behind any beginning: sorted states behind texts of the attacker's own, on average.
+"""Rank tokens under permuted columns by their mean sorted states behind the attacker's own texts.
 
-Sorting a state's coordinates undoes any permutation of them. Behind one fixed text a token's sorted state says little
-of what it is behind another; the mean over a few texts, compared in L2, says much in shallow layers and something in
-middle ones, also beside a network that was trained on a sample of texts and tokens. No paper describes this
-(docs/log/014-states-behind-texts.md has figures).
+Sorting a state's coordinates undoes any permutation of them. Behind one fixed text a token's sorted state predicts
+little of its sorted state behind another. The mean over a few texts, compared in L2, predicts much in shallow layers
+and something in middle ones, also in addition to a network that was trained on a sample of texts and tokens. No paper
+describes this (docs/log/014-states-behind-texts.md has figures).
 """
 
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ from hiddenlab.types import Progress, silent
 LENGTH = 24  # tokens of each text
 MOST, FEWEST = 4, 2  # texts
 LEAST = 1e-6  # squared distances are no smaller, so that their logarithm is bounded
-# What a distance may count for, and a probe beside it: the best pair on the attacker's own rows is taken.
+# Weights that are tried for a distance and for the probe: the best pair on the attacker's own rows is taken.
 OF_DISTANCE = (0.0, 0.5, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0)
 OF_PROBE = (0.0, 0.25, 0.5, 0.75, 1.0)
 PART = 64  # rows scored at once
@@ -29,11 +29,11 @@ PART = 64  # rows scored at once
 
 @dataclass(frozen=True)
 class Contexts:
-    """Mean sorted states of every token, and what a distance to them counts beside a probe.
+    """Mean sorted states of every token, and the weights of their distances and of a probe.
 
     Attributes:
-        states: behind texts of the attacker's own, on average. weights: of a probe's log-probability, and of minus the
-            logarithm of the squared distance.
+        states: mean over the attacker's own texts. weights: of a probe's log-probability, and of minus the logarithm of
+            the squared distance.
     """
 
     states: SortedStates
@@ -43,7 +43,7 @@ class Contexts:
     def make(
         cls, model: TruncatedModel, texts: Sequence[Int[Tensor, " _"]], progress: Progress = silent
     ) -> "Contexts":
-        """Run every token behind each text."""
+        """Run every token behind each text and average the sorted states."""
         total = torch.zeros(model.vocab_size, model.width, device=model.device)
         for i, text in enumerate(texts):
             prefix = model.prefix()
@@ -56,13 +56,13 @@ class Contexts:
 
     @property
     def useful(self) -> bool:
-        """Whether distances count at all."""
+        """Whether distances have any weight."""
         return self.weights[1] > 0
 
     def with_probe(
         self, rows: Float[Tensor, "rows d"], log_probs: Float[Tensor, "rows v"]
     ) -> Float[Tensor, "rows v"]:
-        """Log-probabilities by a probe and by these states together."""
+        """Return log-probabilities by a probe and by these states together."""
         return (self.weights[0] * log_probs + self.weights[1] * self._nearness(rows)).log_softmax(-1)
 
     def weighed(
@@ -72,10 +72,11 @@ class Contexts:
         tokens: Int[Tensor, " rows"],
         prior: Float[Tensor, " v"],
     ) -> "Contexts":
-        """The same with the weights under which some rows' tokens are likeliest.
+        """Return these states with the weights under which some rows' tokens are likeliest.
 
         Args:
-            log_probs: the probe's. prior: logits of tokens that are neither's business, as in training the probe.
+            log_probs: the probe's. prior: logits of token frequencies that neither should learn, as in training the
+                probe.
         """
         losses = torch.zeros(len(OF_PROBE), len(OF_DISTANCE), device=rows.device)
         for some, own in zip(rows.split(PART), tokens.split(PART), strict=True):

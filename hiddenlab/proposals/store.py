@@ -1,4 +1,4 @@
-"""Probes and opening tables in the cache, by model, layer, channel and settings: the second attack starts at once."""
+"""Keep probes and token tables in the cache, by model, layer, channel and settings."""
 
 import json
 import time
@@ -31,40 +31,40 @@ FORMAT = 3
 # bfloat16.
 STATE_FLOPS = {"cpu": 10.8e12, "cuda": 3e15}
 SCREEN_WIDTH = 128
-# Large half-precision products of the regression on failed candidates, against small passes of a truncated model.
+# Speed of the in-context regression's large half-precision products, relative to small passes of a truncated model.
 REGRESSION_SPEED = 4
 TRAINING_TOKENS = (20_000, 100_000)
-# A probe for an earlier token has less to learn: most of what it can know of one is which kind of token it is.
+# A probe for an earlier token has less to learn: it can mostly tell which kind of token it is.
 EARLIER_STEPS = 1000
-# What states behind texts may cost over what training states may: two texts up to layer 16 of the built-in model. At
-# its layer 26 they say less than nothing (docs/log/014-states-behind-texts.md).
+# Cost limit of states behind texts, relative to that of training states: two texts up to layer 16 of the built-in
+# model. At its layer 26 such states make the ranking worse (docs/log/014-states-behind-texts.md).
 TEXTS_ALLOWANCE = 1.05
-FEWEST_TEXTS = 16  # from which an order is learned
-DRAWN = 2  # texts for each of those, as some are too short
-CONTEXT_WINDOWS, CONTEXT_LENGTH = 8, 40  # of text, on which states behind texts are weighed beside a probe
+FEWEST_TEXTS = 16  # fewest texts from which an order is learned
+DRAWN = 2  # texts drawn for each one wanted, as some are too short
+CONTEXT_WINDOWS, CONTEXT_LENGTH = 8, 40  # windows on which the weights of states behind texts are set
 
 
 def _affordable_tokens(model: TruncatedModel) -> float:
-    """Positions that the compute allowance runs through the truncated model."""
+    """Return how many positions the compute allowance runs through the truncated model."""
     return STATE_FLOPS.get(model.device.type, STATE_FLOPS["cpu"]) / (2 * model.layer_weights)
 
 
 def training_tokens(model: TruncatedModel) -> int:
-    """How many training positions the compute allowance buys at this depth."""
+    """Return how many training positions the compute allowance buys at this depth."""
     low, high = TRAINING_TOKENS
     return int(min(max(_affordable_tokens(model), low), high))
 
 
 def screen_width(model: TruncatedModel) -> int | None:
-    """Width of the shortlist's projection where the vocabulary is dearer than the truncated model itself, else None."""
+    """Return the width of the shortlist's projection, None where scoring the vocabulary is cheaper than the model."""
     return SCREEN_WIDTH if model.embedding.numel() > 4 * model.layer_weights else None
 
 
 def training_channel(model: TruncatedModel, info: ObservationInfo) -> list[str]:
-    """The stages that change values; mere permutations do not change what a probe must learn.
+    """Return the stages that change values; mere permutations do not change what a probe must learn.
 
-    Where the processor is faster in bfloat16, the attacker's own states are made in it: their rounding is far
-    below what a probe can see (docs/log/002-cheaper-proposals.md).
+    Where the processor is faster in bfloat16, the attacker's own states are computed in it: its rounding is far below
+    what a probe can resolve (docs/log/002-cheaper-proposals.md).
     """
     channel = Channel.parse(list(info.channel))
     stages = [defense.spec for defense in channel.defenses if not _only_permutes(defense)]
@@ -90,7 +90,7 @@ def _only_permutes(defense: object) -> bool:
 def collect_states(
     model: TruncatedModel, channel: list[str], tokens: int, seed: int, progress: Progress = silent
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The attacker's training set: states as the channel releases them, and each row's token and position."""
+    """Collect the attacker's training set: states as the channel releases them, and each row's token and position."""
     corpus, pipe = Corpus(model, seed), Channel.parse(channel)
     generator = torch.Generator().manual_seed(seed)
     states: list[torch.Tensor] = []
@@ -121,7 +121,7 @@ def collect_states(
 def probe_for(
     model: TruncatedModel, info: ObservationInfo, progress: Progress = silent
 ) -> tuple[Probe, float]:
-    """The probe for a channel, from the cache or trained now, and the seconds that training took (0 if cached)."""
+    """Return the probe for a channel, from the cache or trained now, and the seconds of training (0 if cached)."""
     probes, seconds = probes_for(model, info, (0,), progress)
     return probes[0], seconds
 
@@ -129,10 +129,10 @@ def probe_for(
 def probes_for(
     model: TruncatedModel, info: ObservationInfo, offsets: Sequence[int], progress: Progress = silent
 ) -> tuple[list[Probe], float]:
-    """Probes for a channel that name the token so many positions before the row's own, and the seconds they took.
+    """Return probes for a channel that predict tokens at some offsets before the row's own, and the seconds they took.
 
-    Attention leaves traces of earlier tokens in a state; a probe for them is a proposal where their own rows are
-    not shown. All are trained on the same states.
+    Attention leaves traces of earlier tokens in a state; a probe for them is a proposal where their own rows are not
+    shown. All are trained on the same states.
 
     Args:
         offsets: 0 is the row's own token.
@@ -152,7 +152,7 @@ def probes_for(
             if collected is None:
                 collected = collect_states(model, channel, tokens, settings.seed, progress)
             states, labels, places = collected
-            if offset:  # the first rows of a window have no such token before them
+            if offset:  # the first rows of a window have no token at that offset
                 states, labels = (
                     states[(places >= offset).to(states.device)],
                     labels.roll(offset)[places >= offset],
@@ -175,10 +175,10 @@ def probes_for(
 def _contexts_for(
     model: TruncatedModel, channel: list[str], probe: Probe, base: dict[str, Any], progress: Progress
 ) -> tuple[Contexts | None, bool]:
-    """Mean states behind texts, weighed beside a probe, and whether they were made now; none for deep truncated models.
+    """Return mean states behind texts with their weights, and whether they were made now; none for deep models.
 
     Args:
-        base: what the probe depends on, but for its settings.
+        base: what the probe depends on, apart from its settings.
     """
     count = min(sorted_states.MOST, int(TEXTS_ALLOWANCE * _affordable_tokens(model) // model.vocab_size))
     if count < sorted_states.FEWEST:
@@ -194,7 +194,7 @@ def _contexts_for(
     windows = [corpus.text_window(CONTEXT_LENGTH).tolist() for _ in range(CONTEXT_WINDOWS)]
     drawn = torch.Generator().manual_seed(probe.settings.seed)
     released = pipe.release_batch(model, windows, drawn)
-    # The table of first tokens reads first rows.
+    # First rows are left to the table of first tokens.
     rows = torch.cat([in_order(one, secret)[1:] for one, secret in released]).float().to(model.device)
     tokens = torch.tensor([token for window in windows for token in window[1:]], device=model.device)
     usual = torch.cat(list(Corpus(model, probe.settings.seed).windows(TRAINING_TOKENS[0]))).to(model.device)
@@ -207,11 +207,11 @@ def _contexts_for(
 def first_token_table_for(
     model: TruncatedModel, info: ObservationInfo, progress: Progress = silent
 ) -> tuple[FirstTokenTable | None, float]:
-    """States of all one-token prompts for a channel, from the cache or made now, and the seconds that took.
+    """Return the states of all one-token prompts for a channel, from the cache or made now, and the seconds that took.
 
-    Worth it where columns are permuted, since the probe then says little of the first token. None where they are
-    not, where unknown embeddings stand before the first token, and where the vocabulary is more than the
-    attacker's allowance runs through the truncated model.
+    Useful where columns are permuted, since the probe then predicts the first token badly. None where they are not,
+    where unknown embeddings stand before the first token, and where the vocabulary is more than the attacker's
+    allowance runs through the truncated model.
     """
     if info.columns_permuted is None or info.prefix_tokens or _affordable_tokens(model) < model.vocab_size:
         return None, 0.0
@@ -230,7 +230,7 @@ def first_token_table_for(
 def pairwise_order_for(
     model: TruncatedModel, info: ObservationInfo, progress: Progress = silent
 ) -> tuple[PairwiseOrder | None, float]:
-    """Which rows of a channel come first, from the cache or learned now, and the seconds that took (0 if cached).
+    """Return the pairwise order model of a channel, cached or learned now, and the seconds that took (0 if cached).
 
     None where rows are in known order, and where the attacker's texts are too short to learn from.
     """
@@ -272,7 +272,7 @@ def pairwise_order_for(
 
 
 def adapter_for(model: TruncatedModel, progress: Progress = silent) -> tuple[Adapter | None, float]:
-    """Descriptions of the vocabulary to learn from failed candidates with, and the seconds they took (0 if cached).
+    """Return the vocabulary's descriptions for in-context learning, and the seconds they took (0 if cached).
 
     They are the same at every layer and for every channel of a model. None where the truncated model is so shallow that
     running the vocabulary costs less than predicting it.
@@ -296,14 +296,14 @@ def adapter_for(model: TruncatedModel, progress: Progress = silent) -> tuple[Ada
 
 
 def _identity(model: TruncatedModel, channel: list[str]) -> dict[str, Any]:
-    """What states depend on: with the settings of what is made from them, the key of a file in the cache."""
+    """Return what states depend on, the first part of the key of a cached file."""
     return {
         "format": FORMAT,
         "signature": model.signature,
         "site": asdict(model.site),
         "width": model.width,
         "vocabulary": model.vocab_size,
-        # Fine-tuned models often share their embeddings, hence their signature.
+        # Fine-tuned models often share their embeddings, and so their signature.
         "weights": [round(float(p.flatten()[0]), 6) for p in model.module.parameters()],
         "dtype": str(model.dtype),
         "channel": channel,

@@ -1,4 +1,4 @@
-"""What a report is made of: a run with its samples and figures, and a table with the runs of its cells."""
+"""Define the data of a report: a run with its samples and figures, and a table with the runs of its cells."""
 
 import shlex
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from hiddenlab.text import visible
 
 @dataclass(frozen=True)
 class Run:
-    """A run as the report needs it; ``label`` tells it from the others at the same layer."""
+    """A run in a report; ``label`` distinguishes it from the others at the same layer."""
 
     path: Path
     record: RunRecord
@@ -26,7 +26,7 @@ class Run:
         return int(self.record.spec["layer"])
 
     def made(self) -> str:
-        """How it ended, when, by which code on what, and the command."""
+        """Return how the run ended, when, by which code and on what, and the command."""
         record, code, hardware = self.record, self.record.code, self.record.hardware
         state = record.status
         if record.status in UNFINISHED:
@@ -46,7 +46,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Study:
-    """A table of an experiment, and the runs of its attack cells where they are at hand."""
+    """A table of an experiment, and the runs of its attack cells where they are available."""
 
     table: Mapping[str, Any]
     runs: list[Run] = field(default_factory=list)

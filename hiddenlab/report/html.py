@@ -1,4 +1,4 @@
-"""The report as one HTML page that needs no other file: tables, plots, coloured prompts, specs and versions."""
+"""Write the report as one self-contained HTML page: tables, plots, coloured prompts, specs and versions."""
 
 import base64
 from collections.abc import Sequence
@@ -51,7 +51,7 @@ SHOWN = 12  # prompts shown of each cell of an experiment; its run directory hol
 def page(
     title: str, runs: Grid | None, listed: Sequence[Run], studies: Sequence[Study], images: Sequence[Path]
 ) -> str:
-    """The whole page.
+    """Return the whole page.
 
     Args:
         runs: the table of the runs, where there are any. listed: these runs, with their prompts. studies: tables of
@@ -103,7 +103,7 @@ def page(
 
 
 def table_html(cells: Grid) -> str:
-    """A table; the columns that name a row stand left, the paper's figures are grey."""
+    """Return a table as HTML; columns that name a row are left-aligned, the paper's figures are grey."""
     first = len(cells.header) - cells.published
 
     def classes(index: int) -> str:
@@ -117,7 +117,7 @@ def table_html(cells: Grid) -> str:
 
 
 def prompt_html(sample: Sample) -> str:
-    """One prompt: its id, how well it was recovered, and its text coloured by its tokens' outcome."""
+    """Return one prompt as HTML: its id, how well it was recovered, and its text coloured by its tokens' outcome."""
     if sample["status"] == NOT_APPLICABLE:
         text, note = f'<span class="na">{NOT_APPLICABLE}: {html(sample["reason"])}</span>', ""
     else:
@@ -133,7 +133,7 @@ def prompt_html(sample: Sample) -> str:
 
 
 def _span_html(piece: str, status: str) -> str:
-    # White space is kept by the style sheet; a wrong newline needs a sign to be coloured at all.
+    # The style sheet keeps white space; a wrong newline needs a visible sign to be coloured.
     shown = "\n".join(visible(line) for line in piece.split("\n")).replace("⇥", "\t")
     if status in ("wrong", "unverified"):
         shown = shown.replace("\n", "↵\n")

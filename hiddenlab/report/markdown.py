@@ -1,4 +1,4 @@
-"""Reports of runs and experiments: Markdown, PNG plots, and one HTML page that needs no other file."""
+"""Write reports of runs and experiments: Markdown, PNG plots, and one self-contained HTML page."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -63,7 +63,7 @@ def write_report(paths: Sequence[Path], out: Path) -> list[Path]:
 
 
 def load(paths: Sequence[Path]) -> tuple[list[Run], list[Study]]:
-    """Runs and experiments behind paths.
+    """Load the runs and experiments at paths.
 
     Raises:
         InputError: one of them is neither.
@@ -115,7 +115,7 @@ def load_study(path: Path) -> Study:
 
 @dataclass(frozen=True)
 class _Spec:
-    """What a report needs of an attack's spec; the rest is shown as it stands."""
+    """The part of an attack's spec that a report uses; the rest is shown unchanged."""
 
     __pydantic_config__ = OPEN
 
@@ -126,7 +126,7 @@ class _Spec:
 
 @dataclass(frozen=True)
 class _Shown:
-    """What a report shows of an attack's record."""
+    """The part of an attack's record that a report shows."""
 
     __pydantic_config__ = CLOSED
 
@@ -142,14 +142,14 @@ def _load_run(path: Path) -> Run:
         raise InputError(f"{path} ({record.status}) holds no samples yet; nothing to report")
     needed = {"spec": record.spec, "summary": record.summary or {}}
     summary = check(needed, _Shown, str(path / RECORD)).summary
-    if not summary:  # of a run that has not ended
+    if not summary:  # the run has not ended
         setup = {name: value for name, value in record.setup.items() if not isinstance(value, str)}
         summary = {**setup, **summarise(samples)}
     return Run(path, record, samples, summary)
 
 
 def grid_of(runs: Sequence[Run]) -> Grid:
-    """The table of some runs, a row each."""
+    """Return the table of some runs, one row each."""
     rows = [
         [str(run.layer), run.label, *(figure(name, run.summary.get(name)) for name in COLUMNS)]
         for run in sorted(runs, key=lambda run: (run.label, run.layer))
@@ -158,7 +158,7 @@ def grid_of(runs: Sequence[Run]) -> Grid:
 
 
 def markdown(runs: Sequence[Run], studies: Sequence[Study], images: Sequence[Path]) -> str:
-    """The report's text."""
+    """Return the report's text."""
     lines = [f"# {TITLE}", ""]
     for study in studies:
         lines.append(markdown_table(study.table))
@@ -182,7 +182,7 @@ def markdown(runs: Sequence[Run], studies: Sequence[Study], images: Sequence[Pat
 
 
 def channel_of(spec: Mapping[str, Any]) -> str:
-    """The defenses of a spec, in order."""
+    """Return the defenses of a spec, in order, as one text."""
     return " | ".join(spec.get("defense") or ()) or "identity"
 
 

@@ -1,4 +1,4 @@
-"""The plots of a report; matplotlib is imported only here, and only when a report is drawn."""
+"""Draw the plots of a report; matplotlib is imported only when a report is drawn."""
 
 import io
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,7 @@ from typing import Any
 from hiddenlab.report.data import Run
 from hiddenlab.utils.files import write_file
 
-# Okabe and Ito's colours, told apart by colour-blind readers too; the marker changes with every line.
+# Okabe and Ito's colours, which colour-blind readers can distinguish; the marker changes with every line.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MARKERS = "osD^vPX*"
 MOST_BARS = 50
@@ -56,12 +56,12 @@ def _save(drawing: Any, path: Path) -> None:
 
 
 def draw_table(table: Mapping[str, Any], out: Path) -> Path | None:
-    """Draw an experiment's table with its intervals.
+    """Draw an experiment's table with its intervals; return None where nothing can be drawn.
 
-    Every figure over the key that the table names, if it names one (``over``); figures as curves over the numbers in
-    their names (``curves``), or over another figure (``against``), where the table says so; else its first figure, as
-    lines over layers where it has several, or a bar a row with the paper's figure beside it. None where nothing was
-    measured, or where there would be too many bars to be read.
+    The table chooses the form: every figure over a key (``over``), figures as curves over the numbers in their names
+    (``curves``), or figures over another one (``against``). Otherwise its first figure is drawn, as lines over layers
+    where it has several, or as one bar for each row with the paper's figure beside it. Nothing is drawn where nothing
+    was measured, or where there would be too many bars to read.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -108,7 +108,7 @@ def draw_table(table: Mapping[str, Any], out: Path) -> Path | None:
 
 
 def _curves(rows: Sequence[Mapping[str, Any]], names: Sequence[str], table: Mapping[str, Any]) -> Any:
-    """A panel for each value of the first key, in it a line for each of the second, over the numbers in names."""
+    """Draw a panel for each value of the first key, with a line for each of the second, over the numbers in names."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -142,11 +142,11 @@ def _curves(rows: Sequence[Mapping[str, Any]], names: Sequence[str], table: Mapp
 
 
 def _legend(drawing: Any, axis: Any, most: int, size: int = 10) -> None:
-    """The axis' series under the drawing, in as many columns as fit beside each other, ``most`` at most."""
+    """Draw the legend under the drawing, in as many columns as fit beside each other, ``most`` at most."""
     handles, texts = axis.get_legend_handles_labels()
     if not handles:
         return
-    # A letter is about 0.55 of its size wide, of which there are 72 to an inch; the marker takes four more.
+    # A letter is about 0.55 of its size wide, in points of 1/72 inch; the marker takes four more letters.
     fit = int(72 * drawing.get_figwidth() / (0.55 * size * (max(map(len, texts)) + 5)))
     columns = max(1, min(most, fit, len(texts)))
     drawing.legend(handles, texts, loc="outside lower center", ncols=columns, frameon=False, fontsize=size)
@@ -159,7 +159,7 @@ def _over_layers(
     told = {id(row): _series(row, True, alike) for row in rows}
     series = list(dict.fromkeys(told.values()))
     gap = float(min(b - a for a, b in pairwise(layers)))
-    papers: dict[tuple[int, float], str] = {}  # an attack's figure stands beside others on the same states
+    papers: dict[tuple[int, float], str] = {}  # several attacks on the same states may share a figure
     for n, one in enumerate(series):
         own = sorted((row for row in rows if told[id(row)] == one), key=lambda row: row["keys"]["layer"])
         places = [row["keys"]["layer"] + _aside(n, len(series), gap) for row in own]
@@ -175,7 +175,7 @@ def _over_layers(
         where, marks = zip(*papers, strict=True)
         colours = list(papers.values())
         axis.scatter(where, marks, 30, "none", marker="D", edgecolors=colours, linewidths=1.2, zorder=4)
-        # A series of its own in the legend, behind the others and in no channel's colour.
+        # A separate series in the legend, after the others and in no channel's colour.
         axis.errorbar(
             [], [], label="the paper's, hollow", linestyle="", marker="D", mfc="none", color="#666666"
         )
@@ -201,7 +201,7 @@ def _by_row(axis: Any, rows: Sequence[Mapping[str, Any]], name: str, label: str)
 
 
 def _over_key(axis: Any, rows: Sequence[Mapping[str, Any]], over: str, figures: Mapping[str, str]) -> None:
-    """A place for each row, by rising value of the key, those of the same value together; every figure as a point."""
+    """Draw every figure as a point over the rows, sorted by the key; rows with the same value form a group."""
     rows = sorted(rows, key=lambda row: float(row["keys"][over]))
     steps = [a["keys"][over] != b["keys"][over] for a, b in pairwise(rows)]
     places = [float(n + sum(steps[:n])) for n in range(len(rows))]
@@ -236,7 +236,7 @@ def _over_figure(
     labels: Mapping[str, str],
     names: Sequence[str],
 ) -> None:
-    """Figures over another one, each row named at its highest point."""
+    """Draw figures over another one, each row named at its highest point."""
     rows = [row for row in rows if _value(row, against) is not None]
     told = [key for key in rows[0]["keys"] if len({str(row["keys"].get(key)) for row in rows}) > 1]
     for n, name in enumerate(names):
@@ -277,7 +277,7 @@ def _style(n: int) -> dict[str, Any]:
 
 
 def _aside(n: int, count: int, gap: float) -> float:
-    """How far series ``n`` stands beside its layer: series that agree (all exact, say) would hide one another."""
+    """Return the horizontal offset of series ``n`` at a layer: equal series (all exact, say) would hide one another."""
     return 0.5 * gap * ((n + 0.5) / count - 0.5)
 
 
@@ -293,11 +293,11 @@ def draw_bars(
     out: Path,
     logarithmic: bool = True,
 ) -> None:
-    """Bars of some numbers of each row, a panel a number; what is None is left out.
+    """Draw bars of some numbers of each row, one panel for each number; what is None is left out.
 
     Args:
-        name: key of a row's name. panels: keys of the numbers with their titles. logarithmic: scales, which leave out
-            0; else they begin there.
+        name: key of a row's name. panels: keys of the numbers with their titles. logarithmic: use logarithmic scales,
+            which leave out 0; otherwise scales start at 0.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -346,7 +346,7 @@ def draw_shares(
     out: Path,
     marks: Mapping[str, float] | None = None,
 ) -> None:
-    """Shares of values up to each, a line a series; those without values are left out, nothing is drawn without any.
+    """Draw the share of values up to each value, one line for each series; draw nothing without any values.
 
     Args:
         label: of the values. marks: values to be marked, by name.
@@ -382,18 +382,18 @@ def draw_shares(
 
 
 def _bar(row: Mapping[str, Any]) -> str:
-    """A row's name beside its bar; a prompt among its keys may be as long as it likes."""
+    """Return a row's name beside its bar, wrapped, since a prompt among its keys may be long."""
     return "\n".join(wrap(_series(row, False), 60))
 
 
 def _papers(row: Mapping[str, Any], label: str) -> list[float]:
-    """The paper's figures of that name, a model each."""
+    """Return the paper's figures of that name, one for each model."""
     named = (value for key, value in row["paper"].items() if key.partition(",")[0] == label)
     return [value for value in named if isinstance(value, int | float)]
 
 
 def _series(row: Mapping[str, Any], over_layers: bool, but: Sequence[str] = ()) -> str:
-    """A row's name; short, over layers: texts speak for themselves, and some keys are left out."""
+    """Return a row's name; over layers a short one: text values without their keys, and some keys left out."""
     if not over_layers:
         return ", ".join(f"{key} {value}" for key, value in row["keys"].items())
     keys = [(key, value) for key, value in row["keys"].items() if key not in (*but, "layer")]
@@ -401,7 +401,7 @@ def _series(row: Mapping[str, Any], over_layers: bool, but: Sequence[str] = ()) 
 
 
 def _values(rows: Sequence[Mapping[str, Any]], name: str) -> tuple[list[float], list[list[float]]]:
-    """Values, and how far their intervals reach below and above them."""
+    """Return values, and how far their intervals reach below and above them."""
     found = [row["figures"][name] for row in rows]
     values = [one["value"] for one in found]
     below = [max(0.0, one["value"] - one["low"]) for one in found]
@@ -478,7 +478,7 @@ def _percent() -> Any:
 
 
 def _scale(axis: Any, values: Sequence[float]) -> None:
-    """A logarithmic scale where values spread over more than a decade, else one from zero."""
+    """Set a logarithmic scale where values spread over more than a decade, otherwise one from zero."""
     if _wide(values):
         axis.set_yscale("log")
         _plain(axis.yaxis)
@@ -492,7 +492,7 @@ def _wide(values: Sequence[float]) -> bool:
 
 
 def _plain(ticks: Any) -> None:
-    """Numbers in place of powers of ten."""
+    """Write numbers in place of powers of ten."""
     from matplotlib.ticker import FuncFormatter, NullFormatter
 
     ticks.set_major_formatter(FuncFormatter(_short))

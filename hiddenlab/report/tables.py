@@ -1,4 +1,4 @@
-"""Tables of experiments as text: figures with their intervals, the paper's beside them, a reason where none is."""
+"""Write tables of experiments as text: figures with intervals, the paper's beside them, reasons for what is missing."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -27,17 +27,17 @@ MORE_FIGURES = {
     "kl": "number",
 }
 PAPER = "paper: "
-NOT_RECORDED = "not recorded"  # in place of the command of a table that no single one made
+NOT_RECORDED = "not recorded"  # the command of a table that no single command made
 NO_COMMAND = "The command was not recorded"
 TABLE_FORMAT = 1
 
-# Names become names of files; a table names nothing outside its folder.
+# Names become file names; a table must not name anything outside its folder.
 Name = Annotated[str, Field(pattern=r"\A[a-z0-9][a-z0-9-]*\z", max_length=100)]
 
 
 @with_config(CLOSED)
 class Figure(TypedDict):
-    """What was measured, with its 95 % interval and over how many; null where nothing was."""
+    """A measured value with its 95 % interval and the number of samples; null where nothing was measured."""
 
     value: Finite | None
     low: Finite | None
@@ -47,7 +47,7 @@ class Figure(TypedDict):
 
 @with_config(CLOSED)
 class Row(TypedDict):
-    """A row of a table: what it is of, what was measured, what the paper says."""
+    """A row of a table: its keys, the measured figures, and the paper's figures."""
 
     keys: dict[str, str | int | Finite | bool | None]
     figures: dict[str, Figure]
@@ -77,7 +77,7 @@ class Table(TypedDict):
 
 @dataclass(frozen=True)
 class Grid:
-    """A table's cells as text; ``keys`` columns name the row, ``published`` ones are the paper's."""
+    """A table's cells as text; the first ``keys`` columns name the row, the last ``published`` ones are the paper's."""
 
     header: list[str]
     rows: list[list[str]]
@@ -87,10 +87,10 @@ class Grid:
 
 
 def grid(table: Mapping[str, Any]) -> Grid:
-    """The text of a table that ``hiddenlab eval`` wrote.
+    """Return the text of a table that ``hiddenlab eval`` wrote.
 
-    A figure is followed by its 95 % interval. A dash is what was not measured; why a whole row was not run stands in
-    ``reasons``.
+    A figure is followed by its 95 % interval. A dash stands for what was not measured; ``reasons`` say why a whole row
+    was not run.
     """
     rows: Sequence[Mapping[str, Any]] = table["rows"]
     keys = list(dict.fromkeys(key for row in rows for key in row["keys"]))
@@ -115,7 +115,7 @@ def grid(table: Mapping[str, Any]) -> Grid:
 
 
 def kind_of(name: str) -> str:
-    """How a figure is written; what stands behind a comma in its name does not matter."""
+    """Return a figure's number format by its name; the part behind a comma does not matter."""
     stem = name.partition(",")[0]
     return MORE_FIGURES.get(stem) or (FIGURES[stem][1] if stem in FIGURES else "number")
 
@@ -146,9 +146,9 @@ def _plain(value: Any) -> str:
 
 
 def brackets(table: Mapping[str, Any]) -> str:
-    """What brackets mean, and which versions of the code measured the rows."""
+    """Return what brackets mean, and which versions of the code measured the rows."""
     versions = table.get("versions")
-    if versions is None:  # of an older version
+    if versions is None:  # written by an older version
         rows = [row for row in table["rows"] if row["status"] == "measured" and row.get("commit")]
         versions = list(dict.fromkeys(row["commit"] for row in rows))
     made = f" Measured by {', '.join(versions)}." if versions else ""
@@ -156,7 +156,7 @@ def brackets(table: Mapping[str, Any]) -> str:
 
 
 def markdown_table(table: Mapping[str, Any]) -> str:
-    """Title, table, reasons and notes as Markdown."""
+    """Return title, table, reasons and notes as Markdown."""
     cells = grid(table)
     numbers = len(cells.header) - cells.keys
     lines = [

@@ -1,1 +1,1 @@
-"""Serve every room: files, cache, checked JSON, safe text, the description of the machine."""
+"""Provide files, cache, checked JSON, seeds and the description of the machine to all other modules."""

@@ -1,4 +1,4 @@
-"""The folder in which converted models, probes and other derived files are kept."""
+"""Find the folder in which converted models, probes and other derived files are kept."""
 
 import os
 from pathlib import Path
@@ -7,10 +7,10 @@ from hiddenlab.errors import InputError
 
 
 def cache_dir() -> Path:
-    """The user's cache: ``$HIDDENLAB_CACHE``, else ``$XDG_CACHE_HOME/hiddenlab``, else ``~/.cache/hiddenlab``.
+    """Return the user's cache: ``$HIDDENLAB_CACHE``, ``$XDG_CACHE_HOME/hiddenlab`` or ``~/.cache/hiddenlab``.
 
     Raises:
-        InputError: it is below the home of a user that there is not.
+        InputError: it is below the home of a user that does not exist.
     """
     own, shared = os.environ.get("HIDDENLAB_CACHE"), os.environ.get("XDG_CACHE_HOME", "~/.cache")
     try:
@@ -20,15 +20,15 @@ def cache_dir() -> Path:
 
 
 def cache_path(kind: str, name: str) -> Path:
-    """Where a file or folder of the cache is, or will be: what is not there yet can be written.
+    """Return the path of a file or folder of the cache, existing or writable.
 
-    It is asked for before what goes there is made, so that nobody waits for what cannot be kept.
+    Called before the content is computed, so that no time is spent on what cannot be saved.
 
     Args:
         kind: a folder of the cache.
 
     Raises:
-        InputError: it is not there, and its folder cannot be made or written to.
+        InputError: it does not exist, and its folder cannot be made or written to.
     """
     path = cache_dir() / kind / name
     try:

@@ -1,4 +1,4 @@
-"""What a run ran on: code, packages, hardware, threads. No environment variables, no user or host names."""
+"""Describe what a run ran on: code, packages, hardware, threads; no environment variables, user or host names."""
 
 import os
 import platform
@@ -17,7 +17,7 @@ PACKAGES = (
 
 
 def describe_environment() -> dict[str, Any]:
-    """The fields command, code, packages, hardware and threads of a RunRecord; None where unknown."""
+    """Return the fields command, code, packages, hardware and threads of a RunRecord; None where unknown."""
     torch = sys.modules.get("torch")
     return {
         "command": ["hiddenlab", *sys.argv[1:]],
@@ -36,10 +36,10 @@ def _version(package: str) -> str | None:
 
 
 def _git() -> dict[str, Any]:
-    """Commit and dirty flag of the checkout that this code runs from; None when it is installed."""
+    """Return commit and dirty flag of the checkout that this code runs from; None when it is installed."""
     here = Path(hiddenlab.__file__).resolve().parent
     top = _output("git", "-C", str(here), "rev-parse", "--show-toplevel")
-    # Installed into an environment within somebody else's repository, git would name that one's commit.
+    # In an environment within another repository, git would name that repository's commit.
     if top is None or Path(top).resolve() != here.parent:
         return {"commit": None, "dirty": None}
     status = _output("git", "-C", top, "status", "--porcelain")
@@ -86,7 +86,7 @@ def _memory_mb() -> float | None:
 
 
 def peak_memory_mb() -> float:
-    """Most memory this process ever held, in MB (10⁶ bytes)."""
+    """Return the most memory this process ever held, in MB (10⁶ bytes)."""
     import resource
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

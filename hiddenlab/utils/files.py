@@ -1,4 +1,4 @@
-"""Write files so that nothing is lost: whole or not at all, on the disk, and secrets for their owner alone."""
+"""Write files atomically and durably, with secrets readable by their owner alone."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def write_file(path: Path, content: str | bytes, *, private: bool = False, new: 
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """Write a safetensors file atomically, readable for its owner alone: hidden states are as good as the prompt.
+    """Write a safetensors file atomically, readable by its owner alone: hidden states reveal the prompt.
 
     Raises:
         InputError: it cannot be written.
@@ -57,9 +57,9 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[st
 
 
 def _put(path: Path, write: Callable[[Path], None], new: bool) -> None:
-    """Write a file of another name beside the path, then give it the name.
+    """Write a temporary file beside the path, then rename it.
 
-    What is there must be a regular file: a link may lead anywhere, and a device or a pipe is not to be replaced.
+    An existing path must be a regular file: a link may lead anywhere, and a device or a pipe must not be replaced.
     """
     with _errors(path):
         if path.is_symlink():
@@ -90,12 +90,12 @@ def _errors(path: Path) -> Iterator[None]:
 
 
 def _sync_directory(path: Path) -> None:
-    """Put a new name on the disk too."""
+    """Flush a directory, so that a new name is on the disk too."""
     handle = os.open(path.resolve().parent, os.O_RDONLY)
     try:
         os.fsync(handle)
     except OSError as error:
-        if error.errno != errno.EINVAL:  # file systems that have no such thing
+        if error.errno != errno.EINVAL:  # file systems that cannot flush directories
             raise
     finally:
         os.close(handle)

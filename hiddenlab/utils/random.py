@@ -1,4 +1,4 @@
-"""Make generators of random numbers, one for each purpose."""
+"""Make random generators, one for each purpose."""
 
 import hashlib
 import json
@@ -7,7 +7,7 @@ import torch
 
 
 def generator(seed: int, *what: object) -> torch.Generator:
-    """Make a generator of its own for each purpose, so that no result depends on what else is run.
+    """Return a separate generator for each purpose, so that no result depends on what else is run.
 
     Args:
         seed: the run's seed. what: names the purpose; other names give other numbers.

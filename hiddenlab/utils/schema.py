@@ -1,4 +1,4 @@
-"""Read JSON that somebody else may have written: strict, bounded, checked against a form, errors with their place.
+"""Read untrusted JSON strictly: bounded, checked against a form, with errors that name their place.
 
 A form is a type: a dataclass, a TypedDict (of typing_extensions) or a pydantic model. Its annotations say which fields
 there are, of which kind, and within which range. Everything that hiddenlab reads as JSON, or as metadata of a file,
@@ -26,7 +26,7 @@ from hiddenlab.text import visible
 
 T = TypeVar("T")
 
-# What a form says of itself (``__pydantic_config__``): unknown fields are errors, "1" is no number, NaN is none.
+# Configurations of a form (``__pydantic_config__``): unknown fields are errors, "1" is no number, nor is NaN.
 CLOSED = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 OPEN = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
 
@@ -50,7 +50,7 @@ _DIGITS = 20  # of a whole number of 64 bits
 
 
 def one_of(*names: str) -> AfterValidator:
-    """Allow these texts alone."""
+    """Return a validator that allows these texts alone."""
 
     def known(name: str) -> str:
         if name not in names:
@@ -86,7 +86,7 @@ def loads(data: bytes | str, where: str) -> Any:
         raise InputError(f"{where} is no valid JSON: {_one_line(str(error))}") from None
     try:
         from_json(text.encode(), allow_inf_nan=False)
-    except ValueError as error:  # of what Python's own parser lets through
+    except ValueError as error:  # errors that Python's own parser does not find
         if "recursion" in str(error):
             raise InputError(f"{where} is nested too deeply; {DEEPEST} levels are read") from None
         raise InputError(f"{where}: a text holds half of a surrogate pair, which is no character") from None
@@ -142,7 +142,7 @@ def read(path: Path, form: type[T]) -> T:
 
 
 def read_lines(path: Path, form: type[T]) -> Iterator[tuple[int, T]]:
-    """Read a file of JSON lines one by one, with their numbers; blank lines are left out.
+    """Yield a file's JSON lines one by one, with their numbers; blank lines are left out.
 
     Raises:
         InputError: the file cannot be read, or a line does not have that form; the message names the line.
@@ -153,7 +153,7 @@ def read_lines(path: Path, form: type[T]) -> Iterator[tuple[int, T]]:
 
 
 def lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Give a file's lines without their ends, with their numbers from 1.
+    """Yield a file's lines without their ends, with their numbers from 1.
 
     Raises:
         InputError: the file cannot be read, or a line is longer than 64 MiB.
@@ -191,10 +191,11 @@ def read_bytes(path: Path) -> bytes:
 
 
 def opened(path: Path) -> BinaryIO:
-    """Open a file for reading; never a pipe, which may keep its reader waiting for ever, nor a device.
+    """Open a regular file for reading; a pipe could block its reader forever, and devices are refused too.
 
     Raises:
-        OSError: it cannot be opened. InputError: it is no regular file.
+        OSError: it cannot be opened.
+        InputError: it is no regular file.
     """
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(handle).st_mode):
@@ -218,7 +219,7 @@ def _checked(data: bytes | str, form: type[T], where: str) -> T:
 
 
 def _complaint(error: ValidationError) -> str:
-    """The first thing that is wrong, as ``, field: what``."""
+    """Return the first error as ``, field: what``."""
     first = error.errors(include_url=False)[0]
     place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"])
     place = visible(place.removeprefix("."))[: 2 * _SHOWN]
