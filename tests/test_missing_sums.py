@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from hiddenlab.attacks import missing_tokens
-from hiddenlab.attacks.missing_tokens import MissingTokenSearch
+from hiddenlab.attacks.missing_tokens import MissingTokenSearch, gap
 from hiddenlab.attacks.missing_tokens import attention_sums as module
 from hiddenlab.attacks.missing_tokens.attention_sums import AttentionSums, Shown
 from hiddenlab.attacks.missing_tokens.expectation_propagation import Beliefs
@@ -269,7 +268,7 @@ def test_wrong_sums_verify_nothing(tiny_model: LoadModel, monkeypatch: pytest.Mo
         yield [{p: (tokens[p] + 1) % VOCABULARY for p in rows[-1].missing}]
 
     monkeypatch.setattr(AttentionSums, "name", wrong)
-    monkeypatch.setattr(missing_tokens, "BEAM_POSITIONS", 1)
+    monkeypatch.setattr(gap, "BEAM_POSITIONS", 1)
     found = released(model, tokens, "shard:alpha=3,c=1,node=0", budget=1)
     assert not any(one.verified for one in found.tokens[1:])
     assert found.stop_reason == "2 of 2 rows not matched within the budget"

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hiddenlab.attacks import missing_tokens
-from hiddenlab.attacks.missing_tokens import MissingTokenSearch
+from hiddenlab.attacks.missing_tokens import MissingTokenSearch, gap
 from hiddenlab.attacks.missing_tokens.clearance import BACK, CLEAR, Clearance, measure
 from hiddenlab.attacks.missing_tokens.slots import moved, swapped
 from hiddenlab.channels import Channel
@@ -107,8 +107,8 @@ def test_screened_in_a_faster_dtype_it_finds_the_same(
     monkeypatch.setattr(screening, "LEAST_LAYERS", 2)
     monkeypatch.setattr(screening, "LOAD_AFTER", 0)
     if safeguard is not None:
-        monkeypatch.setattr(missing_tokens, "near_ones", farthest)
-        monkeypatch.setattr(missing_tokens, "DOUBT", 1e6 if safeguard == "rounding" else 0.0)
+        monkeypatch.setattr(gap, "near_ones", farthest)
+        monkeypatch.setattr(gap, "DOUBT", 1e6 if safeguard == "rounding" else 0.0)
     model = tiny_model("llama", 2)
     for tokens in prompts_of(10, 10, seed=2):
         observation = released(model, tokens, f"drop-rows:size={size},after=6")
@@ -148,7 +148,7 @@ def test_long_gaps_get_what_the_priors_propose(
     found = recover(model, tokens, "drop-rows:size=6,after=4", longest=5, sums=False)
     assert len(found.ids) == 11 and found.tokens[-1].evaluated <= 4 * 32
     assert not any(one.verified for one in found.tokens[4:])
-    monkeypatch.setattr(missing_tokens, "BEAM_POSITIONS", 3 * 49)
+    monkeypatch.setattr(gap, "BEAM_POSITIONS", 3 * 49)
     assert (
         recover(model, tokens, "drop-rows:size=6,after=4", longest=5, sums=False).tokens[-1].evaluated
         <= 4 * 3

@@ -229,7 +229,7 @@ def draw(rows: Sequence[Mapping[str, Any]], title: str, out: Path) -> None:
     Raises:
         HiddenlabError: the file cannot be written.
     """
-    from hiddenlab.report.plots import draw_bars
+    from hiddenlab.report.bars import draw_bars
 
     panels = {"seconds": "seconds", "seconds_on_link": "seconds on the link", "megabytes": "megabytes sent"}
     panels = {name: label for name, label in panels.items() if any(row.get(name) for row in rows)}

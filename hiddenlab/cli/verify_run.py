@@ -165,7 +165,7 @@ def draw(command: str, found: Mapping[str, Any], path: Path) -> None:
 
 
 def _bytes(found: Mapping[str, Any], path: Path) -> None:
-    from hiddenlab.report.plots import draw_bars
+    from hiddenlab.report.bars import draw_bars
 
     if not found["bytes_per_output_token"]:
         return
@@ -176,7 +176,7 @@ def _bytes(found: Mapping[str, Any], path: Path) -> None:
 
 
 def _limits(found: Mapping[str, Any], path: Path) -> None:
-    from hiddenlab.report.plots import draw_shares
+    from hiddenlab.report.bars import draw_shares
 
     limits = {
         "distance": "fingerprint", "exponents": "proofs: exponents", "mantissa_mean": "proofs: mantissas, mean",
@@ -197,7 +197,7 @@ def _limits(found: Mapping[str, Any], path: Path) -> None:
 
 
 def _scores(found: Mapping[str, Any], path: Path) -> None:
-    from hiddenlab.report.plots import draw_shares
+    from hiddenlab.report.bars import draw_shares
 
     verdict = found["verdict"] or {}
     alone = "margin" if found["summary"]["mean_margin"] is not None else "mismatch"
@@ -213,7 +213,7 @@ def _scores(found: Mapping[str, Any], path: Path) -> None:
 
 
 def _classes(found: Mapping[str, Any], path: Path) -> None:
-    from hiddenlab.report.plots import draw_bars
+    from hiddenlab.report.bars import draw_bars
 
     rows = [
         {
@@ -237,7 +237,7 @@ def _classes(found: Mapping[str, Any], path: Path) -> None:
 
 
 def _theorems(found: Mapping[str, Any], path: Path) -> None:
-    from hiddenlab.report.plots import draw_bars
+    from hiddenlab.report.bars import draw_bars
 
     rates = [name for name in found if name.startswith("theorem_4") and "printed" not in name]
     rows = [{"bound": _readable(name), "bits": found[name]} for name in rates]
@@ -247,7 +247,7 @@ def _theorems(found: Mapping[str, Any], path: Path) -> None:
 
 
 def _samples(found: Mapping[str, Any], path: Path) -> None:
-    from hiddenlab.report.plots import draw_bars
+    from hiddenlab.report.bars import draw_bars
 
     rows = [{"share": f"{row['share']:.3g}", "messages": row["messages"]} for row in found["shares"]]
     draw_bars(rows, "share", {"messages": "messages to verify"}, "By the share of dishonest messages", path)

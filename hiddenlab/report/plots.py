@@ -44,12 +44,12 @@ def draw(runs: "Sequence[Run]", out: Path) -> list[Path]:
             axis.spines[["top", "right"]].set_visible(False)
         if len(layers) > 1 and len(labels) > 1:
             _legend(drawing, axes[0], 4)
-        _save(drawing, out / name)
+        save(drawing, out / name)
         files.append(out / name)
     return files
 
 
-def _save(drawing: Any, path: Path) -> None:
+def save(drawing: Any, path: Path) -> None:
     content = io.BytesIO()
     drawing.savefig(content, format="png", dpi=130)
     write_file(path, content.getvalue())
@@ -72,7 +72,7 @@ def draw_table(table: Mapping[str, Any], out: Path) -> Path | None:
         return None
     path = out / f"{table['experiment']}.png"
     if table.get("curves"):
-        _save(_curves(rows, names, table), path)
+        save(_curves(rows, names, table), path)
         return path
     name = names[0]
     layers = sorted({row["keys"]["layer"] for row in rows if isinstance(row["keys"].get("layer"), int)})
@@ -103,7 +103,7 @@ def draw_table(table: Mapping[str, Any], out: Path) -> Path | None:
     _legend(drawing, axis, 2 if over else 3)
     axis.set_title(table["title"], loc="left" if over else "right", fontsize=11, pad=18 if over else None)
     axis.spines[["top", "right"]].set_visible(False)
-    _save(drawing, path)
+    save(drawing, path)
     return path
 
 
@@ -131,7 +131,7 @@ def _curves(rows: Sequence[Mapping[str, Any]], names: Sequence[str], table: Mapp
             n = lines.index(str(row["keys"][second]))
             axis.plot(
                 [float(name.rpartition("_")[2]) for name in own], [_value(row, name) for name in own],
-                label=lines[n], linewidth=1.1, markersize=3.5, **_style(n),
+                label=lines[n], linewidth=1.1, markersize=3.5, **style(n),
             )  # fmt: skip
         axis.set_xscale("log")
         axis.set_title(panel if len(panel) <= 40 else f"{panel[:39]}…", loc="left", fontsize=8)
@@ -165,12 +165,10 @@ def _over_layers(
         places = [row["keys"]["layer"] + _aside(n, len(series), gap) for row in own]
         values, errors = _values(own, name)
         shown = one if len(series) > 1 else None
-        axis.errorbar(
-            places, values, errors, label=shown, linewidth=1.2, markersize=5, capsize=3, **_style(n)
-        )
+        axis.errorbar(places, values, errors, label=shown, linewidth=1.2, markersize=5, capsize=3, **style(n))
         for row in own:
             for value in _papers(row, label):
-                papers.setdefault((row["keys"]["layer"], value), _style(n)["color"])
+                papers.setdefault((row["keys"]["layer"], value), style(n)["color"])
     if papers:
         where, marks = zip(*papers, strict=True)
         colours = list(papers.values())
@@ -212,7 +210,7 @@ def _over_key(axis: Any, rows: Sequence[Mapping[str, Any]], over: str, figures: 
         own = [(x, row) for x, row in zip(places, rows, strict=True) if _value(row, name) is not None]
         values, errors = _values([row for _, row in own], name)
         spread = [x + 2 * _aside(n, len(figures), 0.6) for x, _ in own]
-        axis.errorbar(spread, values, errors, label=label, linestyle="", markersize=5, capsize=2, **_style(n))
+        axis.errorbar(spread, values, errors, label=label, linestyle="", markersize=5, capsize=2, **style(n))
     names = [key for key in rows[0]["keys"] if key != over]
     told = ["\n".join(str(row["keys"][key]) for key in names) or f"{row['keys'][over]:g}" for row in rows]
     axis.set_xticks(places, told, fontsize=8)
@@ -251,7 +249,7 @@ def _over_figure(
             linestyle="",
             markersize=5,
             capsize=2,
-            **_style(n),
+            **style(n),
         )
     for row in rows:
         highest = max(row["figures"][name]["high"] for name in names if _value(row, name) is not None)
@@ -272,7 +270,7 @@ def _over_figure(
     axis.grid(color="#e3e5e8", linewidth=0.8)
 
 
-def _style(n: int) -> dict[str, Any]:
+def style(n: int) -> dict[str, Any]:
     return {"color": COLOURS[n % len(COLOURS)], "marker": MARKERS[n % len(MARKERS)]}
 
 
@@ -283,102 +281,6 @@ def _aside(n: int, count: int, gap: float) -> float:
 
 def _value(row: Mapping[str, Any], name: str) -> float | None:
     return row["figures"].get(name, {}).get("value")  # type: ignore[no-any-return]
-
-
-def draw_bars(
-    rows: Sequence[Mapping[str, Any]],
-    name: str,
-    panels: Mapping[str, str],
-    title: str,
-    out: Path,
-    logarithmic: bool = True,
-) -> None:
-    """Draw bars of some numbers of each row, one panel for each number; what is None is left out.
-
-    Args:
-        name: key of a row's name. panels: keys of the numbers with their titles. logarithmic: use logarithmic scales,
-            which leave out 0; otherwise scales start at 0.
-    """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    drawing = Figure(figsize=(10.5, 1.4 + 0.34 * len(rows)), layout="constrained")
-    FigureCanvasAgg(drawing)
-    drawing.suptitle(title, x=0.01, ha="left", fontsize=11)
-    places = list(range(len(rows)))
-    axes = drawing.subplots(1, len(panels), sharey=True, squeeze=False)[0]
-    for axis, (key, label) in zip(axes, panels.items(), strict=True):
-        known = [
-            (place, float(row[key]))
-            for place, row in zip(places, rows, strict=True)
-            if row.get(key) or (not logarithmic and row.get(key) is not None)
-        ]
-        if known:
-            axis.barh(*zip(*known, strict=True), color=COLOURS[0], height=0.6, zorder=3)
-            low, high = min(v for _, v in known), max(v for _, v in known)
-            if logarithmic:
-                axis.set_xscale("log")
-                axis.set_xlim(0.5 * low, 4 * high)
-                _plain(axis.xaxis)
-            else:
-                axis.set_xlim(0, 1.25 * high or 1.0)
-        for place, value in known:
-            axis.annotate(
-                f"{value:,.0f}" if value >= 1000 else f"{value:.3g}",
-                (value, place),
-                xytext=(4, 0),
-                textcoords="offset points",
-                va="center",
-                fontsize=8,
-            )
-        axis.set_xlabel(label)
-        axis.grid(axis="x", color="#e3e5e8", linewidth=0.8)
-        axis.spines[["top", "right"]].set_visible(False)
-    axis.set_yticks(places, [str(row[name]) for row in rows], fontsize=9)
-    axis.invert_yaxis()
-    _save(drawing, out)
-
-
-def draw_shares(
-    series: Mapping[str, Sequence[float]],
-    label: str,
-    title: str,
-    out: Path,
-    marks: Mapping[str, float] | None = None,
-) -> None:
-    """Draw the share of values up to each value, one line for each series; draw nothing without any values.
-
-    Args:
-        label: of the values. marks: values to be marked, by name.
-    """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    known = {name: sorted(values) for name, values in series.items() if values}
-    if not known:
-        return
-    drawing = Figure(figsize=(7.5, 4.2), layout="constrained")
-    FigureCanvasAgg(drawing)
-    axis: Any = drawing.subplots()
-    for n, (name, values) in enumerate(known.items()):
-        shares = [(i + 1) / len(values) for i in range(len(values))]
-        axis.plot(
-            values, shares, label=f"{name} ({len(values)})", drawstyle="steps-post", zorder=3, **_style(n)
-        )
-    for name, value in (marks or {}).items():
-        axis.axvline(value, color="#666666", linestyle="--", linewidth=1.2)
-        axis.annotate(
-            name, (value, 0.02), xytext=(4, 0), textcoords="offset points", fontsize=9, color="#444444"
-        )
-    axis.set_ylim(0, 1.03)
-    axis.yaxis.set_major_formatter(_percent())
-    axis.set_xlabel(label)
-    axis.set_ylabel("share of requests up to it")
-    axis.set_title(title, loc="left", fontsize=11)
-    axis.grid(color="#e3e5e8", linewidth=0.8)
-    axis.spines[["top", "right"]].set_visible(False)
-    axis.legend(frameon=False, fontsize=9)
-    _save(drawing, out)
 
 
 def _bar(row: Mapping[str, Any]) -> str:
@@ -419,14 +321,14 @@ def _lines(axis: Any, panel: Panel, runs: "Sequence[Run]", labels: Sequence[str]
             continue
         xs, ys = zip(*points, strict=True)
         places = [x + _aside(n, len(labels), gap) for x in xs]
-        axis.plot(places, ys, label=label, linewidth=1.2, markersize=6, clip_on=False, zorder=3, **_style(n))
+        axis.plot(places, ys, label=label, linewidth=1.2, markersize=6, clip_on=False, zorder=3, **style(n))
     axis.set_xticks(layers)
     axis.set_xlabel("layer")
     axis.set_title(title, loc="left", fontsize=11)
     axis.grid(axis="y", color="#e3e5e8", linewidth=0.8)
     if share:
         axis.set_ylim(0, 1.02)
-        axis.yaxis.set_major_formatter(_percent())
+        axis.yaxis.set_major_formatter(percent())
     else:
         _scale(axis, [run.summary[name] for run in runs if _known(run, name)])
 
@@ -446,14 +348,14 @@ def _bars(axis: Any, panel: Panel, runs: "Sequence[Run]", labels: Sequence[str])
     known = list(values.values())
     if not share and _wide(known):
         axis.set_xscale("log")
-        _plain(axis.xaxis)
+        plain(axis.xaxis)
         low, high = min(known), max(known)
         axis.set_xlim(0.5 * low, high * (high / low) ** 0.3)  # room for the figures beside the bars
     else:
         axis.set_xlim(0, 1.25 * (1.0 if share else max(known, default=1.0)))
     if share:
         axis.set_xticks([0, 0.25, 0.5, 0.75, 1.0])
-        axis.xaxis.set_major_formatter(_percent())
+        axis.xaxis.set_major_formatter(percent())
     for place, label in zip(places, labels, strict=True):
         value = values.get(label)
         text = "not measured" if value is None else figure(name, value)
@@ -471,7 +373,7 @@ def _known(run: Run, name: str) -> bool:
     return run.summary.get(name) is not None
 
 
-def _percent() -> Any:
+def percent() -> Any:
     from matplotlib.ticker import PercentFormatter
 
     return PercentFormatter(1.0, decimals=0)
@@ -481,7 +383,7 @@ def _scale(axis: Any, values: Sequence[float]) -> None:
     """Set a logarithmic scale where values spread over more than a decade, otherwise one from zero."""
     if _wide(values):
         axis.set_yscale("log")
-        _plain(axis.yaxis)
+        plain(axis.yaxis)
         axis.set_ylim(0.8 * min(values), 1.25 * max(values))
     else:
         axis.set_ylim(0, 1.12 * max([*values, 1e-9]))
@@ -491,7 +393,7 @@ def _wide(values: Sequence[float]) -> bool:
     return bool(values) and min(values) > 0 and max(values) > 10 * min(values)
 
 
-def _plain(ticks: Any) -> None:
+def plain(ticks: Any) -> None:
     """Write numbers in place of powers of ten."""
     from matplotlib.ticker import FuncFormatter, NullFormatter
 
