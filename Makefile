@@ -27,7 +27,7 @@ demo: setup
 	$(BIN)/hiddenlab attack --model builtin --layer 11 --limit 4 --max-tokens 50
 	$(BIN)/hiddenlab attack "My password is hunter2, please do not tell anyone." --model builtin --layer 11 --defense seq-perm
 
-# The quick suite; test-slow has what takes longer: Ray, MPC, the built-in model, installed wheels, long searches.
+# The quick suite, and the slow one: tests/slow (Ray, MPC, the built-in model, installed wheels) and what is marked slow.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2
 test: setup
 	$(PYTEST) --dist worksteal -m "not slow"

@@ -13,6 +13,8 @@ from hiddenlab.attacks.beam_decoding import distortion_model
 from hiddenlab.models import TruncatedModel, load_model
 from hiddenlab.testing import save_tiny, small_training
 
+SLOW = Path(__file__).parent / "slow"
+
 torch.set_num_threads(1)
 # Ray's processes are nice by default, and starve beside the rest of the suite.
 os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112
@@ -21,30 +23,20 @@ hypothesis.settings.register_profile("hiddenlab", deadline=None)
 hypothesis.settings.load_profile("hiddenlab")
 
 
-# Cases of otherwise quick tests that take seconds; whole files of such stand in tests/slow.
-SLOW_CASES = Path(__file__).parent / "slow_cases.txt"
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark what ``make test`` leaves out: the folder tests/slow, and the cases that are listed."""
-    listed = [line for line in SLOW_CASES.read_text(encoding="utf-8").splitlines() if line]
-    found, files = set(), {item.nodeid.partition("::")[0] for item in items}
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark all of tests/slow; elsewhere a slow case stands beside its quick ones, and is marked there."""
     for item in items:
-        name = item.nodeid
-        matches = {case for case in (name, name.partition("[")[0]) if case in listed}
-        found |= matches
-        if matches or name.startswith("tests/slow/"):
+        if SLOW in item.path.parents:
             item.add_marker(pytest.mark.slow)
-    narrowed = any("::" in argument for argument in config.args) or config.option.keyword
-    if not narrowed and (stale := [x for x in listed if x.partition("::")[0] in files and x not in found]):
-        raise pytest.UsageError(f"{SLOW_CASES.name} lists what is no test: {', '.join(stale)}")
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Nothing that a test trains or converts touches the user's cache."""
-    before = os.environ.get("HIDDENLAB_CACHE")
-    folder = tmp_path_factory.mktemp("cache")
+    before, base = os.environ.get("HIDDENLAB_CACHE"), tmp_path_factory.getbasetemp()
+    # The processes of one run share it: what one of them trains, the others load.
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "cache"
+    folder.mkdir(exist_ok=True)
     os.environ["HIDDENLAB_CACHE"] = str(folder)
     yield folder
     if before is None:

@@ -27,6 +27,7 @@ LoadModel = Callable[..., TruncatedModel]
 TinyPath = Callable[..., str]
 Prompt = list[int]
 
+slow = pytest.mark.slow
 CHANNELS = ("identity", "seq-perm", "hidden-perm", "hidden-perm:shared", "2d-perm")
 
 
@@ -65,8 +66,12 @@ def assert_exact(recoveries: Sequence[AttackResult], prompts: Sequence[Prompt]) 
 # ---- exact recovery
 
 
-@pytest.mark.parametrize("channel", CHANNELS)
-@pytest.mark.parametrize("architecture", DECODERS)
+# Every decoder behind one channel, and one decoder behind every channel; the rest of the square is slow.
+@pytest.mark.parametrize(("architecture", "channel"), [
+    pytest.param(architecture, channel, marks=() if architecture == "llama" or channel == "2d-perm" else slow)
+    for architecture in DECODERS
+    for channel in CHANNELS
+])  # fmt: skip
 def test_random_tokens_are_recovered_exactly(tiny_model: LoadModel, architecture: str, channel: str) -> None:
     prompts = random_prompts(12, 1, 7)
     assert_exact(attack(tiny_model(architecture, 3), prompts, channel), prompts)
@@ -77,7 +82,7 @@ def test_random_tokens_are_recovered_exactly(tiny_model: LoadModel, architecture
 def test_first_and_last_layer_and_final_norm(
     tiny_model: LoadModel, layer: int, stream: str, channel: str
 ) -> None:
-    prompts = random_prompts(12, 5)
+    prompts = random_prompts(6, 3)
     for architecture in ("gemma2", "qwen3_moe"):
         assert_exact(attack(tiny_model(architecture, layer, stream), prompts, channel), prompts)
 
@@ -85,7 +90,7 @@ def test_first_and_last_layer_and_final_norm(
 @pytest.mark.parametrize("stream", ["q", "k", "v"])
 @pytest.mark.parametrize("channel", ["identity", "2d-perm"])
 def test_queries_keys_and_values(tiny_model: LoadModel, stream: str, channel: str) -> None:
-    prompts = random_prompts(12, 5)
+    prompts = random_prompts(6, 3)
     for architecture in ("gemma2", "gpt_neox"):
         assert_exact(attack(tiny_model(architecture, 3, stream), prompts, channel), prompts)
 
@@ -146,13 +151,13 @@ def test_released_in_another_dtype(tiny: TinyPath, tiny_model: LoadModel, channe
     assert_exact(attack(half, prompts, "dtype:float32", channel), prompts)
 
 
-@pytest.mark.parametrize("quantization", ["int8", "nf4"])
-def test_quantized_providers(tiny_model: LoadModel, quantization: str) -> None:
-    """Attacked with the full-precision weights; nf4 of so small a model is far from them."""
+@pytest.mark.parametrize(("quantization", "least"), [("int8", 0.5), ("nf4", 5.0)])
+def test_quantized_providers(tiny_model: LoadModel, quantization: str, least: float) -> None:
+    """Attacked with the full-precision weights, whose states are some way off, and nearest all the same."""
     prompts = random_prompts(10)
     (recovery,) = attack(tiny_model("gpt_neox", 1), prompts, quantization)
-    assert len(recovery.tokens) == 10
-    assert quantization == "nf4" or recovery.ids == prompts[0]
+    assert recovery.ids == prompts[0]
+    assert min(token.distance for token in recovery.tokens) > least
 
 
 # ---- searches and proposals
@@ -171,7 +176,7 @@ def test_speculative_is_greedy(
     tiny_model: LoadModel, small_probes: None, forced: str, architecture: str, channel: str
 ) -> None:
     """Greedy with the plain vocabulary is the oracle. gemma2's probe is good, llama's mostly wrong."""
-    model, prompts = tiny_model(architecture, 2), random_prompts(16, 1, 2, 9)
+    model, prompts = tiny_model(architecture, 2), random_prompts(8, 1, 2, 5)
     observations = release(model, prompts, channel)
     oracle = (
         VocabMatch(search="greedy", proposal="vocab")
@@ -218,7 +223,7 @@ def test_vocab_is_tried_in_order_special_tokens_first(tiny_model: LoadModel) -> 
 
 @pytest.mark.parametrize("channel", ["identity", "2d-perm"])
 def test_a_batch_is_one_by_one(tiny_model: LoadModel, small_probes: None, channel: str) -> None:
-    model, prompts = tiny_model("llama", 3), random_prompts(9, 1, 14, 5, 9)
+    model, prompts = tiny_model("llama", 2), random_prompts(6, 1, 8, 3, 6)
     observations = release(model, prompts, channel)
     for proposal in ("vocab", "probe+lm"):
         whole = (
@@ -497,13 +502,13 @@ def peculiar(
 
 
 @pytest.mark.parametrize("channel", ["identity", "2d-perm"])
-@pytest.mark.parametrize("size", [0, 1])
+@pytest.mark.parametrize("size", [1, pytest.param(0, marks=slow)])
 def test_tokens_with_one_embedding_do_not_spoil_epsilon(
     peculiar: Callable[..., TruncatedModel], channel: str, size: int
 ) -> None:
     """Padding of the vocabulary: many models hold tokens whose embeddings are all the same, or all zero."""
     model = peculiar(lambda table: table[290:].copy_(size * table[290].expand(10, -1)))
-    prompts = random_prompts(100, below=290)
+    prompts = random_prompts(40, below=290)
     assert_exact(attack(model, prompts, channel), prompts)
 
 

@@ -51,9 +51,9 @@ def test_gradients_lead_to_the_token(tiny_model: LoadModel) -> None:
 
 @pytest.mark.parametrize("policy", ["gradient", "random"])
 def test_sipit_finds_the_same_beside_other_prompts(tiny_model: LoadModel, policy: str) -> None:
-    model = tiny_model("llama", 2)
+    model = tiny_model("llama", 1)
     channel = Channel.parse([])
-    observations = [channel.release(model, TOKENS[i:], seeded())[0] for i in range(3)]
+    observations = [channel.release(model, TOKENS[i:], seeded())[0] for i in (3, 4, 5)]
     attack = SipIt(policy=policy, batch=2)  # type: ignore[arg-type]
     together = attack.fit(observations[0].info, model).recover_batch(observations)
     for one, observation in zip(together, observations, strict=True):
@@ -64,9 +64,9 @@ def test_sipit_finds_the_same_beside_other_prompts(tiny_model: LoadModel, policy
 
 
 def test_sipit_counts_what_it_runs(tiny_model: LoadModel) -> None:
-    model = tiny_model("llama", 2)
+    model = tiny_model("llama", 1)
     for attack in (SipIt(), SipIt(policy="random", budget=3, per_step=2)):
-        observation = Channel.parse([]).release(model, TOKENS, seeded())[0]
+        observation = Channel.parse([]).release(model, TOKENS[:3], seeded())[0]
         attack.fit(observation.info, model)
         before = model.evaluated_tokens, model.forward_calls
         found = attack.fit(observation.info, model).recover(observation)

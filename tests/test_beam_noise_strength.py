@@ -149,19 +149,19 @@ def test_missing_rows_of_unknown_noise_need_a_language_model(
 
 
 @pytest.mark.usefixtures("small_probes")
+@pytest.mark.parametrize("sigma", [0.01, pytest.param(0.003, marks=pytest.mark.slow)])
 def test_a_prompt_behind_unknown_noise_comes_back(
-    tiny_model: Callable[..., TruncatedModel], monkeypatch: pytest.MonkeyPatch
+    tiny_model: Callable[..., TruncatedModel], monkeypatch: pytest.MonkeyPatch, sigma: float
 ) -> None:
     """A tiny model's probe knows little: with all tokens among the candidates, states in context decide."""
     monkeypatch.setattr("hiddenlab.attacks.beam_decoding.row_features.SHORTLIST", 300)
     model, generator = tiny_model("llama", 2), torch.Generator()
-    for sigma in (0.003, 0.01):
-        observation, _ = Channel.parse([f"unknown-gaussian:sigma={sigma}"]).release(
-            model, TOKENS, torch.Generator().manual_seed(0)
-        )
-        attack = BeamDecoding(lm=False, sweeps=1, width=3000, beam=2)
-        assert attack.fit(observation.info, model).measured == {}  # the first prompt tells the strength
-        assert attack.recover(observation).ids == TOKENS
-        assert attack.measured["noise_sigma"] == pytest.approx(sigma, rel=0.5)
+    observation, _ = Channel.parse([f"unknown-gaussian:sigma={sigma}"]).release(
+        model, TOKENS, torch.Generator().manual_seed(0)
+    )
+    attack = BeamDecoding(lm=False, sweeps=1, width=3000, beam=2)
+    assert attack.fit(observation.info, model).measured == {}  # the first prompt tells the strength
+    assert attack.recover(observation).ids == TOKENS
+    assert attack.measured["noise_sigma"] == pytest.approx(sigma, rel=0.5)
     known, _ = Channel.parse(["gaussian:sigma=0.01"]).release(model, TOKENS, generator)
     assert "noise_sigma" not in BeamDecoding(lm=False).fit(known.info, model).measured

@@ -214,7 +214,7 @@ def off(witness: Displaced, row: int, embedding: torch.Tensor) -> float:
     return float((embedding - embeddings[order[row]]).norm())
 
 
-@pytest.mark.parametrize("spoken", [0.0, 40.0])
+@pytest.mark.parametrize("spoken", [0.0, pytest.param(40.0, marks=pytest.mark.slow)])
 def test_the_search_finds_what_trying_all_orders_finds(
     tiny: Callable[..., str], monkeypatch: pytest.MonkeyPatch, spoken: float
 ) -> None:

@@ -61,7 +61,8 @@ def test_greedy_tokens_are_transformers_own(tiny: TinyPath, architecture: str) -
     path, tokens, new = tiny(architecture), prompt(9, seed=3), 7
     expected = greedy(path, tokens, new)
     model = load_cascade_model(path)
-    for alpha, c, m, symmetric in ((1, 1, 1, False), (2, 4, 2, False), (3, 1, 1, True), (2, 2, 3, True)):
+    every = ((2, 2, 3, True), (1, 1, 1, False), (2, 4, 2, False), (3, 1, 1, True))
+    for alpha, c, m, symmetric in every if architecture == "gemma2" else every[:1]:
         made = Plan.clustered(len(tokens), c, alpha=alpha, m=m, symmetric=symmetric)
         cascade = LocalCascade(model, Settings(compress=symmetric))
         found = list(generate(cascade, tokens, made, new_tokens=new))
@@ -386,8 +387,10 @@ def test_impossible_sampling_is_refused(wrong: dict[str, Any]) -> None:
 # ---- padding
 
 
-@pytest.mark.parametrize("architecture", ["bert", "llama", "gemma2"])
-@pytest.mark.parametrize("padding", [[9, 10, 11], [0, 1], [4], [0, 5, 11]], ids=str)
+@pytest.mark.parametrize(("architecture", "padding"), [
+    ("bert", [9, 10, 11]), ("bert", [0, 1]), ("gemma2", [4]), ("gemma2", [0, 5, 11]), ("llama", [0, 1]),
+    ("llama", [9, 10, 11]),
+])  # fmt: skip
 def test_padding_is_seen_by_no_token(tiny: TinyPath, architecture: str, padding: list[int]) -> None:
     """The rows of real tokens are the plain model's under the same mask, whatever stands in the padding."""
     path, tokens = tiny(architecture), prompt(12)

@@ -1,12 +1,14 @@
 """Cascade in one process gives what the plain model gives, and each node receives what the plan says."""
 
 from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForCausalLM
 
 from hiddenlab.defenses.cascade.backend import Settings, load_cascade_model
@@ -24,13 +26,22 @@ from hiddenlab.testing import ARCHITECTURES, VOCABULARY
 TinyPath = Callable[..., str]
 
 
-def plain(path: str, tokens: Tensor) -> Tensor:
+@cache
+def plain_model(path: str) -> Any:
     factory = AutoModel if "bert" in path else AutoModelForCausalLM
     with quiet_transformers():
-        model = factory.from_pretrained(path, attn_implementation="eager", dtype=torch.float32).eval()
+        return factory.from_pretrained(path, attn_implementation="eager", dtype=torch.float32).eval()
+
+
+def plain(path: str, tokens: Tensor) -> Tensor:
     with torch.no_grad():
-        output = model(input_ids=tokens[None])
+        output = plain_model(path)(input_ids=tokens[None])
     return (output.logits if hasattr(output, "logits") else output.last_hidden_state)[0]
+
+
+@cache
+def cascade_model(path: str) -> nn.Module:
+    return load_cascade_model(path)
 
 
 def prompt(n: int, seed: int = 0) -> Tensor:
@@ -107,12 +118,18 @@ def test_all_is_seen_where_no_mask_hides_anything(
 # ---- whole models
 
 
+FEW, MANY = ((2, 4, 2),), ((1, 8, 4), (4, 1, 1), (4, 2, 4), (8, 8, 1), (8, 1, 2))
+
+
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_outputs_equal_the_plain_model(tiny: TinyPath, architecture: str) -> None:
+@pytest.mark.parametrize("plans", [FEW, pytest.param(MANY, marks=pytest.mark.slow)], ids=["few", "many"])
+def test_outputs_equal_the_plain_model(
+    tiny: TinyPath, architecture: str, plans: tuple[tuple[int, int, int], ...]
+) -> None:
     path, tokens = tiny(architecture), prompt(19)
     expected = plain(path, tokens)
     model = load_cascade_model(path)
-    for alpha, c, m in ((1, 8, 4), (2, 4, 2), (4, 1, 1), (4, 2, 4), (8, 8, 1), (8, 1, 2)):
+    for alpha, c, m in plans:
         for symmetric in (False, True):
             made = Plan.clustered(len(tokens), c, alpha=alpha, m=m, symmetric=symmetric)
             out = LocalCascade(model, Settings(compress=symmetric)).forward(tokens, made)
@@ -132,7 +149,7 @@ def test_any_partition_gives_the_same(tiny: TinyPath, data: st.DataObject) -> No
         symmetric=data.draw(st.booleans()),
     )
     settings = Settings(compress=data.draw(st.booleans()), record=True)
-    cascade = LocalCascade(load_cascade_model(path), settings)
+    cascade = LocalCascade(cascade_model(path), settings)
     tokens = prompt(n, seed=n)
     out = cascade.forward(tokens, made)
     assert float((out - plain(path, tokens)).abs().max()) <= 1e-4
@@ -181,7 +198,7 @@ def test_the_driver_hands_each_compnode_its_own_tokens(tiny: TinyPath, owners: l
             given_back.update({i: tuple(rows.shape) for i, rows in out.items()})
             return out
 
-    Watched(load_cascade_model(tiny("llama"))).forward(tokens, made)
+    Watched(cascade_model(tiny("llama"))).forward(tokens, made)
     shards = {i: shard for i, shard in enumerate(made.shards) if shard}
     assert handed == {i: [int(tokens[t]) for t in shard] for i, shard in shards.items()}
     assert given_back == {i: (len(shard), VOCABULARY) for i, shard in shards.items()}

@@ -621,8 +621,9 @@ def prompt(n: int, seed: int = 0) -> Tensor:
     return torch.randint(0, VOCABULARY, (n,), generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("architecture", ["gemma2", "llama", "bert"])
-@pytest.mark.parametrize(("compress", "symmetric"), [(False, False), (True, True)])
+@pytest.mark.parametrize(("architecture", "compress", "symmetric"), [
+    ("gemma2", False, False), ("gemma2", True, True), ("llama", True, True), ("bert", False, False)
+])  # fmt: skip
 def test_remote_nodes_give_what_local_ones_give(
     tiny: TinyPath, architecture: str, compress: bool, symmetric: bool
 ) -> None:

@@ -67,7 +67,10 @@ def test_a_payload_comes_back_below_the_bound(whole: WholeModel, kind: str) -> N
             bound + found["bound"],
             dangerous + found["dangerous"],
         )
-        assert found["safe_bound"] <= found["bound"] + 1e-9 or found["dangerous"]
+        assert found["safe_bound"] <= found["quiet_bound"] + 1e-9
+        # A dangerous token counts with the whole vocabulary in place of the 1 to 16 tokens that would pass.
+        loud, most = found["bound"] - found["quiet_bound"], math.log2(VOCABULARY)
+        assert found["dangerous"] * (most - 4) - 1e-9 <= loud <= found["dangerous"] * most + 1e-9
     assert sent <= bound
     if kind == "ranks":
         assert sent == 3 * LENGTH  # one bit a token
@@ -214,6 +217,7 @@ def test_adversaries_before_the_warden(small: None, tiny: str, home: Path) -> No
             assert figures["flagged"] == 0 and figures["within"] == 1
 
 
+@pytest.mark.slow
 def test_the_game_with_their_answers(small: None, tiny: str, home: Path) -> None:
     experiment = game(
         asked(tiny),

@@ -382,6 +382,7 @@ def test_eval_measures_what_defenses_cost(
     assert questions["reason"] == "the hub cannot be reached"
 
 
+@pytest.mark.slow
 def test_cells_over_processes(tiny: Callable[..., str], tmp_path: Path) -> None:
     common = {
         "model": tiny("llama", tokenizer=True), "prompts": few(["hello", "abc"], tmp_path), "limit": 2,
@@ -410,8 +411,11 @@ def test_cells_over_processes(tiny: Callable[..., str], tmp_path: Path) -> None:
         (("table-1", "--model", "/nowhere/at-all"), "no model at '/nowhere/at-all'"),
     ],
 )
-def test_wrong_requests(run: Callable[..., Result], args: tuple[str, ...], message: str) -> None:
-    result = run("eval", *args, code=2)
+def test_wrong_requests(
+    run: Callable[..., Result], tiny: Callable[..., str], args: tuple[str, ...], message: str
+) -> None:
+    own = () if "--model" in args else ("--model", tiny("llama", tokenizer=True))
+    result = run("eval", *args, *own, code=2)
     assert message in " ".join(result.stderr.split())
     assert not result.stdout
 

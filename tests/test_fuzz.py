@@ -34,18 +34,6 @@ def test_mutated_files_are_refused_in_one_line_or_read_as_the_reference_reads_th
     assert all(tally.cases == 40 for tally in found.values())
 
 
-@pytest.mark.slow
-def test_mutated_models_are_refused_in_one_line(readers: dict[str, Target]) -> None:
-    found = run(
-        [target for target in readers.values() if target.name.startswith(MODELS)],
-        seed=1,
-        cases=200,
-        minutes=None,
-        save=None,
-    )
-    assert {name: dict(tally.faults) for name, tally in found.items() if tally.faults} == {}
-
-
 @pytest.mark.parametrize("path", CASES, ids=lambda path: path.name)
 def test_inputs_that_once_failed(readers: dict[str, Target], path: Path) -> None:
     name = path.name.rpartition("-")[0].replace("_", " ").replace("+", "/")

@@ -165,7 +165,7 @@ def trees(draw: Any) -> Tree:
 
 @pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("architecture", DECODERS)
-@settings(max_examples=30)
+@settings(max_examples=12)
 @given(forest=st.lists(trees(), min_size=1, max_size=3), layer=st.sampled_from([2, LAYERS]))
 def test_packed_trees_of_several_prompts(
     tiny_model: LoadModel, plain: Plain, architecture: str, forest: list[Tree], layer: int
@@ -191,7 +191,7 @@ def test_packed_trees_of_several_prompts(
 
 @pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("architecture", DECODERS)
-@settings(max_examples=15)
+@settings(max_examples=6)
 @given(
     prefixes=st.lists(st.lists(TOKEN, max_size=5), min_size=2, max_size=6),
     chains=st.lists(st.lists(TOKEN, min_size=1, max_size=6), min_size=6, max_size=6),

@@ -98,9 +98,9 @@ def mean_rank(probe: Probe, rows: Tensor, tokens: Tensor) -> float:
 @pytest.mark.parametrize("permuted", [False, True])
 def test_training_brings_the_right_token_forward(tiny_model: LoadModel, permuted: bool) -> None:
     model = tiny_model("gpt_neox", 1) if permuted else tiny_model("gemma2", 2)
-    settings = ProbeSettings(permuted, steps=300, batch=256, negatives=VOCABULARY, hidden=256)
-    rows, tokens = states_of(model, 4000, 0)
-    fresh, right = states_of(model, 1000, 1)
+    settings = ProbeSettings(permuted, steps=150, batch=256, negatives=VOCABULARY, hidden=128)
+    rows, tokens = states_of(model, 3000, 0)
+    fresh, right = states_of(model, 500, 1)
     seen: list[tuple[str, int, int]] = []
     probe = train_probe(rows, tokens, model.embedding.clone(), settings, lambda *step: seen.append(step))
     if permuted:
@@ -240,8 +240,13 @@ def test_a_trained_probe_is_kept(cache: Path, tiny_model: LoadModel) -> None:
     assert torch.equal(first.log_probs(rows), second.log_probs(rows))
 
 
-def test_what_changes_states_needs_a_probe_of_its_own(cache: Path, tiny_model: LoadModel) -> None:
+def test_what_changes_states_needs_a_probe_of_its_own(
+    cache: Path, tiny_model: LoadModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = tiny_model("llama", 2)
+    monkeypatch.setattr(
+        store, "probe_settings", lambda permuted: ProbeSettings(permuted, 3, 32, negatives=30, hidden=8)
+    )
     cases: list[tuple[TruncatedModel, tuple[str, ...]]] = [
         (model, ()),
         (model, ("hidden-perm",)),
@@ -310,7 +315,6 @@ def test_training_states_are_those_of_the_channel(tiny_model: LoadModel) -> None
 def test_probes_for_earlier_tokens(tiny: TinyPath, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A probe for earlier tokens knows them better than the one for own tokens; one collection of states serves all."""
     monkeypatch.setenv("HIDDENLAB_CACHE", str(tmp_path))
-    monkeypatch.setattr(store, "EARLIER_STEPS", 150)
     model = load_model(tiny("llama"), 1, device="cpu")
     calls = []
     collect = store.collect_states

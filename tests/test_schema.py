@@ -24,7 +24,7 @@ from hiddenlab.errors import HiddenlabError, InputError
 from hiddenlab.job import load_truth, save_truth
 from hiddenlab.observation import load_observation, save_observation
 from hiddenlab.report.tables import markdown_table
-from hiddenlab.testing import json_values
+from hiddenlab.testing import json_values, save_tiny
 from hiddenlab.text import markdown, printable, visible
 from hiddenlab.types import GroundTruth, Observation, ObservationInfo, Site
 from hiddenlab.utils import schema
@@ -201,11 +201,15 @@ def test_names_of_files_do_not_reach_the_terminal_raw(tmp_path: Path) -> None:
 
 
 def test_numbers_of_specs_are_bounded(tmp_path: Path) -> None:
+    model = save_tiny("llama", tmp_path / "model", tokenizer=True)
     for spec in ("shard:alpha=200000000,c=1,node=0", "shard:alpha=9,c=9,m=200000000,queries=0,keys=0"):
         path = observed(tmp_path, channel=(spec,), positions=(0, 1), facts={"tokens": 9})
         code, out = run("attack", "--observation", str(path), "--no-record")
         assert code == 2, out
-    code, out = run("attack", "hello", "--defense", "shard:alpha=200000000,c=1,node=0", "--no-record")
+    code, out = run(
+        "attack", "hello", "--model", model, "--layer", "1", "--no-record",
+        "--defense", "shard:alpha=200000000,c=1,node=0",
+    )  # fmt: skip
     assert code == 2 and "more than 65536 shards" in " ".join(out.split())
 
 

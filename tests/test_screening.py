@@ -38,7 +38,7 @@ def release(model: TruncatedModel, *specs: str) -> list[Observation]:
     return [one for one, _ in Channel.parse(specs).release_batch(model, PROMPTS, generator)]
 
 
-@pytest.mark.parametrize("stream", ["resid", "final_norm"])
+@pytest.mark.parametrize("stream", ["resid", pytest.param("final_norm", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("channel", CHANNELS)
 def test_the_same_as_without(tiny_model: LoadModel, channel: str, stream: str) -> None:
     model = tiny_model("gemma2", 4 if stream == "final_norm" else 2, stream=stream)
@@ -151,7 +151,7 @@ def test_beam_decoding_runs_in_a_faster_dtype_only_behind_what_changes_states(
 
 
 @pytest.mark.usefixtures("small_probes")
-@pytest.mark.parametrize("channel", ["hidden-perm", "2d-perm"])
+@pytest.mark.parametrize("channel", ["hidden-perm", pytest.param("2d-perm", marks=pytest.mark.slow)])
 def test_of_screened_candidates_the_beam_keeps_near_ones_with_their_exact_distances(
     tiny_model: LoadModel, channel: str
 ) -> None:

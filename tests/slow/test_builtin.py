@@ -89,7 +89,6 @@ def test_prompts_come_back_exactly(builtin: TruncatedModel, attacker: VocabMatch
         assert recovery.evaluated_tokens < 2000 * len(prompt)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("case", ["layer", "noised first row", "missing first rows"])
 def test_what_is_no_state_of_the_layer_ends_soon(
     builtin: TruncatedModel, attacker: VocabMatch, case: str

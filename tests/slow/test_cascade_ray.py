@@ -346,7 +346,7 @@ def served_model(folder: Path) -> tuple[str, Any]:
     return model, tokenizer
 
 
-@pytest.mark.parametrize("beside", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("beside", [False, True])
 def test_openais_client_is_served(tmp_path: Path, beside: bool, request: pytest.FixtureRequest) -> None:
     """``hiddenlab cascade serve``, from its start until Ctrl-C, with the client that others use.
 
@@ -400,7 +400,6 @@ def test_openais_client_is_served(tmp_path: Path, beside: bool, request: pytest.
         server.wait(PATIENCE)
 
 
-@pytest.mark.slow
 def test_a_run_beside_another_ray_has_a_cluster_of_its_own(another_ray: str, tmp_path: Path) -> None:
     """``hiddenlab cascade run --backend ray``, whatever the environment says; the other goes on."""
     model, _ = served_model(tmp_path)
@@ -438,7 +437,6 @@ def ended(server: subprocess.Popen[bytes], log: Path) -> int:
         pytest.fail(log.read_text())
 
 
-@pytest.mark.slow
 def test_a_server_is_free_after_hang_ups_and_turns_away_the_rest(tmp_path: Path) -> None:
     """``hiddenlab bench serving``: every request gets an answer or a 429 that says when to come again."""
     model, _ = served_model(tmp_path)
