@@ -132,8 +132,8 @@ def test_so_they_are_from_what_an_attention_node_is_sent(
     assert right >= 3
 
 
-def test_rows_are_asked_together(tiny_model: LoadModel) -> None:
-    """What one row does not tell, several do; also where they do not miss the same."""
+@pytest.mark.slow
+def test_several_rows_tell_what_one_does_not(tiny_model: LoadModel) -> None:
     model = tiny_model("gpt_neox", 1)
     names, right = AttentionSums(model), [0, 0]
     for seed in range(4):
@@ -142,6 +142,11 @@ def test_rows_are_asked_together(tiny_model: LoadModel) -> None:
         for i, some in enumerate((rows[:1], rows)):
             right[i] += named(names, some) == {p: tokens[p] for p in missing}
     assert right[1] > right[0]
+
+
+def test_rows_that_do_not_miss_the_same_are_asked_together(tiny_model: LoadModel) -> None:
+    model = tiny_model("gpt_neox", 1)
+    names = AttentionSums(model)
     tokens, missing = tokens_of(10, 1), [3, 4, 6, 7, 8]
     rows = [shown(model, tokens, p, missing) for p in (5, 9)]
     assert named(names, rows) == {p: tokens[p] for p in missing}

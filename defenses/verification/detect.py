@@ -228,12 +228,13 @@ def _agreement(rows: NDArray[np.int64]) -> Scores:
 
 def _mmd(kernel: Scores, first: int) -> float:
     a, b, cross = kernel[:first, :first], kernel[first:, first:], kernel[:first, first:]
+    return _mean_of_pairs(a) + _mean_of_pairs(b) - 2 * float(cross.mean())
 
-    def inside(k: Scores) -> float:
-        n = len(k)
-        return float((k.sum() - np.trace(k)) / (n * (n - 1)))
 
-    return inside(a) + inside(b) - 2 * float(cross.mean())
+def _mean_of_pairs(kernel: Scores) -> float:
+    """Return the mean over pairs of two rows, which leaves the diagonal out."""
+    n = len(kernel)
+    return float((kernel.sum() - np.trace(kernel)) / (n * (n - 1)))
 
 
 def frontier(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
