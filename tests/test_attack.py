@@ -223,11 +223,11 @@ def test_vocab_is_tried_in_order_special_tokens_first(tiny_model: LoadModel) -> 
 
 @pytest.mark.parametrize("channel", ["identity", "2d-perm"])
 def test_a_batch_is_one_by_one(tiny_model: LoadModel, small_probes: None, channel: str) -> None:
-    model, prompts = tiny_model("llama", 2), random_prompts(6, 1, 8, 3, 6)
+    model, prompts = tiny_model("llama", 2), random_prompts(4, 1, 6, 3)
     observations = release(model, prompts, channel)
     for proposal in ("vocab", "probe+lm"):
         whole = (
-            VocabMatch(proposal=proposal, batch=5)
+            VocabMatch(proposal=proposal, batch=4)
             .fit(observations[0].info, model)
             .recover_batch(observations)
         )

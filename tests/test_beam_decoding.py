@@ -521,6 +521,7 @@ def test_lengths() -> None:
     assert length(positions=(0, 2, 5), facts={"tokens": 9}) == 9
 
 
+@pytest.mark.usefixtures("small_probes")
 def test_what_it_cannot_use_is_refused(tiny_model: Callable[..., TruncatedModel]) -> None:
     model = tiny_model("llama", 2)
     observation, _ = Channel.parse(["project:count=4"]).release(

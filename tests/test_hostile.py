@@ -194,8 +194,11 @@ def test_a_truth_fits_the_rows() -> None:
     ],
     ids=lambda options: options[0],
 )  # fmt: skip
-def test_numbers_that_no_record_could_hold_are_refused_before(options: tuple[str, str]) -> None:
-    refused("attack", "hello", "--no-record", *options)
+def test_numbers_that_no_record_could_hold_are_refused_before(
+    tiny: Callable[..., str], options: tuple[str, str]
+) -> None:
+    model = tiny("llama", tokenizer=True)
+    refused("attack", "hello", "--no-record", "--model", model, "--layer", "1", *options)
 
 
 def test_what_options_allow_a_record_can_say() -> None:

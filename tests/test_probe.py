@@ -244,9 +244,6 @@ def test_what_changes_states_needs_a_probe_of_its_own(
     cache: Path, tiny_model: LoadModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny_model("llama", 2)
-    monkeypatch.setattr(
-        store, "probe_settings", lambda permuted: ProbeSettings(permuted, 3, 32, negatives=30, hidden=8)
-    )
     cases: list[tuple[TruncatedModel, tuple[str, ...]]] = [
         (model, ()),
         (model, ("hidden-perm",)),
@@ -256,15 +253,19 @@ def test_what_changes_states_needs_a_probe_of_its_own(
         (tiny_model("llama", 3), ()),
         (tiny_model("mistral", 2), ()),
     ]
-    for own, specs in cases:
-        before = len(list(cache.glob("*"))) if cache.exists() else 0
-        probe, seconds = store.probe_for(own, public_of(own, *specs))
-        # Behind permuted columns with a table of states behind texts.
-        new = 2 if "hidden-perm" in specs else 1
-        assert (seconds > 0, len(list(cache.iterdir()))) == (True, before + new), specs
-        assert probe.settings.sorted_states == ("hidden-perm" in specs)
-    assert store.probe_for(model, public_of(model, "2d-perm"))[1] == 0
-    assert store.probe_for(model, public_of(model, "seq-perm", "gaussian:sigma=0.1"))[1] == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            store, "probe_settings", lambda permuted: ProbeSettings(permuted, 3, 32, negatives=30, hidden=8)
+        )
+        for own, specs in cases:
+            before = len(list(cache.glob("*"))) if cache.exists() else 0
+            probe, seconds = store.probe_for(own, public_of(own, *specs))
+            # Behind permuted columns with a table of states behind texts.
+            new = 2 if "hidden-perm" in specs else 1
+            assert (seconds > 0, len(list(cache.iterdir()))) == (True, before + new), specs
+            assert probe.settings.sorted_states == ("hidden-perm" in specs)
+        assert store.probe_for(model, public_of(model, "2d-perm"))[1] == 0
+        assert store.probe_for(model, public_of(model, "seq-perm", "gaussian:sigma=0.1"))[1] == 0
 
 
 def test_a_finetuned_model_is_another_model(cache: Path, tiny: TinyPath, tmp_path: Path) -> None:

@@ -203,7 +203,7 @@ def test_names_of_files_do_not_reach_the_terminal_raw(tmp_path: Path) -> None:
 def test_numbers_of_specs_are_bounded(tmp_path: Path) -> None:
     model = save_tiny("llama", tmp_path / "model", tokenizer=True)
     for spec in ("shard:alpha=200000000,c=1,node=0", "shard:alpha=9,c=9,m=200000000,queries=0,keys=0"):
-        path = observed(tmp_path, channel=(spec,), positions=(0, 1), facts={"tokens": 9})
+        path = observed(tmp_path, model=model, channel=(spec,), positions=(0, 1), facts={"tokens": 9})
         code, out = run("attack", "--observation", str(path), "--no-record")
         assert code == 2, out
     code, out = run(
