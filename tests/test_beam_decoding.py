@@ -528,10 +528,6 @@ def test_what_it_cannot_use_is_refused(tiny_model: Callable[..., TruncatedModel]
     )
     with pytest.raises(NotApplicableError, match="whole states"):
         BeamDecoding().fit(observation.info, model).recover(observation)
-    whole, _ = Channel.parse([]).release(model, [1, 2, 3])
-    narrow = Observation(whole.states[:, :3], whole.info)
-    with pytest.raises(InputError):
-        BeamDecoding().fit(narrow.info, model).recover(narrow)
     for options in ({"beam": 0}, {"width": 0}, {"sweeps": -1}):
         with pytest.raises(InputError):
             BeamDecoding(**options)  # type: ignore[arg-type]

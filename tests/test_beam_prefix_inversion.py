@@ -228,5 +228,5 @@ def test_what_is_not_a_number_is_not_kept(tiny_model: LoadModel, monkeypatch: py
 
 
 def test_rounds_are_a_number() -> None:
-    with pytest.raises(InputError, match="rounds and solved must be at least 0, not 6, -1"):
+    with pytest.raises(InputError, match="sweeps and rounds must be at least 0, not 6 and -1"):
         BeamDecoding(rounds=-1)

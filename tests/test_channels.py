@@ -323,7 +323,7 @@ class Half:
 
 def test_what_is_no_defense_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "resolve", lambda kind, name: Half)
-    with pytest.raises(HiddenlabError, match="Half is no defense: it lacks provider, inputs, public"):
+    with pytest.raises(HiddenlabError, match="Half is no defense: it lacks provider, inputs, publish"):
         Channel.parse(["half"])
 
 

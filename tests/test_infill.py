@@ -178,6 +178,7 @@ def test_it_learns_what_the_texts_say(tiny: TinyPath, texts: str, monkeypatch: p
     assert check(several, tokens, list(observation.info.positions or ())) > 0.4
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("own_cache", "small_probes")
 def test_states_of_deeper_layers(tiny: TinyPath, texts: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = load_model(small(tiny), 1, device="cpu")

@@ -132,6 +132,7 @@ def test_so_they_are_from_what_an_attention_node_is_sent(
     assert right >= 3
 
 
+@pytest.mark.slow
 def test_rows_are_asked_together(tiny_model: LoadModel) -> None:
     """What one row does not tell, several do; also where they do not miss the same."""
     model = tiny_model("gpt_neox", 1)
