@@ -1,6 +1,5 @@
 """The names at the top of the package: what a notebook uses."""
 
-import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,7 +12,6 @@ import torch
 import hiddenlab as hl
 from hiddenlab.errors import InputError
 from hiddenlab.records import read_run
-from tests.notebook import run
 
 NOTEBOOK = Path(__file__).parents[1] / "docs" / "quickstart.ipynb"
 TEXT = "My password is hunter2"
@@ -128,13 +126,3 @@ def test_a_run_is_what_the_command_line_records(tiny: Callable[..., str], tmp_pa
     assert hl.run(config, keep=False).path is None
     with pytest.raises(InputError, match=r"the configuration: limit"):
         hl.run(hl.AttackConfig(limit=0))
-
-
-def test_the_notebook_runs(tiny: Callable[..., str], small_probes: None) -> None:
-    """On a tiny model, as a stand-in for the built-in one; tests/slow runs it as it is."""
-    path = repr(tiny("llama", tokenizer=True))
-    source = NOTEBOOK.read_text(encoding="utf-8")
-    small = source.replace('\\"builtin\\"', json.dumps(path)[1:-1]).replace("layer=11", "layer=2")
-    shown = [cell["outputs"] for cell in run(json.loads(small))["cells"] if cell["cell_type"] == "code"]
-    assert all(shown)
-    assert "text/html" in shown[2][0]["data"]

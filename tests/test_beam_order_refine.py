@@ -45,6 +45,7 @@ def test_noised_embeddings_continue_a_prompt(tiny_model: Callable[..., Truncated
             torch.testing.assert_close(answer.states, model.encode(own)[3:], atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_an_order_that_noise_hides_comes_back(
     tiny_model: Callable[..., TruncatedModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
