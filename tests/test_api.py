@@ -13,7 +13,6 @@ import hiddenlab as hl
 from hiddenlab.errors import InputError
 from hiddenlab.records import read_run
 
-NOTEBOOK = Path(__file__).parents[1] / "docs" / "quickstart.ipynb"
 TEXT = "My password is hunter2"
 Load = Callable[..., hl.TruncatedModel]
 
