@@ -124,7 +124,6 @@ def small_training() -> Iterator[None]:
     few: dict[str, Any] = {"rank": 8, "steps": 60, "every": 20}
     small: dict[str, Any] = {
         "TRAINING_TOKENS": (4000, 4000),
-        "EARLIER_STEPS": 150,
         "probe_settings": lambda permuted: ProbeSettings(permuted, 150, 128, negatives=300, hidden=64),
         "pairwise_order_settings": lambda permuted: PairwiseOrderSettings(sorted_states=permuted, **few),
     }
