@@ -110,8 +110,8 @@ def test_screened_in_a_faster_dtype_it_finds_the_same(
         monkeypatch.setattr(gap, "near_ones", farthest)
         monkeypatch.setattr(gap, "DOUBT", 1e6 if safeguard == "rounding" else 0.0)
     model = tiny_model("llama", 2)
-    for tokens in prompts_of(8, seed=2):
-        observation = released(model, tokens, f"drop-rows:size={size},after=4")
+    for tokens in prompts_of(10, seed=2):
+        observation = released(model, tokens, f"drop-rows:size={size},after=6")
         ran = []
         for screened in (False, True):
             attack = MissingTokenSearch(budget=40 * VOCABULARY, screen=screened)
@@ -122,7 +122,7 @@ def test_screened_in_a_faster_dtype_it_finds_the_same(
             found = attack.fit(observation.info, model).recover(observation)
             ran.append([one.evaluated_tokens - b for one, b in zip(engines, before, strict=True)])
             assert found.evaluated_tokens == sum(ran[-1])
-            assert found.ids == tokens[: 5 + size] and all(one.verified for one in found.tokens)
+            assert found.ids == tokens[: 7 + size] and all(one.verified for one in found.tokens)
             assert (
                 found.tokens[-1].distance < 1e-3
             )  # the model's own; a screen's is thousands of times as large
