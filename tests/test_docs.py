@@ -10,7 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 
+from hiddenlab.eval.gpu import __main__ as gpu
+from hiddenlab.eval.gpu import pack
+from hiddenlab.registry import BUILTINS
 from tests import docs_check, reference
 from tests.docs_check import ROOT, Block
 from tests.test_report import read_command
@@ -25,6 +29,8 @@ PAGES = [
 BUILT = {ROOT / "docs" / "results" / "report.html"}  # by make report
 SHELL_BLOCKS = [block for page in docs_check.pages() for block in docs_check.commands(page)]
 COMMANDS = dict(reference.commands())
+OPTION = re.compile(r"(?<![\w-])--[a-z][\w-]*")
+OTHERS_OPTIONS = {"--nproc-per-node"}  # of torchrun
 LANGUAGES = {*docs_check.SHELL, "python", "toml", "json", "text", ""}
 
 
@@ -75,6 +81,8 @@ def test_every_page_of_the_manual_stands_in_the_index() -> None:
     for page in docs_check.pages():
         if page.parent == ROOT / "docs" and page.name != "README.md":
             assert f"]({page.name})" in index, page.name
+    for notebook in (ROOT / "docs").glob("*.ipynb"):
+        assert f"]({notebook.name})" in index, notebook.name
 
 
 def test_every_entry_of_the_log_stands_in_its_index_newest_first() -> None:
@@ -173,6 +181,50 @@ def test_a_command_that_there_is_not_is_noticed() -> None:
         with pytest.raises(Exception):  # noqa: B017
             for words in called(block):
                 check(words)
+
+
+def inline(page: Path) -> list[str]:
+    """The inline code of a page."""
+    text = docs_check.FENCE.sub("", page.read_text(encoding="utf-8"))
+    return re.findall(r"`([^`\n]+)`", text)
+
+
+@cache
+def options() -> set[str]:
+    """Every option of every command, and of the two programs for graphics cards."""
+    found = set(OTHERS_OPTIONS)
+    programs = []
+    for main in (gpu.main, pack.main):
+        program = typer.Typer(add_completion=False)
+        program.command()(main)
+        programs.append(typer.main.get_command(program))
+    for command in [*COMMANDS.values(), *programs]:
+        found |= {
+            name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)
+        }
+    return found
+
+
+@pytest.mark.parametrize("page", docs_check.pages(), ids=lambda page: page.name)
+def test_an_option_that_the_text_names_exists(page: Path) -> None:
+    named = {option for code in inline(page) for option in OPTION.findall(code)}
+    assert sorted(named - options()) == []
+
+
+@pytest.mark.parametrize("kind", ["attacks", "defenses"])
+def test_the_manual_explains_every_attack_and_defense(kind: str) -> None:
+    rows = re.findall(r"^\| (.*?) \|", (ROOT / "docs" / f"{kind}.md").read_text(encoding="utf-8"), re.M)
+    explained = {re.split(r"[:\s]", name)[0] for row in rows for name in re.findall(r"`([^`]+)`", row)}
+    assert explained == set(BUILTINS[kind])
+
+
+def test_commands_in_the_text_of_the_readme_parse() -> None:
+    found = [
+        shlex.split(code) for code in inline(ROOT / "README.md") if code.startswith(("hiddenlab ", "make "))
+    ]
+    assert len(found) >= 5
+    for words in found:
+        check(words)
 
 
 def test_fenced_blocks_say_what_they_hold() -> None:
