@@ -59,7 +59,7 @@ class SipIt(Attack):
     def _fit(self, info: ObservationInfo) -> dict[str, float | str]:
         """Measure epsilon, as ``VocabMatch`` does; nothing is trained."""
         self.matching.progress = self.progress
-        return self.matching.fit(info, self.model, self.seed).measured
+        return dict(self.matching.fit(info, self.model, self.seed).measured)
 
     def _recover_batch(self, observations: Sequence[Observation]) -> list[AttackResult]:
         """Recover prompts together: every pass holds one gradient, or the tokens behind it, of each prompt.

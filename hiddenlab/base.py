@@ -1,7 +1,8 @@
 """Define the base class of every attack, built-in or plugin."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import TypeVar
 
 from hiddenlab.errors import InputError
@@ -19,7 +20,7 @@ class Attack:
     ``fit`` comes first: it gives the attack its model and seed, and prepares what one channel needs. Then ``recover``
     and ``recover_batch`` may be called as often as there are observations of that channel. An attack of one's own
     defines ``_recover``, or ``_recover_batch`` where several prompts at once are faster, and ``_fit`` where it
-    prepares anything.
+    prepares anything. What ``_fit`` keeps for the next call depends on model and seed: ``_forget`` drops it.
 
     Attributes:
         batch: how many observations are worth taking at once; the runner records so many prompts together.
@@ -34,7 +35,7 @@ class Attack:
     any_width: bool = False
     progress: Progress = staticmethod(silent)
     seed: int = 0
-    measured: dict[str, float | str]
+    measured: Mapping[str, float | str] = MappingProxyType({})
     _model: TruncatedModel | None = None
 
     def fit(self: Fitted, info: ObservationInfo, model: TruncatedModel, seed: int = 0) -> Fitted:
@@ -53,6 +54,8 @@ class Attack:
             NotApplicableError: no observation with these facts can be attacked.
         """
         check_info(info, model)
+        if model is not self._model or seed != self.seed:
+            self._forget()
         self._model, self.seed = model, seed
         self.measured = self._fit(info)
         return self
@@ -73,10 +76,7 @@ class Attack:
             InputError, NotApplicableError: see ``recover``; one such observation is enough.
         """
         for observation in observations:
-            if self.any_width:
-                check_info(observation.info, self.model)
-            else:
-                check_observation(observation, self.model)
+            check_observation(observation, self.model, any_width=self.any_width)
         return [
             replace(result, text=self.model.text(result.ids), pieces=tuple(pieces_of(self.model, result)))
             for result in self._recover_batch(observations)
@@ -93,6 +93,9 @@ class Attack:
             name = type(self).__name__
             raise InputError(f"{name} has no model yet; call fit(observation.info, model) first")
         return self._model
+
+    def _forget(self) -> None:
+        """Drop everything that was prepared with another model or seed."""
 
     def _fit(self, info: ObservationInfo) -> dict[str, float | str]:
         """Prepare for a channel; return the measurements by name."""

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from typer import Option
 
 from hiddenlab import options as o
+from hiddenlab.errors import InputError
 from hiddenlab.utils.schema import CLOSED, LARGEST, Positive, check
 
 # Options of single attacks; one that an attack's constructor does not take is refused.
@@ -75,6 +76,25 @@ class AttackConfig:
     device_map: o.DeviceMapOpt = None
     dtype: o.DtypeOpt = "float32"
     threads: o.ThreadsOpt = None
+
+    def checked(self) -> "AttackConfig":
+        """Return the same configuration, every option checked by itself and beside the others.
+
+        Raises:
+            InputError: an option has a value that it cannot have, or two contradict each other.
+        """
+        if self.prompt is not None and self.prompts is not None:
+            raise InputError("give a PROMPT or --prompts, not both")
+        if self.prompt is not None and self.column is not None:
+            raise InputError("--column goes with --prompts; a PROMPT has no columns")
+        given = {"a PROMPT": self.prompt, "--prompts": self.prompts, "--max-tokens": self.max_tokens}
+        if self.observation is not None and (strange := [name for name in given if given[name] is not None]):
+            raise InputError(f"--observation brings its own states; leave out {', '.join(strange)}")
+        if self.truth is not None and self.observation is None:
+            raise InputError(
+                "--truth goes with --observation; without it the prompts themselves are the truth"
+            )
+        return AttackConfig.from_json(self.to_json(), "the configuration")
 
     def to_json(self) -> dict[str, Any]:
         """Return all options by name, as JSON values."""

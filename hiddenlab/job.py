@@ -74,7 +74,7 @@ def prepare(config: AttackConfig, progress: Progress = silent) -> Job:
     Raises:
         HiddenlabError: anything in it is unknown, out of range, unreadable or does not fit together.
     """
-    config = AttackConfig.from_json(config.to_json(), "the configuration")
+    config = config.checked()
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     attack = build_attack(config, progress)
@@ -84,6 +84,9 @@ def prepare(config: AttackConfig, progress: Progress = silent) -> Job:
     else:
         channel = Channel([])  # saved states passed their channel already
         observations = load_observations(Path(config.observation))
+        # A recorded run names the channel of its file.
+        if config.defense and config.defense != observations[0].info.channel:
+            raise InputError("--observation brings its own states; leave out --defense")
     secrets = None if config.truth is None else load_truth(Path(config.truth))
     # A file of somebody else may name a model, but must not make this machine contact the hub.
     local_only = bool(observations) and config.model is None
@@ -95,7 +98,11 @@ def prepare(config: AttackConfig, progress: Progress = silent) -> Job:
     model = _load(config, local_only)
     channel.provider_model(model)  # loaded now and kept, so that errors come early
     progress("loading the model", 1, 1)
-    cases = _given(observations, secrets, config, model) if observations else _prompts(sources, config, model)
+    cases = (
+        _given(observations, secrets, config, model, attack.any_width)
+        if observations
+        else _prompts(sources, config, model)
+    )
     return Job(config, model, channel, attack, cases)
 
 
@@ -105,6 +112,7 @@ def capture_all(config: AttackConfig, progress: Progress = silent) -> list[tuple
     Raises:
         HiddenlabError: see ``prepare``.
     """
+    config = config.checked()
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     channel = Channel.parse(config.defense)
@@ -241,10 +249,11 @@ def _given(
     secrets: Sequence[GroundTruth] | None,
     config: AttackConfig,
     model: TruncatedModel,
+    any_width: bool,
 ) -> list[Case]:
     longest = _longest(model)
     for observation in observations:
-        check_observation(observation, model)
+        check_observation(observation, model, any_width=any_width)
         last = (observation.info.positions or (len(observation.states) - 1,))[-1]
         if longest is not None and last >= longest:
             raise InputError(f"the observation has {last + 1} tokens, and {model.ref.name} takes {longest}")

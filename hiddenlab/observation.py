@@ -104,8 +104,16 @@ def load_observations(path: str | Path) -> list[Observation]:
     ]
 
 
-def check_observation(observation: Observation, model: TruncatedModel) -> None:
+def parts_of_attention(info: ObservationInfo) -> bool:
+    """Return whether rows are parts of an attention's output, as nodes of Cascade receive them, and no states."""
+    return "heads" in info.facts
+
+
+def check_observation(observation: Observation, model: TruncatedModel, *, any_width: bool = False) -> None:
     """Refuse an observation that the truncated model cannot have produced.
+
+    Args:
+        any_width: the attack checks the width itself; parts of an attention's output have many widths anyway.
 
     Raises:
         InputError: another width, another model (by signature), or another layer or stream.
@@ -114,8 +122,7 @@ def check_observation(observation: Observation, model: TruncatedModel) -> None:
     view = projection_of(info)
     logits = info.site.stream == "logits"
     expected = view.count if view is not None else model.vocab_size if logits else model.width
-    # Parts of an attention's output have many widths; the attack that reads them checks them.
-    if width != expected and info.site.stream != "attn":
+    if width != expected and not any_width and not parts_of_attention(info):
         raise InputError(
             f"the observation is {width} wide (it names the model {info.model}), "
             f"{model.ref.name} is {expected} wide"
@@ -166,8 +173,6 @@ def _observation(path: Path, i: int, states: torch.Tensor, info: ObservationInfo
         raise InputError(
             f"{path}, observation {i}: states should be floating-point rows × width, not {shape}"
         )
-    if info.positions is not None and len(info.positions) != len(states):
-        raise InputError(f"{path}, observation {i}: {len(states)} rows, but {len(info.positions)} positions")
     try:
         return Observation(states, info)
     except InputError as error:

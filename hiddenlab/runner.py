@@ -14,7 +14,7 @@ from hiddenlab.errors import NotApplicableError
 from hiddenlab.job import Case, Job, prepare, release
 from hiddenlab.models import Request, TruncatedModel
 from hiddenlab.models.request import packs
-from hiddenlab.records import Recorder, RunRecord
+from hiddenlab.records import Recorder, RunRecord, check_new
 from hiddenlab.scoring import missing_tokens, pieces_of, score
 from hiddenlab.summary import NOT_APPLICABLE, Sample, figures_of, summarise
 from hiddenlab.text import coloured, html
@@ -83,6 +83,8 @@ def run(
         Interrupted: from the keyboard; its ``run`` holds what is recorded.
     """
     recorder: Recorder | None = None
+    if out is not None:
+        check_new(Path(out))
     try:
         job = prepare(config, progress)
         if resume is None:
@@ -165,7 +167,7 @@ def recover(job: Job, observations: Sequence[Observation], recorder: Recorder) -
         return [_recover_one(job, observation) for observation in observations]
     finally:
         if job.attack.measured != before:  # some attacks measure on the first prompt
-            _record_setup(job, recorder, 0.0)
+            _record_setup(job, recorder, float(job.attack.measured.get("estimation_seconds", 0.0)))
 
 
 def _recover_one(job: Job, observation: Observation) -> Outcome:

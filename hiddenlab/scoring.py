@@ -36,6 +36,8 @@ def score(result: AttackResult, truth: GroundTruth) -> Score:
     Raises:
         InputError: the truth has no text (it was read from a file).
     """
+    if result.text is None:
+        raise InputError("the result has no text; take it from an attack's recover, or give it one")
     if truth.text is None:
         raise InputError("the truth has tokens but no text; give it one: dataclasses.replace(truth, text=…)")
     # Tokens behind missing ones are compared at their own places.

@@ -6,7 +6,7 @@ pass.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import Annotated, Any, Protocol, runtime_checkable
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hiddenlab.errors import InputError
 from hiddenlab.text import Status, coloured, html
-from hiddenlab.utils.schema import CLOSED, Count, Finite, Layer, Position, one_of
+from hiddenlab.utils.schema import CLOSED, Count, Finite, Layer, Position, check, one_of
 
 LAST_STREAMS = ("final_norm", "logits")  # which exist after the last layer only
 INNER_STREAMS = ("q", "k", "v", "kv", "qkv", "attn")
@@ -134,8 +134,11 @@ class Observation:
     info: ObservationInfo
 
     def __post_init__(self) -> None:
-        if self.states.shape[0] == 0:
+        rows, positions = self.states.shape[0], self.info.positions
+        if rows == 0:
             raise InputError("the observation has no rows")
+        if positions is not None and len(positions) != rows:
+            raise InputError(f"the observation has {rows} rows, but {len(positions)} positions")
         # Not every 8-bit float has such a test of its own.
         finite = torch.isfinite(self.states.float() if self.states.dtype.itemsize == 1 else self.states)
         if not bool(finite.all()):
@@ -151,11 +154,11 @@ class Observation:
         Args:
             states: a torch tensor or a NumPy array of floating-point numbers.
             model: the truncated model whose states they are; it gives model name, layer and stream.
-            facts: other known facts, fields of ``ObservationInfo``: ``rows_permuted=True``,
-                ``provider_dtype="bfloat16"`` …
+            facts: other known facts, fields of ``ObservationInfo``: ``rows_permuted=True``, ``noise_sigma=0.01`` …
+                ``provider_dtype`` is that of half-precision states, else the model's, unless it is given.
 
         Raises:
-            InputError: another shape, no floating-point numbers, NaN or infinity, or an unknown fact.
+            InputError: another shape, no floating-point numbers, NaN or infinity, an unknown or impossible fact.
         """
         rows = torch.as_tensor(states).detach()
         if rows.ndim == 3 and rows.shape[0] == 1:
@@ -167,14 +170,18 @@ class Observation:
         known = ObservationInfo.__dataclass_fields__
         if unknown := sorted(set(facts) - set(known)):
             raise InputError(f"an observation has no fact {unknown[0]!r}; known are {', '.join(known)}")
-        dtype = str(model.dtype).removeprefix("torch.")
+        # States in half precision were rounded, whatever the attacker computes in.
+        half = rows.dtype in (torch.bfloat16, torch.float16)
         own = {
             "model": model.ref.name,
             "signature": model.signature,
-            "site": model.site,
-            "provider_dtype": dtype,
+            "site": asdict(model.site),
+            "provider_dtype": str(rows.dtype if half else model.dtype).removeprefix("torch."),
         }
-        return cls(rows, ObservationInfo(**{**own, **facts}))
+        try:
+            return cls(rows, check({**own, **facts}, ObservationInfo, "the facts of the states"))
+        except TypeError as error:
+            raise InputError(f"the facts of the states should be JSON values: {error}") from None
 
     def __repr__(self) -> str:
         rows, width = self.states.shape
@@ -244,13 +251,13 @@ class AttackResult:
     stop_reason: str
     epsilon: float | None = None
     positions: tuple[int, ...] | None = None
-    text: str = ""
+    text: str | None = None
     pieces: tuple[tuple[str, Status], ...] = ()
 
     @property
     def verified(self) -> bool:
-        """Whether every recovered token is verified."""
-        return all(token.verified for token in self.tokens)
+        """Whether tokens were recovered, and every one is verified."""
+        return bool(self.tokens) and all(token.verified for token in self.tokens)
 
     @property
     def ids(self) -> list[int]:

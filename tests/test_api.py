@@ -92,8 +92,9 @@ def test_states_from_elsewhere(tiny_model: Load, form: str) -> None:
     }[form]
     observation = hl.Observation.from_states(given, model)
     assert observation.states.shape == states.shape and observation.info.site == model.site
-    found = hl.attack(observation, model, proposal="vocab", epsilon="0.5" if form == "half" else "auto")
-    assert found.ids == tokens
+    assert observation.info.provider_dtype == ("bfloat16" if form == "half" else "float32")
+    found = hl.attack(observation, model, proposal="vocab")
+    assert found.ids == tokens and found.verified
 
 
 def test_states_that_are_none(tiny_model: Load) -> None:
@@ -107,8 +108,16 @@ def test_states_that_are_none(tiny_model: Load) -> None:
     ):
         with pytest.raises(InputError, match=match):
             hl.Observation.from_states(wrong, model)
-    with pytest.raises(InputError, match="no fact 'sigma'"):
-        hl.Observation.from_states(states, model, sigma=0.1)
+    for facts, match in (
+        ({"sigma": 0.1}, "no fact 'sigma'"),
+        ({"noise_sigma": -1.0}, "noise_sigma"),
+        ({"columns_permuted": "per_row"}, "columns_permuted"),
+        ({"rows_permuted": "no"}, "rows_permuted"),
+        ({"positions": (0, 2)}, "3 rows, but 2 positions"),
+        ({"facts": {"x": states}}, "JSON values"),
+    ):
+        with pytest.raises(InputError, match=match):
+            hl.Observation.from_states(states, model, **facts)
     assert hl.Observation.from_states(states, model, rows_permuted=True).info.rows_permuted
 
 
@@ -125,3 +134,75 @@ def test_a_run_is_what_the_command_line_records(tiny: Callable[..., str], tmp_pa
     assert hl.run(config, keep=False).path is None
     with pytest.raises(InputError, match=r"the configuration: limit"):
         hl.run(hl.AttackConfig(limit=0))
+    with pytest.raises(InputError, match="not an empty directory"):
+        hl.run(config, tmp_path / "x")
+
+
+def test_options_that_would_be_ignored_are_refused(model: hl.TruncatedModel, tmp_path: Path) -> None:
+    """From Python as from the command line."""
+    file = tmp_path / "o.safetensors"
+    observation, _ = hl.channel("seq-perm").release(model, TEXT)
+    hl.save_observations([observation], file)
+    for options, match in (
+        ({"prompt": "a", "prompts": "b.txt"}, "not both"),
+        ({"prompt": "a", "column": "b"}, "no columns"),
+        ({"truth": "t.json"}, "goes with --observation"),
+        ({"observation": str(file), "prompt": "a"}, "leave out a PROMPT"),
+        ({"observation": str(file), "max_tokens": 3}, "leave out --max-tokens"),
+        ({"observation": str(file), "defense": ("hidden-perm",)}, "leave out --defense"),
+    ):
+        with pytest.raises(InputError, match=match):
+            hl.run(hl.AttackConfig(attack="nearest", **options), keep=False)  # type: ignore[arg-type]
+    made = hl.run(hl.AttackConfig(attack="nearest", observation=str(file), device="cpu"), keep=False)
+    assert made.record.spec["defense"] == ["seq-perm"]
+    again = hl.run(hl.AttackConfig.from_json(made.record.spec), keep=False)
+    assert again.samples[0]["recovered_ids"] == made.samples[0]["recovered_ids"]
+
+
+@pytest.mark.usefixtures("small_probes")
+@pytest.mark.parametrize(
+    ("attack", "channel"),
+    [
+        (lambda: hl.attacks.VocabMatch(proposal="vocab"), "identity"),
+        (lambda: hl.attacks.SipIt(), "identity"),
+        (lambda: hl.attacks.MissingTokenSearch(budget=50), "drop-rows:size=1,after=2"),
+        (lambda: hl.attacks.BeamDecoding(lm=False, sweeps=0), "gaussian:sigma=0.01"),
+    ],
+)
+def test_another_seed_prepares_anew(
+    model: hl.TruncatedModel, attack: Callable[[], hl.Attack], channel: str
+) -> None:
+    """What one seed prepared is never taken for another's."""
+    info = hl.channel(channel).release(model, TEXT)[0].info
+
+    def measured(fitted: hl.Attack) -> dict[str, object]:
+        return {name: x for name, x in fitted.measured.items() if not name.endswith("seconds")}
+
+    used = attack().fit(info, model, seed=0)
+    first = measured(used)
+    second = measured(used.fit(info, model, seed=1))
+    assert second == measured(attack().fit(info, model, seed=1)) != first
+    assert measured(used.fit(info, model, seed=0)) == first
+
+
+def test_a_result_without_tokens_is_not_verified() -> None:
+    empty = hl.AttackResult((), 0, 0, 0.0, "complete")
+    assert not empty.verified
+    with pytest.raises(InputError, match="the result has no text"):
+        hl.score(empty, hl.GroundTruth((1,), text="a"))
+
+
+def test_fingerprints_are_attacked_from_a_file(
+    model: hl.TruncatedModel, tiny: Callable[..., str], tmp_path: Path
+) -> None:
+    """Their rows are as wide as the fingerprint, not as the model."""
+    whole = hl.load_model(tiny("llama", tokenizer=True), stream="logits", device="cpu")
+    observation, truth = hl.channel("logprobs:k=5").release(whole, "ab")
+    hl.save_observations([observation], tmp_path / "o.safetensors")
+    options = {"observation": str(tmp_path / "o.safetensors"), "device": "cpu"}
+    made = hl.run(hl.AttackConfig(attack="fingerprint-inversion", **options), keep=False)  # type: ignore[arg-type]
+    assert made.samples[0]["status"] == "attacked" and len(made.samples[0]["recovered_ids"]) == len(
+        truth.tokens
+    )
+    with pytest.raises(InputError, match="10 wide"):
+        hl.run(hl.AttackConfig(attack="nearest", **options), keep=False)  # type: ignore[arg-type]

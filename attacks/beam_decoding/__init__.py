@@ -27,6 +27,7 @@ from hiddenlab.matching.distance import choose_matcher
 from hiddenlab.matching.ranking import LazyModel
 from hiddenlab.matching.screening import Screen
 from hiddenlab.models import Prefix, Request, TruncatedModel
+from hiddenlab.observation import parts_of_attention
 from hiddenlab.projections import projection_of
 from hiddenlab.proposals.store import adapter_for, first_token_table_for, pairwise_order_for, probes_for
 from hiddenlab.types import AttackResult, Observation, ObservationInfo, TokenPrediction
@@ -114,6 +115,9 @@ class BeamDecoding(Attack):
         self._lm: tuple[TruncatedModel, LazyModel] | None = None
         self._screen: Screen | None = None
 
+    def _forget(self) -> None:
+        self._prepared = None
+
     def _fit(self, info: ObservationInfo) -> dict[str, float | str]:
         """Train or load the probes and learn the weights, for all observations of one channel.
 
@@ -172,7 +176,7 @@ class BeamDecoding(Attack):
         return self._lm[1].opened if self.asks and self._lm is not None else None
 
     def _check(self, info: ObservationInfo) -> None:
-        if projection_of(info) is not None or "heads" in info.facts:
+        if projection_of(info) is not None or parts_of_attention(info):
             raise NotApplicableError("beam decoding needs whole states")
         if info.positions is not None and not self.asks:
             raise NotApplicableError("tokens without a row can only be guessed by a language model")

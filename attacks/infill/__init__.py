@@ -17,6 +17,7 @@ from hiddenlab.base import Attack
 from hiddenlab.channels import as_whole
 from hiddenlab.errors import InputError, NotApplicableError
 from hiddenlab.models import TruncatedModel
+from hiddenlab.observation import parts_of_attention
 from hiddenlab.projections import projection_of
 from hiddenlab.proposals.store import probe_for
 from hiddenlab.types import AttackResult, Observation, ObservationInfo, TokenPrediction
@@ -59,6 +60,9 @@ class Infill(Attack):
         self.plan, self.masked, self.rounds = plan, masked, rounds
         self._trained: tuple[tuple[TruncatedModel, ObservationInfo, Shards], Infiller, State] | None = None
 
+    def _forget(self) -> None:
+        self._trained = None
+
     def _fit(self, info: ObservationInfo) -> dict[str, float | str]:
         """Train the model, or load it from the cache.
 
@@ -77,7 +81,7 @@ class Infill(Attack):
     def _infiller(self, info: ObservationInfo) -> tuple[Infiller, State]:
         if info.rows_permuted or info.columns_permuted is not None:
             raise NotApplicableError("the infiller needs rows and coordinates in order")
-        if projection_of(info) is not None:
+        if projection_of(info) is not None or parts_of_attention(info):
             raise NotApplicableError("the infiller needs whole states")
         shards = Shards.of(info)
         if self.plan == "any" and not shards.whole:

@@ -84,6 +84,9 @@ class MissingTokenSearch(Attack):
         self._earlier: tuple[Prepared, list[Probe], clearance.Clearance] | None = None
         self._named: tuple[TruncatedModel, ObservationInfo, AttentionSums] | None = None
 
+    def _forget(self) -> None:
+        self._named = None
+
     def _fit(self, info: ObservationInfo) -> dict[str, float | str]:
         """Prepare epsilon and the probes for the rows' own and for earlier tokens; see ``VocabMatch``."""
         self.matching.progress = self.progress

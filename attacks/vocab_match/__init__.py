@@ -25,7 +25,7 @@ from hiddenlab.matching.ranking import SHORTLIST, WIDE_SHORTLIST, LazyModel, Pro
 from hiddenlab.matching.screening import Screen
 from hiddenlab.models import TruncatedModel
 from hiddenlab.models.load import parse_dtype
-from hiddenlab.projections import projection_of
+from hiddenlab.observation import parts_of_attention
 from hiddenlab.proposals.first_token_table import FirstTokenTable
 from hiddenlab.proposals.in_context import Adapter
 from hiddenlab.proposals.probe import Probe
@@ -92,6 +92,9 @@ class VocabMatch(Attack):
         self._lm: tuple[TruncatedModel, LazyModel] | None = None
         self._screen: Screen | None = None
 
+    def _forget(self) -> None:
+        self._prepared = None
+
     def _fit(self, info: ObservationInfo) -> dict[str, float | str]:
         """Train or load the probe and measure epsilon, for all observations of one channel.
 
@@ -114,7 +117,7 @@ class VocabMatch(Attack):
         Raises:
             NotApplicableError: the rows are no states.
         """
-        if "heads" in info.facts and projection_of(info) is None:
+        if parts_of_attention(info):
             raise NotApplicableError(
                 "these rows are parts of an attention's output; see the attack partial-sums"
             )

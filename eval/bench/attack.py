@@ -133,5 +133,5 @@ def _attack(
         verified=sum(t.verified for r, _ in pairs for t in r.tokens) / total,
         evaluated_per_token=sum(r.evaluated_tokens for r in recoveries) / total,
         seconds=sum(r.seconds for r in recoveries),
-        setup=attack.measured,
+        setup=dict(attack.measured),
     )

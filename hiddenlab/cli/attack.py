@@ -29,8 +29,8 @@ def attack(
     json: o.JsonOpt = False,
 ) -> None:
     """Recover prompts from the hidden states of a model, raw or behind defenses."""
-    _check_combinations(config, out, no_record)
-    run = conduct(with_stdin(config), out=out, runs_dir=runs_dir, keep=not no_record, json=json)
+    _check_record(out, no_record)
+    run = conduct(with_stdin(config.checked()), out=out, runs_dir=runs_dir, keep=not no_record, json=json)
     if json:
         print_json(payload(run))
 
@@ -94,22 +94,7 @@ def with_stdin(config: AttackConfig) -> AttackConfig:
     return replace(config, prompt=load_prompts("-")[0].text, prompts=None)
 
 
-def _check_combinations(config: AttackConfig, out: Path | None, no_record: bool) -> None:
-    if config.prompt is not None and config.prompts is not None:
-        raise InputError("give a PROMPT or --prompts, not both")
-    if config.prompt is not None and config.column is not None:
-        raise InputError("--column goes with --prompts; a PROMPT has no columns")
-    if config.observation is not None:
-        given = {
-            "a PROMPT": config.prompt,
-            "--prompts": config.prompts,
-            "--max-tokens": config.max_tokens,
-            "--defense": config.defense,
-        }
-        if strange := [name for name, value in given.items() if value]:
-            raise InputError(f"--observation brings its own states; leave out {', '.join(strange)}")
-    elif config.truth is not None:
-        raise InputError("--truth goes with --observation; without it the prompts themselves are the truth")
+def _check_record(out: Path | None, no_record: bool) -> None:
     if out is not None and no_record:
         raise InputError(
             "--out names a directory for the record, and --no-record asks for none; give one of them"

@@ -29,8 +29,7 @@ def capture(
     json: o.JsonOpt = False,
 ) -> None:
     """Save the hidden states of prompts as a defense releases them; one file, several prompts."""
-    if config.prompt is not None and (config.prompts is not None or config.column is not None):
-        raise InputError("give a PROMPT or --prompts (with its --column), not both")
+    config = config.checked()
     for path in (output, truth):
         _check_writable(path)
     if truth is not None and truth.resolve() == output.resolve():
