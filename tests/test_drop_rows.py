@@ -125,7 +125,7 @@ def test_matching_a_shard_says_where_its_tokens_stand(tiny_model: LoadModel) -> 
 def test_a_truth_of_the_nodes_own_tokens_is_compared_as_it_stands(tiny_model: LoadModel) -> None:
     """``cascade run --record`` keeps no more of the truth than the node's own tokens."""
     tokens = tuple(TokenPrediction(t, i, 0.0, None, 1, True) for i, t in enumerate((5, 6)))
-    recovery = AttackResult(tokens, 2, 1, 0.1, "complete", positions=(3, 9))
+    recovery = AttackResult(tokens, 2, 1, 0.1, "complete", positions=(3, 9), text="5 6")
     secret = GroundTruth((5, 6))
     sample = sample_of(tiny_model("llama", 1), Case(0, "p", secret), secret, recovery, None)
     assert sample["exact"] and sample["token_accuracy"] == 1
