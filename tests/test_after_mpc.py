@@ -18,6 +18,7 @@ from hiddenlab.defenses.protocols.forward import Plain, walk
 from hiddenlab.errors import InputError, NotApplicableError
 from hiddenlab.eval.measures import after_mpc
 from hiddenlab.sharding import Plan
+from tests.marks import slow_cases
 
 TinyPath = Callable[..., str]
 TOKENS = [5, 17, 3, 3, 250, 41, 8, 99, 100]
@@ -115,7 +116,7 @@ def test_layers_that_cannot_run_on_shares(on_shares: dict[str, Any], tmp_path: P
     ("channel", "attack", "tolerant", "read"),
     [
         ("identity", "vocab-match", True, 1.0),
-        ("shard:alpha=2,c=2,node=0", "missing-tokens:budget=500", True, 0.25),
+        *slow_cases(("shard:alpha=2,c=2,node=0", "missing-tokens:budget=500", True, 0.25)),
         ("shard:alpha=2,c=2,node=0", "vocab-match:search=speculative", False, 0.25),
     ],
 )

@@ -12,6 +12,7 @@ import torch
 import hiddenlab as hl
 from hiddenlab.errors import InputError
 from hiddenlab.records import read_run
+from tests.marks import slow_cases
 
 TEXT = "My password is hunter2"
 Load = Callable[..., hl.TruncatedModel]
@@ -163,10 +164,12 @@ def test_options_that_would_be_ignored_are_refused(model: hl.TruncatedModel, tmp
 @pytest.mark.parametrize(
     ("attack", "channel"),
     [
-        (lambda: hl.attacks.VocabMatch(proposal="vocab"), "identity"),
         (lambda: hl.attacks.SipIt(), "identity"),
-        (lambda: hl.attacks.MissingTokenSearch(budget=50), "drop-rows:size=1,after=2"),
-        (lambda: hl.attacks.BeamDecoding(lm=False, sweeps=0), "gaussian:sigma=0.01"),
+        *slow_cases(
+            (lambda: hl.attacks.VocabMatch(proposal="vocab"), "identity"),
+            (lambda: hl.attacks.MissingTokenSearch(budget=50), "drop-rows:size=1,after=2"),
+            (lambda: hl.attacks.BeamDecoding(lm=False, sweeps=0), "gaussian:sigma=0.01"),
+        ),
     ],
 )
 def test_another_seed_prepares_anew(

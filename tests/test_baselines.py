@@ -14,6 +14,7 @@ from hiddenlab.errors import InputError, NotApplicableError
 from hiddenlab.models import TruncatedModel
 from hiddenlab.testing import VOCABULARY
 from hiddenlab.types import AttackResult, Observation
+from tests.marks import slow_cases
 
 LoadModel = Callable[..., TruncatedModel]
 TOKENS = [17, 250, 3, 3, 99, 180]
@@ -28,7 +29,7 @@ def recover(attack: Attack, model: TruncatedModel, *specs: str) -> AttackResult:
     return attack.fit(observation.info, model).recover(observation)
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gemma2", "gpt2"])
+@pytest.mark.parametrize("architecture", ["gpt2", *slow_cases("llama", "gemma2")])
 @pytest.mark.parametrize("policy", ["gradient", "random"])
 def test_sipit_recovers_exactly(tiny_model: LoadModel, architecture: str, policy: str) -> None:
     model = tiny_model(architecture, 2)

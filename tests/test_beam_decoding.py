@@ -38,6 +38,7 @@ from hiddenlab.errors import InputError, NotApplicableError
 from hiddenlab.matching.distance import Matcher
 from hiddenlab.models import TruncatedModel, load_model
 from hiddenlab.types import Observation, ObservationInfo, Site
+from tests.marks import slow_cases
 
 WEIGHTS = torch.tensor([0.7, 0.5, 0.3, 0.2, 1.0, 0.4, -2.0, -1.0, -0.5])
 MATCHER = Matcher(1, False)
@@ -278,7 +279,11 @@ def attack(model: TruncatedModel, specs: list[str], tokens: list[int], **options
 
 @pytest.mark.usefixtures("small_probes")
 @pytest.mark.parametrize(
-    "specs", [["identity"], ["gaussian:sigma=0.003"], ["gaussian:sigma=0.003", "seq-perm"], ["hidden-perm"]]
+    "specs",
+    [
+        ["gaussian:sigma=0.003"],
+        *slow_cases(["identity"], ["gaussian:sigma=0.003", "seq-perm"], ["hidden-perm"]),
+    ],
 )
 def test_prompts_come_back_where_every_token_is_tried(
     tiny_model: Callable[..., TruncatedModel], monkeypatch: pytest.MonkeyPatch, specs: list[str]
@@ -417,6 +422,7 @@ def test_a_second_look_mends_what_the_decoder_got_wrong(tiny_model: Callable[...
     assert refined.evaluated > 0
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_probes")
 def test_batches_are_answered_as_one_by_one(tiny_model: Callable[..., TruncatedModel]) -> None:
     model = tiny_model("llama", 2)
@@ -447,6 +453,7 @@ def test_a_shards_missing_tokens_are_guessed(tiny: Callable[..., str], node: int
     assert all(token.distance != token.distance for token in found.tokens if token.row < 0)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_probes")
 def test_a_partly_shown_prompt_beside_it_changes_nothing(tiny_model: Callable[..., TruncatedModel]) -> None:
     """A prompt short enough to be held whole by one node gets its second look in any company."""

@@ -15,6 +15,7 @@ from hiddenlab.attacks.beam_decoding.local_search import SCORED, _moved, move_pa
 from hiddenlab.channels import Channel
 from hiddenlab.models import TruncatedModel, load_model
 from hiddenlab.testing import VOCABULARY
+from tests.marks import slow_cases
 
 
 @settings(max_examples=40)
@@ -84,7 +85,7 @@ def test_a_part_that_was_left_for_the_end_goes_back(
 
 
 @pytest.mark.usefixtures("small_probes")
-@pytest.mark.parametrize("width", [8, 299, 300])
+@pytest.mark.parametrize("width", [300, *slow_cases(8, 299)])
 def test_the_search_ends_where_a_candidate_is_believed(
     tiny_model: Callable[..., TruncatedModel], width: int
 ) -> None:

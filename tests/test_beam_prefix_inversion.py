@@ -19,6 +19,7 @@ from hiddenlab.errors import InputError
 from hiddenlab.matching.distance import Matcher, choose_matcher
 from hiddenlab.models import Request, TruncatedModel
 from hiddenlab.proposals.store import probes_for
+from tests.marks import slow_cases
 
 LoadModel = Callable[..., TruncatedModel]
 DRAW = RandomPrefix.inputs
@@ -66,6 +67,7 @@ def test_what_stood_before_is_found_behind_tokens_that_are_mostly_right(
     torch.testing.assert_close(behind, both[0].states[1:], atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_probes")
 @pytest.mark.parametrize(("architecture", "size", "share"), [
     ("gpt2", 1, 0.3),
@@ -98,6 +100,7 @@ def test_few_rows_tell_which_of_them_are_first(
     assert ordered.left(found) < share * search.left(search.solve(centre))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_probes")
 @pytest.mark.parametrize(("specs", "found_in_own", "asked"), [
     (["random-prefix", "seq-perm"], True, True),
@@ -162,7 +165,7 @@ def test_beginnings_are_looked_for_where_those_of_own_texts_are_found(
 
 
 @pytest.mark.usefixtures("small_probes")
-@pytest.mark.parametrize("specs", [["random-prefix"], ["random-prefix", "seq-perm"]])
+@pytest.mark.parametrize("specs", [["random-prefix"], *slow_cases(["random-prefix", "seq-perm"])])
 def test_prompts_behind_a_random_prefix_are_decoded_again(
     tiny_model: LoadModel, monkeypatch: pytest.MonkeyPatch, specs: list[str]
 ) -> None:

@@ -136,7 +136,7 @@ def test_outputs_equal_the_plain_model(
             assert float((out - expected).abs().max()) <= 1e-4, (alpha, c, m, symmetric)
 
 
-@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_any_partition_gives_the_same(tiny: TinyPath, data: st.DataObject) -> None:
     """Also prompts shorter than the number of nodes, and shards without order or reason."""
@@ -181,7 +181,7 @@ def check_seen(seen: list[Seen], made: Plan, layers: int = 4) -> None:
     assert found == {key: positions for key, positions in expected.items() if positions}
 
 
-@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=12), st.integers(1, 2))
 def test_the_driver_hands_each_compnode_its_own_tokens(tiny: TinyPath, owners: list[int], m: int) -> None:
     """And takes rows of the output from it: nothing else passes between driver and nodes."""

@@ -1,6 +1,7 @@
 """What recording nodes saw is what the plan gives them, is the plain model's, and comes back from files as it was."""
 
 import json
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -27,6 +28,7 @@ from hiddenlab.observation import check_observation, load_observation
 from hiddenlab.sharding import Plan, Positions
 from hiddenlab.testing import LAYERS, VOCABULARY, WIDTH, PlainModel
 from hiddenlab.types import Observation, Site
+from tests.marks import slow_cases
 
 TinyPath = Callable[..., str]
 Files = dict[str, dict[str, Observation]]
@@ -113,7 +115,7 @@ def expected_files(made: Plan) -> dict[str, dict[str, Positions]]:
 
 
 @pytest.mark.parametrize("symmetric", [False, True])
-@pytest.mark.parametrize("architecture", ["llama", "gemma2"])
+@pytest.mark.parametrize("architecture", ["gemma2", *slow_cases("llama")])
 def test_files_hold_the_rows_that_the_plan_gives_each_node(
     tiny: TinyPath, tmp_path: Path, architecture: str, symmetric: bool
 ) -> None:
@@ -176,7 +178,7 @@ def merged(parts: Sequence[Observation], heads: int, compressed: bool) -> Tensor
     return out
 
 
-@pytest.mark.parametrize("compress", [False, True])
+@pytest.mark.parametrize("compress", [True, *slow_cases(False)])
 @pytest.mark.parametrize("symmetric", [False, True])
 def test_partial_outputs_merge_to_the_plain_models_attention(
     tiny: TinyPath, tmp_path: Path, compress: bool, symmetric: bool
@@ -345,37 +347,40 @@ def rewritten(path: Path, changes: Mapping[str, Any]) -> Path:
     return path
 
 
+@pytest.fixture(scope="module")
+def node_file(tiny: TinyPath, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """States of the positions 0, 2 and 4; tests change copies of it."""
+    folder = tmp_path_factory.mktemp("node")
+    cascade = recorder(tiny("llama"))
+    cascade.forward(prompt(5), Plan.clustered(5, 1, alpha=2))
+    written(cascade.seen(), folder)
+    return folder / "CompNode-0" / "resid-1.safetensors"
+
+
+@pytest.fixture
+def saved(node_file: Path, tmp_path: Path) -> Path:
+    """A copy of the file that the test may change."""
+    return Path(shutil.copy(node_file, tmp_path))
+
+
 @pytest.mark.parametrize(
     "positions",
     [[4, 2, 0], [0, 0, 2], [-1, 0, 2], [0.0, 1, 2], [0, 1, True], ["0", "1", "2"], "012", 3, {"0": 1}],
     ids=str,
 )
-def test_bad_positions_are_refused(tiny: TinyPath, tmp_path: Path, positions: Any) -> None:
-    path = saved(tiny, tmp_path)
+def test_bad_positions_are_refused(saved: Path, positions: Any) -> None:
     with pytest.raises(InputError, match=r"observations\[0\].positions.* should"):
-        load_observation(rewritten(path, {"positions": positions}))
+        load_observation(rewritten(saved, {"positions": positions}))
 
 
 @pytest.mark.parametrize("positions", [[], [0, 2], [0, 2, 4, 6]], ids=str)
-def test_positions_of_another_number_of_rows_are_refused(
-    tiny: TinyPath, tmp_path: Path, positions: list[int]
-) -> None:
-    path = saved(tiny, tmp_path)
+def test_positions_of_another_number_of_rows_are_refused(saved: Path, positions: list[int]) -> None:
     with pytest.raises(InputError, match=f"3 rows, but {len(positions)} positions"):
-        load_observation(rewritten(path, {"positions": positions}))
+        load_observation(rewritten(saved, {"positions": positions}))
 
 
-def test_no_positions_means_all(tiny: TinyPath, tmp_path: Path) -> None:
-    path = saved(tiny, tmp_path)
-    assert load_observation(path).info.positions == (0, 2, 4)
-    assert load_observation(rewritten(path, {"positions": None})).info.positions is None
+def test_no_positions_means_all(saved: Path) -> None:
+    assert load_observation(saved).info.positions == (0, 2, 4)
+    assert load_observation(rewritten(saved, {"positions": None})).info.positions is None
     with pytest.raises(InputError, match="unknown stream 'queries'"):
-        load_observation(rewritten(path, {"site": {"layer": 1, "stream": "queries"}}))
-
-
-def saved(tiny: TinyPath, tmp_path: Path) -> Path:
-    """States of the positions 0, 2 and 4."""
-    cascade = recorder(tiny("llama"))
-    cascade.forward(prompt(5), Plan.clustered(5, 1, alpha=2))
-    written(cascade.seen(), tmp_path)
-    return tmp_path / "CompNode-0" / "resid-1.safetensors"
+        load_observation(rewritten(saved, {"site": {"layer": 1, "stream": "queries"}}))

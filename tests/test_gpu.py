@@ -288,6 +288,7 @@ def test_nothing_is_unpacked_outside_of_the_target(packed: Path, tmp_path: Path)
     assert not (tmp_path / "deep" / "escaped").exists()
 
 
+@pytest.mark.slow
 def test_packages_are_those_of_one_version_of_cuda(tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes")
     archive = pack._pack_packages(tmp_path / "packages.tar.xz", "13.0")

@@ -295,6 +295,15 @@ def test_an_imported_log_is_judged_by_simulated_honest_answers(tmp_path: Path) -
         assert json.loads(result.stdout)["verdict"]["diverges"] is bool(code)
 
 
+@pytest.mark.slow
+def test_an_imported_log_of_another_model_needs_the_model(tmp_path: Path) -> None:
+    """The built-in model, which is meant where none is named, does not vouch for it."""
+    log, out = tmp_path / "log.jsonl", tmp_path / "out.jsonl"
+    log.write_text(json.dumps(completion()) + "\n")
+    refused = CliRunner().invoke(app, ["verify", "import", str(log), "--out", str(out), "--no-record"])
+    assert refused.exit_code == 2 and "some/model" in refused.stderr and not out.exists()
+
+
 def test_an_imported_log_of_another_model_gets_no_verdict_for_free(tmp_path: Path) -> None:
     """None of its tokens is the model's: whatever is asked, the exit code is not 0."""
     model = save_tiny("llama", tmp_path / "model", tokenizer=True)
@@ -304,8 +313,6 @@ def test_an_imported_log_of_another_model_gets_no_verdict_for_free(tmp_path: Pat
     def verify(*words: object) -> Result:
         return CliRunner().invoke(app, ["verify", *map(str, words), "--no-record"])
 
-    refused = verify("import", log, "--out", out)
-    assert refused.exit_code == 2 and "some/model" in refused.stderr and not out.exists()
     told = verify("import", log, "--out", out, "--model", model)
     assert told.exit_code == 0 and "1 answers whose token ids are another text" in told.stdout
     assert verify("import", log, "--out", out, "--model", model).exit_code == 2  # it exists

@@ -455,6 +455,7 @@ def test_masked_models_that_do_not_do(
 # ---- every row shown: the transformer inverter
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("own_cache", "small_probes")
 def test_with_every_row_it_names_all_tokens_anew(
     tiny: TinyPath, texts: str, monkeypatch: pytest.MonkeyPatch

@@ -349,6 +349,7 @@ def test_wrong_settings_get_a_clear_answer(tiny_model: Slices) -> None:
 # ---- the experiment
 
 
+@pytest.mark.slow
 def test_the_experiment_measures(tiny: Callable[..., str], tmp_path: Path) -> None:
     model = tiny("llama", tokenizer=True)
     experiment = leak.leak(Setting(model=model, limit=2, max_tokens=6, device="cpu"), budget=300, breadth=4)

@@ -19,6 +19,7 @@ from hiddenlab.matching.layer_inversion import Equations
 from hiddenlab.models import Request, TruncatedModel, load_model
 from hiddenlab.testing import DECODERS, VOCABULARY, WINDOW
 from hiddenlab.types import AttackResult
+from tests.marks import slow_cases
 
 LoadModel = Callable[..., TruncatedModel]
 
@@ -231,6 +232,7 @@ def released(model: TruncatedModel, tokens: Sequence[int], *specs: str, **option
     return MissingTokenSearch(**options).fit(observation.info, model).recover(observation)
 
 
+@pytest.mark.slow
 def test_what_is_solved_for_is_run_and_verified(tiny_model: LoadModel) -> None:
     model, tokens = tiny_model("gpt_neox", 1), tokens_of(13, 4)
     plan = "shard:alpha=4,c=1,node=0"
@@ -242,6 +244,7 @@ def test_what_is_solved_for_is_run_and_verified(tiny_model: LoadModel) -> None:
     assert tried.ids != tokens and tried.stop_reason != "complete"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", ["qkv", pytest.param("v", marks=pytest.mark.slow)])
 def test_also_from_what_an_attention_node_is_sent(tiny_model: LoadModel, stream: str) -> None:
     model, tokens = tiny_model("gpt_neox", 2, stream), tokens_of(9, 4)
@@ -324,8 +327,8 @@ def test_where_rows_can_be_turned_back(
     assert AttentionSums.applies(observation.info, model) is can
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("here", [True, False])
+@pytest.mark.parametrize("dtype", ["bfloat16", *slow_cases("float16")])
+@pytest.mark.parametrize("here", [True, *slow_cases(False)])
 def test_rows_that_are_rounded_are_explained_as_far_as_rounding_allows(
     tiny: Callable[..., str], dtype: str, here: bool
 ) -> None:
@@ -349,6 +352,7 @@ def test_a_right_sum_leaves_what_rounding_leaves(tiny_model: LoadModel) -> None:
     assert search.best(right) < EXPLAINED / 5
 
 
+@pytest.mark.slow
 def test_many_places_are_weighed_together(tiny_model: LoadModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "BEAMED", 4)
     model, right = tiny_model("gpt_neox", 1), 0

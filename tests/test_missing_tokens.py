@@ -21,6 +21,7 @@ from hiddenlab.matching.distance import choose_matcher
 from hiddenlab.models import TruncatedModel
 from hiddenlab.testing import VOCABULARY
 from hiddenlab.types import AttackResult, Observation
+from tests.marks import slow_cases
 
 LoadModel = Callable[..., TruncatedModel]
 
@@ -44,8 +45,8 @@ def recover(model: TruncatedModel, tokens: Sequence[int], *specs: str, **options
     )
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gemma2", "gpt2"])
-@pytest.mark.parametrize("layer", [1, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("architecture", ["llama", *slow_cases("gemma2", "gpt2")])
+@pytest.mark.parametrize("layer", [1, *slow_cases(3)])
 def test_one_missing_token_is_found_within_the_vocabulary(
     tiny_model: LoadModel, architecture: str, layer: int
 ) -> None:
@@ -171,9 +172,7 @@ def test_behind_an_open_gap_few_are_tried(tiny_model: LoadModel, monkeypatch: py
     )
 
 
-@pytest.mark.parametrize(
-    "channel", ["project:count=16", pytest.param("project:count=64", marks=pytest.mark.slow), "hidden-perm"]
-)
+@pytest.mark.parametrize("channel", ["hidden-perm", *slow_cases("project:count=16", "project:count=64")])
 def test_rows_that_show_less_than_states(tiny_model: LoadModel, channel: str) -> None:
     model = tiny_model("llama", 2)
     (tokens,) = prompts_of(8)
@@ -218,7 +217,7 @@ def test_rearrangements_keep_the_tokens(tokens: list[int], data: st.DataObject) 
     assert swapped(swapped(given_, i, j), i, j) == given_
 
 
-@pytest.mark.parametrize("noise", ["gaussian:sigma=0.1", "dtype:bfloat16"])
+@pytest.mark.parametrize("noise", ["dtype:bfloat16", *slow_cases("gaussian:sigma=0.1")])
 def test_where_wrong_tokens_come_as_near_nothing_is_verified(tiny_model: LoadModel, noise: str) -> None:
     """A row that is coarse or noised is nearest to the right tokens at best; that proves none of them."""
     model = tiny_model("llama", 1)

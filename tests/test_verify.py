@@ -382,6 +382,7 @@ def test_wrong_input_gets_one_line_and_exit_code_2(
 # ---- records and plots
 
 
+@pytest.mark.slow
 def test_runs_are_recorded_with_a_plot(
     model: str, files: Files, reference: Words, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -523,6 +524,7 @@ def test_likelihood_knows_how_much_noise_is_honest(files: Files, reference: Word
     assert values[1] < values[2] < values[0]
 
 
+@pytest.mark.slow
 def test_an_audit_with_honest_examples_looks_at_perplexity(
     model: str, files: Files, reference: Words, tmp_path: Path
 ) -> None:
