@@ -97,12 +97,12 @@ def after_mpc_attack(spec: dict[str, Any], folder: Path, progress: Progress = si
             defense=tuple(stage for stage in (spec["channel"],) if stage != "identity"),
         )  # fmt: skip
         observations, secrets = [], []
-        for observation, secret in (captured := capture_all(released)):
-            whole = _summed(first(secret.tokens)[0])
+        for observation, ground_truth in (captured := capture_all(released)):
+            whole = _summed(first(ground_truth.tokens)[0])
             places = observation.info.positions
             rows = whole if places is None else whole[list(places)]
             observations.append(replace(observation, states=rows))
-            secrets.append(secret)
+            secrets.append(ground_truth)
             progress("prompts on shares", len(secrets), len(captured))
         save_truth(secrets, truth)
         save_observations(observations, seen)
@@ -187,12 +187,12 @@ def _decoder_arrays(
     """Return the arrays of the model and the prompt that ``eval/mpc/crypten_party.py`` reads."""
     assert weights.rotary is not None
     cos, sin = weights.rotary.tables(torch.arange(len(tokens)))
-    out: dict[str, Any] = {"x": weights.inputs(tokens).numpy(), "cos": cos.numpy(), "sin": sin.numpy()}
+    arrays: dict[str, Any] = {"x": weights.inputs(tokens).numpy(), "cos": cos.numpy(), "sin": sin.numpy()}
     for i, ((first, second), block) in enumerate(zip(scales, weights.blocks, strict=False)):
         assert block.gate is not None
-        out |= {
+        arrays |= {
             f"{i}.{n}": getattr(block, n).weight.T.numpy() for n in ("q", "k", "v", "o", "gate", "up", "down")
         }
-        out |= {f"{i}.norm1": block.norm1.weight.numpy(), f"{i}.norm2": block.norm2.weight.numpy()}
-        out |= {f"{i}.scale1": np.float32(first), f"{i}.scale2": np.float32(second)}
-    return out
+        arrays |= {f"{i}.norm1": block.norm1.weight.numpy(), f"{i}.norm2": block.norm2.weight.numpy()}
+        arrays |= {f"{i}.scale1": np.float32(first), f"{i}.scale2": np.float32(second)}
+    return arrays

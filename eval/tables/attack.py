@@ -153,7 +153,7 @@ def table_13(setting: Setting, budget: int = NOISY_BUDGET) -> Experiment:
 
 def _weakest(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Make one row per method: for each permutation the layer with the largest ROUGE-L, and the utility."""
-    out = []
+    result = []
     for method in ("identity", *paper.METHODS):
         figures: dict[str, Any] = {}
         missing: list[str] = []
@@ -163,27 +163,27 @@ def _weakest(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 for row in rows
                 if row["keys"].get("channel") == channel and row["keys"].get("method", "identity") == method
             ]
-            found = [row["figures"]["rouge_l"] for row in at if "rouge_l" in row["figures"]]
+            values = [row["figures"]["rouge_l"] for row in at if "rouge_l" in row["figures"]]
             missing += [
                 f"{channel}, layer {row['keys']['layer']}: {row['reason'] or 'not measured yet'}"
                 for row in at
                 if "rouge_l" not in row["figures"]
             ]
-            if found:
-                figures[f"rouge_l, {channel}"] = max(found, key=lambda figure: figure["value"])
+            if values:
+                figures[f"rouge_l, {channel}"] = max(values, key=lambda figure: figure["value"])
         quality = [row["figures"] for row in rows if row["keys"].get("defense") == method]
         figures |= quality[0] if quality else {}
         published = {f"ROUGE-L, {name}": value for name, value in paper.BEST[method].items()}
         published["LiveBench, relative"] = paper.DOWNSTREAM[method]
         status = [row["status"] for row in rows if row["keys"].get("method", "identity") == method]
-        out.append(
+        result.append(
             {
                 "keys": {"method": method}, "figures": figures, "paper": published,
                 "status": "measured" if "measured" in status else "not run",
                 "reason": "; ".join(missing) or None, "commit": None, "cell": None,
             }
         )  # fmt: skip
-    return out
+    return result
 
 
 def table_18(setting: Setting, budget: int = NOISY_BUDGET) -> Experiment:

@@ -84,16 +84,16 @@ def parse_settings(settings: list[str]) -> dict[str, Any]:
     Raises:
         InputError: there is no ``=``.
     """
-    out: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     for setting in settings:
         key, equals, value = setting.partition("=")
         if not key or not equals:
             raise InputError(f"--set {setting!r} is no NAME=VALUE")
         try:
-            out[key.replace("-", "_")] = json_module.loads(value)
+            options[key.replace("-", "_")] = json_module.loads(value)
         except ValueError:
-            out[key.replace("-", "_")] = value
-    return out
+            options[key.replace("-", "_")] = value
+    return options
 
 
 def fit(name: str, function: Any, given: dict[str, Any]) -> dict[str, Any]:

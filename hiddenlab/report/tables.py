@@ -120,15 +120,15 @@ def kind_of(name: str) -> str:
     return MORE_FIGURES.get(stem) or (FIGURES[stem][1] if stem in FIGURES else "number")
 
 
-def _with_interval(name: str, found: Mapping[str, float | int | None] | None) -> str:
-    if found is None or found.get("value") is None:
+def _with_interval(name: str, estimate: Mapping[str, float | int | None] | None) -> str:
+    if estimate is None or estimate.get("value") is None:
         return "–"
     kind = kind_of(name)
-    value = figure(name, found["value"], kind)
+    value = figure(name, estimate["value"], kind)
     low, high = (
-        figure(name, found[end], kind).removesuffix(" %").removesuffix(" ×") for end in ("low", "high")
+        figure(name, estimate[end], kind).removesuffix(" %").removesuffix(" ×") for end in ("low", "high")
     )
-    return value if found["low"] == found["high"] else f"{value} [{low}, {high}]"
+    return value if estimate["low"] == estimate["high"] else f"{value} [{low}, {high}]"
 
 
 def _published(key: str, value: Any) -> str:
