@@ -136,13 +136,13 @@ def build_attack(config: AttackConfig, progress: Progress = silent) -> Attack:
     """
     name, _ = registry.parse_spec(config.attack)
     parameters = inspect.signature(registry.resolve("attacks", name)).parameters
-    anything = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     given = {key: value for key in ATTACK_OPTIONS if (value := getattr(config, key)) is not None}
-    if not anything and (strange := [f"--{key}" for key in given if key not in parameters]):
+    if not takes_any and (unknown := [f"--{key}" for key in given if key not in parameters]):
         raise InputError(
-            f"the attack {name} has no option {', '.join(strange)}; it takes {', '.join(parameters)}"
+            f"the attack {name} has no option {', '.join(unknown)}; it takes {', '.join(parameters)}"
         )
-    if config.batch is not None and (anything or "batch" in parameters):
+    if config.batch is not None and (takes_any or "batch" in parameters):
         given["batch"] = config.batch
     attack = registry.build("attacks", config.attack, **given)
     if not isinstance(attack, Attack):

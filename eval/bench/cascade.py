@@ -86,8 +86,8 @@ def bench(
         largest difference from the plain output, start-up time and memory of a node.
     """
     kinds = [part.strip() for part in backends.split(",") if part.strip()]
-    if strange := set(kinds) - set(BACKENDS):
-        raise InputError(f"unknown backend {strange.pop()!r}; known are {', '.join(BACKENDS)}")
+    if unknown := set(kinds) - set(BACKENDS):
+        raise InputError(f"unknown backend {unknown.pop()!r}; known are {', '.join(BACKENDS)}")
     counts = parse_numbers("alphas", str(alphas))
     threads = threads or 1
     torch.set_num_threads(threads)

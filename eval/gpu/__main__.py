@@ -121,8 +121,8 @@ def _asked(names: str | None) -> list[Part]:
     if names is None:
         return list(PARTS)
     known = {part.name: part for part in PARTS}
-    if strange := [name for name in names.split(",") if name not in known]:
-        raise InputError(f"unknown part {strange[0]!r}; known are {', '.join(known)}")
+    if unknown := [name for name in names.split(",") if name not in known]:
+        raise InputError(f"unknown part {unknown[0]!r}; known are {', '.join(known)}")
     return [part for part in PARTS if part.name in names.split(",")]
 
 

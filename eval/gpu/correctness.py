@@ -194,9 +194,9 @@ def _probe(lab: Lab) -> Figures:
             probe = train_probe(rows[held:], tokens[held:], table, settings)
             named = probe.shortlist(rows[:held], 1)[1][:, 0].cpu()
             right[device.type] = float((named == tokens[:held]).float().mean())
-    here, there = right[lab.device.type], right["cpu"]
-    equal = here > 0 and abs(here - there) <= 0.02
-    return {"top1": here, "top1_cpu": there, "bound": 0.02, "equal": equal}
+    share, share_cpu = right[lab.device.type], right["cpu"]
+    equal = share > 0 and abs(share - share_cpu) <= 0.02
+    return {"top1": share, "top1_cpu": share_cpu, "bound": 0.02, "equal": equal}
 
 
 def _adapter(lab: Lab) -> Figures:

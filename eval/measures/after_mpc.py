@@ -171,13 +171,13 @@ def _norm_scales(weights: Weights, tokens: Sequence[int], layers: int) -> list[t
     """Return the factors that give typical inputs of each norm a mean square of 1; public, from the attacker's text."""
     seen: dict[tuple[int, str], float] = {}
 
-    class Looking(Plain):
+    class NormScales(Plain):
         def norm(self, x: Tensor, norm: Any, layer: int, where: str) -> Tensor:
             seen[layer, where] = float(x.square().mean(1).median().rsqrt())
             return super().norm(x, norm, layer, where)
 
     with torch.inference_mode():
-        walk(weights, weights.inputs(tokens), Looking())
+        walk(weights, weights.inputs(tokens), NormScales())
     return [(seen[layer, "norm1"], seen[layer, "norm2"]) for layer in range(1, layers + 1)]
 
 

@@ -112,7 +112,7 @@ def _settled(spec: dict[str, Any], home: Path, progress: Progress) -> str:
     plain = "+".join(p for p in variant.split("+") if p != part)
     asked = float(spec["sampling"].get("temperature", 1.0))
     few = {"limit": max(1, (spec["limit"] or 100) // TUNING_SHARE)}
-    aim = _entropy({**spec, "variant": "honest"}, home, progress)
+    target = _entropy({**spec, "variant": "honest"}, home, progress)
     at_asked = _entropy({**spec, "variant": plain}, home, progress)
     low = TUNING_AT * asked
     cold = _entropy({**spec, **few, "variant": f"{plain}+temperature={low!r}"}, home, progress)
@@ -123,7 +123,7 @@ def _settled(spec: dict[str, Any], home: Path, progress: Progress) -> str:
             f"{variant}: cross-entropy does not rise with the temperature; there is nothing to tune"
         )
     least, most = (asked * part for part in TUNING_RANGE)
-    temperature = round(min(most, max(least, asked - (at_asked - aim) / slope)), 4)
+    temperature = round(min(most, max(least, asked - (at_asked - target) / slope)), 4)
     return "+".join(f"temperature={temperature!r}" if p == part else p for p in variant.split("+"))
 
 

@@ -161,9 +161,9 @@ def order(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> Fi
         first, second = torch.triu_indices(len(places), len(places), 1)
         apart = places[second] - places[first]
         right, apart = odds[first, second] * apart > 0, apart.abs()
-        for name, some in (("pairs", apart > 0), ("near_pairs", apart <= NEAR), ("far_pairs", apart > FAR)):
-            if bool(some.any()):
-                counts[name].append((float(right[some].sum()), float(some.sum())))
+        for name, mask in (("pairs", apart > 0), ("near_pairs", apart <= NEAR), ("far_pairs", apart > FAR)):
+            if bool(mask.any()):
+                counts[name].append((float(right[mask].sum()), float(mask.sum())))
         ranks = odds.sum(1).argsort(descending=True).argsort()
         off.append(float((ranks - places).abs().float().mean()))
         progress("comparing rows", i + 1, len(prompts))

@@ -92,9 +92,9 @@ def partial_sums(spec: dict[str, Any], folder: Path, progress: Progress = silent
             for p, token in zip(places, result.tokens, strict=True)
         }
         hits = [right.get(p, (False, False)) for p in missing]
-        got = dict(zip(places, result.ids, strict=True))
+        recovered = dict(zip(places, result.ids, strict=True))
         score = score_text(
-            truth_ids=tokens, recovered_ids=[got.get(p, -1) for p in range(max(got) + 1)],
+            truth_ids=tokens, recovered_ids=[recovered.get(p, -1) for p in range(max(recovered) + 1)],
             truth_text=truncated.text(tokens), recovered_text=truncated.text(result.ids),
         )  # fmt: skip
         rows.append(

@@ -287,10 +287,10 @@ def _two_parts(tokenizer: Any, seed: int) -> list[list[list[int]]]:
     for place, i in enumerate(order):
         kept: list[str] = []
         for text in sorted(sources[i], key=len, reverse=True):
-            squeezed = " ".join(text.split())
-            if squeezed not in seen and not any(squeezed in longer for longer in kept):
-                seen.add(squeezed)
-                kept.append(squeezed)
+            line = " ".join(text.split())
+            if line not in seen and not any(line in longer for longer in kept):
+                seen.add(line)
+                kept.append(line)
                 parts[place >= 3 * len(order) // 4].append(tokenizer(text)["input_ids"])
     return parts
 

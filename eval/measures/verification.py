@@ -90,11 +90,11 @@ def agreement(spec: dict[str, Any], folder: Path, progress: Progress = silent) -
         figures["margin_p99.9"] = exactly(float(np.percentile(margins[finite], 99.9)), int(finite.sum()))
     figures |= as_figures(estimates)
     rows = scores["drawn"].reshape(shape)
-    theirs = scored({**spec, "variant": spec["against"]}, home, progress)["drawn"].reshape(shape)
-    figures["mmd_p"] = exactly(mmd_test(rows, theirs, np.random.default_rng(spec["seed"])), len(rows))
+    other_rows = scored({**spec, "variant": spec["against"]}, home, progress)["drawn"].reshape(shape)
+    figures["mmd_p"] = exactly(mmd_test(rows, other_rows, np.random.default_rng(spec["seed"])), len(rows))
     if spec["turns"] > 1:
         of = [i // spec["turns"] for i in range(len(rows))]
-        p = mmd_test(rows, theirs, np.random.default_rng(spec["seed"]), prompts=of)
+        p = mmd_test(rows, other_rows, np.random.default_rng(spec["seed"]), prompts=of)
         figures["mmd_by_prompt_p"] = exactly(p, len(rows))
     return figures
 

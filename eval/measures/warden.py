@@ -67,8 +67,8 @@ def narrowed(replay: Replay, noise_sd: float, least: int) -> risk.Evidence:
     if filtered:
         last = kept(values, replay.sampling).sum(1, keepdim=True)
         boundary = (values.gather(1, last - 1) + values.gather(1, last)) / 2
-        able = int((values > boundary - REACH * noise_sd).sum(1).max())
-        ids = ids[:, : max(able, least) + 1].clone()
+        count = int((values > boundary - REACH * noise_sd).sum(1).max())
+        ids = ids[:, : max(count, least) + 1].clone()
         outside = ~(ids == replay.tokens[:, None]).any(1)
         ids[outside, -1] = replay.tokens[outside]
     return risk.Evidence(

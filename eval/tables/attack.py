@@ -87,15 +87,15 @@ def table_9_12(setting: Setting) -> Experiment:
     cells = []
     for channel in paper.PERMUTATIONS:
         for layer in setting.at((1, 11) if setting.scale == "small" else paper.LAYERS):
-            for how in ("auto", "calibrated"):
+            for epsilon in ("auto", "calibrated"):
                 published = {
                     f"epsilon, {model}": paper.EPSILON[channel][model].get(layer)
-                    if how == "calibrated" and channel not in SHUFFLED_ROWS
+                    if epsilon == "calibrated" and channel not in SHUFFLED_ROWS
                     else None
                     for model in (paper.GEMMA, paper.LLAMA)
                 }
-                keys = {"channel": channel, "layer": layer, "epsilon": how}
-                cells.append(attack_cell(setting, keys, layer, channel, published, epsilon=how))
+                keys = {"channel": channel, "layer": layer, "epsilon": epsilon}
+                cells.append(attack_cell(setting, keys, layer, channel, published, epsilon=epsilon))
     return Experiment(
         "Tables 9 and 11: thresholds, measured and by a surrogate of the paper's search",
         cells,

@@ -103,8 +103,8 @@ def fit(name: str, function: Any, given: dict[str, Any]) -> dict[str, Any]:
         InputError: the function does not declare one of them, or one has another type.
     """
     taken = _declared(function, given)
-    if strange := [f"--{key.replace('_', '-')}" for key in given if key not in taken]:
-        raise InputError(f"{name} has no option {', '.join(strange)}")
+    if unknown := [f"--{key.replace('_', '-')}" for key in given if key not in taken]:
+        raise InputError(f"{name} has no option {', '.join(unknown)}")
     kinds = get_type_hints(function)
     return {key: _of_kind(key, value, kinds.get(key)) for key, value in taken.items()}
 

@@ -81,8 +81,8 @@ def differences(before: Sequence[Sample], after: Sequence[Sample]) -> list[dict[
     second = {sample["index"]: sample for sample in after}
     for sample in before:
         other = second.get(sample["index"], {})
-        if what := [name for name in COMPARED if sample.get(name) != other.get(name)]:
-            changes.append({"id": sample["id"], "what": what})
+        if names := [name for name in COMPARED if sample.get(name) != other.get(name)]:
+            changes.append({"id": sample["id"], "what": names})
     return changes
 
 

@@ -72,8 +72,8 @@ def _check_place(runs_dir: Path) -> None:
     Raises:
         InputError: no directory can be made there.
     """
-    there = next(path for path in (runs_dir.resolve(), *runs_dir.resolve().parents) if path.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+    folder = next(path for path in (runs_dir.resolve(), *runs_dir.resolve().parents) if path.exists())
+    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
         raise InputError(
             f"cannot record the run in {runs_dir}; name another place with --runs-dir, or --no-record"
         )

@@ -201,30 +201,30 @@ def check_loaded(
         InputError: a tensor is missing, has another shape, or belongs to a layer of another architecture.
     """
     if prefixes is None:
-        stands = "none of its tensors has a name of this architecture"
+        hint = "none of its tensors has a name of this architecture"
     elif prefixes.base:
-        stands = f"the names of its tensors begin with {prefixes.base!r}"
+        hint = f"the names of its tensors begin with {prefixes.base!r}"
     else:
-        stands = "nothing stands before the names of its tensors"
+        hint = "nothing stands before the names of its tensors"
     missing = set(info["missing_keys"])
     if not final_norm:
         missing -= _final_norm(model)
     if missing:
-        raise InputError(f"{label} does not give {_listed(missing)}, which is needed; {stands}")
+        raise InputError(f"{label} does not give {_listed(missing)}, which is needed; {hint}")
     if wrong := sorted(info["mismatched_keys"]):
         _, given, needed = wrong[0]
         raise InputError(
-            f"{label} gives {_listed(key[0] for key in wrong)} in another shape than is needed, {tuple(given)} "
-            f"and not {tuple(needed)}: it does not fit its config.json, or the first layers cannot be loaded without "
-            "the others"
+            f"{label} gives {_listed(key[0] for key in wrong)} in another shape than is needed, "
+            f"{tuple(given)} and not {tuple(needed)}: it does not fit its config.json, or the first layers "
+            "cannot be loaded without the others"
         )
     own, layers = _own_prefix(model), _layers_name(model)
     if layers is not None:
         count = len(model.get_submodule(layers))
         kept = tuple(f"{layers.removeprefix(own)}.{i}." for i in range(count))
-        if strange := [n for n in info["unexpected_keys"] if n.removeprefix(own).startswith(kept)]:
+        if unknown := [n for n in info["unexpected_keys"] if n.removeprefix(own).startswith(kept)]:
             raise InputError(
-                f"{label} gives {_listed(strange)}, which {type(model).__name__} has no place for: its layers "
+                f"{label} gives {_listed(unknown)}, which {type(model).__name__} has no place for: its layers "
                 "compute something else (an adapter that is not merged, or another architecture)"
             )
 

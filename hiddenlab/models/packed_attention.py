@@ -68,14 +68,14 @@ class Alike:
         heads, kv_heads, length = q.shape[0], k.shape[0], prefix + tokens
         step = max(1, score_elements(q.device) // (max(heads * tokens, kv_heads * q.shape[2]) * length))
         for part in range(0, len(self.requests), step):
-            some, own = self.requests[part : part + step], self.own[part : part + step].flatten()
+            requests, own = self.requests[part : part + step], self.own[part : part + step].flatten()
             mine, new_keys, new_values = (
-                x[:, own].unflatten(1, (len(some), tokens)).transpose(0, 1) for x in (q, k, v)
+                x[:, own].unflatten(1, (len(requests), tokens)).transpose(0, 1) for x in (q, k, v)
             )
-            keys = k.new_empty(len(some), kv_heads, length, k.shape[2])
-            values = v.new_empty(len(some), kv_heads, length, v.shape[2])
+            keys = k.new_empty(len(requests), kv_heads, length, k.shape[2])
+            values = v.new_empty(len(requests), kv_heads, length, v.shape[2])
             if prefix:
-                for i, request in enumerate(some):
+                for i, request in enumerate(requests):
                     keys[i, :, :prefix], values[i, :, :prefix] = request.prefix.store.view(layer)
             keys[:, :, prefix:], values[:, :, prefix:] = new_keys, new_values
             # Query heads of one key/value head stand beside each other.

@@ -194,8 +194,8 @@ def _by_row(axis: Any, rows: Sequence[Mapping[str, Any]], name: str, label: str)
     axis.grid(axis="x", color="#e3e5e8", linewidth=0.8)
     published = [(place, value) for place, row in enumerate(rows) for value in _papers(row, label)]
     if published:
-        spots, marks = zip(*published, strict=True)
-        axis.plot(marks, spots, "D", color=COLOURS[1], markersize=5, zorder=4, label="the paper's")
+        positions, marks = zip(*published, strict=True)
+        axis.plot(marks, positions, "D", color=COLOURS[1], markersize=5, zorder=4, label="the paper's")
 
 
 def _over_key(axis: Any, rows: Sequence[Mapping[str, Any]], over: str, figures: Mapping[str, str]) -> None:

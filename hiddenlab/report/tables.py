@@ -106,9 +106,9 @@ def grid(table: Mapping[str, Any]) -> Grid:
         line += [_published(key, row["paper"].get(key)) for key in published]
         measured = row["status"] == "measured"
         if not measured or row["reason"]:
-            what = ", ".join(map(_plain, row["keys"].values()))
-            how = "in part not run" if measured else "not run"
-            reasons.append(f"{how}: {what}: {row['reason'] or 'not measured yet'}")
+            label = ", ".join(map(_plain, row["keys"].values()))
+            status = "in part not run" if measured else "not run"
+            reasons.append(f"{status}: {label}: {row['reason'] or 'not measured yet'}")
         lines.append(line)
     header = [*keys, *(table["figures"][name] for name in names), *(PAPER + key for key in published)]
     return Grid(header, lines, len(keys), len(published), list(dict.fromkeys(reasons)))
