@@ -175,13 +175,13 @@ def attack_cell(
 
 def split_specs(text: str) -> list[str]:
     """Split specs at commas, each once; ``key=value`` without a name belongs to the spec before it."""
-    found: list[str] = []
+    specs: list[str] = []
     for part in (piece.strip() for piece in text.split(",")):
-        if found and "=" in part and ":" not in part:
-            found[-1] += f",{part}"
+        if specs and "=" in part and ":" not in part:
+            specs[-1] += f",{part}"
         else:
-            found.append(part)
-    return list(dict.fromkeys(found))
+            specs.append(part)
+    return list(dict.fromkeys(specs))
 
 
 def conduct(
@@ -242,10 +242,10 @@ def conduct(
         "rows": rows if experiment.fold is None else experiment.fold(rows),
         "versions": list(
             dict.fromkeys(
-                one
+                commit
                 for row in rows
                 if row["status"] == MEASURED and row["commit"]
-                for one in row["commit"].split(", ")
+                for commit in row["commit"].split(", ")
             )
         ),
         "notes": list(experiment.notes),
@@ -295,11 +295,11 @@ def measure_cell(cell: Cell, home: Path, fresh: bool = False, progress: Progress
 def load_result(cell: Cell, home: Path) -> Result | None:
     """Load a cell's result, or the reason why it failed; None without one of this format and this cell."""
     try:
-        found: Result = dict(read(cell.folder(home) / RESULT, CellResult))
+        result: Result = dict(read(cell.folder(home) / RESULT, CellResult))
     except InputError:
         return None
-    of = replace(cell, measure=found["measure"], spec=found["spec"])
-    return found if of.digest == found["digest"] == cell.digest else None
+    of = replace(cell, measure=result["measure"], spec=result["spec"])
+    return result if of.digest == result["digest"] == cell.digest else None
 
 
 def is_measured(result: Result | None) -> bool:

@@ -201,11 +201,14 @@ class Channel:
         info = self._public(model, provider)
         released = []
         prepared = (self._prepare(provider, p, generator) for p in prompts)
-        for pack in packs(prepared, lambda one: len(one.inputs), provider.max_pass_tokens):
+        for pack in packs(prepared, lambda prompt: len(prompt.inputs), provider.max_pass_tokens):
             with quiet_bitsandbytes():
-                answers = provider.run([Request(provider.prefix(), one.inputs) for one in pack], keep=False)
+                answers = provider.run(
+                    [Request(provider.prefix(), prompt.inputs) for prompt in pack], keep=False
+                )
             released += [
-                self._finish(one, answer.states, info) for one, answer in zip(pack, answers, strict=True)
+                self._finish(prompt, answer.states, info)
+                for prompt, answer in zip(pack, answers, strict=True)
             ]
         return released
 
@@ -318,19 +321,19 @@ def suppose(info: ObservationInfo, strength: float) -> ObservationInfo:
     return info
 
 
-def in_order(observation: Observation, secret: GroundTruth) -> Float[Tensor, "rows d"]:
+def in_order(observation: Observation, truth: GroundTruth) -> Float[Tensor, "rows d"]:
     """Return the rows of one's own release in the prompt's order."""
     states = observation.states
     return (
         states
-        if secret.row_order is None
-        else states[torch.tensor(secret.row_order, device=states.device).argsort()]
+        if truth.row_order is None
+        else states[torch.tensor(truth.row_order, device=states.device).argsort()]
     )
 
 
 def by_channel(observations: Iterable[Observation], size: int) -> Iterator[list[Observation]]:
     """Yield groups of neighbouring observations that one preparation serves, at most ``size`` in each."""
-    for _, same in groupby(observations, key=lambda one: as_whole(one.info)):
+    for _, same in groupby(observations, key=lambda observation: as_whole(observation.info)):
         while group := list(islice(same, size)):
             yield group
 

@@ -88,8 +88,10 @@ class AttackConfig:
         if self.prompt is not None and self.column is not None:
             raise InputError("--column goes with --prompts; a PROMPT has no columns")
         given = {"a PROMPT": self.prompt, "--prompts": self.prompts, "--max-tokens": self.max_tokens}
-        if self.observation is not None and (strange := [name for name in given if given[name] is not None]):
-            raise InputError(f"--observation brings its own states; leave out {', '.join(strange)}")
+        if self.observation is not None and (
+            conflicts := [name for name in given if given[name] is not None]
+        ):
+            raise InputError(f"--observation brings its own states; leave out {', '.join(conflicts)}")
         if self.truth is not None and self.observation is None:
             raise InputError(
                 "--truth goes with --observation; without it the prompts themselves are the truth"

@@ -136,13 +136,13 @@ def build_attack(config: AttackConfig, progress: Progress = silent) -> Attack:
     """
     name, _ = registry.parse_spec(config.attack)
     parameters = inspect.signature(registry.resolve("attacks", name)).parameters
-    anything = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     given = {key: value for key in ATTACK_OPTIONS if (value := getattr(config, key)) is not None}
-    if not anything and (strange := [f"--{key}" for key in given if key not in parameters]):
+    if not takes_any and (unknown := [f"--{key}" for key in given if key not in parameters]):
         raise InputError(
-            f"the attack {name} has no option {', '.join(strange)}; it takes {', '.join(parameters)}"
+            f"the attack {name} has no option {', '.join(unknown)}; it takes {', '.join(parameters)}"
         )
-    if config.batch is not None and (anything or "batch" in parameters):
+    if config.batch is not None and (takes_any or "batch" in parameters):
         given["batch"] = config.batch
     attack = registry.build("attacks", config.attack, **given)
     if not isinstance(attack, Attack):
@@ -208,9 +208,9 @@ def load_truth(path: Path) -> list[GroundTruth]:
     """
     stored = parse(read_bytes(path), _Truths, str(path), TRUTH_FORMAT)
     secrets = [row.secret() for row in stored.secrets]
-    for i, secret in enumerate(secrets):
-        order = secret.row_order or ()
-        if len(set(order)) < len(order) or max(order, default=0) >= len(secret.tokens):
+    for i, truth in enumerate(secrets):
+        order = truth.row_order or ()
+        if len(set(order)) < len(order) or max(order, default=0) >= len(truth.tokens):
             raise InputError(f"{path}: secrets[{i}].row_order names a row twice, or one that there is not")
     return secrets
 
@@ -264,8 +264,8 @@ def _given(
                 f"{config.truth} is not the truth of {config.observation}: "
                 "its tokens, or their order, do not fit the rows"
             )
-        for i, secret in enumerate(secrets):
-            if (token := max(secret.tokens)) >= model.vocab_size:
+        for i, ground_truth in enumerate(secrets):
+            if (token := max(ground_truth.tokens)) >= model.vocab_size:
                 raise InputError(
                     f"{config.truth}: secrets[{i}].tokens holds {token}, and {model.ref.name} has "
                     f"{model.vocab_size} tokens; it is the truth of another model"
@@ -278,14 +278,14 @@ def _given(
     return cases[: config.limit]
 
 
-def _fits(secret: GroundTruth, observation: Observation) -> bool:
+def _fits(truth: GroundTruth, observation: Observation) -> bool:
     """Return whether an observation can be of this prompt, by its length; of a shard, by its last row."""
-    places, order = observation.info.positions, secret.row_order
-    if observation.info.rows_permuted and sorted(order or ()) != list(range(len(secret.tokens))):
+    places, order = observation.info.positions, truth.row_order
+    if observation.info.rows_permuted and sorted(order or ()) != list(range(len(truth.tokens))):
         return False
     if places is None:
-        return len(secret.tokens) == len(observation.states)
-    return len(places) == len(observation.states) and places[-1] < len(secret.tokens)
+        return len(truth.tokens) == len(observation.states)
+    return len(places) == len(observation.states) and places[-1] < len(truth.tokens)
 
 
 def _with_public(config: AttackConfig, info: ObservationInfo) -> AttackConfig:

@@ -50,10 +50,12 @@ def load_observation(path: str | Path) -> Observation:
     Raises:
         InputError: see ``load_observations``; or the file holds several.
     """
-    found = load_observations(path)
-    if len(found) != 1:
-        raise InputError(f"{path} holds {len(found)} observations where one is wanted; use load_observations")
-    return found[0]
+    observations = load_observations(path)
+    if len(observations) != 1:
+        raise InputError(
+            f"{path} holds {len(observations)} observations where one is wanted; use load_observations"
+        )
+    return observations[0]
 
 
 def save_observations(observations: Sequence[Observation], path: str | Path) -> None:
@@ -148,14 +150,14 @@ def check_info(info: ObservationInfo, model: TruncatedModel) -> None:
         )
 
 
-def same_signature(one: Sequence[float], other: Sequence[float]) -> bool:
+def same_signature(signature: Sequence[float], other: Sequence[float]) -> bool:
     """Return whether every entry agrees within 2 %, or within 1 % of the entries' root mean square."""
-    if len(one) != len(other) or not one:
+    if len(signature) != len(other) or not signature:
         return False
     slack = SIGNATURE_ABSOLUTE * math.sqrt(sum(x * x for x in other) / len(other))
     return all(
         abs(a - b) <= SIGNATURE_RELATIVE * max(abs(a), abs(b)) + slack
-        for a, b in zip(one, other, strict=True)
+        for a, b in zip(signature, other, strict=True)
     )
 
 

@@ -202,15 +202,15 @@ def resolve(kind: str, name: str) -> Callable[..., Any]:
         raise UnknownNameError(f"unknown {_SINGULAR[kind]} {name!r}{hint} known: {', '.join(table)}")
     entry = table[name]
     try:
-        found = entry.load()
+        factory = entry.load()
     except Exception as error:  # a plugin's import may fail in any way; the user is told which plugin it is
         raise HiddenlabError(
             f"cannot load the {_SINGULAR[kind]} {name!r} ({entry.value}, from {_origin(entry)}): "
             f"{type(error).__name__}: {_first_line(error)}"
         ) from error
-    if not callable(found):
+    if not callable(factory):
         raise HiddenlabError(f"the {_SINGULAR[kind]} {name!r} ({entry.value}) is no class or function")
-    return found  # type: ignore[no-any-return]
+    return factory  # type: ignore[no-any-return]
 
 
 def parse_spec(spec: str) -> tuple[str, dict[str, str]]:
@@ -290,12 +290,12 @@ def describe(kind: str) -> list[Description]:
     lines = []
     for name in names(kind):
         try:
-            found = resolve(kind, name)
+            factory = resolve(kind, name)
         except HiddenlabError as error:
             lines.append(Description(name, f"not usable: {error}", ""))
             continue
-        doc = (inspect.getdoc(found) or "").strip().splitlines()
-        lines.append(Description(name, doc[0] if doc else "", _listing(_parameters(found))))
+        doc = (inspect.getdoc(factory) or "").strip().splitlines()
+        lines.append(Description(name, doc[0] if doc else "", _listing(_parameters(factory))))
     return lines
 
 
@@ -332,11 +332,11 @@ def _parameters(factory: Callable[..., Any]) -> dict[str, inspect.Parameter]:
         hints: Mapping[str, Any] = get_type_hints(function)
     except Exception:  # annotations that only a type checker can resolve stay texts
         hints = {}
-    found = {}
+    result = {}
     for name, parameter in inspect.signature(factory).parameters.items():
         if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
-            found[name] = parameter.replace(annotation=hints.get(name, parameter.annotation))
-    return found
+            result[name] = parameter.replace(annotation=hints.get(name, parameter.annotation))
+    return result
 
 
 def _listing(known: Mapping[str, inspect.Parameter]) -> str:

@@ -142,12 +142,12 @@ class Plan:
             splits[j] += (t,)
             shards[i] += (t,)
         # The plan was valid before: checking all positions again would cost more than adding the new ones.
-        out = object.__new__(Plan)
+        plan = object.__new__(Plan)
         for name, value in vars(self).items():
-            object.__setattr__(out, name, value)
+            object.__setattr__(plan, name, value)
         for name, value in (("tokens", tokens), ("shards", tuple(shards)), ("splits", tuple(splits))):
-            object.__setattr__(out, name, value)
-        return out
+            object.__setattr__(plan, name, value)
+        return plan
 
     @property
     def alpha(self) -> int:
@@ -178,10 +178,13 @@ class Plan:
 
     def describe(self) -> dict[str, Any]:
         """Return the plan as plain data for ``described``; a few numbers where it was dealt."""
-        out: dict[str, Any] = {"tokens": self.tokens, "symmetric": self.symmetric, "m": self.m}
+        description: dict[str, Any] = {"tokens": self.tokens, "symmetric": self.symmetric, "m": self.m}
         if self.dealt is not None:
-            return out | {"dealt": list(self.dealt)}
-        return out | {"shards": [list(s) for s in self.shards], "splits": [list(s) for s in self.splits]}
+            return description | {"dealt": list(self.dealt)}
+        return description | {
+            "shards": [list(s) for s in self.shards],
+            "splits": [list(s) for s in self.splits],
+        }
 
     @classmethod
     def described(cls, data: Mapping[str, Any]) -> "Plan":
@@ -225,16 +228,16 @@ class Plan:
             rho: the vocab-matching threshold (Definition 7.2): one more than the unknown tokens in a row that an
                 attacker can search.
         """
-        out = []
+        violations = []
         for i, shard in enumerate(self.shards):
             for before, after in gaps(shard):
                 missing = after - before - 1
                 if missing < rho:
-                    out.append(
+                    violations.append(
                         f"CompNode {i} holds tokens {before} and {after}, with a gap of {missing} between them; "
                         f"at least {rho} are needed"
                     )
-        return out
+        return violations
 
 
 def split(shards: Sequence[Positions], m: int) -> tuple[Positions, ...]:

@@ -110,7 +110,7 @@ def summarise(samples: Sequence[Sample]) -> dict[str, Any]:
     tokens = sum(s["tokens"] for s in done)
     attack, prefill = _total(done, "seconds"), _total(done, "prefill_seconds")
     evaluated, calls = _total(done, "evaluated_tokens"), _total(done, "forward_calls")
-    unseen, found = (
+    unseen, hits = (
         sum(s.get(name) or 0 for s in done) for name in ("missing_tokens", "missing_tokens_right")
     )
     epsilons = [s["epsilon"] for s in done if s.get("epsilon") is not None]
@@ -122,7 +122,7 @@ def summarise(samples: Sequence[Sample]) -> dict[str, Any]:
             name: _mean(done, name)
             for name in ("exact", "token_accuracy", "bag_of_tokens_recall", "rouge_l", "bleu")
         },
-        "missing_token_accuracy": found / unseen if unseen else None,
+        "missing_token_accuracy": hits / unseen if unseen else None,
         "verified": sum(s["verified"] * s["tokens"] for s in done) / tokens if tokens else None,
         "evaluated_tokens_per_token": evaluated / tokens if evaluated is not None and tokens else None,
         "forward_calls_per_prompt": calls / len(done) if calls is not None else None,

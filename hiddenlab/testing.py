@@ -85,7 +85,7 @@ def save_tiny(
         # Architectures draw in the same order: with one seed their embeddings would be the same.
         torch.manual_seed(len(ARCHITECTURES) * seed + ARCHITECTURES.index(architecture))
         model = factory.from_config(config, dtype=torch.float32)
-        _shake(model)
+        _perturb(model)
     with quiet_transformers():
         model.save_pretrained(folder)
     if tokenizer:
@@ -93,7 +93,7 @@ def save_tiny(
     return str(folder)
 
 
-def _shake(model: nn.Module) -> None:
+def _perturb(model: nn.Module) -> None:
     """Move biases and norm weights off 0 and 1, where a forgotten one would not show."""
     with torch.no_grad():
         for parameter in model.parameters():

@@ -86,8 +86,8 @@ def bench(
         largest difference from the plain output, start-up time and memory of a node.
     """
     kinds = [part.strip() for part in backends.split(",") if part.strip()]
-    if strange := set(kinds) - set(BACKENDS):
-        raise InputError(f"unknown backend {strange.pop()!r}; known are {', '.join(BACKENDS)}")
+    if unknown := set(kinds) - set(BACKENDS):
+        raise InputError(f"unknown backend {unknown.pop()!r}; known are {', '.join(BACKENDS)}")
     counts = parse_numbers("alphas", str(alphas))
     threads = threads or 1
     torch.set_num_threads(threads)
@@ -167,7 +167,7 @@ def bench_decode(
         for done, length in enumerate(counts):
             tokens = torch.randint(0, cascade.facts.vocabulary, (length,), generator=generator)
             plan = Plan.clustered(length, c, alpha=alpha, m=m, symmetric=True)
-            found, ours = _timed_tokens(generate(cascade, tokens, plan, new_tokens=new_tokens))
+            output, ours = _timed_tokens(generate(cascade, tokens, plan, new_tokens=new_tokens))
             expected, theirs = _timed_tokens(plain_tokens(plain, tokens, new_tokens))
             rows.append(
                 {
@@ -177,7 +177,7 @@ def bench_decode(
                     "over_plain": ours / theirs,
                     "growth": 1e3 * ours / rows[0]["ms_per_token"] if rows else 1.0,
                     "plain_growth": 1e3 * theirs / rows[0]["plain_ms_per_token"] if rows else 1.0,
-                    "same_tokens": found == expected,
+                    "same_tokens": output == expected,
                 }
             )
             progress("decoding", done + 1, len(counts))
@@ -186,11 +186,11 @@ def bench_decode(
 
 def _timed_tokens(tokens: Iterator[int]) -> tuple[list[int], float]:
     """Return the tokens, and the median seconds between them."""
-    found, times = [], []
+    ids, times = [], []
     for token in tokens:
-        found.append(token)
+        ids.append(token)
         times.append(time.perf_counter())
-    return found, statistics.median(b - a for a, b in pairwise(times))
+    return ids, statistics.median(b - a for a, b in pairwise(times))
 
 
 def plain_tokens(model: Any, tokens: Tensor, new: int) -> Iterator[int]:
@@ -276,10 +276,12 @@ def _measure(
         name: {key: (value - before[name][key]) / repeats for key, value in counters.items()}
         for name, counters in after.items()
     }
-    comps = [one for name, one in spent.items() if name.startswith("Comp")]
-    slowest = max(comps, key=lambda one: sum(one[key] for key in ("compute", "send", "wait", "merge")))
-    payload = sum(one.get("sent_payload", 0) for one in spent.values())
-    framing = sum(one.get("sent_framing", 0) for one in spent.values())
+    comps = [counters for name, counters in spent.items() if name.startswith("Comp")]
+    slowest = max(
+        comps, key=lambda counters: sum(counters[key] for key in ("compute", "send", "wait", "merge"))
+    )
+    payload = sum(counters.get("sent_payload", 0) for counters in spent.values())
+    framing = sum(counters.get("sent_framing", 0) for counters in spent.values())
     memory: dict[str, int] = getattr(cascade, "memory", dict)()
     return {
         "seconds": statistics.median(ours),

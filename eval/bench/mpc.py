@@ -111,11 +111,11 @@ def bench(
     def cascade(backend: str, alphas: list[int], **network: Any) -> list[dict[str, Any]]:
         if not alphas:
             return []
-        found = bench_cascade.bench(
+        result = bench_cascade.bench(
             model=model, depth=depth, max_tokens=max_tokens, alphas=",".join(map(str, alphas)), backends=backend,
             repeats=repeats, seed=seed, threads=threads, progress=progress, **network,
         )  # fmt: skip
-        return list(found["rows"])
+        return list(result["rows"])
 
     cascades: list[dict[str, Any]] = []
     for backend in (part.strip() for part in backends.split(",")):
@@ -203,27 +203,27 @@ def _published() -> list[dict[str, Any]]:
 def _baseline(run: Any, job: Mapping[str, Any], timeout: float, link: Link | None) -> dict[str, Any]:
     """Run a library and return its row; where it cannot run, the row holds the reason."""
     try:
-        found = run(job, timeout)
+        result = run(job, timeout)
     except HiddenlabError as error:
         return {"seconds": None, "megabytes": None, "error": None, "not_run": str(error)}
-    out = {
-        "seconds": statistics.median(found["seconds"]),
-        "seconds_low": min(found["seconds"]),
-        "seconds_high": max(found["seconds"]),
-        "megabytes": statistics.median(found["bytes"]) / 1e6,
-        "error": found["error"],
-        "error_exact": found["error_exact"],
+    row = {
+        "seconds": statistics.median(result["seconds"]),
+        "seconds_low": min(result["seconds"]),
+        "seconds_high": max(result["seconds"]),
+        "megabytes": statistics.median(result["bytes"]) / 1e6,
+        "error": result["error"],
+        "error_exact": result["error_exact"],
     }
-    out["rounds"] = statistics.median(found["rounds"])
+    row["rounds"] = statistics.median(result["rounds"])
     if link is not None:
-        each = out["megabytes"] * 1e6 / found["parties"]
-        out["seconds_on_link"] = out["seconds"] + out["rounds"] * link.latency + each / link.bandwidth
-    if "embedding" in found:
-        out |= {f"embedding_{name}": value for name, value in found["embedding"].items()}
-    return out
+        each = row["megabytes"] * 1e6 / result["parties"]
+        row["seconds_on_link"] = row["seconds"] + row["rounds"] * link.latency + each / link.bandwidth
+    if "embedding" in result:
+        row |= {f"embedding_{name}": value for name, value in result["embedding"].items()}
+    return row
 
 
-def draw(rows: Sequence[Mapping[str, Any]], title: str, out: Path) -> None:
+def draw(rows: Sequence[Mapping[str, Any]], title: str, path: Path) -> None:
     """Draw seconds (also on a link, where there is one) and megabytes of every scheme as bars on logarithmic scales.
 
     Raises:
@@ -234,6 +234,6 @@ def draw(rows: Sequence[Mapping[str, Any]], title: str, out: Path) -> None:
     panels = {"seconds": "seconds", "seconds_on_link": "seconds on the link", "megabytes": "megabytes sent"}
     panels = {name: label for name, label in panels.items() if any(row.get(name) for row in rows)}
     try:
-        draw_bars(rows, "scheme", panels, title, out)
+        draw_bars(rows, "scheme", panels, title, path)
     except (OSError, ValueError) as error:
-        raise HiddenlabError(f"cannot write {out}: {error}") from None
+        raise HiddenlabError(f"cannot write {path}: {error}") from None

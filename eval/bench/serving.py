@@ -18,7 +18,7 @@ from hiddenlab.types import Progress, silent
 
 PATH = "/v1/completions"
 PATIENCE = 600.0
-AGAIN = 0.05  # seconds until a refused request is sent again
+RETRY_SECONDS = 0.05  # seconds until a refused request is sent again
 
 
 def bench(
@@ -53,8 +53,8 @@ def bench(
     from hiddenlab.defenses.cascade import serve
     from hiddenlab.defenses.cascade.service import Limits
 
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        port = int(found.getsockname()[1])
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = int(listener.getsockname()[1])
     nodes = Backend(kind="ray", model=model, compress=True, threads=threads or 1, timeout=timeout)
     limits = Limits(running=running, new_tokens=max(long, new_tokens), default_new_tokens=new_tokens)
     with reserved("127.0.0.1", port):
@@ -159,7 +159,7 @@ class _Client:
         while self._running() < clients:
             if time.monotonic() > until:
                 raise HiddenlabError("the server does not take its clients")
-            time.sleep(AGAIN)
+            time.sleep(RETRY_SECONDS)
         time.sleep(1.0)  # they are being answered
         for connection in connections:
             assert connection.sock is not None
@@ -170,7 +170,7 @@ class _Client:
             refused += 1
             if time.perf_counter() - started > PATIENCE:
                 raise HiddenlabError("the server works on for clients that have gone")
-            time.sleep(AGAIN)
+            time.sleep(RETRY_SECONDS)
         if reply.status != 200:
             raise HiddenlabError(f"the server answers with {reply.status}")
         return time.perf_counter() - started, refused

@@ -54,7 +54,7 @@ def main(
 
 
 def run(
-    out: Path,
+    folder: Path,
     minutes: float,
     resume: Path | None,
     names: str | None,
@@ -62,7 +62,7 @@ def run(
     commit: str | None,
     rehearse: bool,
 ) -> int:
-    """Run the chosen measurements and write them to ``out``.
+    """Run the chosen measurements and write them to ``folder``.
 
     Returns:
         The exit code: 0; 1 if a measurement failed, found a wrong result, or lost its process; 130 if interrupted.
@@ -73,21 +73,21 @@ def run(
     asked = _asked(names)
     if not rehearse:
         _check_card(device)
-    _make(out)
-    lock = FileLock(out / ".lock")
+    _make(folder)
+    lock = FileLock(folder / ".lock")
     try:
         lock.acquire(timeout=0)
     except Timeout:
-        raise InputError(f"another run writes into {out}; wait for it, or take another folder") from None
+        raise InputError(f"another run writes into {folder}; wait for it, or take another folder") from None
     except OSError as error:
-        raise InputError(f"cannot write into {out}: {error.strerror or error}") from None
-    setting = _with_model(Setting(device, rehearse, commit=commit), out)
+        raise InputError(f"cannot write into {folder}: {error.strerror or error}") from None
+    setting = _with_model(Setting(device, rehearse, commit=commit), folder)
     result = Result(setting) if resume is None else load_result(resume, setting)
 
     def write(result: Result) -> None:
-        _make(out)
-        _replace(out / RESULT, json.dumps(to_json(result, PARTS), indent=1, allow_nan=False) + "\n")
-        _replace(out / TABLE, markdown(result, PARTS))
+        _make(folder)
+        _replace(folder / RESULT, json.dumps(to_json(result, PARTS), indent=1, allow_nan=False) + "\n")
+        _replace(folder / TABLE, markdown(result, PARTS))
 
     code = 0
     # When a signal ends this process, stop its part and write what was measured.
@@ -95,18 +95,18 @@ def run(
     try:
         run_parts(asked, result, minutes=minutes, tell=_tell, write=write)
     except KeyboardInterrupt:
-        _tell(f"interrupted; go on with --resume {out}")
+        _tell(f"interrupted; go on with --resume {folder}")
         code = INTERRUPTED
     finally:
         signal.signal(signal.SIGTERM, before)
         write(result)
         lock.release()
     for name, cells in left_out(result, asked).items():
-        _tell(f"left out: {name}, {len(cells)} measurements; go on with --resume {out}")
+        _tell(f"left out: {name}, {len(cells)} measurements; go on with --resume {folder}")
     wrong = [row for part in PARTS for row in result.of(part.name) if _wrong(row)]
     for row in wrong:
         _tell(f"wrong or failed: {row['part']} {row['cell']}: {row['reason'] or 'not equal'}")
-    _tell(f"tables: {out / TABLE}")
+    _tell(f"tables: {folder / TABLE}")
     return code or int(bool(wrong or result.faults))
 
 
@@ -121,8 +121,8 @@ def _asked(names: str | None) -> list[Part]:
     if names is None:
         return list(PARTS)
     known = {part.name: part for part in PARTS}
-    if strange := [name for name in names.split(",") if name not in known]:
-        raise InputError(f"unknown part {strange[0]!r}; known are {', '.join(known)}")
+    if unknown := [name for name in names.split(",") if name not in known]:
+        raise InputError(f"unknown part {unknown[0]!r}; known are {', '.join(known)}")
     return [part for part in PARTS if part.name in names.split(",")]
 
 
@@ -143,12 +143,12 @@ def _make(folder: Path) -> None:
         raise InputError(f"cannot make the folder {folder}: {error.strerror or error}") from None
 
 
-def _with_model(setting: Setting, out: Path) -> Setting:
+def _with_model(setting: Setting, folder: Path) -> Setting:
     """Return the setting with the available model: the built-in one, or a tiny one in a rehearsal."""
     if setting.rehearse:
         from hiddenlab.testing import save_tiny
 
-        return replace(setting, model=save_tiny("llama", out / "tiny", tokenizer=True))
+        return replace(setting, model=save_tiny("llama", folder / "tiny", tokenizer=True))
     try:
         resolve_model(BUILTIN)
     except InputError:

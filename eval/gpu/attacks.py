@@ -40,8 +40,8 @@ def attack(lab: Lab, *, channel: str, prompts: int, options: dict[str, Any]) -> 
     if channel in ("int8", "nf4"):
         _need_bitsandbytes()
     expected = expected_ids(lab, channel, prompts)
-    found, figures = attacked(lab, model, VocabMatch(**options), CHANNELS[channel], prompts)
-    same = sum(a == b for a, b in zip(found, expected, strict=True))
+    ids, figures = attacked(lab, model, VocabMatch(**options), CHANNELS[channel], prompts)
+    same = sum(a == b for a, b in zip(ids, expected, strict=True))
     return {"same_as_cpu": same, "equal": same == prompts and not figures["wrong_verified"], **figures}
 
 
@@ -97,7 +97,7 @@ def attacked(
     texts = [prompt.text for prompt in load_prompts(limit=prompts)]
     tokens = [model.tokenize(text, lab.sized(TOKENS, 20)) for text in texts]
     pairs = released(model, channel, tokens)
-    observations, secrets = [one for one, _ in pairs], [secret for _, secret in pairs]
+    observations, secrets = [observation for observation, _ in pairs], [truth for _, truth in pairs]
     start = lab.now()
     attack.fit(observations[0].info, model, SEED)
     setup = lab.now() - start
@@ -106,27 +106,27 @@ def attacked(
         if seconds > WARM_UP:
             break
         start = lab.now()
-        found = attack.recover_batch(observations)
+        results = attack.recover_batch(observations)
         seconds = lab.now() - start
-    prefill = sum(one or 0.0 for one in time_prefill(model, tokens))
-    truths = [list(secret.tokens) for secret in secrets]
+    prefill = sum(prefill_seconds or 0.0 for prefill_seconds in time_prefill(model, tokens))
+    truths = [list(truth.tokens) for truth in secrets]
     total = sum(map(len, tokens))
-    recovered = list(zip(found, truths, strict=True))
-    right = sum(a == b for one, truth in recovered for a, b in zip(one.ids, truth, strict=True))
-    ids = [one.ids for one in found]
+    recovered = list(zip(results, truths, strict=True))
+    right = sum(a == b for result, truth in recovered for a, b in zip(result.ids, truth, strict=True))
+    ids = [result.ids for result in results]
     return ids, {
-        "exact": sum(one.ids == truth for one, truth in recovered),
+        "exact": sum(result.ids == truth for result, truth in recovered),
         "token_accuracy": right / total,
-        "verified": sum(t.verified for one in found for t in one.tokens) / total,
+        "verified": sum(t.verified for result in results for t in result.tokens) / total,
         "wrong_verified": sum(
             t.verified and t.token != a
-            for one, truth in recovered
-            for t, a in zip(one.tokens, truth, strict=True)
+            for result, truth in recovered
+            for t, a in zip(result.tokens, truth, strict=True)
         ),
         "setup_seconds": setup,
         "attack_seconds": seconds,
         "over_prefill": seconds / prefill,
-        "evaluated_per_token": sum(one.evaluated_tokens for one in found) / total,
+        "evaluated_per_token": sum(result.evaluated_tokens for result in results) / total,
         "peak_mb": lab.peak_mb(),
     }
 

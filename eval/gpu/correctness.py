@@ -71,7 +71,7 @@ def _engine(lab: Lab, model: str, dtype: str) -> Figures:
     def branch() -> tuple[Tensor, Tensor]:
         held = truncated.prefix()
         held.extend(_on(lab, ids[:cut]))
-        return held.branch(_on(lab, others)), torch.stack([last([*ids[:cut], one]) for one in others])
+        return held.branch(_on(lab, others)), torch.stack([last([*ids[:cut], token]) for token in others])
 
     @check
     def commit() -> tuple[Tensor, Tensor]:
@@ -103,7 +103,7 @@ def _engine(lab: Lab, model: str, dtype: str) -> Figures:
 
     @check
     def packed_leaves() -> tuple[Tensor, Tensor]:
-        return first.branches, torch.stack([last([*ids[:i], one]) for i, one in enumerate(others)])
+        return first.branches, torch.stack([last([*ids[:i], token]) for i, token in enumerate(others)])
 
     @check
     def packed_pairs() -> tuple[Tensor, Tensor]:
@@ -124,15 +124,15 @@ def _engine(lab: Lab, model: str, dtype: str) -> Figures:
             held = truncated.prefix()
             held.extend(_on(lab, ids[start : start + middle]))
             prefixes.append(held)
-        answers = truncated.run([Request(one, _on(lab, others[:1])) for one in prefixes], together=True)
+        answers = truncated.run([Request(prefix, _on(lab, others[:1])) for prefix in prefixes], together=True)
         expected = [last([*ids[i : i + middle], others[0]]) for i in range(3)]
         return torch.cat([a.states for a in answers]), torch.stack(expected)
 
-    found = {name: _errors(*work()) for name, work in checks.items()}
+    distances = {name: _errors(*work()) for name, work in checks.items()}
     plain = PlainModel(path, dtype=getattr(torch, dtype), device=lab.device)
-    found["plain_model"] = _errors(plain.states(ids, layer), whole)
-    base = _typical(found.pop("plain_model"), dtype)
-    errors = {name: _typical(each, dtype) for name, each in found.items()}
+    distances["plain_model"] = _errors(plain.states(ids, layer), whole)
+    base = _typical(distances.pop("plain_model"), dtype)
+    errors = {name: _typical(each, dtype) for name, each in distances.items()}
     return {**errors, "plain_model": base, **_verdict(list(errors.values()), base, dtype)}
 
 
@@ -164,7 +164,7 @@ def _screen(lab: Lab) -> Figures:
     model = load_model(path, layer, device=str(lab.device))
     screen, matcher = Screen(model), Matcher(1, False)
     drawn = torch.Generator().manual_seed(SEED)
-    found = 0
+    hits = 0
     for _ in range(8):
         ids = torch.randint(0, model.vocab_size, (20 + 256,), generator=drawn).to(lab.device)
         held = model.prefix()
@@ -173,8 +173,8 @@ def _screen(lab: Lab) -> Figures:
         shadow = screen.follow(held)
         batch = ids[19:]
         table = matcher.table(candidates=matcher.view(shadow.branch(batch)), observed=row)
-        found += bool((near_ones(table[:, 0]) == 0).any())
-    return {"right_kept": found, "of": 8, "equal": found == 8}
+        hits += bool((near_ones(table[:, 0]) == 0).any())
+    return {"right_kept": hits, "of": 8, "equal": hits == 8}
 
 
 def _probe(lab: Lab) -> Figures:
@@ -194,9 +194,9 @@ def _probe(lab: Lab) -> Figures:
             probe = train_probe(rows[held:], tokens[held:], table, settings)
             named = probe.shortlist(rows[:held], 1)[1][:, 0].cpu()
             right[device.type] = float((named == tokens[:held]).float().mean())
-    here, there = right[lab.device.type], right["cpu"]
-    equal = here > 0 and abs(here - there) <= 0.02
-    return {"top1": here, "top1_cpu": there, "bound": 0.02, "equal": equal}
+    share, share_cpu = right[lab.device.type], right["cpu"]
+    equal = share > 0 and abs(share - share_cpu) <= 0.02
+    return {"top1": share, "top1_cpu": share_cpu, "bound": 0.02, "equal": equal}
 
 
 def _adapter(lab: Lab) -> Figures:
@@ -206,8 +206,8 @@ def _adapter(lab: Lab) -> Figures:
     tokens, distances = torch.arange(200), []
     for device in (lab.device, torch.device("cpu")):
         adapter = Adapter(features.to(device))
-        found = adapter.distances(tokens.to(device), states[:200].to(device), states[300:302].to(device))
-        distances.append(found.cpu().argsort()[:20].tolist())
+        squares = adapter.distances(tokens.to(device), states[:200].to(device), states[300:302].to(device))
+        distances.append(squares.cpu().argsort()[:20].tolist())
     shared = len(set(distances[0]) & set(distances[1]))
     return {"nearest_shared": shared, "of": 20, "equal": shared >= 19}
 
@@ -224,9 +224,9 @@ def cascade(lab: Lab, *, model: str, dtype: str, alpha: int) -> Figures:
     with torch.inference_mode():
         expected = oracle(ids[None], use_cache=False)
         plainly = plain(ids[None].to(lab.device), use_cache=False)
-        found = sharded.forward(ids, Plan.clustered(TOKENS, 2, alpha=alpha))
-    want, base = (_output(one) for one in (expected, plainly))
-    error, own = _typical(_errors(found, want), dtype), _typical(_errors(base, want), dtype)
+        output = sharded.forward(ids, Plan.clustered(TOKENS, 2, alpha=alpha))
+    target, base = (_output(answer) for answer in (expected, plainly))
+    error, own = _typical(_errors(output, target), dtype), _typical(_errors(base, target), dtype)
     return {"sharded": error, "plain_model": own, **_verdict([error], own, dtype)}
 
 
@@ -256,9 +256,9 @@ def _output(answer: Any) -> Tensor:
     return (answer.logits if hasattr(answer, "logits") else answer.last_hidden_state)[0]
 
 
-def _errors(found: Tensor, expected: Tensor) -> Float[Tensor, " rows"]:
+def _errors(output: Tensor, expected: Tensor) -> Float[Tensor, " rows"]:
     """Return the distance of each row to the expected one, relative to the expected row's length."""
-    a, b = found.detach().cpu().double(), expected.detach().cpu().double()
+    a, b = output.detach().cpu().double(), expected.detach().cpu().double()
     return (a - b).norm(dim=-1) / b.norm(dim=-1).clamp(min=1e-12)
 
 

@@ -101,10 +101,10 @@ def unpack(folder: Path, target: Path) -> bool:
     model = held / "whole"  # moved when it is whole, so that nothing half-written is ever taken for a model
     decompressor = lzma.LZMADecompressor()
     try:
-        with model.open("wb") as out:
+        with model.open("wb") as file:
             for piece in pieces:
                 for block in _blocks(held / piece):
-                    out.write(decompressor.decompress(block))
+                    file.write(decompressor.decompress(block))
         whole = _digest(model) == digest
     except (lzma.LZMAError, EOFError):
         whole = False
@@ -125,18 +125,18 @@ def _read_manifest(path: Path) -> tuple[str, str, list[str]]:
         manifest = loads(read_bytes(path), str(path))
         name, digest, pieces = manifest["file"], manifest["sha256"], manifest["pieces"]
         names = [name, *pieces]
-        if not pieces or not all(isinstance(one, str) and Path(one).name for one in [digest, *names]):
+        if not pieces or not all(isinstance(part, str) and Path(part).name for part in [digest, *names]):
             raise ValueError("names are missing")
     except (InputError, ValueError, KeyError, TypeError) as error:
         raise InputError(
             f"{path.parent} holds no packed model: {error}; 'python -m hiddenlab.eval.gpu.pack' makes one"
         ) from None
-    return Path(name).name, digest, [Path(one).name for one in pieces]
+    return Path(name).name, digest, [Path(piece).name for piece in pieces]
 
 
 def _pack_packages(archive: Path, cuda: str) -> Path:
     library = f"libbitsandbytes_cuda{cuda.replace('.', '')}.so"
-    found = False
+    has_library = False
     with tarfile.open(archive, "w:xz") as tar:
         for package in NEEDED:
             try:
@@ -146,7 +146,7 @@ def _pack_packages(archive: Path, cuda: str) -> Path:
             for file in files:
                 if ".." in file.parts or "__pycache__" in file.parts:
                     continue
-                found |= file.name == library
+                has_library |= file.name == library
                 # There is one library of twenty megabytes for each version of CUDA and ROCm.
                 if file.name.startswith("libbitsandbytes_") and file.name not in (
                     library,
@@ -154,7 +154,7 @@ def _pack_packages(archive: Path, cuda: str) -> Path:
                 ):
                     continue
                 tar.add(str(file.locate()), arcname=str(file))
-    if not found:
+    if not has_library:
         archive.unlink()
         raise InputError(f"bitsandbytes here has no library for CUDA {cuda}")
     return archive

@@ -114,13 +114,13 @@ def _recovery(setting: Setting) -> list[Cell]:
 def _vocabulary(setting: Setting) -> list[Cell]:
     if setting.rehearse:
         return [{"shape": "tiny", "layer": 2, "pass_tokens": 256}]
-    found: list[Cell] = []
+    cells: list[Cell] = []
     for pass_tokens in (2048, 8192):
-        found += [{"shape": shape, "layer": layer, "pass_tokens": pass_tokens}
+        cells += [{"shape": shape, "layer": layer, "pass_tokens": pass_tokens}
                   for shape, layer in (("8b", 8), ("1b", 8), ("27b", 12))]  # fmt: skip
     if _real(setting):
-        found.append({"shape": "builtin", "layer": 11, "pass_tokens": 2048})
-    return found
+        cells.append({"shape": "builtin", "layer": 11, "pass_tokens": 2048})
+    return cells
 
 
 def _noise(setting: Setting) -> list[Cell]:

@@ -26,22 +26,22 @@ def operations(lab: Lab, *, what: str, shape: str) -> Figures:
     with profile(activities=activities) as seen:
         work()
         lab.wait()
-    kernels = [one for one in seen.key_averages() if _own(one, card) > 0]
-    busy = sum(_own(one, card) for one in kernels) / 1e6
-    slowest = sorted(kernels, key=lambda one: -_own(one, card))[:SLOWEST]
+    kernels = [kernel for kernel in seen.key_averages() if _own(kernel, card) > 0]
+    busy = sum(_own(kernel, card) for kernel in kernels) / 1e6
+    slowest = sorted(kernels, key=lambda kernel: -_own(kernel, card))[:SLOWEST]
     return {
         "seconds": seconds,
         "kernel_seconds": busy,
         "idle_share": max(0.0, 1 - busy / seconds) if card else None,
-        "kernels": sum(one.count for one in kernels),
+        "kernels": sum(kernel.count for kernel in kernels),
         "slowest": [
             {
-                "name": one.key[:80],
-                "ms": _own(one, card) / 1e3,
-                "share": _own(one, card) / 1e6 / busy,
-                "calls": one.count,
+                "name": kernel.key[:80],
+                "ms": _own(kernel, card) / 1e3,
+                "share": _own(kernel, card) / 1e6 / busy,
+                "calls": kernel.count,
             }
-            for one in slowest
+            for kernel in slowest
         ],
     }
 
@@ -73,8 +73,8 @@ def _real_attack(lab: Lab, channel: str) -> Callable[[], Any]:
     """Prepare an attack on eight prompts of the built-in model behind a channel."""
     model = model_at(lab, LAYER)
     prompts = lab.sized(8, 1)
-    tokens = [model.tokenize(one.text, lab.sized(TOKENS, 8)) for one in load_prompts(limit=prompts)]
-    observations = [one for one, _ in released(model, CHANNELS[channel], tokens)]
+    tokens = [model.tokenize(prompt.text, lab.sized(TOKENS, 8)) for prompt in load_prompts(limit=prompts)]
+    observations = [observation for observation, _ in released(model, CHANNELS[channel], tokens)]
     attack = VocabMatch()
     attack.fit(observations[0].info, model, SEED)
     return lambda: attack.recover_batch(observations)

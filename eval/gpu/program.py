@@ -95,12 +95,12 @@ class Result:
 
 def left_out(result: Result, parts: Sequence[Part]) -> dict[str, list[Cell]]:
     """Return the cells without a row, by part."""
-    out = {}
+    cells = {}
     for part in parts:
         seen = [row["cell"] for row in result.of(part.name)]
         if missing := [cell for cell in part.cells(result.setting) if cell not in seen]:
-            out[part.name] = missing
-    return out
+            cells[part.name] = missing
+    return cells
 
 
 def load_result(folder: Path, setting: Setting) -> Result:
@@ -110,7 +110,7 @@ def load_result(folder: Path, setting: Setting) -> Result:
         InputError: the folder holds no result of this format, or one of another setting.
     """
     path = folder / RESULT
-    strange = InputError(f"{path} is no result of this program; --resume takes an earlier --out")
+    refusal = InputError(f"{path} is no result of this program; --resume takes an earlier --out")
     try:
         data = loads(read_bytes(path), str(path))
     except InputError as error:
@@ -118,16 +118,16 @@ def load_result(folder: Path, setting: Setting) -> Result:
             f"{path} is no result of this program; --resume takes an earlier --out ({error})"
         ) from None
     if not isinstance(data, dict):
-        raise strange
+        raise refusal
     if data.get("format") != FORMAT:
         raise InputError(
             f"{path} has format {data.get('format')!r}; this version goes on from format {FORMAT}"
         )
     was, facts, rows = data.get("setting"), data.get("facts"), data.get("rows")
     if not (isinstance(was, dict) and isinstance(facts, dict) and isinstance(rows, list)):
-        raise strange
+        raise refusal
     if not all(isinstance(row, dict) and _is_row(row) for row in rows):
-        raise strange
+        raise refusal
     if (was.get("device"), was.get("rehearse")) != (setting.device, setting.rehearse):
         raise InputError(f"{path} was measured in another setting; use another folder")
     return Result(setting, facts, rows)

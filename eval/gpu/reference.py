@@ -18,11 +18,11 @@ def main() -> None:
     """Attack the first prompts behind each channel on the CPU and write the recovered ids; it takes half an hour."""
     lab = Lab(Setting("cpu"))
     model = load_model("builtin", LAYER, device="cpu")
-    found = {}
+    ids = {}
     for name, channel in CHANNELS.items():
-        found[name], figures = attacked(lab, model, VocabMatch(), channel, PROMPTS, again=False)
+        ids[name], figures = attacked(lab, model, VocabMatch(), channel, PROMPTS, again=False)
         print(f"{name}: {figures}", file=sys.stderr)
-    REFERENCE.write_text(json.dumps(found) + "\n", encoding="utf-8")
+    REFERENCE.write_text(json.dumps(ids) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -60,8 +60,8 @@ def cascade(lab: Lab, *, tokens: int, alpha: int, dtype: str) -> Figures:
 def _tokens(lab: Lab, start: Any) -> tuple[list[int], float]:
     """Generate tokens twice, the first time to warm up; return them and the median seconds between them."""
     for _ in range(2):
-        found, times = [], []
+        tokens, times = [], []
         for token in start():
-            found.append(token)
+            tokens.append(token)
             times.append(time.perf_counter())
-    return found, median(b - a for a, b in pairwise(times))
+    return tokens, median(b - a for a, b in pairwise(times))

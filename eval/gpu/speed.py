@@ -59,11 +59,11 @@ def vocabulary(lab: Lab, *, shape: str, layer: int, pass_tokens: int) -> Figures
     nearest: list[torch.Tensor] = []
 
     def search() -> None:
-        found = [
+        columns = [
             matcher.table(candidates=matcher.view(held.branch(part)), observed=row)[:, 0]
             for part in everything.split(pass_tokens)
         ]
-        nearest[:] = [torch.cat(found).argmin()]
+        nearest[:] = [torch.cat(columns).argmin()]
 
     seconds = lab.seconds(search, repeats=1)
     return {
@@ -84,14 +84,14 @@ def ways(lab: Lab, *, what: str, shape: str) -> Figures:
         0, model.vocab_size, (8, length + 16), generator=torch.Generator().manual_seed(SEED)
     )
     prompts = prompts.to(model.device)
-    requests = [Request(model.prefix(), one[:length]) for one in prompts]
+    requests = [Request(model.prefix(), prompt[:length]) for prompt in prompts]
     if what == "16 candidates behind 8 prefixes":
         answers = model.run(requests)
         for request, answer in zip(requests, answers, strict=True):
             request.prefix.keep(answer, tokens=length)
         requests = [
-            Request(one.prefix, row[:0], branches=row[length:])
-            for one, row in zip(requests, prompts, strict=True)
+            Request(base.prefix, row[:0], branches=row[length:])
+            for base, row in zip(requests, prompts, strict=True)
         ]
     seconds = {}
     for devices in (frozenset[str](), frozenset({lab.device.type})):
@@ -149,7 +149,7 @@ def recovery(lab: Lab, *, shape: str, depth: str, search: str) -> Figures:
     runs = []
     for _ in range(1 if greedy else 2):  # the first warms up
         start = lab.now()
-        found = attack.recover(observation)
+        result = attack.recover(observation)
         runs.append(lab.now() - start)
     (prefill,) = time_prefill(model, [tokens])
     assert prefill is not None
@@ -160,9 +160,9 @@ def recovery(lab: Lab, *, shape: str, depth: str, search: str) -> Figures:
         "attack_seconds": runs[-1],
         "prefill_ms": 1e3 * prefill,
         "over_prefill": runs[-1] / prefill,
-        "token_accuracy": sum(a == b for a, b in zip(found.ids, tokens, strict=True)) / len(tokens),
-        "evaluated_per_token": found.evaluated_tokens / len(tokens),
-        "calls": found.forward_calls,
+        "token_accuracy": sum(a == b for a, b in zip(result.ids, tokens, strict=True)) / len(tokens),
+        "evaluated_per_token": result.evaluated_tokens / len(tokens),
+        "calls": result.forward_calls,
         "peak_mb": lab.peak_mb(),
         "weights_mb": weights_mb(model.module),
         "paper_seconds": SHAPES[shape].paper_seconds,

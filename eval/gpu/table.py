@@ -74,10 +74,17 @@ def _slowest(rows: Sequence[Row]) -> list[str]:
                 _line(["operation", "ms", "share", "calls"]),
                 "|---|---:|---:|---:|",
             ]
-            for one in row["figures"]["slowest"]:
-                name = f"`{one['name']}`"
+            for operation in row["figures"]["slowest"]:
+                name = f"`{operation['name']}`"
                 lines.append(
-                    _line([name, _figure("ms", one["ms"]), _figure("share", one["share"]), str(one["calls"])])
+                    _line(
+                        [
+                            name,
+                            _figure("ms", operation["ms"]),
+                            _figure("share", operation["share"]),
+                            str(operation["calls"]),
+                        ]
+                    )
                 )
             lines.append("")
     return lines
@@ -98,7 +105,7 @@ def _line(cells: Sequence[str]) -> str:
 
 def _key(value: Any) -> str:
     if isinstance(value, dict):
-        return ", ".join(f"{key}={one}" for key, one in value.items()) or "as by default"
+        return ", ".join(f"{key}={option}" for key, option in value.items()) or "as by default"
     return "–" if value is None else str(value)
 
 

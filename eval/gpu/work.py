@@ -108,20 +108,20 @@ class Lab:
 
 def facts(setting: Setting) -> dict[str, Any]:
     """Return the card and its memory, and the versions of all software."""
-    found = {key: value for key, value in describe_environment().items() if key != "command"}
+    environment = {key: value for key, value in describe_environment().items() if key != "command"}
     device = torch.device(setting.device)
     if setting.commit is not None:
-        found["code"] = {**found["code"], "commit": setting.commit, "dirty": False}
+        environment["code"] = {**environment["code"], "commit": setting.commit, "dirty": False}
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
-        found["card"] = {
+        environment["card"] = {
             "name": properties.name,
             "memory_mb": properties.total_memory / 1e6,
             "multiprocessors": properties.multi_processor_count,
             "capability": f"{properties.major}.{properties.minor}",
             "cuda": torch.version.cuda,
         }
-    return found
+    return environment
 
 
 def measure_cells(orders: dict[str, Any]) -> None:
@@ -143,7 +143,9 @@ def measure_cells(orders: dict[str, Any]) -> None:
                 figures = function(lab, **cell)
                 lab.wait()
                 if bad := [
-                    name for name, one in figures.items() if isinstance(one, float) and not isfinite(one)
+                    name
+                    for name, figure in figures.items()
+                    if isinstance(figure, float) and not isfinite(figure)
                 ]:
                     status, reason, figures = "failed", f"{', '.join(bad)}: not a finite number", None
             except torch.cuda.OutOfMemoryError as error:

@@ -79,11 +79,11 @@ class Tactic:
             logits, gumbel, sampling, noise_sd=self.rule.noise_sd, samples=SAMPLES,
             generator=torch.Generator().manual_seed(seed),
         )  # fmt: skip
-        found = positions.choices(self.rule.threshold)[0]
+        tokens = positions.choices(self.rule.threshold)[0]
         if self.kind == "leading" and self.rule.cutoff:
             ranked = logits[0].topk(self.rule.cutoff).indices.tolist()
-            found += tuple(token for token in ranked if token not in found)
-        return found or (own,)
+            tokens += tuple(token for token in ranked if token not in tokens)
+        return tokens or (own,)
 
     def halves(self, payload: Payload, tokenizer: Any) -> tuple[Encoder, Decoder]:
         """Return the server's encoder and the receiver's decoder for one answer.
@@ -152,7 +152,7 @@ def answers(
             seed = request.sampling.seed + place
             steps[i].append(tactic.choices(logits[i : i + 1], gumbel[None], request.sampling, seed))
             outputs[i].append(halves[i][0].choose(steps[i][-1]))
-        feed = torch.tensor([[one[-1]] for one in outputs])
+        feed = torch.tensor([[output[-1]] for output in outputs])
         mask = torch.cat([mask, torch.ones_like(feed)], 1)
         progress("tokens", place + 1, length)
     made = []

@@ -97,12 +97,12 @@ def after_mpc_attack(spec: dict[str, Any], folder: Path, progress: Progress = si
             defense=tuple(stage for stage in (spec["channel"],) if stage != "identity"),
         )  # fmt: skip
         observations, secrets = [], []
-        for observation, secret in (captured := capture_all(released)):
-            whole = _summed(first(secret.tokens)[0])
+        for observation, ground_truth in (captured := capture_all(released)):
+            whole = _summed(first(ground_truth.tokens)[0])
             places = observation.info.positions
             rows = whole if places is None else whole[list(places)]
             observations.append(replace(observation, states=rows))
-            secrets.append(secret)
+            secrets.append(ground_truth)
             progress("prompts on shares", len(secrets), len(captured))
         save_truth(secrets, truth)
         save_observations(observations, seen)
@@ -171,13 +171,13 @@ def _norm_scales(weights: Weights, tokens: Sequence[int], layers: int) -> list[t
     """Return the factors that give typical inputs of each norm a mean square of 1; public, from the attacker's text."""
     seen: dict[tuple[int, str], float] = {}
 
-    class Looking(Plain):
+    class NormScales(Plain):
         def norm(self, x: Tensor, norm: Any, layer: int, where: str) -> Tensor:
             seen[layer, where] = float(x.square().mean(1).median().rsqrt())
             return super().norm(x, norm, layer, where)
 
     with torch.inference_mode():
-        walk(weights, weights.inputs(tokens), Looking())
+        walk(weights, weights.inputs(tokens), NormScales())
     return [(seen[layer, "norm1"], seen[layer, "norm2"]) for layer in range(1, layers + 1)]
 
 
@@ -187,12 +187,12 @@ def _decoder_arrays(
     """Return the arrays of the model and the prompt that ``eval/mpc/crypten_party.py`` reads."""
     assert weights.rotary is not None
     cos, sin = weights.rotary.tables(torch.arange(len(tokens)))
-    out: dict[str, Any] = {"x": weights.inputs(tokens).numpy(), "cos": cos.numpy(), "sin": sin.numpy()}
+    arrays: dict[str, Any] = {"x": weights.inputs(tokens).numpy(), "cos": cos.numpy(), "sin": sin.numpy()}
     for i, ((first, second), block) in enumerate(zip(scales, weights.blocks, strict=False)):
         assert block.gate is not None
-        out |= {
+        arrays |= {
             f"{i}.{n}": getattr(block, n).weight.T.numpy() for n in ("q", "k", "v", "o", "gate", "up", "down")
         }
-        out |= {f"{i}.norm1": block.norm1.weight.numpy(), f"{i}.norm2": block.norm2.weight.numpy()}
-        out |= {f"{i}.scale1": np.float32(first), f"{i}.scale2": np.float32(second)}
-    return out
+        arrays |= {f"{i}.norm1": block.norm1.weight.numpy(), f"{i}.norm2": block.norm2.weight.numpy()}
+        arrays |= {f"{i}.scale1": np.float32(first), f"{i}.scale2": np.float32(second)}
+    return arrays

@@ -61,13 +61,13 @@ def requests_of(spec: dict[str, Any]) -> list[Request]:
     if tokenizer is None:
         raise InputError(f"{spec['model']} has no tokenizer to read prompts with")
     asked = Sampling(**spec["sampling"])
-    found = []
+    requests = []
     for i, prompt in enumerate(load_prompts(spec["prompts"], limit=spec["limit"])):
         tokens = tuple(tokenizer(prompt.text)["input_ids"])[: spec["max_tokens"]]
         for turn in range(spec["turns"]):
             seed = int(torch.randint(2**31, (1,), generator=generator(spec["seed"], "request", i, turn)))
-            found.append(Request(f"{prompt.id}-{turn}", tokens, replace(asked, seed=seed)))
-    return found
+            requests.append(Request(f"{prompt.id}-{turn}", tokens, replace(asked, seed=seed)))
+    return requests
 
 
 def answered(spec: dict[str, Any], home: Path, progress: Progress = silent) -> Answered:
@@ -87,9 +87,9 @@ def answered(spec: dict[str, Any], home: Path, progress: Progress = silent) -> A
         answers = list(provider.answer(requests_of(spec), progress))
         seconds = time.perf_counter() - started
         work = _work(folder)
-        write_transcripts(work / ANSWERS, (one.transcript for one in answers))
-        tensors = {f"prompt.{i}": one.prompt_states.bfloat16() for i, one in enumerate(answers)}
-        tensors |= {f"output.{i}": one.output_states.bfloat16() for i, one in enumerate(answers)}
+        write_transcripts(work / ANSWERS, (answer.transcript for answer in answers))
+        tensors = {f"prompt.{i}": answer.prompt_states.bfloat16() for i, answer in enumerate(answers)}
+        tensors |= {f"output.{i}": answer.output_states.bfloat16() for i, answer in enumerate(answers)}
         save_file(tensors | {"seconds": torch.tensor(seconds)}, work / STATES)
         _settle(work, folder)
     transcripts, states = read_transcripts(folder / ANSWERS), load_file(folder / STATES)
@@ -112,7 +112,7 @@ def _settled(spec: dict[str, Any], home: Path, progress: Progress) -> str:
     plain = "+".join(p for p in variant.split("+") if p != part)
     asked = float(spec["sampling"].get("temperature", 1.0))
     few = {"limit": max(1, (spec["limit"] or 100) // TUNING_SHARE)}
-    aim = _entropy({**spec, "variant": "honest"}, home, progress)
+    target = _entropy({**spec, "variant": "honest"}, home, progress)
     at_asked = _entropy({**spec, "variant": plain}, home, progress)
     low = TUNING_AT * asked
     cold = _entropy({**spec, **few, "variant": f"{plain}+temperature={low!r}"}, home, progress)
@@ -123,8 +123,8 @@ def _settled(spec: dict[str, Any], home: Path, progress: Progress) -> str:
             f"{variant}: cross-entropy does not rise with the temperature; there is nothing to tune"
         )
     least, most = (asked * part for part in TUNING_RANGE)
-    found = round(min(most, max(least, asked - (at_asked - aim) / slope)), 4)
-    return "+".join(f"temperature={found!r}" if p == part else p for p in variant.split("+"))
+    temperature = round(min(most, max(least, asked - (at_asked - target) / slope)), 4)
+    return "+".join(f"temperature={temperature!r}" if p == part else p for p in variant.split("+"))
 
 
 def _entropy(spec: dict[str, Any], home: Path, progress: Progress) -> float:
@@ -141,18 +141,18 @@ def scored(spec: dict[str, Any], home: Path, progress: Progress = silent) -> dic
     folder = _folder(home, "scores", spec)
     path = folder / SCORES
     if not path.is_file():
-        found = answered(spec, home, progress)
+        answers = answered(spec, home, progress)
         verifier = Verifier(load_whole(spec["model"], dtype=spec["dtype"], device=spec["device"]))
         parts: list[dict[str, Tensor]] = []
-        for i, transcript in enumerate(found.transcripts):
+        for i, transcript in enumerate(answers.transcripts):
             replay = verifier.replay(transcript)
             parts.append(
                 difr.token_scores(replay)
                 | {"drawn": replay.tokens, "length": torch.tensor([len(replay.tokens)])}
-                | _activation_scores(found.outputs[i], replay)
-                | _proof_scores(found.prompts[i], found.outputs[i], replay)
+                | _activation_scores(answers.outputs[i], replay)
+                | _proof_scores(answers.prompts[i], answers.outputs[i], replay)
             )
-            progress("requests verified", i + 1, len(found.transcripts))
+            progress("requests verified", i + 1, len(answers.transcripts))
         work = _work(folder)
         save_file(
             {name: torch.cat([p[name] for p in parts]).contiguous() for name in parts[0]}, work / SCORES
@@ -171,13 +171,13 @@ def simulated(
     folder = _folder(home, f"trials-{trials}", spec)
     path = folder / SCORES
     if not path.is_file():
-        found = answered(spec, home, progress).transcripts
+        transcripts = answered(spec, home, progress).transcripts
         verifier = Verifier(load_whole(spec["model"], dtype=spec["dtype"], device=spec["device"]))
         parts = []
-        for i, transcript in enumerate(found):
+        for i, transcript in enumerate(transcripts):
             draws = generator(spec["seed"], "trials", i)
             parts.append(difr.monte_carlo(verifier.replay(transcript), difr.SIGMA, draws, trials=trials))
-            progress("requests simulated", i + 1, len(found))
+            progress("requests simulated", i + 1, len(transcripts))
         work = _work(folder)
         save_file({MONTE_CARLO: torch.cat(parts)}, work / SCORES)
         _settle(work, folder)
@@ -186,33 +186,33 @@ def simulated(
 
 def uniform_ranks(spec: dict[str, Any], home: Path, requests: int, progress: Progress = silent) -> np.ndarray:
     """Return ranks of the first requests' tokens in the verifier's distribution, from 0 to 1 (see ``difr``)."""
-    found = answered(spec, home, progress).transcripts[:requests]
+    transcripts = answered(spec, home, progress).transcripts[:requests]
     verifier = Verifier(load_whole(spec["model"], dtype=spec["dtype"], device=spec["device"]))
     draws = generator(spec["seed"], "ranks")
     parts = []
-    for i, transcript in enumerate(found):
+    for i, transcript in enumerate(transcripts):
         parts.append(difr.uniform_ranks(verifier.replay(transcript), draws))
-        progress("requests ranked", i + 1, len(found))
+        progress("requests ranked", i + 1, len(transcripts))
     return torch.cat(parts).numpy()
 
 
 def _activation_scores(outputs: Tensor, replay: Replay) -> dict[str, Tensor]:
     """Return the distances of fingerprints sent in bfloat16."""
-    out = {}
+    scores = {}
     for kind in KINDS:
         for count in COUNTS:
             projection = Projection(count, PROJECTION_SEED, kind)
             sent = projection(outputs).bfloat16().float()
-            out[f"activation:{kind}:{count}"] = difr.activation_distance(
+            scores[f"activation:{kind}:{count}"] = difr.activation_distance(
                 sent, projection(replay.output_states)
             )
-    return out
+    return scores
 
 
 def _proof_scores(prompt: Tensor, outputs: Tensor, replay: Replay) -> dict[str, Tensor]:
     """Return TOPLOC's comparison of proofs by the published rule: for the prompt, each 32 tokens and single tokens."""
     own_prompt = replay.states[: len(prompt)]
-    out: dict[str, Tensor] = {}
+    scores: dict[str, Tensor] = {}
     for count in PROOF_COUNTS:
         for every in (1, EVERY):
             if count == toploc.TOP and every == 1:
@@ -225,11 +225,11 @@ def _proof_scores(prompt: Tensor, outputs: Tensor, replay: Replay) -> dict[str, 
                 for sent, own in zip(*sides, strict=True)
             ]
             name = f"toploc:{count}:{every}"
-            out[f"{name}:exponents"] = torch.tensor([_or(c.mismatches, count) for c in checks])
-            out[f"{name}:mean"] = torch.tensor([_or(c.mean, math.inf) for c in checks])
-            out[f"{name}:median"] = torch.tensor([_or(c.median, math.inf) for c in checks])
-            out[f"{name}:accepted"] = torch.tensor([float(c.accepted) for c in checks])
-    return out
+            scores[f"{name}:exponents"] = torch.tensor([_or(c.mismatches, count) for c in checks])
+            scores[f"{name}:mean"] = torch.tensor([_or(c.mean, math.inf) for c in checks])
+            scores[f"{name}:median"] = torch.tensor([_or(c.median, math.inf) for c in checks])
+            scores[f"{name}:accepted"] = torch.tensor([float(c.accepted) for c in checks])
+    return scores
 
 
 def _or(value: float | None, other: float) -> float:

@@ -36,10 +36,10 @@ def attack(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> F
     if (path / RECORD).is_file() and read_run(path)[0].status == "finished":
         samples = read_run(path)[1]
     else:
-        begun = (path / RECORD).is_file()
+        has_record = (path / RECORD).is_file()
         config = AttackConfig.from_json(spec)
         samples = run(
-            config, None if begun else path, resume=path if begun else None, progress=progress
+            config, None if has_record else path, resume=path if has_record else None, progress=progress
         ).samples
     return figures_of(samples)
 
@@ -54,7 +54,7 @@ def figures_of(samples: Sequence[Sample]) -> Figures:
     if not done:
         raise NotApplicableError(samples[0]["reason"] if samples else "there are no prompts")
     tokens = [sample["tokens"] for sample in done]
-    out = {
+    estimates = {
         "exact": share([sample["exact"] for sample in done]),
         "verified": ratio([sample["verified"] * sample["tokens"] for sample in done], tokens),
         "evaluated_tokens_per_token": ratio([sample["evaluated_tokens"] for sample in done], tokens),
@@ -63,19 +63,19 @@ def figures_of(samples: Sequence[Sample]) -> Figures:
         "seconds_per_prompt": mean([sample["seconds"] for sample in done]),
     }
     for name in ("token_accuracy", "rouge_l", "bleu"):
-        out[name] = mean([sample[name] for sample in done])
+        estimates[name] = mean([sample[name] for sample in done])
     if all("bag_of_tokens_recall" in sample for sample in done):  # records of older versions lack it
-        out["bag_of_tokens_recall"] = mean([sample["bag_of_tokens_recall"] for sample in done])
+        estimates["bag_of_tokens_recall"] = mean([sample["bag_of_tokens_recall"] for sample in done])
     if sum(unseen := [sample.get("missing_tokens") or 0 for sample in done]):
-        out["missing_token_accuracy"] = ratio(
+        estimates["missing_token_accuracy"] = ratio(
             [sample.get("missing_tokens_right") or 0 for sample in done], unseen
         )
     if all(sample["prefill_seconds"] for sample in done):
         seconds, prefills = ([sample[name] for sample in done] for name in ("seconds", "prefill_seconds"))
-        out["slowdown_vs_prefill"] = ratio(seconds, prefills)
+        estimates["slowdown_vs_prefill"] = ratio(seconds, prefills)
     if all(sample["epsilon"] is not None for sample in done):
-        out["epsilon"] = mean([sample["epsilon"] for sample in done])
-    return as_figures(out)
+        estimates["epsilon"] = mean([sample["epsilon"] for sample in done])
+    return as_figures(estimates)
 
 
 def utility(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> Figures:
@@ -148,8 +148,8 @@ def order(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> Fi
     if not prompts:
         raise NotApplicableError("no prompt has two tokens")
     for i, tokens in enumerate(prompts):
-        observation, secret = channel.release(model, tokens, generator(spec["seed"], "release", i))
-        if secret.row_order is None or len(secret.row_order) != len(tokens):
+        observation, truth = channel.release(model, tokens, generator(spec["seed"], "release", i))
+        if truth.row_order is None or len(truth.row_order) != len(tokens):
             raise NotApplicableError("only rows that are all shown, out of order, have an order to tell")
         if pairwise_order is None:
             pairwise_order, _ = pairwise_order_for(model, observation.info, progress)
@@ -157,20 +157,20 @@ def order(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> Fi
             raise NotApplicableError("there are no texts long enough to learn an order from")
         rows = choose_matcher("auto", observation.info).prepare(observation.states.to(model.device))
         odds = pairwise_order(rows).cpu()
-        places = torch.tensor(secret.row_order)
+        places = torch.tensor(truth.row_order)
         first, second = torch.triu_indices(len(places), len(places), 1)
         apart = places[second] - places[first]
         right, apart = odds[first, second] * apart > 0, apart.abs()
-        for name, some in (("pairs", apart > 0), ("near_pairs", apart <= NEAR), ("far_pairs", apart > FAR)):
-            if bool(some.any()):
-                counts[name].append((float(right[some].sum()), float(some.sum())))
-        told = odds.sum(1).argsort(descending=True).argsort()
-        off.append(float((told - places).abs().float().mean()))
+        for name, mask in (("pairs", apart > 0), ("near_pairs", apart <= NEAR), ("far_pairs", apart > FAR)):
+            if bool(mask.any()):
+                counts[name].append((float(right[mask].sum()), float(mask.sum())))
+        ranks = odds.sum(1).argsort(descending=True).argsort()
+        off.append(float((ranks - places).abs().float().mean()))
         progress("comparing rows", i + 1, len(prompts))
     shares = {
-        name: ratio([hits for hits, _ in found], [pairs for _, pairs in found])
-        for name, found in counts.items()
-        if found
+        name: ratio([hits for hits, _ in outcomes], [pairs for _, pairs in outcomes])
+        for name, outcomes in counts.items()
+        if outcomes
     }
     return as_figures({**shares, "places_off": mean(off)})
 
@@ -211,14 +211,14 @@ def bench(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> Fi
     result = registry.resolve("benches", spec["bench"])(**spec["options"], progress=progress)
     row = result["rows"][0]
     repeats = result.get("repeats", 1)
-    out = {
+    figures = {
         name: {"value": float(value), "low": float(value), "high": float(value), "n": repeats}
         for name, value in row.items()
         if isinstance(value, int | float)
     }
     if {"seconds", "seconds_low", "seconds_high"} <= set(row):
-        out["seconds"] |= {"low": row["seconds_low"], "high": row["seconds_high"]}
-    return out
+        figures["seconds"] |= {"low": row["seconds_low"], "high": row["seconds_high"]}
+    return figures
 
 
 def as_figures(estimates: dict[str, Estimate]) -> Figures:

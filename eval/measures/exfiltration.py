@@ -81,8 +81,8 @@ class Judged:
 
 def _judge(spec: dict[str, Any], home: Path, progress: Progress) -> Judged:
     """Let an adversary answer (or load its answers from disk) and the warden judge."""
-    found = calibration(spec, home, progress)
-    place = least(found, spec)
+    honest = calibration(spec, home, progress)
+    place = least(honest, spec)
     rule = rules(spec)[place]
     tactic = Tactic.of(spec["adversary"], rule, spec["margin"])
     asked = {
@@ -97,8 +97,8 @@ def _judge(spec: dict[str, Any], home: Path, progress: Progress) -> Judged:
     made = stored(
         home, "exfiltration", key, lambda: _packed(answers(whole, tactic, requests, spec["length"], progress))
     )
-    suspicious = of_tokens(found["sums"][:, place, 1], found["tokens"]).high
-    fit = PerplexityFilter.fit([-row[: spec["length"]] for row in found["cross_entropy"]])
+    suspicious = of_tokens(honest["sums"][:, place, 1], honest["tokens"]).high
+    fit = PerplexityFilter.fit([-row[: spec["length"]] for row in honest["cross_entropy"]])
     rows, margins = [], []
     for i, request in enumerate(requests):
         tokens = tuple(made["tokens"][i].tolist())
@@ -116,7 +116,7 @@ def _judge(spec: dict[str, Any], home: Path, progress: Progress) -> Judged:
         rows.append(row)
         margins.append(difr.margin(replay))
         progress("answers judged", i + 1, len(requests))
-    return Judged(rows, margins, found, place, whole.vocabulary, suspicious)
+    return Judged(rows, margins, honest, place, whole.vocabulary, suspicious)
 
 
 def exfiltration(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> Figures:
@@ -162,24 +162,26 @@ def game(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> Fig
     )
     honest = [alarm > 0 for alarm in pools[f"{watched} honest"].tolist()]
     match = game_of.Recorded(honest, sent)
-    one = game_of.compare(rules, match, rounds=spec["rounds"], seed=spec["seed"])
-    ends = {name: one.ends.get(end, 0) for name, end in ENDS.items()}
-    figures = {name: share([True] * count + [False] * (one.rounds - count)) for name, count in ends.items()}
-    figures["won"] = Estimate(one.rate, one.low, one.high, one.rounds)
+    comparison = game_of.compare(rules, match, rounds=spec["rounds"], seed=spec["seed"])
+    ends = {name: comparison.ends.get(end, 0) for name, end in ENDS.items()}
+    figures = {
+        name: share([True] * count + [False] * (comparison.rounds - count)) for name, count in ends.items()
+    }
+    figures["won"] = Estimate(comparison.rate, comparison.low, comparison.high, comparison.rounds)
     figures["bits_an_answer"] = mean([answer.bits for answer in sent])
     false = figures["false_alarms"] = share(honest)
     # Few answers estimate the rate of false alarms poorly, so compute the bound at both ends of its interval.
-    capacity = math.log2(rules.messages) + one.capacity
+    capacity = math.log2(rules.messages) + comparison.capacity
     low, high = (
         game_bound(float(rules.bits), capacity, rules.messages, rules.inspections, rules.alarms, alpha)
         for alpha in (false.low, false.high)
     )
-    figures["bound"] = Estimate(one.bound, low, high, len(honest))
-    out = as_figures(figures)
-    used = {} if one.dishonest is None else {"used": one.dishonest}
-    for name, value in {"capacity": one.capacity, **used}.items():
-        out[name] = exactly(value, one.rounds)
-    return out
+    figures["bound"] = Estimate(comparison.bound, low, high, len(honest))
+    result = as_figures(figures)
+    used = {} if comparison.dishonest is None else {"used": comparison.dishonest}
+    for name, value in {"capacity": comparison.capacity, **used}.items():
+        result[name] = exactly(value, comparison.rounds)
+    return result
 
 
 def _pools(spec: dict[str, Any], home: Path, progress: Progress) -> dict[str, Tensor]:
@@ -229,14 +231,14 @@ def _passing(length: int, rate: float, choices: int, level: float) -> float:
     """Return log₂ of the number of ways to place and choose as many tokens of a class as its test lets pass."""
     most = next((t - 1 for t in range(1, length + 1) if _p(t, length, rate) < level), length)
     places = [math.log2(math.comb(length, j)) + j * math.log2(choices) for j in range(most + 1)]
-    return max(places) + math.log2(sum(2.0 ** (one - max(places)) for one in places))
+    return max(places) + math.log2(sum(2.0 ** (place - max(places)) for place in places))
 
 
 def _packed(made: Sequence[Answer]) -> dict[str, Tensor]:
     return {
-        "tokens": torch.tensor([one.tokens for one in made]),
-        "sent": torch.tensor([one.sent for one in made], dtype=torch.float64),
-        "received": torch.tensor([one.received for one in made], dtype=torch.float64),
+        "tokens": torch.tensor([answer.tokens for answer in made]),
+        "sent": torch.tensor([answer.sent for answer in made], dtype=torch.float64),
+        "received": torch.tensor([answer.received for answer in made], dtype=torch.float64),
     }
 
 
@@ -286,12 +288,12 @@ def _figures(rows: Sequence[dict[str, Any]], length: int, whole: float) -> Figur
         return mean([value / length for value in values])
 
     names = ("sent", "received", "safe_bound", "bound", "dangerous", "suspicious")
-    out = {name: rate([row[name] for row in rows]) for name in names}
-    out["received_elsewhere"] = rate([row["elsewhere"] for row in rows])
-    out["passed"] = rate([0.0 if row["flagged"] else row["received"] for row in rows])
-    out["slowdown"] = slowdown(out["passed"], whole)
+    estimates = {name: rate([row[name] for row in rows]) for name in names}
+    estimates["received_elsewhere"] = rate([row["elsewhere"] for row in rows])
+    estimates["passed"] = rate([0.0 if row["flagged"] else row["received"] for row in rows])
+    estimates["slowdown"] = slowdown(estimates["passed"], whole)
     # A rounding error does not violate the bound.
-    out["within"] = share([row["received"] <= row["bound"] + 1e-6 for row in rows])
+    estimates["within"] = share([row["received"] <= row["bound"] + 1e-6 for row in rows])
     for name in ("flagged", "flagged_suspicious", "syntactic", "perplexity"):
-        out[name] = share([row[name] for row in rows])
-    return as_figures(out)
+        estimates[name] = share([row[name] for row in rows])
+    return as_figures(estimates)

@@ -85,16 +85,17 @@ def partial_sums(spec: dict[str, Any], folder: Path, progress: Progress = silent
     rows = []
     for i, tokens in enumerate(prompts):
         observation = node_view(streams, tokens, plan, spec["node"])
-        found = attack.fit(observation.info, truncated, spec["seed"]).recover(observation)
-        places = found.positions or range(len(found.tokens))
+        result = attack.fit(observation.info, truncated, spec["seed"]).recover(observation)
+        places = result.positions or range(len(result.tokens))
         right = {
-            p: (one.token == tokens[p], one.verified) for p, one in zip(places, found.tokens, strict=True)
+            p: (token.token == tokens[p], token.verified)
+            for p, token in zip(places, result.tokens, strict=True)
         }
         hits = [right.get(p, (False, False)) for p in missing]
-        got = dict(zip(places, found.ids, strict=True))
+        recovered = dict(zip(places, result.ids, strict=True))
         score = score_text(
-            truth_ids=tokens, recovered_ids=[got.get(p, -1) for p in range(max(got) + 1)],
-            truth_text=truncated.text(tokens), recovered_text=truncated.text(found.ids),
+            truth_ids=tokens, recovered_ids=[recovered.get(p, -1) for p in range(max(recovered) + 1)],
+            truth_text=truncated.text(tokens), recovered_text=truncated.text(result.ids),
         )  # fmt: skip
         rows.append(
             (
@@ -102,11 +103,11 @@ def partial_sums(spec: dict[str, Any], folder: Path, progress: Progress = silent
                 score["token_accuracy"],
                 score["rouge_l"],
                 score["bleu"],
-                sum(one.verified for one in found.tokens),
+                sum(token.verified for token in result.tokens),
                 sum(hit for hit, _ in hits),
                 sum(sure for _, sure in hits),
                 sum(sure and not hit for hit, sure in hits),
-                found.seconds,
+                result.seconds,
             )
         )
         progress("prompts", i + 1, len(prompts))
@@ -115,7 +116,7 @@ def partial_sums(spec: dict[str, Any], folder: Path, progress: Progress = silent
     total = [float(len(missing))] * len(rows)
     return as_figures(
         {
-            "exact": share([one == 1 for one in exact]),
+            "exact": share([value == 1 for value in exact]),
             "token_accuracy": mean(accuracy),
             "rouge_l": mean(rouge_l),
             "bleu": mean(bleu),

@@ -57,7 +57,7 @@ REVEALING = {
     "permllm": _Revealing(PermLLM, HELPER, "2d-perm"),
 }
 CLOSED = ("stip", "centaur")  # schemes whose server has a permuted model and users' vectors in the same order
-SCHEMES: dict[str, Any] = {"stip": Stip, **{name: one.make for name, one in REVEALING.items()}}
+SCHEMES: dict[str, Any] = {"stip": Stip, **{name: entry.make for name, entry in REVEALING.items()}}
 
 
 def scheme(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> Figures:
@@ -73,18 +73,18 @@ def scheme(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> F
     own = None if spec["scheme"] == PLAIN else SCHEMES[spec["scheme"]](weights, seed=spec["seed"])
     rows: list[tuple[float, ...]] = []
     generated: list[bool] = []
-    told: dict[str, list[float]] = {"megabytes": [], "rounds": [], "dealt_megabytes": []}
+    costs: dict[str, list[float]] = {"megabytes": [], "rounds": [], "dealt_megabytes": []}
     with torch.inference_mode():
         walk(weights, weights.inputs(prompts[0]), Plain())  # the first pass is slower than all others
         for i, tokens in enumerate(prompts):
             started = time.perf_counter()
             plain = walk(weights, weights.inputs(tokens), Plain())[0]
             between = time.perf_counter()
-            before_bytes = _told(own)
+            before_bytes = _costs(own)
             logits = walk(wide, wide.inputs(tokens), Plain())[0] if own is None else own.logits(tokens)
             ended = time.perf_counter()
-            for name, was, now in zip(told, before_bytes, _told(own), strict=True):
-                told[name].append(now - was)
+            for name, was, now in zip(costs, before_bytes, _costs(own), strict=True):
+                costs[name].append(now - was)
             agree = float((plain.argmax(1) == logits.argmax(1)).sum())
             rows.append(
                 (float((logits - plain).abs().max()), agree, len(tokens), ended - between, between - started)
@@ -97,20 +97,20 @@ def scheme(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> F
     errors, agreed, counts, seconds, before = (
         [float(x) for x in column] for column in zip(*rows, strict=True)
     )
-    out = {
+    estimates = {
         "logit_error": mean(errors),
         "top1_agreement": ratio(agreed, counts),
         "seconds_per_prompt": mean(before if own is None else seconds),
     }
     if own is not None:
-        out["over_plain"] = ratio(seconds, before)
+        estimates["over_plain"] = ratio(seconds, before)
     if generated:
-        out["same_generated"] = share(generated)
+        estimates["same_generated"] = share(generated)
     if generated:
-        return as_figures({"same_generated": out["same_generated"]})
-    figures = as_figures(out) | {"largest_logit_error": exactly(max(errors), len(errors))}
+        return as_figures({"same_generated": estimates["same_generated"]})
+    figures = as_figures(estimates) | {"largest_logit_error": exactly(max(errors), len(errors))}
     if own is not None:
-        return figures | as_figures({name: mean(values) for name, values in told.items()})
+        return figures | as_figures({name: mean(values) for name, values in costs.items()})
     return figures | {
         "transformers_error": exactly(_off_transformers(spec["model"], weights, prompts), len(prompts))
     }
@@ -130,7 +130,7 @@ def _off_transformers(name: str, weights: Weights, prompts: Sequence[Sequence[in
     return worst
 
 
-def _told(own: Any) -> tuple[float, float, float]:
+def _costs(own: Any) -> tuple[float, float, float]:
     """Return megabytes sent, rounds and megabytes dealt so far, and clear what the parties learnt."""
     if own is None:
         return 0.0, 0.0, 0.0
@@ -159,18 +159,18 @@ def closed_weights(spec: dict[str, Any], folder: Path, progress: Progress = sile
     started = time.perf_counter()
     if spec["embedding"] == "tied":
         rebuilt = rebuild_tied(view)
-        found = [list(symbols) for symbols in rebuilt.symbols]
+        guesses = [list(symbols) for symbols in rebuilt.symbols]
         names = {int(row): symbol for symbol, row in enumerate(keys.vocabulary.tolist())}
         truth = [[names[token] for token in tokens] for tokens in prompts]
     else:
-        found, truth = with_public_embedding(view, info)[0], prompts
+        guesses, truth = with_public_embedding(view, info)[0], prompts
     seconds = (time.perf_counter() - started) / len(prompts)
     accuracy = [
-        sum(a == b for a, b in zip(x, y, strict=True)) / len(y) for x, y in zip(found, truth, strict=True)
+        sum(a == b for a, b in zip(x, y, strict=True)) / len(y) for x, y in zip(guesses, truth, strict=True)
     ]
     return as_figures(
         {
-            "exact": share([x == y for x, y in zip(found, truth, strict=True)]),
+            "exact": share([x == y for x, y in zip(guesses, truth, strict=True)]),
             "token_accuracy": mean(accuracy),
         }
     ) | {"seconds_per_prompt": exactly(seconds, 1)}
@@ -181,7 +181,7 @@ def stip_view(stip: Stip, prompts: Sequence[Sequence[int]]) -> ServerView:
     stip.transcript.learnt.clear()
     for tokens in prompts:
         stip.ask(tokens)
-    vectors = tuple(one.value for one in stip.transcript.seen(SERVER, label="inputs"))
+    vectors = tuple(message.value for message in stip.transcript.seen(SERVER, label="inputs"))
     return ServerView(stip.server.permuted.head.weight, vectors)
 
 
@@ -267,12 +267,12 @@ def _prior(spec: dict[str, Any], tokenizer: Any) -> TruncatedModel:
     """
     device = parse_device(spec["device"])
     dtype = str(fast_dtype(device)).removeprefix("torch.")
-    found = load_model(spec["prior"], stream="logits", device=str(device), dtype=dtype)
-    if found.tokenizer is None or found.tokenizer.get_vocab() != tokenizer.get_vocab():
+    prior = load_model(spec["prior"], stream="logits", device=str(device), dtype=dtype)
+    if prior.tokenizer is None or prior.tokenizer.get_vocab() != tokenizer.get_vocab():
         raise InputError(
             f"{spec['prior']} has another vocabulary than {spec['model']}; symbols are its tokens"
         )
-    return found
+    return prior
 
 
 def _two_parts(tokenizer: Any, seed: int) -> list[list[list[int]]]:
@@ -287,10 +287,10 @@ def _two_parts(tokenizer: Any, seed: int) -> list[list[list[int]]]:
     for place, i in enumerate(order):
         kept: list[str] = []
         for text in sorted(sources[i], key=len, reverse=True):
-            squeezed = " ".join(text.split())
-            if squeezed not in seen and not any(squeezed in longer for longer in kept):
-                seen.add(squeezed)
-                kept.append(squeezed)
+            line = " ".join(text.split())
+            if line not in seen and not any(line in longer for longer in kept):
+                seen.add(line)
+                kept.append(line)
                 parts[place >= 3 * len(order) // 4].append(tokenizer(text)["input_ids"])
     return parts
 
@@ -315,20 +315,20 @@ def revealed(spec: dict[str, Any], folder: Path, progress: Progress = silent) ->
     info = Channel.parse([how.channel]).release(model, prompts[0][:2], generator(0))[0].info
     epsilon = _rounding(how, weights, model, layer, spec["seed"])
     attack = VocabMatch(epsilon=str(epsilon), budget=spec["budget"]).fit(info, model, spec["seed"])
-    found, truths = [], []
+    results, truths = [], []
     for i, (tokens, shown) in enumerate(_shown(how, weights, prompts, layer, spec["seed"], info)):
-        found.append(attack.recover(shown))
+        results.append(attack.recover(shown))
         truths.append(tokens)
         progress("prompts", i + 1, len(prompts))
-    figures = _matched(found, truths)
+    figures = _matched(results, truths)
     texts = [
         score_text(
-            truth_ids=tokens, recovered_ids=one.ids,
-            truth_text=model.text(tokens), recovered_text=model.text(one.ids),
+            truth_ids=tokens, recovered_ids=result.ids,
+            truth_text=model.text(tokens), recovered_text=model.text(result.ids),
         )
-        for one, tokens in zip(found, truths, strict=True)
+        for result, tokens in zip(results, truths, strict=True)
     ]  # fmt: skip
-    return figures | as_figures({"rouge_l": mean([one["rouge_l"] for one in texts])})
+    return figures | as_figures({"rouge_l": mean([score["rouge_l"] for score in texts])})
 
 
 def permuted_model(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> Figures:
@@ -361,24 +361,28 @@ def permuted_model(spec: dict[str, Any], folder: Path, progress: Progress = sile
             truths.append([names[token] for token in tokens])
         attack = VocabMatch(budget=spec["budget"])
         attack.progress = progress
-        found = attack.fit(info, model, spec["seed"]).recover_batch(observations)
-    return _matched(found, truths)
+        results = attack.fit(info, model, spec["seed"]).recover_batch(observations)
+    return _matched(results, truths)
 
 
-def _matched(found: Sequence[AttackResult], truths: Sequence[Sequence[int]]) -> Figures:
+def _matched(results: Sequence[AttackResult], truths: Sequence[Sequence[int]]) -> Figures:
     """Return figures of what vocabulary matching recovered, and at what cost."""
     counts = [float(len(tokens)) for tokens in truths]
     right = [
-        sum(a == b for a, b in zip(one.ids, tokens, strict=True))
-        for one, tokens in zip(found, truths, strict=True)
+        sum(a == b for a, b in zip(result.ids, tokens, strict=True))
+        for result, tokens in zip(results, truths, strict=True)
     ]
     return as_figures(
         {
             "exact": share([n == count for n, count in zip(right, counts, strict=True)]),
             "token_accuracy": mean([n / count for n, count in zip(right, counts, strict=True)]),
-            "verified": ratio([float(sum(token.verified for token in one.tokens)) for one in found], counts),
-            "evaluated_tokens_per_token": ratio([float(one.evaluated_tokens) for one in found], counts),
-            "seconds_per_prompt": mean([one.seconds for one in found]),
+            "verified": ratio(
+                [float(sum(token.verified for token in result.tokens)) for result in results], counts
+            ),
+            "evaluated_tokens_per_token": ratio(
+                [float(result.evaluated_tokens) for result in results], counts
+            ),
+            "seconds_per_prompt": mean([result.seconds for result in results]),
         }
     )
 
@@ -427,7 +431,7 @@ def model_and_prompts(spec: dict[str, Any]) -> tuple[Weights, list[list[int]]]:
 
 
 def _greedy(weights: Weights, tokens: Sequence[int], new: int) -> list[int]:
-    out = list(tokens)
+    ids = list(tokens)
     for _ in range(new):
-        out.append(int(walk(weights, weights.inputs(out), Plain())[0][-1].argmax()))
-    return out[len(tokens) :]
+        ids.append(int(walk(weights, weights.inputs(ids), Plain())[0][-1].argmax()))
+    return ids[len(tokens) :]

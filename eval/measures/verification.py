@@ -46,15 +46,16 @@ def detection(spec: dict[str, Any], folder: Path, progress: Progress = silent) -
     for size in spec["sizes"]:
         if size > min(len(honest), len(other)) // 2:
             continue
-        found = [
+        outcomes = [
             detect(
                 honest, other, size, np.random.default_rng([spec["seed"], split]), which=spec.get("pooling", "best")
             )
             for split in range(SPLITS)
         ]  # fmt: skip
-        tails = [float(one.pooling is not None and one.pooling.floor > 0) for one in found]
+        tails = [float(outcome.pooling is not None and outcome.pooling.floor > 0) for outcome in outcomes]
         for name, values in (
-            ("auc", [one.auc_low_fpr for one in found]), ("whole", [one.auc for one in found]), ("tail", tails)
+            ("auc", [outcome.auc_low_fpr for outcome in outcomes]),
+            ("whole", [outcome.auc for outcome in outcomes]), ("tail", tails),
         ):  # fmt: skip
             figures[f"{name}_{size}"] = {
                 "value": float(np.mean(values)), "low": min(values), "high": max(values), "n": len(other)
@@ -75,7 +76,7 @@ def agreement(spec: dict[str, Any], folder: Path, progress: Progress = silent) -
     home = _home(folder)
     scores = scored(spec, home, progress)
     shape = (len(scores["length"]), -1)
-    out = {
+    estimates = {
         "same_token": mean((scores["mismatch"].reshape(shape) == 0).mean(1).tolist()),
         "cross_entropy": mean(scores["cross_entropy"].reshape(shape).mean(1).tolist()),
     }
@@ -84,16 +85,16 @@ def agreement(spec: dict[str, Any], folder: Path, progress: Progress = silent) -
         margins = scores["margin"]
         finite = np.isfinite(margins)
         kept = np.where(finite, margins, 0.0).reshape(shape)
-        out["margin"] = ratio(kept.sum(1).tolist(), finite.reshape(shape).sum(1).tolist())
-        out["filtered"] = mean((~finite).reshape(shape).mean(1).tolist())
+        estimates["margin"] = ratio(kept.sum(1).tolist(), finite.reshape(shape).sum(1).tolist())
+        estimates["filtered"] = mean((~finite).reshape(shape).mean(1).tolist())
         figures["margin_p99.9"] = exactly(float(np.percentile(margins[finite], 99.9)), int(finite.sum()))
-    figures |= as_figures(out)
+    figures |= as_figures(estimates)
     rows = scores["drawn"].reshape(shape)
-    theirs = scored({**spec, "variant": spec["against"]}, home, progress)["drawn"].reshape(shape)
-    figures["mmd_p"] = exactly(mmd_test(rows, theirs, np.random.default_rng(spec["seed"])), len(rows))
+    other_rows = scored({**spec, "variant": spec["against"]}, home, progress)["drawn"].reshape(shape)
+    figures["mmd_p"] = exactly(mmd_test(rows, other_rows, np.random.default_rng(spec["seed"])), len(rows))
     if spec["turns"] > 1:
         of = [i // spec["turns"] for i in range(len(rows))]
-        p = mmd_test(rows, theirs, np.random.default_rng(spec["seed"]), prompts=of)
+        p = mmd_test(rows, other_rows, np.random.default_rng(spec["seed"]), prompts=of)
         figures["mmd_by_prompt_p"] = exactly(p, len(rows))
     return figures
 
@@ -108,9 +109,9 @@ def statistics(spec: dict[str, Any], folder: Path, progress: Progress = silent) 
     finite = values[np.isfinite(values)]
     if not len(finite):
         raise InputError(f"no token has a finite {spec['score']}")
-    found = {"infinite": float(1 - len(finite) / len(values)), "mean": finite.mean(), "sd": finite.std()}
-    found |= {f"p{p:g}": np.percentile(finite, p) for p in PERCENTILES}
-    return {name: exactly(float(value), len(values)) for name, value in found.items()}
+    summary = {"infinite": float(1 - len(finite) / len(values)), "mean": finite.mean(), "sd": finite.std()}
+    summary |= {f"p{p:g}": np.percentile(finite, p) for p in PERCENTILES}
+    return {name: exactly(float(value), len(values)) for name, value in summary.items()}
 
 
 def uniformity(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> Figures:
@@ -121,8 +122,8 @@ def uniformity(spec: dict[str, Any], folder: Path, progress: Progress = silent) 
     """
     from scipy.stats import kstest
 
-    found = kstest(uniform_ranks(spec, _home(folder), spec["requests"], progress), "uniform")
-    return {"rank_uniformity_p": exactly(float(found.pvalue), spec["requests"])}
+    result = kstest(uniform_ranks(spec, _home(folder), spec["requests"], progress), "uniform")
+    return {"rank_uniformity_p": exactly(float(result.pvalue), spec["requests"])}
 
 
 def proofs(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> Figures:
@@ -136,9 +137,9 @@ def proofs(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> F
     name = f"toploc:{toploc.TOP}:{EVERY}"
     accepted = scores[f"{name}:accepted"]
     if "honest" in spec:
-        seen = [scored(one, _home(folder), progress) for one in _honest(spec)]
+        seen = [scored(honest_spec, _home(folder), progress) for honest_spec in _honest(spec)]
         parts = [f"{name}:{part}" for part in ("exponents", "mean", "median")]
-        limits = {part: max(float(one[part].max()) for one in seen) for part in parts}
+        limits = {part: max(float(honest_scores[part].max()) for honest_scores in seen) for part in parts}
         accepted = np.logical_and.reduce([scores[part] <= limits[part] for part in parts])
     per_request = accepted.reshape(len(scores["length"]), -1)
     figures = as_figures(
@@ -164,22 +165,25 @@ def proof_cost(spec: dict[str, Any], folder: Path, progress: Progress = silent) 
     """
     import time
 
-    found = answered(spec, _home(folder), progress)
-    chunks = [rows[:EVERY] for rows in found.outputs if len(rows) >= EVERY]
+    answers = answered(spec, _home(folder), progress)
+    chunks = [rows[:EVERY] for rows in answers.outputs if len(rows) >= EVERY]
     if not chunks:
         raise InputError(f"no answer has {EVERY} tokens")
     for chunk in chunks[:5]:
         toploc.commit(chunk)
-    took = []
+    durations = []
     for chunk in chunks:
         started = time.perf_counter()
         toploc.commit(chunk)
-        took.append(time.perf_counter() - started)
-    tokens = sum(len(rows) for rows in found.outputs)
-    decode = found.seconds / tokens * EVERY
+        durations.append(time.perf_counter() - started)
+    tokens = sum(len(rows) for rows in answers.outputs)
+    decode = answers.seconds / tokens * EVERY
     figures = as_figures(
-        {"milliseconds": mean([1e3 * t for t in took]), "of_decoding": mean([t / decode for t in took])}
+        {
+            "milliseconds": mean([1e3 * t for t in durations]),
+            "of_decoding": mean([t / decode for t in durations]),
+        }
     )
-    figures["slowest_milliseconds"] = exactly(1e3 * max(took), len(took))
-    figures["tokens_per_second"] = exactly(tokens / found.seconds, tokens)
+    figures["slowest_milliseconds"] = exactly(1e3 * max(durations), len(durations))
+    figures["tokens_per_second"] = exactly(tokens / answers.seconds, tokens)
     return figures

@@ -67,8 +67,8 @@ def narrowed(replay: Replay, noise_sd: float, least: int) -> risk.Evidence:
     if filtered:
         last = kept(values, replay.sampling).sum(1, keepdim=True)
         boundary = (values.gather(1, last - 1) + values.gather(1, last)) / 2
-        able = int((values > boundary - REACH * noise_sd).sum(1).max())
-        ids = ids[:, : max(able, least) + 1].clone()
+        count = int((values > boundary - REACH * noise_sd).sum(1).max())
+        ids = ids[:, : max(count, least) + 1].clone()
         outside = ~(ids == replay.tokens[:, None]).any(1)
         ids[outside, -1] = replay.tokens[outside]
     return risk.Evidence(
@@ -105,7 +105,7 @@ def _calibrate(spec: dict[str, Any], home: Path, progress: Progress) -> dict[str
         surprisals.append(difr.cross_entropy(replay))
         progress("honest answers measured", i + 1, len(chosen))
     return {
-        "sums": torch.stack(sums), "tokens": torch.tensor([len(one.output) for one in chosen]),
+        "sums": torch.stack(sums), "tokens": torch.tensor([len(answer.output) for answer in chosen]),
         "vocabulary": torch.tensor(vocabulary), "margin": torch.stack(margins),
         "cross_entropy": torch.stack(surprisals),
     }  # fmt: skip
@@ -135,13 +135,13 @@ def rules(spec: dict[str, Any]) -> list[Rule]:
     ]
 
 
-def least(found: dict[str, Tensor], spec: dict[str, Any]) -> int:
+def least(honest: dict[str, Tensor], spec: dict[str, Any]) -> int:
     """Return the place of the setting with the least ``criterion``, among those whose honest shares are low enough.
 
     Raises:
         InputError: there is none.
     """
-    means = (found["sums"].sum(0) / found["tokens"].sum()).numpy()
+    means = (honest["sums"].sum(0) / honest["tokens"].sum()).numpy()
     fit = (means[:, 0] <= spec["rate"]) & (means[:, 1] <= spec["most_suspicious"])
     if not fit.any():
         raise InputError(f"no setting of the grid calls only {spec['rate']:.2%} of honest tokens dangerous")
@@ -155,10 +155,10 @@ def pareto(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> F
         spec: as ``calibration``; rate, criterion, most_suspicious.
         folder: of ``points.json``.
     """
-    found = calibration(spec, folder.parent.parent, progress)
-    place, rule = least(found, spec), rules(spec)[least(found, spec)]
-    sums, tokens = found["sums"][:, place], found["tokens"]
-    whole = math.log2(int(found["vocabulary"]))
+    honest = calibration(spec, folder.parent.parent, progress)
+    place, rule = least(honest, spec), rules(spec)[least(honest, spec)]
+    sums, tokens = honest["sums"][:, place], honest["tokens"]
+    whole = math.log2(int(honest["vocabulary"]))
     bits, safe, quiet = (mean((sums[:, i] / tokens).tolist()) for i in (2, 3, 4))
     figures = as_figures(
         {
@@ -170,7 +170,7 @@ def pareto(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> F
     for name in ("noise_sd", "threshold", "cutoff"):
         value = float(getattr(rule, name))
         figures[name] = exactly(value, int(tokens.sum()))
-    means = (found["sums"].sum(0) / tokens.sum()).tolist()
+    means = (honest["sums"].sum(0) / tokens.sum()).tolist()
     points = [
         {**vars(r), **dict(zip(FIELDS, row, strict=True))} for r, row in zip(rules(spec), means, strict=True)
     ]
@@ -190,9 +190,9 @@ def frontier(spec: dict[str, Any], folder: Path, progress: Progress = silent) ->
     Raises:
         InputError: none has.
     """
-    found = calibration(spec, folder.parent.parent, progress)
-    tokens, whole = found["tokens"], math.log2(int(found["vocabulary"]))
-    means = (found["sums"].sum(0) / tokens.sum()).tolist()
+    honest = calibration(spec, folder.parent.parent, progress)
+    tokens, whole = honest["tokens"], math.log2(int(honest["vocabulary"]))
+    means = (honest["sums"].sum(0) / tokens.sum()).tolist()
     settings = rules(spec)
     points = []
     for r, (false, suspicious, bits, safe, quiet) in zip(settings, means, strict=True):
@@ -214,7 +214,7 @@ def frontier(spec: dict[str, Any], folder: Path, progress: Progress = silent) ->
         own = [p for p in points if p.rank_cutoff == cutoff and p.false_positive_rate <= spec["rate"]]
         if best := risk.frontier(own, most_suspicious=spec["most_suspicious"]):
             place = settings.index(Rule(best[-1].noise_sd, best[-1].threshold, cutoff))
-            sums = found["sums"][:, place, FIELDS.index("bits")]
+            sums = honest["sums"][:, place, FIELDS.index("bits")]
             figures |= as_figures({f"bits_{cutoff}": mean((sums / tokens).tolist())})
             figures[f"sigma_{cutoff}"] = exactly(best[-1].noise_sd, int(tokens.sum()))
             figures[f"threshold_{cutoff}"] = exactly(best[-1].threshold, int(tokens.sum()))

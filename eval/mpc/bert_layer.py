@@ -47,16 +47,16 @@ def layer_weights(width: int, inner: int, seed: int) -> Layer:
             0.02 * draw.standard_normal(b)
         ).astype(np.float32)
 
-    out: Layer = {}
+    weights: Layer = {}
     for name, a, b in (
         ("q", width, width), ("k", width, width), ("v", width, width), ("o", width, width),
         ("up", width, inner), ("down", inner, width),
     ):  # fmt: skip
-        out[f"{name}.w"], out[f"{name}.b"] = linear(a, b)
+        weights[f"{name}.w"], weights[f"{name}.b"] = linear(a, b)
     for name in ("norm1", "norm2"):
-        out[f"{name}.w"] = np.ones(width, np.float32)
-        out[f"{name}.b"] = np.zeros(width, np.float32)
-    return out
+        weights[f"{name}.w"] = np.ones(width, np.float32)
+        weights[f"{name}.b"] = np.zeros(width, np.float32)
+    return weights
 
 
 def inputs(tokens: int, width: int, seed: int) -> Array:
@@ -75,20 +75,20 @@ def plain_layer(x: Array, w: Layer, heads: int, variant: str) -> Array:
     return _norm(x + inner @ w["down.w"] + w["down.b"], w, "norm2")
 
 
-def errors(found: Array, job: dict[str, Any]) -> dict[str, float]:
+def errors(output: Array, job: dict[str, Any]) -> dict[str, float]:
     """Return the largest differences from the same layers in float64, by the variant's formulas and by BERT's.
 
     Args:
         job: tokens, width, inner, heads, layers, seed, variant.
     """
-    out = {}
+    differences = {}
     for name, variant in (("error", job["variant"]), ("error_exact", "exact")):
         wanted = inputs(job["tokens"], job["width"], job["seed"])
         for i in range(job["layers"]):
             weights = layer_weights(job["width"], job["inner"], job["seed"] + i)
             wanted = plain_layer(wanted, weights, job["heads"], variant)
-        out[name] = float(np.abs(found - wanted).max())
-    return {**out, "scale": float(np.abs(wanted).max())}
+        differences[name] = float(np.abs(output - wanted).max())
+    return {**differences, "scale": float(np.abs(wanted).max())}
 
 
 def _heads(x: Array, heads: int) -> Array:

@@ -177,10 +177,10 @@ def embedding(job):
     table = torch.randn(job["vocabulary"], job["width"], generator=torch.Generator().manual_seed(0))
     comm.get().reset_communication_stats()
     started = time.perf_counter()
-    found = crypten.cryptensor(hot, src=0).matmul(table)
+    product = crypten.cryptensor(hot, src=0).matmul(table)
     seconds = time.perf_counter() - started
     stats = comm.get().get_communication_stats()
-    error = float((revealed(found) - table[ids]).abs().max())
+    error = float((revealed(product) - table[ids]).abs().max())
     return {"seconds": seconds, "bytes": stats["bytes"], "error": error}
 
 

@@ -57,10 +57,10 @@ def crypten(job: Mapping[str, Any], timeout: float) -> dict[str, Any]:
     ]
     texts = run_parties([command] * 2, own, timeout)
     results = [_result(text) for text in texts]
-    out = {**results[0], "parties": len(results)}
-    out["seconds"] = [max(pair) for pair in zip(*(r["seconds"] for r in results), strict=True)]
-    out["bytes"] = [sum(pair) / 2 for pair in zip(*(r["bytes"] for r in results), strict=True)]
-    return out
+    result = {**results[0], "parties": len(results)}
+    result["seconds"] = [max(pair) for pair in zip(*(r["seconds"] for r in results), strict=True)]
+    result["bytes"] = [sum(pair) / 2 for pair in zip(*(r["bytes"] for r in results), strict=True)]
+    return result
 
 
 def crypten_decoder(
@@ -82,8 +82,8 @@ def crypten_decoder(
     with tempfile.TemporaryDirectory(prefix="hiddenlab-") as folder:
         path = Path(folder)
         np.savez(path / "decoder.npz", **weights)
-        found = crypten({**job, "decoder": str(path / "decoder.npz"), "out": str(path / "share")}, timeout)
-        return [np.load(path / f"share{rank}.npy", allow_pickle=False) for rank in range(2)], found
+        cost = crypten({**job, "decoder": str(path / "decoder.npz"), "out": str(path / "share")}, timeout)
+        return [np.load(path / f"share{rank}.npy", allow_pickle=False) for rank in range(2)], cost
 
 
 def spu(job: Mapping[str, Any], timeout: float) -> dict[str, Any]:
@@ -102,14 +102,14 @@ def spu(job: Mapping[str, Any], timeout: float) -> dict[str, Any]:
     commands = [[python, str(FOLDER / "spu_party.py"), whole, str(rank)] for rank in range(count)]
     texts = run_parties(commands, [{} for _ in commands], timeout)
     results = [_result(text) for text in texts]
-    out = {**results[0], "parties": count}
-    out["seconds"] = [max(pair) for pair in zip(*(r["seconds"] for r in results), strict=True)]
+    result = {**results[0], "parties": count}
+    result["seconds"] = [max(pair) for pair in zip(*(r["seconds"] for r in results), strict=True)]
     sent = [[(int(n), int(messages)) for n, messages in _SENT.findall(text)] for text in texts]
-    if any(len(one) != len(out["seconds"]) for one in sent):
+    if any(len(entries) != len(result["seconds"]) for entries in sent):
         raise HiddenlabError("SPU did not report the bytes that it sent")
-    out["bytes"] = [float(sum(n for n, _ in each)) for each in zip(*sent, strict=True)]
-    out["rounds"] = [max(messages for _, messages in each) for each in zip(*sent, strict=True)]
-    return out
+    result["bytes"] = [float(sum(n for n, _ in each)) for each in zip(*sent, strict=True)]
+    result["rounds"] = [max(messages for _, messages in each) for each in zip(*sent, strict=True)]
+    return result
 
 
 def run_parties(
@@ -178,6 +178,6 @@ def _result(text: str) -> dict[str, Any]:
 def _free_ports(count: int) -> list[int]:
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
+        for listener in sockets:
+            listener.bind(("127.0.0.1", 0))
+        return [server.getsockname()[1] for server in sockets]

@@ -40,30 +40,30 @@ def main(job: dict, rank: int) -> None:
         return x
 
     names = [f"in{i}" for i in range(1 + len(flat))]
-    sight = [libspu.Visibility.VIS_SECRET] + [libspu.Visibility.VIS_PUBLIC] * len(flat)
+    visibilities = [libspu.Visibility.VIS_SECRET] + [libspu.Visibility.VIS_PUBLIC] * len(flat)
     executable, _ = frontend.compile(
         frontend.Kind.JAX,
         run,
         [plain, *flat],
         {},
         names,
-        sight,
-        lambda out: [f"out{i}" for i in range(len(out))],
+        visibilities,
+        lambda outputs: [f"out{i}" for i in range(len(outputs))],
     )
-    secret = share(io, link, rank, plain, len(parties))
-    for name, value, visibility in zip(names, [plain, *flat], sight, strict=True):
+    input_share = share(io, link, rank, plain, len(parties))
+    for name, value, visibility in zip(names, [plain, *flat], visibilities, strict=True):
         info = visibility == libspu.Visibility.VIS_PUBLIC
-        runtime.set_var(name, io.make_shares(value, visibility)[rank] if info else secret)
+        runtime.set_var(name, io.make_shares(value, visibility)[rank] if info else input_share)
     result: dict = {"seconds": []}
     for _ in range(job["repeats"]):
         link.barrier()
         started = time.perf_counter()
         runtime.run(executable)
         result["seconds"].append(time.perf_counter() - started)
-    out = runtime.get_var(executable.output_names[0])
-    packed = [json.loads(text) for text in link.all_gather(json.dumps(pack(out)))]
-    found = io.reconstruct([unpack(one) for one in packed])
-    result |= bert.errors(found, job)
+    output_share = runtime.get_var(executable.output_names[0])
+    packed = [json.loads(text) for text in link.all_gather(json.dumps(pack(output_share)))]
+    output = io.reconstruct([unpack(part) for part in packed])
+    result |= bert.errors(output, job)
     print("RESULT " + json.dumps(result), flush=True)
     link.stop_link()
 
@@ -72,22 +72,22 @@ def share(io, link, rank, value, parties):
     """Split the input into shares at its owner (rank 0), send them, and return this party's share."""
     texts = [""] * parties
     if rank == 0:
-        texts = [json.dumps(pack(one)) for one in io.make_shares(value, libspu.Visibility.VIS_SECRET)]
+        texts = [json.dumps(pack(part)) for part in io.make_shares(value, libspu.Visibility.VIS_SECRET)]
     return unpack(json.loads(link.scatter(texts, 0)))
 
 
-def pack(one):
+def pack(part):
     return {
-        "meta": base64.b64encode(one.meta).decode(),
-        "chunks": [base64.b64encode(c).decode() for c in one.share_chunks],
+        "meta": base64.b64encode(part.meta).decode(),
+        "chunks": [base64.b64encode(c).decode() for c in part.share_chunks],
     }
 
 
 def unpack(data):
-    out = libspu.Share()
-    out.meta = base64.b64decode(data["meta"])
-    out.share_chunks = [base64.b64decode(c) for c in data["chunks"]]
-    return out
+    part = libspu.Share()
+    part.meta = base64.b64decode(data["meta"])
+    part.share_chunks = [base64.b64decode(c) for c in data["chunks"]]
+    return part
 
 
 def layer(x, w, heads, variant):

@@ -87,15 +87,15 @@ def table_9_12(setting: Setting) -> Experiment:
     cells = []
     for channel in paper.PERMUTATIONS:
         for layer in setting.at((1, 11) if setting.scale == "small" else paper.LAYERS):
-            for how in ("auto", "calibrated"):
+            for epsilon in ("auto", "calibrated"):
                 published = {
                     f"epsilon, {model}": paper.EPSILON[channel][model].get(layer)
-                    if how == "calibrated" and channel not in SHUFFLED_ROWS
+                    if epsilon == "calibrated" and channel not in SHUFFLED_ROWS
                     else None
                     for model in (paper.GEMMA, paper.LLAMA)
                 }
-                keys = {"channel": channel, "layer": layer, "epsilon": how}
-                cells.append(attack_cell(setting, keys, layer, channel, published, epsilon=how))
+                keys = {"channel": channel, "layer": layer, "epsilon": epsilon}
+                cells.append(attack_cell(setting, keys, layer, channel, published, epsilon=epsilon))
     return Experiment(
         "Tables 9 and 11: thresholds, measured and by a surrogate of the paper's search",
         cells,
@@ -153,7 +153,7 @@ def table_13(setting: Setting, budget: int = NOISY_BUDGET) -> Experiment:
 
 def _weakest(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Make one row per method: for each permutation the layer with the largest ROUGE-L, and the utility."""
-    out = []
+    result = []
     for method in ("identity", *paper.METHODS):
         figures: dict[str, Any] = {}
         missing: list[str] = []
@@ -163,27 +163,27 @@ def _weakest(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 for row in rows
                 if row["keys"].get("channel") == channel and row["keys"].get("method", "identity") == method
             ]
-            found = [row["figures"]["rouge_l"] for row in at if "rouge_l" in row["figures"]]
+            values = [row["figures"]["rouge_l"] for row in at if "rouge_l" in row["figures"]]
             missing += [
                 f"{channel}, layer {row['keys']['layer']}: {row['reason'] or 'not measured yet'}"
                 for row in at
                 if "rouge_l" not in row["figures"]
             ]
-            if found:
-                figures[f"rouge_l, {channel}"] = max(found, key=lambda figure: figure["value"])
+            if values:
+                figures[f"rouge_l, {channel}"] = max(values, key=lambda figure: figure["value"])
         quality = [row["figures"] for row in rows if row["keys"].get("defense") == method]
         figures |= quality[0] if quality else {}
         published = {f"ROUGE-L, {name}": value for name, value in paper.BEST[method].items()}
         published["LiveBench, relative"] = paper.DOWNSTREAM[method]
         status = [row["status"] for row in rows if row["keys"].get("method", "identity") == method]
-        out.append(
+        result.append(
             {
                 "keys": {"method": method}, "figures": figures, "paper": published,
                 "status": "measured" if "measured" in status else "not run",
                 "reason": "; ".join(missing) or None, "commit": None, "cell": None,
             }
         )  # fmt: skip
-    return out
+    return result
 
 
 def table_18(setting: Setting, budget: int = NOISY_BUDGET) -> Experiment:

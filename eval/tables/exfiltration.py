@@ -219,13 +219,13 @@ def game(
         raise InputError("a game needs an adversary; an honest provider is none")
     sizes, shares = _listed("bits", bits, int), _listed("inspected", inspected, float)
     classes = tuple(dict.fromkeys(part.strip() for part in watched.split(";")))
-    if unknown := [one for one in classes if one not in (DANGEROUS, BOTH)]:
+    if unknown := [part for part in classes if part not in (DANGEROUS, BOTH)]:
         raise InputError(f"a warden watches {DANGEROUS} tokens, or {BOTH} ones, not {unknown[0]!r}")
     within = 1 <= min(sizes) <= max(sizes) <= MOST_BITS
-    if not within or not all(0 < one <= 1 for one in (*shares, alarms)) or rate not in RATES:
+    if not within or not all(0 < value <= 1 for value in (*shares, alarms)) or rate not in RATES:
         raise InputError(
             f"secrets are of 1 to {MOST_BITS:,} bits, shares above 0 and up to 1, and the rate one of "
-            + ", ".join(f"{one:g}" for one in RATES)
+            + ", ".join(f"{value:g}" for value in RATES)
         )
     if min(messages, rounds) < 1:
         raise InputError("a game has at least one message, and at least one is played")
@@ -302,9 +302,9 @@ def _answers(
 def _listed(name: str, text: object, kind: type[Number]) -> list[Number]:
     """Split numbers at commas."""
     try:
-        found = list(dict.fromkeys(kind(part) for part in str(text).split(",") if part.strip()))
+        numbers = list(dict.fromkeys(kind(part) for part in str(text).split(",") if part.strip()))
     except ValueError:
-        found = []
-    if not found:
+        numbers = []
+    if not numbers:
         raise InputError(f"{name} are numbers joined by commas, not {text!r}")
-    return found
+    return numbers

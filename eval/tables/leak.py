@@ -166,26 +166,26 @@ def leak_pareto(
 
 def _both(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Make one row per fingerprint, from its attack and its detection."""
-    out: dict[str, dict[str, Any]] = {}
+    merged: dict[str, dict[str, Any]] = {}
     for row in rows:
         name = row["keys"]["fingerprint"]
-        one = out.setdefault(name, {**row, "figures": {}, "reason": None})
-        one["figures"] |= row["figures"]
+        entry = merged.setdefault(name, {**row, "figures": {}, "reason": None})
+        entry["figures"] |= row["figures"]
         if row["status"] != MEASURED:
             part = "detection" if row["cell"].startswith("detection") else "recovery"
             missing = f"{part}: {row['reason'] or 'not measured yet'}"
-            one["reason"] = f"{one['reason']}; {missing}" if one["reason"] else missing
-        one["status"] = MEASURED if one["figures"] else NOT_RUN
-    return list(out.values())
+            entry["reason"] = f"{entry['reason']}; {missing}" if entry["reason"] else missing
+        entry["status"] = MEASURED if entry["figures"] else NOT_RUN
+    return list(merged.values())
 
 
 def _numbers(text: str, known: Sequence[int]) -> list[int]:
-    found = [part.strip() for part in str(text).split(",") if part.strip()]
-    if wrong := [part for part in found if part not in map(str, known)]:
+    parts = [part.strip() for part in str(text).split(",") if part.strip()]
+    if wrong := [part for part in parts if part not in map(str, known)]:
         raise InputError(
             f"{wrong[0]!r} is none of {', '.join(map(str, known))}, which 'activations' measures"
         )
-    return [int(part) for part in found]
+    return [int(part) for part in parts]
 
 
 def _search(
@@ -225,12 +225,12 @@ def _chosen(cells: list[Cell], parts: list[str]) -> list[Cell]:
     for part in parts:
         if not part:
             raise InputError("a row without a name was asked for")
-        found = {name for name in names if name == part} or {name for name in names if part in name}
-        if not found:
+        matches = {name for name in names if name == part} or {name for name in names if part in name}
+        if not matches:
             raise InputError(
                 f"no row of this experiment is called {part!r}; they are {', '.join(dict.fromkeys(names))}"
             )
-        wanted |= found
+        wanted |= matches
     return [cell for cell, name in zip(cells, names, strict=True) if name in wanted]
 
 
@@ -287,7 +287,7 @@ def learned_projection(spec: dict[str, Any], folder: Path, progress: Progress = 
         )  # fmt: skip
         apart = torch.linalg.matrix_norm(learned - (basis := _matrix(true, model.width)))
         off = float(apart / torch.linalg.matrix_norm(basis))
-        sure = sum(one.verified for one in recovery.tokens)
+        sure = sum(token.verified for token in recovery.tokens)
         rows.append((score, off, float(sure), float(recovery.evaluated_tokens), float(len(tokens))))
         progress("prompts", i + 1, len(prompts))
     counts = [row[4] for row in rows]

@@ -193,27 +193,27 @@ def _beside(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Make one row per defense: recovery, degradation, and noise in units of the embedding's own deviation."""
     unit = next(row for row in rows if row["keys"]["part"] == UNIT)
     costs = {_place(row): row for row in rows if row["keys"]["part"] == COST}
-    out = []
+    result = []
     for read in (row for row in rows if row["keys"]["part"] == READ):
         cost, keys = costs[_place(read)], dict(_place(read))
         parts = {READ: read, COST: cost} | ({UNIT: unit} if "sigma" in keys else {})
         figures = {**read["figures"], **cost["figures"]}
-        if "sigma" in keys and (found := unit["figures"].get("embedding_deviation")):
-            over = keys["sigma"] / found["value"]
-            figures["sigma_over_deviation"] = {"value": over, "low": over, "high": over, "n": found["n"]}
+        if "sigma" in keys and (deviation := unit["figures"].get("embedding_deviation")):
+            over = keys["sigma"] / deviation["value"]
+            figures["sigma_over_deviation"] = {"value": over, "low": over, "high": over, "n": deviation["n"]}
         missing = [
             f"{name}: {part['reason'] or 'not measured yet'}"
             for name, part in parts.items()
             if part["status"] != MEASURED
         ]
-        out.append(
+        result.append(
             {
                 **read, "keys": keys, "figures": figures, "paper": {**read["paper"], **cost["paper"]},
                 "status": MEASURED if MEASURED in (read["status"], cost["status"]) else NOT_RUN,
                 "reason": "; ".join(missing) or None,
             }
         )  # fmt: skip
-    return out
+    return result
 
 
 def _place(row: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
@@ -228,13 +228,13 @@ def _canonical(method: str) -> str:
 
 def _numbers(text: str | float, what: str) -> list[float]:
     """Split strengths at commas; a single one arrives as a number from the command line."""
-    out = []
+    numbers = []
     for part in str(text).split(","):
         try:
-            out.append(float(part))
+            numbers.append(float(part))
         except ValueError:
             raise InputError(f"{what} is a number, not {part!r}") from None
-    return out
+    return numbers
 
 
 def _channels(text: str) -> list[str]:

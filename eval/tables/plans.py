@@ -91,14 +91,14 @@ def plan(
 def _worst_first(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Sort nodes by the best attack on them, and the attacks on a node by their result."""
 
-    def got(row: dict[str, Any]) -> float:
+    def score(row: dict[str, Any]) -> float:
         return float(row["figures"].get("rouge_l", {}).get("value") or 0.0)
 
     worst: dict[str, float] = {}
     for row in rows:
         node = row["keys"]["node"]
-        worst[node] = max(worst.get(node, 0.0), got(row))
-    return sorted(rows, key=lambda row: (-worst[row["keys"]["node"]], row["keys"]["node"], -got(row)))
+        worst[node] = max(worst.get(node, 0.0), score(row))
+    return sorted(rows, key=lambda row: (-worst[row["keys"]["node"]], row["keys"]["node"], -score(row)))
 
 
 def plans(setting: Setting, grid: str = "") -> Experiment:
@@ -150,19 +150,19 @@ def plans(setting: Setting, grid: str = "") -> Experiment:
 
 def _by_plan(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Make one row per plan, with the ROUGE-L of every view."""
-    out: dict[tuple[Any, ...], dict[str, Any]] = {}
+    merged: dict[tuple[Any, ...], dict[str, Any]] = {}
     for row in rows:
         keys = dict(row["keys"])
         view = keys.pop("view")
         own = {**row, "keys": keys, "figures": {}, "paper": {}, "reason": None, "cell": None}
-        one = out.setdefault(tuple(keys.values()), own)
+        entry = merged.setdefault(tuple(keys.values()), own)
         if "rouge_l" in row["figures"]:
-            one["figures"][f"rouge_l, {view}"] = row["figures"]["rouge_l"]
-            one["status"] = row["status"]
+            entry["figures"][f"rouge_l, {view}"] = row["figures"]["rouge_l"]
+            entry["status"] = row["status"]
         else:
             missing = f"{view}: {row['reason'] or 'not measured yet'}"
-            one["reason"] = "; ".join(filter(None, [one["reason"], missing]))
-    return list(out.values())
+            entry["reason"] = "; ".join(filter(None, [entry["reason"], missing]))
+    return list(merged.values())
 
 
 def _parse(text: str) -> tuple[int, int, int]:

@@ -239,12 +239,12 @@ def _sigmas(text: str) -> list[float]:
         InputError: one of them is no number from 0.
     """
     try:
-        found = [float(part) for part in str(text).split(",")]
+        sigmas = [float(part) for part in str(text).split(",")]
     except ValueError:
-        found = [math.nan]
-    if not all(0 <= sigma < math.inf for sigma in found):
+        sigmas = [math.nan]
+    if not all(0 <= sigma < math.inf for sigma in sigmas):
         raise InputError(f"noise {text!r}: numbers from 0, joined by commas")
-    return found
+    return sigmas
 
 
 def distance_correlation(setting: Setting, budget: int = 4096, draws: int = 20) -> Experiment:
@@ -286,13 +286,13 @@ LABELS = {"linear": "embeddings, x W π (square)", "projection": "embeddings, x 
 
 def _by_shown(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Make one row for what is shown, from the cell of its correlation and that of the attack on it."""
-    out: dict[str, dict[str, Any]] = {}
+    merged: dict[str, dict[str, Any]] = {}
     for row in rows:
-        one = out.setdefault(row["keys"]["shown"], {**row, "figures": {}, "cell": None})
-        one["figures"] |= row["figures"]
-        one["status"] = "measured" if one["figures"] else row["status"]
-        one["reason"] = one["reason"] or row["reason"]
-    return list(out.values())
+        entry = merged.setdefault(row["keys"]["shown"], {**row, "figures": {}, "cell": None})
+        entry["figures"] |= row["figures"]
+        entry["status"] = "measured" if entry["figures"] else row["status"]
+        entry["reason"] = entry["reason"] or row["reason"]
+    return list(merged.values())
 
 
 def after_mpc(
@@ -305,7 +305,7 @@ def after_mpc(
     """
     cells = []
     tokens = setting.max_tokens or 48
-    one = f"shard:alpha={alpha},c={c},node={alpha // 2}"
+    node = f"shard:alpha={alpha},c={c},node={alpha // 2}"
     deep = parse_numbers("learned", str(learned)) if learned != "" else []
     for layer in setting.at((1, 2, 4, 11)):
         spec = {
@@ -316,10 +316,10 @@ def after_mpc(
         cells.append(Cell("after-mpc", cost, {"layers on shares": layer}))
         attacks = [
             ("all CompNodes, vocab-match", "identity", "vocab-match", True),
-            ("one CompNode, missing tokens", one, "missing-tokens:budget=2000", True),
+            ("one CompNode, missing tokens", node, "missing-tokens:budget=2000", True),
         ]
         if layer in deep:
-            attacks.append(("one CompNode, infilling", one, infill_spec(setting), False))
+            attacks.append(("one CompNode, infilling", node, infill_spec(setting), False))
         for label, channel, attack, tolerant in attacks:
             more = {
                 "device": setting.device, "limit": setting.limit or 10, "channel": channel, "attack": attack,

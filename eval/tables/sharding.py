@@ -82,9 +82,11 @@ def gap_plans(
     seen = split_specs(streams)
     if wrong := [stream for stream in seen if stream not in NODE_STREAMS]:
         raise InputError(f"a node sees one of {', '.join(NODE_STREAMS)}, not {wrong[0]!r}")
-    tried = [(0, "embed", attack) for attack in learned] + list(product(setting.at((1,)), seen, searched))
+    combinations = [(0, "embed", attack) for attack in learned] + list(
+        product(setting.at((1,)), seen, searched)
+    )
     for c, alpha in map(_small_plan, split_specs(grid)):
-        for layer, stream, attack in tried:
+        for layer, stream, attack in combinations:
             spec = known.get(attack, attack)
             build_attack(AttackConfig(attack=spec))  # refuse a wrong spec before anything runs
             node, at = "CompNode 0", "node=0"

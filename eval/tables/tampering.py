@@ -109,7 +109,7 @@ def measure(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> 
     rejected: dict[str, list[bool]] = {name: [] for name in spec["rules"]}
     covered: dict[str, list[float]] = {name: [] for name in spec["rules"]}
     size: dict[str, list[float]] = {name: [] for name in spec["rules"]}
-    truths = [one.prompt for one in sent.answers]
+    truths = [transcript.prompt for transcript in sent.answers]
     for i, answer in enumerate(sent.answers):
         draws = generator(spec["seed"], "changed", i)
         claimed = changed(
@@ -125,10 +125,10 @@ def measure(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> 
             parts = len(rule.chunks(prompt, output[:0]))
             size[name].append(parts * toploc.proof_bytes() / len(claimed))
         progress("requests checked", i + 1, len(sent.answers))
-    figures = {f"rejected,{name}": share(found) for name, found in rejected.items()}
+    figures = {f"rejected,{name}": share(values) for name, values in rejected.items()}
     if not spec["share"] and spec["variant"] in HONEST:
-        figures |= {f"covered,{name}": mean(found) for name, found in covered.items()}
-        figures |= {f"bytes,{name}": mean(found) for name, found in size.items()}
+        figures |= {f"covered,{name}": mean(values) for name, values in covered.items()}
+        figures |= {f"bytes,{name}": mean(values) for name, values in size.items()}
     return as_figures(figures)
 
 
@@ -160,17 +160,17 @@ def changed(
         if start is None
         else range(start, start + count)
     )
-    out = list(tokens)
+    result = list(tokens)
     for at in places:
         other = others[at % len(others)]
-        out[at] = other if other != out[at] else (other + 1) % vocabulary
-    return tuple(out)
+        result[at] = other if other != result[at] else (other + 1) % vocabulary
+    return tuple(result)
 
 
 def prompts_of(spec: dict[str, Any], tokenizer: Any) -> list[tuple[int, ...]]:
     """Make prompts of ``least`` to ``most`` tokens: join texts of the source in a random order, then cut them."""
     texts = [prompt.text for prompt in load_prompts(spec["prompts"])]
-    found = []
+    prompts = []
     for i in range(spec["first"], spec["first"] + spec["limit"]):
         draws = generator(spec["seed"], "long prompt", i)
         length = int(torch.randint(spec["least"], spec["most"] + 1, (), generator=draws))
@@ -178,8 +178,8 @@ def prompts_of(spec: dict[str, Any], tokenizer: Any) -> list[tuple[int, ...]]:
         while len(tokens) < length:
             text += texts[int(torch.randint(len(texts), (), generator=draws))] + "\n\n"
             tokens = tokenizer(text)["input_ids"]
-        found.append(tuple(tokens[:length]))
-    return found
+        prompts.append(tuple(tokens[:length]))
+    return prompts
 
 
 @lru_cache(maxsize=1)
@@ -203,9 +203,9 @@ def _sent(key: str, progress: Progress) -> _Sent:
     sent = _Sent([], {name: [] for name in spec["rules"]})
     for answer in provider.answer(requests, progress):
         sent.answers.append(answer.transcript)
-        for name, found in sent.proofs.items():
+        for name, proofs in sent.proofs.items():
             states = answer.prompt_states, answer.output_states
-            found.append(toploc.commit_all(*states, rule=RULES[name], scale=own.scale))
+            proofs.append(toploc.commit_all(*states, rule=RULES[name], scale=own.scale))
     return sent
 
 

@@ -39,7 +39,7 @@ LIMIT_NOTES = {
 RANKED = 20  # requests of the rank-uniformity test
 SIZES = (1, 4, 10, 30, 100, 300, 1000, 3000)
 FEW = (1, 2, 4, 8, 16, 32)
-ANOTHER = (
+PAPER_NOTE = (
     "The papers' figures are of Llama-3.1-8B and Qwen3 models on H200 and A100 cards with vLLM; ours are of a small "
     "model on a CPU, whose honest variants differ by batch shape, attention function and dtype."
 )
@@ -94,8 +94,8 @@ def token_scores(method: str, trials: int = 0) -> dict[str, str]:
     """
     if trials < 0:
         raise InputError(f"trials {trials}: a whole number from 0")
-    found = {name: label for name, label in TOKEN_SCORES.items() if method != "ipt" or name != "margin"}
-    return found | ({f"{MONTE_CARLO}:{trials}": f"Monte Carlo, {trials} trials"} if trials else {})
+    scores = {name: label for name, label in TOKEN_SCORES.items() if method != "ipt" or name != "margin"}
+    return scores | ({f"{MONTE_CARLO}:{trials}": f"Monte Carlo, {trials} trials"} if trials else {})
 
 
 def _list(text: str) -> tuple[str, ...]:
@@ -144,7 +144,7 @@ def detection(
         {f"auc_{n}": f"{n} tokens" for n in SIZES},
         [
             SPLIT_NOTE,
-            ANOTHER,
+            PAPER_NOTE,
             f"Honest: {', '.join(HONEST)}, less the one under test. Batch 7 is honest itself. Sampling: {method}.",
             _size_note(spec),
         ],
@@ -181,7 +181,7 @@ def areas(
         "Whole area under the ROC curve, and up to 1 % false positives",
         cells,
         {f"auc_{n}": f"{n} tokens" for n in sorted({*SIZES, *FEW})},
-        [SPLIT_NOTE, ANOTHER, _size_note(spec)],
+        [SPLIT_NOTE, PAPER_NOTE, _size_note(spec)],
         fold=_by_area,
         curves="tokens in a batch; area under the ROC curve",
     )
@@ -189,7 +189,7 @@ def areas(
 
 def _by_area(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Make two rows for each: its whole areas, and those up to 1 % false positives."""
-    out = []
+    result = []
     for row in rows:
         for name, label in (("whole", "whole"), ("auc", "to 1 %")):
             figures = {
@@ -198,8 +198,8 @@ def _by_area(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 if key.startswith(f"{name}_")
             }
             keys = {"provider": row["keys"]["provider"], "score and area": f"{row['keys']['score']}, {label}"}
-            out.append({**row, "keys": keys, "figures": figures})
-    return out
+            result.append({**row, "keys": keys, "figures": figures})
+    return result
 
 
 def pooling(
@@ -230,7 +230,7 @@ def pooling(
         cells,
         {f"auc_{n}": f"{n} tokens" for n in SIZES},
         [
-            SPLIT_NOTE, ANOTHER, _size_note(spec),
+            SPLIT_NOTE, PAPER_NOTE, _size_note(spec),
             "Plain: clipped at the honest tokens' 99.999th percentile only. Clipped: at the best of four percentiles. "
             "Tail-focused: what is below the 99th or 99.99th counts nothing.",
         ],
@@ -263,7 +263,7 @@ def score_tables(
             **{f"p{p:g}": f"{p:g}th percentile" for p in PERCENTILES},
         },
         [
-            ANOTHER,
+            PAPER_NOTE,
             _size_note(spec),
             "∞: share of tokens that the verifier's filters leave out; they are in no other figure. Cross-entropy is "
             "taken before the filters, in nats. Likelihood: as DiFR's tables have it, noise on both logits.",
@@ -278,7 +278,8 @@ def activations(setting: Setting, providers: str = "", turns: int = 2, new_token
         "Activation-DiFR: detection by number of tokens",
         detected(spec, _list(providers) or (*QUANTIZED, PRUNED, "seed=1", "batch=7"), ACTIVATION_SCORES, FEW),
         {f"auc_{n}": f"{n} tokens" for n in FEW},
-        [SPLIT_NOTE, ANOTHER, "Fingerprints of the state after the final norm, sent in bfloat16: 2k bytes a token. "
+        [SPLIT_NOTE, PAPER_NOTE,
+         "Fingerprints of the state after the final norm, sent in bfloat16: 2k bytes a token. "
          "TOPLOC's score is how many of the values disagree in exponent or sign."],
         curves=CURVES,
     )  # fmt: skip
@@ -299,7 +300,7 @@ def fingerprint_pareto(
         {name: name for name in METHODS},
         [
             SPLIT_NOTE,
-            ANOTHER,
+            PAPER_NOTE,
             f"Of {WINDOW} tokens so many carry a fingerprint of k numbers in bfloat16 (2k bytes), or a proof of k "
             "values (2 + 2k bytes). Shown is what no cheaper setting of the same method beats.",
         ],
@@ -321,7 +322,7 @@ def fingerprint_cost(
         detected(base(setting, new_tokens, turns), (provider,), ACTIVATION_SCORES, FEW),
         {name: f"{name}, bytes a token" for name in METHODS},
         [
-            SPLIT_NOTE, ANOTHER,
+            SPLIT_NOTE, PAPER_NOTE,
             f"Least over numbers k and over how many of {WINDOW} tokens carry a fingerprint (2k bytes, bfloat16) or a "
             "proof (2 + 2k bytes); a dash: no setting measured reaches it.",
         ],
@@ -333,18 +334,20 @@ def fingerprint_cost(
 def _by_target(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Make one row for each target AUC, with the least bytes of each method."""
     points = _points(rows)
-    out = []
+    result = []
     for target in TARGETS:
         figures = {}
-        for method, found in points.items():
-            reached = [(cost, figure) for cost, value, figure, _ in found if value >= target]
+        for method, settings in points.items():
+            reached = [(cost, figure) for cost, value, figure, _ in settings if value >= target]
             if reached:
-                cost, figure = min(reached, key=lambda one: one[0])
+                cost, figure = min(reached, key=lambda point: point[0])
                 figures[method] = {"value": cost, "low": cost, "high": cost, "n": figure["n"]}
         status = MEASURED if figures else NOT_RUN
         none = None if figures else "no setting measured reaches it"
-        out.append({**rows[0], "keys": {"AUC": target}, "figures": figures, "status": status, "reason": none})
-    return out if any(points.values()) else rows
+        result.append(
+            {**rows[0], "keys": {"AUC": target}, "figures": figures, "status": status, "reason": none}
+        )
+    return result if any(points.values()) else rows
 
 
 Point = tuple[float, float, dict[str, Any], dict[str, Any]]
@@ -370,14 +373,14 @@ def _points(rows: list[dict[str, Any]]) -> dict[str, list[Point]]:
 def _by_bytes(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the settings that no cheaper one of the same method beats, as rows over bytes per token."""
     points = _points(rows)
-    out: dict[float, dict[str, Any]] = {}
-    for method, found in points.items():
-        best = set(frontier([(cost, value) for cost, value, _, _ in found]))
-        for cost, value, figure, row in found:
+    merged: dict[float, dict[str, Any]] = {}
+    for method, settings in points.items():
+        best = set(frontier([(cost, value) for cost, value, _, _ in settings]))
+        for cost, value, figure, row in settings:
             if (cost, value) in best:
-                one = out.setdefault(cost, {**row, "keys": {"bytes a token": cost}, "figures": {}})
-                one["figures"].setdefault(method, figure)
-    return [out[cost] for cost in sorted(out)]
+                entry = merged.setdefault(cost, {**row, "keys": {"bytes a token": cost}, "figures": {}})
+                entry["figures"].setdefault(method, figure)
+    return [merged[cost] for cost in sorted(merged)]
 
 
 def providers(
@@ -410,7 +413,7 @@ def providers(
             "mmd_p": "MMD, p", "mmd_by_prompt_p": "MMD by prompt, p",
         },
         [
-            ANOTHER,
+            PAPER_NOTE,
             "Margins in logits, without filtered tokens (infinite). p of the MMD test (Hamming kernel) against an "
             "honest provider with other seeds (by prompt: only answers to the same prompt are compared), and of the "
             f"rank-uniformity test (Kolmogorov-Smirnov, {ranked} "
@@ -449,7 +452,7 @@ def toploc_table(
             "slowest_milliseconds": "slowest", "of_decoding": "of the decoding time",
         },
         [
-            ANOTHER,
+            PAPER_NOTE,
             f"By the published rule (paper): the {toploc.TOP} largest values of the prompt, and of each "
             f"{EVERY} tokens of the answer. Values disagree in exponent or "
             "sign, or are not among the largest of both sides.",

@@ -84,16 +84,16 @@ def parse_settings(settings: list[str]) -> dict[str, Any]:
     Raises:
         InputError: there is no ``=``.
     """
-    out: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     for setting in settings:
         key, equals, value = setting.partition("=")
         if not key or not equals:
             raise InputError(f"--set {setting!r} is no NAME=VALUE")
         try:
-            out[key.replace("-", "_")] = json_module.loads(value)
+            options[key.replace("-", "_")] = json_module.loads(value)
         except ValueError:
-            out[key.replace("-", "_")] = value
-    return out
+            options[key.replace("-", "_")] = value
+    return options
 
 
 def fit(name: str, function: Any, given: dict[str, Any]) -> dict[str, Any]:
@@ -103,8 +103,8 @@ def fit(name: str, function: Any, given: dict[str, Any]) -> dict[str, Any]:
         InputError: the function does not declare one of them, or one has another type.
     """
     taken = _declared(function, given)
-    if strange := [f"--{key.replace('_', '-')}" for key in given if key not in taken]:
-        raise InputError(f"{name} has no option {', '.join(strange)}")
+    if unknown := [f"--{key.replace('_', '-')}" for key in given if key not in taken]:
+        raise InputError(f"{name} has no option {', '.join(unknown)}")
     kinds = get_type_hints(function)
     return {key: _of_kind(key, value, kinds.get(key)) for key, value in taken.items()}
 

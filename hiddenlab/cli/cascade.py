@@ -77,10 +77,10 @@ def plan(
         f"time of the traffic alone: {cost['seconds'] * 1e3:.1f} ms at {bandwidth:g} Gbit/s and {latency:g} ms",
         f"recoverable: by vocabulary matching over fewer than {rho} unknown tokens at a time, from left to right",
     ]
-    found = result["violations"]
-    if found:
-        more = f" (and {len(found) - 1} more such gaps)" if len(found) > 1 else ""
-        lines.append(f"not secure by Theorem 7.3: {found[0]}{more}")
+    violations = result["violations"]
+    if violations:
+        more = f" (and {len(violations) - 1} more such gaps)" if len(violations) > 1 else ""
+        lines.append(f"not secure by Theorem 7.3: {violations[0]}{more}")
     lines.append(
         "not counted here: partial attention at the first layer gave CompNodes all earlier tokens under every plan "
         "that was measured (attack partial-sums)"
@@ -210,8 +210,9 @@ def run(
         rows = [{"node": name, **counters} for name, counters in per_node.items() if name.startswith(kind)]
         screen.print(rows_table(rows, f"{kind}s"))
     if seen is not None:
-        rows = [{"node": name, "positions": len(one["positions"]), "rows": one["rows"], "files": one["files"]}
-                for name, one in seen.items()]  # fmt: skip
+        rows = [{"node": name, "positions": len(view["positions"]), "rows": view["rows"],
+                 "files": view["files"]}
+                for name, view in seen.items()]  # fmt: skip
         screen.print(rows_table(rows, f"what each node saw, in {record}"))
 
 

@@ -145,8 +145,8 @@ class Bars:
 @contextlib.contextmanager
 def bars() -> Iterator[Bars]:
     """Show progress bars for a block."""
-    found = Bars()
+    progress = Bars()
     try:
-        yield found
+        yield progress
     finally:
-        found.close()
+        progress.close()

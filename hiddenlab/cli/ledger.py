@@ -34,13 +34,13 @@ def record(
     json: o.JsonOpt = False,
 ) -> None:
     """Append transcripts to a hash-chained, signed ledger; of several processes, one writes at a time."""
-    found = conduct(
+    result = conduct(
         "record", json=json, runs_dir=runs_dir, keep=not no_record, path=file, ledger=ledger, key_file=key,
         checkpoint=checkpoint, wait=wait,
     )  # fmt: skip
-    show(found, "recorded", json=json)
+    show(result, "recorded", json=json)
     if not json:
-        explain([("public key", found["public_key"])])
+        explain([("public key", result["public_key"])])
 
 
 @app.command("prove")
@@ -59,11 +59,11 @@ def prove(
     json: o.JsonOpt = False,
 ) -> None:
     """Write a proof that a request stands in a ledger, for somebody who has its checkpoint only."""
-    found = conduct(
+    result = conduct(
         "prove", json=json, runs_dir=runs_dir, keep=not no_record, ledger=ledger, request=request,
         checkpoint=checkpoint, public_key=public_key, out=out, transcripts=transcripts,
     )  # fmt: skip
-    show(found, "proven", json=json)
+    show(result, "proven", json=json)
 
 
 @app.command("repair")
@@ -90,13 +90,13 @@ def repair(
     Exit codes: 0 the ledger is valid now, 2 it is not, or records that the checkpoint counts are missing; then nothing
     was changed.
     """
-    found = conduct(
+    result = conduct(
         "repair", json=json, runs_dir=runs_dir, keep=not no_record, ledger=ledger, public_key=public_key,
         checkpoint=checkpoint, dropped=dropped, wait=wait,
     )  # fmt: skip
-    show(found, "repaired", json=json, left_out=("reason",))
+    show(result, "repaired", json=json, left_out=("reason",))
     if not json:
-        explain([(str(ledger), found["reason"])])
+        explain([(str(ledger), result["reason"])])
 
 
 @app.command("included")
@@ -112,10 +112,10 @@ def included(
     json: o.JsonOpt = False,
 ) -> None:
     """Check a proof of inclusion against a checkpoint; exit code 1 where it does not hold."""
-    found = conduct(
+    result = conduct(
         "included", json=json, runs_dir=runs_dir, keep=not no_record, path=file, checkpoint=checkpoint,
         public_key=public_key, transcripts=transcripts,
     )  # fmt: skip
-    show(found, "inclusion", json=json)
-    if not found["valid"]:
+    show(result, "inclusion", json=json)
+    if not result["valid"]:
         raise typer.Exit(REJECTED)

@@ -16,21 +16,24 @@ def list_(
     json: o.JsonOpt = False,
 ) -> None:
     """List attacks, defenses, experiments or benches, installed plugins included."""
-    found = registry.describe(kind) if kind in registry.BUILTINS else []
+    descriptions = registry.describe(kind) if kind in registry.BUILTINS else []
     if json:
         print_json(
             {
                 "format": 1,
-                kind: [dict(zip(("name", "summary", "parameters"), one, strict=True)) for one in found],
+                kind: [
+                    dict(zip(("name", "summary", "parameters"), description, strict=True))
+                    for description in descriptions
+                ],
             }
         )
         return
-    if not found:
+    if not descriptions:
         stdout().print(f"there are no {kind} yet")
         return
     table = Table(title=kind)
     for column in ("name", "what it does", "parameters"):
         table.add_column(column)
-    for one in found:
-        table.add_row(*(Text(part) for part in one))
+    for description in descriptions:
+        table.add_row(*(Text(part) for part in description))
     stdout().print(table)

@@ -77,13 +77,13 @@ def _stay_local() -> None:
 
 def differences(before: Sequence[Sample], after: Sequence[Sample]) -> list[dict[str, Any]]:
     """Return the differences between two runs of one spec, without times, over the prompts that the first reached."""
-    found = []
+    changes = []
     second = {sample["index"]: sample for sample in after}
     for sample in before:
         other = second.get(sample["index"], {})
-        if what := [name for name in COMPARED if sample.get(name) != other.get(name)]:
-            found.append({"id": sample["id"], "what": what})
-    return found
+        if names := [name for name in COMPARED if sample.get(name) != other.get(name)]:
+            changes.append({"id": sample["id"], "what": names})
+    return changes
 
 
 def _resume(run: Path, record: RunRecord, samples: list[Sample], json: bool, *, given: bool) -> None:

@@ -58,16 +58,16 @@ def figures_table(rows: Sequence[Mapping[str, Any]], title: str) -> Table:
     return table
 
 
-def experiment_table(found: Mapping[str, Any]) -> list[Table | Text]:
+def experiment_table(result: Mapping[str, Any]) -> list[Table | Text]:
     """Return an experiment's table, its notes, and the reasons why parts of it were not run."""
-    cells = grid(found)
-    table = Table(title=Text(found["title"]))
+    cells = grid(result)
+    table = Table(title=Text(result["title"]))
     for index, name in enumerate(cells.header):
         side: Literal["left", "right"] = "left" if index < cells.keys else "right"
         table.add_column(Text(name), justify=side, overflow="fold")
     for row in cells.rows:
         table.add_row(*(Text(visible(text)) for text in row))
-    notes = [Text(f"- {visible(text)}") for text in [*found["notes"], *cells.reasons]]
+    notes = [Text(f"- {visible(text)}") for text in [*result["notes"], *cells.reasons]]
     return [table, *notes]
 
 
@@ -90,14 +90,14 @@ def holders_picture(holders: Sequence[int], nodes: int, width: int) -> Text:
     """Draw a line for each CompNode, with a mark at each token that it holds; cut into blocks of the width."""
     label = len(f"CompNode {nodes - 1} ")
     step = max(1, width - label)
-    out = Text()
+    picture = Text()
     for start in range(0, len(holders), step):
         part = holders[start : start + step]
-        out.append(f"{'token':<{label}}{start}\n", style="dim")
+        picture.append(f"{'token':<{label}}{start}\n", style="dim")
         for node in range(nodes):
             marks = "".join("█" if holder == node else "·" for holder in part)
-            out.append(f"{f'CompNode {node}':<{label}}{marks}\n")
-    return out
+            picture.append(f"{f'CompNode {node}':<{label}}{marks}\n")
+    return picture
 
 
 def cell(value: Any) -> str:

@@ -133,7 +133,7 @@ def simulate(
 ) -> None:
     """Answer prompts as an honest or dishonest provider would, and write its transcripts."""
     options = {"method": method, "temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
-    found = conduct(
+    result = conduct(
         "simulate", json=json, threads=threads, runs_dir=runs_dir, keep=not no_record,
         out=out, provider=provider, model=model or "builtin", prompts=prompts, column=column,
         limit=limit, max_tokens=max_tokens, new_tokens=new_tokens, sampling=options, proofs=proofs,
@@ -141,7 +141,7 @@ def simulate(
         key_env=noise_key_env, key_form=noise_form, resume=resume, dtype=dtype, device=device, draft=draft,
         ahead=ahead, proof_values=proof_values, proof_rule=proof_rule, fingerprint_dtype=fingerprint_dtype,
     )  # fmt: skip
-    show(found, "simulated", json=json)
+    show(result, "simulated", json=json)
 
 
 @app.command("commit")
@@ -164,13 +164,13 @@ def commit(
     json: o.JsonOpt = False,
 ) -> None:
     """Add TOPLOC proofs and fingerprints to transcripts, from one prefill of each."""
-    found = conduct(
+    result = conduct(
         "commit", json=json, threads=threads, runs_dir=runs_dir, keep=not no_record,
         path=file, out=out, model=model, dtype=dtype, device=device,
         projection=_projection(fingerprint, projection_seed, projection), every=every, proof_values=proof_values,
         proof_rule=proof_rule, fingerprint_dtype=fingerprint_dtype,
     )  # fmt: skip
-    show(found, "proven", json=json)
+    show(result, "proven", json=json)
 
 
 @app.command("check")
@@ -198,16 +198,16 @@ def check(
     json: o.JsonOpt = False,
 ) -> None:
     """Check proofs, and fingerprints as agreed on; exit code 1 where a request is rejected or has nothing to check."""
-    found = conduct(
+    result = conduct(
         "check", json=json, threads=threads, runs_dir=runs_dir, keep=not no_record,
         path=file, model=model, dtype=dtype, device=device,
         projection=_projection(fingerprint, projection_seed, projection), every=every,
         largest_distance=largest_distance, proof_values=proof_values, proof_rule=proof_rule, no_proofs=no_proofs,
     )  # fmt: skip
-    show(found, "checked", "requests", json=json, left_out=("reason",))
+    show(result, "checked", "requests", json=json, left_out=("reason",))
     if not json:
-        explain((row["id"], row["reason"]) for row in found["requests"] if row["verdict"] != "valid")
-    if not json and (seen := found["coverage"])["tokens"]:
+        explain((row["id"], row["reason"]) for row in result["requests"] if row["verdict"] != "valid")
+    if not json and (seen := result["coverage"])["tokens"]:
         stdout().print(
             f"Valid requests: compared {seen['covered']} of {seen['tokens']} tokens by values of their own, "
             f"{seen['without_value']} by none: a change there shows only if it moves the values of later tokens. "
@@ -215,7 +215,7 @@ def check(
             "of every token (--fingerprint) leaves less.",
             style="dim", soft_wrap=True, highlight=False,
         )  # fmt: skip
-    if found["counts"]["valid"] < len(found["requests"]):
+    if result["counts"]["valid"] < len(result["requests"]):
         raise typer.Exit(REJECTED)
 
 
@@ -267,16 +267,16 @@ def score(
     Exit codes: 0 they do not diverge; 1 they do, or there is no verdict (no --honest, or too few requests); 2 it could
     not be done.
     """
-    found = conduct(
+    result = conduct(
         "score", json=json, threads=threads, runs_dir=runs_dir, keep=not no_record,
         path=file, honest=honest, model=model, dtype=dtype, device=device,
         key_env=noise_key_env, key_form=noise_form, false_positives=false_positives, draft=draft, ahead=ahead,
         score_name=score_name, sigma=sigma, noise_on=noise_on, ipt_sigma=ipt_sigma, trials=monte_carlo,
     )  # fmt: skip
-    show(found, "Token-DiFR", "requests", json=json, left_out=("undecided",))
-    if found["undecided"] and not json:
-        explain([("undecided", found["undecided"])])
-    if found["verdict"] is None or found["verdict"]["diverges"] is not False:
+    show(result, "Token-DiFR", "requests", json=json, left_out=("undecided",))
+    if result["undecided"] and not json:
+        explain([("undecided", result["undecided"])])
+    if result["verdict"] is None or result["verdict"]["diverges"] is not False:
         raise typer.Exit(REJECTED)
 
 
@@ -324,17 +324,17 @@ def audit(
 
     Exit codes: 0 every file is quiet; 1 one is to be reviewed or in quarantine; 2 it could not be done.
     """
-    found = conduct(
+    result = conduct(
         "audit", json=json, threads=threads, runs_dir=runs_dir, keep=not no_record,
         folder=folder, model=model, dtype=dtype, device=device, noise_sd=sigma, threshold=tau,
         rank_cutoff=rank, false_positives=false_positives, suspicious=suspicious, ledger=ledger, public_key=public_key,
         ipt_sigma=ipt_sigma, honest=honest, checkpoint=checkpoint,
         key_env=noise_key_env, key_form=noise_form,
     )  # fmt: skip
-    show(found, "audit", "files", json=json, left_out=("reasons", "safe", "slowdown", "safe_bits_per_token"))
+    show(result, "audit", "files", json=json, left_out=("reasons", "safe", "slowdown", "safe_bits_per_token"))
     if not json:
-        explain((file["file"], "; ".join(file["reasons"])) for file in found["files"])
-    if any(file["class"] != "quiet" for file in found["files"]):
+        explain((file["file"], "; ".join(file["reasons"])) for file in result["files"])
+    if any(file["class"] != "quiet" for file in result["files"]):
         raise typer.Exit(REJECTED)
 
 
@@ -369,12 +369,12 @@ def import_(
     Token ids of the log (vLLM's return_token_ids) are taken where they are; else texts are tokenized anew. What cannot
     be imported whole (tool calls, reasoning, echoed prompts, penalties …) is refused, with its line.
     """  # fmt: skip
-    found = conduct(
+    result = conduct(
         "import", json=json, runs_dir=runs_dir, keep=not no_record, path=file, out=out, model=model, requests=requests,
     )  # fmt: skip
-    show(found, "imported", json=json)
+    show(result, "imported", json=json)
     if not json:
-        explain(("note", line) for line in found["notes"])
+        explain(("note", line) for line in result["notes"])
 
 
 @app.command("bounds")
@@ -409,13 +409,13 @@ def bounds(
     json: o.JsonOpt = False,
 ) -> None:
     """Compute the bits per token that theorems allow an uncaught adversary, and his chance in the exfiltration game."""
-    found = conduct(
+    result = conduct(
         "bounds", json=json, runs_dir=runs_dir, keep=not no_record,
         free=free, permitted=permitted, slack=slack, messages=messages, inspections=inspections, alarms=alarms,
         false_positives=false_positives, capacity=capacity, bits=bits, tokens=tokens, queries=queries,
         error=error, rate=rate,
     )  # fmt: skip
-    show(found, "what the theorems say", json=json)
+    show(result, "what the theorems say", json=json)
 
 
 @app.command("sampling-rate")
@@ -428,9 +428,9 @@ def sampling_rate(
     json: o.JsonOpt = False,
 ) -> None:
     """Compute how many messages have to be verified to meet so many dishonest ones."""
-    found = conduct(
+    result = conduct(
         "sampling-rate", json=json, runs_dir=runs_dir, keep=not no_record,
         share=share, confidence=confidence,
         needed=needed,
     )  # fmt: skip
-    show(found, "messages to verify", "shares", json=json)
+    show(result, "messages to verify", "shares", json=json)

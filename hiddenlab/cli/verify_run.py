@@ -54,16 +54,16 @@ def conduct(
     with only_json(json), bars() as progress:
         try:
             function = registry.resolve("verify", command)
-            found: dict[str, Any] = function(**options, progress=run.watching(progress))
+            result: dict[str, Any] = function(**options, progress=run.watching(progress))
         except KeyboardInterrupt:
             run.close("interrupted")
             raise
         except BaseException as error:
             run.close("failed", error=str(error))
             raise
-        run.finish(found)
-        run.draw(found)
-    return found
+        run.finish(result)
+        run.draw(result)
+    return result
 
 
 def _check_place(runs_dir: Path) -> None:
@@ -72,8 +72,8 @@ def _check_place(runs_dir: Path) -> None:
     Raises:
         InputError: no directory can be made there.
     """
-    there = next(path for path in (runs_dir.resolve(), *runs_dir.resolve().parents) if path.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+    folder = next(path for path in (runs_dir.resolve(), *runs_dir.resolve().parents) if path.exists())
+    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
         raise InputError(
             f"cannot record the run in {runs_dir}; name another place with --runs-dir, or --no-record"
         )
@@ -108,30 +108,30 @@ class _Run:
         if self.recorder is not None:
             self.recorder.close(status, error=error)
 
-    def finish(self, found: Mapping[str, Any]) -> None:
+    def finish(self, result: Mapping[str, Any]) -> None:
         recorder = self.begin()
-        rows = {name: value for name, value in found.items() if name in ROWS and isinstance(value, list)}
+        rows = {name: value for name, value in result.items() if name in ROWS and isinstance(value, list)}
         for row in (row for part in rows.values() for row in part):
             recorder.append(dict(row))
         recorder.record.prompts = len(recorder.samples)
-        recorder.close("finished", {k: v for k, v in found.items() if k not in rows})
+        recorder.close("finished", {k: v for k, v in result.items() if k not in rows})
 
-    def draw(self, found: Mapping[str, Any]) -> None:
+    def draw(self, result: Mapping[str, Any]) -> None:
         """Draw the answer beside the record; a plot that fails does not lose the answer."""
         if self.recorder is None or self.recorder.path is None:
             return
         screen = stderr()
         try:
-            draw(self.command, found, self.recorder.path / PICTURE)
+            draw(self.command, result, self.recorder.path / PICTURE)
         except (ValueError, OSError, RuntimeError) as error:
             screen.print(f"no plot: {error}", soft_wrap=True)
         screen.print(f"recorded in {self.recorder.path}", soft_wrap=True)
 
 
 def _key(name: str) -> str:
-    if not (found := os.environ.get(name)):
+    if not (key := os.environ.get(name)):
         raise InputError(f"the environment variable {name} is not set")
-    return found
+    return key
 
 
 def _plain(value: Any) -> Any:
@@ -158,24 +158,24 @@ def _digest(options: Mapping[str, Any]) -> str | None:
 # ---- plots
 
 
-def draw(command: str, found: Mapping[str, Any], path: Path) -> None:
+def draw(command: str, result: Mapping[str, Any], path: Path) -> None:
     """Draw what a command found, if it has a plot."""
-    if one := PICTURES.get(command):
-        one(found, path)
+    if plot := PICTURES.get(command):
+        plot(result, path)
 
 
-def _bytes(found: Mapping[str, Any], path: Path) -> None:
+def _bytes(result: Mapping[str, Any], path: Path) -> None:
     from hiddenlab.report.bars import draw_bars
 
-    if not found["bytes_per_output_token"]:
+    if not result["bytes_per_output_token"]:
         return
-    rows = [{"part": name, "bytes": value} for name, value in found["bytes"].items()]
+    rows = [{"part": name, "bytes": value} for name, value in result["bytes"].items()]
     draw_bars(
         rows, "part", {"bytes": "bytes an output token"}, "What is sent beside the answers", path, False
     )
 
 
-def _limits(found: Mapping[str, Any], path: Path) -> None:
+def _limits(result: Mapping[str, Any], path: Path) -> None:
     from hiddenlab.report.bars import draw_shares
 
     limits = {
@@ -184,35 +184,35 @@ def _limits(found: Mapping[str, Any], path: Path) -> None:
     }  # fmt: skip
     series = {
         label: [
-            row[name] / found["limits"][name]
-            for row in found["requests"]
-            if row.get(name) is not None and found["limits"][name]
+            row[name] / result["limits"][name]
+            for row in result["requests"]
+            if row.get(name) is not None and result["limits"][name]
         ]
         for name, label in limits.items()
     }
-    counts = ", ".join(f"{count} {name}" for name, count in found["counts"].items())
+    counts = ", ".join(f"{count} {name}" for name, count in result["counts"].items())
     draw_shares(
         series, "difference over what is allowed", f"Requests checked: {counts}", path, {"allowed": 1.0}
     )
 
 
-def _scores(found: Mapping[str, Any], path: Path) -> None:
+def _scores(result: Mapping[str, Any], path: Path) -> None:
     from hiddenlab.report.bars import draw_shares
 
-    verdict = found["verdict"] or {}
-    alone = "margin" if found["summary"]["mean_margin"] is not None else "mismatch"
+    verdict = result["verdict"] or {}
+    alone = "margin" if result["summary"]["mean_margin"] is not None else "mismatch"
     score = str(verdict.get("score", alone))
     name = {"margin": "mean_margin", "mismatch": "same_token"}.get(score, score)
     series = {
-        label: [row[name] for row in found.get(part, []) if row.get(name) is not None]
+        label: [row[name] for row in result.get(part, []) if row.get(name) is not None]
         for part, label in (("honest_requests", "honest"), ("requests", "under test"))
     }
     names = {True: "diverge", False: "do not diverge", None: "undecided"}
-    told = f": {names[verdict['diverges']]}, p = {verdict['p']:.3g}" if verdict else ": no verdict"
-    draw_shares(series, name.replace("_", " ") + ", of a request", f"Requests scored{told}", path)
+    suffix = f": {names[verdict['diverges']]}, p = {verdict['p']:.3g}" if verdict else ": no verdict"
+    draw_shares(series, name.replace("_", " ") + ", of a request", f"Requests scored{suffix}", path)
 
 
-def _classes(found: Mapping[str, Any], path: Path) -> None:
+def _classes(result: Mapping[str, Any], path: Path) -> None:
     from hiddenlab.report.bars import draw_bars
 
     rows = [
@@ -221,7 +221,7 @@ def _classes(found: Mapping[str, Any], path: Path) -> None:
             **{name: file[name] / file["tokens"] for name in ("suspicious", "dangerous")},
             "bits": file["bits_per_token"],
         }
-        for file in found["files"]
+        for file in result["files"]
         if file["tokens"]
     ]
     panels = {
@@ -236,20 +236,20 @@ def _classes(found: Mapping[str, Any], path: Path) -> None:
         )
 
 
-def _theorems(found: Mapping[str, Any], path: Path) -> None:
+def _theorems(result: Mapping[str, Any], path: Path) -> None:
     from hiddenlab.report.bars import draw_bars
 
-    rates = [name for name in found if name.startswith("theorem_4") and "printed" not in name]
-    rows = [{"bound": _readable(name), "bits": found[name]} for name in rates]
+    rates = [name for name in result if name.startswith("theorem_4") and "printed" not in name]
+    rows = [{"bound": _readable(name), "bits": result[name]} for name in rates]
     draw_bars(
         rows, "bound", {"bits": "bits a token"}, "What an adversary who is not caught can send", path, False
     )
 
 
-def _samples(found: Mapping[str, Any], path: Path) -> None:
+def _samples(result: Mapping[str, Any], path: Path) -> None:
     from hiddenlab.report.bars import draw_bars
 
-    rows = [{"share": f"{row['share']:.3g}", "messages": row["messages"]} for row in found["shares"]]
+    rows = [{"share": f"{row['share']:.3g}", "messages": row["messages"]} for row in result["shares"]]
     draw_bars(rows, "share", {"messages": "messages to verify"}, "By the share of dishonest messages", path)
 
 
@@ -263,7 +263,7 @@ PICTURES: dict[str, Callable[[Mapping[str, Any], Path], None]] = {
 
 
 def show(
-    found: dict[str, Any],
+    result: dict[str, Any],
     title: str,
     rows: str | None = None,
     json: bool = False,
@@ -277,12 +277,12 @@ def show(
     from hiddenlab.cli.show import figures_table, rows_table
 
     if json:
-        print_json(found)
+        print_json(result)
         return
     plain = {
-        k: v for k, v in found.items() if not isinstance(v, dict | list) and k not in ("format", *left_out)
+        k: v for k, v in result.items() if not isinstance(v, dict | list) and k not in ("format", *left_out)
     }
-    for name, value in found.items():
+    for name, value in result.items():
         if isinstance(value, dict):
             plain |= {f"{name}: {k}".replace("_", " "): v for k, v in value.items()}
     screen = stdout()
@@ -290,13 +290,13 @@ def show(
         named = {_readable(name): value for name, value in plain.items()}
         screen.print(figures_table([{"figure": "value", **named}], title))
     if rows is not None:
-        names = list(dict.fromkeys(name for row in found[rows] for name in row if name not in left_out))
+        names = list(dict.fromkeys(name for row in result[rows] for name in row if name not in left_out))
         columns = {
             name: name.replace("_", " ")
             for name in names
-            if any(row.get(name) is not None for row in found[rows])
+            if any(row.get(name) is not None for row in result[rows])
         }
-        screen.print(rows_table(found[rows], rows, columns))
+        screen.print(rows_table(result[rows], rows, columns))
 
 
 def _readable(name: str) -> str:

@@ -63,40 +63,40 @@ def run_batched(
         share: seconds already spent for all, divided evenly.
     """
     running = [_Running(search) for search in searches]
-    for one in running:
-        one.cost.seconds = share / len(running)
+    for task in running:
+        task.cost.seconds = share / len(running)
     started = time.perf_counter()
-    for one in running:
-        one.advance(None)
+    for task in running:
+        task.advance(None)
     _divide(running, time.perf_counter() - started)
-    while active := [one for one in running if one.ask is not None]:
+    while active := [entry for entry in running if entry.ask is not None]:
         started = time.perf_counter()
         engine = active[0].ask.engine  # type: ignore[union-attr]
         batch: list[_Running] = []
         size = 0
-        for one in active:
-            assert one.ask is not None
-            if one.ask.engine is engine and (
-                not batch or size + one.ask.request.size <= engine.max_pass_tokens
+        for task in active:
+            assert task.ask is not None
+            if task.ask.engine is engine and (
+                not batch or size + task.ask.request.size <= engine.max_pass_tokens
             ):
-                batch.append(one)
-                size += one.ask.request.size
-        sizes = [one.ask.request.size for one in batch]  # type: ignore[union-attr]
-        answers = engine.run([one.ask.request for one in batch])  # type: ignore[union-attr]
-        for one, answer, asked in zip(batch, answers, sizes, strict=True):
-            if one.ask is not None and one.ask.counts:
-                one.cost.evaluated += asked
-                one.cost.calls += 1
-            one.advance(answer)
+                batch.append(task)
+                size += task.ask.request.size
+        sizes = [member.ask.request.size for member in batch]  # type: ignore[union-attr]
+        answers = engine.run([member.ask.request for member in batch])  # type: ignore[union-attr]
+        for task, answer, asked in zip(batch, answers, sizes, strict=True):
+            if task.ask is not None and task.ask.counts:
+                task.cost.evaluated += asked
+                task.cost.calls += 1
+            task.advance(answer)
         _divide(batch, time.perf_counter() - started, sizes)
         # Searches that were served go behind the others, so that engines take turns.
-        running.sort(key=lambda one: id(one) in {id(b) for b in batch})
-        progress("attacking", sum(one.ask is None for one in running), len(running))
-    by_search = {id(one.search): one for one in running}
+        running.sort(key=lambda entry: id(entry) in {id(b) for b in batch})
+        progress("attacking", sum(entry.ask is None for entry in running), len(running))
+    by_search = {id(entry.search): entry for entry in running}
     return [(by_search[id(search)].result, by_search[id(search)].cost) for search in searches]
 
 
 def _divide(batch: Sequence[_Running], seconds: float, sizes: Sequence[int] | None = None) -> None:
     weights = sizes or [1] * len(batch)
-    for one, weight in zip(batch, weights, strict=True):
-        one.cost.seconds += seconds * weight / sum(weights)
+    for task, weight in zip(batch, weights, strict=True):
+        task.cost.seconds += seconds * weight / sum(weights)

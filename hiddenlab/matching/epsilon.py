@@ -109,9 +109,9 @@ def measure(model: TruncatedModel, info: ObservationInfo, matcher: Matcher, seed
     embedding = model.embedding.detach()
     lengths = embedding.float().norm(dim=1)
     requests, observed = [], []
-    for window, (observation, secret) in zip(windows, released, strict=True):
+    for window, (observation, truth) in zip(windows, released, strict=True):
         window = window.to(model.device)
-        states = in_order(observation, secret).to(model.device)
+        states = in_order(observation, truth).to(model.device)
         observed.append(matcher.prepare(states))
         dots = (embedding[window] @ embedding.T).float()
         both = lengths[window, None].square() + lengths.square()
@@ -203,8 +203,8 @@ def calibrated_threshold(sample: Sample, seed: int) -> Threshold:
             low = a
         if right <= left:
             high = b
-    found = Threshold(math.exp((low + high) / 2), float(sample.right.max()), float(nearest.min()))
-    return found.seen_on(sample)
+    threshold = Threshold(math.exp((low + high) / 2), float(sample.right.max()), float(nearest.min()))
+    return threshold.seen_on(sample)
 
 
 def parse_epsilon(text: str) -> float | None:

@@ -202,8 +202,8 @@ def evidence_of(
     if info.positions is not None and info.positions != tuple(range(len(rows))):
         raise NotApplicableError("every token before a row must be known; this observation has gaps")
     half = info.provider_dtype in HALVES or str(model.dtype).removeprefix("torch.") in HALVES
-    found = [name for name in ("toploc", "logprobs", "projection") if name in info.facts]
-    if directions is None and len(found) != 1:
+    kinds = [name for name in ("toploc", "logprobs", "projection") if name in info.facts]
+    if directions is None and len(kinds) != 1:
         raise NotApplicableError("the observation shows no fingerprints; vocab-match is for whole states")
     if directions is not None:
         _fits(rows, directions.shape[1])
@@ -213,8 +213,8 @@ def evidence_of(
         _fits(rows, projection.count)
         basis = projection(torch.eye(model.width))
         return Projected(rows.float(), basis, HALF_SHARE if half else SAME_SHARE)
-    k = _count(info.facts[found[0]])
-    if found == ["logprobs"]:
+    k = _count(info.facts[kinds[0]])
+    if kinds == ["logprobs"]:
         _fits(rows, 2 * k)
         ids = rows[:, k:].long()
         if bool((ids < 0).any() | (ids >= model.vocab_size).any()):

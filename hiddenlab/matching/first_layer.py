@@ -24,9 +24,9 @@ class FirstLayer:
             model.sibling(0 if stream == "embed" else 1, stream=stream, dtype="float32")
             for stream in ("q", "k", "v", "embed")
         )
-        some = torch.arange(min(4, model.vocab_size), device=model.device)
+        ids = torch.arange(min(4, model.vocab_size), device=model.device)
         # Learned positions are added to the embedding and so move the values; rotary ones do not.
-        self.moves = not torch.allclose(self._at(self.v, some, 0), self._at(self.v, some, 7), atol=1e-5)
+        self.moves = not torch.allclose(self._at(self.v, ids, 0), self._at(self.v, ids, 7), atol=1e-5)
         self._values: dict[int, Tensor] = {}
         self._keys: dict[int, Tensor] = {}
         self.heads = int(model.module.config.num_attention_heads)  # type: ignore[union-attr,arg-type]
@@ -38,9 +38,9 @@ class FirstLayer:
 
     @property
     def attention(self) -> Attention:
-        how = self.v.attention  # set, since the values were computed before
-        assert how is not None
-        return how
+        attention = self.v.attention  # set, since the values were computed before
+        assert attention is not None
+        return attention
 
     @staticmethod
     def _at(model: TruncatedModel, tokens: Int[Tensor, " c"], position: int) -> Float[Tensor, "c w"]:
@@ -83,12 +83,12 @@ class FirstLayer:
     @cached_property
     def turns(self) -> bool:
         """Whether scores depend only on the distance between key and query (rotary positions)."""
-        some = torch.arange(min(4, self.k.vocab_size), device=self.k.device)
-        here, there = (
-            self.scored(self._by_head(self._at(self.q, some, place + 3)), self._at(self.k, some, place))
+        ids = torch.arange(min(4, self.k.vocab_size), device=self.k.device)
+        first, second = (
+            self.scored(self._by_head(self._at(self.q, ids, place + 3)), self._at(self.k, ids, place))
             for place in (0, 7)
         )
-        return torch.allclose(here, there, rtol=1e-4, atol=1e-5)
+        return torch.allclose(first, second, rtol=1e-4, atol=1e-5)
 
     def scored(self, queries: Float[Tensor, "h r d"], keys: Float[Tensor, "c w"]) -> Float[Tensor, "h r c"]:
         """Return the attention scores before softmax, for queries of every head and tokens with these keys."""
@@ -109,10 +109,10 @@ class FirstLayer:
             count = self.k.vocab_size if tokens is None else len(tokens)
             return torch.full((self.heads, count), float("-inf"), device=self.k.device)
         # Where only the distance matters, one table serves all places.
-        away = place if self.turns else 0
-        query = self._at(self.q, torch.tensor([token], device=self.q.device), position - away)
+        shift = place if self.turns else 0
+        query = self._at(self.q, torch.tensor([token], device=self.q.device), position - shift)
         if tokens is None or self.turns:
-            keys = self._table(self._keys, self.k, place - away)
+            keys = self._table(self._keys, self.k, place - shift)
             keys = keys if tokens is None else keys[tokens]
         else:
             keys = self.keys(tokens, place)

@@ -18,9 +18,9 @@ BELIEVED = 0.006  # residual that a linearisation of the layer may leave, as sha
 EXACT = 3e-5  # residual that the solve may leave in the end; rounding makes a tenth of that
 STEPS, TRIES = 15, 4  # of the solve, and dampings tried at each
 AHEAD = 0.5  # share of a step at which the second derivative is measured
-BENT = 0.375  # largest length of the second-order correction, relative to the step
+LARGEST_CORRECTION = 0.375  # largest length of the second-order correction, relative to the step
 SETTLED = 0.1  # a step that gains fewer nats is the last
-AT_ONCE = 48  # outputs of which gradients are taken together
+GRADIENTS_AT_ONCE = 48  # outputs of which gradients are taken together
 
 
 @dataclass(frozen=True)
@@ -72,15 +72,15 @@ class Equations:
         rows = self.observed.double()
         return rows.norm(dim=1, keepdim=True).clamp(min=1e-12) / rows.shape[1] ** 0.5
 
-    def solve(self, begun: Float[Tensor, "n u"]) -> Float[Tensor, "n u"]:
-        """Solve for the likeliest unknown of each row that explains it, by damped Gauss-Newton steps from ``begun``.
+    def solve(self, start: Float[Tensor, "n u"]) -> Float[Tensor, "n u"]:
+        """Solve for the likeliest unknown of each row that explains it, by damped Gauss-Newton steps from ``start``.
 
         Steps are corrected by the layer's second derivative along them (geodesic acceleration: Transtrum, Machta and
         Sethna, Phys. Rev. E 83, 2011): the residual falls along narrow, curved valleys, in which straight steps would
         have to be several times as many. Most rows whose residual ends at rounding are solved, and some are at another
         solution beyond a fold of the layer; rows with a larger residual lie at folds.
         """
-        moved, tau = begun.clone(), self.exact * self.unit()
+        moved, tau = start.clone(), self.exact * self.unit()
         every = torch.arange(len(moved), device=moved.device)
 
         def cost(rows: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
@@ -99,23 +99,23 @@ class Equations:
                 break
             jacobian = self.jacobian(rows, moved[rows]) / tau[rows, None]
             normal = jacobian.transpose(1, 2) @ jacobian
-            towards = times(jacobian.transpose(1, 2), left[rows]) - self.unlikely(rows, moved[rows])
+            descent = times(jacobian.transpose(1, 2), left[rows]) - self.unlikely(rows, moved[rows])
             for _ in range(TRIES):
                 prior, here = self.prior[rows], moved[rows]
                 lower = torch.linalg.cholesky(normal + (1 + damping[rows, None, None]) * prior)
-                straight = torch.cholesky_solve(towards[..., None], lower)[..., 0]
+                straight = torch.cholesky_solve(descent[..., None], lower)[..., 0]
                 # The second derivative along the step, from a point ahead on it.
                 shown = (cost(rows, here + AHEAD * straight)[0] - left[rows]) / AHEAD
                 shown = shown + times(jacobian, straight)
                 bend = times(jacobian.transpose(1, 2), 2 / AHEAD * shown)
                 bend = torch.cholesky_solve(bend[..., None], lower)[..., 0] / 2
-                near = bend.norm(dim=1) < BENT * straight.norm(dim=1)
-                tried = here + straight + bend * near[:, None]
-                found, nats = cost(rows, tried)
-                promised = (straight * (towards + damping[rows, None] * times(prior, straight))).sum(1) / 2
+                near = bend.norm(dim=1) < LARGEST_CORRECTION * straight.norm(dim=1)
+                trial = here + straight + bend * near[:, None]
+                residuals, nats = cost(rows, trial)
+                promised = (straight * (descent + damping[rows, None] * times(prior, straight))).sum(1) / 2
                 better, gain = nats < least[rows], least[rows] - nats
                 good, bad = rows[better], rows[~better]
-                moved[good], left[good], least[good] = tried[better], found[better], nats[better]
+                moved[good], left[good], least[good] = trial[better], residuals[better], nats[better]
                 settled[good] = gain[better] < SETTLED
                 agreed = 1 - (2 * gain / promised - 1).pow(3)
                 damping[good], growth[good] = damping[good] * agreed[better].clamp(0.1, 1.0), 2.0
@@ -123,7 +123,9 @@ class Equations:
                 settled[bad] = promised[~better] < SETTLED  # else the damping overflows
                 if not len(bad):
                     break
-                rows, jacobian, normal, towards = (one[~better] for one in (rows, jacobian, normal, towards))
+                rows, jacobian, normal, descent = (
+                    tensor[~better] for tensor in (rows, jacobian, normal, descent)
+                )
         return moved
 
 
@@ -141,15 +143,15 @@ def jacobians(
     """
     parts = list[tuple[Tensor, ...]]()
     with torch.inference_mode(False), torch.enable_grad():
-        inputs, given = (one.detach().clone().requires_grad_() for one in (embeddings, attended))
+        inputs, given = (tensor.detach().clone().requires_grad_() for tensor in (embeddings, attended))
         states = model.run_given(inputs, given, positions, grad=True)
-        by = [one for one, asked in zip((inputs, given), wanted, strict=True) if asked]
+        by = [tensor for tensor, asked in zip((inputs, given), wanted, strict=True) if asked]
         n, width = states.shape
         # Rows are independent: the gradient of one output summed over all of them is that of each.
-        for part in torch.arange(width, device=states.device).split(AT_ONCE):
+        for part in torch.arange(width, device=states.device).split(GRADIENTS_AT_ONCE):
             outputs = torch.nn.functional.one_hot(part, width).to(states.dtype)[:, None].expand(-1, n, -1)
             parts.append(torch.autograd.grad(states, by, outputs, retain_graph=True, is_grads_batched=True))
-    return [torch.cat(one).double().transpose(0, 1) for one in zip(*parts, strict=True)]
+    return [torch.cat(gradients).double().transpose(0, 1) for gradients in zip(*parts, strict=True)]
 
 
 def times(matrices: Float[Tensor, "n a b"], vectors: Float[Tensor, "n b"]) -> Float[Tensor, "n a"]:

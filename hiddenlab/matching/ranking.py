@@ -140,25 +140,25 @@ class Continuations:
         """
         if self.model is None:
             return None
-        speaker = self.model.model
-        branches = torch.tensor(more, dtype=torch.long, device=speaker.device)
+        model = self.model.model
+        branches = torch.tensor(more, dtype=torch.long, device=model.device)
         if not tokens and branches.shape[1] == 0:
             if not self.start:
                 return None
             if self._first is None:
-                start = torch.tensor(self.start, device=speaker.device)
-                answer = speaker.run([Request(speaker.prefix(), start)], keep=False)[0]
+                start = torch.tensor(self.start, device=model.device)
+                answer = model.run([Request(model.prefix(), start)], keep=False)[0]
                 self._first = answer.states[-1].float().log_softmax(-1)
             return self._first.expand(len(more), -1)
         opened = self.model.opened.length
         if self._prefix is None or self._prefix.tokens[opened:] != tokens[: self._prefix.length - opened]:
             self._prefix = self.model.opened.fork()
         if missing := tokens[self._prefix.length - opened :]:
-            self._next = self._prefix.extend(torch.tensor(missing, device=speaker.device))[-1]
+            self._next = self._prefix.extend(torch.tensor(missing, device=model.device))[-1]
         if branches.shape[1] == 0:
             assert self._next is not None
             return self._next.float().log_softmax(-1).expand(len(more), -1)
-        answer = speaker.run([Request(self._prefix, branches[0, :0], branches=branches)], keep=False)[0]
+        answer = model.run([Request(self._prefix, branches[0, :0], branches=branches)], keep=False)[0]
         return answer.branches.unflatten(0, branches.shape)[:, -1].float().log_softmax(-1)
 
 

@@ -84,4 +84,4 @@ def near_ones(relative: Float[Tensor, " c"]) -> Int[Tensor, " n"]:
 def counted(model: TruncatedModel, screen: Screen | None) -> tuple[int, int]:
     """Return the positions and passes that ran so far, in the truncated model and in its screen."""
     engines = [model, *([screen.model] if screen is not None and screen.loaded else [])]
-    return sum(one.evaluated_tokens for one in engines), sum(one.forward_calls for one in engines)
+    return sum(engine.evaluated_tokens for engine in engines), sum(engine.forward_calls for engine in engines)

@@ -145,9 +145,9 @@ class TruncatedModel:
     def special_ids(self) -> list[int]:
         """Special token ids, BOS first: the candidates tried first at the first position."""
         config, tokenizer = self.module.config, self.tokenizer
-        found = [getattr(config, "bos_token_id", None)]
-        found += list(tokenizer.all_special_ids) if tokenizer is not None else [config.eos_token_id]  # type: ignore[union-attr,list-item]
-        flat = [i for item in found for i in (item if isinstance(item, list) else [item]) if i is not None]
+        ids = [getattr(config, "bos_token_id", None)]
+        ids += list(tokenizer.all_special_ids) if tokenizer is not None else [config.eos_token_id]  # type: ignore[union-attr,list-item]
+        flat = [i for item in ids for i in (item if isinstance(item, list) else [item]) if i is not None]
         return list(dict.fromkeys(i for i in flat if 0 <= i < self.vocab_size))
 
     def tokenize(self, text: str, max_tokens: int | None = None) -> list[int]:
@@ -220,8 +220,8 @@ class TruncatedModel:
         show: str | None = None,
     ) -> list[Answer]:
         """Run requests in as few passes as ``max_pass_tokens`` allows; a larger request goes alone. See ``run``."""
-        passes = packs(requests, lambda one: one.size, self.max_pass_tokens)
-        return [a for one in passes for a in self.run(one, keep=keep, together=together, show=show)]
+        passes = packs(requests, lambda request: request.size, self.max_pass_tokens)
+        return [a for pack in passes for a in self.run(pack, keep=keep, together=together, show=show)]
 
     def run_given(
         self,

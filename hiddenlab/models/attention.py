@@ -29,10 +29,10 @@ class Attention:
         """Return whether every query sees every key, by position in the prompt (``visible`` has no False)."""
         if not queries or not keys:
             return True
-        furthest = max(max(queries) - min(keys), max(keys) - min(queries))
+        distance = max(max(queries) - min(keys), max(keys) - min(queries))
         return (
             (not self.causal or max(keys) <= min(queries))
-            and (self.window is None or furthest < self.window)
+            and (self.window is None or distance < self.window)
             and hidden.isdisjoint(keys)
         )
 
@@ -93,13 +93,13 @@ def register_attention(name: str, active: ContextVar[Any], misuse: str) -> str:
             )
         if attender is None:
             raise RuntimeError(misuse)
-        how = Attention(
+        settings = Attention(
             query.shape[-1] ** -0.5 if scaling is None else scaling,
             bool(getattr(module, "is_causal", True)),
             sliding_window,
             softcap,
         )
-        return attender.attend(int(module.layer_idx), query, key, value, how), None  # type: ignore[arg-type]
+        return attender.attend(int(module.layer_idx), query, key, value, settings), None  # type: ignore[arg-type]
 
     AttentionInterface.register(name, attention)
     return name

@@ -42,13 +42,13 @@ class Prefixes:
             return {}
         above = self.base.removesuffix(own) if own else ""
         heads = "|".join(sorted({re.escape(name.split(".")[0]) for name in _split(model)[1]}))
-        found = {}
+        patterns = {}
         if self.head and heads:
-            found[f"^{re.escape(self.head)}(?=({heads})\\.)"] = ""
-        found[f"^{re.escape(self.base)}"] = own
+            patterns[f"^{re.escape(self.head)}(?=({heads})\\.)"] = ""
+        patterns[f"^{re.escape(self.base)}"] = own
         if above not in ("", self.base):
-            found[f"^{re.escape(above)}"] = ""
-        return found
+            patterns[f"^{re.escape(above)}"] = ""
+        return patterns
 
 
 def refuse_adapter(name: str, path: str, revision: str | None = None) -> None:
@@ -83,14 +83,14 @@ def tensor_names(name: str, path: str, revision: str | None = None) -> set[str]:
     files = _indexed(index)
     if not Path(path).is_dir():
         return set(files)
-    found = set[str]()
+    names = set[str]()
     for file in sorted(set(files.values())):
         if not (index.parent / file).is_file():
             raise InputError(
                 f"{index} names {file}, which is missing; copy the model again, with all of its files"
             )
-        found |= _names_in(index.parent / file)
-    return found
+        names |= _names_in(index.parent / file)
+    return names
 
 
 def _find(path: str, file: str, revision: str | None) -> Path | None:
@@ -98,8 +98,8 @@ def _find(path: str, file: str, revision: str | None) -> Path | None:
 
     if Path(path).is_dir():
         return Path(path) / file if (Path(path) / file).is_file() else None
-    found = cached_file(path, file, revision=revision, _raise_exceptions_for_missing_entries=False)
-    return None if found is None else Path(found)
+    location = cached_file(path, file, revision=revision, _raise_exceptions_for_missing_entries=False)
+    return None if location is None else Path(location)
 
 
 def _names_in(file: Path) -> set[str]:
@@ -129,11 +129,11 @@ def _indexed(index: Path) -> dict[str, str]:
     return files
 
 
-def find_prefixes(names: Iterable[str], model: Any, told: str) -> Prefixes | None:
+def find_prefixes(names: Iterable[str], model: Any, label: str) -> Prefixes | None:
     """Find the prefix in a checkpoint behind which most names are the model's own.
 
     Args:
-        names: of the checkpoint's tensors. model: of the architecture, its weights unimportant. told: the checkpoint's
+        names: of the checkpoint's tensors. model: of the architecture, its weights unimportant. label: the checkpoint's
             name in errors.
 
     Returns:
@@ -160,7 +160,7 @@ def find_prefixes(names: Iterable[str], model: Any, told: str) -> Prefixes | Non
     if rivals and best not in own:
         shown = " and ".join(repr(prefix) for prefix in sorted([best, *rivals]))
         raise InputError(
-            f"{told} holds several language models, beneath {shown}; save the one that is meant by itself"
+            f"{label} holds several language models, beneath {shown}; save the one that is meant by itself"
         )
     above = [".".join([*best.split(".")[:i], ""]) if i else "" for i in range(len(best.split(".")))]
     heads = [prefix for prefix in above if any(f"{prefix}{name}" in names for name in head)]
@@ -184,46 +184,47 @@ def _split(model: Any) -> tuple[set[str], set[str]]:
 def _table_name(model: Any) -> str:
     """Return the name of the input embeddings' weight in the decoder."""
     table = model.get_input_embeddings()
-    found = next((name for name, module in model.named_modules() if module is table), "")
-    return f"{found.removeprefix(_own_prefix(model))}.weight"
+    module_name = next((name for name, module in model.named_modules() if module is table), "")
+    return f"{module_name.removeprefix(_own_prefix(model))}.weight"
 
 
 def check_loaded(
-    model: Any, info: dict[str, Any], prefixes: Prefixes | None, told: str, *, final_norm: bool = True
+    model: Any, info: dict[str, Any], prefixes: Prefixes | None, label: str, *, final_norm: bool = True
 ) -> None:
     """Compare what a model needs with what its checkpoint gave.
 
     Args:
-        info: transformers' loading info. told: the checkpoint's name in errors. final_norm: whether the norm behind
+        info: transformers' loading info. label: the checkpoint's name in errors. final_norm: whether the norm behind
             the last layer is needed.
 
     Raises:
         InputError: a tensor is missing, has another shape, or belongs to a layer of another architecture.
     """
     if prefixes is None:
-        stands = "none of its tensors has a name of this architecture"
+        hint = "none of its tensors has a name of this architecture"
     elif prefixes.base:
-        stands = f"the names of its tensors begin with {prefixes.base!r}"
+        hint = f"the names of its tensors begin with {prefixes.base!r}"
     else:
-        stands = "nothing stands before the names of its tensors"
+        hint = "nothing stands before the names of its tensors"
     missing = set(info["missing_keys"])
     if not final_norm:
         missing -= _final_norm(model)
     if missing:
-        raise InputError(f"{told} does not give {_listed(missing)}, which is needed; {stands}")
+        raise InputError(f"{label} does not give {_listed(missing)}, which is needed; {hint}")
     if wrong := sorted(info["mismatched_keys"]):
         _, given, needed = wrong[0]
         raise InputError(
-            f"{told} gives {_listed(one[0] for one in wrong)} in another shape than is needed, {tuple(given)} and not "
-            f"{tuple(needed)}: it does not fit its config.json, or the first layers cannot be loaded without the others"
+            f"{label} gives {_listed(key[0] for key in wrong)} in another shape than is needed, "
+            f"{tuple(given)} and not {tuple(needed)}: it does not fit its config.json, or the first layers "
+            "cannot be loaded without the others"
         )
     own, layers = _own_prefix(model), _layers_name(model)
     if layers is not None:
         count = len(model.get_submodule(layers))
         kept = tuple(f"{layers.removeprefix(own)}.{i}." for i in range(count))
-        if strange := [n for n in info["unexpected_keys"] if n.removeprefix(own).startswith(kept)]:
+        if unknown := [n for n in info["unexpected_keys"] if n.removeprefix(own).startswith(kept)]:
             raise InputError(
-                f"{told} gives {_listed(strange)}, which {type(model).__name__} has no place for: its layers "
+                f"{label} gives {_listed(unknown)}, which {type(model).__name__} has no place for: its layers "
                 "compute something else (an adapter that is not merged, or another architecture)"
             )
 

@@ -80,16 +80,18 @@ class PackedPass:
             size: bytes of one position's keys and values.
         """
         groups: dict[tuple[int, ...], list[int]] = {}
-        for i, one in enumerate(self.requests):
-            chain, prefix = len(one.tokens), one.prefix.store.length
-            short = one.branches is None and 0 < chain <= SHORT and size * (prefix + chain) <= SIDE_BY_SIDE
+        for i, request in enumerate(self.requests):
+            chain, prefix = len(request.tokens), request.prefix.store.length
+            short = (
+                request.branches is None and 0 < chain <= SHORT and size * (prefix + chain) <= SIDE_BY_SIDE
+            )
             alike = self.together and short and not torch.is_grad_enabled()
             groups.setdefault((chain, prefix) if alike else (-1 - i,), []).append(i)
         return list(groups.values())
 
     def _dense(self, heads: int, device: torch.device) -> bool:
         """Return whether all requests attend as one product, which is faster where kernel starts dominate."""
-        keys = self.starts[-1] + sum(one.prefix.store.length for one in self.requests)
+        keys = self.starts[-1] + sum(request.prefix.store.length for request in self.requests)
         few = heads * self.starts[-1] * keys <= DENSE_ELEMENTS
         return device.type in DENSE_DEVICES and few and not torch.is_grad_enabled()
 
@@ -116,13 +118,13 @@ class PackedPass:
     def _reaches(self, device: torch.device) -> Int[Tensor, " t"]:
         """Return how many tokens precede each packed token in its own prompt, including its prefix."""
         if device not in self._reach:
-            reach = torch.cat([one.reach + one.prefix.length for one in self.requests])
+            reach = torch.cat([request.reach + request.prefix.length for request in self.requests])
             self._reach[device] = reach.to(device)
         return self._reach[device]
 
     def positions(self, device: torch.device) -> Int[Tensor, "1 t"]:
         """Return the position of every packed token within its own prompt."""
-        reach, offsets = self._reaches(device), [one.prefix.offset for one in self.requests]
+        reach, offsets = self._reaches(device), [request.prefix.offset for request in self.requests]
         if any(offsets):
             reach = torch.cat([reach[self._own(i)] + offset for i, offset in enumerate(offsets)])
         return reach[None]
@@ -151,20 +153,20 @@ class PackedPass:
         if self.keep:
             self.kept[layer] = (k[0], v[0])
         self.attention = attention
-        out = q.new_empty(1, q.shape[2], q.shape[1], v.shape[-1])
+        output = q.new_empty(1, q.shape[2], q.shape[1], v.shape[-1])
         size = k.element_size() * k.shape[1] * (k.shape[3] + v.shape[3])
         for part in self._parted(q.shape[1], size, q.device):
-            part.attend(layer, q[0], k[0], v[0], out[0], attention)
+            part.attend(layer, q[0], k[0], v[0], output[0], attention)
         if self.show is not None and self.show[0] == layer:
-            self.shown = out[0].flatten(1) if self.show[1] == "attn" else _beside(self.show[1], q, k, v)
+            self.shown = output[0].flatten(1) if self.show[1] == "attn" else _beside(self.show[1], q, k, v)
             raise ShownError
-        return out
+        return output
 
 
 def _beside(stream: str, q: Tensor, k: Tensor, v: Tensor) -> Float[Tensor, "t w"]:
     """Return those of a pass' queries, keys and values that a stream's name lists, all heads side by side."""
     parts = {"q": q, "k": k, "v": v}
-    return torch.cat([parts[one][0].transpose(0, 1).flatten(1) for one in stream], 1)
+    return torch.cat([parts[letter][0].transpose(0, 1).flatten(1) for letter in stream], 1)
 
 
 @dataclass

@@ -70,11 +70,11 @@ def parts(gguf: Path) -> list[Path]:
     number, count = int(named["number"]), int(named["count"])
     if not 1 <= number <= count <= MOST_PARTS:
         raise InputError(f"{gguf} is named part {number} of {count}, which cannot be")
-    found = [gguf.with_name(f"{named['stem']}-{i:05}-of-{count:05}.gguf") for i in range(1, count + 1)]
-    for part in found:
+    files = [gguf.with_name(f"{named['stem']}-{i:05}-of-{count:05}.gguf") for i in range(1, count + 1)]
+    for part in files:
         if not part.is_file():
             raise InputError(f"{gguf} is one of {count} parts of a model, of which {part.name} is missing")
-    return found
+    return files
 
 
 def _join(files: list[Path], target: Path) -> None:

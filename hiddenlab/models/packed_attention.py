@@ -60,30 +60,30 @@ class Alike:
         q: Float[Tensor, "h t width"],
         k: Float[Tensor, "k t width"],
         v: Float[Tensor, "k t vwidth"],
-        out: Float[Tensor, "t h vwidth"],
+        output: Float[Tensor, "t h vwidth"],
         attention: Attention,
     ) -> None:
-        """Compute the attention of the chains' tokens at one layer and write it into ``out``."""
+        """Compute the attention of the chains' tokens at one layer and write it into ``output``."""
         tokens, prefix, hidden = self.tokens, self.prefix, self.hidden(attention.window)
         heads, kv_heads, length = q.shape[0], k.shape[0], prefix + tokens
         step = max(1, score_elements(q.device) // (max(heads * tokens, kv_heads * q.shape[2]) * length))
         for part in range(0, len(self.requests), step):
-            some, own = self.requests[part : part + step], self.own[part : part + step].flatten()
+            requests, own = self.requests[part : part + step], self.own[part : part + step].flatten()
             mine, new_keys, new_values = (
-                x[:, own].unflatten(1, (len(some), tokens)).transpose(0, 1) for x in (q, k, v)
+                x[:, own].unflatten(1, (len(requests), tokens)).transpose(0, 1) for x in (q, k, v)
             )
-            keys = k.new_empty(len(some), kv_heads, length, k.shape[2])
-            values = v.new_empty(len(some), kv_heads, length, v.shape[2])
+            keys = k.new_empty(len(requests), kv_heads, length, k.shape[2])
+            values = v.new_empty(len(requests), kv_heads, length, v.shape[2])
             if prefix:
-                for i, one in enumerate(some):
-                    keys[i, :, :prefix], values[i, :, :prefix] = one.prefix.store.view(layer)
+                for i, request in enumerate(requests):
+                    keys[i, :, :prefix], values[i, :, :prefix] = request.prefix.store.view(layer)
             keys[:, :, prefix:], values[:, :, prefix:] = new_keys, new_values
             # Query heads of one key/value head stand beside each other.
             folded = mine.unflatten(1, (kv_heads, -1)).flatten(2, 3)
             scores = scaled((folded @ keys.transpose(2, 3)).float(), attention)
             scores = scores.unflatten(2, (-1, tokens)).masked_fill_(hidden, float("-inf"))
             mixed = scores.softmax(-1).to(v.dtype).flatten(2, 3) @ values
-            out[own] = mixed.unflatten(2, (-1, tokens)).permute(0, 3, 1, 2, 4).reshape(len(own), heads, -1)
+            output[own] = mixed.unflatten(2, (-1, tokens)).permute(0, 3, 1, 2, 4).reshape(len(own), heads, -1)
 
 
 class Dense:
@@ -98,14 +98,14 @@ class Dense:
 
     def __init__(self, requests: Sequence[Request], reach: Int[Tensor, " t"]) -> None:
         self.requests = list(requests)
-        prefixes = [one.prefix.store.length for one in requests]
-        self.held = [one.prefix.store for one in requests if one.prefix.store.length]
+        prefixes = [request.prefix.store.length for request in requests]
+        self.held = [request.prefix.store for request in requests if request.prefix.store.length]
         # Of each token: its prompt, the first token of its own branch (by place in the pass), and its depth there.
         prompts, branches, depths, shared = list[int](), list[int](), list[int](), list[bool]()
-        for i, one in enumerate(requests):
-            chain, start = len(one.tokens), len(prompts)
-            for place in range(one.size):
-                deep = (place - chain) % one.depth if place >= chain else 0
+        for i, request in enumerate(requests):
+            chain, start = len(request.tokens), len(prompts)
+            for place in range(request.size):
+                deep = (place - chain) % request.depth if place >= chain else 0
                 prompts.append(i)
                 depths.append(deep)
                 branches.append(start + place - deep)
@@ -147,24 +147,24 @@ class Dense:
         q: Float[Tensor, "h t width"],
         k: Float[Tensor, "k t width"],
         v: Float[Tensor, "k t vwidth"],
-        out: Float[Tensor, "t h vwidth"],
+        output: Float[Tensor, "t h vwidth"],
         attention: Attention,
     ) -> None:
-        """Compute the attention of all packed tokens at one layer and write it into ``out``."""
+        """Compute the attention of all packed tokens at one layer and write it into ``output``."""
         heads, kv_heads = q.shape[0], k.shape[0]
         held = [store.view(layer) for store in self.held]
         keys = torch.cat([*(each for each, _ in held), k], 1)
         values = torch.cat([*(each for _, each in held), v], 1)
         # A weight of 0 times NaN is NaN: a prompt that overflowed would corrupt others. Its own rows get NaN scores.
-        spoilt = (values * 0).sum(-1)[:, None]
+        nans = (values * 0).sum(-1)[:, None]
         values = values.nan_to_num(0, 0, 0)
         # Query heads of one key/value head stand beside each other.
         folded = q.reshape(kv_heads, -1, q.shape[2])
-        scores = scaled((folded @ keys.transpose(1, 2) + spoilt).float(), attention)
+        scores = scaled((folded @ keys.transpose(1, 2) + nans).float(), attention)
         scores = scores.view(kv_heads, -1, self.tokens, self.keys)
         scores.masked_fill_(self.hidden(attention.window), float("-inf"))
         mixed = scores.softmax(-1).to(v.dtype).flatten(1, 2) @ values
-        out.copy_(mixed.view(heads, self.tokens, -1).transpose(0, 1))
+        output.copy_(mixed.view(heads, self.tokens, -1).transpose(0, 1))
 
 
 class Alone:
@@ -191,11 +191,11 @@ class Alone:
         q: Float[Tensor, "h t width"],
         k: Float[Tensor, "k t width"],
         v: Float[Tensor, "k t vwidth"],
-        out: Float[Tensor, "t h vwidth"],
+        output: Float[Tensor, "t h vwidth"],
         attention: Attention,
     ) -> None:
-        """Compute the attention of the request's tokens at one layer and write it into ``out``."""
-        q, k, v, out = q[:, self.own], k[:, self.own], v[:, self.own], out[self.own]
+        """Compute the attention of the request's tokens at one layer and write it into ``output``."""
+        q, k, v, output = q[:, self.own], k[:, self.own], v[:, self.own], output[self.own]
         chain = len(self.request.tokens)
         shared_k, shared_v = k[:, :chain], v[:, :chain]
         if self.request.prefix.store.length:
@@ -208,7 +208,7 @@ class Alone:
                 shared_k, shared_v = prefix_k, prefix_v
         for part in self.parts:
             own = part.which
-            part.attend(q[:, own], k[:, own], v[:, own], shared_k, shared_v, out[own], attention)
+            part.attend(q[:, own], k[:, own], v[:, own], shared_k, shared_v, output[own], attention)
 
 
 class Leaves:
@@ -259,10 +259,10 @@ class Leaves:
         v: Float[Tensor, "k t vwidth"],
         shared_k: Float[Tensor, "k s width"],
         shared_v: Float[Tensor, "k s vwidth"],
-        out: Float[Tensor, "t h vwidth"],
+        output: Float[Tensor, "t h vwidth"],
         attention: Attention,
     ) -> None:
-        """Compute attention over the shared keys before each token and over its own branch; write it into ``out``."""
+        """Compute attention over the shared keys before each token and over its own branch, into ``output``."""
         heads, tokens, width = q.shape
         kv_heads, groups = k.shape[0], heads // k.shape[0]
         shared, depth, window = self.shared, self.depth, attention.window
@@ -287,4 +287,4 @@ class Leaves:
             )
             inner = weights[..., shared:].unflatten(2, (-1, depth))
             mixed = mixed + (inner * own_v if depth == 1 else inner @ own_v).flatten(2, 3)
-            out[a:b] = mixed.permute(2, 0, 1, 3).reshape(b - a, heads, -1)
+            output[a:b] = mixed.permute(2, 0, 1, 3).reshape(b - a, heads, -1)

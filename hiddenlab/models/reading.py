@@ -25,11 +25,11 @@ def quiet_transformers() -> Iterator[None]:
 
 
 @contextmanager
-def reading_model(told: str, then: str = "") -> Iterator[None]:
+def reading_model(failure: str, advice: str = "") -> Iterator[None]:
     """Turn any error of a library over a model's files into one InputError line; files may be damaged.
 
     Args:
-        told: what cannot be done, for the error. then: what to do about it.
+        failure: what cannot be done, for the error. advice: what to do about it.
     """
     try:
         yield
@@ -37,4 +37,4 @@ def reading_model(told: str, then: str = "") -> Iterator[None]:
         raise
     except Exception as error:
         lines = str(error).strip().splitlines()
-        raise InputError(f"{told} ({lines[0][:300] if lines else type(error).__name__}){then}") from None
+        raise InputError(f"{failure} ({lines[0][:300] if lines else type(error).__name__}){advice}") from None

@@ -44,12 +44,12 @@ class SortedStates:
         rows = rows.float().sort(dim=1).values.to(self.table.device)
         norms = rows.norm(dim=1, keepdim=True).clamp(min=LEAST * self.scale.max())
         rows = rows / norms
-        out = torch.empty(len(rows), len(self.table), device=rows.device)
+        squares = torch.empty(len(rows), len(self.table), device=rows.device)
         for part, scale, place in zip(
-            self.table.split(PART), self.scale.split(PART), out.split(PART, dim=1), strict=True
+            self.table.split(PART), self.scale.split(PART), squares.split(PART, dim=1), strict=True
         ):
             place.copy_(rows @ part.float().T).mul_(-2 * scale / norms)
-        return out.add_((self._lengths / norms).square()).add_(1)
+        return squares.add_((self._lengths / norms).square()).add_(1)
 
     @cached_property
     def _lengths(self) -> Float[Tensor, " v"]:

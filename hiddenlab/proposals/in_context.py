@@ -90,11 +90,11 @@ class Adapter:
         # Whitened once here, not for every token of the vocabulary.
         weights = torch.linalg.solve_triangular(root, weights.T, upper=False).T
         targets = torch.linalg.solve_triangular(root, (observed - mean).T, upper=False).T
-        out = [
+        squares = [
             torch.cdist(predicted, targets).square().amin(1)
             for predicted in _predicted(self.features, known, weights)
         ]
-        return torch.cat(out)
+        return torch.cat(squares)
 
     def log_likelihoods(
         self, tokens: Int[Tensor, " n"], states: Float[Tensor, "n d"], observed: Float[Tensor, "rows d"]

@@ -14,16 +14,16 @@ from torch import Tensor
 from hiddenlab.models import Prefix, Request, TruncatedModel
 
 WINDOWS, LENGTH, CHARACTERS = 24, 16, 400  # of the attacker's own text, on which openers are compared
-TOGETHER = 6  # windows in a pass: logits are as wide as the vocabulary
+WINDOWS_PER_PASS = 6  # windows in a pass: logits are as wide as the vocabulary
 SPECIALS = 4  # special tokens tried at most
 
 
 def openers_of(model: TruncatedModel) -> list[Int[Tensor, " n"]]:
     """Return what may be read first: nothing, a special token, a line break."""
-    found: list[list[int]] = [[], *([one] for one in model.special_ids[:SPECIALS])]
+    openers: list[list[int]] = [[], *([token] for token in model.special_ids[:SPECIALS])]
     if model.tokenizer is not None:
-        found.append(model.tokenizer("\n", add_special_tokens=False)["input_ids"])
-    return [torch.tensor(one, dtype=torch.long, device=model.device) for one in found]
+        openers.append(model.tokenizer("\n", add_special_tokens=False)["input_ids"])
+    return [torch.tensor(ids, dtype=torch.long, device=model.device) for ids in openers]
 
 
 def beginnings(model: TruncatedModel, seed: int) -> list[Int[Tensor, " n"]]:
@@ -40,7 +40,7 @@ def beginnings(model: TruncatedModel, seed: int) -> list[Int[Tensor, " n"]]:
     texts = [str(topics[name]) for name in sorted(topics)][:: max(1, len(topics) // WINDOWS)][:WINDOWS]
     # As prompts begin: with the tokenizer's own special token, if it puts one first.
     ids = [model.tokenize(text[:CHARACTERS], LENGTH) for text in texts]
-    return [torch.tensor(one, device=model.device) for one in ids if len(one) > 1]
+    return [torch.tensor(tokens, device=model.device) for tokens in ids if len(tokens) > 1]
 
 
 @torch.inference_mode()
@@ -59,8 +59,8 @@ def opened(
         if len(opener):
             prefix.extend(opener)
         total = 0.0
-        for start in range(0, len(windows), TOGETHER):
-            part = windows[start : start + TOGETHER]
+        for start in range(0, len(windows), WINDOWS_PER_PASS):
+            part = windows[start : start + WINDOWS_PER_PASS]
             answers = model.run_all([Request(prefix, window) for window in part], keep=False)
             for window, answer in zip(part, answers, strict=True):
                 states = answer.states[:-1]

@@ -117,18 +117,18 @@ class PairwiseOrder:
             )
             schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, settings.steps)
             kept_back = max(1, int(settings.kept_back * len(rows)))
-            told, known = features[:kept_back], features[kept_back:]
+            validation, training = features[:kept_back], features[kept_back:]
             with torch.no_grad():
-                best, least = own._copied(), own._loss(told)
+                best, least = own._copied(), own._loss(validation)
             for step in range(settings.steps):
-                pick = torch.randint(0, len(known), (settings.batch,), generator=generator).to(rows.device)
+                pick = torch.randint(0, len(training), (settings.batch,), generator=generator).to(rows.device)
                 optimiser.zero_grad()
-                own._loss(known[pick]).backward()  # type: ignore[no-untyped-call]
+                own._loss(training[pick]).backward()  # type: ignore[no-untyped-call]
                 optimiser.step()
                 schedule.step()
                 if (step + 1) % settings.every == 0:
                     with torch.no_grad():
-                        loss = own._loss(told)
+                        loss = own._loss(validation)
                     if loss < least:
                         best, least = own._copied(), loss
                     progress("learning which row comes first", step + 1, settings.steps)

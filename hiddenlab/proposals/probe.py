@@ -75,11 +75,11 @@ def whitening(table: Float[Tensor, "v d"]) -> tuple[Float[Tensor, " d"], Float[T
 
 def whitened_table(table: Float[Tensor, "v d"], mean: Tensor, matrix: Tensor) -> Float[Tensor, "v d"]:
     """Return the embeddings of all tokens in the probe's space, as rows of norm 1."""
-    out = torch.empty(len(table), matrix.shape[1], device=mean.device)
-    for rows, place in zip(table.split(CHUNK), out.split(CHUNK), strict=True):
+    whitened = torch.empty(len(table), matrix.shape[1], device=mean.device)
+    for rows, place in zip(table.split(CHUNK), whitened.split(CHUNK), strict=True):
         torch.matmul(rows.float() - mean, matrix, out=place)
         place /= place.norm(dim=1, keepdim=True).clamp(min=1e-12)
-    return out
+    return whitened
 
 
 @dataclass
@@ -102,10 +102,10 @@ class Expert:
     def direction(self, features: Float[Tensor, "rows d"]) -> Float[Tensor, "rows e"]:
         """Return unit vectors in the whitened embedding space."""
         p = self.parameters
-        out = features @ p["linear"] + p["bias"]
+        directions = features @ p["linear"] + p["bias"]
         if "hidden_in" in p:
-            out = out + F.gelu(features @ p["hidden_in"] + p["hidden_bias"]) @ p["hidden_out"]
-        return F.normalize(out, dim=1)
+            directions = directions + F.gelu(features @ p["hidden_in"] + p["hidden_bias"]) @ p["hidden_out"]
+        return F.normalize(directions, dim=1)
 
 
 class Probe:
@@ -189,8 +189,8 @@ class Probe:
         values, ids = [], []
         if self._contexts is not None:
             best = [self.log_probs(part).topk(k, dim=1) for part in rows.split(PART)]
-            return torch.cat([one.values.log_softmax(1) for one in best]), torch.cat(
-                [one.indices for one in best]
+            return torch.cat([candidates.values.log_softmax(1) for candidates in best]), torch.cat(
+                [candidates.indices for candidates in best]
             )
         for directions in self.direction(rows).split(PART):
             narrow = directions if self._screen is None else directions @ self._screen
@@ -200,23 +200,23 @@ class Probe:
             tokens = (best[:, :, None] * BLOCK + torch.arange(BLOCK, device=best.device)).flatten(1)
             inside = inside.masked_fill(tokens >= vocab, float("-inf"))
             top = inside.topk(min(k, inside.shape[1]), dim=1)
-            chosen, found = tokens.gather(1, top.indices), top.values
+            chosen, logits = tokens.gather(1, top.indices), top.values
             if self._screen is not None:
                 exact = torch.einsum("rd,rkd->rk", directions, self._table[chosen.clamp(max=vocab - 1)])
                 exact = exact.masked_fill(chosen >= vocab, float("-inf"))
-                found, place = exact.sort(dim=1, descending=True)
+                logits, place = exact.sort(dim=1, descending=True)
                 chosen = chosen.gather(1, place)
-            values.append(found.log_softmax(1))
+            values.append(logits.log_softmax(1))
             ids.append(chosen)
         return torch.cat(values), torch.cat(ids)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return everything to save, by name."""
-        out = {"border": torch.tensor(self.border), "mean": self.mean, "matrix": self.matrix}
+        tensors = {"border": torch.tensor(self.border), "mean": self.mean, "matrix": self.matrix}
         for i, expert in enumerate(self.experts):
             named = {"mean": expert.mean, "scale": expert.scale, **expert.parameters}
-            out |= {f"expert.{i}.{name}": value.contiguous() for name, value in named.items()}
-        return out
+            tensors |= {f"expert.{i}.{name}": value.contiguous() for name, value in named.items()}
+        return tensors
 
     @classmethod
     def from_tensors(cls, settings: ProbeSettings, tensors: dict[str, Tensor]) -> "Probe":
@@ -341,7 +341,7 @@ def _train_expert(
     rows: Tensor, tokens: Tensor, targets: Tensor, prior: Tensor, settings: ProbeSettings, steps: int,
     generator: torch.Generator, tick: Callable[[int], None],
 ) -> Expert:  # fmt: skip
-    device, d, out = rows.device, rows.shape[1], targets.shape[1]
+    device, d, width = rows.device, rows.shape[1], targets.shape[1]
     # Half precision is enough for logits, and their product is most of the work.
     fast = targets.to(fast_dtype(device))
     expert = Expert.of(rows)
@@ -350,13 +350,13 @@ def _train_expert(
     linear = torch.linalg.solve(gram, features.T @ targets[tokens])
     p = {
         "linear": linear,
-        "bias": torch.zeros(out, device=device),
+        "bias": torch.zeros(width, device=device),
         "log_scale": torch.tensor(3.0, device=device),
     }
     if settings.sorted_states:
         p["hidden_in"] = (torch.randn(d, settings.hidden, generator=generator) / math.sqrt(d)).to(device)
         p["hidden_bias"] = torch.zeros(settings.hidden, device=device)
-        p["hidden_out"] = torch.zeros(settings.hidden, out, device=device)
+        p["hidden_out"] = torch.zeros(settings.hidden, width, device=device)
     expert.parameters = {name: value.requires_grad_() for name, value in p.items()}
     optimizer = torch.optim.AdamW(p.values(), lr=settings.learning_rate, weight_decay=0.01)
     vocab = len(targets)

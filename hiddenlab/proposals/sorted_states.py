@@ -79,8 +79,8 @@ class Contexts:
                 probe.
         """
         losses = torch.zeros(len(OF_PROBE), len(OF_DISTANCE), device=rows.device)
-        for some, own in zip(rows.split(PART), tokens.split(PART), strict=True):
-            said, near = log_probs(some), self._nearness(some)
+        for part, own in zip(rows.split(PART), tokens.split(PART), strict=True):
+            said, near = log_probs(part), self._nearness(part)
             for i, of_probe in enumerate(OF_PROBE):
                 for j, of_distance in enumerate(OF_DISTANCE):
                     logits = of_probe * said + of_distance * near + prior

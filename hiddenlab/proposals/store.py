@@ -83,8 +83,10 @@ def _only_permutes(defense: object) -> bool:
     rows = torch.randn(5, 64, generator=generator)
     if not torch.equal(defense.inputs(rows, rows, generator), rows):  # type: ignore[attr-defined]
         return False
-    out = defense.states(rows, generator)[0]  # type: ignore[attr-defined]
-    return out.shape == rows.shape and torch.equal(out.flatten().sort().values, rows.flatten().sort().values)
+    states = defense.states(rows, generator)[0]  # type: ignore[attr-defined]
+    return states.shape == rows.shape and torch.equal(
+        states.flatten().sort().values, rows.flatten().sort().values
+    )
 
 
 def collect_states(
@@ -100,10 +102,10 @@ def collect_states(
     done = 0
 
     def flush() -> None:
-        for observation, secret in pipe.release_batch(model, [w.tolist() for w in pack], generator):
-            states.append(in_order(observation, secret))
-            labels.append(torch.tensor(secret.tokens))
-            places.append(torch.arange(len(secret.tokens)))
+        for observation, truth in pipe.release_batch(model, [w.tolist() for w in pack], generator):
+            states.append(in_order(observation, truth))
+            labels.append(torch.tensor(truth.tokens))
+            places.append(torch.arange(len(truth.tokens)))
 
     for window in corpus.windows(tokens):
         pack.append(window)
@@ -165,10 +167,10 @@ def probes_for(
     trained = collected is not None
     if own.sorted_states and 0 in offsets:
         probe = probes[list(offsets).index(0)]
-        found, made = _contexts_for(model, channel, probe, base, progress)
+        contexts, made = _contexts_for(model, channel, probe, base, progress)
         trained |= made
-        if found is not None and found.useful:
-            probe.beside(found)
+        if contexts is not None and contexts.useful:
+            probe.beside(contexts)
     return probes, time.perf_counter() - started if trained else 0.0
 
 
@@ -195,7 +197,11 @@ def _contexts_for(
     drawn = torch.Generator().manual_seed(probe.settings.seed)
     released = pipe.release_batch(model, windows, drawn)
     # First rows are left to the table of first tokens.
-    rows = torch.cat([in_order(one, secret)[1:] for one, secret in released]).float().to(model.device)
+    rows = (
+        torch.cat([in_order(observation, truth)[1:] for observation, truth in released])
+        .float()
+        .to(model.device)
+    )
     tokens = torch.tensor([token for window in windows for token in window[1:]], device=model.device)
     usual = torch.cat(list(Corpus(model, probe.settings.seed).windows(TRAINING_TOKENS[0]))).to(model.device)
     prior = token_prior(usual, model.vocab_size, probe.settings)
@@ -259,10 +265,10 @@ def pairwise_order_for(
     for group in packs(whole, len, model.max_pass_tokens // 2):
         progress("collecting rows in their order", len(texts), len(whole))
         rows = [
-            in_order(*one).float().to(model.device) for one in pipe.release_batch(model, group, generator)
+            in_order(*pair).float().to(model.device) for pair in pipe.release_batch(model, group, generator)
         ]
-        rows = [one for one in rows if bool(one.isfinite().all())]  # float16 may overflow
-        texts += [one.sort(dim=1).values for one in rows] if settings.sorted_states else rows
+        rows = [states for states in rows if bool(states.isfinite().all())]  # float16 may overflow
+        texts += [states.sort(dim=1).values for states in rows] if settings.sorted_states else rows
     progress("collecting rows in their order", len(whole), len(whole))
     if len(texts) < FEWEST_TEXTS:
         return None, time.perf_counter() - started

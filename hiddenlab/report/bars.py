@@ -12,7 +12,7 @@ def draw_bars(
     name: str,
     panels: Mapping[str, str],
     title: str,
-    out: Path,
+    path: Path,
     logarithmic: bool = True,
 ) -> None:
     """Draw bars of some numbers of each row, one panel for each number; what is None is left out.
@@ -58,14 +58,14 @@ def draw_bars(
         axis.spines[["top", "right"]].set_visible(False)
     axis.set_yticks(places, [str(row[name]) for row in rows], fontsize=9)
     axis.invert_yaxis()
-    save(drawing, out)
+    save(drawing, path)
 
 
 def draw_shares(
     series: Mapping[str, Sequence[float]],
     label: str,
     title: str,
-    out: Path,
+    path: Path,
     marks: Mapping[str, float] | None = None,
 ) -> None:
     """Draw the share of values up to each value, one line for each series; draw nothing without any values.
@@ -100,4 +100,4 @@ def draw_shares(
     axis.grid(color="#e3e5e8", linewidth=0.8)
     axis.spines[["top", "right"]].set_visible(False)
     axis.legend(frameon=False, fontsize=9)
-    save(drawing, out)
+    save(drawing, path)

@@ -37,11 +37,11 @@ class Run:
         dirty = " with uncommitted changes" if code.get("commit") and code.get("dirty") else ""
         if len(record.commits) > 1:
             dirty += f" (parts by {', '.join(record.commits)})"
-        how = (
+        origin = (
             f"{self.path.name}: {state}, {record.started}, hiddenlab {code.get('version')}, {commit}{dirty}, "
             f"torch {record.packages.get('torch')}, {hardware.get('cpu')}, {record.threads} threads"
         )
-        return f"{visible(how)}\n{visible(shlex.join(record.command))}"
+        return f"{visible(origin)}\n{visible(shlex.join(record.command))}"
 
 
 @dataclass(frozen=True)

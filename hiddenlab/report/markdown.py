@@ -37,7 +37,7 @@ pass of the same prompts in the same process.
 """
 
 
-def write_report(paths: Sequence[Path], out: Path) -> list[Path]:
+def write_report(paths: Sequence[Path], folder: Path) -> list[Path]:
     """Write the report of runs and experiments into a directory, replacing one that is there, and return its files.
 
     Args:
@@ -45,21 +45,21 @@ def write_report(paths: Sequence[Path], out: Path) -> list[Path]:
 
     Raises:
         InputError: one of them cannot be read, is no attack and no table, or holds no samples.
-        HiddenlabError: ``out`` cannot be written.
+        HiddenlabError: ``folder`` cannot be written.
     """
     from hiddenlab.report.plots import draw, draw_table  # matplotlib is slow to load
 
     runs, studies = load(paths)
     try:
-        out.mkdir(parents=True, exist_ok=True)
-        images = draw(runs, out) if runs else []
-        images += [image for study in studies if (image := draw_table(study.table, out)) is not None]
+        folder.mkdir(parents=True, exist_ok=True)
+        images = draw(runs, folder) if runs else []
+        images += [image for study in studies if (image := draw_table(study.table, folder)) is not None]
         shown = grid_of(runs) if runs else None
-        write_file(out / PAGE, page(TITLE, shown, runs, studies, images))
-        write_file(out / MARKDOWN, markdown(runs, studies, images))
+        write_file(folder / PAGE, page(TITLE, shown, runs, studies, images))
+        write_file(folder / MARKDOWN, markdown(runs, studies, images))
     except OSError as error:
-        raise HiddenlabError(f"cannot write the report into {out}: {error.strerror or error}") from None
-    return [out / MARKDOWN, out / PAGE, *images]
+        raise HiddenlabError(f"cannot write the report into {folder}: {error.strerror or error}") from None
+    return [folder / MARKDOWN, folder / PAGE, *images]
 
 
 def load(paths: Sequence[Path]) -> tuple[list[Run], list[Study]]:
@@ -87,9 +87,9 @@ def load_runs(paths: Sequence[Path]) -> list[Run]:
     Raises:
         InputError: a run cannot be read, is no attack, or holds no samples.
     """
-    found = [_load_run(path) for path in paths]
-    varying = [name for name in VARIANTS if len({str(run.record.spec.get(name)) for run in found}) > 1]
-    return [Run(r.path, r.record, r.samples, r.summary, _label(r.record.spec, varying)) for r in found]
+    runs = [_load_run(path) for path in paths]
+    varying = [name for name in VARIANTS if len({str(run.record.spec.get(name)) for run in runs}) > 1]
+    return [Run(r.path, r.record, r.samples, r.summary, _label(r.record.spec, varying)) for r in runs]
 
 
 def load_study(path: Path) -> Study:

@@ -25,14 +25,14 @@ FILES: dict[str, tuple[Panel, Panel]] = {
 }
 
 
-def draw(runs: "Sequence[Run]", out: Path) -> list[Path]:
+def draw(runs: "Sequence[Run]", folder: Path) -> list[Path]:
     """Draw every plot into a directory and return the files: lines over layers, bars for a single layer."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     labels = sorted({run.label for run in runs})
     layers = sorted({run.layer for run in runs})
-    one = _bars if len(layers) == 1 else _lines
+    plot = _bars if len(layers) == 1 else _lines
     height = 1.4 + 0.45 * len(labels) if len(layers) == 1 else 4.2
     files = []
     for name, panels in FILES.items():
@@ -40,12 +40,12 @@ def draw(runs: "Sequence[Run]", out: Path) -> list[Path]:
         FigureCanvasAgg(drawing)
         axes = drawing.subplots(1, 2, sharey=len(layers) == 1)
         for axis, panel in zip(axes, panels, strict=True):
-            one(axis, panel, runs, labels)
+            plot(axis, panel, runs, labels)
             axis.spines[["top", "right"]].set_visible(False)
         if len(layers) > 1 and len(labels) > 1:
             _legend(drawing, axes[0], 4)
-        save(drawing, out / name)
-        files.append(out / name)
+        save(drawing, folder / name)
+        files.append(folder / name)
     return files
 
 
@@ -55,7 +55,7 @@ def save(drawing: Any, path: Path) -> None:
     write_file(path, content.getvalue())
 
 
-def draw_table(table: Mapping[str, Any], out: Path) -> Path | None:
+def draw_table(table: Mapping[str, Any], folder: Path) -> Path | None:
     """Draw an experiment's table with its intervals; return None where nothing can be drawn.
 
     The table chooses the form: every figure over a key (``over``), figures as curves over the numbers in their names
@@ -70,7 +70,7 @@ def draw_table(table: Mapping[str, Any], out: Path) -> Path | None:
     names = [name for name in table["figures"] if any(_value(row, name) is not None for row in rows)]
     if not names:
         return None
-    path = out / f"{table['experiment']}.png"
+    path = folder / f"{table['experiment']}.png"
     if table.get("curves"):
         save(_curves(rows, names, table), path)
         return path
@@ -156,15 +156,15 @@ def _over_layers(
     axis: Any, rows: Sequence[Mapping[str, Any]], name: str, layers: Sequence[int], label: str
 ) -> None:
     alike = [key for key in rows[0]["keys"] if len({str(row["keys"].get(key)) for row in rows}) == 1]
-    told = {id(row): _series(row, True, alike) for row in rows}
-    series = list(dict.fromkeys(told.values()))
+    names = {id(row): _series(row, True, alike) for row in rows}
+    series = list(dict.fromkeys(names.values()))
     gap = float(min(b - a for a, b in pairwise(layers)))
     papers: dict[tuple[int, float], str] = {}  # several attacks on the same states may share a figure
-    for n, one in enumerate(series):
-        own = sorted((row for row in rows if told[id(row)] == one), key=lambda row: row["keys"]["layer"])
+    for n, line in enumerate(series):
+        own = sorted((row for row in rows if names[id(row)] == line), key=lambda row: row["keys"]["layer"])
         places = [row["keys"]["layer"] + _aside(n, len(series), gap) for row in own]
         values, errors = _values(own, name)
-        shown = one if len(series) > 1 else None
+        shown = line if len(series) > 1 else None
         axis.errorbar(places, values, errors, label=shown, linewidth=1.2, markersize=5, capsize=3, **style(n))
         for row in own:
             for value in _papers(row, label):
@@ -194,8 +194,8 @@ def _by_row(axis: Any, rows: Sequence[Mapping[str, Any]], name: str, label: str)
     axis.grid(axis="x", color="#e3e5e8", linewidth=0.8)
     published = [(place, value) for place, row in enumerate(rows) for value in _papers(row, label)]
     if published:
-        spots, marks = zip(*published, strict=True)
-        axis.plot(marks, spots, "D", color=COLOURS[1], markersize=5, zorder=4, label="the paper's")
+        positions, marks = zip(*published, strict=True)
+        axis.plot(marks, positions, "D", color=COLOURS[1], markersize=5, zorder=4, label="the paper's")
 
 
 def _over_key(axis: Any, rows: Sequence[Mapping[str, Any]], over: str, figures: Mapping[str, str]) -> None:
@@ -212,8 +212,8 @@ def _over_key(axis: Any, rows: Sequence[Mapping[str, Any]], over: str, figures: 
         spread = [x + 2 * _aside(n, len(figures), 0.6) for x, _ in own]
         axis.errorbar(spread, values, errors, label=label, linestyle="", markersize=5, capsize=2, **style(n))
     names = [key for key in rows[0]["keys"] if key != over]
-    told = ["\n".join(str(row["keys"][key]) for key in names) or f"{row['keys'][over]:g}" for row in rows]
-    axis.set_xticks(places, told, fontsize=8)
+    labels = ["\n".join(str(row["keys"][key]) for key in names) or f"{row['keys'][over]:g}" for row in rows]
+    axis.set_xticks(places, labels, fontsize=8)
     groups: dict[float, list[float]] = {}
     for x, row in zip(places, rows, strict=True):
         groups.setdefault(float(row["keys"][over]), []).append(x)
@@ -236,7 +236,7 @@ def _over_figure(
 ) -> None:
     """Draw figures over another one, each row named at its highest point."""
     rows = [row for row in rows if _value(row, against) is not None]
-    told = [key for key in rows[0]["keys"] if len({str(row["keys"].get(key)) for row in rows}) > 1]
+    varying = [key for key in rows[0]["keys"] if len({str(row["keys"].get(key)) for row in rows}) > 1]
     for n, name in enumerate(names):
         own = [row for row in rows if _value(row, name) is not None]
         (places, beside), (values, errors) = _values(own, against), _values(own, name)
@@ -253,7 +253,7 @@ def _over_figure(
         )
     for row in rows:
         highest = max(row["figures"][name]["high"] for name in names if _value(row, name) is not None)
-        keys = [(key, row["keys"][key]) for key in told if row["keys"].get(key) is not None]
+        keys = [(key, row["keys"][key]) for key in varying if row["keys"].get(key) is not None]
         text = " ".join(value if isinstance(value, str) else f"{key} {value}" for key, value in keys)
         axis.annotate(
             text,
@@ -304,10 +304,10 @@ def _series(row: Mapping[str, Any], over_layers: bool, but: Sequence[str] = ()) 
 
 def _values(rows: Sequence[Mapping[str, Any]], name: str) -> tuple[list[float], list[list[float]]]:
     """Return values, and how far their intervals reach below and above them."""
-    found = [row["figures"][name] for row in rows]
-    values = [one["value"] for one in found]
-    below = [max(0.0, one["value"] - one["low"]) for one in found]
-    above = [max(0.0, one["high"] - one["value"]) for one in found]
+    figures = [row["figures"][name] for row in rows]
+    values = [figure["value"] for figure in figures]
+    below = [max(0.0, figure["value"] - figure["low"]) for figure in figures]
+    above = [max(0.0, figure["high"] - figure["value"]) for figure in figures]
     return values, [below, above]
 
 

@@ -106,9 +106,9 @@ def grid(table: Mapping[str, Any]) -> Grid:
         line += [_published(key, row["paper"].get(key)) for key in published]
         measured = row["status"] == "measured"
         if not measured or row["reason"]:
-            what = ", ".join(map(_plain, row["keys"].values()))
-            how = "in part not run" if measured else "not run"
-            reasons.append(f"{how}: {what}: {row['reason'] or 'not measured yet'}")
+            label = ", ".join(map(_plain, row["keys"].values()))
+            status = "in part not run" if measured else "not run"
+            reasons.append(f"{status}: {label}: {row['reason'] or 'not measured yet'}")
         lines.append(line)
     header = [*keys, *(table["figures"][name] for name in names), *(PAPER + key for key in published)]
     return Grid(header, lines, len(keys), len(published), list(dict.fromkeys(reasons)))
@@ -120,15 +120,15 @@ def kind_of(name: str) -> str:
     return MORE_FIGURES.get(stem) or (FIGURES[stem][1] if stem in FIGURES else "number")
 
 
-def _with_interval(name: str, found: Mapping[str, float | int | None] | None) -> str:
-    if found is None or found.get("value") is None:
+def _with_interval(name: str, estimate: Mapping[str, float | int | None] | None) -> str:
+    if estimate is None or estimate.get("value") is None:
         return "–"
     kind = kind_of(name)
-    value = figure(name, found["value"], kind)
+    value = figure(name, estimate["value"], kind)
     low, high = (
-        figure(name, found[end], kind).removesuffix(" %").removesuffix(" ×") for end in ("low", "high")
+        figure(name, estimate[end], kind).removesuffix(" %").removesuffix(" ×") for end in ("low", "high")
     )
-    return value if found["low"] == found["high"] else f"{value} [{low}, {high}]"
+    return value if estimate["low"] == estimate["high"] else f"{value} [{low}, {high}]"
 
 
 def _published(key: str, value: Any) -> str:

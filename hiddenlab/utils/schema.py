@@ -227,11 +227,11 @@ def _complaint(error: ValidationError) -> str:
         return f": {place} is missing"
     if first["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
         return f": {place} is unknown"
-    told = _one_line(first["msg"].replace("Input should be", "should be").removeprefix("Value error, "))
-    told = re.sub(r"^(List|Tuple|Dictionary|Set) should", "should", told)
+    message = _one_line(first["msg"].replace("Input should be", "should be").removeprefix("Value error, "))
+    message = re.sub(r"^(List|Tuple|Dictionary|Set) should", "should", message)
     shown = visible(repr(first["input"]))
     shown = shown if len(shown) <= _SHOWN else shown[: _SHOWN - 1] + "…"
-    return f": {place or 'the value'} {told}, and is {shown}"
+    return f": {place or 'the value'} {message}, and is {shown}"
 
 
 def _one_line(text: str) -> str:
@@ -239,12 +239,12 @@ def _one_line(text: str) -> str:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    result = dict(pairs)
+    if len(result) < len(pairs):
         seen: set[str] = set()
         twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
         raise ValueError(f"the name {twice!r:.{_SHOWN}} stands twice in one object")
-    return found
+    return result
 
 
 def _whole(text: str) -> int:
