@@ -104,7 +104,7 @@ class Hypothesis:
 
     prefix: Prefix
     free: tuple[int, ...]
-    spoken: Prefix | None = None
+    lm_prefix: Prefix | None = None
     following: Tensor | None = None  # the language model's log-probabilities [v] of the next token
     columns: tuple[int, ...] = ()
     steps: tuple[Step, ...] = ()
@@ -142,14 +142,14 @@ def start(
 ) -> Decoding:
     """Return a decoding without tokens, behind what stands before the first token where that is known."""
     free = tuple(range(len(view.shown)))
-    spoken = None if engines.speaker is None else engines.speaker.fork()
-    begun = Hypothesis(engines.beginning(before), free, spoken, engines.opening)
+    lm_prefix = None if engines.speaker is None else engines.speaker.fork()
+    initial = Hypothesis(engines.beginning(before), free, lm_prefix, engines.opening)
     ahead = ahead_of(view, engines.speaker, weights)
-    return Decoding(view, [begun], before=before, ahead=ahead)
+    return Decoding(view, [initial], before=before, ahead=ahead)
 
 
 @dataclass
-class Tried:
+class Trial:
     """Candidates of one hypothesis that were run.
 
     Attributes:
@@ -166,7 +166,7 @@ class Tried:
     tokens: list[Int[Tensor, " _"]]
     states: list[Float[Tensor, "_ d"]]
 
-    def add(self, other: "Tried") -> None:
+    def add(self, other: "Trial") -> None:
         """Add candidates of the same hypothesis."""
         self.candidates = self.candidates.and_also(other.candidates)
         self.answer = torch.cat([self.answer, other.answer + len(self.answers)])

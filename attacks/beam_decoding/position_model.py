@@ -81,7 +81,7 @@ def learn_position_model(
     corpus = Corpus(model, seed + 3)
     windows = [corpus.text_window(WINDOW).tolist() for _ in range(TOKENS // WINDOW)]
     released = channel.release_batch(model, windows, generator(seed, "joint", "clock"))
-    rows = torch.cat([matcher.prepare(one.states.to(model.device)) for one, _ in released])
+    rows = torch.cat([matcher.prepare(observation.states.to(model.device)) for observation, _ in released])
     orders = [
         range(len(w)) if s.row_order is None else s.row_order
         for w, (_, s) in zip(windows, released, strict=True)
