@@ -23,8 +23,8 @@ from hiddenlab.types import AttackResult, Observation, ObservationInfo, TokenPre
 CERTAIN = 7.0  # nats: less than one in a thousand
 FIRST_PATHS = 8  # factor of paths kept behind the first token: later tokens distinguish them
 SETTLED = 4.6  # nats: less than one in a hundred
-ENOUGH = 40  # wrong tokens needed to estimate the usual evidence of wrong ones
-HOPELESS = 25.0  # nats behind the best path at which a path is dropped
+MIN_WRONG = 40  # wrong tokens needed to estimate the usual evidence of wrong ones
+MAX_LAG = 25.0  # nats behind the best path at which a path is dropped
 OPENERS = 4  # special tokens that are compared as the context of first tokens
 SPECIAL_FIRST = 1e-3  # least probability of a special token as a prompt's first
 
@@ -223,7 +223,7 @@ class _Continuations:
         """Return good tokens with paths that they were not tried behind, as (paths, tokens), the likeliest first."""
         total = self.prior + self.evidence
         open_ = torch.zeros_like(scores, dtype=torch.bool)
-        open_[:, self.tokens[total >= total.max() - HOPELESS]] = True
+        open_[:, self.tokens[total >= total.max() - MAX_LAG]] = True
         open_ &= scores >= self.floor(most)
         open_[self.parents, self.tokens] = False
         order = scores.masked_fill(~open_, -math.inf).flatten().topk(min(limit, int(open_.sum()))).indices
@@ -244,7 +244,7 @@ class _Continuations:
     def sure(self, i: int) -> bool:
         """Return whether a continuation's evidence cannot be chance, see ``FingerprintInversion``."""
         others = self.evidence[self.tokens != self.tokens[i]]
-        if len(others) < ENOUGH:
+        if len(others) < MIN_WRONG:
             return False
         # Wrong tokens of one context resemble each other, so that some agree more than by chance alone:
         # their evidence is extrapolated from its largest tenth with an exponential tail.
@@ -369,7 +369,7 @@ def _survivors(
     """Return the best continuations as paths, best first, without those too far behind to recover."""
     scores = options.prior + options.evidence
     best = scores.topk(min(breadth, len(scores)))
-    kept = best.indices[best.values >= best.values[0] - HOPELESS].tolist()
+    kept = best.indices[best.values >= best.values[0] - MAX_LAG].tolist()
     results, chains, requests = [], [], []
     for i in kept:
         parent, token = paths[int(options.parents[i])], options.tokens[i : i + 1]

@@ -16,7 +16,7 @@ from torch import Tensor
 from hiddenlab.attacks.beam_decoding.features import Learned, unseen
 from hiddenlab.attacks.beam_decoding.hypotheses import Decoding, Effort, Trial
 
-WIDER = 4  # factor by which the number of candidates grows each time
+WIDENING_FACTOR = 4  # factor by which the number of candidates grows each time
 HYPOTHESES = 8  # hypotheses that may get more candidates
 TOTAL_LIMIT_FACTOR = 2  # limit for all hypotheses of a token together, in multiples of the limit for one
 
@@ -54,7 +54,7 @@ class Widening:
 
     def wider(self) -> int:
         """Return how many candidates that hypothesis gets now."""
-        return min(WIDER * self.widths[self.next], self.most)
+        return min(WIDENING_FACTOR * self.widths[self.next], self.most)
 
     def remains(self, learned: Learned) -> bool:
         """Return whether the best candidate is not reliable and others can be run."""

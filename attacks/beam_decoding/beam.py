@@ -24,9 +24,9 @@ from hiddenlab.types import Progress, silent
 
 OTHERS = 4  # runners-up of a row that a step keeps
 RECENT = 3  # hypotheses that agree in so many last tokens and in the rows used are merged into the best
-ENOUGH = 256  # failed candidates at least before the adapter learns from them
-PLENTY = 1024  # failed candidates at most that the adapter learns from
-TAKEN = 256  # candidates of a hypothesis that may become part of the beam
+MIN_FAILED = 256  # failed candidates at least before the adapter learns from them
+MAX_FAILED = 1024  # failed candidates at most that the adapter learns from
+BEAM_CANDIDATES = 256  # candidates of a hypothesis that may become part of the beam
 
 
 def propose(
@@ -110,8 +110,8 @@ def _try(
         candidates.measure(states, branch, decoding.view, engines.matcher)
         ran = [tokens], [states]
         trial = Trial(candidates, [answer], torch.zeros_like(branch), branch, len(tokens), *ran)
-        if len(candidates) > TAKEN:
-            trial.keep((candidates.features @ weights).topk(TAKEN).indices)
+        if len(candidates) > BEAM_CANDIDATES:
+            trial.keep((candidates.features @ weights).topk(BEAM_CANDIDATES).indices)
         trials.append(trial)
     return trials
 
@@ -190,9 +190,9 @@ def _suggested(
     """Return log-likelihoods of the whole vocabulary learned from failed candidates; None where there are too few."""
     tokens, view = torch.cat(trial.tokens), decoding.view
     rows = rows_at(view, decoding.place, hypothesis.free)
-    if engines.adapter is None or len(tokens) < ENOUGH or rows is None:
+    if engines.adapter is None or len(tokens) < MIN_FAILED or rows is None:
         return None
-    some = torch.linspace(0, len(tokens) - 1, min(PLENTY, len(tokens)), device=tokens.device).long()
+    some = torch.linspace(0, len(tokens) - 1, min(MAX_FAILED, len(tokens)), device=tokens.device).long()
     return engines.adapter.log_likelihoods(tokens[some], torch.cat(trial.states)[some], view.shown[rows])
 
 

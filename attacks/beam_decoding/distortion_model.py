@@ -71,8 +71,8 @@ def _expected(
         (rows / norms[:, None], norms.log())
         for rows, norms in ((vectors, EUCLIDEAN.norms(vectors)) for vectors in (shown, known))
     )
-    apart = torch.cdist(direction, others) + (length[:, None] - lengths).abs()
-    alike = apart.topk(min(NEAREST, len(known)), largest=False).indices
+    distances = torch.cdist(direction, others) + (length[:, None] - lengths).abs()
+    alike = distances.topk(min(NEAREST, len(known)), largest=False).indices
     return moved[alike].mean(1).exp()
 
 

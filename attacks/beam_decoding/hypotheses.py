@@ -13,7 +13,7 @@ from hiddenlab.matching.screening import Screen
 from hiddenlab.models import Answer, Prefix, TruncatedModel
 from hiddenlab.proposals.in_context import Adapter
 
-HARDER = 4  # factor of hypotheses kept where rows are in unknown order or missing
+BEAM_FACTOR = 4  # factor of hypotheses kept where rows are in unknown order or missing
 
 
 @dataclass(frozen=True)
@@ -70,15 +70,15 @@ class Effort:
 
     def less(self) -> "Effort":
         """Return smaller limits, for prompts of which most is known."""
-        return replace(self, beam=-(-self.beam // HARDER), opening=-(-self.opening // HARDER))
+        return replace(self, beam=-(-self.beam // BEAM_FACTOR), opening=-(-self.opening // BEAM_FACTOR))
 
     def kept(self, view: Rows, place: int) -> int:
         """Return how many hypotheses are kept after a position: more where rows are out of order or missing."""
         if view.places is None:
-            return max(HARDER * self.beam, self.opening >> place)
+            return max(BEAM_FACTOR * self.beam, self.opening >> place)
         if len(view.shown) == view.length:
             return self.beam
-        return max(HARDER * self.beam, self.opening if view.row_at(place) is None else 0)
+        return max(BEAM_FACTOR * self.beam, self.opening if view.row_at(place) is None else 0)
 
 
 @dataclass(frozen=True)

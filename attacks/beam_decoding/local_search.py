@@ -21,7 +21,7 @@ from hiddenlab.models import Prefix, Request
 from hiddenlab.types import Progress, silent
 
 LONGEST = 24  # rows that move together
-SCORED, ASKED = 48, 8  # moves of a round that are scored again, and those that the language model rescores
+SCORED, RESCORED = 48, 8  # moves of a round that are scored again, and those that the language model rescores
 ROUNDS = 24
 GAIN = 0.1  # nats that a move must bring
 
@@ -108,7 +108,7 @@ def improve(
         decoding.calls += 1
         new_scores, new_distances = score(orders)
         pairs = after[orders[:, :-1], orders[:, 1:]].sum(1)
-        likely = (new_scores.sum(1) + pairs).topk(min(ASKED, len(orders))).indices
+        likely = (new_scores.sum(1) + pairs).topk(min(RESCORED, len(orders))).indices
         new_lm = _language_scores(parts, orders[likely], engines, weights)
         totals = new_scores[likely].sum(1) + new_lm.sum(1)
         chosen = int(totals.argmax())

@@ -22,7 +22,7 @@ LADDER = tuple(m * 10.0**e for e in range(-5, 2) for m in (1, 3))  # strengths t
 FIRST = 0.25  # first assumed strength, in standard deviations of the embedding
 FINE = 4  # strengths measured between neighbours of the ladder
 RELEASES = 4  # releases of the decoded prompt at each strength
-NEARER = 0.25  # quantile of the rows' distances that is compared
+QUANTILE = 0.25  # quantile of the rows' distances that is compared
 ROUNDS = 5  # of decoding and estimate at most
 
 
@@ -58,7 +58,7 @@ def strength_of(
     unit = matcher.norms(plain)
 
     def away(own: Tensor, at: Tensor) -> float:
-        return float((matcher.pairs(candidates=own, observed=plain[at]) / unit[at]).quantile(NEARER))
+        return float((matcher.pairs(candidates=own, observed=plain[at]) / unit[at]).quantile(QUANTILE))
 
     seen, everywhere = away(rows, places), torch.arange(len(tokens), device=tokens.device)
     drawn = generator(seed, "joint", "strength")

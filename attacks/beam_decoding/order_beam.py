@@ -21,7 +21,7 @@ from hiddenlab.attacks.beam_decoding.order_linearized import Displaced
 from hiddenlab.models import Prefix, Request
 
 HYPOTHESES = 96  # kept
-SOLVED = 3  # continuations that are solved for, in multiples of the hypotheses kept
+SOLVED_FACTOR = 3  # continuations that are solved for, in multiples of the hypotheses kept
 
 
 def ordered(
@@ -47,7 +47,7 @@ def ordered(
         base = torch.stack([_base_scores(hypothesis, tokens, lm_weight) for hypothesis in beam])
         used = torch.tensor([hypothesis.used for hypothesis in beam], device=base.device)[:, None] + expected
         likely = (base + share * _estimated_scores(scorer, beam) - used).flatten()
-        best = likely.topk(min(SOLVED * HYPOTHESES, int(likely.isfinite().sum()))).indices
+        best = likely.topk(min(SOLVED_FACTOR * HYPOTHESES, int(likely.isfinite().sum()))).indices
         # Rows behind one hypothesis are solved for together, so they are sorted next to each other.
         best = best.sort().values
         parents, rows = best // n, best % n

@@ -23,14 +23,15 @@ from hiddenlab.models import Prefix, Request, TruncatedModel
 DRAWS = 1000  # random orders of a prompt from which attention's effect on its rows is learned
 OWN = 0.05  # weight of the noise's covariance in the covariance of displacements (shrinkage)
 LINEARISED = 12  # linearisations of each row over its posterior
-PACE = 0.4  # step length of each update towards the new posterior
-SAMPLED, JUDGED = 2, 32  # points at which Jacobians are taken, and at which their errors are measured
-DOUBLED = 2.0  # factor on the linearisation's error, as errors of coordinates are not independent
+STEP_LENGTH = 0.4  # step length of each update towards the new posterior
+# Points at which Jacobians are taken, and at which their errors are measured.
+JACOBIAN_POINTS, ERROR_POINTS = 2, 32
+ERROR_FACTOR = 2.0  # factor on the linearisation's error, as errors of coordinates are not independent
 SLACK = 0.4  # residual of a displacement's coordinate that an order may leave, in sigma
-SEARCHED = 80  # steps towards the noised embeddings that explain an order
+SEARCH_STEPS = 80  # steps towards the noised embeddings that explain an order
 PRODUCTS = 5  # conjugate gradient iterations for the embedding of one row behind others
 TRUST = 0.85  # weight of a nat of the noise, relative to a nat of the language model
-SAME = 1e-2  # relative difference up to which all rows' mixing counts as one
+EQUAL_TOLERANCE = 1e-2  # relative difference up to which all rows' mixing counts as one
 DIRECTIONS = 24  # directions in which attention's deviation from its average may exceed the noise
 
 
@@ -101,7 +102,7 @@ class Displaced:
             mixing = self._mixing(rows)
             point = self.initial[rows].clone().requires_grad_()
             search = torch.optim.LBFGS(
-                [point], max_iter=SEARCHED, history_size=20, line_search_fn="strong_wolfe"
+                [point], max_iter=SEARCH_STEPS, history_size=20, line_search_fn="strong_wolfe"
             )
 
             def cost() -> Tensor:
@@ -181,7 +182,7 @@ def displaced(
         centre, observed, usual = centre.clone(), observed.float().clone(), usual.clone()
     by_input, by_attention = jacobians(model, centre, usual)
     mixing = torch.linalg.solve(by_input, by_attention).float()
-    if float((mixing - mixing[:1]).norm(dim=(1, 2)).max()) < SAME * float(mixing[0].norm()):
+    if float((mixing - mixing[:1]).norm(dim=(1, 2)).max()) < EQUAL_TOLERANCE * float(mixing[0].norm()):
         mixing = mixing[:1].clone()  # attention's output is simply added
     # A displacement is the noise and attention's deviation from its average.
     drawn = noise + _displacing(mixing, (attended - usual).transpose(0, 1)).transpose(0, 1)
@@ -253,20 +254,22 @@ def _linearised(equations: Equations, generator: torch.Generator) -> Float[Tenso
     every = torch.arange(len(moved), device=moved.device)
     for _ in range(LINEARISED):
         upper = torch.linalg.cholesky(precision).transpose(1, 2)
-        drawn = torch.randn(JUDGED // 2, *moved.shape, generator=generator).to(moved)
+        drawn = torch.randn(ERROR_POINTS // 2, *moved.shape, generator=generator).to(moved)
         off = torch.linalg.solve_triangular(upper, torch.cat([drawn, -drawn]).permute(1, 2, 0), upper=True)
         at = moved + off.permute(2, 0, 1)
-        shown = equations.states(every.repeat(JUDGED), at.flatten(0, 1)).unflatten(0, at.shape[:2])
+        shown = equations.states(every.repeat(ERROR_POINTS), at.flatten(0, 1)).unflatten(0, at.shape[:2])
         jacobian = torch.zeros_like(precision)
-        for k in range(SAMPLED):  # a point and its mirror image, then another one
-            jacobian += equations.jacobian(every, at[k // 2 + k % 2 * (JUDGED // 2)]) / SAMPLED
+        for k in range(JACOBIAN_POINTS):  # a point and its mirror image, then another one
+            jacobian += equations.jacobian(every, at[k // 2 + k % 2 * (ERROR_POINTS // 2)]) / JACOBIAN_POINTS
         middle = shown.mean(0)
         errors = shown - middle - (jacobian @ off).permute(2, 0, 1)
-        weighed = jacobian.transpose(1, 2) / (DOUBLED * errors.square().mean(0) + least.square())[:, None]
-        precision = (1 - PACE) * precision + PACE * (prior + weighed @ jacobian)
+        weighed = (
+            jacobian.transpose(1, 2) / (ERROR_FACTOR * errors.square().mean(0) + least.square())[:, None]
+        )
+        precision = (1 - STEP_LENGTH) * precision + STEP_LENGTH * (prior + weighed @ jacobian)
         towards = times(weighed, observed - middle) - equations.unlikely(every, moved)
         lower = torch.linalg.cholesky(precision)
-        moved = moved + PACE * torch.cholesky_solve(towards[..., None], lower)[..., 0]
+        moved = moved + STEP_LENGTH * torch.cholesky_solve(towards[..., None], lower)[..., 0]
     return moved
 
 

@@ -37,7 +37,7 @@ from hiddenlab.utils.random import generator
 STAGES, STEPS = 6, 10  # of the optimiser; between stages the loss is adapted to what is left
 BETTER = 0.9  # a stage that leaves more than this share of the residual is the last
 EXPLAINED = 1e-5  # of a row's norm: less is rounding
-STUCK = 0.01  # of a row's norm: with a larger residual the order may be too wrong
+STUCK_RESIDUAL = 0.01  # of a row's norm: with a larger residual the order may be too wrong
 FIRST = 4  # rows of a beginning, where one embedding is unknown; one more for each further embedding
 KEPT, NEAREST = 8, 6  # beginnings kept after each of them, and rows tried behind each of these
 DESCENTS, TAU = 4, 0.1  # steps for each beginning, and the share of a row it may leave unexplained
@@ -115,7 +115,7 @@ def decode_behind(
     stuck = [
         i
         for i, decoding in enumerate(results)
-        if decoding.ahead is not None and STUCK < left[i] < float("inf")
+        if decoding.ahead is not None and STUCK_RESIDUAL < left[i] < float("inf")
     ]
     stuck = stuck if stuck and not matcher.sorted and anew() else []
     for find in (begin, *[Unknown.solve] * rounds):

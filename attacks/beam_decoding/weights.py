@@ -32,10 +32,10 @@ WINDOWS, LENGTH = 16, 40
 START = (1.0, 0.8, 0.3, 0.15, 1.0, 0.05, -3.0, -3.0, -3.0)
 RIDGE = 1e-3
 STEPS = 60  # of the optimiser
-TRIED = 32  # wrong candidates a position
+WRONG_CANDIDATES = 32  # wrong candidates a position
 # Shares: of wrong best candidates that may count as reliable; of right ones that may count as unreliable though no
 # wrong one comes near; and of right ones that must count as reliable for the rule to be used.
-MISTAKEN, MISSED, TELLING = 0.02, 0.02, 0.1
+MAX_WRONG, MAX_MISSED, MIN_RELIABLE = 0.02, 0.02, 0.1
 
 
 @dataclass(frozen=True)
@@ -90,8 +90,8 @@ def _tables(
     for place, token in enumerate(ground_truth.tokens):
         free, tokens, chance, unrun = rows[place:], None, truth[:0], None
         if view.wide is not None:
-            hard = likeliest(view, place, free, following[place], weights, TRIED)
-            chance = torch.randperm(vocabulary, generator=drawn)[:TRIED].to(device)
+            hard = likeliest(view, place, free, following[place], weights, WRONG_CANDIDATES)
+            chance = torch.randperm(vocabulary, generator=drawn)[:WRONG_CANDIDATES].to(device)
             chance = chance[~torch.isin(chance, hard) & (chance != token)]
             tokens = torch.cat([truth[place : place + 1], hard[hard != token], chance])
             log_probs = following[place]
@@ -105,7 +105,7 @@ def _tables(
         if not bool(right.any()) or len(right) == 1:
             continue
         before = (candidates.features[:, :BEFORE] @ weights[:BEFORE]).masked_fill(right, float("inf"))
-        most = 1 + TRIED if tokens is None else len(before)
+        most = 1 + WRONG_CANDIDATES if tokens is None else len(before)
         candidates = candidates.keep(before.topk(min(most, len(before))).indices)
         stands_for = (vocabulary - (0 if tokens is None else len(tokens))) / max(1, len(chance))
         offset = torch.where(torch.isin(candidates.tokens, chance), math.log(max(1.0, stands_for)), 0.0)
@@ -135,10 +135,10 @@ def following_log_probs(engines: Engines, tokens: Tensor) -> list[Tensor | None]
 def lead_of(tables: Sequence[Table], weights: Float[Tensor, " features"]) -> float:
     """Return the lead over all candidates not run that makes the best candidate reliable, in nats.
 
-    At positions whose right candidate was not run, a share of ``MISTAKEN`` has a best candidate that is further ahead.
-    Where the two cases lie apart, all but ``MISSED`` of the right ones are further ahead, since leads of wrong ones
+    At positions whose right candidate was not run, a share of ``MAX_WRONG`` has a best candidate that is further ahead.
+    Where the two cases lie apart, all but ``MAX_MISSED`` of the right ones are further ahead, since leads of wrong ones
     grow with the number of candidates run. Minus infinity where there are none of either, or where fewer than
-    ``TELLING`` of the right ones would be reliable.
+    ``MIN_RELIABLE`` of the right ones would be reliable.
     """
     right, wrong = list[float](), list[float]()
     for table in tables:
@@ -153,8 +153,8 @@ def lead_of(tables: Sequence[Table], weights: Float[Tensor, " features"]) -> flo
     if not right or not wrong:
         return -math.inf
     right_leads = torch.tensor(right)
-    limit = torch.tensor(wrong).quantile(1 - MISTAKEN).maximum(right_leads.quantile(MISSED))
-    return float(limit) if float((right_leads >= limit).float().mean()) >= TELLING else -math.inf
+    limit = torch.tensor(wrong).quantile(1 - MAX_WRONG).maximum(right_leads.quantile(MAX_MISSED))
+    return float(limit) if float((right_leads >= limit).float().mean()) >= MIN_RELIABLE else -math.inf
 
 
 def fit(tables: Sequence[Table], start: Float[Tensor, " features"]) -> Float[Tensor, " features"]:

@@ -159,14 +159,14 @@ class MissingTokenSearch(Attack):
                 closed = False
                 if names is not None and missing:
                     assert prepared.proposer.probe is not None
-                    view, anew = View(states, positions, predictions, prepared.proposer.probe, left), gap
+                    view, new_gap = View(states, positions, predictions, prepared.proposer.probe, left), gap
                     if view.first_unknown < len(predictions):
                         base = _prefix_of(model, info.prefix_tokens, predictions[: view.first_unknown])
-                        anew = Gap(
+                        new_gap = Gap(
                             prepared, earlier, clearance, lm, base, states[row], self.breadth, self.budget
                         )
-                    if closed := anew.named(names, view, row):
-                        gap, prefix, predictions = anew, anew.prefix, predictions[: view.first_unknown]
+                    if closed := new_gap.named(names, view, row):
+                        gap, prefix, predictions = new_gap, new_gap.prefix, predictions[: view.first_unknown]
                         unclear = {r for r in unclear if positions[r] < view.first_unknown}
                         searched.clear()
                         left.clear()
@@ -188,8 +188,8 @@ class MissingTokenSearch(Attack):
         skipped = len(searched) - unclosed
         reasons = [f"{unclosed} of {count} rows not matched within the budget"] * bool(unclosed)
         reasons += [f"{skipped} of {count} gaps longer than {self.longest}, not searched"] * bool(skipped)
-        nears = f"{len(unclear)} of {count} rows matched where wrong tokens come as near as right ones"
-        reasons += [nears] * bool(unclear)
+        near_reason = f"{len(unclear)} of {count} rows matched where wrong tokens come as near as right ones"
+        reasons += [near_reason] * bool(unclear)
         reason = "; ".join(reasons) or "complete"
         return AttackResult(
             tuple(predictions), evaluated, calls, time.perf_counter() - started, reason, epsilon

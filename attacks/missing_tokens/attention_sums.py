@@ -40,12 +40,13 @@ OWN = 0.05  # weight of the mean variance in the prior's covariance (shrinkage: 
 STARTS = 6  # starts of the solve: the first is the mean, the others drawn fillings; some do not converge
 ROUNDING = 1e-5  # share of a row that the solve leaves unexplained, at most, in full precision
 ROUNDED = {"identity", "dtype", "int8", "nf4"}  # channels that only round rows
-UNEVEN = 2.0  # largest residual of a rounded row, in multiples of the mean rounding
+MAX_ROUNDING_RATIO = 2.0  # largest residual of a rounded row, in multiples of the mean rounding
 WINDOWS, TOKENS = 8, 32  # on which that is measured
 POOL = 6000  # sampled tokens that represent what may be missing
 UNIFORM = 0.2  # share of them drawn uniformly from the vocabulary; the others are as frequent as in text
 TEXTS = 60_000  # tokens of text that tell how often that is
-ANEW, DOUBTFUL = 4, 6  # rounds of searching pairs of tokens again, and pairs tried at most in each
+# Rounds of searching pairs of tokens again, and pairs tried at most in each.
+MENDING_ROUNDS, MENDED_PAIRS = 4, 6
 LONGEST, ROWS = 64, 8  # missing tokens that are solved for, and rows used together, at most
 BEAMED, PER_ROW = 16, 8  # missing tokens of which a beam is tried; of more than these at most so many a row
 
@@ -163,11 +164,11 @@ class AttentionSums:
     @staticmethod
     def _mended(search: Search, sums: Sums) -> Iterator[list[dict[int, int]]]:
         """Yield fillings whose sum was improved by searching pairs of tokens again, until one explains the rows."""
-        for _ in range(ANEW):
-            for pair in search.doubtful(sums)[:DOUBTFUL]:
-                anew = search.sought_anew(sums, pair)
-                if search.best(anew) < search.best(sums):
-                    sums = anew
+        for _ in range(MENDING_ROUNDS):
+            for pair in search.doubtful(sums)[:MENDED_PAIRS]:
+                improved = search.sought_anew(sums, pair)
+                if search.best(improved) < search.best(sums):
+                    sums = improved
                     break
             else:
                 return
@@ -202,7 +203,7 @@ class AttentionSums:
                 initial = moved if start == 0 else torch.where(explained[:, None], moved, spread[:, start])
                 moved = equations.solve(initial)
                 left = (equations.observed - equations.states(every, moved)) / equations.unit()
-                explained = left.square().mean(1) < max(ROUNDING, UNEVEN * self.coarse) ** 2
+                explained = left.square().mean(1) < max(ROUNDING, MAX_ROUNDING_RATIO * self.coarse) ** 2
                 if bool(explained.all()):
                     break
             jacobian = equations.jacobian(every, moved) / equations.unit()[..., None]

@@ -18,17 +18,17 @@ from torch import Tensor
 from hiddenlab.attacks.missing_tokens.sum_search import JITTER, Search, Sums, Whitening
 from hiddenlab.types import Progress, silent
 
-SWEEPS, ANEW = 10, 3  # sweeps over the places, and sweeps between two rebuilds of lists
+SWEEPS, REBUILD_INTERVAL = 10, 3  # sweeps over the places, and sweeps between two rebuilds of lists
 HEAT = 16.0  # by which log-likelihoods are divided at first; 1 in the end
 # Weight of a random token's covariance in that of each place, first and last.
 FIRST_WEIGHT, LAST_WEIGHT = 0.2, 1e-4
-DAMPED = 0.3  # weight of the previous sweep's probabilities
-LISTED, KEPT = 512, 64  # tokens of a list, and how many of the likeliest are kept when it is rebuilt
-LEAST = 1e-9  # smallest probability of tokens that count
-LOOKED = 256  # directions along which the vocabulary is scored
+DAMPING = 0.3  # weight of the previous sweep's probabilities
+LIST_SIZE, KEPT = 512, 64  # tokens of a list, and how many of the likeliest are kept when it is rebuilt
+MIN_PROBABILITY = 1e-9  # smallest probability of tokens that count
+DIRECTIONS = 256  # directions along which the vocabulary is scored
 # Residual that sums may leave, as share of a row, first and last.
 FIRST_TOLERANCE, LAST_TOLERANCE = 3e-3, 3e-4
-AGAIN = 3  # one place of so many gets a new list: those that fit least
+REBUILD_DIVISOR = 3  # one place of so many gets a new list: those that fit least
 
 
 @dataclass
@@ -45,7 +45,7 @@ class _Belief:
 
     def spread(self) -> Float[Tensor, "c y"]:
         """Return the weighted deviations of the contributions; their product with themselves is the covariance."""
-        some = self.share > LEAST
+        some = self.share > MIN_PROBABILITY
         return (self.parts[some].double() - self.mean()) * self.share[some].sqrt()[:, None]
 
 
@@ -69,12 +69,12 @@ class Beliefs:
             heat, random_weight = HEAT ** (1 - done), FIRST_WEIGHT * (LAST_WEIGHT / FIRST_WEIGHT) ** done
             tolerance = FIRST_TOLERANCE * (LAST_TOLERANCE / FIRST_TOLERANCE) ** done
             self._weigh(heat, random_weight, tolerance)
-            if sweep % ANEW == 0:
+            if sweep % REBUILD_INTERVAL == 0:
                 sums = self._likeliest()
                 if self.search.explained(sums):
                     break
                 least = sorted(self.places, key=self.misfit.__getitem__, reverse=True)
-                self._list(least[: -(-len(least) // AGAIN)], heat, random_weight, tolerance)
+                self._list(least[: -(-len(least) // REBUILD_DIVISOR)], heat, random_weight, tolerance)
         self.progress("weighing missing tokens", SWEEPS, SWEEPS)
         return sums if self.search.explained(sums) else self._likeliest()
 
@@ -119,11 +119,11 @@ class Beliefs:
                 rows, mean = belief.spread(), belief.mean()
                 own = (1 - random_weight) * rows.T @ rows
             whitened = search.whitening(mass, covariance - own, tolerance, spread)
-            directions = search.most_telling(whitened, [place], LOOKED)
+            directions = search.most_telling(whitened, [place], DIRECTIONS)
             target = ((left + mean) @ directions.T).float()
             table = search.along(place, directions)
             score = search.prior.float() + table @ target - table.square().sum(1) / 2
-            tokens = score.topk(min(LISTED, search.size)).indices
+            tokens = score.topk(min(LIST_SIZE, search.size)).indices
             if belief is not None:
                 kept = belief.tokens[belief.share.topk(min(KEPT, len(belief.tokens))).indices]
                 tokens = torch.cat([kept, tokens]).unique()
@@ -141,7 +141,7 @@ class Beliefs:
         for place, belief in self.held.items():
             score, self.misfit[place] = self._log_likelihoods(belief, whitened, missed, 1 - random_weight)
             share = ((self.search.prior[belief.tokens] + score) / heat).softmax(0)
-            belief.share = DAMPED * belief.share + (1 - DAMPED) * share
+            belief.share = DAMPING * belief.share + (1 - DAMPING) * share
 
     def _log_likelihoods(
         self, belief: _Belief, whitened: Whitening, missed: Float[Tensor, " x"], counted: float
@@ -154,7 +154,7 @@ class Beliefs:
         """
         parts = whitened(belief.parts.double() - belief.mean())
         inner, along = parts @ parts.T, parts @ missed
-        root = (belief.share * counted * (belief.share > LEAST)).sqrt()
+        root = (belief.share * counted * (belief.share > MIN_PROBABILITY)).sqrt()
         rest = torch.eye(len(root)).to(inner) - root[:, None] * inner * root
         rest.diagonal().add_(JITTER)
         own = root[:, None] * (inner - along[:, None])

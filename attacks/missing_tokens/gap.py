@@ -22,9 +22,9 @@ from hiddenlab.types import TokenPrediction
 # Positions, about, that the language model may run for the beam of one gap, as long as the beam is wider than one.
 BEAM_POSITIONS = 8192
 NEARNESS = 8  # power of the ratio of distances that lowers a likely sequence's weight against the nearest
-WIDEN = 512  # sequences tried after which one more of the likeliest is searched slot by slot
+WIDEN_AFTER = 512  # sequences tried after which one more of the likeliest is searched slot by slot
 LM_WEIGHT = 0.8  # weight of the language model beside traces
-NAMED = 32  # solved fillings that are run at once
+FILLINGS_AT_ONCE = 32  # solved fillings that are run at once
 # The truncated model runs sequences within so many times the screen's largest rounding of a row.
 ROUNDING_FACTOR = 1.25
 
@@ -103,7 +103,9 @@ class Gap:
         self.size = len(places)
         for rows in asked:
             for fillings in names.name(rows):
-                self._run([tuple((known | filling)[p] for p in places) for filling in fillings[:NAMED]])
+                self._run(
+                    [tuple((known | filling)[p] for p in places) for filling in fillings[:FILLINGS_AT_ONCE]]
+                )
                 if self.closed:
                     return True
         return False
@@ -270,7 +272,7 @@ class Gap:
             if taken == self.breadth:
                 break
         least = self.pool[nearest[0]]
-        for likely in self.likely[: self.breadth + self.spent // WIDEN]:
+        for likely in self.likely[: self.breadth + self.spent // WIDEN_AFTER]:
             nearness = (least / max(likely.distance, 1e-30)) ** NEARNESS
             for slot in range(self.size):
                 context = self._context(slot, likely.tokens)

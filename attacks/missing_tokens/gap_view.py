@@ -11,7 +11,7 @@ from hiddenlab.proposals.probe import Probe
 from hiddenlab.types import TokenPrediction
 
 PER_ROW = 4  # missing tokens for each row that is used at first
-AGAIN = 4  # rows that are used together where tokens were left open
+ROWS_TOGETHER = 4  # rows that are used together where tokens were left open
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class View:
         ]
         before = {p: t for p, t in known.items() if p <= end}
         if self.open:
-            return before, [shown[-AGAIN:]]
+            return before, [shown[-ROWS_TOGETHER:]]
         enough = -(-(end - len(self.found)) // PER_ROW)
         return before, [
             shown[:count] for count in sorted({min(count, len(shown)) for count in (enough, ROWS)})

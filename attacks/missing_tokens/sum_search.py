@@ -20,17 +20,17 @@ from hiddenlab.matching.first_layer import FirstLayer
 TOLERANCES = (3e-3, 2e-3, 2e-3, 1e-3, 5e-4, 3e-4)
 JITTER = 1e-12  # share of all variance that is added to each, so that rounding makes none negative
 BEAM, LONGLIST = 64, 8  # sums kept, and how many times as many are scored in all directions
-ALONG = 128  # directions in which the vocabulary is scored first: those in which it varies most
+DIRECTIONS = 128  # directions in which the vocabulary is scored first: those in which it varies most
 SAMPLED = 768  # tokens from which these directions are computed
 PAIRED, KEPT = 16, 8  # sums whose last two places are searched together, and pairs kept of each
 PAIRS = 2000  # tokens of one of the two that are tried with all of the other
-PAIR_ALONG = 64  # directions in which pairs are scored
+PAIR_DIRECTIONS = 64  # directions in which pairs are scored
 AT_ONCE, PAIRS_AT_ONCE = 4096, 256  # tokens tabulated at once, and tried with all others at once
 # Share of a row that the right sum leaves unexplained at most; wrong ones leave several times as much.
 EXPLAINED = 1e-4
 REARRANGED = 8  # sums whose tokens are tried in other orders
-APART, ORDERS_AT_ONCE = 16, 32  # places at most between which a token is moved, and orders tried at once
-NEARER = 0.99  # share of what a sum leaves unexplained that another order has to stay below
+MAX_SHIFT, ORDERS_AT_ONCE = 16, 32  # places at most between which a token is moved, and orders tried at once
+MAX_RESIDUAL_RATIO = 0.99  # share of what a sum leaves unexplained that another order has to stay below
 
 
 @dataclass
@@ -266,7 +266,7 @@ class Search:
         whitened = self._whitened(sums, rest, [place], tolerance)
         mean = sum((self.moments[p].part for p in others), torch.zeros_like(sums.left[0]))
         left = sums.left - mean
-        directions = self.most_telling(whitened, [place], ALONG)
+        directions = self.most_telling(whitened, [place], DIRECTIONS)
         table, target = self.along(place, directions), (left @ directions.T).float()
         scores = torch.addmm(self.prior.float() - table.square().sum(1) / 2, target, table.T)
         scores += (sums.prior - (target.square().sum(1) / 2).double()).float()[:, None]
@@ -280,12 +280,12 @@ class Search:
     def _paired(self, sums: Sums, first: int, second: int) -> Sums:
         """Return sums with their last two places chosen together; a normal approximation excludes rare tokens."""
         ahead = self._whitened(sums, [first, second], [first], TOLERANCES[-1])
-        directions = self.most_telling(ahead, [first], ALONG)
+        directions = self.most_telling(ahead, [first], DIRECTIONS)
         table = self.along(first, directions)
         target = ((sums.left - self.moments[second].part) @ directions.T).float()
         likely = torch.addmm(self.prior.float() - table.square().sum(1) / 2, target, table.T)
         both = self._whitened(sums, [first, second], [first, second], TOLERANCES[-1])
-        directions = self.most_telling(both, [first, second], PAIR_ALONG)
+        directions = self.most_telling(both, [first, second], PAIR_DIRECTIONS)
         firsts, seconds = self.along(first, directions), self.along(second, directions)
         target, cost = (sums.left @ directions.T).float(), self.prior.float() - seconds.square().sum(1) / 2
         results = list[Sums]()
@@ -341,7 +341,7 @@ class Search:
             places, order = torch.arange(len(tokens), device=tokens.device), tuple(range(len(tokens)))
             while True:
                 orders = {swapped(order, *pair) for pair in combinations(order, 2)}
-                orders |= {moved(order, a, b) for a in order for b in order if abs(a - b) <= APART}
+                orders |= {moved(order, a, b) for a in order for b in order if abs(a - b) <= MAX_SHIFT}
                 which = torch.tensor(sorted(orders - {order}), device=tokens.device)
                 left, mass = (
                     torch.cat([initial - of[places, some].sum(1) for some in which.split(ORDERS_AT_ONCE)])
@@ -350,7 +350,7 @@ class Search:
                 alternatives = Sums(tokens[which], left, -mass, best.prior.expand(len(which)))
                 nearest = int(self._unexplained(alternatives).argmin())
                 # Orders that swap equal tokens differ by rounding alone.
-                if self.best(alternatives) > NEARER * self.best(best):
+                if self.best(alternatives) > MAX_RESIDUAL_RATIO * self.best(best):
                     break
                 best, order = alternatives[nearest : nearest + 1], tuple(which[nearest].tolist())
             results.append(best)
@@ -368,7 +368,7 @@ class Search:
         # A wrong token adds as much as a random token varies.
         usual = 2 / len(self.places) * self.covariance(self.places)
         whitened = self.whitening(best.mass[0], usual, TOLERANCES[-1])
-        directions = self.most_telling(whitened, self.places, ALONG)
+        directions = self.most_telling(whitened, self.places, DIRECTIONS)
         gains = list[float]()
         for k, place in enumerate(self.places):
             token = best.chosen[:, k]

@@ -25,9 +25,9 @@ COPY_FROM, MAX_COPIES = 24, 64
 SETTLE_AFTER = 1024
 # Where no candidate matched: at most so many, within so many times the nearest distance, are compared by so many
 # following rows.
-CONTENDERS, NEARLY, AHEAD = 64, 2.0, 8
+CONTENDERS, CONTENDER_RATIO, AHEAD = 64, 2.0, 8
 ADAPT_AT = (256, 1024)  # candidates tried at one position when their states are learned from
-BEYOND = 1.001  # least distance of a candidate that only the screen ran, in limits of its row
+SCREENED_FACTOR = 1.001  # least distance of a candidate that only the screen ran, in limits of its row
 
 
 @dataclass
@@ -103,7 +103,7 @@ class Trials:
         screened = torch.full_like(tokens, exact is not None, dtype=torch.bool)
         screened[exact if exact is not None else slice(0)] = False
         # Only what the truncated model ran can match, whatever the screen's distance.
-        nearest = torch.where(screened, nearest.maximum(BEYOND * self._units[rows]), nearest)
+        nearest = torch.where(screened, nearest.maximum(SCREENED_FACTOR * self._units[rows]), nearest)
         self.tokens.append(tokens)
         self.nearest.append(nearest)
         self.rows.append(rows)
@@ -374,7 +374,9 @@ def _settle(task: Task, trials: Trials, targets: list[int]) -> Search:
         count = max(1, min(CONTENDERS, trials.count // (1 + AHEAD)))  # costs no more than what was tried
     contenders = trials.nearest_few(count, targets, task.limits)
     contenders = [
-        contender for contender in contenders if contender.distance <= NEARLY * contenders[0].distance
+        contender
+        for contender in contenders
+        if contender.distance <= CONTENDER_RATIO * contenders[0].distance
     ]
     if task.shortlist is not None and len(contenders) > 1:
         guesses = task.shortlist[start + 1 : start + 1 + AHEAD, 0]

@@ -279,7 +279,7 @@ class _Open:
     worker: AttnWorker
     plan: Plan
     number: int = -1
-    came: dict[tuple[int, int], dict[int, tuple[Rows, Reply]]] = field(default_factory=dict)
+    arrived: dict[tuple[int, int], dict[int, tuple[Rows, Reply]]] = field(default_factory=dict)
     seen: Seen | None = None
 
 
@@ -321,7 +321,7 @@ class AttnHost:
             self.ticks += 1
             closed = head.request in self._closed
             state = None if closed else self._request(head)
-            came = {} if state is None else self._came(state, comp, head, rows, reply)
+            arrived = {} if state is None else self._arrived(state, comp, head, rows, reply)
         if closed:
             reply(NodeError(GIVEN_UP))
             return
@@ -330,16 +330,16 @@ class AttnHost:
             text = f"{self.name} was started anew and does not know the earlier tokens of this request"
             reply(NodeError(text, self.name, forgot=True))
             return
-        if not came:
+        if not arrived:
             return
         try:
-            answers = self._attend(state, head, came)
+            answers = self._attend(state, head, arrived)
         except Exception as error:
             # Every waiting CompNode gets the error; the node itself continues.
-            for _, answer in came.values():
+            for _, answer in arrived.values():
                 answer(NodeError(f"{self.name} failed in layer {head.layer + 1}: {error}", self.name))
             return
-        for sender, (_, answer) in came.items():
+        for sender, (_, answer) in arrived.items():
             # A CompNode without queries gets a receipt, since no further pass may begin before this one is done.
             self.ticks += 1
             parts = answers[sender] if state.worker.messages[sender].answers else []
@@ -348,30 +348,30 @@ class AttnHost:
             self.counters.elements_out += sum(part.elements for part in parts)
             answer(parts)
 
-    def _came(
+    def _arrived(
         self, state: _Open, comp: int, head: Head, rows: Rows, reply: Reply
     ) -> dict[int, tuple[Rows, Reply]]:
         """Keep a CompNode's rows; return all CompNodes' rows if these were the last, else none.
 
         The caller has to hold the lock.
         """
-        came = state.came.setdefault((head.number, head.step), {})
-        came[comp] = (rows, reply)
+        arrived = state.arrived.setdefault((head.number, head.step), {})
+        arrived[comp] = (rows, reply)
         self.counters.elements_in += rows.elements
-        if len(came) < len(state.worker.messages):
+        if len(arrived) < len(state.worker.messages):
             return {}
-        del state.came[head.number, head.step]
+        del state.arrived[head.number, head.step]
         if head.step == 0:
             worked = any(message.answers for message in state.worker.messages.values())
             self.counters.passes += worked
             self.counters.stored += not worked
-        return came
+        return arrived
 
     def _attend(
-        self, state: _Open, head: Head, came: Mapping[int, tuple[Rows, Reply]]
+        self, state: _Open, head: Head, arrived: Mapping[int, tuple[Rows, Reply]]
     ) -> dict[int, list[Partial]]:
         with torch.inference_mode():
-            taken = {sender: sent.to(self.device) for sender, (sent, _) in came.items()}
+            taken = {sender: sent.to(self.device) for sender, (sent, _) in arrived.items()}
             if state.seen is not None:
                 record_attn(state.seen, state.worker.messages, head.layer, taken)
             return state.worker.run(head.layer, taken, head.attention)
@@ -403,10 +403,10 @@ class AttnHost:
         """Return the oldest layer of which a request misses rows: ``step`` and ``missing`` CompNodes; None if none."""
         with self._lock:
             state = self._open.get(request)
-            if state is None or not state.came:
+            if state is None or not state.arrived:
                 return None
-            (_, step), came = min(state.came.items())
-            return {"step": step, "missing": sorted(set(state.worker.messages) - set(came))}
+            (_, step), arrived = min(state.arrived.items())
+            return {"step": step, "missing": sorted(set(state.worker.messages) - set(arrived))}
 
     def close(self, request: str) -> None:
         """Forget a request; answer whoever waits for it, or still asks, that it was given up."""
@@ -416,10 +416,12 @@ class AttnHost:
             while len(self._closed) > 4096:
                 del self._closed[next(iter(self._closed))]
             waiting = (
-                [] if state is None else [reply for came in state.came.values() for _, reply in came.values()]
+                []
+                if state is None
+                else [reply for arrived in state.arrived.values() for _, reply in arrived.values()]
             )
             if state is not None:
-                state.came.clear()
+                state.arrived.clear()
         for reply in waiting:
             reply(NodeError(GIVEN_UP))
 
