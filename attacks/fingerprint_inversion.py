@@ -23,8 +23,8 @@ from hiddenlab.types import AttackResult, Observation, ObservationInfo, TokenPre
 CERTAIN = 7.0  # nats: less than one in a thousand
 FIRST_PATHS = 8  # factor of paths kept behind the first token: later tokens distinguish them
 SETTLED = 4.6  # nats: less than one in a hundred
-ENOUGH = 40  # wrong tokens needed to estimate the usual evidence of wrong ones
-HOPELESS = 25.0  # nats behind the best path at which a path is dropped
+MIN_WRONG = 40  # wrong tokens needed to estimate the usual evidence of wrong ones
+MAX_LAG = 25.0  # nats behind the best path at which a path is dropped
 OPENERS = 4  # special tokens that are compared as the context of first tokens
 SPECIAL_FIRST = 1e-3  # least probability of a special token as a prompt's first
 
@@ -115,7 +115,7 @@ class FingerprintInversion(Attack):
             self.progress("positions", row + 1, rows)
         evaluated, calls = model.evaluated_tokens - before[0], model.forward_calls - before[1]
         reason = "budget exhausted" if spent else "complete"
-        return AttackResult(paths[0].found, evaluated, calls, time.perf_counter() - started, reason)
+        return AttackResult(paths[0].predictions, evaluated, calls, time.perf_counter() - started, reason)
 
     def _opening(self, model: TruncatedModel) -> "_Opening":
         if self._prepared is None or self._prepared[0] is not model:
@@ -124,7 +124,7 @@ class FingerprintInversion(Attack):
 
     def _try(
         self, opening: "_Opening", paths: list["_Path"], row: int, evidence: Evidence | None
-    ) -> tuple["_Tried", bool]:
+    ) -> tuple["_Continuations", bool]:
         """Try the likeliest tokens behind the paths that expect them most; return them and whether the budget sufficed.
 
         The budget sufficed where one token stands out, where the others are too unlikely for any evidence, or where
@@ -136,36 +136,38 @@ class FingerprintInversion(Attack):
         if evidence is None:
             best = scores.flatten().topk(min(limit, scores.numel()))
             parents, tokens = best.indices // model.vocab_size, best.indices % model.vocab_size
-            return _Tried(parents, tokens, best.values, torch.zeros_like(best.values), model.vocab_size), True
+            return _Continuations(
+                parents, tokens, best.values, torch.zeros_like(best.values), model.vocab_size
+            ), True
         prior, parents = scores.max(0)
         tokens = prior.topk(min(limit, len(prior))).indices
-        tried = _Tried(
+        options = _Continuations(
             parents[tokens], tokens, prior[tokens], torch.zeros_like(prior[tokens]), model.vocab_size
         )
         if row == 0:
-            tried.evidence = evidence.score(0, opening.states)
-            return tried, tried.stands_out() or len(tokens) == model.vocab_size
+            options.evidence = evidence.score(0, opening.states)
+            return options, options.stands_out() or len(tokens) == model.vocab_size
         everything = float(torch.tensor([path.score for path in paths]).logsumexp(0))
         # The prior falls along the tokens: from ``reach`` on no evidence brings a token near the best.
         start, size, reach = 0, self.candidates, len(tokens)
         while start < reach:
             end = start + min(size, model.max_pass_tokens, reach - start)
-            tried.evidence[start:end] = _scored(
-                model, paths, tried.parents[start:end], tokens[start:end], evidence, row
+            options.evidence[start:end] = _scored(
+                model, paths, options.parents[start:end], tokens[start:end], evidence, row
             )
             start, size = end, 2 * size
-            if tried.first(end).stands_out() or (
-                evidence.calibrated and tried.first(end).settled(everything)
+            if options.first(end).stands_out() or (
+                evidence.calibrated and options.first(end).settled(everything)
             ):
                 break
-            reach = min(reach, int((tried.prior >= tried.first(end).floor(evidence.most)).sum()))
-        tried, enough = tried.first(start), reach < len(tokens) or len(tokens) == model.vocab_size
-        found = tried.stands_out() or (evidence.calibrated and tried.settled(everything))
+            reach = min(reach, int((options.prior >= options.first(end).floor(evidence.most)).sum()))
+        options, enough = options.first(start), reach < len(tokens) or len(tokens) == model.vocab_size
+        decided = options.stands_out() or (evidence.calibrated and options.settled(everything))
         # The whole vocabulary again would double the cost, mostly to decide between paths.
-        others = self.candidates if found else min(self.budget, self.breadth * self.candidates)
-        parents, tokens = tried.elsewhere(scores, evidence.most, others)
+        others = self.candidates if decided else min(self.budget, self.breadth * self.candidates)
+        parents, tokens = options.elsewhere(scores, evidence.most, others)
         more = _scored(model, paths, parents, tokens, evidence, row)
-        return tried.with_more(parents, tokens, scores[parents, tokens], more), found or enough
+        return options.with_more(parents, tokens, scores[parents, tokens], more), decided or enough
 
     def __repr__(self) -> str:
         return (
@@ -180,18 +182,19 @@ class _Path:
 
     Attributes:
         score: log-probability plus evidence. known: prefix as the provider ran it. prior: the same tokens behind the
-            opener, for the language model. following: log-probabilities of the next token. found: the answer so far.
+            opener, for the language model. following: log-probabilities of the next token. predictions: the answer
+            so far.
     """
 
     score: float
     known: Prefix
     prior: Prefix
     following: Float[Tensor, " v"]
-    found: tuple[TokenPrediction, ...] = ()
+    predictions: tuple[TokenPrediction, ...] = ()
 
 
 @dataclass
-class _Tried:
+class _Continuations:
     """Continuations at one position.
 
     Attributes:
@@ -204,9 +207,9 @@ class _Tried:
     evidence: Float[Tensor, " c"]
     vocabulary: int
 
-    def first(self, count: int) -> "_Tried":
+    def first(self, count: int) -> "_Continuations":
         """Return the first ``count`` continuations."""
-        return _Tried(
+        return _Continuations(
             self.parents[:count], self.tokens[:count], self.prior[:count], self.evidence[:count], self.vocabulary
         )  # fmt: skip
 
@@ -220,15 +223,15 @@ class _Tried:
         """Return good tokens with paths that they were not tried behind, as (paths, tokens), the likeliest first."""
         total = self.prior + self.evidence
         open_ = torch.zeros_like(scores, dtype=torch.bool)
-        open_[:, self.tokens[total >= total.max() - HOPELESS]] = True
+        open_[:, self.tokens[total >= total.max() - MAX_LAG]] = True
         open_ &= scores >= self.floor(most)
         open_[self.parents, self.tokens] = False
         order = scores.masked_fill(~open_, -math.inf).flatten().topk(min(limit, int(open_.sum()))).indices
         return order // scores.shape[1], order % scores.shape[1]
 
-    def with_more(self, parents: Tensor, tokens: Tensor, prior: Tensor, evidence: Tensor) -> "_Tried":
+    def with_more(self, parents: Tensor, tokens: Tensor, prior: Tensor, evidence: Tensor) -> "_Continuations":
         """Return these and further continuations."""
-        return _Tried(
+        return _Continuations(
             torch.cat([self.parents, parents]), torch.cat([self.tokens, tokens]),
             torch.cat([self.prior, prior]), torch.cat([self.evidence, evidence]), self.vocabulary,
         )  # fmt: skip
@@ -241,7 +244,7 @@ class _Tried:
     def sure(self, i: int) -> bool:
         """Return whether a continuation's evidence cannot be chance, see ``FingerprintInversion``."""
         others = self.evidence[self.tokens != self.tokens[i]]
-        if len(others) < ENOUGH:
+        if len(others) < MIN_WRONG:
             return False
         # Wrong tokens of one context resemble each other, so that some agree more than by chance alone:
         # their evidence is extrapolated from its largest tenth with an exponential tail.
@@ -333,11 +336,11 @@ def _scored(
     row: int,
 ) -> Float[Tensor, " c"]:
     """Return the evidence of tokens behind their paths, in passes of bounded size, since states may be very wide."""
-    out = torch.zeros(len(tokens), device=parents.device)
+    scores = torch.zeros(len(tokens), device=parents.device)
     for part in torch.arange(len(tokens), device=parents.device).split(model.max_pass_tokens):
         states = _continued(model, paths, parents[part], tokens[part])
-        out[part] = evidence.score(row, states).to(out)
-    return out
+        scores[part] = evidence.score(row, states).to(scores)
+    return scores
 
 
 def _continued(
@@ -356,24 +359,34 @@ def _continued(
 
 
 def _survivors(
-    opening: _Opening, paths: Sequence[_Path], tried: _Tried, row: int, breadth: int, last: bool
+    opening: _Opening,
+    paths: Sequence[_Path],
+    options: _Continuations,
+    row: int,
+    breadth: int,
+    last: bool,
 ) -> list[_Path]:
     """Return the best continuations as paths, best first, without those too far behind to recover."""
-    scores = tried.prior + tried.evidence
+    scores = options.prior + options.evidence
     best = scores.topk(min(breadth, len(scores)))
-    kept = best.indices[best.values >= best.values[0] - HOPELESS].tolist()
-    found, chains, requests = [], [], []
+    kept = best.indices[best.values >= best.values[0] - MAX_LAG].tolist()
+    results, chains, requests = [], [], []
     for i in kept:
-        parent, token = paths[int(tried.parents[i])], tried.tokens[i : i + 1]
+        parent, token = paths[int(options.parents[i])], options.tokens[i : i + 1]
         recovery = TokenPrediction(
-            int(token), row, -float(tried.evidence[i]), tried.margin(i), len(tried.tokens), tried.sure(i)
+            int(token),
+            row,
+            -float(options.evidence[i]),
+            options.margin(i),
+            len(options.tokens),
+            options.sure(i),
         )
         known, prior = parent.known, parent.prior
         if not last:
             known, prior = known.fork(), prior.fork()
             requests += [Request(known, token), Request(prior, token)]
         chains.append((known, prior))
-        found.append((float(scores[i]), (*parent.found, recovery)))
+        results.append((float(scores[i]), (*parent.predictions, recovery)))
     following = [opening.following] * len(kept)
     if not last:
         answers = opening.model.run(requests)
@@ -382,5 +395,5 @@ def _survivors(
         following = list(opening.log_probs(torch.cat([answer.states for answer in answers[1::2]])))
     return [
         _Path(score, known, prior, after, recoveries)
-        for (score, recoveries), (known, prior), after in zip(found, chains, following, strict=True)
+        for (score, recoveries), (known, prior), after in zip(results, chains, following, strict=True)
     ]

@@ -35,14 +35,14 @@ class NearestEmbedding(Attack):
         table = model.embed(torch.arange(model.vocab_size, device=model.device)).float()
         rows = observation.states.to(table)
         cosines, tokens = (normalize(rows, dim=1) @ normalize(table, dim=1).T).topk(2, dim=1)
-        found = tuple(
+        predictions = tuple(
             TokenPrediction(int(token), row, 1 - float(best), float(best - second), model.vocab_size, False)
             for row, (token, best, second) in enumerate(
                 zip(tokens[:, 0], cosines[:, 0], cosines[:, 1], strict=True)
             )
         )
         seconds = time.perf_counter() - started
-        return AttackResult(found, 0, 0, seconds, "complete", positions=info.positions)
+        return AttackResult(predictions, 0, 0, seconds, "complete", positions=info.positions)
 
     def __repr__(self) -> str:
         return "NearestEmbedding: knows the embedding table and the released states; never runs the model"

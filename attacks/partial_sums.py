@@ -90,8 +90,8 @@ class PartialSums(Attack):
                 self.progress("key shards", index, len(view.shards))
                 visible = [s for s in keys if s <= view.positions[-1]]
                 steps = _Shard(layer, view, queries, index, visible, held)
-                found, sure = steps.solve(known, self.candidates, self.seed)
-                known |= found
+                solved, sure = steps.solve(known, self.candidates, self.seed)
+                known |= solved
                 verified |= sure
                 left |= steps.left
         positions = sorted(known)
@@ -173,7 +173,7 @@ class _Shard:
     ) -> tuple[dict[int, int], dict[int, bool]]:
         """Return the tokens of the shard's unknown keys, and whether the sums they are in were explained."""
         unknown = [s for s in self.keys if s not in self.held]
-        found: dict[int, int] = {}
+        solved: dict[int, int] = {}
         groups: dict[int, list[int]] = {}
         for row, position in enumerate(self.view.positions):
             groups.setdefault(sum(s <= position for s in unknown), []).append(row)
@@ -183,15 +183,15 @@ class _Shard:
             positions = [self.view.positions[row] for row in rows]
             seen = self.layer.attention.visible(positions, unknown[before:count]).any(0)
             if new := [s for s, shown in zip(unknown[before:count], seen.tolist(), strict=True) if shown]:
-                step = self._step(rows, self._seen(rows, known | found), new)
+                step = self._step(rows, self._seen(rows, known | solved), new)
                 tokens, left = step.solve(candidates, seed)
                 # A fit that rests on a wrong token verifies nothing.
                 sure = left < EXPLAINED and all(self.exact.values())
-                found |= tokens
+                solved |= tokens
                 self.exact |= dict.fromkeys(new, sure)
                 self.left |= dict.fromkeys(new, left)
             before = count
-        return found, self.exact
+        return solved, self.exact
 
     def _seen(self, rows: list[int], known: dict[int, int]) -> dict[int, int]:
         last = self.view.positions[rows[-1]]

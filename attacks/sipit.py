@@ -85,31 +85,32 @@ class SipIt(Attack):
         table = model.embed(torch.arange(model.vocab_size, device=model.device)).float()
         lengths = table.square().sum(1)
         searches = [_Search(self, prepared, model, observation, table, seed) for observation in observations]
-        done, total = 0, sum(len(one.rows) for one in searches)
-        while active := [one for one in searches if not one.finished]:
+        done, total = 0, sum(len(search.rows) for search in searches)
+        while active := [search for search in searches if not search.finished]:
             started = time.perf_counter()
             if self.policy == "gradient":
-                for one, gradient in zip(active, _gradients(model, active), strict=True):
-                    one.move(gradient)
-                points = torch.stack([one.point for one in active])
+                for search, gradient in zip(active, _gradients(model, active), strict=True):
+                    search.move(gradient)
+                points = torch.stack([search.point for search in active])
                 far = torch.addmm(
                     lengths[None], points, table.T, alpha=-2
                 )  # squared distances, less a constant
             else:
-                far = torch.stack([one.order for one in active])
-            tokens = [one.choose(row) for one, row in zip(active, far, strict=True)]
+                far = torch.stack([search.order for search in active])
+            tokens = [search.choose(row) for search, row in zip(active, far, strict=True)]
             requests = [
-                Request(one.prefix, some[:0], branches=some) for one, some in zip(active, tokens, strict=True)
+                Request(search.prefix, some[:0], branches=some)
+                for search, some in zip(active, tokens, strict=True)
             ]
-            for one, answer in zip(active, model.run_all(requests), strict=True):
-                one.judge(answer)
+            for search, answer in zip(active, model.run_all(requests), strict=True):
+                search.judge(answer)
             spent = (time.perf_counter() - started) / len(active)
-            for one in active:
-                one.seconds += spent
-            before, done = done, sum(len(one.found) for one in searches)
+            for search in active:
+                search.seconds += spent
+            before, done = done, sum(len(search.found) for search in searches)
             if done > before:
                 self.progress("positions", done, total)
-        return [one.recovery() for one in searches]
+        return [search.recovery() for search in searches]
 
     def __repr__(self) -> str:
         return f"SipIt({self.policy}): knows the weights, the released states and the channel, not the tokens"
@@ -212,7 +213,7 @@ class _Search:
     def recovery(self) -> AttackResult:
         """Return the tokens found, and their cost."""
         reason = "complete"
-        if not all(one.verified for one in self.found):
+        if not all(prediction.verified for prediction in self.found):
             reason = "budget exhausted" if self.attack.budget else "vocabulary exhausted"
         epsilon = float(self.limits.median())
         return AttackResult(tuple(self.found), self.evaluated, self.calls, self.seconds, reason, epsilon)
@@ -231,13 +232,13 @@ def _check(observation: Observation) -> None:
 def _gradients(model: TruncatedModel, searches: Sequence[_Search]) -> Float[Tensor, "n d"]:
     """Return the gradients of half the squared L2 distance between each point's state and its observed row."""
     with torch.inference_mode(False), torch.enable_grad():
-        points = torch.stack([one.point for one in searches]).to(model.dtype).requires_grad_()
+        points = torch.stack([search.point for search in searches]).to(model.dtype).requires_grad_()
         requests = [
-            Request(one.prefix, points[:0].detach(), branches=branch[None])
-            for one, branch in zip(searches, points, strict=True)
+            Request(search.prefix, points[:0].detach(), branches=branch[None])
+            for search, branch in zip(searches, points, strict=True)
         ]
         states = torch.cat([answer.branches for answer in model.run(requests, keep=False, grad=True)])
-        rows = torch.stack([one.row for one in searches])
+        rows = torch.stack([search.row for search in searches])
         loss = (states.float() - rows).square().sum() / 2
         return torch.autograd.grad(loss, points)[0].float()
 

@@ -52,8 +52,8 @@ class Toploc(Stage):
         values = values_at(proof, everywhere)
         # Committed values are finite, so NaN and infinity are arbitrary values and can be replaced.
         values = torch.where(torch.isfinite(values), values, 0)
-        secret = {} if key is None else {"key": key}
-        return values, None, {"proof": proof.to_base64(), **secret}
+        facts = {} if key is None else {"key": key}
+        return values, None, {"proof": proof.to_base64(), **facts}
 
     def publish(self, info: ObservationInfo) -> ObservationInfo:
         _only(info, "final_norm", "TOPLOC proofs are of")

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from hiddenlab.attacks.vocab_match import VocabMatch, believed, search
-from hiddenlab.attacks.vocab_match.task import FIRST_BATCH, SETTLE_AFTER, Candidates, Task, Tried
+from hiddenlab.attacks.vocab_match import VocabMatch, mark_chance_matches, search
+from hiddenlab.attacks.vocab_match.task import FIRST_BATCH, SETTLE_AFTER, Candidates, Task, Trials
 from hiddenlab.channels import Channel
 from hiddenlab.errors import InputError, NotApplicableError
 from hiddenlab.matching.batching import run_batched
@@ -382,10 +382,10 @@ def test_a_match_that_chance_explains_is_not_called_verified() -> None:
     tokens = [
         TokenPrediction(7, 0, 0.1, None, tried, within) for tried in (1, 50, 51) for within in (True, False)
     ]
-    of = [token.verified for token in believed(tokens, 1e-3)]
+    of = [token.verified for token in mark_chance_matches(tokens, 1e-3)]
     assert of == [True, False, True, False, False, False]
-    assert believed(tokens, 0.0) == tuple(tokens)
-    assert not any(token.verified for token in believed(tokens, 0.06))
+    assert mark_chance_matches(tokens, 0.0) == tuple(tokens)
+    assert not any(token.verified for token in mark_chance_matches(tokens, 0.06))
 
 
 @pytest.mark.parametrize("count", [1, 64])
@@ -570,7 +570,7 @@ def test_an_unknown_distance_is_refused(tiny_model: LoadModel) -> None:
 def test_one_of_many_candidates_may_stand_out() -> None:
     """Far nearer than any other after a thousand tries, though outside of its limit."""
     distances = 10 + torch.rand(SETTLE_AFTER, 1, generator=seeded())
-    tried = Tried(torch.tensor([1.0]))
+    tried = Trials(torch.tensor([1.0]))
     tried.add(torch.arange(SETTLE_AFTER - 1), distances[1:])
     assert not tried.stands_out()  # nothing does, and too few were tried
     tried.add(torch.tensor([SETTLE_AFTER]), torch.tensor([[4.0]]))
@@ -583,7 +583,7 @@ def test_one_of_many_candidates_may_stand_out() -> None:
 
 def test_the_nearest_few_are_those_of_a_full_sort() -> None:
     limits = torch.tensor([1.0, 3.0])
-    tried = Tried(limits)
+    tried = Trials(limits)
     table = torch.rand(40, 2, generator=seeded()) * 9
     tried.add(torch.arange(100, 140), table)
     units = (table / limits).amin(1)
@@ -638,7 +638,7 @@ def test_what_was_learned_counts_for_more_the_more_it_was_learned_from(tiny_mode
     distances[[5, 6, 7]] = torch.tensor([30.0, 20.0, 0.0])
 
     def next_of(count: int) -> list[int]:
-        candidates = Candidates(task, Tried(task.limits[:1]), [0])
+        candidates = Candidates(task, Trials(task.limits[:1]), [0])
         candidates.rank(likely)
         candidates.learn(distances, count)
         batch = candidates.next_batch()
@@ -654,7 +654,7 @@ def test_passes_grow_by_a_quarter_and_never_repeat_a_candidate(tiny_model: LoadM
     model = tiny_model("llama", 2)
     (prompt,) = random_prompts(4)
     candidates = Candidates(
-        prepared(model, model.encode(torch.tensor(prompt)).float(), prompt), Tried(torch.ones(1)), [0]
+        prepared(model, model.encode(torch.tensor(prompt)).float(), prompt), Trials(torch.ones(1)), [0]
     )
     batches = []
     while (batch := candidates.next_batch()) is not None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hiddenlab.attacks.beam_decoding import BeamDecoding
-from hiddenlab.attacks.beam_decoding.adaptive_width import Doubt
+from hiddenlab.attacks.beam_decoding.adaptive_width import Widening
 from hiddenlab.attacks.beam_decoding.beam import _try, _widen, propose
 from hiddenlab.attacks.beam_decoding.features import BEFORE, Learned, candidates_of
 from hiddenlab.attacks.beam_decoding.hypotheses import (
@@ -15,7 +15,7 @@ from hiddenlab.attacks.beam_decoding.hypotheses import (
     Engines,
     Hypothesis,
     Step,
-    Tried,
+    Trial,
     start,
 )
 from hiddenlab.channels import Channel
@@ -23,7 +23,7 @@ from hiddenlab.models import Request, TruncatedModel
 
 FEW = Effort(width=2)
 PROMPT = [17, 203, 88, 41, 150, 9]
-Begun = tuple[Decoding, list[Tried], Engines, torch.Tensor]
+Begun = tuple[Decoding, list[Trial], Engines, torch.Tensor]
 
 
 @pytest.mark.usefixtures("small_probes")
@@ -44,7 +44,7 @@ def test_more_is_tried_until_the_right_token_is_found(
         return [one.ids for one in attack.fit(observations[0].info, model).recover_batch(observations)]
 
     assert found() == prompts
-    monkeypatch.setattr(Doubt, "lead", lambda *_: float("inf"))
+    monkeypatch.setattr(Widening, "lead", lambda *_: float("inf"))
     assert found() != prompts
 
 
@@ -73,7 +73,7 @@ def test_more_is_tried_where_it_was_the_likeliest(begun: Begun) -> None:
     """Of two hypotheses the one whose candidates that were not run are likelier; counted one by one here."""
     decoding, tried, _, weights = begun
     assert decoding.view.wide is not None
-    doubt, expected, best = Doubt.of(decoding, tried, weights, FEW), [], []
+    doubt, expected, best = Widening.of(decoding, tried, weights, FEW), [], []
     for one, own in zip(decoding.beam, tried, strict=True):
         everything = candidates_of(
             decoding.view, 1, one.free, [-1], None, torch.arange(decoding.view.wide.shape[1])

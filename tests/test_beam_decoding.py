@@ -28,7 +28,7 @@ from hiddenlab.attacks.beam_decoding.features import (
 )
 from hiddenlab.attacks.beam_decoding.future_cost import OWN, SHARE, ahead_of
 from hiddenlab.attacks.beam_decoding.hypotheses import Effort, Engines, start
-from hiddenlab.attacks.beam_decoding.local_search import Parts, _score, _told
+from hiddenlab.attacks.beam_decoding.local_search import Parts, _language_scores, _score
 from hiddenlab.attacks.beam_decoding.noise_refine import refine_decodings
 from hiddenlab.attacks.beam_decoding.position_model import PositionModel
 from hiddenlab.attacks.beam_decoding.row_features import length_of
@@ -384,7 +384,7 @@ def test_scores_of_whole_orders_are_the_beams(tiny_model: Callable[..., Truncate
     parts = Parts(ids[:, 0], torch.arange(4), view.columns[:, 0], torch.zeros(4, 4), model.prefix())
     with torch.inference_mode():
         scores, _ = _score(parts, orders, view, engines, WEIGHTS)
-        totals = (scores + _told(parts, orders, engines, WEIGHTS)).sum(1)
+        totals = (scores + _language_scores(parts, orders, engines, WEIGHTS)).sum(1)
         probe = float(WEIGHTS[0] * view.scores[:, 0].sum())
         for order, total in zip(orders.tolist(), totals.tolist(), strict=True):
             oracle = score(view, model, lm, [(row, 0) for row in order])

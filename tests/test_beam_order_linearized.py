@@ -122,7 +122,7 @@ def test_the_same_seed_solves_for_the_same(solved: tuple[Displaced, torch.Tensor
     torch.manual_seed(99)  # nobody else's draws count
     with torch.inference_mode():
         again = displaced(witness.model, TOKENS[order], states, SIGMA, generator)
-    for name in ("moved", "mixing", "begun", "expected"):
+    for name in ("moved", "mixing", "initial", "expected"):
         assert torch.equal(getattr(again, name), getattr(witness, name))
 
 
@@ -191,7 +191,7 @@ def test_a_row_is_solved_for_behind_those_before_it(solved: tuple[Displaced, tor
     witness, true = solved
     prefix, wrong, distances = witness.model.prefix(), witness.model.prefix(), list[tuple[float, float]]()
     with torch.inference_mode():
-        append([(wrong, witness.begun[true[3]])])
+        append([(wrong, witness.initial[true[3]])])
         for row in true.tolist():
             rows = [torch.tensor([row]), torch.tensor([row, (row + 1) % len(true)])]
             found, told = witness.behind([prefix, wrong], rows)
@@ -202,7 +202,7 @@ def test_a_row_is_solved_for_behind_those_before_it(solved: tuple[Displaced, tor
             attended = witness.model.run([request], keep=False, show="attn")[0].states
             needed = witness.needed(attended.expand(len(true), -1)[:, None])[row]
             assert float(told[0]) == pytest.approx(-witness.trust * float(needed), rel=1e-3)
-            distances.append((off(witness, row, found[0]), off(witness, row, witness.begun[row])))
+            distances.append((off(witness, row, found[0]), off(witness, row, witness.initial[row])))
             append([(prefix, found[0])])
     nearer, before = (torch.tensor(one).mean() for one in zip(*distances, strict=True))
     assert nearer < before

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModel, AutoModelForCausalLM
 
 from hiddenlab import registry
-from hiddenlab.attacks.vocab_match.task import Tried
+from hiddenlab.attacks.vocab_match.task import Trials
 from hiddenlab.defenses.cascade import node_state
 from hiddenlab.defenses.cascade.node_state import AttnHost, CompHost, Head, Pass
 from hiddenlab.defenses.cascade.nodes import AttnWorker, CompWorker, Partial, Rows, attention_pass, post_pass
@@ -401,7 +401,7 @@ def test_distances_on_the_card(norm: int, ordered: bool, projection: Projection 
 
 
 def test_candidates_tried_on_the_card(crossings: Crossings) -> None:
-    tried = Tried(card(6))
+    tried = Trials(card(6))
     tried.add(ids(50), card(50, 6))
     tried.add(ids(50), card(50, 6), torch.arange(5, device=CARD))
     on(tried.relative(card(50, 6)), 50)

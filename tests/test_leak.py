@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from hiddenlab.attacks.fingerprint_inversion import FingerprintInversion, _Tried
+from hiddenlab.attacks.fingerprint_inversion import FingerprintInversion, _Continuations
 from hiddenlab.channels import Channel
 from hiddenlab.defenses.fingerprints import Logprobs, Toploc, request_seed, scatter
 from hiddenlab.defenses.verification.toploc import Proof, commit, values_at, verify
@@ -423,9 +423,11 @@ def test_a_position_is_settled_where_the_rest_has_little_weight() -> None:
     evidence = torch.full((100,), -1.0)
     for best, tried in ((8.0, 5), (8.0, 60), (2.0, 60), (2.0, 99)):
         evidence[3] = best
-        part = _Tried(torch.zeros(tried).long(), torch.arange(tried), prior[:tried], evidence[:tried], 100)
+        part = _Continuations(
+            torch.zeros(tried).long(), torch.arange(tried), prior[:tried], evidence[:tried], 100
+        )
         seen = (prior + evidence)[:tried].double().exp().sum()
         unseen = prior[tried:].double().exp().sum()
         assert part.settled(0.0) == bool(seen / unseen >= math.exp(4.6))
-    whole = _Tried(torch.zeros(100).long(), torch.arange(100), prior, evidence, 100)
+    whole = _Continuations(torch.zeros(100).long(), torch.arange(100), prior, evidence, 100)
     assert whole.settled(0.0)

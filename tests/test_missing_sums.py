@@ -180,7 +180,7 @@ def searching(model: TruncatedModel, tokens: Sequence[int], missing: Sequence[in
     """The search for some tokens, and the sums of the right ones."""
     names, rows = AttentionSums(model), [shown(model, tokens, p, missing) for p in (7, 8)]
     search = Search(names._turned_back(rows), sorted(missing, reverse=True), names.prior, names.pool)
-    sums = search.begun
+    sums = search.initial
     for place in search.places:
         sums = search.with_token(sums, place, torch.tensor([tokens[place]]))
     return search, sums
@@ -196,7 +196,7 @@ def test_two_wrong_tokens_are_found_out_and_sought_anew(tiny: Callable[..., str]
         assert search.explained(right)
         ranks = list[int]()
         for first, second in combinations(range(5), 2):
-            wrong = search.begun
+            wrong = search.initial
             for k, place in enumerate(search.places):
                 token = tokens[place] if k not in (first, second) else (tokens[place] + 7) % VOCABULARY
                 wrong = search.with_token(wrong, place, torch.tensor([token]))
@@ -214,9 +214,9 @@ def test_sums_are_weighed_as_one_by_one(tiny_model: LoadModel, monkeypatch: pyte
     with torch.inference_mode():
         search, _ = searching(model, tokens, [4, 5, 6])
         place, others = search.places[0], search.places[1:]
-        found = search._extended(search.begun, search.places, 1e-3)
-        whitened = search._whitened(search.begun, search.places, [place], 1e-3)
-        left = search.begun.left[0] - sum(search.moments[p].part for p in others)
+        found = search._extended(search.initial, search.places, 1e-3)
+        whitened = search._whitened(search.initial, search.places, [place], 1e-3)
+        left = search.initial.left[0] - sum(search.moments[p].part for p in others)
         scores = torch.stack(
             [
                 search.prior[t]
@@ -378,7 +378,7 @@ def test_tokens_are_weighed_as_without_their_own_place(tiny_model: LoadModel) ->
         whitened = search.whitening(mass, covariance, 3e-3, spread)
         for place in search.places:
             belief = beliefs.held[place]
-            said, _ = beliefs._said(belief, whitened, whitened(left[None])[0], 0.9)
+            said, _ = beliefs._log_likelihoods(belief, whitened, whitened(left[None])[0], 0.9)
             rows = belief.spread()
             others = search.whitening(mass, covariance - 0.9 * rows.T @ rows, 3e-3, spread)
             off = others(left + belief.mean() - belief.parts.double())

@@ -109,7 +109,7 @@ def test_screened_in_a_faster_dtype_it_finds_the_same(
     monkeypatch.setattr(screening, "LOAD_AFTER", 0)
     if safeguard is not None:
         monkeypatch.setattr(gap, "near_ones", farthest)
-        monkeypatch.setattr(gap, "DOUBT", 1e6 if safeguard == "rounding" else 0.0)
+        monkeypatch.setattr(gap, "ROUNDING_FACTOR", 1e6 if safeguard == "rounding" else 0.0)
     model = tiny_model("llama", 2)
     for tokens in prompts_of(10, seed=2):
         observation = released(model, tokens, f"drop-rows:size={size},after=6")

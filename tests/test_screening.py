@@ -12,7 +12,7 @@ from hiddenlab.attacks.beam_decoding.features import BEFORE, FIT
 from hiddenlab.attacks.beam_decoding.hypotheses import start
 from hiddenlab.attacks.beam_decoding.row_features import fast_enough
 from hiddenlab.attacks.vocab_match import VocabMatch, task
-from hiddenlab.attacks.vocab_match.task import Tried
+from hiddenlab.attacks.vocab_match.task import Trials
 from hiddenlab.channels import Channel
 from hiddenlab.matching import screening
 from hiddenlab.matching.distance import Matcher
@@ -213,7 +213,7 @@ def test_a_screen_is_loaded_once_enough_was_asked_of_it(tiny_model: LoadModel) -
 
 def test_only_what_the_model_ran_can_match() -> None:
     """A screened candidate within the limit is put just outside of it, and found by the second look."""
-    tried = Tried(torch.tensor([1.0, 2.0]))
+    tried = Trials(torch.tensor([1.0, 2.0]))
     table = torch.tensor([[0.5, 9.0], [9.0, 0.4], [7.0, 8.0], [6.0, 9.0]])
     tried.add(torch.tensor([10, 11, 12, 13]), table, exact=torch.tensor([2]))
     best, matched = tried.best([0, 1], tried.limits)

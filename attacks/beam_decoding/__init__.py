@@ -111,7 +111,7 @@ class BeamDecoding(Attack):
         self.batch, self.asks = batch, lm
         self.orders = orders
         self._prepared: Prepared | None = None
-        self._found_begun: tuple[Prepared, bool] | None = None  # see ``_begins``
+        self._begins_known: tuple[Prepared, bool] | None = None  # see ``_begins``
         self._lm: tuple[TruncatedModel, LazyModel] | None = None
         self._screen: Screen | None = None
 
@@ -231,7 +231,7 @@ class BeamDecoding(Attack):
         """Learn probes and weights for a channel of unknown noise strength, estimated from this observation."""
         made, seconds = dict[float, Prepared](), 0.0
 
-        def found(supposed: float) -> float:
+        def estimate(supposed: float) -> float:
             nonlocal seconds
             made[supposed], spent = self._learn(suppose(info, supposed), model)
             seconds += spent
@@ -245,7 +245,7 @@ class BeamDecoding(Attack):
                 seen = decoding.view.shown[rows]
                 return strength_of(seen, places, tokens, channel.whole(), matcher, model, self.seed)
 
-        step, strength = settle(first_step(model), found)
+        step, strength = settle(first_step(model), estimate)
         return replace(made[step], info=suppose(info, strength)), seconds
 
     def _recover_batch(self, observations: Sequence[Observation]) -> list[AttackResult]:
@@ -255,7 +255,7 @@ class BeamDecoding(Attack):
             NotApplicableError: there are no whole states, or rows are missing and there is no language model.
         """
         groups = by_channel(observations, self.batch)
-        return [one for group in groups for one in self._recover_group(group)]
+        return [result for group in groups for result in self._recover_group(group)]
 
     def _recover_group(self, observations: Sequence[Observation]) -> list[AttackResult]:
         prepared = self.prepare(observations[0])
@@ -269,17 +269,19 @@ class BeamDecoding(Attack):
         refined = self._look_again(observations, decodings, prepared)
         seconds = time.perf_counter() - started
         costs = [
-            one.evaluated + (0 if new is None else new.evaluated)
-            for one, new in zip(decodings, refined, strict=True)
+            decoding.evaluated + (0 if new is None else new.evaluated)
+            for decoding, new in zip(decodings, refined, strict=True)
         ]
         return [
-            _recovery(one, new, cost, seconds * cost / max(1, sum(costs)))
-            for one, new, cost in zip(decodings, refined, costs, strict=True)
+            _recovery(decoding, new, cost, seconds * cost / max(1, sum(costs)))
+            for decoding, new, cost in zip(decodings, refined, costs, strict=True)
         ]
 
     def _decode(self, observations: Sequence[Observation], prepared: Prepared) -> list[Decoding]:
         engines, weights = prepared.engines, prepared.learned.weights
-        decodings = [start(prepared.reader.read(one), engines, weights) for one in observations]
+        decodings = [
+            start(prepared.reader.read(observation), engines, weights) for observation in observations
+        ]
         decode(decodings, engines, prepared.learned, self.effort, self.progress)
         move_parts(decodings, engines, weights, self.progress)
         return decodings
@@ -291,12 +293,12 @@ class BeamDecoding(Attack):
 
         Only where every token has a row, and in float32: bfloat16's rounding hides the differences that matter here.
         """
-        info, model, out = prepared.info, prepared.model, list(decodings)
-        whole = [i for i, one in enumerate(observations) if one.info.positions is None]
+        info, model, results = prepared.info, prepared.model, list(decodings)
+        whole = [i for i, observation in enumerate(observations) if observation.info.positions is None]
         if not info.prefix_tokens or model.dtype != torch.float32:
-            return out
+            return results
         again = decode_behind(
-            [out[i] for i in whole],
+            [results[i] for i in whole],
             replace(prepared.engines, model=model),
             prepared.learned,
             self.effort.less(),
@@ -305,9 +307,9 @@ class BeamDecoding(Attack):
             lambda: self._begins(prepared),
             self.progress,
         )
-        for i, one in zip(whole, again, strict=True):
-            out[i] = one
-        return out
+        for i, decoding in zip(whole, again, strict=True):
+            results[i] = decoding
+        return results
 
     def _reorder(
         self, observations: Sequence[Observation], decodings: Sequence[Decoding], prepared: Prepared
@@ -315,7 +317,7 @@ class BeamDecoding(Attack):
         """Order rows behind one layer again by how much noise they need, where every token has a row."""
         if not (self.orders and prepared.solves and place_free(prepared.model)):
             return
-        whole = [i for i, one in enumerate(observations) if one.info.positions is None]
+        whole = [i for i, observation in enumerate(observations) if observation.info.positions is None]
         sigma = prepared.info.noise_sigma
         assert sigma is not None
         reorder_decodings(
@@ -331,13 +333,13 @@ class BeamDecoding(Attack):
         They are not where the channel also changes rows in another way. This is measured when the first such prompt
         asks, and counts in its time: most channels never need it.
         """
-        if self._found_begun is None or self._found_begun[0] is not prepared:
+        if self._begins_known is None or self._begins_known[0] is not prepared:
             size, channel = prepared.info.prefix_tokens, prepared.reader.channel
-            found = prepared.info.noise_sigma is None and arrives(
+            arrived = prepared.info.noise_sigma is None and arrives(
                 channel, prepared.model, prepared.engines.matcher, size, self.seed, self.progress
             )
-            self._found_begun = prepared, found
-        return self._found_begun[1]
+            self._begins_known = prepared, arrived
+        return self._begins_known[1]
 
     def _look_again(
         self, observations: Sequence[Observation], decodings: Sequence[Decoding], prepared: Prepared
@@ -347,15 +349,15 @@ class BeamDecoding(Attack):
         Float32 is required: in half precision the finite differences would be rounding errors.
         """
         info, model = prepared.info, prepared.model
-        sigma, out = info.noise_sigma, list[Refined | None]([None] * len(decodings))
+        sigma, results = info.noise_sigma, list[Refined | None]([None] * len(decodings))
         if (
             not self.sweeps
             or sigma is None
             or info.columns_permuted is not None
             or model.dtype != torch.float32
         ):
-            return out
-        whole = [i for i, one in enumerate(observations) if one.info.positions is None]
+            return results
+        whole = [i for i, observation in enumerate(observations) if observation.info.positions is None]
         states = [observations[i].states.to(model.device).float() for i in whole]
         solved = refine_decodings(
             [decodings[i] for i in whole],
@@ -366,9 +368,9 @@ class BeamDecoding(Attack):
             info.prefix_tokens,
             self.progress,
         )
-        for i, one in zip(whole, solved, strict=True):
-            out[i] = one
-        return out
+        for i, solution in zip(whole, solved, strict=True):
+            results[i] = solution
+        return results
 
     def __repr__(self) -> str:
         return (
@@ -399,9 +401,9 @@ def _recovery(decoding: Decoding, refined: Refined | None, evaluated: int, secon
         tokens, margins, calls = [step.token for step in steps], [step.margin for step in steps], 0
     else:
         tokens, margins, calls = refined.tokens, refined.margins, refined.calls
-    found = []
+    predictions = []
     for token, margin, step in zip(tokens, margins, steps, strict=True):
         # The distance of a corrected token was not measured.
         distance = step.distance if token == step.token else float("nan")
-        found.append(TokenPrediction(token, step.row, distance, margin, step.evaluated, False))
-    return AttackResult(tuple(found), evaluated, decoding.calls + calls, seconds, "complete")
+        predictions.append(TokenPrediction(token, step.row, distance, margin, step.evaluated, False))
+    return AttackResult(tuple(predictions), evaluated, decoding.calls + calls, seconds, "complete")

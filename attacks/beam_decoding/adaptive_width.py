@@ -14,15 +14,15 @@ import torch
 from torch import Tensor
 
 from hiddenlab.attacks.beam_decoding.features import Learned, unseen
-from hiddenlab.attacks.beam_decoding.hypotheses import Decoding, Effort, Tried
+from hiddenlab.attacks.beam_decoding.hypotheses import Decoding, Effort, Trial
 
-WIDER = 4  # factor by which the number of candidates grows each time
+WIDENING_FACTOR = 4  # factor by which the number of candidates grows each time
 HYPOTHESES = 8  # hypotheses that may get more candidates
-DEAREST = 2  # limit for all hypotheses of a token together, in multiples of the limit for one
+TOTAL_LIMIT_FACTOR = 2  # limit for all hypotheses of a token together, in multiples of the limit for one
 
 
 @dataclass
-class Doubt:
+class Widening:
     """A prompt whose next token may be among the candidates that were not run.
 
     Attributes:
@@ -33,19 +33,19 @@ class Doubt:
     """
 
     decoding: Decoding
-    tried: Sequence[Tried]
+    tried: Sequence[Trial]
     widths: list[int]
     most: int
     unrun: list[float]
     allowed: int
 
     @classmethod
-    def of(cls, decoding: Decoding, tried: Sequence[Tried], weights: Tensor, effort: Effort) -> "Doubt":
-        left = min(DEAREST * effort.most, effort.spare * decoding.view.length - decoding.widened)
+    def of(cls, decoding: Decoding, tried: Sequence[Trial], weights: Tensor, effort: Effort) -> "Widening":
+        left = min(TOTAL_LIMIT_FACTOR * effort.most, effort.spare * decoding.view.length - decoding.widened)
         most = min(effort.most, decoding.view.wide.shape[1]) if decoding.view.wide is not None else 0
-        out = cls(decoding, tried, [effort.width] * min(HYPOTHESES, len(tried)), most, [], left)
-        out.unrun = [out._unrun(i, weights) for i in range(len(out.widths))]
-        return out
+        widening = cls(decoding, tried, [effort.width] * min(HYPOTHESES, len(tried)), most, [], left)
+        widening.unrun = [widening._unrun(i, weights) for i in range(len(widening.widths))]
+        return widening
 
     @property
     def next(self) -> int:
@@ -54,7 +54,7 @@ class Doubt:
 
     def wider(self) -> int:
         """Return how many candidates that hypothesis gets now."""
-        return min(WIDER * self.widths[self.next], self.most)
+        return min(WIDENING_FACTOR * self.widths[self.next], self.most)
 
     def remains(self, learned: Learned) -> bool:
         """Return whether the best candidate is not reliable and others can be run."""
@@ -68,10 +68,13 @@ class Doubt:
         may get no more, or that rank beyond the first ``HYPOTHESES`` do not count.
         """
         pairs = zip(self.decoding.beam, self.tried, strict=True)
-        best = max(one.score - one.used + float((x.candidates.features @ weights).max()) for one, x in pairs)
+        best = max(
+            hypothesis.score - hypothesis.used + float((trial.candidates.features @ weights).max())
+            for hypothesis, trial in pairs
+        )
         return best - max(self.unrun)
 
-    def add(self, more: Tried | None, weights: Tensor) -> None:
+    def add(self, more: Trial | None, weights: Tensor) -> None:
         """Add the candidates that were run for the next hypothesis; None where all of them had been run before."""
         i = self.next
         self.widths[i] = self.wider()
@@ -85,6 +88,10 @@ class Doubt:
     def _unrun(self, i: int, weights: Tensor) -> float:
         if self.widths[i] >= self.most:
             return float("-inf")
-        view, place, one = self.decoding.view, self.decoding.place, self.decoding.beam[i]
+        view, place, hypothesis = self.decoding.view, self.decoding.place, self.decoding.beam[i]
         ran = torch.cat(self.tried[i].tokens)
-        return one.score - one.used + unseen(view, place, one.free, one.following, weights, ran)
+        return (
+            hypothesis.score
+            - hypothesis.used
+            + unseen(view, place, hypothesis.free, hypothesis.following, weights, ran)
+        )

@@ -69,10 +69,10 @@ def _expected(
     """Return the geometric mean of the displacements of the most similar known rows, by direction and length."""
     (direction, length), (others, lengths) = (
         (rows / norms[:, None], norms.log())
-        for rows, norms in ((one, EUCLIDEAN.norms(one)) for one in (shown, known))
+        for rows, norms in ((vectors, EUCLIDEAN.norms(vectors)) for vectors in (shown, known))
     )
-    apart = torch.cdist(direction, others) + (length[:, None] - lengths).abs()
-    alike = apart.topk(min(NEAREST, len(known)), largest=False).indices
+    distances = torch.cdist(direction, others) + (length[:, None] - lengths).abs()
+    alike = distances.topk(min(NEAREST, len(known)), largest=False).indices
     return moved[alike].mean(1).exp()
 
 
@@ -87,8 +87,10 @@ def learn_distortion_model(
     """
     windows = list(Corpus(model, seed + 8).windows(TOKENS))
     prefix = model.prefix() if before is None else before
-    plain = [one.states for one in model.run_all([Request(prefix, one) for one in windows], keep=False)]
+    plain = [
+        answer.states for answer in model.run_all([Request(prefix, window) for window in windows], keep=False)
+    ]
     drawn = generator(seed, "joint", "gauge")
-    released = channel.release_batch(model, [one.tolist() for one in windows], drawn)
-    shown = [in_order(one, secret).to(model.device) for one, secret in released]
+    released = channel.release_batch(model, [window.tolist() for window in windows], drawn)
+    shown = [in_order(observation, truth).to(model.device) for observation, truth in released]
     return DistortionModel.of(matcher, matcher.prepare(torch.cat(shown)), matcher.view(torch.cat(plain)))

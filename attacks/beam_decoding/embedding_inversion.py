@@ -46,21 +46,22 @@ class Problem:
 
 def step(model: TruncatedModel, prompts: Sequence[Problem], sigma: float, offset: int = 0) -> None:
     """Take one Gauss-Newton step for every row independently; replace ``noise`` and ``cost`` (in nats) in place."""
-    sizes = [len(one.parents) for one in prompts]
+    sizes = [len(problem.parents) for problem in prompts]
     centre, observed, tau, noise = (
-        torch.cat([getattr(one, name) for one in prompts]) for name in ("centre", "observed", "tau", "noise")
+        torch.cat([getattr(problem, name) for problem in prompts])
+        for name in ("centre", "observed", "tau", "noise")
     )
 
     def states(rows: Tensor, grad: bool) -> Tensor:
         requests = [
-            Request(model.prefix(offset=offset), one.chain, branches=part, parents=one.parents)
-            for one, part in zip(prompts, rows.split(sizes), strict=True)
+            Request(model.prefix(offset=offset), problem.chain, branches=part, parents=problem.parents)
+            for problem, part in zip(prompts, rows.split(sizes), strict=True)
         ]
         return torch.cat([answer.branches for answer in model.run(requests, keep=False, grad=grad)])
 
     best, least = newton(states, centre, sigma, noise, observed, tau)
-    for one, own, value in zip(prompts, best.split(sizes), least.split(sizes), strict=True):
-        one.noise, one.cost = own, value
+    for problem, own, value in zip(prompts, best.split(sizes), least.split(sizes), strict=True):
+        problem.noise, problem.cost = own, value
 
 
 def newton(
@@ -113,12 +114,12 @@ def _conjugate(
     apply: Callable[[Tensor], Tensor], right: Float[Tensor, "r d"], products: int = PRODUCTS
 ) -> Float[Tensor, "r d"]:
     """Solve A x = b for every row independently by conjugate gradients, A symmetric and positive definite."""
-    out, left = torch.zeros_like(right), right.clone()
+    solution, left = torch.zeros_like(right), right.clone()
     direction, size = left.clone(), left.square().sum(1, keepdim=True)
     for _ in range(products):
         image = apply(direction)
         length = size / (direction * image).sum(1, keepdim=True).clamp(min=1e-20)
-        out, left = out + length * direction, left - length * image
+        solution, left = solution + length * direction, left - length * image
         new = left.square().sum(1, keepdim=True)
         direction, size = left + new / size.clamp(min=1e-20) * direction, new
-    return out
+    return solution

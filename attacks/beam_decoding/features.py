@@ -222,12 +222,12 @@ def candidates_of(
 
 def order_of(view: Rows, place: int, free: Int[Tensor, " r"]) -> Float[Tensor, "r 2"]:
     """Return how well each free row fits a place: by itself, and against the other free rows, which come later."""
-    out = torch.zeros(len(free), 2, device=view.shown.device)
+    fits = torch.zeros(len(free), 2, device=view.shown.device)
     if view.when is not None:
-        out[:, 0] = view.when[free, place]
+        fits[:, 0] = view.when[free, place]
     if view.precedes is not None:
-        out[:, 1] = view.precedes[free][:, free].sum(1)
-    return out
+        fits[:, 1] = view.precedes[free][:, free].sum(1)
+    return fits
 
 
 def chosen(view: Rows, place: int) -> bool:

@@ -49,6 +49,6 @@ def after_each(tokens: Int[Tensor, " n"], speaker: Prefix) -> Float[Tensor, "n n
     """Return the language model's log-probability of each token (second axis) behind each token alone (first axis)."""
     tokens = tokens.to(speaker.model.device)
     answers = speaker.model.run_all(
-        [Request(speaker, one) for one in tokens.split(1)], keep=False, together=True
+        [Request(speaker, token) for token in tokens.split(1)], keep=False, together=True
     )
     return torch.stack([answer.states[0].float().log_softmax(-1)[tokens] for answer in answers])

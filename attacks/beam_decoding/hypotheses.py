@@ -13,7 +13,7 @@ from hiddenlab.matching.screening import Screen
 from hiddenlab.models import Answer, Prefix, TruncatedModel
 from hiddenlab.proposals.in_context import Adapter
 
-HARDER = 4  # factor of hypotheses kept where rows are in unknown order or missing
+BEAM_FACTOR = 4  # factor of hypotheses kept where rows are in unknown order or missing
 
 
 @dataclass(frozen=True)
@@ -70,15 +70,15 @@ class Effort:
 
     def less(self) -> "Effort":
         """Return smaller limits, for prompts of which most is known."""
-        return replace(self, beam=-(-self.beam // HARDER), opening=-(-self.opening // HARDER))
+        return replace(self, beam=-(-self.beam // BEAM_FACTOR), opening=-(-self.opening // BEAM_FACTOR))
 
     def kept(self, view: Rows, place: int) -> int:
         """Return how many hypotheses are kept after a position: more where rows are out of order or missing."""
         if view.places is None:
-            return max(HARDER * self.beam, self.opening >> place)
+            return max(BEAM_FACTOR * self.beam, self.opening >> place)
         if len(view.shown) == view.length:
             return self.beam
-        return max(HARDER * self.beam, self.opening if view.row_at(place) is None else 0)
+        return max(BEAM_FACTOR * self.beam, self.opening if view.row_at(place) is None else 0)
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class Hypothesis:
 
     prefix: Prefix
     free: tuple[int, ...]
-    spoken: Prefix | None = None
+    lm_prefix: Prefix | None = None
     following: Tensor | None = None  # the language model's log-probabilities [v] of the next token
     columns: tuple[int, ...] = ()
     steps: tuple[Step, ...] = ()
@@ -142,14 +142,14 @@ def start(
 ) -> Decoding:
     """Return a decoding without tokens, behind what stands before the first token where that is known."""
     free = tuple(range(len(view.shown)))
-    spoken = None if engines.speaker is None else engines.speaker.fork()
-    begun = Hypothesis(engines.beginning(before), free, spoken, engines.opening)
+    lm_prefix = None if engines.speaker is None else engines.speaker.fork()
+    initial = Hypothesis(engines.beginning(before), free, lm_prefix, engines.opening)
     ahead = ahead_of(view, engines.speaker, weights)
-    return Decoding(view, [begun], before=before, ahead=ahead)
+    return Decoding(view, [initial], before=before, ahead=ahead)
 
 
 @dataclass
-class Tried:
+class Trial:
     """Candidates of one hypothesis that were run.
 
     Attributes:
@@ -166,7 +166,7 @@ class Tried:
     tokens: list[Int[Tensor, " _"]]
     states: list[Float[Tensor, "_ d"]]
 
-    def add(self, other: "Tried") -> None:
+    def add(self, other: "Trial") -> None:
         """Add candidates of the same hypothesis."""
         self.candidates = self.candidates.and_also(other.candidates)
         self.answer = torch.cat([self.answer, other.answer + len(self.answers)])

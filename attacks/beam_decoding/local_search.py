@@ -21,13 +21,13 @@ from hiddenlab.models import Prefix, Request
 from hiddenlab.types import Progress, silent
 
 LONGEST = 24  # rows that move together
-SCORED, ASKED = 48, 8  # moves of a round that are scored again, and those that the language model rescores
+SCORED, RESCORED = 48, 8  # moves of a round that are scored again, and those that the language model rescores
 ROUNDS = 24
 GAIN = 0.1  # nats that a move must bring
 
 
 @runtime_checkable
-class Witness(Protocol):
+class OrderScorer(Protocol):
     """An additional score of orders, in nats, beside states and language model; rows are given by number."""
 
     def orders(self, rows: Int[Tensor, "m n"]) -> Float[Tensor, "m n"]:
@@ -63,19 +63,24 @@ def move_parts(
     progress: Progress = silent,
 ) -> None:
     """Put decoded prompts whose rows are in unknown order into a likelier order, where there is one."""
-    unordered = [one for one in decodings if one.ahead is not None and one.view.length > 1]
+    unordered = [
+        candidate for candidate in decodings if candidate.ahead is not None and candidate.view.length > 1
+    ]
     for i, decoding in enumerate(unordered):
         improve(decoding, engines, weights)
         progress("moving parts", i + 1, len(unordered))
 
 
 def improve(
-    decoding: Decoding, engines: Engines, weights: Float[Tensor, " features"], witness: Witness | None = None
+    decoding: Decoding,
+    engines: Engines,
+    weights: Float[Tensor, " features"],
+    scorer: OrderScorer | None = None,
 ) -> bool:
     """Move parts of one decoded prompt as long as that raises its score.
 
     Args:
-        witness: an additional score of orders, or None.
+        scorer: an additional score of orders, or None.
 
     Returns:
         Whether anything was moved.
@@ -90,30 +95,30 @@ def improve(
         decoding.evaluated += orders.numel()
         decoding.calls += 1
         scores, distances = _score(parts, orders, view, engines, weights)
-        return (scores if witness is None else scores + witness.orders(rows[orders])), distances
+        return (scores if scorer is None else scores + scorer.orders(rows[orders])), distances
 
     (scores,), (distances,) = score(order[None])
-    spoken = _told(parts, order[None], engines, weights)[0]
-    begun = float(scores.sum() + spoken.sum())
+    lm_scores = _language_scores(parts, order[None], engines, weights)[0]
+    initial = float(scores.sum() + lm_scores.sum())
     for _ in range(ROUNDS):
         before = engines.model.evaluated_tokens
-        table = None if witness is None else witness.places(rows[order])
+        table = None if scorer is None else scorer.places(rows[order])
         orders = _moved(order, _gains(parts, order, view, engines, weights, table))
         decoding.evaluated += engines.model.evaluated_tokens - before
         decoding.calls += 1
-        tried, apart = score(orders)
+        new_scores, new_distances = score(orders)
         pairs = after[orders[:, :-1], orders[:, 1:]].sum(1)
-        likely = (tried.sum(1) + pairs).topk(min(ASKED, len(orders))).indices
-        told = _told(parts, orders[likely], engines, weights)
-        totals = tried[likely].sum(1) + told.sum(1)
+        likely = (new_scores.sum(1) + pairs).topk(min(RESCORED, len(orders))).indices
+        new_lm = _language_scores(parts, orders[likely], engines, weights)
+        totals = new_scores[likely].sum(1) + new_lm.sum(1)
         chosen = int(totals.argmax())
-        if float(totals[chosen]) < float(scores.sum() + spoken.sum()) + GAIN:
+        if float(totals[chosen]) < float(scores.sum() + lm_scores.sum()) + GAIN:
             break
         i = likely[chosen]
-        order, scores, distances, spoken = orders[i], tried[i], apart[i], told[chosen]
+        order, scores, distances, lm_scores = orders[i], new_scores[i], new_distances[i], new_lm[chosen]
     if torch.equal(order, torch.arange(len(order), device=device)):
         return False
-    gained = float(scores.sum() + spoken.sum()) - begun
+    gained = float(scores.sum() + lm_scores.sum()) - initial
     decoding.beam[0] = replace(_arranged(best, parts, order, distances), score=best.score + gained)
     return True
 
@@ -140,20 +145,20 @@ def _arranged(
     return replace(best, steps=steps, columns=tuple(parts.columns[order].tolist()))
 
 
-def spoken_for(decoding: Decoding, engines: Engines, weights: Float[Tensor, " features"]) -> float:
-    """Return the score of a decoded prompt's order in nats, without witnesses; the probe is left out."""
+def order_score(decoding: Decoding, engines: Engines, weights: Float[Tensor, " features"]) -> float:
+    """Return the score of a decoded prompt's order in nats, without order scorers; the probe is left out."""
     parts = _parts(decoding, engines, weights)
     order = torch.arange(len(parts.rows), device=parts.rows.device)[None]
     scores, _ = _score(parts, order, decoding.view, engines, weights)
     decoding.evaluated += order.numel()
     decoding.calls += 1
-    return float(scores.sum() + _told(parts, order, engines, weights).sum())
+    return float(scores.sum() + _language_scores(parts, order, engines, weights).sum())
 
 
 def _parts(decoding: Decoding, engines: Engines, weights: Tensor) -> Parts:
     best, device = decoding.beam[0], decoding.view.shown.device
-    tokens = torch.tensor([one.token for one in best.steps], device=device)
-    rows = torch.tensor([one.row for one in best.steps], device=device)
+    tokens = torch.tensor([step.token for step in best.steps], device=device)
+    rows = torch.tensor([step.row for step in best.steps], device=device)
     after = torch.zeros(len(tokens), len(tokens), device=device)
     if engines.speaker is not None:
         after += weights[1] * after_each(tokens, engines.speaker).to(device)
@@ -167,12 +172,12 @@ def _gains(
     view: Rows,
     engines: Engines,
     weights: Tensor,
-    told: Float[Tensor, "n n"] | None = None,
+    place_scores: Float[Tensor, "n n"] | None = None,
 ) -> list[Float[Tensor, "_ n"]]:
     """Return the approximate gain of moving the part of each length that starts at a place (first axis) before another.
 
     States are those of single tokens behind the tokens of the present order; for pairs, only new neighbours count.
-    Places within the part, or without room for it, gain minus infinity. ``told``: see ``Witness.places``.
+    Places within the part, or without room for it, gain minus infinity. ``place_scores``: see ``OrderScorer.places``.
     """
     n, device = len(order), order.device
     tokens, rows = parts.tokens[order], parts.rows[order]
@@ -190,7 +195,7 @@ def _gains(
     candidates = Candidates(each, rows.repeat_interleave(n), torch.full_like(each, -1), features)
     candidates.measure(states, torch.arange(n * n, device=device), view, engines.matcher)
     alone = (candidates.features @ weights).view(n, n)  # a token of the order, at a place
-    alone = alone if told is None else alone + told
+    alone = alone if place_scores is None else alone + place_scores
     pair = parts.after[order][:, order].clone()
     if view.traces is not None and bool((parts.columns >= 0).all()):
         pair += weights[2] * view.traces[0][rows][:, parts.columns[order]].T
@@ -198,7 +203,7 @@ def _gains(
         n + 1, n + 1, device=device
     )  # the last index stands for what precedes the first token and follows the last
     edged[:n, :n] = pair
-    here, out = torch.arange(n, device=device), []
+    here, gains = torch.arange(n, device=device), []
     # Moving a part past others reverses their pairs: the gain is twice the difference of sums of odds.
     odds = torch.zeros(n + 1, n, device=device)  # of all rows up to one (first axis) before all up to another
     if view.precedes is not None:
@@ -217,29 +222,29 @@ def _gains(
         part = odds[first + length] - odds[first]
         gain = gain + 2 * (part.gather(1, first[:, None]) - part)
         inside = (here >= first[:, None]) & (here <= last[:, None] + 1)
-        out.append(gain.masked_fill(inside, float("-inf")))
-    return out
+        gains.append(gain.masked_fill(inside, float("-inf")))
+    return gains
 
 
 def _moved(order: Int[Tensor, " n"], gains: Sequence[Float[Tensor, "_ n"]]) -> Int[Tensor, "m n"]:
     """Return the order with each of the most promising moves made."""
     n = len(order)
-    flat = torch.cat([one.flatten() for one in gains])
+    flat = torch.cat([gain.flatten() for gain in gains])
     best = flat.topk(min(SCORED, len(flat)))
     chosen = best.indices[best.values > float("-inf")].tolist()
     bounds = [0]
-    for one in gains:
-        bounds.append(bounds[-1] + one.numel())
-    out = []
+    for gain in gains:
+        bounds.append(bounds[-1] + gain.numel())
+    orders = []
     for index in chosen:
         length = next(i for i in range(1, len(bounds)) if index < bounds[i])
         first, to = divmod(index - bounds[length - 1], n)
         part = order[first : first + length]
         if to < first:
-            out.append(torch.cat([order[:to], part, order[to:first], order[first + length :]]))
+            orders.append(torch.cat([order[:to], part, order[to:first], order[first + length :]]))
         else:
-            out.append(torch.cat([order[:first], order[first + length : to], part, order[to:]]))
-    return torch.stack(out)
+            orders.append(torch.cat([order[:first], order[first + length : to], part, order[to:]]))
+    return torch.stack(orders)
 
 
 def _score(
@@ -252,13 +257,13 @@ def _score(
     for i, offset in enumerate(TRACES if view.traces is not None else ()):
         assert view.traces is not None
         before = columns[:, :-offset]
-        told = view.traces[i, rows[:, offset:], before.clamp(min=0)]
-        features[:, offset:, 2 + i] = told.masked_fill(before < 0, 0.0)
+        trace = view.traces[i, rows[:, offset:], before.clamp(min=0)]
+        features[:, offset:, 2 + i] = trace.masked_fill(before < 0, 0.0)
     if view.when is not None:
         features[..., PLACE] = view.when[rows, torch.arange(n, device=tokens.device)]
     if view.precedes is not None:
         features[..., PRECEDES] = view.precedes[rows[:, :, None], rows[:, None, :]].triu(1).sum(2)
-    requests = [Request(parts.before, one) for one in tokens]
+    requests = [Request(parts.before, sequence) for sequence in tokens]
     answers = engines.model.run_all(requests, keep=False)
     states = engines.matcher.view(torch.cat([answer.states for answer in answers]))
     candidates = Candidates(tokens.flatten(), rows.flatten(), columns.flatten(), features.flatten(0, 1))
@@ -267,21 +272,21 @@ def _score(
     return (candidates.features @ weights).view(m, n), candidates.distances.view(m, n)
 
 
-def _told(
+def _language_scores(
     parts: Parts, orders: Int[Tensor, "m n"], engines: Engines, weights: Tensor
 ) -> Float[Tensor, "m n"]:
     """Return the language model's weighted log-probability of each token of each order."""
     speaker, tokens = engines.speaker, parts.tokens[orders]
-    out = torch.zeros(orders.shape, device=tokens.device)
+    scores = torch.zeros(orders.shape, device=tokens.device)
     if speaker is None:
-        return out
+        return scores
     at_once = max(1, speaker.model.max_pass_tokens // tokens.shape[1])
-    for rows, orders_told in zip(out.split(at_once), tokens.split(at_once), strict=True):
-        requests = [Request(speaker, one[:-1].to(speaker.model.device)) for one in orders_told]
+    for rows, sequences in zip(scores.split(at_once), tokens.split(at_once), strict=True):
+        requests = [Request(speaker, sequence[:-1].to(speaker.model.device)) for sequence in sequences]
         answers = speaker.model.run(requests, keep=False)
-        for row, one, answer in zip(rows, orders_told, answers, strict=True):
-            following = answer.states.float().log_softmax(-1).to(out.device)
-            row[1:] = following.gather(1, one[1:, None])[:, 0]
+        for row, sequence, answer in zip(rows, sequences, answers, strict=True):
+            following = answer.states.float().log_softmax(-1).to(scores.device)
+            row[1:] = following.gather(1, sequence[1:, None])[:, 0]
     if engines.opening is not None:
-        out[:, 0] = engines.opening.to(out.device)[tokens[:, 0]]
-    return weights[1] * out
+        scores[:, 0] = engines.opening.to(scores.device)[tokens[:, 0]]
+    return weights[1] * scores

@@ -55,7 +55,7 @@ def refine_decodings(
         states: the rows as observed. sigma: standard deviation of the noise on each embedding coordinate.
         sweeps: over all rows. offset: positions before the first token.
     """
-    cases = [_Case(one, rows, model) for one, rows in zip(decodings, states, strict=True)]
+    cases = [_Case(decoding, rows, model) for decoding, rows in zip(decodings, states, strict=True)]
     for sweep in range(sweeps):
         for group in packs(cases, lambda case: case.size, model.max_pass_tokens):
             before, passes = model.evaluated_tokens, model.forward_calls
@@ -75,37 +75,37 @@ class _Case:
     def __init__(self, decoding: Decoding, states: Tensor, model: TruncatedModel) -> None:
         steps = decoding.beam[0].steps
         explained = []
-        for place, one in enumerate(steps):
-            others = [(token, behind) for token, behind in one.others if behind < UNSURE][:RUNNERS_UP]
-            explained += [(place, token, behind) for token, behind in [(one.token, 0.0), *others]]
+        for place, decoded in enumerate(steps):
+            others = [(token, behind) for token, behind in decoded.others if behind < UNSURE][:RUNNERS_UP]
+            explained += [(place, token, behind) for token, behind in [(decoded.token, 0.0), *others]]
         places, tokens, behind = zip(*explained, strict=True)
         device = states.device
         self.places, self.tokens = torch.tensor(places, device=device), torch.tensor(tokens, device=device)
         self.behind = torch.tensor(behind, device=device)
-        order = torch.tensor([one.row for one in steps], device=device)
+        order = torch.tensor([decoded.row for decoded in steps], device=device)
         observed = states[order][self.places].float().clone()
         # Attention sinks are far longer than other rows, but the noise on them is not.
         lengths = observed.norm(dim=1, keepdim=True)
         unit = lengths.minimum(lengths.median()) / observed.shape[1] ** 0.5
         centre = model.embed(self.tokens).float().clone()
-        self.believed = torch.tensor([places.index(place) for place in range(len(steps))], device=device)
+        self.selected = torch.tensor([places.index(place) for place in range(len(steps))], device=device)
         self.problem = Problem(
-            centre[self.believed], self.places, centre, observed, UNEXPLAINED * unit.clamp(min=1e-12),
+            centre[self.selected], self.places, centre, observed, UNEXPLAINED * unit.clamp(min=1e-12),
             torch.zeros_like(centre), torch.zeros(len(places), device=device),
         )  # fmt: skip
         self.evaluated = self.calls = 0
 
     @property
     def size(self) -> int:
-        return len(self.places) + len(self.believed)
+        return len(self.places) + len(self.selected)
 
     def choose(self, sigma: float) -> None:
         """Choose the best explanation of each row and put it into the chain."""
         scores = self._scores()
-        for place in range(len(self.believed)):
+        for place in range(len(self.selected)):
             own = (self.places == place).nonzero()[:, 0]
-            self.believed[place] = own[scores[own].argmax()]
-        chosen = self.believed
+            self.selected[place] = own[scores[own].argmax()]
+        chosen = self.selected
         self.problem.chain = self.problem.centre[chosen] + sigma * self.problem.noise[chosen]
 
     def _scores(self) -> Tensor:
@@ -113,12 +113,12 @@ class _Case:
 
     def result(self) -> Refined:
         scores, margins = self._scores(), list[float | None]()
-        for place, chosen in enumerate(self.believed.tolist()):
+        for place, chosen in enumerate(self.selected.tolist()):
             others = scores[
                 (self.places == place) & (torch.arange(len(scores), device=scores.device) != chosen)
             ]
             margins.append(float(scores[chosen] - others.max()) if len(others) else None)
-        noise = self.problem.noise[self.believed].square().mean(1).sqrt()
+        noise = self.problem.noise[self.selected].square().mean(1).sqrt()
         return Refined(
-            self.tokens[self.believed].tolist(), margins, noise.tolist(), self.evaluated, self.calls
+            self.tokens[self.selected].tolist(), margins, noise.tolist(), self.evaluated, self.calls
         )

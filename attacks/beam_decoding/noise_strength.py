@@ -22,13 +22,13 @@ LADDER = tuple(m * 10.0**e for e in range(-5, 2) for m in (1, 3))  # strengths t
 FIRST = 0.25  # first assumed strength, in standard deviations of the embedding
 FINE = 4  # strengths measured between neighbours of the ladder
 RELEASES = 4  # releases of the decoded prompt at each strength
-NEARER = 0.25  # quantile of the rows' distances that is compared
+QUANTILE = 0.25  # quantile of the rows' distances that is compared
 ROUNDS = 5  # of decoding and estimate at most
 
 
 def nearest_step(strength: float) -> float:
     """Return the step of the ladder that is nearest, by ratio."""
-    return min(LADDER, key=lambda one: abs(math.log(one / strength)))
+    return min(LADDER, key=lambda step: abs(math.log(step / strength)))
 
 
 def first_step(model: TruncatedModel) -> float:
@@ -58,15 +58,17 @@ def strength_of(
     unit = matcher.norms(plain)
 
     def away(own: Tensor, at: Tensor) -> float:
-        return float((matcher.pairs(candidates=own, observed=plain[at]) / unit[at]).quantile(NEARER))
+        return float((matcher.pairs(candidates=own, observed=plain[at]) / unit[at]).quantile(QUANTILE))
 
     seen, everywhere = away(rows, places), torch.arange(len(tokens), device=tokens.device)
     drawn = generator(seed, "joint", "strength")
 
     def expected(strength: float) -> float:
         released = channel.supposed(strength).release_batch(model, [tokens.tolist()] * RELEASES, drawn)
-        own = [matcher.prepare(in_order(one, secret).to(plain.device)) for one, secret in released]
-        return sum(away(one, everywhere) for one in own) / RELEASES
+        own = [
+            matcher.prepare(in_order(observation, truth).to(plain.device)) for observation, truth in released
+        ]
+        return sum(away(states, everywhere) for states in own) / RELEASES
 
     return _inverse(expected, seen)
 
@@ -95,11 +97,11 @@ def _inverse(expected: Callable[[float], float], seen: float) -> float:
     return strengths[-1]
 
 
-def settle(first: float, found: Callable[[float], float]) -> tuple[float, float]:
+def settle(first: float, estimate: Callable[[float], float]) -> tuple[float, float]:
     """Assume a strength, decode and estimate, until the assumed step is the estimated one.
 
     Args:
-        found: returns the strength estimated under an assumed one.
+        estimate: returns the strength estimated under an assumed one.
 
     Returns:
         The step assumed last, and the strength estimated there. Where estimates go in circles, the stronger step: under
@@ -107,7 +109,7 @@ def settle(first: float, found: Callable[[float], float]) -> tuple[float, float]
     """
     supposed, seen = first, dict[float, float]()
     while supposed not in seen and len(seen) < ROUNDS:
-        seen[supposed] = found(supposed)
+        seen[supposed] = estimate(supposed)
         supposed = nearest_step(seen[supposed])
     steps = list(seen)
     supposed = max(steps[steps.index(supposed) :]) if supposed in seen else steps[-1]

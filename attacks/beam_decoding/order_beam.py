@@ -21,39 +21,39 @@ from hiddenlab.attacks.beam_decoding.order_linearized import Displaced
 from hiddenlab.models import Prefix, Request
 
 HYPOTHESES = 96  # kept
-SOLVED = 3  # continuations that are solved for, in multiples of the hypotheses kept
+SOLVED_FACTOR = 3  # continuations that are solved for, in multiples of the hypotheses kept
 
 
 def ordered(
-    witness: Displaced, tokens: Int[Tensor, " n"], engines: Engines, spoken: float, share: float = 1.0
+    scorer: Displaced, tokens: Int[Tensor, " n"], engines: Engines, lm_weight: float, share: float = 1.0
 ) -> tuple[Int[Tensor, " n"], Float[Tensor, "n d"]]:
     """Return the likeliest order of rows, by noise and language model.
 
     Args:
-        tokens: of each row. spoken: weight of a nat of the language model. share: weight of the witness' score.
+        tokens: of each row. lm_weight: weight of a nat of the language model. share: weight of the scorer's score.
 
     Returns:
         Rows in their order, and the noised embedding of each, by row.
     """
     n, speaker = len(tokens), engines.speaker
-    expected = -share * witness.trust * witness.expected
+    expected = -share * scorer.trust * scorer.expected
     if speaker is not None and n > 1:
         after = after_each(tokens, speaker).to(tokens.device)
-        expected = expected + spoken * after.fill_diagonal_(float("-inf")).amax(0)
-    heard = None if speaker is None else speaker.fork()
-    beam = [Hypothesis(witness.model.prefix(), tuple(range(n)), heard, engines.opening)]
-    noised = witness.begun[None]
+        expected = expected + lm_weight * after.fill_diagonal_(float("-inf")).amax(0)
+    lm_prefix = None if speaker is None else speaker.fork()
+    beam = [Hypothesis(scorer.model.prefix(), tuple(range(n)), lm_prefix, engines.opening)]
+    noised = scorer.initial[None]
     for place in range(n):
-        said = torch.stack([_said(one, tokens, spoken) for one in beam])
-        used = torch.tensor([one.used for one in beam], device=said.device)[:, None] + expected
-        likely = (said + share * _told(witness, beam) - used).flatten()
-        best = likely.topk(min(SOLVED * HYPOTHESES, int(likely.isfinite().sum()))).indices
+        base = torch.stack([_base_scores(hypothesis, tokens, lm_weight) for hypothesis in beam])
+        used = torch.tensor([hypothesis.used for hypothesis in beam], device=base.device)[:, None] + expected
+        likely = (base + share * _estimated_scores(scorer, beam) - used).flatten()
+        best = likely.topk(min(SOLVED_FACTOR * HYPOTHESES, int(likely.isfinite().sum()))).indices
         # Rows behind one hypothesis are solved for together, so they are sorted next to each other.
         best = best.sort().values
         parents, rows = best // n, best % n
         own, counts = parents.unique_consecutive(return_counts=True)
-        embeddings, need = witness.behind([beam[i].prefix for i in own], rows.split(counts.tolist()))
-        scores, used = said[parents, rows] + share * need, used[parents, rows]
+        embeddings, need = scorer.behind([beam[i].prefix for i in own], rows.split(counts.tolist()))
+        scores, used = base[parents, rows] + share * need, used[parents, rows]
         kept, grown, seen = list[int](), list[Hypothesis](), set()
         for k in (scores - used).argsort(descending=True).tolist():
             before, row = beam[int(parents[k])], int(rows[k])
@@ -62,39 +62,39 @@ def ordered(
             # Of equivalent hypotheses keep the best: which of two rows of one token was used matters little.
             key = (
                 tuple(tokens[list(free)].sort().values.tolist()),
-                tuple(one.token for one in steps[-RECENT:]),
+                tuple(earlier.token for earlier in steps[-RECENT:]),
             )
             if key not in seen and len(kept) < HYPOTHESES:
                 seen.add(key)
                 kept.append(k)
                 sums = float(scores[k]), float(used[k])
-                grown.append(Hypothesis(before.prefix.fork(), free, before.spoken, None, (), steps, *sums))
+                grown.append(Hypothesis(before.prefix.fork(), free, before.lm_prefix, None, (), steps, *sums))
         noised = noised[parents[kept]]
         noised[torch.arange(len(kept)), rows[kept]] = embeddings[kept]
         beam = grown
         if place + 1 < n:
-            append([(one.prefix, embeddings[k]) for one, k in zip(beam, kept, strict=True)])
+            append([(hypothesis.prefix, embeddings[k]) for hypothesis, k in zip(beam, kept, strict=True)])
             listen(beam, engines.lm)
     return torch.tensor([step.row for step in beam[0].steps], device=tokens.device), noised[0]
 
 
-def _said(one: Hypothesis, tokens: Int[Tensor, " n"], spoken: float) -> Float[Tensor, " n"]:
-    """Return a hypothesis' score with each row, without the witness' part; minus infinity for rows it used."""
-    out = torch.full(tokens.shape, float("-inf"), device=tokens.device)
-    free = list(one.free)
-    out[free] = one.score
-    if one.following is not None:
-        out[free] += spoken * one.following.to(out.device)[tokens[free]]
-    return out
+def _base_scores(hypothesis: Hypothesis, tokens: Int[Tensor, " n"], lm_weight: float) -> Float[Tensor, " n"]:
+    """Return a hypothesis' score with each row, without the scorer's part; minus infinity for rows it used."""
+    scores = torch.full(tokens.shape, float("-inf"), device=tokens.device)
+    free = list(hypothesis.free)
+    scores[free] = hypothesis.score
+    if hypothesis.following is not None:
+        scores[free] += lm_weight * hypothesis.following.to(scores.device)[tokens[free]]
+    return scores
 
 
-def _told(witness: Displaced, beam: list[Hypothesis]) -> Float[Tensor, "m n"]:
-    """Return the witness' score of each row behind each hypothesis, with the embedding estimated from the row alone."""
-    begun = witness.begun
-    requests = [Request(one.prefix, begun[:0], branches=begun) for one in beam]
-    answers = witness.model.run_all(requests, keep=False, show="attn")
-    attended = torch.stack([one.branches for one in answers])
-    return -witness.trust * witness.needed(attended.transpose(0, 1)).T
+def _estimated_scores(scorer: Displaced, beam: list[Hypothesis]) -> Float[Tensor, "m n"]:
+    """Return the scorer's score of each row behind each hypothesis, with the embedding estimated from the row alone."""
+    initial = scorer.initial
+    requests = [Request(hypothesis.prefix, initial[:0], branches=initial) for hypothesis in beam]
+    answers = scorer.model.run_all(requests, keep=False, show="attn")
+    attended = torch.stack([answer.branches for answer in answers])
+    return -scorer.trust * scorer.needed(attended.transpose(0, 1)).T
 
 
 def append(noised: Sequence[tuple[Prefix, Float[Tensor, " d"]]]) -> None:

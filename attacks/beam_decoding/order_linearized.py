@@ -23,28 +23,29 @@ from hiddenlab.models import Prefix, Request, TruncatedModel
 DRAWS = 1000  # random orders of a prompt from which attention's effect on its rows is learned
 OWN = 0.05  # weight of the noise's covariance in the covariance of displacements (shrinkage)
 LINEARISED = 12  # linearisations of each row over its posterior
-PACE = 0.4  # step length of each update towards the new posterior
-SAMPLED, JUDGED = 2, 32  # points at which Jacobians are taken, and at which their errors are measured
-DOUBLED = 2.0  # factor on the linearisation's error, as errors of coordinates are not independent
+STEP_LENGTH = 0.4  # step length of each update towards the new posterior
+# Points at which Jacobians are taken, and at which their errors are measured.
+JACOBIAN_POINTS, ERROR_POINTS = 2, 32
+ERROR_FACTOR = 2.0  # factor on the linearisation's error, as errors of coordinates are not independent
 SLACK = 0.4  # residual of a displacement's coordinate that an order may leave, in sigma
-SEARCHED = 80  # steps towards the noised embeddings that explain an order
+SEARCH_STEPS = 80  # steps towards the noised embeddings that explain an order
 PRODUCTS = 5  # conjugate gradient iterations for the embedding of one row behind others
 TRUST = 0.85  # weight of a nat of the noise, relative to a nat of the language model
-SAME = 1e-2  # relative difference up to which all rows' mixing counts as one
+EQUAL_TOLERANCE = 1e-2  # relative difference up to which all rows' mixing counts as one
 DIRECTIONS = 24  # directions in which attention's deviation from its average may exceed the noise
 
 
 @dataclass
 class Displaced:
-    """The displacement of each row of a prompt; scores orders as a witness (``local_search.Witness``).
+    """The displacement of each row of a prompt; scores orders (a ``local_search.OrderScorer``).
 
     Attributes:
         centre: embedding of each row's token. moved: displacement that explains each row with attention at ``usual``,
             its average.
         mixing: maps a change of a row's attention to a displacement; one matrix for all rows where it is the same.
         sigma: standard deviation of the noise on each coordinate.
-        begun: noised embeddings estimated from each row alone. noised: those with which orders are run, ``begun`` at
-            first and then what ``explain`` found.
+        initial: noised embeddings estimated from each row alone. noised: those with which orders are run, ``initial``
+            at first and then what ``explain`` found.
         expected: nats of the noise that each row is expected to need behind the right rows. trust: weight of one of
             these nats: embeddings are estimates, and their errors count as noise.
     """
@@ -55,7 +56,7 @@ class Displaced:
     moved: Float[Tensor, "n d"]
     usual: Float[Tensor, "n a"]
     mixing: Float[Tensor, "_ d a"]
-    begun: Float[Tensor, "n d"]
+    initial: Float[Tensor, "n d"]
     noised: Float[Tensor, "n d"]
     expected: Float[Tensor, " n"]
     trust: float = 1.0
@@ -69,24 +70,25 @@ class Displaced:
         return ((self.moved[:, None] - change) / self.sigma).square().sum(2) / 2
 
     def orders(self, rows: Int[Tensor, "m n"]) -> Float[Tensor, "m n"]:
-        """Return the score of each row of each order; see ``local_search.Witness``."""
+        """Return the score of each row of each order; see ``local_search.OrderScorer``."""
         answers = self.model.run_all(
-            [Request(self.model.prefix(), self.noised[one]) for one in rows], keep=False, show="attn"
+            [Request(self.model.prefix(), self.noised[order]) for order in rows], keep=False, show="attn"
         )
-        attended, places = torch.stack([one.states for one in answers]), rows.argsort(1)
+        attended, places = torch.stack([answer.states for answer in answers]), rows.argsort(1)
         own = attended.gather(1, places[..., None].expand_as(attended))  # by row
         return -self.trust * self.needed(own.transpose(0, 1)).T.gather(1, rows)
 
     def places(self, rows: Int[Tensor, " n"]) -> Float[Tensor, "n n"]:
-        """Return the score of each row of an order at each place; see ``local_search.Witness``."""
+        """Return the score of each row of an order at each place; see ``local_search.OrderScorer``."""
         n, chain = len(rows), self.noised[rows]
         where = torch.arange(n, device=rows.device)
         requests = [
-            Request(self.model.prefix(), chain, branches=one.expand(n, -1), parents=where) for one in chain
+            Request(self.model.prefix(), chain, branches=embedding.expand(n, -1), parents=where)
+            for embedding in chain
         ]
         answers = self.model.run_all(requests, keep=False, show="attn")
         attended = torch.empty(n, n, self.usual.shape[1], device=rows.device)
-        attended[rows] = torch.stack([one.branches for one in answers])
+        attended[rows] = torch.stack([answer.branches for answer in answers])
         return -self.trust * self.needed(attended)[rows]
 
     def explain(self, rows: Int[Tensor, " n"]) -> float:
@@ -96,11 +98,11 @@ class Displaced:
             Nats of the noise and of the residual; infinity where the solve fails.
         """
         with torch.inference_mode(False), torch.enable_grad():
-            centre, moved, usual = (one[rows].clone() for one in (self.centre, self.moved, self.usual))
+            centre, moved, usual = (table[rows].clone() for table in (self.centre, self.moved, self.usual))
             mixing = self._mixing(rows)
-            point = self.begun[rows].clone().requires_grad_()
+            point = self.initial[rows].clone().requires_grad_()
             search = torch.optim.LBFGS(
-                [point], max_iter=SEARCHED, history_size=20, line_search_fn="strong_wolfe"
+                [point], max_iter=SEARCH_STEPS, history_size=20, line_search_fn="strong_wolfe"
             )
 
             def cost() -> Tensor:
@@ -115,13 +117,13 @@ class Displaced:
                 return nats.detach()
 
             search.step(cost)  # type: ignore[no-untyped-call]
-            found = float(cost())
-        if not math.isfinite(found):  # the solve diverged: keep the estimates from rows alone
-            self.noised = self.begun
+            total = float(cost())
+        if not math.isfinite(total):  # the solve diverged: keep the estimates from rows alone
+            self.noised = self.initial
             return math.inf
-        self.noised = self.begun.clone()
+        self.noised = self.initial.clone()
         self.noised[rows] = point.detach()
-        return found
+        return total
 
     def behind(
         self, prefixes: Sequence[Prefix], rows: Sequence[Int[Tensor, " _"]]
@@ -134,10 +136,10 @@ class Displaced:
         Returns:
             Embeddings and scores of all rows, grouped by prefix.
         """
-        every, sizes = torch.cat(list(rows)), [len(one) for one in rows]
+        every, sizes = torch.cat(list(rows)), [len(group) for group in rows]
         with torch.inference_mode(False):
-            own = [one[every].clone() for one in (self.centre, self.moved, self.usual, self.begun)]
-            centre, moved, usual, begun = own
+            own = [table[every].clone() for table in (self.centre, self.moved, self.usual, self.initial)]
+            centre, moved, usual, initial = own
             mixing = self._mixing(every)
 
             def attended(points: Tensor, grad: bool) -> Tensor:
@@ -146,18 +148,19 @@ class Displaced:
                     for prefix, part in zip(prefixes, points.split(sizes), strict=True)
                 ]
                 answers = self.model.run(requests, keep=False, grad=grad, show="attn")
-                return torch.cat([one.branches for one in answers])
+                return torch.cat([answer.branches for answer in answers])
 
             def explained(points: Tensor, grad: bool) -> Tensor:
                 return points + _displacing(mixing, attended(points, grad) - usual)
 
-            noise = (begun - centre) / self.sigma
+            noise = (initial - centre) / self.sigma
             tau = torch.full((1, 1), SLACK * self.sigma, device=centre.device)
             target = centre + moved
             noise, _ = newton(explained, centre, self.sigma, noise, target, tau, PRODUCTS)
-            found = centre + self.sigma * noise
-            left = target - explained(found, False) + found - centre  # noise: what attention does not explain
-        return found, -self.trust * (left / self.sigma).square().sum(1) / 2
+            solution = centre + self.sigma * noise
+            # Noise: what attention does not explain.
+            left = target - explained(solution, False) + solution - centre
+        return solution, -self.trust * (left / self.sigma).square().sum(1) / 2
 
 
 def displaced(
@@ -179,7 +182,7 @@ def displaced(
         centre, observed, usual = centre.clone(), observed.float().clone(), usual.clone()
     by_input, by_attention = jacobians(model, centre, usual)
     mixing = torch.linalg.solve(by_input, by_attention).float()
-    if float((mixing - mixing[:1]).norm(dim=(1, 2)).max()) < SAME * float(mixing[0].norm()):
+    if float((mixing - mixing[:1]).norm(dim=(1, 2)).max()) < EQUAL_TOLERANCE * float(mixing[0].norm()):
         mixing = mixing[:1].clone()  # attention's output is simply added
     # A displacement is the noise and attention's deviation from its average.
     drawn = noise + _displacing(mixing, (attended - usual).transpose(0, 1)).transpose(0, 1)
@@ -194,9 +197,9 @@ def displaced(
     # The share of noise in it, by regression on the draws.
     together = (1 - OWN) * torch.bmm(spread.transpose(1, 2), noise.transpose(0, 1)) / len(drawn) + OWN * own
     share = torch.linalg.solve(covariance.double(), (moved - mean).double()[..., None]).float()
-    begun = centre + noise.mean(0) + torch.bmm(together.transpose(1, 2), share)[..., 0]
+    initial = centre + noise.mean(0) + torch.bmm(together.transpose(1, 2), share)[..., 0]
     expected = _expected(moved, attended - usual, mixing, sigma)
-    return Displaced(model, sigma, centre, moved, usual, mixing, begun, begun, expected)
+    return Displaced(model, sigma, centre, moved, usual, mixing, initial, initial, expected)
 
 
 def _expected(
@@ -206,15 +209,15 @@ def _expected(
     sigma: float,
 ) -> Float[Tensor, " n"]:
     """Return the expected nats of noise in each displacement, averaged over attention's possible contributions."""
-    out = list[Tensor]()
+    expected = list[Tensor]()
     for i, own in enumerate(moved):
         shown = changes[:, i] @ mixing[min(i, len(mixing) - 1)].T / len(changes) ** 0.5
-        variances, directions = (one[..., -DIRECTIONS:] for one in torch.linalg.eigh(shown.T @ shown))
+        variances, directions = (part[..., -DIRECTIONS:] for part in torch.linalg.eigh(shown.T @ shown))
         along, signal = directions.T @ own / sigma, variances.clamp(min=0) / sigma**2
         # In each direction: the noise's share of the observation, by variances, and its posterior variance.
         noise = (along / (1 + signal)).square() + signal / (1 + signal)
-        out.append(((own / sigma).square().sum() - along.square().sum() + noise.sum()) / 2)
-    return torch.stack(out)
+        expected.append(((own / sigma).square().sum() - along.square().sum() + noise.sum()) / 2)
+    return torch.stack(expected)
 
 
 def _draw(
@@ -228,7 +231,8 @@ def _draw(
         orders = torch.stack([torch.randperm(n, generator=generator) for _ in drawn]).to(centre.device)
         noise = torch.randn(len(orders), *centre.shape, generator=generator).to(centre.device) * sigma
         requests = [
-            Request(model.prefix(), (centre + one)[order]) for order, one in zip(orders, noise, strict=True)
+            Request(model.prefix(), (centre + offsets)[order])
+            for order, offsets in zip(orders, noise, strict=True)
         ]
         answers = model.run_all(requests, keep=False, show="attn")
         own = zip(orders, answers, strict=True)
@@ -250,20 +254,22 @@ def _linearised(equations: Equations, generator: torch.Generator) -> Float[Tenso
     every = torch.arange(len(moved), device=moved.device)
     for _ in range(LINEARISED):
         upper = torch.linalg.cholesky(precision).transpose(1, 2)
-        drawn = torch.randn(JUDGED // 2, *moved.shape, generator=generator).to(moved)
+        drawn = torch.randn(ERROR_POINTS // 2, *moved.shape, generator=generator).to(moved)
         off = torch.linalg.solve_triangular(upper, torch.cat([drawn, -drawn]).permute(1, 2, 0), upper=True)
         at = moved + off.permute(2, 0, 1)
-        shown = equations.states(every.repeat(JUDGED), at.flatten(0, 1)).unflatten(0, at.shape[:2])
+        shown = equations.states(every.repeat(ERROR_POINTS), at.flatten(0, 1)).unflatten(0, at.shape[:2])
         jacobian = torch.zeros_like(precision)
-        for k in range(SAMPLED):  # a point and its mirror image, then another one
-            jacobian += equations.jacobian(every, at[k // 2 + k % 2 * (JUDGED // 2)]) / SAMPLED
+        for k in range(JACOBIAN_POINTS):  # a point and its mirror image, then another one
+            jacobian += equations.jacobian(every, at[k // 2 + k % 2 * (ERROR_POINTS // 2)]) / JACOBIAN_POINTS
         middle = shown.mean(0)
         errors = shown - middle - (jacobian @ off).permute(2, 0, 1)
-        weighed = jacobian.transpose(1, 2) / (DOUBLED * errors.square().mean(0) + least.square())[:, None]
-        precision = (1 - PACE) * precision + PACE * (prior + weighed @ jacobian)
+        weighed = (
+            jacobian.transpose(1, 2) / (ERROR_FACTOR * errors.square().mean(0) + least.square())[:, None]
+        )
+        precision = (1 - STEP_LENGTH) * precision + STEP_LENGTH * (prior + weighed @ jacobian)
         towards = times(weighed, observed - middle) - equations.unlikely(every, moved)
         lower = torch.linalg.cholesky(precision)
-        moved = moved + PACE * torch.cholesky_solve(towards[..., None], lower)[..., 0]
+        moved = moved + STEP_LENGTH * torch.cholesky_solve(towards[..., None], lower)[..., 0]
     return moved
 
 
@@ -277,8 +283,8 @@ def place_free(model: TruncatedModel) -> bool:
     if model.site.layer != 1 or model.site.stream != "resid":
         return False
     with torch.inference_mode():
-        one = model.embed(torch.zeros(2, dtype=torch.long))
-        (answer,) = model.run([Request(model.prefix(), one)], keep=False, show="attn")
+        embeddings = model.embed(torch.zeros(2, dtype=torch.long))
+        (answer,) = model.run([Request(model.prefix(), embeddings)], keep=False, show="attn")
         given = answer.states[:1].expand(2, -1)
-        first, second = model.run_given(one, given, torch.tensor([0, 7]))
+        first, second = model.run_given(embeddings, given, torch.tensor([0, 7]))
     return torch.allclose(first, second, rtol=1e-4, atol=1e-6)

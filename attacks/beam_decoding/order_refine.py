@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hiddenlab.attacks.beam_decoding.features import Learned
 from hiddenlab.attacks.beam_decoding.hypotheses import Decoding, Engines, Hypothesis
-from hiddenlab.attacks.beam_decoding.local_search import improve, rearrange, spoken_for
+from hiddenlab.attacks.beam_decoding.local_search import improve, order_score, rearrange
 from hiddenlab.attacks.beam_decoding.order_beam import ordered
 from hiddenlab.attacks.beam_decoding.order_linearized import TRUST, Displaced, displaced
 from hiddenlab.types import Progress, silent
@@ -56,17 +56,17 @@ def _reorder(
     order = _order(decoding)
     tokens = torch.empty_like(order)
     tokens[order] = torch.tensor([step.token for step in decoding.beam[0].steps], device=order.device)
-    witness = displaced(model, tokens, observed, sigma, generator(seed, "joint", "displaced"))
-    spoken = 1.0 if engines.speaker is None else float(weights[1])
-    witness.trust = TRUST * spoken
+    scorer = displaced(model, tokens, observed, sigma, generator(seed, "joint", "displaced"))
+    lm_weight = 1.0 if engines.speaker is None else float(weights[1])
+    scorer.trust = TRUST * lm_weight
     yield 1
-    tried = [_met(decoding, witness, engines, weights)]
+    candidates = [_met(decoding, scorer, engines, weights)]
     for done, share in enumerate(SHARES, 2):
-        found, noised = ordered(witness, tokens, engines, spoken, share)
-        rearrange(decoding, _order(decoding).argsort()[found], engines, weights)
-        tried += _settle(decoding, witness, noised, engines, weights)
+        rows, noised = ordered(scorer, tokens, engines, lm_weight, share)
+        rearrange(decoding, _order(decoding).argsort()[rows], engines, weights)
+        candidates += _settle(decoding, scorer, noised, engines, weights)
         yield done
-    decoding.beam[0] = max(tried, key=lambda one: one[0])[1]
+    decoding.beam[0] = max(candidates, key=lambda candidate: candidate[0])[1]
     # The truncated model's own counters include solves and gradients.
     decoding.evaluated = asked[0] + model.evaluated_tokens - before
     decoding.calls = asked[1] + model.forward_calls - calls
@@ -77,27 +77,27 @@ def _order(decoding: Decoding) -> Tensor:
 
 
 def _met(
-    decoding: Decoding, witness: Displaced, engines: Engines, weights: Tensor
+    decoding: Decoding, scorer: Displaced, engines: Engines, weights: Tensor
 ) -> tuple[float, Hypothesis]:
-    """Return the score of the present order in nats, and its hypothesis; the witness keeps the embeddings found."""
-    nats = witness.explain(_order(decoding))
-    return spoken_for(decoding, engines, weights) - witness.trust * nats, decoding.beam[0]
+    """Return the score of the present order in nats, and its hypothesis; the scorer keeps the embeddings found."""
+    nats = scorer.explain(_order(decoding))
+    return order_score(decoding, engines, weights) - scorer.trust * nats, decoding.beam[0]
 
 
 def _settle(
-    decoding: Decoding, witness: Displaced, noised: Tensor, engines: Engines, weights: Tensor
+    decoding: Decoding, scorer: Displaced, noised: Tensor, engines: Engines, weights: Tensor
 ) -> list[tuple[float, Hypothesis]]:
     """Return the order of a decoding, and those that moving its parts leads to.
 
     Embeddings solved for behind a wrong order favour that order; those estimated from rows alone are less exact. Parts
     move by either.
     """
-    begun = decoding.beam[0]
-    out = [_met(decoding, witness, engines, weights)]
-    for first in (noised, witness.begun):
-        decoding.beam[0], witness.noised = begun, first
+    initial = decoding.beam[0]
+    candidates = [_met(decoding, scorer, engines, weights)]
+    for first in (noised, scorer.initial):
+        decoding.beam[0], scorer.noised = initial, first
         for _ in range(TURNS):
-            if not improve(decoding, engines, weights, witness):
+            if not improve(decoding, engines, weights, scorer):
                 break
-            out.append(_met(decoding, witness, engines, weights))
-    return out
+            candidates.append(_met(decoding, scorer, engines, weights))
+    return candidates

@@ -26,8 +26,8 @@ RIDGE = 300.0  # penalty of the regression
 # Where ranges of positions begin; the last has no end.
 EDGES = (0, 1, 2, 3, 4, 5, 6, 8, 10, 13, 17, 22, 28, 36, 46)
 POWERS = 3  # powers of the regression's prediction
-READING = 5.0  # scale of these powers: they are penalised less than the row's coordinates
-DRAWN = 1e-3  # penalty of the logit's weights
+POWER_SCALE = 5.0  # scale of these powers: they are penalised less than the row's coordinates
+LOGIT_PENALTY = 1e-3  # penalty of the logit's weights
 STEPS = 100  # of the optimiser
 
 
@@ -81,7 +81,7 @@ def learn_position_model(
     corpus = Corpus(model, seed + 3)
     windows = [corpus.text_window(WINDOW).tolist() for _ in range(TOKENS // WINDOW)]
     released = channel.release_batch(model, windows, generator(seed, "joint", "clock"))
-    rows = torch.cat([matcher.prepare(one.states.to(model.device)) for one, _ in released])
+    rows = torch.cat([matcher.prepare(observation.states.to(model.device)) for observation, _ in released])
     orders = [
         range(len(w)) if s.row_order is None else s.row_order
         for w, (_, s) in zip(windows, released, strict=True)
@@ -101,7 +101,7 @@ def _features(
     spread: Float[Tensor, " powers"],
 ) -> Float[Tensor, "rows features"]:
     unit = coordinates / coordinates.shape[1] ** 0.5
-    return torch.cat([READING * (powers - middle) / spread, unit, torch.ones_like(powers[:, :1])], 1)
+    return torch.cat([POWER_SCALE * (powers - middle) / spread, unit, torch.ones_like(powers[:, :1])], 1)
 
 
 def _ranges(length: int, device: torch.device) -> Int[Tensor, " length"]:
@@ -119,7 +119,7 @@ def _logit(features: Tensor, ranges: Tensor) -> Float[Tensor, "features ranges"]
 
         def loss() -> Tensor:
             optimiser.zero_grad()
-            value = cross_entropy(known @ weights, right) + DRAWN * weights[:-1].square().sum()
+            value = cross_entropy(known @ weights, right) + LOGIT_PENALTY * weights[:-1].square().sum()
             value.backward()
             return value
 

@@ -37,7 +37,7 @@ from hiddenlab.utils.random import generator
 STAGES, STEPS = 6, 10  # of the optimiser; between stages the loss is adapted to what is left
 BETTER = 0.9  # a stage that leaves more than this share of the residual is the last
 EXPLAINED = 1e-5  # of a row's norm: less is rounding
-STUCK = 0.01  # of a row's norm: with a larger residual the order may be too wrong
+STUCK_RESIDUAL = 0.01  # of a row's norm: with a larger residual the order may be too wrong
 FIRST = 4  # rows of a beginning, where one embedding is unknown; one more for each further embedding
 KEPT, NEAREST = 8, 6  # beginnings kept after each of them, and rows tried behind each of these
 DESCENTS, TAU = 4, 0.1  # steps for each beginning, and the share of a row it may leave unexplained
@@ -69,20 +69,20 @@ def decode_behind(
             that stay unexplained are started again, with as many rounds; called only where there are any (see
             ``arrives``).
     """
-    model, matcher, out = engines.model, engines.matcher, list(decodings)
-    if not out or not rounds:
-        return out
-    centre, deviation = believed(model, size)
-    known = [centre] * len(out)  # what is found
-    left = [float("inf")] * len(out)  # what that leaves unexplained
+    model, matcher, results = engines.model, engines.matcher, list(decodings)
+    if not results or not rounds:
+        return results
+    centre, deviation = prefix_prior(model, size)
+    known = [centre] * len(results)  # what is found
+    left = [float("inf")] * len(results)  # what that leaves unexplained
 
     def look(which: list[int], find: Callable[[Unknown, Tensor], Tensor]) -> list[int]:
         """Decode some prompts behind the embeddings found; return those of which more is explained now."""
-        searches = [Unknown.of(out[i], model, matcher) for i in which]
+        searches = [Unknown.of(results[i], model, matcher) for i in which]
         points, again = list[Tensor](), list[Decoding]()
         for done, (i, search) in enumerate(zip(which, searches, strict=True)):
             points.append(find(search, known[i]))
-            again.append(start(out[i].view, engines, learned.weights, search.prefix(points[-1])))
+            again.append(start(results[i].view, engines, learned.weights, search.prefix(points[-1])))
             again[-1].evaluated = 0  # the rows were read before
             progress("looking before the prompts", done + 1, len(which))
         decode(again, engines, learned, effort, progress)
@@ -93,33 +93,37 @@ def decode_behind(
             if find is begin:  # fitted to few rows: fit it to all of them before the comparison
                 point = after.solve(point)
             now, was = after.left(point), search.left(point)
-            new.evaluated += out[i].evaluated + search.evaluated + after.evaluated
-            new.calls += out[i].calls + search.calls + after.calls
+            new.evaluated += results[i].evaluated + search.evaluated + after.evaluated
+            new.calls += results[i].calls + search.calls + after.calls
             if was < left[i]:
                 known[i], left[i] = point, was
             if now <= left[i]:  # with equal tokens too: their distances are now behind the embedding found
                 if now < left[i]:
                     better.append(i)
-                out[i], known[i], left[i] = new, point, now
+                results[i], known[i], left[i] = new, point, now
             else:
-                out[i].evaluated, out[i].calls = new.evaluated, new.calls
+                results[i].evaluated, results[i].calls = new.evaluated, new.calls
         return better
 
     def begin(search: Unknown, point: Tensor) -> Tensor:
         return search.begin(centre, deviation, point)[0]
 
-    open = list(range(len(out)))
+    open = list(range(len(results)))
     for _ in range(rounds):
         open = look(open, Unknown.solve)
     # With sorted coordinates an explanation of few rows proves nothing.
-    stuck = [i for i, one in enumerate(out) if one.ahead is not None and STUCK < left[i] < float("inf")]
+    stuck = [
+        i
+        for i, decoding in enumerate(results)
+        if decoding.ahead is not None and STUCK_RESIDUAL < left[i] < float("inf")
+    ]
     stuck = stuck if stuck and not matcher.sorted and anew() else []
     for find in (begin, *[Unknown.solve] * rounds):
         stuck = look(stuck, find)
-    return out
+    return results
 
 
-def believed(model: TruncatedModel, size: int) -> tuple[Float[Tensor, "p d"], Float[Tensor, " d"]]:
+def prefix_prior(model: TruncatedModel, size: int) -> tuple[Float[Tensor, "p d"], Float[Tensor, " d"]]:
     """Return the prior of an embedding before a prompt: the mean, and the standard deviation of each coordinate."""
     table = model.embed(torch.arange(model.vocab_size, device=model.device)).float()
     return table.mean(0).expand(size, -1), table.std(0).clamp(min=1e-12)
@@ -134,19 +138,19 @@ def arrives(
     progress: Progress = silent,
 ) -> bool:
     """Return whether the search finds the first rows of the attacker's own texts, whose tokens are known."""
-    corpus, (centre, deviation) = Corpus(model, seed + 6), believed(model, size)
+    corpus, (centre, deviation) = Corpus(model, seed + 6), prefix_prior(model, size)
     texts = [corpus.text_window(LENGTH).tolist() for _ in range(OWN)]
-    released, found = channel.release_batch(model, texts, generator(seed, "joint", "first rows")), False
-    for done, (one, secret) in enumerate(released):
+    released, arrived = channel.release_batch(model, texts, generator(seed, "joint", "first rows")), False
+    for done, (observation, truth) in enumerate(released):
         progress("looking before own texts", done, OWN)
-        rows = matcher.prepare(in_order(one, secret).to(model.device).float())
-        search = Unknown(torch.tensor(secret.tokens, device=model.device), rows, model, matcher)
+        rows = matcher.prepare(in_order(observation, truth).to(model.device).float())
+        search = Unknown(torch.tensor(truth.tokens, device=model.device), rows, model, matcher)
         _, order = search.begin(centre, deviation, centre)
-        found = order.tolist() == list(range(len(order)))
-        if found:
+        arrived = order.tolist() == list(range(len(order)))
+        if arrived:
             break
     progress("looking before own texts", OWN, OWN)
-    return found
+    return arrived
 
 
 class Unknown:
@@ -175,7 +179,7 @@ class Unknown:
         """Build the search behind a decoding in which every token has a row."""
         steps = decoding.beam[0].steps
         tokens, rows = (
-            torch.tensor([getattr(one, name) for one in steps], device=model.device)
+            torch.tensor([getattr(step, name) for step in steps], device=model.device)
             for name in ("token", "row")
         )
         return cls(tokens, decoding.view.shown[rows], model, matcher)

@@ -57,10 +57,10 @@ def fast_enough(screen: Screen, channel: Channel, matcher: Matcher, seed: int) -
     windows = [corpus.text_window(WINDOW).tolist() for _ in range(ROUNDED)]
     moved, rounded = list[Tensor](), list[Tensor]()
     released = channel.release_batch(model, windows, generator(seed, "joint", "rounding"))
-    for window, (one, secret) in zip(windows, released, strict=True):
+    for window, (observation, truth) in zip(windows, released, strict=True):
         tokens = torch.tensor(window, device=model.device)
         plain = matcher.view(model.encode(tokens))
-        rows = matcher.prepare(in_order(one, secret).to(model.device))
+        rows = matcher.prepare(in_order(observation, truth).to(model.device))
         moved.append(matcher.pairs(candidates=rows, observed=plain) / matcher.norms(plain))
         near = matcher.view(fast.encode(tokens))
         rounded.append(matcher.pairs(candidates=near, observed=plain) / matcher.norms(plain))
@@ -95,8 +95,8 @@ class Reader:
         states = observation.states.to(self.model.device).float()
         scores, ids = self.probes[0].shortlist(states, SHORTLIST)
         distinct, columns = ids.unique(return_inverse=True)
-        told = [one.log_probs(states) for one in self.probes[1:]]
-        traces = torch.stack([one[:, distinct] for one in told]) if told else None
+        log_probs = [probe.log_probs(states) for probe in self.probes[1:]]
+        traces = torch.stack([table[:, distinct] for table in log_probs]) if log_probs else None
         shown = self.matcher.prepare(states)
         white, units, expected, whitening = shown, EUCLIDEAN.norms(shown), None, None
         if self.distortion_model is not None:
@@ -110,20 +110,21 @@ class Reader:
             torch.cat([self.probes[0].log_probs(part).half() for part in states.split(PART)])
             if self.matcher.sorted
             else None,
-            {} if places is None or not told else _missed(told, places, length),
+            {} if places is None or not log_probs else _missed(log_probs, places, length),
             None if self.first_tokens is None else self.first_tokens.nearest(states, SHORTLIST),
         )  # fmt: skip
 
 
 def _missed(
-    told: Sequence[Float[Tensor, "rows v"]], places: Sequence[int], length: int
+    log_probs: Sequence[Float[Tensor, "rows v"]], places: Sequence[int], length: int
 ) -> dict[int, Float[Tensor, "offsets v"]]:
     """Return what rows predict (for each offset) about tokens shortly before them that have no row."""
-    row_of, out = {place: row for row, place in enumerate(places)}, {}
+    row_of, missed = {place: row for row, place in enumerate(places)}, {}
     for place in sorted(set(range(length)) - set(places)):
         rows = [row_of.get(place + offset) for offset in TRACES]
         if any(row is not None for row in rows):
-            out[place] = torch.stack([
-                torch.zeros_like(one[0]) if row is None else one[row] for one, row in zip(told, rows, strict=True)
+            missed[place] = torch.stack([
+                torch.zeros_like(table[0]) if row is None else table[row]
+                for table, row in zip(log_probs, rows, strict=True)
             ])  # fmt: skip
-    return out
+    return missed

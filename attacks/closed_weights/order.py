@@ -27,19 +27,19 @@ def nearest(
     rows: Float[Tensor, "rows d"], table: Float[Tensor, "v d"]
 ) -> tuple[Int[Tensor, " rows"], Float[Tensor, " rows"], Float[Tensor, " rows"]]:
     """Return the nearest table row (L2) of each row, coordinate by coordinate; see ``match_sorted``."""
-    found, distance, margin = [], [], []
+    indices, distance, margin = [], [], []
     norms = table.square().sum(1)
     for chunk in rows.split(CHUNK):
         # The fast form loses the last digits, so the best few are compared again exactly.
         few = (norms - 2 * chunk @ table.T).topk(min(EXACT_FEW, len(table)), largest=False).indices
         exact = torch.linalg.vector_norm(table[few] - chunk[:, None], dim=2)
         values, places = exact.sort(dim=1)
-        found.append(few.gather(1, places[:, :1])[:, 0])
+        indices.append(few.gather(1, places[:, :1])[:, 0])
         distance.append(values[:, 0])
         margin.append(
             values[:, 1] - values[:, 0] if values.shape[1] > 1 else torch.full((len(chunk),), torch.inf)
         )
-    return torch.cat(found), torch.cat(distance), torch.cat(margin)
+    return torch.cat(indices), torch.cat(distance), torch.cat(margin)
 
 
 def likeliest_order(rows: Float[Tensor, "m d"], guessed: Float[Tensor, "m d"]) -> Int[Tensor, " d"]:
@@ -70,14 +70,14 @@ def common_order(
     a, b = rows.double().T, matched.double().T
     cost = torch.cdist(a, b, p=1.0)
     _, order = linear_sum_assignment(cost.numpy())
-    found = torch.from_numpy(order).long()
-    worst = float((rows - matched[:, found]).abs().max())
+    permutation = torch.from_numpy(order).long()
+    worst = float((rows - matched[:, permutation]).abs().max())
     if worst > tolerance * max(float(rows.abs().max()), 1e-30) + rounding:
         raise NotApplicableError(
             "the vectors have no common order of coordinates; each request may have its own, or they are of "
             "another model"
         )
-    return found
+    return permutation
 
 
 def number(rows: Float[Tensor, "rows d"], known: dict[Hashable, int] | None = None) -> list[int]:

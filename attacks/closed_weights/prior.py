@@ -154,13 +154,13 @@ class _Statistics:
 
     def scores(self, match: Numbers, sure: Shares) -> Shares:
         """Return log-likelihoods, symbol by token, with neighbours as they are named now, weighted by confidence."""
-        out: Shares = self.often.copy()
+        scores: Shares = self.often.copy()
         pairs = self.symbols.pairs
         for weight, follow, ratios in ((1.0, pairs, self.right), (LEFT_PAIRS, pairs.T, self.left)):
             trust = np.where(match < 0, 0.0, sure)[:, None].astype(np.float32)
-            told = np.log1p(trust * (ratios.T[match] - 1))
-            out += weight * (follow @ told)
-        return out
+            log_ratios = np.log1p(trust * (ratios.T[match] - 1))
+            scores += weight * (follow @ log_ratios)
+        return scores
 
 
 def _ratios(pairs: Any, shares: Shares) -> NDArray[np.float32]:
@@ -208,16 +208,16 @@ def _read(
     device = language_model.device
     candidates = torch.tensor(tokens.kinds, device=device)
     usual = torch.from_numpy(tokens.counts / tokens.counts.sum()).float().log()
-    out = torch.zeros(len(symbols.kinds), len(tokens.kinds))
+    totals = torch.zeros(len(symbols.kinds), len(tokens.kinds))
     for at in range(0, len(chosen), PASS_REQUESTS):
         rows = [symbols.rows[i] for i in chosen[at : at + PASS_REQUESTS]]
         named = [torch.from_numpy(np.maximum(match[row[:-1]], 0)).to(device) for row in rows]
-        passes = [Request(language_model.prefix(), candidates[one]) for one in named]
+        passes = [Request(language_model.prefix(), candidates[ids]) for ids in named]
         for row, answer in zip(rows, language_model.run(passes, keep=False), strict=True):
             likely = answer.states.float().log_softmax(1)[:, candidates].cpu()
-            out.index_add_(0, torch.from_numpy(row[1:]), _mixed(likely - usual, sure[row[:-1]]))
+            totals.index_add_(0, torch.from_numpy(row[1:]), _mixed(likely - usual, sure[row[:-1]]))
         progress("requests read", min(at + PASS_REQUESTS, len(chosen)), len(chosen))
-    return out.double().numpy()
+    return totals.double().numpy()
 
 
 def _mixed(ratios: Float[Tensor, "n c"], sure: Shares) -> Float[Tensor, "n c"]:

@@ -40,26 +40,26 @@ def with_public_embedding(
     if embedding.shape[1] != view.head.shape[1]:
         raise InputError(f"the embedding is {embedding.shape[1]} wide, the requests {view.head.shape[1]}")
     rows, counts = rows_of(view.requests)
-    found, distance, margin = match_sorted(rows, embedding)
-    norms = torch.linalg.vector_norm(embedding[found], dim=1)
+    tokens, distance, margin = match_sorted(rows, embedding)
+    norms = torch.linalg.vector_norm(embedding[tokens], dim=1)
     if bool((distance > EXACT * norms + _rounding(view)).any()):  # not these very vectors: order them
-        found, distance, margin = _in_one_order(rows, embedding, found)
+        tokens, distance, margin = _in_one_order(rows, embedding, tokens)
     sure = margin / (margin + distance).clamp(min=1e-30)
-    return [part.tolist() for part in found.split(counts)], sure
+    return [part.tolist() for part in tokens.split(counts)], sure
 
 
 def _in_one_order(
-    rows: Float[Tensor, "rows d"], table: Float[Tensor, "v d"], found: Int[Tensor, " rows"]
+    rows: Float[Tensor, "rows d"], table: Float[Tensor, "v d"], tokens: Int[Tensor, " rows"]
 ) -> tuple[Int[Tensor, " rows"], Float[Tensor, " rows"], Float[Tensor, " rows"]]:
     """Guess tokens and the one order of coordinates in turns, until the guesses do not change."""
     centre = table.mean(0)
     for _ in range(ORDER_ROUNDS):
-        order = likeliest_order(rows, table[found] - centre)
-        before = found
-        found, distance, margin = nearest(rows, table[:, order])
-        if torch.equal(found, before):
+        order = likeliest_order(rows, table[tokens] - centre)
+        before = tokens
+        tokens, distance, margin = nearest(rows, table[:, order])
+        if torch.equal(tokens, before):
             break
-    return found, distance, margin
+    return tokens, distance, margin
 
 
 @dataclass(frozen=True)
@@ -91,14 +91,14 @@ def rebuild_tied(view: ServerView) -> Rebuilt:
     for place, symbol in enumerate(number(rows)):
         places.setdefault(symbol, place)
     distinct = rows[list(places.values())[:SEEN_FOR_ORDER]]
-    found, distance, _ = match_sorted(distinct, view.head)
+    matched, distance, _ = match_sorted(distinct, view.head)
     norms = torch.linalg.vector_norm(distinct, dim=1)
     if bool((distance > EXACT * norms + _rounding(view)).any()):
         raise NotApplicableError(
             "the vectors that users send are not those of the output layer: the embedding is not tied. Symbols remain "
             "(the experiment 'substitution'), or a public model near it (a row of 'closed-weights')"
         )
-    order = common_order(distinct, view.head[found], rounding=view.step)
+    order = common_order(distinct, view.head[matched], rounding=view.step)
     table = view.head[:, order]
     symbols, residual = _nearest(rows, table)
     return Rebuilt(table, order, tuple(tuple(part.tolist()) for part in symbols.split(counts)), residual)
@@ -116,10 +116,10 @@ def _nearest(
     known: dict[Hashable, int] = {}
     for i, row in enumerate(table.numpy()):
         known.setdefault(row.tobytes(), i)
-    found = torch.tensor([known.get(row.tobytes(), -1) for row in rows.numpy()])
-    if bool((other := found < 0).any()):
-        found[other] = nearest(rows[other], table)[0]
-    return found, float((rows - table[found]).abs().max())
+    indices = torch.tensor([known.get(row.tobytes(), -1) for row in rows.numpy()])
+    if bool((other := indices < 0).any()):
+        indices[other] = nearest(rows[other], table)[0]
+    return indices, float((rows - table[indices]).abs().max())
 
 
 def collect_untied(requests: Sequence[Float[Tensor, "_ d"]]) -> list[list[int]]:

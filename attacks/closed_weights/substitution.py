@@ -106,22 +106,22 @@ def _frequency_similarity(a: Statistics, b: Statistics, n: int) -> Matrix:
     """Return minus the difference of log frequencies, and of how often a text begins with the kind."""
     total, other = a.counts.sum(), b.counts.sum()
     x, y = np.log(a.counts[:n] / total), np.log(b.counts[:n] / other)
-    out = -np.abs(x[:, None] - y[None])
+    similarity = -np.abs(x[:, None] - y[None])
     opening = [np.sqrt(s.first[:n] / max(s.first.sum(), 1.0)) for s in (a, b)]
-    return out - 4 * np.abs(opening[0][:, None] - opening[1][None])  # type: ignore[no-any-return]
+    return similarity - 4 * np.abs(opening[0][:, None] - opening[1][None])  # type: ignore[no-any-return]
 
 
 def _context_similarity(a: Statistics, b: Statistics, n: int, match: NDArray[np.int64], core: int) -> Matrix:
     """Return the similarity of neighbours (Hellinger), counted over the most frequent kinds as they are named now."""
     named = match[:core]
-    out = np.zeros((n, n))
+    similarity = np.zeros((n, n))
     for left, right in (
         (a.follow[:n, :core], b.follow[:n][:, named]),
         (a.follow[:core, :n].T, b.follow[named][:, :n].T),
     ):
         x, y = (_root_shares(side, stats.counts[:n]) for side, stats in ((left, a), (right, b)))
-        out += 5 * (x @ y.T)
-    return out
+        similarity += 5 * (x @ y.T)
+    return similarity
 
 
 def _root_shares(follow: Matrix, counts: Matrix) -> Matrix:
@@ -144,6 +144,6 @@ def assign(similar: Matrix, fixed: dict[int, int]) -> NDArray[np.int64]:
             similar[i], similar[:, j] = -1e9, -1e9
             similar[i, j] = 1e9
     rows, columns = linear_sum_assignment(similar, maximize=True)
-    out = np.full(len(similar), -1)
-    out[rows] = columns
-    return out
+    assignment = np.full(len(similar), -1)
+    assignment[rows] = columns
+    return assignment

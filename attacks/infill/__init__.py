@@ -113,11 +113,11 @@ class Infill(Attack):
             states[0, positions] = rows
             certain = self._fill(infiller, tokens, known, states if infiller.reads_states else None)
         row_of = {position: row for row, position in enumerate(positions)}
-        found = tuple(
+        predictions = tuple(
             TokenPrediction(int(token), row_of.get(i, -1), 1 - float(certain[i]), None, 0, False)
             for i, token in enumerate(tokens[0])
         )
-        return AttackResult(found, 0, 0, time.perf_counter() - started, "complete")
+        return AttackResult(predictions, 0, 0, time.perf_counter() - started, "complete")
 
     def _read(
         self, rows: Float[Tensor, "rows d"], info: ObservationInfo, model: TruncatedModel

@@ -155,20 +155,20 @@ class MaskedLM:
                 f"{self.name} reads {self.limit} tokens at most, not {whole.shape[1]}; give --max-tokens"
             )
         dtype = next(self.model.parameters()).dtype
-        out = self.model(inputs_embeds=whole.to(dtype)).logits
-        return out[:, len(before) : len(before) + inputs.shape[1]][wanted].float()  # type: ignore[no-any-return]
+        logits = self.model(inputs_embeds=whole.to(dtype)).logits
+        return logits[:, len(before) : len(before) + inputs.shape[1]][wanted].float()  # type: ignore[no-any-return]
 
 
 def cut(model: TruncatedModel, tokenizer: Any) -> list[list[int]]:
     """Return each attacked token's pieces in another vocabulary; its unknown token where there is no text."""
     texts = [model.text([i]) for i in range(model.vocab_size)]
-    found = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    tokenized = tokenizer(texts, add_special_tokens=False)["input_ids"]
     unknown = tokenizer.unk_token_id if tokenizer.unk_token_id is not None else tokenizer.mask_token_id
-    return [list(pieces) or [unknown] for pieces in found]
+    return [list(pieces) or [unknown] for pieces in tokenized]
 
 
 def average(weights: Float[Tensor, "old d"], pieces: list[list[int]]) -> Float[Tensor, "v d"]:
     """Return the mean of the rows of each token's pieces."""
-    flat = torch.tensor([i for one in pieces for i in one], device=weights.device)
+    flat = torch.tensor([i for ids in pieces for i in ids], device=weights.device)
     starts = torch.tensor([0, *map(len, pieces)], device=weights.device).cumsum(0)[:-1]
     return F.embedding_bag(flat, weights, starts, mode="mean")

@@ -62,8 +62,8 @@ class Infiller(nn.Module):
 
     def trained(self) -> dict[str, Tensor]:
         """Return the trained tensors by name, and the mean and scale of states."""
-        out = {name: p.data for name, p in self.named_parameters() if p.requires_grad}
-        return out | {name: b for name, b in self.named_buffers() if name in ("mean", "scale")}
+        tensors = {name: p.data for name, p in self.named_parameters() if p.requires_grad}
+        return tensors | {name: b for name, b in self.named_buffers() if name in ("mean", "scale")}
 
     def restore(self, tensors: dict[str, Tensor]) -> None:
         """Restore what ``trained`` returned.

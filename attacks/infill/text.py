@@ -41,16 +41,16 @@ def windows(
     """
     if source == OWN:
         return own_text(model, count, length, seed, progress)
-    found: list[Tensor] = []
+    rows: list[Tensor] = []
     for prompt in islice(iter_prompts(source), count):
         ids = torch.tensor(model.tokenize(prompt.text))
-        found += list(ids[: len(ids) // length * length].view(-1, length))
-        progress("reading texts", min(len(found), count), count)
-        if len(found) >= count:
+        rows += list(ids[: len(ids) // length * length].view(-1, length))
+        progress("reading texts", min(len(rows), count), count)
+        if len(rows) >= count:
             break
-    if not found:
+    if not rows:
         raise InputError(f"no text of {source} has {length} tokens; give longer ones or a smaller length")
-    return torch.stack(found[:count])
+    return torch.stack(rows[:count])
 
 
 def own_text(

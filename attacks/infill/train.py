@@ -141,7 +141,7 @@ class Data:
             return Batch(truth, known, None)
         generator = torch.Generator().manual_seed(hash_seed(self.recipe.seed, step, 2))
         released = self.channel.release_batch(self.model, truth.tolist(), generator)
-        states = torch.stack([one.states.float() for one, _ in released])
+        states = torch.stack([observation.states.float() for observation, _ in released])
         return Batch(truth, known, states)
 
     def inputs(self, batch: Batch) -> Int[Tensor, "b n"]:
@@ -179,7 +179,7 @@ def train_infiller(
     """
     identity = _identity(model, info, shards, recipe, masked)
     # Processes that accelerate started together train one infiller together.
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1 or _begun(identity, done=True):
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 or _checkpoint_exists(identity, done=True):
         return _trained(identity, model, info, shards, recipe, progress, masked)
     path = checkpoint_path(identity)
     lock = FileLock(path.with_suffix(".lock"))
@@ -203,7 +203,7 @@ def _trained(
 ) -> tuple[Infiller, State]:  # fmt: skip
     start: dict[str, Tensor] = {}
     before = 0.0
-    if model.site.stream != "embed" and not shards.whole and not _begun(identity):
+    if model.site.stream != "embed" and not shards.whole and not _checkpoint_exists(identity):
         # Runs before this infiller's weights are loaded, so that only one is in memory at a time.
         start, before = _from_tokens(model, info, shards, recipe, progress, masked)
     torch.manual_seed(recipe.seed)  # of LoRA's first weights
@@ -344,7 +344,7 @@ def _save(
         save_tensors(target, {name: value.contiguous() for name, value in tensors.items()}, about)
 
 
-def _begun(identity: dict[str, Any], done: bool = False) -> bool:
+def _checkpoint_exists(identity: dict[str, Any], done: bool = False) -> bool:
     """Return whether a readable checkpoint exists, or with ``done`` one of a finished training."""
     path = checkpoint_path(identity)
     with suppress(*DAMAGED), safe_open(path, "pt") as file:
@@ -360,11 +360,13 @@ def _described(file: Any, identity: dict[str, Any], path: Path) -> dict[str, Any
         InputError: it is of another model, site, channel, plan or recipe.
     """
     about: dict[str, Any] = json.loads((file.metadata() or {})["hiddenlab"])
-    wanted, found = json.loads(json.dumps(identity)), about["identity"]
-    names = [name for name in wanted | found if wanted.get(name) != found.get(name)]
+    wanted, stored = json.loads(json.dumps(identity)), about["identity"]
+    names = [name for name in wanted | stored if wanted.get(name) != stored.get(name)]
     if names:
-        told = "; ".join(f"{name} {found.get(name)}, not {wanted.get(name)}" for name in names)
-        raise InputError(f"the checkpoint {path} is of another training: {told}; move it away to train anew")
+        differences = "; ".join(f"{name} {stored.get(name)}, not {wanted.get(name)}" for name in names)
+        raise InputError(
+            f"the checkpoint {path} is of another training: {differences}; move it away to train anew"
+        )
     return about
 
 

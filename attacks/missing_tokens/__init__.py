@@ -139,35 +139,35 @@ class MissingTokenSearch(Attack):
         names = self._names(info)
         started, before = time.perf_counter(), self._counters(model, prepared)
         lead = next((i for i, p in enumerate(positions) if p != i), len(positions))
-        found: list[TokenPrediction] = []
+        predictions: list[TokenPrediction] = []
         epsilon = None
         if lead:
             whole = replace(info, positions=None)
             first = self.matching.recover(Observation(observation.states[:lead], whole))
-            found, epsilon = list(first.tokens), first.epsilon
+            predictions, epsilon = list(first.tokens), first.epsilon
         lm = Continuations(prepared.proposer.lm, model.special_ids)
         rows = {position: row for row, position in enumerate(positions)}
         searched = dict[int, bool]()  # rows that were not matched, and whether they were searched for
         left = set[int]()  # places in gaps that were not closed
         unclear = set[int]()  # rows that wrong tokens before them would match too
         with torch.inference_mode():
-            prefix = _prefix_of(model, info.prefix_tokens, found)
+            prefix = _prefix_of(model, info.prefix_tokens, predictions)
             states = observation.states.to(model.device).float()
             for row in range(lead, len(positions)):
                 gap = Gap(prepared, earlier, clearance, lm, prefix, states[row], self.breadth, self.budget)
-                missing = positions[row] - len(found)
+                missing = positions[row] - len(predictions)
                 closed = False
                 if names is not None and missing:
                     assert prepared.proposer.probe is not None
-                    view, anew = View(states, positions, found, prepared.proposer.probe, left), gap
-                    if view.begun < len(found):
-                        base = _prefix_of(model, info.prefix_tokens, found[: view.begun])
-                        anew = Gap(
+                    view, new_gap = View(states, positions, predictions, prepared.proposer.probe, left), gap
+                    if view.first_unknown < len(predictions):
+                        base = _prefix_of(model, info.prefix_tokens, predictions[: view.first_unknown])
+                        new_gap = Gap(
                             prepared, earlier, clearance, lm, base, states[row], self.breadth, self.budget
                         )
-                    if closed := anew.named(names, view, row):
-                        gap, prefix, found = anew, anew.prefix, found[: view.begun]
-                        unclear = {r for r in unclear if positions[r] < view.begun}
+                    if closed := new_gap.named(names, view, row):
+                        gap, prefix, predictions = new_gap, new_gap.prefix, predictions[: view.first_unknown]
+                        unclear = {r for r in unclear if positions[r] < view.first_unknown}
                         searched.clear()
                         left.clear()
                 if not closed:
@@ -176,10 +176,10 @@ class MissingTokenSearch(Attack):
                     budget = (min(self.budget, BEHIND) if searched else self.budget) if within else 0
                     if not gap.search(missing, budget):
                         searched[row] = within
-                        left |= set(range(len(found), positions[row]))
+                        left |= set(range(len(predictions), positions[row]))
                 if gap.closed and not gap.clear:
                     unclear.add(row)
-                found += gap.recovered(rows, len(found))
+                predictions += gap.recovered(rows, len(predictions))
                 self.progress("closing gaps", row - lead + 1, len(positions) - lead)
         evaluated, calls = (
             now - then for now, then in zip(self._counters(model, prepared), before, strict=True)
@@ -188,10 +188,12 @@ class MissingTokenSearch(Attack):
         skipped = len(searched) - unclosed
         reasons = [f"{unclosed} of {count} rows not matched within the budget"] * bool(unclosed)
         reasons += [f"{skipped} of {count} gaps longer than {self.longest}, not searched"] * bool(skipped)
-        nears = f"{len(unclear)} of {count} rows matched where wrong tokens come as near as right ones"
-        reasons += [nears] * bool(unclear)
+        near_reason = f"{len(unclear)} of {count} rows matched where wrong tokens come as near as right ones"
+        reasons += [near_reason] * bool(unclear)
         reason = "; ".join(reasons) or "complete"
-        return AttackResult(tuple(found), evaluated, calls, time.perf_counter() - started, reason, epsilon)
+        return AttackResult(
+            tuple(predictions), evaluated, calls, time.perf_counter() - started, reason, epsilon
+        )
 
     def _counters(self, model: TruncatedModel, prepared: Prepared) -> tuple[int, int]:
         """Return the positions and passes that ran so far."""
@@ -206,8 +208,8 @@ class MissingTokenSearch(Attack):
         )
 
 
-def _prefix_of(model: TruncatedModel, offset: int, found: Sequence[TokenPrediction]) -> Prefix:
+def _prefix_of(model: TruncatedModel, offset: int, predictions: Sequence[TokenPrediction]) -> Prefix:
     prefix = model.prefix(offset=offset)
-    if found:
-        prefix.extend(torch.tensor([one.token for one in found], device=model.device))
+    if predictions:
+        prefix.extend(torch.tensor([prediction.token for prediction in predictions], device=model.device))
     return prefix

@@ -40,12 +40,13 @@ OWN = 0.05  # weight of the mean variance in the prior's covariance (shrinkage: 
 STARTS = 6  # starts of the solve: the first is the mean, the others drawn fillings; some do not converge
 ROUNDING = 1e-5  # share of a row that the solve leaves unexplained, at most, in full precision
 ROUNDED = {"identity", "dtype", "int8", "nf4"}  # channels that only round rows
-UNEVEN = 2.0  # largest residual of a rounded row, in multiples of the mean rounding
+MAX_ROUNDING_RATIO = 2.0  # largest residual of a rounded row, in multiples of the mean rounding
 WINDOWS, TOKENS = 8, 32  # on which that is measured
 POOL = 6000  # sampled tokens that represent what may be missing
 UNIFORM = 0.2  # share of them drawn uniformly from the vocabulary; the others are as frequent as in text
 TEXTS = 60_000  # tokens of text that tell how often that is
-ANEW, DOUBTFUL = 4, 6  # rounds of searching pairs of tokens again, and pairs tried at most in each
+# Rounds of searching pairs of tokens again, and pairs tried at most in each.
+MENDING_ROUNDS, MENDED_PAIRS = 4, 6
 LONGEST, ROWS = 64, 8  # missing tokens that are solved for, and rows used together, at most
 BEAMED, PER_ROW = 16, 8  # missing tokens of which a beam is tried; of more than these at most so many a row
 
@@ -150,29 +151,29 @@ class AttentionSums:
             return  # a token that no row sees cannot be found
         search = Search(turned, places, self.prior, self.pool, self.coarse)
         few = len(places) <= BEAMED
-        found = search.beam() if few else Beliefs(search, self.progress).settle()
-        yield search.fillings(found)
-        if few and not search.explained(found):
+        sums = search.beam() if few else Beliefs(search, self.progress).settle()
+        yield search.fillings(sums)
+        if few and not search.explained(sums):
             together = Beliefs(search, self.progress).settle()
-            if search.best(together) < search.best(found):
-                found = together
-                yield search.fillings(found)
-        if not search.explained(found):
-            yield from self._mended(search, found)
+            if search.best(together) < search.best(sums):
+                sums = together
+                yield search.fillings(sums)
+        if not search.explained(sums):
+            yield from self._mended(search, sums)
 
     @staticmethod
-    def _mended(search: Search, found: Sums) -> Iterator[list[dict[int, int]]]:
+    def _mended(search: Search, sums: Sums) -> Iterator[list[dict[int, int]]]:
         """Yield fillings whose sum was improved by searching pairs of tokens again, until one explains the rows."""
-        for _ in range(ANEW):
-            for pair in search.doubtful(found)[:DOUBTFUL]:
-                anew = search.sought_anew(found, pair)
-                if search.best(anew) < search.best(found):
-                    found = anew
+        for _ in range(MENDING_ROUNDS):
+            for pair in search.doubtful(sums)[:MENDED_PAIRS]:
+                improved = search.sought_anew(sums, pair)
+                if search.best(improved) < search.best(sums):
+                    sums = improved
                     break
             else:
                 return
-            yield search.fillings(found)
-            if search.explained(found):
+            yield search.fillings(sums)
+            if search.explained(sums):
                 return
 
     def _turned_back(self, rows: Sequence[Shown]) -> list[Row]:
@@ -183,8 +184,8 @@ class AttentionSums:
         tokens = torch.tensor([row.token for row in rows], device=self.model.device)
         embeddings = self.model.embed(tokens).float()
         with torch.inference_mode(False):
-            usual = torch.stack([one.mean(0) for one in guesses]).clone()
-            spread = torch.stack([one - one.mean(0) for one in guesses]).double()
+            usual = torch.stack([guess.mean(0) for guess in guesses]).clone()
+            spread = torch.stack([guess - guess.mean(0) for guess in guesses]).double()
             covariance = spread.transpose(1, 2) @ spread / DRAWS
             own = covariance.diagonal(dim1=1, dim2=2).mean(1)[:, None, None].clamp(min=JITTER)
             covariance = (1 - OWN) * covariance + OWN * own * torch.eye(usual.shape[1]).to(covariance)
@@ -199,34 +200,34 @@ class AttentionSums:
             moved = torch.zeros_like(usual).double()
             explained = torch.zeros_like(every, dtype=torch.bool)
             for start in range(STARTS):
-                begun = moved if start == 0 else torch.where(explained[:, None], moved, spread[:, start])
-                moved = equations.solve(begun)
+                initial = moved if start == 0 else torch.where(explained[:, None], moved, spread[:, start])
+                moved = equations.solve(initial)
                 left = (equations.observed - equations.states(every, moved)) / equations.unit()
-                explained = left.square().mean(1) < max(ROUNDING, UNEVEN * self.coarse) ** 2
+                explained = left.square().mean(1) < max(ROUNDING, MAX_ROUNDING_RATIO * self.coarse) ** 2
                 if bool(explained.all()):
                     break
             jacobian = equations.jacobian(every, moved) / equations.unit()[..., None]
         precision = jacobian.transpose(1, 2) @ jacobian / max(ROUNDING, self.coarse) ** 2 + prior
         unsure = torch.cholesky_inverse(torch.linalg.cholesky(precision))
-        out = list[Row]()
+        turned = list[Row]()
         for i, (row, (weights, values, scale)) in enumerate(zip(rows, known, strict=True)):
             if not explained[i]:
                 continue
             brought = (usual[i] + moved[i]).unflatten(0, values.shape[1:])
             mass = weights.sum(1)
             left = mass[:, None] * brought - torch.einsum("hk,khw->hw", weights, values)
-            told = jacobian[i], unsure[i], brought.float(), left.flatten(), mass, scale
-            out.append(Row(self.layer, row.token, row.position, *told))
-        return out
+            terms = jacobian[i], unsure[i], brought.float(), left.flatten(), mass, scale
+            turned.append(Row(self.layer, row.token, row.position, *terms))
+        return turned
 
     def _known(self, row: Shown) -> tuple[Tensor, Tensor, Tensor]:
         """Return weights ``[h, k]``, values ``[k, h, w]`` and scale of the known tokens a row sees, with its own."""
         tokens = {**row.known, row.position: row.token}
         scores, values = [], []
         for place, token in tokens.items():
-            one = torch.tensor([token], device=self.model.device)
-            scores.append(self.layer.scores(row.token, row.position, place, one))
-            values.append(self.layer.values(place, one))
+            ids = torch.tensor([token], device=self.model.device)
+            scores.append(self.layer.scores(row.token, row.position, place, ids))
+            values.append(self.layer.values(place, ids))
         every = torch.cat(scores, 1)
         scale = every.amax(1, keepdim=True)
         spread = self.layer.spread(torch.cat(values))

@@ -20,7 +20,7 @@ from hiddenlab.types import ObservationInfo
 WINDOWS, TOKENS = 16, 24  # of the attacker's own text, and tokens of each
 BACK = (1, 2, 4, 8)  # how far before the row a token is replaced
 WRONG = 8  # tokens that are tried at each
-TWIN = 0.01  # tokens whose embeddings differ by less than this share of the norm count as equal
+TOLERANCE = 0.01  # tokens whose embeddings differ by less than this share of the norm count as equal
 FLOOR_ROOM = 8.0  # a sequence counts as right within so many times the largest right distance
 # Share of the smallest wrong distance within which no wrong one is expected: in a whole vocabulary, and at rows that
 # depend less on earlier tokens, wrong ones come a few times nearer than the few that are measured.
@@ -87,6 +87,6 @@ def measure(model: TruncatedModel, info: ObservationInfo, matcher: Matcher, seed
             floor = max(floor, float(apart[0]))
             for i, (back, distances) in enumerate(zip(BACK, apart[1:].split(WRONG), strict=True)):
                 right = model.embed(tokens[-1 - back : len(tokens) - back]).float()
-                other = (model.embed(replaced[i]).float() - right).norm(dim=1) > TWIN * right.norm()
+                other = (model.embed(replaced[i]).float() - right).norm(dim=1) > TOLERANCE * right.norm()
                 wrong[back] = min([wrong[back], *distances[other].tolist()])
     return Clearance(floor, wrong, torch.finfo(model.dtype).eps)

@@ -11,8 +11,8 @@ from torch import Tensor
 from hiddenlab.attacks.missing_tokens import clearance
 from hiddenlab.attacks.missing_tokens.attention_sums import AttentionSums
 from hiddenlab.attacks.missing_tokens.gap_view import View
-from hiddenlab.attacks.missing_tokens.slots import Likely, Tried, moved, swapped
-from hiddenlab.attacks.vocab_match import Prepared, believed
+from hiddenlab.attacks.missing_tokens.slots import Likely, SlotCandidates, moved, swapped
+from hiddenlab.attacks.vocab_match import Prepared, mark_chance_matches
 from hiddenlab.matching.ranking import Continuations
 from hiddenlab.matching.screening import near_ones
 from hiddenlab.models import Answer, Prefix, Request
@@ -22,10 +22,11 @@ from hiddenlab.types import TokenPrediction
 # Positions, about, that the language model may run for the beam of one gap, as long as the beam is wider than one.
 BEAM_POSITIONS = 8192
 NEARNESS = 8  # power of the ratio of distances that lowers a likely sequence's weight against the nearest
-WIDEN = 512  # sequences tried after which one more of the likeliest is searched slot by slot
+WIDEN_AFTER = 512  # sequences tried after which one more of the likeliest is searched slot by slot
 LM_WEIGHT = 0.8  # weight of the language model beside traces
-NAMED = 32  # solved fillings that are run at once
-DOUBT = 1.25  # the truncated model runs sequences within so many times the screen's largest rounding of a row
+FILLINGS_AT_ONCE = 32  # solved fillings that are run at once
+# The truncated model runs sequences within so many times the screen's largest rounding of a row.
+ROUNDING_FACTOR = 1.25
 
 
 class Gap:
@@ -50,7 +51,7 @@ class Gap:
         self.shadow: Prefix | None = None
         self.likely: list[Likely] = []  # by the priors alone, likeliest first
         self.priors: dict[tuple[int, tuple[int, ...]], Tensor] = {}
-        self.slots: dict[tuple[int, tuple[int, ...]], Tried] = {}
+        self.slots: dict[tuple[int, tuple[int, ...]], SlotCandidates] = {}
         self.rearranged: set[tuple[int, ...]] = set()
         self.spent = 0
         self.closed = False
@@ -98,16 +99,18 @@ class Gap:
     def named(self, names: AttentionSums, view: View, row: int) -> bool:
         """Solve for the tokens missing before a row, and run the solutions; return whether one matched."""
         known, asked = view.rows(row)
-        places = range(view.begun, view.positions[row] + 1)
+        places = range(view.first_unknown, view.positions[row] + 1)
         self.size = len(places)
         for rows in asked:
             for fillings in names.name(rows):
-                self._run([tuple((known | one)[p] for p in places) for one in fillings[:NAMED]])
+                self._run(
+                    [tuple((known | filling)[p] for p in places) for filling in fillings[:FILLINGS_AT_ONCE]]
+                )
                 if self.closed:
                     return True
         return False
 
-    def recovered(self, rows: Mapping[int, int], begun: int) -> list[TokenPrediction]:
+    def recovered(self, rows: Mapping[int, int], start: int) -> list[TokenPrediction]:
         """Return the tokens found from a position on; those without a row are verified by the row they explain.
 
         Args:
@@ -118,11 +121,11 @@ class Gap:
         margin = others[0] - distance if others else None
         tokens = [
             TokenPrediction(
-                token, rows.get(begun + slot, -1), distance, margin, self.spent, self.closed and self.clear
+                token, rows.get(start + slot, -1), distance, margin, self.spent, self.closed and self.clear
             )
             for slot, token in enumerate(self.best)
         ]
-        return list(believed(tokens, self.prepared.threshold.chance)) if self.size == 1 else tokens
+        return list(mark_chance_matches(tokens, self.prepared.threshold.chance)) if self.size == 1 else tokens
 
     # ---- what is tried
 
@@ -134,14 +137,16 @@ class Gap:
         first = beams[0]
         for slot in range(self.size):
             first = beams[0]
-            scores = self._scores(slot, [one.tokens for one in beams]).log_softmax(1)
+            scores = self._scores(slot, [sequence.tokens for sequence in beams]).log_softmax(1)
             top = scores.topk(min(width, scores.shape[1]), dim=1)
             grown = [
-                one.with_token(token, value)
-                for one, values, found in zip(beams, top.values.tolist(), top.indices.tolist(), strict=True)
-                for value, token in zip(values, found, strict=True)
+                sequence.with_token(token, value)
+                for sequence, values, tokens in zip(
+                    beams, top.values.tolist(), top.indices.tolist(), strict=True
+                )
+                for value, token in zip(values, tokens, strict=True)
             ]
-            beams = sorted(grown, key=lambda one: -sum(one.scores))[
+            beams = sorted(grown, key=lambda sequence: -sum(sequence.scores))[
                 : width if slot < self.size - 1 else 3 * width
             ]
         # The likeliest sequences often share their last token: add other last tokens behind the likeliest beginning.
@@ -150,15 +155,17 @@ class Gap:
             first.with_token(token, value)
             for token, value in zip(last.indices.tolist(), last.values.tolist(), strict=True)
         ]
-        unique = {one.tokens: one for one in beams + others}
-        self.likely = sorted(unique.values(), key=lambda one: -sum(one.scores))
-        first_batch = dict.fromkeys(one.tokens for one in beams[:width])
-        rest = [one.tokens for one in self.likely if one.tokens not in first_batch]
+        unique = {sequence.tokens: sequence for sequence in beams + others}
+        self.likely = sorted(unique.values(), key=lambda sequence: -sum(sequence.scores))
+        first_batch = dict.fromkeys(sequence.tokens for sequence in beams[:width])
+        rest = [sequence.tokens for sequence in self.likely if sequence.tokens not in first_batch]
         for part in (list(first_batch), rest):
             if not self.closed:
                 self._run(part[: self.most - self.spent])
         self.likely = [
-            replace(one, distance=self.pool[one.tokens]) for one in self.likely if one.tokens in self.pool
+            replace(sequence, distance=self.pool[sequence.tokens])
+            for sequence in self.likely
+            if sequence.tokens in self.pool
         ]
 
     def _rearrange(self) -> bool:
@@ -228,7 +235,7 @@ class Gap:
                 self.model.run([request])[0], [sequences[i] for i in chosen.tolist()], len(chain)
             )
             states[chosen] = own.to(states.dtype)
-            rounding = DOUBT * float((distances[chosen] ** 2 - exact**2).clamp(min=0).max().sqrt())
+            rounding = ROUNDING_FACTOR * float((distances[chosen] ** 2 - exact**2).clamp(min=0).max().sqrt())
             (chosen,) = ((distances <= rounding) & ~seen).nonzero(as_tuple=True)
         return states
 
@@ -245,14 +252,14 @@ class Gap:
             return trace.expand(len(before), -1)
         return trace + LM_WEIGHT * following.to(trace.device)
 
-    def _most_promising(self) -> "Tried | None":
+    def _most_promising(self) -> "SlotCandidates | None":
         """Return the slot whose next candidates are likeliest to be right, of near and of likely sequences.
 
         Nearer sequences have more weight. Likely ones are weighted by the prior of the tokens that are held, and less
         where they are far. A row may come nearer with a wrong token of its own than with the right one, as long as
         those before it are wrong; the priors then show better where to search.
         """
-        best: tuple[float, Tried] | None = None
+        best: tuple[float, SlotCandidates] | None = None
         nearest = sorted(self.pool, key=self.pool.__getitem__)
         taken = 0
         for sequence in nearest:
@@ -265,7 +272,7 @@ class Gap:
             if taken == self.breadth:
                 break
         least = self.pool[nearest[0]]
-        for likely in self.likely[: self.breadth + self.spent // WIDEN]:
+        for likely in self.likely[: self.breadth + self.spent // WIDEN_AFTER]:
             nearness = (least / max(likely.distance, 1e-30)) ** NEARNESS
             for slot in range(self.size):
                 context = self._context(slot, likely.tokens)
@@ -274,17 +281,17 @@ class Gap:
                     best = value, context
         return None if best is None else best[1]
 
-    def _context(self, slot: int, sequence: tuple[int, ...]) -> Tried:
+    def _context(self, slot: int, sequence: tuple[int, ...]) -> SlotCandidates:
         key = slot, sequence[:slot] + sequence[slot + 1 :]
         if key not in self.slots:
             # The prior of the row's own token is its probe alone, whatever stands before it.
             before = sequence[:slot] if slot < self.size - 1 else ()
             if (slot, before) not in self.priors:
                 self.priors[slot, before] = self._scores(slot, [sequence[:slot]])[0]
-            self.slots[key] = Tried(slot, sequence, self.priors[slot, before])
+            self.slots[key] = SlotCandidates(slot, sequence, self.priors[slot, before])
         return self.slots[key]
 
-    def _expand(self, context: Tried) -> None:
+    def _expand(self, context: SlotCandidates) -> None:
         """Run the next candidates of one slot; all of them share the tokens before it."""
         slot, held = context.slot, context.held
         tokens = context.next(min(self.budget - self.spent, self.model.max_pass_tokens // (self.size - slot)))

@@ -11,7 +11,7 @@ from hiddenlab.proposals.probe import Probe
 from hiddenlab.types import TokenPrediction
 
 PER_ROW = 4  # missing tokens for each row that is used at first
-AGAIN = 4  # rows that are used together where tokens were left open
+ROWS_TOGETHER = 4  # rows that are used together where tokens were left open
 
 
 @dataclass(frozen=True)
@@ -30,16 +30,16 @@ class View:
     open: Set[int]
 
     @property
-    def begun(self) -> int:
+    def first_unknown(self) -> int:
         """Position of the first token that is not known."""
         return min(self.open, default=len(self.found))
 
     def _known(self, last: int) -> dict[int, int]:
         """Return tokens by position, up to a row: those of rows, as the probe predicts them, and of closed gaps."""
-        rows = [row for row in range(last + 1) if self.positions[row] >= self.begun]
+        rows = [row for row in range(last + 1) if self.positions[row] >= self.first_unknown]
         named = self.probe.log_probs(self.states[rows]).argmax(1).tolist()
         read = {self.positions[row]: token for row, token in zip(rows, named, strict=True)}
-        return {p: one.token for p, one in enumerate(self.found) if p not in self.open} | read
+        return {p: prediction.token for p, prediction in enumerate(self.found) if p not in self.open} | read
 
     def rows(self, row: int) -> tuple[dict[int, int], list[list[Shown]]]:
         """Return the tokens known up to a row, its own included, and the sets of rows to use, in the order to try them.
@@ -59,7 +59,7 @@ class View:
         ]
         before = {p: t for p, t in known.items() if p <= end}
         if self.open:
-            return before, [shown[-AGAIN:]]
+            return before, [shown[-ROWS_TOGETHER:]]
         enough = -(-(end - len(self.found)) // PER_ROW)
         return before, [
             shown[:count] for count in sorted({min(count, len(shown)) for count in (enough, ROWS)})

@@ -31,7 +31,7 @@ class Likely:
 
 
 @dataclass
-class Tried:
+class SlotCandidates:
     """The candidates of one slot of a sequence whose other tokens are held: those tried, and those that come next.
 
     Attributes:
@@ -99,8 +99,8 @@ class Tried:
         if not self.learning or tried < self.learn_at:
             return
         seen = torch.cat(self.tokens)
-        said = adapter.log_likelihoods(seen, torch.cat(self.states), row).to(self.prior.device)
-        self._sort(self.prior + said, seen)
+        evidence = adapter.log_likelihoods(seen, torch.cat(self.states), row).to(self.prior.device)
+        self._sort(self.prior + evidence, seen)
         self.learn_at = 2 * tried
 
 
@@ -111,6 +111,6 @@ def moved(tokens: tuple[int, ...], i: int, j: int) -> tuple[int, ...]:
 
 
 def swapped(tokens: tuple[int, ...], i: int, j: int) -> tuple[int, ...]:
-    out = list(tokens)
-    out[i], out[j] = out[j], out[i]
-    return tuple(out)
+    result = list(tokens)
+    result[i], result[j] = result[j], result[i]
+    return tuple(result)

@@ -17,20 +17,20 @@ from hiddenlab.matching.first_layer import FirstLayer
 
 # Residual allowed while other places are still missing, as share of a row, from the first place to the last: their
 # contributions are not normally distributed, so the first values are larger.
-BELIEVED = (3e-3, 2e-3, 2e-3, 1e-3, 5e-4, 3e-4)
+TOLERANCES = (3e-3, 2e-3, 2e-3, 1e-3, 5e-4, 3e-4)
 JITTER = 1e-12  # share of all variance that is added to each, so that rounding makes none negative
 BEAM, LONGLIST = 64, 8  # sums kept, and how many times as many are scored in all directions
-ALONG = 128  # directions in which the vocabulary is scored first: those in which it varies most
+DIRECTIONS = 128  # directions in which the vocabulary is scored first: those in which it varies most
 SAMPLED = 768  # tokens from which these directions are computed
 PAIRED, KEPT = 16, 8  # sums whose last two places are searched together, and pairs kept of each
 PAIRS = 2000  # tokens of one of the two that are tried with all of the other
-PAIR_ALONG = 64  # directions in which pairs are scored
+PAIR_DIRECTIONS = 64  # directions in which pairs are scored
 AT_ONCE, PAIRS_AT_ONCE = 4096, 256  # tokens tabulated at once, and tried with all others at once
 # Share of a row that the right sum leaves unexplained at most; wrong ones leave several times as much.
 EXPLAINED = 1e-4
 REARRANGED = 8  # sums whose tokens are tried in other orders
-APART, ORDERS_AT_ONCE = 16, 32  # places at most between which a token is moved, and orders tried at once
-NEARER = 0.99  # share of what a sum leaves unexplained that another order has to stay below
+MAX_SHIFT, ORDERS_AT_ONCE = 16, 32  # places at most between which a token is moved, and orders tried at once
+MAX_RESIDUAL_RATIO = 0.99  # share of what a sum leaves unexplained that another order has to stay below
 
 
 @dataclass
@@ -136,7 +136,7 @@ class Search:
         self.usual = tokens, counts.double() / len(pool)
         self.moments = {place: self._moments(place) for place in places}
         self.varied: tuple[tuple[int, ...], Tensor] | None = None  # see ``covariance``
-        self.begun = Sums(
+        self.initial = Sums(
             torch.zeros(1, 0, dtype=torch.long, device=self.prior.device),
             torch.cat([row.sum for row in rows])[None],
             torch.cat([row.mass for row in rows])[None],
@@ -172,7 +172,7 @@ class Search:
             for place in gone:
                 total = total - self.varies(place)
         else:
-            wide = self.begun.left.shape[1]
+            wide = self.initial.left.shape[1]
             total = torch.zeros(wide, wide, dtype=torch.double, device=self.prior.device)
             for place in places:
                 total += self.varies(place)
@@ -182,10 +182,10 @@ class Search:
     def along(self, place: int, directions: Float[Tensor, "r a"]) -> Float[Tensor, "v r"]:
         """Return the contributions of the whole vocabulary at a place, along some directions."""
         turned = directions.float().T.contiguous()
-        out = torch.empty(self.size, turned.shape[1], device=turned.device)
+        contributions = torch.empty(self.size, turned.shape[1], device=turned.device)
         for tokens in torch.arange(self.size, device=turned.device).split(AT_ONCE):
-            out[tokens] = self.parts(place, tokens) @ turned
-        return out
+            contributions[tokens] = self.parts(place, tokens) @ turned
+        return contributions
 
     # ---- how sums are weighed
 
@@ -193,7 +193,7 @@ class Search:
         """Return how rows change with the residual of their sums, which is divided by the mass."""
         return self.jacobian / mass.repeat_interleave(self.width).unflatten(0, (len(self.rows), 1, -1))
 
-    def _whitened(self, sums: Sums, rest: Sequence[int], free: Sequence[int], believed: float) -> Whitening:
+    def _whitened(self, sums: Sums, rest: Sequence[int], free: Sequence[int], tolerance: float) -> Whitening:
         """Return the whitening of partial sums by what is still missing.
 
         Args:
@@ -202,13 +202,13 @@ class Search:
         """
         mass = sums.mass.mean(0) + sum(self.moments[p].weight for p in rest)
         spread = torch.stack([self.moments[p].weights for p in rest]).sum(0)
-        return self.whitening(mass, self.covariance([p for p in rest if p not in free]), believed, spread)
+        return self.whitening(mass, self.covariance([p for p in rest if p not in free]), tolerance, spread)
 
     def whitening(
         self,
         mass: Float[Tensor, " h"],
         covariance: Float[Tensor, "y y"],
-        believed: float,
+        tolerance: float,
         spread: Float[Tensor, "h h"] | None = None,
     ) -> Whitening:
         """Return the whitening by the covariance of what may still be contributed and the allowed residual.
@@ -226,7 +226,7 @@ class Search:
                 blocks[r, r] += self.unsure[r] * alike
         noise = divided[:, None] @ blocks @ divided.transpose(1, 2)[None]
         noise = noise.transpose(1, 2).reshape(rows * seen, rows * seen)
-        noise.diagonal().add_(believed**2 + self.rounding**2 + JITTER * float(noise.trace()))
+        noise.diagonal().add_(tolerance**2 + self.rounding**2 + JITTER * float(noise.trace()))
         return Whitening(divided, torch.linalg.cholesky(noise))
 
     def most_telling(self, whitening: Whitening, places: Sequence[int], count: int) -> Float[Tensor, "k y"]:
@@ -236,8 +236,10 @@ class Search:
         seen = whitening(torch.cat(spread))
         # Samples by samples: where rows are used together there are fewer samples than coordinates.
         length, of = torch.linalg.eigh(seen @ seen.T)
-        told = length[-count:] > JITTER * length[-1]
-        return whitening.back(seen.T @ (of[:, -count:] / length[-count:].clamp(min=1e-300).sqrt())[:, told])
+        significant = length[-count:] > JITTER * length[-1]
+        return whitening.back(
+            seen.T @ (of[:, -count:] / length[-count:].clamp(min=1e-300).sqrt())[:, significant]
+        )
 
     def with_token(self, sums: Sums, place: int, tokens: Int[Tensor, " b"]) -> Sums:
         """Return the sums, each with one more token at a place."""
@@ -250,25 +252,25 @@ class Search:
 
     def beam(self) -> Sums:
         """Return sums over all places, those that explain the rows best first."""
-        sums, places = self.begun, self.places
+        sums, places = self.initial, self.places
         for k in range(len(places) - 2 if len(places) > 1 else 1):
-            stage = len(BELIEVED) - 1 - (len(places) - 2 - k) if len(places) > len(BELIEVED) else k
-            sums = self._extended(sums, places[k:], BELIEVED[max(stage, 0)])
+            stage = len(TOLERANCES) - 1 - (len(places) - 2 - k) if len(places) > len(TOLERANCES) else k
+            sums = self._extended(sums, places[k:], TOLERANCES[max(stage, 0)])
         if len(places) > 1:
             sums = self._paired(sums[:PAIRED], places[-2], places[-1])
         return self.rearranged(self._ordered(sums))
 
-    def _extended(self, sums: Sums, rest: Sequence[int], believed: float) -> Sums:
+    def _extended(self, sums: Sums, rest: Sequence[int], tolerance: float) -> Sums:
         """Return sums with the first remaining place chosen, the others at their mean."""
         place, others = rest[0], rest[1:]
-        whitened = self._whitened(sums, rest, [place], believed)
+        whitened = self._whitened(sums, rest, [place], tolerance)
         mean = sum((self.moments[p].part for p in others), torch.zeros_like(sums.left[0]))
         left = sums.left - mean
-        directions = self.most_telling(whitened, [place], ALONG)
+        directions = self.most_telling(whitened, [place], DIRECTIONS)
         table, target = self.along(place, directions), (left @ directions.T).float()
-        said = torch.addmm(self.prior.float() - table.square().sum(1) / 2, target, table.T)
-        said += (sums.prior - (target.square().sum(1) / 2).double()).float()[:, None]
-        which = said.flatten().topk(min(LONGLIST * BEAM, said.numel())).indices
+        scores = torch.addmm(self.prior.float() - table.square().sum(1) / 2, target, table.T)
+        scores += (sums.prior - (target.square().sum(1) / 2).double()).float()[:, None]
+        which = scores.flatten().topk(min(LONGLIST * BEAM, scores.numel())).indices
         before, tokens = which // self.size, which % self.size
         exactly = whitened(left[before] - self.parts(place, tokens).double())
         score = sums.prior[before] + self.prior[tokens] - exactly.square().sum(1) / 2
@@ -277,34 +279,34 @@ class Search:
 
     def _paired(self, sums: Sums, first: int, second: int) -> Sums:
         """Return sums with their last two places chosen together; a normal approximation excludes rare tokens."""
-        ahead = self._whitened(sums, [first, second], [first], BELIEVED[-1])
-        directions = self.most_telling(ahead, [first], ALONG)
+        ahead = self._whitened(sums, [first, second], [first], TOLERANCES[-1])
+        directions = self.most_telling(ahead, [first], DIRECTIONS)
         table = self.along(first, directions)
         target = ((sums.left - self.moments[second].part) @ directions.T).float()
         likely = torch.addmm(self.prior.float() - table.square().sum(1) / 2, target, table.T)
-        both = self._whitened(sums, [first, second], [first, second], BELIEVED[-1])
-        directions = self.most_telling(both, [first, second], PAIR_ALONG)
+        both = self._whitened(sums, [first, second], [first, second], TOLERANCES[-1])
+        directions = self.most_telling(both, [first, second], PAIR_DIRECTIONS)
         firsts, seconds = self.along(first, directions), self.along(second, directions)
         target, cost = (sums.left @ directions.T).float(), self.prior.float() - seconds.square().sum(1) / 2
-        out = list[Sums]()
+        results = list[Sums]()
         for i, row in enumerate(likely):
-            one = row.topk(min(PAIRS, self.size)).indices
-            left = target[i] - firsts[one]
+            shortlist = row.topk(min(PAIRS, self.size)).indices
+            left = target[i] - firsts[shortlist]
             score, other = list[Tensor](), list[Tensor]()
             for part in left.split(PAIRS_AT_ONCE):
                 value, token = torch.addmm(cost, part, seconds.T).max(1)
                 score.append(value)
                 other.append(token)
-            total = torch.cat(score) + self.prior[one].float() - left.square().sum(1) / 2
+            total = torch.cat(score) + self.prior[shortlist].float() - left.square().sum(1) / 2
             best = total.topk(min(KEPT, len(total))).indices
             at = torch.full_like(best, i)
             grown = self.with_token(
-                self.with_token(sums[at], first, one[best]), second, torch.cat(other)[best]
+                self.with_token(sums[at], first, shortlist[best]), second, torch.cat(other)[best]
             )
-            out.append(grown)
+            results.append(grown)
             if self.explained(grown):
                 break
-        return _joined(out)
+        return _joined(results)
 
     # ---- what comes out
 
@@ -330,7 +332,7 @@ class Search:
         """
         if len(self.places) == 1 or self.explained(sums):
             return sums
-        out = list[Sums]()
+        results = list[Sums]()
         for i in range(min(REARRANGED, len(sums.chosen))):
             best = sums[i : i + 1]
             tokens = best.chosen[0]
@@ -339,53 +341,53 @@ class Search:
             places, order = torch.arange(len(tokens), device=tokens.device), tuple(range(len(tokens)))
             while True:
                 orders = {swapped(order, *pair) for pair in combinations(order, 2)}
-                orders |= {moved(order, a, b) for a in order for b in order if abs(a - b) <= APART}
+                orders |= {moved(order, a, b) for a in order for b in order if abs(a - b) <= MAX_SHIFT}
                 which = torch.tensor(sorted(orders - {order}), device=tokens.device)
                 left, mass = (
-                    torch.cat([begun - of[places, some].sum(1) for some in which.split(ORDERS_AT_ONCE)])
-                    for begun, of in ((self.begun.left, parts), (-self.begun.mass, weights))
+                    torch.cat([initial - of[places, some].sum(1) for some in which.split(ORDERS_AT_ONCE)])
+                    for initial, of in ((self.initial.left, parts), (-self.initial.mass, weights))
                 )
-                tried = Sums(tokens[which], left, -mass, best.prior.expand(len(which)))
-                nearest = int(self._unexplained(tried).argmin())
+                alternatives = Sums(tokens[which], left, -mass, best.prior.expand(len(which)))
+                nearest = int(self._unexplained(alternatives).argmin())
                 # Orders that swap equal tokens differ by rounding alone.
-                if self.best(tried) > NEARER * self.best(best):
+                if self.best(alternatives) > MAX_RESIDUAL_RATIO * self.best(best):
                     break
-                best, order = tried[nearest : nearest + 1], tuple(which[nearest].tolist())
-            out.append(best)
+                best, order = alternatives[nearest : nearest + 1], tuple(which[nearest].tolist())
+            results.append(best)
             if self.explained(best):
                 break
-        return self._ordered(_joined([*out, sums]))
+        return self._ordered(_joined([*results, sums]))
 
     def fillings(self, sums: Sums) -> list[dict[int, int]]:
         """Return the tokens by place."""
-        return [dict(zip(self.places, one, strict=True)) for one in sums.chosen.tolist()]
+        return [dict(zip(self.places, tokens, strict=True)) for tokens in sums.chosen.tolist()]
 
     def doubtful(self, sums: Sums) -> list[tuple[int, int]]:
         """Return pairs of places by index, first those where other tokens would explain most of the residual."""
-        one = sums[:1]
+        best = sums[:1]
         # A wrong token adds as much as a random token varies.
         usual = 2 / len(self.places) * self.covariance(self.places)
-        whitened = self.whitening(one.mass[0], usual, BELIEVED[-1])
-        directions = self.most_telling(whitened, self.places, ALONG)
+        whitened = self.whitening(best.mass[0], usual, TOLERANCES[-1])
+        directions = self.most_telling(whitened, self.places, DIRECTIONS)
         gains = list[float]()
         for k, place in enumerate(self.places):
-            token = one.chosen[:, k]
-            target = ((one.left + self.parts(place, token).double()) @ directions.T).float()[0]
+            token = best.chosen[:, k]
+            target = ((best.left + self.parts(place, token).double()) @ directions.T).float()[0]
             table = self.along(place, directions)
-            said = self.prior.float() + table @ target - table.square().sum(1) / 2
-            gains.append(float(said.max() - said[token[0]]))
+            scores = self.prior.float() + table @ target - table.square().sum(1) / 2
+            gains.append(float(scores.max() - scores[token[0]]))
         return sorted(combinations(range(len(gains)), 2), key=lambda pair: -gains[pair[0]] - gains[pair[1]])
 
     def sought_anew(self, sums: Sums, pair: tuple[int, int]) -> Sums:
         """Return the first of whole sums with the tokens at two of its places (by index) searched again."""
         kept = [k for k in range(len(self.places)) if k not in pair]
-        base = self.begun
+        base = self.initial
         for k in kept:
             base = self.with_token(base, self.places[k], sums.chosen[:1, k])
-        found = self._paired(base, *(self.places[k] for k in pair))
+        result = self._paired(base, *(self.places[k] for k in pair))
         order = torch.tensor([*kept, *pair]).argsort()
-        found = Sums(found.chosen[:, order], found.left, found.mass, found.prior)
-        return self.rearranged(self._ordered(found))
+        result = Sums(result.chosen[:, order], result.left, result.mass, result.prior)
+        return self.rearranged(self._ordered(result))
 
 
 def _by_row(sums: Float[Tensor, "b y"], matrices: Float[Tensor, "r e a"]) -> Float[Tensor, "b x"]:
@@ -395,5 +397,5 @@ def _by_row(sums: Float[Tensor, "b y"], matrices: Float[Tensor, "r e a"]) -> Flo
 
 
 def _joined(sums: Sequence[Sums]) -> Sums:
-    parts = zip(*((one.chosen, one.left, one.mass, one.prior) for one in sums), strict=True)
+    parts = zip(*((group.chosen, group.left, group.mass, group.prior) for group in sums), strict=True)
     return Sums(*(torch.cat(part) for part in parts))

@@ -35,7 +35,8 @@ from hiddenlab.types import AttackResult, Observation, ObservationInfo, TokenPre
 
 # The language model is loaded before the attack where it has at most so many layers for each of the truncated model's.
 LOAD_AHEAD = 8
-DOUBT = 0.05  # most wrong candidates expected within the threshold, among those tried, for a token to count as verified
+# Most wrong candidates expected within the threshold, among those tried, for a token to count as verified.
+MAX_CHANCE_MATCHES = 0.05
 SEARCHES = {"speculative": speculative, "greedy": stepwise}
 
 
@@ -181,7 +182,7 @@ class VocabMatch(Attack):
     def _recover_batch(self, observations: Sequence[Observation]) -> list[AttackResult]:
         """Recover prompts of one channel together."""
         groups = by_channel(observations, self.batch)
-        return [one for group in groups for one in self._recover_group(group)]
+        return [result for group in groups for result in self._recover_group(group)]
 
     def _recover_group(self, observations: Sequence[Observation]) -> list[AttackResult]:
         model = self.model
@@ -212,7 +213,7 @@ class VocabMatch(Attack):
                 reason = NO_STATE
             recoveries.append(
                 AttackResult(
-                    believed(task.found, threshold.chance),
+                    mark_chance_matches(task.found, threshold.chance),
                     cost.evaluated,
                     cost.calls,
                     cost.seconds,
@@ -262,7 +263,7 @@ class VocabMatch(Attack):
         )
 
 
-def believed(tokens: Sequence[TokenPrediction], chance: float) -> tuple[TokenPrediction, ...]:
+def mark_chance_matches(tokens: Sequence[TokenPrediction], chance: float) -> tuple[TokenPrediction, ...]:
     """Return the tokens; mark as unverified those that a wrong candidate could well have matched by chance.
 
     Where noise or few numbers leave right and wrong candidates apart by chance alone, the first within the threshold is
@@ -272,5 +273,6 @@ def believed(tokens: Sequence[TokenPrediction], chance: float) -> tuple[TokenPre
         chance: of one wrong candidate, as measured (``Threshold``).
     """
     return tuple(
-        replace(token, verified=token.verified and chance * token.evaluated <= DOUBT) for token in tokens
+        replace(token, verified=token.verified and chance * token.evaluated <= MAX_CHANCE_MATCHES)
+        for token in tokens
     )

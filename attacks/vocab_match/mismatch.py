@@ -55,5 +55,7 @@ def look_ahead(task: Task) -> Search:
     return True
 
 
-def _fits(one: TokenPrediction) -> bool:
-    return one.verified or (one.margin is not None and one.margin >= (STANDS_OUT - 1) * one.distance)
+def _fits(prediction: TokenPrediction) -> bool:
+    return prediction.verified or (
+        prediction.margin is not None and prediction.margin >= (STANDS_OUT - 1) * prediction.distance
+    )

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from hiddenlab.attacks.vocab_match.mismatch import look_ahead, unexplained
-from hiddenlab.attacks.vocab_match.task import Task, Tried, find_next
+from hiddenlab.attacks.vocab_match.task import Task, Trials, find_next
 from hiddenlab.matching.batching import ForwardCall, Search
 from hiddenlab.models import Answer, Request
 from hiddenlab.types import TokenPrediction
@@ -23,10 +23,10 @@ def stepwise(task: Task) -> Search:
         yield from _next(task)
 
 
-def _next(task: Task, tried: Tried | None = None, first: Tensor | None = None) -> Search:
+def _next(task: Task, trials: Trials | None = None, first: Tensor | None = None) -> Search:
     """Search the next position; where no row looks like a state of this site, end the whole search early."""
     opening = not task.found
-    yield from find_next(task, tried, first)
+    yield from find_next(task, trials, first)
     if opening and unexplained(task) and (yield from look_ahead(task)):
         task.foreign, task.budget = True, FEW
         while len(task.found) < len(task.rows):
@@ -50,10 +50,10 @@ def speculative(task: Task) -> Search:
     guess, device = (yield from _Guess.start(task)), task.rows.device
     while len(task.found) < len(task.rows):
         start = len(task.found)
-        tried = Tried(task.limits[start : start + 1])
+        trials = Trials(task.limits[start : start + 1])
         if guess.needs_search(start):
-            tried.add(guess.refuted_tokens().to(device), guess.refuted_distances()[:, None].to(device))
-            yield from _next(task, tried, guess.order[start].to(device))
+            trials.add(guess.refuted_tokens().to(device), guess.refuted_distances()[:, None].to(device))
+            yield from _next(task, trials, guess.order[start].to(device))
             continue
         end = guess.chain_end(start)
         branches, parents = guess.branches(start, end)
@@ -157,9 +157,9 @@ class _Guess:
         here = (parents == run).nonzero()[:, 0]
         tokens = torch.cat([self.best[miss : miss + 1], branches[here]])
         nearest = torch.cat([chain[run : run + 1], beside[here]])
-        tried = Tried(self.limits[miss : miss + 1])
-        tried.add(tokens, nearest[:, None])
-        best, matched = tried.best([miss], self.limits)
+        trials = Trials(self.limits[miss : miss + 1])
+        trials.add(tokens, nearest[:, None])
+        best, matched = trials.best([miss], self.limits)
         if matched:
             task.prefix.keep(
                 answer, tokens=run, branch=int(here[int((branches[here] == best.token).nonzero()[0, 0])])
@@ -172,11 +172,11 @@ class _Guess:
 
     @staticmethod
     def _runner_up(beside: Tensor, parents: Tensor, n: int) -> list[float | None]:
-        out: list[float | None] = [None] * n
+        nearest: list[float | None] = [None] * n
         for i, distance in zip(parents.tolist(), beside.tolist(), strict=True):
-            current = out[i]
-            out[i] = distance if current is None else min(current, distance)
-        return out
+            current = nearest[i]
+            nearest[i] = distance if current is None else min(current, distance)
+        return nearest
 
     def _mend(
         self,

@@ -25,9 +25,9 @@ COPY_FROM, MAX_COPIES = 24, 64
 SETTLE_AFTER = 1024
 # Where no candidate matched: at most so many, within so many times the nearest distance, are compared by so many
 # following rows.
-CONTENDERS, NEARLY, AHEAD = 64, 2.0, 8
+CONTENDERS, CONTENDER_RATIO, AHEAD = 64, 2.0, 8
 ADAPT_AT = (256, 1024)  # candidates tried at one position when their states are learned from
-BEYOND = 1.001  # least distance of a candidate that only the screen ran, in limits of its row
+SCREENED_FACTOR = 1.001  # least distance of a candidate that only the screen ran, in limits of its row
 
 
 @dataclass
@@ -72,7 +72,7 @@ class Task:
 
     @property
     def tokens(self) -> list[int]:
-        return [one.token for one in self.found]
+        return [prediction.token for prediction in self.found]
 
     def recent(self) -> list[int]:
         """Return the distinct tokens found so far, the latest first, at most ``MAX_COPIES``."""
@@ -82,13 +82,13 @@ class Task:
         """Return the rows that the next token may match: its own, or all free ones where the order is unknown."""
         return [len(self.found)] if self.ordered else self.free
 
-    def accept(self, one: TokenPrediction) -> None:
-        self.found.append(one)
-        self.free.remove(one.row)
+    def accept(self, prediction: TokenPrediction) -> None:
+        self.found.append(prediction)
+        self.free.remove(prediction.row)
 
 
 @dataclass
-class Tried:
+class Trials:
     """Candidates evaluated at one position, in its exact context."""
 
     limits: Tensor  # of the targets; distances are divided by them, since rows' norms may differ by much
@@ -103,7 +103,7 @@ class Tried:
         screened = torch.full_like(tokens, exact is not None, dtype=torch.bool)
         screened[exact if exact is not None else slice(0)] = False
         # Only what the truncated model ran can match, whatever the screen's distance.
-        nearest = torch.where(screened, nearest.maximum(BEYOND * self._units[rows]), nearest)
+        nearest = torch.where(screened, nearest.maximum(SCREENED_FACTOR * self._units[rows]), nearest)
         self.tokens.append(tokens)
         self.nearest.append(nearest)
         self.rows.append(rows)
@@ -147,8 +147,8 @@ class Tried:
 
     def best(self, targets: list[int], limits: Tensor) -> tuple[TokenPrediction, bool]:
         """Return the nearest candidate, and whether it is within its row's limit."""
-        (one,) = self.nearest_few(1, targets, limits)
-        return one, one.verified
+        (prediction,) = self.nearest_few(1, targets, limits)
+        return prediction, prediction.verified
 
     def nearest_few(self, count: int, targets: list[int], limits: Tensor) -> list[TokenPrediction]:
         """Return the nearest candidates, best first; margins are to the nearest other one."""
@@ -157,13 +157,15 @@ class Tried:
         near = relative.topk(min(count + 1, len(nearest)), largest=False)
         values, places, within = near.values.tolist(), near.indices[:count], limits.tolist()
         few = zip(*(of[places].tolist() for of in (tokens, rows, nearest)), strict=True)
-        out = []
+        predictions = []
         for k, (token, target, distance) in enumerate(few):
             row = targets[target]
             other = values[0] if k else values[1] if len(values) > 1 else None
             margin = None if other is None else (other - values[k]) * within[row]
-            out.append(TokenPrediction(token, row, distance, margin, len(tokens), distance <= within[row]))
-        return out
+            predictions.append(
+                TokenPrediction(token, row, distance, margin, len(tokens), distance <= within[row])
+            )
+        return predictions
 
 
 class Candidates:
@@ -173,11 +175,11 @@ class Candidates:
     whole vocabulary is ordered only when that is used up, or when the language model was asked.
     """
 
-    def __init__(self, task: Task, tried: Tried, targets: list[int], first: Tensor | None = None) -> None:
+    def __init__(self, task: Task, trials: Trials, targets: list[int], first: Tensor | None = None) -> None:
         self.task, self.targets, self.first = task, targets, first
-        self.left = (task.budget or task.proposer.vocab_size) - tried.count
+        self.left = (task.budget or task.proposer.vocab_size) - trials.count
         self._seen = torch.zeros(task.proposer.vocab_size, dtype=torch.bool, device=task.rows.device)
-        for tokens in tried.tokens:
+        for tokens in trials.tokens:
             self._seen[tokens] = True
         self.rank(None)
 
@@ -191,8 +193,8 @@ class Candidates:
 
     def learn(self, distances: Float[Tensor, " v"], count: int) -> None:
         """Reorder by the probe, the language model and squared distances predicted from ``count`` candidates."""
-        said = log_likelihood(distances.to(self._seen.device), count)
-        order = (self._likely() + said).argsort(descending=True)
+        evidence = log_likelihood(distances.to(self._seen.device), count)
+        order = (self._likely() + evidence).argsort(descending=True)
         self._order, self._waiting = order[~self._seen[order]], iter(())
         self.size, self._tried = FIRST_BATCH, 0
 
@@ -255,7 +257,7 @@ def _merged_shortlist(task: Task, targets: list[int]) -> Int[Tensor, " m"]:
     return first_of_each(ids, task.proposer.vocab_size)
 
 
-def find_next(task: Task, tried: Tried | None = None, first: Tensor | None = None) -> Search:
+def find_next(task: Task, trials: Trials | None = None, first: Tensor | None = None) -> Search:
     """Search the next position until a candidate matches; commit it, or else the nearest as unverified.
 
     A search otherwise ends only with the vocabulary or the budget or, where limits are known to exclude right
@@ -266,13 +268,13 @@ def find_next(task: Task, tried: Tried | None = None, first: Tensor | None = Non
     candidates as asking it costs, so that neither costs much more than the other.
     """
     targets = list(task.targets())
-    tried = tried or Tried(task.limits[targets])
-    candidates = Candidates(task, tried, targets, first)
+    trials = trials or Trials(task.limits[targets])
+    candidates = Candidates(task, trials, targets, first)
     observed = task.rows[targets]
     asked = task.lm is None
     states: list[Tensor] = []
     adapt_at, copied = list(ADAPT_AT), False
-    while not (task.overlapping and tried.stands_out()):
+    while not (task.overlapping and trials.stands_out()):
         if not asked and task.lm is not None:
             cost = task.lm.cost(task.tokens, max(1, task.model.site.layer))
             if task.shortlist is None or task.spent + FIRST_BATCH > task.asked + cost:
@@ -281,30 +283,30 @@ def find_next(task: Task, tried: Tried | None = None, first: Tensor | None = Non
                 candidates.rank((yield from task.lm.next_token(task.tokens)))
         batch = candidates.next_batch()
         if batch is None:
-            if (yield from _second_look(task, tried, targets, observed)):
+            if (yield from _second_look(task, trials, targets, observed)):
                 return
             task.exhausted = True
             break
-        answer = yield from _run(task, tried, batch, observed, states)
+        answer = yield from _run(task, trials, batch, observed, states)
         task.spent += len(batch)
         # An accepted token is always among those just run: an earlier match would have ended the search.
-        if _commit(task, tried, targets, answer):
+        if _commit(task, trials, targets, answer):
             return
-        if task.proposer.probe is not None and not copied and tried.count >= COPY_FROM:
+        if task.proposer.probe is not None and not copied and trials.count >= COPY_FROM:
             # Prompts repeat their tokens, also where neither probe nor language model expects it ("no no no no").
             candidates.promote(torch.tensor(task.recent(), dtype=torch.long, device=task.rows.device))
             copied = True
-        if task.proposer.adapter is not None and adapt_at and tried.count >= adapt_at[0]:
-            tokens = torch.cat(tried.tokens[-len(states) :])
+        if task.proposer.adapter is not None and adapt_at and trials.count >= adapt_at[0]:
+            tokens = torch.cat(trials.tokens[-len(states) :])
             learned = task.proposer.adapter.distances(tokens, torch.cat(states), observed)
             candidates.learn(learned, len(tokens))
-            adapt_at = [later for later in adapt_at if later > tried.count]
-    yield from _settle(task, tried, targets)
+            adapt_at = [later for later in adapt_at if later > trials.count]
+    yield from _settle(task, trials, targets)
 
 
 def _run(
     task: Task,
-    tried: Tried,
+    trials: Trials,
     batch: Int[Tensor, " c"],
     observed: Float[Tensor, "targets d"],
     states: list[Tensor],
@@ -320,7 +322,7 @@ def _run(
         seen: Answer = yield ForwardCall(task.screen.model, Request(task.shadow, batch[:0], branches=batch))
         states.append(task.matcher.view(seen.branches))
         table = task.matcher.table(candidates=states[-1], observed=observed)
-        exact = near_ones(tried.relative(table))
+        exact = near_ones(trials.relative(table))
     branches = batch if exact is None else batch[exact]
     answer: Answer = yield ForwardCall(task.model, Request(task.prefix, batch[:0], branches=branches))
     own = task.matcher.view(answer.branches)
@@ -329,13 +331,13 @@ def _run(
         table = task.matcher.table(candidates=own, observed=observed)
     else:
         table[exact] = task.matcher.table(candidates=own, observed=observed)
-    tried.add(batch, table, exact)
+    trials.add(batch, table, exact)
     return answer
 
 
-def _commit(task: Task, tried: Tried, targets: list[int], answer: Answer) -> bool:
+def _commit(task: Task, trials: Trials, targets: list[int], answer: Answer) -> bool:
     """Accept the nearest candidate if it is within its limit; ``answer`` is of those that the model just ran."""
-    best, matched = tried.best(targets, task.limits)
+    best, matched = trials.best(targets, task.limits)
     if matched:
         assert answer.request.branches is not None
         task.prefix.keep(answer, branch=int((answer.request.branches == best.token).nonzero()[0, 0]))
@@ -343,23 +345,23 @@ def _commit(task: Task, tried: Tried, targets: list[int], answer: Answer) -> boo
     return matched
 
 
-def _second_look(task: Task, tried: Tried, targets: list[int], observed: Tensor) -> Search:
+def _second_look(task: Task, trials: Trials, targets: list[int], observed: Tensor) -> Search:
     """Run what only the screen has run in the model, nearest first; return whether a candidate was committed."""
     if task.screen is None:
         return False
-    doubtful = tried.doubtful()
+    doubtful = trials.doubtful()
     for start in range(0, len(doubtful), LAST_BATCH):  # split() of an empty tensor would give one empty part
         places = doubtful[start : start + LAST_BATCH]
-        tokens = tried.tokens[0][places]
+        tokens = trials.tokens[0][places]
         answer: Answer = yield ForwardCall(task.model, Request(task.prefix, tokens[:0], branches=tokens))
         own = task.matcher.view(answer.branches)
-        tried.correct(places, task.matcher.table(candidates=own, observed=observed))
-        if _commit(task, tried, targets, answer):
+        trials.correct(places, task.matcher.table(candidates=own, observed=observed))
+        if _commit(task, trials, targets, answer):
             return True
     return False
 
 
-def _settle(task: Task, tried: Tried, targets: list[int]) -> Search:
+def _settle(task: Task, trials: Trials, targets: list[int]) -> Search:
     """Commit the nearest of the candidates although none matched.
 
     Where right and wrong distances overlap, those about as near as the nearest are compared by what follows: each is
@@ -369,20 +371,24 @@ def _settle(task: Task, tried: Tried, targets: list[int]) -> Search:
     start = len(task.found)
     count, guesses = 1, torch.empty(0, dtype=torch.long, device=task.rows.device)
     if task.overlapping and task.ordered and task.shortlist is not None:
-        count = max(1, min(CONTENDERS, tried.count // (1 + AHEAD)))  # costs no more than what was tried
-    contenders = tried.nearest_few(count, targets, task.limits)
-    contenders = [one for one in contenders if one.distance <= NEARLY * contenders[0].distance]
+        count = max(1, min(CONTENDERS, trials.count // (1 + AHEAD)))  # costs no more than what was tried
+    contenders = trials.nearest_few(count, targets, task.limits)
+    contenders = [
+        contender
+        for contender in contenders
+        if contender.distance <= CONTENDER_RATIO * contenders[0].distance
+    ]
     if task.shortlist is not None and len(contenders) > 1:
         guesses = task.shortlist[start + 1 : start + 1 + AHEAD, 0]
     rows = task.rows[start : start + 1 + len(guesses)]
     kept: tuple[float, TokenPrediction, Answer] | None = None
-    for one in contenders:
-        chain = torch.cat([torch.tensor([one.token], device=guesses.device), guesses])
+    for contender in contenders:
+        chain = torch.cat([torch.tensor([contender.token], device=guesses.device), guesses])
         answer: Answer = yield ForwardCall(task.model, Request(task.prefix, chain))
         along = task.matcher.pairs(candidates=task.matcher.view(answer.states), observed=rows)
         total = float(along.clamp(min=1e-30).log().sum())
         if kept is None or total < kept[0]:
-            kept = total, one, answer
+            kept = total, contender, answer
     assert kept is not None
     task.prefix.keep(kept[2], tokens=1)
     task.accept(kept[1])

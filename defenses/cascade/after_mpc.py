@@ -30,23 +30,23 @@ def without_first(model: nn.Module, layers: int) -> nn.Module:
         InputError: it has no more layers than that.
         NotApplicableError: it adds position vectors to its inputs.
     """
-    found = decoder_layers(model)
-    if not 0 <= layers < len(found):
+    blocks = decoder_layers(model)
+    if not 0 <= layers < len(blocks):
         raise InputError(
-            f"the model has {len(found)} layers; between 0 and {len(found) - 1} can be left to others"
+            f"the model has {len(blocks)} layers; between 0 and {len(blocks) - 1} can be left to others"
         )
     if layers and any("wpe" in name or "position_embed" in name for name, _ in model.named_parameters()):
         raise NotApplicableError(
             "this model adds position vectors to whatever comes in; it cannot start in the middle"
         )
-    del found[:layers]
+    del blocks[:layers]
     for module in model.modules():
         if hasattr(module, "layer_idx"):
             module.layer_idx = int(module.layer_idx) - layers  # type: ignore[arg-type,assignment]
     config: Any = model.config
-    config.num_hidden_layers = len(found)
+    config.num_hidden_layers = len(blocks)
     for name, value in list(vars(config).items()):
-        if isinstance(value, list) and len(value) == len(found) + layers:
+        if isinstance(value, list) and len(value) == len(blocks) + layers:
             setattr(config, name, value[layers:])
     return model
 
@@ -67,12 +67,12 @@ def rows_from_shares(shares: Sequence[Int[Tensor, "n d"]], fraction: int, plan: 
     """
     if not shares or any(share.shape != shares[0].shape or len(share) != plan.tokens for share in shares):
         raise InputError(f"the shares are not all of a prompt of {plan.tokens} tokens")
-    out = {}
+    rows = {}
     for i, shard in enumerate(plan.shards):
         if shard:
             total = torch.stack([share[list(shard)] for share in shares]).sum(0)
-            out[i] = (total.double() / 2**fraction).float()
-    return out
+            rows[i] = (total.double() / 2**fraction).float()
+    return rows
 
 
 def forward_after(

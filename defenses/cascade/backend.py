@@ -146,10 +146,10 @@ class Cascade(ABC):
         if work.last:
             return next(part for part in parts.values() if len(part))
         width = next(iter(parts.values()))
-        out = width.new_empty(work.plan.tokens - work.since, width.shape[1])
+        joined = width.new_empty(work.plan.tokens - work.since, width.shape[1])
         for i, part in parts.items():
-            out[[p - work.since for p in work.plan.shards[i] if p >= work.since]] = part
-        return out
+            joined[[p - work.since for p in work.plan.shards[i] if p >= work.since]] = part
+        return joined
 
     def _check(self, work: Pass, tokens: Tensor) -> None:
         expected = work.plan.tokens - work.since

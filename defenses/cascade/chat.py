@@ -74,9 +74,9 @@ class Chat:
         if not self.template:
             raise InputError(f"{self.name} has no chat template; use /v1/completions")
         for message in messages:
-            if found := self._single & set(message["content"]):
+            if control := self._single & set(message["content"]):
                 raise InputError(
-                    f"{min(found)!r} is a control token of {self.name}; it cannot be part of a message"
+                    f"{min(control)!r} is a control token of {self.name}; it cannot be part of a message"
                 )
         with self._lock:
             return self._ids_of(messages)
@@ -120,12 +120,12 @@ def control_tokens(tokenizer: Any) -> dict[str, int]:
     Some models mark turns with the second kind. Added tokens of blanks alone are text.
     """
     template = getattr(tokenizer, "chat_template", None) or ""
-    found = {text: tokenizer.convert_tokens_to_ids(text) for text in tokenizer.all_special_tokens if text}
+    tokens = {text: tokenizer.convert_tokens_to_ids(text) for text in tokenizer.all_special_tokens if text}
     for token, entry in tokenizer.added_tokens_decoder.items():
         text = entry.content
         if entry.special or (text.strip() and text in template):
-            found[text] = token
-    return found
+            tokens[text] = token
+    return tokens
 
 
 def turning_ids(tokenizer: Any) -> frozenset[int]:

@@ -248,40 +248,40 @@ class RayCascade(Cascade):
         return self._actors[comp].meet.remote(addresses, handles)
 
     def _run(self, work: Pass, shares: Mapping[int, Tensor]) -> dict[int, Tensor]:
-        replaced, began = dict(self._times_replaced), time.monotonic()
+        replaced, started = dict(self._times_replaced), time.monotonic()
         calls = {self._actors[comp_name(i)].run.remote(work, share): i for i, share in shares.items()}
-        waiting, out = list(calls), {}
+        waiting, outputs = list(calls), {}
         while waiting:
             done, waiting = ray.wait(waiting, timeout=self._poll)
             try:
                 for call in done:
-                    out[calls[call]] = ray.get(call)
-                if not done and (lost := self._stalled(work, began)) is not None:
+                    outputs[calls[call]] = ray.get(call)
+                if not done and (lost := self._stalled(work, started)) is not None:
                     raise lost
             except Exception as error:
                 if work.request in self._closed:
                     raise NodeError(GIVEN_UP) from None  # the driver gave it up, so no node is at fault
-                found = self._diagnose(work, _cause(error, calls, done))
-                found.replaced = replaced.get(found.node or "", 0)
+                fault = self._diagnose(work, _cause(error, calls, done))
+                fault.replaced = replaced.get(fault.node or "", 0)
                 self._abort(work.request)
                 # CompNodes that only waited return now; their passes must not outlive the request.
                 if waiting:
                     ray.wait(waiting, num_returns=len(waiting), timeout=PING_SECONDS)
-                raise found from None
-        return out
+                raise fault from None
+        return outputs
 
     @property
     def _poll(self) -> float:
         return min(POLL_SECONDS, self.timeout / 3)
 
-    def _stalled(self, work: Pass, began: float) -> NodeError | None:
+    def _stalled(self, work: Pass, started: float) -> NodeError | None:
         """Find the node that has stalled and keeps a pass waiting; None while the pass makes progress."""
-        silent, still = self._look(began)
+        silent, still = self._look(started)
         silent = [name for name in silent if name in self._involved(work)]
         if not silent and not still:
             return None
         comps = {name: "layer" for name in self._actors if name not in self._nodes}
-        layers = [one for one in self._ask(comps, work.request).values() if isinstance(one, int)]
+        layers = [layer for layer in self._ask(comps, work.request).values() if isinstance(layer, int)]
         where = f"in layer {min(layers)}" if layers else ""
         if silent:
             return NodeError(f"{silent[0]} stalled {where}", silent[0])
@@ -296,7 +296,7 @@ class RayCascade(Cascade):
         comps = {comp_name(i) for i, shard in enumerate(work.plan.shards) if shard}
         return comps | {attn_name(node) for node in work.plan.attn_nodes}
 
-    def _look(self, began: float) -> tuple[list[str], bool]:
+    def _look(self, started: float) -> tuple[list[str], bool]:
         """Return the silent nodes, and whether all stand still.
 
         Passes that ask soon after each other share one look.
@@ -317,21 +317,21 @@ class RayCascade(Cascade):
                         ticks = -1  # dead; the requests that need it report it
                     self._watch.answered(questions[call], ticks)
                 self._looked = time.monotonic()
-            return self._watch.silent(), self._watch.still(began)
+            return self._watch.silent(), self._watch.still(started)
 
     def _ask(self, methods: Mapping[str, str], *args: Any) -> dict[str, Any]:
         """Call a method of each of several nodes; dead or slow ones answer with a NodeError."""
         calls = {name: getattr(self._actors[name], method).remote(*args) for name, method in methods.items()}
         ray.wait(list(calls.values()), num_returns=len(calls), timeout=PING_SECONDS)
-        out: dict[str, Any] = {}
+        answers: dict[str, Any] = {}
         for name, call in calls.items():
             try:
-                out[name] = ray.get(call, timeout=0)
+                answers[name] = ray.get(call, timeout=0)
             except ray.exceptions.GetTimeoutError:
-                out[name] = NodeError(f"{name} did not answer within {PING_SECONDS:g} s", name)
+                answers[name] = NodeError(f"{name} did not answer within {PING_SECONDS:g} s", name)
             except ray.exceptions.RayActorError:
-                out[name] = _Died(f"{name} died", name)
-        return out
+                answers[name] = _Died(f"{name} died", name)
+        return answers
 
     def _diagnose(self, work: Pass, error: NodeError) -> NodeError:
         """Name the node at fault, its shard and the layer; a node that is slow or waits is not at fault."""
@@ -343,7 +343,7 @@ class RayCascade(Cascade):
         died = [state for name, state in states.items() if name in needed and isinstance(state, _Died)]
         # A dead node may have caused others to die; the error names the first one that was missed.
         named: NodeError | None = next(
-            (one for one in died if one.node == error.node), died[0] if died else None
+            (fault for fault in died if fault.node == error.node), died[0] if died else None
         )
         if named is None:
             what = next((word for word in ("died", "stalled") if f"{error.node} {word}" in str(error)), None)
@@ -404,12 +404,12 @@ class RayCascade(Cascade):
         return self._ask(dict.fromkeys(self._actors, "memory"))
 
     def seen(self) -> list[Seen]:
-        return [one for found in self._ask(dict.fromkeys(self._actors, "seen")).values() for one in found]
+        return [view for views in self._ask(dict.fromkeys(self._actors, "seen")).values() for view in views]
 
     def healthy(self) -> dict[str, str]:
         """Return ``ok`` or the fault of each node."""
         states = self._ask(dict.fromkeys(self._actors, "memory"))
-        return {name: str(one) if isinstance(one, NodeError) else "ok" for name, one in states.items()}
+        return {name: str(state) if isinstance(state, NodeError) else "ok" for name, state in states.items()}
 
     def shutdown(self) -> None:
         for actor in self._actors.values():

@@ -301,9 +301,9 @@ def run(
 
 
 def _pass(cascade: "Cascade", tokenizer: Any, ids: Tensor, made: Plan, repeats: int) -> dict[str, Any]:
-    out, seconds = timed(lambda: cascade.forward(ids, made), repeats)
-    token = tokenizer.decode(int(out[-1].argmax())) if cascade.facts.head else None
-    return {"next_token": token, "seconds": seconds, "output": out}
+    output, seconds = timed(lambda: cascade.forward(ids, made), repeats)
+    token = tokenizer.decode(int(output[-1].argmax())) if cascade.facts.head else None
+    return {"next_token": token, "seconds": seconds, "output": output}
 
 
 def _generation(
@@ -318,23 +318,23 @@ def _generation(
     from hiddenlab.defenses.cascade.generate import Sampling, generate
 
     stop = [i for i in {tokenizer.eos_token_id} if i is not None]
-    found: list[int] = []
+    tokens: list[int] = []
     started = time.perf_counter()
     first = 0.0
     for token in generate(
         cascade, ids, made, new_tokens=new_tokens, sampling=Sampling(**sampling), stop=stop
     ):
-        found.append(token)
+        tokens.append(token)
         first = first or time.perf_counter() - started
-        progress("generating", len(found), new_tokens)
+        progress("generating", len(tokens), new_tokens)
     seconds = time.perf_counter() - started
     return {
-        "text": tokenizer.decode(found, skip_special_tokens=True),
-        "new_tokens": len(found),
+        "text": tokenizer.decode(tokens, skip_special_tokens=True),
+        "new_tokens": len(tokens),
         "seconds": seconds,
         "seconds_to_first": first,
-        "seconds_per_token": (seconds - first) / (len(found) - 1) if len(found) > 1 else None,
-        "output": found,
+        "seconds_per_token": (seconds - first) / (len(tokens) - 1) if len(tokens) > 1 else None,
+        "output": tokens,
     }
 
 

@@ -94,8 +94,8 @@ class LocalCascade(Cascade):
 
         def give_up() -> None:
             failed.set()
-            for one in mail.values():
-                one.abort()
+            for mailbox in mail.values():
+                mailbox.abort()
 
         return in_threads(run, shares, give_up)
 
@@ -108,13 +108,13 @@ class LocalCascade(Cascade):
             host.close(request)
 
     def counters(self) -> dict[str, dict[str, float]]:
-        out = {comp_name(i): asdict(host.times) for i, host in sorted(self._comps.items())}
-        return out | {host.name: asdict(host.counters) for _, host in sorted(self._attns.items())}
+        counts = {comp_name(i): asdict(host.times) for i, host in sorted(self._comps.items())}
+        return counts | {host.name: asdict(host.counters) for _, host in sorted(self._attns.items())}
 
     def seen(self) -> list[Seen]:
         with self._lock:
-            found = [*self._seen.values(), *(one for host in self._attns.values() for one in host.seen)]
+            views = [*self._seen.values(), *(view for host in self._attns.values() for view in host.seen)]
             self._seen.clear()
             for host in self._attns.values():
                 host.seen.clear()
-        return found
+        return views

@@ -175,9 +175,9 @@ class CompHost:
                 torch.inference_mode(),
                 record_layers(seen, self.model, comp.positions, lambda: _ACTIVE.get() is seat),
             ):
-                out = self._forward(work, comp, inputs)
+                output = self._forward(work, comp, inputs)
                 seat.finish()
-                return out
+                return output
         finally:
             _ACTIVE.reset(token)
             self.layers.pop(work.request, None)
@@ -236,13 +236,13 @@ class _Seat:
         if self.seen is not None:
             record_partials(self.seen, self.work.plan, self.comp, layer, answers)
         waited = time.perf_counter()
-        out = self.comp.merge(answers).to(q).transpose(0, 1)[None]
+        attended = self.comp.merge(answers).to(q).transpose(0, 1)[None]
         merged = time.perf_counter()
         times.send += sent - started
         times.wait += waited - sent
         times.merge += merged - waited
         self.away += merged - started
-        return out
+        return attended
 
     def finish(self) -> None:
         """Take the receipts of nodes that only store what they were sent, one layer late, so that nobody waits."""
@@ -279,7 +279,7 @@ class _Open:
     worker: AttnWorker
     plan: Plan
     number: int = -1
-    came: dict[tuple[int, int], dict[int, tuple[Rows, Reply]]] = field(default_factory=dict)
+    arrived: dict[tuple[int, int], dict[int, tuple[Rows, Reply]]] = field(default_factory=dict)
     seen: Seen | None = None
 
 
@@ -320,106 +320,108 @@ class AttnHost:
         with self._lock:
             self.ticks += 1
             closed = head.request in self._closed
-            one = None if closed else self._request(head)
-            came = {} if one is None else self._came(one, comp, head, rows, reply)
+            state = None if closed else self._request(head)
+            arrived = {} if state is None else self._arrived(state, comp, head, rows, reply)
         if closed:
             reply(NodeError(GIVEN_UP))
             return
-        if one is None:
+        if state is None:
             # Without the earlier rows, the answer would be wrong but look right.
             text = f"{self.name} was started anew and does not know the earlier tokens of this request"
             reply(NodeError(text, self.name, forgot=True))
             return
-        if not came:
+        if not arrived:
             return
         try:
-            answers = self._attend(one, head, came)
+            answers = self._attend(state, head, arrived)
         except Exception as error:
             # Every waiting CompNode gets the error; the node itself continues.
-            for _, answer in came.values():
+            for _, answer in arrived.values():
                 answer(NodeError(f"{self.name} failed in layer {head.layer + 1}: {error}", self.name))
             return
-        for sender, (_, answer) in came.items():
+        for sender, (_, answer) in arrived.items():
             # A CompNode without queries gets a receipt, since no further pass may begin before this one is done.
             self.ticks += 1
-            parts = answers[sender] if one.worker.messages[sender].answers else []
+            parts = answers[sender] if state.worker.messages[sender].answers else []
             if self.wire is not None:
                 parts = [Partial.of([t.to(self.wire) for t in part.tensors]) for part in parts]
             self.counters.elements_out += sum(part.elements for part in parts)
             answer(parts)
 
-    def _came(
-        self, one: _Open, comp: int, head: Head, rows: Rows, reply: Reply
+    def _arrived(
+        self, state: _Open, comp: int, head: Head, rows: Rows, reply: Reply
     ) -> dict[int, tuple[Rows, Reply]]:
         """Keep a CompNode's rows; return all CompNodes' rows if these were the last, else none.
 
         The caller has to hold the lock.
         """
-        came = one.came.setdefault((head.number, head.step), {})
-        came[comp] = (rows, reply)
+        arrived = state.arrived.setdefault((head.number, head.step), {})
+        arrived[comp] = (rows, reply)
         self.counters.elements_in += rows.elements
-        if len(came) < len(one.worker.messages):
+        if len(arrived) < len(state.worker.messages):
             return {}
-        del one.came[head.number, head.step]
+        del state.arrived[head.number, head.step]
         if head.step == 0:
-            worked = any(message.answers for message in one.worker.messages.values())
+            worked = any(message.answers for message in state.worker.messages.values())
             self.counters.passes += worked
             self.counters.stored += not worked
-        return came
+        return arrived
 
     def _attend(
-        self, one: _Open, head: Head, came: Mapping[int, tuple[Rows, Reply]]
+        self, state: _Open, head: Head, arrived: Mapping[int, tuple[Rows, Reply]]
     ) -> dict[int, list[Partial]]:
         with torch.inference_mode():
-            taken = {sender: sent.to(self.device) for sender, (sent, _) in came.items()}
-            if one.seen is not None:
-                record_attn(one.seen, one.worker.messages, head.layer, taken)
-            return one.worker.run(head.layer, taken, head.attention)
+            taken = {sender: sent.to(self.device) for sender, (sent, _) in arrived.items()}
+            if state.seen is not None:
+                record_attn(state.seen, state.worker.messages, head.layer, taken)
+            return state.worker.run(head.layer, taken, head.attention)
 
     def _request(self, head: Head) -> _Open | None:
         """Return the request of a message and begin its pass; None where earlier rows are missing."""
-        one = self._open.get(head.request)
-        if head.work is not None and (one is None or head.number > one.number):
+        state = self._open.get(head.request)
+        if head.work is not None and (state is None or head.number > state.number):
             work = head.work
-            if one is None:
+            if state is None:
                 shards = [work.plan.splits[block.keys] for block in work.plan.blocks(self.node)]
                 if any(shard and shard[0] < work.since for shard in shards):
                     return None
                 worker = AttnWorker(self.node, compress=self.compress, keep=work.keep)
-                one = self._open[head.request] = _Open(worker, work.plan)
+                state = self._open[head.request] = _Open(worker, work.plan)
                 if self.record:
-                    one.seen = Seen(self.name, work.request)
-                    self.seen.append(one.seen)
-            one.plan, one.number = work.plan, head.number
-            one.worker.begin(work.plan, work.since, work.hidden)
-        return one
+                    state.seen = Seen(self.name, work.request)
+                    self.seen.append(state.seen)
+            state.plan, state.number = work.plan, head.number
+            state.worker.begin(work.plan, work.since, work.hidden)
+        return state
 
     def plan(self, request: str) -> Plan | None:
         """Return the plan of a request's last pass; None where nothing of it arrived."""
-        one = self._open.get(request)
-        return None if one is None else one.plan
+        state = self._open.get(request)
+        return None if state is None else state.plan
 
     def waiting(self, request: str) -> dict[str, Any] | None:
         """Return the oldest layer of which a request misses rows: ``step`` and ``missing`` CompNodes; None if none."""
         with self._lock:
-            one = self._open.get(request)
-            if one is None or not one.came:
+            state = self._open.get(request)
+            if state is None or not state.arrived:
                 return None
-            (_, step), came = min(one.came.items())
-            return {"step": step, "missing": sorted(set(one.worker.messages) - set(came))}
+            (_, step), arrived = min(state.arrived.items())
+            return {"step": step, "missing": sorted(set(state.worker.messages) - set(arrived))}
 
     def close(self, request: str) -> None:
         """Forget a request; answer whoever waits for it, or still asks, that it was given up."""
         with self._lock:
-            one = self._open.pop(request, None)
+            state = self._open.pop(request, None)
             self._closed[request] = None
             while len(self._closed) > 4096:
                 del self._closed[next(iter(self._closed))]
             waiting = (
-                [] if one is None else [reply for came in one.came.values() for _, reply in came.values()]
+                []
+                if state is None
+                else [reply for arrived in state.arrived.values() for _, reply in arrived.values()]
             )
-            if one is not None:
-                one.came.clear()
+            if state is not None:
+                state.arrived.clear()
         for reply in waiting:
             reply(NodeError(GIVEN_UP))
 

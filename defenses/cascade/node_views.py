@@ -54,7 +54,7 @@ class Seen:
         for entry in self.entries:
             name = entry.site.stream, entry.site.layer, entry.facts.get("key_shard")
             groups.setdefault(name, []).append(entry)
-        out = []
+        observations = []
         for group in groups.values():
             positions = [p for entry in group for p in entry.positions]
             order = sorted(range(len(positions)), key=positions.__getitem__)
@@ -66,8 +66,8 @@ class Seen:
                 positions=tuple(positions[i] for i in order),
                 facts={"node": self.node, "scheme": "cascade", **group[-1].facts},
             )
-            out.append(Observation(torch.cat([entry.rows for entry in group])[order], info))
-        return out
+            observations.append(Observation(torch.cat([entry.rows for entry in group])[order], info))
+        return observations
 
 
 def record_attn(seen: Seen, messages: Mapping[int, Message], layer: int, rows: Mapping[int, Rows]) -> None:
@@ -177,7 +177,7 @@ def second_layer_view(observations: Sequence[Observation]) -> Observation | None
         return None
     both = "q" in sent and sent["q"].info.positions == sent["k"].info.positions
     stream = "qkv" if both else "kv"
-    states = torch.cat([sent[one].states for one in stream], 1)
+    states = torch.cat([sent[letter].states for letter in stream], 1)
     return Observation(states, replace(sent["k"].info, site=Site(2, stream)))
 
 
@@ -204,17 +204,17 @@ def save_seen(
     Returns:
         For each node, the positions that it saw rows of, files and rows written.
     """
-    out: dict[str, dict[str, Any]] = {}
-    last = max((p for one in seen for entry in one.entries for p in entry.positions), default=0)
-    for one in seen:
-        target = folder / re.sub(r"[^A-Za-z0-9]+", "-", one.node).strip("-")
-        if one.node in out:  # the request ran again after a node was lost
-            target = target.with_name(f"{target.name}-{one.request}")
+    written: dict[str, dict[str, Any]] = {}
+    last = max((p for record in seen for entry in record.entries for p in entry.positions), default=0)
+    for record in seen:
+        target = folder / re.sub(r"[^A-Za-z0-9]+", "-", record.node).strip("-")
+        if record.node in written:  # the request ran again after a node was lost
+            target = target.with_name(f"{target.name}-{record.request}")
         target.mkdir(parents=True, exist_ok=True)
         held: set[int] = set()
         files = rows = 0
-        observations = one.observations(model, signature, dtype)
-        comp = one.node.startswith("CompNode")
+        observations = record.observations(model, signature, dtype)
+        comp = record.node.startswith("CompNode")
         view = first_layer_view(observations) if comp else second_layer_view(observations)
         if view is not None:
             name = "partials-1" if comp else f"{view.info.site.stream}-2"
@@ -228,6 +228,6 @@ def save_seen(
             files, rows = files + 1, rows + len(observation.states)
         if held and last < len(tokens):
             save_truth([GroundTruth(tuple(tokens[: last + 1]))], target / "truth.json")
-        name = one.node if one.node not in out else f"{one.node}, request {one.request}"
-        out[name] = {"positions": sorted(held), "files": files, "rows": rows, "folder": str(target)}
-    return out
+        name = record.node if record.node not in written else f"{record.node}, request {record.request}"
+        written[name] = {"positions": sorted(held), "files": files, "rows": rows, "folder": str(target)}
+    return written

@@ -173,7 +173,7 @@ class AttnWorker:
             For each CompNode, one partial result per block, its rows in the order of the CompNode's positions.
         """
         held = {name: shard.take(layer, rows, self.keep) for name, shard in self._shards.items()}
-        out: dict[int, list[Partial]] = {comp: [] for comp in rows}
+        partials: dict[int, list[Partial]] = {comp: [] for comp in rows}
         some = next(iter(rows.values())).queries
         for block, visible in zip(self._blocks, self._visible(attention, some.device), strict=True):
             asked = [piece.pick(rows[piece.comp].queries) for piece in block.asked]
@@ -186,8 +186,8 @@ class AttnWorker:
                 places[piece.comp] = slice(at, at + len(piece.positions))
                 at += len(piece.positions)
             for comp in rows:
-                out[comp].append(part.rows(places.get(comp, slice(0, 0))))
-        return out
+                partials[comp].append(part.rows(places.get(comp, slice(0, 0))))
+        return partials
 
     def _visible(self, attention: Attention, device: torch.device) -> list[Tensor | None]:
         """Return the mask of each block, made once per pass and kind of attention; None where all keys are seen."""
@@ -271,13 +271,13 @@ def _appended(buffer: Tensor | None, rows: Tensor, at: int) -> Tensor:
 
 def _pieces(messages: Mapping[int, Positions], wanted: Positions) -> list[_Piece]:
     """Find the messages that rows of these positions come from."""
-    out = []
+    pieces = []
     for comp in sorted(messages):
         place = _places(messages[comp])
         mine = tuple(p for p in wanted if p in place)
         if mine:
-            out.append(_Piece(comp, mine, _Pick([place[p] for p in mine], len(place))))
-    return out
+            pieces.append(_Piece(comp, mine, _Pick([place[p] for p in mine], len(place))))
+    return pieces
 
 
 class CompWorker:

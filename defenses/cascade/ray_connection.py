@@ -49,11 +49,11 @@ def connect(address: str | None, nodes: int, cpus: float, gpus: float) -> bool:
                 ) from None
     for kind, needed in (("CPU", cpus), ("GPU", gpus)):
         if needed > free_resources(kind) + 1e-6:
-            found = free_resources(kind)
+            free = free_resources(kind)
             if own:
                 ray.shutdown()
             raise InputError(
-                f"the nodes need {needed:g} {kind}s, the cluster has {found:g} free: {needed - found:g} are missing"
+                f"the nodes need {needed:g} {kind}s, the cluster has {free:g} free: {needed - free:g} are missing"
             )
     return own
 

@@ -40,10 +40,10 @@ from hiddenlab.sharding import AttnNode, Plan
 def head_to_json(head: Head) -> dict[str, Any]:
     """Convert a head to plain data."""
     work = head.work
-    out = {**vars(head), "attention": vars(head.attention)}
+    data = {**vars(head), "attention": vars(head.attention)}
     if work is not None:
-        out["work"] = {**vars(work), "plan": work.plan.describe()}
-    return out
+        data["work"] = {**vars(work), "plan": work.plan.describe()}
+    return data
 
 
 def head_from_json(data: Mapping[str, Any], before: Plan | None = None) -> Head:
@@ -94,11 +94,11 @@ class Mailbox:
         with self._ready:
             while True:
                 before = self.progress()
-                told = self._ready.wait_for(
+                notified = self._ready.wait_for(
                     lambda: key in self._answers or sender in self._lost or head.request in self._aborted,
                     self.timeout,
                 )
-                if told or self.progress() == before:
+                if notified or self.progress() == before:
                     break
             if key in self._answers:
                 answer = self._answers.pop(key)
@@ -229,8 +229,8 @@ class RemoteComp:
         return {**asdict(self.host.times), **_sent(self.hub)}
 
     def seen(self) -> list[Seen]:
-        found, self._seen = list(self._seen.values()), {}
-        return found
+        views, self._seen = list(self._seen.values()), {}
+        return views
 
     def _receive(self, sender: str, head: dict[str, Any], tensors: list[Tensor]) -> None:
         size = head["size"]
@@ -271,24 +271,24 @@ class RemoteAttn:
             NodeError: the node failed, or the request was given up.
         """
         came = threading.Event()
-        out: list[list[Partial] | Exception] = []
+        answers: list[list[Partial] | Exception] = []
 
         def reply(parts: list[Partial] | Exception) -> None:
-            out.append(parts)
+            answers.append(parts)
             came.set()
 
         self.host.receive(comp, head, rows, reply)
         came.wait()
-        if isinstance(out[0], Exception):
-            raise out[0]
-        return out[0]
+        if isinstance(answers[0], Exception):
+            raise answers[0]
+        return answers[0]
 
     def counters(self) -> dict[str, Any]:
         return {**asdict(self.host.counters), **_sent(self.hub)}
 
     def seen(self) -> list[Seen]:
-        found, self.host.seen = self.host.seen, []
-        return found
+        views, self.host.seen = self.host.seen, []
+        return views
 
     def _receive(self, sender: str, data: dict[str, Any], tensors: list[Tensor]) -> None:
         head = head_from_json(data, self.host.plan(data["request"]))
@@ -361,11 +361,11 @@ class WireCascade(Cascade):
             attn.host.close(request)
 
     def counters(self) -> dict[str, dict[str, Any]]:
-        out = {comp_name(comp.index): comp.counters() for comp in self.comps}
-        return out | {attn.host.name: attn.counters() for attn in self.attns}
+        counts = {comp_name(comp.index): comp.counters() for comp in self.comps}
+        return counts | {attn.host.name: attn.counters() for attn in self.attns}
 
     def seen(self) -> list[Seen]:
-        return [one for nodes in (self.comps, self.attns) for node in nodes for one in node.seen()]
+        return [view for nodes in (self.comps, self.attns) for node in nodes for view in node.seen()]
 
     def shutdown(self) -> None:
         for comp in self.comps:

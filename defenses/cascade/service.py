@@ -122,7 +122,10 @@ class Service:
         roles = {"developer": "system"}
         return self._checked(
             self.chat.ids(
-                [{"role": roles.get(one.role, one.role), "content": one.text()} for one in messages]
+                [
+                    {"role": roles.get(message.role, message.role), "content": message.text()}
+                    for message in messages
+                ]
             )
         )
 
@@ -157,15 +160,15 @@ class Service:
         new = min(body.wanted or self.limits.default_new_tokens, self.context - len(ids))
         seed = body.seed if body.seed is not None else int.from_bytes(uuid.uuid4().bytes[:4], "big")
         sampling = Sampling(body.temperature, body.top_k, body.top_p, seed)
-        found = Answer(iter(()), len(ids), Cancellation())
-        found.pieces = self._pieces(found, ids, new, sampling, body.stops)
-        return found
+        answer = Answer(iter(()), len(ids), Cancellation())
+        answer.pieces = self._pieces(answer, ids, new, sampling, body.stops)
+        return answer
 
     def _pieces(
         self, answer: Answer, ids: torch.Tensor, new: int, sampling: Sampling, stops: Sequence[str]
     ) -> Iterator[str]:
         ends = {self.tokenizer.eos_token_id} - {None}
-        found: list[int] = []
+        generated: list[int] = []
         given = ""
         longest = max((len(stop) for stop in stops), default=0)
         tokens = generate(
@@ -174,12 +177,12 @@ class Service:
         )  # fmt: skip
         try:
             for token in tokens:
-                found.append(token)
-                answer.tokens = len(found)
+                generated.append(token)
+                answer.tokens = len(generated)
                 if token in ends:
                     answer.finish = "stop"
                     break
-                text = self.tokenizer.decode(found, skip_special_tokens=True)
+                text = self.tokenizer.decode(generated, skip_special_tokens=True)
                 cut = min((at for stop in stops if (at := text.find(stop)) >= 0), default=-1)
                 if cut >= 0:
                     answer.finish = "stop"
@@ -191,7 +194,7 @@ class Service:
                 if safe > len(given):
                     yield text[len(given) : safe]
                     given = text[:safe]
-            text = self.tokenizer.decode(found, skip_special_tokens=True)
+            text = self.tokenizer.decode(generated, skip_special_tokens=True)
             if len(text) > len(given):
                 yield text[len(given) :]
         finally:

@@ -59,9 +59,9 @@ class Scripted(Cascade):
         assert self.wait.wait(PATIENCE)
         if work.number == self.fail_at:
             raise NodeError("AttnNode (0, 1) died in layer 3", "AttnNode (0, 1)")
-        out = torch.zeros(1, VOCABULARY)
-        out[0, self.script[work.number % len(self.script)]] = 1.0
-        return out
+        logits = torch.zeros(1, VOCABULARY)
+        logits[0, self.script[work.number % len(self.script)]] = 1.0
+        return logits
 
     def recover(self, error: NodeError) -> bool:
         self.recovered += 1

@@ -240,7 +240,7 @@ class Hub:
 
 def _tensors(described: Sequence[Any], payload: bytearray) -> list[Tensor]:
     """Return the tensors of a payload, without a copy."""
-    out, at = [], 0
+    tensors, at = [], 0
     for dtype, shape in described:
         count = 1
         for size in shape:
@@ -249,9 +249,9 @@ def _tensors(described: Sequence[Any], payload: bytearray) -> list[Tensor]:
             flat = torch.frombuffer(payload, dtype=_DTYPES[dtype], count=count, offset=at)
         else:
             flat = torch.empty(0, dtype=_DTYPES[dtype])
-        out.append(flat.view(shape))
+        tensors.append(flat.view(shape))
         at += flat.nbytes + -flat.nbytes % _ALIGN
-    return out
+    return tensors
 
 
 def _send_all(connection: socket.socket, buffers: list[Any]) -> None:

@@ -113,10 +113,10 @@ def _refusal(config: Any) -> str:
 
 
 def _family(model: Any) -> dict[str, str]:
-    found = next((names for names in FAMILIES.values() if _find(model, names["layers"]) is not None), None)
-    if found is None:
+    family = next((names for names in FAMILIES.values() if _find(model, names["layers"]) is not None), None)
+    if family is None:
         raise InputError(_refusal(model.config))
-    return found
+    return family
 
 
 def _read(model: nn.Module, names: dict[str, str], config: Any) -> Weights:
@@ -168,10 +168,10 @@ def _linear(module: nn.Module, path: str) -> Linear:
 def _view(module: nn.Module, path: str) -> tuple[Tensor, Tensor | None]:
     """Return weight and bias of a part of a model, in place; the weight of a linear layer is ``out in``."""
     path, _, part = path.partition("[")
-    found: Any = _find(module, path)
-    weight, bias = found.weight.detach(), getattr(found, "bias", None)
+    layer: Any = _find(module, path)
+    weight, bias = layer.weight.detach(), getattr(layer, "bias", None)
     bias = None if bias is None else bias.detach()
-    if type(found).__name__ == "Conv1D":  # transformers' own, which keeps the transpose
+    if type(layer).__name__ == "Conv1D":  # transformers' own, which keeps the transpose
         weight = weight.T
     if part:
         i, n = (int(number) for number in part.rstrip("]").split("/"))
@@ -189,8 +189,8 @@ def _put(module: nn.Module, path: str, weight: Tensor, bias: Tensor | None) -> N
         shift.copy_(bias)
 
 
-def _norm(found: Any) -> Norm:
-    bias = getattr(found, "bias", None)
-    eps = getattr(found, "variance_epsilon", None) or found.eps
-    centred = isinstance(found, nn.LayerNorm)
-    return Norm(found.weight.detach(), None if bias is None else bias.detach(), float(eps), centred)
+def _norm(module: Any) -> Norm:
+    bias = getattr(module, "bias", None)
+    eps = getattr(module, "variance_epsilon", None) or module.eps
+    centred = isinstance(module, nn.LayerNorm)
+    return Norm(module.weight.detach(), None if bias is None else bias.detach(), float(eps), centred)

@@ -132,7 +132,7 @@ def _cast(part: Any, dtype: torch.dtype) -> Any:
     if isinstance(part, Tensor):
         return part.to(dtype)
     if isinstance(part, tuple):
-        return tuple(_cast(one, dtype) for one in part)
+        return tuple(_cast(element, dtype) for element in part)
     if hasattr(part, "__dataclass_fields__"):
         return replace(
             part, **{name: _cast(getattr(part, name), dtype) for name in part.__dataclass_fields__}

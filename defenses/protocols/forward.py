@@ -136,9 +136,9 @@ def _append(a: Arithmetic[Any], kept: dict[int, Any], layer: int, new: Any) -> A
 
 
 def _parts(a: Arithmetic[Any], x: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-    a.local(lambda t: found.append(t) or t, x)  # type: ignore[func-returns-value]
-    return found
+    parts: list[Tensor] = []
+    a.local(lambda t: parts.append(t) or t, x)  # type: ignore[func-returns-value]
+    return parts
 
 
 def _rotate(a: Arithmetic[Any], x: Any, tables: tuple[Float[Tensor, "n d"], Float[Tensor, "n d"]]) -> Any:

@@ -172,12 +172,14 @@ class Ring:
         """
         self._check(self._magnitude(a), self._magnitude(b), times)
         u, v = self.random(*a.first.shape), self.random(*b.first.shape)
-        one, two = zip(*(self._deal(part) for part in (u, v, times(u, v))), strict=True)
-        e = self._open(Shared(a.first - one[0], a.second - two[0]))
-        f = self._open(Shared(b.first - one[1], b.second - two[1]))
+        first, second = zip(*(self._deal(part) for part in (u, v, times(u, v))), strict=True)
+        e = self._open(Shared(a.first - first[0], a.second - second[0]))
+        f = self._open(Shared(b.first - first[1], b.second - second[1]))
         self.transcript.turn()
         return self.truncate(
-            Shared(self.first.product(e[0], f[0], one, times), self.second.product(e[1], f[1], two, times))
+            Shared(
+                self.first.product(e[0], f[0], first, times), self.second.product(e[1], f[1], second, times)
+            )
         )
 
     def by_public(
@@ -226,11 +228,12 @@ class Ring:
         """
         f = self.fraction
         r = self.random(*x.first.shape)
-        one, two = zip(*(self._deal(part) for part in (r, _logical(r, f), _logical(r, 63))), strict=True)
-        z = self._open(Shared(x.first + one[0] + (1 << _OFFSET_BIT), x.second + two[0]))
+        first, second = zip(*(self._deal(part) for part in (r, _logical(r, f), _logical(r, 63))), strict=True)
+        z = self._open(Shared(x.first + first[0] + (1 << _OFFSET_BIT), x.second + second[0]))
         self.transcript.turn()
         return Shared(
-            self.first.truncated(z[0], one[1], one[2], f), self.second.truncated(z[1], two[1], two[2], f)
+            self.first.truncated(z[0], first[1], first[2], f),
+            self.second.truncated(z[1], second[1], second[2], f),
         )
 
     def _magnitude(self, x: Shared) -> Tensor:

@@ -90,8 +90,8 @@ class Centaur(_OnShares):
 
     def linear(self, x: Shared, linear: Linear) -> Shared:
         weight = self.ring.encode(linear.weight).T
-        out = self.ring.by_public(x, weight)
-        return out if linear.bias is None else self.shift(out, linear.bias)
+        product = self.ring.by_public(x, weight)
+        return product if linear.bias is None else self.shift(product, linear.bias)
 
     def norm(self, x: Shared, norm: Norm, layer: int, where: str) -> Shared:
         seen = self.ring.reveal(x, SERVER, where, layer)
@@ -145,21 +145,21 @@ class PermLLM(_OnShares):
 
     def linear(self, x: Shared, linear: Linear) -> Shared:
         weight = self.ring.encode(linear.weight).T
-        out = self.ring.by_private(x, weight, SERVER)
-        return out if linear.bias is None else self.shift(out, linear.bias)
+        product = self.ring.by_private(x, weight, SERVER)
+        return product if linear.bias is None else self.shift(product, linear.bias)
 
     def norm(self, x: Shared, norm: Norm, layer: int, where: str) -> Shared:
         hat = self._permuted(x, lambda seen: normalise(seen, norm), where, layer)
         weight = self.ring.encode(norm.weight)
-        out = self.ring.by_private(hat, weight, SERVER, torch.mul)
-        return out if norm.bias is None else self.shift(out, norm.bias)
+        product = self.ring.by_private(hat, weight, SERVER, torch.mul)
+        return product if norm.bias is None else self.shift(product, norm.bias)
 
     def softmax(self, scores: Shared, visible: Bool[Tensor, "n k"], layer: int) -> Shared:
         masked = self.shift(scores, torch.where(visible, 0.0, MASKED))
         shape = masked.first.shape
         rows = masked.map(lambda t: t.flatten(0, 1))
-        out = self._permuted(rows, lambda seen: seen.softmax(-1), "softmax", layer)
-        return out.map(lambda t: t.view(shape))
+        probabilities = self._permuted(rows, lambda seen: seen.softmax(-1), "softmax", layer)
+        return probabilities.map(lambda t: t.view(shape))
 
     def activate(self, x: Shared, kind: str, layer: int) -> Shared:
         shape = x.first.shape

@@ -111,9 +111,9 @@ class User:
 
     def decrypt(self, logits: Float[Tensor, "n v"]) -> Float[Tensor, "n v"]:
         """Return logits in the order of the vocabulary."""
-        out = torch.empty_like(logits)
-        out[:, self.keys.vocabulary] = logits
-        return out
+        ordered = torch.empty_like(logits)
+        ordered[:, self.keys.vocabulary] = logits
+        return ordered
 
 
 class Stip:
@@ -142,23 +142,23 @@ class Stip:
     def logits(self, tokens: Sequence[int]) -> Float[Tensor, "n v"]:
         """Return the logits of a prompt, as the user gets them."""
         self._requests += 1
-        out = self._exchange(self._requests, tokens)
+        logits = self._exchange(self._requests, tokens)
         self.server.forget(self._requests)
-        return out
+        return logits
 
     @torch.inference_mode()
     def generate(self, tokens: Sequence[int], new: int) -> list[int]:
         """Generate ``new`` tokens greedily, with a message each way for every token."""
         self._requests += 1
-        out: list[int] = []
+        generated: list[int] = []
         step = list(tokens)
         try:
             for _ in range(new):
                 step = [int(self._exchange(self._requests, step)[-1].argmax())]
-                out += step
+                generated += step
         finally:
             self.server.forget(self._requests)
-        return out
+        return generated
 
     def ask(self, tokens: Sequence[int]) -> Float[Tensor, "n d"]:
         """Send the user's message alone, and return what the server sees before it computes anything."""

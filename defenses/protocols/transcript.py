@@ -72,9 +72,9 @@ class Transcript:
 
     def seen(self, party: str, **wanted: Any) -> Iterator[Learnt]:
         """Yield what a party learnt, chosen by label or layer."""
-        for one in self.learnt:
-            if one.party == party and all(getattr(one, name) == value for name, value in wanted.items()):
-                yield one
+        for item in self.learnt:
+            if item.party == party and all(getattr(item, name) == value for name, value in wanted.items()):
+                yield item
 
     def observations(self, party: str, label: str, layer: int, info: ObservationInfo) -> list[Observation]:
         """Return hidden states that a party learnt as observations for attacks and ``save_observations``.
@@ -87,12 +87,12 @@ class Transcript:
         Raises:
             InputError: the party learnt no such values.
         """
-        found = [Observation(one.value, info) for one in self.seen(party, label=label, layer=layer)]
-        if not found:
+        observations = [Observation(item.value, info) for item in self.seen(party, label=label, layer=layer)]
+        if not observations:
             raise InputError(f"the {party} learnt no {label!r} of layer {layer}")
-        return found
+        return observations
 
     def __repr__(self) -> str:
-        told = Counter(one.party for one in self.learnt)
-        seen = ", ".join(f"{party} learnt {told[party]} tensors" for party in self.parties)
+        counts = Counter(item.party for item in self.learnt)
+        seen = ", ".join(f"{party} learnt {counts[party]} tensors" for party in self.parties)
         return f"Transcript({self.bytes:,} bytes in {self.rounds} rounds; {seen})"

@@ -97,10 +97,10 @@ def audit(
     rows = []
     for i, file in enumerate(files):
         try:
-            found = read_transcripts(file)
-            if model is None and any(one.model != BUILTIN for one in found):
+            transcripts = read_transcripts(file)
+            if model is None and any(transcript.model != BUILTIN for transcript in transcripts):
                 raise InputError(f"claims another model than {BUILTIN!r}, against which it would be verified")
-            rows.append({"file": _name(file), **_audited(found, verifier, settings, written, usual)})
+            rows.append({"file": _name(file), **_audited(transcripts, verifier, settings, written, usual)})
         except InputError as error:
             rows.append({"file": _name(file), "class": QUARANTINE, "reasons": [str(error)], "tokens": None})
         progress("files audited", i + 1, len(files))
@@ -113,16 +113,16 @@ def _name(file: Path) -> str:
 
 
 def _usual(
-    found: Sequence[Transcript], verifier: Verifier, progress: Progress
+    transcripts: Sequence[Transcript], verifier: Verifier, progress: Progress
 ) -> tuple[PerplexityFilter, float] | None:
     """Fit a perplexity filter to honest answers; return it with the share of further honest answers that it flags.
 
     None if there are no honest answers.
     """
     logs = []
-    for i, one in enumerate(found):
-        logs.append(-difr.cross_entropy(verifier.replay(one)))
-        progress("honest requests read", i + 1, len(found))
+    for i, transcript in enumerate(transcripts):
+        logs.append(-difr.cross_entropy(verifier.replay(transcript)))
+        progress("honest requests read", i + 1, len(transcripts))
     if not logs:
         return None
     # The next value lies between the least and the most of n with probability (n − 1) / (n + 1).
@@ -154,7 +154,7 @@ def _check_settings(noise_sd: float, threshold: float, rank_cutoff: int, *shares
 
 
 def _audited(
-    found: Sequence[Transcript],
+    transcripts: Sequence[Transcript],
     verifier: Verifier,
     settings: Made,
     written: set[bytes] | None,
@@ -165,18 +165,19 @@ def _audited(
     reasons: list[str] = []
     missing: list[str] = []
     flagged = unusual = 0
-    for one in found:
-        replay = verifier.replay(one)
+    for transcript in transcripts:
+        replay = verifier.replay(transcript)
         risks, carried, admissible = _risks(replay, settings)
         unusual += usual is not None and usual[0].verdict(-difr.cross_entropy(replay)).flagged
         counts += np.bincount(risks.numpy(), minlength=3)
         bits, safe_bits = bits + float(carried.sum()), safe_bits + float(admissible.sum())
-        flagged += _looks_like_data(one, verifier.model)
-        if written is not None and canonical(one.to_json()) not in written:
-            missing.append(one.id)
+        flagged += _looks_like_data(transcript, verifier.model)
+        if written is not None and canonical(transcript.to_json()) not in written:
+            missing.append(transcript.id)
     if missing:
         reasons.append(
-            f"{len(missing)} of {len(found)} requests do not stand in the ledger, {missing[0]!r} the first"
+            f"{len(missing)} of {len(transcripts)} requests do not stand in the ledger, "
+            f"{missing[0]!r} the first"
         )
     tokens = int(counts.sum())
     hints = []
@@ -187,16 +188,16 @@ def _audited(
         share = counts[risk] / tokens
         # Allow what honest noise gives in 99 of 100 files of this length, so that one token does not fail a short file.
         allowed = int(binom.ppf(CONFIDENCE, tokens, limit))
-        told = (
+        statement = (
             f"{share:.2%} of tokens are {risk.name.lower()}; honest noise gives up to {allowed / tokens:.2%}"
         )
         if counts[risk] > allowed:
-            reasons.append(told)
+            reasons.append(statement)
         elif share > limit:
-            hints.append(told)
+            hints.append(statement)
     if flagged:
         hints.append(f"{flagged} answers look like encoded data")
-    if usual is not None and unusual > binom.ppf(CONFIDENCE, len(found), usual[1]):
+    if usual is not None and unusual > binom.ppf(CONFIDENCE, len(transcripts), usual[1]):
         hints.append(f"{unusual} answers have a perplexity that honest ones do not have")
     level = QUARANTINE if reasons else REVIEW if hints else QUIET
     return {
@@ -231,12 +232,12 @@ def _admissible(replay: Replay, threshold: float, settings: Made) -> Bool[Tensor
     """
     if replay.uniform is not None:
         shares = probabilities(replay.logits, replay.sampling)
-        found = fssl_ipt(shares, replay.uniform, noise_sd=settings["ipt_sigma"])
+        log_mass = fssl_ipt(shares, replay.uniform, noise_sd=settings["ipt_sigma"])
         # A rare token's interval never holds much of the noise's mass, even around its middle. So the evidence against
         # a token is how much less mass it has than it could have.
         half = torch.special.erf(shares.double() / (2 * math.sqrt(2) * settings["ipt_sigma"]))
-        near = (found - (half + FLOOR).log() >= threshold) & (half * math.exp(threshold) > FLOOR)
-        return (found >= threshold) | near
+        near = (log_mass - (half + FLOOR).log() >= threshold) & (half * math.exp(threshold) > FLOOR)
+        return (log_mass >= threshold) | near
     gumbel = torch.zeros_like(replay.logits) if replay.gumbel is None else replay.gumbel
     draws = torch.Generator().manual_seed(0)
     return gumbel_positions(
@@ -244,7 +245,7 @@ def _admissible(replay: Replay, threshold: float, settings: Made) -> Bool[Tensor
     ).admissible(threshold)
 
 
-def _looks_like_data(one: Transcript, model: WholeModel) -> bool:
+def _looks_like_data(transcript: Transcript, model: WholeModel) -> bool:
     if model.tokenizer is None:
         return False
-    return SyntacticFilter().verdict(model.tokenizer.decode(list(one.output))).flagged
+    return SyntacticFilter().verdict(model.tokenizer.decode(list(transcript.output))).flagged

@@ -313,8 +313,8 @@ def _amount(name: str, value: float) -> None:
 
 def _whole(name: str, value: int, least: int) -> None:
     if not least <= value <= _LARGEST:
-        told = value if abs(value) <= _LARGEST else "that large"
-        raise InputError(f"{name} {told}: must be a whole number from {least}, at most 2^53")
+        shown = value if abs(value) <= _LARGEST else "that large"
+        raise InputError(f"{name} {shown}: must be a whole number from {least}, at most 2^53")
 
 
 def _free(free: float, permitted: int) -> None:

@@ -136,20 +136,20 @@ def simulate(
             [replace(request, sampling=variant.sampling(request.sampling)) for request in todo],
             model=model, new_tokens=new_tokens, ahead=ahead, noise=noise,
         )  # fmt: skip
-        for i, one in enumerate(answers):
-            write_transcripts(out, [replace(one, sampling=asked_for[one.id])])
+        for i, transcript in enumerate(answers):
+            write_transcripts(out, [replace(transcript, sampling=asked_for[transcript.id])])
             progress("requests", i + 1, len(todo))
     else:
         made = Provider(model, variant, new_tokens=new_tokens, dtype=dtype, device=device, noise=noise)
         for answer in made.answer(todo, progress):
-            one = answer.transcript
+            transcript = answer.transcript
             if proofs:
                 sent = _proofs(answer.prompt_states, answer.output_states, proof_values, rule, made.whole)
-                one = replace(one, proofs=sent, proof_rule=rule.name)
+                transcript = replace(transcript, proofs=sent, proof_rule=rule.name)
             if projection is not None:
                 print_ = _fingerprint(answer.output_states, projection, every, fingerprint_dtype)
-                one = replace(one, fingerprint=print_)
-            write_transcripts(out, [one])
+                transcript = replace(transcript, fingerprint=print_)
+            write_transcripts(out, [transcript])
     return {
         "format": FORMAT, "file": str(out), "provider": provider, "model": model, "requests": len(requests),
         "taken_up": len(done), "output_tokens": new_tokens * len(requests), **_sent(read_transcripts(out)),
@@ -164,17 +164,20 @@ def _check_sent(dtype: str, proof_values: int) -> None:
         raise InputError(f"a proof of {proof_values} values: at least 1")
 
 
-def _sent(found: Sequence[Transcript]) -> Made:
+def _sent(transcripts: Sequence[Transcript]) -> Made:
     """Return the bytes per output token that a provider sends beside the answer, in total and by kind."""
-    tokens = sum(len(one.output) for one in found)
-    proofs = sum(len(b64decode(text)) for one in found for text in one.proofs or ())
-    prints = sum(one.fingerprint.size for one in found if one.fingerprint is not None)
+    tokens = sum(len(transcript.output) for transcript in transcripts)
+    proofs = sum(len(b64decode(text)) for transcript in transcripts for text in transcript.proofs or ())
+    prints = sum(
+        transcript.fingerprint.size for transcript in transcripts if transcript.fingerprint is not None
+    )
     parts = {"proofs": proofs / tokens, "fingerprints": prints / tokens}
     return {"bytes_per_output_token": sum(parts.values()), "bytes": parts}
 
 
 def _same_work(
-    found: Sequence[Transcript], requests: Sequence[Request], model: str, new_tokens: int, rule: str | None, out: Path
+    transcripts: Sequence[Transcript], requests: Sequence[Request], model: str, new_tokens: int,
+    rule: str | None, out: Path,
 ) -> None:  # fmt: skip
     """Check that a file to be resumed was asked for with the same options.
 
@@ -184,15 +187,15 @@ def _same_work(
         InputError: the options differ.
     """
     asked = {request.id: request for request in requests}
-    for one in found:
-        same = one.id in asked and (one.prompt, one.sampling) == (
-            asked[one.id].prompt,
-            asked[one.id].sampling,
+    for transcript in transcripts:
+        same = transcript.id in asked and (transcript.prompt, transcript.sampling) == (
+            asked[transcript.id].prompt,
+            asked[transcript.id].sampling,
         )
-        other_rule = rule is not None and one.proof_rule not in (None, rule)
-        if not same or other_rule or one.model != model or len(one.output) != new_tokens:
+        other_rule = rule is not None and transcript.proof_rule not in (None, rule)
+        if not same or other_rule or transcript.model != model or len(transcript.output) != new_tokens:
             raise InputError(
-                f"{out} holds request {one.id!r} of another command; --resume needs the same options"
+                f"{out} holds request {transcript.id!r} of another command; --resume needs the same options"
             )
 
 
@@ -202,7 +205,7 @@ def _answered_before(out: Path, resume: bool) -> set[str]:
     if not resume:
         raise InputError(f"{out} exists; name another file, or --resume to go on with it")
     cut_torn_line(out)
-    return {one.id for one in read_transcripts(out)} if out.stat().st_size else set()
+    return {transcript.id for transcript in read_transcripts(out)} if out.stat().st_size else set()
 
 
 def _proofs(prompt: Tensor, outputs: Tensor, values: int, rule: Rule, whole: WholeModel) -> tuple[str, ...]:
@@ -217,7 +220,7 @@ def _fingerprint(outputs: Tensor, projection: Projection, every: int, dtype: str
 
 
 def verifier_for(
-    found: Sequence[Transcript], model: str | None, dtype: str, device: str, key: str | None = None,
+    transcripts: Sequence[Transcript], model: str | None, dtype: str, device: str, key: str | None = None,
     key_form: str = KEY_FORMS[0],
 ) -> Verifier:  # fmt: skip
     """Load the reference to verify against: ``model``, or else ``builtin``, but never a model that a file names.
@@ -225,7 +228,7 @@ def verifier_for(
     Raises:
         InputError: no model was given, and the transcripts claim another one than ``builtin``.
     """
-    if model is None and (others := sorted({one.model for one in found} - {BUILTIN})):
+    if model is None and (others := sorted({transcript.model for transcript in transcripts} - {BUILTIN})):
         raise InputError(
             f"the transcripts claim the model {others[0]!r}; say with --model which one is to be verified"
         )
@@ -246,21 +249,21 @@ def commit(
         raise InputError(f"{out} exists; name another file")
     _check_sent(fingerprint_dtype, proof_values)
     rule = rule_of(proof_rule)
-    found = read_transcripts(path)
-    verifier = verifier_for(found, model, dtype, device)
-    for i, one in enumerate(found):
-        replay = verifier.replay(replace(one, modes=None))  # how tokens were drawn changes no states
-        prompt = replay.states[: len(one.prompt)]
+    transcripts = read_transcripts(path)
+    verifier = verifier_for(transcripts, model, dtype, device)
+    for i, transcript in enumerate(transcripts):
+        replay = verifier.replay(replace(transcript, modes=None))  # how tokens were drawn changes no states
+        prompt = replay.states[: len(transcript.prompt)]
         # An existing fingerprint was made by somebody else, so it is dropped.
         sent = _proofs(prompt, replay.output_states, proof_values, rule, verifier.model)
-        proven = replace(one, proofs=sent, proof_rule=rule.name, fingerprint=None)
+        proven = replace(transcript, proofs=sent, proof_rule=rule.name, fingerprint=None)
         if projection is not None:
             print_ = _fingerprint(replay.output_states, projection, every, fingerprint_dtype)
             proven = replace(proven, fingerprint=print_)
         write_transcripts(out, [proven])
-        progress("requests proven", i + 1, len(found))
+        progress("requests proven", i + 1, len(transcripts))
     return {
-        "format": FORMAT, "file": str(out), "requests": len(found), **_sent(read_transcripts(out)),
+        "format": FORMAT, "file": str(out), "requests": len(transcripts), **_sent(read_transcripts(out)),
     }  # fmt: skip
 
 
@@ -301,21 +304,21 @@ def check(
         raise InputError(f"a largest distance of {largest_distance}; a number from 0")
     _check_sent(FINGERPRINT_DTYPE, proof_values)
     rule = rule_of(proof_rule)
-    found = read_transcripts(path)
-    verifier = verifier_for(found, model, dtype, device)
+    transcripts = read_transcripts(path)
+    verifier = verifier_for(transcripts, model, dtype, device)
     rows = []
-    for i, one in enumerate(found):
+    for i, transcript in enumerate(transcripts):
         row: Made = {
-            "id": one.id,
+            "id": transcript.id,
             "verdict": "unchecked",
             "reason": "",
-            "tokens": len(one.prompt) + len(one.output),
+            "tokens": len(transcript.prompt) + len(transcript.output),
         }
         try:
-            replay = verifier.replay(replace(one, modes=None))
-            scale = verifier.model.scale if rule.by_row and one.proofs is not None else None
+            replay = verifier.replay(replace(transcript, modes=None))
+            scale = verifier.model.scale if rule.by_row and transcript.proofs is not None else None
             row |= _checked(
-                one,
+                transcript,
                 replay,
                 projection,
                 every,
@@ -328,7 +331,7 @@ def check(
             row |= {"verdict": "rejected", "reason": str(error)}
         row.setdefault("covered", 0)
         rows.append(row)
-        progress("requests checked", i + 1, len(found))
+        progress("requests checked", i + 1, len(transcripts))
     counts = {
         name: sum(row["verdict"] == name for row in rows) for name in ("valid", "rejected", "unchecked")
     }
@@ -343,21 +346,21 @@ def check(
 
 
 def _checked(
-    one: Transcript, replay: Replay, projection: Projection | None, every: int, largest: float, values: int,
-    rule: Rule | None, scale: Tensor | None,
+    transcript: Transcript, replay: Replay, projection: Projection | None, every: int, largest: float,
+    values: int, rule: Rule | None, scale: Tensor | None,
 ) -> Made:  # fmt: skip
     reasons: list[str] = []
     faults: list[str] = []
     row = Made()
     covered = set[int]()  # positions of states
-    before = len(one.prompt) - 1  # of the state from which the first token of the answer was drawn
-    if one.proofs is not None and rule is not None:
-        if one.proof_rule != rule.name:
+    before = len(transcript.prompt) - 1  # of the state from which the first token of the answer was drawn
+    if transcript.proofs is not None and rule is not None:
+        if transcript.proof_rule != rule.name:
             raise InputError(
-                f"proofs by the rule {one.proof_rule!r}; {rule.name!r} was agreed on (--proof-rule)"
+                f"proofs by the rule {transcript.proof_rule!r}; {rule.name!r} was agreed on (--proof-rule)"
             )
-        proofs = [toploc.Proof.from_base64(text, values) for text in one.proofs]
-        prompt = replay.states[: len(one.prompt)]
+        proofs = [toploc.Proof.from_base64(text, values) for text in transcript.proofs]
+        prompt = replay.states[: len(transcript.prompt)]
         result = toploc.verify_all(prompt, replay.output_states, proofs, k=values, rule=rule, scale=scale)
         covered |= {*result.prompt, *(before + row for row in result.output)}
         for name, part in (
@@ -372,29 +375,33 @@ def _checked(
         (reasons if result.accepted else faults).append(result.reason)
     elif rule is not None and projection is not None:
         faults.append("no proofs; they were agreed on (else: --no-proofs)")
-    if projection is not None and one.fingerprint is None:
+    if projection is not None and transcript.fingerprint is None:
         faults.append("no fingerprint; one was agreed on")
-    elif projection is not None and one.fingerprint is not None:
-        distance, farthest = relative_distance(one.fingerprint, replay.output_states, projection, every)
+    elif projection is not None and transcript.fingerprint is not None:
+        distance, farthest = relative_distance(
+            transcript.fingerprint, replay.output_states, projection, every
+        )
         row |= {"distance": distance, "row_distance": farthest}
-        told = f"the fingerprint differs by {distance:.3f} of its size, in a row by {farthest:.3f}"
+        message = f"the fingerprint differs by {distance:.3f} of its size, in a row by {farthest:.3f}"
         if distance <= largest and farthest <= ROWS_MORE * largest:
-            reasons.append(told)
-            covered |= {before + place for place in range(0, len(one.output), every)}
+            reasons.append(message)
+            covered |= {before + place for place in range(0, len(transcript.output), every)}
         else:
-            faults.append(f"{told}, allowed: {largest:g} and {ROWS_MORE * largest:g}")
+            faults.append(f"{message}, allowed: {largest:g} and {ROWS_MORE * largest:g}")
     if faults:
         return row | {"verdict": "rejected", "reason": "; ".join(faults)}
     if not reasons:
-        told = "" if one.fingerprint is None else "; its fingerprint is checked with --fingerprint K"
-        return row | {"reason": f"no proofs{told}"}
-    tokens = len(one.prompt) + len(one.output)
+        message = (
+            "" if transcript.fingerprint is None else "; its fingerprint is checked with --fingerprint K"
+        )
+        return row | {"reason": f"no proofs{message}"}
+    tokens = len(transcript.prompt) + len(transcript.output)
     row |= {"covered": len(covered), "without_value": tokens - len(covered)}
     behind = tokens - 1 - max(covered, default=-1)
-    told = (
+    message = (
         f"compared {len(covered)} of {tokens} tokens by values of their own, {tokens - len(covered)} by none"
     )
-    reasons.append(f"{told}; no value depends on the last {behind}")
+    reasons.append(f"{message}; no value depends on the last {behind}")
     return row | {"verdict": "valid", "reason": "; ".join(reasons)}
 
 
@@ -463,9 +470,9 @@ def sampling_rate(
     """
     wanted = [share * 2.0**step for step in range(-4, 5)]
     rows = [
-        {"share": one, "messages": theory.required_samples(one, confidence, needed)}
-        for one in wanted
-        if LEAST_SHARE <= one <= 1
+        {"share": level, "messages": theory.required_samples(level, confidence, needed)}
+        for level in wanted
+        if LEAST_SHARE <= level <= 1
     ]
     return {
         "format": FORMAT, "messages": theory.required_samples(share, confidence, needed), "shares": rows

@@ -202,7 +202,7 @@ def mmd_test(
     """
     of = np.asarray([0] * len(ours) if prompts is None else prompts)
     theirs_of = np.zeros(len(theirs), dtype=int) if prompts is None else of
-    counts = [int((side == one).sum()) for one in np.unique(of) for side in (of, theirs_of)]
+    counts = [int((side == prompt).sum()) for prompt in np.unique(of) for side in (of, theirs_of)]
     if min(counts, default=0) < 2 or len(of) != len(ours) or ours.shape[1:] != theirs.shape[1:]:
         raise InputError(
             "the MMD test needs at least two completions a side (of each prompt, where it is by prompt), of one length"
@@ -210,15 +210,18 @@ def mmd_test(
     if len(theirs_of) != len(theirs):
         raise InputError(f"{len(theirs_of)} prompts for {len(theirs)} completions")
     kernels = [
-        (_agreement(np.concatenate([ours[of == one], theirs[theirs_of == one]])), int((of == one).sum()))
-        for one in np.unique(of)
+        (
+            _agreement(np.concatenate([ours[of == prompt], theirs[theirs_of == prompt]])),
+            int((of == prompt).sum()),
+        )
+        for prompt in np.unique(of)
     ]
-    found = sum(_mmd(kernel, first) for kernel, first in kernels)
+    observed = sum(_mmd(kernel, first) for kernel, first in kernels)
     above = 0
     for _ in range(permutations):
         orders = [rng.permutation(len(kernel)) for kernel, _ in kernels]
         value = sum(_mmd(k[np.ix_(o, o)], first) for (k, first), o in zip(kernels, orders, strict=True))
-        above += value >= found - 1e-12  # the margin keeps equal divisions in spite of rounding
+        above += value >= observed - 1e-12  # the margin keeps equal divisions in spite of rounding
     return (above + 1) / (permutations + 1)
 
 
@@ -239,8 +242,8 @@ def _mean_of_pairs(kernel: Scores) -> float:
 
 def frontier(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     """Return the points that no other beats: no other is both cheaper (first) and better (second)."""
-    out: list[tuple[float, float]] = []
+    best: list[tuple[float, float]] = []
     for cost, value in sorted(points, key=lambda p: (p[0], -p[1])):
-        if not out or value > out[-1][1]:
-            out.append((cost, value))
-    return out
+        if not best or value > best[-1][1]:
+            best.append((cost, value))
+    return best

@@ -10,7 +10,8 @@ from filelock import FileLock, Timeout
 
 from hiddenlab.errors import InputError
 
-Told = Callable[[str, int, int], None]  # the same as hiddenlab.types.Progress, whose import would load torch
+# The same as hiddenlab.types.Progress, whose import would load torch.
+ProgressCallback = Callable[[str, int, int], None]
 
 
 class LedgerError(InputError):
@@ -21,7 +22,7 @@ WAIT = 60.0  # seconds for which a second writer waits
 
 
 @contextmanager
-def sole_writer(path: Path, wait: float = WAIT, progress: Told | None = None) -> Iterator[None]:
+def sole_writer(path: Path, wait: float = WAIT, progress: ProgressCallback | None = None) -> Iterator[None]:
     """Keep all other writers away from a file, in this process and in others; a second writer waits.
 
     The lock is a file ``.NAME.lock`` beside it, which is not removed: a lock file that is removed can be held twice.

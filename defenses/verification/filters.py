@@ -155,18 +155,20 @@ class PerplexityFilter:
         """
         if not honest or not 0 <= false_positive_rate < 1:
             raise InputError("a fit needs honest messages and a false positive rate from 0, below 1")
-        found = torch.tensor([perplexity(one) for one in honest], dtype=torch.float64).sort().values
-        aside = int(len(found) * false_positive_rate / 2)
-        return cls(float(found[aside]), float(found[len(found) - 1 - aside]))
+        perplexities = (
+            torch.tensor([perplexity(message) for message in honest], dtype=torch.float64).sort().values
+        )
+        aside = int(len(perplexities) * false_positive_rate / 2)
+        return cls(float(perplexities[aside]), float(perplexities[len(perplexities) - 1 - aside]))
 
     def verdict(self, log_probabilities: Float[Tensor, " n"]) -> Verdict:
         """Return a verdict on a message: flagged if its perplexity is outside the range.
 
         Raises: see `perplexity`.
         """
-        found = perplexity(log_probabilities)
-        if found > self.high:
-            return Verdict(True, f"perplexity {found:.4g}, above {self.high:.4g}")
-        if found < self.low:
-            return Verdict(True, f"perplexity {found:.4g}, below {self.low:.4g}")
-        return Verdict(False, f"perplexity {found:.4g}, between {self.low:.4g} and {self.high:.4g}")
+        value = perplexity(log_probabilities)
+        if value > self.high:
+            return Verdict(True, f"perplexity {value:.4g}, above {self.high:.4g}")
+        if value < self.low:
+            return Verdict(True, f"perplexity {value:.4g}, below {self.low:.4g}")
+        return Verdict(False, f"perplexity {value:.4g}, between {self.low:.4g} and {self.high:.4g}")

@@ -315,7 +315,7 @@ class Recorded:
 class _RecordedSide:
     def __init__(self, match: Recorded, rules: Rules, seed: int) -> None:
         self._match, self._traffic = match, _stream(seed, "traffic")
-        self._capacity = max(one.capacity for one in match.sent)
+        self._capacity = max(sent.capacity for sent in match.sent)
         self._generator = _stream(seed, "adversary")
         self._missing = float(rules.bits)
         self._uses: dict[int, Sent] = {}
@@ -406,20 +406,22 @@ def compare(rules: Rules, match: Match, *, rounds: int, seed: int = 0) -> Compar
     if rounds < 1:
         raise InputError("a comparison needs at least one game")
     outcomes = [play(rules, match, _seed(seed, number)) for number in range(rounds)]
-    wins = sum(one.adversary_wins for one in outcomes)
+    wins = sum(outcome.adversary_wins for outcome in outcomes)
     interval = binomtest(wins, rounds).proportion_ci(0.95)
     false = match.false_positive_rate(rules, seed)
     scale = [
-        one.capacity * rules.messages / one.turns for one in outcomes
+        outcome.capacity * rules.messages / outcome.turns for outcome in outcomes
     ]  # games that ended early are extrapolated
     bound = game_bound(
         float(rules.bits), math.log2(rules.messages) + max(scale), rules.messages, rules.inspections, rules.alarms,
         false,
     )  # fmt: skip
-    full = [one.dishonest for one in outcomes if one.end in ("message learnt", "message not learnt")]
+    full = [
+        outcome.dishonest for outcome in outcomes if outcome.end in ("message learnt", "message not learnt")
+    ]
     return Comparison(
         rounds, wins, wins / rounds, float(interval.low), float(interval.high),
-        dict(Counter(one.end for one in outcomes)), false, sum(scale) / rounds, bound,
+        dict(Counter(outcome.end for outcome in outcomes)), false, sum(scale) / rounds, bound,
         sum(full) / len(full) if full else None,
     )  # fmt: skip
 
@@ -432,7 +434,7 @@ def measured_false_positives(
         raise InputError("a false positive rate needs at least one message")
     generator = random.Random(f"{seed} false positives")
     exchanges = (traffic.exchange(turn, generator) for turn in range(messages))
-    return sum(warden.alarm(one, one.honest) for one in exchanges) / messages
+    return sum(warden.alarm(exchange, exchange.honest) for exchange in exchanges) / messages
 
 
 def _seed(seed: int, number: int) -> int:

@@ -101,15 +101,16 @@ def import_openai(
     tokenizer = load_tokenizer(ref)
     if tokenizer is None:
         raise InputError(f"{model or BUILTIN} has no tokenizer to read the texts with")
-    found = from_openai(
+    imported = from_openai(
         path, tokenizer, load_config(ref).vocab_size, model=model, requests=requests, progress=progress
     )
-    write_transcripts(out, found.transcripts)
-    name = found.transcripts[0].model
+    write_transcripts(out, imported.transcripts)
+    name = imported.transcripts[0].model
     return {
-        "format": FORMAT, "file": str(out), "model": name, "asked_model": ", ".join(sorted(found.asked)) or None,
-        "requests": len(found.transcripts), "from_ids": found.counts["from_ids"],
-        "notes": [f"{found.counts[key]} {told}" for key, told in NOTES.items() if found.counts[key]],
+        "format": FORMAT, "file": str(out), "model": name,
+        "asked_model": ", ".join(sorted(imported.asked)) or None,
+        "requests": len(imported.transcripts), "from_ids": imported.counts["from_ids"],
+        "notes": [f"{imported.counts[key]} {note}" for key, note in NOTES.items() if imported.counts[key]],
     }  # fmt: skip
 
 
@@ -125,37 +126,37 @@ def from_openai(
     Raises:
         InputError: as ``import_openai`` does.
     """
-    out = Imported()
+    imported = Imported()
     names: set[str] = set()
-    found = list(exchanges(path, requests))
-    for i, exchange in enumerate(found):
-        name = _model(exchange, model, out)
-        for one in _Line(exchange, tokenizer, out.counts).transcripts(name):
+    logged = list(exchanges(path, requests))
+    for i, exchange in enumerate(logged):
+        name = _model(exchange, model, imported)
+        for transcript in _Line(exchange, tokenizer, imported.counts).transcripts(name):
             try:
-                one.check_vocabulary(vocabulary)
+                transcript.check_vocabulary(vocabulary)
             except InputError as error:
                 raise InputError(f"{exchange.where}: {error}") from None
-            if one.id in names or not one.id.isprintable():
+            if transcript.id in names or not transcript.id.isprintable():
                 raise InputError(
-                    f"{exchange.where}: the id {one.id!r} stands twice, or is no text of one line"
+                    f"{exchange.where}: the id {transcript.id!r} stands twice, or is no text of one line"
                 )
-            names.add(one.id)
-            out.transcripts.append(one)
-        progress("responses read", i + 1, len(found))
-    if not out.transcripts:
+            names.add(transcript.id)
+            imported.transcripts.append(transcript)
+        progress("responses read", i + 1, len(logged))
+    if not imported.transcripts:
         raise InputError(f"{path} holds no responses")
     if requests is not None:
-        out.counts["unanswered"] = len(unanswered(path, requests))
-    return out
+        imported.counts["unanswered"] = len(unanswered(path, requests))
+    return imported
 
 
 def _model(exchange: Exchange, model: str | None, so_far: Imported) -> str:
     """Return the name that the log gives the model that answered; one log has one model."""
     asked, name = exchange.request.model, exchange.response.model or exchange.request.model or model
     if name is None or (model is None and name != BUILTIN):
-        told = "names no model" if name is None else f"is an answer of the model {name!r}"
+        problem = "names no model" if name is None else f"is an answer of the model {name!r}"
         raise InputError(
-            f"{exchange.where} {told}; say with --model which one here has its tokenizer and chat template"
+            f"{exchange.where} {problem}; say with --model which one here has its tokenizer and chat template"
         )
     if not name.isprintable():
         raise InputError(f"{exchange.where}: the model's name {name!r} is no text of one line")
@@ -189,30 +190,30 @@ class _Line:
                 f"{len(self.response.choices)} choices, numbered {sorted(choices)}, for prompts: {len(prompts)}, "
                 f"each with n = {each}"
             )
-        out = []
+        transcripts = []
         for i, choice in sorted(choices.items()):
             prompt = self._prompt(prompts[i // each], choice, alone=len(prompts) == 1)
             output = self._output(choice)
             if not prompt or not output:
                 raise self._error("an empty prompt or answer")
             name = self.exchange.name if len(choices) == 1 else f"{self.exchange.name}-{i}"
-            out.append(Transcript(name, model, tuple(prompt), tuple(output), GREEDY))
-        self._check_usage(out)
-        return out
+            transcripts.append(Transcript(name, model, tuple(prompt), tuple(output), GREEDY))
+        self._check_usage(transcripts)
+        return transcripts
 
-    def _error(self, told: str) -> InputError:
-        return InputError(f"{self.exchange.where}: {told}")
+    def _error(self, problem: str) -> InputError:
+        return InputError(f"{self.exchange.where}: {problem}")
 
     # ---- what was asked for
 
     def _check_greedy(self) -> None:
         temperature = self.request.temperature
         if temperature != 0:
-            told = (
+            problem = (
                 f"temperature {temperature}" if temperature is not None else "no temperature, which means 1"
             )
             raise self._error(
-                f"{told}; only greedy answers (temperature 0) can be replayed without the provider's seed"
+                f"{problem}; only greedy answers (temperature 0) can be replayed without the provider's seed"
             )
         for name, value in self.request.further.items():
             if name not in HARMLESS | OF_THE_PROMPT and value not in NEUTRAL.get(name, ()):
@@ -226,23 +227,23 @@ class _Line:
             raise self._error("a request has either messages or a prompt")
         if messages is not None:
             return [messages]
-        if isinstance(prompt, list) and all(isinstance(one, str | list) for one in prompt):
-            return [one for one in prompt if isinstance(one, str | list)]
+        if isinstance(prompt, list) and all(isinstance(entry, str | list) for entry in prompt):
+            return [entry for entry in prompt if isinstance(entry, str | list)]
         return [prompt]  # type: ignore[list-item]  # one text, or one list of token ids
 
     def _prompt(self, asked: Prompt, choice: Choice, alone: bool) -> list[int]:
         """Return the token ids that the model read: the log's, or else the tokenizer's."""
-        said = choice.prompt_token_ids
-        if said is None and alone:
-            said = self.response.prompt_token_ids
-        if said is None:
+        logged = choice.prompt_token_ids
+        if logged is None and alone:
+            logged = self.response.prompt_token_ids
+        if logged is None:
             return self._rendered(asked)
         try:
             own = self._rendered(asked)
         except InputError:
-            return said  # there is nothing to compare it with
-        self.counts["prompts_differ"] += own != said
-        return said
+            return logged  # there is nothing to compare it with
+        self.counts["prompts_differ"] += own != logged
+        return logged
 
     def _rendered(self, asked: Prompt) -> list[int]:
         for name in sorted(OF_THE_PROMPT & set(self.request.further)):
@@ -252,9 +253,9 @@ class _Line:
                 )
         if isinstance(asked, str):
             return self._tokenized(asked)
-        if all(isinstance(one, int) for one in asked):
-            return [one for one in asked if isinstance(one, int)]
-        turns = [self._turn(one) for one in asked if isinstance(one, Message)]
+        if all(isinstance(token, int) for token in asked):
+            return [token for token in asked if isinstance(token, int)]
+        turns = [self._turn(message) for message in asked if isinstance(message, Message)]
         try:
             return list(
                 self.tokenizer.apply_chat_template(
@@ -262,8 +263,8 @@ class _Line:
                 )
             )
         except Exception as error:  # templates fail in their own ways
-            told = str(error).strip().partition("\n")[0] or type(error).__name__
-            raise self._error(f"the chat template cannot render the messages ({told:.200})") from None
+            detail = str(error).strip().partition("\n")[0] or type(error).__name__
+            raise self._error(f"the chat template cannot render the messages ({detail:.200})") from None
 
     def _turn(self, message: Message) -> dict[str, str]:
         if further := sorted(set(message.further) - {"name"}):
@@ -332,14 +333,14 @@ class _Line:
         cut = {"stop", "stop_token_ids"} & set(self.request.further)
         return text in read or (bool(cut) and read[0].startswith(text))
 
-    def _check_usage(self, found: Sequence[Transcript]) -> None:
+    def _check_usage(self, transcripts: Sequence[Transcript]) -> None:
         """Count requests whose number of tokens differs from the log's usage; an end token may be included there."""
         usage = self.response.usage
-        if usage is None or len(found) != 1:
+        if usage is None or len(transcripts) != 1:
             return
-        (one,) = found
+        (transcript,) = transcripts
         read, drawn = usage.prompt_tokens, usage.completion_tokens
         ends = self.response.choices[0].token_ids is None and self.response.choices[0].finish_reason == "stop"
-        self.counts["counts_differ"] += (read is not None and read != len(one.prompt)) or (
-            drawn is not None and drawn - len(one.output) not in ((0, 1) if ends else (0,))
+        self.counts["counts_differ"] += (read is not None and read != len(transcript.prompt)) or (
+            drawn is not None and drawn - len(transcript.output) not in ((0, 1) if ends else (0,))
         )

@@ -215,21 +215,21 @@ def prove(
             entry is under it.
     """
     chain = Chain(public_key)
-    found: list[tuple[bytes, int]] = []
+    records: list[tuple[bytes, int]] = []
     for line in lines(path):
         chain.take(line)
         if 0 < len(chain.leaves) <= checkpoint.size and not chain.wrong:
             value = parsed(line.removesuffix(b"\n"))
             if isinstance(value, dict) and wanted(value["entry"]):
-                found.append((line, len(chain.leaves) - 1))
+                records.append((line, len(chain.leaves) - 1))
     verdict = chain.verdict(checkpoint)
     if not verdict.valid:
         raise LedgerError(f"nothing of {path} can be proven: {verdict.reason}")
-    if len(found) != 1:
-        several = f"{len(found)} such records (name the one meant by --transcripts FILE)"
-        many = several if found else "no such record"
+    if len(records) != 1:
+        several = f"{len(records)} such records (name the one meant by --transcripts FILE)"
+        many = several if records else "no such record"
         raise LedgerError(f"{many} among the {checkpoint.size} of {path} under the checkpoint")
-    ((line, index),) = found
+    ((line, index),) = records
     siblings = merkle_path(chain.leaves[: checkpoint.size], index)
     proof = Inclusion(index, checkpoint.size, tuple(h.hex() for h in siblings))
     return line.decode().removesuffix("\n"), proof
@@ -344,7 +344,7 @@ def read_inclusion(text: str) -> Inclusion:
         LedgerError: the text is something else.
     """
     value = _fields(text, {"index": int, "size": int, "path": list}, "proof of inclusion")
-    if not all(isinstance(one, str) for one in value["path"]):
+    if not all(isinstance(digest, str) for digest in value["path"]):
         raise LedgerError("not a proof of inclusion: its path is no list of hashes")
     return Inclusion(value["index"], value["size"], tuple(value["path"]))
 
@@ -353,15 +353,15 @@ def _fields(text: str, types: Mapping[str, type], what: str) -> dict[str, Any]:
     value = parsed(text.strip().encode(errors="replace"))
     if isinstance(value, str):
         raise LedgerError(f"not a {what}: {value}")
-    if {name: type(one) for name, one in value.items()} != dict(types):
+    if {name: type(part) for name, part in value.items()} != dict(types):
         raise LedgerError(f"not a {what}: it needs {', '.join(types)}")
     return value
 
 
 def _hashes(path: tuple[str, ...]) -> list[bytes]:
     """Decode the hashes of a proof; invalid ones become empty, so that they match nothing."""
-    good = all(len(one) == 64 and not set(one) - set("0123456789abcdef") for one in path)
-    return [bytes.fromhex(one) if good else b"" for one in path]
+    good = all(len(digest) == 64 and not set(digest) - set("0123456789abcdef") for digest in path)
+    return [bytes.fromhex(digest) if good else b"" for digest in path]
 
 
 def _statement(fields: Mapping[str, Any]) -> bytes:

@@ -65,13 +65,17 @@ def record(
     for place in (ledger, key_file, checkpoint):
         if place is not None and not place.resolve().parent.is_dir():
             raise InputError(f"cannot write {place}: the directory {place.parent} does not exist")
-    found = read_transcripts(path)
+    transcripts = read_transcripts(path)
     with sole_writer(ledger, wait, progress):
-        return _recorded(found, ledger, key_file, checkpoint, progress)
+        return _recorded(transcripts, ledger, key_file, checkpoint, progress)
 
 
 def _recorded(
-    found: Sequence[Transcript], ledger: Path, key_file: Path, checkpoint: Path | None, progress: Progress
+    transcripts: Sequence[Transcript],
+    ledger: Path,
+    key_file: Path,
+    checkpoint: Path | None,
+    progress: Progress,
 ) -> Made:
     before = None if checkpoint is None or not checkpoint.exists() else _checkpoint(checkpoint)
     if before is not None and not ledger.exists():
@@ -81,17 +85,17 @@ def _recorded(
     key = read_key(key_file)
     book = Ledger.open(ledger, key, before) if ledger.exists() else Ledger.create(ledger, key)
     standing, appended = entries(ledger), 0
-    for i, one in enumerate(found):
-        if canonical(one.to_json()) not in standing:
-            book.append(one.to_json())
+    for i, transcript in enumerate(transcripts):
+        if canonical(transcript.to_json()) not in standing:
+            book.append(transcript.to_json())
             appended += 1
-        progress("requests recorded", i + 1, len(found))
+        progress("requests recorded", i + 1, len(transcripts))
     now = book.checkpoint()
     if checkpoint is not None:
         write_file(checkpoint, write_statement(now) + "\n")
     return {
         "format": FORMAT, "ledger": str(ledger), "records": len(book), "appended": appended,
-        "already": len(found) - appended,
+        "already": len(transcripts) - appended,
         "public_key": public(key), "checkpoint": asdict(now),
     }  # fmt: skip
 
@@ -117,10 +121,14 @@ def prove(
     if out.exists():
         raise InputError(f"{out} exists; name another file")
     point = _checkpoint(checkpoint)
-    own = [one for one in ([] if transcripts is None else read_transcripts(transcripts)) if one.id == request]
+    own = [
+        transcript
+        for transcript in ([] if transcripts is None else read_transcripts(transcripts))
+        if transcript.id == request
+    ]
     if transcripts is not None and not own:
         raise InputError(f"{transcripts} holds no request {request!r}")
-    exact = {canonical(one.to_json()) for one in own}
+    exact = {canonical(transcript.to_json()) for transcript in own}
 
     def wanted(entry: Mapping[str, Any]) -> bool:
         return canonical(entry) in exact if exact else entry.get("id") == request
@@ -169,7 +177,7 @@ def included(
         return none | {"reason": whole}
     entry = whole["entry"]
     if transcripts is not None and canonical(entry) not in {
-        canonical(one.to_json()) for one in read_transcripts(transcripts)
+        canonical(transcript.to_json()) for transcript in read_transcripts(transcripts)
     }:
         return none | {"reason": f"the record is of no request in {transcripts}"}
     return {"format": FORMAT, "valid": True, "request": entry.get("id"), "reason": verdict.reason}
@@ -178,7 +186,7 @@ def included(
 def entries(ledger: Path) -> set[bytes]:
     """Return the entries of a verified ledger in canonical form."""
     read = (parsed(line.removesuffix(b"\n")) for line in lines(ledger))
-    return {canonical(one["entry"]) for one in read if isinstance(one, dict) and "entry" in one}
+    return {canonical(value["entry"]) for value in read if isinstance(value, dict) and "entry" in value}
 
 
 def _apart(*paths: Path) -> None:

@@ -123,10 +123,10 @@ class GumbelPositions:
         """
         rows, tokens = self.admissible(threshold).nonzero(as_tuple=True)
         order = self.pairs(rows, tokens).argsort(descending=True, stable=True)
-        found: list[list[int]] = [[] for _ in range(len(self.logits))]
+        sets: list[list[int]] = [[] for _ in range(len(self.logits))]
         for row, token in zip(rows[order].tolist(), tokens[order].tolist(), strict=True):
-            found[row].append(token)
-        return [tuple(one) for one in found]
+            sets[row].append(token)
+        return [tuple(ids) for ids in sets]
 
     def _border(self, row: int, tokens: Int[Tensor, " p"], threshold: float) -> Bool[Tensor, " p"]:
         """Decide which tokens reach the threshold where some draws take them below the filter's boundary.

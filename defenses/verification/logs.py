@@ -161,16 +161,16 @@ def unanswered(path: Path, requests: Path) -> list[str]:
     Raises:
         InputError: as ``exchanges`` does.
     """
-    found = {value["custom_id"] for _, value in _values(path)}
-    return [name for name in _asked(requests) if name not in found]
+    answered = {value["custom_id"] for _, value in _values(path)}
+    return [name for name in _asked(requests) if name not in answered]
 
 
 def _batched(value: dict[str, Any], asked: dict[str, Request] | None, where: str) -> Exchange:
     error, answered = value.get("error"), value.get("response")
     status = answered.get("status_code", SUCCESS) if isinstance(answered, dict) else SUCCESS
     if error is not None or status != SUCCESS:
-        told = json.dumps(status if error is None else error)[:_SHOWN]
-        raise InputError(f"{where}: the request failed ({told}) and has no answer; remove the line")
+        detail = json.dumps(status if error is None else error)[:_SHOWN]
+        raise InputError(f"{where}: the request failed ({detail}) and has no answer; remove the line")
     line = _checked(value, _BatchOutput, where)
     if asked is None:
         raise InputError(
@@ -182,13 +182,13 @@ def _batched(value: dict[str, Any], asked: dict[str, Request] | None, where: str
 
 
 def _asked(path: Path) -> dict[str, Request]:
-    found: dict[str, Request] = {}
+    requests: dict[str, Request] = {}
     for number, value in _values(path):
         line = _checked(value, _BatchInput, f"{path}, line {number}")
-        if line.custom_id in found:
+        if line.custom_id in requests:
             raise InputError(f"{path}, line {number}: the custom_id {line.custom_id!r} stands twice")
-        found[line.custom_id] = line.body
-    return found
+        requests[line.custom_id] = line.body
+    return requests
 
 
 def _values(path: Path) -> Iterator[tuple[int, Any]]:

@@ -27,7 +27,7 @@ def _above(level: Sequence[bytes]) -> list[bytes]:
 
 def merkle_root(leaves: Sequence[bytes]) -> bytes:
     """Return the hash of the tree's root; without leaves, the hash of no bytes."""
-    level = [_leaf(one) for one in leaves]
+    level = [_leaf(leaf) for leaf in leaves]
     while len(level) > 1:
         level = _above(level)
     return level[0] if level else hashlib.sha3_256(b"").digest()
@@ -35,7 +35,7 @@ def merkle_root(leaves: Sequence[bytes]) -> bytes:
 
 def merkle_path(leaves: Sequence[bytes], index: int) -> list[bytes]:
     """Return the sibling hashes on the way from a leaf to the root, lowest first."""
-    level, path = [_leaf(one) for one in leaves], []
+    level, path = [_leaf(leaf) for leaf in leaves], []
     while len(level) > 1:
         if index ^ 1 < len(level):
             path.append(level[index ^ 1])

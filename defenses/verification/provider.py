@@ -81,7 +81,7 @@ class Variant:
             InputError: a part is unknown, or a value is of another kind.
         """
         known = {f.name: str(f.type) for f in fields(cls)}
-        found: dict[str, Any] = {}
+        options: dict[str, Any] = {}
         for part in text.split("+"):
             name, _, value = part.strip().partition("=")
             if name == HONEST and not value:
@@ -93,12 +93,12 @@ class Variant:
                     f"provider {text!r}: {part!r} is no part of a variant; known are {HONEST}, "
                     f"{', '.join(QUANTIZATIONS)} and NAME=VALUE with {', '.join(known)}"
                 )
-            if name in found:
+            if name in options:
                 raise InputError(f"provider {text!r}: {name} stands twice")
-            found[name] = _number(text, name, value, known[name])
-        if found.get("kv") not in (None, *KV_DTYPES):
+            options[name] = _number(text, name, value, known[name])
+        if options.get("kv") not in (None, *KV_DTYPES):
             raise InputError(f"provider {text!r}: kv is one of {', '.join(KV_DTYPES)}")
-        return cls(**found)
+        return cls(**options)
 
     def check_only(self, names: Sequence[str], why: str) -> None:
         """Check that the variant deviates in these parts only.

@@ -68,8 +68,8 @@ def wrong_record(value: Mapping[str, Any], public_key: str) -> str:
     if not isinstance(value["entry"], dict) or value["index"] < 0:
         return "not a record"
     for name, length in _LENGTHS.items():
-        one = value[name]
-        if not isinstance(one, str) or len(one) != length or set(one) - set("0123456789abcdef"):
+        digits = value[name]
+        if not isinstance(digits, str) or len(digits) != length or set(digits) - set("0123456789abcdef"):
             return f"not a record: its {name} has not {length} hexadecimal digits"
     body = {name: value[name] for name in ("entry", "index", "previous")}
     digest = hashed(b"record", canonical(body))

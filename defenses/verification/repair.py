@@ -88,14 +88,14 @@ def repair(
         except OSError as error:
             raise InputError(f"cannot repair {ledger}: {error.strerror or error}") from None
     if torn:
-        told = f"dropped an incomplete line of {len(tail.content)} bytes, from byte {tail.start} on, kept in {copy}"
+        note = f"dropped an incomplete line of {len(tail.content)} bytes, from byte {tail.start} on, kept in {copy}"
     else:
-        told = "the last record lacked its line end, nothing else" if added else "no line is torn"
+        note = "the last record lacked its line end, nothing else" if added else "no line is torn"
     return {
         "format": FORMAT, "ledger": str(ledger), "records": verdict.records,
         "dropped_bytes": len(tail.content) if torn else 0, "dropped_from": tail.start if torn else None,
         "dropped_file": str(copy) if torn else None, "added": added, "end_checked": verdict.end_checked,
-        "reason": f"{told}; {verdict.reason}",
+        "reason": f"{note}; {verdict.reason}",
     }  # fmt: skip
 
 

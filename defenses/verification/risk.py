@@ -133,15 +133,15 @@ def pareto(
     sums = torch.zeros(len(grid), 5, dtype=torch.float64)
     generators = [torch.Generator().manual_seed(seed) for _ in noise_sds]
     count = vocabulary = 0
-    for one in evidence:
-        if vocabulary not in (0, one.logits.shape[1]):
+    for request in evidence:
+        if vocabulary not in (0, request.logits.shape[1]):
             raise InputError(
-                f"vocabularies of {vocabulary} and {one.logits.shape[1]} tokens in one measurement"
+                f"vocabularies of {vocabulary} and {request.logits.shape[1]} tokens in one measurement"
             )
-        count, vocabulary = count + len(one.tokens), one.logits.shape[1]
+        count, vocabulary = count + len(request.tokens), request.logits.shape[1]
         rows: list[tuple[float, ...]] = []
         for sd, generator in zip(noise_sds, generators, strict=True):
-            rows += _measure(one, sd, thresholds, rank_cutoffs, samples, active, generator)
+            rows += _measure(request, sd, thresholds, rank_cutoffs, samples, active, generator)
         sums += torch.tensor(rows, dtype=torch.float64)
     if not count:
         raise InputError("no honest tokens to measure")
@@ -155,7 +155,7 @@ def pareto(
 
 
 def _measure(
-    one: Evidence,
+    evidence: Evidence,
     noise_sd: float,
     thresholds: Sequence[float],
     rank_cutoffs: Sequence[int],
@@ -165,28 +165,28 @@ def _measure(
 ) -> list[tuple[float, ...]]:
     """Return sums over one request's tokens, in the order of the grid and of `Point`."""
     positions = gumbel_positions(
-        one.logits,
-        one.gumbel,
-        one.sampling,
+        evidence.logits,
+        evidence.gumbel,
+        evidence.sampling,
         noise_sd=noise_sd,
         generator=generator,
         samples=samples,
         active=active,
     )
-    scores, ranks = positions.score(one.tokens), logit_rank(one.logits, one.tokens)
-    leading = _leading(one.logits, max(rank_cutoffs))
+    scores, ranks = positions.score(evidence.tokens), logit_rank(evidence.logits, evidence.tokens)
+    leading = _leading(evidence.logits, max(rank_cutoffs))
     rows: list[tuple[float, ...]] = []
     for threshold in thresholds:
         admitted = positions.admissible(threshold)
         sizes = admitted.sum(1)
         # Score and set share their draws but sum in different orders, so decide about the honest token itself here.
-        safe = admitted.gather(1, one.tokens.long()[:, None])[:, 0]
+        safe = admitted.gather(1, evidence.tokens.long()[:, None])[:, 0]
         settled = torch.where(
             safe, scores.clamp_min(threshold), scores.masked_fill(scores >= threshold, -math.inf)
         )
         for cutoff in rank_cutoffs:
             risks = classify(settled, ranks, threshold, cutoff)
-            bits = extractable_bits(risks, sizes, cutoff, one.logits.shape[1])
+            bits = extractable_bits(risks, sizes, cutoff, evidence.logits.shape[1])
             quiet = _union(admitted, leading[:, :cutoff])
             rows.append((
                 float((risks == Risk.DANGEROUS).sum()), float((risks == Risk.SUSPICIOUS).sum()), float(bits.sum()),

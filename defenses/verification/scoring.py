@@ -73,17 +73,20 @@ def score(
         raise InputError(
             f"{path} is compared with itself, which tells nothing; --honest names trusted transcripts"
         )
-    found = read_transcripts(path)
+    transcripts = read_transcripts(path)
     reference = None if honest is None else read_transcripts(honest)
-    _alike([*found, *(reference or [])])
-    verifier = verifier_for([*found, *(reference or [])], model, dtype, device, key, key_form)
+    _alike([*transcripts, *(reference or [])])
+    verifier = verifier_for([*transcripts, *(reference or [])], model, dtype, device, key, key_form)
     drafting = None if draft is None else speculative.load_draft(draft, model or BUILTIN, dtype, device)
     token_judge = _trusting(verifier, sigma, noise_on, ipt_sigma, trials)
     judge = token_judge if drafting is None else _drafting(verifier, drafting, ahead)
-    parts = _scored(found, judge, "requests scored", progress)
+    parts = _scored(transcripts, judge, "requests scored", progress)
     own = None if reference is None else _scored(reference, judge, "honest requests scored", progress)
     name = _by(score_name, [*parts, *(own or [])])
-    rows = [{"id": one.id, **_figures(scores)} for one, scores in zip(found, parts, strict=True)]
+    rows = [
+        {"id": transcript.id, **_figures(scores)}
+        for transcript, scores in zip(transcripts, parts, strict=True)
+    ]
     made: Made = {"format": FORMAT, "summary": _figures(_joined(parts)), "requests": rows, "verdict": None}
     made["undecided"] = (
         "no verdict without honest transcripts of the same sampling, which say what is normal; give them with --honest"
@@ -91,7 +94,8 @@ def score(
     if reference is not None and own is not None:
         made["honest"] = _figures(_joined(own))
         made["honest_requests"] = [
-            {"id": one.id, **_figures(scores)} for one, scores in zip(reference, own, strict=True)
+            {"id": transcript.id, **_figures(scores)}
+            for transcript, scores in zip(reference, own, strict=True)
         ]
         made["verdict"] = _verdict(name, own, parts, false_positives)
         made["undecided"] = _undecided(made["verdict"], len(own), len(parts), false_positives)
@@ -108,14 +112,17 @@ def _undecided(verdict: Made, honest: int, other: int, level: float) -> str | No
     )
 
 
-def _alike(found: Sequence[Transcript]) -> None:
+def _alike(transcripts: Sequence[Transcript]) -> None:
     """Check that requests have the same sampling but for the seed, as scores of honest tokens depend on it.
 
     Raises:
         InputError: they do not.
     """
     # Greedy tokens depend on no other field of the sampling.
-    kinds = {GREEDY if one.sampling.greedy else replace(one.sampling, seed=0) for one in found}
+    kinds = {
+        GREEDY if transcript.sampling.greedy else replace(transcript.sampling, seed=0)
+        for transcript in transcripts
+    }
     if len(kinds) > 1:
         first, second = sorted(map(str, kinds))[:2]
         raise InputError(f"requests that were sampled differently cannot be compared: {first} and {second}")
@@ -136,12 +143,12 @@ def _trusting(
 ) -> Callable[[Transcript], dict[str, Tensor]]:
     """Return a function that scores the tokens of a request that was decoded token by token."""
 
-    def judge(one: Transcript) -> dict[str, Tensor]:
-        replay = verifier.replay(one)
+    def judge(transcript: Transcript) -> dict[str, Tensor]:
+        replay = verifier.replay(transcript)
         scores = difr.token_scores(replay, sigma, noise_on=noise_on, ipt_sigma=ipt_sigma)
         if trials:
             # Each request has its own generator, so that its score does not depend on the rest of the file.
-            draws = generator(one.sampling.seed, "trials", one.id)
+            draws = generator(transcript.sampling.seed, "trials", transcript.id)
             scores["monte_carlo"] = difr.monte_carlo(replay, sigma, draws, trials=trials)
         return scores
 
@@ -151,26 +158,26 @@ def _trusting(
 def _drafting(verifier: Verifier, draft: WholeModel, ahead: int) -> Callable[[Transcript], dict[str, Tensor]]:
     """Return a function that scores the tokens of a request that was decoded speculatively."""
 
-    def speculated(one: Transcript) -> dict[str, Tensor]:
-        found = speculative.replay(one, verifier.model, draft)
-        said = difr.surprise(found.target, torch.tensor(one.output), one.sampling)
-        return {"mismatch": speculative.mismatch(found, ahead, verifier.noise), "cross_entropy": said}
+    def speculated(transcript: Transcript) -> dict[str, Tensor]:
+        replayed = speculative.replay(transcript, verifier.model, draft)
+        surprise = difr.surprise(replayed.target, torch.tensor(transcript.output), transcript.sampling)
+        return {"mismatch": speculative.mismatch(replayed, ahead, verifier.noise), "cross_entropy": surprise}
 
     return speculated
 
 
 def _scored(
-    found: Sequence[Transcript],
+    transcripts: Sequence[Transcript],
     judge: Callable[[Transcript], dict[str, Tensor]],
     what: str,
     progress: Progress,
 ) -> list[dict[str, np.ndarray]]:
-    out = []
-    for i, one in enumerate(found):
-        scores = judge(one)
-        out.append({name: value.double().numpy() for name, value in scores.items()})
-        progress(what, i + 1, len(found))
-    return out
+    rows = []
+    for i, transcript in enumerate(transcripts):
+        scores = judge(transcript)
+        rows.append({name: value.double().numpy() for name, value in scores.items()})
+        progress(what, i + 1, len(transcripts))
+    return rows
 
 
 def _joined(parts: Sequence[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
@@ -179,20 +186,20 @@ def _joined(parts: Sequence[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
 
 
 def _figures(scores: dict[str, np.ndarray]) -> Made:
-    out: Made = {
+    figures: Made = {
         "tokens": len(scores["mismatch"]), "same_token": float(1 - scores["mismatch"].mean()),
         "cross_entropy": float(scores["cross_entropy"].mean()), "mean_margin": None, "filtered": None,
         "likelihood": None, "monte_carlo": None,
     }  # fmt: skip
     if "margin" in scores:
         finite = np.isfinite(scores["margin"])
-        out["mean_margin"] = float(np.minimum(scores["margin"], LARGEST_MARGIN).mean())
-        out["filtered"] = int((~finite).sum())
+        figures["mean_margin"] = float(np.minimum(scores["margin"], LARGEST_MARGIN).mean())
+        figures["filtered"] = int((~finite).sum())
     if "likelihood" in scores:
-        out["likelihood"] = float(np.minimum(scores["likelihood"], LARGEST_LIKELIHOOD).mean())
+        figures["likelihood"] = float(np.minimum(scores["likelihood"], LARGEST_LIKELIHOOD).mean())
     if "monte_carlo" in scores:
-        out["monte_carlo"] = float(scores["monte_carlo"].mean())
-    return out
+        figures["monte_carlo"] = float(scores["monte_carlo"].mean())
+    return figures
 
 
 def _verdict(
@@ -215,10 +222,10 @@ def _verdict(
         first, second = sums[order[..., :n]].sum(-2), sums[order[..., n:]].sum(-2)
         return second[..., 0] / second[..., 1] - first[..., 0] / first[..., 1]
 
-    found = apart(np.arange(len(sums))[None])
+    observed = apart(np.arange(len(sums))[None])
     rng = np.random.default_rng(0)
     orders = np.stack([rng.permutation(len(sums)) for _ in range(draws)])
-    p = float((1 + (apart(orders) >= found - 1e-12).sum()) / (draws + 1))
+    p = float((1 + (apart(orders) >= observed - 1e-12).sum()) / (draws + 1))
     least = max(1 / (draws + 1), 1 / math.comb(len(sums), n))
     means = [float(part[:, 0].sum() / part[:, 1].sum()) for part in (sums[:n], sums[n:])]
     return {

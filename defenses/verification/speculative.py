@@ -210,41 +210,43 @@ def possible(modes: Sequence[Mode], ahead: int) -> bool:
 
 
 def mismatch(
-    found: Speculated, ahead: int, noise: Callable[[int], Noise] = StreamNoise
+    replayed: Speculated, ahead: int, noise: Callable[[int], Noise] = StreamNoise
 ) -> Float[Tensor, " n"]:
     """Return 1 where the verifier gets another token, or another mode, than the one recorded; else 0.
 
     Raises:
         InputError: the modes are impossible for so many tokens ahead.
     """
-    expected = _replayed(found, ahead, noise, found.target, found.draft)
-    return (expected != torch.tensor(found.transcript.output)).float()
+    expected = _replayed(replayed, ahead, noise, replayed.target, replayed.draft)
+    return (expected != torch.tensor(replayed.transcript.output)).float()
 
 
 def _replayed(
-    found: Speculated, ahead: int, noise: Callable[[int], Noise], target: Tensor, draft: Tensor
+    replayed: Speculated, ahead: int, noise: Callable[[int], Noise], target: Tensor, draft: Tensor
 ) -> Int[Tensor, " n"]:
     """Return the verifier's tokens in the recorded modes; −1 where the mode itself would have been another."""
-    transcript = found.transcript
+    transcript = replayed.transcript
     modes = transcript.modes or ()
     if not possible(modes, ahead):
         raise InputError(f"request {transcript.id!r}: its modes cannot come from {ahead} tokens ahead")
     numbers = Positions(noise(transcript.sampling.seed), target.shape[1])
-    out = []
+    tokens = []
     for i, mode in enumerate(modes):
         proposed = draft_token(draft[i], numbers[i], transcript.sampling)
         kept = accepts(target[i], draft[i], proposed, numbers[i], transcript.sampling)
         if mode == BONUS:
-            out.append(own_token(target[i], None, numbers[i], transcript.sampling))
+            tokens.append(own_token(target[i], None, numbers[i], transcript.sampling))
         elif kept != (mode == ACCEPT):
-            out.append(-1)
+            tokens.append(-1)
         else:
-            out.append(proposed if kept else own_token(target[i], draft[i], numbers[i], transcript.sampling))
-    return torch.tensor(out)
+            tokens.append(
+                proposed if kept else own_token(target[i], draft[i], numbers[i], transcript.sampling)
+            )
+    return torch.tensor(tokens)
 
 
 def monte_carlo(
-    found: Speculated,
+    replayed: Speculated,
     ahead: int,
     sigma: float,
     generator: torch.Generator,
@@ -257,12 +259,12 @@ def monte_carlo(
 
     The noise is Gaussian with standard deviation σ, on the logits of both models.
     """
-    claimed = torch.tensor(found.transcript.output)
+    claimed = torch.tensor(replayed.transcript.output)
     hits = torch.zeros(len(claimed))
     for _ in range(trials):
         noisy = [
             side + sigma * torch.randn(side.shape, generator=generator)
-            for side in (found.target, found.draft)
+            for side in (replayed.target, replayed.draft)
         ]
-        hits += _replayed(found, ahead, noise, *noisy) == claimed
+        hits += _replayed(replayed, ahead, noise, *noisy) == claimed
     return -(hits / trials + epsilon).log()

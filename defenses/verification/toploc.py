@@ -86,12 +86,12 @@ def evaluate(coefficients: Sequence[int], x: Int64[np.ndarray, " points"]) -> In
     Coefficients come in ascending degree.
     """
     x = x % PRIME
-    out = np.zeros_like(x)
+    values = np.zeros_like(x)
     for coefficient in reversed(coefficients):
-        out *= x
-        out += coefficient
-        out %= PRIME
-    return out
+        values *= x
+        values += coefficient
+        values %= PRIME
+    return values
 
 
 def injective_modulus(indices: Int64[np.ndarray, " k"]) -> int:
@@ -409,10 +409,10 @@ def _judge(
     if mismatches > allowed:
         faults.append(f"{mismatches} of {len(own)} values disagree in exponent or sign, allowed: {allowed}")
     if len(faulty):
-        one = int(faulty[0])
+        first = int(faulty[0])
         faults.append(
-            f"{len(faulty)} tokens have too few values that agree, the first is number {one} of its chunk with "
-            f"{agreeing[one]:.0f} of {taken[one]}"
+            f"{len(faulty)} tokens have too few values that agree, the first is number {first} of its chunk "
+            f"with {agreeing[first]:.0f} of {taken[first]}"
         )
     if not mean <= limits.mean:
         faults.append(f"mantissas differ by {mean:.2f} on average, allowed: {limits.mean:g}")

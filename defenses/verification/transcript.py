@@ -95,10 +95,10 @@ class Fingerprint:
             raise InputError(
                 f"a fingerprint of {len(raw)} bytes does not hold rows of {self.count} {self.dtype}"
             )
-        out = torch.frombuffer(bytearray(raw), dtype=kind).reshape(-1, self.count).float()
-        if not bool(out.isfinite().all()):
+        values = torch.frombuffer(bytearray(raw), dtype=kind).reshape(-1, self.count).float()
+        if not bool(values.isfinite().all()):
             raise InputError("a fingerprint holds NaN or infinity")
-        return out
+        return values
 
 
 @dataclass(frozen=True)
@@ -171,10 +171,10 @@ class Transcript:
             InputError: a field is missing, unknown, or of another kind.
         """
         check_format(value, FORMAT, where)
-        found = check({name: part for name, part in value.items() if name != "format"}, cls, where)
+        transcript = check({name: part for name, part in value.items() if name != "format"}, cls, where)
         if "seed" not in value["sampling"]:  # without one nothing can be sampled again
             raise InputError(f"{where}: sampling.seed is missing")
-        return found
+        return transcript
 
 
 def write_transcripts(path: Path, transcripts: Iterable[Transcript]) -> int:
@@ -225,16 +225,16 @@ def read_transcripts(path: Path) -> list[Transcript]:
     Raises:
         InputError: it cannot be read, is empty, a line is no transcript (the line is named), or an id occurs twice.
     """
-    out: dict[str, Transcript] = {}
+    transcripts: dict[str, Transcript] = {}
     for place, line in _lines(path):
         where = f"{path}, line {place}"
-        one = Transcript.from_json(loads(line, where), where)
-        if one.id in out:
-            raise InputError(f"{path}, line {place}: request {one.id!r} stands twice")
-        out[one.id] = one
-    if not out:
+        transcript = Transcript.from_json(loads(line, where), where)
+        if transcript.id in transcripts:
+            raise InputError(f"{path}, line {place}: request {transcript.id!r} stands twice")
+        transcripts[transcript.id] = transcript
+    if not transcripts:
         raise InputError(f"{path} holds no transcripts")
-    return list(out.values())
+    return list(transcripts.values())
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
