@@ -1,4 +1,5 @@
 from .beam_decoding import BeamDecoding as BeamDecoding
+from .closed_weights.public_embedding import ClosedWeights as ClosedWeights
 from .fingerprint_inversion import FingerprintInversion as FingerprintInversion
 from .infill import Infill as Infill
 from .missing_tokens import MissingTokenSearch as MissingTokenSearch

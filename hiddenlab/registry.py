@@ -23,6 +23,7 @@ BUILTINS: dict[str, dict[str, str]] = {
         "nearest": "hiddenlab.attacks.nearest:NearestEmbedding",
         "sipit": "hiddenlab.attacks.sipit:SipIt",
         "fingerprint-inversion": "hiddenlab.attacks.fingerprint_inversion:FingerprintInversion",
+        "closed-weights": "hiddenlab.attacks.closed_weights.public_embedding:ClosedWeights",
         "beam-decoding": "hiddenlab.attacks.beam_decoding:BeamDecoding",
     },
     "defenses": {

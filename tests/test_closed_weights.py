@@ -19,12 +19,14 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import Tensor
 
+import hiddenlab as hl
 from hiddenlab import registry
+from hiddenlab.attacks import ClosedWeights
 from hiddenlab.attacks.closed_weights import prior
 from hiddenlab.attacks.closed_weights.model import with_table
 from hiddenlab.attacks.closed_weights.order import common_order, match_sorted, number
 from hiddenlab.attacks.closed_weights.prior import refine
-from hiddenlab.attacks.closed_weights.recover import collect_untied, rebuild_tied, with_public_embedding
+from hiddenlab.attacks.closed_weights.recover import collect_untied, rebuild_tied
 from hiddenlab.attacks.closed_weights.substitution import solve
 from hiddenlab.attacks.closed_weights.view import FILE, ServerView
 from hiddenlab.defenses.protocols.checkpoint import load_weights, write_checkpoint
@@ -35,7 +37,7 @@ from hiddenlab.errors import InputError, NotApplicableError
 from hiddenlab.eval.cells import Setting
 from hiddenlab.eval.measures import protocols
 from hiddenlab.eval.measures.correlation import projection_bound
-from hiddenlab.eval.measures.protocols import centaur_view, stip_view
+from hiddenlab.eval.measures.protocols import centaur_view, read_view, stip_view
 from hiddenlab.eval.tables.protocols import permuted_model, projections, schemes, substitution
 from hiddenlab.models import Request, TruncatedModel, load_model
 from hiddenlab.proposals import corpus
@@ -106,11 +108,37 @@ def test_equal_vectors_get_equal_numbers() -> None:
 
 @pytest.mark.parametrize("tie", [True, False])
 def test_a_public_embedding_names_every_token(tiny: TinyPath, tie: bool) -> None:
-    weights, _ = load_weights(tiny("llama", tie_word_embeddings=tie))
-    found, sure = with_public_embedding(stip_view(Stip(weights, seed=3), PROMPTS), weights.inputs(range(300)))
-    assert found == PROMPTS and float(sure.min()) > 0.99
-    with pytest.raises(InputError, match="wide"):
-        with_public_embedding(stip_view(Stip(weights), PROMPTS), torch.randn(5, 7))
+    path = tiny("llama", tie_word_embeddings=tie)
+    public = load_model(path, 0, stream="embed", device="cpu")
+    assert read_view(stip_view(Stip(load_weights(path)[0], seed=3), PROMPTS), public) == PROMPTS
+
+
+@pytest.mark.parametrize("channel", ["identity", "hidden-perm:shared", "2d-perm"])
+def test_the_attack_reads_any_one_order_of_coordinates(tiny: TinyPath, channel: str) -> None:
+    """What a row proves is verified; rounded numbers prove no more than their step allows."""
+    public = load_model(tiny("llama"), 0, stream="embed", device="cpu")
+    observation, truth = hl.channel(channel).release(public, PROMPTS[0], seed=1)
+    attack = ClosedWeights().fit(observation.info, public)
+    if channel == "2d-perm":
+        with pytest.raises(NotApplicableError, match="one order of coordinates"):
+            attack.recover(observation)
+        return
+    result = attack.recover(observation)
+    assert result.ids == list(truth.tokens) and result.verified
+    step = 2.0**-12
+    rounded = replace(observation, states=(observation.states / step).round() * step)
+    unverified = attack.recover(rounded)
+    assert unverified.ids == list(truth.tokens) and not any(token.verified for token in unverified.tokens)
+    assert ClosedWeights(step).fit(rounded.info, public).recover(rounded).verified
+
+
+def test_the_attack_refuses_what_it_cannot_read(tiny: TinyPath) -> None:
+    deep = load_model(tiny("llama"), 1, device="cpu")
+    observation, _ = hl.channel("identity").release(deep, PROMPTS[0], seed=1)
+    with pytest.raises(NotApplicableError, match="reads embeddings"):
+        ClosedWeights().fit(observation.info, deep).recover(observation)
+    with pytest.raises(InputError, match="between 0 and 1"):
+        ClosedWeights(1.0)
 
 
 def test_a_tied_embedding_is_rebuilt_from_the_view(tied: Stip) -> None:
@@ -154,7 +182,8 @@ def test_centaurs_server_reads_what_it_puts_together(tiny: TinyPath, architectur
     keys = centaur.user.keys
     assert [[int(keys.vocabulary[s]) for s in row] for row in rebuilt.symbols] == PROMPTS
     assert 0 < rebuilt.residual <= view.step
-    assert with_public_embedding(view, weights.inputs(range(300)))[0] == PROMPTS
+    public = load_model(tiny(architecture, tie_word_embeddings=True), 0, stream="embed", device="cpu")
+    assert read_view(view, public) == PROMPTS
     assert collect_untied(view.requests) == collect_untied(plain.requests)
     other = load_weights(tiny(architecture, tie_word_embeddings=False))[0]
     with pytest.raises(NotApplicableError, match="not tied"):

@@ -1,4 +1,4 @@
-"""Turn what users sent into symbols, and into tokens where an embedding is public (paper, appendices I.2 and I.3)."""
+"""Turn the vectors that users sent into symbols, without any public model (paper, appendix I.3)."""
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
@@ -9,57 +9,15 @@ from torch import Tensor
 
 from hiddenlab.attacks.closed_weights.order import (
     common_order,
-    likeliest_order,
     match_sorted,
     nearest,
     number,
 )
+from hiddenlab.attacks.closed_weights.public_embedding import EXACT
 from hiddenlab.attacks.closed_weights.view import ServerView, rows_of
-from hiddenlab.errors import InputError, NotApplicableError
+from hiddenlab.errors import NotApplicableError
 
 SEEN_FOR_ORDER = 512  # distinct vectors from which the order of coordinates is found
-ORDER_ROUNDS = 20
-EXACT = 1e-5  # of a vector's norm: a match up to float rounding
-
-
-def with_public_embedding(
-    view: ServerView, embedding: Float[Tensor, "v d"]
-) -> tuple[list[list[int]], Float[Tensor, " rows"]]:
-    """Recover the tokens of every request by the sorted values of a public embedding (appendix I.2).
-
-    The embedding may be of a public model that the private one was made from: the nearest vector is taken. One order of
-    coordinates serves all requests. It is estimated from the first guesses, tokens are guessed again in that order, and
-    so on: few right guesses are enough (no paper describes it).
-
-    Returns:
-        Tokens by request, and each row's relative margin over the next token: 0 is undecided, 1 is certain.
-
-    Raises:
-        InputError: another width.
-    """
-    if embedding.shape[1] != view.head.shape[1]:
-        raise InputError(f"the embedding is {embedding.shape[1]} wide, the requests {view.head.shape[1]}")
-    rows, counts = rows_of(view.requests)
-    tokens, distance, margin = match_sorted(rows, embedding)
-    norms = torch.linalg.vector_norm(embedding[tokens], dim=1)
-    if bool((distance > EXACT * norms + _rounding(view)).any()):  # not these very vectors: order them
-        tokens, distance, margin = _in_one_order(rows, embedding, tokens)
-    sure = margin / (margin + distance).clamp(min=1e-30)
-    return [part.tolist() for part in tokens.split(counts)], sure
-
-
-def _in_one_order(
-    rows: Float[Tensor, "rows d"], table: Float[Tensor, "v d"], tokens: Int[Tensor, " rows"]
-) -> tuple[Int[Tensor, " rows"], Float[Tensor, " rows"], Float[Tensor, " rows"]]:
-    """Guess tokens and the one order of coordinates in turns, until the guesses do not change."""
-    centre = table.mean(0)
-    for _ in range(ORDER_ROUNDS):
-        order = likeliest_order(rows, table[tokens] - centre)
-        before = tokens
-        tokens, distance, margin = nearest(rows, table[:, order])
-        if torch.equal(tokens, before):
-            break
-    return tokens, distance, margin
 
 
 @dataclass(frozen=True)

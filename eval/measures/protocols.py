@@ -11,9 +11,10 @@ import torch
 
 from hiddenlab.attacks.closed_weights.model import with_table
 from hiddenlab.attacks.closed_weights.prior import refine
-from hiddenlab.attacks.closed_weights.recover import collect_untied, rebuild_tied, with_public_embedding
+from hiddenlab.attacks.closed_weights.public_embedding import ClosedWeights
+from hiddenlab.attacks.closed_weights.recover import collect_untied, rebuild_tied
 from hiddenlab.attacks.closed_weights.substitution import solve
-from hiddenlab.attacks.closed_weights.view import ServerView
+from hiddenlab.attacks.closed_weights.view import ServerView, rows_of
 from hiddenlab.attacks.vocab_match import VocabMatch
 from hiddenlab.channels import Channel
 from hiddenlab.defenses.protocols.checkpoint import load_weights, write_checkpoint
@@ -150,10 +151,11 @@ def closed_weights(spec: dict[str, Any], folder: Path, progress: Progress = sile
     """
     weights, prompts = model_and_prompts(spec)
     assert weights.embedding is not None
-    info = weights.embedding
+    public = load_model(spec["model"], 0, stream="embed", device="cpu")
     if spec["embedding"] == "base":
-        noise = torch.randn(info.shape, generator=generator(spec["seed"], "drift"))
-        weights = replace(weights, embedding=info + spec["drift"] * float(info.std()) * noise)
+        own = weights.embedding
+        noise = torch.randn(own.shape, generator=generator(spec["seed"], "drift"))
+        weights = replace(weights, embedding=own + spec["drift"] * float(own.std()) * noise)
     view, keys = _closed(spec.get("scheme", "stip"), weights, prompts, spec["seed"])
     view = ServerView.load(view.save(folder).parent)
     started = time.perf_counter()
@@ -163,7 +165,7 @@ def closed_weights(spec: dict[str, Any], folder: Path, progress: Progress = sile
         names = {int(row): symbol for symbol, row in enumerate(keys.vocabulary.tolist())}
         truth = [[names[token] for token in tokens] for tokens in prompts]
     else:
-        guesses, truth = with_public_embedding(view, info)[0], prompts
+        guesses, truth = read_view(view, public), prompts
     seconds = (time.perf_counter() - started) / len(prompts)
     accuracy = [
         sum(a == b for a, b in zip(x, y, strict=True)) / len(y) for x, y in zip(guesses, truth, strict=True)
@@ -174,6 +176,14 @@ def closed_weights(spec: dict[str, Any], folder: Path, progress: Progress = sile
             "token_accuracy": mean(accuracy),
         }
     ) | {"seconds_per_prompt": exactly(seconds, 1)}
+
+
+def read_view(view: ServerView, public: TruncatedModel) -> list[list[int]]:
+    """Return the tokens of every request, read by a public model's embedding as one observation of all rows."""
+    rows, counts = rows_of(view.requests)
+    observation = Observation.from_states(rows, public, columns_permuted="shared")
+    tokens = iter(ClosedWeights(view.step).fit(observation.info, public).recover(observation).ids)
+    return [[next(tokens) for _ in range(count)] for count in counts]
 
 
 def stip_view(stip: Stip, prompts: Sequence[Sequence[int]]) -> ServerView:
