@@ -75,6 +75,7 @@ class AttackConfig:
     device: o.DeviceOpt = "auto"
     device_map: o.DeviceMapOpt = None
     dtype: o.DtypeOpt = "float32"
+    engine: o.EngineOpt = "auto"
     threads: o.ThreadsOpt = None
 
     def checked(self) -> "AttackConfig":

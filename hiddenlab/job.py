@@ -323,4 +323,5 @@ def _load(config: AttackConfig, local_only: bool = False) -> TruncatedModel:
         device=config.device,
         device_map=config.device_map,
         local_only=local_only,
+        engine=config.engine,
     )

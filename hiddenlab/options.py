@@ -66,6 +66,12 @@ SeedOpt = Annotated[
     Seed, Option("--seed", metavar="S", min=-(2**63), max=2**63 - 1, help="Seed of everything that is drawn.")
 ]
 DeviceOpt = Annotated[str, Option("--device", help="auto, cpu, cuda, cuda:N.")]
+EngineOpt = Annotated[
+    Literal["auto", "packed", "plain"],
+    Option(
+        "--engine", help="packed is fast; plain runs the model's own forward; auto checks which is right."
+    ),
+]
 DeviceMapOpt = Annotated[str | None, Option("--device-map", help="Placement by accelerate, e.g. auto.")]
 DtypeOpt = Annotated[Dtype, Option("--dtype", help="In which the attacker (and the provider) computes.")]
 ThreadsOpt = Annotated[

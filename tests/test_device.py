@@ -27,7 +27,6 @@ from hiddenlab.matching.epsilon import Threshold
 from hiddenlab.matching.screening import Screen
 from hiddenlab.models import ModelRef, Prefix, Request, TruncatedModel, engine
 from hiddenlab.models.attention import Attention, register_attention
-from hiddenlab.models.load import truncate_config
 from hiddenlab.projections import Projection
 from hiddenlab.proposals import in_context, probe
 from hiddenlab.proposals.first_token_table import FirstTokenTable, SortedStates, packed, sorted_states
@@ -115,7 +114,6 @@ def _half_precision(monkeypatch: pytest.MonkeyPatch) -> None:
 def model_on_card(architecture: str, attention: str, *, head: bool = True, **changes: Any) -> torch.nn.Module:
     """A tiny model without values. Grouped products of experts have no shapes in single precision."""
     config = tiny_config(architecture, **changes)
-    config = truncate_config(config, config.num_hidden_layers)
     dtype = torch.bfloat16 if "moe" in architecture else torch.float32
     with torch.device(CARD):
         factory = AutoModelForCausalLM if head else AutoModel

@@ -20,7 +20,6 @@ from hiddenlab.models.load import (
     load_tokenizer,
     parse_dtype,
     resolve_model,
-    truncate_config,
 )
 
 ATTENTIONS = ("sdpa", "eager")
@@ -167,13 +166,11 @@ def load_whole(
         raise InputError(f"unknown attention {attention!r}; known are {', '.join(ATTENTIONS)}")
     ref = resolve_model(name)
     config = load_config(ref)
-    if layers is not None:
-        if not 1 <= layers <= config.num_hidden_layers:
-            raise InputError(f"{layers} layers are out of range: {name} has 1 to {config.num_hidden_layers}")
-        config = truncate_config(config, layers)
+    if layers is not None and not 1 <= layers <= config.num_hidden_layers:
+        raise InputError(f"{layers} layers are out of range: {name} has 1 to {config.num_hidden_layers}")
     with quiet_bitsandbytes():
         model = load_module(
             ref, config, head=True, dtype=parse_dtype(dtype), device=parse_device(device),
-            quantization=quantization, attention=attention,
+            quantization=quantization, attention=attention, layers=layers,
         )  # fmt: skip
     return WholeModel(model, name, load_tokenizer(ref))

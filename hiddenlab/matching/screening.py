@@ -67,7 +67,7 @@ class Screen:
     def follow(self, prefix: Prefix, shadow: Prefix | None = None) -> Prefix:
         """Return the screen's form of a prefix: exact keys and values, rounded; ``shadow`` is the last such form."""
         shadow = shadow or self.model.prefix(offset=prefix.offset)
-        shadow.store.follow(prefix.store, self.model.dtype)
+        shadow.follow(prefix)
         return shadow
 
 

@@ -9,9 +9,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from hiddenlab.errors import InputError
-from hiddenlab.models.attention import Attention, register_attention
+from hiddenlab.errors import InputError, NotApplicableError
+from hiddenlab.models.attention import EAGER, Attention, attending, register_attention, use_attention
 from hiddenlab.models.checkpoint import decoder_layers
+from hiddenlab.models.choice import ENGINES, choose_engine
 from hiddenlab.models.engine import _ACTIVE, ATTENTION_NAME, GivenPass, PackedPass, ShownError
 from hiddenlab.models.load import (
     ModelRef,
@@ -20,8 +21,8 @@ from hiddenlab.models.load import (
     load_tokenizer,
     parse_dtype,
     resolve_model,
-    truncate_config,
 )
+from hiddenlab.models.plain import run_plain
 from hiddenlab.models.reading import reading_model
 from hiddenlab.models.request import Answer, Prefix, Request, packs
 from hiddenlab.types import INNER_STREAMS, LAST_STREAMS, STREAMS, Site
@@ -41,10 +42,13 @@ SIGNATURE_ENTRIES = 16
 
 
 class TruncatedModel:
-    """The first l layers of a causal language model, run through one attention function (see ``engine``).
+    """The first l layers of a causal language model.
 
     Args:
         load_sibling: loads other parts of a model that is not on disk, see ``sibling``; None loads them by ``ref``.
+        engine: ``packed`` runs many prompts in one pass through one attention function (see ``engine``); ``plain`` runs
+            the model's own forward pass for each (see ``plain``).
+        difference: where the packed engine was checked and is wrong: the comparison that failed.
 
     Attributes:
         ref: which model. site: layer and stream of the states it returns. dtype, device: where it computes.
@@ -61,8 +65,13 @@ class TruncatedModel:
         tokenizer: Any = None,
         quantization: str | None = None,
         load_sibling: Callable[..., "TruncatedModel"] | None = None,
+        engine: str = "packed",
+        difference: str = "",
     ) -> None:
         self.module = module
+        self.engine = engine
+        self.difference = difference
+        use_attention(module, ATTENTION_NAME if engine == "packed" else EAGER)
         self.ref = ref
         self._load_sibling = load_sibling
         self.site = site
@@ -73,14 +82,13 @@ class TruncatedModel:
         self.forward_calls = 0
         self.attention: Attention | None = None
         self._captured: Tensor | None = None
-        self._check_causal()
 
     @contextmanager
     def _capturing(self) -> Iterator[None]:
         """Capture the states at the site for one pass; a permanent hook would keep the model in memory by a cycle."""
         layers = decoder_layers(self.module)
         if self.site.stream == "resid":
-            hook = layers[-1].register_forward_hook(self._capture)
+            hook = layers[self.site.layer - 1].register_forward_hook(self._capture)
         elif self.site.stream == "embed":
             hook = layers[0].register_forward_pre_hook(self._capture_inputs, with_kwargs=True)
         else:
@@ -92,17 +100,10 @@ class TruncatedModel:
                 hook.remove()
 
     def _capture(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        self._captured = output[0] if isinstance(output, tuple) else output
+        self._captured = output[0] if isinstance(output, (tuple, list)) else output
 
     def _capture_inputs(self, module: nn.Module, inputs: Any, options: Any) -> None:
         self._captured = inputs[0] if inputs else options["hidden_states"]
-
-    def _check_causal(self) -> None:
-        """Raise InputError for a bidirectional model, whose states change with later tokens."""
-        if getattr(self.module.config, "model_type", "") and not _is_causal(self.module):
-            raise InputError(
-                f"{self.ref.name} is an encoder-only (bidirectional) model; the attack needs a causal decoder"
-            )
 
     @property
     def embedding(self) -> Float[Tensor, "v d"]:
@@ -197,6 +198,10 @@ class TruncatedModel:
                 answer then depend on the other requests.
             show: an inner stream of the last layer to return, in place of the model's own stream.
         """
+        if self.engine == "plain":
+            if show:
+                raise NotApplicableError(self._packed_only(f"the stream {show}"))
+            return run_plain(self, requests, grad=grad)
         stream = show or self.site.stream
         inner = (self.site.layer - 1, stream) if stream in INNER_STREAMS else None
         packed = PackedPass(requests, keep, inner, together)
@@ -254,10 +259,36 @@ class TruncatedModel:
 
     @property
     def behind_one_attention(self) -> bool:
-        """Whether a state depends on no attention but the first layer's."""
+        """Whether a state depends on no attention but the first layer's, which the packed engine can be given."""
+        if self.engine == "plain":
+            return False
         if self.site.stream in INNER_STREAMS:
             return self.site.layer == 2 and self.site.stream != "attn"
         return self.site.layer == 1
+
+    def forward_plain(
+        self, inputs: Int[Tensor, "b n"] | Float[Tensor, "b n d"], *, grad: bool = False
+    ) -> Float[Tensor, "b n e"]:
+        """Return states of several sequences of one length by the model's own forward pass.
+
+        Masks and positions are the model's own. This is what the packed engine is checked against.
+
+        Args:
+            inputs: token ids, or input embeddings. grad: record gradients.
+        """
+        name = "inputs_embeds" if inputs.is_floating_point() else "input_ids"
+        mode = torch.set_grad_enabled(True) if grad else torch.inference_mode()
+        with mode, self._capturing(), attending(self.module, EAGER):
+            states = self._states(self.module(**{name: inputs.to(self.device)}, use_cache=False))
+        if states.shape[:2] != inputs.shape[:2]:
+            raise self._foreign_layers(states)
+        self.evaluated_tokens += inputs.shape[0] * inputs.shape[1]
+        self.forward_calls += 1
+        return states
+
+    def _packed_only(self, what: str) -> str:
+        """Return the message that something needs the packed engine."""
+        return f"{what} needs the packed engine, which does not reproduce {self.ref.name}"
 
     def _pass(self, how: PackedPass | GivenPass, grad: bool, **inputs: Tensor) -> Any:
         """Run the model with a pass' attention; return its output, None where the pass ended early."""
@@ -276,10 +307,23 @@ class TruncatedModel:
         if self.site.stream == "logits":
             return output.logits  # type: ignore[no-any-return]
         if self.site.stream == "final_norm":
+            if "last_hidden_state" not in output:
+                raise InputError(
+                    f"{type(self.module).__name__} does not give its states after the final norm"
+                )
             return output.last_hidden_state  # type: ignore[no-any-return]
-        assert self._captured is not None
         states, self._captured = self._captured, None
+        if states is None or states.ndim != 3:
+            raise self._foreign_layers(states)
         return states
+
+    def _foreign_layers(self, states: Tensor | None) -> InputError:
+        """Return the error for layers whose output is no state for each token."""
+        shape = "nothing" if states is None else f"states {list(states.shape)}"
+        return InputError(
+            f"the layers of {type(self.module).__name__} give {shape} and not [prompts, tokens, width]; its "
+            "architecture is not supported"
+        )
 
     def encode(self, tokens: Int[Tensor, " n"] | Float[Tensor, "n d"]) -> Float[Tensor, "n d"]:
         """Return states of a prompt (token ids, or input embeddings), in one plain prefill."""
@@ -303,9 +347,10 @@ class TruncatedModel:
         """
         if self._load_sibling is not None:
             return self._load_sibling(layer, **options)
+        engine = "plain" if self.engine == "plain" else "auto"
         loaded = load_model(
             self.ref.path, layer, device=str(self.device), revision=self.ref.revision,
-            device_map="auto" if self.divided else None, **options,
+            device_map="auto" if self.divided else None, **{"engine": engine, **options},
         )  # fmt: skip
         loaded.ref = self.ref  # it was loaded by path, but the name that the user gave is the public one
         return loaded
@@ -323,12 +368,6 @@ def signature_of(embedding: Float[Tensor, "v d"]) -> tuple[float, ...]:
     return tuple(flat[index.to(flat.device)].bfloat16().float().tolist())
 
 
-def _is_causal(module: nn.Module) -> bool:
-    """Return whether every attention module of the model declares itself causal."""
-    flags = [bool(m.is_causal) for m in module.modules() if isinstance(getattr(m, "is_causal", None), bool)]
-    return bool(flags) and all(flags)
-
-
 def load_model(
     name: str = "builtin",
     layer: int | None = None,
@@ -340,6 +379,7 @@ def load_model(
     device_map: str | None = None,
     revision: str | None = None,
     local_only: bool = False,
+    engine: str = "auto",
 ) -> TruncatedModel:
     """Load the first ``layer`` layers of a model.
 
@@ -350,10 +390,12 @@ def load_model(
         dtype: float32, bfloat16 or float16. device: ``auto``, ``cpu``, ``cuda`` …
         quantization: None, ``int8`` or ``nf4`` (bitsandbytes). device_map: accelerate's placement, e.g. ``auto``.
         local_only: never ask the hub; for names that come from files of others.
+        engine: ``packed`` is fast, ``plain`` runs the model's own forward pass; ``auto`` checks whether the packed one
+            gives the same states, and else takes the plain one.
 
     Raises:
-        InputError: unknown model, dtype or device, a layer out of range, an encoder-only model, a checkpoint that
-            lacks a tensor of these layers.
+        InputError: unknown model, dtype, device or engine, an engine that is wrong for the model, a layer out of range,
+            an encoder-only model, a checkpoint that lacks a tensor of these layers.
     """
     from hiddenlab.models.device import parse_device
 
@@ -373,11 +415,25 @@ def load_model(
         raise InputError(
             f"the stream {stream} exists only after the last layer, {total}; layer {layer} was asked for"
         )
+    if engine not in ENGINES:
+        raise InputError(f"unknown engine {engine!r}; known are {', '.join(ENGINES)}")
+    register_attention(ATTENTION_NAME, _ACTIVE, "run it through TruncatedModel.run, not by itself")
     module = load_module(
-        ref, truncate_config(config, max(1, layer)), head=stream == "logits", dtype=torch_dtype, device=torch_device,
-        quantization=quantization, device_map=device_map, final_norm=stream in LAST_STREAMS,
-        attention=register_attention(ATTENTION_NAME, _ACTIVE, "run it through TruncatedModel.run, not by itself"),
+        ref, config, layers=max(1, layer), head=stream == "logits", dtype=torch_dtype, device=torch_device,
+        quantization=quantization, device_map=device_map, final_norm=stream in LAST_STREAMS, attention=EAGER,
     )  # fmt: skip
-    return TruncatedModel(
-        module, ref=ref, site=Site(layer, stream), tokenizer=load_tokenizer(ref), quantization=quantization
+    # Inner streams are read by the packed engine's own function: the check compares the states behind their layer.
+    inner = stream in INNER_STREAMS
+    checked = TruncatedModel(
+        module, ref=ref, site=Site(layer, "resid" if inner else stream), quantization=quantization
     )
+    engine, difference = choose_engine(checked, config, engine)
+    if inner and engine == "plain":
+        raise InputError(
+            f"the stream {stream} needs the packed engine"
+            + (f", which does not reproduce {name} ({difference})" if difference else "; leave --engine out")
+        )
+    return TruncatedModel(
+        module, ref=ref, site=Site(layer, stream), tokenizer=load_tokenizer(ref), quantization=quantization,
+        engine=engine, difference=difference,
+    )  # fmt: skip

