@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from hiddenlab.defenses.cascade.after_mpc import forward_after, rows_from_shares, without_first
-from hiddenlab.defenses.cascade.backend import load_cascade_model
+from hiddenlab.defenses.cascade.load import load_cascade_model
 from hiddenlab.defenses.cascade.local import LocalCascade
 from hiddenlab.defenses.protocols.checkpoint import load_weights
 from hiddenlab.defenses.protocols.forward import Plain, walk

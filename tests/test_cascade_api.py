@@ -17,8 +17,8 @@ from starlette.testclient import TestClient
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hiddenlab.defenses.cascade.api import digest, make_app
-from hiddenlab.defenses.cascade.backend import load_cascade_model
 from hiddenlab.defenses.cascade.generate import Sampling, generate
+from hiddenlab.defenses.cascade.load import load_cascade_model
 from hiddenlab.defenses.cascade.local import LocalCascade
 from hiddenlab.defenses.cascade.service import Limits
 from hiddenlab.defenses.cascade.testing import NAME, PATIENCE, Scripted, asend, make_service, send

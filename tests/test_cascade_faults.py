@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from hiddenlab.defenses.cascade.backend import load_cascade_model
 from hiddenlab.defenses.cascade.faults import Restarts, Watch, most_missed
 from hiddenlab.defenses.cascade.generate import Cancellation, generate
+from hiddenlab.defenses.cascade.load import load_cascade_model
 from hiddenlab.defenses.cascade.local import LocalCascade
 from hiddenlab.defenses.cascade.node_state import NodeError, Pass
 from hiddenlab.defenses.cascade.port import free, reserved

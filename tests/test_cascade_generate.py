@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import AutoModel, AutoModelForCausalLM
 
-from hiddenlab.defenses.cascade.backend import Settings, load_cascade_model
+from hiddenlab.defenses.cascade.backend import Settings
 from hiddenlab.defenses.cascade.cost import Shape
 from hiddenlab.defenses.cascade.generate import Sampling, generate
+from hiddenlab.defenses.cascade.load import load_cascade_model
 from hiddenlab.defenses.cascade.local import LocalCascade
 from hiddenlab.defenses.cascade.node_state import CompHost, NodeError, Pass
 from hiddenlab.errors import InputError

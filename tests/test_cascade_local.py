@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForCausalLM
 
-from hiddenlab.defenses.cascade.backend import Settings, load_cascade_model
+from hiddenlab.defenses.cascade.backend import Settings
 from hiddenlab.defenses.cascade.cost import Shape, layer_bytes
+from hiddenlab.defenses.cascade.load import load_cascade_model
 from hiddenlab.defenses.cascade.local import LocalCascade
 from hiddenlab.defenses.cascade.node_state import CompHost, Pass
 from hiddenlab.defenses.cascade.node_views import Seen

@@ -16,9 +16,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig
 
-from hiddenlab.defenses.cascade.backend import Settings, load_cascade_model
+from hiddenlab.defenses.cascade.backend import Settings
 from hiddenlab.defenses.cascade.cost import Shape
 from hiddenlab.defenses.cascade.generate import generate
+from hiddenlab.defenses.cascade.load import load_cascade_model
 from hiddenlab.defenses.cascade.local import LocalCascade
 from hiddenlab.defenses.cascade.node_views import Seen, save_seen
 from hiddenlab.errors import InputError

@@ -20,9 +20,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hiddenlab.defenses.cascade.backend import Cascade, Settings, comp_name, load_cascade_model
+from hiddenlab.defenses.cascade.backend import Cascade, Settings, comp_name
 from hiddenlab.defenses.cascade.cost import Link, Shape, layer_bytes, sent
 from hiddenlab.defenses.cascade.generate import generate
+from hiddenlab.defenses.cascade.load import load_cascade_model
 from hiddenlab.defenses.cascade.local import LocalCascade
 from hiddenlab.defenses.cascade.node_state import Head, NodeError, Pass, attn_name
 from hiddenlab.defenses.cascade.nodes import AttnWorker, Partial, Rows

@@ -12,17 +12,14 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from hiddenlab.defenses.cascade.node_state import (
-    ATTENTION_NAME,
     NodeError,
     Pass,
     attn_name,
     has_head,
-    register_cascade_attention,
 )
 from hiddenlab.defenses.cascade.node_views import Seen
 from hiddenlab.errors import InputError
 from hiddenlab.models import signature_of
-from hiddenlab.models.load import load_config, load_module, resolve_model
 from hiddenlab.sharding import Plan
 
 
@@ -244,27 +241,3 @@ def in_threads(
         # Other errors are the cause; of NodeErrors, those of nodes that were told to give up name no node.
         raise min(errors, key=lambda e: 0 if not isinstance(e, NodeError) else 1 if e.node else 2)
     return {i: future.result() for i, future in futures.items()}
-
-
-def load_cascade_model(
-    name: str, *, dtype: torch.dtype = torch.float32, device: str = "cpu", attention: str = ATTENTION_NAME
-) -> nn.Module:
-    """Load a model for CompNodes: a causal LM with its head, any other model without one.
-
-    Args:
-        name, dtype, device: see ``load_model``.
-        attention: one of transformers' own gives the plain model, to compare with.
-
-    Raises:
-        InputError: the model or device is unknown, or the model has no attention.
-    """
-    from hiddenlab.models.device import parse_device
-
-    register_cascade_attention()
-    torch_device = parse_device(device)
-    ref = resolve_model(name)
-    config = load_config(ref)
-    if not getattr(config, "num_attention_heads", None):
-        raise InputError(f"{name} ({config.model_type}) has no attention to shard")
-    head = any("CausalLM" in kind or "LMHead" in kind for kind in config.architectures or ())
-    return load_module(ref, config, head=head, dtype=dtype, device=torch_device, attention=attention)

@@ -145,7 +145,8 @@ class Backend:
         Raises:
             InputError: the backend does not have an option, or see ``RayCascade``.
         """
-        from hiddenlab.defenses.cascade.backend import Settings, load_cascade_model
+        from hiddenlab.defenses.cascade.backend import Settings
+        from hiddenlab.defenses.cascade.load import load_cascade_model
         from hiddenlab.defenses.cascade.local import LocalCascade
         from hiddenlab.defenses.cascade.remote import WireCascade
         from hiddenlab.models.load import parse_dtype
@@ -342,7 +343,7 @@ def _compared(
     backend: Backend, ids: Tensor, head: bool, result: dict[str, Any], repeats: int
 ) -> dict[str, Any]:
     """Run the plain model in this process, and compare output and time."""
-    from hiddenlab.defenses.cascade.backend import load_cascade_model
+    from hiddenlab.defenses.cascade.load import load_cascade_model
     from hiddenlab.models.load import parse_dtype
 
     plain: Any = load_cascade_model(backend.model, dtype=parse_dtype(backend.dtype), attention="sdpa")

@@ -10,15 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hiddenlab.defenses.cascade.backend import (
-    Cascade,
-    ModelFacts,
-    Settings,
-    comp_name,
-    in_threads,
-    load_cascade_model,
-)
+from hiddenlab.defenses.cascade.backend import Cascade, ModelFacts, Settings, comp_name, in_threads
 from hiddenlab.defenses.cascade.cost import Link
+from hiddenlab.defenses.cascade.load import load_cascade_model
 from hiddenlab.defenses.cascade.node_state import (
     GIVEN_UP,
     AttnHost,

@@ -15,10 +15,11 @@ import psutil
 import torch
 from torch import Tensor
 
-from hiddenlab.defenses.cascade.backend import Cascade, load_cascade_model
+from hiddenlab.defenses.cascade.backend import Cascade
 from hiddenlab.defenses.cascade.command import Backend
 from hiddenlab.defenses.cascade.cost import Shape, layer_bytes, layer_seconds
 from hiddenlab.defenses.cascade.generate import generate
+from hiddenlab.defenses.cascade.load import load_cascade_model
 from hiddenlab.errors import InputError
 from hiddenlab.models.load import DTYPES, load_config, parse_dtype, resolve_model
 from hiddenlab.models.reading import quiet_transformers

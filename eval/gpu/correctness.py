@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from hiddenlab.defenses.cascade.backend import load_cascade_model
+from hiddenlab.defenses.cascade.load import load_cascade_model
 from hiddenlab.defenses.cascade.local import LocalCascade
 from hiddenlab.eval.gpu.work import Figures, Lab
 from hiddenlab.matching.distance import DISTANCES, Matcher

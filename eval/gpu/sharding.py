@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from hiddenlab.defenses.cascade.backend import load_cascade_model
 from hiddenlab.defenses.cascade.generate import generate
+from hiddenlab.defenses.cascade.load import load_cascade_model
 from hiddenlab.defenses.cascade.local import LocalCascade
 from hiddenlab.errors import InputError
 from hiddenlab.eval.bench.cascade import plain_tokens

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hiddenlab.config import AttackConfig
 from hiddenlab.defenses.cascade.after_mpc import forward_after, without_first
-from hiddenlab.defenses.cascade.backend import load_cascade_model
+from hiddenlab.defenses.cascade.load import load_cascade_model
 from hiddenlab.defenses.cascade.local import LocalCascade
 from hiddenlab.defenses.protocols.decoder import Weights
 from hiddenlab.defenses.protocols.forward import Plain, walk

@@ -7,12 +7,12 @@ the plain engine runs the model.
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import transformers
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from hiddenlab.models import TruncatedModel
 
 ENGINES = ("auto", "packed", "plain")
+CODE = (Path(__file__).parent,)  # what an engine's check depends on
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -59,16 +61,16 @@ def choose_engine(model: "TruncatedModel", config: Any, asked: str = "auto") -> 
     Raises:
         InputError: the model is bidirectional, its layers are not its own list, or ``packed`` is wrong for it.
     """
-    verdict = _remembered(
-        {"config": _facts(config), "model": [model.signature, asdict(model.site), str(model.dtype), model.device.type,
-         model.quantization]}, lambda: _own_verdict(model),
-    )  # fmt: skip
+    site = [asdict(model.site), str(model.dtype), model.device.type, model.quantization]
+    own = {"config": facts_of(config), "weights": model.signature, "site": site}
+    verdict = remembered("engine", own, Verdict, lambda: _own_verdict(model), CODE)
     name = model.ref.name
     if not verdict.causal:
         raise InputError(
             f"{name} is an encoder-only (bidirectional) model; the attack needs a causal decoder"
         )
-    twin = _remembered({"config": _facts(config)}, lambda: _twin_verdict(config))
+    facts = {"config": facts_of(config)}
+    twin = remembered("engine-twin", facts, Verdict, lambda: _twin_verdict(config), CODE)
     if twin.misplaced:
         raise InputError(
             f"{name} is of type {config.model_type}, whose layer {twin.misplaced} does not give the states that "
@@ -114,23 +116,29 @@ def _twin_verdict(config: Any) -> Verdict:
     )
 
 
-def _remembered(key: dict[str, Any], compute: Callable[[], Verdict]) -> Verdict:
-    """Return a verdict from the cache, or compute and keep it; without a cache that can be written it is computed."""
-    name = f"{digest_of({**key, 'code': _code()})}.json"
+def remembered(
+    kind: str, key: Mapping[str, Any], form: type[T], compute: Callable[[], T], code: Sequence[Path]
+) -> T:
+    """Return what a check found before, or compute and keep it; without a cache that can be written it is computed.
+
+    Args:
+        kind: of the check. key: what it depends on, as JSON values. form: the dataclass of its result.
+        code: folders with the code that it checks: what other code found counts no more.
+    """
     path: Path | None = None
     with suppress(InputError):
-        path = cache_path("engines", name)
+        path = cache_path("checks", f"{kind}-{digest_of({**key, 'code': _digest_of_code(tuple(code))})}.json")
     if path is not None and path.is_file():
         with suppress(InputError):
-            return read(path, Verdict)
-    verdict = compute()
+            return read(path, form)
+    result = compute()
     if path is not None:
         with suppress(InputError):
-            write_file(path, json.dumps(asdict(verdict)))
-    return verdict
+            write_file(path, json.dumps(asdict(result)))  # type: ignore[call-overload]
+    return result
 
 
-def _facts(config: Any) -> dict[str, Any]:
+def facts_of(config: Any) -> dict[str, Any]:
     """Return a configuration as JSON values, without where it lies."""
     values = json.loads(config.to_json_string(use_diff=False))
     return {
@@ -139,9 +147,9 @@ def _facts(config: Any) -> dict[str, Any]:
 
 
 @cache
-def _code() -> str:
-    """Return a digest of this package's files and of the libraries' versions: a check by other code counts no more."""
+def _digest_of_code(folders: tuple[Path, ...]) -> str:
+    """Return a digest of the folders' Python files and of the libraries' versions."""
     digest = hashlib.sha256(f"{torch.__version__} {transformers.__version__}".encode())
-    for file in sorted(Path(__file__).parent.glob("*.py")):
+    for file in sorted(file for folder in folders for file in folder.glob("*.py")):
         digest.update(file.read_bytes())
     return digest.hexdigest()

@@ -63,7 +63,7 @@ def first_difference(model: "TruncatedModel", lengths: tuple[int, ...] = SHORT) 
         plain = [model.forward_plain(tokens[None])[0] for tokens in sequences]
         comparison = ""
         for comparison, states, expected in _comparisons(model, sequences, plain):
-            size = _largest(states, expected)
+            size = largest_difference(states, expected)
             if not size <= tolerance:
                 return Difference(comparison, size)
     except Exception as error:  # whatever an architecture does that the packed engine does not expect
@@ -76,7 +76,7 @@ def first_difference(model: "TruncatedModel", lengths: tuple[int, ...] = SHORT) 
     return None
 
 
-def _largest(states: Float[Tensor, "n d"], expected: Float[Tensor, "n d"]) -> float:
+def largest_difference(states: Float[Tensor, "n d"], expected: Float[Tensor, "n d"]) -> float:
     """Return the largest difference of a row relative to its length; infinite where shapes or NaN differ."""
     if states.shape != expected.shape:
         return float("inf")
@@ -133,7 +133,7 @@ def not_causal(model: "TruncatedModel") -> bool:
     changed = torch.cat([tokens[:-1], (tokens[-1:] + 1) % model.vocab_size])
     states, others = (model.forward_plain(sequence[None])[0, :-1] for sequence in (tokens, changed))
     model.evaluated_tokens, model.forward_calls = counted
-    return _largest(states, others) > TOLERANCE[model.dtype]
+    return largest_difference(states, others) > TOLERANCE[model.dtype]
 
 
 @torch.inference_mode()
@@ -163,6 +163,9 @@ def misplaced_layer(module: nn.Module, tokens: Int[Tensor, " n"]) -> int | None:
         return len(outputs) + 1
     first = 1 if shown[0].shape == inputs[0].shape and torch.equal(shown[0], inputs[0]) else 0
     for number, (states, expected) in enumerate(zip(outputs[:-1], shown[first:], strict=False), 1):
-        if states.shape != expected.shape or _largest(states[0], expected[0]) > TOLERANCE[states.dtype]:
+        if (
+            states.shape != expected.shape
+            or largest_difference(states[0], expected[0]) > TOLERANCE[states.dtype]
+        ):
             return number
     return None

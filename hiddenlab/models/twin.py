@@ -124,15 +124,19 @@ def _short(name: str, value: list[Any], layers: int) -> list[Any]:
     return (picked * LAYERS)[:LAYERS] if len(kinds) > 1 else value[:LAYERS]
 
 
-def build_twin(config: Any) -> nn.Module:
-    """Return a small random model of a configuration's kind, without a head; a failure raises what it raises."""
-    from transformers import AutoModel
+def build_twin(config: Any, *, head: bool = False) -> nn.Module:
+    """Return a small random model of a configuration's kind; a failure raises what it raises.
+
+    Args:
+        head: with the language-model head.
+    """
+    from transformers import AutoModel, AutoModelForCausalLM
 
     from hiddenlab.models.reading import quiet_transformers
 
     with torch.random.fork_rng(devices=[]), quiet_transformers():
         torch.manual_seed(SEED)
-        twin = AutoModel.from_config(
+        twin = (AutoModelForCausalLM if head else AutoModel).from_config(
             small_config(config), attn_implementation="eager", trust_remote_code=False, dtype=torch.float32
         )
         with torch.no_grad():

@@ -25,9 +25,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from hiddenlab.defenses.cascade import cluster
-from hiddenlab.defenses.cascade.backend import Cascade, Settings, load_cascade_model
+from hiddenlab.defenses.cascade.backend import Cascade, Settings
 from hiddenlab.defenses.cascade.cluster import RayCascade
 from hiddenlab.defenses.cascade.generate import Cancellation, generate
+from hiddenlab.defenses.cascade.load import load_cascade_model
 from hiddenlab.defenses.cascade.local import LocalCascade
 from hiddenlab.defenses.cascade.node_state import NodeError
 from hiddenlab.errors import InputError
