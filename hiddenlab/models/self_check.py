@@ -59,18 +59,17 @@ def first_difference(model: "TruncatedModel", lengths: tuple[int, ...] = SHORT) 
     counted = model.evaluated_tokens, model.forward_calls
     sequences = random_sequences(model, lengths)
     tolerance = QUANTIZED_TOLERANCE if model.quantization else TOLERANCE[model.dtype]
+    comparison = "a plain forward pass"
     try:
         plain = [model.forward_plain(tokens[None])[0] for tokens in sequences]
-        comparison = ""
+        comparison = "one prompt"
         for comparison, states, expected in _comparisons(model, sequences, plain):
             size = largest_difference(states, expected)
             if not size <= tolerance:
                 return Difference(comparison, size)
     except Exception as error:  # whatever an architecture does that the packed engine does not expect
         lines = str(error).strip().splitlines()
-        return Difference(
-            comparison or "a plain forward pass", None, lines[0] if lines else type(error).__name__
-        )
+        return Difference(comparison, None, lines[0] if lines else type(error).__name__)
     finally:
         model.evaluated_tokens, model.forward_calls = counted
     return None

@@ -23,19 +23,19 @@ SIZES: tuple[tuple[re.Pattern[str], int], ...] = tuple(
             r"hidden_size|d_model|n_embd|embed_dim|word_embed_proj_dim|lru_width|embedding_size|model_dim|dim",
             WIDTH,
         ),
-        (r"num_hidden_layers|n_layers?|num_layers|decoder_layers", LAYERS),
+        (r"num_hidden_layers|n_layers?|num_layers|(en|de)coder_layers", LAYERS),
         (r".*(num_key_value_heads|num_kv_heads|n_head_kv|kv_n_heads|multi_query_group_num)", KV_HEADS),
-        (r".*(num_attention_heads|n_heads?|num_heads|decoder_attention_heads)", HEADS),
+        (r".*(num_attention_heads|n_heads?|num_heads|(en|de)coder_attention_heads)", HEADS),
         (r"qk_rope_head_dim|rotary_dim", ROTARY_WIDTH),
         (r"qk_head_dim", HEAD_WIDTH + ROTARY_WIDTH),
         (r".*head_dim|d_kv|kv_channels|attention_head_size", HEAD_WIDTH),
         (r".*lora_rank", LOW_RANK),
         (r"(moe|shared|expert).*(intermediate|ffn).*size|moe_ffn_hidden_size", EXPERT_MLP),
-        (r".*intermediate_size.*|n_inner|ffn_dim|decoder_ffn_dim|ffn_hidden_size|d_ff|d_inner", MLP),
+        (r".*intermediate_size.*|n_inner|ffn_dim|(en|de)coder_ffn_dim|ffn_hidden_size|d_ff|d_inner", MLP),
         (r"num_experts|num_local_experts|n_routed_experts|moe_num_experts", EXPERTS),
         (r"num_experts_per_tok(en)?|moe_k|moe_top_?k|top_k_experts|num_selected_experts", 2),
         (r"n_group|topk_group|n_shared_experts|num_shared_experts|first_k_dense_replace|num_dense_layers", 1),
-        (r".*(window|local_attention).*", WINDOW),
+        (r"(?!max_window_layers).*(window|local_attention).*", WINDOW),
         (r".*chunk_size", CHUNK),
         (r"original_max_position_embeddings", TRAINED_POSITIONS),
         (r"max_position_embeddings|n_positions|max_target_positions|max_seq_len|seq_length", 64),
@@ -53,7 +53,9 @@ OWN_FACTS = frozenset(
         "label2id",
     }
 )
-BORDER = re.compile(r".*(window|chunk|local_attention|original_max_position_embeddings).*")
+BORDER = re.compile(
+    r"(?!max_window_layers).*(window|chunk|local_attention|original_max_position_embeddings).*"
+)
 
 
 def has_borders(config: Any) -> bool:
@@ -84,7 +86,15 @@ def small_config(config: Any) -> Any:
     dynamic = any(value == "dynamic" for _, value in _flat(values))
     if dynamic:  # this kind begins to change at the model's own longest prompt
         small["max_position_embeddings"] = TRAINED_POSITIONS
-    if config.num_attention_heads == getattr(config, "num_key_value_heads", None):
+    if values.get("head_dim") is not None and values.get("head_dim") == values.get("qk_rope_head_dim"):
+        small["head_dim"] = ROTARY_WIDTH  # latent attention rotates a part of each head only
+    if kinds := values.get("layer_types"):
+        own = {kinds[int(layer)]: entry for layer, entry in (values.get("per_layer_config") or {}).items()}
+        if own:
+            small["per_layer_config"] = {
+                i: _small(own[kind], 0) for i, kind in enumerate(small["layer_types"]) if kind in own
+            }
+    if getattr(config, "num_attention_heads", 0) == getattr(config, "num_key_value_heads", None):
         small["num_key_value_heads"] = HEADS
     elif getattr(config, "num_key_value_heads", None) == 1:
         small["num_key_value_heads"] = 1
