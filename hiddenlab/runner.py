@@ -179,7 +179,9 @@ def _recover_one(job: Job, observation: Observation) -> Outcome:
 
 def _record_setup(job: Job, recorder: Recorder, seconds: float) -> None:
     """Record what preparation measured; seconds add up over the parts of a resumed run and over channels."""
-    measured = {**job.attack.measured, "setup_seconds": seconds}
+    measured = {**job.attack.measured, "engine": job.model.engine, "setup_seconds": seconds}
+    if job.model.difference:
+        measured["engine_reason"] = job.model.difference
     before = recorder.record.setup
     spent = {
         name: value + float(before.get(name) or 0.0)

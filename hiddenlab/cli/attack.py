@@ -68,6 +68,9 @@ def conduct(
     if not json:
         screen.print(title(made.record.spec), soft_wrap=True)
         screen.print(summary_table(made.summary))
+        if reason := made.record.setup.get("engine_reason"):
+            note = f"the plain engine ran the model, one sequence for each candidate; packed passes fail: {reason}"
+            stderr().print(note, soft_wrap=True, markup=False, highlight=False)
         for line in advice(made.samples):
             screen.print(line, style="yellow", soft_wrap=True, markup=False, highlight=False)
     if made.path is not None:

@@ -18,7 +18,7 @@ import torch
 import transformers
 
 from hiddenlab.errors import InputError
-from hiddenlab.models.reading import reading_model
+from hiddenlab.models.reading import quiet_transformers, reading_model
 from hiddenlab.models.self_check import first_difference, misplaced_layer, not_causal, random_sequences
 from hiddenlab.models.twin import LENGTHS, build_twin, has_borders
 from hiddenlab.types import Site
@@ -131,7 +131,8 @@ def remembered(
     if path is not None and path.is_file():
         with suppress(InputError):
             return read(path, form)
-    result = compute()
+    with quiet_transformers():
+        result = compute()
     if path is not None:
         with suppress(InputError):
             write_file(path, json.dumps(asdict(result)))  # type: ignore[call-overload]
