@@ -99,7 +99,7 @@ def _comparisons(model: nn.Module, n: int) -> Iterator[tuple[str, Tensor, Tensor
     generator = torch.Generator().manual_seed(SEED)
     table = model.get_input_embeddings().weight  # type: ignore[operator,union-attr]
     tokens = torch.randint(0, len(table), (n,), generator=generator)
-    expected = _plain(model, tokens)
+    expected = plain_outputs(model, tokens)
     cascade = LocalCascade(model)
     for name, plan in (
         ("one node", Plan.clustered(n, n, alpha=1)),
@@ -121,7 +121,8 @@ def _comparisons(model: nn.Module, n: int) -> Iterator[tuple[str, Tensor, Tensor
         cascade.close(work.request)
 
 
-def _plain(model: nn.Module, tokens: Int[Tensor, " n"]) -> Float[Tensor, "n width"]:
+@torch.inference_mode()
+def plain_outputs(model: nn.Module, tokens: Int[Tensor, " n"]) -> Float[Tensor, "n width"]:
     """Return the outputs of the model's own forward pass: logits, or last hidden states without a head."""
     table = model.get_input_embeddings().weight  # type: ignore[operator,union-attr]
     with attending(model, EAGER):

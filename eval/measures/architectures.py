@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hiddenlab.attacks.vocab_match import VocabMatch
 from hiddenlab.channels import Channel
-from hiddenlab.defenses.cascade.load import load_cascade_model
+from hiddenlab.defenses.cascade.load import load_cascade_model, plain_outputs
 from hiddenlab.defenses.cascade.local import LocalCascade
 from hiddenlab.errors import InputError, NotApplicableError
 from hiddenlab.eval.cells import Figures
@@ -66,7 +66,7 @@ def architecture(spec: dict[str, Any], folder: Path, progress: Progress = silent
         with suppress(InputError):  # refused: no figure
             cascade = LocalCascade(load_cascade_model(path))
             sharded = cascade.forward(tokens, Plan.clustered(TOKENS, 2, alpha=2))
-            figures["cascade"] = largest_difference(sharded.cpu(), _outputs(whole, tokens))
+            figures["cascade"] = largest_difference(sharded.cpu(), plain_outputs(cascade.model, tokens))
     return {name: exactly(value, 1) for name, value in figures.items()}
 
 
@@ -79,9 +79,13 @@ def _saved(kind: str, path: str) -> Any:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     try:
-        config = CONFIG_MAPPING[kind]().get_text_config(decoder=True)
+        config = CONFIG_MAPPING[kind]()
+        if (
+            not config.is_encoder_decoder
+        ):  # of a pair of encoder and decoder the decoder's sizes have names of their own
+            config = config.get_text_config(decoder=True)
         if hasattr(config, "is_decoder"):
-            config.is_decoder = True
+            config.is_decoder, config.is_encoder_decoder = True, False
         model: Any = build_twin(config, head=True)
         with torch.inference_mode():
             model(input_ids=torch.arange(TOKENS)[None], use_cache=False)
@@ -115,8 +119,3 @@ def _layer_output(model: Any, tokens: Int[Tensor, " n"], layer: int) -> Float[Te
         )
     states = outputs[0][0] if isinstance(outputs[0], (tuple, list)) else outputs[0]
     return states[0]  # type: ignore[no-any-return]
-
-
-@torch.inference_mode()
-def _outputs(model: Any, tokens: Int[Tensor, " n"]) -> Float[Tensor, "n v"]:
-    return model(input_ids=tokens[None], use_cache=False).logits[0]  # type: ignore[no-any-return]

@@ -147,7 +147,7 @@ class TruncatedModel:
         """Special token ids, BOS first: the candidates tried first at the first position."""
         config, tokenizer = self.module.config, self.tokenizer
         ids = [getattr(config, "bos_token_id", None)]
-        ids += list(tokenizer.all_special_ids) if tokenizer is not None else [config.eos_token_id]  # type: ignore[union-attr,list-item]
+        ids += [getattr(config, "eos_token_id", None)] if tokenizer is None else tokenizer.all_special_ids
         flat = [i for item in ids for i in (item if isinstance(item, list) else [item]) if i is not None]
         return list(dict.fromkeys(i for i in flat if 0 <= i < self.vocab_size))
 

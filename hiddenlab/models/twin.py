@@ -25,6 +25,11 @@ SIZES: tuple[tuple[re.Pattern[str], int], ...] = tuple(
         ),
         (r"num_hidden_layers|n_layers?|num_layers|(en|de)coder_layers", LAYERS),
         (r".*(num_key_value_heads|num_kv_heads|n_head_kv|kv_n_heads|multi_query_group_num)", KV_HEADS),
+        (r"mamba_n_heads|mamba_num_heads|n_mamba_heads", 2 * HEADS),
+        (r"mamba_d_head|mamba_head_dim|mamba_headdim", HEAD_WIDTH),
+        (r"mamba_d_ssm", 2 * WIDTH),
+        (r"mamba_n_groups|mamba_ngroups", 1),
+        (r"(mamba_)?d_state|ssm_state_size|state_size", HEAD_WIDTH),
         (r".*(num_attention_heads|n_heads?|num_heads|(en|de)coder_attention_heads)", HEADS),
         (r"qk_rope_head_dim|rotary_dim", ROTARY_WIDTH),
         (r"qk_head_dim", HEAD_WIDTH + ROTARY_WIDTH),
@@ -86,6 +91,8 @@ def small_config(config: Any) -> Any:
     dynamic = any(value == "dynamic" for _, value in _flat(values))
     if dynamic:  # this kind begins to change at the model's own longest prompt
         small["max_position_embeddings"] = TRAINED_POSITIONS
+    if "head_dim" in values and values["head_dim"] is None:
+        small["head_dim"] = HEAD_WIDTH
     if values.get("head_dim") is not None and values.get("head_dim") == values.get("qk_rope_head_dim"):
         small["head_dim"] = ROTARY_WIDTH  # latent attention rotates a part of each head only
     if kinds := values.get("layer_types"):
