@@ -32,7 +32,6 @@ MORE_FOREIGN = (
     "diffllama",
     "roberta",
     "xglm",
-    "lfm2",
 )
 
 
@@ -234,3 +233,50 @@ def test_a_whole_configuration_computes_the_first_layers(tmp_path: Path) -> None
     whole = save_foreign("minicpm3", tmp_path)
     for layer in (1, 2):
         close(load_model(str(tmp_path), layer, device="cpu").encode(IDS), layers_outputs(whole, IDS, layer))
+
+
+def test_a_long_prompt_leaves_nothing_behind(tiny: TinyPath) -> None:
+    """Dynamic rotary factors are those of the longest prompt so far, in transformers' own module."""
+    dynamic = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+    path = tiny("llama", max_position_embeddings=8, num_hidden_layers=2, rope_parameters=dynamic)
+    model = load_model(path, 1, device="cpu")
+    assert model.engine == "plain" and has_borders(model.module.config)
+    before = model.encode(IDS[:6])
+    model.encode(IDS)
+    assert torch.equal(model.encode(IDS[:6]), before)
+
+
+def test_cascade_steps_over_a_border(tiny: TinyPath) -> None:
+    """Rotary factors that change with length spoil what is cached, once an answer passes the border."""
+    longrope = {
+        "rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 64, "factor": 16.0,
+        "short_factor": [1.0] * 8, "long_factor": [3.0] * 8,
+    }  # fmt: skip
+    path = tiny("phi3", rope_parameters=longrope, original_max_position_embeddings=64)
+    with pytest.raises(InputError, match="small random copy"):
+        load_cascade_model(path)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_rounding_is_no_difference(tiny: TinyPath, dtype: str) -> None:
+    """In half precision a token may go to other experts for the last digit alone."""
+    assert load_model(tiny("qwen3_moe"), 4, device="cpu", dtype=dtype).engine == "packed"
+
+
+def test_no_verdict_without_a_check(tiny: TinyPath, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers that overflow and memory that is full say nothing of a model."""
+    model = load_model(tiny("llama"), 3, device="cpu")
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            TruncatedModel, "encode", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("full"))
+        )
+        with pytest.raises(torch.OutOfMemoryError):
+            self_check.first_difference(model)
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            TruncatedModel, "forward_plain", lambda _, ids, **__: torch.full((*ids.shape, 64), torch.nan)
+        )
+        with pytest.raises(InputError, match="overflow in float32"):
+            self_check.not_causal(model)
+    other = load_model(tiny("llama", seed=1), 3, device="cpu")
+    assert choice.fingerprint(model.module) != choice.fingerprint(other.module)

@@ -13,12 +13,11 @@ from hiddenlab.defenses.cascade.backend import new_request
 from hiddenlab.defenses.cascade.local import LocalCascade
 from hiddenlab.defenses.cascade.node_state import ATTENTION_NAME, Pass, register_cascade_attention
 from hiddenlab.errors import InputError
-from hiddenlab.models import signature_of
-from hiddenlab.models.attention import EAGER, attending, use_attention
-from hiddenlab.models.choice import CODE, facts_of, remembered
+from hiddenlab.models.attention import EAGER, attending, unchanged_rotary, use_attention
+from hiddenlab.models.choice import CODE, facts_of, fingerprint, remembered
 from hiddenlab.models.load import load_config, load_module, resolve_model
-from hiddenlab.models.self_check import TOLERANCE, largest_difference
-from hiddenlab.models.twin import LENGTHS, build_twin, has_borders
+from hiddenlab.models.self_check import TOLERANCE, TWIN_TOLERANCE, difference_of
+from hiddenlab.models.twin import LENGTHS, TRAINED_POSITIONS, build_twin, has_borders
 from hiddenlab.sharding import Plan
 from hiddenlab.utils.schema import CLOSED
 
@@ -66,10 +65,11 @@ def load_cascade_model(
         return model
     use_attention(model, ATTENTION_NAME)
     facts = {"config": facts_of(config), "head": head}
-    table = model.get_input_embeddings().weight  # type: ignore[operator,union-attr]
-    own = {**facts, "weights": signature_of(table), "dtype": str(dtype), "device": torch_device.type}
+    own = {**facts, "weights": fingerprint(model), "dtype": str(dtype), "device": torch_device.type}
     code = (*CODE, Path(__file__).parent)
-    fault = remembered("cascade", own, Fault, lambda: _fault(model, TOKENS), code).reason
+    fault = remembered(
+        "cascade", own, Fault, lambda: _fault(model, TOKENS, CACHED_STEPS, TOLERANCE[dtype]), code
+    ).reason
     fault = fault or remembered("cascade-twin", facts, Fault, lambda: _twin_fault(config, head), code).reason
     if fault:
         raise InputError(
@@ -79,14 +79,16 @@ def load_cascade_model(
     return model
 
 
-def _fault(model: nn.Module, tokens: int) -> Fault:
+def _fault(model: nn.Module, tokens: int, steps: int, tolerance: float) -> Fault:
     """Compare Cascade with the model's own forward pass."""
     comparison = "a plain forward pass"
     try:
-        for comparison, states, expected in _comparisons(model, tokens):
-            size = largest_difference(states, expected)
-            if not size <= TOLERANCE[expected.dtype]:
+        for comparison, states, expected in _comparisons(model, tokens, steps):
+            size = difference_of(states, expected)
+            if not size <= tolerance:
                 return Fault(f"{comparison}: outputs differ by {size:.2g} of their length")
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
     except Exception as error:  # whatever an architecture does that Cascade does not expect
         lines = str(error).strip().splitlines()
         return Fault(f"{comparison}: {lines[0][:200] if lines else type(error).__name__}")
@@ -94,7 +96,7 @@ def _fault(model: nn.Module, tokens: int) -> Fault:
 
 
 @torch.inference_mode()
-def _comparisons(model: nn.Module, n: int) -> Iterator[tuple[str, Tensor, Tensor]]:
+def _comparisons(model: nn.Module, n: int, steps: int) -> Iterator[tuple[str, Tensor, Tensor]]:
     """Yield the name of each comparison, Cascade's outputs, and those of the model itself."""
     generator = torch.Generator().manual_seed(SEED)
     table = model.get_input_embeddings().weight  # type: ignore[operator,union-attr]
@@ -108,7 +110,7 @@ def _comparisons(model: nn.Module, n: int) -> Iterator[tuple[str, Tensor, Tensor
         yield name, cascade.forward(tokens, plan).cpu(), expected
     if not cascade.facts.head:
         return
-    begun = n - CACHED_STEPS
+    begun = n - steps
     work = Pass(new_request(), Plan.clustered(begun, 2, alpha=2), keep=True, last=True)
     try:
         for end in range(begun, n + 1):
@@ -125,7 +127,7 @@ def _comparisons(model: nn.Module, n: int) -> Iterator[tuple[str, Tensor, Tensor
 def plain_outputs(model: nn.Module, tokens: Int[Tensor, " n"]) -> Float[Tensor, "n width"]:
     """Return the outputs of the model's own forward pass: logits, or last hidden states without a head."""
     table = model.get_input_embeddings().weight  # type: ignore[operator,union-attr]
-    with attending(model, EAGER):
+    with attending(model, EAGER), unchanged_rotary(model):
         output: Any = model(input_ids=tokens[None].to(table.device))
     return (output.logits if "logits" in output else output.last_hidden_state)[0].cpu()
 
@@ -134,6 +136,8 @@ def _twin_fault(config: Any, head: bool) -> Fault:
     """Compare on a small random copy, with a prompt beyond its borders."""
     try:
         twin = build_twin(config, head=head)
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
     except Exception as error:  # a configuration that this reduction does not fit
         if not has_borders(config):
             return Fault()
@@ -141,5 +145,6 @@ def _twin_fault(config: Any, head: bool) -> Fault:
         reason = lines[0][:200] if lines else type(error).__name__
         return Fault(f"its windows and borders cannot be checked on a small copy: {reason}")
     use_attention(twin, ATTENTION_NAME)
-    fault = _fault(twin, max(LENGTHS))
+    n = max(LENGTHS)  # cached steps begin before the borders, and pass them
+    fault = _fault(twin, n, n - TRAINED_POSITIONS + 2, TWIN_TOLERANCE)
     return Fault(f"{fault.reason} (a small random copy)") if fault.reason else fault

@@ -10,7 +10,14 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from hiddenlab.errors import InputError, NotApplicableError
-from hiddenlab.models.attention import EAGER, Attention, attending, register_attention, use_attention
+from hiddenlab.models.attention import (
+    EAGER,
+    Attention,
+    attending,
+    register_attention,
+    unchanged_rotary,
+    use_attention,
+)
 from hiddenlab.models.checkpoint import decoder_layers
 from hiddenlab.models.choice import ENGINES, choose_engine
 from hiddenlab.models.engine import _ACTIVE, ATTENTION_NAME, GivenPass, PackedPass, ShownError
@@ -278,7 +285,7 @@ class TruncatedModel:
         """
         name = "inputs_embeds" if inputs.is_floating_point() else "input_ids"
         mode = torch.set_grad_enabled(True) if grad else torch.inference_mode()
-        with mode, self._capturing(), attending(self.module, EAGER):
+        with mode, self._capturing(), attending(self.module, EAGER), unchanged_rotary(self.module):
             states = self._states(self.module(**{name: inputs.to(self.device)}, use_cache=False))
         if states.shape[:2] != inputs.shape[:2]:
             raise self._foreign_layers(states)

@@ -116,6 +116,22 @@ def use_attention(module: nn.Module, name: str) -> None:
 
 
 @contextmanager
+def unchanged_rotary(module: nn.Module) -> Iterator[None]:
+    """Put back what a pass changes in rotary embeddings: factors that grow with the longest prompt so far (dynamic)."""
+    kept = [
+        (part, name, value)
+        for part in module.modules()
+        for name, value in (*vars(part).items(), *part.named_buffers(recurse=False))
+        if name.endswith(("inv_freq", "max_seq_len_cached"))
+    ]
+    try:
+        yield
+    finally:
+        for part, name, value in kept:
+            setattr(part, name, value)
+
+
+@contextmanager
 def attending(module: nn.Module, name: str) -> Iterator[None]:
     """Let a model attend by another attention function for a while."""
     before = module.config._attn_implementation  # type: ignore[union-attr]

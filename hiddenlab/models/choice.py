@@ -16,10 +16,17 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import transformers
+from torch import nn
 
 from hiddenlab.errors import InputError
 from hiddenlab.models.reading import quiet_transformers, reading_model
-from hiddenlab.models.self_check import first_difference, misplaced_layer, not_causal, random_sequences
+from hiddenlab.models.self_check import (
+    TWIN_TOLERANCE,
+    first_difference,
+    misplaced_layer,
+    not_causal,
+    random_sequences,
+)
 from hiddenlab.models.twin import LENGTHS, build_twin, has_borders
 from hiddenlab.types import Site
 from hiddenlab.utils.cache import cache_path
@@ -62,7 +69,7 @@ def choose_engine(model: "TruncatedModel", config: Any, asked: str = "auto") -> 
         InputError: the model is bidirectional, its layers are not its own list, or ``packed`` is wrong for it.
     """
     site = [asdict(model.site), str(model.dtype), model.device.type, model.quantization]
-    own = {"config": facts_of(config), "weights": model.signature, "site": site}
+    own = {"config": facts_of(config), "weights": fingerprint(model.module), "site": site}
     verdict = remembered("engine", own, Verdict, lambda: _own_verdict(model), CODE)
     name = model.ref.name
     if not verdict.causal:
@@ -104,13 +111,15 @@ def _twin_verdict(config: Any) -> Verdict:
         module = build_twin(config)
         twin = TruncatedModel(module, ref=ModelRef("twin", ""), site=Site(len(decoder_layers(module))))
         misplaced = misplaced_layer(module, random_sequences(twin, LENGTHS)[0])
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
     except Exception as error:  # a configuration that this reduction does not fit
         if not has_borders(config):
             return Verdict()
         lines = str(error).strip().splitlines()
         reason = lines[0][:200] if lines else type(error).__name__
         return Verdict(difference=f"its windows and borders cannot be checked on a small copy: {reason}")
-    difference = first_difference(twin, LENGTHS)
+    difference = first_difference(twin, LENGTHS, TWIN_TOLERANCE)
     return Verdict(
         difference=f"{difference} (a small random copy)" if difference else "", misplaced=misplaced or 0
     )
@@ -137,6 +146,12 @@ def remembered(
         with suppress(InputError):
             write_file(path, json.dumps(asdict(result)))  # type: ignore[call-overload]
     return result
+
+
+def fingerprint(module: nn.Module) -> str:
+    """Return a digest of the first values of every parameter: models of one configuration have different ones."""
+    first = [parameter.detach().flatten()[:4].float().tolist() for parameter in module.parameters()]
+    return digest_of([[repr(value) for value in values] for values in first])
 
 
 def facts_of(config: Any) -> dict[str, Any]:

@@ -42,6 +42,7 @@ SIZES: tuple[tuple[re.Pattern[str], int], ...] = tuple(
         (r"n_group|topk_group|n_shared_experts|num_shared_experts|first_k_dense_replace|num_dense_layers", 1),
         (r"(?!max_window_layers).*(window|local_attention).*", WINDOW),
         (r".*chunk_size", CHUNK),
+        (r"index_topk", TRAINED_POSITIONS),
         (r"original_max_position_embeddings", TRAINED_POSITIONS),
         (r"max_position_embeddings|n_positions|max_target_positions|max_seq_len|seq_length", 64),
     )
@@ -59,14 +60,17 @@ OWN_FACTS = frozenset(
     }
 )
 BORDER = re.compile(
-    r"(?!max_window_layers).*(window|chunk|local_attention|original_max_position_embeddings).*"
+    r"(?!max_window_layers).*(window|chunk|local_attention|original_max_position_embeddings|index_topk).*"
 )
+BORDERED_ROTARY = ("dynamic", "longrope")  # kinds of rotary factors that depend on the length of the pass
 
 
 def has_borders(config: Any) -> bool:
     """Return whether a configuration names a window, a chunk, or positions beyond which rotary factors change."""
     return any(
-        BORDER.match(name) and isinstance(value, int) and value for name, value in _flat(config.to_dict())
+        (BORDER.match(name) and isinstance(value, int) and value) or value in BORDERED_ROTARY
+        for name, value in _flat(config.to_dict())
+        if isinstance(value, (int, str))
     )
 
 
@@ -138,7 +142,7 @@ def _short(name: str, value: list[Any], layers: int) -> list[Any]:
         return value
     kinds = list(dict.fromkeys(map(str, value)))
     picked = [value[list(map(str, value)).index(kind)] for kind in kinds[:LAYERS]]
-    return (picked * LAYERS)[:LAYERS] if len(kinds) > 1 else value[:LAYERS]
+    return (picked * LAYERS)[:LAYERS]
 
 
 def build_twin(config: Any, *, head: bool = False) -> nn.Module:
