@@ -364,7 +364,8 @@ class TruncatedModel:
 
     def __repr__(self) -> str:
         return (
-            f"TruncatedModel({self.ref.name}, {self.site}, {self.dtype}, {self.device}; weights are public)"
+            f"TruncatedModel({self.ref.name}, {self.site}, {self.dtype}, {self.device}, "
+            f"{self.engine} engine; weights are public)"
         )
 
 
