@@ -8,14 +8,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import AutoModel
 
 import hiddenlab as hl
 from hiddenlab.attacks import VocabMatch
 from hiddenlab.defenses.cascade.load import load_cascade_model
 from hiddenlab.errors import InputError, NotApplicableError
 from hiddenlab.models import Request, TruncatedModel, choice, load_model, self_check
-from hiddenlab.models.twin import build_twin, has_borders, small_config
+from hiddenlab.models.twin import build_twin, small_config
 from hiddenlab.testing import DECODERS, tiny_config
 from tests.marks import slow_cases
 
@@ -97,7 +98,6 @@ def test_what_it_can_do_stays_packed(tiny: TinyPath, architecture: str) -> None:
     config = tiny_config(architecture)
     assert "twin" not in str(choice._twin_verdict(config).difference)
     assert choice._twin_verdict(config) == choice.Verdict()
-    assert has_borders(config) == (architecture in ("gemma2", "gemma3_text", "mistral", "phi3"))
 
 
 TOKEN = st.integers(0, 299)
@@ -184,7 +184,7 @@ def test_a_difference_is_named(tiny: TinyPath, monkeypatch: pytest.MonkeyPatch) 
             "hiddenlab.models.engine.Alone.attend",
             lambda *_: (_ for _ in ()).throw(RuntimeError("no mask\nat all")),
         )
-        assert str(self_check.first_difference(model)) == "one prompt: no mask"
+        assert str(self_check.first_difference(model)) == "the first pass: no mask"
 
 
 def test_borders_are_checked_on_a_small_copy() -> None:
@@ -195,7 +195,7 @@ def test_borders_are_checked_on_a_small_copy() -> None:
     })  # fmt: skip
     small = small_config(config)
     assert small.rope_parameters["original_max_position_embeddings"] == 8 and small.hidden_size == 64
-    assert has_borders(config) and "small random copy" in choice._twin_verdict(config).difference
+    assert "small random copy" in choice._twin_verdict(config).difference
 
 
 def test_what_was_checked_is_remembered(tiny: TinyPath, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,7 +224,7 @@ def test_layers_that_are_not_the_hidden_states_are_seen() -> None:
 )
 def test_cascade_refuses_what_it_would_compute_wrongly(architecture: str, tmp_path: Path) -> None:
     save_foreign(architecture, tmp_path)
-    with pytest.raises(InputError, match=r"Cascade does not reproduce .* \("):
+    with pytest.raises(InputError, match=r"cannot be sharded by tokens: Cascade does not reproduce"):
         load_cascade_model(str(tmp_path))
 
 
@@ -240,10 +240,48 @@ def test_a_long_prompt_leaves_nothing_behind(tiny: TinyPath) -> None:
     dynamic = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
     path = tiny("llama", max_position_embeddings=8, num_hidden_layers=2, rope_parameters=dynamic)
     model = load_model(path, 1, device="cpu")
-    assert model.engine == "plain" and has_borders(model.module.config)
+    assert model.engine == "plain"
     before = model.encode(IDS[:6])
     model.encode(IDS)
     assert torch.equal(model.encode(IDS[:6]), before)
+    # The check itself ran longer prompts: a model that nothing has touched gives the same.
+    untouched: Any = AutoModel.from_pretrained(path, attn_implementation="eager").eval()
+    close(before, layers_outputs(untouched, IDS[:6], 1))
+
+
+def test_embeddings_that_are_not_the_whole_input_are_refused(
+    tiny: TinyPath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model may look tokens up a second time, so that noise on embeddings is not the model's own pass."""
+    model = load_model(tiny("llama"), 2, device="cpu")
+    assert model.embeddings and self_check.reads_embeddings(model)
+    forward = TruncatedModel.forward_plain
+
+    def twice(self: Any, inputs: Tensor, **options: Any) -> Tensor:
+        return forward(self, inputs, **options) + (0 if inputs.is_floating_point() else inputs[..., None])
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TruncatedModel, "forward_plain", twice)
+        assert not self_check.reads_embeddings(model)
+    site = TruncatedModel(model.module, ref=model.ref, site=model.site, embeddings=False)
+    with pytest.raises(NotApplicableError, match="looks tokens up more than once"):
+        site.encode(site.embed(IDS))
+
+
+def test_without_a_small_copy_the_plain_engine_runs(tiny: TinyPath, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tiny_config("llama")
+    monkeypatch.setattr(
+        "hiddenlab.models.twin.small_config", lambda _: tiny_config("llama", num_attention_heads=5)
+    )
+    assert "for lack of a small copy" in choice._twin_verdict(config).difference
+
+
+def test_a_list_of_layers_is_known_by_its_name(tmp_path: Path) -> None:
+    """Another list may be as long as the first layers are many."""
+    save_foreign("mixtral", tmp_path)
+    model = load_model(str(tmp_path), 1, device="cpu")
+    model.module.embed_tokens.extra = nn.ModuleList([nn.Identity()])
+    assert self_check.decoder_layers(model.module) is model.module.layers
 
 
 def test_cascade_steps_over_a_border(tiny: TinyPath) -> None:

@@ -1,7 +1,6 @@
 """Load a model for CompNodes, and check that Cascade gives what the model itself gives."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,23 +13,13 @@ from hiddenlab.defenses.cascade.local import LocalCascade
 from hiddenlab.defenses.cascade.node_state import ATTENTION_NAME, Pass, register_cascade_attention
 from hiddenlab.errors import InputError
 from hiddenlab.models.attention import EAGER, attending, unchanged_rotary, use_attention
-from hiddenlab.models.choice import CODE, facts_of, fingerprint, remembered
+from hiddenlab.models.choice import CODE, Verdict, facts_of, fingerprint, remembered
 from hiddenlab.models.load import load_config, load_module, resolve_model
-from hiddenlab.models.self_check import TOLERANCE, TWIN_TOLERANCE, difference_of
-from hiddenlab.models.twin import LENGTHS, TRAINED_POSITIONS, build_twin, has_borders
+from hiddenlab.models.self_check import TOLERANCE, TWIN_TOLERANCE, first_of
+from hiddenlab.models.twin import LENGTHS, TRAINED_POSITIONS, build_twin
 from hiddenlab.sharding import Plan
-from hiddenlab.utils.schema import CLOSED
 
 TOKENS, CACHED_STEPS, SEED = 12, 2, 47
-
-
-@dataclass(frozen=True)
-class Fault:
-    """Why Cascade is wrong for a model: the comparison that failed; empty where it is right."""
-
-    __pydantic_config__ = CLOSED
-
-    reason: str = ""
 
 
 def load_cascade_model(
@@ -67,32 +56,25 @@ def load_cascade_model(
     facts = {"config": facts_of(config), "head": head}
     own = {**facts, "weights": fingerprint(model), "dtype": str(dtype), "device": torch_device.type}
     code = (*CODE, Path(__file__).parent)
-    fault = remembered(
-        "cascade", own, Fault, lambda: _fault(model, TOKENS, CACHED_STEPS, TOLERANCE[dtype]), code
-    ).reason
-    fault = fault or remembered("cascade-twin", facts, Fault, lambda: _twin_fault(config, head), code).reason
-    if fault:
-        raise InputError(
-            f"Cascade does not reproduce {name} ({fault}): its tokens meet elsewhere than in attention, or it counts "
-            "positions itself; such models cannot be sharded by tokens"
-        )
+    for kind, key, compute in (
+        ("cascade", own, lambda: _difference(model, TOKENS, CACHED_STEPS, TOLERANCE[dtype])),
+        ("cascade-twin", facts, lambda: _twin_difference(config, head)),
+    ):
+        if difference := remembered(kind, key, Verdict, compute, code).difference:
+            raise InputError(f"{name} cannot be sharded by tokens: {difference}")
     return model
 
 
-def _fault(model: nn.Module, tokens: int, steps: int, tolerance: float) -> Fault:
+def _difference(model: nn.Module, tokens: int, steps: int, tolerance: float, where: str = "") -> Verdict:
     """Compare Cascade with the model's own forward pass."""
-    comparison = "a plain forward pass"
-    try:
-        for comparison, states, expected in _comparisons(model, tokens, steps):
-            size = difference_of(states, expected)
-            if not size <= tolerance:
-                return Fault(f"{comparison}: outputs differ by {size:.2g} of their length")
-    except (MemoryError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:  # whatever an architecture does that Cascade does not expect
-        lines = str(error).strip().splitlines()
-        return Fault(f"{comparison}: {lines[0][:200] if lines else type(error).__name__}")
-    return Fault()
+    with unchanged_rotary(model):
+        difference = first_of(_comparisons(model, tokens, steps), tolerance)
+    if difference is None:
+        return Verdict()
+    return Verdict(
+        difference=f"Cascade does not reproduce its own forward pass ({difference}{where}). Tokens meet elsewhere "
+        "than in attention, or the model counts positions itself"
+    )
 
 
 @torch.inference_mode()
@@ -110,17 +92,17 @@ def _comparisons(model: nn.Module, n: int, steps: int) -> Iterator[tuple[str, Te
         yield name, cascade.forward(tokens, plan).cpu(), expected
     if not cascade.facts.head:
         return
-    begun = n - steps
+    begun, rows = n - steps, list[Tensor]()
     work = Pass(new_request(), Plan.clustered(begun, 2, alpha=2), keep=True, last=True)
     try:
         for end in range(begun, n + 1):
-            (logits,) = cascade.step(work, tokens[work.since : end])
-            yield "a cached step", logits[None].cpu(), expected[end - 1 : end]
+            rows.append(cascade.step(work, tokens[work.since : end])[0].cpu())
             if end < n:
                 grown = work.plan.grown(end + 1)
                 work = Pass(work.request, grown, work.number + 1, end, keep=True, last=True)
     finally:
         cascade.close(work.request)
+    yield "cached steps", torch.stack(rows), expected[begun - 1 :]
 
 
 @torch.inference_mode()
@@ -132,19 +114,12 @@ def plain_outputs(model: nn.Module, tokens: Int[Tensor, " n"]) -> Float[Tensor, 
     return (output.logits if "logits" in output else output.last_hidden_state)[0].cpu()
 
 
-def _twin_fault(config: Any, head: bool) -> Fault:
-    """Compare on a small random copy, with a prompt beyond its borders."""
+def _twin_difference(config: Any, head: bool) -> Verdict:
+    """Compare on a small random copy; cached steps begin before its borders, and pass them."""
     try:
         twin = build_twin(config, head=head)
-    except (MemoryError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:  # a configuration that this reduction does not fit
-        if not has_borders(config):
-            return Fault()
-        lines = str(error).strip().splitlines()
-        reason = lines[0][:200] if lines else type(error).__name__
-        return Fault(f"its windows and borders cannot be checked on a small copy: {reason}")
+    except InputError as error:
+        return Verdict(difference=str(error))
     use_attention(twin, ATTENTION_NAME)
-    n = max(LENGTHS)  # cached steps begin before the borders, and pass them
-    fault = _fault(twin, n, n - TRAINED_POSITIONS + 2, TWIN_TOLERANCE)
-    return Fault(f"{fault.reason} (a small random copy)") if fault.reason else fault
+    n = max(LENGTHS)
+    return _difference(twin, n, n - TRAINED_POSITIONS + 2, TWIN_TOLERANCE, "; a small random copy")

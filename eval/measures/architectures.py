@@ -17,7 +17,7 @@ from hiddenlab.errors import InputError, NotApplicableError
 from hiddenlab.eval.cells import Figures
 from hiddenlab.eval.measures.attack import exactly
 from hiddenlab.models import decoder_layers, load_model
-from hiddenlab.models.reading import quiet_transformers
+from hiddenlab.models.reading import first_line, quiet_transformers
 from hiddenlab.models.self_check import largest_difference
 from hiddenlab.models.twin import VOCABULARY, build_twin
 from hiddenlab.sharding import Plan
@@ -91,10 +91,7 @@ def _saved(kind: str, path: str) -> Any:
             model(input_ids=torch.arange(TOKENS)[None], use_cache=False)
             model.save_pretrained(path)
     except Exception as error:  # whatever a configuration class demands of its sizes
-        lines = str(error).strip().splitlines()
-        raise NotApplicableError(
-            f"no small model: {type(error).__name__}{f' ({lines[0][:120]})' if lines else ''}"
-        ) from None
+        raise NotApplicableError(f"no small model: {first_line(error)}") from None
     return model
 
 

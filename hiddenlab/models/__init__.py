@@ -56,6 +56,7 @@ class TruncatedModel:
         engine: ``packed`` runs many prompts in one pass through one attention function (see ``engine``); ``plain`` runs
             the model's own forward pass for each (see ``plain``).
         difference: where the packed engine was checked and is wrong: the comparison that failed.
+        embeddings: the model gives the same states from input embeddings as from token ids.
 
     Attributes:
         ref: which model. site: layer and stream of the states it returns. dtype, device: where it computes.
@@ -74,10 +75,12 @@ class TruncatedModel:
         load_sibling: Callable[..., "TruncatedModel"] | None = None,
         engine: str = "packed",
         difference: str = "",
+        embeddings: bool = True,
     ) -> None:
         self.module = module
         self.engine = engine
         self.difference = difference
+        self.embeddings = embeddings
         use_attention(module, ATTENTION_NAME if engine == "packed" else EAGER)
         self.ref = ref
         self._load_sibling = load_sibling
@@ -205,6 +208,10 @@ class TruncatedModel:
                 answer then depend on the other requests.
             show: an inner stream of the last layer to return, in place of the model's own stream.
         """
+        if not self.embeddings and any(request.inputs.is_floating_point() for request in requests):
+            raise NotApplicableError(
+                f"{self.ref.name} looks tokens up more than once, so that their embeddings alone do not give its states"
+            )
         if self.engine == "plain":
             if show:
                 raise NotApplicableError(self._packed_only(f"the stream {show}"))
@@ -435,13 +442,14 @@ def load_model(
     checked = TruncatedModel(
         module, ref=ref, site=Site(layer, "resid" if inner else stream), quantization=quantization
     )
-    engine, difference = choose_engine(checked, config, engine)
-    if inner and engine == "plain":
+    choice = choose_engine(checked, config, engine)
+    if inner and choice["engine"] == "plain":
+        reason = f", which does not reproduce {name} ({choice['difference']})"
         raise InputError(
             f"the stream {stream} needs the packed engine"
-            + (f", which does not reproduce {name} ({difference})" if difference else "; leave --engine out")
+            + (reason if choice["difference"] else "; leave --engine out")
         )
     return TruncatedModel(
         module, ref=ref, site=Site(layer, stream), tokenizer=load_tokenizer(ref), quantization=quantization,
-        engine=engine, difference=difference,
+        **choice,
     )  # fmt: skip

@@ -22,7 +22,7 @@ from hiddenlab.utils.schema import OPEN, read
 
 ADAPTER = "adapter_config.json"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-KEPT = "kept_layers"  # attribute of a model that has only its first layers: how many
+LAYERS = "first_layers"  # attribute of a model that has only its first layers: the name of their list
 NAMED = 3  # tensors that an error names
 
 
@@ -266,15 +266,16 @@ def with_first_layers(architecture: type, layers: int) -> type:
     @wraps(architecture.__init__)  # type: ignore[misc]
     def build(self: Any, config: Any, *args: Any, **options: Any) -> None:
         architecture.__init__(self, config, *args, **options)  # type: ignore[misc]
-        dropped = tuple(f"{_layers_name(self)}.{i}." for i in range(layers, len(decoder_layers(self))))
+        whole, name = decoder_layers(self), _layers_name(self)
+        dropped = tuple(f"{name}.{i}." for i in range(layers, len(whole)))
         tied = getattr(self, "all_tied_weights_keys", None) or {}
         kept = {name: source for name, source in tied.items() if not name.startswith(dropped)}
         if any(source.startswith(dropped) for source in kept.values()):
             return  # a layer that stays shares weights with one behind it
         if tied:
             self.all_tied_weights_keys = kept
-        del decoder_layers(self)[layers:]
-        setattr(self, KEPT, layers)
+        del whole[layers:]
+        setattr(self, LAYERS, name)
 
     return type(
         architecture.__name__, (architecture,), {"__init__": build, "__module__": architecture.__module__}
@@ -282,7 +283,9 @@ def with_first_layers(architecture: type, layers: int) -> type:
 
 
 def _layers_name(model: nn.Module) -> str | None:
-    count = getattr(model, KEPT, None) or getattr(model.config, "num_hidden_layers", None)
+    if name := getattr(model, LAYERS, None):
+        return str(name)
+    count = getattr(model.config, "num_hidden_layers", None)
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and len(module) == count:
             return name

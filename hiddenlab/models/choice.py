@@ -26,8 +26,9 @@ from hiddenlab.models.self_check import (
     misplaced_layer,
     not_causal,
     random_sequences,
+    reads_embeddings,
 )
-from hiddenlab.models.twin import LENGTHS, build_twin, has_borders
+from hiddenlab.models.twin import LENGTHS, UNCHECKED, build_twin
 from hiddenlab.types import Site
 from hiddenlab.utils.cache import cache_path
 from hiddenlab.utils.digests import digest_of
@@ -48,6 +49,7 @@ class Verdict:
 
     Attributes:
         causal: no later token changes an earlier state. difference: why the packed engine is not right, or empty.
+        embeddings: states from input embeddings are those from token ids.
         misplaced: a layer whose output is not its hidden state, which cannot be attacked by its number; 0 is none.
     """
 
@@ -55,11 +57,12 @@ class Verdict:
 
     causal: bool = True
     difference: str = ""
+    embeddings: bool = True
     misplaced: int = 0
 
 
-def choose_engine(model: "TruncatedModel", config: Any, asked: str = "auto") -> tuple[str, str]:
-    """Return the engine that runs a model rightly, ``packed`` where it can, and why it is not that one.
+def choose_engine(model: "TruncatedModel", config: Any, asked: str = "auto") -> dict[str, Any]:
+    """Return what ``TruncatedModel`` is told of its engine: ``packed`` where that is right, else ``plain``, and why.
 
     Args:
         model: the truncated model in the packed engine, its site any stream but an inner one.
@@ -86,39 +89,34 @@ def choose_engine(model: "TruncatedModel", config: Any, asked: str = "auto") -> 
     difference = verdict.difference or twin.difference
     if asked == "packed" and difference:
         raise InputError(f"the packed engine does not reproduce {name} ({difference}); leave --engine out")
-    return ("plain", difference) if difference or asked == "plain" else ("packed", "")
+    engine = "plain" if difference or asked == "plain" else "packed"
+    return {"engine": engine, "difference": difference, "embeddings": verdict.embeddings}
 
 
 def _own_verdict(model: "TruncatedModel") -> Verdict:
     """Check a model with its own weights.
 
     Raises:
-        InputError: it does not run on token ids alone.
+        InputError: it does not run on token ids alone, or its states overflow.
     """
     with reading_model(f"cannot run {model.ref.name} on token ids"):
-        causal = not not_causal(model)
-    if not causal:
-        return Verdict(causal=False)
-    return Verdict(difference=str(first_difference(model) or ""))
+        if not_causal(model):
+            return Verdict(causal=False)
+    return Verdict(difference=str(first_difference(model) or ""), embeddings=reads_embeddings(model))
 
 
 def _twin_verdict(config: Any) -> Verdict:
-    """Check a small random twin, with prompts beyond its borders."""
+    """Check a small random twin, with prompts beyond its borders; without a twin nothing is known of borders."""
     from hiddenlab.models import ModelRef, TruncatedModel
     from hiddenlab.models.checkpoint import decoder_layers
 
     try:
         module = build_twin(config)
-        twin = TruncatedModel(module, ref=ModelRef("twin", ""), site=Site(len(decoder_layers(module))))
-        misplaced = misplaced_layer(module, random_sequences(twin, LENGTHS)[0])
-    except (MemoryError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:  # a configuration that this reduction does not fit
-        if not has_borders(config):
-            return Verdict()
-        lines = str(error).strip().splitlines()
-        reason = lines[0][:200] if lines else type(error).__name__
-        return Verdict(difference=f"its windows and borders cannot be checked on a small copy: {reason}")
+        with reading_model(UNCHECKED):
+            twin = TruncatedModel(module, ref=ModelRef("twin", ""), site=Site(len(decoder_layers(module))))
+            misplaced = misplaced_layer(module, random_sequences(twin, LENGTHS)[0])
+    except InputError as error:
+        return Verdict(difference=str(error))
     difference = first_difference(twin, LENGTHS, TWIN_TOLERANCE)
     return Verdict(
         difference=f"{difference} (a small random copy)" if difference else "", misplaced=misplaced or 0

@@ -36,5 +36,10 @@ def reading_model(failure: str, advice: str = "") -> Iterator[None]:
     except (InputError, torch.OutOfMemoryError, MemoryError):
         raise
     except Exception as error:
-        lines = str(error).strip().splitlines()
-        raise InputError(f"{failure} ({lines[0][:300] if lines else type(error).__name__}){advice}") from None
+        raise InputError(f"{failure} ({first_line(error)}){advice}") from None
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of an error of a library, or its kind where it says nothing."""
+    lines = str(error).strip().splitlines()
+    return lines[0][:300].rstrip(":") if lines else type(error).__name__

@@ -1,6 +1,7 @@
 """Compare the packed engine with the model's own forward pass, and name the first comparison that fails."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from hiddenlab.errors import InputError
 from hiddenlab.models.attention import EAGER, attending, unchanged_rotary
 from hiddenlab.models.checkpoint import decoder_layers
+from hiddenlab.models.reading import first_line
 from hiddenlab.models.request import Request
 
 if TYPE_CHECKING:
@@ -30,8 +32,8 @@ class Difference:
     """A comparison that failed.
 
     Attributes:
-        comparison: what was compared. size: the largest difference of a row relative to its length; None where the
-            packed engine did not run at all. reason: the error that it raised.
+        comparison: what was compared. size: the difference of a row relative to its length; None where the fast way did
+            not run at all. reason: the error that it raised.
     """
 
     comparison: str
@@ -55,31 +57,44 @@ def first_difference(
 ) -> Difference | None:
     """Compare what the packed engine can do with plain forward passes; None where all agree within rounding.
 
-    Counters of the model stay as they were.
+    The model's counters, and rotary factors that a long prompt changes, stay as they were.
 
     Args:
         lengths: of the random sequences; at least four tokens each. tolerance: of a difference; None is that of the
             model's dtype.
     """
-    counted = model.evaluated_tokens, model.forward_calls
-    sequences = random_sequences(model, lengths)
-    tolerance = _tolerance(model) if tolerance is None else tolerance
-    comparison = "a plain forward pass"
+    with uncounted(model), unchanged_rotary(model.module):
+        return first_of(_comparisons(model, lengths), _tolerance(model) if tolerance is None else tolerance)
+
+
+def first_of(comparisons: Iterator[tuple[str, Tensor, Tensor]], tolerance: float) -> Difference | None:
+    """Return the first comparison whose states differ by more than the tolerance; None where there is none.
+
+    Args:
+        comparisons: the name of each, its states and the expected ones; an error that it raises is a difference too,
+            but for memory that is full.
+    """
+    comparison = "the first pass"
     try:
-        plain = [model.forward_plain(tokens[None])[0] for tokens in sequences]
-        comparison = "one prompt"
-        for comparison, states, expected in _comparisons(model, sequences, plain):
+        for comparison, states, expected in comparisons:
             size = difference_of(states, expected)
             if not size <= tolerance:
                 return Difference(comparison, size)
     except (MemoryError, torch.OutOfMemoryError):
         raise
-    except Exception as error:  # whatever an architecture does that the packed engine does not expect
-        lines = str(error).strip().splitlines()
-        return Difference(comparison, None, lines[0] if lines else type(error).__name__)
+    except Exception as error:  # whatever an architecture does that the fast way does not expect
+        return Difference(comparison, None, first_line(error))
+    return None
+
+
+@contextmanager
+def uncounted(model: "TruncatedModel") -> Iterator[None]:
+    """Leave the model's counters as they were."""
+    counted = model.evaluated_tokens, model.forward_calls
+    try:
+        yield
     finally:
         model.evaluated_tokens, model.forward_calls = counted
-    return None
 
 
 def _tolerance(model: "TruncatedModel") -> float:
@@ -106,59 +121,71 @@ def largest_difference(states: Float[Tensor, "n d"], expected: Float[Tensor, "n 
     return float(largest) if bool(largest.isfinite()) else float("inf")
 
 
-def _comparisons(
-    model: "TruncatedModel", sequences: list[Tensor], plain: list[Tensor]
-) -> Iterator[tuple[str, Tensor, Tensor]]:
+def _comparisons(model: "TruncatedModel", lengths: tuple[int, ...]) -> Iterator[tuple[str, Tensor, Tensor]]:
     """Yield the name of each comparison, the packed engine's states, and those of plain passes."""
+    sequences = random_sequences(model, lengths)
+    plain = [_plain(model, tokens) for tokens in sequences]
     yield "one prompt", model.encode(sequences[0]), plain[0]
     for name, together in (("several prompts in one pass", False), ("short prompts in one product", True)):
         answers = model.run([Request(model.prefix(), tokens) for tokens in sequences], together=together)
         yield name, torch.cat([answer.states for answer in answers]), torch.cat(plain)
-    prefixes = []
+    grown, alternatives, longer = list[tuple[Tensor, Tensor]](), list[tuple[Tensor, Tensor]](), []
     for tokens, expected in zip(sequences, plain, strict=True):
         prefix = model.prefix()
         prefix.extend(tokens[:2])
-        yield "a prompt that grows", prefix.extend(tokens[2:-1]), expected[2:-1]
-        prefixes.append(prefix)
-    others = [(tokens[-1:] + shift) % model.vocab_size for tokens in sequences for shift in (1, 2)]
-    for i, (prefix, tokens, expected) in enumerate(zip(prefixes, sequences, plain, strict=True)):
-        rivals = others[2 * i : 2 * i + 2]
-        states = prefix.branch(torch.cat([tokens[-1:], *rivals]))
-        behind = torch.stack([torch.cat([tokens[:-1], rival]) for rival in rivals])
-        yield (
-            "alternatives behind a prompt",
-            states,
-            torch.cat([expected[-1:], model.forward_plain(behind)[:, -1]]),
+        grown.append((prefix.extend(tokens[2:-1]), expected[2:-1]))
+        other = (tokens[-1:] + 1) % model.vocab_size
+        behind = _plain(model, torch.cat([tokens[:-1], other, tokens[:1]]))
+        alternatives.append(
+            (prefix.branch(torch.cat([tokens[-1:], other])), torch.cat([expected[-1:], behind[-2:-1]]))
         )
         prefix.commit(1)
-        longer = torch.cat([behind[0], tokens[:1]])
-        yield (
-            "a prompt that took an alternative",
-            prefix.extend(tokens[:1]),
-            model.forward_plain(longer[None])[0, -1:],
-        )
+        longer.append((prefix.extend(tokens[:1]), behind[-1:]))
+    for name, pairs in (
+        ("a prompt that grows", grown),
+        ("alternatives behind a prompt", alternatives),
+        ("a prompt that took an alternative", longer),
+    ):
+        states, expected = (torch.cat(side) for side in zip(*pairs, strict=True))
+        yield name, states, expected
     tokens, expected = sequences[0], plain[0]
     prefix = model.prefix()
     prefix.extend(tokens[:1])
-    request = Request(
-        prefix, tokens[1:-1], torch.stack([tokens[2:4], tokens[1:3]]), torch.tensor([1, 0]),
-    )  # fmt: skip
-    (answer,) = model.run([request], keep=False)
+    branches = torch.stack([tokens[2:4], tokens[1:3]])
+    (answer,) = model.run([Request(prefix, tokens[1:-1], branches, torch.tensor([1, 0]))], keep=False)
     yield "alternatives beside a prompt", answer.branches, torch.cat([expected[2:4], expected[1:3]])
 
 
+def _plain(model: "TruncatedModel", tokens: Tensor) -> Float[Tensor, "n d"]:
+    return model.forward_plain(tokens[None])[0]
+
+
 def not_causal(model: "TruncatedModel") -> bool:
-    """Return whether a later token changes earlier states of the model's own forward pass."""
-    counted = model.evaluated_tokens, model.forward_calls
+    """Return whether a later token changes earlier states of the model's own forward pass.
+
+    Raises:
+        InputError: states overflow in the model's dtype.
+    """
     (tokens,) = random_sequences(model, (6,))
     changed = torch.cat([tokens[:-1], (tokens[-1:] + 1) % model.vocab_size])
-    states, others = (model.forward_plain(sequence[None])[0, :-1] for sequence in (tokens, changed))
-    model.evaluated_tokens, model.forward_calls = counted
+    with uncounted(model):
+        states, others = (_plain(model, sequence)[:-1] for sequence in (tokens, changed))
     if not bool(states.isfinite().all()):
         raise InputError(
             f"the states of {model.ref.name} overflow in {str(model.dtype).removeprefix('torch.')}; use --dtype float32"
         )
     return difference_of(states, others) > _tolerance(model)
+
+
+def reads_embeddings(model: "TruncatedModel") -> bool:
+    """Return whether the model gives the same states from input embeddings as from their token ids.
+
+    Models that look tokens up a second time (embeddings for each layer, pairs of tokens) do not.
+    """
+    (tokens,) = random_sequences(model, (6,))
+    with uncounted(model):
+        expected = _plain(model, tokens)
+        return first_of(iter([("", _plain(model, model.embed(tokens)), expected)]), _tolerance(model)) is None
 
 
 @torch.inference_mode()
