@@ -47,7 +47,10 @@ class Case:
 
 @dataclass
 class Job:
-    """A checked run: the attacker's truncated model, the channel, the attack, and what to attack."""
+    """A checked run: the attacker's truncated model, the channel, the attack, and what to attack.
+
+    ``fitted`` and ``diagnosed`` are the channels that the attack was prepared for, and whose rows were looked at.
+    """
 
     config: AttackConfig
     model: TruncatedModel
@@ -55,6 +58,7 @@ class Job:
     attack: Attack
     cases: list[Case]
     fitted: list[ObservationInfo] = field(default_factory=list)
+    diagnosed: list[ObservationInfo] = field(default_factory=list)
 
     @property
     def inputs_sha256(self) -> str:

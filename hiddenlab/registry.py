@@ -61,6 +61,7 @@ BUILTINS: dict[str, dict[str, str]] = {
         "table-15": "hiddenlab.eval.tables.sharding:table_15",
         "table-16": "hiddenlab.eval.tables.sharding:table_16",
         "architectures": "hiddenlab.eval.tables.architectures:architectures",
+        "diagnosis": "hiddenlab.eval.tables.diagnosis:diagnosis",
         "plan": "hiddenlab.eval.tables.plans:plan",
         "plans": "hiddenlab.eval.tables.plans:plans",
         "schemes": "hiddenlab.eval.tables.protocols:schemes",
@@ -99,6 +100,7 @@ BUILTINS: dict[str, dict[str, str]] = {
     "measures": {
         "attack": "hiddenlab.eval.measures.attack:attack",
         "architecture": "hiddenlab.eval.measures.architectures:architecture",
+        "planted": "hiddenlab.eval.measures.diagnosis:planted",
         "utility": "hiddenlab.eval.measures.attack:utility",
         "embedding": "hiddenlab.eval.measures.attack:embedding",
         "order": "hiddenlab.eval.measures.attack:order",

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 
 from hiddenlab.config import AttackConfig
+from hiddenlab.diagnosis import diagnose
 from hiddenlab.errors import NotApplicableError
 from hiddenlab.job import Case, Job, prepare, release
 from hiddenlab.models import Request, TruncatedModel
@@ -136,6 +138,8 @@ def attack_all(
                 batch, released, outcomes, prefills, strict=True
             ):
                 sample = sample_of(job.model, case, truth, outcome, prefill, observation.info.positions)
+                if sentence := _diagnosed(job, case, outcome, progress):
+                    sample["diagnosis"] = sentence
                 recorder.append(sample)
                 if show is not None:
                     show(sample)
@@ -168,6 +172,24 @@ def recover(job: Job, observations: Sequence[Observation], recorder: Recorder) -
     finally:
         if job.attack.measured != before:  # some attacks measure on the first prompt
             _record_setup(job, recorder, float(job.attack.measured.get("estimation_seconds", 0.0)))
+
+
+def _diagnosed(job: Job, case: Case, outcome: Outcome, progress: Progress) -> str | None:
+    """Say what the rows of a file are where none of them was verified, once for each channel; else None."""
+    observation = case.observation
+    if (
+        observation is None
+        or not isinstance(outcome, AttackResult)
+        or any(t.verified for t in outcome.tokens)
+    ):
+        return None
+    if observation.info in job.diagnosed or job.attack.any_width:
+        return None
+    job.diagnosed.append(observation.info)
+    with suppress(NotApplicableError):
+        diagnosis = diagnose(observation, job.model, seed=job.config.seed, progress=progress)
+        return diagnosis.sentence if diagnosis.fault is not None else None
+    return None
 
 
 def _recover_one(job: Job, observation: Observation) -> Outcome:

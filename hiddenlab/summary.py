@@ -56,6 +56,7 @@ class _Attacked(_Scored):
     status: Literal["attacked"]
     missing_tokens: NotRequired[Count]
     missing_tokens_right: NotRequired[Count]
+    diagnosis: NotRequired[str]
     tokens: Count
     verified: Share
     evaluated_tokens: Count | None
@@ -134,7 +135,9 @@ def summarise(samples: Sequence[Sample]) -> dict[str, Any]:
 
 
 def advice(samples: Sequence[Sample]) -> list[str]:
-    """Return what to check where searches ended for a reason with a likely cause, and how many prompts it concerns."""
+    """Return what rows were found to be, or what to check where searches ended for a reason with a likely cause."""
+    if told := [f"{sample['id']}: {sample['diagnosis']}" for sample in samples if "diagnosis" in sample]:
+        return told
     reasons = [sample.get("stop_reason") for sample in samples]
     return [
         f"{reasons.count(reason)} of {len(samples)} prompts: {text}"

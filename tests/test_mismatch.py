@@ -152,7 +152,7 @@ def test_a_nodes_rows(tiny_model: LoadModel) -> None:
     assert found.stop_reason == NO_STATE and found.positions == right.info.positions
 
 
-def test_the_command_line_says_what_to_check(
+def test_the_command_line_says_what_the_rows_are(
     tiny: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -167,8 +167,8 @@ def test_the_command_line_says_what_to_check(
         )
         assert shown.exit_code == 0, shown.output
         texts[name] = shown.output
-    assert ADVICE[NO_STATE] in texts["wrong"]
-    assert ADVICE[NO_STATE] not in texts["right"]
+    assert "p001: the rows are resid at layer 4" in texts["wrong"] and "use --layer 4" in texts["wrong"]
+    assert "the rows are" not in texts["right"]
 
 
 def test_advice_counts_prompts() -> None:

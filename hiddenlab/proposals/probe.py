@@ -337,6 +337,21 @@ def sampled_softmax(
     return F.cross_entropy(logits + prior, place)
 
 
+def ridge_expert(
+    rows: Float[Tensor, "rows d"], targets: Float[Tensor, "rows e"], ridge: float = 300.0
+) -> Expert:
+    """Return an expert whose linear map is the ridge regression from rows to their tokens' whitened embeddings."""
+    expert = Expert.of(rows)
+    features = expert.features(rows)
+    gram = features.T @ features + ridge * torch.eye(rows.shape[1], device=rows.device)
+    expert.parameters = {
+        "linear": torch.linalg.solve(gram, features.T @ targets),
+        "bias": torch.zeros(targets.shape[1], device=rows.device),
+        "log_scale": torch.tensor(3.0, device=rows.device),
+    }
+    return expert
+
+
 def _train_expert(
     rows: Tensor, tokens: Tensor, targets: Tensor, prior: Tensor, settings: ProbeSettings, steps: int,
     generator: torch.Generator, tick: Callable[[int], None],
@@ -344,15 +359,9 @@ def _train_expert(
     device, d, width = rows.device, rows.shape[1], targets.shape[1]
     # Half precision is enough for logits, and their product is most of the work.
     fast = targets.to(fast_dtype(device))
-    expert = Expert.of(rows)
+    expert = ridge_expert(rows, targets[tokens], settings.ridge)
     features = expert.features(rows)
-    gram = features.T @ features + settings.ridge * torch.eye(d, device=device)
-    linear = torch.linalg.solve(gram, features.T @ targets[tokens])
-    p = {
-        "linear": linear,
-        "bias": torch.zeros(width, device=device),
-        "log_scale": torch.tensor(3.0, device=device),
-    }
+    p = expert.parameters
     if settings.sorted_states:
         p["hidden_in"] = (torch.randn(d, settings.hidden, generator=generator) / math.sqrt(d)).to(device)
         p["hidden_bias"] = torch.zeros(settings.hidden, device=device)

@@ -1,0 +1,81 @@
+"""Say what observed rows are when they are no states of the site that they claim to be.
+
+One look compares the rows with every place of the model, under every layout, and with tokens of its own choice. It
+needs no truth and answers with one sentence. What it calls exact, the model has reproduced.
+"""
+
+from dataclasses import dataclass
+
+from hiddenlab.diagnosis.look import Finding, Look
+from hiddenlab.diagnosis.words import resembled, told
+from hiddenlab.errors import NotApplicableError
+from hiddenlab.models import TruncatedModel
+from hiddenlab.types import Observation, Progress, Site, silent
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What rows are.
+
+    Attributes:
+        fault: what is wrong, as one word: layout, place, missing (first rows), several (prompts), padding, numbers
+            (dtype or quantization), weights, unlike (nothing), width; None where the rows are what they claim to be.
+        sentence: the same in words, with the option that would be right. site: where the rows lie, None where no
+            attack reads them there. starts: the first rows of prompts. exact: rows were reproduced within rounding.
+    """
+
+    fault: str | None
+    sentence: str
+    site: Site | None = None
+    starts: tuple[int, ...] = (0,)
+    exact: bool = False
+
+    def __str__(self) -> str:
+        return self.sentence
+
+
+def diagnose(
+    observation: Observation, model: TruncatedModel, *, seed: int = 0, progress: Progress = silent
+) -> Diagnosis:
+    """Say what the rows of an observation are: of which place of the model, which layout, from which row on.
+
+    Rows that are what they claim are known after a few seconds. Otherwise the whole model is loaded, and every place in
+    it is compared.
+
+    Args:
+        observation: states without noise or permutation. model: the weights that it names, as an attack loads them.
+        seed: of the tokens that are run.
+
+    Raises:
+        NotApplicableError: the rows passed a defense that changes them.
+    """
+    info = observation.info
+    if info.rows_permuted or info.columns_permuted or info.noise_sigma or info.prefix_tokens:
+        raise NotApplicableError("rows that passed a defense cannot be told apart; say what they are by hand")
+    progress("looking at the rows", 0, 2)
+    finding = Look(observation, model, seed, claimed_only=True).finding()
+    progress("looking at the rows", 1, 2)
+    if finding is None or told(finding, info.site, model.ref.name):
+        dtype = str(model.dtype).removeprefix("torch.")
+        whole = model.sibling(None, stream="resid", engine="plain", dtype=dtype)
+        look = Look(observation, whole, seed)
+        if not look.likelihoods:
+            width = observation.states.shape[1]
+            return Diagnosis("width", f"no place in {model.ref.name} has vectors {width} wide")
+        finding = look.finding() if finding is None else look.nearest(finding.chain)
+        if finding is None:
+            fault, sentence, site = resembled(look, info.site, model.ref.name)
+            return Diagnosis(fault, sentence, site)
+    progress("looking at the rows", 2, 2)
+    return _diagnosis(finding, info.site, model.ref.name)
+
+
+def _diagnosis(finding: Finding, claimed: Site, name: str) -> Diagnosis:
+    faults = told(finding, claimed, name)
+    if not faults:
+        explained = len(finding.chain.tokens)
+        rows = "first row fits" if explained == 1 else f"first {explained} rows fit"
+        sentence = f"the rows are {claimed}: the {rows} {name} within rounding"
+        return Diagnosis(None, sentence, claimed, finding.starts, True)
+    words, sentences = zip(*faults, strict=True)
+    return Diagnosis(words[0], "; ".join(sentences), finding.place.site, finding.starts, finding.exact)

@@ -1,0 +1,208 @@
+"""Look at observed rows: which place of the model, which layout and which first rows explain them."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from hiddenlab.diagnosis.evidence import (
+    STANDS_OUT,
+    WHOLE,
+    Chain,
+    Reader,
+    distances_of,
+    explain,
+    stand_alone,
+    targets_of,
+    vectors_at,
+)
+from hiddenlab.diagnosis.hypotheses import (
+    AS_THEY_ARE,
+    TYPICAL,
+    Hypothesis,
+    Layout,
+    layouts,
+    measure_places,
+    rank,
+)
+from hiddenlab.diagnosis.numerics import other_numbers
+from hiddenlab.diagnosis.places import Place
+from hiddenlab.models import TruncatedModel
+from hiddenlab.proposals.corpus import Corpus
+from hiddenlab.types import Observation
+
+TEXT, WINDOW, SINGLES = 2048, 32, 2048  # tokens of running text, in windows, and tokens that stand first
+GLANCED = 256, 512  # of the single tokens and of the text, which give the first estimates
+TRIED = 24  # hypotheses that are read, beside those of the claimed place
+TOGETHER = 8  # of them read in one go
+CLOSELY = 3  # of those read behind tokens that may be missing, or where the first row tells too little
+STARTS = 12  # rows looked at as a prompt's first
+MOST_ROWS = 64  # looked at where the vocabulary is small
+EXACT = 1e-3  # distance of a row that rounding in float32 explains, relative to its length
+MOST_PREFIXES = 8  # special tokens tried before the first row
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What explains the rows.
+
+    Attributes:
+        place, layout: where such vectors lie, and how to read the numbers. chain: tokens that explain some rows.
+        starts: the first rows of prompts. distance: of the explained rows to the model's vectors. numbers: the form of
+            the model (a dtype, a quantization) whose vectors they are, where it is another one; else empty.
+    """
+
+    place: Place
+    layout: Layout
+    chain: Chain
+    starts: tuple[int, ...]
+    distance: float
+    numbers: str = ""
+
+    @property
+    def exact(self) -> bool:
+        return self.distance <= EXACT
+
+
+class Look:
+    """One look at one observation with some layers of the model.
+
+    Args:
+        model: truncated or whole; places of its layers are known. only: the one place to look at, None for all.
+    """
+
+    def __init__(
+        self, observation: Observation, model: TruncatedModel, seed: int, *, claimed_only: bool = False
+    ) -> None:
+        self.model = model
+        self.ways = layouts(observation, model)
+        corpus = Corpus(model, seed)
+        windows = [corpus.text_window(WINDOW) for _ in range(TEXT // WINDOW)]
+        self.texts = torch.stack([window for window in windows if len(window) == WINDOW])
+        order = torch.randperm(model.vocab_size, generator=torch.Generator().manual_seed(seed))
+        count = model.vocab_size if model.vocab_size <= WHOLE else SINGLES
+        self.singles = torch.cat([torch.tensor(model.special_ids, dtype=torch.long), order[:count]])
+        widths = {way.rows.shape[1] for way in self.ways}
+        glanced, read = GLANCED
+        self.places = measure_places(model, self.texts[: read // WINDOW], self.singles[:glanced], widths)
+        self.claimed = next((place for place in self.places if place.site == observation.info.site), None)
+        ranked = rank(self.places, self.ways)
+        self.likelihoods = ranked
+        own = [hypothesis for hypothesis in ranked if hypothesis.place == self.claimed]
+        self.own = sorted(own, key=lambda hypothesis: hypothesis.layout.name != AS_THEY_ARE)
+        self.others = [] if claimed_only else [h for h in ranked if h.place != self.claimed][:TRIED]
+        self._targets: Tensor | None = None
+        self._readers: dict[Place, Reader] = {}
+
+    def likely(self, hypothesis: Hypothesis) -> bool:
+        """Return whether rows spread as the place's own vectors do, and hardly less so than at any other place."""
+        likelihood = self.likelihoods[hypothesis]
+        known = self.places[hypothesis.place]
+        return likelihood >= max(*self.likelihoods.values(), known.expected) - TYPICAL
+
+    def finding(self) -> Finding | None:
+        """Return what explains the rows, None where no token reproduces any."""
+        chain = self._chain(self.own)
+        for start in range(0, len(self.others), TOGETHER):
+            if chain is None:
+                chain = self._chain(self.others[start : start + TOGETHER])
+        return None if chain is None else self.nearest(chain)
+
+    def nearest(self, chain: Chain) -> Finding:
+        """Return the place and layout whose vectors of these tokens are nearest to the rows."""
+        distances = {
+            pair: float(found.median())
+            for pair, found in distances_of(self.model, chain, self.ways).items()
+            if pair[0] in self.places
+        }
+        place, layout = min(distances, key=lambda pair: (distances[pair], pair[0].site is None))
+        distance = distances[place, layout]
+        starts = self._starts(Hypothesis(place, layout), chain, distance)
+        numbers = "" if distance <= EXACT else other_numbers(self.model, place, layout, chain, distance)
+        return Finding(place, layout, chain, starts, distance, numbers)
+
+    def shares(self) -> dict[Hypothesis, float]:
+        """Return how far rows are from vectors of the tokens that they look like, beside those of unrelated tokens."""
+        looked = (*self.own, *self.others)
+        readers = self._read([hypothesis.place for hypothesis in looked])
+        return {hypothesis: self._share(hypothesis, readers[hypothesis.place]) for hypothesis in looked}
+
+    def _chain(self, hypotheses: Sequence[Hypothesis]) -> Chain | None:
+        """Return tokens that explain rows by one of these hypotheses, the first that does."""
+        if not hypotheses:
+            return None
+        readers = self._read([hypothesis.place for hypothesis in hypotheses])
+        for hypothesis, starts in zip(hypotheses, self._first_rows(hypotheses), strict=True):
+            for start in starts:
+                if chain := explain(self.model, hypothesis, readers[hypothesis.place], start):
+                    return chain
+        special = [(token,) for token in self.model.special_ids[:MOST_PREFIXES]]
+        for hypothesis in hypotheses[:CLOSELY]:
+            for befores in [((),), special] if special and len(hypothesis.rows) > 1 else [((),)]:
+                if chain := explain(self.model, hypothesis, readers[hypothesis.place], 0, befores):
+                    return chain
+        return None
+
+    def _read(self, places: Sequence[Place]) -> dict[Place, Reader]:
+        """Return readers of places, made from the attacker's own tokens."""
+        missing = list(dict.fromkeys(place for place in places if place not in self._readers))
+        if missing:
+            if self._targets is None:
+                self._targets = targets_of(self.model)
+            behind = vectors_at(self.model, missing, self.texts)
+            first = vectors_at(self.model, missing, self.singles[:, None])
+            for place in missing:
+                self._readers[place] = Reader(
+                    self._targets, behind[place][:, 1:].flatten(0, 1), self.texts[:, 1:].flatten(),
+                    first[place][:, 0], self.singles,
+                )  # fmt: skip
+        return self._readers
+
+    def _first_rows(self, hypotheses: Sequence[Hypothesis]) -> list[list[int]]:
+        """Return for each hypothesis the rows that are near to the vector of one token by itself, and to no other."""
+        readers, looked = self._read([h.place for h in hypotheses]), []
+        for hypothesis in hypotheses:
+            rows = hypothesis.rows
+            order = self.places[hypothesis.place].looks_first(rows).argsort(descending=True)
+            most = MOST_ROWS if self.model.vocab_size <= WHOLE else STARTS
+            looked.append(
+                (hypothesis, readers[hypothesis.place], torch.cat([torch.tensor([0]), order[:most]]).unique())
+            )
+        margins = stand_alone(self.model, looked)
+        return [
+            rows[alone >= STANDS_OUT].tolist() for (_, _, rows), alone in zip(looked, margins, strict=True)
+        ]
+
+    def _starts(self, hypothesis: Hypothesis, chain: Chain, distance: float) -> tuple[int, ...]:
+        """Return the rows that are first tokens' vectors, where vectors depend on the tokens before them."""
+        if chain.before or self._context_free(hypothesis.place, chain):
+            return (chain.start,)
+        starts, limit = {chain.start}, max(EXACT, 3 * distance)
+        reader = self._read([hypothesis.place])[hypothesis.place]
+        for start in self._first_rows([hypothesis])[0]:
+            if start not in starts:
+                other = explain(self.model, hypothesis, reader, start)
+                if other is not None and max(other.distances) <= limit:
+                    starts.add(start)
+        return tuple(sorted(starts))
+
+    def _context_free(self, place: Place, chain: Chain) -> bool:
+        """Return whether a token's vector does not depend on what stands before it."""
+        if len(chain.tokens) < 2:
+            return place.layer == 0
+        pair = vectors_at(self.model, [place], torch.tensor([chain.tokens[:2]]))[place][0, 1]
+        alone = vectors_at(self.model, [place], torch.tensor([chain.tokens[1:2]]))[place][0, 0]
+        return bool((pair - alone).norm() <= EXACT * pair.norm())
+
+    def _share(self, hypothesis: Hypothesis, reader: Reader) -> float:
+        rows: Float[Tensor, "rows w"] = hypothesis.rows[:WINDOW]
+        if len(rows) < 2:
+            return math.inf
+        tokens = reader.behind(rows, 1)[:, 0]
+        guess = torch.stack([tokens, tokens.roll(len(tokens) // 2)])
+        vectors = vectors_at(self.model, [hypothesis.place], guess)[hypothesis.place]
+        own, other = (torch.linalg.vector_norm(v - rows, dim=1)[1:].median() for v in vectors)
+        return float(own / other.clamp(min=1e-12))

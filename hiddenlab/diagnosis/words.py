@@ -1,0 +1,104 @@
+"""Put what was found about rows into one sentence, with the option that would be right."""
+
+from hiddenlab.diagnosis.hypotheses import AS_THEY_ARE
+from hiddenlab.diagnosis.look import Finding, Look
+from hiddenlab.diagnosis.places import Place
+from hiddenlab.types import QUANTIZATIONS, Site
+
+ALIKE = 0.75  # rows whose distance is this share of that of unrelated rows come from a place
+MISSING = (
+    "the first rows are missing, as behind a cached prefix; save every row, or name the position of the first row "
+    "(--first-position N --attack missing-tokens)"
+)
+OTHER = (
+    "they come from other weights of the same architecture, such as a fine-tuned model, from quantized weights, or "
+    "were changed afterwards; name the model with --model, or what changed them with --defense"
+)
+
+
+def told(finding: Finding, claimed: Site, name: str) -> list[tuple[str, str]]:
+    """Return what is wrong with rows that were explained: a word for each fault, and what to do; empty if nothing is.
+
+    Args:
+        claimed: the site that the rows claim. name: the model's.
+    """
+    faults, starts = list[tuple[str, str]](), finding.starts
+    if finding.layout.name != AS_THEY_ARE:
+        faults.append(
+            ("layout", f"the numbers are not in the order [tokens, width]: {finding.layout.way_out}")
+        )
+    if finding.place.site != claimed:
+        faults.append(
+            ("place", f"the rows are {finding.place}, not {claimed}: {_way_out(finding.place, claimed)}")
+        )
+    if finding.chain.before:
+        faults.append(
+            (
+                "missing",
+                "the row of the first token, a special one, is missing: save every row, or attack with "
+                "--first-position 1 --attack missing-tokens",
+            )
+        )
+    elif len(starts) > 1:
+        parts = ", ".join(map(str, starts[:-1])) + f" and {starts[-1]}"
+        split = ",".join(map(str, starts[1:]))
+        faults.append(
+            (
+                "several",
+                f"the rows are those of {len(starts)} prompts, which begin in rows {parts}: use --split {split}",
+            )
+        )
+    elif starts[0]:
+        faults.append(
+            (
+                "padding",
+                f"the prompt begins in row {starts[0]}, behind rows of padding: use --skip-rows {starts[0]}",
+            )
+        )
+    if finding.numbers:
+        kind = finding.numbers if finding.numbers in QUANTIZATIONS else f"dtype:{finding.numbers}"
+        faults.append(("numbers", f"the provider computes in {finding.numbers}: use --defense {kind}"))
+    elif not finding.exact:
+        distance = f"{finding.distance:.2g} of their length"
+        faults.append(
+            ("weights", f"the rows are near states of {name} and not equal to them ({distance}): {OTHER}")
+        )
+    return faults
+
+
+def resembled(look: Look, claimed: Site, name: str) -> tuple[str, str, Site | None]:
+    """Return what rows resemble that no token reproduces: a word for the fault, a sentence, and the site."""
+    shares = look.shares()
+    best, own = min(shares, key=lambda h: shares[h]), look.own[0] if look.own else None
+    if own is not None and shares[own] <= max(ALIKE, 1.1 * shares[best]):
+        best = own
+    if shares[best] <= ALIKE:
+        where = str(best.place) + ("" if best.layout.name == AS_THEY_ARE else f", {best.layout.way_out},")
+        close = f"at {shares[best]:.2f} of the distance of unrelated tokens"
+        if bool(look.places[best.place].looks_first(best.rows[:1]) < 0):
+            sentence = f"the rows resemble {where} {close}, but no row is that of a first token: {MISSING}"
+            return "missing", sentence, best.place.site
+        sentence = f"the rows resemble {where} {close}, and equal no state of {name}: {OTHER}"
+        return "weights", sentence, best.place.site
+    if own is not None and look.likely(own):
+        return (
+            "missing",
+            f"the rows spread like {claimed}, but no row is that of a first token: {MISSING}",
+            claimed,
+        )
+    return (
+        "unlike",
+        f"the rows resemble no place in {name}: check that they come from this model, and that every row is a token of "
+        "one prompt",
+        None,
+    )
+
+
+def _way_out(place: Place, claimed: Site) -> str:
+    """Return what to do about rows of another place."""
+    if place.site is None:
+        where = f"the output of layer {claimed.layer} (hidden_states[{claimed.layer}] in transformers)"
+        return f"save {where if claimed.stream == 'resid' else claimed} instead"
+    layer = f"--layer {place.site.layer}" if place.site.layer != claimed.layer else ""
+    stream = f"--stream {place.site.stream}" if place.site.stream != claimed.stream else ""
+    return f"use {' '.join(filter(None, (layer, stream)))}"
