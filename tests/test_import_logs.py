@@ -159,8 +159,13 @@ REFUSED: dict[str, tuple[Line, str]] = {
     "no ids": (completion(choice={"token_ids": ["a"]}), r"choices\[0\].token_ids\[0\]"),
     "a text for ids": (completion(choice={"token_ids": "1, 2"}), r"choices\[0\].token_ids should"),
     "an id that is no number": (completion(choice={"logprobs": {"tokens": ["token_id:x"]}}), "'x', which is no number"),
+    "an id of many digits": (
+        completion(choice={"logprobs": {"tokens": [f"token_id:{'9' * 5000}"]}}),
+        "'9{20}', which is no number",
+    ),
     "a mixed prompt": (completion({"prompt": ["a", 1]}), "request.prompt should be a text, a list of texts"),
     "a prompt of fractions": (completion({"prompt": [0.5]}), "request.prompt should be a text, a list of texts"),
+    "a number for a prompt": (completion({"prompt": 3}), "request.prompt should be a text, a list of texts"),
     "a prompt of tables": (completion({"prompt": {"a": 1}}), "request.prompt should be a text, a list of texts"),
     "a deep prompt": (completion({"prompt": [[[1]]]}), "request.prompt should be a text, a list of texts"),
     "no prompts": (completion({"prompt": []}), "for 0 prompts"),
@@ -226,6 +231,9 @@ def test_token_ids_hold_what_a_text_does_not_show(tmp_path: Path) -> None:
     assert [(one.prompt, one.output) for one in found.transcripts] == [
         ((4, 5), tuple(drawn["token_ids"]))
     ] * 2
+    assert not found.counts["texts_differ"]  # the text is a part of what was drawn
+    other = imported(tmp_path, [chat({}, THOUGHT | {"content": "No."}, drawn, **read)])
+    assert other.counts["texts_differ"] == 1
     written = {"logprobs": {"tokens": [f"token_id:{token}" for token in drawn["token_ids"]]}}
     logged = {"logprobs": {"content": [{"token": token} for token in written["logprobs"]["tokens"]]}}
     found = imported(
@@ -294,7 +302,7 @@ def test_what_cannot_be_imported_is_left_out_on_request(tmp_path: Path) -> None:
     found = imported(tmp_path, lines, skip=True)
     assert [one.id for one in found.transcripts] == ["b"] and found.counts["left_out"] == 2
     notes = found.notes()
-    assert notes[0] == "2 requests left out (line 1, line 3)"
+    assert notes[0] == "requests left out: 2 (line 1, line 3)"
     assert "line 1: the answer has a refusal" in notes[1] and "line 3: the request has 'wild'" in notes[2]
     with pytest.raises(
         InputError, match=r"no answer of .* can be imported; the first reason: .*line 1.*refusal"
@@ -315,7 +323,7 @@ def test_requests_that_the_server_did_not_answer_are_counted(tmp_path: Path) -> 
     ]
     found = imported(tmp_path, [completion(id="a"), *failed])
     assert len(found.transcripts) == 1 and found.counts["failed"] == len(failed)
-    assert found.notes() == ["5 requests that the server did not answer (line 2, line 3, line 4, …)"]
+    assert found.notes() == ["requests that the server did not answer: 5 (line 2, line 3, line 4, …)"]
     with pytest.raises(
         InputError, match=r"no answer of .* can be imported; the server failed, first by: full"
     ):
@@ -512,7 +520,7 @@ def test_an_imported_log_of_another_model_gets_no_verdict_for_free(tmp_path: Pat
         return CliRunner().invoke(app, ["verify", *map(str, words), "--no-record"])
 
     told = verify("import", log, "--out", out, "--model", model)
-    assert told.exit_code == 0 and "1 answers whose token ids are another text" in told.stdout
+    assert told.exit_code == 0 and "another text than the log's: 1 (1); the ids are taken" in told.stdout
     assert verify("import", log, "--out", out, "--model", model).exit_code == 2  # it exists
     assert "repetition" not in told.stdout
     (Path(model) / "generation_config.json").write_text('{"repetition_penalty": 1.05}')

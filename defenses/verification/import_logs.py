@@ -18,19 +18,20 @@ from hiddenlab.errors import InputError
 from hiddenlab.models.load import BUILTIN, ModelRef, load_config, load_tokenizer, resolve_model
 from hiddenlab.types import Progress, silent
 
+# What is noted of requests; the braces stand for their number and first names.
 NOTES = {
-    "failed": "requests that the server did not answer",
-    "unanswered": "requests of the batch without a line in the log",
-    "left_out": "requests left out",
-    "prompts_differ": "prompts with other token ids than the tokenizer and chat template of --model give; the log's "
-    "are taken",
-    "prompts_counted": "requests whose prompt has another number of tokens than the log's usage says; the server may "
-    "have read something else",
-    "texts_differ": "answers whose token ids are another text than the log's; the ids are taken",
-    "ids_counted": "requests with more token ids than the log's usage says",
-    "unfinished": "streams that broke off; what had come is taken",
-    "cut": "answers that may have ended at a stop text, which may have cut their last token; it is left out",
-    "ends_unseen": "answers that ended by an end token or a stop text, which a log without token ids does not show; "
+    "failed": "requests that the server did not answer: {}",
+    "unanswered": "requests of the batch without a line in the log: {}",
+    "left_out": "requests left out: {}",
+    "prompts_differ": "prompts with other token ids than the tokenizer and chat template of --model give: {}; the "
+    "log's are taken",
+    "prompts_counted": "requests whose prompt has another number of tokens than the log's usage says: {}; the server "
+    "may have read something else",
+    "texts_differ": "answers whose token ids are another text than the log's: {}; the ids are taken",
+    "ids_counted": "requests with more token ids than the log's usage says: {}",
+    "unfinished": "streams that broke off: {}; what had come is taken",
+    "cut": "answers that may have ended at a stop text, which may have cut their last token: {}; it is left out",
+    "ends_unseen": "answers whose end token or stop text is not shown by a log without token ids: {}; "
     "it is no part of the output",
 }
 NAMED = 3  # requests that a note names
@@ -68,7 +69,7 @@ class Imported:
         for key, text in NOTES.items():
             if names := list(dict.fromkeys(self.noted[key])):
                 more = ", …" if len(names) > NAMED else ""
-                made.append(f"{len(self.noted[key])} {text} ({', '.join(names[:NAMED])}{more})")
+                made.append(text.format(f"{len(self.noted[key])} ({', '.join(names[:NAMED])}{more})"))
                 if key == "left_out":
                     made += [f"left out: {reason}" for reason in self.reasons[:NAMED]]
         return made

@@ -6,6 +6,7 @@ of which something is missing: a token imported wrongly looks like a dishonest p
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -53,6 +54,7 @@ APART = {
 }  # fmt: skip
 ENDS = (None, "stop", "length")  # why an answer of text alone may have ended
 BROKEN = "\ufffd"  # stands for bytes that are no text
+NUMBER = re.compile("[0-9]{1,10}")
 TOKEN_ID = "token_id:"  # with which vLLM writes a token as a number (return_tokens_as_token_ids)
 ASK = "have token ids logged (vLLM: return_token_ids)"
 
@@ -106,10 +108,12 @@ class LoggedTokens:
         for i, answer in enumerate(said):
             tokens = answer.tokens[:-1] if answer.cut else answer.tokens
             if not answer.prompt or not tokens:
-                empty = "answer" if answer.prompt else "prompt"
-                raise self._error(
-                    f"an empty {empty}" + (" before a stop text" if answer.prompt and answer.cut else "")
-                )
+                problem = "an empty prompt" if not answer.prompt else "an empty answer"
+                if answer.prompt and not answer.from_ids:
+                    problem += (
+                        f"{' before a stop text' if answer.cut else ''}, of which no text shows the end token"
+                    )
+                raise self._error(problem)
             self.notes += ["cut"] * answer.cut + ["from_ids"] * answer.from_ids
             place = f"{name}-{i}" if several else name
             transcripts.append(Transcript(place, model, tuple(answer.prompt), tuple(tokens), GREEDY))
@@ -224,7 +228,9 @@ class LoggedTokens:
         self.notes += ["unfinished"] * (self.exchange.streamed and choice.finish_reason is None)
         if ids is not None:
             readable = [shown for shown in (text, rest) if shown is not None]
-            self.notes += ["texts_differ"] * (bool(readable) and not self._fits(ids, prompt, readable))
+            self.notes += ["texts_differ"] * (
+                bool(readable) and not self._fits(ids, prompt, readable, choice)
+            )
             return Said(prompt, ids, from_ids=True)
         self._check_text_alone(choice)
         if text is None:
@@ -257,14 +263,14 @@ class LoggedTokens:
         if tokens is None or not all(token.startswith(TOKEN_ID) for token in tokens):
             return None
         numbers = [token.removeprefix(TOKEN_ID) for token in tokens]
-        if wrong := next((number for number in numbers if not (number.isascii() and number.isdigit())), None):
+        wrong = next((number for number in numbers if not NUMBER.fullmatch(number)), None)
+        if wrong is not None:
             raise self._error(f"its logprobs have the token {TOKEN_ID}{wrong[:20]!r}, which is no number")
         return [int(number) for number in numbers]
 
     def _check_text_alone(self, choice: Choice) -> None:
         """Check that the text is all that was drawn, as far as the log shows it."""
-        shown = {**choice.further, **(choice.message.further if choice.message else {})}
-        if apart := sorted(set(shown) - BESIDE):
+        if apart := sorted(self._shown_apart(choice) - BESIDE):
             what = f"{APART[apart[0]]} ({apart[0]!r})" if apart[0] in APART else repr(apart[0])
             raise self._error(
                 f"the answer has {what} beside its text, of which no text shows the tokens that were drawn; {ASK}"
@@ -320,14 +326,21 @@ class LoggedTokens:
         except (OverflowError, TypeError, IndexError):  # it is reported later
             return []
 
-    def _fits(self, ids: list[int], prompt: list[int], texts: Sequence[str]) -> bool:
-        """Return whether ids decode to one of the texts, up to what a server cuts off at a stop text."""
-        cut = {"stop", "stop_token_ids"} & set(self.request.further)
+    def _fits(self, ids: list[int], prompt: list[int], texts: Sequence[str], choice: Choice) -> bool:
+        """Return whether ids decode to one of the texts, up to what a server cuts off or shows apart."""
         parts = [ids, ids[len(prompt) :]] if self.request.echo and ids[: len(prompt)] == prompt else [ids]
         read = [text for part in parts for text in self._read(part)]
+        if set(APART) & self._shown_apart(choice):
+            return any(text.strip() in whole for text in texts for whole in read)
+        cut = {"stop", "stop_token_ids"} & set(self.request.further)
         return any(
             text in read or (bool(cut) and any(whole.startswith(text) for whole in read)) for text in texts
         )
+
+    @staticmethod
+    def _shown_apart(choice: Choice) -> set[str]:
+        """Return the names of what an answer holds beside its text."""
+        return set(choice.further) | set(choice.message.further if choice.message else {})
 
     # ---- what the log counts
 

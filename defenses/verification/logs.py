@@ -88,13 +88,12 @@ class Request(_Open):
     @field_validator("prompt", mode="before")
     @classmethod
     def _of_one_kind(cls, value: Any) -> Any:
-        kinds = {type(entry) for entry in value} if isinstance(value, list) else {type(value)}
-        inner = (
-            {type(token) for entry in value if isinstance(entry, list) for token in entry}
-            if list in kinds
-            else set()
-        )
-        if len(kinds) > 1 or not kinds <= {str, type(None), int, list} or not inner <= {int}:
+        if value is None or isinstance(value, str):
+            return value
+        entries = value if isinstance(value, list) else [value]
+        kinds = {type(entry) for entry in entries}
+        inner = {type(token) for entry in entries if isinstance(entry, list) for token in entry}
+        if not isinstance(value, list) or kinds not in (set(), {str}, {int}, {list}) or not inner <= {int}:
             raise ValueError(
                 "should be a text, a list of texts, a list of token ids, or a list of such lists"
             )
