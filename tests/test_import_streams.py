@@ -105,10 +105,19 @@ def test_a_stream_that_lacks_something_is_refused_or_noted(tmp_path: Path) -> No
         (events(*TEXT) + events(*TEXT), "2 streams; a request has one"),
         (TEXT[:1], "an empty answer"),
         ([delta(reasoning="Well"), *TEXT], r"reasoning \('reasoning'\)"),
+        ([chunk({"text": "a", "reasoning": "b"})], r"reasoning \('reasoning'\)"),
         ([delta(tool_calls=[{"index": 0}]), delta(end="tool_calls")], "tool calls"),
     ):
         with pytest.raises(InputError, match=f"line 1.*{said}"):
             imported(tmp_path, (CHAT, chunks))
+    last = {"text": "", "finish_reason": "stop", "stop_reason": None}
+    ended = (
+        [chunk({"text": "ab"}), chunk(last)],
+        [chunk({"text": "ab"}), chunk(last | {"stop_reason": "!"}, id="q")],
+    )
+    for chunks, wanted in zip(ended, ("ab", "a"), strict=True):
+        found = imported(tmp_path, ({**PLAIN, "stop": "!"}, [{**part, "id": "r"} for part in chunks]))
+        assert list(found.transcripts[0].output) == ids(wanted)
     found = imported(tmp_path, (CHAT, REASONED[:3]))
     assert found.transcripts[0].output == (1, 2, 3) and found.noted["unfinished"] == ["r"]
 

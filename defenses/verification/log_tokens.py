@@ -64,15 +64,17 @@ class Said:
     """One choice, read.
 
     Attributes:
-        prompt, tokens: ids. from_ids: whether ``tokens`` are the log's. slack: how many more may have been drawn: an
-            end token, and those of a stop text.
+        prompt, tokens: ids.
+        from_ids: whether ``tokens`` are the log's.
+        slack: how many more may have been drawn: an end token, and those of a stop text.
+        cut: whether the text may end at a stop text, which may have taken a part of the last token with it.
     """
 
     prompt: list[int]
     tokens: list[int]
     from_ids: bool
     slack: int = 0
-    cut: bool = False  # at a stop text, which may have taken a part of the last token with it
+    cut: bool = False
 
 
 @dataclass
@@ -86,6 +88,9 @@ class LoggedTokens:
     exchange: Exchange
     tokenizer: Any
     notes: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.request, self.response = self.exchange.request, self.exchange.response
 
     def transcripts(self, model: str) -> list[Transcript]:
         """Make one transcript for each choice; a list of prompts has ``n`` choices for each prompt in turn.
@@ -118,9 +123,6 @@ class LoggedTokens:
             place = f"{name}-{i}" if several else name
             transcripts.append(Transcript(place, model, tuple(answer.prompt), tuple(tokens), GREEDY))
         return transcripts
-
-    def __post_init__(self) -> None:
-        self.request, self.response = self.exchange.request, self.exchange.response
 
     def _error(self, problem: str) -> InputError:
         return InputError(f"{self.exchange.where}: {problem}")
@@ -323,7 +325,7 @@ class LoggedTokens:
         """Return the text of ids with special tokens, and without; nothing where one is outside of the vocabulary."""
         try:
             return [self.tokenizer.decode(list(ids), skip_special_tokens=skip) for skip in (False, True)]
-        except (OverflowError, TypeError, IndexError):  # it is reported later
+        except (OverflowError, TypeError, ValueError, LookupError):  # it is reported later
             return []
 
     def _fits(self, ids: list[int], prompt: list[int], texts: Sequence[str], choice: Choice) -> bool:

@@ -124,7 +124,10 @@ def _choice(index: int, parts: Sequence[_Choice], where: str, echoed: bool) -> d
             raise InputError(
                 f"{where}: of choice {index} some chunks have token_ids and others text alone, so that ids are missing"
             )
-    made: dict[str, Any] = {
+    made: dict[str, Any] = {}
+    for part in parts:
+        made |= {name: value for name, value in (part.model_extra or {}).items() if name not in made or value}
+    made |= {
         "index": index, "token_ids": ids, "logprobs": _logprobs([part.logprobs for part in parts]),
         "prompt_token_ids": _first(part.prompt_token_ids for part in parts),
         "finish_reason": _first(part.finish_reason for part in reversed(parts)),
