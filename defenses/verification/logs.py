@@ -192,6 +192,8 @@ class Entry:
     Attributes:
         where: file and line, for error messages.
         name: its ``custom_id``; None where it has none.
+        number: of its line.
+        request, response: as the log has them; of a stream the list of its chunks.
         failure: what the server said instead of an answer; None where there is one.
     """
 
