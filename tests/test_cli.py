@@ -1,7 +1,9 @@
 """The command line from outside: what it prints, writes, refuses, and how a run is continued."""
 
 import errno
+import io
 import json
+import re
 import subprocess
 import sys
 import types
@@ -19,6 +21,7 @@ from hiddenlab import records as record_module
 from hiddenlab import registry
 from hiddenlab.base import Attack
 from hiddenlab.cli import app, console
+from hiddenlab.cli.show import rows_table
 from hiddenlab.errors import NotApplicableError
 from hiddenlab.types import AttackResult, Observation, ObservationInfo, TokenPrediction
 
@@ -541,3 +544,27 @@ def test_long_work_says_now_and_then_how_far_it_is(
 )
 def test_options_of_experiments_of_another_kind(run: Run, name: str, option: str, message: str) -> None:
     assert message in refused(run("eval", name, "--set", option, code=2))
+
+
+@pytest.mark.parametrize("width", [200, 80, 40])
+def test_tables_break_no_heading_and_no_number(width: int) -> None:
+    """At the width of a terminal, what does not fit stands below."""
+    columns = (
+        "id",
+        "verdict",
+        "tokens",
+        "covered",
+        "exponents",
+        "mantissa mean",
+        "mantissa median",
+        "without value",
+    )
+    row: dict[str, Any] = dict.fromkeys(columns, 0.123456)
+    row |= {"id": "a-request-with-a-name-that-is-long", "verdict": "valid"}
+    screen = console.SafeConsole(width=width, file=io.StringIO())
+    screen.print(rows_table([row], "requests"))
+    text = screen.file.getvalue()
+    assert max(map(len, text.splitlines())) <= width
+    words = re.findall(r"\w[\w.-]*", text)
+    assert {word for name in columns for word in name.split()} <= set(words)
+    assert words.count("0.1235") == 6

@@ -4,6 +4,7 @@ import base64
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner, Result
 
 from hiddenlab.cli import app
@@ -323,6 +325,29 @@ def test_verdicts_have_the_stated_rate_of_false_alarms() -> None:
     assert sum(alarms) <= 20
     few = _verdict("margin", requests(1), requests(1), 0.01)
     assert few["least_p"] == 0.5 and few["diverges"] is None
+
+
+def test_a_damaged_reference_judges_nobody(model: str, files: Files, tmp_path: Path) -> None:
+    """What the verifier's own checkpoint lacks is an error, and no fault of the provider's."""
+    gone = "model.layers.1.mlp.up_proj.weight"
+    tensors = load_file(Path(model) / "model.safetensors")
+    for name, change, said in (
+        ("lacks", {key: value for key, value in tensors.items() if key != gone}, f"does not give {gone}"),
+        (
+            "spoiled",
+            tensors | {gone: tensors[gone] * torch.nan},
+            "computes NaN or infinity for request 'p001'",
+        ),
+    ):
+        damaged = tmp_path / name
+        shutil.copytree(model, damaged)
+        save_file(change, damaged / "model.safetensors", {"format": "pt"})
+        for words in (
+            ("check", files["honest"]), ("score", files["honest"], "--honest", files["seed"]),
+            ("audit", files["honest"].parent), ("commit", files["honest"], "--out", tmp_path / "out.jsonl"),
+        ):  # fmt: skip
+            result = verify(*words, "--model", damaged, *COMMON)
+            assert result.exit_code == 2 and said in result.stderr, result.output
 
 
 def test_bounds_and_sampling_rate_say_what_the_papers_say() -> None:

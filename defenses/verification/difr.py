@@ -23,7 +23,7 @@ from hiddenlab.defenses.verification.sampling import (
     probabilities,
 )
 from hiddenlab.defenses.verification.transcript import Transcript
-from hiddenlab.errors import InputError
+from hiddenlab.errors import HiddenlabError, InputError
 
 SCORES = ("margin", "likelihood", "mismatch", "cross_entropy", "rank")
 SIGMA = 0.08  # of the likelihood score's noise, in logits
@@ -72,6 +72,7 @@ class Verifier:
 
         Raises:
             InputError: tokens outside the vocabulary, or too many for the model.
+            HiddenlabError: the model computes no numbers; that is no fault of the request's.
         """
         if transcript.modes is not None:
             raise InputError(
@@ -82,6 +83,11 @@ class Verifier:
         everything = (*transcript.prompt, *transcript.output)
         self.model.check_length(len(everything), f"request {transcript.id!r}")
         states, logits = self.model.prefill(everything, len(transcript.output))
+        if not bool(states.isfinite().all()) or bool(logits.isnan().any()):
+            raise HiddenlabError(
+                f"the reference {self.model.name} computes NaN or infinity for request {transcript.id!r}, so that "
+                "nobody can be judged by it; its checkpoint is damaged, or --dtype is too narrow for it"
+            )
         gumbel, uniform = draws(transcript, logits.shape[1], self.noise)
         return Replay(
             logits.float().cpu(), gumbel, uniform, torch.tensor(transcript.output), transcript.sampling, states.cpu()

@@ -1,8 +1,11 @@
 """Show an attack on a terminal: a coloured line per prompt, a table of figures."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
@@ -11,6 +14,7 @@ from hiddenlab.report.tables import grid
 from hiddenlab.summary import NOT_APPLICABLE, Sample, figure, figures_of
 from hiddenlab.text import visible
 
+FOLDED = 16  # columns of a terminal in which a text of a table may be folded
 STYLES = {"exact": "green", "verified": "", "wrong": "bold red", "unverified": "yellow", "missing": "dim"}
 
 
@@ -73,17 +77,62 @@ def experiment_table(result: Mapping[str, Any]) -> list[Table | Text]:
 
 def rows_table(
     rows: Sequence[Mapping[str, Any]], title: str, columns: Mapping[str, str] | None = None
-) -> Table:
+) -> "RowsTable":
     """Return a table of dictionaries, with the given columns and headings, or all in order of first appearance."""
     if columns is None:
         columns = {key: key.replace("_", " ") for row in rows for key in row}
-    table = Table(title=title)
-    for column, heading in columns.items():
-        numbers = all(isinstance(row.get(column), int | float | None) for row in rows)
-        table.add_column(Text(heading), justify="right" if numbers else "left", overflow="fold")
-    for row in rows:
-        table.add_row(*(Text(cell(row.get(column))) for column in columns))
-    return table
+    return RowsTable(rows, title, columns)
+
+
+@dataclass(frozen=True)
+class RowsTable:
+    """A table of dictionaries that fits any terminal: where it is too wide, its right part stands below the left one.
+
+    The first column stands in each part.
+    """
+
+    rows: Sequence[Mapping[str, Any]]
+    title: str
+    columns: Mapping[str, str]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Render the table for a console of the given width."""
+        headings = dict(self.columns)
+        if self._width(headings) > options.max_width:
+            headings = {column: heading.replace(" ", "\n") for column, heading in headings.items()}
+        parts: list[dict[str, str]] = [{}]
+        for column, heading in headings.items():
+            wider = parts[-1] | {column: heading}
+            if len(parts[-1]) > 1 and self._width(wider) > options.max_width:
+                first = next(iter(headings))
+                wider = {first: headings[first], column: heading}
+                parts.append(wider)
+            parts[-1] = wider
+        for i, part in enumerate(parts):
+            yield self._table(part, self.title if i == 0 else None)
+
+    def _width(self, headings: Mapping[str, str]) -> int:
+        """Return the least width at which no heading and no number is broken."""
+        return 1 + sum(3 + self._least(column, heading) for column, heading in headings.items())
+
+    def _least(self, column: str, heading: str) -> int:
+        longest = max((cell_len(cell(row.get(column))) for row in self.rows), default=0)
+        line = max(cell_len(line) for line in heading.split("\n"))
+        return max(line, longest if self._numbers(column) else min(longest, FOLDED))
+
+    def _numbers(self, column: str) -> bool:
+        return all(isinstance(row.get(column), int | float | None) for row in self.rows)
+
+    def _table(self, headings: Mapping[str, str], title: str | None) -> Table:
+        table = Table(title=title)
+        for column, heading in headings.items():
+            numbers = self._numbers(column)
+            table.add_column(
+                Text(heading), justify="right" if numbers else "left", overflow="fold", no_wrap=numbers
+            )
+        for row in self.rows:
+            table.add_row(*(Text(cell(row.get(column))) for column in headings))
+        return table
 
 
 def holders_picture(holders: Sequence[int], nodes: int, width: int) -> Text:

@@ -343,7 +343,8 @@ def import_(
     file: Annotated[
         Path,
         Argument(
-            metavar="FILE", help='Lines of {"request": …, "response": …}, or an output of the Batch API.'
+            metavar="FILE",
+            help='Lines of {"request": …, "response": …}, an output of the Batch API, or saved streams (data: …).',
         ),
     ],
     out: OutArg,
@@ -358,8 +359,15 @@ def import_(
     ] = None,
     requests: Annotated[
         Path | None,
-        Option("--requests", metavar="FILE", help="The Batch API's input, where FILE is its output."),
+        Option(
+            "--requests",
+            metavar="FILE",
+            help="The requests, where FILE has responses alone: the Batch API's input, or requests in the same order.",
+        ),
     ] = None,
+    skip: Annotated[
+        bool, Option("--skip", help="Leave out requests that cannot be imported, and say which and why.")
+    ] = False,
     runs_dir: o.RunsDirOpt = RUNS,
     no_record: o.NoRecordOpt = False,
     json: o.JsonOpt = False,
@@ -367,10 +375,11 @@ def import_(
     """Turn a log of OpenAI-style requests and answers at temperature 0 into transcripts, for 'score'.
 
     Token ids of the log (vLLM's return_token_ids) are taken where they are; else texts are tokenized anew. What cannot
-    be imported whole (tool calls, reasoning, echoed prompts, penalties …) is refused, with its line.
+    be imported whole (pictures, penalties, and without token ids tool calls, reasoning …) is refused, with its line.
     """  # fmt: skip
     result = conduct(
         "import", json=json, runs_dir=runs_dir, keep=not no_record, path=file, out=out, model=model, requests=requests,
+        skip=skip,
     )  # fmt: skip
     show(result, "imported", json=json)
     if not json:

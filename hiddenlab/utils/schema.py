@@ -82,6 +82,15 @@ def loads(data: bytes | str, where: str) -> Any:
         raise InputError(f"{where} is not UTF-8 text") from None
     except RecursionError:
         raise InputError(f"{where} is nested too deeply; {DEEPEST} levels are read") from None
+    except json.JSONDecodeError as error:
+        place = (
+            f"line {error.lineno}, character {error.colno}"
+            if error.lineno > 1
+            else f"character {error.colno}"
+        )
+        raise InputError(
+            f"{where} is no valid JSON: {_one_line(error.msg.removesuffix(' starting at'))} at {place}"
+        ) from None
     except ValueError as error:
         raise InputError(f"{where} is no valid JSON: {_one_line(str(error))}") from None
     try:

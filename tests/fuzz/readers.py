@@ -59,7 +59,7 @@ def targets(folder: Path) -> list[Target]:
         _proof(),
         _fingerprint(),
         _specs(),
-        _log(folder),
+        *_logs(folder),
         *_http(),
         *_models(folder),
     ]
@@ -519,7 +519,8 @@ def _specs() -> Target:
     return Target("spec of a defense", seeds, read)
 
 
-def _log(folder: Path) -> Target:
+def _logs(folder: Path) -> tuple[Target, Target]:
+    """A log with its requests, streamed answers among them, and a saved stream whose requests are in another file."""
     from hiddenlab.defenses.verification.import_logs import from_openai
     from hiddenlab.testing import VOCABULARY, byte_tokenizer
 
@@ -548,15 +549,37 @@ def _log(folder: Path) -> Target:
             ],
         },
     }
-    seed = b"".join(json.dumps(one).encode() + b"\n" for one in (chat, plain))
+    chunks = [
+        {
+            "id": "c",
+            "model": "m",
+            "prompt_token_ids": [5],
+            "choices": [{"index": 0, "delta": {"content": ""}}],
+        },
+        {"id": "c", "choices": [{"index": 0, "delta": {"reasoning": "Well"}, "token_ids": [1, 2]}]},
+        {
+            "id": "c",
+            "choices": [{"index": 0, "delta": {"content": "."}, "token_ids": [3], "finish_reason": "stop"}],
+        },
+        {"id": "c", "choices": [], "usage": {"prompt_tokens": 1, "completion_tokens": 3}},
+    ]
+    streamed = {"request": chat["request"], "response": chunks}
+    seed = b"".join(json.dumps(line).encode() + b"\n" for line in (chat, plain, streamed))
+    saved = (
+        b"".join(b"data: " + json.dumps(chunk).encode() + b"\n\n" for chunk in chunks) + b"data: [DONE]\n\n"
+    )
+    requests = folder / "requests.jsonl"
+    requests.write_text(json.dumps(chat["request"]))
 
-    def read(data: bytes) -> Any:
+    def read(data: bytes, asked: Path | None = None) -> Any:
         path.write_bytes(data)
-        for one in from_openai(path, tokenizer, VOCABULARY, model="here").transcripts:
-            one.check_vocabulary(VOCABULARY)
+        for transcript in from_openai(path, tokenizer, VOCABULARY, model="here", requests=asked).transcripts:
+            transcript.check_vocabulary(VOCABULARY)
         return None
 
-    return Target("log of an API", (seed,), read)
+    return Target("log of an API", (seed,), read), Target(
+        "stream of an API", (saved,), lambda data: read(data, requests)
+    )
 
 
 def _http() -> list[Target]:
