@@ -6,7 +6,7 @@ needs no truth and answers with one sentence. What it calls exact, the model has
 
 from dataclasses import dataclass
 
-from hiddenlab.diagnosis.look import Finding, Look
+from hiddenlab.diagnosis.look import Finding, Look, Sample
 from hiddenlab.diagnosis.words import resembled, told
 from hiddenlab.errors import NotApplicableError
 from hiddenlab.models import TruncatedModel
@@ -53,12 +53,13 @@ def diagnose(
     if info.rows_permuted or info.columns_permuted or info.noise_sigma or info.prefix_tokens:
         raise NotApplicableError("rows that passed a defense cannot be told apart; say what they are by hand")
     progress("looking at the rows", 0, 2)
-    finding = Look(observation, model, seed, claimed_only=True).finding()
+    sample = Sample(model, seed)
+    finding = Look(observation, model, sample, claimed_only=True).finding()
     progress("looking at the rows", 1, 2)
     if finding is None or told(finding, info.site, model.ref.name):
         dtype = str(model.dtype).removeprefix("torch.")
         whole = model.sibling(None, stream="resid", engine="plain", dtype=dtype)
-        look = Look(observation, whole, seed)
+        look = Look(observation, whole, sample)
         if not look.likelihoods:
             width = observation.states.shape[1]
             return Diagnosis("width", f"no place in {model.ref.name} has vectors {width} wide")

@@ -37,7 +37,7 @@ from hiddenlab.types import Observation
 TEXT, WINDOW, SINGLES = 2048, 32, 2048  # tokens of running text, in windows, and tokens that stand first
 GLANCED = 256, 512  # of the single tokens and of the text, which give the first estimates
 TRIED = 24  # hypotheses that are read, beside those of the claimed place
-TOGETHER = 8  # of them read in one go
+TOGETHER = 8  # of them whose first rows are looked at in one go
 CLOSELY = 3  # of those read behind tokens that may be missing, or where the first row tells too little
 STARTS = 12  # rows looked at as a prompt's first
 MOST_ROWS = 64  # looked at where the vocabulary is small
@@ -67,34 +67,41 @@ class Finding:
         return self.distance <= EXACT
 
 
-class Look:
-    """One look at one observation with some layers of the model.
+class Sample:
+    """The attacker's own tokens, and the embeddings that regressions predict; the same for every layer of a model."""
 
-    Args:
-        model: truncated or whole; places of its layers are known. only: the one place to look at, None for all.
-    """
-
-    def __init__(
-        self, observation: Observation, model: TruncatedModel, seed: int, *, claimed_only: bool = False
-    ) -> None:
-        self.model = model
-        self.ways = layouts(observation, model)
+    def __init__(self, model: TruncatedModel, seed: int) -> None:
         corpus = Corpus(model, seed)
         windows = [corpus.text_window(WINDOW) for _ in range(TEXT // WINDOW)]
         self.texts = torch.stack([window for window in windows if len(window) == WINDOW])
         order = torch.randperm(model.vocab_size, generator=torch.Generator().manual_seed(seed))
         count = model.vocab_size if model.vocab_size <= WHOLE else SINGLES
         self.singles = torch.cat([torch.tensor(model.special_ids, dtype=torch.long), order[:count]])
+        self.targets = targets_of(model)
+
+
+class Look:
+    """One look at one observation with some layers of the model.
+
+    Args:
+        model: truncated or whole; places of its layers are known. claimed_only: look at no place but the one that the
+            observation names.
+    """
+
+    def __init__(
+        self, observation: Observation, model: TruncatedModel, sample: Sample, *, claimed_only: bool = False
+    ) -> None:
+        self.model, self.sample = model, sample
+        self.ways = layouts(observation, model)
         widths = {way.rows.shape[1] for way in self.ways}
         glanced, read = GLANCED
-        self.places = measure_places(model, self.texts[: read // WINDOW], self.singles[:glanced], widths)
+        self.places = measure_places(model, sample.texts[: read // WINDOW], sample.singles[:glanced], widths)
         self.claimed = next((place for place in self.places if place.site == observation.info.site), None)
-        ranked = rank(self.places, self.ways)
-        self.likelihoods = ranked
-        own = [hypothesis for hypothesis in ranked if hypothesis.place == self.claimed]
+        self.likelihoods = rank(self.places, self.ways)
+        own = [hypothesis for hypothesis in self.likelihoods if hypothesis.place == self.claimed]
         self.own = sorted(own, key=lambda hypothesis: hypothesis.layout.name != AS_THEY_ARE)
-        self.others = [] if claimed_only else [h for h in ranked if h.place != self.claimed][:TRIED]
-        self._targets: Tensor | None = None
+        others = [hypothesis for hypothesis in self.likelihoods if hypothesis.place != self.claimed]
+        self.others = [] if claimed_only else others[:TRIED]
         self._readers: dict[Place, Reader] = {}
 
     def likely(self, hypothesis: Hypothesis) -> bool:
@@ -105,6 +112,7 @@ class Look:
 
     def finding(self) -> Finding | None:
         """Return what explains the rows, None where no token reproduces any."""
+        self._read([hypothesis.place for hypothesis in (*self.own, *self.others)])
         chain = self._chain(self.own)
         for start in range(0, len(self.others), TOGETHER):
             if chain is None:
@@ -150,14 +158,13 @@ class Look:
         """Return readers of places, made from the attacker's own tokens."""
         missing = list(dict.fromkeys(place for place in places if place not in self._readers))
         if missing:
-            if self._targets is None:
-                self._targets = targets_of(self.model)
-            behind = vectors_at(self.model, missing, self.texts)
-            first = vectors_at(self.model, missing, self.singles[:, None])
+            texts, singles = self.sample.texts, self.sample.singles
+            behind = vectors_at(self.model, missing, texts)
+            first = vectors_at(self.model, missing, singles[:, None])
             for place in missing:
                 self._readers[place] = Reader(
-                    self._targets, behind[place][:, 1:].flatten(0, 1), self.texts[:, 1:].flatten(),
-                    first[place][:, 0], self.singles,
+                    self.sample.targets, behind[place][:, 1:].flatten(0, 1), texts[:, 1:].flatten(),
+                    first[place][:, 0], singles,
                 )  # fmt: skip
         return self._readers
 
