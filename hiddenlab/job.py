@@ -20,7 +20,7 @@ from hiddenlab.models import TruncatedModel, load_model
 from hiddenlab.models.load import load_config, resolve_model
 from hiddenlab.observation import check_observation, load_observations
 from hiddenlab.options import Stream
-from hiddenlab.prompts import load_prompts
+from hiddenlab.prompts import Prompt, load_prompts
 from hiddenlab.types import LAST_STREAMS, GroundTruth, Observation, ObservationInfo, Progress, silent
 from hiddenlab.utils.files import write_file
 from hiddenlab.utils.random import generator
@@ -215,26 +215,26 @@ def load_truth(path: Path) -> list[GroundTruth]:
     return secrets
 
 
-def _texts(config: AttackConfig) -> list[tuple[str, str]]:
+def _texts(config: AttackConfig) -> list[Prompt]:
     if config.prompt is None:
-        return [
-            (p.id, p.text) for p in load_prompts(config.prompts, column=config.column, limit=config.limit)
-        ]
+        return load_prompts(
+            config.prompts, column=config.column, limit=config.limit, template=config.template
+        )
     if not config.prompt.strip():
         raise InputError("the prompt is empty; give at least one token")
-    return [("p001", config.prompt)]
+    return [Prompt("p001", config.prompt, "PROMPT")]
 
 
-def _prompts(texts: Sequence[tuple[str, str]], config: AttackConfig, model: TruncatedModel) -> list[Case]:
+def _prompts(prompts: Sequence[Prompt], config: AttackConfig, model: TruncatedModel) -> list[Case]:
     longest = _longest(model)
     cases = []
-    for index, (id, text) in enumerate(texts):
-        tokens = model.tokenize(text, config.max_tokens)
+    for index, prompt in enumerate(prompts):
+        tokens = model.tokenize(prompt, config.max_tokens)
         if longest is not None and len(tokens) > longest:
             raise InputError(
-                f"prompt {id} has {len(tokens)} tokens, and {config.model} takes {longest}; use --max-tokens"
+                f"prompt {prompt.id} has {len(tokens)} tokens, and {config.model} takes {longest}; use --max-tokens"
             )
-        cases.append(Case(index, id, GroundTruth(tuple(tokens))))
+        cases.append(Case(index, prompt.id, GroundTruth(tuple(tokens))))
     return cases
 
 

@@ -204,6 +204,24 @@ def test_not_applicable_is_said_and_not_zero(run: Run, model: str) -> None:
     assert "not applicable: nearest needs" in run("attack", "a prompt", *options).stdout
 
 
+def test_chats_nulls_and_token_ids(run: Run, model: str, tmp_path: Path) -> None:
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    rows = [{"messages": chat}, {"messages": None}, {"messages": chat[:1]}]
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = ("--model", model, "--attack", "nearest", "--no-record", "--json")
+    message = refused(run("attack", "--prompts", "p.jsonl", "--limit", "1", *options, code=2))
+    assert f"{model} has no chat template for the messages of prompt p001; use --no-template" in message
+    result = run("attack", "--prompts", "p.jsonl", "--no-template", *options)
+    samples = json.loads(result.stdout)["samples"]
+    assert [(sample["id"], sample["recovered"]) for sample in samples] == [("p001", "a\nb"), ("p003", "a")]
+    assert (
+        "p.jsonl: 1 of 3 entries hold no text (null or blank) and are left out" in result.stderr.splitlines()
+    )
+    (tmp_path / "ids.jsonl").write_text("[65, 66]\n")
+    data = json.loads(run("attack", "--prompts", "ids.jsonl", *options).stdout)
+    assert data["samples"][0]["recovered_ids"] == [65, 66]
+
+
 def test_standard_input_is_kept_in_the_spec(run: Run, model: str) -> None:
     options = ("--model", model, "--attack", "nearest", "--no-record", "--json", "--max-tokens", "4")
     data = json.loads(run("attack", "-", *options, input="from stdin\n").stdout)
@@ -375,6 +393,7 @@ def test_full_disk(
         (("x", "--attack", "nearest:epsilon=abc"), "epsilon"),
         (("x", "--device", "gpu"), "unknown device"),
         (("x", "--prompts", "p.txt"), "not both"),
+        (("x", "--no-template"), "--no-template goes with --prompts"),
         (("x", "--truth", "t.json"), "--truth goes with --observation"),
         (("x", "--observation", "o.safetensors"), "leave out a PROMPT"),
         (("--observation", "absent.safetensors"), "no observation file"),
@@ -501,7 +520,7 @@ def test_help_loads_no_torch(verb: str) -> None:
 def test_help_shows_every_option_of_the_contract(run: Run) -> None:
     text = run("attack", "--help", env={"COLUMNS": "200", "TERM": "dumb"}).stdout
     wanted = (
-        "prompts column limit max-tokens observation model layer stream defense search proposal distance "
+        "prompts column no-template limit max-tokens observation model layer stream defense search proposal distance "
         "epsilon budget seed device dtype out no-record json attack threads runs-dir batch device-map truth"
     )
     assert [name for name in wanted.split() if f"--{name}" not in text] == []

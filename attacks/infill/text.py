@@ -43,7 +43,7 @@ def windows(
         return own_text(model, count, length, seed, progress)
     rows: list[Tensor] = []
     for prompt in islice(iter_prompts(source), count):
-        ids = torch.tensor(model.tokenize(prompt.text))
+        ids = torch.tensor(model.tokenize(prompt))
         rows += list(ids[: len(ids) // length * length].view(-1, length))
         progress("reading texts", min(len(rows), count), count)
         if len(rows) >= count:

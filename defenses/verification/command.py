@@ -30,6 +30,7 @@ from hiddenlab.defenses.verification.transcript import (
 )
 from hiddenlab.errors import InputError
 from hiddenlab.models.load import BUILTIN, load_tokenizer, resolve_model
+from hiddenlab.models.tokens import token_ids
 from hiddenlab.projections import Projection
 from hiddenlab.prompts import load_prompts
 from hiddenlab.types import Progress, silent
@@ -74,6 +75,7 @@ def simulate(
     provider: str = "honest",
     prompts: str | None = None,
     column: str | None = None,
+    template: bool = True,
     limit: int | None = None,
     max_tokens: int | None = None,
     new_tokens: int = 100,
@@ -118,11 +120,9 @@ def simulate(
         raise InputError("speculative answers are proven afterwards, with 'hiddenlab verify commit'")
     # The advertised model's tokenizer reads the prompts, whichever model runs.
     tokenizer = load_tokenizer(resolve_model(model))
-    if tokenizer is None:
-        raise InputError(f"{model} has no tokenizer to read prompts with")
     requests = []
-    for i, prompt in enumerate(load_prompts(prompts, column=column, limit=limit)):
-        tokens = tuple(tokenizer(prompt.text)["input_ids"])[:max_tokens]
+    for i, prompt in enumerate(load_prompts(prompts, column=column, limit=limit, template=template)):
+        tokens = tuple(token_ids(tokenizer, prompt, model, most=max_tokens))
         seed = int(torch.randint(2**31, (1,), generator=generator(asked.seed, "request", i)))
         requests.append(Request(prompt.id, tokens, replace(asked, seed=seed)))
     todo = [request for request in requests if request.id not in done]

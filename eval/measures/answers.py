@@ -56,14 +56,13 @@ class Answered:
 def requests_of(spec: dict[str, Any]) -> list[Request]:
     """Return the requests of a spec: every prompt ``turns`` times, each time with another seed."""
     from hiddenlab.models.load import load_tokenizer, resolve_model
+    from hiddenlab.models.tokens import token_ids
 
     tokenizer = load_tokenizer(resolve_model(spec["model"]))
-    if tokenizer is None:
-        raise InputError(f"{spec['model']} has no tokenizer to read prompts with")
     asked = Sampling(**spec["sampling"])
     requests = []
     for i, prompt in enumerate(load_prompts(spec["prompts"], limit=spec["limit"])):
-        tokens = tuple(tokenizer(prompt.text)["input_ids"])[: spec["max_tokens"]]
+        tokens = tuple(token_ids(tokenizer, prompt, spec["model"], most=spec["max_tokens"]))
         for turn in range(spec["turns"]):
             seed = int(torch.randint(2**31, (1,), generator=generator(spec["seed"], "request", i, turn)))
             requests.append(Request(f"{prompt.id}-{turn}", tokens, replace(asked, seed=seed)))

@@ -1,6 +1,9 @@
 """Define the command line, one module for each verb; nothing here imports torch before a verb runs."""
 
 import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import typer
@@ -8,9 +11,25 @@ from typer.core import TyperGroup
 
 from hiddenlab.cli import attack, bench, capture, cascade, eval, ledger, listing, report, rerun
 from hiddenlab.cli.console import accept_any_text, stderr
-from hiddenlab.errors import HiddenlabError
+from hiddenlab.errors import HiddenlabError, HiddenlabWarning
 
 USER_ERROR, INTERRUPTED = 2, 130
+
+
+@contextmanager
+def _warnings_as_lines() -> Iterator[None]:
+    """Print warnings meant for the user as one line each, without the place in the code."""
+    with warnings.catch_warnings():
+        others = warnings.showwarning
+
+        def show(message: Any, category: type[Warning], *place: Any, **more: Any) -> None:
+            if issubclass(category, HiddenlabWarning):
+                stderr().print(str(message), soft_wrap=True)
+            else:
+                others(message, category, *place, **more)
+
+        warnings.showwarning = show
+        yield
 
 
 class Verbs(TyperGroup):
@@ -18,7 +37,8 @@ class Verbs(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         try:
-            return super().invoke(ctx)
+            with _warnings_as_lines():
+                return super().invoke(ctx)
         except HiddenlabError as error:
             stderr().print(f"error: {error}", style="red", soft_wrap=True)
             raise typer.Exit(USER_ERROR) from None

@@ -103,6 +103,7 @@ def simulate(
     model: o.ModelOpt = None,
     prompts: o.PromptsOpt = None,
     column: o.ColumnOpt = None,
+    template: o.TemplateOpt = True,
     limit: o.LimitOpt = None,
     max_tokens: o.MaxTokensOpt = None,
     new_tokens: Annotated[int, Option("--new-tokens", metavar="N", min=1, help="Of each answer.")] = 100,
@@ -136,7 +137,7 @@ def simulate(
     result = conduct(
         "simulate", json=json, threads=threads, runs_dir=runs_dir, keep=not no_record,
         out=out, provider=provider, model=model or "builtin", prompts=prompts, column=column,
-        limit=limit, max_tokens=max_tokens, new_tokens=new_tokens, sampling=options, proofs=proofs,
+        template=template, limit=limit, max_tokens=max_tokens, new_tokens=new_tokens, sampling=options, proofs=proofs,
         projection=_projection(fingerprint, projection_seed, projection), every=every,
         key_env=noise_key_env, key_form=noise_form, resume=resume, dtype=dtype, device=device, draft=draft,
         ahead=ahead, proof_values=proof_values, proof_rule=proof_rule, fingerprint_dtype=fingerprint_dtype,

@@ -30,8 +30,9 @@ from hiddenlab.models.load import (
     resolve_model,
 )
 from hiddenlab.models.plain import run_plain
-from hiddenlab.models.reading import reading_model
 from hiddenlab.models.request import Answer, Prefix, Request, packs
+from hiddenlab.models.tokens import token_ids
+from hiddenlab.prompts import Prompt
 from hiddenlab.types import INNER_STREAMS, LAST_STREAMS, STREAMS, Site
 
 __all__ = [
@@ -161,19 +162,15 @@ class TruncatedModel:
         flat = [i for item in ids for i in (item if isinstance(item, list) else [item]) if i is not None]
         return list(dict.fromkeys(i for i in flat if 0 <= i < self.vocab_size))
 
-    def tokenize(self, text: str, max_tokens: int | None = None) -> list[int]:
+    def tokenize(self, prompt: str | Prompt, max_tokens: int | None = None) -> list[int]:
         """Return token ids of a text with the tokenizer's own special tokens, cut to ``max_tokens``.
 
+        Of a ``Prompt`` with messages or ids, these in the chat template, or the ids themselves.
+
         Raises:
-            InputError: the text is empty, gives no tokens, or the model came without a tokenizer.
+            InputError: see ``hiddenlab.models.tokens.token_ids``.
         """
-        if self.tokenizer is None:
-            raise InputError(f"{self.ref.name} has no tokenizer; pass token ids instead")
-        with reading_model(f"the tokenizer of {self.ref.name!r} cannot read the prompt"):
-            ids = list(self.tokenizer(text)["input_ids"])[:max_tokens]
-        if not ids or not text:
-            raise InputError("the prompt is empty; give at least one token")
-        return ids
+        return token_ids(self.tokenizer, prompt, self.ref.name, most=max_tokens, size=self.vocab_size)
 
     def text(self, ids: Sequence[int]) -> str:
         """Return the text of token ids, special tokens included."""
