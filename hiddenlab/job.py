@@ -21,6 +21,7 @@ from hiddenlab.models.load import load_config, resolve_model
 from hiddenlab.observation import check_observation, load_observations
 from hiddenlab.options import Stream
 from hiddenlab.prompts import Prompt, load_prompts
+from hiddenlab.text import count_of
 from hiddenlab.types import LAST_STREAMS, GroundTruth, Observation, ObservationInfo, Progress, silent
 from hiddenlab.utils.files import write_file
 from hiddenlab.utils.random import generator
@@ -232,7 +233,8 @@ def _prompts(prompts: Sequence[Prompt], config: AttackConfig, model: TruncatedMo
         tokens = model.tokenize(prompt, config.max_tokens)
         if longest is not None and len(tokens) > longest:
             raise InputError(
-                f"prompt {prompt.id} has {len(tokens)} tokens, and {config.model} takes {longest}; use --max-tokens"
+                f"prompt {prompt.id} has {count_of(len(tokens), 'token')}, and {config.model} takes "
+                f"{longest}; use --max-tokens"
             )
         cases.append(Case(index, prompt.id, GroundTruth(tuple(tokens))))
     return cases
@@ -256,7 +258,9 @@ def _given(
         check_observation(observation, model, any_width=any_width)
         last = (observation.info.positions or (len(observation.states) - 1,))[-1]
         if longest is not None and last >= longest:
-            raise InputError(f"the observation has {last + 1} tokens, and {model.ref.name} takes {longest}")
+            raise InputError(
+                f"the observation has {count_of(last + 1, 'token')}, and {model.ref.name} takes {longest}"
+            )
     truths: Sequence[GroundTruth | None] = [None] * len(observations)
     if secrets is not None:
         if len(secrets) != len(observations) or not all(map(_fits, secrets, observations)):
@@ -268,7 +272,7 @@ def _given(
             if (token := max(ground_truth.tokens)) >= model.vocab_size:
                 raise InputError(
                     f"{config.truth}: secrets[{i}].tokens holds {token}, and {model.ref.name} has "
-                    f"{model.vocab_size} tokens; it is the truth of another model"
+                    f"{count_of(model.vocab_size, 'token')}; it is the truth of another model"
                 )
         truths = secrets
     cases = [

@@ -100,7 +100,7 @@ def iter_prompts(
         raise
     finally:
         if 0 < skipped < read:
-            said = f"{source}: {skipped} of {read} entries hold no text (null or blank) and are left out"
+            said = f"{source}: left out {skipped} of {read} entries, which hold no text (null or blank)"
             warnings.warn(said, HiddenlabWarning, stacklevel=2)
 
 

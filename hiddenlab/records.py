@@ -19,6 +19,7 @@ from typing_extensions import TypedDict
 
 from hiddenlab.errors import HiddenlabError, InputError
 from hiddenlab.summary import Sample, sample_form
+from hiddenlab.text import count_of
 from hiddenlab.utils.digests import digest_of
 from hiddenlab.utils.schema import CLOSED, Count, Finite, Positive, loads, parse, read_bytes
 
@@ -210,8 +211,9 @@ class Recorder:
 
     def _cannot_write(self, error: OSError) -> RecordError:
         return RecordError(
-            f"cannot write the record in {self.path}: {_reason(error)}; its {len(self.samples)} recorded "
-            f"prompts stay readable, and 'hiddenlab rerun {self.path} --resume' continues it"
+            f"cannot write the record in {self.path}: {_reason(error)}; what it holds "
+            f"({count_of(len(self.samples), 'prompt')}) stays readable, and "
+            f"'hiddenlab rerun {self.path} --resume' continues it"
         )
 
 

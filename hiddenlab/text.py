@@ -22,6 +22,12 @@ _KEPT = "\u200c\u200d"
 _UNSAFE = {"Cc", "Cf", "Cs", "Zl", "Zp"}  # controls, formats (reading order), half pairs, line separators
 
 
+def count_of(number: int | None, noun: str) -> str:
+    """Return a number with its noun: ``1 prompt``, ``2 prompts``, ``3 entries``."""
+    several = f"{noun[:-1]}ies" if noun.endswith("y") else f"{noun}s"
+    return f"{'?' if number is None else number} {noun if number == 1 else several}"
+
+
 def visible(text: str) -> str:
     """Replace control characters with symbols, so that a printed text has no escapes and no reversed reading order."""
     if text.isascii() and text.isprintable():

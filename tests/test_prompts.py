@@ -294,7 +294,7 @@ def test_nulls_are_left_out_and_counted(write: Write, parquet: Callable[..., str
         with pytest.warns(HiddenlabWarning) as said:
             prompts = load_prompts(source)
         assert [(p.id, p.text) for p in prompts] == [("p001", "a"), ("p004", "b")]
-        expected = f"{source}: 2 of 4 entries hold no text (null or blank) and are left out"
+        expected = f"{source}: left out 2 of 4 entries, which hold no text (null or blank)"
         assert [str(warning.message) for warning in said] == [expected]
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -114,7 +114,9 @@ def test_a_full_disk_leaves_what_was_recorded(tmp_path: Path, monkeypatch: pytes
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(module, "_write_all", full)
-    with pytest.raises(RecordError, match=r"No space left.*its 1 recorded prompts stay readable") as caught:
+    with pytest.raises(
+        RecordError, match=r"No space left.*what it holds \(1 prompt\) stays readable"
+    ) as caught:
         recorder.append(sample(1))
     assert "\n" not in str(caught.value)
     with pytest.raises(RecordError, match="No space left"):

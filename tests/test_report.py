@@ -64,7 +64,7 @@ def test_report_of_several_runs(tmp_path: Path) -> None:
     assert {len(re.split(r"(?<!\\)\|", row)) for row in rows} == {16}
     assert "](recovery.png)" in text
     assert "](cost.png)" in text
-    assert "](report.html)" in text
+    assert "`report.html`, written beside this page" in text
 
 
 def test_prompts_cannot_break_out_of_the_page(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from hiddenlab.models import TruncatedModel
 from hiddenlab.models.load import load_config, load_module
 from hiddenlab.prompts import iter_prompts
 from hiddenlab.proposals.probe import fast_dtype
+from hiddenlab.text import count_of
 from hiddenlab.types import Progress
 from hiddenlab.utils.cache import cache_path
 from hiddenlab.utils.digests import digest_of
@@ -49,7 +50,9 @@ def windows(
         if len(rows) >= count:
             break
     if not rows:
-        raise InputError(f"no text of {source} has {length} tokens; give longer ones or a smaller length")
+        raise InputError(
+            f"no text of {source} has {count_of(length, 'token')}; give longer ones or a smaller length"
+        )
     return torch.stack(rows[:count])
 
 

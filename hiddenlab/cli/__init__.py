@@ -4,16 +4,19 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Annotated, Any
 
 import typer
+from typer import Option
 from typer.core import TyperGroup
 
+from hiddenlab import __version__
 from hiddenlab.cli import attack, bench, capture, cascade, eval, ledger, listing, report, rerun
-from hiddenlab.cli.console import accept_any_text, stderr
+from hiddenlab.cli.console import accept_any_text, stderr, stdout
 from hiddenlab.errors import HiddenlabError, HiddenlabWarning
 
 USER_ERROR, INTERRUPTED = 2, 130
+VALIDATOR_PREFIX = "Value error, "  # which pydantic puts before the message of a check
 
 
 @contextmanager
@@ -39,6 +42,9 @@ class Verbs(TyperGroup):
         try:
             with _warnings_as_lines():
                 return super().invoke(ctx)
+        except typer.BadParameter as error:
+            error.message = error.message.removeprefix(VALIDATOR_PREFIX)
+            raise
         except HiddenlabError as error:
             stderr().print(f"error: {error}", style="red", soft_wrap=True)
             raise typer.Exit(USER_ERROR) from None
@@ -55,6 +61,24 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Attack and defend the hidden states of language models.",
 )
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        stdout().print(f"hiddenlab {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool,
+        Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit."),
+    ] = False,
+) -> None:
+    pass
+
+
 app.command("attack")(attack.attack)
 app.command("capture")(capture.capture)
 app.command("eval")(eval.eval_)

@@ -30,6 +30,7 @@ from hiddenlab.models.load import (
     resolve_model,
 )
 from hiddenlab.models.plain import run_plain
+from hiddenlab.models.reading import OTHER_MODEL
 from hiddenlab.models.request import Answer, Prefix, Request, packs
 from hiddenlab.models.tokens import token_ids
 from hiddenlab.prompts import Prompt
@@ -299,7 +300,9 @@ class TruncatedModel:
 
     def _packed_only(self, what: str) -> str:
         """Return the message that something needs the packed engine."""
-        return f"{what} needs the packed engine, which does not reproduce {self.ref.name}"
+        if not self.difference:
+            return f"{what} needs the packed engine; leave --engine out"
+        return f"{what} needs the packed engine, which does not reproduce {self.ref.name} ({self.difference})"
 
     def _pass(self, how: PackedPass | GivenPass, grad: bool, **inputs: Tensor) -> Any:
         """Run the model with a pass' attention; return its output, None where the pass ended early."""
@@ -332,8 +335,8 @@ class TruncatedModel:
         """Return the error for layers whose output is no state for each token."""
         shape = "nothing" if states is None else f"states {list(states.shape)}"
         return InputError(
-            f"the layers of {type(self.module).__name__} give {shape} and not [prompts, tokens, width]; its "
-            "architecture is not supported"
+            f"the layers of {type(self.module).__name__} give {shape} and not [prompts, tokens, width]; "
+            f"{OTHER_MODEL}"
         )
 
     def encode(self, tokens: Int[Tensor, " n"] | Float[Tensor, "n d"]) -> Float[Tensor, "n d"]:
@@ -440,13 +443,10 @@ def load_model(
         module, ref=ref, site=Site(layer, "resid" if inner else stream), quantization=quantization
     )
     choice = choose_engine(checked, config, engine)
-    if inner and choice["engine"] == "plain":
-        reason = f", which does not reproduce {name} ({choice['difference']})"
-        raise InputError(
-            f"the stream {stream} needs the packed engine"
-            + (reason if choice["difference"] else "; leave --engine out")
-        )
-    return TruncatedModel(
+    model = TruncatedModel(
         module, ref=ref, site=Site(layer, stream), tokenizer=load_tokenizer(ref), quantization=quantization,
         **choice,
     )  # fmt: skip
+    if inner and model.engine == "plain":
+        raise InputError(model._packed_only(f"the stream {stream}"))
+    return model

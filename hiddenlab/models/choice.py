@@ -19,7 +19,7 @@ import transformers
 from torch import nn
 
 from hiddenlab.errors import InputError
-from hiddenlab.models.reading import quiet_transformers, reading_model
+from hiddenlab.models.reading import OTHER_MODEL, quiet_transformers, reading_model
 from hiddenlab.models.self_check import (
     TWIN_TOLERANCE,
     first_difference,
@@ -77,14 +77,14 @@ def choose_engine(model: "TruncatedModel", config: Any, asked: str = "auto") -> 
     name = model.ref.name
     if not verdict.causal:
         raise InputError(
-            f"{name} is an encoder-only (bidirectional) model; the attack needs a causal decoder"
+            f"{name} is an encoder-only (bidirectional) model, and an attack needs a causal decoder; {OTHER_MODEL}"
         )
     facts = {"config": facts_of(config)}
     twin = remembered("engine-twin", facts, Verdict, lambda: _twin_verdict(config), CODE)
     if twin.misplaced:
         raise InputError(
             f"{name} is of type {config.model_type}, whose layer {twin.misplaced} does not give the states that "
-            "transformers shows for it; its architecture is not supported"
+            f"transformers shows for it; {OTHER_MODEL}"
         )
     difference = verdict.difference or twin.difference
     if asked == "packed" and difference:
@@ -99,7 +99,7 @@ def _own_verdict(model: "TruncatedModel") -> Verdict:
     Raises:
         InputError: it does not run on token ids alone, or its states overflow.
     """
-    with reading_model(f"cannot run {model.ref.name} on token ids"):
+    with reading_model(f"cannot run the first layers of {model.ref.name} on token ids", f"; {OTHER_MODEL}"):
         if not_causal(model):
             return Verdict(causal=False)
     return Verdict(difference=str(first_difference(model) or ""), embeddings=reads_embeddings(model))

@@ -7,6 +7,11 @@ import torch
 
 from hiddenlab.errors import InputError
 
+OTHER_MODEL = (  # what to do about an architecture that is refused
+    "choose a model of another architecture; 'hiddenlab eval architectures' shows which run, as does "
+    "docs/results/architectures.md"
+)
+
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:

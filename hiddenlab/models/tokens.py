@@ -31,8 +31,8 @@ def token_ids(
             )
     elif tokenizer is None:
         raise InputError(
-            f"{name} has no tokenizer to read text with; give token ids: '--prompts FILE.jsonl' with a list of ids in "
-            "each line, or a tokenizer beside the weights"
+            f"{name} has no tokenizer to read text with; put one beside its weights, or give token ids: "
+            "'--prompts FILE.jsonl', a list of ids in each line"
         )
     else:
         with reading_model(f"the tokenizer of {name!r} cannot read the prompt"):

@@ -173,7 +173,7 @@ def markdown(runs: Sequence[Run], studies: Sequence[Study], images: Sequence[Pat
         lines += [line for image in images if image.stem not in own_names for line in _image_lines(image)]
     everything = [*runs, *(run for study in studies for run in study.runs)]
     if everything:
-        shown = f"Each prompt, with wrong and unverified tokens coloured: [{PAGE}]({PAGE})"
+        shown = f"`{PAGE}`, written beside this page by `hiddenlab report`, shows the tokens of each prompt in colours."
         lines += ["", shown, "", "## Runs", ""]
     for run in everything:
         what, _, command = run.made().partition("\n")
