@@ -63,10 +63,11 @@ app = typer.Typer(
 )
 
 
-def _show_version(asked: bool) -> None:
+def _show_version(asked: bool) -> bool:
     if asked:
         stdout().print(f"hiddenlab {__version__}")
         raise typer.Exit
+    return asked
 
 
 @app.callback()
