@@ -21,6 +21,7 @@ from hiddenlab.errors import HiddenlabError, InputError
 from hiddenlab.summary import Sample, sample_form
 from hiddenlab.text import count_of
 from hiddenlab.utils.digests import digest_of
+from hiddenlab.utils.files import put_file
 from hiddenlab.utils.schema import CLOSED, Count, Finite, Positive, loads, parse, read_bytes
 
 FORMAT = 1
@@ -164,14 +165,9 @@ class Recorder:
         if self.path is None:
             return
         text = json.dumps(finite(asdict(self.record)), ensure_ascii=False, indent=1) + "\n"
-        work = self.path / f".{RECORD}.{os.getpid()}"
         try:
-            work.unlink(missing_ok=True)
-            with open(work, "xb", buffering=0, opener=_private) as handle:
-                _write_all(handle, text.encode())
-            os.replace(work, self.path / RECORD)
+            put_file(self.path / RECORD, text.encode(), private=True)
         except OSError as error:
-            work.unlink(missing_ok=True)
             raise self._cannot_write(error) from None
 
     def close(self, status: str, summary: dict[str, Any] | None = None, error: str | None = None) -> None:

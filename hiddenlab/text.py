@@ -1,7 +1,7 @@
 """Make text safe to print and to show, whoever wrote it."""
 
 import unicodedata
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from html import escape
 from itertools import groupby
 from typing import Literal
@@ -57,6 +57,12 @@ def coloured(pieces: Iterable[tuple[str, Status]]) -> str:
 def markdown(text: str) -> str:
     """Escape a text for a line or a table's cell of Markdown: no HTML, no columns, no control characters."""
     return escape(visible(text), quote=False).replace("|", "\\|")
+
+
+def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]], left: int) -> list[str]:
+    """Return the lines of a table of Markdown; all columns but the first ``left`` are aligned to the right."""
+    lines = [f"| {' | '.join(cells)} |" for cells in (head, *rows)]
+    return [lines[0], f"|{'---|' * left}{'---:|' * (len(head) - left)}", *lines[1:]]
 
 
 def _shown(char: str) -> str:

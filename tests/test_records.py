@@ -119,6 +119,7 @@ def test_a_full_disk_leaves_what_was_recorded(tmp_path: Path, monkeypatch: pytes
     ) as caught:
         recorder.append(sample(1))
     assert "\n" not in str(caught.value)
+    monkeypatch.setattr("hiddenlab.utils.files.os.fsync", lambda handle: full(io.BytesIO(), b""))
     with pytest.raises(RecordError, match="No space left"):
         recorder.close("failed")
     assert sorted(os.listdir(tmp_path / "run")) == sorted([RECORD, SAMPLES])

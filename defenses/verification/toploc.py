@@ -198,11 +198,6 @@ def proof_bytes(k: int = TOP) -> int:
     return 2 + 2 * k
 
 
-def bytes_per_token(k: int = TOP, every: int = EVERY) -> float:
-    """Return the bytes for each decoded token, without the prompt's proof; the paper's 8 leave out the modulus."""
-    return proof_bytes(k) / every
-
-
 def values_at(proof: Proof, indices: Int[Tensor, "*shape"]) -> BFloat16[Tensor, "*shape"]:
     """Return a proof's polynomial at flat indices (row · width + column), as bfloat16.
 

@@ -1,7 +1,7 @@
 """Show an attack on a terminal: a coloured line per prompt, a table of figures."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 from rich.table import Table
 from rich.text import Text
@@ -36,39 +36,36 @@ def title(spec: Mapping[str, Any]) -> Text:
     return Text(f"\n{visible(where)}", style="bold")
 
 
+def table(
+    head: Sequence[str], rows: Iterable[Sequence[str]], left: Collection[int] = (0,), title: str | None = None
+) -> Table:
+    """Return a table for a terminal; all columns but those of the indices ``left`` are aligned to the right."""
+    made = Table(title=None if title is None else Text(title))
+    for index, name in enumerate(head):
+        made.add_column(Text(name), justify="left" if index in left else "right", overflow="fold")
+    for row in rows:
+        made.add_row(*(Text(visible(cell)) for cell in row))
+    return made
+
+
 def summary_table(summary: Mapping[str, Any]) -> Table:
     """Return the table of a run's figures."""
-    table = Table()
-    table.add_column("figure")
-    table.add_column("value", justify="right")
-    for label, value in figures_of(summary):
-        table.add_row(label, value)
-    return table
+    return table(("figure", "value"), figures_of(summary))
 
 
 def figures_table(rows: Sequence[Mapping[str, Any]], title: str) -> Table:
     """Return a table for few rows of many figures: one column for each row, so that it fits any terminal."""
     first, *keys = dict.fromkeys(key for row in rows for key in row)
-    table = Table(title=title)
-    table.add_column(Text(first.replace("_", " ")))
-    for row in rows:
-        table.add_column(Text(cell(row.get(first))), justify="right")
-    for key in keys:
-        table.add_row(Text(key.replace("_", " ")), *(Text(cell(row.get(key))) for row in rows))
-    return table
+    head = [first.replace("_", " "), *(cell(row.get(first)) for row in rows)]
+    lines = [[key.replace("_", " "), *(cell(row.get(key)) for row in rows)] for key in keys]
+    return table(head, lines, title=title)
 
 
 def experiment_table(result: Mapping[str, Any]) -> list[Table | Text]:
     """Return an experiment's table, its notes, and the reasons why parts of it were not run."""
     cells = grid(result)
-    table = Table(title=Text(result["title"]))
-    for index, name in enumerate(cells.header):
-        side: Literal["left", "right"] = "left" if index < cells.keys else "right"
-        table.add_column(Text(name), justify=side, overflow="fold")
-    for row in cells.rows:
-        table.add_row(*(Text(visible(text)) for text in row))
     notes = [Text(f"- {visible(text)}") for text in [*result["notes"], *cells.reasons]]
-    return [table, *notes]
+    return [table(cells.header, cells.rows, range(cells.keys), result["title"]), *notes]
 
 
 def rows_table(
@@ -77,13 +74,13 @@ def rows_table(
     """Return a table of dictionaries, with the given columns and headings, or all in order of first appearance."""
     if columns is None:
         columns = {key: key.replace("_", " ") for row in rows for key in row}
-    table = Table(title=title)
-    for column, heading in columns.items():
-        numbers = all(isinstance(row.get(column), int | float | None) for row in rows)
-        table.add_column(Text(heading), justify="right" if numbers else "left", overflow="fold")
-    for row in rows:
-        table.add_row(*(Text(cell(row.get(column))) for column in columns))
-    return table
+    texts = [
+        index
+        for index, column in enumerate(columns)
+        if not all(isinstance(row.get(column), int | float | None) for row in rows)
+    ]
+    lines = [[cell(row.get(column)) for column in columns] for row in rows]
+    return table(list(columns.values()), lines, texts, title)
 
 
 def holders_picture(holders: Sequence[int], nodes: int, width: int) -> Text:

@@ -5,7 +5,6 @@ The packed engine is checked with the model's own weights on short prompts. Bord
 the plain engine runs the model.
 """
 
-import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -31,7 +30,7 @@ from hiddenlab.models.self_check import (
 from hiddenlab.models.twin import LENGTHS, UNCHECKED, build_twin
 from hiddenlab.types import Site
 from hiddenlab.utils.cache import cache_path
-from hiddenlab.utils.digests import digest_of
+from hiddenlab.utils.digests import digest_of, digest_of_files
 from hiddenlab.utils.files import write_file
 from hiddenlab.utils.schema import CLOSED, read
 
@@ -163,7 +162,5 @@ def facts_of(config: Any) -> dict[str, Any]:
 @cache
 def _digest_of_code(folders: tuple[Path, ...]) -> str:
     """Return a digest of the folders' Python files and of the libraries' versions."""
-    digest = hashlib.sha256(f"{torch.__version__} {transformers.__version__}".encode())
-    for file in sorted(file for folder in folders for file in folder.glob("*.py")):
-        digest.update(file.read_bytes())
-    return digest.hexdigest()
+    files = sorted(file for folder in folders for file in folder.glob("*.py"))
+    return digest_of([torch.__version__, transformers.__version__, digest_of_files(files)])
