@@ -28,6 +28,12 @@ def count_of(number: int | None, noun: str) -> str:
     return f"{'?' if number is None else number} {noun if number == 1 else several}"
 
 
+def first_line(error: Exception) -> str:
+    """Return the first line of an error of a library, or its kind where it says nothing."""
+    lines = str(error).strip().splitlines()
+    return lines[0][:300].rstrip(":") if lines else type(error).__name__
+
+
 def visible(text: str) -> str:
     """Replace control characters with symbols, so that a printed text has no escapes and no reversed reading order."""
     if text.isascii() and text.isprintable():

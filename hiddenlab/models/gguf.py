@@ -9,6 +9,7 @@ from typing import Any
 from hiddenlab.errors import InputError
 from hiddenlab.models.checkpoint import check_loaded
 from hiddenlab.models.reading import quiet_transformers
+from hiddenlab.text import first_line
 from hiddenlab.utils.cache import cache_path
 from hiddenlab.utils.digests import digest_of_files
 from hiddenlab.utils.files import new_folder
@@ -69,7 +70,7 @@ def _join(files: list[Path], target: Path) -> None:
     try:
         _write_joined(files, target)
     except Exception as error:  # the readers raise errors of any type for damaged files
-        raise InputError(f"cannot read {files[0]} and its other parts: {_first_line(error)}") from None
+        raise InputError(f"cannot read {files[0]} and its other parts: {first_line(error)}") from None
 
 
 def _write_joined(files: list[Path], target: Path) -> None:
@@ -116,8 +117,4 @@ def _convert(gguf: Path, named: Path, target: Path) -> None:
         raise
     except Exception as error:
         # The readers raise errors of any type for damaged files.
-        raise InputError(f"cannot read the GGUF file {named}: {_first_line(error)}") from None
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise InputError(f"cannot read the GGUF file {named}: {first_line(error)}") from None

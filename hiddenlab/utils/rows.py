@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hiddenlab.errors import InputError
+from hiddenlab.text import first_line
 from hiddenlab.utils.schema import read_bytes
 
 CHATS = ("messages", "conversations")  # columns that hold conversations
@@ -22,7 +23,6 @@ _BATCH_ROWS = 256
 _SAMPLE_ROWS = 100
 _DELIMITERS = ",;\t|"
 _LONGEST_ROW = 1 << 24  # bytes of a row of CSV
-_LONGEST_REASON = 300
 _JSON = (".json", ".jsonl", ".ndjson")
 
 Rows = Iterator[tuple[str, Any]]  # where a row stands ("line 3"), and its value
@@ -186,10 +186,8 @@ def _loading(source: str, unreachable: str = "") -> Iterator[None]:
     except InputError:
         raise
     except Exception as error:
-        line = (str(error).strip() or type(error).__name__).splitlines()[0][:_LONGEST_REASON]
-        reason = "".join(
-            sign if sign.isprintable() else repr(sign)[1:-1] for sign in line
-        )  # it may cite the file
+        # It may cite the file.
+        reason = "".join(sign if sign.isprintable() else repr(sign)[1:-1] for sign in first_line(error))
         hint = unreachable if isinstance(error, OSError) else ""
         if "utf-8" in reason or "UTF8" in reason:
             hint = "; convert it to UTF-8"
