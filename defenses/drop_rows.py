@@ -10,6 +10,7 @@ from torch import Tensor
 from hiddenlab.channels import Stage
 from hiddenlab.errors import InputError
 from hiddenlab.sharding import AttnNode, Plan, Positions
+from hiddenlab.text import count_of
 from hiddenlab.types import ObservationInfo
 
 
@@ -69,7 +70,8 @@ class Shard(Stage):
         held = self.positions(len(states))
         if not held:
             raise InputError(
-                f"{self.spec} covers nothing of a prompt of {len(states)} tokens; give longer prompts or a smaller plan"
+                f"{self.spec} covers nothing of a prompt of {count_of(len(states), 'token')}; give longer "
+                f"prompts or a smaller plan"
             )
         return states[list(held)], held, {}
 
@@ -120,7 +122,7 @@ class DropRows(Stage):
         last = self.after + self.size
         if last >= len(states):
             raise InputError(
-                f"{self.spec} needs prompts of at least {last + 1} tokens; one has {len(states)}"
+                f"{self.spec} needs prompts of at least {count_of(last + 1, 'token')}; one has {len(states)}"
             )
         held = (*range(self.after), last)
         return states[list(held)], held, {}

@@ -7,7 +7,7 @@ from typing import Any
 from hiddenlab import registry
 from hiddenlab.errors import HiddenlabError, InputError
 from hiddenlab.eval.cells import Experiment, Setting, conduct, refusal
-from hiddenlab.report.tables import markdown_table
+from hiddenlab.report.tables import table_page
 from hiddenlab.types import Progress, silent
 from hiddenlab.utils.files import write_file
 
@@ -65,6 +65,6 @@ def run(
             measure=measure,
             progress=progress,
         )
-        write_file(home / f"{name}.md", markdown_table(table))
+        write_file(home / f"{name}.md", table_page(table))
         tables.append(table)
     return tables

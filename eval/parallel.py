@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from hiddenlab.errors import HiddenlabError
+from hiddenlab.text import first_line
 
 Item = TypeVar("Item")
 Outcome = TypeVar("Outcome")
@@ -53,8 +54,8 @@ def measure_all(
             else:
                 ray.init(address="local", num_cpus=workers, include_dashboard=False, **quiet)
         except (ConnectionError, ValueError, RuntimeError) as error:
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise HiddenlabError(f"cannot join Ray at {address or 'this machine'}: {reason}") from None
+            place = address or "this machine"
+            raise HiddenlabError(f"cannot join Ray at {place}: {first_line(error)}") from None
 
     where = home.resolve()  # workers have another current directory
 

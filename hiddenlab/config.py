@@ -30,6 +30,7 @@ class AttackConfig:
     prompt: o.PromptArg = None
     prompts: o.PromptsOpt = None
     column: o.ColumnOpt = None
+    template: o.TemplateOpt = True
     limit: o.LimitOpt = None
     max_tokens: o.MaxTokensOpt = None
     observation: Annotated[
@@ -88,6 +89,8 @@ class AttackConfig:
             raise InputError("give a PROMPT or --prompts, not both")
         if self.prompt is not None and self.column is not None:
             raise InputError("--column goes with --prompts; a PROMPT has no columns")
+        if not self.template and (self.prompt is not None or self.observation is not None):
+            raise InputError("--no-template goes with --prompts, whose messages it joins")
         given = {"a PROMPT": self.prompt, "--prompts": self.prompts, "--max-tokens": self.max_tokens}
         if self.observation is not None and (
             conflicts := [name for name in given if given[name] is not None]

@@ -25,3 +25,7 @@ class UnknownNameError(HiddenlabError):
 
 class NotApplicableError(HiddenlabError):
     """An observation does not meet an attack's stated needs; recorded as such, never as a zero."""
+
+
+class HiddenlabWarning(UserWarning):
+    """Something that the user should know, and that stops nothing; the command line prints it as one line."""

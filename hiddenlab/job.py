@@ -20,7 +20,8 @@ from hiddenlab.models import TruncatedModel, load_model
 from hiddenlab.models.load import load_config, resolve_model
 from hiddenlab.observation import check_observation, load_observations
 from hiddenlab.options import Stream
-from hiddenlab.prompts import load_prompts
+from hiddenlab.prompts import Prompt, load_prompts
+from hiddenlab.text import count_of
 from hiddenlab.types import LAST_STREAMS, GroundTruth, Observation, ObservationInfo, Progress, silent
 from hiddenlab.utils.files import write_file
 from hiddenlab.utils.random import generator
@@ -219,26 +220,27 @@ def load_truth(path: Path) -> list[GroundTruth]:
     return secrets
 
 
-def _texts(config: AttackConfig) -> list[tuple[str, str]]:
+def _texts(config: AttackConfig) -> list[Prompt]:
     if config.prompt is None:
-        return [
-            (p.id, p.text) for p in load_prompts(config.prompts, column=config.column, limit=config.limit)
-        ]
+        return load_prompts(
+            config.prompts, column=config.column, limit=config.limit, template=config.template
+        )
     if not config.prompt.strip():
         raise InputError("the prompt is empty; give at least one token")
-    return [("p001", config.prompt)]
+    return [Prompt("p001", config.prompt, "PROMPT")]
 
 
-def _prompts(texts: Sequence[tuple[str, str]], config: AttackConfig, model: TruncatedModel) -> list[Case]:
+def _prompts(prompts: Sequence[Prompt], config: AttackConfig, model: TruncatedModel) -> list[Case]:
     longest = _longest(model)
     cases = []
-    for index, (id, text) in enumerate(texts):
-        tokens = model.tokenize(text, config.max_tokens)
+    for index, prompt in enumerate(prompts):
+        tokens = model.tokenize(prompt, config.max_tokens)
         if longest is not None and len(tokens) > longest:
             raise InputError(
-                f"prompt {id} has {len(tokens)} tokens, and {config.model} takes {longest}; use --max-tokens"
+                f"prompt {prompt.id} has {count_of(len(tokens), 'token')}, and {config.model} takes "
+                f"{longest}; use --max-tokens"
             )
-        cases.append(Case(index, id, GroundTruth(tuple(tokens))))
+        cases.append(Case(index, prompt.id, GroundTruth(tuple(tokens))))
     return cases
 
 
@@ -260,7 +262,9 @@ def _given(
         check_observation(observation, model, any_width=any_width)
         last = (observation.info.positions or (len(observation.states) - 1,))[-1]
         if longest is not None and last >= longest:
-            raise InputError(f"the observation has {last + 1} tokens, and {model.ref.name} takes {longest}")
+            raise InputError(
+                f"the observation has {count_of(last + 1, 'token')}, and {model.ref.name} takes {longest}"
+            )
     truths: Sequence[GroundTruth | None] = [None] * len(observations)
     if secrets is not None:
         if len(secrets) != len(observations) or not all(map(_fits, secrets, observations)):
@@ -272,7 +276,7 @@ def _given(
             if (token := max(ground_truth.tokens)) >= model.vocab_size:
                 raise InputError(
                     f"{config.truth}: secrets[{i}].tokens holds {token}, and {model.ref.name} has "
-                    f"{model.vocab_size} tokens; it is the truth of another model"
+                    f"{count_of(model.vocab_size, 'token')}; it is the truth of another model"
                 )
         truths = secrets
     cases = [

@@ -36,10 +36,16 @@ PromptsOpt = Annotated[
     Option(
         "--prompts",
         metavar="SRC",
-        help="File (text, JSON, CSV, parquet), 'hf:NAME…', '-' or 'builtin' (default).",
+        help="File (text, JSON, CSV, parquet, Arrow), 'hf:NAME…', '-' or 'builtin' (default).",
     ),
 ]
 ColumnOpt = Annotated[str | None, Option("--column", metavar="NAME", help="Column that holds the prompts.")]
+TemplateOpt = Annotated[
+    bool,
+    Option(
+        "--template/--no-template", help="Messages in the model's chat template, or their contents alone."
+    ),
+]
 LimitOpt = Annotated[
     Positive | None, Option("--limit", metavar="N", min=1, max=LARGEST, help="At most so many prompts.")
 ]

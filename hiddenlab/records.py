@@ -19,7 +19,9 @@ from typing_extensions import TypedDict
 
 from hiddenlab.errors import HiddenlabError, InputError
 from hiddenlab.summary import Sample, sample_form
+from hiddenlab.text import count_of
 from hiddenlab.utils.digests import digest_of
+from hiddenlab.utils.files import put_file
 from hiddenlab.utils.schema import CLOSED, Count, Finite, Positive, loads, parse, read_bytes
 
 FORMAT = 1
@@ -163,14 +165,9 @@ class Recorder:
         if self.path is None:
             return
         text = json.dumps(finite(asdict(self.record)), ensure_ascii=False, indent=1) + "\n"
-        work = self.path / f".{RECORD}.{os.getpid()}"
         try:
-            work.unlink(missing_ok=True)
-            with open(work, "xb", buffering=0, opener=_private) as handle:
-                _write_all(handle, text.encode())
-            os.replace(work, self.path / RECORD)
+            put_file(self.path / RECORD, text.encode(), private=True)
         except OSError as error:
-            work.unlink(missing_ok=True)
             raise self._cannot_write(error) from None
 
     def close(self, status: str, summary: dict[str, Any] | None = None, error: str | None = None) -> None:
@@ -210,8 +207,9 @@ class Recorder:
 
     def _cannot_write(self, error: OSError) -> RecordError:
         return RecordError(
-            f"cannot write the record in {self.path}: {_reason(error)}; its {len(self.samples)} recorded "
-            f"prompts stay readable, and 'hiddenlab rerun {self.path} --resume' continues it"
+            f"cannot write the record in {self.path}: {_reason(error)}; what it holds "
+            f"({count_of(len(self.samples), 'prompt')}) stays readable, and "
+            f"'hiddenlab rerun {self.path} --resume' continues it"
         )
 
 

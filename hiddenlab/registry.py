@@ -13,6 +13,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 from hiddenlab.errors import HiddenlabError, InputError, UnknownNameError
+from hiddenlab.text import first_line
 
 BUILTINS: dict[str, dict[str, str]] = {
     "attacks": {
@@ -211,7 +212,7 @@ def resolve(kind: str, name: str) -> Callable[..., Any]:
     except Exception as error:  # a plugin's import may fail in any way; the user is told which plugin it is
         raise HiddenlabError(
             f"cannot load the {_SINGULAR[kind]} {name!r} ({entry.value}, from {_origin(entry)}): "
-            f"{type(error).__name__}: {_first_line(error)}"
+            f"{type(error).__name__}: {first_line(error)}"
         ) from error
     if not callable(factory):
         raise HiddenlabError(f"the {_SINGULAR[kind]} {name!r} ({entry.value}) is no class or function")
@@ -278,7 +279,7 @@ def build(kind: str, spec: str, **extra: Any) -> Any:
     try:
         return factory(**values)
     except (TypeError, ValueError) as error:
-        raise InputError(f"the {what} refuses its parameters ({_first_line(error)}); {takes}") from error
+        raise InputError(f"the {what} refuses its parameters ({first_line(error)}); {takes}") from error
 
 
 def parameters(kind: str, name: str) -> dict[str, inspect.Parameter]:
@@ -324,10 +325,6 @@ def _origin(entry: EntryPoint) -> str:
     if entry.group == "builtin":
         return "hiddenlab itself"
     return f"the plugin {entry.dist.name}" if entry.dist is not None else "a plugin"
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).strip().splitlines()), "no reason given")
 
 
 def _parameters(factory: Callable[..., Any]) -> dict[str, inspect.Parameter]:

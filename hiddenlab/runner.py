@@ -19,7 +19,7 @@ from hiddenlab.models.request import packs
 from hiddenlab.records import Recorder, RunRecord, check_new
 from hiddenlab.scoring import missing_tokens, pieces_of, score
 from hiddenlab.summary import NOT_APPLICABLE, Sample, figures_of, summarise
-from hiddenlab.text import coloured, html
+from hiddenlab.text import coloured, count_of, html
 from hiddenlab.types import AttackResult, GroundTruth, Observation, Progress, silent
 from hiddenlab.utils.environment import peak_memory_mb
 
@@ -48,7 +48,7 @@ class Run:
 
     def __repr__(self) -> str:
         where = "not recorded" if self.path is None else self.path
-        return f"Run({len(self.samples)} prompts, {self.record.status}, {where})"
+        return f"Run({count_of(len(self.samples), 'prompt')}, {self.record.status}, {where})"
 
     def _repr_html_(self) -> str:
         rows = []

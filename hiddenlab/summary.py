@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, NotRequired
 from pydantic import Field, with_config
 from typing_extensions import TypedDict
 
-from hiddenlab.text import Status
+from hiddenlab.text import Status, count_of
 from hiddenlab.utils.schema import CLOSED, Count, Finite, TokenId
 
 Sample = dict[str, Any]  # one line of samples.jsonl, see ``hiddenlab.runner.sample_of``
@@ -134,13 +134,19 @@ def summarise(samples: Sequence[Sample]) -> dict[str, Any]:
     }
 
 
+def not_applicable(samples: Sequence[Sample]) -> str | None:
+    """Return why the attack could not use any prompt's observation; None where it could, or there is no prompt."""
+    attacked = any(sample["status"] != NOT_APPLICABLE for sample in samples)
+    return None if attacked or not samples else samples[0]["reason"]
+
+
 def advice(samples: Sequence[Sample]) -> list[str]:
     """Return what rows were found to be, or what to check where searches ended for a reason with a likely cause."""
     if told := [f"{sample['id']}: {sample['diagnosis']}" for sample in samples if "diagnosis" in sample]:
         return told
     reasons = [sample.get("stop_reason") for sample in samples]
     return [
-        f"{reasons.count(reason)} of {len(samples)} prompts: {text}"
+        f"{reasons.count(reason)} of {count_of(len(samples), 'prompt')}: {text}"
         for reason, text in ADVICE.items()
         if reason in reasons
     ]

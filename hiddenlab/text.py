@@ -1,7 +1,7 @@
 """Make text safe to print and to show, whoever wrote it."""
 
 import unicodedata
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from html import escape
 from itertools import groupby
 from typing import Literal
@@ -20,6 +20,18 @@ _STYLES: dict[Status, str] = {
 # Joiners that Persian, Indian scripts and emoji need; they change neither order nor colour.
 _KEPT = "\u200c\u200d"
 _UNSAFE = {"Cc", "Cf", "Cs", "Zl", "Zp"}  # controls, formats (reading order), half pairs, line separators
+
+
+def count_of(number: int | None, noun: str) -> str:
+    """Return a number with its noun: ``1 prompt``, ``2 prompts``, ``3 entries``."""
+    several = f"{noun[:-1]}ies" if noun.endswith("y") else f"{noun}s"
+    return f"{'?' if number is None else number} {noun if number == 1 else several}"
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of an error of a library, or its kind where it says nothing."""
+    lines = str(error).strip().splitlines()
+    return lines[0][:300].rstrip(":") if lines else type(error).__name__
 
 
 def visible(text: str) -> str:
@@ -51,6 +63,12 @@ def coloured(pieces: Iterable[tuple[str, Status]]) -> str:
 def markdown(text: str) -> str:
     """Escape a text for a line or a table's cell of Markdown: no HTML, no columns, no control characters."""
     return escape(visible(text), quote=False).replace("|", "\\|")
+
+
+def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]], left: int) -> list[str]:
+    """Return the lines of a table of Markdown; all columns but the first ``left`` are aligned to the right."""
+    lines = [f"| {' | '.join(cells)} |" for cells in (head, *rows)]
+    return [lines[0], f"|{'---|' * left}{'---:|' * (len(head) - left)}", *lines[1:]]
 
 
 def _shown(char: str) -> str:

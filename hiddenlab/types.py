@@ -16,7 +16,7 @@ from pydantic import AfterValidator, Field
 from torch import Tensor
 
 from hiddenlab.errors import InputError
-from hiddenlab.text import Status, coloured, html
+from hiddenlab.text import Status, coloured, count_of, html
 from hiddenlab.utils.schema import CLOSED, Count, Finite, Layer, Position, check, one_of
 
 LAST_STREAMS = ("final_norm", "logits")  # which exist after the last layer only
@@ -138,7 +138,9 @@ class Observation:
         if rows == 0:
             raise InputError("the observation has no rows")
         if positions is not None and len(positions) != rows:
-            raise InputError(f"the observation has {rows} rows, but {len(positions)} positions")
+            raise InputError(
+                f"the observation has {count_of(rows, 'row')}, but {count_of(len(positions), 'position')}"
+            )
         # Not every 8-bit float has such a test of its own.
         finite = torch.isfinite(self.states.float() if self.states.dtype.itemsize == 1 else self.states)
         if not bool(finite.all()):
@@ -187,7 +189,7 @@ class Observation:
         rows, width = self.states.shape
         channel = " | ".join(self.info.channel) or "identity"
         return (
-            f"Observation({rows} rows × {width}, {self.info.site} of {self.info.model}, channel {channel}; "
+            f"Observation({count_of(rows, 'row')} × {width}, {self.info.site} of {self.info.model}, channel {channel}; "
             f"the attacker knows the states and the channel, not tokens, permutations or noise)"
         )
 
@@ -209,7 +211,7 @@ class GroundTruth:
     text: str | None = None
 
     def __repr__(self) -> str:
-        return f"GroundTruth({len(self.tokens)} tokens, not shown)"
+        return f"GroundTruth({count_of(len(self.tokens), 'token')}, not shown)"
 
 
 @dataclass(frozen=True)
@@ -269,12 +271,11 @@ class AttackResult:
 
     def __repr__(self) -> str:
         sure = sum(token.verified for token in self.tokens)
-        return (
-            f"AttackResult({str(self)!r}, {sure} of {len(self.tokens)} tokens verified, {self.stop_reason})"
-        )
+        verified = f"{sure} of {count_of(len(self.tokens), 'token')} verified"
+        return f"AttackResult({str(self)!r}, {verified}, {self.stop_reason})"
 
     def _repr_html_(self) -> str:
         """Show the text coloured in a notebook: green for verified tokens, yellow for others, grey for missing ones."""
         sure = sum(token.verified for token in self.tokens)
-        said = f"{sure} of {len(self.tokens)} tokens verified; {self.stop_reason}"
+        said = f"{sure} of {count_of(len(self.tokens), 'token')} verified; {self.stop_reason}"
         return f"<div>{coloured(self.pieces or ((str(self), 'unverified'),))}<br><small>{html(said)}</small></div>"

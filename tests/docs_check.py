@@ -24,6 +24,7 @@ FILES = {
     "prompts.txt": "Where is the key?\nUnder the mat.\n",
     "chats.jsonl": '{"question": "Where is the key?"}\n',
     "chats.csv": "id,question\n1,Where is the key?\n",
+    "messages.jsonl": '{"messages": [{"role": "user", "content": "Where is the key?"}]}\n',
 }
 ENDS_SO = re.compile(r"^(hiddenlab .*?)\s+# exit 1\b.*$", re.M)
 LONGEST = 900.0  # seconds of one block

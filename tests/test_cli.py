@@ -17,12 +17,13 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner, Result
 
+from hiddenlab import __version__, registry
 from hiddenlab import records as record_module
-from hiddenlab import registry
 from hiddenlab.base import Attack
 from hiddenlab.cli import app, console
 from hiddenlab.cli.show import rows_table
 from hiddenlab.errors import NotApplicableError
+from hiddenlab.text import count_of
 from hiddenlab.types import AttackResult, Observation, ObservationInfo, TokenPrediction
 
 Run = Callable[..., Result]
@@ -198,13 +199,53 @@ def test_one_prompt_does_not_depend_on_the_others(run: Run, model: str, prompts:
 
 def test_not_applicable_is_said_and_not_zero(run: Run, model: str) -> None:
     options = ("--model", model, "--attack", "nearest", "--no-record", "--defense", "seq-perm")
-    data = json.loads(run("attack", "a prompt", *options, "--json").stdout)
+    result = run("attack", "a prompt", *options, "--json", code=2)
+    said = "error: nearest could not be applied to any prompt: nearest needs the rows in order"
+    assert said in result.stderr.splitlines()
+    data = json.loads(result.stdout)
     assert data["samples"][0]["status"] == "not applicable"
     assert data["samples"][0]["reason"] == "nearest needs the rows in order"
     assert data["summary"]["not_applicable"] == 1
     for name in ("exact", "token_accuracy", "rouge_l", "attack_seconds", "verified", "slowdown_vs_prefill"):
         assert data["summary"][name] is None
-    assert "not applicable: nearest needs" in run("attack", "a prompt", *options).stdout
+    result = run("attack", "a prompt", *options, code=2)
+    assert "not applicable: nearest needs" in result.stdout and "–" not in result.stdout
+    assert said in result.stderr.splitlines()
+
+
+def test_the_engine_is_named_where_it_is_not_the_packed_one(run: Run, model: str) -> None:
+    options = ("attack", "ab", "--model", model, "--attack", "nearest", "--no-record")
+    said = "the plain engine ran the model, one sequence for each candidate; --engine plain"
+    assert said in run(*options, "--engine", "plain").stderr.splitlines()
+    assert said in run(*options, "--engine", "plain", "--json").stderr.splitlines()
+    assert "engine" not in run(*options).stderr
+    message = refused(run(*options, "--engine", "plain", "--stream", "q", code=2))
+    assert message == "error: the stream q needs the packed engine; leave --engine out"
+
+
+def test_one_is_one(run: Run, model: str) -> None:
+    """No message counts "1 prompts"."""
+    result = run("capture", "a", "--model", model, "-o", "a.safetensors")
+    assert "a.safetensors: 1 prompt, 1 row, " in result.stdout
+    assert [count_of(n, "entry") for n in (0, 1, 2)] == ["0 entries", "1 entry", "2 entries"]
+
+
+def test_chats_nulls_and_token_ids(run: Run, model: str, tmp_path: Path) -> None:
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    rows = [{"messages": chat}, {"messages": None}, {"messages": chat[:1]}]
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = ("--model", model, "--attack", "nearest", "--no-record", "--json")
+    message = refused(run("attack", "--prompts", "p.jsonl", "--limit", "1", *options, code=2))
+    assert f"{model} has no chat template for the messages of prompt p001; use --no-template" in message
+    result = run("attack", "--prompts", "p.jsonl", "--no-template", *options)
+    samples = json.loads(result.stdout)["samples"]
+    assert [(sample["id"], sample["recovered"]) for sample in samples] == [("p001", "a\nb"), ("p003", "a")]
+    assert (
+        "p.jsonl: left out 1 of 3 entries, which hold no text (null or blank)" in result.stderr.splitlines()
+    )
+    (tmp_path / "ids.jsonl").write_text("[65, 66]\n")
+    data = json.loads(run("attack", "--prompts", "ids.jsonl", *options).stdout)
+    assert data["samples"][0]["recovered_ids"] == [65, 66]
 
 
 def test_standard_input_is_kept_in_the_spec(run: Run, model: str) -> None:
@@ -378,6 +419,7 @@ def test_full_disk(
         (("x", "--attack", "nearest:epsilon=abc"), "epsilon"),
         (("x", "--device", "gpu"), "unknown device"),
         (("x", "--prompts", "p.txt"), "not both"),
+        (("x", "--no-template"), "--no-template goes with --prompts"),
         (("x", "--truth", "t.json"), "--truth goes with --observation"),
         (("x", "--observation", "o.safetensors"), "leave out a PROMPT"),
         (("--observation", "absent.safetensors"), "no observation file"),
@@ -424,6 +466,30 @@ def test_usage_errors(run: Run, arguments: tuple[str, ...]) -> None:
     result = run(*arguments, code=2)
     assert "Traceback" not in result.stderr
     assert not result.stdout
+
+
+def test_a_wrong_choice_is_said_without_the_validators_words(run: Run) -> None:
+    message = run("attack", "x", "--engine", "fast", code=2, env={"COLUMNS": "200"}).stderr
+    assert "Invalid value for '--engine': 'fast' is not one of 'auto', 'packed', 'plain'." in message
+
+
+def test_version(run: Run) -> None:
+    assert run("--version").stdout == f"hiddenlab {__version__}\n"
+
+
+def test_an_interrupt_while_the_command_line_is_imported_leaves_no_traceback() -> None:
+    code = (
+        "import sys\n"
+        "class Interrupting:\n"
+        "    def find_spec(self, name, *rest):\n"
+        "        if name == 'hiddenlab.cli':\n"
+        "            raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Interrupting())\n"
+        "from hiddenlab.__main__ import main\n"
+        "main()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert (done.returncode, done.stderr) == (130, "interrupted\n")
 
 
 def test_capture_into_nowhere(run: Run, model: str) -> None:
@@ -504,7 +570,7 @@ def test_help_loads_no_torch(verb: str) -> None:
 def test_help_shows_every_option_of_the_contract(run: Run) -> None:
     text = run("attack", "--help", env={"COLUMNS": "200", "TERM": "dumb"}).stdout
     wanted = (
-        "prompts column limit max-tokens observation model layer stream defense search proposal distance "
+        "prompts column no-template limit max-tokens observation model layer stream defense search proposal distance "
         "epsilon budget seed device dtype out no-record json attack threads runs-dir batch device-map truth"
     )
     assert [name for name in wanted.split() if f"--{name}" not in text] == []

@@ -23,7 +23,7 @@ from hiddenlab.eval.measures.intervals import mean, ratio, share
 from hiddenlab.eval.tables import paper
 from hiddenlab.job import build_attack
 from hiddenlab.prompts import Prompt, load_prompts
-from hiddenlab.report.tables import grid, markdown_table
+from hiddenlab.report.tables import grid, table_page
 from hiddenlab.types import Progress
 
 Measure = Callable[[dict[str, Any], Path, Progress], Any]
@@ -107,7 +107,7 @@ def test_what_cannot_be_measured_says_why_and_is_tried_again(
     assert found.rows == [["1", "–", "50.0 %"], ["2", "20.0 % [10.0, 90.0]", "50.0 %"]]
     assert found.header == ["x", "exact prompts", "paper: exact, Gemma"]
     assert found.reasons == ["not run: 1: there is nothing to attack"]
-    text = markdown_table(table)
+    text = table_page(table)
     assert "| 2 | 20.0 % [10.0, 90.0] | 50.0 % |" in text and "- not run: 1: there is nothing" in text
 
 
@@ -145,7 +145,7 @@ def test_of_several_experiments_one_that_does_not_fit_does_not_end_the_others(
     (tmp_path / "table-8.json").write_text("as it was")
     wrong, right = command.run(["table-8", "table-1"], setting, {}, tmp_path, measure=False)
     assert wrong["rows"] == [] and wrong["notes"] == ["not run: this experiment takes one layer"]
-    assert "- not run: this experiment takes one layer" in markdown_table(wrong)
+    assert "- not run: this experiment takes one layer" in table_page(wrong)
     assert [row["keys"]["layer"] for row in right["rows"]] == [1, 2]
     assert (tmp_path / "table-8.json").read_text() == "as it was"
     with pytest.raises(InputError, match="no model at"):
@@ -187,7 +187,7 @@ def test_tables_name_the_versions_that_measured_them(measured: list[dict[str, An
     folded = Experiment("A table", cells, {"exact": "exact prompts"}, fold=lambda rows: rows[:1])
     table = conduct("t", folded, tmp_path, measure=False)
     assert table["versions"] == ["a", "b"]
-    assert "Measured by a, b." in markdown_table(table)
+    assert "Measured by a, b." in table_page(table)
 
 
 def test_a_folder_that_cannot_be_written(measured: list[dict[str, Any]], tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ import copy
 import gc
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hiddenlab.errors import InputError
 from hiddenlab.eval.bench import chains
 from hiddenlab.models import Prefix, Request, TruncatedModel, engine, load_model
-from hiddenlab.testing import DECODERS, LAYERS, VOCABULARY, WIDTH, WINDOW, PlainModel
+from hiddenlab.models.tokens import token_ids
+from hiddenlab.prompts import Prompt
+from hiddenlab.testing import DECODERS, LAYERS, VOCABULARY, WIDTH, WINDOW, PlainModel, byte_tokenizer
 
 LoadModel = Callable[..., TruncatedModel]
 TinyPath = Callable[..., str]
@@ -461,6 +463,36 @@ def test_tokens_and_text(tiny: TinyPath) -> None:
     assert model.special_ids == [256, 257]
     with pytest.raises(InputError, match="empty"):
         model.tokenize("")
+
+
+def test_messages_go_through_the_chat_template() -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = (
+        "{{ bos_token }}{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
+        "<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    asked = {"role": "user", "content": "é?"}
+    chat = Prompt("p001", "é?", "s", messages=(asked,))
+    text = tokenizer.decode(token_ids(tokenizer, chat, "m"))
+    assert text == "<s><user>é?<assistant>"
+    assert token_ids(tokenizer, chat, "m")[0] == 256  # a control token, and none put before it
+    answered = replace(chat, messages=(asked, {"role": "assistant", "content": "!"}))
+    assert tokenizer.decode(token_ids(tokenizer, answered, "m")) == "<s><user>é?<assistant>!"
+    assert token_ids(tokenizer, chat, "m", most=2) == token_ids(tokenizer, chat, "m")[:2]
+    with pytest.raises(InputError, match=r"template of m refuses the messages of prompt p001 \(no tools\)"):
+        token_ids(tokenizer, replace(chat, messages=({"role": "tool", "content": "x"},)), "m")
+    with pytest.raises(
+        InputError, match="m has no chat template for the messages of prompt p001; use --no-template"
+    ):
+        token_ids(byte_tokenizer(), chat, "m")
+    assert tokenizer.decode(token_ids(tokenizer, replace(chat, messages=None), "m")) == "é?"
+
+
+def test_token_ids_need_no_tokenizer(tiny_model: LoadModel) -> None:
+    model, prompt = tiny_model("llama", 1), Prompt("p001", "5 7", "s", tokens=(5, 7))
+    assert model.tokenizer is None and model.tokenize(prompt) == [5, 7]
+    with pytest.raises(InputError, match=f"p001 holds the token id {model.vocab_size}, and .* tokens"):
+        model.tokenize(replace(prompt, tokens=(5, model.vocab_size)))
 
 
 @pytest.mark.parametrize("architecture", DECODERS)

@@ -19,7 +19,7 @@ from hiddenlab.eval.tables import paper
 from hiddenlab.eval.tables.attack import table_18, table_19, table_20, table_21, table_22
 from hiddenlab.eval.tables.noise import noise, noise_utility, order
 from hiddenlab.models import load_model
-from hiddenlab.report.tables import grid, markdown_table
+from hiddenlab.report.tables import grid, table_page
 from hiddenlab.testing import PlainModel
 from hiddenlab.types import Progress
 from hiddenlab.utils.random import generator
@@ -279,7 +279,7 @@ def test_the_whole_table(tiny: Callable[..., str], tmp_path: Path, monkeypatch: 
         "random-prefix", "–", "identity", "2", "0.500 [0.400, 0.600]", "50.0 % [40.0, 60.0]"
     ]  # fmt: skip
     assert cells.reasons == []
-    assert "| gaussian | 2 | identity | 2 |" in markdown_table(table)
+    assert "| gaussian | 2 | identity | 2 |" in table_page(table)
     from hiddenlab.report.plots import draw_table
 
     assert draw_table(table, tmp_path) == tmp_path / "noise-utility.png"

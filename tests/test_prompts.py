@@ -5,17 +5,20 @@ import io
 import json
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
+import pyarrow.ipc
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hiddenlab.errors import InputError
+from hiddenlab.errors import HiddenlabWarning, InputError
 from hiddenlab.prompts import Prompt, load_prompts
 
 TEXTS = st.lists(st.text(min_size=1).filter(str.strip), min_size=1, max_size=5)
@@ -86,14 +89,11 @@ def test_builtin_ids_are_those_in_the_file() -> None:
 
 
 def test_of_the_turns_of_a_conversation_the_first_counts(tmp_path: Path) -> None:
-    (tmp_path / "turns.jsonl").write_text('{"turns": ["a b", "c"]}\n{"turns": []}\n')
+    (tmp_path / "turns.jsonl").write_text('{"turns": ["a b", "c"]}\n{"turns": ["d", 5]}\n')
     where = str(tmp_path / "turns.jsonl")
-    assert [one.text for one in load_prompts(where, column="turns", limit=1)] == ["a b"]
-    with pytest.raises(InputError, match="line 2: a prompt must be a string, and this is of type list"):
+    assert [prompt.text for prompt in load_prompts(where, column="turns", limit=1)] == ["a b"]
+    with pytest.raises(InputError, match=r"line 2: a prompt must be a string, .* and this is of type list"):
         load_prompts(where, column="turns")
-    (tmp_path / "lists.json").write_text('[["a", "b"]]')
-    with pytest.raises(InputError, match="of type list"):
-        load_prompts(str(tmp_path / "lists.json"))
 
 
 def test_builtin_is_varied() -> None:
@@ -205,7 +205,7 @@ def test_standard_input_is_one_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     feed(" a\n---\nb é \n\n".encode())
     assert load_prompts("-") == [Prompt("p001", " a\n---\nb é \n", "-")]
     feed(b" \n")
-    assert refusal("-") == "-, the whole input: the prompt is empty"
+    assert refusal("-") == "standard input holds no prompts"
     feed(b"\xff")
     assert "standard input is not UTF-8" in refusal("-")
 
@@ -227,13 +227,11 @@ def test_tables(write: Write) -> None:
     assert texts(write("n.ndjson", '{"text": "a"}\n"b"\n'), limit=1) == ["a"]
 
 
-def test_a_table_is_not_read_further_than_asked(write: Write) -> None:
-    assert texts(write("p.csv", 'text\na\nb\n"c\n'), limit=2) == ["a", "b"]
-
-
-def test_what_stands_where_in_a_table(write: Write) -> None:
-    """A line is counted as an editor does, also behind a field of several lines."""
-    assert "line 5: the prompt is empty" in refusal(write("p.csv", 'text\n"a\nb"\nc\n" "\n'))
+def test_the_first_line_of_a_table_decides_its_delimiter(write: Write) -> None:
+    assert texts(write("p.csv", "id;text\n1;a, b\n")) == ["a, b"]
+    assert texts(write("p.csv", '\ufeff"text"|id\r\na;b, c;d|1\r\n')) == ["a;b, c;d"]
+    assert texts(write("p.csv", "text\na; b\n")) == ["a; b"]
+    assert texts(write("p.csv", '"a; b; c",text\n1,x\n')) == ["x"]
 
 
 def test_json_list(write: Write) -> None:
@@ -245,6 +243,88 @@ def test_parquet(parquet: Callable[..., str]) -> None:
     path = parquet({"n": [1, 2], "prompt": ["a ", "é\nb"], "dotted.name": ["x", "y"]})
     assert texts(path) == ["a ", "é\nb"]
     assert texts(path, column="dotted.name") == ["x", "y"]
+
+
+CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "é?"}]
+
+
+def test_conversations(write: Write, parquet: Callable[..., str]) -> None:
+    """The same messages come out of every form in which people keep them."""
+    parts = [{**CHAT[0], "name": None}, {"role": "user", "content": [{"type": "text", "text": "é"}, "?"]}]
+    sharegpt = [{"from": "system", "value": "Be brief."}, {"from": "human", "value": "é?"}]
+    sources = [
+        write("plain.jsonl", json.dumps({"id": "7", "messages": CHAT})),
+        write("parts.jsonl", json.dumps({"messages": parts})),
+        write("share.jsonl", json.dumps({"conversations": sharegpt})),
+        write("bare.jsonl", json.dumps(CHAT)),
+        write("request.json", json.dumps({"model": "m", "messages": CHAT})),
+        write("one.json", json.dumps(CHAT)),
+        write("chat.csv", "id;messages\n1;" + '"' + json.dumps(CHAT).replace('"', '""') + '"\n'),
+        parquet({"id": ["7"], "messages": [parts[:1] + CHAT[1:]]}),
+        parquet({"id": [7], "chat": [CHAT]}, name="named.parquet"),
+    ]
+    for source in sources:
+        (prompt,) = load_prompts(source)
+        assert prompt.text == "Be brief.\né?" and list(prompt.messages or ()) == CHAT, source
+        (plain,) = load_prompts(source, template=False)
+        assert plain.text == prompt.text and plain.messages is None
+
+
+def test_what_else_a_message_has_is_kept_for_the_template(write: Write) -> None:
+    called = {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}
+    (prompt,) = load_prompts(write("p.jsonl", json.dumps({"messages": [*CHAT, called]})))
+    assert prompt.messages is not None
+    assert prompt.messages[-1] == {"role": "assistant", "content": "", "tool_calls": [{"name": "f"}]}
+
+
+def test_token_ids(write: Write) -> None:
+    (prompt,) = load_prompts(write("p.jsonl", "[5, 0, 7]\n"))
+    assert prompt.tokens == (5, 0, 7) and prompt.text == "5 0 7"
+
+
+def test_nulls_are_left_out_and_counted(write: Write, parquet: Callable[..., str]) -> None:
+    sources = [
+        parquet({"text": ["a", None, " \n", "b"]}),
+        write("p.jsonl", '{"text": "a"}\n{"text": null}\n{"text": ""}\n{"text": "b"}\n'),
+        write("p.csv", 'id,text\n1,a\n2,\n3," "\n4,b\n'),
+        write("p.json", '["a", null, [], "b"]'),
+        write("p.txt", "a\n---\n \n---\n---\nb\n"),
+    ]
+    for source in sources:
+        with pytest.warns(HiddenlabWarning) as said:
+            prompts = load_prompts(source)
+        assert [(p.id, p.text) for p in prompts] == [("p001", "a"), ("p004", "b")]
+        expected = f"{source}: left out 2 of 4 entries, which hold no text (null or blank)"
+        assert [str(warning.message) for warning in said] == [expected]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert texts(sources[0], limit=1) == ["a"]
+
+
+@pytest.mark.parametrize("name", ["p.arrow", "p.feather"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_arrow(tmp_path: Path, name: str, stream: bool) -> None:
+    path, table = (
+        tmp_path / name,
+        pa.table({"n": [1, 2, 3], "question": ["a", None, "é\nb"], "text.x": [1, 2, 3]}),
+    )
+    with (pa.ipc.new_stream if stream else pa.ipc.new_file)(str(path), table.schema) as file:
+        for batch in table.to_batches(max_chunksize=2):
+            file.write_batch(batch)
+    with pytest.warns(HiddenlabWarning, match="1 of 3"):
+        assert texts(str(path)) == ["a", "é\nb"]
+    assert texts(str(path), limit=1) == ["a"]
+
+
+def test_offsets_of_an_arrow_file_stay_inside_of_it(tmp_path: Path) -> None:
+    """They come from the file, and pyarrow reads where they point to unless it is asked to check."""
+    text = pa.Array.from_buffers(
+        pa.string(), 2, [None, pa.py_buffer(np.array([0, 2**30, 2], "int32").tobytes()), pa.py_buffer(b"ab")]
+    )
+    batch = pa.record_batch([text], ["text"])
+    with pa.ipc.new_file(str(tmp_path / "p.arrow"), batch.schema) as file:
+        file.write_batch(batch)
+    assert "cannot load" in refusal(str(tmp_path / "p.arrow"))
 
 
 def test_limit_reads_no_further(write: Write, parquet: Callable[..., str]) -> None:
@@ -275,9 +355,9 @@ def test_data_set_in_a_local_directory(write: Write, parquet: Callable[..., str]
 def test_unusable_data_sets(write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write("rows/train.jsonl", '{"a": "x", "b": null}\n')
     where = f"hf:{tmp_path / 'rows'}"
-    assert refusal(where) == f"{where} has no column 'text' or 'prompt'; it has 'a', 'b'"
+    assert texts(where) == ["x"]
     assert "it has 'a', 'b'" in refusal(where, column="text")
-    assert refusal(f"{where}:::b") == f"{where}:::b, row 1: a prompt must be a string, and this is null"
+    assert refusal(f"{where}:::b") == f"{where}:::b holds no prompts"
     assert "Bad split: none" in refusal(f"{where}::none")
     assert "'none' not found" in refusal(f"{where}:none")
     assert "is not of the form" in refusal("hf:")
@@ -298,16 +378,38 @@ def test_unusable_data_sets(write: Write, tmp_path: Path, monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
-        ("p.jsonl", '{"a": "x", "b": 1}\n', "line 1, has no column 'text' or 'prompt'; it has 'a', 'b'"),
+        ("p.jsonl", '{"a": 2, "b": 1}\n', "line 1, has no column with texts; it has 'a', 'b'"),
+        (
+            "p.jsonl",
+            '{"a": "x", "b": "y"}\n',
+            "line 1, has several columns with texts: 'a', 'b'; choose with --column NAME",
+        ),
         ("p.jsonl", '{"text": "x"}\n{"a": 1}\n', "line 2, has no column 'text'; it has 'a'"),
         ("p.jsonl", '{"text": "x"}\n{}\n', "line 2, has no column 'text'; it has none at all"),
         ("p.jsonl", '{"text": "x"}\n\n{"text": \n', "line 3 is not valid JSON"),
         ("p.jsonl", "[" * 100_000, "line 1 is not valid JSON"),
-        ("p.jsonl", '{"text": 5}\n', "line 1: a prompt must be a string, and this is of type int"),
-        ("p.jsonl", '{"text": null}\n', "line 1: a prompt must be a string, and this is null"),
-        ("p.jsonl", "[1]\n", "line 1: a prompt must be a string, and this is of type list"),
+        (
+            "p.jsonl",
+            '{"text": 5}\n',
+            "line 1: a prompt must be a string, a list of messages, or one of token ids, and this is of type int",
+        ),
+        ("p.jsonl", '{"text": null}\n', "holds no prompts"),
+        ("p.jsonl", "[1.5]\n", "line 1: a prompt must be a string"),
+        ("p.jsonl", '{"messages": [1, "x"]}\n', "line 1: a prompt must be a string"),
+        ("p.jsonl", '{"messages": [{"role": "user"}, 5]}\n', "line 1: a prompt must be a string"),
+        (
+            "p.jsonl",
+            '{"messages": [{"content": "x"}]}\n',
+            "line 1: a message has a role and a content that are texts",
+        ),
+        ("p.jsonl", '{"messages": [{"role": "user", "content": 5}]}\n', "this one has ['role', 'content']"),
+        (
+            "p.jsonl",
+            '{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}\n',
+            "line 1: a message has a part that is no text (image_url)",
+        ),
+        ("p.csv", "messages\n[{'role': 'user'}]\n", "row 1, 'messages' is not valid JSON"),
         ("p.jsonl", '{"text": "x"}\n"y"\n', "line 2: no column 'text', this is of type str"),
-        ("p.jsonl", '{"text": "x"}\n{"text": " "}\n', "line 2: the prompt is empty"),
         ("p.jsonl", '{"text": "\\ud800"}\n', "line 1: the prompt holds half a surrogate pair"),
         (
             "p.jsonl",
@@ -316,36 +418,35 @@ def test_unusable_data_sets(write: Write, tmp_path: Path, monkeypatch: pytest.Mo
         ),
         ("p.jsonl", "\n\n", "holds no prompts"),
         ("p.json", "[]", "holds no prompts"),
-        ("p.json", '{"text": "x"}', "should hold a list of objects or of strings, and it is of type dict"),
+        ("p.json", "5", "should hold a list of objects or of strings, and it is of type int"),
         ("p.json", '["x", 3]', "item 2: a prompt must be a string"),
         ("p.json", "[,]", "is not valid JSON"),
         ("p.txt", "", "holds no prompts"),
         ("p.txt", " \n\n", "holds no prompts"),
         ("p.txt", "---\n", "holds no prompts"),
-        ("p.txt", "a\n---\n \n---\nb\n", "the prompt at line 3: the prompt is empty"),
-        ("p.txt", "a\n---\n---\nb\n", "the prompt at line 3: the prompt is empty"),
+        ("p.txt", "---\n \n---\n", "holds no prompts"),
         ("p.txt", b"caf\xe9\n", "is not UTF-8 text (byte 0xe9 at offset 3)"),
-        ("p.csv", "", "holds no prompts"),
+        ("p.csv", "", "Empty CSV file"),
         ("p.csv", "text\n\n", "holds no prompts"),
         (
             "p.csv",
-            "id,question\n1,x\n",
-            "line 1 (the names of the columns), has no column 'text' or 'prompt'; it has 'id', 'question'",
+            "question,answer\nx,y\n",
+            "has several columns with texts: 'question', 'answer'; choose with --column NAME",
         ),
-        ("p.csv", "text,text\na,b\n", "line 1 (the names of the columns), has 2 columns 'text'"),
-        (
-            "p.csv",
-            "id,text\n1,a\n2,b, c\n",
-            "line 3: 3 fields, where there are 2 columns; a field with a comma",
-        ),
-        ("p.tsv", "id\ttext\n1\n", "line 2: 1 fields, where there are 2 columns; a field with a tab"),
-        ("p.csv", 'text\na\n"b\nc\n', "line 3: a quote is opened here and not closed"),
-        ("p.csv", 'text\n"a" b\n', "line 2: the quotes are not balanced"),
-        ("p.csv", "id,text\n1,a\rb\n", "line 2: a carriage return outside of quotes"),
-        ("p.csv", 'text\n"' + "a\n" * 70_000, "line 2: a field of more than 131,072 characters"),
-        ("p.csv", b"text\na\ncaf\xe9\n", "line 3 is not UTF-8 text (byte 0xe9 at offset 3)"),
-        ("p.csv", "text\na\n".encode("utf-16"), "line 1 is not UTF-8 text"),
-        ("p.csv", "id,text\n1,a\n2,\n", "line 3: the prompt is empty"),
+        ("p.csv", "id,n\n1,2\n", "has no column with texts; it has 'id', 'n'"),
+        ("p.csv", "text,text\na,b\n", "has 2 columns 'text'"),
+        ("p.csv", "id,text\n1,a\n2,b, c\n", "Row #3: Expected 2 columns, got 3: 2,b, c"),
+        ("p.tsv", "id\ttext\n1\n", "Row #2: Expected 2 columns, got 1"),
+        ("p.csv", 'text\na\n"b\nc\n', "a quote is opened and not closed"),
+        ("p.csv", 'id,text\n1,"a\n2,b\n', "a quote is opened and not closed"),
+        ("p.csv", 'text,id\n"a,1\nb,2\n', "Row #2: Expected 2 columns, got 1"),
+        ("p.csv", "id,text\n1,a\rb\n", "Row #3: Expected 2 columns, got 1: b"),
+        ("p.csv", 'text\n"' + "a\n" * 70_000, "a quote is opened and not closed"),
+        ("p.csv", b"text\na\ncaf\xe9\n", "invalid UTF8 data; convert it to UTF-8"),
+        ("p.csv", "text\na\n".encode("utf-16"), "convert it to UTF-8"),
+        ("p.csv", "id,text\n1,\n2,\n", "holds no prompts"),
+        ("p.arrow", "not arrow at all", "cannot load"),
+        ("p.feather", "", "cannot load"),
         ("p.ndjson", '{"text": \n', "line 1 is not valid JSON"),
         ("p.parquet", "not parquet at all", "cannot load"),
         ("p.parquet", "", "cannot load"),
@@ -359,11 +460,10 @@ def test_unusable_files(write: Write, name: str, content: str | bytes, said: str
 
 def test_unusable_parquet(parquet: Callable[..., str]) -> None:
     path = parquet({"a": ["x"], "b": [1]})
-    assert refusal(path) == f"{path} has no column 'text' or 'prompt'; it has 'a', 'b'"
     assert refusal(path, column="c") == f"{path} has no column 'c'; it has 'a', 'b'"
-    assert "row 1: a prompt must be a string, and this is of type int" in refusal(path, column="b")
-    assert "row 301: a prompt must be a string, and this is null" in refusal(
-        parquet({"text": ["x"] * 300 + [None]})
+    assert "row 1: a prompt must be a string" in refusal(path, column="b")
+    assert refusal(parquet({"q": [None, "x"], "r": ["y", None], "n": [1, 2]})).endswith(
+        "has several columns with texts: 'q', 'r'; choose with --column NAME"
     )
     assert refusal(parquet({"text": pa.array([], pa.string())})).endswith("holds no prompts")
 

@@ -14,7 +14,9 @@ from hiddenlab.errors import InputError
 from hiddenlab.records import RECORD, SAMPLES, Recorder, RecordError, RunRecord, read_run
 from hiddenlab.summary import summarise
 from hiddenlab.testing import attack_sample
+from hiddenlab.utils.digests import digest_of_files
 from hiddenlab.utils.environment import describe_environment, peak_memory_mb
+from hiddenlab.utils.files import new_folder
 
 
 def sample(index: int, **changes: Any) -> dict[str, Any]:
@@ -114,9 +116,12 @@ def test_a_full_disk_leaves_what_was_recorded(tmp_path: Path, monkeypatch: pytes
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(module, "_write_all", full)
-    with pytest.raises(RecordError, match=r"No space left.*its 1 recorded prompts stay readable") as caught:
+    with pytest.raises(
+        RecordError, match=r"No space left.*what it holds \(1 prompt\) stays readable"
+    ) as caught:
         recorder.append(sample(1))
     assert "\n" not in str(caught.value)
+    monkeypatch.setattr("hiddenlab.utils.files.os.fsync", lambda handle: full(io.BytesIO(), b""))
     with pytest.raises(RecordError, match="No space left"):
         recorder.close("failed")
     assert sorted(os.listdir(tmp_path / "run")) == sorted([RECORD, SAMPLES])
@@ -231,3 +236,23 @@ def test_versions_that_made_no_prompt_are_not_named() -> None:
     assert names(part(0, "b")) == ["b"]
     assert names(part(3, "b"), part(3, "c")) == ["a", "c"]
     assert names(part(3, None), part(5, "a")) == ["a", "unknown"]
+
+
+def test_a_folder_appears_whole_or_not_at_all(tmp_path: Path) -> None:
+    """The first of two processes that make the same one wins; the other leaves nothing."""
+    with pytest.raises(KeyError), new_folder(tmp_path / "made") as work:
+        (work / "half").touch()
+        raise KeyError
+    assert os.listdir(tmp_path) == []
+    with new_folder(tmp_path / "made") as first, new_folder(tmp_path / "made") as second:
+        (first / "first").touch()
+        (second / "second").touch()
+    assert os.listdir(tmp_path) == ["made"] and os.listdir(tmp_path / "made") == ["second"]
+
+
+def test_files_have_one_digest_in_their_order(tmp_path: Path) -> None:
+    paths = [tmp_path / name for name in "abc"]
+    for path in paths:
+        path.write_text(path.name)
+    digests = {digest_of_files(paths), digest_of_files(paths[::-1]), digest_of_files(paths[:2])}
+    assert len(digests) == 3 and digest_of_files(paths) == digest_of_files(iter(paths))

@@ -16,7 +16,7 @@ from hiddenlab.errors import HiddenlabError, InputError
 from hiddenlab.records import Recorder, RunRecord
 from hiddenlab.report.html import prompt_html
 from hiddenlab.report.markdown import load_runs, write_report
-from hiddenlab.report.tables import NOT_RECORDED, markdown_table
+from hiddenlab.report.tables import NOT_RECORDED, table_page
 from hiddenlab.summary import figure, summarise
 from hiddenlab.testing import attack_sample
 from hiddenlab.text import visible
@@ -64,7 +64,7 @@ def test_report_of_several_runs(tmp_path: Path) -> None:
     assert {len(re.split(r"(?<!\\)\|", row)) for row in rows} == {16}
     assert "](recovery.png)" in text
     assert "](cost.png)" in text
-    assert "](report.html)" in text
+    assert "`report.html`, written beside this page" in text
 
 
 def test_prompts_cannot_break_out_of_the_page(tmp_path: Path) -> None:
@@ -362,10 +362,10 @@ def test_a_table_without_a_command_says_so() -> None:
     table = {
         "experiment": "noise", "title": "A table", "figures": {}, "rows": [], "notes": [], "command": NOT_RECORDED
     }  # fmt: skip
-    assert "The command was not recorded. Brackets" in markdown_table(table)
+    assert "The command was not recorded. Brackets" in table_page(table)
 
 
 @pytest.mark.parametrize("path", STORED, ids=lambda path: path.stem)
 def test_every_stored_table_stands_in_the_stored_report(path: Path) -> None:
     report = (path.parents[1] / "report.md").read_text(encoding="utf-8")
-    assert markdown_table(json.loads(path.read_text(encoding="utf-8"))) in report
+    assert table_page(json.loads(path.read_text(encoding="utf-8"))) in report

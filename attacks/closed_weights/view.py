@@ -10,6 +10,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from hiddenlab.errors import InputError
+from hiddenlab.text import count_of
 from hiddenlab.utils.files import save_tensors
 
 FILE = "view.safetensors"
@@ -88,7 +89,8 @@ class ServerView:
 
     def __repr__(self) -> str:
         return (
-            f"ServerView(a permuted head of {len(self.head)} tokens, {len(self.requests)} requests; knows neither the "
+            f"ServerView(a permuted head of {count_of(len(self.head), 'token')}, "
+            f"{count_of(len(self.requests), 'request')}; knows neither the "
             "weights nor the embedding nor any order)"
         )
 

@@ -17,6 +17,7 @@ from hiddenlab.models import TruncatedModel
 from hiddenlab.models.load import load_config, load_module
 from hiddenlab.prompts import iter_prompts
 from hiddenlab.proposals.probe import fast_dtype
+from hiddenlab.text import count_of
 from hiddenlab.types import Progress
 from hiddenlab.utils.cache import cache_path
 from hiddenlab.utils.digests import digest_of
@@ -43,13 +44,15 @@ def windows(
         return own_text(model, count, length, seed, progress)
     rows: list[Tensor] = []
     for prompt in islice(iter_prompts(source), count):
-        ids = torch.tensor(model.tokenize(prompt.text))
+        ids = torch.tensor(model.tokenize(prompt))
         rows += list(ids[: len(ids) // length * length].view(-1, length))
         progress("reading texts", min(len(rows), count), count)
         if len(rows) >= count:
             break
     if not rows:
-        raise InputError(f"no text of {source} has {length} tokens; give longer ones or a smaller length")
+        raise InputError(
+            f"no text of {source} has {count_of(length, 'token')}; give longer ones or a smaller length"
+        )
     return torch.stack(rows[:count])
 
 

@@ -31,6 +31,7 @@ from hiddenlab.matching.screening import counted
 from hiddenlab.models import Prefix, TruncatedModel
 from hiddenlab.proposals.probe import Probe
 from hiddenlab.proposals.store import probes_for
+from hiddenlab.text import count_of
 from hiddenlab.types import AttackResult, Observation, ObservationInfo, TokenPrediction
 
 REACH = 3  # how many tokens before a row probes predict
@@ -186,9 +187,12 @@ class MissingTokenSearch(Attack):
         )
         unclosed, count = sum(searched.values()), len(positions) - lead
         skipped = len(searched) - unclosed
-        reasons = [f"{unclosed} of {count} rows not matched within the budget"] * bool(unclosed)
+        reasons = [f"{unclosed} of {count_of(count, 'row')} not matched within the budget"] * bool(unclosed)
         reasons += [f"{skipped} of {count} gaps longer than {self.longest}, not searched"] * bool(skipped)
-        near_reason = f"{len(unclear)} of {count} rows matched where wrong tokens come as near as right ones"
+        near_reason = (
+            f"{len(unclear)} of {count_of(count, 'row')} matched where wrong tokens come as "
+            f"near as right ones"
+        )
         reasons += [near_reason] * bool(unclear)
         reason = "; ".join(reasons) or "complete"
         return AttackResult(

@@ -21,6 +21,7 @@ from hiddenlab.defenses.cascade.node_views import Seen
 from hiddenlab.errors import InputError
 from hiddenlab.models import signature_of
 from hiddenlab.sharding import Plan
+from hiddenlab.text import count_of
 
 
 @dataclass(frozen=True)
@@ -151,10 +152,10 @@ class Cascade(ABC):
     def _check(self, work: Pass, tokens: Tensor) -> None:
         expected = work.plan.tokens - work.since
         if len(tokens) != expected:
-            raise InputError(f"the plan is for {expected} tokens, the prompt has {len(tokens)}")
+            raise InputError(f"the plan is for {count_of(expected, 'token')}, the prompt has {len(tokens)}")
         if self.facts.context is not None and work.plan.tokens > self.facts.context:
             raise InputError(
-                f"the prompt has {work.plan.tokens} tokens; the model's context holds {self.facts.context}"
+                f"the prompt has {count_of(work.plan.tokens, 'token')}; the model's context holds {self.facts.context}"
             )
         if not tokens.is_floating_point() and not bool(
             ((tokens >= 0) & (tokens < self.facts.vocabulary)).all()
@@ -165,7 +166,8 @@ class Cascade(ABC):
             alpha, attns = self.started
             if plan.alpha > alpha or not {attn_name(node) for node in plan.attn_nodes} <= attns:
                 raise InputError(
-                    f"the plan needs {plan.alpha} CompNodes and {len(plan.attn_nodes)} AttnNodes; running are {alpha} "
+                    f"the plan needs {count_of(plan.alpha, 'CompNode')} and {len(plan.attn_nodes)} "
+                    f"AttnNodes; running are {alpha} "
                     f"and {len(attns)}"
                 )
 

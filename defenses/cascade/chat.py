@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hiddenlab.errors import InputError
+from hiddenlab.text import first_line
 
 Message = Mapping[str, str]
 
@@ -105,8 +106,9 @@ class Chat:
         try:
             text = self._tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
         except Exception as error:  # templates are programs by the model's authors
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise InputError(f"the model's chat template refuses these messages: {reason}") from None
+            raise InputError(
+                f"the model's chat template refuses these messages: {first_line(error)}"
+            ) from None
         return [
             token
             for token in tokenize(self._tokenizer, text, add_special_tokens=False)

@@ -269,14 +269,13 @@ def run(
     """
     from hiddenlab.defenses.cascade.node_views import save_seen
     from hiddenlab.models.load import load_tokenizer, resolve_model
+    from hiddenlab.models.tokens import token_ids
     from hiddenlab.records import check_new
 
     tokenizer = load_tokenizer(resolve_model(backend.model))
     if tokenizer is None:
-        raise InputError(f"{backend.model} has no tokenizer")
-    ids = torch.tensor(tokenizer(prompt)["input_ids"], dtype=torch.long)
-    if not len(ids):
-        raise InputError("the prompt is empty; give at least one token")
+        raise InputError(f"{backend.model} has no tokenizer; put one beside its weights")
+    ids = torch.tensor(token_ids(tokenizer, prompt, backend.model), dtype=torch.long)
     made = make_plan(len(ids), alpha, c, delta, m, shards, symmetric)
     if record is not None:
         check_new(Path(record))

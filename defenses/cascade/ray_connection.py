@@ -9,6 +9,7 @@ import psutil
 import ray
 
 from hiddenlab.errors import InputError
+from hiddenlab.text import first_line
 
 LOOPBACK = "127.0.0.1"
 NODE_BYTES = 350e6  # memory of a node's process beside weights, measured
@@ -44,9 +45,7 @@ def connect(address: str | None, nodes: int, cpus: float, gpus: float) -> bool:
             try:
                 ray.init(address=address, **quiet)
             except (ConnectionError, RuntimeError, ValueError) as error:
-                raise InputError(
-                    f"no Ray cluster answers at {address}: {str(error).splitlines()[0]}"
-                ) from None
+                raise InputError(f"no Ray cluster answers at {address}: {first_line(error)}") from None
     for kind, needed in (("CPU", cpus), ("GPU", gpus)):
         if needed > free_resources(kind) + 1e-6:
             free = free_resources(kind)

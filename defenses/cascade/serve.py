@@ -87,7 +87,7 @@ def start(
         HiddenlabError: nothing listens after a minute.
     """
     if load_tokenizer(resolve_model(backend.model)) is None:
-        raise InputError(f"{backend.model} has no tokenizer")
+        raise InputError(f"{backend.model} has no tokenizer; put one beside its weights")
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     nodes = alpha + len(Plan.clustered(alpha, 1, alpha=alpha, m=m, symmetric=symmetric).attn_nodes)
     own = connect(backend.address, nodes + 1, nodes * backend.cpus + SERVE_CPUS, alpha * backend.gpus)

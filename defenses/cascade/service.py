@@ -19,6 +19,7 @@ from hiddenlab.defenses.cascade.chat import Chat, tokenize
 from hiddenlab.defenses.cascade.generate import Cancellation, Sampling, generate
 from hiddenlab.errors import InputError
 from hiddenlab.sharding import Plan
+from hiddenlab.text import count_of
 
 RETRY_SECONDS = 1  # until a refused client may ask again
 # The pieces of an answer as they are generated; then None, or the error that ended it.
@@ -48,7 +49,8 @@ class Limits:
             raise InputError("limits must be at least 1, prompt and answer together at least 2 tokens")
         if self.default_new_tokens > self.new_tokens:
             raise InputError(
-                f"an answer has {self.default_new_tokens} tokens by default, and may have {self.new_tokens}; "
+                f"an answer has {count_of(self.default_new_tokens, 'token')} by default, and may have "
+                f"{self.new_tokens}; "
                 "lower the default or raise the limit"
             )
 
@@ -138,7 +140,7 @@ class Service:
             )
         if len(ids) >= self.context:
             raise InputError(
-                f"the prompt has {len(ids)} tokens; prompt and answer may have {self.context} together"
+                f"the prompt has {count_of(len(ids), 'token')}; prompt and answer may have {self.context} together"
             )
         return torch.tensor(ids, dtype=torch.long)
 
@@ -153,7 +155,9 @@ class Service:
             raise HTTPException(404, f"the model {body.model!r} is not served here; {self.name!r} is")
         if body.wanted is not None and body.wanted > self.limits.new_tokens:
             field = "max_tokens" if body.max_tokens is not None else "max_completion_tokens"
-            raise RequestError(f"{field}: an answer may have {self.limits.new_tokens} tokens here", field)
+            raise RequestError(
+                f"{field}: an answer may have {count_of(self.limits.new_tokens, 'token')} here", field
+            )
 
     def answer(self, body: Body, ids: torch.Tensor) -> Answer:
         """Return an answer whose pieces are computed as they are asked for."""

@@ -119,9 +119,7 @@ class User:
 class Stip:
     """The three parties of STIP together, and the messages between them.
 
-    ``setup_bytes``: what the developer sends once, before all requests: Θ′ to the server, embedding and keys to the
-    user. The scheme is exact: permutations are orthogonal, so logits differ from the plain model's by float rounding
-    only.
+    The scheme is exact: permutations are orthogonal, so logits differ from the plain model's by float rounding only.
     """
 
     parties = (DEVELOPER, SERVER, USER)
@@ -132,10 +130,6 @@ class Stip:
         self.server = Server(developer.permuted())
         embedding = weights.inputs(range(len(weights.head.weight)))
         self.user = User(embedding, developer.keys)
-        self.setup_bytes = {
-            SERVER: sum(t.nbytes for t in self.server.permuted.tensors()),
-            USER: sum(t.nbytes for t in (embedding, developer.keys.hidden, developer.keys.vocabulary)),
-        }
         self._requests = 0
 
     @torch.inference_mode()

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from hiddenlab.errors import InputError
+from hiddenlab.text import count_of
 from hiddenlab.types import Observation, ObservationInfo
 
 
@@ -95,4 +96,4 @@ class Transcript:
     def __repr__(self) -> str:
         counts = Counter(item.party for item in self.learnt)
         seen = ", ".join(f"{party} learnt {counts[party]} tensors" for party in self.parties)
-        return f"Transcript({self.bytes:,} bytes in {self.rounds} rounds; {seen})"
+        return f"Transcript({self.bytes:,} bytes in {count_of(self.rounds, 'round')}; {seen})"

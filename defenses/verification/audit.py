@@ -35,6 +35,7 @@ from hiddenlab.defenses.verification.sampling import probabilities
 from hiddenlab.defenses.verification.transcript import Transcript, read_transcripts
 from hiddenlab.errors import InputError
 from hiddenlab.models.load import BUILTIN
+from hiddenlab.text import count_of
 from hiddenlab.types import Progress, silent
 
 CONFIDENCE = 0.99
@@ -176,7 +177,7 @@ def _audited(
             missing.append(transcript.id)
     if missing:
         reasons.append(
-            f"{len(missing)} of {len(transcripts)} requests do not stand in the ledger, "
+            f"{len(missing)} of {count_of(len(transcripts), 'request')} do not stand in the ledger, "
             f"{missing[0]!r} the first"
         )
     tokens = int(counts.sum())
@@ -196,9 +197,9 @@ def _audited(
         elif share > limit:
             hints.append(statement)
     if flagged:
-        hints.append(f"{flagged} answers look like encoded data")
+        hints.append(f"{count_of(flagged, 'answer')} like encoded data")
     if usual is not None and unusual > binom.ppf(CONFIDENCE, len(transcripts), usual[1]):
-        hints.append(f"{unusual} answers have a perplexity that honest ones do not have")
+        hints.append(f"{count_of(unusual, 'answer')} with a perplexity that honest ones do not have")
     level = QUARANTINE if reasons else REVIEW if hints else QUIET
     return {
         "class": level, "reasons": [*reasons, *hints], "tokens": tokens, "safe": int(counts[Risk.SAFE]),

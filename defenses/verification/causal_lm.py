@@ -21,6 +21,7 @@ from hiddenlab.models.load import (
     parse_dtype,
     resolve_model,
 )
+from hiddenlab.text import count_of
 
 ATTENTIONS = ("sdpa", "eager")
 MEASURED = 256  # tokens over which the scale of columns is taken
@@ -83,7 +84,7 @@ class WholeModel:
         """
         limit = getattr(self.model.config, "max_position_embeddings", None)
         if isinstance(limit, int) and tokens > limit:
-            raise InputError(f"{what}: {tokens} tokens; {self.name} takes {limit} together")
+            raise InputError(f"{what}: {count_of(tokens, 'token')}; {self.name} takes {limit} together")
 
     def _capture(self, module: nn.Module, inputs: Any, output: Any) -> None:
         self._states = output[0]

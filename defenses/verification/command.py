@@ -30,8 +30,10 @@ from hiddenlab.defenses.verification.transcript import (
 )
 from hiddenlab.errors import InputError
 from hiddenlab.models.load import BUILTIN, load_tokenizer, resolve_model
+from hiddenlab.models.tokens import token_ids
 from hiddenlab.projections import Projection
 from hiddenlab.prompts import load_prompts
+from hiddenlab.text import count_of
 from hiddenlab.types import Progress, silent
 from hiddenlab.utils.random import generator
 
@@ -74,6 +76,7 @@ def simulate(
     provider: str = "honest",
     prompts: str | None = None,
     column: str | None = None,
+    template: bool = True,
     limit: int | None = None,
     max_tokens: int | None = None,
     new_tokens: int = 100,
@@ -118,11 +121,9 @@ def simulate(
         raise InputError("speculative answers are proven afterwards, with 'hiddenlab verify commit'")
     # The advertised model's tokenizer reads the prompts, whichever model runs.
     tokenizer = load_tokenizer(resolve_model(model))
-    if tokenizer is None:
-        raise InputError(f"{model} has no tokenizer to read prompts with")
     requests = []
-    for i, prompt in enumerate(load_prompts(prompts, column=column, limit=limit)):
-        tokens = tuple(tokenizer(prompt.text)["input_ids"])[:max_tokens]
+    for i, prompt in enumerate(load_prompts(prompts, column=column, limit=limit, template=template)):
+        tokens = tuple(token_ids(tokenizer, prompt, model, most=max_tokens))
         seed = int(torch.randint(2**31, (1,), generator=generator(asked.seed, "request", i)))
         requests.append(Request(prompt.id, tokens, replace(asked, seed=seed)))
     todo = [request for request in requests if request.id not in done]
@@ -161,7 +162,7 @@ def _check_sent(dtype: str, proof_values: int) -> None:
     if dtype not in FINGERPRINT_DTYPES:
         raise InputError(f"a fingerprint of dtype {dtype!r}: one of {', '.join(FINGERPRINT_DTYPES)}")
     if proof_values < 1:
-        raise InputError(f"a proof of {proof_values} values: at least 1")
+        raise InputError(f"a proof of {count_of(proof_values, 'value')}: at least 1")
 
 
 def _sent(transcripts: Sequence[Transcript]) -> Made:
@@ -399,7 +400,8 @@ def _checked(
     row |= {"covered": len(covered), "without_value": tokens - len(covered)}
     behind = tokens - 1 - max(covered, default=-1)
     message = (
-        f"compared {len(covered)} of {tokens} tokens by values of their own, {tokens - len(covered)} by none"
+        f"compared {len(covered)} of {count_of(tokens, 'token')} by values of their own, "
+        f"{tokens - len(covered)} by none"
     )
     reasons.append(f"{message}; no value depends on the last {behind}")
     return row | {"verdict": "valid", "reason": "; ".join(reasons)}
@@ -447,7 +449,7 @@ def bounds(
         messages, inspections, alarms, false_positives, capacity, bits: M, B_I, B_A, α, C and n of the game.
     """
     if not 1 <= max(tokens, queries) <= MOST:
-        raise InputError(f"{tokens} tokens, {queries} queries: up to {MOST:,} each")
+        raise InputError(f"{count_of(tokens, 'token')}, {queries} queries: up to {MOST:,} each")
     corrected, most = theory.hidden_seed_rate(free, permitted), free * math.log2(permitted)
     return {
         "format": FORMAT,

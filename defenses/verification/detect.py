@@ -173,17 +173,6 @@ def _picks(tokens: int, size: int, batches: int, rng: np.random.Generator) -> ND
     return np.concatenate(shuffled)[:batches]
 
 
-def mmd(ours: NDArray[np.int64], theirs: NDArray[np.int64]) -> float:
-    """Return the unbiased squared maximum mean discrepancy of token sequences with the Hamming kernel.
-
-    This is the statistic of model equality testing.
-
-    Args:
-        ours, theirs: token ids, one completion per row, all of one length.
-    """
-    return _mmd(_agreement(np.concatenate([ours, theirs])), len(ours))
-
-
 def mmd_test(
     ours: NDArray[np.int64],
     theirs: NDArray[np.int64],
@@ -191,7 +180,9 @@ def mmd_test(
     permutations: int = 500,
     prompts: Sequence[int] | None = None,
 ) -> float:
-    """Return the p-value of ``mmd``: how often a random division of all completions differs as much.
+    """Return the p-value of model equality testing: how often a random division of all completions differs as much.
+
+    The statistic is the unbiased squared maximum mean discrepancy of token sequences with the Hamming kernel.
 
     Args:
         prompts: which prompt each of ``ours`` answers, and each of ``theirs`` in the same order; then only completions

@@ -29,6 +29,7 @@ from hiddenlab.defenses.verification.records import (
 )
 from hiddenlab.defenses.verification.signing import public, signed
 from hiddenlab.errors import InputError
+from hiddenlab.text import count_of
 from hiddenlab.utils.files import write_file
 
 FORMAT = "hiddenlab-ledger"
@@ -145,7 +146,9 @@ class Ledger:
         signature = self._key.sign(b"record" + digest).hex()
         line = canonical({**body, "hash": digest.hex(), "signature": signature}) + b"\n"
         if len(line) > LONGEST_LINE:
-            raise LedgerError(f"an entry of {len(line)} bytes; at most {LONGEST_LINE} are possible")
+            raise LedgerError(
+                f"an entry of {count_of(len(line), 'byte')}; at most {LONGEST_LINE} are possible"
+            )
         try:
             with sole_writer(self.path), self.path.open("r+b", buffering=0) as file:
                 if file.seek(0, os.SEEK_END) != self._size:
@@ -305,18 +308,24 @@ class Chain:
             return Verdict(False, self.wrong or "the file is empty", count)
         if checkpoint is None:
             return Verdict(
-                True, f"{count} records; without a checkpoint, missing ones at the end go unnoticed", count
+                True,
+                f"{count_of(count, 'record')}; without a checkpoint, missing ones at the end go unnoticed",
+                count,
             )
         if not checkpoint.authentic(self.public_key):
             return Verdict(False, "the checkpoint is not signed with this key", count)
         if not 0 <= checkpoint.size <= count:
             return Verdict(
-                False, f"{count} records, of {checkpoint.size} when the checkpoint was made", count
+                False,
+                f"{count_of(count, 'record')}, of {checkpoint.size} when the checkpoint was made",
+                count,
             )
         root = merkle_root(self.leaves[: checkpoint.size]).hex()
         if self.heads[checkpoint.size] != checkpoint.head or root != checkpoint.root:
             return Verdict(False, "another ledger than the checkpoint's: records were rewritten", count)
-        return Verdict(True, f"{count} records, {checkpoint.size} of them under the checkpoint", count, True)
+        return Verdict(
+            True, f"{count_of(count, 'record')}, {checkpoint.size} of them under the checkpoint", count, True
+        )
 
 
 # ---- checkpoints and proofs as text

@@ -13,6 +13,7 @@ from hiddenlab.defenses.verification.ledger import Chain
 from hiddenlab.defenses.verification.ledger_commands import read_point
 from hiddenlab.defenses.verification.records import LONGEST_LINE, lines, parsed
 from hiddenlab.errors import InputError
+from hiddenlab.text import count_of
 from hiddenlab.types import Progress, silent
 from hiddenlab.utils.files import write_file
 
@@ -88,7 +89,10 @@ def repair(
         except OSError as error:
             raise InputError(f"cannot repair {ledger}: {error.strerror or error}") from None
     if torn:
-        note = f"dropped an incomplete line of {len(tail.content)} bytes, from byte {tail.start} on, kept in {copy}"
+        note = (
+            f"dropped an incomplete line of {count_of(len(tail.content), 'byte')}, from byte "
+            f"{tail.start} on, kept in {copy}"
+        )
     else:
         note = "the last record lacked its line end, nothing else" if added else "no line is torn"
     return {

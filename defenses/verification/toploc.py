@@ -30,6 +30,7 @@ from torch import Tensor
 
 from hiddenlab.defenses.verification.rules import EVERY, MAGNITUDE, PAPER, Rule
 from hiddenlab.errors import InputError
+from hiddenlab.text import count_of
 
 PRIME = 65497
 LEAST_MODULUS = 2**15 + 1  # where the search of Algorithm 6 ends
@@ -159,7 +160,9 @@ class Proof:
             ProofError: not k coefficients, or numbers out of their ranges; nothing else, whatever the bytes.
         """
         if len(data) != proof_bytes(k):
-            raise ProofError(f"a proof of {len(data)} bytes; with {k} coefficients it has {proof_bytes(k)}")
+            raise ProofError(
+                f"a proof of {count_of(len(data), 'byte')}; with {k} coefficients it has {proof_bytes(k)}"
+            )
         modulus, *coefficients = np.frombuffer(data, dtype=">u2").tolist()
         return cls(modulus, tuple(coefficients))
 
@@ -193,11 +196,6 @@ class Proof:
 def proof_bytes(k: int = TOP) -> int:
     """Return the size of one proof in bytes: 258 with 128 values."""
     return 2 + 2 * k
-
-
-def bytes_per_token(k: int = TOP, every: int = EVERY) -> float:
-    """Return the bytes for each decoded token, without the prompt's proof; the paper's 8 leave out the modulus."""
-    return proof_bytes(k) / every
 
 
 def values_at(proof: Proof, indices: Int[Tensor, "*shape"]) -> BFloat16[Tensor, "*shape"]:
@@ -298,7 +296,9 @@ class Thresholds:
 
     def __post_init__(self) -> None:
         if not 0 <= self.exponents < self.of:
-            raise InputError(f"{self.exponents} of {self.of} values may disagree: at least one has to agree")
+            raise InputError(
+                f"{self.exponents} of {count_of(self.of, 'value')} may disagree: at least one has to agree"
+            )
         if not all(math.isfinite(limit) and limit >= 0 for limit in (self.mean, self.median)):
             raise InputError(f"mantissas may differ by {self.mean} and {self.median}: finite numbers from 0")
         if not 0 <= self.row <= 1:
@@ -400,25 +400,31 @@ def _judge(
     taken, agreeing = np.bincount(rows), np.bincount(rows, agree)
     faulty = np.flatnonzero(agreeing < np.floor(limits.row * taken)) if by_row else rows[:0]
     if not agree.any():
-        reason = f"none of {len(own)} values agrees in exponent and sign"
+        reason = f"none of {count_of(len(own), 'value')} agrees in exponent and sign"
         return Check(False, reason, mismatches, flips, faulty_rows=len(faulty))
     mask = (1 << _MANTISSA_BITS) - 1
     errors = np.abs((claimed & mask) - (own & mask))[agree]
     mean, median = float(errors.mean()), float(np.median(errors))
     allowed, faults = limits.allowed(len(own)), []
     if mismatches > allowed:
-        faults.append(f"{mismatches} of {len(own)} values disagree in exponent or sign, allowed: {allowed}")
+        faults.append(
+            f"{mismatches} of {count_of(len(own), 'value')} disagree in exponent or sign, allowed: {allowed}"
+        )
     if len(faulty):
         first = int(faulty[0])
         faults.append(
-            f"{len(faulty)} tokens have too few values that agree, the first is number {first} of its chunk "
+            f"{count_of(len(faulty), 'token')} with too few values that agree, the first is number "
+            f"{first} of its chunk "
             f"with {agreeing[first]:.0f} of {taken[first]}"
         )
     if not mean <= limits.mean:
         faults.append(f"mantissas differ by {mean:.2f} on average, allowed: {limits.mean:g}")
     if not median <= limits.median:
         faults.append(f"mantissas differ by {median:g} in the median, allowed: {limits.median:g}")
-    reason = "; ".join(faults) or f"{mismatches} of {len(own)} values disagree, mantissas by {mean:.2f}"
+    reason = (
+        "; ".join(faults)
+        or f"{mismatches} of {count_of(len(own), 'value')} disagree, mantissas by {mean:.2f}"
+    )
     covered = tuple(np.flatnonzero(agreeing).tolist())
     return Check(not faults, reason, mismatches, flips, mean, median, covered, len(faulty))
 
@@ -459,7 +465,7 @@ def verify_all(
     parts = rule.chunks(prefill, decode, every)
     if len(proofs) != len(parts):
         amount = "few" if len(proofs) < len(parts) else "many"
-        return Verdict(False, f"too {amount} proofs: {len(proofs)} for {len(parts)} chunks")
+        return Verdict(False, f"too {amount} proofs: {len(proofs)} for {count_of(len(parts), 'chunk')}")
     checks = tuple(
         verify(part, proof, thresholds, k, rule, scale) for part, proof in zip(parts, proofs, strict=True)
     )
@@ -471,6 +477,11 @@ def verify_all(
     output = tuple(row - len(prefill) for row in rows if row >= len(prefill))
     failed = [number for number, check in enumerate(checks) if not check.accepted]
     if failed:
-        reason = f"{len(failed)} of {len(parts)} proofs fail; number {failed[0]}: {checks[failed[0]].reason}"
+        reason = (
+            f"{len(failed)} of {count_of(len(parts), 'proof')} fail; number {failed[0]}: "
+            f"{checks[failed[0]].reason}"
+        )
         return Verdict(False, reason, checks, prompt, output)
-    return Verdict(True, f"all {len(parts)} proofs agree with the recomputed states", checks, prompt, output)
+    return Verdict(
+        True, f"all {count_of(len(parts), 'proof')} agree with the recomputed states", checks, prompt, output
+    )

@@ -19,6 +19,7 @@ from hiddenlab.defenses.verification.rules import rule_of
 from hiddenlab.defenses.verification.sampling import Sampling
 from hiddenlab.errors import HiddenlabError, InputError
 from hiddenlab.projections import Projection
+from hiddenlab.text import count_of
 from hiddenlab.utils.schema import CLOSED, TokenId, check, check_format, lines, loads, read_bytes
 
 FORMAT = 1
@@ -61,7 +62,7 @@ class Fingerprint:
     def __post_init__(self) -> None:
         Projection(self.count, self.seed, self.kind)  # raises an error about wrong values
         if not 1 <= self.every < 2**31:
-            raise InputError(f"a fingerprint of every {self.every} tokens: a whole number from 1")
+            raise InputError(f"a fingerprint of every {count_of(self.every, 'token')}: a whole number from 1")
 
     @classmethod
     def of(
@@ -93,7 +94,7 @@ class Fingerprint:
         raw, kind = self._raw(), FINGERPRINT_DTYPES[self.dtype]
         if self.count < 1 or not raw or len(raw) % (kind.itemsize * self.count):
             raise InputError(
-                f"a fingerprint of {len(raw)} bytes does not hold rows of {self.count} {self.dtype}"
+                f"a fingerprint of {count_of(len(raw), 'byte')} does not hold rows of {self.count} {self.dtype}"
             )
         values = torch.frombuffer(bytearray(raw), dtype=kind).reshape(-1, self.count).float()
         if not bool(values.isfinite().all()):
@@ -139,7 +140,9 @@ class Transcript:
         if self.proof_rule is not None:
             rule_of(self.proof_rule)
         if self.modes is not None and len(self.modes) != len(self.output):
-            raise InputError(f"request {self.id!r}: {len(self.modes)} modes for {len(self.output)} tokens")
+            raise InputError(
+                f"request {self.id!r}: {count_of(len(self.modes), 'mode')} for {count_of(len(self.output), 'token')}"
+            )
 
     def check_vocabulary(self, size: int) -> None:
         """Check that every token is in the model's vocabulary.

@@ -55,7 +55,7 @@ def bench(
         ``rows``, one per layer, and the settings.
     """
     rows: list[dict[str, Any]] = []
-    texts = [prompt.text for prompt in load_prompts(prompts, limit=limit)]
+    texts = load_prompts(prompts, limit=limit)
     for layer in layers:
         truncated = load_model(model, layer)
         tokens = [truncated.tokenize(text, max_tokens) for text in texts]

@@ -26,6 +26,7 @@ from hiddenlab.eval.gpu.program import (
 from hiddenlab.eval.gpu.table import markdown
 from hiddenlab.models.device import parse_device
 from hiddenlab.models.load import BUILTIN, resolve_model
+from hiddenlab.utils.files import write_file
 
 INTERRUPTED = 130
 
@@ -86,8 +87,8 @@ def run(
 
     def write(result: Result) -> None:
         _make(folder)
-        _replace(folder / RESULT, json.dumps(to_json(result, PARTS), indent=1, allow_nan=False) + "\n")
-        _replace(folder / TABLE, markdown(result, PARTS))
+        write_file(folder / RESULT, json.dumps(to_json(result, PARTS), indent=1, allow_nan=False) + "\n")
+        write_file(folder / TABLE, markdown(result, PARTS))
 
     code = 0
     # When a signal ends this process, stop its part and write what was measured.
@@ -159,12 +160,6 @@ def _with_model(setting: Setting, folder: Path) -> Setting:
 
 def _tell(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
-
-
-def _replace(path: Path, text: str) -> None:
-    work = path.with_suffix(path.suffix + ".tmp")
-    work.write_text(text, encoding="utf-8")
-    work.replace(path)
 
 
 if __name__ == "__main__":

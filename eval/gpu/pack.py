@@ -167,10 +167,8 @@ def _blocks(path: Path) -> Iterator[bytes]:
 
 
 def _digest(path: Path) -> str:
-    digest = hashlib.sha256()
-    for block in _blocks(path):
-        digest.update(block)
-    return digest.hexdigest()
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def main(

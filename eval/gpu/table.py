@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from hiddenlab.eval.gpu.program import Part, Result, Row, left_out
+from hiddenlab.text import markdown_table
 
 NOISE = (
     "Attacks below 5 seconds are timed in a second run, which finds everything warm; longer ones in a single run. The "
@@ -55,11 +56,12 @@ def _table(rows: Sequence[Row]) -> list[str]:
     names = list(dict.fromkeys(name for row in measured for name in row["figures"] if name != "slowest"))
     names = [name for name in names if any(row["figures"].get(name) is not None for row in measured)]
     head = [name.replace("_", " ") for name in (*keys, *names)]
-    lines = [_line(head), f"|{'---|' * len(keys)}{'---:|' * len(names)}"]
-    for row in measured:
-        cells = [_key(row["cell"].get(key)) for key in keys]
-        lines.append(_line([*cells, *(_figure(name, row["figures"].get(name)) for name in names)]))
-    return lines
+    cells = [
+        [_key(row["cell"].get(key)) for key in keys]
+        + [_figure(name, row["figures"].get(name)) for name in names]
+        for row in measured
+    ]
+    return markdown_table(head, cells, len(keys))
 
 
 def _slowest(rows: Sequence[Row]) -> list[str]:
@@ -68,24 +70,20 @@ def _slowest(rows: Sequence[Row]) -> list[str]:
     for row in rows:
         if row["status"] == "measured" and row["figures"].get("slowest"):
             what = ", ".join(_key(value) for value in row["cell"].values())
+            cells = [
+                [
+                    f"`{_one_line(name['name'])}`",
+                    _figure("ms", name["ms"]),
+                    _figure("share", name["share"]),
+                    str(name["calls"]),
+                ]
+                for name in row["figures"]["slowest"]
+            ]
             lines += [
                 f"Slowest in {what}:",
                 "",
-                _line(["operation", "ms", "share", "calls"]),
-                "|---|---:|---:|---:|",
+                *markdown_table(("operation", "ms", "share", "calls"), cells, 1),
             ]
-            for operation in row["figures"]["slowest"]:
-                name = f"`{operation['name']}`"
-                lines.append(
-                    _line(
-                        [
-                            name,
-                            _figure("ms", operation["ms"]),
-                            _figure("share", operation["share"]),
-                            str(operation["calls"]),
-                        ]
-                    )
-                )
             lines.append("")
     return lines
 
@@ -99,14 +97,14 @@ def _reasons(rows: Sequence[Row]) -> list[str]:
     return [*lines, ""] if lines else []
 
 
-def _line(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(" ".join(cell.replace("|", "\\|").split()) for cell in cells) + " |"
+def _one_line(text: str) -> str:
+    return " ".join(text.replace("|", "\\|").split())
 
 
 def _key(value: Any) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{key}={option}" for key, option in value.items()) or "as by default"
-    return "–" if value is None else str(value)
+    return "–" if value is None else _one_line(str(value))
 
 
 def _figure(name: str, value: Any) -> str:

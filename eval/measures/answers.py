@@ -2,9 +2,9 @@
 
 import math
 import shutil
-import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from hiddenlab.projections import KINDS, Projection
 from hiddenlab.prompts import load_prompts
 from hiddenlab.types import Progress, silent
 from hiddenlab.utils.digests import digest_of
+from hiddenlab.utils.files import new_folder
 from hiddenlab.utils.random import generator
 
 COUNTS = (1, 2, 4, 8, 16, 32)  # numbers of a fingerprint
@@ -56,14 +57,13 @@ class Answered:
 def requests_of(spec: dict[str, Any]) -> list[Request]:
     """Return the requests of a spec: every prompt ``turns`` times, each time with another seed."""
     from hiddenlab.models.load import load_tokenizer, resolve_model
+    from hiddenlab.models.tokens import token_ids
 
     tokenizer = load_tokenizer(resolve_model(spec["model"]))
-    if tokenizer is None:
-        raise InputError(f"{spec['model']} has no tokenizer to read prompts with")
     asked = Sampling(**spec["sampling"])
     requests = []
     for i, prompt in enumerate(load_prompts(spec["prompts"], limit=spec["limit"])):
-        tokens = tuple(tokenizer(prompt.text)["input_ids"])[: spec["max_tokens"]]
+        tokens = tuple(token_ids(tokenizer, prompt, spec["model"], most=spec["max_tokens"]))
         for turn in range(spec["turns"]):
             seed = int(torch.randint(2**31, (1,), generator=generator(spec["seed"], "request", i, turn)))
             requests.append(Request(f"{prompt.id}-{turn}", tokens, replace(asked, seed=seed)))
@@ -86,12 +86,11 @@ def answered(spec: dict[str, Any], home: Path, progress: Progress = silent) -> A
         started = time.perf_counter()
         answers = list(provider.answer(requests_of(spec), progress))
         seconds = time.perf_counter() - started
-        work = _work(folder)
-        write_transcripts(work / ANSWERS, (answer.transcript for answer in answers))
         tensors = {f"prompt.{i}": answer.prompt_states.bfloat16() for i, answer in enumerate(answers)}
         tensors |= {f"output.{i}": answer.output_states.bfloat16() for i, answer in enumerate(answers)}
-        save_file(tensors | {"seconds": torch.tensor(seconds)}, work / STATES)
-        _settle(work, folder)
+        with _kept(folder) as work:
+            write_transcripts(work / ANSWERS, (answer.transcript for answer in answers))
+            save_file(tensors | {"seconds": torch.tensor(seconds)}, work / STATES)
     transcripts, states = read_transcripts(folder / ANSWERS), load_file(folder / STATES)
     prompts, outputs = (
         [states[f"{kind}.{i}"] for i in range(len(transcripts))] for kind in ("prompt", "output")
@@ -153,11 +152,9 @@ def scored(spec: dict[str, Any], home: Path, progress: Progress = silent) -> dic
                 | _proof_scores(answers.prompts[i], answers.outputs[i], replay)
             )
             progress("requests verified", i + 1, len(answers.transcripts))
-        work = _work(folder)
-        save_file(
-            {name: torch.cat([p[name] for p in parts]).contiguous() for name in parts[0]}, work / SCORES
-        )
-        _settle(work, folder)
+        scores = {name: torch.cat([part[name] for part in parts]).contiguous() for name in parts[0]}
+        with _kept(folder) as work:
+            save_file(scores, work / SCORES)
     return {name: value.numpy() for name, value in load_file(path).items()}
 
 
@@ -178,9 +175,8 @@ def simulated(
             draws = generator(spec["seed"], "trials", i)
             parts.append(difr.monte_carlo(verifier.replay(transcript), difr.SIGMA, draws, trials=trials))
             progress("requests simulated", i + 1, len(transcripts))
-        work = _work(folder)
-        save_file({MONTE_CARLO: torch.cat(parts)}, work / SCORES)
-        _settle(work, folder)
+        with _kept(folder) as work:
+            save_file({MONTE_CARLO: torch.cat(parts)}, work / SCORES)
     return {name: value.numpy() for name, value in load_file(path).items()}
 
 
@@ -244,18 +240,12 @@ def _folder(home: Path, kind: str, spec: dict[str, Any]) -> Path:
     return home / kind / digest_of({name: spec[name] for name in names})
 
 
-def _work(folder: Path) -> Path:
-    """Make a temporary folder beside the final one; several processes may measure at once."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    return Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}-"))
-
-
-def _settle(work: Path, folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
-    try:
-        work.rename(folder)
-    except OSError:  # another process was first; its result is the same
-        shutil.rmtree(work, ignore_errors=True)
+@contextmanager
+def _kept(folder: Path) -> Iterator[Path]:
+    """Yield a folder that takes the place of what is damaged; several processes may measure at once."""
+    with new_folder(folder) as work:
+        yield work
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def pooled(

@@ -17,10 +17,11 @@ from hiddenlab.errors import InputError, NotApplicableError
 from hiddenlab.eval.cells import Figures
 from hiddenlab.eval.measures.attack import exactly
 from hiddenlab.models import decoder_layers, load_model
-from hiddenlab.models.reading import first_line, quiet_transformers
+from hiddenlab.models.reading import quiet_transformers
 from hiddenlab.models.self_check import largest_difference
 from hiddenlab.models.twin import VOCABULARY, build_twin
 from hiddenlab.sharding import Plan
+from hiddenlab.text import first_line
 from hiddenlab.types import Progress, silent
 from hiddenlab.utils.random import generator
 

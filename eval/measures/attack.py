@@ -91,7 +91,7 @@ def utility(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> 
     clean, defended = Channel.parse([]), Channel.parse(spec["defense"])
     if defended.whole().specs != defended.specs:
         raise NotApplicableError("a channel that shows only some rows leaves the model itself as it is")
-    texts = [p.text for p in load_prompts(spec["prompts"], limit=spec["limit"])]
+    texts = load_prompts(spec["prompts"], limit=spec["limit"])
     tokens = [model.tokenize(text, spec["max_tokens"]) for text in texts]
     tokens = [prompt for prompt in tokens if len(prompt) > 1]
     rows: list[tuple[int, float, float, float, float]] = []
@@ -141,7 +141,7 @@ def order(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> Fi
     """
     model = load_model(spec["model"], spec["layer"], device=spec["device"], dtype=spec["dtype"])
     channel = Channel.parse(spec["defense"])
-    texts = [p.text for p in load_prompts(spec["prompts"], limit=spec["limit"])]
+    texts = load_prompts(spec["prompts"], limit=spec["limit"])
     prompts = [tokens for text in texts if len(tokens := model.tokenize(text, spec["max_tokens"])) > 1]
     counts: dict[str, list[tuple[float, float]]] = {"pairs": [], "near_pairs": [], "far_pairs": []}
     off, pairwise_order = list[float](), None

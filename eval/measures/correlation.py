@@ -30,7 +30,7 @@ def theorem_j1(spec: dict[str, Any], folder: Path, progress: Progress = silent) 
         spec: model, prompts, limit, max_tokens, seed, device, layer; k; draws (of directions and of pairs of states).
     """
     model = load_model(spec["model"], spec["layer"], device=spec["device"])
-    texts = [p.text for p in load_prompts(spec["prompts"], limit=spec["limit"])]
+    texts = load_prompts(spec["prompts"], limit=spec["limit"])
     rows = torch.cat(
         [model.encode(torch.tensor(model.tokenize(t, spec["max_tokens"]))).float().cpu() for t in texts]
     )
@@ -69,7 +69,7 @@ def discorr(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> 
             "distance correlation needs the package dcor: pip install 'hiddenlab[schemes]'"
         ) from None
     model = load_model(spec["model"], spec["layer"], device=spec["device"])
-    texts = [p.text for p in load_prompts(spec["prompts"], limit=spec["limit"])]
+    texts = load_prompts(spec["prompts"], limit=spec["limit"])
     prompts = [model.tokenize(text, spec["max_tokens"]) for text in texts]
     inputs = torch.cat([model.embed(torch.tensor(tokens)).float() for tokens in prompts])
     mapped = spec["shown"] in LINEAR_MAPS

@@ -75,7 +75,7 @@ def partial_sums(spec: dict[str, Any], folder: Path, progress: Progress = silent
     streams["embed"] = load_model(model, 0, stream="embed", device=spec["device"])
     truncated = load_model(model, 1, stream="attn", device=spec["device"])
     attack = PartialSums()
-    prompts = [truncated.tokenize(p.text, length) for p in load_prompts(spec["prompts"])]
+    prompts = [truncated.tokenize(p, length) for p in load_prompts(spec["prompts"])]
     prompts = [tokens for tokens in prompts if len(tokens) == length][: spec["limit"]]
     plan = Plan.clustered(length, spec["c"], alpha=spec["alpha"], m=spec["m"])
     held = plan.shards[spec["node"]]

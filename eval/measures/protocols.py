@@ -31,6 +31,7 @@ from hiddenlab.matching.distance import choose_matcher
 from hiddenlab.models import TruncatedModel, load_model
 from hiddenlab.models.device import parse_device
 from hiddenlab.models.load import load_config, load_module, resolve_model
+from hiddenlab.models.tokens import token_ids
 from hiddenlab.prompts import load_prompts
 from hiddenlab.proposals.corpus import standard_library_sources
 from hiddenlab.proposals.probe import fast_dtype
@@ -434,10 +435,8 @@ def _rounding(how: _Revealing, weights: Weights, model: TruncatedModel, layer: i
 
 def model_and_prompts(spec: dict[str, Any]) -> tuple[Weights, list[list[int]]]:
     weights, tokenizer = load_weights(spec["model"])
-    if tokenizer is None:
-        raise InputError(f"{spec['model']} has no tokenizer to read prompts with")
-    texts = [p.text for p in load_prompts(spec["prompts"], limit=spec["limit"])]
-    return weights, [list(tokenizer(text)["input_ids"])[: spec["max_tokens"]] for text in texts]
+    prompts = load_prompts(spec["prompts"], limit=spec["limit"])
+    return weights, [token_ids(tokenizer, p, spec["model"], most=spec["max_tokens"]) for p in prompts]
 
 
 def _greedy(weights: Weights, tokens: Sequence[int], new: int) -> list[int]:

@@ -267,8 +267,9 @@ def learned_projection(spec: dict[str, Any], folder: Path, progress: Progress = 
     """
     model = load_model(spec["model"], stream="final_norm", device=spec["device"], dtype=spec["dtype"])
     channel = Channel.parse([PROVIDER])
-    texts = [p.text for p in load_prompts(spec["prompts"], limit=spec["limit"])]
-    prompts = [model.tokenize(text, spec["max_tokens"]) for text in texts]
+    prompts = [
+        model.tokenize(p, spec["max_tokens"]) for p in load_prompts(spec["prompts"], limit=spec["limit"])
+    ]
     learned, error = _learn(spec, model, channel)
     attack = FingerprintInversion(
         spec["breadth"], budget=spec["budget"], first_tokens=spec.get("first_tokens", FIRST_TOKENS), directions=learned,

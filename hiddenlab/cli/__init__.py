@@ -1,16 +1,38 @@
 """Define the command line, one module for each verb; nothing here imports torch before a verb runs."""
 
 import sys
-from typing import Any
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any
 
 import typer
+from typer import Option
 from typer.core import TyperGroup
 
+from hiddenlab import __version__
 from hiddenlab.cli import attack, bench, capture, cascade, eval, ledger, listing, report, rerun
-from hiddenlab.cli.console import accept_any_text, stderr
-from hiddenlab.errors import HiddenlabError
+from hiddenlab.cli.console import accept_any_text, stderr, stdout
+from hiddenlab.errors import HiddenlabError, HiddenlabWarning
 
 USER_ERROR, INTERRUPTED = 2, 130
+VALIDATOR_PREFIX = "Value error, "  # which pydantic puts before the message of a check
+
+
+@contextmanager
+def _warnings_as_lines() -> Iterator[None]:
+    """Print warnings meant for the user as one line each, without the place in the code."""
+    with warnings.catch_warnings():
+        others = warnings.showwarning
+
+        def show(message: Any, category: type[Warning], *place: Any, **more: Any) -> None:
+            if issubclass(category, HiddenlabWarning):
+                stderr().print(str(message), soft_wrap=True)
+            else:
+                others(message, category, *place, **more)
+
+        warnings.showwarning = show
+        yield
 
 
 class Verbs(TyperGroup):
@@ -18,7 +40,11 @@ class Verbs(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         try:
-            return super().invoke(ctx)
+            with _warnings_as_lines():
+                return super().invoke(ctx)
+        except typer.BadParameter as error:
+            error.message = error.message.removeprefix(VALIDATOR_PREFIX)
+            raise
         except HiddenlabError as error:
             stderr().print(f"error: {error}", style="red", soft_wrap=True)
             raise typer.Exit(USER_ERROR) from None
@@ -35,6 +61,25 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Attack and defend the hidden states of language models.",
 )
+
+
+def _show_version(asked: bool) -> bool:
+    if asked:
+        stdout().print(f"hiddenlab {__version__}")
+        raise typer.Exit
+    return asked
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool,
+        Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit."),
+    ] = False,
+) -> None:
+    pass
+
+
 app.command("attack")(attack.attack)
 app.command("capture")(capture.capture)
 app.command("eval")(eval.eval_)

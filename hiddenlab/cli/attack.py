@@ -1,5 +1,6 @@
 """Recover prompts from hidden states (``hiddenlab attack``)."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,8 @@ from hiddenlab.cli.from_config import takes
 from hiddenlab.config import AttackConfig
 from hiddenlab.errors import InputError
 from hiddenlab.records import check_new
-from hiddenlab.summary import Sample, advice
+from hiddenlab.summary import Sample, advice, not_applicable
+from hiddenlab.text import count_of
 
 if TYPE_CHECKING:
     from hiddenlab.runner import Run
@@ -33,6 +35,8 @@ def attack(
     run = conduct(with_stdin(config.checked()), out=out, runs_dir=runs_dir, keep=not no_record, json=json)
     if json:
         print_json(payload(run))
+    if (reason := not_applicable(run.samples)) is not None:
+        raise InputError(f"{config.attack} could not be applied to any prompt: {reason}")
 
 
 def conduct(
@@ -65,17 +69,25 @@ def conduct(
     except Interrupted as stopped:
         _say_interrupted(stopped.run)
         raise typer.Exit(130) from None
-    if not json:
+    _say_engine(made.record.setup)
+    if not json and not_applicable(made.samples) is None:
         screen.print(title(made.record.spec), soft_wrap=True)
         screen.print(summary_table(made.summary))
-        if reason := made.record.setup.get("engine_reason"):
-            note = f"the plain engine ran the model, one sequence for each candidate; packed passes fail: {reason}"
-            stderr().print(note, soft_wrap=True, markup=False, highlight=False)
         for line in advice(made.samples):
             screen.print(line, style="yellow", soft_wrap=True, markup=False, highlight=False)
     if made.path is not None:
         stderr().print(f"recorded in {made.path}", soft_wrap=True)
     return made
+
+
+def _say_engine(setup: Mapping[str, Any]) -> None:
+    """Say which engine ran the model, wherever that is not the packed one."""
+    if setup.get("engine") == "plain":
+        reason = (
+            f"packed passes fail: {setup['engine_reason']}" if "engine_reason" in setup else "--engine plain"
+        )
+        note = f"the plain engine ran the model, one sequence for each candidate; {reason}"
+        stderr().print(note, soft_wrap=True)
 
 
 def payload(run: "Run") -> dict[str, Any]:
@@ -111,7 +123,7 @@ def _say_interrupted(run: "Run | None") -> None:
         stderr().print("interrupted; nothing was recorded")
         return
     stderr().print(
-        f"interrupted; {len(run.samples)} of {run.record.prompts} prompts are recorded. Continue with: "
+        f"interrupted; recorded: {len(run.samples)} of {count_of(run.record.prompts, 'prompt')}. Continue with: "
         f"hiddenlab rerun {run.path} --resume",
         soft_wrap=True,
     )

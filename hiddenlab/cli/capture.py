@@ -12,6 +12,7 @@ from hiddenlab.cli.console import bars, print_json, stdout
 from hiddenlab.cli.from_config import takes
 from hiddenlab.config import ATTACK_OPTIONS, AttackConfig
 from hiddenlab.errors import InputError
+from hiddenlab.text import count_of
 
 
 @takes(AttackConfig, leave_out=(*ATTACK_OPTIONS, "attack", "batch", "observation", "truth"))
@@ -52,7 +53,8 @@ def capture(
         return
     channel = " | ".join(info.channel) or "identity"
     stdout().print(
-        f"{output}: {len(released)} prompts, {rows} rows, {info.site} of {info.model}, channel {channel}",
+        f"{output}: {count_of(len(released), 'prompt')}, {count_of(rows, 'row')}, {info.site} of "
+        f"{info.model}, channel {channel}",
         soft_wrap=True,
     )
 

@@ -9,6 +9,7 @@ from hiddenlab import options as o
 from hiddenlab import registry
 from hiddenlab.cli.console import bars, only_json, print_json, stdout
 from hiddenlab.errors import InputError
+from hiddenlab.text import count_of
 
 app = typer.Typer(no_args_is_help=True, help="Cascade: private inference sharded by tokens.")
 
@@ -65,15 +66,19 @@ def plan(
     settings, cost, attn = result["plan"], result["cost"], result["attn"]
     screen.print(holders_picture(result["holders"], settings["alpha"], screen.width))
     screen.print(
-        rows_table(result["rows"], f"{settings['tokens']} tokens over {settings['alpha']} CompNodes")
+        rows_table(
+            result["rows"],
+            f"{count_of(settings['tokens'], 'token')} over {count_of(settings['alpha'], 'CompNode')}",
+        )
     )
     lines = [
         f"AttnNodes: {settings['attn_nodes']} (β = {settings['beta']}), each with at most "
-        f"{attn['most_tokens']} tokens, smallest gap {cell(attn['smallest_gap'])}, at most "
-        f"{attn['most_recoverable_tokens']} tokens recoverable",
-        f"on the wire, {settings['model']}, {cost['layers']} layers: {cost['bytes_paper'] / 1e6:.1f} MB with row "
+        f"{count_of(attn['most_tokens'], 'token')}, smallest gap {cell(attn['smallest_gap'])}, at most "
+        f"{count_of(attn['most_recoverable_tokens'], 'token')} recoverable",
+        f"on the wire, {settings['model']}, {count_of(cost['layers'], 'layer')}: "
+        f"{cost['bytes_paper'] / 1e6:.1f} MB with row "
         f"maximum and sum, {cost['bytes_logsumexp'] / 1e6:.1f} MB with one logsumexp; "
-        f"{cost['messages_per_layer']} messages a layer",
+        f"{count_of(cost['messages_per_layer'], 'message')} a layer",
         f"time of the traffic alone: {cost['seconds'] * 1e3:.1f} ms at {bandwidth:g} Gbit/s and {latency:g} ms",
         f"recoverable: by vocabulary matching over fewer than {rho} unknown tokens at a time, from left to right",
     ]

@@ -2,8 +2,6 @@
 
 from typing import Annotated, Literal
 
-from rich.table import Table
-from rich.text import Text
 from typer import Argument
 
 from hiddenlab import options as o
@@ -31,9 +29,6 @@ def list_(
     if not descriptions:
         stdout().print(f"there are no {kind} yet")
         return
-    table = Table(title=kind)
-    for column in ("name", "what it does", "parameters"):
-        table.add_column(column)
-    for description in descriptions:
-        table.add_row(*(Text(part) for part in description))
-    stdout().print(table)
+    from hiddenlab.cli.show import table
+
+    stdout().print(table(("name", "what it does", "parameters"), descriptions, range(3), kind))

@@ -15,6 +15,7 @@ from hiddenlab.config import AttackConfig
 from hiddenlab.errors import InputError
 from hiddenlab.records import RunRecord, check_new, read_run
 from hiddenlab.summary import Sample
+from hiddenlab.text import count_of
 
 DIFFERENT = 1
 COMPARED = ("status", "recovered_ids", "evaluated_tokens", "forward_calls")
@@ -50,7 +51,7 @@ def rerun(
         )
     if record.status == "finished" and len(samples) != record.prompts:
         raise InputError(
-            f"{run} is damaged: it is finished and holds {len(samples)} of {record.prompts} prompts"
+            f"{run} is damaged: it is finished and holds {len(samples)} of {count_of(record.prompts, 'prompt')}"
         )
     if out is not None:
         check_new(out)
@@ -92,7 +93,7 @@ def _resume(run: Path, record: RunRecord, samples: list[Sample], json: bool, *, 
             "--resume continues in the run's own directory; leave out --out, --runs-dir and --no-record"
         )
     if record.status == "finished":
-        stderr().print(f"{run} is finished: {len(samples)} prompts; nothing to resume")
+        stderr().print(f"{run} is finished: {count_of(len(samples), 'prompt')}; nothing to resume")
         if json:
             print_json({"format": 1, "spec": record.spec, "summary": record.summary, "samples": samples})
         return
@@ -104,8 +105,10 @@ def _resume(run: Path, record: RunRecord, samples: list[Sample], json: bool, *, 
 def _say(changes: Sequence[dict[str, Any]], compared: int) -> None:
     screen = stdout()
     if not changes:
-        screen.print(f"same results: all {compared} recorded prompts came out as before", style="green")
+        screen.print(
+            f"same results: {count_of(compared, 'recorded prompt')} came out as before", style="green"
+        )
         return
-    screen.print(f"different results for {len(changes)} of {compared} prompts:", style="red")
+    screen.print(f"different results for {len(changes)} of {count_of(compared, 'prompt')}:", style="red")
     for change in changes[:10]:
         screen.print(f"  {change['id']}: {', '.join(change['what'])}")

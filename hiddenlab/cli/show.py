@@ -1,8 +1,8 @@
 """Show an attack on a terminal: a coloured line per prompt, a table of figures."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -40,99 +40,95 @@ def title(spec: Mapping[str, Any]) -> Text:
     return Text(f"\n{visible(where)}", style="bold")
 
 
-def summary_table(summary: Mapping[str, Any]) -> Table:
+@dataclass(frozen=True)
+class TextTable:
+    """A table that fits any terminal: where it is too wide, its right part stands below the left one.
+
+    The first column stands in each part. No number and no heading's word is broken.
+
+    Attributes:
+        left: indices of the columns of texts; the others hold numbers and are aligned to the right.
+    """
+
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    left: Collection[int]
+    title: str | None
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Render the table for a console of the given width."""
+        head = list(self.head)
+        if self._width(range(len(head)), head) > options.max_width:
+            head = [name.replace(" ", "\n") for name in head]
+        parts: list[list[int]] = [[0]]
+        for column in range(1, len(head)):
+            if len(parts[-1]) > 1 and self._width([*parts[-1], column], head) > options.max_width:
+                parts.append([0])
+            parts[-1].append(column)
+        for i, columns in enumerate(parts):
+            yield self._part(columns, head, self.title if i == 0 else None)
+
+    def _width(self, columns: Iterable[int], head: Sequence[str]) -> int:
+        """Return the least width at which no heading and no number is broken."""
+        return 1 + sum(3 + self._least(column, head[column]) for column in columns)
+
+    def _least(self, column: int, heading: str) -> int:
+        longest = max((cell_len(row[column]) for row in self.rows), default=0)
+        line = max(cell_len(line) for line in heading.split("\n"))
+        return max(line, min(longest, FOLDED) if column in self.left else longest)
+
+    def _part(self, columns: Sequence[int], head: Sequence[str], title: str | None) -> Table:
+        part = Table(title=None if title is None else Text(title))
+        for column in columns:
+            text = column in self.left
+            part.add_column(
+                Text(head[column]), justify="left" if text else "right", overflow="fold", no_wrap=not text
+            )
+        for row in self.rows:
+            part.add_row(*(Text(visible(row[column])) for column in columns))
+        return part
+
+
+def table(
+    head: Sequence[str], rows: Iterable[Sequence[str]], left: Collection[int] = (0,), title: str | None = None
+) -> TextTable:
+    """Return a table for a terminal; all columns but those of the indices ``left`` are aligned to the right."""
+    return TextTable(head, [list(row) for row in rows], left, title)
+
+
+def summary_table(summary: Mapping[str, Any]) -> TextTable:
     """Return the table of a run's figures."""
-    table = Table()
-    table.add_column("figure")
-    table.add_column("value", justify="right")
-    for label, value in figures_of(summary):
-        table.add_row(label, value)
-    return table
+    return table(("figure", "value"), figures_of(summary))
 
 
-def figures_table(rows: Sequence[Mapping[str, Any]], title: str) -> Table:
+def figures_table(rows: Sequence[Mapping[str, Any]], title: str) -> TextTable:
     """Return a table for few rows of many figures: one column for each row, so that it fits any terminal."""
     first, *keys = dict.fromkeys(key for row in rows for key in row)
-    table = Table(title=title)
-    table.add_column(Text(first.replace("_", " ")))
-    for row in rows:
-        table.add_column(Text(cell(row.get(first))), justify="right")
-    for key in keys:
-        table.add_row(Text(key.replace("_", " ")), *(Text(cell(row.get(key))) for row in rows))
-    return table
+    head = [first.replace("_", " "), *(cell(row.get(first)) for row in rows)]
+    lines = [[key.replace("_", " "), *(cell(row.get(key)) for row in rows)] for key in keys]
+    return table(head, lines, title=title)
 
 
-def experiment_table(result: Mapping[str, Any]) -> list[Table | Text]:
+def experiment_table(result: Mapping[str, Any]) -> list[TextTable | Text]:
     """Return an experiment's table, its notes, and the reasons why parts of it were not run."""
     cells = grid(result)
-    table = Table(title=Text(result["title"]))
-    for index, name in enumerate(cells.header):
-        side: Literal["left", "right"] = "left" if index < cells.keys else "right"
-        table.add_column(Text(name), justify=side, overflow="fold")
-    for row in cells.rows:
-        table.add_row(*(Text(visible(text)) for text in row))
     notes = [Text(f"- {visible(text)}") for text in [*result["notes"], *cells.reasons]]
-    return [table, *notes]
+    return [table(cells.header, cells.rows, range(cells.keys), result["title"]), *notes]
 
 
 def rows_table(
     rows: Sequence[Mapping[str, Any]], title: str, columns: Mapping[str, str] | None = None
-) -> "RowsTable":
+) -> TextTable:
     """Return a table of dictionaries, with the given columns and headings, or all in order of first appearance."""
     if columns is None:
         columns = {key: key.replace("_", " ") for row in rows for key in row}
-    return RowsTable(rows, title, columns)
-
-
-@dataclass(frozen=True)
-class RowsTable:
-    """A table of dictionaries that fits any terminal: where it is too wide, its right part stands below the left one.
-
-    The first column stands in each part.
-    """
-
-    rows: Sequence[Mapping[str, Any]]
-    title: str
-    columns: Mapping[str, str]
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Render the table for a console of the given width."""
-        headings = dict(self.columns)
-        if self._width(headings) > options.max_width:
-            headings = {column: heading.replace(" ", "\n") for column, heading in headings.items()}
-        parts: list[dict[str, str]] = [{}]
-        for column, heading in headings.items():
-            wider = parts[-1] | {column: heading}
-            if len(parts[-1]) > 1 and self._width(wider) > options.max_width:
-                first = next(iter(headings))
-                wider = {first: headings[first], column: heading}
-                parts.append(wider)
-            parts[-1] = wider
-        for i, part in enumerate(parts):
-            yield self._table(part, self.title if i == 0 else None)
-
-    def _width(self, headings: Mapping[str, str]) -> int:
-        """Return the least width at which no heading and no number is broken."""
-        return 1 + sum(3 + self._least(column, heading) for column, heading in headings.items())
-
-    def _least(self, column: str, heading: str) -> int:
-        longest = max((cell_len(cell(row.get(column))) for row in self.rows), default=0)
-        line = max(cell_len(line) for line in heading.split("\n"))
-        return max(line, longest if self._numbers(column) else min(longest, FOLDED))
-
-    def _numbers(self, column: str) -> bool:
-        return all(isinstance(row.get(column), int | float | None) for row in self.rows)
-
-    def _table(self, headings: Mapping[str, str], title: str | None) -> Table:
-        table = Table(title=title)
-        for column, heading in headings.items():
-            numbers = self._numbers(column)
-            table.add_column(
-                Text(heading), justify="right" if numbers else "left", overflow="fold", no_wrap=numbers
-            )
-        for row in self.rows:
-            table.add_row(*(Text(cell(row.get(column))) for column in headings))
-        return table
+    texts = [
+        index
+        for index, column in enumerate(columns)
+        if not all(isinstance(row.get(column), int | float | None) for row in rows)
+    ]
+    lines = [[cell(row.get(column)) for column in columns] for row in rows]
+    return table(list(columns.values()), lines, texts, title)
 
 
 def holders_picture(holders: Sequence[int], nodes: int, width: int) -> Text:

@@ -9,6 +9,7 @@ from typer import Argument, Option
 from hiddenlab import options as o
 from hiddenlab.cli.console import stdout
 from hiddenlab.cli.verify_run import conduct, explain, show
+from hiddenlab.text import count_of
 
 REJECTED = 1  # exit code where something was checked and found wrong
 RUNS = Path("runs")
@@ -103,6 +104,7 @@ def simulate(
     model: o.ModelOpt = None,
     prompts: o.PromptsOpt = None,
     column: o.ColumnOpt = None,
+    template: o.TemplateOpt = True,
     limit: o.LimitOpt = None,
     max_tokens: o.MaxTokensOpt = None,
     new_tokens: Annotated[int, Option("--new-tokens", metavar="N", min=1, help="Of each answer.")] = 100,
@@ -136,7 +138,7 @@ def simulate(
     result = conduct(
         "simulate", json=json, threads=threads, runs_dir=runs_dir, keep=not no_record,
         out=out, provider=provider, model=model or "builtin", prompts=prompts, column=column,
-        limit=limit, max_tokens=max_tokens, new_tokens=new_tokens, sampling=options, proofs=proofs,
+        template=template, limit=limit, max_tokens=max_tokens, new_tokens=new_tokens, sampling=options, proofs=proofs,
         projection=_projection(fingerprint, projection_seed, projection), every=every,
         key_env=noise_key_env, key_form=noise_form, resume=resume, dtype=dtype, device=device, draft=draft,
         ahead=ahead, proof_values=proof_values, proof_rule=proof_rule, fingerprint_dtype=fingerprint_dtype,
@@ -209,7 +211,8 @@ def check(
         explain((row["id"], row["reason"]) for row in result["requests"] if row["verdict"] != "valid")
     if not json and (seen := result["coverage"])["tokens"]:
         stdout().print(
-            f"Valid requests: compared {seen['covered']} of {seen['tokens']} tokens by values of their own, "
+            f"Valid requests: compared {seen['covered']} of {count_of(seen['tokens'], 'token')} by values "
+            f"of their own, "
             f"{seen['without_value']} by none: a change there shows only if it moves the values of later tokens. "
             "Compared is not proven: limits leave room, so that a single replaced token may pass; a fingerprint "
             "of every token (--fingerprint) leaves less.",
@@ -320,7 +323,7 @@ def audit(
     no_record: o.NoRecordOpt = False,
     json: o.JsonOpt = False,
 ) -> None:
-    """Classify files of transcripts as quiet, review or quarantine, and bound the bits per token that they could carry.
+    """Classify each transcript file of a directory as quiet, review or quarantine; bound the bits that it carries.
 
     Exit codes: 0 every file is quiet; 1 one is to be reviewed or in quarantine; 2 it could not be done.
     """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -14,6 +13,7 @@ from hiddenlab import registry
 from hiddenlab.cli.console import bars, only_json, print_json, stderr, stdout
 from hiddenlab.errors import InputError
 from hiddenlab.records import Recorder, RunRecord
+from hiddenlab.utils.digests import digest_of_files
 
 if TYPE_CHECKING:
     from hiddenlab.types import Progress  # it imports torch, which no help text needs
@@ -146,13 +146,7 @@ def _digest(options: Mapping[str, Any]) -> str | None:
     files = [
         file for path in paths for file in (sorted(path.glob("*.jsonl")) if path.is_dir() else [path])
     ]  # fmt: skip
-    if not files:
-        return None
-    digest = hashlib.sha256()
-    for file in files:
-        if file.is_file():
-            digest.update(hashlib.sha256(file.read_bytes()).digest())
-    return digest.hexdigest()
+    return digest_of_files(file for file in files if file.is_file()) if files else None
 
 
 # ---- plots

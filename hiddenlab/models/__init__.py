@@ -30,8 +30,10 @@ from hiddenlab.models.load import (
     resolve_model,
 )
 from hiddenlab.models.plain import run_plain
-from hiddenlab.models.reading import reading_model
+from hiddenlab.models.reading import OTHER_MODEL
 from hiddenlab.models.request import Answer, Prefix, Request, packs
+from hiddenlab.models.tokens import token_ids
+from hiddenlab.prompts import Prompt
 from hiddenlab.types import INNER_STREAMS, LAST_STREAMS, STREAMS, Site
 
 __all__ = [
@@ -161,19 +163,15 @@ class TruncatedModel:
         flat = [i for item in ids for i in (item if isinstance(item, list) else [item]) if i is not None]
         return list(dict.fromkeys(i for i in flat if 0 <= i < self.vocab_size))
 
-    def tokenize(self, text: str, max_tokens: int | None = None) -> list[int]:
+    def tokenize(self, prompt: str | Prompt, max_tokens: int | None = None) -> list[int]:
         """Return token ids of a text with the tokenizer's own special tokens, cut to ``max_tokens``.
 
+        Of a ``Prompt`` with messages or ids, these in the chat template, or the ids themselves.
+
         Raises:
-            InputError: the text is empty, gives no tokens, or the model came without a tokenizer.
+            InputError: see ``hiddenlab.models.tokens.token_ids``.
         """
-        if self.tokenizer is None:
-            raise InputError(f"{self.ref.name} has no tokenizer; pass token ids instead")
-        with reading_model(f"the tokenizer of {self.ref.name!r} cannot read the prompt"):
-            ids = list(self.tokenizer(text)["input_ids"])[:max_tokens]
-        if not ids or not text:
-            raise InputError("the prompt is empty; give at least one token")
-        return ids
+        return token_ids(self.tokenizer, prompt, self.ref.name, most=max_tokens, size=self.vocab_size)
 
     def text(self, ids: Sequence[int]) -> str:
         """Return the text of token ids, special tokens included."""
@@ -302,7 +300,9 @@ class TruncatedModel:
 
     def _packed_only(self, what: str) -> str:
         """Return the message that something needs the packed engine."""
-        return f"{what} needs the packed engine, which does not reproduce {self.ref.name}"
+        if not self.difference:
+            return f"{what} needs the packed engine; leave --engine out"
+        return f"{what} needs the packed engine, which does not reproduce {self.ref.name} ({self.difference})"
 
     def _pass(self, how: PackedPass | GivenPass, grad: bool, **inputs: Tensor) -> Any:
         """Run the model with a pass' attention; return its output, None where the pass ended early."""
@@ -335,8 +335,8 @@ class TruncatedModel:
         """Return the error for layers whose output is no state for each token."""
         shape = "nothing" if states is None else f"states {list(states.shape)}"
         return InputError(
-            f"the layers of {type(self.module).__name__} give {shape} and not [prompts, tokens, width]; its "
-            "architecture is not supported"
+            f"the layers of {type(self.module).__name__} give {shape} and not [prompts, tokens, width]; "
+            f"{OTHER_MODEL}"
         )
 
     def encode(self, tokens: Int[Tensor, " n"] | Float[Tensor, "n d"]) -> Float[Tensor, "n d"]:
@@ -443,13 +443,10 @@ def load_model(
         module, ref=ref, site=Site(layer, "resid" if inner else stream), quantization=quantization
     )
     choice = choose_engine(checked, config, engine)
-    if inner and choice["engine"] == "plain":
-        reason = f", which does not reproduce {name} ({choice['difference']})"
-        raise InputError(
-            f"the stream {stream} needs the packed engine"
-            + (reason if choice["difference"] else "; leave --engine out")
-        )
-    return TruncatedModel(
+    model = TruncatedModel(
         module, ref=ref, site=Site(layer, stream), tokenizer=load_tokenizer(ref), quantization=quantization,
         **choice,
     )  # fmt: skip
+    if inner and model.engine == "plain":
+        raise InputError(model._packed_only(f"the stream {stream}"))
+    return model

@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from hiddenlab.errors import InputError
+from hiddenlab.models.reading import OTHER_MODEL
 from hiddenlab.utils.schema import OPEN, read
 
 ADAPTER = "adapter_config.json"
@@ -249,7 +250,7 @@ def decoder_layers(model: nn.Module) -> nn.ModuleList:
     if name is None:
         raise InputError(
             f"{type(model).__name__} has no list of {model.config.num_hidden_layers} layers; "  # type: ignore[union-attr]
-            "its architecture is not supported"
+            f"{OTHER_MODEL}"
         )
     return model.get_submodule(name)  # type: ignore[return-value]
 

@@ -5,7 +5,6 @@ The packed engine is checked with the model's own weights on short prompts. Bord
 the plain engine runs the model.
 """
 
-import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -19,7 +18,7 @@ import transformers
 from torch import nn
 
 from hiddenlab.errors import InputError
-from hiddenlab.models.reading import quiet_transformers, reading_model
+from hiddenlab.models.reading import OTHER_MODEL, quiet_transformers, reading_model
 from hiddenlab.models.self_check import (
     TWIN_TOLERANCE,
     first_difference,
@@ -31,7 +30,7 @@ from hiddenlab.models.self_check import (
 from hiddenlab.models.twin import LENGTHS, UNCHECKED, build_twin
 from hiddenlab.types import Site
 from hiddenlab.utils.cache import cache_path
-from hiddenlab.utils.digests import digest_of
+from hiddenlab.utils.digests import digest_of, digest_of_files
 from hiddenlab.utils.files import write_file
 from hiddenlab.utils.schema import CLOSED, read
 
@@ -77,14 +76,14 @@ def choose_engine(model: "TruncatedModel", config: Any, asked: str = "auto") -> 
     name = model.ref.name
     if not verdict.causal:
         raise InputError(
-            f"{name} is an encoder-only (bidirectional) model; the attack needs a causal decoder"
+            f"{name} is an encoder-only (bidirectional) model, and an attack needs a causal decoder; {OTHER_MODEL}"
         )
     facts = {"config": facts_of(config)}
     twin = remembered("engine-twin", facts, Verdict, lambda: _twin_verdict(config), CODE)
     if twin.misplaced:
         raise InputError(
             f"{name} is of type {config.model_type}, whose layer {twin.misplaced} does not give the states that "
-            "transformers shows for it; its architecture is not supported"
+            f"transformers shows for it; {OTHER_MODEL}"
         )
     difference = verdict.difference or twin.difference
     if asked == "packed" and difference:
@@ -99,7 +98,7 @@ def _own_verdict(model: "TruncatedModel") -> Verdict:
     Raises:
         InputError: it does not run on token ids alone, or its states overflow.
     """
-    with reading_model(f"cannot run {model.ref.name} on token ids"):
+    with reading_model(f"cannot run the first layers of {model.ref.name} on token ids", f"; {OTHER_MODEL}"):
         if not_causal(model):
             return Verdict(causal=False)
     return Verdict(difference=str(first_difference(model) or ""), embeddings=reads_embeddings(model))
@@ -163,7 +162,5 @@ def facts_of(config: Any) -> dict[str, Any]:
 @cache
 def _digest_of_code(folders: tuple[Path, ...]) -> str:
     """Return a digest of the folders' Python files and of the libraries' versions."""
-    digest = hashlib.sha256(f"{torch.__version__} {transformers.__version__}".encode())
-    for file in sorted(file for folder in folders for file in folder.glob("*.py")):
-        digest.update(file.read_bytes())
-    return digest.hexdigest()
+    files = sorted(file for folder in folders for file in folder.glob("*.py"))
+    return digest_of([torch.__version__, transformers.__version__, digest_of_files(files)])

@@ -1,10 +1,7 @@
 """Convert GGUF files to safetensors in the cache, once; the parts of a split file are joined first."""
 
-import hashlib
 import io
 import re
-import shutil
-import tempfile
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -12,7 +9,10 @@ from typing import Any
 from hiddenlab.errors import InputError
 from hiddenlab.models.checkpoint import check_loaded
 from hiddenlab.models.reading import quiet_transformers
+from hiddenlab.text import first_line
 from hiddenlab.utils.cache import cache_path
+from hiddenlab.utils.digests import digest_of_files
+from hiddenlab.utils.files import new_folder
 
 MOST_PARTS = 1000
 PART = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
@@ -30,31 +30,19 @@ def converted(gguf: Path) -> Path:
         InputError: a part is missing, the file cannot be read, or it lacks a tensor.
     """
     files = parts(gguf)
-    key = hashlib.sha256()
-    for file in files:
-        with file.open("rb") as opened:
-            key.update(hashlib.file_digest(opened, "sha256").digest())
-    target = cache_path("models", f"{gguf.stem}-{key.hexdigest()[:16]}")
+    target = cache_path("models", f"{gguf.stem}-{digest_of_files(files)[:16]}")
     if (target / "config.json").is_file():
         return target
-    work = Path(tempfile.mkdtemp(dir=target.parent, prefix=".converting-"))
-    try:
+    with new_folder(target) as work:
         whole = gguf
         if len(files) > 1:
-            whole = work / "whole" / "model.gguf"
-            whole.parent.mkdir()
+            whole = work / "whole.gguf"
             _join(files, whole)
-        _convert(whole, gguf, work / "model")
-        try:
-            (work / "model").rename(target)
-        except OSError as error:
-            # Another process converted the same file first; its result is the same.
-            if not (target / "config.json").is_file():
-                raise InputError(
-                    f"the cache holds something damaged at {target} ({error.strerror}); remove it"
-                ) from None
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
+        _convert(whole, gguf, work)
+        if whole != gguf:
+            whole.unlink()
+    if not (target / "config.json").is_file():
+        raise InputError(f"the cache holds something damaged at {target}; remove it")
     return target
 
 
@@ -82,7 +70,7 @@ def _join(files: list[Path], target: Path) -> None:
     try:
         _write_joined(files, target)
     except Exception as error:  # the readers raise errors of any type for damaged files
-        raise InputError(f"cannot read {files[0]} and its other parts: {_first_line(error)}") from None
+        raise InputError(f"cannot read {files[0]} and its other parts: {first_line(error)}") from None
 
 
 def _write_joined(files: list[Path], target: Path) -> None:
@@ -129,8 +117,4 @@ def _convert(gguf: Path, named: Path, target: Path) -> None:
         raise
     except Exception as error:
         # The readers raise errors of any type for damaged files.
-        raise InputError(f"cannot read the GGUF file {named}: {_first_line(error)}") from None
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise InputError(f"cannot read the GGUF file {named}: {first_line(error)}") from None

@@ -6,6 +6,12 @@ from contextlib import contextmanager
 import torch
 
 from hiddenlab.errors import InputError
+from hiddenlab.text import first_line
+
+OTHER_MODEL = (  # what to do about an architecture that is refused
+    "choose a model of another architecture; 'hiddenlab eval architectures' shows which run, as does "
+    "docs/results/architectures.md"
+)
 
 
 @contextmanager
@@ -37,9 +43,3 @@ def reading_model(failure: str, advice: str = "") -> Iterator[None]:
         raise
     except Exception as error:
         raise InputError(f"{failure} ({first_line(error)}){advice}") from None
-
-
-def first_line(error: Exception) -> str:
-    """Return the first line of an error of a library, or its kind where it says nothing."""
-    lines = str(error).strip().splitlines()
-    return lines[0][:300].rstrip(":") if lines else type(error).__name__

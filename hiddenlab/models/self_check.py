@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from hiddenlab.errors import InputError
 from hiddenlab.models.attention import EAGER, attending, unchanged_rotary
 from hiddenlab.models.checkpoint import decoder_layers
-from hiddenlab.models.reading import first_line
 from hiddenlab.models.request import Request
+from hiddenlab.text import first_line
 
 if TYPE_CHECKING:
     from hiddenlab.models import TruncatedModel

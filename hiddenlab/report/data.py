@@ -8,7 +8,7 @@ from typing import Any
 
 from hiddenlab.records import UNFINISHED, RunRecord, commit_name
 from hiddenlab.summary import Sample
-from hiddenlab.text import visible
+from hiddenlab.text import count_of, visible
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Run:
         record, code, hardware = self.record, self.record.code, self.record.hardware
         state = record.status
         if record.status in UNFINISHED:
-            state += f", {len(self.samples)} of {record.prompts} prompts"
+            state += f", {len(self.samples)} of {count_of(record.prompts, 'prompt')}"
         commit = (
             f"commit {commit_name({**code, 'dirty': False})}" if code.get("commit") else "commit not known"
         )
@@ -39,7 +39,7 @@ class Run:
             dirty += f" (parts by {', '.join(record.commits)})"
         origin = (
             f"{self.path.name}: {state}, {record.started}, hiddenlab {code.get('version')}, {commit}{dirty}, "
-            f"torch {record.packages.get('torch')}, {hardware.get('cpu')}, {record.threads} threads"
+            f"torch {record.packages.get('torch')}, {hardware.get('cpu')}, {count_of(record.threads, 'thread')}"
         )
         return f"{visible(origin)}\n{visible(shlex.join(record.command))}"
 

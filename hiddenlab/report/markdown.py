@@ -9,9 +9,10 @@ from hiddenlab.errors import HiddenlabError, InputError
 from hiddenlab.records import RECORD, read_run
 from hiddenlab.report.data import Run, Study
 from hiddenlab.report.html import page
-from hiddenlab.report.tables import TABLE_FORMAT, Grid, Table, markdown_table
+from hiddenlab.report.tables import TABLE_FORMAT, Grid, Table, table_page
 from hiddenlab.summary import FIGURES, figure, summarise
 from hiddenlab.text import markdown as escaped
+from hiddenlab.text import markdown_table
 from hiddenlab.utils.files import write_file
 from hiddenlab.utils.schema import CLOSED, OPEN, Finite, Layer, check, parse, read_bytes
 
@@ -161,19 +162,19 @@ def markdown(runs: Sequence[Run], studies: Sequence[Study], images: Sequence[Pat
     """Return the report's text."""
     lines = [f"# {TITLE}", ""]
     for study in studies:
-        lines.append(markdown_table(study.table))
+        lines.append(table_page(study.table))
         own = [image for image in images if image.stem == study.table["experiment"]]
         lines += [line for image in own for line in _image_lines(image)]
     if runs:
         cells = grid_of(runs)
         lines += ["", "## Single runs", ""] * bool(studies)
-        lines += [EXPLANATION, f"| {' | '.join(cells.header)} |", f"|---|---|{'---:|' * len(COLUMNS)}"]
-        lines += [f"| {' | '.join(map(escaped, row))} |" for row in cells.rows]
+        rows = [[escaped(text) for text in row] for row in cells.rows]
+        lines += [EXPLANATION, *markdown_table(cells.header, rows, 2)]
         own_names = {study.table["experiment"] for study in studies}
         lines += [line for image in images if image.stem not in own_names for line in _image_lines(image)]
     everything = [*runs, *(run for study in studies for run in study.runs)]
     if everything:
-        shown = f"Each prompt, with wrong and unverified tokens coloured: [{PAGE}]({PAGE})"
+        shown = f"`{PAGE}`, written beside this page by `hiddenlab report`, shows the tokens of each prompt in colours."
         lines += ["", shown, "", "## Runs", ""]
     for run in everything:
         what, _, command = run.made().partition("\n")

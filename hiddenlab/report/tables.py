@@ -8,7 +8,7 @@ from pydantic import Field, with_config
 from typing_extensions import TypedDict
 
 from hiddenlab.summary import FIGURES, figure
-from hiddenlab.text import markdown, visible
+from hiddenlab.text import markdown, markdown_table, visible
 from hiddenlab.utils.schema import CLOSED, Count, Finite
 
 # Figures that only experiments have; see ``hiddenlab.summary`` for the kinds.
@@ -155,23 +155,13 @@ def brackets(table: Mapping[str, Any]) -> str:
     return f"Brackets are 95 % intervals over prompts.{made}"
 
 
-def markdown_table(table: Mapping[str, Any]) -> str:
+def table_page(table: Mapping[str, Any]) -> str:
     """Return title, table, reasons and notes as Markdown."""
     cells = grid(table)
-    numbers = len(cells.header) - cells.keys
-    lines = [
-        f"## {markdown(table['title'])}",
-        "",
-        _line(cells.header),
-        f"|{'---|' * cells.keys}{'---:|' * numbers}",
-    ]
-    lines += [_line(row) for row in cells.rows]
+    head, *rows = ([markdown(text) for text in row] for row in (cells.header, *cells.rows))
+    lines = [f"## {markdown(table['title'])}", "", *markdown_table(head, rows, cells.keys)]
     command = visible(table["command"]).replace("`", "'")
     made = NO_COMMAND if command == NOT_RECORDED else f"`{command}`"
     lines += ["", f"{made}. {markdown(brackets(table))}"]
     lines += ["", *(f"- {markdown(text)}" for text in [*table["notes"], *cells.reasons])]
     return "\n".join(lines) + "\n"
-
-
-def _line(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(map(markdown, cells))} |"

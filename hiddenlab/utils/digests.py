@@ -2,7 +2,18 @@
 
 import hashlib
 import json
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
+
+
+def digest_of_files(paths: Iterable[Path]) -> str:
+    """Return the hexadecimal digest of files in their order: SHA-256 over the SHA-256 of each."""
+    whole = hashlib.sha256()
+    for path in paths:
+        with path.open("rb") as file:
+            whole.update(hashlib.file_digest(file, "sha256").digest())
+    return whole.hexdigest()
 
 
 def digest_of(value: Any) -> str:

@@ -1,10 +1,12 @@
-"""Write files atomically and durably, with secrets readable by their owner alone."""
+"""Write files and folders atomically and durably, with secrets readable by their owner alone."""
 
 from __future__ import annotations
 
 import errno
 import os
 import secrets
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -28,7 +30,16 @@ def write_file(path: Path, content: str | bytes, *, private: bool = False, new: 
     Raises:
         InputError: it cannot be written, or ``new`` is set and it exists.
     """
-    data = content.encode() if isinstance(content, str) else content
+    with _errors(path):
+        put_file(path, content.encode() if isinstance(content, str) else content, private=private, new=new)
+
+
+def put_file(path: Path, data: bytes, *, private: bool = False, new: bool = False) -> None:
+    """Write a file as ``write_file`` does, for who says himself what went wrong.
+
+    Raises:
+        OSError: it cannot be written.
+    """
 
     def write(work: Path) -> None:
         handle = os.open(work, os.O_WRONLY | os.O_CREAT | os.O_EXCL, PRIVATE if private else SHARED)
@@ -53,7 +64,24 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[st
         save_file(dict(tensors), work, metadata=dict(metadata))
         work.chmod(PRIVATE)  # where safetensors made the file anew
 
-    _put(path, write, new=False)
+    with _errors(path):
+        _put(path, write, new=False)
+
+
+@contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """Yield a temporary folder, which gets its name when the block ends; where another process was first, it is gone.
+
+    Nothing is left of it where the block fails.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    work = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name[:100]}-"))
+    try:
+        yield work
+        with suppress(OSError):
+            work.rename(path)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
 
 
 def _put(path: Path, write: Callable[[Path], None], new: bool) -> None:
@@ -61,22 +89,21 @@ def _put(path: Path, write: Callable[[Path], None], new: bool) -> None:
 
     An existing path must be a regular file: a link may lead anywhere, and a device or a pipe must not be replaced.
     """
-    with _errors(path):
-        if path.is_symlink():
-            raise InputError(f"cannot write {path}: it is a link; name the file itself")
-        if path.exists() and not path.is_file():
-            raise InputError(f"cannot write {path}: it is no regular file")
-        work = path.with_name(f".{path.name[:100]}.{secrets.token_hex(6)}.tmp")
-        try:
-            write(work)
-            if new:
-                os.link(work, path)  # fails where something is there
-            else:
-                os.replace(work, path)
-            _sync_directory(path)
-        finally:
-            with suppress(OSError):
-                work.unlink(missing_ok=True)
+    if path.is_symlink():
+        raise InputError(f"cannot write {path}: it is a link; name the file itself")
+    if path.exists() and not path.is_file():
+        raise InputError(f"cannot write {path}: it is no regular file")
+    work = path.with_name(f".{path.name[:100]}.{secrets.token_hex(6)}.tmp")
+    try:
+        write(work)
+        if new:
+            os.link(work, path)  # fails where something is there
+        else:
+            os.replace(work, path)
+        _sync_directory(path)
+    finally:
+        with suppress(OSError):
+            work.unlink(missing_ok=True)
 
 
 @contextmanager

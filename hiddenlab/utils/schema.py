@@ -150,17 +150,6 @@ def read(path: Path, form: type[T]) -> T:
     return parse(read_bytes(path), form, str(path))
 
 
-def read_lines(path: Path, form: type[T]) -> Iterator[tuple[int, T]]:
-    """Yield a file's JSON lines one by one, with their numbers; blank lines are left out.
-
-    Raises:
-        InputError: the file cannot be read, or a line does not have that form; the message names the line.
-    """
-    for number, line in lines(path):
-        if line.strip():
-            yield number, parse(line, form, f"{path}, line {number}")
-
-
 def lines(path: Path) -> Iterator[tuple[int, bytes]]:
     """Yield a file's lines without their ends, with their numbers from 1.
 

@@ -6,6 +6,7 @@ A reader gives the content that was accepted as JSON values, None where a damage
 
 import dataclasses
 import json
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hiddenlab.errors import HiddenlabWarning
 from hiddenlab.records import Recorder, RunRecord
 from hiddenlab.testing import attack_sample
 from hiddenlab.types import GroundTruth, Observation, ObservationInfo, Site
@@ -410,6 +412,7 @@ def _signed(valid: bool, content: Any) -> Any:
 
 def _prompts(folder: Path) -> list[Target]:
     import pyarrow
+    import pyarrow.ipc
     import pyarrow.parquet
 
     from hiddenlab.prompts import load_prompts
@@ -417,16 +420,24 @@ def _prompts(folder: Path) -> list[Target]:
     rows = [{"text": "héllo\nthere", "n": 1}, {"text": 'x, "y"', "n": 2}]
     lines = b"".join(json.dumps(row).encode() + b"\n" for row in rows)
     parquet = folder / "seed.parquet"
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), parquet)
+    table = pyarrow.Table.from_pylist(rows)
+    pyarrow.parquet.write_table(table, parquet)
+    arrow = folder / "seed.arrow"
+    with pyarrow.ipc.new_file(str(arrow), table.schema) as file:
+        file.write_table(table)
+    chat = json.dumps(
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "é"}, "x"]}]}
+    ).encode()
     csv = b'text,n\n"a ""b"", c",1\nx,2\n'
     seeds: dict[str, tuple[bytes, ...]] = {
-        "jsonl": (lines, b'"a"\n"b"\n'),
+        "jsonl": (lines, b'"a"\n"b"\n', chat, b"[5, 7]\n"),
         "json": (json.dumps(rows).encode(), b'["a", "b"]'),
         "txt": (b"one\ntwo\n", b"---\none\n\ntwo\n---\nthree\n"),
         "csv": (csv,),
         "tsv": (csv.replace(b",", b"\t"),),
         "ndjson": (lines,),
         "parquet": (parquet.read_bytes(),),
+        "arrow": (arrow.read_bytes(),),
     }
 
     def reader(kind: str) -> Read:
@@ -434,7 +445,9 @@ def _prompts(folder: Path) -> list[Target]:
 
         def read(data: bytes) -> Any:
             path.write_bytes(data)
-            return [one.text for one in load_prompts(str(path))]
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", HiddenlabWarning)
+                return [prompt.text for prompt in load_prompts(str(path))]
 
         return read
 

@@ -416,31 +416,72 @@ def transcripts(data: bytes) -> Any:
 
 def prompts(data: bytes) -> Any:
     """Prompts of JSON lines. Nothing is asked of other columns; of a name that stands twice the last counts."""
-    out = []
+    texts = []
     column = None
     for line in data.removeprefix(b"\xef\xbb\xbf").split(b"\n"):
         if not line.strip():
             continue
         try:
-            said = json.loads(line.decode().removeprefix("\ufeff"))
+            row = json.loads(line.decode().removeprefix("\ufeff"))
         except (ValueError, RecursionError):
             raise Refused from None
-        if isinstance(said, dict):
-            column = (
-                column
-                if column is not None
-                else next((name for name in ("text", "prompt") if name in said), None)
-            )
-            need(column is not None and column in said)
-            said = said[column]
-            if isinstance(said, list) and said and all(isinstance(turn, str) for turn in said):
-                said = said[0]
+        if isinstance(row, dict):
+            column = _column(row) if column is None else column
+            need(column in row)
+            row = row[column]
+            if column in CHATS and isinstance(row, str) and row.lstrip().startswith("["):
+                try:
+                    row = json.loads(row)
+                except (ValueError, RecursionError):
+                    raise Refused from None
         else:
             need(column is None)
-        need(text(said) and said.strip() and not re.search("[\ud800-\udfff]", said))
-        out.append(said)
-    need(out)
-    return out
+        value = _prompt(row)
+        need(not re.search("[\ud800-\udfff]", value))
+        texts += [value] if value.strip() else []
+    need(texts)
+    return texts
+
+
+CHATS = ("messages", "conversations")
+
+
+def _column(row: dict[str, Any]) -> str:
+    usual = [name for name in ("text", "prompt", *CHATS) if name in row]
+    others = [name for name, value in row.items() if isinstance(value, str) or _is_chat(value)]
+    need(usual or len(others) == 1)
+    return (usual or others)[0]
+
+
+def _is_chat(value: Any) -> bool:
+    fits = isinstance(value, list) and value and all(isinstance(m, dict) for m in value)
+    return bool(fits) and all("from" in m or {"role", "content"} <= set(m) for m in value)
+
+
+def _prompt(value: Any) -> str:
+    """The text of a prompt: a string, the first of several, token ids with blanks between, contents in lines."""
+    if value is None or value == []:
+        return ""
+    if isinstance(value, str):
+        return value
+    need(isinstance(value, list))
+    kinds = {type(item) for item in value}
+    need(len(kinds) == 1 and kinds <= {str, int, dict})
+    if kinds == {dict}:
+        return "\n".join(map(_content, value))
+    return value[0] if kinds == {str} else " ".join(map(str, value))
+
+
+def _content(message: dict[str, Any]) -> str:
+    given = {name: value for name, value in message.items() if value is not None}
+    need(isinstance(given.get("role", given.get("from")), str))
+    content = given.get("content", given.get("value", ""))
+    parts = content if isinstance(content, list) else [content]
+    parts = [
+        part.get("text") if isinstance(part, dict) and isinstance(content, list) else part for part in parts
+    ]
+    need(all(isinstance(part, str) for part in parts))
+    return "".join(parts)
 
 
 def request(data: bytes, chat: bool) -> Any:
