@@ -4,7 +4,9 @@ transformers fills what a checkpoint does not give with random weights and conti
 tensors are read first, their prefix is mapped to the model's own, and whatever is still missing afterwards is an error.
 """
 
+import json
 import re
+import shlex
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -22,6 +24,8 @@ from hiddenlab.utils.schema import OPEN, read
 
 ADAPTER = "adapter_config.json"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+PACKED = (".qweight", ".weight_packed", ".weight_scale", ".weight_scale_inv", ".weight_blocks")
+LFS_POINTER = b"version https://git-lfs"
 LAYERS = "first_layers"  # attribute of a model that has only its first layers: the name of their list
 NAMED = 3  # tensors that an error names
 
@@ -73,14 +77,16 @@ def tensor_names(name: str, path: str, revision: str | None = None) -> set[str]:
     """
     from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-    if single := _find(path, SAFE_WEIGHTS_NAME, revision):
+    single = _find(path, SAFE_WEIGHTS_NAME, revision)
+    index = _find(path, SAFE_WEIGHTS_INDEX_NAME, revision) if single is None or Path(path).is_dir() else None
+    if single is not None:
+        if index is not None:
+            _refuse_second_copy(single, index)
         return _names_in(single)
-    index = _find(path, SAFE_WEIGHTS_INDEX_NAME, revision)
     if index is None:
-        pickles = sorted(file.name for kind in PICKLES for file in Path(path).glob(kind))
         raise InputError(
             f"cannot load the model {name!r}: it holds no {SAFE_WEIGHTS_NAME} or {SAFE_WEIGHTS_INDEX_NAME}"
-            + (f"; {pickles[0]} is a pickle, which is not loaded: save it as safetensors" if pickles else "")
+            + _other_weights(Path(path))
         )
     files = _indexed(index)
     if not Path(path).is_dir():
@@ -93,6 +99,52 @@ def tensor_names(name: str, path: str, revision: str | None = None) -> set[str]:
             )
         names |= _names_in(index.parent / file)
     return names
+
+
+def tensor_shapes(path: str, revision: str | None = None) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Return dtype and shape of every tensor of a model directory or hub id that was read before."""
+    from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+
+    index = _find(path, SAFE_WEIGHTS_INDEX_NAME, revision)
+    files = {SAFE_WEIGHTS_NAME} if index is None else set(_indexed(index).values())
+    shapes = dict[str, tuple[str, tuple[int, ...]]]()
+    for file in filter(None, (_find(path, file, revision) for file in sorted(files))):
+        with safe_open(file, "pt") as opened:
+            for name in opened.keys():  # noqa: SIM118
+                entry = opened.get_slice(name)
+                shapes[name] = (entry.get_dtype(), tuple(entry.get_shape()))
+    return shapes
+
+
+def _refuse_second_copy(single: Path, index: Path) -> None:
+    """Raise InputError where a model lies in one file and again in several: one of the two is stale.
+
+    transformers would take the single file. An index whose files are gone is no second copy.
+    """
+    files = set(_indexed(index).values())
+    if files != {single.name} and all((index.parent / file).is_file() for file in files):
+        raise InputError(
+            f"{index.parent} holds the weights twice, in {single.name} and in the {len(files)} files of "
+            f"{index.name}; one of them may be stale: move {single.name}, or {index.name}, to another folder"
+        )
+
+
+def _other_weights(folder: Path) -> str:
+    """Return what a folder without safetensors holds instead, and how to make safetensors of it."""
+    pickles = sorted(file.name for kind in PICKLES for file in folder.glob(kind))
+    if not pickles:
+        return ""
+    pickle = f"; {pickles[0]} is a pickle, which is not loaded"
+    if not pickles[0].startswith("pytorch_model"):
+        return f"{pickle}: save it as safetensors"
+    place = json.dumps(str(folder))
+    code = f"from transformers import AutoModelForCausalLM as M; M.from_pretrained({place}).save_pretrained({place})"
+    return f"{pickle}; convert it, if you trust it: {python(code)}"
+
+
+def python(code: str) -> str:
+    """Return the shell command that runs a line of Python, for an error that names the way out."""
+    return f"python -c {shlex.quote(code)}"
 
 
 def _find(path: str, file: str, revision: str | None) -> Path | None:
@@ -109,9 +161,21 @@ def _names_in(file: Path) -> set[str]:
         with safe_open(file, "pt") as opened:
             return set(opened.keys())
     except (OSError, SafetensorError) as error:
+        if _is_pointer(file):
+            raise InputError(
+                f"{file} is a pointer of Git LFS and not the weights; run 'git lfs pull' in its folder"
+            ) from None
         raise InputError(
             f"cannot read {file}: {str(error).splitlines()[0]}; the file is damaged or incomplete, copy it again"
         ) from None
+
+
+def _is_pointer(file: Path) -> bool:
+    try:
+        with file.open("rb") as opened:
+            return opened.read(len(LFS_POINTER)) == LFS_POINTER
+    except OSError:
+        return False
 
 
 @dataclass(frozen=True)
@@ -208,6 +272,8 @@ def check_loaded(
         hint = f"the names of its tensors begin with {prefixes.base!r}"
     else:
         hint = "nothing stands before the names of its tensors"
+    if packed := next((name for name in sorted(info["unexpected_keys"]) if name.endswith(PACKED)), None):
+        hint = f"it holds {packed}, of quantized weights, and its config.json does not say how they are quantized"
     missing = set(info["missing_keys"])
     if not final_norm:
         missing -= _final_norm(model)
@@ -227,7 +293,8 @@ def check_loaded(
         if unknown := [n for n in info["unexpected_keys"] if n.removeprefix(own).startswith(kept)]:
             raise InputError(
                 f"{label} gives {_listed(unknown)}, which {type(model).__name__} has no place for: its layers "
-                "compute something else (an adapter that is not merged, or another architecture)"
+                "compute something else (an adapter that is not merged, quantized weights of which config.json says "
+                "nothing, or another architecture)"
             )
 
 

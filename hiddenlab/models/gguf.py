@@ -112,6 +112,7 @@ def _write_joined(files: list[Path], target: Path) -> None:
 
 def _convert(gguf: Path, named: Path, target: Path) -> None:
     """Write a GGUF file as a transformers directory; ``named`` is its name in errors."""
+    from gguf import GGUFReader, Keys
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     factory: Any = AutoModelForCausalLM
@@ -124,7 +125,8 @@ def _convert(gguf: Path, named: Path, target: Path) -> None:
             )  # fmt: skip
             check_loaded(model, info, None, f"the GGUF file {named}")
             model.save_pretrained(target)
-            AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(target)
+            if Keys.Tokenizer.LIST in GGUFReader(gguf).fields:
+                AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(target)
     except InputError:
         raise
     except Exception as error:

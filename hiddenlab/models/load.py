@@ -2,6 +2,7 @@
 
 import importlib.util
 import inspect
+import logging
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,9 +17,18 @@ from hiddenlab.models.checkpoint import (
     find_prefixes,
     refuse_adapter,
     tensor_names,
+    tensor_shapes,
     with_first_layers,
 )
 from hiddenlab.models.gguf import converted
+from hiddenlab.models.quantized import (
+    ADVICE,
+    DEQUANTIZED,
+    check_blocks,
+    check_library,
+    method_of,
+    quantization_settings,
+)
 from hiddenlab.models.reading import quiet_transformers, reading_model
 
 BUILTIN = "builtin"
@@ -81,7 +91,9 @@ def resolve_model(name: str, revision: str | None = None, *, local_only: bool = 
     if is_dir:
         refuse_adapter(name, str(path))
         if not (path / "config.json").is_file():
-            raise InputError(f"the directory {name} holds no config.json; it is not a transformers model")
+            raise InputError(
+                f"the directory {name} holds no config.json; it is not a transformers model{_instead(path)}"
+            )
         return ModelRef(name, str(path))
     looks_local = name.startswith((".", "/", "~")) or name.count("/") > 1
     if looks_local:
@@ -89,6 +101,17 @@ def resolve_model(name: str, revision: str | None = None, *, local_only: bool = 
     if local_only:
         return ModelRef(name, str(_downloaded(name, revision)), revision)
     return ModelRef(name, name, revision)
+
+
+def _instead(path: Path) -> str:
+    """Return what a folder without a configuration holds instead, for an error that names the way out."""
+    if gguf := sorted(path.glob("*.gguf")):
+        return f"; it holds a GGUF file, {gguf[0].name}: name that"
+    if inner := sorted((*path.glob("*/config.json"), *path.glob("snapshots/*/config.json"))):
+        return f"; {inner[0].parent} holds one: name that"
+    if list(path.glob("consolidated*")):
+        return "; its weights are in their maker's own form: take the model in the form of transformers"
+    return ""
 
 
 def _downloaded(name: str, revision: str | None) -> Path:
@@ -126,12 +149,23 @@ def load_config(ref: ModelRef) -> Any:
     Raises:
         InputError: the model is unknown, or no transformers model.
     """
-    from transformers import AutoConfig
+    from transformers import AutoConfig, PretrainedConfig
 
-    advice = "; give 'builtin', a model directory, a GGUF file or a hub id"
-    with reading_model(f"cannot find or read the model {ref.name!r}", advice), quiet_transformers():
+    failure = (
+        f"cannot read the config.json of {ref.name!r}"
+        if ref.local
+        else f"cannot find or read the model {ref.name!r}"
+    )
+    advice = "" if ref.local else "; give 'builtin', a model directory, a GGUF file or a hub id"
+    with reading_model(failure, advice), quiet_transformers():
         refuse_adapter(ref.name, ref.path, ref.revision)
+        given, _ = PretrainedConfig.get_config_dict(ref.path, revision=ref.revision)
+        if not isinstance(given, dict):
+            raise InputError(f"the config.json of {ref.name!r} holds no object")
+        quantization = quantization_settings(given.get("quantization_config"), f"the model {ref.name!r}")
         config = AutoConfig.from_pretrained(ref.path, revision=ref.revision, trust_remote_code=False)
+        if quantization is not None:
+            config.quantization_config = quantization
         text = config.get_text_config(decoder=True)
         layers = getattr(text, "num_hidden_layers", 0)
     if not isinstance(layers, int) or not 0 <= layers <= MOST_LAYERS:
@@ -145,11 +179,13 @@ def _complete_text_config(text: Any, whole: Any, ref: ModelRef) -> None:
     """Copy settings that only the surrounding multimodal model has into its language model's configuration."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    if getattr(whole, "quantization_config", None):
-        raise InputError(
-            f"{ref.name} is a multimodal model with quantized weights, which is not supported; give one in bfloat16 "
-            "(--quantization quantizes it)"
-        )
+    if quantization := getattr(whole, "quantization_config", None):
+        if method_of(quantization) not in DEQUANTIZED:
+            raise InputError(
+                f"{ref.name} is a multimodal model quantized by {method_of(quantization)}, which is not supported; "
+                + ADVICE
+            )
+        text.quantization_config = quantization
     text.tie_word_embeddings = whole.tie_word_embeddings
     known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(text.model_type)
     text.architectures = text.architectures or ([known] if isinstance(known, str) else None)
@@ -268,6 +304,8 @@ def load_whole(
 
     label = f"the model {ref.name!r}"
     with reading_model(f"cannot load {label}"), quiet_transformers():
+        quantization = dict(getattr(config, "quantization_config", None) or {})
+        check_library(quantization, label, options.get("device_map"))
         names = tensor_names(ref.name, ref.path, ref.revision)
         if type(config) not in factory._model_mapping:
             raise InputError(
@@ -293,6 +331,11 @@ def load_whole(
                 ref.path, config=config, revision=ref.revision, use_safetensors=True,
                 key_mapping=mapping or None, output_loading_info=True, ignore_mismatched_sizes=True, **options,
             )  # fmt: skip
+    if quantization:
+        with reading_model(f"cannot load {label}"):
+            check_blocks(quantization, tensor_shapes(ref.path, ref.revision), label)
+        # At every product LLM.int8 would say that it casts to float16.
+        logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     check_loaded(model, info, prefixes, label, final_norm=final_norm)
     if mapping:
         # Otherwise the model would be saved under the checkpoint's names.

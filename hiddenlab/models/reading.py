@@ -42,4 +42,6 @@ def reading_model(failure: str, advice: str = "") -> Iterator[None]:
 def first_line(error: Exception) -> str:
     """Return the first line of an error of a library, or its kind where it says nothing."""
     lines = str(error).strip().splitlines()
+    if isinstance(error, KeyError) and lines:
+        return f"unknown or missing: {lines[0][:300]}"
     return lines[0][:300].rstrip(":") if lines else type(error).__name__

@@ -98,7 +98,8 @@ def uncounted(model: "TruncatedModel") -> Iterator[None]:
 
 
 def _tolerance(model: "TruncatedModel") -> float:
-    return QUANTIZED_TOLERANCE if model.quantization else TOLERANCE[model.dtype]
+    quantized = model.quantization or getattr(model.module, "is_quantized", False)
+    return QUANTIZED_TOLERANCE if quantized else TOLERANCE[model.dtype]
 
 
 def difference_of(states: Float[Tensor, "n d"], expected: Float[Tensor, "n d"]) -> float:
