@@ -362,12 +362,10 @@ class TruncatedModel:
         if self._load_sibling is not None:
             return self._load_sibling(layer, **options)
         engine = "plain" if self.engine == "plain" else "auto"
-        loaded = load_model(
-            self.ref.path, layer, device=str(self.device), revision=self.ref.revision,
-            device_map="auto" if self.divided else None, **{"engine": engine, **options},
+        return load_truncated(
+            self.ref, layer, device=str(self.device), device_map="auto" if self.divided else None,
+            **{"engine": engine, **options},
         )  # fmt: skip
-        loaded.ref = self.ref  # it was loaded by path, but the name that the user gave is the public one
-        return loaded
 
     def __repr__(self) -> str:
         return (
@@ -412,11 +410,33 @@ def load_model(
         InputError: unknown model, dtype, device or engine, an engine that is wrong for the model, a layer out of range,
             an encoder-only model, a checkpoint that lacks a tensor of these layers.
     """
+    options: dict[str, Any] = {
+        "stream": stream, "dtype": dtype, "device": device, "quantization": quantization, "device_map": device_map,
+        "engine": engine,
+    }  # fmt: skip
+    return load_truncated(resolve_model(name, revision, local_only=local_only), layer, **options)
+
+
+def load_truncated(
+    ref: ModelRef,
+    layer: int | None = None,
+    *,
+    stream: str = "resid",
+    dtype: str = "float32",
+    device: str = "auto",
+    quantization: str | None = None,
+    device_map: str | None = None,
+    engine: str = "auto",
+) -> TruncatedModel:
+    """Load the first ``layer`` layers of a model that was found; see ``load_model``.
+
+    Raises:
+        InputError: see ``load_model``.
+    """
     from hiddenlab.models.device import parse_device
 
     torch_dtype, torch_device = parse_dtype(dtype), parse_device(device)
-    ref = resolve_model(name, revision, local_only=local_only)
-    config = load_config(ref)
+    name, config = ref.name, load_config(ref)
     total = getattr(config, "num_hidden_layers", 0)
     if stream not in STREAMS:
         raise InputError(f"unknown stream {stream!r} of a truncated model; known are {', '.join(STREAMS)}")

@@ -43,7 +43,7 @@ class Prefixes:
 
     def mapping(self, model: Any) -> dict[str, str]:
         """Return patterns of the checkpoint's names and what transformers replaces them with; empty where names fit."""
-        own = _own_prefix(model)
+        own = own_prefix(model)
         if self.base in ("", own):
             return {}
         above = self.base.removesuffix(own) if own else ""
@@ -58,11 +58,11 @@ class Prefixes:
 
 
 def refuse_adapter(name: str, path: str, revision: str | None = None) -> None:
-    """Raise InputError where a directory or hub id holds an adapter (PEFT): it is not a model by itself."""
+    """Raise InputError where a hub id, or a directory that is taken for a model, holds an adapter (PEFT)."""
     if _find(path, ADAPTER, revision):
         raise InputError(
-            f"{name} holds an adapter ({ADAPTER}); merge it into its model first (PEFT's merge_and_unload, then "
-            "save_pretrained), and name the merged model"
+            f"{name} is an adapter ({ADAPTER}) on the hub; fetch it ('hf download {name} --local-dir DIR'), and "
+            "name that folder"
         )
 
 
@@ -216,7 +216,7 @@ def find_prefixes(names: Iterable[str], model: Any, label: str) -> Prefixes | No
         counts.update(".".join([*parts[:i], ""]) for i in range(len(parts)) if ".".join(parts[i:]) in base)
     if not counts:
         return None
-    own = ("", _own_prefix(model))
+    own = ("", own_prefix(model))
     best = max(counts, key=lambda prefix: (counts[prefix], prefix in own, -len(prefix)))
     table = _table_name(model)
     rivals = [
@@ -233,14 +233,14 @@ def find_prefixes(names: Iterable[str], model: Any, label: str) -> Prefixes | No
     return Prefixes(best, heads[-1] if heads else "")
 
 
-def _own_prefix(model: Any) -> str:
+def own_prefix(model: Any) -> str:
     """Return the prefix of the decoder's names in a model of its architecture with a head, mostly ``model.``."""
     return f"{model.base_model_prefix}." if model.base_model_prefix else ""
 
 
 def _split(model: Any) -> tuple[set[str], set[str]]:
     """Return the names of the decoder's tensors, without prefix, and those of the others."""
-    own, names = _own_prefix(model), set(model.state_dict())
+    own, names = own_prefix(model), set(model.state_dict())
     if not own or not hasattr(model, model.base_model_prefix):
         return names, set()
     base = {name for name in names if name.startswith(own)}
@@ -251,7 +251,7 @@ def _table_name(model: Any) -> str:
     """Return the name of the input embeddings' weight in the decoder."""
     table = model.get_input_embeddings()
     module_name = next((name for name, module in model.named_modules() if module is table), "")
-    return f"{module_name.removeprefix(_own_prefix(model))}.weight"
+    return f"{module_name.removeprefix(own_prefix(model))}.weight"
 
 
 def check_loaded(
@@ -278,27 +278,28 @@ def check_loaded(
     if not final_norm:
         missing -= _final_norm(model)
     if missing:
-        raise InputError(f"{label} does not give {_listed(missing)}, which is needed; {hint}")
+        raise InputError(f"{label} does not give {listed(missing)}, which is needed; {hint}")
     if wrong := sorted(info["mismatched_keys"]):
         _, given, needed = wrong[0]
         raise InputError(
-            f"{label} gives {_listed(key[0] for key in wrong)} in another shape than is needed, "
+            f"{label} gives {listed(key[0] for key in wrong)} in another shape than is needed, "
             f"{tuple(given)} and not {tuple(needed)}: it does not fit its config.json, or the first layers "
             "cannot be loaded without the others"
         )
-    own, layers = _own_prefix(model), _layers_name(model)
+    own, layers = own_prefix(model), _layers_name(model)
     if layers is not None:
         count = len(model.get_submodule(layers))
         kept = tuple(f"{layers.removeprefix(own)}.{i}." for i in range(count))
         if unknown := [n for n in info["unexpected_keys"] if n.removeprefix(own).startswith(kept)]:
             raise InputError(
-                f"{label} gives {_listed(unknown)}, which {type(model).__name__} has no place for: its layers "
+                f"{label} gives {listed(unknown)}, which {type(model).__name__} has no place for: its layers "
                 "compute something else (an adapter that is not merged, quantized weights of which config.json says "
                 "nothing, or another architecture)"
             )
 
 
-def _listed(names: Iterable[str]) -> str:
+def listed(names: Iterable[str]) -> str:
+    """Return the first of many names, in the order of layers, for an error."""
     first = sorted(
         sorted(names), key=lambda name: [int(part) if part.isdigit() else 0 for part in name.split(".")]
     )

@@ -3,8 +3,9 @@
 import importlib.util
 import inspect
 import logging
+import os
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 from hiddenlab.errors import InputError
+from hiddenlab.models.adapter import CONFIG, is_adapter, merge, read_adapter
 from hiddenlab.models.checkpoint import (
     check_loaded,
     find_prefixes,
@@ -52,11 +54,16 @@ def parse_dtype(name: str) -> torch.dtype:
 
 @dataclass(frozen=True)
 class ModelRef:
-    """A model as the user named it, and where its safetensors (or hub id) are."""
+    """A model as the user named it, and where its safetensors (or hub id) are.
+
+    Attributes:
+        adapter: the folder of a LoRA adapter that is merged into the model at ``path``; None without one.
+    """
 
     name: str
     path: str
     revision: str | None = None
+    adapter: str | None = None
 
     @property
     def local(self) -> bool:
@@ -89,7 +96,8 @@ def resolve_model(name: str, revision: str | None = None, *, local_only: bool = 
             )
         return ModelRef(name, str(converted(path)))
     if is_dir:
-        refuse_adapter(name, str(path))
+        if is_adapter(path):
+            return _with_base(name, path)
         if not (path / "config.json").is_file():
             raise InputError(
                 f"the directory {name} holds no config.json; it is not a transformers model{_instead(path)}"
@@ -101,6 +109,26 @@ def resolve_model(name: str, revision: str | None = None, *, local_only: bool = 
     if local_only:
         return ModelRef(name, str(_downloaded(name, revision)), revision)
     return ModelRef(name, name, revision)
+
+
+def _with_base(name: str, folder: Path) -> ModelRef:
+    """Return an adapter's folder together with its model, which must be on this machine."""
+    settings = read_adapter(folder)
+    base = settings.base_model_name_or_path
+    if os.path.exists(os.path.join(base, CONFIG)):
+        raise InputError(
+            f"{name} is an adapter of {base!r}, which is an adapter itself; let peft merge that first"
+        )
+    try:
+        ref = resolve_model(base, settings.revision, local_only=True)
+    except InputError as error:
+        if os.path.exists(base):
+            raise InputError(f"{name} is an adapter of {base!r}: {error}") from None
+        raise InputError(
+            f"{name} is an adapter of {base[:200]!r}, which is not on this machine; fetch it ('hf download …'), or "
+            f"write its folder as base_model_name_or_path in {folder / CONFIG}"
+        ) from None
+    return replace(ref, name=name, adapter=str(folder))
 
 
 def _instead(path: Path) -> str:
@@ -199,16 +227,16 @@ def load_tokenizer(ref: ModelRef) -> Any:
     """
     from transformers import AutoTokenizer
 
+    own = ref.adapter is not None and any((Path(ref.adapter) / name).is_file() for name in TOKENIZER_FILES)
+    path, revision = (ref.adapter, None) if own else (ref.path, ref.revision)
     try:
         with reading_model(f"cannot read the tokenizer of {ref.name!r}"), quiet_transformers():
-            tokenizer = AutoTokenizer.from_pretrained(
-                ref.path, revision=ref.revision, trust_remote_code=False
-            )
+            tokenizer = AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=False)
             known = set(tokenizer.get_vocab().values())
             # Without tokenizer files some architectures get an empty one, which knows nothing but special tokens.
             return None if known <= set(tokenizer.all_special_ids) else tokenizer
     except InputError:
-        if any((Path(ref.path) / name).is_file() for name in TOKENIZER_FILES):
+        if any((Path(str(path)) / name).is_file() for name in TOKENIZER_FILES):
             raise
         return None
 
@@ -282,6 +310,16 @@ def _decoder_of_a_pair(config: Any) -> bool:
     return has_encoder or type(config) not in AutoModel._model_mapping
 
 
+def _skeleton(config: Any) -> Any:
+    """Return a model with all layers, and its head where transformers has one, without memory for its weights."""
+    from transformers import AutoModel, AutoModelForCausalLM
+    from transformers.models.auto.auto_factory import _get_model_class
+
+    factory = AutoModelForCausalLM if type(config) in AutoModelForCausalLM._model_mapping else AutoModel
+    with torch.device("meta"):
+        return _get_model_class(config, factory._model_mapping)._from_config(config)
+
+
 def load_whole(
     factory: Any,
     ref: ModelRef,
@@ -337,6 +375,8 @@ def load_whole(
         # At every product LLM.int8 would say that it casts to float16.
         logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     check_loaded(model, info, prefixes, label, final_norm=final_norm)
+    if ref.adapter is not None:
+        merge(Path(ref.adapter), model, _skeleton(config))
     if mapping:
         # Otherwise the model would be saved under the checkpoint's names.
         model._weight_conversions = None
