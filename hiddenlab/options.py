@@ -72,6 +72,13 @@ EngineOpt = Annotated[
         "--engine", help="packed is fast; plain runs the model's own forward; auto checks which is right."
     ),
 ]
+TrustOpt = Annotated[
+    bool,
+    Option(
+        "--trust-remote-code",
+        help="Run code that the model's checkpoint brings; it can do whatever you can. Default: refuse it.",
+    ),
+]
 DeviceMapOpt = Annotated[str | None, Option("--device-map", help="Placement by accelerate, e.g. auto.")]
 DtypeOpt = Annotated[Dtype, Option("--dtype", help="In which the attacker (and the provider) computes.")]
 ThreadsOpt = Annotated[

@@ -393,6 +393,7 @@ def load_model(
     revision: str | None = None,
     local_only: bool = False,
     engine: str = "auto",
+    trust_remote_code: bool = False,
 ) -> TruncatedModel:
     """Load the first ``layer`` layers of a model.
 
@@ -403,6 +404,7 @@ def load_model(
         dtype: float32, bfloat16 or float16. device: ``auto``, ``cpu``, ``cuda`` …
         quantization: None, ``int8`` or ``nf4`` (bitsandbytes). device_map: accelerate's placement, e.g. ``auto``.
         local_only: never ask the hub; for names that come from files of others.
+        trust_remote_code: run code that the checkpoint brings. It can do whatever you can.
         engine: ``packed`` is fast, ``plain`` runs the model's own forward pass; ``auto`` checks whether the packed one
             gives the same states, and else takes the plain one.
 
@@ -414,7 +416,8 @@ def load_model(
         "stream": stream, "dtype": dtype, "device": device, "quantization": quantization, "device_map": device_map,
         "engine": engine,
     }  # fmt: skip
-    return load_truncated(resolve_model(name, revision, local_only=local_only), layer, **options)
+    ref = resolve_model(name, revision, local_only=local_only, trust_remote_code=trust_remote_code)
+    return load_truncated(ref, layer, **options)
 
 
 def load_truncated(

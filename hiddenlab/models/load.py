@@ -2,6 +2,7 @@
 
 import importlib.util
 import inspect
+import json
 import logging
 import os
 from contextlib import suppress
@@ -23,6 +24,7 @@ from hiddenlab.models.checkpoint import (
     with_first_layers,
 )
 from hiddenlab.models.gguf import converted
+from hiddenlab.models.own_code import own_class, own_code_refused
 from hiddenlab.models.quantized import (
     ADVICE,
     DEQUANTIZED,
@@ -58,22 +60,27 @@ class ModelRef:
 
     Attributes:
         adapter: the folder of a LoRA adapter that is merged into the model at ``path``; None without one.
+        trusted: code that the checkpoint brings may run.
     """
 
     name: str
     path: str
     revision: str | None = None
     adapter: str | None = None
+    trusted: bool = False
 
     @property
     def local(self) -> bool:
         return Path(self.path).is_dir()
 
 
-def resolve_model(name: str, revision: str | None = None, *, local_only: bool = False) -> ModelRef:
+def resolve_model(
+    name: str, revision: str | None = None, *, local_only: bool = False, trust_remote_code: bool = False
+) -> ModelRef:
     """Find a model by name; GGUF files (``builtin`` is one) are converted to safetensors in the cache, once.
 
     Args:
+        trust_remote_code: let code run that the checkpoint brings.
         local_only: never contact the hub; hub ids are found only if downloaded before. Meant for names that come from
             files of others.
 
@@ -82,6 +89,10 @@ def resolve_model(name: str, revision: str | None = None, *, local_only: bool = 
     """
     if not name:
         raise InputError("no model at '': the name is empty; leave --model out for the built-in model")
+    return replace(_found(name, revision, local_only), trusted=trust_remote_code)
+
+
+def _found(name: str, revision: str | None, local_only: bool) -> ModelRef:
     if name == BUILTIN:
         return ModelRef(name, str(converted(builtin_gguf())))
     try:
@@ -177,7 +188,7 @@ def load_config(ref: ModelRef) -> Any:
     Raises:
         InputError: the model is unknown, or no transformers model.
     """
-    from transformers import AutoConfig, PretrainedConfig
+    from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
     failure = (
         f"cannot read the config.json of {ref.name!r}"
@@ -190,8 +201,10 @@ def load_config(ref: ModelRef) -> Any:
         given, _ = PretrainedConfig.get_config_dict(ref.path, revision=ref.revision)
         if not isinstance(given, dict):
             raise InputError(f"the config.json of {ref.name!r} holds no object")
+        if not ref.trusted and given.get("auto_map") and given.get("model_type") not in CONFIG_MAPPING:
+            raise own_code_refused(ref.name, "config.json")
         quantization = quantization_settings(given.get("quantization_config"), f"the model {ref.name!r}")
-        config = AutoConfig.from_pretrained(ref.path, revision=ref.revision, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(ref.path, revision=ref.revision, trust_remote_code=ref.trusted)
         if quantization is not None:
             config.quantization_config = quantization
         text = config.get_text_config(decoder=True)
@@ -231,14 +244,23 @@ def load_tokenizer(ref: ModelRef) -> Any:
     path, revision = (ref.adapter, None) if own else (ref.path, ref.revision)
     try:
         with reading_model(f"cannot read the tokenizer of {ref.name!r}"), quiet_transformers():
-            tokenizer = AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=False)
+            tokenizer = AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=ref.trusted)
             known = set(tokenizer.get_vocab().values())
             # Without tokenizer files some architectures get an empty one, which knows nothing but special tokens.
             return None if known <= set(tokenizer.all_special_ids) else tokenizer
     except InputError:
+        if not ref.trusted and _names_code(Path(str(path)) / "tokenizer_config.json"):
+            raise own_code_refused(f"the tokenizer of {ref.name}", "tokenizer_config.json") from None
         if any((Path(str(path)) / name).is_file() for name in TOKENIZER_FILES):
             raise
         return None
+
+
+def _names_code(file: Path) -> bool:
+    with suppress(OSError, ValueError, RecursionError):
+        settings = json.loads(file.read_bytes())
+        return isinstance(settings, dict) and bool(settings.get("auto_map"))
+    return False
 
 
 def quantization_config(kind: str | None) -> Any:
@@ -285,10 +307,13 @@ def load_module(
     if quantization is not None:
         options["quantization_config"] = quantization_config(quantization)
         options["device_map"] = {"": str(device)}
+    elif method_of(getattr(config, "quantization_config", None)) == "bitsandbytes":
+        options["device_map"] = {"": str(device)}
     if device_map is not None:
         options["device_map"] = device_map
+    with_head = head or _decoder_of_a_pair(config) or _architecture(AutoModel, ref, config) is None
     model = load_whole(
-        AutoModelForCausalLM if head or _decoder_of_a_pair(config) else AutoModel,
+        AutoModelForCausalLM if with_head else AutoModel,
         ref,
         config,
         final_norm=final_norm,
@@ -310,14 +335,27 @@ def _decoder_of_a_pair(config: Any) -> bool:
     return has_encoder or type(config) not in AutoModel._model_mapping
 
 
-def _skeleton(config: Any) -> Any:
-    """Return a model with all layers, and its head where transformers has one, without memory for its weights."""
-    from transformers import AutoModel, AutoModelForCausalLM
+def _architecture(factory: Any, ref: ModelRef, config: Any) -> Any:
+    """Return the class of a model with this configuration; None where nobody has one.
+
+    Args:
+        factory: one of transformers' ``Auto`` classes.
+    """
     from transformers.models.auto.auto_factory import _get_model_class
 
-    factory = AutoModelForCausalLM if type(config) in AutoModelForCausalLM._model_mapping else AutoModel
+    if ref.trusted and (own := own_class(config, factory, ref.path, ref.revision)):
+        return own
+    known = type(config) in factory._model_mapping
+    return _get_model_class(config, factory._model_mapping) if known else None
+
+
+def _skeleton(ref: ModelRef, config: Any) -> Any:
+    """Return a model with all layers, and its head where there is one, without memory for its weights."""
+    from transformers import AutoModel, AutoModelForCausalLM
+
+    architecture = _architecture(AutoModelForCausalLM, ref, config) or _architecture(AutoModel, ref, config)
     with torch.device("meta"):
-        return _get_model_class(config, factory._model_mapping)._from_config(config)
+        return architecture._from_config(config)
 
 
 def load_whole(
@@ -329,7 +367,7 @@ def load_whole(
     layers: int | None = None,
     **options: Any,
 ) -> Any:
-    """Load a model with every weight from its checkpoint; only safetensors, and no code of others.
+    """Load a model with every weight from its checkpoint: only safetensors, and no code of others that is not trusted.
 
     Args:
         factory: one of transformers' ``Auto`` classes. config: the model's.
@@ -338,14 +376,15 @@ def load_whole(
     Raises:
         InputError: the files cannot be read, or lack a tensor.
     """
-    from transformers.models.auto.auto_factory import _get_model_class
-
     label = f"the model {ref.name!r}"
     with reading_model(f"cannot load {label}"), quiet_transformers():
         quantization = dict(getattr(config, "quantization_config", None) or {})
         check_library(quantization, label, options.get("device_map"))
         names = tensor_names(ref.name, ref.path, ref.revision)
-        if type(config) not in factory._model_mapping:
+        architecture = _architecture(factory, ref, config)
+        if architecture is None:
+            if getattr(config, "auto_map", None) and not ref.trusted:
+                raise own_code_refused(ref.name, "config.json")
             raise InputError(
                 f"{label} is of type {config.model_type}, for which transformers has no {factory.__name__}"
                 + (
@@ -354,7 +393,6 @@ def load_whole(
                     else ""
                 )
             )
-        architecture = _get_model_class(config, factory._model_mapping)
         if layers is not None:
             architecture = with_first_layers(architecture, layers)
         with torch.device("meta"):
@@ -376,7 +414,7 @@ def load_whole(
         logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     check_loaded(model, info, prefixes, label, final_norm=final_norm)
     if ref.adapter is not None:
-        merge(Path(ref.adapter), model, _skeleton(config))
+        merge(Path(ref.adapter), model, _skeleton(ref, config))
     if mapping:
         # Otherwise the model would be saved under the checkpoint's names.
         model._weight_conversions = None
