@@ -49,7 +49,11 @@ MaxTokensOpt = Annotated[
 ]
 ModelOpt = Annotated[
     str | None,
-    Option("--model", metavar="NAME", help="'builtin' (default), a directory, a GGUF file or a hub id."),
+    Option(
+        "--model",
+        metavar="NAME",
+        help="'builtin' (default), a name of 'make models', a directory, a GGUF file or a hub id.",
+    ),
 ]
 LayerOpt = Annotated[
     int | None, Option("--layer", metavar="L", help="States after L layers; default: the middle.")

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hiddenlab.errors import InputError
 from hiddenlab.models import load_model
-from hiddenlab.testing import LAYERS, PlainModel, save_tiny, write_tiny_gguf
+from hiddenlab.testing import LAYERS, PlainModel, byte_tokenizer, save_tiny, write_tiny_gguf
 
 TinyPath = Callable[..., str]
 Tensors = dict[str, Tensor]
@@ -331,3 +331,59 @@ def test_weights_that_no_library_here_reads(
     tiny: TinyPath, tmp_path: Path, settings: Any, match: str
 ) -> None:
     refused(match, configured(tiny("llama"), tmp_path / "model", quantization_config=settings))
+
+
+# ---- tokenizers
+
+
+def with_tokenizer(folder: Path, tokenizer: Any, **changes: Any) -> str:
+    save_tiny("llama", folder, **changes)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def test_tokens_without_a_text_are_shown_by_their_id(tmp_path: Path) -> None:
+    model = load_model(with_tokenizer(tmp_path, byte_tokenizer()), 1, device="cpu")
+    hello = model.tokenize("hello")
+    assert model.text(hello) == "hello"
+    assert model.text([299, *hello[:2], 258, 259, *hello[2:], 257]) == "<id 299>he<id 258><id 259>llo</s>"
+    euro = model.tokenize("€")
+    assert len(euro) == 3 and model.text([*euro, 270, *euro]) == "€<id 270>€"
+
+
+def test_a_space_behind_a_token_without_a_text_stays(tmp_path: Path) -> None:
+    """Tokenizers made of SentencePiece leave out the space before the first token."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {"<unk>": 0, "▁one": 1, "▁two": 2}
+    inner = Tokenizer(models.WordLevel(words, "<unk>"))
+    inner.pre_tokenizer, inner.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>")
+    model = load_model(with_tokenizer(tmp_path, tokenizer), 1, device="cpu")
+    assert model.text([1, 2]) == "one two"
+    assert model.text([1, 290, 2, 2]) == "one<id 290> two two"
+    assert model.text([290, 2]) == "<id 290>two"
+
+
+@pytest.mark.usefixtures("small_probes")
+def test_a_tokenizer_that_knows_more_tokens_than_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from hiddenlab import AttackConfig, run
+    from hiddenlab.defenses.verification.causal_lm import load_whole
+
+    path = with_tokenizer(tmp_path, byte_tokenizer(), vocab_size=128, bos_token_id=0, eos_token_id=1)
+    model = load_model(path, 1, device="cpu")
+    assert max(model.special_ids) < 128
+    with pytest.raises(
+        InputError, match=r"reads '<s>' as token 256, and the model has 128 tokens; give it its own"
+    ):
+        model.tokenize("<s>hello")
+    with pytest.raises(InputError, match="request 'a': token 256 is not in a vocabulary of 128"):
+        load_whole(path, device="cpu").check_tokens([3, 256], "request 'a'")
+    # The attacker's own texts are full of such tokens.
+    texts = ["Some text with line ends,\nand others: é, ü, €.\n" * 20] * 20
+    monkeypatch.setattr("hiddenlab.proposals.corpus.standard_library_texts", lambda: list(texts))
+    config = AttackConfig(prompt="hello", model=path, layer=1, proposal="probe+lm", device="cpu")
+    assert run(config, keep=False).summary["exact"] == 1

@@ -32,6 +32,7 @@ from hiddenlab.models.load import (
 from hiddenlab.models.plain import run_plain
 from hiddenlab.models.reading import reading_model
 from hiddenlab.models.request import Answer, Prefix, Request, packs
+from hiddenlab.models.tokens import known_ids, shown
 from hiddenlab.types import INNER_STREAMS, LAST_STREAMS, STREAMS, Site
 
 __all__ = [
@@ -165,7 +166,8 @@ class TruncatedModel:
         """Return token ids of a text with the tokenizer's own special tokens, cut to ``max_tokens``.
 
         Raises:
-            InputError: the text is empty, gives no tokens, or the model came without a tokenizer.
+            InputError: the text is empty, gives no tokens, or one that the model has no embedding for, or the model
+                came without a tokenizer.
         """
         if self.tokenizer is None:
             raise InputError(f"{self.ref.name} has no tokenizer; pass token ids instead")
@@ -173,15 +175,29 @@ class TruncatedModel:
             ids = list(self.tokenizer(text)["input_ids"])[:max_tokens]
         if not ids or not text:
             raise InputError("the prompt is empty; give at least one token")
+        if beyond := sorted(set(ids) - set(self.embedded(ids))):
+            raise InputError(
+                f"the tokenizer of {self.ref.name} reads {self.text(beyond[:1])!r} as token {beyond[0]}, and the model "
+                f"has {self.vocab_size} tokens; give it its own tokenizer, or another prompt"
+            )
         return ids
 
     def text(self, ids: Sequence[int]) -> str:
-        """Return the text of token ids, special tokens included."""
+        """Return the text of token ids, special tokens included; an id without a text is shown as ``<id 299>``."""
         if self.tokenizer is None:
             return " ".join(str(i) for i in ids)
-        return str(
-            self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        )
+        return shown(self.tokenizer, self.known_ids, ids)
+
+    @cached_property
+    def known_ids(self) -> frozenset[int]:
+        """The token ids that have a text; without a tokenizer none."""
+        return frozenset() if self.tokenizer is None else known_ids(self.tokenizer)
+
+    def embedded(self, ids: Sequence[int]) -> list[int]:
+        """Return the token ids that have an embedding: a tokenizer may know more tokens than its model."""
+        if max(ids, default=0) < self.vocab_size:
+            return list(ids)
+        return [token for token in ids if token < self.vocab_size]
 
     def prefix(self, *, offset: int = 0) -> Prefix:
         """Return an empty prefix, with ``offset`` positions before its first token."""
@@ -398,7 +414,8 @@ def load_model(
     """Load the first ``layer`` layers of a model.
 
     Args:
-        name: ``builtin``, a local directory, a GGUF file, or a hub id.
+        name: ``builtin``, a model of ``make models``, a local directory (of a LoRA adapter too), a GGUF file, or a hub
+            id.
         layer: 1 … number of layers; None means all. ``final_norm`` and ``logits`` need all; ``embed`` is layer 0.
         stream: which states ``run`` returns, one of ``STREAMS`` (see ``Site``).
         dtype: float32, bfloat16 or float16. device: ``auto``, ``cpu``, ``cuda`` …

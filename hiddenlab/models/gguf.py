@@ -5,6 +5,7 @@ import io
 import re
 import shutil
 import tempfile
+from collections.abc import Iterable
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -30,11 +31,11 @@ def converted(gguf: Path) -> Path:
         InputError: a part is missing, the file cannot be read, or it lacks a tensor.
     """
     files = parts(gguf)
-    key = hashlib.sha256()
+    digests = []
     for file in files:
         with file.open("rb") as opened:
-            key.update(hashlib.file_digest(opened, "sha256").digest())
-    target = cache_path("models", f"{gguf.stem}-{key.hexdigest()[:16]}")
+            digests.append(hashlib.file_digest(opened, "sha256").digest())
+    target = folder_for(gguf.stem, digests)
     if (target / "config.json").is_file():
         return target
     work = Path(tempfile.mkdtemp(dir=target.parent, prefix=".converting-"))
@@ -56,6 +57,15 @@ def converted(gguf: Path) -> Path:
     finally:
         shutil.rmtree(work, ignore_errors=True)
     return target
+
+
+def folder_for(stem: str, digests: Iterable[bytes]) -> Path:
+    """Return the folder in the cache for a GGUF file's safetensors form.
+
+    Args:
+        stem: of the file's name. digests: SHA-256 of the file, or of each of its parts.
+    """
+    return cache_path("models", f"{stem}-{hashlib.sha256(b''.join(digests)).hexdigest()[:16]}")
 
 
 def parts(gguf: Path) -> list[Path]:

@@ -25,6 +25,7 @@ from hiddenlab.models.checkpoint import (
 )
 from hiddenlab.models.gguf import converted
 from hiddenlab.models.own_code import own_class, own_code_refused
+from hiddenlab.models.packaged import PACKAGED, find_packaged
 from hiddenlab.models.quantized import (
     ADVICE,
     DEQUANTIZED,
@@ -95,6 +96,8 @@ def resolve_model(
 def _found(name: str, revision: str | None, local_only: bool) -> ModelRef:
     if name == BUILTIN:
         return ModelRef(name, str(converted(builtin_gguf())))
+    if name in PACKAGED:
+        return ModelRef(name, str(find_packaged(name)))
     try:
         path = Path(name).expanduser()
         is_file, is_dir = path.is_file(), path.is_dir()
@@ -379,6 +382,9 @@ def load_whole(
     label = f"the model {ref.name!r}"
     with reading_model(f"cannot load {label}"), quiet_transformers():
         quantization = dict(getattr(config, "quantization_config", None) or {})
+        if quantization:
+            # It would say what it does without, and LLM.int8 at every product that it casts to float16.
+            logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
         check_library(quantization, label, options.get("device_map"))
         names = tensor_names(ref.name, ref.path, ref.revision)
         architecture = _architecture(factory, ref, config)
@@ -410,8 +416,6 @@ def load_whole(
     if quantization:
         with reading_model(f"cannot load {label}"):
             check_blocks(quantization, tensor_shapes(ref.path, ref.revision), label)
-        # At every product LLM.int8 would say that it casts to float16.
-        logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     check_loaded(model, info, prefixes, label, final_norm=final_norm)
     if ref.adapter is not None:
         merge(Path(ref.adapter), model, _skeleton(ref, config))
