@@ -127,6 +127,12 @@ def _convert(gguf: Path, named: Path, target: Path) -> None:
 
     factory: Any = AutoModelForCausalLM
     try:
+        fields = GGUFReader(gguf).fields
+    except Exception as error:  # the reader raises errors of any type for damaged files
+        raise InputError(
+            f"cannot read the GGUF file {named}: {_first_line(error)}; it is damaged or incomplete, copy it again"
+        ) from None
+    try:
         # The reader of GGUF files draws its own progress bar, whatever transformers' settings are.
         with quiet_transformers(), redirect_stderr(io.StringIO()), redirect_stdout(io.StringIO()):
             model, info = factory.from_pretrained(
@@ -135,7 +141,7 @@ def _convert(gguf: Path, named: Path, target: Path) -> None:
             )  # fmt: skip
             check_loaded(model, info, None, f"the GGUF file {named}")
             model.save_pretrained(target)
-            if Keys.Tokenizer.LIST in GGUFReader(gguf).fields:
+            if Keys.Tokenizer.LIST in fields:
                 AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(target)
     except InputError:
         raise
@@ -145,4 +151,4 @@ def _convert(gguf: Path, named: Path, target: Path) -> None:
 
 
 def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")

@@ -6,11 +6,8 @@ from typing import Any
 from hiddenlab.errors import InputError
 from hiddenlab.models.reading import first_line
 
-DEQUANTIZED = (
-    "fp8",
-    "mxfp8",
-    "mxfp4",
-)  # transformers turns these into plain weights, without any further library
+# transformers turns these into plain weights while it reads them; the last one needs the library of that name.
+DEQUANTIZED = ("fp8", "mxfp8", "mxfp4", "compressed-tensors")
 ADVICE = "give the model in bfloat16, or as a GGUF file"
 
 
