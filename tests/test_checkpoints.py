@@ -304,6 +304,11 @@ def test_weights_quantized_by_bitsandbytes(tiny: TinyPath, tmp_path: Path, kind:
         expected = model(input_ids=IDS[None], output_hidden_states=True).hidden_states[2][0]
     actual = states(tmp_path / "model")
     assert float((actual - expected).norm() / expected.norm()) < 0.02
+    refused(
+        "is quantized by bitsandbytes already, and is not quantized to int8",
+        tmp_path / "model",
+        quantization="int8",
+    )
 
 
 @pytest.mark.parametrize(

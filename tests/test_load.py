@@ -116,7 +116,7 @@ def test_no_code_of_others_and_no_pickles(tiny: TinyPath, tmp_path: Path) -> Non
     config |= {"model_type": "own", "auto_map": {"AutoConfig": "own.Own", "AutoModel": "own.OwnModel"}}
     (code / "config.json").write_text(json.dumps(config))
     (code / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
-    refused("cannot read the config.json of", str(code), 1)
+    refused("brings its own code .auto_map in its config.json., which is not run unasked", str(code), 1)
     assert not (tmp_path / "ran").exists()
 
 

@@ -112,7 +112,12 @@ def test_its_tokenizer_runs_where_it_is_trusted(own: Callable[..., Path], tmp_pa
 
 
 @pytest.mark.usefixtures("small_probes")
-def test_a_record_does_not_make_it_run(own: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_record_does_not_make_it_run(
+    own: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "hiddenlab.proposals.corpus.standard_library_texts", lambda: ["some text\n" * 40] * 20
+    )
     path, run = own(), tmp_path / "run"
     options = ["attack", "hi", "--model", str(path), "--layer", "1", "--proposal", "vocab", "--out", str(run)]
     done = CliRunner().invoke(app, [*options, "--trust-remote-code"])

@@ -307,10 +307,15 @@ def load_module(
     from transformers import AutoModel, AutoModelForCausalLM
 
     options: dict[str, Any] = {"dtype": dtype, "attn_implementation": attention}
+    own = method_of(getattr(config, "quantization_config", None))
     if quantization is not None:
+        if own:
+            raise InputError(
+                f"{ref.name} is quantized by {own} already, and is not quantized to {quantization} again"
+            )
         options["quantization_config"] = quantization_config(quantization)
         options["device_map"] = {"": str(device)}
-    elif method_of(getattr(config, "quantization_config", None)) == "bitsandbytes":
+    elif own == "bitsandbytes":
         options["device_map"] = {"": str(device)}
     if device_map is not None:
         options["device_map"] = device_map
