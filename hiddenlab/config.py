@@ -77,6 +77,7 @@ class AttackConfig:
     device_map: o.DeviceMapOpt = None
     dtype: o.DtypeOpt = "float32"
     engine: o.EngineOpt = "auto"
+    trust_remote_code: o.TrustOpt = False
     threads: o.ThreadsOpt = None
 
     def checked(self) -> "AttackConfig":
@@ -99,6 +100,10 @@ class AttackConfig:
         if self.truth is not None and self.observation is None:
             raise InputError(
                 "--truth goes with --observation; without it the prompts themselves are the truth"
+            )
+        if self.trust_remote_code and self.model is None:
+            raise InputError(
+                "--trust-remote-code goes with --model; no code runs of a model that a file names"
             )
         return AttackConfig.from_json(self.to_json(), "the configuration")
 

@@ -315,7 +315,8 @@ def _with_site(config: AttackConfig) -> AttackConfig:
         config.layer,
     )
     if layer is None:
-        total = int(getattr(load_config(resolve_model(model)), "num_hidden_layers", 0))
+        ref = resolve_model(model, trust_remote_code=config.trust_remote_code)
+        total = int(getattr(load_config(ref), "num_hidden_layers", 0))
         layer = total if stream in LAST_STREAMS else 0 if stream == "embed" else max(1, total // 2)
     return replace(config, model=model, stream=stream, layer=layer)
 
@@ -332,4 +333,5 @@ def _load(config: AttackConfig, local_only: bool = False) -> TruncatedModel:
         device_map=config.device_map,
         local_only=local_only,
         engine=config.engine,
+        trust_remote_code=config.trust_remote_code,
     )

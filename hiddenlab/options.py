@@ -55,7 +55,11 @@ MaxTokensOpt = Annotated[
 ]
 ModelOpt = Annotated[
     str | None,
-    Option("--model", metavar="NAME", help="'builtin' (default), a directory, a GGUF file or a hub id."),
+    Option(
+        "--model",
+        metavar="NAME",
+        help="'builtin' (default), a name of 'make models', a directory, a GGUF file or a hub id.",
+    ),
 ]
 LayerOpt = Annotated[
     int | None, Option("--layer", metavar="L", help="States after L layers; default: the middle.")
@@ -76,6 +80,13 @@ EngineOpt = Annotated[
     Literal["auto", "packed", "plain"],
     Option(
         "--engine", help="packed is fast; plain runs the model's own forward; auto checks which is right."
+    ),
+]
+TrustOpt = Annotated[
+    bool,
+    Option(
+        "--trust-remote-code",
+        help="Run code that the model's checkpoint brings; it can do whatever you can. Default: refuse it.",
     ),
 ]
 DeviceMapOpt = Annotated[str | None, Option("--device-map", help="Placement by accelerate, e.g. auto.")]

@@ -207,11 +207,14 @@ def attack_sample(
     }  # fmt: skip
 
 
-def write_tiny_gguf(path: Path, *, drop: str = "", seed: int = 0, **options: Any) -> None:
+def write_tiny_gguf(
+    path: Path, *, drop: str = "", seed: int = 0, tokenizer: bool = True, **options: Any
+) -> None:
     """Write a tiny random Llama as a GGUF file, or as the parts of one.
 
     Args:
-        drop: a tensor to leave out. options: of ``gguf.GGUFWriter``, such as ``split_max_tensors``.
+        drop: a tensor to leave out. tokenizer: write one into it.
+        options: of ``gguf.GGUFWriter``, such as ``split_max_tensors``.
     """
     import gguf
 
@@ -226,12 +229,13 @@ def write_tiny_gguf(path: Path, *, drop: str = "", seed: int = 0, **options: Any
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_rope_freq_base(10000.0)
     writer.add_vocab_size(VOCABULARY)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_token_list(["t", "1", *(f"t{i}" for i in range(1, VOCABULARY - 1))])
-    writer.add_token_types([1] * VOCABULARY)
-    writer.add_token_merges(["t 1"])
-    writer.add_bos_token_id(256)
-    writer.add_eos_token_id(257)
+    if tokenizer:
+        writer.add_tokenizer_model("gpt2")
+        writer.add_token_list(["t", "1", *(f"t{i}" for i in range(1, VOCABULARY - 1))])
+        writer.add_token_types([1] * VOCABULARY)
+        writer.add_token_merges(["t 1"])
+        writer.add_bos_token_id(256)
+        writer.add_eos_token_id(257)
     narrow = WIDTH * KV_HEADS // HEADS
     shapes = {"token_embd": (VOCABULARY, WIDTH), "output": (VOCABULARY, WIDTH), "output_norm": (WIDTH,)}
     for i in range(LAYERS):

@@ -31,6 +31,8 @@ def count_of(number: int | None, noun: str) -> str:
 def first_line(error: Exception) -> str:
     """Return the first line of an error of a library, or its kind where it says nothing."""
     lines = str(error).strip().splitlines()
+    if isinstance(error, KeyError) and lines:
+        return f"unknown or missing: {lines[0][:300]}"
     return lines[0][:300].rstrip(":") if lines else type(error).__name__
 
 

@@ -359,11 +359,11 @@ def test_a_sharded_model_gets_a_sharded_provider(
 ) -> None:
     asked: list[dict[str, Any]] = []
 
-    def fake(name: str, layer: int, **options: Any) -> TruncatedModel:
+    def fake(ref: object, layer: int, **options: Any) -> TruncatedModel:
         asked.append(options)
         return model
 
-    monkeypatch.setattr("hiddenlab.models.load_model", fake)
+    monkeypatch.setattr("hiddenlab.models.load_truncated", fake)
     for placed in ({"": "cpu"}, {"embed_tokens": "cpu", "layers": "disk"}):
         monkeypatch.setattr(model.module, "hf_device_map", placed, raising=False)
         Channel.parse(["dtype:bfloat16"]).provider_model(model)

@@ -580,7 +580,7 @@ def test_damaged_models(tiny: TinyPath, tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(weights[: len(weights) // 2])
     refused("cannot read .*damaged or incomplete", str(tmp_path), 1)
     (tmp_path / "config.json").write_text("{", encoding="utf-8")
-    refused("cannot find or read the model", str(tmp_path), 1)
+    refused("cannot read the config.json of", str(tmp_path), 1)
 
 
 def test_unknown_options(tiny: TinyPath) -> None:

@@ -385,7 +385,7 @@ def _opening(model: TruncatedModel, lm: TruncatedModel | None) -> Tensor | None:
         return None
     # Some tokenizers append a token: only the first one counts.
     own = [] if model.tokenizer is None else model.tokenizer("a")["input_ids"][:1]
-    own = [token for token in own if token in model.tokenizer.all_special_ids]
+    own = [token for token in model.embedded(own) if token in model.tokenizer.all_special_ids]
     if own or not model.special_ids:
         expected = torch.zeros(model.vocab_size, device=lm.device)
         expected[own] = SURE

@@ -161,7 +161,7 @@ class MaskedLM:
 
 def cut(model: TruncatedModel, tokenizer: Any) -> list[list[int]]:
     """Return each attacked token's pieces in another vocabulary; its unknown token where there is no text."""
-    texts = [model.text([i]) for i in range(model.vocab_size)]
+    texts = [model.text([i]) if i in model.known_ids else "" for i in range(model.vocab_size)]
     tokenized = tokenizer(texts, add_special_tokens=False)["input_ids"]
     unknown = tokenizer.unk_token_id if tokenizer.unk_token_id is not None else tokenizer.mask_token_id
     return [list(pieces) or [unknown] for pieces in tokenized]

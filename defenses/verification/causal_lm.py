@@ -86,6 +86,20 @@ class WholeModel:
         if isinstance(limit, int) and tokens > limit:
             raise InputError(f"{what}: {count_of(tokens, 'token')}; {self.name} takes {limit} together")
 
+    def check_tokens(self, tokens: Sequence[int], what: str) -> None:
+        """Check that every token has an embedding: a tokenizer may know more tokens than its model.
+
+        Args:
+            what: names the text in the error.
+
+        Raises:
+            InputError: one has none.
+        """
+        if (largest := max(tokens, default=0)) >= self.vocabulary:
+            raise InputError(
+                f"{what}: token {largest} is not in a vocabulary of {self.vocabulary}; another tokenizer's?"
+            )
+
     def _capture(self, module: nn.Module, inputs: Any, output: Any) -> None:
         self._states = output[0]
 

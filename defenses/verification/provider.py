@@ -244,6 +244,8 @@ class Provider:
     def _batch(self, requests: Sequence[Request]) -> Iterator[Answer]:
         prompts = [(*self.system, *request.prompt) for request in requests]
         longest = max(map(len, prompts))
+        for request, prompt in zip(requests, prompts, strict=True):
+            self.whole.check_tokens(prompt, f"request {request.id!r}")
         self.whole.check_length(
             longest + self.new_tokens, f"a prompt of {longest} tokens and {self.new_tokens} new ones"
         )

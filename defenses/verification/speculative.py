@@ -114,6 +114,7 @@ def answer(
     for request in requests:
         _check_sampler(request.sampling)
         for side in (target, draft):
+            side.check_tokens(request.prompt, f"request {request.id!r}")
             # Drafts may run beyond the end.
             side.check_length(len(request.prompt) + new_tokens + ahead, f"request {request.id!r}, speculated")
         numbers = Positions(noise(request.sampling.seed), target.vocabulary)

@@ -34,12 +34,18 @@ def rerun(
     download: Annotated[
         bool, Option("--download", help="Let the hub give models and data sets that are not here yet.")
     ] = False,
+    trust_remote_code: o.TrustOpt = False,
     json: o.JsonOpt = False,
 ) -> None:
     """Run a recorded spec again and compare (exit code 1 if results differ), or resume an interrupted run."""
     record, samples = read_run(run)
     if record.verb != "attack":
         raise InputError(f"{run} is a run of {record.verb!r}; only runs of 'attack' can be run again")
+    if record.spec.get("trust_remote_code") and not trust_remote_code:
+        raise InputError(
+            f"{run} ran code of its model, {record.spec.get('model')}; if you trust it, give --trust-remote-code here, "
+            "too"
+        )
     if not download:
         _stay_local()
     if resume:

@@ -32,7 +32,7 @@ from hiddenlab.models.load import (
 from hiddenlab.models.plain import run_plain
 from hiddenlab.models.reading import OTHER_MODEL
 from hiddenlab.models.request import Answer, Prefix, Request, packs
-from hiddenlab.models.tokens import token_ids
+from hiddenlab.models.tokens import known_ids, shown, token_ids
 from hiddenlab.prompts import Prompt
 from hiddenlab.types import INNER_STREAMS, LAST_STREAMS, STREAMS, Site
 
@@ -174,12 +174,21 @@ class TruncatedModel:
         return token_ids(self.tokenizer, prompt, self.ref.name, most=max_tokens, size=self.vocab_size)
 
     def text(self, ids: Sequence[int]) -> str:
-        """Return the text of token ids, special tokens included."""
+        """Return the text of token ids, special tokens included; an id without a text is shown as ``<id 299>``."""
         if self.tokenizer is None:
             return " ".join(str(i) for i in ids)
-        return str(
-            self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        )
+        return shown(self.tokenizer, self.known_ids, ids)
+
+    @cached_property
+    def known_ids(self) -> frozenset[int]:
+        """The token ids that have a text; without a tokenizer none."""
+        return frozenset() if self.tokenizer is None else known_ids(self.tokenizer)
+
+    def embedded(self, ids: Sequence[int]) -> list[int]:
+        """Return the token ids that have an embedding: a tokenizer may know more tokens than its model."""
+        if max(ids, default=0) < self.vocab_size:
+            return list(ids)
+        return [token for token in ids if token < self.vocab_size]
 
     def prefix(self, *, offset: int = 0) -> Prefix:
         """Return an empty prefix, with ``offset`` positions before its first token."""
@@ -362,12 +371,10 @@ class TruncatedModel:
         if self._load_sibling is not None:
             return self._load_sibling(layer, **options)
         engine = "plain" if self.engine == "plain" else "auto"
-        loaded = load_model(
-            self.ref.path, layer, device=str(self.device), revision=self.ref.revision,
-            device_map="auto" if self.divided else None, **{"engine": engine, **options},
+        return load_truncated(
+            self.ref, layer, device=str(self.device), device_map="auto" if self.divided else None,
+            **{"engine": engine, **options},
         )  # fmt: skip
-        loaded.ref = self.ref  # it was loaded by path, but the name that the user gave is the public one
-        return loaded
 
     def __repr__(self) -> str:
         return (
@@ -395,16 +402,19 @@ def load_model(
     revision: str | None = None,
     local_only: bool = False,
     engine: str = "auto",
+    trust_remote_code: bool = False,
 ) -> TruncatedModel:
     """Load the first ``layer`` layers of a model.
 
     Args:
-        name: ``builtin``, a local directory, a GGUF file, or a hub id.
+        name: ``builtin``, a model of ``make models``, a local directory (of a LoRA adapter too), a GGUF file, or a hub
+            id.
         layer: 1 … number of layers; None means all. ``final_norm`` and ``logits`` need all; ``embed`` is layer 0.
         stream: which states ``run`` returns, one of ``STREAMS`` (see ``Site``).
         dtype: float32, bfloat16 or float16. device: ``auto``, ``cpu``, ``cuda`` …
         quantization: None, ``int8`` or ``nf4`` (bitsandbytes). device_map: accelerate's placement, e.g. ``auto``.
         local_only: never ask the hub; for names that come from files of others.
+        trust_remote_code: run code that the checkpoint brings. It can do whatever you can.
         engine: ``packed`` is fast, ``plain`` runs the model's own forward pass; ``auto`` checks whether the packed one
             gives the same states, and else takes the plain one.
 
@@ -412,11 +422,34 @@ def load_model(
         InputError: unknown model, dtype, device or engine, an engine that is wrong for the model, a layer out of range,
             an encoder-only model, a checkpoint that lacks a tensor of these layers.
     """
+    options: dict[str, Any] = {
+        "stream": stream, "dtype": dtype, "device": device, "quantization": quantization, "device_map": device_map,
+        "engine": engine,
+    }  # fmt: skip
+    ref = resolve_model(name, revision, local_only=local_only, trust_remote_code=trust_remote_code)
+    return load_truncated(ref, layer, **options)
+
+
+def load_truncated(
+    ref: ModelRef,
+    layer: int | None = None,
+    *,
+    stream: str = "resid",
+    dtype: str = "float32",
+    device: str = "auto",
+    quantization: str | None = None,
+    device_map: str | None = None,
+    engine: str = "auto",
+) -> TruncatedModel:
+    """Load the first ``layer`` layers of a model that was found; see ``load_model``.
+
+    Raises:
+        InputError: see ``load_model``.
+    """
     from hiddenlab.models.device import parse_device
 
     torch_dtype, torch_device = parse_dtype(dtype), parse_device(device)
-    ref = resolve_model(name, revision, local_only=local_only)
-    config = load_config(ref)
+    name, config = ref.name, load_config(ref)
     total = getattr(config, "num_hidden_layers", 0)
     if stream not in STREAMS:
         raise InputError(f"unknown stream {stream!r} of a truncated model; known are {', '.join(STREAMS)}")

@@ -4,7 +4,9 @@ transformers fills what a checkpoint does not give with random weights and conti
 tensors are read first, their prefix is mapped to the model's own, and whatever is still missing afterwards is an error.
 """
 
+import json
 import re
+import shlex
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -23,6 +25,8 @@ from hiddenlab.utils.schema import OPEN, read
 
 ADAPTER = "adapter_config.json"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+PACKED = (".qweight", ".weight_packed", ".weight_scale", ".weight_scale_inv", ".weight_blocks")
+LFS_POINTER = b"version https://git-lfs"
 LAYERS = "first_layers"  # attribute of a model that has only its first layers: the name of their list
 NAMED = 3  # tensors that an error names
 
@@ -40,7 +44,7 @@ class Prefixes:
 
     def mapping(self, model: Any) -> dict[str, str]:
         """Return patterns of the checkpoint's names and what transformers replaces them with; empty where names fit."""
-        own = _own_prefix(model)
+        own = own_prefix(model)
         if self.base in ("", own):
             return {}
         above = self.base.removesuffix(own) if own else ""
@@ -55,11 +59,11 @@ class Prefixes:
 
 
 def refuse_adapter(name: str, path: str, revision: str | None = None) -> None:
-    """Raise InputError where a directory or hub id holds an adapter (PEFT): it is not a model by itself."""
+    """Raise InputError where a hub id, or a directory that is taken for a model, holds an adapter (PEFT)."""
     if _find(path, ADAPTER, revision):
         raise InputError(
-            f"{name} holds an adapter ({ADAPTER}); merge it into its model first (PEFT's merge_and_unload, then "
-            "save_pretrained), and name the merged model"
+            f"{name} is an adapter ({ADAPTER}) on the hub; fetch it ('hf download {name} --local-dir DIR'), and "
+            "name that folder"
         )
 
 
@@ -74,14 +78,16 @@ def tensor_names(name: str, path: str, revision: str | None = None) -> set[str]:
     """
     from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-    if single := _find(path, SAFE_WEIGHTS_NAME, revision):
+    single = _find(path, SAFE_WEIGHTS_NAME, revision)
+    index = _find(path, SAFE_WEIGHTS_INDEX_NAME, revision) if single is None or Path(path).is_dir() else None
+    if single is not None:
+        if index is not None:
+            _refuse_second_copy(single, index)
         return _names_in(single)
-    index = _find(path, SAFE_WEIGHTS_INDEX_NAME, revision)
     if index is None:
-        pickles = sorted(file.name for kind in PICKLES for file in Path(path).glob(kind))
         raise InputError(
             f"cannot load the model {name!r}: it holds no {SAFE_WEIGHTS_NAME} or {SAFE_WEIGHTS_INDEX_NAME}"
-            + (f"; {pickles[0]} is a pickle, which is not loaded: save it as safetensors" if pickles else "")
+            + _other_weights(Path(path))
         )
     files = _indexed(index)
     if not Path(path).is_dir():
@@ -94,6 +100,52 @@ def tensor_names(name: str, path: str, revision: str | None = None) -> set[str]:
             )
         names |= _names_in(index.parent / file)
     return names
+
+
+def tensor_shapes(path: str, revision: str | None = None) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Return dtype and shape of every tensor of a model directory or hub id that was read before."""
+    from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+
+    index = _find(path, SAFE_WEIGHTS_INDEX_NAME, revision)
+    files = {SAFE_WEIGHTS_NAME} if index is None else set(_indexed(index).values())
+    shapes = dict[str, tuple[str, tuple[int, ...]]]()
+    for file in filter(None, (_find(path, file, revision) for file in sorted(files))):
+        with safe_open(file, "pt") as opened:
+            for name in opened.keys():  # noqa: SIM118
+                entry = opened.get_slice(name)
+                shapes[name] = (entry.get_dtype(), tuple(entry.get_shape()))
+    return shapes
+
+
+def _refuse_second_copy(single: Path, index: Path) -> None:
+    """Raise InputError where a model lies in one file and again in several: one of the two is stale.
+
+    transformers would take the single file. An index whose files are gone is no second copy.
+    """
+    files = set(_indexed(index).values())
+    if files != {single.name} and all((index.parent / file).is_file() for file in files):
+        raise InputError(
+            f"{index.parent} holds the weights twice, in {single.name} and in the {len(files)} files of "
+            f"{index.name}; one of them may be stale: move {single.name}, or {index.name}, to another folder"
+        )
+
+
+def _other_weights(folder: Path) -> str:
+    """Return what a folder without safetensors holds instead, and how to make safetensors of it."""
+    pickles = sorted(file.name for kind in PICKLES for file in folder.glob(kind))
+    if not pickles:
+        return ""
+    pickle = f"; {pickles[0]} is a pickle, which is not loaded"
+    if not pickles[0].startswith("pytorch_model"):
+        return f"{pickle}: save it as safetensors"
+    place = json.dumps(str(folder))
+    code = f"from transformers import AutoModelForCausalLM as M; M.from_pretrained({place}).save_pretrained({place})"
+    return f"{pickle}; convert it, if you trust it: {python(code)}"
+
+
+def python(code: str) -> str:
+    """Return the shell command that runs a line of Python, for an error that names the way out."""
+    return f"python -c {shlex.quote(code)}"
 
 
 def _find(path: str, file: str, revision: str | None) -> Path | None:
@@ -110,9 +162,21 @@ def _names_in(file: Path) -> set[str]:
         with safe_open(file, "pt") as opened:
             return set(opened.keys())
     except (OSError, SafetensorError) as error:
+        if _is_pointer(file):
+            raise InputError(
+                f"{file} is a pointer of Git LFS and not the weights; run 'git lfs pull' in its folder"
+            ) from None
         raise InputError(
             f"cannot read {file}: {str(error).splitlines()[0]}; the file is damaged or incomplete, copy it again"
         ) from None
+
+
+def _is_pointer(file: Path) -> bool:
+    try:
+        with file.open("rb") as opened:
+            return opened.read(len(LFS_POINTER)) == LFS_POINTER
+    except OSError:
+        return False
 
 
 @dataclass(frozen=True)
@@ -153,7 +217,7 @@ def find_prefixes(names: Iterable[str], model: Any, label: str) -> Prefixes | No
         counts.update(".".join([*parts[:i], ""]) for i in range(len(parts)) if ".".join(parts[i:]) in base)
     if not counts:
         return None
-    own = ("", _own_prefix(model))
+    own = ("", own_prefix(model))
     best = max(counts, key=lambda prefix: (counts[prefix], prefix in own, -len(prefix)))
     table = _table_name(model)
     rivals = [
@@ -170,14 +234,14 @@ def find_prefixes(names: Iterable[str], model: Any, label: str) -> Prefixes | No
     return Prefixes(best, heads[-1] if heads else "")
 
 
-def _own_prefix(model: Any) -> str:
+def own_prefix(model: Any) -> str:
     """Return the prefix of the decoder's names in a model of its architecture with a head, mostly ``model.``."""
     return f"{model.base_model_prefix}." if model.base_model_prefix else ""
 
 
 def _split(model: Any) -> tuple[set[str], set[str]]:
     """Return the names of the decoder's tensors, without prefix, and those of the others."""
-    own, names = _own_prefix(model), set(model.state_dict())
+    own, names = own_prefix(model), set(model.state_dict())
     if not own or not hasattr(model, model.base_model_prefix):
         return names, set()
     base = {name for name in names if name.startswith(own)}
@@ -188,7 +252,7 @@ def _table_name(model: Any) -> str:
     """Return the name of the input embeddings' weight in the decoder."""
     table = model.get_input_embeddings()
     module_name = next((name for name, module in model.named_modules() if module is table), "")
-    return f"{module_name.removeprefix(_own_prefix(model))}.weight"
+    return f"{module_name.removeprefix(own_prefix(model))}.weight"
 
 
 def check_loaded(
@@ -209,30 +273,34 @@ def check_loaded(
         hint = f"the names of its tensors begin with {prefixes.base!r}"
     else:
         hint = "nothing stands before the names of its tensors"
+    if packed := next((name for name in sorted(info["unexpected_keys"]) if name.endswith(PACKED)), None):
+        hint = f"it holds {packed}, of quantized weights, and its config.json does not say how they are quantized"
     missing = set(info["missing_keys"])
     if not final_norm:
         missing -= _final_norm(model)
     if missing:
-        raise InputError(f"{label} does not give {_listed(missing)}, which is needed; {hint}")
+        raise InputError(f"{label} does not give {listed(missing)}, which is needed; {hint}")
     if wrong := sorted(info["mismatched_keys"]):
         _, given, needed = wrong[0]
         raise InputError(
-            f"{label} gives {_listed(key[0] for key in wrong)} in another shape than is needed, "
+            f"{label} gives {listed(key[0] for key in wrong)} in another shape than is needed, "
             f"{tuple(given)} and not {tuple(needed)}: it does not fit its config.json, or the first layers "
             "cannot be loaded without the others"
         )
-    own, layers = _own_prefix(model), _layers_name(model)
+    own, layers = own_prefix(model), _layers_name(model)
     if layers is not None:
         count = len(model.get_submodule(layers))
         kept = tuple(f"{layers.removeprefix(own)}.{i}." for i in range(count))
         if unknown := [n for n in info["unexpected_keys"] if n.removeprefix(own).startswith(kept)]:
             raise InputError(
-                f"{label} gives {_listed(unknown)}, which {type(model).__name__} has no place for: its layers "
-                "compute something else (an adapter that is not merged, or another architecture)"
+                f"{label} gives {listed(unknown)}, which {type(model).__name__} has no place for: its layers "
+                "compute something else (an adapter that is not merged, quantized weights of which config.json says "
+                "nothing, or another architecture)"
             )
 
 
-def _listed(names: Iterable[str]) -> str:
+def listed(names: Iterable[str]) -> str:
+    """Return the first of many names, in the order of layers, for an error."""
     first = sorted(
         sorted(names), key=lambda name: [int(part) if part.isdigit() else 0 for part in name.split(".")]
     )

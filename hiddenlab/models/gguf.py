@@ -30,7 +30,7 @@ def converted(gguf: Path) -> Path:
         InputError: a part is missing, the file cannot be read, or it lacks a tensor.
     """
     files = parts(gguf)
-    target = cache_path("models", f"{gguf.stem}-{digest_of_files(files)[:16]}")
+    target = folder_for(gguf.stem, digest_of_files(files))
     if (target / "config.json").is_file():
         return target
     with new_folder(target) as work:
@@ -44,6 +44,15 @@ def converted(gguf: Path) -> Path:
     if not (target / "config.json").is_file():
         raise InputError(f"the cache holds something damaged at {target}; remove it")
     return target
+
+
+def folder_for(stem: str, digest: str) -> Path:
+    """Return the folder in the cache for a GGUF file's safetensors form.
+
+    Args:
+        stem: of the file's name. digest: of the file, or of its parts (``digest_of_files``).
+    """
+    return cache_path("models", f"{stem}-{digest[:16]}")
 
 
 def parts(gguf: Path) -> list[Path]:
@@ -100,9 +109,16 @@ def _write_joined(files: list[Path], target: Path) -> None:
 
 def _convert(gguf: Path, named: Path, target: Path) -> None:
     """Write a GGUF file as a transformers directory; ``named`` is its name in errors."""
+    from gguf import GGUFReader, Keys
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     factory: Any = AutoModelForCausalLM
+    try:
+        fields = GGUFReader(gguf).fields
+    except Exception as error:  # the reader raises errors of any type for damaged files
+        raise InputError(
+            f"cannot read the GGUF file {named}: {first_line(error)}; it is damaged or incomplete, copy it again"
+        ) from None
     try:
         # The reader of GGUF files draws its own progress bar, whatever transformers' settings are.
         with quiet_transformers(), redirect_stderr(io.StringIO()), redirect_stdout(io.StringIO()):
@@ -112,7 +128,8 @@ def _convert(gguf: Path, named: Path, target: Path) -> None:
             )  # fmt: skip
             check_loaded(model, info, None, f"the GGUF file {named}")
             model.save_pretrained(target)
-            AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(target)
+            if Keys.Tokenizer.LIST in fields:
+                AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(target)
     except InputError:
         raise
     except Exception as error:

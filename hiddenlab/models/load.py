@@ -2,8 +2,11 @@
 
 import importlib.util
 import inspect
+import json
+import logging
+import os
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +14,26 @@ import torch
 from torch import nn
 
 from hiddenlab.errors import InputError
+from hiddenlab.models.adapter import CONFIG, is_adapter, merge, read_adapter
 from hiddenlab.models.checkpoint import (
     check_loaded,
     find_prefixes,
     refuse_adapter,
     tensor_names,
+    tensor_shapes,
     with_first_layers,
 )
 from hiddenlab.models.gguf import converted
+from hiddenlab.models.own_code import own_class, own_code_refused
+from hiddenlab.models.packaged import PACKAGED, find_packaged
+from hiddenlab.models.quantized import (
+    ADVICE,
+    DEQUANTIZED,
+    check_blocks,
+    check_library,
+    method_of,
+    quantization_settings,
+)
 from hiddenlab.models.reading import quiet_transformers, reading_model
 
 BUILTIN = "builtin"
@@ -42,21 +57,31 @@ def parse_dtype(name: str) -> torch.dtype:
 
 @dataclass(frozen=True)
 class ModelRef:
-    """A model as the user named it, and where its safetensors (or hub id) are."""
+    """A model as the user named it, and where its safetensors (or hub id) are.
+
+    Attributes:
+        adapter: the folder of a LoRA adapter that is merged into the model at ``path``; None without one.
+        trusted: code that the checkpoint brings may run.
+    """
 
     name: str
     path: str
     revision: str | None = None
+    adapter: str | None = None
+    trusted: bool = False
 
     @property
     def local(self) -> bool:
         return Path(self.path).is_dir()
 
 
-def resolve_model(name: str, revision: str | None = None, *, local_only: bool = False) -> ModelRef:
+def resolve_model(
+    name: str, revision: str | None = None, *, local_only: bool = False, trust_remote_code: bool = False
+) -> ModelRef:
     """Find a model by name; GGUF files (``builtin`` is one) are converted to safetensors in the cache, once.
 
     Args:
+        trust_remote_code: let code run that the checkpoint brings.
         local_only: never contact the hub; hub ids are found only if downloaded before. Meant for names that come from
             files of others.
 
@@ -65,8 +90,14 @@ def resolve_model(name: str, revision: str | None = None, *, local_only: bool = 
     """
     if not name:
         raise InputError("no model at '': the name is empty; leave --model out for the built-in model")
+    return replace(_found(name, revision, local_only), trusted=trust_remote_code)
+
+
+def _found(name: str, revision: str | None, local_only: bool) -> ModelRef:
     if name == BUILTIN:
         return ModelRef(name, str(converted(builtin_gguf())))
+    if name in PACKAGED:
+        return ModelRef(name, str(find_packaged(name)))
     try:
         path = Path(name).expanduser()
         is_file, is_dir = path.is_file(), path.is_dir()
@@ -79,9 +110,12 @@ def resolve_model(name: str, revision: str | None = None, *, local_only: bool = 
             )
         return ModelRef(name, str(converted(path)))
     if is_dir:
-        refuse_adapter(name, str(path))
+        if is_adapter(path):
+            return _with_base(name, path)
         if not (path / "config.json").is_file():
-            raise InputError(f"the directory {name} holds no config.json; it is not a transformers model")
+            raise InputError(
+                f"the directory {name} holds no config.json; it is not a transformers model{_instead(path)}"
+            )
         return ModelRef(name, str(path))
     looks_local = name.startswith((".", "/", "~")) or name.count("/") > 1
     if looks_local:
@@ -89,6 +123,37 @@ def resolve_model(name: str, revision: str | None = None, *, local_only: bool = 
     if local_only:
         return ModelRef(name, str(_downloaded(name, revision)), revision)
     return ModelRef(name, name, revision)
+
+
+def _with_base(name: str, folder: Path) -> ModelRef:
+    """Return an adapter's folder together with its model, which must be on this machine."""
+    settings = read_adapter(folder)
+    base = settings.base_model_name_or_path
+    if os.path.exists(os.path.join(base, CONFIG)):
+        raise InputError(
+            f"{name} is an adapter of {base!r}, which is an adapter itself; let peft merge that first"
+        )
+    try:
+        ref = resolve_model(base, settings.revision, local_only=True)
+    except InputError as error:
+        if os.path.exists(base):
+            raise InputError(f"{name} is an adapter of {base!r}: {error}") from None
+        raise InputError(
+            f"{name} is an adapter of {base[:200]!r}, which is not on this machine; fetch it ('hf download …'), or "
+            f"write its folder as base_model_name_or_path in {folder / CONFIG}"
+        ) from None
+    return replace(ref, name=name, adapter=str(folder))
+
+
+def _instead(path: Path) -> str:
+    """Return what a folder without a configuration holds instead, for an error that names the way out."""
+    if gguf := sorted(path.glob("*.gguf")):
+        return f"; it holds a GGUF file, {gguf[0].name}: name that"
+    if inner := sorted((*path.glob("*/config.json"), *path.glob("snapshots/*/config.json"))):
+        return f"; {inner[0].parent} holds one: name that"
+    if list(path.glob("consolidated*")):
+        return "; its weights are in their maker's own form: take the model in the form of transformers"
+    return ""
 
 
 def _downloaded(name: str, revision: str | None) -> Path:
@@ -126,12 +191,25 @@ def load_config(ref: ModelRef) -> Any:
     Raises:
         InputError: the model is unknown, or no transformers model.
     """
-    from transformers import AutoConfig
+    from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
-    advice = "; give 'builtin', a model directory, a GGUF file or a hub id"
-    with reading_model(f"cannot find or read the model {ref.name!r}", advice), quiet_transformers():
+    failure = (
+        f"cannot read the config.json of {ref.name!r}"
+        if ref.local
+        else f"cannot find or read the model {ref.name!r}"
+    )
+    advice = "" if ref.local else "; give 'builtin', a model directory, a GGUF file or a hub id"
+    with reading_model(failure, advice), quiet_transformers():
         refuse_adapter(ref.name, ref.path, ref.revision)
-        config = AutoConfig.from_pretrained(ref.path, revision=ref.revision, trust_remote_code=False)
+        given, _ = PretrainedConfig.get_config_dict(ref.path, revision=ref.revision)
+        if not isinstance(given, dict):
+            raise InputError(f"the config.json of {ref.name!r} holds no object")
+        if not ref.trusted and given.get("auto_map") and given.get("model_type") not in CONFIG_MAPPING:
+            raise own_code_refused(ref.name, "config.json")
+        quantization = quantization_settings(given.get("quantization_config"), f"the model {ref.name!r}")
+        config = AutoConfig.from_pretrained(ref.path, revision=ref.revision, trust_remote_code=ref.trusted)
+        if quantization is not None:
+            config.quantization_config = quantization
         text = config.get_text_config(decoder=True)
         layers = getattr(text, "num_hidden_layers", 0)
     if not isinstance(layers, int) or not 0 <= layers <= MOST_LAYERS:
@@ -145,11 +223,13 @@ def _complete_text_config(text: Any, whole: Any, ref: ModelRef) -> None:
     """Copy settings that only the surrounding multimodal model has into its language model's configuration."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    if getattr(whole, "quantization_config", None):
-        raise InputError(
-            f"{ref.name} is a multimodal model with quantized weights, which is not supported; give one in bfloat16 "
-            "(--quantization quantizes it)"
-        )
+    if quantization := getattr(whole, "quantization_config", None):
+        if method_of(quantization) not in DEQUANTIZED:
+            raise InputError(
+                f"{ref.name} is a multimodal model quantized by {method_of(quantization)}, which is not supported; "
+                + ADVICE
+            )
+        text.quantization_config = quantization
     text.tie_word_embeddings = whole.tie_word_embeddings
     known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(text.model_type)
     text.architectures = text.architectures or ([known] if isinstance(known, str) else None)
@@ -163,18 +243,27 @@ def load_tokenizer(ref: ModelRef) -> Any:
     """
     from transformers import AutoTokenizer
 
+    own = ref.adapter is not None and any((Path(ref.adapter) / name).is_file() for name in TOKENIZER_FILES)
+    path, revision = (ref.adapter, None) if own else (ref.path, ref.revision)
     try:
         with reading_model(f"cannot read the tokenizer of {ref.name!r}"), quiet_transformers():
-            tokenizer = AutoTokenizer.from_pretrained(
-                ref.path, revision=ref.revision, trust_remote_code=False
-            )
+            tokenizer = AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=ref.trusted)
             known = set(tokenizer.get_vocab().values())
             # Without tokenizer files some architectures get an empty one, which knows nothing but special tokens.
             return None if known <= set(tokenizer.all_special_ids) else tokenizer
     except InputError:
-        if any((Path(ref.path) / name).is_file() for name in TOKENIZER_FILES):
+        if not ref.trusted and _names_code(Path(str(path)) / "tokenizer_config.json"):
+            raise own_code_refused(f"the tokenizer of {ref.name}", "tokenizer_config.json") from None
+        if any((Path(str(path)) / name).is_file() for name in TOKENIZER_FILES):
             raise
         return None
+
+
+def _names_code(file: Path) -> bool:
+    with suppress(OSError, ValueError, RecursionError):
+        settings = json.loads(file.read_bytes())
+        return isinstance(settings, dict) and bool(settings.get("auto_map"))
+    return False
 
 
 def quantization_config(kind: str | None) -> Any:
@@ -218,13 +307,21 @@ def load_module(
     from transformers import AutoModel, AutoModelForCausalLM
 
     options: dict[str, Any] = {"dtype": dtype, "attn_implementation": attention}
+    own = method_of(getattr(config, "quantization_config", None))
     if quantization is not None:
+        if own:
+            raise InputError(
+                f"{ref.name} is quantized by {own} already, and is not quantized to {quantization} again"
+            )
         options["quantization_config"] = quantization_config(quantization)
+        options["device_map"] = {"": str(device)}
+    elif own == "bitsandbytes":
         options["device_map"] = {"": str(device)}
     if device_map is not None:
         options["device_map"] = device_map
+    with_head = head or _decoder_of_a_pair(config) or _architecture(AutoModel, ref, config) is None
     model = load_whole(
-        AutoModelForCausalLM if head or _decoder_of_a_pair(config) else AutoModel,
+        AutoModelForCausalLM if with_head else AutoModel,
         ref,
         config,
         final_norm=final_norm,
@@ -246,6 +343,29 @@ def _decoder_of_a_pair(config: Any) -> bool:
     return has_encoder or type(config) not in AutoModel._model_mapping
 
 
+def _architecture(factory: Any, ref: ModelRef, config: Any) -> Any:
+    """Return the class of a model with this configuration; None where nobody has one.
+
+    Args:
+        factory: one of transformers' ``Auto`` classes.
+    """
+    from transformers.models.auto.auto_factory import _get_model_class
+
+    if ref.trusted and (own := own_class(config, factory, ref.path, ref.revision)):
+        return own
+    known = type(config) in factory._model_mapping
+    return _get_model_class(config, factory._model_mapping) if known else None
+
+
+def _skeleton(ref: ModelRef, config: Any) -> Any:
+    """Return a model with all layers, and its head where there is one, without memory for its weights."""
+    from transformers import AutoModel, AutoModelForCausalLM
+
+    architecture = _architecture(AutoModelForCausalLM, ref, config) or _architecture(AutoModel, ref, config)
+    with torch.device("meta"):
+        return architecture._from_config(config)
+
+
 def load_whole(
     factory: Any,
     ref: ModelRef,
@@ -255,7 +375,7 @@ def load_whole(
     layers: int | None = None,
     **options: Any,
 ) -> Any:
-    """Load a model with every weight from its checkpoint; only safetensors, and no code of others.
+    """Load a model with every weight from its checkpoint: only safetensors, and no code of others that is not trusted.
 
     Args:
         factory: one of transformers' ``Auto`` classes. config: the model's.
@@ -264,12 +384,18 @@ def load_whole(
     Raises:
         InputError: the files cannot be read, or lack a tensor.
     """
-    from transformers.models.auto.auto_factory import _get_model_class
-
     label = f"the model {ref.name!r}"
     with reading_model(f"cannot load {label}"), quiet_transformers():
+        quantization = dict(getattr(config, "quantization_config", None) or {})
+        if quantization:
+            # It would say what it does without, and LLM.int8 at every product that it casts to float16.
+            logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+        check_library(quantization, label, options.get("device_map"))
         names = tensor_names(ref.name, ref.path, ref.revision)
-        if type(config) not in factory._model_mapping:
+        architecture = _architecture(factory, ref, config)
+        if architecture is None:
+            if getattr(config, "auto_map", None) and not ref.trusted:
+                raise own_code_refused(ref.name, "config.json")
             raise InputError(
                 f"{label} is of type {config.model_type}, for which transformers has no {factory.__name__}"
                 + (
@@ -278,7 +404,6 @@ def load_whole(
                     else ""
                 )
             )
-        architecture = _get_model_class(config, factory._model_mapping)
         if layers is not None:
             architecture = with_first_layers(architecture, layers)
         with torch.device("meta"):
@@ -293,7 +418,12 @@ def load_whole(
                 ref.path, config=config, revision=ref.revision, use_safetensors=True,
                 key_mapping=mapping or None, output_loading_info=True, ignore_mismatched_sizes=True, **options,
             )  # fmt: skip
+    if quantization:
+        with reading_model(f"cannot load {label}"):
+            check_blocks(quantization, tensor_shapes(ref.path, ref.revision), label)
     check_loaded(model, info, prefixes, label, final_norm=final_norm)
+    if ref.adapter is not None:
+        merge(Path(ref.adapter), model, _skeleton(ref, config))
     if mapping:
         # Otherwise the model would be saved under the checkpoint's names.
         model._weight_conversions = None

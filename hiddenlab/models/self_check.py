@@ -98,7 +98,8 @@ def uncounted(model: "TruncatedModel") -> Iterator[None]:
 
 
 def _tolerance(model: "TruncatedModel") -> float:
-    return QUANTIZED_TOLERANCE if model.quantization else TOLERANCE[model.dtype]
+    quantized = model.quantization or getattr(model.module, "is_quantized", False)
+    return QUANTIZED_TOLERANCE if quantized else TOLERANCE[model.dtype]
 
 
 def difference_of(states: Float[Tensor, "n d"], expected: Float[Tensor, "n d"]) -> float:
@@ -171,9 +172,9 @@ def not_causal(model: "TruncatedModel") -> bool:
     with uncounted(model):
         states, others = (_plain(model, sequence)[:-1] for sequence in (tokens, changed))
     if not bool(states.isfinite().all()):
-        raise InputError(
-            f"the states of {model.ref.name} overflow in {str(model.dtype).removeprefix('torch.')}; use --dtype float32"
-        )
+        dtype = str(model.dtype).removeprefix("torch.")
+        way = "its weights are damaged" if dtype == "float32" else "use --dtype float32"
+        raise InputError(f"the states of {model.ref.name} overflow in {dtype}; {way}")
     return difference_of(states, others) > _tolerance(model)
 
 

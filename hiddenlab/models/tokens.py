@@ -1,5 +1,11 @@
-"""Turn a prompt into token ids: its text, its messages in the model's chat template, or the ids that it brings."""
+"""Turn prompts into token ids, and token ids into text.
 
+A prompt is a text, messages in the model's chat template, or the ids that it brings. Ids for which a tokenizer has no
+text are shown as ``<id 299>``.
+"""
+
+from collections.abc import Sequence
+from itertools import groupby
 from typing import Any
 
 from hiddenlab.errors import InputError
@@ -41,9 +47,16 @@ def token_ids(
                 if given.messages is None
                 else list(tokenizer(_chat(tokenizer, given, name), add_special_tokens=False)["input_ids"])
             )
+    ids = ids[:most]
     if not ids or not given.text:
         raise InputError("the prompt is empty; give at least one token")
-    return ids[:most]
+    if size is not None and (beyond := [token for token in ids if token >= size]):
+        text = shown(tokenizer, known_ids(tokenizer), beyond[:1])
+        raise InputError(
+            f"the tokenizer of {name} reads {text!r} as token {beyond[0]}, and the model has {size} tokens; give it its "
+            "own tokenizer, or another prompt"
+        )
+    return ids
 
 
 def _chat(tokenizer: Any, prompt: Prompt, name: str) -> str:
@@ -59,3 +72,31 @@ def _chat(tokenizer: Any, prompt: Prompt, name: str) -> str:
                 messages, tokenize=False, add_generation_prompt=messages[-1]["role"] != "assistant"
             )
         )
+
+
+def known_ids(tokenizer: Any) -> frozenset[int]:
+    """Return the ids that a tokenizer knows. Many models have rows of the embedding table beyond them."""
+    return frozenset(tokenizer.get_vocab().values())
+
+
+def shown(tokenizer: Any, known: frozenset[int], ids: Sequence[int]) -> str:
+    """Return the text of token ids, special tokens included.
+
+    Args:
+        known: what ``known_ids`` returns.
+    """
+    text, last = "", list[int]()
+    for is_known, group in groupby(ids, key=known.__contains__):
+        run = list(group)
+        if not is_known:
+            text += "".join(f"<id {token}>" for token in run)
+            continue
+        # Some tokenizers leave out the space before the first token: this one is not the first.
+        before, whole = _decoded(tokenizer, last), _decoded(tokenizer, last + run)
+        text += whole.removeprefix(before) if whole.startswith(before) else _decoded(tokenizer, run)
+        last = run[-1:]
+    return text
+
+
+def _decoded(tokenizer: Any, ids: Sequence[int]) -> str:
+    return str(tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))

@@ -69,8 +69,8 @@ class Corpus:
         texts = standard_library_texts()
         self._random.shuffle(texts)
         documents = model.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
-        self._special = model.tokenizer("")["input_ids"]
-        return [ids for ids in documents if len(ids) > 8]
+        self._special = model.embedded(model.tokenizer("")["input_ids"])
+        return [ids for ids in map(model.embedded, documents) if len(ids) > 8]
 
     def _uniform(self, n: int) -> Tensor:
         return torch.randint(0, self.vocab_size, (n,), generator=self._torch)

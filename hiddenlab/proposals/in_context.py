@@ -45,7 +45,8 @@ class Adapter:
         Args:
             shallow: the first ``FEATURE_LAYERS`` layers (or fewer) of the model under attack.
         """
-        opening = shallow.tokenize(OPENING) if shallow.tokenizer is not None else [1 % shallow.vocab_size] * 4
+        known = [] if shallow.tokenizer is None else shallow.tokenizer(OPENING)["input_ids"]
+        opening = shallow.embedded(known) or [1 % shallow.vocab_size] * 4
         prefix = shallow.prefix()
         prefix.extend(torch.tensor(opening, device=shallow.device))
         parts, narrower = [], None

@@ -22,7 +22,7 @@ def openers_of(model: TruncatedModel) -> list[Int[Tensor, " n"]]:
     """Return what may be read first: nothing, a special token, a line break."""
     openers: list[list[int]] = [[], *([token] for token in model.special_ids[:SPECIALS])]
     if model.tokenizer is not None:
-        openers.append(model.tokenizer("\n", add_special_tokens=False)["input_ids"])
+        openers.append(model.embedded(model.tokenizer("\n", add_special_tokens=False)["input_ids"]))
     return [torch.tensor(ids, dtype=torch.long, device=model.device) for ids in openers]
 
 
@@ -39,7 +39,8 @@ def beginnings(model: TruncatedModel, seed: int) -> list[Int[Tensor, " n"]]:
 
     texts = [str(topics[name]) for name in sorted(topics)][:: max(1, len(topics) // WINDOWS)][:WINDOWS]
     # As prompts begin: with the tokenizer's own special token, if it puts one first.
-    ids = [model.tokenize(text[:CHARACTERS], LENGTH) for text in texts]
+    tokenized = (model.tokenizer(text[:CHARACTERS])["input_ids"] for text in texts)
+    ids = [model.embedded(tokens)[:LENGTH] for tokens in tokenized]
     return [torch.tensor(tokens, device=model.device) for tokens in ids if len(tokens) > 1]
 
 

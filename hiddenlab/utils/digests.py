@@ -9,11 +9,16 @@ from typing import Any
 
 def digest_of_files(paths: Iterable[Path]) -> str:
     """Return the hexadecimal digest of files in their order: SHA-256 over the SHA-256 of each."""
-    whole = hashlib.sha256()
+    digests = []
     for path in paths:
         with path.open("rb") as file:
-            whole.update(hashlib.file_digest(file, "sha256").digest())
-    return whole.hexdigest()
+            digests.append(hashlib.file_digest(file, "sha256").digest())
+    return digest_of_digests(digests)
+
+
+def digest_of_digests(digests: Iterable[bytes]) -> str:
+    """Return what ``digest_of_files`` returns of files with these SHA-256."""
+    return hashlib.sha256(b"".join(digests)).hexdigest()
 
 
 def digest_of(value: Any) -> str:
