@@ -37,6 +37,7 @@ BUILTINS: dict[str, dict[str, str]] = {
         "int8": "hiddenlab.defenses.quantize:Int8",
         "nf4": "hiddenlab.defenses.quantize:Nf4",
         "dtype": "hiddenlab.defenses.quantize:ProviderDtype",
+        "round": "hiddenlab.defenses.quantize:RoundStates",
         "shard": "hiddenlab.defenses.drop_rows:Shard",
         "drop-rows": "hiddenlab.defenses.drop_rows:DropRows",
         "project": "hiddenlab.defenses.project:Project",

@@ -6,7 +6,18 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from hiddenlab.cli import attack, bench, capture, cascade, eval, ledger, listing, report, rerun
+from hiddenlab.cli import (
+    attack,
+    bench,
+    capture,
+    cascade,
+    eval,
+    import_states,
+    ledger,
+    listing,
+    report,
+    rerun,
+)
 from hiddenlab.cli.console import accept_any_text, stderr
 from hiddenlab.errors import HiddenlabError
 
@@ -37,6 +48,7 @@ app = typer.Typer(
 )
 app.command("attack")(attack.attack)
 app.command("capture")(capture.capture)
+app.command("import")(import_states.import_)
 app.command("eval")(eval.eval_)
 app.command("bench")(bench.bench)
 app.command("report")(report.report)

@@ -1,0 +1,207 @@
+"""Choose the arrays of one layer and stream among those that a file holds."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from torch import Tensor
+
+from hiddenlab.errors import InputError
+from hiddenlab.imports.containers import WHOLE, Contents
+from hiddenlab.imports.formats import Part, Recognised, in_file_order, listing
+from hiddenlab.imports.layouts import ModelShape, axes_of, parse_axes
+from hiddenlab.types import LAST_STREAMS, Site
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What the user says of the files, where they do not say it themselves.
+
+    Attributes:
+        layer, stream: the wanted site. format: a source, or ``auto``. tensor: which of a file's arrays.
+        axes: of the array, such as ``layers,tokens,width``. layers: which layers a layers axis holds, such as ``2,18``.
+        first_position: where the first row stands in its prompt. ids, mask: files with token ids and attention mask.
+        channel: the stages that the states passed; empty takes them from the numbers.
+    """
+
+    layer: int | None = None
+    stream: str | None = None
+    format: str = "auto"
+    tensor: str | None = None
+    axes: str | None = None
+    layers: tuple[int, ...] = ()
+    first_position: int | None = None
+    ids: str | None = None
+    mask: str | None = None
+    channel: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One array of a site: the part, its axes, and which entry of its layers axis."""
+
+    part: Part
+    axes: tuple[str, ...] | None = None
+    entry: int | None = None
+
+
+def choices_in(
+    contents: Contents, recognised: Recognised, shape: ModelShape, reading: Reading
+) -> list[Choice]:
+    """Return the arrays to choose from, those with a layers axis once for each layer."""
+    parts = list(recognised.parts)
+    if reading.tensor is not None:
+        parts = [part for part in parts if reading.tensor in part.names]
+        if not parts:
+            if reading.tensor not in contents.arrays:
+                raise InputError(
+                    f"{contents.path} holds no {reading.tensor!r}; it holds {listing(contents.arrays)}"
+                )
+            parts = [Part((reading.tensor,))]
+    choices: list[Choice] = []
+    for part in parts:
+        if part.layer is not None:
+            choices.append(Choice(part))
+            continue
+        stream = part.stream or reading.stream or "resid"
+        axes = axes_in(part.names[0], part, stream, contents, recognised, shape, reading)
+        if "layers" not in axes:
+            choices.append(Choice(part, axes))
+            continue
+        layers = _layers(contents.arrays[part.names[0]].shape[axes.index("layers")], part, shape, reading)
+        last = "final_norm" if recognised.normed else "resid"
+        for entry, layer in enumerate(layers):
+            kind = part.stream or (
+                "embed" if layer == 0 else last if layer == shape.layers else reading.stream or "resid"
+            )
+            kind = "resid" if kind in LAST_STREAMS and layer < shape.layers else kind
+            choices.append(Choice(replace(part, layer=layer, stream=kind), axes, entry))
+    return choices
+
+
+def axes_in(
+    name: str,
+    part: Part,
+    stream: str,
+    contents: Contents,
+    recognised: Recognised,
+    shape: ModelShape,
+    reading: Reading,
+) -> tuple[str, ...]:
+    counts = {len(reading.layers)} if reading.layers else {shape.layers, shape.layers + 1}
+    mask = recognised.mask
+    return axes_of(
+        contents.arrays[name],
+        stream,
+        shape,
+        name=str(contents.path) if name == WHOLE else f"{contents.path}, {name}",
+        known=parse_axes(reading.axes) if reading.axes else part.axes,
+        layer_counts=counts,
+        mask=None if mask is None or len(part.names) > 1 else batched(mask),
+    )
+
+
+def batched(array: Tensor) -> Tensor:
+    """Return ids or a mask as [batch, tokens]."""
+    return array if array.ndim == 2 else array[None]
+
+
+def _layers(count: int, part: Part, shape: ModelShape, reading: Reading) -> Sequence[int]:
+    """Return which layers the entries of a layers axis are.
+
+    Raises:
+        InputError: nobody says it.
+    """
+    if reading.layers:
+        if len(reading.layers) != count:
+            raise InputError(f"--layers names {len(reading.layers)} layers, and {part} has {count} of them")
+        return reading.layers
+    if count == shape.layers + 1:
+        return range(count)
+    if count == 1 and reading.layer is not None:
+        return [reading.layer]
+    raise InputError(
+        f"{part} holds the states of {count} layers and does not say which; name them in order with --layers, such as "
+        f"--layers {','.join(map(str, range(1, min(count, 3) + 1)))} (l is the state after l layers)"
+    )
+
+
+def of_site(
+    choices: Sequence[Choice], path: Path, shape: ModelShape, reading: Reading
+) -> tuple[Site, list[Choice]]:
+    """Choose the arrays of one layer and stream.
+
+    Raises:
+        InputError: the file does not hold what is asked for, or holds several sites and none is asked for.
+    """
+    layer, stream = reading.layer, reading.stream
+    if stream in LAST_STREAMS and layer is None:
+        layer = shape.layers
+    if stream == "embed" and layer is None:
+        layer = 0
+    unsited = [choice for choice in choices if choice.part.layer is None]
+    if len(unsited) == len(choices):
+        if layer is None:
+            raise InputError(
+                f"{path} does not say which layer its states are of; give --layer L (the state after L layers), or "
+                "--stream final_norm or embed"
+            )
+        own = unsited[0].part.stream
+        if own is not None and stream is not None and own != stream:
+            raise InputError(f"{path} holds {own}, and --stream {stream} is asked for")
+        return Site(layer, own or stream or ("embed" if layer == 0 else "resid")), unsited
+    wanted = [
+        choice
+        for choice in choices
+        if (layer is None or choice.part.layer == layer)
+        and (
+            stream is None
+            or choice.part.stream == stream
+            or (stream == "kv" and choice.part.stream in ("k", "v"))
+        )
+    ]
+    if not wanted:
+        hint = ""
+        if layer == shape.layers and stream in (None, "resid") and _streams(choices, layer) == {"final_norm"}:
+            hint = "; the last entry is after the final norm, ask for it with --stream final_norm"
+        asked = f"{stream or 'states'} at layer {layer}" if layer is not None else f"the stream {stream}"
+        raise InputError(f"{path} does not hold {asked}; it holds {_sites_said(choices)}{hint}")
+    if stream is None and "resid" in (streams := _streams(wanted)) and len(streams) > 1:
+        wanted = [choice for choice in wanted if choice.part.stream == "resid"]
+    sites = {(choice.part.layer, choice.part.stream) for choice in wanted}
+    if stream == "kv" and len({layer for layer, _ in sites}) == 1 and len(sites) == 2:
+        raise InputError(
+            f"{path} holds keys and values in two arrays; import them with --stream k or --stream v"
+        )
+    if len(sites) > 1:
+        option = "--layer" if len({layer for layer, _ in sites}) > 1 else "--stream"
+        raise InputError(f"{path} holds {_sites_said(wanted)}; choose with {option}")
+    if any(not choice.part.unusable for choice in wanted):
+        wanted = [choice for choice in wanted if not choice.part.unusable]
+    if unusable := [choice.part for choice in wanted if choice.part.unusable]:
+        raise InputError(f"{path}, {unusable[0].names[0]}: {unusable[0].unusable}")
+    if len({choice.part.prompt for choice in wanted}) < len(wanted):
+        names = listing([choice.part.names[0] for choice in wanted])
+        raise InputError(f"{path} holds several arrays of {wanted[0].part}: {names}; choose with --tensor")
+    ((chosen_layer, chosen_stream),) = sites
+    assert chosen_layer is not None
+    return Site(chosen_layer, chosen_stream or "resid"), wanted
+
+
+def _streams(choices: Sequence[Choice], layer: int | None = None) -> set[str | None]:
+    return {choice.part.stream for choice in choices if layer is None or choice.part.layer == layer}
+
+
+def _sites_said(choices: Sequence[Choice]) -> str:
+    """List what there is, layers of one stream together."""
+    layers: dict[str, list[int]] = {}
+    for part in in_file_order([choice.part for choice in choices]):
+        if part.layer is not None and part.layer not in layers.setdefault(part.stream or "resid", []):
+            layers[part.stream or "resid"].append(part.layer)
+    return "; ".join(f"{stream} at layer {_ranges(numbers)}" for stream, numbers in layers.items())
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    if len(numbers) > 2 and list(numbers) == list(range(numbers[0], numbers[-1] + 1)):
+        return f"{numbers[0]} to {numbers[-1]}"
+    return ", ".join(map(str, numbers[:20])) + (" …" if len(numbers) > 20 else "")
