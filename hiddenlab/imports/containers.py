@@ -7,7 +7,9 @@ believed.
 
 import io
 import math
+import pickle
 import re
+import warnings
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,7 +23,6 @@ import torch
 from torch import Tensor
 
 from hiddenlab.errors import HiddenlabError, InputError
-from hiddenlab.text import visible
 from hiddenlab.utils.schema import LONGEST_LINE, lines, loads, opened, read_bytes
 
 WHOLE = "array"  # the name of the array in a file that holds one without a name
@@ -186,7 +187,7 @@ def _array(file: Any, size: int, where: str) -> Tensor:
             "save np.float32 numbers (states.float().numpy()), or safetensors"
         )
     count = math.prod(shape)
-    if count * dtype.itemsize > size - file.tell():
+    if min(shape, default=0) < 0 or count * dtype.itemsize > size - file.tell():
         raise InputError(f"{where} is truncated: its shape {list(shape)} needs more bytes than it has")
     data = np.frombuffer(file.read(count * dtype.itemsize), dtype=dtype, count=count)
     return _tensor(data.reshape(shape, order="F" if fortran else "C"), where)
@@ -223,13 +224,12 @@ def _torch(path: Path) -> Contents:
             with zipfile.ZipFile(file) as archive:
                 _bounded(sum(member.file_size for member in archive.infolist()), path)
     try:
-        value = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:
-        if named := re.search(r"GLOBAL ([\w.]+)", str(error)):
-            raise InputError(
-                f"{path} holds an object ({visible(named[1])[:100]}), and objects are never unpickled; {SAVE_AGAIN}"
-            ) from None
-        raise
+        with warnings.catch_warnings(action="ignore"):
+            value = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:  # torch's own message advises to unpickle
+        named = re.search(r"GLOBAL ([\w.]+)", str(error))
+        what = f"an object ({named[1][:100]})" if named else "more than tensors in lists and dictionaries"
+        raise InputError(f"{path} holds {what}, and objects are never unpickled; {SAVE_AGAIN}") from None
     arrays: dict[str, Tensor] = {}
     _flatten(value, "", arrays, path)
     return Contents(path, "PyTorch", arrays)
@@ -323,6 +323,7 @@ def _json(path: Path) -> Contents:
     return Contents(path, "JSON", arrays, value=value)
 
 
+_KINDS = "safetensors, .npy, .npz, .pt, Parquet, Arrow, JSON, or rows of numbers as text"
 _TEXT_ROW = re.compile(r"^(?:embedding\s+\d+\s*:)?\s*(.*?)\s*$")
 
 
@@ -333,8 +334,7 @@ def _text(path: Path) -> Contents:
         try:
             text = line.decode()
         except UnicodeDecodeError:
-            known = "safetensors, .npy, .npz, .pt, Parquet, Arrow, JSON or numbers as text"
-            raise InputError(f"{path} is of no kind that is read: {known}") from None
+            raise InputError(f"{path} is of no kind that is read: {_KINDS}") from None
         if "..." in text or text.startswith(("ggml_debug", "common_debug")):
             raise InputError(
                 f"{path}, line {number}: the program printed some numbers of each row and left out the rest ('...'); "
@@ -347,7 +347,8 @@ def _text(path: Path) -> Contents:
         try:
             rows.append([float(word) for word in re.split(r"[\s,;]+", shown.strip(",; \t\r"))])
         except ValueError:
-            raise InputError(f"{path}, line {number}: {shown[:40]!r} holds no numbers") from None
+            where = f"{path}, line {number}: {shown[:40]!r} holds no numbers"
+            raise InputError(where if rows else f"{where}; read are {_KINDS}") from None
         if len(rows[-1]) != len(rows[0]):
             raise InputError(
                 f"{path}, line {number} has {len(rows[-1])} numbers, and the first row has {len(rows[0])}"

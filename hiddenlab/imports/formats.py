@@ -280,27 +280,28 @@ def _stack(contents: Contents, shape: ModelShape) -> Recognised | None:
     return None
 
 
-_BLOCKS = r"(?:layers|h|blocks|block)"
+_BLOCK = r"(?:.*\.)?(?:layers|h|blocks|block)[._](\d+)"
+_OUTPUT = r"(?:\.output)?(?:\.0)?(?:\.value)?"  # of a block that returns a tuple, its first entry
+_PROJECTION = r"\.(?:self_attn|attn|attention)\.([kqv])_proj"
+_AROUND = {
+    r"(?:.*\.)?(?:norm|ln_f|final_layernorm|final_layer_norm)": "final_norm",
+    r"(?:.*\.)?(?:embed_tokens|wte|embed_in)": "embed",
+}
 
 
 def _modules(contents: Contents, shape: ModelShape) -> Recognised | None:
     """Outputs by the names of the model's modules, as nnsight and forward hooks save them."""
     parts = []
     for name in contents.arrays:
-        stem = re.sub(r"(\.output)?(\.0)?(\.value)?$", "", name)
-        if match := re.fullmatch(rf"(?:.*\.)?{_BLOCKS}[._](\d+)", stem):
-            if not re.search(r"\.(input|[1-9]\d*)$", name[len(stem) :]):
-                parts.append(Part((name,), int(match[1]) + 1, "resid"))
-        elif match := re.fullmatch(
-            rf"(?:.*\.)?{_BLOCKS}[._](\d+)\.(?:self_attn|attn|attention)\.([kqv])_proj", stem
-        ):
+        if match := re.fullmatch(_BLOCK + _OUTPUT, name):
+            parts.append(Part((name,), int(match[1]) + 1, "resid"))
+        elif match := re.fullmatch(_BLOCK + _PROJECTION + _OUTPUT, name):
             before = match[2] != "v" and shape.rotary
             unusable = "they are before the rotary embedding; save the cache's keys" if before else ""
             parts.append(Part((name,), int(match[1]) + 1, match[2], unusable=unusable))
-        elif re.fullmatch(r"(?:.*\.)?(?:norm|ln_f|final_layernorm|final_layer_norm|model\.norm)", stem):
-            parts.append(Part((name,), shape.layers, "final_norm"))
-        elif re.fullmatch(r"(?:.*\.)?(?:embed_tokens|wte|embed_in)", stem):
-            parts.append(Part((name,), 0, "embed"))
+        for pattern, stream in _AROUND.items():
+            if re.fullmatch(pattern + _OUTPUT, name):
+                parts.append(Part((name,), shape.layers if stream == "final_norm" else 0, stream))
     return Recognised("modules", tuple(parts), *_ids_and_mask(contents)) if parts else None
 
 
@@ -311,11 +312,14 @@ def _plain(contents: Contents, shape: ModelShape, named: bool = False) -> Recogn
     names = [
         name
         for name, array in contents.arrays.items()
-        if name.rpartition(".")[2] not in beside
-        and array.ndim >= 2
-        and (array.is_floating_point() or needs_scale(array) or len(contents.arrays) == 1)
-        and not _is_scale(name, contents.arrays)
+        if name.rpartition(".")[2] not in beside and array.ndim >= 2 and not _is_scale(name, contents.arrays)
     ]
+    # Whole numbers beside floats are something else; alone they are states that lost their scale.
+    names = [
+        name
+        for name in names
+        if contents.arrays[name].is_floating_point() or needs_scale(contents.arrays[name])
+    ] or names
     if not names:
         raise InputError(f"{contents.path} holds no states [tokens, width]: {listing(contents.arrays)}")
     if not named and sorted(names) == ["0", "1"] and contents.arrays["0"].shape == contents.arrays["1"].shape:
