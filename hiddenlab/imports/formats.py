@@ -180,35 +180,37 @@ def _llama_cpp(contents: Contents, shape: ModelShape) -> Recognised | None:
     return None
 
 
+# What a hook sees, and after how many blocks more than its own number; the first name of a site that is there is taken.
 _LENS = {
-    "hook_resid_pre": ("resid", 0),
     "hook_resid_post": ("resid", 1),
-    "attn.hook_v": ("v", 1),
+    "hook_resid_pre": ("resid", 0),
+    "hook_out": ("resid", 1),
+    "hook_in": ("resid", 0),
     "attn.hook_rot_k": ("k", 1),
     "attn.hook_rot_q": ("q", 1),
     "attn.hook_k": ("k", 1),
     "attn.hook_q": ("q", 1),
+    "attn.hook_v": ("v", 1),
     "attn.hook_z": ("attn", 1),
 }
 
 
 def _transformer_lens(contents: Contents, shape: ModelShape) -> Recognised | None:
     """TransformerLens' cache: the names of its hooks."""
-    parts = []
-    for name, array in contents.arrays.items():
-        if match := re.fullmatch(r"(?:.*\.)?blocks\.(\d+)\.(.+)", name):
-            if match[2] not in _LENS:
+    parts: dict[tuple[int, str], Part] = {}
+    for hook, (stream, after) in _LENS.items():
+        for name, array in contents.arrays.items():
+            match = re.fullmatch(rf"(?:.*\.)?blocks\.(\d+)\.{re.escape(hook)}", name)
+            if match is None:
                 continue
-            stream, after = _LENS[match[2]]
             layer = int(match[1]) + after
-            if layer == 0:
-                stream = "embed"
-            before = match[2] in ("attn.hook_k", "attn.hook_q") and shape.rotary
+            kind = stream if layer else "embed"
+            before = hook in ("attn.hook_k", "attn.hook_q") and shape.rotary
             heads = ("tokens", "heads", "head")
-            axes = None if stream in ("resid", "embed") else heads if array.ndim == 3 else ("batch", *heads)
+            axes = None if stream == "resid" else heads if array.ndim == 3 else ("batch", *heads)
             unusable = f"they are before the rotary embedding; save hook_rot_{stream}" if before else ""
-            parts.append(Part((name,), layer, stream, axes, unusable=unusable))
-    return Recognised("transformer-lens", tuple(parts), *_ids_and_mask(contents)) if parts else None
+            parts.setdefault((layer, kind), Part((name,), layer, kind, axes, unusable=unusable))
+    return Recognised("transformer-lens", tuple(parts.values()), *_ids_and_mask(contents)) if parts else None
 
 
 def _cache(contents: Contents, shape: ModelShape) -> Recognised | None:
@@ -360,7 +362,12 @@ def _ids_and_mask(contents: Contents) -> tuple[dict[int, Tensor], Tensor | None]
     def whole(words: Sequence[str]) -> Tensor | None:
         for word in words:
             for name, array in contents.arrays.items():
-                if name.rpartition(".")[2] == word and array.ndim in (1, 2) and _counts(array):
+                if (
+                    name.rpartition(".")[2] == word
+                    and array.ndim in (1, 2)
+                    and array.numel()
+                    and _counts(array)
+                ):
                     return array
         return None
 
