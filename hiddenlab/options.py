@@ -23,7 +23,7 @@ def _text(prompt: str | None) -> str | None:
     if path:
         raise InputError(
             f"{prompt} is a file or a folder, and PROMPT is the text itself; --prompts reads prompts from a file, "
-            "--observation states; '-' takes this very text from standard input"
+            "--observation or --states hidden states; '-' takes this very text from standard input"
         )
     return prompt
 

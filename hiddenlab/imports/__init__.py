@@ -29,6 +29,7 @@ from hiddenlab.utils.schema import LARGEST, MOST_POSITIONS
 
 __all__ = ["Imported", "ModelShape", "Reading", "import_observations", "parse_layers", "read_states"]
 
+MOST_NOTES = 6  # of one file
 UNIT_NORM = 1e-3  # how near to 1 all norms are where a program normalised the rows
 
 
@@ -155,7 +156,10 @@ def _file(path: Path, shape: ModelShape, reading: Reading) -> tuple[Site, list[R
         rows, said = _prompts(choice, site, contents, recognised, shape, reading)
         prompts += rows
         notes += said
-    return site, prompts, [f"{path} ({contents.kind}, {recognised.format}): {site}", *dict.fromkeys(notes)]
+    notes = list(dict.fromkeys(notes))
+    more = [f"and so on, {len(notes)} lines"] if len(notes) > MOST_NOTES else []
+    heading = f"{path} ({contents.kind}, {recognised.format}): {site}"
+    return site, prompts, [heading, *notes[:MOST_NOTES], *more]
 
 
 def _numbers_of(path: str, option: str) -> Tensor:
@@ -220,6 +224,8 @@ def _prompts(
         notes.append(
             "no attention mask: every row is taken for a token; give --mask FILE where some are padding"
         )
+    for number, states in enumerate(rows, 1):
+        _refuse_not_finite(states, where if len(rows) == 1 else f"{where}, prompt {number}")
     _refuse_normalised(rows, site, where)
     ids = _ids_of(recognised.ids.get(part.prompt), mask, len(rows), where)
     made = []
@@ -228,6 +234,14 @@ def _prompts(
         notes += [said] if said else []
         made.append(Rows(states, reading.channel or stages, positions, truth))
     return made, notes
+
+
+def _refuse_not_finite(states: Float[Tensor, "rows d"], where: str) -> None:
+    if not bool((finite := torch.isfinite(states.float()).all(dim=-1)).all()):
+        bad = int((~finite).nonzero()[0, 0])
+        raise InputError(
+            f"{where} holds NaN or infinity (first in row {bad}); where such rows are padding, give --mask FILE"
+        )
 
 
 def _refuse_normalised(rows: Sequence[Tensor], site: Site, where: str) -> None:

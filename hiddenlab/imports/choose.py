@@ -164,8 +164,9 @@ def of_site(
         hint = ""
         if layer == shape.layers and stream in (None, "resid") and _streams(choices, layer) == {"final_norm"}:
             hint = "; the last entry is after the final norm, ask for it with --stream final_norm"
-        asked = f"{stream or 'states'} at layer {layer}" if layer is not None else f"the stream {stream}"
-        raise InputError(f"{path} does not hold {asked}; it holds {_sites_said(choices)}{hint}")
+        missing = f"{stream or 'states'} at layer {layer}" if layer is not None else f"the stream {stream}"
+        raise InputError(f"{path} does not hold {missing}; it holds {_sites_said(choices)}{hint}")
+    asked = wanted
     if stream is None and "resid" in (streams := _streams(wanted)) and len(streams) > 1:
         wanted = [choice for choice in wanted if choice.part.stream == "resid"]
     sites = {(choice.part.layer, choice.part.stream) for choice in wanted}
@@ -175,7 +176,7 @@ def of_site(
         )
     if len(sites) > 1:
         option = "--layer" if len({layer for layer, _ in sites}) > 1 else "--stream"
-        raise InputError(f"{path} holds {_sites_said(wanted)}; choose with {option}")
+        raise InputError(f"{path} holds {_sites_said(asked)}; choose with {option}")
     if any(not choice.part.unusable for choice in wanted):
         wanted = [choice for choice in wanted if not choice.part.unusable]
     if unusable := [choice.part for choice in wanted if choice.part.unusable]:

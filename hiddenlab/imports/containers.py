@@ -71,7 +71,7 @@ def read(path: Path) -> Contents:
     if not size:
         raise InputError(f"{path} is empty")
     kind, reader = _reader(head, path)
-    with _damaged(path, kind):
+    with _damaged(path, kind), warnings.catch_warnings(action="ignore"):  # a damaged header makes numpy talk
         contents = reader(path)
     if not contents.arrays:
         raise InputError(f"{path} holds no arrays of numbers ({kind})")
@@ -224,8 +224,7 @@ def _torch(path: Path) -> Contents:
             with zipfile.ZipFile(file) as archive:
                 _bounded(sum(member.file_size for member in archive.infolist()), path)
     try:
-        with warnings.catch_warnings(action="ignore"):
-            value = torch.load(path, map_location="cpu", weights_only=True)
+        value = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:  # torch's own message advises to unpickle
         named = re.search(r"GLOBAL ([\w.]+)", str(error))
         what = f"an object ({named[1][:100]})" if named else "more than tensors in lists and dictionaries"

@@ -329,6 +329,9 @@ def _plain(contents: Contents, shape: ModelShape, named: bool = False) -> Recogn
             f"{contents.path} holds two arrays of one shape; say with --format vllm-pair that a layer of vLLM returned "
             "them (their sum is the state), or with --format plain that they are two prompts"
         )
+    if len({re.sub(r"\d+", "", name) for name in names}) > 1:
+        shown = listing({name: contents.arrays[name] for name in names})
+        raise InputError(f"{contents.path} holds several arrays: {shown}; choose one with --tensor NAME")
     names.sort(key=_numbers)
     parts = [Part((name,), prompt=i) for i, name in enumerate(names)]
     tokens = ids if len(names) == 1 else _ids_beside(names, contents)
