@@ -136,6 +136,8 @@ def import_states(config: AttackConfig, progress: Progress = silent) -> Brought:
     """
     config = replace(config.checked(), model="builtin" if config.model is None else config.model)
     assert config.model is not None
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
     reading = Reading(
         config.layer, config.stream, config.format, config.tensor, config.axes, parse_layers(config.layers),
         config.first_position, config.ids, config.mask, config.defense,

@@ -65,7 +65,8 @@ def test_any_order_of_axes_gives_the_same_rows(
     sizes = {"layers": SHAPE.layers + 1, "batch": len(lengths), "tokens": longest}
     apart = states.unflatten(-1, (SHAPE.heads_of(stream), SHAPE.head_width)) if "heads" in axes else states
     order = ["layers", "batch", "tokens", *(["heads", "head"] if "heads" in axes else ["width"])]
-    array = apart if "layers" in axes else apart[layer : layer + 1]
+    first = 1 if stream == "k" else 0  # there are no keys before the first layer
+    array = apart[first:] if "layers" in axes else apart[layer : layer + 1]
     array = array.permute(
         [*[order.index(axis) for axis in axes], *[i for i, a in enumerate(order) if a not in axes]]
     )
@@ -147,13 +148,18 @@ def test_masks_and_ids_that_contradict(tmp_path: Path) -> None:
 
 def test_several_files(tmp_path: Path) -> None:
     for i, length in enumerate((3, 4)):
-        np.save(tmp_path / f"{i}.npy", np.full((length, 48), i, np.float32))
+        np.save(tmp_path / f"{i}.npy", np.random.default_rng(i).normal(size=(length, 48)).astype(np.float32))
     both = [tmp_path / "0.npy", tmp_path / "1.npy"]
     assert [len(rows.states) for rows in read_states(both, SHAPE, Reading(layer=2)).prompts] == [3, 4]
     with pytest.raises(InputError, match="is named twice"):
         read_states([*both, tmp_path / "." / "0.npy"], SHAPE, Reading(layer=2))
     with pytest.raises(InputError, match="--ids goes with one file"):
         read_states(both, SHAPE, Reading(layer=2, ids="ids.npy"))
+    np.save(tmp_path / "1.npy", np.zeros((4, 48), np.float16))
+    np.save(tmp_path / "0.npy", np.random.default_rng(0).normal(size=(3, 48)))
+    with pytest.raises(InputError, match=r"rounded in different ways \(dtype:float16 and identity\)"):
+        read_states(both, SHAPE, Reading(layer=2))
+    assert len(read_states(both, SHAPE, Reading(layer=2, channel=("seq-perm",))).prompts) == 2
     save_file({"model.layers.0": torch.zeros(3, 48)}, tmp_path / "0.safetensors")
     save_file({"model.layers.1": torch.zeros(3, 48)}, tmp_path / "1.safetensors")
     with pytest.raises(InputError, match="import files of one layer and stream"):

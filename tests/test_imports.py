@@ -20,7 +20,7 @@ import hiddenlab as hl
 from hiddenlab.cli import app
 from hiddenlab.errors import InputError
 from hiddenlab.imports import ModelShape, Reading, read_states
-from hiddenlab.job import load_truth
+from hiddenlab.job import load_truth, prepare
 from hiddenlab.testing import HEADS, KV_HEADS, LAYERS, WIDTH, PlainModel, byte_tokenizer
 
 TEXT = "My password is hunter2"
@@ -129,6 +129,26 @@ def test_ids_are_the_truth_and_never_in_the_observation(
     assert run("import", str(tmp_path / "x.npy"), *options, "-o", made, "--truth", truth)[0] == 0
 
 
+def test_a_run_from_states_is_scored_recorded_and_run_again(
+    output: Any, ids: torch.Tensor, folder: str, tmp_path: Path
+) -> None:
+    save_file(
+        {"hidden_states": output.hidden_states[1].bfloat16(), "input_ids": ids.clone()},
+        tmp_path / "x.safetensors",
+    )
+    config = hl.AttackConfig(
+        attack="nearest", states=(str(tmp_path / "x.safetensors"),), model=folder, layer=1, device="cpu"
+    )
+    job = prepare(config)
+    assert job.cases[0].truth == hl.GroundTruth(tuple(ids[0].tolist()))
+    assert job.cases[0].observation is not None and job.cases[0].observation.info.facts == {}
+    made = hl.run(config, tmp_path / "run")
+    assert made.samples[0]["truth_ids"] == ids[0].tolist() and made.samples[0]["token_accuracy"] is not None
+    assert made.record.spec["defense"] == ["dtype:bfloat16"] and made.record.spec["layer"] == 1
+    code, said = run("rerun", str(tmp_path / "run"), "--no-record")
+    assert code == 0 and "same results" in said
+
+
 # ---- containers
 
 
@@ -205,6 +225,11 @@ def test_transformers_tuple(output: Any, ids: torch.Tensor, shape: ModelShape, t
     np.savez(tmp_path / "tuple.npz", *[states.numpy() for states in output.hidden_states])
     torch.save({"hidden_states": list(output.hidden_states), "input_ids": ids}, tmp_path / "dict.pt")
     torch.save({"hidden_states": torch.stack(output.hidden_states)}, tmp_path / "stack.pt")
+    stack = tmp_path / "stack.npy"
+    np.save(stack, torch.stack([states[0] for states in output.hidden_states]).numpy())
+    assert read(stack, shape, layer=LAYERS, axes="layers,tokens,width").site == hl.Site(LAYERS, "final_norm")
+    assert same(read(stack, shape, layer=2, axes="layers,tokens,width"), output.hidden_states[2][0])
+    stack.unlink()
     for path in tmp_path.iterdir():
         assert same(read(path, shape, layer=2), output.hidden_states[2][0]), path
         assert read(path, shape, layer=0).site == hl.Site(0, "embed"), path

@@ -135,6 +135,12 @@ def read_states(paths: Sequence[Path | str], shape: ModelShape, reading: Reading
         sites.setdefault(site, path)
         prompts += rows
         notes += said
+    if len({rows.channel for rows in prompts}) > 1:
+        stages = " and ".join(sorted({" | ".join(rows.channel) or "identity" for rows in prompts}))
+        raise InputError(
+            f"the states were rounded in different ways ({stages}); import them one after another, or say with "
+            "--defense how all of them came about"
+        )
     if len(sites) > 1:
         said_of = " and ".join(f"{path} holds {site}" for site, path in list(sites.items())[:2])
         raise InputError(f"{said_of}; import files of one layer and stream at a time")

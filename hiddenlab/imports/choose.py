@@ -9,7 +9,7 @@ from torch import Tensor
 from hiddenlab.errors import InputError
 from hiddenlab.imports.containers import WHOLE, Contents
 from hiddenlab.imports.formats import Part, Recognised, in_file_order, listing
-from hiddenlab.imports.layouts import ModelShape, axes_of, parse_axes
+from hiddenlab.imports.layouts import HEADED, ModelShape, axes_of, parse_axes
 from hiddenlab.types import LAST_STREAMS, Site
 
 
@@ -68,14 +68,9 @@ def choices_in(
         if "layers" not in axes:
             choices.append(Choice(part, axes))
             continue
-        layers = _layers(contents.arrays[part.names[0]].shape[axes.index("layers")], part, shape, reading)
-        last = "final_norm" if recognised.normed else "resid"
-        for entry, layer in enumerate(layers):
-            kind = part.stream or (
-                "embed" if layer == 0 else last if layer == shape.layers else reading.stream or "resid"
-            )
-            kind = "resid" if kind in LAST_STREAMS and layer < shape.layers else kind
-            choices.append(Choice(replace(part, layer=layer, stream=kind), axes, entry))
+        count = contents.arrays[part.names[0]].shape[axes.index("layers")]
+        for entry, site in enumerate(_sites(count, part, stream, shape, reading)):
+            choices.append(Choice(replace(part, layer=site.layer, stream=site.stream), axes, entry))
     return choices
 
 
@@ -88,7 +83,8 @@ def axes_in(
     shape: ModelShape,
     reading: Reading,
 ) -> tuple[str, ...]:
-    counts = {len(reading.layers)} if reading.layers else {shape.layers, shape.layers + 1}
+    counts = {shape.layers} if stream in HEADED else {shape.layers, shape.layers + 1}
+    counts = {len(reading.layers)} if reading.layers else counts
     mask = recognised.mask
     return axes_of(
         contents.arrays[name],
@@ -106,24 +102,32 @@ def batched(array: Tensor) -> Tensor:
     return array if array.ndim == 2 else array[None]
 
 
-def _layers(count: int, part: Part, shape: ModelShape, reading: Reading) -> Sequence[int]:
-    """Return which layers the entries of a layers axis are.
+def _sites(count: int, part: Part, stream: str, shape: ModelShape, reading: Reading) -> list[Site]:
+    """Return what the entries of a layers axis are.
 
     Raises:
         InputError: nobody says it.
     """
+    kind = "resid" if stream in (*LAST_STREAMS, "embed") else stream
     if reading.layers:
         if len(reading.layers) != count:
             raise InputError(f"--layers names {len(reading.layers)} layers, and {part} has {count} of them")
-        return reading.layers
-    if count == shape.layers + 1:
-        return range(count)
-    if count == 1 and reading.layer is not None:
-        return [reading.layer]
-    raise InputError(
-        f"{part} holds the states of {count} layers and does not say which; name them in order with --layers, such as "
-        f"--layers {','.join(map(str, range(1, min(count, 3) + 1)))} (l is the state after l layers)"
-    )
+        layers: Sequence[int] = reading.layers
+    elif kind in HEADED and count == shape.layers:
+        layers = range(1, count + 1)
+    elif kind not in HEADED and count == shape.layers + 1:  # the tuple of transformers, whatever saved it
+        layers = range(count)
+        if shape.last_is_normed:
+            layers = layers[:-1]
+    elif count == 1 and reading.layer is not None:
+        layers = [reading.layer]
+    else:
+        raise InputError(
+            f"{part} holds the states of {count} layers and does not say which; name them in order with --layers, such "
+            f"as --layers {','.join(map(str, range(1, min(count, 3) + 1)))} (l is the state after l layers)"
+        )
+    sites = [Site(layer, "embed" if layer == 0 else kind) for layer in layers]
+    return sites if len(sites) == count else [*sites, Site(shape.layers, "final_norm")]
 
 
 def of_site(

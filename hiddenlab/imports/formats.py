@@ -54,15 +54,13 @@ class Recognised:
     """What a file is.
 
     Attributes:
-        ids, masks: names of arrays, or token ids themselves, by prompt number.
-        normed: layers of an axis end with the state after the final norm.
+        ids: token ids, by the number of the prompt or batch. mask: the attention mask of a batch.
     """
 
     format: str
     parts: tuple[Part, ...]
     ids: dict[int, Tensor]
     mask: Tensor | None = None
-    normed: bool = False
 
 
 Recogniser = Callable[[Contents, ModelShape], Recognised | None]
@@ -278,7 +276,7 @@ def _stack(contents: Contents, shape: ModelShape) -> Recognised | None:
             and array.shape[0] == shape.layers + 1
         ):
             part = Part((name,), axes=("layers", "batch", "tokens", "width"))
-            return Recognised("transformers", (part,), *_ids_and_mask(contents), normed=shape.last_is_normed)
+            return Recognised("transformers", (part,), *_ids_and_mask(contents))
     return None
 
 
