@@ -313,10 +313,9 @@ def _given(
     truths = [None] * len(observations) if truths is None else truths
     states = config.observation or ", ".join(config.states)
     fitting = (truth is None or _fits(truth, seen) for truth, seen in zip(truths, observations, strict=False))
-    if len(truths) != len(observations) or not all(fitting):
+    if config.truth is not None and (len(truths) != len(observations) or not all(fitting)):
         raise InputError(
-            f"{config.truth or 'the token ids'} is not the truth of {states}: "
-            "its tokens, or their order, do not fit the rows"
+            f"{config.truth} is not the truth of {states}: its tokens, or their order, do not fit the rows"
         )
     for i, truth in enumerate(truths):
         if truth is not None and (token := max(truth.tokens)) >= model.vocab_size:

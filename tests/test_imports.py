@@ -1,5 +1,6 @@
 """Hidden states that other programs saved: every format comes in as the rows that the model gave, ids apart."""
 
+import dataclasses
 import io
 import json
 import stat
@@ -145,6 +146,11 @@ def test_a_run_from_states_is_scored_recorded_and_run_again(
     made = hl.run(config, tmp_path / "run")
     assert made.samples[0]["truth_ids"] == ids[0].tolist() and made.samples[0]["token_accuracy"] is not None
     assert made.record.spec["defense"] == ["dtype:bfloat16"] and made.record.spec["layer"] == 1
+    shuffled = prepare(dataclasses.replace(config, defense=("dtype:bfloat16", "seq-perm")))
+    assert shuffled.cases[0].observation is not None and shuffled.cases[0].observation.info.rows_permuted
+    assert (
+        shuffled.cases[0].truth is not None
+    )  # in which order the rows stand is not known, and not needed to score
     code, said = run("rerun", str(tmp_path / "run"), "--no-record")
     assert code == 0 and "same results" in said
 
@@ -431,6 +437,9 @@ def test_llama_cpp(output: Any, shape: ModelShape, tmp_path: Path) -> None:
     for name in ("e.json", "server.json"):
         imported = read(tmp_path / name, shape)
         assert same(imported, states) and imported.site == hl.Site(LAYERS, "final_norm"), name
+    several = [{"index": i, "embedding": states[: 5 + i].tolist()} for i in range(2)]
+    (tmp_path / "server.json").write_text(json.dumps(several))
+    assert same(read(tmp_path / "server.json", shape), states[:5], states[:6])
     unit = torch.nn.functional.normalize(states)
     data = [{"object": "embedding", "index": i, "embedding": row.tolist()} for i, row in enumerate(unit)]
     (tmp_path / "e.json").write_text(json.dumps({"object": "list", "data": data}))

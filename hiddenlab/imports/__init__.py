@@ -22,7 +22,7 @@ from hiddenlab.imports.choose import Choice, Reading, axes_in, batched, choices_
 from hiddenlab.imports.containers import Contents
 from hiddenlab.imports.formats import Recognised, listing, recognise
 from hiddenlab.imports.layouts import ModelShape, arranged, padding_said, parse_layers, without_padding
-from hiddenlab.imports.rounding import restored
+from hiddenlab.imports.rounding import Rounded, restored, told
 from hiddenlab.models import TruncatedModel
 from hiddenlab.types import GroundTruth, Observation, ObservationInfo, Site
 from hiddenlab.utils.schema import LARGEST, MOST_POSITIONS
@@ -192,26 +192,10 @@ def _prompts(
 ) -> tuple[list[Rows], list[str]]:
     """Return the rows of the prompts that an array holds, and what was decided."""
     part, where = choice.part, str(contents.path)
-    notes: list[str] = []
-    pieces: list[Tensor] = []
-    stages: tuple[str, ...] = ()
-    axes: tuple[str, ...] = ()
-    for name in part.names:
-        array = contents.arrays[name]
-        if array.ndim == 1 and len(part.names) > 1:
-            contents.arrays[name] = array[None]  # a generated token's row
-        axes = choice.axes or axes_in(name, part, site.stream, contents, recognised, shape, reading)
-        rounded = restored(name, contents.arrays, where)
-        stages = stages or rounded.stages
-        notes += [rounded.said] if rounded.said else []
-        pieces.append(arranged(rounded.values, axes)[choice.entry or 0])
+    rounded, axes = _joined(choice, site, contents, recognised, shape, reading)
+    batch, notes = rounded.values, [rounded.said] if rounded.said else []
     if part.added:
-        batch = pieces[0] + pieces[1]
         notes.append(f"{part.names[0]} and {part.names[1]} are added")
-    else:
-        if len({(len(piece), piece.dtype) for piece in pieces}) > 1:
-            raise InputError(f"{where}: the arrays of {part} are of different batches or types")
-        batch = torch.cat(pieces, dim=1)
     mask = None if recognised.mask is None else batched(recognised.mask)
     if mask is not None and list(mask.shape) != list(batch.shape[:2]):
         raise InputError(
@@ -222,9 +206,7 @@ def _prompts(
     lengths = ", ".join(str(len(prompt)) for prompt in rows[:6]) + (" …" if len(rows) > 6 else "")
     prompts = "1 prompt" if len(rows) == 1 else f"{len(rows)} prompts"
     if len(part.names) > 1 and not part.added:
-        notes.append(
-            f"{len(part.names)} arrays joined: the prompt's rows, then a row for each generated token"
-        )
+        notes.append(f"{len(part.names)} arrays joined along the tokens, in the order of their numbers")
     notes.insert(0, f"read as [{', '.join(axes)}]: {prompts} of {lengths} tokens{padding_said(mask)}")
     if mask is None and len(rows) > 1:
         notes.append(
@@ -238,8 +220,34 @@ def _prompts(
     for i, (states, tokens) in enumerate(zip(rows, ids, strict=True), 1):
         positions, truth, said = _placed(states, tokens, reading.first_position, f"{where}, prompt {i}")
         notes += [said] if said else []
-        made.append(Rows(states, reading.channel or stages, positions, truth))
+        made.append(Rows(states, reading.channel or rounded.stages, positions, truth))
     return made, notes
+
+
+def _joined(
+    choice: Choice,
+    site: Site,
+    contents: Contents,
+    recognised: Recognised,
+    shape: ModelShape,
+    reading: Reading,
+) -> tuple[Rounded, tuple[str, ...]]:
+    """Return the states [batch, tokens, width] of one layer, and how the axes of the last array were read."""
+    part, where = choice.part, str(contents.path)
+    pieces: list[Rounded] = []
+    axes: tuple[str, ...] = ()
+    for name in part.names:
+        if contents.arrays[name].ndim == 1:
+            contents.arrays[name] = contents.arrays[name][None]  # the row of one token
+        axes = choice.axes or axes_in(name, part, site.stream, contents, recognised, shape, reading)
+        piece = restored(name, contents.arrays, where)
+        pieces.append(replace(piece, values=arranged(piece.values, axes)[choice.entry or 0]))
+    if len({(len(piece.values), piece.values.dtype, piece.stages) for piece in pieces}) > 1:
+        raise InputError(f"{where}: the arrays of {part} are of different batches or types")
+    states = [piece.values for piece in pieces]
+    joined = replace(pieces[0], values=states[0] + states[1] if part.added else torch.cat(states, dim=1))
+    # Numbers of 8 bits say themselves how they were rounded; of others the numbers tell, all of them together.
+    return joined if joined.stages else told(joined.values), axes
 
 
 def _refuse_not_finite(states: Float[Tensor, "rows d"], where: str) -> None:

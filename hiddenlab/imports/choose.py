@@ -139,62 +139,61 @@ def of_site(
         InputError: the file does not hold what is asked for, or holds several sites and none is asked for.
     """
     layer, stream = reading.layer, reading.stream
-    if stream in LAST_STREAMS and layer is None:
-        layer = shape.layers
-    if stream == "embed" and layer is None:
-        layer = 0
-    unsited = [choice for choice in choices if choice.part.layer is None]
-    if len(unsited) == len(choices):
+    if layer is None:
+        layer = shape.layers if stream in LAST_STREAMS else 0 if stream == "embed" else None
+    if all(choice.part.layer is None for choice in choices):
         if layer is None:
             raise InputError(
                 f"{path} does not say which layer its states are of; give --layer L (the state after L layers), or "
                 "--stream final_norm or embed"
             )
-        own = unsited[0].part.stream
-        if own is not None and stream is not None and own != stream:
-            raise InputError(f"{path} holds {own}, and --stream {stream} is asked for")
-        return Site(layer, own or stream or ("embed" if layer == 0 else "resid")), unsited
-    wanted = [
+        return Site(layer, stream or ("embed" if layer == 0 else "resid")), list(choices)
+    asked = [
         choice
         for choice in choices
-        if (layer is None or choice.part.layer == layer)
-        and (
-            stream is None
-            or choice.part.stream == stream
-            or (stream == "kv" and choice.part.stream in ("k", "v"))
-        )
+        if layer in (None, choice.part.layer) and stream in (None, choice.part.stream)
     ]
-    if not wanted:
-        hint = ""
-        if layer == shape.layers and stream in (None, "resid") and _streams(choices, layer) == {"final_norm"}:
-            hint = "; the last entry is after the final norm, ask for it with --stream final_norm"
-        missing = f"{stream or 'states'} at layer {layer}" if layer is not None else f"the stream {stream}"
-        raise InputError(f"{path} does not hold {missing}; it holds {_sites_said(choices)}{hint}")
-    asked = wanted
-    if stream is None and "resid" in (streams := _streams(wanted)) and len(streams) > 1:
-        wanted = [choice for choice in wanted if choice.part.stream == "resid"]
-    sites = {(choice.part.layer, choice.part.stream) for choice in wanted}
-    if stream == "kv" and len({layer for layer, _ in sites}) == 1 and len(sites) == 2:
-        raise InputError(
-            f"{path} holds keys and values in two arrays; import them with --stream k or --stream v"
-        )
+    if not asked:
+        raise InputError(f"{path} {_lacking(choices, layer, stream, shape)}")
+    # The default stream, as everywhere.
+    wanted = asked
+    if stream is None and "resid" in _streams(asked):
+        wanted = [choice for choice in asked if choice.part.stream == "resid"]
+    sites = {Site(choice.part.layer or 0, choice.part.stream or "resid") for choice in wanted}
     if len(sites) > 1:
-        option = "--layer" if len({layer for layer, _ in sites}) > 1 else "--stream"
+        option = "--layer" if len({site.layer for site in sites}) > 1 else "--stream"
         raise InputError(f"{path} holds {_sites_said(asked)}; choose with {option}")
-    if any(not choice.part.unusable for choice in wanted):
-        wanted = [choice for choice in wanted if not choice.part.unusable]
-    if unusable := [choice.part for choice in wanted if choice.part.unusable]:
-        raise InputError(f"{path}, {unusable[0].names[0]}: {unusable[0].unusable}")
-    if len({choice.part.prompt for choice in wanted}) < len(wanted):
-        names = listing([choice.part.names[0] for choice in wanted])
-        raise InputError(f"{path} holds several arrays of {wanted[0].part}: {names}; choose with --tensor")
-    ((chosen_layer, chosen_stream),) = sites
-    assert chosen_layer is not None
-    return Site(chosen_layer, chosen_stream or "resid"), wanted
+    return sites.pop(), _usable(wanted, path)
 
 
-def _streams(choices: Sequence[Choice], layer: int | None = None) -> set[str | None]:
-    return {choice.part.stream for choice in choices if layer is None or choice.part.layer == layer}
+def _lacking(choices: Sequence[Choice], layer: int | None, stream: str | None, shape: ModelShape) -> str:
+    """Say that a file lacks a site, and what it holds instead."""
+    hint = ""
+    if layer == shape.layers and stream == "resid" and "final_norm" in _streams(choices):
+        hint = "; the last entry is after the final norm, ask for it with --stream final_norm"
+    if stream == "kv" and {"k", "v"} <= _streams(choices):
+        hint = "; import keys and values by themselves, with --stream k or --stream v"
+    missing = f"{stream or 'states'} at layer {layer}" if layer is not None else f"the stream {stream}"
+    return f"does not hold {missing}; it holds {_sites_said(choices)}{hint}"
+
+
+def _usable(choices: Sequence[Choice], path: Path) -> list[Choice]:
+    """Return the arrays of one site that are states of it, one for each prompt.
+
+    Raises:
+        InputError: none is; or several are of the same prompts.
+    """
+    usable = [choice for choice in choices if not choice.part.unusable]
+    if not usable:
+        raise InputError(f"{path}, {choices[0].part.names[0]}: {choices[0].part.unusable}")
+    if len({choice.part.prompt for choice in usable}) < len(usable):
+        names = listing([choice.part.names[0] for choice in usable])
+        raise InputError(f"{path} holds several arrays of {usable[0].part}: {names}; choose with --tensor")
+    return usable
+
+
+def _streams(choices: Sequence[Choice]) -> set[str | None]:
+    return {choice.part.stream for choice in choices}
 
 
 def _sites_said(choices: Sequence[Choice]) -> str:

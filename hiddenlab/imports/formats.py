@@ -165,17 +165,21 @@ def _llama_cpp(contents: Contents, shape: ModelShape) -> Recognised | None:
         parts.append(Part((name,), layer, stream))
     if parts:
         return Recognised("llama.cpp", tuple(parts), *_ids_and_mask(contents))
-    embeddings = [name for name in contents.arrays if re.fullmatch(r"(data\.)?\d+\.embedding(\.\d+)?", name)]
-    if contents.kind == "JSON" and embeddings:
-        rows = [contents.arrays[name] for name in embeddings]
-        if any(row.shape[-1] != rows[0].shape[-1] or row.ndim > 2 for row in rows):
-            return None
-        whole = torch.cat([row.reshape(-1, row.shape[-1]) for row in rows])
-        contents.arrays["embedding"] = whole
-        return Recognised(
-            "llama.cpp", (Part(("embedding",), shape.layers, "final_norm", ("tokens", "width")),), {}
-        )
-    return None
+    return _llama_cpp_answer(contents, shape) if contents.kind == "JSON" else None
+
+
+def _llama_cpp_answer(contents: Contents, shape: ModelShape) -> Recognised | None:
+    """The JSON of llama-embedding, a row for each entry, and of llama-server, a prompt for each."""
+    pattern = r"((?:data\.)?\d+)\.embedding(?:\.\d+)?"
+    names = [name for name in contents.arrays if re.fullmatch(pattern, name)]
+    axes = {contents.arrays[name].ndim for name in names}
+    if axes == {2}:
+        parts = [Part((name,), shape.layers, "final_norm", prompt=i) for i, name in enumerate(names)]
+    elif axes == {1}:
+        parts = [Part(tuple(names), shape.layers, "final_norm")]
+    else:
+        return None
+    return Recognised("llama.cpp", tuple(parts), {})
 
 
 # What a hook sees, and after how many blocks more than its own number; the first name of a site that is there is taken.

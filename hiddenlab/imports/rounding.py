@@ -54,7 +54,7 @@ def restored(name: str, arrays: dict[str, Tensor], where: str) -> Rounded:
     array, scale = arrays[name], scale_of(name, arrays)
     shown = where if name == WHOLE else f"{where}, {name}"
     if array.is_floating_point() and array.itemsize > 1:
-        return _plain(array)
+        return Rounded(array)
     if array.is_floating_point() and array.dtype not in FLOAT8:
         raise InputError(
             f"{shown} has the type {array.dtype}; of 8-bit floats {', '.join(FLOAT8.values())} are read"
@@ -98,18 +98,15 @@ def _fitting(scale: Tensor, array: Tensor, where: str) -> tuple[Tensor, str]:
     )
 
 
-def _plain(array: Tensor) -> Rounded:
+def told(array: Float[Tensor, "..."]) -> Rounded:
     """Return floating-point numbers with the dtype in which their model ran, as far as the numbers tell."""
     if array.dtype in HALVES:
         return Rounded(array, (f"dtype:{HALVES[array.dtype]}",))
     values = array.float()
-    if (half := _hidden_half(values)) is not None:
-        return Rounded(
-            values.to(half),
-            (f"dtype:{HALVES[half]}",),
-            f"every number fits into {HALVES[half]}: the model ran in it, or the states were rounded",
-        )
-    return Rounded(values)
+    if (half := _hidden_half(values)) is None:
+        return Rounded(values)
+    said = f"every number fits into {HALVES[half]}: the model ran in it, or the states were rounded"
+    return Rounded(values.to(half), (f"dtype:{HALVES[half]}",), said)
 
 
 def _hidden_half(values: Float[Tensor, "..."]) -> torch.dtype | None:
