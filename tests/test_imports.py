@@ -429,7 +429,8 @@ def test_module_names(output: Any, shape: ModelShape, tmp_path: Path) -> None:
 def test_llama_cpp(output: Any, shape: ModelShape, tmp_path: Path) -> None:
     """Names of its graph, and examples/embedding/embedding.cpp with --embd-output-format json or array."""
     np.savez(tmp_path / "g.npz", **{"l_out-1": output.hidden_states[2][0].numpy(), "kq-1": np.zeros((4, 4))})
-    assert same(read(tmp_path / "g.npz", shape, layer=2), output.hidden_states[2][0])
+    imported = read(tmp_path / "g.npz", shape, layer=2)
+    assert same(imported, output.hidden_states[2][0]) and imported.prompts[0].channel == ("dtype:float16",)
     states = output.hidden_states[-1][0]
     data = [{"object": "embedding", "index": i, "embedding": row.tolist()} for i, row in enumerate(states)]
     (tmp_path / "e.json").write_text(json.dumps({"object": "list", "data": data}))

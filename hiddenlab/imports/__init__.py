@@ -194,6 +194,9 @@ def _prompts(
     part, where = choice.part, str(contents.path)
     rounded, axes = _joined(choice, site, contents, recognised, shape, reading)
     batch, notes = rounded.values, [rounded.said] if rounded.said else []
+    stages = reading.channel or rounded.stages or recognised.stages
+    if stages and stages == recognised.stages:
+        notes.append(f"{recognised.format} computes coarser than float32: matched as {' | '.join(stages)}")
     if part.added:
         notes.append(f"{part.names[0]} and {part.names[1]} are added")
     mask = None if recognised.mask is None else batched(recognised.mask)
@@ -220,7 +223,7 @@ def _prompts(
     for i, (states, tokens) in enumerate(zip(rows, ids, strict=True), 1):
         positions, truth, said = _placed(states, tokens, reading.first_position, f"{where}, prompt {i}")
         notes += [said] if said else []
-        made.append(Rows(states, reading.channel or rounded.stages, positions, truth))
+        made.append(Rows(states, stages, positions, truth))
     return made, notes
 
 

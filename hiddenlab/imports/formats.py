@@ -55,12 +55,14 @@ class Recognised:
 
     Attributes:
         ids: token ids, by the number of the prompt or batch. mask: the attention mask of a batch.
+        stages: of a channel that the source's states pass, where their numbers do not tell it.
     """
 
     format: str
     parts: tuple[Part, ...]
     ids: dict[int, Tensor]
     mask: Tensor | None = None
+    stages: tuple[str, ...] = ()
 
 
 Recogniser = Callable[[Contents, ModelShape], Recognised | None]
@@ -150,6 +152,9 @@ def _vllm_pair(contents: Contents, shape: ModelShape, named: bool = False) -> Re
     return Recognised("vllm-pair", (Part((first, second), added=True),), *_ids_and_mask(contents))
 
 
+_HALF_CACHE = ("dtype:float16",)  # llama.cpp keeps keys and values in float16 by default
+
+
 def _llama_cpp(contents: Contents, shape: ModelShape) -> Recognised | None:
     """llama.cpp: tensors of its graph (``l_out-5``), or the JSON of llama-embedding and llama-server."""
     parts = []
@@ -164,7 +169,7 @@ def _llama_cpp(contents: Contents, shape: ModelShape) -> Recognised | None:
         }[match[1]]
         parts.append(Part((name,), layer, stream))
     if parts:
-        return Recognised("llama.cpp", tuple(parts), *_ids_and_mask(contents))
+        return Recognised("llama.cpp", tuple(parts), *_ids_and_mask(contents), _HALF_CACHE)
     return _llama_cpp_answer(contents, shape) if contents.kind == "JSON" else None
 
 
@@ -179,7 +184,7 @@ def _llama_cpp_answer(contents: Contents, shape: ModelShape) -> Recognised | Non
         parts = [Part(tuple(names), shape.layers, "final_norm")]
     else:
         return None
-    return Recognised("llama.cpp", tuple(parts), {})
+    return Recognised("llama.cpp", tuple(parts), {}, stages=_HALF_CACHE)
 
 
 # What a hook sees, and after how many blocks more than its own number; the first name of a site that is there is taken.
