@@ -162,7 +162,14 @@ class Observation:
         Raises:
             InputError: another shape, no floating-point numbers, NaN or infinity, an unknown or impossible fact.
         """
-        rows = torch.as_tensor(states).detach()
+        try:
+            rows = torch.as_tensor(states).detach()
+        except (
+            TypeError,
+            ValueError,
+            RuntimeError,
+        ) as error:  # bfloat16 and 8-bit floats of NumPy, texts, ragged lists
+            raise InputError(f"the states are no tensor or array of ordinary numbers: {error}") from None
         if rows.ndim == 3 and rows.shape[0] == 1:
             rows = rows[0]
         if rows.ndim != 2 or not rows.is_floating_point():
