@@ -13,3 +13,4 @@ from .project import Project as Project
 from .quantize import Int8 as Int8
 from .quantize import Nf4 as Nf4
 from .quantize import ProviderDtype as ProviderDtype
+from .quantize import RoundStates as RoundStates

@@ -1,7 +1,11 @@
-"""Run the provider's model with quantized weights (paper, appendix F) or in another dtype than the attacker's."""
+"""Run the model with quantized weights (paper, appendix F) or in another dtype; round states to 8 bits."""
 
 from dataclasses import replace
 from typing import Any, Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
 
 from hiddenlab.channels import Stage
 from hiddenlab.types import ObservationInfo
@@ -58,3 +62,38 @@ class ProviderDtype(Stage):
         return (
             f"{self.spec}: the attacker sees the states that the provider computed in {self.dtype}, in order"
         )
+
+
+class RoundStates(Stage):
+    """Release the states rounded to 8 bits, as those who store many of them do.
+
+    Args:
+        dtype: ``float8_e4m3fn``, ``float8_e5m2`` or ``int8``.
+        scale: what a scale is chosen for, so that its largest number is the largest of the dtype: the whole prompt
+            (``tensor``), each ``row``, each ``column``; ``none`` rounds the numbers as they are.
+    """
+
+    def __init__(
+        self,
+        dtype: Literal["float8_e4m3fn", "float8_e5m2", "int8"],
+        scale: Literal["none", "tensor", "row", "column"] = "row",
+    ) -> None:
+        self.dtype, self.scale = dtype, scale
+        self.spec = f"round:dtype={dtype},scale={scale}"
+
+    def states(
+        self, states: Float[Tensor, "rows d"], generator: torch.Generator
+    ) -> tuple[Float[Tensor, "rows d"], tuple[int, ...] | None, dict[str, Any]]:
+        kind: torch.dtype = getattr(torch, self.dtype)
+        largest = torch.iinfo(kind).max if kind == torch.int8 else torch.finfo(kind).max
+        numbers = states.float()
+        over: dict[str, Any] = {"tensor": (0, 1), "row": 1, "column": 0}
+        scale = torch.ones((), device=states.device)
+        if self.scale in over:
+            scale = (numbers.abs().amax(over[self.scale], keepdim=True) / largest).clamp(min=1e-30)
+        scaled = (numbers / scale).clamp(-largest, largest)
+        rounded = scaled.round() if kind == torch.int8 else scaled.to(kind).float()
+        return rounded * scale, None, {}
+
+    def __repr__(self) -> str:
+        return f"{self.spec}: the attacker sees every state, in order, rounded to 8 bits"

@@ -12,6 +12,10 @@ from hiddenlab.utils.schema import CLOSED, LARGEST, Positive, check
 
 # Options of single attacks; one that an attack's constructor does not take is refused.
 ATTACK_OPTIONS = ("search", "proposal", "distance", "epsilon", "budget")
+# How files of states are read; they go with --states, or with 'hiddenlab import'.
+IMPORT_OPTIONS = (
+    "format", "axes", "tensor", "layers", "first_position", "skip_rows", "split", "ids", "mask", "check",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,24 @@ class AttackConfig:
         str | None,
         Option("--observation", metavar="FILE", help="Attack saved states; see 'hiddenlab capture'."),
     ] = None
+    states: Annotated[
+        tuple[str, ...],
+        Option(
+            "--states",
+            metavar="FILE",
+            help="Attack states that another program saved; may be repeated; see 'hiddenlab import'.",
+        ),
+    ] = ()
+    format: o.FormatOpt = "auto"
+    axes: o.AxesOpt = None
+    tensor: o.TensorOpt = None
+    layers: o.LayersOpt = None
+    first_position: o.FirstPositionOpt = None
+    skip_rows: o.SkipRowsOpt = 0
+    split: o.SplitOpt = None
+    check: o.CheckOpt = True
+    ids: o.IdsOpt = None
+    mask: o.MaskOpt = None
     truth: Annotated[
         str | None,
         Option(
@@ -90,26 +112,35 @@ class AttackConfig:
             raise InputError("give a PROMPT or --prompts, not both")
         if self.prompt is not None and self.column is not None:
             raise InputError("--column goes with --prompts; a PROMPT has no columns")
-        if not self.template and (self.prompt is not None or self.observation is not None):
+        if not self.template and (self.prompt is not None or self.observation is not None or self.states):
             raise InputError("--no-template goes with --prompts, whose messages it joins")
         given = {"a PROMPT": self.prompt, "--prompts": self.prompts, "--max-tokens": self.max_tokens}
-        if self.observation is not None and (
-            conflicts := [name for name in given if given[name] is not None]
-        ):
-            raise InputError(f"--observation brings its own states; leave out {', '.join(conflicts)}")
-        if self.truth is not None and self.observation is None:
+        source = "--observation" if self.observation is not None else "--states" if self.states else None
+        if source is not None and (conflicts := [name for name in given if given[name] is not None]):
+            raise InputError(f"{source} brings its own states; leave out {', '.join(conflicts)}")
+        if self.observation is not None and self.states:
+            raise InputError("give --observation or --states, not both")
+        if self.truth is not None and source is None:
             raise InputError(
-                "--truth goes with --observation; without it the prompts themselves are the truth"
+                "--truth goes with --observation or --states; without them the prompts themselves are the truth"
             )
         if self.trust_remote_code and self.model is None:
             raise InputError(
                 "--trust-remote-code goes with --model; no code runs of a model that a file names"
             )
+        if self.truth is not None and self.ids is not None:
+            raise InputError("--ids and --truth both name the prompts' tokens; give one")
+        if not self.states and (unread := [name for name in IMPORT_OPTIONS if self._is_given(name)]):
+            raise InputError(f"--{unread[0].replace('_', '-')} goes with --states FILE")
         return AttackConfig.from_json(self.to_json(), "the configuration")
+
+    def _is_given(self, name: str) -> bool:
+        """Return whether a field has another value than its default."""
+        return getattr(self, name) != AttackConfig.__dataclass_fields__[name].default
 
     def to_json(self) -> dict[str, Any]:
         """Return all options by name, as JSON values."""
-        return {**asdict(self), "defense": list(self.defense)}
+        return {**asdict(self), "defense": list(self.defense), "states": list(self.states)}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any], where: str = "the spec") -> "AttackConfig":

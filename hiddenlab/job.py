@@ -15,7 +15,9 @@ from hiddenlab import registry
 from hiddenlab.base import Attack
 from hiddenlab.channels import Channel
 from hiddenlab.config import ATTACK_OPTIONS, AttackConfig
-from hiddenlab.errors import HiddenlabError, InputError
+from hiddenlab.diagnosis import diagnose
+from hiddenlab.errors import HiddenlabError, InputError, NotApplicableError
+from hiddenlab.imports import ModelShape, Reading, read_states
 from hiddenlab.models import TruncatedModel, load_model
 from hiddenlab.models.load import load_config, resolve_model
 from hiddenlab.observation import check_observation, load_observations
@@ -84,6 +86,11 @@ def prepare(config: AttackConfig, progress: Progress = silent) -> Job:
         torch.set_num_threads(config.threads)
     attack = build_attack(config, progress)
     observations: list[Observation] = []
+    if config.states:
+        brought = import_states(config, progress)
+        truths = brought.truths if config.truth is None else load_truth(Path(config.truth))
+        cases = _given(brought.observations, truths, brought.config, brought.model, attack.any_width)
+        return Job(brought.config, brought.model, Channel([]), attack, cases)
     if config.observation is None:
         channel = Channel.parse(config.defense)
     else:
@@ -109,6 +116,78 @@ def prepare(config: AttackConfig, progress: Progress = silent) -> Job:
         else _prompts(sources, config, model)
     )
     return Job(config, model, channel, attack, cases)
+
+
+@dataclass(frozen=True)
+class Brought:
+    """What files of other programs hold, for one truncated model.
+
+    Attributes:
+        config: with the site and the channel that the files say. truths: by prompt, None where a file holds no ids.
+    """
+
+    config: AttackConfig
+    model: TruncatedModel
+    observations: list[Observation]
+    truths: list[GroundTruth | None]
+
+
+def import_states(config: AttackConfig, progress: Progress = silent) -> Brought:
+    """Read the states that another program saved (``config.states``), and load the model whose states they are.
+
+    Every decision is reported through ``progress`` as a line.
+
+    Raises:
+        HiddenlabError: a file cannot be read, or does not fit the model; see ``hiddenlab.imports.read_states``.
+    """
+    config = replace(config.checked(), model="builtin" if config.model is None else config.model)
+    assert config.model is not None
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    reading = Reading(
+        config.layer, config.stream, config.format, config.tensor, config.axes,
+        _numbers("--layers", config.layers), config.first_position, config.skip_rows,
+        _numbers("--split", config.split), config.ids, config.mask, config.defense,
+    )  # fmt: skip
+    ref = resolve_model(config.model, trust_remote_code=config.trust_remote_code)
+    imported = read_states(config.states, ModelShape.of(ref), reading)
+    for note in imported.notes:
+        progress(note, 0, 0)
+    if any(truth is not None for truth in imported.truths):
+        progress("token ids are in the file: they are the truth, and no attack sees them", 0, 0)
+    site, channel = imported.site, imported.prompts[0].channel
+    config = replace(config, layer=site.layer, stream=cast(Stream, site.stream), defense=channel)
+    progress("loading the model", 0, 1)
+    model = _load(config)
+    Channel.parse(channel).provider_model(model)  # loaded now and kept, so that errors come early
+    progress("loading the model", 1, 1)
+    observations = imported.observations(model)
+    for observation in observations:
+        check_observation(observation, model)
+    if config.check:
+        _look_at(observations[0], model, config, progress)
+    return Brought(config, model, observations, imported.truths)
+
+
+def _numbers(option: str, text: str | None) -> tuple[int, ...]:
+    return () if text is None else tuple(registry.parse_numbers(option, text, least=0))
+
+
+def _look_at(
+    observation: Observation, model: TruncatedModel, config: AttackConfig, progress: Progress
+) -> None:
+    """Look what the rows of a file are, before anything is searched; what is not certain is reported, and goes on.
+
+    Raises:
+        InputError: they are certainly no states of the site that they claim, or not in this layout.
+    """
+    try:
+        diagnosis = diagnose(observation, model, seed=config.seed, progress=progress)
+    except NotApplicableError:
+        return
+    if diagnosis.certain:
+        raise InputError(f"{config.states[0]}: {diagnosis.sentence}, or --no-check if you know better")
+    progress(diagnosis.sentence, 0, 0)
 
 
 def capture_all(config: AttackConfig, progress: Progress = silent) -> list[tuple[Observation, GroundTruth]]:
@@ -252,7 +331,7 @@ def _longest(model: TruncatedModel) -> int | None:
 
 def _given(
     observations: Sequence[Observation],
-    secrets: Sequence[GroundTruth] | None,
+    truths: Sequence[GroundTruth | None] | None,
     config: AttackConfig,
     model: TruncatedModel,
     any_width: bool,
@@ -265,20 +344,19 @@ def _given(
             raise InputError(
                 f"the observation has {count_of(last + 1, 'token')}, and {model.ref.name} takes {longest}"
             )
-    truths: Sequence[GroundTruth | None] = [None] * len(observations)
-    if secrets is not None:
-        if len(secrets) != len(observations) or not all(map(_fits, secrets, observations)):
+    truths = [None] * len(observations) if truths is None else truths
+    states = config.observation or ", ".join(config.states)
+    fitting = (truth is None or _fits(truth, seen) for truth, seen in zip(truths, observations, strict=False))
+    if config.truth is not None and (len(truths) != len(observations) or not all(fitting)):
+        raise InputError(
+            f"{config.truth} is not the truth of {states}: its tokens, or their order, do not fit the rows"
+        )
+    for i, truth in enumerate(truths):
+        if truth is not None and (token := max(truth.tokens)) >= model.vocab_size:
             raise InputError(
-                f"{config.truth} is not the truth of {config.observation}: "
-                "its tokens, or their order, do not fit the rows"
+                f"{config.truth or states}: secrets[{i}].tokens holds {token}, and {model.ref.name} has "
+                f"{count_of(model.vocab_size, 'token')}; it is the truth of another model"
             )
-        for i, ground_truth in enumerate(secrets):
-            if (token := max(ground_truth.tokens)) >= model.vocab_size:
-                raise InputError(
-                    f"{config.truth}: secrets[{i}].tokens holds {token}, and {model.ref.name} has "
-                    f"{count_of(model.vocab_size, 'token')}; it is the truth of another model"
-                )
-        truths = secrets
     cases = [
         Case(index, f"p{index + 1:03d}", truth, observation)
         for index, (truth, observation) in enumerate(zip(truths, observations, strict=True))

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from typer import Argument, Option
 
 from hiddenlab.errors import InputError
-from hiddenlab.utils.schema import LARGEST, MOST_THREADS, Positive, Seed, Threads
+from hiddenlab.utils.schema import LARGEST, MOST_POSITIONS, MOST_THREADS, Position, Positive, Seed, Threads
 
 Stream = Literal["resid", "final_norm", "logits", "embed", "q", "k", "v", "kv", "qkv", "attn"]
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -23,7 +23,7 @@ def _text(prompt: str | None) -> str | None:
     if path:
         raise InputError(
             f"{prompt} is a file or a folder, and PROMPT is the text itself; --prompts reads prompts from a file, "
-            "--observation states; '-' takes this very text from standard input"
+            "--observation or --states hidden states; '-' takes this very text from standard input"
         )
     return prompt
 
@@ -98,3 +98,64 @@ OutOpt = Annotated[Path | None, Option("--out", metavar="DIR", help="The run's d
 RunsDirOpt = Annotated[Path, Option("--runs-dir", metavar="DIR", help="Where run directories are made.")]
 NoRecordOpt = Annotated[bool, Option("--no-record", help="Write no run directory.")]
 JsonOpt = Annotated[bool, Option("--json", help="One JSON object on stdout, and nothing else there.")]
+StatesFormat = Literal[
+    "auto",
+    "sglang",
+    "vllm",
+    "vllm-pair",
+    "llama.cpp",
+    "transformer-lens",
+    "cache",
+    "transformers",
+    "modules",
+    "plain",
+]
+FormatOpt = Annotated[
+    StatesFormat, Option("--format", help="The program that saved the states; auto tells it by the names.")
+]
+AxesOpt = Annotated[
+    str | None,
+    Option("--axes", metavar="A,B,…", help="What the axes are: layers, batch, tokens, width, heads, head."),
+]
+TensorOpt = Annotated[str | None, Option("--tensor", metavar="NAME", help="Which array of the file.")]
+LayersOpt = Annotated[
+    str | None,
+    Option("--layers", metavar="2,18,…", help="Which layers a file of several holds, where it does not say."),
+]
+FirstPositionOpt = Annotated[
+    Position | None,
+    Option(
+        "--first-position",
+        metavar="N",
+        min=0,
+        max=MOST_POSITIONS - 1,
+        help="Position of the first row; default 0.",
+    ),
+]
+SkipRowsOpt = Annotated[
+    Position,
+    Option(
+        "--skip-rows",
+        metavar="N",
+        min=0,
+        max=MOST_POSITIONS - 1,
+        help="Leave out the first N rows of each prompt, which are padding.",
+    ),
+]
+SplitOpt = Annotated[
+    str | None,
+    Option("--split", metavar="N,…", help="Rows in which further prompts begin, where a file joins several."),
+]
+CheckOpt = Annotated[
+    bool,
+    Option(
+        "--check/--no-check",
+        help="Look what the rows are before they are attacked, and refuse those of another layer, norm or layout.",
+    ),
+]
+IdsOpt = Annotated[
+    str | None, Option("--ids", metavar="FILE", help="Token ids, to score; the attack never sees them.")
+]
+MaskOpt = Annotated[
+    str | None, Option("--mask", metavar="FILE", help="Attention mask: 0 where a row is padding.")
+]

@@ -38,6 +38,7 @@ BUILTINS: dict[str, dict[str, str]] = {
         "int8": "hiddenlab.defenses.quantize:Int8",
         "nf4": "hiddenlab.defenses.quantize:Nf4",
         "dtype": "hiddenlab.defenses.quantize:ProviderDtype",
+        "round": "hiddenlab.defenses.quantize:RoundStates",
         "shard": "hiddenlab.defenses.drop_rows:Shard",
         "drop-rows": "hiddenlab.defenses.drop_rows:DropRows",
         "project": "hiddenlab.defenses.project:Project",
@@ -411,19 +412,19 @@ def _convert(text: str, annotation: Any) -> Any:
     raise ValueError("it cannot be given as a text")
 
 
-def parse_numbers(name: str, text: str) -> list[int]:
+def parse_numbers(name: str, text: str, least: int = 1) -> list[int]:
     """Return ``1,6,11`` as numbers.
 
     Args:
-        name: of the option, for the error.
+        name: of the option, for the error. least: the smallest number that is possible.
 
     Raises:
-        InputError: some part is no positive number.
+        InputError: some part is no such number, or a number stands twice.
     """
-    try:
-        numbers = [int(part) for part in text.split(",")]
-    except ValueError:
-        numbers = [0]
-    if min(numbers) < 1:
-        raise InputError(f"{name} {text!r} is no list of numbers; write for instance 1,6,11")
+    words = [word.strip() for word in text.split(",")]
+    decimal = all(word.isdecimal() and len(word) < 10 for word in words)
+    if not decimal or min(numbers := [int(word) for word in words]) < least:
+        raise InputError(f"{name} {text[:60]!r} is no list of numbers; write for instance 1,6,11")
+    if len(set(numbers)) < len(numbers):
+        raise InputError(f"{name} {text[:60]!r} names a number twice")
     return numbers

@@ -7,8 +7,10 @@ pass.
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
+from importlib import import_module
 from itertools import pairwise
-from typing import Annotated, Any, Protocol, runtime_checkable
+from pathlib import Path
+from typing import Annotated, Any, Protocol, cast, runtime_checkable
 
 import torch
 from jaxtyping import Float
@@ -162,7 +164,14 @@ class Observation:
         Raises:
             InputError: another shape, no floating-point numbers, NaN or infinity, an unknown or impossible fact.
         """
-        rows = torch.as_tensor(states).detach()
+        try:
+            rows = torch.as_tensor(states).detach()
+        except (
+            TypeError,
+            ValueError,
+            RuntimeError,
+        ) as error:  # bfloat16 and 8-bit floats of NumPy, texts, ragged lists
+            raise InputError(f"the states are no tensor or array of ordinary numbers: {error}") from None
         if rows.ndim == 3 and rows.shape[0] == 1:
             rows = rows[0]
         if rows.ndim != 2 or not rows.is_floating_point():
@@ -184,6 +193,30 @@ class Observation:
             return cls(rows, check({**own, **facts}, ObservationInfo, "the facts of the states"))
         except TypeError as error:
             raise InputError(f"the facts of the states should be JSON values: {error}") from None
+
+    @classmethod
+    def from_file(cls, path: str | Path, model: "Sited", **reading: Any) -> "Observation":
+        """Build an observation from a file of another program: NumPy, PyTorch, safetensors, Parquet, JSON …
+
+        Args:
+            path: a file with the states of one prompt.
+            model: the truncated model whose states they are; it gives model name, layer and stream.
+            reading: what the file does not say, as options of ``hiddenlab import``: ``axes="layers,tokens,width"``,
+                ``tensor="x"``, ``format="vllm"``, ``layers=(2, 18)``, ``first_position=5``, ``mask="mask.npy"``,
+                ``channel=("dtype:bfloat16",)``.
+
+        Raises:
+            InputError: the file cannot be read, does not fit the model, or holds several prompts
+                (``hiddenlab.imports.import_observations`` reads those).
+        """
+        # By its name: the types know no room above them.
+        observations = import_module("hiddenlab.imports").import_observations([path], model, **reading)
+        if len(observations) != 1:
+            raise InputError(
+                f"{path} holds {len(observations)} prompts where one is wanted; "
+                "use hiddenlab.imports.import_observations"
+            )
+        return cast("Observation", observations[0])
 
     def __repr__(self) -> str:
         rows, width = self.states.shape

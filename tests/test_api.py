@@ -106,6 +106,9 @@ def test_states_that_are_none(tiny_model: Load) -> None:
         (np.zeros((3, 64), np.int64), "int64"),
         (np.zeros(64, np.float32), r"\[64\]"),
         (np.full((3, 64), np.nan, np.float32), "NaN"),
+        (np.zeros((3, 64), "V1"), "ordinary numbers"),  # as NumPy keeps 8-bit floats of ml_dtypes
+        (np.array([["a"]]), "ordinary numbers"),
+        ([[1.0], [2.0, 3.0]], "ordinary numbers"),
     ):
         with pytest.raises(InputError, match=match):
             hl.Observation.from_states(wrong, model)

@@ -30,7 +30,8 @@ BUILT = {ROOT / "docs" / "results" / "report.html"}  # by make report
 SHELL_BLOCKS = [block for page in docs_check.pages() for block in docs_check.commands(page)]
 COMMANDS = dict(reference.commands())
 OPTION = re.compile(r"(?<![\w-])--[a-z][\w-]*")
-OTHERS_OPTIONS = {"--nproc-per-node"}  # of torchrun
+# Of torchrun, and of llama-embedding.
+OTHERS_OPTIONS = {"--nproc-per-node", "--pooling", "--embd-normalize", "--embd-output-format"}
 LANGUAGES = {*docs_check.SHELL, "python", "toml", "json", "text", ""}
 
 

@@ -11,7 +11,18 @@ from typer import Option
 from typer.core import TyperGroup
 
 from hiddenlab import __version__
-from hiddenlab.cli import attack, bench, capture, cascade, eval, ledger, listing, report, rerun
+from hiddenlab.cli import (
+    attack,
+    bench,
+    capture,
+    cascade,
+    eval,
+    import_states,
+    ledger,
+    listing,
+    report,
+    rerun,
+)
 from hiddenlab.cli.console import accept_any_text, stderr, stdout
 from hiddenlab.errors import HiddenlabError, HiddenlabWarning
 
@@ -82,6 +93,7 @@ def _options(
 
 app.command("attack")(attack.attack)
 app.command("capture")(capture.capture)
+app.command("import")(import_states.import_)
 app.command("eval")(eval.eval_)
 app.command("bench")(bench.bench)
 app.command("report")(report.report)

@@ -10,12 +10,15 @@ from hiddenlab import options as o
 from hiddenlab.cli.attack import with_stdin
 from hiddenlab.cli.console import bars, print_json, stdout
 from hiddenlab.cli.from_config import takes
-from hiddenlab.config import ATTACK_OPTIONS, AttackConfig
+from hiddenlab.config import ATTACK_OPTIONS, IMPORT_OPTIONS, AttackConfig
 from hiddenlab.errors import InputError
 from hiddenlab.text import count_of
 
 
-@takes(AttackConfig, leave_out=(*ATTACK_OPTIONS, "attack", "batch", "observation", "truth"))
+@takes(
+    AttackConfig,
+    leave_out=(*ATTACK_OPTIONS, *IMPORT_OPTIONS, "attack", "batch", "observation", "states", "truth"),
+)
 def capture(
     config: AttackConfig,
     output: Annotated[
@@ -32,7 +35,7 @@ def capture(
     """Save the hidden states of prompts as a defense releases them; one file, several prompts."""
     config = config.checked()
     for path in (output, truth):
-        _check_writable(path)
+        check_writable(path)
     if truth is not None and truth.resolve() == output.resolve():
         raise InputError("--truth and --output name the same file; the truth needs a file of its own")
     from hiddenlab.job import capture_all, save_truth
@@ -59,8 +62,12 @@ def capture(
     )
 
 
-def _check_writable(path: Path | None) -> None:
-    """Check that a file can be written, before the work starts."""
+def check_writable(path: Path | None) -> None:
+    """Check that a file can be written, before the work starts.
+
+    Raises:
+        InputError: it cannot.
+    """
     if path is None:
         return
     if len(os.fsencode(path.name)) > 200:

@@ -30,6 +30,11 @@ class Diagnosis:
     starts: tuple[int, ...] = (0,)
     exact: bool = False
 
+    @property
+    def certain(self) -> bool:
+        """Whether the rows are something else than they claim, beyond doubt: an attack would find nothing."""
+        return self.exact and self.fault in ("layout", "place", "several", "padding")
+
     def __str__(self) -> str:
         return self.sentence
 

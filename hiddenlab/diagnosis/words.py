@@ -41,20 +41,13 @@ def told(finding: Finding, claimed: Site, name: str) -> list[tuple[str, str]]:
         )
     elif len(starts) > 1:
         parts = ", ".join(map(str, starts[:-1])) + f" and {starts[-1]}"
-        split = ",".join(map(str, starts[1:]))
-        faults.append(
-            (
-                "several",
-                f"the rows are those of {len(starts)} prompts, which begin in rows {parts}: use --split {split}",
-            )
-        )
+        split = ",".join(str(start - starts[0]) for start in starts[1:])
+        skip = f"--skip-rows {starts[0]} " if starts[0] else ""
+        said = f"the rows are those of {len(starts)} prompts, which begin in rows {parts}"
+        faults.append(("several", f"{said}: use {skip}--split {split}"))
     elif starts[0]:
-        faults.append(
-            (
-                "padding",
-                f"the prompt begins in row {starts[0]}, behind rows of padding: use --skip-rows {starts[0]}",
-            )
-        )
+        said = f"the prompt begins in row {starts[0]}, behind rows of padding"
+        faults.append(("padding", f"{said}: use --skip-rows {starts[0]}"))
     if finding.numbers:
         kind = finding.numbers if finding.numbers in QUANTIZATIONS else f"dtype:{finding.numbers}"
         faults.append(("numbers", f"the provider computes in {finding.numbers}: use --defense {kind}"))

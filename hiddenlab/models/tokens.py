@@ -53,8 +53,8 @@ def token_ids(
     if size is not None and (beyond := [token for token in ids if token >= size]):
         text = shown(tokenizer, known_ids(tokenizer), beyond[:1])
         raise InputError(
-            f"the tokenizer of {name} reads {text!r} as token {beyond[0]}, and the model has {size} tokens; give it its "
-            "own tokenizer, or another prompt"
+            f"the tokenizer of {name} reads {text!r} as token {beyond[0]}, and the model has {size} tokens; give it "
+            "its own tokenizer, or another prompt"
         )
     return ids
 

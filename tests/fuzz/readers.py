@@ -57,6 +57,7 @@ def targets(folder: Path) -> list[Target]:
         _transcripts(folder),
         *_ledger(folder),
         *_prompts(folder),
+        *_states(folder),
         _view(folder),
         _proof(),
         _fingerprint(),
@@ -453,6 +454,59 @@ def _prompts(folder: Path) -> list[Target]:
 
     strict = {"jsonl": reference.prompts, "ndjson": reference.prompts}
     return [Target(f"prompts.{kind}", data, reader(kind), strict.get(kind)) for kind, data in seeds.items()]
+
+
+def _states(folder: Path) -> list[Target]:
+    """Files of states that other programs saved; what they hold is judged by no second reader."""
+    import io
+
+    import numpy as np
+    import pyarrow
+    import pyarrow.parquet
+    from safetensors.torch import save
+
+    from hiddenlab.imports import ModelShape, Reading, read_states
+
+    shape = ModelShape("m", layers=3, width=4, heads=2, kv_heads=1, head_width=2, vocabulary=9)
+    states = torch.randn(1, 3, 4, generator=torch.Generator().manual_seed(0))
+    rows, ids = states[0].tolist(), torch.tensor([1, 2, 3])
+
+    def written(write: Callable[[Any], Any]) -> bytes:
+        write(file := io.BytesIO())
+        return file.getvalue()
+
+    cache = {f"past_key_values.{i}.{j}": torch.zeros(1, 1, 3, 2) for i in range(3) for j in range(2)}
+    named = {"model.layers.1": states, "input_ids": ids}
+    eight = {"x": states[0].to(torch.float8_e4m3fn), "x_scale": torch.ones(3)}
+    table = pyarrow.table({"states": [rows, rows[:2]], "input_ids": [[1, 2, 3], [1, 2]]})
+    answer = {"output_ids": [1], "meta_info": {"hidden_states": [rows, rows[0]]}}
+    seeds: dict[str, tuple[bytes, ...]] = {
+        "npy": (written(lambda file: np.save(file, states.numpy())),),
+        "npz": (written(lambda file: np.savez(file, a=states.numpy(), attention_mask=np.ones((1, 3), int))),),
+        "safetensors": (save(named), save(cache), save(eight)),
+        "pt": (
+            written(lambda file: torch.save([states] * 4, file)),
+            written(lambda file: torch.save(named, file)),
+        ),
+        "parquet": (written(lambda file: pyarrow.parquet.write_table(table, file)),),
+        "json": (json.dumps(rows).encode(), json.dumps(answer).encode()),
+        "txt": (b"1 2 3 4\n5 6 7 8\n",),
+    }
+
+    def reader(kind: str) -> Read:
+        path = folder / f"states.{kind}"
+
+        def read(data: bytes) -> Any:
+            path.write_bytes(data)
+            stream = "k" if b"past_key_values" in data else None
+            imported = read_states([path], shape, Reading(None if b"meta_info" in data else 2, stream))
+            if any(note.splitlines() != [note] for note in imported.notes):
+                raise AssertionError("a note that is no line")
+            return None
+
+        return read
+
+    return [Target(f"states.{kind}", data, reader(kind)) for kind, data in seeds.items()]
 
 
 def _view(folder: Path) -> Target:
