@@ -339,7 +339,7 @@ def test_options_that_go_together(tiny: Callable[..., str], tmp_path: Path) -> N
         (("import", file, "--model", model, "--layer", "2", "-o", file), "is one of the files to import"),
         (
             ("import", file, "--model", model, "--layer", "2", "--layers", "1,x", "-o", "o"),
-            "is no list of layers",
+            "is no list of numbers",
         ),
         (("import", file, "--model", model, "--layer", "9", "-o", "o"), "out of range"),
     ):
