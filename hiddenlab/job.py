@@ -15,7 +15,7 @@ from hiddenlab import registry
 from hiddenlab.base import Attack
 from hiddenlab.channels import Channel
 from hiddenlab.config import ATTACK_OPTIONS, AttackConfig
-from hiddenlab.diagnosis import diagnose
+from hiddenlab.diagnosis import Diagnosis, diagnose
 from hiddenlab.errors import HiddenlabError, InputError, NotApplicableError
 from hiddenlab.imports import ModelShape, Reading, read_states
 from hiddenlab.models import TruncatedModel, load_model
@@ -52,7 +52,7 @@ class Case:
 class Job:
     """A checked run: the attacker's truncated model, the channel, the attack, and what to attack.
 
-    ``fitted`` and ``diagnosed`` are the channels that the attack was prepared for, and whose rows were looked at.
+    ``fitted`` are the channels that the attack was prepared for, ``diagnosed`` what was found of the rows of some.
     """
 
     config: AttackConfig
@@ -61,7 +61,7 @@ class Job:
     attack: Attack
     cases: list[Case]
     fitted: list[ObservationInfo] = field(default_factory=list)
-    diagnosed: list[ObservationInfo] = field(default_factory=list)
+    diagnosed: list[tuple[ObservationInfo, Diagnosis | None]] = field(default_factory=list)
 
     @property
     def inputs_sha256(self) -> str:
@@ -90,7 +90,9 @@ def prepare(config: AttackConfig, progress: Progress = silent) -> Job:
         brought = import_states(config, progress)
         truths = brought.truths if config.truth is None else load_truth(Path(config.truth))
         cases = _given(brought.observations, truths, brought.config, brought.model, attack.any_width)
-        return Job(brought.config, brought.model, Channel([]), attack, cases)
+        job = Job(brought.config, brought.model, Channel([]), attack, cases)
+        job.diagnosed += brought.diagnosed
+        return job
     if config.observation is None:
         channel = Channel.parse(config.defense)
     else:
@@ -124,12 +126,14 @@ class Brought:
 
     Attributes:
         config: with the site and the channel that the files say. truths: by prompt, None where a file holds no ids.
+        diagnosed: what the first prompt's rows are, where it was looked.
     """
 
     config: AttackConfig
     model: TruncatedModel
     observations: list[Observation]
     truths: list[GroundTruth | None]
+    diagnosed: list[tuple[ObservationInfo, Diagnosis | None]]
 
 
 def import_states(config: AttackConfig, progress: Progress = silent) -> Brought:
@@ -164,19 +168,19 @@ def import_states(config: AttackConfig, progress: Progress = silent) -> Brought:
     observations = imported.observations(model)
     for observation in observations:
         check_observation(observation, model)
-    if config.check:
-        _look_at(observations[0], model, config, progress)
-    return Brought(config, model, observations, imported.truths)
+    looked = _looked_at(observations[0], model, config, progress) if config.check else None
+    diagnosed = [(observations[0].info, looked)] if config.check else []
+    return Brought(config, model, observations, imported.truths, diagnosed)
 
 
 def _numbers(option: str, text: str | None) -> tuple[int, ...]:
     return () if text is None else tuple(registry.parse_numbers(option, text, least=0))
 
 
-def _look_at(
+def _looked_at(
     observation: Observation, model: TruncatedModel, config: AttackConfig, progress: Progress
-) -> None:
-    """Look what the rows of a file are, before anything is searched; what is not certain is reported, and goes on.
+) -> Diagnosis | None:
+    """Return what the rows of a file are, before anything is searched; None where a defense changed them.
 
     Raises:
         InputError: they are certainly no states of the site that they claim, or not in this layout.
@@ -184,10 +188,11 @@ def _look_at(
     try:
         diagnosis = diagnose(observation, model, seed=config.seed, progress=progress)
     except NotApplicableError:
-        return
+        return None
     if diagnosis.certain:
         raise InputError(f"{config.states[0]}: {diagnosis.sentence}, or --no-check if you know better")
     progress(diagnosis.sentence, 0, 0)
+    return diagnosis
 
 
 def capture_all(config: AttackConfig, progress: Progress = silent) -> list[tuple[Observation, GroundTruth]]:

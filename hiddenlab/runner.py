@@ -175,7 +175,7 @@ def recover(job: Job, observations: Sequence[Observation], recorder: Recorder) -
 
 
 def _diagnosed(job: Job, case: Case, outcome: Outcome, progress: Progress) -> str | None:
-    """Say what the rows of a file are where none of them was verified, once for each channel; else None."""
+    """Return what the rows of a file are where none was verified, by one look a channel; None where all is well."""
     observation = case.observation
     if (
         observation is None
@@ -183,13 +183,14 @@ def _diagnosed(job: Job, case: Case, outcome: Outcome, progress: Progress) -> st
         or any(t.verified for t in outcome.tokens)
     ):
         return None
-    if observation.info in job.diagnosed or job.attack.any_width:
+    if job.attack.any_width:
         return None
-    job.diagnosed.append(observation.info)
-    with suppress(NotApplicableError):
-        diagnosis = diagnose(observation, job.model, seed=job.config.seed, progress=progress)
-        return diagnosis.sentence if diagnosis.fault is not None else None
-    return None
+    diagnosis = next((known for info, known in job.diagnosed if info == observation.info), None)
+    if all(info != observation.info for info, _ in job.diagnosed):
+        with suppress(NotApplicableError):
+            diagnosis = diagnose(observation, job.model, seed=job.config.seed, progress=progress)
+        job.diagnosed.append((observation.info, diagnosis))
+    return diagnosis.sentence if diagnosis is not None and diagnosis.fault is not None else None
 
 
 def _recover_one(job: Job, observation: Observation) -> Outcome:

@@ -156,6 +156,66 @@ def test_a_run_from_states_is_scored_recorded_and_run_again(
     assert code == 0 and "same results" in said
 
 
+# ---- what the rows are
+
+
+def test_rows_of_another_layer_are_refused_before_anything_is_searched(
+    output: Any, folder: str, tmp_path: Path
+) -> None:
+    file, made = tmp_path / "x.npy", tmp_path / "o.safetensors"
+    np.save(file, output.hidden_states[3].numpy())
+    words = ("import", str(file), "--model", folder, "--layer", "2", "-o", str(made))
+    code, said = run(*words)
+    assert code == 2 and "the rows are resid at layer 3" in said and "use --layer 3" in said
+    assert not made.exists()
+    assert run(*words, "--no-check")[0] == 0 and made.exists()
+    code, said = run("attack", "--states", str(file), "--model", folder, "--layer", "2", "--no-record")
+    assert code == 2 and "use --layer 3" in said
+
+
+def test_what_the_look_advises_is_right(output: Any, folder: str, shape: ModelShape, tmp_path: Path) -> None:
+    """Two prompts behind rows of padding, in one array: the options that the error names read them."""
+    states, model = output.hidden_states[2][0], hl.load_model(folder, 2, device="cpu")
+    other = model.encode(torch.arange(4, 9))
+    padding = torch.full((2, WIDTH), 7.0)
+    np.save(tmp_path / "x.npy", torch.cat([padding, states, other]).numpy())
+    words = ("import", str(tmp_path / "x.npy"), "--model", folder, "--layer", "2", "-o", str(tmp_path / "o"))
+    code, said = run(*words)
+    advice = ("--skip-rows", "2", "--split", str(len(states)))
+    assert code == 2 and f"use {' '.join(advice)}" in said
+    code, said = run(*words, *advice)
+    assert code == 0 and "cut into 2 prompts" in said
+    assert same(read(tmp_path / "x.npy", shape, layer=2, skip_rows=2, split=(len(states),)), states, other)
+
+
+def test_ids_are_cut_like_rows(output: Any, ids: torch.Tensor, shape: ModelShape, tmp_path: Path) -> None:
+    states = output.hidden_states[1][0]
+    save_file({"states": states.clone(), "input_ids": ids[0].clone()}, tmp_path / "x.safetensors")
+    imported = read(tmp_path / "x.safetensors", shape, layer=1, skip_rows=3, split=(4,))
+    assert [truth.tokens for truth in imported.truths] == [
+        tuple(ids[0, 3:7].tolist()),
+        tuple(ids[0, 7:].tolist()),
+    ]
+    assert same(imported, states[3:7], states[7:])
+
+
+@pytest.mark.parametrize(
+    ("reading", "words"),
+    [
+        ({"skip_rows": 22}, "leaves no row of 22"),
+        ({"split": (22,)}, "name rows from 1 to 21"),
+        ({"split": (0,)}, "name rows from 1 to 21"),
+        ({"split": (5, 3)}, "in ascending order"),
+    ],
+)
+def test_cuts_that_cannot_be(
+    reading: dict[str, Any], words: str, output: Any, shape: ModelShape, tmp_path: Path
+) -> None:
+    np.save(tmp_path / "x.npy", output.hidden_states[2].numpy())
+    with pytest.raises(InputError, match=words):
+        read(tmp_path / "x.npy", shape, layer=2, **reading)
+
+
 # ---- containers
 
 

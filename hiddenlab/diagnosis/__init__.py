@@ -10,7 +10,7 @@ from hiddenlab.diagnosis.look import Finding, Look, Sample
 from hiddenlab.diagnosis.words import resembled, told
 from hiddenlab.errors import NotApplicableError
 from hiddenlab.models import TruncatedModel
-from hiddenlab.types import Observation, Progress, Site, silent
+from hiddenlab.types import Observation, ObservationInfo, Progress, Site, silent
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def diagnose(
     sample = Sample(model, seed)
     finding = Look(observation, model, sample, claimed_only=True).finding()
     progress("looking at the rows", 1, 2)
-    if finding is None or told(finding, info.site, model.ref.name):
+    if finding is None or told(finding, info):
         dtype = str(model.dtype).removeprefix("torch.")
         whole = model.sibling(None, stream="resid", engine="plain", dtype=dtype)
         look = Look(observation, whole, sample)
@@ -73,15 +73,15 @@ def diagnose(
             fault, sentence, site = resembled(look, info.site, model.ref.name)
             return Diagnosis(fault, sentence, site)
     progress("looking at the rows", 2, 2)
-    return _diagnosis(finding, info.site, model.ref.name)
+    return _diagnosis(finding, info)
 
 
-def _diagnosis(finding: Finding, claimed: Site, name: str) -> Diagnosis:
-    faults = told(finding, claimed, name)
+def _diagnosis(finding: Finding, info: ObservationInfo) -> Diagnosis:
+    faults = told(finding, info)
     if not faults:
         explained = len(finding.chain.tokens)
         rows = "first row fits" if explained == 1 else f"first {explained} rows fit"
-        sentence = f"the rows are {claimed}: the {rows} {name} within rounding"
-        return Diagnosis(None, sentence, claimed, finding.starts, True)
+        sentence = f"the rows are {info.site}: the {rows} {info.model} within rounding"
+        return Diagnosis(None, sentence, info.site, finding.starts, finding.exact)
     words, sentences = zip(*faults, strict=True)
     return Diagnosis(words[0], "; ".join(sentences), finding.place.site, finding.starts, finding.exact)

@@ -122,16 +122,18 @@ def explain(
     reader: Reader,
     start: int,
     befores: Sequence[tuple[int, ...]] = ((),),
+    shortlists: Sequence[int] = SHORTLISTS,
 ) -> Chain | None:
     """Name tokens for rows from ``start`` on, each behind those before it; None where no token stands out.
 
     Args:
-        befores: sequences of tokens that may stand before the row, tried each.
+        befores: sequences of tokens that may stand before the row, tried each. shortlists: how many tokens are tried
+            for a row; the next number where none stood out.
     """
     chains = [Chain(start, before=before) for before in befores]
     while len(chains[0].tokens) < LONGEST and start + len(chains[0].tokens) < len(hypothesis.rows):
         longer: list[Chain] = []
-        for count in SHORTLISTS:
+        for count in shortlists:
             longer = _longer(model, hypothesis, reader, chains, count)
             if len(longer) == 1 or model.vocab_size <= WHOLE:
                 break

@@ -9,6 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from hiddenlab.diagnosis.evidence import (
+    SHORTLISTS,
     STANDS_OUT,
     WHOLE,
     Chain,
@@ -38,7 +39,7 @@ TEXT, WINDOW, SINGLES = 2048, 32, 2048  # tokens of running text, in windows, an
 GLANCED = 256, 512  # of the single tokens and of the text, which give the first estimates
 TRIED = 24  # hypotheses that are read, beside those of the claimed place
 TOGETHER = 8  # of them whose first rows are looked at in one go
-CLOSELY = 3  # of those read behind tokens that may be missing, or where the first row tells too little
+CLOSELY = 3  # of them read where the first row tells too little, or is missing
 STARTS = 12  # rows looked at as a prompt's first
 MOST_ROWS = 64  # looked at where the vocabulary is small
 EXACT = 1e-3  # distance of a row that rounding in float32 explains, relative to its length
@@ -64,7 +65,8 @@ class Finding:
 
     @property
     def exact(self) -> bool:
-        return self.distance <= EXACT
+        """Whether some form of the model gives these rows within rounding."""
+        return self.distance <= EXACT or bool(self.numbers)
 
 
 class Sample:
@@ -117,6 +119,8 @@ class Look:
         for start in range(0, len(self.others), TOGETHER):
             if chain is None:
                 chain = self._chain(self.others[start : start + TOGETHER])
+        if chain is None and self.others:
+            chain = self._closely((*self.own[:1], *self.others[: CLOSELY - 1]))
         return None if chain is None else self.nearest(chain)
 
     def nearest(self, chain: Chain) -> Finding:
@@ -147,10 +151,15 @@ class Look:
             for start in starts:
                 if chain := explain(self.model, hypothesis, readers[hypothesis.place], start):
                     return chain
+        return None
+
+    def _closely(self, hypotheses: Sequence[Hypothesis]) -> Chain | None:
+        """Return tokens that explain rows whose first row tells too little, or stands behind a special token."""
         special = [(token,) for token in self.model.special_ids[:MOST_PREFIXES]]
-        for hypothesis in hypotheses[:CLOSELY]:
+        for hypothesis in hypotheses:
             for befores in [((),), special] if special and len(hypothesis.rows) > 1 else [((),)]:
-                if chain := explain(self.model, hypothesis, readers[hypothesis.place], 0, befores):
+                reader = self._readers[hypothesis.place]
+                if chain := explain(self.model, hypothesis, reader, 0, befores, SHORTLISTS[:1]):
                     return chain
         return None
 

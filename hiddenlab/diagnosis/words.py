@@ -3,9 +3,10 @@
 from hiddenlab.diagnosis.hypotheses import AS_THEY_ARE
 from hiddenlab.diagnosis.look import Finding, Look
 from hiddenlab.diagnosis.places import Place
-from hiddenlab.types import QUANTIZATIONS, Site
+from hiddenlab.types import QUANTIZATIONS, ObservationInfo, Site
 
 ALIKE = 0.75  # rows whose distance is this share of that of unrelated rows come from a place
+ROUNDED = 0.1  # distance that rounding explains which the channel says, relative to a row's length
 MISSING = (
     "the first rows are missing, as behind a cached prefix; save every row, or name the position of the first row "
     "(--first-position N --attack missing-tokens)"
@@ -16,13 +17,13 @@ OTHER = (
 )
 
 
-def told(finding: Finding, claimed: Site, name: str) -> list[tuple[str, str]]:
+def told(finding: Finding, info: ObservationInfo) -> list[tuple[str, str]]:
     """Return what is wrong with rows that were explained: a word for each fault, and what to do; empty if nothing is.
 
     Args:
-        claimed: the site that the rows claim. name: the model's.
+        info: what the rows claim to be.
     """
-    faults, starts = list[tuple[str, str]](), finding.starts
+    faults, starts, claimed = list[tuple[str, str]](), finding.starts, info.site
     if finding.layout.name != AS_THEY_ARE:
         faults.append(
             ("layout", f"the numbers are not in the order [tokens, width]: {finding.layout.way_out}")
@@ -48,14 +49,13 @@ def told(finding: Finding, claimed: Site, name: str) -> list[tuple[str, str]]:
     elif starts[0]:
         said = f"the prompt begins in row {starts[0]}, behind rows of padding"
         faults.append(("padding", f"{said}: use --skip-rows {starts[0]}"))
-    if finding.numbers:
+    if finding.numbers and finding.numbers not in (info.provider_dtype, info.quantization):
         kind = finding.numbers if finding.numbers in QUANTIZATIONS else f"dtype:{finding.numbers}"
         faults.append(("numbers", f"the provider computes in {finding.numbers}: use --defense {kind}"))
-    elif not finding.exact:
+    elif not finding.exact and not (info.channel and finding.distance <= ROUNDED):
         distance = f"{finding.distance:.2g} of their length"
-        faults.append(
-            ("weights", f"the rows are near states of {name} and not equal to them ({distance}): {OTHER}")
-        )
+        said = f"the rows are near states of {info.model} and not equal to them ({distance})"
+        faults.append(("weights", f"{said}: {OTHER}"))
     return faults
 
 
