@@ -63,6 +63,7 @@ BUILTINS: dict[str, dict[str, str]] = {
         "table-15": "hiddenlab.eval.tables.sharding:table_15",
         "table-16": "hiddenlab.eval.tables.sharding:table_16",
         "architectures": "hiddenlab.eval.tables.architectures:architectures",
+        "encoders": "hiddenlab.eval.tables.architectures:encoders",
         "diagnosis": "hiddenlab.eval.tables.diagnosis:diagnosis",
         "plan": "hiddenlab.eval.tables.plans:plan",
         "plans": "hiddenlab.eval.tables.plans:plans",
@@ -102,6 +103,7 @@ BUILTINS: dict[str, dict[str, str]] = {
     "measures": {
         "attack": "hiddenlab.eval.measures.attack:attack",
         "architecture": "hiddenlab.eval.measures.architectures:architecture",
+        "encoder": "hiddenlab.eval.measures.architectures:encoder",
         "planted": "hiddenlab.eval.measures.diagnosis:planted",
         "utility": "hiddenlab.eval.measures.attack:utility",
         "embedding": "hiddenlab.eval.measures.attack:embedding",

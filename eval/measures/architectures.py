@@ -71,8 +71,29 @@ def architecture(spec: dict[str, Any], folder: Path, progress: Progress = silent
     return {name: exactly(value, 1) for name, value in figures.items()}
 
 
-def _saved(kind: str, path: str) -> Any:
-    """Save a small random causal model of an architecture, and return it.
+def encoder(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> Figures:
+    """Shard a small random encoder by tokens, and compare its outputs with those of its own forward pass.
+
+    Args:
+        spec: type (transformers' name of the architecture), seed, transformers (its version).
+
+    Raises:
+        NotApplicableError: the small model cannot be built, or Cascade refuses the architecture.
+    """
+    tokens = torch.randint(0, VOCABULARY, (TOKENS,), generator=generator(spec["seed"], "architectures"))
+    with TemporaryDirectory() as path, quiet_transformers():
+        _saved(spec["type"], path, causal=False)
+        try:
+            cascade = LocalCascade(load_cascade_model(path))
+        except InputError as error:
+            raise NotApplicableError(f"refused: {str(error).replace(path, spec['type'])}") from None
+        sharded = cascade.forward(tokens, Plan.clustered(TOKENS, 2, alpha=2))
+        difference = largest_difference(sharded.cpu(), plain_outputs(cascade.model, tokens))
+    return {"cascade": exactly(difference, 1)}
+
+
+def _saved(kind: str, path: str, *, causal: bool = True) -> Any:
+    """Save a small random model of an architecture, and return it; a causal one has its head.
 
     Raises:
         NotApplicableError: transformers does not build one from these sizes.
@@ -85,9 +106,9 @@ def _saved(kind: str, path: str) -> Any:
             not config.is_encoder_decoder
         ):  # of a pair of encoder and decoder the decoder's sizes have names of their own
             config = config.get_text_config(decoder=True)
-        if hasattr(config, "is_decoder"):
+        if causal and hasattr(config, "is_decoder"):
             config.is_decoder, config.is_encoder_decoder = True, False
-        model: Any = build_twin(config, head=True)
+        model: Any = build_twin(config, head=causal)
         with torch.inference_mode():
             model(input_ids=torch.arange(TOKENS)[None], use_cache=False)
             model.save_pretrained(path)

@@ -1,4 +1,4 @@
-"""Define the sweep over every decoder that transformers knows: which engine reads it, and whether rightly."""
+"""Define the sweeps over every decoder and encoder that transformers knows: which are computed rightly, and how."""
 
 from hiddenlab.eval.cells import Cell, Experiment, Setting
 
@@ -32,3 +32,25 @@ def architectures(setting: Setting) -> Experiment:
             "A dash under Cascade: refused, since tokens meet elsewhere than in attention.",
         ],
     )  # fmt: skip
+
+
+def encoders(setting: Setting) -> Experiment:
+    """Shard a small random model of every encoder of transformers (those with a masked-language-model head)."""
+    import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
+
+    version = transformers.__version__
+    cells = [
+        Cell("encoder", {"type": kind, "seed": setting.seed, "transformers": version}, {"architecture": kind})
+        for kind in sorted(MODEL_FOR_MASKED_LM_MAPPING_NAMES)
+    ]
+    return Experiment(
+        "Every encoder of transformers in Cascade",
+        cells,
+        {"cascade": "Cascade differs by"},
+        [
+            "Small models with random weights, 14 tokens on two CompNodes. Differences are of a row, relative to its "
+            "length, against the model's own forward pass.",
+            "A row that was not run says why: Cascade refuses the architecture, or no small model of it can be built.",
+        ],
+    )
