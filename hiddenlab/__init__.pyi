@@ -6,7 +6,6 @@ from .base import Attack as Attack
 from .channels import Channel as Channel
 from .channels import Stage as Stage
 from .config import AttackConfig as AttackConfig
-from .diagnosis import Diagnosis as Diagnosis
 from .diagnosis import diagnose as diagnose
 from .models import TruncatedModel as TruncatedModel
 from .models import load_model as load_model

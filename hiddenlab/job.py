@@ -52,7 +52,8 @@ class Case:
 class Job:
     """A checked run: the attacker's truncated model, the channel, the attack, and what to attack.
 
-    ``fitted`` are the channels that the attack was prepared for, ``diagnosed`` what was found of the rows of some.
+    ``fitted`` are the channels that the attack was prepared for, ``diagnosed`` what was found of the rows of some
+    prompts, by index.
     """
 
     config: AttackConfig
@@ -61,7 +62,7 @@ class Job:
     attack: Attack
     cases: list[Case]
     fitted: list[ObservationInfo] = field(default_factory=list)
-    diagnosed: list[tuple[ObservationInfo, Diagnosis | None]] = field(default_factory=list)
+    diagnosed: dict[int, Diagnosis | None] = field(default_factory=dict)
 
     @property
     def inputs_sha256(self) -> str:
@@ -91,7 +92,7 @@ def prepare(config: AttackConfig, progress: Progress = silent) -> Job:
         truths = brought.truths if config.truth is None else load_truth(Path(config.truth))
         cases = _given(brought.observations, truths, brought.config, brought.model, attack.any_width)
         job = Job(brought.config, brought.model, Channel([]), attack, cases)
-        job.diagnosed += brought.diagnosed
+        job.diagnosed |= brought.diagnosed
         return job
     if config.observation is None:
         channel = Channel.parse(config.defense)
@@ -126,14 +127,14 @@ class Brought:
 
     Attributes:
         config: with the site and the channel that the files say. truths: by prompt, None where a file holds no ids.
-        diagnosed: what the first prompt's rows are, where it was looked.
+        diagnosed: what the first prompt's rows are, where it was looked; by index.
     """
 
     config: AttackConfig
     model: TruncatedModel
     observations: list[Observation]
     truths: list[GroundTruth | None]
-    diagnosed: list[tuple[ObservationInfo, Diagnosis | None]]
+    diagnosed: dict[int, Diagnosis | None]
 
 
 def import_states(config: AttackConfig, progress: Progress = silent) -> Brought:
@@ -158,7 +159,7 @@ def import_states(config: AttackConfig, progress: Progress = silent) -> Brought:
     for note in imported.notes:
         progress(note, 0, 0)
     if any(truth is not None for truth in imported.truths):
-        progress("token ids are in the file: they are the truth, and no attack sees them", 0, 0)
+        progress("the token ids are the truth: they score the attack, which does not see them", 0, 0)
     site, channel = imported.site, imported.prompts[0].channel
     config = replace(config, layer=site.layer, stream=cast(Stream, site.stream), defense=channel)
     progress("loading the model", 0, 1)
@@ -168,8 +169,7 @@ def import_states(config: AttackConfig, progress: Progress = silent) -> Brought:
     observations = imported.observations(model)
     for observation in observations:
         check_observation(observation, model)
-    looked = _looked_at(observations[0], model, config, progress) if config.check else None
-    diagnosed = [(observations[0].info, looked)] if config.check else []
+    diagnosed = {0: _looked_at(observations, model, config, progress)} if config.check else {}
     return Brought(config, model, observations, imported.truths, diagnosed)
 
 
@@ -178,19 +178,23 @@ def _numbers(option: str, text: str | None) -> tuple[int, ...]:
 
 
 def _looked_at(
-    observation: Observation, model: TruncatedModel, config: AttackConfig, progress: Progress
+    observations: Sequence[Observation], model: TruncatedModel, config: AttackConfig, progress: Progress
 ) -> Diagnosis | None:
-    """Return what the rows of a file are, before anything is searched; None where a defense changed them.
+    """Return what the first prompt's rows are, before anything is searched; None where a defense changed them.
 
     Raises:
         InputError: they are certainly no states of the site that they claim, or not in this layout.
     """
     try:
-        diagnosis = diagnose(observation, model, seed=config.seed, progress=progress)
+        diagnosis = diagnose(observations[0], model, seed=config.seed, progress=progress)
     except NotApplicableError:
         return None
     if diagnosis.certain:
-        raise InputError(f"{config.states[0]}: {diagnosis.sentence}, or --no-check if you know better")
+        sentence = diagnosis.sentence
+        if diagnosis.fault == "padding" and len(observations) > 1:  # each prompt has its own
+            row = diagnosis.starts[0]
+            sentence = f"the first of {len(observations)} prompts begins in row {row}, behind padding: give --mask FILE"
+        raise InputError(f"{config.states[0]}: {sentence}, or --no-check if you know better")
     progress(diagnosis.sentence, 0, 0)
     return diagnosis
 

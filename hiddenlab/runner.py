@@ -24,6 +24,7 @@ from hiddenlab.types import AttackResult, GroundTruth, Observation, Progress, si
 from hiddenlab.utils.environment import peak_memory_mb
 
 PREFILL_REPEATS = 3
+MOST_DIAGNOSED = 3  # prompts of a run whose rows are looked at; a look costs some ten thousand tokens
 
 Outcome = AttackResult | NotApplicableError
 
@@ -175,7 +176,7 @@ def recover(job: Job, observations: Sequence[Observation], recorder: Recorder) -
 
 
 def _diagnosed(job: Job, case: Case, outcome: Outcome, progress: Progress) -> str | None:
-    """Return what the rows of a file are where none was verified, by one look a channel; None where all is well."""
+    """Return what the rows of a file are where none was verified; for the first few prompts of a run."""
     observation = case.observation
     if (
         observation is None
@@ -185,12 +186,21 @@ def _diagnosed(job: Job, case: Case, outcome: Outcome, progress: Progress) -> st
         return None
     if job.attack.any_width:
         return None
-    diagnosis = next((known for info, known in job.diagnosed if info == observation.info), None)
-    if all(info != observation.info for info, _ in job.diagnosed):
+    if case.index not in job.diagnosed and len(job.diagnosed) < MOST_DIAGNOSED:
+        job.diagnosed[case.index] = None
         with suppress(NotApplicableError):
-            diagnosis = diagnose(observation, job.model, seed=job.config.seed, progress=progress)
-        job.diagnosed.append((observation.info, diagnosis))
-    return diagnosis.sentence if diagnosis is not None and diagnosis.fault is not None else None
+            job.diagnosed[case.index] = diagnose(
+                observation, job.model, seed=job.config.seed, progress=progress
+            )
+    diagnosis = job.diagnosed.get(case.index)
+    if diagnosis is None:
+        return None
+    if diagnosis.fault is None:
+        return (
+            f"{diagnosis.sentence}, and yet no token is verified: the rows were changed afterwards (noise, rounding); "
+            "say how with --defense"
+        )
+    return diagnosis.sentence
 
 
 def _recover_one(job: Job, observation: Observation) -> Outcome:

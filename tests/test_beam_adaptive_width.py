@@ -26,6 +26,7 @@ PROMPT = [17, 203, 88, 41, 150, 9]
 Begun = tuple[Decoding, list[Trial], Engines, torch.Tensor]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_probes")
 @pytest.mark.parametrize("channel", ["hidden-perm", "2d-perm"])
 def test_more_is_tried_until_the_right_token_is_found(

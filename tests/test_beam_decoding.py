@@ -391,6 +391,7 @@ def test_scores_of_whole_orders_are_the_beams(tiny_model: Callable[..., Truncate
             assert total + probe == pytest.approx(oracle, rel=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_probes")
 def test_a_second_look_mends_what_the_decoder_got_wrong(tiny_model: Callable[..., TruncatedModel]) -> None:
     """A wrong token among the steps, the right one not far behind: the noise decides."""
@@ -436,6 +437,7 @@ def test_batches_are_answered_as_one_by_one(tiny_model: Callable[..., TruncatedM
     assert all(not token.verified for one in together for token in one.tokens)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_probes")
 @pytest.mark.parametrize("node", [0, 1])
 def test_a_shards_missing_tokens_are_guessed(tiny: Callable[..., str], node: int) -> None:
@@ -484,6 +486,7 @@ def test_every_position_run_is_counted(tiny_model: Callable[..., TruncatedModel]
     assert abs(model.evaluated_tokens - before - found.evaluated_tokens) <= 6  # a sweep's share is rounded
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_probes")
 def test_a_half_precision_attacker_gets_no_second_look(tiny: Callable[..., str]) -> None:
     model = load_model(tiny("llama"), 2, dtype="bfloat16", device="cpu")
@@ -508,6 +511,7 @@ def test_lengths_that_contradict_the_rows(changes: dict[str, object], error: typ
         length_of(Observation(torch.zeros(3, 4), info))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_probes")
 def test_noise_with_missing_rows_alone(tiny_model: Callable[..., TruncatedModel]) -> None:
     """No prompt to look at again is no error."""

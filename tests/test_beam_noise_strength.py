@@ -148,6 +148,7 @@ def test_missing_rows_of_unknown_noise_need_a_language_model(
         BeamDecoding(lm=False).fit(observation.info, model)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_probes")
 @pytest.mark.parametrize("sigma", [0.01, pytest.param(0.003, marks=pytest.mark.slow)])
 def test_a_prompt_behind_unknown_noise_comes_back(

@@ -46,6 +46,7 @@ def test_moves_are_permutations_that_move_one_part(n: int, seed: int) -> None:
     assert moved[0].tolist() == max(values)[1]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_probes")
 @pytest.mark.parametrize("asks", [True, False])
 def test_a_part_that_was_left_for_the_end_goes_back(
@@ -126,6 +127,7 @@ def test_rows_tell_of_tokens_before_them_that_have_no_row(tiny: Callable[..., st
     torch.testing.assert_close(view.missed[7], torch.stack([0 * near[0], far[3]]), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_probes")
 @pytest.mark.parametrize("channel", ["hidden-perm", "2d-perm"])
 def test_what_the_probe_does_not_name_is_searched_for(
@@ -152,6 +154,7 @@ def test_what_the_probe_does_not_name_is_searched_for(
     assert few.forward_calls < spared.forward_calls < found.forward_calls
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_probes")
 def test_hopeless_hypotheses_are_dropped(
     tiny_model: Callable[..., TruncatedModel], monkeypatch: pytest.MonkeyPatch

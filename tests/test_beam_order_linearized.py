@@ -163,6 +163,7 @@ def truly(witness: Displaced) -> torch.Tensor:
     return noise + (attended - witness.usual) @ witness.mixing[0].T
 
 
+@pytest.mark.slow
 def test_the_true_order_needs_the_least_noise(solved: tuple[Displaced, torch.Tensor]) -> None:
     witness, true = solved
     with torch.inference_mode():
@@ -214,6 +215,7 @@ def off(witness: Displaced, row: int, embedding: torch.Tensor) -> float:
     return float((embedding - embeddings[order[row]]).norm())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spoken", [0.0, pytest.param(40.0, marks=pytest.mark.slow)])
 def test_the_search_finds_what_trying_all_orders_finds(
     tiny: Callable[..., str], monkeypatch: pytest.MonkeyPatch, spoken: float

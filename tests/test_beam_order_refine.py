@@ -78,6 +78,7 @@ def test_an_order_that_noise_hides_comes_back(
     assert right[1] > right[0]
 
 
+@pytest.mark.slow
 def test_orders_are_refined_only_where_that_can_help(
     tiny_model: Callable[..., TruncatedModel], tiny: Callable[..., str]
 ) -> None:

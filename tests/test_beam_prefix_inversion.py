@@ -164,6 +164,7 @@ def test_beginnings_are_looked_for_where_those_of_own_texts_are_found(
     assert not arrives(channel, model, Matcher(1, False), 1, seed=0)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_probes")
 @pytest.mark.parametrize("specs", [["random-prefix"], *slow_cases(["random-prefix", "seq-perm"])])
 def test_prompts_behind_a_random_prefix_are_decoded_again(
@@ -203,6 +204,7 @@ def test_a_decoding_that_explains_less_is_not_taken(
     assert found[0].evaluated_tokens < found[1].evaluated_tokens
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_probes")
 def test_the_facts_count_where_no_stage_says_what_stands_before(tiny_model: LoadModel) -> None:
     """Positions are those behind as many embeddings as there are said to be, though nothing is known of them."""

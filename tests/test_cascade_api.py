@@ -141,6 +141,7 @@ def test_answers_at_once_are_kept_apart(real: TestClient) -> None:
         assert list(pool.map(text, prompts)) == expected
 
 
+@pytest.mark.slow
 def test_a_seed_decides_the_text(real: TestClient, tiny_llama: str) -> None:
     """It is the same as of the same settings elsewhere; without a seed each answer is another."""
     changes = {"max_tokens": 10, "temperature": 1.7, "top_p": 0.9, "top_k": 40}

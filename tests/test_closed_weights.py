@@ -190,6 +190,7 @@ def test_centaurs_server_reads_what_it_puts_together(tiny: TinyPath, architectur
         rebuild_tied(centaur_view(Centaur(other, seed=3), PROMPTS))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attack", ["tied", "untied"])
 def test_the_attack_needs_no_file_but_its_view(tied: Stip, tmp_path: Path, attack: str) -> None:
     """In another process and an empty folder: no weights, no embedding, no order can be reached."""

@@ -77,6 +77,7 @@ def test_keys_and_values(tiny_model: LoadModel) -> None:
     assert told.site == Site(3, "k") and "use --stream k" in told.sentence
 
 
+@pytest.mark.slow
 def test_final_norm_of_a_truncated_model_is_not_that_of_the_whole_one(tiny_model: LoadModel) -> None:
     """The first layers alone end in the final norm too, of a state that never reaches it in the whole model."""
     model, last = tiny_model("llama", LAYERS), tiny_model("llama", LAYERS, "final_norm")
@@ -91,6 +92,7 @@ def test_another_width(tiny_model: LoadModel) -> None:
     assert told.fault == "width"
 
 
+@pytest.mark.slow
 def test_noise_resembles_nothing(tiny_model: LoadModel) -> None:
     """Numbers that are no states of the model are not called states."""
     model = tiny_model("llama", 2)

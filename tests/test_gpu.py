@@ -51,6 +51,7 @@ def conduct(parts: list[Part], result: Result, minutes: float = 2) -> tuple[list
     return told, tables
 
 
+@pytest.mark.slow
 def test_parts_run_in_order_and_tables_are_written_after_each() -> None:
     two = [part("first", "double", [{"n": 3}, {"n": 4}]), part("second", "double", [{"n": 5}])]
     result = Result(SETTING)

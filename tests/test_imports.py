@@ -131,6 +131,7 @@ def test_ids_are_the_truth_and_never_in_the_observation(
     assert run("import", str(tmp_path / "x.npy"), *options, "-o", made, "--truth", truth)[0] == 0
 
 
+@pytest.mark.slow
 def test_a_run_from_states_is_scored_recorded_and_run_again(
     output: Any, ids: torch.Tensor, folder: str, tmp_path: Path
 ) -> None:
@@ -174,15 +175,14 @@ def test_rows_of_another_layer_are_refused_before_anything_is_searched(
 
 
 def test_what_the_look_advises_is_right(output: Any, folder: str, shape: ModelShape, tmp_path: Path) -> None:
-    """Two prompts behind rows of padding, in one array: the options that the error names read them."""
+    """Two prompts behind rows of padding, in one array: the options that the look names read them."""
     states, model = output.hidden_states[2][0], hl.load_model(folder, 2, device="cpu")
     other = model.encode(torch.arange(4, 9))
     padding = torch.full((2, WIDTH), 7.0)
     np.save(tmp_path / "x.npy", torch.cat([padding, states, other]).numpy())
     words = ("import", str(tmp_path / "x.npy"), "--model", folder, "--layer", "2", "-o", str(tmp_path / "o"))
-    code, said = run(*words)
     advice = ("--skip-rows", "2", "--split", str(len(states)))
-    assert code == 2 and f"use {' '.join(advice)}" in said
+    assert f"use {' '.join(advice)}" in run(*words)[1]
     code, said = run(*words, *advice)
     assert code == 0 and "cut into 2 prompts" in said
     assert same(read(tmp_path / "x.npy", shape, layer=2, skip_rows=2, split=(len(states),)), states, other)
@@ -197,6 +197,37 @@ def test_ids_are_cut_like_rows(output: Any, ids: torch.Tensor, shape: ModelShape
         tuple(ids[0, 7:].tolist()),
     ]
     assert same(imported, states[3:7], states[7:])
+
+
+def test_rows_of_padding_are_refused_where_they_stand_in_front(
+    output: Any, folder: str, tmp_path: Path
+) -> None:
+    states = output.hidden_states[2][0]
+    padded = torch.cat([torch.full((2, WIDTH), 7.0), states])
+    words = ("--model", folder, "--layer", "2", "-o", str(tmp_path / "o"))
+    np.save(tmp_path / "one.npy", padded.numpy())
+    code, said = run("import", str(tmp_path / "one.npy"), *words)
+    assert code == 2 and "use --skip-rows 2" in said
+    np.save(tmp_path / "two.npy", torch.stack([padded, torch.cat([states, states[:2]])]).numpy())
+    code, said = run(
+        "import", str(tmp_path / "two.npy"), *words
+    )  # what is right for one is wrong for the other
+    assert code == 2 and "give --mask FILE" in said and "--skip-rows" not in said
+
+
+def test_right_rows_are_not_refused(folder: str, tmp_path: Path) -> None:
+    """Streams that no look reads, prompts of one token, repeated tokens, rows in a wrong order."""
+    for name, stream, tokens in (
+        ("q", "q", [5]), ("attn", "attn", [5, 6]), ("qkv", "qkv", [5, 6, 7]), ("v", "v", [9]), ("kv", "kv", [9, 9]),
+        ("same", "resid", [7, 7, 7, 7, 8]), ("one", "resid", [3]), ("embed", "embed", [4, 4, 5]),
+    ):  # fmt: skip
+        model = hl.load_model(folder, 0 if stream == "embed" else 2, stream=stream, device="cpu")
+        np.save(tmp_path / f"{name}.npy", model.encode(torch.tensor(tokens)).numpy())
+        code, said = run(
+            "import", str(tmp_path / f"{name}.npy"), "--model", folder, "--layer", str(model.site.layer),
+            "--stream", stream, "-o", str(tmp_path / "o"),
+        )  # fmt: skip
+        assert code == 0, (name, said)
 
 
 @pytest.mark.parametrize(

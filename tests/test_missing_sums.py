@@ -186,6 +186,7 @@ def searching(model: TruncatedModel, tokens: Sequence[int], missing: Sequence[in
     return search, sums
 
 
+@pytest.mark.slow
 def test_two_wrong_tokens_are_found_out_and_sought_anew(tiny: Callable[..., str]) -> None:
     model = load_model(
         tiny("gpt_neox", initializer_range=0.3), 1
@@ -253,6 +254,7 @@ def test_also_from_what_an_attention_node_is_sent(tiny_model: LoadModel, stream:
     assert all(one.verified for one in found.tokens)
 
 
+@pytest.mark.slow
 def test_a_gap_that_stays_open_is_closed_with_the_next(
     tiny_model: LoadModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -284,6 +286,7 @@ def test_wrong_sums_verify_nothing(tiny_model: LoadModel, monkeypatch: pytest.Mo
     assert found.stop_reason == "2 of 2 rows not matched within the budget"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("silent", [0, 1])
 def test_more_rows_of_a_cluster_are_asked_where_one_does_not_tell(
     tiny_model: LoadModel, monkeypatch: pytest.MonkeyPatch, silent: int
@@ -327,6 +330,7 @@ def test_where_rows_can_be_turned_back(
     assert AttentionSums.applies(observation.info, model) is can
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", *slow_cases("float16")])
 @pytest.mark.parametrize("here", [True, *slow_cases(False)])
 def test_rows_that_are_rounded_are_explained_as_far_as_rounding_allows(

@@ -71,6 +71,7 @@ def test_two_missing_tokens(tiny_model: LoadModel, proposal: str) -> None:
         assert found.tokens[-1].evaluated < VOCABULARY**3
 
 
+@pytest.mark.slow
 def test_gaps_before_the_first_row_and_between_all(tiny_model: LoadModel) -> None:
     (tokens,) = prompts_of(7, seed=5)
     found = recover(tiny_model("llama", 1), tokens, "shard:alpha=2,c=1,node=1")
@@ -78,6 +79,7 @@ def test_gaps_before_the_first_row_and_between_all(tiny_model: LoadModel) -> Non
     assert [one.row for one in found.tokens] == [-1, 0, -1, 1, -1, 2]
 
 
+@pytest.mark.slow
 def test_right_tokens_match_however_passes_round(tiny_model: LoadModel) -> None:
     """A threshold measured where both sides rounded alike is 0, and would have the whole budget spent."""
     model = tiny_model("llama", 3)
@@ -137,9 +139,10 @@ def test_a_budget_ends_the_search_and_says_so(tiny_model: LoadModel) -> None:
     assert len(found.ids) == 8 and found.ids[:3] == tokens[:3]
     assert [one.verified for one in found.tokens] == [True] * 3 + [False] * 5
     assert found.tokens[-1].evaluated == 5
-    assert found.stop_reason == "1 of 1 rows not matched within the budget"
+    assert found.stop_reason == "1 of 1 row not matched within the budget"
 
 
+@pytest.mark.slow
 def test_long_gaps_get_what_the_priors_propose(
     tiny_model: LoadModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -172,6 +175,7 @@ def test_behind_an_open_gap_few_are_tried(tiny_model: LoadModel, monkeypatch: py
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("channel", ["hidden-perm", *slow_cases("project:count=16", "project:count=64")])
 def test_rows_that_show_less_than_states(tiny_model: LoadModel, channel: str) -> None:
     model = tiny_model("llama", 2)
@@ -225,8 +229,8 @@ def test_where_wrong_tokens_come_as_near_nothing_is_verified(tiny_model: LoadMod
         found = recover(model, tokens, noise, "drop-rows:size=2,after=6", budget=4 * VOCABULARY)
         assert not any(one.verified for one in found.tokens[6:])
         assert found.stop_reason in (
-            "1 of 1 rows matched where wrong tokens come as near as right ones",
-            "1 of 1 rows not matched within the budget",
+            "1 of 1 row matched where wrong tokens come as near as right ones",
+            "1 of 1 row not matched within the budget",
         )
 
 

@@ -111,6 +111,7 @@ def test_its_tokenizer_runs_where_it_is_trusted(own: Callable[..., Path], tmp_pa
     assert model.text(model.tokenize("hi")) == "hi"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_probes")
 def test_a_record_does_not_make_it_run(
     own: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -44,6 +44,7 @@ def test_the_standard_library_has_texts_enough() -> None:
     assert min(map(len, texts)) >= MIN_CHARS
 
 
+@pytest.mark.slow
 def test_windows_are_seeded_valid_and_varied(spoken: TruncatedModel) -> None:
     one, again, other = (
         [w.tolist() for w in islice(Corpus(spoken, s).windows(10**9), 400)] for s in (0, 0, 1)
@@ -240,6 +241,7 @@ def test_a_trained_probe_is_kept(cache: Path, tiny_model: LoadModel) -> None:
     assert torch.equal(first.log_probs(rows), second.log_probs(rows))
 
 
+@pytest.mark.slow
 def test_what_changes_states_needs_a_probe_of_its_own(
     cache: Path, tiny_model: LoadModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:

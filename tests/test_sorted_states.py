@@ -148,6 +148,7 @@ def test_a_probe_of_permuted_columns_scores_beside_them(
     assert rank(scores) < 0.9 * rank(alone.log_probs(rows))
 
 
+@pytest.mark.slow
 def test_rows_in_known_coordinates_do_without(tiny_model: LoadModel, cache: Path) -> None:
     model = tiny_model("llama", 2)
     probes, _ = store.probes_for(model, public_of(model, "seq-perm"), (0, 1))

@@ -24,6 +24,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[WholeModel, WholeM
     return load_whole(path, device="cpu"), load_whole(path, device="cpu", layers=3)
 
 
+@pytest.mark.slow
 def test_draft_and_target_together_draw_from_the_target() -> None:
     generator = torch.Generator().manual_seed(0)
     target, draft = torch.tensor([2.0, 1.0, 0.0, -1.0]), torch.tensor([0.0, 1.5, 1.0, -3.0])

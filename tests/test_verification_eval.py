@@ -146,6 +146,7 @@ def test_experiments_are_cells_of_known_measures(spec: dict[str, Any], tmp_path:
     assert measure_cell(cell, tmp_path)["status"] == MEASURED
 
 
+@pytest.mark.slow
 def test_other_ways_of_sampling_have_their_own_scores(spec: dict[str, Any], home: Path) -> None:
     setting = Setting(model=spec["model"], prompts=spec["prompts"], limit=4, max_tokens=8, device="cpu")
     made = verification.detection(setting, providers="seed=1", new_tokens=36, method="ipt", trials=20)

@@ -121,6 +121,7 @@ def test_without_a_verdict_nothing_is_called_right(files: Files, reference: Word
         assert missing in found["undecided"] and not (found["verdict"] or {}).get("diverges")
 
 
+@pytest.mark.slow
 def test_files_to_be_reviewed_are_not_passed(files: Files, reference: Words, tmp_path: Path) -> None:
     """Random bytes may look like encoded data: one request a file, of which some are to be reviewed and one is not."""
     for i, line in enumerate(files["honest"].read_text().splitlines()):
@@ -203,6 +204,7 @@ def test_simulate_refuses_to_overwrite_and_goes_on(model: str, files: Files, tmp
     assert tokens[0] == tokens[1]
 
 
+@pytest.mark.slow
 def test_speculative_answers_are_scored_with_their_draft(
     model: str, files: Files, reference: Words, tmp_path: Path
 ) -> None:

@@ -33,7 +33,7 @@ class Diagnosis:
     @property
     def certain(self) -> bool:
         """Whether the rows are something else than they claim, beyond doubt: an attack would find nothing."""
-        return self.exact and self.fault in ("layout", "place", "several", "padding")
+        return self.exact and self.fault in ("layout", "place", "padding")
 
     def __str__(self) -> str:
         return self.sentence
@@ -57,9 +57,16 @@ def diagnose(
     info = observation.info
     if info.rows_permuted or info.columns_permuted or info.noise_sigma or info.prefix_tokens:
         raise NotApplicableError("rows that passed a defense cannot be told apart; say what they are by hand")
+    if info.positions is not None:
+        raise NotApplicableError(
+            "rows of some positions are not looked at, since what stands before them is missing"
+        )
     progress("looking at the rows", 0, 2)
     sample = Sample(model, seed)
-    finding = Look(observation, model, sample, claimed_only=True).finding()
+    first = Look(observation, model, sample, claimed_only=True)
+    if first.claimed is None and first.readable(info.site):
+        raise NotApplicableError(f"{info.site} is not among the places that are looked at")
+    finding = first.finding()
     progress("looking at the rows", 1, 2)
     if finding is None or told(finding, info):
         dtype = str(model.dtype).removeprefix("torch.")
@@ -68,7 +75,8 @@ def diagnose(
         if not look.likelihoods:
             width = observation.states.shape[1]
             return Diagnosis("width", f"no place in {model.ref.name} has vectors {width} wide")
-        finding = look.finding() if finding is None else look.nearest(finding.chain)
+        finding = look.nearest(finding.chain) if finding is not None else None
+        finding = look.finding() if finding is None else finding
         if finding is None:
             fault, sentence, site = resembled(look, info.site, model.ref.name)
             return Diagnosis(fault, sentence, site)

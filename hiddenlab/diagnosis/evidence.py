@@ -13,7 +13,9 @@ from hiddenlab.models import TruncatedModel
 from hiddenlab.proposals.probe import Expert, ridge_expert, whitened_table, whitening
 
 STANDS_OUT = 3.0  # a row fits a token whose vector is this many times nearer than that of any other token
+NEAR = 0.7  # of a row's length: a vector that is farther away is no match, whatever the others are
 SHORTLISTS = (64, 512)  # tokens tried for a row; more where none of the first stands out
+NOTHING = 1e-4  # of the median length: a shorter row is taken for zeros
 GLANCE = 16  # tokens tried for a row that is probably no first one
 SEVERAL = 4  # first tokens that stay possible where none stands out
 WHOLE = 4096  # a vocabulary up to this size is tried whole
@@ -111,8 +113,12 @@ def stand_alone(
     known = vectors_at(model, list({h.place for h, _, _ in looked}), tokens[:, None])
     margins = []
     for hypothesis, _, rows in looked:
-        near = torch.cdist(hypothesis.rows[rows], known[hypothesis.place][:, 0]).topk(2, largest=False).values
-        margins.append(near[:, 1] / near[:, 0].clamp(min=1e-12))
+        seen = hypothesis.rows[rows]
+        near = torch.cdist(seen, known[hypothesis.place][:, 0]).topk(2, largest=False).values
+        length = torch.linalg.vector_norm(seen, dim=1)
+        # A row of zeros is as near to every small vector: padding, or an embedding that was never trained.
+        matching = (near[:, 0] <= NEAR * length) & (length > NOTHING * length.median())
+        margins.append(torch.where(matching, near[:, 1] / near[:, 0].clamp(min=1e-12), 0))
     return margins
 
 
@@ -140,7 +146,8 @@ def explain(
         if len(longer) > 1 and chains[0].tokens:  # a second row must tell
             return chains[0] if len(chains) == 1 and len(chains[0].tokens) > 1 else None
         chains = longer
-    return chains[0] if len(chains) == 1 else None
+    enough = len(chains) == 1 and len(chains[0].tokens) >= min(2, len(hypothesis.rows))
+    return chains[0] if enough else None  # one row alone may be chance
 
 
 def _longer(
@@ -155,7 +162,8 @@ def _longer(
     vectors = vectors_at(model, [hypothesis.place], sequences)[hypothesis.place][:, -1]
     distances = torch.linalg.vector_norm(vectors - row, dim=1) / row.norm().clamp(min=1e-12)
     near = distances.topk(min(SEVERAL, len(distances)), largest=False)
-    alone = len(near.values) < 2 or STANDS_OUT * float(near.values[0]) <= float(near.values[1])
+    nearest = float(near.values[0])
+    alone = nearest <= NEAR and (len(near.values) < 2 or STANDS_OUT * nearest <= float(near.values[1]))
     longer = []
     for i in near.indices[: 1 if alone else SEVERAL].tolist():
         chain, token = chains[i // len(ids)], int(sequences[i, -1])

@@ -106,10 +106,8 @@ def layouts(observation: Observation, model: TruncatedModel) -> list[Layout]:
     if isinstance(h, int) and h > 1 and width % h == 0:
         inside = states.view(count, width // h, h).transpose(1, 2).flatten(1)
         outside = states.reshape(-1).view(h, count, width // h).transpose(0, 1).flatten(1)
-        inner = (
-            f"each row is [{width // h} of a head, {h} heads]; give the array with --axes tokens,head,heads"
-        )
-        outer = f"they are [{h} heads, tokens, {width // h}]; give the array with --axes heads,tokens,head"
+        inner = f"a row is [{width // h} of a head, {h} heads]; save the axes apart, and give --axes tokens,head,heads"
+        outer = f"they are [{h} heads, tokens, {width // h}]; save the axes apart, and give --axes heads,tokens,head"
         ways.append(Layout("coordinates before heads", inside, inner, True))
         ways.append(Layout("heads before tokens", outside, outer, True))
     return ways

@@ -33,9 +33,10 @@ from hiddenlab.diagnosis.numerics import other_numbers
 from hiddenlab.diagnosis.places import Place
 from hiddenlab.models import TruncatedModel
 from hiddenlab.proposals.corpus import Corpus
-from hiddenlab.types import Observation
+from hiddenlab.types import INNER_STREAMS, Observation, Site
 
 TEXT, WINDOW, SINGLES = 2048, 32, 2048  # tokens of running text, in windows, and tokens that stand first
+MOST_STARTS = 512  # rows asked whether another prompt begins there
 GLANCED = 256, 512  # of the single tokens and of the text, which give the first estimates
 TRIED = 24  # hypotheses that are read, beside those of the claimed place
 TOGETHER = 8  # of them whose first rows are looked at in one go
@@ -43,6 +44,8 @@ CLOSELY = 3  # of them read where the first row tells too little, or is missing
 STARTS = 12  # rows looked at as a prompt's first
 MOST_ROWS = 64  # looked at where the vocabulary is small
 EXACT = 1e-3  # distance of a row that rounding in float32 explains, relative to its length
+FAR = 0.5  # of a row's length: vectors at this distance explain nothing
+ALL = 0.8  # share of rows that fit a place without context
 MOST_PREFIXES = 8  # special tokens tried before the first row
 
 
@@ -74,8 +77,10 @@ class Sample:
 
     def __init__(self, model: TruncatedModel, seed: int) -> None:
         corpus = Corpus(model, seed)
-        windows = [corpus.text_window(WINDOW) for _ in range(TEXT // WINDOW)]
-        self.texts = torch.stack([window for window in windows if len(window) == WINDOW])
+        longest = getattr(model.module.config, "max_position_embeddings", None)
+        length = min(WINDOW, longest) if isinstance(longest, int) and longest > 1 else WINDOW
+        windows = [corpus.text_window(length) for _ in range(TEXT // length)]
+        self.texts = torch.stack([window for window in windows if len(window) == length])
         order = torch.randperm(model.vocab_size, generator=torch.Generator().manual_seed(seed))
         count = model.vocab_size if model.vocab_size <= WHOLE else SINGLES
         self.singles = torch.cat([torch.tensor(model.special_ids, dtype=torch.long), order[:count]])
@@ -97,7 +102,8 @@ class Look:
         self.ways = layouts(observation, model)
         widths = {way.rows.shape[1] for way in self.ways}
         glanced, read = GLANCED
-        self.places = measure_places(model, sample.texts[: read // WINDOW], sample.singles[:glanced], widths)
+        texts = sample.texts[: max(1, read // sample.texts.shape[1])]
+        self.places = measure_places(model, texts, sample.singles[:glanced], widths)
         self.claimed = next((place for place in self.places if place.site == observation.info.site), None)
         self.likelihoods = rank(self.places, self.ways)
         own = [hypothesis for hypothesis in self.likelihoods if hypothesis.place == self.claimed]
@@ -105,6 +111,11 @@ class Look:
         others = [hypothesis for hypothesis in self.likelihoods if hypothesis.place != self.claimed]
         self.others = [] if claimed_only else others[:TRIED]
         self._readers: dict[Place, Reader] = {}
+
+    def readable(self, site: Site) -> bool:
+        """Return whether rows of the observation's width can be of this site at all, whether or not it is read here."""
+        widths = {way.rows.shape[1] for way in self.ways}
+        return site.stream in (*INNER_STREAMS, "logits") and self.model.width in widths
 
     def likely(self, hypothesis: Hypothesis) -> bool:
         """Return whether rows spread as the place's own vectors do, and hardly less so than at any other place."""
@@ -123,16 +134,18 @@ class Look:
             chain = self._closely((*self.own[:1], *self.others[: CLOSELY - 1]))
         return None if chain is None else self.nearest(chain)
 
-    def nearest(self, chain: Chain) -> Finding:
-        """Return the place and layout whose vectors of these tokens are nearest to the rows."""
+    def nearest(self, chain: Chain) -> Finding | None:
+        """Return the place and layout whose vectors of these tokens are nearest to the rows; None if none is near."""
         distances = {
             pair: float(found.median())
             for pair, found in distances_of(self.model, chain, self.ways).items()
             if pair[0] in self.places
         }
         place, layout = min(distances, key=lambda pair: (distances[pair], pair[0].site is None))
-        distance = distances[place, layout]
-        starts = self._starts(Hypothesis(place, layout), chain, distance)
+        distance, hypothesis = distances[place, layout], Hypothesis(place, layout)
+        if distance > FAR or (self._context_free(place, chain) and not self._all_fit(hypothesis)):
+            return None
+        starts = self._starts(hypothesis, chain)
         numbers = "" if distance <= EXACT else other_numbers(self.model, place, layout, chain, distance)
         return Finding(place, layout, chain, starts, distance, numbers)
 
@@ -181,29 +194,30 @@ class Look:
         """Return for each hypothesis the rows that are near to the vector of one token by itself, and to no other."""
         readers, looked = self._read([h.place for h in hypotheses]), []
         for hypothesis in hypotheses:
-            rows = hypothesis.rows
-            order = self.places[hypothesis.place].looks_first(rows).argsort(descending=True)
-            most = MOST_ROWS if self.model.vocab_size <= WHOLE else STARTS
-            looked.append(
-                (hypothesis, readers[hypothesis.place], torch.cat([torch.tensor([0]), order[:most]]).unique())
-            )
+            order = self.places[hypothesis.place].looks_first(hypothesis.rows).argsort(descending=True)
+            chosen = torch.cat([torch.tensor([0]), order[: self._most()]]).unique()
+            looked.append((hypothesis, readers[hypothesis.place], chosen))
         margins = stand_alone(self.model, looked)
         return [
             rows[alone >= STANDS_OUT].tolist() for (_, _, rows), alone in zip(looked, margins, strict=True)
         ]
 
-    def _starts(self, hypothesis: Hypothesis, chain: Chain, distance: float) -> tuple[int, ...]:
+    def _starts(self, hypothesis: Hypothesis, chain: Chain) -> tuple[int, ...]:
         """Return the rows that are first tokens' vectors, where vectors depend on the tokens before them."""
         if chain.before or self._context_free(hypothesis.place, chain):
             return (chain.start,)
-        starts, limit = {chain.start}, max(EXACT, 3 * distance)
         reader = self._read([hypothesis.place])[hypothesis.place]
-        for start in self._first_rows([hypothesis])[0]:
-            if start not in starts:
-                other = explain(self.model, hypothesis, reader, start)
-                if other is not None and max(other.distances) <= limit:
-                    starts.add(start)
-        return tuple(sorted(starts))
+        rows = torch.arange(min(len(hypothesis.rows), MOST_STARTS))
+        (margins,) = stand_alone(self.model, [(hypothesis, reader, rows)])
+        return tuple(sorted({chain.start, *rows[margins >= STANDS_OUT].tolist()}))
+
+    def _all_fit(self, hypothesis: Hypothesis) -> bool:
+        """Return whether nearly every row is a token's vector; where no context shows, two rows may be chance."""
+        looked = min(len(hypothesis.rows), 1 + self._most())
+        return len(self._first_rows([hypothesis])[0]) >= ALL * looked
+
+    def _most(self) -> int:
+        return MOST_ROWS if self.model.vocab_size <= WHOLE else STARTS
 
     def _context_free(self, place: Place, chain: Chain) -> bool:
         """Return whether a token's vector does not depend on what stands before it."""

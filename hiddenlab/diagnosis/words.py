@@ -8,12 +8,14 @@ from hiddenlab.types import QUANTIZATIONS, ObservationInfo, Site
 ALIKE = 0.75  # rows whose distance is this share of that of unrelated rows come from a place
 ROUNDED = 0.1  # distance that rounding explains which the channel says, relative to a row's length
 MISSING = (
-    "the first rows are missing, as behind a cached prefix; save every row, or name the position of the first row "
-    "(--first-position N --attack missing-tokens)"
+    "the first rows are missing, as behind a cached prefix (save every row, or name the position of the first row: "
+    "--first-position N --attack missing-tokens), or positions counted the padding of a batch (give the model "
+    "position_ids that begin at the first token)"
 )
 OTHER = (
-    "they come from other weights of the same architecture, such as a fine-tuned model, from quantized weights, or "
-    "were changed afterwards; name the model with --model, or what changed them with --defense"
+    "they come from other weights of the same architecture, such as a fine-tuned model, from half precision or "
+    "quantized weights, or were changed afterwards; name the model with --model, or what changed them with --defense "
+    "(dtype:bfloat16, int8 …)"
 )
 
 
@@ -44,8 +46,10 @@ def told(finding: Finding, info: ObservationInfo) -> list[tuple[str, str]]:
         parts = ", ".join(map(str, starts[:-1])) + f" and {starts[-1]}"
         split = ",".join(str(start - starts[0]) for start in starts[1:])
         skip = f"--skip-rows {starts[0]} " if starts[0] else ""
-        said = f"the rows are those of {len(starts)} prompts, which begin in rows {parts}"
-        faults.append(("several", f"{said}: use {skip}--split {split}"))
+        said = f"rows {parts} are each like a first token's: if several prompts are joined, use {skip}--split {split}"
+        faults.append(
+            ("several", f"{said}; tokens that see nothing before them (a window, a chunk) look so too")
+        )
     elif starts[0]:
         said = f"the prompt begins in row {starts[0]}, behind rows of padding"
         faults.append(("padding", f"{said}: use --skip-rows {starts[0]}"))

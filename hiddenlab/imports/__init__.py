@@ -271,7 +271,7 @@ def _cut(
         raise InputError(f"{where}: --skip-rows {skipped} leaves no row of {shortest}")
     # Ids of padding stand before the prompt's, where there is one for each row.
     ids = [
-        tokens if tokens is None or len(tokens) != len(states) else tokens[skipped:]
+        tokens if tokens is None or len(tokens) < len(states) else tokens[skipped:]
         for tokens, states in zip(ids, rows, strict=True)
     ]
     rows = [states[skipped:] for states in rows]

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from hiddenlab.errors import HiddenlabError, InputError
+from hiddenlab.text import first_line
 from hiddenlab.utils.schema import LONGEST_LINE, lines, loads, opened, read_bytes
 
 WHOLE = "array"  # the name of the array in a file that holds one without a name
@@ -111,8 +112,7 @@ def _damaged(path: Path, kind: str) -> Iterator[None]:
     except MemoryError:
         raise InputError(f"{path} does not fit into the memory") from None
     except Exception as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
-        raise InputError(f"{path} is no {kind} file, or damaged: {reason}") from None
+        raise InputError(f"{path} is no {kind} file, or damaged: {first_line(error)}") from None
 
 
 def _bounded(claimed: int, path: Path) -> None:

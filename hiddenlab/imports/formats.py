@@ -282,7 +282,7 @@ def _stack(contents: Contents, shape: ModelShape) -> Recognised | None:
         if (
             name.rpartition(".")[2] == "hidden_states"
             and array.ndim == 4
-            and array.shape[0] == shape.layers + 1
+            and array.shape[0] == shape.layers + 1 != array.shape[1]
         ):
             part = Part((name,), axes=("layers", "batch", "tokens", "width"))
             return Recognised("transformers", (part,), *_ids_and_mask(contents))

@@ -152,6 +152,12 @@ def axes_of(
                 f"{where} could be {readings}; say which with --axes, such as --axes {','.join(layouts[0])}"
             )
         if layouts:
+            other = ("batch", "layers", "tokens", "width")
+            if layouts[0] == ("layers", "batch", "tokens", "width") and fits(other) and sizes[0] == sizes[1]:
+                raise InputError(
+                    f"{where} could be {_shown(layouts[0])} or {_shown(other)}; say which with --axes, such as --axes "
+                    f"{','.join(layouts[0])}"
+                )
             return layouts[0]
     raise InputError(f"{where} is no {stream} of {shape.name}: {_misfit(sizes, stream, shape, mask)}")
 

@@ -86,6 +86,11 @@ def _fitting(scale: Tensor, array: Tensor, where: str) -> tuple[Tensor, str]:
         raise InputError(f"{where} holds a scale that is not positive")
     if scale.numel() == 1:
         return scale.reshape(()), "tensor"
+    if list(scale.shape) == rows == [width]:
+        raise InputError(
+            f"{where} could belong to the {width} tokens or to the {width} coordinates; save it as [{width}, 1] or as "
+            f"[1, {width}]"
+        )
     if list(scale.shape) == rows:
         return scale.unsqueeze(-1), "row"
     if list(scale.shape) == [*rows, 1]:

@@ -244,20 +244,22 @@ def _csv_table(path: str, column: str | None) -> _Table:
     header = next(iter(data[:_LONGEST_ROW].splitlines()), b"").decode(errors="replace")
     delimiter = max(_DELIMITERS, key=lambda sign: len(next(csv.reader([header], delimiter=sign), ())))
 
-    def opened(data: bytes, **options: Any) -> Any:
-        return table.open_csv(
+    def read(data: bytes, **options: Any) -> Any:
+        # Not ``open_csv``: threads that it starts may still run when an error ends the program, and abort it.
+        return table.read_csv(
             BytesIO(data),
             table.ReadOptions(use_threads=False, block_size=_LONGEST_ROW),
             table.ParseOptions(delimiter=delimiter, newlines_in_values=True),
             table.ConvertOptions(**options),
         )
 
-    plain = opened(data)
+    plain = read(data)
     names = plain.schema.names
     if column is None:
-        return names, plain
+        return names, iter(plain.to_batches())
     data += b"\n" + delimiter.join([mark] * len(names)).encode()
-    return names, _closed(opened(data, column_types={column: text}, include_columns=[column]), mark, path)
+    chosen = read(data, column_types={column: text}, include_columns=[column])
+    return names, _closed(iter(chosen.to_batches()), mark, path)
 
 
 def _closed(batches: Iterator[Any], mark: str, path: str) -> Iterator[Any]:
