@@ -193,7 +193,7 @@ def test_settings_that_change_what_weights_mean(tiny: TinyPath, plain: Path, tmp
             {"base_model_name_or_path": "a/b"},
             r"adapter of 'a/b', which is not on this machine; fetch it .*as base_model",
         ),
-        ({"base_model_name_or_path": "/none"}, "adapter of '/none', which is not on this machine"),
+        ({"base_model_name_or_path": "/none"}, "adapter of '/none', and there is no such folder"),
         ({"base_model_name_or_path": str(tmp_path)}, "adapter of .*: the directory .* holds no config.json"),
         ({"base_model_name_or_path": str(plain)}, "which is an adapter itself"),
     ):

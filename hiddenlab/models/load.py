@@ -138,6 +138,11 @@ def _with_base(name: str, folder: Path) -> ModelRef:
     except InputError as error:
         if os.path.exists(base):
             raise InputError(f"{name} is an adapter of {base!r}: {error}") from None
+        if base.startswith((".", "/", "~")):
+            raise InputError(
+                f"{name} is an adapter of {base[:200]!r}, and there is no such folder (a relative path begins at the "
+                f"current directory); write its folder as base_model_name_or_path in {folder / CONFIG}"
+            ) from None
         raise InputError(
             f"{name} is an adapter of {base[:200]!r}, which is not on this machine; fetch it ('hf download …'), or "
             f"write its folder as base_model_name_or_path in {folder / CONFIG}"
