@@ -24,7 +24,7 @@ from hiddenlab.utils.random import generator
 TINY = "tiny"  # a random model of two million weights, made on the spot
 TOKENS, CACHED, PADDED = 24, 8, 3  # of the prompt; of its cached prefix; rows of padding
 TUNED = 0.05  # a fine-tuned model's change of each matrix, relative to its norm, in rank 8
-BUDGET = 256  # candidates a token where the attack runs on the built-in model
+BUDGET = 64  # candidates a token where the attack runs on the built-in model
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ def planted(spec: dict[str, object], folder: Path, progress: Progress = silent) 
         model = load_model(name, plant.layer, stream=plant.stream, device="cpu")
         observation = Observation.from_states(plant.states, model)
         told = diagnose(observation, model, seed=seed, progress=progress)
-        options = {"proposal": "vocab"} if tiny else {"proposal": "probe", "budget": BUDGET}
+        options = {"proposal": "vocab"} if tiny else {"proposal": "lm", "budget": BUDGET}
         result = VocabMatch(**options).fit(observation.info, model, seed).recover(observation)
         wrong = sum(t.verified and t.token != plant.tokens[t.row] for t in result.tokens)
     return {
