@@ -135,8 +135,8 @@ def test_every_distance(tiny_model: LoadModel, distance: str) -> None:
         assert_exact(attack(tiny_model("llama", 2), prompts, *specs, distance=distance), prompts)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("channel", ["identity", "2d-perm"])
+@pytest.mark.parametrize("dtype", ["bfloat16", *slow_cases("float16")])
+@pytest.mark.parametrize("channel", ["identity", *slow_cases("2d-perm")])
 def test_half_precision_models(tiny: TinyPath, dtype: str, channel: str) -> None:
     prompts = random_prompts(10, 3)
     for architecture in ("llama", "gemma2", "gpt2"):

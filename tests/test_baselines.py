@@ -50,6 +50,7 @@ def test_gradients_lead_to_the_token(tiny_model: LoadModel) -> None:
     assert sum(one.evaluated for one in found.tokens) < len(TOKENS) * VOCABULARY / 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["gradient", "random"])
 def test_sipit_finds_the_same_beside_other_prompts(tiny_model: LoadModel, policy: str) -> None:
     model = tiny_model("llama", 1)

@@ -85,6 +85,7 @@ def test_a_part_that_was_left_for_the_end_goes_back(
     )
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_probes")
 @pytest.mark.parametrize("width", [300, *slow_cases(8, 299)])
 def test_the_search_ends_where_a_candidate_is_believed(
@@ -112,6 +113,7 @@ def test_the_search_ends_where_a_candidate_is_believed(
             assert found.forward_calls < more.forward_calls
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_probes")
 def test_rows_tell_of_tokens_before_them_that_have_no_row(tiny: Callable[..., str]) -> None:
     model = load_model(tiny("llama", tokenizer=True), 2, device="cpu")

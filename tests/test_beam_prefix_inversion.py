@@ -187,6 +187,7 @@ def test_prompts_behind_a_random_prefix_are_decoded_again(
     assert distances[1] < 0.1 * distances[0]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_probes")
 def test_a_decoding_that_explains_less_is_not_taken(
     tiny_model: LoadModel, monkeypatch: pytest.MonkeyPatch

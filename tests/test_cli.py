@@ -608,8 +608,10 @@ def test_long_work_says_now_and_then_how_far_it_is(
         ("permuted-model", "channels=", "unknown channel ''"),
     ],
 )
-def test_options_of_experiments_of_another_kind(run: Run, name: str, option: str, message: str) -> None:
-    assert message in refused(run("eval", name, "--set", option, code=2))
+def test_options_of_experiments_of_another_kind(
+    run: Run, tiny: Callable[..., str], name: str, option: str, message: str
+) -> None:
+    assert message in refused(run("eval", name, "--model", tiny("llama"), "--set", option, code=2))
 
 
 @pytest.mark.parametrize("width", [200, 80, 40])

@@ -499,6 +499,7 @@ def test_states_are_matched_with_the_permuted_model(
         permuted_model(Setting(), channels="identity,gaussian:sigma=1")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_probes")
 @pytest.mark.parametrize("scheme", list(protocols.REVEALING))
 def test_states_that_schemes_reveal_are_matched(spec: dict[str, object], tmp_path: Path, scheme: str) -> None:

@@ -186,6 +186,7 @@ def test_wide_states_are_projected(tiny_model: LoadModel, monkeypatch: pytest.Mo
     assert described(model).features.shape == (VOCABULARY, 16)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("channel", ["seq-perm", pytest.param("identity", marks=pytest.mark.slow)])
 def test_the_attack_learns_and_stays_exact(
     tiny_model: LoadModel, small_probes: None, monkeypatch: pytest.MonkeyPatch, channel: str

@@ -415,6 +415,7 @@ def test_a_masked_model_of_the_same_tokens_says_what_it_said(
         assert torch.allclose(found[..., token], wanted[..., own], atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("own_cache")
 def test_a_masked_model_of_other_tokens_learns_too(
     tiny: TinyPath, masked: Callable[..., str], texts: str, monkeypatch: pytest.MonkeyPatch

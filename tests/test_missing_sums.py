@@ -273,6 +273,7 @@ def test_a_gap_that_stays_open_is_closed_with_the_next(
     assert [one.row for one in found.tokens if one.row >= 0] == [0, 1, 2, 3]
 
 
+@pytest.mark.slow
 def test_wrong_sums_verify_nothing(tiny_model: LoadModel, monkeypatch: pytest.MonkeyPatch) -> None:
     model, tokens = tiny_model("gpt_neox", 1), tokens_of(7, 4)
 

@@ -100,6 +100,7 @@ def farthest(relative: Tensor) -> Tensor:
     return relative.argsort(descending=True)[:2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("safeguard", [None, "rounding", "second look"])
 @pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_screened_in_a_faster_dtype_it_finds_the_same(
@@ -200,6 +201,7 @@ def test_rows_without_gaps_are_matched_as_ever(tiny_model: LoadModel) -> None:
     assert recover(tiny_model("llama", 2), tokens).ids == tokens
 
 
+@pytest.mark.slow
 def test_what_it_cannot_use(tiny_model: LoadModel) -> None:
     (tokens,) = prompts_of(8)
     with pytest.raises(NotApplicableError, match="where each row stands"):

@@ -99,6 +99,9 @@ def import_openai(
     """
     if out.exists():
         raise InputError(f"{out} exists; name another file")
+    for file in (path, requests):  # before a model is loaded, which takes long
+        if file is not None and not file.exists():
+            raise InputError(f"cannot read {file}: there is no such file")
     ref = resolve_model(model or BUILTIN)
     tokenizer = load_tokenizer(ref)
     if tokenizer is None:
