@@ -141,6 +141,8 @@ class Look:
             for pair, found in distances_of(self.model, chain, self.ways).items()
             if pair[0] in self.places
         }
+        if not distances:
+            return None
         place, layout = min(distances, key=lambda pair: (distances[pair], pair[0].site is None))
         distance, hypothesis = distances[place, layout], Hypothesis(place, layout)
         if distance > FAR or (self._context_free(place, chain) and not self._all_fit(hypothesis)):
