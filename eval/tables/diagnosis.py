@@ -1,15 +1,23 @@
 """Define the matrix of faults that files of hidden states have, and whether the diagnosis names them."""
 
+from hiddenlab.errors import InputError
 from hiddenlab.eval.cells import Cell, Experiment, Setting
 from hiddenlab.eval.measures.diagnosis import FAULTS, TINY
 
 LAYERS = {"builtin": 11, TINY: 2}
 
 
-def diagnosis(setting: Setting) -> Experiment:
-    """Plant each fault on the built-in model and on a small random one, and ask what the rows are."""
+def diagnosis(setting: Setting, models: str = "builtin,tiny") -> Experiment:
+    """Plant each fault on the built-in model and on a small random one, and ask what the rows are.
+
+    Args:
+        models: builtin, tiny, or both, joined by a comma.
+    """
     cells = []
-    for model, layer in LAYERS.items():
+    names = dict.fromkeys(name.strip() for name in models.split(","))
+    if unknown := [name for name in names if name not in LAYERS]:
+        raise InputError(f"unknown model {unknown[0]!r}; known are {', '.join(LAYERS)}")
+    for model, layer in ((name, LAYERS[name]) for name in names):
         for fault in FAULTS:
             spec = {"model": model, "layer": layer, "fault": fault, "prompt": 0, "seed": setting.seed}
             cells.append(Cell("planted", spec, {"model": model, "fault": fault}))
