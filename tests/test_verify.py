@@ -575,7 +575,7 @@ def test_an_audit_with_honest_examples_looks_at_perplexity(
         row["output"] = [7] * len(row["output"])  # nothing that was drawn
     (folder / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (row,) = answer("audit", folder, "--honest", many, *reference)["files"]
-    assert "3 answers have a perplexity" in " ".join(row["reasons"])
+    assert "3 answers with a perplexity" in " ".join(row["reasons"])
     # What three honest answers lie between says little of three others.
     (row,) = answer("audit", folder, "--honest", files["honest"], *reference)["files"]
     assert "perplexity" not in " ".join(row["reasons"])

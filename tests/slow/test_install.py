@@ -17,10 +17,10 @@ from hiddenlab.channels import Channel
 from hiddenlab.base import Attack
 from hiddenlab.models import load_model
 
-assert registry.names("defenses")[-1] == "round" and "seq-perm" in registry.names("defenses")
+assert registry.names("defenses")[-1] == "decimal" and "seq-perm" in registry.names("defenses")
 assert registry.names("attacks")[-1] == "nearest-embedding"
-assert registry.resolve("defenses", "round").__module__ == "hiddenlab_example.rounding"
-assert {line.name: line.parameters for line in registry.describe("defenses")}["round"] == "decimals: int"
+assert registry.resolve("defenses", "decimal").__module__ == "hiddenlab_example.rounding"
+assert {line.name: line.parameters for line in registry.describe("defenses")}["decimal"] == "decimals: int"
 
 folder = FOLDER
 torch.manual_seed(0)
@@ -29,10 +29,10 @@ config = LlamaConfig(vocab_size=50, **size)
 LlamaForCausalLM(config).save_pretrained(folder)
 model = load_model(folder, 1, device="cpu")
 tokens = [7, 3, 3, 40, 12, 9]
-channel = Channel.parse(["round:2", "seq-perm"])
+channel = Channel.parse(["decimal:2", "seq-perm"])
 observation, secret = channel.release(model, tokens, torch.Generator().manual_seed(1))
 plain = model.encode(torch.tensor(tokens))
-assert observation.info.channel == ("round:decimals=2", "seq-perm")
+assert observation.info.channel == ("decimal:decimals=2", "seq-perm")
 assert observation.info.rows_permuted and observation.info.facts == {"decimals": 2}
 expected = plain[list(secret.row_order)].round(decimals=2)
 assert not torch.equal(expected, plain) and torch.allclose(observation.states, expected, atol=1e-6)

@@ -16,9 +16,9 @@ class Round(Stage):
 
     def __init__(self, decimals: int) -> None:
         if decimals < 0:
-            raise InputError(f"round needs decimals ≥ 0, not {decimals}")
+            raise InputError(f"decimal needs decimals ≥ 0, not {decimals}")
         self.decimals = decimals
-        self.spec = f"round:decimals={decimals}"
+        self.spec = f"decimal:decimals={decimals}"
 
     def states(
         self, states: Tensor, generator: torch.Generator
