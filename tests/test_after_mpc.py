@@ -115,8 +115,10 @@ def test_layers_that_cannot_run_on_shares(on_shares: dict[str, Any], tmp_path: P
 @pytest.mark.parametrize(
     ("channel", "attack", "tolerant", "read"),
     [
-        ("identity", "vocab-match", True, 1.0),
-        *slow_cases(("shard:alpha=2,c=2,node=0", "missing-tokens:budget=500", True, 0.25)),
+        *slow_cases(
+            ("identity", "vocab-match", True, 1.0),
+            ("shard:alpha=2,c=2,node=0", "missing-tokens:budget=500", True, 0.25),
+        ),
         ("shard:alpha=2,c=2,node=0", "vocab-match:search=speculative", False, 0.25),
     ],
 )

@@ -163,6 +163,7 @@ def test_options_that_would_be_ignored_are_refused(model: hl.TruncatedModel, tmp
     assert again.samples[0]["recovered_ids"] == made.samples[0]["recovered_ids"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_probes")
 @pytest.mark.parametrize(
     ("attack", "channel"),

@@ -224,6 +224,7 @@ def test_vocab_is_tried_in_order_special_tokens_first(tiny_model: LoadModel) -> 
     assert [token.evaluated for token in recovery.tokens] == [2, FIRST_BATCH, VOCABULARY]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("channel", ["identity", pytest.param("2d-perm", marks=pytest.mark.slow)])
 def test_a_batch_is_one_by_one(tiny_model: LoadModel, small_probes: None, channel: str) -> None:
     model, prompts = tiny_model("llama", 2), random_prompts(4, 1, 6, 3)

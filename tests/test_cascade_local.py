@@ -137,6 +137,7 @@ def test_outputs_equal_the_plain_model(
             assert float((out - expected).abs().max()) <= 1e-4, (alpha, c, m, symmetric)
 
 
+@pytest.mark.slow
 @settings(max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_any_partition_gives_the_same(tiny: TinyPath, data: st.DataObject) -> None:

@@ -162,6 +162,7 @@ def test_long_gaps_get_what_the_priors_propose(
     assert found.ids == tokens[:6] and found.tokens[-1].verified
 
 
+@pytest.mark.slow
 def test_behind_an_open_gap_few_are_tried(tiny_model: LoadModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """No row can match there: its own probe, and the nearest of a few, are all that can be had."""
     monkeypatch.setattr(missing_tokens, "BEHIND", 20)

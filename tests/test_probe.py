@@ -314,6 +314,7 @@ def test_training_states_are_those_of_the_channel(tiny_model: LoadModel) -> None
     assert float((noised[0] - plain[0]).norm() / plain[0].norm()) > 0.01
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_probes")
 def test_probes_for_earlier_tokens(tiny: TinyPath, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A probe for earlier tokens knows them better than the one for own tokens; one collection of states serves all."""

@@ -214,7 +214,7 @@ def test_a_plugin_that_takes_a_known_name_is_refused(tmp_path: Path) -> None:
     shutil.copytree(PLUGIN, source)
     project = source / "pyproject.toml"
     project.write_text(
-        project.read_text(encoding="utf-8").replace("\nround =", "\nseq-perm ="), encoding="utf-8"
+        project.read_text(encoding="utf-8").replace("\ndecimal =", "\nseq-perm ="), encoding="utf-8"
     )
     install(source, tmp_path / "site")
     code = (

@@ -172,10 +172,13 @@ class Look:
         """Return tokens that explain rows whose first row tells too little, or stands behind a special token."""
         special = [(token,) for token in self.model.special_ids[:MOST_PREFIXES]]
         for hypothesis in hypotheses:
-            for befores in [((),), special] if special and len(hypothesis.rows) > 1 else [((),)]:
-                reader = self._readers[hypothesis.place]
-                if chain := explain(self.model, hypothesis, reader, 0, befores, SHORTLISTS[:1]):
-                    return chain
+            reader = self._readers[hypothesis.place]
+            if chain := explain(self.model, hypothesis, reader, 0):
+                return chain
+            if special and len(hypothesis.rows) > 1:
+                chain = explain(self.model, hypothesis, reader, 0, special, SHORTLISTS[:1])
+            if chain:
+                return chain
         return None
 
     def _read(self, places: Sequence[Place]) -> dict[Place, Reader]:
