@@ -198,6 +198,16 @@ def test_ids_are_cut_like_rows(output: Any, ids: torch.Tensor, shape: ModelShape
         tuple(ids[0, 7:].tolist()),
     ]
     assert same(imported, states[3:7], states[7:])
+    padded = torch.cat([torch.full((2, WIDTH), 7.0), states])
+    save_file({"states": padded, "input_ids": ids[0].clone()}, tmp_path / "p.safetensors")  # none of padding
+    (truth,) = read(tmp_path / "p.safetensors", shape, layer=1, skip_rows=2).truths
+    assert truth.tokens == tuple(ids[0].tolist())
+    generated = torch.cat(
+        [ids[0], torch.tensor([7, 7, 7, 7, 7])]
+    )  # whose rows are missing: which ids are padding's?
+    save_file({"states": padded, "input_ids": generated}, tmp_path / "g.safetensors")
+    with pytest.raises(InputError, match="--first-position"):
+        read(tmp_path / "g.safetensors", shape, layer=1, skip_rows=2)
 
 
 @pytest.mark.slow

@@ -34,10 +34,7 @@ def capture(
 ) -> None:
     """Save the hidden states of prompts as a defense releases them; one file, several prompts."""
     config = config.checked()
-    for path in (output, truth):
-        check_writable(path)
-    if truth is not None and truth.resolve() == output.resolve():
-        raise InputError("--truth and --output name the same file; the truth needs a file of its own")
+    check_outputs(output, truth)
     from hiddenlab.job import capture_all, save_truth
     from hiddenlab.observation import save_observations
 
@@ -62,12 +59,20 @@ def capture(
     )
 
 
-def check_writable(path: Path | None) -> None:
-    """Check that a file can be written, before the work starts.
+def check_outputs(output: Path, truth: Path | None) -> None:
+    """Check that an observation file and a truth file can be written, before the work starts.
 
     Raises:
-        InputError: it cannot.
+        InputError: one of them cannot, or both are the same file.
     """
+    for path in (output, truth):
+        _check_writable(path)
+    if truth is not None and truth.resolve() == output.resolve():
+        raise InputError("--truth and --output name the same file; the truth needs a file of its own")
+
+
+def _check_writable(path: Path | None) -> None:
+    """Check that a file can be written."""
     if path is None:
         return
     if len(os.fsencode(path.name)) > 200:

@@ -7,11 +7,12 @@ from typing import Annotated
 from typer import Argument, Option
 
 from hiddenlab import options as o
-from hiddenlab.cli.capture import check_writable
+from hiddenlab.cli.capture import check_outputs
 from hiddenlab.cli.console import bars, print_json, stdout
 from hiddenlab.cli.from_config import takes
 from hiddenlab.config import ATTACK_OPTIONS, AttackConfig
 from hiddenlab.errors import InputError
+from hiddenlab.text import count_of
 
 _OTHER_SOURCES = (
     "prompt",
@@ -44,14 +45,11 @@ def import_(
 ) -> None:
     """Turn hidden states that another program saved into an observation file, for 'attack --observation'."""
     config = replace(config, states=tuple(files)).checked()
-    for path in (output, truth):
-        check_writable(path)
+    check_outputs(output, truth)
     taken = [Path(name).resolve() for name in files]
     for option, path in (("--output", output), ("--truth", truth)):
         if path is not None and path.resolve() in taken:
             raise InputError(f"{option} {path} is one of the files to import; name another")
-    if truth is not None and truth.resolve() == output.resolve():
-        raise InputError("--truth and --output name the same file; the truth needs a file of its own")
     from hiddenlab.job import import_states, save_truth
     from hiddenlab.observation import save_observations
 
@@ -72,7 +70,5 @@ def import_(
         print_json({"format": 1, **made, **counts, **facts, "defense": list(info.channel)})
         return
     channel = " | ".join(info.channel) or "identity"
-    prompts = "1 prompt" if len(brought.observations) == 1 else f"{len(brought.observations)} prompts"
-    stdout().print(
-        f"{output}: {prompts}, {rows} rows, {info.site} of {info.model}, channel {channel}", soft_wrap=True
-    )
+    counted = f"{count_of(len(brought.observations), 'prompt')}, {count_of(rows, 'row')}"
+    stdout().print(f"{output}: {counted}, {info.site} of {info.model}, channel {channel}", soft_wrap=True)

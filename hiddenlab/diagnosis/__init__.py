@@ -64,7 +64,7 @@ def diagnose(
     progress("looking at the rows", 0, 2)
     sample = Sample(model, seed)
     first = Look(observation, model, sample, claimed_only=True)
-    if first.claimed is None and first.readable(info.site):
+    if first.claimed is None and first.unread(info.site):
         raise NotApplicableError(f"{info.site} is not among the places that are looked at")
     finding = first.finding()
     progress("looking at the rows", 1, 2)

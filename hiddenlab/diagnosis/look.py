@@ -112,8 +112,8 @@ class Look:
         self.others = [] if claimed_only else others[:TRIED]
         self._readers: dict[Place, Reader] = {}
 
-    def readable(self, site: Site) -> bool:
-        """Return whether rows of the observation's width can be of this site at all, whether or not it is read here."""
+    def unread(self, site: Site) -> bool:
+        """Return whether the rows can be of a site that no place stands for, by their width."""
         widths = {way.rows.shape[1] for way in self.ways}
         return site.stream in (*INNER_STREAMS, "logits") and self.model.width in widths
 

@@ -83,10 +83,11 @@ def resembled(look: Look, claimed: Site, name: str) -> tuple[str, str, Site | No
             f"the rows spread like {claimed}, but no row is that of a first token: {MISSING}",
             claimed,
         )
+    nearest = next(iter(look.likelihoods)).place
     return (
         "unlike",
-        f"the rows resemble no place in {name}: check that they come from this model, and that every row is a token of "
-        "one prompt",
+        f"no token that was tried gives these rows in {name}; by mean and spread {nearest} is the nearest place. Check "
+        "that they come from this model, and that every row is a token of one prompt",
         None,
     )
 

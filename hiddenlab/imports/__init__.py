@@ -211,7 +211,7 @@ def _prompts(
     rows, ids, cut = _cut(without_padding(batch, mask), ids, reading, where)
     notes += cut
     lengths = ", ".join(str(len(prompt)) for prompt in rows[:6]) + (" …" if len(rows) > 6 else "")
-    prompts = "1 prompt" if len(rows) == 1 else f"{len(rows)} prompts"
+    prompts = count_of(len(rows), "prompt")
     if len(part.names) > 1 and not part.added:
         notes.append(f"{len(part.names)} arrays joined along the tokens, in the order of their numbers")
     notes.insert(0, f"read as [{', '.join(axes)}]: {prompts} of {lengths} tokens{padding_said(mask)}")
@@ -269,9 +269,9 @@ def _cut(
         return rows, ids, []
     if skipped >= (shortest := min(map(len, rows))):
         raise InputError(f"{where}: --skip-rows {skipped} leaves no row of {shortest}")
-    # Ids of padding stand before the prompt's, where there is one for each row.
+    # Ids of padding stand before the prompt's, where there is one for each row (and one for a last generated token).
     ids = [
-        tokens if tokens is None or len(tokens) < len(states) else tokens[skipped:]
+        tokens[skipped:] if tokens is not None and 0 <= len(tokens) - len(states) <= 1 else tokens
         for tokens, states in zip(ids, rows, strict=True)
     ]
     rows = [states[skipped:] for states in rows]
