@@ -29,6 +29,7 @@ from hiddenlab.diagnosis.hypotheses import (
     measure_places,
     rank,
 )
+from hiddenlab.diagnosis.norms import OTHER, SAME, moved_by_norm
 from hiddenlab.diagnosis.numerics import other_numbers
 from hiddenlab.diagnosis.places import Place
 from hiddenlab.models import TruncatedModel
@@ -93,6 +94,10 @@ class Look:
     Args:
         model: truncated or whole; places of its layers are known. claimed_only: look at no place but the one that the
             observation names.
+
+    Attributes:
+        normed: the places behind a norm whose output the rows can be, by their lengths: one in a trained model, whose
+            norms all differ. has_wrong_lengths: the claimed place is behind a norm, and the rows cannot be its output.
     """
 
     def __init__(
@@ -109,7 +114,12 @@ class Look:
         own = [hypothesis for hypothesis in self.likelihoods if hypothesis.place == self.claimed]
         self.own = sorted(own, key=lambda hypothesis: hypothesis.layout.name != AS_THEY_ARE)
         others = [hypothesis for hypothesis in self.likelihoods if hypothesis.place != self.claimed]
-        self.others = [] if claimed_only else others[:TRIED]
+        moved = {} if claimed_only else {p: moved_by_norm(model, p, observation.states) for p in self.places}
+        self.normed = [place for place, share in moved.items() if share <= SAME]
+        # Not where there is no norm, which moves rows infinitely far.
+        self.has_wrong_lengths = self.claimed in moved and OTHER < moved[self.claimed] < math.inf
+        behind_norm = [hypothesis for hypothesis in others if hypothesis.place in self.normed]
+        self.others = [] if claimed_only else behind_norm or others[:TRIED]
         self._readers: dict[Place, Reader] = {}
 
     def unread(self, site: Site) -> bool:

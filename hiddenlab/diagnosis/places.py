@@ -14,6 +14,7 @@ from hiddenlab.models.attention import EAGER, attending, unchanged_rotary
 from hiddenlab.models.self_check import uncounted
 from hiddenlab.types import Site
 
+OUTPUT = "the output of "  # what begins the name of a module's output
 INNER_DEPTH = 2  # modules this deep inside a layer are read: a layer's attention, and its projections
 
 
@@ -105,7 +106,7 @@ def _hooks(module: nn.Module, shape: tuple[int, ...], visit: Visit) -> Iterator[
             if i == 1:
                 embeddings = Place(f"the input of {name}", 0, Site(0, "embed"))
                 handles.append(layer.register_forward_pre_hook(inputs_of(embeddings), with_kwargs=True))
-            after = Place(f"the output of {name}", i, Site(i, "resid"))
+            after = Place(f"{OUTPUT}{name}", i, Site(i, "resid"))
             handles.append(layer.register_forward_hook(outputs_of(after)))
             for inner, part in layer.named_modules():
                 if not inner or inner.count(".") >= INNER_DEPTH or isinstance(part, nn.ModuleList):
@@ -116,7 +117,7 @@ def _hooks(module: nn.Module, shape: tuple[int, ...], visit: Visit) -> Iterator[
                         inputs_of(Place(f"the input of {whole}", i)), with_kwargs=True
                     )
                 )
-                handles.append(part.register_forward_hook(outputs_of(Place(f"the output of {whole}", i))))
+                handles.append(part.register_forward_hook(outputs_of(Place(f"{OUTPUT}{whole}", i))))
         yield
     finally:
         for handle in handles:

@@ -65,6 +65,9 @@ def told(finding: Finding, info: ObservationInfo) -> list[tuple[str, str]]:
 
 def resembled(look: Look, claimed: Site, name: str) -> tuple[str, str, Site | None]:
     """Return what rows resemble that no token reproduces: a word for the fault, a sentence, and the site."""
+    if len(look.normed) == 1 and (place := look.normed[0]).site != claimed:
+        said = f"the rows are {place}, not {claimed}, since every row has the length that this norm gives"
+        return "place", f"{said}: {_way_out(place, claimed)}", place.site
     shares = look.shares()
     best, own = min(shares, key=lambda h: shares[h]), look.own[0] if look.own else None
     if own is not None and shares[own] <= max(ALIKE, 1.1 * shares[best]):
@@ -82,6 +85,14 @@ def resembled(look: Look, claimed: Site, name: str) -> tuple[str, str, Site | No
             "missing",
             f"the rows spread like {claimed}, but no row is that of a first token: {MISSING}",
             claimed,
+        )
+    if look.has_wrong_lengths and look.others:
+        nearest = look.others[0].place
+        return (
+            "place",
+            f"the rows are not {claimed}, since they do not have the lengths that its norm gives; by mean and spread "
+            f"{nearest} is the nearest place: {_way_out(nearest, claimed)}",
+            nearest.site,
         )
     nearest = next(iter(look.likelihoods)).place
     return (

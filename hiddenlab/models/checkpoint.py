@@ -277,7 +277,7 @@ def check_loaded(
         hint = f"it holds {packed}, of quantized weights, and its config.json does not say how they are quantized"
     missing = set(info["missing_keys"])
     if not final_norm:
-        missing -= _final_norm(model)
+        missing -= _final_norm_tensors(model)
     if missing:
         raise InputError(f"{label} does not give {listed(missing)}, which is needed; {hint}")
     if wrong := sorted(info["mismatched_keys"]):
@@ -361,21 +361,26 @@ def _layers_name(model: nn.Module) -> str | None:
     return None
 
 
-def _final_norm(model: nn.Module) -> set[str]:
-    """Return the names of the final norm's tensors: the first behind the layers, all of a state's width."""
+def final_norm(model: nn.Module) -> tuple[str, nn.Module] | None:
+    """Return the name and the module of the norm behind the last layer; None where there is none.
+
+    It is the first module behind the layers that has parameters.
+    """
     layers = _layers_name(model)
     if layers is None:
-        return set()
+        return None
     parent, _, last = layers.rpartition(".")
     children = list(model.get_submodule(parent).named_children())
     after = children[[name for name, _ in children].index(last) + 1 :]
-    for name, module in after:
-        tensors = dict(module.named_parameters())
-        if tensors:
-            width = torch.Size([model.config.hidden_size])  # type: ignore[union-attr,list-item]
-            return {
-                f"{parent}.{name}.{tensor}".lstrip(".")
-                for tensor, value in tensors.items()
-                if value.shape == width
-            }
-    return set()
+    found = next(((name, module) for name, module in after if any(True for _ in module.parameters())), None)
+    return None if found is None else (f"{parent}.{found[0]}".lstrip("."), found[1])
+
+
+def _final_norm_tensors(model: nn.Module) -> set[str]:
+    """Return the names of the final norm's tensors, all of a state's width."""
+    found = final_norm(model)
+    if found is None:
+        return set()
+    name, norm = found
+    width = torch.Size([model.config.hidden_size])  # type: ignore[union-attr,list-item]
+    return {f"{name}.{tensor}" for tensor, value in norm.named_parameters() if value.shape == width}
