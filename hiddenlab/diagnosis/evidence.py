@@ -10,7 +10,8 @@ from torch import Tensor
 from hiddenlab.diagnosis.hypotheses import PASS_TOKENS, Hypothesis, Layout
 from hiddenlab.diagnosis.places import Place, read_places
 from hiddenlab.models import TruncatedModel
-from hiddenlab.proposals.probe import Expert, ridge_expert, whitened_table, whitening
+from hiddenlab.proposals.probe import whitened_table, whitening
+from hiddenlab.proposals.ridge import RidgeReader
 
 STANDS_OUT = 3.0  # a row fits a token whose vector is this many times nearer than that of any other token
 NEAR = 0.7  # of a row's length: a vector that is farther away is no match, whatever the others are
@@ -54,8 +55,8 @@ class Reader:
         singles: Int[Tensor, " s"],
     ) -> None:
         self._targets = targets
-        self._behind = ridge_expert(vectors, targets[tokens])
-        self._first = ridge_expert(first, targets[singles])
+        self._behind = RidgeReader(vectors, targets[tokens])
+        self._first = RidgeReader(first, targets[singles])
 
     def first(self, rows: Float[Tensor, "rows w"], count: int) -> Int[Tensor, "rows k"]:
         """Return likely tokens of rows that stand first in their prompt."""
@@ -65,12 +66,13 @@ class Reader:
         """Return likely tokens of rows that stand behind others."""
         return self._best(self._behind, rows, count)
 
-    def _best(self, expert: Expert, rows: Tensor, count: int) -> Tensor:
+    def _best(self, reader: RidgeReader, rows: Tensor, count: int) -> Tensor:
         vocabulary = len(self._targets)
-        scores = expert.direction(expert.features(rows)) @ self._targets.T
-        return scores.topk(
-            vocabulary if vocabulary <= WHOLE and count > 1 else min(count, vocabulary), dim=1
-        ).indices
+        return (
+            reader.scores(rows, self._targets)
+            .topk(vocabulary if vocabulary <= WHOLE and count > 1 else min(count, vocabulary), dim=1)
+            .indices
+        )
 
 
 def targets_of(model: TruncatedModel) -> Float[Tensor, "v d"]:

@@ -29,7 +29,7 @@ from hiddenlab.diagnosis.hypotheses import (
     measure_places,
     rank,
 )
-from hiddenlab.diagnosis.norms import OTHER, SAME, moved_by_norm
+from hiddenlab.diagnosis.norms import SAME, moved_by_norm
 from hiddenlab.diagnosis.numerics import other_numbers
 from hiddenlab.diagnosis.places import Place
 from hiddenlab.models import TruncatedModel
@@ -39,11 +39,12 @@ from hiddenlab.types import INNER_STREAMS, Observation, Site
 TEXT, WINDOW, SINGLES = 2048, 32, 2048  # tokens of running text, in windows, and tokens that stand first
 MOST_STARTS = 512  # rows asked whether another prompt begins there
 GLANCED = 256, 512  # of the single tokens and of the text, which give the first estimates
-TRIED = 24  # hypotheses that are read, beside those of the claimed place
+TRIED = 12  # hypotheses that are read, beside those of the claimed place
 TOGETHER = 8  # of them whose first rows are looked at in one go
 CLOSELY = 3  # of them read where the first row tells too little, or is missing
 STARTS = 12  # rows looked at as a prompt's first
 MOST_ROWS = 64  # looked at where the vocabulary is small
+CLEAR = 0.3  # log-likelihood of a coordinate by which one place is clearly likelier than another
 EXACT = 1e-3  # distance of a row that rounding in float32 explains, relative to its length
 FAR = 0.5  # of a row's length: vectors at this distance explain nothing
 ALL = 0.8  # share of rows that fit a place without context
@@ -97,7 +98,7 @@ class Look:
 
     Attributes:
         normed: the places behind a norm whose output the rows can be, by their lengths: one in a trained model, whose
-            norms all differ. has_wrong_lengths: the claimed place is behind a norm, and the rows cannot be its output.
+            norms all differ.
     """
 
     def __init__(
@@ -116,8 +117,6 @@ class Look:
         others = [hypothesis for hypothesis in self.likelihoods if hypothesis.place != self.claimed]
         moved = {} if claimed_only else {p: moved_by_norm(model, p, observation.states) for p in self.places}
         self.normed = [place for place, share in moved.items() if share <= SAME]
-        # Not where there is no norm, which moves rows infinitely far.
-        self.has_wrong_lengths = self.claimed in moved and OTHER < moved[self.claimed] < math.inf
         behind_norm = [hypothesis for hypothesis in others if hypothesis.place in self.normed]
         self.others = [] if claimed_only else behind_norm or others[:TRIED]
         self._readers: dict[Place, Reader] = {}
@@ -132,6 +131,16 @@ class Look:
         likelihood = self.likelihoods[hypothesis]
         known = self.places[hypothesis.place]
         return likelihood >= max(*self.likelihoods.values(), known.expected) - TYPICAL
+
+    def clearly(self, nearest: Place) -> bool:
+        """Return whether rows spread as the vectors of a place do, and far otherwise than those of the claimed one.
+
+        Args:
+            nearest: the likeliest place.
+        """
+        own = self.likelihoods[self.own[0]] if self.own else -math.inf
+        best = next(iter(self.likelihoods.values()))
+        return best >= self.places[nearest].expected - 2 * TYPICAL and own <= best - CLEAR
 
     def finding(self) -> Finding | None:
         """Return what explains the rows, None where no token reproduces any."""

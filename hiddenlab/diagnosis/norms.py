@@ -11,7 +11,6 @@ from hiddenlab.models import TruncatedModel
 from hiddenlab.models.checkpoint import final_norm
 
 SAME = 2e-3  # of a row's length: a norm's own output moves by less, half precision included
-OTHER = 0.05  # of a row's length: what moves by more is no output of this norm, rounded to 8 bits neither
 SCALE = 4.0  # a norm forgets the scale of what it takes in
 
 

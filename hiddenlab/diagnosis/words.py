@@ -73,12 +73,19 @@ def resembled(look: Look, claimed: Site, name: str) -> tuple[str, str, Site | No
     if own is not None and shares[own] <= max(ALIKE, 1.1 * shares[best]):
         best = own
     if shares[best] <= ALIKE:
-        where = str(best.place) + ("" if best.layout.name == AS_THEY_ARE else f", {best.layout.way_out},")
         close = f"at {shares[best]:.2f} of the distance of unrelated tokens"
+        if best.layout.name != AS_THEY_ARE:
+            said = f"read otherwise, the numbers resemble {best.place} {close}: {best.layout.way_out}"
+            return "layout", said, best.place.site
+        if best.place.site != claimed:
+            said = f"the rows resemble {best.place} {close}, more than {claimed}"
+            return "place", f"{said}: {_way_out(best.place, claimed)}", best.place.site
         if bool(look.places[best.place].looks_first(best.rows[:1]) < 0):
-            sentence = f"the rows resemble {where} {close}, but no row is that of a first token: {MISSING}"
+            sentence = (
+                f"the rows resemble {best.place} {close}, but no row is that of a first token: {MISSING}"
+            )
             return "missing", sentence, best.place.site
-        sentence = f"the rows resemble {where} {close}, and equal no state of {name}: {OTHER}"
+        sentence = f"the rows resemble {best.place} {close}, and equal no state of {name}: {OTHER}"
         return "weights", sentence, best.place.site
     if own is not None and look.likely(own):
         return (
@@ -86,15 +93,14 @@ def resembled(look: Look, claimed: Site, name: str) -> tuple[str, str, Site | No
             f"the rows spread like {claimed}, but no row is that of a first token: {MISSING}",
             claimed,
         )
-    if look.has_wrong_lengths and look.others:
-        nearest = look.others[0].place
+    nearest = next(iter(look.likelihoods)).place
+    if look.clearly(nearest):
         return (
             "place",
-            f"the rows are not {claimed}, since they do not have the lengths that its norm gives; by mean and spread "
-            f"{nearest} is the nearest place: {_way_out(nearest, claimed)}",
+            f"no token that was tried gives these rows, but by mean and spread they are {nearest} and not {claimed}: "
+            f"{_way_out(nearest, claimed)}",
             nearest.site,
         )
-    nearest = next(iter(look.likelihoods)).place
     return (
         "unlike",
         f"no token that was tried gives these rows in {name}; by mean and spread {nearest} is the nearest place. Check "
