@@ -3,7 +3,7 @@
 A ridge regression maps a state to its token's whitened embedding. Some directions of the embedding can be read from a
 state far better than others. So cosines are taken after the directions were weighted by a power of the inverse
 covariance of the errors: on encyclopedia text at layer 11 of the built-in model this lifts the share of tokens that
-rank first from 0.65 to 0.87, with 4,800 states (docs/log/039-first-prompt.md; no paper describes it).
+rank first from 0.65 to 0.87, with 4,800 states (docs/log/039-closed-form-probe.md; no paper describes it).
 
 All that the regression needs are sums over states. Rows of tokens that an attack has verified are added to them.
 """
