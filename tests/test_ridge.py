@@ -1,4 +1,4 @@
-"""The probe in closed form: its errors, what it takes in later, and the norms that need no token."""
+"""Regressions with weighted directions, and norms that are known without a token."""
 
 import math
 from collections.abc import Callable
@@ -9,8 +9,8 @@ import torch
 from hiddenlab.diagnosis.norms import SAME, moved_by_norm
 from hiddenlab.diagnosis.places import Place, read_places
 from hiddenlab.models import TruncatedModel
-from hiddenlab.proposals.probe import ProbeSettings
-from hiddenlab.proposals.ridge import GrowingProbe, Sums, errors_without_own, metric_of
+from hiddenlab.proposals.probe import ridge_expert
+from hiddenlab.proposals.ridge import RIDGE, RidgeReader, errors_without_own, metric_of
 
 LoadModel = Callable[..., TruncatedModel]
 
@@ -21,56 +21,44 @@ def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
 
 def test_errors_are_those_of_regressions_without_the_row() -> None:
     rows, targets = drawn(40, 6), drawn(40, 3, seed=1)
-    sums = Sums.start(rows, 3)
-    features = sums.expert.features(rows)
-    sums.add(features, targets)
-    errors = errors_without_own(features, targets, sums.regularised(), sums.weights())
+    expert = ridge_expert(rows, targets, RIDGE)
+    features = expert.features(rows)
+    errors = errors_without_own(features, targets, expert.parameters["linear"])
     for i in (0, 17, 39):
-        others = torch.arange(40) != i
-        without = Sums(sums.mean, sums.scale, torch.zeros(6, 6), torch.zeros(6, 3))
-        without.add(features[others], targets[others])
-        assert torch.allclose(errors[i], targets[i] - features[i] @ without.weights(), atol=1e-4)
+        own, wanted = torch.arange(40) != i, targets[i]
+        gram = features[own].T @ features[own] + RIDGE * torch.eye(6)
+        without = torch.linalg.solve(gram, features[own].T @ targets[own])
+        assert torch.allclose(errors[i], wanted - features[i] @ without, atol=1e-4)
 
 
 def test_a_metric_undoes_the_covariance_of_errors() -> None:
     errors = drawn(500, 4) * torch.tensor([1.0, 2.0, 4.0, 8.0])
-    changed = errors @ metric_of(errors.T @ errors, 1.0)
+    changed = errors @ metric_of(errors, 1.0)
     assert torch.allclose(changed.T @ changed, torch.eye(4), atol=1e-4)
 
 
-def noisy(vocabulary: int, count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return an embedding table, tokens, and states that hold them beside much noise in some directions."""
-    table, mixing = drawn(vocabulary, 16), drawn(16, 24, seed=1)
-    tokens = torch.randint(vocabulary, (count,), generator=torch.Generator().manual_seed(seed))
+def noisy(table: torch.Tensor, count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return tokens, and states that hold them beside much noise in some directions."""
+    tokens = torch.randint(len(table), (count,), generator=torch.Generator().manual_seed(seed))
     blurred = table[tokens] + drawn(count, 16, seed=seed) * torch.linspace(0.02, 2, 16)
-    return table, tokens, blurred @ mixing
-
-
-def share_first(growing: GrowingProbe, table: torch.Tensor) -> float:
-    _, tokens, states = noisy(len(table), 400, seed=9)
-    best = growing.probe(table).parents(table).log_probs(states).argmax(1)
-    return float((best == tokens).float().mean())
+    return tokens, blurred @ drawn(16, 24, seed=1)
 
 
 def test_directions_that_are_read_well_count_for_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    table, tokens, states = noisy(300, 1500, seed=2)
-    growing = GrowingProbe.start(states, tokens, table, ProbeSettings())
-    weighted = share_first(growing, table)
-    monkeypatch.setattr("hiddenlab.proposals.ridge.POWERS", (0.0,))
-    assert weighted > share_first(growing, table) + 0.03
+    table = torch.nn.functional.normalize(drawn(300, 16), dim=1) * 4
+    tokens, states = noisy(table, 1500, seed=2)
+    wanted, rows = noisy(table, 400, seed=9)
 
+    def share_first() -> float:
+        best = RidgeReader(states, table[tokens]).scores(rows, table).argmax(1)
+        return float((best == wanted).float().mean())
 
-def test_rows_that_come_later_count_as_those_at_the_start() -> None:
-    table, tokens, states = noisy(300, 1500, seed=2)
-    growing = GrowingProbe.start(states[:300], tokens[:300], table, ProbeSettings())
-    before = share_first(growing, table)
-    features = growing.groups[0].expert.features(states[300:])
-    gram = growing.groups[0].gram + features.T @ features
-    growing.add(states[300:], tokens[300:], table)
-    assert torch.allclose(growing.groups[0].gram, gram, rtol=1e-4)
-    assert share_first(growing, table) > before
-    kept = GrowingProbe.from_tensors(growing.settings, growing.tensors())
-    assert share_first(kept, table) == share_first(growing, table)
+    weighted = share_first()
+    monkeypatch.setattr("hiddenlab.proposals.ridge.POWER", 0.0)  # plain cosines
+    plain = ridge_expert(states, table[tokens], RIDGE)
+    cosines = plain.direction(plain.features(rows)) @ torch.nn.functional.normalize(table, dim=1).T
+    assert share_first() == float((cosines.argmax(1) == wanted).float().mean())
+    assert weighted > share_first() + 0.03
 
 
 def test_only_a_norms_own_output_is_what_it_gives_back(tiny_model: LoadModel) -> None:

@@ -117,6 +117,7 @@ class Look:
         others = [hypothesis for hypothesis in self.likelihoods if hypothesis.place != self.claimed]
         moved = {} if claimed_only else {p: moved_by_norm(model, p, observation.states) for p in self.places}
         self.normed = [place for place, share in moved.items() if share <= SAME]
+        # Where the rows are a norm's output, no other place needs reading.
         behind_norm = [hypothesis for hypothesis in others if hypothesis.place in self.normed]
         self.others = [] if claimed_only else behind_norm or others[:TRIED]
         self._readers: dict[Place, Reader] = {}
@@ -132,15 +133,11 @@ class Look:
         known = self.places[hypothesis.place]
         return likelihood >= max(*self.likelihoods.values(), known.expected) - TYPICAL
 
-    def clearly(self, nearest: Place) -> bool:
-        """Return whether rows spread as the vectors of a place do, and far otherwise than those of the claimed one.
-
-        Args:
-            nearest: the likeliest place.
-        """
+    def clearly(self, likeliest: Hypothesis) -> bool:
+        """Return whether rows spread as this place's own vectors do, and unlike those of the claimed one."""
         own = self.likelihoods[self.own[0]] if self.own else -math.inf
-        best = next(iter(self.likelihoods.values()))
-        return best >= self.places[nearest].expected - 2 * TYPICAL and own <= best - CLEAR
+        best = self.likelihoods[likeliest]
+        return best >= self.places[likeliest.place].expected - 2 * TYPICAL and own <= best - CLEAR
 
     def finding(self) -> Finding | None:
         """Return what explains the rows, None where no token reproduces any."""

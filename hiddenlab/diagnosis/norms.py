@@ -53,7 +53,7 @@ def _weights_of(norm: nn.Module, width: int) -> tuple[Float[Tensor, " w"], Float
     signs[1::2] = -1
     try:
         plus, minus, scaled = (norm(row[None])[0].float() for row in (signs, -signs, SCALE * signs))
-    except (RuntimeError, TypeError, IndexError):
+    except (AttributeError, RuntimeError, TypeError, IndexError):  # it takes or gives something else
         return None
     weight, bias = (plus - minus) / 2 * signs.float(), (plus + minus) / 2
     forgets_scale = bool((scaled - plus).norm() <= SAME * plus.norm())

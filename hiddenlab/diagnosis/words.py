@@ -1,6 +1,6 @@
 """Put what was found about rows into one sentence, with the option that would be right."""
 
-from hiddenlab.diagnosis.hypotheses import AS_THEY_ARE
+from hiddenlab.diagnosis.hypotheses import AS_THEY_ARE, Hypothesis
 from hiddenlab.diagnosis.look import Finding, Look
 from hiddenlab.diagnosis.places import Place
 from hiddenlab.types import QUANTIZATIONS, ObservationInfo, Site
@@ -66,7 +66,7 @@ def told(finding: Finding, info: ObservationInfo) -> list[tuple[str, str]]:
 def resembled(look: Look, claimed: Site, name: str) -> tuple[str, str, Site | None]:
     """Return what rows resemble that no token reproduces: a word for the fault, a sentence, and the site."""
     if len(look.normed) == 1 and (place := look.normed[0]).site != claimed:
-        said = f"the rows are {place}, not {claimed}, since every row has the length that this norm gives"
+        said = f"the rows are {place}, not {claimed}, since they have the lengths that this norm gives"
         return "place", f"{said}: {_way_out(place, claimed)}", place.site
     shares = look.shares()
     best, own = min(shares, key=lambda h: shares[h]), look.own[0] if look.own else None
@@ -74,12 +74,9 @@ def resembled(look: Look, claimed: Site, name: str) -> tuple[str, str, Site | No
         best = own
     if shares[best] <= ALIKE:
         close = f"at {shares[best]:.2f} of the distance of unrelated tokens"
-        if best.layout.name != AS_THEY_ARE:
-            said = f"read otherwise, the numbers resemble {best.place} {close}: {best.layout.way_out}"
-            return "layout", said, best.place.site
-        if best.place.site != claimed:
-            said = f"the rows resemble {best.place} {close}, more than {claimed}"
-            return "place", f"{said}: {_way_out(best.place, claimed)}", best.place.site
+        if (otherwise := _otherwise(best, claimed)) is not None:
+            fault, way_out = otherwise
+            return fault, f"the numbers resemble {best.place} {close}: {way_out}", best.place.site
         if bool(look.places[best.place].looks_first(best.rows[:1]) < 0):
             sentence = (
                 f"the rows resemble {best.place} {close}, but no row is that of a first token: {MISSING}"
@@ -93,20 +90,27 @@ def resembled(look: Look, claimed: Site, name: str) -> tuple[str, str, Site | No
             f"the rows spread like {claimed}, but no row is that of a first token: {MISSING}",
             claimed,
         )
-    nearest = next(iter(look.likelihoods)).place
-    if look.clearly(nearest):
-        return (
-            "place",
-            f"no token that was tried gives these rows, but by mean and spread they are {nearest} and not {claimed}: "
-            f"{_way_out(nearest, claimed)}",
-            nearest.site,
-        )
+    likeliest = next(iter(look.likelihoods))
+    nearest = likeliest.place
+    if look.clearly(likeliest) and (otherwise := _otherwise(likeliest, claimed)) is not None:
+        fault, way_out = otherwise
+        said = f"no token that was tried gives these rows, but by mean and spread they are {nearest}"
+        return fault, f"{said}: {way_out}", nearest.site
     return (
         "unlike",
         f"no token that was tried gives these rows in {name}; by mean and spread {nearest} is the nearest place. Check "
         "that they come from this model, and that every row is a token of one prompt",
         None,
     )
+
+
+def _otherwise(hypothesis: Hypothesis, claimed: Site) -> tuple[str, str] | None:
+    """Return whether layout or place are other ones than claimed, and what to do; None if neither is."""
+    if hypothesis.layout.name != AS_THEY_ARE:
+        return "layout", hypothesis.layout.way_out
+    if hypothesis.place.site != claimed:
+        return "place", _way_out(hypothesis.place, claimed)
+    return None
 
 
 def _way_out(place: Place, claimed: Site) -> str:

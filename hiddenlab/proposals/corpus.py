@@ -28,20 +28,15 @@ def standard_library_texts() -> list[str]:
     return [text for source in standard_library_sources() for text in source]
 
 
-def language_reference() -> list[str]:
-    """Return the topics of Python's language reference, which are at hand at once."""
-    import pydoc_data.topics as reference
-
-    return [str(text) for text in reference.topics.values() if len(str(text)) >= MIN_CHARS]
-
-
 @cache
 def standard_library_sources() -> list[list[str]]:
     """Return these texts by source: each module's texts, which overlap, and each topic of the reference by itself.
 
     They are read once, which takes two seconds; callers must not change the lists.
     """
-    sources = [[text] for text in language_reference()]
+    import pydoc_data.topics as reference
+
+    sources = [[str(text)] for text in reference.topics.values()]
     for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
         try:
             source = path.read_text(encoding="utf-8")

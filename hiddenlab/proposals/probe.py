@@ -296,7 +296,7 @@ def train_probe(
         prior = token_prior(own, len(targets), settings)
         expert = _train_expert(rows[kept.to(device)], own, targets, prior, settings, steps, generator, tick)
         if len(held):
-            calibrate(expert, rows[held.to(device)], labels[held].to(device), targets, prior)
+            _calibrate(expert, rows[held.to(device)], labels[held].to(device), targets, prior)
         experts.append(expert)
     progress("training the probe", total, total)
     return Probe(settings, experts, border, mean, matrix).parents(table)
@@ -312,29 +312,12 @@ def token_prior(tokens: Tensor, vocab: int, settings: ProbeSettings) -> Tensor:
     return settings.prior * (counts / counts.sum()).log()
 
 
-def calibrate(
-    expert: Expert,
-    rows: Float[Tensor, "rows d"],
-    tokens: Int[Tensor, " rows"],
-    targets: Float[Tensor, "classes e"],
-    prior: Float[Tensor, " classes"] | float = 0.0,
-    steps: int = 29,
-) -> float:
-    """Set the temperature on rows held out, since training makes scores too uncertain or too sure.
-
-    Args:
-        tokens: of the rows, as places in ``targets``. prior: logits added beside them. steps: temperatures tried.
-
-    Returns:
-        The sum of the tokens' negative log-likelihoods at the temperature that makes it least.
-    """
+def _calibrate(expert: Expert, rows: Tensor, tokens: Tensor, targets: Tensor, prior: Tensor) -> None:
+    """Set the temperature on held-out rows, since training on a sample of the vocabulary makes scores too uncertain."""
     cosines = expert.direction(expert.features(rows)) @ targets.T
-    scales = expert.parameters["log_scale"].exp() * torch.linspace(0.5, 4.0, steps, device=rows.device)
-    losses = torch.stack(
-        [F.cross_entropy(cosines * scale + prior, tokens, reduction="sum") for scale in scales]
-    )
+    scales = expert.parameters["log_scale"].exp() * torch.linspace(0.5, 4.0, 29, device=rows.device)
+    losses = torch.stack([F.cross_entropy(cosines * scale + prior, tokens) for scale in scales])
     expert.parameters["log_scale"] = scales[losses.argmin()].log()
-    return float(losses.min())
 
 
 def sampled_softmax(
