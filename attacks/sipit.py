@@ -54,7 +54,7 @@ class SipIt(Attack):
         if batch < 1:
             raise InputError(f"the batch must be at least 1 prompt, not {batch}")
         self.batch = batch
-        self.matching = VocabMatch(proposal="vocab", distance=distance, epsilon=epsilon)
+        self.matching = VocabMatch(proposal="vocab", distance=distance, epsilon=epsilon, setup="full")
 
     def _fit(self, info: ObservationInfo) -> dict[str, float | str]:
         """Measure epsilon, as ``VocabMatch`` does; nothing is trained."""

@@ -11,7 +11,7 @@ from hiddenlab.errors import InputError
 from hiddenlab.utils.schema import CLOSED, LARGEST, Positive, check
 
 # Options of single attacks; one that an attack's constructor does not take is refused.
-ATTACK_OPTIONS = ("search", "proposal", "distance", "epsilon", "budget")
+ATTACK_OPTIONS = ("search", "proposal", "distance", "epsilon", "budget", "setup")
 # How files of states are read; they go with --states, or with 'hiddenlab import'.
 IMPORT_OPTIONS = (
     "format", "axes", "tensor", "layers", "first_position", "skip_rows", "split", "ids", "mask", "check",
@@ -84,6 +84,13 @@ class AttackConfig:
     budget: Annotated[
         Positive | None,
         Option(metavar="N", min=1, max=LARGEST, help="Candidates a token at most; default: no cap."),
+    ] = None
+    setup: Annotated[
+        Literal["quick", "full"] | None,
+        Option(
+            help="quick begins within seconds, and learns from the tokens that it verifies; full first trains a probe "
+            "for about a minute, which pays for many prompts. Default: quick."
+        ),
     ] = None
     batch: Annotated[
         Positive | None,

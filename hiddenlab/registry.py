@@ -135,6 +135,7 @@ BUILTINS: dict[str, dict[str, str]] = {
     "eval": {"run": "hiddenlab.eval.command:run"},
     "benches": {
         "attack": "hiddenlab.eval.bench.attack:bench",
+        "first": "hiddenlab.eval.bench.first:bench",
         "chains": "hiddenlab.eval.bench.chains:bench",
         "cascade": "hiddenlab.eval.bench.cascade:bench",
         "cascade-decode": "hiddenlab.eval.bench.cascade:bench_decode",

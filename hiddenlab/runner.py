@@ -1,7 +1,7 @@
 """Run an attack on prompts in the order of the protocol: release → recover → score → record."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -161,7 +161,7 @@ def recover(job: Job, observations: Sequence[Observation], recorder: Recorder) -
         if info not in job.fitted:
             started = time.perf_counter()
             job.attack.fit(info, job.model, job.config.seed)
-            _record_setup(job, recorder, time.perf_counter() - started)
+            _record_setup(job, recorder, job.attack.measured, time.perf_counter() - started)
             job.fitted.append(info)
     except NotApplicableError as error:
         return [error] * len(observations)
@@ -171,8 +171,9 @@ def recover(job: Job, observations: Sequence[Observation], recorder: Recorder) -
     except NotApplicableError:  # perhaps not for all of them
         return [_recover_one(job, observation) for observation in observations]
     finally:
-        if job.attack.measured != before:  # some attacks measure on the first prompt
-            _record_setup(job, recorder, float(job.attack.measured.get("estimation_seconds", 0.0)))
+        # Some attacks prepare more when a prompt asks for it.
+        if changed := {name: v for name, v in job.attack.measured.items() if before.get(name) != v}:
+            _record_setup(job, recorder, changed, float(changed.get("estimation_seconds", 0.0)))
 
 
 def _diagnosed(job: Job, case: Case, outcome: Outcome, progress: Progress) -> str | None:
@@ -210,9 +211,9 @@ def _recover_one(job: Job, observation: Observation) -> Outcome:
         return error
 
 
-def _record_setup(job: Job, recorder: Recorder, seconds: float) -> None:
+def _record_setup(job: Job, recorder: Recorder, values: Mapping[str, float | str], seconds: float) -> None:
     """Record what preparation measured; seconds add up over the parts of a resumed run and over channels."""
-    measured = {**job.attack.measured, "engine": job.model.engine, "setup_seconds": seconds}
+    measured = {**values, "engine": job.model.engine, "setup_seconds": seconds}
     if job.model.difference:
         measured["engine_reason"] = job.model.difference
     before = recorder.record.setup

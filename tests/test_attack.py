@@ -100,23 +100,23 @@ def test_queries_keys_and_values(tiny_model: LoadModel, stream: str, channel: st
 def test_rows_behind_a_gap_are_guessed_and_not_verified(
     tiny_model: LoadModel, small_probes: None, leading: int
 ) -> None:
-    model, (prompt,) = tiny_model("llama", 2), random_prompts(9)
-    (whole,) = release(model, [prompt])
-    positions = (*range(leading), *range(leading + 2, 9))
-    part = Observation(whole.states[list(positions)], replace(whole.info, positions=positions))
-    found = VocabMatch().fit(part.info, model).recover(part)
-    assert len(found.tokens) == len(positions)
-    assert found.ids[:leading] == prompt[:leading]
-    assert [one.verified for one in found.tokens] == [i < leading for i in range(len(positions))]
-    assert [one.row for one in found.tokens] == list(range(len(positions)))
-    assert found.stop_reason == ("complete" if leading == 9 else f"gap before position {leading + 2}")
-    if leading < 9:
+    model, prompts = tiny_model("llama", 1), random_prompts(*[9] * 12)
+    positions, right = (*range(leading), *range(leading + 2, 9)), 0
+    for whole, prompt in zip(release(model, prompts), prompts, strict=True):
+        part = Observation(whole.states[list(positions)], replace(whole.info, positions=positions))
+        found = VocabMatch().fit(part.info, model).recover(part)
+        assert len(found.tokens) == len(positions)
+        assert found.ids[:leading] == prompt[:leading]
+        assert [one.verified for one in found.tokens] == [i < leading for i in range(len(positions))]
+        assert [one.row for one in found.tokens] == list(range(len(positions)))
+        assert found.stop_reason == ("complete" if leading == 9 else f"gap before position {leading + 2}")
         guessed = [prompt[p] for p in positions[leading:]]
-        right = sum(a == b for a, b in zip(found.ids[leading:], guessed, strict=True))
-        assert right >= 1  # by chance one in three hundred would be
-        if leading == 0:
-            with pytest.raises(NotApplicableError, match="behind tokens that no row shows"):
-                VocabMatch(proposal="vocab").fit(part.info, model).recover(part)
+        right += sum(a == b for a, b in zip(found.ids[leading:], guessed, strict=True))
+    if leading < 9:
+        assert right >= len(prompts) * (7 - leading) / 14  # by chance one in 257 would be
+    if leading == 0:
+        with pytest.raises(NotApplicableError, match="behind tokens that no row shows"):
+            VocabMatch(proposal="vocab").fit(part.info, model).recover(part)
 
 
 @pytest.mark.parametrize("channel", CHANNELS)
@@ -227,20 +227,23 @@ def test_vocab_is_tried_in_order_special_tokens_first(tiny_model: LoadModel) -> 
 @pytest.mark.slow
 @pytest.mark.parametrize("channel", ["identity", pytest.param("2d-perm", marks=pytest.mark.slow)])
 def test_a_batch_is_one_by_one(tiny_model: LoadModel, small_probes: None, channel: str) -> None:
+    """A regression would learn from one prompt for the next; a trained probe does not."""
     model, prompts = tiny_model("llama", 2), random_prompts(4, 1, 6, 3)
     observations = release(model, prompts, channel)
     for proposal in ("vocab", "probe+lm"):
         whole = (
-            VocabMatch(proposal=proposal, batch=4)
+            VocabMatch(proposal=proposal, batch=4, setup="full")
             .fit(observations[0].info, model)
             .recover_batch(observations)
         )
         parts = (
-            VocabMatch(proposal=proposal, batch=2)
+            VocabMatch(proposal=proposal, batch=2, setup="full")
             .fit(observations[0].info, model)
             .recover_batch(observations)
         )
-        single = [VocabMatch(proposal=proposal).fit(o.info, model).recover(o) for o in observations]
+        single = [
+            VocabMatch(proposal=proposal, setup="full").fit(o.info, model).recover(o) for o in observations
+        ]
         assert_exact(whole, prompts)
         for recoveries in (parts, single):
             for one, other in zip(recoveries, whole, strict=True):

@@ -14,9 +14,12 @@ from transformers import AutoModel
 import hiddenlab as hl
 from hiddenlab.attacks import VocabMatch
 from hiddenlab.defenses.cascade.load import load_cascade_model
+from hiddenlab.defenses.cascade.local import LocalCascade
 from hiddenlab.errors import InputError, NotApplicableError
 from hiddenlab.models import Request, TruncatedModel, choice, load_model, self_check
+from hiddenlab.models.attention import attending
 from hiddenlab.models.twin import build_twin, small_config
+from hiddenlab.sharding import Plan
 from hiddenlab.testing import DECODERS, tiny_config
 from tests.marks import slow_cases
 
@@ -319,3 +322,33 @@ def test_no_verdict_without_a_check(tiny: TinyPath, monkeypatch: pytest.MonkeyPa
             self_check.not_causal(model)
     other = load_model(tiny("llama", seed=1), 3, device="cpu")
     assert choice.fingerprint(model.module) != choice.fingerprint(other.module)
+
+
+@pytest.mark.parametrize("architecture", ["roberta", "albert", *slow_cases("distilbert", "xlm-roberta")])
+def test_encoders_are_sharded_whatever_they_number(architecture: str, tmp_path: Path) -> None:
+    """RoBERTa counts positions from behind its padding; Albert's layers have no numbers, as they are one layer."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    build_twin(CONFIG_MAPPING[architecture]()).save_pretrained(tmp_path)
+    model = load_cascade_model(str(tmp_path))
+    cascade = LocalCascade(model)
+    tokens = IDS + 8
+    with torch.inference_mode(), attending(model, "eager"):
+        expected = model(input_ids=tokens[None]).last_hidden_state[0]
+    close(cascade.forward(tokens, Plan.clustered(len(tokens), 2, alpha=2)), expected)
+    if "roberta" in architecture:
+        padding, places = model.config.pad_token_id, model.config.max_position_embeddings
+        assert cascade.facts.padding == padding
+        assert cascade.facts.context == places - padding - 1
+        with pytest.raises(InputError, match=f"token {padding} is padding"):
+            cascade.forward(
+                torch.cat([tokens, torch.tensor([padding])]), Plan.clustered(len(tokens) + 1, 2, alpha=2)
+            )
+
+
+def test_a_model_that_attends_by_itself_is_named(tmp_path: Path) -> None:
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    build_twin(CONFIG_MAPPING["rembert"]()).save_pretrained(tmp_path)
+    with pytest.raises(InputError, match="attends by code of its own"):
+        load_cascade_model(str(tmp_path))

@@ -92,7 +92,7 @@ def test_it_is_learned_once_for_a_channel(
     assert len(seen) == -(-4000 // len(seen[0])) == 63
     assert all(bool((one.diff(dim=1) >= 0).all()) == ("2d-perm" in specs) for one in seen)
     # Texts that are all too short teach nothing, and rows are decoded without.
-    monkeypatch.setattr(Corpus, "text_window", lambda self, n: self._uniform(min(n, 40)))
+    monkeypatch.setattr(Corpus, "text_window", lambda self, n: self.uniform(min(n, 40)))
     assert pairwise_order_for(model, info) == (None, 0.0)
 
 

@@ -113,7 +113,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_probes: None) -
 def test_a_probe_of_permuted_columns_scores_beside_them(
     tiny_model: LoadModel, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = tiny_model("llama", 2)
+    model = tiny_model("gemma2", 2)
     info = public_of(model, "hidden-perm")
     both, seconds = store.probe_for(model, info)
     assert seconds > 0

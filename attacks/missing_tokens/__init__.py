@@ -81,7 +81,9 @@ class MissingTokenSearch(Attack):
             )
         self.budget, self.breadth, self.longest = budget, breadth, longest
         self.sums = sums
-        self.matching = VocabMatch(proposal=proposal, distance=distance, epsilon=epsilon, screen=screen)
+        self.matching = VocabMatch(
+            proposal=proposal, distance=distance, epsilon=epsilon, screen=screen, setup="full"
+        )
         self._earlier: tuple[Prepared, list[Probe], clearance.Clearance] | None = None
         self._named: tuple[TruncatedModel, ObservationInfo, AttentionSums] | None = None
 

@@ -1,8 +1,8 @@
 """Recover a prompt from hidden states by running candidate tokens and matching states (paper, sections 4 to 6)."""
 
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 
@@ -14,30 +14,39 @@ from hiddenlab.channels import as_whole, by_channel
 from hiddenlab.errors import InputError, NotApplicableError
 from hiddenlab.matching.batching import Search, run_batched
 from hiddenlab.matching.distance import Matcher, choose_matcher
-from hiddenlab.matching.epsilon import (
-    Threshold,
-    auto_threshold,
-    calibrated_threshold,
-    measure,
-    parse_epsilon,
-)
+from hiddenlab.matching.epsilon import Threshold, parse_epsilon, threshold_for
+from hiddenlab.matching.observed_context import Continuation
 from hiddenlab.matching.ranking import SHORTLIST, WIDE_SHORTLIST, LazyModel, Proposer, check_proposal
 from hiddenlab.matching.screening import Screen
 from hiddenlab.models import TruncatedModel
-from hiddenlab.models.load import parse_dtype
+from hiddenlab.models.load import load_config
+from hiddenlab.models.rest import continues
 from hiddenlab.observation import parts_of_attention
+from hiddenlab.projections import projection_of
 from hiddenlab.proposals.first_token_table import FirstTokenTable
 from hiddenlab.proposals.in_context import Adapter
 from hiddenlab.proposals.probe import Probe
-from hiddenlab.proposals.store import adapter_for, first_token_table_for, probe_for
+from hiddenlab.proposals.ridge import REFIT, KnownRows, ridge_probe
+from hiddenlab.proposals.store import (
+    adapter_for,
+    first_token_table_for,
+    has_trained_probe,
+    keep_known_rows,
+    known_rows_for,
+    probe_for,
+    screen_width,
+    text_rows_for,
+)
 from hiddenlab.summary import NO_STATE
 from hiddenlab.types import AttackResult, Observation, ObservationInfo, TokenPrediction
+from hiddenlab.utils.clock import Clock
 
 # The language model is loaded before the attack where it has at most so many layers for each of the truncated model's.
 LOAD_AHEAD = 8
 # Most wrong candidates expected within the threshold, among those tried, for a token to count as verified.
 MAX_CHANCE_MATCHES = 0.05
 SEARCHES = {"speculative": speculative, "greedy": stepwise}
+SETUPS = ("quick", "full")
 
 
 @dataclass(frozen=True)
@@ -64,6 +73,9 @@ class VocabMatch(Attack):
         epsilon: ``auto``, ``calibrated`` or a number (an absolute distance, as in the paper).
         budget: candidates for one position at most; None searches the whole vocabulary.
         batch: prompts attacked at once.
+        setup: ``quick`` begins at once with a regression from few states, which grows with every verified token, and
+            loads the language model when a search has missed it long enough; ``full`` trains a probe and loads
+            everything before the first prompt.
         screen: run large batches in a faster dtype first, where the processor has one (never in greedy search, which is
             the paper's).
     """
@@ -77,7 +89,10 @@ class VocabMatch(Attack):
         budget: int | None = None,
         batch: int = 32,
         screen: bool = True,
+        setup: str = "quick",
     ) -> None:
+        if setup not in SETUPS:
+            raise InputError(f"unknown setup {setup!r}; known are {', '.join(SETUPS)}")
         if search not in SEARCHES:
             raise InputError(f"unknown search {search!r}; known are {', '.join(SEARCHES)}")
         check_proposal(proposal)
@@ -88,24 +103,32 @@ class VocabMatch(Attack):
             raise InputError(f"the batch must be at least 1 prompt, not {batch}")
         self.search, self.proposal, self.distance, self.epsilon = search, proposal, distance, epsilon
         self.budget, self.batch = budget, batch
-        self.screen = screen and search != "greedy"
+        self.screen, self.setup = screen and search != "greedy", setup
         self._prepared: Prepared | None = None
         self._lm: tuple[TruncatedModel, LazyModel] | None = None
         self._screen: Screen | None = None
+        self._known: KnownRows | None = None  # what the prepared probe is a regression of
+        self._fitted_rows = 0
+        self._clock = Clock()
 
     def _forget(self) -> None:
-        self._prepared = None
+        self._prepared = self._known = None
 
     def _fit(self, info: ObservationInfo) -> dict[str, float | str]:
-        """Train or load the probe and measure epsilon, for all observations of one channel.
+        """Prepare a probe and measure epsilon, for all observations of one channel.
 
         Returns:
-            ``probe_seconds`` (of the probe and its tables; 0 where all were cached) and ``epsilon_relative`` (share of
-                a row's norm), with ``epsilon_floor`` and ``epsilon_gap``, between which it was chosen.
+            ``probe`` (``trained``, ``regression`` or ``none``), ``probe_seconds`` (of the probe and its tables; 0 where
+                all were cached) and ``epsilon_relative`` (share of a row's norm), with ``epsilon_floor`` and
+                ``epsilon_gap``, between which it was chosen.
         """
         prepared, seconds = self.prepare(info)
         threshold = prepared.threshold
+        kind = (
+            "none" if prepared.proposer.probe is None else "trained" if self._known is None else "regression"
+        )
         return {
+            "probe": kind,
             "probe_seconds": seconds,
             "epsilon_relative": threshold.relative,
             "epsilon_floor": threshold.floor,
@@ -126,6 +149,7 @@ class VocabMatch(Attack):
         seconds = 0.0
         kept = self._prepared
         if kept is None or (kept.info, kept.model) != (info, model):
+            self._known = None
             matcher = choose_matcher(self.distance, info)
             # The language model is loaded first, while memory is free: its file is in memory as well.
             proposer, seconds = self._proposer(model, info)
@@ -148,36 +172,89 @@ class VocabMatch(Attack):
     def _proposer(self, model: TruncatedModel, info: ObservationInfo) -> tuple[Proposer, float]:
         probe: Probe | None = None
         first_tokens: FirstTokenTable | None = None
-        adapter: Adapter | None = None
+        describe: Callable[[], Adapter | None] = lambda: None  # noqa: E731
         seconds = 0.0
-        lm = None
+        lm = continued = observed = None
+        quick = self.setup == "quick" and "probe" in self.proposal
         if "lm" in self.proposal:
             if self._lm is None or self._lm[0] is not model:
-                self._lm = (model, LazyModel(model))
+                self._lm = (model, LazyModel(model, self._clock, patient=quick))
             lm = self._lm[1]
-            if "probe" not in self.proposal or lm.layers <= LOAD_AHEAD * model.site.layer:
+            if self._may_continue(info) and continues(model, load_config(model.ref)):
+                continued, lm = lm, None
+            elif not quick and ("probe" not in self.proposal or lm.layers <= LOAD_AHEAD * model.site.layer):
                 # Load it now, so that loading does not count in the attack's time, and before the probe: its
                 # file is in memory as well.
                 _ = lm.opened
         if "probe" in self.proposal:
-            probe, trained = probe_for(model, info, progress=self.progress)
+            # Sorted coordinates need a network, which is trained.
+            if quick and info.columns_permuted is None and not has_trained_probe(model, info):
+                self._known, trained = known_rows_for(model, info, self.progress)
+                probe = self._regression(info)
+            else:
+                probe, trained = probe_for(model, info, progress=self.progress)
+            if continued is not None:
+                layers, text = continued.layers - model.site.layer, text_rows_for(model, info, self.progress)
+                observed = Continuation(model, layers, text, probe, self._clock, quick)
+                if not quick and continued.layers <= LOAD_AHEAD * model.site.layer:
+                    _ = observed.rest
             first_tokens, made = first_token_table_for(model, info, self.progress)
-            adapter, described = adapter_for(model, self.progress)
-            seconds = trained + made + described
-        proposer = Proposer(model.vocab_size, probe, lm, first_tokens, adapter)
-        return proposer, seconds
+
+            @cache
+            def describe() -> Adapter | None:
+                with self._clock.stopped():
+                    return adapter_for(model, self.progress)[0]
+
+            before = self._clock.preparing
+            if not quick:
+                describe()
+            seconds = trained + made + self._clock.preparing - before
+        return Proposer(model.vocab_size, probe, lm, first_tokens, observed, describe), seconds
+
+    def _may_continue(self, info: ObservationInfo) -> bool:
+        """Return whether rows are whole states in a known order, which the layers behind them can read."""
+        known = info.columns_permuted is None and not info.rows_permuted and not info.prefix_tokens
+        return (
+            known
+            and projection_of(info) is None
+            and self.search == "speculative"
+            and "probe" in self.proposal
+        )
+
+    def _regression(self, info: ObservationInfo) -> Probe:
+        """Return the regression of the known rows."""
+        assert self._known is not None
+        self._fitted_rows, model = len(self._known), self.model
+        table, text = model.embedding.detach(), text_rows_for(model, info, self.progress)
+        return ridge_probe(self._known, text, table).parents(table, screen_width(model))
+
+    def _learn(self, tasks: Sequence[Task]) -> None:
+        """Add the verified rows of prompts to those that the probe is a regression of."""
+        if self._known is None or self._prepared is None:
+            return
+        chance, pairs = self._prepared.threshold.chance, []
+        for task in tasks:
+            pairs += [
+                (task.raw[t.row], t.token) for t in mark_chance_matches(task.found, chance) if t.verified
+            ]
+        if not pairs:
+            return
+        with self._clock.stopped():
+            self._known.add(
+                torch.stack([row for row, _ in pairs]), torch.tensor([token for _, token in pairs])
+            )
+            keep_known_rows(self.model, self._prepared.info, self._known)
+            if len(self._known) >= REFIT * self._fitted_rows:
+                proposer = replace(self._prepared.proposer, probe=self._regression(self._prepared.info))
+                self._prepared = replace(self._prepared, proposer=proposer)
+                if proposer.observed is not None and proposer.probe is not None:
+                    proposer.observed.read_by(proposer.probe)
 
     def _threshold(self, model: TruncatedModel, info: ObservationInfo, matcher: Matcher) -> Threshold:
-        number = parse_epsilon(self.epsilon)
-        if number is not None:
-            return Threshold(float("nan"), float("nan"), float("nan"), absolute=number)
         self.progress("measuring epsilon", 0, 1)
-        sample = measure(model, info, matcher, self.seed)
+        threshold = threshold_for(model, info, matcher, self.seed, self.epsilon)
         self.progress("measuring epsilon", 1, 1)
-        if self.epsilon == "calibrated":
-            return calibrated_threshold(sample, self.seed)
-        coarser = max(torch.finfo(model.dtype).eps, torch.finfo(parse_dtype(info.provider_dtype)).eps)
-        return auto_threshold(sample, coarser)
+        return threshold
 
     def _recover_batch(self, observations: Sequence[Observation]) -> list[AttackResult]:
         """Recover prompts of one channel together."""
@@ -198,12 +275,15 @@ class VocabMatch(Attack):
         if not observations:
             return []
         assert self._prepared is not None
-        started, threshold = time.perf_counter(), self._prepared.threshold
+        started, threshold, aside = self._clock.now(), self._prepared.threshold, self._clock.preparing
         with torch.inference_mode():
             tasks = self._tasks(observations, model)
             searches: list[Search] = [SEARCHES[self.search](task) for task in tasks]
-            spent = time.perf_counter() - started
-            results = run_batched(searches, self.progress, share=spent)
+            spent = self._clock.now() - started
+            results = run_batched(searches, self.progress, share=spent, now=self._clock.now)
+            self._learn(tasks)
+        if self._clock.preparing > aside:
+            self.measured = {**self.measured, "estimation_seconds": self._clock.preparing - aside}
         recoveries = []
         for task, (_, cost) in zip(tasks, results, strict=True):
             reason = "complete"

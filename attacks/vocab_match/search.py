@@ -41,13 +41,15 @@ def speculative(task: Task) -> Search:
     committed too. Further right the context is slightly wrong; there the nearest of guess and branches becomes the next
     round's guess, so that one pass corrects several misses. Only where branches fail is a position searched by itself.
     """
+    if task.shortlist is not None and task.ordered:
+        yield from _rerank(task)
     if task.shortlist is None or not task.ordered or _confidence(task).mean() < STEPWISE_BELOW:
         yield from stepwise(task)
         return
     if task.proposer.first_tokens is not None:
         yield from _next(task)
         task.shortlist[0, 0] = task.found[0].token
-    guess, device = (yield from _Guess.start(task)), task.rows.device
+    guess, device = _Guess(task), task.rows.device
     while len(task.found) < len(task.rows):
         start = len(task.found)
         trials = Trials(task.limits[start : start + 1])
@@ -63,6 +65,18 @@ def speculative(task: Task) -> Search:
         guess.digest(answer, start, end, branches, parents)
 
 
+def _rerank(task: Task) -> Search:
+    """Rank the guesses again with the language model where that costs less than the expected misses."""
+    assert task.shortlist is not None and task.scores is not None
+    misses = float((1 - _confidence(task)).sum())
+    if task.lm is None or len(task.shortlist) < 2:
+        return
+    gain = misses * ROUND_COST - task.lm.cost_of_prefill(task.model)
+    if gain > 0 and task.lm.wanted(gain * len(task.shortlist)):
+        ranked = yield from task.lm.reranked(task.raw, task.shortlist, task.scores, task.proposer.probe)
+        task.shortlist, task.scores = ranked
+
+
 def _confidence(task: Task) -> Tensor:
     assert task.scores is not None
     return task.scores[:, 0].exp()
@@ -74,8 +88,9 @@ class _Guess:
     It is kept on the CPU, since single positions are read: on a GPU each read would wait for the device.
     """
 
-    def __init__(self, task: Task, order: Tensor, scores: Tensor) -> None:
-        order, scores = order.cpu(), scores.cpu()
+    def __init__(self, task: Task) -> None:
+        assert task.shortlist is not None and task.scores is not None
+        order, scores = task.shortlist.cpu(), task.scores.cpu()
         self.task, self.limits = task, task.limits.cpu()
         self.order, self.scores = order, scores
         self.best = order[:, 0].clone()
@@ -85,22 +100,6 @@ class _Guess:
         self.wrong = (1 - scores[:, 0].exp()).clamp(min=0)
         self.offset = [1] * len(order)  # next place in the shortlist to try, per position
         self._refuted: tuple[int, Tensor, Tensor] | None = None
-
-    @classmethod
-    def start(cls, task: Task) -> Search:
-        """Return the probe's guess, reranked by the language model where that costs less than the expected misses."""
-        assert task.shortlist is not None and task.scores is not None
-        order, scores = task.shortlist, task.scores
-        misses = float((1 - _confidence(task)).sum())
-        pays = task.lm is not None and misses * ROUND_COST > task.lm.cost_of_prefill(task.model)
-        if task.lm is not None and len(order) > 1 and pays:
-            along = yield from task.lm.along(order[:, 0].tolist())
-            mixed = scores.clone()
-            mixed[1:] += task.proposer.weight * along.gather(1, order[1:].to(along.device)).to(scores.device)
-            mixed = mixed.log_softmax(1)
-            scores, place = mixed.sort(dim=1, descending=True)
-            order = order.gather(1, place)
-        return cls(task, order, scores)
 
     def needs_search(self, position: int) -> bool:
         return self._refuted is not None and self._refuted[0] == position

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from hiddenlab.matching.batching import ForwardCall, Search
 from hiddenlab.matching.distance import Matcher
+from hiddenlab.matching.observed_context import ObservedContext
 from hiddenlab.matching.ranking import LanguageModel, Proposer
 from hiddenlab.matching.screening import Screen, near_ones
 from hiddenlab.models import Answer, Prefix, Request, TruncatedModel
@@ -68,7 +69,11 @@ class Task:
 
     def __post_init__(self) -> None:
         self.free = list(range(len(self.rows)))
-        self.lm = LanguageModel(self.proposer.lm) if self.proposer.lm is not None else None
+        self.lm: LanguageModel | ObservedContext | None = None
+        if self.proposer.observed is not None and self.ordered:
+            self.lm = ObservedContext(self.proposer.observed, self.raw)
+        elif self.proposer.lm is not None:
+            self.lm = LanguageModel(self.proposer.lm, self.proposer.weights)
 
     @property
     def tokens(self) -> list[int]:
@@ -219,7 +224,8 @@ class Candidates:
     def _likely(self) -> Float[Tensor, " v"]:
         """Return the scores of the vocabulary, computed when first needed."""
         if self._scores is None:
-            scores = self.task.proposer.scores(self.task.raw[self.targets], self._next_token)
+            weights = None if self.task.lm is None else self.task.lm.weights
+            scores = self.task.proposer.scores(self.task.raw[self.targets], self._next_token, weights)
             self._scores = scores.to(self._seen.device)
         return self._scores
 
@@ -277,7 +283,8 @@ def find_next(task: Task, trials: Trials | None = None, first: Tensor | None = N
     while not (task.overlapping and trials.stands_out()):
         if not asked and task.lm is not None:
             cost = task.lm.cost(task.tokens, max(1, task.model.site.layer))
-            if task.shortlist is None or task.spent + FIRST_BATCH > task.asked + cost:
+            due = task.shortlist is None or task.spent + FIRST_BATCH > task.asked + cost
+            if due and task.lm.wanted(float(candidates.size)):
                 asked = True
                 task.asked += cost
                 candidates.rank((yield from task.lm.next_token(task.tokens)))
@@ -296,9 +303,10 @@ def find_next(task: Task, trials: Trials | None = None, first: Tensor | None = N
             # Prompts repeat their tokens, also where neither probe nor language model expects it ("no no no no").
             candidates.promote(torch.tensor(task.recent(), dtype=torch.long, device=task.rows.device))
             copied = True
-        if task.proposer.adapter is not None and adapt_at and trials.count >= adapt_at[0]:
+        adapter = task.proposer.adapter if adapt_at and trials.count >= adapt_at[0] else None
+        if adapter is not None:
             tokens = torch.cat(trials.tokens[-len(states) :])
-            learned = task.proposer.adapter.distances(tokens, torch.cat(states), observed)
+            learned = adapter.distances(tokens, torch.cat(states), observed)
             candidates.learn(learned, len(tokens))
             adapt_at = [later for later in adapt_at if later > trials.count]
     yield from _settle(task, trials, targets)

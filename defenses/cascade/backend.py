@@ -15,6 +15,7 @@ from hiddenlab.defenses.cascade.node_state import (
     NodeError,
     Pass,
     attn_name,
+    first_position,
     has_head,
 )
 from hiddenlab.defenses.cascade.node_views import Seen
@@ -41,12 +42,19 @@ class Settings:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """The facts about a model that a driver knows without its weights."""
+    """The facts about a model that a driver knows without its weights.
+
+    Attributes:
+        head: it gives logits. context: most tokens of a prompt. vocabulary: number of token ids.
+        padding: a token that takes no position, so that no prompt may hold it; None where every token takes one.
+        signature: of the embedding table. dtype: of the weights.
+    """
 
     name: str
     head: bool
     context: int | None
     vocabulary: int
+    padding: int | None
     signature: tuple[float, ...]
     dtype: str
 
@@ -54,11 +62,13 @@ class ModelFacts:
     def of(cls, name: str, model: nn.Module) -> "ModelFacts":
         config: Any = model.config
         embedding = model.get_input_embeddings().weight  # type: ignore[operator]
+        first, places = first_position(model), getattr(config, "max_position_embeddings", None)
         return cls(
             name,
             has_head(model),
-            getattr(config, "max_position_embeddings", None),
+            None if places is None else places - first,
             embedding.shape[0],
+            first - 1 if first else None,
             signature_of(embedding),
             str(embedding.dtype).removeprefix("torch."),
         )
@@ -161,6 +171,11 @@ class Cascade(ABC):
             ((tokens >= 0) & (tokens < self.facts.vocabulary)).all()
         ):
             raise InputError(f"a token id is outside of the vocabulary, 0 to {self.facts.vocabulary - 1}")
+        padding = self.facts.padding
+        if padding is not None and not tokens.is_floating_point() and padding in tokens.tolist():
+            raise InputError(
+                f"token {padding} is padding, which takes no position in this model; leave it out"
+            )
         plan = work.plan
         if self.started is not None:
             alpha, attns = self.started

@@ -24,6 +24,7 @@ from hiddenlab.sharding import AttnNode, Plan, Positions
 
 ATTENTION_NAME = "hiddenlab-cascade"
 GIVEN_UP = "the request was given up"
+UNSEEN = "it attends by code of its own, not by transformers' attention functions, so that nothing can be sent apart"
 
 _ACTIVE: ContextVar["_Seat | None"] = ContextVar("hiddenlab_cascade", default=None)
 
@@ -176,6 +177,8 @@ class CompHost:
                 record_layers(seen, self.model, comp.positions, lambda: _ACTIVE.get() is seat),
             ):
                 output = self._forward(work, comp, inputs)
+                if not seat.step:
+                    raise HiddenlabError(UNSEEN)
                 seat.finish()
                 return output
         finally:
@@ -185,7 +188,8 @@ class CompHost:
 
     def _forward(self, work: Pass, comp: CompWorker, inputs: Tensor) -> Tensor:
         device = self.model.get_input_embeddings().weight.device  # type: ignore[operator]
-        options: dict[str, Any] = {"position_ids": torch.tensor([comp.positions], device=device)}
+        positions = torch.tensor([comp.positions], device=device) + first_position(self.model)
+        options: dict[str, Any] = {"position_ids": positions}
         options["inputs_embeds" if inputs.is_floating_point() else "input_ids"] = inputs.to(device)[None]
         if getattr(self.model.config, "use_cache", False):
             options["use_cache"] = False
@@ -206,6 +210,17 @@ def has_head(model: nn.Module) -> bool:
     return model.get_output_embeddings() is not None  # type: ignore[operator]
 
 
+def first_position(model: nn.Module) -> int:
+    """Return the number of a prompt's first position: 0, or where the model counts from behind its padding, as RoBERTa.
+
+    Such a model's table of positions has a row for padding. Its padding token takes no position.
+    """
+    for name, part in model.named_modules():
+        if "position" in name and (row := getattr(part, "padding_idx", None)) is not None:
+            return int(row) + 1
+    return 0
+
+
 @dataclass
 class _Seat:
     """The state of one CompNode in a pass, which the attention function looks up."""
@@ -219,7 +234,8 @@ class _Seat:
     away: float = 0.0
     owed: Head | None = None
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, attention: Attention) -> Tensor:
+    def attend(self, layer: int | None, q: Tensor, k: Tensor, v: Tensor, attention: Attention) -> Tensor:
+        layer = self.step if layer is None else layer
         times, started = self.host.times, time.perf_counter()
         work = self.work if self.step == 0 else None
         head = Head(self.work.request, self.work.number, self.step, layer, attention, work)

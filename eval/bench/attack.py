@@ -83,7 +83,7 @@ def _row(
     released = [
         channel.release(model, prompt, generator(seed, "release", i)) for i, prompt in enumerate(tokens)
     ]
-    speculative = registry.build("attacks", "vocab-match", batch=BATCH, progress=progress)
+    speculative = registry.build("attacks", "vocab-match", setup="full", batch=BATCH, progress=progress)
     # The first pass trains or loads the probe and warms up; the second is timed.
     first = _attack(speculative, released[:BATCH], model, seed)
     fast = _attack(speculative, released, model, seed)
@@ -104,7 +104,7 @@ def _row(
     if greedy_limit:
         few = released[:greedy_limit]
         greedy = registry.build("attacks", "vocab-match", search="greedy", proposal="lm", batch=1)
-        single = registry.build("attacks", "vocab-match", batch=1)
+        single = registry.build("attacks", "vocab-match", setup="full", batch=1)
         slow, alone = _attack(greedy, few, model, seed), _attack(single, few, model, seed)
         row |= {
             "greedy_seconds": slow.seconds,
@@ -113,7 +113,7 @@ def _row(
             "greedy_over_speculative": slow.seconds / alone.seconds,
         }
     if unscreened:
-        plain = registry.build("attacks", "vocab-match", batch=BATCH, screen=False)
+        plain = registry.build("attacks", "vocab-match", setup="full", batch=BATCH, screen=False)
         plain.progress = progress
         _attack(plain, released[:1], model, seed)
         row["unscreened_over_screened"] = _attack(plain, released, model, seed).seconds / fast.seconds

@@ -40,7 +40,7 @@ def attack(lab: Lab, *, channel: str, prompts: int, options: dict[str, Any]) -> 
     if channel in ("int8", "nf4"):
         _need_bitsandbytes()
     expected = expected_ids(lab, channel, prompts)
-    ids, figures = attacked(lab, model, VocabMatch(**options), CHANNELS[channel], prompts)
+    ids, figures = attacked(lab, model, VocabMatch(setup="full", **options), CHANNELS[channel], prompts)
     same = sum(a == b for a, b in zip(ids, expected, strict=True))
     return {"same_as_cpu": same, "equal": same == prompts and not figures["wrong_verified"], **figures}
 
@@ -66,7 +66,7 @@ def expected_ids(lab: Lab, channel: str, prompts: int) -> list[list[int]]:
     """
     if lab.setting.rehearse:
         model = load_model(str(lab.setting.model), depth_of(lab, LAYER), device="cpu")
-        return attacked(lab, model, VocabMatch(), CHANNELS[channel], prompts)[0]
+        return attacked(lab, model, VocabMatch(setup="full"), CHANNELS[channel], prompts)[0]
     recorded = json.loads(REFERENCE.read_text(encoding="utf-8")) if REFERENCE.is_file() else {}
     ids: list[list[int]] = recorded.get(channel, [])[:prompts]
     if len(ids) < prompts:

@@ -64,7 +64,7 @@ def _candidates(lab: Lab, shape: str) -> Callable[[], Any]:
 def _attack(lab: Lab, shape: str) -> Callable[[], Any]:
     model = drawn(lab, shape, lab.sized(8, 2))
     ((observation, _),) = released(model, (), [drawn_ids(model, lab.sized(100, 20)).tolist()])
-    attack = VocabMatch(proposal="probe")
+    attack = VocabMatch(proposal="probe", setup="full")
     attack.fit(observation.info, model, SEED)
     return lambda: attack.recover(observation)
 
@@ -75,6 +75,6 @@ def _real_attack(lab: Lab, channel: str) -> Callable[[], Any]:
     prompts = lab.sized(8, 1)
     tokens = [model.tokenize(prompt.text, lab.sized(TOKENS, 8)) for prompt in load_prompts(limit=prompts)]
     observations = [observation for observation, _ in released(model, CHANNELS[channel], tokens)]
-    attack = VocabMatch()
+    attack = VocabMatch(setup="full")
     attack.fit(observations[0].info, model, SEED)
     return lambda: attack.recover_batch(observations)

@@ -20,7 +20,7 @@ def main() -> None:
     model = load_model("builtin", LAYER, device="cpu")
     ids = {}
     for name, channel in CHANNELS.items():
-        ids[name], figures = attacked(lab, model, VocabMatch(), channel, PROMPTS, again=False)
+        ids[name], figures = attacked(lab, model, VocabMatch(setup="full"), channel, PROMPTS, again=False)
         print(f"{name}: {figures}", file=sys.stderr)
     REFERENCE.write_text(json.dumps(ids) + "\n", encoding="utf-8")
 

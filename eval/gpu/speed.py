@@ -142,7 +142,7 @@ def recovery(lab: Lab, *, shape: str, depth: str, search: str) -> Figures:
     options: dict[str, Any] = {"proposal": "probe"}
     if greedy:
         options = {"search": "greedy", "proposal": "vocab", "budget": int(search.partition(":")[2])}
-    attack = VocabMatch(**options)
+    attack = VocabMatch(setup="full", **options)
     start = lab.now()
     measured = attack.fit(observation.info, model, SEED).measured
     setup = lab.now() - start

@@ -80,7 +80,7 @@ def encoder(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> 
     Raises:
         NotApplicableError: the small model cannot be built, or Cascade refuses the architecture.
     """
-    tokens = torch.randint(0, VOCABULARY, (TOKENS,), generator=generator(spec["seed"], "architectures"))
+    tokens = torch.randint(8, VOCABULARY, (TOKENS,), generator=generator(spec["seed"], "architectures"))
     with TemporaryDirectory() as path, quiet_transformers():
         _saved(spec["type"], path, causal=False)
         try:

@@ -1,6 +1,7 @@
 """Measure attacks, defenses' effect on the model, row order and benches; return figures with intervals over prompts."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from hiddenlab.models import load_model
 from hiddenlab.prompts import load_prompts
 from hiddenlab.proposals.store import pairwise_order_for
 from hiddenlab.records import RECORD, read_run
+from hiddenlab.registry import parse_spec
 from hiddenlab.runner import run
 from hiddenlab.summary import NOT_APPLICABLE, Sample
 from hiddenlab.types import Progress, silent
@@ -38,6 +40,10 @@ def attack(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> F
     else:
         has_record = (path / RECORD).is_file()
         config = AttackConfig.from_json(spec)
+        if config.setup is None and parse_spec(config.attack)[0] == "vocab-match":
+            config = replace(
+                config, setup="full"
+            )  # a table shows the attack at its best, whatever came before
         samples = run(
             config, None if has_record else path, resume=path if has_record else None, progress=progress
         ).samples

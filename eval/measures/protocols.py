@@ -325,7 +325,9 @@ def revealed(spec: dict[str, Any], folder: Path, progress: Progress = silent) ->
     model = load_model(spec["model"], layer, device=spec["device"])
     info = Channel.parse([how.channel]).release(model, prompts[0][:2], generator(0))[0].info
     epsilon = _rounding(how, weights, model, layer, spec["seed"])
-    attack = VocabMatch(epsilon=str(epsilon), budget=spec["budget"]).fit(info, model, spec["seed"])
+    attack = VocabMatch(epsilon=str(epsilon), budget=spec["budget"], setup="full").fit(
+        info, model, spec["seed"]
+    )
     results, truths = [], []
     for i, (tokens, shown) in enumerate(_shown(how, weights, prompts, layer, spec["seed"], info)):
         results.append(attack.recover(shown))
@@ -370,7 +372,7 @@ def permuted_model(spec: dict[str, Any], folder: Path, progress: Progress = sile
                 states = stage.states(states, draw)[0]
             observations.append(Observation(states, info))
             truths.append([names[token] for token in tokens])
-        attack = VocabMatch(budget=spec["budget"])
+        attack = VocabMatch(budget=spec["budget"], setup="full")
         attack.progress = progress
         results = attack.fit(info, model, spec["seed"]).recover_batch(observations)
     return _matched(results, truths)

@@ -4,7 +4,7 @@ Each search is a generator that yields forward calls and gets answers back.
 """
 
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,7 +52,10 @@ class _Running:
 
 
 def run_batched(
-    searches: Sequence[Search], progress: Progress = silent, share: float = 0.0
+    searches: Sequence[Search],
+    progress: Progress = silent,
+    share: float = 0.0,
+    now: Callable[[], float] = time.perf_counter,
 ) -> list[tuple[Any, Cost]]:
     """Run searches to their ends and return each one's result and cost.
 
@@ -61,16 +64,17 @@ def run_batched(
 
     Args:
         share: seconds already spent for all, divided evenly.
+        now: the clock, in seconds; one that stands still leaves preparation out (``utils.clock``).
     """
     running = [_Running(search) for search in searches]
     for task in running:
         task.cost.seconds = share / len(running)
-    started = time.perf_counter()
+    started = now()
     for task in running:
         task.advance(None)
-    _divide(running, time.perf_counter() - started)
+    _divide(running, now() - started)
     while active := [entry for entry in running if entry.ask is not None]:
-        started = time.perf_counter()
+        started = now()
         engine = active[0].ask.engine  # type: ignore[union-attr]
         batch: list[_Running] = []
         size = 0
@@ -88,7 +92,7 @@ def run_batched(
                 task.cost.evaluated += asked
                 task.cost.calls += 1
             task.advance(answer)
-        _divide(batch, time.perf_counter() - started, sizes)
+        _divide(batch, now() - started, sizes)
         # Searches that were served go behind the others, so that engines take turns.
         running.sort(key=lambda entry: id(entry) in {id(b) for b in batch})
         progress("attacking", sum(entry.ask is None for entry in running), len(running))

@@ -4,7 +4,8 @@ Thresholds are relative to the norm of the observed row, since the rounding erro
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 
 import torch
 from jaxtyping import Bool, Float
@@ -14,13 +15,21 @@ from hiddenlab.channels import Channel, in_order
 from hiddenlab.errors import InputError
 from hiddenlab.matching.distance import Matcher
 from hiddenlab.models import Request, TruncatedModel
-from hiddenlab.proposals.corpus import Corpus
+from hiddenlab.models.choice import CODE, remembered
+from hiddenlab.models.load import parse_dtype
+from hiddenlab.proposals.corpus import Corpus, language_reference
 from hiddenlab.proposals.probe import norm_border
+from hiddenlab.proposals.store import identity_of
 from hiddenlab.types import ObservationInfo
+from hiddenlab.utils.schema import CLOSED
 
 FALSE_WEIGHT = 10.0  # cost of accepting a wrong candidate, relative to missing a right one
 NEAR_TOKENS = 4  # hard negatives a position: tokens with nearby embeddings
 WINDOWS, WINDOWS_PER_PASS = 50, 8
+FEW_WINDOWS = (
+    12  # enough where the nearest wrong candidate is so many times as far as the farthest right one:
+)
+CLEAR = 100.0
 ENOUGH_FALSE = 10  # wrong candidates within the threshold needed to measure their share directly
 ENOUGH_SINKS = 16  # rows needed to measure a threshold for attention sinks
 
@@ -37,12 +46,14 @@ class Threshold:
             embeddings.
     """
 
+    __pydantic_config__ = CLOSED
+
     relative: float
     floor: float
     gap: float
     absolute: float | None = None
     sinks: float | None = None
-    border: float = math.inf
+    border: float = 0.0
     chance: float = 0.0
 
     @property
@@ -95,14 +106,48 @@ class Sample:
         return Sample(self.right[which], self.wrong[which], self.norms[which])
 
 
-def measure(model: TruncatedModel, info: ObservationInfo, matcher: Matcher, seed: int) -> Sample:
+def threshold_for(
+    model: TruncatedModel, info: ObservationInfo, matcher: Matcher, seed: int, epsilon: str
+) -> Threshold:
+    """Return the threshold of a channel, from the cache or measured now.
+
+    A few windows are enough where right and wrong candidates lie far apart.
+
+    Args:
+        epsilon: ``auto``, ``calibrated`` or a number, see ``parse_epsilon``.
+    """
+    number = parse_epsilon(epsilon)
+    if number is not None:
+        return Threshold(math.nan, math.nan, math.nan, absolute=number)
+
+    def measured() -> Threshold:
+        if epsilon == "calibrated":
+            return calibrated_threshold(measure(model, info, matcher, seed), seed)
+        resolution = max(torch.finfo(model.dtype).eps, torch.finfo(parse_dtype(info.provider_dtype)).eps)
+        few = auto_threshold(measure(model, info, matcher, seed, few=True), resolution)
+        if max(few.floor, resolution) * CLEAR < few.gap:
+            return few
+        return auto_threshold(measure(model, info, matcher, seed), resolution)
+
+    here = Path(__file__).parent
+    code = (*CODE, here, here.parent / "proposals", here.parent, here.parent / "defenses")
+    key = {"model": identity_of(model, []), "info": asdict(info), "matcher": matcher.name, "epsilon": epsilon}
+    return remembered("epsilon", key | {"seed": seed}, Threshold, measured, code)
+
+
+def measure(
+    model: TruncatedModel, info: ObservationInfo, matcher: Matcher, seed: int, *, few: bool = False
+) -> Sample:
     """Release the attacker's own windows through the channel and match them as the attack does.
 
     The windows are released by the channel (another pass shape, dtype or quantization, noise …) and evaluated by the
     truncated model with hard negatives beside every right token.
+
+    Args:
+        few: take few windows, of texts that are at hand.
     """
-    corpus = Corpus(model, seed + 1)
-    windows = [corpus.window()[:32] for _ in range(WINDOWS)]
+    corpus = Corpus(model, seed + 1, language_reference if few else None)
+    windows = [corpus.window()[:32] for _ in range(FEW_WINDOWS if few else WINDOWS)]
     channel = Channel.parse(list(info.channel))
     generator = torch.Generator().manual_seed(seed)
     released = channel.release_batch(model, [w.tolist() for w in windows], generator)
@@ -124,7 +169,7 @@ def measure(model: TruncatedModel, info: ObservationInfo, matcher: Matcher, seed
         prefix = model.prefix(offset=info.prefix_tokens)
         requests.append(Request(prefix, window, branches=near.flatten(), parents=parents))
     right, wrong, units = [], [], []
-    for start in range(0, WINDOWS, WINDOWS_PER_PASS):
+    for start in range(0, len(requests), WINDOWS_PER_PASS):
         part = model.run(requests[start : start + WINDOWS_PER_PASS], keep=False)
         for answer, rows in zip(part, observed[start:], strict=False):
             norms = matcher.norms(rows)

@@ -1,21 +1,23 @@
 """Rank the candidates to try by probe, language model, both, or the plain vocabulary."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from hiddenlab.errors import InputError
 from hiddenlab.matching.batching import ForwardCall, Search
+from hiddenlab.matching.observed_context import Continuation
 from hiddenlab.models import Answer, Prefix, Request, TruncatedModel
 from hiddenlab.models.load import load_config
 from hiddenlab.proposals.first_token_table import FirstTokenTable
 from hiddenlab.proposals.in_context import Adapter
 from hiddenlab.proposals.lm_context import opened
 from hiddenlab.proposals.probe import Probe, fast_dtype
+from hiddenlab.utils.clock import Clock, Rental
 
 PROPOSALS = ("probe+lm", "probe", "lm", "vocab")
 SHORTLIST = 32  # tokens for each row that the probe proposes cheaply
@@ -24,72 +26,110 @@ WIDE_SHORTLIST = 128
 DEEP = 4  # the language model is used where it has at most so many layers for each of the truncated model's
 # Weight of the language model's log-probability beside the probe's (docs/log/013-opener.md).
 LM_WEIGHT = 1.2
+LOADING = 2000  # tokens that the language model runs in the time of loading it
 
 
 class LazyModel:
     """The proposing language model, all layers and the head, loaded when a search first needs it.
 
+    Args:
+        model: the truncated model under attack. clock: stands still while the language model is loaded.
+        patient: load it only once searching without it has cost about as much as loading it does.
+
     Attributes:
         layers: how many layers it has, known without loading it.
     """
 
-    def __init__(self, model: TruncatedModel) -> None:
-        self._of = model
+    def __init__(self, model: TruncatedModel, clock: Clock | None = None, *, patient: bool = False) -> None:
+        self._of, self._clock = model, clock or Clock()
         self.layers = int(load_config(model.ref).num_hidden_layers)
+        self._rental = Rental(LOADING * self.layers / max(1, model.site.layer) if patient else 0.0)
+
+    def wanted(self, cost: float) -> bool:
+        """Return whether to use it now: it is loaded, or worth loading.
+
+        Args:
+            cost: of going on without it, in tokens that the truncated model runs.
+        """
+        return "opened" in vars(self) or self._rental.due(cost)
 
     @cached_property
     def model(self) -> TruncatedModel:
         """The model, loaded in the fastest dtype available: it only orders candidates, so rounding does not matter."""
         dtype = str(fast_dtype(self._of.device)).removeprefix("torch.")
-        return self._of.sibling(stream="logits", dtype=dtype)
+        with self._clock.stopped():
+            return self._of.sibling(stream="logits", dtype=dtype)
 
     @cached_property
     def opened(self) -> Prefix:
         """What the model reads before every prompt; fork it to continue."""
-        return opened(self.model)
+        with self._clock.stopped():
+            return opened(self.model)
 
 
 @dataclass(frozen=True)
 class Proposer:
-    """The engines behind a proposal name; any may be absent."""
+    """The engines behind a proposal name; any may be absent.
+
+    Attributes:
+        observed: the language model's last layers, which read the observed rows; used in place of ``lm``.
+        describe: gives the vocabulary's descriptions for in-context learning, the same ones in every call.
+    """
 
     vocab_size: int
     probe: Probe | None
     lm: LazyModel | None
     first_tokens: FirstTokenTable | None = None
-    adapter: Adapter | None = None
+    observed: Continuation | None = None
+    describe: Callable[[], Adapter | None] = lambda: None
 
     @property
-    def weight(self) -> float:
-        """Weight of the language model's log-probabilities."""
-        return 1.0 if self.probe is None else LM_WEIGHT
+    def adapter(self) -> Adapter | None:
+        """The vocabulary's descriptions, made now if they are not yet; None where they do not pay."""
+        return self.describe()
+
+    @property
+    def weights(self) -> tuple[float, float]:
+        """Weights of the probe's log-probabilities, and of those of a language model that reads tokens."""
+        return 1.0, 1.0 if self.probe is None else LM_WEIGHT
 
     def asks_model(self, layer: int) -> bool:
         """Return whether the language model is likely to be used: without a probe, or where it is relatively cheap."""
         return self.lm is not None and (self.probe is None or self.lm.layers <= DEEP * layer)
 
     def scores(
-        self, rows: Float[Tensor, "rows d"], next_token: Float[Tensor, " v"] | None
+        self,
+        rows: Float[Tensor, "rows d"],
+        next_token: Float[Tensor, " v"] | None,
+        weights: tuple[float, float] | None = None,
     ) -> Float[Tensor, " v"]:
         """Return each token's score: the probe's log-probability for the best of the rows plus the model's, weighted.
 
         All scores are 0 where neither is available.
+
+        Args:
+            weights: of both; None is ``self.weights``.
         """
+        of_probe, of_model = self.weights if weights is None else weights
         scores = torch.zeros(self.vocab_size, device=rows.device)
         if self.probe is not None:
             scores = self.probe.log_probs(rows).amax(0)
         if next_token is not None:
-            scores = scores + self.weight * next_token.to(scores.device)
+            scores = of_probe * scores + of_model * next_token.to(scores.device)
         return scores
 
 
 class LanguageModel:
     """One prompt's view of the proposing language model: its prefix follows the recovered tokens."""
 
-    def __init__(self, model: LazyModel) -> None:
-        self.model = model
+    def __init__(self, model: LazyModel, weights: tuple[float, float] = (1.0, LM_WEIGHT)) -> None:
+        self.model, self.weights = model, weights
         self._prefix: Prefix | None = None
         self._next: Tensor | None = None
+
+    def wanted(self, cost: float) -> bool:
+        """Return whether to use it now, see ``LazyModel.wanted``."""
+        return self.model.wanted(cost)
 
     def cost(self, tokens: list[int], model_layers: int) -> float:
         """Return the cost of ``next_token``, in candidates of a truncated model with so many layers."""
@@ -119,6 +159,26 @@ class LanguageModel:
         tokens = torch.tensor(guess[:-1], device=lm.device)
         answer: Answer = yield ForwardCall(lm, Request(self.model.opened, tokens), counts=False)
         return answer.states.float().log_softmax(-1)
+
+    def reranked(
+        self,
+        rows: Float[Tensor, "n d"],
+        order: Int[Tensor, "n k"],
+        scores: Float[Tensor, "n k"],
+        probe: Probe | None,
+    ) -> Search:
+        """Return the candidates of each row in a better order, and their log-probabilities among themselves.
+
+        The language model reads the best guesses.
+
+        Args:
+            order, scores: the candidates and their log-probabilities by the probe.
+        """
+        along = yield from self.along(order[:, 0].tolist())
+        mixed = scores.clone()
+        mixed[1:] += self.weights[1] * along.gather(1, order[1:].to(along.device)).to(scores.device)
+        values, place = mixed.log_softmax(1).sort(dim=1, descending=True)
+        return order.gather(1, place), values
 
 
 class Continuations:

@@ -1,6 +1,6 @@
 """Run the first l layers of a causal language model, with only those in memory."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from typing import Any
@@ -59,6 +59,8 @@ class TruncatedModel:
             the model's own forward pass for each (see ``plain``).
         difference: where the packed engine was checked and is wrong: the comparison that failed.
         embeddings: the model gives the same states from input embeddings as from token ids.
+        left_out: how many of its first layers are left out (``checkpoint.with_layers``); inputs are then the
+            states behind these.
 
     Attributes:
         ref: which model. site: layer and stream of the states it returns. dtype, device: where it computes.
@@ -78,11 +80,13 @@ class TruncatedModel:
         engine: str = "packed",
         difference: str = "",
         embeddings: bool = True,
+        left_out: int = 0,
     ) -> None:
         self.module = module
         self.engine = engine
         self.difference = difference
         self.embeddings = embeddings
+        self.left_out = left_out
         use_attention(module, ATTENTION_NAME if engine == "packed" else EAGER)
         self.ref = ref
         self._load_sibling = load_sibling
@@ -94,6 +98,20 @@ class TruncatedModel:
         self.forward_calls = 0
         self.attention: Attention | None = None
         self._captured: Tensor | None = None
+
+    @contextmanager
+    def _beginning(self, inputs: Mapping[str, Any]) -> Iterator[None]:
+        """Give the inputs of one pass to the first layer that is not left out, whatever the model does with them."""
+        if not self.left_out:
+            yield
+            return
+        given = inputs["inputs_embeds"]
+        last = decoder_layers(self.module)[self.left_out - 1]
+        hook = last.register_forward_hook(lambda *_: given)
+        try:
+            yield
+        finally:
+            hook.remove()
 
     @contextmanager
     def _capturing(self) -> Iterator[None]:
@@ -299,8 +317,10 @@ class TruncatedModel:
         """
         name = "inputs_embeds" if inputs.is_floating_point() else "input_ids"
         mode = torch.set_grad_enabled(True) if grad else torch.inference_mode()
-        with mode, self._capturing(), attending(self.module, EAGER), unchanged_rotary(self.module):
-            states = self._states(self.module(**{name: inputs.to(self.device)}, use_cache=False))
+        given = {name: inputs.to(self.device)}
+        own = attending(self.module, EAGER), unchanged_rotary(self.module)
+        with mode, self._capturing(), self._beginning(given), own[0], own[1]:
+            states = self._states(self.module(**given, use_cache=False))
         if states.shape[:2] != inputs.shape[:2]:
             raise self._foreign_layers(states)
         self.evaluated_tokens += inputs.shape[0] * inputs.shape[1]
@@ -318,7 +338,7 @@ class TruncatedModel:
         active, output = _ACTIVE.set(how), None
         try:
             mode = torch.set_grad_enabled(True) if grad else torch.inference_mode()
-            with mode, self._capturing(), suppress(ShownError):
+            with mode, self._capturing(), self._beginning(inputs), suppress(ShownError):
                 output = self.module(**inputs, use_cache=False)
         finally:
             _ACTIVE.reset(active)

@@ -57,8 +57,11 @@ class Attention:
 class Attender(Protocol):
     """An object that computes attention for the running pass."""
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, attention: Attention) -> Tensor:
-        """Return outputs ``[1, t, h, width]`` of queries ``[1, h, t, width]`` and new k, v ``[1, kv, t, width]``."""
+    def attend(self, layer: int | None, q: Tensor, k: Tensor, v: Tensor, attention: Attention) -> Tensor:
+        """Return outputs ``[1, t, h, width]`` of queries ``[1, h, t, width]`` and new k, v ``[1, kv, t, width]``.
+
+        ``layer`` is None where the model's parts do not know their number.
+        """
         ...
 
 
@@ -102,7 +105,9 @@ def register_attention(name: str, active: ContextVar[Any], misuse: str) -> str:
             sliding_window,
             softcap,
         )
-        return attender.attend(int(module.layer_idx), query, key, value, settings), None  # type: ignore[arg-type]
+        index: Any = getattr(module, "layer_idx", None)
+        layer = None if index is None else int(index)
+        return attender.attend(layer, query, key, value, settings), None
 
     AttentionInterface.register(name, attention)
     return name

@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import torch
 from pydantic import Field
 from safetensors import SafetensorError, safe_open
-from torch import nn
+from torch import Tensor, nn
 
 from hiddenlab.errors import InputError
 from hiddenlab.models.reading import OTHER_MODEL
@@ -289,8 +289,10 @@ def check_loaded(
         )
     own, layers = own_prefix(model), _layers_name(model)
     if layers is not None:
-        count = len(model.get_submodule(layers))
-        kept = tuple(f"{layers.removeprefix(own)}.{i}." for i in range(count))
+        loaded = enumerate(model.get_submodule(layers))  # type: ignore[arg-type]
+        kept = tuple(
+            f"{layers.removeprefix(own)}.{i}." for i, layer in loaded if not isinstance(layer, LeftOut)
+        )
         if unknown := [n for n in info["unexpected_keys"] if n.removeprefix(own).startswith(kept)]:
             raise InputError(
                 f"{label} gives {listed(unknown)}, which {type(model).__name__} has no place for: its layers "
@@ -323,27 +325,47 @@ def decoder_layers(model: nn.Module) -> nn.ModuleList:
     return model.get_submodule(name)  # type: ignore[return-value]
 
 
-def with_first_layers(architecture: type, layers: int) -> type:
-    """Return a model class without the layers behind the first ones; the rest of the model is as the whole one's.
+class LeftOut(nn.Module):
+    """A layer that was left out: it gives what it gets."""
 
-    Where one of the first layers has the weights of a later one, all layers stay.
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        for name, value in vars(layer).items():  # the model reads some of them, such as the kind of attention
+            if isinstance(value, bool | int | float | str) and not name.startswith("_"):
+                setattr(self, name, value)
+
+    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+        return hidden_states
+
+
+def with_layers(architecture: type, first: int, end: int | None) -> type:
+    """Return a model class with some of its layers; the rest of the model is as the whole one's.
+
+    Layers before the first are left out in their place, so that the others keep their number; those behind are gone.
+    Where a layer that stays has the weights of one that goes, all layers stay.
 
     The configuration stays whole: what depends on the number of layers (scales, shared keys and values, embeddings for
     each layer) is right.
+
+    Args:
+        first, end: the layers that stay are from ``first`` to before ``end``; None is all behind the first.
     """
 
     @wraps(architecture.__init__)  # type: ignore[misc]
     def build(self: Any, config: Any, *args: Any, **options: Any) -> None:
         architecture.__init__(self, config, *args, **options)  # type: ignore[misc]
         whole, name = decoder_layers(self), _layers_name(self)
-        dropped = tuple(f"{name}.{i}." for i in range(layers, len(whole)))
+        stays = range(len(whole))[first:end]
+        dropped = tuple(f"{name}.{i}." for i in range(len(whole)) if i not in stays)
         tied = getattr(self, "all_tied_weights_keys", None) or {}
         kept = {name: source for name, source in tied.items() if not name.startswith(dropped)}
         if any(source.startswith(dropped) for source in kept.values()):
-            return  # a layer that stays shares weights with one behind it
+            return  # a layer that stays shares weights with one that does not
         if tied:
             self.all_tied_weights_keys = kept
-        del whole[layers:]
+        for i in range(first):
+            whole[i] = LeftOut(whole[i])
+        del whole[stays.stop :]
         setattr(self, LAYERS, name)
 
     return type(

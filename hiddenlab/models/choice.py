@@ -144,8 +144,8 @@ def remembered(
     with quiet_transformers():
         result = compute()
     if path is not None:
-        with suppress(InputError):
-            write_file(path, json.dumps(asdict(result)))  # type: ignore[call-overload]
+        with suppress(InputError, ValueError):  # NaN is no JSON
+            write_file(path, json.dumps(asdict(result), allow_nan=False))  # type: ignore[call-overload]
     return result
 
 

@@ -22,6 +22,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from hiddenlab.errors import HiddenlabError
 from hiddenlab.models.attention import Attention
 from hiddenlab.models.packed_attention import Alike, Alone, Dense
 from hiddenlab.models.request import Request
@@ -85,7 +86,8 @@ class PackedPass:
             short = (
                 request.branches is None and 0 < chain <= SHORT and size * (prefix + chain) <= SIDE_BY_SIDE
             )
-            alike = self.together and short and not torch.is_grad_enabled()
+            # A token alone attends to itself, whatever stands beside it: no digit depends on the others.
+            alike = short and (self.together or chain + prefix == 1) and not torch.is_grad_enabled()
             groups.setdefault((chain, prefix) if alike else (-1 - i,), []).append(i)
         return list(groups.values())
 
@@ -131,7 +133,7 @@ class PackedPass:
 
     def attend(
         self,
-        layer: int,
+        layer: int | None,
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -149,7 +151,10 @@ class PackedPass:
 
         Raises:
             ShownError: this was the layer to be shown, which is the last of the truncated model.
+            HiddenlabError: the layers do not know their numbers.
         """
+        if layer is None:
+            raise HiddenlabError("its layers do not know their numbers, by which keys and values are kept")
         if self.keep:
             self.kept[layer] = (k[0], v[0])
         self.attention = attention

@@ -21,7 +21,7 @@ from hiddenlab.models.checkpoint import (
     refuse_adapter,
     tensor_names,
     tensor_shapes,
-    with_first_layers,
+    with_layers,
 )
 from hiddenlab.models.gguf import converted
 from hiddenlab.models.own_code import own_class, own_code_refused
@@ -298,11 +298,13 @@ def load_module(
     attention: str | None,
     final_norm: bool = True,
     layers: int | None = None,
+    left_out: int = 0,
 ) -> nn.Module:
     """Load a model or its first layers, with or without the language-model head.
 
     Args:
         layers: how many of the first layers are loaded; None is all. The configuration stays that of the whole model.
+        left_out: how many of the first layers are left out, see ``checkpoint.with_layers``.
         attention: transformers' name of an attention function; None lets transformers choose.
         final_norm: whether the norm behind the last layer is needed; otherwise a checkpoint may lack it.
 
@@ -331,6 +333,7 @@ def load_module(
         config,
         final_norm=final_norm,
         layers=layers,
+        left_out=left_out,
         **options,
     )
     if "device_map" not in options:
@@ -378,13 +381,14 @@ def load_whole(
     *,
     final_norm: bool = True,
     layers: int | None = None,
+    left_out: int = 0,
     **options: Any,
 ) -> Any:
     """Load a model with every weight from its checkpoint: only safetensors, and no code of others that is not trusted.
 
     Args:
         factory: one of transformers' ``Auto`` classes. config: the model's.
-        final_norm, layers: see ``load_module``. options: of ``from_pretrained``.
+        final_norm, layers, left_out: see ``load_module``. options: of ``from_pretrained``.
 
     Raises:
         InputError: the files cannot be read, or lack a tensor.
@@ -409,8 +413,8 @@ def load_whole(
                     else ""
                 )
             )
-        if layers is not None:
-            architecture = with_first_layers(architecture, layers)
+        if layers is not None or left_out:
+            architecture = with_layers(architecture, left_out, layers)
         with torch.device("meta"):
             skeleton = architecture._from_config(config)
         # The pooler's output is not used, and few checkpoints hold one.

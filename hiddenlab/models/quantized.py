@@ -27,10 +27,10 @@ def quantization_settings(settings: Any, label: str) -> dict[str, Any] | None:
     Raises:
         InputError: the method is unknown.
     """
-    from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
-
     if settings is None:
         return None
+    from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING  # takes a second
+
     method = method_of(settings)
     if method not in {
         name.removesuffix("_4bit").removesuffix("_8bit") for name in AUTO_QUANTIZATION_CONFIG_MAPPING
@@ -54,10 +54,10 @@ def check_library(settings: Mapping[str, Any], label: str, device_map: Any) -> N
     Raises:
         InputError: a library or a device is missing.
     """
-    from transformers.quantizers.auto import AutoHfQuantizer
-
     if not settings:
         return
+    from transformers.quantizers.auto import AutoHfQuantizer
+
     try:
         quantizer = AutoHfQuantizer.from_config(dict(settings), pre_quantized=True)
         quantizer.validate_environment(device_map=device_map, weights_only=True)

@@ -9,7 +9,7 @@ on purpose.
 import ast
 import random
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from torch import Tensor
 from hiddenlab.models import TruncatedModel
 
 MIN_CHARS, MAX_SOURCE_CHARS = 200, 4000
+FEWEST_TOKENS = 9  # shorter texts are left out
 WINDOW_LENGTHS = (24, 48, 64, 96)
 
 
@@ -51,35 +52,59 @@ def standard_library_sources() -> list[list[str]]:
     return [[text for text in texts if len(text) >= MIN_CHARS] for texts in sources]
 
 
+def language_reference() -> list[str]:
+    """Return the topics of Python's language reference: a tenth of the texts, at hand without parsing a library."""
+    import pydoc_data.topics as reference
+
+    return [text for text in map(str, reference.topics.values()) if len(text) >= MIN_CHARS]
+
+
 class Corpus:
     """An endless, seeded stream of token windows for one vocabulary.
+
+    Texts become tokens when they are first drawn.
 
     Args:
         model: gives tokenizer and vocabulary; without a tokenizer all windows are random tokens.
         seed: of every draw.
+        texts: gives the texts; None is ``standard_library_texts``, which takes two seconds.
     """
 
-    def __init__(self, model: TruncatedModel, seed: int = 0) -> None:
-        self.vocab_size = model.vocab_size
+    def __init__(
+        self, model: TruncatedModel, seed: int = 0, texts: Callable[[], list[str]] | None = None
+    ) -> None:
+        self.vocab_size, self._model = model.vocab_size, model
         self._random = random.Random(seed)
         self._torch = torch.Generator().manual_seed(seed)
-        self._documents = self._tokenized(model) if model.tokenizer is not None else []
+        self._texts: list[str] = []
+        self._tokens: dict[int, list[int]] = {}
+        if model.tokenizer is not None:
+            self._texts = (texts or standard_library_texts)()
+            self._random.shuffle(self._texts)
+            self._special = model.embedded(model.tokenizer("")["input_ids"])
 
-    def _tokenized(self, model: TruncatedModel) -> list[list[int]]:
-        texts = standard_library_texts()
-        self._random.shuffle(texts)
-        documents = model.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
-        self._special = model.embedded(model.tokenizer("")["input_ids"])
-        return [ids for ids in map(model.embedded, documents) if len(ids) > 8]
+    def _document(self) -> list[int]:
+        """Return the tokens of a text; none where texts are too short for this tokenizer."""
+        while self._texts:
+            place = self._random.choice(range(len(self._texts)))
+            if place not in self._tokens:
+                tokenized = self._model.tokenizer(self._texts[place], add_special_tokens=False, verbose=False)
+                self._tokens[place] = self._model.embedded(tokenized["input_ids"])
+            if len(self._tokens[place]) >= FEWEST_TOKENS:
+                return self._tokens[place]
+            self._texts = [text for i, text in enumerate(self._texts) if i != place]
+            self._tokens = {}
+        return []
 
-    def _uniform(self, n: int) -> Tensor:
+    def uniform(self, n: int) -> Int[Tensor, " n"]:
+        """Return random tokens."""
         return torch.randint(0, self.vocab_size, (n,), generator=self._torch)
 
     def text_window(self, n: int) -> Int[Tensor, " n"]:
         """Return up to n tokens of running text, from a random place, as the tokenizer would start a prompt."""
-        if not self._documents:
-            return self._uniform(n)
-        ids = self._random.choice(self._documents)
+        ids = self._document()
+        if not ids:
+            return self.uniform(n)
         start = self._random.randrange(max(1, len(ids) - n))
         return torch.tensor((self._special + ids[start : start + n])[:n])
 
@@ -90,23 +115,27 @@ class Corpus:
             return self._opening()
         n = self._random.choice(WINDOW_LENGTHS)
         if draw < 0.62:
-            return self._uniform(n)
+            return self.uniform(n)
         ids = self.text_window(n)
         return self.strewn(ids) if draw < 0.80 else ids
 
-    def strewn(self, ids: Int[Tensor, " n"]) -> Int[Tensor, " n"]:
-        """Replace about a third of the tokens with random ones."""
-        places = torch.rand(len(ids), generator=self._torch) < 0.35
-        return torch.where(places, self._uniform(len(ids)), ids)
+    def strewn(self, ids: Int[Tensor, " n"], share: float = 0.35) -> Int[Tensor, " n"]:
+        """Replace about a share of the tokens with random ones."""
+        places = torch.rand(len(ids), generator=self._torch) < share
+        return torch.where(places, self.uniform(len(ids)), ids)
 
     def _opening(self) -> Tensor:
         """Return one to six tokens, sometimes with the first one repeated."""
         n = self._random.randint(1, 6)
-        ids = self._uniform(n) if self._random.random() < 0.5 else self.text_window(n)
+        ids = self.uniform(n) if self._random.random() < 0.5 else self.text_window(n)
         if self._random.random() < 0.2:
             repeats = self._random.randint(1, len(ids))
             ids[:repeats] = ids[0]
         return ids
+
+    def single_tokens(self, count: int) -> Int[Tensor, " count"]:
+        """Return random tokens, each once, all of them where the vocabulary has no more."""
+        return torch.randperm(self.vocab_size, generator=self._torch)[:count]
 
     def windows(self, tokens: int) -> Iterator[Int[Tensor, " n"]]:
         """Yield windows that hold at least ``tokens`` tokens in all."""

@@ -6,12 +6,16 @@ behind a line break (docs/log/013-opener.md). A tokenizer that puts a special to
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
 from hiddenlab.models import Prefix, Request, TruncatedModel
+from hiddenlab.models.choice import CODE, facts_of, fingerprint, remembered
+from hiddenlab.utils.schema import CLOSED
 
 WINDOWS, LENGTH, CHARACTERS = 24, 16, 400  # of the attacker's own text, on which openers are compared
 WINDOWS_PER_PASS = 6  # windows in a pass: logits are as wide as the vocabulary
@@ -44,17 +48,42 @@ def beginnings(model: TruncatedModel, seed: int) -> list[Int[Tensor, " n"]]:
     return [torch.tensor(tokens, device=model.device) for tokens in ids if len(tokens) > 1]
 
 
+@dataclass(frozen=True)
+class Opener:
+    """The token ids of an opener."""
+
+    __pydantic_config__ = CLOSED
+
+    ids: tuple[int, ...]
+
+
 @torch.inference_mode()
 def opened(
     model: TruncatedModel, seed: int = 0, log_probs: Callable[[Tensor], Tensor] | None = None
 ) -> Prefix:
     """Return the opener behind which the attacker's own text is likeliest, run once; forks of it read prompts.
 
+    The choice for a language model is kept in the cache.
+
     Args:
         model: the language model. log_probs: of the next token, by its states ``n d``; None where these are logits.
     """
+    if log_probs is None:
+        key = {"config": facts_of(model.module.config), "weights": fingerprint(model.module), "seed": seed}
+        key |= {"dtype": str(model.dtype), "text": model.tokenizer is not None}
+        code = (*CODE, Path(__file__).parent)
+        chosen = remembered("opener", key, Opener, lambda: _likeliest(model, seed, None), code)
+    else:
+        chosen = _likeliest(model, seed, log_probs)
+    prefix = model.prefix()
+    if chosen.ids:
+        prefix.extend(torch.tensor(chosen.ids, device=model.device))
+    return prefix
+
+
+def _likeliest(model: TruncatedModel, seed: int, log_probs: Callable[[Tensor], Tensor] | None) -> Opener:
     windows = beginnings(model, seed)
-    best, most = model.prefix(), -float("inf")
+    best, most = Opener(()), -float("inf")
     for opener in openers_of(model):
         prefix = model.prefix()
         if len(opener):
@@ -68,5 +97,5 @@ def opened(
                 following = states.float().log_softmax(-1) if log_probs is None else log_probs(states)
                 total += float(following.gather(1, window[1:, None]).sum())
         if total > most:
-            best, most = prefix, total
+            best, most = Opener(tuple(opener.tolist())), total
     return best

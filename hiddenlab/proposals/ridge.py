@@ -3,17 +3,38 @@
 The regression maps a state to its token's whitened embedding. Some directions of the embedding can be read from a state
 far better than others. So cosines are taken after directions were weighted by a power of the inverse covariance of the
 errors (docs/log/039-closed-form-probe.md has figures; no paper describes it).
+
+It needs few states and no training steps. So it serves at once where no trained probe is at hand, and every verified
+token makes it better.
 """
 
+import math
+from dataclasses import dataclass
+
 import torch
-from jaxtyping import Float
+import torch.nn.functional as F
+from jaxtyping import Float, Int
 from torch import Tensor
 
-from hiddenlab.proposals.probe import ridge_expert
+from hiddenlab.proposals.probe import (
+    Probe,
+    ProbeSettings,
+    norm_border,
+    ridge_expert,
+    whitened_table,
+    whitening,
+)
+from hiddenlab.proposals.text_rows import TextRows
 
 RIDGE = 100.0
 POWER = 1.5  # of the inverse error covariance
+PROBE_POWER = 2.0  # the same where rows are known to be of one place: best on the built-in model
 SMALLEST = 1e-5  # of the largest variance of an error: smaller ones count as this
+CALIBRATED = 128  # rows that set the temperature of sinks
+SCALES = (1.0, 1000.0)  # inverse temperatures, between which the likeliest is searched in so many steps:
+SCALE_STEPS = 10
+REFIT = 1.25  # the regression is computed again when there are so many times as many rows
+MOST_ROWS = 20_000  # rows that are kept
 
 
 class RidgeReader:
@@ -41,6 +62,82 @@ class RidgeReader:
         if self._lengths is None:
             self._lengths = ((table @ self._square) * table).sum(1).clamp(min=1e-30).sqrt()
         return self._expert.features(rows) @ self._weights @ table.T / self._lengths
+
+
+@dataclass
+class KnownRows:
+    """States of known tokens: the attacker's own, and those of tokens that an attack verified.
+
+    Attributes:
+        states: one row for each token. own: how many of the first rows are the attacker's own.
+    """
+
+    states: Float[Tensor, "rows d"]
+    tokens: Int[Tensor, " rows"]
+    own: int
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def add(self, states: Float[Tensor, "new d"], tokens: Int[Tensor, " new"]) -> None:
+        """Add verified rows; beyond ``MOST_ROWS`` the oldest verified ones go."""
+        states = torch.cat([self.states, states.to(self.states)])
+        tokens = torch.cat([self.tokens, tokens.to(self.tokens)])
+        surplus = max(0, len(tokens) - MOST_ROWS)
+        kept = torch.ones(len(tokens), dtype=torch.bool, device=tokens.device)
+        kept[self.own : self.own + surplus] = False
+        self.states, self.tokens = states[kept], tokens[kept]
+
+
+def ridge_probe(known: KnownRows, text: TextRows, table: Float[Tensor, "v e"]) -> Probe:
+    """Return a probe in closed form, without its embedding table (``Probe.parents``).
+
+    The weights of directions become part of the whitening, so that plain cosines rank as ``RidgeReader`` does.
+
+    Args:
+        text: rows that set the temperature. table: the input embeddings of all tokens.
+    """
+    mean, matrix = whitening(table)
+    targets = whitened_table(table[known.tokens], mean, matrix)
+    rows = known.states.float()
+    border = norm_border(rows.norm(dim=1))
+    far = rows.norm(dim=1).log() > border
+    fitted, errors = [], []
+    for mask in [~far] if not bool(far.any()) else [~far, far]:
+        expert = ridge_expert(rows[mask], targets[mask], RIDGE)
+        weights = expert.parameters["linear"]
+        fitted.append((expert, mask))
+        errors.append(errors_without_own(expert.features(rows[mask]), targets[mask], weights))
+    # Sinks are few and alike: their errors say nothing of other rows.
+    metric = metric_of(errors[0], PROBE_POWER)
+    probe = Probe(ProbeSettings(), [expert for expert, _ in fitted], border, mean, matrix @ metric)
+    weighted = whitened_table(table, mean, matrix @ metric)
+    for (expert, mask), missed in zip(fitted, errors, strict=True):
+        expert.parameters["linear"] = expert.parameters["linear"] @ metric
+        if expert is probe.experts[0]:
+            held, tokens = text.states[:, 1:].flatten(0, 1).float(), text.tokens[:, 1:].flatten()
+            directions = expert.direction(expert.features(held))
+        else:  # text has few of them: each is read as if it were not among the rows
+            places = torch.arange(0, len(missed), -(-len(missed) // CALIBRATED), device=missed.device)
+            directions = F.normalize((targets[mask][places] - missed[places]) @ metric, dim=1)
+            tokens = known.tokens[mask][places]
+        scale = likeliest_scale(directions @ weighted.T, tokens.to(directions.device))
+        expert.parameters["log_scale"] = torch.tensor(math.log(scale), device=directions.device)
+    return probe
+
+
+def likeliest_scale(cosines: Float[Tensor, "rows v"], tokens: Int[Tensor, " rows"]) -> float:
+    """Return the inverse temperature at which the tokens of rows are likeliest, by bisection of the slope.
+
+    The logarithm of the likelihood is concave in it: its slope is what the right tokens' cosines have above the mean.
+    """
+    right = float(cosines.gather(1, tokens[:, None]).mean())
+    low, high = SCALES
+    for _ in range(SCALE_STEPS):
+        middle = math.sqrt(low * high)
+        mean = float(((cosines * middle).softmax(1) * cosines).sum(1).mean())
+        low, high = (middle, high) if right > mean else (low, middle)
+    return math.sqrt(low * high)
 
 
 def errors_without_own(

@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -12,15 +12,19 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from hiddenlab.channels import Channel, in_order
+from hiddenlab.errors import InputError
 from hiddenlab.models import TruncatedModel
 from hiddenlab.models.request import packs
+from hiddenlab.models.self_check import uncounted
 from hiddenlab.proposals import sorted_states
-from hiddenlab.proposals.corpus import Corpus
+from hiddenlab.proposals.corpus import Corpus, language_reference
 from hiddenlab.proposals.first_token_table import FirstTokenTable, SortedStates
 from hiddenlab.proposals.in_context import FEATURE_LAYERS, Adapter
 from hiddenlab.proposals.pairwise_order import PairwiseOrder, pairwise_order_settings
 from hiddenlab.proposals.probe import Probe, fast_dtype, probe_settings, token_prior, train_probe
+from hiddenlab.proposals.ridge import KnownRows
 from hiddenlab.proposals.sorted_states import Contexts
+from hiddenlab.proposals.text_rows import TextRows
 from hiddenlab.types import ObservationInfo, Progress, Site, silent
 from hiddenlab.utils.cache import cache_path
 from hiddenlab.utils.digests import digest_of
@@ -41,6 +45,12 @@ EARLIER_STEPS = 1000
 TEXTS_ALLOWANCE = 1.05
 FEWEST_TEXTS = 16  # fewest texts from which an order is learned
 DRAWN = 2  # texts drawn for each one wanted, as some are too short
+# What a regression starts from (docs/log/039-closed-form-probe.md): text of which every second token is random, and
+# tokens that stand alone, as the first of a prompt does.
+KNOWN_TEXT, KNOWN_WINDOW, KNOWN_RANDOM, KNOWN_SINGLE = 4000, 64, 0.5, 800
+ANNOUNCED, TIMED = 2.0, 128  # seconds from which a wait is announced; tokens of the pass that estimates it
+# Running text on which proposals are calibrated, and how often at most a window is drawn.
+TEXT_WINDOWS, TEXT_LENGTH, TEXT_SEED, TEXT_DRAWS = 4, 32, 9, 64
 CONTEXT_WINDOWS, CONTEXT_LENGTH = 8, 40  # windows on which the weights of states behind texts are set
 
 
@@ -93,8 +103,26 @@ def collect_states(
     model: TruncatedModel, channel: list[str], tokens: int, seed: int, progress: Progress = silent
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Collect the attacker's training set: states as the channel releases them, and each row's token and position."""
-    corpus, pipe = Corpus(model, seed), Channel.parse(channel)
-    generator = torch.Generator().manual_seed(seed)
+    windows = Corpus(model, seed).windows(tokens)
+    return release_windows(
+        model, channel, windows, seed, "collecting the probe's training states", progress, tokens
+    )
+
+
+def release_windows(
+    model: TruncatedModel, channel: list[str], windows: Iterable[torch.Tensor], seed: int, stage: str,
+    progress: Progress = silent, tokens: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Return the states of windows as a channel releases them, and each row's token and position.
+
+    Args:
+        windows: token ids. seed: of the channel's draws. stage: what progress is called.
+        tokens: how many they are about; None counts those of a list.
+    """
+    if tokens is None:
+        windows = list(windows)
+        tokens = sum(map(len, windows))
+    pipe, generator = Channel.parse(channel), torch.Generator().manual_seed(seed)
     states: list[torch.Tensor] = []
     labels: list[torch.Tensor] = []
     places: list[torch.Tensor] = []
@@ -107,16 +135,16 @@ def collect_states(
             labels.append(torch.tensor(truth.tokens))
             places.append(torch.arange(len(truth.tokens)))
 
-    for window in corpus.windows(tokens):
+    for window in windows:
         pack.append(window)
         if sum(map(len, pack)) >= model.max_pass_tokens // 2:
             flush()
             done += sum(map(len, pack))
             pack = []
-            progress("collecting the probe's training states", min(done, tokens), tokens)
+            progress(stage, min(done, tokens), tokens)
     if pack:
         flush()
-    progress("collecting the probe's training states", tokens, tokens)
+    progress(stage, tokens, tokens)
     return torch.cat(states).float().to(model.device), torch.cat(labels), torch.cat(places)
 
 
@@ -142,7 +170,7 @@ def probes_for(
     own = probe_settings(info.columns_permuted is not None)
     channel = training_channel(model, info)
     tokens = training_tokens(model)
-    base = _identity(model, channel) | {"tokens": tokens}
+    base = identity_of(model, channel) | {"tokens": tokens}
     collected = None
     started = time.perf_counter()
     probes = []
@@ -172,6 +200,91 @@ def probes_for(
         if contexts is not None and contexts.useful:
             probe.beside(contexts)
     return probes, time.perf_counter() - started if trained else 0.0
+
+
+def has_trained_probe(model: TruncatedModel, info: ObservationInfo) -> bool:
+    """Return whether the cache holds a trained probe for a channel."""
+    settings = probe_settings(info.columns_permuted is not None)
+    identity = identity_of(model, training_channel(model, info)) | {"tokens": training_tokens(model)}
+    return _path(identity | {"settings": asdict(settings)}).is_file()
+
+
+def known_rows_for(
+    model: TruncatedModel, info: ObservationInfo, progress: Progress = silent
+) -> tuple[KnownRows, float]:
+    """Return rows of known tokens for a channel, from the cache or collected now, and the seconds that took."""
+    stages = training_channel(model, info)
+    tensors = _load(_known_identity(model, stages), model)
+    if tensors is not None:
+        return KnownRows(tensors["states"].float(), tensors["tokens"].long(), int(tensors["own"])), 0.0
+    started = time.perf_counter()
+    drawn = known_windows(model)
+    if (seconds := _estimate(model, sum(map(len, drawn)))) > ANNOUNCED:
+        told = f"no probe for layer {model.site.layer} of {model.ref.name} yet: a first one takes about {seconds:.0f} s"
+        progress(f"{told}; it stays, and learns from every token that is verified", 0, 0)
+    states, tokens, _ = release_windows(
+        model, stages, drawn, 0, "collecting states for a first probe", progress
+    )
+    known = KnownRows(states, tokens.to(states.device), len(tokens))
+    keep_known_rows(model, info, known)
+    return known, time.perf_counter() - started
+
+
+def text_rows_for(model: TruncatedModel, info: ObservationInfo, progress: Progress = silent) -> TextRows:
+    """Return states of running text for a channel, from the cache or collected now."""
+    stages = training_channel(model, info)
+    identity = identity_of(model, stages) | {"text_rows": [TEXT_WINDOWS, TEXT_LENGTH]}
+    tensors = _load(identity, model)
+    if tensors is None:
+        corpus, windows = Corpus(model, TEXT_SEED, language_reference), list[torch.Tensor]()
+        for _ in range(TEXT_DRAWS):
+            if len(windows) < TEXT_WINDOWS and len(window := corpus.text_window(TEXT_LENGTH)) == TEXT_LENGTH:
+                windows.append(window)
+        windows += [corpus.uniform(TEXT_LENGTH) for _ in range(TEXT_WINDOWS - len(windows))]
+        stage = "collecting states of running text"
+        states, tokens, _ = release_windows(model, stages, windows, TEXT_SEED, stage, progress)
+        shape = (TEXT_WINDOWS, TEXT_LENGTH)
+        tensors = {"states": states.unflatten(0, shape), "tokens": tokens.unflatten(0, shape)}
+        with suppress(InputError):
+            _save(identity, tensors)
+    return TextRows(tensors["states"], tensors["tokens"])
+
+
+def _estimate(model: TruncatedModel, tokens: int) -> float:
+    """Return about how many seconds the model takes for so many tokens, from one small pass."""
+    with uncounted(model):
+        model.encode(torch.zeros(1, dtype=torch.long))  # the first pass is slower
+        started = time.perf_counter()
+        model.encode(torch.zeros(TIMED, dtype=torch.long))
+    return (time.perf_counter() - started) * tokens / TIMED
+
+
+def known_windows(model: TruncatedModel) -> list[torch.Tensor]:
+    """Return what a regression starts from: text strewn with random tokens, and single tokens."""
+    corpus, windows, drawn = Corpus(model, texts=language_reference), list[torch.Tensor](), 0
+    while drawn < KNOWN_TEXT:
+        windows.append(corpus.strewn(corpus.text_window(KNOWN_WINDOW), KNOWN_RANDOM))
+        drawn += len(windows[-1])
+    return windows + list(corpus.single_tokens(KNOWN_SINGLE)[:, None])
+
+
+def keep_known_rows(model: TruncatedModel, info: ObservationInfo, known: KnownRows) -> None:
+    """Write rows of known tokens to the cache, rounded: a regression resolves less. No folder to write in is no error.
+
+    They reveal the prompts that were recovered; only their owner may read the file.
+    """
+    tensors = {
+        "states": known.states.bfloat16(),
+        "tokens": known.tokens.int(),
+        "own": torch.tensor(known.own),
+    }
+    with suppress(InputError):
+        _save(_known_identity(model, training_channel(model, info)), tensors)
+
+
+def _known_identity(model: TruncatedModel, stages: list[str]) -> dict[str, Any]:
+    drawn = [KNOWN_TEXT, KNOWN_WINDOW, KNOWN_RANDOM, KNOWN_SINGLE]
+    return identity_of(model, stages) | {"known": drawn}
 
 
 def _contexts_for(
@@ -222,7 +335,7 @@ def first_token_table_for(
     if info.columns_permuted is None or info.prefix_tokens or _affordable_tokens(model) < model.vocab_size:
         return None, 0.0
     channel = training_channel(model, info)
-    identity = _identity(model, channel) | {"openings": True}
+    identity = identity_of(model, channel) | {"openings": True}
     tensors = _load(identity, model)
     seconds = 0.0
     if tensors is None:
@@ -244,7 +357,7 @@ def pairwise_order_for(
         return None, 0.0
     settings = pairwise_order_settings(info.columns_permuted is not None)
     channel, tokens = training_channel(model, info), training_tokens(model)
-    identity = _identity(model, channel) | {"tokens": tokens, "precedence": asdict(settings)}
+    identity = identity_of(model, channel) | {"tokens": tokens, "precedence": asdict(settings)}
     tensors = _load(identity, model)
     if tensors is not None:
         return PairwiseOrder.from_tensors(tensors), 0.0
@@ -289,7 +402,7 @@ def adapter_for(model: TruncatedModel, progress: Progress = silent) -> tuple[Ada
     shallow = model
     if model.site != Site(layers) or model.quantization is not None:
         shallow = model.sibling(layers, dtype=str(model.dtype).removeprefix("torch."))
-    identity = _identity(shallow, []) | {"features": True}
+    identity = identity_of(shallow, []) | {"features": True}
     tensors = _load(identity, model)
     seconds = 0.0
     if tensors is None:
@@ -301,7 +414,7 @@ def adapter_for(model: TruncatedModel, progress: Progress = silent) -> tuple[Ada
     return Adapter(**tensors), seconds
 
 
-def _identity(model: TruncatedModel, channel: list[str]) -> dict[str, Any]:
+def identity_of(model: TruncatedModel, channel: list[str]) -> dict[str, Any]:
     """Return what states depend on, the first part of the key of a cached file."""
     return {
         "format": FORMAT,
