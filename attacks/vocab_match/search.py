@@ -73,7 +73,7 @@ def _rerank(task: Task) -> Search:
         return
     gain = misses * ROUND_COST - task.lm.cost_of_prefill(task.model)
     if gain > 0 and task.lm.wanted(gain * len(task.shortlist)):
-        ranked = yield from task.lm.reranked(task.raw, task.shortlist, task.scores, task.proposer.probe)
+        ranked = yield from task.lm.reranked(task.shortlist, task.scores)
         task.shortlist, task.scores = ranked
 
 

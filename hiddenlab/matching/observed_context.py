@@ -18,7 +18,7 @@ from torch import Tensor
 from hiddenlab.matching.batching import ForwardCall, Search
 from hiddenlab.models import Answer, Request, TruncatedModel
 from hiddenlab.models.rest import Rest, load_rest
-from hiddenlab.proposals.probe import PART, Probe, fast_dtype
+from hiddenlab.proposals.probe import Probe, fast_dtype
 from hiddenlab.proposals.text_rows import TextRows
 from hiddenlab.utils.clock import Clock, Rental
 
@@ -50,9 +50,8 @@ class Continuation:
 
     @cached_property
     def cost(self) -> float:
-        """The cost of one pass over a prompt, in passes of the truncated model: layers, head, and reading all rows."""
-        table = self.model.embedding.numel() / self.model.layer_weights
-        return self.layers / self.model.site.layer + 2 * table
+        """The cost of one pass over a prompt, in passes of the truncated model; the head reads few tokens only."""
+        return self.layers / self.model.site.layer
 
     def wanted(self, cost: float) -> bool:
         """Return whether to use it now: it can be loaded, and is worth it; see ``LazyModel.wanted``."""
@@ -176,24 +175,12 @@ class ObservedContext:
         assert self.model.rest is not None
         return self.model.rest.log_probs(ahead[len(tokens) - 1 : len(tokens)])[0]
 
-    def reranked(
-        self,
-        rows: Float[Tensor, "n d"],
-        order: Int[Tensor, "n k"],
-        scores: Float[Tensor, "n k"],
-        probe: Probe | None,
-    ) -> Search:
-        """Return the best candidates of each row, of the whole vocabulary; see ``LanguageModel.reranked``."""
-        assert probe is not None
+    def reranked(self, order: Int[Tensor, "n k"], scores: Float[Tensor, "n k"]) -> Search:
+        """Return the candidates of each row in a better order; see ``LanguageModel.reranked``."""
         ahead: Tensor = yield from self._run()
         rest, (of_probe, of_model) = self.model.rest, self.weights
         assert rest is not None
-        values, ids = [scores[:1]], [order[:1]]
-        for start in range(1, len(rows), PART):
-            part = slice(start, start + PART)
-            said = rest.log_probs(ahead[start - 1 : start - 1 + PART]).to(rows.device)
-            mixed = of_probe * probe.log_probs(rows[part]) + of_model * said[: len(rows[part])]
-            best = mixed.log_softmax(1).topk(order.shape[1], dim=1)
-            values.append(best.values)
-            ids.append(best.indices)
-        return torch.cat(ids), torch.cat(values)
+        mixed = scores.clone()
+        mixed[1:] = of_probe * scores[1:] + of_model * rest.scores(ahead, order[1:]).to(scores.device)
+        values, place = mixed.log_softmax(1).sort(dim=1, descending=True)
+        return order.gather(1, place), values

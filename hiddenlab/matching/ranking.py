@@ -95,6 +95,8 @@ class Proposer:
 
     def asks_model(self, layer: int) -> bool:
         """Return whether the language model is likely to be used: without a probe, or where it is relatively cheap."""
+        if self.observed is not None:
+            return True
         return self.lm is not None and (self.probe is None or self.lm.layers <= DEEP * layer)
 
     def scores(
@@ -160,13 +162,7 @@ class LanguageModel:
         answer: Answer = yield ForwardCall(lm, Request(self.model.opened, tokens), counts=False)
         return answer.states.float().log_softmax(-1)
 
-    def reranked(
-        self,
-        rows: Float[Tensor, "n d"],
-        order: Int[Tensor, "n k"],
-        scores: Float[Tensor, "n k"],
-        probe: Probe | None,
-    ) -> Search:
+    def reranked(self, order: Int[Tensor, "n k"], scores: Float[Tensor, "n k"]) -> Search:
         """Return the candidates of each row in a better order, and their log-probabilities among themselves.
 
         The language model reads the best guesses.

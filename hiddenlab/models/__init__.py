@@ -378,6 +378,11 @@ class TruncatedModel:
             return self.module.get_input_embeddings()(tokens.to(self.device))  # type: ignore[operator,no-any-return]
 
     @property
+    def on_disk(self) -> bool:
+        """Whether its other parts are loaded from files."""
+        return self._load_sibling is None
+
+    @property
     def divided(self) -> bool:
         """Whether its layers are placed on several devices."""
         return len(set((getattr(self.module, "hf_device_map", None) or {}).values())) > 1

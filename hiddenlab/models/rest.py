@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from hiddenlab.errors import InputError
@@ -17,6 +17,8 @@ from hiddenlab.models.reading import reading_model
 from hiddenlab.models.self_check import TWIN_TOLERANCE, first_of, random_sequences
 from hiddenlab.models.twin import LENGTHS, UNCHECKED, build_twin
 from hiddenlab.types import Site
+
+PART = 32  # rows whose tokens' weights are gathered at once
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,20 @@ class Rest:
         """
         return self.head(states).float().log_softmax(-1)  # type: ignore[no-any-return]
 
+    @torch.inference_mode()
+    def scores(self, states: Float[Tensor, "n d"], tokens: Int[Tensor, "n k"]) -> Float[Tensor, "n k"]:
+        """Return ``log_probs`` of some tokens after each row, up to a constant of the row.
+
+        A plain head is applied to these tokens alone.
+        """
+        if not isinstance(self.head, nn.Linear):
+            return self.log_probs(states).gather(1, tokens.to(states.device))
+        parts = []
+        for rows, ids in zip(states.split(PART), tokens.to(states.device).split(PART), strict=True):
+            scores = (self.head.weight[ids] @ rows[:, :, None])[..., 0].float()
+            parts.append(scores if self.head.bias is None else scores + self.head.bias[ids].float())
+        return torch.cat(parts)
+
 
 def load_rest(model: TruncatedModel, dtype: str) -> Rest | None:
     """Load what is behind a truncated model; None where its states cannot be continued.
@@ -48,13 +64,12 @@ def load_rest(model: TruncatedModel, dtype: str) -> Rest | None:
     Args:
         dtype: in which the rest computes.
     """
-    config = load_config(model.ref) if model.ref.path else None
-    if config is None or not continues(model, config):
+    if not model.on_disk or not continues(model, config := load_config(model.ref)):
         return None
     try:
         whole: Any = load_module(
             model.ref, config, head=True, dtype=parse_dtype(dtype), device=model.device, attention=EAGER,
-            left_out=model.site.layer,
+            left_out=model.site.layer, device_map="auto" if model.divided else None,
         )  # fmt: skip
     except InputError:  # no language model of this kind, or no head in the checkpoint
         return None
@@ -62,7 +77,7 @@ def load_rest(model: TruncatedModel, dtype: str) -> Rest | None:
     if head is None or whole.base_model is whole:
         return None
     total, base = int(config.num_hidden_layers), whole.base_model
-    if str(model.dtype) == f"torch.{dtype}":  # one embedding table in memory
+    if str(model.dtype) == f"torch.{dtype}" and not model.divided:  # one embedding table in memory
         own = model.module.get_input_embeddings()  # type: ignore[operator]
         if head.weight is base.get_input_embeddings().weight:
             head.weight = own.weight
@@ -75,7 +90,8 @@ def load_rest(model: TruncatedModel, dtype: str) -> Rest | None:
 
 def continues(model: TruncatedModel, config: Any) -> bool:
     """Return whether states of a truncated model can be given to the layers behind them."""
-    if model.site.stream != "resid" or not model.embeddings or model.quantization is not None:
+    whole = model.site.stream == "resid" and model.embeddings and model.quantization is None
+    if not whole or not model.on_disk:
         return False
     verdict = remembered("rest-twin", {"config": facts_of(config)}, Verdict, lambda: _verdict(config), CODE)
     return not verdict.difference
