@@ -232,7 +232,10 @@ class VocabMatch(Attack):
         """Add the verified rows of prompts to those that the probe is a regression of."""
         if self._known is None or self._prepared is None:
             return
-        chance, pairs = self._prepared.threshold.chance, []
+        threshold = self._prepared.threshold
+        if threshold.absolute is not None or not threshold.separable:
+            return  # what is verified may be wrong, and would stay in the cache
+        chance, pairs = threshold.chance, []
         for task in tasks:
             pairs += [
                 (task.raw[t.row], t.token) for t in mark_chance_matches(task.found, chance) if t.verified

@@ -35,6 +35,7 @@ SCALES = (1.0, 1000.0)  # inverse temperatures, between which the likeliest is s
 SCALE_STEPS = 10
 REFIT = 1.25  # the regression is computed again when there are so many times as many rows
 MOST_ROWS = 20_000  # rows that are kept
+MARKED = 8  # coordinates that tell rows of one token apart
 
 
 class RidgeReader:
@@ -80,13 +81,22 @@ class KnownRows:
         return len(self.tokens)
 
     def add(self, states: Float[Tensor, "new d"], tokens: Int[Tensor, " new"]) -> None:
-        """Add verified rows; beyond ``MOST_ROWS`` the oldest verified ones go."""
+        """Add verified rows that are not there yet; beyond ``MOST_ROWS`` the oldest verified ones go."""
+        held = set(_marks(self.states, self.tokens))
+        fresh = torch.tensor([mark not in held for mark in _marks(states, tokens)], dtype=torch.bool)
+        states, tokens = states[fresh.to(states.device)], tokens[fresh.to(tokens.device)]
         states = torch.cat([self.states, states.to(self.states)])
         tokens = torch.cat([self.tokens, tokens.to(self.tokens)])
         surplus = max(0, len(tokens) - MOST_ROWS)
         kept = torch.ones(len(tokens), dtype=torch.bool, device=tokens.device)
         kept[self.own : self.own + surplus] = False
         self.states, self.tokens = states[kept], tokens[kept]
+
+
+def _marks(states: Float[Tensor, "rows d"], tokens: Int[Tensor, " rows"]) -> list[tuple[float | int, ...]]:
+    """Return what tells rows apart, as the cache rounds them."""
+    few = states[:, :MARKED].bfloat16().float().cpu()
+    return [(token, *row) for token, row in zip(tokens.tolist(), few.tolist(), strict=True)]
 
 
 def ridge_probe(known: KnownRows, text: TextRows, table: Float[Tensor, "v e"]) -> Probe:
