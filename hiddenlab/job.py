@@ -233,7 +233,7 @@ def build_attack(config: AttackConfig, progress: Progress = silent) -> Attack:
     given = {key: value for key in ATTACK_OPTIONS if (value := getattr(config, key)) is not None}
     if not takes_any and (unknown := [f"--{key}" for key in given if key not in parameters]):
         raise InputError(
-            f"the attack {name} has no option {', '.join(unknown)}; it takes {', '.join(parameters)}"
+            f"the attack {name} has no option {', '.join(unknown)}; it takes {', '.join(parameters) or 'none'}"
         )
     if config.batch is not None and (takes_any or "batch" in parameters):
         given["batch"] = config.batch

@@ -105,12 +105,18 @@ def collect_states(
     """Collect the attacker's training set: states as the channel releases them, and each row's token and position."""
     windows = Corpus(model, seed).windows(tokens)
     return release_windows(
-        model, channel, windows, seed, "collecting the probe's training states", progress, tokens
+        model,
+        Channel.parse(channel),
+        windows,
+        seed,
+        "collecting the probe's training states",
+        progress,
+        tokens,
     )
 
 
 def release_windows(
-    model: TruncatedModel, channel: list[str], windows: Iterable[torch.Tensor], seed: int, stage: str,
+    model: TruncatedModel, pipe: Channel, windows: Iterable[torch.Tensor], seed: int, stage: str,
     progress: Progress = silent, tokens: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """Return the states of windows as a channel releases them, and each row's token and position.
@@ -122,7 +128,7 @@ def release_windows(
     if tokens is None:
         windows = list(windows)
         tokens = sum(map(len, windows))
-    pipe, generator = Channel.parse(channel), torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)
     states: list[torch.Tensor] = []
     labels: list[torch.Tensor] = []
     places: list[torch.Tensor] = []
@@ -218,12 +224,12 @@ def known_rows_for(
     if tensors is not None:
         return KnownRows(tensors["states"].float(), tensors["tokens"].long(), int(tensors["own"])), 0.0
     started = time.perf_counter()
-    drawn = known_windows(model)
-    if (seconds := _estimate(model, sum(map(len, drawn)))) > ANNOUNCED:
+    drawn, pipe = known_windows(model), Channel.parse(stages)
+    if (seconds := _estimate(pipe.provider_model(model), sum(map(len, drawn)))) > ANNOUNCED:
         told = f"no probe for layer {model.site.layer} of {model.ref.name} yet: a first one takes about {seconds:.0f} s"
         progress(f"{told}; it stays, and learns from every token that is verified", 0, 0)
     states, tokens, _ = release_windows(
-        model, stages, drawn, 0, "collecting states for a first probe", progress
+        model, pipe, drawn, 0, "collecting states for a first probe", progress
     )
     known = KnownRows(states, tokens.to(states.device), len(tokens))
     keep_known_rows(model, info, known)
@@ -242,7 +248,7 @@ def text_rows_for(model: TruncatedModel, info: ObservationInfo, progress: Progre
                 windows.append(window)
         windows += [corpus.uniform(TEXT_LENGTH) for _ in range(TEXT_WINDOWS - len(windows))]
         stage = "collecting states of running text"
-        states, tokens, _ = release_windows(model, stages, windows, TEXT_SEED, stage, progress)
+        states, tokens, _ = release_windows(model, Channel.parse(stages), windows, TEXT_SEED, stage, progress)
         shape = (TEXT_WINDOWS, TEXT_LENGTH)
         tensors = {"states": states.unflatten(0, shape), "tokens": tokens.unflatten(0, shape)}
         with suppress(InputError):
