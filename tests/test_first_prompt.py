@@ -1,9 +1,11 @@
 """What a first prompt needs: the layers behind the observed ones, weights, rows that grow, and a clock that stands."""
 
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -70,14 +72,14 @@ def test_a_search_reads_the_observed_rows(tiny_model: LoadModel, small_probes: N
     observations = release(model, prompts)
     attack = VocabMatch(setup="full").fit(observations[0].info, model)
     assert attack._prepared is not None
-    observed = attack._prepared.proposer.observed
+    observed = attack._prepared.proposer.reader
     assert observed is not None and observed.rest is not None
     assert [result.ids for result in attack.recover_batch(observations)] == prompts
     assert observed.rest.layers.forward_calls > 0
     for channel in ("2d-perm", "seq-perm", "random-prefix"):
         (shown,) = release(model, prompts[:1], channel)
         other = VocabMatch(setup="full").fit(shown.info, model)
-        assert other._prepared is not None and other._prepared.proposer.observed is None
+        assert other._prepared is not None and other._prepared.proposer.reader is None
 
 
 # ---- weights and temperature
@@ -274,3 +276,45 @@ def test_texts_become_tokens_when_they_are_drawn(
 def test_single_tokens_are_each_drawn_once(tiny_model: LoadModel) -> None:
     drawn_tokens = Corpus(tiny_model("llama", 1)).single_tokens(10**6)
     assert sorted(drawn_tokens.tolist()) == list(range(tiny_model("llama", 1).vocab_size))
+
+
+def test_states_that_overflow_are_left_out(
+    tiny_model: LoadModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HIDDENLAB_CACHE", str(tmp_path))
+    model, (prompt,) = tiny_model("llama", 2), random_prompts(7)
+    (observation,) = release(model, [prompt])
+    released = store.release_windows
+    for spoilt, kind in (("one", "regression"), ("all", "none")):
+        for file in (tmp_path / "probes").glob("*"):
+            file.unlink()
+
+        def overflowing(*args: object, spoilt: str = spoilt) -> tuple[torch.Tensor, ...]:
+            states, *others = released(*args)  # type: ignore[arg-type]
+            states[: 1 if spoilt == "one" else None] = float("inf")
+            return states, *others
+
+        monkeypatch.setattr(store, "release_windows", overflowing)
+        attack = VocabMatch().fit(observation.info, model)
+        assert attack.measured["probe"] == kind
+        assert attack.recover(observation).ids == prompt
+
+
+def test_a_threshold_behind_a_plugin_is_always_measured(
+    tiny_model: LoadModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A plugin's code may change without a word; a threshold of other code would verify wrong tokens."""
+    from hiddenlab import registry
+    from hiddenlab.matching import epsilon
+    from hiddenlab.matching.distance import Matcher
+
+    monkeypatch.setenv("HIDDENLAB_CACHE", str(tmp_path))
+    noise = registry.resolve("defenses", "gaussian")
+    foreign = type("Foreign", (noise,), {"__module__": "somebody.elses"})
+    monkeypatch.setitem(registry.BUILTINS["defenses"], "foreign", "somebody_elses:Foreign")
+    monkeypatch.setitem(sys.modules, "somebody_elses", SimpleNamespace(Foreign=foreign))  # type: ignore[misc]
+    model = tiny_model("llama", 2)
+    for spec, files in (("gaussian:sigma=0.01", 1), ("foreign:sigma=0.01", 1)):
+        info = replace(public_of(model), channel=(spec,))
+        epsilon.threshold_for(model, info, Matcher(1, False), 0, "auto")
+        assert len(list((tmp_path / "checks").glob("epsilon-*"))) == files

@@ -15,7 +15,7 @@ from hiddenlab.errors import InputError, NotApplicableError
 from hiddenlab.matching.batching import Search, run_batched
 from hiddenlab.matching.distance import Matcher, choose_matcher
 from hiddenlab.matching.epsilon import Threshold, parse_epsilon, threshold_for
-from hiddenlab.matching.observed_context import Continuation
+from hiddenlab.matching.observed_context import StateReader
 from hiddenlab.matching.ranking import SHORTLIST, WIDE_SHORTLIST, LazyModel, Proposer, check_proposal
 from hiddenlab.matching.screening import Screen
 from hiddenlab.models import TruncatedModel
@@ -26,7 +26,7 @@ from hiddenlab.projections import projection_of
 from hiddenlab.proposals.first_token_table import FirstTokenTable
 from hiddenlab.proposals.in_context import Adapter
 from hiddenlab.proposals.probe import Probe
-from hiddenlab.proposals.ridge import REFIT, KnownRows, ridge_probe
+from hiddenlab.proposals.ridge import FEWEST_ROWS, REFIT, KnownRows, ridge_probe
 from hiddenlab.proposals.store import (
     adapter_for,
     first_token_table_for,
@@ -173,31 +173,19 @@ class VocabMatch(Attack):
         probe: Probe | None = None
         first_tokens: FirstTokenTable | None = None
         describe: Callable[[], Adapter | None] = lambda: None  # noqa: E731
-        seconds = 0.0
-        lm = continued = observed = None
-        quick = self.setup == "quick" and "probe" in self.proposal
-        if "lm" in self.proposal:
+        lm = reader = None
+        seconds, quick = 0.0, self.setup == "quick" and "probe" in self.proposal
+        reads = self._may_read(info) and continues(model, load_config(model.ref))
+        if "lm" in self.proposal and not reads:
             if self._lm is None or self._lm[0] is not model:
                 self._lm = (model, LazyModel(model, self._clock, patient=quick))
             lm = self._lm[1]
-            if self._may_continue(info) and continues(model, load_config(model.ref)):
-                continued, lm = lm, None
-            elif not quick and ("probe" not in self.proposal or lm.layers <= LOAD_AHEAD * model.site.layer):
+            if "probe" not in self.proposal or (not quick and lm.layers <= LOAD_AHEAD * model.site.layer):
                 # Load it now, so that loading does not count in the attack's time, and before the probe: its
                 # file is in memory as well.
                 _ = lm.opened
         if "probe" in self.proposal:
-            # Sorted coordinates need a network, which is trained.
-            if quick and info.columns_permuted is None and not has_trained_probe(model, info):
-                self._known, trained = known_rows_for(model, info, self.progress)
-                probe = self._regression(info)
-            else:
-                probe, trained = probe_for(model, info, progress=self.progress)
-            if continued is not None:
-                layers, text = continued.layers - model.site.layer, text_rows_for(model, info, self.progress)
-                observed = Continuation(model, layers, text, probe, self._clock, quick)
-                if not quick and continued.layers <= LOAD_AHEAD * model.site.layer:
-                    _ = observed.rest
+            probe, trained = self._probe(model, info, quick)
             first_tokens, made = first_token_table_for(model, info, self.progress)
 
             @cache
@@ -206,20 +194,32 @@ class VocabMatch(Attack):
                     return adapter_for(model, self.progress)[0]
 
             before = self._clock.preparing
+            if reads and probe is not None:
+                text = text_rows_for(model, info, self.progress)
+                reader = StateReader(model, text, probe, self._clock, patient=quick)
+                if not quick and reader.layers <= LOAD_AHEAD * model.site.layer:
+                    _ = reader.rest
             if not quick:
                 describe()
             seconds = trained + made + self._clock.preparing - before
-        return Proposer(model.vocab_size, probe, lm, first_tokens, observed, describe), seconds
+        return Proposer(model.vocab_size, probe, lm, first_tokens, reader, describe), seconds
 
-    def _may_continue(self, info: ObservationInfo) -> bool:
+    def _probe(self, model: TruncatedModel, info: ObservationInfo, quick: bool) -> tuple[Probe | None, float]:
+        """Return the probe, and the seconds of making it; None where the attacker's own states overflow."""
+        # Sorted coordinates need a network, which is trained.
+        if not quick or info.columns_permuted is not None or has_trained_probe(model, info):
+            return probe_for(model, info, progress=self.progress)
+        known, seconds = known_rows_for(model, info, self.progress)
+        if len(known) < FEWEST_ROWS:
+            return None, seconds
+        self._known = known
+        return self._regression(info), seconds
+
+    def _may_read(self, info: ObservationInfo) -> bool:
         """Return whether rows are whole states in a known order, which the layers behind them can read."""
         known = info.columns_permuted is None and not info.rows_permuted and not info.prefix_tokens
-        return (
-            known
-            and projection_of(info) is None
-            and self.search == "speculative"
-            and "probe" in self.proposal
-        )
+        asked = self.search == "speculative" and self.proposal == "probe+lm"
+        return asked and known and projection_of(info) is None
 
     def _regression(self, info: ObservationInfo) -> Probe:
         """Return the regression of the known rows."""
@@ -229,12 +229,16 @@ class VocabMatch(Attack):
         return ridge_probe(self._known, text, table).parents(table, screen_width(model))
 
     def _learn(self, tasks: Sequence[Task]) -> None:
-        """Add the verified rows of prompts to those that the probe is a regression of."""
+        """Add the verified rows of prompts to those that the probe is a regression of.
+
+        Behind a given epsilon, and where right and wrong distances overlap, what is verified may be wrong. It would
+        stay in the cache, so nothing is learned.
+        """
         if self._known is None or self._prepared is None:
             return
         threshold = self._prepared.threshold
         if threshold.absolute is not None or not threshold.separable:
-            return  # what is verified may be wrong, and would stay in the cache
+            return
         chance, pairs = threshold.chance, []
         for task in tasks:
             pairs += [
@@ -250,8 +254,8 @@ class VocabMatch(Attack):
             if len(self._known) >= REFIT * self._fitted_rows:
                 proposer = replace(self._prepared.proposer, probe=self._regression(self._prepared.info))
                 self._prepared = replace(self._prepared, proposer=proposer)
-                if proposer.observed is not None and proposer.probe is not None:
-                    proposer.observed.read_by(proposer.probe)
+                if proposer.reader is not None and proposer.probe is not None:
+                    proposer.reader.read_by(proposer.probe)
 
     def _threshold(self, model: TruncatedModel, info: ObservationInfo, matcher: Matcher) -> Threshold:
         self.progress("measuring epsilon", 0, 1)

@@ -70,8 +70,8 @@ class Task:
     def __post_init__(self) -> None:
         self.free = list(range(len(self.rows)))
         self.lm: LanguageModel | ObservedContext | None = None
-        if self.proposer.observed is not None and self.ordered:
-            self.lm = ObservedContext(self.proposer.observed, self.raw)
+        if self.proposer.reader is not None and self.ordered:
+            self.lm = ObservedContext(self.proposer.reader, self.raw)
         elif self.proposer.lm is not None:
             self.lm = LanguageModel(self.proposer.lm, self.proposer.weights)
 

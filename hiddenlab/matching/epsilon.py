@@ -15,7 +15,7 @@ from hiddenlab.channels import Channel, in_order
 from hiddenlab.errors import InputError
 from hiddenlab.matching.distance import Matcher
 from hiddenlab.models import Request, TruncatedModel
-from hiddenlab.models.choice import CODE, remembered
+from hiddenlab.models.choice import CODE, fingerprint, remembered
 from hiddenlab.models.load import parse_dtype
 from hiddenlab.proposals.corpus import Corpus, language_reference
 from hiddenlab.proposals.probe import norm_border
@@ -26,10 +26,8 @@ from hiddenlab.utils.schema import CLOSED
 FALSE_WEIGHT = 10.0  # cost of accepting a wrong candidate, relative to missing a right one
 NEAR_TOKENS = 4  # hard negatives a position: tokens with nearby embeddings
 WINDOWS, WINDOWS_PER_PASS = 50, 8
-FEW_WINDOWS = (
-    12  # enough where the nearest wrong candidate is so many times as far as the farthest right one:
-)
-CLEAR = 100.0
+# A few windows are enough where the nearest wrong candidate is so many times as far as the farthest right one.
+FEW_WINDOWS, CLEAR = 12, 100.0
 ENOUGH_FALSE = 10  # wrong candidates within the threshold needed to measure their share directly
 ENOUGH_SINKS = 16  # rows needed to measure a threshold for attention sinks
 
@@ -111,7 +109,8 @@ def threshold_for(
 ) -> Threshold:
     """Return the threshold of a channel, from the cache or measured now.
 
-    A few windows are enough where right and wrong candidates lie far apart.
+    A few windows are enough where right and wrong candidates lie far apart. Behind stages of a plugin it is always
+    measured: nobody says when a plugin's code has changed, and a threshold of other code would verify wrongly.
 
     Args:
         epsilon: ``auto``, ``calibrated`` or a number, see ``parse_epsilon``.
@@ -129,10 +128,18 @@ def threshold_for(
             return few
         return auto_threshold(measure(model, info, matcher, seed), resolution)
 
+    if any(
+        not type(stage).__module__.startswith("hiddenlab.") for stage in Channel.parse(info.channel).defenses
+    ):
+        return measured()
     here = Path(__file__).parent
     code = (*CODE, here, here.parent / "proposals", here.parent, here.parent / "defenses")
-    key = {"model": identity_of(model, []), "info": asdict(info), "matcher": matcher.name, "epsilon": epsilon}
-    return remembered("epsilon", key | {"seed": seed}, Threshold, measured, code)
+    key = {
+        "model": identity_of(model, []), "weights": fingerprint(model.module), "device": model.device.type,
+        "engine": model.engine, "quantization": model.quantization, "info": asdict(info), "matcher": matcher.name,
+        "epsilon": epsilon, "seed": seed,
+    }  # fmt: skip
+    return remembered("epsilon", key, Threshold, measured, code)
 
 
 def measure(

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from hiddenlab.matching.batching import ForwardCall, Search
 from hiddenlab.models import Answer, Request, TruncatedModel
+from hiddenlab.models.load import load_config
 from hiddenlab.models.rest import Rest, load_rest
 from hiddenlab.proposals.probe import Probe, fast_dtype
 from hiddenlab.proposals.text_rows import TextRows
@@ -27,17 +28,16 @@ MOST_WEIGHT, NEWTON_STEPS = 20.0, 12
 
 
 @dataclass
-class Continuation:
+class StateReader:
     """A language model's last layers, loaded when a search first needs them, and the weights of what they say.
 
     Attributes:
-        model: the truncated model under attack. layers: how many layers are behind it.
+        model: the truncated model under attack.
         text: rows of the attacker's own text, on which the weights are set. probe: what the predictions are beside.
         clock: stands still while anything is loaded. patient: load only once doing without has cost about as much.
     """
 
     model: TruncatedModel
-    layers: int
     text: TextRows
     probe: Probe
     clock: Clock
@@ -49,9 +49,14 @@ class Continuation:
         self._rental = Rental(LOADING * self.cost if self.patient else 0.0)
 
     @cached_property
+    def layers(self) -> int:
+        """The number of layers of the whole model."""
+        return int(load_config(self.model.ref).num_hidden_layers)
+
+    @cached_property
     def cost(self) -> float:
         """The cost of one pass over a prompt, in passes of the truncated model; the head reads few tokens only."""
-        return self.layers / self.model.site.layer
+        return self.layers / self.model.site.layer - 1
 
     def wanted(self, cost: float) -> bool:
         """Return whether to use it now: it can be loaded, and is worth it; see ``LazyModel.wanted``."""
@@ -136,7 +141,7 @@ class ObservedContext:
         rows: the observed states, in the prompt's order.
     """
 
-    def __init__(self, model: Continuation, rows: Float[Tensor, "n d"]) -> None:
+    def __init__(self, model: StateReader, rows: Float[Tensor, "n d"]) -> None:
         self.model, self.rows = model, rows
         self._ahead: Tensor | None = None
 
@@ -146,7 +151,7 @@ class ObservedContext:
         return self.model.weights
 
     def wanted(self, cost: float) -> bool:
-        """Return whether to use it now, see ``Continuation.wanted``."""
+        """Return whether to use it now, see ``StateReader.wanted``."""
         return self.model.wanted(cost)
 
     def cost(self, tokens: list[int], model_layers: int) -> float:

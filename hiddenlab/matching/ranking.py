@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hiddenlab.errors import InputError
 from hiddenlab.matching.batching import ForwardCall, Search
-from hiddenlab.matching.observed_context import Continuation
+from hiddenlab.matching.observed_context import StateReader
 from hiddenlab.models import Answer, Prefix, Request, TruncatedModel
 from hiddenlab.models.load import load_config
 from hiddenlab.proposals.first_token_table import FirstTokenTable
@@ -72,7 +72,7 @@ class Proposer:
     """The engines behind a proposal name; any may be absent.
 
     Attributes:
-        observed: the language model's last layers, which read the observed rows; used in place of ``lm``.
+        reader: the language model's last layers, which read the observed rows; used in place of ``lm``.
         describe: gives the vocabulary's descriptions for in-context learning, the same ones in every call.
     """
 
@@ -80,7 +80,7 @@ class Proposer:
     probe: Probe | None
     lm: LazyModel | None
     first_tokens: FirstTokenTable | None = None
-    observed: Continuation | None = None
+    reader: StateReader | None = None
     describe: Callable[[], Adapter | None] = lambda: None
 
     @property
@@ -95,7 +95,7 @@ class Proposer:
 
     def asks_model(self, layer: int) -> bool:
         """Return whether the language model is likely to be used: without a probe, or where it is relatively cheap."""
-        if self.observed is not None:
+        if self.reader is not None:
             return True
         return self.lm is not None and (self.probe is None or self.lm.layers <= DEEP * layer)
 

@@ -1,7 +1,7 @@
 """Run the first l layers of a causal language model, with only those in memory."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from functools import cached_property
 from typing import Any
 
@@ -21,6 +21,7 @@ from hiddenlab.models.attention import (
 from hiddenlab.models.checkpoint import decoder_layers
 from hiddenlab.models.choice import ENGINES, choose_engine
 from hiddenlab.models.engine import _ACTIVE, ATTENTION_NAME, GivenPass, PackedPass, ShownError
+from hiddenlab.models.hooks import beginning_behind, capturing
 from hiddenlab.models.load import (
     ModelRef,
     load_config,
@@ -99,41 +100,15 @@ class TruncatedModel:
         self.attention: Attention | None = None
         self._captured: Tensor | None = None
 
-    @contextmanager
-    def _beginning(self, inputs: Mapping[str, Any]) -> Iterator[None]:
-        """Give the inputs of one pass to the first layer that is not left out, whatever the model does with them."""
-        if not self.left_out:
-            yield
-            return
-        given = inputs["inputs_embeds"]
-        last = decoder_layers(self.module)[self.left_out - 1]
-        hook = last.register_forward_hook(lambda *_: given)
-        try:
-            yield
-        finally:
-            hook.remove()
+    def _hooked(self, inputs: Mapping[str, Any]) -> ExitStack:
+        """Return the hooks of one pass over these inputs."""
+        stack = ExitStack()
+        stack.enter_context(capturing(self.module, self.site, self._capture))
+        stack.enter_context(beginning_behind(self.module, self.left_out, inputs.get("inputs_embeds")))
+        return stack
 
-    @contextmanager
-    def _capturing(self) -> Iterator[None]:
-        """Capture the states at the site for one pass; a permanent hook would keep the model in memory by a cycle."""
-        layers = decoder_layers(self.module)
-        if self.site.stream == "resid":
-            hook = layers[self.site.layer - 1].register_forward_hook(self._capture)
-        elif self.site.stream == "embed":
-            hook = layers[0].register_forward_pre_hook(self._capture_inputs, with_kwargs=True)
-        else:
-            hook = None
-        try:
-            yield
-        finally:
-            if hook is not None:
-                hook.remove()
-
-    def _capture(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        self._captured = output[0] if isinstance(output, (tuple, list)) else output
-
-    def _capture_inputs(self, module: nn.Module, inputs: Any, options: Any) -> None:
-        self._captured = inputs[0] if inputs else options["hidden_states"]
+    def _capture(self, states: Any) -> None:
+        self._captured = states
 
     @property
     def embedding(self) -> Float[Tensor, "v d"]:
@@ -318,8 +293,7 @@ class TruncatedModel:
         name = "inputs_embeds" if inputs.is_floating_point() else "input_ids"
         mode = torch.set_grad_enabled(True) if grad else torch.inference_mode()
         given = {name: inputs.to(self.device)}
-        own = attending(self.module, EAGER), unchanged_rotary(self.module)
-        with mode, self._capturing(), self._beginning(given), own[0], own[1]:
+        with mode, self._hooked(given), attending(self.module, EAGER), unchanged_rotary(self.module):
             states = self._states(self.module(**given, use_cache=False))
         if states.shape[:2] != inputs.shape[:2]:
             raise self._foreign_layers(states)
@@ -338,7 +312,7 @@ class TruncatedModel:
         active, output = _ACTIVE.set(how), None
         try:
             mode = torch.set_grad_enabled(True) if grad else torch.inference_mode()
-            with mode, self._capturing(), self._beginning(inputs), suppress(ShownError):
+            with mode, self._hooked(inputs), suppress(ShownError):
                 output = self.module(**inputs, use_cache=False)
         finally:
             _ACTIVE.reset(active)

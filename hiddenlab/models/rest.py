@@ -79,7 +79,7 @@ def load_rest(model: TruncatedModel, dtype: str) -> Rest | None:
     total, base = int(config.num_hidden_layers), whole.base_model
     if str(model.dtype) == f"torch.{dtype}" and not model.divided:  # one embedding table in memory
         own = model.module.get_input_embeddings()  # type: ignore[operator]
-        if head.weight is base.get_input_embeddings().weight:
+        if getattr(head, "weight", None) is base.get_input_embeddings().weight:
             head.weight = own.weight
         base.set_input_embeddings(own)
     layers = TruncatedModel(

@@ -35,6 +35,7 @@ SCALES = (1.0, 1000.0)  # inverse temperatures, between which the likeliest is s
 SCALE_STEPS = 10
 REFIT = 1.25  # the regression is computed again when there are so many times as many rows
 MOST_ROWS = 20_000  # rows that are kept
+FEWEST_ROWS = 256  # from which a regression is computed
 MARKED = 8  # coordinates that tell rows of one token apart
 
 

@@ -231,7 +231,9 @@ def known_rows_for(
     states, tokens, _ = release_windows(
         model, pipe, drawn, 0, "collecting states for a first probe", progress
     )
-    known = KnownRows(states, tokens.to(states.device), len(tokens))
+    whole = states.isfinite().all(1)  # float16 may overflow
+    states, tokens = states[whole], tokens.to(states.device)[whole]
+    known = KnownRows(states, tokens, len(tokens))
     keep_known_rows(model, info, known)
     return known, time.perf_counter() - started
 
@@ -250,6 +252,7 @@ def text_rows_for(model: TruncatedModel, info: ObservationInfo, progress: Progre
         stage = "collecting states of running text"
         states, tokens, _ = release_windows(model, Channel.parse(stages), windows, TEXT_SEED, stage, progress)
         shape = (TEXT_WINDOWS, TEXT_LENGTH)
+        states = states.nan_to_num(0, 0, 0)  # float16 may overflow
         tensors = {"states": states.unflatten(0, shape), "tokens": tokens.unflatten(0, shape)}
         with suppress(InputError):
             _save(identity, tensors)
