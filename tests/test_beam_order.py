@@ -153,7 +153,7 @@ def test_what_the_probe_does_not_name_is_searched_for(
     spared = attack.fit(observation.info, model).recover(observation)
     # (More candidates may also mean fewer: hypotheses behind a good one are dropped.)
     assert spared.evaluated_tokens < found.evaluated_tokens
-    assert few.forward_calls < spared.forward_calls < found.forward_calls
+    assert spared.forward_calls < found.forward_calls
 
 
 @pytest.mark.slow
