@@ -53,9 +53,9 @@ def _rouge_scorer() -> Any:
 
 
 def _rouge_l(truth_ids: Sequence[int], recovered_ids: Sequence[int], truth: str, recovered: str) -> float:
-    scorer = _rouge_scorer()
     if truth == recovered:
         return 1.0
+    scorer = _rouge_scorer()  # its import takes a second
     if not scorer._tokenizer.tokenize(truth):
         truth, recovered = (" ".join(map(str, ids)) for ids in (truth_ids, recovered_ids))
     return float(scorer.score(target=truth, prediction=recovered)["rougeL"].fmeasure)
