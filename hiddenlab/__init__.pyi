@@ -13,6 +13,7 @@ from .observation import load_observations as load_observations
 from .observation import save_observations as save_observations
 from .runner import Run as Run
 from .runner import run as run
+from .runner import run_layers as run_layers
 from .scoring import Score as Score
 from .scoring import score as score
 from .types import AttackResult as AttackResult

@@ -60,6 +60,15 @@ class Attack:
         self.measured = self._fit(info)
         return self
 
+    def expect(self, info: ObservationInfo, models: Sequence[TruncatedModel]) -> None:
+        """Prepare at once what several layers of one model need; by default nothing.
+
+        Args:
+            info: the public facts at the last layer; those at the others differ by the site.
+            models: of growing depth.
+        """
+        return
+
     def recover(self, observation: Observation) -> AttackResult:
         """Recover one prompt.
 

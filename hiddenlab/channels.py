@@ -195,22 +195,63 @@ class Channel:
         Raises:
             InputError: a prompt has no tokens, or tokens outside the vocabulary.
         """
-        for tokens in prompts:
-            _check_tokens(tokens, model)
         provider = self.provider_model(model)
         info = self._public(model, provider)
         released = []
-        prepared = (self._prepare(provider, p, generator) for p in prompts)
-        for pack in packs(prepared, lambda prompt: len(prompt.inputs), provider.max_pass_tokens):
+        for pack in self._packs(model, provider, prompts, generator):
+            requests = [Request(provider.prefix(), prompt.inputs) for prompt in pack]
             with quiet_bitsandbytes():
-                answers = provider.run(
-                    [Request(provider.prefix(), prompt.inputs) for prompt in pack], keep=False
-                )
+                answers = provider.run(requests, keep=False)
             released += [
                 self._finish(prompt, answer.states, info)
                 for prompt, answer in zip(pack, answers, strict=True)
             ]
         return released
+
+    def release_layers(
+        self,
+        model: TruncatedModel,
+        layers: Sequence[int],
+        prompts: Sequence[Sequence[int]],
+        generator: torch.Generator,
+    ) -> list[list[tuple[Observation, GroundTruth]]]:
+        """Release several prompts at several layers from the same passes, a list for each layer.
+
+        Each is what ``release_batch`` gives at that layer for the same state of the generator.
+
+        Args:
+            model: shows the states behind a layer, none of the ``layers`` is behind its own.
+
+        Raises:
+            InputError: see ``release_batch``.
+        """
+        provider = self.provider_model(model)
+        info = self._public(model, provider)
+        infos = [replace(info, site=Site(layer)) for layer in layers]
+        released: list[list[tuple[Observation, GroundTruth]]] = [[] for _ in layers]
+        for pack in self._packs(model, provider, prompts, generator):
+            requests = [Request(provider.prefix(), prompt.inputs) for prompt in pack]
+            with quiet_bitsandbytes():
+                answers = provider.run_layers(requests, layers)
+            for prompt, states in zip(pack, answers, strict=True):
+                drawn = prompt.generator.get_state()
+                for at, info, own in zip(released, infos, states.values(), strict=True):
+                    prompt.generator.set_state(drawn)
+                    at.append(self._finish(prompt, own, info))
+        return released
+
+    def _packs(
+        self,
+        model: TruncatedModel,
+        provider: TruncatedModel,
+        prompts: Sequence[Sequence[int]],
+        generator: torch.Generator,
+    ) -> Iterator[list[_Prepared]]:
+        """Yield prompts, checked and prepared, as many at once as one pass takes."""
+        for tokens in prompts:
+            _check_tokens(tokens, model)
+        prepared = (self._prepare(provider, tokens, generator) for tokens in prompts)
+        return packs(prepared, lambda prompt: len(prompt.inputs), provider.max_pass_tokens)
 
     def added(self, model: TruncatedModel, generator: torch.Generator) -> Float[Tensor, "p d"]:
         """Draw embeddings such as the channel puts before a prompt; empty where it puts none there."""

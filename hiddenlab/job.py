@@ -3,10 +3,10 @@
 import hashlib
 import inspect
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, cast
+from typing import Annotated, Literal, cast
 
 import torch
 from pydantic import Field
@@ -119,6 +119,39 @@ def prepare(config: AttackConfig, progress: Progress = silent) -> Job:
         else _prompts(sources, config, model)
     )
     return Job(config, model, channel, attack, cases)
+
+
+def prepare_layers(
+    config: AttackConfig, layers: Sequence[int] | Literal["all"], progress: Progress = silent
+) -> tuple[list[int], Iterator[Job]]:
+    """Return the numbers of several layers, and a checked run for each, made when it is its turn.
+
+    They share the model's weights and its prompts.
+
+    Raises:
+        HiddenlabError: see ``prepare``; or a layer is out of range, stands twice, or the states come from a file.
+    """
+    config = replace(config, layer=None).checked()
+    if config.states or config.observation is not None:
+        raise InputError("states of a file are of one layer; give one --layer")
+    if config.stream in (*LAST_STREAMS, "embed"):
+        raise InputError(f"the stream {config.stream} exists at one layer; leave out --layer")
+    if layers == "all":
+        layers = range(1, _count_layers(config) + 1)
+    elif not layers or len(set(layers)) < len(layers) or min(layers) < 1:
+        raise InputError(f"--layer {', '.join(map(str, layers))}: give numbers from 1 on, each once")
+    deepest = prepare(replace(config, layer=max(layers)), progress)
+    models = {layer: deepest.model.shallower(layer) for layer in sorted(layers)}
+    shown, _ = release(deepest, deepest.cases[0])
+    deepest.attack.expect(shown.info, list(models.values()))
+
+    def jobs() -> Iterator[Job]:
+        for number, layer in enumerate(layers, 1):
+            progress(f"layer {layer} ({number} of {len(layers)})", 0, 0)
+            own = replace(deepest.config, layer=layer)
+            yield Job(own, models[layer], deepest.channel, build_attack(own, progress), deepest.cases)
+
+    return list(layers), jobs()
 
 
 @dataclass(frozen=True)
@@ -402,10 +435,16 @@ def _with_site(config: AttackConfig) -> AttackConfig:
         config.layer,
     )
     if layer is None:
-        ref = resolve_model(model, trust_remote_code=config.trust_remote_code)
-        total = int(getattr(load_config(ref), "num_hidden_layers", 0))
+        total = _count_layers(config)
         layer = total if stream in LAST_STREAMS else 0 if stream == "embed" else max(1, total // 2)
     return replace(config, model=model, stream=stream, layer=layer)
+
+
+def _count_layers(config: AttackConfig) -> int:
+    """Return how many layers the whole model has."""
+    name = "builtin" if config.model is None else config.model
+    ref = resolve_model(name, trust_remote_code=config.trust_remote_code)
+    return int(getattr(load_config(ref), "num_hidden_layers", 0))
 
 
 def _load(config: AttackConfig, local_only: bool = False) -> TruncatedModel:

@@ -64,6 +64,14 @@ ModelOpt = Annotated[
 LayerOpt = Annotated[
     int | None, Option("--layer", metavar="L", help="States after L layers; default: the middle.")
 ]
+SomeLayersOpt = Annotated[
+    str | None,
+    Option(
+        "--layer",
+        metavar="L",
+        help="States after L layers; default: the middle. 1,6,11 or 'all': each layer is attacked, one after another.",
+    ),
+]
 StreamOpt = Annotated[
     Stream | None, Option("--stream", help="Which states (k, v: a KV cache; embed: layer 0); default: resid.")
 ]

@@ -1,19 +1,20 @@
 """Run an attack on prompts in the order of the protocol: release → recover → score → record."""
 
+import gc
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from hiddenlab.config import AttackConfig
 from hiddenlab.diagnosis import diagnose
 from hiddenlab.errors import NotApplicableError
-from hiddenlab.job import Case, Job, prepare, release
+from hiddenlab.job import Case, Job, prepare, prepare_layers, release
 from hiddenlab.models import Request, TruncatedModel
 from hiddenlab.models.request import packs
 from hiddenlab.records import Recorder, RunRecord, check_new
@@ -91,15 +92,7 @@ def run(
     try:
         job = prepare(config, progress)
         if resume is None:
-            record = RunRecord(
-                verb="attack",
-                spec=job.config.to_json(),
-                seeds={"seed": config.seed},
-                inputs_sha256=job.inputs_sha256,
-                prompts=len(job.cases),
-            )
-            where = None if out is None else Path(out)
-            recorder = Recorder.create(record, out=where, runs_dir=Path(runs_dir), keep=keep)
+            recorder = _created(job, None if out is None else Path(out), Path(runs_dir), keep)
         else:
             recorder = Recorder.resume(Path(resume), job.inputs_sha256)
         attack_all(job, recorder, progress=progress, show=show)
@@ -108,12 +101,73 @@ def run(
     return _ended(recorder)
 
 
-class Interrupted(KeyboardInterrupt):
-    """A run was interrupted from the keyboard; ``run`` is what is recorded of it, None where nothing is."""
+def run_layers(
+    config: AttackConfig,
+    layers: Sequence[int] | Literal["all"] = "all",
+    out: str | Path | None = None,
+    *,
+    runs_dir: str | Path = "runs",
+    keep: bool = True,
+    progress: Progress = silent,
+    show: Callable[[Sample], None] | None = None,
+    ended: Callable[[Run], None] | None = None,
+) -> list[Run]:
+    """Attack every prompt of a configuration at several layers of its model; each layer has a run of its own.
 
-    def __init__(self, run: Run | None) -> None:
+    The model is loaded once, and the states that first probes need come from the same passes for all layers.
+
+    Args:
+        config: its ``layer`` is not read. layers: 1 is the first.
+        out: the directory of the runs, a new one, with a folder for each layer; None makes one for each run in
+            ``runs_dir``. keep: false writes nothing.
+        progress, show: see ``run``. ended: called with each run as soon as it has ended.
+
+    Raises:
+        HiddenlabError: see ``run``. Interrupted: from the keyboard; its ``run`` is that of the layer at work.
+    """
+    if out is not None:
+        check_new(Path(out))
+    runs: list[Run] = []
+    recorder: Recorder | None = None
+    try:
+        layers, jobs = prepare_layers(config, layers, progress)
+        for layer, job in zip(layers, jobs, strict=True):
+            where = None if out is None else Path(out) / f"layer-{layer:02}"
+            recorder = _created(job, where, Path(runs_dir), keep)
+            attack_all(job, recorder, progress=progress, show=show)
+            runs.append(_ended(recorder))
+            if ended is not None:
+                ended(runs[-1])
+            recorder = None
+            del job
+            gc.collect()  # an attack's tables, which refer to each other
+    except KeyboardInterrupt:
+        left = () if layers == "all" else layers[len(runs) + (recorder is not None) :]
+        raise Interrupted(None if recorder is None else _ended(recorder), left) from None
+    return runs
+
+
+def _created(job: Job, out: Path | None, runs_dir: Path, keep: bool) -> Recorder:
+    record = RunRecord(
+        verb="attack",
+        spec=job.config.to_json(),
+        seeds={"seed": job.config.seed},
+        inputs_sha256=job.inputs_sha256,
+        prompts=len(job.cases),
+    )
+    return Recorder.create(record, out=out, runs_dir=runs_dir, keep=keep)
+
+
+class Interrupted(KeyboardInterrupt):
+    """A run was interrupted from the keyboard.
+
+    Attributes:
+        run: what is recorded of it; None where nothing is. left: the layers that were to come after it.
+    """
+
+    def __init__(self, run: Run | None, left: Sequence[int] = ()) -> None:
         super().__init__()
-        self.run = run
+        self.run, self.left = run, tuple(left)
 
 
 def attack_all(

@@ -18,7 +18,7 @@ from hiddenlab.errors import InputError
 from hiddenlab.matching.observed_context import likeliest_weights
 from hiddenlab.models import TruncatedModel
 from hiddenlab.models.rest import Rest, load_rest
-from hiddenlab.proposals import ridge, store
+from hiddenlab.proposals import regressions, ridge, store
 from hiddenlab.proposals.corpus import Corpus
 from hiddenlab.proposals.ridge import KnownRows, likeliest_scale
 from hiddenlab.types import ObservationInfo
@@ -127,7 +127,8 @@ def test_verified_rows_are_kept_and_found_again(
     tiny_model: LoadModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HIDDENLAB_CACHE", str(tmp_path))
-    monkeypatch.setattr(store, "KNOWN_TEXT", 400)
+    monkeypatch.setattr(regressions, "KNOWN_TEXT", 400)
+    monkeypatch.setattr(regressions, "REFIT", 1.05)
     monkeypatch.setattr("hiddenlab.attacks.vocab_match.REFIT", 1.05)
     model, prompts = tiny_model("llama", 1), random_prompts(*[10] * 8)
     observations = release(model, prompts)
@@ -284,7 +285,7 @@ def test_states_that_overflow_are_left_out(
     monkeypatch.setenv("HIDDENLAB_CACHE", str(tmp_path))
     model, (prompt,) = tiny_model("llama", 2), random_prompts(7)
     (observation,) = release(model, [prompt])
-    released = store.release_windows
+    released = regressions.release_windows
     for spoilt, kind in (("one", "regression"), ("all", "none")):
         for file in (tmp_path / "probes").glob("*"):
             file.unlink()
@@ -294,7 +295,7 @@ def test_states_that_overflow_are_left_out(
             states[: 1 if spoilt == "one" else None] = float("inf")
             return states, *others
 
-        monkeypatch.setattr(store, "release_windows", overflowing)
+        monkeypatch.setattr(regressions, "release_windows", overflowing)
         attack = VocabMatch().fit(observation.info, model)
         assert attack.measured["probe"] == kind
         assert attack.recover(observation).ids == prompt

@@ -87,7 +87,7 @@ def test_it_is_learned_once_for_a_channel(
         return first
 
     monkeypatch.setattr(PairwiseOrder, "learn", learn)
-    monkeypatch.setattr(store, "_load", lambda *_: None)
+    monkeypatch.setattr(store, "load_cached", lambda *_: None)
     pairwise_order_for(model, info)
     assert len(seen) == -(-4000 // len(seen[0])) == 63
     assert all(bool((one.diff(dim=1) >= 0).all()) == ("2d-perm" in specs) for one in seen)

@@ -26,17 +26,15 @@ from hiddenlab.projections import projection_of
 from hiddenlab.proposals.first_token_table import FirstTokenTable
 from hiddenlab.proposals.in_context import Adapter
 from hiddenlab.proposals.probe import Probe
-from hiddenlab.proposals.ridge import FEWEST_ROWS, REFIT, KnownRows, ridge_probe
-from hiddenlab.proposals.store import (
-    adapter_for,
-    first_token_table_for,
-    has_trained_probe,
+from hiddenlab.proposals.regressions import (
+    collect_layers,
     keep_known_rows,
     known_rows_for,
-    probe_for,
-    screen_width,
+    regression_for,
     text_rows_for,
 )
+from hiddenlab.proposals.ridge import FEWEST_ROWS, REFIT, KnownRows
+from hiddenlab.proposals.store import adapter_for, first_token_table_for, has_trained_probe, probe_for
 from hiddenlab.summary import NO_STATE
 from hiddenlab.types import AttackResult, Observation, ObservationInfo, TokenPrediction
 from hiddenlab.utils.clock import Clock
@@ -159,6 +157,16 @@ class VocabMatch(Attack):
             self._prepared = kept
         return kept, seconds
 
+    def expect(self, info: ObservationInfo, models: Sequence[TruncatedModel]) -> None:
+        """Collect the states that regressions of several layers start from, from the same passes."""
+        regressed = self._begins_at_once and info.columns_permuted is None and info.site.stream == "resid"
+        if regressed and not parts_of_attention(info):
+            collect_layers(models, as_whole(info), self.progress)
+
+    @property
+    def _begins_at_once(self) -> bool:
+        return self.setup == "quick" and "probe" in self.proposal
+
     def _screened(self, model: TruncatedModel, info: ObservationInfo) -> Screen | None:
         if not self.screen or not Screen.pays(model):
             return None
@@ -174,7 +182,7 @@ class VocabMatch(Attack):
         first_tokens: FirstTokenTable | None = None
         describe: Callable[[], Adapter | None] = lambda: None  # noqa: E731
         lm = reader = None
-        seconds, quick = 0.0, self.setup == "quick" and "probe" in self.proposal
+        seconds, quick = 0.0, self._begins_at_once
         reads = self._may_read(info) and continues(model, load_config(model.ref))
         if "lm" in self.proposal and not reads:
             if self._lm is None or self._lm[0] is not model:
@@ -224,9 +232,8 @@ class VocabMatch(Attack):
     def _regression(self, info: ObservationInfo) -> Probe:
         """Return the regression of the known rows."""
         assert self._known is not None
-        self._fitted_rows, model = len(self._known), self.model
-        table, text = model.embedding.detach(), text_rows_for(model, info, self.progress)
-        return ridge_probe(self._known, text, table).parents(table, screen_width(model))
+        probe, self._fitted_rows = regression_for(self.model, info, self._known, self.progress)
+        return probe
 
     def _learn(self, tasks: Sequence[Task]) -> None:
         """Add the verified rows of prompts to those that the probe is a regression of.

@@ -1,18 +1,20 @@
 """Recover prompts from hidden states (``hiddenlab attack``)."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 
 from hiddenlab import options as o
-from hiddenlab.cli.console import bars, only_json, print_json, stderr, stdout
+from hiddenlab.cli.console import Bars, bars, only_json, print_json, stderr, stdout
 from hiddenlab.cli.from_config import takes
 from hiddenlab.config import AttackConfig
 from hiddenlab.errors import InputError
 from hiddenlab.records import check_new
+from hiddenlab.registry import parse_numbers
 from hiddenlab.summary import Sample, advice, not_applicable
 from hiddenlab.text import count_of
 
@@ -22,9 +24,10 @@ if TYPE_CHECKING:
 JSON_FORMAT = 1
 
 
-@takes(AttackConfig)
+@takes(AttackConfig, leave_out=("layer",))
 def attack(
     config: AttackConfig,
+    layer: o.SomeLayersOpt = None,
     out: o.OutOpt = None,
     runs_dir: o.RunsDirOpt = Path("runs"),
     no_record: o.NoRecordOpt = False,
@@ -32,11 +35,29 @@ def attack(
 ) -> None:
     """Recover prompts from the hidden states of a model, raw or behind defenses."""
     _check_record(out, no_record)
-    run = conduct(with_stdin(config.checked()), out=out, runs_dir=runs_dir, keep=not no_record, json=json)
+    layers = _parse_layers(layer)
+    if isinstance(layers, int | None):
+        config = replace(config, layer=layers)
+    config, keep = with_stdin(config.checked()), not no_record
+    if isinstance(layers, int | None):
+        runs = [conduct(config, out=out, runs_dir=runs_dir, keep=keep, json=json)]
+        found = payload(runs[0])
+    else:
+        runs = conduct_layers(config, layers, out=out, runs_dir=runs_dir, keep=keep, json=json)
+        found = {"format": JSON_FORMAT, "runs": [payload(run) for run in runs]}
     if json:
-        print_json(payload(run))
-    if (reason := not_applicable(run.samples)) is not None:
-        raise InputError(f"{config.attack} could not be applied to any prompt: {reason}")
+        print_json(found)
+    reasons = [not_applicable(run.samples) for run in runs]
+    if None not in reasons:
+        raise InputError(f"{config.attack} could not be applied to any prompt: {reasons[0]}")
+
+
+def _parse_layers(text: str | None) -> "int | list[int] | Literal['all'] | None":
+    """Return what ``--layer`` names: nothing, one layer, several, or all."""
+    if text is None or text == "all":
+        return text  # type: ignore[return-value]
+    layers = parse_numbers("--layer", text, least=0)
+    return layers[0] if len(layers) == 1 else layers
 
 
 def conduct(
@@ -53,31 +74,88 @@ def conduct(
     Raises:
         HiddenlabError: see ``hiddenlab.runner.run``. typer.Exit: it was interrupted.
     """
-    from hiddenlab.cli.show import sample_line, summary_table, title
-    from hiddenlab.runner import Interrupted, run
+    from hiddenlab.runner import run
 
-    screen = stdout()
+    with _showing(json) as (progress, show):
+        made = run(config, out, runs_dir=runs_dir, keep=keep, resume=resume, progress=progress, show=show)
+    _say_engine(made.record.setup)
+    _say_ended(made, json)
+    return made
+
+
+def conduct_layers(
+    config: AttackConfig,
+    layers: "Sequence[int] | Literal['all']",
+    *,
+    out: Path | None = None,
+    runs_dir: Path = Path("runs"),
+    keep: bool = True,
+    json: bool = False,
+) -> "list[Run]":
+    """Run a configuration at several layers and show each run unless ``json``, and at last all in one table.
+
+    Raises:
+        HiddenlabError: see ``hiddenlab.runner.run_layers``. typer.Exit: it was interrupted.
+    """
+    from hiddenlab.cli.show import layers_table
+    from hiddenlab.runner import run_layers
+
+    with _showing(json) as (progress, show):
+
+        def ended(run: "Run") -> None:
+            with progress.aside():
+                _say_ended(run, json, figures=False)
+
+        runs = run_layers(
+            config, layers, out, runs_dir=runs_dir, keep=keep, progress=progress, show=show, ended=ended
+        )
+    _say_engine(runs[-1].record.setup)
+    if not json:
+        stdout().print(
+            layers_table(runs[-1].record.spec, [(r.record.spec["layer"], r.summary) for r in runs])
+        )
+    return runs
+
+
+@contextmanager
+def _showing(json: bool) -> Iterator[tuple[Bars, Callable[[Sample], None]]]:
+    """Give what shows progress and each prompt's sample; an interruption ends the command with its exit code.
+
+    Raises:
+        typer.Exit: it was interrupted.
+    """
+    from hiddenlab.cli.show import sample_line
+    from hiddenlab.runner import Interrupted
+
     try:
         with only_json(json), bars() as progress:
 
             def show(sample: Sample) -> None:
                 if not json:
                     with progress.aside():
-                        screen.print(sample_line(sample), soft_wrap=True)
+                        stdout().print(sample_line(sample), soft_wrap=True)
 
-            made = run(config, out, runs_dir=runs_dir, keep=keep, resume=resume, progress=progress, show=show)
+            yield progress, show
     except Interrupted as stopped:
         _say_interrupted(stopped.run)
+        if stopped.left:
+            stderr().print(f"not begun: --layer {','.join(map(str, stopped.left))}")
         raise typer.Exit(130) from None
-    _say_engine(made.record.setup)
-    if not json and not_applicable(made.samples) is None:
-        screen.print(title(made.record.spec), soft_wrap=True)
-        screen.print(summary_table(made.summary))
-        for line in advice(made.samples):
+
+
+def _say_ended(run: "Run", json: bool, figures: bool = True) -> None:
+    """Show the figures of a run and advice unless ``json``, and where it is recorded."""
+    from hiddenlab.cli.show import summary_table, title
+
+    if not json and not_applicable(run.samples) is None:
+        screen = stdout()
+        if figures:
+            screen.print(title(run.record.spec), soft_wrap=True)
+            screen.print(summary_table(run.summary))
+        for line in advice(run.samples):
             screen.print(line, style="yellow", soft_wrap=True, markup=False, highlight=False)
-    if made.path is not None:
-        stderr().print(f"recorded in {made.path}", soft_wrap=True)
-    return made
+    if run.path is not None:
+        stderr().print(f"recorded in {run.path}", soft_wrap=True)
 
 
 def _say_engine(setup: Mapping[str, Any]) -> None:

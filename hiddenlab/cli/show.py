@@ -11,9 +11,13 @@ from rich.text import Text
 
 from hiddenlab.report.markdown import channel_of
 from hiddenlab.report.tables import grid
-from hiddenlab.summary import NOT_APPLICABLE, Sample, figure, figures_of
+from hiddenlab.summary import FIGURES, NOT_APPLICABLE, Sample, figure, figures_of
 from hiddenlab.text import visible
 
+BY_LAYER = (
+    "exact", "token_accuracy", "rouge_l", "verified", "evaluated_tokens_per_token", "slowdown_vs_prefill",
+    "attack_seconds", "setup_seconds",
+)  # fmt: skip
 FOLDED = 16  # columns of a terminal in which a text of a table may be folded
 STYLES = {"exact": "green", "verified": "", "wrong": "bold red", "unverified": "yellow", "missing": "dim"}
 
@@ -99,6 +103,20 @@ def table(
 def summary_table(summary: Mapping[str, Any]) -> TextTable:
     """Return the table of a run's figures."""
     return table(("figure", "value"), figures_of(summary))
+
+
+def layers_table(spec: Mapping[str, Any], given: Sequence[tuple[int, Mapping[str, Any]]]) -> TextTable:
+    """Return a table of the figures of runs at several layers of one model, a line for each.
+
+    Figures that no run measured are left out.
+
+    Args:
+        spec: of one of the runs. given: layers and summaries.
+    """
+    names = [name for name in BY_LAYER if any(summary.get(name) is not None for _, summary in given)]
+    rows = [[str(layer), *(figure(name, summary.get(name)) for name in names)] for layer, summary in given]
+    heading = f"{spec['model']}, {spec['stream']}, channel {channel_of(spec)}"
+    return table(["layer", *(FIGURES[name][0] for name in names)], rows, left=(), title=visible(heading))
 
 
 def figures_table(rows: Sequence[Mapping[str, Any]], title: str) -> TextTable:

@@ -18,10 +18,10 @@ from hiddenlab.models.attention import (
     unchanged_rotary,
     use_attention,
 )
-from hiddenlab.models.checkpoint import decoder_layers
+from hiddenlab.models.checkpoint import decoder_layers, first_layers
 from hiddenlab.models.choice import ENGINES, choose_engine
 from hiddenlab.models.engine import _ACTIVE, ATTENTION_NAME, GivenPass, PackedPass, ShownError
-from hiddenlab.models.hooks import beginning_behind, capturing
+from hiddenlab.models.hooks import beginning_behind, capturing, holding
 from hiddenlab.models.load import (
     ModelRef,
     load_config,
@@ -242,6 +242,25 @@ class TruncatedModel:
         passes = packs(requests, lambda request: request.size, self.max_pass_tokens)
         return [a for pack in passes for a in self.run(pack, keep=keep, together=together, show=show)]
 
+    def run_layers(
+        self, requests: Sequence[Request], layers: Sequence[int]
+    ) -> list[dict[int, Float[Tensor, "t d"]]]:
+        """Return the states of chains behind several layers, from the same passes, by the layer's number.
+
+        Args:
+            requests: without branches. layers: 1 is the first; at most this model's.
+        """
+        # The plain engine runs sequences of one length together, in its own order.
+        packs = [requests] if self.engine == "packed" else [[request] for request in requests]
+        states = []
+        for pack in packs:
+            with holding(self.module, layers) as held:
+                self.run(pack, keep=False)
+            sizes = [request.size for request in pack]
+            parts = {layer: held[layer][0].split(sizes) for layer in layers}
+            states += [{layer: parts[layer][i] for layer in layers} for i in range(len(pack))]
+        return states
+
     def run_given(
         self,
         inputs: Float[Tensor, "t d"],
@@ -360,6 +379,28 @@ class TruncatedModel:
     def divided(self) -> bool:
         """Whether its layers are placed on several devices."""
         return len(set((getattr(self.module, "hf_device_map", None) or {}).values())) > 1
+
+    def shallower(self, layer: int) -> "TruncatedModel":
+        """Return the model's first layers alone; they share its weights where nothing but transformers placed them.
+
+        The packed engine that is right behind the last layer is right behind the others, on which the last one depends.
+
+        Raises:
+            InputError: there are not so many layers.
+        """
+        if not 1 <= layer <= self.site.layer:
+            raise InputError(
+                f"layer {layer} is out of range: {self.ref.name} has layers 1 to {self.site.layer}"
+            )
+        placed = getattr(self.module, "hf_device_map", None) is not None
+        if placed or self.left_out or self.site.stream in LAST_STREAMS:
+            dtype = str(self.dtype).removeprefix("torch.")
+            return self.sibling(layer, stream=self.site.stream, dtype=dtype, quantization=self.quantization)
+        return TruncatedModel(
+            first_layers(self.module, layer), ref=self.ref, site=Site(layer, self.site.stream),
+            tokenizer=self.tokenizer, engine=self.engine, difference=self.difference, embeddings=self.embeddings,
+            load_sibling=self._load_sibling,
+        )  # fmt: skip
 
     def sibling(self, layer: int | None = None, **options: Any) -> "TruncatedModel":
         """Load another part of the same model, or another form of this one, to the same device or devices.

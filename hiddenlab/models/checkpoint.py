@@ -8,11 +8,12 @@ import json
 import re
 import shlex
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import torch
 from pydantic import Field
@@ -371,6 +372,24 @@ def with_layers(architecture: type, first: int, end: int | None) -> type:
     return type(
         architecture.__name__, (architecture,), {"__init__": build, "__module__": architecture.__module__}
     )
+
+
+def first_layers(model: nn.Module, count: int) -> nn.Module:
+    """Return a model of the first layers alone, which shares all weights with the given one."""
+    name = _layers_name(model)
+    assert name is not None
+    layers: Any = model.get_submodule(name)
+    return _replaced(model, name.split("."), nn.ModuleList(layers[:count]))
+
+
+def _replaced(module: nn.Module, path: Sequence[str], part: nn.Module) -> nn.Module:
+    """Return a copy of a module with another part at a path; all other parts are shared."""
+    first, *rest = path
+    copied = copy(module)
+    children = module._modules
+    inner = part if not rest else _replaced(cast(nn.Module, children[first]), rest, part)
+    copied._modules = {**children, first: inner}
+    return copied
 
 
 def _layers_name(model: nn.Module) -> str | None:

@@ -1,6 +1,6 @@
 """Hook a model for one pass: capture the states of a site, or begin behind layers that were left out."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -34,6 +34,26 @@ def capturing(module: nn.Module, site: Site, keep: Callable[[Any], None]) -> Ite
         yield
     finally:
         if hook is not None:
+            hook.remove()
+
+
+@contextmanager
+def holding(module: nn.Module, layers: Sequence[int]) -> Iterator[dict[int, Any]]:
+    """Hold what several layers gave in the last pass, by the layer's number; 1 is the first."""
+    held: dict[int, Any] = {}
+
+    def holder(layer: int) -> Callable[[nn.Module, Any, Any], None]:
+        def hold(_: nn.Module, __: Any, output: Any) -> None:
+            held[layer] = output[0] if isinstance(output, (tuple, list)) else output
+
+        return hold
+
+    there = decoder_layers(module)
+    hooks = [there[layer - 1].register_forward_hook(holder(layer)) for layer in layers]
+    try:
+        yield held
+    finally:
+        for hook in hooks:
             hook.remove()
 
 

@@ -73,10 +73,17 @@ def whitening(table: Float[Tensor, "v d"]) -> tuple[Float[Tensor, " d"], Float[T
     return mean, vectors * values.clamp(min=values.max() * 1e-4).rsqrt()
 
 
-def whitened_table(table: Float[Tensor, "v d"], mean: Tensor, matrix: Tensor) -> Float[Tensor, "v d"]:
-    """Return the embeddings of all tokens in the probe's space, as rows of norm 1."""
-    whitened = torch.empty(len(table), matrix.shape[1], device=mean.device)
-    for rows, place in zip(table.split(CHUNK), whitened.split(CHUNK), strict=True):
+def whitened_table(
+    table: Float[Tensor, "v d"], mean: Tensor, matrix: Tensor, padding: int = 0
+) -> Float[Tensor, "w d"]:
+    """Return the embeddings of all tokens in the probe's space, as rows of norm 1.
+
+    Args:
+        padding: how many rows of zeros stand at the end.
+    """
+    whitened = torch.empty(len(table) + padding, matrix.shape[1], device=mean.device)
+    whitened[len(table) :] = 0
+    for rows, place in zip(table.split(CHUNK), whitened[: len(table)].split(CHUNK), strict=True):
         torch.matmul(rows.float() - mean, matrix, out=place)
         place /= place.norm(dim=1, keepdim=True).clamp(min=1e-12)
     return whitened
@@ -138,17 +145,24 @@ class Probe:
                 Johnson and Lindenstrauss), or None to draw them at full width. Useful where the truncated model is so
                 shallow that scoring the vocabulary would cost more than running the model.
         """
-        self._table = whitened_table(table.to(self.mean.device), self.mean, self.matrix)
+        # Whole blocks, so that the best of each block is found in one vectorised pass.
+        padding = -len(table) % BLOCK
+        padded = whitened_table(table.to(self.mean.device), self.mean, self.matrix, padding)
+        self._table = padded[: len(table)]
         self._screen = None
         if screen is not None and screen < self._table.shape[1]:
             generator = torch.Generator().manual_seed(self.settings.seed)
             square = torch.randn(self._table.shape[1], screen, generator=generator)
             self._screen = torch.linalg.qr(square).Q.to(self._table.device)
-        narrow = self._table if self._screen is None else self._table @ self._screen
-        # Whole blocks, so that the best of each block is found in one vectorised pass.
-        padding = -len(narrow) % BLOCK
-        self._fast = F.pad(narrow, (0, 0, 0, padding)).to(fast_dtype(narrow.device))
+        narrow = padded if self._screen is None else padded @ self._screen
+        self._fast = narrow.to(fast_dtype(narrow.device))  # the same table in memory where it has this dtype
         return self
+
+    @property
+    def table(self) -> Float[Tensor, "v e"]:
+        """The embeddings of all tokens in the probe's space, as rows of norm 1."""
+        assert self._table is not None
+        return self._table
 
     def group(self, rows: Float[Tensor, "rows d"]) -> Bool[Tensor, " rows"]:
         """Return True for the rows of the second (large-norm) group."""
@@ -170,8 +184,7 @@ class Probe:
 
     def log_probs(self, rows: Float[Tensor, "rows d"]) -> Float[Tensor, "rows v"]:
         """Return log-probabilities over the vocabulary, in float32."""
-        assert self._table is not None
-        own = (self.direction(rows) @ self._table.T).log_softmax(-1)
+        own = (self.direction(rows) @ self.table.T).log_softmax(-1)
         return own if self._contexts is None else self._contexts.with_probe(rows, own)
 
     def shortlist(

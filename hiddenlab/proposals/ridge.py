@@ -22,7 +22,6 @@ from hiddenlab.proposals.probe import (
     norm_border,
     ridge_expert,
     whitened_table,
-    whitening,
 )
 from hiddenlab.proposals.text_rows import TextRows
 
@@ -30,9 +29,9 @@ RIDGE = 100.0
 POWER = 1.5  # of the inverse error covariance
 PROBE_POWER = 2.0  # the same where rows are known to be of one place: best on the built-in model
 SMALLEST = 1e-5  # of the largest variance of an error: smaller ones count as this
-CALIBRATED = 128  # rows that set the temperature of sinks
-SCALES = (1.0, 1000.0)  # inverse temperatures, between which the likeliest is searched in so many steps:
-SCALE_STEPS = 10
+CALIBRATED = 32  # rows that set the temperature of sinks
+# Inverse temperatures between which the likeliest is searched, in how many steps at most, and how near is enough.
+SCALES, SCALE_STEPS, SCALE_CLOSE = (1.0, 1000.0), 20, 1e-3
 REFIT = 1.25  # the regression is computed again when there are so many times as many rows
 MOST_ROWS = 20_000  # rows that are kept
 FEWEST_ROWS = 256  # from which a regression is computed
@@ -100,15 +99,22 @@ def _marks(states: Float[Tensor, "rows d"], tokens: Int[Tensor, " rows"]) -> lis
     return [(token, *row) for token, row in zip(tokens.tolist(), few.tolist(), strict=True)]
 
 
-def ridge_probe(known: KnownRows, text: TextRows, table: Float[Tensor, "v e"]) -> Probe:
-    """Return a probe in closed form, without its embedding table (``Probe.parents``).
+def ridge_probe(
+    known: KnownRows,
+    text: TextRows,
+    table: Float[Tensor, "v e"],
+    mean: Float[Tensor, " e"],
+    matrix: Float[Tensor, "e e"],
+    screen: int | None = None,
+) -> Probe:
+    """Return a probe in closed form.
 
     The weights of directions become part of the whitening, so that plain cosines rank as ``RidgeReader`` does.
 
     Args:
-        text: rows that set the temperature. table: the input embeddings of all tokens.
+        text: rows that set the temperature. table: the input embeddings of all tokens. mean, matrix: its whitening.
+        screen: see ``Probe.parents``.
     """
-    mean, matrix = whitening(table)
     targets = whitened_table(table[known.tokens], mean, matrix)
     rows = known.states.float()
     border = norm_border(rows.norm(dim=1))
@@ -122,7 +128,7 @@ def ridge_probe(known: KnownRows, text: TextRows, table: Float[Tensor, "v e"]) -
     # Sinks are few and alike: their errors say nothing of other rows.
     metric = metric_of(errors[0], PROBE_POWER)
     probe = Probe(ProbeSettings(), [expert for expert, _ in fitted], border, mean, matrix @ metric)
-    weighted = whitened_table(table, mean, matrix @ metric)
+    weighted = probe.parents(table, screen).table
     for (expert, mask), missed in zip(fitted, errors, strict=True):
         expert.parameters["linear"] = expert.parameters["linear"] @ metric
         if expert is probe.experts[0]:
@@ -138,17 +144,27 @@ def ridge_probe(known: KnownRows, text: TextRows, table: Float[Tensor, "v e"]) -
 
 
 def likeliest_scale(cosines: Float[Tensor, "rows v"], tokens: Int[Tensor, " rows"]) -> float:
-    """Return the inverse temperature at which the tokens of rows are likeliest, by bisection of the slope.
+    """Return the inverse temperature at which the tokens of rows are likeliest, by Newton's method within a bracket.
 
-    The logarithm of the likelihood is concave in it: its slope is what the right tokens' cosines have above the mean.
+    The logarithm of the likelihood is concave in it: its slope is what the right tokens' cosines have above the mean,
+    and its curvature is their variance.
     """
     right = float(cosines.gather(1, tokens[:, None]).mean())
     low, high = SCALES
+    scale = math.sqrt(low * high)
     for _ in range(SCALE_STEPS):
-        middle = math.sqrt(low * high)
-        mean = float(((cosines * middle).softmax(1) * cosines).sum(1).mean())
-        low, high = (middle, high) if right > mean else (low, middle)
-    return math.sqrt(low * high)
+        chances = (cosines * scale).softmax(1)
+        means = torch.linalg.vecdot(chances, cosines)
+        slope = right - float(means.mean())
+        low, high = (scale, high) if slope > 0 else (low, scale)
+        spread = float((torch.linalg.vecdot(chances.mul_(cosines), cosines) - means.square()).mean())
+        better = scale + slope / max(spread, 1e-12)
+        # Where the curvature is nearly nothing, the step leads far away.
+        better = better if low < better < high else math.sqrt(low * high)
+        if abs(better - scale) < SCALE_CLOSE * scale:
+            return better
+        scale = better
+    return scale
 
 
 def errors_without_own(

@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -12,23 +12,27 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from hiddenlab.channels import Channel, in_order
-from hiddenlab.errors import InputError
 from hiddenlab.models import TruncatedModel
 from hiddenlab.models.request import packs
-from hiddenlab.models.self_check import uncounted
 from hiddenlab.proposals import sorted_states
-from hiddenlab.proposals.corpus import Corpus, language_reference
+from hiddenlab.proposals.corpus import Corpus
 from hiddenlab.proposals.first_token_table import FirstTokenTable, SortedStates
 from hiddenlab.proposals.in_context import FEATURE_LAYERS, Adapter
 from hiddenlab.proposals.pairwise_order import PairwiseOrder, pairwise_order_settings
-from hiddenlab.proposals.probe import Probe, fast_dtype, probe_settings, token_prior, train_probe
-from hiddenlab.proposals.ridge import KnownRows
+from hiddenlab.proposals.probe import (
+    Probe,
+    fast_dtype,
+    probe_settings,
+    token_prior,
+    train_probe,
+)
 from hiddenlab.proposals.sorted_states import Contexts
-from hiddenlab.proposals.text_rows import TextRows
-from hiddenlab.types import ObservationInfo, Progress, Site, silent
+from hiddenlab.types import GroundTruth, Observation, ObservationInfo, Progress, Site, silent
 from hiddenlab.utils.cache import cache_path
 from hiddenlab.utils.digests import digest_of
 from hiddenlab.utils.files import save_tensors
+
+Released = tuple[Observation, GroundTruth]
 
 FORMAT = 3
 # Floating-point operations spent on the attacker's own training states: about 50 s on two CPU cores that multiply
@@ -45,12 +49,6 @@ EARLIER_STEPS = 1000
 TEXTS_ALLOWANCE = 1.05
 FEWEST_TEXTS = 16  # fewest texts from which an order is learned
 DRAWN = 2  # texts drawn for each one wanted, as some are too short
-# What a regression starts from (docs/log/039-closed-form-probe.md): text of which every second token is random, and
-# tokens that stand alone, as the first of a prompt does.
-KNOWN_TEXT, KNOWN_WINDOW, KNOWN_RANDOM, KNOWN_SINGLE = 4000, 64, 0.5, 800
-ANNOUNCED, TIMED = 2.0, 128  # seconds from which a wait is announced; tokens of the pass that estimates it
-# Running text on which proposals are calibrated, and how often at most a window is drawn.
-TEXT_WINDOWS, TEXT_LENGTH, TEXT_SEED, TEXT_DRAWS = 4, 32, 9, 64
 CONTEXT_WINDOWS, CONTEXT_LENGTH = 8, 40  # windows on which the weights of states behind texts are set
 
 
@@ -125,33 +123,41 @@ def release_windows(
         windows: token ids. seed: of the channel's draws. stage: what progress is called.
         tokens: how many they are about; None counts those of a list.
     """
+    draws = torch.Generator().manual_seed(seed)
+
+    def release(pack: list[list[int]]) -> list[list[Released]]:
+        return [pipe.release_batch(model, pack, draws)]
+
+    (rows,) = collected(model, windows, release, stage, progress, tokens)
+    return rows
+
+
+def collected(
+    model: TruncatedModel, windows: Iterable[torch.Tensor], release: Callable[[list[list[int]]], list[list[Released]]],
+    stage: str, progress: Progress, tokens: int | None = None,
+) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:  # fmt: skip
+    """Return for each layer the states of windows, and each row's token and position.
+
+    Args:
+        release: gives for each layer what is released of some windows. tokens: see ``release_windows``.
+    """
     if tokens is None:
         windows = list(windows)
         tokens = sum(map(len, windows))
-    generator = torch.Generator().manual_seed(seed)
-    states: list[torch.Tensor] = []
+    states: list[list[torch.Tensor]] = []
     labels: list[torch.Tensor] = []
     places: list[torch.Tensor] = []
-    pack: list[torch.Tensor] = []
     done = 0
-
-    def flush() -> None:
-        for observation, truth in pipe.release_batch(model, [w.tolist() for w in pack], generator):
-            states.append(in_order(observation, truth))
-            labels.append(torch.tensor(truth.tokens))
-            places.append(torch.arange(len(truth.tokens)))
-
-    for window in windows:
-        pack.append(window)
-        if sum(map(len, pack)) >= model.max_pass_tokens // 2:
-            flush()
-            done += sum(map(len, pack))
-            pack = []
-            progress(stage, min(done, tokens), tokens)
-    if pack:
-        flush()
-    progress(stage, tokens, tokens)
-    return torch.cat(states).float().to(model.device), torch.cat(labels), torch.cat(places)
+    for pack in packs(windows, len, model.max_pass_tokens // 2):
+        at_layers = release([window.tolist() for window in pack])
+        states = states or [[] for _ in at_layers]
+        for own, released in zip(states, at_layers, strict=True):
+            own += [in_order(observation, truth) for observation, truth in released]
+        labels += pack
+        places += [torch.arange(len(window)) for window in pack]
+        done += sum(map(len, pack))
+        progress(stage, min(done, tokens), tokens)
+    return [(torch.cat(own).float().to(model.device), torch.cat(labels), torch.cat(places)) for own in states]
 
 
 def probe_for(
@@ -183,7 +189,7 @@ def probes_for(
     for offset in offsets:
         settings = own if offset == 0 else replace(own, steps=EARLIER_STEPS)
         identity = base | {"settings": asdict(settings)} | ({"offset": offset} if offset else {})
-        tensors = _load(identity, model)
+        tensors = load_cached(identity, model)
         if tensors is None:
             if collected is None:
                 collected = collect_states(model, channel, tokens, settings.seed, progress)
@@ -196,7 +202,7 @@ def probes_for(
             with torch.inference_mode(False):
                 probe = train_probe(states, labels, model.embedding.detach().clone(), settings, progress)
             tensors = probe.tensors()
-            _save(identity, tensors)
+            save_cached(identity, tensors)
         probes.append(Probe.from_tensors(settings, tensors).parents(model.embedding, screen_width(model)))
     trained = collected is not None
     if own.sorted_states and 0 in offsets:
@@ -212,88 +218,7 @@ def has_trained_probe(model: TruncatedModel, info: ObservationInfo) -> bool:
     """Return whether the cache holds a trained probe for a channel."""
     settings = probe_settings(info.columns_permuted is not None)
     identity = identity_of(model, training_channel(model, info)) | {"tokens": training_tokens(model)}
-    return _path(identity | {"settings": asdict(settings)}).is_file()
-
-
-def known_rows_for(
-    model: TruncatedModel, info: ObservationInfo, progress: Progress = silent
-) -> tuple[KnownRows, float]:
-    """Return rows of known tokens for a channel, from the cache or collected now, and the seconds that took."""
-    stages = training_channel(model, info)
-    tensors = _load(_known_identity(model, stages), model)
-    if tensors is not None:
-        return KnownRows(tensors["states"].float(), tensors["tokens"].long(), int(tensors["own"])), 0.0
-    started = time.perf_counter()
-    drawn, pipe = known_windows(model), Channel.parse(stages)
-    if (seconds := _estimate(pipe.provider_model(model), sum(map(len, drawn)))) > ANNOUNCED:
-        told = f"no probe for layer {model.site.layer} of {model.ref.name} yet: a first one takes about {seconds:.0f} s"
-        progress(f"{told}; it stays, and learns from every token that is verified", 0, 0)
-    states, tokens, _ = release_windows(
-        model, pipe, drawn, 0, "collecting states for a first probe", progress
-    )
-    whole = states.isfinite().all(1)  # float16 may overflow
-    states, tokens = states[whole], tokens.to(states.device)[whole]
-    known = KnownRows(states, tokens, len(tokens))
-    keep_known_rows(model, info, known)
-    return known, time.perf_counter() - started
-
-
-def text_rows_for(model: TruncatedModel, info: ObservationInfo, progress: Progress = silent) -> TextRows:
-    """Return states of running text for a channel, from the cache or collected now."""
-    stages = training_channel(model, info)
-    identity = identity_of(model, stages) | {"text_rows": [TEXT_WINDOWS, TEXT_LENGTH]}
-    tensors = _load(identity, model)
-    if tensors is None:
-        corpus, windows = Corpus(model, TEXT_SEED, language_reference), list[torch.Tensor]()
-        for _ in range(TEXT_DRAWS):
-            if len(windows) < TEXT_WINDOWS and len(window := corpus.text_window(TEXT_LENGTH)) == TEXT_LENGTH:
-                windows.append(window)
-        windows += [corpus.uniform(TEXT_LENGTH) for _ in range(TEXT_WINDOWS - len(windows))]
-        stage = "collecting states of running text"
-        states, tokens, _ = release_windows(model, Channel.parse(stages), windows, TEXT_SEED, stage, progress)
-        shape = (TEXT_WINDOWS, TEXT_LENGTH)
-        states = states.nan_to_num(0, 0, 0)  # float16 may overflow
-        tensors = {"states": states.unflatten(0, shape), "tokens": tokens.unflatten(0, shape)}
-        with suppress(InputError):
-            _save(identity, tensors)
-    return TextRows(tensors["states"], tensors["tokens"])
-
-
-def _estimate(model: TruncatedModel, tokens: int) -> float:
-    """Return about how many seconds the model takes for so many tokens, from one small pass."""
-    with uncounted(model):
-        model.encode(torch.zeros(1, dtype=torch.long))  # the first pass is slower
-        started = time.perf_counter()
-        model.encode(torch.zeros(TIMED, dtype=torch.long))
-    return (time.perf_counter() - started) * tokens / TIMED
-
-
-def known_windows(model: TruncatedModel) -> list[torch.Tensor]:
-    """Return what a regression starts from: text strewn with random tokens, and single tokens."""
-    corpus, windows, drawn = Corpus(model, texts=language_reference), list[torch.Tensor](), 0
-    while drawn < KNOWN_TEXT:
-        windows.append(corpus.strewn(corpus.text_window(KNOWN_WINDOW), KNOWN_RANDOM))
-        drawn += len(windows[-1])
-    return windows + list(corpus.single_tokens(KNOWN_SINGLE)[:, None])
-
-
-def keep_known_rows(model: TruncatedModel, info: ObservationInfo, known: KnownRows) -> None:
-    """Write rows of known tokens to the cache, rounded: a regression resolves less. No folder to write in is no error.
-
-    They reveal the prompts that were recovered; only their owner may read the file.
-    """
-    tensors = {
-        "states": known.states.bfloat16(),
-        "tokens": known.tokens.int(),
-        "own": torch.tensor(known.own),
-    }
-    with suppress(InputError):
-        _save(_known_identity(model, training_channel(model, info)), tensors)
-
-
-def _known_identity(model: TruncatedModel, stages: list[str]) -> dict[str, Any]:
-    drawn = [KNOWN_TEXT, KNOWN_WINDOW, KNOWN_RANDOM, KNOWN_SINGLE]
-    return identity_of(model, stages) | {"known": drawn}
+    return cached_path(identity | {"settings": asdict(settings)}).is_file()
 
 
 def _contexts_for(
@@ -308,7 +233,7 @@ def _contexts_for(
     if count < sorted_states.FEWEST:
         return None, False
     identity = base | {"contexts": count, "settings": asdict(probe.settings)}
-    tensors = _load(identity, model)
+    tensors = load_cached(identity, model)
     if tensors is not None:
         weights = tensors.pop("weights").tolist()
         return Contexts(SortedStates(**tensors), (weights[0], weights[1])), False
@@ -328,7 +253,7 @@ def _contexts_for(
     usual = torch.cat(list(Corpus(model, probe.settings.seed).windows(TRAINING_TOKENS[0]))).to(model.device)
     prior = token_prior(usual, model.vocab_size, probe.settings)
     made = made.weighed(probe.log_probs, rows, tokens, prior)
-    _save(identity, made.states.tensors() | {"weights": torch.tensor(made.weights)})
+    save_cached(identity, made.states.tensors() | {"weights": torch.tensor(made.weights)})
     return made, True
 
 
@@ -345,12 +270,12 @@ def first_token_table_for(
         return None, 0.0
     channel = training_channel(model, info)
     identity = identity_of(model, channel) | {"openings": True}
-    tensors = _load(identity, model)
+    tensors = load_cached(identity, model)
     seconds = 0.0
     if tensors is None:
         started = time.perf_counter()
         tensors = FirstTokenTable.make(Channel.parse(channel).provider_model(model), progress).tensors()
-        _save(identity, tensors)
+        save_cached(identity, tensors)
         seconds = time.perf_counter() - started
     return FirstTokenTable(**tensors), seconds
 
@@ -367,7 +292,7 @@ def pairwise_order_for(
     settings = pairwise_order_settings(info.columns_permuted is not None)
     channel, tokens = training_channel(model, info), training_tokens(model)
     identity = identity_of(model, channel) | {"tokens": tokens, "precedence": asdict(settings)}
-    tensors = _load(identity, model)
+    tensors = load_cached(identity, model)
     if tensors is not None:
         return PairwiseOrder.from_tensors(tensors), 0.0
     started = time.perf_counter()
@@ -395,7 +320,7 @@ def pairwise_order_for(
     if len(texts) < FEWEST_TEXTS:
         return None, time.perf_counter() - started
     learned = PairwiseOrder.learn(texts, settings, progress)
-    _save(identity, learned.tensors())
+    save_cached(identity, learned.tensors())
     return learned, time.perf_counter() - started
 
 
@@ -412,13 +337,13 @@ def adapter_for(model: TruncatedModel, progress: Progress = silent) -> tuple[Ada
     if model.site != Site(layers) or model.quantization is not None:
         shallow = model.sibling(layers, dtype=str(model.dtype).removeprefix("torch."))
     identity = identity_of(shallow, []) | {"features": True}
-    tensors = _load(identity, model)
+    tensors = load_cached(identity, model)
     seconds = 0.0
     if tensors is None:
         started = time.perf_counter()
         adapter = Adapter.describe(shallow, progress)
         tensors = {"features": adapter.features}
-        _save(identity, tensors)
+        save_cached(identity, tensors)
         seconds = time.perf_counter() - started
     return Adapter(**tensors), seconds
 
@@ -440,18 +365,18 @@ def identity_of(model: TruncatedModel, channel: list[str]) -> dict[str, Any]:
     }
 
 
-def _path(identity: dict[str, Any]) -> Path:
+def cached_path(identity: dict[str, Any]) -> Path:
     return cache_path("probes", f"{digest_of(identity)}.safetensors")
 
 
-def _load(identity: dict[str, Any], model: TruncatedModel) -> dict[str, torch.Tensor] | None:
-    path = _path(identity)
+def load_cached(identity: dict[str, Any], model: TruncatedModel) -> dict[str, torch.Tensor] | None:
+    path = cached_path(identity)
     if path.is_file():
         with suppress(OSError, SafetensorError, KeyError, ValueError), safe_open(path, "pt") as file:
             return {name: file.get_tensor(name).to(model.device) for name in file.keys()}  # noqa: SIM118
     return None
 
 
-def _save(identity: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+def save_cached(identity: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
     given = {name: value.cpu().contiguous() for name, value in tensors.items()}
-    save_tensors(_path(identity), given, {"hiddenlab": json.dumps(identity)})
+    save_tensors(cached_path(identity), given, {"hiddenlab": json.dumps(identity)})
