@@ -4,11 +4,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hiddenlab.errors import InputError
 from hiddenlab.matching.distance import DISTANCES, Matcher, choose_matcher
+from hiddenlab.matching.epsilon import near_tokens
 from hiddenlab.types import ObservationInfo, Site
 
 PUBLIC = ObservationInfo("m", (0.0,), Site(1))
@@ -86,3 +88,20 @@ def test_names() -> None:
     for wrong in ("l3", "L1", "cosine", ""):
         with pytest.raises(InputError, match=r"unknown distance.*sorted-l2"):
             choose_matcher(wrong, PUBLIC)
+
+
+@pytest.mark.parametrize("alike", [1, 2, 40])
+def test_near_tokens_are_nearest_but_for_twins(alike: int) -> None:
+    """The few that are looked at first are enough, or the whole vocabulary is."""
+    drawn = torch.Generator().manual_seed(alike)
+    table = torch.randn(12, 6, generator=drawn).repeat_interleave(alike, dim=0)
+    table += 1e-6 * torch.randn(table.shape, generator=drawn)
+    tokens = torch.arange(0, len(table), alike)
+    found = near_tokens(tokens, table, table.norm(dim=1), 3)
+    for token, near in zip(tokens.tolist(), found.tolist(), strict=True):
+        cosines = F.cosine_similarity(table[token][None], table, dim=1)
+        # The scale of a candidate's own embedding does not matter, and one of the same group is the token's twin.
+        others = [other for other in range(len(table)) if other // alike != token // alike]
+        wanted = sorted((float(cosines[other]) for other in others), reverse=True)[:3]
+        assert [float(cosines[other]) for other in near] == pytest.approx(wanted, abs=1e-5)
+        assert token // alike not in [other // alike for other in near]

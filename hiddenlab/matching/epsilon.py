@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from hiddenlab.channels import Channel, in_order
@@ -24,6 +24,7 @@ from hiddenlab.types import ObservationInfo
 from hiddenlab.utils.schema import CLOSED
 
 FALSE_WEIGHT = 10.0  # cost of accepting a wrong candidate, relative to missing a right one
+LIKELY_TWINS = 12  # of a token, at most
 NEAR_TOKENS = 4  # hard negatives a position: tokens with nearby embeddings
 WINDOWS, WINDOWS_PER_PASS = 50, 8
 # A few windows are enough where the nearest wrong candidate is so many times as far as the farthest right one.
@@ -165,13 +166,7 @@ def measure(
         window = window.to(model.device)
         states = in_order(observation, truth).to(model.device)
         observed.append(matcher.prepare(states))
-        dots = (embedding[window] @ embedding.T).float()
-        both = lengths[window, None].square() + lengths.square()
-        # Tokens with nearby embeddings (by cosine), but neither the token itself nor its twins: padded
-        # vocabularies hold many tokens with one embedding.
-        twins = both - 2 * dots <= max(1e-4, 4 * torch.finfo(embedding.dtype).eps) * both
-        cosines = (dots / lengths.clamp(min=1e-12)).masked_fill(twins, float("-inf"))
-        near = cosines.topk(NEAR_TOKENS, dim=1).indices
+        near = near_tokens(window, embedding, lengths, NEAR_TOKENS)
         parents = torch.arange(len(window), device=model.device).repeat_interleave(NEAR_TOKENS)
         prefix = model.prefix(offset=info.prefix_tokens)
         requests.append(Request(prefix, window, branches=near.flatten(), parents=parents))
@@ -186,6 +181,30 @@ def measure(
             wrong.append(distances.view(-1, NEAR_TOKENS) / norms[:, None])
             units.append(norms)
     return Sample(torch.cat(right), torch.cat(wrong), torch.cat(units))
+
+
+def near_tokens(
+    tokens: Int[Tensor, " n"], embedding: Float[Tensor, "v d"], lengths: Float[Tensor, " v"], count: int
+) -> Int[Tensor, "n k"]:
+    """Return the tokens with the nearest embeddings (by cosine), but neither the token itself nor its twins.
+
+    Padded vocabularies hold many tokens with one embedding.
+
+    Args:
+        lengths: of the embeddings, in float32.
+    """
+    dots = (embedding[tokens] @ embedding.T).float()
+    close = max(1e-4, 4 * torch.finfo(embedding.dtype).eps)
+    # Most tokens have few twins, so that a few more than wanted are looked at; the whole vocabulary where they are not.
+    cosines = dots / lengths.clamp(min=1e-12)
+    for many in (min(count + LIKELY_TWINS, len(embedding)), len(embedding)):
+        near = cosines.topk(many, dim=1)
+        both = lengths[tokens, None].square() + lengths[near.indices].square()
+        twins = both - 2 * dots.gather(1, near.indices) <= close * both
+        best = near.values.masked_fill(twins, float("-inf")).topk(count, dim=1)
+        if bool((best.values > float("-inf")).all()):
+            break
+    return near.indices.gather(1, best.indices)
 
 
 def auto_threshold(sample: Sample, resolution: float) -> Threshold:

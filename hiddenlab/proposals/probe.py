@@ -67,9 +67,12 @@ def probe_settings(sorted_states: bool) -> ProbeSettings:
 
 def whitening(table: Float[Tensor, "v d"]) -> tuple[Float[Tensor, " d"], Float[Tensor, "d d"]]:
     """Return mean and whitening matrix of an embedding table (eigenvalues floored at 1e-4 of the largest)."""
-    table = table.float()
-    mean = table.mean(0)
-    values, vectors = torch.linalg.eigh(torch.cov(table.T))
+    mean = table.mean(0, dtype=torch.float32)
+    products = torch.zeros(len(mean), len(mean), device=mean.device)
+    for rows in table.split(CHUNK):  # a centred copy of the table would take as much memory as the table
+        centred = rows.float() - mean
+        products.addmm_(centred.T, centred)
+    values, vectors = torch.linalg.eigh(products / max(1, len(table) - 1))
     return mean, vectors * values.clamp(min=values.max() * 1e-4).rsqrt()
 
 

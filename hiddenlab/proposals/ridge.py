@@ -32,6 +32,7 @@ SMALLEST = 1e-5  # of the largest variance of an error: smaller ones count as th
 CALIBRATED = 32  # rows that set the temperature of sinks
 # Inverse temperatures between which the likeliest is searched, in how many steps at most, and how near is enough.
 SCALES, SCALE_STEPS, SCALE_CLOSE = (1.0, 1000.0), 20, 1e-3
+SCALED = 32  # rows that are scaled at once, as each takes the vocabulary
 REFIT = 1.25  # the regression is computed again when there are so many times as many rows
 MOST_ROWS = 20_000  # rows that are kept
 FEWEST_ROWS = 256  # from which a regression is computed
@@ -149,15 +150,23 @@ def likeliest_scale(cosines: Float[Tensor, "rows v"], tokens: Int[Tensor, " rows
     The logarithm of the likelihood is concave in it: its slope is what the right tokens' cosines have above the mean,
     and its curvature is their variance.
     """
+    # What is added to a row of cosines changes no likelihood; so no exponential is too large.
+    cosines = cosines - cosines.amax(1, keepdim=True)
     right = float(cosines.gather(1, tokens[:, None]).mean())
     low, high = SCALES
     scale = math.sqrt(low * high)
+    buffer = torch.empty_like(cosines[:SCALED])  # the vocabulary's exponentials, in memory that is used again
     for _ in range(SCALE_STEPS):
-        chances = (cosines * scale).softmax(1)
-        means = torch.linalg.vecdot(chances, cosines)
-        slope = right - float(means.mean())
+        means, squares = [], []
+        for part in cosines.split(SCALED):
+            chances = torch.mul(part, scale, out=buffer[: len(part)]).exp_()
+            total = chances.sum(1)
+            means.append(chances.mul_(part).sum(1) / total)
+            squares.append(chances.mul_(part).sum(1) / total)
+        mean = torch.cat(means)
+        slope = right - float(mean.mean())
         low, high = (scale, high) if slope > 0 else (low, scale)
-        spread = float((torch.linalg.vecdot(chances.mul_(cosines), cosines) - means.square()).mean())
+        spread = float((torch.cat(squares) - mean.square()).mean())
         better = scale + slope / max(spread, 1e-12)
         # Where the curvature is nearly nothing, the step leads far away.
         better = better if low < better < high else math.sqrt(low * high)
