@@ -425,8 +425,9 @@ def probe_on_card(ordered: bool, groups: int, screen: int | None = None) -> Prob
     border = math.inf if groups == 1 else 2.0
     inner = None if ordered else 32
     experts = [expert(inner) for _ in range(groups)]
-    found = Probe(ProbeSettings(not ordered), experts, border, card(WIDTH), card(WIDTH, WIDTH))
-    return found.parents(card(VOCABULARY, WIDTH), screen)
+    directions = None if screen is None else card(WIDTH, screen)
+    found = Probe(ProbeSettings(not ordered), experts, border, card(WIDTH), card(WIDTH, WIDTH), directions)
+    return found.with_table(card(VOCABULARY, WIDTH))
 
 
 def states_of_all() -> SortedStates:

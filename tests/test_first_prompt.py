@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +21,7 @@ from hiddenlab.models.rest import Rest, load_rest
 from hiddenlab.proposals import regressions, ridge, store
 from hiddenlab.proposals.corpus import Corpus
 from hiddenlab.proposals.ridge import KnownRows, likeliest_scale
-from hiddenlab.types import ObservationInfo
+from hiddenlab.types import AttackResult, Observation, ObservationInfo
 from hiddenlab.utils.clock import Clock, Rental
 from tests.test_attack import random_prompts, release
 from tests.test_probe import public_of
@@ -128,8 +128,7 @@ def test_verified_rows_are_kept_and_found_again(
 ) -> None:
     monkeypatch.setenv("HIDDENLAB_CACHE", str(tmp_path))
     monkeypatch.setattr(regressions, "KNOWN_TEXT", 400)
-    monkeypatch.setattr(regressions, "REFIT", 1.05)
-    monkeypatch.setattr("hiddenlab.attacks.vocab_match.REFIT", 1.05)
+    monkeypatch.setattr(ridge, "FEWEST_NEW", 50)
     model, prompts = tiny_model("llama", 1), random_prompts(*[10] * 8)
     observations = release(model, prompts)
     attack = VocabMatch(batch=4).fit(observations[0].info, model)
@@ -181,6 +180,39 @@ def test_the_oldest_verified_rows_go_first(own: int, verified: int) -> None:
     wanted = [*range(own), *[100 + i for i in range(verified)][max(0, own + verified - 50) :]]
     assert known.tokens.tolist() == wanted
     assert len(known.states) == len(known)
+
+
+@given(st.integers(1, 300), st.integers(0, 300), st.integers(0, 400))
+def test_a_regression_is_outgrown_by_a_quarter_or_by_half_of_the_verified_rows(
+    own: int, old: int, new: int
+) -> None:
+    known = KnownRows(torch.zeros(own + old + new, 1), torch.zeros(own + old + new, dtype=torch.long), own)
+    grown = 4 * new >= own + old
+    assert known.outgrown(own + old) == (grown or new >= max(100, old // 2))
+    assert known.verified == old + new
+
+
+def test_few_prompts_are_attacked_at_once_before_any_was_learned_from(
+    tiny_model: LoadModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HIDDENLAB_CACHE", str(tmp_path))
+    monkeypatch.setattr("hiddenlab.attacks.vocab_match.FEWEST_TOGETHER", 20)
+    model, prompts = tiny_model("llama", 2), random_prompts(*[9] * 12)
+    observations = release(model, prompts)
+    groups: list[int] = []
+    attack = VocabMatch().fit(observations[0].info, model)
+    recover = attack._recover_group
+
+    def counting(group: Sequence[Observation]) -> list[AttackResult]:
+        groups.append(len(group))
+        return recover(group)
+
+    monkeypatch.setattr(attack, "_recover_group", counting)
+    assert [result.ids for result in attack.recover_batch(observations)] == prompts
+    assert sum(groups) == 12 and groups[0] == 2 and groups == sorted(groups[:-1]) + groups[-1:]
+    assert len(groups) < 6  # each learns from those before it, and holds as many rows
+    (longer,) = release(model, random_prompts(25))
+    assert attack.recover(longer).verified  # a prompt of more rows goes alone
 
 
 def test_a_trained_probe_is_taken_where_there_is_one(

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from hiddenlab.channels import Channel
 from hiddenlab.models import TruncatedModel, load_model
+from hiddenlab.proposals import probe as probe_module
 from hiddenlab.proposals import store
 from hiddenlab.proposals.corpus import MIN_CHARS, WINDOW_LENGTHS, Corpus, standard_library_texts
 from hiddenlab.proposals.probe import (
@@ -167,14 +168,14 @@ def trained(tiny_model: LoadModel) -> Probe:
 def test_tensors_rebuild_the_probe(trained: Probe, tiny_model: LoadModel) -> None:
     model = tiny_model("gemma2", 2)
     rows, _ = states_of(model, 200, 3)
-    again = Probe.from_tensors(QUICK, trained.tensors()).parents(model.embedding)
+    again = Probe.from_tensors(QUICK, trained.tensors()).with_table(model.embedding)
     assert torch.equal(again.log_probs(rows), trained.log_probs(rows))
 
 
 @pytest.mark.parametrize("k", [1, 8, 32, VOCABULARY, 10 * VOCABULARY])
 def test_shortlists_are_the_best_of_the_vocabulary(trained: Probe, tiny_model: LoadModel, k: int) -> None:
     model = tiny_model("gemma2", 2)
-    trained.parents(model.embedding)
+    trained.with_table(model.embedding)
     rows, _ = states_of(model, 400, 3)
     scores, ids = trained.shortlist(rows, k)
     k = min(k, VOCABULARY)
@@ -189,7 +190,7 @@ def test_shortlists_are_the_best_of_the_vocabulary(trained: Probe, tiny_model: L
     assert common > 0.97 * expected.numel()  # bfloat16 may swap neighbours at the border
 
 
-def test_a_screen_keeps_the_right_tokens_in_the_shortlist() -> None:
+def test_a_screen_keeps_the_right_tokens_in_the_shortlist(monkeypatch: pytest.MonkeyPatch) -> None:
     """A projection draws the shortlist; what it lets through is scored exactly."""
     table = torch.randn(4000, 256)
     mean, matrix = whitening(table)
@@ -197,16 +198,19 @@ def test_a_screen_keeps_the_right_tokens_in_the_shortlist() -> None:
     rows = table[tokens] + 0.5 * torch.randn(500, 256)
     probe = train_probe(rows, tokens, table, ProbeSettings(steps=2, batch=64, negatives=64))
     assert torch.allclose(probe.mean, mean) and torch.allclose(probe.matrix, matrix, atol=1e-4)
-    exact = probe.parents(table).shortlist(rows, 8)
-    screened = probe.parents(table, screen=64).shortlist(rows, 32)
+    assert probe.screen is not None
+    screened = probe.shortlist(rows, 32)
+    probe.screen = None
+    exact = probe.with_table(table).shortlist(rows, 8)
     found = [set(a) for a in screened[1].tolist()]
     recall = sum(row[0] in seen for row, seen in zip(exact[1].tolist(), found, strict=True)) / len(rows)
     assert recall > 0.95
     agree = exact[1][:, 0] == screened[1][:, 0]
     assert float(agree.float().mean()) > 0.95
-    # A screen as wide as the space changes nothing.
-    wide = probe.parents(table, screen=256).shortlist(rows, 8)
-    assert torch.equal(wide[1], exact[1])
+    # Directions that hold all predictions change nothing.
+    monkeypatch.setattr(probe_module, "SCREEN_WIDTH", 255)
+    wide = probe.screened_by(rows).with_table(table).shortlist(rows, 8)
+    assert float((wide[1] == exact[1]).float().mean()) > 0.99
 
 
 # ---- cache

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import accumulate
 
 import torch
 
@@ -33,14 +34,18 @@ from hiddenlab.proposals.regressions import (
     regression_for,
     text_rows_for,
 )
-from hiddenlab.proposals.ridge import FEWEST_ROWS, REFIT, KnownRows
+from hiddenlab.proposals.ridge import FEWEST_ROWS, KnownRows
 from hiddenlab.proposals.store import adapter_for, first_token_table_for, has_trained_probe, probe_for
 from hiddenlab.summary import NO_STATE
 from hiddenlab.types import AttackResult, Observation, ObservationInfo, TokenPrediction
-from hiddenlab.utils.clock import Clock
+from hiddenlab.utils.clock import Clock, Rental
 
 # The language model is loaded before the attack where it has at most so many layers for each of the truncated model's.
 LOAD_AHEAD = 8
+# A regression costs about one product of the embedding table and a square matrix; the search may cost so many times as
+# much before it is computed again.
+REFIT_PATIENCE = 6.0
+FEWEST_TOGETHER = 400  # rows of prompts that are attacked at once before any was learned from
 # Most wrong candidates expected within the threshold, among those tried, for a token to count as verified.
 MAX_CHANCE_MATCHES = 0.05
 SEARCHES = {"speculative": speculative, "greedy": stepwise}
@@ -106,7 +111,7 @@ class VocabMatch(Attack):
         self._lm: tuple[TruncatedModel, LazyModel] | None = None
         self._screen: Screen | None = None
         self._known: KnownRows | None = None  # what the prepared probe is a regression of
-        self._fitted_rows = 0
+        self._fitted_rows, self._refit = 0, Rental(0.0)
         self._clock = Clock()
 
     def _forget(self) -> None:
@@ -232,21 +237,34 @@ class VocabMatch(Attack):
     def _regression(self, info: ObservationInfo) -> Probe:
         """Return the regression of the known rows."""
         assert self._known is not None
-        probe, self._fitted_rows = regression_for(self.model, info, self._known, self.progress)
+        model = self.model
+        probe, self._fitted_rows = regression_for(model, info, self._known, self.progress)
+        self._refit = Rental(REFIT_PATIENCE * model.embedding.numel() * model.width / model.layer_weights)
         return probe
 
-    def _learn(self, tasks: Sequence[Task]) -> None:
-        """Add the verified rows of prompts to those that the probe is a regression of.
+    @property
+    def _learns(self) -> bool:
+        """Whether verified rows make the probe better.
 
         Behind a given epsilon, and where right and wrong distances overlap, what is verified may be wrong. It would
         stay in the cache, so nothing is learned.
         """
         if self._known is None or self._prepared is None:
+            return False
+        return self._prepared.threshold.absolute is None and self._prepared.threshold.separable
+
+    def _learn(self, tasks: Sequence[Task], evaluated: Sequence[int]) -> None:
+        """Add the verified rows of prompts to those that the probe is a regression of.
+
+        The regression is computed again when the search has cost more than that several times over.
+
+        Args:
+            evaluated: how many tokens each prompt's search ran.
+        """
+        if not self._learns:
             return
-        threshold = self._prepared.threshold
-        if threshold.absolute is not None or not threshold.separable:
-            return
-        chance, pairs = threshold.chance, []
+        assert self._known is not None and self._prepared is not None
+        chance, pairs = self._prepared.threshold.chance, []
         for task in tasks:
             pairs += [
                 (task.raw[t.row], t.token) for t in mark_chance_matches(task.found, chance) if t.verified
@@ -258,7 +276,8 @@ class VocabMatch(Attack):
                 torch.stack([row for row, _ in pairs]), torch.tensor([token for _, token in pairs])
             )
             keep_known_rows(self.model, self._prepared.info, self._known)
-            if len(self._known) >= REFIT * self._fitted_rows:
+            due = self._refit.due(sum(evaluated))
+            if due and self._known.outgrown(self._fitted_rows):
                 proposer = replace(self._prepared.proposer, probe=self._regression(self._prepared.info))
                 self._prepared = replace(self._prepared, proposer=proposer)
                 if proposer.reader is not None and proposer.probe is not None:
@@ -271,9 +290,27 @@ class VocabMatch(Attack):
         return threshold
 
     def _recover_batch(self, observations: Sequence[Observation]) -> list[AttackResult]:
-        """Recover prompts of one channel together."""
-        groups = by_channel(observations, self.batch)
-        return [result for group in groups for result in self._recover_group(group)]
+        """Recover prompts of one channel together, as many at once as the probe has learned from."""
+        results: list[AttackResult] = []
+        for same in by_channel(observations, self.batch):
+            self.prepare(same[0].info)
+            while same:
+                group, same = self._split(same)
+                results += self._recover_group(group)
+        return results
+
+    def _split(self, observations: Sequence[Observation]) -> tuple[list[Observation], list[Observation]]:
+        """Return the first observations and the others.
+
+        What a probe learns from the first prompts saves more than running many at once does. So a group has about as
+        many rows as were verified before it.
+        """
+        most = len(observations)
+        if self._learns:
+            assert self._known is not None
+            rows = accumulate(len(observation.states) for observation in observations)
+            most = sum(count <= max(FEWEST_TOGETHER, self._known.verified) for count in rows)
+        return list(observations[: max(1, most)]), list(observations[max(1, most) :])
 
     def _recover_group(self, observations: Sequence[Observation]) -> list[AttackResult]:
         model = self.model
@@ -295,7 +332,7 @@ class VocabMatch(Attack):
             searches: list[Search] = [SEARCHES[self.search](task) for task in tasks]
             spent = self._clock.now() - started
             results = run_batched(searches, self.progress, share=spent, now=self._clock.now)
-            self._learn(tasks)
+            self._learn(tasks, [cost.evaluated for _, cost in results])
         if self._clock.preparing > aside:
             self.measured = {**self.measured, "estimation_seconds": self._clock.preparing - aside}
         recoveries = []

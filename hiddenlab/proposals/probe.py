@@ -26,6 +26,9 @@ from hiddenlab.types import Progress, silent
 CHUNK = 8192  # rows of the embedding table whitened at once, to hold one table in memory and not three
 HELD_OUT = 512  # held-out rows that set the temperature
 BLOCK = 64  # tokens of a vocabulary block whose best is found in one step
+# Shortlists are drawn in so many directions, found on at most so many rows; so many times as many tokens as are wanted
+# are then ranked in all.
+SCREEN_WIDTH, SCREEN_ROWS, LOOKED_AT = 128, 4096, 2
 PART = 128  # rows scored at once: their scores for all tokens are large
 CLIP = 8.0  # features are clipped at this many standard deviations
 SINK_RATIO = 3.0  # two groups of rows are kept apart where their median norms differ by more than this
@@ -123,15 +126,22 @@ class Probe:
 
     Attributes:
         experts: one map, or two where rows fall into two groups by norm. border: log norm between the groups.
+        screen: directions in which shortlists are drawn, as columns; None draws them in all.
     """
 
     def __init__(
-        self, settings: ProbeSettings, experts: Sequence[Expert], border: float, mean: Tensor, matrix: Tensor
+        self,
+        settings: ProbeSettings,
+        experts: Sequence[Expert],
+        border: float,
+        mean: Tensor,
+        matrix: Tensor,
+        screen: Tensor | None = None,
     ) -> None:
         self.settings = settings
         self.experts = list(experts)
         self.border = border
-        self.mean, self.matrix = mean, matrix
+        self.mean, self.matrix, self.screen = mean, matrix, screen
         self._table: Tensor | None = None
         self._contexts: Contexts | None = None
 
@@ -140,24 +150,26 @@ class Probe:
         self._contexts = contexts
         return self
 
-    def parents(self, table: Float[Tensor, "v d"], screen: int | None = None) -> "Probe":
-        """Give the probe the model's embedding table to score against; return the probe.
+    def screened_by(self, rows: Float[Tensor, "rows d"]) -> "Probe":
+        """Find the directions that predictions for rows like these mostly lie in; return the probe.
 
-        Args:
-            screen: width of the random orthogonal projection in which shortlists are first drawn (distances survive it,
-                Johnson and Lindenstrauss), or None to draw them at full width. Useful where the truncated model is so
-                shallow that scoring the vocabulary would cost more than running the model.
+        Shortlists are drawn in these directions alone, and then ranked in all: scoring the vocabulary costs a fraction
+        (docs/log/041-layers-and-screens.md).
         """
+        self.screen = None
+        if len(self.matrix) > SCREEN_WIDTH:
+            directions = F.normalize(self.direction(rows[:: -(-len(rows) // SCREEN_ROWS)]), dim=1)
+            _, principal = torch.linalg.eigh(directions.T @ directions)
+            self.screen = principal[:, -SCREEN_WIDTH:].contiguous()
+        return self
+
+    def with_table(self, table: Float[Tensor, "v d"]) -> "Probe":
+        """Give the probe the model's embedding table to score against; return the probe."""
         # Whole blocks, so that the best of each block is found in one vectorised pass.
         padding = -len(table) % BLOCK
         padded = whitened_table(table.to(self.mean.device), self.mean, self.matrix, padding)
         self._table = padded[: len(table)]
-        self._screen = None
-        if screen is not None and screen < self._table.shape[1]:
-            generator = torch.Generator().manual_seed(self.settings.seed)
-            square = torch.randn(self._table.shape[1], screen, generator=generator)
-            self._screen = torch.linalg.qr(square).Q.to(self._table.device)
-        narrow = padded if self._screen is None else padded @ self._screen
+        narrow = padded if self.screen is None else padded @ self.screen
         self._fast = narrow.to(fast_dtype(narrow.device))  # the same table in memory where it has this dtype
         return self
 
@@ -204,23 +216,30 @@ class Probe:
         k = min(k, vocab)
         values, ids = [], []
         if self._contexts is not None:
-            best = [self.log_probs(part).topk(k, dim=1) for part in rows.split(PART)]
-            return torch.cat([candidates.values.log_softmax(1) for candidates in best]), torch.cat(
-                [candidates.indices for candidates in best]
+            of_parts = [self.log_probs(part).topk(k, dim=1) for part in rows.split(PART)]
+            return torch.cat([candidates.values.log_softmax(1) for candidates in of_parts]), torch.cat(
+                [candidates.indices for candidates in of_parts]
             )
+        looked_at = k if self.screen is None else min(LOOKED_AT * k, vocab)
+        # Memory that is used again: making room for so many scores takes longer than computing them.
+        room = torch.empty(
+            min(PART, len(rows)), len(self._fast), dtype=self._fast.dtype, device=self.mean.device
+        )
         for directions in self.direction(rows).split(PART):
-            narrow = directions if self._screen is None else directions @ self._screen
-            scores = (narrow.to(self._fast.dtype) @ self._fast.T).view(len(narrow), -1, BLOCK)
-            best = scores.amax(2).topk(min(k, scores.shape[1]), dim=1).indices
+            narrow = directions if self.screen is None else directions @ self.screen
+            scores = torch.mm(narrow.to(self._fast.dtype), self._fast.T, out=room[: len(narrow)])
+            scores = scores.view(len(narrow), -1, BLOCK)
+            best = scores.amax(2).topk(min(looked_at, scores.shape[1]), dim=1).indices
             inside = torch.take_along_dim(scores, best[:, :, None], 1).flatten(1).float()
             tokens = (best[:, :, None] * BLOCK + torch.arange(BLOCK, device=best.device)).flatten(1)
             inside = inside.masked_fill(tokens >= vocab, float("-inf"))
-            top = inside.topk(min(k, inside.shape[1]), dim=1)
+            top = inside.topk(min(looked_at, inside.shape[1]), dim=1)
             chosen, logits = tokens.gather(1, top.indices), top.values
-            if self._screen is not None:
-                exact = torch.einsum("rd,rkd->rk", directions, self._table[chosen.clamp(max=vocab - 1)])
+            if self.screen is not None:
+                rows_of = self._table.index_select(0, chosen.clamp(max=vocab - 1).flatten())
+                exact = torch.einsum("rd,rkd->rk", directions, rows_of.view(*chosen.shape, -1))
                 exact = exact.masked_fill(chosen >= vocab, float("-inf"))
-                logits, place = exact.sort(dim=1, descending=True)
+                logits, place = exact.topk(k, dim=1)
                 chosen = chosen.gather(1, place)
             values.append(logits.log_softmax(1))
             ids.append(chosen)
@@ -229,6 +248,7 @@ class Probe:
     def tensors(self) -> dict[str, Tensor]:
         """Return everything to save, by name."""
         tensors = {"border": torch.tensor(self.border), "mean": self.mean, "matrix": self.matrix}
+        tensors |= {} if self.screen is None else {"screen": self.screen}
         for i, expert in enumerate(self.experts):
             named = {"mean": expert.mean, "scale": expert.scale, **expert.parameters}
             tensors |= {f"expert.{i}.{name}": value.contiguous() for name, value in named.items()}
@@ -244,7 +264,8 @@ class Probe:
                 name.removeprefix(start): value for name, value in tensors.items() if name.startswith(start)
             }
             experts.append(Expert(own.pop("mean"), own.pop("scale"), own))
-        return cls(settings, experts, float(tensors["border"]), tensors["mean"], tensors["matrix"])
+        of_all = tensors["mean"], tensors["matrix"], tensors.get("screen")
+        return cls(settings, experts, float(tensors["border"]), *of_all)
 
 
 def fast_dtype(device: torch.device) -> torch.dtype:
@@ -315,7 +336,7 @@ def train_probe(
             _calibrate(expert, rows[held.to(device)], labels[held].to(device), targets, prior)
         experts.append(expert)
     progress("training the probe", total, total)
-    return Probe(settings, experts, border, mean, matrix).parents(table)
+    return Probe(settings, experts, border, mean, matrix).screened_by(rows).with_table(table)
 
 
 def _tick(progress: Progress, before: int, total: int, done: int) -> None:

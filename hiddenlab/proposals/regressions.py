@@ -13,7 +13,7 @@ from hiddenlab.models import TruncatedModel
 from hiddenlab.models.self_check import uncounted
 from hiddenlab.proposals.corpus import Corpus, language_reference
 from hiddenlab.proposals.probe import Probe, ProbeSettings, whitening
-from hiddenlab.proposals.ridge import REFIT, KnownRows, ridge_probe
+from hiddenlab.proposals.ridge import KnownRows, ridge_probe
 from hiddenlab.proposals.store import (
     FORMAT,
     Released,
@@ -24,16 +24,15 @@ from hiddenlab.proposals.store import (
     load_cached,
     release_windows,
     save_cached,
-    screen_width,
     training_channel,
 )
 from hiddenlab.proposals.text_rows import TextRows
 from hiddenlab.types import ObservationInfo, Progress, silent
 from hiddenlab.utils.digests import digest_of
 
-# What a regression starts from (docs/log/039-closed-form-probe.md): text of which every second token is random, and
-# tokens that stand alone, as the first of a prompt does.
-KNOWN_TEXT, KNOWN_WINDOW, KNOWN_RANDOM, KNOWN_SINGLE = 4000, 64, 0.5, 800
+# What a regression starts from (docs/log/041-layers-and-screens.md): text of which most tokens are random, and tokens
+# that stand alone, as the first of a prompt does.
+KNOWN_TEXT, KNOWN_WINDOW, KNOWN_RANDOM, KNOWN_SINGLE = 4600, 128, 0.7, 200
 FIRST_PROBE, RUNNING_TEXT = "collecting states for a first probe", "collecting states of running text"
 SPREAD = 16  # rows of an embedding table that tell it from others
 MOST_HELD = 1 << 29  # bytes of rows that are held at once when several layers are collected
@@ -180,15 +179,15 @@ def regression_for(
     model: TruncatedModel, info: ObservationInfo, known: KnownRows, progress: Progress = silent
 ) -> tuple[Probe, int]:
     """Return a regression of known rows, and of how many; from the cache where few were added since."""
-    table, screen = model.embedding.detach(), screen_width(model)
+    table = model.embedding.detach()
     identity = _known_identity(model, training_channel(model, info)) | {"regression": True}
     tensors = load_cached(identity, model)
     if tensors is not None:
         rows = int(tensors.pop("rows"))
-        if rows <= len(known) < REFIT * rows:
-            return Probe.from_tensors(ProbeSettings(), tensors).parents(table, screen), rows
+        if rows <= len(known) and not known.outgrown(rows):
+            return Probe.from_tensors(ProbeSettings(), tensors).with_table(table), rows
     text = text_rows_for(model, info, progress)
-    probe = ridge_probe(known, text, table, *_whitening_for(model), screen)
+    probe = ridge_probe(known, text, table, *_whitening_for(model))
     with suppress(InputError):
         save_cached(identity, probe.tensors() | {"rows": torch.tensor(len(known))})
     return probe, len(known)

@@ -33,7 +33,9 @@ CALIBRATED = 32  # rows that set the temperature of sinks
 # Inverse temperatures between which the likeliest is searched, in how many steps at most, and how near is enough.
 SCALES, SCALE_STEPS, SCALE_CLOSE = (1.0, 1000.0), 20, 1e-3
 SCALED = 32  # rows that are scaled at once, as each takes the vocabulary
-REFIT = 1.25  # the regression is computed again when there are so many times as many rows
+# A regression is computed again when there are so many times as many rows, or half as many new verified rows as old
+# ones and at least so many: prompts resemble each other more than the attacker's own texts do.
+REFIT, FEWEST_NEW = 1.25, 100
 MOST_ROWS = 20_000  # rows that are kept
 FEWEST_ROWS = 256  # from which a regression is computed
 MARKED = 8  # coordinates that tell rows of one token apart
@@ -81,6 +83,15 @@ class KnownRows:
     def __len__(self) -> int:
         return len(self.tokens)
 
+    @property
+    def verified(self) -> int:
+        """How many rows an attack verified."""
+        return len(self) - self.own
+
+    def outgrown(self, fitted: int) -> bool:
+        """Return whether a regression of the first ``fitted`` rows is to be computed again."""
+        return len(self) >= min(REFIT * fitted, fitted + max(FEWEST_NEW, (fitted - self.own) // 2))
+
     def add(self, states: Float[Tensor, "new d"], tokens: Int[Tensor, " new"]) -> None:
         """Add verified rows that are not there yet; beyond ``MOST_ROWS`` the oldest verified ones go."""
         held = set(_marks(self.states, self.tokens))
@@ -106,7 +117,6 @@ def ridge_probe(
     table: Float[Tensor, "v e"],
     mean: Float[Tensor, " e"],
     matrix: Float[Tensor, "e e"],
-    screen: int | None = None,
 ) -> Probe:
     """Return a probe in closed form.
 
@@ -114,7 +124,6 @@ def ridge_probe(
 
     Args:
         text: rows that set the temperature. table: the input embeddings of all tokens. mean, matrix: its whitening.
-        screen: see ``Probe.parents``.
     """
     targets = whitened_table(table[known.tokens], mean, matrix)
     rows = known.states.float()
@@ -129,9 +138,10 @@ def ridge_probe(
     # Sinks are few and alike: their errors say nothing of other rows.
     metric = metric_of(errors[0], PROBE_POWER)
     probe = Probe(ProbeSettings(), [expert for expert, _ in fitted], border, mean, matrix @ metric)
-    weighted = probe.parents(table, screen).table
-    for (expert, mask), missed in zip(fitted, errors, strict=True):
+    for expert in probe.experts:
         expert.parameters["linear"] = expert.parameters["linear"] @ metric
+    weighted = probe.screened_by(rows).with_table(table).table
+    for (expert, mask), missed in zip(fitted, errors, strict=True):
         if expert is probe.experts[0]:
             held, tokens = text.states[:, 1:].flatten(0, 1).float(), text.tokens[:, 1:].flatten()
             directions = expert.direction(expert.features(held))

@@ -34,11 +34,10 @@ from hiddenlab.utils.files import save_tensors
 
 Released = tuple[Observation, GroundTruth]
 
-FORMAT = 3
+FORMAT = 4
 # Floating-point operations spent on the attacker's own training states: about 50 s on two CPU cores that multiply
 # bfloat16.
 STATE_FLOPS = {"cpu": 10.8e12, "cuda": 3e15}
-SCREEN_WIDTH = 128
 # Speed of the in-context regression's large half-precision products, relative to small passes of a truncated model.
 REGRESSION_SPEED = 4
 TRAINING_TOKENS = (20_000, 100_000)
@@ -61,11 +60,6 @@ def training_tokens(model: TruncatedModel) -> int:
     """Return how many training positions the compute allowance buys at this depth."""
     low, high = TRAINING_TOKENS
     return int(min(max(_affordable_tokens(model), low), high))
-
-
-def screen_width(model: TruncatedModel) -> int | None:
-    """Return the width of the shortlist's projection, None where scoring the vocabulary is cheaper than the model."""
-    return SCREEN_WIDTH if model.embedding.numel() > 4 * model.layer_weights else None
 
 
 def training_channel(model: TruncatedModel, info: ObservationInfo) -> list[str]:
@@ -203,7 +197,7 @@ def probes_for(
                 probe = train_probe(states, labels, model.embedding.detach().clone(), settings, progress)
             tensors = probe.tensors()
             save_cached(identity, tensors)
-        probes.append(Probe.from_tensors(settings, tensors).parents(model.embedding, screen_width(model)))
+        probes.append(Probe.from_tensors(settings, tensors).with_table(model.embedding))
     trained = collected is not None
     if own.sorted_states and 0 in offsets:
         probe = probes[list(offsets).index(0)]
