@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModel
 
 import hiddenlab as hl
 from hiddenlab.diagnosis import Diagnosis, diagnose
@@ -119,3 +120,40 @@ def test_other_architectures(tiny_model: LoadModel, architecture: str) -> None:
     assert diagnose(observed(model.encode(TOKENS), model), model).fault is None
     told = diagnose(observed(other.encode(TOKENS), model), model)
     assert told.site == Site(1)
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_dtype_is_named_whatever_attention_the_provider_takes(
+    tiny: Callable[..., str], tiny_model: LoadModel, dtype: str, attention: str
+) -> None:
+    provider = AutoModel.from_pretrained(
+        tiny("llama"), dtype=getattr(torch, dtype), attn_implementation=attention
+    )
+    with torch.inference_mode():
+        states = (
+            provider(input_ids=TOKENS[None], output_hidden_states=True).hidden_states[2][0].float().clone()
+        )
+    model = tiny_model("llama", 2)
+    told = diagnose(observed(states, model), model)
+    assert told.fault == "numbers" and f"--defense dtype:{dtype}" in told.sentence
+
+
+def test_other_weights_are_named_in_half_precision_too(
+    tiny: Callable[..., str], tiny_model: LoadModel
+) -> None:
+    provider = AutoModel.from_pretrained(tiny("llama"), dtype=torch.float32)
+    drawn = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for weight in provider.layers.parameters():
+            weight.add_(
+                0.05 * weight.std() * torch.randn(weight.shape, generator=drawn)
+            ) if weight.ndim == 2 else None
+    provider = provider.to(torch.bfloat16)
+    with torch.inference_mode():
+        states = (
+            provider(input_ids=TOKENS[None], output_hidden_states=True).hidden_states[2][0].float().clone()
+        )
+    model = tiny_model("llama", 2)
+    told = diagnose(observed(states, model), model)
+    assert told.fault == "weights", told.sentence

@@ -54,8 +54,10 @@ def told(finding: Finding, info: ObservationInfo) -> list[tuple[str, str]]:
         said = f"the prompt begins in row {starts[0]}, behind rows of padding"
         faults.append(("padding", f"{said}: use --skip-rows {starts[0]}"))
     if finding.numbers and finding.numbers not in (info.provider_dtype, info.quantization):
-        kind = finding.numbers if finding.numbers in QUANTIZATIONS else f"dtype:{finding.numbers}"
-        faults.append(("numbers", f"the provider computes in {finding.numbers}: use --defense {kind}"))
+        quantized = finding.numbers in QUANTIZATIONS
+        kind = finding.numbers if quantized else f"dtype:{finding.numbers}"
+        does = "computes in" if quantized else "computes in, or saves,"
+        faults.append(("numbers", f"the provider {does} {finding.numbers}: use --defense {kind}"))
     elif not finding.exact and not (info.channel and finding.distance <= ROUNDED):
         distance = f"{finding.distance:.2g} of their length"
         said = f"the rows are near states of {info.model} and not equal to them ({distance})"
