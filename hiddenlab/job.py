@@ -3,7 +3,7 @@
 import hashlib
 import inspect
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Literal, cast
@@ -132,14 +132,14 @@ def prepare_layers(
         HiddenlabError: see ``prepare``; or a layer is out of range, stands twice, or the states come from a file.
     """
     config = replace(config, layer=None).checked()
+    if layers != "all":
+        layers = _numbered(layers)
     if config.states or config.observation is not None:
         raise InputError("states of a file are of one layer; give one --layer")
     if config.stream in (*LAST_STREAMS, "embed"):
         raise InputError(f"the stream {config.stream} exists at one layer; leave out --layer")
     if layers == "all":
         layers = range(1, _count_layers(config) + 1)
-    elif not layers or len(set(layers)) < len(layers) or min(layers) < 1:
-        raise InputError(f"--layer {', '.join(map(str, layers))}: give numbers from 1 on, each once")
     deepest = prepare(replace(config, layer=max(layers)), progress)
     models = {layer: deepest.model.shallower(layer) for layer in sorted(layers)}
     shown, _ = release(deepest, deepest.cases[0])
@@ -438,6 +438,20 @@ def _with_site(config: AttackConfig) -> AttackConfig:
         total = _count_layers(config)
         layer = total if stream in LAST_STREAMS else 0 if stream == "embed" else max(1, total // 2)
     return replace(config, model=model, stream=stream, layer=layer)
+
+
+def _numbered(layers: object) -> list[int]:
+    """Return layers as a list, checked.
+
+    Raises:
+        InputError: they are no list of numbers from 1 on, each once.
+    """
+    given = list(layers) if isinstance(layers, Iterable) and not isinstance(layers, str) else []
+    if not given or any(type(layer) is not int or layer < 1 for layer in given) or len({*given}) < len(given):
+        raise InputError(
+            f"layers {str(layers)[:60]!r}: give 'all', or a list of numbers from 1 on, each once"
+        )
+    return given
 
 
 def _count_layers(config: AttackConfig) -> int:

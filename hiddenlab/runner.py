@@ -2,7 +2,7 @@
 
 import gc
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -13,7 +13,7 @@ import torch
 
 from hiddenlab.config import AttackConfig
 from hiddenlab.diagnosis import diagnose
-from hiddenlab.errors import NotApplicableError
+from hiddenlab.errors import InputError, NotApplicableError
 from hiddenlab.job import Case, Job, prepare, prepare_layers, release
 from hiddenlab.models import Request, TruncatedModel
 from hiddenlab.models.request import packs
@@ -118,22 +118,24 @@ def run_layers(
 
     Args:
         config: its ``layer`` is not read. layers: 1 is the first.
-        out: the directory of the runs, a new one, with a folder for each layer; None makes one for each run in
+        out: the directory of the runs; each layer makes a new folder there. None makes one for each run in
             ``runs_dir``. keep: false writes nothing.
         progress, show: see ``run``. ended: called with each run as soon as it has ended.
 
     Raises:
         HiddenlabError: see ``run``. Interrupted: from the keyboard; its ``run`` is that of the layer at work.
     """
-    if out is not None:
-        check_new(Path(out))
+    folder = None if out is None else Path(out)
+    if folder is not None and layers != "all":
+        _check_folders(folder, layers)
     runs: list[Run] = []
     recorder: Recorder | None = None
     try:
         layers, jobs = prepare_layers(config, layers, progress)
+        if folder is not None:
+            _check_folders(folder, layers)
         for layer, job in zip(layers, jobs, strict=True):
-            where = None if out is None else Path(out) / f"layer-{layer:02}"
-            recorder = _created(job, where, Path(runs_dir), keep)
+            recorder = _created(job, None if folder is None else _folder(folder, layer), Path(runs_dir), keep)
             attack_all(job, recorder, progress=progress, show=show)
             runs.append(_ended(recorder))
             if ended is not None:
@@ -143,8 +145,25 @@ def run_layers(
             gc.collect()  # an attack's tables, which refer to each other
     except KeyboardInterrupt:
         left = () if layers == "all" else layers[len(runs) + (recorder is not None) :]
-        raise Interrupted(None if recorder is None else _ended(recorder), left) from None
+        raise Interrupted(None if recorder is None else _ended(recorder), runs, left) from None
     return runs
+
+
+def _folder(out: Path, layer: int) -> Path:
+    return out / f"layer-{layer:02}"
+
+
+def _check_folders(out: Path, layers: Iterable[int]) -> None:
+    """Check that the folders of layers are new; those of other layers may be there.
+
+    Raises:
+        InputError: one holds something, or ``out`` is no directory.
+    """
+    if out.exists() and not out.is_dir():
+        raise InputError(f"{out} exists and is not a directory; name a new one")
+    for layer in layers:
+        if type(layer) is int:  # anything else is refused elsewhere
+            check_new(_folder(out, layer))
 
 
 def _created(job: Job, out: Path | None, runs_dir: Path, keep: bool) -> Recorder:
@@ -162,12 +181,13 @@ class Interrupted(KeyboardInterrupt):
     """A run was interrupted from the keyboard.
 
     Attributes:
-        run: what is recorded of it; None where nothing is. left: the layers that were to come after it.
+        run: what is recorded of it; None where nothing is.
+        ended, left: of several layers, the runs that ended before it, and the layers that were to come after it.
     """
 
-    def __init__(self, run: Run | None, left: Sequence[int] = ()) -> None:
+    def __init__(self, run: Run | None, ended: Sequence[Run] = (), left: Sequence[int] = ()) -> None:
         super().__init__()
-        self.run, self.left = run, tuple(left)
+        self.run, self.ended, self.left = run, tuple(ended), tuple(left)
 
 
 def attack_all(

@@ -128,6 +128,7 @@ def test_verified_rows_are_kept_and_found_again(
 ) -> None:
     monkeypatch.setenv("HIDDENLAB_CACHE", str(tmp_path))
     monkeypatch.setattr(regressions, "KNOWN_TEXT", 400)
+    monkeypatch.setattr(regressions, "KNOWN_SINGLE", 800)
     monkeypatch.setattr(ridge, "FEWEST_NEW", 50)
     model, prompts = tiny_model("llama", 1), random_prompts(*[10] * 8)
     observations = release(model, prompts)

@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ import hiddenlab as hl
 from hiddenlab.channels import Channel
 from hiddenlab.cli import app
 from hiddenlab.errors import InputError
+from hiddenlab.job import _numbered
 from hiddenlab.models import Request, TruncatedModel
 from hiddenlab.proposals import regressions
 from hiddenlab.runner import Interrupted, run, run_layers
@@ -128,11 +130,12 @@ def test_runs_at_layers_are_runs_at_each(tiny: Tiny, tmp_path: Path) -> None:
 
 def test_layers_that_are_none_are_refused(tiny: Tiny, tmp_path: Path) -> None:
     name = tiny("llama", tokenizer=True)
-    cases: list[tuple[hl.AttackConfig, list[int], str]] = [
+    cases: list[tuple[hl.AttackConfig, Any, str]] = [
         (settings(name), [1, 5], "layer 5 is out of range"),
-        (settings(name), [0, 1], "give numbers from 1 on, each once"),
-        (settings(name), [1, 1], "give numbers from 1 on, each once"),
-        (settings(name), [], "give numbers from 1 on, each once"),
+        *(
+            (settings(name), wrong, "give 'all', or a list of numbers from 1 on, each once")
+            for wrong in ([0, 1], [1, 1], [])
+        ),
         (settings(name, stream="final_norm"), [1, 2], "the stream final_norm exists at one layer"),
         (
             hl.AttackConfig(model=name, observation="x.safetensors"),
@@ -146,6 +149,12 @@ def test_layers_that_are_none_are_refused(tiny: Tiny, tmp_path: Path) -> None:
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.parametrize("wrong", [[True, 2], ["1"], "1,2", 3, None, [1.0, 2.0]])
+def test_what_is_no_list_of_layers_is_refused(wrong: object) -> None:
+    with pytest.raises(InputError, match="give 'all', or a list of numbers from 1 on, each once"):
+        _numbered(wrong)
+
+
 def test_an_interruption_names_the_layers_that_are_left(tiny: Tiny, tmp_path: Path) -> None:
     def stop(sample: object) -> None:
         raise KeyboardInterrupt
@@ -153,8 +162,36 @@ def test_an_interruption_names_the_layers_that_are_left(tiny: Tiny, tmp_path: Pa
     config = settings(tiny("llama", tokenizer=True))
     with pytest.raises(Interrupted) as stopped:
         run_layers(config, [2, 1], out=tmp_path / "runs", show=stop)
-    assert stopped.value.left == (1,)
+    assert stopped.value.left == (1,) and not stopped.value.ended
     assert stopped.value.run is not None and stopped.value.run.record.status == "interrupted"
+    (rest,) = run_layers(config, stopped.value.left, out=tmp_path / "runs")  # beside what is there
+    assert rest.path == tmp_path / "runs" / "layer-01"
+    with pytest.raises(InputError, match="layer-02 exists and is not an empty directory"):
+        run_layers(config, [3, 2], out=tmp_path / "runs")
+    assert not (tmp_path / "runs" / "layer-03").exists()
+
+
+def test_an_interruption_between_layers_says_what_was_recorded(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from hiddenlab import runner
+
+    build, built = runner._created, list[object]()
+
+    def created(*given: object) -> object:
+        built.append(given)
+        if len(built) == 2:
+            raise KeyboardInterrupt
+        return build(*given)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(runner, "_created", created)
+    name, out = tiny("llama", tokenizer=True), str(tmp_path / "runs")
+    stopped = CliRunner().invoke(
+        app, ["attack", "twelve bytes", "--model", name, "--layer", "1,2,3", "--out", out]
+    )
+    assert stopped.exit_code == 130
+    assert "nothing was recorded" not in stopped.stderr
+    assert "not begun: --layer 2,3; 1 layer finished" in stopped.stderr
 
 
 def test_the_command_takes_layers(tiny: Tiny) -> None:
@@ -172,7 +209,7 @@ def test_the_command_takes_layers(tiny: Tiny) -> None:
     for layer, message in (
         ("1,x", "is no list of numbers"),
         ("2,2", "twice"),
-        ("every", "is no list of numbers"),
+        ("every", "or 'all'"),
     ):
         refused = CliRunner().invoke(app, [*given, "--layer", layer])
         assert refused.exit_code == 2 and message in refused.stderr, refused.output

@@ -276,7 +276,7 @@ class VocabMatch(Attack):
                 torch.stack([row for row, _ in pairs]), torch.tensor([token for _, token in pairs])
             )
             keep_known_rows(self.model, self._prepared.info, self._known)
-            due = self._refit.due(sum(evaluated))
+            due = self._refit.due(float(sum(evaluated)))
             if due and self._known.outgrown(self._fitted_rows):
                 proposer = replace(self._prepared.proposer, probe=self._regression(self._prepared.info))
                 self._prepared = replace(self._prepared, proposer=proposer)

@@ -13,7 +13,6 @@ from hiddenlab.cli.console import Bars, bars, only_json, print_json, stderr, std
 from hiddenlab.cli.from_config import takes
 from hiddenlab.config import AttackConfig
 from hiddenlab.errors import InputError
-from hiddenlab.records import check_new
 from hiddenlab.registry import parse_numbers
 from hiddenlab.summary import Sample, advice, not_applicable
 from hiddenlab.text import count_of
@@ -34,7 +33,10 @@ def attack(
     json: o.JsonOpt = False,
 ) -> None:
     """Recover prompts from the hidden states of a model, raw or behind defenses."""
-    _check_record(out, no_record)
+    if out is not None and no_record:
+        raise InputError(
+            "--out names a directory for the record, and --no-record asks for none; give one of them"
+        )
     layers = _parse_layers(layer)
     if isinstance(layers, int | None):
         config = replace(config, layer=layers)
@@ -54,9 +56,12 @@ def attack(
 
 def _parse_layers(text: str | None) -> "int | list[int] | Literal['all'] | None":
     """Return what ``--layer`` names: nothing, one layer, several, or all."""
-    if text is None or text == "all":
-        return text  # type: ignore[return-value]
-    layers = parse_numbers("--layer", text, least=0)
+    if text is None or text.strip().lower() == "all":
+        return None if text is None else "all"
+    try:
+        layers = parse_numbers("--layer", text, least=0)
+    except InputError as error:
+        raise InputError(f"{error}, or 'all'") from None
     return layers[0] if len(layers) == 1 else layers
 
 
@@ -110,7 +115,7 @@ def conduct_layers(
             config, layers, out, runs_dir=runs_dir, keep=keep, progress=progress, show=show, ended=ended
         )
     _say_engine(runs[-1].record.setup)
-    if not json:
+    if not json and any(not_applicable(run.samples) is None for run in runs):
         stdout().print(
             layers_table(runs[-1].record.spec, [(r.record.spec["layer"], r.summary) for r in runs])
         )
@@ -137,9 +142,11 @@ def _showing(json: bool) -> Iterator[tuple[Bars, Callable[[Sample], None]]]:
 
             yield progress, show
     except Interrupted as stopped:
-        _say_interrupted(stopped.run)
+        if stopped.run is not None or not stopped.ended:
+            _say_interrupted(stopped.run)
         if stopped.left:
-            stderr().print(f"not begun: --layer {','.join(map(str, stopped.left))}")
+            begun = f"; {count_of(len(stopped.ended), 'layer')} finished" if stopped.ended else ""
+            stderr().print(f"not begun: --layer {','.join(map(str, stopped.left))}{begun}", soft_wrap=True)
         raise typer.Exit(130) from None
 
 
@@ -185,15 +192,6 @@ def with_stdin(config: AttackConfig) -> AttackConfig:
     from hiddenlab.prompts import load_prompts
 
     return replace(config, prompt=load_prompts("-")[0].text, prompts=None)
-
-
-def _check_record(out: Path | None, no_record: bool) -> None:
-    if out is not None and no_record:
-        raise InputError(
-            "--out names a directory for the record, and --no-record asks for none; give one of them"
-        )
-    if out is not None:
-        check_new(out)
 
 
 def _say_interrupted(run: "Run | None") -> None:
