@@ -138,9 +138,9 @@ def run_layers(
             recorder = _created(job, None if folder is None else _folder(folder, layer), Path(runs_dir), keep)
             attack_all(job, recorder, progress=progress, show=show)
             runs.append(_ended(recorder))
+            recorder = None
             if ended is not None:
                 ended(runs[-1])
-            recorder = None
             del job
             gc.collect()  # an attack's tables, which refer to each other
     except KeyboardInterrupt:

@@ -24,18 +24,20 @@ from hiddenlab.models.engine import _ACTIVE, ATTENTION_NAME, GivenPass, PackedPa
 from hiddenlab.models.hooks import beginning_behind, capturing, holding
 from hiddenlab.models.load import (
     ModelRef,
+    checked_layer,
     load_config,
     load_module,
     load_tokenizer,
     parse_dtype,
     resolve_model,
+    signature_of,
 )
 from hiddenlab.models.plain import run_plain
-from hiddenlab.models.reading import OTHER_MODEL
+from hiddenlab.models.reading import foreign_layers
 from hiddenlab.models.request import Answer, Prefix, Request, packs
 from hiddenlab.models.tokens import known_ids, shown, token_ids
 from hiddenlab.prompts import Prompt
-from hiddenlab.types import INNER_STREAMS, LAST_STREAMS, STREAMS, Site
+from hiddenlab.types import INNER_STREAMS, LAST_STREAMS, Site
 
 __all__ = [
     "Answer",
@@ -47,8 +49,6 @@ __all__ = [
     "load_model",
     "signature_of",
 ]
-
-SIGNATURE_ENTRIES = 16
 
 
 class TruncatedModel:
@@ -315,7 +315,7 @@ class TruncatedModel:
         with mode, self._hooked(given), attending(self.module, EAGER), unchanged_rotary(self.module):
             states = self._states(self.module(**given, use_cache=False))
         if states.shape[:2] != inputs.shape[:2]:
-            raise self._foreign_layers(states)
+            raise foreign_layers(self.module, states)
         self.evaluated_tokens += inputs.shape[0] * inputs.shape[1]
         self.forward_calls += 1
         return states
@@ -350,16 +350,8 @@ class TruncatedModel:
             return output.last_hidden_state  # type: ignore[no-any-return]
         states, self._captured = self._captured, None
         if states is None or states.ndim != 3:
-            raise self._foreign_layers(states)
+            raise foreign_layers(self.module, states)
         return states
-
-    def _foreign_layers(self, states: Tensor | None) -> InputError:
-        """Return the error for layers whose output is no state for each token."""
-        shape = "nothing" if states is None else f"states {list(states.shape)}"
-        return InputError(
-            f"the layers of {type(self.module).__name__} give {shape} and not [prompts, tokens, width]; "
-            f"{OTHER_MODEL}"
-        )
 
     def encode(self, tokens: Int[Tensor, " n"] | Float[Tensor, "n d"]) -> Float[Tensor, "n d"]:
         """Return states of a prompt (token ids, or input embeddings), in one plain prefill."""
@@ -393,7 +385,7 @@ class TruncatedModel:
                 f"layer {layer} is out of range: {self.ref.name} has layers 1 to {self.site.layer}"
             )
         placed = getattr(self.module, "hf_device_map", None) is not None
-        if placed or self.left_out or self.site.stream in LAST_STREAMS:
+        if placed or self.quantization or self.left_out or self.site.stream in LAST_STREAMS:
             dtype = str(self.dtype).removeprefix("torch.")
             return self.sibling(layer, stream=self.site.stream, dtype=dtype, quantization=self.quantization)
         return TruncatedModel(
@@ -421,13 +413,6 @@ class TruncatedModel:
             f"TruncatedModel({self.ref.name}, {self.site}, {self.dtype}, {self.device}, "
             f"{self.engine} engine; weights are public)"
         )
-
-
-def signature_of(embedding: Float[Tensor, "v d"]) -> tuple[float, ...]:
-    """Return entries spread over an embedding table, rounded to bfloat16 (the coarsest dtype in use)."""
-    flat = embedding.detach().flatten()
-    index = torch.linspace(0, flat.numel() - 1, SIGNATURE_ENTRIES, dtype=torch.float64).long()
-    return tuple(flat[index.to(flat.device)].bfloat16().float().tolist())
 
 
 def load_model(
@@ -491,18 +476,7 @@ def load_truncated(
     torch_dtype, torch_device = parse_dtype(dtype), parse_device(device)
     name, config = ref.name, load_config(ref)
     total = getattr(config, "num_hidden_layers", 0)
-    if stream not in STREAMS:
-        raise InputError(f"unknown stream {stream!r} of a truncated model; known are {', '.join(STREAMS)}")
-    layer = (0 if stream == "embed" else total) if layer is None else layer
-    if stream == "embed" and layer:
-        raise InputError(f"the stream embed exists only at layer 0; layer {layer} was asked for")
-    if not 1 <= layer <= total and stream != "embed":
-        also = "; layer 0 is --stream embed" if layer == 0 else ""
-        raise InputError(f"layer {layer} is out of range: {name} has layers 1 to {total}{also}")
-    if stream in LAST_STREAMS and layer != total:
-        raise InputError(
-            f"the stream {stream} exists only after the last layer, {total}; layer {layer} was asked for"
-        )
+    layer = checked_layer(name, total, layer, stream)
     if engine not in ENGINES:
         raise InputError(f"unknown engine {engine!r}; known are {', '.join(ENGINES)}")
     register_attention(ATTENTION_NAME, _ACTIVE, "run it through TruncatedModel.run, not by itself")

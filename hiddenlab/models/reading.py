@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from torch import Tensor, nn
 
 from hiddenlab.errors import InputError
 from hiddenlab.text import first_line
@@ -43,3 +44,11 @@ def reading_model(failure: str, advice: str = "") -> Iterator[None]:
         raise
     except Exception as error:
         raise InputError(f"{failure} ({first_line(error)}){advice}") from None
+
+
+def foreign_layers(module: nn.Module, states: Tensor | None) -> InputError:
+    """Return the error for layers whose output is no state for each token."""
+    shape = "nothing" if states is None else f"states {list(states.shape)}"
+    return InputError(
+        f"the layers of {type(module).__name__} give {shape} and not [prompts, tokens, width]; {OTHER_MODEL}"
+    )
