@@ -28,9 +28,6 @@ class AttackConfig:
 
     __pydantic_config__ = CLOSED
 
-    attack: Annotated[str, Option("--attack", metavar="NAME", help="See 'hiddenlab list attacks'.")] = (
-        "vocab-match"
-    )
     prompt: o.PromptArg = None
     prompts: o.PromptsOpt = None
     column: o.ColumnOpt = None
@@ -39,14 +36,20 @@ class AttackConfig:
     max_tokens: o.MaxTokensOpt = None
     observation: Annotated[
         str | None,
-        Option("--observation", metavar="FILE", help="Attack saved states; see 'hiddenlab capture'."),
+        Option(
+            "--observation",
+            metavar="FILE",
+            rich_help_panel=o.INPUT,
+            help="Attack saved states; see 'hiddenlab capture'.",
+        ),
     ] = None
     states: Annotated[
         tuple[str, ...],
         Option(
             "--states",
             metavar="FILE",
-            help="Attack states that another program saved; may be repeated; see 'hiddenlab import'.",
+            rich_help_panel=o.FOREIGN,
+            help="Attack states that another program saved; see 'hiddenlab import'.",
         ),
     ] = ()
     format: o.FormatOpt = "auto"
@@ -62,34 +65,69 @@ class AttackConfig:
     truth: Annotated[
         str | None,
         Option(
-            "--truth", metavar="FILE", help="Score against 'capture --truth FILE'; the attack never sees it."
+            "--truth",
+            metavar="FILE",
+            rich_help_panel=o.INPUT,
+            help="Score against 'capture --truth FILE'; the attack never sees it.",
         ),
     ] = None
     model: o.ModelOpt = None
     layer: o.LayerOpt = None
     stream: o.StreamOpt = None
     defense: o.DefenseOpt = ()
-    search: Annotated[Literal["speculative", "greedy"] | None, Option(help="Default: speculative.")] = None
+    attack: Annotated[
+        str,
+        Option("--attack", metavar="NAME", rich_help_panel=o.SEARCH, help="See 'hiddenlab list attacks'."),
+    ] = "vocab-match"
+    search: Annotated[
+        Literal["speculative", "greedy"] | None,
+        Option(
+            rich_help_panel=o.SEARCH,
+            help="speculative verifies several guessed tokens in one pass; greedy tries one token after another, "
+            "as the paper does. Default: speculative.",
+        ),
+    ] = None
     proposal: Annotated[
-        Literal["probe+lm", "probe", "lm", "vocab"] | None, Option(help="Default: probe+lm.")
+        Literal["probe+lm", "probe", "lm", "vocab"] | None,
+        Option(
+            rich_help_panel=o.SEARCH,
+            help="What orders the candidates: a probe of the states, a language model, both, "
+            "or nothing (vocab). Default: probe+lm.",
+        ),
     ] = None
     distance: Annotated[
         Literal["auto", "l1", "l2", "sorted-l1", "sorted-l2"] | None,
-        Option(help="Default: auto, by the channel."),
+        Option(
+            rich_help_panel=o.SEARCH,
+            help="How states are compared; sorted-l1 and sorted-l2 ignore the order of coordinates. "
+            "Default: auto, by the defense.",
+        ),
     ] = None
     epsilon: Annotated[
         str | None,
-        Option(metavar="auto|calibrated|NUMBER", help="When a distance is a match. Default: auto."),
+        Option(
+            metavar="auto|calibrated|NUMBER",
+            rich_help_panel=o.SEARCH,
+            help="The distance up to which two states match; auto measures it, calibrated searches for it "
+            "as the paper does. Default: auto.",
+        ),
     ] = None
     budget: Annotated[
         Positive | None,
-        Option(metavar="N", min=1, max=LARGEST, help="Candidates a token at most; default: no cap."),
+        Option(
+            metavar="N",
+            min=1,
+            max=LARGEST,
+            rich_help_panel=o.SEARCH,
+            help="Candidates a token at most; default: no cap.",
+        ),
     ] = None
     setup: Annotated[
         Literal["quick", "full"] | None,
         Option(
+            rich_help_panel=o.SEARCH,
             help="quick begins within seconds, and learns from the tokens that it verifies; full first trains a probe "
-            "for about a minute, which pays for many prompts. Default: quick."
+            "for about a minute, which pays for many prompts. Default: quick.",
         ),
     ] = None
     batch: Annotated[
@@ -98,6 +136,7 @@ class AttackConfig:
             metavar="N",
             min=1,
             max=LARGEST,
+            rich_help_panel=o.SEARCH,
             help="Prompts attacked at once, and recorded together; default: the attack's own.",
         ),
     ] = None

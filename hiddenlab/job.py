@@ -6,10 +6,9 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Literal, cast
+from typing import Literal, cast
 
 import torch
-from pydantic import Field
 
 from hiddenlab import registry
 from hiddenlab.base import Attack
@@ -24,18 +23,9 @@ from hiddenlab.observation import check_observation, load_observations
 from hiddenlab.options import Stream
 from hiddenlab.prompts import Prompt, load_prompts
 from hiddenlab.text import count_of
+from hiddenlab.truths import load_truth
 from hiddenlab.types import LAST_STREAMS, GroundTruth, Observation, ObservationInfo, Progress, silent
-from hiddenlab.utils.files import write_file
 from hiddenlab.utils.random import generator
-from hiddenlab.utils.schema import (
-    CLOSED,
-    Count,
-    TokenId,
-    parse,
-    read_bytes,
-)
-
-TRUTH_FORMAT = 1
 
 
 @dataclass(frozen=True)
@@ -152,6 +142,38 @@ def prepare_layers(
             yield Job(own, models[layer], deepest.channel, build_attack(own, progress), deepest.cases)
 
     return list(layers), jobs()
+
+
+def prepare_defenses(
+    config: AttackConfig, defenses: Sequence[Sequence[str]], progress: Progress = silent
+) -> Iterator[Job]:
+    """Return a checked run for each of several defenses, made when it is its turn; they share model and prompts.
+
+    Raises:
+        HiddenlabError: see ``prepare``; a defense stands twice, or the states come from a file. The defenses are
+            checked before a model is loaded.
+    """
+    named = ["+".join(stages) or "identity" for stages in defenses]
+    for stages in defenses:
+        Channel.parse(tuple(stages))
+    if twice := next((name for name in named if named.count(name) > 1), None):
+        raise InputError(f"the defense {twice} is given twice")
+    if config.states or config.observation is not None:
+        raise InputError("states of a file lie behind one defense; compare needs prompts")
+    first = prepare(replace(config, defense=tuple(defenses[0])), progress)
+
+    def jobs() -> Iterator[Job]:
+        for number, stages in enumerate(defenses):
+            own = replace(first.config, defense=tuple(stages))
+            progress(f"{named[number]} ({number + 1} of {len(defenses)})", 0, 0)
+            if number == 0:
+                yield first
+                continue
+            channel = Channel.parse(own.defense)
+            channel.provider_model(first.model)
+            yield Job(own, first.model, channel, build_attack(own, progress), first.cases)
+
+    return jobs()
 
 
 @dataclass(frozen=True)
@@ -291,54 +313,6 @@ def _release(
 ) -> tuple[Observation, GroundTruth]:
     assert case.truth is not None
     return channel.release(model, case.truth.tokens, generator(seed, "release", case.index))
-
-
-@dataclass(frozen=True)
-class _Truth:
-    """One prompt of a truth file."""
-
-    __pydantic_config__ = CLOSED
-
-    tokens: Annotated[tuple[TokenId, ...], Field(min_length=1)]
-    row_order: tuple[Count, ...] | None = None
-
-    def secret(self) -> GroundTruth:
-        return GroundTruth(self.tokens, self.row_order)
-
-
-@dataclass(frozen=True)
-class _Truths:
-    """A truth file."""
-
-    __pydantic_config__ = CLOSED
-
-    format: int
-    secrets: Annotated[list[_Truth], Field(min_length=1)]
-
-
-def save_truth(secrets: Sequence[GroundTruth], path: Path) -> None:
-    """Write tokens and row orders as JSON, to score attacks on saved observations; readable by its owner only.
-
-    Raises:
-        InputError: the file cannot be written.
-    """
-    rows = [{"tokens": s.tokens, "row_order": s.row_order} for s in secrets]
-    write_file(path, json.dumps({"format": TRUTH_FORMAT, "secrets": rows}) + "\n", private=True)
-
-
-def load_truth(path: Path) -> list[GroundTruth]:
-    """Read what ``save_truth`` wrote.
-
-    Raises:
-        InputError: the file cannot be read, is no truth file, or names rows that its prompts do not have.
-    """
-    stored = parse(read_bytes(path), _Truths, str(path), TRUTH_FORMAT)
-    secrets = [row.secret() for row in stored.secrets]
-    for i, truth in enumerate(secrets):
-        order = truth.row_order or ()
-        if len(set(order)) < len(order) or max(order, default=0) >= len(truth.tokens):
-            raise InputError(f"{path}: secrets[{i}].row_order names a row twice, or one that there is not")
-    return secrets
 
 
 def _texts(config: AttackConfig) -> list[Prompt]:

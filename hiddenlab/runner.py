@@ -1,6 +1,7 @@
 """Run an attack on prompts in the order of the protocol: release → recover → score → record."""
 
 import gc
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -14,7 +15,7 @@ import torch
 from hiddenlab.config import AttackConfig
 from hiddenlab.diagnosis import diagnose
 from hiddenlab.errors import InputError, NotApplicableError
-from hiddenlab.job import Case, Job, prepare, prepare_layers, release
+from hiddenlab.job import Case, Job, prepare, prepare_defenses, prepare_layers, release
 from hiddenlab.models import Request, TruncatedModel
 from hiddenlab.models.request import packs
 from hiddenlab.records import Recorder, RunRecord, check_new
@@ -128,14 +129,80 @@ def run_layers(
     folder = None if out is None else Path(out)
     if folder is not None and layers != "all":
         _check_folders(folder, layers)
-    runs: list[Run] = []
-    recorder: Recorder | None = None
     try:
         layers, jobs = prepare_layers(config, layers, progress)
         if folder is not None:
             _check_folders(folder, layers)
-        for layer, job in zip(layers, jobs, strict=True):
-            recorder = _created(job, None if folder is None else _folder(folder, layer), Path(runs_dir), keep)
+    except KeyboardInterrupt:
+        raise Interrupted(None, (), () if layers == "all" else layers) from None
+    folders = [None if folder is None else _folder(folder, layer) for layer in layers]
+    return _run_each(
+        jobs, layers, folders, runs_dir=runs_dir, keep=keep, progress=progress, show=show, ended=ended
+    )
+
+
+def run_defenses(
+    config: AttackConfig,
+    defenses: Sequence[Sequence[str]],
+    out: str | Path | None = None,
+    *,
+    keep: bool = True,
+    progress: Progress = silent,
+    show: Callable[[Sample], None] | None = None,
+    ended: Callable[[Run], None] | None = None,
+) -> list[Run]:
+    """Attack the same prompts of a configuration behind several defenses; each has a run of its own.
+
+    The attacker's model and the prompts are loaded once.
+
+    Args:
+        config: its ``defense`` is not read. defenses: stages of each, as in ``AttackConfig.defense``.
+        out: the directory of the runs; each defense makes a new folder there. None with ``keep`` false.
+        progress, show, ended: see ``run_layers``.
+
+    Raises:
+        HiddenlabError: see ``run``; or a defense is given twice. Interrupted: see ``run_layers``; ``left`` holds the
+            defenses that were not begun.
+    """
+    names = ["+".join(stages) or "identity" for stages in defenses]
+    folders: list[Path | None] = [None] * len(defenses)
+    if out is not None and keep:
+        check_new(Path(out))
+        folders = [
+            Path(out) / f"{number:02}-{re.sub(r'[^a-z0-9=.+-]+', '-', name)}"
+            for number, name in enumerate(names, 1)
+        ]
+    try:
+        jobs = prepare_defenses(config, defenses, progress)
+    except KeyboardInterrupt:
+        raise Interrupted(None, (), defenses) from None
+    return _run_each(jobs, defenses, folders, keep=keep, progress=progress, show=show, ended=ended)
+
+
+def _run_each(
+    jobs: Iterator[Job],
+    names: Sequence[Any],
+    folders: Sequence[Path | None],
+    *,
+    runs_dir: str | Path = "runs",
+    keep: bool,
+    progress: Progress,
+    show: Callable[[Sample], None] | None,
+    ended: Callable[[Run], None] | None,
+) -> list[Run]:
+    """Attack and record several jobs, one after another.
+
+    Args:
+        names: what ``Interrupted.left`` calls the jobs. folders: of their records; None makes one in ``runs_dir``.
+
+    Raises:
+        HiddenlabError: see ``run``. Interrupted: from the keyboard.
+    """
+    runs: list[Run] = []
+    recorder: Recorder | None = None
+    try:
+        for job, folder in zip(jobs, folders, strict=True):
+            recorder = _created(job, folder, Path(runs_dir), keep)
             attack_all(job, recorder, progress=progress, show=show)
             runs.append(_ended(recorder))
             recorder = None
@@ -144,7 +211,7 @@ def run_layers(
             del job
             gc.collect()  # an attack's tables, which refer to each other
     except KeyboardInterrupt:
-        left = () if layers == "all" else layers[len(runs) + (recorder is not None) :]
+        left = names[len(runs) + (recorder is not None) :]
         raise Interrupted(None if recorder is None else _ended(recorder), runs, left) from None
     return runs
 
@@ -182,10 +249,10 @@ class Interrupted(KeyboardInterrupt):
 
     Attributes:
         run: what is recorded of it; None where nothing is.
-        ended, left: of several layers, the runs that ended before it, and the layers that were to come after it.
+        ended, left: of several layers or defenses, the runs that ended before it, and those that were to come after it.
     """
 
-    def __init__(self, run: Run | None, ended: Sequence[Run] = (), left: Sequence[int] = ()) -> None:
+    def __init__(self, run: Run | None, ended: Sequence[Run] = (), left: Sequence[Any] = ()) -> None:
         super().__init__()
         self.run, self.ended, self.left = run, tuple(ended), tuple(left)
 

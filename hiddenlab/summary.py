@@ -1,6 +1,6 @@
 """Compute the figures of a run from its samples, with their names and number formats."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from statistics import fmean, median
 from typing import Annotated, Any, Literal, NotRequired
 
@@ -152,6 +152,54 @@ def advice(samples: Sequence[Sample]) -> list[str]:
     ]
 
 
+def conclusion(samples: Sequence[Sample]) -> str:
+    """Return one or two sentences that say what an attack recovered, and how sure that is.
+
+    Where a truth is known, right and wrong tokens are counted; otherwise verified ones.
+    """
+    done = [s for s in samples if s["status"] != NOT_APPLICABLE]
+    if not done:
+        return "Nothing was attacked."
+    tokens = sum(s["tokens"] for s in done)
+    verified = round(sum(s["verified"] * s["tokens"] for s in done))
+    scored = [s for s in done if s["exact"] is not None]
+    left_out = len(samples) - len(done)
+    unused = f" {count_of(left_out, 'prompt')} could not be attacked." if left_out else ""
+    if not scored:
+        what = f"{verified} of {count_of(tokens, 'token')} recovered and verified"
+        more = "" if verified == tokens else "; the others are the attack's best guesses"
+        return f"{what}{more}. There is no truth to compare with.{unused}"
+    exact = sum(bool(s["exact"]) for s in scored)
+    known = sum(s["tokens"] for s in scored)
+    right = round(sum(s["token_accuracy"] * s["tokens"] for s in scored))
+    wrong = wrong_but_verified(scored)
+    prompts = "The prompt" if len(scored) == 1 else f"{exact} of {count_of(len(scored), 'prompt')}"
+    verb = "was" if len(scored) == 1 else "were"
+    if exact == len(scored):
+        first = f"{prompts} {verb} recovered exactly"
+    elif exact or len(scored) > 1:
+        first = f"{prompts} {verb} recovered exactly, with {right} of {count_of(known, 'token')} right"
+    else:
+        first = f"{prompts} was not recovered exactly: {right} of {count_of(known, 'token')} are right"
+    sure = "all verified" if verified == tokens else f"{verified} verified"
+    caution = f" {count_of(wrong, 'verified token')} wrong." if wrong else ""
+    return f"{first} ({count_of(tokens, 'token')}, {sure}).{caution}{unused}"
+
+
+def wrong_but_verified(samples: Iterable[Sample]) -> int:
+    """Count the tokens that an attack verified although they are wrong, where the truth is known."""
+    return sum(
+        sure and got != true
+        for s in samples
+        if s["truth_ids"] is not None
+        and s["positions"] is None
+        and len(s["recovered_ids"]) == len(s["truth_ids"])
+        for got, true, sure in zip(
+            s["recovered_ids"], s["truth_ids"], s["per_token"]["verified"], strict=False
+        )
+    )
+
+
 def figure(name: str, value: Any, kind: str | None = None) -> str:
     """Return a value of a summary as text; a dash where it was not measured.
 
@@ -172,10 +220,11 @@ def figure(name: str, value: Any, kind: str | None = None) -> str:
 
 
 def figures_of(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the label and the formatted value of each figure of a summary."""
+    """Yield the label and the formatted value of each figure of a summary that was measured."""
     for name, (label, _) in FIGURES.items():
-        if name != "not_applicable" or summary.get(name):
-            yield label, figure(name, summary.get(name))
+        value = summary.get(name)
+        if value is not None and (name != "not_applicable" or value):
+            yield label, figure(name, value)
 
 
 def _mean(samples: Sequence[Sample], name: str) -> float | None:

@@ -13,6 +13,7 @@ import typer
 
 from hiddenlab import registry
 from hiddenlab.cli import app
+from hiddenlab.cli.program import record
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS = ("hiddenlab", "attacks", "defenses", "eval")
@@ -55,7 +56,7 @@ def pages() -> dict[str, str]:
 
 
 def _commands() -> str:
-    parts = ["# Commands", NOTE, "Every command takes `--help`."]
+    parts = ["# Commands", NOTE, "Every command takes `-h` and `--help`."]
     for name, command in commands():
         context = command.context_class(command)
         usage = " ".join([name, *command.collect_usage_pieces(context)])
@@ -80,7 +81,7 @@ def commands() -> Iterator[tuple[str, Any]]:
 
 
 def _row(context: Any, parameter: Any) -> tuple[str, str, str]:
-    name, _ = parameter.get_help_record(context)
+    name, _ = record(parameter, context)
     default = parameter.default
     if parameter.required:
         shown = "required"

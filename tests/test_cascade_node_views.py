@@ -23,11 +23,12 @@ from hiddenlab.defenses.cascade.load import load_cascade_model
 from hiddenlab.defenses.cascade.local import LocalCascade
 from hiddenlab.defenses.cascade.node_views import Seen, save_seen
 from hiddenlab.errors import InputError
-from hiddenlab.job import _fits, load_truth
+from hiddenlab.job import _fits
 from hiddenlab.models import TruncatedModel, load_model
 from hiddenlab.observation import check_observation, load_observation
 from hiddenlab.sharding import Plan, Positions
 from hiddenlab.testing import LAYERS, VOCABULARY, WIDTH, PlainModel
+from hiddenlab.truths import load_truth
 from hiddenlab.types import Observation, Site
 from tests.marks import slow_cases
 

@@ -21,9 +21,10 @@ import hiddenlab as hl
 from hiddenlab.cli import app
 from hiddenlab.errors import InputError
 from hiddenlab.imports import ModelShape, Reading, read_states
-from hiddenlab.job import load_truth, prepare
+from hiddenlab.job import prepare
 from hiddenlab.models import ModelRef
 from hiddenlab.testing import HEADS, KV_HEADS, LAYERS, WIDTH, PlainModel, byte_tokenizer
+from hiddenlab.truths import load_truth
 
 TEXT = "My password is hunter2"
 HEAD = WIDTH // HEADS

@@ -191,7 +191,7 @@ def test_an_interruption_between_layers_says_what_was_recorded(
     )
     assert stopped.exit_code == 130
     assert "nothing was recorded" not in stopped.stderr
-    assert "not begun: --layer 2,3; 1 layer finished" in stopped.stderr
+    assert "not begun: --layer 2,3; finished: 1" in stopped.stderr
 
 
 def test_the_command_takes_layers(tiny: Tiny) -> None:

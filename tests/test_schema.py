@@ -21,11 +21,11 @@ from typer.testing import CliRunner
 from hiddenlab.cli import app
 from hiddenlab.cli.console import Bars, SafeConsole
 from hiddenlab.errors import HiddenlabError, InputError
-from hiddenlab.job import load_truth, save_truth
 from hiddenlab.observation import load_observation, save_observation
 from hiddenlab.report.tables import table_page
 from hiddenlab.testing import json_values, save_tiny
 from hiddenlab.text import markdown, printable, visible
+from hiddenlab.truths import load_truth, save_truth
 from hiddenlab.types import GroundTruth, Observation, ObservationInfo, Site
 from hiddenlab.utils import schema
 from hiddenlab.utils.files import write_file
@@ -275,7 +275,8 @@ def test_prompts_that_are_no_text_are_refused() -> None:
 def test_any_encoding_of_the_terminal_will_do(tmp_path: Path) -> None:
     text = [
         "-c",
-        "from hiddenlab.cli.console import *; accept_any_text(); stdout().print('2 × é'); stderr().print('é')",
+        "from hiddenlab.cli.console import *; from hiddenlab.cli.program import *; accept_any_text(); "
+        "stdout().print('2 × é'); stderr().print('é')",
     ]
     done = subprocess.run(
         [sys.executable, *text],

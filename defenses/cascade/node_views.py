@@ -12,10 +12,10 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from hiddenlab.defenses.cascade.nodes import CompWorker, Partial, Rows
-from hiddenlab.job import save_truth
 from hiddenlab.models import decoder_layers
 from hiddenlab.observation import save_observation
 from hiddenlab.sharding import AttnNode, Message, Plan, Positions
+from hiddenlab.truths import save_truth
 from hiddenlab.types import GroundTruth, Observation, ObservationInfo, Site
 
 

@@ -21,9 +21,10 @@ from hiddenlab.eval.measures.attack import as_figures, attack, exactly
 from hiddenlab.eval.measures.intervals import mean, ratio
 from hiddenlab.eval.measures.protocols import model_and_prompts
 from hiddenlab.eval.mpc.run import crypten_decoder
-from hiddenlab.job import capture_all, save_truth
+from hiddenlab.job import capture_all
 from hiddenlab.observation import save_observations
 from hiddenlab.sharding import Plan
+from hiddenlab.truths import save_truth
 from hiddenlab.types import Progress, silent
 from hiddenlab.utils.random import generator
 

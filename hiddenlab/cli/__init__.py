@@ -8,22 +8,9 @@ from typing import Annotated, Any
 
 import typer
 from typer import Option
-from typer.core import TyperGroup
 
 from hiddenlab import __version__
-from hiddenlab.cli import (
-    attack,
-    bench,
-    capture,
-    cascade,
-    eval,
-    import_states,
-    ledger,
-    listing,
-    report,
-    rerun,
-)
-from hiddenlab.cli.console import accept_any_text, stderr, stdout
+from hiddenlab.cli.program import Group, LazyCommands, Program, accept_any_text, write_section
 from hiddenlab.errors import HiddenlabError, HiddenlabWarning
 
 USER_ERROR, INTERRUPTED = 2, 130
@@ -38,7 +25,7 @@ def _warnings_as_lines() -> Iterator[None]:
 
         def show(message: Any, category: type[Warning], *place: Any, **more: Any) -> None:
             if issubclass(category, HiddenlabWarning):
-                stderr().print(str(message), soft_wrap=True)
+                _say(str(message))
             else:
                 others(message, category, *place, **more)
 
@@ -46,8 +33,51 @@ def _warnings_as_lines() -> Iterator[None]:
         yield
 
 
-class Verbs(TyperGroup):
-    """Reports errors that a user can cause as one line on stderr, with an exit code."""
+# group -> command -> where it is, and what it does. Help reads this table, so that it need not import the commands.
+VERBS: dict[str, dict[str, tuple[str, str]]] = {
+    "Recover prompts": {
+        "demo": ("demo:demo", "Show three attacks on the built-in model, and explain each."),
+        "attack": ("attack:attack", "Recover prompts from the hidden states of a model."),
+        "capture": ("capture:capture", "Save hidden states as a defense releases them."),
+        "import": ("import_states:import_", "Read hidden states that another program saved."),
+    },
+    "Study defenses": {
+        "compare": ("compare:compare", "Attack the same prompts behind several defenses."),
+        "eval": ("eval:eval_", "Run an experiment of a paper, its figures beside ours."),
+        "bench": ("bench:bench", "Measure time, evaluated tokens and memory."),
+    },
+    "Host and audit": {
+        "cascade": ("cascade:app", "Plan, run and serve inference that is sharded by tokens."),
+        "verify": ("ledger:app", "Check whether a provider runs what it advertises."),
+    },
+    "Records": {
+        "report": ("report:report", "Make one HTML page of runs and experiments."),
+        "rerun": ("rerun:rerun", "Repeat a recorded run, or go on with an interrupted one."),
+        "list": ("listing:list_", "List attacks, defenses, experiments and benches."),
+    },
+}
+
+
+def _say(line: str, style: str | None = None) -> None:
+    """Print a line on standard error; what prints it is imported only where there is something to say."""
+    from hiddenlab.cli.console import stderr
+
+    stderr().print(line, style=style, soft_wrap=True)
+
+
+class Verbs(Group):
+    """Imports a command when it is called; reports errors that a user can cause as one line, with an exit code."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.commands = LazyCommands(
+            {name: f"hiddenlab.cli.{place}" for verbs in VERBS.values() for name, (place, _) in verbs.items()}
+        )
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write the commands in groups."""
+        for title, verbs in VERBS.items():
+            write_section(formatter, title, [(name, text) for name, (_, text) in verbs.items()])
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -57,26 +87,19 @@ class Verbs(TyperGroup):
             error.message = error.message.removeprefix(VALIDATOR_PREFIX)
             raise
         except HiddenlabError as error:
-            stderr().print(f"error: {error}", style="red", soft_wrap=True)
+            _say(f"error: {error}", style="red")
             raise typer.Exit(USER_ERROR) from None
         except KeyboardInterrupt:
-            stderr().print("interrupted")
+            _say("interrupted")
             raise typer.Exit(INTERRUPTED) from None
 
 
-app = typer.Typer(
-    name="hiddenlab",
-    cls=Verbs,
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    help="Attack and defend the hidden states of language models.",
-)
+app = Program("Attack and defend the hidden states of language models.", cls=Verbs, name="hiddenlab")
 
 
 def _show_version(asked: bool) -> bool:
     if asked:
-        stdout().print(f"hiddenlab {__version__}")
+        print(f"hiddenlab {__version__}")
         raise typer.Exit
     return asked
 
@@ -89,18 +112,6 @@ def _options(
     ] = False,
 ) -> None:
     pass
-
-
-app.command("attack")(attack.attack)
-app.command("capture")(capture.capture)
-app.command("import")(import_states.import_)
-app.command("eval")(eval.eval_)
-app.command("bench")(bench.bench)
-app.command("report")(report.report)
-app.command("rerun")(rerun.rerun)
-app.command("list")(listing.list_)
-app.add_typer(cascade.app, name="cascade")
-app.add_typer(ledger.app, name="verify")  # the ledger's commands belong to `verify`
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ from hiddenlab.cli.from_config import takes
 from hiddenlab.config import AttackConfig
 from hiddenlab.errors import InputError
 from hiddenlab.registry import parse_numbers
-from hiddenlab.summary import Sample, advice, not_applicable
+from hiddenlab.summary import Sample, advice, conclusion, not_applicable
 from hiddenlab.text import count_of
 
 if TYPE_CHECKING:
@@ -81,10 +81,10 @@ def conduct(
     """
     from hiddenlab.runner import run
 
-    with _showing(json) as (progress, show):
+    with showing(json) as (progress, show):
         made = run(config, out, runs_dir=runs_dir, keep=keep, resume=resume, progress=progress, show=show)
-    _say_engine(made.record.setup)
-    _say_ended(made, json)
+    say_engine(made.record.setup)
+    say_ended(made, json)
     return made
 
 
@@ -105,16 +105,16 @@ def conduct_layers(
     from hiddenlab.cli.show import layers_table
     from hiddenlab.runner import run_layers
 
-    with _showing(json) as (progress, show):
+    with showing(json, lambda left: f"--layer {','.join(map(str, left))}") as (progress, show):
 
         def ended(run: "Run") -> None:
             with progress.aside():
-                _say_ended(run, json, figures=False)
+                say_ended(run, json, figures=False)
 
         runs = run_layers(
             config, layers, out, runs_dir=runs_dir, keep=keep, progress=progress, show=show, ended=ended
         )
-    _say_engine(runs[-1].record.setup)
+    say_engine(runs[-1].record.setup)
     if not json and any(not_applicable(run.samples) is None for run in runs):
         stdout().print(
             layers_table(runs[-1].record.spec, [(r.record.spec["layer"], r.summary) for r in runs])
@@ -123,8 +123,13 @@ def conduct_layers(
 
 
 @contextmanager
-def _showing(json: bool) -> Iterator[tuple[Bars, Callable[[Sample], None]]]:
+def showing(
+    json: bool, said: Callable[[Sequence[Any]], str] = str
+) -> Iterator[tuple[Bars, Callable[[Sample], None]]]:
     """Give what shows progress and each prompt's sample; an interruption ends the command with its exit code.
+
+    Args:
+        said: how to name the runs that were not begun.
 
     Raises:
         typer.Exit: it was interrupted.
@@ -145,12 +150,12 @@ def _showing(json: bool) -> Iterator[tuple[Bars, Callable[[Sample], None]]]:
         if stopped.run is not None or not stopped.ended:
             _say_interrupted(stopped.run)
         if stopped.left:
-            begun = f"; {count_of(len(stopped.ended), 'layer')} finished" if stopped.ended else ""
-            stderr().print(f"not begun: --layer {','.join(map(str, stopped.left))}{begun}", soft_wrap=True)
+            finished = f"; finished: {len(stopped.ended)}" if stopped.ended else ""
+            stderr().print(f"not begun: {said(stopped.left)}{finished}", soft_wrap=True)
         raise typer.Exit(130) from None
 
 
-def _say_ended(run: "Run", json: bool, figures: bool = True) -> None:
+def say_ended(run: "Run", json: bool, figures: bool = True, where: bool = True) -> None:
     """Show the figures of a run and advice unless ``json``, and where it is recorded."""
     from hiddenlab.cli.show import summary_table, title
 
@@ -160,12 +165,25 @@ def _say_ended(run: "Run", json: bool, figures: bool = True) -> None:
             screen.print(title(run.record.spec), soft_wrap=True)
             screen.print(summary_table(run.summary))
         for line in advice(run.samples):
-            screen.print(line, style="yellow", soft_wrap=True, markup=False, highlight=False)
-    if run.path is not None:
-        stderr().print(f"recorded in {run.path}", soft_wrap=True)
+            screen.print(line, style="yellow", soft_wrap=True)
+        if figures:
+            screen.print(conclusion(run.samples), style="bold", soft_wrap=True)
+            if stronger := _stronger(run):
+                screen.print(stronger, soft_wrap=True)
+    if run.path is not None and where:
+        page = f"; 'hiddenlab report {run.path}' makes a page of it" if figures else ""
+        stderr().print(f"recorded in {run.path}{page}", soft_wrap=True)
 
 
-def _say_engine(setup: Mapping[str, Any]) -> None:
+def _stronger(run: "Run") -> str | None:
+    """Return which attack to try next, where the usual one met a defense that it could not fully read."""
+    spec, verified = run.record.spec, run.summary.get("verified")
+    if spec["attack"] != "vocab-match" or not spec["defense"] or verified is None or verified > 0.99:
+        return None
+    return "Next: '--attack beam-decoding' weighs all evidence, and often reads more behind noise and permutations."
+
+
+def say_engine(setup: Mapping[str, Any]) -> None:
     """Say which engine ran the model, wherever that is not the packed one."""
     if setup.get("engine") == "plain":
         reason = (

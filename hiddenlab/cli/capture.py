@@ -35,8 +35,9 @@ def capture(
     """Save the hidden states of prompts as a defense releases them; one file, several prompts."""
     config = config.checked()
     check_outputs(output, truth)
-    from hiddenlab.job import capture_all, save_truth
+    from hiddenlab.job import capture_all
     from hiddenlab.observation import save_observations
+    from hiddenlab.truths import save_truth
 
     with bars() as progress:
         released = capture_all(with_stdin(config), progress)

@@ -2,21 +2,21 @@
 
 from typing import Annotated, Any, Literal
 
-import typer
 from typer import Option
 
 from hiddenlab import options as o
 from hiddenlab import registry
 from hiddenlab.cli.console import bars, only_json, print_json, stdout
+from hiddenlab.cli.program import Program
 from hiddenlab.errors import InputError
 from hiddenlab.text import count_of
 
-app = typer.Typer(no_args_is_help=True, help="Cascade: private inference sharded by tokens.")
+app = Program("Plan, run and serve private inference that is sharded by tokens (Cascade).")
 
 
 @app.callback()
 def cascade() -> None:
-    """Run private inference sharded by tokens (Cascade)."""
+    """Plan, run and serve private inference that is sharded by tokens (Cascade)."""
 
 
 AlphaOpt = Annotated[int | None, Option("--alpha", metavar="N", help="CompNodes.")]
@@ -121,7 +121,8 @@ RestartsOpt = Annotated[
     int, Option("--restarts", metavar="N", min=0, help="Lost nodes that may be replaced within an hour.")
 ]
 CompressOpt = Annotated[
-    bool, Option("--logsumexp", help="Send one logsumexp a row, not row maximum and sum.")
+    bool,
+    Option("--logsumexp/--no-logsumexp", help="Send one logsumexp a row, not row maximum and sum."),
 ]
 WireOpt = Annotated[
     o.Dtype | None, Option("--wire", help="Dtype of numbers on the wire; default: as computed.")

@@ -1,7 +1,6 @@
 """Provide what the verbs share: consoles, progress bars on stderr, one JSON object on stdout."""
 
 import contextlib
-import io
 import json
 import sys
 import time
@@ -47,13 +46,6 @@ def stdout() -> SafeConsole:
 def stderr() -> SafeConsole:
     """Make a console on the present standard error."""
     return SafeConsole(file=sys.stderr, stderr=True)
-
-
-def accept_any_text() -> None:
-    """Write what the terminal's encoding lacks as an escape (``\\u2248``), where it would end as an error."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
 
 
 def print_json(value: Any) -> None:

@@ -50,8 +50,9 @@ def import_(
     for option, path in (("--output", output), ("--truth", truth)):
         if path is not None and path.resolve() in taken:
             raise InputError(f"{option} {path} is one of the files to import; name another")
-    from hiddenlab.job import import_states, save_truth
+    from hiddenlab.job import import_states
     from hiddenlab.observation import save_observations
+    from hiddenlab.truths import save_truth
 
     with bars() as progress:
         brought = import_states(config, progress)

@@ -7,19 +7,21 @@ import typer
 from typer import Argument, Option
 
 from hiddenlab import options as o
+from hiddenlab.cli import verdicts
 from hiddenlab.cli.console import stdout
+from hiddenlab.cli.program import Program
 from hiddenlab.cli.verify_run import conduct, explain, show
 from hiddenlab.text import count_of
 
 REJECTED = 1  # exit code where something was checked and found wrong
 RUNS = Path("runs")
 
-app = typer.Typer(no_args_is_help=True, help="Inference verification: simulate, prove, check, score, audit.")
+app = Program("Check whether a provider runs what it advertises, and what it could leak.")
 
 
 @app.callback()
 def verify() -> None:
-    """Verify inference: simulate, prove, check, score, audit."""
+    """Check whether a provider runs what it advertises, and what it could leak."""
 
 
 FileArg = Annotated[Path, Argument(metavar="FILE", help="Transcripts, one request a line of JSON.")]
@@ -74,6 +76,10 @@ AheadOpt = Annotated[
 IptOpt = Annotated[
     float,
     Option("--ipt-sigma", metavar="S", help="Noise of honest probabilities: inverse transform sampling."),
+]
+VerboseOpt = Annotated[
+    bool,
+    Option("--verbose", rich_help_panel=o.OUTPUT, help="Show the limits and settings of the verdict too."),
 ]
 FalseOpt = Annotated[
     float,
@@ -197,6 +203,7 @@ def check(
     threads: o.ThreadsOpt = None,
     runs_dir: o.RunsDirOpt = RUNS,
     no_record: o.NoRecordOpt = False,
+    verbose: VerboseOpt = False,
     json: o.JsonOpt = False,
 ) -> None:
     """Check proofs, and fingerprints as agreed on; exit code 1 where a request is rejected or has nothing to check."""
@@ -206,7 +213,10 @@ def check(
         projection=_projection(fingerprint, projection_seed, projection), every=every,
         largest_distance=largest_distance, proof_values=proof_values, proof_rule=proof_rule, no_proofs=no_proofs,
     )  # fmt: skip
-    show(result, "checked", "requests", json=json, left_out=("reason",))
+    show(
+        result, "checked", "requests", json=json, left_out=("reason",), verbose=verbose,
+        verdict=verdicts.of_check(result, f"{model or 'the advertised model'} in {dtype}"),
+    )  # fmt: skip
     if not json:
         explain((row["id"], row["reason"]) for row in result["requests"] if row["verdict"] != "valid")
     if not json and (seen := result["coverage"])["tokens"]:
@@ -263,6 +273,7 @@ def score(
     threads: o.ThreadsOpt = None,
     runs_dir: o.RunsDirOpt = RUNS,
     no_record: o.NoRecordOpt = False,
+    verbose: VerboseOpt = False,
     json: o.JsonOpt = False,
 ) -> None:
     """Measure how far tokens are from a trusted run's, and whether that is more than honest ones are (Token-DiFR).
@@ -276,9 +287,10 @@ def score(
         key_env=noise_key_env, key_form=noise_form, false_positives=false_positives, draft=draft, ahead=ahead,
         score_name=score_name, sigma=sigma, noise_on=noise_on, ipt_sigma=ipt_sigma, trials=monte_carlo,
     )  # fmt: skip
-    show(result, "Token-DiFR", "requests", json=json, left_out=("undecided",))
-    if result["undecided"] and not json:
-        explain([("undecided", result["undecided"])])
+    show(
+        result, "Token-DiFR", "requests", json=json, left_out=("undecided",), verbose=verbose,
+        verdict=verdicts.of_score(result, false_positives),
+    )  # fmt: skip
     if result["verdict"] is None or result["verdict"]["diverges"] is not False:
         raise typer.Exit(REJECTED)
 
@@ -321,6 +333,7 @@ def audit(
     threads: o.ThreadsOpt = None,
     runs_dir: o.RunsDirOpt = RUNS,
     no_record: o.NoRecordOpt = False,
+    verbose: VerboseOpt = False,
     json: o.JsonOpt = False,
 ) -> None:
     """Classify each transcript file of a directory as quiet, review or quarantine; bound the bits that it carries.
@@ -334,9 +347,18 @@ def audit(
         ipt_sigma=ipt_sigma, honest=honest, checkpoint=checkpoint,
         key_env=noise_key_env, key_form=noise_form,
     )  # fmt: skip
-    show(result, "audit", "files", json=json, left_out=("reasons", "safe", "slowdown", "safe_bits_per_token"))
+    show(
+        result, "audit", "files", json=json, left_out=("reasons", "safe", "slowdown", "safe_bits_per_token"),
+        verbose=verbose, verdict=verdicts.of_audit(result),
+    )  # fmt: skip
     if not json:
         explain((file["file"], "; ".join(file["reasons"])) for file in result["files"])
+        stdout().print(
+            f"suspicious: less likely than {tau:g}, though among the model's {rank} likeliest tokens. dangerous: less "
+            "likely, and not among them; such a token could carry hidden data. bits per token: the most that the "
+            "answers could have carried.",
+            style="dim", soft_wrap=True,
+        )  # fmt: skip
     if any(file["class"] != "quiet" for file in result["files"]):
         raise typer.Exit(REJECTED)
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from hiddenlab import registry
 from hiddenlab.cli.console import bars, only_json, print_json, stderr, stdout
+from hiddenlab.cli.verdicts import Verdict
 from hiddenlab.errors import InputError
 from hiddenlab.records import Recorder, RunRecord
 from hiddenlab.utils.digests import digest_of_files
@@ -22,6 +23,7 @@ PICTURE = "plot.png"
 ROWS = ("requests", "files", "shares")  # lists of an answer with a row for each request, file or share
 READ = ("path", "folder", "honest", "transcripts", "prompts", "requests")  # options that name files to read
 SHOWN = 40  # files in a plot, those with the largest dangerous shares
+QUIETLY = ("limits", "settings")  # parts of an answer that are shown with --verbose alone
 SECRET = ("key",)  # options that no record holds
 
 
@@ -262,11 +264,14 @@ def show(
     rows: str | None = None,
     json: bool = False,
     left_out: Collection[str] = (),
+    verdict: Verdict | None = None,
+    verbose: bool = False,
 ) -> None:
-    """Print an answer as JSON, or its plain figures as a table, and its rows as another.
+    """Print an answer as JSON, or its verdict, its plain figures as a table, and its rows as another.
 
     Args:
         left_out: figures, of rows too, that are not shown; those that no row has never are.
+        verdict: the sentence that stands first. verbose: show limits and settings too.
     """
     from hiddenlab.cli.show import figures_table, rows_table
 
@@ -277,9 +282,11 @@ def show(
         k: v for k, v in result.items() if not isinstance(v, dict | list) and k not in ("format", *left_out)
     }
     for name, value in result.items():
-        if isinstance(value, dict):
+        if isinstance(value, dict) and (verbose or name not in QUIETLY):
             plain |= {f"{name}: {k}".replace("_", " "): v for k, v in value.items()}
     screen = stdout()
+    if verdict is not None:
+        screen.print(verdict[0], style=verdict[1], soft_wrap=True)
     if plain:
         named = {_readable(name): value for name, value in plain.items()}
         screen.print(figures_table([{"figure": "value", **named}], title))

@@ -133,7 +133,7 @@ def _observation(folder: Path) -> Target:
 
 
 def _truth(folder: Path) -> Target:
-    from hiddenlab.job import load_truth, save_truth
+    from hiddenlab.truths import load_truth, save_truth
 
     path = folder / "truth.json"
     save_truth([GroundTruth((5, 7, 9), (2, 0, 1)), GroundTruth((1,))], path)
