@@ -5,6 +5,7 @@ which of its facts are public. Stages of one level apply left to right. The leve
 computation (load, inputs, states), so ``seq-perm`` and ``gaussian`` have the same effect in either order.
 """
 
+import inspect
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -125,12 +126,17 @@ class Channel:
     def parse(cls, specs: Sequence[str | Defense]) -> "Channel":
         """Build a channel from specs such as ``["gaussian:sigma=0.01", "seq-perm"]`` or defenses; empty is identity.
 
+        An attacker builds the defenses again from their specs. So the class of a defense of one's own gets the name in
+        its ``spec``, in this process.
+
         Raises:
             UnknownNameError: unknown defense.
-            InputError: unknown, missing or malformed parameter.
+            InputError: unknown, missing or malformed parameter; a defense's spec names another class.
             HiddenlabError: a plugin's class lacks a part of ``Defense``.
         """
-        return cls([_as_defense(registry.build("defenses", s) if isinstance(s, str) else s) for s in specs])
+        return cls(
+            [_as_defense(registry.build("defenses", s)) if isinstance(s, str) else _named(s) for s in specs]
+        )
 
     def whole(self) -> "Channel":
         """Return the channel without the stages that only leave rows out; shown rows went through all others."""
@@ -385,6 +391,20 @@ def _as_defense(built: Any) -> Defense:
         lacking = ", ".join(part for part in parts if not hasattr(built, part))
         raise HiddenlabError(f"{type(built).__name__} is no defense: it lacks {lacking}")
     return built
+
+
+def _named(built: Any) -> Defense:
+    """Return a defense whose spec builds it again, its class registered where the name is new.
+
+    Raises:
+        InputError: the spec is that of another class; whoever reads it would take the defense for that one.
+    """
+    defense = _as_defense(built)
+    name, _ = registry.parse_spec(defense.spec)
+    known = registry.resolve("defenses", name) if name in registry.names("defenses") else None
+    if known is not type(defense) and (known is None or inspect.isclass(known)):
+        registry.register("defenses", name, type(defense))
+    return defense
 
 
 def _overrides(defense: Defense, method: str) -> bool:

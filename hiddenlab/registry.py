@@ -165,6 +165,7 @@ BUILTINS: dict[str, dict[str, str]] = {
     },
 }
 PLUGIN_KINDS = ("attacks", "defenses")
+_SESSION: dict[str, dict[str, "_Own"]] = {kind: {} for kind in PLUGIN_KINDS}  # names of this process alone
 POSITIONAL = ""  # the key under which ``parse_spec`` returns a value without a name
 
 _SINGULAR = {
@@ -187,6 +188,42 @@ class Description(NamedTuple):
     name: str
     summary: str
     parameters: str
+
+
+class _Own(NamedTuple):
+    """A class of this process, in the form of an entry point."""
+
+    name: str
+    factory: Callable[..., Any]
+    group: str = "session"
+    dist: None = None
+
+    @property
+    def value(self) -> str:
+        return f"{self.factory.__module__}:{self.factory.__qualname__}"
+
+    def load(self) -> Callable[..., Any]:
+        return self.factory
+
+
+def register(kind: str, name: str, factory: Callable[..., Any]) -> None:
+    """Give a class of one's own a name in this process, as entry points do for installed plugins.
+
+    A class that is defined anew, in a notebook for instance, takes the place of its older self.
+
+    Args:
+        kind: attacks or defenses. factory: builds the object from the parameters of a spec.
+
+    Raises:
+        InputError: the name belongs to something else.
+    """
+    taken = _table(kind).get(name)
+    if taken is not None and (not isinstance(taken, _Own) or taken.value != _Own(name, factory).value):
+        raise InputError(
+            f"{_origin(taken)} already has the {_SINGULAR[kind]} {name!r} ({taken.value}); give "
+            f"{factory.__qualname__} a name of its own"
+        )
+    _SESSION[kind][name] = _Own(name, factory)
 
 
 def names(kind: str) -> list[str]:
@@ -309,11 +346,13 @@ def describe(kind: str) -> list[Description]:
     return lines
 
 
-def _table(kind: str) -> dict[str, EntryPoint]:
+def _table(kind: str) -> dict[str, EntryPoint | _Own]:
     """Return every known name of a kind with its entry point; built-ins are written as entry points too."""
     if kind not in BUILTINS:
         raise UnknownNameError(f"unknown kind {kind!r}; known: {', '.join(BUILTINS)}")
-    table = {name: EntryPoint(name, value, "builtin") for name, value in BUILTINS[kind].items()}
+    table: dict[str, EntryPoint | _Own] = {
+        name: EntryPoint(name, value, "builtin") for name, value in BUILTINS[kind].items()
+    }
     for entry in entry_points(group=f"hiddenlab.{kind}") if kind in PLUGIN_KINDS else ():
         taken = table.get(entry.name)
         if taken is not None and taken.value != entry.value:
@@ -322,12 +361,14 @@ def _table(kind: str) -> dict[str, EntryPoint]:
                 f"{_origin(taken)} already has; rename it in the plugin, or uninstall the plugin"
             )
         table.setdefault(entry.name, entry)
-    return table
+    return table | _SESSION.get(kind, {})
 
 
-def _origin(entry: EntryPoint) -> str:
+def _origin(entry: EntryPoint | _Own) -> str:
     if entry.group == "builtin":
         return "hiddenlab itself"
+    if isinstance(entry, _Own):
+        return "this session"
     return f"the plugin {entry.dist.name}" if entry.dist is not None else "a plugin"
 
 

@@ -1,15 +1,19 @@
 """Run a notebook's code cells in order and keep what they show: ``python -m tests.notebook docs/quickstart.ipynb``.
 
-A cell shows what its prints write and the value of its last line, as HTML where the value has such a form.
+A cell shows what its prints write and the value of its last line, as HTML or as a picture where it has such a form.
 """
 
 import ast
+import base64
 import contextlib
 import io
 import json
 import sys
 from pathlib import Path
 from typing import Any
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
 
 
 def run(notebook: dict[str, Any]) -> dict[str, Any]:
@@ -37,10 +41,18 @@ def _outputs(source: str, where: str, names: dict[str, Any]) -> list[dict[str, A
         data = {"text/plain": repr(value)}
         if hasattr(value, "_repr_html_"):
             data["text/html"] = value._repr_html_()
+        if isinstance(value, Figure):
+            data["image/png"] = _png(value)
         outputs.append(
             {"output_type": "execute_result", "execution_count": None, "metadata": {}, "data": data}
         )
     return outputs
+
+
+def _png(figure: Figure) -> str:
+    drawn = io.BytesIO()
+    FigureCanvasAgg(figure).print_png(drawn)
+    return base64.b64encode(drawn.getvalue()).decode()
 
 
 if __name__ == "__main__":

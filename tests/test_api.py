@@ -2,14 +2,17 @@
 
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 import hiddenlab as hl
+from hiddenlab import registry
 from hiddenlab.errors import InputError
 from hiddenlab.records import read_run
 from tests.marks import slow_cases
@@ -64,6 +67,49 @@ def test_a_notebook_shows_what_was_recovered(model: hl.TruncatedModel) -> None:
     assert "&lt;b&gt;é&lt;/b&gt;" in shown and "<b>" not in shown
     missed = hl.AttackResult((), 0, 0, 0.0, "complete", text="two", pieces=(("t", "exact"), ("wo", "wrong")))
     assert "underline wavy" in missed._repr_html_()
+
+
+class Steps(hl.Stage):
+    """Release numbers rounded to multiples of a step."""
+
+    def __init__(self, step: float) -> None:
+        self.step, self.spec = step, f"own-steps:step={step}"
+
+    def states(self, states: Tensor, generator: torch.Generator) -> tuple[Tensor, None, dict[str, Any]]:
+        return (states / self.step).round() * self.step, None, {}
+
+
+@pytest.fixture
+def no_names_left() -> Iterator[None]:
+    yield
+    for own in registry._SESSION.values():
+        own.clear()
+
+
+@pytest.mark.usefixtures("no_names_left")
+def test_a_defense_of_ones_own_is_attacked_as_a_builtin_is(model: hl.TruncatedModel) -> None:
+    observation, truth = hl.channel(Steps(0.01), "seq-perm").release(model, TEXT)
+    assert observation.info.channel == ("own-steps:step=0.01", "seq-perm")
+    assert hl.score(hl.attack(observation, model, proposal="vocab"), truth).exact
+    # Defined anew, as in a notebook's cell that runs again, it takes its own place.
+    again = type("Steps", (Steps,), {"__qualname__": "Steps"})
+    hl.channel(again(0.5))
+    assert registry.resolve("defenses", "own-steps") is again
+
+
+@pytest.mark.usefixtures("no_names_left")
+def test_a_defense_that_would_be_taken_for_another_is_refused() -> None:
+    class Nameless(hl.Stage):
+        def states(self, states: Tensor, generator: torch.Generator) -> tuple[Tensor, None, dict[str, Any]]:
+            return 2 * states, None, {}
+
+    with pytest.raises(InputError, match=r"'identity'.*give .*Nameless a name of its own"):
+        hl.channel(Nameless())
+    hl.channel(Steps(0.5))
+    with pytest.raises(InputError, match="this session already has the defense 'own-steps'"):
+        hl.channel(type("Other", (Steps,), {})(0.5))
+    with pytest.raises(InputError, match="already has the defense 'seq-perm'"):
+        registry.register("defenses", "seq-perm", Steps)
 
 
 def test_what_the_call_refuses(model: hl.TruncatedModel) -> None:
