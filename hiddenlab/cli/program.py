@@ -133,7 +133,8 @@ def record(parameter: Any, ctx: Any) -> tuple[str, str]:
         if parameter.multiple:
             notes.append("may be repeated")
         default = parameter.default
-        if default not in (None, False, (), [], "") and "default" not in text.lower():
+        unset = default is None or default is False or default in ((), [], "")  # 0 == False, and is a default
+        if not unset and "default" not in text.lower():
             notes.append(f"default: {parameter.opts[0] if default is True else default}")
     if parameter.required:
         notes.append("required")
