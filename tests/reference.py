@@ -13,7 +13,7 @@ import typer
 
 from hiddenlab import registry
 from hiddenlab.cli import app
-from hiddenlab.cli.program import record
+from hiddenlab.cli.program import record, value_of
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS = ("hiddenlab", "attacks", "defenses", "eval")
@@ -82,12 +82,14 @@ def commands() -> Iterator[tuple[str, Any]]:
 
 def _row(context: Any, parameter: Any) -> tuple[str, str, str]:
     name, _ = record(parameter, context)
+    _, choices = value_of(parameter, context)
+    meaning = f"{parameter.help or ''} One of {', '.join(choices)}." if choices else parameter.help or ""
     default = parameter.default
     if parameter.required:
         shown = "required"
     else:
         shown = "" if default is None or default is False or default in ("", (), []) else f"`{default}`"
-    return f"`{name}`", _text(parameter.help or ""), shown
+    return f"`{name}`", _text(meaning.strip()), shown
 
 
 def _kind(kind: str) -> str:

@@ -120,16 +120,17 @@ def write_section(formatter: Any, title: str, rows: Iterable[tuple[str, str]]) -
 def record(parameter: Any, ctx: Any) -> tuple[str, str]:
     """Return the names of an option with what stands for its value, and its description with its default."""
     text, notes = parameter.help or "", []
+    value, choices = value_of(parameter, ctx)
     if parameter.param_type_name == "argument":
-        name = parameter.metavar or parameter.name.upper()
+        name = parameter.metavar or value
     else:
-        value, choices = _value(parameter, ctx)
         names = ", ".join(sorted(parameter.opts, key=len))
         if parameter.secondary_opts:
             names += f" / {', '.join(parameter.secondary_opts)}"
         name = f"{names} {value}".strip()
-        if choices:
-            notes.append(f"one of {', '.join(choices)}")
+    if choices:
+        notes.append(f"one of {', '.join(choices)}")
+    if parameter.param_type_name == "option":
         if parameter.multiple:
             notes.append("may be repeated")
         default = parameter.default
@@ -141,13 +142,16 @@ def record(parameter: Any, ctx: Any) -> tuple[str, str]:
     return name, f"{text} [{'; '.join(notes)}]".strip() if notes else text
 
 
-def _value(parameter: Any, ctx: Any) -> tuple[str, list[str]]:
-    """Return what stands for an option's value, and its choices where they are too long for that."""
-    if parameter.is_flag:
+def value_of(parameter: Any, ctx: Any) -> tuple[str, list[str]]:
+    """Return what stands for the value of an option or argument, and its choices where they do not stand there."""
+    argument = parameter.param_type_name == "argument"
+    if not argument and parameter.is_flag:
         return "", []
+    shown = str(parameter.display_type_rich(ctx)).strip("<>")
+    if argument:
+        return parameter.name.upper(), shown.split("|") if "|" in shown else []
     if parameter.metavar:
         return parameter.metavar, []
-    shown = str(parameter.display_type_rich(ctx)).strip("<>")
     if "|" in shown:
         return (shown, []) if len(shown) <= LONGEST_CHOICES else ("NAME", shown.split("|"))
     return VALUES.get(shown.removeprefix("list[").removesuffix("]"), shown.upper()), []
