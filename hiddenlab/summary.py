@@ -153,24 +153,26 @@ def advice(samples: Sequence[Sample]) -> list[str]:
 
 
 def conclusion(samples: Sequence[Sample]) -> str:
-    """Return one or two sentences that say what an attack recovered, and how sure that is.
+    """Say in a few sentences what an attack recovered, and how sure that is.
 
-    Where a truth is known, right and wrong tokens are counted; otherwise verified ones.
+    Where a truth is known, right and wrong tokens are counted. Prompts without a truth are counted by themselves.
     """
     done = [s for s in samples if s["status"] != NOT_APPLICABLE]
     if not done:
         return "Nothing was attacked."
-    tokens = sum(s["tokens"] for s in done)
-    verified = round(sum(s["verified"] * s["tokens"] for s in done))
     scored = [s for s in done if s["exact"] is not None]
+    unscored = [s for s in done if s["exact"] is None]
+    tokens, verified = _verified(unscored)
     left_out = len(samples) - len(done)
     unused = f" {count_of(left_out, 'prompt')} could not be attacked." if left_out else ""
     if not scored:
+        if not tokens:
+            return f"No token was recovered.{unused}"
         what = f"{verified} of {count_of(tokens, 'token')} recovered and verified"
         more = "" if verified == tokens else "; the others are the attack's best guesses"
         return f"{what}{more}. There is no truth to compare with.{unused}"
     exact = sum(bool(s["exact"]) for s in scored)
-    known = sum(s["tokens"] for s in scored)
+    known, sure = _verified(scored)
     right = round(sum(s["token_accuracy"] * s["tokens"] for s in scored))
     wrong = wrong_but_verified(scored)
     prompts = "The prompt" if len(scored) == 1 else f"{exact} of {count_of(len(scored), 'prompt')}"
@@ -181,23 +183,38 @@ def conclusion(samples: Sequence[Sample]) -> str:
         first = f"{prompts} {verb} recovered exactly, with {right} of {count_of(known, 'token')} right"
     else:
         first = f"{prompts} was not recovered exactly: {right} of {count_of(known, 'token')} are right"
-    sure = "all verified" if verified == tokens else f"{verified} verified"
-    caution = f" {count_of(wrong, 'verified token')} wrong." if wrong else ""
-    return f"{first} ({count_of(tokens, 'token')}, {sure}).{caution}{unused}"
+    shown = "all verified" if sure == known else f"{sure} verified"
+    caution = f" {count_of(wrong, 'verified token')} {'is' if wrong == 1 else 'are'} wrong." if wrong else ""
+    others = (
+        f" {count_of(len(unscored), 'other prompt')} cannot be compared with a truth: "
+        f"{verified} of {count_of(tokens, 'token')} verified."
+        if unscored
+        else ""
+    )
+    return f"{first} ({count_of(known, 'token')}, {shown}).{caution}{others}{unused}"
+
+
+def _verified(samples: Sequence[Sample]) -> tuple[int, int]:
+    """Count the tokens of samples, and those of them that are verified."""
+    return sum(s["tokens"] for s in samples), round(sum(s["verified"] * s["tokens"] for s in samples))
 
 
 def wrong_but_verified(samples: Iterable[Sample]) -> int:
-    """Count the tokens that an attack verified although they are wrong, where the truth is known."""
-    return sum(
-        sure and got != true
-        for s in samples
-        if s["truth_ids"] is not None
-        and s["positions"] is None
-        and len(s["recovered_ids"]) == len(s["truth_ids"])
-        for got, true, sure in zip(
-            s["recovered_ids"], s["truth_ids"], s["per_token"]["verified"], strict=False
-        )
-    )
+    """Count the tokens that an attack verified although they are wrong, where the truth is known.
+
+    Tokens are compared at their own places, as in ``hiddenlab.scoring.places_of``.
+    """
+    wrong = 0
+    for sample in samples:
+        truth, got = sample["truth_ids"], sample["recovered_ids"]
+        if truth is None:
+            continue
+        places = sample["positions"]
+        if places is None or len(truth) == len(got):
+            places = range(len(got))
+        for place, token, sure in zip(places, got, sample["per_token"]["verified"], strict=True):
+            wrong += sure and (place >= len(truth) or truth[place] != token)
+    return wrong
 
 
 def figure(name: str, value: Any, kind: str | None = None) -> str:
