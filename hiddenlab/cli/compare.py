@@ -150,8 +150,14 @@ def _sentence(name: str, run: "Run") -> str:
         return f"{name}: not attacked, {reason}"
     done = [sample for sample in run.samples if sample["status"] != NOT_APPLICABLE]
     exact = sum(bool(sample["exact"]) for sample in done)
-    right = figure("token_accuracy", run.summary["token_accuracy"])
-    return f"{name}: {exact} of {count_of(len(done), 'prompt')} came back exactly, {right} of all tokens."
+    tokens = sum(sample["tokens"] for sample in done)
+    right = sum(round(sample["token_accuracy"] * sample["tokens"]) for sample in done)
+    left_out = len(run.samples) - len(done)
+    unused = f" {count_of(left_out, 'prompt')} could not be attacked." if left_out else ""
+    return (
+        f"{name}: {exact} of {count_of(len(done), 'prompt')} came back exactly, "
+        f"{figure('token_accuracy', right / tokens)} of all their tokens.{unused}"
+    )
 
 
 def _draw(names: Sequence[str], runs: "Sequence[Run]", path: Path) -> None:
