@@ -78,7 +78,7 @@ def compare(
     if folder is not None:
         _draw(names, runs, folder / PICTURE)
         stderr().print(
-            f"recorded in {folder}, with a picture, {PICTURE}; 'hiddenlab report {folder}/*' makes a page of it",
+            f"recorded in {folder}, with a picture, {PICTURE}; 'hiddenlab report {folder}/[0-9]*' makes a page of it",
             soft_wrap=True,
         )
     reasons = [not_applicable(run.samples) for run in runs]
