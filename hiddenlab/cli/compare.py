@@ -14,8 +14,10 @@ from hiddenlab.cli.console import print_json, stderr, stdout
 from hiddenlab.cli.from_config import takes
 from hiddenlab.config import IMPORT_OPTIONS, AttackConfig
 from hiddenlab.errors import InputError
+from hiddenlab.registry import parse_spec
 from hiddenlab.summary import NOT_APPLICABLE, figure, not_applicable
 from hiddenlab.text import count_of
+from hiddenlab.utils.schema import LARGEST
 
 if TYPE_CHECKING:
     from hiddenlab.runner import Run
@@ -28,7 +30,7 @@ BUDGET = 256  # candidates a token, where none is given: behind noise no candida
 OF_FILES = ("observation", "states", "truth", *IMPORT_OPTIONS)
 
 
-@takes(AttackConfig, leave_out=("defense", *OF_FILES))
+@takes(AttackConfig, leave_out=("defense", "budget", *OF_FILES))
 def compare(
     config: AttackConfig,
     defense: Annotated[
@@ -41,6 +43,16 @@ def compare(
             "See 'hiddenlab list defenses'. No defense at all is always the first row.",
         ),
     ],
+    budget: Annotated[
+        int | None,
+        Option(
+            metavar="N",
+            min=1,
+            max=LARGEST,
+            rich_help_panel=o.SEARCH,
+            help=f"Candidates a token at most; default: {BUDGET} for vocab-match, no cap for others.",
+        ),
+    ] = None,
     out: Annotated[
         Path | None,
         Option(
@@ -63,9 +75,9 @@ def compare(
         raise InputError(
             "--out names a directory for the runs, and --no-record asks for none; give one of them"
         )
-    if config.budget is None and config.attack == AttackConfig().attack:
-        config = replace(config, budget=BUDGET)
-    config = with_stdin(config.checked())
+    if budget is None and parse_spec(config.attack)[0] == AttackConfig().attack:
+        budget = BUDGET
+    config = with_stdin(replace(config, budget=budget).checked())
     defenses = _stages(defense)
     folder = None if no_record else out or runs_dir / f"{datetime.now(UTC):%Y%m%d-%H%M%S}-compare"
     runs = _conduct(config, defenses, folder, json)
@@ -135,8 +147,10 @@ def _show(names: Sequence[str], runs: "Sequence[Run]") -> None:
     screen.print(table(["defense", *(FIGURES[key][0] for key in measured)], rows, (0,), title))
     for name, run in zip(names, runs, strict=True):
         screen.print(_sentence(name, run), soft_wrap=True)
-    if spec["budget"] is not None:
-        screen.print(f"At most {spec['budget']} candidates a token were tried (--budget).", style="dim")
+    # What the attack's own spec says comes before the option.
+    budget = parse_spec(spec["attack"])[1].get("budget", spec["budget"])
+    if budget is not None:
+        screen.print(f"At most {budget} candidates a token were tried (--budget).", style="dim")
     screen.print(
         "A defense that withstands this attack may fall to another one: see 'hiddenlab list attacks'. "
         "What a defense costs the model is measured by 'hiddenlab eval noise-utility' and 'table-22'.",
