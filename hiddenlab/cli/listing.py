@@ -10,7 +10,10 @@ from hiddenlab.cli.console import print_json, stdout
 
 
 def list_(
-    kind: Annotated[Literal["attacks", "defenses", "experiments", "benches"], Argument(metavar="KIND", help="What to list.")],
+    kind: Annotated[
+        Literal["attacks", "defenses", "experiments", "benches"],
+        Argument(metavar="KIND", help="What to list."),
+    ],
     json: o.JsonOpt = False,
 ) -> None:
     """List attacks, defenses, experiments or benches, installed plugins included."""

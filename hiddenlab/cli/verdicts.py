@@ -18,13 +18,21 @@ def of_check(result: Mapping[str, Any], model: str) -> Verdict:
     counts, total = result["counts"], len(result["requests"])
     requests = count_of(total, "request")
     if counts["rejected"]:
-        return f"REJECTED {counts['rejected']} of {requests}: proofs do not fit {model}, or are missing.", BAD
+        return (
+            f"REJECTED {counts['rejected']} of {requests}: proofs or fingerprints do not fit {model}, are missing or "
+            "are damaged.",
+            BAD,
+        )
     if counts["unchecked"]:
         return (
             f"UNCHECKED {counts['unchecked']} of {requests}: there is no proof or fingerprint to check.",
             OPEN,
         )
-    return f"VALID {counts['valid']} of {requests}: the proofs fit {model}.", GOOD
+    checked = {"exponents": "proofs", "distance": "fingerprints"}  # by a measurement that their check makes
+    what = " and ".join(
+        name for key, name in checked.items() if any(key in row for row in result["requests"])
+    )
+    return f"VALID {counts['valid']} of {requests}: the {what} fit {model}.", GOOD
 
 
 def of_score(result: Mapping[str, Any], level: float) -> Verdict:
