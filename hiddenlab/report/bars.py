@@ -26,7 +26,7 @@ def draw_bars(
 
     drawing = Figure(figsize=(10.5, 1.4 + 0.34 * len(rows)), layout="constrained")
     FigureCanvasAgg(drawing)
-    drawing.suptitle(title, x=0.01, ha="left", fontsize=11)
+    drawing.suptitle(_literal(title), x=0.01, ha="left", fontsize=11)
     places = list(range(len(rows)))
     axes = drawing.subplots(1, len(panels), sharey=True, squeeze=False)[0]
     for axis, (key, label) in zip(axes, panels.items(), strict=True):
@@ -56,9 +56,14 @@ def draw_bars(
         axis.set_xlabel(label)
         axis.grid(axis="x", color="#e3e5e8", linewidth=0.8)
         axis.spines[["top", "right"]].set_visible(False)
-    axis.set_yticks(places, [str(row[name]) for row in rows], fontsize=9)
+    axis.set_yticks(places, [_literal(str(row[name])) for row in rows], fontsize=9)
     axis.invert_yaxis()
     save(drawing, path)
+
+
+def _literal(text: str) -> str:
+    """Escape what matplotlib would read as a formula: a model's path may hold any character."""
+    return text.replace("$", r"\$")
 
 
 def draw_shares(
