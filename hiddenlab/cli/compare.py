@@ -79,7 +79,7 @@ def compare(
         budget = BUDGET
     config = with_stdin(replace(config, budget=budget).checked())
     defenses = _stages(defense)
-    folder = None if no_record else out or runs_dir / f"{datetime.now(UTC):%Y%m%d-%H%M%S}-compare"
+    folder = None if no_record else out or _new_folder(runs_dir)
     runs = _conduct(config, defenses, folder, json)
     names = ["+".join(run.record.spec["defense"]) or BASELINE for run in runs]
     if json:
@@ -96,6 +96,16 @@ def compare(
     reasons = [not_applicable(run.samples) for run in runs]
     if None not in reasons:
         raise InputError(f"{config.attack} could not be applied to any prompt: {reasons[0]}")
+
+
+def _new_folder(runs_dir: Path) -> Path:
+    """Return a free name for the runs; a comparison of the same second may have the first one."""
+    path = first = runs_dir / f"{datetime.now(UTC):%Y%m%d-%H%M%S}-compare"
+    number = 1
+    while path.exists():
+        number += 1
+        path = first.with_name(f"{first.name}-{number}")
+    return path
 
 
 def _stages(given: Sequence[str]) -> list[tuple[str, ...]]:
