@@ -26,6 +26,7 @@ from hiddenlab.types import AttackResult, GroundTruth, Observation, Progress, si
 from hiddenlab.utils.environment import peak_memory_mb
 
 PREFILL_REPEATS = 3
+LONGEST_NAME = 100  # letters of a defense in the name of its folder; file systems end at 255
 MOST_DIAGNOSED = 3  # prompts of a run whose rows are looked at; a look costs some ten thousand tokens
 
 Outcome = AttackResult | NotApplicableError
@@ -169,7 +170,7 @@ def run_defenses(
     if out is not None and keep:
         check_new(Path(out))
         folders = [
-            Path(out) / f"{number:02}-{re.sub(r'[^a-z0-9=.+-]+', '-', name)}"
+            Path(out) / f"{number:02}-{re.sub(r'[^a-z0-9=.+-]+', '-', name)[:LONGEST_NAME]}"
             for number, name in enumerate(names, 1)
         ]
     try:
