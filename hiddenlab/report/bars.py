@@ -4,7 +4,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hiddenlab.report.plots import COLOURS, percent, plain, save, style
+from hiddenlab.report.pictures import drawn, new_figure, save
+from hiddenlab.report.plots import COLOURS, percent, plain, style
 
 
 def draw_bars(
@@ -21,12 +22,14 @@ def draw_bars(
         name: key of a row's name. panels: keys of the numbers with their titles. logarithmic: use logarithmic scales,
             which leave out 0; otherwise scales start at 0.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    with drawn():
+        save(_bars(rows, name, panels, title, logarithmic), path)
 
-    drawing = Figure(figsize=(10.5, 1.4 + 0.34 * len(rows)), layout="constrained")
-    FigureCanvasAgg(drawing)
-    drawing.suptitle(_literal(title), x=0.01, ha="left", fontsize=11)
+
+def _bars(
+    rows: Sequence[Mapping[str, Any]], name: str, panels: Mapping[str, str], title: str, logarithmic: bool
+) -> Any:
+    drawing = new_figure(10.5, 1.4 + 0.34 * len(rows), _literal(title))
     places = list(range(len(rows)))
     axes = drawing.subplots(1, len(panels), sharey=True, squeeze=False)[0]
     for axis, (key, label) in zip(axes, panels.items(), strict=True):
@@ -58,7 +61,7 @@ def draw_bars(
         axis.spines[["top", "right"]].set_visible(False)
     axis.set_yticks(places, [_literal(str(row[name])) for row in rows], fontsize=9)
     axis.invert_yaxis()
-    save(drawing, path)
+    return drawing
 
 
 def _literal(text: str) -> str:
@@ -78,21 +81,21 @@ def draw_shares(
     Args:
         label: of the values. marks: values to be marked, by name.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     known = {name: sorted(values) for name, values in series.items() if values}
-    if not known:
-        return
-    drawing = Figure(figsize=(7.5, 4.2), layout="constrained")
-    FigureCanvasAgg(drawing)
+    if known:
+        with drawn():
+            save(_shares(known, label, title, marks or {}), path)
+
+
+def _shares(known: Mapping[str, Sequence[float]], label: str, title: str, marks: Mapping[str, float]) -> Any:
+    drawing = new_figure(7.5, 4.2, title)
     axis: Any = drawing.subplots()
     for n, (name, values) in enumerate(known.items()):
         shares = [(i + 1) / len(values) for i in range(len(values))]
         axis.plot(
             values, shares, label=f"{name} ({len(values)})", drawstyle="steps-post", zorder=3, **style(n)
         )
-    for name, value in (marks or {}).items():
+    for name, value in marks.items():
         axis.axvline(value, color="#666666", linestyle="--", linewidth=1.2)
         axis.annotate(
             name, (value, 0.02), xytext=(4, 0), textcoords="offset points", fontsize=9, color="#444444"
@@ -101,8 +104,7 @@ def draw_shares(
     axis.yaxis.set_major_formatter(percent())
     axis.set_xlabel(label)
     axis.set_ylabel("share of requests up to it")
-    axis.set_title(title, loc="left", fontsize=11)
     axis.grid(color="#e3e5e8", linewidth=0.8)
     axis.spines[["top", "right"]].set_visible(False)
     axis.legend(frameon=False, fontsize=9)
-    save(drawing, path)
+    return drawing

@@ -1,4 +1,4 @@
-"""Define the data of a report: a run with its samples and figures, and a table with the runs of its cells."""
+"""Define the data of a report: a run with its samples and figures, a table with the runs of its cells, a picture."""
 
 import shlex
 from collections.abc import Mapping
@@ -50,3 +50,18 @@ class Study:
 
     table: Mapping[str, Any]
     runs: list[Run] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A drawing: the file of its PNG, its SVG, its text alternative, and its size in pixels of a page."""
+
+    path: Path
+    svg: str
+    alt: str
+    width: int
+    height: int
+
+    @property
+    def name(self) -> str:
+        return self.path.stem

@@ -1,145 +1,269 @@
-"""Write the report as one self-contained HTML page: tables, plots, coloured prompts, specs and versions."""
+"""Write the report as HTML pages without scripts or requests: answers first, then prompts, tables and pictures."""
 
 import base64
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from html import escape
-from pathlib import Path
 
-from hiddenlab.report.data import Run, Study
-from hiddenlab.report.tables import NO_COMMAND, NOT_RECORDED, Grid, brackets, grid
-from hiddenlab.summary import NOT_APPLICABLE, Sample, figure
-from hiddenlab.text import html, printable, visible
+from hiddenlab.report.answers import answer, main_figures, range_of, remarks
+from hiddenlab.report.data import Picture, Run, Study
+from hiddenlab.report.prompts import legend, marked, prompts_html
+from hiddenlab.report.questions import OTHER, QUESTIONS, RUNS, Question, question_of
+from hiddenlab.report.style import STYLE
+from hiddenlab.report.tables import NO_COMMAND, NOT_RECORDED, NOTHING, Grid, brackets, gaps, grid, measured
+from hiddenlab.summary import NOT_APPLICABLE
+from hiddenlab.text import count_of, html, printable
 
-STYLE = """\
-:root { color-scheme: light; }
-body { font: 15px/1.6 system-ui, sans-serif; margin: 2rem auto; max-width: 64rem; padding: 0 1rem;
-  color: #1c1e21; background: #fff; }
-h2 { margin-top: 2.5rem; font-size: 1.2rem; }
-h3 { font-size: 1rem; margin: 1.5rem 0 .5rem; }
-.wide { overflow-x: auto; }
-table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums; }
-th, td { padding: .3rem .7rem; border-bottom: 1px solid #e3e5e8; text-align: right; white-space: nowrap; }
-th { border-bottom: 2px solid #9aa1ab; vertical-align: bottom; white-space: normal; }
-th.key, td.key { text-align: left; }
-td.paper, th.paper { color: #5a6069; }
-img { max-width: 100%; height: auto; margin: 1rem 0; }
-ul { padding-left: 1.2rem; }
-nav ul { columns: 2; font-size: .85rem; }
-details { margin: .6rem 0; }
-summary { cursor: pointer; }
-pre { background: #f5f6f7; padding: .5rem .7rem; white-space: pre-wrap; overflow-wrap: anywhere; font-size: .8rem; }
-.prompt { display: grid; grid-template-columns: 8rem 1fr; gap: 1rem; padding: .6rem 0;
-  border-top: 1px solid #e3e5e8; }
-.id { color: #5a6069; font-size: .85rem; }
-.text { font-family: ui-monospace, monospace; font-size: .9rem; white-space: pre-wrap;
-  overflow-wrap: anywhere; }
-.text, .id, td, summary { unicode-bidi: isolate; }
-.exact { color: #14612f; }
-.wrong { color: #8f1414; background: #fde0de; text-decoration: underline wavy #c62828; }
-.unverified { color: #6b4a00; background: #fff0c2; text-decoration: underline dotted #a87900; }
-.missing { color: #5a6069; background: #eceef0; }
-.na { color: #5a6069; font-style: italic; }
-"""
-LEGEND = (
-    '<p>Tokens: <span class="exact">right</span>, <span class="wrong">wrong</span>, '
-    '<span class="unverified">unverified</span> (not matched within epsilon), '
-    '<span class="missing">⟨n⟩</span> n tokens not recovered, and plain where there was no truth to compare with.</p>'
-)
 SHOWN = 12  # prompts shown of each cell of an experiment; its run directory holds all
+MOST_CARDS = 4  # runs that get a card with a prompt; more are a list of sentences
+MOST_BYTES = 1_200_000  # of a page; a longer report is split
+MOST_TABLES = 12  # of a page with everything on it
+# No script runs and nothing is loaded, whatever a record holds.
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+LEAD = (
+    "Hidden states are the numbers that a language model computes from a prompt. An attack tries to read the prompt "
+    "from them. Each sentence below tells what one attack read."
+)
+NOTHING_ELSE = "A dash means: not measured."
+
+Section = tuple[Question, str, str]  # a question, the line of the index, and the section itself
+
+
+def pages(
+    name: str, title: str, runs: Grid | None, listed: Sequence[Run], studies: Sequence[Study],
+    images: Sequence[Picture],
+) -> dict[str, str]:  # fmt: skip
+    """Return the pages of a report by file name: one, or an index and pages by question where one gets too long.
+
+    Args:
+        name: of the page, or of the index. The others: see ``page``.
+    """
+    whole = page(title, runs, listed, studies, images)
+    if len(studies) <= MOST_TABLES and len(whole.encode()) <= MOST_BYTES:
+        return {name: whole}
+    own = {study.table["experiment"] for study in studies}
+    sections = [_study_section(study, images) for study in studies]
+    if runs is not None:
+        free = [image for image in images if image.name not in own]
+        lines = "".join(f"<li>{_sentence(run)}</li>" for run in listed)
+        content = f"{_cards(listed)}\n{_runs(runs, listed, free)}\n{_made(listed)}"
+        sections.insert(0, (RUNS, f"<ul>{lines}</ul>", content))
+    stem = name.removesuffix(".html")
+    found, entries = {}, []
+    for question in (RUNS, *QUESTIONS, OTHER):
+        parts = list(_parts([s for s in sections if s[0] is question]))
+        for number, part in enumerate(parts):
+            file = f"{stem}-{question.name}{f'-{number + 1}' if number else ''}.html"
+            head = f"{question.text} (part {number + 1} of {len(parts)})" if len(parts) > 1 else question.text
+            back = f'<nav aria-label="Pages"><a href="{name}">All questions</a></nav>'
+            listing = _contents(part)
+            found[file] = _page(head, f"{back}\n{listing}", [content for _, _, content in part])
+            entries.append(_entry(file, head, part))
+    lead = (
+        "<p>Each question has a page of its own. Below it stand its tables, each with its first figure.</p>"
+    )
+    return {name: _page(title, lead, entries), **found}
 
 
 def page(
-    title: str, runs: Grid | None, listed: Sequence[Run], studies: Sequence[Study], images: Sequence[Path]
+    title: str, runs: Grid | None, listed: Sequence[Run], studies: Sequence[Study], images: Sequence[Picture]
 ) -> str:
-    """Return the whole page.
+    """Return everything on one page.
 
     Args:
         runs: the table of the runs, where there are any. listed: these runs, with their prompts. studies: tables of
-            experiments. images: all plots; those of an experiment are named after it.
+            experiments. images: all pictures; those of an experiment have its name.
     """
-    body = [f"<h1>{html(title)}</h1>"]
-    if len(studies) > 1:
-        named = [(html(study.table["experiment"]), html(study.table["title"])) for study in studies]
-        links = [f'<li><a href="#{name}">{heading}</a></li>' for name, heading in named]
-        body.append(f"<nav><ul>{''.join(links)}</ul></nav>")
-    for study in studies:
-        name = study.table["experiment"]
-        heading = html(study.table["title"])
-        body += [f'<h2 id="{html(name)}">{heading}</h2>', table_html(grid(study.table))]
-        body += [_image(image) for image in images if image.stem == name]
-        cells = grid(study.table)
-        notes = [*study.table["notes"], *cells.reasons, brackets(study.table)]
-        body.append("<ul>" + "".join(f"<li>{html(note)}</li>" for note in notes) + "</ul>")
-        command = study.table["command"]
-        known = command != NOT_RECORDED
-        body.append(f"<pre>{html(command)}</pre>" if known else f"<p>{NO_COMMAND}.</p>")
-        if study.runs:
-            body.append(LEGEND)
-        for run in study.runs:
-            shown = sorted(run.samples, key=lambda s: s["index"])
-            more = f", the first {SHOWN} of {len(shown)}" if len(shown) > SHOWN else ""
-            body.append(f"<details><summary>Prompts: {html(run.label)}{more}</summary>")
-            body += [prompt_html(sample) for sample in shown[:SHOWN]]
-            body.append("</details>")
+    own = {study.table["experiment"] for study in studies}
+    sections = [_study_section(study, images) for study in studies]
+    body = []
     if runs is not None:
-        own = {study.table["experiment"] for study in studies}
-        body += ["<h2>Runs</h2>", table_html(runs)]
-        body += [_image(image) for image in images if image.stem not in own]
-        body += ["<h2>Recovered prompts</h2>", LEGEND]
-        for run in listed:
-            body.append(f"<h3>{html(run.record.spec['model'])}, layer {run.layer}, {html(run.label)}</h3>")
-            body += [prompt_html(sample) for sample in sorted(run.samples, key=lambda s: s["index"])]
-    everything = [*listed, *(run for study in studies for run in study.runs)]
-    body += ["<h2>How it was made</h2>"] * bool(everything)
-    body += [
-        f"<pre>{escape(printable(text))}</pre>" for text in dict.fromkeys(run.made() for run in everything)
-    ]
-    head = f'<meta charset="utf-8"><title>{html(title)}</title>\n<style>\n{STYLE}</style>'
+        body += ["<h2>What came back</h2>", _cards(listed)]
+    if len(sections) > 1:
+        body.append(_contents(sections))
+    if runs is not None:
+        body.append(_runs(runs, listed, [image for image in images if image.name not in own]))
+    body += [content for _, _, content in sections]
+    body.append(_made([*listed, *(run for study in studies for run in study.runs)]))
+    return _page(title, f"<p>{LEAD}</p>" if listed else "", body)
+
+
+def _page(title: str, lead: str, body: Sequence[str]) -> str:
+    head = (
+        f'<meta charset="utf-8">\n<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n<meta name="referrer" content="no-referrer">\n'
+        f"<title>{html(title)}</title>\n<style>\n{STYLE}</style>"
+    )
+    content = "\n".join(part for part in body if part)
     return (
-        f'<!doctype html>\n<html lang="en">\n<head>{head}</head>\n<body>\n'
-        + "\n".join(body)
-        + "\n</body>\n</html>\n"
+        f'<!doctype html>\n<html lang="en">\n<head>\n{head}\n</head>\n<body>\n'
+        f'<a class="skip" href="#main">Skip to the content</a>\n<header>\n<h1>{html(title)}</h1>\n{lead}\n</header>\n'
+        f'<main id="main" tabindex="-1">\n{content}\n</main>\n</body>\n</html>\n'
     )
 
 
-def table_html(cells: Grid) -> str:
-    """Return a table as HTML; columns that name a row are left-aligned, the paper's figures are grey."""
+def _parts(sections: Sequence[Section]) -> Iterator[list[Section]]:
+    """Divide the sections of a question into pages that are not too long."""
+    part: list[Section] = []
+    size = 0
+    for section in sections:
+        own = len(section[2].encode())
+        if part and size + own > MOST_BYTES:
+            yield part
+            part, size = [], 0
+        part.append(section)
+        size += own
+    if part:
+        yield part
+
+
+def _contents(sections: Sequence[Section]) -> str:
+    """Return links to the sections of a page."""
+    named = [line for question, line, _ in sections if question is not RUNS]
+    links = "".join(f"<li>{line}</li>" for line in named)
+    return f'<nav aria-label="Tables of this page"><ul>{links}</ul></nav>' if len(named) > 1 else ""
+
+
+def _entry(file: str, head: str, sections: Sequence[Section]) -> str:
+    """Return the part of the index on one page."""
+    here, there = 'href="#', f'href="{file}#'
+    lines = [
+        line if question is RUNS else f"<li>{line.replace(here, there, 1)}</li>"
+        for question, line, _ in sections
+    ]
+    listed = "".join(lines)
+    listed = listed if listed.startswith("<ul>") else f"<ul>{listed}</ul>"
+    return f'<h2><a href="{file}">{html(head)}</a></h2>\n{listed}'
+
+
+# ---- runs
+
+
+def _sentence(run: Run) -> str:
+    """Return the main sentence on a run, with what came back in bold."""
+    what, source = answer(run)
+    return f"<strong>{html(what)}</strong> {html(source)}"
+
+
+def _cards(runs: Sequence[Run]) -> str:
+    """Return the answer of each run; of few runs also the main figures and the first prompt."""
+    if len(runs) > MOST_CARDS:
+        return f"<ul>{''.join(f'<li>{_sentence(run)}</li>' for run in runs)}</ul>"
+    return "\n".join(map(_card, runs))
+
+
+def _card(run: Run) -> str:
+    attack = run.record.spec.get("attack")
+    named = [("attack", str(attack))] if attack else []
+    figures = [*named, ("model", str(run.record.spec["model"])), *main_figures(run)]
+    listed = "".join(f"<div><dt>{html(label)}</dt><dd>{html(text)}</dd></div>" for label, text in figures)
+    notes = " ".join(remarks(run))
+    lines = [f'<p class="said">{_sentence(run)}</p>']
+    share = run.summary.get("exact")
+    if share is not None:
+        width = f"{100 * min(1.0, max(0.0, share)):.1f}"
+        lines.append(f'<div class="meter" aria-hidden="true"><span style="width:{width}%"></span></div>')
+    lines.append(f'<dl class="main">{listed}</dl>')
+    if notes:
+        lines.append(f'<p class="id">{html(notes)}</p>')
+    shown = [sample for sample in run.samples if sample["status"] != NOT_APPLICABLE]
+    if shown:
+        first = min(shown, key=lambda sample: sample["index"])
+        lines.append(
+            f"<p>The first prompt, as it came back:</p>\n"
+            f'<p class="text">{marked(first)}</p>\n{legend([first])}'
+        )
+    return f'<div class="card">{"".join(lines)}</div>'
+
+
+def _runs(table: Grid, listed: Sequence[Run], images: Sequence[Picture]) -> str:
+    """Return the table, the pictures and the prompts of runs."""
+    body = ["<h2>All figures</h2>", table_html(table, "All figures of the runs.")]
+    if len(listed) > 1:  # one run is told by its sentence
+        body += map(_image, images)
+    body += ["<h2>Recovered prompts</h2>", legend([sample for run in listed for sample in run.samples])]
+    for run in listed:
+        body.append(f"<h3>{html(run.record.spec['model'])}, layer {run.layer}, {html(run.label)}</h3>")
+        body.append(prompts_html(run.samples))
+    return "\n".join(body)
+
+
+def _made(runs: Sequence[Run]) -> str:
+    """Return how runs were made: commands and versions."""
+    if not runs:
+        return ""
+    told = dict.fromkeys(run.made() for run in runs)
+    listed = "\n".join(f"<pre>{escape(printable(text))}</pre>" for text in told)
+    return (
+        f"<h2>How it was made</h2>\n<details><summary>Commands and versions</summary>\n{listed}\n</details>"
+    )
+
+
+# ---- tables
+
+
+def _study_section(study: Study, images: Sequence[Picture]) -> Section:
+    """Return the section of an experiment's table, with its line of the index."""
+    table = study.table
+    name, title = html(table["experiment"]), html(table["title"])
+    line = f'<a href="#{name}">{title}</a><br>{html(range_of(table))}'
+    return question_of(table["experiment"]), line, "\n".join(_study_lines(study, name, title, images))
+
+
+def _study_lines(study: Study, name: str, title: str, images: Sequence[Picture]) -> Iterator[str]:
+    table = study.table
+    yield f'<h2 id="{name}">{title}</h2>'
+    cells = measured(grid(table))
+    caption = f"{table['title']}. {brackets(table)}"
+    yield table_html(cells, f"{caption} {NOTHING_ELSE}" if gaps(cells.rows) else caption)
+    yield from (_image(image) for image in images if image.name == table["experiment"])
+    notes = [*table["notes"], *cells.reasons]
+    if notes:
+        yield f"<ul>{''.join(f'<li>{html(note)}</li>' for note in notes)}</ul>"
+    command = table["command"]
+    if command == NOT_RECORDED:
+        yield f"<p>{NO_COMMAND}.</p>"
+    else:
+        yield f"<details><summary>Command</summary><pre>{html(command)}</pre></details>"
+    if study.runs:
+        yield legend([sample for run in study.runs for sample in run.samples])
+    for run in study.runs:
+        number = len(run.samples)
+        more = f", the first {SHOWN} of {number}" if number > SHOWN else ""
+        yield f"<details><summary>Prompts: {html(run.label)}{more}</summary>"
+        yield f"{prompts_html(run.samples, SHOWN)}</details>"
+
+
+def table_html(cells: Grid, caption: str) -> str:
+    """Return a table as HTML in a box of its own that scrolls; the paper's figures are grey."""
+    if not cells.rows:
+        return f"<p>{NOTHING}.</p>"
     first = len(cells.header) - cells.published
 
     def classes(index: int) -> str:
         return ' class="key"' if index < cells.keys else ' class="paper"' if index >= first else ""
 
-    def line(tag: str, texts: Sequence[str]) -> str:
-        return "".join(f"<{tag}{classes(i)}>{html(text)}</{tag}>" for i, text in enumerate(texts))
+    def cell(index: int, text: str) -> str:
+        if index < cells.keys:
+            return f'<th scope="row" class="key">{html(text)}</th>'
+        return f"<td{classes(index)}>{html(text)}</td>"
 
-    rows = "\n".join(f"<tr>{line('td', row)}</tr>" for row in cells.rows)
-    return f'<div class="wide"><table>\n<tr>{line("th", cells.header)}</tr>\n{rows}\n</table></div>'
-
-
-def prompt_html(sample: Sample) -> str:
-    """Return one prompt as HTML: its id, how well it was recovered, and its text coloured by its tokens' outcome."""
-    if sample["status"] == NOT_APPLICABLE:
-        text, note = f'<span class="na">{NOT_APPLICABLE}: {html(sample["reason"])}</span>', ""
-    else:
-        text = "".join(_span_html(piece, status) for piece, status in sample["spans"])
-        accuracy = figure("token_accuracy", sample["token_accuracy"])
-        note = (
-            "no truth" if sample["exact"] is None else "exact" if sample["exact"] else f"{accuracy} of tokens"
-        )
-    return (
-        f'<div class="prompt"><div class="id">{html(sample["id"])}<br>{note}</div>'
-        f'<div class="text">{text}</div></div>'
+    head = "".join(f'<th scope="col"{classes(i)}>{html(text)}</th>' for i, text in enumerate(cells.header))
+    rows = "\n".join(f"<tr>{''.join(cell(i, text) for i, text in enumerate(row))}</tr>" for row in cells.rows)
+    return _scrolling(
+        f"<table>\n<caption>{html(caption)}</caption>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{rows}\n</tbody>\n</table>",
+        f"Table: {caption}",
     )
 
 
-def _span_html(piece: str, status: str) -> str:
-    # The style sheet keeps white space; a wrong newline needs a visible sign to be coloured.
-    shown = "\n".join(visible(line) for line in piece.split("\n")).replace("⇥", "\t")
-    if status in ("wrong", "unverified"):
-        shown = shown.replace("\n", "↵\n")
-    return f'<span class="{escape(status)}">{escape(shown)}</span>'
+def _image(picture: Picture) -> str:
+    data = base64.b64encode(picture.svg.encode()).decode()
+    return _scrolling(
+        f'<img alt="{html(picture.alt)}" width="{picture.width}" height="{picture.height}" '
+        f'src="data:image/svg+xml;base64,{data}">',
+        f"Picture: {picture.alt}",
+    )
 
 
-def _image(path: Path) -> str:
-    data = base64.b64encode(path.read_bytes()).decode()
-    return f'<img alt="{html(path.stem.replace("_", " "))}" src="data:image/png;base64,{data}">'
+def _scrolling(content: str, label: str) -> str:
+    """Return content in a box that scrolls sideways, by keyboard too."""
+    return f'<div class="wide" role="region" tabindex="0" aria-label="{html(label)}">{content}</div>'

@@ -1,4 +1,4 @@
-"""Write reports of runs and experiments: Markdown, PNG plots, and one self-contained HTML page."""
+"""Write reports of runs and experiments: Markdown, PNG plots, and self-contained HTML pages."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -7,9 +7,10 @@ from typing import Any
 
 from hiddenlab.errors import HiddenlabError, InputError
 from hiddenlab.records import RECORD, read_run
-from hiddenlab.report.data import Run, Study
-from hiddenlab.report.html import page
-from hiddenlab.report.tables import TABLE_FORMAT, Grid, Table, table_page
+from hiddenlab.report.answers import answer, defense_of
+from hiddenlab.report.data import Picture, Run, Study
+from hiddenlab.report.html import pages
+from hiddenlab.report.tables import TABLE_FORMAT, Grid, Table, measured, table_page
 from hiddenlab.summary import FIGURES, figure, summarise
 from hiddenlab.text import markdown as escaped
 from hiddenlab.text import markdown_table
@@ -41,6 +42,8 @@ pass of the same prompts in the same process.
 def write_report(paths: Sequence[Path], folder: Path) -> list[Path]:
     """Write the report of runs and experiments into a directory, replacing one that is there, and return its files.
 
+    The HTML is one page, or an index and a page for each question where one would be too long.
+
     Args:
         paths: run directories, tables that ``hiddenlab eval`` wrote (``NAME.json``), or its folder for all of them.
 
@@ -48,19 +51,21 @@ def write_report(paths: Sequence[Path], folder: Path) -> list[Path]:
         InputError: one of them cannot be read, is no attack and no table, or holds no samples.
         HiddenlabError: ``folder`` cannot be written.
     """
-    from hiddenlab.report.plots import draw, draw_table  # matplotlib is slow to load
+    from hiddenlab.report.plots import draw, table_picture  # matplotlib is slow to load
 
     runs, studies = load(paths)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         images = draw(runs, folder) if runs else []
-        images += [image for study in studies if (image := draw_table(study.table, folder)) is not None]
+        images += [image for study in studies if (image := table_picture(study.table, folder)) is not None]
         shown = grid_of(runs) if runs else None
-        write_file(folder / PAGE, page(TITLE, shown, runs, studies, images))
+        written = pages(PAGE, TITLE, shown, runs, studies, images)
+        for name, content in written.items():
+            write_file(folder / name, content)
         write_file(folder / MARKDOWN, markdown(runs, studies, images))
     except OSError as error:
         raise HiddenlabError(f"cannot write the report into {folder}: {error.strerror or error}") from None
-    return [folder / MARKDOWN, folder / PAGE, *images]
+    return [folder / MARKDOWN, *(folder / name for name in written), *(image.path for image in images)]
 
 
 def load(paths: Sequence[Path]) -> tuple[list[Run], list[Study]]:
@@ -150,31 +155,40 @@ def _load_run(path: Path) -> Run:
 
 
 def grid_of(runs: Sequence[Run]) -> Grid:
-    """Return the table of some runs, one row each."""
+    """Return the table of some runs, one row each: what differs between them, and what was measured of any."""
+    ordered = sorted(runs, key=lambda run: (run.label, run.layer))
+    varying = [name for name in VARIANTS if len({str(run.record.spec.get(name)) for run in runs}) > 1]
     rows = [
-        [str(run.layer), run.label, *(figure(name, run.summary.get(name)) for name in COLUMNS)]
-        for run in sorted(runs, key=lambda run: (run.label, run.layer))
+        [
+            str(run.layer),
+            defense_of(run.record.spec),
+            *("–" if run.record.spec.get(name) is None else str(run.record.spec[name]) for name in varying),
+            *(figure(name, run.summary.get(name)) for name in COLUMNS),
+        ]
+        for run in ordered
     ]
-    return Grid(["layer", "channel", *(FIGURES[name][0] for name in COLUMNS)], rows, 2, 0, [])
+    keys = ["layer", "defense", *(name.replace("_", " ") for name in varying)]
+    return measured(Grid([*keys, *(FIGURES[name][0] for name in COLUMNS)], rows, len(keys), 0, []))
 
 
-def markdown(runs: Sequence[Run], studies: Sequence[Study], images: Sequence[Path]) -> str:
+def markdown(runs: Sequence[Run], studies: Sequence[Study], images: Sequence[Picture]) -> str:
     """Return the report's text."""
     lines = [f"# {TITLE}", ""]
     for study in studies:
         lines.append(table_page(study.table))
-        own = [image for image in images if image.stem == study.table["experiment"]]
+        own = [image for image in images if image.name == study.table["experiment"]]
         lines += [line for image in own for line in _image_lines(image)]
     if runs:
         cells = grid_of(runs)
         lines += ["", "## Single runs", ""] * bool(studies)
+        lines += [*(f"- {escaped(' '.join(answer(run)))}" for run in runs), ""]
         rows = [[escaped(text) for text in row] for row in cells.rows]
-        lines += [EXPLANATION, *markdown_table(cells.header, rows, 2)]
+        lines += [EXPLANATION, *markdown_table(cells.header, rows, cells.keys)]
         own_names = {study.table["experiment"] for study in studies}
-        lines += [line for image in images if image.stem not in own_names for line in _image_lines(image)]
+        lines += [line for image in images if image.name not in own_names for line in _image_lines(image)]
     everything = [*runs, *(run for study in studies for run in study.runs)]
     if everything:
-        shown = f"`{PAGE}`, written beside this page by `hiddenlab report`, shows the tokens of each prompt in colours."
+        shown = f"`{PAGE}`, written beside this page by `hiddenlab report`, shows each prompt with its tokens marked."
         lines += ["", shown, "", "## Runs", ""]
     for run in everything:
         what, _, command = run.made().partition("\n")
@@ -192,5 +206,5 @@ def _label(spec: Mapping[str, Any], varying: Sequence[str]) -> str:
     return ", ".join([channel_of(spec), *extras])
 
 
-def _image_lines(image: Path) -> list[str]:
-    return ["", f"![{image.stem.replace('_', ' ')}]({image.name})"]
+def _image_lines(image: Picture) -> list[str]:
+    return ["", f"![{escaped(image.alt)}]({image.path.name})"]

@@ -1,14 +1,15 @@
 """Draw the plots of a report; matplotlib is imported only when a report is drawn."""
 
-import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
-from hiddenlab.report.data import Run
-from hiddenlab.utils.files import write_file
+from hiddenlab.report.data import Picture, Run
+from hiddenlab.report.pictures import INK, drawn, new_figure, picture
+from hiddenlab.report.tables import kind_of
+from hiddenlab.summary import figure
 
 # Okabe and Ito's colours, which colour-blind readers can distinguish; the marker changes with every line.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -25,103 +26,99 @@ FILES: dict[str, tuple[Panel, Panel]] = {
 }
 
 
-def draw(runs: "Sequence[Run]", folder: Path) -> list[Path]:
-    """Draw every plot into a directory and return the files: lines over layers, bars for a single layer."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+def draw(runs: "Sequence[Run]", folder: Path) -> list[Picture]:
+    """Draw recovery and cost into a directory: lines over layers, or a bar for each run where no line has two points.
 
+    What no run measured gets no panel, and a picture without a panel is not drawn.
+    """
     labels = sorted({run.label for run in runs})
-    layers = sorted({run.layer for run in runs})
-    plot = _bars if len(layers) == 1 else _lines
-    height = 1.4 + 0.45 * len(labels) if len(layers) == 1 else 4.2
-    files = []
-    for name, panels in FILES.items():
-        drawing = Figure(figsize=(10.5, height), layout="constrained")
-        FigureCanvasAgg(drawing)
-        axes = drawing.subplots(1, 2, sharey=len(layers) == 1)
-        for axis, panel in zip(axes, panels, strict=True):
-            plot(axis, panel, runs, labels)
-            axis.spines[["top", "right"]].set_visible(False)
-        if len(layers) > 1 and len(labels) > 1:
-            _legend(drawing, axes[0], 4)
-        save(drawing, folder / name)
-        files.append(folder / name)
-    return files
-
-
-def save(drawing: Any, path: Path) -> None:
-    content = io.BytesIO()
-    drawing.savefig(content, format="png", dpi=130)
-    write_file(path, content.getvalue())
+    over_layers = any(len({run.layer for run in runs if run.label == label}) > 1 for label in labels)
+    pictures = []
+    for name, wanted in FILES.items():
+        panels = [panel for panel in wanted if any(_known(run, panel[0]) for run in runs)]
+        if not panels:
+            continue
+        with drawn():
+            drawing = (_lines if over_layers else _bars)(panels, runs, labels)
+            shown = " and ".join(title for _, title, _ in panels)
+            form = "by layer, a line for each run" if over_layers else "a bar for each run"
+            pictures.append(picture(drawing, folder / name, f"{shown}, {form}"))
+    return pictures
 
 
 def draw_table(table: Mapping[str, Any], folder: Path) -> Path | None:
-    """Draw an experiment's table with its intervals; return None where nothing can be drawn.
+    """Draw an experiment's table as ``table_picture`` does and return the file, if there is one."""
+    made = table_picture(table, folder)
+    return None if made is None else made.path
+
+
+def table_picture(table: Mapping[str, Any], folder: Path) -> Picture | None:
+    """Draw an experiment's table with its intervals; return None where a picture would show nothing.
 
     The table chooses the form: every figure over a key (``over``), figures as curves over the numbers in their names
-    (``curves``), or figures over another one (``against``). Otherwise its first figure is drawn, as lines over layers
-    where it has several, or as one bar for each row with the paper's figure beside it. Nothing is drawn where nothing
-    was measured, or where there would be too many bars to read.
+    (``curves``), or figures over another one (``against``). Otherwise its first figure that is not zero everywhere is
+    drawn, as lines over layers where it has several, or as one bar for each row with the paper's figure beside it.
+    Nothing is drawn of a single row, or where there would be too many bars to read.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     rows = [row for row in table["rows"] if row["figures"]]
-    names = [name for name in table["figures"] if any(_value(row, name) is not None for row in rows)]
+    names = [name for name in table["figures"] if any(_value(row, name) for row in rows)]
     if not names:
         return None
-    path = folder / f"{table['experiment']}.png"
+    with drawn():
+        made = _table_drawing(table, rows, names)
+        path = folder / f"{table['experiment']}.png"
+        return None if made is None else picture(made[0], path, f"{table['title']}: {made[1]}")
+
+
+def _table_drawing(
+    table: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], names: Sequence[str]
+) -> tuple[Any, str] | None:
+    """Return the drawing of a table's rows, and in words what it shows."""
+    labels, title = table["figures"], str(table["title"])
     if table.get("curves"):
-        save(_curves(rows, names, table), path)
-        return path
+        return _curves(rows, names, table), f"curves over {table['curves']}"
     name = names[0]
-    layers = sorted({row["keys"]["layer"] for row in rows if isinstance(row["keys"].get("layer"), int)})
-    over_layers = len(layers) > 1 and all("layer" in row["keys"] for row in rows)
-    over_layers = over_layers and len({_series(row, True) for row in rows}) <= len(MARKERS)
-    over = table.get("over")
-    against = str(table.get("against"))
-    if against not in names[1:] or not any({name, against} <= set(row["figures"]) for row in rows):
-        against = ""
-    if not over:
-        rows = [row for row in rows if _value(row, name) is not None]
-    if not (over or against or over_layers) and len(rows) > MOST_BARS:
-        return None
-    series = len({_series(row, True) for row in rows}) if over_layers else 0
-    lines = sum(1 + _bar(row).count("\n") for row in rows)
-    height = 5.2 if over or against else 3.9 + 0.12 * series if over_layers else 1.2 + 0.36 * lines
-    drawing = Figure(figsize=(8.5, height), layout="constrained")
-    FigureCanvasAgg(drawing)
-    axis: Any = drawing.subplots()
+    over, against = table.get("over"), str(table.get("against"))
     if over:
-        _over_key(axis, rows, over, {name: table["figures"][name] for name in names})
-    elif against:
-        _over_figure(axis, rows, against, table["figures"], names[: names.index(against)])
-    elif over_layers:
-        _over_layers(axis, rows, name, layers, table["figures"][name])
+        drawing = new_figure(8.5, 5.2, title)
+        _over_key(drawing.subplots(), rows, over, {name: labels[name] for name in names})
+        shown = f"figures over {over}"
+    elif against in names[1:] and any({name, against} <= set(row["figures"]) for row in rows):
+        drawing = new_figure(8.5, 5.2, title)
+        _over_figure(drawing.subplots(), rows, against, labels, names[: names.index(against)])
+        shown = f"figures over {labels[against]}"
     else:
-        _by_row(axis, rows, name, table["figures"][name])
+        rows = [row for row in rows if _value(row, name) is not None]
+        layers = sorted({row["keys"]["layer"] for row in rows if isinstance(row["keys"].get("layer"), int)})
+        series = len({_series(row, True) for row in rows})
+        shown = labels[name]
+        if len(layers) > 1 and all("layer" in row["keys"] for row in rows) and series <= len(MARKERS):
+            drawing = new_figure(8.5, 3.9 + 0.12 * series, title)
+            _over_layers(drawing.subplots(), rows, name, layers, labels[name])
+            shown += " by layer"
+        elif 1 < len(rows) <= MOST_BARS:
+            lines = sum(1 + _bar(row).count("\n") for row in rows)
+            drawing = new_figure(8.5, 1.4 + 0.36 * lines, title)
+            _by_row(drawing.subplots(), rows, name, labels[name])
+            shown += ", a bar for each row"
+        else:
+            return None
+    axis = drawing.axes[0]
     _legend(drawing, axis, 2 if over else 3)
-    axis.set_title(table["title"], loc="left" if over else "right", fontsize=11, pad=18 if over else None)
     axis.spines[["top", "right"]].set_visible(False)
-    save(drawing, path)
-    return path
+    return drawing, shown
 
 
 def _curves(rows: Sequence[Mapping[str, Any]], names: Sequence[str], table: Mapping[str, Any]) -> Any:
     """Draw a panel for each value of the first key, with a line for each of the second, over the numbers in names."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     first, second = list(rows[0]["keys"])[:2]
     panels = list(dict.fromkeys(str(row["keys"][first]) for row in rows))
     lines = list(dict.fromkeys(str(row["keys"][second]) for row in rows))
     columns = min(3, len(panels))
     height = -(-len(panels) // columns)
-    drawing = Figure(
-        figsize=(3.4 * columns, 0.9 + 2.3 * height + 0.22 * -(-len(lines) // 3)), layout="constrained"
+    drawing = new_figure(
+        max(6.8, 3.4 * columns), 0.9 + 2.3 * height + 0.22 * -(-len(lines) // 3), str(table["title"])
     )
-    FigureCanvasAgg(drawing)
-    drawing.suptitle(f"{table['title']}\nover {table['curves']}", x=0.01, ha="left", fontsize=11)
     axes = drawing.subplots(height, columns, sharex=True, sharey=True, squeeze=False).ravel()
     for axis in axes[len(panels) :]:
         axis.set_visible(False)
@@ -134,9 +131,20 @@ def _curves(rows: Sequence[Mapping[str, Any]], names: Sequence[str], table: Mapp
                 label=lines[n], linewidth=1.1, markersize=3.5, **style(n),
             )  # fmt: skip
         axis.set_xscale("log")
+        plain(axis.xaxis)
         axis.set_title(panel if len(panel) <= 40 else f"{panel[:39]}…", loc="left", fontsize=8)
+        axis.tick_params(labelsize=8)
         axis.grid(color="#e3e5e8", linewidth=0.8)
         axis.spines[["top", "right"]].set_visible(False)
+    found = [value for row in rows for name in names if (value := _value(row, name)) is not None]
+    if 0 <= min(found) and max(found) <= 1:  # areas under a curve start at one half
+        axes[0].set_ylim(0.45 if min(found) > 0.46 else 0.0, 1.03)
+    for panel_below in range(
+        len(panels), len(axes)
+    ):  # the panel above an empty place shows the numbers itself
+        if panel_below >= columns:
+            axes[panel_below - columns].xaxis.set_tick_params(labelbottom=True)
+    drawing.supxlabel(str(table["curves"]), fontsize=9)
     _legend(drawing, axes[0], 3, size=8)
     return drawing
 
@@ -178,6 +186,8 @@ def _over_layers(
             [], [], label="the paper's, hollow", linestyle="", marker="D", mfc="none", color="#666666"
         )
     axis.set_xticks(layers)
+    axis.set_xlim(layers[0] - 0.5 * gap, layers[-1] + 0.5 * gap)
+    _bounds(axis.set_ylim, axis.yaxis, name, rows, 1.05)
     common = _series({"keys": {key: rows[0]["keys"][key] for key in alike}}, True)
     axis.set_xlabel(f"layer ({common})" if common and len(series) > 1 else "layer")
     axis.set_ylabel(label)
@@ -187,7 +197,9 @@ def _over_layers(
 def _by_row(axis: Any, rows: Sequence[Mapping[str, Any]], name: str, label: str) -> None:
     places = list(range(len(rows)))
     values, errors = _values(rows, name)
-    axis.barh(places, values, xerr=errors, color=COLOURS[0], height=0.6, zorder=3, capsize=3)
+    axis.barh(
+        places, values, xerr=errors, color=COLOURS[0], ecolor=INK, height=0.6, zorder=3, capsize=3,
+    )  # fmt: skip
     axis.set_yticks(places, [_bar(row) for row in rows], fontsize=9)
     axis.invert_yaxis()
     axis.set_xlabel(label)
@@ -196,6 +208,37 @@ def _by_row(axis: Any, rows: Sequence[Mapping[str, Any]], name: str, label: str)
     if published:
         positions, marks = zip(*published, strict=True)
         axis.plot(marks, positions, "D", color=COLOURS[1], markersize=5, zorder=4, label="the paper's")
+    highest = max([*(row["figures"][name]["high"] for row in rows), *(value for _, value in published)])
+    if min(values) >= 0:
+        axis.set_xlim(0, 1.2 * highest)  # room for the values behind the bars
+        _bounds(axis.set_xlim, axis.xaxis, name, rows, 1.2)
+    for place, row in enumerate(rows):
+        ends = [row["figures"][name]["high"], *(value for p, value in published if p == place)]
+        axis.annotate(
+            figure(name, row["figures"][name]["value"], kind_of(name)), (max(ends), place), xytext=(5, 0),
+            textcoords="offset points", va="center", fontsize=8,
+        )  # fmt: skip
+
+
+def _bounds(
+    limit: Callable[[float, float], Any], ticks: Any, name: str, rows: Sequence[Mapping[str, Any]], end: float
+) -> None:
+    """Let an axis of shares or scores run from 0 to 1, so that pictures can be compared; leave others alone.
+
+    Args:
+        end: of the axis, with the room behind 1.
+    """
+    from matplotlib.ticker import FixedLocator
+
+    kind = kind_of(name)
+    figures = [row["figures"][name] for row in rows if _value(row, name) is not None]
+    if any(figure["low"] < 0 or figure["high"] > 1 for figure in figures):
+        return
+    if kind in ("share", "score") or any(figure["value"] >= 0.5 for figure in figures):
+        limit(0, end)
+        ticks.set_major_locator(FixedLocator([0, 0.2, 0.4, 0.6, 0.8, 1.0]))
+        if kind == "share":
+            ticks.set_major_formatter(percent())
 
 
 def _over_key(axis: Any, rows: Sequence[Mapping[str, Any]], over: str, figures: Mapping[str, str]) -> None:
@@ -212,7 +255,12 @@ def _over_key(axis: Any, rows: Sequence[Mapping[str, Any]], over: str, figures: 
         spread = [x + 2 * _aside(n, len(figures), 0.6) for x, _ in own]
         axis.errorbar(spread, values, errors, label=label, linestyle="", markersize=5, capsize=2, **style(n))
     names = [key for key in rows[0]["keys"] if key != over]
-    labels = ["\n".join(str(row["keys"][key]) for key in names) or f"{row['keys'][over]:g}" for row in rows]
+    width = max(6, 110 // len(rows))  # letters that fit under a row
+    labels = [
+        "\n".join(line for key in names for line in wrap(str(row["keys"][key]), width))
+        or f"{row['keys'][over]:g}"
+        for row in rows
+    ]
     axis.set_xticks(places, labels, fontsize=8)
     groups: dict[float, list[float]] = {}
     for x, row in zip(places, rows, strict=True):
@@ -276,7 +324,7 @@ def style(n: int) -> dict[str, Any]:
 
 def _aside(n: int, count: int, gap: float) -> float:
     """Return the horizontal offset of series ``n`` at a layer: equal series (all exact, say) would hide one another."""
-    return 0.5 * gap * ((n + 0.5) / count - 0.5)
+    return 0.3 * gap * ((n + 0.5) / count - 0.5)
 
 
 def _value(row: Mapping[str, Any], name: str) -> float | None:
@@ -311,62 +359,69 @@ def _values(rows: Sequence[Mapping[str, Any]], name: str) -> tuple[list[float], 
     return values, [below, above]
 
 
-def _lines(axis: Any, panel: Panel, runs: "Sequence[Run]", labels: Sequence[str]) -> None:
-    name, title, share = panel
+def _lines(panels: Sequence[Panel], runs: "Sequence[Run]", labels: Sequence[str]) -> Any:
+    """Draw a panel for each figure, with a line over layers for each label."""
+    drawing = new_figure(5.25 * len(panels), 4.2)
     layers = sorted({run.layer for run in runs})
     gap = float(min(b - a for a, b in pairwise(layers)))
-    for n, label in enumerate(labels):
-        points = sorted((r.layer, r.summary[name]) for r in runs if r.label == label and _known(r, name))
-        if not points:
-            continue
-        xs, ys = zip(*points, strict=True)
-        places = [x + _aside(n, len(labels), gap) for x in xs]
-        axis.plot(places, ys, label=label, linewidth=1.2, markersize=6, clip_on=False, zorder=3, **style(n))
-    axis.set_xticks(layers)
-    axis.set_xlabel("layer")
-    axis.set_title(title, loc="left", fontsize=11)
-    axis.grid(axis="y", color="#e3e5e8", linewidth=0.8)
-    if share:
-        axis.set_ylim(0, 1.02)
-        axis.yaxis.set_major_formatter(percent())
-    else:
-        _scale(axis, [run.summary[name] for run in runs if _known(run, name)])
+    axes = drawing.subplots(1, len(panels), squeeze=False)[0]
+    for axis, (name, title, share) in zip(axes, panels, strict=True):
+        for n, label in enumerate(labels):
+            points = sorted((r.layer, r.summary[name]) for r in runs if r.label == label and _known(r, name))
+            places = [x + _aside(n, len(labels), gap) for x, _ in points]
+            values = [value for _, value in points]
+            axis.plot(
+                places, values, label=label, linewidth=1.2, markersize=6, clip_on=False, zorder=3, **style(n)
+            )
+        axis.set_xticks(layers)
+        axis.set_xlim(layers[0] - 0.3 * gap, layers[-1] + 0.3 * gap)
+        axis.set_xlabel("layer")
+        axis.set_title(title, loc="left", fontsize=11)
+        axis.grid(axis="y", color="#e3e5e8", linewidth=0.8)
+        axis.spines[["top", "right"]].set_visible(False)
+        if share:
+            axis.set_ylim(0, 1.02)
+            axis.yaxis.set_major_formatter(percent())
+        else:
+            _scale(axis, [run.summary[name] for run in runs if _known(run, name)])
+    if len(labels) > 1:
+        _legend(drawing, axes[0], 4)
+    return drawing
 
 
-def _bars(axis: Any, panel: Panel, runs: "Sequence[Run]", labels: Sequence[str]) -> None:
-    from hiddenlab.summary import figure
-
-    name, title, share = panel
-    values = {run.label: run.summary[name] for run in runs if _known(run, name)}
-    places = range(len(labels))
-    axis.barh(places, [values.get(label, 0) for label in labels], color=COLOURS[0], height=0.6, zorder=3)
-    axis.set_yticks(places, ["\n".join(wrap(label, 34)) for label in labels], fontsize=9)
-    axis.set_ylim(len(labels) - 0.3, -0.7)
-    axis.set_title(title, loc="left", fontsize=11)
-    axis.set_xlabel(f"layer {runs[0].layer}")
-    axis.grid(axis="x", color="#e3e5e8", linewidth=0.8)
-    known = list(values.values())
-    if not share and _wide(known):
-        axis.set_xscale("log")
-        plain(axis.xaxis)
-        low, high = min(known), max(known)
-        axis.set_xlim(0.5 * low, high * (high / low) ** 0.3)  # room for the figures beside the bars
-    else:
-        axis.set_xlim(0, 1.25 * (1.0 if share else max(known, default=1.0)))
-    if share:
-        axis.set_xticks([0, 0.25, 0.5, 0.75, 1.0])
-        axis.xaxis.set_major_formatter(percent())
-    for place, label in zip(places, labels, strict=True):
-        value = values.get(label)
-        text = "not measured" if value is None else figure(name, value)
-        axis.annotate(
-            text,
-            (value or axis.get_xlim()[0], place),
-            xytext=(4, 0),
-            textcoords="offset points",
-            va="center",
-            fontsize=9,
+def _bars(panels: Sequence[Panel], runs: "Sequence[Run]", _: Sequence[str]) -> Any:
+    """Draw a panel for each figure, with a bar for each run."""
+    ordered = sorted(runs, key=lambda run: (run.label, run.layer))
+    names = ["\n".join(wrap(f"{run.label}, layer {run.layer}", 40)) for run in ordered]
+    lines = sum(1 + name.count("\n") for name in names)
+    drawing = new_figure(3.5 + 3.5 * len(panels), 1.1 + 0.3 * max(lines, 1.4 * len(names)))
+    axes = drawing.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+    for axis, (name, title, share) in zip(axes, panels, strict=True):
+        values = [run.summary.get(name) for run in ordered]
+        known = [value for value in values if value is not None]
+        axis.barh(
+            range(len(values)), [value or 0 for value in values], color=COLOURS[0], height=0.6, zorder=3
         )
+        axis.set_title(title, loc="left", fontsize=11)
+        axis.grid(axis="x", color="#e3e5e8", linewidth=0.8)
+        axis.spines[["top", "right"]].set_visible(False)
+        if not share and _wide(known):
+            axis.set_xscale("log")
+            plain(axis.xaxis)
+            low, high = min(known), max(known)
+            axis.set_xlim(0.5 * low, high * (high / low) ** 0.3)  # room for the figures beside the bars
+        else:
+            axis.set_xlim(0, 1.3 * (1.0 if share else max(known) or 1.0))
+        if share:
+            axis.set_xticks([0, 0.25, 0.5, 0.75, 1.0])
+            axis.xaxis.set_major_formatter(percent())
+        for place, value in enumerate(values):
+            text = "not measured" if value is None else figure(name, value)
+            where = (value or axis.get_xlim()[0], place)
+            axis.annotate(text, where, xytext=(4, 0), textcoords="offset points", va="center", fontsize=9)
+    axes[0].set_yticks(range(len(names)), names, fontsize=9)
+    axes[0].set_ylim(len(names) - 0.4, -0.6)
+    return drawing
 
 
 def _known(run: Run, name: str) -> bool:

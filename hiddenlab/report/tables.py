@@ -29,6 +29,7 @@ MORE_FIGURES = {
 PAPER = "paper: "
 NOT_RECORDED = "not recorded"  # the command of a table that no single command made
 NO_COMMAND = "The command was not recorded"
+NOTHING = "Nothing was measured"
 TABLE_FORMAT = 1
 
 # Names become file names; a table must not name anything outside its folder.
@@ -114,6 +115,25 @@ def grid(table: Mapping[str, Any]) -> Grid:
     return Grid(header, lines, len(keys), len(published), list(dict.fromkeys(reasons)))
 
 
+def measured(cells: Grid) -> Grid:
+    """Return a table without the rows and the columns in which nothing was measured."""
+    end = len(cells.header) - cells.published
+    rows = [row for row in cells.rows if any(text != "–" for text in row[cells.keys : end])]
+    kept = [i for i in range(len(cells.header)) if any(row[i] != "–" for row in rows)]
+    return Grid(
+        [cells.header[i] for i in kept],
+        [[row[i] for i in kept] for row in rows],
+        sum(i < cells.keys for i in kept),
+        sum(i >= end for i in kept),
+        cells.reasons,
+    )
+
+
+def gaps(rows: Sequence[Sequence[str]]) -> bool:
+    """Return whether a table still has cells that were not measured."""
+    return any(text == "–" for row in rows for text in row)
+
+
 def kind_of(name: str) -> str:
     """Return a figure's number format by its name; the part behind a comma does not matter."""
     stem = name.partition(",")[0]
@@ -157,9 +177,10 @@ def brackets(table: Mapping[str, Any]) -> str:
 
 def table_page(table: Mapping[str, Any]) -> str:
     """Return title, table, reasons and notes as Markdown."""
-    cells = grid(table)
+    cells = measured(grid(table))
     head, *rows = ([markdown(text) for text in row] for row in (cells.header, *cells.rows))
-    lines = [f"## {markdown(table['title'])}", "", *markdown_table(head, rows, cells.keys)]
+    lines = [f"## {markdown(table['title'])}", ""]
+    lines += markdown_table(head, rows, cells.keys) if rows else [f"{NOTHING}."]
     command = visible(table["command"]).replace("`", "'")
     made = NO_COMMAND if command == NOT_RECORDED else f"`{command}`"
     lines += ["", f"{made}. {markdown(brackets(table))}"]

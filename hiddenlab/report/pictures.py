@@ -1,0 +1,88 @@
+"""Save drawings: compact PNG for Markdown, SVG that follows a page's light or dark colours for HTML."""
+
+import io
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from textwrap import fill
+from typing import Any
+
+from hiddenlab.report.data import Picture
+from hiddenlab.text import printable
+from hiddenlab.utils.files import write_file
+
+DPI = 130
+SHADES = 64  # colours of a PNG; flat drawings need no more
+INK, GRID = "#1c1e21", "#e3e5e8"
+# On a dark page ink and lines turn light; the series keep their colours.
+SVG_STYLE = (
+    f"<style>svg{{--ink:{INK};--grid:{GRID}}}text{{fill:var(--ink)}}"
+    "@media (prefers-color-scheme:dark){svg{--ink:#e8eaed;--grid:#3a4048}}</style>"
+)
+
+
+@contextmanager
+def drawn() -> Iterator[None]:
+    """Set how drawings look; a ``$`` in a name is a dollar, and text in an SVG stays text."""
+    import matplotlib
+
+    look = {
+        "text.parse_math": False,
+        "font.sans-serif": ["DejaVu Sans"],
+        "svg.fonttype": "none",
+        "svg.hashsalt": "hiddenlab",
+    }
+    with matplotlib.rc_context(look):
+        yield
+
+
+def new_figure(width: float, height: float, title: str = "") -> Any:
+    """Return an empty figure whose title fits its width."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    drawing = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(drawing)
+    if title:
+        drawing.suptitle(fill(title, int(width * 11)), x=0.01, ha="left", fontsize=11)
+    return drawing
+
+
+def save(drawing: Any, path: Path) -> None:
+    """Write a drawing as a PNG with few colours."""
+    from PIL import Image
+
+    content, small = io.BytesIO(), io.BytesIO()
+    drawing.savefig(content, format="png", dpi=DPI)
+    content.seek(0)
+    with Image.open(content) as image:
+        image.convert("RGB").quantize(SHADES).save(small, "png", optimize=True, dpi=(DPI, DPI))
+    write_file(path, small.getvalue())
+
+
+def picture(drawing: Any, path: Path, alt: str) -> Picture:
+    """Write a drawing as PNG, and return it with its SVG.
+
+    Args:
+        alt: what a reader who does not see it is told.
+    """
+    save(drawing, path)
+    width, height = (round(96 * side) for side in drawing.get_size_inches())
+    return Picture(path, svg_of(drawing), alt, width, height)
+
+
+def svg_of(drawing: Any) -> str:
+    """Return a drawing as SVG without metadata, with the colours of ink and grid left to the reader's scheme."""
+    content = io.StringIO()
+    drawing.savefig(content, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    text = content.getvalue()
+    text = text[text.index("<svg") :]
+    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.S)
+    text = re.sub(r"<!--.*?-->", "", text, flags=re.S)
+    text = re.sub(r'<g id="[^"]*"', "<g", text)
+    text = re.sub(r"#000000|#1c1e21", "var(--ink)", text)
+    text = text.replace(GRID, "var(--grid)")
+    text = text.replace("'DejaVu Sans', sans-serif", "sans-serif").replace("'DejaVu Sans'", "sans-serif")
+    text = text.replace(">", f">{SVG_STYLE}", 1)
+    return printable(re.sub(r"\n\s*", "\n", text))
