@@ -13,9 +13,10 @@ MAIN = (
     "token_accuracy", "bag_of_tokens_recall", "missing_token_accuracy", "rouge_l", "verified", "attack_seconds",
 )  # fmt: skip
 MORE = {  # labels that a reader without the papers understands
-    "token_accuracy": "tokens right, mean of prompts",
+    "token_accuracy": "tokens right, mean over prompts",
     "bag_of_tokens_recall": "tokens found in any order",
-    "rouge_l": "ROUGE-L (1 is the whole text)",
+    "missing_token_accuracy": "right where no state was released",
+    "rouge_l": "ROUGE-L (1: the whole text)",
     "verified": "tokens verified",
     "attack_seconds": "time of the attack",
 }
@@ -61,7 +62,7 @@ def remarks(run: Run) -> Iterator[str]:
         yield f"This run is not finished ({run.record.status}, {done})."
     if left_out and left_out < len(run.samples):
         yield f"The attack does not apply to {count_of(left_out, 'more prompt')}."
-    if not _checks(run):
+    if not verifies(run):
         yield "This attack does not verify tokens."
 
 
@@ -69,13 +70,13 @@ def main_figures(run: Run) -> Iterator[tuple[str, str]]:
     """Yield the label and the text of a run's main figures that were measured."""
     for name in MAIN:
         value = run.summary.get(name)
-        if value is None or (name == "verified" and not _checks(run)):
+        if value is None or (name == "verified" and not verifies(run)):
             continue
         shown = f"{figure(name, value)} s" if name == "attack_seconds" else figure(name, value)
         yield MORE.get(name, FIGURES[name][0]), shown
 
 
-def _checks(run: Run) -> bool:
+def verifies(run: Run) -> bool:
     """Return whether the attack compared tokens with the released states, and so could verify them."""
     return run.summary.get("epsilon") is not None or bool(run.summary.get("verified"))
 

@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hiddenlab.report.pictures import drawn, new_figure, save
-from hiddenlab.report.plots import COLOURS, percent, plain, style
+from hiddenlab.report.pictures import COLOURS, drawn, new_figure, save
+from hiddenlab.report.plots import percent, plain, style
 
 
 def draw_bars(

@@ -1,7 +1,7 @@
 """Write the report as HTML pages without scripts or requests: answers first, then prompts, tables and pictures."""
 
 import base64
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from html import escape
 
 from hiddenlab.report.answers import answer, main_figures, range_of, remarks
@@ -10,8 +10,8 @@ from hiddenlab.report.prompts import legend, marked, prompts_html
 from hiddenlab.report.questions import OTHER, QUESTIONS, RUNS, Question, question_of
 from hiddenlab.report.style import STYLE
 from hiddenlab.report.tables import NO_COMMAND, NOT_RECORDED, NOTHING, Grid, brackets, gaps, grid, measured
-from hiddenlab.summary import NOT_APPLICABLE
-from hiddenlab.text import count_of, html, printable
+from hiddenlab.summary import NOT_APPLICABLE, Sample
+from hiddenlab.text import html, printable
 
 SHOWN = 12  # prompts shown of each cell of an experiment; its run directory holds all
 MOST_CARDS = 4  # runs that get a card with a prompt; more are a list of sentences
@@ -24,6 +24,16 @@ LEAD = (
     "from them. Each sentence below tells what one attack read."
 )
 NOTHING_ELSE = "A dash means: not measured."
+
+COLUMNS = (
+    "<details><summary>What the columns mean</summary><p>Shares and scores are means over the prompts to which the "
+    "attack applies.</p><ul><li>Exact prompts came back token for token.</li><li>Tokens in any order came back "
+    "somewhere in the text.</li><li>Verified tokens: the state that the model computes for them matches a released "
+    "state within the threshold epsilon.</li><li>ROUGE-L and BLEU compare texts; 1 means the same text.</li>"
+    "<li>Evaluated tokens per token count every position that the attack ran through the model, for one token of "
+    "the prompt.</li><li>Attack over prefill is the time of the attack, divided by that of one plain pass of the "
+    "model over the same prompts.</li></ul></details>"
+)
 
 Section = tuple[Question, str, str]  # a question, the line of the index, and the section itself
 
@@ -90,7 +100,8 @@ def page(
 def _page(title: str, lead: str, body: Sequence[str]) -> str:
     head = (
         f'<meta charset="utf-8">\n<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n<meta name="referrer" content="no-referrer">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n'
+        f'<meta name="referrer" content="no-referrer">\n'
         f"<title>{html(title)}</title>\n<style>\n{STYLE}</style>"
     )
     content = "\n".join(part for part in body if part)
@@ -148,7 +159,14 @@ def _cards(runs: Sequence[Run]) -> str:
     """Return the answer of each run; of few runs also the main figures and the first prompt."""
     if len(runs) > MOST_CARDS:
         return f"<ul>{''.join(f'<li>{_sentence(run)}</li>' for run in runs)}</ul>"
-    return "\n".join(map(_card, runs))
+    first = [shown for run in runs if (shown := _first(run)) is not None]
+    return "\n".join([legend(first), *map(_card, runs)])
+
+
+def _first(run: Run) -> Sample | None:
+    """Return the first prompt that was attacked."""
+    shown = [sample for sample in run.samples if sample["status"] != NOT_APPLICABLE]
+    return min(shown, key=lambda sample: sample["index"], default=None)
 
 
 def _card(run: Run) -> str:
@@ -164,20 +182,16 @@ def _card(run: Run) -> str:
         lines.append(f'<div class="meter" aria-hidden="true"><span style="width:{width}%"></span></div>')
     lines.append(f'<dl class="main">{listed}</dl>')
     if notes:
-        lines.append(f'<p class="id">{html(notes)}</p>')
-    shown = [sample for sample in run.samples if sample["status"] != NOT_APPLICABLE]
-    if shown:
-        first = min(shown, key=lambda sample: sample["index"])
-        lines.append(
-            f"<p>The first prompt, as it came back:</p>\n"
-            f'<p class="text">{marked(first)}</p>\n{legend([first])}'
-        )
+        lines.append(f"<p>{html(notes)}</p>")
+    first = _first(run)
+    if first is not None:
+        lines.append(f'<p>The first prompt, as it came back:</p>\n<p class="text">{marked(first)}</p>')
     return f'<div class="card">{"".join(lines)}</div>'
 
 
 def _runs(table: Grid, listed: Sequence[Run], images: Sequence[Picture]) -> str:
     """Return the table, the pictures and the prompts of runs."""
-    body = ["<h2>All figures</h2>", table_html(table, "All figures of the runs.")]
+    body = ["<h2>All figures</h2>", table_html(table, f"All figures of the runs. {NOTHING_ELSE}"), COLUMNS]
     if len(listed) > 1:  # one run is told by its sentence
         body += map(_image, images)
     body += ["<h2>Recovered prompts</h2>", legend([sample for run in listed for sample in run.samples])]

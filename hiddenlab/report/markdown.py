@@ -7,7 +7,7 @@ from typing import Any
 
 from hiddenlab.errors import HiddenlabError, InputError
 from hiddenlab.records import RECORD, read_run
-from hiddenlab.report.answers import answer, defense_of
+from hiddenlab.report.answers import answer, defense_of, verifies
 from hiddenlab.report.data import Picture, Run, Study
 from hiddenlab.report.html import pages
 from hiddenlab.report.tables import TABLE_FORMAT, Grid, Table, measured, table_page
@@ -163,7 +163,7 @@ def grid_of(runs: Sequence[Run]) -> Grid:
             str(run.layer),
             defense_of(run.record.spec),
             *("–" if run.record.spec.get(name) is None else str(run.record.spec[name]) for name in varying),
-            *(figure(name, run.summary.get(name)) for name in COLUMNS),
+            *(figure(name, _known(run, name)) for name in COLUMNS),
         ]
         for run in ordered
     ]
@@ -194,6 +194,11 @@ def markdown(runs: Sequence[Run], studies: Sequence[Study], images: Sequence[Pic
         what, _, command = run.made().partition("\n")
         lines += [f"- {escaped(what)}", "", f"      {command}", ""]
     return "\n".join(lines) + "\n"
+
+
+def _known(run: Run, name: str) -> Any:
+    """Return a figure of a run, None where it was not measured: an attack that verifies nothing has no share of it."""
+    return None if name == "verified" and not verifies(run) else run.summary.get(name)
 
 
 def channel_of(spec: Mapping[str, Any]) -> str:

@@ -13,8 +13,10 @@ from hiddenlab.text import printable
 from hiddenlab.utils.files import write_file
 
 DPI = 130
-SHADES = 64  # colours of a PNG; flat drawings need no more
 INK, GRID = "#1c1e21", "#e3e5e8"
+# Okabe and Ito's colours, which colour-blind readers can distinguish; the marker changes with every line.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+SHADES = 21  # of each colour towards white in a PNG; flat drawings need no more
 # On a dark page ink and lines turn light; the series keep their colours.
 SVG_STYLE = (
     f"<style>svg{{--ink:{INK};--grid:{GRID}}}text{{fill:var(--ink)}}"
@@ -27,7 +29,7 @@ def drawn() -> Iterator[None]:
     """Set how drawings look; a ``$`` in a name is a dollar, and text in an SVG stays text."""
     import matplotlib
 
-    look = {
+    look: Any = {
         "text.parse_math": False,
         "font.sans-serif": ["DejaVu Sans"],
         "svg.fonttype": "none",
@@ -45,19 +47,28 @@ def new_figure(width: float, height: float, title: str = "") -> Any:
     drawing = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(drawing)
     if title:
-        drawing.suptitle(fill(title, int(width * 11)), x=0.01, ha="left", fontsize=11)
+        lines = "\n".join(fill(line, int(width * 11)) for line in title.split("\n"))
+        drawing.suptitle(lines, x=0.01, ha="left", fontsize=11)
     return drawing
 
 
 def save(drawing: Any, path: Path) -> None:
-    """Write a drawing as a PNG with few colours."""
+    """Write a drawing as a PNG whose palette holds the colours of drawings and their shades."""
     from PIL import Image
 
     content, small = io.BytesIO(), io.BytesIO()
-    drawing.savefig(content, format="png", dpi=DPI)
+    drawing.savefig(content, format="png", dpi=DPI, pil_kwargs={"compress_level": 1})
     content.seek(0)
+    palette = Image.new("P", (1, 1))
+    palette.putpalette([
+        round(255 - share * (255 - channel) / (SHADES - 1))
+        for colour in (*COLOURS, INK, "#666666", "#444444", GRID)
+        for share in range(SHADES)
+        for channel in bytes.fromhex(colour[1:])
+    ])  # fmt: skip
     with Image.open(content) as image:
-        image.convert("RGB").quantize(SHADES).save(small, "png", optimize=True, dpi=(DPI, DPI))
+        few = image.convert("RGB").quantize(palette=palette, dither=Image.Dither.NONE)
+    few.save(small, "png", optimize=True, dpi=(DPI, DPI))
     write_file(path, small.getvalue())
 
 
@@ -68,6 +79,7 @@ def picture(drawing: Any, path: Path, alt: str) -> Picture:
         alt: what a reader who does not see it is told.
     """
     save(drawing, path)
+    drawing.set_layout_engine("none")  # keep the layout; another would take as long again
     width, height = (round(96 * side) for side in drawing.get_size_inches())
     return Picture(path, svg_of(drawing), alt, width, height)
 

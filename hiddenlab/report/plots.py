@@ -7,12 +7,10 @@ from textwrap import wrap
 from typing import Any
 
 from hiddenlab.report.data import Picture, Run
-from hiddenlab.report.pictures import INK, drawn, new_figure, picture
+from hiddenlab.report.pictures import COLOURS, INK, drawn, new_figure, picture
 from hiddenlab.report.tables import kind_of
 from hiddenlab.summary import figure
 
-# Okabe and Ito's colours, which colour-blind readers can distinguish; the marker changes with every line.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MARKERS = "osD^vPX*"
 MOST_BARS = 50
 
@@ -111,14 +109,16 @@ def _table_drawing(
 
 def _curves(rows: Sequence[Mapping[str, Any]], names: Sequence[str], table: Mapping[str, Any]) -> Any:
     """Draw a panel for each value of the first key, with a line for each of the second, over the numbers in names."""
+    from matplotlib.ticker import NullLocator
+
     first, second = list(rows[0]["keys"])[:2]
     panels = list(dict.fromkeys(str(row["keys"][first]) for row in rows))
     lines = list(dict.fromkeys(str(row["keys"][second]) for row in rows))
     columns = min(3, len(panels))
     height = -(-len(panels) // columns)
-    drawing = new_figure(
-        max(6.8, 3.4 * columns), 0.9 + 2.3 * height + 0.22 * -(-len(lines) // 3), str(table["title"])
-    )
+    width, lines_below = max(6.8, 3.4 * columns), -(-len(lines) // 3)
+    title = f"{table['title']}\nover {table['curves']}"
+    drawing = new_figure(width, 0.9 + 2.3 * height + 0.22 * lines_below, title)
     axes = drawing.subplots(height, columns, sharex=True, sharey=True, squeeze=False).ravel()
     for axis in axes[len(panels) :]:
         axis.set_visible(False)
@@ -131,20 +131,20 @@ def _curves(rows: Sequence[Mapping[str, Any]], names: Sequence[str], table: Mapp
                 label=lines[n], linewidth=1.1, markersize=3.5, **style(n),
             )  # fmt: skip
         axis.set_xscale("log")
+        axis.xaxis.set_minor_locator(NullLocator())
         plain(axis.xaxis)
         axis.set_title(panel if len(panel) <= 40 else f"{panel[:39]}…", loc="left", fontsize=8)
         axis.tick_params(labelsize=8)
         axis.grid(color="#e3e5e8", linewidth=0.8)
         axis.spines[["top", "right"]].set_visible(False)
     found = [value for row in rows for name in names if (value := _value(row, name)) is not None]
-    if 0 <= min(found) and max(found) <= 1:  # areas under a curve start at one half
-        axes[0].set_ylim(0.45 if min(found) > 0.46 else 0.0, 1.03)
+    if min(found) >= 0 and max(found) <= 1:  # areas under a curve start at one half
+        axes[0].set_ylim(0.4 if min(found) > 0.41 else 0.0, 1.03)
     for panel_below in range(
         len(panels), len(axes)
     ):  # the panel above an empty place shows the numbers itself
         if panel_below >= columns:
             axes[panel_below - columns].xaxis.set_tick_params(labelbottom=True)
-    drawing.supxlabel(str(table["curves"]), fontsize=9)
     _legend(drawing, axes[0], 3, size=8)
     return drawing
 
@@ -187,7 +187,7 @@ def _over_layers(
         )
     axis.set_xticks(layers)
     axis.set_xlim(layers[0] - 0.5 * gap, layers[-1] + 0.5 * gap)
-    _bounds(axis.set_ylim, axis.yaxis, name, rows, 1.05)
+    _bounds(axis.set_ylim, axis.yaxis, name, rows)
     common = _series({"keys": {key: rows[0]["keys"][key] for key in alike}}, True)
     axis.set_xlabel(f"layer ({common})" if common and len(series) > 1 else "layer")
     axis.set_ylabel(label)
@@ -208,26 +208,20 @@ def _by_row(axis: Any, rows: Sequence[Mapping[str, Any]], name: str, label: str)
     if published:
         positions, marks = zip(*published, strict=True)
         axis.plot(marks, positions, "D", color=COLOURS[1], markersize=5, zorder=4, label="the paper's")
-    highest = max([*(row["figures"][name]["high"] for row in rows), *(value for _, value in published)])
     if min(values) >= 0:
-        axis.set_xlim(0, 1.2 * highest)  # room for the values behind the bars
-        _bounds(axis.set_xlim, axis.xaxis, name, rows, 1.2)
+        axis.set_xlim(left=0)
+        _bounds(axis.set_xlim, axis.xaxis, name, rows)
     for place, row in enumerate(rows):
-        ends = [row["figures"][name]["high"], *(value for p, value in published if p == place)]
         axis.annotate(
-            figure(name, row["figures"][name]["value"], kind_of(name)), (max(ends), place), xytext=(5, 0),
-            textcoords="offset points", va="center", fontsize=8,
+            figure(name, row["figures"][name]["value"], kind_of(name)), (1.0, place),
+            xycoords=("axes fraction", "data"), xytext=(6, 0), textcoords="offset points", va="center", fontsize=8,
         )  # fmt: skip
 
 
 def _bounds(
-    limit: Callable[[float, float], Any], ticks: Any, name: str, rows: Sequence[Mapping[str, Any]], end: float
+    limit: Callable[[float, float], Any], ticks: Any, name: str, rows: Sequence[Mapping[str, Any]]
 ) -> None:
-    """Let an axis of shares or scores run from 0 to 1, so that pictures can be compared; leave others alone.
-
-    Args:
-        end: of the axis, with the room behind 1.
-    """
+    """Let an axis of shares or scores run from 0 to 1, so that pictures can be compared; leave others alone."""
     from matplotlib.ticker import FixedLocator
 
     kind = kind_of(name)
@@ -235,7 +229,7 @@ def _bounds(
     if any(figure["low"] < 0 or figure["high"] > 1 for figure in figures):
         return
     if kind in ("share", "score") or any(figure["value"] >= 0.5 for figure in figures):
-        limit(0, end)
+        limit(0, 1.03)
         ticks.set_major_locator(FixedLocator([0, 0.2, 0.4, 0.6, 0.8, 1.0]))
         if kind == "share":
             ticks.set_major_formatter(percent())

@@ -9,9 +9,10 @@ from hiddenlab.text import count_of, html, visible
 
 # What a screen reader says before a piece; verified tokens are read without a word.
 SPOKEN = {"wrong": "wrong", "unverified": "not verified"}
+KNOWN, UNKNOWN = ", but right", "; the true token is not known"
 LEGEND = (
     ("verified", "plain: the token is verified, its state matches the released one"),
-    ("unverified", "dotted line: not verified; the token is right, or the true one is unknown"),
+    ("unverified", "dotted line: not verified{}"),
     ("wrong", "cross and wavy line: the token is wrong"),
     ("missing", "dashed box: tokens that were not recovered, and how many"),
 )
@@ -22,12 +23,14 @@ FIRST = 12  # prompts that are shown at once; the others are folded
 def legend(samples: Sequence[Sample]) -> str:
     """Return the legend of the states that occur in some samples."""
     found = {"verified" if status == "exact" else status for s in samples for _, status in s.get("spans", ())}
-    items = [
-        f'<li><span class="text"><span class="{name}">{EXAMPLE.get(name, "token")}</span></span> {told}</li>'
-        for name, told in LEGEND
-        if name in found
-    ]
-    return f'<ul class="legend" aria-label="Marks of tokens">{"".join(items)}</ul>' if items else ""
+    truths = {KNOWN if sample["exact"] is not None else UNKNOWN for sample in samples if "spans" in sample}
+    told_of = truths.pop() if len(truths) == 1 else f"{KNOWN}, or the true token is not known"
+    items = []
+    for name, told in LEGEND:
+        if name in found:
+            sign = f'<span class="{name}">{EXAMPLE.get(name, "token")}</span>'
+            items.append(f'<li><span class="text">{sign}</span> {told.format(told_of)}</li>')
+    return f'<ul class="legend" aria-label="Marks of tokens">{"".join(items)}</ul>' * bool(items)
 
 
 def prompts_html(samples: Sequence[Sample], most: int | None = None) -> str:
@@ -91,10 +94,12 @@ def marked(sample: Sample) -> str:
 
 def _missing(text: str) -> str:
     number = text.strip("⟨⟩")
+    # A recovered text may hold the same signs.
     said = (
         f"{count_of(int(number), 'token')} not recovered" if number.isascii() and number.isdigit() else "gap"
     )
-    return f'<span class="missing"><span aria-hidden="true">{html(text)}</span><span class="sr"> ({said}) </span></span>'
+    shown = f'<span aria-hidden="true">{html(text)}</span>'
+    return f'<span class="missing">{shown}<span class="sr"> ({said}) </span></span>'
 
 
 def _span(text: str, status: str) -> str:

@@ -29,9 +29,8 @@ code { font-family: ui-monospace, monospace; font-size: .9em; background: var(--
 .meter { height: .6rem; background: var(--tint); border: 1px solid var(--soft); border-radius: .3rem;
   margin: .6rem 0; overflow: hidden; }
 .meter span { display: block; height: 100%; background: var(--bar); }
-dl.main { display: flex; flex-wrap: wrap; gap: .25rem 2rem; }
-dl.main div { min-width: 6rem; }
-dt { color: var(--soft); font-size: .85rem; }
+dl.main { display: grid; grid-template-columns: repeat(auto-fill, minmax(8.5rem, 1fr)); gap: .5rem 1rem; }
+dt { color: var(--soft); font-size: .85rem; line-height: 1.3; }
 dd { margin: 0; font-weight: 600; font-variant-numeric: tabular-nums; }
 .wide { overflow-x: auto; border: 1px solid var(--line); border-radius: .5rem; margin: .75rem 0; }
 .wide img { display: block; min-width: 40rem; max-width: 100%; height: auto; margin: .5rem auto; }
@@ -42,7 +41,7 @@ th, td { padding: .3rem .7rem; border-bottom: 1px solid var(--line); text-align:
   white-space: nowrap; }
 thead th { font-weight: 600; border-bottom: 2px solid var(--soft); vertical-align: bottom; white-space: normal; }
 tbody tr:last-child > * { border-bottom: 0; }
-.key { text-align: left; white-space: normal; overflow-wrap: anywhere; min-width: 6rem; max-width: 20rem; }
+.key { text-align: left; white-space: normal; min-width: 4rem; max-width: 22rem; }
 .paper { color: var(--soft); }
 details { margin: .6rem 0; }
 summary { cursor: pointer; color: var(--link); }
@@ -54,13 +53,12 @@ pre { background: var(--tint); padding: .5rem .7rem; white-space: pre-wrap; font
 .text, .id, td, th, summary, code { unicode-bidi: isolate; }
 .wrong { color: var(--wrong); background: var(--wrong-tint); font-weight: 600;
   text-decoration: underline wavy var(--wrong-line) 1.5px; text-underline-offset: .2em; }
-.wrong::before { content: "\\2717" / ""; font-size: .7em; vertical-align: super; display: inline-block; }
+.wrong::before { content: "\\2717" / ""; font-size: .8em; display: inline-block; padding: 0 .15em; }
 .unverified { color: var(--open); text-decoration: underline dotted var(--open-line) 2px;
   text-underline-offset: .2em; }
 .missing { color: var(--soft); background: var(--tint); border: 1px dashed var(--soft); padding: 0 .15em; }
 .na { color: var(--soft); font-style: italic; }
 .legend { display: flex; flex-wrap: wrap; gap: .25rem 1.5rem; list-style: none; padding: 0; }
 .legend .text { margin: 0; }
-@media (min-width: 60rem) { .pair { display: grid; grid-template-columns: 1fr 1fr; gap: 0 1rem; } }
 @media print { .wide { overflow: visible; border: 0; } }
 """
