@@ -14,8 +14,8 @@ from hiddenlab.cli import app
 from hiddenlab.cli.bench import fit, parse_settings
 from hiddenlab.errors import HiddenlabError, InputError
 from hiddenlab.records import Recorder, RunRecord
-from hiddenlab.report.html import prompt_html
 from hiddenlab.report.markdown import load_runs, write_report
+from hiddenlab.report.prompts import prompt_html
 from hiddenlab.report.tables import NOT_RECORDED, table_page
 from hiddenlab.summary import figure, summarise
 from hiddenlab.testing import attack_sample
@@ -56,12 +56,14 @@ def test_report_of_several_runs(tmp_path: Path) -> None:
     text = (tmp_path / "report" / "report.md").read_text()
     rows = [line for line in text.splitlines() if re.match(r"\| \d", line)]
     assert [row.split(" | ")[0] for row in rows] == ["| 1", "| 6", "| 1", "| 6"]
-    assert "gaussian:sigma=0.01 \\| seq-perm" in rows[0]
-    assert "identity" in rows[2]
     assert "| 50.0 % | 62.5 % |" in rows[0]
     assert "2.50 ×" in rows[0]
-    assert "| – |" in rows[0]
-    assert {len(re.split(r"(?<!\\)\|", row)) for row in rows} == {16}
+    head = next(line for line in text.splitlines() if line.startswith("| layer"))
+    columns = len(head.split("|"))
+    assert {len(re.split(r"(?<!\\)\|", row)) for row in rows} == {columns}
+    assert "gaussian:sigma=0.01, then seq-perm" in rows[0] and "no defense" in rows[2]
+    assert "peak memory" not in head  # nobody measured it
+    assert "- 1 of 2 prompts came back exactly from states of layer 6 without a defense." in text
     assert "](recovery.png)" in text
     assert "](cost.png)" in text
     assert "`report.html`, written beside this page" in text
@@ -72,9 +74,12 @@ def test_prompts_cannot_break_out_of_the_page(tmp_path: Path) -> None:
     assert prompt_html(sample(0, BAD)) in html
     assert "<script" not in html
     assert "&lt;script&gt;" in html
-    assert '<span class="wrong">alert(&quot;x&quot;)</span>' in html
-    assert '<span class="wrong">↵\n</span>' in html
-    assert '<span class="unverified"> &amp; |␛\ufffd</span>' in html
+    # Adjacent wrong tokens share a mark, which a screen reader says.
+    said = '<span class="sr"> (wrong: </span>{}<span class="sr">) </span>'
+    assert f'<span class="wrong">{said.format("alert(&quot;x&quot;)↵" + chr(10))}</span>' in html
+    assert '(not verified: </span> &amp; |␛\ufffd<span class="sr">' in html
+    assert "<code>" not in html.partition("</style>")[2] and "script-src" not in html
+    assert "default-src 'none'; style-src 'unsafe-inline'; img-src data:" in html
 
 
 def test_runs_are_told_apart_by_what_differs(tmp_path: Path) -> None:
@@ -105,10 +110,18 @@ def test_unfinished_and_unscored_runs(tmp_path: Path) -> None:
     files = write_report([tmp_path / "r"], tmp_path / "out")
     text = files[0].read_text()
     assert "interrupted, 2 of 3 prompts" in text
-    assert "| 2 | – | – |" in text
+    assert "exact prompts" not in text  # nothing was measured of them
     page = files[1].read_text()
     assert "not applicable: no &lt;rows&gt;" in page
-    assert "no truth" in page
+    assert "true text not known" in page
+    assert (
+        "<strong>1 prompt was read</strong> from states of layer 1 without a defense. The true text is"
+        in page
+    )
+    assert (
+        "This run is not finished (interrupted, 2 of 3 prompts). The attack does not apply to 1 more prompt."
+        in page
+    )
 
 
 def test_what_cannot_be_reported(tmp_path: Path) -> None:
@@ -152,11 +165,17 @@ def test_report_of_experiments(tmp_path: Path) -> None:
     assert "- not run: &lt;b&gt;\\|x, 11: no &lt;data&gt;" in text
     assert "<b>" not in html.partition("<style>")[2].partition("</style>")[2]
     assert "not run: &lt;b&gt;|x, 11: no &lt;data&gt;" in html
-    assert '<td class="key">&lt;b&gt;|x</td><td class="key">1</td><td>75.0 % [50.0, 100]</td>' in html
+    key = '<th scope="row" class="key">'
+    assert f"{key}&lt;b&gt;|x</th>{key}1</th><td>75.0 % [50.0, 100]</td>" in html
+    assert f"{key}11</th>" not in html  # not measured, so hidden
     assert '<td class="paper">90.0 %</td>' in html
-    assert html.count('src="data:image/png;base64,') == 2
+    assert html.count('src="data:image/svg+xml;base64,') == 2
     assert "http" not in html.replace("http-equiv", "")  # nothing is fetched
-    assert all(f'href="#{name}"' in html and f'<h2 id="{name}">' in html for name in ("t", "u"))
+    # Both have the same title, so their names are added.
+    assert all(
+        f'href="#{n}">A &amp; B ({n})' in html and f'<h2 id="{n}">A &amp; B ({n})' in html for n in "tu"
+    )
+    assert "exact prompts: 25.0 % to 75.0 % in 2 rows" in html
     assert "the first 12 of 14" in html and html.count('<div class="prompt">') == 12 * 3 * 2
     both = write_report([tmp_path / "eval/t.json", make(tmp_path / "r", [sample(0, GOOD)])], tmp_path / "out")
     assert {path.name for path in both} == {"report.md", "report.html", "t.png", "recovery.png", "cost.png"}
@@ -166,8 +185,9 @@ def test_tables_of_nothing_and_of_one_layer(tmp_path: Path) -> None:
     empty = table(rows=[{**row, "figures": {}} for row in table()["rows"]])
     (tmp_path / "empty.json").write_text(json.dumps(empty))
     assert len(write_report([tmp_path / "empty.json"], tmp_path / "out")) == 2
+    assert "Nothing was measured." in (tmp_path / "out" / "report.html").read_text()
     (tmp_path / "one.json").write_text(json.dumps(table(rows=table()["rows"][:1])))
-    assert len(write_report([tmp_path / "one.json"], tmp_path / "out")) == 3
+    assert len(write_report([tmp_path / "one.json"], tmp_path / "out")) == 2  # a bar alone says nothing
 
 
 def test_a_picture_over_a_key_shows_every_figure(tmp_path: Path) -> None:

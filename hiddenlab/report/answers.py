@@ -82,8 +82,15 @@ def verifies(run: Run) -> bool:
 
 
 def range_of(table: Mapping[str, Any]) -> str:
-    """Return a table's first measured figure in words: its lowest and its highest value over the rows."""
-    for name, label in table["figures"].items():
+    """Return a figure of a table in words: its lowest and its highest value over the rows.
+
+    It is the first one that was measured, or of curves the one at their end.
+    """
+    figures = list(table["figures"].items())
+    if table.get("curves"):
+        figure_of_curves = str(table["curves"]).rpartition("; ")[2]
+        figures = [(name, f"{figure_of_curves}, {label}") for name, label in reversed(figures)]
+    for name, label in figures:
         found = [row["figures"].get(name, {}).get("value") for row in table["rows"]]
         values = [value for value in found if value is not None]
         if values:

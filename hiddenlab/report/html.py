@@ -51,7 +51,7 @@ def pages(
     if len(studies) <= MOST_TABLES and len(whole.encode()) <= MOST_BYTES:
         return {name: whole}
     own = {study.table["experiment"] for study in studies}
-    sections = [_study_section(study, images) for study in studies]
+    sections = _study_sections(studies, images)
     if runs is not None:
         free = [image for image in images if image.name not in own]
         lines = "".join(f"<li>{_sentence(run)}</li>" for run in listed)
@@ -84,7 +84,7 @@ def page(
             experiments. images: all pictures; those of an experiment have its name.
     """
     own = {study.table["experiment"] for study in studies}
-    sections = [_study_section(study, images) for study in studies]
+    sections = _study_sections(studies, images)
     body = []
     if runs is not None:
         body += ["<h2>What came back</h2>", _cards(listed)]
@@ -215,10 +215,18 @@ def _made(runs: Sequence[Run]) -> str:
 # ---- tables
 
 
-def _study_section(study: Study, images: Sequence[Picture]) -> Section:
+def _study_sections(studies: Sequence[Study], images: Sequence[Picture]) -> list[Section]:
+    """Return the section of each table; where tables have the same title, their names tell them apart."""
+    titles = [study.table["title"] for study in studies]
+    return [_study_section(study, images, titles.count(study.table["title"]) > 1) for study in studies]
+
+
+def _study_section(study: Study, images: Sequence[Picture], repeated: bool) -> Section:
     """Return the section of an experiment's table, with its line of the index."""
     table = study.table
     name, title = html(table["experiment"]), html(table["title"])
+    if repeated:
+        title += f" ({name})"
     line = f'<a href="#{name}">{title}</a><br>{html(range_of(table))}'
     return question_of(table["experiment"]), line, "\n".join(_study_lines(study, name, title, images))
 

@@ -278,21 +278,14 @@ def _over_figure(
 ) -> None:
     """Draw figures over another one, each row named at its highest point."""
     rows = [row for row in rows if _value(row, against) is not None]
+    rows = [row for row in rows if any(_value(row, name) is not None for name in names)]
     varying = [key for key in rows[0]["keys"] if len({str(row["keys"].get(key)) for row in rows}) > 1]
     for n, name in enumerate(names):
         own = [row for row in rows if _value(row, name) is not None]
         (places, beside), (values, errors) = _values(own, against), _values(own, name)
         axis.errorbar(
-            places,
-            values,
-            errors,
-            beside,
-            label=labels[name],
-            linestyle="",
-            markersize=5,
-            capsize=2,
-            **style(n),
-        )
+            places, values, errors, beside, label=labels[name], linestyle="", markersize=5, capsize=2, **style(n),
+        )  # fmt: skip
     for row in rows:
         highest = max(row["figures"][name]["high"] for name in names if _value(row, name) is not None)
         keys = [(key, row["keys"][key]) for key in varying if row["keys"].get(key) is not None]

@@ -58,7 +58,7 @@ def prompt_html(sample: Sample) -> str:
             text = f'<p class="text">{escape(_kept(sample["text"]))}</p>'
             true = f"<details><summary>True text</summary>{text}</details>"
     return (
-        f'<div class="prompt"><p class="id"><b>{html(sample["id"])}</b> {outcome(sample)}</p>'
+        f'<div class="prompt"><p class="id"><strong>{html(sample["id"])}</strong> {outcome(sample)}</p>'
         f'<p class="text">{shown}</p>{true}</div>'
     )
 

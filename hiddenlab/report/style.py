@@ -48,7 +48,7 @@ summary { cursor: pointer; color: var(--link); }
 pre { background: var(--tint); padding: .5rem .7rem; white-space: pre-wrap; font-size: .8rem; border-radius: .3rem; }
 .prompt { border-top: 1px solid var(--line); padding: .6rem 0; }
 .prompt .id { color: var(--soft); font-size: .85rem; margin: 0; }
-.prompt .id b { color: var(--ink); }
+.prompt .id strong { color: var(--ink); }
 .text { font-family: ui-monospace, monospace; font-size: .9rem; white-space: pre-wrap; margin: .2rem 0; }
 .text, .id, td, th, summary, code { unicode-bidi: isolate; }
 .wrong { color: var(--wrong); background: var(--wrong-tint); font-weight: 600;
