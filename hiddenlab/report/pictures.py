@@ -2,6 +2,7 @@
 
 import io
 import re
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,13 +14,14 @@ from hiddenlab.text import printable
 from hiddenlab.utils.files import write_file
 
 DPI = 130
+ROOM = 8  # points beside an SVG, for letters of a reader's font that are wider
 INK, GRID = "#1c1e21", "#e3e5e8"
 # Okabe and Ito's colours, which colour-blind readers can distinguish; the marker changes with every line.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 SHADES = 20  # of each colour towards white in a PNG; flat drawings need no more
 # On a dark page ink and lines turn light; the series keep their colours.
 SVG_STYLE = (
-    f"<style>svg{{--ink:{INK};--grid:{GRID}}}text{{fill:var(--ink)}}"
+    f"<style>svg{{--ink:{INK};--grid:{GRID}}}text{{fill:var(--ink);text-rendering:geometricPrecision}}"
     "@media (prefers-color-scheme:dark){svg{--ink:#e8eaed;--grid:#3a4048}}</style>"
 )
 
@@ -35,7 +37,10 @@ def drawn() -> Iterator[None]:
         "svg.fonttype": "none",
         "svg.hashsalt": "hiddenlab",
     }
-    with matplotlib.rc_context(look):
+    with matplotlib.rc_context(look), warnings.catch_warnings():
+        warnings.filterwarnings(
+            "ignore", "Glyph .* missing"
+        )  # the SVG shows the sign in a font of the reader's
         yield
 
 
@@ -90,8 +95,8 @@ def picture(drawing: Any, path: Path, alt: str) -> Picture:
     """
     save(drawing, path)
     drawing.set_layout_engine("none")  # keep the layout; another would take as long again
-    width, height = (round(96 * side) for side in drawing.get_size_inches())
-    return Picture(path, svg_of(drawing), alt, width, height)
+    width, height = (96 * side for side in drawing.get_size_inches())
+    return Picture(path, svg_of(drawing), alt, round(width + 2 * ROOM * 96 / 72), round(height))
 
 
 def svg_of(drawing: Any) -> str:
@@ -107,4 +112,7 @@ def svg_of(drawing: Any) -> str:
     text = text.replace(GRID, "var(--grid)")
     text = text.replace("'DejaVu Sans', sans-serif", "sans-serif").replace("'DejaVu Sans'", "sans-serif")
     text = text.replace(">", f">{SVG_STYLE}", 1)
+    text = re.sub(
+        r'viewBox="0 0 ([\d.]+)', lambda found: f'viewBox="-{ROOM} 0 {float(found[1]) + 2 * ROOM:g}', text
+    )
     return printable(re.sub(r"\n\s*", "\n", text))

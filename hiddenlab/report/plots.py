@@ -10,6 +10,7 @@ from hiddenlab.report.data import Picture, Run
 from hiddenlab.report.pictures import COLOURS, INK, drawn, new_figure, picture
 from hiddenlab.report.tables import kind_of
 from hiddenlab.summary import figure
+from hiddenlab.text import visible
 
 MARKERS = "osD^vPX*"
 MOST_BARS = 50
@@ -58,6 +59,7 @@ def table_picture(table: Mapping[str, Any], folder: Path) -> Picture | None:
     drawn, as lines over layers where it has several, or as one bar for each row with the paper's figure beside it.
     Nothing is drawn of a single row, or where there would be too many bars to read.
     """
+    table = _printable(table)
     rows = [row for row in table["rows"] if row["figures"]]
     names = [name for name in table["figures"] if any(_value(row, name) for row in rows)]
     if not names:
@@ -66,6 +68,15 @@ def table_picture(table: Mapping[str, Any], folder: Path) -> Picture | None:
         made = _table_drawing(table, rows, names)
         path = folder / f"{table['experiment']}.png"
         return None if made is None else picture(made[0], path, f"{table['title']}: {made[1]}")
+
+
+def _printable(value: Any) -> Any:
+    """Return a value of JSON whose texts hold no control character; a font has no sign for them."""
+    if isinstance(value, str):
+        return visible(value)
+    if isinstance(value, Mapping):
+        return {visible(key): _printable(inner) for key, inner in value.items()}
+    return [_printable(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _table_drawing(
