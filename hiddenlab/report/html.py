@@ -15,6 +15,7 @@ from hiddenlab.text import html, printable
 
 SHOWN = 12  # prompts shown of each cell of an experiment; its run directory holds all
 MOST_CARDS = 4  # runs that get a card with a prompt; more are a list of sentences
+LONG = 36  # letters of a row's name; longer ones are broken into lines
 MOST_BYTES = 1_200_000  # of a page; a longer report is split
 MOST_TABLES = 12  # of a page with everything on it
 # No script runs and nothing is loaded, whatever a record holds.
@@ -23,7 +24,7 @@ LEAD = (
     "Hidden states are the numbers that a language model computes from a prompt. An attack tries to read the prompt "
     "from them. Each sentence below tells what one attack read."
 )
-NOTHING_ELSE = "A dash means: not measured."
+DASH = "A dash means: not measured."
 
 COLUMNS = (
     "<details><summary>What the columns mean</summary><p>Shares and scores are means over the prompts to which the "
@@ -69,7 +70,8 @@ def pages(
             found[file] = _page(head, f"{back}\n{listing}", [content for _, _, content in part])
             entries.append(_entry(file, head, part))
     lead = (
-        "<p>Each question has a page of its own. Below it stand its tables, each with its first figure.</p>"
+        "<p>Each question below has a page of its own. Its tables are listed under it, each with one figure: the "
+        "lowest and the highest value over the rows.</p>"
     )
     return {name: _page(title, lead, entries), **found}
 
@@ -191,7 +193,9 @@ def _card(run: Run) -> str:
 
 def _runs(table: Grid, listed: Sequence[Run], images: Sequence[Picture]) -> str:
     """Return the table, the pictures and the prompts of runs."""
-    body = ["<h2>All figures</h2>", table_html(table, f"All figures of the runs. {NOTHING_ELSE}"), COLUMNS]
+    body = ["<h2>All figures</h2>", table_html(table, "All figures of the runs")]
+    body += [f'<p class="note">{DASH}</p>'] * gaps(table.rows)
+    body.append(COLUMNS)
     if len(listed) > 1:  # one run is told by its sentence
         body += map(_image, images)
     body += ["<h2>Recovered prompts</h2>", legend([sample for run in listed for sample in run.samples])]
@@ -235,8 +239,9 @@ def _study_lines(study: Study, name: str, title: str, images: Sequence[Picture])
     table = study.table
     yield f'<h2 id="{name}">{title}</h2>'
     cells = measured(grid(table))
-    caption = f"{table['title']}. {brackets(table)}"
-    yield table_html(cells, f"{caption} {NOTHING_ELSE}" if gaps(cells.rows) else caption)
+    yield table_html(cells, table["title"])
+    dash = f" {DASH}" * gaps(cells.rows)
+    yield f'<p class="note">{html(brackets(table))}{dash}</p>'
     yield from (_image(image) for image in images if image.name == table["experiment"])
     notes = [*table["notes"], *cells.reasons]
     if notes:
@@ -266,15 +271,15 @@ def table_html(cells: Grid, caption: str) -> str:
 
     def cell(index: int, text: str) -> str:
         if index < cells.keys:
-            return f'<th scope="row" class="key">{html(text)}</th>'
+            long = " long" if len(text) > LONG else ""
+            return f'<th scope="row" class="key{long}">{html(text)}</th>'
         return f"<td{classes(index)}>{html(text)}</td>"
 
     head = "".join(f'<th scope="col"{classes(i)}>{html(text)}</th>' for i, text in enumerate(cells.header))
     rows = "\n".join(f"<tr>{''.join(cell(i, text) for i, text in enumerate(row))}</tr>" for row in cells.rows)
-    return _scrolling(
-        f"<table>\n<caption>{html(caption)}</caption>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{rows}\n</tbody>\n</table>",
-        f"Table: {caption}",
-    )
+    named = f'<caption class="sr">{html(caption)}</caption>'
+    table = f"<table>\n{named}\n<thead><tr>{head}</tr></thead>\n<tbody>\n{rows}\n</tbody>\n</table>"
+    return _scrolling(table, f"Table: {caption}")
 
 
 def _image(picture: Picture) -> str:

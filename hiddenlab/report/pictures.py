@@ -14,6 +14,7 @@ from hiddenlab.text import printable
 from hiddenlab.utils.files import write_file
 
 DPI = 130
+FONTS = "'DejaVu Sans',Verdana,sans-serif"  # alike in width: several lines of a label are placed by the first one's
 ROOM = 8  # points beside an SVG, for letters of a reader's font that are wider
 INK, GRID = "#1c1e21", "#e3e5e8"
 # Okabe and Ito's colours, which colour-blind readers can distinguish; the marker changes with every line.
@@ -110,7 +111,7 @@ def svg_of(drawing: Any) -> str:
     text = re.sub(r'<g id="[^"]*"', "<g", text)
     text = re.sub(r"#000000|#1c1e21", "var(--ink)", text)
     text = text.replace(GRID, "var(--grid)")
-    text = text.replace("'DejaVu Sans', sans-serif", "sans-serif").replace("'DejaVu Sans'", "sans-serif")
+    text = re.sub(r"'DejaVu Sans'(, sans-serif)?", FONTS, text)
     text = text.replace(">", f">{SVG_STYLE}", 1)
     text = re.sub(
         r'viewBox="0 0 ([\d.]+)', lambda found: f'viewBox="-{ROOM} 0 {float(found[1]) + 2 * ROOM:g}', text

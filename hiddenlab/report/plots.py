@@ -262,7 +262,9 @@ def _over_key(axis: Any, rows: Sequence[Mapping[str, Any]], over: str, figures: 
     names = [key for key in rows[0]["keys"] if key != over]
     width = max(6, 110 // len(rows))  # letters that fit under a row
     labels = [
-        "\n".join(line for key in names for line in wrap(str(row["keys"][key]), width))
+        "\n".join(
+            line for key in names for line in wrap(str(row["keys"][key]), width, break_on_hyphens=False)
+        )
         or f"{row['keys'][over]:g}"
         for row in rows
     ]
@@ -331,7 +333,7 @@ def _value(row: Mapping[str, Any], name: str) -> float | None:
 
 def _bar(row: Mapping[str, Any]) -> str:
     """Return a row's name beside its bar, wrapped, since a prompt among its keys may be long."""
-    return "\n".join(wrap(_series(row, False), 60))
+    return "\n".join(wrap(_series(row, False), 60, break_on_hyphens=False))
 
 
 def _papers(row: Mapping[str, Any], label: str) -> list[float]:
@@ -390,7 +392,9 @@ def _lines(panels: Sequence[Panel], runs: "Sequence[Run]", labels: Sequence[str]
 def _bars(panels: Sequence[Panel], runs: "Sequence[Run]", _: Sequence[str]) -> Any:
     """Draw a panel for each figure, with a bar for each run."""
     ordered = sorted(runs, key=lambda run: (run.label, run.layer))
-    names = ["\n".join(wrap(f"{run.label}, layer {run.layer}", 40)) for run in ordered]
+    names = [
+        "\n".join(wrap(f"{run.label}, layer {run.layer}", 40, break_on_hyphens=False)) for run in ordered
+    ]
     lines = sum(1 + name.count("\n") for name in names)
     drawing = new_figure(3.5 + 3.5 * len(panels), 1.1 + 0.3 * max(lines, 1.4 * len(names)))
     axes = drawing.subplots(1, len(panels), sharey=True, squeeze=False)[0]

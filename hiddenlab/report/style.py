@@ -19,6 +19,7 @@ p, ul, dl { margin: .5rem 0; }
 ul { padding-left: 1.2rem; }
 a { color: var(--link); }
 :focus-visible { outline: 3px solid var(--link); outline-offset: 2px; }
+main:focus { outline: none; }
 .skip { position: absolute; left: -99rem; }
 .skip:focus { left: 1rem; top: .5rem; background: var(--paper); padding: .3rem .6rem; z-index: 1; }
 .sr { position: absolute; width: 1px; height: 1px; overflow: hidden; clip-path: inset(50%); white-space: nowrap;
@@ -36,12 +37,15 @@ dd { margin: 0; font-weight: 600; font-variant-numeric: tabular-nums; }
 .wide img { display: block; min-width: 40rem; max-width: 100%; height: auto; margin: .5rem auto; }
 table { border-collapse: collapse; font-size: .875rem; line-height: 1.4; font-variant-numeric: tabular-nums;
   overflow-wrap: normal; width: 100%; }
-caption { caption-side: bottom; text-align: left; color: var(--soft); padding: .4rem .7rem; }
 th, td { padding: .3rem .7rem; border-bottom: 1px solid var(--line); text-align: right; font-weight: 400;
   white-space: nowrap; }
-thead th { font-weight: 600; border-bottom: 2px solid var(--soft); vertical-align: bottom; white-space: normal; }
+thead th { font-weight: 600; border-bottom: 2px solid var(--soft); vertical-align: bottom; white-space: normal;
+  min-width: 5.5rem; }
+thead th.key { min-width: 0; }
 tbody tr:last-child > * { border-bottom: 0; }
-.key { text-align: left; white-space: normal; min-width: 4rem; max-width: 22rem; }
+.key { text-align: left; }
+.long { white-space: normal; min-width: 16rem; }
+.note { color: var(--soft); font-size: .875rem; }
 .paper { color: var(--soft); }
 details { margin: .6rem 0; }
 summary { cursor: pointer; color: var(--link); }
