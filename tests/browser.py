@@ -1,8 +1,10 @@
 """A headless Chromium, driven over a pipe by its DevTools protocol, to look at pages as a reader's browser does."""
 
+import fcntl
 import itertools
 import json
 import os
+import select
 import shutil
 import subprocess
 from pathlib import Path
@@ -34,10 +36,10 @@ class Browser:
             options.append("--no-sandbox")
 
         def pipes() -> None:  # the browser reads from 3 and writes to 4
-            ours = os.dup(to_read[0]), os.dup(to_write[1])
-            high = [os.dup(fd) for fd in ours]
-            os.dup2(high[0], 3)
-            os.dup2(high[1], 4)
+            # First out of the way, lest one of them has the number of the other.
+            read, write = (fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 10) for fd in (to_read[0], to_write[1]))
+            os.dup2(read, 3)
+            os.dup2(write, 4)
 
         self.process = subprocess.Popen(
             [program, *options, "about:blank"], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
@@ -101,8 +103,6 @@ class Browser:
         self._from.close()
 
     def _read(self) -> dict[str, Any]:
-        import select
-
         while b"\0" not in self._rest:
             ready, _, _ = select.select([self._from], [], [], PATIENCE)
             assert ready, "the browser does not answer"

@@ -295,7 +295,10 @@ def test_a_picture_over_another_figure(tmp_path: Path) -> None:
     assert axis.get_xlabel() == "agreement"
     # Without what it is to be drawn over, it is drawn as any other table.
     assert (
-        draw_table(table("o", figures=labels, rows=[row(0.1, read=0.9)], against="kept"), tmp_path)
+        draw_table(
+            table("o", figures=labels, rows=[row(0.1, read=0.9), row(0.5, read=0.2)], against="kept"),
+            tmp_path,
+        )
         is not None
     )
 

@@ -51,7 +51,10 @@ def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[browser.Brows
     program = browser.found()
     if program is None:
         pytest.skip(f"no browser: none of {', '.join(browser.NAMES)} is installed")
-    with_page = browser.Browser(program, tmp_path_factory.mktemp("profile"))
+    try:
+        with_page = browser.Browser(program, tmp_path_factory.mktemp("profile"))
+    except (OSError, AssertionError) as error:
+        pytest.skip(f"{program} does not start: {error}")
     yield with_page
     with_page.close()
 

@@ -1,4 +1,4 @@
-"""Write Markdown, plots and coloured prompts of one or more runs (``hiddenlab report``)."""
+"""Write HTML, Markdown and plots of one or more runs (``hiddenlab report``)."""
 
 from pathlib import Path
 from typing import Annotated
@@ -17,7 +17,7 @@ def report(
         Path | None, Option("--out", metavar="DIR", help="Default: report/ beside the first run.")
     ] = None,
 ) -> None:
-    """Write a report of runs and experiments: one HTML page with tables, plots and coloured prompts; also Markdown."""
+    """Write a report of runs and experiments: what came back, prompts with their tokens marked, tables and plots."""
     from hiddenlab.report.markdown import write_report
 
     for path in write_report(runs, out or runs[0].resolve().parent / "report"):

@@ -1,5 +1,6 @@
 """Show recovered prompts as HTML: each token's state is told by a mark, by its underline, and in words."""
 
+import re
 from collections.abc import Sequence
 from html import escape
 from itertools import groupby
@@ -94,10 +95,8 @@ def marked(sample: Sample) -> str:
 
 def _missing(text: str) -> str:
     number = text.strip("⟨⟩")
-    # A recovered text may hold the same signs.
-    said = (
-        f"{count_of(int(number), 'token')} not recovered" if number.isascii() and number.isdigit() else "gap"
-    )
+    counted = re.fullmatch(r"[0-9]{1,9}", number)  # a recovered text may hold the same signs
+    said = f"{count_of(int(number), 'token')} not recovered" if counted else "not recovered"
     shown = f'<span aria-hidden="true">{html(text)}</span>'
     return f'<span class="missing">{shown}<span class="sr"> ({said}) </span></span>'
 

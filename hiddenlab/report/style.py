@@ -40,7 +40,7 @@ table { border-collapse: collapse; font-size: .875rem; line-height: 1.4; font-va
 th, td { padding: .3rem .7rem; border-bottom: 1px solid var(--line); text-align: right; font-weight: 400;
   white-space: nowrap; }
 thead th { font-weight: 600; border-bottom: 2px solid var(--soft); vertical-align: bottom; white-space: normal;
-  min-width: 5.5rem; }
+  min-width: 7rem; }
 thead th.key { min-width: 0; }
 tbody tr:last-child > * { border-bottom: 0; }
 .key { text-align: left; }
