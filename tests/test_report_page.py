@@ -198,10 +198,13 @@ def test_the_first_sentences_answer(tmp_path: Path) -> None:
     runs = load_runs([none] * 5)
     text = page("x", grid_of(runs), runs, [], [])
     told = "<strong>None of 1 prompt came back exactly</strong> from states (k) of layer 1 behind"
-    assert (
-        text.count(f"<li>{told} gaussian:sigma=1, then seq-perm.</li>") == 5
-        and '<div class="card">' not in text
-    )
+    assert text.count(f"<li>{told} gaussian:sigma=1, then seq-perm. Tokens right: 25.0 %.</li>") == 5
+    assert '<div class="card">' not in text and "Attack:" not in text
+    more = load_runs([one, *[none] * 4])
+    text = page("x", grid_of(more), more, [], [])
+    first = text.partition("<h2>All figures</h2>")[0]
+    assert "behind seq-perm. Tokens right: 88.8 %. Attack: vocab-match.</li>" in first
+    assert '<p class="text">Hello world</p>' in first
 
 
 def test_only_what_was_measured_is_shown(tmp_path: Path) -> None:
@@ -355,7 +358,7 @@ def test_a_picture_that_would_show_nothing_is_not_drawn(tmp_path: Path) -> None:
     # The next figure tells more than zeros do.
     both = [with_value(row, 0.2, "bleu") for row in zeros]
     made = table_picture(table(rows=both, figures={"exact": "exact prompts", "bleu": "BLEU"}), tmp_path)
-    assert made is not None and made.alt == "A & B: BLEU by layer"
+    assert made is not None and made.alt == "A & B (BLEU by layer)"
 
 
 def test_colours_of_a_small_picture_are_kept(tmp_path: Path) -> None:

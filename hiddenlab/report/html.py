@@ -10,7 +10,7 @@ from hiddenlab.report.prompts import legend, marked, prompts_html
 from hiddenlab.report.questions import OTHER, QUESTIONS, RUNS, Question, question_of
 from hiddenlab.report.style import STYLE
 from hiddenlab.report.tables import NO_COMMAND, NOT_RECORDED, NOTHING, Grid, brackets, gaps, grid, measured
-from hiddenlab.summary import NOT_APPLICABLE, Sample
+from hiddenlab.summary import NOT_APPLICABLE, Sample, figure
 from hiddenlab.text import html, printable
 
 SHOWN = 12  # prompts shown of each cell of an experiment; its run directory holds all
@@ -55,9 +55,8 @@ def pages(
     sections = _study_sections(studies, images)
     if runs is not None:
         free = [image for image in images if image.name not in own]
-        lines = "".join(f"<li>{_sentence(run)}</li>" for run in listed)
         content = f"{_cards(listed)}\n{_runs(runs, listed, free)}\n{_made(listed)}"
-        sections.insert(0, (RUNS, f"<ul>{lines}</ul>", content))
+        sections.insert(0, (RUNS, _sentences(listed), content))
     stem = name.removesuffix(".html")
     found, entries = {}, []
     for question in (RUNS, *QUESTIONS, OTHER):
@@ -157,18 +156,35 @@ def _sentence(run: Run) -> str:
     return f"<strong>{html(what)}</strong> {html(source)}"
 
 
+def _sentences(runs: Sequence[Run]) -> str:
+    """Return the sentences on many runs as a list, each with its share of tokens, and its attack where they differ."""
+    several = len({str(run.record.spec.get("attack")) for run in runs}) > 1
+    lines = []
+    for run in runs:
+        share = run.summary.get("token_accuracy")
+        more = f" Tokens right: {figure('token_accuracy', share)}." if share is not None else ""
+        more += f" Attack: {run.record.spec.get('attack')}." if several else ""
+        lines.append(f"<li>{_sentence(run)}{html(more)}</li>")
+    return f"<ul>{''.join(lines)}</ul>"
+
+
 def _cards(runs: Sequence[Run]) -> str:
     """Return the answer of each run; of few runs also the main figures and the first prompt."""
-    if len(runs) > MOST_CARDS:
-        return f"<ul>{''.join(f'<li>{_sentence(run)}</li>' for run in runs)}</ul>"
     first = [shown for run in runs if (shown := _first(run)) is not None]
-    return "\n".join([legend(first), *map(_card, runs)])
+    if len(runs) <= MOST_CARDS:
+        return "\n".join([legend(first), *map(_card, runs)])
+    example = [_as_it_came_back(shown) + legend([shown]) for shown in first[:1]]
+    return "\n".join([_sentences(runs), *example])
 
 
 def _first(run: Run) -> Sample | None:
     """Return the first prompt that was attacked."""
     shown = [sample for sample in run.samples if sample["status"] != NOT_APPLICABLE]
     return min(shown, key=lambda sample: sample["index"], default=None)
+
+
+def _as_it_came_back(first: Sample) -> str:
+    return f'<p>The first prompt, as it came back:</p>\n<p class="text">{marked(first)}</p>'
 
 
 def _card(run: Run) -> str:
@@ -187,7 +203,7 @@ def _card(run: Run) -> str:
         lines.append(f"<p>{html(notes)}</p>")
     first = _first(run)
     if first is not None:
-        lines.append(f'<p>The first prompt, as it came back:</p>\n<p class="text">{marked(first)}</p>')
+        lines.append(_as_it_came_back(first))
     return f'<div class="card">{"".join(lines)}</div>'
 
 
@@ -200,8 +216,10 @@ def _runs(table: Grid, listed: Sequence[Run], images: Sequence[Picture]) -> str:
         body += map(_image, images)
     body += ["<h2>Recovered prompts</h2>", legend([sample for run in listed for sample in run.samples])]
     for run in listed:
-        body.append(f"<h3>{html(run.record.spec['model'])}, layer {run.layer}, {html(run.label)}</h3>")
-        body.append(prompts_html(run.samples))
+        name = f"{html(run.record.spec['model'])}, layer {run.layer}, {html(run.label)}"
+        prompts = prompts_html(run.samples)
+        folded = f"<details><summary>{name}</summary>\n{prompts}\n</details>"
+        body.append(folded if len(listed) > MOST_CARDS else f"<h3>{name}</h3>\n{prompts}")
     return "\n".join(body)
 
 

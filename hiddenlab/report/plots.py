@@ -67,7 +67,7 @@ def table_picture(table: Mapping[str, Any], folder: Path) -> Picture | None:
     with drawn():
         made = _table_drawing(table, rows, names)
         path = folder / f"{table['experiment']}.png"
-        return None if made is None else picture(made[0], path, f"{table['title']}: {made[1]}")
+        return None if made is None else picture(made[0], path, f"{table['title']} ({made[1]})")
 
 
 def _printable(value: Any) -> Any:
