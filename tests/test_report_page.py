@@ -371,3 +371,21 @@ def test_colours_of_a_small_picture_are_kept(tmp_path: Path) -> None:
         assert image.mode == "P"
         shown = {colour for _, colour in image.convert("RGB").getcolors()}
     assert {(255, 255, 255), *(tuple(bytes.fromhex(colour[1:])) for colour in COLOURS)} <= shown
+
+
+@pytest.mark.slow
+def test_the_report_of_all_stored_results(chromium: browser.Browser, tmp_path: Path) -> None:
+    """Built as ``make report`` does: every page is below 1.5 MB and keeps what the short tests ask of one page."""
+    results = STORED[0].parents[1]
+    written = write_report([results / "tables", *sorted((results / "examples").iterdir())], tmp_path)
+    made = [path for path in written if path.suffix == ".html"]
+    assert len(made) > 8 and max(path.stat().st_size for path in made) < 1_500_000
+    assert not any(touched(path) for path in written if path.suffix == ".png")
+    for path in made:
+        for width in WIDTHS:
+            chromium.open(path, width, SCHEMES[width == 800])
+            chromium.run("document.querySelectorAll('details').forEach(one => one.open = true)")
+            assert chromium.run(OVERFLOW) == 0 and chromium.messages == []
+            assert [url for url in chromium.requests if not url.startswith("data:")] == [path.as_uri()]
+            ratio, text = chromium.run(CONTRAST)
+            assert ratio >= 4.5, text
