@@ -19,6 +19,8 @@ class NearestEmbedding(Attack):
     Knows: the embedding table, the released states. Does not know: tokens, permutations.
     """
 
+    use_when = "the states are input embeddings (layer 0), or a cheap baseline is enough"
+
     def _recover(self, observation: Observation) -> AttackResult:
         """Recover one prompt, in the order of its rows.
 

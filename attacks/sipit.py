@@ -36,6 +36,8 @@ class SipIt(Attack):
             vocabulary. distance, epsilon: as in ``vocab-match``. batch: prompts searched together.
     """
 
+    use_when = "you want the published SipIt search as a baseline for raw states"
+
     def __init__(
         self,
         policy: Literal["gradient", "random"] = "gradient",

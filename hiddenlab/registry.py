@@ -8,7 +8,7 @@ import difflib
 import inspect
 import math
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
@@ -132,7 +132,7 @@ BUILTINS: dict[str, dict[str, str]] = {
         "exfiltration-game": "hiddenlab.eval.measures.exfiltration:game",
         "bench": "hiddenlab.eval.measures.attack:bench",
     },
-    "eval": {"run": "hiddenlab.eval.command:run"},
+    "eval": {"run": "hiddenlab.eval.command:run", "catalog": "hiddenlab.eval.catalog:catalog"},
     "benches": {
         "attack": "hiddenlab.eval.bench.attack:bench",
         "first": "hiddenlab.eval.bench.first:bench",
@@ -164,6 +164,36 @@ BUILTINS: dict[str, dict[str, str]] = {
         "sampling-rate": "hiddenlab.defenses.verification.command:sampling_rate",
     },
 }
+SYNONYMS: dict[str, dict[str, str]] = {  # words that people try, and the names that are meant
+    "attacks": {
+        "beam": "beam-decoding", "beam-search": "beam-decoding", "closed": "closed-weights", "default": "vocab-match",
+        "fingerprint": "fingerprint-inversion", "fingerprints": "fingerprint-inversion", "gap": "missing-tokens",
+        "gaps": "missing-tokens", "gradient": "sipit", "infilling": "infill", "inverter": "infill",
+        "matching": "vocab-match", "nearest-embedding": "nearest", "sums": "partial-sums",
+        "vocabulary": "vocab-match", "vocabulary-matching": "vocab-match",
+    },
+    "defenses": {
+        "4-bit": "nf4", "4bit": "nf4", "8-bit": "int8", "8bit": "int8", "bf16": "dtype", "bfloat16": "dtype",
+        "cascade": "shard", "columns": "hidden-perm", "factorized": "2d-perm", "float16": "dtype", "float8": "round",
+        "fp16": "dtype", "fp8": "round", "gap": "drop-rows", "half": "dtype", "log-probabilities": "logprobs",
+        "noise": "gaussian", "none": "identity", "permutation": "seq-perm", "permute": "seq-perm",
+        "permute-both": "2d-perm", "permute-columns": "hidden-perm", "permute-rows": "seq-perm", "plain": "identity",
+        "precision": "dtype", "prefix": "random-prefix", "projection": "project", "projections": "project",
+        "quantization": "nf4", "quantize": "nf4", "raw": "identity", "rounding": "round", "rows": "seq-perm",
+        "sharding": "shard", "shuffle": "seq-perm", "unknown-noise": "unknown-gaussian",
+    },
+    "experiments": {
+        "algorithm-3": "gap", "audit": "detection", "cost": "schemes", "difr": "detection", "figure-1": "detection",
+        "gaussian": "noise", "models": "architectures", "permutation": "table-2", "permutations": "table-2",
+        "quantization": "table-13", "raw": "table-1", "shuffle": "table-2", "smuggling": "exfiltration",
+        "table-10": "table-9-12", "table-11": "table-9-12", "table-12": "table-9-12", "table-14": "table-5",
+        "table-9": "table-9-12",
+    },
+    "benches": {
+        "attacks": "attack", "crypten": "mpc", "decode": "cascade-decode", "first-prompt": "first",
+        "largest": "cascade-largest", "serve": "serving", "spu": "mpc",
+    },
+}  # fmt: skip
 PLUGIN_KINDS = ("attacks", "defenses")
 _SESSION: dict[str, dict[str, "_Own"]] = {kind: {} for kind in PLUGIN_KINDS}  # names of this process alone
 POSITIONAL = ""  # the key under which ``parse_spec`` returns a value without a name
@@ -183,11 +213,16 @@ _TRUTH = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0"
 
 
 class Description(NamedTuple):
-    """One line of ``hiddenlab list``."""
+    """One entry of ``hiddenlab list``.
+
+    Attributes:
+        use_when: of an attack, what follows "Use it when"; empty where the attack says nothing.
+    """
 
     name: str
     summary: str
     parameters: str
+    use_when: str = ""
 
 
 class _Own(NamedTuple):
@@ -239,13 +274,13 @@ def resolve(kind: str, name: str) -> Callable[..., Any]:
     """Return the class or function of a name.
 
     Raises:
-        UnknownNameError: nobody registered the name; the message gives the nearest ones.
+        UnknownNameError: nobody registered the name; the message names a synonym's target or the nearest name.
         HiddenlabError: the object of the name cannot be imported, or a plugin claims a taken name.
     """
     table = _table(kind)
     if name not in table:
-        near = difflib.get_close_matches(name, table, n=1)
-        hint = f"; did you mean {near[0]}?" if near else ";"
+        near = _meant(kind, name, table)
+        hint = f"; did you mean {near}?" if near else ";"
         raise UnknownNameError(f"unknown {_SINGULAR[kind]} {name!r}{hint} known: {', '.join(table)}")
     entry = table[name]
     try:
@@ -333,7 +368,10 @@ def parameters(kind: str, name: str) -> dict[str, inspect.Parameter]:
 
 
 def describe(kind: str) -> list[Description]:
-    """Return every name with its docstring's first line and its parameters; a broken plugin does not end the list."""
+    """Return every name with its docstring's first line, its parameters, and when to use it.
+
+    A broken plugin does not end the list.
+    """
     lines = []
     for name in names(kind):
         try:
@@ -342,8 +380,26 @@ def describe(kind: str) -> list[Description]:
             lines.append(Description(name, f"not usable: {error}", ""))
             continue
         doc = (inspect.getdoc(factory) or "").strip().splitlines()
-        lines.append(Description(name, doc[0] if doc else "", _listing(_parameters(factory))))
+        use_when = getattr(factory, "use_when", "")  # a function has none, and a plugin may leave it out
+        lines.append(
+            Description(
+                name,
+                doc[0] if doc else "",
+                _listing(_parameters(factory)),
+                use_when if isinstance(use_when, str) else "",
+            )
+        )
     return lines
+
+
+def _meant(kind: str, name: str, table: Collection[str]) -> str | None:
+    """Return the known name that somebody probably means who wrote an unknown one."""
+    word = name.strip().lower().replace("_", "-").replace(" ", "-")
+    if word in table:
+        return word
+    if synonym := SYNONYMS.get(kind, {}).get(word):
+        return synonym
+    return next(iter(difflib.get_close_matches(word, table, n=1)), None)
 
 
 def _table(kind: str) -> dict[str, EntryPoint | _Own]:

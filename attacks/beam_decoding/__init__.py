@@ -93,6 +93,8 @@ class BeamDecoding(Attack):
             also in float32; it takes minutes a prompt.
     """
 
+    use_when = "states are noised, quantized or shuffled, and no distance tells right from wrong"
+
     def __init__(
         self,
         beam: int = 8,

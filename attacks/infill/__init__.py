@@ -43,6 +43,8 @@ class Infill(Attack):
             certain tokens; the paper has one.
     """
 
+    use_when = "more rows are missing than a search can fill, and half an hour of training is acceptable"
+
     def __init__(
         self,
         preset: Literal["small", "medium", "paper"] = "small",

@@ -83,6 +83,8 @@ class VocabMatch(Attack):
             the paper's).
     """
 
+    use_when = "you have the state of every token, in order or shuffled, and the weights of the model"
+
     def __init__(
         self,
         search: str = "speculative",
