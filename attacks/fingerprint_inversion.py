@@ -57,7 +57,9 @@ class FingerprintInversion(Attack):
     """
 
     any_width = True
-    use_when = "you have what an audit publishes (toploc, logprobs or project at the last layer) and no state itself"
+    use_when = (
+        "you have what an audit publishes (toploc, logprobs or project at the last layer) and no state itself"
+    )
 
     def __init__(
         self,

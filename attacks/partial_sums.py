@@ -46,7 +46,9 @@ class PartialSums(Attack):
         candidates: tokens compared for each missing one.
     """
 
-    use_when = "you have a recorded Cascade run: the sums m, e and u that a CompNode receives at the first layer"
+    use_when = (
+        "you have a recorded Cascade run: the sums m, e and u that a CompNode receives at the first layer"
+    )
 
     def __init__(self, candidates: int = CANDIDATES) -> None:
         if candidates < 1:

@@ -28,7 +28,7 @@ class Attack:
         seed: of everything that the attack draws, as given to ``fit``.
         any_width: the attack reads rows of any width and checks them itself: fingerprints, parts of states. Others get
             rows as wide as the model's states alone.
-        use_when: when to choose this attack, as what follows "Use it when" in ``hiddenlab list attacks``; no full stop.
+        use_when: what follows "Use it when" in ``hiddenlab list attacks``, without a full stop at the end.
         measured: what preparation measured, by name (seconds of training, epsilon, weights); part of a run's record.
     """
 

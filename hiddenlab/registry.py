@@ -465,7 +465,9 @@ def _settable(annotation: Any) -> bool:
 
 
 def _shown(value: Any) -> str:
-    return "none" if value is None else str(getattr(value, "__name__", value))
+    if value is None:
+        return "none"
+    return "''" if value == "" else str(getattr(value, "__name__", value))
 
 
 def _kind(annotation: Any) -> str:

@@ -14,6 +14,7 @@ import typer
 from hiddenlab import registry
 from hiddenlab.cli import app
 from hiddenlab.cli.program import record, value_of
+from hiddenlab.eval.catalog import catalog
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS = ("hiddenlab", "attacks", "defenses", "eval")
@@ -26,10 +27,13 @@ KINDS = {
     ),
     "experiments": (
         "Experiments",
-        "`hiddenlab eval NAME --set parameter=value`; more in [experiments.md](../experiments.md).",
+        "`hiddenlab eval NAME --set parameter=value`; more in [experiments.md](../experiments.md). Times are rough, "
+        "for the built-in model and the default settings on one or two processor cores. Where there is none, none is "
+        "on record.",
     ),
     "benches": ("Benches", "`hiddenlab bench NAME --set parameter=value`."),
 }
+BY_QUESTION = ("experiments", "benches")
 
 
 def main() -> None:
@@ -94,12 +98,25 @@ def _row(context: Any, parameter: Any) -> tuple[str, str, str]:
 
 def _kind(kind: str) -> str:
     title, lead = KINDS[kind]
-    rows = [
-        (f"`{name}`", _text(summary), f"`{parameters}`" if parameters else "")
-        for name, summary, parameters in registry.describe(kind)
-        if name in registry.BUILTINS[kind]
-    ]
-    return _joined([f"# {title}", NOTE, lead, _table(("name", "what it does", "parameters"), rows)])
+    parts = [f"# {title}", NOTE, lead]
+    described = {one.name: one for one in registry.describe(kind) if one.name in registry.BUILTINS[kind]}
+    if kind not in BY_QUESTION:
+        when = kind == "attacks"
+        rows = [_listed(one, *([_text(one.use_when)] if when else [])) for one in described.values()]
+        head = ("name", "what it does", *(["use it when"] if when else []), "parameters")
+        return _joined([*parts, _table(head, rows)])
+    for question, efforts in catalog(kind).items():
+        rows = [
+            _listed(described[name], effort.time or "", _text(effort.needs))
+            for name, effort in efforts.items()
+        ]
+        parts += [f"## {question}", _table(("name", "what it does", "time", "needs", "parameters"), rows)]
+    return _joined(parts)
+
+
+def _listed(one: registry.Description, *more: str) -> tuple[str, ...]:
+    parameters = f"`{one.parameters}`" if one.parameters else ""
+    return (f"`{one.name}`", _text(one.summary), *more, parameters)
 
 
 def _files() -> str:

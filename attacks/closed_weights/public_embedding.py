@@ -30,7 +30,9 @@ class ClosedWeights(Attack):
         step: distance between the fixed-point numbers that rows were rounded to; 0 where they were not.
     """
 
-    use_when = "the coordinates of input embeddings (layer 0) are in one secret order, as a STIP server sees them"
+    use_when = (
+        "the coordinates of input embeddings (layer 0) are in one secret order, as a STIP server sees them"
+    )
 
     def __init__(self, step: float = 0.0) -> None:
         if not 0 <= step < 1:

@@ -60,7 +60,9 @@ class MissingTokenSearch(Attack):
         proposal: ``probe+lm`` or ``probe``. distance, epsilon, screen: as in ``vocab-match``.
     """
 
-    use_when = "some rows of the prompt are missing, as they are for one node of Cascade, and no noise was added"
+    use_when = (
+        "some rows of the prompt are missing, as they are for one node of Cascade, and no noise was added"
+    )
 
     def __init__(
         self,
