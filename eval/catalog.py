@@ -26,8 +26,8 @@ class Effort(NamedTuple):
 
 
 PLAIN = Effort()
-# docs/protocols.md gives an hour for these together; on one thread beside other work none of them was done in a minute,
-# by docs/results/tables (schemes 210 s, permuted-model 171 s, revealed 148 s) or when it was tried.
+# docs/protocols.md gives an hour for these together. Each was stopped after a minute, unfinished, on one thread beside
+# other work.
 WITHIN_AN_HOUR = Effort("minutes")
 # docs/log/008-permuting-schemes.md: 39 minutes for one infiller at one layer, on one thread.
 TRAINED = Effort("about 40 minutes of training, then the attacks")
