@@ -5,7 +5,8 @@
 # make models   fetch two more real models: gemma3-270m and qwen2.5-coder-0.5b, for '--model NAME'
 # make gpu    measure a graphics card (docs/gpu.md)    make gpu-pack   pack for a card without a network
 # make fuzz   mutated files and requests through every reader, 10 minutes (FUZZ_MINUTES=30 for more)
-# make dist   wheel and source archive, checked        make recording   docs/demo.svg, the README's picture
+# make dist   wheel and source archive, checked (REPOSITORY=https://host/owner/name: absolute links)
+# make recording   docs/demo.svg, the README's picture
 # make mpc    CrypTen and SPU, each in an environment of its own, for 'hiddenlab bench mpc'
 
 PYTHON ?= python3
@@ -55,9 +56,11 @@ models: setup
 reference: setup
 	$(BIN)/python -m tests.reference
 
+# The repository's address, for the links that a package index shows; without it they stay relative.
+REPOSITORY ?=
 dist: setup
 	rm -rf dist
-	$(BIN)/python -m build --outdir dist .
+	HIDDENLAB_URL="$(REPOSITORY)" $(BIN)/python -m build --outdir dist .
 	$(BIN)/twine check --strict dist/*
 
 # Runs the commands of the picture: some minutes.
