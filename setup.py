@@ -1,4 +1,4 @@
-"""Write the long description with absolute links where the repository's address is given; all else is in pyproject.toml.
+"""Make the README's links absolute where the repository's address is given; all else is in pyproject.toml.
 
 A package index shows the README alone, so that a relative link leads nowhere there.
 """
