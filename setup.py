@@ -9,7 +9,7 @@ from pathlib import Path
 
 from setuptools import setup
 
-RELATIVE = re.compile(r"(!?)(\[[^\]]*\]\()(?![a-z]+:|#)")
+RELATIVE = re.compile(r"(!\[[^\]]*)?\]\((?![a-z]+:|#)")
 
 readme = Path(__file__).with_name("README.md").read_text(encoding="utf-8")
 # A code host's address, as https://host/owner/name; 'make dist REPOSITORY=…' sets it.

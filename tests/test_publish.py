@@ -22,8 +22,8 @@ from tests.test_rooms import ROOMS, ROOT
 GITHUB = ROOT / ".github"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 ADDRESS = "https://code.example/owner/name"
-# A link or picture whose address names no site; the sign is that of a picture.
-RELATIVE = re.compile(r"(!?)\[[^\]]*\]\((?![a-z]+:|#)")
+# A link or picture whose address names no site; the group is that of a picture.
+RELATIVE = re.compile(r"(!\[[^\]]*)?\]\((?![a-z]+:|#)")
 # Fails where importing the package starts a program, such as git.
 IMPORT = """
 import sys
@@ -78,7 +78,9 @@ def test_a_tag_is_the_version_and_links_are_absolute_where_the_address_is_known(
     assert (
         shown.count(f"]({ADDRESS}/blob/HEAD/") == len([x for x in RELATIVE.findall(written) if x != "!"]) > 0
     )
-    assert shown.count(f"]({ADDRESS}/raw/HEAD/") == RELATIVE.findall(written).count("!")
+    pictures = [bool(picture) for picture in RELATIVE.findall(written)]
+    assert shown.count(f"]({ADDRESS}/blob/HEAD/") == pictures.count(False) > 0
+    assert shown.count(f"]({ADDRESS}/raw/HEAD/") == pictures.count(True)
 
 
 def test_a_tree_without_git_has_the_version_that_is_written_down(tmp_path: Path) -> None:
