@@ -130,13 +130,12 @@ def record(parameter: Any, ctx: Any) -> tuple[str, str]:
         name = f"{names} {value}".strip()
     if choices:
         notes.append(f"one of {', '.join(choices)}")
-    if parameter.param_type_name == "option":
-        if parameter.multiple:
-            notes.append("may be repeated")
-        default = parameter.default
-        unset = default is None or default is False or default in ((), [], "")  # 0 == False, and is a default
-        if not unset and "default" not in text.lower():
-            notes.append(f"default: {parameter.opts[0] if default is True else default}")
+    if parameter.param_type_name == "option" and parameter.multiple:
+        notes.append("may be repeated")
+    default = parameter.default
+    unset = default is None or default is False or default in ((), [], "")  # 0 == False, and is a default
+    if not unset and "default" not in text.lower():
+        notes.append(f"default: {parameter.opts[0] if default is True else default}")
     if parameter.required:
         notes.append("required")
     return name, f"{text} [{'; '.join(notes)}]".strip() if notes else text
