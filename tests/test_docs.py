@@ -98,7 +98,9 @@ def test_pages_made_from_the_code_are_up_to_date() -> None:
     """If this fails, run ``make reference``."""
     made = reference.pages()
     folder = ROOT / "docs" / "reference"
-    assert {f"reference/{path.name}" for path in folder.iterdir()} == {n for n in made if "/" in n}
+    assert {f"reference/{path.name}" for path in folder.iterdir() if path.name not in reference.BY_HAND} == {
+        n for n in made if "/" in n
+    }
     for name, text in made.items():
         assert (ROOT / "docs" / name).read_text(encoding="utf-8") == text, f"{name}: run 'make reference'"
 
