@@ -4,7 +4,7 @@
 # make docs    the pages as a site in build/docs; a broken link is an error
 # make report   docs/results: all measured tables, pictures, and one HTML page
 # make models   fetch two more real models: gemma3-270m and qwen2.5-coder-0.5b, for '--model NAME'
-# make gpu    measure a graphics card (docs/gpu.md)    make gpu-pack   pack for a card without a network
+# make gpu    measure a graphics card (docs/how-to/gpu.md)    make gpu-pack   pack for a card without a network
 # make fuzz   mutated files and requests through every reader, 10 minutes (FUZZ_MINUTES=30 for more)
 # make dist   wheel and source archive, checked (REPOSITORY=https://host/owner/name: absolute links)
 # make recording   docs/demo.svg, the README's picture

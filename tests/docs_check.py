@@ -1,8 +1,8 @@
 """Run the shell commands of README and docs: ``python -m tests.docs_check [PAGE …]``, or ``make docs-check``.
 
 The blocks of a page run one after another in one temporary folder. A block behind ``<!-- not run: REASON -->`` is
-left out. A command whose comment begins with "exit 1" has to end so. The log and the findings are no manuals, and are
-not run.
+left out. A command whose comment begins with "exit 1" has to end so. The log, the results and the findings are no
+manuals, and are not run.
 """
 
 import os
@@ -18,7 +18,7 @@ import pyarrow
 import pyarrow.parquet
 
 ROOT = Path(__file__).resolve().parents[1]
-LEFT_OUT = ("findings.md",)
+LEFT_OUT = {"findings.md", "log", "results"}
 SHELL = ("sh", "bash", "shell", "console")
 FILES = {
     "prompts.txt": "Where is the key?\nUnder the mat.\n",
@@ -48,7 +48,8 @@ class Block:
 
 def pages() -> list[Path]:
     """README and the manuals."""
-    found = sorted(path for path in (ROOT / "docs").glob("*.md") if path.name not in LEFT_OUT)
+    docs = ROOT / "docs"
+    found = sorted(path for path in docs.rglob("*.md") if not LEFT_OUT & set(path.relative_to(docs).parts))
     return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *found]
 
 

@@ -23,16 +23,19 @@ ROOMS = ("hiddenlab", "attacks", "defenses", "eval")
 BY_HAND = {"json.md"}  # of docs/reference; the rest is made
 NOTE = "<!-- Made by `make reference`; change the code, not this page. -->"
 KINDS = {
-    "attacks": ("Attacks", "`--attack NAME:parameter=value,…`; more of each in [attacks.md](../attacks.md)."),
+    "attacks": (
+        "Attacks",
+        "`--attack NAME:parameter=value,…`; more of each in [choose-an-attack.md](../how-to/choose-an-attack.md).",
+    ),
     "defenses": (
         "Defenses",
-        "`--defense NAME:parameter=value,…`, as often as wanted; more of each in [defenses.md](../defenses.md).",
+        "`--defense NAME:parameter=value,…`, repeatable; more in [choose-a-defense.md](../how-to/choose-a-defense.md).",
     ),
     "experiments": (
         "Experiments",
-        "`hiddenlab eval NAME --set parameter=value`; more in [experiments.md](../experiments.md). Times are rough, "
-        "for the built-in model and the default settings on one or two processor cores. Where there is none, none is "
-        "on record.",
+        "`hiddenlab eval NAME --set parameter=value`; more in [experiments.md](../how-to/experiments.md). Times are "
+        "rough, for the built-in model and the default settings on one or two processor cores. Where there is none, "
+        "none is on record.",
     ),
     "benches": ("Benches", "`hiddenlab bench NAME --set parameter=value`."),
 }

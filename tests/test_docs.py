@@ -69,8 +69,8 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 def test_a_broken_link_is_noticed() -> None:
-    text = "[a](docs/nothing.md) [b](docs/attack.md#nothing) [c](docs/attack.md#the-probe) [d](https://x.org)"
-    assert broken(ROOT / "README.md", text) == ["docs/nothing.md", "docs/attack.md#nothing"]
+    text = "[a](docs/nothing.md) [b](docs/start.md#nothing) [c](docs/how-to/attack.md#options) [d](https://x.org)"
+    assert broken(ROOT / "README.md", text) == ["docs/nothing.md", "docs/start.md#nothing"]
 
 
 def test_the_readme_fits_on_two_screens() -> None:
@@ -78,11 +78,12 @@ def test_the_readme_fits_on_two_screens() -> None:
 
 
 def test_every_page_of_the_manual_stands_in_the_index() -> None:
-    index = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
+    docs = ROOT / "docs"
+    index = (docs / "README.md").read_text(encoding="utf-8")
     for page in docs_check.pages():
-        if page.parent == ROOT / "docs" and page.name != "README.md":
-            assert f"]({page.name})" in index, page.name
-    for notebook in (ROOT / "docs").glob("*.ipynb"):
+        if docs in page.parents and page.name != "README.md" and page.parent.name != "reference":
+            assert f"]({page.relative_to(docs).as_posix()})" in index, page
+    for notebook in docs.glob("*.ipynb"):
         assert f"]({notebook.name})" in index, notebook.name
 
 
@@ -113,7 +114,8 @@ def test_every_source_file_says_what_it_is() -> None:
 
 def test_the_examples_are_the_plugin_that_a_test_installs() -> None:
     plugin = ROOT / "tests" / "plugin"
-    shown = {block.text for block in docs_check.blocks(ROOT / "docs" / "extend.md")}
+    pages = [ROOT / "docs" / "how-to" / name for name in ("own-defense.md", "own-attack.md", "plugin.md")]
+    shown = {block.text for page in pages for block in docs_check.blocks(page)}
     for name in ("rounding.py", "nearest.py"):
         source = (plugin / "hiddenlab_example" / name).read_text(encoding="utf-8")
         assert f"# hiddenlab_example/{name}\n{source}" in shown, name
@@ -195,7 +197,7 @@ def inline(page: Path) -> list[str]:
 @cache
 def options() -> set[str]:
     """Every option of every command, and of the two programs for graphics cards."""
-    found = set(OTHERS_OPTIONS)
+    found = {*OTHERS_OPTIONS, "--help"}
     programs = []
     for main in (gpu.main, pack.main):
         program = typer.Typer(add_completion=False)
@@ -208,15 +210,17 @@ def options() -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("page", docs_check.pages(), ids=lambda page: page.name)
+@pytest.mark.parametrize("page", docs_check.pages(), ids=lambda page: str(page.relative_to(ROOT)))
 def test_an_option_that_the_text_names_exists(page: Path) -> None:
     named = {option for code in inline(page) for option in OPTION.findall(code)}
     assert sorted(named - options()) == []
 
 
-@pytest.mark.parametrize("kind", ["attacks", "defenses"])
-def test_the_manual_explains_every_attack_and_defense(kind: str) -> None:
-    rows = re.findall(r"^\| (.*?) \|", (ROOT / "docs" / f"{kind}.md").read_text(encoding="utf-8"), re.M)
+@pytest.mark.parametrize(
+    ("kind", "name"), [("attacks", "choose-an-attack.md"), ("defenses", "choose-a-defense.md")]
+)
+def test_the_manual_explains_every_attack_and_defense(kind: str, name: str) -> None:
+    rows = re.findall(r"^\| (.*?) \|", (ROOT / "docs" / "how-to" / name).read_text(encoding="utf-8"), re.M)
     explained = {re.split(r"[:\s]", name)[0] for row in rows for name in re.findall(r"`([^`]+)`", row)}
     assert explained == set(BUILTINS[kind])
 

@@ -34,12 +34,13 @@ def _next(task: Task, trials: Trials | None = None, first: Tensor | None = None)
 
 
 def speculative(task: Task) -> Search:
-    """Verify a whole guess in one pass, with alternatives at its unsure places in the same pass (docs/architecture.md).
+    """Verify a whole guess in one pass, with alternatives at its unsure places in the same pass.
 
     Each round runs the guessed remainder as a chain and, where the guess is unsure, alternatives as branches. The
     longest matching run is committed. At the first miss the branches had the exact context, so a match among them is
     committed too. Further right the context is slightly wrong; there the nearest of guess and branches becomes the next
     round's guess, so that one pass corrects several misses. Only where branches fail is a position searched by itself.
+    docs/internals/search.md explains it.
     """
     if task.shortlist is not None and task.ordered:
         yield from _rerank(task)

@@ -2,7 +2,7 @@
 
 It is the reference for other backends, and the tests compare it with the plain model. All threads share one copy of the
 weights. Each runs the model's own forward on its tokens at their own positions, and exchanges rows with the others only
-in the attention function (docs/architecture.md).
+in the attention function (docs/internals/cascade.md).
 """
 
 import threading

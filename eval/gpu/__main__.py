@@ -46,7 +46,7 @@ def main(
         bool, typer.Option("--rehearse", help="Try every part on the CPU with tiny models.")
     ] = False,
 ) -> None:
-    """Check the engine on a graphics card and time it; see docs/gpu.md."""
+    """Check the engine on a graphics card and time it; see docs/how-to/gpu.md."""
     try:
         raise typer.Exit(run(out, minutes, resume, parts, "cpu" if rehearse else device, commit, rehearse))
     except HiddenlabError as error:

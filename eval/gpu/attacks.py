@@ -146,7 +146,7 @@ def model_at(lab: Lab, layer: int) -> TruncatedModel:
         InputError: the built-in model is not here.
     """
     if lab.setting.model is None:
-        raise InputError("the built-in model is not here; see docs/gpu.md for how it is packed")
+        raise InputError("the built-in model is not here; see docs/how-to/gpu.md for how it is packed")
     name, depth = lab.setting.model, depth_of(lab, layer)
     return lab.keep("slice", depth, lambda: load_model(name, depth, device=str(lab.device)))
 

@@ -160,7 +160,7 @@ PARTS = (
         "checks: one prompt (encode), alternatives behind a prefix (branch), one of them kept and continued "
         "(commit), two prompts in one pass (packed), parts of a pass kept (keep), many short chains (together). "
         "'plain model' is the plain model's own error on the card in the same dtype. 'way' says how a pass "
-        "attends (docs/gpu.md). An error counts as equal up to 1e-4 in float32, and up to twice the plain "
+        "attends (docs/how-to/gpu.md). An error counts as equal up to 1e-4 in float32, and up to twice the plain "
         "model's (0.02 to 0.2) in bfloat16.",
         150, "hiddenlab.eval.gpu.correctness:engine", _engine,
     ),

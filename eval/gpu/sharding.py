@@ -22,7 +22,7 @@ def cascade(lab: Lab, *, tokens: int, alpha: int, dtype: str) -> Figures:
     """Time one prompt and 16 new tokens, sharded and plain; all nodes are threads of one process on one device."""
     name, kind = lab.setting.model, getattr(torch, dtype)
     if name is None:
-        raise InputError("the built-in model is not here; see docs/gpu.md for how it is packed")
+        raise InputError("the built-in model is not here; see docs/how-to/gpu.md for how it is packed")
     device = str(lab.device)
     plain: Any = lab.keep(
         "plain", dtype, lambda: load_cascade_model(name, dtype=kind, device=device, attention="sdpa")

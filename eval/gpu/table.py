@@ -18,7 +18,14 @@ def markdown(result: Result, parts: Sequence[Part]) -> str:
     lines = ["# On a graphics card", ""]
     if result.setting.rehearse:
         lines += ["**A rehearsal on a CPU with tiny models: these figures say nothing of a card.**", ""]
-    lines += [_facts(result.facts), "", "`make gpu` makes this page; docs/gpu.md says how.", "", NOISE, ""]
+    lines += [
+        _facts(result.facts),
+        "",
+        "`make gpu` makes this page; docs/how-to/gpu.md says how.",
+        "",
+        NOISE,
+        "",
+    ]
     for part in parts:
         if rows := result.of(part.name):
             lines += [f"## {part.title}", "", part.says, "", *_table(rows), ""]

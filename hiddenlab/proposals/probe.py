@@ -2,7 +2,7 @@
 
 The probe maps a state to a whitened embedding space, scored by cosine against every token's embedding. It is trained
 with sampled-softmax cross-entropy on text and random tokens that the attacker ran through the truncated model itself
-(docs/architecture.md; no paper describes it). It is linear for states whose coordinates are known, and a two-layer
+(docs/internals/search.md; no paper describes it). It is linear for states whose coordinates are known, and a two-layer
 network over the sorted state where they are permuted. Whitening the embedding table makes training faster
 (docs/log/001-first-attack.md).
 
