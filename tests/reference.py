@@ -61,7 +61,7 @@ def pages() -> dict[str, str]:
     index.append(
         "- [commands.md](commands.md): every command.\n"
         + "\n".join(f"- [{kind}.md]({kind}.md): {KINDS[kind][0].lower()}." for kind in KINDS)
-        + "\n- [api.md](api.md): the Python names."
+        + "\n- [api.md](api.md): the Python names.\n- [json.md](json.md): JSON, files and exit codes."
     )
     commands = {"reference/commands.md": _commands(), "reference/api.md": _api(), "files.md": _files()}
     return {"reference/README.md": _joined(index)} | listed | commands

@@ -166,7 +166,7 @@ def check(words: list[str]) -> None:
     elif words[0].endswith(("python", "python3")):
         assert words[1] == "-c" or (words[1] == "-m" and (words[2] == "pytest" or find_spec(words[2]))), words
     else:
-        assert words[0] in ("git", "cd", "echo", "curl") or words[0].endswith("=$"), words
+        assert words[0] in ("git", "cd", "echo", "curl", "source") or words[0].endswith("=$"), words
 
 
 @pytest.mark.parametrize("block", SHELL_BLOCKS, ids=str)
