@@ -68,8 +68,9 @@ dist: setup
 recording: setup
 	$(BIN)/python -m tests.recording
 
+# All pages anew, since each shows the titles of the others.
 docs: setup
-	$(BIN)/python -m sphinx -W --keep-going -q -b html docs build/docs
+	$(BIN)/python -m sphinx -E -W --keep-going -q -b html docs build/docs
 
 # Every shell command of README and docs, but those that a page marks with the reason; half an hour.
 docs-check: setup

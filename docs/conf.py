@@ -36,7 +36,7 @@ autodoc_preserve_defaults = True
 napoleon_use_ivar = True
 python_maximum_signature_line_length = 88
 
-# Pages whose links are the tree: the root's headings are captions, the others list what is below them.
+# Pages whose links are the tree: the sections of the root are captions, the others list what is below them.
 INDEXES = ("README", "log/README", "reference/README", "results/README")
 LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)#\s]+)\.md\)")
 API = "reference/api"
@@ -49,8 +49,9 @@ def add_tree(app: Sphinx, name: str, source: list[str]) -> None:
         return
     folder = Path(app.srcdir, name).parent
     placed: set[str] = set()
-    for section in re.split(r"^## ", source[0], flags=re.M):
-        caption = section.partition("\n")[0].lstrip("# ") if name == root_doc else ""
+    sections = re.split(r"^## ", source[0], flags=re.M)
+    for section in sections[1:] if name == root_doc else sections:
+        caption = section.partition("\n")[0] if name == root_doc else ""
         targets = []
         for target in LINK.findall(section):
             path = (folder / f"{target}.md").resolve()
