@@ -2,7 +2,7 @@
 # make test   the quick suite (make test-all: the slow one too)   make check   lint, format, types        make bench   the benchmark
 # make docs-check  run every shell command of the pages        make reference  docs/reference from the code
 # make docs    the pages as a site in build/docs; a broken link is an error
-# make report   docs/results: all measured tables, pictures, and one HTML page
+# make report   docs/results: all measured tables, pictures, and HTML pages by question
 # make models   fetch two more real models: gemma3-270m and qwen2.5-coder-0.5b, for '--model NAME'
 # make gpu    measure a graphics card (docs/how-to/gpu.md)    make gpu-pack   pack for a card without a network
 # make fuzz   mutated files and requests through every reader, 10 minutes (FUZZ_MINUTES=30 for more)
@@ -76,7 +76,7 @@ docs: setup
 docs-check: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.docs_check
 
-# The page, of 7 MB, is not in git; tables and pictures are.
+# The pages are not in git; tables and pictures are.
 report: setup
 	$(BIN)/hiddenlab report docs/results/tables docs/results/examples/* --out docs/results
 

@@ -51,7 +51,7 @@ VERBS: dict[str, dict[str, tuple[str, str]]] = {
         "verify": ("ledger:app", "Check whether a provider runs what it advertises."),
     },
     "Records": {
-        "report": ("report:report", "Make one HTML page of runs and experiments."),
+        "report": ("report:report", "Make HTML pages of runs and experiments."),
         "rerun": ("rerun:rerun", "Repeat a recorded run, or go on with an interrupted one."),
         "list": ("listing:list_", "List attacks, defenses, experiments and benches."),
     },

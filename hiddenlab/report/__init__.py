@@ -1,1 +1,1 @@
-"""Write reports of runs and experiments: Markdown, plots, one HTML page."""
+"""Write reports of runs and experiments: Markdown, plots, HTML pages."""
