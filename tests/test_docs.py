@@ -2,6 +2,7 @@
 
 import ast
 import re
+import runpy
 import shlex
 from collections.abc import Iterator
 from functools import cache
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import typer
 
+import hiddenlab
 from hiddenlab.eval.gpu import __main__ as gpu
 from hiddenlab.eval.gpu import pack
 from hiddenlab.registry import BUILTINS
@@ -104,6 +106,16 @@ def test_pages_made_from_the_code_are_up_to_date() -> None:
     }
     for name, text in made.items():
         assert (ROOT / "docs" / name).read_text(encoding="utf-8") == text, f"{name}: run 'make reference'"
+
+
+def test_the_site_says_of_every_public_name_what_the_code_says() -> None:
+    """docs/conf.py finds the names by the form of the page's headings."""
+    pytest.importorskip("sphinx", reason="the site is not built here")
+    conf = runpy.run_path(str(ROOT / "docs" / "conf.py"))
+    source = [(ROOT / "docs" / "reference" / "api.md").read_text(encoding="utf-8")]
+    conf["add_api"](None, "reference/api", source)
+    for name in hiddenlab.__all__:
+        assert re.search(rf"^\.\. auto(class|function|module):: hiddenlab\.{name}$", source[0], re.M), name
 
 
 def test_every_source_file_says_what_it_is() -> None:
