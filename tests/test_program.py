@@ -2,10 +2,12 @@
 
 import inspect
 import json
+import logging
 import os
 import re
 import subprocess
 import sys
+import warnings
 from collections import Counter
 from collections.abc import Iterator
 from importlib import import_module
@@ -19,6 +21,7 @@ from typer.testing import CliRunner
 from hiddenlab import registry
 from hiddenlab.cli import VERBS, app
 from hiddenlab.cli.program import LazyCommands, Program, record
+from hiddenlab.errors import HiddenlabWarning
 
 ROOT = Path(__file__).parents[1]
 WIDTH = 80
@@ -308,3 +311,25 @@ def test_lazy_commands_run(lazy: LazyCommands) -> None:
     assert CliRunner().invoke(made, ["one", "--n", "5"]).stdout == "n 5\n"
     assert CliRunner().invoke(made, ["two", "below"]).stdout == "below\n"
     assert "[default: 1]" in CliRunner().invoke(made, ["one", "-h"]).stdout
+
+
+def test_what_libraries_warn_of_goes_to_the_log_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    describe = registry.describe
+
+    def loud(kind: str) -> list[registry.Description]:
+        warnings.warn("of a\nlibrary", FutureWarning, stacklevel=1)
+        warnings.warn("for the user", HiddenlabWarning, stacklevel=1)
+        logging.getLogger("ray").warning("ray says")
+        return describe(kind)
+
+    monkeypatch.setattr(registry, "describe", loud)
+    monkeypatch.setenv("HIDDENLAB_CACHE", str(tmp_path))
+    done = CliRunner().invoke(app, ["list", "attacks", "--json"])
+    assert done.exit_code == 0 and done.stderr == "for the user\n"
+    log = tmp_path / "log" / "hiddenlab.log"
+    first, second = log.read_text(encoding="utf-8").splitlines()
+    assert "FutureWarning: of a library (" in first and second.endswith("ray: ray says")
+    assert log.stat().st_mode & 0o777 == 0o600
+    # A log that cannot be written is no reason to stop.
+    monkeypatch.setenv("HIDDENLAB_CACHE", "/dev/null")
+    assert CliRunner().invoke(app, ["list", "attacks", "--json"]).exit_code == 0

@@ -4,7 +4,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Annotated, Any
+from typing import Annotated, Any, TextIO
 
 import typer
 from typer import Option
@@ -19,15 +19,23 @@ VALIDATOR_PREFIX = "Value error, "  # which pydantic puts before the message of 
 
 @contextmanager
 def _warnings_as_lines() -> Iterator[None]:
-    """Print warnings meant for the user as one line each, without the place in the code."""
-    with warnings.catch_warnings():
-        others = warnings.showwarning
+    """Print warnings meant for the user as one line each; those of libraries go to the log file in the cache."""
+    from hiddenlab.cli.console import logged
 
-        def show(message: Any, category: type[Warning], *place: Any, **more: Any) -> None:
+    with warnings.catch_warnings(), logged() as log:
+
+        def show(
+            message: Warning | str,
+            category: type[Warning],
+            filename: str,
+            lineno: int,
+            file: TextIO | None = None,
+            line: str | None = None,
+        ) -> None:
             if issubclass(category, HiddenlabWarning):
                 _say(str(message))
             else:
-                others(message, category, *place, **more)
+                log(f"{category.__name__}: {message} ({filename}:{lineno})")
 
         warnings.showwarning = show
         yield

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 BASELINE = "identity"  # every state, in order: what no defense means
 PICTURE = "compare.png"
 PANELS = {"exact": "exact prompts, %", "rouge_l": "ROUGE-L", "token_accuracy": "right tokens, %"}
-SHOWN = ("exact", "token_accuracy", "rouge_l", "verified", "evaluated_tokens_per_token", "attack_seconds")
+SHOWN = ("exact", "token_accuracy", "rouge_l", "verified", "attack_seconds")
 BUDGET = 256  # candidates a token, where none is given: behind noise no candidate may match, and all would be tried
 OF_FILES = ("observation", "states", "truth", *IMPORT_OPTIONS)
 

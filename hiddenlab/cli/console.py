@@ -2,9 +2,11 @@
 
 import contextlib
 import json
+import logging
+import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderableType
@@ -22,9 +24,12 @@ from rich.progress import (
 from rich.segment import Segment
 from rich.text import Text
 
+from hiddenlab.errors import HiddenlabError
 from hiddenlab.records import finite
 from hiddenlab.text import printable
+from hiddenlab.utils.cache import cache_path
 
+LONGEST_LOG = 2**20  # bytes
 SLOW_SECONDS = 1.0
 QUIET_SECONDS = 60.0  # between lines of one task, where there is no terminal
 
@@ -77,6 +82,43 @@ class _RateColumn(ProgressColumn):
 
     def render(self, task: Task) -> Text:
         return Text("" if task.speed is None else _rate(task.speed), style="dim")
+
+
+@contextlib.contextmanager
+def logged() -> Iterator[Callable[[str], None]]:
+    """Send log lines of libraries to the log file of the cache, ``log/hiddenlab.log``; yield what writes a line there.
+
+    A line that cannot be written is lost: it is about a library, and no reason to stop.
+    """
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # its own handler writes to the terminal
+    handler = _ToFile(logging.WARNING)
+    logging.getLogger().addHandler(handler)
+    try:
+        yield handler.write
+    finally:
+        logging.getLogger().removeHandler(handler)
+
+
+class _ToFile(logging.Handler):
+    """Appends lines to the log file, which begins anew when it is long."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.write(f"{record.name}: {record.getMessage()}")
+
+    def write(self, line: str) -> None:
+        try:
+            path = cache_path("log", "hiddenlab.log")
+            if path.exists() and path.stat().st_size > LONGEST_LOG:
+                path.replace(path.with_suffix(".old"))
+            when = time.strftime("%Y-%m-%d %H:%M:%S")
+            with open(path, "a", encoding="utf-8", errors="backslashreplace", opener=_private) as file:
+                file.write(f"{when} {printable(' '.join(line.split()))}\n")
+        except (OSError, HiddenlabError):
+            pass
+
+
+def _private(name: str, flags: int) -> int:
+    return os.open(name, flags, 0o600)
 
 
 class Bars:
