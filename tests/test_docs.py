@@ -32,8 +32,8 @@ BUILT = {ROOT / "docs" / "results" / "report.html"}  # by make report
 SHELL_BLOCKS = [block for page in docs_check.pages() for block in docs_check.commands(page)]
 COMMANDS = dict(reference.commands())
 OPTION = re.compile(r"(?<![\w-])--[a-z][\w-]*")
-# Of torchrun, and of llama-embedding.
-OTHERS_OPTIONS = {"--nproc-per-node", "--pooling", "--embd-normalize", "--embd-output-format"}
+# Of torchrun, of twine, and of llama-embedding.
+OTHERS_OPTIONS = {"--nproc-per-node", "--strict", "--pooling", "--embd-normalize", "--embd-output-format"}
 LANGUAGES = {*docs_check.SHELL, "python", "toml", "json", "text", ""}
 
 
@@ -209,7 +209,7 @@ def inline(page: Path) -> list[str]:
 @cache
 def options() -> set[str]:
     """Every option of every command, and of the two programs for graphics cards."""
-    found = {*OTHERS_OPTIONS, "--help"}
+    found = {*OTHERS_OPTIONS, "--help", "--version"}
     programs = []
     for main in (gpu.main, pack.main):
         program = typer.Typer(add_completion=False)
