@@ -1,4 +1,4 @@
-# The lab with its built-in model. Not yet built by Docker: its RUN lines were executed one by one.
+# The lab with its built-in model. Not yet built by Docker (CONTRIBUTING.md says what was tried).
 #   docker build -t hiddenlab .
 #   docker run --rm --network none hiddenlab                                           the demo
 #   docker run --rm --network none hiddenlab attack "Where is the key?" --layer 6      any other command
