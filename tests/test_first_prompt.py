@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from hiddenlab.attacks.vocab_match import VocabMatch
 from hiddenlab.errors import InputError
@@ -121,6 +123,55 @@ def test_a_scale_is_found_where_it_was_put(scale: float) -> None:
 
 
 # ---- rows that grow
+
+
+def damaged(path: Path, how: str) -> None:
+    tensors = load_file(path)
+    with safe_open(path, "pt") as file:
+        metadata = file.metadata()
+    numbers = {name: value for name, value in tensors.items() if value.ndim}
+    if how == "one byte":
+        content = bytearray(path.read_bytes())
+        content[-1] ^= 1
+        path.write_bytes(content)
+    elif how == "cut":
+        path.write_bytes(path.read_bytes()[:-9])
+    elif how == "other names":
+        save_file({f"{name}_": value for name, value in tensors.items()}, path, metadata)
+    elif how == "other rows":
+        save_file(tensors | {name: value.roll(1, 0) for name, value in numbers.items()}, path, metadata)
+    elif how == "other dtype":
+        save_file({name: value.double() for name, value in tensors.items()}, path, metadata)
+    else:  # as another version wrote it
+        save_file(tensors, path, {"hiddenlab": "{}"})
+
+
+@pytest.mark.parametrize("how", ["one byte", "cut", "other names", "other rows", "other dtype", "no digest"])
+def test_a_damaged_cache_is_made_again(
+    tiny_model: LoadModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    monkeypatch.setenv("HIDDENLAB_CACHE", str(tmp_path))
+    monkeypatch.setattr(regressions, "KNOWN_TEXT", 400)
+    monkeypatch.setattr(regressions, "KNOWN_SINGLE", 300)
+    model, prompts = tiny_model("llama", 2), random_prompts(*[8] * 3)
+    observations = release(model, prompts)
+    VocabMatch().fit(observations[0].info, model).recover_batch(observations[:1])
+    files = sorted((tmp_path / "probes").glob("*.safetensors"))
+    whole = {file.name: load_file(file) for file in files}
+    assert len(files) >= 4
+    for file in files:
+        damaged(file, how)
+    attack = VocabMatch().fit(observations[0].info, model)
+    for file in files:
+        made, before = load_file(file), whole[file.name]
+        assert made.keys() == before.keys()
+        assert {name: value.dtype for name, value in made.items()} == {
+            name: value.dtype for name, value in before.items()
+        }
+        if "own" in before:  # the verified rows went with the damage
+            for name in ("states", "tokens"):
+                assert torch.equal(made[name], before[name][: int(before["own"])])
+    assert [result.ids for result in attack.recover_batch(observations)] == prompts
 
 
 def test_verified_rows_are_kept_and_found_again(

@@ -1,8 +1,9 @@
 """Keep probes and token tables in the cache, by model, layer, channel and settings."""
 
+import hashlib
 import json
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -364,13 +365,26 @@ def cached_path(identity: dict[str, Any]) -> Path:
 
 
 def load_cached(identity: dict[str, Any], model: TruncatedModel) -> dict[str, torch.Tensor] | None:
+    """Return what ``save_cached`` wrote; None where there is no file, or where it is damaged or holds something else."""
     path = cached_path(identity)
     if path.is_file():
         with suppress(OSError, SafetensorError, KeyError, ValueError), safe_open(path, "pt") as file:
-            return {name: file.get_tensor(name).to(model.device) for name in file.keys()}  # noqa: SIM118
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            if (file.metadata() or {}).get("digest") == _digest_of_tensors(tensors):
+                return {name: value.to(model.device) for name, value in tensors.items()}
     return None
 
 
 def save_cached(identity: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
     given = {name: value.cpu().contiguous() for name, value in tensors.items()}
-    save_tensors(cached_path(identity), given, {"hiddenlab": json.dumps(identity)})
+    metadata = {"hiddenlab": json.dumps(identity), "digest": _digest_of_tensors(given)}
+    save_tensors(cached_path(identity), given, metadata)
+
+
+def _digest_of_tensors(tensors: Mapping[str, torch.Tensor]) -> str:
+    """Return a digest of the names, dtypes, shapes and bytes of tensors on the CPU."""
+    facts = []
+    for name, value in sorted(tensors.items()):
+        content = value.detach().contiguous().flatten().view(torch.uint8).numpy()
+        facts.append([name, str(value.dtype), list(value.shape), hashlib.sha256(content).hexdigest()])
+    return digest_of(facts)
