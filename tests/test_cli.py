@@ -21,6 +21,7 @@ from hiddenlab import __version__, registry
 from hiddenlab import records as record_module
 from hiddenlab.base import Attack
 from hiddenlab.cli import app, console
+from hiddenlab.cli.rerun import differences
 from hiddenlab.cli.show import rows_table
 from hiddenlab.errors import NotApplicableError
 from hiddenlab.text import count_of
@@ -374,6 +375,24 @@ def test_rerun_says_what_differs(run: Run, model: str, prompts: str, tmp_path: P
     result = run("rerun", "first", "--no-record", code=1)
     assert "different results for 3 of 3" in result.stdout
     assert "p001: recovered_ids" in result.stdout
+
+
+def test_a_probe_that_learned_since_makes_no_difference(run: Run, model: str, tmp_path: Path) -> None:
+    """A second run of the same prompts is cheaper, as the cache holds their rows."""
+    run("attack", "twelve bytes", "--model", model, "--layer", "2", "--out", "first")
+    record, lines = tmp_path / "first" / "record.json", tmp_path / "first" / "samples.jsonl"
+    assert json.loads(record.read_text())["setup"]["probe"] == "regression"
+    sample = json.loads(lines.read_text())
+    dearer = {**sample, "evaluated_tokens": 999, "forward_calls": 99}
+    lines.write_text(json.dumps(dearer) + "\n")
+    assert "same results" in run("rerun", "first", "--no-record").stdout
+    assert json.loads(run("rerun", "first", "--no-record", "--json").stdout)["same"] is True
+    lines.write_text(json.dumps({**dearer, "recovered_ids": sample["recovered_ids"][:-1]}) + "\n")
+    other = run("rerun", "first", "--no-record", code=1).stdout
+    assert "p001: recovered_ids\n" in other and "--setup full" in other
+    assert differences([dearer], [sample]) == [
+        {"id": sample["id"], "what": ["evaluated_tokens", "forward_calls"]}
+    ]
 
 
 def test_full_disk(

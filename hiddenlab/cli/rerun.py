@@ -18,7 +18,7 @@ from hiddenlab.summary import Sample
 from hiddenlab.text import count_of
 
 DIFFERENT = 1
-COMPARED = ("status", "recovered_ids", "evaluated_tokens", "forward_calls")
+COMPARED, COSTS = ("status", "recovered_ids"), ("evaluated_tokens", "forward_calls")
 
 
 def rerun(
@@ -63,13 +63,14 @@ def rerun(
         check_new(out)
     config = AttackConfig.from_json(record.spec)
     again = conduct(config, out=out, runs_dir=runs_dir or run.resolve().parent, keep=not no_record, json=json)
-    changes = differences(samples, again.samples)
+    learned = "regression" in (record.setup.get("probe"), again.record.setup.get("probe"))
+    changes = differences(samples, again.samples, costs=not learned)
     if record.inputs_sha256 != again.record.inputs_sha256:
         changes.insert(0, {"id": "inputs", "what": ["the prompts or observations are others"]})
     if json:
         print_json({**payload(again), "same": not changes, "compared": len(samples), "differences": changes})
     else:
-        _say(changes, len(samples))
+        _say(changes, len(samples), learned)
     if changes:
         raise typer.Exit(DIFFERENT)
 
@@ -82,13 +83,20 @@ def _stay_local() -> None:
     constants.HF_HUB_OFFLINE = True
 
 
-def differences(before: Sequence[Sample], after: Sequence[Sample]) -> list[dict[str, Any]]:
-    """Return the differences between two runs of one spec, without times, over the prompts that the first reached."""
+def differences(
+    before: Sequence[Sample], after: Sequence[Sample], *, costs: bool = True
+) -> list[dict[str, Any]]:
+    """Return the differences between two runs of one spec, without times, over the prompts that the first reached.
+
+    Args:
+        costs: compare how much was evaluated, too. A probe that learns from every attack makes the second run cheaper.
+    """
+    compared = COMPARED + COSTS if costs else COMPARED
     changes = []
     second = {sample["index"]: sample for sample in after}
     for sample in before:
         other = second.get(sample["index"], {})
-        if names := [name for name in COMPARED if sample.get(name) != other.get(name)]:
+        if names := [name for name in compared if sample.get(name) != other.get(name)]:
             changes.append({"id": sample["id"], "what": names})
     return changes
 
@@ -108,7 +116,7 @@ def _resume(run: Path, record: RunRecord, samples: list[Sample], json: bool, *, 
         print_json(payload(run_again))
 
 
-def _say(changes: Sequence[dict[str, Any]], compared: int) -> None:
+def _say(changes: Sequence[dict[str, Any]], compared: int, learned: bool) -> None:
     screen = stdout()
     if not changes:
         screen.print(
@@ -118,3 +126,8 @@ def _say(changes: Sequence[dict[str, Any]], compared: int) -> None:
     screen.print(f"different results for {len(changes)} of {count_of(compared, 'prompt')}:", style="red")
     for change in changes[:10]:
         screen.print(f"  {change['id']}: {', '.join(change['what'])}")
+    if learned:
+        screen.print(
+            "The first probe learns from every attack; attacks with '--setup full' do not depend on earlier ones.",
+            soft_wrap=True,
+        )
