@@ -4,6 +4,7 @@ import ast
 import re
 import runpy
 import shlex
+import time
 from collections.abc import Iterator
 from functools import cache
 from importlib.util import find_spec
@@ -34,6 +35,23 @@ COMMANDS = dict(reference.commands())
 OPTION = re.compile(r"(?<![\w-])--[a-z][\w-]*")
 # Of torchrun, of twine, and of llama-embedding.
 OTHERS_OPTIONS = {"--nproc-per-node", "--strict", "--pooling", "--embd-normalize", "--embd-output-format"}
+OTHERS = (
+    "cat",
+    "cd",
+    "cp",
+    "curl",
+    "echo",
+    "git",
+    "grep",
+    "kill",
+    "ln",
+    "ls",
+    "mkdir",
+    "rm",
+    "sleep",
+    "source",
+    "wait",
+)
 LANGUAGES = {*docs_check.SHELL, "python", "toml", "json", "text", ""}
 
 
@@ -176,9 +194,10 @@ def check(words: list[str]) -> None:
     elif words[0].partition("=")[0] == "PYTHONPATH":
         check(words[1:])
     elif words[0].endswith(("python", "python3")):
-        assert words[1] == "-c" or (words[1] == "-m" and (words[2] == "pytest" or find_spec(words[2]))), words
+        module = words[1] == "-m" and (words[2] == "pytest" or find_spec(words[2]))
+        assert words[1] == "-c" or words[1].endswith(".py") or module, words
     else:
-        assert words[0] in ("git", "cd", "echo", "curl", "source") or words[0].endswith("=$"), words
+        assert words[0] in OTHERS or words[0].endswith("=$"), words
 
 
 @pytest.mark.parametrize("block", SHELL_BLOCKS, ids=str)
@@ -254,3 +273,149 @@ def test_fenced_blocks_say_what_they_hold() -> None:
             assert block.language or not re.search(r"^(hiddenlab|make|python\S*) ", block.text, re.M), str(
                 block
             )
+
+
+# ---- outputs
+
+PAGE = """
+```sh
+echo one
+```
+
+<!-- not refreshed: a test wants it so -->
+```text
+two
+```
+
+```sh
+echo three; echo "recorded in $PWD" >&2
+```
+
+```text
+shown
+```
+
+A paragraph.
+
+```text
+no output
+```
+
+```python
+# made.py
+print("made in 4.5 s")
+```
+
+<!-- not run: it would fail -->
+```sh
+false
+```
+
+```text
+five
+```
+
+```sh
+python \\
+    made.py
+```
+
+```text
+made in 12.25 s
+```
+"""
+
+
+@pytest.fixture
+def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A page with commands and outputs, the only one of a repository of its own."""
+    path = tmp_path / "page.md"
+    path.write_text(PAGE, encoding="utf-8")
+    monkeypatch.setattr(docs_check, "ROOT", tmp_path)
+    monkeypatch.setattr(docs_check, "pages", lambda: [path])
+    return path
+
+
+def test_an_output_is_the_text_directly_behind_its_commands(page: Path) -> None:
+    paired = [
+        (block.text.strip(), block.reason, output and (output.text, output.reason))
+        for block, output in docs_check.with_outputs(page)
+        if block.language == "sh"
+    ]
+    assert paired == [
+        ("echo one", None, ("two\n", "a test wants it so")),
+        ('echo three; echo "recorded in $PWD" >&2', None, ("shown\n", None)),
+        ("false", "it would fail", ("five\n", None)),
+        ("python \\\n    made.py", None, ("made in 12.25 s\n", None)),
+    ]
+
+
+def test_an_output_that_differs_is_reported(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert docs_check.main([]) == 1
+    said = capsys.readouterr().out
+    assert "page.md:11  the output differs" not in said  # of the block that is marked
+    assert re.search(r"the output differs.*-shown\n  \+three\n  \+recorded in ~/lab\n", said, re.S)
+    assert said.endswith("3 commands executed on 1 pages, 0 blocks failed, 1 outputs differ\n")
+    assert page.read_text(encoding="utf-8") == PAGE
+
+
+def test_refresh_writes_what_the_commands_print_and_nothing_else(page: Path) -> None:
+    assert docs_check.main(["--refresh", "page.md"]) == 0
+    expected = PAGE.replace("shown\n", "three\nrecorded in ~/lab\n").replace("12.25", "4.5")
+    assert page.read_text(encoding="utf-8") == expected
+    assert docs_check.main([str(page)]) == 0
+
+
+def test_a_page_that_there_is_not_is_an_error(page: Path) -> None:
+    with pytest.raises(SystemExit, match=r"no page other\.md"):
+        docs_check.main(["other.md"])
+
+
+def test_times_and_widths_may_change_but_words_may_not() -> None:
+    shown = docs_check.stable(
+        "│ setup, seconds │   39.3 │\n└──────┘\nin runs/20261128-131713-attack-86ce3d20\n"
+    )
+    assert shown == docs_check.stable(
+        "│ setup, seconds │ 6 │\n└───┘\nin runs/20251201-010203-attack-00000000\n"
+    )
+    assert docs_check.stable("4 of 10 rejected") != docs_check.stable("4 of 10 accepted")
+
+
+def test_progress_and_colours_are_not_shown(tmp_path: Path) -> None:
+    printed = (
+        "loading the model: 1/1 in 4.3 s\nprompts: 3/9, running, 2.1 a second, 61 s, about 9 s left\n"
+        "Loading weights:  33%|███▎      | 89/272 [00:00<00:00, 787.63it/s]\n"
+        f"\x1b[32mexact\x1b[0m: 3/9 of {tmp_path}/a  \n\n"
+    )
+    assert docs_check.cleaned(printed, tmp_path) == "exact: 3/9 of ~/lab/a\n"
+
+
+@pytest.mark.parametrize(("code", "problem"), [(2, None), (1, "failed"), (0, "failed")])
+def test_a_command_ends_as_its_comment_says(
+    code: int, problem: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = f"hiddenlab() {{ return {code}; }}\nhiddenlab attack  # exit 2: the layer is wrong\n"
+    said, _ = docs_check.run(Block(ROOT / "README.md", 1, "sh", text, None), tmp_path)
+    assert (said and said.split()[0]) == problem
+
+
+def test_what_a_block_starts_in_the_background_ends_with_it(tmp_path: Path) -> None:
+    block = Block(ROOT / "README.md", 1, "sh", "sleep 600 & echo $!\n", None)
+    problem, printed = docs_check.run(block, tmp_path)
+    assert problem is None
+    stat = Path(f"/proc/{int(printed)}/stat")
+    deadline = time.monotonic() + 10
+    while stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z":
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(("text", "number"), [("a\n# b\n\nc \\\n d\n", 2), ("# a\n", 0)])
+def test_commands_are_counted(text: str, number: int) -> None:
+    assert docs_check.count_commands(Block(ROOT / "README.md", 1, "sh", text, None)) == number
+
+
+def test_pages_in_folders_are_run_too_but_no_findings_and_no_log() -> None:
+    found = {str(page.relative_to(ROOT)) for page in docs_check.pages()}
+    assert {"README.md", "docs/tutorials/i-audit-a-provider.md", "docs/attack.md"} <= found
+    assert "docs/findings.md" not in found and not any(name.startswith("docs/log/") for name in found)
