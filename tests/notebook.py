@@ -39,8 +39,8 @@ def _outputs(source: str, where: str, names: dict[str, Any]) -> list[dict[str, A
         outputs.append({"output_type": "stream", "name": "stdout", "text": printed.getvalue()})
     if value is not None:
         data = {"text/plain": repr(value)}
-        if hasattr(value, "_repr_html_"):
-            data["text/html"] = value._repr_html_()
+        if hasattr(value, "_repr_html_") and (shown := value._repr_html_()) is not None:
+            data["text/html"] = shown
         if isinstance(value, Figure):
             data["image/png"] = _png(value)
         outputs.append(
