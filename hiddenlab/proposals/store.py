@@ -365,7 +365,7 @@ def cached_path(identity: dict[str, Any]) -> Path:
 
 
 def load_cached(identity: dict[str, Any], model: TruncatedModel) -> dict[str, torch.Tensor] | None:
-    """Return what ``save_cached`` wrote; None where there is no file, or where it is damaged or holds something else."""
+    """Return what ``save_cached`` wrote; None where there is no file, or where it is damaged or of something else."""
     path = cached_path(identity)
     if path.is_file():
         with suppress(OSError, SafetensorError, KeyError, ValueError), safe_open(path, "pt") as file:
@@ -386,5 +386,5 @@ def _digest_of_tensors(tensors: Mapping[str, torch.Tensor]) -> str:
     facts = []
     for name, value in sorted(tensors.items()):
         content = value.detach().contiguous().flatten().view(torch.uint8).numpy()
-        facts.append([name, str(value.dtype), list(value.shape), hashlib.sha256(content).hexdigest()])
+        facts.append([name, str(value.dtype), list(value.shape), hashlib.sha256(content.data).hexdigest()])
     return digest_of(facts)
