@@ -219,3 +219,15 @@ def test_a_site_of_one_layer_stays_one_run(tiny: Tiny) -> None:
     given = ["attack", "twelve bytes", "--model", tiny("llama", tokenizer=True), "--no-record", "--json"]
     made = json.loads(CliRunner().invoke(app, [*given, "--layer", "1"]).stdout)
     assert made["spec"]["layer"] == 1 == Site(1).layer and "runs" not in made
+
+
+def test_models_that_share_the_first_values_share_no_cache(tiny: Tiny) -> None:
+    """An edited or fine-tuned model may have most weights of its base, and its states are others."""
+    base, edited = (hl.load_model(tiny("llama"), 2) for _ in range(2))
+    assert regressions.identity_of(base, []) == regressions.identity_of(edited, [])
+    with torch.no_grad():
+        for name, weights in edited.module.named_parameters():
+            if name.endswith("1.mlp.down_proj.weight"):
+                weights[1:] += 1e-4
+    assert edited.signature == base.signature
+    assert regressions.identity_of(base, []) != regressions.identity_of(edited, [])

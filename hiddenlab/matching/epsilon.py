@@ -15,7 +15,7 @@ from hiddenlab.channels import Channel, in_order
 from hiddenlab.errors import InputError
 from hiddenlab.matching.distance import Matcher
 from hiddenlab.models import Request, TruncatedModel
-from hiddenlab.models.choice import CODE, fingerprint, remembered
+from hiddenlab.models.choice import CODE, remembered
 from hiddenlab.models.load import parse_dtype
 from hiddenlab.proposals.corpus import Corpus, language_reference
 from hiddenlab.proposals.probe import norm_border
@@ -136,7 +136,7 @@ def threshold_for(
     here = Path(__file__).parent
     code = (*CODE, here, here.parent / "proposals", here.parent, here.parent / "defenses")
     key = {
-        "model": identity_of(model, []), "weights": fingerprint(model.module), "device": model.device.type,
+        "model": identity_of(model, []), "device": model.device.type,
         "engine": model.engine, "quantization": model.quantization, "info": asdict(info), "matcher": matcher.name,
         "epsilon": epsilon, "seed": seed,
     }  # fmt: skip

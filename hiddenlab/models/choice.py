@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from hiddenlab.models import TruncatedModel
 
 ENGINES = ("auto", "packed", "plain")
+SPREAD = 64  # values of each parameter that tell models apart
 CODE = (Path(__file__).parent,)  # what an engine's check depends on
 T = TypeVar("T")
 
@@ -150,9 +151,13 @@ def remembered(
 
 
 def fingerprint(module: nn.Module) -> str:
-    """Return a digest of the first values of every parameter: models of one configuration have different ones."""
-    first = [parameter.detach().flatten()[:4].float().tolist() for parameter in module.parameters()]
-    return digest_of([[repr(value) for value in values] for values in first])
+    """Return a digest of values spread over every parameter: models of one configuration have different ones."""
+    values = []
+    for parameter in module.parameters():
+        flat = parameter.detach().flatten()
+        places = torch.linspace(0, max(0, len(flat) - 1), min(SPREAD, len(flat)), dtype=torch.float64).long()
+        values.append([repr(value) for value in flat[places.to(flat.device)].float().tolist()])
+    return digest_of(values)
 
 
 def facts_of(config: Any) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 
 from hiddenlab.channels import Channel, in_order
 from hiddenlab.models import TruncatedModel
+from hiddenlab.models.choice import fingerprint
 from hiddenlab.models.request import packs
 from hiddenlab.proposals import sorted_states
 from hiddenlab.proposals.corpus import Corpus
@@ -352,7 +353,7 @@ def identity_of(model: TruncatedModel, channel: list[str]) -> dict[str, Any]:
         "width": model.width,
         "vocabulary": model.vocab_size,
         # Fine-tuned models often share their embeddings, and so their signature.
-        "weights": [round(float(p.flatten()[0]), 6) for p in model.module.parameters()],
+        "weights": fingerprint(model.module),
         "dtype": str(model.dtype),
         "channel": channel,
         # Without a tokenizer the training windows hold no text.
@@ -365,7 +366,7 @@ def cached_path(identity: dict[str, Any]) -> Path:
 
 
 def load_cached(identity: dict[str, Any], model: TruncatedModel) -> dict[str, torch.Tensor] | None:
-    """Return what ``save_cached`` wrote; None where there is no file, or where it is damaged or of something else."""
+    """Return what ``save_cached`` wrote; None where there is no file, or a damaged one."""
     path = cached_path(identity)
     if path.is_file():
         with suppress(OSError, SafetensorError, KeyError, ValueError), safe_open(path, "pt") as file:
