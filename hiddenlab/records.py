@@ -8,10 +8,12 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from io import FileIO
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 from pydantic import with_config
@@ -224,13 +226,40 @@ def read_run(path: Path) -> tuple[RunRecord, list[Sample]]:
 
 
 def check_new(path: Path) -> None:
-    """Check that a directory for something new does not exist, or is empty.
+    """Check that a directory for something new does not exist, or is empty, and that it can be made.
 
     Raises:
-        InputError: it exists and holds something.
+        InputError: it exists and holds something, or nothing can be written there.
     """
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise InputError(f"{path} exists and is not an empty directory; name a new one")
+    check_writable(path)
+
+
+def check_writable(path: Path) -> None:
+    """Check that a directory can be made or written to, before any work is done for what goes there.
+
+    Permissions do not say it of every file system. So a directory is made there, and removed.
+
+    Raises:
+        InputError: it cannot.
+    """
+    made: list[Path] = []
+    try:
+        for folder in reversed([path, *path.parents]):
+            if not folder.exists():
+                folder.mkdir()
+                made.append(folder)
+        Path(mkdtemp(dir=path)).rmdir()
+    except OSError as error:
+        raise InputError(
+            f"cannot record the run in {path} ({_reason(error)}); name another place with --out or --runs-dir, or "
+            "leave the record out"
+        ) from None
+    finally:
+        for folder in reversed(made):
+            with suppress(OSError):  # another process may have put something there
+                folder.rmdir()
 
 
 def _load(path: Path) -> tuple[RunRecord, list[Sample], int]:

@@ -18,7 +18,7 @@ from hiddenlab.errors import InputError, NotApplicableError
 from hiddenlab.job import Case, Job, prepare, prepare_defenses, prepare_layers, release
 from hiddenlab.models import Request, TruncatedModel
 from hiddenlab.models.request import packs
-from hiddenlab.records import Recorder, RunRecord, check_new
+from hiddenlab.records import Recorder, RunRecord, check_new, check_writable
 from hiddenlab.scoring import missing_tokens, pieces_of, score
 from hiddenlab.summary import NOT_APPLICABLE, Sample, figures_of, summarise
 from hiddenlab.text import coloured, count_of, html
@@ -91,6 +91,8 @@ def run(
     recorder: Recorder | None = None
     if out is not None:
         check_new(Path(out))
+    elif keep and resume is None:
+        check_writable(Path(runs_dir))
     try:
         job = prepare(config, progress)
         if resume is None:

@@ -13,7 +13,7 @@ from hiddenlab import registry
 from hiddenlab.cli.console import bars, only_json, print_json, stderr, stdout
 from hiddenlab.cli.verdicts import Verdict
 from hiddenlab.errors import InputError
-from hiddenlab.records import Recorder, RunRecord
+from hiddenlab.records import Recorder, RunRecord, check_writable
 from hiddenlab.utils.digests import digest_of_files
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def conduct(
     if key_env is not None:
         options["key"] = _key(key_env)
     if keep:
-        _check_place(runs_dir)
+        check_writable(runs_dir)
     run = _Run(command, options | ({} if key_env is None else {"noise_key_env": key_env}), runs_dir, keep)
     with only_json(json), bars() as progress:
         try:
@@ -66,19 +66,6 @@ def conduct(
         run.finish(result)
         run.draw(result)
     return result
-
-
-def _check_place(runs_dir: Path) -> None:
-    """Check that a run can be recorded, before the work starts.
-
-    Raises:
-        InputError: no directory can be made there.
-    """
-    folder = next(path for path in (runs_dir.resolve(), *runs_dir.resolve().parents) if path.exists())
-    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
-        raise InputError(
-            f"cannot record the run in {runs_dir}; name another place with --runs-dir, or --no-record"
-        )
 
 
 class _Run:
