@@ -329,7 +329,7 @@ def _diagnosed(job: Job, case: Case, outcome: Outcome, progress: Progress) -> st
         or any(t.verified for t in outcome.tokens)
     ):
         return None
-    if job.attack.any_width:
+    if job.attack.any_width or not job.config.check:
         return None
     if case.index not in job.diagnosed and len(job.diagnosed) < MOST_DIAGNOSED:
         job.diagnosed[case.index] = None

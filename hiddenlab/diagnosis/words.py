@@ -78,7 +78,12 @@ def resembled(look: Look, claimed: Site, name: str) -> tuple[str, str, Site | No
         close = f"at {shares[best]:.2f} of the distance of unrelated tokens"
         if (otherwise := _otherwise(best, claimed)) is not None:
             fault, way_out = otherwise
-            return fault, f"the numbers resemble {best.place} {close}: {way_out}", best.place.site
+            said = f"the numbers resemble {best.place} {close}, which proves nothing: perhaps {way_out}"
+            return (
+                fault,
+                f"{said}; or they are {claimed}, changed afterwards (scaled, noised)",
+                best.place.site,
+            )
         if bool(look.places[best.place].looks_first(best.rows[:1]) < 0):
             sentence = (
                 f"the rows resemble {best.place} {close}, but no row is that of a first token: {MISSING}"
