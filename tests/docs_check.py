@@ -7,7 +7,8 @@ left out. A command whose comment begins with "exit 1" or "exit 2" has to end so
 A block of language ``text`` directly behind the commands is their output. ``--refresh`` writes into it what the
 commands print now. Without it the two are compared: line by line, with every figure replaced by ``#`` and with runs of
 blanks and rules shortened, as times and table widths change from run to run. A wrong figure is therefore not noticed.
-An output behind ``<!-- not refreshed: REASON -->`` is neither compared nor written.
+An output behind ``<!-- not refreshed: REASON -->`` is neither compared nor written; of one behind
+``<!-- without tables -->`` a page shows "…" in place of each table.
 """
 
 import argparse
@@ -41,6 +42,7 @@ ENDS_SO = re.compile(r"^(hiddenlab .*?)\s+# exit ([12])\b.*$", re.M)
 LONGEST = 900.0  # seconds of one block
 FENCE = re.compile(r"^```(\S*)\n(.*?)^```$", re.M | re.S)
 REASON = re.compile(r"<!-- not (?:run|refreshed): (.+?) -->\n*\Z")
+WITHOUT_TABLES = re.compile(r"<!-- without tables -->\n*\Z")
 NOTHING = re.compile(r"(?:\s|<!--.*?-->)*", re.S)
 SCRIPT = re.compile(r"# (\w+\.py)\n")
 
@@ -49,6 +51,7 @@ STAND_IN = "~/lab"  # what a page shows in place of the temporary folder
 ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 # Lines that a terminal shows as a bar, and removes: those of hiddenlab, and those of tqdm.
 PROGRESS = re.compile(r".+: \d+/\d+(?: in [\d.]+ s|, .+ left)|.*\d%\|.*\|.*")
+TABLES = re.compile(r"(?:(?:^ +\S.*\n)?(?:^[┏┃┡│├└].*\n?)+)+", re.M)  # with their titles, which are centred
 FIGURE = re.compile(r"\b(?=[0-9a-f]*\d)[0-9a-f]{6,}\b|\d+(?:[.,]\d+)*(?:e[-+]?\d+)?")
 
 
@@ -63,6 +66,7 @@ class Block:
     reason: str | None
     span: tuple[int, int] = (0, 0)  # of the text, in the page
     follows: bool = False  # nothing but blank lines and comments stands between it and the block before
+    tables: bool = True  # an output shows its tables
 
     def __str__(self) -> str:
         return f"{self.page.relative_to(ROOT)}:{self.line}"
@@ -102,7 +106,10 @@ def blocks(page: Path) -> list[Block]:
         reason = REASON.search(before)
         line = before.count("\n") + 1
         follows = last is not None and NOTHING.fullmatch(text, last, match.start()) is not None
-        made.append(Block(page, line, match[1], match[2], reason and reason[1], match.span(2), follows))
+        tables = WITHOUT_TABLES.search(before) is None
+        made.append(
+            Block(page, line, match[1], match[2], reason and reason[1], match.span(2), follows, tables)
+        )
         last = match.end()
     return made
 
@@ -173,10 +180,14 @@ def check_page(page: Path, refresh: bool, tally: Tally) -> None:
                 continue
             if output.reason is not None:
                 print(f"{output}  not refreshed: {output.reason}", flush=True)
-            elif refresh:
-                written.append((output, cleaned(printed, folder)))
+                continue
+            text = cleaned(printed, folder)
+            if not output.tables:
+                text = TABLES.sub("…\n", text)
+            if refresh:
+                written.append((output, text))
             else:
-                tally.stale += report(output, cleaned(printed, folder))
+                tally.stale += report(output, text)
     tally.pages += tally.commands > count
     tally.refreshed += len(written)
     if written:
