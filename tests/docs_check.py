@@ -8,7 +8,7 @@ A block of language ``text`` directly behind the commands is their output. ``--r
 commands print now. Without it the two are compared: line by line, with every figure replaced by ``#`` and with runs of
 blanks and rules shortened, as times and table widths change from run to run. A wrong figure is therefore not noticed.
 An output behind ``<!-- not refreshed: REASON -->`` is neither compared nor written; of one behind
-``<!-- without tables -->`` a page shows "…" in place of each table.
+``<!-- without tables -->`` or ``<!-- without tables but the first -->`` a page shows "…" in place of the tables.
 """
 
 import argparse
@@ -42,7 +42,8 @@ ENDS_SO = re.compile(r"^(hiddenlab .*?)\s+# exit ([12])\b.*$", re.M)
 LONGEST = 900.0  # seconds of one block
 FENCE = re.compile(r"^```(\S*)\n(.*?)^```$", re.M | re.S)
 REASON = re.compile(r"<!-- not (?:run|refreshed): (.+?) -->\n*\Z")
-WITHOUT_TABLES = re.compile(r"<!-- without tables -->\n*\Z")
+WITHOUT_TABLES = re.compile(r"<!-- without tables( but the first)? -->\n*\Z")
+TABLE = re.compile(r"(?:^ +\S.*\n)?^┏.*\n(?:^[┃┡│├└].*\n)+", re.M)  # with its title, which is centred
 NOTHING = re.compile(r"(?:\s|<!--.*?-->)*", re.S)
 SCRIPT = re.compile(r"# (\w+\.py)\n")
 
@@ -51,7 +52,6 @@ STAND_IN = "~/lab"  # what a page shows in place of the temporary folder
 ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 # Lines that a terminal shows as a bar, and removes: those of hiddenlab, and those of tqdm.
 PROGRESS = re.compile(r".+: \d+/\d+(?: in [\d.]+ s|, .+ left)|.*\d%\|.*\|.*")
-TABLES = re.compile(r"(?:(?:^ +\S.*\n)?(?:^[┏┃┡│├└].*\n?)+)+", re.M)  # with their titles, which are centred
 FIGURE = re.compile(r"\b(?=[0-9a-f]*\d)[0-9a-f]{6,}\b|\d+(?:[.,]\d+)*(?:e[-+]?\d+)?")
 
 
@@ -66,7 +66,7 @@ class Block:
     reason: str | None
     span: tuple[int, int] = (0, 0)  # of the text, in the page
     follows: bool = False  # nothing but blank lines and comments stands between it and the block before
-    tables: bool = True  # an output shows its tables
+    tables: int | None = None  # so many tables of an output are shown; None: all
 
     def __str__(self) -> str:
         return f"{self.page.relative_to(ROOT)}:{self.line}"
@@ -106,7 +106,8 @@ def blocks(page: Path) -> list[Block]:
         reason = REASON.search(before)
         line = before.count("\n") + 1
         follows = last is not None and NOTHING.fullmatch(text, last, match.start()) is not None
-        tables = WITHOUT_TABLES.search(before) is None
+        without = WITHOUT_TABLES.search(before)
+        tables = without and int(without[1] is not None)
         made.append(
             Block(page, line, match[1], match[2], reason and reason[1], match.span(2), follows, tables)
         )
@@ -181,9 +182,7 @@ def check_page(page: Path, refresh: bool, tally: Tally) -> None:
             if output.reason is not None:
                 print(f"{output}  not refreshed: {output.reason}", flush=True)
                 continue
-            text = cleaned(printed, folder)
-            if not output.tables:
-                text = TABLES.sub("…\n", text)
+            text = without_tables(cleaned(printed, folder), output.tables)
             if refresh:
                 written.append((output, text))
             else:
@@ -254,6 +253,13 @@ def cleaned(printed: str, folder: Path) -> str:
     return kept + "\n" if kept else ""
 
 
+def without_tables(text: str, kept: int | None) -> str:
+    """Return an output with so many of its tables, and "…" in place of the others."""
+    numbers = itertools.count()
+    shortened = TABLE.sub(lambda table: table[0] if kept is None or next(numbers) < kept else "…\n", text)
+    return re.sub(r"(?:^…\n)+", "…\n", shortened, flags=re.M)
+
+
 def stable(text: str) -> list[str]:
     """Return the lines of an output without what may change: figures, hashes, widths of tables."""
     return [re.sub(r"[\s─━]+", " ", FIGURE.sub("#", line)).strip() for line in text.splitlines()]
@@ -270,10 +276,16 @@ def report(output: Block, printed: str) -> bool:
 
 
 def rewrite(page: Path, written: list[tuple[Block, str]]) -> None:
-    """Put new outputs into a page, from its end to its beginning, so that places before them stay."""
+    """Put new outputs into a page, from its end to its beginning, so that places before them stay.
+
+    Raises:
+        SystemExit: somebody changed the page since it was read; its commands may take minutes.
+    """
     text = page.read_text(encoding="utf-8")
     for block, printed in reversed(written):
         start, end = block.span
+        if text[start:end] != block.text:
+            raise SystemExit(f"{block}  the page was changed meanwhile; nothing was written")
         text = text[:start] + printed + text[end:]
     page.write_text(text, encoding="utf-8")
 

@@ -352,15 +352,16 @@ def test_an_output_is_the_text_directly_behind_its_commands(page: Path) -> None:
 
 def test_tables_are_left_out_where_a_page_says_so(page: Path) -> None:
     table = "  costs\n┏━━━┓\n┃ a ┃\n┡━━━┩\n│ 1 │\n└───┘\n"
-    (page.parent / "tables.txt").write_text(f"VALID\n{table}{table}the end\n", encoding="utf-8")
-    for mark, shown in (
-        ("", f"VALID\n{table}{table}the end\n"),
-        ("<!-- without tables -->\n", "VALID\n…\nthe end\n"),
+    (page.parent / "tables.txt").write_text(f"VALID\n{table}{table}{table}the end\n", encoding="utf-8")
+    for mark, tables in (
+        ("", 3 * table),
+        ("<!-- without tables -->\n", "…\n"),
+        ("<!-- without tables but the first -->\n", f"{table}…\n"),
     ):
         text = f"```sh\ncat {page.parent}/tables.txt\n```\n\n{mark}```text\n"
         page.write_text(text + "```\n", encoding="utf-8")
         assert docs_check.main(["--refresh"]) == 0
-        assert page.read_text(encoding="utf-8") == f"{text}{shown}```\n"
+        assert page.read_text(encoding="utf-8") == f"{text}VALID\n{tables}the end\n```\n"
 
 
 def test_an_output_that_differs_is_reported(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
