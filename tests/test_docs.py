@@ -431,5 +431,5 @@ def test_commands_are_counted(text: str, number: int) -> None:
 
 def test_pages_in_folders_are_run_too_but_no_findings_and_no_log() -> None:
     found = {str(page.relative_to(ROOT)) for page in docs_check.pages()}
-    assert {"README.md", "docs/tutorials/i-audit-a-provider.md", "docs/attack.md"} <= found
+    assert {"README.md", "docs/tutorials/i-audit-a-provider.md", "docs/start.md"} <= found
     assert "docs/findings.md" not in found and not any(name.startswith("docs/log/") for name in found)
