@@ -399,6 +399,7 @@ def test_progress_and_colours_are_not_shown(tmp_path: Path) -> None:
     printed = (
         "loading the model: 1/1 in 4.3 s\nprompts: 3/9, running, 2.1 a second, 61 s, about 9 s left\n"
         "Loading weights:  33%|███▎      | 89/272 [00:00<00:00, 787.63it/s]\n"
+        "no probe for layer 1 of builtin yet: a first one takes about 6 s\n"
         f"\x1b[32mexact\x1b[0m: 3/9 of {tmp_path}/a  \n\n"
     )
     assert docs_check.cleaned(printed, tmp_path) == "exact: 3/9 of ~/lab/a\n"
