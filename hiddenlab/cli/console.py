@@ -148,8 +148,9 @@ class Bars:
             self._console.print(f"{what}: {done}/{total} in {now - start:.1f} s")
         elif 0 < done < total and now - self._said.get(what, start) > QUIET_SECONDS:
             each = (now - start) / max(1, done - first)
+            rate = f"{_rate(1 / each)}, " if now - start > SLOW_SECONDS else ""
             shown = (
-                f"{what}: {done}/{total}, {detail or 'running'}, {_rate(1 / each)}, {now - start:.0f} s, "
+                f"{what}: {done}/{total}, {detail or 'running'}, {rate}{now - start:.0f} s, "
                 f"about {each * (total - done):.0f} s left"
             )
             self._console.print(shown, soft_wrap=True)
