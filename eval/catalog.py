@@ -26,7 +26,7 @@ class Effort(NamedTuple):
 
 
 PLAIN = Effort()
-# docs/protocols.md gives an hour for these together. Each was stopped after a minute, unfinished, on one thread beside
+# docs/explanation/protocols.md gives an hour for these together. Each was stopped after a minute, unfinished, on one thread beside
 # other work.
 WITHIN_AN_HOUR = Effort("minutes")
 # docs/log/008-permuting-schemes.md: 39 minutes for one infiller at one layer, on one thread.
@@ -59,7 +59,7 @@ _CATALOG: dict[str, dict[str, dict[str, Effort]]] = {
             "noise-utility": Effort("hours"),
         },
         "What does a Cascade node learn?": {
-            "partial-sums": Effort("half an hour"),  # docs/cascade.md
+            "partial-sums": Effort("half an hour"),  # docs/explanation/cascade.md
             "gap": Effort("minutes"),  # docs/results/tables/gap.json: 853 s
             "gap-plans": PLAIN,
             # docs/log/007-cascade-partial-sums.md: 40 minutes of training on one thread.

@@ -26,6 +26,8 @@ class Attack:
         batch: how many observations are worth taking at once; the runner records so many prompts together.
         progress: where progress is reported; called with what is done, how much of it, and of how much.
         seed: of everything that the attack draws, as given to ``fit``.
+        learns: what it verifies may help it with later prompts, in this run and in others. False where the same prompts
+            are attacked several times and compared: no attack may profit from another.
         any_width: the attack reads rows of any width and checks them itself: fingerprints, parts of states. Others get
             rows as wide as the model's states alone.
         use_when: what follows "Use it when" in ``hiddenlab list attacks``, without a full stop at the end.
@@ -37,6 +39,7 @@ class Attack:
     use_when: str = ""
     progress: Progress = staticmethod(silent)
     seed: int = 0
+    learns: bool = True
     measured: Mapping[str, float | str] = MappingProxyType({})
     _model: TruncatedModel | None = None
 

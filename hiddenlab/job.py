@@ -149,6 +149,8 @@ def prepare_defenses(
 ) -> Iterator[Job]:
     """Return a checked run for each of several defenses, made when it is its turn; they share model and prompts.
 
+    No attack learns from the prompts: behind the next defense it would know rows of the same prompts already.
+
     Raises:
         HiddenlabError: see ``prepare``; a defense stands twice, or the states come from a file. The defenses are
             checked before a model is loaded.
@@ -161,6 +163,7 @@ def prepare_defenses(
     if config.states or config.observation is not None:
         raise InputError("states of a file lie behind one defense; compare needs prompts")
     first = prepare(replace(config, defense=tuple(defenses[0])), progress)
+    first.attack.learns = False
 
     def jobs() -> Iterator[Job]:
         for number, stages in enumerate(defenses):
@@ -171,7 +174,9 @@ def prepare_defenses(
                 continue
             channel = Channel.parse(own.defense)
             channel.provider_model(first.model)
-            yield Job(own, first.model, channel, build_attack(own, progress), first.cases)
+            attack = build_attack(own, progress)
+            attack.learns = False
+            yield Job(own, first.model, channel, attack, first.cases)
 
     return jobs()
 

@@ -73,7 +73,7 @@ def test_runs_are_those_of_attack_and_are_recorded(run: Run, tmp_path: Path) -> 
         options = ("--budget", str(compare.BUDGET), "--no-record", "--json")
         alone = json.loads(run("attack", "six ab", *defenses(*given), *options).stdout)
         assert one["spec"] == alone["spec"]
-        for name in ("recovered_ids", "exact", "verified", "evaluated_tokens", "truth_ids", "status"):
+        for name in ("recovered_ids", "exact", "verified", "truth_ids", "status"):
             assert one["samples"][0][name] == alone["samples"][0][name]
         assert one["samples"][0]["per_token"]["row"] == alone["samples"][0]["per_token"]["row"]
     folders = ["01-identity", "02-seq-perm", "03-round-int8+seq-perm"]
@@ -88,6 +88,14 @@ def test_runs_are_those_of_attack_and_are_recorded(run: Run, tmp_path: Path) -> 
     refused = run("compare", "six ab", *defenses("seq-perm"), "--out", "out", code=2)
     assert refused.stderr == "error: out exists and is not an empty directory; name a new one\n"
     assert inside(tmp_path / "out") == [*folders, "compare.png"]
+
+
+def test_no_attack_profits_from_another_on_the_same_prompts(tiny: Callable[..., str]) -> None:
+    """Rows that one attack verified are those of the prompts that the next one would be asked for."""
+    config = AttackConfig(model=tiny("llama", tokenizer=True), layer=1, prompt="six ab")
+    jobs = job_module.prepare_defenses(config, [(), ("seq-perm",), (ROUNDED,)])
+    assert [job.attack.learns for job in jobs] == [False] * 3
+    assert job_module.prepare(config).attack.learns
 
 
 @pytest.mark.parametrize("columns", [40, 120])

@@ -207,6 +207,39 @@ def test_verified_rows_are_kept_and_found_again(
     assert files and all(file.stat().st_mode & 0o077 == 0 for file in files)
 
 
+def test_an_attack_that_is_not_to_learn_neither_uses_nor_adds_verified_rows(
+    tiny_model: LoadModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several attacks on the same prompts are compared so: what was attacked before makes no difference."""
+    monkeypatch.setenv("HIDDENLAB_CACHE", str(tmp_path))
+    monkeypatch.setattr(regressions, "KNOWN_TEXT", 400)
+    monkeypatch.setattr(regressions, "KNOWN_SINGLE", 800)
+    monkeypatch.setattr(ridge, "FEWEST_NEW", 50)
+    model, prompts = tiny_model("llama", 1), random_prompts(*[10] * 8)
+    observations = release(model, prompts)
+
+    def evaluated(learns: bool) -> int:
+        attack = VocabMatch(batch=4)
+        attack.learns = learns
+        results = attack.fit(observations[0].info, model).recover_batch(observations)
+        assert [result.ids for result in results] == prompts
+        assert attack._known is not None
+        assert learns or attack._known.verified == 0
+        return sum(result.evaluated_tokens for result in results)
+
+    def kept() -> dict[str, bytes]:
+        return {path.name: path.read_bytes() for path in (tmp_path / "probes").glob("*.safetensors")}
+
+    first = evaluated(learns=False)
+    own = kept()
+    assert evaluated(learns=False) == first and kept() == own
+    evaluated(learns=True)
+    learned = kept()
+    assert learned != own and evaluated(learns=True) < first
+    assert evaluated(learns=False) == first
+    assert set(kept()) == set(learned)
+
+
 def test_wrong_tokens_are_not_learned(
     tiny_model: LoadModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

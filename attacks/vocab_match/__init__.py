@@ -225,6 +225,8 @@ class VocabMatch(Attack):
         if not quick or info.columns_permuted is not None or has_trained_probe(model, info):
             return probe_for(model, info, progress=self.progress)
         known, seconds = known_rows_for(model, info, self.progress)
+        if not self.learns:
+            known = known.attackers_own()
         if len(known) < FEWEST_ROWS:
             return None, seconds
         self._known = known
@@ -245,13 +247,13 @@ class VocabMatch(Attack):
         return probe
 
     @property
-    def _learns(self) -> bool:
+    def _may_learn(self) -> bool:
         """Whether verified rows make the probe better.
 
         Behind a given epsilon, and where right and wrong distances overlap, what is verified may be wrong. It would
         stay in the cache, so nothing is learned.
         """
-        if self._known is None or self._prepared is None:
+        if not self.learns or self._known is None or self._prepared is None:
             return False
         return self._prepared.threshold.absolute is None and self._prepared.threshold.separable
 
@@ -263,7 +265,7 @@ class VocabMatch(Attack):
         Args:
             evaluated: how many tokens each prompt's search ran.
         """
-        if not self._learns:
+        if not self._may_learn:
             return
         assert self._known is not None and self._prepared is not None
         chance, pairs = self._prepared.threshold.chance, []
@@ -308,7 +310,7 @@ class VocabMatch(Attack):
         many rows as were verified before it.
         """
         most = len(observations)
-        if self._learns:
+        if self._may_learn:
             assert self._known is not None
             rows = accumulate(len(observation.states) for observation in observations)
             most = sum(count <= max(FEWEST_TOGETHER, self._known.verified) for count in rows)

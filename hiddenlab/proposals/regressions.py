@@ -181,13 +181,15 @@ def regression_for(
     """Return a regression of known rows, and of how many; from the cache where few were added since."""
     table = model.embedding.detach()
     identity = _known_identity(model, training_channel(model, info)) | {"regression": True}
-    tensors = load_cached(identity, model)
+    tensors, rows = load_cached(identity, model), 0
     if tensors is not None:
         rows = int(tensors.pop("rows"))
         if rows <= len(known) and not known.outgrown(rows):
             return Probe.from_tensors(ProbeSettings(), tensors).with_table(table), rows
     text = text_rows_for(model, info, progress)
     probe = ridge_probe(known, text, table, *_whitening_for(model))
+    if rows > len(known):
+        return probe, len(known)  # the cache holds one of more rows, and keeps it
     with suppress(InputError):
         save_cached(identity, probe.tensors() | {"rows": torch.tensor(len(known))})
     return probe, len(known)

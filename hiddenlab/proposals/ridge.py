@@ -88,6 +88,10 @@ class KnownRows:
         """How many rows an attack verified."""
         return len(self) - self.own
 
+    def attackers_own(self) -> "KnownRows":
+        """Return the rows that no attack verified."""
+        return KnownRows(self.states[: self.own], self.tokens[: self.own], self.own)
+
     def outgrown(self, fitted: int) -> bool:
         """Return whether a regression of the first ``fitted`` rows is to be computed again."""
         return len(self) >= min(REFIT * fitted, fitted + max(FEWEST_NEW, (fitted - self.own) // 2))
