@@ -26,8 +26,8 @@ class Effort(NamedTuple):
 
 
 PLAIN = Effort()
-# docs/explanation/protocols.md gives an hour for these together. Each was stopped after a minute, unfinished, on one thread beside
-# other work.
+# docs/explanation/protocols.md gives an hour for these together. Each was stopped after a minute, unfinished, on one
+# thread beside other work.
 WITHIN_AN_HOUR = Effort("minutes")
 # docs/log/008-permuting-schemes.md: 39 minutes for one infiller at one layer, on one thread.
 TRAINED = Effort("about 40 minutes of training, then the attacks")
