@@ -36,8 +36,8 @@ SWEEPS, STARTS = 20, 16
 class PartialSums(Attack):
     """Recover the tokens before a CompNode's last row from what it receives at the first layer.
 
-    Needs a node's combined view, ``partials-1.safetensors`` of ``hiddenlab cascade run --record``: its embeddings, and
-    m, e, u of every key shard. A sum that is explained exactly verifies its tokens; their distance is the share of the
+    Needs a CompNode's stream ``attn`` at layer 1 of ``hiddenlab cascade run --record``: its embeddings, and m, e, u of
+    every key shard. A sum that is explained exactly verifies its tokens; their distance is the share of the
     sum's square that stays unexplained.
 
     Knows: the weights of the first layer, the plan, what the node holds and receives. Does not know: other nodes' rows.
@@ -77,7 +77,7 @@ class PartialSums(Attack):
         facts, info = observation.info.facts, observation.info
         if not {"heads", "shards", "embed"} <= set(facts) or info.positions is None or info.site.layer != 1:
             raise NotApplicableError(
-                "this attack reads a CompNode's combined view of layer 1 (partials-1 of 'cascade run --record')"
+                "this attack reads a CompNode's combined view of layer 1 (--stream attn of 'cascade run --record')"
             )
         layer = self._first(self.model)
         started, before = time.perf_counter(), layer.counters()

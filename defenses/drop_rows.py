@@ -7,9 +7,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from hiddenlab.channels import Stage
 from hiddenlab.errors import InputError
 from hiddenlab.sharding import AttnNode, Plan, Positions
+from hiddenlab.stages import Stage
 from hiddenlab.text import count_of
 from hiddenlab.types import ObservationInfo
 
@@ -17,7 +17,7 @@ from hiddenlab.types import ObservationInfo
 class Shard(Stage):
     """Release the rows that one Cascade node holds under (c, δ)-sharding; all other rows stay with other nodes.
 
-    By default the node is a CompNode (paper, sections 7.2.1 and 7.2.2). With ``queries`` and ``keys`` it is an
+    By default the node is a CompNode (Hidden No More, sections 7.2.1 and 7.2.2). With ``queries`` and ``keys`` it is an
     AttnNode, and the rows are those of which it receives queries, keys or values under m-splitting (appendix M).
 
     Args:
@@ -94,7 +94,7 @@ class Shard(Stage):
 
 
 class DropRows(Stage):
-    """Release the first ``after`` rows, leave out ``size`` rows and release the next one (paper, appendix C).
+    """Release the first ``after`` rows, leave out ``size`` rows and release the next one (Hidden No More, appendix C).
 
     The result has one gap, at a known place.
 

@@ -12,10 +12,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from hiddenlab.channels import Stage
 from hiddenlab.defenses.verification.rules import PAPER
 from hiddenlab.defenses.verification.toploc import TOP, commit, values_at
 from hiddenlab.errors import InputError
+from hiddenlab.stages import Stage
 from hiddenlab.types import ObservationInfo
 
 

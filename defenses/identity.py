@@ -1,6 +1,6 @@
 """Release hidden states without any defense; this is the baseline of every table."""
 
-from hiddenlab.channels import Stage
+from hiddenlab.stages import Stage
 
 
 class Identity(Stage):

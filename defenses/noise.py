@@ -1,4 +1,4 @@
-"""Add noise to the input of the model (paper, section 6 and appendix F)."""
+"""Add noise to the input of the model (Hidden No More, section 6 and appendix F)."""
 
 import math
 from dataclasses import replace
@@ -8,15 +8,15 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from hiddenlab.channels import Stage
 from hiddenlab.errors import InputError, NotApplicableError
+from hiddenlab.stages import Stage
 from hiddenlab.types import ObservationInfo
 
 CHUNK_ROWS = 16384  # of the vocabulary at once, so that no second table is held in double precision
 
 
 class Gaussian(Stage):
-    """Add Gaussian noise N(0, sigma²) to every coordinate of the input embeddings (paper, appendix F).
+    """Add Gaussian noise N(0, sigma²) to every coordinate of the input embeddings (Hidden No More, appendix F).
 
     Args:
         sigma: standard deviation of the noise, in the units of the embedding module's output.
@@ -92,7 +92,7 @@ class UnknownGaussian(Stage):
 
 
 class RandomPrefix(Stage):
-    """Put one random embedding before the prompt, and do not release its state (paper, appendix F.1).
+    """Put one random embedding before the prompt, and do not release its state (Hidden No More, appendix F.1).
 
     Each coordinate is drawn from a Gaussian with the coordinate's mean and standard deviation over the vocabulary.
     """

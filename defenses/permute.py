@@ -1,4 +1,4 @@
-"""Permute released states: their rows, their coordinates, or both (paper, section 5.2)."""
+"""Permute released states: their rows, their coordinates, or both (Hidden No More, section 5.2)."""
 
 from dataclasses import replace
 from typing import Any, Literal
@@ -7,12 +7,12 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from hiddenlab.channels import Stage
+from hiddenlab.stages import Stage
 from hiddenlab.types import ObservationInfo
 
 
 class SequencePermutation(Stage):
-    """Shuffle the rows of the states (paper, section 5.2.1)."""
+    """Shuffle the rows of the states (Hidden No More, section 5.2.1)."""
 
     spec = "seq-perm"
 

@@ -1,4 +1,4 @@
-"""Release random projections of states in place of the states (paper, appendix J.1)."""
+"""Release random projections of states in place of the states (Hidden No More, appendix J.1)."""
 
 import math
 from dataclasses import replace
@@ -8,9 +8,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from hiddenlab.channels import Stage
 from hiddenlab.errors import InputError
 from hiddenlab.projections import FACT, GAUSSIAN, Projection
+from hiddenlab.stages import Stage
 from hiddenlab.types import ObservationInfo
 
 

@@ -1,4 +1,4 @@
-"""Run the model with quantized weights (paper, appendix F) or in another dtype; round states to 8 bits."""
+"""Run the model with quantized weights (Hidden No More, appendix F) or in another dtype; round states to 8 bits."""
 
 from dataclasses import replace
 from typing import Any, Literal
@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from hiddenlab.channels import Stage
+from hiddenlab.stages import Stage
 from hiddenlab.types import ObservationInfo
 
 

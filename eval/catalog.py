@@ -84,6 +84,7 @@ _CATALOG: dict[str, dict[str, dict[str, Effort]]] = {
         "What do random projections of states hide?": {
             "projections": WITHIN_AN_HOUR,
             "theorem-j1": WITHIN_AN_HOUR,
+            "theorem-j3": Effort("seconds", DCOR),
             "distance-correlation": Effort("minutes", DCOR),
         },
         "Does an audit find a cheating provider?": {
@@ -124,12 +125,18 @@ _CATALOG: dict[str, dict[str, dict[str, Effort]]] = {
             "attack": PLAIN,
             "first": PLAIN,
             "chains": PLAIN,
+            "kv-cache": Effort("seconds"),
         },
         "What does Cascade cost?": {
             "cascade": Effort(needs=RAY),
             "cascade-decode": Effort(needs=RAY),
             "cascade-largest": Effort(needs=RAY),
+            "cascade-tls": PLAIN,
             "serving": Effort(needs=RAY),
+            "throughput": Effort("minutes", RAY),
+        },
+        "What happens when a Cascade node breaks?": {
+            "cascade-faults": Effort("minutes", RAY),
         },
         "How does Cascade compare with secret sharing?": {
             "mpc": Effort(needs="CrypTen and SPU (make mpc), and " + RAY),

@@ -5,6 +5,7 @@ experiment resumes where it was, two tables share their common cells, and nothin
 """
 
 import json
+import secrets
 import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,7 +19,8 @@ from typing_extensions import TypedDict
 
 from hiddenlab import registry
 from hiddenlab.config import AttackConfig
-from hiddenlab.errors import HiddenlabError, InputError
+from hiddenlab.errors import HiddenlabError, InputError, WorkersLostError
+from hiddenlab.eval.parallel import Crew
 from hiddenlab.records import RECORD, commit_name, finite, read_run
 from hiddenlab.report.tables import Figure
 from hiddenlab.types import Progress, silent
@@ -190,7 +192,7 @@ def conduct(
     home: Path,
     *,
     fresh: bool = False,
-    workers: int = 1,
+    workers: Crew | None = None,
     threads: int | None = None,
     measure: bool = True,
     progress: Progress = silent,
@@ -202,12 +204,12 @@ def conduct(
         experiment: its cells.
         home: folder of results.
         fresh: measure all cells anew.
-        workers: processes, over Ray.
-        threads: of torch, in each process.
+        workers: measure cells in these; None measures them in this process.
+        threads: of torch, in this process.
         measure: if False, only earlier results enter the table, and the rest is "not measured yet".
 
     Raises:
-        HiddenlabError: ``home`` cannot be written, or a measure does not exist.
+        HiddenlabError: ``home`` cannot be written or workers do not see it, or a measure does not exist.
     """
     for cell in experiment.cells:
         registry.resolve("measures", cell.measure)
@@ -216,17 +218,15 @@ def conduct(
     done = len(unique) - len(todo)
     todo = todo if measure else []
     progress(f"cells of {name}", done, len(unique))
-    if workers > 1 and len(todo) > 1:
-        from hiddenlab.eval.parallel import measure_all
-
-        finished: Iterator[Result] = measure_all(measure_cell, todo, home, fresh, workers, threads)
+    if workers is not None and todo:
+        finished = _measured_apart(workers, todo, home, fresh, progress)
     else:
         if threads is not None:
             import torch
 
             torch.set_num_threads(threads)
         finished = (measure_cell(cell, home, fresh, progress) for cell in todo)
-    results = {}
+    results = dict[str, Result]()
     for result in finished:
         results[result["digest"]] = result
         done += 1
@@ -256,6 +256,41 @@ def conduct(
     }
     write_file(home / f"{name}.json", json.dumps(finite(table), ensure_ascii=False, indent=1) + "\n")
     return table
+
+
+def _measured_apart(
+    workers: Crew, cells: Sequence[Cell], home: Path, fresh: bool, progress: Progress
+) -> Iterator[Result]:
+    """Measure cells in workers, which write them into the same folder as this process would."""
+    where = home.resolve()
+    where.mkdir(parents=True, exist_ok=True)
+    mark = where / f".workers-{secrets.token_hex(6)}"
+    write_file(mark, "")
+    try:
+        workers.start(progress)
+        tasks = [(cell, where, fresh) for cell in cells]
+        for _, result in workers.share(_measure_task, tasks, before=(_see, mark), progress=progress):
+            yield result
+    except WorkersLostError as error:
+        raise WorkersLostError(
+            f"{error}; cells that were measured are kept in {home}, and the same command goes on from there"
+        ) from None
+    finally:
+        mark.unlink(missing_ok=True)
+
+
+def _see(state: dict[str, Any], note: Progress, mark: Path) -> None:
+    """Check in a worker that it sees the folder of results."""
+    if not mark.is_file():
+        raise InputError(
+            f"a worker's machine does not see {mark.parent}; name a folder that all share with --out"
+        )
+
+
+def _measure_task(state: dict[str, Any], note: Progress, task: tuple[Cell, Path, bool]) -> Result:
+    """Measure a cell in a worker."""
+    cell, home, fresh = task
+    return measure_cell(cell, home, fresh, note)
 
 
 def refusal(name: str, error: HiddenlabError) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from typing import Any
 from hiddenlab import registry
 from hiddenlab.errors import HiddenlabError, InputError
 from hiddenlab.eval.cells import Experiment, Setting, conduct, refusal
+from hiddenlab.eval.parallel import Crew
 from hiddenlab.report.tables import table_page
 from hiddenlab.types import Progress, silent
 from hiddenlab.utils.files import write_file
@@ -19,7 +20,7 @@ def run(
     home: Path,
     *,
     fresh: bool = False,
-    workers: int = 1,
+    workers: Crew | None = None,
     threads: int | None = None,
     measure: bool = True,
     progress: Progress = silent,

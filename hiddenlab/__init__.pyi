@@ -4,7 +4,6 @@ from .api import attack as attack
 from .api import channel as channel
 from .base import Attack as Attack
 from .channels import Channel as Channel
-from .channels import Stage as Stage
 from .config import AttackConfig as AttackConfig
 from .diagnosis import diagnose as diagnose
 from .models import TruncatedModel as TruncatedModel
@@ -16,6 +15,7 @@ from .runner import run as run
 from .runner import run_layers as run_layers
 from .scoring import Score as Score
 from .scoring import score as score
+from .stages import Stage as Stage
 from .types import AttackResult as AttackResult
 from .types import GroundTruth as GroundTruth
 from .types import Observation as Observation

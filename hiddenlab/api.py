@@ -5,9 +5,11 @@ from typing import Any, overload
 
 from hiddenlab import registry
 from hiddenlab.base import Attack
-from hiddenlab.channels import Channel, Defense
+from hiddenlab.channels import Channel
+from hiddenlab.code_files import load_named
 from hiddenlab.errors import InputError
 from hiddenlab.models import TruncatedModel
+from hiddenlab.stages import Defense
 from hiddenlab.types import AttackResult, Observation
 
 
@@ -17,12 +19,13 @@ def channel(*stages: str | Defense) -> Channel:
     Without stages it releases states unchanged.
 
     Args:
-        stages: specs such as ``"gaussian:sigma=0.01"`` (see ``hiddenlab list defenses``), or defense objects.
+        stages: specs such as ``"gaussian:sigma=0.01"`` (see ``hiddenlab list defenses``), files of your own such as
+            ``"rounding.py:decimals=2"``, whose code then runs, or defense objects.
 
     Raises:
         InputError: an unknown name, or a missing or malformed parameter.
     """
-    return Channel.parse(stages)
+    return Channel.parse(stages, files=True)
 
 
 @overload
@@ -55,7 +58,8 @@ def attack(
 
     Args:
         observation: released states with their public facts. model: the attacker's own truncated model.
-        attack: a spec such as ``"vocab-match:search=greedy"`` (see ``hiddenlab list attacks``), or an attack object.
+        attack: a spec such as ``"vocab-match:search=greedy"`` (see ``hiddenlab list attacks``), a file of your own
+            such as ``"mine.py"``, whose code then runs, or an attack object.
         seed: of everything that the attack draws.
         options: of the attack, where it is given by a spec.
 
@@ -71,6 +75,7 @@ def attack(
     if not several:
         return []
     if isinstance(attack, str):
+        load_named("attacks", attack)
         chosen: Attack = registry.build("attacks", attack, **_known(attack, options))
     elif options:
         raise InputError(f"give {', '.join(options)} to the attack object itself")

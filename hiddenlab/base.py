@@ -27,7 +27,7 @@ class Attack:
         progress: where progress is reported; called with what is done, how much of it, and of how much.
         seed: of everything that the attack draws, as given to ``fit``.
         learns: what it verifies may help it with later prompts, in this run and in others. False where the same prompts
-            are attacked several times and compared: no attack may profit from another.
+            are attacked several times and compared, or by several processes: none may profit from another.
         any_width: the attack reads rows of any width and checks them itself: fingerprints, parts of states. Others get
             rows as wide as the model's states alone.
         use_when: what follows "Use it when" in ``hiddenlab list attacks``, without a full stop at the end.
@@ -71,6 +71,15 @@ class Attack:
         Args:
             info: the public facts at the last layer; those at the others differ by the site.
             models: of growing depth.
+        """
+        return
+
+    def reset(self) -> None:
+        """Return to the state behind ``fit``: forget what earlier prompts changed, and keep what is only loaded.
+
+        The runner calls it before each batch of an independent run, where ``learns`` is False. The answers to a batch
+        then depend on that batch alone. An attack that keeps anything from one prompt for the next defines it; by
+        default there is nothing to forget.
         """
         return
 

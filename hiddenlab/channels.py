@@ -5,87 +5,37 @@ which of its facts are public. Stages of one level apply left to right. The leve
 computation (load, inputs, states), so ``seq-perm`` and ``gaussian`` have the same effect in either order.
 """
 
-import inspect
-import logging
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import groupby, islice
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from hiddenlab import registry
+from hiddenlab.code_files import load_named
 from hiddenlab.errors import HiddenlabError, InputError
 from hiddenlab.models import Request, TruncatedModel
+from hiddenlab.models.quantized import quiet_bitsandbytes
 from hiddenlab.models.request import packs
+from hiddenlab.stages import (
+    Defense,
+    build_defense,
+    check_release,
+    has_unknown_strength,
+    overrides,
+    permutes_rows,
+    selects_rows,
+    with_known_name,
+    with_strength,
+)
 from hiddenlab.types import GroundTruth, Observation, ObservationInfo, Site
 from hiddenlab.utils.random import generator
 
 LOAD_OPTIONS = ("dtype", "quantization")
 SELECTION_FACTS = ("tokens", "shard")  # facts of prompts of which only some rows are shown
-
-
-@runtime_checkable
-class Defense(Protocol):
-    """One stage of a channel. All randomness comes from the generator, so that a seed repeats a release.
-
-    ``spec`` is the text that builds the same defense again, e.g. ``gaussian:sigma=0.01``. A stage that shows only some
-    of the rows has ``selects = True``. One whose strength only the provider knows has ``supposed(strength)``, which
-    returns the same stage with a strength that an attacker assumes.
-    """
-
-    spec: str
-
-    def provider(self, options: dict[str, Any]) -> dict[str, Any]:
-        """Return load options of the provider's truncated model (``dtype``, ``quantization``), changed or as given."""
-        ...
-
-    def inputs(
-        self, embeddings: Float[Tensor, "n d"], table: Float[Tensor, "v d"], generator: torch.Generator
-    ) -> Float[Tensor, "m d"]:
-        """Return the input embeddings, changed or as given; added rows come first and count as ``prefix_tokens``."""
-        ...
-
-    def states(
-        self, states: Float[Tensor, "rows d"], generator: torch.Generator
-    ) -> tuple[Float[Tensor, "rows d"], tuple[int, ...] | None, dict[str, Any]]:
-        """Return the released states, the order of rows where changed, and secret details.
-
-        Released row r was row ``order[r]``. A stage that selects leaves rows out: the order then lists those that stay,
-        ascending.
-        """
-        ...
-
-    def publish(self, info: ObservationInfo) -> ObservationInfo:
-        """Return the public facts with those of this stage added."""
-        ...
-
-
-class Stage:
-    """A defense that does nothing; built-ins override what they change and leave the rest."""
-
-    spec = "identity"
-    selects = False
-
-    def provider(self, options: dict[str, Any]) -> dict[str, Any]:
-        return options
-
-    def inputs(
-        self, embeddings: Float[Tensor, "n d"], table: Float[Tensor, "v d"], generator: torch.Generator
-    ) -> Float[Tensor, "m d"]:
-        return embeddings
-
-    def states(
-        self, states: Float[Tensor, "rows d"], generator: torch.Generator
-    ) -> tuple[Float[Tensor, "rows d"], tuple[int, ...] | None, dict[str, Any]]:
-        return states, None, {}
-
-    def publish(self, info: ObservationInfo) -> ObservationInfo:
-        return info
 
 
 @dataclass(frozen=True)
@@ -108,48 +58,55 @@ class Channel:
     def __init__(self, defenses: Sequence[Defense]) -> None:
         self.defenses = tuple(defenses)
         self.specs: tuple[str, ...] = tuple(defense.spec for defense in self.defenses)
-        self._changes_inputs = any(_overrides(defense, "inputs") for defense in self.defenses)
+        self._changes_inputs = any(overrides(defense, "inputs") for defense in self.defenses)
         self._providers: dict[tuple[Any, ...], TruncatedModel] = {}
         self._tables: WeakKeyDictionary[TruncatedModel, Tensor] = WeakKeyDictionary()
-        selecting = [defense.spec for defense in self.defenses if _selects(defense)]
-        if selecting and (len(selecting) > 1 or any(_permutes_rows(d) for d in self.defenses)):
+        selecting = [defense.spec for defense in self.defenses if selects_rows(defense)]
+        if selecting and (len(selecting) > 1 or any(permutes_rows(d) for d in self.defenses)):
             raise InputError(
                 f"{selecting[0]} shows rows of known positions; it goes with neither permuted rows nor another "
                 "choice of rows"
             )
-        if len(unknown := [defense.spec for defense in self.defenses if _unknown(defense)]) > 1:
+        if len(unknown := [defense.spec for defense in self.defenses if has_unknown_strength(defense)]) > 1:
             raise InputError(f"{' and '.join(unknown)}: only one stage may be of unknown strength")
         # Contradictory load options are refused here, before any model is loaded.
         self._load_options(dict.fromkeys(LOAD_OPTIONS))
 
     @classmethod
-    def parse(cls, specs: Sequence[str | Defense]) -> "Channel":
+    def parse(cls, specs: Sequence[str | Defense], files: bool = False) -> "Channel":
         """Build a channel from specs such as ``["gaussian:sigma=0.01", "seq-perm"]`` or defenses; empty is identity.
 
         An attacker builds the defenses again from their specs. So the class of a defense of one's own gets the name in
         its ``spec``, in this process.
+
+        Args:
+            files: load the Python files that specs name. Only for specs that the user gave: the code runs.
 
         Raises:
             UnknownNameError: unknown defense.
             InputError: unknown, missing or malformed parameter; a defense's spec names another class.
             HiddenlabError: a plugin's class lacks a part of ``Defense``.
         """
+        if files:
+            for spec in specs:
+                if isinstance(spec, str):
+                    load_named("defenses", spec)
         return cls(
-            [_as_defense(registry.build("defenses", s)) if isinstance(s, str) else _named(s) for s in specs]
+            [build_defense(spec) if isinstance(spec, str) else with_known_name(spec) for spec in specs]
         )
 
     def whole(self) -> "Channel":
         """Return the channel without the stages that only leave rows out; shown rows went through all others."""
-        return Channel([defense for defense in self.defenses if not _selects(defense)])
+        return Channel([defense for defense in self.defenses if not selects_rows(defense)])
 
     @property
     def unknown(self) -> bool:
         """Whether the strength of a stage is the provider's secret."""
-        return any(map(_unknown, self.defenses))
+        return any(map(has_unknown_strength, self.defenses))
 
     def supposed(self, strength: float) -> "Channel":
         """Return the channel with an assumed strength in the stage of unknown strength."""
-        return Channel([_supposed(defense, strength) for defense in self.defenses])
+        return Channel([with_strength(defense, strength) for defense in self.defenses])
 
     def provider_model(self, model: TruncatedModel) -> TruncatedModel:
         """Return the truncated model that the provider runs: the given one, or the same layers with other load options.
@@ -332,9 +289,14 @@ class Channel:
         # A copy: the pass's buffer holds the states of the prefix and of other prompts too.
         states = states[len(states) - rows :].clone()
         for defense in self.defenses:
-            before = len(states)
-            states, step, drawn = defense.states(states, prepared.generator)
-            _check_stage(defense, states, step, before)
+            returned: Any = defense.states(states, prepared.generator)
+            if not (isinstance(returned, tuple) and len(returned) == 3 and isinstance(returned[0], Tensor)):
+                raise HiddenlabError(
+                    f"the method 'states' of the defense {defense.spec} must return three things: the rows as a "
+                    "tensor, their order or None, and a dictionary of secret details, {} if there are none"
+                )
+            before, (states, step, drawn) = states, returned
+            check_release(defense, before, states, step)
             if step is not None:
                 order = step if order is None else tuple(order[r] for r in step)
                 drawn = {**drawn, "row_order": step}
@@ -385,44 +347,6 @@ def by_channel(observations: Iterable[Observation], size: int) -> Iterator[list[
             yield group
 
 
-def _as_defense(built: Any) -> Defense:
-    if not isinstance(built, Defense):
-        parts = ("spec", "provider", "inputs", "states", "publish")
-        lacking = ", ".join(part for part in parts if not hasattr(built, part))
-        raise HiddenlabError(f"{type(built).__name__} is no defense: it lacks {lacking}")
-    return built
-
-
-def _named(built: Any) -> Defense:
-    """Return a defense whose spec builds it again, its class registered where the name is new.
-
-    Raises:
-        InputError: the spec is that of another class; whoever reads it would take the defense for that one.
-    """
-    defense = _as_defense(built)
-    name, _ = registry.parse_spec(defense.spec)
-    known = registry.resolve("defenses", name) if name in registry.names("defenses") else None
-    if known is not type(defense) and (known is None or inspect.isclass(known)):
-        registry.register("defenses", name, type(defense))
-    return defense
-
-
-def _overrides(defense: Defense, method: str) -> bool:
-    return getattr(type(defense), method, None) is not getattr(Stage, method)
-
-
-@contextmanager
-def quiet_bitsandbytes() -> Iterator[None]:
-    """Silence LLM.int8's warning, at every product, that it casts to float16."""
-    logger = logging.getLogger("bitsandbytes")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
-
-
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
@@ -442,36 +366,4 @@ def _check_tokens(tokens: Sequence[int], model: TruncatedModel) -> None:
     if bad := [token for token in tokens if not 0 <= token < model.vocab_size]:
         raise InputError(
             f"token {bad[0]} is outside the vocabulary of {model.ref.name} (0 to {model.vocab_size - 1})"
-        )
-
-
-def _selects(defense: Defense) -> bool:
-    return bool(getattr(defense, "selects", False))
-
-
-def _unknown(defense: Defense) -> bool:
-    return hasattr(defense, "supposed")
-
-
-def _supposed(defense: Defense, strength: float) -> Defense:
-    """Return a stage of unknown strength with an assumed one; any other stage unchanged."""
-    return _as_defense(defense.supposed(strength)) if hasattr(defense, "supposed") else defense
-
-
-def _permutes_rows(defense: Defense) -> bool:
-    return defense.publish(ObservationInfo("", (), Site(1))).rows_permuted
-
-
-def _check_stage(defense: Defense, states: Tensor, order: tuple[int, ...] | None, rows: int) -> None:
-    """Check the rows and order of a stage: a plugin that loses rows would otherwise corrupt the scores silently."""
-    if _selects(defense):
-        kept = () if order is None else order
-        if states.ndim != 2 or len(states) != len(kept) or list(kept) != sorted(set(kept) & set(range(rows))):
-            raise HiddenlabError(f"the defense {defense.spec} does not say which of {rows} rows it released")
-        return
-    if states.ndim != 2 or len(states) != rows:
-        raise HiddenlabError(f"the defense {defense.spec} released {tuple(states.shape)}, not {rows} rows")
-    if order is not None and sorted(order) != list(range(rows)):
-        raise HiddenlabError(
-            f"the defense {defense.spec} reports a row order that is no permutation of {rows} rows"
         )

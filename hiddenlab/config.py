@@ -77,14 +77,19 @@ class AttackConfig:
     defense: o.DefenseOpt = ()
     attack: Annotated[
         str,
-        Option("--attack", metavar="NAME", rich_help_panel=o.SEARCH, help="See 'hiddenlab list attacks'."),
+        Option(
+            "--attack",
+            metavar="SPEC",
+            rich_help_panel=o.SEARCH,
+            help="See 'hiddenlab list attacks'. One of your own: FILE.py.",
+        ),
     ] = "vocab-match"
     search: Annotated[
         Literal["speculative", "greedy"] | None,
         Option(
             rich_help_panel=o.SEARCH,
             help="speculative verifies several guessed tokens in one pass; greedy tries one token after another, "
-            "as the paper does. Default: speculative.",
+            "as the paper prints it. Default: speculative.",
         ),
     ] = None
     proposal: Annotated[
@@ -140,6 +145,15 @@ class AttackConfig:
             help="Prompts attacked at once, and recorded together; default: the attack's own.",
         ),
     ] = None
+    independent: Annotated[
+        bool,
+        Option(
+            "--independent",
+            rich_help_panel=o.SEARCH,
+            help="Attack each batch as if it were the first: nothing is learned from other prompts. --workers implies "
+            "it, so that one process with it gives what many give.",
+        ),
+    ] = False
     seed: o.SeedOpt = 0
     device: o.DeviceOpt = "auto"
     device_map: o.DeviceMapOpt = None

@@ -27,5 +27,9 @@ class NotApplicableError(HiddenlabError):
     """An observation does not meet an attack's stated needs; recorded as such, never as a zero."""
 
 
+class WorkersLostError(HiddenlabError):
+    """Every worker that shared some work was lost; what was done before is kept."""
+
+
 class HiddenlabWarning(UserWarning):
     """Something that the user should know, and that stops nothing; the command line prints it as one line."""

@@ -5,7 +5,6 @@ import inspect
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Literal, cast
 
 import torch
@@ -13,17 +12,18 @@ import torch
 from hiddenlab import registry
 from hiddenlab.base import Attack
 from hiddenlab.channels import Channel
+from hiddenlab.code_files import load_named
 from hiddenlab.config import ATTACK_OPTIONS, AttackConfig
 from hiddenlab.diagnosis import Diagnosis, diagnose
 from hiddenlab.errors import HiddenlabError, InputError, NotApplicableError
-from hiddenlab.imports import ModelShape, Reading, read_states
+from hiddenlab.imports import Imported
+from hiddenlab.inputs import Inputs, imported_states, read_inputs, read_prompts
 from hiddenlab.models import TruncatedModel, load_model
-from hiddenlab.models.load import load_config, resolve_model
-from hiddenlab.observation import check_observation, load_observations
+from hiddenlab.models.load import checked_layer, load_config, resolve_model
+from hiddenlab.observation import check_observation
 from hiddenlab.options import Stream
-from hiddenlab.prompts import Prompt, load_prompts
+from hiddenlab.prompts import Prompt
 from hiddenlab.text import count_of
-from hiddenlab.truths import load_truth
 from hiddenlab.types import LAST_STREAMS, GroundTruth, Observation, ObservationInfo, Progress, silent
 from hiddenlab.utils.random import generator
 
@@ -66,8 +66,11 @@ class Job:
         return digest.hexdigest()
 
 
-def prepare(config: AttackConfig, progress: Progress = silent) -> Job:
+def prepare(config: AttackConfig, progress: Progress = silent, inputs: Inputs | None = None) -> Job:
     """Check a configuration and load what it needs.
+
+    Args:
+        inputs: what ``read_inputs`` returned; None reads it now.
 
     Raises:
         HiddenlabError: anything in it is unknown, out of range, unreadable or does not fit together.
@@ -76,28 +79,28 @@ def prepare(config: AttackConfig, progress: Progress = silent) -> Job:
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     attack = build_attack(config, progress)
-    observations: list[Observation] = []
+    if config.observation is None and not config.states:
+        Channel.parse(config.defense, files=True)  # an unknown one is said before anything is read
+    inputs = read_inputs(config) if inputs is None else inputs
+    observations, secrets = inputs.observations, inputs.secrets
     if config.states:
-        brought = import_states(config, progress)
-        truths = brought.truths if config.truth is None else load_truth(Path(config.truth))
+        brought = import_states(config, progress, inputs.imported)
+        truths = brought.truths if secrets is None else secrets
         cases = _given(brought.observations, truths, brought.config, brought.model, attack.any_width)
         job = Job(brought.config, brought.model, Channel([]), attack, cases)
         job.diagnosed |= brought.diagnosed
         return job
     if config.observation is None:
-        channel = Channel.parse(config.defense)
+        channel = Channel.parse(config.defense, files=True)
     else:
         channel = Channel([])  # saved states passed their channel already
-        observations = load_observations(Path(config.observation))
         # A recorded run names the channel of its file.
         if config.defense and config.defense != observations[0].info.channel:
             raise InputError("--observation brings its own states; leave out --defense")
-    secrets = None if config.truth is None else load_truth(Path(config.truth))
     # A file of somebody else may name a model, but must not make this machine contact the hub.
     local_only = bool(observations) and config.model is None
     if observations:
         config = _with_public(config, observations[0].info)
-    sources = [] if observations else _texts(config)
     config = _with_site(config)
     progress("loading the model", 0, 1)
     model = _load(config, local_only)
@@ -106,7 +109,7 @@ def prepare(config: AttackConfig, progress: Progress = silent) -> Job:
     cases = (
         _given(observations, secrets, config, model, attack.any_width)
         if observations
-        else _prompts(sources, config, model)
+        else _prompts(inputs.texts, config, model)
     )
     return Job(config, model, channel, attack, cases)
 
@@ -121,15 +124,7 @@ def prepare_layers(
     Raises:
         HiddenlabError: see ``prepare``; or a layer is out of range, stands twice, or the states come from a file.
     """
-    config = replace(config, layer=None).checked()
-    if layers != "all":
-        layers = _numbered(layers)
-    if config.states or config.observation is not None:
-        raise InputError("states of a file are of one layer; give one --layer")
-    if config.stream in (*LAST_STREAMS, "embed"):
-        raise InputError(f"the stream {config.stream} exists at one layer; leave out --layer")
-    if layers == "all":
-        layers = range(1, _count_layers(config) + 1)
+    config, layers = check_layers(config, layers)
     deepest = prepare(replace(config, layer=max(layers)), progress)
     models = {layer: deepest.model.shallower(layer) for layer in sorted(layers)}
     shown, _ = release(deepest, deepest.cases[0])
@@ -141,7 +136,29 @@ def prepare_layers(
             own = replace(deepest.config, layer=layer)
             yield Job(own, models[layer], deepest.channel, build_attack(own, progress), deepest.cases)
 
-    return list(layers), jobs()
+    return layers, jobs()
+
+
+def check_layers(
+    config: AttackConfig, layers: Sequence[int] | Literal["all"]
+) -> tuple[AttackConfig, list[int]]:
+    """Return a checked configuration for several layers, and their numbers.
+
+    Raises:
+        InputError: a layer is out of range or stands twice, or the states are of one layer alone.
+    """
+    config = replace(config, layer=None).checked()
+    if layers != "all":
+        layers = _numbered(layers)
+    if config.states or config.observation is not None:
+        raise InputError("states of a file are of one layer; give one --layer")
+    if config.stream in (*LAST_STREAMS, "embed"):
+        raise InputError(f"the stream {config.stream} exists at one layer; leave out --layer")
+    total = _count_layers(config)
+    if layers == "all":
+        return config, list(range(1, total + 1))
+    checked_layer(config.model or "builtin", total, max(layers), "resid")
+    return config, list(layers)
 
 
 def prepare_defenses(
@@ -157,7 +174,7 @@ def prepare_defenses(
     """
     named = ["+".join(stages) or "identity" for stages in defenses]
     for stages in defenses:
-        Channel.parse(tuple(stages))
+        Channel.parse(tuple(stages), files=True)
     if twice := next((name for name in named if named.count(name) > 1), None):
         raise InputError(f"the defense {twice} is given twice")
     if config.states or config.observation is not None:
@@ -172,7 +189,7 @@ def prepare_defenses(
             if number == 0:
                 yield first
                 continue
-            channel = Channel.parse(own.defense)
+            channel = Channel.parse(own.defense, files=True)
             channel.provider_model(first.model)
             attack = build_attack(own, progress)
             attack.learns = False
@@ -197,10 +214,15 @@ class Brought:
     diagnosed: dict[int, Diagnosis | None]
 
 
-def import_states(config: AttackConfig, progress: Progress = silent) -> Brought:
+def import_states(
+    config: AttackConfig, progress: Progress = silent, imported: Imported | None = None
+) -> Brought:
     """Read the states that another program saved (``config.states``), and load the model whose states they are.
 
     Every decision is reported through ``progress`` as a line.
+
+    Args:
+        imported: what the files hold, where they were read already.
 
     Raises:
         HiddenlabError: a file cannot be read, or does not fit the model; see ``hiddenlab.imports.read_states``.
@@ -209,13 +231,7 @@ def import_states(config: AttackConfig, progress: Progress = silent) -> Brought:
     assert config.model is not None
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    reading = Reading(
-        config.layer, config.stream, config.format, config.tensor, config.axes,
-        _numbers("--layers", config.layers), config.first_position, config.skip_rows,
-        _numbers("--split", config.split), config.ids, config.mask, config.defense,
-    )  # fmt: skip
-    ref = resolve_model(config.model, trust_remote_code=config.trust_remote_code)
-    imported = read_states(config.states, ModelShape.of(ref), reading)
+    imported = imported_states(config) if imported is None else imported
     for note in imported.notes:
         progress(note, 0, 0)
     if any(truth is not None for truth in imported.truths):
@@ -231,10 +247,6 @@ def import_states(config: AttackConfig, progress: Progress = silent) -> Brought:
         check_observation(observation, model)
     diagnosed = {0: _looked_at(observations, model, config, progress)} if config.check else {}
     return Brought(config, model, observations, imported.truths, diagnosed)
-
-
-def _numbers(option: str, text: str | None) -> tuple[int, ...]:
-    return () if text is None else tuple(registry.parse_numbers(option, text, least=0))
 
 
 def _looked_at(
@@ -268,8 +280,8 @@ def capture_all(config: AttackConfig, progress: Progress = silent) -> list[tuple
     config = config.checked()
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    channel = Channel.parse(config.defense)
-    texts = _texts(config)
+    channel = Channel.parse(config.defense, files=True)
+    texts = read_prompts(config)
     config = _with_site(config)
     model = _load(config)
     channel.provider_model(model)
@@ -287,6 +299,7 @@ def build_attack(config: AttackConfig, progress: Progress = silent) -> Attack:
     Raises:
         InputError: an option was given that it does not have.
     """
+    load_named("attacks", config.attack)
     name, _ = registry.parse_spec(config.attack)
     parameters = inspect.signature(registry.resolve("attacks", name)).parameters
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
@@ -303,6 +316,7 @@ def build_attack(config: AttackConfig, progress: Progress = silent) -> Attack:
             f"{type(attack).__name__} is no attack: it does not extend hiddenlab.base.Attack"
         )
     attack.progress = progress
+    attack.learns = not config.independent
     return attack
 
 
@@ -318,16 +332,6 @@ def _release(
 ) -> tuple[Observation, GroundTruth]:
     assert case.truth is not None
     return channel.release(model, case.truth.tokens, generator(seed, "release", case.index))
-
-
-def _texts(config: AttackConfig) -> list[Prompt]:
-    if config.prompt is None:
-        return load_prompts(
-            config.prompts, column=config.column, limit=config.limit, template=config.template
-        )
-    if not config.prompt.strip():
-        raise InputError("the prompt is empty; give at least one token")
-    return [Prompt("p001", config.prompt, "PROMPT")]
 
 
 def _prompts(prompts: Sequence[Prompt], config: AttackConfig, model: TruncatedModel) -> list[Case]:

@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from hiddenlab.errors import InputError
 from hiddenlab.models import TruncatedModel
 from hiddenlab.projections import projection_of
-from hiddenlab.types import Observation, ObservationInfo
+from hiddenlab.types import Observation, ObservationInfo, Site
 from hiddenlab.utils.files import save_tensors
 from hiddenlab.utils.schema import CLOSED, parse
 
@@ -103,6 +103,44 @@ def load_observations(path: str | Path) -> list[Observation]:
     return [
         _observation(path, i, states, info)
         for i, (states, info) in enumerate(zip(tensors, facts, strict=True))
+    ]
+
+
+def load_site(path: str | Path, layer: int | None = None, stream: str | None = None) -> list[Observation]:
+    """Read the observations of one site from a file, which may hold those of several.
+
+    A file of one site is read whatever is asked for. Of several the layer and stream choose; where only the layer is
+    given, the stream is ``resid``, if the file has it there.
+
+    Args:
+        layer, stream: of the site; None where it is open.
+
+    Raises:
+        InputError: see ``load_observations``; or layer and stream leave several sites, or none.
+    """
+    found = load_observations(path)
+    sites = list(dict.fromkeys(one.info.site for one in found))
+    if len(sites) > 1:
+        fits = [s for s in sites if layer in (None, s.layer) and stream in (None, s.stream)]
+        if len(fits) > 1 and stream is None:
+            fits = [s for s in fits if s.stream == "resid"] or fits
+        if len(fits) != 1:
+            held = ", ".join(_sites_in_words(sites))
+            raise InputError(
+                f"{path} holds states of several sites; choose one by --layer and --stream: {held}"
+            )
+        sites = fits
+    return [one for one in found if one.info.site == sites[0]]
+
+
+def _sites_in_words(sites: Sequence[Site]) -> list[str]:
+    """Return each stream with its layers: ``resid at 1 to 30``."""
+    layers: dict[str, list[int]] = {}
+    for site in sites:
+        layers.setdefault(site.stream, []).append(site.layer)
+    return [
+        f"{stream} at {min(own)}" + (f" to {max(own)}" if len(own) > 1 else "")
+        for stream, own in layers.items()
     ]
 
 

@@ -1,7 +1,8 @@
 """Write and read records of runs: a directory with ``record.json`` (the request and outcome) and ``samples.jsonl``.
 
 ``record.json`` is written first with status ``started`` and replaced atomically afterwards; ``samples.jsonl`` grows by
-one line for each prompt. So a run that was killed, or whose disk filled up, stays readable and resumable.
+one line for each prompt, and is put into the prompts' order at the end. So a run that was killed, or whose disk filled
+up, stays readable and resumable.
 """
 
 import json
@@ -105,9 +106,18 @@ class Recorder:
 
     @classmethod
     def create(
-        cls, record: RunRecord, *, out: Path | None = None, runs_dir: Path = Path("runs"), keep: bool = True
+        cls,
+        record: RunRecord,
+        *,
+        out: Path | None = None,
+        runs_dir: Path = Path("runs"),
+        keep: bool = True,
+        environment: Mapping[str, Any] | None = None,
     ) -> "Recorder":
         """Start a run, in ``out`` or in a new directory of ``runs_dir``; nowhere when ``keep`` is false.
+
+        Args:
+            environment: fields of the record that are not those of this process.
 
         Raises:
             InputError: ``out`` exists and is not an empty directory.
@@ -118,7 +128,7 @@ class Recorder:
         record.started = _now()
         if not keep:
             return cls(record, None)
-        for name, value in describe_environment().items():
+        for name, value in {**describe_environment(), **(environment or {})}.items():
             setattr(record, name, value)
         if out is not None:
             check_new(out)
@@ -159,7 +169,7 @@ class Recorder:
         Raises:
             RecordError: it cannot be written (a full disk); earlier samples stay as they were.
         """
-        self._append_bytes((json.dumps(finite(sample), ensure_ascii=False) + "\n").encode())
+        self._append_bytes(_line(sample))
         self.samples.append(sample)
 
     def save(self) -> None:
@@ -173,7 +183,8 @@ class Recorder:
             raise self._cannot_write(error) from None
 
     def close(self, status: str, summary: dict[str, Any] | None = None, error: str | None = None) -> None:
-        """Record how the run ended: ``finished``, ``interrupted`` or ``failed``."""
+        """Record how the run ended: ``finished``, ``interrupted`` or ``failed``; samples get the prompts' order."""
+        self._sort()
         self.record.status, self.record.error, self.record.finished = status, error, _now()
         self.record.summary = summary
         try:
@@ -182,6 +193,18 @@ class Recorder:
             if self._lock is not None:
                 os.close(self._lock)
                 self._lock = None
+
+    def _sort(self) -> None:
+        """Bring the samples of an attack into the prompts' order; several workers end in another."""
+        ordered = _in_order(self.samples)
+        if ordered == self.samples:
+            return
+        self.samples = ordered
+        if self.path is not None:
+            try:
+                put_file(self.path / SAMPLES, b"".join(map(_line, ordered)), private=True)
+            except OSError as error:
+                raise self._cannot_write(error) from None
 
     def _cut(self, size: int) -> None:
         """Cut off a torn last sample."""
@@ -290,7 +313,16 @@ def _load_samples(path: Path, verb: str) -> tuple[list[Sample], int]:
                 seen.add(index)
     except InputError as error:
         raise InputError(f"{error}; cut the file before that line to resume from there") from None
-    return samples, good
+    return _in_order(samples), good
+
+
+def _in_order(samples: Sequence[Sample]) -> list[Sample]:
+    """Return samples in the prompts' order; those of other verbs have no index, and stay as they are."""
+    return sorted(samples, key=lambda sample: sample.get("index", 0))
+
+
+def _line(sample: Sample) -> bytes:
+    return (json.dumps(finite(sample), ensure_ascii=False) + "\n").encode()
 
 
 def _new_directory(record: RunRecord, runs_dir: Path) -> Path:

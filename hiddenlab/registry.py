@@ -1,15 +1,18 @@
 """Look up attacks, defenses, metrics, experiments and benches by name, built-in or from plugins.
 
-A spec is ``name``, ``name:key=value,key=value`` or ``name:value`` (the constructor's first parameter). Nothing is
-imported before a name is resolved, so listing names loads no torch.
+A spec is ``name``, ``name:key=value,key=value`` or ``name:value`` (the constructor's first parameter). The name may be
+that of a Python file of the user's own (``hiddenlab.code_files``). Nothing is imported before a name is resolved, so
+listing names loads no torch.
 """
 
 import difflib
 import inspect
 import math
+import re
 import types
 from collections.abc import Callable, Collection, Mapping
 from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 from hiddenlab.builtins import BUILTINS as BUILTINS
@@ -21,7 +24,12 @@ PLUGIN_KINDS = ("attacks", "defenses")
 _SESSION: dict[str, dict[str, "_Own"]] = {kind: {} for kind in PLUGIN_KINDS}  # names of this process alone
 POSITIONAL = ""  # the key under which ``parse_spec`` returns a value without a name
 
-_SINGULAR = {
+# Kinds of which users have their own, and what to do then.
+OWN = {
+    kind: f"; one of your own is named by its file, FILE.py:KEY=VALUE (docs/how-to/own-{word}.md)"
+    for kind, word in (("attacks", "attack"), ("defenses", "defense"))
+}
+SINGULAR = {
     "attacks": "attack",
     "defenses": "defense",
     "metrics": "metric",
@@ -32,6 +40,7 @@ _SINGULAR = {
     "cascade": "cascade command",
     "verify": "verify command",
 }
+_FILE = re.compile(r"\s*[^:=,]*\.py(?:::\w+)?(?=\s*(?::|$))")
 _TRUTH = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 
 
@@ -76,9 +85,13 @@ def register(kind: str, name: str, factory: Callable[..., Any]) -> None:
         InputError: the name belongs to something else.
     """
     taken = _table(kind).get(name)
-    if taken is not None and (not isinstance(taken, _Own) or taken.value != _Own(name, factory).value):
+    if (
+        taken is not None
+        and not is_file(name)
+        and (not isinstance(taken, _Own) or taken.value != _Own(name, factory).value)
+    ):
         raise InputError(
-            f"{_origin(taken)} already has the {_SINGULAR[kind]} {name!r} ({taken.value}); give "
+            f"{_origin(taken)} already has the {SINGULAR[kind]} {name!r} ({taken.value}); give "
             f"{factory.__qualname__} a name of its own"
         )
     _SESSION[kind][name] = _Own(name, factory)
@@ -100,22 +113,50 @@ def resolve(kind: str, name: str) -> Callable[..., Any]:
         UnknownNameError: nobody registered the name; the message names a synonym's target or the nearest name.
         HiddenlabError: the object of the name cannot be imported, or a plugin claims a taken name.
     """
-    table = _table(kind)
-    if name not in table:
-        near = _meant(kind, name, table)
-        hint = f"; did you mean {near}?" if near else ";"
-        raise UnknownNameError(f"unknown {_SINGULAR[kind]} {name!r}{hint} known: {', '.join(table)}")
-    entry = table[name]
+    entry = _entry(kind, name)
     try:
         factory = entry.load()
     except Exception as error:  # a plugin's import may fail in any way; the user is told which plugin it is
         raise HiddenlabError(
-            f"cannot load the {_SINGULAR[kind]} {name!r} ({entry.value}, from {_origin(entry)}): "
+            f"cannot load the {SINGULAR[kind]} {name!r} ({entry.value}, from {_origin(entry)}): "
             f"{type(error).__name__}: {first_line(error)}"
         ) from error
     if not callable(factory):
-        raise HiddenlabError(f"the {_SINGULAR[kind]} {name!r} ({entry.value}) is no class or function")
+        raise HiddenlabError(f"the {SINGULAR[kind]} {name!r} ({entry.value}) is no class or function")
     return factory  # type: ignore[no-any-return]
+
+
+def _entry(kind: str, name: str) -> "EntryPoint | _Own":
+    """Return the entry of a name; imports nothing."""
+    table = _table(kind)
+    if name in table:
+        return table[name]
+    if is_file(name):
+        raise UnknownNameError(
+            f"the {SINGULAR[kind]} {name} is code in a file, which runs only where a command or call names it"
+        )
+    near = _meant(kind, name, table)
+    hint = f"; did you mean {near}?" if near else ";"
+    own = OWN.get(kind, "")
+    raise UnknownNameError(f"unknown {SINGULAR[kind]} {name!r}{hint} known: {', '.join(table)}{own}")
+
+
+def check_name(kind: str, spec: str) -> None:
+    """Check the name in a spec that the user gave, before anything is imported.
+
+    Raises:
+        UnknownNameError: nobody registered the name. InputError: it is that of a file that does not exist.
+    """
+    name, _ = parse_spec(spec)
+    if not is_file(name):
+        _entry(kind, name)
+    elif not Path(file := name.partition("::")[0]).is_file():
+        raise InputError(f"there is no file {file}")
+
+
+def is_file(name: str) -> bool:
+    """Return whether a name is that of a Python file, as ``rounding.py`` or ``rounding.py::Round``."""
+    return _FILE.fullmatch(name) is not None
 
 
 def parse_spec(spec: str) -> tuple[str, dict[str, str]]:
@@ -124,7 +165,10 @@ def parse_spec(spec: str) -> tuple[str, dict[str, str]]:
     Raises:
         InputError: the spec does not read as ``name``, ``name:value`` or ``name:key=value,…``.
     """
-    name, colon, rest = (part.strip() for part in spec.partition(":"))
+    file = _FILE.match(spec)
+    head = file.end() if file else 0  # FILE.py::CLASS has colons of its own
+    name, colon, rest = (part.strip() for part in spec[head:].partition(":"))
+    name = spec[:head].strip() + name
     form = "write NAME, NAME:VALUE or NAME:KEY=VALUE,KEY=VALUE"
     if not name:
         raise InputError(f"{spec!r} names nothing; {form}")
@@ -156,7 +200,7 @@ def build(kind: str, spec: str, **extra: Any) -> Any:
     """
     name, texts = parse_spec(spec)
     factory = resolve(kind, name)
-    what, known = f"{_SINGULAR[kind]} {name}", _parameters(factory)
+    what, known = f"{SINGULAR[kind]} {name}", _parameters(factory)
     takes = f"it takes {_listing(known)}" if known else "it takes no parameters"
     if POSITIONAL in texts:
         value, first = texts.pop(POSITIONAL), next(iter(known), None)
@@ -236,7 +280,7 @@ def _table(kind: str) -> dict[str, EntryPoint | _Own]:
         taken = table.get(entry.name)
         if taken is not None and taken.value != entry.value:
             raise HiddenlabError(
-                f"{_origin(entry)} registers the {_SINGULAR[kind]} {entry.name!r}, a name that "
+                f"{_origin(entry)} registers the {SINGULAR[kind]} {entry.name!r}, a name that "
                 f"{_origin(taken)} already has; rename it in the plugin, or uninstall the plugin"
             )
         table.setdefault(entry.name, entry)
@@ -282,7 +326,7 @@ def _listing(known: Mapping[str, inspect.Parameter]) -> str:
 
 def _settable(annotation: Any) -> bool:
     if get_origin(annotation) in (Union, types.UnionType):
-        return any(map(_settable, get_args(annotation)))
+        return any(_settable(member) for member in get_args(annotation) if member is not type(None))
     plain = (str, int, float, bool, type(None), Any, inspect.Parameter.empty)
     return get_origin(annotation) is Literal or annotation in plain
 

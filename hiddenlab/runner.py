@@ -1,35 +1,36 @@
-"""Run an attack on prompts in the order of the protocol: release → recover → score → record."""
+"""Run an attack on prompts, here or over several workers, and record what comes back."""
 
 import gc
 import re
-import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Any, Literal
 
-import torch
-
+from hiddenlab.batch import InProcess, Work
 from hiddenlab.config import AttackConfig
-from hiddenlab.diagnosis import diagnose
-from hiddenlab.errors import InputError, NotApplicableError
-from hiddenlab.job import Case, Job, prepare, prepare_defenses, prepare_layers, release
-from hiddenlab.models import Request, TruncatedModel
-from hiddenlab.models.request import packs
+from hiddenlab.errors import InputError, WorkersLostError
+from hiddenlab.job import check_layers, prepare, prepare_defenses, prepare_layers
 from hiddenlab.records import Recorder, RunRecord, check_new, check_writable
-from hiddenlab.scoring import missing_tokens, pieces_of, score
-from hiddenlab.summary import NOT_APPLICABLE, Sample, figures_of, summarise
+from hiddenlab.summary import Sample, figures_of, summarise
 from hiddenlab.text import coloured, count_of, html
-from hiddenlab.types import AttackResult, GroundTruth, Observation, Progress, silent
-from hiddenlab.utils.environment import peak_memory_mb
+from hiddenlab.types import Progress, silent
 
-PREFILL_REPEATS = 3
 LONGEST_NAME = 100  # letters of a defense in the name of its folder; file systems end at 255
-MOST_DIAGNOSED = 3  # prompts of a run whose rows are looked at; a look costs some ten thousand tokens
+NOT_INDEPENDENT = (
+    "{} was started without workers and without --independent: its prompts learn from each other, in order; leave out "
+    "--workers and --address"
+)
 
-Outcome = AttackResult | NotApplicableError
+
+class Workers(ABC):
+    """Processes that attack the prompts of a run, each with a model of its own."""
+
+    @abstractmethod
+    def prepare(self, config: AttackConfig, progress: Progress) -> Work:
+        """Check a configuration, and load what it needs in a worker; see ``hiddenlab.job.prepare``."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,7 @@ def run(
     runs_dir: str | Path = "runs",
     keep: bool = True,
     resume: str | Path | None = None,
+    workers: Workers | None = None,
     progress: Progress = silent,
     show: Callable[[Sample], None] | None = None,
 ) -> Run:
@@ -81,6 +83,8 @@ def run(
         config: every option that can change a result.
         out: the run's directory, a new one; None makes one in ``runs_dir``. keep: false writes nothing.
         resume: continue the run in this directory.
+        workers: attack batches in several processes (``hiddenlab.eval.spread``); the run is then an independent one,
+            which gives the same without workers.
         progress: where progress is reported. show: called with each prompt's sample as soon as it is recorded.
 
     Raises:
@@ -94,12 +98,17 @@ def run(
     elif keep and resume is None:
         check_writable(Path(runs_dir))
     try:
-        job = prepare(config, progress)
-        if resume is None:
-            recorder = _created(job, None if out is None else Path(out), Path(runs_dir), keep)
+        if workers is None:
+            work: Work = InProcess(prepare(config, progress))
         else:
-            recorder = Recorder.resume(Path(resume), job.inputs_sha256)
-        attack_all(job, recorder, progress=progress, show=show)
+            if resume is not None and not config.independent:
+                raise InputError(NOT_INDEPENDENT.format(resume))
+            work = workers.prepare(replace(config, independent=True), progress)
+        if resume is None:
+            recorder = _created(work, None if out is None else Path(out), Path(runs_dir), keep)
+        else:
+            recorder = Recorder.resume(Path(resume), work.inputs_sha256)
+        attack_all(work, recorder, progress=progress, show=show)
     except KeyboardInterrupt:
         raise Interrupted(None if recorder is None else _ended(recorder)) from None
     return _ended(recorder)
@@ -112,19 +121,21 @@ def run_layers(
     *,
     runs_dir: str | Path = "runs",
     keep: bool = True,
+    workers: Workers | None = None,
     progress: Progress = silent,
     show: Callable[[Sample], None] | None = None,
     ended: Callable[[Run], None] | None = None,
 ) -> list[Run]:
     """Attack every prompt of a configuration at several layers of its model; each layer has a run of its own.
 
-    The model is loaded once, and the states that first probes need come from the same passes for all layers.
+    The model is loaded once, and the states that first probes need come from the same passes for all layers; with
+    ``workers`` it is loaded anew for each layer.
 
     Args:
         config: its ``layer`` is not read. layers: 1 is the first.
         out: the directory of the runs; each layer makes a new folder there. None makes one for each run in
             ``runs_dir``. keep: false writes nothing.
-        progress, show: see ``run``. ended: called with each run as soon as it has ended.
+        workers, progress, show: see ``run``. ended: called with each run as soon as it has ended.
 
     Raises:
         HiddenlabError: see ``run``. Interrupted: from the keyboard; its ``run`` is that of the layer at work.
@@ -133,14 +144,20 @@ def run_layers(
     if folder is not None and layers != "all":
         _check_folders(folder, layers)
     try:
-        layers, jobs = prepare_layers(config, layers, progress)
+        if workers is None:
+            layers, jobs = prepare_layers(config, layers, progress)
+            works: Iterator[Work] = map(InProcess, jobs)
+        else:
+            config, layers = check_layers(config, layers)
+            each = (replace(config, layer=layer, independent=True) for layer in layers)
+            works = (workers.prepare(own, progress) for own in each)
         if folder is not None:
             _check_folders(folder, layers)
     except KeyboardInterrupt:
         raise Interrupted(None, (), () if layers == "all" else layers) from None
     folders = [None if folder is None else _folder(folder, layer) for layer in layers]
     return _run_each(
-        jobs, layers, folders, runs_dir=runs_dir, keep=keep, progress=progress, show=show, ended=ended
+        works, layers, folders, runs_dir=runs_dir, keep=keep, progress=progress, show=show, ended=ended
     )
 
 
@@ -179,11 +196,13 @@ def run_defenses(
         jobs = prepare_defenses(config, defenses, progress)
     except KeyboardInterrupt:
         raise Interrupted(None, (), defenses) from None
-    return _run_each(jobs, defenses, folders, keep=keep, progress=progress, show=show, ended=ended)
+    return _run_each(
+        map(InProcess, jobs), defenses, folders, keep=keep, progress=progress, show=show, ended=ended
+    )
 
 
 def _run_each(
-    jobs: Iterator[Job],
+    works: Iterator[Work],
     names: Sequence[Any],
     folders: Sequence[Path | None],
     *,
@@ -193,10 +212,10 @@ def _run_each(
     show: Callable[[Sample], None] | None,
     ended: Callable[[Run], None] | None,
 ) -> list[Run]:
-    """Attack and record several jobs, one after another.
+    """Attack and record several runs, one after another.
 
     Args:
-        names: what ``Interrupted.left`` calls the jobs. folders: of their records; None makes one in ``runs_dir``.
+        names: what ``Interrupted.left`` calls them. folders: of their records; None makes one in ``runs_dir``.
 
     Raises:
         HiddenlabError: see ``run``. Interrupted: from the keyboard.
@@ -204,14 +223,14 @@ def _run_each(
     runs: list[Run] = []
     recorder: Recorder | None = None
     try:
-        for job, folder in zip(jobs, folders, strict=True):
-            recorder = _created(job, folder, Path(runs_dir), keep)
-            attack_all(job, recorder, progress=progress, show=show)
+        for work, folder in zip(works, folders, strict=True):
+            recorder = _created(work, folder, Path(runs_dir), keep)
+            attack_all(work, recorder, progress=progress, show=show)
             runs.append(_ended(recorder))
             recorder = None
             if ended is not None:
                 ended(runs[-1])
-            del job
+            del work
             gc.collect()  # an attack's tables, which refer to each other
     except KeyboardInterrupt:
         left = names[len(runs) + (recorder is not None) :]
@@ -236,15 +255,15 @@ def _check_folders(out: Path, layers: Iterable[int]) -> None:
             check_new(_folder(out, layer))
 
 
-def _created(job: Job, out: Path | None, runs_dir: Path, keep: bool) -> Recorder:
+def _created(work: Work, out: Path | None, runs_dir: Path, keep: bool) -> Recorder:
     record = RunRecord(
         verb="attack",
-        spec=job.config.to_json(),
-        seeds={"seed": job.config.seed},
-        inputs_sha256=job.inputs_sha256,
-        prompts=len(job.cases),
+        spec=work.config.to_json(),
+        seeds={"seed": work.config.seed},
+        inputs_sha256=work.inputs_sha256,
+        prompts=work.prompts,
     )
-    return Recorder.create(record, out=out, runs_dir=runs_dir, keep=keep)
+    return Recorder.create(record, out=out, runs_dir=runs_dir, keep=keep, environment=work.environment)
 
 
 class Interrupted(KeyboardInterrupt):
@@ -261,105 +280,43 @@ class Interrupted(KeyboardInterrupt):
 
 
 def attack_all(
-    job: Job, recorder: Recorder, *, progress: Progress = silent, show: Callable[[Sample], None] | None = None
+    work: Work,
+    recorder: Recorder,
+    *,
+    progress: Progress = silent,
+    show: Callable[[Sample], None] | None = None,
 ) -> None:
-    """Attack the prompts that the record does not hold yet: release, recover, score, record.
-
-    The attack gets observations and the attacker's own model. Truths go directly from ``release`` to ``sample_of``.
+    """Attack the prompts that the record does not hold yet (``hiddenlab.batch``), and record each batch.
 
     Raises:
         RecordError: the disk is full.
     """
     done = {sample["index"] for sample in recorder.samples}
-    todo = [case for case in job.cases if case.index not in done]
     try:
-        progress("prompts", len(done), len(job.cases))
-        for batch in _batches(todo, min(job.attack.batch, job.config.batch or job.attack.batch)):
-            released = [release(job, case) for case in batch]
-            truths = [truth for _, truth in released]
-            outcomes = recover(job, [observation for observation, _ in released], recorder)
-            prefills = time_prefill(job.model, _prompt_tokens(truths, outcomes))
-            for case, (observation, truth), outcome, prefill in zip(
-                batch, released, outcomes, prefills, strict=True
-            ):
-                sample = sample_of(job.model, case, truth, outcome, prefill, observation.info.positions)
-                if sentence := _diagnosed(job, case, outcome, progress):
-                    sample["diagnosis"] = sentence
+        progress("prompts", len(done), work.prompts)
+        for samples in work.attack(frozenset(done), partial(_record_setup, recorder), progress):
+            for sample in samples:
+                if sample["index"] in done:
+                    continue
                 recorder.append(sample)
+                done.add(sample["index"])
                 if show is not None:
                     show(sample)
-            progress("prompts", len(recorder.samples), len(job.cases))
+            progress("prompts", len(done), work.prompts)
     except KeyboardInterrupt:
-        recorder.close("interrupted", summary_of(recorder))
+        recorder.close("interrupted", summary_of(recorder, work))
         raise
     except BaseException as error:
-        _close_failed(recorder, error)
+        _close_failed(recorder, work, error)
+        if isinstance(error, WorkersLostError) and recorder.path is not None:
+            way = f"'hiddenlab rerun {recorder.path} --resume' goes on, with or without workers"
+            raise WorkersLostError(f"{error}; {way}") from None
         raise
-    recorder.close("finished", summary_of(recorder))
+    recorder.close("finished", summary_of(recorder, work))
 
 
-def recover(job: Job, observations: Sequence[Observation], recorder: Recorder) -> list[Outcome]:
-    """Fit the attack to this channel, once, and recover a batch."""
-    info = observations[0].info
-    try:
-        if info not in job.fitted:
-            started = time.perf_counter()
-            job.attack.fit(info, job.model, job.config.seed)
-            _record_setup(job, recorder, job.attack.measured, time.perf_counter() - started)
-            job.fitted.append(info)
-    except NotApplicableError as error:
-        return [error] * len(observations)
-    before = dict(job.attack.measured)
-    try:
-        return list(job.attack.recover_batch(observations))
-    except NotApplicableError:  # perhaps not for all of them
-        return [_recover_one(job, observation) for observation in observations]
-    finally:
-        # Some attacks prepare more when a prompt asks for it.
-        if changed := {name: v for name, v in job.attack.measured.items() if before.get(name) != v}:
-            _record_setup(job, recorder, changed, float(changed.get("estimation_seconds", 0.0)))
-
-
-def _diagnosed(job: Job, case: Case, outcome: Outcome, progress: Progress) -> str | None:
-    """Return what the rows of a file are where none was verified; for the first few prompts of a run."""
-    observation = case.observation
-    if (
-        observation is None
-        or not isinstance(outcome, AttackResult)
-        or any(t.verified for t in outcome.tokens)
-    ):
-        return None
-    if job.attack.any_width or not job.config.check:
-        return None
-    if case.index not in job.diagnosed and len(job.diagnosed) < MOST_DIAGNOSED:
-        job.diagnosed[case.index] = None
-        with suppress(NotApplicableError):
-            job.diagnosed[case.index] = diagnose(
-                observation, job.model, seed=job.config.seed, progress=progress
-            )
-    diagnosis = job.diagnosed.get(case.index)
-    if diagnosis is None:
-        return None
-    if diagnosis.fault is None:
-        return (
-            f"{diagnosis.sentence}, and yet no token is verified: the rows were changed afterwards (noise, rounding); "
-            "say how with --defense"
-        )
-    return diagnosis.sentence
-
-
-def _recover_one(job: Job, observation: Observation) -> Outcome:
-    try:
-        return job.attack.recover(observation)
-    except NotApplicableError as error:
-        return error
-
-
-def _record_setup(job: Job, recorder: Recorder, values: Mapping[str, float | str], seconds: float) -> None:
-    """Record what preparation measured; seconds add up over the parts of a resumed run and over channels."""
-    measured = {**values, "engine": job.model.engine, "setup_seconds": seconds}
-    if job.model.difference:
-        measured["engine_reason"] = job.model.difference
+def _record_setup(recorder: Recorder, measured: Mapping[str, float | str]) -> None:
+    """Record what preparation measured; seconds add up over the parts of a resumed run, channels and workers."""
     before = recorder.record.setup
     spent = {
         name: value + float(before.get(name) or 0.0)
@@ -370,131 +327,23 @@ def _record_setup(job: Job, recorder: Recorder, values: Mapping[str, float | str
     recorder.save()
 
 
-def sample_of(
-    model: TruncatedModel,
-    case: Case,
-    truth: GroundTruth | None,
-    outcome: Outcome,
-    prefill: float | None,
-    shown: Sequence[int] | None = None,
-) -> Sample:
-    """Return one line of the record; None stands for what was not measured, for lack of a truth or a fitting attack.
-
-    Args:
-        shown: positions that have a row, None where all have. The record counts the tokens without a row before the
-            last shown one (``missing_tokens``), and how many of them were found (``missing_tokens_right``).
-    """
-    if truth is not None and truth.text is None:
-        truth = replace(truth, text=model.text(truth.tokens))
-    sample: Sample = {
-        "index": case.index,
-        "id": case.id,
-        "status": "attacked",
-        "text": None if truth is None else truth.text,
-        "truth_ids": None if truth is None else list(truth.tokens),
-        **dict.fromkeys(("recovered", "exact", "token_accuracy", "bag_of_tokens_recall", "rouge_l", "bleu")),
-    }
-    if isinstance(outcome, NotApplicableError):
-        return {**sample, "status": NOT_APPLICABLE, "reason": str(outcome)}
-    tokens, ids = outcome.tokens, outcome.ids
-    sample["recovered"] = outcome.text
-    # Over the same tokens as the accuracy: one that was not recovered is neither right nor verified.
-    sample["verified"] = sum(t.verified for t in tokens) / max(1, len(ids))
-    if truth is not None:
-        sample |= asdict(score(outcome, truth))
-        if (hidden := missing_tokens(outcome, truth, shown)) is not None:
-            sample["missing_tokens"], sample["missing_tokens_right"] = hidden
-    return {
-        **sample,
-        "tokens": len(ids if truth is None else truth.tokens),
-        "evaluated_tokens": outcome.evaluated_tokens,
-        "forward_calls": outcome.forward_calls,
-        "seconds": outcome.seconds,
-        "prefill_seconds": prefill,
-        "epsilon": outcome.epsilon,
-        "stop_reason": outcome.stop_reason,
-        "recovered_ids": ids,
-        "positions": outcome.positions,
-        "spans": list(pieces_of(model, outcome, truth)),
-        "per_token": {
-            name: [getattr(t, name) for t in tokens]
-            for name in ("row", "distance", "margin", "evaluated", "verified")
-        },
-    }
-
-
 def _ended(recorder: Recorder) -> Run:
     return Run(recorder.record, recorder.samples, recorder.path)
 
 
-def summary_of(recorder: Recorder) -> dict[str, Any]:
+def summary_of(recorder: Recorder, work: Work) -> dict[str, Any]:
     """Return the aggregates of a run's samples, with what was measured once for all of them."""
     setup = recorder.record.setup
     return {
         **summarise(recorder.samples),
         "probe_seconds": setup.get("probe_seconds"),
         "setup_seconds": setup.get("setup_seconds"),
-        "peak_memory_mb": peak_memory_mb(),
-        "peak_device_memory_mb": torch.cuda.max_memory_allocated() / 1e6
-        if torch.cuda.is_available()
-        else None,
+        **work.peaks(),
     }
 
 
-def time_prefill(model: TruncatedModel, prompts: Sequence[Sequence[int] | None]) -> list[float | None]:
-    """Measure the seconds of one plain forward of the prompts together, divided by tokens; None for None.
-
-    They run in passes of up to ``model.max_pass_tokens`` tokens, once to warm up, then three times for the median.
-    """
-    known = [torch.tensor(list(tokens)) for tokens in prompts if tokens]
-    times = []
-    for _ in range(1 + PREFILL_REPEATS if known else 0):
-        _synchronize(model)
-        start = time.perf_counter()
-        for tokens in packs(known, len, model.max_pass_tokens):
-            model.run([Request(model.prefix(), t) for t in tokens], keep=False)
-        _synchronize(model)
-        times.append(time.perf_counter() - start)
-    per_token = median(times[1:]) / sum(map(len, known)) if known else 0.0
-    return [per_token * len(tokens) if tokens else None for tokens in prompts]
-
-
-def _synchronize(model: TruncatedModel) -> None:
-    if model.device.type == "cuda":
-        torch.cuda.synchronize(model.device)
-
-
-def _prompt_tokens(
-    truths: Sequence[GroundTruth | None], outcomes: Sequence[Outcome]
-) -> list[Sequence[int] | None]:
-    """Return the tokens to time a prefill with: the true ones, otherwise the recovered ones, which are as many."""
-    prompts: list[Sequence[int] | None] = []
-    for truth, outcome in zip(truths, outcomes, strict=True):
-        if isinstance(outcome, NotApplicableError):
-            prompts.append(None)
-        else:
-            prompts.append(outcome.ids if truth is None else truth.tokens)
-    return prompts
-
-
-def _batches(cases: Sequence[Case], size: int) -> Iterator[list[Case]]:
-    """Yield groups of neighbours with the same public facts, at most ``size`` in each."""
-    batch: list[Case] = []
-    for case in cases:
-        if batch and (len(batch) == size or _public(case) != _public(batch[0])):
-            yield batch
-            batch = []
-        batch.append(case)
-    if batch:
-        yield batch
-
-
-def _public(case: Case) -> object:
-    return None if case.observation is None else case.observation.info
-
-
-def _close_failed(recorder: Recorder, error: BaseException) -> None:
+def _close_failed(recorder: Recorder, work: Work, error: BaseException) -> None:
     try:
-        recorder.close("failed", summary_of(recorder), f"{type(error).__name__}: {error}")
+        recorder.close("failed", summary_of(recorder, work), f"{type(error).__name__}: {error}")
     except Exception:  # report the first error
         return

@@ -83,6 +83,7 @@ def pieces_of(
 ) -> Iterator[tuple[str, Status]]:
     """Yield the recovered text in pieces with a status: exact or wrong with a truth, otherwise verified or unverified.
 
+    Tokens that lack are a piece that counts them, ``⟨3⟩``; those behind the last recovered one only with a truth.
     Several tokens may share one character; such a piece has the worst of their statuses.
     """
     order: tuple[Status, ...] = ("verified", "exact", "unverified", "wrong")
@@ -100,6 +101,8 @@ def pieces_of(
             continue
         yield after[len(before) :], status
         start, read, status = read, index + 1, "verified"
+    if truth is not None and len(truth.tokens) > expected:
+        yield f"⟨{len(truth.tokens) - expected}⟩", "missing"
 
 
 def _status(token: int, verified: bool, truth: GroundTruth | None, place: int) -> Status:

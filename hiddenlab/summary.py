@@ -10,7 +10,7 @@ from typing_extensions import TypedDict
 from hiddenlab.text import Status, count_of
 from hiddenlab.utils.schema import CLOSED, Count, Finite, TokenId
 
-Sample = dict[str, Any]  # one line of samples.jsonl, see ``hiddenlab.runner.sample_of``
+Sample = dict[str, Any]  # one line of samples.jsonl, see ``hiddenlab.batch.sample_of``
 NOT_APPLICABLE = "not applicable"  # the status of a prompt whose observation an attack cannot use
 NO_STATE = "no state of this site"  # the stop reason of a search that gave up early, since no row fits
 # stop reason -> what to tell the user
@@ -183,6 +183,12 @@ def conclusion(samples: Sequence[Sample]) -> str:
         first = f"{prompts} {verb} recovered exactly, with {right} of {count_of(known, 'token')} right"
     else:
         first = f"{prompts} was not recovered exactly: {right} of {count_of(known, 'token')} are right"
+    behind = _behind(scored)
+    unread = (
+        f" {count_of(behind, 'token')} of the truth {'comes' if behind == 1 else 'come'} after the last one found."
+        if behind
+        else ""
+    )
     shown = "all verified" if sure == known else f"{sure} verified"
     caution = f" {count_of(wrong, 'verified token')} {'is' if wrong == 1 else 'are'} wrong." if wrong else ""
     others = (
@@ -191,12 +197,23 @@ def conclusion(samples: Sequence[Sample]) -> str:
         if unscored
         else ""
     )
-    return f"{first} ({count_of(known, 'token')}, {shown}).{caution}{others}{unused}"
+    return f"{first} ({count_of(known, 'token')}, {shown}).{unread}{caution}{others}{unused}"
 
 
 def _verified(samples: Sequence[Sample]) -> tuple[int, int]:
     """Count the tokens of samples, and those of them that are verified."""
     return sum(s["tokens"] for s in samples), round(sum(s["verified"] * s["tokens"] for s in samples))
+
+
+def _behind(samples: Iterable[Sample]) -> int:
+    """Count the tokens of known truths that come after the last token that the attack recovered."""
+    count = 0
+    for sample in samples:
+        truth, got, places = sample["truth_ids"], sample["recovered_ids"], sample["positions"]
+        if places is None or len(truth) == len(got):
+            places = range(len(got))
+        count += max(0, len(truth) - 1 - max(places, default=-1))
+    return count
 
 
 def wrong_but_verified(samples: Iterable[Sample]) -> int:

@@ -52,7 +52,9 @@ STAND_IN = "~/lab"  # what a page shows in place of the temporary folder
 ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 # Lines that a terminal shows as a bar, and removes: those of hiddenlab, and those of tqdm.
 # And the line that announces a first probe, as the cache decides whether it comes.
-PROGRESS = re.compile(r".+: \d+/\d+(?: in [\d.]+ s|, .+ left)|.*\d%\|.*\|.*|no probe for .+ yet: .*")
+PROGRESS = re.compile(
+    r".+: \d+/\d+(?: in [\d.]+ s|, .+ left)|.+: running, \d+ s|.*\d%\|.*\|.*|no probe for .+ yet: .*"
+)
 FIGURE = re.compile(r"\b(?=[0-9a-f]*\d)[0-9a-f]{6,}\b|\d+(?:[.,]\d+)*(?:e[-+]?\d+)?")
 
 

@@ -16,7 +16,7 @@ from hiddenlab.channels import Channel
 from hiddenlab.errors import InputError, NotApplicableError
 from hiddenlab.matching.batching import run_batched
 from hiddenlab.matching.distance import Matcher, choose_matcher
-from hiddenlab.matching.epsilon import Sample, Threshold, auto_threshold, calibrated_threshold
+from hiddenlab.matching.epsilon import Sample, Threshold, auto_threshold
 from hiddenlab.matching.ranking import Proposer
 from hiddenlab.models import TruncatedModel, load_model
 from hiddenlab.summary import NO_STATE
@@ -218,6 +218,11 @@ def test_greedy_with_every_proposal(
         assert sum(token.evaluated for token in recoveries[0].tokens) <= 15 * 9
 
 
+def test_greedy_tries_no_special_token_first(tiny_model: LoadModel) -> None:
+    (recovery,) = attack(tiny_model("llama", 2), [[256, 0, 299]], search="greedy")
+    assert [token.evaluated for token in recovery.tokens] == [257, 1, VOCABULARY]
+
+
 def test_vocab_is_tried_in_order_special_tokens_first(tiny_model: LoadModel) -> None:
     model = tiny_model("llama", 2)
     (recovery,) = attack(model, [[256, 0, 299]])
@@ -330,7 +335,6 @@ def test_thresholds_from_distances() -> None:
     found = auto_threshold(clear, 1e-7)
     assert 1e-5 < found.relative < 0.05
     assert found.separable
-    assert 1e-6 < calibrated_threshold(clear, 0).relative < 0.1
     # An error-free measurement still leaves room for rounding.
     silent = auto_threshold(sample(torch.zeros(9), torch.ones(9, 4)), 1e-7)
     assert 1e-5 < silent.relative < 0.5
@@ -553,6 +557,8 @@ def test_an_observation_of_something_else_is_refused(tiny: TinyPath, tiny_model:
     [
         ({"search": "beam"}, "unknown search 'beam'.*greedy"),
         ({"proposal": "oracle"}, "unknown proposal 'oracle'.*probe"),
+        ({"preset": "authors"}, "unknown preset 'authors'.*paper"),
+        ({"epsilon": "calibrated", "calibration_texts": 0}, "at least 1 text"),
         ({"epsilon": "tiny"}, "neither auto, calibrated nor a positive number"),
         ({"epsilon": "-1"}, "positive number"),
         ({"epsilon": "nan"}, "positive number"),

@@ -17,9 +17,10 @@ from starlette.testclient import TestClient
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hiddenlab.defenses.cascade.api import digest, make_app
-from hiddenlab.defenses.cascade.generate import Sampling, generate
+from hiddenlab.defenses.cascade.generate import generate
 from hiddenlab.defenses.cascade.load import load_cascade_model
 from hiddenlab.defenses.cascade.local import LocalCascade
+from hiddenlab.defenses.cascade.sampling import Sampling
 from hiddenlab.defenses.cascade.service import Limits
 from hiddenlab.defenses.cascade.testing import NAME, PATIENCE, Scripted, asend, make_service, send
 from hiddenlab.errors import InputError
@@ -29,6 +30,7 @@ from hiddenlab.testing import EOS, byte_tokenizer
 
 TinyPath = Callable[..., str]
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+TOOL = {"type": "function", "function": {"name": "now", "parameters": {"type": "object", "properties": {}}}}
 
 
 @pytest.fixture
@@ -287,7 +289,9 @@ def test_text_comes_as_soon_as_it_is_certain(client: TestClient, scripted: Scrip
     """One piece a sign, held back only while it could begin a stop text."""
     scripted.says("aé€😀b")
     assert streamed(client, COMPLETIONS, max_tokens=11)[0] == ["a", "é", "€", "😀", "b"]
-    assert streamed(client, COMPLETIONS, max_tokens=11, stop="xyz")[0] == ["a", "é", "€", "😀b"]
+    assert streamed(client, COMPLETIONS, max_tokens=11, stop="xyz")[0] == ["a", "é", "€", "😀", "b"]
+    scripted.says("axyb")
+    assert streamed(client, COMPLETIONS, max_tokens=4, stop="xyz")[0] == ["a", "xyb"]
 
 
 def test_a_broken_sign_at_the_end_is_given_as_it_is(client: TestClient, scripted: Scripted) -> None:
@@ -333,46 +337,69 @@ def problem(response: Any, status: int, says: str, kind: str = "invalid_request_
         (COMPLETIONS, {"temperature": 2.1}, "temperature"),
         (COMPLETIONS, {"top_p": 0}, "top_p"),
         (COMPLETIONS, {"top_p": 1.1}, "top_p"),
-        (COMPLETIONS, {"top_k": -1}, "top_k"),
+        (COMPLETIONS, {"top_k": -2}, "top_k"),
         (COMPLETIONS, {"seed": 2**63, "temperature": 1}, "seed"),
         (COMPLETIONS, {"max_tokens": 0}, "max_tokens"),
         (COMPLETIONS, {"max_tokens": True}, "max_tokens: Input should be a valid integer"),
         (COMPLETIONS, {"max_tokens": "5"}, "max_tokens"),
         (COMPLETIONS, {"temperature": "0"}, "temperature"),
         (COMPLETIONS, {"stream": 1}, "stream: Input should be a valid boolean"),
-        (COMPLETIONS, {"prompt": [True]}, "prompt: give one text, or one list of token ids"),
-        (COMPLETIONS, {"prompt": ["a", "b"]}, "prompt: give one text, or one list of token ids"),
+        (COMPLETIONS, {"prompt": [True]}, "prompt: give one text, a list of texts"),
+        (COMPLETIONS, {"prompt": ["a", 1]}, "prompt: give one text, a list of texts"),
+        (COMPLETIONS, {"prompt": ["a", ""]}, "the prompt is empty; give at least one token"),
+        (COMPLETIONS, {"prompt": [[1], []]}, "the prompt is empty; give at least one token"),
+        (COMPLETIONS, {"prompt": ["x"] * 17}, "prompt: 17 answers are asked for, and 16 may be generated"),
         (COMPLETIONS, {"prompt": [2**31]}, "prompt: give one text"),
         (COMPLETIONS, {"top_k": 2**63}, "top_k"),
-        (COMPLETIONS, {"n": 2}, "n is not offered"),
-        (COMPLETIONS, {"n": True}, "n is not offered"),
+        (COMPLETIONS, {"n": 0}, "n: Input should be greater than or equal to 1"),
+        (COMPLETIONS, {"n": 17}, "n: 17 answers are asked for, and 16 may be generated at once here"),
+        (COMPLETIONS, {"n": True}, "n: Input should be a valid integer"),
         (COMPLETIONS, {"stop": [""]}, "stop: give up to 4 texts of 1 to 200 characters"),
         (COMPLETIONS, {"stop": list("abcde")}, "stop: give up to 4 texts"),
         (COMPLETIONS, {"stop": "x" * 201}, "stop: give up to 4 texts"),
-        (COMPLETIONS, {"logprobs": 0}, "logprobs is not offered"),
-        (COMPLETIONS, {"logprobs": 3}, "logprobs is not offered"),
-        (COMPLETIONS, {"logprobs": False}, "logprobs is not offered"),
+        (COMPLETIONS, {"logprobs": 21}, "logprobs: Input should be less than or equal to 20"),
+        (COMPLETIONS, {"logprobs": False}, "logprobs: Input should be a valid integer"),
+        (COMPLETIONS, {"top_logprobs": 1}, "top_logprobs is not offered"),
         (COMPLETIONS, {"echo": True}, "echo is not offered"),
         (COMPLETIONS, {"echo": 0}, "echo is not offered"),
         (COMPLETIONS, {"best_of": 2}, "best_of is not offered"),
         (COMPLETIONS, {"suffix": ""}, "suffix is not offered"),
-        (COMPLETIONS, {"min_p": 0.1}, "min_p is not offered"),
-        (COMPLETIONS, {"min_p": None}, "min_p is not offered"),
-        (COMPLETIONS, {"frequency_penalty": 0.5}, "frequency_penalty is not offered"),
+        (COMPLETIONS, {"min_p": 1.1}, "min_p: Input should be less than or equal to 1"),
+        (COMPLETIONS, {"repetition_penalty": 0}, "repetition_penalty: Input should be greater than 0"),
+        (COMPLETIONS, {"frequency_penalty": 2.5}, "frequency_penalty: Input should be less"),
+        (COMPLETIONS, {"presence_penalty": -2.5}, "presence_penalty: Input should be greater"),
+        (COMPLETIONS, {"logit_bias": {"a": 1}}, "logit_bias: give an object from token ids"),
+        (COMPLETIONS, {"logit_bias": {"1": 101}}, "logit_bias: give an object from token ids"),
+        (COMPLETIONS, {"logit_bias": {"300": 1}}, "logit_bias: a token id is outside of the vocabulary"),
+        (COMPLETIONS, {"stop_token_ids": [300]}, "stop_token_ids: a token id is outside of the vocabulary"),
+        (COMPLETIONS, {"min_tokens": 3, "max_tokens": 2}, "min_tokens is 3, and the answer may have 2"),
+        (
+            COMPLETIONS,
+            {"min_tokens": 257},
+            "min_tokens: an answer that names no max_tokens has 256 tokens here",
+        ),
+        (COMPLETIONS, {"ignore_eos": 1}, "ignore_eos: Input should be a valid boolean"),
+        (COMPLETIONS, {"store": True}, "store is not offered"),
+        (COMPLETIONS, {"service_tier": "flex"}, "service_tier is not offered"),
+        (COMPLETIONS, {"use_beam_search": False}, "use_beam_search is not offered"),
         (COMPLETIONS, {"max_completion_tokens": 3}, "max_completion_tokens is not offered"),
         (COMPLETIONS, {"": 1}, " is not offered"),
         (COMPLETIONS, {"stream_options": {"include_usage": True}}, "stream_options goes with stream: true"),
         (COMPLETIONS, {"stream": True, "stream_options": {"x": 1}}, "stream_options.x is not offered"),
-        (CHAT, {"logprobs": True}, "logprobs is not offered"),
-        (CHAT, {"logprobs": 0}, "logprobs is not offered"),
-        (CHAT, {"top_logprobs": 2}, "top_logprobs is not offered"),
-        (CHAT, {"tool_choice": "auto"}, "tool_choice is not offered"),
-        (CHAT, {"logit_bias": {}}, "logit_bias is not offered"),
+        (CHAT, {"logprobs": 0}, "logprobs: Input should be a valid boolean"),
+        (CHAT, {"top_logprobs": 2}, "top_logprobs goes with logprobs: true"),
+        (CHAT, {"logprobs": True, "top_logprobs": 21}, "top_logprobs: Input should be less"),
+        (CHAT, {"tool_choice": "auto"}, "tool_choice goes with tools"),
+        (CHAT, {"tool_choice": "required", "tools": [TOOL]}, "tool_choice: give none or auto"),
+        (CHAT, {"parallel_tool_calls": False, "tools": [TOOL]}, "parallel_tool_calls is not offered"),
+        (CHAT, {"modalities": ["text", "audio"]}, "modalities is not offered"),
+        (CHAT, {"metadata": {}}, "metadata is not offered"),
+        (CHAT, {"reasoning_effort": "low"}, "reasoning_effort is not offered"),
         (CHAT, {"max_tokens": 3, "max_completion_tokens": 3}, "are one limit; give one of them"),
         (
             CHAT,
             {"messages": [{"role": "user", "content": "x", "name": "n"}]},
-            "messages.0.name is not offered",
+            "messages.0.name: the model's chat template does not render it",
         ),
         (CHAT, {"messages": [{"role": "user", "content": None}]}, "messages.0.content: give one text"),
         (
@@ -380,8 +407,13 @@ def problem(response: Any, status: int, says: str, kind: str = "invalid_request_
             {"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "y": 1}]}]},
             "messages.0",
         ),
-        (CHAT, {"tools": [{"type": "function"}]}, "tools is not offered"),
-        (CHAT, {"response_format": {"type": "json_object"}}, "response_format is not offered"),
+        (CHAT, {"tools": [{"type": "function"}]}, "tools.0.function: Field required"),
+        (CHAT, {"tools": [TOOL]}, "tools: the model's chat template does not render tools"),
+        (
+            CHAT,
+            {"response_format": {"type": "json_object"}},
+            "response_format: only the type text is offered",
+        ),
         (CHAT, {"messages": []}, "messages"),
         (CHAT, {"messages": [{"role": "oracle", "content": "x"}]}, "messages.0.role"),
         (CHAT, {"messages": [{"role": "user"}]}, "messages.0.content: Field required"),
@@ -463,6 +495,7 @@ def test_defaults_that_are_said_change_nothing(client: TestClient, scripted: Scr
         "user": "me",
         "n": 1,
     }
+    nulls |= {"min_p": None, "best_of": None, "store": False, "service_tier": "auto", "logit_bias": {}}
     nulls |= {"frequency_penalty": 0, "presence_penalty": 0.0, "stream": False, "response_format": None}
     for path, more in (
         (COMPLETIONS, {"echo": False, "best_of": 1, "suffix": None}),
@@ -479,6 +512,8 @@ _ODD = st.recursive(
 _FIELDS = [
     "model", "prompt", "messages", "max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k", "seed", "n",
     "stream", "stream_options", "stop", "logprobs", "top_logprobs", "echo", "user", "tools", "min_p", "role",
+    "logit_bias", "chat_template_kwargs", "tool_choice", "min_tokens", "repetition_penalty", "stop_token_ids",
+    "response_format",
 ]  # fmt: skip
 
 
@@ -529,8 +564,8 @@ def test_a_model_without_a_template_has_no_chat(scripted: Scripted) -> None:
 def test_a_key_opens_the_api_and_is_kept_as_its_digest(scripted: Scripted) -> None:
     scripted.says("ok")
     key = "sk-key"
-    service = make_service(scripted, key=digest(key))
-    assert service.key == hashlib.sha256(key.encode()).hexdigest()
+    service = make_service(scripted, keys=[digest(key)])
+    assert service.keys == (hashlib.sha256(key.encode()).hexdigest(),)
     assert not any(key in str(value) for value in vars(service).values())
     with TestClient(make_app(service)) as client:
 
@@ -634,7 +669,7 @@ def test_too_many_requests_are_sent_away(scripted: Scripted, stream: bool) -> No
         running = [pool.submit(client.post, **asks(stream=stream)) for _ in range(2)]
         eventually(lambda: len(scripted.asked) == 2)
         sent_away = client.post(**asks(stream=stream))
-        problem(sent_away, 429, "2 requests are running; try again later")
+        problem(sent_away, 429, "2 of 2 answers that may run are running; try again later")
         assert int(sent_away.headers["retry-after"]) > 0
         assert "cascade_running 2.0" in client.get("/metrics").text
         scripted.wait.set()
@@ -838,13 +873,53 @@ def test_the_one_model_is_listed(client: TestClient) -> None:
     assert isinstance(entry["created"], int)
 
 
+def test_a_model_is_found_by_its_name(client: TestClient) -> None:
+    """A name may hold slashes."""
+    (entry,) = client.get("/v1/models").json()["data"]
+    assert client.get(f"/v1/models/{NAME}").json() == entry
+    problem(client.get("/v1/models/tiny"), 404, "the model 'tiny' is not served here; 'tiny/model' is")
+
+
+def test_any_of_several_keys_opens(scripted: Scripted) -> None:
+    service = make_service(scripted, keys=[digest("one"), digest("two")])
+    with TestClient(make_app(service)) as client:
+        found = {
+            key: client.get("/v1/models", headers={"authorization": f"Bearer {key}"}).status_code
+            for key in ("one", "two", "one,two", "three")
+        }
+    assert found == {"one": 200, "two": 200, "one,two": 401, "three": 401}
+
+
+def test_only_named_origins_are_let_in(scripted: Scripted) -> None:
+    """Off by default; with the key, for questions before a request and for refusals too."""
+    origin = "https://chat.example"
+    ask = {
+        "access-control-request-method": "POST",
+        "access-control-request-headers": "authorization,content-type",
+    }
+    allowed = "access-control-allow-origin"
+    with TestClient(make_app(make_service(scripted))) as client:
+        assert allowed not in client.get("/v1/models", headers={"origin": origin}).headers
+        problem(client.options(COMPLETIONS, headers={"origin": origin, **ask}), 405, "Method Not Allowed")
+    service = make_service(scripted, keys=[digest("key")])
+    with TestClient(make_app(service, [origin])) as client:
+        before = client.options(COMPLETIONS, headers={"origin": origin, **ask})
+        assert (before.status_code, before.headers[allowed]) == (200, origin)
+        refused = client.post(**asks(), headers={"origin": origin})
+        assert (refused.status_code, refused.headers[allowed]) == (401, origin)
+        assert "access-control-allow-credentials" not in refused.headers
+        assert allowed not in client.get("/v1/models", headers={"origin": "https://other.example"}).headers
+    with TestClient(make_app(make_service(scripted), ["*"])) as client:
+        assert client.get("/v1/models", headers={"origin": origin}).headers[allowed] == "*"
+
+
 def test_metrics_count_what_was_done(scripted: Scripted) -> None:
     service = make_service(scripted)
     scripted.says("ok")
     with TestClient(make_app(service)) as client:
         for stream in (False, True):
             client.post(**asks(prompt="12345", max_tokens=2, stream=stream))
-        client.post(**asks(n=2))
+        client.post(**asks(n=0))
         client.post(**asks(CHAT, max_tokens=3))
         client.get("/elsewhere")
         text = client.get("/metrics").text
@@ -862,7 +937,7 @@ def test_metrics_count_what_was_done(scripted: Scripted) -> None:
 
 def test_strangers_cannot_fill_the_metrics(scripted: Scripted) -> None:
     """Paths that do not exist share one entry, whatever the answer is: each entry is kept for ever."""
-    service = make_service(scripted, key=digest("key"), limits=Limits(body=10))
+    service = make_service(scripted, keys=[digest("key")], limits=Limits(body=10))
     with TestClient(make_app(service)) as client:
         for i in range(5):
             assert client.get(f"/v1/{i}").status_code == 401

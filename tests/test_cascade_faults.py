@@ -5,23 +5,28 @@ import signal
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from hiddenlab.defenses.cascade.faults import Restarts, Watch, most_missed
+from hiddenlab.defenses.cascade.attn_host import AttnHost
+from hiddenlab.defenses.cascade.faults import Restarts, Watch, stalled
 from hiddenlab.defenses.cascade.generate import Cancellation, generate
 from hiddenlab.defenses.cascade.load import load_cascade_model
 from hiddenlab.defenses.cascade.local import LocalCascade
-from hiddenlab.defenses.cascade.node_state import NodeError, Pass
+from hiddenlab.defenses.cascade.node_state import Head, NodeError
+from hiddenlab.defenses.cascade.nodes import CompWorker, Partial, Rows
+from hiddenlab.defenses.cascade.passes import Pass
 from hiddenlab.defenses.cascade.port import free, reserved
 from hiddenlab.defenses.cascade.remote import WireCascade
 from hiddenlab.defenses.cascade.testing import Scripted
 from hiddenlab.errors import InputError
-from hiddenlab.sharding import Plan
+from hiddenlab.sharding import AttnNode, Plan
 from hiddenlab.testing import VOCABULARY
 
 PATIENCE = 20.0
@@ -97,10 +102,25 @@ def test_restarts_come_back_after_an_hour() -> None:
     assert not Restarts(0).take()
 
 
-def test_the_compnode_that_most_wait_for_is_missed() -> None:
-    assert most_missed({"a": None, "b": None}) is None
-    waiting = {"a": {"step": 1, "missing": [0, 1]}, "b": {"step": 1, "missing": [1]}, "c": None}
-    assert most_missed(waiting) == 1
+def state(*missing: int, computing: bool = False) -> dict[str, object]:
+    return {"missing": list(missing), "computing": computing}
+
+
+@pytest.mark.parametrize(
+    ("waiting", "layers", "name"),
+    [
+        ({"A": state(0, 1), "B": state(1), "C": None}, {"CompNode 0": 3}, "CompNode 1"),
+        ({"A": state(computing=True), "B": None}, {"CompNode 0": 3}, "A"),
+        ({"A": state(1, computing=True)}, {}, "CompNode 1"),
+        ({"A": None, "B": None}, {"CompNode 1": 5, "CompNode 0": 4}, "CompNode 0"),
+        ({"A": None}, {}, None),
+    ],
+    ids=["missed by most", "computes", "missed before it computes", "nobody waits", "nothing says"],
+)
+def test_the_node_that_keeps_others_waiting_has_stalled(
+    waiting: dict[str, dict[str, object] | None], layers: dict[str, int], name: str | None
+) -> None:
+    assert stalled(waiting, layers) == name
 
 
 # ---- generations that are given up
@@ -250,3 +270,102 @@ def test_connections_that_ended_do_not_hold_a_port() -> None:
 def test_an_address_that_is_not_ours_is_refused(host: str, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=f"cannot listen at {host}:8000"), reserved(host, 8000):
         pass
+
+
+# ---- rows that no working node sends
+
+
+def damaged(rows: Rows, how: str) -> Rows:
+    q, k, v = rows.tensors
+    return {
+        "a row missing": Rows(q, k[:, 1:], v[:, 1:]),
+        "a query too many": Rows(torch.cat([q, q[:, :1]], 1), k, v),
+        "NaN": Rows(q, k, v.clone().index_fill_(1, torch.tensor([0]), float("nan"))),
+        "infinite": Rows(q, k.clone().index_fill_(1, torch.tensor([0]), float("inf")), v),
+    }[how]
+
+
+@pytest.mark.parametrize("kind", ["local", "wire"])
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ("a row missing", r"CompNode 1 sent 3 query and 2 key rows in layer 2, where 3 and 3 belong"),
+        ("a query too many", r"CompNode 1 sent 4 query and 3 key rows in layer 2, where 3 and 3 belong"),
+        ("NaN", r"CompNode 1 sent numbers that are not finite in layer 2"),
+        ("infinite", r"CompNode 1 sent numbers that are not finite in layer 2"),
+    ],
+)
+def test_damaged_rows_of_a_compnode_are_refused_by_name(
+    tiny: Callable[..., str], monkeypatch: pytest.MonkeyPatch, kind: str, how: str, says: str
+) -> None:
+    """And do not reach the requests after it."""
+    model, made = load_cascade_model(tiny("llama")), Plan.clustered(6, 1, alpha=2)
+    with LocalCascade(model) if kind == "local" else WireCascade(model, 2, timeout=PATIENCE) as cascade:
+        expected = cascade.forward(prompt(6), made)
+        plain, calls = CompWorker.rows, Counter[int]()
+
+        def rows(self: CompWorker, *args: Any) -> dict[AttnNode, Rows]:
+            calls[self.index] += 1
+            sent = plain(self, *args)
+            if self.index == 1 and calls[1] == 2:
+                return {
+                    node: damaged(one, how) if node.queries == node.keys else one
+                    for node, one in sent.items()
+                }
+            return sent
+
+        with monkeypatch.context() as patch:
+            patch.setattr(CompWorker, "rows", rows)
+            with pytest.raises(NodeError, match=says) as caught:
+                cascade.forward(prompt(6), made)
+        assert caught.value.node == "CompNode 1"
+        assert torch.equal(cascade.forward(prompt(6), made), expected)
+
+
+@pytest.mark.parametrize("kind", ["local", "wire"])
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (
+            lambda part: part.rows(slice(1, None)),
+            r"AttnNode \(0, 1\) sent other rows than asked for in layer 2",
+        ),
+        (
+            lambda part: Partial(part.maximum, part.total, part.output * float("nan")),
+            r"AttnNode \(0, 1\) sent numbers that are not finite in layer 2",
+        ),
+        (
+            lambda part: Partial(part.maximum * float("nan"), part.total, part.output),
+            r"AttnNode \(0, 1\) sent numbers that are not finite in layer 2",
+        ),
+        (
+            lambda part: Partial(torch.full_like(part.maximum, float("inf")), part.total, part.output),
+            r"AttnNode \(0, 1\) sent numbers that are not finite in layer 2",
+        ),
+    ],
+    ids=["a row missing", "NaN", "NaN as maximum", "infinite maximum"],
+)
+def test_damaged_answers_of_an_attnnode_are_refused_by_name(
+    tiny: Callable[..., str],
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    spoil: Callable[[Partial], Partial],
+    says: str,
+) -> None:
+    model, made = load_cascade_model(tiny("llama")), Plan.clustered(6, 1, alpha=2)
+    with LocalCascade(model) if kind == "local" else WireCascade(model, 2, timeout=PATIENCE) as cascade:
+        expected = cascade.forward(prompt(6), made)
+        attend = AttnHost._attend
+
+        def spoiled(self: AttnHost, running: Any, head: Head, arrived: Any) -> dict[int, list[Partial]]:
+            answers = attend(self, running, head, arrived)
+            if self.node == AttnNode(0, 1) and head.layer == 1:
+                answers[0] = [spoil(part) for part in answers[0]]
+            return answers
+
+        with monkeypatch.context() as patch:
+            patch.setattr(AttnHost, "_attend", spoiled)
+            with pytest.raises(NodeError, match=says) as caught:
+                cascade.forward(prompt(6), made)
+        assert caught.value.node == "AttnNode (0, 1)"
+        assert torch.equal(cascade.forward(prompt(6), made), expected)

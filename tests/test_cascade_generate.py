@@ -13,18 +13,23 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import AutoModel, AutoModelForCausalLM
 
+from hiddenlab.defenses.cascade.attn_host import AttnHost
 from hiddenlab.defenses.cascade.backend import Settings
+from hiddenlab.defenses.cascade.comp_host import CompHost
 from hiddenlab.defenses.cascade.cost import Shape
-from hiddenlab.defenses.cascade.generate import Sampling, generate
+from hiddenlab.defenses.cascade.generate import generate
 from hiddenlab.defenses.cascade.load import load_cascade_model
 from hiddenlab.defenses.cascade.local import LocalCascade
-from hiddenlab.defenses.cascade.node_state import CompHost, NodeError, Pass
+from hiddenlab.defenses.cascade.node_state import NodeError
+from hiddenlab.defenses.cascade.passes import Batch, Pass
+from hiddenlab.defenses.cascade.sampling import Sampling
 from hiddenlab.errors import InputError
 from hiddenlab.models.reading import quiet_transformers
 from hiddenlab.sharding import Plan
 from hiddenlab.testing import DECODERS, VOCABULARY
 
 TinyPath = Callable[..., str]
+NONE = torch.empty(0, dtype=torch.long)  # no tokens so far
 
 
 def plain_model(path: str) -> Any:
@@ -94,10 +99,16 @@ def test_tokens_come_one_by_one_and_nothing_is_kept_afterwards(
     begun = generate(cascade, tokens, Plan.clustered(6, 1, alpha=2), new_tokens=5)
     assert [next(begun), next(begun)] == whole[:2]
     assert ran == [0, 1, 2, 3, 4, 0, 1]
-    open_requests = [len(host._open) for host in cascade._attns.values()]
-    assert open_requests == [1] * 4
+    assert [len(host.plans) for host in cascade._attns.values()] == [1] * 4
+    assert any(kept(host) for host in cascade._attns.values())
     begun.close()  # type: ignore[attr-defined]
-    assert [len(host._open) for host in cascade._attns.values()] == [0] * 4
+    assert [len(host.plans) for host in cascade._attns.values()] == [0] * 4
+    assert not any(kept(host) for host in cascade._attns.values())
+
+
+def kept(host: AttnHost) -> bool:
+    """Whether keys of any request are kept."""
+    return any(cache._held for cache in host._worker._caches.values())
 
 
 def test_a_stop_token_ends_the_answer_and_is_its_last(tiny: TinyPath) -> None:
@@ -146,9 +157,10 @@ def test_a_new_token_is_the_work_of_one_compnode_and_beta_attnnodes(
     comps: list[tuple[int, int]] = []
     run = CompHost.run
 
-    def counted(self: CompHost, work: Pass, *rest: Any) -> Tensor:
+    def counted(self: CompHost, batch: Batch, *rest: Any) -> Tensor:
+        (work,) = batch.passes
         comps.append((work.number, self.index))
-        return run(self, work, *rest)
+        return run(self, batch, *rest)
 
     monkeypatch.setattr(CompHost, "run", counted)
     made = Plan.clustered(n, c, alpha=alpha, m=m, symmetric=symmetric)
@@ -334,7 +346,7 @@ def test_draws_follow_temperature_top_k_and_top_p(
     for _ in range(4):
         logits = 2 * torch.randn(size, generator=generator)
         expected = torch.tensor(slow_probabilities(logits, temperature, top_k, top_p), dtype=torch.float64)
-        found = choose(logits)
+        found = choose(NONE, logits)
         assert expected[found] > 0
         assert found == int(torch.multinomial(expected, 1, generator=draws))
 
@@ -343,7 +355,7 @@ def test_draws_follow_temperature_top_k_and_top_p(
 @given(st.integers(1, 40), st.integers(0, 12), st.floats(0.01, 1.0), st.integers(0, 2**31))
 def test_no_temperature_takes_the_likeliest(size: int, top_k: int, top_p: float, seed: int) -> None:
     logits = torch.randn(size, generator=torch.Generator().manual_seed(seed))
-    assert Sampling(0.0, top_k, top_p, seed).chooser()(logits) == max(
+    assert Sampling(0.0, top_k, top_p, seed).chooser()(NONE, logits) == max(
         range(size), key=logits.tolist().__getitem__
     )
 
@@ -353,7 +365,7 @@ def test_hardly_any_temperature_takes_the_likeliest(temperature: float) -> None:
     """It divides the logits beyond what a number can hold."""
     logits = torch.tensor([-3.0, 9.0, 8.9, 0.0])
     choose = Sampling(temperature).chooser()
-    assert [choose(logits + shift) for shift in (0.0, 50.0, -50.0)] == [1, 1, 1]
+    assert [choose(NONE, logits + shift) for shift in (0.0, 50.0, -50.0)] == [1, 1, 1]
 
 
 def test_a_seed_decides_the_text(tiny: TinyPath) -> None:

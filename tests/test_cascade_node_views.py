@@ -25,7 +25,13 @@ from hiddenlab.defenses.cascade.node_views import Seen, save_seen
 from hiddenlab.errors import InputError
 from hiddenlab.job import _fits
 from hiddenlab.models import TruncatedModel, load_model
-from hiddenlab.observation import check_observation, load_observation
+from hiddenlab.observation import (
+    check_observation,
+    load_observation,
+    load_observations,
+    load_site,
+    save_observation,
+)
 from hiddenlab.sharding import Plan, Positions
 from hiddenlab.testing import LAYERS, VOCABULARY, WIDTH, PlainModel
 from hiddenlab.truths import load_truth
@@ -49,16 +55,20 @@ def written(seen: Sequence[Seen], folder: Path, **options: Any) -> tuple[Files, 
     """Observations by folder and file, as they come back from the disk; and what ``save_seen`` says."""
     said = save_seen(seen, folder, model="tiny/model", signature=SIGNATURE, dtype="float32", **options)
     found: Files = {}
-    for path in sorted(folder.glob("*/*.safetensors")):
-        if path.stem == "partials-1":
-            continue  # the others' rows side by side; tests/test_partial_sums.py reads them
-        found.setdefault(path.parent.name, {})[path.stem] = load_observation(path)
+    for path in sorted(folder.glob("*.safetensors")):
+        held = {f"{one.info.site.stream}-{one.info.site.layer}": one for one in load_observations(path)}
+        assert len(held) == len(load_observations(path))  # a site stands once in a file
+        found[path.stem] = held
     return found, said
 
 
-def plain_files(held: Mapping[str, Observation]) -> list[Observation]:
-    """What a node saw, without the view of the second layer, which repeats it."""
-    return [one for name, one in held.items() if name not in ("qkv-2", "kv-2")]
+def rows_of(held: Mapping[str, Observation]) -> int:
+    """How many rows a node saw: those of each key shard count, and the joint view of the second layer repeats rows."""
+    return sum(
+        len(one.states) * len(one.info.facts.get("shards", [()]))
+        for name, one in held.items()
+        if name not in ("qkv-2", "kv-2")
+    )
 
 
 def positions_of(observation: Observation) -> list[int]:
@@ -93,12 +103,11 @@ def plain_calls(path: str, tokens: Tensor) -> list[dict[str, Tensor]]:
 
 
 def expected_files(made: Plan) -> dict[str, dict[str, Positions]]:
-    """Folder by folder the files of one pass, and of which positions their rows are."""
+    """By node the sites of one pass, and of which positions their rows are."""
     out: dict[str, dict[str, Positions]] = {}
     for i, shard in enumerate(made.shards):
         files = {"embed-0": shard} | {f"resid-{layer}": shard for layer in range(1, LAYERS + 1)}
-        for layer in range(1, LAYERS + 1):
-            files |= {f"attn-{layer}-keys-{k}": shard for k in range(made.beta)}
+        files |= {f"attn-{layer}": shard for layer in range(1, LAYERS + 1)}
         out[f"CompNode-{i}"] = files
     for j in range(made.beta):
         for k in range(j if made.symmetric else 0, made.beta):
@@ -134,14 +143,18 @@ def test_files_hold_the_rows_that_the_plan_gives_each_node(
     assert positions == expected_files(made)
     shape = Shape.of(AutoConfig.from_pretrained(path))
     widths = {"q": shape.heads * shape.head_dim, "k": shape.kv_heads * shape.head_dim}
-    widths |= {"embed": WIDTH, "resid": WIDTH, "v": widths["k"], "attn": shape.heads * (2 + shape.head_dim)}
+    answers = made.beta * shape.heads * (2 + shape.head_dim)
+    widths |= {"embed": WIDTH, "resid": WIDTH, "v": widths["k"], "attn": answers}
     widths |= {"kv": 2 * widths["k"], "qkv": widths["q"] + 2 * widths["k"]}
     plain, calls = PlainModel(path), plain_calls(path, tokens)
     for held in files.values():
         for name, one in held.items():
             stream, layer, *_ = name.split("-")
             assert one.info.site == Site(int(layer), stream)
-            assert one.states.shape == (len(positions_of(one)), widths[stream])
+            first = (
+                WIDTH if (stream, layer) == ("attn", "1") else 0
+            )  # the embedding stands before the first answers
+            assert one.states.shape == (len(positions_of(one)), first + widths[stream])
             if stream == "attn":
                 continue
             whole = (
@@ -152,30 +165,28 @@ def test_files_hold_the_rows_that_the_plan_gives_each_node(
             assert torch.allclose(one.states, whole[positions_of(one)], atol=1e-4), (name, one)
     assert len(said) == len(files)
     for name, one in said.items():
-        assert Path(one["folder"]).name == name.translate(str.maketrans(" ", "-", "(),"))
-        folder = plain_files(files[Path(one["folder"]).name])
-        assert one["files"] == len(folder)
-        assert one["rows"] == sum(len(held.states) for held in folder)
-        assert one["positions"] == sorted({p for held in folder for p in positions_of(held)})
+        assert Path(one["file"]).stem == name.translate(str.maketrans(" ", "-", "(),"))
+        held = files[Path(one["file"]).stem]
+        assert one["observations"] == len(held)
+        assert one["rows"] == rows_of(held)
+        assert one["positions"] == sorted({p for own in held.values() for p in positions_of(own)})
 
 
-def merged(parts: Sequence[Observation], heads: int, compressed: bool) -> Tensor:
+def merged(parts: Sequence[Tensor], heads: int) -> Tensor:
     """The attention output, from one CompNode's partial outputs of all key shards, number by number."""
-    rows, numbers = parts[0].states.shape[0], 1 if compressed else 2
-    width = parts[0].states.shape[1] // heads - numbers
+    rows, numbers = parts[0].shape[0], 2
+    width = parts[0].shape[1] // heads - numbers
     out = torch.zeros(rows, heads * width, dtype=torch.float64)
     for row in range(rows):
         for head in range(heads):
             weights = []
             for part in parts:
-                maximum = part.states[row, head].double()
-                total = 1.0 if compressed else float(part.states[row, heads + head])
-                weights.append((maximum, total))
+                weights.append((part[row, head].double(), float(part[row, heads + head])))
             peak = max(maximum for maximum, _ in weights)
             shares = [float((maximum - peak).exp()) * total for maximum, total in weights]
             for part, share in zip(parts, shares, strict=True):
                 start = numbers * heads + head * width
-                mixed = part.states[row, start : start + width].double()
+                mixed = part[row, start : start + width].double()
                 out[row, head * width : (head + 1) * width] += share / sum(shares) * mixed
     return out
 
@@ -194,11 +205,10 @@ def test_partial_outputs_merge_to_the_plain_models_attention(
     calls = plain_calls(path, tokens)
     for i, shard in enumerate(made.shards):
         for layer in range(1, LAYERS + 1):
-            parts = [files[f"CompNode-{i}"][f"attn-{layer}-keys-{k}"] for k in range(made.beta)]
-            for k, part in enumerate(parts):
-                facts = part.info.facts
-                assert (facts["key_shard"], facts["keys"]) == (k, list(made.splits[k]))
-            out = merged(parts, parts[0].info.facts["heads"], compress)
+            one = files[f"CompNode-{i}"][f"attn-{layer}"]
+            assert one.info.facts["shards"] == [list(split) for split in made.splits]
+            answers = one.states[:, WIDTH:] if layer == 1 else one.states
+            out = merged(answers.chunk(made.beta, 1), one.info.facts["heads"])
             assert torch.allclose(out, calls[layer - 1]["out"][list(shard)].double(), atol=1e-4)
 
 
@@ -225,21 +235,22 @@ def test_public_facts_say_where_a_file_is_from(tiny: TinyPath, tmp_path: Path) -
                 check_observation(one, models[one.info.site.layer])
 
 
-def test_the_prompt_is_every_nodes_truth(tiny: TinyPath, tmp_path: Path) -> None:
+def test_the_prompt_is_the_truth_of_all_nodes(tiny: TinyPath, tmp_path: Path) -> None:
     """The truth is in a file of its own, since an observation holds no token; attacks are scored with it."""
     cascade, tokens = recorder(tiny("llama")), prompt(8)
     made = Plan.by_hand([[0, 1, 5, 7], [2, 3, 4, 6]])
     cascade.forward(tokens, made)
     written(cascade.seen(), tmp_path, tokens=tokens.tolist())
     nodes = {*(f"CompNode-{i}" for i in range(2)), *(f"AttnNode-{j}-{k}" for j in range(2) for k in range(2))}
-    assert {path.parent.name for path in tmp_path.glob("*/truth.json")} == nodes
-    for file in tmp_path.glob("*/*-2.safetensors"):
-        (secret,) = load_truth(file.parent / "truth.json")
-        assert secret.tokens == tuple(tokens.tolist())
-        assert _fits(secret, load_observation(file))  # or the attack command refuses to score it
+    assert {path.stem for path in tmp_path.glob("*.safetensors")} == nodes
+    (secret,) = load_truth(tmp_path / "truth.json")
+    assert secret.tokens == tuple(tokens.tolist())
+    for file in tmp_path.glob("*.safetensors"):
+        for one in load_observations(file):
+            assert _fits(secret, one)  # or the attack command refuses to score it
 
 
-def test_nodes_without_tokens_leave_no_folder(tiny: TinyPath, tmp_path: Path) -> None:
+def test_nodes_without_tokens_leave_no_file(tiny: TinyPath, tmp_path: Path) -> None:
     cascade = recorder(tiny("llama"))
     cascade.forward(prompt(2), Plan.clustered(2, 1, alpha=4))
     files, _ = written(cascade.seen(), tmp_path)
@@ -282,16 +293,13 @@ def test_rows_of_all_passes_come_together(tiny: TinyPath, tmp_path: Path, symmet
     for i, shard in enumerate(grown.shards):
         held = files[f"CompNode-{i}"]
         for layer in range(1, LAYERS + 1):
-            for k in range(grown.beta):
-                parts = [one for one in held.values() if one.info.site == Site(layer, "attn")]
-                asked = [positions_of(one) for one in parts if one.info.facts["key_shard"] == k]
-                assert sorted(p for positions in asked for p in positions) == list(shard)
-        (secret,) = load_truth(tmp_path / f"CompNode-{i}" / "truth.json")
-        assert secret.tokens == tuple(fed.tolist())
+            before = [[p for p in split if p <= shard[-1]] for split in grown.splits]
+            assert held[f"attn-{layer}"].info.facts["shards"] == before
+            assert positions_of(held[f"attn-{layer}"]) == list(shard)
+    (secret,) = load_truth(tmp_path / "truth.json")
+    assert secret.tokens == tuple(fed.tolist())
     for one in said.values():
-        found = plain_files(files[Path(one["folder"]).name])
-        assert one["files"] == len(found)
-        assert one["rows"] == sum(len(held.states) for held in found)
+        assert one["rows"] == rows_of(files[Path(one["file"]).stem])
 
 
 # ---- recording
@@ -336,6 +344,30 @@ def test_requests_at_once_are_recorded_apart(tiny: TinyPath) -> None:
     assert sorted(lengths) == [3, 5, 6, 9]
 
 
+# ---- a site of a file
+
+
+def test_a_site_is_chosen_from_a_nodes_file(tiny: TinyPath, tmp_path: Path) -> None:
+    cascade = recorder(tiny("llama"))
+    cascade.forward(prompt(5), Plan.clustered(5, 1, alpha=2))
+    written(cascade.seen(), tmp_path)
+    comp, attn = tmp_path / "CompNode-1.safetensors", tmp_path / "AttnNode-0-0.safetensors"
+    assert [one.info.site for one in load_site(comp, 1)] == [Site(1, "resid")]  # as attacks take it
+    assert [one.info.site for one in load_site(comp, 1, "attn")] == [Site(1, "attn")]
+    assert [one.info.site for one in load_site(comp, None, "embed")] == [Site(0, "embed")]
+    assert [one.info.site for one in load_site(attn, None, "qkv")] == [Site(2, "qkv")]
+    for path, layer, stream in ((comp, None, None), (comp, None, "attn"), (comp, 99, None), (attn, 1, None)):
+        with pytest.raises(InputError, match=r"choose one by --layer and --stream: .* at "):
+            load_site(path, layer, stream)
+    with pytest.raises(InputError, match=f"resid at 1 to {LAYERS}"):
+        load_site(comp)
+    one = tmp_path / "one.safetensors"
+    save_observation(load_site(comp, 1)[0], one)
+    assert [found.info.site for found in load_site(one, 7, "v")] == [
+        Site(1, "resid")
+    ]  # checked with the model
+
+
 # ---- positions in files
 
 
@@ -355,8 +387,9 @@ def node_file(tiny: TinyPath, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("node")
     cascade = recorder(tiny("llama"))
     cascade.forward(prompt(5), Plan.clustered(5, 1, alpha=2))
-    written(cascade.seen(), folder)
-    return folder / "CompNode-0" / "resid-1.safetensors"
+    files, _ = written(cascade.seen(), folder)
+    save_observation(files["CompNode-0"]["resid-1"], folder / "resid-1.safetensors")
+    return folder / "resid-1.safetensors"
 
 
 @pytest.fixture

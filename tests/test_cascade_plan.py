@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoConfig
 
-from hiddenlab.defenses.cascade.command import parse_shards, plan
 from hiddenlab.defenses.cascade.cost import Link, Shape, layer_bytes, layer_seconds, rounds, sent
+from hiddenlab.defenses.cascade.planning import parse_shards, plan
 from hiddenlab.errors import InputError
 from hiddenlab.sharding import AttnNode, Plan, recoverable, smallest_gap, split
 
@@ -227,12 +227,13 @@ def test_the_command_reports_the_plan(tiny_path: str) -> None:
     assert result["plan"]["attn_nodes"] == 36
     assert result["holders"][:8] == [0, 0, 1, 1, 2, 2, 0, 0]
     assert result["rows"][0] == {
-        "node": "CompNode 0", "tokens": 6, "clusters": 3, "smallest_gap": 4, "recoverable_tokens": 2,
+        "node": "CompNode 0", "tokens": 6, "clusters": 3, "smallest_gap": 4,
+        "by_row_matching_alone": 2, "by_missing_tokens": 14, "by_partial_sums": 14,
     }  # fmt: skip
     assert result["violations"] == []
     by_hand = plan(18, shards="0,2,4,6,8,10,12,14,16;1,3,5,7,9,11,13,15,17", model=tiny_path)
     assert len(by_hand["violations"]) == 16
-    assert by_hand["rows"][0]["recoverable_tokens"] == 17
+    assert by_hand["rows"][0]["by_row_matching_alone"] == 17
     with pytest.raises(InputError, match="hold 18 tokens, not 20"):
         plan(20, shards="0,2,4,6,8,10,12,14,16;1,3,5,7,9,11,13,15,17", model=tiny_path)
 

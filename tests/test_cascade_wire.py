@@ -20,13 +20,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hiddenlab.defenses.cascade.backend import Cascade, Settings, comp_name
+from hiddenlab.defenses.cascade.attn_host import AttnHost
+from hiddenlab.defenses.cascade.backend import Cascade, Settings
 from hiddenlab.defenses.cascade.cost import Link, Shape, layer_bytes, sent
 from hiddenlab.defenses.cascade.generate import generate
 from hiddenlab.defenses.cascade.load import load_cascade_model
 from hiddenlab.defenses.cascade.local import LocalCascade
-from hiddenlab.defenses.cascade.node_state import Head, NodeError, Pass, attn_name
-from hiddenlab.defenses.cascade.nodes import AttnWorker, Partial, Rows
+from hiddenlab.defenses.cascade.node_state import Head, NodeError, attn_name, comp_name
+from hiddenlab.defenses.cascade.nodes import Partial, Rows
+from hiddenlab.defenses.cascade.passes import Pass
 from hiddenlab.defenses.cascade.remote import Mailbox, RemoteAttn, WireCascade, head_from_json, head_to_json
 from hiddenlab.defenses.cascade.wire import Hub, WireError
 from hiddenlab.errors import InputError
@@ -435,8 +437,8 @@ def test_nothing_is_handed_over_before_it_is_due(end: Callable[..., End]) -> Non
 # ---- the mailbox
 
 
-def head_of(request: str = "r", number: int = 0, step: int = 0, layer: int = 0) -> Head:
-    return Head(request, number, step, layer, Attention(1.0))
+def head_of(batch: str = "b", step: int = 0, layer: int = 0) -> Head:
+    return Head(batch, step, layer, Attention(1.0))
 
 
 def partial_of(value: float) -> Partial:
@@ -444,13 +446,13 @@ def partial_of(value: float) -> Partial:
 
 
 def test_an_answer_waits_for_its_own_collector() -> None:
-    """By request, pass, step and sender; each is given once."""
+    """By batch, step and sender; each is given once."""
     mailbox = Mailbox(0.02)
-    keys = [(r, n, s, a) for r in "xy" for n in (0, 1) for s in (0, 3) for a in ("A", "B")]
+    keys = [(b, s, a) for b in "xy" for s in (0, 3) for a in ("A", "B")]
     for i, key in enumerate(keys):
         mailbox.put(*key, [partial_of(float(i))])
-    for i, (request, number, step, sender) in reversed(list(enumerate(keys))):
-        (found,) = mailbox.get(head_of(request, number, step), sender)
+    for i, (batch, step, sender) in reversed(list(enumerate(keys))):
+        (found,) = mailbox.get(head_of(batch, step), sender)
         assert float(found.maximum) == i
     with pytest.raises(NodeError):
         mailbox.get(head_of("x"), "A")
@@ -458,7 +460,7 @@ def test_an_answer_waits_for_its_own_collector() -> None:
 
 def test_who_does_not_answer_in_time_is_named() -> None:
     mailbox = Mailbox(0.02)
-    mailbox.put("r", 0, 1, "B", [])
+    mailbox.put("b", 1, "B", [])
     began = time.monotonic()
     with pytest.raises(
         NodeError, match=r"^A did not answer in layer 3: nothing got on for 0.02 s$"
@@ -476,7 +478,7 @@ def test_a_slow_answer_is_waited_for() -> None:
         nonlocal worked
         worked += worked < 5
         if worked == 5:
-            mailbox.put("r", 0, 0, "A", [])
+            mailbox.put("b", 0, "A", [])
         return worked
 
     mailbox = Mailbox(0.02, progress)
@@ -505,8 +507,8 @@ def waiting(call: Callable[[], Any]) -> tuple[ThreadPoolExecutor, Any]:
     ("happens", "says", "node"),
     [
         (lambda box: box.lose("A"), "A died in layer 2", "A"),
-        (lambda box: box.abort("r"), "the request was given up", None),
-        (lambda box: box.put("r", 0, 0, "A", NodeError("A is full", "A")), "A is full", "A"),
+        (lambda box: box.abort("b"), "the request was given up", None),
+        (lambda box: box.put("b", 0, "A", NodeError("A is full", "A")), "A is full", "A"),
     ],
     ids=["lost", "aborted", "failed"],
 )
@@ -528,18 +530,18 @@ def test_an_answer_wakes_its_collector_and_other_losses_do_not() -> None:
     pool, future = waiting(lambda: mailbox.get(head_of(), "A"))
     mailbox.lose("B")
     mailbox.abort("another")
-    mailbox.put("r", 0, 0, "B", [])
-    mailbox.put("r", 0, 1, "A", [])
+    mailbox.put("b", 0, "B", [])
+    mailbox.put("b", 1, "A", [])
     time.sleep(0.02)
     assert not future.done()
-    mailbox.put("r", 0, 0, "A", [partial_of(4.0)])
+    mailbox.put("b", 0, "A", [partial_of(4.0)])
     assert float(future.result(PATIENCE)[0].maximum) == 4
     pool.shutdown()
 
 
 def test_an_answer_that_came_before_the_loss_counts() -> None:
     mailbox = Mailbox(0.02)
-    mailbox.put("r", 0, 0, "A", [])
+    mailbox.put("b", 0, "A", [])
     mailbox.lose("A")
     assert mailbox.get(head_of(), "A") == []
     with pytest.raises(NodeError, match="A died"):
@@ -549,11 +551,11 @@ def test_an_answer_that_came_before_the_loss_counts() -> None:
         mailbox.get(head_of(), "A")
 
 
-def test_what_still_comes_of_an_aborted_request_is_dropped() -> None:
+def test_what_still_comes_of_an_aborted_batch_is_dropped() -> None:
     mailbox = Mailbox(0.02)
-    mailbox.put("r", 0, 0, "A", [])
-    mailbox.abort("r")
-    mailbox.put("r", 0, 1, "A", [])
+    mailbox.put("b", 0, "A", [])
+    mailbox.abort("b")
+    mailbox.put("b", 1, "A", [])
     assert mailbox._answers == {}
     for step in (0, 1):
         with pytest.raises(NodeError, match="given up"):
@@ -564,7 +566,7 @@ def test_what_still_comes_of_an_aborted_request_is_dropped() -> None:
 
 
 @given(
-    st.tuples(st.text(), st.integers(0, 99), st.integers(0, 99), st.integers(0, 99)),
+    st.tuples(st.text(), st.integers(0, 99), st.integers(0, 99)),
     st.tuples(
         st.floats(1e-3, 9), st.booleans(), st.none() | st.integers(1, 99), st.none() | st.floats(1e-3, 99)
     ),
@@ -575,12 +577,12 @@ def test_what_still_comes_of_an_aborted_request_is_dropped() -> None:
     st.sampled_from(["dealt", "by hand", "grown", "splits by hand"]),
 )
 def test_a_head_as_json_is_the_same_head(
-    names: tuple[str, int, int, int],
+    names: tuple[str, int, int],
     how: tuple[float, bool, int | None, float | None],
     work: tuple[int, int, bool, bool, set[int]] | None,
     kind: str,
 ) -> None:
-    begun = None
+    begun: tuple[Pass, ...] | None = None
     if work is not None:
         tokens, since, keep, last, hidden = work
         plan = {
@@ -589,7 +591,7 @@ def test_a_head_as_json_is_the_same_head(
             "grown": lambda: Plan.by_hand([range(tokens)]).grown(tokens + 3),
             "splits by hand": lambda: Plan(tokens, (tuple(range(tokens)),), ((), tuple(range(tokens)))),
         }[kind]()
-        begun = Pass(names[0], plan, names[1], since, keep, last, tuple(sorted(hidden)))
+        begun = (Pass("r", plan, names[1], since, keep, last, tuple(sorted(hidden))), Pass("s", plan))
     head = Head(*names, Attention(*how), begun)
     assert head_from_json(json.loads(json.dumps(head_to_json(head)))) == head
 
@@ -720,17 +722,17 @@ def test_a_failure_of_an_attnnode_is_told_to_who_waits(
 ) -> None:
     """Across the wire, under its own name; the node lives on."""
     path, made = tiny("llama"), Plan.clustered(7, 1, alpha=2)
-    run = AttnWorker.run
+    attend = AttnHost._attend
 
-    def fail(self: AttnWorker, layer: int, *rest: Any) -> Any:
-        if self.node == AttnNode(0, 1) and layer == 2:
+    def fail(self: AttnHost, running: Any, head: Head, arrived: Any) -> Any:
+        if self.node == AttnNode(0, 1) and head.layer == 2:
             raise MemoryError("no room")
-        return run(self, layer, *rest)
+        return attend(self, running, head, arrived)
 
     with wired(path, made) as network:
         expected = network.forward(prompt(7), made)
         with monkeypatch.context() as patch:
-            patch.setattr(AttnWorker, "run", fail)
+            patch.setattr(AttnHost, "_attend", fail)
             with pytest.raises(NodeError, match=r"AttnNode \(0, 1\) failed in layer 3: no room") as caught:
                 network.forward(prompt(7), made)
         assert caught.value.node == "AttnNode (0, 1)"
@@ -800,8 +802,8 @@ def test_a_plan_for_other_nodes_is_refused(tiny: TinyPath, other: dict[str, Any]
         assert [one.hub.sent.messages for one in network.comps] == before
 
 
-def test_an_attnnode_that_is_called_waits_until_the_request_is_given_up() -> None:
-    """For carriers without a hub: the call waits for the rows of all CompNodes, or for the end of the request."""
+def test_an_attnnode_that_is_called_waits_until_the_batch_is_given_up() -> None:
+    """For carriers without a hub: the call waits for the rows of all CompNodes, or for the end of the batch."""
     made = Plan.clustered(4, 1, alpha=2)
     attn = RemoteAttn(AttnNode(0, 1), Settings(), KEY)
     rows = [
@@ -810,20 +812,20 @@ def test_an_attnnode_that_is_called_waits_until_the_request_is_given_up() -> Non
     ]
     attention = Attention(1.0, causal=False)
     with ThreadPoolExecutor(1) as pool:
-        first = pool.submit(attn.answer, 0, Head("r", 0, 0, 0, attention, Pass("r", made)), rows[0])
-        until(lambda: attn.host.waiting("r") == {"step": 0, "missing": [1]})
-        assert attn.answer(1, Head("r", 0, 0, 0, attention, Pass("r", made)), rows[1]) == []
+        first = pool.submit(attn.answer, 0, Head("b", 0, 0, attention, (Pass("r", made),)), rows[0])
+        until(lambda: attn.host.waiting("b") == {"missing": [1], "computing": False})
+        assert attn.answer(1, Head("b", 0, 0, attention, (Pass("r", made),)), rows[1]) == []
         (part,) = first.result(PATIENCE)
-        assert attn.host.waiting("r") is None
+        assert attn.host.waiting("b") is None
         scores = rows[0].queries @ rows[1].keys.transpose(1, 2)
         assert torch.allclose(part.output, scores.softmax(-1) @ rows[1].values, atol=1e-6)
-        second = pool.submit(attn.answer, 0, Head("r", 0, 1, 1, attention), rows[0])
-        until(lambda: attn.host.waiting("r") == {"step": 1, "missing": [1]})
-        attn.host.close("r")
+        second = pool.submit(attn.answer, 0, Head("b", 1, 1, attention), rows[0])
+        until(lambda: attn.host.waiting("b") == {"missing": [1], "computing": False})
+        attn.host.abort("b")
         with pytest.raises(NodeError, match="given up"):
             second.result(PATIENCE)
     with pytest.raises(NodeError, match="given up"):
-        attn.answer(1, Head("r", 0, 1, 1, attention), rows[1])
+        attn.answer(1, Head("b", 1, 1, attention), rows[1])
     attn.hub.close()
 
 

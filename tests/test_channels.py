@@ -13,9 +13,10 @@ from torch import Tensor
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
 
 from hiddenlab import registry
-from hiddenlab.channels import Channel, Stage
+from hiddenlab.channels import Channel
 from hiddenlab.errors import HiddenlabError, InputError
 from hiddenlab.models import TruncatedModel, load_model
+from hiddenlab.stages import Stage
 from hiddenlab.types import GroundTruth, Observation, ObservationInfo
 
 torch.set_num_threads(1)

@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+import time
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,7 +23,7 @@ from hiddenlab import records as record_module
 from hiddenlab.base import Attack
 from hiddenlab.cli import app, console
 from hiddenlab.cli.rerun import differences
-from hiddenlab.cli.show import rows_table
+from hiddenlab.cli.show import figures_table, rows_table
 from hiddenlab.errors import NotApplicableError
 from hiddenlab.text import count_of
 from hiddenlab.types import AttackResult, Observation, ObservationInfo, TokenPrediction
@@ -618,6 +619,29 @@ def test_long_work_says_now_and_then_how_far_it_is(
     assert second.startswith("training: 401/800, loss 401, 0 s, about ")
 
 
+def test_work_without_news_says_that_it_runs(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where no terminal shows a bar: of the task that began last, and only as long as it runs."""
+    monkeypatch.setattr(console, "FIRST_SIGN", 0.02)
+    written = ""
+    with console.bars() as progress:
+        progress("prompts", 0, 1)
+        progress("loading the model", 0, 1)
+        end = time.monotonic() + 20
+        while "loading" not in written:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+            written += capsys.readouterr().err
+        assert re.fullmatch(r"loading the model: running, \d+ s\n", written)
+        progress("loading the model", 1, 1)
+        while "prompts" not in written:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+            written += capsys.readouterr().err
+    assert [re.sub(r"\d+ s$", "… s", line) for line in written.splitlines()[1:]] == ["prompts: running, … s"]
+
+
 @pytest.mark.parametrize(
     ("name", "option", "message"),
     [
@@ -655,3 +679,18 @@ def test_tables_break_no_heading_and_no_number(width: int) -> None:
     words = re.findall(r"\w[\w.-]*", text)
     assert {word for name in columns for word in name.split()} <= set(words)
     assert words.count("0.1235") == 6
+
+
+@pytest.mark.parametrize("width", [80, 40])
+def test_a_long_text_among_figures_leaves_room_for_their_names(width: int) -> None:
+    figures = {
+        "figure": "value",
+        "tokens": 36,
+        "text": "you can board the ferry at the gate. " * 5,
+        "seconds": 0.5,
+    }
+    screen = console.SafeConsole(width=width, file=io.StringIO())
+    screen.print(figures_table([figures], "cascade, ray"))
+    text = screen.file.getvalue()
+    assert max(map(len, text.splitlines())) <= width
+    assert all(f"│ {name} " in text for name in ("tokens", "text", "seconds")) and text.count("gate") == 5

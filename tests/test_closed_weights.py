@@ -35,10 +35,11 @@ from hiddenlab.defenses.protocols.shares import Centaur
 from hiddenlab.defenses.protocols.stip import Stip
 from hiddenlab.errors import InputError, NotApplicableError
 from hiddenlab.eval.cells import Setting
+from hiddenlab.eval.command import run as run_experiments
 from hiddenlab.eval.measures import protocols
 from hiddenlab.eval.measures.correlation import projection_bound
 from hiddenlab.eval.measures.protocols import centaur_view, read_view, stip_view
-from hiddenlab.eval.tables.protocols import permuted_model, projections, schemes, substitution
+from hiddenlab.eval.tables.protocols import permuted_model, projections, schemes, substitution, theorem_j3
 from hiddenlab.models import Request, TruncatedModel, load_model
 from hiddenlab.proposals import corpus
 from hiddenlab.types import silent
@@ -591,6 +592,20 @@ def test_random_directions_keep_states_apart_as_the_theorem_says(
             projections(Setting(model=str(spec["model"])), noise=wrong)
     with pytest.raises(InputError, match="number from 0"):
         schemes(Setting(model=str(spec["model"])), generate=-1)
+
+
+def test_the_pair_with_less_distance_correlation_is_the_readable_one(tmp_path: Path) -> None:
+    (table,) = run_experiments(["theorem-j3"], {}, {"draws": 1000}, tmp_path)
+    assert [row["keys"]["delta"] for row in table["rows"]] == [0.1, 0.3, 0.6]
+    for row in table["rows"]:
+        value = {name: figure["value"] for name, figure in row["figures"].items()}
+        assert value["normal_discorr"] > 0.841 > value["folded_discorr"]  # the bounds of the proof
+        assert value["folded_read"] == 1 > value["normal_read"]
+        assert value["normal_read"] == pytest.approx(value["normal_bound"], abs=0.05)
+    with pytest.raises(InputError, match=r"above 0\.945 and below 1, not 0\.5"):
+        theorem_j3(Setting(), correlation=0.5)
+    with pytest.raises(InputError, match="draws must be at least 2"):
+        theorem_j3(Setting(), draws=1)
 
 
 def slow_discorr(x: Tensor, y: Tensor) -> float:

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
+from hiddenlab import batch, runner
 from hiddenlab import job as job_module
-from hiddenlab import runner
 from hiddenlab.cli import app
 from hiddenlab.config import AttackConfig
 from hiddenlab.errors import InputError
@@ -172,7 +172,7 @@ def test_states_of_a_file_are_refused(no_model: None, source: dict[str, Any]) ->
 def test_an_interruption_says_what_was_not_begun(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recover, calls = runner.recover, list[int]()
+    recover, calls = batch.recover, list[int]()
 
     def interrupted(*given: Any) -> Any:
         calls.append(1)
@@ -180,7 +180,7 @@ def test_an_interruption_says_what_was_not_begun(
             raise KeyboardInterrupt
         return recover(*given)
 
-    monkeypatch.setattr(runner, "recover", interrupted)
+    monkeypatch.setattr(batch, "recover", interrupted)
     given = defenses("seq-perm", f"{ROUNDED}+seq-perm", ROUNDED)
     result = run("compare", "ab", *given, "--out", "out", code=130)
     assert result.stdout == ""

@@ -15,7 +15,7 @@ TOKENS = st.integers(0, 2)  # few, so that right, wrong and verified ones all me
 def attacked(
     truth: list[int] | None, got: list[int], sure: list[bool], positions: list[int] | None = None
 ) -> Sample:
-    """A sample with the fields that ``hiddenlab.runner.sample_of`` gives it."""
+    """A sample with the fields that ``hiddenlab.batch.sample_of`` gives it."""
     size = len(got if truth is None else truth)
     sample: Sample = {
         "id": "p", "status": "attacked", "truth_ids": truth, "recovered_ids": got, "positions": positions,
@@ -106,6 +106,8 @@ def test_every_number_is_that_of_the_samples(samples: list[Sample]) -> None:
     found = re.search(r"\((\d+) tokens?, (?:(\d+)|all) verified\)", text)
     assert found and int(found[1]) == known
     assert int(found[2] or known) == scored_sure
+    behind = sum(len(sample["truth_ids"]) - 1 - max(held_of(sample), default=-1) for sample in scored)
+    assert number("# tokens? of the truth comes? after the last one found", text) == behind
     wrong = 0
     for sample in scored:
         for (place, token), verified in zip(
@@ -151,6 +153,11 @@ HALF = attacked([1, 2, 0, 1], [1, 2, 1, 1], [True, True, True, False])
             "1 of 2 prompts were recovered exactly, with 6 of 7 tokens right (7 tokens, 6 verified). "
             "1 verified token is wrong. 1 prompt could not be attacked.",
         ),
+        (
+            [attacked([1, 2, 0, 1], [1, 0], [True, True], [0, 2])],
+            "The prompt was not recovered exactly: 2 of 4 tokens are right (4 tokens, 2 verified). "
+            "1 token of the truth comes after the last one found.",
+        ),
         ([RIGHT, RIGHT], "2 of 2 prompts were recovered exactly (6 tokens, all verified)."),
         (
             [attacked(None, [1, 2], [True, False])],
@@ -173,7 +180,7 @@ HALF = attacked([1, 2, 0, 1], [1, 2, 1, 1], [True, True, True, False])
         (
             [attacked([1, 2, 0], [1, 1], [True, True])],
             "The prompt was not recovered exactly: 1 of 3 tokens are right (3 tokens, 2 verified). "
-            "1 verified token is wrong.",
+            "1 token of the truth comes after the last one found. 1 verified token is wrong.",
         ),
         (
             [attacked([1, 2, 0], [2, 2], [True, True], [1, 2])],

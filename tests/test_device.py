@@ -19,9 +19,13 @@ from transformers import AutoModel, AutoModelForCausalLM
 
 from hiddenlab import registry
 from hiddenlab.attacks.vocab_match.task import Trials
-from hiddenlab.defenses.cascade import node_state
-from hiddenlab.defenses.cascade.node_state import AttnHost, CompHost, Head, Pass
-from hiddenlab.defenses.cascade.nodes import AttnWorker, CompWorker, Partial, Rows, attention_pass, post_pass
+from hiddenlab.defenses.cascade import comp_host
+from hiddenlab.defenses.cascade.attn_host import AttnHost
+from hiddenlab.defenses.cascade.attn_worker import AttnBatch, AttnWorker
+from hiddenlab.defenses.cascade.comp_host import CompHost
+from hiddenlab.defenses.cascade.node_state import Head
+from hiddenlab.defenses.cascade.nodes import CompWorker, Partial, Rows, attention_pass, post_pass
+from hiddenlab.defenses.cascade.passes import Batch, Pass
 from hiddenlab.matching.distance import Matcher
 from hiddenlab.matching.epsilon import Threshold
 from hiddenlab.matching.screening import Screen
@@ -536,7 +540,7 @@ PLANS = (
 
 
 def layer_of(
-    comps: Mapping[int, CompWorker], workers: Mapping[AttnNode, AttnWorker], layer: int, how: Attention
+    comps: Mapping[int, CompWorker], workers: Mapping[AttnNode, AttnBatch], layer: int, how: Attention
 ) -> dict[int, Tensor]:
     """One layer's attention: every CompNode's rows to the AttnNodes, and their answers merged."""
     sent: dict[AttnNode, dict[int, Rows]] = {}
@@ -559,13 +563,19 @@ def layer_of(
 def test_cascade_copies_indices_and_masks_in_the_first_layer_only(
     plan: Plan, how: Attention, compress: bool
 ) -> None:
-    workers = {node: AttnWorker(node, compress=compress, keep=True) for node in plan.attn_nodes}
-    for since, whole in ((0, plan), (plan.tokens, plan.grown(plan.tokens + 3))):
-        comps = {i: CompWorker(whole, i, since) for i in range(plan.alpha)}
+    workers = {node: AttnWorker(node, compress=compress) for node in plan.attn_nodes}
+    longer = plan.grown(plan.tokens + 3)
+    first = [Pass(name, plan, keep=True) for name in "ab"]
+    then = [
+        Pass("a", longer, 1, plan.tokens, keep=True),
+        Pass("b", plan.grown(plan.tokens + 1), 1, plan.tokens, keep=True),
+    ]
+    both = [Pass(w.request, w.plan.grown(w.plan.tokens + 1), 2, w.plan.tokens, keep=True) for w in then]
+    for passes in (first, then, both):
+        comps = {i: CompWorker(passes, i) for i in range(plan.alpha)}
         comps = {i: comp for i, comp in comps.items() if comp.positions}
-        for worker in workers.values():
-            worker.begin(whole, since)
-        workers_now = {node: worker for node, worker in workers.items() if worker.messages}
+        begun = {node: worker.begin(passes) for node, worker in workers.items()}
+        workers_now = {node: batch for node, batch in begun.items() if batch.sizes}
         for layer in range(2):
             with Crossings() as seen:
                 for i, merged in layer_of(comps, workers_now, layer, how).items():
@@ -607,17 +617,17 @@ class AtOnce:
 
 @pytest.mark.parametrize("architecture", DECODERS)
 def test_a_compnode_on_the_card_copies_as_much_for_any_layers(architecture: str) -> None:
-    node_state.register_cascade_attention()
+    comp_host.register_cascade_attention()
     counts = []
     for layers in (2, 3):
         kinds = ["sliding_attention", "full_attention"] * LAYERS
         listed = {"layer_types": kinds[:layers]} if architecture.startswith("gemma") else {}
-        model = model_on_card(architecture, node_state.ATTENTION_NAME, num_hidden_layers=layers, **listed)
+        model = model_on_card(architecture, comp_host.ATTENTION_NAME, num_hidden_layers=layers, **listed)
         host, carrier, plan = CompHost(model, 0), AtOnce(), Plan.clustered(9, 1, alpha=1, m=3)
         with Crossings() as seen:
-            work = Pass("a", plan, keep=True, last=True)
-            on(host.run(work, torch.arange(9), carrier), 1, VOCABULARY)
-            work = Pass("a", plan.grown(10), 1, 9, keep=True, last=True)
-            on(host.run(work, torch.arange(1), carrier), 1, VOCABULARY)
+            batch = Batch.of(Pass("a", plan, keep=True, last=True))
+            on(host.run(batch, torch.arange(9), carrier), 1, VOCABULARY)
+            batch = Batch.of(Pass("a", plan.grown(10), 1, 9, keep=True, last=True))
+            on(host.run(batch, torch.arange(1), carrier), 1, VOCABULARY)
         counts.append(len(seen.seen))
     assert counts[0] == counts[1]

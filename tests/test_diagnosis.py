@@ -71,6 +71,18 @@ def test_one_row(tiny_model: LoadModel) -> None:
     assert told.fault is None and "the first row fits" in told.sentence
 
 
+def test_a_first_row_within_rounding_is_enough(tiny_model: LoadModel) -> None:
+    """No token gives the rows behind it, as where a quick look does not find the right one among many tokens."""
+    model = tiny_model("llama", 2)
+    states = model.encode(TOKENS).clone()
+    noise = torch.randn(states.shape, generator=torch.Generator().manual_seed(0)) * states.std()
+    states[1:] += noise[1:]
+    told = diagnose(observed(states, model), model)
+    assert (told.fault, told.site, told.exact) == (None, Site(2), True)
+    assert "the first row fits" in told.sentence
+    assert not diagnose(observed(states + 0.1 * noise, model), model).exact
+
+
 def test_keys_and_values(tiny_model: LoadModel) -> None:
     keys, values = (tiny_model("llama", 3, stream) for stream in ("k", "v"))
     assert diagnose(observed(keys.encode(TOKENS), keys), keys).fault is None

@@ -20,6 +20,7 @@ from hiddenlab.eval import command
 from hiddenlab.eval.cells import Cell, Experiment, Setting, conduct, load_result, measure_cell
 from hiddenlab.eval.measures import attack as measures
 from hiddenlab.eval.measures.intervals import mean, ratio, share
+from hiddenlab.eval.parallel import Crew
 from hiddenlab.eval.tables import paper
 from hiddenlab.job import build_attack
 from hiddenlab.prompts import Prompt, load_prompts
@@ -166,14 +167,6 @@ def test_rows_of_shards_say_what_the_node_holds(tiny: Callable[..., str], tmp_pa
     (table,) = command.run(["figure-2"], {"model": tiny("llama")}, {}, tmp_path, measure=False)
     held = {(row["keys"]["c"], row["keys"]["alpha"]): row["keys"]["rows held"] for row in table["rows"]}
     assert (held[4, 8], held[8, 8], held[8, 12]) == ("12 of 96", "8 of 96", "8 of 96")
-
-
-def test_workers_join_the_ray_that_the_environment_names(
-    measured: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:9")
-    with pytest.raises(HiddenlabError, match=r"no Ray cluster answers at 127.0.0.1:9"):
-        conduct("t", made_of({"x": 1}, {"x": 2}), tmp_path, workers=2)
 
 
 def test_tables_name_the_versions_that_measured_them(measured: list[dict[str, Any]], tmp_path: Path) -> None:
@@ -391,7 +384,9 @@ def test_cells_over_processes(tiny: Callable[..., str], tmp_path: Path) -> None:
     specs: list[list[str]] = [["gaussian:sigma=0.1"], ["gaussian:sigma=0.2"], ["shard:alpha=9"]]
     cells = [Cell("utility", {**common, "defense": spec}, {"defense": spec[0]}) for spec in specs]
     experiment = Experiment("A table", cells, {"kl": "KL"})
-    apart = conduct("t", experiment, tmp_path / "apart", workers=2)["rows"]
+    with Crew(None, 2) as crew:
+        apart = conduct("t", experiment, tmp_path / "apart", workers=crew)["rows"]
+    assert {path.name for path in (tmp_path / "apart").iterdir()} == {"cells", "t.json"}
     alone = conduct("t", experiment, tmp_path / "alone")["rows"]
     assert [row["figures"] for row in apart] == [row["figures"] for row in alone]
     assert [row["status"] for row in apart] == ["measured", "measured", "not run"]
@@ -401,7 +396,9 @@ def test_cells_over_processes(tiny: Callable[..., str], tmp_path: Path) -> None:
     ("args", "message"),
     [
         (("table-0",), "unknown experiment 'table-0'"),
-        (("table-1", "--set", "budget=4"), "table-1 has no option --budget"),
+        (("table-19", "--set", "budget=x"), "budget is a whole number, not 'x'"),
+        (("table-19", "--set", "attack=1"), "no attack of this table is called '1'"),
+        (("table-22", "--set", "budget=4"), "table-22 has no option --budget"),
         (("all", "--set", "budget=4"), "are for one experiment; 'all' takes none"),
         (("table-1", "--layers", "x"), "--layers 'x' is no list of numbers"),
         (("table-8", "--layers", "1,2"), "this experiment takes one layer"),
@@ -470,16 +467,49 @@ def test_the_weakest_layer_says_which_layers_were_not_measured(
     assert rows["nf4"]["reason"] is None
 
 
-@pytest.mark.usefixtures("attacked")
-def test_a_threshold_of_shuffled_rows_is_not_presented(tiny: Callable[..., str], tmp_path: Path) -> None:
-    """Rows are put in order before a threshold is measured: it would be the one of rows in order again."""
-    (table,) = command.run(["table-9-12"], {"model": tiny("llama"), "layers": (1,)}, {}, tmp_path)
-    assert "surrogate" in table["title"] and "10" not in table["title"]
+def test_every_permutation_has_a_threshold_of_its_own(tiny: Callable[..., str], tmp_path: Path) -> None:
+    (table,) = command.run(["table-9-12"], {"model": tiny("llama"), "layers": (1,)}, {"texts": 2}, tmp_path)
+    assert [row["keys"]["table"] for row in table["rows"]] == ["9", "10", "11", "12"]
     for row in table["rows"]:
-        ordered = row["keys"]["channel"] in ("identity", "hidden-perm")
-        assert ("epsilon" in row["figures"]) == ordered
-        assert any(row["paper"].values()) == (ordered and row["keys"]["epsilon"] == "calibrated")
-        assert "exact" in row["figures"]
+        value = {name: figure["value"] for name, figure in row["figures"].items()}
+        assert value["right"] < value["epsilon"] < value["edge"] and value["found"] == 1
+        assert value["right"] < value["auto"]
+        assert all(row["paper"].values())
+    raw, shuffled = (table["rows"][i]["figures"]["edge"]["value"] for i in (0, 1))
+    assert shuffled < raw  # a wrong candidate may come near to any free row
+
+
+@pytest.mark.parametrize("name", ["table-1", "table-2", "table-13", *(f"table-{n}" for n in range(18, 22))])
+def test_tables_run_the_papers_attack_and_ours(tiny: Callable[..., str], tmp_path: Path, name: str) -> None:
+    setting: dict[str, Any] = {"model": tiny("llama"), "layers": (1,)}
+    (table,) = command.run([name], setting, {"attack": "both", "budget": 9}, tmp_path, measure=False)
+    named = {(str(row["keys"]["attack"]).split(",")[0], row["keys"]["budget"]) for row in table["rows"]}
+    plain = {(who, "vocabulary") for who in ("ours", "paper")} if name == "table-13" else set()
+    assert named == {("ours", 9), ("paper", 9)} | plain
+    assert any("as printed" in note for note in table["notes"])
+    (table,) = command.run([name], {**setting, "scale": "paper"}, {}, tmp_path, measure=False)
+    assert all(str(row["keys"]["attack"]).startswith("paper") for row in table["rows"])
+    assert all(row["keys"]["budget"] == "vocabulary" for row in table["rows"])
+    with pytest.raises(InputError, match="no attack of this table is called 'theirs'; known are ours, paper"):
+        command.run([name], setting, {"attack": "theirs"}, tmp_path, measure=False)
+    with pytest.raises(InputError, match="at least 1 text, not 0"):
+        command.run([name], setting, {"texts": 0}, tmp_path, measure=False)
+
+
+@pytest.mark.slow
+def test_the_papers_attack_is_measured_beside_ours(tiny: Callable[..., str], tmp_path: Path) -> None:
+    setting: dict[str, Any] = {"model": tiny("llama"), "layers": (1,), "limit": 2, "max_tokens": 6}
+    (table,) = command.run(["table-2"], setting, {"attack": "both", "texts": 2}, tmp_path)
+    algorithms = [row["keys"]["attack"] for row in table["rows"]]
+    assert algorithms == [
+        "ours",
+        "paper, Algorithm 4",
+        "ours",
+        "paper, Algorithm 5",
+        "ours",
+        "paper, Algorithm 6",
+    ]
+    assert all(row["status"] == "measured" for row in table["rows"])
 
 
 @pytest.mark.parametrize(

@@ -227,7 +227,7 @@ def test_names_that_are_no_paths(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_many_names_are_compared_in_one_pass() -> None:
-    names = ",".join(f'"{i:06}":0' for i in range(100_000))
+    names = ",".join(f'"{i:06}":0' for i in range(20_000))
     with limited(), pytest.raises(InputError, match="the name 'x' stands twice"):
         schema.loads("{" + names + ',"x":0,"x":0}', "the body")
 

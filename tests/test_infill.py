@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from filelock import FileLock
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -26,6 +25,7 @@ from hiddenlab.models.attention import Attention
 from hiddenlab.sharding import Plan
 from hiddenlab.testing import DECODERS, VOCABULARY
 from hiddenlab.types import AttackResult, Observation
+from hiddenlab.utils.locks import one_at_a_time
 
 LoadModel = Callable[..., TruncatedModel]
 TinyPath = Callable[..., str]
@@ -288,10 +288,14 @@ def test_the_same_infiller_is_trained_once(tiny: TinyPath, texts: str) -> None:
     )
     path = training.checkpoint_path(training._identity(*given))
     held, free = threading.Event(), threading.Event()
+
+    def ignored(*_: object) -> None:
+        pass
+
     heard: list[tuple[str, int]] = []
 
     def hold() -> None:
-        with FileLock(path.with_suffix(".lock")):
+        with one_at_a_time(path, "", ignored):
             held.set()
             free.wait(30)
 
@@ -307,7 +311,7 @@ def test_the_same_infiller_is_trained_once(tiny: TinyPath, texts: str) -> None:
     other.join()
     assert heard[:2] == [(training.WAITING, 0), (training.WAITING, 1)]
     heard.clear()
-    with FileLock(path.with_suffix(".lock")):  # where there is nothing to train, nobody waits
+    with one_at_a_time(path, "", ignored):  # where there is nothing to train, nobody waits
         training.train_infiller(*given, hear)
     assert not heard
 

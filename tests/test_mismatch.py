@@ -67,7 +67,6 @@ def foreign(tiny_model: LoadModel, case: str, *specs: str) -> tuple[TruncatedMod
         *((case, {"proposal": "vocab"}) for case in CASES),
         pytest.param("layer", {}, marks=pytest.mark.slow),
         ("noised first row", {"proposal": "probe"}),
-        pytest.param("layer", {"search": "greedy", "proposal": "lm"}, marks=pytest.mark.slow),
     ],
 )
 def test_what_is_not_of_the_site_ends_soon(tiny_model: LoadModel, case: str, options: dict[str, str]) -> None:

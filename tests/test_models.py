@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hiddenlab.errors import InputError
-from hiddenlab.eval.bench import chains
+from hiddenlab.eval.bench import chains, kv_cache
 from hiddenlab.models import Prefix, Request, TruncatedModel, engine, load_model
 from hiddenlab.models.tokens import token_ids
 from hiddenlab.prompts import Prompt
@@ -230,6 +230,22 @@ def test_short_chains_attend_together(
         close(answer.states, oracle.states(held + chain, 3)[len(held) :])
         request.prefix.keep(answer, tokens=len(chain))
         close(request.prefix.branch(ids([7]))[0], oracle.states([*held, *chain, 7], 3)[-1])
+
+
+def test_bench_of_candidates_with_and_without_a_cache(tiny: TinyPath) -> None:
+    made = kv_cache.bench(model=tiny("llama"), layer=2, limit=4, max_tokens=6, repeats=1)
+    assert [row["tokens_found"] for row in made["rows"]] == [0, 1, 2, 3, 5, "all"]
+    assert all(row["times"] == row["seconds_whole"] / row["seconds_cached"] for row in made["rows"])
+    model = load_model(tiny("llama"), 2, device="cpu")
+    found, candidates = torch.tensor([5, 80, 7]), torch.tensor([3, 299, 7])
+    prefix = model.prefix()
+    prefix.extend(found)
+    both = kv_cache.behind(prefix, candidates), kv_cache.as_sequences(model, found, candidates)
+    assert torch.allclose(*both, atol=1e-5)
+    with pytest.raises(InputError, match="max_tokens at least 5"):
+        kv_cache.bench(model=tiny("llama"), max_tokens=4)
+    with pytest.raises(InputError, match="reads at most"):
+        kv_cache.bench(model=tiny("llama"), layer=2, max_tokens=100_000)
 
 
 def test_bench_of_chains(tiny: TinyPath) -> None:

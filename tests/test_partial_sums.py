@@ -17,7 +17,7 @@ from hiddenlab.defenses.cascade import command
 from hiddenlab.errors import InputError, NotApplicableError
 from hiddenlab.eval.measures.partial_sums import node_view, partial_sums
 from hiddenlab.models import TruncatedModel, load_model
-from hiddenlab.observation import load_observation
+from hiddenlab.observation import load_site
 from hiddenlab.sharding import Plan
 from hiddenlab.testing import DECODERS, VOCABULARY, WINDOW, PlainModel
 from hiddenlab.types import AttackResult, Observation
@@ -85,7 +85,7 @@ def test_a_recorded_request_is_read(tiny: TinyPath, tmp_path: Path) -> None:
         folder = tmp_path / str(compress)
         backend = command.Backend(kind="local", model=model, compress=compress)
         command.run(prompt, backend, alpha=3, c=3, record=str(folder))
-        observation = load_observation(folder / "CompNode-2" / "partials-1.safetensors")
+        observation = load_site(folder / "CompNode-2.safetensors", 1, "attn")[0]
         truncated = load_model(model, 1, stream="attn", device="cpu")
         found = PartialSums().fit(observation.info, truncated).recover(observation)
         assert truncated.text(found.ids) == prompt[: len(found.ids)]

@@ -94,7 +94,7 @@ def test_describe_gives_summary_and_parameters() -> None:
     found = {line.name: line for line in registry.describe("defenses")}
     assert found["gaussian"].parameters == "sigma: float"
     assert found["hidden-perm"].parameters == "mode: per-row|shared = per-row"
-    assert found["seq-perm"].summary == "Shuffle the rows of the states (paper, section 5.2.1)."
+    assert found["seq-perm"].summary == "Shuffle the rows of the states (Hidden No More, section 5.2.1)."
     assert not found["seq-perm"].parameters
 
 

@@ -48,7 +48,10 @@ def test_the_same_as_without(tiny_model: LoadModel, channel: str, stream: str) -
         attacker = VocabMatch(proposal="vocab", screen=screened)
         attacker.fit(observations[0].info, model)
         assert attacker._prepared is not None
-        engines = [model] + ([attacker._prepared.screen.model] if attacker._prepared.screen else [])
+        screen = attacker._prepared.screen
+        if screen is not None:
+            screen.load()
+        engines = [model] + ([screen.model] if screen is not None else [])
         assert len(engines) == 1 + screened
         before = [one.evaluated_tokens for one in engines]
         found[screened] = attacker.fit(observations[0].info, model).recover_batch(observations)
@@ -207,8 +210,11 @@ def test_a_screen_is_loaded_once_enough_was_asked_of_it(tiny_model: LoadModel) -
     assert one.runs(screening.FEWEST)
     assert not one.runs(screening.FEWEST - 1)
     other = Screen(tiny_model("llama", 2))
-    _ = other.model
+    other.load()
     assert other.runs(screening.FEWEST)
+    for screen, at_once in ((one, False), (other, True)):
+        screen.reset()
+        assert screen.runs(screening.FEWEST) is at_once
 
 
 def test_only_what_the_model_ran_can_match() -> None:

@@ -79,7 +79,8 @@ class BeamDecoding(Attack):
     against it.
 
     Knows: the weights, the released states, the channel. Does not know: tokens, permutations, noise. Where the strength
-    of noise is not given, it is estimated from the first prompt of a channel and used for all (see ``noise_strength``).
+    of noise is not given, it is estimated from the first prompt of a channel and used for all (see ``noise_strength``);
+    in an independent run from the first prompt of each batch.
 
     Args:
         beam: hypotheses kept, at least four times as many where rows are out of order or missing (``Effort.kept``).
@@ -119,6 +120,11 @@ class BeamDecoding(Attack):
 
     def _forget(self) -> None:
         self._prepared = None
+
+    def reset(self) -> None:
+        """Forget a strength of noise that was estimated from an earlier prompt."""
+        if self._prepared is not None and Channel.parse(list(self._prepared.observed.channel)).unknown:
+            self._prepared = None
 
     def _fit(self, info: ObservationInfo) -> dict[str, float | str]:
         """Train or load the probes and learn the weights, for all observations of one channel.

@@ -1,4 +1,4 @@
-"""Turn the vectors that users sent into symbols, without any public model (paper, appendix I.3)."""
+"""Turn the vectors that users sent into symbols, without any public model (Hidden No More, appendix I.3)."""
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass

@@ -13,8 +13,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from hiddenlab.attacks.infill.backbone import Backbone, Decoder, MaskedLM
-from hiddenlab.channels import quiet_bitsandbytes
 from hiddenlab.models import TruncatedModel
+from hiddenlab.models.quantized import quiet_bitsandbytes
 
 
 class Infiller(nn.Module):

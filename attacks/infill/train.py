@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from filelock import FileLock, Timeout
 from jaxtyping import Bool, Float, Int
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -31,6 +30,7 @@ from hiddenlab.types import ObservationInfo, Progress
 from hiddenlab.utils.cache import cache_path
 from hiddenlab.utils.digests import digest_of
 from hiddenlab.utils.files import save_tensors
+from hiddenlab.utils.locks import one_at_a_time
 
 FORMAT = 2
 HELD_OUT = 32  # windows of the held-out set, each with one mask
@@ -181,20 +181,8 @@ def train_infiller(
     # Processes that accelerate started together train one infiller together.
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 or _checkpoint_exists(identity, done=True):
         return _trained(identity, model, info, shards, recipe, progress, masked)
-    path = checkpoint_path(identity)
-    lock = FileLock(path.with_suffix(".lock"))
-    try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        progress(WAITING, 0, 1)
-        lock.acquire()
-        progress(WAITING, 1, 1)
-    except OSError as error:
-        raise InputError(f"cannot write into {path.parent}: {error.strerror or error}") from None
-    try:
+    with one_at_a_time(checkpoint_path(identity), WAITING, progress):
         return _trained(identity, model, info, shards, recipe, progress, masked)
-    finally:
-        lock.release()
 
 
 def _trained(

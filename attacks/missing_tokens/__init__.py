@@ -94,6 +94,10 @@ class MissingTokenSearch(Attack):
     def _forget(self) -> None:
         self._named = None
 
+    def reset(self) -> None:
+        """Forget when the screen was needed; see ``VocabMatch.reset``."""
+        self.matching.reset()
+
     def _fit(self, info: ObservationInfo) -> dict[str, float | str]:
         """Prepare epsilon and the probes for the rows' own and for earlier tokens; see ``VocabMatch``."""
         self.matching.progress = self.progress

@@ -4,10 +4,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate
+from pathlib import Path
 
 import torch
 
-from hiddenlab.attacks.vocab_match.search import speculative, stepwise
+from hiddenlab.attacks.vocab_match.calibration import CANDIDATES, calibrate
+from hiddenlab.attacks.vocab_match.printed import as_printed
+from hiddenlab.attacks.vocab_match.search import speculative
 from hiddenlab.attacks.vocab_match.task import Task
 from hiddenlab.attacks.vocab_match.visible_rows import before_gap, behind_gap, with_rest
 from hiddenlab.base import Attack
@@ -15,7 +18,7 @@ from hiddenlab.channels import as_whole, by_channel
 from hiddenlab.errors import InputError, NotApplicableError
 from hiddenlab.matching.batching import Search, run_batched
 from hiddenlab.matching.distance import Matcher, choose_matcher
-from hiddenlab.matching.epsilon import Threshold, parse_epsilon, threshold_for
+from hiddenlab.matching.epsilon import Threshold, kept_threshold, parse_epsilon, threshold_for
 from hiddenlab.matching.observed_context import StateReader
 from hiddenlab.matching.ranking import SHORTLIST, WIDE_SHORTLIST, LazyModel, Proposer, check_proposal
 from hiddenlab.matching.screening import Screen
@@ -48,8 +51,11 @@ REFIT_PATIENCE = 6.0
 FEWEST_TOGETHER = 400  # rows of prompts that are attacked at once before any was learned from
 # Most wrong candidates expected within the threshold, among those tried, for a token to count as verified.
 MAX_CHANCE_MATCHES = 0.05
-SEARCHES = {"speculative": speculative, "greedy": stepwise}
+SEARCHES = {"speculative": speculative, "greedy": as_printed}
 SETUPS = ("quick", "full")
+OWN = {"search": "speculative", "proposal": "probe+lm", "distance": "auto", "epsilon": "auto"}
+# The attack of the paper as printed: Algorithms 1, 4, 5 and 6, L1 distances, epsilon of Appendix D.
+PRESETS = {"paper": {"search": "greedy", "proposal": "lm", "distance": "auto", "epsilon": "calibrated"}}
 
 
 @dataclass(frozen=True)
@@ -70,10 +76,16 @@ class VocabMatch(Attack):
     Knows: the model's weights, the released states, the channel. Does not know: tokens, permutations, noise.
 
     Args:
-        search: ``speculative`` (a probe's guess verified in one pass) or ``greedy`` (the paper's algorithms).
-        proposal: ``probe+lm``, ``probe``, ``lm`` or ``vocab``: the order in which candidates are tried.
-        distance: ``auto``, ``l1``, ``l2``, ``sorted-l1`` or ``sorted-l2``.
-        epsilon: ``auto``, ``calibrated`` or a number (an absolute distance, as in the paper).
+        preset: ``paper``: Algorithms 1, 4, 5 and 6 as printed. It sets ``search=greedy``, ``proposal=lm``,
+            ``distance=auto`` and ``epsilon=calibrated`` where these are not given.
+        search: ``speculative`` (a probe's guess verified in one pass) or ``greedy`` (the paper's algorithms: one token
+            after another, and the first candidate within epsilon in the order of the proposal); default speculative.
+        proposal: ``probe+lm``, ``probe``, ``lm`` or ``vocab``: the order in which candidates are tried; default
+            probe+lm.
+        distance: ``auto``, ``l1``, ``l2``, ``sorted-l1`` or ``sorted-l2``; default auto.
+        epsilon: ``auto``, ``calibrated`` (the ternary search of the paper's Appendix D over its own attack, with the
+            budget of this one) or a number (an absolute distance, as in the paper); default auto.
+        calibration_texts: texts of the attacker's own on which ``calibrated`` searches.
         budget: candidates for one position at most; None searches the whole vocabulary.
         batch: prompts attacked at once.
         setup: ``quick`` begins at once with a regression from few states, which grows with every verified token, and
@@ -87,15 +99,23 @@ class VocabMatch(Attack):
 
     def __init__(
         self,
-        search: str = "speculative",
-        proposal: str = "probe+lm",
-        distance: str = "auto",
-        epsilon: str = "auto",
+        preset: str | None = None,
+        search: str | None = None,
+        proposal: str | None = None,
+        distance: str | None = None,
+        epsilon: str | None = None,
+        calibration_texts: int = 50,
         budget: int | None = None,
         batch: int = 32,
         screen: bool = True,
         setup: str = "quick",
     ) -> None:
+        if preset is not None and preset not in PRESETS:
+            raise InputError(f"unknown preset {preset!r}; known are {', '.join(PRESETS)}")
+        given = {"search": search, "proposal": proposal, "distance": distance, "epsilon": epsilon}
+        chosen = OWN if preset is None else PRESETS[preset]
+        chosen = chosen | {name: value for name, value in given.items() if value is not None}
+        search, proposal, distance, epsilon = (chosen[name] for name in given)
         if setup not in SETUPS:
             raise InputError(f"unknown setup {setup!r}; known are {', '.join(SETUPS)}")
         if search not in SEARCHES:
@@ -104,11 +124,13 @@ class VocabMatch(Attack):
         parse_epsilon(epsilon)
         if budget is not None and budget < 1:
             raise InputError(f"the budget must be at least 1 candidate, not {budget}")
+        if calibration_texts < 1:
+            raise InputError(f"epsilon is calibrated on at least 1 text, not {calibration_texts}")
         if batch < 1:
             raise InputError(f"the batch must be at least 1 prompt, not {batch}")
         self.search, self.proposal, self.distance, self.epsilon = search, proposal, distance, epsilon
-        self.budget, self.batch = budget, batch
-        self.screen, self.setup = screen and search != "greedy", setup
+        self.budget, self.batch, self.calibration_texts = budget, batch, calibration_texts
+        self.screen, self.setup = screen and not self._printed, setup
         self._prepared: Prepared | None = None
         self._lm: tuple[TruncatedModel, LazyModel] | None = None
         self._screen: Screen | None = None
@@ -118,6 +140,14 @@ class VocabMatch(Attack):
 
     def _forget(self) -> None:
         self._prepared = self._known = None
+
+    def reset(self) -> None:
+        """Forget when language model and screen were needed; what was verified is learned only where ``learns``."""
+        prepared = self._prepared
+        waiting = [self._screen, None if self._lm is None else self._lm[1]]
+        for held in [*waiting, None if prepared is None else prepared.proposer.reader]:
+            if held is not None:
+                held.reset()
 
     def _fit(self, info: ObservationInfo) -> dict[str, float | str]:
         """Prepare a probe and measure epsilon, for all observations of one channel.
@@ -158,7 +188,7 @@ class VocabMatch(Attack):
             matcher = choose_matcher(self.distance, info)
             # The language model is loaded first, while memory is free: its file is in memory as well.
             proposer, seconds = self._proposer(model, info)
-            threshold = self._threshold(model, info, matcher)
+            threshold = self._threshold(model, info, matcher, proposer)
             screen = self._screened(model, info) if threshold.separable else None
             kept = Prepared(info, model, matcher, proposer, threshold, screen)
             self._prepared = kept
@@ -171,6 +201,10 @@ class VocabMatch(Attack):
             collect_layers(models, as_whole(info), self.progress)
 
     @property
+    def _printed(self) -> bool:
+        return self.search == "greedy"
+
+    @property
     def _begins_at_once(self) -> bool:
         return self.setup == "quick" and "probe" in self.proposal
 
@@ -181,7 +215,7 @@ class VocabMatch(Attack):
             self._screen = Screen(model)
         if info.columns_permuted is not None:
             # Every prompt needs it: load it now, so that loading does not count in the attack's time.
-            _ = self._screen.model
+            self._screen.load()
         return self._screen
 
     def _proposer(self, model: TruncatedModel, info: ObservationInfo) -> tuple[Proposer, float]:
@@ -193,7 +227,7 @@ class VocabMatch(Attack):
         reads = self._may_read(info) and continues(model, load_config(model.ref))
         if "lm" in self.proposal and not reads:
             if self._lm is None or self._lm[0] is not model:
-                self._lm = (model, LazyModel(model, self._clock, patient=quick))
+                self._lm = (model, LazyModel(model, self._clock, patient=quick, opener=not self._printed))
             lm = self._lm[1]
             if "probe" not in self.proposal or (not quick and lm.layers <= LOAD_AHEAD * model.site.layer):
                 # Load it now, so that loading does not count in the attack's time, and before the probe: its
@@ -201,7 +235,9 @@ class VocabMatch(Attack):
                 _ = lm.opened
         if "probe" in self.proposal:
             probe, trained = self._probe(model, info, quick)
-            first_tokens, made = first_token_table_for(model, info, self.progress)
+            made = 0.0
+            if not self._printed:
+                first_tokens, made = first_token_table_for(model, info, self.progress)
 
             @cache
             def describe() -> Adapter | None:
@@ -287,9 +323,27 @@ class VocabMatch(Attack):
                 if proposer.reader is not None and proposer.probe is not None:
                     proposer.reader.read_by(proposer.probe)
 
-    def _threshold(self, model: TruncatedModel, info: ObservationInfo, matcher: Matcher) -> Threshold:
+    def _threshold(
+        self, model: TruncatedModel, info: ObservationInfo, matcher: Matcher, proposer: Proposer
+    ) -> Threshold:
         self.progress("measuring epsilon", 0, 1)
-        threshold = threshold_for(model, info, matcher, self.seed, self.epsilon)
+        if self.epsilon == "calibrated":
+            # Whatever this search proposes: the paper's order is that of the language model.
+            budget = min(self.budget or CANDIDATES, CANDIDATES)
+            key = {"calibrated": self.calibration_texts, "budget": budget, "seed": self.seed}
+            lm = proposer.lm if self._printed and proposer.lm is not None else None
+            papers = Proposer(model.vocab_size, None, lm or LazyModel(model, self._clock, opener=False))
+            with self._clock.stopped():
+                threshold = kept_threshold(
+                    model, info, matcher,
+                    lambda: calibrate(
+                        model, info, matcher, papers, self.seed,
+                        texts=self.calibration_texts, budget=budget, progress=self.progress,
+                    ),
+                    key, [Path(__file__).parent],
+                )  # fmt: skip
+        else:
+            threshold = threshold_for(model, info, matcher, self.seed, self.epsilon)
         self.progress("measuring epsilon", 1, 1)
         return threshold
 

@@ -1,4 +1,4 @@
-"""Search a prompt's tokens: greedily as in the paper, step by step with a probe, or by speculative verification."""
+"""Search a prompt's tokens by speculative verification, or step by step where a guess is not worth verifying."""
 
 import torch
 from torch import Tensor

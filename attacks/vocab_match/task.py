@@ -243,8 +243,13 @@ class Candidates:
         self._seen[batch] = True
         self.left -= len(batch)
         self._tried += len(batch)
-        self.size = min(2 * self.size, max(SMALL_BATCH, self._tried // 4), LAST_BATCH)
+        self.size = larger_batch(self.size, self._tried)
         return batch
+
+
+def larger_batch(size: int, tried: int) -> int:
+    """Return how many candidates to run after ``tried`` ones, of which the last batch held ``size``."""
+    return min(2 * size, max(SMALL_BATCH, tried // 4), LAST_BATCH)
 
 
 def first_of_each(tokens: Int[Tensor, " n"], vocab: int) -> Int[Tensor, " m"]:
@@ -269,9 +274,8 @@ def find_next(task: Task, trials: Trials | None = None, first: Tensor | None = N
     A search otherwise ends only with the vocabulary or the budget or, where limits are known to exclude right
     candidates, at a candidate that stands out from more than a thousand others.
 
-    This is the inner loop of the paper's Algorithms 1, 4, 5 and 6: the matcher decides between 1 and 5 or 4 and 6, the
-    targets between 1 and 4 or 5 and 6. The language model is asked once as much has been spent on this prompt's
-    candidates as asking it costs, so that neither costs much more than the other.
+    The paper's own inner loop is in ``printed``. Here the language model is asked once as much has been spent on this
+    prompt's candidates as asking it costs, so that neither costs much more than the other.
     """
     targets = list(task.targets())
     trials = trials or Trials(task.limits[targets])

@@ -1,1 +1,1 @@
-"""Run a model in Cascade: private inference sharded by tokens over several nodes (paper, section 7)."""
+"""Run a model in Cascade: private inference sharded by tokens over several nodes (Hidden No More, section 7)."""

@@ -1,4 +1,4 @@
-"""Run the first layers on secret shares, and the rest on Cascade's CompNodes (paper, appendix H).
+"""Run the first layers on secret shares, and the rest on Cascade's CompNodes (Hidden No More, appendix H).
 
 The parties of any protocol with additive sharing send each CompNode its own rows of their shares of the hidden states;
 the CompNode adds them up. So no CompNode holds tokens, and none sees states before the layer where sharing ends.

@@ -1,6 +1,5 @@
 """Run the passes of requests over the nodes of a plan: the common part of all Cascade backends (paper, Algorithm 2)."""
 
-import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -11,14 +10,11 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from hiddenlab.defenses.cascade.node_state import (
-    NodeError,
-    Pass,
-    attn_name,
-    first_position,
-    has_head,
-)
+from hiddenlab.defenses.cascade.batching import MOST_PASSES, Batcher
+from hiddenlab.defenses.cascade.comp_host import first_position, has_head
+from hiddenlab.defenses.cascade.node_state import NodeError, attn_name
 from hiddenlab.defenses.cascade.node_views import Seen
+from hiddenlab.defenses.cascade.passes import Batch, Pass, new_name
 from hiddenlab.errors import InputError
 from hiddenlab.models import signature_of
 from hiddenlab.sharding import Plan
@@ -77,6 +73,11 @@ class ModelFacts:
 class Cascade(ABC):
     """A model run by nodes; the driver handles only the user's own tokens and the result.
 
+    Several threads may ask for passes at once; these run together (``batching``).
+
+    Args:
+        record: nodes record what they see, one request at a time.
+
     Attributes:
         facts: of the model.
         started: number of CompNodes, and names of AttnNodes, where they exist independent of plans.
@@ -84,6 +85,9 @@ class Cascade(ABC):
 
     facts: ModelFacts
     started: tuple[int, frozenset[str]] | None = None
+
+    def __init__(self, *, record: bool = False) -> None:
+        self._batcher = Batcher(self._run, self._abort, self._forget, 1 if record else MOST_PASSES)
 
     def forward(
         self,
@@ -106,7 +110,7 @@ class Cascade(ABC):
         """
         hidden = () if mask is None else tuple((~mask).nonzero()[:, 0].tolist())
         while True:
-            work = Pass(new_request(), plan, hidden=hidden)
+            work = Pass(new_name(), plan, hidden=hidden)
             try:
                 return self.step(work, tokens)
             except NodeError as error:
@@ -123,9 +127,8 @@ class Cascade(ABC):
         """
         self._check(work, tokens)
         shares = {i: work.inputs(i, tokens) for i in range(work.plan.alpha)}
-        return self._joined(
-            work, self._run(work, {i: share for i, share in shares.items() if share is not None})
-        )
+        there = {i: share for i, share in shares.items() if share is not None}
+        return self._joined(work, self._batcher.step(work, there))
 
     def forward_rows(self, rows: Mapping[int, Float[Tensor, "r d"]], plan: Plan) -> Float[Tensor, "n width"]:
         """Run a pass in which each CompNode already has its own rows of input vectors (see ``forward``).
@@ -143,9 +146,9 @@ class Cascade(ABC):
         wanted = {i: len(shard) for i, shard in enumerate(plan.shards) if shard}
         if {i: len(part) for i, part in rows.items()} != wanted:
             raise InputError("each CompNode needs the rows of its own positions, and no others")
-        work = Pass(new_request(), plan)
+        work = Pass(new_name(), plan)
         try:
-            return self._joined(work, self._run(work, rows))
+            return self._joined(work, self._batcher.step(work, rows))
         finally:
             self.close(work.request)
 
@@ -187,12 +190,20 @@ class Cascade(ABC):
                 )
 
     @abstractmethod
-    def _run(self, work: Pass, shares: Mapping[int, Tensor]) -> dict[int, Tensor]:
-        """Run a pass on the CompNodes that have new tokens, and return their outputs."""
+    def _run(self, batch: Batch, shares: Mapping[int, Tensor]) -> dict[int, Tensor]:
+        """Run a batch on the CompNodes that have new tokens, and return their wanted rows, packed as the inputs."""
 
     @abstractmethod
+    def _abort(self, batch: str) -> None:
+        """Make every node give a running batch up; its ``_run`` ends with a NodeError."""
+
+    @abstractmethod
+    def _forget(self, request: str) -> None:
+        """Make every node forget a request of which no pass runs."""
+
     def close(self, request: str) -> None:
-        """Make every node forget a request; a pass of it that runs in another thread ends with a NodeError."""
+        """Make every node forget a request; a pass of it that another thread waits for ends with a NodeError."""
+        self._batcher.close(request)
 
     @abstractmethod
     def counters(self) -> dict[str, dict[str, Any]]:
@@ -218,16 +229,6 @@ class Cascade(ABC):
 
     def __exit__(self, *_: object) -> None:
         self.shutdown()
-
-
-def new_request() -> str:
-    """Return a name that no other request has."""
-    return uuid.uuid4().hex[:12]
-
-
-def comp_name(index: int) -> str:
-    """Return the name of a CompNode in errors and counters."""
-    return f"CompNode {index}"
 
 
 def in_threads(

@@ -18,14 +18,19 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from torch import Tensor
 
-from hiddenlab.defenses.cascade.backend import Cascade, ModelFacts, Settings, comp_name
+from hiddenlab.defenses.cascade import secured
+from hiddenlab.defenses.cascade.backend import Cascade, ModelFacts, Settings
 from hiddenlab.defenses.cascade.cost import Link
-from hiddenlab.defenses.cascade.faults import Restarts, Watch, most_missed
-from hiddenlab.defenses.cascade.node_state import GIVEN_UP, Head, NodeError, Pass, attn_name
+from hiddenlab.defenses.cascade.faults import Restarts, Watch, stalled
+from hiddenlab.defenses.cascade.membership import tensor_ports
+from hiddenlab.defenses.cascade.node_state import GIVEN_UP, Head, NodeError, attn_name, comp_name, remember
 from hiddenlab.defenses.cascade.node_views import Seen
 from hiddenlab.defenses.cascade.nodes import Partial, Rows
-from hiddenlab.defenses.cascade.ray_connection import LOOPBACK, connect, free_resources
+from hiddenlab.defenses.cascade.passes import Batch
+from hiddenlab.defenses.cascade.ray_connection import FEWEST_CPUS, connect, free_resources
 from hiddenlab.defenses.cascade.remote import RemoteAttn, RemoteComp
+from hiddenlab.defenses.cascade.secured import Tls
+from hiddenlab.defenses.cascade.wire import LOCAL, Endpoint
 from hiddenlab.errors import InputError
 from hiddenlab.sharding import AttnNode, Plan
 from hiddenlab.types import Progress, silent
@@ -43,19 +48,19 @@ class _ObjectCarrier:
     def __init__(self, index: int, aborted: Callable[[str], bool]) -> None:
         self.index, self.aborted = index, aborted
         self.attns: dict[AttnNode, Any] = {}
-        self._pending: dict[tuple[str, int, int, AttnNode], Any] = {}
+        self._pending: dict[tuple[str, int, AttnNode], Any] = {}
 
     def post(self, node: AttnNode, head: Head, rows: Rows) -> None:
         call = self.attns[node].answer.remote(self.index, head, ray.put(rows.to("cpu")))
-        self._pending[head.request, head.number, head.step, node] = call
+        self._pending[head.batch, head.step, node] = call
 
     def collect(self, node: AttnNode, head: Head) -> list[Partial]:
         name, where = attn_name(node), f"in layer {head.layer + 1}"
-        call = self._pending.pop((head.request, head.number, head.step, node))
+        call = self._pending.pop((head.batch, head.step, node))
         try:
-            # The driver watches the nodes; this loop only has to notice when the request is given up.
+            # The driver watches the nodes; this loop only has to notice when the batch is given up.
             while not ray.wait([call], timeout=0.5)[0]:
-                if self.aborted(head.request):
+                if self.aborted(head.batch):
                     raise NodeError(GIVEN_UP)
             return ray.get(call)
         except ray.exceptions.RayTaskError as error:
@@ -66,9 +71,9 @@ class _ObjectCarrier:
         except ray.exceptions.RayActorError:
             raise NodeError(f"{name} died {where}", name) from None
 
-    def forget(self, request: str) -> None:
-        """Drop the calls of a pass that failed; Ray would keep their answers."""
-        for key in [key for key in list(self._pending) if key[0] == request]:
+    def forget(self, batch: str) -> None:
+        """Drop the calls of a batch that failed; Ray would keep their answers."""
+        for key in [key for key in list(self._pending) if key[0] == batch]:
             self._pending.pop(key, None)
 
 
@@ -77,7 +82,7 @@ class _Comp(RemoteComp):
 
     def __init__(self, index: int, *args: Any, transport: str, threads: int, **options: Any) -> None:
         torch.set_num_threads(threads)
-        options["host"] = options["host"] or ray.util.get_node_ip_address()
+        options["endpoint"] = _endpoint(options.pop("loopback"), options.pop("tls"))
         super().__init__(index, *args, **options)
         if transport == "objects":
             self.carrier = _ObjectCarrier(index, self.mailbox.aborted)
@@ -85,12 +90,12 @@ class _Comp(RemoteComp):
     def start(self) -> ModelFacts:
         return self.facts
 
-    def run(self, work: Pass, inputs: Tensor) -> Tensor:
+    def run(self, batch: Batch, inputs: Tensor) -> Tensor:
         try:
-            return super().run(work, inputs)
+            return super().run(batch, inputs)
         finally:
             if isinstance(self.carrier, _ObjectCarrier):
-                self.carrier.forget(work.request)
+                self.carrier.forget(batch.name)
 
     def meet(self, addresses: Mapping[AttnNode, Any], handles: Mapping[AttnNode, Any]) -> None:
         """Connect to AttnNodes, by addresses over the wire or by Ray's handles."""
@@ -108,20 +113,31 @@ class _Attn(RemoteAttn):
 
     def __init__(self, *args: Any, threads: int, **options: Any) -> None:
         torch.set_num_threads(threads)
-        options["host"] = options["host"] or ray.util.get_node_ip_address()
+        options["endpoint"] = _endpoint(options.pop("loopback"), options.pop("tls"))
         super().__init__(*args, **options)
 
     def start(self) -> tuple[str, int]:
         return self.hub.address
 
-    def abort(self, request: str) -> None:
+    def abort(self, batch: str) -> None:
+        self.host.abort(batch)
+
+    def close(self, request: str) -> None:
         self.host.close(request)
 
-    def waiting(self, request: str) -> dict[str, Any] | None:
-        return self.host.waiting(request)
+    def waiting(self, batch: str) -> dict[str, Any] | None:
+        return self.host.waiting(batch)
 
     def memory(self) -> int:
         return psutil.Process().memory_info().rss
+
+
+def _endpoint(loopback: bool, tls: bool) -> Endpoint:
+    """Return where a node of this machine listens: on loopback in clear, else at the machine's address in Ray."""
+    if loopback:
+        return LOCAL
+    ports, host = tensor_ports(), ray.util.get_node_ip_address()
+    return Endpoint(host, ports, Tls.of_environment() if tls else None)
 
 
 class RayCascade(Cascade):
@@ -142,6 +158,7 @@ class RayCascade(Cascade):
         concurrent: requests at once.
         strategy: of Ray's placement group; ``STRICT_SPREAD`` puts no two nodes on one machine.
         loopback: nodes listen on this machine alone; None does so in a cluster that is started here.
+        tls: refuse a cluster of several machines that does not encrypt (``RAY_USE_TLS``).
         progress: where the start is reported.
 
     Raises:
@@ -169,29 +186,34 @@ class RayCascade(Cascade):
         concurrent: int = 16,
         strategy: str = "SPREAD",
         loopback: bool | None = None,
+        tls: bool = True,
         progress: Progress = silent,
     ) -> None:
         if transport not in TRANSPORTS:
             raise InputError(f"unknown transport {transport!r}; known are {', '.join(TRANSPORTS)}")
         if alpha < 1 or m < 1 or not 0 < timeout < math.inf or restarts < 0 or threads < 1:
             raise InputError("alpha, m and threads must be at least 1, timeout above 0, restarts at least 0")
+        if not 0 <= cpus < math.inf or not 0 <= gpus < math.inf:
+            raise InputError("cpus and gpus must be at least 0")
+        cpus = max(cpus, FEWEST_CPUS)
         if transport == "objects" and link is not None:
             raise InputError("a simulated link needs the transport tcp; Ray's objects take Ray's own way")
         self.settings, self.timeout, self.alpha = settings or Settings(), timeout, alpha
+        super().__init__(record=self.settings.record)
         self._concurrent = concurrent
         self.restarts, self._times_replaced = Restarts(restarts), dict[str, int]()
         self._watch, self._watching = Watch(timeout), threading.Lock()
         self._questions: dict[str, Any] = {}
         self._looked = time.monotonic()
-        self._closed: dict[str, None] = {}
+        self._given_up: dict[str, None] = {}
         nodes = Plan.clustered(alpha, 1, alpha=alpha, m=m, symmetric=symmetric).attn_nodes
-        self._own = connect(address, alpha + len(nodes), (alpha + len(nodes)) * cpus, alpha * gpus)
+        self._own = connect(address, alpha + len(nodes), (alpha + len(nodes)) * cpus, alpha * gpus, tls)
         self._lock = threading.Lock()
         self._group: Any = None
         self._actors: dict[str, Any] = {}
         try:
             bundles = [{"CPU": cpus} | ({"GPU": gpus} if gpus else {})] * alpha + [{"CPU": cpus}] * len(nodes)
-            self._group = placement_group([b for b in bundles if any(b.values())], strategy=strategy)
+            self._group = placement_group(bundles, strategy=strategy)
             if not self._group.wait(timeout_seconds=max(timeout, 60.0)):
                 raise InputError(
                     f"the cluster could not place {len(bundles)} nodes ({strategy}); free resources: "
@@ -202,7 +224,8 @@ class RayCascade(Cascade):
             common: dict[str, Any] = {
                 "link": link,
                 "threads": threads,
-                "host": LOOPBACK if (self._own if loopback is None else loopback) else None,
+                "loopback": self._own if loopback is None else loopback,
+                "tls": secured.enabled(),
             }
             self._make: dict[str, partial[Any]] = {}
             for i in range(alpha):
@@ -247,24 +270,24 @@ class RayCascade(Cascade):
         handles = {self._nodes[name]: self._actors[name] for name in attns}
         return self._actors[comp].meet.remote(addresses, handles)
 
-    def _run(self, work: Pass, shares: Mapping[int, Tensor]) -> dict[int, Tensor]:
+    def _run(self, batch: Batch, shares: Mapping[int, Tensor]) -> dict[int, Tensor]:
         replaced, started = dict(self._times_replaced), time.monotonic()
-        calls = {self._actors[comp_name(i)].run.remote(work, share): i for i, share in shares.items()}
+        calls = {self._actors[comp_name(i)].run.remote(batch, share): i for i, share in shares.items()}
         waiting, outputs = list(calls), {}
         while waiting:
             done, waiting = ray.wait(waiting, timeout=self._poll)
             try:
                 for call in done:
                     outputs[calls[call]] = ray.get(call)
-                if not done and (lost := self._stalled(work, started)) is not None:
+                if not done and (lost := self._stalled(batch, started)) is not None:
                     raise lost
             except Exception as error:
-                if work.request in self._closed:
+                if batch.name in self._given_up:
                     raise NodeError(GIVEN_UP) from None  # the driver gave it up, so no node is at fault
-                fault = self._diagnose(work, _cause(error, calls, done))
+                fault = self._diagnose(batch, _cause(error, calls, done))
                 fault.replaced = replaced.get(fault.node or "", 0)
-                self._abort(work.request)
-                # CompNodes that only waited return now; their passes must not outlive the request.
+                self._tell(batch.name)
+                # CompNodes that only waited return now; their work must not outlive the batch.
                 if waiting:
                     ray.wait(waiting, num_returns=len(waiting), timeout=PING_SECONDS)
                 raise fault from None
@@ -274,27 +297,28 @@ class RayCascade(Cascade):
     def _poll(self) -> float:
         return min(POLL_SECONDS, self.timeout / 3)
 
-    def _stalled(self, work: Pass, started: float) -> NodeError | None:
-        """Find the node that has stalled and keeps a pass waiting; None while the pass makes progress."""
+    def _stalled(self, batch: Batch, started: float) -> NodeError | None:
+        """Find the node that has stalled and keeps a batch waiting; None while the batch makes progress."""
         silent, still = self._look(started)
-        silent = [name for name in silent if name in self._involved(work)]
+        silent = [name for name in silent if name in self._involved(batch)]
         if not silent and not still:
             return None
         comps = {name: "layer" for name in self._actors if name not in self._nodes}
-        layers = [layer for layer in self._ask(comps, work.request).values() if isinstance(layer, int)]
-        where = f"in layer {min(layers)}" if layers else ""
+        layers = {k: v for k, v in self._ask(comps, batch.name).items() if isinstance(v, int)}
+        where = f"in layer {min(layers.values())}" if layers else ""
         if silent:
             return NodeError(f"{silent[0]} stalled {where}", silent[0])
-        waiting = self._ask(dict.fromkeys(self._nodes, "waiting"), work.request)
-        missed = most_missed({k: v for k, v in waiting.items() if not isinstance(v, NodeError)})
-        if missed is not None:
-            return NodeError(f"{comp_name(missed)} stalled {where}", comp_name(missed))
+        waiting = self._ask(dict.fromkeys(self._nodes, "waiting"), batch.name)
+        name = stalled({k: v for k, v in waiting.items() if not isinstance(v, NodeError)}, layers)
+        if name is not None:
+            return NodeError(f"{name} stalled {where}", name)
         return NodeError(f"no node got on for {self.timeout:g} s {where}")
 
-    def _involved(self, work: Pass) -> set[str]:
-        """Return the names of the nodes that a request needs; a dead one of the others is not its fault."""
-        comps = {comp_name(i) for i, shard in enumerate(work.plan.shards) if shard}
-        return comps | {attn_name(node) for node in work.plan.attn_nodes}
+    def _involved(self, batch: Batch) -> set[str]:
+        """Return the names of the nodes that a batch needs; a dead one of the others is not its fault."""
+        plans = [work.plan for work in batch.passes]
+        comps = {comp_name(i) for plan in plans for i, shard in enumerate(plan.shards) if shard}
+        return comps | {attn_name(node) for plan in plans for node in plan.attn_nodes}
 
     def _look(self, started: float) -> tuple[list[str], bool]:
         """Return the silent nodes, and whether all stand still.
@@ -333,13 +357,13 @@ class RayCascade(Cascade):
                 answers[name] = _Died(f"{name} died", name)
         return answers
 
-    def _diagnose(self, work: Pass, error: NodeError) -> NodeError:
+    def _diagnose(self, batch: Batch, error: NodeError) -> NodeError:
         """Name the node at fault, its shard and the layer; a node that is slow or waits is not at fault."""
         layer = (
             f"in layer {text.split()[0].rstrip(':')}" if (text := str(error).partition("layer ")[2]) else ""
         )
         states = self._ask(dict.fromkeys(self._actors, "progress"))
-        needed = self._involved(work)
+        needed = self._involved(batch)
         died = [state for name, state in states.items() if name in needed and isinstance(state, _Died)]
         # A dead node may have caused others to die; the error names the first one that was missed.
         named: NodeError | None = next(
@@ -351,13 +375,15 @@ class RayCascade(Cascade):
                 return error
             named = NodeError(f"{error.node} {what}", error.node)
         name = named.node or ""
-        held = (
-            work.plan.held_by(self._nodes[name])
-            if name in self._nodes
-            else work.plan.shards[int(name.split()[-1])]
-        )
+        if len(batch.passes) == 1:
+            plan = batch.passes[0].plan
+            node = self._nodes.get(name)
+            held = plan.shards[int(name.split()[-1])] if node is None else plan.held_by(node)
+            holds = f"it holds tokens {_short(held)}"
+        else:
+            holds = f"it holds tokens of {len(batch.passes)} requests"
         within = f" (no progress for {self.timeout:g} s)" if "stalled" in str(named) else ""
-        return NodeError(f"{named} {layer}{within}; it holds tokens {_short(held)}".replace("  ", " "), name)
+        return NodeError(f"{named} {layer}{within}; {holds}".replace("  ", " "), name)
 
     def recover(self, error: NodeError) -> bool:
         """Replace a lost node, once for all requests that lost it."""
@@ -386,15 +412,17 @@ class RayCascade(Cascade):
                 self._watch.forget(name)
             return True
 
-    def _abort(self, request: str) -> None:
+    def _tell(self, batch: str) -> None:
         for actor in self._actors.values():
-            actor.abort.remote(request)
+            actor.abort.remote(batch)
 
-    def close(self, request: str) -> None:
-        self._closed[request] = None
-        while len(self._closed) > 4096:
-            self._closed.pop(next(iter(self._closed)), None)
-        self._abort(request)
+    def _abort(self, batch: str) -> None:
+        remember(self._given_up, batch)
+        self._tell(batch)
+
+    def _forget(self, request: str) -> None:
+        for name in self._nodes:
+            self._actors[name].close.remote(request)
 
     def counters(self) -> dict[str, dict[str, Any]]:
         return self._ask(dict.fromkeys(self._actors, "counters"))

@@ -1,10 +1,15 @@
-"""Plan which node would hold which tokens, at which cost, and run a model that way: ``hiddenlab cascade``."""
+"""Run a model over the nodes of a plan, or serve it: ``hiddenlab cascade run`` and ``serve``."""
 
+import re
+import shlex
 import signal
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -12,95 +17,22 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from hiddenlab.defenses.cascade.cost import STATISTICS, Link, Shape, layer_bytes, layer_seconds, rounds
+from hiddenlab.defenses.cascade.cost import Link, Shape, sent
+from hiddenlab.defenses.cascade.exposure import (
+    NOT_PRIVATE,
+    attack_on,
+    verdicts,
+)
+from hiddenlab.defenses.cascade.planning import make_plan
 from hiddenlab.errors import InputError
-from hiddenlab.sharding import Plan, gaps, recoverable, smallest_gap
+from hiddenlab.sharding import Plan
 from hiddenlab.types import Progress, silent
+
+NO_RAY = "Ray is not installed; pip install 'hiddenlab[ray]'"
 
 if TYPE_CHECKING:
     from hiddenlab.defenses.cascade.backend import Cascade
-
-
-def plan(
-    tokens: int,
-    alpha: int | None = None,
-    c: int = 1,
-    delta: int | None = None,
-    m: int = 1,
-    shards: str | None = None,
-    symmetric: bool = False,
-    rho: int = 3,
-    model: str = "builtin",
-    element_bytes: int = 2,
-    bandwidth: float = 2.5e8,
-    latency: float = 0.38e-3,
-) -> dict[str, Any]:
-    """Make a plan and compute its security and cost figures.
-
-    Args:
-        tokens: length of the prompt.
-        shards: positions written by hand, ``0,1,4;2,3,5``, in place of (c, δ)-sharding.
-        rho: threshold of vocabulary matching in Theorem 7.3.
-        model: gives the shape for the cost.
-        element_bytes: bytes of a number on the wire.
-        bandwidth: bytes per second.
-        latency: seconds, one way.
-        alpha, c, delta, m, symmetric: see ``Plan.clustered``.
-
-    Returns:
-        ``plan`` (settings and node counts), ``rows`` (one per CompNode), ``attn`` (over all AttnNodes), ``holders``
-        (the CompNode of each token), ``violations`` of Theorem 7.3 and ``cost``.
-
-    Raises:
-        InputError: the plan does not exist, or the model is unknown.
-    """
-    from hiddenlab.models.load import load_config, resolve_model
-
-    if rho < 1 or element_bytes < 1:
-        raise InputError("rho and the bytes of an element must be at least 1")
-    link = Link(bandwidth, latency)
-    made = make_plan(tokens, alpha, c, delta, m, shards, symmetric)
-    shape = Shape.of(load_config(resolve_model(model)), element_bytes)
-    held = [made.held_by(node) for node in made.attn_nodes]
-    closest = [gap for gap in map(smallest_gap, held) if gap is not None]
-    cost: dict[str, Any] = {"layers": shape.layers, "messages_per_layer": rounds(made)}
-    for mode in STATISTICS:
-        cost[f"bytes_per_layer_{mode}"] = layer_bytes(made, shape, mode)
-        cost[f"bytes_{mode}"] = shape.layers * layer_bytes(made, shape, mode)
-    cost["seconds_per_layer"] = layer_seconds(made, shape, link)
-    cost["seconds"] = shape.layers * layer_seconds(made, shape, link)
-    owner = {position: i for i, shard in enumerate(made.shards) for position in shard}
-    return {
-        "plan": {
-            "tokens": tokens,
-            "alpha": made.alpha,
-            "beta": made.beta,
-            "m": m,
-            "symmetric": symmetric,
-            "comp_nodes": made.alpha,
-            "attn_nodes": len(made.attn_nodes),
-            "rho": rho,
-            "model": model,
-        },
-        "rows": [
-            {
-                "node": f"CompNode {i}",
-                "tokens": len(shard),
-                "clusters": len(gaps(shard)) + bool(shard),
-                "smallest_gap": smallest_gap(shard),
-                "recoverable_tokens": recoverable(shard, rho),
-            }
-            for i, shard in enumerate(made.shards)
-        ],
-        "attn": {
-            "most_tokens": max(map(len, held)),
-            "smallest_gap": min(closest, default=None),
-            "most_recoverable_tokens": max(recoverable(positions, rho) for positions in held),
-        },
-        "holders": [owner[position] for position in range(made.tokens)],
-        "violations": made.violations(rho),
-        "cost": cost,
-    }
+    from hiddenlab.defenses.cascade.defaults import Defaults
 
 
 @dataclass(frozen=True)
@@ -112,6 +44,7 @@ class Backend:
         model, dtype, device: of the CompNodes.
         compress, wire, record: see ``backend.Settings``.
         bandwidth, latency: of a simulated network, in bytes per second and seconds.
+        folder: of the cluster's files; see ``membership.enter``.
     The others are those of ``RayCascade``.
     """
 
@@ -133,11 +66,24 @@ class Backend:
     latency: float = 0.0
     strategy: str = "SPREAD"
     loopback: bool | None = None
+    folder: str | None = None
+    tls: bool = True
     concurrent: int = 16
 
     def link(self) -> Link | None:
         """Return the simulated network, or None."""
         return None if self.bandwidth is None else Link(self.bandwidth, self.latency)
+
+    def entered(self) -> "Backend":
+        """Make this process a member of the cluster, before Ray is imported; its folder gives the address.
+
+        Raises:
+            InputError: see ``membership.enter``.
+        """
+        if self.address is None and self.folder is None:
+            return self
+        address = _with_ray("hiddenlab.defenses.cascade.membership").enter(self.address, self.folder)
+        return replace(self, address=address, folder=None)
 
     def start(self, alpha: int, m: int, symmetric: bool, progress: Progress = silent) -> "Cascade":
         """Start the nodes of α CompNodes and β = mα key shards.
@@ -156,8 +102,8 @@ class Backend:
         settings = Settings(self.compress, wire, self.record)
         if self.kind not in ("local", "wire", "ray"):
             raise InputError(f"unknown backend {self.kind!r}; known are local, wire, ray")
-        if self.kind != "ray" and self.address is not None:
-            raise InputError("a cluster's address goes with --backend ray")
+        if self.kind != "ray" and (self.address is not None or self.folder is not None):
+            raise InputError("a cluster's address and folder go with --backend ray")
         if self.kind == "local" and self.bandwidth is not None:
             raise InputError("a simulated network goes with --backend wire or ray")
         if self.kind != "ray":
@@ -168,11 +114,12 @@ class Backend:
                 loaded, alpha, m=m, symmetric=symmetric, settings=settings, name=self.model, link=self.link(),
                 timeout=self.timeout,
             )  # fmt: skip
+        entered = self.entered()
         return _with_ray("hiddenlab.defenses.cascade.cluster").RayCascade(
-            self.model, alpha, m=m, symmetric=symmetric, settings=settings, address=self.address,
+            self.model, alpha, m=m, symmetric=symmetric, settings=settings, address=entered.address,
             transport=self.transport, timeout=self.timeout, restarts=self.restarts, threads=self.threads,
             cpus=self.cpus, gpus=self.gpus, dtype=dtype, device=self.device, strategy=self.strategy,
-            loopback=self.loopback, concurrent=self.concurrent, link=self.link(), progress=progress,
+            loopback=self.loopback, tls=self.tls, concurrent=self.concurrent, link=self.link(), progress=progress,
         )  # fmt: skip
 
 
@@ -185,18 +132,30 @@ def _with_ray(module: str) -> Any:
     try:
         return import_module(module)
     except ModuleNotFoundError as error:
-        if error.name not in ("ray", "fastapi", "prometheus_client"):
+        if error.name not in ("ray", "fastapi", "grpc", "prometheus_client", "psutil"):
             raise
-        raise InputError("Ray is not installed; pip install 'hiddenlab[ray]'") from None
+        raise InputError(NO_RAY) from None
+
+
+def machines() -> Any:
+    """Return the module that starts, joins, shows and stops machines.
+
+    Raises:
+        InputError: Ray is not installed.
+    """
+    if find_spec("ray") is None:
+        raise InputError(NO_RAY)
+    return _with_ray("hiddenlab.defenses.cascade.machines")
 
 
 def serve(
     backend: Backend,
     *,
     ready: Callable[[], None] = lambda: None,
-    key: str | None = None,
+    keys: Sequence[str] = (),
     host: str = "127.0.0.1",
     port: int = 8000,
+    origins: Sequence[str] = (),
     limits: dict[str, int] | None = None,
     **options: Any,
 ) -> None:
@@ -205,19 +164,28 @@ def serve(
     Args:
         backend: where the nodes run.
         ready: called once requests are answered.
-        key: that requests must show.
+        keys: of which requests must show one; empty for none.
         host, port: where the server listens.
+        origins: of web pages that may ask, see ``api.make_app``.
         limits: see ``service.Limits``.
 
     Raises:
-        InputError: another program listens at that port, or see ``serve.start``.
+        InputError: another program listens at that port, an origin is none, or see ``serve.start``.
     """
     from hiddenlab.defenses.cascade.port import reserved
 
+    for origin in origins:
+        if origin != "*" and not re.fullmatch(r"https?://[^/\s?#@]+", origin):
+            raise InputError(
+                f"{origin!r} is no origin; write for instance --cors https://chat.example, or --cors '*'"
+            )
     with reserved(host, port):
+        backend = backend.entered()
         bounds = _with_ray("hiddenlab.defenses.cascade.service").Limits(**(limits or {}))
         serving = _with_ray("hiddenlab.defenses.cascade.serve")
-        own = serving.start(backend, key=key, limits=bounds, host=host, port=port, **options)
+        own = serving.start(
+            backend, keys=keys, limits=bounds, host=host, port=port, origins=list(origins), **options
+        )
         # Service managers stop a program by SIGTERM. Set the handler now, since Ray sets its own when it starts.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         try:
@@ -261,20 +229,24 @@ def run(
         ``tokens``, ``comp_nodes``, ``attn_nodes``, ``seconds`` (median), ``nodes`` (counters of each node). For a pass:
         ``next_token`` (None for a model without a head). For a generation: ``text``, ``new_tokens`` and
         ``seconds_per_token``. With ``compare``: ``plain_seconds``, ``over_plain`` and ``max_difference`` or
-        ``same_tokens``. With ``record``: ``seen``.
+        ``same_tokens``. With ``record``: ``seen``, ``worst`` (the verdict on the node that reads most) and ``attack``
+        (the command that reads what it saw; None where no node saw anything).
 
     Raises:
         InputError: the plan does not exist, the model is unknown, or the prompt is empty or too long.
         NodeError: a node died or stalled.
     """
+    from hiddenlab.defenses.cascade.defaults import load_defaults
     from hiddenlab.defenses.cascade.node_views import save_seen
     from hiddenlab.models.load import load_tokenizer, resolve_model
     from hiddenlab.models.tokens import token_ids
     from hiddenlab.records import check_new
 
-    tokenizer = load_tokenizer(resolve_model(backend.model))
+    ref = resolve_model(backend.model)
+    tokenizer = load_tokenizer(ref)
     if tokenizer is None:
         raise InputError(f"{backend.model} has no tokenizer; put one beside its weights")
+    defaults = load_defaults(ref, tokenizer)
     ids = torch.tensor(token_ids(tokenizer, prompt, backend.model), dtype=torch.long)
     made = make_plan(len(ids), alpha, c, delta, m, shards, symmetric)
     if record is not None:
@@ -282,22 +254,77 @@ def run(
     backend = replace(backend, record=record is not None)
     with backend.start(made.alpha, m, symmetric, progress) as cascade:
         if new_tokens:
-            result = _generation(cascade, tokenizer, ids, made, new_tokens, sampling or {}, progress)
+            result = _generation(
+                cascade, tokenizer, ids, made, new_tokens, sampling or {}, defaults, progress
+            )
+        elif record is None:
+            result = _pass(cascade, tokenizer, ids, made, repeats)
         else:
-            result = _pass(cascade, tokenizer, ids, made, 0 if record else repeats)
+            with _watched(cascade, backend, made, progress):
+                result = _pass(cascade, tokenizer, ids, made, 0)
         result = {"tokens": len(ids), "comp_nodes": made.alpha, "attn_nodes": len(made.attn_nodes)} | result
         result["nodes"] = cascade.counters()
         if record is not None:
             facts, answer = cascade.facts, result["output"] if new_tokens else []
             result["seen"] = save_seen(
                 cascade.seen(), Path(record), model=facts.name, signature=facts.signature, dtype=facts.dtype,
-                tokens=[*ids.tolist(), *answer],
+                tokens=[*ids.tolist(), *answer], progress=progress,
             )  # fmt: skip
+            grown = made.grown(len(ids) + max(0, len(answer) - 1))  # no node computes on the last token
+            result |= _worst(grown, Path(record))
         head = cascade.facts.head
     if compare:
-        result |= _compared(backend, ids, head, result, repeats)
+        result |= _compared(backend, ids, head, result, repeats, new_tokens, sorted(defaults.stop))
     result.pop("output", None)
     return result
+
+
+@contextmanager
+def _watched(cascade: "Cascade", backend: Backend, made: Plan, progress: Progress) -> Iterator[None]:
+    """Report how many of the numbers that AttnNodes receive in a pass have arrived, once a second.
+
+    Nodes in processes of their own are not asked: a busy one answers late.
+    """
+    from hiddenlab.models.load import load_config, resolve_model
+
+    if backend.kind == "ray":
+        yield
+        return
+    shape = Shape.of(load_config(resolve_model(backend.model)), element_bytes=1)
+    total = shape.layers * sum(sent(made, shape)[0].values())
+    what, done = "nodes compute and record, numbers exchanged", threading.Event()
+
+    def watch() -> None:
+        while not done.wait(1.0):
+            arrived = sum(int(counts.get("elements_in", 0)) for counts in cascade.counters().values())
+            progress(what, min(arrived, total), total)
+
+    thread = threading.Thread(target=watch, daemon=True)
+    progress(what, 0, total)
+    thread.start()
+    try:
+        yield
+        progress(what, total, total)
+    finally:
+        done.set()
+        thread.join()
+
+
+def _worst(made: Plan, folder: Path) -> dict[str, Any]:
+    """Return the verdict on the node that reads most, and the command that attacks what it saw."""
+    found = [one for one in verdicts(made) if one.own]
+    worst = max(found, key=lambda one: (one.status == NOT_PRIVATE, one.read), default=None)
+    if worst is None:
+        return {"worst": None, "attack": None}
+    from hiddenlab.defenses.cascade.node_views import file_name
+
+    attack, layer, stream = attack_on(made, worst)
+    return {
+        "worst": worst.to_json(),
+        "attack": f"hiddenlab attack --observation {shlex.quote(str(folder / file_name(worst.node)))} "
+        f"--layer {layer} --stream {stream} --attack {attack} "
+        f"--truth {shlex.quote(str(folder / 'truth.json'))}",
+    }
 
 
 def _pass(cascade: "Cascade", tokenizer: Any, ids: Tensor, made: Plan, repeats: int) -> dict[str, Any]:
@@ -313,16 +340,16 @@ def _generation(
     made: Plan,
     new_tokens: int,
     sampling: dict[str, Any],
+    defaults: "Defaults",
     progress: Progress,
 ) -> dict[str, Any]:
-    from hiddenlab.defenses.cascade.generate import Sampling, generate
+    from hiddenlab.defenses.cascade.generate import generate
 
-    stop = [i for i in {tokenizer.eos_token_id} if i is not None]
     tokens: list[int] = []
     started = time.perf_counter()
     first = 0.0
     for token in generate(
-        cascade, ids, made, new_tokens=new_tokens, sampling=Sampling(**sampling), stop=stop
+        cascade, ids, made, new_tokens=new_tokens, sampling=defaults.greedy(**sampling), stop=defaults.stop
     ):
         tokens.append(token)
         first = first or time.perf_counter() - started
@@ -339,7 +366,13 @@ def _generation(
 
 
 def _compared(
-    backend: Backend, ids: Tensor, head: bool, result: dict[str, Any], repeats: int
+    backend: Backend,
+    ids: Tensor,
+    head: bool,
+    result: dict[str, Any],
+    repeats: int,
+    new_tokens: int,
+    stop: list[int],
 ) -> dict[str, Any]:
     """Run the plain model in this process, and compare output and time."""
     from hiddenlab.defenses.cascade.load import load_cascade_model
@@ -348,9 +381,10 @@ def _compared(
     plain: Any = load_cascade_model(backend.model, dtype=parse_dtype(backend.dtype), attention="sdpa")
     with torch.inference_mode():
         if "new_tokens" in result:
-            count = result["new_tokens"]
+            # The stop tokens of generation_config.json are its own; others, it would not take from the tokenizer.
+            limits = {"max_new_tokens": new_tokens, "do_sample": False, "eos_token_id": stop or None}
             started = time.perf_counter()
-            tokens = plain.generate(ids[None], max_new_tokens=count, do_sample=False)[0, len(ids) :].tolist()
+            tokens = plain.generate(ids[None], **limits)[0, len(ids) :].tolist()
             seconds = time.perf_counter() - started
             same = {"same_tokens": tokens == result["output"]}
         else:
@@ -372,37 +406,3 @@ def timed(call: Callable[[], Any], repeats: int) -> tuple[Any, float]:
         call()
         seconds.append(time.perf_counter() - started)
     return first, median(seconds)
-
-
-def make_plan(
-    tokens: int, alpha: int | None, c: int, delta: int | None, m: int, shards: str | None, symmetric: bool
-) -> Plan:
-    """Make a plan by (c, δ)-sharding, or from shards given by hand.
-
-    Raises:
-        InputError: the plan does not exist, or both were given.
-    """
-    if shards is None:
-        return Plan.clustered(tokens, c, alpha=alpha, delta=delta, m=m, symmetric=symmetric)
-    if alpha is not None or delta is not None:
-        raise InputError("give either shards by hand or the numbers of a (c, δ)-sharding")
-    made = Plan.by_hand(parse_shards(shards), m=m, symmetric=symmetric)
-    if made.tokens != tokens:
-        raise InputError(f"the shards hold {made.tokens} tokens, not {tokens}")
-    return made
-
-
-def parse_shards(text: str) -> list[list[int]]:
-    """Parse ``0,1,4;2,3,5`` into the positions of each CompNode.
-
-    Raises:
-        InputError: a part is no number.
-    """
-    try:
-        return [
-            [int(position) for position in part.split(",") if position.strip()] for part in text.split(";")
-        ]
-    except ValueError:
-        raise InputError(
-            f"--shards {text!r} is no list of positions; write for instance --shards '0,1,4;2,3,5'"
-        ) from None

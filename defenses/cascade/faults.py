@@ -4,6 +4,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from typing import Any
+
+from hiddenlab.defenses.cascade.node_state import comp_name
 
 Clock = Callable[[], float]
 HOUR = 3600.0
@@ -90,11 +93,19 @@ class Restarts:
         return self.limit - len(self._taken)
 
 
-def most_missed(waiting: Mapping[str, Mapping[str, object] | None]) -> int | None:
-    """Return the CompNode whose rows most AttnNodes wait for; None where none waits.
+def stalled(waiting: Mapping[str, Mapping[str, Any] | None], layers: Mapping[str, int]) -> str | None:
+    """Return the node that keeps a batch waiting in which all stand still; None where nothing says which.
+
+    It is the CompNode whose rows most AttnNodes miss. Where none is missed, it is an AttnNode that computes. Where none
+    computes, all that was sent is answered, and a CompNode does not go on.
 
     Args:
         waiting: the state of each AttnNode, see ``AttnHost.waiting``.
+        layers: the layer of each CompNode that runs the batch.
     """
-    missing = [i for state in waiting.values() if state is not None for i in state["missing"]]  # type: ignore[attr-defined]
-    return max(sorted(set(missing)), key=missing.count) if missing else None
+    states = {name: state for name, state in waiting.items() if state is not None}
+    missing = [i for state in states.values() for i in state["missing"]]
+    if missing:
+        return comp_name(max(sorted(set(missing)), key=missing.count))
+    computing = [name for name, state in states.items() if state["computing"]]
+    return min(computing, default=None) or min(layers, key=lambda name: (layers[name], name), default=None)

@@ -1,4 +1,4 @@
-"""Generate text over Cascade nodes with token-sharded KV caching (paper, appendix Q).
+"""Generate text over Cascade nodes with token-sharded KV caching (Hidden No More, appendix Q).
 
 After the prompt's pass, each new token is one pass of one CompNode and of the β AttnNodes that hold its query row. Its
 keys and values are kept at the nodes where later queries need them.
@@ -6,66 +6,18 @@ keys and values are kept at the nodes where later queries need them.
 
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from hiddenlab.defenses.cascade.backend import Cascade, new_request
-from hiddenlab.defenses.cascade.node_state import NodeError, Pass
+from hiddenlab.defenses.cascade.backend import Cascade
+from hiddenlab.defenses.cascade.node_state import NodeError
+from hiddenlab.defenses.cascade.passes import Pass, new_name
+from hiddenlab.defenses.cascade.sampling import Sampling
 from hiddenlab.errors import InputError
 from hiddenlab.sharding import Plan
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How the next token is chosen.
-
-    Attributes:
-        temperature: 0 takes the most likely token.
-        top_k: draw among so many of the most likely; 0 for all.
-        top_p: draw among the most likely that together have this probability.
-        seed: of the draws.
-    """
-
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if not self.temperature >= 0 or self.top_k < 0 or not 0 < self.top_p <= 1:
-            raise InputError("temperature and top_k must be at least 0, top_p above 0 and at most 1")
-
-    def chooser(self) -> Callable[[Float[Tensor, " v"]], int]:
-        """Return a function from logits to a token id; its draws come from its own generator."""
-        if self.temperature == 0:
-            return lambda logits: int(logits.argmax())
-        from transformers import (
-            LogitsProcessorList,
-            TemperatureLogitsWarper,
-            TopKLogitsWarper,
-            TopPLogitsWarper,
-        )
-
-        warpers = LogitsProcessorList([TemperatureLogitsWarper(self.temperature)])
-        if self.top_k:
-            warpers.append(TopKLogitsWarper(self.top_k))
-        if self.top_p < 1:
-            warpers.append(TopPLogitsWarper(self.top_p))
-        generator = torch.Generator().manual_seed(self.seed)
-
-        def choose(logits: Tensor) -> int:
-            history: Any = torch.empty(1, 0, dtype=torch.long)  # which these warpers do not read
-            # Shifted so that the largest logit is 0, logits over a tiny temperature overflow to -inf, never to NaN.
-            scores = logits.double().cpu()
-            scores = warpers(history, (scores - scores.max())[None])[0]  # type: ignore[arg-type]
-            return int(torch.multinomial(scores.softmax(-1), 1, generator=generator))
-
-        return choose
 
 
 class Cancellation:
@@ -102,6 +54,7 @@ def generate(
     sampling: Sampling | None = None,
     stop: Iterable[int] = (),
     cancellation: Cancellation | None = None,
+    observe: Callable[[int, Float[Tensor, " v"]], None] | None = None,
 ) -> Iterator[int]:
     """Yield new token ids, each as soon as it is known; a stop token is the last of them.
 
@@ -115,6 +68,7 @@ def generate(
         sampling: default: greedy.
         stop: ids that end the answer.
         cancellation: ends it early, without an error; lost nodes are then neither replaced nor run again.
+        observe: is called with each token and the logits that the model gave, before the token is yielded.
 
     Raises:
         InputError: the model has no head, or the prompt leaves no room in its context.
@@ -129,11 +83,12 @@ def generate(
         raise InputError(
             f"the prompt has {len(tokens)} tokens; the model's context holds {context}, answer included"
         )
-    choose, ends = (sampling or Sampling()).chooser(), frozenset(stop)
+    ends = frozenset(stop)
+    choose = (sampling or Sampling()).chooser(len(tokens), ends)
     total = len(tokens) + new_tokens if context is None else min(len(tokens) + new_tokens, context)
     everything = tokens.to("cpu", copy=True)
     cancellation = cancellation or Cancellation()
-    work = Pass(new_request(), plan, keep=True, last=True)
+    work = Pass(new_name(), plan, keep=True, last=True)
     try:
         while cancellation.watch(partial(cascade.close, work.request)):
             try:
@@ -145,9 +100,11 @@ def generate(
                     raise
                 cascade.close(work.request)
                 # The lost node's part of the cache is gone, so run all known tokens again.
-                work = Pass(new_request(), work.plan, keep=True, last=True)
+                work = Pass(new_name(), work.plan, keep=True, last=True)
                 continue
-            token = choose(logits)
+            token = choose(everything, logits)
+            if observe is not None:
+                observe(token, logits)
             everything = torch.cat([everything, torch.tensor([token])])
             yield token
             if token in ends or len(everything) >= total:

@@ -8,15 +8,14 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from hiddenlab.defenses.cascade.backend import new_request
-from hiddenlab.defenses.cascade.local import LocalCascade
-from hiddenlab.defenses.cascade.node_state import (
+from hiddenlab.defenses.cascade.comp_host import (
     ATTENTION_NAME,
     UNSEEN,
-    Pass,
     first_position,
     register_cascade_attention,
 )
+from hiddenlab.defenses.cascade.local import LocalCascade
+from hiddenlab.defenses.cascade.passes import Pass, new_name
 from hiddenlab.errors import InputError
 from hiddenlab.models.attention import EAGER, attending, unchanged_rotary, use_attention
 from hiddenlab.models.choice import CODE, Verdict, facts_of, fingerprint, remembered
@@ -98,7 +97,7 @@ def _comparisons(model: nn.Module, n: int, steps: int) -> Iterator[tuple[str, Te
     if not cascade.facts.head:
         return
     begun, rows = n - steps, list[Tensor]()
-    work = Pass(new_request(), Plan.clustered(begun, 2, alpha=2), keep=True, last=True)
+    work = Pass(new_name(), Plan.clustered(begun, 2, alpha=2), keep=True, last=True)
     try:
         for end in range(begun, n + 1):
             rows.append(cascade.step(work, tokens[work.since : end])[0].cpu())

@@ -11,15 +11,18 @@ from dataclasses import asdict
 
 from torch import Tensor, nn
 
-from hiddenlab.defenses.cascade.backend import Cascade, ModelFacts, Settings, comp_name, in_threads
-from hiddenlab.defenses.cascade.node_state import GIVEN_UP, AttnHost, CompHost, Head, NodeError, Pass
+from hiddenlab.defenses.cascade.attn_host import AttnHost
+from hiddenlab.defenses.cascade.backend import Cascade, ModelFacts, Settings, in_threads
+from hiddenlab.defenses.cascade.comp_host import CompHost
+from hiddenlab.defenses.cascade.node_state import GIVEN_UP, Head, NodeError, comp_name
 from hiddenlab.defenses.cascade.node_views import Seen
 from hiddenlab.defenses.cascade.nodes import Partial, Rows
+from hiddenlab.defenses.cascade.passes import Batch
 from hiddenlab.sharding import AttnNode
 
 
 class _Mail:
-    """The answers to one pass of one CompNode, from whichever thread computed them."""
+    """The answers to one CompNode in one batch, from whichever thread computed them."""
 
     def __init__(self, cascade: "LocalCascade", comp: int, failed: threading.Event) -> None:
         self.cascade, self.comp, self.failed = cascade, comp, failed
@@ -61,6 +64,7 @@ class LocalCascade(Cascade):
 
     def __init__(self, model: nn.Module, settings: Settings | None = None, *, name: str = "model") -> None:
         self.model, self.settings = model, settings or Settings()
+        super().__init__(record=self.settings.record)
         self.facts = ModelFacts.of(name, model)
         self._comps: dict[int, CompHost] = {}
         self._attns: dict[AttnNode, AttnHost] = {}
@@ -84,13 +88,13 @@ class LocalCascade(Cascade):
                 self._comps[index] = CompHost(self.model, index, wire=self.settings.wire)
             return self._comps[index]
 
-    def _run(self, work: Pass, shares: Mapping[int, Tensor]) -> dict[int, Tensor]:
+    def _run(self, batch: Batch, shares: Mapping[int, Tensor]) -> dict[int, Tensor]:
         failed = threading.Event()
         mail = {i: _Mail(self, i, failed) for i in shares}
 
         def run(i: int) -> Tensor:
-            seen = self._seen_by(i, work.request) if self.settings.record else None
-            return self.comp_host(i).run(work, shares[i], mail[i], seen)
+            seen = self._seen_by(i, batch.passes[0].request) if self.settings.record else None
+            return self.comp_host(i).run(batch, shares[i], mail[i], seen)
 
         def give_up() -> None:
             failed.set()
@@ -103,7 +107,11 @@ class LocalCascade(Cascade):
         with self._lock:
             return self._seen.setdefault((comp, request), Seen(comp_name(comp), request))
 
-    def close(self, request: str) -> None:
+    def _abort(self, batch: str) -> None:
+        for host in list(self._attns.values()):
+            host.abort(batch)
+
+    def _forget(self, request: str) -> None:
         for host in list(self._attns.values()):
             host.close(request)
 

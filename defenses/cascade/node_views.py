@@ -1,7 +1,7 @@
 """Turn what each node saw of a request into observations for attacks: ``cascade run --record``."""
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -11,12 +11,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from hiddenlab.defenses.cascade.nodes import CompWorker, Partial, Rows
+from hiddenlab.defenses.cascade.nodes import Partial, Rows
 from hiddenlab.models import decoder_layers
-from hiddenlab.observation import save_observation
+from hiddenlab.observation import save_observations
 from hiddenlab.sharding import AttnNode, Message, Plan, Positions
 from hiddenlab.truths import save_truth
-from hiddenlab.types import GroundTruth, Observation, ObservationInfo, Site
+from hiddenlab.types import GroundTruth, Observation, ObservationInfo, Progress, Site, silent
 
 
 @dataclass(frozen=True)
@@ -83,10 +83,10 @@ def record_attn(seen: Seen, messages: Mapping[int, Message], layer: int, rows: M
 
 
 def record_partials(
-    seen: Seen, plan: Plan, comp: CompWorker, layer: int, answers: Mapping[AttnNode, Sequence[Partial]]
+    seen: Seen, plan: Plan, held: Iterable[int], layer: int, answers: Mapping[AttnNode, Sequence[Partial]]
 ) -> None:
     """Record partial outputs that a CompNode received; a row holds m, e (unless compressed) and u of all heads."""
-    mine = set(comp.positions)
+    mine = set(held)
     for node, parts in answers.items():
         for block, part in zip(plan.blocks(node), parts, strict=True):
             positions = tuple(p for p in plan.splits[block.queries] if p in mine)
@@ -138,32 +138,39 @@ def record_layers(
             hook.remove()
 
 
-def first_layer_view(observations: Sequence[Observation]) -> Observation | None:
-    """Join all that a CompNode holds and receives in the first layer into one observation.
+def joined_answers(observations: Sequence[Observation]) -> list[Observation]:
+    """Join the partial outputs that a CompNode received, one observation for each layer.
 
-    A row is an embedding, then m, e and u of all heads for each key shard (m the logsumexp and e 1 where answers were
-    compressed). The facts describe the columns: ``embed`` (width of the embedding), ``heads``, and ``shards``, the
-    positions of each key shard. None where the node saw no such rows.
+    A row holds m, e and u of all heads for each key shard, side by side (m the logsumexp and e 1 where answers were
+    compressed). At layer 1 the row's embedding stands before them: this is what attacks read. The facts describe the
+    columns: ``heads``, ``shards``, the positions of each key shard, and at layer 1 ``embed``, the embedding's width.
     """
     own = next((o for o in observations if o.info.site == Site(0, "embed")), None)
-    answers = [o for o in observations if o.info.site == Site(1, "attn")]
-    if own is None or not answers or any(o.info.positions != own.info.positions for o in answers):
-        return None
-    columns = [own.states.float()]
-    for answer in answers:
-        heads = int(answer.info.facts["heads"])
-        rows = answer.states.float()
-        if not answer.info.facts["has_total"]:
-            rows = torch.cat([rows[:, :heads], torch.ones_like(rows[:, :heads]), rows[:, heads:]], 1)
-        columns.append(rows)
-    facts = {
-        "node": own.info.facts["node"],
-        "scheme": "cascade",
-        "embed": own.states.shape[1],
-        "heads": answers[0].info.facts["heads"],
-        "shards": [list(o.info.facts["keys"]) for o in answers],
-    }
-    return Observation(torch.cat(columns, 1), replace(own.info, site=Site(1, "attn"), facts=facts))
+    groups: dict[tuple[int, Any], list[Observation]] = {}
+    for one in observations:
+        if one.info.site.stream == "attn":
+            groups.setdefault((one.info.site.layer, one.info.positions), []).append(one)
+    joined = []
+    for (layer, positions), answers in groups.items():
+        facts = {
+            "node": answers[0].info.facts["node"],
+            "scheme": "cascade",
+            "heads": answers[0].info.facts["heads"],
+            "shards": [list(o.info.facts["keys"]) for o in answers],
+        }
+        columns = [_with_totals(answer) for answer in answers]
+        if layer == 1 and own is not None and own.info.positions == positions:
+            columns.insert(0, own.states.float())
+            facts["embed"] = own.states.shape[1]
+        joined.append(Observation(torch.cat(columns, 1), replace(answers[0].info, facts=facts)))
+    return joined
+
+
+def _with_totals(answer: Observation) -> Float[Tensor, "rows d"]:
+    heads, rows = int(answer.info.facts["heads"]), answer.states.float()
+    if answer.info.facts["has_total"]:
+        return rows
+    return torch.cat([rows[:, :heads], torch.ones_like(rows[:, :heads]), rows[:, heads:]], 1)
 
 
 def second_layer_view(observations: Sequence[Observation]) -> Observation | None:
@@ -181,6 +188,15 @@ def second_layer_view(observations: Sequence[Observation]) -> Observation | None
     return Observation(states, replace(sent["k"].info, site=Site(2, stream)))
 
 
+def _by_kind_and_numbers(seen: Seen) -> tuple[bool, list[int]]:
+    return not seen.node.startswith("CompNode"), [int(number) for number in re.findall(r"\d+", seen.node)]
+
+
+def file_name(node: str) -> str:
+    """Return the name of a node's file: ``CompNode-7.safetensors``, ``AttnNode-0-16.safetensors``."""
+    return re.sub(r"[^A-Za-z0-9]+", "-", node).strip("-") + ".safetensors"
+
+
 def save_seen(
     seen: Sequence[Seen],
     folder: Path,
@@ -189,45 +205,46 @@ def save_seen(
     signature: Sequence[float],
     dtype: str,
     tokens: Sequence[int] = (),
+    progress: Progress = silent,
 ) -> dict[str, dict[str, Any]]:
-    """Write what nodes saw to ``folder/<node>/<stream>-<layer>.safetensors``.
+    """Write what nodes saw, one file for each node, with an observation for each stream and layer.
 
-    CompNodes also get ``partials-1``, AttnNodes ``qkv-2`` or ``kv-2``: the joint views that attacks read.
+    CompNodes have ``embed``, ``resid`` and ``attn`` (see ``joined_answers``), AttnNodes ``q``, ``k`` and ``v``, and at
+    layer 2 also ``qkv`` or ``kv``, what attacks read. ``load_site`` takes one of them from a file.
 
     Args:
         seen: what nodes saw.
         folder: where to write.
         model, signature, dtype: see ``Seen.observations``.
-        tokens: of the prompt and what was generated. Those that any node computed on become ``truth.json`` in each
-            folder, which scores attacks on what the node saw.
+        tokens: of the prompt and what was generated. Those that any node computed on become ``truth.json``, which
+            scores attacks on what any of the nodes saw.
+        progress: called with each node.
 
     Returns:
-        For each node, the positions that it saw rows of, files and rows written.
+        For each node, the positions that it saw rows of, the observations and rows written, and the file.
     """
     written: dict[str, dict[str, Any]] = {}
-    last = max((p for record in seen for entry in record.entries for p in entry.positions), default=0)
-    for record in seen:
-        target = folder / re.sub(r"[^A-Za-z0-9]+", "-", record.node).strip("-")
-        if record.node in written:  # the request ran again after a node was lost
-            target = target.with_name(f"{target.name}-{record.request}")
-        target.mkdir(parents=True, exist_ok=True)
-        held: set[int] = set()
-        files = rows = 0
+    last = max((p for record in seen for entry in record.entries for p in entry.positions), default=-1)
+    folder.mkdir(parents=True, exist_ok=True)
+    if 0 <= last < len(tokens):
+        save_truth([GroundTruth(tuple(tokens[: last + 1]))], folder / "truth.json")
+    for number, record in enumerate(sorted(seen, key=_by_kind_and_numbers)):
+        progress("writing what nodes saw", number, len(seen))
         observations = record.observations(model, signature, dtype)
-        comp = record.node.startswith("CompNode")
-        view = first_layer_view(observations) if comp else second_layer_view(observations)
-        if view is not None:
-            name = "partials-1" if comp else f"{view.info.site.stream}-2"
-            save_observation(view, target / f"{name}.safetensors")
-        for observation in observations:
-            site, positions = observation.info.site, observation.info.positions
-            shard = observation.info.facts.get("key_shard")
-            name = f"{site.stream}-{site.layer}" + (f"-keys-{shard}" if shard is not None else "")
-            save_observation(observation, target / f"{name}.safetensors")
-            held.update(positions or ())
-            files, rows = files + 1, rows + len(observation.states)
-        if held and last < len(tokens):
-            save_truth([GroundTruth(tuple(tokens[: last + 1]))], target / "truth.json")
+        if not observations:
+            continue
+        # Where a node was lost the request ran again, and a node saw two.
         name = record.node if record.node not in written else f"{record.node}, request {record.request}"
-        written[name] = {"positions": sorted(held), "files": files, "rows": rows, "folder": str(target)}
+        kept = [o for o in observations if o.info.site.stream != "attn"] + joined_answers(observations)
+        if (view := second_layer_view(observations)) is not None:
+            kept.append(view)
+        target = folder / file_name(name)
+        save_observations(kept, target)
+        written[name] = {
+            "positions": sorted({p for o in observations for p in o.info.positions or ()}),
+            "observations": len(kept),
+            "rows": sum(len(o.states) for o in observations),
+            "file": str(target),
+        }
+    progress("writing what nodes saw", len(seen), len(seen))
     return written

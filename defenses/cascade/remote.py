@@ -5,58 +5,63 @@ import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hiddenlab.defenses.cascade.backend import Cascade, ModelFacts, Settings, comp_name, in_threads
+from hiddenlab.defenses.cascade.attn_host import AttnHost, Reply
+from hiddenlab.defenses.cascade.backend import Cascade, ModelFacts, Settings, in_threads
+from hiddenlab.defenses.cascade.comp_host import CompHost
 from hiddenlab.defenses.cascade.cost import Link
 from hiddenlab.defenses.cascade.load import load_cascade_model
 from hiddenlab.defenses.cascade.node_state import (
     GIVEN_UP,
-    AttnHost,
     Carrier,
-    CompHost,
     Head,
     NodeError,
-    Pass,
-    Reply,
     attn_name,
+    comp_name,
+    remember,
 )
 from hiddenlab.defenses.cascade.node_views import Seen
 from hiddenlab.defenses.cascade.nodes import Partial, Rows
-from hiddenlab.defenses.cascade.wire import Address, Hub, WireError
+from hiddenlab.defenses.cascade.passes import Batch, Pass
+from hiddenlab.defenses.cascade.wire import LOCAL, Address, Endpoint, Hub, WireError
 from hiddenlab.models.attention import Attention
 from hiddenlab.sharding import AttnNode, Plan
 
 
 def head_to_json(head: Head) -> dict[str, Any]:
     """Convert a head to plain data."""
-    work = head.work
     data = {**vars(head), "attention": vars(head.attention)}
-    if work is not None:
-        data["work"] = {**vars(work), "plan": work.plan.describe()}
+    if head.passes is not None:
+        data["passes"] = [{**vars(work), "plan": work.plan.describe()} for work in head.passes]
     return data
 
 
-def head_from_json(data: Mapping[str, Any], before: Plan | None = None) -> Head:
+def head_from_json(data: Mapping[str, Any], before: Mapping[str, Plan] = MappingProxyType({})) -> Head:
     """Convert plain data to a head.
 
     Args:
         data: what ``head_to_json`` gave.
-        before: plan of the request's last pass that was seen here; growing it is cheaper than making a new one.
+        before: plans of requests' last passes that were seen here; growing one is cheaper than making a new one.
     """
-    work = data["work"]
-    if work is not None:
-        described = work["plan"]
-        plan = before.grown(described["tokens"]) if before is not None else Plan.described(described)
-        work = Pass(**{**work, "plan": plan, "hidden": tuple(work["hidden"])})
-    return Head(**{**data, "attention": Attention(**data["attention"]), "work": work})
+    passes = data["passes"]
+    if passes is not None:
+        passes = tuple(_pass(work, before.get(work["request"])) for work in passes)
+    return Head(**{**data, "attention": Attention(**data["attention"]), "passes": passes})
+
+
+def _pass(data: Mapping[str, Any], before: Plan | None) -> Pass:
+    described = data["plan"]
+    plan = Plan.described(described) if before is None else before.grown(described["tokens"])
+    return Pass(**{**data, "plan": plan, "hidden": tuple(data["hidden"])})
 
 
 class Mailbox:
-    """Answers that arrived, by request, pass, step and sender, until they are collected.
+    """Answers that arrived, by batch, step and sender, until they are collected.
 
     Args:
         timeout: seconds to wait for an answer without progress; None waits until told otherwise.
@@ -66,30 +71,28 @@ class Mailbox:
     def __init__(self, timeout: float | None, progress: Callable[[], int] = lambda: 0) -> None:
         self.timeout, self.progress = timeout, progress
         self._ready = threading.Condition()
-        self._answers: dict[tuple[str, int, int, str], list[Partial] | NodeError] = {}
+        self._answers: dict[tuple[str, int, str], list[Partial] | NodeError] = {}
         self._lost: set[str] = set()
         self._aborted: dict[str, None] = {}
 
-    def put(
-        self, request: str, number: int, step: int, sender: str, parts: list[Partial] | NodeError
-    ) -> None:
+    def put(self, batch: str, step: int, sender: str, parts: list[Partial] | NodeError) -> None:
         with self._ready:
-            if request not in self._aborted:
-                self._answers[request, number, step, sender] = parts
+            if batch not in self._aborted:
+                self._answers[batch, step, sender] = parts
                 self._ready.notify_all()
 
     def get(self, head: Head, sender: str) -> list[Partial]:
         """Wait for an answer.
 
         Raises:
-            NodeError: the sender is lost or failed, does not answer in time, or the request was aborted.
+            NodeError: the sender is lost or failed, does not answer in time, or the batch was given up.
         """
-        key = head.request, head.number, head.step, sender
+        key = head.batch, head.step, sender
         with self._ready:
             while True:
                 before = self.progress()
                 notified = self._ready.wait_for(
-                    lambda: key in self._answers or sender in self._lost or head.request in self._aborted,
+                    lambda: key in self._answers or sender in self._lost or head.batch in self._aborted,
                     self.timeout,
                 )
                 if notified or self.progress() == before:
@@ -99,7 +102,7 @@ class Mailbox:
                 if isinstance(answer, NodeError):
                     raise answer
                 return answer
-            if head.request in self._aborted:
+            if head.batch in self._aborted:
                 raise NodeError(GIVEN_UP)
             if sender in self._lost:
                 raise NodeError(f"{sender} died in layer {head.layer + 1}", sender)
@@ -108,22 +111,20 @@ class Mailbox:
                 sender,
             )
 
-    def aborted(self, request: str) -> bool:
-        """Return whether the request was given up."""
-        return request in self._aborted
+    def aborted(self, batch: str) -> bool:
+        """Return whether a batch was given up."""
+        return batch in self._aborted
 
     def lose(self, sender: str, lost: bool = True) -> None:
         with self._ready:
             (self._lost.add if lost else self._lost.discard)(sender)
             self._ready.notify_all()
 
-    def abort(self, request: str) -> None:
-        """Wake whoever waits for this request, and drop answers that still arrive for it."""
+    def abort(self, batch: str) -> None:
+        """Wake whoever waits in this batch, and drop answers that still arrive for it."""
         with self._ready:
-            self._aborted[request] = None
-            while len(self._aborted) > 4096:
-                del self._aborted[next(iter(self._aborted))]
-            for key in [key for key in self._answers if key[0] == request]:
+            remember(self._aborted, batch)
+            for key in [key for key in self._answers if key[0] == batch]:
                 del self._answers[key]
             self._ready.notify_all()
 
@@ -135,7 +136,7 @@ class HubCarrier:
         self.hub, self.mailbox = hub, mailbox
 
     def post(self, node: AttnNode, head: Head, rows: Rows) -> None:
-        if self.mailbox.aborted(head.request):
+        if self.mailbox.aborted(head.batch):
             raise NodeError(GIVEN_UP)
         try:
             self.hub.send(attn_name(node), head_to_json(head), rows.tensors)
@@ -156,7 +157,7 @@ class RemoteComp:
         model: name of the model.
         loaded: its weights, where they are in this process already.
         timeout: see ``Mailbox``.
-        host: address to listen on.
+        endpoint: where it listens.
     """
 
     def __init__(
@@ -166,7 +167,7 @@ class RemoteComp:
         settings: Settings,
         key: bytes,
         *,
-        host: str = "127.0.0.1",
+        endpoint: Endpoint = LOCAL,
         link: Link | None = None,
         timeout: float | None = None,
         dtype: torch.dtype = torch.float32,
@@ -181,7 +182,7 @@ class RemoteComp:
         # A layer can take minutes, so each of its modules counts as progress.
         branches = [module for module in loaded.modules() if next(module.children(), None) is None]
         self._hooks = [branch.register_forward_hook(self._tick) for branch in branches]
-        self.hub = Hub(comp_name(index), key, self._receive, self.mailbox.lose, host=host, link=link)
+        self.hub = Hub(comp_name(index), key, self._receive, self.mailbox.lose, endpoint=endpoint, link=link)
         self.carrier: Carrier = HubCarrier(self.hub, self.mailbox)
         self._seen: dict[str, Seen] = {}
 
@@ -190,14 +191,15 @@ class RemoteComp:
         for peer in peers:
             self.mailbox.lose(peer, False)
 
-    def run(self, work: Pass, inputs: Tensor) -> Tensor:
-        """Run a pass (see ``CompHost.run``)."""
+    def run(self, batch: Batch, inputs: Tensor) -> Tensor:
+        """Run a batch (see ``CompHost.run``)."""
         seen = None
         if self.settings.record:
-            seen = self._seen.setdefault(work.request, Seen(comp_name(self.index), work.request))
-        if self.mailbox.aborted(work.request):
+            request = batch.passes[0].request
+            seen = self._seen.setdefault(request, Seen(comp_name(self.index), request))
+        if self.mailbox.aborted(batch.name):
             raise NodeError(GIVEN_UP)
-        return self.host.run(work, inputs, self.carrier, seen).cpu()
+        return self.host.run(batch, inputs, self.carrier, seen).cpu()
 
     def _tick(self, *_: Any) -> None:
         self.host.ticks += 1
@@ -206,12 +208,12 @@ class RemoteComp:
         """Return a number that grows while any pass makes progress."""
         return self.host.ticks
 
-    def layer(self, request: str) -> int | None:
-        """Return the layer, from 1, that the pass of a request is in; None where none runs."""
-        return self.host.layers.get(request)
+    def layer(self, batch: str) -> int | None:
+        """Return the layer, from 1, that a batch is in; None where it does not run."""
+        return self.host.layers.get(batch)
 
-    def abort(self, request: str) -> None:
-        self.mailbox.abort(request)
+    def abort(self, batch: str) -> None:
+        self.mailbox.abort(batch)
 
     def close(self) -> None:
         """Close the connections, and leave the model as it was."""
@@ -230,10 +232,10 @@ class RemoteComp:
         size = head["size"]
         parts: list[Partial] | NodeError = []
         if head.get("failed"):
-            parts = NodeError(head["failed"], sender, forgot=head["forgot"])
+            parts = NodeError(head["failed"], head["node"], forgot=head["forgot"])
         elif size:
             parts = [Partial.of(tensors[i : i + size]) for i in range(0, len(tensors), size)]
-        self.mailbox.put(head["request"], head["number"], head["step"], sender, parts)
+        self.mailbox.put(head["batch"], head["step"], sender, parts)
 
 
 class RemoteAttn:
@@ -245,14 +247,14 @@ class RemoteAttn:
         settings: Settings,
         key: bytes,
         *,
-        host: str = "127.0.0.1",
+        endpoint: Endpoint = LOCAL,
         link: Link | None = None,
         device: str = "cpu",
     ) -> None:
         self.host = AttnHost(
             node, compress=settings.compress, wire=settings.wire, record=settings.record, device=device
         )
-        self.hub = Hub(self.host.name, key, self._receive, lambda peer: None, host=host, link=link)
+        self.hub = Hub(self.host.name, key, self._receive, lambda peer: None, endpoint=endpoint, link=link)
 
     def progress(self) -> int:
         """Return a number that grows while any pass makes progress."""
@@ -262,7 +264,7 @@ class RemoteAttn:
         """Take rows and wait for the answer, for carriers that call a method.
 
         Raises:
-            NodeError: the node failed, or the request was given up.
+            NodeError: the node failed, or the batch was given up.
         """
         came = threading.Event()
         answers: list[list[Partial] | Exception] = []
@@ -285,19 +287,15 @@ class RemoteAttn:
         return views
 
     def _receive(self, sender: str, data: dict[str, Any], tensors: list[Tensor]) -> None:
-        head = head_from_json(data, self.host.plan(data["request"]))
+        head = head_from_json(data, self.host.plans)
         self.host.receive(int(sender.split()[-1]), head, Rows(*tensors), self._reply(sender, head))
 
     def _reply(self, sender: str, head: Head) -> Reply:
         def reply(parts: list[Partial] | Exception) -> None:
-            about: dict[str, Any] = {
-                "request": head.request,
-                "number": head.number,
-                "step": head.step,
-                "size": 0,
-            }
+            about: dict[str, Any] = {"batch": head.batch, "step": head.step, "size": 0}
             if isinstance(parts, Exception):
-                about |= {"failed": str(parts), "forgot": getattr(parts, "forgot", False)}
+                node = parts.node if isinstance(parts, NodeError) else self.host.name
+                about |= {"failed": str(parts), "node": node, "forgot": getattr(parts, "forgot", False)}
                 parts = []
             tensors = [tensor for part in parts for tensor in part.tensors]
             if parts:
@@ -314,6 +312,7 @@ class WireCascade(Cascade):
     Args:
         model: see ``load_cascade_model``; all CompNodes share it.
         alpha, m, symmetric: as in ``Plan``.
+        endpoint: where each node listens, and whether with TLS.
     """
 
     def __init__(
@@ -326,31 +325,38 @@ class WireCascade(Cascade):
         settings: Settings | None = None,
         name: str = "model",
         link: Link | None = None,
+        endpoint: Endpoint = LOCAL,
         timeout: float = 60.0,
     ) -> None:
         settings, key = settings or Settings(), secrets.token_bytes(32)
+        super().__init__(record=settings.record)
         nodes = Plan.clustered(alpha, 1, alpha=alpha, m=m, symmetric=symmetric).attn_nodes
         self.facts = ModelFacts.of(name, model)
         self.started = alpha, frozenset(map(attn_name, nodes))
-        self.attns = [RemoteAttn(node, settings, key, link=link) for node in nodes]
+        self.attns = [RemoteAttn(node, settings, key, endpoint=endpoint, link=link) for node in nodes]
         self.comps = [
-            RemoteComp(i, name, settings, key, link=link, timeout=timeout, loaded=model) for i in range(alpha)
+            RemoteComp(i, name, settings, key, endpoint=endpoint, link=link, timeout=timeout, loaded=model)
+            for i in range(alpha)
         ]
         for comp in self.comps:
             comp.mailbox.progress = self._progress
             comp.connect({attn.host.name: attn.hub.address for attn in self.attns})
 
-    def _run(self, work: Pass, shares: Mapping[int, Tensor]) -> dict[int, Tensor]:
+    def _run(self, batch: Batch, shares: Mapping[int, Tensor]) -> dict[int, Tensor]:
         return in_threads(
-            lambda i: self.comps[i].run(work, shares[i]), shares, lambda: self.close(work.request)
+            lambda i: self.comps[i].run(batch, shares[i]), shares, lambda: self._abort(batch.name)
         )
 
     def _progress(self) -> int:
         return sum(node.progress() for nodes in (self.comps, self.attns) for node in nodes)
 
-    def close(self, request: str) -> None:
+    def _abort(self, batch: str) -> None:
         for comp in self.comps:
-            comp.abort(request)
+            comp.abort(batch)
+        for attn in self.attns:
+            attn.host.abort(batch)
+
+    def _forget(self, request: str) -> None:
         for attn in self.attns:
             attn.host.close(request)
 

@@ -3,6 +3,7 @@
 import logging
 import time
 import urllib.request
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -14,6 +15,7 @@ from ray.serve.context import _get_global_client
 
 from hiddenlab.defenses.cascade.api import digest, make_app
 from hiddenlab.defenses.cascade.command import Backend
+from hiddenlab.defenses.cascade.defaults import load_defaults
 from hiddenlab.defenses.cascade.ray_connection import connect
 from hiddenlab.defenses.cascade.service import Limits, Service
 from hiddenlab.errors import HiddenlabError, InputError
@@ -36,22 +38,26 @@ class _Replica:
         backend: dict[str, Any],
         sharding: dict[str, Any],
         c: int,
-        key: str | None,
+        keys: Sequence[str],
         limits: dict[str, Any],
+        origins: Sequence[str],
     ) -> None:
         nodes = Backend(**backend)
-        tokenizer = load_tokenizer(resolve_model(nodes.model))
+        ref = resolve_model(nodes.model)
+        tokenizer = load_tokenizer(ref)
         self.cascade = nodes.start(**sharding)
 
         def plan(tokens: int) -> Plan:
             return Plan.clustered(tokens, c, **sharding)
 
+        self.origins = origins
         self.service = Service(
-            self.cascade, plan, tokenizer, name=nodes.model, key=key, limits=Limits(**limits)
-        )
+            self.cascade, plan, tokenizer, name=nodes.model, keys=keys, limits=Limits(**limits),
+            defaults=load_defaults(ref, tokenizer),
+        )  # fmt: skip
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        return make_app(self.service)
+        return make_app(self.service, self.origins)
 
     def __del__(self) -> None:
         if cascade := getattr(self, "cascade", None):
@@ -67,16 +73,18 @@ def start(
     symmetric: bool = True,
     host: str = "127.0.0.1",
     port: int = 8000,
-    key: str | None = None,
+    keys: Sequence[str] = (),
     limits: Limits | None = None,
+    origins: Sequence[str] = (),
 ) -> bool:
     """Start nodes and server, and return once requests are answered.
 
     Args:
         backend: of kind ``ray``.
         host, port: where the server listens.
-        key: that requests must show.
+        keys: of which requests must show one; empty for none.
         limits: of requests.
+        origins: of web pages that may ask, see ``make_app``.
     The other arguments are those of ``Plan``.
 
     Returns:
@@ -86,11 +94,15 @@ def start(
         InputError: the plan, the model, the cluster or its resources do not allow it.
         HiddenlabError: nothing listens after a minute.
     """
-    if load_tokenizer(resolve_model(backend.model)) is None:
+    ref = resolve_model(backend.model)
+    if (tokenizer := load_tokenizer(ref)) is None:
         raise InputError(f"{backend.model} has no tokenizer; put one beside its weights")
+    load_defaults(ref, tokenizer)  # what is wrong with them is said before nodes start
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     nodes = alpha + len(Plan.clustered(alpha, 1, alpha=alpha, m=m, symmetric=symmetric).attn_nodes)
-    own = connect(backend.address, nodes + 1, nodes * backend.cpus + SERVE_CPUS, alpha * backend.gpus)
+    own = connect(
+        backend.address, nodes + 1, nodes * backend.cpus + SERVE_CPUS, alpha * backend.gpus, backend.tls
+    )
     try:
         serve.start(http_options=HTTPOptions(host=host, port=port))
         client = _get_global_client()
@@ -106,7 +118,7 @@ def start(
         settings = asdict(backend) | {"address": None, "loopback": own, "concurrent": limits.running}
         # More than may run at once, so that a request too many is refused at once and does not wait in Ray's queue.
         replica = _Replica.options(max_ongoing_requests=limits.running + TOO_MANY)  # type: ignore[attr-defined]
-        app = replica.bind(settings, sharding, c, key and digest(key), asdict(limits))
+        app = replica.bind(settings, sharding, c, [digest(key) for key in keys], asdict(limits), origins)
         serve.run(app, name=APP, route_prefix="/")
         _wait_for_requests(host, port)
     except BaseException:

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from hiddenlab.defenses.cascade.backend import Cascade, ModelFacts
-from hiddenlab.defenses.cascade.node_state import NodeError, Pass
+from hiddenlab.defenses.cascade.node_state import NodeError
 from hiddenlab.defenses.cascade.node_views import Seen
+from hiddenlab.defenses.cascade.passes import Batch, Pass
 from hiddenlab.defenses.cascade.service import Service
 from hiddenlab.sharding import Plan
 from hiddenlab.testing import VOCABULARY, byte_tokenizer
@@ -67,7 +68,13 @@ class Scripted(Cascade):
         self.recovered += 1
         return False
 
-    def _run(self, work: Pass, shares: Mapping[int, Tensor]) -> dict[int, Tensor]:
+    def _run(self, batch: Batch, shares: Mapping[int, Tensor]) -> dict[int, Tensor]:
+        raise NotImplementedError
+
+    def _abort(self, batch: str) -> None:
+        raise NotImplementedError
+
+    def _forget(self, request: str) -> None:
         raise NotImplementedError
 
     def close(self, request: str) -> None:

@@ -2,7 +2,7 @@
 
 A frame is twelve bytes (length of head and of payload), a JSON head, and the tensors' bytes; nothing is unpickled. Both
 ends of a connection prove that they know the cluster's key (HMAC-SHA256 over a nonce of the other's) before anything
-else is read. Nothing is encrypted: across machines, use a private network or a tunnel.
+else is read. Between machines everything goes through mutual TLS (``secured``).
 """
 
 import hashlib
@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from hiddenlab.defenses.cascade.cost import Link
+from hiddenlab.defenses.cascade.secured import Secured, Tls, explain
 
 _LENGTHS = struct.Struct("!IQ")
 _NONCE, _DIGEST, _NAME = 32, 32, 256
@@ -37,6 +38,7 @@ _DTYPES = {
 HANDSHAKE_SECONDS = 10.0
 
 Address = tuple[str, int]
+Connection = socket.socket | Secured
 Receive = Callable[[str, dict[str, Any], list[Tensor]], None]
 Lost = Callable[[str], None]
 
@@ -60,6 +62,35 @@ class Bytes:
     messages: int = 0
 
 
+@dataclass(frozen=True)
+class Endpoint:
+    """Where a hub listens, and how its connections are protected.
+
+    Attributes:
+        host: address to listen on.
+        ports: the first free one is taken; 0 lets the operating system choose.
+        tls: mutual TLS for every connection; None sends in clear.
+    """
+
+    host: str = "127.0.0.1"
+    ports: Sequence[int] = (0,)
+    tls: Tls | None = None
+
+    def listen(self) -> socket.socket:
+        """Listen at the first free port.
+
+        Raises:
+            WireError: none is free.
+        """
+        for port in self.ports:
+            with suppress(OSError):
+                return socket.create_server((self.host, port), backlog=1024)
+        raise WireError(f"none of the ports {self.ports[0]} to {self.ports[-1]} is free at {self.host}")
+
+
+LOCAL = Endpoint()
+
+
 class Hub:
     """A node's network endpoint: it listens, connects, sends, and hands over what arrives.
 
@@ -68,7 +99,7 @@ class Hub:
         key: shared by the nodes of one cluster.
         receive: called with the sender's name, head and tensors, in the thread of that connection.
         lost: called when a peer's connection ends.
-        host: address to listen on.
+        endpoint: where it listens, and whether with TLS.
         link: simulate a network of this bandwidth and latency: messages of a node share its bandwidth, and each is
             handed over at send time + latency + bytes / bandwidth.
     """
@@ -80,17 +111,17 @@ class Hub:
         receive: Receive,
         lost: Lost,
         *,
-        host: str = "127.0.0.1",
+        endpoint: Endpoint = LOCAL,
         link: Link | None = None,
     ) -> None:
         self.name, self.link, self.sent = name, link, Bytes()
         self._key, self._receive, self._lost = key, receive, lost
-        self._peers: dict[str, tuple[socket.socket, threading.Lock]] = {}
+        self._peers: dict[str, tuple[Connection, threading.Lock]] = {}
         self._lock = threading.Lock()
         self._free = 0.0  # time at which the simulated link has sent everything
         self._open = True
-        self._server = socket.create_server((host, 0), backlog=1024)
-        self.address: Address = (host, int(self._server.getsockname()[1]))
+        self._tls, self._server = endpoint.tls, endpoint.listen()
+        self.address: Address = (endpoint.host, int(self._server.getsockname()[1]))
         threading.Thread(target=self._accept, name=f"{name} accepts", daemon=True).start()
 
     def connect(self, peers: Mapping[str, Address]) -> None:
@@ -101,11 +132,13 @@ class Hub:
         """
         for peer, address in peers.items():
             try:
-                connection = socket.create_connection(address, timeout=HANDSHAKE_SECONDS)
+                plain = socket.create_connection(address, timeout=HANDSHAKE_SECONDS)
+                connection = plain if self._tls is None else self._tls.call(plain, address[0])
                 self._greet(connection, peer)
             except (OSError, ValueError) as error:
+                cause = explain(error) if isinstance(error, OSError) else error
                 raise WireError(
-                    f"{self.name} cannot connect to {peer} at {address[0]}:{address[1]}: {error}"
+                    f"{self.name} cannot connect to {peer} at {address[0]}:{address[1]}: {cause}"
                 ) from None
             self._serve(peer, connection)
 
@@ -171,7 +204,7 @@ class Hub:
                 return
             threading.Thread(target=self._welcome, args=(connection,), daemon=True).start()
 
-    def _greet(self, connection: socket.socket, peer: str) -> None:
+    def _greet(self, connection: Connection, peer: str) -> None:
         """Prove the key as the side that connects, and check that the other side knows it."""
         theirs, mine = _read(connection, _NONCE), os.urandom(_NONCE)
         name = self.name.encode()
@@ -179,9 +212,12 @@ class Hub:
         if not hmac.compare_digest(_read(connection, _DIGEST), self._proof(mine, peer.encode())):
             raise ValueError("it does not know this cluster's key")
 
-    def _welcome(self, connection: socket.socket) -> None:
-        connection.settimeout(HANDSHAKE_SECONDS)
+    def _welcome(self, plain: socket.socket) -> None:
+        plain.settimeout(HANDSHAKE_SECONDS)
+        connection: Connection = plain
         try:
+            if self._tls is not None:
+                connection = self._tls.answer(plain)
             nonce = os.urandom(_NONCE)
             connection.sendall(nonce)
             (length,) = struct.unpack("!H", _read(connection, 2))
@@ -200,7 +236,7 @@ class Hub:
     def _proof(self, nonce: bytes | bytearray, name: bytes) -> bytes:
         return hmac.digest(self._key, bytes(nonce) + name, hashlib.sha256)
 
-    def _serve(self, peer: str, connection: socket.socket, greeting: bytes = b"") -> None:
+    def _serve(self, peer: str, connection: Connection, greeting: bytes = b"") -> None:
         connection.settimeout(None)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         with self._lock:
@@ -214,7 +250,7 @@ class Hub:
             target=self._listen, args=(peer, connection), name=f"{self.name} hears {peer}", daemon=True
         ).start()
 
-    def _listen(self, peer: str, connection: socket.socket) -> None:
+    def _listen(self, peer: str, connection: Connection) -> None:
         try:
             while True:
                 head_size, size = _LENGTHS.unpack(_read(connection, _LENGTHS.size))
@@ -254,7 +290,7 @@ def _tensors(described: Sequence[Any], payload: bytearray) -> list[Tensor]:
     return tensors
 
 
-def _send_all(connection: socket.socket, buffers: list[Any]) -> None:
+def _send_all(connection: Connection, buffers: list[Any]) -> None:
     """Send all buffers in as few system calls as possible, without joining them first."""
     views = [memoryview(buffer).cast("B") for buffer in buffers if len(buffer)]
     while views:
@@ -266,7 +302,7 @@ def _send_all(connection: socket.socket, buffers: list[Any]) -> None:
             views[0] = views[0][sent:]
 
 
-def _read(connection: socket.socket, size: int) -> bytearray:
+def _read(connection: Connection, size: int) -> bytearray:
     """Read so many bytes.
 
     Raises:
@@ -282,7 +318,7 @@ def _read(connection: socket.socket, size: int) -> bytearray:
     return buffer
 
 
-def _close(connection: socket.socket) -> None:
+def _close(connection: Connection) -> None:
     with suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)
     connection.close()

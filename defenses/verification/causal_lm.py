@@ -11,7 +11,6 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from hiddenlab.channels import quiet_bitsandbytes
 from hiddenlab.errors import InputError
 from hiddenlab.models.device import parse_device
 from hiddenlab.models.load import (
@@ -21,6 +20,7 @@ from hiddenlab.models.load import (
     parse_dtype,
     resolve_model,
 )
+from hiddenlab.models.quantized import quiet_bitsandbytes
 from hiddenlab.text import count_of
 
 ATTENTIONS = ("sdpa", "eager")

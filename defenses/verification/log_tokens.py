@@ -140,8 +140,9 @@ class LoggedTokens:
             )
         for name, value in self.request.further.items():
             if name not in HARMLESS | OF_THE_PROMPT and value not in NEUTRAL.get(name, ()):
+                only = f" with any value but {NEUTRAL[name][0]!r}" if name in NEUTRAL else ""
                 raise self._error(
-                    f"the request has {name!r}, which may change what is read or drawn; it is not understood here"
+                    f"the request has {name!r}, which may change what is read or drawn; it is not understood here{only}"
                 )
         if 0 in (self.request.further.get("max_tokens"), self.request.further.get("max_completion_tokens")):
             raise self._error("the request asked for 0 tokens, so that there is no answer")

@@ -1,7 +1,7 @@
 """Classify tokens as safe, suspicious or dangerous, measure what each class lets through, and choose thresholds.
 
-Source: Rinberg et al. 2025, section 6, Algorithm 7, figures 10 and 13 to 18. `bounds.extractable` has the same rule for
-one token.
+Source: Rinberg et al. 2025, section 6, Algorithm 7, figures 10, 13 to 15, 17 and 18. `bounds.extractable` has the same
+rule for one token.
 """
 
 from __future__ import annotations

@@ -8,10 +8,11 @@ import torch
 
 from hiddenlab import registry
 from hiddenlab.base import Attack
+from hiddenlab.batch import time_prefill
 from hiddenlab.channels import Channel
+from hiddenlab.eval.parallel import Crew
 from hiddenlab.models import TruncatedModel, load_model
-from hiddenlab.prompts import load_prompts
-from hiddenlab.runner import time_prefill
+from hiddenlab.prompts import Prompt, load_prompts
 from hiddenlab.types import GroundTruth, Observation, Progress, silent
 from hiddenlab.utils.environment import peak_memory_mb
 from hiddenlab.utils.random import generator
@@ -42,6 +43,7 @@ def bench(
     greedy_limit: int = 1,
     seed: int = 0,
     unscreened: bool = False,
+    crew: Crew | None = None,
     progress: Progress = silent,
 ) -> dict[str, Any]:
     """Time a plain prefill, the speculative attack and the greedy attack at each layer.
@@ -49,25 +51,45 @@ def bench(
     The greedy baseline (lm proposal) runs on the first ``greedy_limit`` prompts only. ``over_prefill`` is the
     speculative attack's time, with a cached probe, over one plain forward of the same prompts in the same batches.
     ``greedy_over_speculative`` compares both searches on the same prompts, one at a time. ``unscreened`` runs the
-    attack once more with every candidate in the model itself: ``unscreened_over_screened``.
+    attack once more with every candidate in the model itself: ``unscreened_over_screened``. With a ``crew`` each layer
+    is measured in a worker; layers that run at once on one machine slow each other down.
 
     Returns:
         ``rows``, one per layer, and the settings.
     """
-    rows: list[dict[str, Any]] = []
     texts = load_prompts(prompts, limit=limit)
-    for layer in layers:
-        truncated = load_model(model, layer)
-        tokens = [truncated.tokenize(text, max_tokens) for text in texts]
-        rows.append(_row(truncated, tokens, list(defense), greedy_limit, seed, unscreened, progress))
+    threads, options = (
+        torch.get_num_threads(),
+        (texts, max_tokens, list(defense), greedy_limit, seed, unscreened),
+    )
+    if crew is None:
+        rows = [_at_layer({}, progress, (model, layer, *options)) for layer in layers]
+    else:
+        crew.start(progress)
+        threads = crew.threads
+        tasks = [(model, layer, *options) for layer in layers]
+        found = {task[1]: row for task, row in crew.share(_at_layer, tasks, progress=progress)}
+        rows = [found[layer] for layer in layers]
     return {
         "rows": rows,
         "prompts": len(texts),
         "max_tokens": max_tokens,
         "defense": " | ".join(defense) or "identity",
-        "threads": torch.get_num_threads(),
+        "threads": threads,
         "seed": seed,
     }
+
+
+def _at_layer(
+    state: dict[str, Any],
+    progress: Progress,
+    task: tuple[str, int, list[Prompt], int, list[str], int, int, bool],
+) -> dict[str, Any]:
+    """Measure the row of one layer, in this process or in a worker."""
+    model, layer, texts, max_tokens, defense, greedy_limit, seed, unscreened = task
+    truncated = load_model(model, layer)
+    tokens = [truncated.tokenize(text, max_tokens) for text in texts]
+    return _row(truncated, tokens, defense, greedy_limit, seed, unscreened, progress)
 
 
 def _row(

@@ -8,12 +8,12 @@ from typing import Any
 from hiddenlab.attacks.beam_decoding import BeamDecoding
 from hiddenlab.attacks.vocab_match import VocabMatch
 from hiddenlab.base import Attack
+from hiddenlab.batch import time_prefill
 from hiddenlab.channels import Channel
 from hiddenlab.errors import InputError
 from hiddenlab.eval.gpu.work import Figures, Lab
 from hiddenlab.models import TruncatedModel, load_model
 from hiddenlab.prompts import load_prompts
-from hiddenlab.runner import time_prefill
 from hiddenlab.types import GroundTruth, Observation
 from hiddenlab.utils.random import generator
 

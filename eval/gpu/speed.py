@@ -6,13 +6,13 @@ from unittest import mock
 import torch
 
 from hiddenlab.attacks.vocab_match import VocabMatch
+from hiddenlab.batch import time_prefill
 from hiddenlab.channels import Channel
 from hiddenlab.eval.gpu.shapes import SHAPES, branch_flops, draw_truncated, weights_mb
 from hiddenlab.eval.gpu.work import Figures, Lab
 from hiddenlab.matching.distance import Matcher
 from hiddenlab.matching.screening import Screen
 from hiddenlab.models import Prefix, Request, TruncatedModel, engine, load_model
-from hiddenlab.runner import time_prefill
 from hiddenlab.utils.random import generator
 
 SEED = 0

@@ -84,6 +84,28 @@ def figures_of(samples: Sequence[Sample]) -> Figures:
     return as_figures(estimates)
 
 
+def thresholds(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> Figures:
+    """Measure epsilon by the paper's search over its own attack, and as our attack measures it, as L1 distances.
+
+    Args:
+        spec: model, layer, defense (a list), texts (on which epsilon is searched), budget, seed, device, dtype.
+    """
+    model = load_model(spec["model"], spec["layer"], device=spec["device"], dtype=spec["dtype"])
+    channel = Channel.parse(spec["defense"])
+    info = channel.release(model, model.special_ids[:1] or [0], generator(spec["seed"], "release"))[0].info
+    options = {"calibration_texts": spec["texts"], "budget": spec["budget"]}
+    printed: Any = registry.build("attacks", "vocab-match:preset=paper", **options)
+    own: Any = registry.build("attacks", "vocab-match:proposal=vocab")
+    printed.progress = own.progress = progress
+    searched, auto = (
+        attack.fit(info, model, spec["seed"]).prepare(info)[0].threshold for attack in (printed, own)
+    )
+    unit = searched.absolute / searched.relative  # L1 norm of the median row
+    figures = {"epsilon": searched.absolute, "right": searched.floor * unit, "edge": searched.gap * unit}
+    figures |= {"found": searched.found, "auto": auto.relative * unit}
+    return {name: exactly(value, spec["texts"]) for name, value in figures.items()}
+
+
 def utility(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> Figures:
     """Measure how a defense degrades the model itself: perplexity, KL from the clean model, top-1 agreement.
 

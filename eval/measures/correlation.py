@@ -49,6 +49,38 @@ def projection_bound(k: float, width: int) -> float:
     return math.erfc(k * math.sqrt(width / 2))
 
 
+def theorem_j3(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> Figures:
+    """Measure the counterexample of Theorem J.3: of two pairs the one with less distance correlation is readable.
+
+    W and X are standard normal with a correlation. Y is uniform between -delta and delta, and Z is its absolute value.
+    Then 0 is within delta of every Y, and no estimate is within delta of W more often than the conditional mean is.
+
+    Args:
+        spec: delta; correlation (of W and X, above 0.945 and below 1); draws; seed.
+
+    Raises:
+        HiddenlabError: the package dcor is not installed.
+    """
+    dcor = _dcor()
+    delta, rho, draws = spec["delta"], spec["correlation"], spec["draws"]
+    draw = generator(spec["seed"], "pairs")
+    w, error = torch.randn(2, draws, generator=draw, dtype=torch.float64)
+    x = rho * w + math.sqrt(1 - rho**2) * error
+    y = delta * (2 * torch.rand(draws, generator=draw, dtype=torch.float64) - 1)
+    pairs = {"normal": (w, x), "folded": (y, y.abs())}
+    figures = {
+        f"{name}_discorr": exactly(float(dcor.distance_correlation(a.numpy(), b.numpy())), draws)
+        for name, (a, b) in pairs.items()
+    }
+    figures |= as_figures(
+        {
+            "normal_read": share(((w - rho * x).abs() <= delta).tolist()),
+            "folded_read": share((y.abs() <= delta).tolist()),
+        }
+    )
+    return figures | {"normal_bound": exactly(math.erf(delta / math.sqrt(2 * (1 - rho**2))), draws)}
+
+
 def discorr(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> Figures:
     """Measure distance correlation of input embeddings and what is shown (Székely et al. 2007; Equation 3).
 
@@ -62,12 +94,7 @@ def discorr(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> 
     Raises:
         HiddenlabError: the package dcor is not installed.
     """
-    try:
-        import dcor
-    except ImportError:
-        raise HiddenlabError(
-            "distance correlation needs the package dcor: pip install 'hiddenlab[schemes]'"
-        ) from None
+    dcor = _dcor()
     model = load_model(spec["model"], spec["layer"], device=spec["device"])
     texts = load_prompts(spec["prompts"], limit=spec["limit"])
     prompts = [model.tokenize(text, spec["max_tokens"]) for text in texts]
@@ -92,3 +119,13 @@ def discorr(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> 
         values.append(float(dcor.u_distance_correlation_sqr(x.numpy(), y.numpy())))
         progress("draws", i + 1, spec["draws"])
     return as_figures({"discorr": mean(values)})
+
+
+def _dcor() -> Any:
+    try:
+        import dcor
+    except ImportError:
+        raise HiddenlabError(
+            "distance correlation needs the package dcor: pip install 'hiddenlab[schemes]'"
+        ) from None
+    return dcor

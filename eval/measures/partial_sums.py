@@ -23,7 +23,7 @@ STREAMS = ("q", "k", "v")
 def node_view(streams: dict[str, TruncatedModel], tokens: list[int], plan: Plan, node: int) -> Observation:
     """Compute what a CompNode holds and receives in the first layer, as an observation.
 
-    The rows are those of ``node_views.first_layer_view``. They are computed with the AttnNodes' own function on the
+    The rows are those of ``node_views.joined_answers``. They are computed with the AttnNodes' own function on the
     model's queries, keys and values, so that no cluster is started for each prompt.
 
     Args:

@@ -5,7 +5,7 @@ paper's texts and numbers of prompts.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hiddenlab.config import AttackConfig
@@ -16,16 +16,25 @@ from hiddenlab.eval.tables.sharding import infill_spec
 
 EXACT = {"exact": "exact prompts", "evaluated_tokens_per_token": "evaluated tokens per token"}
 TEXT = {"rouge_l": "ROUGE-L", "token_accuracy": "token accuracy", "exact": "exact prompts"}
-SHUFFLED_ROWS = ("seq-perm", "2d-perm")
 NOISY_BUDGET = 64
 SLOW_LIMIT = 4
 
+BUDGET_OF_ALL = (
+    "At most {} candidates a token, the nearest taken where none matches; the paper has no such limit."
+)
 WHOLE = "No budget: a token that does not match is searched for in the whole vocabulary."
 OTHER_SEARCH = (
     "The paper's columns are of another search: greedy, in the order of the attacked model's own predictions, the "
     "first candidate within an epsilon that a ternary search on 50 texts chose. Ours is speculative, in the order of a "
     "probe and the language model, epsilon measured."
 )
+PRINTED = (
+    "The attack 'paper' is the paper's own, as printed (preset=paper): greedy, in the order of the attacked model's "
+    "predictions, the first candidate within epsilon; epsilon by ternary search over this attack on {} texts of "
+    "Python's documentation, where the paper takes 50 of FineWeb."
+)
+ALGORITHMS = {"identity": 1, "seq-perm": 4, "hidden-perm": 5, "2d-perm": 6}  # the paper's, by permutation
+ATTACKS = ("ours", "paper", "both")
 LAYERS_OF_PAPER = ", ".join(map(str, paper.LAYERS))
 BUDGET = (
     "Channels that change values: at most {} candidates a token, the nearest taken where none matches. The paper "
@@ -33,13 +42,93 @@ BUDGET = (
 )
 
 
-def table_1(setting: Setting) -> Experiment:
-    """Measure the share of prompts recovered exactly from raw hidden states, by layer (Table 1)."""
-    return _exactness("Table 1: exact recovery from raw states", setting, ["identity"], paper.LAYERS)
+@dataclass(frozen=True)
+class _Attacks:
+    """Which attacks a table runs, for how many candidates a token.
+
+    Args:
+        asked: one of ``ATTACKS``; None is ours, and the paper's at the paper's scale.
+        budget: candidates for one position at most; None or 0 is the whole vocabulary.
+        texts: on which the paper's epsilon is searched.
+    """
+
+    setting: Setting
+    asked: str | None = None
+    budget: int | None = None
+    texts: int = 50
+
+    def __post_init__(self) -> None:
+        if self.asked is not None and self.asked not in ATTACKS:
+            raise InputError(
+                f"no attack of this table is called {self.asked!r}; known are {', '.join(ATTACKS)}"
+            )
+        if self.texts < 1:
+            raise InputError(f"epsilon is searched on at least 1 text, not {self.texts}")
+        if self.budget is not None and self.budget < 0:
+            raise InputError(f"the budget must be 0 (the whole vocabulary) or more, not {self.budget}")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        if self.asked == "both":
+            return ("ours", "paper")
+        return (self.asked or ("paper" if self.setting.scale == "paper" else "ours"),)
+
+    def cells(
+        self, keys: dict[str, Any], layer: int, permutation: str, method: str, published: Mapping[str, Any]
+    ) -> list[Cell]:
+        """Make a cell for each attack on a permutation behind a method."""
+        made = []
+        for name in self.names:
+            label = name if name == "ours" else f"paper, Algorithm {ALGORITHMS[permutation]}"
+            options = (
+                {}
+                if name == "ours"
+                else {"attack": f"vocab-match:preset=paper,calibration_texts={self.texts}"}
+            )
+            named = {**keys, "attack": label, "budget": self.budget or "vocabulary"}
+            channel = f"{method}|{permutation}"
+            made.append(
+                attack_cell(
+                    self.setting, named, layer, channel, published, budget=self.budget or None, **options
+                )
+            )
+        return made
+
+    @property
+    def notes(self) -> list[str]:
+        printed = [PRINTED.format(self.texts)] if "paper" in self.names else []
+        return [*printed, *([OTHER_SEARCH] if "ours" in self.names else [])]
 
 
-def table_2(setting: Setting, channels: str = ",".join(paper.PERMUTATIONS[1:])) -> Experiment:
-    """Measure the share of prompts recovered exactly from permuted states, by permutation and layer (Table 2)."""
+def table_1(
+    setting: Setting, attack: str | None = None, budget: int | None = None, texts: int = 50
+) -> Experiment:
+    """Measure the share of prompts recovered exactly from raw hidden states, by layer (Table 1).
+
+    Args:
+        attack: ours, paper (as printed) or both. Default: ours, and the paper's at --scale paper.
+        budget: candidates a token at most. Default: the whole vocabulary.
+        texts: of the attacker's own, on which the paper's attack searches its epsilon.
+    """
+    attacks = _Attacks(setting, attack, budget, texts)
+    return _exactness("Table 1: exact recovery from raw states", attacks, ["identity"], paper.LAYERS)
+
+
+def table_2(
+    setting: Setting,
+    channels: str = ",".join(paper.PERMUTATIONS[1:]),
+    attack: str | None = None,
+    budget: int | None = None,
+    texts: int = 50,
+) -> Experiment:
+    """Measure the share of prompts recovered exactly from permuted states, by permutation and layer (Table 2).
+
+    Args:
+        channels: permutations, separated by commas.
+        attack: ours, paper (as printed) or both. Default: ours, and the paper's at --scale paper.
+        budget: candidates a token at most. Default: the whole vocabulary.
+        texts: of the attacker's own, on which the paper's attack searches its epsilon.
+    """
     names = channels.split(",")
     for name in names:
         if name not in paper.PERMUTATIONS:
@@ -47,18 +136,22 @@ def table_2(setting: Setting, channels: str = ",".join(paper.PERMUTATIONS[1:])) 
                 f"no permutation of Table 2 is called {name!r}; they are {', '.join(paper.PERMUTATIONS)}"
             )
     title = "Table 2: exact recovery from permuted states"
-    return _exactness(title, setting, names, _small(setting))
+    return _exactness(title, _Attacks(setting, attack, budget, texts), names, _small(setting))
 
 
-def _exactness(title: str, setting: Setting, channels: Sequence[str], layers: Sequence[int]) -> Experiment:
-    cells = [
-        attack_cell(setting, {"channel": channel, "layer": layer}, layer, channel, paper={
-            f"exact, {model}": paper.EXACT[channel][model].get(layer) for model in (paper.GEMMA, paper.LLAMA)
-        })
-        for channel in channels
-        for layer in setting.at(layers)
-    ]  # fmt: skip
-    return Experiment(title, cells, EXACT, [OTHER_MODEL, OTHER_SEARCH, WHOLE])
+def _exactness(title: str, attacks: _Attacks, channels: Sequence[str], layers: Sequence[int]) -> Experiment:
+    cells = []
+    for channel in channels:
+        for layer in attacks.setting.at(layers):
+            published = {
+                f"exact, {model}": paper.EXACT[channel][model].get(layer)
+                for model in (paper.GEMMA, paper.LLAMA)
+            }
+            cells += attacks.cells(
+                {"channel": channel, "layer": layer}, layer, channel, "identity", published
+            )
+    limit = BUDGET_OF_ALL.format(attacks.budget) if attacks.budget else WHOLE
+    return Experiment(title, cells, EXACT, [OTHER_MODEL, *attacks.notes, limit])
 
 
 def table_8(setting: Setting, models: str = "") -> Experiment:
@@ -69,7 +162,7 @@ def table_8(setting: Setting, models: str = "") -> Experiment:
     cells = []
     for name in names:
         spec = AttackConfig(**{**setting.where(), "model": name}, **source, layer=_one(setting.layers))
-        published = {"seconds a prompt": paper.ATTACK_SECONDS.get(name.rpartition("/")[2])}
+        published = {"seconds a prompt": paper.published(paper.ATTACK_SECONDS, name)}
         cells.append(Cell("attack", spec.to_json(), {"model": name}, published))
     return Experiment(
         "Table 8: time of an attack by model",
@@ -82,53 +175,70 @@ def table_8(setting: Setting, models: str = "") -> Experiment:
     )
 
 
-def table_9_12(setting: Setting) -> Experiment:
-    """Compare measured matching thresholds with those of a search like the paper's ternary search (Tables 9 and 11)."""
+def table_9_12(setting: Setting, texts: int = 50, budget: int | None = None) -> Experiment:
+    """Measure thresholds: by ternary search over the paper's attack, by permutation (Tables 9 to 12), and as ours are.
+
+    Args:
+        texts: of the attacker's own, on which epsilon is searched.
+        budget: candidates a token at most. Default: as many as the search of epsilon runs, 1,024.
+    """
+    _Attacks(setting, "paper", budget, texts)  # refuses numbers that make no sense
     cells = []
     for channel in paper.PERMUTATIONS:
-        for layer in setting.at((1, 11) if setting.scale == "small" else paper.LAYERS):
-            for epsilon in ("auto", "calibrated"):
-                published = {
-                    f"epsilon, {model}": paper.EPSILON[channel][model].get(layer)
-                    if epsilon == "calibrated" and channel not in SHUFFLED_ROWS
-                    else None
-                    for model in (paper.GEMMA, paper.LLAMA)
-                }
-                keys = {"channel": channel, "layer": layer, "epsilon": epsilon}
-                cells.append(attack_cell(setting, keys, layer, channel, published, epsilon=epsilon))
+        for layer in setting.at((1, 6, 11) if setting.scale == "small" else paper.LAYERS):
+            published = {
+                f"epsilon, {model}": paper.EPSILON[channel][model].get(layer)
+                for model in (paper.GEMMA, paper.LLAMA)
+            }
+            spec = {
+                **setting.where(), "layer": layer, "defense": [] if channel == "identity" else [channel],
+                "texts": texts, "budget": budget or None,
+            }  # fmt: skip
+            number = f"{9 + paper.PERMUTATIONS.index(channel)}"
+            cells.append(
+                Cell("thresholds", spec, {"table": number, "channel": channel, "layer": layer}, published)
+            )
     return Experiment(
-        "Tables 9 and 11: thresholds, measured and by a surrogate of the paper's search",
+        "Tables 9 to 12: thresholds by the paper's search, and ours",
         cells,
-        {"epsilon": "epsilon (median row, L1)", **EXACT},
+        {
+            "epsilon": "epsilon", "right": "plateau from", "edge": "plateau to", "found": "tokens found",
+            "auto": "epsilon auto",
+        },
         [
-            "auto: the geometric middle between the noise floor and the nearest wrong candidate on 50 sequences of the "
-            "attacker's own text.",
-            "calibrated: a surrogate of the paper's ternary search, on the same sequences. The paper chooses the "
-            "epsilon with which its attack does best on 50 texts of FineWeb. The surrogate runs no attack: it scores "
-            "every position by itself, the right token among four near ones in a drawn order.",
-            "Tables 10 and 12 (rows shuffled) are not measured: a threshold is measured on rows in their order, so "
-            "that it would be that of Table 9 or 11 again. Their rows here say what that threshold gives.",
+            f"All distances are L1, sorted where coordinates are permuted. Ours are of {texts} texts of Python's "
+            "documentation, the paper's of 50 of FineWeb.",
+            "The search runs the paper's attack as printed, its Algorithm 1, 4, 5 or 6 by permutation. The attack "
+            "finds as many tokens with every epsilon of a plateau: from the farthest right token to the upper end, "
+            "which the ternary search finds. The paper does not say where its search ends on it; epsilon is the "
+            "geometric middle.",
+            "A plateau from 0 means that the attacker's passes gave the very states of the provider. The middle is "
+            "then counted from the rounding of float32.",
+            "Tokens found: before the first wrong one of each text, as a share of positions whose right token is among "
+            "the first 1,024 candidates. Others are passed over. Many wrong candidates come before them, so the upper "
+            "end would be lower with them.",
+            "epsilon auto: what our own attack measures, for a row of median length; it is relative to each row.",
             "Thresholds are in each model's own units, so the paper's columns show their order only.",
         ],
-        fold=_of_rows_in_order,
-    )
+    )  # fmt: skip
 
 
-def _of_rows_in_order(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the rows, without an epsilon where rows were shuffled; it was not measured on shuffled ones."""
-    return [
-        {**row, "figures": {k: v for k, v in row["figures"].items() if k != "epsilon"}}
-        if row["keys"]["channel"] in SHUFFLED_ROWS
-        else row
-        for row in rows
-    ]
+def table_13(
+    setting: Setting, attack: str | None = None, budget: int | None = None, texts: int = 50
+) -> Experiment:
+    """Compare noise and quantization: the best layer's ROUGE-L by permutation, and the model's own loss (Table 13).
 
-
-def table_13(setting: Setting, budget: int = NOISY_BUDGET) -> Experiment:
-    """Compare noise and quantization: the best layer's ROUGE-L by permutation, and the model's own loss (Table 13)."""
+    Args:
+        attack: ours, paper (as printed) or both. Default: ours, and the paper's at --scale paper.
+        budget: candidates a token at most behind noise; 0 is the whole vocabulary. Default: 64, and the whole
+            vocabulary at --scale paper.
+        texts: of the attacker's own, on which the paper's attack searches its epsilon.
+    """
     layers = setting.at(_small(setting))
-    cells = [cell for channel in paper.PERMUTATIONS for cell in _noised(setting, channel, budget)]
-    cells += _exactness("", setting, paper.PERMUTATIONS, layers).cells
+    attacks = _noise_attacks(setting, attack, budget, texts)
+    plain = replace(attacks, budget=None)
+    cells = [cell for channel in paper.PERMUTATIONS for cell in _noised(attacks, channel)]
+    cells += _exactness("", plain, paper.PERMUTATIONS, layers).cells
     cells += _utility(setting)
     asked = ", ".join(map(str, layers))
     which = f"the weakest of layers {asked}" if len(layers) > 1 else f"layer {asked}"
@@ -143,8 +253,8 @@ def table_13(setting: Setting, budget: int = NOISY_BUDGET) -> Experiment:
         },
         [
             OTHER_MODEL,
-            OTHER_SEARCH,
-            BUDGET.format(budget),
+            *attacks.notes,
+            _budget_note(attacks),
             f"Each ROUGE-L is {how}; each of the paper's is the largest over layers {LAYERS_OF_PAPER}.",
         ],
         fold=_weakest,
@@ -152,17 +262,20 @@ def table_13(setting: Setting, budget: int = NOISY_BUDGET) -> Experiment:
 
 
 def _weakest(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Make one row per method: for each permutation the layer with the largest ROUGE-L, and the utility."""
+    """Make one row per method and attack: for each permutation the layer with the largest ROUGE-L, and the utility."""
     result = []
-    for method in ("identity", *paper.METHODS):
+    names = dict.fromkeys(_name_of(row["keys"]) for row in rows if "attack" in row["keys"])
+    for method, name in ((method, name) for method in ("identity", *paper.METHODS) for name in names):
         figures: dict[str, Any] = {}
         missing: list[str] = []
+        of = [
+            row
+            for row in rows
+            if "attack" in row["keys"]
+            and (row["keys"].get("method", "identity"), _name_of(row["keys"])) == (method, name)
+        ]
         for channel in paper.PERMUTATIONS:
-            at = [
-                row
-                for row in rows
-                if row["keys"].get("channel") == channel and row["keys"].get("method", "identity") == method
-            ]
+            at = [row for row in of if row["keys"]["channel"] == channel]
             values = [row["figures"]["rouge_l"] for row in at if "rouge_l" in row["figures"]]
             missing += [
                 f"{channel}, layer {row['keys']['layer']}: {row['reason'] or 'not measured yet'}"
@@ -171,60 +284,95 @@ def _weakest(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
             ]
             if values:
                 figures[f"rouge_l, {channel}"] = max(values, key=lambda figure: figure["value"])
-        quality = [row["figures"] for row in rows if row["keys"].get("defense") == method]
-        figures |= quality[0] if quality else {}
+        quality = [row for row in rows if row["keys"].get("defense") == method]
+        figures |= quality[0]["figures"] if quality else {}
         published = {f"ROUGE-L, {name}": value for name, value in paper.BEST[method].items()}
         published["LiveBench, relative"] = paper.DOWNSTREAM[method]
-        status = [row["status"] for row in rows if row["keys"].get("method", "identity") == method]
+        measured = [row for row in (*of, *quality) if row["status"] == "measured"]
+        commits = dict.fromkeys(row["commit"] for row in measured if row["commit"])
         result.append(
             {
-                "keys": {"method": method}, "figures": figures, "paper": published,
-                "status": "measured" if "measured" in status else "not run",
-                "reason": "; ".join(missing) or None, "commit": None, "cell": None,
+                "keys": {"method": method, "attack": name, "budget": of[0]["keys"]["budget"]},
+                "figures": figures, "paper": published, "status": "measured" if measured else "not run",
+                "reason": "; ".join(missing) or None, "commit": ", ".join(commits) or None, "cell": None,
             }
         )  # fmt: skip
     return result
 
 
-def table_18(setting: Setting, budget: int = NOISY_BUDGET) -> Experiment:
-    """Measure ROUGE-L of prompts recovered behind noise or quantization, without permutation, by layer (Table 18)."""
-    return _noise_table(18, setting, "identity", budget)
+def _name_of(keys: Mapping[str, Any]) -> str:
+    return str(keys["attack"]).split(",")[0]
 
 
-def table_19(setting: Setting, budget: int = NOISY_BUDGET) -> Experiment:
-    """Measure ROUGE-L of prompts recovered behind noise or quantization with permuted rows, by layer (Table 19)."""
-    return _noise_table(19, setting, "seq-perm", budget)
+def table_18(
+    setting: Setting, attack: str | None = None, budget: int | None = None, texts: int = 50
+) -> Experiment:
+    """Measure ROUGE-L of prompts recovered behind noise or quantization, without permutation, by layer (Table 18).
+
+    Args:
+        attack, budget, texts: see table-13.
+    """
+    return _noise_table(18, _noise_attacks(setting, attack, budget, texts), "identity")
 
 
-def table_20(setting: Setting, budget: int = NOISY_BUDGET) -> Experiment:
-    """Measure ROUGE-L of prompts recovered behind noise or quantization with permuted coordinates (Table 20)."""
-    return _noise_table(20, setting, "hidden-perm", budget)
+def table_19(
+    setting: Setting, attack: str | None = None, budget: int | None = None, texts: int = 50
+) -> Experiment:
+    """Measure ROUGE-L of prompts recovered behind noise or quantization with permuted rows, by layer (Table 19).
+
+    Args:
+        attack, budget, texts: see table-13.
+    """
+    return _noise_table(19, _noise_attacks(setting, attack, budget, texts), "seq-perm")
 
 
-def table_21(setting: Setting, budget: int = NOISY_BUDGET) -> Experiment:
-    """Measure ROUGE-L of prompts recovered behind noise or quantization with both permutations, by layer (Table 21)."""
-    return _noise_table(21, setting, "2d-perm", budget)
+def table_20(
+    setting: Setting, attack: str | None = None, budget: int | None = None, texts: int = 50
+) -> Experiment:
+    """Measure ROUGE-L of prompts recovered behind noise or quantization with permuted coordinates (Table 20).
+
+    Args:
+        attack, budget, texts: see table-13.
+    """
+    return _noise_table(20, _noise_attacks(setting, attack, budget, texts), "hidden-perm")
 
 
-def _noise_table(number: int, setting: Setting, channel: str, budget: int) -> Experiment:
+def table_21(
+    setting: Setting, attack: str | None = None, budget: int | None = None, texts: int = 50
+) -> Experiment:
+    """Measure ROUGE-L of prompts recovered behind noise or quantization with both permutations, by layer (Table 21).
+
+    Args:
+        attack, budget, texts: see table-13.
+    """
+    return _noise_table(21, _noise_attacks(setting, attack, budget, texts), "2d-perm")
+
+
+def _noise_attacks(setting: Setting, attack: str | None, budget: int | None, texts: int) -> _Attacks:
+    """Return the attacks of a table on noise; a budget of None is the default of the scale."""
+    if budget is None and setting.scale == "small":
+        budget = NOISY_BUDGET
+    return _Attacks(setting, attack, budget, texts)
+
+
+def _budget_note(attacks: _Attacks) -> str:
+    return BUDGET.format(attacks.budget) if attacks.budget else WHOLE
+
+
+def _noise_table(number: int, attacks: _Attacks, channel: str) -> Experiment:
     title = f"Table {number}: noise and quantization, {channel}"
-    notes = [OTHER_MODEL, OTHER_SEARCH, BUDGET.format(budget)]
-    return Experiment(title, _noised(setting, channel, budget), TEXT, notes)
+    notes = [OTHER_MODEL, *attacks.notes, _budget_note(attacks)]
+    return Experiment(title, _noised(attacks, channel), TEXT, notes)
 
 
-def _noised(setting: Setting, channel: str, budget: int) -> list[Cell]:
-    return [
-        attack_cell(
-            setting,
-            {"method": method, "channel": channel, "layer": layer},
-            layer,
-            f"{method}|{channel}",
-            {f"ROUGE-L, {paper.GEMMA}": paper.NOISED[channel][method].get(layer)},
-            budget=budget,
-        )
-        for method in paper.METHODS
-        for layer in setting.at(_small(setting))
-    ]
+def _noised(attacks: _Attacks, channel: str) -> list[Cell]:
+    cells = []
+    for method in paper.METHODS:
+        for layer in attacks.setting.at(_small(attacks.setting)):
+            published = {f"ROUGE-L, {paper.GEMMA}": paper.NOISED[channel][method].get(layer)}
+            keys = {"method": method, "channel": channel, "layer": layer}
+            cells += attacks.cells(keys, layer, channel, method, published)
+    return cells
 
 
 def table_17(setting: Setting, shapes: str = "bert-base,bert-large") -> Experiment:
@@ -239,7 +387,7 @@ def table_17(setting: Setting, shapes: str = "bert-base,bert-large") -> Experime
         }
         cells.append(
             Cell("bench", {"bench": "cascade", "options": options}, {"model": shape},
-                 {"seconds": paper.CASCADE_SECONDS.get(shape)})
+                 {"seconds": paper.published(paper.CASCADE_SECONDS, shape)})
         )  # fmt: skip
     return Experiment(
         "Table 17: Cascade by model size",
@@ -306,7 +454,7 @@ def baselines(setting: Setting, sipit_budget: int = 4096, inverter_steps: int = 
     # name, whether it is too slow for many prompts on a laptop, and how it is asked for
     attacks: tuple[tuple[str, bool, dict[str, Any]], ...] = (
         ("speculative, probe+lm", False, {}),
-        ("greedy, lm (paper)", True, {"search": "greedy", "proposal": "lm"}),
+        ("greedy, lm", True, {"search": "greedy", "proposal": "lm"}),
         ("SipIt, gradient", True, {"attack": f"sipit:budget={sipit_budget}"}),
         ("nearest embedding", False, {"attack": "nearest"}),
         ("transformer inverter", False, {"attack": inverter}),

@@ -257,7 +257,8 @@ def game(
             "used": "dishonest answers", "capacity": "capacity, bits", "false_alarms": "false alarms",
         },
         [
-            f"Experiment 3.2 (Rinberg et al. 2025), {rounds} games of {messages} messages a row. The warden inspects a "
+            f"Experiment 3.2 (Rinberg et al. 2025), {rounds} games of {messages} messages a row; here the outsider "
+            "chooses no prompts and no seeds. The warden inspects a "
             f"share of them, chosen in secret, and may raise the alarm on {alarms:.0%} of these, at least once. It "
             "flags an answer for more dangerous (or suspicious) tokens than honest ones have, as in 'exfiltration'. "
             "Intervals are over games (Clopper-Pearson), not over the few "

@@ -17,13 +17,14 @@ from hiddenlab.eval.cells import (
 )
 from hiddenlab.eval.measures.attack import FAR, NEAR, embedding_deviation
 from hiddenlab.eval.tables import paper
-from hiddenlab.eval.tables.attack import BUDGET, NOISY_BUDGET, SHUFFLED_ROWS, utility_cell
+from hiddenlab.eval.tables.attack import BUDGET, NOISY_BUDGET, utility_cell
 from hiddenlab.job import build_attack
 from hiddenlab.models.load import load_config, resolve_model
 
 MATCHING, BEAM = "vocab-match", "beam-decoding"
 NOISY = "gaussian:sigma=0.01,gaussian:sigma=0.1,random-prefix"
 LAYERS = (1, 6, 11, 21)
+SHUFFLED_ROWS = ("seq-perm", "2d-perm")
 SIGMAS = "0.01,0.03,0.1,0.2,0.3,0.5"
 OTHERS = ("random-prefix", "int8", "nf4")
 DEPTH = 11

@@ -4,10 +4,21 @@ Its models, texts and sizes differ from ours: Gemma is Gemma-2-2B-IT and Llama i
 of FineWeb-Edu cut to 50 tokens unless a table says otherwise. Shares and scores are fractions.
 """
 
+from collections.abc import Mapping
+from typing import TypeVar
+
+T = TypeVar("T")
+
 LAYERS = (1, 6, 11, 16, 21, 26)
 GEMMA, LLAMA = "Gemma-2-2B", "Llama-3.1-8B"
 METHODS = ("gaussian:sigma=0.01", "gaussian:sigma=0.1", "random-prefix", "int8", "nf4")
 PERMUTATIONS = ("identity", "seq-perm", "hidden-perm", "2d-perm")
+
+
+def published(figures: Mapping[str, T], model: str) -> T | None:
+    """Return a model's figure by its name, with or without the owner on the hub, in any case; None without one."""
+    by_name = {name.rpartition("/")[2].lower(): figure for name, figure in figures.items()}
+    return by_name.get(model.rstrip("/").rpartition("/")[2].lower())
 
 
 def _by_layer(*values: float) -> dict[int, float]:

@@ -208,6 +208,41 @@ def theorem_j1(setting: Setting, draws: int = 100_000) -> Experiment:
     )
 
 
+def theorem_j3(setting: Setting, correlation: float = 0.95, draws: int = 4000) -> Experiment:
+    """Show that less distance correlation may leave a variable readable, and more may not (Theorem J.3).
+
+    Args:
+        correlation: of the two normal variables, above 0.945 and below 1.
+        draws: of each pair.
+    """
+    if not 0.945 < correlation < 1:
+        raise InputError(f"the theorem needs a correlation above 0.945 and below 1, not {correlation}")
+    if draws < 2:
+        raise InputError(f"draws must be at least 2, not {draws}")
+    cells = [
+        Cell(
+            "theorem-j3",
+            {"delta": delta, "correlation": correlation, "draws": draws, "seed": setting.seed},
+            {"delta": delta},
+        )
+        for delta in (0.1, 0.3, 0.6)
+    ]
+    return Experiment(
+        "Theorem J.3: distance correlation does not order what can be read",
+        cells,
+        {
+            "normal_discorr": "distance correlation, W and X", "normal_read": "W read within delta",
+            "normal_bound": "expected at most", "folded_discorr": "distance correlation, Y and |Y|",
+            "folded_read": "Y read within delta",
+        },
+        [
+            f"W and X are standard normal with correlation {correlation}; the best estimate of W from X is their "
+            "correlation times X. Y is uniform between -delta and delta; 0 is within delta of it, whatever |Y| is.",
+        ],
+        over="delta",
+    )  # fmt: skip
+
+
 def projections(setting: Setting, budget: int = FEW, noise: str = "0,0.01,0.1") -> Experiment:
     """Match vocabulary on a few random projections of each state, by their number and noise (theorem J.1)."""
     cells = []

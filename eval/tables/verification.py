@@ -429,7 +429,7 @@ def toploc_table(
     new_tokens: int = 100,
     limits: str = LIMITS[0],
 ) -> Experiment:
-    """Check TOPLOC proofs of honest and dishonest providers (TOPLOC, tables 1 to 4 in form).
+    """Check TOPLOC proofs of honest and dishonest providers (TOPLOC, tables 2 to 4 in form).
 
     Args:
         limits: published; or calibrated: the largest values of any honest proof, without the provider under test.

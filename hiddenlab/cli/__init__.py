@@ -100,6 +100,14 @@ class Verbs(Group):
         except KeyboardInterrupt:
             _say("interrupted")
             raise typer.Exit(INTERRUPTED) from None
+        except Exception as error:
+            # A fault in code of the user's own is told by its place there; any other one is ours, and shown whole.
+            from hiddenlab.code_files import failed_in
+
+            if (where := failed_in(error)) is None:
+                raise
+            _say(f"error: {where}", style="red")
+            raise typer.Exit(USER_ERROR) from None
 
 
 app = Program("Attack and defend the hidden states of language models.", cls=Verbs, name="hiddenlab")

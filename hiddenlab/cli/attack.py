@@ -11,9 +11,10 @@ import typer
 from hiddenlab import options as o
 from hiddenlab.cli.console import Bars, bars, only_json, print_json, stderr, stdout
 from hiddenlab.cli.from_config import takes
+from hiddenlab.cli.workers import AddressOpt, WorkersOpt, attack_workers
 from hiddenlab.config import AttackConfig
 from hiddenlab.errors import InputError
-from hiddenlab.registry import parse_numbers
+from hiddenlab.registry import check_name, parse_numbers
 from hiddenlab.summary import Sample, advice, conclusion, not_applicable
 from hiddenlab.text import count_of
 
@@ -27,12 +28,17 @@ JSON_FORMAT = 1
 def attack(
     config: AttackConfig,
     layer: o.SomeLayersOpt = None,
+    workers: WorkersOpt = None,
+    address: AddressOpt = None,
     out: o.OutOpt = None,
     runs_dir: o.RunsDirOpt = Path("runs"),
     no_record: o.NoRecordOpt = False,
     json: o.JsonOpt = False,
 ) -> None:
-    """Recover prompts from the hidden states of a model, raw or behind defenses."""
+    """Recover prompts from the hidden states of a model, raw or behind defenses.
+
+    What the figures at the end mean stands in docs/how-to/read-results.md.
+    """
     if out is not None and no_record:
         raise InputError(
             "--out names a directory for the record, and --no-record asks for none; give one of them"
@@ -40,12 +46,13 @@ def attack(
     layers = _parse_layers(layer)
     if isinstance(layers, int | None):
         config = replace(config, layer=layers)
-    config, keep = with_stdin(config.checked()), not no_record
+    config, keep = ready(config), not no_record
+    spread: dict[str, Any] = {"workers": workers, "address": address}
     if isinstance(layers, int | None):
-        runs = [conduct(config, out=out, runs_dir=runs_dir, keep=keep, json=json)]
+        runs = [conduct(config, out=out, runs_dir=runs_dir, keep=keep, json=json, **spread)]
         found = payload(runs[0])
     else:
-        runs = conduct_layers(config, layers, out=out, runs_dir=runs_dir, keep=keep, json=json)
+        runs = conduct_layers(config, layers, out=out, runs_dir=runs_dir, keep=keep, json=json, **spread)
         found = {"format": JSON_FORMAT, "runs": [payload(run) for run in runs]}
     if json:
         print_json(found)
@@ -73,16 +80,30 @@ def conduct(
     keep: bool = True,
     json: bool = False,
     resume: Path | None = None,
+    workers: int | None = None,
+    address: str | None = None,
 ) -> "Run":
     """Run a configuration and show it unless ``json``; with ``resume``, continue the run in that directory.
+
+    Args:
+        workers, address: see ``hiddenlab.cli.workers``.
 
     Raises:
         HiddenlabError: see ``hiddenlab.runner.run``. typer.Exit: it was interrupted.
     """
     from hiddenlab.runner import run
 
-    with showing(json) as (progress, show):
-        made = run(config, out, runs_dir=runs_dir, keep=keep, resume=resume, progress=progress, show=show)
+    with showing(json) as (progress, show), attack_workers(workers, address) as spread:
+        made = run(
+            config,
+            out,
+            runs_dir=runs_dir,
+            keep=keep,
+            resume=resume,
+            workers=spread,
+            progress=progress,
+            show=show,
+        )
     say_engine(made.record.setup)
     say_ended(made, json)
     return made
@@ -96,6 +117,8 @@ def conduct_layers(
     runs_dir: Path = Path("runs"),
     keep: bool = True,
     json: bool = False,
+    workers: int | None = None,
+    address: str | None = None,
 ) -> "list[Run]":
     """Run a configuration at several layers and show each run unless ``json``, and at last all in one table.
 
@@ -105,15 +128,17 @@ def conduct_layers(
     from hiddenlab.cli.show import layers_table
     from hiddenlab.runner import run_layers
 
-    with showing(json, lambda left: f"--layer {','.join(map(str, left))}") as (progress, show):
+    naming = showing(json, lambda left: f"--layer {','.join(map(str, left))}")
+    with naming as (progress, show), attack_workers(workers, address) as spread:
 
         def ended(run: "Run") -> None:
             with progress.aside():
                 say_ended(run, json, figures=False)
 
         runs = run_layers(
-            config, layers, out, runs_dir=runs_dir, keep=keep, progress=progress, show=show, ended=ended
-        )
+            config, layers, out, runs_dir=runs_dir, keep=keep, workers=spread, progress=progress, show=show,
+            ended=ended,
+        )  # fmt: skip
     say_engine(runs[-1].record.setup)
     if not json and any(not_applicable(run.samples) is None for run in runs):
         stdout().print(
@@ -203,8 +228,21 @@ def payload(run: "Run") -> dict[str, Any]:
     }
 
 
-def with_stdin(config: AttackConfig) -> AttackConfig:
-    """Read a prompt from standard input into the configuration, so that the run can be repeated."""
+def ready(config: AttackConfig) -> AttackConfig:
+    """Return a configuration checked as far as that takes no torch, so that a slip is told at once.
+
+    A prompt on standard input is read into it, so that the run can be repeated.
+
+    Raises:
+        InputError: see ``AttackConfig.checked``; an attack or defense is unknown, or a file is not there.
+    """
+    config = config.checked()
+    check_name("attacks", config.attack)
+    for spec in config.defense:
+        check_name("defenses", spec)
+    for kind, file in (("observation", config.observation), ("truth", config.truth)):
+        if file is not None and not Path(file).exists():
+            raise InputError(f"no {kind} file at {file}")
     if "-" not in (config.prompt, config.prompts):
         return config
     from hiddenlab.prompts import load_prompts

@@ -1,14 +1,15 @@
-"""Measure time, evaluated tokens and memory in one process (``hiddenlab bench``)."""
+"""Measure time, evaluated tokens and memory (``hiddenlab bench``)."""
 
 import inspect
 import json as json_module
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, get_args, get_type_hints
 
 from typer import Argument, Option
 
 from hiddenlab import options as o
 from hiddenlab import registry
 from hiddenlab.cli.console import bars, only_json, print_json, stdout
+from hiddenlab.cli.workers import AddressOpt, WorkersOpt, crew
 from hiddenlab.errors import InputError
 
 KINDS = {float: "a number", int: "a whole number", bool: "true or false"}
@@ -34,11 +35,13 @@ def bench(
     ] = None,
     seed: o.SeedOpt = 0,
     threads: o.ThreadsOpt = None,
+    workers: WorkersOpt = None,
+    address: AddressOpt = None,
     json: o.JsonOpt = False,
 ) -> None:
     """Measure time, evaluated tokens and memory."""
     settings = parse_settings(others or [])
-    if taken := sorted({"seed", "threads", "json", "progress"} & settings.keys()):
+    if taken := sorted({"seed", "threads", "json", "progress", "crew"} & settings.keys()):
         raise InputError(
             f"{taken[0]} is not for --set; --seed, --threads and --json are options of their own"
         )
@@ -53,8 +56,10 @@ def bench(
         import torch
 
         torch.set_num_threads(threads)
-    with only_json(json), bars() as progress:
-        always = {"seed": seed, "threads": threads, "json": json, "progress": progress}
+    if (workers or address) and "crew" not in _declared(function, {"crew": None}):
+        raise InputError(f"bench {name} measures in one process; leave out --workers and --address")
+    with only_json(json), bars() as progress, crew(workers, address, threads=threads) as spread:
+        always = {"seed": seed, "threads": threads, "json": json, "progress": progress, "crew": spread}
         result: dict[str, Any] = function(**options, **_declared(function, always))
     if json:
         print_json(result)
@@ -111,6 +116,9 @@ def fit(name: str, function: Any, given: dict[str, Any]) -> dict[str, Any]:
 
 def _of_kind(key: str, value: Any, kind: Any) -> Any:
     """Return a value as the wanted text, number or truth value; values for other types are returned unchanged."""
+    kinds = [of for of in get_args(kind) if of is not type(None)]
+    if type(None) in get_args(kind) and len(kinds) == 1:
+        return None if value is None else _of_kind(key, value, kinds[0])
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if kind is str:
         return value if isinstance(value, str) else json_module.dumps(value)

@@ -7,7 +7,7 @@ from typing import Annotated
 from typer import Option
 
 from hiddenlab import options as o
-from hiddenlab.cli.attack import with_stdin
+from hiddenlab.cli.attack import ready
 from hiddenlab.cli.console import bars, print_json, stdout
 from hiddenlab.cli.from_config import takes
 from hiddenlab.config import ATTACK_OPTIONS, IMPORT_OPTIONS, AttackConfig
@@ -17,7 +17,16 @@ from hiddenlab.text import count_of
 
 @takes(
     AttackConfig,
-    leave_out=(*ATTACK_OPTIONS, *IMPORT_OPTIONS, "attack", "batch", "observation", "states", "truth"),
+    leave_out=(
+        *ATTACK_OPTIONS,
+        *IMPORT_OPTIONS,
+        "attack",
+        "batch",
+        "independent",
+        "observation",
+        "states",
+        "truth",
+    ),
 )
 def capture(
     config: AttackConfig,
@@ -33,14 +42,14 @@ def capture(
     json: o.JsonOpt = False,
 ) -> None:
     """Save the hidden states of prompts as a defense releases them; one file, several prompts."""
-    config = config.checked()
     check_outputs(output, truth)
+    config = ready(config)
     from hiddenlab.job import capture_all
     from hiddenlab.observation import save_observations
     from hiddenlab.truths import save_truth
 
     with bars() as progress:
-        released = capture_all(with_stdin(config), progress)
+        released = capture_all(config, progress)
     save_observations([observation for observation, _ in released], output)
     if truth is not None:
         save_truth([kept for _, kept in released], truth)

@@ -6,10 +6,10 @@ from typer import Option
 
 from hiddenlab import options as o
 from hiddenlab import registry
-from hiddenlab.cli.console import bars, only_json, print_json, stdout
+from hiddenlab.cli import cluster
+from hiddenlab.cli.console import bars, only_json, print_json, stderr, stdout
 from hiddenlab.cli.program import Program
 from hiddenlab.errors import InputError
-from hiddenlab.text import count_of
 
 app = Program("Plan, run and serve private inference that is sharded by tokens (Cascade).")
 
@@ -48,50 +48,37 @@ def plan(
     element_bytes: Annotated[int, Option("--bytes", metavar="N", help="Bytes of a number on the wire.")] = 2,
     bandwidth: Annotated[float, Option("--bandwidth", metavar="GBPS", help="Gigabits a second.")] = 2.0,
     latency: Annotated[float, Option("--latency", metavar="MS", help="Milliseconds, one way.")] = 0.38,
+    client: Annotated[
+        str | None,
+        Option("--client", metavar="0,3", help="CompNodes that the client runs, who knows the prompt."),
+    ] = None,
+    most_bytes: Annotated[
+        float | None,
+        Option(
+            "--at-most-bytes",
+            metavar="N",
+            min=0,
+            help="Cost of the best plan, a pass; default: that of this plan.",
+        ),
+    ] = None,
+    most_seconds: Annotated[
+        float | None, Option("--at-most-seconds", metavar="S", min=0, help="The same, time of the traffic.")
+    ] = None,
     json: o.JsonOpt = False,
 ) -> None:
-    """Show who would hold which tokens, what they could recover, and what it would cost."""
+    """Say what each node of a plan reads, show who holds which tokens, and what it costs."""
     with only_json(json):
         result: dict[str, Any] = registry.resolve("cascade", "plan")(
             tokens=tokens, alpha=alpha, c=c, delta=delta, m=m, shards=shards, symmetric=symmetric, rho=rho,
             model=model or "builtin", element_bytes=element_bytes, bandwidth=bandwidth * 1e9 / 8,
-            latency=latency / 1e3,
+            latency=latency / 1e3, client=client, most_bytes=most_bytes, most_seconds=most_seconds,
         )  # fmt: skip
     if json:
         print_json(result)
         return
-    from hiddenlab.cli.show import cell, holders_picture, rows_table
+    from hiddenlab.cli.plans import show_plan
 
-    screen = stdout()
-    settings, cost, attn = result["plan"], result["cost"], result["attn"]
-    screen.print(holders_picture(result["holders"], settings["alpha"], screen.width))
-    screen.print(
-        rows_table(
-            result["rows"],
-            f"{count_of(settings['tokens'], 'token')} over {count_of(settings['alpha'], 'CompNode')}",
-        )
-    )
-    lines = [
-        f"AttnNodes: {settings['attn_nodes']} (β = {settings['beta']}), each with at most "
-        f"{count_of(attn['most_tokens'], 'token')}, smallest gap {cell(attn['smallest_gap'])}, at most "
-        f"{count_of(attn['most_recoverable_tokens'], 'token')} recoverable",
-        f"on the wire, {settings['model']}, {count_of(cost['layers'], 'layer')}: "
-        f"{cost['bytes_paper'] / 1e6:.1f} MB with row "
-        f"maximum and sum, {cost['bytes_logsumexp'] / 1e6:.1f} MB with one logsumexp; "
-        f"{count_of(cost['messages_per_layer'], 'message')} a layer",
-        f"time of the traffic alone: {cost['seconds'] * 1e3:.1f} ms at {bandwidth:g} Gbit/s and {latency:g} ms",
-        f"recoverable: by vocabulary matching over fewer than {rho} unknown tokens at a time, from left to right",
-    ]
-    violations = result["violations"]
-    if violations:
-        more = f" (and {len(violations) - 1} more such gaps)" if len(violations) > 1 else ""
-        lines.append(f"not secure by Theorem 7.3: {violations[0]}{more}")
-    lines.append(
-        "not counted here: partial attention at the first layer gave CompNodes all earlier tokens under every plan "
-        "that was measured (attack partial-sums)"
-    )
-    for line in lines:
-        screen.print(line)
+    show_plan(result, f"{bandwidth:g} Gbit/s and {latency:g} ms")
 
 
 BackendOpt = Annotated[
@@ -105,6 +92,13 @@ AddressOpt = Annotated[
         metavar="HOST:PORT",
         help="A running Ray cluster; default: one of our own, whatever RAY_ADDRESS says.",
     ),
+]
+FolderOpt = Annotated[
+    str | None,
+    Option("--folder", metavar="DIR", help="Files of the cluster that 'cascade up' or 'join' started here."),
+]
+TlsOpt = Annotated[
+    bool, Option("--tls/--no-tls", help="Refuse a cluster of several machines that sends in clear.")
 ]
 TransportOpt = Annotated[
     Literal["tcp", "objects"], Option("--transport", help="From node to node, or through Ray's object store.")
@@ -152,6 +146,8 @@ def run(
     device: NodeDeviceOpt = "cpu",
     backend: BackendOpt = "local",
     address: AddressOpt = None,
+    folder: FolderOpt = None,
+    tls: TlsOpt = True,
     transport: TransportOpt = "tcp",
     timeout: TimeoutOpt = 60.0,
     restarts: RestartsOpt = 0,
@@ -194,9 +190,9 @@ def run(
     with only_json(json), bars() as progress:
         nodes = registry.resolve("cascade", "backend")(
             kind=backend, model=model or "builtin", dtype=dtype, device=device, compress=compress, wire=wire,
-            address=address, transport=transport, timeout=timeout, restarts=restarts, threads=threads, cpus=cpus,
-            gpus=gpus, bandwidth=None if bandwidth is None else bandwidth * 1e9 / 8, latency=latency / 1e3,
-            strategy=placement,
+            address=address, folder=folder, tls=tls, transport=transport, timeout=timeout, restarts=restarts,
+            threads=threads, cpus=cpus, gpus=gpus,
+            bandwidth=None if bandwidth is None else bandwidth * 1e9 / 8, latency=latency / 1e3, strategy=placement,
         )  # fmt: skip
         result: dict[str, Any] = registry.resolve("cascade", "run")(
             prompt=text, backend=nodes, alpha=alpha, c=c, delta=delta, m=m, shards=shards, symmetric=symmetric,
@@ -206,20 +202,9 @@ def run(
     if json:
         print_json(result)
         return
-    from hiddenlab.cli.show import figures_table, rows_table
+    from hiddenlab.cli.plans import show_run
 
-    screen = stdout()
-    per_node = result.pop("nodes")
-    seen = result.pop("seen", None)
-    screen.print(figures_table([{"figure": "value", **result}], f"cascade, {backend}"))
-    for kind in ("CompNode", "AttnNode"):
-        rows = [{"node": name, **counters} for name, counters in per_node.items() if name.startswith(kind)]
-        screen.print(rows_table(rows, f"{kind}s"))
-    if seen is not None:
-        rows = [{"node": name, "positions": len(view["positions"]), "rows": view["rows"],
-                 "files": view["files"]}
-                for name, view in seen.items()]  # fmt: skip
-        screen.print(rows_table(rows, f"what each node saw, in {record}"))
+    show_run(result, backend, record)
 
 
 @app.command("serve")
@@ -238,7 +223,17 @@ def serve(
     api_key_env: Annotated[
         str | None,
         Option(
-            "--api-key-env", metavar="NAME", help="Environment variable with the key that requests must show."
+            "--api-key-env",
+            metavar="NAME",
+            help="Environment variable with the keys, separated by commas, of which requests must show one.",
+        ),
+    ] = None,
+    cors: Annotated[
+        list[str] | None,
+        Option(
+            "--cors",
+            metavar="ORIGIN",
+            help="Web pages of this origin may ask the server, as https://chat.example; again for more, '*' for any.",
         ),
     ] = None,
     max_body: Annotated[int, Option("--max-body", metavar="BYTES", min=1, help="Of one request.")] = 1 << 20,
@@ -255,8 +250,10 @@ def serve(
         int,
         Option("--default-new-tokens", metavar="N", min=1, help="Of a request that does not say max_tokens."),
     ] = 256,
-    max_running: Annotated[int, Option("--max-running", metavar="N", min=1, help="Requests at once.")] = 16,
+    max_running: Annotated[int, Option("--max-running", metavar="N", min=1, help="Answers at once.")] = 16,
     address: AddressOpt = None,
+    folder: FolderOpt = None,
+    tls: TlsOpt = True,
     transport: TransportOpt = "tcp",
     timeout: TimeoutOpt = 60.0,
     restarts: RestartsOpt = 10,
@@ -268,24 +265,32 @@ def serve(
     """Serve a model over Cascade nodes: /v1/completions, /v1/chat/completions, /health, /metrics."""
     import os
 
-    key = os.environ.get(api_key_env) if api_key_env else None
-    if api_key_env and not key:
-        raise InputError(f"the environment variable {api_key_env} is not set")
+    given = os.environ.get(api_key_env, "") if api_key_env else ""
+    keys = [key for part in given.split(",") if (key := part.strip())]
+    if api_key_env and not keys:
+        raise InputError(
+            f"the environment variable {api_key_env} holds no key; set it, several with commas between"
+        )
     nodes = registry.resolve("cascade", "backend")(
         kind="ray", model=model or "builtin", dtype=dtype, device=device, compress=compress, wire=wire,
-        address=address, transport=transport, timeout=timeout, restarts=restarts, threads=threads, cpus=cpus,
-        gpus=gpus, strategy=placement,
+        address=address, folder=folder, tls=tls, transport=transport, timeout=timeout, restarts=restarts,
+        threads=threads, cpus=cpus, gpus=gpus, strategy=placement,
     )  # fmt: skip
     screen = stdout()
+    stderr().print("starting Ray and the nodes; this takes from half a minute to some minutes")
 
     def ready() -> None:
         where = f"http://{host}:{port}/v1"
         screen.print(f"serving {nodes.model} at {where}; Ctrl-C stops")
 
     registry.resolve("cascade", "serve")(
-        backend=nodes, ready=ready, key=key, alpha=alpha, c=c, m=m, symmetric=symmetric, host=host, port=port,
+        backend=nodes, ready=ready, keys=keys, origins=cors or [], alpha=alpha, c=c, m=m, symmetric=symmetric,
+        host=host, port=port,
         limits={
             "body": max_body, "tokens": max_tokens, "running": max_running, "new_tokens": max_new_tokens,
             "default_new_tokens": default_new_tokens,
         },
     )  # fmt: skip
+
+
+cluster.add_to(app)

@@ -3,18 +3,19 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
 
 from hiddenlab import options as o
-from hiddenlab.cli.attack import JSON_FORMAT, payload, say_ended, say_engine, showing, with_stdin
+from hiddenlab.cli.attack import JSON_FORMAT, payload, ready, say_ended, say_engine, showing
 from hiddenlab.cli.console import print_json, stderr, stdout
 from hiddenlab.cli.from_config import takes
 from hiddenlab.config import IMPORT_OPTIONS, AttackConfig
 from hiddenlab.errors import InputError
-from hiddenlab.registry import parse_spec
+from hiddenlab.registry import check_name, parse_spec
 from hiddenlab.summary import NOT_APPLICABLE, figure, not_applicable
 from hiddenlab.text import count_of
 from hiddenlab.utils.schema import LARGEST
@@ -30,7 +31,7 @@ BUDGET = 256  # candidates a token, where none is given: behind noise no candida
 OF_FILES = ("observation", "states", "truth", *IMPORT_OPTIONS)
 
 
-@takes(AttackConfig, leave_out=("defense", "budget", *OF_FILES))
+@takes(AttackConfig, leave_out=("defense", "budget", "independent", *OF_FILES))
 def compare(
     config: AttackConfig,
     defense: Annotated[
@@ -40,7 +41,8 @@ def compare(
             metavar="SPEC",
             rich_help_panel=o.DEFENSE,
             help="A defense to compare; stages of one defense are joined by '+': gaussian:sigma=0.01+seq-perm. "
-            "See 'hiddenlab list defenses'. No defense at all is always the first row.",
+            "See 'hiddenlab list defenses'. One of your own: FILE.py:KEY=VALUE. "
+            "No defense at all is always the first row.",
         ),
     ],
     budget: Annotated[
@@ -77,8 +79,10 @@ def compare(
         )
     if budget is None and parse_spec(config.attack)[0] == AttackConfig().attack:
         budget = BUDGET
-    config = with_stdin(replace(config, budget=budget).checked())
+    config = ready(replace(config, budget=budget))
     defenses = _stages(defense)
+    for spec in chain(*defenses):
+        check_name("defenses", spec)
     folder = None if no_record else out or _new_folder(runs_dir)
     runs = _conduct(config, defenses, folder, json)
     names = ["+".join(run.record.spec["defense"]) or BASELINE for run in runs]

@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -32,6 +33,7 @@ from hiddenlab.utils.cache import cache_path
 LONGEST_LOG = 2**20  # bytes
 SLOW_SECONDS = 1.0
 QUIET_SECONDS = 60.0  # between lines of one task, where there is no terminal
+FIRST_SIGN = 10.0  # seconds until a task without news says that it runs, where there is no terminal
 
 
 class SafeConsole(Console):
@@ -124,6 +126,8 @@ def _private(name: str, flags: int) -> int:
 class Bars:
     """A progress callback ``(what, done, total)``: bars on a terminal, elsewhere a line a minute and one at the end.
 
+    Elsewhere a task that reports nothing says so too: after ten seconds, and then every minute.
+
     Text behind a tab in ``what`` is a detail that changes (a loss, say), shown beside the bar. Where there is nothing
     to count (a total of 0), ``what`` is a line that is shown at once.
     """
@@ -134,17 +138,28 @@ class Bars:
         self._tasks: dict[str, TaskID] = {}
         self._since: dict[str, tuple[float, int]] = {}  # time of the first call, and how much was done then
         self._said: dict[str, float] = {}
+        self._closed = threading.Event()
+        self._lock = threading.Lock()
+        self._watcher: threading.Thread | None = None
 
     def __call__(self, what: str, done: int, total: int) -> None:
         if total == 0:
             self._console.print(what, highlight=False, soft_wrap=True, markup=False)
             return
         what, _, detail = what.partition("\t")
-        now = time.monotonic()
-        start, first = self._since.setdefault(what, (now, done))
         if self._console.is_terminal:
             self._draw(what, detail, done, total)
-        elif done >= total and now - start > SLOW_SECONDS:
+            return
+        with self._lock:
+            self._say(what, detail, done, total)
+        if self._watcher is None:
+            self._watcher = threading.Thread(target=self._watch, name="progress", daemon=True)
+            self._watcher.start()
+
+    def _say(self, what: str, detail: str, done: int, total: int) -> None:
+        now = time.monotonic()
+        start, first = self._since.setdefault(what, (now, done))
+        if done >= total and now - start > SLOW_SECONDS:
             self._console.print(f"{what}: {done}/{total} in {now - start:.1f} s")
         elif 0 < done < total and now - self._said.get(what, start) > QUIET_SECONDS:
             each = (now - start) / max(1, done - first)
@@ -158,6 +173,22 @@ class Bars:
         if done >= total:
             del self._since[what]
             self._said.pop(what, None)
+
+    def _watch(self) -> None:
+        """Tell of tasks that have not reported for long. Runs in a thread of its own."""
+        while not self._closed.wait(FIRST_SIGN / 4):
+            now = time.monotonic()
+            with self._lock:
+                # The task that began last is the one that runs.
+                for what, (start, _) in list(self._since.items())[-1:]:
+                    last = self._said.get(what)
+                    if now - (start if last is None else last) > (
+                        FIRST_SIGN if last is None else QUIET_SECONDS
+                    ):
+                        self._console.print(
+                            f"{what}: running, {now - start:.0f} s", soft_wrap=True, markup=False
+                        )
+                        self._said[what] = now
 
     def _draw(self, what: str, detail: str, done: int, total: int) -> None:
         if self._live is None:
@@ -189,6 +220,7 @@ class Bars:
 
     def close(self) -> None:
         """Remove the bars."""
+        self._closed.set()
         if self._live is not None:
             self._live.stop()
             self._live = None

@@ -10,6 +10,7 @@ from hiddenlab import options as o
 from hiddenlab import registry
 from hiddenlab.cli.bench import fit, parse_settings
 from hiddenlab.cli.console import bars, only_json, print_json, stderr, stdout
+from hiddenlab.cli.workers import AddressOpt, WorkersOpt, crew
 from hiddenlab.errors import InputError
 
 KIND = "experiments"
@@ -40,11 +41,15 @@ def eval_(
     device: o.DeviceOpt = "auto",
     dtype: o.DtypeOpt = "float32",
     threads: o.ThreadsOpt = None,
-    workers: Annotated[
-        int, Option("--workers", metavar="N", min=1, help="Cells measured at once, in processes over Ray.")
-    ] = 1,
+    workers: WorkersOpt = None,
+    address: AddressOpt = None,
     out: Annotated[
-        Path, Option("--out", metavar="DIR", help="Where cells and tables are kept and taken up again.")
+        Path,
+        Option(
+            "--out",
+            metavar="DIR",
+            help="Where cells and tables are kept; cells that are there are not measured again.",
+        ),
     ] = Path("runs/eval"),
     no_cache: Annotated[bool, Option("--no-cache", help="Measure anew what was measured before.")] = False,
     cached_only: Annotated[
@@ -67,9 +72,10 @@ def eval_(
     }  # fmt: skip
     run = registry.resolve("eval", "run")
     try:
-        with only_json(json), bars() as progress:
+        made = crew(workers, address, threads=threads, device=device)
+        with only_json(json), bars() as progress, made as spread:
             tables = run(
-                names, setting, options, out, fresh=no_cache, workers=workers, threads=threads, measure=not cached_only,
+                names, setting, options, out, fresh=no_cache, workers=spread, threads=threads, measure=not cached_only,
                 progress=progress,
             )  # fmt: skip
     except KeyboardInterrupt:

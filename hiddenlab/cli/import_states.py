@@ -27,7 +27,7 @@ _OTHER_SOURCES = (
 )
 
 
-@takes(AttackConfig, leave_out=(*ATTACK_OPTIONS, *_OTHER_SOURCES, "attack", "batch"))
+@takes(AttackConfig, leave_out=(*ATTACK_OPTIONS, *_OTHER_SOURCES, "attack", "batch", "independent"))
 def import_(
     config: AttackConfig,
     files: Annotated[

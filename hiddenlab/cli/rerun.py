@@ -9,8 +9,10 @@ import typer
 from typer import Argument, Option
 
 from hiddenlab import options as o
+from hiddenlab import registry
 from hiddenlab.cli.attack import conduct, payload
 from hiddenlab.cli.console import print_json, stderr, stdout
+from hiddenlab.cli.workers import AddressOpt, WorkersOpt
 from hiddenlab.config import AttackConfig
 from hiddenlab.errors import InputError
 from hiddenlab.records import RunRecord, check_new, read_run
@@ -34,7 +36,16 @@ def rerun(
     download: Annotated[
         bool, Option("--download", help="Let the hub give models and data sets that are not here yet.")
     ] = False,
-    trust_remote_code: o.TrustOpt = False,
+    trust_remote_code: Annotated[
+        bool,
+        Option(
+            "--trust-remote-code",
+            help="Run the code that the run ran: of its model's checkpoint, or of a file with a defense or attack. "
+            "It can do whatever you can. Default: refuse it.",
+        ),
+    ] = False,
+    workers: WorkersOpt = None,
+    address: AddressOpt = None,
     json: o.JsonOpt = False,
 ) -> None:
     """Run a recorded spec again and compare (exit code 1 if results differ), or resume an interrupted run."""
@@ -46,10 +57,22 @@ def rerun(
             f"{run} ran code of its model, {record.spec.get('model')}; if you trust it, give --trust-remote-code here, "
             "too"
         )
+    files = [
+        name for name in (registry.parse_spec(spec)[0] for spec in _specs(record)) if registry.is_file(name)
+    ]
+    if files and not trust_remote_code:
+        raise InputError(
+            f"{run} ran code of {', '.join(files)}; if you trust it, give --trust-remote-code here, too"
+        )
+    spread: dict[str, Any] = {"workers": workers, "address": address}
+    if (workers or address) and not record.spec.get("independent"):
+        from hiddenlab.runner import NOT_INDEPENDENT
+
+        raise InputError(NOT_INDEPENDENT.format(run))
     if not download:
         _stay_local()
     if resume:
-        _resume(run, record, samples, json, given=bool(out or runs_dir or no_record))
+        _resume(run, record, samples, json, spread, given=bool(out or runs_dir or no_record))
         return
     if not samples:
         raise InputError(
@@ -62,8 +85,13 @@ def rerun(
     if out is not None:
         check_new(out)
     config = AttackConfig.from_json(record.spec)
-    again = conduct(config, out=out, runs_dir=runs_dir or run.resolve().parent, keep=not no_record, json=json)
-    learned = "regression" in (record.setup.get("probe"), again.record.setup.get("probe"))
+    again = conduct(
+        config, out=out, runs_dir=runs_dir or run.resolve().parent, keep=not no_record, json=json, **spread
+    )
+    learned = not config.independent and "regression" in (
+        record.setup.get("probe"),
+        again.record.setup.get("probe"),
+    )
     changes = differences(samples, again.samples, costs=not learned)
     if record.inputs_sha256 != again.record.inputs_sha256:
         changes.insert(0, {"id": "inputs", "what": ["the prompts or observations are others"]})
@@ -73,6 +101,12 @@ def rerun(
         _say(changes, len(samples), learned)
     if changes:
         raise typer.Exit(DIFFERENT)
+
+
+def _specs(record: RunRecord) -> list[str]:
+    """Return the specs of a run's attack and defenses."""
+    config = AttackConfig.from_json(record.spec)
+    return [config.attack, *config.defense]
 
 
 def _stay_local() -> None:
@@ -101,7 +135,9 @@ def differences(
     return changes
 
 
-def _resume(run: Path, record: RunRecord, samples: list[Sample], json: bool, *, given: bool) -> None:
+def _resume(
+    run: Path, record: RunRecord, samples: list[Sample], json: bool, spread: dict[str, Any], *, given: bool
+) -> None:
     if given:
         raise InputError(
             "--resume continues in the run's own directory; leave out --out, --runs-dir and --no-record"
@@ -111,7 +147,7 @@ def _resume(run: Path, record: RunRecord, samples: list[Sample], json: bool, *, 
         if json:
             print_json({"format": 1, "spec": record.spec, "summary": record.summary, "samples": samples})
         return
-    run_again = conduct(AttackConfig.from_json(record.spec), json=json, resume=run)
+    run_again = conduct(AttackConfig.from_json(record.spec), json=json, resume=run, **spread)
     if json:
         print_json(payload(run_again))
 
@@ -128,6 +164,7 @@ def _say(changes: Sequence[dict[str, Any]], compared: int, learned: bool) -> Non
         screen.print(f"  {change['id']}: {', '.join(change['what'])}")
     if learned:
         screen.print(
-            "The first probe learns from every attack; attacks with '--setup full' do not depend on earlier ones.",
+            "The first probe learns from every attack; attacks with '--independent' or '--setup full' do not depend on "
+            "earlier ones.",
             soft_wrap=True,
         )

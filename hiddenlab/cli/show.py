@@ -18,6 +18,7 @@ BY_LAYER = (
     "exact", "token_accuracy", "rouge_l", "verified", "evaluated_tokens_per_token", "slowdown_vs_prefill",
     "attack_seconds", "setup_seconds",
 )  # fmt: skip
+WHOLE = ("node",)  # columns of names, which are never folded
 FOLDED = 16  # columns of a terminal in which a text of a table may be folded
 STYLES = {"exact": "green", "verified": "", "wrong": "bold red", "unverified": "yellow", "missing": "dim"}
 
@@ -52,12 +53,14 @@ class TextTable:
 
     Attributes:
         left: indices of the columns of texts; the others hold numbers and are aligned to the right.
+        whole: those of ``left`` whose texts are not folded, such as names.
     """
 
     head: Sequence[str]
     rows: Sequence[Sequence[str]]
     left: Collection[int]
     title: str | None
+    whole: Collection[int] = ()
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Render the table for a console of the given width."""
@@ -77,16 +80,28 @@ class TextTable:
         return 1 + sum(3 + self._least(column, head[column]) for column in columns)
 
     def _least(self, column: int, heading: str) -> int:
-        longest = max((cell_len(row[column]) for row in self.rows), default=0)
+        longest = self._longest(column)
         line = max(cell_len(line) for line in heading.split("\n"))
-        return max(line, min(longest, FOLDED) if column in self.left else longest)
+        return max(
+            line, min(longest, FOLDED) if self._is_text(column) and column not in self.whole else longest
+        )
+
+    def _longest(self, column: int) -> int:
+        return max((cell_len(row[column]) for row in self.rows), default=0)
+
+    def _is_text(self, column: int) -> bool:
+        """Return whether cells may be folded; an answer's text may stand among numbers."""
+        return column in self.left or self._longest(column) > 2 * FOLDED
 
     def _part(self, columns: Sequence[int], head: Sequence[str], title: str | None) -> Table:
         part = Table(title=None if title is None else Text(title))
         for column in columns:
-            text = column in self.left
+            text = self._is_text(column)
             part.add_column(
-                Text(head[column]), justify="left" if text else "right", overflow="fold", no_wrap=not text
+                Text(head[column]),
+                justify="left" if text else "right",
+                overflow="fold",
+                no_wrap=not text or column in self.whole,
             )
         for row in self.rows:
             part.add_row(*(Text(visible(row[column])) for column in columns))
@@ -146,7 +161,8 @@ def rows_table(
         if not all(isinstance(row.get(column), int | float | None) for row in rows)
     ]
     lines = [[cell(row.get(column)) for column in columns] for row in rows]
-    return table(list(columns.values()), lines, texts, title)
+    names = [index for index, column in enumerate(columns) if column in WHOLE]
+    return TextTable(list(columns.values()), lines, texts, title, names)
 
 
 def holders_picture(holders: Sequence[int], nodes: int, width: int) -> Text:

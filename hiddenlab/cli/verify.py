@@ -213,17 +213,17 @@ def check(
         projection=_projection(fingerprint, projection_seed, projection), every=every,
         largest_distance=largest_distance, proof_values=proof_values, proof_rule=proof_rule, no_proofs=no_proofs,
     )  # fmt: skip
+    nothing = () if result["coverage"]["tokens"] else ("coverage",)  # counted over valid requests alone
     show(
-        result, "checked", "requests", json=json, left_out=("reason",), verbose=verbose,
+        result, "checked", "requests", json=json, left_out=("reason", *nothing), verbose=verbose,
         verdict=verdicts.of_check(result, f"{model or 'the advertised model'} in {dtype}"),
     )  # fmt: skip
     if not json:
         explain((row["id"], row["reason"]) for row in result["requests"] if row["verdict"] != "valid")
     if not json and (seen := result["coverage"])["tokens"]:
         stdout().print(
-            f"Valid requests: compared {seen['covered']} of {count_of(seen['tokens'], 'token')} by values "
-            f"of their own, "
-            f"{seen['without_value']} by none: a change there shows only if it moves the values of later tokens. "
+            f"Valid requests: {seen['covered']} of {count_of(seen['tokens'], 'token')} were compared directly. "
+            f"A change in the other {seen['without_value']} shows only if it changes the values of later tokens. "
             "Compared is not proven: limits leave room, so that a single replaced token may pass; a fingerprint "
             "of every token (--fingerprint) leaves less.",
             style="dim", soft_wrap=True, highlight=False,

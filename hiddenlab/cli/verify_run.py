@@ -257,7 +257,7 @@ def show(
     """Print an answer as JSON, or its verdict, its plain figures as a table, and its rows as another.
 
     Args:
-        left_out: figures, of rows too, that are not shown; those that no row has never are.
+        left_out: figures, of rows too, that are not shown. What was not measured (None) is not shown either.
         verdict: the sentence that stands first. verbose: show limits and settings too.
     """
     from hiddenlab.cli.show import figures_table, rows_table
@@ -266,11 +266,13 @@ def show(
         print_json(result)
         return
     plain = {
-        k: v for k, v in result.items() if not isinstance(v, dict | list) and k not in ("format", *left_out)
+        k: v
+        for k, v in result.items()
+        if v is not None and not isinstance(v, dict | list) and k not in ("format", *left_out)
     }
     for name, value in result.items():
-        if isinstance(value, dict) and (verbose or name not in QUIETLY):
-            plain |= {f"{name}: {k}".replace("_", " "): v for k, v in value.items()}
+        if isinstance(value, dict) and name not in left_out and (verbose or name not in QUIETLY):
+            plain |= {f"{name}: {k}".replace("_", " "): v for k, v in value.items() if v is not None}
     screen = stdout()
     if verdict is not None:
         screen.print(verdict[0], style=verdict[1], soft_wrap=True)
@@ -288,7 +290,9 @@ def show(
 
 
 def _readable(name: str) -> str:
-    """Return a figure's name in words; theorem_4_1 is theorem 4.1."""
+    """Return a figure's name in words; theorem_4_1 is theorem 4.1, and scores that are logarithms are called so."""
+    if name in ("likelihood", "cross_entropy"):
+        return f"{name.replace('_', ' ')} (-log), per token"
     return re.sub(r"(\d)_(\d)", r"\1.\2", name).replace("_", " ")
 
 

@@ -21,6 +21,7 @@ GLANCE = 16  # tokens tried for a row that is probably no first one
 SEVERAL = 4  # first tokens that stay possible where none stands out
 WHOLE = 4096  # a vocabulary up to this size is tried whole
 LONGEST = 4  # rows that are explained before the look ends
+EXACT = 1e-3  # distance of a row that rounding in float32 explains, relative to its length
 
 
 @dataclass(frozen=True)
@@ -145,11 +146,15 @@ def explain(
             longer = _longer(model, hypothesis, reader, chains, count)
             if len(longer) == 1 or model.vocab_size <= WHOLE:
                 break
-        if len(longer) > 1 and chains[0].tokens:  # a second row must tell
-            return chains[0] if len(chains) == 1 and len(chains[0].tokens) > 1 else None
+        if len(longer) > 1 and chains[0].tokens:  # the next row must tell
+            break
         chains = longer
-    enough = len(chains) == 1 and len(chains[0].tokens) >= min(2, len(hypothesis.rows))
-    return chains[0] if enough else None  # one row alone may be chance
+    return chains[0] if len(chains) == 1 and _tells(chains[0], len(hypothesis.rows)) else None
+
+
+def _tells(chain: Chain, rows: int) -> bool:
+    """Return whether a chain is more than chance: one row alone has to be a token's vector within rounding."""
+    return len(chain.tokens) >= min(2, rows) or (len(chain.tokens) == 1 and chain.distances[0] <= EXACT)
 
 
 def _longer(

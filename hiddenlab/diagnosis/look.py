@@ -9,6 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from hiddenlab.diagnosis.evidence import (
+    EXACT,
     SHORTLISTS,
     STANDS_OUT,
     WHOLE,
@@ -45,7 +46,6 @@ CLOSELY = 3  # of them read where the first row tells too little, or is missing
 STARTS = 12  # rows looked at as a prompt's first
 MOST_ROWS = 64  # looked at where the vocabulary is small
 CLEAR = 0.3  # log-likelihood of a coordinate by which one place is clearly likelier than another
-EXACT = 1e-3  # distance of a row that rounding in float32 explains, relative to its length
 FAR = 0.5  # of a row's length: vectors at this distance explain nothing
 ALL = 0.8  # share of rows that fit a place without context
 MOST_PREFIXES = 8  # special tokens tried before the first row

@@ -89,7 +89,10 @@ def resembled(look: Look, claimed: Site, name: str) -> tuple[str, str, Site | No
                 f"the rows resemble {best.place} {close}, but no row is that of a first token: {MISSING}"
             )
             return "missing", sentence, best.place.site
-        sentence = f"the rows resemble {best.place} {close}, and equal no state of {name}: {OTHER}"
+        sentence = (
+            f"the rows resemble {best.place} {close}; a quick look found no tokens of {name} that give them. "
+            f"Perhaps {OTHER}"
+        )
         return "weights", sentence, best.place.site
     if own is not None and look.likely(own):
         return (

@@ -15,7 +15,7 @@ DISTANCES = ("l1", "l2", "sorted-l1", "sorted-l2")
 
 @dataclass(frozen=True)
 class Matcher:
-    """L1 or L2 distance, on the coordinates or (paper, section 5.2.2) on the sorted coordinates of both sides.
+    """L1 or L2 distance, on the coordinates or (Hidden No More, section 5.2.2) on the sorted coordinates of both sides.
 
     Attributes:
         norm: 1 or 2. sorted: sort coordinates first, so that a permutation of them does not matter.

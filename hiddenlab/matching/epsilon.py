@@ -4,6 +4,7 @@ Thresholds are relative to the norm of the observed row, since the rounding erro
 """
 
 import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -39,10 +40,11 @@ class Threshold:
 
     Attributes:
         relative: share of the row's norm. floor: largest relative distance of a right candidate. gap: smallest relative
-            distance of a wrong one. absolute: used instead where the user gave a number. sinks: used in place of
-            ``relative`` for rows whose log norm is above ``border``.
+            distance of a wrong one. absolute: used instead where the user gave a number, or it was searched as in the
+            paper. sinks: used in place of ``relative`` for rows whose log norm is above ``border``.
         chance: share of wrong candidates within the threshold in the measurement, all of them tokens with near
-            embeddings.
+            embeddings (where epsilon was searched: those that the attack tries).
+        found: share of tokens found with it, where epsilon was searched.
     """
 
     __pydantic_config__ = CLOSED
@@ -54,6 +56,7 @@ class Threshold:
     sinks: float | None = None
     border: float = 0.0
     chance: float = 0.0
+    found: float | None = None
 
     @property
     def separable(self) -> bool:
@@ -61,22 +64,11 @@ class Threshold:
         return self.floor < self.gap
 
     def seen_on(self, sample: "Sample") -> "Threshold":
-        """Return the threshold with the chance that a wrong candidate is within it, measured on a sample.
-
-        Where too few wrong candidates are within it, the chance is extrapolated from the nearest tenth, as a power of
-        distance: wrong rows of k numbers are within t with a chance that falls as t to the k.
-        """
+        """Return the threshold with the chance that a wrong candidate is within it, measured on a sample."""
         limits = torch.full_like(sample.norms, self.relative)
         if self.sinks is not None:
             limits[sample.norms.log() > self.border] = self.sinks
-        apart = (sample.wrong / limits[:, None].clamp(min=1e-30)).flatten().double()
-        chance = float((apart <= 1).double().mean())
-        nearest, near = apart.quantile(
-            torch.tensor([0.01, 0.1], dtype=apart.dtype, device=apart.device)
-        ).tolist()
-        if chance * len(apart) < ENOUGH_FALSE and near > 1 and 0 < nearest < near:
-            chance = max(chance, 0.1 * math.exp(-math.log(near) * math.log(10) / math.log(near / nearest)))
-        return replace(self, chance=chance)
+        return replace(self, chance=chance_within(sample.wrong / limits[:, None].clamp(min=1e-30)))
 
     def limits(self, matcher: Matcher, rows: Float[Tensor, "rows d"]) -> Float[Tensor, " rows"]:
         """Return the distance within which each row counts as matched, in the matcher's norm."""
@@ -105,40 +97,75 @@ class Sample:
         return Sample(self.right[which], self.wrong[which], self.norms[which])
 
 
+def chance_within(apart: Float[Tensor, "..."]) -> float:
+    """Return the chance that a wrong candidate is within the threshold.
+
+    Where too few are, the chance is extrapolated from the nearest tenth, as a power of distance: wrong rows of k
+    numbers are within t with a chance that falls as t to the k.
+
+    Args:
+        apart: distances of wrong candidates, in thresholds.
+    """
+    apart = apart.flatten().double()
+    if len(apart) == 0:
+        return 0.0
+    chance = float((apart <= 1).double().mean())
+    nearest, near = (float(apart.kthvalue(1 + int(q * (len(apart) - 1))).values) for q in (0.01, 0.1))
+    if chance * len(apart) < ENOUGH_FALSE and near > 1 and 0 < nearest < near:
+        chance = max(chance, 0.1 * math.exp(-math.log(near) * math.log(10) / math.log(near / nearest)))
+    return chance
+
+
 def threshold_for(
     model: TruncatedModel, info: ObservationInfo, matcher: Matcher, seed: int, epsilon: str
 ) -> Threshold:
     """Return the threshold of a channel, from the cache or measured now.
 
-    A few windows are enough where right and wrong candidates lie far apart. Behind stages of a plugin it is always
-    measured: nobody says when a plugin's code has changed, and a threshold of other code would verify wrongly.
+    A few windows are enough where right and wrong candidates lie far apart.
 
     Args:
-        epsilon: ``auto``, ``calibrated`` or a number, see ``parse_epsilon``.
+        epsilon: ``auto`` or a number.
     """
     number = parse_epsilon(epsilon)
     if number is not None:
         return Threshold(math.nan, math.nan, math.nan, absolute=number)
 
     def measured() -> Threshold:
-        if epsilon == "calibrated":
-            return calibrated_threshold(measure(model, info, matcher, seed), seed)
         resolution = max(torch.finfo(model.dtype).eps, torch.finfo(parse_dtype(info.provider_dtype)).eps)
         few = auto_threshold(measure(model, info, matcher, seed, few=True), resolution)
         if max(few.floor, resolution) * CLEAR < few.gap:
             return few
         return auto_threshold(measure(model, info, matcher, seed), resolution)
 
-    if any(
-        not type(stage).__module__.startswith("hiddenlab.") for stage in Channel.parse(info.channel).defenses
-    ):
+    return kept_threshold(model, info, matcher, measured, {"epsilon": epsilon, "seed": seed})
+
+
+def kept_threshold(
+    model: TruncatedModel,
+    info: ObservationInfo,
+    matcher: Matcher,
+    measured: Callable[[], Threshold],
+    key: Mapping[str, object],
+    code: Sequence[Path] = (),
+) -> Threshold:
+    """Return the threshold of a channel from the cache, or measure and keep it.
+
+    Behind stages of a plugin it is always measured: nobody says when a plugin's code has changed, and a threshold of
+    other code would verify wrongly.
+
+    Args:
+        key: what it depends on beside model, channel and matcher. code: folders of the code that measures it, beside
+            those of this package's models, matching and defenses.
+    """
+    stages = Channel.parse(info.channel).defenses
+    if any(not type(stage).__module__.startswith("hiddenlab.") for stage in stages):
         return measured()
     here = Path(__file__).parent
-    code = (*CODE, here, here.parent / "proposals", here.parent, here.parent / "defenses")
+    code = (*CODE, here, here.parent / "proposals", here.parent, here.parent / "defenses", *code)
     key = {
         "model": identity_of(model, []), "device": model.device.type,
         "engine": model.engine, "quantization": model.quantization, "info": asdict(info), "matcher": matcher.name,
-        "epsilon": epsilon, "seed": seed,
+        **key,
     }  # fmt: skip
     return remembered("epsilon", key, Threshold, measured, code)
 
@@ -242,40 +269,6 @@ def _middle(sample: Sample, resolution: float) -> float:
     missed = (sample.right[None] > grid[:, None]).float().mean(1)
     false = (nearest[None] <= grid[:, None]).float().mean(1)
     return float(grid[(missed + FALSE_WEIGHT * false).argmin()])
-
-
-def calibrated_threshold(sample: Sample, seed: int) -> Threshold:
-    """Choose the threshold with the most right tokens on a training set, in place of the paper's ternary search.
-
-    The paper (section 4.4) scores whole attacks. Here no attack is run and each position counts by itself. A position
-    is right where the first candidate within the threshold, tried in a random order, is the right one, or where none is
-    within it and the right one is nearest.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    n, c = sample.wrong.shape
-    place = torch.randint(0, c + 1, (n,), generator=generator).to(sample.wrong.device)
-    before = torch.arange(c, device=place.device)[None] < place[:, None]
-    first_wrong = sample.wrong.masked_fill(~before, float("inf")).amin(1)
-    nearest = sample.wrong.amin(1)
-
-    def score(log_eps: float) -> float:
-        eps = math.exp(log_eps)
-        accepted = sample.right <= eps
-        right = torch.where(accepted, first_wrong > eps, (sample.right < nearest) & (nearest > eps))
-        return float(right.float().mean())
-
-    low = math.log(max(float(sample.right.min()), 1e-12))
-    high = math.log(float(sample.wrong.max()) + 1e-12)
-    for _ in range(40):
-        a, b = low + (high - low) / 3, high - (high - low) / 3
-        # On a plateau the larger threshold costs fewer candidates, but the middle is safer: shrink both ends.
-        left, right = score(a), score(b)
-        if left <= right:
-            low = a
-        if right <= left:
-            high = b
-    threshold = Threshold(math.exp((low + high) / 2), float(sample.right.max()), float(nearest.min()))
-    return threshold.seen_on(sample)
 
 
 def parse_epsilon(text: str) -> float | None:

@@ -60,7 +60,11 @@ class StateReader:
 
     def wanted(self, cost: float) -> bool:
         """Return whether to use it now: it can be loaded, and is worth it; see ``LazyModel.wanted``."""
-        return ("rest" in vars(self) or self._rental.due(cost)) and self.rest is not None
+        return self._rental.due(cost) and self.rest is not None
+
+    def reset(self) -> None:
+        """Wait again until it is worth loading; see ``LazyModel.reset``."""
+        self._rental.restart()
 
     @cached_property
     def rest(self) -> Rest | None:

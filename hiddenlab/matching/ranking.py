@@ -35,23 +35,30 @@ class LazyModel:
     Args:
         model: the truncated model under attack. clock: stands still while the language model is loaded.
         patient: load it only once searching without it has cost about as much as loading it does.
+        opener: let it read a text before every prompt, behind which it predicts first tokens better.
 
     Attributes:
         layers: how many layers it has, known without loading it.
     """
 
-    def __init__(self, model: TruncatedModel, clock: Clock | None = None, *, patient: bool = False) -> None:
-        self._of, self._clock = model, clock or Clock()
+    def __init__(
+        self, model: TruncatedModel, clock: Clock | None = None, *, patient: bool = False, opener: bool = True
+    ) -> None:
+        self._of, self._clock, self._opener = model, clock or Clock(), opener
         self.layers = int(load_config(model.ref).num_hidden_layers)
         self._rental = Rental(LOADING * self.layers / max(1, model.site.layer) if patient else 0.0)
 
     def wanted(self, cost: float) -> bool:
-        """Return whether to use it now: it is loaded, or worth loading.
+        """Return whether to use it now: what was done without it would have paid for loading it.
 
         Args:
             cost: of going on without it, in tokens that the truncated model runs.
         """
-        return "opened" in vars(self) or self._rental.due(cost)
+        return self._rental.due(cost)
+
+    def reset(self) -> None:
+        """Wait again until it is worth loading, as if no prompt had asked for it; loaded weights stay."""
+        self._rental.restart()
 
     @cached_property
     def model(self) -> TruncatedModel:
@@ -64,7 +71,24 @@ class LazyModel:
     def opened(self) -> Prefix:
         """What the model reads before every prompt; fork it to continue."""
         with self._clock.stopped():
-            return opened(self.model)
+            return opened(self.model) if self._opener else self.model.prefix()
+
+    @cached_property
+    def first(self) -> Float[Tensor, " v"] | None:
+        """Log-probabilities of a prompt's first token; None where an opener is read or there is no special token.
+
+        A special token that the tokenizer puts before every prompt is the likeliest. Others are as likely as behind it,
+        or behind the model's first special token.
+        """
+        model = self.model
+        if self._opener or not model.special_ids:
+            return None
+        put = [] if model.tokenizer is None else model.embedded(model.tokenizer("")["input_ids"])
+        start = torch.tensor([*put, *model.special_ids][:1], device=model.device)
+        states = model.run([Request(model.prefix(), start)], keep=False)[0].states
+        scores = states[-1].float().log_softmax(-1)
+        scores[put[:1]] = 0.0
+        return scores
 
 
 @dataclass(frozen=True)
@@ -143,8 +167,10 @@ class LanguageModel:
         return self.model.layers / max(1, model.site.layer)
 
     def next_token(self, tokens: list[int]) -> Search:
-        """Return log-probabilities ``[v]`` of the token after ``tokens``; None for the first token."""
+        """Return log-probabilities ``[v]`` of the token after ``tokens``; None for the first where none are known."""
         lm = self.model.model
+        if not tokens:
+            return self.model.first
         self._prefix = self._prefix or self.model.opened.fork()
         missing = tokens[self._prefix.length - self.model.opened.length :]
         if missing:

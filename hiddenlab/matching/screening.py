@@ -15,10 +15,11 @@ from torch import Tensor
 
 from hiddenlab.models import Prefix, TruncatedModel
 from hiddenlab.proposals.probe import fast_dtype
+from hiddenlab.utils.clock import Rental
 
 FEWEST = 16  # candidates in a batch at least for two passes to be cheaper than one
 # Candidates in such batches before the screen is loaded: loading takes about as long as running them in the model.
-# Where every prompt needs the screen it is loaded at once.
+# Where every prompt needs the screen it is loaded at once (``Screen.load``).
 LOAD_AFTER = 4096
 LEAST_LAYERS = 4  # with fewer layers, sorting and comparing states costs as much as running them
 # The truncated model runs screened candidates nearer than this share of the median, and at least one in so many.
@@ -34,7 +35,7 @@ class Screen:
 
     def __init__(self, model: TruncatedModel) -> None:
         self.of = model
-        self._wanted = 0
+        self._rental = Rental(LOAD_AFTER + 1.0)
 
     @staticmethod
     def pays(model: TruncatedModel) -> bool:
@@ -59,10 +60,16 @@ class Screen:
 
     def runs(self, batch: int) -> bool:
         """Return whether a batch of so many candidates is screened."""
-        if batch < FEWEST:
-            return False
-        self._wanted += batch
-        return self.loaded or self._wanted > LOAD_AFTER
+        return batch >= FEWEST and self._rental.due(float(batch))
+
+    def load(self) -> None:
+        """Load the faster model now, and screen every large batch from the first one on."""
+        self._rental = Rental(0.0)
+        _ = self.model
+
+    def reset(self) -> None:
+        """Screen batches again only after ``LOAD_AFTER`` candidates, unless ``load`` was called."""
+        self._rental.restart()
 
     def follow(self, prefix: Prefix, shadow: Prefix | None = None) -> Prefix:
         """Return the screen's form of a prefix: exact keys and values, rounded; ``shadow`` is the last such form."""

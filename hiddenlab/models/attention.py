@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from jaxtyping import Bool
+from jaxtyping import Bool, Int
 from torch import Tensor, nn
 
 from hiddenlab.errors import HiddenlabError
@@ -43,14 +43,17 @@ class Attention:
         self, queries: Sequence[int], keys: Sequence[int], hidden: Set[int] = frozenset()
     ) -> Bool[Tensor, "a b"]:
         """Return which keys each query sees, by position in the prompt; no query sees ``hidden`` ones (padding)."""
-        q, k = torch.tensor(queries)[:, None], torch.tensor(keys)[None]
-        seen = torch.ones(len(queries), len(keys), dtype=torch.bool)
-        if self.causal:
-            seen &= k <= q
-        if self.window is not None:
-            seen &= (q - k).abs() < self.window
+        seen = self.visible_at(torch.tensor(queries, dtype=torch.long), torch.tensor(keys, dtype=torch.long))
         if hidden:
             seen &= ~torch.tensor([key in hidden for key in keys], dtype=torch.bool)
+        return seen
+
+    def visible_at(self, queries: Int[Tensor, "*s a"], keys: Int[Tensor, "*s b"]) -> Bool[Tensor, "*s a b"]:
+        """Return which keys each query sees, by positions as tensors, of one sequence or of several."""
+        q, k = queries[..., :, None], keys[..., None, :]
+        seen = k <= q if self.causal else torch.ones_like(k <= q)
+        if self.window is not None:
+            seen &= (q - k).abs() < self.window
         return seen
 
 

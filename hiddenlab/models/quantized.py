@@ -1,6 +1,8 @@
 """Read what a checkpoint says of its quantized weights: dequantize them, leave them to a library, or refuse them."""
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from hiddenlab.errors import InputError
@@ -93,3 +95,15 @@ def check_blocks(
                 f"{label} gives {name.removesuffix('_scale_inv')} of shape {shape} in blocks of {tuple(block)}, which "
                 f"cut it: transformers would scale it wrongly; {ADVICE}"
             )
+
+
+@contextmanager
+def quiet_bitsandbytes() -> Iterator[None]:
+    """Silence LLM.int8's warning, at every product, that it casts to float16."""
+    logger = logging.getLogger("bitsandbytes")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

@@ -108,6 +108,11 @@ class Corpus:
         start = self._random.randrange(max(1, len(ids) - n))
         return torch.tensor((self._special + ids[start : start + n])[:n])
 
+    def beginning(self, n: int) -> Int[Tensor, " n"]:
+        """Return the first tokens of a text, up to n, as the tokenizer would start a prompt."""
+        ids = self._document()
+        return torch.tensor((self._special + ids)[:n]) if ids else self.uniform(n)
+
     def window(self) -> Int[Tensor, " n"]:
         """Return one training window: text, text mixed with random tokens, random tokens, or an opening."""
         draw = self._random.random()

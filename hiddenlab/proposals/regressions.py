@@ -55,7 +55,9 @@ def known_rows_for(
         told = f"no probe for layer {model.site.layer} of {model.ref.name} yet: a first one takes about {seconds:.0f} s"
         progress(f"{told}; it stays, and learns from every token that is verified", 0, 0)
     states, tokens, _ = release_windows(model, pipe, drawn, 0, FIRST_PROBE, progress)
-    known = _whole(states, tokens)
+    known = _whole(
+        states.bfloat16().float(), tokens
+    )  # as the cache keeps them, so that all processes begin alike
     keep_known_rows(model, info, known)
     return known, time.perf_counter() - started
 
@@ -187,11 +189,12 @@ def regression_for(
         if rows <= len(known) and not known.outgrown(rows):
             return Probe.from_tensors(ProbeSettings(), tensors).with_table(table), rows
     text = text_rows_for(model, info, progress)
-    probe = ridge_probe(known, text, table, *_whitening_for(model))
+    tensors = ridge_probe(known, text, table, *_whitening_for(model)).tensors()
+    probe = Probe.from_tensors(ProbeSettings(), tensors).with_table(table)
     if rows > len(known):
         return probe, len(known)  # the cache holds one of more rows, and keeps it
     with suppress(InputError):
-        save_cached(identity, probe.tensors() | {"rows": torch.tensor(len(known))})
+        save_cached(identity, tensors | {"rows": torch.tensor(len(known))})
     return probe, len(known)
 
 

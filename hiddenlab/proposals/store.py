@@ -23,6 +23,7 @@ from hiddenlab.proposals.in_context import FEATURE_LAYERS, Adapter
 from hiddenlab.proposals.pairwise_order import PairwiseOrder, pairwise_order_settings
 from hiddenlab.proposals.probe import (
     Probe,
+    ProbeSettings,
     fast_dtype,
     probe_settings,
     token_prior,
@@ -33,10 +34,12 @@ from hiddenlab.types import GroundTruth, Observation, ObservationInfo, Progress,
 from hiddenlab.utils.cache import cache_path
 from hiddenlab.utils.digests import digest_of
 from hiddenlab.utils.files import save_tensors
+from hiddenlab.utils.locks import one_at_a_time
 
 Released = tuple[Observation, GroundTruth]
 
 FORMAT = 4
+WAITING = "waiting for another process that trains this probe"
 # Floating-point operations spent on the attacker's own training states: about 50 s on two CPU cores that multiply
 # bfloat16.
 STATE_FLOPS = {"cpu": 10.8e12, "cuda": 3e15}
@@ -187,18 +190,12 @@ def probes_for(
         identity = base | {"settings": asdict(settings)} | ({"offset": offset} if offset else {})
         tensors = load_cached(identity, model)
         if tensors is None:
-            if collected is None:
-                collected = collect_states(model, channel, tokens, settings.seed, progress)
-            states, labels, places = collected
-            if offset:  # the first rows of a window have no token at that offset
-                states, labels = (
-                    states[(places >= offset).to(states.device)],
-                    labels.roll(offset)[places >= offset],
-                )
-            with torch.inference_mode(False):
-                probe = train_probe(states, labels, model.embedding.detach().clone(), settings, progress)
-            tensors = probe.tensors()
-            save_cached(identity, tensors)
+            with one_at_a_time(cached_path(identity), WAITING, progress):
+                if (tensors := load_cached(identity, model)) is None:
+                    if collected is None:
+                        collected = collect_states(model, channel, tokens, settings.seed, progress)
+                    tensors = _train(model, collected, offset, settings, progress)
+                    save_cached(identity, tensors)
         probes.append(Probe.from_tensors(settings, tensors).with_table(model.embedding))
     trained = collected is not None
     if own.sorted_states and 0 in offsets:
@@ -208,6 +205,21 @@ def probes_for(
         if contexts is not None and contexts.useful:
             probe.beside(contexts)
     return probes, time.perf_counter() - started if trained else 0.0
+
+
+def _train(
+    model: TruncatedModel,
+    collected: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    offset: int,
+    settings: ProbeSettings,
+    progress: Progress,
+) -> dict[str, torch.Tensor]:
+    """Return the tensors of a new probe, trained on what ``collect_states`` returned."""
+    states, labels, places = collected
+    if offset:  # the first rows of a window have no token at that offset
+        states, labels = states[(places >= offset).to(states.device)], labels.roll(offset)[places >= offset]
+    with torch.inference_mode(False):
+        return train_probe(states, labels, model.embedding.detach().clone(), settings, progress).tensors()
 
 
 def has_trained_probe(model: TruncatedModel, info: ObservationInfo) -> bool:

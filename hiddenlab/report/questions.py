@@ -36,7 +36,7 @@ QUESTIONS = (
         "What do protocols that permute states reveal to their servers?",
         (
             "schemes", "closed-weights", "permuted-model", "substitution", "revealed", "projections",
-            "distance-correlation", "theorem-j1",
+            "distance-correlation", "theorem-j1", "theorem-j3",
         ),
     ),
     Question(

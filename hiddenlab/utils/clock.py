@@ -52,3 +52,7 @@ class Rental:
         """Add the cost of doing without once more; return whether the preparation is worth its price now."""
         self.spent += cost
         return self.spent >= self.price
+
+    def restart(self) -> None:
+        """Count from zero again; what is prepared already may stay, and is used when it is due again."""
+        self.spent = 0.0

@@ -306,14 +306,14 @@ _NOT_APPLICABLE = fields(_SCORED | {"status": among("not applicable"), "reason":
 
 
 def samples(data: bytes) -> Any:
-    """The samples of an attack; a last line without its end is left out."""
+    """The samples of an attack, in the order of the prompts; a last line without its end is left out."""
     out = []
     for line in data[: data.rfind(b"\n") + 1].split(b"\n")[:-1]:
         said = value_of(line)
         need(_SAMPLE(said) or _NOT_APPLICABLE(said))
         out.append(said)
     need(len({one["index"] for one in out}) == len(out))
-    return out
+    return sorted(out, key=lambda one: one["index"])
 
 
 _NAME = lambda x: text(x) and re.fullmatch(r"[a-z0-9][a-z0-9-]{0,99}", x) is not None and "\n" not in x  # noqa: E731
@@ -484,18 +484,26 @@ def _content(message: dict[str, Any]) -> str:
     return "".join(parts)
 
 
+def _biases(x: Any) -> bool:
+    """Whether a value maps token ids, as texts, to biases."""
+    return isinstance(x, dict) and all(
+        re.fullmatch(r"[0-9]{1,10}", key) is not None
+        and int(key) < 300
+        and number(bias)
+        and -100 <= bias <= 100
+        for key, bias in x.items()
+    )
+
+
 def request(data: bytes, chat: bool) -> Any:
     """A request to the HTTP interface: every field is one that is honoured, or says the default."""
     said = value_of(data)
     need(isinstance(said, dict))
     null = lambda x: x is None  # noqa: E731
     most = whole(1, 1024)  # the server's limit
-    nothing = (
-        "audio function_call functions logit_bias max_completion_tokens metadata modalities parallel_tool_calls "
-        "prediction reasoning_effort response_format service_tier store suffix tool_choice tools top_logprobs "
-        "web_search_options"
-    )
-    one, zero = maybe(lambda x: whole(1, 1)(x)), maybe(lambda x: number(x) and x == 0)
+    nothing = "audio function_call functions metadata prediction reasoning_effort suffix web_search_options"
+    within = lambda low, high: maybe(lambda x: number(x) and low <= x <= high)  # noqa: E731
+    no, likeliest = maybe(lambda x: x is False), maybe(whole(0, 20))
     stop = lambda x: text(x) and 1 <= len(x) <= 200  # noqa: E731
     part = fields({"type": among("text"), "text": text})
     content = lambda x: text(x) or each(part)(x)  # noqa: E731
@@ -504,29 +512,53 @@ def request(data: bytes, chat: bool) -> Any:
         "max_tokens": maybe(most),
         "temperature": maybe(lambda x: number(x) and 0 <= x <= 2),
         "top_p": maybe(lambda x: number(x) and 0 < x <= 1),
-        "top_k": maybe(whole()),
+        "top_k": maybe(whole(-1, 2**31 - 1)),
+        "min_p": within(0, 1),
+        "repetition_penalty": maybe(lambda x: number(x) and 0 < x <= 100),
+        "frequency_penalty": within(-2, 2),
+        "presence_penalty": within(-2, 2),
+        "logit_bias": maybe(_biases),
+        "stop_token_ids": maybe(each(whole(0, 299))),
+        "ignore_eos": maybe(flag),
+        "store": no,
+        "service_tier": maybe(among("auto", "default")),
+        "safety_identifier": maybe(text),
+        "prompt_cache_key": maybe(text),
         "seed": maybe(whole(-(2**63), 2**63 - 1)),
         "stream": maybe(flag),
-        "n": one,
-        "frequency_penalty": zero,
-        "presence_penalty": zero,
+        "n": maybe(whole(1, 16)),  # so many answers run at once
+        "min_tokens": maybe(whole(0, 2**31 - 1)),
         "user": maybe(text),
         "stream_options": maybe(fields({}, {"include_usage": flag})),
         "stop": maybe(lambda x: stop(x) or (each(stop)(x) and len(x) <= 4)),
     }
     if chat:
         needed = {"model": among("tiny/model"), "messages": lambda x: each(turn)(x) and x != []}
-        rules |= {"max_completion_tokens": maybe(most), "logprobs": maybe(lambda x: x is False)}
+        rules |= dict.fromkeys(("tool_choice", "parallel_tool_calls"), null)  # they need tools
+        rules |= {
+            "max_completion_tokens": maybe(most),
+            "logprobs": maybe(flag),
+            "top_logprobs": likeliest,
+            "tools": maybe(lambda x: x == []),
+            "chat_template_kwargs": maybe(lambda x: x == {}),
+            "response_format": maybe(fields({"type": among("text")})),
+            "modalities": maybe(lambda x: x == ["text"]),
+        }
+        need(said.get("top_logprobs") is None or said.get("logprobs") is True)
         need(said.get("max_tokens") is None or said.get("max_completion_tokens") is None)
     else:
         ids = each(whole(0, 299))  # of the tiny model's vocabulary
+        one = lambda x: (text(x) or ids(x)) and 0 < _size(x) < 512  # noqa: E731
         needed = {
             "model": among("tiny/model"),
-            "prompt": lambda x: (text(x) or ids(x)) and 0 < _size(x) < 512,
+            "prompt": lambda x: one(x) or (each(one)(x) and 0 < len(x) <= 16),
         }
-        rules |= {"best_of": one, "echo": maybe(lambda x: x is False), "logprobs": null}
+        rules |= {"best_of": maybe(whole(1, 16)), "echo": no, "logprobs": likeliest}
+        need(said.get("best_of") in (None, said.get("n") or 1))
     need(fields(needed, rules)(said))
     need(said.get("stream_options") is None or said.get("stream") is True)
+    longest = said.get("max_tokens") or said.get("max_completion_tokens") or 1024
+    need((said.get("min_tokens") or 0) <= longest)
     if chat:
         need(sum(len(f"[{one['role']}]") + _size(_said(one)) + 1 for one in said["messages"]) + 11 < 512)
         need(all(_said(one) != "refuse" for one in said["messages"]))

@@ -57,6 +57,10 @@ def cascade(path: str) -> Iterator[RayCascade]:
     assert not ray.is_initialized()
     started = RayCascade(path, 2, m=1, timeout=TIMEOUT, restarts=4, cpus=0.75)
     assert ray.is_initialized()
+    # All of Ray listens on loopback too, though it prefers the machine's own address.
+    everything = [psutil.Process(), *psutil.Process().children(recursive=True)]
+    heard = {c.laddr.ip for one in everything for c in one.net_connections("tcp") if c.status == "LISTEN"}
+    assert {address.removeprefix("::ffff:") for address in heard} == {"127.0.0.1"}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             cluster, "PING_SECONDS", 1.5
@@ -137,6 +141,15 @@ def test_what_a_cluster_lacks_is_said(cascade: RayCascade, path: str) -> None:
     with pytest.raises(InputError, match=r"need 12 CPUs, the cluster has 0.5 free: 11.5 are missing"):
         RayCascade(path, 3)
     assert answer(cascade, 4)
+
+
+def test_nodes_need_no_cpu_of_their_own(cascade: RayCascade, local: LocalCascade, path: str) -> None:
+    """Ray then reserves its smallest share, and places them all the same."""
+    with RayCascade(path, 1, cpus=0.0, loopback=True) as free:
+        difference = free.forward(prompt(4), plan(4, 1)) - local.forward(prompt(4), plan(4, 1))
+        assert float(difference.abs().max()) <= 1e-5
+    with pytest.raises(InputError, match="cpus and gpus must be at least 0"):
+        RayCascade(path, 1, cpus=-1.0)
 
 
 # ---- nodes that are lost
@@ -324,7 +337,8 @@ def free_port() -> int:
 def another_ray() -> Iterator[str]:
     """Address of a cluster that somebody else runs on this machine."""
     script = (
-        "import ray, time; ray.init(address='local', num_cpus=1, include_dashboard=False, log_to_driver=False); "
+        "import ray, signal, time; signal.signal(signal.SIGINT, signal.default_int_handler); "
+        "ray.init(address='local', num_cpus=1, include_dashboard=False, log_to_driver=False); "
         "print('at', ray.get_runtime_context().gcs_address, flush=True); time.sleep(600)"
     )
     other = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hiddenlab.channels import Stage
 from hiddenlab.errors import InputError
+from hiddenlab.stages import Stage
 from hiddenlab.types import ObservationInfo
 
 

@@ -1,0 +1,160 @@
+"""Plan which node would hold which tokens, what each node reads, and at which cost: ``hiddenlab cascade plan``."""
+
+from typing import Any
+
+from hiddenlab.defenses.cascade.cost import STATISTICS, Link, Shape, layer_bytes, layer_seconds, rounds
+from hiddenlab.defenses.cascade.exposure import evidence_lines, gaps_read, summary, sums_read, verdicts
+from hiddenlab.defenses.cascade.plan_search import best_plan, described, mean_shares
+from hiddenlab.errors import InputError
+from hiddenlab.sharding import Plan, gaps, recoverable, smallest_gap
+
+
+def plan(
+    tokens: int,
+    alpha: int | None = None,
+    c: int = 1,
+    delta: int | None = None,
+    m: int = 1,
+    shards: str | None = None,
+    symmetric: bool = False,
+    rho: int = 3,
+    model: str = "builtin",
+    element_bytes: int = 2,
+    bandwidth: float = 2.5e8,
+    latency: float = 0.38e-3,
+    client: str | None = None,
+    most_bytes: float | None = None,
+    most_seconds: float | None = None,
+) -> dict[str, Any]:
+    """Make a plan, say what each of its nodes reads, and compute its cost.
+
+    Args:
+        tokens: length of the prompt.
+        shards: positions written by hand, ``0,1,4;2,3,5``, in place of (c, δ)-sharding.
+        rho: threshold of vocabulary matching in Theorem 7.3.
+        model: gives the shape for the cost.
+        element_bytes: bytes of a number on the wire.
+        bandwidth: bytes per second.
+        latency: seconds, one way.
+        client: CompNodes that the client runs, ``0,3``.
+        most_bytes, most_seconds: of a pass of the best plan; where neither is given, the bytes of this plan.
+        alpha, c, delta, m, symmetric: see ``Plan.clustered``.
+
+    Returns:
+        ``verdicts`` (what each node reads, see ``exposure.Verdict``), ``summary`` (the same in sentences, one for
+        all nodes that are alike), ``evidence`` (what the verdicts rest on), ``best`` (the plan that leaks least within
+        the cost; None where there is none), ``plan`` (settings and node counts), ``rows`` (single attacks on each
+        CompNode), ``attn`` (single attacks over all AttnNodes), ``holders`` (the CompNode of each token),
+        ``violations`` of Theorem 7.3 and ``cost``.
+
+    Raises:
+        InputError: the plan does not exist, or the model is unknown.
+    """
+    from hiddenlab.models.load import load_config, resolve_model
+
+    if rho < 1 or element_bytes < 1:
+        raise InputError("rho and the bytes of an element must be at least 1")
+    link = Link(bandwidth, latency)
+    made = make_plan(tokens, alpha, c, delta, m, shards, symmetric)
+    shape = Shape.of(load_config(resolve_model(model)), element_bytes)
+    held = [made.held_by(node) for node in made.attn_nodes]
+    closest = [gap for gap in map(smallest_gap, held) if gap is not None]
+    cost: dict[str, Any] = {"layers": shape.layers, "messages_per_layer": rounds(made)}
+    for mode in STATISTICS:
+        cost[f"bytes_per_layer_{mode}"] = layer_bytes(made, shape, mode)
+        cost[f"bytes_{mode}"] = shape.layers * layer_bytes(made, shape, mode)
+    cost["seconds_per_layer"] = layer_seconds(made, shape, link)
+    cost["seconds"] = shape.layers * layer_seconds(made, shape, link)
+    owner = {position: i for i, shard in enumerate(made.shards) for position in shard}
+    found = verdicts(made, _client_nodes(client))
+    bound = float(cost["bytes_paper"]) if most_bytes is None and most_seconds is None else most_bytes
+    shares = mean_shares(made)
+    best, compared = best_plan(tokens, shape, link, bound, most_seconds)
+    return {
+        "summary": summary(found),
+        "evidence": evidence_lines(found),
+        "verdicts": [one.to_json() for one in found],
+        "best": None if best is None else described(best, tokens),
+        "searched": {
+            "plans": compared,
+            "most_bytes": bound,
+            "most_seconds": most_seconds,
+            "own_mean_share_at_comp_node": shares[0],
+            "own_mean_share_at_attn_node": shares[1],
+        },
+        "plan": {
+            "tokens": tokens,
+            "alpha": made.alpha,
+            "beta": made.beta,
+            "m": m,
+            "symmetric": symmetric,
+            "comp_nodes": made.alpha,
+            "attn_nodes": len(made.attn_nodes),
+            "rho": rho,
+            "model": model,
+        },
+        "rows": [
+            {
+                "node": f"CompNode {i}",
+                "tokens": len(shard),
+                "clusters": len(gaps(shard)) + bool(shard),
+                "smallest_gap": smallest_gap(shard),
+                "by_row_matching_alone": recoverable(shard, rho),
+                "by_missing_tokens": len(shard) + len(gaps_read(shard)),
+                "by_partial_sums": len(shard) + len(sums_read(made, i)),
+            }
+            for i, shard in enumerate(made.shards)
+        ],
+        "attn": {
+            "most_tokens": max(map(len, held)),
+            "smallest_gap": min(closest, default=None),
+            "most_by_row_matching_alone": max(recoverable(positions, rho) for positions in held),
+            "most_read": max(one.read for one in found if not one.comp),
+        },
+        "holders": [owner[position] for position in range(made.tokens)],
+        "violations": made.violations(rho),
+        "cost": cost,
+    }
+
+
+def _client_nodes(text: str | None) -> list[int]:
+    try:
+        return [] if text is None else [int(part) for part in text.split(",")]
+    except ValueError:
+        raise InputError(
+            f"--client {text!r} is no list of CompNodes; write for instance --client 0,3"
+        ) from None
+
+
+def make_plan(
+    tokens: int, alpha: int | None, c: int, delta: int | None, m: int, shards: str | None, symmetric: bool
+) -> Plan:
+    """Make a plan by (c, δ)-sharding, or from shards given by hand.
+
+    Raises:
+        InputError: the plan does not exist, or both were given.
+    """
+    if shards is None:
+        return Plan.clustered(tokens, c, alpha=alpha, delta=delta, m=m, symmetric=symmetric)
+    if alpha is not None or delta is not None:
+        raise InputError("give either shards by hand or the numbers of a (c, δ)-sharding")
+    made = Plan.by_hand(parse_shards(shards), m=m, symmetric=symmetric)
+    if made.tokens != tokens:
+        raise InputError(f"the shards hold {made.tokens} tokens, not {tokens}")
+    return made
+
+
+def parse_shards(text: str) -> list[list[int]]:
+    """Parse ``0,1,4;2,3,5`` into the positions of each CompNode.
+
+    Raises:
+        InputError: a part is no number.
+    """
+    try:
+        return [
+            [int(position) for position in part.split(",") if position.strip()] for part in text.split(";")
+        ]
+    except ValueError:
+        raise InputError(
+            f"--shards {text!r} is no list of positions; write for instance --shards '0,1,4;2,3,5'"
+        ) from None

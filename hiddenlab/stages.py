@@ -1,0 +1,169 @@
+"""Say what a defense is, build it from its spec, and check what it released."""
+
+import inspect
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from hiddenlab import registry
+from hiddenlab.errors import HiddenlabError, InputError
+from hiddenlab.types import ObservationInfo, Site
+
+
+@runtime_checkable
+class Defense(Protocol):
+    """One stage of a channel. All randomness comes from the generator, so that a seed repeats a release.
+
+    ``spec`` is the text that builds the same defense again, e.g. ``gaussian:sigma=0.01``. A stage that shows only some
+    of the rows has ``selects = True``. One whose strength only the provider knows has ``supposed(strength)``, which
+    returns the same stage with a strength that an attacker assumes.
+    """
+
+    spec: str
+
+    def provider(self, options: dict[str, Any]) -> dict[str, Any]:
+        """Return load options of the provider's truncated model (``dtype``, ``quantization``), changed or as given."""
+        ...
+
+    def inputs(
+        self, embeddings: Float[Tensor, "n d"], table: Float[Tensor, "v d"], generator: torch.Generator
+    ) -> Float[Tensor, "m d"]:
+        """Return the input embeddings, changed or as given; added rows come first and count as ``prefix_tokens``."""
+        ...
+
+    def states(
+        self, states: Float[Tensor, "rows d"], generator: torch.Generator
+    ) -> tuple[Float[Tensor, "rows d"], tuple[int, ...] | None, dict[str, Any]]:
+        """Return the released states, the order of rows where changed, and secret details.
+
+        Released row r was row ``order[r]``. A stage that selects leaves rows out: the order then lists those that stay,
+        ascending.
+        """
+        ...
+
+    def publish(self, info: ObservationInfo) -> ObservationInfo:
+        """Return the public facts with those of this stage added."""
+        ...
+
+
+class Stage:
+    """A defense that does nothing; built-ins override what they change and leave the rest."""
+
+    spec = "identity"
+    selects = False
+
+    def __repr__(self) -> str:
+        return self.spec
+
+    def provider(self, options: dict[str, Any]) -> dict[str, Any]:
+        return options
+
+    def inputs(
+        self, embeddings: Float[Tensor, "n d"], table: Float[Tensor, "v d"], generator: torch.Generator
+    ) -> Float[Tensor, "m d"]:
+        return embeddings
+
+    def states(
+        self, states: Float[Tensor, "rows d"], generator: torch.Generator
+    ) -> tuple[Float[Tensor, "rows d"], tuple[int, ...] | None, dict[str, Any]]:
+        return states, None, {}
+
+    def publish(self, info: ObservationInfo) -> ObservationInfo:
+        return info
+
+
+def as_defense(built: Any) -> Defense:
+    if not isinstance(built, Defense):
+        parts = ("spec", "provider", "inputs", "states", "publish")
+        lacking = ", ".join(part for part in parts if not hasattr(built, part))
+        raise HiddenlabError(f"{type(built).__name__} is no defense: it lacks {lacking}")
+    return built
+
+
+def build_defense(spec: str) -> Defense:
+    """Return the defense of a spec; one of a file is known by the name in its own spec, too."""
+    built = registry.build("defenses", spec)
+    if not registry.is_file(registry.parse_spec(spec)[0]):
+        return as_defense(built)
+    again = registry.build("defenses", (defense := with_known_name(built)).spec)
+    if _settings(again) != _settings(
+        defense
+    ):  # the attacker builds it from its spec, and would attack another one
+        raise InputError(
+            f"{type(defense).__name__}: the attribute spec, {defense.spec!r}, builds another defense than {spec!r} "
+            "does; put every parameter into it"
+        )
+    return defense
+
+
+def _settings(defense: Defense) -> dict[str, Any]:
+    plain = (str, int, float, bool, type(None))
+    return {name: value for name, value in vars(defense).items() if isinstance(value, plain)}
+
+
+def with_known_name(built: Any) -> Defense:
+    """Return a defense whose spec builds it again, its class registered where the name is new.
+
+    Raises:
+        InputError: the spec is that of another class; whoever reads it would take the defense for that one.
+    """
+    if inspect.isclass(built):
+        raise InputError(f"{built.__name__} is a class; give an object of it, {built.__name__}(…)")
+    defense = as_defense(built)
+    own = [item for item in type(defense).__mro__ if item not in (Stage, object)]
+    if isinstance(defense, Stage) and not any("spec" in vars(item) for item in (defense, *own)):
+        raise InputError(
+            f"{type(defense).__name__} has no name: set its attribute spec, as in spec = 'mine:strength=2'"
+        )
+    name, _ = registry.parse_spec(defense.spec)
+    known = registry.resolve("defenses", name) if name in registry.names("defenses") else None
+    if known is not type(defense) and (known is None or inspect.isclass(known)):
+        registry.register("defenses", name, type(defense))
+    return defense
+
+
+def overrides(defense: Defense, method: str) -> bool:
+    return getattr(type(defense), method, None) is not getattr(Stage, method)
+
+
+def selects_rows(defense: Defense) -> bool:
+    return bool(getattr(defense, "selects", False))
+
+
+def has_unknown_strength(defense: Defense) -> bool:
+    return hasattr(defense, "supposed")
+
+
+def with_strength(defense: Defense, strength: float) -> Defense:
+    """Return a stage of unknown strength with an assumed one; any other stage unchanged."""
+    return as_defense(defense.supposed(strength)) if hasattr(defense, "supposed") else defense
+
+
+def permutes_rows(defense: Defense) -> bool:
+    return defense.publish(ObservationInfo("", (), Site(1))).rows_permuted
+
+
+def check_release(defense: Defense, before: Tensor, states: Tensor, order: tuple[int, ...] | None) -> None:
+    """Check the rows and order of a stage: a plugin that loses rows would otherwise corrupt the scores silently."""
+    rows = len(before)
+    if not bool(states.isfinite().all()) and bool(before.isfinite().all()):
+        raise HiddenlabError(f"the defense {defense.spec} released NaN or infinity")
+    if selects_rows(defense):
+        kept = () if order is None else order
+        if states.ndim != 2 or len(states) != len(kept) or list(kept) != sorted(set(kept) & set(range(rows))):
+            raise HiddenlabError(f"the defense {defense.spec} does not say which of {rows} rows it released")
+        return
+    if states.ndim != 2 or len(states) != rows:
+        raise HiddenlabError(f"the defense {defense.spec} released {tuple(states.shape)}, not {rows} rows")
+    if order is not None and sorted(order) != list(range(rows)):
+        raise HiddenlabError(
+            f"the defense {defense.spec} reports a row order that is no permutation of {rows} rows"
+        )
+    untold = ObservationInfo("", (), Site(1))
+    if states.shape[1] != before.shape[1] and defense.publish(untold) == untold:
+        raise HiddenlabError(
+            f"the defense {defense.spec} released rows of {states.shape[1]} numbers in place of {before.shape[1]}, and "
+            "its method 'publish' says nothing of it"
+        )
