@@ -178,11 +178,15 @@ def test_a_score_is_what_the_attack_reaches_with_that_epsilon(
             assert trainer.score(epsilon).right == total
 
 
-def test_positions_whose_token_is_beyond_the_budget_are_passed_over(tiny_model: LoadModel) -> None:
+def test_a_wrong_token_counts_where_the_right_one_is_beyond_the_budget(tiny_model: LoadModel) -> None:
+    """Tokens 256 and 9 stand behind all eight candidates: a wide epsilon takes a wrong one there, a narrow one none."""
     model = tiny_model("llama", 2)
-    trainer = trainer_of(model, [[256, 3, 9]], "identity", Proposer(VOCABULARY, None, None), budget=8)
-    assert [position.right for position in trainer.positions[0]] == [3]
-    assert trainer.score(0.05).right == 1
+    trainer = trainer_of(model, [[3, 256, 9, 5]], "identity", Proposer(VOCABULARY, None, None), budget=8)
+    assert [position.right for position in trainer.positions[0]] == [3, None, None, 5]
+    assert trainer.beyond == 0.5
+    narrow, wrong = trainer.score(1e-4), float(trainer.positions[0][1].nearest.min())
+    assert narrow == Score(2, -(4 + 8 + 8 + 6))
+    assert trainer.score(wrong * 1.01).right < 2
 
 
 @given(st.floats(-6, -1), st.floats(0.05, 4), st.integers(1, 400))

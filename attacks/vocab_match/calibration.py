@@ -31,7 +31,9 @@ from hiddenlab.types import GroundTruth, Observation, ObservationInfo, Progress
 
 TOKENS = 50  # of a training text at most, as the paper's
 PRECISION = 1.05  # the search ends where the ends of its interval have this ratio
-CANDIDATES = 1024  # of one position at most; a position whose right token stands behind them is passed over
+CANDIDATES = (
+    1024  # of one position at most; where the right token stands behind them, only wrong ones are run
+)
 FIRST_CANDIDATES = 32  # run at each position before any epsilon is tried
 LEAST = 1e-6  # of a row's norm, the smallest epsilon that is tried
 
@@ -42,34 +44,46 @@ class Position:
 
     Attributes:
         index: of the position in its text.
-        order: token ids. right: the right token's place in the order.
+        order: token ids. right: the right token's place in the order; None where it stands behind all of them.
         targets: rows that are free. own: place of the right token's row among these. nearest: least distance of each
             candidate run so far to a free row. of_right: the right token's distances to the free rows.
     """
 
     index: int
     order: Int[Tensor, " v"]
-    right: int
+    right: int | None
     targets: list[int]
     own: int
     nearest: Float[Tensor, " c"]
     of_right: Float[Tensor, " targets"]
     size: int = FIRST_CANDIDATES
 
-    def outcome(self, epsilon: float) -> tuple[bool, int] | None:
-        """Return whether the attack takes the right token and row, and how many candidates it tries.
-
-        None means that more candidates must be run to tell.
-        """
+    def outcome(self, epsilon: float) -> "Outcome | None":
+        """Return what the attack takes with an epsilon. None means that more candidates must be run to tell."""
         below = (self.nearest < epsilon).nonzero()
         if len(below):
             place = int(below[0, 0])
             taken = first_within(self.of_right[None], torch.full_like(self.of_right, epsilon))
-            return place == self.right and taken == (0, self.own), place + 1
+            return Outcome(place == self.right and taken == (0, self.own), place + 1)
         if len(self.nearest) < len(self.order):
             return None
+        if self.right is None:
+            return Outcome(None, len(self.order))
         right = int(self.nearest.argmin()) == self.right and nearest_of(self.of_right[None]) == (0, self.own)
-        return right, len(self.order)
+        return Outcome(right, len(self.order))
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the attack takes at one position.
+
+    Attributes:
+        right: whether it is the right token and row; None where no candidate is within epsilon and the right token
+            stands behind all of them, so that the attack would have to go on. tried: candidates up to then.
+    """
+
+    right: bool | None
+    tried: int
 
 
 @dataclass(frozen=True, order=True)
@@ -89,8 +103,8 @@ class Trainer:
 
     Args:
         released: observations of the texts and what they hold.
-        budget: candidates for one position at most; positions whose right token is not among them are passed over,
-            since no epsilon finds it there.
+        budget: candidates for one position at most. Where the right token is not among them, no epsilon finds it. A
+            wrong token may still be taken there.
     """
 
     def __init__(
@@ -123,13 +137,11 @@ class Trainer:
             for i, order in enumerate(_orders(model, proposer, tokens, raw, targets, budget)):
                 free = targets[i]
                 place = (order == tokens[i]).nonzero()
-                if len(place) == 0:
-                    continue
                 text.append(
                     Position(
                         i,
                         order.cpu(),
-                        int(place[0, 0]),
+                        int(place[0, 0]) if len(place) else None,
                         free,
                         free.index(list(places).index(i)),
                         torch.empty(0),
@@ -156,20 +168,26 @@ class Trainer:
         right = spent = 0
         for text in range(len(self.texts)):
             outcomes = self._outcomes(text, epsilon)
-            right += sum(good for good, _ in outcomes)
-            spent += sum(candidates for _, candidates in outcomes)
+            right += sum(bool(outcome.right) for outcome in outcomes)
+            spent += sum(outcome.tried for outcome in outcomes)
         return Score(right, -spent)
 
-    def _outcomes(self, text: int, epsilon: float) -> list[tuple[bool, int]]:
+    @property
+    def beyond(self) -> float:
+        """The share of positions whose right token stands behind all candidates."""
+        rights = [p.right for text in self.positions for p in text]
+        return rights.count(None) / len(rights)
+
+    def _outcomes(self, text: int, epsilon: float) -> list[Outcome]:
         """Return what the attack takes at each position, up to the first wrong one."""
         while True:
-            outcomes = []
+            outcomes = list[Outcome]()
             for position in self.positions[text]:
                 outcome = position.outcome(epsilon)
                 if outcome is None:
                     break
                 outcomes.append(outcome)
-                if not outcome[0]:
+                if outcome.right is False:
                     return outcomes
             if len(outcomes) == len(self.positions[text]):
                 return outcomes
@@ -299,7 +317,7 @@ def calibrate(
     generator = torch.Generator().manual_seed(seed)
     released = Channel.parse(list(info.channel)).release_batch(model, windows, generator)
     trainer = Trainer(model, matcher, proposer, released, budget)
-    if not any(trainer.positions):
+    if trainer.beyond == 1:
         raise InputError(
             "epsilon cannot be calibrated: no right token of the attacker's own texts is among the candidates tried; "
             "take more texts (--attack vocab-match:calibration_texts=N) or a larger --budget, or --epsilon auto"
@@ -319,4 +337,5 @@ def calibrate(
         absolute=epsilon,
         chance=chance_within(trainer.wrong() / epsilon),
         found=trainer.score(epsilon).right / sum(map(len, trainer.positions)),
+        beyond=trainer.beyond,
     )

@@ -102,7 +102,7 @@ def thresholds(spec: dict[str, Any], folder: Path, progress: Progress = silent) 
     )
     unit = searched.absolute / searched.relative  # L1 norm of the median row
     figures = {"epsilon": searched.absolute, "right": searched.floor * unit, "edge": searched.gap * unit}
-    figures |= {"found": searched.found, "auto": auto.relative * unit}
+    figures |= {"found": searched.found, "beyond": searched.beyond, "auto": auto.relative * unit}
     return {name: exactly(value, spec["texts"]) for name, value in figures.items()}
 
 

@@ -44,7 +44,8 @@ class Threshold:
             paper. sinks: used in place of ``relative`` for rows whose log norm is above ``border``.
         chance: share of wrong candidates within the threshold in the measurement, all of them tokens with near
             embeddings (where epsilon was searched: those that the attack tries).
-        found: share of tokens found with it, where epsilon was searched.
+        found: share of tokens found with it, where epsilon was searched. beyond: share of those whose token stood
+            behind all candidates that the search ran.
     """
 
     __pydantic_config__ = CLOSED
@@ -57,6 +58,7 @@ class Threshold:
     border: float = 0.0
     chance: float = 0.0
     found: float | None = None
+    beyond: float | None = None
 
     @property
     def separable(self) -> bool:
