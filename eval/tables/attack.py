@@ -215,8 +215,8 @@ def table_9_12(setting: Setting, texts: int = 50, budget: int | None = None) -> 
             "A plateau from 0 means that the attacker's passes gave the very states of the provider. The middle is "
             "then counted from the rounding of float32.",
             "Tokens found: right ones before the first wrong one of each text, as a share of all positions. Beyond: "
-            "the share of positions whose right token is not among the first 1,024 candidates. There the search only sees "
-            "whether a wrong one is taken.",
+            "the share of positions whose right token is not among the first 1,024 candidates. There the search only "
+            "sees whether a wrong one is taken.",
             "epsilon auto: what our own attack measures, for a row of median length; it is relative to each row.",
             "Thresholds are in each model's own units, so the paper's columns show their order only.",
         ],
