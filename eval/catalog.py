@@ -39,6 +39,7 @@ _CATALOG: dict[str, dict[str, dict[str, Effort]]] = {
             "table-8": PLAIN,
             "table-9-12": PLAIN,
             "baselines": PLAIN,
+            "ablation": PLAIN,
         },
         "What does a secret order of rows or coordinates hide?": {
             # docs/log/011-permuted-every-layer.md: 43 and 49 s a prompt at layers 6 and 11 (2d-perm), 50 prompts each;

@@ -30,12 +30,14 @@ class Attack:
             are attacked several times and compared, or by several processes: none may profit from another.
         any_width: the attack reads rows of any width and checks them itself: fingerprints, parts of states. Others get
             rows as wide as the model's states alone.
+        parts: names of the parts that an option ``without`` can leave out, to measure what each brings.
         use_when: what follows "Use it when" in ``hiddenlab list attacks``, without a full stop at the end.
         measured: what preparation measured, by name (seconds of training, epsilon, weights); part of a run's record.
     """
 
     batch: int = 1
     any_width: bool = False
+    parts: tuple[str, ...] = ()
     use_when: str = ""
     progress: Progress = staticmethod(silent)
     seed: int = 0
@@ -64,6 +66,19 @@ class Attack:
         self._model, self.seed = model, seed
         self.measured = self._fit(info)
         return self
+
+    def left_out(self, without: str) -> frozenset[str]:
+        """Return the names of the parts in ``without``, which are joined by ``+``.
+
+        Raises:
+            InputError: the attack has no such part.
+        """
+        names = frozenset(name for name in without.split("+") if name)
+        if unknown := sorted(names.difference(self.parts)):
+            raise InputError(
+                f"no part {unknown[0]!r} can be left out; those that can are {', '.join(self.parts)}"
+            )
+        return names
 
     def expect(self, info: ObservationInfo, models: Sequence[TruncatedModel]) -> None:
         """Prepare at once what several layers of one model need; by default nothing.

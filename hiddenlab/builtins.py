@@ -63,6 +63,7 @@ BUILTINS: dict[str, dict[str, str]] = {
         "theorem-j3": "hiddenlab.eval.tables.protocols:theorem_j3",
         "after-mpc": "hiddenlab.eval.tables.protocols:after_mpc",
         "baselines": "hiddenlab.eval.tables.attack:baselines",
+        "ablation": "hiddenlab.eval.tables.ablation:ablation",
         "noise": "hiddenlab.eval.tables.noise:noise",
         "noise-utility": "hiddenlab.eval.tables.noise:noise_utility",
         "order": "hiddenlab.eval.tables.noise:order",

@@ -278,7 +278,7 @@ def test_costs_are_what_the_model_counted(
 ) -> None:
     model, prompts = tiny_model("gemma2", LAYERS), random_prompts(14, 6)
     observations = release(model, prompts)
-    attacker = VocabMatch(**options, screen=False)
+    attacker = VocabMatch(**options, without="screening")
     attacker.fit(observations[0].info, model)
     before = model.evaluated_tokens
     recoveries = attacker.fit(observations[0].info, model).recover_batch(observations)

@@ -107,7 +107,7 @@ def test_a_wide_beam_finds_the_best_of_all_sequences(
     view = rows_of(states, ids, tuple(range(n)) if ordered else None, n)
     engines = Engines(model, MATCHER, lm.prefix())
     with torch.inference_mode():
-        decoding = start(view, engines, WEIGHTS)
+        decoding = start(view, engines, WEIGHTS, Effort())
         decode([decoding], engines, Learned(WEIGHTS), Effort(beam=1000, width=1000, gap=1e9, behind=1e9))
         orders = [tuple(range(n))] if ordered else list(itertools.permutations(range(n)))
         everything = {
@@ -404,7 +404,9 @@ def test_a_second_look_mends_what_the_decoder_got_wrong(tiny_model: Callable[...
     attack = BeamDecoding(lm=False)
     prepared = attack.fit(observation.info, model).prepare(observation)
     with torch.inference_mode():
-        decoding = start(prepared.reader.read(observation), prepared.engines, prepared.learned.weights)
+        decoding = start(
+            prepared.reader.read(observation), prepared.engines, prepared.learned.weights, Effort()
+        )
         decode([decoding], prepared.engines, prepared.learned, attack.effort)
     best = decoding.beam[0]
     spoilt = list(best.steps)

@@ -61,7 +61,7 @@ def attacked(config: AttackConfig, order: Callable[[list[Any]], list[Any]]) -> l
     [
         ("vocab-match", ()),
         ("vocab-match", ("hidden-perm",)),
-        ("vocab-match:screen=false", ("seq-perm",)),
+        ("vocab-match:without=screening", ("seq-perm",)),
         pytest.param("missing-tokens", ("drop-rows:size=1,after=3",), marks=pytest.mark.slow),
         pytest.param("sipit", (), marks=pytest.mark.slow),
         ("nearest", ()),

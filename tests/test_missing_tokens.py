@@ -118,7 +118,7 @@ def test_screened_in_a_faster_dtype_it_finds_the_same(
         observation = released(model, tokens, f"drop-rows:size={size},after=6")
         ran = []
         for screened in (False, True):
-            attack = MissingTokenSearch(budget=40 * VOCABULARY, screen=screened)
+            attack = MissingTokenSearch(budget=40 * VOCABULARY, without="" if screened else "screening")
             attack.fit(observation.info, model)
             prepared, _ = attack.matching.fit(observation.info, model).prepare(observation.info)
             engines = [model] + ([prepared.screen.model] if prepared.screen is not None else [])

@@ -129,7 +129,7 @@ def test_a_margin_is_to_another_candidate(tiny_model: LoadModel) -> None:
 def test_the_preset_is_the_papers_attack_where_nothing_else_is_asked_for() -> None:
     chosen = VocabMatch(preset="paper")
     assert (chosen.search, chosen.proposal, chosen.epsilon) == ("greedy", "lm", "calibrated")
-    assert not chosen.screen and chosen.budget is None
+    assert chosen.budget is None
     assert VocabMatch(preset="paper", epsilon="22").epsilon == "22"
     own = VocabMatch()
     assert (own.search, own.proposal, own.distance, own.epsilon) == (

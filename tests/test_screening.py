@@ -45,7 +45,7 @@ def test_the_same_as_without(tiny_model: LoadModel, channel: str, stream: str) -
     observations = release(model, channel)
     found = {}
     for screened in (False, True):
-        attacker = VocabMatch(proposal="vocab", screen=screened)
+        attacker = VocabMatch(proposal="vocab", without="" if screened else "screening")
         attacker.fit(observations[0].info, model)
         assert attacker._prepared is not None
         screen = attacker._prepared.screen
@@ -91,7 +91,9 @@ def test_what_no_token_gives_is_left_unverified_with_the_nearest(tiny_model: Loa
     (first, _) = release(model, "hidden-perm")
     first.states[2] += 0.3 * torch.randn(first.states.shape[1], generator=torch.Generator().manual_seed(3))
     plain, fast = (
-        VocabMatch(proposal="vocab", screen=screened).fit(first.info, model).recover(first)
+        VocabMatch(proposal="vocab", without="" if screened else "screening")
+        .fit(first.info, model)
+        .recover(first)
         for screened in (False, True)
     )
     assert plain.stop_reason == fast.stop_reason == "vocabulary exhausted"
@@ -166,7 +168,7 @@ def test_of_screened_candidates_the_beam_keeps_near_ones_with_their_exact_distan
     assert engines.screen is not None
     assert engines.model is model
     with torch.inference_mode():
-        decoding = start(prepared.reader.read(observation), engines, weights)
+        decoding = start(prepared.reader.read(observation), engines, weights, attack.effort)
         pair, fresh = (decoding, decoding.beam[0]), model.vocab_size - 10
         one, other = (_from_all(*pair, weights, fresh) for _ in range(2))
         (exact,) = _try([pair], [one], engines, weights)

@@ -33,6 +33,7 @@ from hiddenlab.proposals.store import adapter_for, first_token_table_for, pairwi
 from hiddenlab.types import AttackResult, Observation, ObservationInfo, TokenPrediction
 from hiddenlab.utils.random import generator
 
+EVIDENCE = tuple(name.replace(" ", "-") for name in FEATURES if name != "language model")
 SURE = 16.0  # nats by which the tokenizer's own first token is likelier than any other
 
 
@@ -92,9 +93,13 @@ class BeamDecoding(Attack):
             as many again where an order has to be started anew.
         orders: order rows behind one layer of noised embeddings by how much noise they need (see ``order_refine``),
             also in float32; it takes minutes a prompt.
+        without: parts left out, joined by ``+``: a kind of evidence by name (``probe``, ``trace-1`` and so on),
+            ``lookahead`` (what unused rows are expected to bring), ``widening`` (more candidates where the best is in
+            doubt), ``moves`` (rows moved once all are placed). The others are options: ``lm``, ``sweeps``, ``rounds``.
     """
 
     use_when = "states are noised, quantized or shuffled, and no distance tells right from wrong"
+    parts = (*EVIDENCE, "lookahead", "widening", "moves")
 
     def __init__(
         self,
@@ -105,12 +110,15 @@ class BeamDecoding(Attack):
         sweeps: int = 6,
         rounds: int = 3,
         orders: bool = False,
+        without: str = "",
     ) -> None:
         if min(beam, width, batch) < 1:
             raise InputError(f"beam, width and batch must be at least 1, not {beam}, {width} and {batch}")
         if min(sweeps, rounds) < 0:
             raise InputError(f"sweeps and rounds must be at least 0, not {sweeps} and {rounds}")
-        self.effort, self.sweeps, self.rounds = Effort(beam, width), sweeps, rounds
+        self.without = self.left_out(without)
+        limits = {name: False for name in ("lookahead", "moves") if name in self.without}
+        self.effort, self.sweeps, self.rounds = Effort(beam, width, **limits), sweeps, rounds
         self.batch, self.asks = batch, lm
         self.orders = orders
         self._prepared: Prepared | None = None
@@ -230,7 +238,10 @@ class BeamDecoding(Attack):
                 runs, matcher, speaker, first, adapter, None if fast else self._screen,
                 prefix_of(added, runs) if len(added) else None, info.prefix_tokens,
             )  # fmt: skip
-            learned = learn_weights(channel, engines, reader, self.seed, self.progress)
+            used = [name.replace(" ", "-") not in self.without for name in FEATURES]
+            learned = learn_weights(channel, engines, reader, self.seed, used, self.progress)
+            if "widening" in self.without:
+                learned = replace(learned, lead=float("-inf"))
         return Prepared(info, info, model, engines, reader, learned), seconds
 
     def _estimate(
@@ -288,10 +299,11 @@ class BeamDecoding(Attack):
     def _decode(self, observations: Sequence[Observation], prepared: Prepared) -> list[Decoding]:
         engines, weights = prepared.engines, prepared.learned.weights
         decodings = [
-            start(prepared.reader.read(observation), engines, weights) for observation in observations
+            start(prepared.reader.read(observation), engines, weights, self.effort)
+            for observation in observations
         ]
         decode(decodings, engines, prepared.learned, self.effort, self.progress)
-        move_parts(decodings, engines, weights, self.progress)
+        move_parts(decodings, engines, weights, self.effort, self.progress)
         return decodings
 
     def _decode_behind(

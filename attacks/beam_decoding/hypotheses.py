@@ -58,6 +58,8 @@ class Effort:
             follows, and after a token that no row shows: only later tokens show whether these are right.
         most: candidates run at once where the best is in doubt (see ``adaptive_width``). spare: limit of these for each
             token of a prompt.
+        lookahead: count what unused rows are expected to bring (see ``future_cost``). moves: improve the order of rows
+            once all are placed (see ``local_search``).
     """
 
     beam: int = 8
@@ -67,6 +69,8 @@ class Effort:
     behind: float = 20.0
     most: int = 8192
     spare: int = 2048
+    lookahead: bool = True
+    moves: bool = True
 
     def less(self) -> "Effort":
         """Return smaller limits, for prompts of which most is known."""
@@ -138,13 +142,19 @@ class Decoding:
 
 
 def start(
-    view: Rows, engines: Engines, weights: Float[Tensor, " features"], before: Prefix | None = None
+    view: Rows,
+    engines: Engines,
+    weights: Float[Tensor, " features"],
+    effort: Effort,
+    before: Prefix | None = None,
 ) -> Decoding:
     """Return a decoding without tokens, behind what stands before the first token where that is known."""
     free = tuple(range(len(view.shown)))
     lm_prefix = None if engines.speaker is None else engines.speaker.fork()
     initial = Hypothesis(engines.beginning(before), free, lm_prefix, engines.opening)
     ahead = ahead_of(view, engines.speaker, weights)
+    if ahead is not None and not effort.lookahead:
+        ahead = torch.zeros_like(ahead)
     return Decoding(view, [initial], before=before, ahead=ahead)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hiddenlab.attacks.beam_decoding.features import FEATURES, PLACE, PRECEDES, TRACES, Candidates, Rows
 from hiddenlab.attacks.beam_decoding.future_cost import after_each
-from hiddenlab.attacks.beam_decoding.hypotheses import Decoding, Engines, Hypothesis
+from hiddenlab.attacks.beam_decoding.hypotheses import Decoding, Effort, Engines, Hypothesis
 from hiddenlab.models import Prefix, Request
 from hiddenlab.types import Progress, silent
 
@@ -60,9 +60,12 @@ def move_parts(
     decodings: Sequence[Decoding],
     engines: Engines,
     weights: Float[Tensor, " features"],
+    effort: Effort,
     progress: Progress = silent,
 ) -> None:
     """Put decoded prompts whose rows are in unknown order into a likelier order, where there is one."""
+    if not effort.moves:
+        return
     unordered = [
         candidate for candidate in decodings if candidate.ahead is not None and candidate.view.length > 1
     ]

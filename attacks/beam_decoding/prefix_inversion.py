@@ -82,11 +82,11 @@ def decode_behind(
         points, again = list[Tensor](), list[Decoding]()
         for done, (i, search) in enumerate(zip(which, searches, strict=True)):
             points.append(find(search, known[i]))
-            again.append(start(results[i].view, engines, learned.weights, search.prefix(points[-1])))
+            again.append(start(results[i].view, engines, learned.weights, effort, search.prefix(points[-1])))
             again[-1].evaluated = 0  # the rows were read before
             progress("looking before the prompts", done + 1, len(which))
         decode(again, engines, learned, effort, progress)
-        move_parts(again, engines, learned.weights, progress)
+        move_parts(again, engines, learned.weights, effort, progress)
         better = []
         for i, search, point, new in zip(which, searches, points, again, strict=True):
             after = Unknown.of(new, model, matcher)

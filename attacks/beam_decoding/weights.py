@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -57,18 +57,30 @@ class Table:
 
 
 def learn_weights(
-    channel: Channel, engines: Engines, reader: Reader, seed: int, progress: Progress = silent
+    channel: Channel,
+    engines: Engines,
+    reader: Reader,
+    seed: int,
+    used: Sequence[bool],
+    progress: Progress = silent,
 ) -> Learned:
-    """Fit a conditional logit that picks the right candidate at each position of the attacker's texts."""
+    """Fit a conditional logit that picks the right candidate at each position of the attacker's texts.
+
+    Args:
+        used: whether each of ``FEATURES`` may have a weight.
+    """
     corpus = Corpus(reader.model, seed + 2)
     windows = [corpus.text_window(LENGTH) for _ in range(WINDOWS)]
     drawn = generator(seed, "joint")
     released = channel.release_batch(reader.model, [w.tolist() for w in windows], drawn)
-    start = torch.tensor(START, device=engines.model.device)
+    kept = torch.tensor(used, device=engines.model.device).float()
+    start = torch.tensor(START, device=engines.model.device) * kept
     tables: list[Table] = []
     for i, (observation, truth) in enumerate(released):
         tables += _tables(reader.read(observation), truth, engines, start, drawn)
         progress("weighing the evidence", i + 1, len(released))
+    # Without any evidence of it, the weight of a feature stays 0.
+    tables = [replace(table, features=table.features * kept) for table in tables]
     weights = fit(tables, start)
     return Learned(weights, lead_of(tables, weights))
 

@@ -57,9 +57,11 @@ class MissingTokenSearch(Attack):
         sums: solve for missing tokens where that is possible: behind one layer (or from the second one's queries, keys
             and values), without noise or unknown prefix, though rows may be rounded; up to 64 tokens at once, and of
             more than 16 no more than eight for each row used, whatever ``longest`` says.
-        proposal: ``probe+lm`` or ``probe``. distance, epsilon, screen: as in ``vocab-match``.
+        proposal: ``probe+lm`` or ``probe``. distance, epsilon: as in ``vocab-match``.
+        without: ``screening``, or nothing.
     """
 
+    parts = ("screening",)
     use_when = (
         "some rows of the prompt are missing, as they are for one node of Cascade, and no noise was added"
     )
@@ -73,7 +75,7 @@ class MissingTokenSearch(Attack):
         proposal: str = "probe+lm",
         distance: str = "auto",
         epsilon: str = "auto",
-        screen: bool = True,
+        without: str = "",
     ) -> None:
         if min(budget, breadth, longest) < 1:
             raise InputError(
@@ -85,8 +87,9 @@ class MissingTokenSearch(Attack):
             )
         self.budget, self.breadth, self.longest = budget, breadth, longest
         self.sums = sums
+        self.left_out(without)
         self.matching = VocabMatch(
-            proposal=proposal, distance=distance, epsilon=epsilon, screen=screen, setup="full"
+            proposal=proposal, distance=distance, epsilon=epsilon, without=without, setup="full"
         )
         self._earlier: tuple[Prepared, list[Probe], clearance.Clearance] | None = None
         self._named: tuple[TruncatedModel, ObservationInfo, AttentionSums] | None = None

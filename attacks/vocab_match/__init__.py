@@ -91,11 +91,15 @@ class VocabMatch(Attack):
         setup: ``quick`` begins at once with a regression from few states, which grows with every verified token, and
             loads the language model when a search has missed it long enough; ``full`` trains a probe and loads
             everything before the first prompt.
-        screen: run large batches in a faster dtype first, where the processor has one (never in greedy search, which is
-            the paper's).
+        without: parts left out, joined by ``+``. ``screening``: large batches in a faster dtype first, where the
+            processor has one (never in greedy search, which is the paper's). ``failures``: learning from candidates
+            that failed. ``reading``: the language model's last layers read the observed rows, in place of its reading
+            the tokens found. ``opener``: a text that the language model reads before the prompt. ``first-tokens``: the
+            table of states of first tokens.
     """
 
     use_when = "you have the state of every token, in order or shuffled, and the weights of the model"
+    parts = ("screening", "failures", "reading", "opener", "first-tokens")
 
     def __init__(
         self,
@@ -107,7 +111,7 @@ class VocabMatch(Attack):
         calibration_texts: int = 50,
         budget: int | None = None,
         batch: int = 32,
-        screen: bool = True,
+        without: str = "",
         setup: str = "quick",
     ) -> None:
         if preset is not None and preset not in PRESETS:
@@ -130,7 +134,7 @@ class VocabMatch(Attack):
             raise InputError(f"the batch must be at least 1 prompt, not {batch}")
         self.search, self.proposal, self.distance, self.epsilon = search, proposal, distance, epsilon
         self.budget, self.batch, self.calibration_texts = budget, batch, calibration_texts
-        self.screen, self.setup = screen and not self._printed, setup
+        self.without, self.setup = self.left_out(without), setup
         self._prepared: Prepared | None = None
         self._lm: tuple[TruncatedModel, LazyModel] | None = None
         self._screen: Screen | None = None
@@ -209,7 +213,7 @@ class VocabMatch(Attack):
         return self.setup == "quick" and "probe" in self.proposal
 
     def _screened(self, model: TruncatedModel, info: ObservationInfo) -> Screen | None:
-        if not self.screen or not Screen.pays(model):
+        if self._printed or "screening" in self.without or not Screen.pays(model):
             return None
         if self._screen is None or self._screen.of is not model:
             self._screen = Screen(model)
@@ -226,8 +230,9 @@ class VocabMatch(Attack):
         seconds, quick = 0.0, self._begins_at_once
         reads = self._may_read(info) and continues(model, load_config(model.ref))
         if "lm" in self.proposal and not reads:
+            opener = not self._printed and "opener" not in self.without
             if self._lm is None or self._lm[0] is not model:
-                self._lm = (model, LazyModel(model, self._clock, patient=quick, opener=not self._printed))
+                self._lm = (model, LazyModel(model, self._clock, patient=quick, opener=opener))
             lm = self._lm[1]
             if "probe" not in self.proposal or (not quick and lm.layers <= LOAD_AHEAD * model.site.layer):
                 # Load it now, so that loading does not count in the attack's time, and before the probe: its
@@ -236,11 +241,13 @@ class VocabMatch(Attack):
         if "probe" in self.proposal:
             probe, trained = self._probe(model, info, quick)
             made = 0.0
-            if not self._printed:
+            if not self._printed and "first-tokens" not in self.without:
                 first_tokens, made = first_token_table_for(model, info, self.progress)
 
             @cache
             def describe() -> Adapter | None:
+                if "failures" in self.without:
+                    return None
                 with self._clock.stopped():
                     return adapter_for(model, self.progress)[0]
 
@@ -271,7 +278,7 @@ class VocabMatch(Attack):
     def _may_read(self, info: ObservationInfo) -> bool:
         """Return whether rows are whole states in a known order, which the layers behind them can read."""
         known = info.columns_permuted is None and not info.rows_permuted and not info.prefix_tokens
-        asked = self.search == "speculative" and self.proposal == "probe+lm"
+        asked = self.search == "speculative" and self.proposal == "probe+lm" and "reading" not in self.without
         return asked and known and projection_of(info) is None
 
     def _regression(self, info: ObservationInfo) -> Probe:

@@ -135,7 +135,7 @@ def _row(
             "greedy_over_speculative": slow.seconds / alone.seconds,
         }
     if unscreened:
-        plain = registry.build("attacks", "vocab-match", setup="full", batch=BATCH, screen=False)
+        plain = registry.build("attacks", "vocab-match", setup="full", batch=BATCH, without="screening")
         plain.progress = progress
         _attack(plain, released[:1], model, seed)
         row["unscreened_over_screened"] = _attack(plain, released, model, seed).seconds / fast.seconds

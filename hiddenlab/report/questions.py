@@ -16,7 +16,7 @@ QUESTIONS = (
     Question(
         "states",
         "Which prompts come back from raw and from permuted states, and at what cost?",
-        ("table-1", "table-2", "table-8", "table-9-12", "baselines"),
+        ("table-1", "table-2", "table-8", "table-9-12", "baselines", "ablation"),
     ),
     Question(
         "noise",

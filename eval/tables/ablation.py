@@ -1,0 +1,86 @@
+"""Define the ablation of the attacks: one of their parts is left out at a time, on the rows that it was made for."""
+
+from hiddenlab.errors import InputError
+from hiddenlab.eval.cells import Cell, Experiment, Setting, attack_cell, split_specs
+
+LAYER = 6
+NOTHING = "nothing"
+MATCHING, BEAM = "vocab-match", "beam-decoding"
+# How each attack is asked to do without a part.
+WITHOUT = {
+    MATCHING: {
+        NOTHING: "", "probe": "proposal=lm", "language model": "proposal=probe", "rows read": "without=reading",
+        "opener": "without=opener", "first tokens": "without=first-tokens",
+        "learning from failures": "without=failures", "screening": "without=screening",
+    },
+    BEAM: {
+        NOTHING: "", "probe": "without=probe", "language model": "lm=false", "trace 1": "without=trace-1",
+        "trace 2": "without=trace-2", "place": "without=place", "pairwise order": "without=pairwise-order",
+        "log distance": "without=log-distance", "whitened distance": "without=log-whitened-distance",
+        "distance over expected": "without=log-distance-over-expected",
+        "all distances": "without=log-distance+log-whitened-distance+log-distance-over-expected",
+        "beam": "beam=1", "lookahead": "without=lookahead", "widening": "without=widening",
+        "local search": "without=moves", "refinement": "sweeps=0", "solving for the prefix": "rounds=0",
+    },
+}  # fmt: skip
+_SHUFFLED = ("probe", "language model", "opener", "first tokens", "learning from failures", "screening")
+_READ = ("probe", "language model", "trace 1", "trace 2")
+_DISTANCES = ("log distance", "whitened distance", "distance over expected", "all distances")
+_ORDER = ("place", "pairwise order", "lookahead", "local search")
+# Channels, the attack that is for them, and its parts that bear on them.
+MADE_FOR: dict[str, tuple[str, tuple[str, ...]]] = {
+    "identity": (
+        MATCHING,
+        ("probe", "language model", "rows read", "first tokens", "learning from failures"),
+    ),
+    "seq-perm": (MATCHING, _SHUFFLED),
+    "hidden-perm": (MATCHING, _SHUFFLED),
+    "2d-perm": (MATCHING, _SHUFFLED),
+    "gaussian:sigma=0.1": (BEAM, (*_READ, *_DISTANCES, "beam", "refinement")),
+    "gaussian:sigma=0.1|seq-perm": (BEAM, (*_READ, *_DISTANCES, *_ORDER, "beam", "refinement")),
+    "gaussian:sigma=0.01|hidden-perm": (BEAM, ("probe", "language model", *_DISTANCES, "beam", "widening")),
+    "random-prefix": (BEAM, (*_READ, "solving for the prefix")),
+}
+
+
+def ablation(setting: Setting, channels: str = ",".join(MADE_FOR), parts: str | None = None) -> Experiment:
+    """Measure what each part of vocabulary matching and beam decoding brings: leave out one at a time.
+
+    Args:
+        channels: defenses, separated by commas; each is attacked by the attack that is for it.
+        parts: left out, separated by commas. Default: all that bear on the defense.
+
+    Raises:
+        InputError: no ablation is known for a defense, or no part has such a name.
+    """
+    behind = split_specs(channels)
+    if unknown := [channel for channel in behind if channel not in MADE_FOR]:
+        raise InputError(f"no ablation is known for {unknown[0]!r}; these have one: {', '.join(MADE_FOR)}")
+    known = {part for _, names in MADE_FOR.values() for part in names}
+    asked = known if parts is None else {part.strip() for part in parts.split(",")}
+    if wrong := sorted(asked - known):
+        raise InputError(f"no part is called {wrong[0]!r}; known are {', '.join(sorted(known))}")
+    cells: list[Cell] = []
+    for channel in behind:
+        attack, names = MADE_FOR[channel]
+        for layer in setting.at((LAYER,)):
+            for part in (NOTHING, *(name for name in names if name in asked)):
+                keys = {"defense": channel, "layer": layer, "attack": attack, "left out": part}
+                spec = ":".join(text for text in (attack, WITHOUT[attack][part]) if text)
+                options = {"attack": spec, "limit": setting.limit or 10}
+                cells.append(attack_cell(setting, keys, layer, channel, **options))
+    return Experiment(
+        "What each part of an attack brings",
+        cells,
+        {
+            "token_accuracy": "token accuracy", "exact": "exact prompts",
+            "evaluated_tokens_per_token": "evaluated tokens per token", "seconds_per_prompt": "seconds a prompt",
+        },
+        [
+            "A row leaves out one part of an attack. The same prompts are attacked in every row of a defense, and no "
+            "budget ends a search of vocab-match.",
+            "Probes are trained beforehand, and their training is not counted. Screening runs only on processors with "
+            "native bfloat16; on others, leaving it out changes nothing.",
+            "'Beam' keeps one hypothesis in place of eight; where rows are shuffled it keeps more of both.",
+        ],
+    )  # fmt: skip
