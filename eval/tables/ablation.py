@@ -67,8 +67,8 @@ def ablation(setting: Setting, channels: str = ",".join(MADE_FOR), parts: str | 
             for part in (NOTHING, *(name for name in names if name in asked)):
                 keys = {"defense": channel, "layer": layer, "attack": attack, "left out": part}
                 spec = ":".join(text for text in (attack, WITHOUT[attack][part]) if text)
-                options = {"attack": spec, "limit": setting.limit or 10}
-                cells.append(attack_cell(setting, keys, layer, channel, **options))
+                limit = setting.limit or 10
+                cells.append(attack_cell(setting, keys, layer, channel, attack=spec, limit=limit))
     return Experiment(
         "What each part of an attack brings",
         cells,
