@@ -79,6 +79,7 @@ _CATALOG: dict[str, dict[str, dict[str, Effort]]] = {
             "schemes": WITHIN_AN_HOUR,
             "closed-weights": WITHIN_AN_HOUR,
             "permuted-model": WITHIN_AN_HOUR,
+            "unique-rows": Effort("seconds"),
             "substitution": WITHIN_AN_HOUR,
             "revealed": WITHIN_AN_HOUR,
         },

@@ -10,7 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoConfig
 
-from hiddenlab.defenses.cascade.cost import Link, Shape, layer_bytes, layer_seconds, rounds, sent
+from hiddenlab.defenses.cascade.cost import (
+    Link,
+    Shape,
+    extra_operations,
+    layer_bytes,
+    layer_seconds,
+    rounds,
+    sent,
+)
 from hiddenlab.defenses.cascade.planning import parse_shards, plan
 from hiddenlab.errors import InputError
 from hiddenlab.sharding import AttnNode, Plan, recoverable, smallest_gap, split
@@ -164,6 +172,17 @@ def test_a_first_cluster_is_open_under_every_plan() -> None:
 
 
 # ---- cost
+
+
+@given(plans())
+def test_extra_operations_are_counted_pair_by_pair(make: Callable[[], Plan]) -> None:
+    """Every query meets every key in one block, and every number of a head's output is merged."""
+    made, shape = make(), Shape(3, 4, 2, 8)
+    blocks = [block for node in made.attn_nodes for block in made.blocks(node)]
+    met = [(q, k) for b in blocks for q in made.splits[b.queries] for k in made.splits[b.keys]]
+    assert sorted(met) == [(q, k) for q in range(made.tokens) for k in range(made.tokens)]
+    merged = [(row, head, i) for row in range(made.tokens) for head in range(4) for i in range(8)]
+    assert extra_operations(made, shape) == 4 * len(met) + len(merged)
 
 
 @given(plans(), st.sampled_from(["paper", "logsumexp"]))

@@ -1,5 +1,6 @@
 """Learned infilling: what a node does not hold takes no part, training resumes as it was, views are the plan's."""
 
+import math
 import random
 import threading
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from hiddenlab.channels import Channel, as_whole
 from hiddenlab.errors import InputError, NotApplicableError
 from hiddenlab.models import TruncatedModel, load_model
 from hiddenlab.models.attention import Attention
+from hiddenlab.proposals.probe import fast_dtype
 from hiddenlab.sharding import Plan
 from hiddenlab.testing import DECODERS, VOCABULARY
 from hiddenlab.types import AttackResult, Observation
@@ -437,6 +439,30 @@ def test_a_masked_model_of_other_tokens_learns_too(
         tokens,
         list(observation.info.positions or ()),
     )
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_a_masked_model_as_it_is_says_what_it_says_without_training(
+    tiny: TinyPath, masked: Callable[..., str], texts: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load_model(small(tiny), 0, stream="embed", device="cpu")
+    tokens = letters(model)
+    path = masked(pairs=("ab", "cd"))
+    observation = released(model, tokens, "shard:alpha=3,c=2,node=1")
+    attack = attack_on(texts, monkeypatch, masked=path, steps=0)
+    measured = attack.fit(observation.info, model).measured
+    assert (measured["training_steps"], measured["training_seconds"]) == (0, 0)
+    assert math.isfinite(float(measured["held_out_loss"]))
+    backbone = MaskedLM(path, model, fast_dtype(model.device))
+    held = list(observation.info.positions or ())
+    inputs = backbone.mask.expand(1, len(tokens), -1).clone()
+    inputs[:, held] = backbone.embed(torch.tensor([[tokens[i] for i in held]]))
+    with torch.inference_mode():
+        said = backbone.logits(inputs, torch.ones(1, len(tokens), dtype=torch.bool)).argmax(1).tolist()
+    found = attack.recover(observation)
+    assert found.ids == [tokens[i] if i in held else said[i] for i in range(len(tokens))]
+    again = attack_on(texts, monkeypatch, masked=path, steps=0).fit(observation.info, model)
+    assert again.measured == measured
 
 
 @pytest.mark.usefixtures("own_cache")

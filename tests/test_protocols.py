@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from hiddenlab.defenses.protocols.shares import HELPER, Centaur, PermLLM
 from hiddenlab.defenses.protocols.stip import DEVELOPER, SERVER, USER, Stip
 from hiddenlab.defenses.protocols.transcript import Transcript
 from hiddenlab.errors import InputError
+from hiddenlab.eval.measures import protocols as measures
 from hiddenlab.models import load_model
 from hiddenlab.observation import save_observations
 
@@ -328,3 +330,14 @@ def test_a_party_without_an_embedding(tiny: TinyPath) -> None:
     with pytest.raises(InputError, match="has no embedding"):
         weights.inputs([1])
     assert not weights.tied
+
+
+def test_rows_that_are_equal_once_sorted_are_counted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Two equal rows, one with the same numbers in another order, a zero with a sign, and three others."""
+    table = torch.tensor(
+        [[1.0, 2, 3], [3, 1, 2], [1, 2, 3], [0.0, 5, 6], [5, -0.0, 6], [7, 8, 9], [1, 2, 4], [2, 2, 3]]
+    )
+    monkeypatch.setattr(measures, "load_model", lambda *_, **__: SimpleNamespace(embedding=table))
+    figures = measures.unique_rows({"model": "any"}, tmp_path)
+    counted = {name: figure["value"] for name, figure in figures.items()}
+    assert counted == {"rows": 8, "equal": 2, "equal_sorted": 5, "equal_only_sorted": 3}

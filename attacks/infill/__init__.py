@@ -39,8 +39,8 @@ class Infill(Attack):
             ``any`` one for all common plans of the layer.
         masked: a masked language model to tune in place of the attacked one: a directory or hub id.
         text: training text, in place of the preset's: ``own`` (the model's own samples) or a source of prompts.
-        steps: of training at most, in place of the preset's. rounds: forward passes, each of which fixes the most
-            certain tokens; the paper has one.
+        steps: of training at most, in place of the preset's; 0 takes a masked language model as it is.
+        rounds: forward passes, each of which fixes the most certain tokens; the paper has one.
     """
 
     use_when = "more rows are missing than a search can fill, and half an hour of training is acceptable"
@@ -54,8 +54,8 @@ class Infill(Attack):
         steps: int | None = None,
         rounds: int = 1,
     ) -> None:
-        if rounds < 1 or (steps is not None and steps < 1):
-            raise InputError(f"rounds and steps must be at least 1, not {rounds} and {steps}")
+        if rounds < 1 or (steps is not None and steps < 0):
+            raise InputError(f"rounds must be at least 1 and steps at least 0, not {rounds} and {steps}")
         recipe = PRESETS[preset]
         recipe = recipe if text is None else replace(recipe, text=text)
         self.recipe = recipe if steps is None else replace(recipe, steps=steps)

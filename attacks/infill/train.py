@@ -242,6 +242,13 @@ def _run(
     if infiller.reads_states and state.step == 0:
         infiller.standardise(torch.cat([b.states.flatten(0, 1) for b in held_out if b.states is not None]))
     started, before = time.perf_counter(), state.seconds
+
+    def measured() -> float:
+        with torch.no_grad():
+            return sum(float(loss_of(model, data, b)) for b in held_out) / len(held_out)
+
+    if not recipe.steps:
+        state.best = measured()
     with torch.inference_mode(False), torch.enable_grad():
         while state.step < recipe.steps and state.bad < recipe.patience:
             warm = min(1.0, (state.step + 1) / recipe.warmup)
@@ -260,8 +267,7 @@ def _run(
             shown = f"training the infiller\tloss {float(loss.detach()):.2f}, held out {state.best:.2f}"
             progress(shown, state.step, recipe.steps)
             if state.step % recipe.every == 0 or state.step == recipe.steps:
-                with torch.no_grad():
-                    now = sum(float(loss_of(model, data, b)) for b in held_out) / len(held_out)
+                now = measured()
                 state.history.append((state.step, now))
                 better = now < state.best - MIN_GAIN
                 state.best, state.bad = (now, 0) if better else (state.best, state.bad + 1)
@@ -270,7 +276,7 @@ def _run(
     state.done = True
     progress("training the infiller", recipe.steps, recipe.steps)
     if accelerator.is_main_process:
-        _save(identity, infiller, optimizer, parameters, state, False)
+        _save(identity, infiller, optimizer, parameters, state, not recipe.steps)
     accelerator.wait_for_everyone()  # before the best checkpoint is read
 
 

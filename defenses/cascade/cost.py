@@ -78,6 +78,20 @@ def layer_seconds(plan: Plan, shape: Shape, link: Link, mode: str = "paper") -> 
     return 2 * link.latency + slowest / link.bandwidth
 
 
+def extra_operations(plan: Plan, shape: Shape) -> int:
+    """Return the operations of one layer that the plain model does not do (Hidden No More, appendix N).
+
+    They are HNd to merge partial outputs, a multiplication for each number of a head's output, and one for each
+    attention score, to sum exponentials within its block: H Σ |S_j| |S_k|. The paper gives their order, HN(d + N).
+    """
+    scores = sum(
+        len(plan.splits[block.queries]) * len(plan.splits[block.keys])
+        for node in plan.attn_nodes
+        for block in plan.blocks(node)
+    )
+    return shape.heads * (plan.tokens * shape.head_dim + scores)
+
+
 def rounds(plan: Plan) -> int:
     """Return the number of messages of one layer: both directions of every pair that talks.
 

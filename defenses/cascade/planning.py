@@ -2,7 +2,15 @@
 
 from typing import Any
 
-from hiddenlab.defenses.cascade.cost import STATISTICS, Link, Shape, layer_bytes, layer_seconds, rounds
+from hiddenlab.defenses.cascade.cost import (
+    STATISTICS,
+    Link,
+    Shape,
+    extra_operations,
+    layer_bytes,
+    layer_seconds,
+    rounds,
+)
 from hiddenlab.defenses.cascade.exposure import evidence_lines, gaps_read, summary, sums_read, verdicts
 from hiddenlab.defenses.cascade.plan_search import best_plan, described, mean_shares
 from hiddenlab.errors import InputError
@@ -63,6 +71,10 @@ def plan(
     for mode in STATISTICS:
         cost[f"bytes_per_layer_{mode}"] = layer_bytes(made, shape, mode)
         cost[f"bytes_{mode}"] = shape.layers * layer_bytes(made, shape, mode)
+    cost["extra_operations_per_layer"] = extra_operations(made, shape)
+    # Of the product of attention scores and values, H N² d, with which the paper compares them.
+    of = shape.heads * made.tokens**2 * shape.head_dim
+    cost["extra_operations_share"] = cost["extra_operations_per_layer"] / of
     cost["seconds_per_layer"] = layer_seconds(made, shape, link)
     cost["seconds"] = shape.layers * layer_seconds(made, shape, link)
     owner = {position: i for i, shard in enumerate(made.shards) for position in shard}

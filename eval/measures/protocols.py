@@ -1,8 +1,10 @@
 """Measure private-inference schemes: their error and cost, and how much of a prompt they reveal."""
 
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from hashlib import blake2b
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -376,6 +378,23 @@ def permuted_model(spec: dict[str, Any], folder: Path, progress: Progress = sile
         attack.progress = progress
         results = attack.fit(info, model, spec["seed"]).recover_batch(observations)
     return _matched(results, truths)
+
+
+def unique_rows(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> Figures:
+    """Count the rows of an embedding table that equal another row, as they are and with their numbers sorted.
+
+    Args:
+        spec: model.
+    """
+    table = load_model(spec["model"], 0, stream="embed", device="cpu").embedding.float()
+    counts = {}
+    for name, rows in (("equal", table), ("equal_sorted", table.sort(dim=1).values)):
+        seen = Counter(
+            blake2b(row.tobytes(), digest_size=16).digest() for row in (rows + 0.0).numpy(force=True)
+        )
+        counts[name] = float(sum(count for count in seen.values() if count > 1))
+    counts["equal_only_sorted"] = counts["equal_sorted"] - counts["equal"]
+    return {name: exactly(value, len(table)) for name, value in {"rows": float(len(table)), **counts}.items()}
 
 
 def _matched(results: Sequence[AttackResult], truths: Sequence[Sequence[int]]) -> Figures:

@@ -383,3 +383,27 @@ def after_mpc(
             f"one: node {alpha // 2}, whose own tokens are 1 in {alpha}.",
         ],
     )  # fmt: skip
+
+
+def unique_rows(setting: Setting, models: str = "") -> Experiment:
+    """Count the tokens whose embedding equals another's once its numbers are sorted (appendix I.3).
+
+    A server that holds a permuted head tells tokens apart by their sorted embeddings. Tokens that are equal there stay
+    mixed up.
+
+    Args:
+        models: further models, separated by commas.
+    """
+    names = [setting.model, *(name for name in models.split(",") if name)]
+    return Experiment(
+        "Embeddings that are equal once sorted",
+        [Cell("unique-rows", {"model": name}, {"model": name}) for name in names],
+        {
+            "rows": "tokens", "equal": "equal to another", "equal_sorted": "equal once sorted",
+            "equal_only_sorted": "equal only once sorted",
+        },
+        [
+            "The paper finds no equal rows in Gemma, Llama and Mistral models. Exactly equal numbers are counted. "
+            "Tokens that training never touched may share one embedding; they are equal as they are.",
+        ],
+    )  # fmt: skip

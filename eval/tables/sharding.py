@@ -173,19 +173,25 @@ def shard_tokens(setting: Setting) -> int:
     return int(setting.source(max_tokens=SHARD_TOKENS)["max_tokens"])
 
 
-def figure_2(setting: Setting, masked: str = "") -> Experiment:
+def figure_2(setting: Setting, masked: str = "", tuned: bool = True) -> Experiment:
     """Measure how much of a prompt infilling recovers from a CompNode's tokens, by clusters and nodes (Figure 2).
 
     Args:
         masked: a masked language model to tune (the paper's is answerdotai/ModernBERT-large), in place of the model
             itself with a bidirectional mask.
+        tuned: false takes the masked language model as it is, as the paper does.
 
     Raises:
-        InputError: other layers than 0 were asked for.
+        InputError: other layers than 0 were asked for, or an untuned model that is not a masked one.
     """
+    if not tuned and not masked:
+        raise InputError(
+            "tuned=false needs a masked language model, --set masked=NAME; the decoder itself must be tuned"
+        )
     if setting.layers not in (None, (0,)):
         raise InputError("figure-2 is of layer 0; table-5 has the deeper ones")
-    cells = [infilled(setting, 0, alpha, c, masked=masked) for c in (1, 4, 8) for alpha in (4, 8, 12)]
+    how = (f",masked={masked}" if masked else "") + ("" if tuned else ",steps=0")
+    cells = [infilled(setting, 0, alpha, c, how=how) for c in (1, 4, 8) for alpha in (4, 8, 12)]
     return Experiment(
         "Figure 2: infilling from a CompNode's tokens",
         cells,
@@ -247,11 +253,11 @@ def infilled(
     published: dict[str, Any] | None = None,
     m: int = 1,
     attn: bool = False,
-    masked: str = "",
+    how: str = "",
 ) -> Cell:
     """Make the cell of the learned attack on a node in the middle of the plan.
 
-    ``rows held`` is of prompts that are not shorter.
+    ``rows held`` is of prompts that are not shorter; ``how`` are further options of the attack.
     """
     tokens = shard_tokens(setting)
     plan = Plan.clustered(tokens, c, alpha=alpha, m=m, symmetric=True)
@@ -264,7 +270,7 @@ def infilled(
         keys["m"] = m
         held = plan.held_by(node)
     keys["rows held"] = f"{len(held)} of {tokens}"
-    attack = infill_spec(setting) + (f",masked={masked}" if masked else "")
+    attack = infill_spec(setting) + how
     return attack_cell(setting, keys, layer, channel, published, attack=attack, max_tokens=tokens)
 
 

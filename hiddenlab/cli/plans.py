@@ -51,6 +51,8 @@ def show_plan(result: Mapping[str, Any], link: str) -> None:
         f"with row maximum and sum, {cost['bytes_logsumexp'] / 1e6:.1f} MB with one logsumexp; "
         f"{count_of(cost['messages_per_layer'], 'message')} a layer",
         f"time of the traffic alone: {cost['seconds'] * 1e3:.1f} ms at {link}",
+        f"computation beyond the plain model's: {cost['extra_operations_per_layer'] / 1e6:.2f} million operations a "
+        f"layer, {100 * cost['extra_operations_share']:.1f} % of those that multiply attention scores with values",
         f"row matching: from left to right over fewer than {settings['rho']} unknown tokens at a time",
     ]
     violations = result["violations"]

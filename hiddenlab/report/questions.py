@@ -35,7 +35,7 @@ QUESTIONS = (
         "protocols",
         "What do protocols that permute states reveal to their servers?",
         (
-            "schemes", "closed-weights", "permuted-model", "substitution", "revealed", "projections",
+            "schemes", "closed-weights", "permuted-model", "substitution", "unique-rows", "revealed", "projections",
             "distance-correlation", "theorem-j1", "theorem-j3",
         ),
     ),

@@ -1,0 +1,99 @@
+"""Leaving out a part of an attack: the part is out, the rest works, and unknown parts are refused."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from hiddenlab import registry
+from hiddenlab.attacks.beam_decoding import EVIDENCE, BeamDecoding
+from hiddenlab.attacks.beam_decoding.features import FEATURES
+from hiddenlab.attacks.vocab_match import VocabMatch
+from hiddenlab.channels import Channel
+from hiddenlab.errors import InputError
+from hiddenlab.eval.cells import Setting
+from hiddenlab.eval.tables.ablation import MADE_FOR, NOTHING, WITHOUT, ablation
+from hiddenlab.models import TruncatedModel
+
+LoadModel = Callable[..., TruncatedModel]
+PROMPT = [5, 80, 7, 291, 33, 12]
+
+
+def shown(model: TruncatedModel, *specs: str) -> Any:
+    return Channel.parse(specs).release(model, PROMPT, torch.Generator().manual_seed(1))[0]
+
+
+@pytest.mark.parametrize("name", ["vocab-match", "beam-decoding", "missing-tokens"])
+def test_an_unknown_part_is_refused_with_those_that_there_are(name: str) -> None:
+    with pytest.raises(
+        InputError, match=r"no part 'wheel' can be left out; those that can are .*screening|probe"
+    ):
+        registry.build("attacks", f"{name}:without=wheel")
+
+
+def test_every_row_of_the_experiment_names_parts_that_its_attack_has() -> None:
+    for channel, (attack, parts) in MADE_FOR.items():
+        Channel.parse(channel.split("|"))
+        for part in (NOTHING, *parts):
+            registry.build("attacks", f"{attack}:{WITHOUT[attack][part]}" if part != NOTHING else attack)
+    named = {part for attack, parts in MADE_FOR.values() for part in parts if attack == "beam-decoding"}
+    assert set(WITHOUT["beam-decoding"]) - {NOTHING} == named
+    cells = ablation(Setting(), channels="seq-perm", parts="opener,probe").cells
+    assert [cell.keys["left out"] for cell in cells] == [NOTHING, "probe", "opener"]
+    assert {cell.spec["limit"] for cell in cells} == {10}
+
+
+def test_vocabulary_matching_has_what_is_not_left_out(
+    tiny_model: LoadModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, asked = tiny_model("llama", 2), list[int]()
+    monkeypatch.setattr(
+        "hiddenlab.attacks.vocab_match.first_token_table_for", lambda *_: asked.append(1) or (None, 0.0)
+    )
+    for channel in ([], ["seq-perm"]):
+        observation = shown(model, *channel)
+        for part in ("", "failures", "reading", "opener", "first-tokens", "first-tokens+reading"):
+            asked.clear()
+            attack = VocabMatch(without=part).fit(observation.info, model)
+            assert sorted(attack.recover(observation).ids) == sorted(PROMPT)
+            proposer = attack._prepared.proposer  # type: ignore[union-attr]
+            reads = not channel and "reading" not in part
+            assert (proposer.reader is not None, proposer.lm is not None) == (reads, not reads)
+            assert (not asked) == ("first-tokens" in part)
+            assert part != "failures" or proposer.adapter is None
+            assert proposer.lm is None or (proposer.lm.opened.length > 0) == (part != "opener")
+
+
+def test_evidence_left_out_has_no_weight_and_the_others_are_learned_without_it(tiny_model: LoadModel) -> None:
+    model = tiny_model("llama", 2)
+    observation = shown(model, "gaussian:sigma=0.01")
+    weights = {
+        part: BeamDecoding(without=part, sweeps=0).fit(observation.info, model).measured
+        for part in ("", "probe")
+    }
+    assert weights["probe"]["weight_probe"] == 0 < weights[""]["weight_probe"]
+    others = [name for name in FEATURES if name != "probe"]
+    assert any(weights[""][f"weight_{name}"] != weights["probe"][f"weight_{name}"] for name in others)
+    assert set(EVIDENCE) == {name.replace(" ", "-") for name in FEATURES if name != "language model"}
+
+
+def test_the_search_of_a_beam_without_its_parts(
+    tiny_model: LoadModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_model("llama", 2)
+    observation = shown(model, "gaussian:sigma=0.01", "seq-perm")
+    moved = list[int]()
+    monkeypatch.setattr("hiddenlab.attacks.beam_decoding.local_search.improve", lambda *_: moved.append(1))
+    ahead = {}
+    for part in ("", "lookahead", "moves", "widening"):
+        attack = BeamDecoding(without=part, sweeps=0, beam=2, width=8).fit(observation.info, model)
+        prepared = attack.prepare(observation)
+        before = len(moved)
+        with torch.inference_mode():
+            (decoding,) = attack._decode([observation], prepared)
+        assert (len(moved) == before) == (part == "moves")
+        assert decoding.ahead is not None
+        ahead[part] = bool(decoding.ahead.any())
+        assert part != "widening" or prepared.learned.lead == float("-inf")
+    assert ahead == {"": True, "lookahead": False, "moves": True, "widening": True}
