@@ -132,6 +132,7 @@ def test_a_party_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
     )
     running = subprocess.Popen(parent, cwd=Path(run.__file__).parents[2])
     while not note.is_file() or not note.read_text():
+        assert running.poll() is None, "the process ended before its party began"
         time.sleep(0.05)
     running.terminate()
     running.wait()
