@@ -37,7 +37,7 @@ BUILTINS: dict[str, dict[str, str]] = {
         "table-8": "hiddenlab.eval.tables.attack:table_8",
         "table-9-12": "hiddenlab.eval.tables.attack:table_9_12",
         "table-13": "hiddenlab.eval.tables.attack:table_13",
-        "table-17": "hiddenlab.eval.tables.attack:table_17",
+        "table-17": "hiddenlab.eval.tables.sharding:table_17",
         "table-18": "hiddenlab.eval.tables.attack:table_18",
         "table-19": "hiddenlab.eval.tables.attack:table_19",
         "table-20": "hiddenlab.eval.tables.attack:table_20",

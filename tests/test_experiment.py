@@ -501,7 +501,12 @@ def test_tables_run_the_papers_attack_and_ours(tiny: Callable[..., str], tmp_pat
 
 @pytest.mark.slow
 def test_the_papers_attack_is_measured_beside_ours(tiny: Callable[..., str], tmp_path: Path) -> None:
-    setting: dict[str, Any] = {"model": tiny("llama", tokenizer=True), "layers": (1,), "limit": 2, "max_tokens": 6}
+    setting: dict[str, Any] = {
+        "model": tiny("llama", tokenizer=True),
+        "layers": (1,),
+        "limit": 2,
+        "max_tokens": 6,
+    }
     (table,) = command.run(["table-2"], setting, {"attack": "both", "texts": 2}, tmp_path)
     algorithms = [row["keys"]["attack"] for row in table["rows"]]
     assert algorithms == [

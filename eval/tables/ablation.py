@@ -3,7 +3,7 @@
 from hiddenlab.errors import InputError
 from hiddenlab.eval.cells import Cell, Experiment, Setting, attack_cell, split_specs
 
-LAYER = 6
+LAYERS = (1, 6)
 NOTHING = "nothing"
 MATCHING, BEAM = "vocab-match", "beam-decoding"
 # How each attack is asked to do without a part.
@@ -63,7 +63,7 @@ def ablation(setting: Setting, channels: str = ",".join(MADE_FOR), parts: str | 
     cells: list[Cell] = []
     for channel in behind:
         attack, names = MADE_FOR[channel]
-        for layer in setting.at((LAYER,)):
+        for layer in setting.at(LAYERS):
             for part in (NOTHING, *(name for name in names if name in asked)):
                 keys = {"defense": channel, "layer": layer, "attack": attack, "left out": part}
                 spec = ":".join(text for text in (attack, WITHOUT[attack][part]) if text)

@@ -375,28 +375,6 @@ def _noised(attacks: _Attacks, channel: str) -> list[Cell]:
     return cells
 
 
-def table_17(setting: Setting, shapes: str = "bert-base,bert-large") -> Experiment:
-    """Measure Cascade's time by model size at alpha 2 (Table 17); name shapes or models with --set shapes=A,B."""
-    cells = []
-    for shape in shapes.split(","):
-        options = {
-            "model": shape,
-            "alphas": "2",
-            "backends": "tcp",
-            "repeats": 100 if setting.scale == "paper" else 10,
-        }
-        cells.append(
-            Cell("bench", {"bench": "cascade", "options": options}, {"model": shape},
-                 {"seconds": paper.published(paper.CASCADE_SECONDS, shape)})
-        )  # fmt: skip
-    return Experiment(
-        "Table 17: Cascade by model size",
-        cells,
-        {"seconds": "seconds", "over_plain": "over the plain model"},
-        ["Two CompNodes and four AttnNodes as processes of one machine; the paper has a machine for each."],
-    )
-
-
 def table_22(setting: Setting) -> Experiment:
     """Measure how noise and quantization degrade the model itself: perplexity, KL, top-1 (compare Tables 13 and 22)."""
     return Experiment(

@@ -85,7 +85,7 @@ def gap_plans(
     combinations = [(0, "embed", attack) for attack in learned] + list(
         product(setting.at((1,)), seen, searched)
     )
-    for c, alpha in map(_small_plan, split_specs(grid)):
+    for c, alpha in _small_plans(grid):
         for layer, stream, attack in combinations:
             spec = known.get(attack, attack)
             build_attack(AttackConfig(attack=spec))  # refuse a wrong spec before anything runs
@@ -123,14 +123,22 @@ def _whole(text: str) -> int:
     return int(text)
 
 
-def _small_plan(text: str) -> tuple[int, int]:
-    try:
-        c, alpha = (int(part) for part in text.split("/"))
-    except ValueError:
-        raise InputError(f"a plan of the grid is c/alpha, such as 1/3, not {text!r}") from None
-    if c < 1 or alpha < 2:
-        raise InputError(f"c must be at least 1 and alpha at least 2 for tokens to be missing, not {text!r}")
-    return c, alpha
+def _pairs(grid: str, form: str, example: str) -> list[tuple[int, int]]:
+    """Return pairs of whole numbers, which are written with a slash and separated by commas."""
+    pairs = []
+    for text in split_specs(grid):
+        first, slash, second = text.partition("/")
+        if not (slash and first.isdecimal() and second.isdecimal() and int(first) and int(second)):
+            raise InputError(f"a pair of the grid is {form}, such as {example}, not {text!r}")
+        pairs.append((int(first), int(second)))
+    return pairs
+
+
+def _small_plans(grid: str) -> list[tuple[int, int]]:
+    pairs = _pairs(grid, "c/alpha", "1/3")
+    if any(alpha < 2 for _, alpha in pairs):
+        raise InputError(f"alpha must be at least 2 for tokens to be missing; the grid is {grid!r}")
+    return pairs
 
 
 def partial_sums(setting: Setting) -> Experiment:
@@ -243,6 +251,46 @@ def table_16(setting: Setting) -> Experiment:
     ]
     title = "Table 16: learned reconstruction from an AttnNode's rows"
     return Experiment(title, cells, SHARDED, [*infill_notes(setting), NODES])
+
+
+def table_17(
+    setting: Setting, shapes: str = "bert-base,bert-large", grid: str = "2/1", backend: str = "tcp"
+) -> Experiment:
+    """Measure Cascade's time by model size, nodes and splits (Table 17; appendix M for splits).
+
+    Args:
+        shapes: shapes or models, separated by commas. The paper's are at alpha 2 without splits.
+        grid: numbers of CompNodes and splits of each one's rows, as ``alpha/m``, separated by commas.
+        backend: ``tcp`` (a process for each node, on Ray) or ``wire`` (threads that talk over sockets).
+
+    Raises:
+        InputError: the grid is malformed.
+    """
+    cells = []
+    for shape in shapes.split(","):
+        for alpha, m in _pairs(grid, "alpha/m", "2/1"):
+            options: dict[str, Any] = {
+                "model": shape,
+                "alphas": str(alpha),
+                "backends": backend,
+                "repeats": 100 if setting.scale == "paper" else 10,
+            }
+            options |= {} if m == 1 else {"m": m}
+            published = paper.published(paper.CASCADE_SECONDS, shape) if (alpha, m) == (2, 1) else None
+            cells.append(
+                Cell(
+                    "bench",
+                    {"bench": "cascade", "options": options},
+                    {"model": shape, "alpha": alpha, "m": m},
+                    {"seconds": published},
+                )
+            )
+    return Experiment(
+        "Table 17: Cascade by model size",
+        cells,
+        {"nodes": "nodes", "seconds": "seconds", "over_plain": "over the plain model", "mb_on_wire": "MB"},
+        ["All nodes are on one machine; the paper has a machine for each."],
+    )
 
 
 def infilled(
