@@ -39,7 +39,7 @@ def test_every_row_of_the_experiment_names_parts_that_its_attack_has() -> None:
             registry.build("attacks", f"{attack}:{WITHOUT[attack][part]}" if part != NOTHING else attack)
     named = {part for attack, parts in MADE_FOR.values() for part in parts if attack == "beam-decoding"}
     assert set(WITHOUT["beam-decoding"]) - {NOTHING} == named
-    cells = ablation(Setting(), channels="seq-perm", parts="opener,probe").cells
+    cells = ablation(Setting(layers=(1,)), channels="seq-perm", parts="opener,probe").cells
     assert [cell.keys["left out"] for cell in cells] == [NOTHING, "probe", "opener"]
     assert {cell.spec["limit"] for cell in cells} == {10}
 
