@@ -1,6 +1,7 @@
 """Leaving out a part of an attack: the part is out, the rest works, and unknown parts are refused."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from hiddenlab import registry
 from hiddenlab.attacks.beam_decoding import EVIDENCE, BeamDecoding
 from hiddenlab.attacks.beam_decoding.features import FEATURES
-from hiddenlab.attacks.vocab_match import VocabMatch
+from hiddenlab.attacks.vocab_match import VocabMatch, task
 from hiddenlab.channels import Channel
 from hiddenlab.errors import InputError
 from hiddenlab.eval.cells import Setting
@@ -97,3 +98,28 @@ def test_the_search_of_a_beam_without_its_parts(
         ahead[part] = bool(decoding.ahead.any())
         assert part != "widening" or prepared.learned.lead == float("-inf")
     assert ahead == {"": True, "lookahead": False, "moves": True, "widening": True}
+
+
+@pytest.mark.parametrize("kept", [0, task.MOST_KEPT])
+def test_the_table_of_rows_is_what_the_probe_says_of_the_free_ones(
+    tiny_model: LoadModel, monkeypatch: pytest.MonkeyPatch, kept: int
+) -> None:
+    """Kept for the prompt or computed for each token: the same scores, asked with the rows that are free."""
+    monkeypatch.setattr(task, "MOST_KEPT", kept)
+    model = tiny_model("llama", 2)
+    observation = shown(model, "seq-perm")
+    attack = VocabMatch(setup="full").fit(observation.info, model)
+    asked = list[list[int]]()
+    of_rows = task.Task.of_rows
+
+    def checked(self: task.Task, targets: Sequence[int]) -> torch.Tensor | None:
+        said = of_rows(self, targets)
+        assert self.proposer.probe is not None and said is not None
+        slow = torch.stack([self.proposer.probe.log_probs(self.raw[[row]])[0] for row in targets]).amax(0)
+        assert torch.allclose(said, slow, atol=1e-4)
+        asked.append(list(targets))
+        return said
+
+    monkeypatch.setattr(task.Task, "of_rows", checked)
+    assert sorted(attack.recover(observation).ids) == sorted(PROMPT)
+    assert all(set(later) < set(earlier) for earlier, later in pairwise(dict.fromkeys(map(tuple, asked))))

@@ -127,14 +127,13 @@ class Trainer:
             # The right tokens run as candidates do, since chains and branches are rounded differently.
             states = self._branches(tokens, tokens, torch.arange(len(tokens), device=model.device))
             right = matcher.table(candidates=matcher.view(states), observed=rows)
-            raw = observation.states.to(model.device).float()
             text = list[Position]()
             shuffled = observation.info.rows_permuted
             targets = [
                 [row for row, place in enumerate(places) if (place >= i if shuffled else place == i)]
                 for i in range(len(tokens))
             ]
-            for i, order in enumerate(_orders(model, proposer, tokens, raw, targets, budget)):
+            for i, order in enumerate(_orders(model, proposer, tokens, budget)):
                 free = targets[i]
                 place = (order == tokens[i]).nonzero()
                 text.append(
@@ -233,11 +232,9 @@ def _orders(
     model: TruncatedModel,
     proposer: Proposer,
     tokens: Int[Tensor, " n"],
-    raw: Float[Tensor, "n d"],
-    targets: Sequence[Sequence[int]],
     budget: int,
 ) -> list[Int[Tensor, " v"]]:
-    """Return the tokens that are tried at each position behind the right ones, in the proposal's order."""
+    """Return the tokens that are tried at each position behind the right ones, in the order of the language model."""
     following: list[Tensor | None] = [None] * len(tokens)
     if proposer.lm is not None:
         lm = proposer.lm.model
@@ -245,8 +242,8 @@ def _orders(
         following[0] = proposer.lm.first
         following[1:] = answer.states.float().log_softmax(-1)
     orders = []
-    for i, next_token in enumerate(following):
-        scores = proposer.scores(raw[targets[i]], next_token)
+    for next_token in following:
+        scores = proposer.scores(None, next_token)
         orders.append(scores.argsort(descending=True, stable=True)[:budget].clone())
     return orders
 

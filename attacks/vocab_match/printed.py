@@ -29,7 +29,7 @@ def in_proposal_order(task: Task, next_token: Float[Tensor, " v"] | None) -> Int
 
     The paper does not say what its language model proposes for the first token; see ``LazyModel.first``.
     """
-    scores = task.proposer.scores(task.raw[task.targets()], next_token)
+    scores = task.proposer.scores(task.of_rows(task.targets()), next_token)
     return scores.argsort(descending=True, stable=True).to(task.rows.device)[: task.budget]
 
 

@@ -1,6 +1,6 @@
 """Hold the state of one prompt under attack, and search its next position; all searches share this step."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -28,6 +28,8 @@ SETTLE_AFTER = 1024
 # following rows.
 CONTENDERS, CONTENDER_RATIO, AHEAD = 64, 2.0, 8
 ADAPT_AT = (256, 1024)  # candidates tried at one position when their states are learned from
+# Most numbers of a table of rows and tokens that is kept (128 MB); a larger one is computed again for each token.
+MOST_KEPT = 1 << 25
 SCREENED_FACTOR = 1.001  # least distance of a candidate that only the screen ran, in limits of its row
 
 
@@ -66,6 +68,7 @@ class Task:
     overlapping: bool = False
     screen: Screen | None = None
     shadow: Prefix | None = None
+    _table: Float[Tensor, "rows v"] | None = None
 
     def __post_init__(self) -> None:
         self.free = list(range(len(self.rows)))
@@ -86,6 +89,20 @@ class Task:
     def targets(self) -> list[int]:
         """Return the rows that the next token may match: its own, or all free ones where the order is unknown."""
         return [len(self.found)] if self.ordered else self.free
+
+    def of_rows(self, targets: Sequence[int]) -> Float[Tensor, " v"] | None:
+        """Return the probe's log-probability of each token for the best of some rows; None without a probe.
+
+        Where rows are out of order, every position asks for all that are still free.
+        """
+        probe = self.proposer.probe
+        if probe is None:
+            return None
+        if self.ordered or len(self.raw) * self.proposer.vocab_size > MOST_KEPT:
+            return probe.log_probs(self.raw[targets]).amax(0)
+        if self._table is None:
+            self._table = probe.log_probs(self.raw)
+        return self._table[targets].amax(0)
 
     def accept(self, prediction: TokenPrediction) -> None:
         self.found.append(prediction)
@@ -225,7 +242,7 @@ class Candidates:
         """Return the scores of the vocabulary, computed when first needed."""
         if self._scores is None:
             weights = None if self.task.lm is None else self.task.lm.weights
-            scores = self.task.proposer.scores(self.task.raw[self.targets], self._next_token, weights)
+            scores = self.task.proposer.scores(self.task.of_rows(self.targets), self._next_token, weights)
             self._scores = scores.to(self._seen.device)
         return self._scores
 

@@ -125,7 +125,7 @@ class Proposer:
 
     def scores(
         self,
-        rows: Float[Tensor, "rows d"],
+        of_rows: Float[Tensor, " v"] | None,
         next_token: Float[Tensor, " v"] | None,
         weights: tuple[float, float] | None = None,
     ) -> Float[Tensor, " v"]:
@@ -134,15 +134,14 @@ class Proposer:
         All scores are 0 where neither is available.
 
         Args:
-            weights: of both; None is ``self.weights``.
+            of_rows: the probe's part. next_token: the language model's. weights: of both; None is ``self.weights``.
         """
         of_probe, of_model = self.weights if weights is None else weights
-        scores = torch.zeros(self.vocab_size, device=rows.device)
-        if self.probe is not None:
-            scores = self.probe.log_probs(rows).amax(0)
-        if next_token is not None:
-            scores = of_probe * scores + of_model * next_token.to(scores.device)
-        return scores
+        if next_token is None:
+            return torch.zeros(self.vocab_size) if of_rows is None else of_rows
+        if of_rows is None:
+            return of_model * next_token
+        return of_probe * of_rows + of_model * next_token.to(of_rows.device)
 
 
 class LanguageModel:
