@@ -16,6 +16,7 @@ from hiddenlab.defenses.verification.detect import (
     poolings,
     standardised,
     standardised_auc,
+    weigh,
 )
 from hiddenlab.errors import InputError
 
@@ -61,11 +62,11 @@ def test_more_tokens_detect_better_and_honest_is_not_detected() -> None:
 
 def test_less_divergent_than_honest_is_not_suspicious() -> None:
     verdict = detect(tokens(0, 0.1, 0.5), tokens(1, 0.01, 0.1), 300, np.random.default_rng(0))
-    assert verdict.auc == verdict.auc_low_fpr == 0.5 and verdict.pooling is None
+    assert verdict.auc == verdict.auc_low_fpr == 0.5 and verdict.pooling == ()
 
 
 def test_poolings_come_from_finite_honest_scores() -> None:
-    for pooling in poolings(tokens(0, 0.1, 0.5)):
+    for (pooling,) in poolings(tokens(0, 0.1, 0.5)):
         assert np.isfinite(pooling(np.array([0.0, 1.0, np.inf]))).all()
         assert float(pooling(np.array([np.inf]))[0]) == pooling.top
     with pytest.raises(InputError):
@@ -77,6 +78,38 @@ def test_poolings_come_from_finite_honest_scores() -> None:
 def test_divergence_is_found_where_honest_tokens_never_diverge() -> None:
     verdict = detect(np.zeros(1000), tokens(1, 0.1, 0.5, 1000), 100, np.random.default_rng(0))
     assert verdict.auc_low_fpr > 0.99
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_weights_are_those_of_a_slow_logistic_regression(seed: int) -> None:
+    """Plain gradient descent on the same loss, on standardised scores, until nothing moves."""
+    rng = np.random.default_rng(seed)
+    honest, other = rng.normal(size=(60, 3)) * [1, 5, 0.1], rng.normal(0.4, 1, size=(50, 3)) * [1, 5, 0.1]
+    rows, is_other = np.concatenate([honest, other]), np.repeat([0.0, 1.0], [60, 50])
+    x = (rows - rows.mean(0)) / rows.std(0)
+    w, constant = np.zeros(3), 0.0
+    for _ in range(20_000):
+        wrong = 1 / (1 + np.exp(-(x @ w + constant))) - is_other
+        w, constant = w - 0.01 * (x.T @ wrong + w), constant - 0.01 * wrong.sum()
+    assert weigh(honest, other) == pytest.approx(w / rows.std(0), rel=1e-3)
+    assert weigh(honest[:, :1], other[:, :1]) == pytest.approx([1.0])
+
+
+def test_several_scores_detect_together_what_each_shows_in_part() -> None:
+    rng = np.random.default_rng(0)
+    shared = rng.normal(size=8000)  # noise that the two scores have in common
+    honest = np.column_stack([shared[:4000], shared[:4000]]) + rng.normal(0, 0.1, (4000, 2))
+    other = np.column_stack([shared[4000:] + 0.3, shared[4000:] + 0.05]) + rng.normal(0, 0.1, (4000, 2))
+    alone, both = (
+        detect(honest[:, :n].squeeze(), other[:, :n].squeeze(), 8, np.random.default_rng(1)).auc_low_fpr
+        for n in (1, 2)
+    )
+    assert both > 0.95 > 0.8 > alone
+    same = np.column_stack([honest[:, 0], other[:, 0]])
+    # The second score diverges less than the honest ones': it is left out, and the first one says nothing.
+    assert detect(same[:, ::-1], same, 4, np.random.default_rng(1)).auc_low_fpr < 0.6
+    lower = detect(honest + 1, honest, 4, np.random.default_rng(1))
+    assert (lower.auc, lower.pooling) == (0.5, ())
 
 
 def test_mmd_finds_another_distribution_only() -> None:
@@ -98,7 +131,7 @@ def test_a_frontier_beats_every_point(points: list[tuple[int, int]]) -> None:
 def test_poolings_can_be_chosen_by_kind() -> None:
     honest = np.abs(np.random.default_rng(0).normal(size=100_000))
     means, tails = poolings(honest, "mean"), poolings(honest, "tail")
-    assert all(one.floor == 0 for one in means) and all(one.floor > 0 for one in tails)
+    assert all(one.floor == 0 for (one,) in means) and all(one.floor > 0 for (one,) in tails)
     assert poolings(honest) == means + tails and poolings(honest, "plain") == means[-1:]
     with pytest.raises(InputError, match="pooling"):
         poolings(honest, "median")

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -203,6 +204,29 @@ def test_margin_is_the_papers_formula_and_infinite_where_filtered() -> None:
     assert torch.equal(perturbed(logits, gumbel, sampling).argmax(1), difr.verifier_tokens(replay))
 
 
+def test_cross_entropy_after_the_filters_is_that_of_the_tokens_kept() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits, sampling = (
+        torch.randn(40, 12, generator=generator) * 2,
+        Sampling(temperature=0.7, top_k=6, top_p=0.8),
+    )
+    tokens = torch.randint(12, (40,), generator=generator)
+    replay = difr.Replay(logits, torch.zeros(40, 12), None, tokens, sampling, torch.zeros(41, 2))
+    found, whole = difr.filtered_cross_entropy(replay), difr.cross_entropy(replay)
+    for i, token in enumerate(tokens.tolist()):
+        # One position at a time: the six likeliest, then as many of them as reach a share of 0.8.
+        shares = {j: float((logits[i, j] / 0.7).exp()) for j in logits[i].topk(6).indices.tolist()}
+        total, left = sum(shares.values()), dict[int, float]()
+        for j, share in shares.items():
+            if sum(left.values()) < 0.8 * total:
+                left[j] = share
+        expected = -math.log(left[token] / sum(left.values())) if token in left else math.inf
+        assert float(found[i]) == pytest.approx(expected, rel=1e-4)
+    assert torch.isinf(found).any() and bool((found < whole)[found.isfinite()].all())
+    greedy = difr.Replay(logits, None, None, tokens, Sampling(method="greedy"), torch.zeros(41, 2))
+    assert torch.equal(difr.filtered_cross_entropy(greedy), difr.cross_entropy(greedy))
+
+
 def test_monte_carlo_agrees_with_the_likelihood_for_two_tokens() -> None:
     logits = torch.tensor([[1.0, 0.7, -50.0]] * 2)
     replay = difr.Replay(
@@ -280,6 +304,31 @@ def test_a_coarse_cache_rounds_and_keeps_the_rest(kind: str) -> None:
     assert 0 < error < {"fp8": 0.07, "int8": 0.01, "int4": 0.08}[kind]
 
 
+def test_weights_in_eight_bits_are_the_nearest_of_a_table(tiny: str) -> None:
+    """Each weight is the nearest of the finite float8 numbers, times its tensor's scale; inputs have one a token."""
+    table = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    table = table[table.isfinite()]
+
+    def nearest(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return table[((values / scale)[..., None] - table).abs().argmin(-1)] * scale
+
+    plain, rounded = (
+        Variant().load(tiny, "float32", "cpu"),
+        Variant.parse("weights=fp8").load(tiny, "float32", "cpu"),
+    )
+    after = dict(rounded.model.named_parameters())
+    changed = set()
+    for name, weight in plain.model.named_parameters():
+        if not torch.equal(weight, after[name]):
+            changed.add(name.split(".")[-2])
+            assert torch.allclose(after[name], nearest(weight, weight.abs().max() / 448), atol=1e-7), name
+    assert changed == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+    layer = rounded.model.get_submodule("model.layers.0.mlp.up_proj")
+    x = torch.randn(3, 64, generator=torch.Generator().manual_seed(0)) * torch.tensor([[1.0], [50.0], [0.01]])
+    expected = nearest(x, x.abs().amax(-1, keepdim=True) / 448) @ after["model.layers.0.mlp.up_proj.weight"].T
+    assert torch.allclose(layer(x), expected, rtol=1e-4, atol=1e-5)
+
+
 def test_uniform_ranks_are_uniform_for_any_seed(tiny: str) -> None:
     from scipy.stats import kstest
 
@@ -307,7 +356,19 @@ def test_ranks_of_equal_logits_fill_the_interval() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["fast", "kv=fp2", "temperature=hot", "seed=", "nf4+nf4", "batch=x", "=1", ""]
+    "text",
+    [
+        "fast",
+        "kv=fp2",
+        "temperature=hot",
+        "seed=",
+        "nf4+nf4",
+        "batch=x",
+        "=1",
+        "",
+        "weights=fp4",
+        "weights=fp8+nf4",
+    ],
 )
 def test_unknown_variants_are_refused(text: str) -> None:
     with pytest.raises(InputError, match="provider"):

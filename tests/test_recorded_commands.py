@@ -13,7 +13,11 @@ from hiddenlab.report.tables import NOT_RECORDED
 
 # Their rows are made of all cells together, so that there are none before cells are measured.
 FOLDED = ("fingerprint-cost", "fingerprint-cost-nf4", "fingerprint-pareto", "fingerprint-pareto-kv-fp8")
-EARLIER = ("gap-plans",)  # measured by earlier versions, with other rows: its notes say so
+EARLIER = (
+    "gap-plans",
+    "activations",
+    "activations-more",
+)  # measured by earlier versions, with other rows: its notes say so
 TABLES = sorted((Path(__file__).parents[1] / "docs/results/tables").glob("*.json"))
 
 

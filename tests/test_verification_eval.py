@@ -9,11 +9,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hiddenlab.defenses.verification.causal_lm import load_whole
+from hiddenlab.defenses.verification.difr import Verifier
 from hiddenlab.errors import InputError
 from hiddenlab.eval.cells import MEASURED, Setting, measure_cell
 from hiddenlab.eval.measures import answers
 from hiddenlab.eval.measures import verification as measures
-from hiddenlab.eval.tables import tampering, verification
+from hiddenlab.eval.tables import fingerprints, tampering, verification
 from hiddenlab.testing import save_tiny
 
 
@@ -44,9 +46,49 @@ def test_answers_are_generated_once_and_scored(spec: dict[str, Any], home: Path)
     scores = answers.scored(spec, home)
     assert len(scores["margin"]) == len(scores["drawn"]) == 8 * 36
     assert scores["mismatch"].mean() < 0.02
+    finite = np.isfinite(scores["filtered_cross_entropy"])
+    assert (finite == np.isfinite(scores["margin"])).all()
+    assert (scores["filtered_cross_entropy"] <= scores["cross_entropy"] + 1e-6)[finite].all()
     assert len(scores["toploc:128:32:accepted"]) == 8 * 3 and scores["toploc:128:32:accepted"].all()
     assert scores["activation:orthogonal:8"].max() < 0.1
     assert not list(home.rglob(".*"))
+
+
+def test_proofs_of_single_tokens_are_compared_as_their_numbers(spec: dict[str, Any], home: Path) -> None:
+    """A proof of all 64 values of a state misses none, so that bits can be compared one by one."""
+    given = {**spec, "variant": "layers=3"}
+    found, made = answers.proven(given, home), answers.answered(given, home)
+    verifier = Verifier(load_whole(spec["model"], dtype=spec["dtype"], device="cpu"))
+    rows = [verifier.replay(transcript).output_states for transcript in made.transcripts]
+    for i, (sent, own) in enumerate(zip(torch.cat(made.outputs), torch.cat(rows), strict=True)):
+        ours, theirs = (side.bfloat16().view(torch.int16).tolist() for side in (own, sent))
+        errors = [
+            abs((a & 127) - (b & 127)) for a, b in zip(ours, theirs, strict=True) if (a ^ b) & 0xFF80 == 0
+        ]
+        assert found["toploc:64:1:exponents"][i] == 64 - len(errors)
+        assert found["toploc:64:1:mean"][i] == pytest.approx(np.mean(errors) if errors else np.inf)
+        assert found["toploc:64:1:median"][i] == (np.median(errors) if errors else np.inf)
+    honest = answers.proven({**spec, "variant": "honest"}, home)
+    assert honest["toploc:8:1:exponents"].mean() < 0.1 < found["toploc:8:1:exponents"].mean()
+    together = answers.pooled([given], home, "toploc:8:1")
+    assert together.shape == (8 * 36, 3) and (together[:, 0] == found["toploc:8:1:exponents"]).all()
+
+
+def test_an_honest_pool_can_be_chosen(spec: dict[str, Any], home: Path) -> None:
+    setting = Setting(model=spec["model"], prompts=spec["prompts"], limit=4, max_tokens=8, device="cpu")
+    alone = verification.detection(setting, providers="seed=1", honest="honest")
+    assert {tuple(cell.spec["honest"]) for cell in alone.cells} == {("honest",)}
+    assert any(note.startswith("Honest: honest, less") for note in alone.notes)
+    assert fingerprints.activations(setting, honest="threads=1;batch=3").cells[0].spec["honest"] == [
+        "threads=1", "batch=3"
+    ]  # fmt: skip
+    with pytest.raises(InputError, match="no part of a variant"):
+        verification.detection(setting, honest="fast")
+    with pytest.raises(InputError, match="no honest provider is left"):
+        measures.detection(
+            {**spec, "variant": "honest", "honest": ["honest"], "score": "margin", "sizes": [1]},
+            home / "cells" / "x",
+        )
 
 
 def test_other_providers_diverge_in_their_own_scores(spec: dict[str, Any], home: Path) -> None:
@@ -78,6 +120,7 @@ def test_the_adversary_meets_the_honest_cross_entropy(
             {"honest": ["honest", "batch=3"], "score": "activation:orthogonal:4", "sizes": [4]},
             "auc_4",
         ),
+        ("detection", {"honest": ["honest", "batch=3"], "score": "toploc:4:1", "sizes": [4]}, "auc_4"),
         ("agreement", {"against": "seed=2"}, "same_token"),
         ("uniformity", {"requests": 4}, "rank_uniformity_p"),
         ("proofs", {}, "requests_accepted"),
@@ -106,7 +149,7 @@ def test_detection_tells_a_seed_from_an_honest_provider(spec: dict[str, Any], ho
 
 
 def test_a_frontier_of_bytes_keeps_what_nothing_cheaper_beats(spec: dict[str, Any]) -> None:
-    made = verification.fingerprint_pareto(
+    made = fingerprints.fingerprint_pareto(
         Setting(model=spec["model"], prompts=spec["prompts"], device="cpu")
     )
     values = {1: 0.5, 2: 0.7, 4: 0.7, 8: 0.9, 16: 0.9, 32: 1.0}
@@ -129,14 +172,18 @@ def test_a_frontier_of_bytes_keeps_what_nothing_cheaper_beats(spec: dict[str, An
         one["figures"]["Activation-DiFR"]["value"] for one in rows if "Activation-DiFR" in one["figures"]
     ]
     assert costs == sorted(costs) and found == sorted(found) and len(set(found)) == len(found)
-    assert costs[0] == 2 / 32 and found[-1] == 1.0
+    assert costs[0] == 1 / 32 and found[-1] == 1.0
+    sent = [one["keys"]["bytes a token"] for one in rows if "Activation-DiFR, sent" in one["figures"]]
+    plain = [one["keys"]["bytes a token"] for one in rows if "Activation-DiFR" in one["figures"]]
+    assert sent == [2 * cost for cost in plain]
 
 
 def test_experiments_are_cells_of_known_measures(spec: dict[str, Any], tmp_path: Path) -> None:
     setting = Setting(model=spec["model"], prompts=spec["prompts"], limit=2, max_tokens=6, device="cpu")
     for make in (
         verification.detection,
-        verification.activations,
+        fingerprints.activations,
+        fingerprints.fingerprint_cost,
         verification.providers,
         verification.toploc_table,
     ):
@@ -151,7 +198,7 @@ def test_other_ways_of_sampling_have_their_own_scores(spec: dict[str, Any], home
     setting = Setting(model=spec["model"], prompts=spec["prompts"], limit=4, max_tokens=8, device="cpu")
     made = verification.detection(setting, providers="seed=1", new_tokens=36, method="ipt", trials=20)
     names = {str(cell.spec["score"]) for cell in made.cells}
-    assert names == {"likelihood", "mismatch", "cross_entropy", "monte_carlo:20"}
+    assert names == {"likelihood", "mismatch", "cross_entropy", "filtered_cross_entropy", "monte_carlo:20"}
     found = {}
     for cell in made.cells:
         given = {**cell.spec, "dtype": "float32", "honest": ["honest", "batch=3"], "sizes": [60]}
@@ -196,7 +243,7 @@ def test_calibrated_limits_accept_the_honest_and_are_no_looser(spec: dict[str, A
 
 
 def test_the_cost_of_an_auc_is_that_of_the_cheapest_setting(spec: dict[str, Any]) -> None:
-    made = verification.fingerprint_cost(Setting(model=spec["model"], prompts=spec["prompts"], device="cpu"))
+    made = fingerprints.fingerprint_cost(Setting(model=spec["model"], prompts=spec["prompts"], device="cpu"))
 
     def row(score: str, values: dict[int, float]) -> dict[str, Any]:
         figures = {f"auc_{n}": {"value": v, "n": 8} for n, v in values.items()}
@@ -212,15 +259,17 @@ def test_the_cost_of_an_auc_is_that_of_the_cheapest_setting(spec: dict[str, Any]
     rows = made.fold(
         [
             row("Activation-DiFR, k = 2", {8: 0.96, 32: 0.9995}), row("Activation-DiFR, k = 8", {1: 0.97, 4: 0.999}),
-            row("TOPLOC, 4 values a token", {1: 0.6, 32: 0.96}),
+            row("TOPLOC, k = 4", {1: 0.6, 32: 0.96}),
         ]
     )  # fmt: skip
     costs = {
         one["keys"]["AUC"]: {name: figure["value"] for name, figure in one["figures"].items()} for one in rows
     }
-    # k = 2 of 8 tokens in 32: 4 · 8 / 32; k = 8 of one: 16 / 32.
-    assert costs[0.95] == {"Activation-DiFR": 0.5, "TOPLOC": 10.0}
-    assert costs[0.99] == {"Activation-DiFR": 2.0} == costs[0.999]
+    # As the paper counts: k = 8 of one token in 32, 8 / 32; k = 4 of all. A proof has two bytes more than its values.
+    assert costs[0.95] == {
+        "Activation-DiFR": 0.25, "TOPLOC": 4.0, "Activation-DiFR, sent": 0.5, "TOPLOC, sent": 10.0
+    }  # fmt: skip
+    assert costs[0.99] == {"Activation-DiFR": 1.0, "Activation-DiFR, sent": 2.0} == costs[0.999]
     assert costs[0.9999] == {}
 
 

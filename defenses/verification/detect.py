@@ -96,10 +96,11 @@ def clipping(honest: Scores, top: float = 99.9, floor: float = 0.0) -> Pooling:
     return Pooling(cut, float(np.percentile(finite, floor)) if floor else 0.0)
 
 
-def poolings(honest: Scores, which: str = "best") -> list[Pooling]:
+def poolings(honest: Scores, which: str = "best") -> list[tuple[Pooling, ...]]:
     """List the winsorized means and tail-focused means, each once (DiFR, section 5.2 and appendix E).
 
     Args:
+        honest: scores of tokens, or rows of several scores each; every score has a pooling of its own.
         which: ``best`` for both kinds, ``mean`` for the first alone, ``tail`` for the second, ``plain`` for the mean
             that is hardly clipped (at the last of the percentiles; filtered tokens, which are infinite, need a limit).
 
@@ -110,7 +111,16 @@ def poolings(honest: Scores, which: str = "best") -> list[Pooling]:
         raise InputError(f"pooling {which!r}: one of {', '.join(POOLINGS)}")
     means, tails = [(top, 0.0) for top in PERCENTILES], list(TAILS)
     wanted = {"best": means + tails, "plain": means[-1:], "mean": means, "tail": tails}[which]
-    return list(dict.fromkeys(clipping(honest, top, floor) for top, floor in wanted))
+    return list(
+        dict.fromkeys(
+            tuple(clipping(column, top, floor) for column in _columns(honest)) for top, floor in wanted
+        )
+    )
+
+
+def _columns(scores: Scores) -> Scores:
+    """Return scores as rows, one for each score of a token."""
+    return np.atleast_2d(scores.T)
 
 
 @dataclass(frozen=True)
@@ -120,13 +130,13 @@ class Verdict:
     Attributes:
         auc, auc_low_fpr: the whole area, and the area up to 1 % false positives, standardised. Both are 0.5 where the
             provider diverges less than the honest ones, which is not suspicious.
-        pooling: chosen on the training half.
+        pooling: of each score of a token, chosen on the training half; none where the provider diverges less.
         batches: number of batches per side.
     """
 
     auc: float
     auc_low_fpr: float
-    pooling: Pooling | None
+    pooling: tuple[Pooling, ...]
     batches: int
 
 
@@ -135,8 +145,11 @@ def detect(
 ) -> Verdict:  # fmt: skip
     """Choose clipping and pooling on one half of the tokens and measure them on the other (DiFR, section 5.2).
 
+    A token may have several scores, as TOPLOC's proofs have. Then a batch has a mean of each. A logistic regression on
+    the training half weighs them, and scores in which the provider diverges less than the honest ones are left out.
+
     Args:
-        honest, other: scores of tokens.
+        honest, other: scores of tokens; with several a token, one row a token.
         size: tokens of a batch, drawn without replacement.
         rng: of all draws.
         batches: number of batches per side.
@@ -150,18 +163,66 @@ def detect(
         raise InputError(f"half of the tokens are fewer than a batch of {size}")
     train, test = zip(*halves, strict=True)
     picks = [[_picks(len(half), size, batches, rng) for half in part] for part in (train, test)]
-    best: tuple[float, Pooling] | None = None
+
+    def means(part: int, pooling: tuple[Pooling, ...]) -> list[Scores]:
+        """Return the batches' means of each score, honest ones first."""
+        sides = zip((train, test)[part], picks[part], strict=True)
+        return [
+            np.stack(
+                [pool(column)[pick].mean(1) for pool, column in zip(pooling, _columns(half), strict=True)], 1
+            )
+            for half, pick in sides
+        ]
+
+    best: tuple[float, tuple[Pooling, ...], Scores] | None = None
     for pooling in poolings(train[0], which):
-        a, b = (pooling(half) for half in train)
-        if b.mean() <= a.mean():
+        more = [
+            pool(b).mean() > pool(a).mean() for pool, a, b in zip(pooling, *map(_columns, train), strict=True)
+        ]
+        if not any(more):
             continue
-        value = standardised_auc(*(v[pick].mean(1) for v, pick in zip((a, b), picks[0], strict=True)))
+        a, b = means(0, pooling)
+        weights = np.zeros(len(more))
+        weights[more] = weigh(a[:, more], b[:, more])
+        value = standardised_auc(a @ weights, b @ weights)
         if best is None or value > best[0]:
-            best = value, pooling
+            best = value, pooling, weights
     if best is None:
-        return Verdict(CHANCE, CHANCE, None, batches)
-    a, b = (best[1](half)[pick].mean(1) for half, pick in zip(test, picks[1], strict=True))
+        return Verdict(CHANCE, CHANCE, (), batches)
+    a, b = (side @ best[2] for side in means(1, best[1]))
     return Verdict(auc(a, b), standardised_auc(a, b), best[1], batches)
+
+
+def weigh(honest: Scores, other: Scores) -> Scores:
+    """Return weights of several scores, by a logistic regression that tells another provider's batches (DiFR, 5.2).
+
+    Scores are standardised, and half the squared weights are added to the loss, as in the paper's code. A single score
+    needs no regression: its weight is 1.
+
+    Args:
+        honest, other: one row a batch, one column a score.
+    """
+    from scipy.optimize import minimize
+    from scipy.special import expit
+
+    rows = np.concatenate([honest, other])
+    if rows.shape[1] == 1:
+        return np.ones(1)
+    scale = rows.std(0)
+    scale[scale == 0] = 1.0  # a score that is the same everywhere tells nothing
+    x = np.column_stack([(rows - rows.mean(0)) / scale, np.ones(len(rows))])
+    signs = np.repeat([-1.0, 1.0], [len(honest), len(other)])
+
+    def loss(w: Scores) -> tuple[float, Scores]:
+        inside = signs * (x @ w)
+        slopes = w * ([1.0] * (len(w) - 1) + [0.0])  # the constant is free
+        return (
+            float(np.logaddexp(0, -inside).sum() + slopes @ slopes / 2),
+            slopes - x.T @ (signs * expit(-inside)),
+        )
+
+    found = minimize(loss, np.zeros(x.shape[1]), jac=True, method="L-BFGS-B").x
+    return np.asarray(found[:-1]) / scale
 
 
 def _picks(tokens: int, size: int, batches: int, rng: np.random.Generator) -> NDArray[np.int64]:

@@ -19,6 +19,7 @@ from hiddenlab.defenses.verification.sampling import (
     Sampling,
     StreamNoise,
     invert,
+    kept,
     perturbed,
     probabilities,
 )
@@ -165,6 +166,17 @@ def cross_entropy(replay: Replay) -> Float[Tensor, " n"]:
     It is the baseline that needs no seed. A greedy request is scored at temperature 1.
     """
     return surprise(replay.logits, replay.tokens, replay.sampling)
+
+
+def filtered_cross_entropy(replay: Replay) -> Float[Tensor, " n"]:
+    """Return −log probability of each claimed token in the distribution that is sampled from (DiFR, table 5), in nats.
+
+    That is after top-k and top-p. A filtered token has no probability left: its value is infinite. The tokens that are
+    kept share the whole probability, so that their values are smaller than those of ``cross_entropy``. A greedy request
+    has no filters, and the two are equal.
+    """
+    kept_only = replay.logits.masked_fill(~kept(replay.logits, replay.sampling), -torch.inf)
+    return surprise(kept_only, replay.tokens, replay.sampling)
 
 
 def surprise(

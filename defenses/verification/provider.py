@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import DynamicCache
 
 from hiddenlab.defenses.verification.causal_lm import WholeModel, load_whole
@@ -25,8 +25,16 @@ from hiddenlab.types import Progress, silent
 BATCH = 50
 QUANTIZATIONS = ("int8", "nf4")
 KV_DTYPES = ("fp8", "int8", "int4")
+WEIGHT_DTYPES = ("fp8",)
 HONEST = "honest"
-LOADED = ("dtype", "attention", "quantization", "model", "layers")  # parts of a variant: which model runs
+LOADED = (
+    "dtype",
+    "attention",
+    "quantization",
+    "weights",
+    "model",
+    "layers",
+)  # parts of a variant: which model runs
 SAMPLED = ("temperature", "top_p", "top_k", "seed")  # and how it draws
 
 
@@ -37,7 +45,8 @@ class Variant:
     Attributes:
         dtype, attention, batch, threads: how it computes.
         cache: 1 for a KV cache; 0 computes every token by a prefill of all before it.
-        quantization: of weights.
+        quantization: of weights, by bitsandbytes.
+        weights: rounding of the weights of all linear layers but the head, and of what enters these layers.
         kv: rounding of the KV cache.
         model: another one than advertised.
         layers: run only so many of the first.
@@ -53,6 +62,7 @@ class Variant:
     threads: int | None = None
     cache: int = 1
     quantization: str | None = None
+    weights: str | None = None
     kv: str | None = None
     model: str | None = None
     layers: int | None = None
@@ -72,6 +82,10 @@ class Variant:
             raise InputError(f"provider: cache is {self.cache} (0 or 1), rate is {self.rate} (from 0 to 1)")
         if self.kv is not None and not self.cache:
             raise InputError("provider: kv says how a cache rounds, and cache=0 leaves the cache out")
+        if self.weights is not None and self.quantization is not None:
+            raise InputError(
+                f"provider: weights={self.weights} and {self.quantization} both round the weights"
+            )
 
     @classmethod
     def parse(cls, text: str) -> Variant:
@@ -96,8 +110,9 @@ class Variant:
             if name in options:
                 raise InputError(f"provider {text!r}: {name} stands twice")
             options[name] = _number(text, name, value, known[name])
-        if options.get("kv") not in (None, *KV_DTYPES):
-            raise InputError(f"provider {text!r}: kv is one of {', '.join(KV_DTYPES)}")
+        for name, kinds in (("kv", KV_DTYPES), ("weights", WEIGHT_DTYPES)):
+            if options.get(name) not in (None, *kinds):
+                raise InputError(f"provider {text!r}: {name} is one of {', '.join(kinds)}")
         return cls(**options)
 
     def check_only(self, names: Sequence[str], why: str) -> None:
@@ -125,10 +140,13 @@ class Variant:
 
     def load(self, model: str, dtype: str, device: str) -> WholeModel:
         """Load the model that the provider runs where ``model`` in ``dtype`` was advertised."""
-        return load_whole(
+        whole = load_whole(
             self.model or model, dtype=self.dtype or dtype, device=device, quantization=self.quantization,
             attention=self.attention, layers=self.layers,
         )  # fmt: skip
+        if self.weights is not None:
+            coarsen(whole)
+        return whole
 
 
 def _number(text: str, name: str, value: str, kind: str) -> Any:
@@ -163,11 +181,40 @@ class CoarseCache(DynamicCache):
 def coarse(values: Float[Tensor, "*shape d"], kind: str) -> Float[Tensor, "*shape d"]:
     """Return values rounded as a cache of ``kind`` stores them."""
     if kind == "fp8":
-        scale = values.abs().amax().float().clamp(min=1e-12) / torch.finfo(torch.float8_e4m3fn).max
-        return ((values / scale).to(torch.float8_e4m3fn).to(values.dtype) * scale).to(values.dtype)
+        return _eight_bits(values, values.abs().amax())
     top = {"int8": 127, "int4": 7}[kind]
     scale = values.abs().amax(-1, keepdim=True).clamp(min=1e-12) / top
     return (values / scale).round().clamp(-top, top) * scale
+
+
+def _eight_bits(values: Float[Tensor, "*shape"], largest: Float[Tensor, ...]) -> Float[Tensor, "*shape"]:
+    """Return values rounded to float8 e4m3, whose range ends at ``largest``."""
+    scale = largest.float().clamp(min=1e-12) / torch.finfo(torch.float8_e4m3fn).max
+    return ((values / scale).to(torch.float8_e4m3fn).to(values.dtype) * scale).to(values.dtype)
+
+
+def coarsen(whole: WholeModel) -> None:
+    """Round a model's linear layers to float8 e4m3, as vLLM's ``quantization="fp8"`` does (DiFR, appendix C).
+
+    Weights have one scale for each tensor. What enters a layer is rounded at each pass, with one scale for each token.
+    The head stays as it is. Sums are taken in the model's dtype.
+
+    Raises:
+        InputError: the model has no linear layers.
+    """
+    head = whole.model.get_output_embeddings()  # type: ignore[operator]
+    layers = [m for m in whole.model.modules() if isinstance(m, nn.Linear) and m is not head]
+    if not layers:
+        raise InputError(f"provider: weights=fp8 rounds linear layers, and {whole.name} has none")
+    for layer in layers:
+        with torch.no_grad():
+            layer.weight.copy_(coarse(layer.weight, "fp8"))
+        layer.register_forward_pre_hook(_coarse_input)
+
+
+def _coarse_input(layer: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    first, *others = inputs
+    return _eight_bits(first, first.abs().amax(-1, keepdim=True)), *others
 
 
 @dataclass(frozen=True)

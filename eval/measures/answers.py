@@ -3,7 +3,7 @@
 import math
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,13 +29,8 @@ from hiddenlab.utils.digests import digest_of
 from hiddenlab.utils.files import new_folder
 from hiddenlab.utils.random import generator
 
-COUNTS = (1, 2, 4, 8, 16, 32)  # numbers of a fingerprint
-PROOF_COUNTS = (
-    1,
-    4,
-    16,
-    128,
-)  # values of a TOPLOC proof; the last for 32 tokens, the others for single ones too
+COUNTS = (1, 2, 4, 8, 16, 32, 64)  # numbers of a fingerprint, and values of a TOPLOC proof of one token
+PROOF_PARTS = ("exponents", "mean", "median")  # what TOPLOC's rule looks at
 PROJECTION_SEED = 1234
 ANSWERS, STATES, SCORES = "transcripts.jsonl", "states.safetensors", "scores.safetensors"
 MONTE_CARLO = "monte_carlo"  # a score of its own
@@ -133,29 +128,42 @@ def _entropy(spec: dict[str, Any], home: Path, progress: Progress) -> float:
 def scored(spec: dict[str, Any], home: Path, progress: Progress = silent) -> dict[str, np.ndarray]:
     """Return a verifier's scores of all answers, by name: one number per token, or one per proof for TOPLOC's.
 
-    ``margin``, ``likelihood``, ``mismatch``, ``cross_entropy``, ``rank`` (see ``difr``); ``activation:KIND:K``;
-    ``toploc:K:EVERY:exponents`` (values in disagreement), ``…:mean``, ``…:median``, ``…:accepted``, by the published
-    rule. ``drawn`` and ``length`` are the output tokens and their count by request.
+    ``margin``, ``likelihood``, ``mismatch``, ``cross_entropy``, ``filtered_cross_entropy``, ``rank`` (see ``difr``);
+    ``activation:KIND:K``; ``toploc:128:32:exponents`` (values in disagreement), ``…:mean``, ``…:median``,
+    ``…:accepted``, by the published rule. ``drawn`` and ``length`` are the output tokens and their count by request.
     """
-    folder = _folder(home, "scores", spec)
-    path = folder / SCORES
-    if not path.is_file():
-        answers = answered(spec, home, progress)
-        verifier = Verifier(load_whole(spec["model"], dtype=spec["dtype"], device=spec["device"]))
-        parts: list[dict[str, Tensor]] = []
-        for i, transcript in enumerate(answers.transcripts):
-            replay = verifier.replay(transcript)
-            parts.append(
-                difr.token_scores(replay)
-                | {"drawn": replay.tokens, "length": torch.tensor([len(replay.tokens)])}
-                | _activation_scores(answers.outputs[i], replay)
-                | _proof_scores(answers.prompts[i], answers.outputs[i], replay)
-            )
-            progress("requests verified", i + 1, len(answers.transcripts))
-        scores = {name: torch.cat([part[name] for part in parts]).contiguous() for name in parts[0]}
-        with _kept(folder) as work:
-            save_file(scores, work / SCORES)
-    return {name: value.numpy() for name, value in load_file(path).items()}
+
+    def scores(i: int, answers: Answered, replay: Replay) -> dict[str, Tensor]:
+        return (
+            difr.token_scores(replay)
+            | {"filtered_cross_entropy": difr.filtered_cross_entropy(replay)}
+            | {"drawn": replay.tokens, "length": torch.tensor([len(replay.tokens)])}
+            | _activation_scores(answers.outputs[i], replay)
+            | _proof_scores(answers.prompts[i], answers.outputs[i], replay)
+        )
+
+    return _verified(spec, home, "token-scores", "requests verified", scores, progress)
+
+
+def proven(spec: dict[str, Any], home: Path, progress: Progress = silent) -> dict[str, np.ndarray]:
+    """Return TOPLOC's comparison of a proof of each single output token, as DiFR's paper compares it (figure 4).
+
+    The names are ``toploc:K:1:PART`` with ``PROOF_PARTS``. Where none of a token's values agrees, mean and median of
+    the mantissas are infinite. The many proofs are slow, so they are kept separately.
+    """
+
+    def scores(i: int, answers: Answered, replay: Replay) -> dict[str, Tensor]:
+        found = dict[str, Tensor]()
+        for count in COUNTS:
+            pairs = zip(answers.outputs[i].split(1), replay.output_states.split(1), strict=True)
+            checks = [
+                toploc.verify(own, toploc.commit(sent, count, PAPER), k=count, rule=PAPER)
+                for sent, own in pairs
+            ]
+            found |= _compared(f"toploc:{count}:1", count, checks)
+        return found
+
+    return _verified(spec, home, "proofs", "requests proven", scores, progress)
 
 
 def simulated(
@@ -165,18 +173,39 @@ def simulated(
 
     It is costly, so it is kept separately.
     """
-    folder = _folder(home, f"trials-{trials}", spec)
+
+    def scores(i: int, answers: Answered, replay: Replay) -> dict[str, Tensor]:
+        draws = generator(spec["seed"], "trials", i)
+        return {MONTE_CARLO: difr.monte_carlo(replay, difr.SIGMA, draws, trials=trials)}
+
+    return _verified(spec, home, f"trials-{trials}", "requests simulated", scores, progress)
+
+
+def _verified(
+    spec: dict[str, Any],
+    home: Path,
+    kind: str,
+    what: str,
+    scores: Callable[[int, Answered, Replay], dict[str, Tensor]],
+    progress: Progress,
+) -> dict[str, np.ndarray]:
+    """Return scores of all answers, from a file of their kind if there is one.
+
+    Args:
+        kind: names the folder. what: is counted. scores: of the answer at a place, from its replay.
+    """
+    folder = _folder(home, kind, spec)
     path = folder / SCORES
     if not path.is_file():
-        transcripts = answered(spec, home, progress).transcripts
+        answers = answered(spec, home, progress)
         verifier = Verifier(load_whole(spec["model"], dtype=spec["dtype"], device=spec["device"]))
-        parts = []
-        for i, transcript in enumerate(transcripts):
-            draws = generator(spec["seed"], "trials", i)
-            parts.append(difr.monte_carlo(verifier.replay(transcript), difr.SIGMA, draws, trials=trials))
-            progress("requests simulated", i + 1, len(transcripts))
+        parts: list[dict[str, Tensor]] = []
+        for i, transcript in enumerate(answers.transcripts):
+            parts.append(scores(i, answers, verifier.replay(transcript)))
+            progress(what, i + 1, len(answers.transcripts))
+        together = {name: torch.cat([part[name] for part in parts]).contiguous() for name in parts[0]}
         with _kept(folder) as work:
-            save_file({MONTE_CARLO: torch.cat(parts)}, work / SCORES)
+            save_file(together, work / SCORES)
     return {name: value.numpy() for name, value in load_file(path).items()}
 
 
@@ -206,26 +235,25 @@ def _activation_scores(outputs: Tensor, replay: Replay) -> dict[str, Tensor]:
 
 
 def _proof_scores(prompt: Tensor, outputs: Tensor, replay: Replay) -> dict[str, Tensor]:
-    """Return TOPLOC's comparison of proofs by the published rule: for the prompt, each 32 tokens and single tokens."""
-    own_prompt = replay.states[: len(prompt)]
-    scores: dict[str, Tensor] = {}
-    for count in PROOF_COUNTS:
-        for every in (1, EVERY):
-            if count == toploc.TOP and every == 1:
-                continue
-            sides = [
-                PAPER.chunks(a, b, every) for a, b in ((prompt, outputs), (own_prompt, replay.output_states))
-            ]
-            checks = [
-                toploc.verify(own, toploc.commit(sent, count, PAPER), k=count, rule=PAPER)
-                for sent, own in zip(*sides, strict=True)
-            ]
-            name = f"toploc:{count}:{every}"
-            scores[f"{name}:exponents"] = torch.tensor([_or(c.mismatches, count) for c in checks])
-            scores[f"{name}:mean"] = torch.tensor([_or(c.mean, math.inf) for c in checks])
-            scores[f"{name}:median"] = torch.tensor([_or(c.median, math.inf) for c in checks])
-            scores[f"{name}:accepted"] = torch.tensor([float(c.accepted) for c in checks])
-    return scores
+    """Return TOPLOC's comparison of proofs by the published rule: for the prompt, and for each 32 tokens."""
+    own = PAPER.chunks(replay.states[: len(prompt)], replay.output_states, EVERY)
+    checks = [
+        toploc.verify(b, toploc.commit(a, rule=PAPER), rule=PAPER)
+        for a, b in zip(PAPER.chunks(prompt, outputs, EVERY), own, strict=True)
+    ]
+    name = f"toploc:{toploc.TOP}:{EVERY}"
+    return _compared(name, toploc.TOP, checks) | {
+        f"{name}:accepted": torch.tensor([float(check.accepted) for check in checks])
+    }
+
+
+def _compared(name: str, count: int, checks: Sequence[toploc.Check]) -> dict[str, Tensor]:
+    """Return the three statistics of proofs of ``count`` values."""
+    return {
+        f"{name}:exponents": torch.tensor([_or(check.mismatches, count) for check in checks]),
+        f"{name}:mean": torch.tensor([_or(check.mean, math.inf) for check in checks]),
+        f"{name}:median": torch.tensor([_or(check.median, math.inf) for check in checks]),
+    }
 
 
 def _or(value: float | None, other: float) -> float:
@@ -253,8 +281,14 @@ def pooled(
 ) -> np.ndarray:
     """Return one score of several providers' answers, as one array.
 
-    Besides the names of ``scored``: ``likelihood:SIGMA`` (of the margins) and ``monte_carlo:TRIALS``.
+    Besides the names of ``scored`` and ``proven``: ``likelihood:SIGMA`` (of the margins), ``monte_carlo:TRIALS``, and
+    ``toploc:K:1`` (one row a token, with the three statistics of its proof).
+
+    Raises:
+        InputError: no provider, or no such score.
     """
+    if not specs:
+        raise InputError("no honest provider is left to compare with: name another one with --set honest=")
     return np.concatenate([_score(spec, home, score, progress).astype(float) for spec in specs])
 
 
@@ -262,6 +296,11 @@ def _score(spec: dict[str, Any], home: Path, score: str, progress: Progress) -> 
     name, _, number = score.partition(":")
     if name == MONTE_CARLO:
         return simulated(spec, home, int(number), progress)[name]
+    if name == "toploc" and number.split(":")[1] == "1":
+        proofs = proven(spec, home, progress)
+        if score in proofs:
+            return proofs[score]
+        return np.stack([proofs[f"{score}:{part}"] for part in PROOF_PARTS], 1)
     scores = scored(spec, home, progress)
     if name == "likelihood" and number:
         return difr.likelihood(torch.from_numpy(scores["margin"]), float(number)).numpy()

@@ -16,7 +16,7 @@ from hiddenlab.eval.measures.intervals import mean, ratio, share
 from hiddenlab.types import Progress, silent
 
 SPLITS = 5
-PERCENTILES = (90.0, 99.0, 99.9, 99.99)
+PERCENTILES = (90.0, 99.0, 99.9, 99.99, 99.999)
 
 
 def _home(folder: Path) -> Path:
@@ -52,7 +52,7 @@ def detection(spec: dict[str, Any], folder: Path, progress: Progress = silent) -
             )
             for split in range(SPLITS)
         ]  # fmt: skip
-        tails = [float(outcome.pooling is not None and outcome.pooling.floor > 0) for outcome in outcomes]
+        tails = [float(any(pool.floor > 0 for pool in outcome.pooling)) for outcome in outcomes]
         for name, values in (
             ("auc", [outcome.auc_low_fpr for outcome in outcomes]),
             ("whole", [outcome.auc for outcome in outcomes]), ("tail", tails),

@@ -14,11 +14,10 @@ from hiddenlab.defenses.fingerprints import request_seed
 from hiddenlab.defenses.verification.toploc import proof_bytes
 from hiddenlab.errors import InputError
 from hiddenlab.eval.cells import MEASURED, NOT_RUN, Cell, Experiment, Figures, Setting, attack_cell
-from hiddenlab.eval.measures.answers import COUNTS, PROOF_COUNTS
 from hiddenlab.eval.measures.attack import as_figures
 from hiddenlab.eval.measures.intervals import mean, ratio, share
 from hiddenlab.eval.measures.metrics import score_text
-from hiddenlab.eval.tables.verification import ACTIVATION_SCORES, FEW, base, detected
+from hiddenlab.eval.tables.verification import FEW, base, detected
 from hiddenlab.job import build_attack
 from hiddenlab.matching.fingerprint_evidence import learn_projection
 from hiddenlab.models import TruncatedModel, load_model
@@ -29,6 +28,7 @@ from hiddenlab.types import Observation, Progress, silent
 from hiddenlab.utils.random import generator
 
 PROVIDER = "dtype:bfloat16"
+COUNTS, PROOF_COUNTS = (1, 2, 4, 8, 16, 32), (1, 4, 16)  # numbers, and values of proofs, of a token
 PROOFS, LOGPROBS, STRIDES = (16, 32, 128, 512), (1, 5, 20), (2, 4)
 SECRET_COUNT, STRIDE_COUNT = 8, 32
 SHARES = (0.25, 0.5, 1.0, 2.0, 4.0)  # known positions, as multiples of a state's width
@@ -108,7 +108,7 @@ def leak_pareto(
     provider: str = "nf4",
     tokens: int = 4,
     counts: str = ",".join(map(str, COUNTS)),
-    proofs: str = ",".join(map(str, PROOF_COUNTS[:-1])),
+    proofs: str = ",".join(map(str, PROOF_COUNTS)),
     budget: int = 256,
     breadth: int = 16,
     first_tokens: int = FIRST_TOKENS,
@@ -130,17 +130,21 @@ def leak_pareto(
     if tokens not in FEW:
         raise InputError(f"detection is measured from {', '.join(map(str, FEW))} tokens, not from {tokens}")
     settings = [
-        (f"activation:orthogonal:{k}", 4.0 * k, f"project:count={k},kind={ORTHOGONAL}")
+        (
+            f"activation:orthogonal:{k}",
+            f"Activation-DiFR, k = {k}",
+            4.0 * k,
+            f"project:count={k},kind={ORTHOGONAL}",
+        )
         for k in _numbers(counts, COUNTS)
     ]
-    for v in _numbers(proofs, PROOF_COUNTS[:-1]):
+    for v in _numbers(proofs, PROOF_COUNTS):
         whole = v * source["max_tokens"]
-        settings.append(
-            (f"toploc:{v}:1:exponents", proof_bytes(whole) / source["max_tokens"], f"toploc:k={whole}")
-        )
+        size = proof_bytes(whole) / source["max_tokens"]
+        settings.append((f"toploc:{v}:1:exponents", f"TOPLOC, {v} values a token", size, f"toploc:k={whole}"))
     cells = []
-    for score, size, stage in settings:
-        keys = {"fingerprint": ACTIVATION_SCORES[score], "bytes a token": round(size, 2)}
+    for score, label, size, stage in settings:
+        keys = {"fingerprint": label, "bytes a token": round(size, 2)}
         cells += [
             _search(setting, keys, stage, effort),
             *detected(answers, (provider,), {score: ""}, FEW, keys),
@@ -157,7 +161,8 @@ def leak_pareto(
             f"{tokens} tokens, as in the experiment 'activations'. Recovery: as in the experiment 'leak', prompts of "
             f"{source['max_tokens']} tokens, at most {budget:,} candidates a position.",
             "Bytes: 4k a fingerprint (float32; rounded to bfloat16, as 'activations' sends it, half of it), 2 + 2k for "
-            "one proof over the prompt's tokens (TOPLOC detects from a proof a token: 2 bytes more each).",
+            "one proof over the prompt's tokens (TOPLOC detects from a proof a token: 2 bytes more each; by exponents "
+            "and signs alone).",
         ],
         fold=_both,
         over="bytes a token",

@@ -4,26 +4,22 @@ from collections.abc import Mapping
 from typing import Any
 
 from hiddenlab.defenses.verification import toploc
-from hiddenlab.defenses.verification.detect import frontier
+from hiddenlab.defenses.verification.provider import Variant
 from hiddenlab.defenses.verification.rules import EVERY
 from hiddenlab.defenses.verification.sampling import Sampling
 from hiddenlab.errors import InputError
-from hiddenlab.eval.cells import MEASURED, NOT_RUN, Cell, Experiment, Setting
-from hiddenlab.eval.measures.answers import COUNTS, MONTE_CARLO, PROOF_COUNTS
+from hiddenlab.eval.cells import Cell, Experiment, Setting
+from hiddenlab.eval.measures.answers import COUNTS, MONTE_CARLO
 from hiddenlab.eval.measures.verification import PERCENTILES
 
 HONEST = ("honest", "batch=7", "attention=eager", "dtype=float32")
 SYSTEM = "You are a helpful assistant. Keep answers short."
-QUANTIZED = ("nf4", "kv=fp8", "int8")
-ADVERSARY = "nf4+temperature=tuned"
+ADVERSARIES = ("nf4+temperature=tuned", "kv=fp8+temperature=tuned")
 PRUNED = "layers=28"
 OTHERS = (
-    "nf4", "seed=1", "temperature=1.1", "bug=2", ADVERSARY, PRUNED, f"system={SYSTEM}", "kv=fp8", "int8", "bug=32",
-    "top_p=0.85",
+    "nf4", "seed=1", "temperature=1.1", "bug=2", *ADVERSARIES, PRUNED, f"system={SYSTEM}", "kv=fp8", "weights=fp8",
+    "int8", "bug=32", "top_p=0.85",
 )  # fmt: skip
-WINDOW = 32  # tokens that DiFR's comparison of costs looks at
-METHODS = ("Activation-DiFR", "TOPLOC")
-TARGETS = (0.95, 0.99, 0.999, 0.9999)  # areas under the curve, of DiFR's table 1
 POOLING_LABELS = {
     "plain": "plain mean",
     "mean": "clipped mean",
@@ -51,16 +47,17 @@ SPLIT_NOTE = (
 CURVES = "tokens in a batch; AUC up to 1 % false positives"
 TOKEN_SCORES = {
     "margin": "Token-DiFR (margin)", "likelihood": "Token-DiFR (likelihood)", "mismatch": "exact match",
-    "cross_entropy": "cross-entropy",
+    "cross_entropy": "cross-entropy", "filtered_cross_entropy": "cross-entropy after the filters",
 }  # fmt: skip
 RAW_SCORES = {
-    "margin": "margin", "cross_entropy": "cross-entropy", "mismatch": "another token",
+    "margin": "margin", "cross_entropy": "cross-entropy",
+    "filtered_cross_entropy": "cross-entropy after the filters", "mismatch": "another token",
     "likelihood:0.02": "likelihood, σ = 0.02", "likelihood:0.08": "likelihood, σ = 0.08",
 }  # fmt: skip
 ACTIVATION_SCORES = {
     **{f"activation:orthogonal:{k}": f"Activation-DiFR, k = {k}" for k in COUNTS},
     "activation:gaussian:8": "Activation-DiFR, k = 8, Gaussian",
-    **{f"toploc:{k}:1:exponents": f"TOPLOC, {k} values a token" for k in PROOF_COUNTS[:-1]},
+    **{f"toploc:{k}:1": f"TOPLOC, k = {k}" for k in COUNTS},
 }
 
 
@@ -98,8 +95,24 @@ def token_scores(method: str, trials: int = 0) -> dict[str, str]:
     return scores | ({f"{MONTE_CARLO}:{trials}": f"Monte Carlo, {trials} trials"} if trials else {})
 
 
-def _list(text: str) -> tuple[str, ...]:
+def listed(text: str) -> tuple[str, ...]:
     return tuple(part.strip() for part in text.split(";") if part.strip())
+
+
+def pool_of(text: str) -> tuple[str, ...]:
+    """Return the honest providers that a text names, joined by ``;``; the experiments' own where it is empty.
+
+    Raises:
+        InputError: one is no variant.
+    """
+    pool = listed(text) or HONEST
+    for variant in pool:
+        Variant.parse(variant)
+    return pool
+
+
+def pool_note(pool: tuple[str, ...]) -> str:
+    return f"Honest: {', '.join(pool)}, less the one under test."
 
 
 def detected(
@@ -108,12 +121,13 @@ def detected(
     scores: dict[str, str],
     sizes: tuple[int, ...],
     keys: Mapping[str, Any] | None = None,
+    honest: tuple[str, ...] = HONEST,
 ) -> list[Cell]:
     """Make cells of detection, one per variant and score; ``keys`` replace these two as labels of their rows."""
     return [
         Cell(
             "detection",
-            {**spec, "variant": variant, "honest": list(HONEST), "score": score, "sizes": list(sizes)},
+            {**spec, "variant": variant, "honest": list(honest), "score": score, "sizes": list(sizes)},
             keys or {"provider": variant, "score": label},
         )
         for variant in variants
@@ -128,6 +142,7 @@ def detection(
     new_tokens: int = 100,
     method: str = "gumbel",
     trials: int = 0,
+    honest: str = "",
 ) -> Experiment:
     """Measure from how many tokens Token-DiFR detects each deviation, beside cross-entropy (DiFR, figures 1 to 3).
 
@@ -135,24 +150,26 @@ def detection(
         providers: variants joined by ``;``, in place of the experiment's own.
         method: of sampling, gumbel, ipt or greedy.
         trials: of the Monte Carlo score; 0 leaves it out.
+        honest: variants joined by ``;`` that make the honest pool (DiFR, figures 13 to 15); ``honest`` alone is the
+            reference.
     """
-    spec = base(setting, new_tokens, turns, method)
-    variants = _list(providers) or (*OTHERS, "batch=7")
+    spec, pool = base(setting, new_tokens, turns, method), pool_of(honest)
+    variants = listed(providers) or (*OTHERS, "batch=7")
     return Experiment(
         "Token-DiFR: detection by number of tokens",
-        detected(spec, variants, token_scores(method, trials), SIZES),
+        detected(spec, variants, token_scores(method, trials), SIZES, honest=pool),
         {f"auc_{n}": f"{n} tokens" for n in SIZES},
         [
             SPLIT_NOTE,
             PAPER_NOTE,
-            f"Honest: {', '.join(HONEST)}, less the one under test. Batch 7 is honest itself. Sampling: {method}.",
-            _size_note(spec),
+            f"{pool_note(pool)} Batch 7 is honest itself. Sampling: {method}.",
+            size_note(spec),
         ],
         curves=CURVES,
     )
 
 
-def _size_note(spec: dict[str, Any]) -> str:
+def size_note(spec: dict[str, Any]) -> str:
     times, new = spec["turns"], spec["new_tokens"]
     return f"{spec['limit']} prompts, each {times} times with another seed, {new} tokens an answer."
 
@@ -172,16 +189,16 @@ def areas(
     spec = base(setting, new_tokens, turns)
     known = TOKEN_SCORES | ACTIVATION_SCORES
     cells = []
-    for score in _list(scores):
+    for score in listed(scores):
         if score not in known:
             raise InputError(f"no score {score!r}; known are {', '.join(known)}")
         sizes = SIZES if score in TOKEN_SCORES else FEW
-        cells += detected(spec, _list(providers) or (*OTHERS, "batch=7"), {score: known[score]}, sizes)
+        cells += detected(spec, listed(providers) or (*OTHERS, "batch=7"), {score: known[score]}, sizes)
     return Experiment(
         "Whole area under the ROC curve, and up to 1 % false positives",
         cells,
         {f"auc_{n}": f"{n} tokens" for n in sorted({*SIZES, *FEW})},
-        [SPLIT_NOTE, PAPER_NOTE, _size_note(spec)],
+        [SPLIT_NOTE, PAPER_NOTE, size_note(spec)],
         fold=_by_area,
         curves="tokens in a batch; area under the ROC curve",
     )
@@ -204,7 +221,7 @@ def _by_area(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def pooling(
     setting: Setting,
-    providers: str = f"bug=2;bug=32;{ADVERSARY};kv=fp8+temperature=tuned",
+    providers: str = ";".join(("bug=2", "bug=32", *ADVERSARIES)),
     turns: int = 2,
     new_tokens: int = 100,
     score: str = "margin",
@@ -219,7 +236,7 @@ def pooling(
         raise InputError(f"no score {score!r}; known are {', '.join(TOKEN_SCORES)}")
     spec = base(setting, new_tokens, turns)
     cells = []
-    for variant in _list(providers):
+    for variant in listed(providers):
         for which, label in POOLING_LABELS.items():
             more = {} if which == "best" else {"pooling": which}
             cells += detected(
@@ -230,7 +247,7 @@ def pooling(
         cells,
         {f"auc_{n}": f"{n} tokens" for n in SIZES},
         [
-            SPLIT_NOTE, PAPER_NOTE, _size_note(spec),
+            SPLIT_NOTE, PAPER_NOTE, size_note(spec),
             "Plain: clipped at the honest tokens' 99.999th percentile only. Clipped: at the best of four percentiles. "
             "Tail-focused: what is below the 99th or 99.99th counts nothing.",
         ],
@@ -247,13 +264,13 @@ def score_tables(
         scores: names joined by ``;``, in place of the tables' own.
     """
     spec = base(setting, new_tokens, turns)
-    chosen = _list(scores) or tuple(RAW_SCORES)
+    chosen = listed(scores) or tuple(RAW_SCORES)
     if unknown := [name for name in chosen if name not in RAW_SCORES]:
         raise InputError(f"no score {unknown[0]!r}; known are {', '.join(RAW_SCORES)}")
     cells = [
         Cell("statistics", {**spec, "variant": v, "score": name}, {"score": RAW_SCORES[name], "provider": v})
         for name in chosen
-        for v in _list(providers) or (*HONEST, *OTHERS)
+        for v in listed(providers) or (*HONEST, *OTHERS)
     ]
     return Experiment(
         "Distributions of scores",
@@ -264,123 +281,15 @@ def score_tables(
         },
         [
             PAPER_NOTE,
-            _size_note(spec),
-            "∞: share of tokens that the verifier's filters leave out; they are in no other figure. Cross-entropy is "
-            "taken before the filters, in nats. Likelihood: as DiFR's tables have it, noise on both logits.",
+            size_note(spec),
+            "∞: share of tokens that the verifier's filters leave out; they are in no other figure. Likelihood: as "
+            "DiFR's tables have it, noise on both logits.",
+            "Cross-entropy, in nats. DiFR's table 5 takes it after the filters. Then kept tokens share the whole "
+            "probability, and filtered ones, the least likely, do not enter the mean: it is lower, and a provider that "
+            "draws tokens which the filters leave out shows in ∞ and not in the mean.",
+            "From fewer than 100,000 tokens the 99.999th percentile is close to the largest value.",
         ],
     )  # fmt: skip
-
-
-def activations(setting: Setting, providers: str = "", turns: int = 2, new_tokens: int = 100) -> Experiment:
-    """Measure detection from a few tokens by Activation-DiFR, beside TOPLOC, by numbers per token (DiFR, figure 4)."""
-    spec = base(setting, new_tokens, turns)
-    return Experiment(
-        "Activation-DiFR: detection by number of tokens",
-        detected(spec, _list(providers) or (*QUANTIZED, PRUNED, "seed=1", "batch=7"), ACTIVATION_SCORES, FEW),
-        {f"auc_{n}": f"{n} tokens" for n in FEW},
-        [SPLIT_NOTE, PAPER_NOTE,
-         "Fingerprints of the state after the final norm, sent in bfloat16: 2k bytes a token. "
-         "TOPLOC's score is how many of the values disagree in exponent or sign."],
-        curves=CURVES,
-    )  # fmt: skip
-
-
-def fingerprint_pareto(
-    setting: Setting, provider: str = "nf4", turns: int = 2, new_tokens: int = 100
-) -> Experiment:
-    """Compare fingerprint bytes with detection from 32 tokens, for Activation-DiFR and TOPLOC (DiFR, figures 7 to 10).
-
-    Args:
-        provider: the variant to be detected. Cells are those of ``activations``.
-    """
-    cells = detected(base(setting, new_tokens, turns), (provider,), ACTIVATION_SCORES, FEW)
-    return Experiment(
-        f"Bytes a token against detection in {WINDOW} tokens: {provider}",
-        cells,
-        {name: name for name in METHODS},
-        [
-            SPLIT_NOTE,
-            PAPER_NOTE,
-            f"Of {WINDOW} tokens so many carry a fingerprint of k numbers in bfloat16 (2k bytes), or a proof of k "
-            "values (2 + 2k bytes). Shown is what no cheaper setting of the same method beats.",
-        ],
-        fold=_by_bytes,
-        over="bytes a token",
-    )
-
-
-def fingerprint_cost(
-    setting: Setting, provider: str = "kv=fp8", turns: int = 2, new_tokens: int = 100
-) -> Experiment:
-    """Find the fewest bytes per token that reach an AUC, for Activation-DiFR and TOPLOC (DiFR, table 1, figures 9, 10).
-
-    Args:
-        provider: the variant to be detected. Cells are those of ``activations``.
-    """
-    return Experiment(
-        f"Bytes a token that detection needs: {provider}",
-        detected(base(setting, new_tokens, turns), (provider,), ACTIVATION_SCORES, FEW),
-        {name: f"{name}, bytes a token" for name in METHODS},
-        [
-            SPLIT_NOTE, PAPER_NOTE,
-            f"Least over numbers k and over how many of {WINDOW} tokens carry a fingerprint (2k bytes, bfloat16) or a "
-            "proof (2 + 2k bytes); a dash: no setting measured reaches it.",
-        ],
-        fold=_by_target,
-        over="AUC",
-    )  # fmt: skip
-
-
-def _by_target(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Make one row for each target AUC, with the least bytes of each method."""
-    points = _points(rows)
-    result = []
-    for target in TARGETS:
-        figures = {}
-        for method, settings in points.items():
-            reached = [(cost, figure) for cost, value, figure, _ in settings if value >= target]
-            if reached:
-                cost, figure = min(reached, key=lambda point: point[0])
-                figures[method] = {"value": cost, "low": cost, "high": cost, "n": figure["n"]}
-        status = MEASURED if figures else NOT_RUN
-        none = None if figures else "no setting measured reaches it"
-        result.append(
-            {**rows[0], "keys": {"AUC": target}, "figures": figures, "status": status, "reason": none}
-        )
-    return result if any(points.values()) else rows
-
-
-Point = tuple[float, float, dict[str, Any], dict[str, Any]]
-
-
-def _points(rows: list[dict[str, Any]]) -> dict[str, list[Point]]:
-    """Return bytes per token, AUC, its figure and its row, for every setting of each method."""
-    points: dict[str, list[Point]] = {m: [] for m in METHODS}
-    for row in rows:
-        score = str(row["keys"]["score"])
-        method = next((m for m in METHODS if score.startswith(m)), None)
-        if method is None or "Gaussian" in score:
-            continue
-        count = int("".join(c for c in score.removeprefix(method) if c.isdigit()))
-        size = 2 * count + (2 if method == METHODS[1] else 0)
-        for name, figure in row["figures"].items():
-            if name.startswith("auc_"):
-                tokens = int(name.removeprefix("auc_"))
-                points[method].append((size * tokens / WINDOW, figure["value"], figure, {**row, "paper": {}}))
-    return points
-
-
-def _by_bytes(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the settings that no cheaper one of the same method beats, as rows over bytes per token."""
-    points = _points(rows)
-    merged: dict[float, dict[str, Any]] = {}
-    for method, settings in points.items():
-        best = set(frontier([(cost, value) for cost, value, _, _ in settings]))
-        for cost, value, figure, row in settings:
-            if (cost, value) in best:
-                entry = merged.setdefault(cost, {**row, "keys": {"bytes a token": cost}, "figures": {}})
-                entry["figures"].setdefault(method, figure)
-    return [merged[cost] for cost in sorted(merged)]
 
 
 def providers(
@@ -398,7 +307,7 @@ def providers(
         ranked: requests of the rank-uniformity test.
     """
     spec = {**base(setting, new_tokens, turns, method), "against": "seed=2"}
-    variants = _list(providers) or (*HONEST, *OTHERS)
+    variants = listed(providers) or (*HONEST, *OTHERS)
     cells = [Cell("agreement", {**spec, "variant": v}, {"provider": v}) for v in variants]
     cells += [
         Cell("uniformity", {**spec, "variant": v, "requests": ranked}, {"provider": f"{v}, ranks"})
@@ -439,7 +348,7 @@ def toploc_table(
     spec = base(setting, new_tokens, turns)
     if limits == LIMITS[1]:
         spec["honest"] = list(HONEST)
-    variants = _list(providers) or (*HONEST, *OTHERS)
+    variants = listed(providers) or (*HONEST, *OTHERS)
     cells = [Cell("proofs", {**spec, "variant": v}, {"provider": v}) for v in variants]
     cells.append(Cell("proof-cost", {**spec, "variant": "honest"}, {"provider": "cost of a commitment"}))
     return Experiment(

@@ -103,8 +103,8 @@ def simulate(
         Option(
             "--provider",
             metavar="VARIANT",
-            help="What it really does, parts joined by '+': honest, nf4, int8, kv=fp8, temperature=1.1, seed=1, "
-            "top_p=0.85, bug=2, system=TEXT, model=NAME, layers=N, batch=N, attention=eager, dtype=…, cache=0.",
+            help="What it really does, parts joined by '+': honest, nf4, int8, weights=fp8, kv=fp8, temperature=1.1, "
+            "seed=1, top_p=0.85, bug=2, system=TEXT, model=NAME, layers=N, batch=N, attention=eager, dtype=…, cache=0.",
         ),
     ] = "honest",
     model: o.ModelOpt = None,
