@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -11,7 +12,8 @@ from hiddenlab.defenses.verification import speculative
 from hiddenlab.defenses.verification.causal_lm import WholeModel, load_whole
 from hiddenlab.defenses.verification.provider import Request
 from hiddenlab.defenses.verification.sampling import HashedNoise, Sampling, StreamNoise, probabilities
-from hiddenlab.defenses.verification.speculative import Numbers, accepts, draft_token, own_token, possible
+from hiddenlab.defenses.verification.speculative import Numbers, accepts, draft_tokens, own_tokens, possible
+from hiddenlab.defenses.verification.transcript import Mode, Transcript
 from hiddenlab.errors import InputError
 from hiddenlab.testing import save_tiny
 
@@ -27,19 +29,16 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[WholeModel, WholeM
 @pytest.mark.slow
 def test_draft_and_target_together_draw_from_the_target() -> None:
     generator = torch.Generator().manual_seed(0)
-    target, draft = torch.tensor([2.0, 1.0, 0.0, -1.0]), torch.tensor([0.0, 1.5, 1.0, -3.0])
+    target, draft = torch.tensor([[2.0, 1.0, 0.0, -1.0]]), torch.tensor([[0.0, 1.5, 1.0, -3.0]])
     sampling, noise = Sampling(temperature=0.8), StreamNoise(3)
     drawn = []
     for _ in range(6000):
         numbers = Numbers(noise.gumbel(4, ()), float(torch.rand(1, generator=generator)), noise.gumbel(4, ()))
-        token = draft_token(draft, numbers, sampling)
-        drawn.append(
-            token
-            if accepts(target, draft, token, numbers, sampling)
-            else own_token(target, draft, numbers, sampling)
-        )
+        token = draft_tokens(draft, numbers, sampling)
+        kept = bool(accepts(target, draft, token, numbers, sampling))
+        drawn.append(int(token if kept else own_tokens(target, draft, numbers, sampling)))
     shares = torch.bincount(torch.tensor(drawn), minlength=4) / len(drawn)
-    assert torch.allclose(shares, probabilities(target[None], sampling)[0], atol=0.025)
+    assert torch.allclose(shares, probabilities(target, sampling)[0], atol=0.025)
 
 
 @pytest.mark.parametrize("method", ["gumbel", "greedy"])
@@ -53,7 +52,9 @@ def test_honest_answers_replay_and_others_do_not(models: tuple[WholeModel, Whole
         assert len(one.output) == 14 and possible(one.modes or (), AHEAD)
         seen = speculative.replay(one, target, draft)
         assert float(speculative.mismatch(seen, AHEAD).sum()) == 0
-        scores = speculative.monte_carlo(seen, AHEAD, 1e-4, torch.Generator().manual_seed(0), trials=4)
+        scores = speculative.monte_carlo(
+            seen, AHEAD, 1e-6, torch.Generator().manual_seed(0), trials=4, top=300
+        )
         assert float(scores.max()) < 0.5
         wrong = replace(one, output=tuple((t + 1) % 256 for t in one.output))
         other = speculative.replay(wrong, target, draft)
@@ -61,6 +62,86 @@ def test_honest_answers_replay_and_others_do_not(models: tuple[WholeModel, Whole
     if method == "gumbel":
         lied = replace(found[0], sampling=replace(found[0].sampling, seed=99))
         assert float(speculative.mismatch(speculative.replay(lied, target, draft), AHEAD).mean()) > 0.3
+
+
+def exact(
+    mode: str,
+    target: torch.Tensor,
+    draft: torch.Tensor,
+    n: Numbers,
+    temperature: float,
+    claimed: int,
+    sigma: float,
+) -> float:
+    """The probability of a token in a mode, for two tokens, by quadrature.
+
+    Only differences of two logits matter; their noise is normal with variance 2 σ², on each side.
+    """
+    step = np.linspace(-6, 6, 1201)
+    mass = np.exp(-(step**2) / 2)
+    noise = step * sigma * 2**0.5
+    q = (1 / (1 + np.exp(-(float(target[1] - target[0]) + noise) / temperature)))[
+        :, None
+    ]  # the target's second token
+    p = (1 / (1 + np.exp(-(float(draft[1] - draft[0]) + noise) / temperature)))[None, :]
+
+    def second(share: np.ndarray, gumbel: torch.Tensor) -> np.ndarray:
+        return np.log(share / (1 - share)) + float(gumbel[1] - gumbel[0]) > 0
+
+    proposed = second(p, n.draft)
+    kept = n.uniform * np.where(proposed, p, 1 - p) < np.where(proposed, q, 1 - q)
+    # What is left of a target after a rejection is one token: the one that it likes better than the draft does.
+    event = {
+        "accept": kept & (proposed == claimed), "reject": ~kept & ((q > p) == claimed),
+        "bonus": np.broadcast_to(second(q, n.target) == claimed, kept.shape),
+    }[mode]  # fmt: skip
+    weights = mass[:, None] * mass[None, :]
+    return float((weights * event).sum() / weights.sum())
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_monte_carlo_is_the_exact_probability_for_two_tokens(seed: int) -> None:
+    generator, sigma, sampling = (
+        torch.Generator().manual_seed(seed),
+        0.5,
+        Sampling(temperature=0.8, seed=seed),
+    )
+    modes: tuple[Mode, ...] = ("accept", "reject", "accept", "accept", "bonus", "reject", "accept")
+    target, draft = (torch.randn(len(modes), 2, generator=generator) for _ in range(2))
+    tokens = tuple(torch.randint(2, (len(modes),), generator=generator).tolist())
+    one = Transcript("a", "m", (1,), tokens, sampling, modes=modes)
+    found = speculative.monte_carlo(
+        speculative.Speculated(target, draft, one), 2, sigma, generator, trials=20_000, epsilon=0.0
+    ).neg().exp()  # fmt: skip
+    numbers = speculative.Positions(StreamNoise(seed), 2)
+    expected = [
+        exact(mode, target[i], draft[i], numbers[i], 0.8, tokens[i], sigma) for i, mode in enumerate(modes)
+    ]
+    assert found.tolist() == pytest.approx(expected, abs=0.015)
+    assert sum(0.02 < share < 0.98 for share in expected) >= 2
+
+
+def test_monte_carlo_without_noise_is_the_exact_match(models: tuple[WholeModel, WholeModel]) -> None:
+    """All tokens take part; half of the claimed ones are others than the provider drew."""
+    target, draft = models
+    (one,) = speculative.answer(
+        target,
+        draft,
+        [Request("a", (5, 6, 7), Sampling(top_k=20, seed=3))],
+        model="m",
+        new_tokens=20,
+        ahead=AHEAD,
+    )
+    changed = replace(one, output=tuple((t + i % 2) % 256 for i, t in enumerate(one.output)))
+    seen = speculative.replay(changed, target, draft)
+    scores = speculative.monte_carlo(
+        seen, AHEAD, 1e-9, torch.Generator().manual_seed(0), trials=3, top=300, epsilon=1e-6
+    )
+    assert torch.equal((scores > 1).float(), speculative.mismatch(seen, AHEAD))
+    few = speculative.monte_carlo(seen, AHEAD, 1e-9, torch.Generator().manual_seed(0), trials=3, top=20)
+    assert torch.equal(few > 1, scores > 1)  # top-k keeps 20 of each model anyway
+    with pytest.raises(InputError, match="ahead"):
+        speculative.monte_carlo(seen, 1, 0.1, torch.Generator())
 
 
 @given(st.lists(st.sampled_from(["accept", "reject", "bonus"]), max_size=12), st.integers(1, 4))

@@ -232,6 +232,10 @@ def test_speculative_answers_are_scored_with_their_draft(
     other = answer("score", tmp_path / "cheap", "--honest", tmp_path / "honest", *reference, *how)
     assert other["verdict"]["score"] == "mismatch"
     assert other["summary"]["same_token"] < 0.9
+    noisy = ("--monte-carlo", 20, "--score", "monte_carlo")
+    other = answer("score", tmp_path / "cheap", "--honest", tmp_path / "honest", *reference, *how, *noisy)
+    assert other["verdict"]["score"] == "monte_carlo"
+    assert other["summary"]["monte_carlo"] > 1 > 0.1 > other["honest"]["monte_carlo"]
     # Proofs are of states, however tokens were drawn.
     answer("commit", tmp_path / "honest", "--out", tmp_path / "proven", *reference)
     assert answer("check", tmp_path / "proven", *reference)["counts"]["valid"] == 3
@@ -243,6 +247,7 @@ def test_speculative_answers_are_scored_with_their_draft(
     for words, said in (
         (("score", tmp_path / "honest", *reference), "--draft"),
         (("score", files["honest"], *reference, *how), "has no modes"),
+        (("score", tmp_path / "honest", *reference, *how, "--score", "margin"), "mismatch or monte_carlo"),
         (("score", tmp_path / "honest", *reference, "--draft", "batch=3"), "batch has no meaning"),
         (("simulate", "--out", tmp_path / "x", *asked, "--provider", "kv=fp8"), "kv has no meaning"),
         (("simulate", "--out", tmp_path / "x", *asked, "--proofs"), "verify commit"),

@@ -38,8 +38,9 @@ def score(
 ) -> Made:  # fmt: skip
     """Score transcripts with Token-DiFR, and give a verdict where honest transcripts calibrate it.
 
-    Answers that were decoded speculatively need the ``draft`` model and how many tokens it was ``ahead``. Their only
-    score is whether the verifier, in the recorded mode, draws the same token (DiFR, appendix F).
+    Answers that were decoded speculatively need the ``draft`` model and how many tokens it was ``ahead``. Their scores
+    are whether the verifier, in the recorded mode, draws the same token, and with ``trials`` how often it does so with
+    noise on the logits of both models (DiFR, appendix F).
 
     The verdict compares mean scores, clipped at the 99.9th percentile of all, by a permutation test of requests.
     ``least_p`` is the smallest p that so many requests can give: with few of them there is never a verdict. Without a
@@ -65,8 +66,8 @@ def score(
         )
     if score_name is not None and score_name not in SCORES:
         raise InputError(f"no score {score_name!r}; known are {', '.join(SCORES)}")
-    if draft is not None and (trials or score_name in ("margin", "likelihood", "monte_carlo")):
-        raise InputError("speculative answers have no margin, likelihood or Monte Carlo score")
+    if draft is not None and score_name in ("margin", "likelihood"):
+        raise InputError("speculative answers have no margin and no likelihood: take mismatch or monte_carlo")
     if score_name == "monte_carlo" and not trials:
         raise InputError("a verdict by the Monte Carlo score needs trials")
     if honest is not None and honest.resolve() == path.resolve():
@@ -79,7 +80,7 @@ def score(
     verifier = verifier_for([*transcripts, *(reference or [])], model, dtype, device, key, key_form)
     drafting = None if draft is None else speculative.load_draft(draft, model or BUILTIN, dtype, device)
     token_judge = _trusting(verifier, sigma, noise_on, ipt_sigma, trials)
-    judge = token_judge if drafting is None else _drafting(verifier, drafting, ahead)
+    judge = token_judge if drafting is None else _drafting(verifier, drafting, ahead, sigma, trials)
     parts = _scored(transcripts, judge, "requests scored", progress)
     own = None if reference is None else _scored(reference, judge, "honest requests scored", progress)
     name = _by(score_name, [*parts, *(own or [])])
@@ -147,21 +148,34 @@ def _trusting(
         replay = verifier.replay(transcript)
         scores = difr.token_scores(replay, sigma, noise_on=noise_on, ipt_sigma=ipt_sigma)
         if trials:
-            # Each request has its own generator, so that its score does not depend on the rest of the file.
-            draws = generator(transcript.sampling.seed, "trials", transcript.id)
-            scores["monte_carlo"] = difr.monte_carlo(replay, sigma, draws, trials=trials)
+            scores["monte_carlo"] = difr.monte_carlo(replay, sigma, _draws(transcript), trials=trials)
         return scores
 
     return judge
 
 
-def _drafting(verifier: Verifier, draft: WholeModel, ahead: int) -> Callable[[Transcript], dict[str, Tensor]]:
+def _draws(transcript: Transcript) -> torch.Generator:
+    """Return a request's own generator, so that its score does not depend on the rest of the file."""
+    return generator(transcript.sampling.seed, "trials", transcript.id)
+
+
+def _drafting(
+    verifier: Verifier, draft: WholeModel, ahead: int, sigma: float, trials: int
+) -> Callable[[Transcript], dict[str, Tensor]]:
     """Return a function that scores the tokens of a request that was decoded speculatively."""
 
     def speculated(transcript: Transcript) -> dict[str, Tensor]:
         replayed = speculative.replay(transcript, verifier.model, draft)
         surprise = difr.surprise(replayed.target, torch.tensor(transcript.output), transcript.sampling)
-        return {"mismatch": speculative.mismatch(replayed, ahead, verifier.noise), "cross_entropy": surprise}
+        scores = {
+            "mismatch": speculative.mismatch(replayed, ahead, verifier.noise),
+            "cross_entropy": surprise,
+        }
+        if trials:
+            scores["monte_carlo"] = speculative.monte_carlo(
+                replayed, ahead, sigma, _draws(transcript), trials=trials, noise=verifier.noise
+            )
+        return scores
 
     return speculated
 

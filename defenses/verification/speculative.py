@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from hiddenlab.defenses.verification.causal_lm import WholeModel
@@ -52,31 +52,37 @@ class Positions:
         return self._drawn[place]
 
 
-def draft_token(logits: Float[Tensor, " v"], numbers: Numbers, sampling: Sampling) -> int:
-    """Return the token that the draft model proposes."""
-    return int(perturbed(logits[None], numbers.draft[None], sampling).argmax())
+def draft_tokens(logits: Float[Tensor, "n v"], numbers: Numbers, sampling: Sampling) -> Int[Tensor, " n"]:
+    """Return the token that the draft model proposes, for each row of logits of one position."""
+    return perturbed(logits, numbers.draft.expand_as(logits), sampling).argmax(1)
 
 
 def accepts(
-    target: Float[Tensor, " v"], draft: Float[Tensor, " v"], token: int, numbers: Numbers, sampling: Sampling
-) -> bool:
+    target: Float[Tensor, "n v"],
+    draft: Float[Tensor, "n v"],
+    tokens: Int[Tensor, " n"],
+    numbers: Numbers,
+    sampling: Sampling,
+) -> Bool[Tensor, " n"]:
     """Return whether the target keeps a proposed token: u < q(x) / p(x) (Leviathan et al. 2023; Chen et al. 2023)."""
-    q, p = (float(probabilities(side[None], sampling)[0, token]) for side in (target, draft))
+    q, p = (
+        probabilities(side, sampling).gather(1, tokens[:, None])[:, 0].double() for side in (target, draft)
+    )
     return numbers.uniform * p < q
 
 
-def own_token(
-    target: Float[Tensor, " v"], draft: Float[Tensor, " v"] | None, numbers: Numbers, sampling: Sampling
-) -> int:
+def own_tokens(
+    target: Float[Tensor, "n v"], draft: Float[Tensor, "n v"] | None, numbers: Numbers, sampling: Sampling
+) -> Int[Tensor, " n"]:
     """Draw the target's own token: from max(q − p, 0) after a rejection, from q where there was no draft (bonus)."""
-    shares = probabilities(target[None], sampling)[0]
+    shares = probabilities(target, sampling)
     if draft is not None:
-        rest = (shares - probabilities(draft[None], sampling)[0]).clamp(min=0)
+        rest = (shares - probabilities(draft, sampling)).clamp(min=0)
         # Equal distributions leave nothing; a token can then be rejected only because of rounding.
-        shares = rest if float(rest.sum()) > 0 else shares
+        shares = torch.where(rest.sum(1, keepdim=True) > 0, rest, shares)
     if sampling.greedy:
-        return int(shares.argmax())
-    return int((shares.log() + numbers.target).argmax())
+        return shares.argmax(1)
+    return (shares.log() + numbers.target).argmax(1)
 
 
 def load_draft(spec: str, model: str, dtype: str, device: str) -> WholeModel:
@@ -159,15 +165,15 @@ def _round(
     for i in range(ahead):
         # Run a prefill for each drafted token: it gives the same as a cache, and a simulation need not be fast.
         row = draft.prefill((*before, *proposed, 0), 1)[1][0].float().cpu()
-        rows.append(row)
-        proposed.append(draft_token(row, numbers[place + i], sampling))
-    judged = target.prefill((*before, *proposed, 0), ahead + 1)[1].float().cpu()
+        rows.append(row[None])
+        proposed.append(int(draft_tokens(row[None], numbers[place + i], sampling)))
+    judged = target.prefill((*before, *proposed, 0), ahead + 1)[1].float().cpu().split(1)
     for i, token in enumerate(proposed):
-        if not accepts(judged[i], rows[i], token, numbers[place + i], sampling):
-            own = own_token(judged[i], rows[i], numbers[place + i], sampling)
-            return [*proposed[:i], own], [ACCEPT] * i + [REJECT]
-    bonus = own_token(judged[ahead], None, numbers[place + ahead], sampling)
-    return [*proposed, bonus], [ACCEPT] * ahead + [BONUS]
+        if not bool(accepts(judged[i], rows[i], torch.tensor([token]), numbers[place + i], sampling)):
+            own = own_tokens(judged[i], rows[i], numbers[place + i], sampling)
+            return [*proposed[:i], int(own)], [ACCEPT] * i + [REJECT]
+    bonus = own_tokens(judged[ahead], None, numbers[place + ahead], sampling)
+    return [*proposed, int(bonus)], [ACCEPT] * ahead + [BONUS]
 
 
 @dataclass(frozen=True)
@@ -218,32 +224,39 @@ def mismatch(
     Raises:
         InputError: the modes are impossible for so many tokens ahead.
     """
-    expected = _replayed(replayed, ahead, noise, replayed.target, replayed.draft)
-    return (expected != torch.tensor(replayed.transcript.output)).float()
+    modes, sampling = _modes(replayed, ahead), replayed.transcript.sampling
+    numbers = Positions(noise(sampling.seed), replayed.target.shape[1])
+    expected = [
+        _in_mode(mode, replayed.target[i : i + 1], replayed.draft[i : i + 1], numbers[i], sampling)
+        for i, mode in enumerate(modes)
+    ]
+    return (torch.cat(expected) != torch.tensor(replayed.transcript.output)).float()
 
 
-def _replayed(
-    replayed: Speculated, ahead: int, noise: Callable[[int], Noise], target: Tensor, draft: Tensor
-) -> Int[Tensor, " n"]:
-    """Return the verifier's tokens in the recorded modes; −1 where the mode itself would have been another."""
-    transcript = replayed.transcript
-    modes = transcript.modes or ()
+def _modes(replayed: Speculated, ahead: int) -> Sequence[Mode]:
+    modes = replayed.transcript.modes or ()
     if not possible(modes, ahead):
-        raise InputError(f"request {transcript.id!r}: its modes cannot come from {ahead} tokens ahead")
-    numbers = Positions(noise(transcript.sampling.seed), target.shape[1])
-    tokens = []
-    for i, mode in enumerate(modes):
-        proposed = draft_token(draft[i], numbers[i], transcript.sampling)
-        kept = accepts(target[i], draft[i], proposed, numbers[i], transcript.sampling)
-        if mode == BONUS:
-            tokens.append(own_token(target[i], None, numbers[i], transcript.sampling))
-        elif kept != (mode == ACCEPT):
-            tokens.append(-1)
-        else:
-            tokens.append(
-                proposed if kept else own_token(target[i], draft[i], numbers[i], transcript.sampling)
-            )
-    return torch.tensor(tokens)
+        raise InputError(
+            f"request {replayed.transcript.id!r}: its modes cannot come from {ahead} tokens ahead"
+        )
+    return modes
+
+
+def _in_mode(
+    mode: Mode,
+    target: Float[Tensor, "n v"],
+    draft: Float[Tensor, "n v"],
+    numbers: Numbers,
+    sampling: Sampling,
+) -> Int[Tensor, " n"]:
+    """Return the token of each row in a recorded mode; −1 where the mode itself would have been another."""
+    if mode == BONUS:
+        return own_tokens(target, None, numbers, sampling)
+    proposed = draft_tokens(draft, numbers, sampling)
+    kept = accepts(target, draft, proposed, numbers, sampling)
+    if mode == ACCEPT:
+        return torch.where(kept, proposed, -1)
+    return torch.where(kept, -1, own_tokens(target, draft, numbers, sampling))
 
 
 def monte_carlo(
@@ -252,20 +265,31 @@ def monte_carlo(
     sigma: float,
     generator: torch.Generator,
     *,
-    trials: int = 100,
-    epsilon: float = 1e-3,
+    trials: int = 1000,
+    top: int = 100,
+    epsilon: float = 1e-6,
     noise: Callable[[int], Noise] = StreamNoise,
 ) -> Float[Tensor, " n"]:
-    """Return −log share of trials with noisy logits that give the claimed token in its mode.
+    """Return −log share of trials with noisy logits that give the claimed token in its mode (DiFR, B.1 and F.2).
 
-    The noise is Gaussian with standard deviation σ, on the logits of both models.
+    The noise is Gaussian with standard deviation σ, on the logits of both models. Only the ``top`` largest logits of
+    either model take part, as in appendix B.1; the random numbers of the request stay the same.
+
+    Raises:
+        InputError: the modes are impossible for so many tokens ahead.
     """
-    claimed = torch.tensor(replayed.transcript.output)
-    hits = torch.zeros(len(claimed))
-    for _ in range(trials):
-        noisy = [
-            side + sigma * torch.randn(side.shape, generator=generator)
-            for side in (replayed.target, replayed.draft)
-        ]
-        hits += _replayed(replayed, ahead, noise, *noisy) == claimed
-    return -(hits / trials + epsilon).log()
+    modes, sampling = _modes(replayed, ahead), replayed.transcript.sampling
+    width = replayed.target.shape[1]
+    numbers = Positions(noise(sampling.seed), width)
+    scores = []
+    for i, (mode, claimed) in enumerate(zip(modes, replayed.transcript.output, strict=True)):
+        sides = replayed.target[i], replayed.draft[i]
+        places = torch.cat([side.topk(min(top, width)).indices for side in sides]).unique()
+        target, draft = (
+            side[places] + sigma * torch.randn(trials, len(places), generator=generator) for side in sides
+        )
+        own = Numbers(numbers[i].draft[places], numbers[i].uniform, numbers[i].target[places])
+        drawn = _in_mode(mode, target, draft, own, sampling)
+        hits = (drawn >= 0) & (places[drawn] == claimed)
+        scores.append(hits.float().mean())
+    return -(torch.stack(scores) + epsilon).log()
