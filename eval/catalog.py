@@ -95,6 +95,7 @@ _CATALOG: dict[str, dict[str, dict[str, Effort]]] = {
             "pooling": PLAIN,
             "score-tables": PLAIN,
             "providers": PLAIN,
+            "bands": PLAIN,
             "activations": PLAIN,
             "fingerprint-cost": PLAIN,
             "fingerprint-pareto": PLAIN,

@@ -193,6 +193,41 @@ def test_experiments_are_cells_of_known_measures(spec: dict[str, Any], tmp_path:
     assert measure_cell(cell, tmp_path)["status"] == MEASURED
 
 
+def test_providers_are_placed_between_bands(spec: dict[str, Any], tmp_path: Path) -> None:
+    setting = Setting(model=spec["model"], prompts=spec["prompts"], limit=4, max_tokens=8, device="cpu")
+    made = verification.bands(setting, providers="batch=3;kv=int4;layers=2", new_tokens=30)
+    assert {cell.spec["sampling"]["method"] for cell in made.cells} == {"greedy"}
+    (first, *_) = made.cells
+    found = measures.band({**first.spec, "variant": "layers=3"}, tmp_path / "cells" / "x")
+    scores = answers.scored({**first.spec, "variant": "layers=3"}, tmp_path)
+    assert found["margin"]["value"] == pytest.approx(np.minimum(scores["margin"], 3).mean())
+    assert found["same_token"]["value"] == pytest.approx((scores["mismatch"] == 0).mean())
+    margins = {
+        "honest": 0.01,
+        "weights=fp8": 0.1,
+        "kv=fp8": 0.05,
+        "nf4": 0.3,
+        "batch=3": 0.001,
+        "kv=int4": 0.07,
+    }
+
+    def row(name: str) -> dict[str, Any]:
+        figures = {"margin": {"value": margins[name]}} if name in margins else {}
+        return {"keys": {"provider": name, "lies": ""}, "figures": figures}
+
+    assert made.fold is not None
+    folded = made.fold([row(str(cell.spec["variant"])) for cell in made.cells])
+    places = {one["keys"]["provider"]: one["keys"]["lies"] for one in folded}
+    assert places == {
+        **dict.fromkeys(("honest", "weights=fp8", "kv=fp8", "nf4"), "reference"),
+        "batch=3": "below honest", "kv=int4": "between kv=fp8 and weights=fp8", "layers=2": "",
+    }  # fmt: skip
+    margins["layers=2"] = 2.0
+    assert made.fold([row(name) for name in margins])[-1]["keys"]["lies"] == "above nf4"
+    with pytest.raises(InputError, match="cannot be audited as well"):
+        verification.bands(setting, providers="nf4")
+
+
 @pytest.mark.slow
 def test_other_ways_of_sampling_have_their_own_scores(spec: dict[str, Any], home: Path) -> None:
     setting = Setting(model=spec["model"], prompts=spec["prompts"], limit=4, max_tokens=8, device="cpu")

@@ -8,6 +8,7 @@ import numpy as np
 from hiddenlab.defenses.verification import toploc
 from hiddenlab.defenses.verification.detect import detect, mmd_test
 from hiddenlab.defenses.verification.rules import EVERY
+from hiddenlab.defenses.verification.scoring import LARGEST_MARGIN
 from hiddenlab.errors import InputError
 from hiddenlab.eval.cells import Figures
 from hiddenlab.eval.measures.answers import answered, pooled, scored, uniform_ranks
@@ -112,6 +113,24 @@ def statistics(spec: dict[str, Any], folder: Path, progress: Progress = silent) 
     summary = {"infinite": float(1 - len(finite) / len(values)), "mean": finite.mean(), "sd": finite.std()}
     summary |= {f"p{p:g}": np.percentile(finite, p) for p in PERCENTILES}
     return {name: exactly(float(value), len(values)) for name, value in summary.items()}
+
+
+def band(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> Figures:
+    """Measure a provider's mean score, with intervals over requests, as bands of an audit (DiFR, appendix D, figure 5).
+
+    Args:
+        spec: as ``answers.answered``.
+
+    Returns:
+        ``margin`` (each token's clipped at ``LARGEST_MARGIN`` logits), ``cross_entropy`` (nats), ``same_token``.
+    """
+    scores = scored(spec, _home(folder), progress)
+    shape = (len(scores["length"]), -1)
+    tokens = {
+        "margin": np.minimum(scores["margin"], LARGEST_MARGIN), "cross_entropy": scores["cross_entropy"],
+        "same_token": 1 - scores["mismatch"],
+    }  # fmt: skip
+    return as_figures({name: mean(values.reshape(shape).mean(1).tolist()) for name, values in tokens.items()})
 
 
 def uniformity(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> Figures:

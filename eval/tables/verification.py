@@ -1,12 +1,14 @@
 """Define experiments on inference verification: which deviation is detected from how many tokens (DiFR, TOPLOC)."""
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from hiddenlab.defenses.verification import toploc
 from hiddenlab.defenses.verification.provider import Variant
 from hiddenlab.defenses.verification.rules import EVERY
 from hiddenlab.defenses.verification.sampling import Sampling
+from hiddenlab.defenses.verification.scoring import LARGEST_MARGIN
 from hiddenlab.errors import InputError
 from hiddenlab.eval.cells import Cell, Experiment, Setting
 from hiddenlab.eval.measures.answers import COUNTS, MONTE_CARLO
@@ -16,10 +18,12 @@ HONEST = ("honest", "batch=7", "attention=eager", "dtype=float32")
 SYSTEM = "You are a helpful assistant. Keep answers short."
 ADVERSARIES = ("nf4+temperature=tuned", "kv=fp8+temperature=tuned")
 PRUNED = "layers=28"
+REFERENCES = ("honest", "weights=fp8", "kv=fp8", "nf4")
 OTHERS = (
     "nf4", "seed=1", "temperature=1.1", "bug=2", *ADVERSARIES, PRUNED, f"system={SYSTEM}", "kv=fp8", "weights=fp8",
     "int8", "bug=32", "top_p=0.85",
 )  # fmt: skip
+AUDITED = ("batch=7", "attention=eager", "dtype=float32", "int8", PRUNED, f"system={SYSTEM}")
 POOLING_LABELS = {
     "plain": "plain mean",
     "mean": "clipped mean",
@@ -329,6 +333,62 @@ def providers(
             "requests): small means that the distribution differs. Neither needs the seed, nor notices a wrong one.",
         ],
     )  # fmt: skip
+
+
+def bands(
+    setting: Setting,
+    references: str = ";".join(REFERENCES),
+    providers: str = ";".join(AUDITED),
+    new_tokens: int = 100,
+) -> Experiment:
+    """Audit providers at temperature 0: between which known configurations do their scores lie (DiFR, figure 5)?
+
+    Args:
+        references: variants joined by ``;`` whose scores are the bands.
+        providers: variants joined by ``;`` that are audited.
+
+    Raises:
+        InputError: a variant is unknown, or is reference and audited at once.
+    """
+    known, audited = pool_of(references), pool_of(providers)
+    if twice := set(known) & set(audited):
+        raise InputError(f"{sorted(twice)[0]!r} is a reference, and cannot be audited as well")
+    spec = base(setting, new_tokens, 1, "greedy")
+    cells = [
+        Cell("band", {**spec, "variant": variant}, {"provider": variant, "lies": ""})
+        for variant in (*known, *audited)
+    ]
+    return Experiment(
+        "Audit at temperature 0: providers between bands of references",
+        cells,
+        {"margin": "mean margin", "cross_entropy": "cross-entropy", "same_token": "same token"},
+        [
+            PAPER_NOTE,
+            size_note(spec),
+            f"Answers are greedy, so that no seed is needed. Mean over tokens of the margin, clipped at "
+            f"{LARGEST_MARGIN:g} logits, and of the cross-entropy, in nats, under the reference in {spec['dtype']}. "
+            "Brackets: 95 % over requests. A provider lies between the references whose mean margins enclose its own.",
+            "All providers are simulated here. The paper asked five public ones.",
+        ],
+        fold=partial(_placed, known=known),
+    )  # fmt: skip
+
+
+def _placed(rows: list[dict[str, Any]], known: tuple[str, ...]) -> list[dict[str, Any]]:
+    """Say of each row between which references its mean margin lies."""
+    margins = {row["keys"]["provider"]: row["figures"].get("margin", {}).get("value") for row in rows}
+    edges = sorted((margins[name], name) for name in known if margins[name] is not None)
+
+    def place(name: str) -> str:
+        if name in known or margins[name] is None:
+            return "reference" if name in known else ""
+        below = [other for value, other in edges if value <= margins[name]]
+        above = [other for value, other in edges if value > margins[name]]
+        if below and above:
+            return f"between {below[-1]} and {above[0]}"
+        return f"above {below[-1]}" if below else "".join(f"below {other}" for other in above[:1])
+
+    return [{**row, "keys": {**row["keys"], "lies": place(row["keys"]["provider"])}} for row in rows]
 
 
 def toploc_table(

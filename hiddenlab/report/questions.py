@@ -44,7 +44,7 @@ QUESTIONS = (
         "Does a check of its answers reveal that a provider changed the model?",
         (
             "detection", "activations", "fingerprint-pareto", "fingerprint-cost", "areas", "pooling", "score-tables",
-            "providers", "toploc", "tampering",
+            "providers", "bands", "toploc", "tampering",
         ),
     ),
     Question("fingerprints", "What do fingerprints for such checks reveal of a prompt?", ("leak",)),
