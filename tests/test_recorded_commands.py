@@ -12,7 +12,10 @@ from hiddenlab.cli import app
 from hiddenlab.report.tables import NOT_RECORDED
 
 # Their rows are made of all cells together, so that there are none before cells are measured.
-FOLDED = ("fingerprint-cost", "fingerprint-cost-nf4", "fingerprint-pareto", "fingerprint-pareto-kv-fp8")
+FOLDED = (
+    "fingerprint-cost", "fingerprint-cost-nf4", "fingerprint-cost-reference", "fingerprint-pareto",
+    "fingerprint-pareto-kv-fp8",
+)  # fmt: skip
 EARLIER = (
     "gap-plans",
     "activations",
