@@ -13,7 +13,7 @@ from hiddenlab.report.tables import NOT_RECORDED
 
 # Their rows are made of all cells together, so that there are none before cells are measured.
 FOLDED = (
-    "fingerprint-cost", "fingerprint-cost-nf4", "fingerprint-cost-reference", "fingerprint-pareto",
+    "bands", "fingerprint-cost", "fingerprint-cost-nf4", "fingerprint-cost-reference", "fingerprint-pareto",
     "fingerprint-pareto-kv-fp8",
 )  # fmt: skip
 EARLIER = (
