@@ -235,7 +235,7 @@ def test_speculative_answers_are_scored_with_their_draft(
     noisy = ("--monte-carlo", 20, "--score", "monte_carlo")
     other = answer("score", tmp_path / "cheap", "--honest", tmp_path / "honest", *reference, *how, *noisy)
     assert other["verdict"]["score"] == "monte_carlo"
-    assert other["summary"]["monte_carlo"] > 1 > 0.1 > other["honest"]["monte_carlo"]
+    assert other["summary"]["monte_carlo"] > 1 > 0.3 > other["honest"]["monte_carlo"]
     # Proofs are of states, however tokens were drawn.
     answer("commit", tmp_path / "honest", "--out", tmp_path / "proven", *reference)
     assert answer("check", tmp_path / "proven", *reference)["counts"]["valid"] == 3
