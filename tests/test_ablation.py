@@ -43,6 +43,8 @@ def test_every_row_of_the_experiment_names_parts_that_its_attack_has() -> None:
     cells = ablation(Setting(layers=(1,)), channels="seq-perm", parts="opener,probe").cells
     assert [cell.keys["left out"] for cell in cells] == [NOTHING, "probe", "opener"]
     assert {cell.spec["limit"] for cell in cells} == {10}
+    quick = ablation(Setting(layers=(1,)), channels="identity", setup="quick").cells
+    assert {(cell.spec["setup"], cell.spec["independent"]) for cell in quick} == {("quick", True)}
 
 
 def test_vocabulary_matching_has_what_is_not_left_out(

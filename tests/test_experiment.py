@@ -406,6 +406,7 @@ def test_cells_over_processes(tiny: Callable[..., str], tmp_path: Path) -> None:
         (("figure-2", "--layers", "3"), "figure-2 is of layer 0"),
         (("figure-2", "--set", "tuned=false"), "needs a masked language model"),
         (("ablation", "--set", "channels=nf4"), "no ablation is known for 'nf4'"),
+        (("ablation", "--set", "setup=slow"), "unknown setup 'slow'; known are quick, full"),
         (("ablation", "--set", "parts=wheel"), "no part is called 'wheel'"),
         (("table-1", "--alpha", "2"), "table-1 has no option --alpha"),
         (("table-1", "--model", "/nowhere/at-all"), "no model at '/nowhere/at-all'"),

@@ -1,5 +1,8 @@
 """Define the ablation of the attacks: one of their parts is left out at a time, on the rows that it was made for."""
 
+from typing import Any
+
+from hiddenlab.attacks.vocab_match import SETUPS
 from hiddenlab.errors import InputError
 from hiddenlab.eval.cells import Cell, Experiment, Setting, attack_cell, split_specs
 
@@ -43,15 +46,18 @@ MADE_FOR: dict[str, tuple[str, tuple[str, ...]]] = {
 }
 
 
-def ablation(setting: Setting, channels: str = ",".join(MADE_FOR), parts: str | None = None) -> Experiment:
+def ablation(
+    setting: Setting, channels: str = ",".join(MADE_FOR), parts: str | None = None, setup: str = "full"
+) -> Experiment:
     """Measure what each part of vocabulary matching and beam decoding brings: leave out one at a time.
 
     Args:
         channels: defenses, separated by commas; each is attacked by the attack that is for it.
         parts: left out, separated by commas. Default: all that bear on the defense.
+        setup: of vocab-match: full (a trained probe) or quick (what a first prompt meets).
 
     Raises:
-        InputError: no ablation is known for a defense, or no part has such a name.
+        InputError: no ablation is known for a defense, or no part or setup has such a name.
     """
     behind = split_specs(channels)
     if unknown := [channel for channel in behind if channel not in MADE_FOR]:
@@ -60,6 +66,8 @@ def ablation(setting: Setting, channels: str = ",".join(MADE_FOR), parts: str | 
     asked = known if parts is None else {part.strip() for part in parts.split(",")}
     if wrong := sorted(asked - known):
         raise InputError(f"no part is called {wrong[0]!r}; known are {', '.join(sorted(known))}")
+    if setup not in SETUPS:
+        raise InputError(f"unknown setup {setup!r}; known are {', '.join(SETUPS)}")
     cells: list[Cell] = []
     for channel in behind:
         attack, names = MADE_FOR[channel]
@@ -67,8 +75,10 @@ def ablation(setting: Setting, channels: str = ",".join(MADE_FOR), parts: str | 
             for part in (NOTHING, *(name for name in names if name in asked)):
                 keys = {"defense": channel, "layer": layer, "attack": attack, "left out": part}
                 spec = ":".join(text for text in (attack, WITHOUT[attack][part]) if text)
-                limit = setting.limit or 10
-                cells.append(attack_cell(setting, keys, layer, channel, attack=spec, limit=limit))
+                options: dict[str, Any] = {"attack": spec, "limit": setting.limit or 10}
+                if setup == "quick" and attack == MATCHING:
+                    options |= {"setup": setup, "independent": True}  # no row may profit from another
+                cells.append(attack_cell(setting, keys, layer, channel, **options))
     return Experiment(
         "What each part of an attack brings",
         cells,
@@ -79,7 +89,9 @@ def ablation(setting: Setting, channels: str = ",".join(MADE_FOR), parts: str | 
         [
             "A row leaves out one part of an attack. The same prompts are attacked in every row of a defense, and no "
             "budget ends a search of vocab-match.",
-            "Probes are trained beforehand, and their training is not counted. Screening runs only on processors with "
+            "Probes are prepared beforehand, and their preparation is not counted"
+            + (". " if setup == "full" else "; those of vocab-match are what '--setup quick' has for a first prompt. ")
+            + "Screening runs only on processors with "
             "native bfloat16; on others, leaving it out changes nothing.",
             "'Beam' keeps one hypothesis in place of eight; where rows are shuffled it keeps more of both.",
         ],
