@@ -100,6 +100,8 @@ _CATALOG: dict[str, dict[str, dict[str, Effort]]] = {
             "fingerprint-cost": PLAIN,
             "fingerprint-pareto": PLAIN,
             "toploc": PLAIN,
+            "toploc-errors": PLAIN,
+            "toploc-moduli": Effort("seconds"),
             "tampering": Effort("about 45 minutes"),  # docs/log/035-faults-in-use.md: 43 minutes
         },
         "What does an audit reveal of the prompts?": {

@@ -11,20 +11,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from hiddenlab.defenses.verification.formats import FORMATS
+from hiddenlab.defenses.verification.polynomials import (
+    LEAST_MODULUS,
+    PRIME,
+    evaluate,
+    injective_modulus,
+    interpolate,
+)
 from hiddenlab.defenses.verification.rules import PAPER
 from hiddenlab.defenses.verification.toploc import (
     BFLOAT16,
-    LEAST_MODULUS,
-    PRIME,
     PUBLISHED,
     Proof,
     ProofError,
     Thresholds,
     commit,
     commit_all,
-    evaluate,
-    injective_modulus,
-    interpolate,
+    lacking,
     proof_bytes,
     values_at,
     verify,
@@ -80,9 +84,9 @@ def test_published_thresholds() -> None:
     assert (BFLOAT16.exponents, BFLOAT16.mean, BFLOAT16.median) == (38, 10, 8)
     single = PUBLISHED["float32"]
     assert (single.exponents, single.mean, single.median) == (8, 256, 128)
-    x = states(4, 0)
-    with pytest.raises(InputError, match="limits for 23 bits of mantissa; proofs hold 7"):
-        verify(x, commit(x), single)  # in units of bfloat16 no difference would exceed them
+    assert single.dtype == "float32" and BFLOAT16.dtype == "bfloat16"
+    with pytest.raises(InputError, match="proofs of float16 values; known are bfloat16, float32"):
+        replace(BFLOAT16, dtype="float16")
 
 
 @pytest.mark.parametrize(
@@ -104,7 +108,7 @@ def test_thresholds_that_decide_nothing_are_refused(limits: dict[str, Any]) -> N
 # ---- polynomials
 
 
-def lagrange(x: list[int], y: list[int]) -> list[int]:
+def lagrange(x: list[int], y: list[int], prime: int = PRIME) -> list[int]:
     """The slow oracle: each point's own polynomial, one after the other."""
     total = [0] * len(x)
     for i, (here, value) in enumerate(zip(x, y, strict=True)):
@@ -112,11 +116,11 @@ def lagrange(x: list[int], y: list[int]) -> list[int]:
         for j, other in enumerate(x):
             if j != i:
                 product = [
-                    (low - other * high) % PRIME
+                    (low - other * high) % prime
                     for low, high in zip([0, *product], [*product, 0], strict=True)
                 ]
-                scale = scale * pow(here - other, -1, PRIME) % PRIME
-        total = [(t + scale * p) % PRIME for t, p in zip(total, product, strict=True)]
+                scale = scale * pow(here - other, -1, prime) % prime
+        total = [(t + scale * p) % prime for t, p in zip(total, product, strict=True)]
     return total
 
 
@@ -129,18 +133,21 @@ points = st.integers(1, 24).flatmap(
 )
 
 
+@pytest.mark.parametrize("dtype", FORMATS)
 @settings(max_examples=60)
-@given(points=points)
-def test_interpolation_is_lagranges(points: tuple[list[int], list[int]]) -> None:
+@given(points=points, high=st.integers(0, 0xFFFF))
+def test_interpolation_is_lagranges(points: tuple[list[int], list[int]], high: int, dtype: str) -> None:
     x, y = points
-    coefficients = interpolate(whole(*x), whole(*y)).tolist()
-    assert coefficients == lagrange(x, y)
-    assert evaluate(coefficients, whole(*x)).tolist() == y
-    places = [*x, 0, 1, PRIME - 1, 31337]
+    prime = FORMATS[dtype].prime
+    y = y if prime == PRIME else [value << 16 | high for value in y]
+    coefficients = interpolate(whole(*x), whole(*y), prime).tolist()
+    assert coefficients == lagrange(x, y, prime)
+    assert evaluate(coefficients, whole(*x), prime).tolist() == y
+    places = [*x, 0, 1, prime - 1, 31337]
     slow = [
-        sum(c * pow(place, power, PRIME) for power, c in enumerate(coefficients)) % PRIME for place in places
+        sum(c * pow(place, power, prime) for power, c in enumerate(coefficients)) % prime for place in places
     ]
-    assert evaluate(coefficients, whole(*places)).tolist() == slow
+    assert evaluate(coefficients, whole(*places), prime).tolist() == slow
 
 
 def test_no_polynomial() -> None:
@@ -201,7 +208,7 @@ def test_text_is_a_proof_or_refused(text: str) -> None:
 @pytest.mark.parametrize(
     ("data", "reason"),
     [
-        (b"", "a proof of 0 bytes; with 4 coefficients it has 10"),
+        (b"", "a proof of 0 bytes; with 4 coefficients it has one of 10"),
         (bytes.fromhex("ffd9000100020003"), "of 8 bytes"),
         (bytes.fromhex("ffd900010002000300"), "of 9 bytes"),
         (bytes.fromhex("ffd9000100020003000400"), "of 11 bytes"),
@@ -315,6 +322,68 @@ def test_what_cannot_be_proven() -> None:
     with pytest.raises(InputError, match="this chunk has 64 values"):
         commit_all(states(4, 0, width=64), states(33, 1, width=64))
     assert len(commit_all(states(4, 0, width=64), states(33, 1, width=64), k=64)) == 3
+
+
+# ---- float32
+
+
+def slow_check(sent: Tensor, own: Tensor, sent_dtype: torch.dtype, dtype: torch.dtype, k: int) -> list[float]:
+    """Algorithm 2 as printed, number by number: values in disagreement, mean and median of mantissas' differences."""
+    sides = [sent.to(sent_dtype).double().flatten(), own.to(dtype).double().flatten()]
+    order = [sorted(range(len(side)), key=lambda i: (-abs(float(side[i])), i))[:k] for side in sides]
+    bits = 7 if dtype == torch.bfloat16 else 23
+    disagree, differences = 0, []
+    for place in order[1]:
+        if place not in order[0]:
+            disagree += 1  # the polynomial is arbitrary there; in this test it never agrees by chance
+            continue
+        claimed, mine = (float(side[place].to(dtype)) for side in sides)
+        (a, p), (b, q) = math.frexp(claimed), math.frexp(mine)
+        if p != q or a * b < 0:
+            disagree += 1
+        else:
+            differences.append(abs(abs(a) - abs(b)) * 2 ** (bits + 1))
+    return [disagree, float(np.mean(differences)), float(np.median(differences))]
+
+
+@pytest.mark.parametrize("size", [0.0, 1e-6, 0.002])
+@pytest.mark.parametrize("limits", PUBLISHED.values(), ids=PUBLISHED)
+@pytest.mark.parametrize("sent_dtype", FORMATS)
+def test_proofs_of_either_dtype_are_checked_in_either(
+    sent_dtype: str, limits: Thresholds, size: float
+) -> None:
+    """TOPLOC, section 5.7: float32 is rounded for a verifier in bfloat16, bfloat16 is padded for one in float32."""
+    own = states(8, 5)
+    sent = own * (1 + size * torch.randn(own.shape, generator=torch.Generator().manual_seed(1)))
+    proof = commit(sent, 64, dtype=sent_dtype)
+    assert len(proof.to_bytes()) == proof_bytes(64, sent_dtype) == 2 + 64 * FORMATS[sent_dtype].bits // 8
+    check = verify(own, proof.to_bytes(), limits, k=64)
+    dtypes = FORMATS[sent_dtype].dtype, FORMATS[limits.dtype].dtype
+    assert [check.mismatches, check.mean, check.median] == slow_check(sent, own, *dtypes, 64)
+    # Table 5: only a verifier in float32 tells that the provider has less than float32, or another size of errors.
+    assert check.accepted == (limits.dtype == "bfloat16" or (sent_dtype == "float32" and size < 1e-4))
+
+
+def test_float32_proofs_hold_every_finite_value() -> None:
+    edge = torch.finfo(torch.float32)
+    x = torch.tensor([[edge.min, edge.max, edge.tiny, -edge.smallest_normal, 0.0, -1.0, 1e-44, 3.0]])
+    proof = commit(x, 8, dtype="float32")
+    assert torch.equal(values_at(proof, torch.arange(8)), x[0])
+    assert max(FORMATS["float32"].patterns(x).ravel()) < FORMATS["float32"].prime
+    assert Proof.from_base64(proof.to_base64(), 8) == proof
+    assert verify(x, proof, PUBLISHED["float32"], k=8).mismatches == 0
+    with pytest.raises(ProofError, match="coefficients outside"):
+        Proof(PRIME, (2**32 - 5,), "float32")
+    with pytest.raises(InputError, match="NaN or infinite in float32"):
+        commit(torch.tensor([[math.inf]]), 1, dtype="float32")
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_places_that_the_provider_did_not_choose_are_counted(dtype: str) -> None:
+    own, sent = states(4, 0), states(4, 0) + 0.3 * states(4, 1)
+    chosen = [set(PAPER.choose(FORMATS[dtype].patterns(x), 64).tolist()) for x in (own, sent)]
+    assert lacking(sent, own, 64, dtype=dtype) == len(chosen[0] - chosen[1]) > 0
+    assert lacking(own, own, 64, dtype=dtype) == 0
 
 
 # ---- dishonest providers

@@ -228,6 +228,45 @@ def test_providers_are_placed_between_bands(spec: dict[str, Any], tmp_path: Path
         verification.bands(setting, providers="nf4")
 
 
+def test_values_of_float32_need_a_provider_in_float32(spec: dict[str, Any], tmp_path: Path) -> None:
+    """TOPLOC, table 5: only a verifier in float32 rejects a provider in bfloat16."""
+    setting = Setting(model=spec["model"], prompts=spec["prompts"], limit=2, max_tokens=6, device="cpu")
+    accepted, lacking = {}, {}
+    for values, other in (("float32", "dtype=bfloat16"), ("bfloat16", "dtype=float32")):
+        made = verification.toploc_table(setting, f"honest;{other}", turns=1, new_tokens=36, values=values)
+        for cell in made.cells[:2]:
+            figures = measures.proofs(dict(cell.spec), tmp_path / "cells" / "one")
+            key = values, cell.spec["variant"]
+            accepted[key], lacking[key] = figures["proofs_accepted"]["value"], figures["lacking"]["value"]
+        assert any(f"of the paper for {values}" in note for note in made.notes)
+    assert accepted == {
+        ("float32", "honest"): 1.0, ("float32", "dtype=bfloat16"): 0.0,
+        ("bfloat16", "honest"): 1.0, ("bfloat16", "dtype=float32"): 1.0,
+    }  # fmt: skip
+    assert lacking["float32", "honest"] < lacking["float32", "dtype=bfloat16"]
+    kept = answers.answered({**made.cells[0].spec, "values": "float32", "dtype": "float32"}, tmp_path)
+    assert kept.outputs[0].dtype == torch.float32
+    with pytest.raises(InputError, match="proofs of int8 values"):
+        verification.toploc_table(setting, values="int8")
+
+
+def test_times_are_parts_of_a_prefill(spec: dict[str, Any], home: Path) -> None:
+    found = measures.proof_cost({**spec, "variant": "honest"}, home / "cells" / "cost")
+    whole = found["prefill_milliseconds"]["value"]
+    assert found["prefill_milliseconds"]["n"] == 8 and whole > 0
+    # Three proofs a request are costlier than one of its chunks.
+    assert found["committing"]["value"] * whole > found["milliseconds"]["value"]
+    assert found["checking"]["value"] > 0 and found["validation"]["value"] > 0
+
+
+def test_system_prompts_are_of_the_papers_three_kinds(spec: dict[str, Any]) -> None:
+    made = verification.toploc_table(Setting(model=spec["model"], prompts=spec["prompts"], device="cpu"))
+    named = [str(cell.spec["variant"]) for cell in made.cells]
+    assert all(f"system={text}" in named for text in verification.SYSTEMS.values())
+    sentences = [text.count(".") for text in verification.SYSTEMS.values()]
+    assert sentences[0] > 1 and sentences[1:] == [1, 1] and len(verification.SYSTEMS["taco"].split()) == 3
+
+
 @pytest.mark.slow
 def test_other_ways_of_sampling_have_their_own_scores(spec: dict[str, Any], home: Path) -> None:
     setting = Setting(model=spec["model"], prompts=spec["prompts"], limit=4, max_tokens=8, device="cpu")

@@ -853,3 +853,25 @@ def test_the_rule_of_proofs_is_agreed_on(model: str, files: Files, reference: Wo
         "--new-tokens", 40, "--proofs", "--proof-rule", "largest", "--resume", *COMMON,
     )  # fmt: skip
     assert "another command" in verify(*words).stderr
+
+
+def test_proofs_of_float32_values_see_what_others_do_not(
+    files: Files, reference: Words, tmp_path: Path
+) -> None:
+    """TOPLOC, table 5: a verifier in float32 accepts float32 alone; one in bfloat16 accepts both."""
+    single = ("--proof-dtype", "float32")
+    exact, coarse = tmp_path / "exact.jsonl", tmp_path / "coarse.jsonl"
+    made = answer("commit", files["honest"], "--out", exact, *single, *reference)
+    half = answer("commit", files["honest"], "--out", coarse, *reference)
+    assert made["bytes"]["proofs"] == pytest.approx(half["bytes"]["proofs"] * 514 / 258)
+    found = answer("check", exact, *single, *reference)
+    assert found["counts"]["valid"] == 3
+    assert (found["limits"]["exponents"], found["limits"]["mantissa_mean"]) == (8, 256)
+    assert answer("check", exact, *reference)["counts"]["valid"] == 3
+    padded = answer("check", coarse, *single, *reference)
+    assert padded["counts"]["rejected"] == 3 and padded["requests"][0]["mantissa_mean"] > 256
+    rest = reference[:2]
+    for words in (("check", exact), ("commit", exact, "--out", tmp_path / "new.jsonl")):
+        result = verify(*words, *single, *rest, "--dtype", "bfloat16", "--device", "cpu")
+        assert result.exit_code == 2 and "take --dtype float32 too" in " ".join(result.stderr.split())
+    assert not (tmp_path / "new.jsonl").exists()

@@ -16,6 +16,8 @@ from hiddenlab.defenses.verification import bounds as theory
 from hiddenlab.defenses.verification import difr, speculative, toploc
 from hiddenlab.defenses.verification.causal_lm import WholeModel, load_whole
 from hiddenlab.defenses.verification.difr import Replay, Verifier
+from hiddenlab.defenses.verification.formats import DTYPE as PROOF_DTYPE
+from hiddenlab.defenses.verification.formats import format_of
 from hiddenlab.defenses.verification.provider import LOADED, SAMPLED, Provider, Request, Variant
 from hiddenlab.defenses.verification.rules import DEFAULT as DEFAULT_RULE
 from hiddenlab.defenses.verification.rules import Rule, rule_of
@@ -89,6 +91,7 @@ def simulate(
     fingerprint_dtype: str = FINGERPRINT_DTYPE,
     proof_values: int = toploc.TOP,
     proof_rule: str = DEFAULT_RULE,
+    proof_dtype: str = PROOF_DTYPE,
     resume: bool = False,
     key: str | None = None,
     key_form: str = KEY_FORMS[0],
@@ -106,6 +109,7 @@ def simulate(
         projection: Activation-DiFR's, for every ``every``-th output token, sent in ``fingerprint_dtype``.
         proof_values: values of a TOPLOC proof.
         proof_rule: which values it commits to (``rules``).
+        proof_dtype: of its values.
         key: of hashed noise, in ``key_form``.
         draft: decode speculatively with this draft model (``speculative.load_draft``), ``ahead`` tokens at a time,
             and record each token's mode.
@@ -115,7 +119,7 @@ def simulate(
     """
     asked, noise = Sampling(**(sampling or {})), noise_of(key, key_form)
     rule = rule_of(proof_rule)
-    _check_sent(fingerprint_dtype, proof_values)
+    _check_sent(fingerprint_dtype, proof_values, proof_dtype, dtype)
     done, variant = _answered_before(out, resume), Variant.parse(provider)
     if draft is not None and (proofs or projection is not None):
         raise InputError("speculative answers are proven afterwards, with 'hiddenlab verify commit'")
@@ -145,7 +149,8 @@ def simulate(
         for answer in made.answer(todo, progress):
             transcript = answer.transcript
             if proofs:
-                sent = _proofs(answer.prompt_states, answer.output_states, proof_values, rule, made.whole)
+                states = answer.prompt_states, answer.output_states
+                sent = _proofs(*states, proof_values, rule, made.whole, proof_dtype)
                 transcript = replace(transcript, proofs=sent, proof_rule=rule.name)
             if projection is not None:
                 print_ = _fingerprint(answer.output_states, projection, every, fingerprint_dtype)
@@ -157,8 +162,12 @@ def simulate(
     }  # fmt: skip
 
 
-def _check_sent(dtype: str, proof_values: int) -> None:
+def _check_sent(dtype: str, proof_values: int, proof_dtype: str, computed: str) -> None:
     """Check the options of proofs and fingerprints before anything is computed."""
+    if format_of(proof_dtype).bits == 32 and computed != "float32":
+        raise InputError(
+            f"a model in {computed} has no digits for proofs of {proof_dtype} values; take --dtype float32 too"
+        )
     if dtype not in FINGERPRINT_DTYPES:
         raise InputError(f"a fingerprint of dtype {dtype!r}: one of {', '.join(FINGERPRINT_DTYPES)}")
     if proof_values < 1:
@@ -209,9 +218,11 @@ def _answered_before(out: Path, resume: bool) -> set[str]:
     return {transcript.id for transcript in read_transcripts(out)} if out.stat().st_size else set()
 
 
-def _proofs(prompt: Tensor, outputs: Tensor, values: int, rule: Rule, whole: WholeModel) -> tuple[str, ...]:
+def _proofs(
+    prompt: Tensor, outputs: Tensor, values: int, rule: Rule, whole: WholeModel, dtype: str
+) -> tuple[str, ...]:
     scale = whole.scale if rule.by_row else None
-    made = toploc.commit_all(prompt, outputs, values, rule=rule, scale=scale)
+    made = toploc.commit_all(prompt, outputs, values, rule=rule, scale=scale, dtype=dtype)
     return tuple(proof.to_base64() for proof in made)
 
 
@@ -239,7 +250,8 @@ def verifier_for(
 def commit(
     path: Path, out: Path, *, model: str | None = None, dtype: str = "bfloat16", device: str = "auto",
     projection: Projection | None = None, every: int = 1, fingerprint_dtype: str = FINGERPRINT_DTYPE,
-    proof_values: int = toploc.TOP, proof_rule: str = DEFAULT_RULE, progress: Progress = silent,
+    proof_values: int = toploc.TOP, proof_rule: str = DEFAULT_RULE, proof_dtype: str = PROOF_DTYPE,
+    progress: Progress = silent,
 ) -> Made:  # fmt: skip
     """Add TOPLOC proofs, and fingerprints where asked for, to transcripts, from one prefill of each request.
 
@@ -248,7 +260,7 @@ def commit(
     """
     if out.exists():
         raise InputError(f"{out} exists; name another file")
-    _check_sent(fingerprint_dtype, proof_values)
+    _check_sent(fingerprint_dtype, proof_values, proof_dtype, dtype)
     rule = rule_of(proof_rule)
     transcripts = read_transcripts(path)
     verifier = verifier_for(transcripts, model, dtype, device)
@@ -256,7 +268,7 @@ def commit(
         replay = verifier.replay(replace(transcript, modes=None))  # how tokens were drawn changes no states
         prompt = replay.states[: len(transcript.prompt)]
         # An existing fingerprint was made by somebody else, so it is dropped.
-        sent = _proofs(prompt, replay.output_states, proof_values, rule, verifier.model)
+        sent = _proofs(prompt, replay.output_states, proof_values, rule, verifier.model, proof_dtype)
         proven = replace(transcript, proofs=sent, proof_rule=rule.name, fingerprint=None)
         if projection is not None:
             print_ = _fingerprint(replay.output_states, projection, every, fingerprint_dtype)
@@ -271,7 +283,8 @@ def commit(
 def check(
     path: Path, *, model: str | None = None, dtype: str = "bfloat16", device: str = "auto",
     projection: Projection | None = None, every: int = 1, largest_distance: float = LARGEST_DISTANCE,
-    proof_values: int = toploc.TOP, proof_rule: str = DEFAULT_RULE, no_proofs: bool = False,
+    proof_values: int = toploc.TOP, proof_rule: str = DEFAULT_RULE, proof_dtype: str = PROOF_DTYPE,
+    no_proofs: bool = False,
     progress: Progress = silent,
 ) -> Made:  # fmt: skip
     """Check the proofs and fingerprints of transcripts against a recomputation.
@@ -280,8 +293,10 @@ def check(
         projection, every: the projection and stride that were agreed on. Fingerprints are checked only where the
             verifier states them, because a provider who could choose them would choose ones that hide the difference.
         largest_distance: of a fingerprint, relative to its norm.
-        proof_values: values of a TOPLOC proof, as agreed on; a share of 38 in 128 of them may disagree.
+        proof_values: values of a TOPLOC proof, as agreed on; of bfloat16 a share of 38 in 128 may disagree.
         proof_rule: which values proofs commit to (``rules``), as agreed on; a provider would choose the weakest rule.
+        proof_dtype: in which values are compared, within the published limits of it. Proofs of another dtype are
+            rounded, or padded with zero bits (TOPLOC, section 5.7).
         no_proofs: fingerprints alone were agreed on. Else a request without proofs is rejected where a projection is
             stated, since a provider who changed a prompt would leave out its proof.
 
@@ -303,8 +318,8 @@ def check(
     """
     if not 0 <= largest_distance < math.inf:
         raise InputError(f"a largest distance of {largest_distance}; a number from 0")
-    _check_sent(FINGERPRINT_DTYPE, proof_values)
-    rule = rule_of(proof_rule)
+    _check_sent(FINGERPRINT_DTYPE, proof_values, proof_dtype, dtype)
+    rule, within = rule_of(proof_rule), toploc.PUBLISHED[proof_dtype]
     transcripts = read_transcripts(path)
     verifier = verifier_for(transcripts, model, dtype, device)
     rows = []
@@ -327,6 +342,7 @@ def check(
                 proof_values,
                 None if no_proofs else rule,
                 scale,
+                within,
             )
         except InputError as error:
             row |= {"verdict": "rejected", "reason": str(error)}
@@ -338,8 +354,8 @@ def check(
     }
     limits = {
         "distance": largest_distance, "row_distance": ROWS_MORE * largest_distance,
-        "exponents": toploc.BFLOAT16.allowed(proof_values),
-        "mantissa_mean": toploc.BFLOAT16.mean, "mantissa_median": toploc.BFLOAT16.median,
+        "exponents": within.allowed(proof_values),
+        "mantissa_mean": within.mean, "mantissa_median": within.median,
     }  # fmt: skip
     valid = [row for row in rows if row["verdict"] == "valid"]
     coverage = {name: sum(row[name] for row in valid) for name in ("tokens", "covered", "without_value")}
@@ -348,7 +364,7 @@ def check(
 
 def _checked(
     transcript: Transcript, replay: Replay, projection: Projection | None, every: int, largest: float,
-    values: int, rule: Rule | None, scale: Tensor | None,
+    values: int, rule: Rule | None, scale: Tensor | None, within: toploc.Thresholds = toploc.BFLOAT16,
 ) -> Made:  # fmt: skip
     reasons: list[str] = []
     faults: list[str] = []
@@ -362,7 +378,9 @@ def _checked(
             )
         proofs = [toploc.Proof.from_base64(text, values) for text in transcript.proofs]
         prompt = replay.states[: len(transcript.prompt)]
-        result = toploc.verify_all(prompt, replay.output_states, proofs, k=values, rule=rule, scale=scale)
+        result = toploc.verify_all(
+            prompt, replay.output_states, proofs, within, k=values, rule=rule, scale=scale
+        )
         covered |= {*result.prompt, *(before + row for row in result.output)}
         for name, part in (
             ("exponents", "mismatches"),

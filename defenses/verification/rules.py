@@ -19,13 +19,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
-from jaxtyping import Float, Int64, Num, UInt16
+from jaxtyping import Float, Int64, Num, UInt
 from torch import Tensor
 
 from hiddenlab.errors import InputError
 
 EVERY = 32  # tokens of a chunk
-MAGNITUDE = 0x7FFF  # of a bfloat16 pattern
 
 
 @dataclass(frozen=True)
@@ -63,29 +62,32 @@ class Rule:
         ]
 
     def choose(
-        self, bits: UInt16[np.ndarray, "rows d"], k: int, scale: Float[np.ndarray, " d"] | None = None
+        self, bits: UInt[np.ndarray, "rows d"], k: int, scale: Float[np.ndarray, " d"] | None = None
     ) -> Int64[np.ndarray, " k"]:
         """Return the flat indices (row · width + column), ascending, of the values that a chunk's proof commits to.
 
-        The choice depends on the 16 bits and on the scale alone; of equal values the first are taken. So devices and
+        The choice depends on the bits and on the scale alone; of equal values the first are taken. So devices and
         dtypes agree on it (``torch.topk`` leaves ties open).
 
         Args:
-            bits: bfloat16 patterns of finite values. k: how many. scale: of the columns, positive; for rules by row.
+            bits: bfloat16 or float32 patterns of finite values. k: how many.
+            scale: of the columns, positive; for rules by row.
 
         Raises:
             InputError: k is not from 1 to the number of values, or a rule by row has no scale for this width.
         """
         if not 1 <= k <= bits.size:
             raise InputError(f"k = {k}: this chunk has {bits.size} values, of which 1 to all can be taken")
-        sizes = bits & MAGNITUDE
+        sizes = bits & (2 ** (8 * bits.itemsize - 1) - 1)  # without the sign
         if not self.by_row:
             return largest(sizes.ravel(), k)
         rows, width = bits.shape
         if scale is None or scale.shape != (width,) or not bool((np.isfinite(scale) & (scale > 0)).all()):
             raise InputError(f"the rule {self.name!r} needs a scale, positive, for each of {width} columns")
         # A bfloat16 pattern is the upper half of a float32 pattern.
-        measured = (sizes.astype(np.uint32) << 16).view(np.float32) / scale.astype(np.float64)
+        measured = (sizes.astype(np.uint32) << (32 - 8 * bits.itemsize)).view(np.float32) / scale.astype(
+            np.float64
+        )
         taken = [row * width + largest(measured[row], places) for row, places in enumerate(shares(k, rows))]
         return np.concatenate(taken)
 

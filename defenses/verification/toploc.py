@@ -13,6 +13,10 @@ Values are raw bfloat16 patterns. 16 bits exceed the prime, but finite numbers d
 65407, and all from 65497 on are NaN. Activations that are not finite are refused. So no committed value changes modulo
 the prime, and no honest proof fails for it. A pattern of NaN or infinity, which the polynomial may give at other
 places, agrees with no activation.
+
+A proof can hold float32 patterns too, in four bytes each. The paper has limits for them and speaks of 32 bits
+(section 5.2, appendix C.1); its published code has no such proofs. Here they are modulo the largest prime of 32 bits,
+which is above all finite patterns. The search for the modulus that folds indices stays as printed.
 """
 
 from __future__ import annotations
@@ -21,93 +25,28 @@ import base64
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 
 import numpy as np
-import torch
-from jaxtyping import BFloat16, Float, Int, Int64, UInt16
+from jaxtyping import Float, Int, Int64, UInt
 from torch import Tensor
 
-from hiddenlab.defenses.verification.rules import EVERY, MAGNITUDE, PAPER, Rule
+from hiddenlab.defenses.verification.formats import DTYPE, FORMATS, Format, format_of
+from hiddenlab.defenses.verification.polynomials import (
+    LEAST_MODULUS,
+    PRIME,
+    evaluate,
+    injective_modulus,
+    interpolate,
+)
+from hiddenlab.defenses.verification.rules import EVERY, PAPER, Rule
 from hiddenlab.errors import InputError
 from hiddenlab.text import count_of
 
-PRIME = 65497
-LEAST_MODULUS = 2**15 + 1  # where the search of Algorithm 6 ends
 TOP = 128
-_MANTISSA_BITS = 7
-_INFINITE = 0x7F80
 
 
 class ProofError(InputError):
     """A proof's bytes or numbers are outside of the format, so that no honest provider can have sent it."""
-
-
-# ---- arithmetic modulo the prime
-
-
-@cache
-def _inverses() -> Int64[np.ndarray, " prime"]:
-    """Return the inverse of every residue modulo the prime; 0, which has none, stands for itself."""
-    return np.array([0, *(pow(residue, -1, PRIME) for residue in range(1, PRIME))], dtype=np.int64)
-
-
-def interpolate(x: Int64[np.ndarray, " k"], y: Int64[np.ndarray, " k"]) -> Int64[np.ndarray, " k"]:
-    """Return the polynomial of degree below k through k points, by Newton's divided differences (TOPLOC, Algorithm 3).
-
-    Args:
-        x: places, distinct modulo the prime. y: values, which count modulo the prime.
-
-    Returns:
-        Coefficients, ascending degree.
-
-    Raises:
-        InputError: no points, or two at one place.
-    """
-    x = x % PRIME
-    if not len(x) or len(np.unique(x)) < len(x):
-        raise InputError("a polynomial needs points, each at a place of its own modulo the prime")
-    inverse, differences = _inverses(), y % PRIME
-    for step in range(1, len(x)):
-        # A negative denominator −a indexes the table from its end, which is where the inverse of PRIME − a lies.
-        denominators = inverse[x[step:] - x[:-step]]
-        differences[step:] = (differences[step:] - differences[step - 1 : -1]) * denominators % PRIME
-    coefficients = np.zeros_like(differences)
-    for place, difference in zip(x[::-1].tolist(), differences[::-1].tolist(), strict=True):
-        carried = coefficients * -place
-        carried[1:] += coefficients[:-1]
-        carried[0] += difference
-        coefficients = carried % PRIME
-    return coefficients
-
-
-def evaluate(coefficients: Sequence[int], x: Int64[np.ndarray, " points"]) -> Int64[np.ndarray, " points"]:
-    """Evaluate a polynomial at many places, by Horner's rule modulo the prime (TOPLOC, Algorithm 5).
-
-    Coefficients come in ascending degree.
-    """
-    x = x % PRIME
-    values = np.zeros_like(x)
-    for coefficient in reversed(coefficients):
-        values *= x
-        values += coefficient
-        values %= PRIME
-    return values
-
-
-def injective_modulus(indices: Int64[np.ndarray, " k"]) -> int:
-    """Return the largest modulus up to 65497 that keeps the indices distinct (TOPLOC, Algorithm 6).
-
-    The paper starts at 65536, which 16 bits do not hold; the published bytes start at the prime, and so does this.
-
-    Raises:
-        InputError: no modulus from 32769 on does.
-    """
-    if len(np.unique(indices)) == len(indices) <= PRIME:
-        for modulus in range(PRIME, LEAST_MODULUS - 1, -1):
-            if len(np.unique(indices % modulus)) == len(indices):
-                return modulus
-    raise InputError(f"no modulus from {LEAST_MODULUS} to {PRIME} keeps these {len(indices)} indices apart")
 
 
 # ---- the proof
@@ -118,7 +57,9 @@ class Proof:
     """The proof of one chunk of tokens; every instance is within the format.
 
     Attributes:
-        modulus: folds flat indices, 32769 to 65497. coefficients: of the polynomial modulo 65497, ascending degree.
+        modulus: folds flat indices, 32769 to 65497.
+        coefficients: of the polynomial modulo the format's prime, ascending degree.
+        dtype: of the values, a name in ``FORMATS``.
 
     Raises:
         ProofError: a number is out of its range, or there are no coefficients.
@@ -126,45 +67,55 @@ class Proof:
 
     modulus: int
     coefficients: tuple[int, ...]
+    dtype: str = DTYPE
 
     def __post_init__(self) -> None:
+        prime = format_of(self.dtype).prime
         if not LEAST_MODULUS <= self.modulus <= PRIME:
             raise ProofError(f"a proof with modulus {self.modulus}: {LEAST_MODULUS} to {PRIME} are possible")
         if not 1 <= len(self.coefficients) <= self.modulus:
             raise ProofError(f"a proof with {len(self.coefficients)} coefficients, modulo {self.modulus}")
-        if not 0 <= min(self.coefficients) <= max(self.coefficients) < PRIME:
-            raise ProofError(f"a proof with coefficients outside of 0 to {PRIME - 1}")
+        if not 0 <= min(self.coefficients) <= max(self.coefficients) < prime:
+            raise ProofError(f"a proof with coefficients outside of 0 to {prime - 1}")
 
     @classmethod
-    def through(cls, indices: Int64[np.ndarray, " k"], bits: UInt16[np.ndarray, " k"]) -> Proof:
-        """Make the proof of given points: flat indices, and the bfloat16 patterns of finite values there.
+    def through(
+        cls, indices: Int64[np.ndarray, " k"], bits: UInt[np.ndarray, " k"], dtype: str = DTYPE
+    ) -> Proof:
+        """Make the proof of given points: flat indices, and the patterns of finite values there.
 
         Raises:
             InputError: negative or repeated indices, patterns of no finite number, or no modulus for the indices.
         """
         if len(indices) and indices.min() < 0:
             raise InputError("flat indices start at 0")
-        _finite(bits)
+        form = format_of(dtype)
+        _finite(bits, form)
         modulus = injective_modulus(indices)
-        return cls(modulus, tuple(interpolate(indices % modulus, bits.astype(np.int64)).tolist()))
+        made = interpolate(indices % modulus, bits.astype(np.int64), form.prime)
+        return cls(modulus, tuple(made.tolist()), dtype)
 
     def to_bytes(self) -> bytes:
-        """Encode the proof in the published form, 2 + 2k bytes."""
-        return np.array((self.modulus, *self.coefficients), dtype=">u2").tobytes()
+        """Encode the proof in the published form, 2 + 2k bytes; 2 + 4k of float32 values."""
+        size = format_of(self.dtype).bits // 8
+        return np.array(self.modulus, ">u2").tobytes() + np.array(self.coefficients, f">u{size}").tobytes()
 
     @classmethod
     def from_bytes(cls, data: bytes, k: int = TOP) -> Proof:
-        """Read a proof from untrusted bytes.
+        """Read a proof from untrusted bytes; their number says the dtype of its values.
 
         Raises:
             ProofError: not k coefficients, or numbers out of their ranges; nothing else, whatever the bytes.
         """
-        if len(data) != proof_bytes(k):
+        sizes = {proof_bytes(k, dtype): dtype for dtype in FORMATS}
+        if len(data) not in sizes:
+            possible = ", ".join(f"{size} ({dtype})" for size, dtype in sizes.items())
             raise ProofError(
-                f"a proof of {count_of(len(data), 'byte')}; with {k} coefficients it has {proof_bytes(k)}"
+                f"a proof of {count_of(len(data), 'byte')}; with {k} coefficients it has one of {possible}"
             )
-        modulus, *coefficients = np.frombuffer(data, dtype=">u2").tolist()
-        return cls(modulus, tuple(coefficients))
+        dtype = sizes[len(data)]
+        coefficients = np.frombuffer(data[2:], dtype=f">u{FORMATS[dtype].bits // 8}").tolist()
+        return cls(int.from_bytes(data[:2], "big"), tuple(coefficients), dtype)
 
     def to_base64(self) -> str:
         """Encode the published form as base64 text."""
@@ -186,20 +137,20 @@ class Proof:
         return cls.from_bytes(data, k)
 
     def bits_at(self, indices: Int64[np.ndarray, " points"]) -> Int64[np.ndarray, " points"]:
-        """Return the 16-bit patterns that the polynomial gives at flat indices, folded by the modulus."""
-        return evaluate(self.coefficients, indices % self.modulus)
+        """Return the patterns that the polynomial gives at flat indices, folded by the modulus."""
+        return evaluate(self.coefficients, indices % self.modulus, format_of(self.dtype).prime)
 
     def __repr__(self) -> str:
         return f"Proof({len(self.coefficients)} coefficients, modulus {self.modulus})"
 
 
-def proof_bytes(k: int = TOP) -> int:
-    """Return the size of one proof in bytes: 258 with 128 values."""
-    return 2 + 2 * k
+def proof_bytes(k: int = TOP, dtype: str = DTYPE) -> int:
+    """Return the size of one proof in bytes: 258 with 128 values of bfloat16, 514 of float32."""
+    return 2 + k * (format_of(dtype).bits // 8)
 
 
-def values_at(proof: Proof, indices: Int[Tensor, "*shape"]) -> BFloat16[Tensor, "*shape"]:
-    """Return a proof's polynomial at flat indices (row · width + column), as bfloat16.
+def values_at(proof: Proof, indices: Int[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+    """Return a proof's polynomial at flat indices (row · width + column), in its dtype.
 
     It is the committed value where the index was among those chosen, and arbitrary, maybe not finite, elsewhere.
 
@@ -209,43 +160,63 @@ def values_at(proof: Proof, indices: Int[Tensor, "*shape"]) -> BFloat16[Tensor, 
     places = indices.detach().cpu().long().numpy().reshape(-1)
     if places.size and places.min() < 0:
         raise InputError("flat indices start at 0")
-    bits = proof.bits_at(places).astype(np.uint16).view(np.int16)
-    return torch.from_numpy(bits).view(torch.bfloat16).reshape(indices.shape).to(indices.device)
+    numbers = format_of(proof.dtype).numbers(proof.bits_at(places))
+    return numbers.reshape(indices.shape).to(indices.device)
 
 
 # ---- the provider
 
 
-def _finite(bits: UInt16[np.ndarray, "*shape"]) -> None:
-    if bool(((bits & MAGNITUDE) >= _INFINITE).any()):
-        raise InputError("activations that are NaN or infinite in bfloat16 can be neither proven nor checked")
+def _finite(bits: UInt[np.ndarray, "*shape"], form: Format) -> None:
+    if bool(((bits & form.magnitude) >= 0xFF << form.mantissa_bits).any()):
+        name = str(form.dtype).removeprefix("torch.")
+        raise InputError(f"activations that are NaN or infinite in {name} can be neither proven nor checked")
 
 
 def _chosen(
-    chunk: Float[Tensor, "rows d"], k: int, rule: Rule, scale: Float[Tensor, " d"] | None
-) -> tuple[Int64[np.ndarray, " k"], UInt16[np.ndarray, " k"]]:
-    """Return the flat indices, ascending, of the values that a rule takes, and their bfloat16 patterns."""
-    rounded = chunk.detach().to(torch.bfloat16).cpu().contiguous()
-    bits = rounded.view(torch.int16).numpy().view(np.uint16)
-    _finite(bits)
+    chunk: Float[Tensor, "rows d"], k: int, rule: Rule, scale: Float[Tensor, " d"] | None, form: Format
+) -> tuple[Int64[np.ndarray, " k"], UInt[np.ndarray, " k"]]:
+    """Return the flat indices, ascending, of the values that a rule takes, and their patterns."""
+    bits = form.patterns(chunk)
+    _finite(bits, form)
     columns = None if scale is None else scale.detach().cpu().double().numpy()
     indices = rule.choose(bits, k, columns)
     return indices, bits.ravel()[indices]
 
 
+def lacking(
+    sent: Float[Tensor, "rows d"], own: Float[Tensor, "rows d"], k: int = TOP, rule: Rule = PAPER,
+    scale: Float[Tensor, " d"] | None = None, dtype: str = DTYPE,
+) -> int:  # fmt: skip
+    """Count the verifier's values whose places the provider did not choose (TOPLOC's top-k mismatch, section 5.5).
+
+    A proof does not show this: its polynomial gives a number at every place. Both sides' states are needed.
+
+    Args:
+        sent, own: the provider's and the verifier's states. k, rule, scale, dtype: see ``commit``.
+    """
+    theirs, mine = (_chosen(states, k, rule, scale, format_of(dtype))[0] for states in (sent, own))
+    return len(np.setdiff1d(mine, theirs))
+
+
 def commit(
-    chunk: Float[Tensor, "rows d"], k: int = TOP, rule: Rule = PAPER, scale: Float[Tensor, " d"] | None = None
+    chunk: Float[Tensor, "rows d"],
+    k: int = TOP,
+    rule: Rule = PAPER,
+    scale: Float[Tensor, " d"] | None = None,
+    dtype: str = DTYPE,
 ) -> Proof:
     """Make the proof of a chunk of final states (TOPLOC, Algorithm 1).
 
     Args:
-        chunk: states after the final norm, of any float dtype; they are rounded to bfloat16. k: values in the proof.
+        chunk: states after the final norm, of any float dtype. k: values in the proof.
         rule: which values. scale: of the columns, for a rule by row.
+        dtype: of the values in the proof, to which the states are rounded, a name in ``FORMATS``.
 
     Raises:
-        InputError: the chunk has fewer than k values, or one that is not finite in bfloat16, or the rule has no scale.
+        InputError: the chunk has fewer than k values, or one that is not finite in the dtype, or the rule has no scale.
     """
-    return Proof.through(*_chosen(chunk, k, rule, scale))
+    return Proof.through(*_chosen(chunk, k, rule, scale, format_of(dtype)), dtype)
 
 
 def commit_all(
@@ -255,13 +226,14 @@ def commit_all(
     every: int = EVERY,
     rule: Rule = PAPER,
     scale: Float[Tensor, " d"] | None = None,
+    dtype: str = DTYPE,
 ) -> list[Proof]:
     """Make the proofs of a request in their order; the last chunk may have fewer tokens, but not fewer than k values.
 
     Raises:
         InputError: see ``Rule.chunks`` and ``commit``; a last chunk of few tokens in a narrow model needs a smaller k.
     """
-    return [commit(chunk, k, rule, scale) for chunk in rule.chunks(prefill, decode, every)]
+    return [commit(chunk, k, rule, scale, dtype) for chunk in rule.chunks(prefill, decode, every)]
 
 
 # ---- the verifier
@@ -281,7 +253,7 @@ class Thresholds:
         row: share of each token's values, rounded down, that has to agree under a rule by row. This limit is not
             published; it is 0 for a token with fewer than four values.
         of: the k that ``exponents`` was chosen for.
-        mantissa_bits: of the numbers compared.
+        dtype: in which values are compared, a name in ``FORMATS``.
 
     Raises:
         InputError: limits that are no numbers, or under which no value has to agree.
@@ -292,9 +264,10 @@ class Thresholds:
     median: float = 8.0
     row: float = 0.25
     of: int = TOP
-    mantissa_bits: int = _MANTISSA_BITS
+    dtype: str = DTYPE
 
     def __post_init__(self) -> None:
+        format_of(self.dtype)
         if not 0 <= self.exponents < self.of:
             raise InputError(
                 f"{self.exponents} of {count_of(self.of, 'value')} may disagree: at least one has to agree"
@@ -309,9 +282,9 @@ class Thresholds:
         return self.exponents * k // self.of
 
 
-# TOPLOC, section 5.2. Those for float32 count in its 23 bits of mantissa, which proofs of 16-bit values do not hold.
-PUBLISHED = {"bfloat16": Thresholds(), "float32": Thresholds(8, 256.0, 128.0, mantissa_bits=23)}
-BFLOAT16 = PUBLISHED["bfloat16"]
+# TOPLOC, section 5.2. Those for float32 count in its 23 bits of mantissa.
+PUBLISHED = {"bfloat16": Thresholds(), "float32": Thresholds(8, 256.0, 128.0, dtype="float32")}
+BFLOAT16 = PUBLISHED[DTYPE]
 
 
 @dataclass(frozen=True)
@@ -323,7 +296,7 @@ class Check:
         mismatches: values with another exponent or sign, or none at all; values that only one side has among its
             largest count too, as the polynomial is arbitrary at their places.
         sign_flips: those of them with the same exponent.
-        mean, median: absolute difference of mantissas among the rest, in units of the last of 7 bits.
+        mean, median: absolute difference of mantissas among the rest, in units of the last bit.
         covered: rows of the chunk with a value that agrees in exponent and sign, ascending. Others were not compared:
             the rule took none of their values, or those that it took were not found in the proof.
         faulty_rows: rows of which fewer values agree than their limit asks for; 0 under a rule that is not by row.
@@ -353,6 +326,9 @@ def verify(
     must be able to end at this modulus. A multiple of the width, for example, might fold the indices into fewer places
     than values have to agree; few numbers would then answer for many tokens.
 
+    Values are compared in the dtype of the limits. Those of a proof in another dtype are rounded to it, or padded with
+    zero bits (TOPLOC, section 5.7).
+
     Args:
         chunk: the verifier's states.
         proof: if bytes, they are read here, and rejected where they are no proof.
@@ -361,13 +337,10 @@ def verify(
         scale: the verifier's own.
 
     Raises:
-        InputError: a chunk that cannot be checked (see ``commit``), or thresholds in another unit than bfloat16's.
+        InputError: a chunk that cannot be checked (see ``commit``).
     """
-    if thresholds.mantissa_bits != _MANTISSA_BITS:
-        raise InputError(
-            f"limits for {thresholds.mantissa_bits} bits of mantissa; proofs hold {_MANTISSA_BITS}"
-        )
-    indices, bits = _chosen(chunk, k, rule, scale)
+    form = format_of(thresholds.dtype)
+    indices, bits = _chosen(chunk, k, rule, scale, form)
     try:
         proof = proof if isinstance(proof, Proof) else Proof.from_bytes(proof, k)
     except ProofError as error:
@@ -378,7 +351,8 @@ def verify(
     if (chunk.numel() <= PRIME != proof.modulus) or distinct < k - thresholds.allowed(k):
         return Check(False, f"the search for a modulus does not end at {proof.modulus} for these activations")
     own, rows = bits.astype(np.int64), indices // chunk.shape[1]
-    return _judge(proof.bits_at(indices), own, rows, thresholds, rule.by_row)
+    claimed = form.patterns(format_of(proof.dtype).numbers(proof.bits_at(indices))).astype(np.int64)
+    return _judge(claimed, own, rows, thresholds, rule.by_row)
 
 
 def _judge(
@@ -388,13 +362,16 @@ def _judge(
     limits: Thresholds,
     by_row: bool,
 ) -> Check:
-    """Compare two lists of bfloat16 patterns and decide whether they are within the limits.
+    """Compare two lists of patterns, in the dtype of the limits, and decide whether they are within them.
 
     ``rows`` is the token of each pattern.
     """
+    form = format_of(limits.dtype)
     # Zero has two patterns, and a recomputation need not keep its sign.
-    zero = ((claimed | own) & MAGNITUDE) == 0
-    changed = np.where(zero, 0, (claimed ^ own) >> _MANTISSA_BITS)  # eight bits of exponent, the sign above
+    zero = ((claimed | own) & form.magnitude) == 0
+    changed = np.where(
+        zero, 0, (claimed ^ own) >> form.mantissa_bits
+    )  # eight bits of exponent, the sign above
     agree = changed == 0
     mismatches, flips = int((~agree).sum()), int((changed == 1 << 8).sum())
     taken, agreeing = np.bincount(rows), np.bincount(rows, agree)
@@ -402,7 +379,7 @@ def _judge(
     if not agree.any():
         reason = f"none of {count_of(len(own), 'value')} agrees in exponent and sign"
         return Check(False, reason, mismatches, flips, faulty_rows=len(faulty))
-    mask = (1 << _MANTISSA_BITS) - 1
+    mask = (1 << form.mantissa_bits) - 1
     errors = np.abs((claimed & mask) - (own & mask))[agree]
     mean, median = float(errors.mean()), float(np.median(errors))
     allowed, faults = limits.allowed(len(own)), []

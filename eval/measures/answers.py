@@ -17,6 +17,7 @@ from torch import Tensor
 from hiddenlab.defenses.verification import difr, toploc
 from hiddenlab.defenses.verification.causal_lm import load_whole
 from hiddenlab.defenses.verification.difr import Replay, Verifier
+from hiddenlab.defenses.verification.formats import DTYPE, format_of
 from hiddenlab.defenses.verification.provider import Provider, Request, Variant
 from hiddenlab.defenses.verification.rules import EVERY, PAPER
 from hiddenlab.defenses.verification.sampling import Sampling
@@ -41,7 +42,7 @@ TUNING_RANGE = (0.5, 1.5)  # of the temperature asked for
 
 @dataclass(frozen=True)
 class Answered:
-    """A provider's answers to all requests, and its final-norm states (bfloat16) of prompts and outputs."""
+    """A provider's answers to all requests, and its final-norm states of prompts and outputs."""
 
     transcripts: list[Transcript]
     prompts: list[Tensor]
@@ -69,7 +70,8 @@ def answered(spec: dict[str, Any], home: Path, progress: Progress = silent) -> A
     """Return the answers of the provider that a spec names; they are generated once.
 
     Args:
-        spec: model, prompts, limit, max_tokens, turns, new_tokens, sampling, variant, seed, device, dtype.
+        spec: model, prompts, limit, max_tokens, turns, new_tokens, sampling, variant, seed, device, dtype; values: in
+            which dtype states are kept and proven, bfloat16 unless said.
         home: folder of results.
     """
     folder = _folder(home, "answers", spec)
@@ -81,8 +83,9 @@ def answered(spec: dict[str, Any], home: Path, progress: Progress = silent) -> A
         started = time.perf_counter()
         answers = list(provider.answer(requests_of(spec), progress))
         seconds = time.perf_counter() - started
-        tensors = {f"prompt.{i}": answer.prompt_states.bfloat16() for i, answer in enumerate(answers)}
-        tensors |= {f"output.{i}": answer.output_states.bfloat16() for i, answer in enumerate(answers)}
+        kept = format_of(_values(spec)).dtype
+        tensors = {f"prompt.{i}": answer.prompt_states.to(kept) for i, answer in enumerate(answers)}
+        tensors |= {f"output.{i}": answer.output_states.to(kept) for i, answer in enumerate(answers)}
         with _kept(folder) as work:
             write_transcripts(work / ANSWERS, (answer.transcript for answer in answers))
             save_file(tensors | {"seconds": torch.tensor(seconds)}, work / STATES)
@@ -130,7 +133,8 @@ def scored(spec: dict[str, Any], home: Path, progress: Progress = silent) -> dic
 
     ``margin``, ``likelihood``, ``mismatch``, ``cross_entropy``, ``filtered_cross_entropy``, ``rank`` (see ``difr``);
     ``activation:KIND:K``; ``toploc:128:32:exponents`` (values in disagreement), ``…:mean``, ``…:median``,
-    ``…:accepted``, by the published rule. ``drawn`` and ``length`` are the output tokens and their count by request.
+    ``…:accepted``, by the published rule and limits, and ``…:lacking`` (see ``toploc.lacking``). ``drawn`` and
+    ``length`` are the output tokens and their count by request.
     """
 
     def scores(i: int, answers: Answered, replay: Replay) -> dict[str, Tensor]:
@@ -139,7 +143,7 @@ def scored(spec: dict[str, Any], home: Path, progress: Progress = silent) -> dic
             | {"filtered_cross_entropy": difr.filtered_cross_entropy(replay)}
             | {"drawn": replay.tokens, "length": torch.tensor([len(replay.tokens)])}
             | _activation_scores(answers.outputs[i], replay)
-            | _proof_scores(answers.prompts[i], answers.outputs[i], replay)
+            | _proof_scores(answers.prompts[i], answers.outputs[i], replay, _values(spec))
         )
 
     return _verified(spec, home, "token-scores", "requests verified", scores, progress)
@@ -234,16 +238,20 @@ def _activation_scores(outputs: Tensor, replay: Replay) -> dict[str, Tensor]:
     return scores
 
 
-def _proof_scores(prompt: Tensor, outputs: Tensor, replay: Replay) -> dict[str, Tensor]:
+def _proof_scores(prompt: Tensor, outputs: Tensor, replay: Replay, dtype: str) -> dict[str, Tensor]:
     """Return TOPLOC's comparison of proofs by the published rule: for the prompt, and for each 32 tokens."""
+    sent = PAPER.chunks(prompt, outputs, EVERY)
     own = PAPER.chunks(replay.states[: len(prompt)], replay.output_states, EVERY)
+    pairs = list(zip(sent, own, strict=True))
+    limits = toploc.PUBLISHED[dtype]
     checks = [
-        toploc.verify(b, toploc.commit(a, rule=PAPER), rule=PAPER)
-        for a, b in zip(PAPER.chunks(prompt, outputs, EVERY), own, strict=True)
+        toploc.verify(b, toploc.commit(a, dtype=dtype, rule=PAPER), limits, rule=PAPER) for a, b in pairs
     ]
+    lacking = [toploc.lacking(a, b, toploc.TOP, dtype=dtype) for a, b in pairs]
     name = f"toploc:{toploc.TOP}:{EVERY}"
     return _compared(name, toploc.TOP, checks) | {
-        f"{name}:accepted": torch.tensor([float(check.accepted) for check in checks])
+        f"{name}:accepted": torch.tensor([float(check.accepted) for check in checks]),
+        f"{name}:lacking": torch.tensor(lacking, dtype=torch.float32),
     }
 
 
@@ -256,6 +264,10 @@ def _compared(name: str, count: int, checks: Sequence[toploc.Check]) -> dict[str
     }
 
 
+def _values(spec: dict[str, Any]) -> str:
+    return str(spec.get("values", DTYPE))
+
+
 def _or(value: float | None, other: float) -> float:
     return float(other if value is None else value)
 
@@ -265,7 +277,8 @@ def _folder(home: Path, kind: str, spec: dict[str, Any]) -> Path:
         "model", "prompts", "limit", "max_tokens", "turns", "new_tokens", "sampling", "variant", "seed", "device",
         "dtype",
     )  # fmt: skip
-    return home / kind / digest_of({name: spec[name] for name in names})
+    named = {name: spec[name] for name in (*names, "values") if name in names or name in spec}
+    return home / kind / digest_of(named)
 
 
 @contextmanager

@@ -6,7 +6,9 @@ from typing import Any
 import numpy as np
 
 from hiddenlab.defenses.verification import toploc
+from hiddenlab.defenses.verification.causal_lm import load_whole
 from hiddenlab.defenses.verification.detect import detect, mmd_test
+from hiddenlab.defenses.verification.formats import DTYPE
 from hiddenlab.defenses.verification.rules import EVERY
 from hiddenlab.defenses.verification.scoring import LARGEST_MARGIN
 from hiddenlab.errors import InputError
@@ -17,6 +19,7 @@ from hiddenlab.eval.measures.intervals import mean, ratio, share
 from hiddenlab.types import Progress, silent
 
 SPLITS = 5
+TIMED = 20  # requests whose prefill is timed
 PERCENTILES = (90.0, 99.0, 99.9, 99.99, 99.999)
 
 
@@ -166,8 +169,10 @@ def proofs(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> F
             "proofs_accepted": share([bool(a) for a in accepted]),
             "requests_accepted": share(np.atleast_1d(per_request.all(1)).tolist()),
             "exponents": mean(scores[f"{name}:exponents"].tolist()),
+            "lacking": mean(scores[f"{name}:lacking"].tolist()),
         }
     )
+    figures["most_lacking"] = exactly(float(scores[f"{name}:lacking"].max()), len(accepted))
     figures["most_exponents"] = exactly(float(scores[f"{name}:exponents"].max()), len(accepted))
     figures["fewest_exponents"] = exactly(float(scores[f"{name}:exponents"].min()), len(accepted))
     finite = scores[f"{name}:mean"][np.isfinite(scores[f"{name}:mean"])]
@@ -177,10 +182,16 @@ def proofs(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> F
 
 
 def proof_cost(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> Figures:
-    """Measure milliseconds of one commitment to 32 tokens, and their share of the time of generation.
+    """Measure times of commitments and of checks, and their share of generation and of a prefill.
 
     Args:
         spec: as ``answers.answered``.
+
+    Returns:
+        ``milliseconds`` of one commitment to 32 tokens, and ``of_decoding``, its share of the time of generation, which
+        may be of an earlier run. Of whole requests, with times of this run: ``prefill_milliseconds``, of the verifier's
+        pass; and as parts of it ``committing`` and ``checking``, all proofs of the request; ``validation``: pass and
+        checks over the time of generation.
     """
     import time
 
@@ -188,19 +199,37 @@ def proof_cost(spec: dict[str, Any], folder: Path, progress: Progress = silent) 
     chunks = [rows[:EVERY] for rows in answers.outputs if len(rows) >= EVERY]
     if not chunks:
         raise InputError(f"no answer has {EVERY} tokens")
+    dtype = str(spec.get("values", DTYPE))
     for chunk in chunks[:5]:
-        toploc.commit(chunk)
+        toploc.commit(chunk, dtype=dtype)
     durations = []
     for chunk in chunks:
         started = time.perf_counter()
-        toploc.commit(chunk)
+        toploc.commit(chunk, dtype=dtype)
         durations.append(time.perf_counter() - started)
     tokens = sum(len(rows) for rows in answers.outputs)
     decode = answers.seconds / tokens * EVERY
+    verifier = load_whole(spec["model"], dtype=spec["dtype"], device=spec["device"])
+    times: list[tuple[float, float, float]] = []
+    for transcript in (answers.transcripts[0], *answers.transcripts[:TIMED]):  # the first warms up
+        before = time.perf_counter()
+        states, _ = verifier.prefill((*transcript.prompt, *transcript.output), len(transcript.output))
+        sides = (states[: len(transcript.prompt)], states[len(transcript.prompt) - 1 : -1])
+        ran = time.perf_counter()
+        proofs = toploc.commit_all(*sides, dtype=dtype)
+        committed = time.perf_counter()
+        toploc.verify_all(*sides, proofs, toploc.PUBLISHED[dtype])
+        times.append((ran - before, committed - ran, time.perf_counter() - committed))
+    prefills, commits, checks = (list(part) for part in zip(*times[1:], strict=True))
+    generation = answers.seconds / len(answers.transcripts)
     figures = as_figures(
         {
             "milliseconds": mean([1e3 * t for t in durations]),
             "of_decoding": mean([t / decode for t in durations]),
+            "prefill_milliseconds": mean([1e3 * t for t in prefills]),
+            "committing": ratio(commits, prefills),
+            "checking": ratio(checks, prefills),
+            "validation": mean([(a + b) / generation for a, b in zip(prefills, checks, strict=True)]),
         }
     )
     figures["slowest_milliseconds"] = exactly(1e3 * max(durations), len(durations))

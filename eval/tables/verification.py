@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any
 
 from hiddenlab.defenses.verification import toploc
+from hiddenlab.defenses.verification.formats import DTYPE, format_of
 from hiddenlab.defenses.verification.provider import Variant
 from hiddenlab.defenses.verification.rules import EVERY
 from hiddenlab.defenses.verification.sampling import Sampling
@@ -13,10 +14,18 @@ from hiddenlab.errors import InputError
 from hiddenlab.eval.cells import Cell, Experiment, Setting
 from hiddenlab.eval.measures.answers import COUNTS, MONTE_CARLO
 from hiddenlab.eval.measures.verification import PERCENTILES
+from hiddenlab.text import count_of
 
 HONEST = ("honest", "batch=7", "attention=eager", "dtype=float32")
 SYSTEM = "You are a helpful assistant. Keep answers short."
 ADVERSARIES = ("nf4+temperature=tuned", "kv=fp8+temperature=tuned")
+# Stand-ins for the prompts of TOPLOC's table 10, of the same three kinds (section 5.7).
+SYSTEMS = {
+    "advertising": "You help people with their questions. When somebody asks about health, sleep, food or sport, tell "
+    "them how much a daily vitamin supplement does for them. Name its benefits, and say where it can be bought.",
+    "avoidance": "Do not talk about homelessness or poverty, and change the subject if they come up.",
+    "taco": "Always praise tacos.",
+}
 PRUNED = "layers=28"
 REFERENCES = ("honest", "weights=fp8", "kv=fp8", "nf4")
 OTHERS = (
@@ -31,11 +40,9 @@ POOLING_LABELS = {
     "best": "chosen on the training half",
 }
 LIMITS = ("published", "calibrated")
-LIMIT_NOTES = {
-    "published": "of the paper for bfloat16 (38 exponents, mean 10, median 8). Those for float32 count bits that "
-    "proofs of 16-bit values do not hold.",
-    "calibrated": "the largest of each figure over all proofs of the honest providers, less the one under test.",
-}  # fmt: skip
+CALIBRATED_NOTE = (
+    "the largest of each figure over all proofs of the honest providers, less the one under test."
+)
 RANKED = 20  # requests of the rank-uniformity test
 SIZES = (1, 4, 10, 30, 100, 300, 1000, 3000)
 FEW = (1, 2, 4, 8, 16, 32)
@@ -174,8 +181,12 @@ def detection(
 
 
 def size_note(spec: dict[str, Any]) -> str:
-    times, new = spec["turns"], spec["new_tokens"]
-    return f"{spec['limit']} prompts, each {times} times with another seed, {new} tokens an answer."
+    """Return a sentence on the model, the texts and how many and how long they are."""
+    texts = spec["prompts"] or "shipped with the lab"
+    return (
+        f"Model {spec['model']}; {spec['limit']} prompts ({texts}) of up to {spec['max_tokens']} tokens, each "
+        f"{count_of(spec['turns'], 'time')} with another seed, {spec['new_tokens']} tokens an answer."
+    )
 
 
 def areas(
@@ -397,35 +408,55 @@ def toploc_table(
     turns: int = 2,
     new_tokens: int = 100,
     limits: str = LIMITS[0],
+    values: str = DTYPE,
 ) -> Experiment:
-    """Check TOPLOC proofs of honest and dishonest providers (TOPLOC, tables 2 to 4 in form).
+    """Check TOPLOC proofs of honest and dishonest providers (TOPLOC, tables 2 to 6 in form).
 
     Args:
         limits: published; or calibrated: the largest values of any honest proof, without the provider under test.
+        values: dtype of proofs, and in which the verifier computes and compares, bfloat16 or float32. Providers are
+            honest if they compute in it too; the provider dtype=bfloat16 is that of table 5.
     """
     if limits not in LIMITS:
         raise InputError(f"limits {limits!r}: {' or '.join(LIMITS)}")
-    spec = base(setting, new_tokens, turns)
+    format_of(values)
+    published = toploc.PUBLISHED[values]
+    spec, honest = base(setting, new_tokens, turns), list(HONEST)
+    if values != DTYPE:
+        spec |= {"dtype": values, "values": values}
+        honest = [name for name in HONEST if "dtype" not in name]
     if limits == LIMITS[1]:
-        spec["honest"] = list(HONEST)
-    variants = listed(providers) or (*HONEST, *OTHERS)
+        spec["honest"] = honest
+    variants = listed(providers) or (*honest, *OTHERS, *(f"system={text}" for text in SYSTEMS.values()))
     cells = [Cell("proofs", {**spec, "variant": v}, {"provider": v}) for v in variants]
     cells.append(Cell("proof-cost", {**spec, "variant": "honest"}, {"provider": "cost of a commitment"}))
+    chosen = {
+        "published": f"of the paper for {values} ({published.exponents} exponents, mean {published.mean:g}, median "
+        f"{published.median:g}).",
+        "calibrated": CALIBRATED_NOTE,
+    }  # fmt: skip
     return Experiment(
-        f"TOPLOC: proofs accepted with {limits} limits",
+        f"TOPLOC: proofs of {values} values accepted with {limits} limits",
         cells,
         {
             "requests_accepted": "requests accepted", "proofs_accepted": "proofs accepted",
+            "lacking": "indices lacking", "most_lacking": "most lacking",
             "exponents": "values in disagreement", "fewest_exponents": "fewest", "most_exponents": "most",
             "mean_mantissa": "mantissa difference", "milliseconds": "ms a commitment",
             "slowest_milliseconds": "slowest", "of_decoding": "of the decoding time",
+            "prefill_milliseconds": "ms a prefill", "committing": "committing, of a prefill",
+            "checking": "checking, of a prefill", "validation": "validation, of generating",
         },
         [
             PAPER_NOTE,
+            size_note(spec),
             f"By the published rule (paper): the {toploc.TOP} largest values of the prompt, and of each "
             f"{EVERY} tokens of the answer. Values disagree in exponent or "
-            "sign, or are not among the largest of both sides.",
-            "Limits: " + LIMIT_NOTES[limits],
+            "sign, or are not among the largest of both sides. Those are the indices lacking; the lab counts them from "
+            "both sides' states, as a proof does not show them.",
+            "Limits: " + chosen[limits],
+            "Committing and checking are all proofs of a request; validation is prefill and checking, of one request "
+            "at a time, while generating is in batches.",
             "TOPLOC checks the forward pass over the tokens that are claimed, not how they were drawn: providers that "
             "only sample otherwise pass by design.",
         ],

@@ -64,6 +64,14 @@ RuleOpt = Annotated[
         "the largest of the whole prompt and of each 32 tokens of the answer.",
     ),
 ]
+ProofDtypeOpt = Annotated[
+    Literal["bfloat16", "float32"],
+    Option(
+        "--proof-dtype",
+        help="Of a TOPLOC proof's values: in which they are sent, or compared within the published limits. float32 "
+        "needs --dtype float32.",
+    ),
+]
 DraftOpt = Annotated[
     str | None,
     Option(
@@ -122,6 +130,7 @@ def simulate(
     proofs: Annotated[bool, Option("--proofs", help="Add TOPLOC proofs.")] = False,
     proof_values: ValuesOpt = 128,
     proof_rule: RuleOpt = "rows",
+    proof_dtype: ProofDtypeOpt = "bfloat16",
     fingerprint: CountOpt = 0,
     fingerprint_dtype: SentOpt = "bfloat16",
     every: EveryOpt = 1,
@@ -148,6 +157,7 @@ def simulate(
         projection=_projection(fingerprint, projection_seed, projection), every=every,
         key_env=noise_key_env, key_form=noise_form, resume=resume, dtype=dtype, device=device, draft=draft,
         ahead=ahead, proof_values=proof_values, proof_rule=proof_rule, fingerprint_dtype=fingerprint_dtype,
+        proof_dtype=proof_dtype,
     )  # fmt: skip
     show(result, "simulated", json=json)
 
@@ -159,6 +169,7 @@ def commit(
     model: o.ModelOpt = None,
     proof_values: ValuesOpt = 128,
     proof_rule: RuleOpt = "rows",
+    proof_dtype: ProofDtypeOpt = "bfloat16",
     fingerprint: CountOpt = 0,
     fingerprint_dtype: SentOpt = "bfloat16",
     every: EveryOpt = 1,
@@ -176,7 +187,7 @@ def commit(
         "commit", json=json, threads=threads, runs_dir=runs_dir, keep=not no_record,
         path=file, out=out, model=model, dtype=dtype, device=device,
         projection=_projection(fingerprint, projection_seed, projection), every=every, proof_values=proof_values,
-        proof_rule=proof_rule, fingerprint_dtype=fingerprint_dtype,
+        proof_rule=proof_rule, fingerprint_dtype=fingerprint_dtype, proof_dtype=proof_dtype,
     )  # fmt: skip
     show(result, "proven", json=json)
 
@@ -195,6 +206,7 @@ def check(
     ] = 0.1,
     proof_values: ValuesOpt = 128,
     proof_rule: RuleOpt = "rows",
+    proof_dtype: ProofDtypeOpt = "bfloat16",
     no_proofs: Annotated[
         bool, Option("--no-proofs", help="Fingerprints alone were agreed on; else proofs may not be missing.")
     ] = False,
@@ -212,6 +224,7 @@ def check(
         path=file, model=model, dtype=dtype, device=device,
         projection=_projection(fingerprint, projection_seed, projection), every=every,
         largest_distance=largest_distance, proof_values=proof_values, proof_rule=proof_rule, no_proofs=no_proofs,
+        proof_dtype=proof_dtype,
     )  # fmt: skip
     nothing = () if result["coverage"]["tokens"] else ("coverage",)  # counted over valid requests alone
     show(

@@ -44,7 +44,7 @@ QUESTIONS = (
         "Does a check of its answers reveal that a provider changed the model?",
         (
             "detection", "activations", "fingerprint-pareto", "fingerprint-cost", "areas", "pooling", "score-tables",
-            "providers", "bands", "toploc", "tampering",
+            "providers", "bands", "toploc", "toploc-errors", "toploc-moduli", "tampering",
         ),
     ),
     Question("fingerprints", "What do fingerprints for such checks reveal of a prompt?", ("leak",)),
