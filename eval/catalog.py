@@ -112,6 +112,7 @@ _CATALOG: dict[str, dict[str, dict[str, Effort]]] = {
             "exfiltration": PLAIN,
             "exfiltration-pareto": PLAIN,
             "exfiltration-frontier": PLAIN,
+            "exfiltration-hidden-seed": PLAIN,
             "exfiltration-game": PLAIN,
         },
         "Which models does the lab run rightly?": {

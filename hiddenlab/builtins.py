@@ -89,6 +89,7 @@ BUILTINS: dict[str, dict[str, str]] = {
         "exfiltration": "hiddenlab.eval.tables.exfiltration:adversaries",
         "exfiltration-pareto": "hiddenlab.eval.tables.exfiltration:pareto",
         "exfiltration-frontier": "hiddenlab.eval.tables.exfiltration:frontier",
+        "exfiltration-hidden-seed": "hiddenlab.eval.tables.exfiltration:hidden_seed",
         "exfiltration-game": "hiddenlab.eval.tables.exfiltration:game",
     },
     "measures": {
@@ -126,6 +127,7 @@ BUILTINS: dict[str, dict[str, str]] = {
         "exfiltration": "hiddenlab.eval.measures.exfiltration:exfiltration",
         "exfiltration-pareto": "hiddenlab.eval.measures.warden:pareto",
         "exfiltration-frontier": "hiddenlab.eval.measures.warden:frontier",
+        "exfiltration-hidden-seed": "hiddenlab.eval.measures.exfiltration:hidden_seed",
         "exfiltration-game": "hiddenlab.eval.measures.exfiltration:game",
         "bench": "hiddenlab.eval.measures.attack:bench",
     },

@@ -257,6 +257,18 @@ def test_methods_replay(tiny: str, method: Any) -> None:
     assert float(scores_of(tiny, found)["mismatch"].mean()) == 0
 
 
+@pytest.mark.parametrize("method", ["gumbel", "ipt", "greedy"])
+@pytest.mark.parametrize("variant", ["honest", "temperature=3"])
+def test_one_prefill_finds_what_one_step_a_token_finds(tiny: str, method: Any, variant: str) -> None:
+    """Algorithm 6 beside Algorithm 5, on the same tokens."""
+    verifier = Verifier(load_whole(tiny, device="cpu"))
+    found = transcripts(tiny, variant, Sampling(method=method, top_p=0.9, seed=5))
+    slow = [verifier.stepwise(one) for one in found]
+    for one, steps in zip(found, slow, strict=True):
+        assert torch.equal(difr.mismatch(verifier.replay(one)), steps)
+    assert (torch.cat(slow).mean() > 0.1) == (variant != "honest" and method != "greedy")
+
+
 @pytest.mark.parametrize("variant", ["batch=1", "attention=eager", "cache=0", "threads=1", "honest+batch=3"])
 def test_honest_variants_agree(tiny: str, variant: str) -> None:
     asked = Sampling(top_k=50, seed=5)

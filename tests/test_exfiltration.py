@@ -3,6 +3,7 @@
 import base64
 import math
 import random
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,11 +16,16 @@ from hiddenlab.defenses.verification.adversaries import (
     Adversary,
     ChoiceDecoder,
     ChoiceEncoder,
+    Mark,
     Payload,
+    SeedDecoder,
+    SeedEncoder,
     TextDecoder,
     TextEncoder,
+    Weighted,
     rank_decoder,
     rank_encoder,
+    step_entropy,
 )
 from hiddenlab.defenses.verification.bounds import required_samples, support_rate
 from hiddenlab.defenses.verification.filters import PerplexityFilter, SyntacticFilter, perplexity
@@ -92,6 +98,45 @@ def test_any_payload_comes_back(payload: Payload, sizes: list[int], seed: int, c
     else:
         with pytest.raises(InputError, match="bits were received"):
             _ = received.payload
+
+
+def test_weighted_tokens_follow_their_distribution_exactly() -> None:
+    """Every payload of ten bits is sent once: tokens appear as often as the distribution says, and all come back."""
+    steps = [Weighted((7, 3, 9, 4), (0.5, 0.25, 0.25, 0.0)), Weighted((1, 2), (3.0, 1.0))] * 2
+    assert steps[0] == (7, 3, 9) and step_entropy(steps[0]) == 1.5 and step_entropy((5, 6, 7, 8)) == 2
+    drawn: Counter[tuple[int, ...]] = Counter()
+    for value in range(1024):
+        encoder, decoder = ChoiceEncoder(Payload(value, 10)), ChoiceDecoder(10)
+        tokens = tuple(encoder.choose(step) for step in steps)
+        found = decoder.decode(steps, tokens)
+        assert found.low <= value < found.high and found.known_bits == pytest.approx(encoder.bits_sent)
+        drawn[tokens] += 1
+    share = {7: 0.5, 3: 0.25, 9: 0.25, 1: 0.75, 2: 0.25}
+    assert len(drawn) == 36
+    for tokens, count in drawn.items():
+        assert count == pytest.approx(1024 * math.prod(share[token] for token in tokens), abs=1)
+    # In the mean a payload of random bits sends the entropy (Theorem 2.2: and no more).
+    carried = sum(count * math.log2(1024 / count) for count in drawn.values()) / 1024
+    assert carried == pytest.approx(sum(step_entropy(step) for step in steps), abs=0.02)
+    with pytest.raises(InputError, match="no token"):
+        Weighted((1, 2), (0.0, 0.0))
+
+
+def test_a_payload_in_the_hash_of_an_answer() -> None:
+    """The right seed's answer says it once enough tokens came; another answer says something else."""
+    mark, payload = Mark(b"key", 3, 4), Payload(11, 4)
+    answers = [(seed, 5, 6, 7) for seed in range(200)]
+    encoder, decoder = SeedEncoder(payload, mark), SeedDecoder(mark)
+    good = next(answer for answer in answers if encoder.hits(answer))
+    assert 2 <= sum(encoder.hits(answer) for answer in answers) <= 30  # one of 16
+    assert [encoder.choose([token, 99]) for token in good[:2]] == list(good[:2])
+    assert encoder.bits_sent == 0 and not encoder.done
+    assert decoder.decode([], good[:2]).known_bits == 0
+    encoder.choose(good[2:3])
+    assert encoder.done and encoder.bits_sent == 4
+    assert decoder.decode([], good[2:]).payload == payload
+    assert len({Mark(bytes([key]), 3, 4).value(good) for key in range(40)}) > 8  # unknown without the key
+    assert SeedDecoder(mark).decode([], good).payload == SeedDecoder(mark).decode([], (*good[:3], 1)).payload
 
 
 def test_the_rate_is_the_wardens_bound() -> None:

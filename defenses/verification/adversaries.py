@@ -2,18 +2,22 @@
 
 At each step an encoder receives the tokens that it may send and picks one. `ChoiceEncoder` uses the full capacity of
 each choice; restricted to the two likeliest tokens it is the naive coding of Rinberg et al. 2025, section 2.4
-(`rank_encoder`). `TextEncoder` sends base64 and ignores the allowed set (section 4.2). Decoders receive the same
-tokens. Where these depend on the seed, the decoder has to know it (the setting of Theorem 4.1).
+(`rank_encoder`). Over `Weighted` tokens it keeps to a given distribution. `TextEncoder` sends base64 and ignores the
+allowed set (section 4.2). `SeedEncoder` sends honest tokens, and hides its bits in the seed (appendix D.5). Decoders
+receive the same tokens. Where these depend on the seed, the decoder has to know it (the setting of Theorem 4.1).
 """
 
 from __future__ import annotations
 
 import base64
 import binascii
+import hashlib
 import math
 import random
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Literal, Protocol, runtime_checkable
 
 from hiddenlab.errors import InputError
@@ -120,14 +124,59 @@ class Decoder(Protocol):
 # ---- choices
 
 
-def _part(low: int, high: int, count: int, index: int) -> tuple[int, int]:
-    """Return the `index`-th of `count` nearly equal parts of a range; a part may be empty."""
+UNIT = 1 << 32  # of weights
+
+
+class Weighted(tuple[int, ...]):
+    """The tokens of a step with whole weights; a coder gives each a part of the payload's range in proportion.
+
+    With a distribution's probabilities as weights, random bits as payload make tokens of just this distribution:
+    arithmetic decoding, which sends as many bits as the distribution has entropy (Definition 2.1, Theorem 2.3). All
+    that differs is rounding to 2⁻³².
+
+    Args:
+        tokens: of the step.
+        shares: their probabilities, up to a factor; what is below 2⁻³³ of their sum is left out.
+
+    Raises:
+        InputError: no token has a share.
+    """
+
+    weights: tuple[int, ...]
+
+    def __new__(cls, tokens: Sequence[int], shares: Sequence[float]) -> Weighted:
+        total = math.fsum(shares)
+        whole = [round(share / total * UNIT) for share in shares] if total > 0 else []
+        step = super().__new__(cls, (t for t, weight in zip(tokens, whole, strict=False) if weight))
+        step.weights = tuple(weight for weight in whole if weight)
+        if not step:
+            raise InputError("a step at which no token has a probability")
+        return step
+
+
+def step_entropy(step: Sequence[int]) -> float:
+    """Return the entropy, in bits, of the token that a random payload picks at a step: what it can carry at most.
+
+    Summed over an answer, in the mean this is the entropy of Theorem 2.2.
+    """
+    starts = _starts(step)
+    shares = [(b - a) / starts[-1] for a, b in pairwise(starts)]
+    return -math.fsum(share * math.log2(share) for share in shares)
+
+
+def _starts(step: Sequence[int]) -> list[int]:
+    """Return where each token's part of a step begins, and at the end the sum of all weights."""
+    return list(accumulate(step.weights if isinstance(step, Weighted) else (1,) * len(step), initial=0))
+
+
+def _part(low: int, high: int, starts: Sequence[int], index: int) -> tuple[int, int]:
+    """Return the `index`-th part of a range, nearly in proportion to the weights; a part may be empty."""
     width = high - low
-    return low + index * width // count, low + (index + 1) * width // count
+    return low + width * starts[index] // starts[-1], low + width * starts[index + 1] // starts[-1]
 
 
 class ChoiceEncoder:
-    """Arithmetic coder with equal weights: choosing one of c tokens keeps one c-th of the payload's range.
+    """Arithmetic coder: choosing one of c tokens keeps one c-th of the payload's range; or its share, if `Weighted`.
 
     Ranges are exact integers, so the payload is complete once the product of the numbers of choices reaches 2^bits.
     After that the first token is sent. The cost of a step grows with the payload's length; cut megabytes into blocks.
@@ -151,10 +200,19 @@ class ChoiceEncoder:
         low, high = self._range.low, self._range.high
         if self.done:
             return usable[0]
+        starts = _starts(usable)
         # Find the part that holds the payload: the last one that does not begin above it.
-        index = ((self._payload.value - low + 1) * len(usable) - 1) // (high - low)
-        self._range = Received(*_part(low, high, len(usable), index), self._payload.bits)
-        self._carried += math.log2(len(usable))
+        index = (
+            bisect_right(
+                starts,
+                self._payload.value,
+                hi=len(usable),
+                key=lambda start: low + (high - low) * start // starts[-1],
+            )
+            - 1
+        )
+        self._range = Received(*_part(low, high, starts, index), self._payload.bits)
+        self._carried += math.log2(starts[-1] / (starts[index + 1] - starts[index]))
         return usable[index]
 
     @property
@@ -194,7 +252,7 @@ class ChoiceDecoder:
                 break
             if token not in usable:
                 raise InputError(f"token {token} is not among the {len(usable)} that carry the payload here")
-            low, high = _part(low, high, len(usable), usable.index(token))
+            low, high = _part(low, high, _starts(usable), usable.index(token))
             if low == high:
                 raise InputError(f"token {token} stands for no payload here")
             self._range = Received(low, high, self._range.bits)
@@ -288,6 +346,80 @@ class TextDecoder:
         missing = self._bits - known
         low = (int.from_bytes(data, "big") >> (8 * len(data) - known)) << missing
         return Received(low, low + (1 << missing), self._bits)
+
+
+# ---- seeds
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A keyed hash of an answer's first tokens, which both halves know.
+
+    Attributes:
+        key: shared before the game. tokens: how many are hashed. bits: of the hash, up to 256.
+    """
+
+    key: bytes
+    tokens: int
+    bits: int
+
+    def value(self, tokens: Sequence[int]) -> int:
+        """Return the hash of an answer."""
+        text = b"".join(int(token).to_bytes(8, "big") for token in tokens[: self.tokens])
+        return int.from_bytes(hashlib.sha256(self.key + text).digest(), "big") >> (256 - self.bits)
+
+
+class SeedEncoder:
+    """Encoder that sends the honest tokens of a seed whose answer hashes to the payload (appendix D.5).
+
+    A payload of b bits takes about 2^b tries. Who replays the answer with its seed finds nothing wrong; only a seed
+    that the server cannot choose prevents it.
+
+    Args:
+        payload: as many bits as the mark has.
+        mark: the hash.
+    """
+
+    def __init__(self, payload: Payload, mark: Mark) -> None:
+        self._payload, self._mark, self._tokens = payload, mark, list[int]()
+
+    def hits(self, tokens: Sequence[int]) -> bool:
+        """Return whether the answer of a seed carries the payload."""
+        return self._mark.value(tokens) == self._payload.value
+
+    def choose(self, step_tokens: Sequence[int]) -> int:
+        """Send the honest token, which is the first."""
+        self._tokens.append(_usable(step_tokens, 0)[0])
+        return self._tokens[-1]
+
+    @property
+    def bits_sent(self) -> float:
+        """All bits, once the hashed tokens are sent and hash to the payload."""
+        return float(self._payload.bits) if self.done and self.hits(self._tokens) else 0.0
+
+    @property
+    def done(self) -> bool:
+        """Whether all tokens that are hashed are sent."""
+        return len(self._tokens) >= self._mark.tokens
+
+
+class SeedDecoder:
+    """The decoder of `SeedEncoder`, which needs neither model nor seed.
+
+    Args:
+        mark: the hash.
+    """
+
+    def __init__(self, mark: Mark) -> None:
+        self._mark, self._tokens = mark, list[int]()
+
+    def decode(self, steps: Sequence[Sequence[int]], tokens: Sequence[int]) -> Received:
+        """Hash the answer, once it is long enough."""
+        self._tokens += tokens
+        if len(self._tokens) < self._mark.tokens:
+            return Received(0, 1 << self._mark.bits, self._mark.bits)
+        value = self._mark.value(self._tokens)
+        return Received(value, value + 1, self._mark.bits)
 
 
 # ---- both halves together

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from transformers import DynamicCache
 
 from hiddenlab.defenses.verification.causal_lm import WholeModel
 from hiddenlab.defenses.verification.closed_form import NoiseOn, ipt_interval, logit_rank, margins, pairwise
@@ -22,6 +23,7 @@ from hiddenlab.defenses.verification.sampling import (
     kept,
     perturbed,
     probabilities,
+    sample,
 )
 from hiddenlab.defenses.verification.transcript import Transcript
 from hiddenlab.errors import HiddenlabError, InputError
@@ -93,6 +95,24 @@ class Verifier:
         return Replay(
             logits.float().cpu(), gumbel, uniform, torch.tensor(transcript.output), transcript.sampling, states.cpu()
         )  # fmt: skip
+
+    def stepwise(self, transcript: Transcript) -> Float[Tensor, " n"]:
+        """Return 1 where the verifier samples another token, by one decoding step a token: the slow ``mismatch``.
+
+        Each step is fed the claimed tokens so far. Source: Rinberg et al. 2025, Algorithm 5, which counts the tokens
+        that agree; ``mismatch`` of a ``replay`` is Algorithm 6.
+        """
+        source, cache = self.noise(transcript.sampling.seed), DynamicCache()
+        before, found = list(transcript.prompt), list[float]()
+        fed = 0
+        for token in transcript.output:
+            feed = torch.tensor([before[fed:]], device=self.model.device)
+            mask = torch.ones(1, len(before), dtype=torch.long, device=self.model.device)
+            logits = self.model.step(feed, mask, cache).logits.float().cpu()
+            found.append(float(sample(logits, source, transcript.sampling, before) != token))
+            fed = len(before)
+            before.append(token)
+        return torch.tensor(found)
 
 
 def draws(

@@ -277,11 +277,13 @@ class Sent:
         bits: of a random payload, which its outside received.
         alarm: the warden flags it.
         capacity: see `Message`.
+        honest: its tokens are the honest ones of its seed, which the adversary chose.
     """
 
     bits: float
     alarm: bool
     capacity: float
+    honest: bool = False
 
 
 @dataclass(frozen=True)
@@ -329,7 +331,7 @@ class _RecordedSide:
 
     def message(self, turn: int) -> Message:
         if turn in self._uses:
-            return Message(False, self._uses[turn].alarm, self._capacity)
+            return Message(self._uses[turn].honest, self._uses[turn].alarm, self._capacity)
         return Message(True, self._traffic.choice(self._match.honest), self._capacity)
 
     def learnt(self) -> bool:

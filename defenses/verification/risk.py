@@ -175,11 +175,15 @@ def _measure(
     )
     scores, ranks = positions.score(evidence.tokens), logit_rank(evidence.logits, evidence.tokens)
     leading = _leading(evidence.logits, max(rank_cutoffs))
+    # Sets only shrink as the threshold rises: score the tokens of the largest once, and compare.
+    lowest = positions.admissible(min(thresholds))
+    values = positions.logits.new_full(lowest.shape, -math.inf)
+    values[lowest] = positions.pairs(*lowest.nonzero(as_tuple=True)).clamp_min(min(thresholds))
     rows: list[tuple[float, ...]] = []
     for threshold in thresholds:
-        admitted = positions.admissible(threshold)
+        admitted = values >= threshold
         sizes = admitted.sum(1)
-        # Score and set share their draws but sum in different orders, so decide about the honest token itself here.
+        # A score depends in its last digits on what it is computed with; decide about the honest token here.
         safe = admitted.gather(1, evidence.tokens.long()[:, None])[:, 0]
         settled = torch.where(
             safe, scores.clamp_min(threshold), scores.masked_fill(scores >= threshold, -math.inf)

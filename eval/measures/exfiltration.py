@@ -1,8 +1,9 @@
 """Measure adversaries against the warden, and play the exfiltration game with their answers."""
 
+import hashlib
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,15 @@ from torch import Tensor
 
 from hiddenlab.defenses.verification import difr, risk
 from hiddenlab.defenses.verification import game as game_of
-from hiddenlab.defenses.verification.bounds import Risk, game_bound
+from hiddenlab.defenses.verification.bounds import (
+    Risk,
+    game_bound,
+    hidden_seed_rate,
+    hidden_seed_rate_printed,
+    searching_rate,
+    searching_risk,
+    support_rate,
+)
 from hiddenlab.defenses.verification.causal_lm import WholeModel, load_whole
 from hiddenlab.defenses.verification.closed_form import logit_rank
 from hiddenlab.defenses.verification.detect import detect
@@ -21,6 +30,7 @@ from hiddenlab.defenses.verification.difr import Replay, Verifier
 from hiddenlab.defenses.verification.filters import PerplexityFilter, SyntacticFilter
 from hiddenlab.defenses.verification.likelihood import gumbel_positions
 from hiddenlab.defenses.verification.provider import Request
+from hiddenlab.defenses.verification.sampling import HashedNoise
 from hiddenlab.defenses.verification.transcript import Transcript
 from hiddenlab.eval.cells import Figures
 from hiddenlab.eval.measures.adversaries import SAMPLES, Answer, Rule, Tactic, answers, known
@@ -30,6 +40,8 @@ from hiddenlab.eval.measures.intervals import Estimate, mean, share
 from hiddenlab.eval.measures.warden import (
     FIELDS,
     calibration,
+    chosen,
+    divided,
     least,
     narrowed,
     of_tokens,
@@ -66,7 +78,7 @@ class Judged:
     Attributes:
         rows: counts and bits of each.
         margins: of their tokens.
-        found: honest answers, see ``calibration``.
+        found: honest answers that the warden is judged on, see ``calibration``.
         place: of the warden's setting.
         suspicious: upper end of honest tokens' share.
     """
@@ -81,8 +93,8 @@ class Judged:
 
 def _judge(spec: dict[str, Any], home: Path, progress: Progress) -> Judged:
     """Let an adversary answer (or load its answers from disk) and the warden judge."""
-    honest = calibration(spec, home, progress)
-    place = least(honest, spec)
+    tuned, honest = divided(calibration(spec, home, progress), spec)
+    place = least(tuned, spec)
     rule = rules(spec)[place]
     tactic = Tactic.of(spec["adversary"], rule, spec["margin"])
     asked = {
@@ -95,18 +107,20 @@ def _judge(spec: dict[str, Any], home: Path, progress: Progress) -> Judged:
     whole = load_whole(spec["model"], dtype=spec["dtype"], device=spec["device"])
     key = [{name: spec[name] for name in SENT}, None if tactic.rule is None else vars(tactic.rule)]
     made = stored(
-        home, "exfiltration", key, lambda: _packed(answers(whole, tactic, requests, spec["length"], progress))
+        home, "adversaries", key, lambda: _packed(answers(whole, tactic, requests, spec["length"], progress))
     )
-    suspicious = of_tokens(honest["sums"][:, place, 1], honest["tokens"]).high
-    fit = PerplexityFilter.fit([-row[: spec["length"]] for row in honest["cross_entropy"]])
+    suspicious = of_tokens(tuned["sums"][:, place, 1], tuned["tokens"]).high
+    fit = PerplexityFilter.fit([-row[: spec["length"]] for row in tuned["cross_entropy"]])
     rows, margins = [], []
     for i, request in enumerate(requests):
         tokens = tuple(made["tokens"][i].tolist())
+        # The log holds the seed that the server used.
+        sampling = replace(request.sampling, seed=int(made["seed"][i]))
         replay = Verifier(whole).replay(
-            Transcript(request.id, spec["model"], request.prompt, tokens, request.sampling)
+            Transcript(request.id, spec["model"], request.prompt, tokens, sampling)
         )
         row = judged(replay, rule, spec["seed"] + i, whole.vocabulary, max(spec["cutoffs"]))
-        row |= {"sent": float(made["sent"][i]), "received": float(made["received"][i])}
+        row |= {name: float(made[name][i]) for name in ("sent", "received", "entropy", "natural")}
         row["elsewhere"] = _elsewhere(replay, tactic, request, whole)
         row["flagged"] = _p(row["dangerous"], len(tokens), spec["rate"]) < spec["level"]
         row["flagged_suspicious"] = _p(row["suspicious"], len(tokens), suspicious) < spec["level"]
@@ -136,6 +150,56 @@ def exfiltration(spec: dict[str, Any], folder: Path, progress: Progress = silent
     return figures
 
 
+# ---- receivers without the seed
+
+
+def hidden_seed(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> Figures:
+    """Measure how often a policy permits several tokens under hashed noise, and feed it to Theorems 4.2 and 4.3.
+
+    Honest answers are replayed with numbers of H(K, σ, x), as the theorems ask (appendix D.6). p is the share of
+    positions with more than one permitted token, q the mean number of tokens there, rounded up.
+
+    Args:
+        spec: as ``pareto``; watched, slack (ε).
+    """
+    home = folder.parent.parent
+    tuned, _ = divided(calibration(spec, home, progress), spec)
+    rule = rules(spec)[least(tuned, spec)]
+    # A rule on dangerous tokens alone permits the R leading ones too.
+    leading = rule.cutoff if spec["watched"] == DANGEROUS else 0
+    key = hashlib.sha256(f"{spec['seed']} hidden seed".encode()).digest()
+    verifier = Verifier(
+        load_whole(spec["model"], dtype=spec["dtype"], device=spec["device"]),
+        lambda seed: HashedNoise(key, seed),
+    )
+    transcripts = chosen(spec, home, progress)
+    sizes: list[list[int]] = []
+    for i, transcript in enumerate(transcripts):
+        evidence = narrowed(verifier.replay(transcript), rule.noise_sd, max(spec["cutoffs"]))
+        positions = gumbel_positions(
+            evidence.logits, evidence.gumbel, evidence.sampling, noise_sd=rule.noise_sd, samples=SAMPLES,
+            generator=torch.Generator().manual_seed(i),
+        )  # fmt: skip
+        permitted = positions.admissible(rule.threshold)
+        # Columns are by rank.
+        permitted |= torch.arange(permitted.shape[1]) < leading
+        sizes.append(permitted.sum(1).tolist())
+        progress("answers replayed with hashed noise", i + 1, len(transcripts))
+    everywhere = [size for row in sizes for size in row]
+    several = [size for size in everywhere if size > 1]
+    p, q = len(several) / len(everywhere), math.ceil(sum(several) / len(several)) if several else 2
+    figures = as_figures({
+        "free": share([size > 1 for size in everywhere]),
+        "support": mean([support_rate(row) for row in sizes]),
+    })  # fmt: skip
+    exact = {
+        "permitted": q, "largest": max(everywhere), "interactive": hidden_seed_rate(p, q),
+        "interactive_printed": hidden_seed_rate_printed(p, q), "searching": searching_rate(p, spec["slack"], q),
+        "risk": searching_risk(p, min(1.0, p + spec["slack"]), spec["new_tokens"], spec["new_tokens"]),
+    }  # fmt: skip
+    return figures | {name: exactly(float(value), len(everywhere)) for name, value in exact.items()}
+
+
 # ---- the game
 
 
@@ -150,7 +214,7 @@ def game(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> Fig
     pools = stored(home, "games", key, lambda: _pools(spec, home, progress))
     watched = spec["watched"]
     sent = [
-        game_of.Sent(bits, alarm > 0, capacity)
+        game_of.Sent(bits, alarm > 0, capacity, spec["adversary"] == "seeds")
         for bits, alarm, capacity in zip(
             *(pools[name].tolist() for name in ("bits", f"{watched} alarm", f"{watched} capacity")),
             strict=True,
@@ -237,8 +301,11 @@ def _passing(length: int, rate: float, choices: int, level: float) -> float:
 def _packed(made: Sequence[Answer]) -> dict[str, Tensor]:
     return {
         "tokens": torch.tensor([answer.tokens for answer in made]),
-        "sent": torch.tensor([answer.sent for answer in made], dtype=torch.float64),
-        "received": torch.tensor([answer.received for answer in made], dtype=torch.float64),
+        "seed": torch.tensor([answer.seed for answer in made]),
+        **{
+            name: torch.tensor([getattr(answer, name) for answer in made], dtype=torch.float64)
+            for name in ("sent", "received", "entropy", "natural")
+        },
     }
 
 
@@ -270,7 +337,7 @@ def _elsewhere(replay: Replay, tactic: Tactic, request: Request, whole: WholeMod
     payload = tactic.payload(request, len(tokens), whole.vocabulary)
     assert replay.gumbel is not None
     steps = [
-        tactic.choices(replay.logits[i : i + 1], replay.gumbel[i : i + 1], request.sampling, request.sampling.seed + i)
+        tactic.choices(replay.logits[i : i + 1], replay.gumbel[i : i + 1], replay.sampling, replay.sampling.seed + i)
         for i in range(len(tokens))
     ]  # fmt: skip
     return known(tactic.halves(payload, whole.tokenizer)[1], payload, steps, tokens)
@@ -287,7 +354,8 @@ def _figures(rows: Sequence[dict[str, Any]], length: int, whole: float) -> Figur
     def rate(values: Sequence[float]) -> Estimate:
         return mean([value / length for value in values])
 
-    names = ("sent", "received", "safe_bound", "bound", "dangerous", "suspicious")
+    names = ["sent", "received", "natural", "safe_bound", "bound", "dangerous", "suspicious"]
+    names += [] if any(math.isnan(row["entropy"]) for row in rows) else ["entropy"]
     estimates = {name: rate([row[name] for row in rows]) for name in names}
     estimates["received_elsewhere"] = rate([row["elsewhere"] for row in rows])
     estimates["passed"] = rate([0.0 if row["flagged"] else row["received"] for row in rows])

@@ -15,6 +15,7 @@ from hiddenlab.defenses.verification import difr, risk
 from hiddenlab.defenses.verification.causal_lm import load_whole
 from hiddenlab.defenses.verification.difr import Replay, Verifier
 from hiddenlab.defenses.verification.sampling import kept
+from hiddenlab.defenses.verification.transcript import Transcript
 from hiddenlab.errors import InputError
 from hiddenlab.eval.cells import Figures
 from hiddenlab.eval.measures.adversaries import SAMPLES, Rule
@@ -91,21 +92,26 @@ def calibration(spec: dict[str, Any], home: Path, progress: Progress = silent) -
     return stored(home, "warden", key, lambda: _calibrate(spec, home, progress))
 
 
-def _calibrate(spec: dict[str, Any], home: Path, progress: Progress) -> dict[str, Tensor]:
+def chosen(spec: dict[str, Any], home: Path, progress: Progress = silent) -> list[Transcript]:
+    """Return the honest answers that the warden is calibrated on, spread over all prompts."""
     transcripts = answered(spec, home, progress).transcripts
-    chosen = transcripts[:: max(1, len(transcripts) // spec["requests"])][: spec["requests"]]
+    return transcripts[:: max(1, len(transcripts) // spec["requests"])][: spec["requests"]]
+
+
+def _calibrate(spec: dict[str, Any], home: Path, progress: Progress) -> dict[str, Tensor]:
+    transcripts = chosen(spec, home, progress)
     verifier = Verifier(load_whole(spec["model"], dtype=spec["dtype"], device=spec["device"]))
     vocabulary = verifier.model.vocabulary
     sums, margins, surprisals = [], [], []
-    for i, transcript in enumerate(chosen):
+    for i, transcript in enumerate(transcripts):
         replay = verifier.replay(transcript)
         rows = [row for sd in spec["noise_sds"] for row in _points(replay, sd, spec, vocabulary, i)]
         sums.append(torch.tensor(rows, dtype=torch.float64) * len(replay.tokens))
         margins.append(difr.margin(replay))
         surprisals.append(difr.cross_entropy(replay))
-        progress("honest answers measured", i + 1, len(chosen))
+        progress("honest answers measured", i + 1, len(transcripts))
     return {
-        "sums": torch.stack(sums), "tokens": torch.tensor([len(answer.output) for answer in chosen]),
+        "sums": torch.stack(sums), "tokens": torch.tensor([len(answer.output) for answer in transcripts]),
         "vocabulary": torch.tensor(vocabulary), "margin": torch.stack(margins),
         "cross_entropy": torch.stack(surprisals),
     }  # fmt: skip
@@ -135,8 +141,28 @@ def rules(spec: dict[str, Any]) -> list[Rule]:
     ]
 
 
+def divided(honest: dict[str, Tensor], spec: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Divide honest answers into those that the warden is tuned on and those that it is judged on; the same at 1."""
+    count = round(spec["tuning"] * len(honest["tokens"]))
+    if spec["tuning"] == 1:
+        return honest, honest
+    if not 0 < count < len(honest["tokens"]):
+        raise InputError(
+            f"tuning {spec['tuning']:g} of {len(honest['tokens'])} answers leaves none; ask for more"
+        )
+    by_answer = ("sums", "tokens", "margin", "cross_entropy")
+    first, rest = (
+        {**honest, **{k: honest[k][part] for k in by_answer}} for part in (slice(count), slice(count, None))
+    )
+    return first, rest
+
+
 def least(honest: dict[str, Tensor], spec: dict[str, Any]) -> int:
     """Return the place of the setting with the least ``criterion``, among those whose honest shares are low enough.
+
+    Args:
+        honest: answers that the warden is tuned on, see ``calibration``.
+        spec: criterion, rate, most_suspicious, and the grid.
 
     Raises:
         InputError: there is none.
@@ -155,8 +181,9 @@ def pareto(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> F
         spec: as ``calibration``; rate, criterion, most_suspicious.
         folder: of ``points.json``.
     """
-    honest = calibration(spec, folder.parent.parent, progress)
-    place, rule = least(honest, spec), rules(spec)[least(honest, spec)]
+    tuned, honest = divided(calibration(spec, folder.parent.parent, progress), spec)
+    place = least(tuned, spec)
+    rule = rules(spec)[place]
     sums, tokens = honest["sums"][:, place], honest["tokens"]
     whole = math.log2(int(honest["vocabulary"]))
     bits, safe, quiet = (mean((sums[:, i] / tokens).tolist()) for i in (2, 3, 4))
@@ -185,14 +212,14 @@ def frontier(spec: dict[str, Any], folder: Path, progress: Progress = silent) ->
         spec: as ``calibration``; rate, most_suspicious.
 
     Returns:
-        ``bits_R``, ``sigma_R`` and ``threshold_R`` of the setting, for every R that has one.
+        ``bits_R``, ``false_R``, ``sigma_R`` and ``threshold_R`` of the setting, for every R that has one.
 
     Raises:
         InputError: none has.
     """
-    honest = calibration(spec, folder.parent.parent, progress)
+    tuned, honest = divided(calibration(spec, folder.parent.parent, progress), spec)
     tokens, whole = honest["tokens"], math.log2(int(honest["vocabulary"]))
-    means = (honest["sums"].sum(0) / tokens.sum()).tolist()
+    means = (tuned["sums"].sum(0) / tuned["tokens"].sum()).tolist()
     settings = rules(spec)
     points = []
     for r, (false, suspicious, bits, safe, quiet) in zip(settings, means, strict=True):
@@ -200,7 +227,7 @@ def frontier(spec: dict[str, Any], folder: Path, progress: Progress = silent) ->
             r.noise_sd,
             r.threshold,
             r.cutoff,
-            int(tokens.sum()),
+            int(tuned["tokens"].sum()),
             false,
             suspicious,
             bits,
@@ -215,7 +242,10 @@ def frontier(spec: dict[str, Any], folder: Path, progress: Progress = silent) ->
         if best := risk.frontier(own, most_suspicious=spec["most_suspicious"]):
             place = settings.index(Rule(best[-1].noise_sd, best[-1].threshold, cutoff))
             sums = honest["sums"][:, place, FIELDS.index("bits")]
-            figures |= as_figures({f"bits_{cutoff}": mean((sums / tokens).tolist())})
+            false = of_tokens(honest["sums"][:, place, FIELDS.index("false_positives")], tokens)
+            figures |= as_figures(
+                {f"bits_{cutoff}": mean((sums / tokens).tolist()), f"false_{cutoff}": false}
+            )
             figures[f"sigma_{cutoff}"] = exactly(best[-1].noise_sd, int(tokens.sum()))
             figures[f"threshold_{cutoff}"] = exactly(best[-1].threshold, int(tokens.sum()))
     if not figures:
