@@ -26,19 +26,17 @@ WITHOUT = {
         "local search": "without=moves", "refinement": "sweeps=0", "solving for the prefix": "rounds=0",
     },
 }  # fmt: skip
-_SHUFFLED = ("probe", "language model", "opener", "first tokens", "learning from failures", "screening")
+_SHUFFLED = ("probe", "language model", "opener", "learning from failures", "screening")
 _READ = ("probe", "language model", "trace 1", "trace 2")
 _DISTANCES = ("log distance", "whitened distance", "distance over expected", "all distances")
 _ORDER = ("place", "pairwise order", "lookahead", "local search")
 # Channels, the attack that is for them, and its parts that bear on them.
 MADE_FOR: dict[str, tuple[str, tuple[str, ...]]] = {
-    "identity": (
-        MATCHING,
-        ("probe", "language model", "rows read", "first tokens", "learning from failures"),
-    ),
+    "identity": (MATCHING, ("probe", "language model", "rows read", "learning from failures")),
     "seq-perm": (MATCHING, _SHUFFLED),
-    "hidden-perm": (MATCHING, _SHUFFLED),
-    "2d-perm": (MATCHING, _SHUFFLED),
+    # The table of first tokens is made where coordinates are permuted.
+    "hidden-perm": (MATCHING, (*_SHUFFLED, "first tokens")),
+    "2d-perm": (MATCHING, (*_SHUFFLED, "first tokens")),
     "gaussian:sigma=0.1": (BEAM, (*_READ, *_DISTANCES, "beam", "refinement")),
     "gaussian:sigma=0.1|seq-perm": (BEAM, (*_READ, *_DISTANCES, *_ORDER, "beam", "refinement")),
     "gaussian:sigma=0.01|hidden-perm": (BEAM, ("probe", "language model", *_DISTANCES, "beam", "widening")),
