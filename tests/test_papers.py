@@ -117,6 +117,14 @@ def test_a_row_names_code_and_a_command_that_there_are(row: Row) -> None:
     assert faults(row.cells) == []
 
 
+LARGER = PAGE.read_text(encoding="utf-8").partition("## What needs a larger machine\n")[2]
+
+
+@pytest.mark.parametrize("command", re.findall(r"^\|.*\| `([^`]+)` \|$", LARGER, re.M))
+def test_what_needs_a_larger_machine_has_a_command_that_there_is(command: str) -> None:
+    check_options(shlex.split(command))
+
+
 def test_no_item_stands_twice_in_a_table() -> None:
     items = [(row.paper, row.cells[0]) for row in ROWS]
     assert sorted(items) == sorted(set(items))
