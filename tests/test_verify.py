@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner, Result
 
 from hiddenlab.cli import app
+from hiddenlab.cli.verify_run import PICTURES
 from hiddenlab.defenses.verification.audit import _admissible, _risks
 from hiddenlab.defenses.verification.bounds import Risk
 from hiddenlab.defenses.verification.difr import Replay
@@ -369,6 +370,25 @@ def test_bounds_and_sampling_rate_say_what_the_papers_say() -> None:
     # 120 bits at 0.000289 a token, less what a wrong message in 100 saves.
     assert found["theorem_2_4_tokens"] == pytest.approx(0.99 * 120 / 0.000289, rel=0.01)
     assert answer("sampling-rate", "--share", 0.01)["messages"] == 459
+
+
+def test_sampling_rate_has_the_shares_and_confidences_of_figure_4(tmp_path: Path) -> None:
+    words = ("sampling-rate", "--share", 0.05, "--needed", 3, "--level", 0.5, "--level", 0.9)
+    counted, percent = answer(*words), answer(*words, "--traffic", 200)
+    for row, part in zip(counted["shares"], percent["shares"], strict=True):
+        for level in (0.5, 0.9):
+            drawn, share = row[f"messages_at_{level}"], row["share"]
+
+            def met(draws: int, share: float = share) -> float:  # P(at least 3), term by term
+                return 1 - sum(math.comb(draws, k) * share**k * (1 - share) ** (draws - k) for k in range(3))
+
+            assert met(drawn) >= level and (drawn == 3 or met(drawn - 1) < level)
+            assert part[f"percent_at_{level}"] == (drawn / 2 if drawn <= 200 else None)
+    assert any(part["percent_at_0.9"] is None for part in percent["shares"])
+    for number, made in enumerate((counted, percent)):
+        PICTURES["sampling-rate"](made, tmp_path / f"{number}.png")
+        assert (tmp_path / f"{number}.png").stat().st_size > 0
+    assert verify("sampling-rate", "--share", "0.1", "--level", "1", "--no-record").exit_code == 2
 
 
 @pytest.mark.parametrize(

@@ -482,17 +482,34 @@ def bounds(
 
 
 def sampling_rate(
-    *, share: float, confidence: float = 0.99, needed: int = 1, progress: Progress = silent
+    *,
+    share: float,
+    confidence: float = 0.99,
+    needed: int = 1,
+    levels: Sequence[float] = (),
+    traffic: int | None = None,
+    progress: Progress = silent,
 ) -> Made:
     """Return how many messages have to be verified to find so many dishonest ones (exfiltration paper, appendix C.2).
 
-    ``shares`` holds the same for shares around the one asked for, by factors of two.
+    ``shares`` holds the same for shares around the one asked for, by factors of two, and for each confidence of
+    `levels` (figure 4): messages, or percent of `traffic` messages where that is given; None: more than there are.
     """
+
+    def inspected(dishonest: float, level: float) -> int | float | None:
+        drawn = theory.required_samples(dishonest, level, needed)
+        return drawn if traffic is None else 100 * drawn / traffic if drawn <= traffic else None
+
     wanted = [share * 2.0**step for step in range(-4, 5)]
-    rows = [
-        {"share": level, "messages": theory.required_samples(level, confidence, needed)}
-        for level in wanted
-        if LEAST_SHARE <= level <= 1
+    unit = "messages" if traffic is None else "percent"
+    rows: list[dict[str, Any]] = [
+        {
+            "share": dishonest,
+            "messages": theory.required_samples(dishonest, confidence, needed),
+            **{f"{unit}_at_{level:g}": inspected(dishonest, level) for level in levels},
+        }
+        for dishonest in wanted
+        if LEAST_SHARE <= dishonest <= 1
     ]
     return {
         "format": FORMAT, "messages": theory.required_samples(share, confidence, needed), "shares": rows

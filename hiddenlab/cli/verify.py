@@ -470,6 +470,14 @@ def sampling_rate(
     share: Annotated[float, Option("--share", metavar="P", help="Share of messages that are dishonest.")],
     confidence: Annotated[float, Option("--confidence", metavar="C")] = 0.99,
     needed: Annotated[int, Option("--needed", metavar="K", min=1, help="Dishonest ones to meet.")] = 1,
+    levels: Annotated[
+        list[float] | None,
+        Option("--level", metavar="C", help="One more confidence, as a column. Repeatable."),
+    ] = None,
+    traffic: Annotated[
+        int | None,
+        Option("--traffic", metavar="N", min=1, help="Messages in all: --level is in percent of them."),
+    ] = None,
     runs_dir: o.RunsDirOpt = RUNS,
     no_record: o.NoRecordOpt = False,
     json: o.JsonOpt = False,
@@ -477,7 +485,6 @@ def sampling_rate(
     """Compute how many messages have to be verified to meet so many dishonest ones."""
     result = conduct(
         "sampling-rate", json=json, runs_dir=runs_dir, keep=not no_record,
-        share=share, confidence=confidence,
-        needed=needed,
+        share=share, confidence=confidence, needed=needed, levels=levels or [], traffic=traffic,
     )  # fmt: skip
     show(result, "messages to verify", "shares", json=json)

@@ -232,8 +232,10 @@ def _theorems(result: Mapping[str, Any], path: Path) -> None:
 def _samples(result: Mapping[str, Any], path: Path) -> None:
     from hiddenlab.report.bars import draw_bars
 
-    rows = [{"share": f"{row['share']:.3g}", "messages": row["messages"]} for row in result["shares"]]
-    draw_bars(rows, "share", {"messages": "messages to verify"}, "By the share of dishonest messages", path)
+    rows = [{**row, "share": f"{row['share']:.3g}"} for row in result["shares"]]
+    panels = {name: name.replace("_", " ") for name in rows[0] if name not in ("share", "messages")}
+    panels = panels or {"messages": "messages to verify"}
+    draw_bars(rows, "share", panels, "Messages to verify by the share of dishonest messages", path)
 
 
 PICTURES: dict[str, Callable[[Mapping[str, Any], Path], None]] = {
