@@ -183,9 +183,10 @@ def detection(
 def size_note(spec: dict[str, Any]) -> str:
     """Return a sentence on the model, the texts and how many and how long they are."""
     texts = spec["prompts"] or "shipped with the lab"
+    times = "once" if spec["turns"] == 1 else f"{count_of(spec['turns'], 'time')} with another seed"
     return (
-        f"Model {spec['model']}; {spec['limit']} prompts ({texts}) of up to {spec['max_tokens']} tokens, each "
-        f"{count_of(spec['turns'], 'time')} with another seed, {spec['new_tokens']} tokens an answer."
+        f"Model {spec['model']}; {spec['limit']} prompts ({texts}) of up to {spec['max_tokens']} tokens, each {times}, "
+        f"{spec['new_tokens']} tokens an answer."
     )
 
 
