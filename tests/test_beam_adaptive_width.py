@@ -54,9 +54,10 @@ def begun(tiny_model: Callable[..., TruncatedModel], small_probes: None) -> Begu
     """Two beginnings of a prompt, of which the better one is wrong, and two candidates for the next token of each."""
     model = tiny_model("llama", 2)
     observation, _ = Channel.parse(["hidden-perm"]).release(model, PROMPT, torch.Generator().manual_seed(0))
-    prepared = BeamDecoding(lm=False).fit(observation.info, model).prepare(observation)
+    attack = BeamDecoding(lm=False)
+    prepared = attack.fit(observation.info, model).prepare(observation)
     engines, weights = prepared.engines, prepared.learned.weights
-    decoding = start(prepared.reader.read(observation), engines, weights)
+    decoding = start(prepared.reader.read(observation), engines, weights, attack.effort)
     beam = []
     for first, score in ((60, 0.5), (PROMPT[0], 0.0)):
         prefix = engines.beginning()

@@ -62,7 +62,7 @@ def test_a_part_that_was_left_for_the_end_goes_back(
     prepared = attack.fit(observation.info, model).prepare(observation)
     engines, weights = prepared.engines, prepared.learned.weights
     with torch.inference_mode():
-        decoding = start(prepared.reader.read(observation), engines, weights)
+        decoding = start(prepared.reader.read(observation), engines, weights, attack.effort)
         decode([decoding], engines, prepared.learned, attack.effort)
         right = decoding.beam[0]
         assert [one.token for one in right.steps] == tokens
@@ -74,7 +74,7 @@ def test_a_part_that_was_left_for_the_end_goes_back(
             score=0.0,
         )
         before = decoding.evaluated
-        move_parts([decoding], engines, weights)
+        move_parts([decoding], engines, weights, attack.effort)
     found = decoding.beam[0]
     assert [one.token for one in found.steps] == tokens
     assert [one.row for one in found.steps] == [one.row for one in right.steps]

@@ -187,22 +187,29 @@ def test_verified_rows_are_kept_and_found_again(
     assert attack.measured["probe"] == "regression"
     assert attack._known is not None and attack._prepared is not None
     own, before = attack._known.own, attack._prepared.proposer.probe
+    # First tokens stand among the attacker's own already: every single token does in so small a vocabulary. Where the
+    # processor rounds another pass differently, such a row is new.
+    held = set(ridge._marks(attack._known.states, attack._known.tokens))
+    added = list[int]()
+    for observation, prompt in zip(observations, prompts, strict=True):
+        marks = ridge._marks(observation.states[:1].float(), torch.tensor(prompt[:1]))
+        added += prompt[int(marks[0] in held) :]
+    assert len(added) in range(72, 81)
     results = attack.recover_batch(observations)
     assert [result.ids for result in results] == prompts
-    # First tokens stand among the attacker's own already: every single token does in so small a vocabulary.
-    assert len(attack._known) == own + 72
+    assert attack._known.tokens[own:].tolist() == added
     assert attack._prepared.proposer.probe is not before
     again = VocabMatch().fit(observations[0].info, model)
-    assert again._known is not None and len(again._known) == own + 72
-    assert torch.equal(again._known.tokens[own:], torch.tensor([t for prompt in prompts for t in prompt[1:]]))
+    assert again._known is not None and len(again._known) == own + len(added)
+    assert torch.equal(again._known.tokens[own:], torch.tensor(added))
     assert again.measured["probe_seconds"] == 0.0
     again.recover_batch(observations)
-    assert len(again._known) == own + 72  # the same rows are not added twice
+    assert len(again._known) == own + len(added)  # the same rows are not added twice
     given = VocabMatch(epsilon="1000").fit(observations[0].info, model)
     assert given._known is not None
     (other,) = release(model, random_prompts(7, seed=5))
     given.recover(other)
-    assert len(given._known) == own + 72  # any token is within such an epsilon
+    assert len(given._known) == own + len(added)  # any token is within such an epsilon
     files = list((tmp_path / "probes").glob("*.safetensors"))
     assert files and all(file.stat().st_mode & 0o077 == 0 for file in files)
 
