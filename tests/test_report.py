@@ -181,6 +181,15 @@ def test_report_of_experiments(tmp_path: Path) -> None:
     assert {path.name for path in both} == {"report.md", "report.html", "t.png", "recovery.png", "cost.png"}
 
 
+def test_tables_of_one_experiment_have_pictures_of_their_own(tmp_path: Path) -> None:
+    for name in ("t", "t-other", "a file"):
+        (tmp_path / f"{name}.json").write_text(json.dumps(table("t")))
+    files = write_report([tmp_path / "t.json", tmp_path / "t-other.json"], tmp_path / "out")
+    assert {path.name for path in files} == {"report.md", "report.html", "t.png", "t-other.png"}
+    assert all(files[0].read_text().count(f"({name}.png)") == 1 for name in ("t", "t-other"))
+    assert {path.name for path in write_report([tmp_path / "a file.json"], tmp_path / "one")} >= {"t.png"}
+
+
 def test_tables_of_nothing_and_of_one_layer(tmp_path: Path) -> None:
     empty = table(rows=[{**row, "figures": {}} for row in table()["rows"]])
     (tmp_path / "empty.json").write_text(json.dumps(empty))

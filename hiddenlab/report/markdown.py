@@ -1,5 +1,6 @@
 """Write reports of runs and experiments: Markdown, PNG plots, and self-contained HTML pages."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -109,6 +110,9 @@ def load_study(path: Path) -> Study:
         table: dict[str, Any] = dict(parse(data, Table, str(path), TABLE_FORMAT))
     except InputError as error:
         raise InputError(f"{path} is no table of 'hiddenlab eval': {error}") from None
+    # Several tables of one experiment have files of their own. Pictures and anchors go by these.
+    if re.fullmatch(re.escape(table["experiment"]) + r"-[\w.-]+", path.stem):
+        table["experiment"] = path.stem
     runs = []
     for row in table["rows"]:
         folder = path.parent / "cells" / str(row["cell"]) / "run"
