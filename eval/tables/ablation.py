@@ -82,7 +82,7 @@ def ablation(
     return Experiment(
         "What each part of an attack brings",
         cells,
-        # Pictures show the first. Vocabulary matching finds every prompt without any one part: what changes is the cost.
+        # Pictures show the first. Vocabulary matching finds every prompt without any one part, at another cost.
         COST | FOUND if {MADE_FOR[channel][0] for channel in behind} == {MATCHING} else FOUND | COST,
         [
             "A row leaves out one part of an attack. The same prompts are attacked in every row of a defense, and no "
