@@ -169,8 +169,8 @@ BUILTINS: dict[str, dict[str, str]] = {
         "prove": "hiddenlab.defenses.verification.ledger_commands:prove",
         "included": "hiddenlab.defenses.verification.ledger_commands:included",
         "import": "hiddenlab.defenses.verification.import_logs:import_openai",
-        "bounds": "hiddenlab.defenses.verification.command:bounds",
-        "sampling-rate": "hiddenlab.defenses.verification.command:sampling_rate",
+        "bounds": "hiddenlab.defenses.verification.bounds_commands:bounds",
+        "sampling-rate": "hiddenlab.defenses.verification.bounds_commands:sampling_rate",
     },
 }
 SYNONYMS: dict[str, dict[str, str]] = {  # words that people try, and the names that are meant

@@ -465,6 +465,12 @@ def test_a_masked_model_as_it_is_says_what_it_says_without_training(
     assert again.measured == measured
 
 
+def test_the_attacked_model_itself_is_never_taken_without_training() -> None:
+    """It reads from left to right; untrained, it would answer anything, without a word."""
+    with pytest.raises(InputError, match=r"name one \(masked=NAME\)"):
+        Infill(steps=0)
+
+
 @pytest.mark.usefixtures("own_cache")
 def test_masked_models_that_do_not_do(
     tiny: TinyPath, masked: Callable[..., str], texts: str, monkeypatch: pytest.MonkeyPatch

@@ -56,6 +56,10 @@ class Infill(Attack):
     ) -> None:
         if rounds < 1 or (steps is not None and steps < 0):
             raise InputError(f"rounds must be at least 1 and steps at least 0, not {rounds} and {steps}")
+        if steps == 0 and masked is None:
+            raise InputError(
+                "steps=0 takes a masked language model as it is; name one (masked=NAME), or train the attacked model"
+            )
         recipe = PRESETS[preset]
         recipe = recipe if text is None else replace(recipe, text=text)
         self.recipe = recipe if steps is None else replace(recipe, steps=steps)

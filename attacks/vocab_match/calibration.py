@@ -31,9 +31,8 @@ from hiddenlab.types import GroundTruth, Observation, ObservationInfo, Progress
 
 TOKENS = 50  # of a training text at most, as the paper's
 PRECISION = 1.05  # the search ends where the ends of its interval have this ratio
-CANDIDATES = (
-    1024  # of one position at most; where the right token stands behind them, only wrong ones are run
-)
+# Of one position at most. Where the right token stands behind them, only wrong ones are run.
+CANDIDATES = 1024
 FIRST_CANDIDATES = 32  # run at each position before any epsilon is tried
 LEAST = 1e-6  # of a row's norm, the smallest epsilon that is tried
 
